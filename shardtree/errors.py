@@ -1,0 +1,160 @@
+"""Every error that shardtree raises, and the one form in which errors are written.
+
+An error says what was being done, on what, what was found, what was expected and what to do. Trees are named by
+the Python that reaches the leaf: ``tree['model']['layers'][3]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import islice
+from typing import Any
+
+TreePath = tuple[Any, ...]
+
+_SHOWN = 10
+
+
+class CheckpointingException(Exception):
+    """The base of every error that shardtree raises on purpose."""
+
+
+class MetadataError(CheckpointingException, ValueError):
+    """A leaf was described in a way that contradicts itself."""
+
+
+class ShapeError(CheckpointingException, ValueError):
+    """A shape, offset or dtype doesn't fit the place that it was put in."""
+
+
+class TreeError(CheckpointingException, ValueError):
+    """Two trees don't fit together, or a tree map met what it can't hold."""
+
+
+class KeyMismatch(CheckpointingException, KeyError):
+    """A key was asked for that isn't there."""
+
+    # KeyError shows repr(args[0]), which would put a whole message on one line in quotes.
+    __str__ = Exception.__str__
+
+
+class IntegrityError(CheckpointingException, ValueError):
+    """The ranks' shards don't tile their global tensors: a gap, an overlap or a disagreement."""
+
+
+class UnsupportedValue(CheckpointingException, TypeError):
+    """A value or dtype that a format can't hold."""
+
+
+class UnsafeFile(CheckpointingException):
+    """A file would run code when read, and ``allow_pickle=True`` was not given."""
+
+
+class StrategyError(CheckpointingException, LookupError):
+    """No strategy, or more than one, is registered for an action, backend and version."""
+
+
+class NotACheckpoint(CheckpointingException, FileNotFoundError):
+    """A directory holds no finished checkpoint."""
+
+
+class AlreadyACheckpoint(CheckpointingException, FileExistsError):
+    """A save would replace a checkpoint and ``overwrite=True`` was not given."""
+
+
+class CorruptCheckpoint(CheckpointingException, ValueError):
+    """Bytes on storage aren't what the checkpoint says that they are."""
+
+
+class CheckpointReplaced(CheckpointingException):
+    """An open checkpoint's files were replaced by a later save."""
+
+
+class StorageError(CheckpointingException, OSError):
+    """Storage refused or broke off a read or a write."""
+
+
+class WorldError(CheckpointingException, RuntimeError):
+    """Ranks can't reach each other, or called different collectives."""
+
+
+class RemoteError(WorldError):
+    """Something failed on some rank, so that no rank goes on.
+
+    Attributes:
+        phase: what the ranks were doing.
+        failures: rank -> what went wrong there.
+    """
+
+    def __init__(self, phase: str, failures: dict[int, str]) -> None:
+        self.phase = phase
+        self.failures = dict(failures)
+        lines = (f"rank {rank}: {text}" for rank, text in sorted(failures.items()))
+        super().__init__(explain(f"{phase}: failed on {plural(len(failures), 'rank')}", offenders=lines))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.phase, self.failures)
+
+
+def explain(
+    what: str,
+    *,
+    found: object = None,
+    expected: object = None,
+    fix: str | None = None,
+    offenders: Iterable[str] = (),
+) -> str:
+    """Return an error's text in the form that all of them have.
+
+    Args:
+        what: what was being done, on which key or path, and what is wrong.
+        found: what was there.
+        expected: what should have been there.
+        fix: what the caller can do about it.
+        offenders: every place that is wrong; the first ten are shown.
+
+    Examples:
+        >>> print(explain("load: shape mismatch for 'w'", found=(4, 2), expected=(4, 4), fix="Pass a (4, 4) target."))
+        load: shape mismatch for 'w'
+          found (4, 2), expected (4, 4)
+          Pass a (4, 4) target.
+    """
+    facts = ", ".join(
+        f"{word} {value}" for word, value in (("found", found), ("expected", expected)) if value is not None
+    )
+    lines = [what, *shorten(offenders)]
+    lines += [text for text in (facts, fix) if text]
+    return "\n  ".join(lines)
+
+
+def shorten(offenders: Iterable[str], shown: int = _SHOWN) -> list[str]:
+    """Return the first few offenders, and how many more there are.
+
+    Examples:
+        >>> shorten(["a", "b", "c", "d"], shown=2)
+        ['a', 'b', 'and 2 more']
+    """
+    rest = iter(offenders)
+    first = list(islice(rest, shown))
+    more = sum(1 for _ in rest)
+    return first + ([f"and {more} more"] if more else [])
+
+
+def plural(count: int, noun: str) -> str:
+    """Return a count with its noun.
+
+    Examples:
+        >>> plural(1, "rank"), plural(3, "rank")
+        ('1 rank', '3 ranks')
+    """
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def render_path(path: TreePath, root: str = "tree") -> str:
+    """Return a tree path as the Python that reaches the leaf.
+
+    Examples:
+        >>> render_path(("model", "layers", 3, "bias"))
+        "tree['model']['layers'][3]['bias']"
+    """
+    return root + "".join(f"[{entry!r}]" for entry in path)
