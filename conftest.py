@@ -1,0 +1,40 @@
+"""What every test and doctest runs under: checked types, one thread a process, a Hypothesis profile, an empty folder.
+
+It stands in the root because the doctests in shardtree/ need it too.
+
+    SHARDTREE_PROFILE   ci (default): 30 examples, always the same; dev: 100, new ones each run; thorough: 2000.
+    SHARDTREE_BEARTYPE  1: every call in shardtree checks its types, before shardtree's own checks; 0 (default): none.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from beartype.claw import beartype_package
+from hypothesis import HealthCheck, settings
+
+if os.environ.get("SHARDTREE_BEARTYPE", "0") == "1":
+    beartype_package("shardtree")  # before anything imports it
+
+torch.set_num_threads(1)
+
+_EVERYWHERE = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "print_blob": True}
+settings.register_profile("ci", max_examples=30, derandomize=True, database=None, **_EVERYWHERE)
+settings.register_profile("dev", max_examples=100, **_EVERYWHERE)
+settings.register_profile("thorough", max_examples=2000, **_EVERYWHERE)
+settings.load_profile(os.environ.get("SHARDTREE_PROFILE", "ci"))
+
+
+@pytest.fixture(autouse=True)
+def _doctests_run_in_an_empty_folder(request: pytest.FixtureRequest) -> Iterator[None]:
+    if not isinstance(request.node, pytest.DoctestItem):
+        yield
+        return
+    before = Path.cwd()
+    os.chdir(request.getfixturevalue("tmp_path"))
+    yield
+    os.chdir(before)

@@ -1,0 +1,22 @@
+"""Values ↔ bytes: dtypes, JSON, safetensors headers and trees. No files are opened here."""
+
+from __future__ import annotations
+
+from ._decode import decode_tree as decode_tree
+from ._dtypes import bit_view as bit_view
+from ._dtypes import check_storable as check_storable
+from ._dtypes import dtype_from_name as dtype_from_name
+from ._dtypes import dtype_from_tag as dtype_from_tag
+from ._dtypes import dtype_name as dtype_name
+from ._dtypes import format_tag as format_tag
+from ._dtypes import is_tagged as is_tagged
+from ._dtypes import row_major_bits as row_major_bits
+from ._encode import encode_tree as encode_tree
+from ._entry import Entry as Entry
+from ._header import decode_header as decode_header
+from ._header import decode_header_metadata as decode_header_metadata
+from ._header import encode_header as encode_header
+from ._header import header_length as header_length
+from ._json import canonical_json as canonical_json
+from ._json import parse_json as parse_json
+from ._record import Record as Record

@@ -1,0 +1,191 @@
+"""Nodes of values that are mostly bytes: tensors, NumPy arrays and scalars, bytes and buffers.
+
+What safetensors has a dtype for is an entry of that dtype and shape, so that other readers see it as it is;
+the rest are plain bytes, with dtype and shape in the node.
+"""
+
+from __future__ import annotations
+
+import re
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+import torch
+
+from ._dtypes import dtype_from_name, dtype_from_tag, dtype_name, format_tag, is_quantised, is_tagged, row_major_bits
+from ._entry import MAX_INT, element_count
+from ._nodes import Blob, Child, Decoder, Encoder, Node, Take, exactly, plain_blob
+
+_NUMPY_TAGS = {
+    "|b1": "BOOL",
+    "|u1": "U8",
+    "|i1": "I8",
+    "<u2": "U16",
+    "<i2": "I16",
+    "<u4": "U32",
+    "<i4": "I32",
+    "<u8": "U64",
+    "<i8": "I64",
+    "<f2": "F16",
+    "<f4": "F32",
+    "<f8": "F64",
+    "<c8": "C64",
+}
+_NUMPY_BY_TAG = {tag: name for name, tag in _NUMPY_TAGS.items()}
+_NUMPY_NAME = re.compile(r"\|[biuS][0-9]{1,9}|[<>][iufcU][0-9]{1,9}|[<>][mM]8(\[[0-9]{0,9}[A-Za-z]{1,2}\])?")
+_NUMPY_SCALARS = [np.dtype(character).type for character in "?bBhHiIlLqQefdgFDGmM"]
+
+
+def _encode_tensor(value: torch.Tensor, child: Child) -> Node:
+    if value.layout is not torch.strided or value.is_meta or value.is_nested or is_quantised(value.dtype):
+        return NotImplemented
+    bits = row_major_bits(value).numpy()
+    if is_tagged(value.dtype):
+        return {"$": "tensor", "entry": Blob(bits, format_tag(value.dtype), tuple(value.shape), value.itemsize)}
+    entry = Blob(bits, "U8", (len(bits),), value.itemsize)
+    return {"$": "tensor of bytes", "dtype": dtype_name(value.dtype), "shape": list(value.shape), "entry": entry}
+
+
+def _decode_tensor(fields: dict[str, Any], child: Child, take: Take) -> torch.Tensor:
+    tag, shape, data = take(fields["entry"])
+    return _tensor(dtype_from_tag(tag), shape, data)
+
+
+def _decode_tensor_of_bytes(fields: dict[str, Any], child: Child, take: Take) -> torch.Tensor:
+    dtype, shape = dtype_from_name(exactly(str, fields["dtype"])), _shape(fields)
+    if is_quantised(dtype):
+        raise ValueError("a quantised dtype")
+    return _tensor(dtype, shape, _take_bytes(fields, take, element_count(shape) * dtype.itemsize))
+
+
+def _tensor(dtype: torch.dtype, shape: tuple[int, ...], data: memoryview) -> torch.Tensor:
+    """Return a new tensor with a copy of the bytes."""
+    bits = torch.empty(len(data), dtype=torch.uint8, device="cpu")
+    bits.numpy()[:] = np.asarray(data)
+    return bits.view(dtype).reshape(shape)
+
+
+def _encode_array(value: np.ndarray[Any, Any], child: Child) -> Node:
+    name = value.dtype.str
+    if not _NUMPY_NAME.fullmatch(name) or value.dtype.itemsize == 0 or value.dtype.names:
+        return NotImplemented
+    data = value.tobytes()
+    if name in _NUMPY_TAGS:
+        return {"$": "ndarray", "entry": Blob(data, _NUMPY_TAGS[name], value.shape, value.itemsize)}
+    return {"$": "ndarray of bytes", "dtype": name, "shape": list(value.shape), "entry": plain_blob(data)}
+
+
+def _decode_array(fields: dict[str, Any], child: Child, take: Take) -> np.ndarray[Any, Any]:
+    tag, shape, data = take(fields["entry"])
+    return _array(np.dtype(_NUMPY_BY_TAG[tag]), shape, data)
+
+
+def _decode_array_of_bytes(fields: dict[str, Any], child: Child, take: Take) -> np.ndarray[Any, Any]:
+    dtype, shape = _numpy_dtype(fields), _shape(fields)
+    return _array(dtype, shape, _take_bytes(fields, take, element_count(shape) * dtype.itemsize))
+
+
+def _array(dtype: np.dtype[Any], shape: tuple[int, ...], data: memoryview) -> np.ndarray[Any, Any]:
+    """Return a new array with a copy of the bytes."""
+    array = np.empty(shape, dtype)
+    array.reshape(-1).view(np.uint8)[:] = np.asarray(data)
+    if dtype.kind == "U" and array.size and array.reshape(-1).view(dtype.str[0] + "u4").max() > 0x10FFFF:
+        raise ValueError("a character that Unicode doesn't have")
+    return array
+
+
+def _encode_scalar(value: np.generic, child: Child) -> Node:
+    return {"$": "numpy scalar", "dtype": value.dtype.str, "bits": value.tobytes().hex()}
+
+
+def _decode_scalar(fields: dict[str, Any], child: Child, take: Take) -> Any:
+    (value,) = np.frombuffer(bytes.fromhex(exactly(str, fields["bits"])), _numpy_dtype(fields))
+    return value
+
+
+def _encode_text(value: np.str_ | np.bytes_, child: Child) -> Node:
+    # Not by their bits: these are strings in Python too, and an array would drop their trailing zeros.
+    return {
+        "$": f"numpy.{type(value).__name__}",
+        "value": child(str(value) if isinstance(value, str) else bytes(value)),
+    }
+
+
+def _decode_str(fields: dict[str, Any], child: Child, take: Take) -> np.str_:
+    return np.str_(exactly(str, child(fields["value"])))
+
+
+def _decode_bytes_scalar(fields: dict[str, Any], child: Child, take: Take) -> np.bytes_:
+    return np.bytes_(exactly(bytes, child(fields["value"])))
+
+
+def _numpy_dtype(fields: dict[str, Any]) -> np.dtype[Any]:
+    name = exactly(str, fields["dtype"])
+    # NumPy's own parser also knows objects, records and deprecated names.
+    if not _NUMPY_NAME.fullmatch(name) or np.dtype(name).str != name or np.dtype(name).itemsize == 0:
+        raise ValueError("not a NumPy dtype of numbers, dates or text")
+    return np.dtype(name)
+
+
+def _shape(fields: dict[str, Any]) -> tuple[int, ...]:
+    return tuple(exactly(int, length) for length in exactly(list, fields["shape"]))
+
+
+def _encode_bytes(value: bytes | bytearray, child: Child) -> Node:
+    return {"$": type(value).__name__, "entry": plain_blob(value)}
+
+
+def _decode_bytes(fields: dict[str, Any], child: Child, take: Take) -> bytes:
+    return bytes(_take_bytes(fields, take))
+
+
+def _decode_bytearray(fields: dict[str, Any], child: Child, take: Take) -> bytearray:
+    return bytearray(_take_bytes(fields, take))
+
+
+def _encode_buffer(value: BytesIO, child: Child) -> Node:
+    if value.closed:
+        return NotImplemented
+    return {"$": "io.BytesIO", "position": value.tell(), "entry": plain_blob(value.getvalue())}
+
+
+def _decode_buffer(fields: dict[str, Any], child: Child, take: Take) -> BytesIO:
+    if not 0 <= exactly(int, fields["position"]) <= MAX_INT:
+        raise ValueError("a position outside of any file")
+    value = BytesIO(_take_bytes(fields, take))
+    value.seek(fields["position"])
+    return value
+
+
+def _take_bytes(fields: dict[str, Any], take: Take, length: int | None = None) -> memoryview:
+    tag, shape, data = take(fields["entry"])
+    if tag != "U8" or len(shape) != 1 or (length is not None and len(data) != length):
+        raise ValueError("the entry isn't the bytes that it should be")
+    return data
+
+
+ENCODERS: dict[type, Encoder] = {
+    torch.Tensor: _encode_tensor,
+    torch.nn.Parameter: _encode_tensor,
+    np.ndarray: _encode_array,
+    **dict.fromkeys(_NUMPY_SCALARS, _encode_scalar),
+    np.str_: _encode_text,
+    np.bytes_: _encode_text,
+    bytes: _encode_bytes,
+    bytearray: _encode_bytes,
+    BytesIO: _encode_buffer,
+}
+
+DECODERS: dict[str, Decoder] = {
+    "tensor": (("entry",), _decode_tensor),
+    "tensor of bytes": (("dtype", "shape", "entry"), _decode_tensor_of_bytes),
+    "ndarray": (("entry",), _decode_array),
+    "ndarray of bytes": (("dtype", "shape", "entry"), _decode_array_of_bytes),
+    "numpy scalar": (("dtype", "bits"), _decode_scalar),
+    "numpy.str_": (("value",), _decode_str),
+    "numpy.bytes_": (("value",), _decode_bytes_scalar),
+    "bytes": (("entry",), _decode_bytes),
+    "bytearray": (("entry",), _decode_bytearray),
+    "io.BytesIO": (("position", "entry"), _decode_buffer),
+}

@@ -1,0 +1,204 @@
+"""Torch dtypes as names, as safetensors' tags and as bits."""
+
+from __future__ import annotations
+
+import torch
+
+from ..errors import MetadataError, UnsupportedValue, explain
+
+# Whatever dtypes this torch has, by their own names: an alias such as torch.half prints as float16.
+_BY_NAME: dict[str, torch.dtype] = {
+    str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)
+}
+_NAMES = {dtype: name for name, dtype in _BY_NAME.items()}
+
+_TAGS_BY_NAME = {
+    "bool": "BOOL",
+    "uint8": "U8",
+    "int8": "I8",
+    "uint16": "U16",
+    "int16": "I16",
+    "uint32": "U32",
+    "int32": "I32",
+    "uint64": "U64",
+    "int64": "I64",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float32": "F32",
+    "float64": "F64",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e8m0fnu": "F8_E8M0",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "complex64": "C64",
+}
+_TAGS = {_BY_NAME[name]: tag for name, tag in _TAGS_BY_NAME.items() if name in _BY_NAME}
+_BY_TAG = {tag: dtype for dtype, tag in _TAGS.items()}
+
+_QUANTISED = frozenset(
+    _BY_NAME[name] for name in ("qint8", "quint8", "qint32", "quint4x2", "quint2x4") if name in _BY_NAME
+)
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return a dtype's own name in torch, without the module.
+
+    Examples:
+        >>> dtype_name(torch.bfloat16), dtype_name(torch.half)
+        ('bfloat16', 'float16')
+    """
+    return _NAMES[dtype]
+
+
+def dtype_from_name(name: str) -> torch.dtype:
+    """Return the dtype that has this name, the inverse of `dtype_name`.
+
+    Raises:
+        UnsupportedValue: this torch has no dtype of that name.
+
+    Examples:
+        >>> dtype_from_name("bfloat16")
+        torch.bfloat16
+    """
+    try:
+        return _BY_NAME[name]
+    except KeyError:
+        what = f"dtype: torch {torch.__version__} has no dtype named {name[:100]!r}"
+        raise UnsupportedValue(explain(what, fix="Use a torch that has it, or cast before saving.")) from None
+
+
+def format_tag(dtype: torch.dtype) -> str:
+    """Return the tag that safetensors has for a dtype; `"U8"`, plain bytes, where it has none.
+
+    Examples:
+        >>> format_tag(torch.bfloat16), format_tag(torch.complex128)
+        ('BF16', 'U8')
+    """
+    return _TAGS.get(dtype, "U8")
+
+
+def is_tagged(dtype: torch.dtype) -> bool:
+    """Return whether safetensors has a tag of its own for a dtype.
+
+    Examples:
+        >>> is_tagged(torch.uint8), is_tagged(torch.complex128)
+        (True, False)
+    """
+    return dtype in _TAGS
+
+
+def dtype_from_tag(tag: str) -> torch.dtype:
+    """Return the dtype of a safetensors tag, the inverse of `format_tag` on the dtypes that have a tag.
+
+    Raises:
+        UnsupportedValue: this torch has no dtype whose elements are what the tag says, as with 6-bit floats.
+
+    Examples:
+        >>> dtype_from_tag("BF16")
+        torch.bfloat16
+    """
+    try:
+        return _BY_TAG[tag]
+    except KeyError:
+        what = f"dtype: torch {torch.__version__} has no dtype for the safetensors tag {tag[:100]!r}"
+        raise UnsupportedValue(explain(what, fix="Use a torch that has it.")) from None
+
+
+def is_quantised(dtype: torch.dtype) -> bool:
+    """Return whether a dtype's value is more than its bits: a scale and a zero point belong to it.
+
+    Examples:
+        >>> is_quantised(torch.qint8), is_quantised(torch.int8)
+        (True, False)
+    """
+    return dtype in _QUANTISED
+
+
+def check_storable(dtype: torch.dtype, what: str) -> None:
+    """Raise unless a tensor of this dtype can be stored bit for bit.
+
+    Args:
+        dtype: the tensor's dtype.
+        what: what is being stored, for the message.
+
+    Raises:
+        UnsupportedValue: the dtype is quantised: a scale and a zero point aren't part of its bits.
+
+    Examples:
+        >>> check_storable(torch.float32, "'decoder.weight'")
+    """
+    if is_quantised(dtype):
+        fix = "Store tensor.dequantize(), or tensor.int_repr() with its scale and zero point beside it."
+        raise UnsupportedValue(explain(f"{what}: quantised tensors can't be stored", found=dtype, fix=fix))
+
+
+def bit_view(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's bytes as a tensor that shares its memory.
+
+    Args:
+        tensor: any storable dtype and shape, contiguous, on the CPU.
+
+    Returns:
+        uint8 (bytes,), in row-major order, detached from autograd.
+
+    Raises:
+        MetadataError: the tensor's memory isn't the row-major bytes of its value.
+        UnsupportedValue: its dtype is quantised.
+
+    Examples:
+        >>> bit_view(torch.tensor([1, 256], dtype=torch.int16))
+        tensor([1, 0, 0, 1], dtype=torch.uint8)
+    """
+    if tensor.dtype in _QUANTISED or tensor.layout is not torch.strided or not _is_plain_memory(tensor):
+        raise _no_bit_view(tensor)
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
+def row_major_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's bytes in row-major order on the CPU, a view where that is what they are and else a copy.
+
+    Args:
+        tensor: any storable dtype and shape, on any device, strided in any way.
+
+    Returns:
+        uint8 (bytes,), detached from autograd.
+
+    Raises:
+        UnsupportedValue: its dtype is quantised.
+
+    Examples:
+        >>> row_major_bits(torch.tensor([[1, 2], [3, 4]], dtype=torch.int8).t())
+        tensor([1, 3, 2, 4], dtype=torch.uint8)
+    """
+    check_storable(tensor.dtype, "row_major_bits")
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    # Torch can't copy every dtype, but integers of every size.
+    copyable = plain.view(_INTEGERS.get(tensor.itemsize, tensor.dtype))
+    return bit_view(copyable.cpu().contiguous())
+
+
+def _is_plain_memory(tensor: torch.Tensor) -> bool:
+    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _no_bit_view(tensor: torch.Tensor) -> Exception:
+    check_storable(tensor.dtype, "bit_view")
+    wrong = {
+        f"layout {tensor.layout}; call .to_dense() first": tensor.layout is not torch.strided,
+        f"on {tensor.device}; call .cpu() first": not tensor.is_cpu,
+        "conjugated lazily; call .resolve_conj() first": tensor.is_conj(),
+        "negated lazily; call .resolve_neg() first": tensor.layout is torch.strided and tensor.is_neg(),
+        "not contiguous; call .contiguous() first": tensor.layout is torch.strided and not tensor.is_contiguous(),
+    }
+    expected = "a contiguous tensor on the CPU"
+    return MetadataError(
+        explain(
+            "bit_view: the tensor's memory isn't its value",
+            expected=expected,
+            offenders=[fault for fault, is_wrong in wrong.items() if is_wrong],
+        )
+    )

@@ -1,0 +1,198 @@
+"""The header of a safetensors file: 8 bytes of length, JSON that says which bytes are which tensor, spaces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from json.encoder import encode_basestring
+from typing import Any
+
+from ..errors import CorruptCheckpoint, MetadataError, explain
+from ._entry import MAX_INT, Entry, byte_length
+from ._json import parse_json
+
+_LENGTH_BYTES = 8
+_MAX_HEADER = 100_000_000  # bytes; readers of the format refuse more
+_METADATA = "__metadata__"
+
+
+def encode_header(entries: Iterable[Entry], metadata: Mapping[str, str] | None = None, *, alignment: int = 64) -> bytes:
+    """Return the bytes that stand before the data of a safetensors file.
+
+    Args:
+        entries: in the order of their bytes, without gaps.
+        metadata: strings to keep beside the tensors.
+        alignment: bytes; the data starts at a multiple of it.
+
+    Returns:
+        An 8-byte little-endian length, JSON in UTF-8, and spaces up to the alignment.
+
+    Raises:
+        MetadataError: the entries don't tile the data, or names clash, or the header would be larger than 100 MB.
+
+    Examples:
+        >>> header = encode_header([Entry("w", "F32", (2, 3), 0, 24)])
+        >>> len(header), header[8:65]
+        (128, b'{"w":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]}}')
+    """
+    parts = _entry_texts(list(entries))
+    if metadata:
+        pairs = (f"{encode_basestring(name)}:{encode_basestring(text)}" for name, text in metadata.items())
+        parts.insert(0, f'"{_METADATA}":{{{",".join(pairs)}}}')
+    text = _utf8("{" + ",".join(parts) + "}")
+    text += b" " * (-(_LENGTH_BYTES + len(text)) % alignment)
+    if len(text) > _MAX_HEADER:
+        what = "safetensors header: too large"
+        expected = f"at most {_MAX_HEADER} bytes"
+        raise MetadataError(explain(what, found=len(text), expected=expected, fix="Store fewer tensors in a file."))
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
+
+
+def _entry_texts(entries: list[Entry]) -> list[str]:
+    """Return each entry as a member of the JSON object, once the entries tile their bytes and names differ."""
+    if len({_METADATA, *(entry.name for entry in entries)}) != len(entries) + 1:
+        what = f"safetensors header: two entries have one name, or one is named {_METADATA!r}"
+        raise MetadataError(explain(what))
+    known: dict[tuple[str, tuple[int, ...]], tuple[int, str]] = {}  # a model repeats few shapes in many layers
+    texts, end = [], 0
+    for entry in entries:
+        kind = (entry.tag, entry.shape)
+        if kind not in known:
+            known[kind] = _kind(entry)
+        length, text = known[kind]
+        if entry.start != end or entry.stop != end + length:
+            raise MetadataError(_not_tiled(entry, end, length))
+        end = entry.stop
+        texts.append(f'{encode_basestring(entry.name)}:{text}"data_offsets":[{entry.start},{end}]}}')
+    return texts
+
+
+def _kind(entry: Entry) -> tuple[int, str]:
+    try:
+        length = byte_length(entry.tag, entry.shape)
+    except ValueError as error:
+        raise MetadataError(explain(f"safetensors header: entry {_shown(entry.name)}: {error}")) from None
+    shape = ",".join(map(str, entry.shape))
+    return length, f'{{"dtype":"{entry.tag}","shape":[{shape}],'
+
+
+def _utf8(text: str) -> bytes:
+    try:
+        return text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        near = text[max(0, error.start - 40) : error.start + 40]
+        what = f"safetensors header: a name isn't valid Unicode, near {near!r}"
+        raise MetadataError(explain(what, fix="Use names without lone surrogates.")) from None
+
+
+def _not_tiled(entry: Entry, end: int, length: int) -> str:
+    what = f"safetensors header: entry {_shown(entry.name)} leaves a gap, overlaps, or hasn't the bytes of its shape"
+    return explain(what, found=f"bytes {entry.start} to {entry.stop}", expected=f"{end} to {end + length}")
+
+
+def _shown(name: str) -> str:
+    return repr(name if len(name) <= 100 else name[:100] + "…")
+
+
+def header_length(data: bytes | bytearray | memoryview, file_length: int) -> int:
+    """Return how many bytes of JSON follow a safetensors file's first eight.
+
+    Args:
+        data: the file's beginning, at least 8 bytes.
+        file_length: bytes in the whole file.
+
+    Raises:
+        CorruptCheckpoint: no file of this length has such a header.
+
+    Examples:
+        >>> header_length(encode_header([]), 64)
+        56
+    """
+    if min(len(data), file_length) < _LENGTH_BYTES:
+        found = f"{min(len(data), file_length)} bytes"
+        raise CorruptCheckpoint(explain("safetensors header: the file is too short", found=found, expected="8 or more"))
+    length = int.from_bytes(data[:_LENGTH_BYTES], "little")
+    limit = min(file_length - _LENGTH_BYTES, _MAX_HEADER)
+    if not 2 <= length <= limit:
+        what = "safetensors header: its length doesn't fit the file"
+        raise CorruptCheckpoint(explain(what, found=length, expected=f"2 to {limit}"))
+    return length
+
+
+def decode_header(data: bytes | bytearray | memoryview, file_length: int) -> tuple[tuple[Entry, ...], int]:
+    """Return a safetensors file's entries and where its data starts.
+
+    Args:
+        data: the file's beginning, at least its header; the rest is ignored.
+        file_length: bytes in the whole file.
+
+    Returns:
+        The entries in the order of their bytes, and the byte of the file at which `start` 0 lies.
+
+    Raises:
+        CorruptCheckpoint: the header isn't one, or its entries don't tile the rest of the file exactly.
+
+    Examples:
+        >>> entries = (Entry("w", "F32", (2, 3), 0, 24),)
+        >>> decode_header(encode_header(entries), 128 + 24) == (entries, 128)
+        True
+    """
+    fields, data_start = _parse_header(data, file_length)
+    entries = [_entry(name, spec) for name, spec in fields.items() if name != _METADATA]
+    entries.sort(key=lambda entry: (entry.start, entry.stop))
+    end = 0
+    for entry in entries:
+        if entry.start != end:
+            raise CorruptCheckpoint(_not_tiled(entry, end, entry.stop - entry.start))
+        end = entry.stop
+    if data_start + end != file_length:
+        what = "safetensors header: the entries don't end where the file does"
+        raise CorruptCheckpoint(explain(what, found=f"{file_length} bytes", expected=data_start + end))
+    return tuple(entries), data_start
+
+
+def decode_header_metadata(data: bytes | bytearray | memoryview, file_length: int) -> dict[str, str]:
+    """Return the strings that a safetensors file keeps beside its tensors.
+
+    Args:
+        data: the file's beginning, at least its header.
+        file_length: bytes in the whole file.
+
+    Raises:
+        CorruptCheckpoint: the header isn't one.
+
+    Examples:
+        >>> decode_header_metadata(encode_header([], {"format": "pt"}), 64)
+        {'format': 'pt'}
+    """
+    metadata: dict[str, str] = _parse_header(data, file_length)[0].get(_METADATA, {})
+    return metadata
+
+
+def _parse_header(data: bytes | bytearray | memoryview, file_length: int) -> tuple[dict[str, Any], int]:
+    data_start = _LENGTH_BYTES + header_length(data, file_length)
+    if len(data) < data_start:
+        what = "safetensors header: cut off"
+        raise CorruptCheckpoint(explain(what, found=f"{len(data)} bytes", expected=data_start))
+    fields = parse_json(data[_LENGTH_BYTES:data_start], "safetensors header")
+    if not isinstance(fields, dict) or data[_LENGTH_BYTES] != ord("{"):
+        raise CorruptCheckpoint(explain("safetensors header: not a JSON object"))
+    metadata = fields.get(_METADATA, {})
+    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+        raise CorruptCheckpoint(explain(f"safetensors header: {_METADATA} doesn't map strings to strings"))
+    return fields, data_start
+
+
+def _entry(name: str, spec: Any) -> Entry:
+    """Return the entry that a member of the JSON object describes."""
+    try:
+        name.encode("utf-8")
+        tag, shape, (start, stop) = spec["dtype"], spec["shape"], spec["data_offsets"]
+        if len(spec) != 3 or type(tag) is not str or type(shape) is not list:
+            raise ValueError("not a dtype, a shape and two data_offsets, and nothing else")
+        if not all(type(number) is int and 0 <= number <= MAX_INT for number in (start, stop, *shape)):
+            raise ValueError("a number that is no length")
+        if stop - start != byte_length(tag, shape):
+            raise ValueError(f"{stop - start} bytes of {tag} aren't those of its shape")
+    except (TypeError, ValueError, KeyError) as error:
+        raise CorruptCheckpoint(explain(f"safetensors header: entry {_shown(name)}: {error}")) from None
+    return Entry(name, tag, tuple(shape), start, stop)

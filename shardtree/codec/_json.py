@@ -1,0 +1,72 @@
+"""JSON that is written in one way only, and read with suspicion."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any, NoReturn
+
+from ..errors import CorruptCheckpoint, UnsupportedValue, explain
+
+
+def canonical_json(value: Any) -> bytes:
+    """Return the one JSON text of a value: sorted keys, no spaces, ASCII.
+
+    Args:
+        value: None, bools, ints, finite floats, strings, lists, tuples and dicts with string keys.
+
+    Raises:
+        UnsupportedValue: the value holds something else.
+
+    Examples:
+        >>> canonical_json({"b": [1, 2.5], "a": None})
+        b'{"a":null,"b":[1,2.5]}'
+    """
+    try:
+        return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UnsupportedValue(explain(f"JSON: can't be written: {error}")) from error
+
+
+def parse_json(data: bytes | bytearray | memoryview, what: str) -> Any:
+    """Return the value of a JSON text that may have been written by anyone.
+
+    Args:
+        data: UTF-8.
+        what: what the text is, for the message.
+
+    Raises:
+        CorruptCheckpoint: not UTF-8, not JSON, a name twice in one object, a number that isn't finite, or nested
+            too deep.
+
+    Examples:
+        >>> parse_json(b'{"a": [1, 2.5]}', "metadata.json")
+        {'a': [1, 2.5]}
+    """
+    try:
+        text = bytes(data).decode("utf-8")
+        return json.loads(
+            text, object_pairs_hook=_unique_pairs, parse_constant=_refuse_constant, parse_float=_finite_float
+        )
+    except RecursionError:
+        raise CorruptCheckpoint(explain(f"{what}: JSON is nested too deep")) from None
+    except ValueError as error:
+        raise CorruptCheckpoint(explain(f"{what}: not valid JSON: {str(error)[:200]}")) from error
+
+
+def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        raise ValueError("a name occurs twice in one object")
+    return fields
+
+
+def _refuse_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} isn't a JSON number")
+
+
+def _finite_float(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"the number {text[:50]} is out of range")
+    return value

@@ -1,0 +1,165 @@
+"""Records: what enum members, dataclasses and named tuples are in a file, where no class is named to be imported."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from ..errors import UnsupportedValue, explain
+
+_SIMPLE = (str, int, bool, float, type(None))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Record:
+    """An enum member, dataclass or named tuple, as a file holds it.
+
+    Two records are equal if their types and fields are; tensors and arrays in them are equal if they are the same
+    object.
+
+    Attributes:
+        type_name: module and qualified name of its class.
+        fields: name -> value; of an enum member its `name` and `value`.
+
+    Examples:
+        >>> Record("train.Config", {"lr": 0.1}) == Record("train.Config", {"lr": 0.1})
+        True
+    """
+
+    type_name: str
+    fields: Mapping[str, Any]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Record):
+            return NotImplemented
+        return self.type_name == other.type_name and _equal(dict(self.fields), dict(other.fields))
+
+    def __hash__(self) -> int:
+        simple = tuple((name, value) for name, value in self.fields.items() if type(value) in _SIMPLE)
+        return hash((self.type_name, frozenset(simple)))
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if one is other or isinstance(one, torch.Tensor | np.ndarray) or type(one) is not type(other):
+        return one is other
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_equal(value, other[key]) for key, value in one.items())
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    return bool(one == other)
+
+
+def type_name(cls: type) -> str:
+    """Return the name under which a class's instances are stored.
+
+    Examples:
+        >>> import collections
+        >>> type_name(collections.Counter)
+        'collections.Counter'
+    """
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def record_of(value: Any) -> Record | None:
+    """Return a value as a record; None where it is no enum member, dataclass or named tuple.
+
+    Examples:
+        >>> from http import HTTPStatus
+        >>> record_of(HTTPStatus.OK)
+        Record(type_name='http.HTTPStatus', fields={'name': 'OK', 'value': 200})
+    """
+    if isinstance(value, Record):
+        return value
+    if not _has_fields(type(value)):
+        return None
+    if isinstance(value, Enum):
+        return Record(type_name(type(value)), {"name": value.name, "value": value.value})
+    return Record(type_name(type(value)), {name: getattr(value, name) for name in _field_names(type(value))})
+
+
+def named_types(types: Iterable[type]) -> dict[str, type]:
+    """Return classes by the names under which their instances are stored.
+
+    Raises:
+        UnsupportedValue: one is no enum, dataclass or named tuple.
+
+    Examples:
+        >>> from http import HTTPStatus
+        >>> named_types([HTTPStatus])
+        {'http.HTTPStatus': <enum 'HTTPStatus'>}
+    """
+    listed = tuple(types)
+    others = [type_name(cls) for cls in listed if not _has_fields(cls)]
+    if others:
+        what = "types: only enums, dataclasses and named tuples can be given"
+        raise UnsupportedValue(explain(what, offenders=others))
+    return {type_name(cls): cls for cls in listed}
+
+
+def instance_of(record: Record, cls: type) -> Any:
+    """Return the instance of a class that a record describes, without running the class's `__init__`.
+
+    Args:
+        record: of an instance of this class, perhaps of an older version of it.
+        cls: an enum, a dataclass or a named tuple.
+
+    Raises:
+        UnsupportedValue: the class has other fields, or no such member.
+
+    Examples:
+        >>> from http import HTTPStatus
+        >>> instance_of(Record("http.HTTPStatus", {"name": "OK", "value": 200}), HTTPStatus)
+        <HTTPStatus.OK: 200>
+    """
+    expected = _field_names(cls)
+    if sorted(record.fields) != sorted(expected):
+        raise _mismatch(record, sorted(record.fields), f"the class's {sorted(expected)}")
+    if issubclass(cls, Enum):
+        return _member(record, cls)
+    if issubclass(cls, tuple):
+        return tuple.__new__(cls, (record.fields[name] for name in expected))
+    # What the constructor would do to the fields it has already done once.
+    value: Any = object.__new__(cls)
+    for name in expected:
+        object.__setattr__(value, name, record.fields[name])
+    return value
+
+
+def _member(record: Record, cls: type[Enum]) -> Enum:
+    name = record.fields["name"]
+    if type(name) is str and name in cls.__members__:
+        return cls.__members__[name]
+    try:
+        return cls(record.fields["value"])  # a combination of flags has no name of its own
+    except (ValueError, TypeError, KeyError):
+        raise _mismatch(record, f"name {str(name)[:100]!r}", "a member") from None
+
+
+def _mismatch(record: Record, found: object, expected: object) -> UnsupportedValue:
+    what = f"{record.type_name[:200]}: the class given in types isn't what was stored"
+    fix = "Leave the class out of types, and make the instance from the Record."
+    return UnsupportedValue(explain(what, found=str(found)[:1000], expected=expected, fix=fix))
+
+
+def _has_fields(cls: type) -> bool:
+    if issubclass(cls, Enum):
+        return True
+    if issubclass(cls, tuple):
+        return cls.__new__ is not tuple.__new__ and isinstance(getattr(cls, "_fields", None), tuple)
+    # A dataclass that also is a dict, a tensor or an exception holds more than its fields.
+    return dataclasses.is_dataclass(cls) and cls.__new__ is object.__new__
+
+
+def _field_names(cls: type) -> tuple[str, ...]:
+    if issubclass(cls, Enum):
+        return ("name", "value")
+    if issubclass(cls, tuple):
+        names: tuple[str, ...] = cls._fields  # type: ignore[attr-defined]
+        return names
+    return tuple(field.name for field in dataclasses.fields(cast(Any, cls)))

@@ -1,0 +1,85 @@
+"""Boxes in columns: rows of (offset, shape), int64, right-aligned to one number of axes.
+
+A box of fewer axes is padded on the left with offset 0 and shape 1, so that tensors of any rank share one column and
+row-major order isn't changed by the padding. There is always at least one axis: a scalar is the box ``[0], [1]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+Column = NDArray[np.int64]
+
+
+def box_column(rows: Sequence[Sequence[int]], fill: int, axes: int = 0) -> Column:
+    """Return rows of unequal length as one right-aligned int64 column.
+
+    Args:
+        rows: shapes or offsets, each of any number of axes.
+        fill: what stands for an axis that a row doesn't have: 0 for offsets, 1 for shapes.
+        axes: the least number of axes of the result.
+
+    Returns:
+        int64 (rows, axes).
+
+    Examples:
+        >>> box_column([(4, 2), (), (7,)], fill=1).tolist()
+        [[4, 2], [1, 1], [1, 7]]
+    """
+    width = max([1, axes, *map(len, rows)])
+    if all(len(row) == width for row in rows):
+        return np.array(rows, dtype=np.int64).reshape(len(rows), width)
+    return np.array([(fill,) * (width - len(row)) + tuple(row) for row in rows], dtype=np.int64).reshape(-1, width)
+
+
+def widen(column: Column, axes: int, fill: int) -> Column:
+    """Return a column of boxes with at least the given number of axes, padded on the left.
+
+    Examples:
+        >>> widen(np.array([[3, 4]]), 3, fill=1).tolist()
+        [[1, 3, 4]]
+    """
+    missing = axes - column.shape[1]
+    return column if missing <= 0 else np.pad(column, ((0, 0), (missing, 0)), constant_values=fill)
+
+
+def volumes(shape: Column) -> Column:
+    """Return the number of elements of each box.
+
+    Examples:
+        >>> volumes(np.array([[4, 2], [3, 0]])).tolist()
+        [8, 0]
+    """
+    return np.asarray(np.prod(shape, axis=1, dtype=np.int64))
+
+
+def row_major_strides(shape: Column) -> Column:
+    """Return, for each box and axis, how many elements apart neighbours along that axis are.
+
+    Examples:
+        >>> row_major_strides(np.array([[4, 2, 3]])).tolist()
+        [[6, 3, 1]]
+    """
+    strides = np.ones_like(shape)
+    np.cumprod(shape[:, :0:-1], axis=1, out=strides[:, -2::-1])
+    return strides
+
+
+def intersect(
+    left_offset: Column, left_shape: Column, right_offset: Column, right_shape: Column
+) -> tuple[Column, Column]:
+    """Return the boxes that rows of two columns have in common, as offsets and shapes.
+
+    Rows that have nothing in common get a shape with a zero in it.
+
+    Examples:
+        >>> offset, shape = intersect(*(np.array([row]) for row in ([0, 0], [4, 4], [2, 1], [4, 2])))
+        >>> offset.tolist(), shape.tolist()
+        ([[2, 1]], [[2, 2]])
+    """
+    offset = np.maximum(left_offset, right_offset)
+    shape = np.minimum(left_offset + left_shape, right_offset + right_shape) - offset
+    return offset, np.maximum(shape, 0)

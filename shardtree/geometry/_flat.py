@@ -1,0 +1,67 @@
+"""Flat ranges: a slice of a row-major flattened box, taken apart into boxes."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ._boxes import Column, row_major_strides
+
+
+def flat_boxes(shape: Column, start: Column, stop: Column) -> tuple[Column, Column, Column, Column]:
+    """Return the boxes that flat ranges consist of: at most ``2 * axes - 1`` a range, each contiguous in its range.
+
+    Climbing from the start, each axis takes what is left of its current row, until whole rows of the axis above fit;
+    coming down again, each axis takes the whole rows that the end still allows.
+
+    Args:
+        shape: the flattened boxes, int64 (ranges, axes).
+        start: first element of each range in its flattened box, int64 (ranges,).
+        stop: one past the last element, int64 (ranges,).
+
+    Returns:
+        ``(row, offset, shape, position)``: the range that a box belongs to, its offset within the flattened box,
+        its shape, and the element of the range that it begins at. Ordered by row, then position.
+
+    Examples:
+        >>> row, offset, part, position = flat_boxes(*map(np.array, ([[3, 4]], [2], [9])))
+        >>> for columns in zip(offset.tolist(), part.tolist(), position.tolist()): print(*columns)
+        [0, 2] [1, 2] 0
+        [1, 0] [1, 4] 2
+        [2, 0] [1, 1] 6
+    """
+    axes = shape.shape[1]
+    strides = np.maximum(row_major_strides(shape), 1)
+    cursor = np.array(start, dtype=np.int64)
+    pieces: list[tuple[Column, Column, Column, Column]] = []
+    climbing = [(axis, True) for axis in range(axes - 1, 0, -1)]
+    for axis, climb in [*climbing, *((axis, False) for axis in range(axes))]:
+        stride = strides[:, axis]
+        until = stop // stride * stride
+        if climb:
+            above = strides[:, axis - 1]
+            until = np.minimum(until, -(-cursor // above) * above)
+        rows = np.flatnonzero(until > cursor)
+        if rows.size:
+            pieces.append(_axis_boxes(shape[rows], strides[rows], axis, rows, cursor[rows], until[rows], start[rows]))
+            cursor = np.maximum(cursor, until)
+    return _in_order(pieces, axes)
+
+
+def _axis_boxes(
+    shape: Column, strides: Column, axis: int, rows: Column, begin: Column, until: Column, start: Column
+) -> tuple[Column, Column, Column, Column]:
+    """Return boxes one row wide above `axis` and whole below it."""
+    offset = begin[:, None] // strides % np.maximum(shape, 1)
+    part = shape.copy()
+    part[:, :axis] = 1
+    part[:, axis] = (until - begin) // strides[:, axis]
+    return rows, offset, part, begin - start
+
+
+def _in_order(pieces: list[tuple[Column, Column, Column, Column]], axes: int) -> tuple[Column, Column, Column, Column]:
+    if not pieces:
+        empty = np.zeros(0, dtype=np.int64)
+        return empty, np.zeros((0, axes), dtype=np.int64), np.zeros((0, axes), dtype=np.int64), empty
+    row, offset, part, position = (np.concatenate(column) for column in zip(*pieces, strict=True))
+    order = np.lexsort((position, row))
+    return row[order], offset[order], part[order], position[order]

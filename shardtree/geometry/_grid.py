@@ -1,0 +1,171 @@
+"""Boxes as cells of a regular grid: where a cell lies, whether it can, and what narrowing every cell does to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import prod
+from typing import Any
+
+from shardtree.errors import MetadataError, ShapeError
+
+from ._numbers import integers, refuse
+
+Shape = tuple[int, ...]
+
+_IRREGULAR = "Pass axis_fragmentations=None for an irregular grid."
+
+
+def grid_cell(subject: str, box: Shape, cuts: Iterable[Any]) -> tuple[Shape, Shape, Shape]:
+    """Return the global shape, the offset and the number of pieces along each axis of a grid's cell.
+
+    Args:
+        subject: what errors are about.
+        box: the cell's shape.
+        cuts: (axis, index, count) for each axis with more than one piece.
+
+    Raises:
+        MetadataError: an axis is repeated or out of range, or an index isn't below its count.
+
+    Examples:
+        >>> grid_cell("ShardedTensor 'w'", (4, 2), [(0, 3, 8)])
+        ((32, 2), (12, 0), (8, 1))
+    """
+    places: dict[int, tuple[int, int]] = {}
+    for cut in cuts:
+        axis, index, count = _checked_cut(subject, len(box), cut)
+        if axis in places:
+            fix = "Join index and count into one tuple."
+            refuse(subject, "rank offset", (axis, index, count), f"axis {axis} only once", fix, error=MetadataError)
+        places[axis] = index, count
+    cell = [(size, *places.get(axis, (0, 1))) for axis, size in enumerate(box)]
+    return (
+        tuple(size * count for size, _, count in cell),
+        tuple(size * index for size, index, _ in cell),
+        tuple(count for _, _, count in cell),
+    )
+
+
+def _checked_cut(subject: str, rank: int, cut: Any) -> Shape:
+    values = integers(subject, "rank offset", cut)
+    if len(values) != 3 or not 0 <= values[1] < values[2]:
+        expected, fix = "(axis, index, count) with 0 <= index < count", "Count pieces along the axis, from 0."
+        refuse(subject, "rank offset", values, expected, fix, error=MetadataError)
+    if not 0 <= values[0] < rank:
+        expected, fix = f"an axis in [0, {rank})", "Count the prepended axes too."
+        refuse(subject, "rank offset", values, expected, fix, error=MetadataError)
+    return values
+
+
+def check_ranks(subject: str, local_shape: Shape, global_shape: Shape, prepended: int) -> None:
+    """Raise MetadataError unless a local shape with so many prepended axes has the global shape's rank."""
+    if prepended < 0:
+        fix = "Count the leading axes that data lacks."
+        refuse(subject, "prepend_axis_num", prepended, "0 or more", fix, error=MetadataError)
+    if len(local_shape) + prepended != len(global_shape):
+        expected = f"{len(global_shape) - prepended} axes, for global_shape {global_shape} less {prepended} prepended"
+        fix = "Pass as prepend_axis_num how many leading axes data lacks."
+        refuse(subject, "local_shape", local_shape, expected, fix, error=MetadataError)
+
+
+def check_lengths(subject: str, global_shape: Shape, offset: Shape, counts: Shape | None) -> None:
+    """Raise MetadataError unless there is one offset, and one number of pieces, for each global axis."""
+    for field, value in (("global_offset", offset), ("axis_fragmentations", counts)):
+        if value is not None and len(value) != len(global_shape):
+            expected, fix = f"{len(global_shape)} numbers, for global_shape {global_shape}", "Pass one for each axis."
+            refuse(subject, field, value, expected, fix, error=MetadataError)
+
+
+def check_flat_range(subject: str, flat: slice, local_shape: Shape) -> None:
+    """Raise MetadataError unless a flat range lies in the flattened box."""
+    if flat.stop > prod(local_shape):
+        expected = f"a range of the {prod(local_shape)} elements of local_shape {local_shape}"
+        fix = "Pass as local_shape the shape before flattening."
+        refuse(subject, "flattened_range", flat, expected, fix, error=MetadataError)
+
+
+def check_box(subject: str, box: Shape, offset: Shape, global_shape: Shape, *, may_leave: bool) -> None:
+    """Raise MetadataError unless a box lies in the global shape; `may_leave` asks only that no number is negative."""
+    for field, value in (("local_shape", box), ("global_offset", offset), ("global_shape", global_shape)):
+        if any(number < 0 for number in value):
+            fix = "Count elements from the global tensor's beginning."
+            refuse(subject, field, value, "no negative number", fix, error=MetadataError)
+    ends = tuple(first + size for first, size in zip(offset, box, strict=True))
+    if not may_leave and any(end > size for end, size in zip(ends, global_shape, strict=True)):
+        found, expected = f"{offset} for a box {box} that ends at {ends}", f"a box inside global_shape {global_shape}"
+        fix = "Offsets count elements, not ranks. Pass allow_shape_mismatch=True if the tensor is padded."
+        refuse(subject, "global_offset", found, expected, fix, error=MetadataError)
+
+
+def check_cell(subject: str, box: Shape, offset: Shape, counts: Shape) -> None:
+    """Raise MetadataError unless a box can be a cell of a regular grid."""
+    if any(count < 1 for count in counts):
+        refuse(subject, "axis_fragmentations", counts, "1 or more for each axis", _IRREGULAR, error=MetadataError)
+    for axis, (size, first) in enumerate(zip(box, offset, strict=True)):
+        if size and first % size:
+            expected = f"a multiple of local_shape's {size}, as in a regular grid"
+            refuse(subject, f"global_offset[{axis}]", first, expected, _IRREGULAR, error=MetadataError)
+
+
+def cell_index(subject: str, box: Shape, offset: Shape, counts: Shape | None) -> Shape:
+    """Return a cell's place in its grid, or raise ShapeError where the offset can't tell it.
+
+    Examples:
+        >>> cell_index("ShardedTensor 'w'", (4, 2), (12, 0), (8, 1))
+        (3, 0)
+    """
+    places = []
+    for axis, (size, first) in enumerate(zip(box, offset, strict=True)):
+        only_one = size == 0 and counts is not None and counts[axis] == 1
+        if not only_one and (size == 0 or first % size):
+            expected = f"a multiple of the box's size {size}" if size else "a box with elements"
+            fix = "Only a cell of a regular grid has a place in it; use `global_slice`."
+            refuse(subject, f"global_offset[{axis}]", first, expected, fix, error=ShapeError)
+        places.append(0 if only_one else first // size)
+    return tuple(places)
+
+
+def cell_shape(subject: str, global_shape: Shape, counts: Shape, *, padded: bool) -> Shape:
+    """Return the shape of a grid's cells; where a count doesn't divide an axis, round down if padded, or raise.
+
+    Examples:
+        >>> cell_shape("ShardedTensor 'w'", (32, 2), (8, 1), padded=False)
+        (4, 2)
+    """
+    for axis, (size, count) in enumerate(zip(global_shape, counts, strict=True)):
+        if size % count and not padded:
+            fix = "Pass allow_shape_mismatch=True if the tensor is padded."
+            refuse(subject, f"global_shape[{axis}]", size, f"a multiple of {count}", fix, error=ShapeError)
+    return tuple(size // count for size, count in zip(global_shape, counts, strict=True))
+
+
+def narrow_place(subject: str, shape: Shape, dim: int, start: int, length: int) -> tuple[int, int, int]:
+    """Return dim, start and length counted from the beginning, or raise ShapeError where they leave the shape.
+
+    Examples:
+        >>> narrow_place("narrow 'w'", (4, 2), -2, -3, 2)
+        (0, 1, 2)
+    """
+    dim, start, length = integers(subject, "dim, start, length", (dim, start, length))
+    if not -len(shape) <= dim < len(shape):
+        refuse(subject, "dim", dim, f"an axis of {shape}", "Prepended axes can't be narrowed.", error=ShapeError)
+    size = shape[dim]
+    begin = start + size if start < 0 else start
+    if begin < 0 or length < 0 or begin + length > size:
+        found, expected = f"start {start}, length {length}", f"a range of the {size} indices along dim {dim}"
+        refuse(subject, "range", found, expected, "Narrow to indices that each rank's box has.", error=ShapeError)
+    return dim % len(shape), begin, length
+
+
+def narrow_axis(subject: str, field: str, values: Shape, axis: int, size: int, length: int) -> Shape:
+    """Return global numbers after every cell's `size` along an axis became `length`; an irregular grid raises.
+
+    Examples:
+        >>> narrow_axis("narrow 'w'", "global_shape", (32, 2), 0, 4, 1)
+        (8, 2)
+    """
+    value = values[axis]
+    if value % size if size else value:
+        expected = f"a multiple of the box's size {size}, as in a regular grid"
+        fix = "Narrow a shard that was made with a regular grid along this axis, or with the whole axis."
+        refuse(subject, f"{field}[{axis}]", value, expected, fix, error=ShapeError)
+    return (*values[:axis], value // size * length if size else 0, *values[axis + 1 :])

@@ -1,0 +1,66 @@
+"""Numbers as users write them, turned into ints and tuples of ints, or refused by name."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, NoReturn
+
+from shardtree.errors import CheckpointingException, MetadataError, explain
+
+
+def refuse(
+    subject: str, field: str, found: object, expected: str, fix: str, *, error: type[CheckpointingException]
+) -> NoReturn:
+    """Raise `error`, saying which field of what doesn't fit, what was found and expected, and what to do."""
+    raise error(explain(f"{subject}: {field} doesn't fit", found=found, expected=expected, fix=fix))
+
+
+def integer(subject: str, field: str, value: Any) -> int:
+    """Return an int-like value as an int; a bool, a float or a string raises MetadataError.
+
+    Examples:
+        >>> import numpy
+        >>> integer("ShardedTensor 'w'", "local_shape[0]", numpy.int64(4))
+        4
+    """
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return int(operator.index(value))
+    except TypeError:
+        fix = "Convert it with int() where that loses nothing."
+        refuse(subject, field, type(value).__name__, "an int", fix, error=MetadataError)
+
+
+def integers(subject: str, field: str, values: Any) -> tuple[int, ...]:
+    """Return a sequence of int-like values as a tuple of ints, or raise MetadataError.
+
+    Examples:
+        >>> integers("ShardedTensor 'w'", "local_shape", [4, 2])
+        (4, 2)
+    """
+    try:
+        items = tuple(values)
+    except TypeError:
+        fix = "Pass one int for each axis."
+        refuse(subject, field, type(values).__name__, "a tuple of ints", fix, error=MetadataError)
+    return tuple(integer(subject, f"{field}[{axis}]", item) for axis, item in enumerate(items))
+
+
+def flat_range(subject: str, value: Any) -> slice | None:
+    """Return a flat range as slice(start, stop) of ints, None as it is; anything else raises MetadataError.
+
+    Examples:
+        >>> flat_range("ShardedTensor 'w'", slice(2, 5, 1))
+        slice(2, 5, None)
+    """
+    if value is None:
+        return None
+    fix = "Pass slice(start, stop) with 0 <= start <= stop."
+    if not isinstance(value, slice) or value.step not in (None, 1):
+        refuse(subject, "flattened_range", value, "a slice with step 1", fix, error=MetadataError)
+    start = integer(subject, "flattened_range.start", value.start)
+    stop = integer(subject, "flattened_range.stop", value.stop)
+    if not 0 <= start <= stop:
+        refuse(subject, "flattened_range", value, "0 <= start <= stop", fix, error=MetadataError)
+    return slice(start, stop)

@@ -1,0 +1,216 @@
+"""Many ranks' shards as columns: what a plan and an integrity check compute on, and all that ranks tell each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from ..errors import IntegrityError, explain
+from ..geometry import Column, box_column, flat_boxes, volumes, widen
+from ..mapping import ShardedTensor, is_main_replica
+
+
+@dataclass(frozen=True, slots=True)
+class TensorKind:
+    """What every shard of one global tensor must agree on."""
+
+    dtype: torch.dtype
+    global_shape: tuple[int, ...]
+    prepend_axis_num: int
+
+    def __str__(self) -> str:
+        prepended = f" with {self.prepend_axis_num} prepended" if self.prepend_axis_num else ""
+        return f"{self.global_shape} {str(self.dtype).removeprefix('torch.')}{prepended}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ShardColumns:
+    """Shards, one a row: a box of the tensor ``keys[key[row]]``, or a flat range of it.
+
+    Attributes:
+        keys: the tensors' keys, sorted, each once.
+        kinds: for each key, what its shards agree on.
+        key: which tensor, int64 (shards,).
+        offset: int64 (shards, axes), right-aligned, prepended axes included.
+        shape: int64 (shards, axes), 1 on prepended axes.
+        start: first element of the flat range, -1 for a whole box, int64 (shards,).
+        stop: one past its last element, -1 for a whole box, int64 (shards,).
+        rank: who holds the shard, int64 (shards,).
+        main: whether it is the main replica, bool (shards,).
+    """
+
+    keys: tuple[str, ...]
+    kinds: tuple[TensorKind, ...]
+    key: Column
+    offset: Column
+    shape: Column
+    start: Column
+    stop: Column
+    rank: Column
+    main: np.ndarray[tuple[int], np.dtype[np.bool_]]
+
+    def __len__(self) -> int:
+        return len(self.key)
+
+    @property
+    def elements(self) -> Column:
+        """How many elements each shard holds, int64 (shards,)."""
+        return np.where(self.start < 0, volumes(self.shape), self.stop - self.start)
+
+    @property
+    def item_size(self) -> Column:
+        """Bytes an element of each key's tensor takes, int64 (keys,)."""
+        return np.array([kind.dtype.itemsize for kind in self.kinds], dtype=np.int64)
+
+
+def shard_columns(shards: Sequence[ShardedTensor], rank: int = 0) -> ShardColumns:
+    """Return one rank's shards as columns, a row a shard, in the order given.
+
+    Args:
+        shards: sharded tensors, with or without data.
+        rank: the rank that holds them.
+
+    Raises:
+        IntegrityError: two shards of one key differ in global shape, dtype or prepended axes.
+
+    Examples:
+        >>> shard = ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3), (0, 1, 4))
+        >>> columns = shard_columns([shard], rank=1)
+        >>> columns.keys, columns.offset.tolist(), columns.shape.tolist()
+        (('w',), [[2, 0]], [[2, 3]])
+    """
+    kinds: dict[str, TensorKind] = {}
+    for shard in shards:
+        kind = TensorKind(shard.dtype, shard.global_shape, shard.prepend_axis_num)
+        if kinds.setdefault(shard.key, kind) != kind:
+            raise IntegrityError(_disagreement(shard.key, kinds[shard.key], (rank,), kind, (rank,)))
+    keys = tuple(sorted(kinds))
+    number = {key: position for position, key in enumerate(keys)}
+    flat = [shard.flattened_range for shard in shards]
+    return ShardColumns(
+        keys=keys,
+        kinds=tuple(kinds[key] for key in keys),
+        key=_int64([number[shard.key] for shard in shards]),
+        offset=box_column([shard.global_offset for shard in shards], fill=0),
+        shape=box_column([(1,) * shard.prepend_axis_num + shard.local_shape for shard in shards], fill=1),
+        start=_int64([-1 if part is None else part.start for part in flat]),
+        stop=_int64([-1 if part is None else part.stop for part in flat]),
+        rank=np.full(len(shards), rank, dtype=np.int64),
+        main=np.array([is_main_replica(shard.replica_id) for shard in shards], dtype=np.bool_),
+    )
+
+
+def join_columns(parts: Sequence[ShardColumns]) -> ShardColumns:
+    """Return several ranks' columns as one, rows in the order given.
+
+    Raises:
+        IntegrityError: ranks differ about a key's global shape, dtype or prepended axes.
+
+    Examples:
+        >>> shards = [ShardedTensor.from_rank_offsets("w", torch.zeros(2), (0, rank, 2)) for rank in range(2)]
+        >>> join_columns([shard_columns([shard], rank) for rank, shard in enumerate(shards)]).offset.tolist()
+        [[0], [2]]
+    """
+    kinds = _agreed_kinds(parts)
+    keys = tuple(sorted(kinds))
+    number = {key: position for position, key in enumerate(keys)}
+    axes = max((part.offset.shape[1] for part in parts), default=1)
+    renumbered = [_int64([number[key] for key in part.keys])[part.key] for part in parts]
+    return ShardColumns(
+        keys=keys,
+        kinds=tuple(kinds[key] for key in keys),
+        key=np.concatenate([*renumbered, _int64([])]),
+        offset=np.concatenate([widen(part.offset, axes, 0) for part in parts] or [np.zeros((0, 1), dtype=np.int64)]),
+        shape=np.concatenate([widen(part.shape, axes, 1) for part in parts] or [np.zeros((0, 1), dtype=np.int64)]),
+        start=np.concatenate([*(part.start for part in parts), _int64([])]),
+        stop=np.concatenate([*(part.stop for part in parts), _int64([])]),
+        rank=np.concatenate([*(part.rank for part in parts), _int64([])]),
+        main=np.concatenate([*(part.main for part in parts), np.zeros(0, dtype=np.bool_)]),
+    )
+
+
+def select_rows(columns: ShardColumns, rows: Column) -> ShardColumns:
+    """Return the given rows of columns, in the order given; keys stay as they are.
+
+    Examples:
+        >>> shards = [ShardedTensor.from_rank_offsets("w", torch.zeros(2), (0, part, 2)) for part in range(2)]
+        >>> select_rows(shard_columns(shards), np.array([1])).offset.tolist()
+        [[2]]
+    """
+    names = ("key", "offset", "shape", "start", "stop", "rank", "main")
+    return replace(columns, **{name: getattr(columns, name)[rows] for name in names})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BoxColumns:
+    """Shards taken apart into boxes, each contiguous within its shard.
+
+    Attributes:
+        shard: the row of the shard that the box belongs to, int64 (boxes,).
+        offset: in the global tensor, int64 (boxes, axes).
+        shape: int64 (boxes, axes).
+        position: the element of the shard's data that the box begins at, int64 (boxes,).
+    """
+
+    shard: Column
+    offset: Column
+    shape: Column
+    position: Column
+
+
+def shard_boxes(offset: Column, shape: Column, start: Column, stop: Column) -> BoxColumns:
+    """Return the boxes that shards consist of: one for a box shard, a few for a flat range.
+
+    Args:
+        offset: int64 (shards, axes).
+        shape: int64 (shards, axes).
+        start: int64 (shards,), -1 for a whole box.
+        stop: int64 (shards,).
+
+    Examples:
+        >>> boxes = shard_boxes(*map(np.array, ([[2, 0]], [[2, 3]], [1], [5])))
+        >>> boxes.offset.tolist(), boxes.shape.tolist(), boxes.position.tolist()
+        ([[2, 1], [3, 0]], [[1, 2], [1, 2]], [0, 2])
+    """
+    flat = np.flatnonzero(start >= 0)
+    whole = np.flatnonzero(start < 0)
+    if not flat.size:
+        return BoxColumns(whole, offset, shape, np.zeros(whole.size, dtype=np.int64))
+    row, inside, part, position = flat_boxes(shape[flat], start[flat], stop[flat])
+    shard = np.concatenate([whole, flat[row]])
+    order = np.argsort(shard, kind="stable")
+    return BoxColumns(
+        shard[order],
+        np.concatenate([offset[whole], offset[flat][row] + inside])[order],
+        np.concatenate([shape[whole], part])[order],
+        np.concatenate([np.zeros(whole.size, dtype=np.int64), position])[order],
+    )
+
+
+def _agreed_kinds(parts: Sequence[ShardColumns]) -> dict[str, TensorKind]:
+    kinds: dict[str, TensorKind] = {}
+    ranks: dict[str, int] = {}
+    problems = []
+    for part in parts:
+        rank = int(part.rank[0]) if len(part) else -1
+        for key, kind in zip(part.keys, part.kinds, strict=True):
+            known = kinds.setdefault(key, kind)
+            ranks.setdefault(key, rank)
+            if known != kind:
+                problems.append(_disagreement(key, known, (ranks[key],), kind, (rank,)))
+    if problems:
+        raise IntegrityError(explain("the ranks don't agree about their tensors", offenders=problems))
+    return kinds
+
+
+def _disagreement(
+    key: str, left: TensorKind, left_ranks: tuple[int, ...], right: TensorKind, right_ranks: tuple[int, ...]
+) -> str:
+    return f"{key!r} is {left} on ranks {left_ranks} and {right} on ranks {right_ranks}"
+
+
+def _int64(values: Sequence[int]) -> Column:
+    return np.array(values, dtype=np.int64)

@@ -1,0 +1,8 @@
+"""Tensors that are described now and read later: views, concatenations and casts of what storage holds."""
+
+from __future__ import annotations
+
+from ._sources import Fetch as Fetch
+from ._sources import Source as Source
+from ._tensor import LazyTensor as LazyTensor
+from ._tensor import stored as stored

@@ -1,0 +1,152 @@
+"""Which torch operations a lazy tensor records, which it answers, and how it refuses the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from operator import index as as_int
+from types import EllipsisType
+from typing import Any, TypeVar
+
+import torch
+
+from shardtree.errors import UnsupportedValue, explain
+
+from ._region import Strided
+
+Class = TypeVar("Class", bound=type)
+
+# Recorded where torch itself would make a view.
+VIEWS = {
+    *("__getitem__", "narrow", "select", "split", "split_with_sizes", "chunk", "tensor_split", "unbind"),
+    *("transpose", "swapaxes", "swapdims", "t", "permute", "movedim", "moveaxis", "unsqueeze", "squeeze"),
+    *("reshape", "view", "flatten", "ravel", "unflatten", "expand", "broadcast_to"),
+}
+# A lazy tensor is immutable and on the CPU, so that these, without options, change nothing.
+UNCHANGED: dict[str, torch.dtype | None] = {"clone": None, "contiguous": None, "cpu": None, "detach": None}
+JOINS = {"cat", "concat", "concatenate", "stack"}
+INQUIRIES = {
+    *("dim", "ndimension", "size", "numel", "nelement"),
+    *("element_size", "is_complex", "is_floating_point", "is_signed"),
+}
+CASTS: dict[str, torch.dtype | None] = {
+    "bfloat16": torch.bfloat16,
+    "bool": torch.bool,
+    "byte": torch.uint8,
+    "cdouble": torch.complex128,
+    "cfloat": torch.complex64,
+    "char": torch.int8,
+    "double": torch.float64,
+    "float": torch.float32,
+    "half": torch.float16,
+    "int": torch.int32,
+    "long": torch.int64,
+    "short": torch.int16,
+}
+
+_BINARY = (
+    *("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "divmod", "pow"),
+    *("lshift", "rshift", "and", "xor", "or"),
+)
+_OTHER = (
+    *("lt", "le", "gt", "ge", "neg", "pos", "abs", "invert", "round", "bool", "int", "float", "complex", "array"),
+    *("setitem", "delitem", "contains", "reversed", "reduce_ex"),
+)
+_OPERATORS = [*_BINARY, *(f"r{word}" for word in _BINARY), *_OTHER]
+
+
+_FIX = """Call read() first and do it to the tensor.
+  Recorded before that: indexing, narrow, split, chunk, transpose, permute, reshape that keeps
+  runs, cat, stack and dtype casts."""
+
+
+def refusal(name: str, operation: str, why: str = "isn't recorded") -> UnsupportedValue:
+    """Return the error for an operation that needs elements.
+
+    Examples:
+        >>> print(refusal("w", "add"))  # doctest: +ELLIPSIS
+        LazyTensor 'w': add isn't recorded
+          Call read() first and do it to the tensor.
+          Recorded before that: indexing, ...
+    """
+    return UnsupportedValue(explain(f"LazyTensor {name!r}: {operation} {why}", fix=_FIX))
+
+
+def refusing_operators(cls: Class) -> Class:
+    """Return the class with every Python operator that needs elements refused, since those bypass ``__getattr__``."""
+    for word in _OPERATORS:
+        setattr(cls, f"__{word}__", _refuser(f"__{word}__"))
+    return cls
+
+
+def _refuser(operation: str) -> Callable[..., Any]:
+    def refuse(self: Any, *args: object, **kwargs: object) -> Any:
+        raise refusal(self.name, "pickling" if operation == "__reduce_ex__" else operation)
+
+    refuse.__name__ = operation
+    return refuse
+
+
+def is_view(result: torch.Tensor, operand: torch.Tensor) -> bool:
+    """Return whether an operation gave a view of its operand, with the same elements read as the same dtype."""
+    # The storage itself tells views from copies: meta tensors have no address to compare.
+    shared = result.untyped_storage()._cdata == operand.untyped_storage()._cdata
+    return result.dtype == operand.dtype and (shared or not result.numel())
+
+
+def strided(tensor: torch.Tensor) -> Strided:
+    """Return where in its storage a tensor's elements lie."""
+    return Strided(int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
+
+
+def check_index(name: str, index: object) -> None:
+    """Raise unless indexing with this gives a view: ints, slices, None and Ellipsis do."""
+    for entry in index if isinstance(index, tuple) else (index,):
+        if not (entry is None or isinstance(entry, slice | EllipsisType) or _is_int(entry)):
+            raise refusal(name, f"indexing with {type(entry).__name__}")
+
+
+def _is_int(value: Any) -> bool:
+    if isinstance(value, bool | torch.Tensor):
+        return False
+    try:
+        as_int(value)
+    except TypeError:
+        return False
+    return True
+
+
+def requested_dtype(
+    name: str, operation: str, args: Sequence[object], kwargs: Mapping[str, object]
+) -> torch.dtype | None:
+    """Return the dtype that an operation casts to, None where it changes nothing.
+
+    Raises:
+        UnsupportedValue: neither is so, or it names a device other than the CPU or an option without a meaning here.
+    """
+    if operation == "to":
+        return _to(name, args, kwargs)
+    if operation == "type" and len(args) == 1 and not kwargs and isinstance(args[0], torch.dtype):
+        return args[0]
+    if operation in CASTS | UNCHANGED and not args and not kwargs:
+        return (CASTS | UNCHANGED)[operation]
+    raise refusal(name, operation)
+
+
+def _to(name: str, args: Sequence[object], kwargs: Mapping[str, object]) -> torch.dtype | None:
+    if unknown := kwargs.keys() - {"dtype", "device", "copy", "non_blocking"}:
+        raise refusal(name, f"to({', '.join(sorted(unknown))}=...)")
+    # A bool is non_blocking or copy, which mean nothing to what is immutable.
+    wanted = [value for value in (*args, kwargs.get("dtype"), kwargs.get("device")) if not _is_option(value)]
+    dtypes = [value for value in wanted if isinstance(value, torch.dtype)]
+    for place in wanted:
+        if not isinstance(place, torch.dtype) and not _is_cpu(place):
+            raise refusal(name, f"to({place if isinstance(place, str) else type(place).__name__})")
+    return dtypes[0] if dtypes else None
+
+
+def _is_option(value: object) -> bool:
+    return value is None or isinstance(value, bool)
+
+
+def _is_cpu(place: object) -> bool:
+    return isinstance(place, str | torch.device) and torch.device(place).type == "cpu"

@@ -1,0 +1,289 @@
+"""The lazy tensor: a description of a tensor whose elements are read only by ``read()``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial, reduce
+from math import prod
+from typing import Any, Self
+
+import torch
+
+from shardtree.errors import MetadataError, explain
+
+from ._operations import (
+    INQUIRIES,
+    JOINS,
+    VIEWS,
+    check_index,
+    is_view,
+    refusal,
+    refusing_operators,
+    requested_dtype,
+    strided,
+)
+from ._region import Box, Shape, Strided, covering, dense, narrowed, row_major
+from ._sources import Fetch, Joined, ReadBox, Source, Stored
+
+Args = tuple[Any, ...]
+
+
+def stored(read_box: ReadBox, shape: Sequence[int], dtype: torch.dtype, *, name: str) -> LazyTensor:
+    """Return the lazy tensor that a function reads boxes of.
+
+    Args:
+        read_box: from a box's offset and shape, both (dims,), to its elements: a new tensor that the caller owns.
+            It is asked only for boxes that have elements and lie inside.
+        shape: the whole tensor's.
+        dtype: the whole tensor's.
+        name: what errors and ``repr`` call it, its key for one.
+
+    Raises:
+        MetadataError: a negative length.
+
+    Examples:
+        >>> whole = torch.arange(24).reshape(4, 6)
+        >>> def read_box(offset, shape):
+        ...     return whole[tuple(slice(low, low + length) for low, length in zip(offset, shape))].clone()
+        >>> weight = stored(read_box, (4, 6), torch.int64, name="decoder.weight")
+        >>> left, right = torch.chunk(weight, 2, dim=1)
+        >>> torch.cat([right, left], dim=1)[0, :4].read()
+        tensor([3, 4, 5, 0])
+    """
+    sizes = tuple(int(length) for length in shape)
+    if any(length < 0 for length in sizes):
+        raise MetadataError(explain(f"stored: the shape of {name!r} has a negative length", found=sizes))
+    return _whole(Stored(read_box, sizes, dtype, name))
+
+
+@refusing_operators
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class LazyTensor:
+    """A tensor by description: a view of a source, then casts. It is immutable, and equal to itself alone.
+
+    Torch's view operations, ``torch.cat``, ``torch.stack`` and dtype casts, as functions or as methods, give new
+    lazy tensors and read nothing; every other operation raises ``UnsupportedValue`` and says to call ``read()``.
+
+    Attributes:
+        source: the dense tensor that this is a view of.
+        place: where in the source the elements lie.
+        casts: the dtypes that the elements go through once read, in order.
+    """
+
+    source: Source
+    place: Strided
+    casts: tuple[torch.dtype, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The source's name."""
+        return self.source.name
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self.place.size)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.casts[-1] if self.casts else self.source.dtype
+
+    @property
+    def ndim(self) -> int:
+        return len(self.place.size)
+
+    @property
+    def itemsize(self) -> int:
+        return self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """The length in bytes of what ``read()`` gives."""
+        return prod(self.place.size) * self.itemsize
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    def layout(self) -> torch.layout:
+        return torch.strided
+
+    @property
+    def requires_grad(self) -> bool:
+        return False
+
+    @property
+    def T(self) -> LazyTensor:  # noqa: N802 - torch's name
+        return self.permute(*reversed(range(self.ndim)))  # type: ignore[no-any-return]
+
+    @property
+    def mT(self) -> LazyTensor:  # noqa: N802 - torch's name
+        return self.transpose(-2, -1)  # type: ignore[no-any-return]
+
+    @property
+    def fetches(self) -> tuple[Fetch, ...]:
+        """The boxes of stored tensors that ``read()`` asks for."""
+        return tuple(self.box_fetches((0,) * self.ndim, self.place.size))
+
+    @property
+    def nbytes_to_read(self) -> int:
+        """The length in bytes of what ``read()`` fetches, which steps and merged dimensions can make more."""
+        return sum(fetch.nbytes for fetch in self.fetches)
+
+    def read(self) -> torch.Tensor:
+        """Return the elements: a new dense row-major tensor that the caller owns.
+
+        Only the smallest boxes of the stored tensors that hold the elements are fetched.
+
+        Raises:
+            ShapeError: storage gave a box of another shape or dtype.
+        """
+        return self.read_box((0,) * self.ndim, self.place.size)
+
+    def read_box(self, offset: Shape, shape: Shape) -> torch.Tensor:
+        """Return one box of the elements, as ``read()`` would.
+
+        Args:
+            offset: the box's first index, (dims,).
+            shape: the box's, (dims,). The box lies inside.
+        """
+        part = narrowed(self.place, Box(offset, shape))
+        if not prod(shape):
+            return torch.empty(shape, dtype=self.dtype)
+        box, inner = covering(part, self.source.shape)
+        return _cast(_picked(self.source.read_box(*box), inner), self.casts)
+
+    def box_fetches(self, offset: Shape, shape: Shape) -> Iterator[Fetch]:
+        """Yield the boxes of stored tensors that reading a box asks for."""
+        if prod(shape):
+            box, _ = covering(narrowed(self.place, Box(offset, shape)), self.source.shape)
+            yield from self.source.box_fetches(*box)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        return _applied(func, tuple(args), dict(kwargs or {}))
+
+    def __getattr__(self, name: str) -> Any:
+        method = None if name.startswith("_") else getattr(torch.Tensor, name, None)
+        if not callable(method):
+            raise AttributeError(f"LazyTensor {self.name!r} has no attribute {name!r}; call read() for a tensor")
+        return partial(_method, method, self)
+
+    def __getitem__(self, index: Any) -> LazyTensor:
+        return _viewed(self, torch.Tensor.__getitem__, (self, index), {})  # type: ignore[no-any-return]
+
+    def __len__(self) -> int:
+        return len(_meta(self))
+
+    def __iter__(self) -> Iterator[LazyTensor]:
+        len(self)  # of a 0-dim tensor, torch's own TypeError
+        return iter(self.unbind(0))
+
+    def __eq__(self, other: object) -> bool:
+        # Elementwise against a tensor, as torch would; what can't be had must not come out as False.
+        if isinstance(other, torch.Tensor):
+            raise refusal(self.name, "__eq__")
+        return self is other
+
+    __hash__ = object.__hash__
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+    def __repr__(self) -> str:
+        return f"LazyTensor({self.name!r}, {self.place.size}, {self.dtype})"
+
+
+def _whole(source: Source) -> LazyTensor:
+    return LazyTensor(source, dense(source.shape))
+
+
+def _method(func: Callable[..., Any], lazy: LazyTensor, /, *args: Any, **kwargs: Any) -> Any:
+    return _applied(func, (lazy, *args), kwargs)
+
+
+def _applied(func: Callable[..., Any], args: Args, kwargs: dict[str, Any]) -> Any:
+    """Return an operation's result on a lazy tensor: the one gate that functions and methods come through."""
+    name = func.__name__
+    if name in JOINS:
+        return _joined(func, *args, **kwargs)
+    operands = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor | LazyTensor)]
+    lazy = next((value for value in operands if isinstance(value, LazyTensor)), None)
+    if lazy is None or len(operands) > 1:
+        raise refusal("?" if lazy is None else lazy.name, name)
+    if name in VIEWS:
+        return _viewed(lazy, func, args, kwargs)
+    if name in INQUIRIES:
+        return _called(lazy, _meta(lazy), func, args, kwargs)
+    options = {word: value for word, value in kwargs.items() if value is not lazy}
+    return _changed(lazy, name, tuple(value for value in args if value is not lazy), options)
+
+
+def _changed(lazy: LazyTensor, name: str, args: Args, kwargs: dict[str, Any]) -> LazyTensor:
+    """Return the lazy tensor after an operation that moves no element: a cast, or one that changes nothing."""
+    dtype = requested_dtype(lazy.name, name, args, kwargs)
+    return lazy if dtype in (None, lazy.dtype) else replace(lazy, casts=(*lazy.casts, dtype))
+
+
+def _meta(lazy: LazyTensor) -> torch.Tensor:
+    """Return the view as torch's own, of a tensor that has no elements, so that torch does the algebra of views."""
+    return torch.empty(lazy.source.shape, dtype=lazy.dtype, device="meta").as_strided(
+        *lazy.place[1:], lazy.place.offset
+    )
+
+
+def _called(lazy: LazyTensor, meta: torch.Tensor, func: Callable[..., Any], args: Args, kwargs: dict[str, Any]) -> Any:
+    """Return what the operation gives for the meta tensor in the lazy tensor's place."""
+    words = {word: meta if value is lazy else value for word, value in kwargs.items()}
+    return func(*(meta if value is lazy else value for value in args), **words)
+
+
+def _viewed(lazy: LazyTensor, func: Callable[..., Any], args: Args, kwargs: dict[str, Any]) -> Any:
+    if func.__name__ == "__getitem__":
+        check_index(lazy.name, args[1])
+    meta = _meta(lazy)
+    result = _called(lazy, meta, func, args, kwargs)
+    pieces = (result,) if isinstance(result, torch.Tensor) else tuple(result)
+    if not all(is_view(piece, meta) for piece in pieces):
+        raise refusal(lazy.name, func.__name__, f"of this {tuple(meta.shape)} view can't be a view itself")
+    views = tuple(replace(lazy, place=strided(piece)) for piece in pieces)
+    return views[0] if isinstance(result, torch.Tensor) else views
+
+
+def _joined(
+    func: Callable[..., Any], tensors: Sequence[Any], dim: int = 0, *, axis: int | None = None, out: Any = None
+) -> LazyTensor:
+    """Return a cat or a stack, which is a cat of unsqueezed tensors; torch says which shape and dtype come of it."""
+    name = next((part.name for part in tensors if isinstance(part, LazyTensor)), "?")
+    if out is not None or not all(isinstance(part, LazyTensor) for part in tensors):
+        raise refusal(name, f"{func.__name__} with a tensor that isn't lazy")
+    along = dim if axis is None else axis
+    result = func([_meta(part) for part in tensors], dim=along)
+    along %= max(result.ndim, 1)
+    parts = [part.unsqueeze(along) if func.__name__ == "stack" else part for part in tensors]
+    # Empty parts add nothing, and one of shape (0,) may stand beside parts of any shape.
+    kept = tuple(part.to(result.dtype) for part in parts if prod(part.shape))
+    return _whole(Joined(kept, along, tuple(result.shape), result.dtype))
+
+
+def _picked(box: torch.Tensor, view: Strided) -> torch.Tensor:
+    """Return a view's elements, dense: the box itself where they are all of it in order, else a copy of them."""
+    flat = box.contiguous()
+    picked = flat.as_strided(view.size, view.stride, flat.storage_offset() + view.offset)
+    if picked.is_contiguous() and picked.numel() == flat.numel():
+        return flat.as_strided(view.size, row_major(view.size), flat.storage_offset())
+    return picked.clone(memory_format=torch.contiguous_format)
+
+
+def _cast(tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> torch.Tensor:
+    return reduce(torch.Tensor.to, dtypes, tensor)

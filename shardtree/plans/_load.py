@@ -1,0 +1,230 @@
+"""Which stored bytes go where: requested shards meet stored chunks, and become runs and strided pieces."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..geometry import Column, intersect, overlapping_pairs, row_major_strides, volumes, widen
+from ..layouts import BoxColumns, ShardColumns, shard_boxes
+
+SHORTEST_RUN = 64 * 1024
+"""Bytes. Several runs shorter than this are copied out of a mapping, since one read each would cost more than the copy."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredChunks:
+    """Where stored chunks lie: a row-major box, or flat range of one, in consecutive bytes of a file.
+
+    Attributes:
+        key: the tensor, numbered as in the request, int64 (chunks,).
+        offset: int64 (chunks, axes), right-aligned.
+        shape: int64 (chunks, axes).
+        start: first element of the flat range, -1 for a whole box, int64 (chunks,).
+        stop: int64 (chunks,).
+        file: number of the file, int64 (chunks,).
+        byte: where in the file the chunk's first element begins, int64 (chunks,).
+    """
+
+    key: Column
+    offset: Column
+    shape: Column
+    start: Column
+    stop: Column
+    file: Column
+    byte: Column
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Runs:
+    """Bytes that are consecutive in a file and in a target's memory, ordered by file, then byte.
+
+    Attributes:
+        file: int64 (runs,).
+        byte: where the run begins in the file, int64 (runs,).
+        target: the row of the requested shard, int64 (runs,).
+        target_byte: where the run begins in the target's memory, int64 (runs,).
+        length: in bytes, int64 (runs,).
+    """
+
+    file: Column
+    byte: Column
+    target: Column
+    target_byte: Column
+    length: Column
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Strided:
+    """Boxes of elements to be copied out of a stored box into a target's box, row by row.
+
+    Attributes:
+        file: int64 (pieces,).
+        byte: where the piece's first element lies in the file, int64 (pieces,).
+        target: the row of the requested shard, int64 (pieces,).
+        target_byte: where the piece's first element goes in the target's memory, int64 (pieces,).
+        shape: int64 (pieces, axes).
+        stride: of the stored box, in elements, int64 (pieces, axes).
+        target_stride: of the target's box, in elements, int64 (pieces, axes).
+        item_size: bytes an element takes, int64 (pieces,).
+    """
+
+    file: Column
+    byte: Column
+    target: Column
+    target_byte: Column
+    shape: Column
+    stride: Column
+    target_stride: Column
+    item_size: Column
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadPlan:
+    """What a rank reads. A value: nothing has been read yet.
+
+    Attributes:
+        runs: read straight into the targets' memory.
+        strided: copied out of the mapped file.
+        covered: how many elements of each requested shard the stored chunks hold, int64 (shards,).
+        doubled: requested keys of which stored chunks overlap, int64, ascending.
+    """
+
+    runs: Runs
+    strided: Strided
+    covered: Column
+    doubled: Column
+
+    @property
+    def bytes_read(self) -> int:
+        """How many bytes of tensors the plan reads."""
+        strided = volumes(self.strided.shape) * self.strided.item_size
+        return int(self.runs.length.sum() + strided.sum())
+
+
+def plan_load(requests: ShardColumns, chunks: StoredChunks, *, shortest_run: int = SHORTEST_RUN) -> LoadPlan:
+    """Return what has to be read so that the requested shards are filled from the stored chunks.
+
+    Each byte that is requested is read once. Memory is row-major, a flat shard's in the order of its range.
+
+    Args:
+        requests: the shards to fill; ``chunks.key`` numbers ``requests.keys``.
+        chunks: what is stored of these tensors, of the same dtypes.
+        shortest_run: in bytes; several runs shorter than this become one strided piece.
+
+    Examples:
+        >>> import torch, shardtree as st
+        >>> right = st.ShardedTensor.from_rank_offsets("w", torch.zeros(4, 2), (1, 1, 2))
+        >>> one = np.zeros(1, dtype=np.int64)
+        >>> stored = StoredChunks(one, one[:, None] + [0, 0], one[:, None] + [4, 4], one - 1, one - 1, one, one + 128)
+        >>> plan = plan_load(st.shard_columns([right]), stored, shortest_run=8)
+        >>> plan.runs.byte.tolist(), plan.runs.length.tolist()
+        ([136, 152, 168, 184], [8, 8, 8, 8])
+    """
+    axes = max(requests.offset.shape[1], chunks.offset.shape[1])
+    wanted = shard_boxes(
+        widen(requests.offset, axes, 0), widen(requests.shape, axes, 1), requests.start, requests.stop
+    )
+    stored = shard_boxes(widen(chunks.offset, axes, 0), widen(chunks.shape, axes, 1), chunks.start, chunks.stop)
+    left, right = overlapping_pairs(
+        requests.key[wanted.shard], wanted.offset, wanted.shape, chunks.key[stored.shard], stored.offset, stored.shape
+    )
+    pieces = _pieces(requests, chunks, wanted, stored, left, right)
+    covered = np.bincount(pieces.target, weights=volumes(pieces.shape), minlength=len(requests)).astype(np.int64)
+    runs, strided = _split(pieces, shortest_run)
+    return LoadPlan(_merge(runs), strided, covered, _doubled(chunks, stored, np.unique(right)))
+
+
+def runs_plan(runs: Runs) -> LoadPlan:
+    """Return the plan that reads runs and nothing else; in file order, like those of every plan.
+
+    Examples:
+        >>> one = np.ones(1, dtype=np.int64)
+        >>> runs_plan(Runs(file=one, byte=one, target=one - 1, target_byte=one - 1, length=one * 8)).bytes_read
+        8
+    """
+    none = np.zeros(0, dtype=np.int64)
+    boxes = np.zeros((0, 1), dtype=np.int64)
+    return LoadPlan(_merge(runs), Strided(none, none, none, none, boxes, boxes, boxes, none), none, none)
+
+
+def _pieces(
+    requests: ShardColumns, chunks: StoredChunks, wanted: BoxColumns, stored: BoxColumns, left: Column, right: Column
+) -> Strided:
+    """Return what each requested box has in common with each stored box, as strided copies."""
+    offset, shape = intersect(wanted.offset[left], wanted.shape[left], stored.offset[right], stored.shape[right])
+    stride, target_stride = row_major_strides(stored.shape[right]), row_major_strides(wanted.shape[left])
+    target, chunk = wanted.shard[left], stored.shard[right]
+    item_size = requests.item_size[requests.key[target]]
+    element = stored.position[right] + ((offset - stored.offset[right]) * stride).sum(axis=1)
+    target_element = wanted.position[left] + ((offset - wanted.offset[left]) * target_stride).sum(axis=1)
+    return Strided(
+        file=chunks.file[chunk],
+        byte=chunks.byte[chunk] + element * item_size,
+        target=target,
+        target_byte=target_element * item_size,
+        shape=shape,
+        stride=stride,
+        target_stride=target_stride,
+        item_size=item_size,
+    )
+
+
+def _split(pieces: Strided, shortest_run: int) -> tuple[Runs, Strided]:
+    """Return the pieces that are worth reading run by run as runs, and the others."""
+    run = np.ones(len(pieces.file), dtype=np.int64)
+    rows = pieces.shape.copy()
+    for axis in range(pieces.shape.shape[1] - 1, -1, -1):
+        # An axis lengthens the run while neighbours along it are exactly one run apart on both sides.
+        joins = (pieces.shape[:, axis] == 1) | (
+            (pieces.stride[:, axis] == run) & (pieces.target_stride[:, axis] == run) & (rows[:, axis + 1 :] == 1).all(axis=1)
+        )
+        run = np.where(joins, run * pieces.shape[:, axis], run)
+        rows[:, axis] = np.where(joins, 1, pieces.shape[:, axis])
+    count = volumes(rows)
+    direct = (count == 1) | (run * pieces.item_size >= shortest_run)
+    return _runs(_rows(pieces, direct), rows[direct], count[direct], run[direct]), _rows(pieces, ~direct)
+
+
+def _runs(pieces: Strided, rows: Column, count: Column, run: Column) -> Runs:
+    piece = np.repeat(np.arange(count.size), count)
+    number = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
+    at = number[:, None] // row_major_strides(rows)[piece] % rows[piece]
+    item_size = pieces.item_size[piece]
+    return Runs(
+        file=pieces.file[piece],
+        byte=pieces.byte[piece] + (at * pieces.stride[piece]).sum(axis=1) * item_size,
+        target=pieces.target[piece],
+        target_byte=pieces.target_byte[piece] + (at * pieces.target_stride[piece]).sum(axis=1) * item_size,
+        length=run[piece] * item_size,
+    )
+
+
+def _merge(runs: Runs) -> Runs:
+    """Return runs in file order, those joined that are neighbours both in file and in memory."""
+    order = np.lexsort((runs.byte, runs.file))
+    file, byte, target, target_byte, length = (
+        column[order] for column in (runs.file, runs.byte, runs.target, runs.target_byte, runs.length)
+    )
+    new = np.ones(order.size, dtype=bool)
+    new[1:] = (
+        (file[1:] != file[:-1])
+        | (target[1:] != target[:-1])
+        | (byte[1:] != byte[:-1] + length[:-1])
+        | (target_byte[1:] != target_byte[:-1] + length[:-1])
+    )
+    first = np.flatnonzero(new)
+    total = np.add.reduceat(length, first) if first.size else length
+    return Runs(file[first], byte[first], target[first], target_byte[first], total)
+
+
+def _doubled(chunks: StoredChunks, stored: BoxColumns, used: Column) -> Column:
+    """Return the keys of which stored boxes that would be read overlap: such a checkpoint contradicts itself."""
+    key, offset, shape = chunks.key[stored.shard[used]], stored.offset[used], stored.shape[used]
+    left, right = overlapping_pairs(key, offset, shape, key, offset, shape)
+    return np.unique(key[left[left != right]])
+
+
+def _rows(pieces: Strided, rows: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Strided:
+    return Strided(*(getattr(pieces, name)[rows] for name in Strided.__slots__))

@@ -1,0 +1,48 @@
+"""A tensor's row-major bytes as buffers, without a copy of the whole wherever its memory isn't already that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from ..codec import bit_view
+from ..lazy import LazyTensor
+from ._storage import Buffer
+
+STAGED_BYTES = 8 * 1024 * 1024
+"""The most that is copied at once of a tensor whose memory can't be written as it is."""
+
+
+def tensor_buffers(tensor: torch.Tensor | LazyTensor) -> Iterator[Buffer]:
+    """Yield the bytes of a tensor, in row-major order.
+
+    A contiguous tensor in the CPU's memory is yielded in place. Another (transposed, on an accelerator, lazy) is staged
+    in parts of at most `STAGED_BYTES`.
+
+    Examples:
+        >>> torch.frombuffer(b"".join(tensor_buffers(torch.tensor([[1, 2], [3, 4]]).T)), dtype=torch.int64)
+        tensor([1, 3, 2, 4])
+    """
+    if not tensor.numel():
+        return
+    if isinstance(tensor, torch.Tensor) and _in_place(tensor):
+        yield memoryview(bit_view(tensor).numpy())
+    elif tensor.nbytes <= STAGED_BYTES or not tensor.ndim:
+        yield memoryview(bit_view(_staged(tensor)).numpy())
+    else:
+        rows = max(1, STAGED_BYTES * tensor.shape[0] // tensor.nbytes)
+        for start in range(0, tensor.shape[0], rows):
+            stop = min(start + rows, tensor.shape[0])
+            # A single row may still be too much: it loses its axis and is taken apart along the next.
+            yield from tensor_buffers(tensor[start] if rows == 1 else tensor[start:stop])
+
+
+def _in_place(tensor: torch.Tensor) -> bool:
+    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _staged(tensor: torch.Tensor | LazyTensor) -> torch.Tensor:
+    if isinstance(tensor, LazyTensor):
+        return tensor.read()
+    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()

@@ -1,0 +1,199 @@
+"""Files of a local or mounted file system."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+from ..errors import StorageError, explain
+from ._storage import Buffer
+
+_BATCH_BYTES = 1024 * 1024
+_BATCH_BUFFERS = 1024  # IOV_MAX on Linux and macOS
+
+
+@dataclass(frozen=True, slots=True)
+class LocalStorage:
+    """A folder of a local or mounted file system.
+
+    Args:
+        root: the folder's path.
+
+    Examples:
+        >>> import tempfile
+        >>> storage = LocalStorage(tempfile.mkdtemp())
+        >>> storage.write("a.bin", [memoryview(b"abc")], durable=False)
+        3
+        >>> storage.read("a.bin")
+        b'abc'
+    """
+
+    root: str
+
+    def where(self, name: str = "") -> str:
+        """Return the path of a name."""
+        parts = PurePosixPath(name).parts
+        if os.path.isabs(name) or ".." in parts or "\0" in name:
+            raise StorageError(explain(f"{name!r} would leave the folder {self.root!r}", expected="a name inside it"))
+        return os.path.join(self.root, *parts)
+
+    def write(self, name: str, buffers: Iterable[Buffer], *, durable: bool) -> int:
+        """Write a new file from buffers, in order, and return its length."""
+        with self._failures("write", name):
+            descriptor = os.open(self.where(name), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+            try:
+                length = sum(_write_all(descriptor, batch) for batch in _batches(buffers))
+                if durable:
+                    os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        return length
+
+    @contextmanager
+    def open(self, name: str) -> Iterator[_LocalReader]:
+        """Open a file for reading."""
+        with self._failures("open", name):
+            descriptor = os.open(self.where(name), os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            yield _LocalReader(descriptor, self.where(name))
+        finally:
+            os.close(descriptor)
+
+    def replace(self, name: str, data: bytes, *, durable: bool) -> None:
+        """Give a file new content in one step: a temporary file beside it, renamed over it."""
+        folder, _, last = name.rpartition("/")
+        temporary = f"{folder}/.{last}.new" if folder else f".{last}.new"
+        self.write(temporary, [memoryview(data)], durable=durable)
+        with self._failures("replace", name):
+            os.replace(self.where(temporary), self.where(name))
+        if durable:
+            self.sync_folder(folder)
+
+    def read(self, name: str) -> bytes:
+        """Return a file's bytes."""
+        with self._failures("read", name), open(self.where(name), "rb") as file:
+            return file.read()
+
+    def length(self, name: str) -> int | None:
+        """Return a file's length in bytes, None if there is no such file."""
+        with self._failures("look at", name):
+            try:
+                return os.stat(self.where(name)).st_size
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+
+    def names(self, folder: str = "") -> tuple[str, ...]:
+        """Return the names of what is directly inside a folder, sorted."""
+        with self._failures("list", folder):
+            try:
+                return tuple(sorted(os.listdir(self.where(folder))))
+            except (FileNotFoundError, NotADirectoryError):
+                return ()
+
+    def make_folder(self, name: str = "") -> None:
+        """Make a folder and those above it."""
+        with self._failures("make the folder", name):
+            os.makedirs(self.where(name), exist_ok=True)
+
+    def is_folder(self, name: str = "") -> bool:
+        """Return whether there is a folder of that name."""
+        return os.path.isdir(self.where(name))
+
+    def sync_folder(self, name: str = "") -> None:
+        """Wait until what was made or removed in a folder is on the medium."""
+        with self._failures("sync", name):
+            descriptor = os.open(self.where(name), os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+    def remove(self, name: str) -> None:
+        """Remove a file; nothing happens if it isn't there."""
+        with self._failures("remove", name), suppress(FileNotFoundError):
+            os.remove(self.where(name))
+
+    def remove_folder(self, name: str) -> None:
+        """Remove a folder if it is empty."""
+        with suppress(OSError):
+            os.rmdir(self.where(name))
+
+    def changed(self, name: str) -> float | None:
+        """Return when a file or folder was changed last, in seconds since 1970 by the file system's clock."""
+        try:
+            return os.stat(self.where(name)).st_mtime
+        except OSError:
+            return None
+
+    @contextmanager
+    def _failures(self, doing: str, name: str) -> Iterator[None]:
+        try:
+            yield
+        except StorageError:
+            raise
+        except OSError as error:
+            raise StorageError(explain(f"cannot {doing} {self.where(name)!r}", found=error.strerror or error)) from error
+
+
+@dataclass(frozen=True, slots=True)
+class _LocalReader:
+    descriptor: int
+    path: str
+
+    @property
+    def length(self) -> int:
+        return os.fstat(self.descriptor).st_size
+
+    def read_into(self, byte: int, buffers: Sequence[Buffer]) -> None:
+        pending = [buffer for buffer in buffers if buffer.nbytes]
+        while pending:
+            try:
+                count = os.preadv(self.descriptor, pending[:_BATCH_BUFFERS], byte)
+            except OSError as error:
+                raise StorageError(explain(f"cannot read {self.path!r} at byte {byte}", found=error.strerror)) from error
+            if not count:
+                missing = sum(buffer.nbytes for buffer in pending)
+                raise StorageError(explain(f"{self.path!r} ends at byte {byte}", expected=f"{missing} bytes more"))
+            byte += count
+            pending = _rest(pending, count)
+
+    def mapped(self) -> Buffer:
+        # A private mapping is writable without touching the file, and tensors want writable memory.
+        if not self.length:
+            return memoryview(bytearray())
+        return memoryview(mmap.mmap(self.descriptor, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE))
+
+
+def _batches(buffers: Iterable[Buffer]) -> Iterator[list[Buffer]]:
+    """Yield the buffers in groups that make one system call each."""
+    batch: list[Buffer] = []
+    size = 0
+    for buffer in buffers:
+        batch.append(buffer)
+        size += buffer.nbytes
+        if size >= _BATCH_BYTES or len(batch) == _BATCH_BUFFERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _write_all(descriptor: int, batch: list[Buffer]) -> int:
+    pending = [buffer for buffer in batch if buffer.nbytes]
+    total = sum(buffer.nbytes for buffer in pending)
+    while pending:
+        pending = _rest(pending, os.writev(descriptor, pending))
+    return total
+
+
+def _rest(buffers: list[Buffer], count: int) -> list[Buffer]:
+    """Return what is left of buffers when their first `count` bytes are done."""
+    for position, buffer in enumerate(buffers):
+        if count < buffer.nbytes:
+            return [buffer[count:], *buffers[position + 1 :]]
+        count -= buffer.nbytes
+    return []

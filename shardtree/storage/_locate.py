@@ -1,0 +1,40 @@
+"""From what a caller calls a directory to the storage that keeps it."""
+
+from __future__ import annotations
+
+import os
+
+from ..errors import StorageError, explain
+from ._local import LocalStorage
+from ._storage import Storage
+
+Directory = str | os.PathLike[str] | Storage
+"""A checkpoint's place: a path, a URL of a file system that fsspec knows, or a storage."""
+
+
+def storage_at(directory: Directory) -> Storage:
+    """Return the storage of a directory.
+
+    Raises:
+        StorageError: the directory is neither a path, nor a URL, nor a storage.
+
+    Examples:
+        >>> storage_at("checkpoints/step_10")
+        LocalStorage(root='checkpoints/step_10')
+    """
+    if isinstance(directory, (str, os.PathLike)):
+        path = os.fspath(directory)
+        if isinstance(path, str) and path and "\0" not in path:
+            return _remote(path) if "://" in path else LocalStorage(path)
+    elif isinstance(directory, Storage):
+        return directory
+    kind = type(directory).__name__
+    raise StorageError(
+        explain("where is the checkpoint?", found=f"{directory!r} ({kind})", expected="a path, a URL or a Storage")
+    )
+
+
+def _remote(url: str) -> Storage:
+    from ._fsspec import fsspec_storage
+
+    return fsspec_storage(url)

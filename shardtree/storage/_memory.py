@@ -1,0 +1,123 @@
+"""Files that live in this process's memory: for tests, and for passing a checkpoint on without a disk."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import count
+
+from ..errors import StorageError, explain
+from ._storage import Buffer
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MemoryStorage:
+    """A folder in memory, shared by the threads that hold the same object. Its clock ticks at every change.
+
+    Examples:
+        >>> storage = MemoryStorage()
+        >>> storage.write("folder/a.bin", [memoryview(b"abc")], durable=True)
+        3
+        >>> storage.names("folder")
+        ('a.bin',)
+    """
+
+    _files: dict[str, tuple[bytearray, float]] = field(default_factory=dict)
+    _folders: dict[str, float] = field(default_factory=dict)
+    _ticks: Iterator[int] = field(default_factory=count)
+    _lock: threading.RLock = field(default_factory=threading.RLock)
+
+    def where(self, name: str = "") -> str:
+        """Return the name, marked as being in memory."""
+        return f"memory:{name}"
+
+    def write(self, name: str, buffers: Iterable[Buffer], *, durable: bool) -> int:
+        """Write a new file from buffers, in order, and return its length."""
+        data = bytearray().join(buffers)
+        with self._lock:
+            self._files[name] = (data, next(self._ticks))
+        return len(data)
+
+    @contextmanager
+    def open(self, name: str) -> Iterator[_MemoryReader]:
+        """Open a file for reading."""
+        yield _MemoryReader(memoryview(self._data(name)), self.where(name))
+
+    def replace(self, name: str, data: bytes, *, durable: bool) -> None:
+        """Give a file new content in one step."""
+        self.write(name, [memoryview(data)], durable=durable)
+
+    def read(self, name: str) -> bytes:
+        """Return a file's bytes."""
+        return bytes(self._data(name))
+
+    def length(self, name: str) -> int | None:
+        """Return a file's length in bytes, None if there is no such file."""
+        entry = self._files.get(name)
+        return None if entry is None else len(entry[0])
+
+    def names(self, folder: str = "") -> tuple[str, ...]:
+        """Return the names of what is directly inside a folder, sorted."""
+        start = f"{folder}/" if folder else ""
+        with self._lock:
+            inside = [name[len(start) :] for name in (*self._files, *self._folders) if name.startswith(start)]
+        return tuple(sorted({name.split("/")[0] for name in inside if name}))
+
+    def make_folder(self, name: str = "") -> None:
+        """Make a folder."""
+        with self._lock:
+            self._folders.setdefault(name, next(self._ticks))
+
+    def is_folder(self, name: str = "") -> bool:
+        """Return whether there is a folder of that name."""
+        return not name or name in self._folders or bool(self.names(name))
+
+    def sync_folder(self, name: str = "") -> None:
+        """Do nothing: memory is as durable as it will ever be."""
+
+    def remove(self, name: str) -> None:
+        """Remove a file; nothing happens if it isn't there."""
+        with self._lock:
+            self._files.pop(name, None)
+
+    def remove_folder(self, name: str) -> None:
+        """Remove a folder if it is empty."""
+        if not self.names(name):
+            with self._lock:
+                self._folders.pop(name, None)
+
+    def changed(self, name: str) -> float | None:
+        """Return at which tick a file or folder was changed last."""
+        if name in self._files:
+            return self._files[name][1]
+        return self._folders.get(name)
+
+    def _data(self, name: str) -> bytearray:
+        entry = self._files.get(name)
+        if entry is None:
+            raise StorageError(explain(f"cannot open {self.where(name)!r}", found="no such file"))
+        return entry[0]
+
+
+@dataclass(frozen=True, slots=True)
+class _MemoryReader:
+    data: Buffer
+    path: str
+
+    @property
+    def length(self) -> int:
+        return self.data.nbytes
+
+    def read_into(self, byte: int, buffers: Sequence[Buffer]) -> None:
+        for buffer in buffers:
+            part = self.data[byte : byte + buffer.nbytes]
+            if part.nbytes < buffer.nbytes:
+                missing = buffer.nbytes - part.nbytes
+                raise StorageError(explain(f"{self.path!r} ends at byte {self.length}", expected=f"{missing} bytes more"))
+            buffer[:] = part
+            byte += buffer.nbytes
+
+    def mapped(self) -> Buffer:
+        return memoryview(bytearray(self.data))

@@ -1,0 +1,71 @@
+"""What shardtree needs of a place that keeps files: the protocol that every storage follows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol, runtime_checkable
+
+Buffer = memoryview
+"""Contiguous bytes."""
+
+
+class Reader(Protocol):
+    """An open file."""
+
+    @property
+    def length(self) -> int:
+        """The file's length in bytes."""
+
+    def read_into(self, byte: int, buffers: Sequence[Buffer]) -> None:
+        """Fill the buffers, one after the other, from consecutive bytes of the file; raises where the file ends first."""
+
+    def mapped(self) -> Buffer:
+        """Return the whole file as memory that is writable for the process alone, where the storage has that; else its bytes."""
+
+
+@runtime_checkable
+class Storage(Protocol):
+    """A folder of files with ``/`` in their names; every name is relative to the folder.
+
+    Errors: whatever goes wrong is a `StorageError` that names the file.
+    """
+
+    def write(self, name: str, buffers: Iterable[Buffer], *, durable: bool) -> int:
+        """Write a new file from buffers, in order, and return its length; `durable` waits until it is on the medium."""
+
+    def open(self, name: str) -> AbstractContextManager[Reader]:
+        """Open a file for reading."""
+
+    def replace(self, name: str, data: bytes, *, durable: bool) -> None:
+        """Give a file new content in one step: at any moment a reader sees all of the old content or all of the new."""
+
+    def read(self, name: str) -> bytes:
+        """Return a file's bytes."""
+
+    def length(self, name: str) -> int | None:
+        """Return a file's length in bytes, None if there is no such file."""
+
+    def names(self, folder: str = "") -> tuple[str, ...]:
+        """Return the names of what is directly inside a folder, sorted; nothing where there is no such folder."""
+
+    def make_folder(self, name: str = "") -> None:
+        """Make a folder and those above it, if they aren't there."""
+
+    def is_folder(self, name: str = "") -> bool:
+        """Return whether there is a folder of that name."""
+
+    def sync_folder(self, name: str = "") -> None:
+        """Wait until what was made or removed in a folder is on the medium."""
+
+    def remove(self, name: str) -> None:
+        """Remove a file; nothing happens if it isn't there."""
+
+    def remove_folder(self, name: str) -> None:
+        """Remove a folder if it is empty."""
+
+    def changed(self, name: str) -> float | None:
+        """Return when a file or folder was changed last, in seconds by the storage's own clock; None if it isn't there."""
+
+    def where(self, name: str = "") -> str:
+        """Return a name as people and error messages should see it."""

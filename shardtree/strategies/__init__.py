@@ -1,0 +1,29 @@
+"""Strategies: the dispatch table, the signatures of its rows, and one package a format."""
+
+from . import safetensors as safetensors
+from ._metadata import METADATA_FILE as METADATA_FILE
+from ._metadata import decode_metadata as decode_metadata
+from ._metadata import encode_metadata as encode_metadata
+from ._metadata import read_metadata as read_metadata
+from ._metadata import replace_metadata as replace_metadata
+from ._protocols import PROTOCOLS as PROTOCOLS
+from ._protocols import LoadCommon as LoadCommon
+from ._protocols import LoadMetadata as LoadMetadata
+from ._protocols import LoadObjects as LoadObjects
+from ._protocols import LoadSharded as LoadSharded
+from ._protocols import RemoveSharded as RemoveSharded
+from ._protocols import SaveCommon as SaveCommon
+from ._protocols import SaveObjects as SaveObjects
+from ._protocols import SaveSharded as SaveSharded
+from ._values import AsyncRequest as AsyncRequest
+from ._values import Checkpoint as Checkpoint
+from ._values import Draft as Draft
+from ._values import LoadOptions as LoadOptions
+from ._values import SaveOptions as SaveOptions
+from .base import ENTRY_POINT_GROUP as ENTRY_POINT_GROUP
+from .base import Strategies as Strategies
+from .base import StrategyAction as StrategyAction
+from .base import default_strategies as default_strategies
+from .base import find_strategy as find_strategy
+from .base import get_default_strategy as get_default_strategy
+from .base import register_default_strategy as register_default_strategy

@@ -1,0 +1,85 @@
+"""metadata.json: the file that makes a folder a checkpoint, written last."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..codec import canonical_json, parse_json
+from ..errors import CheckpointReplaced, CorruptCheckpoint, NotACheckpoint, explain
+from ..storage import Storage, digest
+
+METADATA_FILE = "metadata.json"
+
+_KINDS = {
+    "sharded_backend": str,
+    "sharded_backend_version": int,
+    "common_backend": str,
+    "common_backend_version": int,
+}
+
+
+def encode_metadata(fields: Mapping[str, Any]) -> bytes:
+    """Return metadata.json's bytes: canonical JSON of the fields, with the hash of its own other bytes.
+
+    Examples:
+        >>> encode_metadata({"sharded_backend": "safetensors"})
+        b'{"digest":"7bb2ccfca74bbd9d","sharded_backend":"safetensors"}'
+    """
+    plain = {name: value for name, value in fields.items() if name != "digest"}
+    return canonical_json({**plain, "digest": digest(canonical_json(plain))})
+
+
+def decode_metadata(data: bytes, where: str) -> dict[str, Any]:
+    """Return the fields of metadata.json.
+
+    Args:
+        data: the file's bytes.
+        where: the file's name, for messages.
+
+    Raises:
+        CorruptCheckpoint: the bytes aren't what was written.
+    """
+    fields = parse_json(data, where)
+    if not isinstance(fields, dict):
+        raise CorruptCheckpoint(explain(f"open: {where!r} is not sound", found="no JSON object"))
+    fields.setdefault("sharded_backend_version", 1)
+    fields.setdefault("common_backend", fields.get("sharded_backend"))
+    fields.setdefault("common_backend_version", fields["sharded_backend_version"])
+    for name, kind in _KINDS.items():
+        if type(fields.get(name)) is not kind:
+            found = f"{name} = {fields.get(name)!r}"[:200]
+            raise CorruptCheckpoint(explain(f"open: {where!r} is not sound", found=found, expected=kind.__name__))
+    if ("digest" in fields or "save_id" in fields) and encode_metadata(fields) != data:
+        fix = "The file was damaged or edited; load another checkpoint."
+        raise CorruptCheckpoint(explain(f"open: {where!r} isn't what was saved: its hash differs", fix=fix))
+    return fields
+
+
+def read_metadata(storage: Storage) -> tuple[bytes, dict[str, Any]]:
+    """Return metadata.json's bytes and fields.
+
+    Raises:
+        NotACheckpoint: there is no such file.
+        CorruptCheckpoint: it isn't what was written.
+    """
+    where = storage.where(METADATA_FILE)
+    if storage.length(METADATA_FILE) is None:
+        state = "the folder has no metadata.json" if storage.is_folder() else "no such folder"
+        fix = "Name the folder that a save was given; an unfinished save leaves no metadata.json."
+        raise NotACheckpoint(explain(f"open: {storage.where()!r} is not a checkpoint", found=state, fix=fix))
+    data = storage.read(METADATA_FILE)
+    return data, decode_metadata(data, where)
+
+
+def replace_metadata(storage: Storage, before: bytes | None, fields: Mapping[str, Any], *, durable: bool) -> None:
+    """Write metadata.json, unless it isn't any more what it was when the save began.
+
+    Raises:
+        CheckpointReplaced: another save went to the same folder meanwhile.
+    """
+    now = storage.read(METADATA_FILE) if storage.length(METADATA_FILE) is not None else None
+    if now != before:
+        fix = "Let only one save at a time go to a folder."
+        raise CheckpointReplaced(explain(f"save: {storage.where()!r} was changed by another save meanwhile", fix=fix))
+    storage.replace(METADATA_FILE, encode_metadata(fields), durable=durable)

@@ -1,0 +1,163 @@
+"""The dispatch table: strategies are plain functions, keyed by (action, backend, version).
+
+What Megatron-Core's strategy classes say with attributes and compatibility checks, a row says by being there: a backend
+can do what it has a row for. A table is a value: pass ``strategies=default_strategies | {row: function}`` to one call,
+or register a row for the whole process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from enum import Enum
+from functools import cache
+from importlib.metadata import entry_points
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+from ..errors import StrategyError, explain
+
+
+class StrategyAction(Enum):
+    """What a strategy does.
+
+    Examples:
+        >>> StrategyAction.LOAD_SHARDED.value
+        'load_sharded'
+    """
+
+    LOAD_COMMON = "load_common"
+    LOAD_SHARDED = "load_sharded"
+    LOAD_OBJECTS = "load_objects"
+    LOAD_METADATA = "load_metadata"
+    SAVE_COMMON = "save_common"
+    SAVE_SHARDED = "save_sharded"
+    SAVE_OBJECTS = "save_objects"
+    REMOVE_SHARDED = "remove_sharded"
+
+
+Strategy = Callable[..., Any]
+Row = tuple[StrategyAction, str, int]
+Strategies = Mapping[Row, Strategy]
+Fn = TypeVar("Fn", bound=Strategy)
+
+ENTRY_POINT_GROUP = "shardtree.strategies"
+
+_rows: dict[Row, Strategy] = {}
+
+default_strategies: Strategies = MappingProxyType(_rows)
+"""Every registered row. Read-only; ``default_strategies | {...}`` makes a table of its own."""
+
+
+def register_default_strategy(
+    action: StrategyAction, backend: str, version: int, fn: Strategy | None = None, *, override: bool = False
+) -> Callable[[Fn], Fn]:
+    """Register a function for a row, for this process; works as a decorator too.
+
+    Args:
+        action: what the function does; its signature is the protocol of that action in `shardtree.strategies`.
+        backend: the format's name.
+        version: the format's version.
+        fn: the function; None where this is used as a decorator.
+        override: replace a row that is taken.
+
+    Raises:
+        StrategyError: the row is taken, or isn't a row.
+
+    Examples:
+        >>> @register_default_strategy(StrategyAction.LOAD_COMMON, "example", 1)
+        ... def load_common(checkpoint):
+        ...     return {}
+        >>> get_default_strategy(StrategyAction.LOAD_COMMON, "example", 1) is load_common
+        True
+        >>> del _rows[StrategyAction.LOAD_COMMON, "example", 1]
+    """
+    row = _checked_row(action, backend, version)
+
+    def register(function: Fn) -> Fn:
+        taken = _rows.get(row)
+        if taken is not None and taken is not function and not override:
+            name = f"{taken.__module__}.{getattr(taken, '__qualname__', taken)}"
+            fix = "Pass override=True to replace it, or strategies=default_strategies | {...} to one call."
+            raise StrategyError(explain(f"register: {_shown(row)} is taken", found=name, expected="a free row", fix=fix))
+        _rows[row] = function
+        return function
+
+    if fn is not None:
+        register(fn)
+    return register
+
+
+def get_default_strategy(
+    action: StrategyAction, backend: str, version: int, *, strategies: Strategies = default_strategies
+) -> Strategy:
+    """Return the function of a row.
+
+    A row that is missing from the process's table is looked for once among the entry points of installed packages.
+
+    Args:
+        action: what to do.
+        backend: the format's name.
+        version: the format's version.
+        strategies: the table.
+
+    Raises:
+        StrategyError: there is no such row; lists the backends and versions that have that action.
+
+    Examples:
+        >>> get_default_strategy(StrategyAction.SAVE_SHARDED, "punch cards", 1)
+        Traceback (most recent call last):
+        ...
+        shardtree.errors.StrategyError: no strategy for save_sharded with backend 'punch cards', version 1
+          save_sharded exists for ('safetensors', 1)
+          Install the package that brings this backend, or register a function with register_default_strategy.
+    """
+    row = _checked_row(action, backend, version)
+    found = find_strategy(action, backend, version, strategies=strategies)
+    if found is None:
+        have = ", ".join(repr((name, number)) for other, name, number in sorted(strategies, key=_order) if other is action)
+        raise StrategyError(
+            explain(
+                f"no strategy for {_shown(row)}",
+                offenders=[f"{action.value} exists for {have or 'no backend'}"],
+                fix="Install the package that brings this backend, or register a function with register_default_strategy.",
+            )
+        )
+    return found
+
+
+def find_strategy(
+    action: StrategyAction, backend: str, version: int, *, strategies: Strategies = default_strategies
+) -> Strategy | None:
+    """Return the function of a row, None if there is none: whether a backend can do something.
+
+    Examples:
+        >>> find_strategy(StrategyAction.SAVE_OBJECTS, "punch cards", 1) is None
+        True
+    """
+    row = (action, backend, version)
+    # A table may lack a row on purpose, so what it lacks comes from installed packages or not at all.
+    return strategies.get(row) or _rows_of_packages().get(row)
+
+
+@cache
+def _rows_of_packages() -> Strategies:
+    """Return the rows that installed packages bring: each entry point registers its own while it is imported."""
+    before = set(_rows)
+    for entry_point in entry_points(group=ENTRY_POINT_GROUP):
+        entry_point.load()
+    return {row: fn for row, fn in _rows.items() if row not in before}
+
+
+def _checked_row(action: StrategyAction, backend: str, version: int) -> Row:
+    if isinstance(action, StrategyAction) and isinstance(backend, str) and type(version) is int:
+        return action, backend, version
+    found = f"({action!r}, {backend!r}, {version!r})"
+    raise StrategyError(explain("not a row of the table", found=found, expected="(StrategyAction, backend name, version)"))
+
+
+def _shown(row: Row) -> str:
+    return f"{row[0].value} with backend {row[1]!r}, version {row[2]}"
+
+
+def _order(row: Row) -> tuple[str, str, int]:
+    return row[0].value, row[1], row[2]

@@ -1,0 +1,69 @@
+"""Small files that are always checked whole: the index and the common state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...errors import CheckpointReplaced, CorruptCheckpoint, explain
+from ...storage import Buffer, Storage, digest
+from .._metadata import METADATA_FILE
+from .._values import Checkpoint, Fields
+
+
+def write_checked(storage: Storage, name: str, data: bytes, *, durable: bool) -> dict[str, Any]:
+    """Write a file and return what metadata.json says of it: name, length in bytes and hash."""
+    storage.write(name, [memoryview(data)], durable=durable)
+    return {"name": name, "length": len(data), "digest": digest(data)}
+
+
+def read_checked(checkpoint: Checkpoint, field: str) -> tuple[Buffer, str]:
+    """Return the bytes of a file that metadata.json describes in one of its fields, and the file's name.
+
+    Raises:
+        CorruptCheckpoint: the file isn't there, or its bytes aren't those that were saved.
+        CheckpointReplaced: it isn't there because a later save replaced the checkpoint.
+    """
+    name, length, expected = _entry(checkpoint.fields, field)
+    where = checkpoint.storage.where(name)
+    if checkpoint.storage.length(name) != length:
+        raise missing_file(checkpoint, name, length)
+    with checkpoint.storage.open(name) as reader:
+        data = reader.mapped()
+    if digest(data) != expected:
+        fix = "The medium or a later program damaged it; load another checkpoint."
+        raise CorruptCheckpoint(explain(f"open: {where!r} isn't what was saved: its hash differs", fix=fix))
+    return data, where
+
+
+def missing_file(checkpoint: Checkpoint, name: str, length: int) -> Exception:
+    """Return the error for a file that isn't there as described: replaced by a later save, or damaged."""
+    storage = checkpoint.storage
+    if was_replaced(checkpoint):
+        fix = "Open the checkpoint again."
+        return CheckpointReplaced(explain(f"open: {storage.where()!r} was replaced by a later save", fix=fix))
+    found = storage.length(name)
+    return CorruptCheckpoint(
+        explain(
+            f"open: {storage.where(name)!r} isn't what was saved",
+            found="no such file" if found is None else f"{found} bytes",
+            expected=f"{length} bytes",
+            fix="The checkpoint was damaged; load another one.",
+        )
+    )
+
+
+def was_replaced(checkpoint: Checkpoint) -> bool:
+    """Return whether the folder now holds another checkpoint than the one that was opened."""
+    if checkpoint.storage.length(METADATA_FILE) is None:
+        return False
+    digest_now = f'"digest":"{checkpoint.fields.get("digest")}"'.encode()
+    return digest_now not in checkpoint.storage.read(METADATA_FILE)
+
+
+def _entry(fields: Fields, field: str) -> tuple[str, int, str]:
+    entry = fields.get(field)
+    if isinstance(entry, dict):
+        name, length, expected = (entry.get(part) for part in ("name", "length", "digest"))
+        if isinstance(name, str) and type(length) is int and isinstance(expected, str):
+            return name, length, expected
+    raise CorruptCheckpoint(explain(f"open: metadata.json does not describe the {field}", found=f"{entry!r}"[:200]))

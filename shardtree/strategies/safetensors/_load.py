@@ -1,0 +1,127 @@
+"""Loading from the native format: only the bytes that are needed, straight into the targets' memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...codec import bit_view, decode_tree
+from ...errors import CorruptCheckpoint, IntegrityError, KeyMismatch, explain
+from ...geometry import Column
+from ...layouts import ShardColumns, shard_columns
+from ...mapping import ShardedObject, ShardedTensor
+from ...plans import LoadPlan, Runs, plan_load, runs_plan
+from ...storage import ReadReport, fetch
+from .._checks import check_covered, check_kinds, check_known
+from .._values import Checkpoint
+from ..base import StrategyAction, register_default_strategy
+from ._files import missing_file, read_checked
+from ._index import Index, chunks_of, file_at, find_texts, kind_at, texts
+from ._index_file import decode_index
+from ._save import BACKEND, VERSION
+
+
+def read_index(checkpoint: Checkpoint) -> Index:
+    """Return a checkpoint's index, its columns as views of the mapped file."""
+    return decode_index(*read_checked(checkpoint, "index"))
+
+
+@register_default_strategy(StrategyAction.LOAD_COMMON, BACKEND, VERSION)
+def load_common(checkpoint: Checkpoint) -> Any:
+    """Return the stored common tree, with holes where shards were."""
+    data, _ = read_checked(checkpoint, "common")
+    options = checkpoint.options
+    return decode_tree(data, types=options.types, allow_pickle=options.allow_pickle)
+
+
+@register_default_strategy(StrategyAction.LOAD_METADATA, BACKEND, VERSION)
+def load_metadata(checkpoint: Checkpoint) -> dict[str, ShardedTensor | ShardedObject]:
+    """Return every stored tensor by key, and object by unique key, whole and without data."""
+    index = read_index(checkpoint)
+    keys = texts(index.key_text, index.key_start)
+    tensors = {key: whole_shard(index, number, key) for number, key in enumerate(keys)}
+    unique_keys = texts(index.object_text, index.object_start)
+    objects = {key: ShardedObject.empty_from_unique_key(key) for key in unique_keys}
+    return {**tensors, **objects}
+
+
+def whole_shard(index: Index, number: int, key: str) -> ShardedTensor:
+    """Return a stored tensor as one shard without data."""
+    kind = kind_at(index, number)
+    axes = len(kind.global_shape)
+    return ShardedTensor(key, None, kind.dtype, kind.global_shape, kind.global_shape, (0,) * axes, (1,) * axes)
+
+
+@register_default_strategy(StrategyAction.LOAD_SHARDED, BACKEND, VERSION)
+def load_sharded(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> ReadReport:
+    """Fill each shard's data, a contiguous CPU tensor, in place, and return what was read.
+
+    Raises:
+        KeyMismatch: the checkpoint lacks a key.
+        ShapeError: a tensor is stored with another global shape or dtype.
+        CorruptCheckpoint: stored bytes aren't what was saved.
+    """
+    index = read_index(checkpoint)
+    columns = shard_columns(shards, checkpoint.world.rank)
+    return _fetch(checkpoint, index, plan_shards(index, shards, columns), [bit_view(shard.data) for shard in shards])
+
+
+def plan_shards(index: Index, shards: Sequence[ShardedTensor], columns: ShardColumns) -> LoadPlan:
+    """Return the plan that fills shards from a checkpoint, after checking that it can."""
+    numbers = find_texts(index.key_text, index.key_start, columns.keys)
+    check_known(columns.keys, numbers, lambda: texts(index.key_text, index.key_start))
+    kinds = [kind_at(index, number) for number in numbers]
+    check_kinds(shards, dict(zip(columns.keys, kinds, strict=True)))
+    plan = plan_load(columns, chunks_of(index, np.array(numbers, dtype=np.int64)))
+    if plan.doubled.size:
+        keys = [repr(columns.keys[number]) for number in plan.doubled.tolist()]
+        raise IntegrityError(explain("load: stored chunks overlap; the checkpoint contradicts itself", offenders=keys))
+    check_covered(shards, plan.covered)
+    return plan
+
+
+@register_default_strategy(StrategyAction.LOAD_OBJECTS, BACKEND, VERSION)
+def load_objects(checkpoint: Checkpoint, objects: Sequence[ShardedObject]) -> list[Any]:
+    """Return the data of each sharded object, in order."""
+    if not objects:
+        return []
+    index = read_index(checkpoint)
+    wanted = [item.unique_key for item in objects]
+    numbers = find_texts(index.object_text, index.object_start, wanted)
+    missing = [repr(key) for key, number in zip(wanted, numbers, strict=True) if number < 0]
+    if missing:
+        grid = "An object's grid can't be resharded: ask for the grid that was saved."
+        raise KeyMismatch(explain("load: the checkpoint has no such objects", offenders=missing, fix=grid))
+    return _read_objects(checkpoint, index, np.array(numbers, dtype=np.int64))
+
+
+def _read_objects(checkpoint: Checkpoint, index: Index, numbers: Column) -> list[Any]:
+    lengths = index.object_length[numbers]
+    memories = [torch.empty(length, dtype=torch.uint8) for length in lengths.tolist()]
+    order = np.lexsort((index.object_byte[numbers], index.object_file[numbers]))
+    zero = np.zeros(order.size, dtype=np.int64)
+    file, byte = index.object_file[numbers], index.object_byte[numbers]
+    plan = runs_plan(Runs(file[order], byte[order], order, zero, lengths[order]))
+    # A damaged object could decode to another value, so its blocks are read whole and checked, small as they are.
+    options = replace(checkpoint.options, verify="all" if checkpoint.options.verify else None)
+    _fetch(replace(checkpoint, options=options), index, plan, memories)
+    return [_decode(memory, checkpoint) for memory in memories]
+
+
+def _decode(memory: torch.Tensor, checkpoint: Checkpoint) -> Any:
+    options = checkpoint.options
+    return decode_tree(memoryview(memory.numpy()), types=options.types, allow_pickle=options.allow_pickle)
+
+
+def _fetch(checkpoint: Checkpoint, index: Index, plan: LoadPlan, memories: Sequence[torch.Tensor]) -> ReadReport:
+    numbers = np.union1d(plan.runs.file, plan.strided.file).tolist()
+    files = {number: file_at(index, number) for number in numbers}
+    for file in files.values():
+        if checkpoint.storage.length(file.name) != file.length:
+            raise missing_file(checkpoint, file.name, file.length)
+    options = checkpoint.options
+    return fetch(checkpoint.storage, files, plan, memories, verify=options.verify, progress=options.progress)

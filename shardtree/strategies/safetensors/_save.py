@@ -1,0 +1,154 @@
+"""Saving in the native format: each rank writes its data files, then rank 0 writes the index."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ...codec import encode_tree
+from ...errors import CheckpointingException, StorageError, explain
+from ...geometry import Column
+from ...layouts import ShardColumns, select_rows, shard_columns
+from ...mapping import ShardedObject, ShardedTensor
+from ...storage import BlockHasher, Buffer, Hashes, hash_column, hashed, tensor_buffers
+from ...world import on_rank_zero
+from .._values import AsyncRequest, Draft, Fields
+from ..base import StrategyAction, register_default_strategy
+from ._clean import remove_left_overs
+from ._collect import collect_index
+from ._files import write_checked
+from ._index_file import encode_index
+from ._layout import Item, Part, Shard, part_name, parts
+
+BACKEND, VERSION = "safetensors", 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Written:
+    """What one rank wrote.
+
+    Attributes:
+        files: names of its data files.
+        lengths: theirs, in bytes.
+        hashes: of their blocks, file by file.
+        columns: the tensor shards that it wrote.
+        file: number of the rank's file for each shard, int64 (shards,).
+        byte: where each shard begins in it, int64 (shards,).
+        objects: unique key, file, byte and length in bytes of each object.
+    """
+
+    files: tuple[str, ...]
+    lengths: tuple[int, ...]
+    hashes: tuple[Hashes, ...]
+    columns: ShardColumns
+    file: Column
+    byte: Column
+    objects: tuple[tuple[str, int, int, int], ...]
+
+
+@register_default_strategy(StrategyAction.SAVE_COMMON, BACKEND, VERSION)
+def save_common(draft: Draft, common: Any) -> Fields:
+    """Write the common tree as one file, and return what metadata.json says about it."""
+    data = encode_tree(common, allow_pickle=draft.options.allow_pickle)
+    name = f"{draft.save_id}/common.safetensors"
+    return {"common": write_checked(draft.storage, name, data, durable=draft.options.durable)}
+
+
+@register_default_strategy(StrategyAction.SAVE_OBJECTS, BACKEND, VERSION)
+@register_default_strategy(StrategyAction.SAVE_SHARDED, BACKEND, VERSION)
+def save_sharded(draft: Draft, shards: Sequence[ShardedTensor | ShardedObject]) -> AsyncRequest[Written]:
+    """Prepare the data files of a rank's shards, and return the request that writes them."""
+    layout = parts(shards, allow_pickle=draft.options.allow_pickle)
+    tensors = [shard for shard in shards if isinstance(shard, ShardedTensor)]
+    columns = shard_columns(tensors, draft.world.rank)
+    return AsyncRequest(
+        world=draft.world,
+        async_fn=partial(_write, draft, layout, columns, _tensor_rows(shards)),
+        commit=partial(_commit, draft),
+        finalize_fns=(partial(_clean_up, draft),),
+    )
+
+
+def _tensor_rows(shards: Sequence[Shard]) -> Column:
+    """Return, for each shard, the row that it has among the tensors; -1 for an object."""
+    is_tensor = np.array([isinstance(shard, ShardedTensor) for shard in shards], dtype=np.bool_)
+    return np.where(is_tensor, np.cumsum(is_tensor) - 1, -1)
+
+
+def _write(draft: Draft, layout: tuple[Part, ...], columns: ShardColumns, row: Column) -> Written:
+    names = tuple(part_name(draft.save_id, draft.world.rank, draft.world.size, part) for part in range(len(layout)))
+    lengths, hashes, places, objects = [], [], [], []
+    for number, (name, part) in enumerate(zip(names, layout, strict=True)):
+        length, file_hashes = _write_part(draft, name, part)
+        lengths.append(length)
+        hashes.append(file_hashes)
+        for item, byte in zip(part.items, part.bytes_before, strict=True):
+            if item.shard is None:
+                objects.append((item.key, number, byte, item.length))
+            else:
+                places.append((int(row[item.number]), number, byte))
+    if draft.options.durable and names:
+        draft.storage.sync_folder(draft.save_id)
+    rows, file, byte_of = np.array(places, dtype=np.int64).reshape(-1, 3).T
+    return Written(
+        names, tuple(lengths), tuple(hashes), select_rows(columns, rows), file, byte_of, tuple(objects)
+    )
+
+
+def _write_part(draft: Draft, name: str, part: Part) -> tuple[int, Hashes]:
+    hasher = BlockHasher()
+    buffers = hashed(_with_progress(_part_buffers(part), draft), hasher)
+    length = draft.storage.write(name, buffers, durable=draft.options.durable)
+    return length, hash_column(hasher)
+
+
+def _part_buffers(part: Part) -> Iterator[Buffer]:
+    yield memoryview(part.header)
+    for item in part.items:
+        size = 0
+        for buffer in _item_buffers(item):
+            size += buffer.nbytes
+            yield buffer
+        if size != item.length:
+            found, expected = f"{size} bytes of data", f"{item.length} bytes"
+            raise CheckpointingException(explain(f"save: {item.key!r} changed its size", found=found, expected=expected))
+
+
+def _item_buffers(item: Item) -> Iterator[Buffer]:
+    if item.payload is not None:
+        yield memoryview(item.payload)
+    elif item.shard is not None:
+        yield from tensor_buffers(item.shard.data)
+
+
+def _with_progress(buffers: Iterator[Buffer], draft: Draft) -> Iterator[Buffer]:
+    for buffer in buffers:
+        yield buffer
+        draft.options.progress(buffer.nbytes)
+
+
+def _commit(draft: Draft, written: Sequence[Written]) -> Fields:
+    return on_rank_zero(draft.world, "save: index", partial(_write_index, draft, written))
+
+
+def _write_index(draft: Draft, written: Sequence[Written]) -> Fields:
+    for rank, part in enumerate(written):
+        for name, length in zip(part.files, part.lengths, strict=True):
+            found = draft.storage.length(name)
+            if found != length:
+                where = draft.storage.where(name)
+                fix = "Every rank must see the same folder; use shared storage."
+                what = f"save: rank 0 doesn't see {where!r} as rank {rank} wrote it"
+                raise StorageError(explain(what, found=found, expected=f"{length} bytes", fix=fix))
+    data = encode_index(collect_index(written))
+    entry = write_checked(draft.storage, f"{draft.save_id}/index-0.safetensors", data, durable=draft.options.durable)
+    return {"save_id": draft.save_id, "index": entry}
+
+
+def _clean_up(draft: Draft) -> None:
+    if draft.world.rank == 0:
+        remove_left_overs(draft.storage, keep=draft.save_id, before=draft.before, stale_after=draft.options.stale_after)

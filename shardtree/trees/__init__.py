@@ -1,0 +1,39 @@
+"""Pure functions over trees: maps, paths, parts and unions, differences, edits, factories.
+
+A tree is any nesting of dicts, lists, tuples, namedtuples and deques. No function here changes its argument; results
+have new containers where something changed, and share tensors.
+"""
+
+from ._compose import compose as compose
+from ._compose import step as step
+from ._difference import Difference as Difference
+from ._difference import diff as diff
+from ._edit import cast as cast
+from ._edit import narrow as narrow
+from ._edit import prefix as prefix
+from ._edit import rename as rename
+from ._edit import unwrap as unwrap
+from ._edit import without_data as without_data
+from ._factories import apply_factories as apply_factories
+from ._factories import apply_factory_merges as apply_factory_merges
+from ._factories import build_factories as build_factories
+from ._hole import HOLE as HOLE
+from ._hole import Hole as Hole
+from ._join import common_with_holes as common_with_holes
+from ._join import join as join
+from ._join import without_holes as without_holes
+from ._maps import map_data as map_data
+from ._maps import map_shards as map_shards
+from ._merge import combine as combine
+from ._merge import merge as merge
+from ._metadata import extract_metadata as extract_metadata
+from ._partition import extract_nonpersistent as extract_nonpersistent
+from ._partition import extract_sharded as extract_sharded
+from ._partition import partition as partition
+from ._paths import leaves_with_paths as leaves_with_paths
+from ._paths import shard_leaves as shard_leaves
+from ._registry import NAMESPACE as NAMESPACE
+from ._registry import register_nodes
+from ._select import select as select
+
+register_nodes()

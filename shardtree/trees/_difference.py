@@ -1,0 +1,129 @@
+"""How two trees differ: what only one of them has, and where values aren't the same to the last bit."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import torch
+
+from ..errors import TreePath
+from ..mapping import LocalNonpersistentObject, ShardedBase
+from ._nodes import Tree, entries, same_kind
+
+_Finding: TypeAlias = tuple[Literal["left", "right", "both"], TreePath]
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Where two trees differ, as paths; true where they do.
+
+    Attributes:
+        only_left: what only the left tree has.
+        only_right: what only the right tree has.
+        mismatch: what both have, with other values, or with containers of another kind.
+    """
+
+    only_left: tuple[TreePath, ...] = ()
+    only_right: tuple[TreePath, ...] = ()
+    mismatch: tuple[TreePath, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.only_left or self.only_right or self.mismatch)
+
+
+def diff(left: Tree, right: Tree) -> Difference:
+    """Return where two trees differ; equal means of one type and the same bits.
+
+    Tensors and arrays are equal when dtype, shape and every bit are: NaN equals the same NaN, 0.0 isn't -0.0. Devices
+    aren't compared. Shards are equal when their metadata and data are. Dicts are equal whatever their class and order;
+    a tuple equals a namedtuple, but not a list.
+
+    Examples:
+        >>> diff({"a": 1, "b": [2, 3]}, {"b": [2, 4], "c": 5})
+        Difference(only_left=(('a',),), only_right=(('c',),), mismatch=(('b', 1),))
+        >>> bool(diff(float("nan"), float("nan")))
+        False
+    """
+    findings = list(_findings(left, right, ()))
+    sides = {side: tuple(path for where, path in findings if where == side) for side in ("left", "right", "both")}
+    return Difference(sides["left"], sides["right"], sides["both"])
+
+
+def _findings(left: Tree, right: Tree, path: TreePath) -> Iterator[_Finding]:
+    mine, theirs = entries(left), entries(right)
+    if mine is None or theirs is None:
+        if not _same_value(left, right):
+            yield "both", path
+    elif not same_kind(left, right) or isinstance(left, tuple) != isinstance(right, tuple):
+        yield "both", path
+    else:
+        for entry, child in mine.items():
+            if entry in theirs:
+                yield from _findings(child, theirs[entry], (*path, entry))
+            else:
+                yield "left", (*path, entry)
+        yield from (("right", (*path, entry)) for entry in theirs if entry not in mine)
+
+
+def _same_value(left: Any, right: Any) -> bool:
+    """Return whether two leaves are the same to the last bit."""
+    if left is right:
+        return True
+    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
+        return _same_tensor(left, right)
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, (np.ndarray, np.generic)):
+        return _same_array(left, right)
+    if isinstance(left, (float, complex)):
+        return _float_bits(left) == _float_bits(right)
+    if isinstance(left, ShardedBase):
+        return _same_shard(left, right)
+    if isinstance(left, LocalNonpersistentObject):
+        return not diff(left.obj, right.obj)
+    return _equal(left, right)
+
+
+def _same_tensor(left: torch.Tensor, right: torch.Tensor) -> bool:
+    if left.dtype != right.dtype or left.shape != right.shape or left.layout != right.layout:
+        return False
+    if left.is_meta or right.is_meta:
+        return left.is_meta and right.is_meta
+    if left.layout != torch.strided or left.is_quantized:
+        return _equal(left, right, torch.equal)
+    return torch.equal(_bits(left), _bits(right))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return plain.reshape(-1).view(torch.uint8)
+
+
+def _same_array(left: Any, right: Any) -> bool:
+    if left.dtype != right.dtype or left.shape != right.shape:
+        return False
+    if left.dtype.hasobject:
+        return not diff(left.tolist(), right.tolist())
+    return bool(left.tobytes() == right.tobytes())
+
+
+def _float_bits(value: complex) -> bytes:
+    return struct.pack("dd", value.real, value.imag)
+
+
+def _same_shard(left: ShardedBase, right: ShardedBase) -> bool:
+    names = [field.name for field in fields(left) if field.name != "data"]  # type: ignore[arg-type]
+    same = all(getattr(left, name) == getattr(right, name) for name in names)
+    return same and not diff(left.data, right.data)
+
+
+def _equal(left: Any, right: Any, compare: Any = lambda left, right: left == right) -> bool:
+    """Return what a type's own `==` says; what can't be compared isn't equal."""
+    try:
+        return bool(compare(left, right))
+    except Exception:
+        return False

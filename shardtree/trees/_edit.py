@@ -1,0 +1,157 @@
+"""Edits of a tree's shards: their keys, dtypes, boxes and data. What an edit leaves as it was is shared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ..errors import ShapeError, TreeError, explain
+from ..mapping import LocalNonpersistentObject, ShardedBase, ShardedObject, ShardedTensor, ShardedTensorFactory
+from ._nodes import Tree, flatten, map_sharing
+from ._registry import with_data
+
+Renaming = Mapping[str, str] | Callable[[str], str]
+
+
+def rename(tree: Tree, names: Renaming) -> Tree:
+    """Return the tree with other shard keys; where the shards stand in the tree doesn't change.
+
+    Where nothing collides, renaming is undone by renaming with the inverse mapping. Factories hand their new key to
+    what they build.
+
+    Args:
+        tree: any tree.
+        names: old key -> new key; keys that a mapping lacks stay as they are.
+
+    Raises:
+        TreeError: two keys would become one.
+
+    Examples:
+        >>> from shardtree.mapping import ShardedObject
+        >>> rename({"rng": ShardedObject("rng", 1, (1,), (0,))}, {"rng": "rng_state"})["rng"].key
+        'rng_state'
+    """
+    keys = dict.fromkeys(leaf.key for leaf in flatten(tree)[0] if isinstance(leaf, ShardedBase))
+    new = {key: names.get(key, key) if isinstance(names, Mapping) else names(key) for key in keys}
+    _check_injective(new)
+    return map_sharing(lambda leaf: _with_key(leaf, new[leaf.key]) if isinstance(leaf, ShardedBase) else leaf, tree)
+
+
+def _check_injective(new: Mapping[str, str]) -> None:
+    old: dict[str, list[str]] = {}
+    for before, after in new.items():
+        old.setdefault(after, []).append(before)
+    collisions = [f"{after!r} from {', '.join(map(repr, before))}" for after, before in old.items() if len(before) > 1]
+    if collisions:
+        fix = "Give each key a name of its own; join tensors with a factory."
+        raise TreeError(explain("rename: different keys would become one", offenders=collisions, fix=fix))
+
+
+def _with_key(leaf: Any, key: str) -> Any:
+    return leaf if leaf.key == key else replace(leaf, key=key)
+
+
+def prefix(tree: Tree, text: str) -> Tree:
+    """Return the tree with a text before each shard key.
+
+    Examples:
+        >>> from shardtree.mapping import ShardedObject
+        >>> prefix([ShardedObject("rng", 1, (1,), (0,))], "model.")[0].key
+        'model.rng'
+    """
+    return rename(tree, lambda key: text + key)
+
+
+def cast(tree: Tree, dtype: torch.dtype) -> Tree:
+    """Return the tree with its floating-point shards in another floating-point dtype, metadata and data.
+
+    Integer and bool shards, plain tensors and other values stay as they are. A factory's tensor is cast too. Data of
+    the dtype already is shared, and so is the shard.
+
+    Raises:
+        ShapeError: `dtype` isn't a floating-point dtype.
+
+    Examples:
+        >>> from shardtree.mapping import ShardedTensor
+        >>> w = ShardedTensor.from_rank_offsets("w", torch.ones(2))
+        >>> cast({"w": w, "step": 3}, torch.bfloat16)["w"].data
+        tensor([1., 1.], dtype=torch.bfloat16)
+    """
+    if not dtype.is_floating_point:
+        fix = "Use `map_shards` to change numbers into other kinds of numbers."
+        raise ShapeError(explain("cast: not a floating-point dtype", found=dtype, fix=fix))
+    return map_sharing(lambda leaf: _cast(leaf, dtype), tree)
+
+
+def _cast(leaf: Any, dtype: torch.dtype) -> Any:
+    old = leaf if isinstance(leaf, ShardedTensor) else leaf.data if isinstance(leaf, ShardedTensorFactory) else None
+    old_dtype = getattr(old, "dtype", dtype)
+    if old_dtype == dtype or not old_dtype.is_floating_point:
+        return leaf
+    data = None if leaf.data is None else leaf.data.to(dtype)
+    return replace(leaf, dtype=dtype, data=data) if isinstance(leaf, ShardedTensor) else replace(leaf, data=data)
+
+
+def narrow(tree: Tree, dim: int, start: int, length: int) -> Tree:
+    """Return the tree with each shard narrowed to [start, start + length) along an axis of its box, as views.
+
+    A box gives one shard in its place. A flat shard gives the list of what is left of it, possibly empty.
+
+    Args:
+        tree: any tree without factories.
+        dim: axis of `local_shape`.
+        start: first index kept, in elements of the local box.
+        length: number of elements kept.
+
+    Raises:
+        TreeError: the tree has factories, whose boxes aren't known before they are applied.
+        ShapeError: the range doesn't fit a shard, with a note of its path.
+
+    Examples:
+        >>> from shardtree.mapping import ShardedTensor
+        >>> w = ShardedTensor.from_rank_offsets("w", torch.ones(4, 3))
+        >>> narrow({"w": w}, 1, 0, 2)["w"].local_shape
+        (4, 2)
+    """
+    return map_sharing(lambda leaf: _narrow(leaf, dim, start, length), tree)
+
+
+def _narrow(leaf: Any, dim: int, start: int, length: int) -> Any:
+    if isinstance(leaf, ShardedTensorFactory):
+        what = f"narrow: {leaf.key!r} is a factory, and which boxes it makes isn't known yet"
+        raise TreeError(explain(what, fix="Call `apply_factories` on the tree first."))
+    if not isinstance(leaf, ShardedTensor):
+        return leaf
+    parts = leaf.narrow(dim, start, length)
+    return parts[0] if leaf.flattened_range is None else parts
+
+
+def unwrap(tree: Tree) -> Tree:
+    """Return the tree with each `LocalNonpersistentObject` replaced by what it holds.
+
+    Examples:
+        >>> from shardtree.mapping import LocalNonpersistentObject
+        >>> unwrap({"cache": LocalNonpersistentObject([1])})
+        {'cache': [1]}
+    """
+    return map_sharing(lambda leaf: leaf.unwrap() if isinstance(leaf, LocalNonpersistentObject) else leaf, tree)
+
+
+def without_data(tree: Tree) -> Tree:
+    """Return the tree with None as the data of each shard, factory and sharded object.
+
+    Examples:
+        >>> from shardtree.mapping import ShardedObject
+        >>> without_data([ShardedObject("rng", 1, (1,), (0,))])[0].data is None
+        True
+    """
+    return map_sharing(lambda leaf: _without_data(leaf) if isinstance(leaf, ShardedBase) else leaf, tree)
+
+
+def _without_data(leaf: Any) -> Any:
+    if leaf.data is None:
+        return leaf
+    return leaf.without_data() if isinstance(leaf, ShardedObject) else with_data(leaf, None)

@@ -1,0 +1,145 @@
+"""Factories applied and merged: a tensor becomes the subtree that is stored, and a loaded subtree a tensor again.
+
+The two are a lens. `apply_factories` builds, `apply_factory_merges` merges, and `build_factories` gives both at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..errors import TreeError, TreePath, explain, render_path
+from ..mapping import ShardedTensorFactory
+from ._nodes import Tree, call_at, describe, entries, is_sequence, like, map_sharing
+
+_MAX_CHAIN = 32
+
+_Inner = Callable[[ShardedTensorFactory], Tree]
+
+
+def apply_factories(tree: Tree) -> Tree:
+    """Return the tree with each factory replaced by what it builds; a subtree without factories is shared.
+
+    What a factory builds may hold factories, which are applied too.
+
+    Raises:
+        TreeError: factories build factories more than 32 deep.
+        Exception: what a build function raises, with a note of the factory's path.
+
+    Examples:
+        >>> import torch
+        >>> from shardtree.mapping import ShardedTensor, ShardedTensorFactory
+        >>> def halves(key, data, replica_id, flattened_range):
+        ...     return [ShardedTensor.from_rank_offsets(key, half, (0, i, 2)) for i, half in enumerate(data.chunk(2))]
+        >>> tree = {"w": ShardedTensorFactory("w", torch.arange(4), halves, torch.cat), "step": 3}
+        >>> [shard.global_offset for shard in apply_factories(tree)["w"]]
+        [(0,), (2,)]
+    """
+    return build_factories(tree)[0]
+
+
+def build_factories(tree: Tree) -> tuple[Tree, Callable[[Tree], Tree]]:
+    """Return `apply_factories(tree)`, and the function that merges what was loaded in its place.
+
+    The function is ``loaded -> apply_factory_merges(loaded, tree)``, but remembers what factories built, so that
+    nothing is built twice.
+    """
+    built: dict[int, Tree] = {}
+    expanded = _build(tree, built, 0)
+    return expanded, lambda loaded: _merge(loaded, tree, (), lambda factory: built[id(factory)])
+
+
+def _build(tree: Tree, built: dict[int, Tree], depth: int) -> Tree:
+    """Return the tree with its factories applied, noting in `built` what each of them (by id) built."""
+
+    def on_leaf(leaf: Any) -> Any:
+        if not isinstance(leaf, ShardedTensorFactory):
+            return leaf
+        if depth == _MAX_CHAIN:
+            raise TreeError(
+                explain(
+                    f"apply_factories: factory {leaf.key!r} came out of a chain of {depth} factories",
+                    fix="Let build_fn return shards in the end; it seems to return its own factory again.",
+                )
+            )
+        built[id(leaf)] = leaf.build()
+        return _build(built[id(leaf)], built, depth + 1)
+
+    return map_sharing(on_leaf, tree)
+
+
+def apply_factory_merges(loaded: Tree, tree_with_factories: Tree) -> Tree:
+    """Return what was loaded, with each factory's merge applied to what stands at its path.
+
+    Args:
+        loaded: a tree in the structure that `apply_factories` gives. Subtrees with nothing to merge are shared.
+        tree_with_factories: holds the factories at the same paths. Its other leaves are ignored. Where `loaded` has a
+            list or tuple, this tree may instead have a dict whose keys are positions.
+
+    Returns:
+        A new tree. A factory with data is asked again what it builds, to find factories inside; one without data
+        is taken to build none.
+
+    Raises:
+        TreeError: no place in `loaded` for a factory, named by its path.
+        Exception: what a merge function raises, with a note of the factory's path.
+
+    Examples:
+        >>> import torch
+        >>> from shardtree.mapping import ShardedTensorFactory
+        >>> factory = ShardedTensorFactory("w", None, list, torch.cat)
+        >>> apply_factory_merges({"w": [torch.zeros(1), torch.ones(1)], "step": 3}, {"w": factory})
+        {'w': tensor([0., 1.]), 'step': 3}
+    """
+    return _merge(loaded, tree_with_factories, (), _rebuilt)
+
+
+def _rebuilt(factory: ShardedTensorFactory) -> Tree:
+    return None if factory.data is None else factory.build()
+
+
+def _merge(loaded: Tree, tree: Tree, path: TreePath, inner: _Inner) -> Tree:
+    if isinstance(tree, ShardedTensorFactory):
+        return call_at(path, tree.merge_fn, _merge(loaded, call_at(path, inner, tree), path, inner))
+    wanted = {entry: child for entry, child in (entries(tree) or {}).items() if _holds_factory(child)}
+    if not wanted:
+        return loaded
+    places = _places(loaded, tree, wanted, path)
+    merged = {entry: _merge(places[entry], child, (*path, entry), inner) for entry, child in wanted.items()}
+    return like(loaded, {**places, **merged})
+
+
+def _holds_factory(tree: Tree) -> bool:
+    if isinstance(tree, ShardedTensorFactory):
+        return True
+    children = entries(tree)
+    return children is not None and any(map(_holds_factory, children.values()))
+
+
+def _places(loaded: Tree, tree: Tree, wanted: Mapping[Any, Tree], path: TreePath) -> Mapping[Any, Tree]:
+    """Return what was loaded by entry, when it has a place for each wanted one."""
+    places = entries(loaded)
+    if places is None or not _fits(loaded, tree):
+        raise _misfit("has another structure", path, describe(loaded), describe(tree))
+    if is_sequence(loaded) and is_sequence(tree) and len(loaded) != len(tree):
+        raise _misfit("has another length", path, describe(loaded), describe(tree))
+    missing = [entry for entry in wanted if entry not in places]
+    if missing:
+        names = [f"missing {render_path((*path, entry))}" for entry in missing]
+        raise _misfit("lacks what factories merge", path, describe(loaded), None, names)
+    return places
+
+
+def _fits(loaded: Tree, tree: Tree) -> bool:
+    """Return whether the entries of one tree name places of the other: keys in keys, positions or keys in positions."""
+    if isinstance(loaded, dict):
+        return isinstance(tree, dict)
+    return is_sequence(tree) or isinstance(tree, dict) or type(loaded) is type(tree)
+
+
+def _misfit(
+    what: str, path: TreePath, found: str, expected: str | None, offenders: list[str] | tuple[str, ...] = ()
+) -> TreeError:
+    text = f"apply_factory_merges: what was loaded {what} at {render_path(path)}"
+    fix = "Load into the tree that apply_factories gave, and merge with the tree that it was given."
+    return TreeError(explain(text, found=found, expected=expected, fix=fix, offenders=offenders))

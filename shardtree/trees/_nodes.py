@@ -1,0 +1,120 @@
+"""What a node of a tree is where shards are leaves: its entries, a node like it, and trees flattened and mapped.
+
+Nodes are dict, OrderedDict, defaultdict, list, tuple, namedtuple and deque, and whatever was registered with optree in
+its default namespace. None is a leaf. Subclasses of dict, list and deque are read as the type that they derive from.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import optree
+
+from ..errors import TreePath, plural, render_path
+
+Tree = Any
+
+_OPEN_KINDS = (dict, list, deque)
+
+
+def entries(node: Tree) -> Mapping[Any, Tree] | None:
+    """Return a container's children by entry (key or position) in its own order, or None for a leaf."""
+    if isinstance(node, dict):
+        return node
+    if isinstance(node, (list, deque)) or type(node) is tuple:
+        return dict(enumerate(node))
+    if optree.tree_is_leaf(node, none_is_leaf=True):
+        return None
+    children, _, names, _ = optree.tree_flatten_one_level(node, none_is_leaf=True)
+    return dict(zip(names, children, strict=True))
+
+
+def like(node: Tree, new: Mapping[Any, Tree]) -> Tree:
+    """Return a new container of the node's type that holds other children, in their order."""
+    if isinstance(node, dict):
+        return _dict_like(node, new)
+    values = list(new.values())
+    if isinstance(node, list):
+        return values
+    if isinstance(node, deque):
+        return deque(values, node.maxlen)
+    if type(node) is tuple:
+        return tuple(values)
+    _, metadata, _, rebuild = optree.tree_flatten_one_level(node, none_is_leaf=True)
+    return rebuild(metadata, values)
+
+
+def _dict_like(node: dict[Any, Tree], new: Mapping[Any, Tree]) -> dict[Any, Tree]:
+    if isinstance(node, defaultdict):
+        return defaultdict(node.default_factory, new)
+    return OrderedDict(new) if isinstance(node, OrderedDict) else dict(new)
+
+
+def is_sequence(node: Tree) -> bool:
+    """Return whether a container's entries are positions."""
+    return isinstance(node, (list, deque)) or type(node) is tuple or optree.is_namedtuple(node)
+
+
+def same_kind(left: Tree, right: Tree) -> bool:
+    """Return whether two containers have entries of one kind: both keys, or both positions."""
+    if isinstance(left, dict) or isinstance(right, dict):
+        return isinstance(left, dict) and isinstance(right, dict)
+    return (is_sequence(left) and is_sequence(right)) or type(left) is type(right)
+
+
+def describe(node: Tree) -> str:
+    """Return what a node is, for an error: its type and size, never its contents.
+
+    Examples:
+        >>> describe({"a": 1}), describe([]), describe(1.5)
+        ('dict with 1 key', 'list of length 0', 'float')
+    """
+    name = type(node).__name__
+    if isinstance(node, dict):
+        return f"{name} with {plural(len(node), 'key')}"
+    return f"{name} of length {len(node)}" if is_sequence(node) else name
+
+
+def flatten(tree: Tree) -> tuple[list[Any], optree.PyTreeSpec]:
+    """Return a tree's leaves, shards among them, and its structure."""
+    leaves, spec = optree.tree_flatten(tree, none_is_leaf=True)
+    while any(issubclass(kind, _OPEN_KINDS) for kind in set(map(type, leaves))):
+        leaves, spec = optree.tree_flatten(spec.unflatten(map(_plain, leaves)), none_is_leaf=True)
+    return leaves, spec
+
+
+def _plain(leaf: Any) -> Tree:
+    """Return a container that optree doesn't know as one that it does."""
+    return like(leaf, entries(leaf) or {}) if isinstance(leaf, _OPEN_KINDS) else leaf
+
+
+def map_sharing(f: Callable[[Any], Tree], tree: Tree, path: TreePath = ()) -> Tree:
+    """Return the tree with f's value in each leaf's place; a subtree whose leaves f returned unchanged is shared."""
+    children = entries(tree)
+    if children is None:
+        return call_at(path, f, tree)
+    new = {entry: map_sharing(f, child, (*path, entry)) for entry, child in children.items()}
+    return tree if all(new[entry] is child for entry, child in children.items()) else like(tree, new)
+
+
+def call_at(path: TreePath, f: Callable[..., Any], *arguments: Any) -> Any:
+    """Return f's value; what f raises says the path that it was called for."""
+    try:
+        return f(*arguments)
+    except Exception as error:
+        error.add_note(f"at {render_path(path)}")
+        raise
+
+
+def call_on_leaves(f: Callable[..., Any], spec: optree.PyTreeSpec, *columns: list[Any]) -> list[Any]:
+    """Return f's value for each leaf of a structure; what f raises says the path that it was called for."""
+    done: list[Any] = []
+    try:
+        for arguments in zip(*columns, strict=True):
+            done.append(f(*arguments))
+    except Exception as error:
+        error.add_note(f"at {render_path(spec.paths()[len(done)])}")
+        raise
+    return done

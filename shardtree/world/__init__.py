@@ -1,0 +1,10 @@
+"""Who takes part: one process, simulated ranks, or the ranks of torch.distributed, and how they agree."""
+
+from ._current import current_world as current_world
+from ._distributed import distributed as distributed
+from ._one import one_process as one_process
+from ._phases import agree as agree
+from ._phases import gather as gather
+from ._phases import on_rank_zero as on_rank_zero
+from ._simulated import simulate as simulate
+from ._world import World as World

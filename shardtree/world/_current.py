@@ -1,0 +1,30 @@
+"""The world that a call takes part in."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ._distributed import distributed, is_initialised
+from ._one import one_process
+from ._world import World
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+def current_world(world: World | ProcessGroup | None = None) -> World:
+    """Return the world that a caller named, or the one that this process is in.
+
+    Args:
+        world: a world, which is returned as it is; a process group of torch.distributed; or None, for the default
+            group where it is initialised, and one process where it isn't.
+
+    Examples:
+        >>> current_world(None).size
+        1
+    """
+    if isinstance(world, World):
+        return world
+    if world is not None or is_initialised():
+        return distributed(world)
+    return one_process()

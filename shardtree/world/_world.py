@@ -1,0 +1,93 @@
+"""The one interface through which ranks talk to each other."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from ..errors import WorldError, explain, plural
+
+T = TypeVar("T")
+
+DEFAULT_TIMEOUT = 600.0  # seconds
+
+
+class World(ABC):
+    """The ranks that take part in something, seen from one of them.
+
+    Every rank calls the same collectives in the same order. A rank's own value comes back to it as it is; what comes
+    from another rank is always a copy, so whatever is passed must be picklable. A collective that raises
+    ``UnsupportedValue`` hasn't sent anything.
+
+    Attributes:
+        rank: which one this is, from 0.
+        size: how many there are.
+        timeout: seconds after which a silent peer counts as dead.
+    """
+
+    __slots__ = ("rank", "size", "timeout")
+
+    def __init__(self, rank: int, size: int, timeout: float) -> None:
+        self.rank = rank
+        self.size = size
+        self.timeout = timeout
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: rank {self.rank} of {self.size}>"
+
+    @abstractmethod
+    def all_gather(self, value: T) -> list[T]:
+        """Return every rank's value, by rank.
+
+        Raises:
+            WorldError: if a peer is silent, or calls something else where that can be noticed.
+            UnsupportedValue: if the value can't be pickled.
+        """
+
+    @abstractmethod
+    def broadcast(self, value: T, root: int = 0) -> T:
+        """Return the value of rank ``root``; what other ranks pass is ignored."""
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+
+    @abstractmethod
+    def all_to_all(self, values: Sequence[T]) -> list[T]:
+        """Return what each rank has for this one, by rank; ``values[i]`` goes to rank i."""
+
+    @abstractmethod
+    def send(self, value: Any, to: int) -> None:
+        """Hand a value to another rank, which receives values in the order in which they were sent.
+
+        It may wait until the other rank receives, so two ranks that both send before they receive are stuck;
+        `all_to_all` is what exchanges.
+        """
+
+    @abstractmethod
+    def recv(self, source: int) -> Any:
+        """Return the next value that rank ``source`` sends to this one."""
+
+
+def check_rank(world: World, what: str, rank: int) -> None:
+    """Raise unless the world has such a rank."""
+    if not 0 <= rank < world.size:
+        raise WorldError(explain(f"{what}: no such rank", found=rank, expected=f"0 to {world.size - 1}"))
+
+
+def check_peer(world: World, what: str, rank: int) -> None:
+    """Raise unless the world has such a rank, and it is another one."""
+    check_rank(world, what, rank)
+    if rank == world.rank:
+        raise WorldError(explain(f"{what}: rank {rank} can't exchange messages with itself"))
+
+
+def check_one_each(world: World, values: Sequence[object]) -> None:
+    """Raise unless there is one value for each rank."""
+    if len(values) != world.size:
+        raise WorldError(
+            explain(
+                f"all_to_all: rank {world.rank}", found=plural(len(values), "value"), expected=f"{world.size}, one each"
+            )
+        )

@@ -1,0 +1,127 @@
+"""The public names: what `shardtree` exports, what this list says and what docs/api.md shows are the same."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+import shardtree
+
+PAGE = Path(__file__).parents[2] / "docs" / "api.md"
+
+PUBLIC = """
+ShardedTensor
+ShardedObject
+ShardedTensorFactory
+LocalNonpersistentObject
+ShardedBase
+is_main_replica
+StateDict
+CommonStateDict
+ShardedStateDict
+ReplicaId
+FactoryBuildFn
+FactoryMergeFn
+map_shards
+map_data
+leaves_with_paths
+partition
+combine
+merge
+diff
+rename
+prefix
+select
+cast
+narrow
+unwrap
+without_data
+extract_sharded
+extract_nonpersistent
+extract_metadata
+apply_factories
+apply_factory_merges
+compose
+World
+one_process
+simulate
+distributed
+current_world
+save
+load
+load_common_state_dict
+load_tensors_metadata
+load_sharded_metadata
+load_plain_tensors
+load_content_metadata
+remove_sharded_tensors
+is_checkpoint
+open_checkpoint
+LazyTensor
+Record
+AsyncRequest
+StrictHandling
+StrategyAction
+default_strategies
+get_default_strategy
+register_default_strategy
+CheckpointingException
+MetadataError
+ShapeError
+TreeError
+KeyMismatch
+IntegrityError
+UnsupportedValue
+UnsafeFile
+StrategyError
+NotACheckpoint
+AlreadyACheckpoint
+CorruptCheckpoint
+CheckpointReplaced
+StorageError
+WorldError
+RemoteError
+""".split()
+
+EXPORTED: list[str] = getattr(shardtree, "__all__", [])
+FUNCTIONS = [name for name in EXPORTED if inspect.isfunction(getattr(shardtree, name))]
+CLASSES = [name for name in EXPORTED if inspect.isclass(getattr(shardtree, name))]
+
+
+def documented(page: str) -> list[str]:
+    return re.findall(r"^\.\. (?:auto\w+|py:data):: (\w+)$", page, re.MULTILINE)
+
+
+def test_the_public_names_are_these() -> None:
+    assert sorted(EXPORTED) == sorted(PUBLIC)
+
+
+def test_every_public_name_exists() -> None:
+    assert [name for name in EXPORTED if not hasattr(shardtree, name)] == []
+
+
+def test_the_page_shows_every_public_name_once() -> None:
+    assert sorted(documented(PAGE.read_text())) == sorted(PUBLIC)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS + CLASSES)
+def test_a_docstring_begins_with_a_sentence(name: str) -> None:
+    text = inspect.getdoc(getattr(shardtree, name)) or ""
+    assert re.match(r"[A-Z`].*?[.:](\s|$)", text, re.DOTALL)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_function_shows_an_example_that_runs(name: str) -> None:
+    text = inspect.getdoc(getattr(shardtree, name)) or ""
+    assert re.search(r"^Examples:\n +>>> ", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_function_is_typed(name: str) -> None:
+    function = getattr(shardtree, name)
+    untyped = [p.name for p in inspect.signature(function).parameters.values() if p.annotation is p.empty]
+    assert untyped == []
+    assert "return" in function.__annotations__

@@ -1,0 +1,66 @@
+"""Every Python block in docs/ and the README runs: a page's blocks in order, in one namespace, in an empty folder."""
+
+from __future__ import annotations
+
+import doctest
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FENCE = re.compile(
+    r"^(?P<indent> *)```(?P<language>[^\n`]*)\n(?P<code>.*?)^(?P=indent)``` *$", re.MULTILINE | re.DOTALL
+)
+NOT_PYTHON = {"", "{eval-rst}", "{toctree}", "bash", "console", "json", "text", "toml", "yaml"}
+
+
+def fences(text: str) -> list[tuple[int, str, str]]:
+    """Return the fenced blocks as (line that the code begins on, language, code)."""
+    return [
+        (text[: found.start("code")].count("\n") + 1, found["language"].strip(), found["code"])
+        for found in FENCE.finditer(text)
+    ]
+
+
+def run_block(code: str, line: int, name: str, namespace: dict[str, object]) -> None:
+    """Run one block; where it has prompts, what it prints must be what stands there."""
+    if not re.search(r"^ *>>> ", code, re.MULTILINE):
+        # Empty lines above, so that a traceback shows the page's own line numbers.
+        exec(compile("\n" * (line - 1) + code, name, "exec"), namespace)
+        return
+    test = doctest.DocTestParser().get_doctest(code, namespace, name, name, line - 1)
+    test.globs = namespace  # get_doctest copies it
+    doctest.DebugRunner(optionflags=doctest.ELLIPSIS).run(test, clear_globs=False)
+
+
+def run_page(text: str, name: str) -> None:
+    namespace: dict[str, object] = {"__name__": "__page__"}
+    for line, language, code in fences(text):
+        if language == "python":
+            run_block(code, line, name, namespace)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_page(page.read_text(), str(page))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_no_block_hides_behind_another_name(page: Path) -> None:
+    assert {language for _, language, _ in fences(page.read_text())} <= NOT_PYTHON | {"python"}
+
+
+def test_blocks_share_a_namespace_and_keep_their_lines() -> None:
+    run_page("```python\nx = 1\n```\ntext\n```python\n>>> x + 1\n2\n```\n", "page")
+    with pytest.raises(ZeroDivisionError) as caught:
+        run_page("one\n\n```python\nx = 0\n1 / x\n```\n", "page")
+    assert caught.traceback[-1].lineno == 4  # counted from 0
+
+
+@pytest.mark.parametrize("block", ["assert False", ">>> 1 + 1\n3"])
+def test_a_wrong_block_is_found(block: str) -> None:
+    with pytest.raises((AssertionError, doctest.DocTestFailure)):
+        run_page(f"```python\n{block}\n```\n", "page")

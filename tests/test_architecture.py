@@ -1,0 +1,184 @@
+"""The house rules that a machine can hold: who imports whom, who touches files, how long a module may be."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from importlinter.cli import lint_imports
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "shardtree"
+MODULES = {path.relative_to(PACKAGE).with_suffix("").as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+PURE = {"errors", "geometry", "lazy", "mapping", "trees", "layouts", "transforms", "plans"}
+EFFECT = {"world", "codec", "storage", "strategies", "checkpoint", "interop", "cli"}
+IMPURE = {"os", "io", "pathlib", "random", "time", "torch.distributed", "shutil", "tempfile", "mmap", "threading"}
+
+# Files are opened in storage/ alone; the command line may write what it prints.
+MAY_TOUCH_FILES = {"storage", "cli"}
+FILE_MODULES = {"shutil", "tempfile", "mmap", "glob", "fcntl", "fsspec"}
+FILE_METHODS = {"read_text", "write_text", "iterdir", "rglob", "hardlink_to", "symlink_to"}
+NO_FILE = {
+    "PathLike",
+    "fspath",
+    "fsencode",
+    "fsdecode",
+    "environ",
+    "cpu_count",
+    "getpid",
+    "sched_getaffinity",
+    "urandom",
+}
+
+MAY_IMPORT = {
+    "torch.distributed": {"world", "interop"},
+    "optree": {"trees"},
+    "xxhash": {"storage", "codec"},
+    "fsspec": {"storage"},
+    "hypothesis": {"testing"},
+    "rich": {"cli"},
+    "typer": {"cli"},
+}
+
+LONGEST = 300
+LONGER_BECAUSE: dict[str, str] = {}  # "package/_module": why it's one piece
+
+# Loading these takes longer than loading shardtree, and most programs don't need them.
+HEAVY = {"rich", "typer", "fsspec", "hypothesis", "safetensors", "zarr", "megatron", "transformers", "pytest"}
+
+
+def package(module: str) -> str:
+    return module.split("/")[0]
+
+
+def is_pure(module: str) -> bool:
+    return package(module) in PURE or (package(module) == "testing" and "law" in module)
+
+
+def imports(source: str, module: str = "x") -> Iterator[str]:
+    """Yield the dotted name of whatever a module imports, ours as `.package.name`, wherever the import stands."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.removeprefix("shardtree") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = module.split("/")[: -node.level] if node.level else []
+            base = "." * bool(node.level) + ".".join([*above, *filter(None, [node.module])])
+            yield from (f"{base}.{alias.name}".removeprefix("shardtree").replace("..", ".") for alias in node.names)
+        elif isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed":
+            yield "torch.distributed"
+
+
+def reaches(name: str, target: str) -> bool:
+    return name == target or name.startswith(target + ".")
+
+
+def impurities(source: str, module: str = "trees/_x") -> list[str]:
+    effects = {f".{name}" for name in EFFECT}
+    return [name for name in imports(source, module) if any(reaches(name, bad) for bad in IMPURE | effects)]
+
+
+def file_calls(source: str) -> list[str]:
+    """Return every place where a module could touch a file, as `line: code`."""
+    found = [name for name in imports(source) if any(reaches(name, bad) for bad in FILE_MODULES)]
+    found += [name for name in imports(source) if name.startswith("os.") and name.split(".")[1] not in NO_FILE]
+    for node in ast.walk(ast.parse(source)):
+        opens = isinstance(node, ast.Call) and ast.unparse(node.func) in {"open", "io.open", "np.memmap", "np.load"}
+        via_os = isinstance(node, ast.Attribute) and ast.unparse(node.value) == "os" and node.attr not in NO_FILE
+        via_path = isinstance(node, ast.Attribute) and node.attr in FILE_METHODS
+        if opens or via_os or via_path:
+            found.append(f"line {node.lineno}: {ast.unparse(node)}")
+    return found
+
+
+def test_layers_hold(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT)
+    status = lint_imports(config_filename=str(ROOT / "pyproject.toml"), cache_dir=None, no_logo=True)
+    assert status == 0, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if is_pure(name)])
+def test_the_core_imports_no_effect(module: str) -> None:
+    assert impurities(MODULES[module].read_text(), module) == []
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if package(name) not in MAY_TOUCH_FILES])
+def test_files_are_touched_in_storage_alone(module: str) -> None:
+    assert file_calls(MODULES[module].read_text()) == []
+
+
+@pytest.mark.parametrize("library", MAY_IMPORT)
+def test_a_library_is_imported_by_its_package_alone(library: str) -> None:
+    users = {
+        module
+        for module, path in MODULES.items()
+        if any(reaches(name, library) for name in imports(path.read_text(), module))
+    }
+    assert {module for module in users if package(module) not in MAY_IMPORT[library]} == set()
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if name != "__init__"])
+def test_a_module_imports_from_our_packages_not_from_the_root(module: str) -> None:
+    """The root imports everything, so whoever imports from it depends on everything."""
+    names = imports(MODULES[module].read_text(), module)
+    ours = {name.split(".")[1] for name in names if name.startswith(".")}
+    assert ours <= PURE | EFFECT | {"testing"}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_module_says_what_it_holds(module: str) -> None:
+    text = ast.get_docstring(ast.parse(MODULES[module].read_text()))
+    assert text
+    assert text.split("\n\n")[0].rstrip()[-1] in ".:", "its first paragraph is a sentence"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_module_is_short(module: str) -> None:
+    lines = len(MODULES[module].read_text().splitlines())
+    if module in LONGER_BECAUSE:
+        assert lines > LONGEST, f"{lines} lines: it needs no reason any more"
+    else:
+        assert lines <= LONGEST
+
+
+def test_importing_is_light_and_silent() -> None:
+    code = "import sys, torch; before = set(sys.modules); import shardtree; print(*set(sys.modules) - before)"
+    command = [sys.executable, "-W", "error:::shardtree", "-c", code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert {name.split(".")[0] for name in done.stdout.split()} & HEAVY == set()
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import os",
+        "from pathlib import Path",
+        "def f():\n    import time",
+        "import torch.distributed as dist",
+        "from torch import distributed",
+        "import torch\ntorch.distributed.barrier()",
+        "from ..world import World",
+        "from .. import storage",
+        "from shardtree.checkpoint import save",
+    ],
+)
+def test_an_effect_in_the_core_is_found(source: str) -> None:
+    assert impurities(source)
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["open('x')", "import os\nos.remove('x')", "from os import remove", "import tempfile", "path.write_text('x')"],
+)
+def test_a_file_call_is_found(source: str) -> None:
+    assert file_calls(source)
+
+
+def test_what_is_allowed_is_not_reported() -> None:
+    assert impurities("import numpy, torch\nfrom ..geometry import boxes\nfrom ._paths import path") == []
+    assert file_calls("import os\nfrom os import PathLike\nworkers = os.cpu_count()") == []

@@ -1,0 +1,526 @@
+"""The leaves: what they accept, what they refuse and how, and that every change is a new value."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from dataclasses import FrozenInstanceError, fields, replace
+from math import prod
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import find, given, settings
+from hypothesis import strategies as st
+
+from shardtree.errors import CheckpointingException, MetadataError, ShapeError
+from shardtree.mapping import (
+    LocalNonpersistentObject,
+    ShardedBase,
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+    is_main_replica,
+)
+
+searching = settings(max_examples=3000)  # a planted fault may take long to meet
+keys = st.text(st.characters(codec="utf-8"), min_size=1, max_size=12)
+replicas = st.integers(0, 3) | st.lists(st.integers(0, 3), max_size=3).map(tuple)
+
+
+@st.composite
+def cells(draw):
+    """A shard that is a cell of a regular grid of a numbered tensor, and that tensor."""
+    counts = tuple(draw(st.lists(st.integers(1, 3), max_size=3)))
+    prepended = draw(st.integers(0, len(counts)))
+    rest = len(counts) - prepended
+    local = tuple(draw(st.lists(st.integers(0, 3), min_size=rest, max_size=rest)))
+    shape = tuple(size * count for size, count in zip((1,) * prepended + local, counts, strict=True))
+    whole = torch.arange(prod(shape)).reshape(shape)
+    place = tuple(draw(st.integers(0, count - 1)) for count in counts)
+    box = tuple(slice(i * size, (i + 1) * size) for i, size in zip(place, (1,) * prepended + local, strict=True))
+    cuts = [(axis, i, count) for axis, (i, count) in enumerate(zip(place, counts, strict=True))]
+    data = whole[box].reshape(local)
+    shard = ShardedTensor.from_rank_offsets(
+        draw(keys), data, *draw(st.permutations(cuts)), replica_id=draw(replicas), prepend_axis_num=prepended
+    )
+    return shard, whole, place
+
+
+def values(leaf):
+    return [getattr(leaf, field.name) for field in fields(leaf) if field.name != "data"]
+
+
+def _fails(check, *case):
+    try:
+        check(*case)
+    except AssertionError:
+        return True
+    return False
+
+
+# -- laws of ShardedTensor
+
+
+def slice_finds_data(global_slice, shard, whole):
+    assert torch.equal(whole[global_slice(shard)], shard.data)
+
+
+@given(cells())
+def test_global_slice_finds_the_data_in_the_global_tensor(case):
+    shard, whole, _ = case
+    assert shard.global_shape == tuple(whole.shape)
+    slice_finds_data(ShardedTensor.global_slice, shard, whole)
+
+
+def test_that_law_catches_offsets_taken_for_sizes():
+    def broken(shard):
+        return tuple(slice(0, stop) for stop in shard.global_offset)
+
+    find(cells(), lambda case: _fails(slice_finds_data, broken, *case[:2]), settings=searching)
+
+
+@given(cells().filter(lambda case: all(case[0].local_shape)))
+def test_chunk_offset_is_the_cell_s_place_and_chunks_are_boxes(case):
+    shard, _, place = case
+    assert shard.local_chunk_offset_in_global() == place
+    assert shard.max_allowed_chunks() == (1,) * shard.prepend_axis_num + shard.local_shape
+
+
+@given(cells())
+def test_the_constructor_changes_nothing_that_is_normal(case):
+    shard, *_ = case
+    again = ShardedTensor(*[getattr(shard, field.name) for field in fields(shard)])
+    assert again == shard
+    assert hash(again) == hash(shard)
+    assert pickle.loads(pickle.dumps(shard.without_data())) == shard.without_data()
+    assert values(copy.deepcopy(shard)) == values(shard)
+
+
+@given(cells())
+def test_lists_and_array_integers_become_tuples_of_ints(case):
+    shard, *_ = case
+    loose = replace(
+        shard,
+        local_shape=torch.Size(shard.local_shape),
+        global_shape=list(shard.global_shape),
+        global_offset=np.array(shard.global_offset, dtype=np.int64),
+        axis_fragmentations=[np.int32(count) for count in shard.axis_fragmentations],
+        replica_id=list(shard.replica_id) if isinstance(shard.replica_id, tuple) else np.int64(shard.replica_id),
+    )
+    assert loose == shard
+    for name in ("local_shape", "global_shape", "global_offset", "axis_fragmentations"):
+        assert type(getattr(loose, name)) is tuple
+        assert all(type(number) is int for number in getattr(loose, name))
+
+
+def equality_is_identity(equal, shard):
+    assert equal(shard, replace(shard))
+    assert not equal(shard, replace(shard, data=shard.data.clone()))
+    assert not equal(shard, shard.without_data())
+    assert not equal(shard, replace(shard, key=shard.key + "'"))
+
+
+@given(cells())
+def test_equal_means_equal_metadata_and_the_same_data(case):
+    equality_is_identity(lambda a, b: a == b, case[0])
+    assert case[0] != case[0].data.numel()
+
+
+def test_that_law_catches_equality_by_elements():
+    def by_elements(a, b):
+        return a.data is not None and b.data is not None and values(a) == values(b) and torch.equal(a.data, b.data)
+
+    find(cells(), lambda case: _fails(equality_is_identity, by_elements, case[0]), settings=searching)
+
+
+@given(cells(), st.data())
+def test_narrow_gives_the_view_that_torch_gives_and_changes_nothing(case, data):
+    shard, *_ = case
+    if not shard.local_shape:
+        return
+    dim = data.draw(st.integers(-len(shard.local_shape), len(shard.local_shape) - 1))
+    size, axis = shard.local_shape[dim], dim % len(shard.local_shape) + shard.prepend_axis_num
+    first, last = sorted(data.draw(st.tuples(*[st.integers(0, size)] * 2)))
+    before, version = replace(shard), shard.data._version
+    if size == 0 and shard.global_shape[axis]:
+        pytest.fail("a zero-size cell of a regular grid has a zero-size global axis")
+    [narrowed] = shard.narrow(dim, first, last - first)
+    assert torch.equal(narrowed.data, shard.data.narrow(dim, first, last - first))
+    assert narrowed.data.untyped_storage().data_ptr() == shard.data.untyped_storage().data_ptr()
+    assert narrowed.global_shape[axis] == shard.axis_fragmentations[axis] * (last - first)
+    assert narrowed.axis_fragmentations == shard.axis_fragmentations
+    assert [n.without_data() for n in shard.without_data().narrow(dim, first, last - first)] == [
+        narrowed.without_data()
+    ]
+    assert shard == before
+    assert shard.data._version == version
+
+
+@given(cells(), st.data())
+def test_narrowing_to_everything_changes_no_metadata(case, data):
+    shard, *_ = case
+    for dim, size in enumerate(shard.local_shape):
+        [same] = shard.narrow(dim, 0, size)
+        assert values(same) == values(shard)
+
+
+@given(cells())
+def test_init_data_fills_only_what_is_empty(case):
+    shard, *_ = case
+    assert shard.init_data("cpu") is shard
+    empty = shard.without_data()
+    filled = empty.init_data(torch.device("cpu"), torch.ones)
+    assert empty.data is None
+    assert torch.equal(filled.data, torch.ones(shard.local_shape, dtype=shard.dtype))
+    assert filled.without_data() == empty
+
+
+def test_init_data_of_a_flat_shard_has_the_range_s_length():
+    shard = ShardedTensor("w", None, torch.bfloat16, (4, 2), (4, 2), (0, 0), None, flattened_range=slice(3, 8))
+    assert shard.init_data("meta").data.shape == (5,)
+    assert shard.data_shape == (5,)
+
+
+# -- what is accepted
+
+
+@pytest.mark.parametrize("data", [None, (4, 2), "anything", object()], ids=["none", "shape", "text", "object"])
+def test_what_is_not_a_tensor_is_not_looked_at(data):
+    assert ShardedTensor("w", data, torch.float32, (4, 2), (4, 2), (0, 0), (1, 1)).data is data
+
+
+def test_scalars_empty_boxes_and_irregular_grids_are_shards():
+    scalar = ShardedTensor.from_rank_offsets("s", torch.tensor(3.0))
+    assert (scalar.global_slice(), scalar.local_chunk_offset_in_global(), scalar.max_allowed_chunks()) == ((), (), ())
+    stacked = ShardedTensor.from_rank_offsets("s", torch.tensor(3.0), (0, 2, 4), prepend_axis_num=1)
+    assert (stacked.global_shape, stacked.global_slice()) == ((4,), (2,))
+    empty = ShardedTensor("e", torch.zeros(0, 2), torch.float32, (0, 2), (7, 2), (7, 0), None)
+    assert not empty.has_regular_grid
+    uneven = ShardedTensor("u", torch.zeros(3, 2), torch.float32, (3, 2), (7, 2), (4, 0), None)
+    assert uneven.global_slice() == (slice(4, 7), slice(0, 2))
+    assert uneven.narrow(1, 0, 1)[0].global_shape == (7, 1)
+
+
+def test_a_padded_tensor_may_leave_its_global_shape():
+    padded = ShardedTensor("p", None, torch.float32, (4,), (6,), (4,), (2,), allow_shape_mismatch=True)
+    assert padded.max_allowed_chunks() == (3,)
+    assert ShardedTensor("p", None, torch.float32, (4,), (6,), (4,), None, 0, 0, True).global_slice() == (slice(4, 8),)
+
+
+def test_a_zero_size_axis_has_a_place_only_where_it_is_not_cut():
+    data = torch.zeros(0, 2)
+    assert ShardedTensor.from_rank_offsets("e", data, (1, 1, 3)).local_chunk_offset_in_global() == (0, 1)
+    with pytest.raises(ShapeError, match=r"a box with elements"):
+        ShardedTensor.from_rank_offsets("e", data, (0, 1, 3)).local_chunk_offset_in_global()
+
+
+def test_flat_ranges_lose_a_step_of_one_and_array_integers():
+    shard = ShardedTensor("w", None, torch.int8, (4,), (4,), (0,), None, flattened_range=slice(np.int64(1), 3, 1))
+    assert shard.flattened_range == slice(1, 3)
+    assert type(shard.flattened_range.start) is int
+    hash(shard)
+
+
+def test_leaves_are_frozen_and_hold_no_dict():
+    shard = ShardedTensor.from_rank_offsets("w", torch.zeros(2))
+    with pytest.raises(FrozenInstanceError):
+        shard.key = "v"
+    assert not hasattr(shard, "__dict__")
+    assert isinstance(shard, ShardedBase)
+    with pytest.raises(TypeError):
+        ShardedBase()
+
+
+# -- what is refused
+
+
+GOOD = dict(
+    key="w",
+    data=None,
+    dtype=torch.float32,
+    local_shape=(4, 2),
+    global_shape=(32, 2),
+    global_offset=(12, 0),
+    axis_fragmentations=(8, 1),
+)
+
+REFUSED = {
+    "empty key": (dict(key=""), MetadataError, ["key", "''", "isn't empty"]),
+    "key of no text": (dict(key=b"w"), MetadataError, ["key", "bytes", "a string"]),
+    "key with a lone surrogate": (dict(key="\ud800"), MetadataError, ["key", "\\ud800", "UTF-8"]),
+    "dtype by name": (dict(dtype="float32"), MetadataError, ["dtype", "str", "a dtype"]),
+    "bool in a shape": (dict(local_shape=(4, True)), MetadataError, ["local_shape[1]", "bool", "an int"]),
+    "float in an offset": (dict(global_offset=(12.0, 0)), MetadataError, ["global_offset[0]", "float", "an int"]),
+    "shape of one number": (dict(global_shape=32), MetadataError, ["global_shape", "int", "a tuple of ints"]),
+    "too few local axes": (dict(local_shape=(4,)), MetadataError, ["local_shape", "(4,)", "2 axes", "(32, 2)"]),
+    "prepended axis too many": (dict(prepend_axis_num=1), MetadataError, ["local_shape", "1 axes", "1 prepended"]),
+    "negative prepend": (dict(prepend_axis_num=-1), MetadataError, ["prepend_axis_num", "-1", "0 or more"]),
+    "too few offsets": (dict(global_offset=(12,)), MetadataError, ["global_offset", "(12,)", "2 numbers"]),
+    "too few counts": (dict(axis_fragmentations=(8,)), MetadataError, ["axis_fragmentations", "(8,)", "2 numbers"]),
+    "count of zero": (dict(axis_fragmentations=(8, 0)), MetadataError, ["axis_fragmentations", "(8, 0)", "1 or more"]),
+    "negative offset": (dict(global_offset=(-4, 0)), MetadataError, ["global_offset", "(-4, 0)", "no negative"]),
+    "negative size": (dict(local_shape=(-4, 2)), MetadataError, ["local_shape", "(-4, 2)", "no negative"]),
+    "box outside": (dict(global_offset=(32, 0)), MetadataError, ["global_offset", "(36, 2)", "(32, 2)", "elements"]),
+    "offset between cells": (dict(global_offset=(13, 0)), MetadataError, ["global_offset[0]", "13", "a multiple of"]),
+    "prepended axis outside": (
+        dict(local_shape=(2,), prepend_axis_num=1, global_offset=(32, 0)),
+        MetadataError,
+        ["global_offset", "(33, 2)"],
+    ),
+    "flat range that isn't a slice": (dict(flattened_range=(0, 4)), MetadataError, ["flattened_range", "a slice"]),
+    "flat range with a step": (dict(flattened_range=slice(0, 4, 2)), MetadataError, ["flattened_range", "step 1"]),
+    "open flat range": (dict(flattened_range=slice(None, 4)), MetadataError, ["flattened_range.start", "NoneType"]),
+    "flat range backwards": (dict(flattened_range=slice(4, 2)), MetadataError, ["flattened_range", "start <= stop"]),
+    "flat range too long": (dict(flattened_range=slice(4, 9)), MetadataError, ["flattened_range", "8 elements"]),
+    "replica by name": (dict(replica_id="main"), MetadataError, ["replica_id", "str", "an int"]),
+    "no replica": (dict(replica_id=None), MetadataError, ["replica_id", "NoneType"]),
+    "nested replica": (dict(replica_id=(0, (0,))), MetadataError, ["replica_id[1]", "tuple", "an int"]),
+    "flag that is no bool": (dict(allow_shape_mismatch=1), MetadataError, ["allow_shape_mismatch", "int", "a bool"]),
+    "data of another dtype": (
+        dict(data=torch.zeros(4, 2).half()),
+        ShapeError,
+        ["dtype", "float16", "float32", "cast", "map_shards"],
+    ),
+    "data of another shape": (
+        dict(data=torch.zeros(2, 4)),
+        ShapeError,
+        ["shape", "(2, 4)", "(4, 2)", "cast", "map_shards"],
+    ),
+    "flat data with two axes": (
+        dict(data=torch.zeros(4, 2), flattened_range=slice(0, 8)),
+        ShapeError,
+        ["shape", "(8,)", "flattened_range"],
+    ),
+    "flat data too short": (
+        dict(data=torch.zeros(3), flattened_range=slice(0, 4)),
+        ShapeError,
+        ["shape", "(3,)", "(4,)"],
+    ),
+}
+
+
+def test_what_the_refusals_start_from_is_accepted():
+    ShardedTensor(**GOOD)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_broken_constraint_names_key_field_found_and_expected(case):
+    changes, error, words = REFUSED[case]
+    with pytest.raises(error) as raised:
+        ShardedTensor(**GOOD | changes)
+    text = str(raised.value)
+    assert isinstance(raised.value, CheckpointingException)
+    assert "ShardedTensor" in text
+    assert [word for word in words if word not in text] == []
+    if "key" not in changes:
+        assert "'w'" in text
+    assert len(text.splitlines()) == 3  # what, found and expected, what to do
+
+
+@pytest.mark.parametrize(
+    ("cuts", "word"),
+    [
+        ([(0, 1, 2), (0, 0, 2)], "axis 0 only once"),
+        ([(2, 0, 2)], "an axis in [0, 2)"),
+        ([(-1, 0, 2)], "an axis in [0, 2)"),
+        ([(0, 2, 2)], "0 <= index < count"),
+        ([(0, -1, 2)], "0 <= index < count"),
+        ([(0, 0, 0)], "0 <= index < count"),
+        ([(0, 1)], "0 <= index < count"),
+        ([3], "a tuple of ints"),
+        ([(0, 1.0, 2)], "an int"),
+    ],
+)
+def test_rank_offsets_that_name_no_cell_are_refused(cuts, word):
+    with pytest.raises(MetadataError) as raised:
+        ShardedTensor.from_rank_offsets("w", torch.zeros(4, 2), *cuts)
+    assert word in str(raised.value)
+    assert "'w'" in str(raised.value)
+
+
+def test_each_constructor_points_to_the_other():
+    with pytest.raises(MetadataError, match="from_rank_offsets_flat"):
+        ShardedTensor.from_rank_offsets("w", torch.zeros(4), flattened_range=slice(0, 4))
+    with pytest.raises(MetadataError, match="Use `from_rank_offsets` for"):
+        ShardedTensor.from_rank_offsets_flat("w", torch.zeros(4), (4,), flattened_range=None)
+    for data in (None, [1.0]):
+        with pytest.raises(MetadataError, match="a tensor"):
+            ShardedTensor.from_rank_offsets("w", data)
+
+
+@pytest.mark.parametrize(
+    ("place", "word"),
+    [
+        ((2, 0, 1), "an axis of"),
+        ((0, 3, 2), "4 indices"),
+        ((0, 0, -1), "4 indices"),
+        ((0, -5, 1), "4 indices"),
+        ((0, 0, 5), "4 indices"),
+    ],
+)
+def test_narrow_refuses_what_is_not_there(place, word):
+    with pytest.raises(ShapeError) as raised:
+        ShardedTensor(**GOOD).narrow(*place)
+    assert word in str(raised.value)
+
+
+def test_narrow_refuses_an_irregular_grid_along_the_axis_and_data_it_cannot_cut():
+    uneven = ShardedTensor("u", torch.zeros(3, 2), torch.float32, (3, 2), (7, 2), (4, 0), None)
+    with pytest.raises(ShapeError, match=r"global_shape\[0\]"):
+        uneven.narrow(0, 0, 1)
+    empty = ShardedTensor("e", torch.zeros(0, 2), torch.float32, (0, 2), (7, 2), (7, 0), None)
+    with pytest.raises(ShapeError, match=r"global_shape\[0\]"):
+        empty.narrow(0, 0, 0)
+    with pytest.raises(ShapeError, match="without_data"):
+        ShardedTensor(**GOOD | dict(data=object())).narrow(0, 0, 1)
+
+
+def test_only_a_regular_grid_has_chunks():
+    with pytest.raises(ShapeError, match="axis_fragmentations"):
+        ShardedTensor(**GOOD | dict(axis_fragmentations=None)).max_allowed_chunks()
+    with pytest.raises(ShapeError, match="a multiple of 3"):
+        ShardedTensor(**GOOD | dict(axis_fragmentations=(3, 1))).max_allowed_chunks()
+    with pytest.raises(ShapeError, match="a multiple of the box's size 4"):
+        ShardedTensor(**GOOD | dict(axis_fragmentations=None, global_offset=(13, 0))).local_chunk_offset_in_global()
+
+
+# -- how leaves are shown
+
+
+def test_repr_shows_kinds_and_never_elements():
+    data = torch.full((4, 2), 77.0)
+    shard = ShardedTensor.from_rank_offsets("w", data)
+    leaves = [
+        (shard, "data=<float32 (4, 2) cpu>"),
+        (replace(shard, data=np.full((4, 2), 77.0, np.float32)), "data=<ndarray float32 (4, 2)>"),
+        (ShardedObject("o", {"a": data}, (1,), (0,)), "data=<dict>"),
+        (ShardedTensorFactory("f", data, print, print), "data=<float32 (4, 2) cpu>"),
+        (LocalNonpersistentObject(data), "LocalNonpersistentObject(<float32 (4, 2) cpu>)"),
+        (shard.without_data(), "data=None"),
+    ]
+    for leaf, shown in leaves:
+        assert shown in repr(leaf)
+        assert "77" not in repr(leaf)
+
+
+# -- the other leaves
+
+
+@st.composite
+def objects(draw):
+    shape = tuple(draw(st.lists(st.integers(1, 12), max_size=3)))
+    offset = tuple(draw(st.integers(0, size - 1)) for size in shape)
+    key = draw(keys | st.sampled_from(["a/b_c", "_", "/", "x/shard_0_1", "a/shard_", "shard_0.1_2.3/y_", "\n"]))
+    return ShardedObject(key, None, shape, offset, draw(replicas))
+
+
+def unique_key_comes_back(parse, leaf):
+    assert parse(leaf.unique_key, leaf.replica_id) == leaf
+
+
+@given(objects())
+def test_a_unique_key_tells_the_whole_object(leaf):
+    unique_key_comes_back(ShardedObject.empty_from_unique_key, leaf)
+
+
+def test_that_law_catches_parsing_from_the_left():
+    def from_the_left(unique_key, replica_id):
+        leaf = ShardedObject.empty_from_unique_key(unique_key, replica_id)
+        return replace(leaf, key=unique_key.partition("/")[0] or "nothing")
+
+    find(objects(), lambda leaf: _fails(unique_key_comes_back, from_the_left, leaf), settings=searching)
+
+
+@given(objects().filter(lambda leaf: len(leaf.global_shape) > 0))
+def test_a_unique_key_of_the_old_form_leaves_the_last_size_open(leaf):
+    old = leaf.unique_key.rpartition("." if len(leaf.global_shape) > 1 else "_")[0]
+    old += "" if len(leaf.global_shape) > 1 else "_"
+    opened = ShardedObject.empty_from_unique_key(old)
+    assert opened == ShardedObject(leaf.key, None, (*leaf.global_shape[:-1], -1), leaf.global_offset)
+    unique_key_comes_back(ShardedObject.empty_from_unique_key, opened)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "k",
+        "k/shard_0",
+        "/shard_0_1",
+        "k/shard_a_1",
+        "k/shard_0.._1",
+        "k/shard_0_1_",
+        "k/shard_0_1 ",
+        "k/shard_-1_2",
+        "k/shard_2_2",
+        "k/shard_0_1.1.1",
+        "k/shard_0_--1",
+    ],
+)
+def test_what_is_no_unique_key_is_refused(text):
+    with pytest.raises(MetadataError):
+        ShardedObject.empty_from_unique_key(text)
+
+
+@pytest.mark.parametrize(
+    ("shape", "offset"), [((2,), (2,)), ((2,), (-1,)), ((2, 2), (0,)), ((-1, 2), (0, 0)), ((0,), (0,)), ((-1,), (-1,))]
+)
+def test_a_cell_outside_the_array_is_refused(shape, offset):
+    with pytest.raises(MetadataError, match="'o'"):
+        ShardedObject("o", None, shape, offset)
+
+
+def test_objects_compare_by_identity_of_data_and_are_hashable():
+    data = {"unhashable": []}
+    leaf = ShardedObject("o", data, [2], [1], [0, 1])
+    assert leaf == ShardedObject("o", data, (2,), (1,), (0, 1))
+    assert leaf != ShardedObject("o", dict(data), (2,), (1,), (0, 1))
+    assert len({leaf, replace(leaf), leaf.without_data()}) == 2
+    assert leaf.without_data().data is None
+
+
+def test_a_factory_hands_over_what_it_holds():
+    data = torch.zeros(3)
+    factory = ShardedTensorFactory("f", data, lambda *given: given, lambda tree: tree, [0, 1], slice(0, 3, 1))
+    assert factory.build() == ("f", data, (0, 1), slice(0, 3))
+    assert factory.build()[1] is data
+    assert factory == replace(factory)
+    assert factory != replace(factory, merge_fn=print)
+    assert {factory: 1}[replace(factory)] == 1
+    assert factory.without_data().data is None
+    with pytest.raises(MetadataError, match="merge_fn"):
+        ShardedTensorFactory("f", data, print, None)
+
+
+def test_a_nonpersistent_object_gives_its_value_back():
+    value = [1]
+    wrapped = LocalNonpersistentObject(value)
+    assert wrapped.unwrap() is value
+    assert wrapped == LocalNonpersistentObject(value)
+    assert wrapped != LocalNonpersistentObject([1])
+    assert hash(wrapped) == hash(LocalNonpersistentObject(value))
+
+
+@pytest.mark.parametrize(
+    ("replica", "main"),
+    [
+        (0, True),
+        (1, False),
+        (-1, False),
+        ((), True),
+        ((0, 0), True),
+        ((0, 1), False),
+        ([0], True),
+        (False, True),
+        (np.int64(0), True),
+    ],
+)
+def test_the_main_replica_is_all_zeros(replica, main):
+    assert is_main_replica(replica) is main
+
+
+@pytest.mark.parametrize("replica", [None, 0.0, "0", (0, None)])
+def test_what_is_no_replica_id_is_refused(replica):
+    with pytest.raises(MetadataError, match="replica_id"):
+        is_main_replica(replica)
