@@ -1,0 +1,106 @@
+"""shardtree: a training job's sharded state as an immutable tree, saved in one layout and loaded in any other.
+
+The data flows one way: **leaves** (`ShardedTensor`, `ShardedObject`, `ShardedTensorFactory`) are held in trees; **tree maps**
+make new trees of them; a **plan** says which bytes go where; a **strategy** of the dispatch table runs it;
+**bytes** land in a folder or in the target's memory. Everything before the strategy is pure.
+"""
+
+from .checkpoint import OpenCheckpoint as OpenCheckpoint
+from .checkpoint import StrictHandling as StrictHandling
+from .checkpoint import is_checkpoint as is_checkpoint
+from .checkpoint import load as load
+from .checkpoint import load_common_state_dict as load_common_state_dict
+from .checkpoint import load_content_metadata as load_content_metadata
+from .checkpoint import load_plain_tensors as load_plain_tensors
+from .checkpoint import load_sharded_metadata as load_sharded_metadata
+from .checkpoint import load_tensors_metadata as load_tensors_metadata
+from .checkpoint import open_checkpoint as open_checkpoint
+from .checkpoint import remove_sharded_tensors as remove_sharded_tensors
+from .checkpoint import save as save
+from .codec import Record as Record
+from .errors import AlreadyACheckpoint as AlreadyACheckpoint
+from .errors import CheckpointingException as CheckpointingException
+from .errors import CheckpointReplaced as CheckpointReplaced
+from .errors import CorruptCheckpoint as CorruptCheckpoint
+from .errors import IntegrityError as IntegrityError
+from .errors import KeyMismatch as KeyMismatch
+from .errors import MetadataError as MetadataError
+from .errors import NotACheckpoint as NotACheckpoint
+from .errors import RemoteError as RemoteError
+from .errors import ShapeError as ShapeError
+from .errors import StorageError as StorageError
+from .errors import StrategyError as StrategyError
+from .errors import TreeError as TreeError
+from .errors import UnsafeFile as UnsafeFile
+from .errors import UnsupportedValue as UnsupportedValue
+from .errors import WorldError as WorldError
+from .layouts import ShardColumns as ShardColumns
+from .layouts import access_problems as access_problems
+from .layouts import check_access as check_access
+from .layouts import join_columns as join_columns
+from .layouts import shard_columns as shard_columns
+from .lazy import LazyTensor as LazyTensor
+from .mapping import CommonStateDict as CommonStateDict
+from .mapping import FactoryBuildFn as FactoryBuildFn
+from .mapping import FactoryMergeFn as FactoryMergeFn
+from .mapping import LocalNonpersistentObject as LocalNonpersistentObject
+from .mapping import ReplicaId as ReplicaId
+from .mapping import ShardedBase as ShardedBase
+from .mapping import ShardedObject as ShardedObject
+from .mapping import ShardedStateDict as ShardedStateDict
+from .mapping import ShardedTensor as ShardedTensor
+from .mapping import ShardedTensorFactory as ShardedTensorFactory
+from .mapping import StateDict as StateDict
+from .mapping import is_main_replica as is_main_replica
+from .plans import LoadPlan as LoadPlan
+from .plans import level_writes as level_writes
+from .plans import main_writes as main_writes
+from .plans import plan_load as plan_load
+from .storage import LocalStorage as LocalStorage
+from .storage import MemoryStorage as MemoryStorage
+from .storage import ReadReport as ReadReport
+from .storage import Storage as Storage
+from .strategies import AsyncRequest as AsyncRequest
+from .strategies import Checkpoint as Checkpoint
+from .strategies import Draft as Draft
+from .strategies import Strategies as Strategies
+from .strategies import StrategyAction as StrategyAction
+from .strategies import default_strategies as default_strategies
+from .strategies import find_strategy as find_strategy
+from .strategies import get_default_strategy as get_default_strategy
+from .strategies import register_default_strategy as register_default_strategy
+from .trees import HOLE as HOLE
+from .trees import Difference as Difference
+from .trees import Hole as Hole
+from .trees import apply_factories as apply_factories
+from .trees import apply_factory_merges as apply_factory_merges
+from .trees import cast as cast
+from .trees import combine as combine
+from .trees import common_with_holes as common_with_holes
+from .trees import compose as compose
+from .trees import diff as diff
+from .trees import extract_metadata as extract_metadata
+from .trees import extract_nonpersistent as extract_nonpersistent
+from .trees import extract_sharded as extract_sharded
+from .trees import join as join
+from .trees import leaves_with_paths as leaves_with_paths
+from .trees import map_data as map_data
+from .trees import map_shards as map_shards
+from .trees import merge as merge
+from .trees import narrow as narrow
+from .trees import partition as partition
+from .trees import prefix as prefix
+from .trees import rename as rename
+from .trees import select as select
+from .trees import shard_leaves as shard_leaves
+from .trees import step as step
+from .trees import unwrap as unwrap
+from .trees import without_data as without_data
+from .trees import without_holes as without_holes
+from .world import World as World
+from .world import current_world as current_world
+from .world import distributed as distributed
+from .world import one_process as one_process
+from .world import simulate as simulate
+
+__version__ = "0.1.0"

@@ -14,8 +14,8 @@ from typing import Any, TypeAlias
 
 import torch
 
-from shardtree.errors import MetadataError, ShapeError
-from shardtree.geometry._grid import (
+from .errors import MetadataError, ShapeError
+from .geometry._grid import (
     cell_index,
     cell_shape,
     check_box,
@@ -27,8 +27,8 @@ from shardtree.geometry._grid import (
     narrow_axis,
     narrow_place,
 )
-from shardtree.geometry._narrow import narrow_flat_range
-from shardtree.geometry._numbers import flat_range, integer, integers, refuse
+from .geometry._narrow import narrow_flat_range
+from .geometry._numbers import flat_range, integer, integers, refuse
 
 StateDict: TypeAlias = dict[str, Any]
 CommonStateDict: TypeAlias = dict[str, Any]
@@ -532,9 +532,9 @@ def _normalise(leaf: ShardedBase, function: Callable[[str, str, Any], object], *
 
 def _replica(subject: str, field: str, value: Any) -> ReplicaId:
     # A bool is let through as a number: replica ids are often the outcome of comparing ranks.
-    ids = value if isinstance(value, Iterable) else (value,)
-    numbers = integers(subject, field, [int(item) if isinstance(item, bool) else item for item in ids])
-    return numbers if isinstance(value, Iterable) else numbers[0]
+    many = isinstance(value, Iterable) and not hasattr(value, "__index__")  # a tensor of one number has both
+    ids = [int(item) if isinstance(item, bool) else item for item in (value if many else (value,))]
+    return integers(subject, field, ids) if many else integer(subject, field, ids[0])
 
 
 def _kind(subject: str, data: Any) -> tuple[torch.dtype, tuple[int, ...]]:

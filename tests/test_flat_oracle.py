@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from math import prod
 
 import numpy as np
@@ -97,7 +98,7 @@ def flat_shards(whole, cell, counts, prepended, bounds, make=ShardedTensor.from_
         index = tuple(slice(i * size, (i + 1) * size) for i, size in zip(place, box, strict=True))
         elements = whole[index].reshape(-1)
         cuts = [(axis, i, count) for axis, (i, count) in enumerate(zip(place, counts, strict=True)) if count > 1]
-        for start, stop in zip(bounds, bounds[1:], strict=False):
+        for start, stop in itertools.pairwise(bounds):
             yield make(
                 "w", elements[start:stop], cell, *cuts, flattened_range=slice(start, stop), prepend_axis_num=prepended
             )
@@ -121,7 +122,7 @@ def _numbered(cell, counts, prepended):
 
 
 def flat_shards_tile(make, grid):
-    cell, counts, prepended, bounds = grid
+    cell, counts, prepended, _bounds = grid
     whole = _numbered(cell, counts, prepended)
     shards = list(flat_shards(whole, *grid, make=make))
     assert all(shard.global_shape == tuple(whole.shape) for shard in shards)

@@ -235,65 +235,65 @@ def test_leaves_are_frozen_and_hold_no_dict():
 # -- what is refused
 
 
-GOOD = dict(
-    key="w",
-    data=None,
-    dtype=torch.float32,
-    local_shape=(4, 2),
-    global_shape=(32, 2),
-    global_offset=(12, 0),
-    axis_fragmentations=(8, 1),
-)
+GOOD = {
+    "key": "w",
+    "data": None,
+    "dtype": torch.float32,
+    "local_shape": (4, 2),
+    "global_shape": (32, 2),
+    "global_offset": (12, 0),
+    "axis_fragmentations": (8, 1),
+}
 
 REFUSED = {
-    "empty key": (dict(key=""), MetadataError, ["key", "''", "isn't empty"]),
-    "key of no text": (dict(key=b"w"), MetadataError, ["key", "bytes", "a string"]),
-    "key with a lone surrogate": (dict(key="\ud800"), MetadataError, ["key", "\\ud800", "UTF-8"]),
-    "dtype by name": (dict(dtype="float32"), MetadataError, ["dtype", "str", "a dtype"]),
-    "bool in a shape": (dict(local_shape=(4, True)), MetadataError, ["local_shape[1]", "bool", "an int"]),
-    "float in an offset": (dict(global_offset=(12.0, 0)), MetadataError, ["global_offset[0]", "float", "an int"]),
-    "shape of one number": (dict(global_shape=32), MetadataError, ["global_shape", "int", "a tuple of ints"]),
-    "too few local axes": (dict(local_shape=(4,)), MetadataError, ["local_shape", "(4,)", "2 axes", "(32, 2)"]),
-    "prepended axis too many": (dict(prepend_axis_num=1), MetadataError, ["local_shape", "1 axes", "1 prepended"]),
-    "negative prepend": (dict(prepend_axis_num=-1), MetadataError, ["prepend_axis_num", "-1", "0 or more"]),
-    "too few offsets": (dict(global_offset=(12,)), MetadataError, ["global_offset", "(12,)", "2 numbers"]),
-    "too few counts": (dict(axis_fragmentations=(8,)), MetadataError, ["axis_fragmentations", "(8,)", "2 numbers"]),
-    "count of zero": (dict(axis_fragmentations=(8, 0)), MetadataError, ["axis_fragmentations", "(8, 0)", "1 or more"]),
-    "negative offset": (dict(global_offset=(-4, 0)), MetadataError, ["global_offset", "(-4, 0)", "no negative"]),
-    "negative size": (dict(local_shape=(-4, 2)), MetadataError, ["local_shape", "(-4, 2)", "no negative"]),
-    "box outside": (dict(global_offset=(32, 0)), MetadataError, ["global_offset", "(36, 2)", "(32, 2)", "elements"]),
-    "offset between cells": (dict(global_offset=(13, 0)), MetadataError, ["global_offset[0]", "13", "a multiple of"]),
+    "empty key": ({"key": ""}, MetadataError, ["key", "''", "isn't empty"]),
+    "key of no text": ({"key": b"w"}, MetadataError, ["key", "bytes", "a string"]),
+    "key with a lone surrogate": ({"key": "\ud800"}, MetadataError, ["key", "\\ud800", "UTF-8"]),
+    "dtype by name": ({"dtype": "float32"}, MetadataError, ["dtype", "str", "a dtype"]),
+    "bool in a shape": ({"local_shape": (4, True)}, MetadataError, ["local_shape[1]", "bool", "an int"]),
+    "float in an offset": ({"global_offset": (12.0, 0)}, MetadataError, ["global_offset[0]", "float", "an int"]),
+    "shape of one number": ({"global_shape": 32}, MetadataError, ["global_shape", "int", "a tuple of ints"]),
+    "too few local axes": ({"local_shape": (4,)}, MetadataError, ["local_shape", "(4,)", "2 axes", "(32, 2)"]),
+    "prepended axis too many": ({"prepend_axis_num": 1}, MetadataError, ["local_shape", "1 axes", "1 prepended"]),
+    "negative prepend": ({"prepend_axis_num": -1}, MetadataError, ["prepend_axis_num", "-1", "0 or more"]),
+    "too few offsets": ({"global_offset": (12,)}, MetadataError, ["global_offset", "(12,)", "2 numbers"]),
+    "too few counts": ({"axis_fragmentations": (8,)}, MetadataError, ["axis_fragmentations", "(8,)", "2 numbers"]),
+    "count of zero": ({"axis_fragmentations": (8, 0)}, MetadataError, ["axis_fragmentations", "(8, 0)", "1 or more"]),
+    "negative offset": ({"global_offset": (-4, 0)}, MetadataError, ["global_offset", "(-4, 0)", "no negative"]),
+    "negative size": ({"local_shape": (-4, 2)}, MetadataError, ["local_shape", "(-4, 2)", "no negative"]),
+    "box outside": ({"global_offset": (32, 0)}, MetadataError, ["global_offset", "(36, 2)", "(32, 2)", "elements"]),
+    "offset between cells": ({"global_offset": (13, 0)}, MetadataError, ["global_offset[0]", "13", "a multiple of"]),
     "prepended axis outside": (
-        dict(local_shape=(2,), prepend_axis_num=1, global_offset=(32, 0)),
+        {"local_shape": (2,), "prepend_axis_num": 1, "global_offset": (32, 0)},
         MetadataError,
         ["global_offset", "(33, 2)"],
     ),
-    "flat range that isn't a slice": (dict(flattened_range=(0, 4)), MetadataError, ["flattened_range", "a slice"]),
-    "flat range with a step": (dict(flattened_range=slice(0, 4, 2)), MetadataError, ["flattened_range", "step 1"]),
-    "open flat range": (dict(flattened_range=slice(None, 4)), MetadataError, ["flattened_range.start", "NoneType"]),
-    "flat range backwards": (dict(flattened_range=slice(4, 2)), MetadataError, ["flattened_range", "start <= stop"]),
-    "flat range too long": (dict(flattened_range=slice(4, 9)), MetadataError, ["flattened_range", "8 elements"]),
-    "replica by name": (dict(replica_id="main"), MetadataError, ["replica_id", "str", "an int"]),
-    "no replica": (dict(replica_id=None), MetadataError, ["replica_id", "NoneType"]),
-    "nested replica": (dict(replica_id=(0, (0,))), MetadataError, ["replica_id[1]", "tuple", "an int"]),
-    "flag that is no bool": (dict(allow_shape_mismatch=1), MetadataError, ["allow_shape_mismatch", "int", "a bool"]),
+    "flat range that isn't a slice": ({"flattened_range": (0, 4)}, MetadataError, ["flattened_range", "a slice"]),
+    "flat range with a step": ({"flattened_range": slice(0, 4, 2)}, MetadataError, ["flattened_range", "step 1"]),
+    "open flat range": ({"flattened_range": slice(None, 4)}, MetadataError, ["flattened_range.start", "NoneType"]),
+    "flat range backwards": ({"flattened_range": slice(4, 2)}, MetadataError, ["flattened_range", "start <= stop"]),
+    "flat range too long": ({"flattened_range": slice(4, 9)}, MetadataError, ["flattened_range", "8 elements"]),
+    "replica by name": ({"replica_id": "main"}, MetadataError, ["replica_id", "str", "an int"]),
+    "no replica": ({"replica_id": None}, MetadataError, ["replica_id", "NoneType"]),
+    "nested replica": ({"replica_id": (0, (0,))}, MetadataError, ["replica_id[1]", "tuple", "an int"]),
+    "flag that is no bool": ({"allow_shape_mismatch": 1}, MetadataError, ["allow_shape_mismatch", "int", "a bool"]),
     "data of another dtype": (
-        dict(data=torch.zeros(4, 2).half()),
+        {"data": torch.zeros(4, 2).half()},
         ShapeError,
         ["dtype", "float16", "float32", "cast", "map_shards"],
     ),
     "data of another shape": (
-        dict(data=torch.zeros(2, 4)),
+        {"data": torch.zeros(2, 4)},
         ShapeError,
         ["shape", "(2, 4)", "(4, 2)", "cast", "map_shards"],
     ),
     "flat data with two axes": (
-        dict(data=torch.zeros(4, 2), flattened_range=slice(0, 8)),
+        {"data": torch.zeros(4, 2), "flattened_range": slice(0, 8)},
         ShapeError,
         ["shape", "(8,)", "flattened_range"],
     ),
     "flat data too short": (
-        dict(data=torch.zeros(3), flattened_range=slice(0, 4)),
+        {"data": torch.zeros(3), "flattened_range": slice(0, 4)},
         ShapeError,
         ["shape", "(3,)", "(4,)"],
     ),
@@ -373,16 +373,16 @@ def test_narrow_refuses_an_irregular_grid_along_the_axis_and_data_it_cannot_cut(
     with pytest.raises(ShapeError, match=r"global_shape\[0\]"):
         empty.narrow(0, 0, 0)
     with pytest.raises(ShapeError, match="without_data"):
-        ShardedTensor(**GOOD | dict(data=object())).narrow(0, 0, 1)
+        ShardedTensor(**GOOD | {"data": object()}).narrow(0, 0, 1)
 
 
 def test_only_a_regular_grid_has_chunks():
     with pytest.raises(ShapeError, match="axis_fragmentations"):
-        ShardedTensor(**GOOD | dict(axis_fragmentations=None)).max_allowed_chunks()
+        ShardedTensor(**GOOD | {"axis_fragmentations": None}).max_allowed_chunks()
     with pytest.raises(ShapeError, match="a multiple of 3"):
-        ShardedTensor(**GOOD | dict(axis_fragmentations=(3, 1))).max_allowed_chunks()
+        ShardedTensor(**GOOD | {"axis_fragmentations": (3, 1)}).max_allowed_chunks()
     with pytest.raises(ShapeError, match="a multiple of the box's size 4"):
-        ShardedTensor(**GOOD | dict(axis_fragmentations=None, global_offset=(13, 0))).local_chunk_offset_in_global()
+        ShardedTensor(**GOOD | {"axis_fragmentations": None, "global_offset": (13, 0)}).local_chunk_offset_in_global()
 
 
 # -- how leaves are shown
@@ -514,6 +514,7 @@ def test_a_nonpersistent_object_gives_its_value_back():
         ([0], True),
         (False, True),
         (np.int64(0), True),
+        (torch.tensor(0), True),
     ],
 )
 def test_the_main_replica_is_all_zeros(replica, main):

@@ -108,7 +108,7 @@ def _encode_text(value: np.str_ | np.bytes_, child: Child) -> Node:
     # Not by their bits: these are strings in Python too, and an array would drop their trailing zeros.
     return {
         "$": f"numpy.{type(value).__name__}",
-        "value": child(str(value) if isinstance(value, str) else bytes(value)),
+        "value": child(str.__str__(value) if isinstance(value, str) else bytes(value)),
     }
 
 

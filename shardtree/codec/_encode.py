@@ -120,8 +120,10 @@ def _described(value: Any) -> str:
 
 def _too_deep(path: TreePath, parents: tuple[Any, ...]) -> TreeError:
     innermost = parents[-1]
-    if any(parent is innermost for parent in parents[:-1]):
-        what = f"encode_tree: a {type(innermost).__name__} contains itself, below {render_path(path_to(path))}"
+    again = [position for position, parent in enumerate(parents) if parent is innermost]
+    if len(again) > 1:
+        where = render_path(path_to(path[: again[1]]))
+        what = f"encode_tree: a {type(innermost).__name__} contains itself at {where}"
         return TreeError(explain(what, fix="Break the cycle; a stored tree has none."))
     what = f"encode_tree: containers in containers, more than {MAX_DEPTH} deep, at {render_path(path_to(path))}"
     return TreeError(explain(what, fix="Flatten the tree."))

@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from math import prod
 from typing import Any
 
-from shardtree.errors import MetadataError, ShapeError
-
+from ..errors import MetadataError, ShapeError
 from ._numbers import integers, refuse
 
 Shape = tuple[int, ...]

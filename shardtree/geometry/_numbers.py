@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from typing import Any, NoReturn
 
-from shardtree.errors import CheckpointingException, MetadataError, explain
+from ..errors import CheckpointingException, MetadataError, explain
 
 
 def refuse(

@@ -14,15 +14,15 @@ class Strided(NamedTuple):
     """Where a view's elements lie in the flat tensor: element ``i`` at ``offset + sum(i * stride)``."""
 
     offset: int
-    size: Shape
-    stride: Shape
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
 
 
 class Box(NamedTuple):
     """The rectangle of indices [offset, offset + shape)."""
 
-    offset: Shape
-    shape: Shape
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
 
 
 def row_major(shape: Shape) -> Shape:

@@ -22,8 +22,8 @@ class Fetch(NamedTuple):
 
     name: str
     dtype: torch.dtype
-    offset: Shape
-    shape: Shape
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from ..mapping import ShardedObject, ShardedTensor
@@ -36,7 +36,7 @@ class LoadObjects(Protocol):
 class LoadMetadata(Protocol):
     """LOAD_METADATA: return every stored tensor by key, and object by unique key, whole and without data."""
 
-    def __call__(self, checkpoint: Checkpoint, /) -> dict[str, ShardedTensor | ShardedObject]: ...
+    def __call__(self, checkpoint: Checkpoint, /) -> Mapping[str, ShardedTensor | ShardedObject]: ...
 
 
 class SaveCommon(Protocol):

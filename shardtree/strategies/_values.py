@@ -45,12 +45,14 @@ class Checkpoint:
         fields: what metadata.json says.
         world: who reads it together.
         options: how it is read.
+        memo: what strategies remember of it, such as the parsed index.
     """
 
     storage: Storage
     fields: Fields
     world: World
     options: LoadOptions = field(default_factory=LoadOptions)
+    memo: dict[str, Any] = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ._distributed import distributed, is_initialised
+from ._distributed import distributed
+from ._groups import is_initialised
 from ._one import one_process
 from ._world import World
 

@@ -87,7 +87,7 @@ def rank_offsets(draw):
     return (
         data,
         cuts,
-        dict(replica_id=draw(replicas), prepend_axis_num=prepended, allow_shape_mismatch=draw(st.booleans())),
+        {"replica_id": draw(replicas), "prepend_axis_num": prepended, "allow_shape_mismatch": draw(st.booleans())},
     )
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import pytest
 import torch
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from shardtree.errors import CheckpointingException
 from shardtree.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
 
 
@@ -37,19 +40,19 @@ def twice(key: str, data: Any, replica_id: Any, flattened_range: slice | None) -
 
 
 KEYS = st.text("abc", min_size=1, max_size=3)
-TENSORS = st.lists(st.integers(-3, 3), min_size=0, max_size=4).map(lambda values: torch.tensor(values, dtype=torch.float32))
+TENSORS = st.lists(st.integers(-3, 3), max_size=4).map(lambda values: torch.tensor(values, dtype=torch.float32))
 
 
 def shards() -> st.SearchStrategy[ShardedTensor]:
     return st.builds(ShardedTensor.from_rank_offsets, KEYS, TENSORS)
 
 
+def flat_shard(key: str, data: torch.Tensor) -> ShardedTensor:
+    return ShardedTensor.from_rank_offsets_flat(key, data, (2, 4), flattened_range=slice(1, 1 + len(data)))
+
+
 def flat_shards() -> st.SearchStrategy[ShardedTensor]:
-    return st.builds(
-        lambda key, data: ShardedTensor.from_rank_offsets_flat(key, data, (2, 4), flattened_range=slice(1, 1 + len(data))),
-        KEYS,
-        TENSORS,
-    )
+    return st.builds(flat_shard, KEYS, TENSORS)
 
 
 def factories() -> st.SearchStrategy[ShardedTensorFactory]:
@@ -95,14 +98,6 @@ def nodes(tree: Any) -> Iterator[Any]:
             yield from nodes(child)
 
 
-def tensors(tree: Any) -> Iterator[torch.Tensor]:
-    for node in [*nodes(tree)]:
-        for child in node.values() if isinstance(node, dict) else node:
-            data = getattr(child, "data", None) if not isinstance(child, torch.Tensor) else child
-            if isinstance(data, torch.Tensor):
-                yield data
-
-
 def frozen(tree: Any) -> Any:
     """Return what a tree holds by structure and identity: equal before and after means that nothing was changed."""
     if isinstance(tree, dict):
@@ -111,3 +106,35 @@ def frozen(tree: Any) -> Any:
         return type(tree), id(tree), [frozen(child) for child in tree]
     data = tree if isinstance(tree, torch.Tensor) else getattr(tree, "data", None)
     return id(tree), data._version if isinstance(data, torch.Tensor) else data
+
+
+def outline(tree: Any) -> Any:
+    """Return what a tree holds by structure, order and leaf: equal outlines are equal trees."""
+    if isinstance(tree, dict):
+        kind = dict if isinstance(tree, Config) else type(tree)
+        return kind, [(key, outline(child)) for key, child in tree.items()]
+    if isinstance(tree, (list, tuple, deque)) and not isinstance(tree, torch.Size):
+        return type(tree), [outline(child) for child in tree]
+    return id(tree) if isinstance(tree, torch.Tensor) else (type(tree), tree)
+
+
+def at(tree: Any, path: tuple[Any, ...]) -> Any:
+    for entry in path:
+        tree = tree[entry]
+    return tree
+
+
+def mutable_nodes(tree: Any) -> dict[int, Any]:
+    return {id(node): node for node in nodes(tree) if not isinstance(node, tuple)}
+
+
+def assert_caught(law: Callable[..., None], fault: Any, *strategies: st.SearchStrategy[Any]) -> None:
+    """Assert that a law fails for a faulty function, so that it could fail for ours."""
+
+    @settings(phases=[Phase.generate], database=None, max_examples=300, derandomize=True)
+    @given(st.tuples(*strategies))
+    def run(arguments: tuple[Any, ...]) -> None:
+        law(fault, *arguments)
+
+    with pytest.raises((AssertionError, CheckpointingException, TypeError, LookupError, ExceptionGroup)):
+        run()

@@ -27,7 +27,10 @@ from ._save import BACKEND, VERSION
 
 def read_index(checkpoint: Checkpoint) -> Index:
     """Return a checkpoint's index, its columns as views of the mapped file."""
-    return decode_index(*read_checked(checkpoint, "index"))
+    if "index" not in checkpoint.memo:
+        checkpoint.memo["index"] = decode_index(*read_checked(checkpoint, "index"))
+    index: Index = checkpoint.memo["index"]
+    return index
 
 
 @register_default_strategy(StrategyAction.LOAD_COMMON, BACKEND, VERSION)
@@ -36,24 +39,6 @@ def load_common(checkpoint: Checkpoint) -> Any:
     data, _ = read_checked(checkpoint, "common")
     options = checkpoint.options
     return decode_tree(data, types=options.types, allow_pickle=options.allow_pickle)
-
-
-@register_default_strategy(StrategyAction.LOAD_METADATA, BACKEND, VERSION)
-def load_metadata(checkpoint: Checkpoint) -> dict[str, ShardedTensor | ShardedObject]:
-    """Return every stored tensor by key, and object by unique key, whole and without data."""
-    index = read_index(checkpoint)
-    keys = texts(index.key_text, index.key_start)
-    tensors = {key: whole_shard(index, number, key) for number, key in enumerate(keys)}
-    unique_keys = texts(index.object_text, index.object_start)
-    objects = {key: ShardedObject.empty_from_unique_key(key) for key in unique_keys}
-    return {**tensors, **objects}
-
-
-def whole_shard(index: Index, number: int, key: str) -> ShardedTensor:
-    """Return a stored tensor as one shard without data."""
-    kind = kind_at(index, number)
-    axes = len(kind.global_shape)
-    return ShardedTensor(key, None, kind.dtype, kind.global_shape, kind.global_shape, (0,) * axes, (1,) * axes)
 
 
 @register_default_strategy(StrategyAction.LOAD_SHARDED, BACKEND, VERSION)

@@ -1,0 +1,55 @@
+"""From what a caller passes as a strategy to the function that runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import StrategyError, explain
+from ..strategies import Strategies, StrategyAction, get_default_strategy
+from ..strategies.base import Strategy
+
+Choice = tuple[str, int] | Strategy | None
+"""A (backend, version) pair, a function, or None for the default."""
+
+DEFAULT_BACKEND = ("safetensors", 1)
+
+
+def backend_of(choice: Choice, default: tuple[str, int]) -> tuple[str, int]:
+    """Return the (backend, version) that a choice names; a function stands in for the default's.
+
+    Raises:
+        StrategyError: the choice is neither None, nor a pair, nor a function.
+
+    Examples:
+        >>> backend_of(("zarr", 1), DEFAULT_BACKEND), backend_of(None, DEFAULT_BACKEND)
+        (('zarr', 1), ('safetensors', 1))
+    """
+    if choice is None or callable(choice):
+        return default
+    if isinstance(choice, tuple) and len(choice) == 2 and isinstance(choice[0], str) and type(choice[1]) is int:
+        return choice
+    raise StrategyError(
+        explain("not a strategy", found=repr(choice)[:200], expected="a (backend, version) pair, a function, or None")
+    )
+
+
+def strategy_of(action: StrategyAction, choice: Choice, default: tuple[str, int], strategies: Strategies) -> Strategy:
+    """Return the function that a choice stands for.
+
+    Raises:
+        StrategyError: the table has no such row.
+    """
+    if choice is not None and callable(choice):
+        return choice
+    return get_default_strategy(action, *backend_of(choice, default), strategies=strategies)
+
+
+def sharded_backend(fields: Mapping[str, Any]) -> tuple[str, int]:
+    """Return the backend and version that a checkpoint's tensors are in."""
+    return fields["sharded_backend"], fields["sharded_backend_version"]
+
+
+def common_backend(fields: Mapping[str, Any]) -> tuple[str, int]:
+    """Return the backend and version that a checkpoint's common state is in."""
+    return fields["common_backend"], fields["common_backend_version"]

@@ -1,0 +1,142 @@
+"""An open checkpoint as a read-only mapping of lazy shards: nothing is read until it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..errors import KeyMismatch, TreeError, explain
+from ..lazy import stored
+from ..mapping import ShardedObject, ShardedTensor
+from ..storage import Directory, Verify
+from ..strategies import Checkpoint, LoadOptions, Strategies, StrategyAction, default_strategies, find_strategy
+from ..trees import without_holes
+from ..world import one_process
+from ._dispatch import common_backend, sharded_backend, strategy_of
+from ._open import load_common, open_at, sharded_metadata
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OpenCheckpoint(Mapping[str, ShardedTensor | ShardedObject]):
+    """A checkpoint as a mapping: shard key → whole tensor with lazy data, unique key → object.
+
+    Values are made when asked for; a tensor's elements are read by ``tree[key].data[...].read()``, and only those. What is
+    recorded on lazy data, by hand or by a factory or a tree map, costs no read.
+
+    Attributes:
+        checkpoint: where the bytes are.
+        metadata: the stored tensors and objects, without data.
+        strategies: the dispatch table.
+    """
+
+    checkpoint: Checkpoint
+    metadata: Mapping[str, ShardedTensor | ShardedObject]
+    strategies: Strategies
+
+    def __getitem__(self, key: str) -> ShardedTensor | ShardedObject:
+        """Return the tensor of a key, with lazy data, or the object of a unique key, with its data.
+
+        Raises:
+            KeyMismatch: nothing of that name is stored.
+        """
+        shard = self.metadata.get(key)
+        if shard is None:
+            raise KeyMismatch(explain("open: no such key in the checkpoint", found=repr(key), fix="list(tree) has all keys."))
+        if isinstance(shard, ShardedObject):
+            return replace(shard, data=_read_object(self, shard))
+        lazy = stored(partial(_read_box, self, shard), shard.global_shape, shard.dtype, name=key)
+        return replace(shard, data=lazy)
+
+    def __iter__(self) -> Iterator[str]:
+        """Return the keys, tensors' first, each kind sorted."""
+        return iter(self.metadata)
+
+    def __len__(self) -> int:
+        """Return how many tensors and objects are stored."""
+        return len(self.metadata)
+
+    def __repr__(self) -> str:
+        """Return where the checkpoint is and how much is in it."""
+        return f"OpenCheckpoint({self.checkpoint.storage.where()!r}, {len(self)} keys)"
+
+    def common(self) -> Any:
+        """Return what is stored outside the shards."""
+        return without_holes(load_common(self.checkpoint, None, self.strategies))
+
+    def nested(self, separator: str = ".") -> dict[str, Any]:
+        """Return the shards as nested dicts, taken apart at the dots of their keys.
+
+        Raises:
+            TreeError: a key is also the beginning of another one.
+        """
+        tree: dict[str, Any] = {}
+        for key in self:
+            *folders, last = key.split(separator)
+            node = tree
+            for folder in folders:
+                node = node.setdefault(folder, {})
+                if not isinstance(node, dict):
+                    raise _both_leaf_and_branch(key)
+            if last in node:
+                raise _both_leaf_and_branch(key)
+            node[last] = self[key]
+        return tree
+
+
+def open_checkpoint(
+    checkpoint_dir: Directory,
+    *,
+    verify: Verify = "whole",
+    allow_pickle: bool = False,
+    types: tuple[type, ...] = (),
+    strategies: Strategies = default_strategies,
+) -> OpenCheckpoint:
+    """Return a checkpoint as a read-only mapping of lazy shards; not collective.
+
+    Args:
+        checkpoint_dir: where the checkpoint is.
+        verify: which blocks are checked when elements are read.
+        allow_pickle: whether pickled objects may be unpickled, which can run any code.
+        types: enum, dataclass and namedtuple classes that stored records become instances of.
+        strategies: the dispatch table.
+
+    Raises:
+        NotACheckpoint: there is none.
+        CheckpointReplaced: later, on a read, when a save has replaced the files meanwhile.
+
+    Examples:
+        >>> import tempfile, torch, shardtree as st
+        >>> folder = tempfile.mkdtemp()
+        >>> st.save({"w": st.ShardedTensor.from_rank_offsets("w", torch.arange(12).reshape(4, 3))}, folder)
+        >>> tree = st.open_checkpoint(folder)
+        >>> tree["w"].data[1:3, :2].read()
+        tensor([[3, 4],
+                [6, 7]])
+    """
+    options = LoadOptions(verify, allow_pickle, types)
+    checkpoint = open_at(checkpoint_dir, one_process(), options)
+    return OpenCheckpoint(checkpoint, sharded_metadata(checkpoint, None, None, strategies), strategies)
+
+
+def _read_box(tree: OpenCheckpoint, whole: ShardedTensor, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+    data = torch.empty(shape, dtype=whole.dtype)
+    box = ShardedTensor(whole.key, data, whole.dtype, shape, whole.global_shape, offset, None)
+    backend = sharded_backend(tree.checkpoint.fields)
+    strategy_of(StrategyAction.LOAD_SHARDED, None, backend, tree.strategies)(tree.checkpoint, [box])
+    return data
+
+
+def _read_object(tree: OpenCheckpoint, item: ShardedObject) -> Any:
+    backend = sharded_backend(tree.checkpoint.fields)
+    if find_strategy(StrategyAction.LOAD_OBJECTS, *backend, strategies=tree.strategies) is None:
+        backend = common_backend(tree.checkpoint.fields)
+    return strategy_of(StrategyAction.LOAD_OBJECTS, None, backend, tree.strategies)(tree.checkpoint, [item])[0]
+
+
+def _both_leaf_and_branch(key: str) -> TreeError:
+    fix = "Use the flat mapping, or another separator."
+    return TreeError(explain(f"nested: {key!r} is both a key and the beginning of another one", fix=fix))

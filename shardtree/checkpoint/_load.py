@@ -1,0 +1,223 @@
+"""load: a checkpoint fills a sharded tree, in any layout, whatever layout it was saved in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..errors import TreeError, explain
+from ..mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
+from ..storage import Directory, ReadReport, Verify
+from ..strategies import Checkpoint, LoadOptions, Strategies, StrategyAction, default_strategies, find_strategy
+from ..trees import HOLE, build_factories, compose, join, map_shards, shard_leaves, unwrap
+from ..world import World, agree, current_world, gather
+from ._consistency import check_together, describe
+from ._dispatch import Choice, common_backend, sharded_backend, strategy_of
+from ._open import load_common, load_tensors_metadata, open_at, sharded_metadata
+from ._strict import StrictHandling, looks_beforehand, needs_all_ranks, parse_strict, report_keys, returns_keys
+from ._targets import delivered, with_memory
+
+
+def load(
+    sharded_state_dict: Any,
+    checkpoint_dir: Directory,
+    sharded_strategy: Choice = None,
+    common_strategy: Choice = None,
+    validate_access_integrity: bool = True,
+    strict: str | StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED,
+    *,
+    world: Any = None,
+    donate: bool = False,
+    verify: Verify = "whole",
+    allow_pickle: bool = False,
+    types: tuple[type, ...] = (),
+    strategies: Strategies = default_strategies,
+    progress: Callable[[int], None] | None = None,
+    report: Callable[[ReadReport], None] | None = None,
+) -> Any:
+    """Return the stored common state joined by the loaded target; every rank of the world calls it with its own target.
+
+    Only the bytes that the target asks for are read. Plain values in the target are ignored.
+
+    Args:
+        sharded_state_dict: the target: shards say what to load. Their data may be tensors on any device (results go
+            there), None, or meta tensors. It isn't changed.
+        checkpoint_dir: where the checkpoint is.
+        sharded_strategy: replaces the function that its format's row has for loading shards.
+        common_strategy: replaces the one for the common state.
+        validate_access_integrity: whether ranks exchange their targets and check that every element is asked for
+            by exactly one main replica.
+        strict: what to do about keys that only the target or only the checkpoint has.
+        world: the ranks that take part; torch.distributed's default group, or else this process alone.
+        donate: whether the target's tensors are given away: they are filled in place and returned. If the
+            load fails, their content is lost.
+        verify: which blocks are checked against their hashes: those read "whole", "all" that are touched, or none (None).
+        allow_pickle: whether pickled values may be unpickled, which can run any code.
+        types: enum, dataclass and namedtuple classes that stored records become instances of.
+        strategies: the dispatch table.
+        progress: is told, now and then, how many bytes this rank read since the last time.
+        report: is given what this rank read, once.
+
+    Returns:
+        The tree; with a strict mode that returns keys, ``(tree, missing, unexpected)``.
+
+    Raises:
+        NotACheckpoint: there is none.
+        KeyMismatch: the checkpoint lacks what the target asks for.
+        ShapeError: a tensor's global shape or dtype differs, or the checkpoint doesn't cover the target.
+        CorruptCheckpoint: stored bytes aren't what was saved.
+        UnsafeFile: it holds pickled values, and `allow_pickle` isn't given.
+        RemoteError: another rank failed.
+
+    Examples:
+        >>> import tempfile, torch, shardtree as st
+        >>> folder = tempfile.mkdtemp()
+        >>> st.save({"w": st.ShardedTensor.from_rank_offsets("w", torch.arange(4)), "step": 7}, folder)
+        >>> half = st.ShardedTensor.from_rank_offsets("w", torch.zeros(2, dtype=torch.int64), (0, 1, 2))
+        >>> st.load({"w": half}, folder, validate_access_integrity=False)
+        {'w': tensor([2, 3]), 'step': 7}
+
+    References:
+        megatron.core.dist_checkpointing.serialization.load, megatron-core 0.16.1.
+    """
+    ranks = current_world(world)
+    options = LoadOptions(verify, allow_pickle, types, progress or LoadOptions().progress)
+    mode = agree(ranks, "load: options", partial(parse_strict, strict))
+    checkpoint = agree(ranks, "load: open", partial(open_at, checkpoint_dir, ranks, options))
+    target = agree(ranks, "load: prepare", partial(_prepare, sharded_state_dict))
+    if validate_access_integrity:
+        descriptions = gather(ranks, "load: describe target", lambda: describe(target.tensors, target.objects, ranks.rank))
+        agree(ranks, "load: check integrity", partial(check_together, descriptions))
+    missing, unexpected = _compare_keys(ranks, checkpoint, target, mode, (sharded_strategy, common_strategy, strategies))
+    wanted = _without(target, unexpected)
+    choices = (sharded_strategy, common_strategy, strategies)
+    loaded, read = agree(ranks, "load: read", partial(_read, checkpoint, wanted, choices, donate=donate))
+    common = agree(ranks, "load: common state", partial(load_common, checkpoint, common_strategy, strategies))
+    tree = agree(ranks, "load: join", partial(_joined, common, wanted, loaded))
+    if report is not None:
+        report(read)
+    return (tree, missing, unexpected) if returns_keys(mode) else tree
+
+
+Choices = tuple[Choice, Choice, Strategies]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Target:
+    """A load's target, taken apart.
+
+    Attributes:
+        leaves: of the tree with factories applied.
+        rebuild: from new leaves to a tree of the same structure.
+        merge: from a loaded tree to one with the factories merged.
+    """
+
+    leaves: tuple[Any, ...]
+    rebuild: Callable[[Sequence[Any]], Any]
+    merge: Callable[[Any], Any]
+
+    @property
+    def tensors(self) -> list[ShardedTensor]:
+        """The tensor shards, in the order of the leaves."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, ShardedTensor)]
+
+    @property
+    def objects(self) -> list[ShardedObject]:
+        """The sharded objects, in the order of the leaves."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, ShardedObject)]
+
+
+def _prepare(tree: Any) -> Target:
+    if not isinstance(tree, (dict, list, tuple)):
+        raise TreeError(explain("load: not a tree", found=type(tree).__name__, expected="a dict, list or tuple of shards"))
+    built, merge = build_factories(map_shards(_merging_plain_values, tree))
+    pairs, rebuild = shard_leaves(built)
+    return Target(tuple(leaf for _, leaf in pairs), rebuild, merge)
+
+
+def _merging_plain_values(leaf: Any) -> Any:
+    """Return a factory that merges loaded objects as they are: until the join they are kept in boxes."""
+    if isinstance(leaf, ShardedTensorFactory):
+        return replace(leaf, merge_fn=compose(unwrap, leaf.merge_fn))
+    return leaf
+
+
+def _without(target: Target, unexpected: set[str]) -> Target:
+    if not unexpected:
+        return target
+    kept = (HOLE if getattr(leaf, "key", None) in unexpected and _is_sharded(leaf) else leaf for leaf in target.leaves)
+    return replace(target, leaves=tuple(kept))
+
+
+def _is_sharded(leaf: Any) -> bool:
+    return isinstance(leaf, (ShardedTensor, ShardedObject))
+
+
+def _compare_keys(
+    world: World, checkpoint: Checkpoint, target: Target, mode: StrictHandling, choices: Choices
+) -> tuple[set[str], set[str]]:
+    """Return the missing and unexpected keys that a strict mode wants to know."""
+    if not looks_beforehand(mode):
+        return set(), set()
+    own = {leaf.key for leaf in target.leaves if _is_sharded(leaf)}
+    stored = agree(world, "load: metadata", lambda: {shard.key for shard in sharded_metadata(checkpoint, *choices).values()})
+    everywhere = set().union(*gather(world, "load: keys", lambda: own)) if needs_all_ranks(mode) else stored
+    missing, unexpected = stored - everywhere, own - stored
+    agree(world, "load: strict", partial(report_keys, mode, missing, unexpected))
+    return (set(), set()) if mode is StrictHandling.IGNORE_ALL else (missing, unexpected)
+
+
+def _read(checkpoint: Checkpoint, target: Target, choices: Choices, *, donate: bool) -> tuple[list[Any], ReadReport]:
+    """Return what was loaded for each leaf of the target: a tensor, a boxed object, or a hole."""
+    sharded, common, strategies = choices
+    backend = sharded_backend(checkpoint.fields)
+    shards = target.tensors
+    memories = [with_memory(shard, donate=donate) for shard in shards]
+    read = strategy_of(StrategyAction.LOAD_SHARDED, sharded, backend, strategies)(checkpoint, memories)
+    if find_strategy(StrategyAction.LOAD_OBJECTS, *backend, strategies=strategies) is None:
+        backend = common_backend(checkpoint.fields)
+    load_objects = strategy_of(StrategyAction.LOAD_OBJECTS, None, backend, strategies)
+    objects = iter(load_objects(checkpoint, target.objects) if target.objects else ())
+    tensors = iter(delivered(shard, filled.data, donate=donate) for shard, filled in zip(shards, memories, strict=True))
+    return [_loaded(leaf, tensors, objects) for leaf in target.leaves], read
+
+
+def _loaded(leaf: Any, tensors: Any, objects: Any) -> Any:
+    if isinstance(leaf, ShardedTensor):
+        return next(tensors)
+    if isinstance(leaf, ShardedObject):
+        # Boxed, because a loaded object may be a container, which the join would look into.
+        return LocalNonpersistentObject(next(objects))
+    return leaf if isinstance(leaf, LocalNonpersistentObject) else HOLE
+
+
+def _joined(common: Any, target: Target, loaded: Sequence[Any]) -> Any:
+    return join(common, target.merge(target.rebuild(loaded)))
+
+
+def load_plain_tensors(
+    checkpoint_dir: Directory,
+    *,
+    world: Any = None,
+    verify: Verify = "whole",
+    strategies: Strategies = default_strategies,
+) -> dict[str, torch.Tensor]:
+    """Return every stored tensor whole, by key; each rank of the world reads all of them.
+
+    Examples:
+        >>> import tempfile, torch, shardtree as st
+        >>> folder = tempfile.mkdtemp()
+        >>> st.save({"model": [st.ShardedTensor.from_rank_offsets("w", torch.arange(3))], "step": 7}, folder)
+        >>> st.load_plain_tensors(folder)
+        {'w': tensor([0, 1, 2])}
+    """
+    ranks = current_world(world)
+    target = agree(ranks, "load: metadata", partial(load_tensors_metadata, checkpoint_dir, strategies=strategies))
+    checkpoint = agree(ranks, "load: open", partial(open_at, checkpoint_dir, ranks, LoadOptions(verify)))
+    loaded, _ = agree(ranks, "load: read", partial(_read, checkpoint, _prepare(target), (None, None, strategies), donate=False))
+    tensors: dict[str, torch.Tensor] = _prepare(target).rebuild(loaded)
+    return tensors

@@ -1,0 +1,188 @@
+"""Opening a checkpoint: which formats it is in, what is in it, and reading parts of it when asked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from ..mapping import ShardedObject, ShardedTensor
+from ..storage import Directory, storage_at
+from ..strategies import (
+    METADATA_FILE,
+    Checkpoint,
+    LoadOptions,
+    Strategies,
+    StrategyAction,
+    default_strategies,
+    find_strategy,
+    read_metadata,
+)
+from ..trees import without_holes
+from ..world import World, current_world, on_rank_zero, one_process
+from ._dispatch import Choice, common_backend, sharded_backend, strategy_of
+from ._prepare import CONTENT_METADATA
+
+Metadata = Mapping[str, ShardedTensor | ShardedObject]
+
+
+def open_at(directory: Directory, world: World, options: LoadOptions) -> Checkpoint:
+    """Return a finished checkpoint, its formats read; not collective.
+
+    Raises:
+        NotACheckpoint: there is none.
+        CorruptCheckpoint: metadata.json isn't what was written.
+    """
+    storage = storage_at(directory)
+    return Checkpoint(storage, read_metadata(storage)[1], world, options)
+
+
+def is_checkpoint(checkpoint_dir: Directory) -> bool:
+    """Return whether a folder holds a finished checkpoint.
+
+    Examples:
+        >>> import tempfile
+        >>> is_checkpoint(tempfile.mkdtemp())
+        False
+    """
+    return storage_at(checkpoint_dir).length(METADATA_FILE) is not None
+
+
+def load_common_state_dict(
+    checkpoint_dir: Directory,
+    *,
+    allow_pickle: bool = False,
+    types: tuple[type, ...] = (),
+    strategies: Strategies = default_strategies,
+) -> Any:
+    """Return what is stored outside the shards; not collective.
+
+    Where shards were, dicts lack the entry, and lists and tuples have `HOLE`.
+
+    Args:
+        checkpoint_dir: where the checkpoint is.
+        allow_pickle: whether pickled values may be unpickled, which can run any code.
+        types: enum, dataclass and namedtuple classes that stored records become instances of.
+        strategies: the dispatch table.
+
+    Raises:
+        NotACheckpoint: there is none.
+        UnsafeFile: it holds pickled values, and `allow_pickle` isn't given.
+
+    Examples:
+        >>> import tempfile, torch, shardtree as st
+        >>> folder = tempfile.mkdtemp()
+        >>> st.save({"w": st.ShardedTensor.from_rank_offsets("w", torch.arange(4)), "step": 7}, folder)
+        >>> st.load_common_state_dict(folder)
+        {'step': 7}
+    """
+    checkpoint = open_at(checkpoint_dir, one_process(), LoadOptions(allow_pickle=allow_pickle, types=types))
+    return without_holes(load_common(checkpoint, None, strategies))
+
+
+def load_common(checkpoint: Checkpoint, choice: Choice, strategies: Strategies) -> Any:
+    """Return a checkpoint's common tree, with holes where shards were."""
+    strategy = strategy_of(StrategyAction.LOAD_COMMON, choice, common_backend(checkpoint.fields), strategies)
+    return strategy(checkpoint)
+
+
+def load_tensors_metadata(
+    checkpoint_dir: Directory, sharded_strategy: Choice = None, *, strategies: Strategies = default_strategies
+) -> dict[str, ShardedTensor]:
+    """Return every stored tensor by its key, as one whole shard without data; not collective.
+
+    Examples:
+        >>> import tempfile, torch, shardtree as st
+        >>> folder = tempfile.mkdtemp()
+        >>> st.save({"w": st.ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3))}, folder)
+        >>> {key: shard.global_shape for key, shard in st.load_tensors_metadata(folder).items()}
+        {'w': (2, 3)}
+    """
+    checkpoint = open_at(checkpoint_dir, one_process(), LoadOptions())
+    metadata = sharded_metadata(checkpoint, sharded_strategy, None, strategies)
+    return {key: shard for key, shard in metadata.items() if isinstance(shard, ShardedTensor)}
+
+
+def load_sharded_metadata(
+    checkpoint_dir: Directory,
+    sharded_strategy: Choice = None,
+    common_strategy: Choice = None,
+    *,
+    strategies: Strategies = default_strategies,
+) -> dict[str, ShardedTensor | ShardedObject]:
+    """Return every stored tensor by its key and object by its unique key, whole and without data; not collective.
+
+    Examples:
+        >>> import tempfile, shardtree as st
+        >>> folder = tempfile.mkdtemp()
+        >>> st.save({"rng": st.ShardedObject("rng", 5, (1,), (0,))}, folder)
+        >>> list(st.load_sharded_metadata(folder))
+        ['rng/shard_0_1']
+    """
+    checkpoint = open_at(checkpoint_dir, one_process(), LoadOptions())
+    return dict(sharded_metadata(checkpoint, sharded_strategy, common_strategy, strategies))
+
+
+def sharded_metadata(checkpoint: Checkpoint, sharded: Choice, common: Choice, strategies: Strategies) -> Metadata:
+    """Return a checkpoint's tensors and objects; the common backend's too, where the sharded one holds no objects."""
+    backend = sharded_backend(checkpoint.fields)
+    metadata: Metadata = strategy_of(StrategyAction.LOAD_METADATA, sharded, backend, strategies)(checkpoint)
+    if find_strategy(StrategyAction.LOAD_OBJECTS, *backend, strategies=strategies) is not None:
+        return metadata
+    fallback = strategy_of(StrategyAction.LOAD_METADATA, common, common_backend(checkpoint.fields), strategies)
+    return {**metadata, **fallback(checkpoint)}
+
+
+def load_content_metadata(
+    checkpoint_dir: Directory | None = None, *, preloaded_state_dict: Mapping[str, Any] | None = None
+) -> Any:
+    """Return what a save was given as `content_metadata`, None if nothing; not collective.
+
+    Args:
+        checkpoint_dir: where the checkpoint is.
+        preloaded_state_dict: the loaded or common state, where the caller has it already.
+
+    Raises:
+        ValueError: neither is given.
+
+    Examples:
+        >>> load_content_metadata(preloaded_state_dict={"content_metadata": {"optimizer": "adam"}})
+        {'optimizer': 'adam'}
+    """
+    if preloaded_state_dict is None:
+        if checkpoint_dir is None:
+            raise ValueError("load_content_metadata: give checkpoint_dir or preloaded_state_dict")
+        preloaded_state_dict = load_common_state_dict(checkpoint_dir)
+    return preloaded_state_dict.get(CONTENT_METADATA) if isinstance(preloaded_state_dict, Mapping) else None
+
+
+def remove_sharded_tensors(
+    checkpoint_dir: Directory,
+    key_prefix: str,
+    *,
+    world: Any = None,
+    strategies: Strategies = default_strategies,
+) -> None:
+    """Remove every stored tensor and object whose key begins with a prefix; collective, done by rank 0.
+
+    The checkpoint stays loadable at every moment: a new index takes the old one's place first.
+
+    Raises:
+        StrategyError: the checkpoint's format can't do that.
+
+    Examples:
+        >>> import tempfile, torch, shardtree as st
+        >>> folder = tempfile.mkdtemp()
+        >>> st.save({key: st.ShardedTensor.from_rank_offsets(key, torch.zeros(2)) for key in ("w", "exp_avg.w")}, folder)
+        >>> st.remove_sharded_tensors(folder, "exp_avg.")
+        >>> list(st.load_tensors_metadata(folder))
+        ['w']
+    """
+    ranks = current_world(world)
+    remove = partial(_remove, checkpoint_dir, key_prefix, ranks, strategies)
+    on_rank_zero(ranks, "remove sharded tensors", remove)
+
+
+def _remove(directory: Directory, key_prefix: str, world: World, strategies: Strategies) -> None:
+    checkpoint = open_at(directory, world, LoadOptions())
+    strategy_of(StrategyAction.REMOVE_SHARDED, None, sharded_backend(checkpoint.fields), strategies)(checkpoint, key_prefix)

@@ -1,0 +1,69 @@
+"""From a sharded tree to what is saved: shards, and the common tree with holes where they were. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import CheckpointingException, TreeError, explain, render_path
+from ..mapping import ShardedObject, ShardedTensor
+from ..trees import apply_factories, common_with_holes, leaves_with_paths
+
+CONTENT_METADATA = "content_metadata"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prepared:
+    """A tree, taken apart for saving.
+
+    Attributes:
+        tensors: the tensor shards, factories applied.
+        objects: the sharded objects.
+        common: everything else, with holes where shards and nonpersistent objects were.
+    """
+
+    tensors: tuple[ShardedTensor, ...]
+    objects: tuple[ShardedObject, ...]
+    common: Any
+
+
+def prepare(tree: Any, content_metadata: Mapping[str, Any] | None = None) -> Prepared:
+    """Return a tree taken apart for saving.
+
+    Raises:
+        TreeError: the tree is no dict, list or tuple, or already has the content metadata's key.
+        CheckpointingException: a shard has no data.
+    """
+    if not isinstance(tree, (dict, list, tuple)):
+        raise TreeError(explain("save: not a tree", found=type(tree).__name__, expected="a dict, list or tuple of shards"))
+    built = apply_factories(with_content_metadata(tree, content_metadata))
+    leaves = leaves_with_paths(built)
+    tensors = tuple((path, leaf) for path, leaf in leaves if isinstance(leaf, ShardedTensor))
+    empty = [f"{shard.key!r} at {render_path(path)}" for path, shard in tensors if not _has_data(shard)]
+    if empty:
+        raise CheckpointingException(explain("save: shards without data", offenders=empty, fix="Give each its tensor."))
+    objects = tuple(leaf for _, leaf in leaves if isinstance(leaf, ShardedObject))
+    return Prepared(tuple(shard for _, shard in tensors), objects, common_with_holes(built))
+
+
+def with_content_metadata(tree: Any, content_metadata: Mapping[str, Any] | None) -> Any:
+    """Return the tree with the caller's description of its content beside its entries.
+
+    Raises:
+        TreeError: the tree isn't a dict, or has such an entry already.
+
+    Examples:
+        >>> with_content_metadata({"step": 1}, {"optimizer": "adam"})
+        {'step': 1, 'content_metadata': {'optimizer': 'adam'}}
+    """
+    if content_metadata is None:
+        return tree
+    if not isinstance(tree, dict) or CONTENT_METADATA in tree:
+        found = "an entry of that name" if isinstance(tree, dict) else type(tree).__name__
+        raise TreeError(explain(f"save: no room for {CONTENT_METADATA!r}", found=found, expected="a dict without it"))
+    return {**tree, CONTENT_METADATA: content_metadata}
+
+
+def _has_data(shard: ShardedTensor) -> bool:
+    return hasattr(shard.data, "dtype") and not getattr(shard.data, "is_meta", False)

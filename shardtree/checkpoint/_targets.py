@@ -1,0 +1,74 @@
+"""The memory that a load fills, and what the caller gets of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from ..errors import ShapeError, explain
+from ..mapping import ShardedTensor
+
+
+def with_memory(shard: ShardedTensor, *, donate: bool) -> ShardedTensor:
+    """Return a shard whose data is contiguous CPU memory to be filled.
+
+    That is the target's own tensor only where it is given away and fits. Where a shape mismatch is allowed, the memory
+    begins with the target's elements, or zeros, since not all of it may be filled.
+
+    Raises:
+        ShapeError: a donated tensor's elements share memory.
+    """
+    given = given_tensor(shard)
+    if donate and given is not None:
+        _check_writable(shard, given)
+        if _fillable(given):
+            return replace(shard, data=given.detach())
+    if not shard.allow_shape_mismatch:
+        return empty(shard)
+    if given is None:
+        return replace(shard, data=None).init_data("cpu", torch.zeros)
+    return replace(shard, data=given.detach().to("cpu", copy=True, memory_format=torch.contiguous_format))
+
+
+def delivered(shard: ShardedTensor, filled: torch.Tensor, *, donate: bool) -> torch.Tensor:
+    """Return what the caller gets for a shard: the donated tensor, or the filled one, on the target's device.
+
+    Args:
+        shard: the target's shard.
+        filled: the memory that was filled.
+        donate: whether the target's tensor was given away.
+    """
+    given = given_tensor(shard)
+    if given is None:
+        return filled
+    if not donate:
+        return filled.to(given.device)
+    if _fillable(given):
+        # The bytes were written behind torch's back; autograd must know.
+        torch.autograd.graph.increment_version(given)
+    else:
+        with torch.no_grad():
+            given.copy_(filled)
+    return given
+
+
+def given_tensor(shard: ShardedTensor) -> torch.Tensor | None:
+    """Return the target's tensor; None where it has no memory of its own: no data, a meta or a lazy tensor."""
+    data = shard.data
+    return data if isinstance(data, torch.Tensor) and not data.is_meta else None
+
+
+def empty(shard: ShardedTensor) -> ShardedTensor:
+    """Return a shard with new memory whose content doesn't matter."""
+    return replace(shard, data=None).init_data("cpu", torch.empty)
+
+
+def _fillable(tensor: torch.Tensor) -> bool:
+    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _check_writable(shard: ShardedTensor, tensor: torch.Tensor) -> None:
+    if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        fix = "Donate tensors with memory of their own; expand() makes views that have none."
+        raise ShapeError(explain(f"load: elements of the donated tensor of {shard.key!r} share memory", fix=fix))

@@ -1,0 +1,104 @@
+"""Dtypes as names, tags and bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shardtree.codec import (
+    bit_view,
+    check_storable,
+    dtype_from_name,
+    dtype_from_tag,
+    dtype_name,
+    format_tag,
+    is_tagged,
+    row_major_bits,
+)
+from shardtree.errors import MetadataError, UnsupportedValue
+
+DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
+QUANTISED = [dtype for dtype in DTYPES if str(dtype).startswith(("torch.qint", "torch.quint"))]
+STORABLE = [dtype for dtype in DTYPES if dtype not in QUANTISED]
+VARIANTS = {
+    "matrix": lambda base: base,
+    "transposed": lambda base: base.t(),
+    "strided": lambda base: base[::2],
+    "column": lambda base: base[:, 1],
+    "expanded": lambda base: base[:1].expand(3, 2),
+    "0-dim": lambda base: base[0, 1],
+    "empty": lambda base: base[:0],
+}
+
+
+def example(dtype: torch.dtype) -> torch.Tensor:
+    return torch.arange(96, dtype=torch.uint8).view(dtype).reshape(-1, 2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_name_is_invertible(dtype: torch.dtype) -> None:
+    assert dtype_from_name(dtype_name(dtype)) is dtype
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_tag_is_invertible_where_the_format_has_one(dtype: torch.dtype) -> None:
+    if is_tagged(dtype):
+        assert dtype_from_tag(format_tag(dtype)) is dtype
+    else:
+        assert format_tag(dtype) == "U8"
+
+
+@pytest.mark.parametrize("dtype", STORABLE, ids=str)
+def test_bit_view_shares_memory_and_is_invertible(dtype: torch.dtype) -> None:
+    tensor = example(dtype)
+    bits = bit_view(tensor)
+    assert bits.data_ptr() == tensor.data_ptr()
+    assert bits.tolist() == list(range(96))
+    assert bits.view(dtype).reshape(tensor.shape).dtype is dtype
+    assert not bit_view(torch.ones(2, requires_grad=True)).requires_grad
+    assert bit_view(tensor[:0]).shape == (0,)
+    assert bit_view(tensor[0, 0]).shape == (dtype.itemsize,)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("dtype", STORABLE, ids=str)
+def test_row_major_bits_are_those_of_the_elements_in_order(dtype: torch.dtype, variant: str) -> None:
+    # The same view of a table of numbers says which element stands where, whatever the dtype.
+    tensor = VARIANTS[variant](example(dtype))
+    index = VARIANTS[variant](torch.arange(96 // dtype.itemsize).reshape(-1, 2))
+    expected = [first * dtype.itemsize + byte for first in index.flatten().tolist() for byte in range(dtype.itemsize)]
+    assert row_major_bits(tensor).tolist() == expected
+
+
+def test_row_major_bits_resolve_what_is_lazy() -> None:
+    tensor = torch.tensor([1 + 2j, 3 - 4j])
+    assert row_major_bits(tensor.conj()).view(torch.complex64).tolist() == [1 - 2j, 3 + 4j]
+    assert row_major_bits(tensor.conj().imag).view(torch.float32).tolist() == [-2.0, 4.0]
+
+
+@pytest.mark.parametrize(
+    ("tensor", "fix"),
+    [
+        (torch.ones(2, 3).t(), ".contiguous()"),
+        (torch.ones(2, dtype=torch.complex64).conj(), ".resolve_conj()"),
+        (torch.ones(2, dtype=torch.complex64).conj().imag.clone()._neg_view(), ".resolve_neg()"),
+        (torch.ones(2, device="meta"), ".cpu()"),
+        (torch.eye(2).to_sparse(), ".to_dense()"),
+    ],
+)
+def test_bit_view_says_what_to_call(tensor: torch.Tensor, fix: str) -> None:
+    with pytest.raises(MetadataError, match=rf"call \{fix[:-2]}"):
+        bit_view(tensor)
+
+
+@pytest.mark.parametrize("dtype", QUANTISED, ids=str)
+def test_quantised_dtypes_are_refused(dtype: torch.dtype) -> None:
+    with pytest.raises(UnsupportedValue, match=r"'w': quantised(.|\n)*int_repr"):
+        check_storable(dtype, "'w'")
+
+
+def test_unknown_names_are_refused() -> None:
+    with pytest.raises(UnsupportedValue, match="no dtype named 'float'"):
+        dtype_from_name("float")
+    with pytest.raises(UnsupportedValue, match="tag 'F6_E2M3'"):
+        dtype_from_tag("F6_E2M3")

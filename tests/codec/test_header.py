@@ -1,0 +1,184 @@
+"""Headers of safetensors files: ours, the package's, and hostile ones."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardtree.codec import (
+    Entry,
+    bit_view,
+    decode_header,
+    decode_header_metadata,
+    dtype_from_tag,
+    encode_header,
+    format_tag,
+    header_length,
+)
+from shardtree.codec._entry import byte_length
+from shardtree.errors import CheckpointingException, CorruptCheckpoint, MetadataError
+
+TAGS = ["BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64", "F16", "BF16", "F32", "F64", "C64"]
+TAGS += ["F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F8_E8M0"]
+NAMES = st.text(st.characters(exclude_categories=["Cs"])).filter(lambda name: name != "__metadata__")
+
+
+@st.composite
+def entry_lists(draw: st.DrawFn) -> list[Entry]:
+    entries, start = [], 0
+    for name in draw(st.lists(NAMES, unique=True, max_size=5)):
+        tag, shape = draw(st.sampled_from(TAGS)), tuple(draw(st.lists(st.integers(0, 3), max_size=3)))
+        stop = start + byte_length(tag, shape)
+        entries.append(Entry(name, tag, shape, start, stop))
+        start = stop
+    return entries
+
+
+def is_inverse(entries: list[Entry], header: bytes) -> bool:
+    """The law: what was encoded is decoded, the data is aligned, and it starts where the header ends."""
+    decoded, start = decode_header(header, len(header) + sum(entry.stop - entry.start for entry in entries))
+    in_place = sorted(entries, key=lambda entry: (entry.start, entry.stop))
+    return (
+        sorted(decoded, key=str) == sorted(in_place, key=str)
+        and [entry.start for entry in decoded] == [entry.start for entry in in_place]
+        and start % 64 == 0
+        and start == len(header) == 8 + header_length(header, len(header))
+    )
+
+
+@given(entry_lists(), st.dictionaries(NAMES, NAMES, max_size=2))
+def test_decode_undoes_encode(entries: list[Entry], metadata: dict[str, str]) -> None:
+    header = encode_header(entries, metadata)
+    assert is_inverse(entries, header)
+    assert decode_header_metadata(header, len(header)) == metadata
+
+
+def test_decode_undoes_encode_catches_a_header_without_padding() -> None:
+    text = b'{"w":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}'
+    assert not is_inverse([Entry("w", "U8", (1,), 0, 1)], len(text).to_bytes(8, "little") + text)
+
+
+@pytest.mark.peers
+@given(entry_lists(), st.dictionaries(NAMES, NAMES, max_size=2))
+def test_the_safetensors_package_reads_what_we_write(entries: list[Entry], metadata: dict[str, str]) -> None:
+    length = sum(entry.stop - entry.start for entry in entries)
+    found = safetensors.deserialize(encode_header(entries, metadata) + bytes(length))
+    assert {name: (spec["dtype"], tuple(spec["shape"]), len(spec["data"])) for name, spec in found} == {
+        entry.name: (entry.tag, entry.shape, entry.stop - entry.start) for entry in entries
+    }
+
+
+@pytest.mark.peers
+@given(st.dictionaries(NAMES, st.sampled_from(TAGS), max_size=5))
+def test_we_read_what_the_safetensors_package_writes(tags: dict[str, str]) -> None:
+    dtypes = {name: dtype_from_tag(tag) for name, tag in tags.items() if tag in TAGS[:18]}
+    tensors = {name: torch.arange(6, dtype=torch.uint8).repeat(8).view(dtype) for name, dtype in dtypes.items()}
+    file = safetensors.torch.save(tensors, metadata={"format": "pt"})
+    entries, start = decode_header(file, len(file))
+    assert decode_header_metadata(file, len(file)) == {"format": "pt"}
+    assert {entry.name for entry in entries} == set(tensors)
+    for entry in entries:
+        tensor = tensors[entry.name]
+        assert (entry.tag, entry.shape) == (format_tag(tensor.dtype), tuple(tensor.shape))
+        assert file[start + entry.start : start + entry.stop] == bytes(bit_view(tensor).tolist())
+
+
+def of_text(text: bytes) -> bytes:
+    return len(text).to_bytes(8, "little") + text
+
+
+def of_spec(spec: object) -> bytes:
+    return of_text(json.dumps({"w": spec}).encode())
+
+
+def of_shape(tag: object, shape: object, offsets: object = (0, 4)) -> bytes:
+    return of_spec({"dtype": tag, "shape": shape, "data_offsets": offsets})
+
+
+HOSTILE = {
+    "empty": (b"", "too short"),
+    "seven bytes": (b"1234567", "too short"),
+    "length of 0": (bytes(8), "doesn't fit"),
+    "longer than the file": ((100).to_bytes(8, "little") + b"{}", "doesn't fit"),
+    "longer than memory": (b"\xff" * 8 + b"{}", "doesn't fit"),
+    "not UTF-8": (of_text(b'{"\xff":1}'), "not valid JSON"),
+    "not JSON": (of_text(b"{]"), "not valid JSON"),
+    "not an object": (of_text(b"[]"), "not a JSON object"),
+    "leading space": (of_text(b" {}"), "not a JSON object"),
+    "byte order mark": (of_text(b"\xef\xbb\xbf{}"), "not valid JSON"),
+    "deep": (of_text(b'{"a":' * 100_000), "nested too deep"),
+    "name twice": (of_text(b'{"a":{},"a":{}}'), "name occurs twice"),
+    "lone surrogate": (of_text(rb'{"\ud800":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}'), "surrogates"),
+    "long number": (of_text(b'{"a":' + b"9" * 100_000 + b"}"), "not valid JSON"),
+    "NaN": (of_text(b'{"a":NaN}'), "not valid JSON"),
+    "large float": (of_text(b'{"a":1e999}'), "out of range"),
+    "spec is a list": (of_spec([1, 2, 3]), "entry 'w'"),
+    "spec is null": (of_spec(None), "entry 'w'"),
+    "member missing": (of_spec({"dtype": "U8", "shape": [4]}), "data_offsets"),
+    "member too many": (of_spec({"dtype": "U8", "shape": [4], "data_offsets": [0, 4], "x": 1}), "and nothing else"),
+    "tag unknown": (of_shape("F128", [4]), "unknown dtype 'F128'"),
+    "tag unhashable": (of_shape(["U8"], [4]), "entry 'w'"),
+    "shape is a string": (of_shape("U8", "1111"), "entry 'w'"),
+    "shape negative": (of_shape("U8", [-2, -2]), "no length"),
+    "shape of floats": (of_shape("U8", [4.0]), "no length"),
+    "shape of bools": (of_shape("F32", [True]), "no length"),
+    "shape overflows": (of_shape("U8", [2**62, 2**62, 4]), "64 bits"),
+    "shape overflows beside 0": (of_shape("U8", [0, 2**62, 2**62], [0, 0]), "64 bits"),
+    "shape of many large lengths": (of_shape("U8", [2**62] * 100_000), "64 bits"),
+    "length over 64 bits": (of_shape("U8", [2**64]), "no length"),
+    "half a byte": (of_shape("F4", [7]), "used in part"),
+    "bytes aren't the shape's": (of_shape("F32", [2]), "aren't those of its shape"),
+    "offsets reversed": (of_shape("U8", [4], [4, 0]), "aren't those of its shape"),
+    "offsets negative": (of_shape("U8", [4], [-4, 0]), "no length"),
+    "offsets of bools": (of_shape("U8", [1], [False, True]), "no length"),
+    "three offsets": (of_shape("U8", [4], [0, 4, 8]), "entry 'w'"),
+    "gap before": (of_shape("U8", [4], [4, 8]), "gap"),
+    "longer than the data": (of_shape("U8", [8], [0, 8]), "don't end where the file does"),
+    "shorter than the data": (of_shape("U8", [2], [0, 2]), "don't end where the file does"),
+    "metadata of numbers": (of_text(b'{"__metadata__":{"a":1}}'), "strings to strings"),
+    "metadata is a list": (of_text(b'{"__metadata__":[]}'), "strings to strings"),
+}
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_headers_are_refused(name: str) -> None:
+    header, reason = HOSTILE[name]
+    file = header + bytes(4) if len(header) > 8 and "longer than the file" not in name else header
+    with pytest.raises(CorruptCheckpoint, match=reason):
+        decode_header(file, len(file))
+
+
+def test_a_cut_header_is_refused() -> None:
+    header = encode_header([Entry("w", "U8", (4,), 0, 4)])
+    with pytest.raises(CorruptCheckpoint, match="cut off"):
+        decode_header(header[:-1], len(header) + 4)
+
+
+@given(st.binary(max_size=200), st.integers(0, 300))
+def test_any_bytes_are_a_header_or_an_error(text: bytes, file_length: int) -> None:
+    for data in (text, of_text(text)):
+        with contextlib.suppress(CheckpointingException):
+            decode_header(data, file_length)
+
+
+@pytest.mark.parametrize(
+    ("entries", "reason"),
+    [
+        ([Entry("w", "U8", (4,), 4, 8)], "gap"),
+        ([Entry("w", "F32", (4,), 0, 4)], "bytes of its shape"),
+        ([Entry("w", "U8", (1,), 0, 1), Entry("w", "U8", (1,), 1, 2)], "one name"),
+        ([Entry("__metadata__", "U8", (1,), 0, 1)], "one name"),
+        ([Entry("w\ud800", "U8", (1,), 0, 1)], "surrogates"),
+        ([Entry("w", "F31", (1,), 0, 4)], "unknown dtype"),
+    ],
+)
+def test_encode_refuses_what_decode_would(entries: list[Entry], reason: str) -> None:
+    with pytest.raises(MetadataError, match=reason):
+        encode_header(entries)

@@ -1,0 +1,129 @@
+"""Differences of trees: nothing differs from itself, and every change is found."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from shardtree.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
+from shardtree.trees import Difference, diff, leaves_with_paths, map_data, map_shards, shard_leaves
+from tests.trees.samples import Config, Pair, assert_caught, halves, join_halves, trees
+
+W = ShardedTensor.from_rank_offsets("w", torch.arange(4.0))
+NAN = torch.tensor([float("nan")])
+CHANGED = object()
+
+Diff = Callable[[Any, Any], Difference]
+
+
+def finds_nothing(diff_: Diff, tree: Any) -> None:
+    copied = map_data(torch.clone, map_shards(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, tree))
+    assert diff_(tree, copied) == Difference()
+
+
+@given(trees())
+def test_a_copy_doesnt_differ(tree: Any) -> None:
+    finds_nothing(diff, tree)
+
+
+def test_a_copy_doesnt_differ_catches_identity() -> None:
+    def by_identity(left: Any, right: Any) -> Difference:
+        pairs = zip(leaves_with_paths(left), leaves_with_paths(right), strict=True)
+        return Difference(mismatch=tuple(path for (path, a), (_, b) in pairs if a is not b))
+
+    assert_caught(finds_nothing, by_identity, trees())
+
+
+def finds_the_change(diff_: Diff, tree: Any, index: int) -> None:
+    pairs, rebuild = shard_leaves(tree)
+    assume(pairs)
+    place = index % len(pairs)
+    changed = rebuild([CHANGED if i == place else leaf for i, (_, leaf) in enumerate(pairs)])
+    assert diff_(tree, changed) == Difference(mismatch=(pairs[place][0],)) == diff_(changed, tree)
+
+
+@given(trees(), st.integers(0, 9))
+def test_a_changed_leaf_is_found_where_it_is(tree: Any, index: int) -> None:
+    finds_the_change(diff, tree, index)
+
+
+def test_a_changed_leaf_is_found_catches_dicts_alone() -> None:
+    def of_dicts(left: Any, right: Any) -> Difference:
+        return diff(left, right) if isinstance(left, dict) else Difference()
+
+    assert_caught(finds_the_change, of_dicts, trees(), st.integers(0, 9))
+
+
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [
+        (NAN, NAN.clone()),
+        (torch.tensor(1j).conj(), torch.complex(torch.tensor(0.0), torch.tensor(-1.0))),
+        (torch.ones(2, 3).T, torch.ones(3, 2)),
+        (torch.ones(1), torch.nn.Parameter(torch.ones(1))),
+        (torch.ones((), dtype=torch.float8_e4m3fn), torch.ones((), dtype=torch.float8_e4m3fn)),
+        (torch.empty(2, device="meta"), torch.empty(2, device="meta")),
+        (torch.eye(2).to_sparse(), torch.eye(2).to_sparse()),
+        (np.array([1, np.nan]), np.array([1, np.nan])),
+        (np.array([1, [2]], dtype=object), np.array([1, [2]], dtype=object)),
+        (np.float32("nan"), np.float32("nan")),
+        (float("nan"), float("nan")),
+        (OrderedDict(a=1, b=2), Config(b=2, a=1)),
+        (Pair(1, 2), (1, 2)),
+        (deque([1]), [1]),
+        (ShardedObject("o", [NAN], (1,), (0,)), ShardedObject("o", [NAN.clone()], (1,), (0,))),
+        (LocalNonpersistentObject({"a": [1]}), LocalNonpersistentObject({"a": [1]})),
+        (replace(W, data=None), W.without_data()),
+    ],
+)
+def test_same_bits_are_equal(left: Any, right: Any) -> None:
+    assert not diff([left], [right])
+    assert not diff([right], [left])
+
+
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [
+        (torch.zeros(1), -torch.zeros(1)),
+        (torch.ones(1), torch.ones(1, dtype=torch.float64)),
+        (torch.ones(1), torch.ones(1, 1)),
+        (torch.ones(1), torch.ones(1, device="meta")),
+        (torch.eye(2).to_sparse(), torch.eye(2)),
+        (np.ones(1), np.ones(1, dtype=np.float32)),
+        (0.0, -0.0),
+        (1, True),
+        (1, 1.0),
+        ([1], (1,)),
+        ({0: 1}, [1]),
+        (None, {}),
+        (W, replace(W, key="v")),
+        (W, W.without_data()),
+        (W, ShardedTensorFactory("w", W.data, halves, join_halves)),
+    ],
+)
+def test_other_bits_differ(left: Any, right: Any) -> None:
+    assert diff([left], [right]) == Difference(mismatch=((0,),)) == diff([right], [left])
+
+
+def test_what_only_one_has_is_on_its_side() -> None:
+    found = diff({"a": [1, 2, 3], "b": 1}, {"a": [1], "c": {"d": 1}})
+    assert found == Difference((("a", 1), ("a", 2), ("b",)), (("c",),))
+    assert found
+
+
+def test_values_that_refuse_to_be_compared_differ() -> None:
+    class Stubborn:
+        __hash__ = None  # type: ignore[assignment]
+
+        def __eq__(self, other: object) -> bool:
+            raise RuntimeError
+
+    assert diff([Stubborn()], [Stubborn()])

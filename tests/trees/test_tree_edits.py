@@ -1,0 +1,152 @@
+"""Edits of shards, metadata by key, and pipelines of tree functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardtree.errors import IntegrityError, ShapeError, TreeError
+from shardtree.mapping import LocalNonpersistentObject, ShardedBase, ShardedObject, ShardedTensor, ShardedTensorFactory
+from shardtree.trees import (
+    apply_factories,
+    cast,
+    compose,
+    extract_metadata,
+    leaves_with_paths,
+    map_data,
+    narrow,
+    prefix,
+    rename,
+    step,
+    unwrap,
+    without_data,
+)
+from tests.trees.samples import assert_caught, flat_shard, halves, join_halves, outline, trees
+
+W = ShardedTensor.from_rank_offsets("w", torch.arange(8.0).reshape(4, 2), (0, 1, 2))
+FACTORY = ShardedTensorFactory("f", torch.arange(4.0), halves, join_halves)
+RNG = ShardedObject("rng", [1], (2,), (1,))
+
+
+def keys(tree: Any) -> list[str]:
+    return [leaf.key for _, leaf in leaves_with_paths(tree) if isinstance(leaf, ShardedBase)]
+
+
+Rename = Callable[[Any, Any], Any]
+
+
+def inverts(rename_: Rename, tree: Any) -> None:
+    forth = {key: f"{key}.{index}" for index, key in enumerate(dict.fromkeys(keys(tree)))}
+    there = rename_(tree, forth)
+    assert keys(there) == [forth[key] for key in keys(tree)]
+    assert outline(rename_(there, {new: old for old, new in forth.items()})) == outline(rename_(tree, {}))
+
+
+@given(trees())
+def test_rename_is_undone_by_the_inverse(tree: Any) -> None:
+    inverts(rename, tree)
+
+
+def test_rename_is_undone_catches_lost_factories() -> None:
+    def shards_alone(tree: Any, names: Any) -> Any:
+        return rename(tree, {key: new for key, new in names.items() if not key.startswith("a")})
+
+    assert_caught(inverts, shards_alone, trees())
+
+
+def test_rename_swaps_and_refuses_collisions() -> None:
+    tree = {"w": W, "o": [RNG, FACTORY, W], "step": 3}
+    assert keys(rename(tree, {"w": "rng", "rng": "w"})) == ["w", "f", "rng", "rng"]
+    assert keys(apply_factories(rename(tree, str.upper))) == ["RNG", "F.0", "F.1", "W", "W"]
+    with pytest.raises(TreeError, match="'rng' from 'rng', 'w'"):
+        rename(tree, {"w": "rng"})
+    assert keys(prefix(tree, "model.")) == ["model.rng", "model.f", "model.w", "model.w"]
+
+
+def test_cast_changes_floating_point_shards_alone() -> None:
+    ids = ShardedTensor.from_rank_offsets("ids", torch.arange(3))
+    tree = {"w": W, "ids": ids, "f": FACTORY, "plain": torch.ones(1), "empty": W.without_data(), "rng": RNG}
+    half = cast(tree, torch.float16)
+    assert half["w"] == replace(W, dtype=torch.float16, data=half["w"].data)
+    assert half["w"].data.dtype == torch.float16
+    assert half["f"].data.dtype == torch.float16
+    assert half["empty"].dtype == torch.float16
+    assert all(half[key] is tree[key] for key in ("ids", "plain", "rng"))
+    assert cast(half, torch.float16) is half
+    with pytest.raises(ShapeError, match="floating-point"):
+        cast(tree, torch.int8)
+
+
+def test_cast_of_a_lazy_or_absent_tensor() -> None:
+    shapes = map_data(lambda data: tuple(data.shape), [FACTORY])
+    assert cast(shapes, torch.float16) is shapes
+
+
+def test_narrow_puts_a_shard_for_a_box_and_a_list_for_a_flat_one() -> None:
+    flat = flat_shard("flat", torch.arange(6.0))
+    narrowed = narrow({"w": W, "flat": flat, "step": 3}, 1, 1, 1)
+    assert narrowed["w"].data.tolist() == [[1], [3], [5], [7]]
+    assert narrowed["w"].global_shape == (8, 1)
+    assert [part.data.tolist() for part in narrowed["flat"]] == [[0], [4]]
+    assert narrowed["step"] == 3
+    assert narrowed["w"].data.untyped_storage().data_ptr() == W.data.untyped_storage().data_ptr()
+    with pytest.raises(ShapeError) as caught:
+        narrow({"a": [W]}, 1, 1, 5)
+    assert caught.value.__notes__ == ["at tree['a'][0]"]
+    with pytest.raises(TreeError, match="apply_factories"):
+        narrow([FACTORY], 0, 0, 1)
+
+
+def test_unwrap_and_without_data() -> None:
+    tree = {"w": W, "f": FACTORY, "rng": RNG, "local": LocalNonpersistentObject([1]), "step": 3}
+    assert unwrap(tree) == {**tree, "local": [1]}
+    bare = without_data(tree)
+    assert all(bare[key] == tree[key].without_data() for key in ("w", "f", "rng"))
+    assert bare["local"] is tree["local"]
+    assert without_data(bare) is bare
+
+
+def test_metadata_is_flat_by_key() -> None:
+    other = ShardedTensor.from_rank_offsets("w", torch.zeros(4, 2), (0, 0, 2))
+    metadata = extract_metadata({"a": [W, other], "f": FACTORY, "rng": RNG, "step": 3})
+    assert sorted(metadata) == ["f.0", "f.1", RNG.unique_key, "w"]
+    assert metadata["w"] == W.without_data()
+    assert metadata[RNG.unique_key] == RNG.without_data()
+
+
+def test_metadata_names_every_conflict() -> None:
+    twice = [W, replace(W, dtype=torch.float64, data=None), replace(W, global_shape=(16, 2))]
+    with pytest.raises(IntegrityError) as caught:
+        extract_metadata({"a": twice})
+    assert "'w' at tree['a'][1]: found (8, 2) torch.float64, before (8, 2) torch.float32" in str(caught.value)
+    assert "tree['a'][2]: found (16, 2)" in str(caught.value)
+
+
+def reads_left_to_right(compose_: Callable[..., Any], numbers: list[int]) -> None:
+    steps = [step(lambda seen, number: (*seen, number), number) for number in numbers]
+    assert compose_(*steps)(()) == tuple(numbers)
+
+
+@given(st.lists(st.integers()))
+def test_compose_reads_left_to_right(numbers: list[int]) -> None:
+    reads_left_to_right(compose, numbers)
+
+
+def test_compose_reads_left_to_right_catches_the_other_way() -> None:
+    assert_caught(
+        lambda f, numbers: reads_left_to_right(f, numbers), lambda *f: compose(*f[::-1]), st.lists(st.integers())
+    )
+
+
+def test_a_pipeline() -> None:
+    to_serving = compose(
+        step(rename, {"w": "weight"}), step(cast, torch.bfloat16), partial(map_data, torch.neg), without_data
+    )
+    assert to_serving({"w": W})["w"] == replace(W, key="weight", dtype=torch.bfloat16, data=None)

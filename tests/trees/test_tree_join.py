@@ -1,0 +1,139 @@
+"""What is stored of a tree beside its shards, and its join with what a load's target got."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+
+from shardtree.errors import TreeError
+from shardtree.mapping import LocalNonpersistentObject, ShardedBase, ShardedTensor
+from shardtree.trees import HOLE, common_with_holes, join, leaves_with_paths, map_shards, without_holes
+from tests.trees.samples import Pair, assert_caught, containers, leaves, outline, trees
+
+W = ShardedTensor.from_rank_offsets("w", torch.arange(4.0))
+LOCAL = LocalNonpersistentObject({"kept": 1})
+ROOTS = containers(trees())
+
+
+def loaded(tree: Any) -> Any:
+    """Return a load's target after loading: data for shards, boxes for objects, holes for plain values."""
+    return map_shards(load_leaf, tree)
+
+
+def load_leaf(leaf: Any) -> Any:
+    if isinstance(leaf, LocalNonpersistentObject):
+        return leaf
+    return LocalNonpersistentObject(leaf.data) if isinstance(leaf, ShardedBase) else HOLE
+
+
+def value(leaf: Any) -> Any:
+    if isinstance(leaf, LocalNonpersistentObject):
+        return leaf.unwrap()
+    return leaf.data if isinstance(leaf, ShardedBase) else leaf
+
+
+def gives_back(join_: Callable[[Any, Any], Any], tree: Any) -> None:
+    assert outline(join_(common_with_holes(tree), loaded(tree))) == outline(map_shards(value, tree))
+
+
+@given(ROOTS)
+def test_join_gives_back_what_was_stored(tree: Any) -> None:
+    gives_back(join, tree)
+
+
+def test_join_gives_back_catches_lost_objects() -> None:
+    assert_caught(gives_back, lambda common, target: join(common, map_shards(lambda _: HOLE, target)), ROOTS)
+
+
+def stores_no_shard(common: Callable[[Any], Any], tree: Any) -> None:
+    stored = common(tree)
+    assert not any(isinstance(leaf, (ShardedBase, LocalNonpersistentObject)) for _, leaf in leaves_with_paths(stored))
+    plain = {
+        path for path, leaf in leaves_with_paths(tree) if not isinstance(leaf, (ShardedBase, LocalNonpersistentObject))
+    }
+    assert {path for path, leaf in leaves_with_paths(stored) if leaf is not HOLE} == plain
+
+
+@given(ROOTS)
+def test_common_holds_every_plain_value_at_its_path(tree: Any) -> None:
+    stores_no_shard(common_with_holes, tree)
+
+
+def test_common_holds_every_plain_value_catches_holes_left_out() -> None:
+    def compact(tree: Any) -> Any:
+        stored = common_with_holes(tree)
+        return [leaf for leaf in stored if leaf is not HOLE] if isinstance(stored, list) else stored
+
+    assert_caught(stores_no_shard, compact, containers(leaves()))
+
+
+def test_containers_of_holes_are_holes_and_empty_ones_stay() -> None:
+    tree = {"layers": [W, {"deep": (W, [LOCAL])}], "empty": {}, "mixed": [W, 1], "step": None}
+    assert common_with_holes(tree) == {"layers": HOLE, "empty": {}, "mixed": [HOLE, 1], "step": None}
+    assert common_with_holes({"a": W}) == {"a": HOLE}
+    assert common_with_holes(W) is HOLE
+    assert without_holes(common_with_holes(tree)) == {"empty": {}, "mixed": [HOLE, 1], "step": None}
+
+
+def test_order_is_the_stored_one_then_new_keys() -> None:
+    joined = join({"b": 1, "w": HOLE, "a": 2}, {"z": "new", "a": HOLE, "w": "data", "y": HOLE})
+    assert list(joined.items()) == [("b", 1), ("w", "data"), ("a", 2), ("z", "new")]
+
+
+def test_containers_are_of_the_targets_type() -> None:
+    target = OrderedDict(a=defaultdict(list, x=HOLE), p=Pair(HOLE, "w"), t=("w", HOLE))
+    joined = join({"t": [HOLE, 1], "a": {"x": 1}, "p": [5, HOLE], "s": {"q": (1,)}}, target)
+    assert joined == OrderedDict(t=("w", 1), a={"x": 1}, p=Pair(5, "w"), s={"q": (1,)})
+    assert type(joined["a"]) is defaultdict
+    assert type(joined["p"]) is Pair
+
+
+def test_plain_values_of_the_target_are_ignored() -> None:
+    common = {"step": 3, "list": [1, 2], "dict": {"a": 1}}
+    assert join(common, {"step": {"x": HOLE}, "list": [HOLE], "dict": [HOLE, {}], "new": [HOLE], "empty": {}}) == common
+
+
+def test_lists_of_shards_may_differ_in_length() -> None:
+    common = common_with_holes({"layers": [W, W], "none": []})
+    assert join(common, {"layers": ["a", "b", "c"], "none": ["d"]}) == {"layers": ["a", "b", "c"], "none": ["d"]}
+
+
+def test_boxes_are_unwrapped_and_not_looked_into() -> None:
+    held = {"hole": HOLE, "list": [HOLE]}
+    joined = join({"a": HOLE}, {"a": LocalNonpersistentObject(held), "b": [LocalNonpersistentObject({})]})
+    assert joined["a"] is held
+    assert joined["b"] == [{}]
+
+
+def test_unfilled_holes_are_absent_from_dicts() -> None:
+    assert join({"w": HOLE, "deep": {"v": HOLE, "step": 1}}, {}) == {"deep": {"step": 1}}
+    assert join({"w": HOLE}, {}) == {} == join({}, {})
+
+
+@pytest.mark.parametrize(
+    ("common", "target", "text"),
+    [
+        ({"a": [HOLE, 1]}, {}, r"tree\['a'\]\[0\]"),
+        ({"a": [HOLE, 1]}, {"a": [HOLE, HOLE]}, r"tree\['a'\]\[0\]"),
+        ({}, {"a": ["w", HOLE]}, r"tree\['a'\]\[1\]"),
+        ({"a": 1}, {"a": "w"}, r"target\['a'\].*common\['a'\]"),
+        ({"a": 1}, {"a": {"b": "w"}}, r"target\['a'\].*common\['a'\]"),
+        ({"a": {"b": 1}}, {"a": "w"}, r"target\['a'\].*common\['a'\]"),
+        ({"a": {"b": 1}}, {"a": ["w"]}, r"target\['a'\].*common\['a'\]"),
+        ({"a": [HOLE, 1]}, {"a": ["w"]}, r"target\['a'\].*common\['a'\]"),
+        (HOLE, HOLE, "single shard"),
+    ],
+)
+def test_join_names_what_doesnt_fit(common: Any, target: Any, text: str) -> None:
+    with pytest.raises(TreeError, match=text):
+        join(common, target)
+
+
+def test_what_the_target_holds_unchanged_is_shared() -> None:
+    target = {"model": {"w": torch.ones(1)}}
+    assert join({"step": 1}, target)["model"] is target["model"]

@@ -1,0 +1,173 @@
+"""Maps in both views of a tree, and what optree knows of our leaves."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import optree
+import pytest
+import torch
+from hypothesis import given
+
+from shardtree.errors import ShapeError, TreeError
+from shardtree.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
+from shardtree.trees import NAMESPACE, leaves_with_paths, map_data, map_shards, shard_leaves
+from tests.trees.samples import Config, Pair, assert_caught, at, halves, join_halves, outline, trees
+
+W = ShardedTensor.from_rank_offsets("w", torch.arange(4.0), (0, 1, 2))
+FACTORY = ShardedTensorFactory("f", torch.arange(4.0), halves, join_halves)
+
+Map = Callable[[Callable[[Any], Any], Any], Any]
+
+
+def name(leaf: Any) -> str:
+    return type(leaf).__name__
+
+
+def composes(map_: Map, tree: Any) -> None:
+    assert outline(map_(lambda leaf: len(name(leaf)), tree)) == outline(map_(len, map_(name, tree)))
+
+
+def changes_nothing(map_: Map, tree: Any) -> None:
+    assert outline(map_(lambda leaf: leaf, tree)) == outline(tree)
+
+
+@given(trees())
+def test_map_of_identity_is_identity(tree: Any) -> None:
+    changes_nothing(map_shards, tree)
+    changes_nothing(map_data, tree)
+
+
+def test_map_of_identity_catches_sorted_dicts() -> None:
+    def sorts(f: Callable[[Any], Any], tree: Any) -> Any:
+        mapped = map_shards(f, tree)
+        return dict(sorted(mapped.items(), key=str)) if type(mapped) is dict else mapped
+
+    assert_caught(changes_nothing, sorts, trees())
+
+
+@given(trees())
+def test_map_of_a_composition_is_the_composition_of_maps(tree: Any) -> None:
+    composes(map_shards, tree)
+
+
+def test_map_of_a_composition_catches_a_function_called_twice() -> None:
+    assert_caught(composes, lambda f, tree: map_shards(lambda leaf: f(f(leaf)), tree), trees())
+
+
+def test_map_keeps_kinds_order_and_none() -> None:
+    tree = {"b": OrderedDict(z=1, a=None), "a": Pair([1], (2,)), "c": Config(x=Config(y=3))}
+    mapped = map_shards(lambda leaf: leaf, tree)
+    assert mapped == {"b": OrderedDict(z=1, a=None), "a": Pair([1], (2,)), "c": {"x": {"y": 3}}}
+    assert list(mapped) == ["b", "a", "c"]
+    assert type(mapped["c"]["x"]) is dict
+    assert type(mapped["a"]) is Pair
+
+
+def test_metadata_of_an_ordered_dict_is_left_behind() -> None:
+    state = torch.nn.Linear(1, 1).state_dict()
+    assert hasattr(state, "_metadata")
+    assert not hasattr(map_shards(lambda leaf: leaf, state), "_metadata")
+
+
+def test_what_f_raises_says_where() -> None:
+    with pytest.raises(ZeroDivisionError) as caught:
+        map_shards(lambda x: 1 // x, {"a": [1, 0]})
+    assert caught.value.__notes__ == ["at tree['a'][1]"]
+
+
+def test_maps_of_two_trees() -> None:
+    assert map_shards(lambda x, y: (x, y), {"a": 1, "b": 2}, {"b": [3], "a": 4}) == {"a": (1, 4), "b": (2, [3])}
+    assert map_shards(lambda x, y: x.key == y, [W], ["w"]) == [True]
+    with pytest.raises(TreeError, match="tree 2"):
+        map_shards(lambda x, y: x, {"a": 1}, {"b": 1})
+
+
+def test_map_data_calls_f_on_tensors_of_shards_alone() -> None:
+    tree = {
+        "w": W,
+        "f": FACTORY,
+        "empty": W.without_data(),
+        "object": ShardedObject("o", torch.ones(1), (1,), (0,)),
+        "local": LocalNonpersistentObject(torch.ones(1)),
+        "plain": torch.ones(1),
+        "none": None,
+    }
+    seen: list[Any] = []
+    mapped = map_data(lambda data: seen.append(data) or data + 1, tree)
+    assert [id(data) for data in seen] == [id(FACTORY.data), id(W.data)]
+    assert mapped["w"] == replace(W, data=mapped["w"].data)
+    assert mapped["w"].data.tolist() == [1, 2, 3, 4]
+    assert mapped["f"].build_fn is halves
+    assert all(mapped[key] is tree[key] for key in list(tree)[2:])
+
+
+def metadata_is_right(map_: Map, tree: Any) -> None:
+    for _, leaf in leaves_with_paths(map_(lambda data: data * 2, tree)):
+        if isinstance(leaf, (ShardedTensor, ShardedTensorFactory)):
+            leaf.validate_metadata_integrity()
+            assert replace(leaf) == leaf
+
+
+@given(trees())
+def test_map_data_keeps_metadata_right(tree: Any) -> None:
+    metadata_is_right(map_data, tree)
+
+
+def test_map_data_keeps_metadata_right_catches_lost_fields() -> None:
+    def loses(f: Callable[[Any], Any], tree: Any) -> Any:
+        new = map_data(f, tree)
+        for _, leaf in leaves_with_paths(new):
+            if isinstance(leaf, ShardedTensor):
+                object.__setattr__(leaf, "dtype", torch.int8)
+        return new
+
+    assert_caught(metadata_is_right, loses, trees())
+
+
+@pytest.mark.parametrize("leaf", [W, FACTORY])
+@pytest.mark.parametrize("change", [torch.Tensor.bfloat16, lambda data: data[:1], lambda data: data[None]])
+def test_map_data_refuses_another_dtype_or_shape(leaf: Any, change: Callable[[Any], Any]) -> None:
+    with pytest.raises(ShapeError, match=r"cast.*map_shards") as caught:
+        map_data(change, {"a": [leaf]})
+    assert caught.value.__notes__ == ["at tree['a'][0]"]
+
+
+def test_map_data_may_take_data_away_and_put_it_back() -> None:
+    shapes = map_data(lambda data: tuple(data.shape), [W, FACTORY])
+    assert [leaf.data for leaf in shapes] == [(4,), (4,)]
+    assert map_data(lambda shape: torch.zeros(shape), shapes)[0].data.tolist() == [0] * 4
+    assert map_data(lambda data: None, [W])[0] == W.without_data()
+
+
+def test_a_shard_is_a_node_in_our_namespace_and_a_leaf_elsewhere() -> None:
+    leaves, spec = optree.tree_flatten([W, FACTORY], none_is_leaf=True, namespace=NAMESPACE)
+    assert leaves == [W.data, FACTORY.data]
+    assert spec.unflatten(leaves) == [W, FACTORY]
+    assert spec.paths() == [(0, "data"), (1, "data")]
+    assert spec.accessors()[0].codify("tree") == "tree[0].data"
+    assert spec == optree.tree_structure([W, FACTORY], none_is_leaf=True, namespace=NAMESPACE)
+    assert hash(spec) == hash(optree.tree_structure([W, FACTORY], none_is_leaf=True, namespace=NAMESPACE))
+    assert optree.tree_leaves([W, FACTORY]) == [W, FACTORY]
+
+
+def test_two_trees_of_shards_with_other_metadata_dont_map_through() -> None:
+    other = replace(W, key="other")
+    with pytest.raises(ValueError, match="other"):
+        optree.tree_map(torch.add, [W], [other], namespace=NAMESPACE)
+
+
+def test_a_rebuild_needs_as_many_leaves() -> None:
+    pairs, rebuild = shard_leaves({"b": W, "a": (None, 1)})
+    assert pairs == [(("a", 0), None), (("a", 1), 1), (("b",), W)]
+    assert rebuild(range(3)) == {"b": 2, "a": (0, 1)}
+    with pytest.raises(TreeError, match="found 2, expected 3"):
+        rebuild([1, 2])
+
+
+@given(trees())
+def test_a_path_reaches_its_leaf(tree: Any) -> None:
+    assert all(at(tree, path) is leaf for path, leaf in leaves_with_paths(tree))

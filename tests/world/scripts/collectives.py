@@ -1,0 +1,107 @@
+"""Run by torchrun: every collective, between real processes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from datetime import timedelta
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from shardtree.errors import RemoteError, UnsupportedValue, WorldError
+from shardtree.world import World, agree, current_world, distributed, gather, on_rank_zero
+from shardtree.world._groups import coordination_group
+
+
+def check_collectives(world: World) -> None:
+    rank, size = world.rank, world.size
+    assert world.all_gather((rank, "x")) == [(other, "x") for other in range(size)]
+    check_unequal_sizes(world)
+    for root in range(size):
+        for length in (0, 10, 1_000, 100_000):
+            received = world.broadcast(b"%d" % root * length if rank == root else None, root)
+            assert received == b"%d" % root * length
+    world.barrier()
+    assert world.all_to_all([(rank, other) for other in range(size)]) == [(other, rank) for other in range(size)]
+    pieces = world.all_to_all([np.full((rank * 1000 + other,), rank) for other in range(size)])
+    assert all((piece == other).all() and len(piece) == other * 1000 + rank for other, piece in enumerate(pieces))
+    check_messages(world)
+
+
+def check_unequal_sizes(world: World) -> None:
+    columns = world.all_gather(np.arange(world.rank**3 * 1000))
+    for other, column in enumerate(columns):
+        np.testing.assert_array_equal(column, np.arange(other**3 * 1000))
+        assert column.flags.writeable
+    for length in range(480, 520):  # around the size of a frame's head
+        assert world.all_gather(b"x" * (length + world.rank)) == [b"x" * (length + r) for r in range(world.size)]
+
+
+def check_messages(world: World) -> None:
+    right, left = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+    for value in ("first", b"second" * 100_000):
+        if world.rank == 0:
+            world.send(value, right)
+            assert world.recv(left) == value
+        else:
+            world.send(world.recv(left), right)
+
+
+def check_phases(world: World) -> None:
+    assert agree(world, "fine", lambda: world.rank) == world.rank
+    assert gather(world, "fine", lambda: world.rank) == list(range(world.size))
+    assert on_rank_zero(world, "fine", lambda: world.rank) == 0
+    for phase in (agree, gather):
+        with pytest.raises(RemoteError) as caught:
+            phase(world, "divide", lambda: 1 / (world.rank - 1))
+        assert caught.value.failures == {1: "ZeroDivisionError: division by zero"}
+        assert isinstance(caught.value.__cause__, ZeroDivisionError) == (world.rank == 1)
+    with pytest.raises(UnsupportedValue):
+        world.all_gather(lambda: None)
+    world.barrier()
+
+
+def check_subgroup(world: World) -> None:
+    odd = [rank for rank in range(world.size) if rank % 2]
+    group = dist.new_group(odd, backend="gloo")
+    if world.rank in odd:
+        inside = distributed(group)
+        assert inside.size == len(odd)
+        assert inside.rank == odd.index(world.rank)
+        check_collectives(inside) if inside.size > 1 else inside.barrier()
+        apart = distributed(group, purpose="async")
+        assert apart.all_gather(world.rank) == odd
+    else:
+        with pytest.raises(WorldError, match="is not in the process group"):
+            distributed(group)
+    # Not the default group's barrier, which not every backend has.
+    world.barrier()
+
+
+def main(backend: str) -> None:
+    assert current_world(None).size == 1
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group(backend, rank=rank, world_size=size, timeout=timedelta(seconds=30))
+    world = current_world(None)
+    assert current_world(world) is world
+    assert world.size == dist.get_world_size()
+    check_collectives(world)
+    check_phases(world)
+    check_subgroup(world)
+    apart = distributed(purpose="async", timeout=20.0)
+    assert apart.timeout == 20.0
+    check_collectives(apart)
+    assert coordination_group(None, 20.0, "async") is coordination_group(dist.group.WORLD, 9.0, "async")
+    if backend == "gloo":
+        assert coordination_group(None, 20.0, None) is dist.group.WORLD
+    world.barrier()
+    dist.destroy_process_group()
+    with pytest.raises(WorldError):
+        world.barrier()
+    assert current_world(None).size == 1
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
