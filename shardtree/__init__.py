@@ -1,8 +1,8 @@
 """shardtree: a training job's sharded state as an immutable tree, saved in one layout and loaded in any other.
 
-The data flows one way: **leaves** (`ShardedTensor`, `ShardedObject`, `ShardedTensorFactory`) are held in trees; **tree maps**
-make new trees of them; a **plan** says which bytes go where; a **strategy** of the dispatch table runs it;
-**bytes** land in a folder or in the target's memory. Everything before the strategy is pure.
+The data flows one way: **leaves** (`ShardedTensor`, `ShardedObject`, `ShardedTensorFactory`) are held in trees;
+**tree maps** make new trees of them; a **plan** says which bytes go where; a **strategy** of the dispatch table runs
+it; **bytes** land in a folder or in the target's memory. Everything before the strategy is pure.
 """
 
 from .checkpoint import OpenCheckpoint as OpenCheckpoint

@@ -24,8 +24,8 @@ from ._open import load_common, open_at, sharded_metadata
 class OpenCheckpoint(Mapping[str, ShardedTensor | ShardedObject]):
     """A checkpoint as a mapping: shard key → whole tensor with lazy data, unique key → object.
 
-    Values are made when asked for; a tensor's elements are read by ``tree[key].data[...].read()``, and only those. What is
-    recorded on lazy data, by hand or by a factory or a tree map, costs no read.
+    Values are made when asked for; a tensor's elements are read by ``tree[key].data[...].read()``, and only those.
+    What is recorded on lazy data, by hand or by a factory or a tree map, costs no read.
 
     Attributes:
         checkpoint: where the bytes are.
@@ -45,7 +45,9 @@ class OpenCheckpoint(Mapping[str, ShardedTensor | ShardedObject]):
         """
         shard = self.metadata.get(key)
         if shard is None:
-            raise KeyMismatch(explain("open: no such key in the checkpoint", found=repr(key), fix="list(tree) has all keys."))
+            raise KeyMismatch(
+                explain("open: no such key in the checkpoint", found=repr(key), fix="list(tree) has all keys.")
+            )
         if isinstance(shard, ShardedObject):
             return replace(shard, data=_read_object(self, shard))
         lazy = stored(partial(_read_box, self, shard), shard.global_shape, shard.dtype, name=key)
@@ -122,7 +124,9 @@ def open_checkpoint(
     return OpenCheckpoint(checkpoint, sharded_metadata(checkpoint, None, None, strategies), strategies)
 
 
-def _read_box(tree: OpenCheckpoint, whole: ShardedTensor, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+def _read_box(
+    tree: OpenCheckpoint, whole: ShardedTensor, offset: tuple[int, ...], shape: tuple[int, ...]
+) -> torch.Tensor:
     data = torch.empty(shape, dtype=whole.dtype)
     box = ShardedTensor(whole.key, data, whole.dtype, shape, whole.global_shape, offset, None)
     backend = sharded_backend(tree.checkpoint.fields)

@@ -55,7 +55,7 @@ def load(
         world: the ranks that take part; torch.distributed's default group, or else this process alone.
         donate: whether the target's tensors are given away: they are filled in place and returned. If the
             load fails, their content is lost.
-        verify: which blocks are checked against their hashes: those read "whole", "all" that are touched, or none (None).
+        verify: which blocks are checked against their hashes: those read "whole", "all" touched, or none (None).
         allow_pickle: whether pickled values may be unpickled, which can run any code.
         types: enum, dataclass and namedtuple classes that stored records become instances of.
         strategies: the dispatch table.
@@ -90,9 +90,13 @@ def load(
     checkpoint = agree(ranks, "load: open", partial(open_at, checkpoint_dir, ranks, options))
     target = agree(ranks, "load: prepare", partial(_prepare, sharded_state_dict))
     if validate_access_integrity:
-        descriptions = gather(ranks, "load: describe target", lambda: describe(target.tensors, target.objects, ranks.rank))
+        descriptions = gather(
+            ranks, "load: describe target", lambda: describe(target.tensors, target.objects, ranks.rank)
+        )
         agree(ranks, "load: check integrity", partial(check_together, descriptions))
-    missing, unexpected = _compare_keys(ranks, checkpoint, target, mode, (sharded_strategy, common_strategy, strategies))
+    missing, unexpected = _compare_keys(
+        ranks, checkpoint, target, mode, (sharded_strategy, common_strategy, strategies)
+    )
     wanted = _without(target, unexpected)
     choices = (sharded_strategy, common_strategy, strategies)
     loaded, read = agree(ranks, "load: read", partial(_read, checkpoint, wanted, choices, donate=donate))
@@ -133,7 +137,9 @@ class Target:
 
 def _prepare(tree: Any) -> Target:
     if not isinstance(tree, (dict, list, tuple)):
-        raise TreeError(explain("load: not a tree", found=type(tree).__name__, expected="a dict, list or tuple of shards"))
+        raise TreeError(
+            explain("load: not a tree", found=type(tree).__name__, expected="a dict, list or tuple of shards")
+        )
     built, merge = build_factories(map_shards(_merging_plain_values, tree))
     pairs, rebuild = shard_leaves(built)
     return Target(tuple(leaf for _, leaf in pairs), rebuild, merge)
@@ -164,7 +170,9 @@ def _compare_keys(
     if not looks_beforehand(mode):
         return set(), set()
     own = {leaf.key for leaf in target.leaves if _is_sharded(leaf)}
-    stored = agree(world, "load: metadata", lambda: {shard.key for shard in sharded_metadata(checkpoint, *choices).values()})
+    stored = agree(
+        world, "load: metadata", lambda: {shard.key for shard in sharded_metadata(checkpoint, *choices).values()}
+    )
     everywhere = set().union(*gather(world, "load: keys", lambda: own)) if needs_all_ranks(mode) else stored
     missing, unexpected = stored - everywhere, own - stored
     agree(world, "load: strict", partial(report_keys, mode, missing, unexpected))
@@ -173,7 +181,7 @@ def _compare_keys(
 
 def _read(checkpoint: Checkpoint, target: Target, choices: Choices, *, donate: bool) -> tuple[list[Any], ReadReport]:
     """Return what was loaded for each leaf of the target: a tensor, a boxed object, or a hole."""
-    sharded, common, strategies = choices
+    sharded, _, strategies = choices
     backend = sharded_backend(checkpoint.fields)
     shards = target.tensors
     memories = [with_memory(shard, donate=donate) for shard in shards]
@@ -218,6 +226,8 @@ def load_plain_tensors(
     ranks = current_world(world)
     target = agree(ranks, "load: metadata", partial(load_tensors_metadata, checkpoint_dir, strategies=strategies))
     checkpoint = agree(ranks, "load: open", partial(open_at, checkpoint_dir, ranks, LoadOptions(verify)))
-    loaded, _ = agree(ranks, "load: read", partial(_read, checkpoint, _prepare(target), (None, None, strategies), donate=False))
+    loaded, _ = agree(
+        ranks, "load: read", partial(_read, checkpoint, _prepare(target), (None, None, strategies), donate=False)
+    )
     tensors: dict[str, torch.Tensor] = _prepare(target).rebuild(loaded)
     return tensors

@@ -173,7 +173,8 @@ def remove_sharded_tensors(
     Examples:
         >>> import tempfile, torch, shardtree as st
         >>> folder = tempfile.mkdtemp()
-        >>> st.save({key: st.ShardedTensor.from_rank_offsets(key, torch.zeros(2)) for key in ("w", "exp_avg.w")}, folder)
+        >>> keys = ("w", "exp_avg.w")
+        >>> st.save([st.ShardedTensor.from_rank_offsets(key, torch.zeros(2)) for key in keys], folder)
         >>> st.remove_sharded_tensors(folder, "exp_avg.")
         >>> list(st.load_tensors_metadata(folder))
         ['w']
@@ -185,4 +186,6 @@ def remove_sharded_tensors(
 
 def _remove(directory: Directory, key_prefix: str, world: World, strategies: Strategies) -> None:
     checkpoint = open_at(directory, world, LoadOptions())
-    strategy_of(StrategyAction.REMOVE_SHARDED, None, sharded_backend(checkpoint.fields), strategies)(checkpoint, key_prefix)
+    strategy_of(StrategyAction.REMOVE_SHARDED, None, sharded_backend(checkpoint.fields), strategies)(
+        checkpoint, key_prefix
+    )

@@ -36,7 +36,9 @@ def prepare(tree: Any, content_metadata: Mapping[str, Any] | None = None) -> Pre
         CheckpointingException: a shard has no data.
     """
     if not isinstance(tree, (dict, list, tuple)):
-        raise TreeError(explain("save: not a tree", found=type(tree).__name__, expected="a dict, list or tuple of shards"))
+        raise TreeError(
+            explain("save: not a tree", found=type(tree).__name__, expected="a dict, list or tuple of shards")
+        )
     built = apply_factories(with_content_metadata(tree, content_metadata))
     leaves = leaves_with_paths(built)
     tensors = tuple((path, leaf) for path, leaf in leaves if isinstance(leaf, ShardedTensor))

@@ -185,7 +185,7 @@ def _request(
     save_common = strategy_of(StrategyAction.SAVE_COMMON, common_strategy, DEFAULT_BACKEND, strategies)
     takes_objects = find_strategy(StrategyAction.SAVE_OBJECTS, *sharded_backend, strategies=strategies) is not None
     if takes_objects:
-        requests = (save_sharded(draft, [*tensors, *objects]),)
+        requests: tuple[AsyncRequest[Any], ...] = (save_sharded(draft, [*tensors, *objects]),)
     else:
         save_objects = strategy_of(StrategyAction.SAVE_OBJECTS, common_backend, DEFAULT_BACKEND, strategies)
         requests = (save_sharded(draft, tensors), save_objects(draft, objects))

@@ -59,7 +59,9 @@ def parse_strict(strict: str | StrictHandling) -> StrictHandling:
         return StrictHandling(strict)
     except ValueError:
         modes = ", ".join(repr(mode.value) for mode in StrictHandling)
-        raise KeyMismatch(explain("load: no such strict mode", found=repr(strict), expected=f"one of {modes}")) from None
+        raise KeyMismatch(
+            explain("load: no such strict mode", found=repr(strict), expected=f"one of {modes}")
+        ) from None
 
 
 def looks_beforehand(strict: StrictHandling) -> bool:

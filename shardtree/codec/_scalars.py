@@ -38,8 +38,8 @@ def _encode_float(value: float, child: Child) -> Node:
 
 
 def _decode_float(fields: dict[str, Any], child: Child, take: Take) -> float:
-    (value,) = struct.unpack(">d", _unhex(fields["bits"]))
-    return exactly(float, value)
+    (value,) = _doubles(fields["bits"], 1)
+    return value
 
 
 def _encode_complex(value: complex, child: Child) -> Node:
@@ -47,7 +47,14 @@ def _encode_complex(value: complex, child: Child) -> Node:
 
 
 def _decode_complex(fields: dict[str, Any], child: Child, take: Take) -> complex:
-    return complex(*struct.unpack(">dd", _unhex(fields["bits"])))
+    return complex(*_doubles(fields["bits"], 2))
+
+
+def _doubles(bits: Any, count: int) -> tuple[float, ...]:
+    data = _unhex(bits)
+    if len(data) != 8 * count:
+        raise ValueError(f"{len(data)} bytes, where {8 * count} make {count} floats")
+    return struct.unpack(f">{count}d", data)
 
 
 def _encode_str(value: str, child: Child) -> Node:
@@ -110,11 +117,11 @@ def _decode_device(fields: dict[str, Any], child: Child, take: Take) -> torch.de
 
 
 def _encode_size(value: torch.Size, child: Child) -> Node:
-    return {"$": "torch.Size", "lengths": list(value)}
+    return {"$": "torch.Size", "lengths": [child(length) for length in value]}
 
 
 def _decode_size(fields: dict[str, Any], child: Child, take: Take) -> torch.Size:
-    return torch.Size([exactly(int, length) for length in exactly(list, fields["lengths"])])
+    return torch.Size([exactly(int, child(length)) for length in exactly(list, fields["lengths"])])
 
 
 def _encode_path(value: PurePath, child: Child) -> Node:

@@ -33,13 +33,19 @@ def overlapping_pairs(
 
     Examples:
         >>> group, shape = np.zeros(2, dtype=np.int64), np.array([[2, 4], [2, 4]])
-        >>> left, right = overlapping_pairs(group, np.array([[0, 0], [1, 0]]), shape, group, np.array([[0, 0], [2, 0]]), shape)
+        >>> lefts, rights = np.array([[0, 0], [1, 0]]), np.array([[0, 0], [2, 0]])
+        >>> left, right = overlapping_pairs(group, lefts, shape, group, rights, shape)
         >>> list(zip(left.tolist(), right.tolist()))
         [(0, 0), (1, 0), (1, 1)]
     """
     lefts, rights = _not_empty(left_shape), _not_empty(right_shape)
     pairs = _candidates(
-        left_group[lefts], left_offset[lefts], left_shape[lefts], right_group[rights], right_offset[rights], right_shape[rights]
+        left_group[lefts],
+        left_offset[lefts],
+        left_shape[lefts],
+        right_group[rights],
+        right_offset[rights],
+        right_shape[rights],
     )
     left, right = lefts[pairs[0]], rights[pairs[1]]
     begins_before = left_offset[left] < right_offset[right] + right_shape[right]
@@ -55,7 +61,12 @@ def _not_empty(shape: Column) -> Column:
 
 
 def _candidates(
-    left_group: Column, left_offset: Column, left_shape: Column, right_group: Column, right_offset: Column, right_shape: Column
+    left_group: Column,
+    left_offset: Column,
+    left_shape: Column,
+    right_group: Column,
+    right_offset: Column,
+    right_shape: Column,
 ) -> tuple[Column, Column]:
     """Return the pairs that meet on their group's sorting axis."""
     if not left_group.size or not right_group.size:
@@ -69,7 +80,9 @@ def _candidates(
     # Coordinates become ranks, so that (group, coordinate) fits one int64 whatever the tensors' sizes.
     places = np.unique(np.concatenate([left_begin, left_end, right_begin, right_end]))
     left_low, left_high = (left_number * places.size + np.searchsorted(places, at) for at in (left_begin, left_end))
-    right_low, right_high = (right_number * places.size + np.searchsorted(places, at) for at in (right_begin, right_end))
+    right_low, right_high = (
+        right_number * places.size + np.searchsorted(places, at) for at in (right_begin, right_end)
+    )
     order = np.lexsort((right_high, right_low))
     first = np.searchsorted(np.maximum.accumulate(right_high[order]), left_low, side="right")
     last = np.searchsorted(right_low[order], left_high, side="left")

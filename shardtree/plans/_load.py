@@ -10,7 +10,7 @@ from ..geometry import Column, intersect, overlapping_pairs, row_major_strides, 
 from ..layouts import BoxColumns, ShardColumns, shard_boxes
 
 SHORTEST_RUN = 64 * 1024
-"""Bytes. Several runs shorter than this are copied out of a mapping, since one read each would cost more than the copy."""
+"""Bytes. Several runs shorter than this are copied out of a mapping: one read each would cost more than the copy."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,9 +123,7 @@ def plan_load(requests: ShardColumns, chunks: StoredChunks, *, shortest_run: int
         ([136, 152, 168, 184], [8, 8, 8, 8])
     """
     axes = max(requests.offset.shape[1], chunks.offset.shape[1])
-    wanted = shard_boxes(
-        widen(requests.offset, axes, 0), widen(requests.shape, axes, 1), requests.start, requests.stop
-    )
+    wanted = shard_boxes(widen(requests.offset, axes, 0), widen(requests.shape, axes, 1), requests.start, requests.stop)
     stored = shard_boxes(widen(chunks.offset, axes, 0), widen(chunks.shape, axes, 1), chunks.start, chunks.stop)
     left, right = overlapping_pairs(
         requests.key[wanted.shard], wanted.offset, wanted.shape, chunks.key[stored.shard], stored.offset, stored.shape
@@ -178,7 +176,9 @@ def _split(pieces: Strided, shortest_run: int) -> tuple[Runs, Strided]:
     for axis in range(pieces.shape.shape[1] - 1, -1, -1):
         # An axis lengthens the run while neighbours along it are exactly one run apart on both sides.
         joins = (pieces.shape[:, axis] == 1) | (
-            (pieces.stride[:, axis] == run) & (pieces.target_stride[:, axis] == run) & (rows[:, axis + 1 :] == 1).all(axis=1)
+            (pieces.stride[:, axis] == run)
+            & (pieces.target_stride[:, axis] == run)
+            & (rows[:, axis + 1 :] == 1).all(axis=1)
         )
         run = np.where(joins, run * pieces.shape[:, axis], run)
         rows[:, axis] = np.where(joins, 1, pieces.shape[:, axis])

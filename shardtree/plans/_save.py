@@ -32,8 +32,8 @@ def level_writes(columns: ShardColumns, ranks: int) -> Rows:
 
     Shards that lie on the same set of ranks are sorted by size and dealt to these ranks to and fro ("snake order"), so
     that within a set no rank writes more than the mean plus the largest shard. Sets with fewer ranks, which leave
-    less choice, come first; each begins with the rank that has least to write so far. Ties break by key, then place: every rank
-    computes the same answer from the same columns.
+    less choice, come first; each begins with the rank that has least to write so far. Ties break by key, then place:
+    every rank computes the same answer from the same columns.
 
     Args:
         columns: the shards of all ranks; those without any main replica aren't written.
@@ -66,7 +66,7 @@ def level_writes(columns: ShardColumns, ranks: int) -> Rows:
 
 
 def _places(columns: ShardColumns) -> tuple[Column, Column]:
-    """Return each shard's place (equal for replicas) and how many shards lie at each place; places sort by key, then box."""
+    """Return each shard's place, equal for replicas, and how many shards lie at each; places sort by key, then box."""
     parts = (columns.key[:, None], columns.offset, columns.shape, columns.start[:, None], columns.stop[:, None])
     rows = np.ascontiguousarray(np.concatenate(parts, axis=1))
     order = np.lexsort(rows.T[::-1])

@@ -115,7 +115,8 @@ class _MemoryReader:
             part = self.data[byte : byte + buffer.nbytes]
             if part.nbytes < buffer.nbytes:
                 missing = buffer.nbytes - part.nbytes
-                raise StorageError(explain(f"{self.path!r} ends at byte {self.length}", expected=f"{missing} bytes more"))
+                what = f"{self.path!r} ends at byte {self.length}"
+                raise StorageError(explain(what, expected=f"{missing} bytes more"))
             buffer[:] = part
             byte += buffer.nbytes
 

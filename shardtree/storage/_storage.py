@@ -18,10 +18,10 @@ class Reader(Protocol):
         """The file's length in bytes."""
 
     def read_into(self, byte: int, buffers: Sequence[Buffer]) -> None:
-        """Fill the buffers, one after the other, from consecutive bytes of the file; raises where the file ends first."""
+        """Fill the buffers, one after the other, from consecutive bytes; raises where the file ends first."""
 
     def mapped(self) -> Buffer:
-        """Return the whole file as memory that is writable for the process alone, where the storage has that; else its bytes."""
+        """Return the whole file as memory that this process may write to without changing the file."""
 
 
 @runtime_checkable
@@ -65,7 +65,7 @@ class Storage(Protocol):
         """Remove a folder if it is empty."""
 
     def changed(self, name: str) -> float | None:
-        """Return when a file or folder was changed last, in seconds by the storage's own clock; None if it isn't there."""
+        """Return when a name was changed last, in seconds by the storage's own clock; None if it isn't there."""
 
     def where(self, name: str = "") -> str:
         """Return a name as people and error messages should see it."""

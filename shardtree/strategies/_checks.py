@@ -28,7 +28,7 @@ def check_known(keys: Sequence[str], numbers: Sequence[int], stored: Callable[[]
         ...
         shardtree.errors.KeyMismatch: load: the checkpoint lacks tensors that the target asks for
           'decoder.bais' (did you mean 'decoder.bias'?)
-          Leave them out of the target, or pass strict='log_unexpected' or another mode that tolerates them.
+          Leave them out of the target, or pass a strict mode that tolerates them, as 'log_unexpected'.
     """
     missing = [key for key, number in zip(keys, numbers, strict=True) if number < 0]
     if missing:
@@ -37,7 +37,7 @@ def check_known(keys: Sequence[str], numbers: Sequence[int], stored: Callable[[]
             explain(
                 "load: the checkpoint lacks tensors that the target asks for",
                 offenders=[repr(key) + _near(key, names) for key in missing[:10]] + [repr(key) for key in missing[10:]],
-                fix="Leave them out of the target, or pass strict='log_unexpected' or another mode that tolerates them.",
+                fix="Leave them out of the target, or pass a strict mode that tolerates them, as 'log_unexpected'.",
             )
         )
 
@@ -68,7 +68,7 @@ def check_kinds(shards: Sequence[ShardedTensor], stored: Mapping[str, TensorKind
             explain(
                 "load: tensors differ in global shape or dtype",
                 offenders=wrong.values(),
-                fix="Pass allow_shape_mismatch=True on a shard whose tensor is padded; load in the stored dtype, then cast.",
+                fix="Set allow_shape_mismatch on the shard of a padded tensor; load in the stored dtype, then cast.",
             )
         )
 

@@ -20,8 +20,8 @@ class LoadCommon(Protocol):
 class LoadSharded(Protocol):
     """LOAD_SHARDED: fill each shard's data, a contiguous CPU tensor, in place, and return what was read.
 
-    Elements that aren't stored are left as they are; the shard must have allowed that with `allow_shape_mismatch`, else it
-    is an error. Each rank calls it with its own shards.
+    Elements that aren't stored are left as they are; the shard must have allowed that with `allow_shape_mismatch`,
+    else it is an error. Each rank calls it with its own shards.
     """
 
     def __call__(self, checkpoint: Checkpoint, shards: Sequence[ShardedTensor], /) -> ReadReport: ...

@@ -78,7 +78,9 @@ def register_default_strategy(
         if taken is not None and taken is not function and not override:
             name = f"{taken.__module__}.{getattr(taken, '__qualname__', taken)}"
             fix = "Pass override=True to replace it, or strategies=default_strategies | {...} to one call."
-            raise StrategyError(explain(f"register: {_shown(row)} is taken", found=name, expected="a free row", fix=fix))
+            raise StrategyError(
+                explain(f"register: {_shown(row)} is taken", found=name, expected="a free row", fix=fix)
+            )
         _rows[row] = function
         return function
 
@@ -109,17 +111,19 @@ def get_default_strategy(
         ...
         shardtree.errors.StrategyError: no strategy for save_sharded with backend 'punch cards', version 1
           save_sharded exists for ('safetensors', 1)
-          Install the package that brings this backend, or register a function with register_default_strategy.
+          Install the package that brings this backend, or register_default_strategy a function.
     """
     row = _checked_row(action, backend, version)
     found = find_strategy(action, backend, version, strategies=strategies)
     if found is None:
-        have = ", ".join(repr((name, number)) for other, name, number in sorted(strategies, key=_order) if other is action)
+        have = ", ".join(
+            repr((name, number)) for other, name, number in sorted(strategies, key=_order) if other is action
+        )
         raise StrategyError(
             explain(
                 f"no strategy for {_shown(row)}",
                 offenders=[f"{action.value} exists for {have or 'no backend'}"],
-                fix="Install the package that brings this backend, or register a function with register_default_strategy.",
+                fix="Install the package that brings this backend, or register_default_strategy a function.",
             )
         )
     return found
@@ -152,7 +156,9 @@ def _checked_row(action: StrategyAction, backend: str, version: int) -> Row:
     if isinstance(action, StrategyAction) and isinstance(backend, str) and type(version) is int:
         return action, backend, version
     found = f"({action!r}, {backend!r}, {version!r})"
-    raise StrategyError(explain("not a row of the table", found=found, expected="(StrategyAction, backend name, version)"))
+    raise StrategyError(
+        explain("not a row of the table", found=found, expected="(StrategyAction, backend name, version)")
+    )
 
 
 def _shown(row: Row) -> str:

@@ -112,8 +112,7 @@ def call_on_leaves(f: Callable[..., Any], spec: optree.PyTreeSpec, *columns: lis
     """Return f's value for each leaf of a structure; what f raises says the path that it was called for."""
     done: list[Any] = []
     try:
-        for arguments in zip(*columns, strict=True):
-            done.append(f(*arguments))
+        done.extend(map(f, *columns))  # keeps what came before an exception, and so counts to the leaf
     except Exception as error:
         error.add_note(f"at {render_path(spec.paths()[len(done)])}")
         raise

@@ -127,6 +127,7 @@ SIMPLE = (
     | st.integers()
     | st.integers(-(2**200), 2**200)
     | st.floats()
+    | st.sampled_from([0.0, -0.0, float("nan"), float("-inf")])
     | st.complex_numbers()
     | st.text(st.characters(), max_size=4)
     | st.text(st.characters(categories=["Cs"]), max_size=4)
@@ -221,7 +222,7 @@ def test_decode_undoes_encode_catches(fault: str) -> None:
     def is_caught(value: Any) -> bool:
         return not same_value(FAULTS[fault](decode_tree(encode_tree(value))), value)
 
-    find(VALUES, is_caught, settings=settings(max_examples=20_000, database=None, derandomize=True))
+    find(VALUES, is_caught, settings=settings(max_examples=5000, database=None, derandomize=True))
 
 
 @settings(max_examples=100)
@@ -377,7 +378,6 @@ WRAPS: list[Callable[[Any], Any]] = [
     lambda value: {1: value},
     lambda value: (value,),
     lambda value: frozenset([value]),
-    lambda value: {(value,) if type(value) is int else value: 1} if type(value) is int else (value,),
 ]
 
 

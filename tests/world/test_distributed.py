@@ -27,10 +27,9 @@ def torchrun(processes: int, script: str, *arguments: str) -> str:
 
 
 @pytest.mark.torchrun
-# "fake" can't do a collective: the world has to make a gloo group beside it, as beside nccl.
-@pytest.mark.parametrize(("processes", "backend"), [(2, "cpu:gloo"), (4, "gloo"), (4, "fake")])
-def test_collectives_between_processes(processes: int, backend: str) -> None:
-    torchrun(processes, "collectives.py", backend)
+def test_collectives_between_processes() -> None:
+    # "fake" can't do a collective: the world has to make a gloo group beside it, as beside nccl.
+    torchrun(4, "collectives.py", "gloo", "fake")
 
 
 @pytest.mark.torchrun

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -69,13 +70,13 @@ def block_count_of(lengths: Column) -> list[int]:
     return [block_count(length) for length in lengths.tolist()]
 
 
-def _object_columns(written: Sequence[Written], first_file: Column) -> dict[str, Column]:
+def _object_columns(written: Sequence[Written], first_file: Column) -> dict[str, Any]:
     rows = sorted(
         (key, file + int(base), byte, length)
         for part, base in zip(written, first_file, strict=False)
         for key, file, byte, length in part.objects
     )
-    twice = [repr(one[0]) for one, other in zip(rows, rows[1:], strict=False) if one[0] == other[0]]
+    twice = [repr(one[0]) for one, other in pairwise(rows) if one[0] == other[0]]
     if twice:
         fix = "Give replicas different replica_ids."
         raise IntegrityError(explain("save: objects written by more than one main replica", offenders=twice, fix=fix))

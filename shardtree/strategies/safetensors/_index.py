@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -113,7 +114,7 @@ def texts(text: Bytes, start: Column) -> list[str]:
         ['ab', 'c']
     """
     joined, places = text.tobytes(), start.tolist()
-    return [joined[begin:end].decode("utf-8") for begin, end in zip(places, places[1:], strict=False)]
+    return [joined[begin:end].decode("utf-8") for begin, end in pairwise(places)]
 
 
 def find_texts(text: Bytes, start: Column, wanted: Sequence[str]) -> list[int]:

@@ -9,7 +9,7 @@ import numpy as np
 from ...codec import Entry, decode_header, dtype_from_name, encode_header
 from ...errors import CheckpointingException, CorruptCheckpoint, explain
 from ...geometry import volumes
-from ...storage import Buffer, block_count
+from ...storage import BLOCK_BYTES, Buffer
 from ._index import COLUMNS, Index, texts
 
 _TAGS = {"uint8": "U8", "int64": "I64", "uint64": "U64"}
@@ -113,7 +113,7 @@ def _texts(index: Index) -> str | None:
 
 def _keys(index: Index) -> str | None:
     keys, axes = index.key_axes.size, index.key_shape.shape[1]
-    if keys and not (0 <= index.key_axes.min() and index.key_axes.max() <= axes):
+    if keys and not (index.key_axes.min() >= 0 and index.key_axes.max() <= axes):
         return "a tensor has more axes than its shape"
     if ((index.key_prepended < 0) | (index.key_prepended > index.key_axes)).any():
         return "a tensor has more prepended axes than axes"
@@ -129,7 +129,7 @@ def _files(index: Index) -> str | None:
     if (index.file_length < 0).any() or index.file_block[0] != 0 or index.file_block[-1] != index.block_hash.size:
         return "the files' lengths or blocks are out of range"
     blocks = np.diff(index.file_block)
-    return None if (blocks == block_count(index.file_length)).all() else "a file's blocks don't tile it"
+    return None if (blocks == -(-index.file_length // BLOCK_BYTES)).all() else "a file's blocks don't tile it"
 
 
 def _places(index: Index) -> str | None:
@@ -163,5 +163,3 @@ def _outside(index: Index, file: Any, byte: Any, length: Any) -> bool:
 def _too_large(shape: Any) -> bool:
     """Return whether a tensor has more bytes than an int64 counts."""
     return bool((np.prod(np.maximum(shape, 1).astype(np.float64), axis=1) > 2.0**58).any())
-
-

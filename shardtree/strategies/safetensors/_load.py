@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ...codec import bit_view, decode_tree
-from ...errors import CorruptCheckpoint, IntegrityError, KeyMismatch, explain
+from ...errors import IntegrityError, KeyMismatch, explain
 from ...geometry import Column
 from ...layouts import ShardColumns, shard_columns
 from ...mapping import ShardedObject, ShardedTensor

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -47,13 +48,20 @@ def without_prefix(index: Index, key_prefix: str) -> Index:
     keep_chunk = keep_key[index.chunk_key]
     kept_keys, key_start = text_columns([key for key, keep in zip(keys, keep_key, strict=True) if keep])
     kept_objects, object_start = text_columns([key for key, keep in zip(objects, keep_object, strict=True) if keep])
-    kept = _chosen(index, "key_", keep_key) | _chosen(index, "chunk_", keep_chunk) | _chosen(index, "object_", keep_object)
-    texts_of = {"key_text": kept_keys, "key_start": key_start, "object_text": kept_objects, "object_start": object_start}
+    kept = (
+        _chosen(index, "key_", keep_key) | _chosen(index, "chunk_", keep_chunk) | _chosen(index, "object_", keep_object)
+    )
+    texts_of: dict[str, Any] = {
+        "key_text": kept_keys,
+        "key_start": key_start,
+        "object_text": kept_objects,
+        "object_start": object_start,
+    }
     thinner = replace(index, **(kept | texts_of))
     return _without_unused_files(replace(thinner, chunk_key=_renumbered(keep_key)[thinner.chunk_key]))
 
 
-def _chosen(index: Index, group: str, rows: Rows) -> dict[str, Column]:
+def _chosen(index: Index, group: str, rows: Rows) -> dict[str, Any]:
     names = [name for name in Index.__slots__ if name.startswith(group) and name not in _TEXTS]
     return {name: getattr(index, name)[rows] for name in names}
 

@@ -94,9 +94,7 @@ def _write(draft: Draft, layout: tuple[Part, ...], columns: ShardColumns, row: C
     if draft.options.durable and names:
         draft.storage.sync_folder(draft.save_id)
     rows, file, byte_of = np.array(places, dtype=np.int64).reshape(-1, 3).T
-    return Written(
-        names, tuple(lengths), tuple(hashes), select_rows(columns, rows), file, byte_of, tuple(objects)
-    )
+    return Written(names, tuple(lengths), tuple(hashes), select_rows(columns, rows), file, byte_of, tuple(objects))
 
 
 def _write_part(draft: Draft, name: str, part: Part) -> tuple[int, Hashes]:
@@ -115,7 +113,9 @@ def _part_buffers(part: Part) -> Iterator[Buffer]:
             yield buffer
         if size != item.length:
             found, expected = f"{size} bytes of data", f"{item.length} bytes"
-            raise CheckpointingException(explain(f"save: {item.key!r} changed its size", found=found, expected=expected))
+            raise CheckpointingException(
+                explain(f"save: {item.key!r} changed its size", found=found, expected=expected)
+            )
 
 
 def _item_buffers(item: Item) -> Iterator[Buffer]:

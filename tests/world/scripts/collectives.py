@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from datetime import timedelta
 
 import numpy as np
 import pytest
 import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
 
 from shardtree.errors import RemoteError, UnsupportedValue, WorldError
 from shardtree.world import World, agree, current_world, distributed, gather, on_rank_zero
@@ -82,8 +82,9 @@ def check_subgroup(world: World) -> None:
 
 def main(backend: str) -> None:
     assert current_world(None).size == 1
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group(backend, rank=rank, world_size=size, timeout=timedelta(seconds=30))
+    # The store is named because the fake backend would bring a fake one.
+    store, rank, size = next(dist.rendezvous("env://"))
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=30))
     world = current_world(None)
     assert current_world(world) is world
     assert world.size == dist.get_world_size()
@@ -104,4 +105,5 @@ def main(backend: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    for name in sys.argv[1:]:
+        main(name)

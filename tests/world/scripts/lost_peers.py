@@ -1,4 +1,4 @@
-"""Run by torchrun on two ranks: rank 1 is silent for a while, and then dies."""
+"""Run by torchrun on two ranks of a group with no backend named: rank 1 is silent for a while, and then dies."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
+from collectives import check_collectives
 
 from shardtree.errors import RemoteError, WorldError
 from shardtree.world import agree, distributed
 
 
 def main() -> None:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=10))
+    dist.init_process_group(timeout=timedelta(seconds=10))
+    check_collectives(distributed())
     silent = distributed(purpose="silent", timeout=1.0)
     world = distributed(timeout=5.0)
     if world.rank == 1:
