@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..codec import encode_tree
-from ..errors import IntegrityError, explain
+from ..errors import IntegrityError, TreePath, explain, render_path
 from ..layouts import ShardColumns, check_access, join_columns, shard_columns
 from ..mapping import ShardedObject, ShardedTensor, is_main_replica
 from ..storage import digest
-from ..trees import without_holes
+from ..trees import diff, without_holes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,13 +47,11 @@ def check_together(descriptions: Sequence[Description]) -> ShardColumns:
     """Return all ranks' shards, after checking that they fit together.
 
     Raises:
-        IntegrityError: ranks disagree about a tensor or the common state, an element or an object has no main
-            replica, or more than one.
+        IntegrityError: ranks disagree about a tensor, an element or an object has no main replica, or more than one.
     """
     columns = join_columns([part.columns for part in descriptions])
     check_access(columns)
     _check_objects(descriptions)
-    _check_common(descriptions)
     return columns
 
 
@@ -72,12 +70,36 @@ def _check_objects(descriptions: Sequence[Description]) -> None:
         raise IntegrityError(explain("sharding integrity: objects", offenders=wrong, fix=fix))
 
 
-def _check_common(descriptions: Sequence[Description]) -> None:
-    different = [rank for rank, part in enumerate(descriptions) if part.common != descriptions[0].common]
-    if different:
+def check_common(commons: Sequence[Any]) -> None:
+    """Raise unless all ranks have the same common tree; holes in dicts don't count.
+
+    Args:
+        commons: each rank's common tree, by rank.
+
+    Raises:
+        IntegrityError: names every path, the ranks and both values.
+    """
+    first = without_holes(commons[0])
+    wrong: dict[str, str] = {}
+    for rank, common in enumerate(commons[1:], start=1):
+        other = without_holes(common)
+        found = diff(first, other)
+        for path in (*found.only_left, *found.only_right, *found.mismatch):
+            values = f"rank 0 has {_value_at(first, path)}, rank {rank} has {_value_at(other, path)}"
+            wrong.setdefault(render_path(path), f"{render_path(path)}: {values}")
+    if wrong:
         fix = (
             "Wrap what belongs to a rank in a ShardedObject or LocalNonpersistentObject, or pass "
             "preprocess_common_before_consistency_check to leave it out of the comparison."
         )
-        ranks = ", ".join(map(str, different))
-        raise IntegrityError(explain(f"save: the common state of ranks {ranks} differs from rank 0's", fix=fix))
+        raise IntegrityError(explain("save: the ranks' common states differ", offenders=wrong.values(), fix=fix))
+
+
+def _value_at(tree: Any, path: TreePath) -> str:
+    try:
+        for entry in path:
+            tree = tree[entry]
+    except (KeyError, IndexError, TypeError):
+        return "nothing"
+    shown = repr(tree) if isinstance(tree, (bool, int, float, str, bytes, type(None))) else type(tree).__name__
+    return shown if len(shown) <= 60 else f"{shown[:60]}…"

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
 from ..errors import TreeError, explain
-from ..mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
+from ..mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from ..storage import Directory, ReadReport, Verify
-from ..strategies import Checkpoint, LoadOptions, Strategies, StrategyAction, default_strategies, find_strategy
-from ..trees import HOLE, build_factories, compose, join, map_shards, shard_leaves, unwrap
+from ..strategies import Checkpoint, LoadOptions, Strategies, default_strategies
+from ..trees import HOLE, apply_factories, build_factories, join, leaves_with_paths, map_shards, shard_leaves
 from ..world import World, agree, current_world, gather
 from ._consistency import check_together, describe
-from ._dispatch import Choice, common_backend, sharded_backend, strategy_of
+from ._dispatch import Choice
+from ._exchange import Exchange
 from ._open import load_common, load_tensors_metadata, open_at, sharded_metadata
+from ._read import Reading, read_leaves
 from ._strict import StrictHandling, looks_beforehand, needs_all_ranks, parse_strict, report_keys, returns_keys
-from ._targets import delivered, with_memory
 
 
 def load(
@@ -32,6 +33,7 @@ def load(
     *,
     world: Any = None,
     donate: bool = False,
+    exchange: Exchange = "auto",
     verify: Verify = "whole",
     allow_pickle: bool = False,
     types: tuple[type, ...] = (),
@@ -55,6 +57,8 @@ def load(
         world: the ranks that take part; torch.distributed's default group, or else this process alone.
         donate: whether the target's tensors are given away: they are filled in place and returned. If the
             load fails, their content is lost.
+        exchange: whether ranks that want the same shard read it once between them and pass it on: "always", "never",
+            or "auto", which does so where storage is remote.
         verify: which blocks are checked against their hashes: those read "whole", "all" touched, or none (None).
         allow_pickle: whether pickled values may be unpickled, which can run any code.
         types: enum, dataclass and namedtuple classes that stored records become instances of.
@@ -94,14 +98,12 @@ def load(
             ranks, "load: describe target", lambda: describe(target.tensors, target.objects, ranks.rank)
         )
         agree(ranks, "load: check integrity", partial(check_together, descriptions))
-    missing, unexpected = _compare_keys(
-        ranks, checkpoint, target, mode, (sharded_strategy, common_strategy, strategies)
-    )
-    wanted = _without(target, unexpected)
     choices = (sharded_strategy, common_strategy, strategies)
-    loaded, read = agree(ranks, "load: read", partial(_read, checkpoint, wanted, choices, donate=donate))
+    missing, unexpected = _compare_keys(ranks, checkpoint, target, mode, choices)
+    target = agree(ranks, "load: leave out", partial(_left_out, target, sharded_state_dict, unexpected))
+    loaded, read = read_leaves(Reading(checkpoint, sharded_strategy, strategies, donate, exchange), target.leaves)
     common = agree(ranks, "load: common state", partial(load_common, checkpoint, common_strategy, strategies))
-    tree = agree(ranks, "load: join", partial(_joined, common, wanted, loaded))
+    tree = agree(ranks, "load: join", partial(_joined, common, target, loaded))
     if report is not None:
         report(read)
     return (tree, missing, unexpected) if returns_keys(mode) else tree
@@ -117,7 +119,7 @@ class Target:
     Attributes:
         leaves: of the tree with factories applied.
         rebuild: from new leaves to a tree of the same structure.
-        merge: from a loaded tree to one with the factories merged.
+        merge: from the joined tree to one with the factories merged.
     """
 
     leaves: tuple[Any, ...]
@@ -140,23 +142,22 @@ def _prepare(tree: Any) -> Target:
         raise TreeError(
             explain("load: not a tree", found=type(tree).__name__, expected="a dict, list or tuple of shards")
         )
-    built, merge = build_factories(map_shards(_merging_plain_values, tree))
+    built, merge = build_factories(tree)
     pairs, rebuild = shard_leaves(built)
     return Target(tuple(leaf for _, leaf in pairs), rebuild, merge)
 
 
-def _merging_plain_values(leaf: Any) -> Any:
-    """Return a factory that merges loaded objects as they are: until the join they are kept in boxes."""
-    if isinstance(leaf, ShardedTensorFactory):
-        return replace(leaf, merge_fn=compose(unwrap, leaf.merge_fn))
-    return leaf
-
-
-def _without(target: Target, unexpected: set[str]) -> Target:
+def _left_out(target: Target, tree: Any, unexpected: set[str]) -> Target:
+    """Return the target without the shards, and the factories of such shards alone, that the checkpoint doesn't have."""
     if not unexpected:
         return target
-    kept = (HOLE if getattr(leaf, "key", None) in unexpected and _is_sharded(leaf) else leaf for leaf in target.leaves)
-    return replace(target, leaves=tuple(kept))
+    return _prepare(map_shards(lambda leaf: HOLE if _keys(leaf) and _keys(leaf) <= unexpected else leaf, tree))
+
+
+def _keys(leaf: Any) -> set[str]:
+    if isinstance(leaf, ShardedTensorFactory):
+        return {shard.key for _, shard in leaves_with_paths(apply_factories(leaf)) if _is_sharded(shard)}
+    return {leaf.key} if _is_sharded(leaf) else set()
 
 
 def _is_sharded(leaf: Any) -> bool:
@@ -179,32 +180,9 @@ def _compare_keys(
     return (set(), set()) if mode is StrictHandling.IGNORE_ALL else (missing, unexpected)
 
 
-def _read(checkpoint: Checkpoint, target: Target, choices: Choices, *, donate: bool) -> tuple[list[Any], ReadReport]:
-    """Return what was loaded for each leaf of the target: a tensor, a boxed object, or a hole."""
-    sharded, _, strategies = choices
-    backend = sharded_backend(checkpoint.fields)
-    shards = target.tensors
-    memories = [with_memory(shard, donate=donate) for shard in shards]
-    read = strategy_of(StrategyAction.LOAD_SHARDED, sharded, backend, strategies)(checkpoint, memories)
-    if find_strategy(StrategyAction.LOAD_OBJECTS, *backend, strategies=strategies) is None:
-        backend = common_backend(checkpoint.fields)
-    load_objects = strategy_of(StrategyAction.LOAD_OBJECTS, None, backend, strategies)
-    objects = iter(load_objects(checkpoint, target.objects) if target.objects else ())
-    tensors = iter(delivered(shard, filled.data, donate=donate) for shard, filled in zip(shards, memories, strict=True))
-    return [_loaded(leaf, tensors, objects) for leaf in target.leaves], read
-
-
-def _loaded(leaf: Any, tensors: Any, objects: Any) -> Any:
-    if isinstance(leaf, ShardedTensor):
-        return next(tensors)
-    if isinstance(leaf, ShardedObject):
-        # Boxed, because a loaded object may be a container, which the join would look into.
-        return LocalNonpersistentObject(next(objects))
-    return leaf if isinstance(leaf, LocalNonpersistentObject) else HOLE
-
-
 def _joined(common: Any, target: Target, loaded: Sequence[Any]) -> Any:
-    return join(common, target.merge(target.rebuild(loaded)))
+    # Factories merge last, so that they see the plain values that they built beside their shards.
+    return target.merge(join(common, target.rebuild(loaded)))
 
 
 def load_plain_tensors(
@@ -226,8 +204,5 @@ def load_plain_tensors(
     ranks = current_world(world)
     target = agree(ranks, "load: metadata", partial(load_tensors_metadata, checkpoint_dir, strategies=strategies))
     checkpoint = agree(ranks, "load: open", partial(open_at, checkpoint_dir, ranks, LoadOptions(verify)))
-    loaded, _ = agree(
-        ranks, "load: read", partial(_read, checkpoint, _prepare(target), (None, None, strategies), donate=False)
-    )
-    tensors: dict[str, torch.Tensor] = _prepare(target).rebuild(loaded)
-    return tensors
+    loaded, _ = read_leaves(Reading(checkpoint, None, strategies), list(target.values()))
+    return dict(zip(target, loaded, strict=True))

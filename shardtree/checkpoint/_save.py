@@ -27,7 +27,7 @@ from ..strategies import (
     replace_metadata,
 )
 from ..world import World, agree, current_world, gather, on_rank_zero
-from ._consistency import check_together, common_digest, describe
+from ._consistency import check_common, check_together, common_digest, describe
 from ._dispatch import DEFAULT_BACKEND, Choice, backend_of, strategy_of
 from ._prepare import Prepared, prepare
 
@@ -131,6 +131,9 @@ def _shared_out(
         return describe(prepared.tensors, prepared.objects, world.rank, common)
 
     descriptions = gather(world, "save: describe shards", describe_own)
+    if len({part.common for part in descriptions}) > 1:
+        commons = gather(world, "save: compare common states", lambda: for_comparison(prepared.common))
+        agree(world, "save: check common states", partial(check_common, commons))
     columns = agree(world, "save: check integrity", partial(check_together, descriptions))
     tensors = agree(world, "save: share out", partial(_own_tensors, prepared, columns, world))
     return tensors, _main_replicas(prepared)[1]

@@ -39,7 +39,7 @@ def access_problems(columns: ShardColumns) -> tuple[Problem, ...]:
     Examples:
         >>> import torch, shardtree as st
         >>> half = st.ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3), (0, 0, 2))
-        >>> [str(problem) for problem in access_problems(shard_columns([half]))]
+        >>> [str(problem) for problem in access_problems(st.shard_columns([half]))]
         ["'w' (ranks 0): 6 of 12 elements have no main replica; the first one missing is at (2, 0)"]
     """
     main = select_rows(columns, np.flatnonzero(columns.main))
@@ -56,7 +56,7 @@ def check_access(columns: ShardColumns) -> None:
 
     Examples:
         >>> import torch, shardtree as st
-        >>> check_access(shard_columns([st.ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3))]))
+        >>> check_access(st.shard_columns([st.ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3))]))
     """
     problems = access_problems(columns)
     if problems:

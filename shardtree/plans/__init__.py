@@ -1,5 +1,7 @@
 """Plans: who writes which shard, and which stored bytes go where, in columns that every rank computes alike."""
 
+from ._exchange import ExchangePlan as ExchangePlan
+from ._exchange import plan_exchange as plan_exchange
 from ._load import LoadPlan as LoadPlan
 from ._load import Runs as Runs
 from ._load import StoredChunks as StoredChunks

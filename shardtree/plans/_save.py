@@ -51,22 +51,40 @@ def level_writes(columns: ShardColumns, ranks: int) -> Rows:
         >>> [(columns.keys[key], rank) for key, rank in zip(columns.key[level_writes(columns, 2)], (0, 1))]
         [('a', 0), ('b', 1)]
     """
-    place, replicas = _places(columns)
-    size = np.zeros(replicas.size, dtype=np.int64)
+    place, places = held_places(columns)
+    wanted = np.bincount(place[columns.main], minlength=places) > 0
+    return deal_rows(columns, ranks, place, wanted)
+
+
+def deal_rows(columns: ShardColumns, ranks: int, place: Column, wanted: Rows) -> Rows:
+    """Return one row for each wanted place, chosen so that the bytes of each rank's rows are level.
+
+    Args:
+        columns: the shards of all ranks.
+        ranks: how many ranks there are.
+        place: where each shard lies, as `held_places` numbers it, int64 (shards,).
+        wanted: which places need a row, bool (places,).
+    """
+    size = np.zeros(wanted.size, dtype=np.int64)
     size[place] = columns.elements * columns.item_size[columns.key]
-    wanted = np.bincount(place[columns.main], minlength=replicas.size) > 0
-    writer = np.full(replicas.size, -1, dtype=np.int64)
+    chosen = np.full(wanted.size, -1, dtype=np.int64)
     load = np.zeros(ranks, dtype=np.int64)
     for places, holders in _holder_sets(place, columns.rank, wanted):
         order = holders[np.argsort(load[holders], kind="stable")]
         dealt = places[np.argsort(-size[places], kind="stable")]
-        writer[dealt] = order[_snake(dealt.size, order.size)]
-        load += np.bincount(writer[dealt], weights=size[dealt], minlength=ranks).astype(np.int64)
-    return _first_row_of_writer(place, columns.rank, writer)
+        chosen[dealt] = order[_snake(dealt.size, order.size)]
+        load += np.bincount(chosen[dealt], weights=size[dealt], minlength=ranks).astype(np.int64)
+    return _first_row_of(place, columns.rank, chosen)
 
 
-def _places(columns: ShardColumns) -> tuple[Column, Column]:
-    """Return each shard's place, equal for replicas, and how many shards lie at each; places sort by key, then box."""
+def held_places(columns: ShardColumns) -> tuple[Column, int]:
+    """Return where each shard lies, as a number that replicas share, and how many places there are.
+
+    Places are numbered by key, then box, so that all ranks number them alike.
+
+    Returns:
+        int64 (shards,), and the count.
+    """
     parts = (columns.key[:, None], columns.offset, columns.shape, columns.start[:, None], columns.stop[:, None])
     rows = np.ascontiguousarray(np.concatenate(parts, axis=1))
     order = np.lexsort(rows.T[::-1])
@@ -74,7 +92,7 @@ def _places(columns: ShardColumns) -> tuple[Column, Column]:
     new[1:] = (rows[order[1:]] != rows[order[:-1]]).any(axis=1)
     place = np.empty(len(rows), dtype=np.int64)
     place[order] = np.cumsum(new) - 1
-    return place, np.bincount(place)
+    return place, int(new.sum())
 
 
 def _holder_sets(place: Column, rank: Column, wanted: Rows) -> Iterator[tuple[Column, Column]]:
@@ -98,7 +116,7 @@ def _snake(count: int, ranks: int) -> Column:
     return np.where(turn % 2 == 0, position, ranks - 1 - position)
 
 
-def _first_row_of_writer(place: Column, rank: Column, writer: Column) -> Rows:
+def _first_row_of(place: Column, rank: Column, writer: Column) -> Rows:
     rows = np.flatnonzero(writer[place] == rank)
     _, first = np.unique(place[rows], return_index=True)
     writes = np.zeros(place.size, dtype=np.bool_)

@@ -21,8 +21,8 @@ def tensor_buffers(tensor: torch.Tensor | LazyTensor) -> Iterator[Buffer]:
     in parts of at most `STAGED_BYTES`.
 
     Examples:
-        >>> torch.frombuffer(b"".join(tensor_buffers(torch.tensor([[1, 2], [3, 4]]).T)), dtype=torch.int64)
-        tensor([1, 3, 2, 4])
+        >>> b"".join(tensor_buffers(torch.tensor([[1, 2], [3, 4]], dtype=torch.uint8).T))
+        b'\\x01\\x03\\x02\\x04'
     """
     if not tensor.numel():
         return

@@ -24,7 +24,7 @@ def encode_metadata(fields: Mapping[str, Any]) -> bytes:
 
     Examples:
         >>> encode_metadata({"sharded_backend": "safetensors"})
-        b'{"digest":"7bb2ccfca74bbd9d","sharded_backend":"safetensors"}'
+        b'{"digest":"20af11980b75f348","sharded_backend":"safetensors"}'
     """
     plain = {name: value for name, value in fields.items() if name != "digest"}
     return canonical_json({**plain, "digest": digest(canonical_json(plain))})

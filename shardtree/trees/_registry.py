@@ -6,6 +6,7 @@ two views. Registering them is the one effect that importing shardtree has.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, Final, TypeAlias
 
@@ -21,12 +22,16 @@ Boxed: TypeAlias = ShardedTensor | ShardedTensorFactory
 
 _KINDS: Final = (ShardedTensor, ShardedTensorFactory)
 
-# All fields but data, read in one call, and their slots' setters: frozen values are made by the constructor otherwise.
-_NAMES: Final = {kind: [name for name in kind.__dataclass_fields__ if name != "data"] for kind in _KINDS}
-_READ: Final[dict[type, Any]] = {kind: attrgetter(*names) for kind, names in _NAMES.items()}
-_WRITE: Final[dict[type, Any]] = {
-    kind: [getattr(kind, name).__set__ for name in [*names, "data"]] for kind, names in _NAMES.items()
-}
+_Access: TypeAlias = tuple[Callable[[Any], tuple[Any, ...]], list[Callable[[Any, Any], None]]]
+
+
+def _access(kind: type[Boxed]) -> _Access:
+    """Return what reads all fields but data in one call, and the setters of their slots, then of data's."""
+    names = [name for name in kind.__dataclass_fields__ if name != "data"]
+    return attrgetter(*names), [getattr(kind, name).__set__ for name in [*names, "data"]]
+
+
+_ACCESS: Final[dict[type, _Access]] = {kind: _access(kind) for kind in _KINDS}
 
 
 def with_data(leaf: Boxed, data: Any) -> Boxed:
@@ -41,8 +46,9 @@ def with_data(leaf: Boxed, data: Any) -> Boxed:
     if isinstance(data, torch.Tensor):
         _check_data(leaf, data)
     kind = type(leaf)
+    read, writes = _ACCESS[kind]
     new = object.__new__(kind)
-    for write, value in zip(_WRITE[kind], (*_READ[kind](leaf), data), strict=True):
+    for write, value in zip(writes, (*read(leaf), data), strict=False):
         write(new, value)
     return new
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -63,11 +65,19 @@ def test_bit_view_shares_memory_and_is_invertible(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("dtype", STORABLE, ids=str)
 def test_row_major_bits_are_those_of_the_elements_in_order(dtype: torch.dtype, variant: str) -> None:
+    assert is_row_major(row_major_bits, dtype, variant)
+
+
+def test_row_major_bits_catches_the_order_of_memory() -> None:
+    assert not is_row_major(lambda tensor: bit_view(tensor.t()), torch.int16, "transposed")
+
+
+def is_row_major(bits_of: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype, variant: str) -> bool:
     # The same view of a table of numbers says which element stands where, whatever the dtype.
     tensor = VARIANTS[variant](example(dtype))
     index = VARIANTS[variant](torch.arange(96 // dtype.itemsize).reshape(-1, 2))
     expected = [first * dtype.itemsize + byte for first in index.flatten().tolist() for byte in range(dtype.itemsize)]
-    assert row_major_bits(tensor).tolist() == expected
+    return bits_of(tensor).tolist() == expected
 
 
 def test_row_major_bits_resolve_what_is_lazy() -> None:

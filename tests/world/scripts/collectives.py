@@ -8,7 +8,7 @@ from datetime import timedelta
 import numpy as np
 import pytest
 import torch.distributed as dist
-import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
+import torch.testing._internal.distributed.fake_pg  # noqa: F401 (registers the backend "fake")
 
 from shardtree.errors import RemoteError, UnsupportedValue, WorldError
 from shardtree.world import World, agree, current_world, distributed, gather, on_rank_zero
@@ -98,6 +98,8 @@ def main(backend: str) -> None:
     if backend == "gloo":
         assert coordination_group(None, 20.0, None) is dist.group.WORLD
     world.barrier()
+    if backend == "fake":
+        return  # A program may end without destroying its group; gloo's threads mustn't abort it then.
     dist.destroy_process_group()
     with pytest.raises(WorldError):
         world.barrier()

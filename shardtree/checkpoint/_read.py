@@ -1,0 +1,121 @@
+"""Reading a target's shards: into memory made for them, by every rank for itself or once for all that want the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..layouts import join_columns, shard_columns
+from ..mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor
+from ..plans import plan_exchange
+from ..storage import ReadReport
+from ..strategies import Checkpoint, Strategies, StrategyAction, find_strategy
+from ..trees import HOLE
+from ..world import agree, gather
+from ._dispatch import Choice, common_backend, sharded_backend, strategy_of
+from ._exchange import Exchange, exchanges, pass_on
+from ._targets import delivered, with_memory
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reading:
+    """How a target is read.
+
+    Attributes:
+        checkpoint: what is read.
+        sharded_strategy: the caller's choice.
+        strategies: the dispatch table.
+        donate: whether the target's tensors are filled in place.
+        exchange: whether ranks pass on what several of them want.
+    """
+
+    checkpoint: Checkpoint
+    sharded_strategy: Choice
+    strategies: Strategies
+    donate: bool = False
+    exchange: Exchange = "never"
+
+
+def read_leaves(reading: Reading, leaves: Sequence[Any]) -> tuple[list[Any], ReadReport]:
+    """Return what was loaded for each leaf (a tensor, a boxed object, a box as it is, a hole), and how much that was.
+
+    Collective: every rank calls it with its own leaves.
+    """
+    world = reading.checkpoint.world
+    shards = [leaf for leaf in leaves if isinstance(leaf, ShardedTensor)]
+    objects = [leaf for leaf in leaves if isinstance(leaf, ShardedObject)]
+    make = partial(_with_memories, shards, donate=reading.donate)
+    memories = agree(world, "load: make memory", make)
+    decide = partial(exchanges, reading.exchange, reading.checkpoint.storage, world)
+    if agree(world, "load: exchange", decide):
+        report = _read_once(reading, memories)
+    else:
+        report = agree(world, "load: read", partial(_read, reading, memories))
+    loaded = agree(world, "load: read objects", partial(_read_objects, reading, objects))
+    deliver = partial(_deliver, leaves, shards, memories, loaded, donate=reading.donate)
+    return agree(world, "load: deliver", deliver), report
+
+
+def _with_memories(shards: Sequence[ShardedTensor], *, donate: bool) -> list[ShardedTensor]:
+    return [with_memory(shard, donate=donate) for shard in shards]
+
+
+def _read(reading: Reading, shards: Sequence[ShardedTensor]) -> ReadReport:
+    backend = sharded_backend(reading.checkpoint.fields)
+    load_sharded = strategy_of(StrategyAction.LOAD_SHARDED, reading.sharded_strategy, backend, reading.strategies)
+    report: ReadReport = load_sharded(reading.checkpoint, shards)
+    return report
+
+
+def _read_once(reading: Reading, shards: Sequence[ShardedTensor]) -> ReadReport:
+    """Read this rank's share of what several ranks want, and let the others have it."""
+    world = reading.checkpoint.world
+    # Where not all of a shard may be stored, what it holds beside that is each rank's own.
+    own = [shard for shard in shards if shard.allow_shape_mismatch]
+    alike = [shard for shard in shards if not shard.allow_shape_mismatch]
+    wanted = gather(world, "load: describe reads", partial(shard_columns, alike, world.rank))
+    columns = agree(world, "load: join reads", partial(join_columns, wanted))
+    plan = agree(world, "load: plan exchange", partial(plan_exchange, columns, world.size))
+    reads = plan.reads[columns.rank == world.rank].tolist()
+    chosen = [shard for shard, read in zip(alike, reads, strict=True) if read]
+    report = agree(world, "load: read", partial(_read, reading, [*own, *chosen]))
+    pass_on(world, plan, columns, [shard.data for shard in alike])
+    return report
+
+
+def _read_objects(reading: Reading, objects: Sequence[ShardedObject]) -> list[Any]:
+    if not objects:
+        return []
+    backend = sharded_backend(reading.checkpoint.fields)
+    if find_strategy(StrategyAction.LOAD_OBJECTS, *backend, strategies=reading.strategies) is None:
+        backend = common_backend(reading.checkpoint.fields)
+    load_objects = strategy_of(StrategyAction.LOAD_OBJECTS, None, backend, reading.strategies)
+    loaded: list[Any] = load_objects(reading.checkpoint, objects)
+    return loaded
+
+
+def _deliver(
+    leaves: Sequence[Any],
+    shards: Sequence[ShardedTensor],
+    memories: Sequence[ShardedTensor],
+    objects: Sequence[Any],
+    *,
+    donate: bool,
+) -> list[Any]:
+    pairs = zip(shards, memories, strict=True)
+    tensors = (delivered(shard, filled.data, donate=donate) for shard, filled in pairs)
+    rest = iter(objects)
+    return [_loaded(leaf, tensors, rest) for leaf in leaves]
+
+
+def _loaded(leaf: Any, tensors: Iterator[torch.Tensor], objects: Iterator[Any]) -> Any:
+    if isinstance(leaf, ShardedTensor):
+        return next(tensors)
+    if isinstance(leaf, ShardedObject):
+        # Boxed, because a loaded object may be a container, which the join would look into.
+        return LocalNonpersistentObject(next(objects))
+    return leaf if isinstance(leaf, LocalNonpersistentObject) else HOLE
