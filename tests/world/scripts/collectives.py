@@ -82,8 +82,10 @@ def check_subgroup(world: World) -> None:
 
 def main(backend: str) -> None:
     assert current_world(None).size == 1
-    # The store is named because the fake backend would bring a fake one.
-    store, rank, size = next(dist.rendezvous("env://"))
+    # The fake backend would bring a fake store; and a store of its own for each backend keeps the addresses of the last
+    # one's groups apart.
+    shared, rank, size = next(dist.rendezvous("env://"))
+    store = dist.PrefixStore(backend, shared)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=30))
     world = current_world(None)
     assert current_world(world) is world

@@ -1,0 +1,278 @@
+"""ShardedTensor: one rank's piece of a global tensor, a box of it or one flat range of such a box."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ..errors import MetadataError, ShapeError
+from ..geometry import (
+    cell_index,
+    cell_shape,
+    check_box,
+    check_cell,
+    check_flat_range,
+    check_lengths,
+    check_ranks,
+    flat_range,
+    grid_cell,
+    integer,
+    integers,
+    narrow_place,
+    refuse,
+)
+from ._aliases import RankOffset, ReplicaId
+from ._base import ShardedBase, check_key, leaf_name, normalise
+from ._data import check_data, check_kind, data_kind
+from ._narrow import narrowed_box, narrowed_pieces
+from ._replica import replica
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class ShardedTensor(ShardedBase):
+    """One rank's piece of a global tensor.
+
+    The piece is a box of `local_shape`, behind `prepend_axis_num` axes of size 1, at `global_offset`. `data` may be
+    None or whatever stands for a tensor; where it is a tensor, its dtype and shape must fit.
+
+    Args:
+        key: the global tensor's name.
+        data: the local tensor; with `flattened_range` it has one axis.
+        dtype: the tensor's dtype.
+        local_shape: the box's shape in elements, without the prepended axes.
+        global_shape: the global tensor's shape in elements, prepended axes first.
+        global_offset: the box's first index along each axis of the global tensor.
+        axis_fragmentations: into how many equal pieces each global axis is cut; None for an irregular grid.
+        replica_id: 0, or all zeros, on the one rank whose copy counts as the main one.
+        prepend_axis_num: how many leading global axes `data` lacks.
+        allow_shape_mismatch: the stored global shape may differ from this one, as it does for padded tensors.
+        flattened_range: the slice of the row-major flattened box that `data` is.
+
+    Raises:
+        MetadataError: a field contradicts another.
+        ShapeError: the data's dtype or shape isn't what the metadata says.
+
+    Examples:
+        >>> ShardedTensor("w", torch.zeros(2, 3), torch.float32, (2, 3), (4, 3), (2, 0), (2, 1)).global_slice()
+        (slice(2, 4, None), slice(0, 3, None))
+    """
+
+    key: str
+    data: Any
+    dtype: torch.dtype
+    local_shape: tuple[int, ...]
+    global_shape: tuple[int, ...]
+    global_offset: tuple[int, ...]
+    axis_fragmentations: tuple[int, ...] | None
+    replica_id: ReplicaId = 0
+    prepend_axis_num: int = 0
+    allow_shape_mismatch: bool = False
+    flattened_range: slice | None = None
+
+    def __post_init__(self) -> None:
+        check_key(self)
+        normalise(self, integers, "local_shape", "global_shape", "global_offset")
+        if self.axis_fragmentations is not None:
+            normalise(self, integers, "axis_fragmentations")
+        normalise(self, integer, "prepend_axis_num")
+        normalise(self, replica, "replica_id")
+        normalise(self, lambda subject, _, value: flat_range(subject, value), "flattened_range")
+        self.validate_metadata_integrity()
+
+    def validate_metadata_integrity(self) -> None:
+        """Raise MetadataError or ShapeError where a field contradicts another, or the data."""
+        subject, box = leaf_name(self), (1,) * self.prepend_axis_num + self.local_shape
+        check_kind(subject, "dtype", self.dtype, torch.dtype, "Pass `data.dtype`.")
+        check_kind(subject, "allow_shape_mismatch", self.allow_shape_mismatch, bool, "Pass a bool.")
+        check_ranks(subject, self.local_shape, self.global_shape, self.prepend_axis_num)
+        check_lengths(subject, self.global_shape, self.global_offset, self.axis_fragmentations)
+        check_box(subject, box, self.global_offset, self.global_shape, may_leave=self.allow_shape_mismatch)
+        if self.axis_fragmentations is not None:
+            check_cell(subject, box, self.global_offset, self.axis_fragmentations)
+        if self.flattened_range is not None:
+            check_flat_range(subject, self.flattened_range, self.local_shape)
+        source = "local_shape" if self.flattened_range is None else "flattened_range"
+        check_data(subject, self.data, self.dtype, self.data_shape, source)
+
+    @classmethod
+    def from_rank_offsets(
+        cls,
+        key: str,
+        data: Any,
+        *rank_offsets: RankOffset,
+        replica_id: ReplicaId = 0,
+        prepend_axis_num: int = 0,
+        flattened_range: None = None,
+        allow_shape_mismatch: bool = False,
+    ) -> ShardedTensor:
+        """Return the shard that is one cell of a regular grid.
+
+        The arguments that aren't listed are ShardedTensor's.
+
+        Args:
+            data: the local tensor.
+            rank_offsets: (axis, index, count) for each axis that is cut: `data` is piece `index` of `count` equal
+                pieces along the global `axis`; prepended axes count.
+            flattened_range: always None; flat shards come from `from_rank_offsets_flat`.
+
+        Raises:
+            MetadataError: an axis is repeated or out of range, an index isn't below its count, `data` isn't a tensor.
+
+        Examples:
+            >>> ShardedTensor.from_rank_offsets("w", torch.zeros(4), (0, 3, 8))
+            ShardedTensor(key='w', data=<float32 (4,) cpu>, dtype=torch.float32, local_shape=(4,), \
+global_shape=(32,), global_offset=(12,), axis_fragmentations=(8,))
+        """
+        subject = f"{cls.__name__} {key!r}"
+        if flattened_range is not None:
+            fix = "Use `from_rank_offsets_flat` for flat shards."
+            refuse(subject, "flattened_range", flattened_range, "None", fix, error=MetadataError)
+        dtype, local_shape = data_kind(subject, data)
+        box = (1,) * integer(subject, "prepend_axis_num", prepend_axis_num) + local_shape
+        cell = grid_cell(subject, box, rank_offsets)
+        return cls(key, data, dtype, local_shape, *cell, replica_id, prepend_axis_num, allow_shape_mismatch)
+
+    @classmethod
+    def from_rank_offsets_flat(
+        cls,
+        key: str,
+        data: Any,
+        non_flat_local_shape: Iterable[int],
+        *rank_offsets: RankOffset,
+        flattened_range: slice,
+        replica_id: ReplicaId = 0,
+        prepend_axis_num: int = 0,
+        allow_shape_mismatch: bool = False,
+    ) -> ShardedTensor:
+        """Return the shard whose data is one flat range of a cell of a regular grid.
+
+        The other arguments are those of `from_rank_offsets`.
+
+        Args:
+            data: the local elements, shape (flattened_range.stop - flattened_range.start,).
+            non_flat_local_shape: the cell's shape, without the prepended axes.
+            flattened_range: the slice of the row-major flattened cell that `data` is.
+
+        Raises:
+            MetadataError: as `from_rank_offsets`, or the range doesn't lie in the cell.
+            ShapeError: `data` isn't 1-D, or isn't as long as the range.
+
+        Examples:
+            >>> shard = ShardedTensor.from_rank_offsets_flat(
+            ...     "w", torch.zeros(5), (4, 2), (0, 3, 8), flattened_range=slice(3, 8))
+            >>> shard.local_shape, shard.global_shape, shard.flattened_range
+            ((4, 2), (32, 2), slice(3, 8, None))
+        """
+        subject = f"{cls.__name__} {key!r}"
+        flat = flat_range(subject, flattened_range)
+        if flat is None:
+            fix = "Use `from_rank_offsets` for shards that aren't flat."
+            refuse(subject, "flattened_range", "None", "a slice", fix, error=MetadataError)
+        dtype, _ = data_kind(subject, data)
+        local_shape = integers(subject, "non_flat_local_shape", non_flat_local_shape)
+        box = (1,) * integer(subject, "prepend_axis_num", prepend_axis_num) + local_shape
+        cell = grid_cell(subject, box, rank_offsets)
+        return cls(key, data, dtype, local_shape, *cell, replica_id, prepend_axis_num, allow_shape_mismatch, flat)
+
+    @property
+    def has_regular_grid(self) -> bool:
+        """Whether the global tensor is cut into equal pieces along each axis."""
+        return self.axis_fragmentations is not None
+
+    @property
+    def data_shape(self) -> tuple[int, ...]:
+        """The shape that `data` has: the box's, or (length of the flat range,)."""
+        flat = self.flattened_range
+        return self.local_shape if flat is None else (flat.stop - flat.start,)
+
+    def global_slice(self) -> tuple[int | slice, ...]:
+        """Return the index of the box in the global tensor: an int for each prepended axis, then slices.
+
+        Examples:
+            >>> ShardedTensor.from_rank_offsets("w", torch.zeros(2), (0, 1, 3), prepend_axis_num=1).global_slice()
+            (1, slice(0, 2, None))
+        """
+        prepended, offset = self.global_offset[: self.prepend_axis_num], self.global_offset[self.prepend_axis_num :]
+        box = zip(offset, self.local_shape, strict=True)
+        return (*prepended, *(slice(first, first + size) for first, size in box))
+
+    def local_chunk_offset_in_global(self) -> tuple[int, ...]:
+        """Return the box's place in the grid of equal boxes that tiles the global tensor.
+
+        Raises:
+            ShapeError: an offset isn't a multiple of the box's size, or can't tell the place since that size is 0.
+
+        Examples:
+            >>> ShardedTensor.from_rank_offsets("w", torch.zeros(4, 2), (0, 3, 8)).local_chunk_offset_in_global()
+            (3, 0)
+        """
+        box = (1,) * self.prepend_axis_num + self.local_shape
+        return cell_index(leaf_name(self), box, self.global_offset, self.axis_fragmentations)
+
+    def max_allowed_chunks(self) -> tuple[int, ...]:
+        """Return the size of the grid's pieces along each global axis.
+
+        Raises:
+            ShapeError: the grid is irregular, or a global axis isn't a multiple of its number of pieces.
+
+        Examples:
+            >>> ShardedTensor.from_rank_offsets("w", torch.zeros(4, 2), (0, 3, 8)).max_allowed_chunks()
+            (4, 2)
+        """
+        counts = self.axis_fragmentations
+        if counts is None:
+            fix = "Only shards of a regular grid have pieces of one size."
+            refuse(leaf_name(self), "axis_fragmentations", "None", "one count for each axis", fix, error=ShapeError)
+        return cell_shape(leaf_name(self), self.global_shape, counts, padded=self.allow_shape_mismatch)
+
+    def narrow(self, dim: int, start: int, length: int) -> list[ShardedTensor]:
+        """Return the shards left when every rank narrows its box to [start, start + length) along `dim`.
+
+        The global tensor shrinks with the boxes, so they must form a regular grid along `dim`. Data are views.
+
+        Args:
+            dim: an axis of `local_shape`; negative ones count from its end.
+            start: the first index to keep; negative ones count from the end.
+            length: how many indices to keep.
+
+        Returns:
+            One shard for a box; for a flat shard one for each contiguous run that is left, possibly none.
+
+        Raises:
+            ShapeError: `dim` or the indices are out of range, or the grid is irregular along `dim`.
+
+        Examples:
+            >>> [half] = ShardedTensor.from_rank_offsets("w", torch.zeros(4, 2), (0, 3, 8)).narrow(0, 2, 2)
+            >>> half.local_shape, half.global_shape, half.global_offset
+            ((2, 2), (16, 2), (6, 0))
+        """
+        subject = f"narrow {leaf_name(self)}"
+        dim, start, length = narrow_place(subject, self.local_shape, dim, start, length)
+        fields = narrowed_box(subject, self.local_shape, self.global_shape, self.global_offset, dim, length)
+        box = replace(self, data=None, flattened_range=None, **fields)
+        pieces = narrowed_pieces(subject, self.data, self.local_shape, self.flattened_range, dim, start, length)
+        return [replace(box, data=data, flattened_range=flat) for data, flat in pieces]
+
+    def init_data(
+        self, device: str | torch.device, init_fn: Callable[..., torch.Tensor] = torch.empty
+    ) -> ShardedTensor:
+        """Return the shard with a new tensor where it had no data, else the shard itself.
+
+        Args:
+            device: where the tensor lives.
+            init_fn: makes the tensor: `init_fn(shape, dtype=..., device=...)`.
+
+        Examples:
+            >>> ShardedTensor("w", None, torch.int8, (2,), (2,), (0,), None).init_data("cpu", torch.zeros).data
+            tensor([0, 0], dtype=torch.int8)
+        """
+        if self.data is not None:
+            return self
+        return replace(self, data=init_fn(self.data_shape, dtype=self.dtype, device=device))
+
+    def without_data(self) -> ShardedTensor:
+        """Return the shard's metadata: the same shard with None as its data."""
+        return replace(self, data=None)

@@ -1,0 +1,90 @@
+"""Tensors and trees as what they hold, bit for bit: NaN payloads and signed zeros count."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+_CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+
+def carried(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's bits as a dtype that torch can copy and index, of the same item size; a view.
+
+    Examples:
+        >>> carried(torch.tensor([-1.0]).bfloat16())
+        tensor([-16512], dtype=torch.int16)
+    """
+    return tensor.detach().resolve_conj().resolve_neg().view(_CARRIERS[tensor.itemsize])
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    """Return a tensor's elements as bytes, in row-major order, whatever its dtype, strides and device.
+
+    Examples:
+        >>> bits(torch.tensor([[1, 2], [3, 4]], dtype=torch.int8).T)
+        b'\\x01\\x03\\x02\\x04'
+    """
+    return carried(tensor).cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def first_difference(found: torch.Tensor, expected: torch.Tensor) -> str | None:
+    """Return in words where two tensors differ first, None if they are equal bit for bit.
+
+    Examples:
+        >>> first_difference(torch.tensor([[1, 2], [3, 5]]), torch.tensor([[1, 2], [3, 4]]))
+        '1 of 4 elements differ, the first one at (1, 1): found 5, expected 4'
+    """
+    if (found.dtype, found.shape) != (expected.dtype, expected.shape):
+        return f"found {tuple(found.shape)} {found.dtype}, expected {tuple(expected.shape)} {expected.dtype}"
+    left, right = (np.frombuffer(bits(tensor), np.uint8).reshape(-1, tensor.itemsize) for tensor in (found, expected))
+    wrong = np.flatnonzero((left != right).any(axis=1))
+    if not wrong.size:
+        return None
+    place = tuple(int(index) for index in np.unravel_index(wrong[0], found.shape or (1,)))[: found.ndim]
+    shown = [_element(tensor, int(wrong[0])) for tensor in (found, expected)]
+    return f"{wrong.size} of {found.numel()} elements differ, the first one at {place}: found {shown[0]}, expected {shown[1]}"
+
+
+def _element(tensor: torch.Tensor, number: int) -> str:
+    size = tensor.itemsize
+    raw = bits(tensor)[number * size : (number + 1) * size]
+    # Two NaNs, and dtypes that torch can't print, differ only in their bits.
+    plain = not tensor.dtype.is_floating_point and not tensor.dtype.is_complex and tensor.dtype is not torch.bool
+    return str(int.from_bytes(raw, "little", signed=tensor.dtype.is_signed)) if plain else f"0x{raw[::-1].hex()}"
+
+
+def outline(value: Any) -> Any:
+    """Return what a value holds, in a form that `==` compares: types, order and bits count, identity doesn't.
+
+    Containers, dataclasses, tensors and numpy arrays are looked into; of anything else its type and repr are kept.
+
+    Examples:
+        >>> outline({"a": [1, float("nan")]}) == outline({"a": [1, float("nan")]})
+        True
+        >>> outline([1]) == outline([True]) or outline((1,)) == outline([1])
+        False
+    """
+    kind = type(value)
+    if isinstance(value, torch.Tensor):
+        return kind, value.dtype, tuple(value.shape), _shown_bits(value)
+    if isinstance(value, np.ndarray):
+        return kind, value.dtype, value.shape, value.tobytes()
+    if isinstance(value, Mapping):
+        return kind, [(outline(key), outline(child)) for key, child in value.items()]
+    if isinstance(value, (list, tuple, deque)):
+        return kind, [outline(child) for child in value]
+    if isinstance(value, (set, frozenset)):
+        return kind, sorted((outline(child) for child in value), key=repr)
+    if is_dataclass(value) and not isinstance(value, type):
+        return kind, [(field.name, outline(getattr(value, field.name))) for field in fields(value)]
+    return (kind, repr(value)) if not callable(value) else (kind, id(value))
+
+
+def _shown_bits(tensor: torch.Tensor) -> bytes | None:
+    return None if tensor.is_meta else bits(tensor)

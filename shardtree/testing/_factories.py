@@ -1,0 +1,109 @@
+"""Factories of the kinds that models have: gated halves, a transposed tensor, layers stacked in one tensor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+from ..mapping import ReplicaId, ShardedTensor, ShardedTensorFactory
+from ._dtypes import dtypes
+from ._tensors import random_bits
+
+
+def glu(key: str, data: Any, rank: int = 0, ranks: int = 1, *, replica_id: ReplicaId = 0) -> ShardedTensorFactory:
+    """Return the factory of a gated layer's weight: a rank's rows of both halves, stored apart so that ranks may change.
+
+    Builds from flat ranges too.
+
+    Args:
+        key: the tensor's name.
+        data: gate rows above value rows, shape (2 * rows, ...).
+        rank: the rank's place among those that share the rows.
+        ranks: how many share them.
+        replica_id: see ShardedTensor.
+
+    Examples:
+        >>> [shard.global_offset for shard in glu("w", torch.zeros(4, 3), 1, 2).build()]
+        [(2, 0), (6, 0)]
+    """
+    whole = tuple(data.shape)
+    half = (whole[0] // 2, *whole[1:])
+
+    def build(key: str, data: Any, replica_id: ReplicaId, flattened_range: slice | None) -> list[ShardedTensor]:
+        cuts = [(0, rank + part * ranks, 2 * ranks) for part in range(2)]
+        if flattened_range is None:
+            rows = data.split(half[0]) if half[0] else (data, data)
+            pairs = zip(rows, cuts, strict=True)
+            return [ShardedTensor.from_rank_offsets(key, part, cut, replica_id=replica_id) for part, cut in pairs]
+        return [
+            ShardedTensor.from_rank_offsets_flat(
+                key, data[taken], half, cut, flattened_range=inside, replica_id=replica_id
+            )
+            for cut, (taken, inside) in zip(cuts, _halves(flattened_range, torch.Size(half).numel()), strict=True)
+        ]
+
+    return ShardedTensorFactory(key, data, build, lambda parts: torch.cat(list(parts)), replica_id)
+
+
+def _halves(flat: slice, volume: int) -> list[tuple[slice, slice]]:
+    """Return, for each half, the slice of the flat data that lies in it, and the slice of the half that it is."""
+    parts = []
+    for begin in (0, volume):
+        first, last = (min(max(at, begin), begin + volume) for at in (flat.start, flat.stop))
+        parts.append((slice(first - flat.start, last - flat.start), slice(first - begin, last - begin)))
+    return parts
+
+
+def transposed(key: str, data: Any, *cuts: tuple[int, int, int], replica_id: ReplicaId = 0) -> ShardedTensorFactory:
+    """Return the factory of a matrix that is stored transposed.
+
+    Examples:
+        >>> transposed("w", torch.zeros(2, 3)).build().global_shape
+        (3, 2)
+    """
+
+    def build(key: str, data: Any, replica_id: ReplicaId, flattened_range: slice | None) -> ShardedTensor:
+        return ShardedTensor.from_rank_offsets(key, data.transpose(0, 1), *cuts, replica_id=replica_id)
+
+    return ShardedTensorFactory(key, data, build, lambda tensor: tensor.transpose(0, 1), replica_id)
+
+
+def stacked(key: str, data: Any, first: int = 0, layers: int | None = None) -> ShardedTensorFactory:
+    """Return the factory of stacked layers that are stored one by one, as entries of an axis of the global tensor.
+
+    Args:
+        key: the tensor's name.
+        data: shape (layers here, ...).
+        first: number of the first layer here.
+        layers: of the whole model; those here by default.
+
+    Examples:
+        >>> [shard.global_offset for shard in stacked("w", torch.zeros(2, 3), first=1, layers=4).build()]
+        [(1, 0), (2, 0)]
+    """
+    total = data.shape[0] if layers is None else layers
+
+    def build(key: str, data: Any, replica_id: ReplicaId, flattened_range: slice | None) -> list[ShardedTensor]:
+        cuts = [(0, first + number, total) for number in range(data.shape[0])]
+        return [
+            ShardedTensor.from_rank_offsets(key, layer, cut, replica_id=replica_id, prepend_axis_num=1)
+            for layer, cut in zip(data.unbind(0), cuts, strict=True)
+        ]
+
+    return ShardedTensorFactory(key, data, build, lambda loaded: torch.stack(list(loaded)))
+
+
+@st.composite
+def factories(draw: st.DrawFn) -> tuple[str, tuple[int, ...], torch.Tensor]:
+    """Return a strategy for (which kind, what shape, what data): `made` turns it into a factory.
+
+    Examples:
+        >>> 1 + 1
+        2
+    """
+    kind = draw(st.sampled_from(["glu", "transposed", "stacked"]))
+    rows, columns = draw(st.integers(1, 4)), draw(st.integers(0, 4))
+    shape = (2 * rows, columns)
+    return kind, shape, random_bits(shape, draw(dtypes()), draw(st.integers(0, 99)))

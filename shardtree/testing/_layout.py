@@ -1,0 +1,92 @@
+"""A layout: which rank holds which pieces of one global tensor, as plain data."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from ..mapping import ReplicaId, ShardedTensor
+from ._bits import carried
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of a global tensor, or a flat range of it, held by one rank.
+
+    Attributes:
+        rank: who holds it.
+        offset: the box's first index, prepended axes included.
+        shape: the box's, 1 along prepended axes.
+        flat: (start, stop) in the flattened box; None for the whole box.
+        replica: 0, or zeros, for the main replica.
+    """
+
+    rank: int
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    flat: tuple[int, int] | None = None
+    replica: ReplicaId = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How one global tensor lies over ranks.
+
+    Attributes:
+        ranks: how many there are, with and without pieces.
+        global_shape: the tensor's.
+        pieces: main replicas tile the tensor.
+        prepended: how many leading axes the local tensors lack.
+        grid: into how many equal pieces each axis is cut; None if irregular.
+    """
+
+    ranks: int
+    global_shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    prepended: int = 0
+    grid: tuple[int, ...] | None = None
+
+
+def cut(layout: Layout, key: str, whole: torch.Tensor, rank: int) -> list[ShardedTensor]:
+    """Return the shards of a global tensor that a rank holds; boxes are views of it.
+
+    Args:
+        layout: of a tensor of that shape.
+        key: the tensor's name.
+        whole: the global tensor.
+        rank: whose shards.
+
+    Examples:
+        >>> halves = Layout(2, (4,), (Piece(0, (0,), (2,)), Piece(1, (2,), (2,), flat=(1, 2))))
+        >>> [shard.data for rank in (0, 1) for shard in cut(halves, "w", torch.arange(4), rank)]
+        [tensor([0, 1]), tensor([3])]
+    """
+    return [_shard(layout, key, whole, piece) for piece in layout.pieces if piece.rank == rank]
+
+
+def _shard(layout: Layout, key: str, whole: torch.Tensor, piece: Piece) -> ShardedTensor:
+    box = whole
+    for axis, (start, size) in enumerate(zip(piece.offset, piece.shape, strict=True)):
+        box = box.narrow(axis, start, size)
+    for _ in range(layout.prepended):
+        box = box.select(0, 0)
+    data = box if piece.flat is None else flattened(box)[slice(*piece.flat)]
+    return ShardedTensor(
+        key,
+        data,
+        whole.dtype,
+        piece.shape[layout.prepended :],
+        layout.global_shape,
+        piece.offset,
+        layout.grid,
+        piece.replica,
+        layout.prepended,
+        flattened_range=None if piece.flat is None else slice(*piece.flat),
+    )
+
+
+def flattened(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's elements in row-major order, with one axis; of dtypes that torch can't copy, too."""
+    return carried(tensor).contiguous().view(math.prod(tensor.shape)).view(tensor.dtype)

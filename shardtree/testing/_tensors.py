@@ -1,0 +1,59 @@
+"""Tensors of any dtype whose bits are random."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+
+from ._dtypes import dtypes
+from ._shapes import shapes
+
+
+def random_bits(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """Return a tensor of random bits, the same for the same arguments; a quarter of floats are NaNs with payloads.
+
+    Args:
+        shape: the tensor's.
+        dtype: any that isn't quantised.
+        seed: with 0, bytes count up instead, so that a failure is easy to read.
+
+    Examples:
+        >>> random_bits((2, 2), torch.int16)
+        tensor([[ 256,  770],
+                [1284, 1798]], dtype=torch.int16)
+        >>> random_bits((1000,), torch.float64, seed=1).isnan().any()
+        tensor(True)
+    """
+    length = math.prod(shape) * dtype.itemsize
+    generator = np.random.default_rng(seed)
+    raw = generator.integers(0, 256, length, dtype=np.uint8) if seed else np.arange(length).astype(np.uint8)
+    if dtype == torch.bool:
+        raw = raw & 1  # other bytes aren't bools
+    elif seed and dtype.is_floating_point:
+        high = raw.reshape(-1, dtype.itemsize)
+        high[generator.random(len(high)) < 0.25, -2:] |= np.array([0xF0, 0x7F], dtype=np.uint8)[-dtype.itemsize :]
+    # Without elements there is nothing to view, and some dtypes' views refuse that.
+    return torch.from_numpy(raw).view(dtype).view(shape) if length else torch.empty(shape, dtype=dtype)
+
+
+@st.composite
+def tensors(
+    draw: st.DrawFn, shape: st.SearchStrategy[tuple[int, ...]] | None = None, *, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Return a strategy for contiguous CPU tensors of any storable dtype, NaN payloads included.
+
+    Args:
+        draw: Hypothesis's own.
+        shape: a strategy for shapes; any by default.
+        dtype: all of them by default.
+
+    Examples:
+        >>> from hypothesis import find
+        >>> find(tensors(dtype=torch.int8), lambda tensor: tensor.numel() > 1)
+        tensor([0, 1], dtype=torch.int8)
+    """
+    kind = dtype if dtype is not None else draw(dtypes())
+    return random_bits(draw(shapes() if shape is None else shape), kind, draw(st.integers(0, 2**16)))

@@ -1,0 +1,129 @@
+"""A storage that counts what is asked of it: to fail on purpose, or to look at what is there after every step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from itertools import count
+from threading import RLock
+from typing import Any
+
+from ..storage import Buffer, Reader, Storage
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One thing that was asked of a storage.
+
+    Attributes:
+        number: counted from 0.
+        method: of `Storage`.
+        name: of the file or folder.
+    """
+
+    number: int
+    method: str
+    name: str
+
+
+def _nothing(_: Call) -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WatchedStorage:
+    """A storage that calls a function before and after each call of another one, one call at a time.
+
+    Args:
+        inner: where the files are.
+        before: may raise; then the call isn't made, but a write leaves half of its bytes, as one that breaks off does.
+        after: may raise.
+
+    Examples:
+        >>> from shardtree.storage import MemoryStorage
+        >>> calls = []
+        >>> storage = WatchedStorage(MemoryStorage(), after=calls.append)
+        >>> storage.make_folder("a")
+        >>> calls
+        [Call(number=0, method='make_folder', name='a')]
+    """
+
+    inner: Storage
+    before: Callable[[Call], None] = _nothing
+    after: Callable[[Call], None] = _nothing
+    _numbers: Any = field(default_factory=count)
+    _lock: Any = field(default_factory=RLock)
+
+    def write(self, name: str, buffers: Iterable[Buffer], *, durable: bool) -> int:
+        """Write a new file."""
+        with self._lock:
+            call = self._call("write", name)
+            try:
+                self.before(call)
+            except BaseException:
+                data = b"".join(buffers)
+                self.inner.write(name, [memoryview(data[: len(data) // 2])], durable=False)
+                raise
+            length = self.inner.write(name, buffers, durable=durable)
+            self.after(call)
+        return length
+
+    def open(self, name: str) -> AbstractContextManager[Reader]:
+        """Open a file for reading."""
+        return self._watched("open", name)
+
+    def replace(self, name: str, data: bytes, *, durable: bool) -> None:
+        """Give a file new content in one step."""
+        self._watched("replace", name, data, durable=durable)
+
+    def read(self, name: str) -> bytes:
+        """Return a file's bytes."""
+        return self._watched("read", name)
+
+    def length(self, name: str) -> int | None:
+        """Return a file's length in bytes."""
+        return self._watched("length", name)
+
+    def names(self, folder: str = "") -> tuple[str, ...]:
+        """Return what is directly inside a folder."""
+        return self._watched("names", folder)
+
+    def make_folder(self, name: str = "") -> None:
+        """Make a folder."""
+        self._watched("make_folder", name)
+
+    def is_folder(self, name: str = "") -> bool:
+        """Return whether there is a folder of that name."""
+        return self._watched("is_folder", name)
+
+    def sync_folder(self, name: str = "") -> None:
+        """Wait until a folder is on the medium."""
+        self._watched("sync_folder", name)
+
+    def remove(self, name: str) -> None:
+        """Remove a file."""
+        self._watched("remove", name)
+
+    def remove_folder(self, name: str) -> None:
+        """Remove an empty folder."""
+        self._watched("remove_folder", name)
+
+    def changed(self, name: str) -> float | None:
+        """Return when a file or folder was changed last."""
+        return self._watched("changed", name)
+
+    def where(self, name: str = "") -> str:
+        """Return a name as people should see it; it isn't counted."""
+        return self.inner.where(name)
+
+    def _watched(self, method: str, name: str, *args: Any, **options: Any) -> Any:
+        with self._lock:
+            call = self._call(method, name)
+            self.before(call)
+            result = getattr(self.inner, method)(name, *args, **options)
+            self.after(call)
+        return result
+
+    def _call(self, method: str, name: str) -> Call:
+        return Call(next(self._numbers), method, name)
