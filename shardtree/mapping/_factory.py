@@ -28,6 +28,8 @@ class ShardedTensorFactory(ShardedBase):
         MetadataError: a field isn't of its kind.
 
     Examples:
+        >>> import torch
+        >>> from shardtree.mapping import ShardedTensor
         >>> def build(key, data, replica_id, flattened_range):
         ...     return {"t": ShardedTensor.from_rank_offsets(key, data.T, replica_id=replica_id)}
         >>> factory = ShardedTensorFactory("w", torch.zeros(2, 3), build, lambda tree: tree["t"].T)

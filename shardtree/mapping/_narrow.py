@@ -12,8 +12,8 @@ Shape = tuple[int, ...]
 
 def narrowed_box(
     subject: str, local_shape: Shape, global_shape: Shape, offset: Shape, dim: int, length: int
-) -> dict[str, Shape]:
-    """Return the fields that change when every box of a grid keeps `length` of its indices along `dim`.
+) -> tuple[Shape, Shape, Shape]:
+    """Return local shape, global shape and offset once every box of a grid keeps `length` indices along `dim`.
 
     Args:
         subject: what errors are about.
@@ -28,14 +28,14 @@ def narrowed_box(
 
     Examples:
         >>> narrowed_box("narrow 'w'", (4, 2), (32, 2), (12, 0), 0, 1)
-        {'local_shape': (1, 2), 'global_shape': (8, 2), 'global_offset': (3, 0)}
+        ((1, 2), (8, 2), (3, 0))
     """
     axis, size = dim + len(global_shape) - len(local_shape), local_shape[dim]
-    return {
-        "local_shape": (*local_shape[:dim], length, *local_shape[dim + 1 :]),
-        "global_shape": narrow_axis(subject, "global_shape", global_shape, axis, size, length),
-        "global_offset": narrow_axis(subject, "global_offset", offset, axis, size, length),
-    }
+    return (
+        (*local_shape[:dim], length, *local_shape[dim + 1 :]),
+        narrow_axis(subject, "global_shape", global_shape, axis, size, length),
+        narrow_axis(subject, "global_offset", offset, axis, size, length),
+    )
 
 
 def narrowed_pieces(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -251,10 +252,12 @@ global_shape=(32,), global_offset=(12,), axis_fragmentations=(8,))
         """
         subject = f"narrow {leaf_name(self)}"
         dim, start, length = narrow_place(subject, self.local_shape, dim, start, length)
-        fields = narrowed_box(subject, self.local_shape, self.global_shape, self.global_offset, dim, length)
-        box = replace(self, data=None, flattened_range=None, **fields)
+        shape, whole, first = narrowed_box(
+            subject, self.local_shape, self.global_shape, self.global_offset, dim, length
+        )
+        box = partial(replace, self, local_shape=shape, global_shape=whole, global_offset=first)
         pieces = narrowed_pieces(subject, self.data, self.local_shape, self.flattened_range, dim, start, length)
-        return [replace(box, data=data, flattened_range=flat) for data, flat in pieces]
+        return [box(data=data, flattened_range=flat) for data, flat in pieces]
 
     def init_data(
         self, device: str | torch.device, init_fn: Callable[..., torch.Tensor] = torch.empty

@@ -10,7 +10,7 @@ import torch
 
 from ..mapping import ShardedTensor
 from ..trees import leaves_with_paths, map_shards
-from ._bits import carried
+from ._bits import carried, first_difference
 
 
 def assemble(trees: Iterable[Any]) -> dict[str, torch.Tensor]:
@@ -39,9 +39,9 @@ def _whole(key: str, shards: list[ShardedTensor]) -> torch.Tensor:
     held = torch.zeros(number.numel(), dtype=torch.bool)
     for shard in shards:
         at = number[shard.global_slice()].reshape(-1)[shard.flattened_range or slice(None)]
-        new = carried(shard.data).reshape(-1)
-        known = held[at]
-        assert torch.equal(whole[at][known].view(torch.uint8), new[known].view(torch.uint8)), f"copies of {key!r} differ"
+        new, known = carried(shard.data).reshape(-1), held[at]
+        differ = first_difference(new[known], whole[at][known])
+        assert differ is None, f"copies of {key!r} differ: {differ}"
         whole[at], held[at] = new, True
     missing = int((~held).sum())
     assert not missing, f"{missing} of {held.numel()} elements of {key!r} are on no rank"

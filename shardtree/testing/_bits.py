@@ -24,11 +24,11 @@ def carried(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def bits(tensor: torch.Tensor) -> bytes:
-    """Return a tensor's elements as bytes, in row-major order, whatever its dtype, strides and device.
+    r"""Return a tensor's elements as bytes, in row-major order, whatever its dtype, strides and device.
 
     Examples:
         >>> bits(torch.tensor([[1, 2], [3, 4]], dtype=torch.int8).T)
-        b'\\x01\\x03\\x02\\x04'
+        b'\x01\x03\x02\x04'
     """
     return carried(tensor).cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
@@ -47,8 +47,9 @@ def first_difference(found: torch.Tensor, expected: torch.Tensor) -> str | None:
     if not wrong.size:
         return None
     place = tuple(int(index) for index in np.unravel_index(wrong[0], found.shape or (1,)))[: found.ndim]
-    shown = [_element(tensor, int(wrong[0])) for tensor in (found, expected)]
-    return f"{wrong.size} of {found.numel()} elements differ, the first one at {place}: found {shown[0]}, expected {shown[1]}"
+    left_shown, right_shown = (_element(tensor, int(wrong[0])) for tensor in (found, expected))
+    count = f"{wrong.size} of {found.numel()} elements differ"
+    return f"{count}, the first one at {place}: found {left_shown}, expected {right_shown}"
 
 
 def _element(tensor: torch.Tensor, number: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from ._tensors import random_bits
 
 
 def glu(key: str, data: Any, rank: int = 0, ranks: int = 1, *, replica_id: ReplicaId = 0) -> ShardedTensorFactory:
-    """Return the factory of a gated layer's weight: a rank's rows of both halves, stored apart so that ranks may change.
+    """Return the factory of a gated layer's weight: both halves are stored apart, so that the ranks' number may change.
 
     Builds from flat ranges too.
 
@@ -96,14 +97,15 @@ def stacked(key: str, data: Any, first: int = 0, layers: int | None = None) -> S
 
 
 @st.composite
-def factories(draw: st.DrawFn) -> tuple[str, tuple[int, ...], torch.Tensor]:
-    """Return a strategy for (which kind, what shape, what data): `made` turns it into a factory.
+def factories(draw: st.DrawFn) -> ShardedTensorFactory:
+    """Return a strategy for factories of these kinds, with tensors of any storable dtype.
 
     Examples:
-        >>> 1 + 1
-        2
+        >>> from hypothesis import find
+        >>> find(factories(), lambda factory: factory.data.numel() > 0).data.shape
+        torch.Size([2, 1])
     """
-    kind = draw(st.sampled_from(["glu", "transposed", "stacked"]))
-    rows, columns = draw(st.integers(1, 4)), draw(st.integers(0, 4))
-    shape = (2 * rows, columns)
-    return kind, shape, random_bits(shape, draw(dtypes()), draw(st.integers(0, 99)))
+    kinds: list[Callable[[str, torch.Tensor], ShardedTensorFactory]] = [glu, transposed, stacked]
+    make = draw(st.sampled_from(kinds))
+    shape = 2 * draw(st.integers(1, 3)), draw(st.integers(0, 4))
+    return make("w", random_bits(shape, draw(dtypes()), draw(st.integers(0, 99))))

@@ -24,7 +24,8 @@ def check_factory(factory: ShardedTensorFactory, *, flat: Sequence[slice] = ()) 
 
     Args:
         factory: one with data.
-        flat: slices of the row-major flattened tensor that the factory should also build from, as flat optimizer states need it.
+        flat: slices of the row-major flattened tensor that the factory should also build from, as flat optimizer
+            states need it.
 
     Raises:
         AssertionError: says which tensor doesn't come back, or is cut otherwise than the parameter.

@@ -18,9 +18,9 @@ T = TypeVar("T")
 def check_pure(fn: Callable[..., T], *args: Any, **options: Any) -> T:
     """Return what a function returns, after checking that it changed none of its arguments.
 
-    Containers, dataclasses and arrays must hold the same values in the same order, and containers the very same
-    objects; tensors must keep their bits and their version counter, which counts writes that change nothing too. So a container that the result
-    shares with an argument is one that didn't change. Called again, the function must give the same.
+    Containers must hold the very same objects in the same order; arrays and tensors must keep their bits, and tensors
+    their version counter, which counts writes that change nothing too. So a container that the result shares with an
+    argument is one that didn't change. Called again, the function must give the same.
 
     Args:
         fn: any function.
@@ -37,7 +37,7 @@ def check_pure(fn: Callable[..., T], *args: Any, **options: Any) -> T:
         Traceback (most recent call last):
         AssertionError: sort changed its argument 0 at argument[0]
     """
-    given = {**dict(enumerate(args)), **options}
+    given: dict[Any, Any] = dict([*enumerate(args), *options.items()])
     before = {name: (outline(value), _identities(value)) for name, value in given.items()}
     result = fn(*args, **options)
     again = fn(*args, **options)

@@ -88,7 +88,8 @@ def check_tensors(state: GlobalState, found: Mapping[str, Any]) -> None:
 
 def _check_rest(state: GlobalState, target: Any, loaded: Any, rank: int) -> None:
     """Raise unless a rank got its objects, the common state and its own values."""
-    assert outline(loaded["common"]) == outline(dict(state.common)), f"rank {rank}: the common state differs: {loaded['common']!r}"
+    same = outline(loaded["common"]) == outline(dict(state.common))
+    assert same, f"rank {rank}: the common state differs: {loaded['common']!r}, expected {state.common!r}"
     assert loaded["local"] == [7, rank], f"rank {rank}: found {loaded['local']}, expected {[7, rank]}"
     for path, leaf in leaves_with_paths(target):
         if isinstance(leaf, ShardedObject):

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from hypothesis import strategies as st
 
-from ..mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor
-from ..trees import map_shards
+from ..mapping import LocalNonpersistentObject, ShardedObject
+from ..trees import without_data
 from ._common import common_states
 from ._layout import Layout, cut
 from ._layouts import layouts
@@ -37,8 +37,8 @@ def global_states(*, max_tensors: int = 3) -> st.SearchStrategy[GlobalState]:
 
     Examples:
         >>> from hypothesis import find
-        >>> find(global_states(), lambda state: True).tensors
-        {'a': tensor(0.)}
+        >>> find(global_states(), lambda state: True).common
+        {}
     """
     named = st.dictionaries(st.text("ab./é", min_size=1, max_size=3), tensors(), min_size=1, max_size=max_tensors)
     objects = st.dictionaries(st.sampled_from(["rng", "o/shard_1"]), st.lists(st.integers(), min_size=1, max_size=3))
@@ -90,12 +90,9 @@ def target_tree(state: GlobalState, layout: Mapping[str, Layout], rank: int) -> 
         >>> target_tree(state, {"w": even_layout((4,), 1, axis=0)}, 0)["model"]["w"][0].data is None
         True
     """
-    empty = (ShardedTensor, ShardedObject)
-    return map_shards(lambda leaf: replace(leaf, data=None) if isinstance(leaf, empty) else leaf, _held(state, layout, rank))
-
-
-def _held(state: GlobalState, layout: Mapping[str, Layout], rank: int) -> dict[str, Any]:
-    return {name: tree for name, tree in rank_tree(state, layout, rank).items() if name != "common"}
+    tree = {name: part for name, part in rank_tree(state, layout, rank).items() if name != "common"}
+    target: dict[str, Any] = without_data(tree)
+    return target
 
 
 def _objects(key: str, values: Sequence[Any], rank: int, ranks: int) -> list[ShardedObject]:

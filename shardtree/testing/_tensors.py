@@ -29,7 +29,8 @@ def random_bits(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> to
     """
     length = math.prod(shape) * dtype.itemsize
     generator = np.random.default_rng(seed)
-    raw = generator.integers(0, 256, length, dtype=np.uint8) if seed else np.arange(length).astype(np.uint8)
+    counting = bytes(number % 256 for number in range(length))
+    raw = np.frombuffer(generator.bytes(length) if seed else counting, dtype=np.uint8).copy()
     if dtype == torch.bool:
         raw = raw & 1  # other bytes aren't bools
     elif seed and dtype.is_floating_point:

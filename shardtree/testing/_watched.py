@@ -7,9 +7,12 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import count
 from threading import RLock
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from ..storage import Buffer, Reader, Storage
+
+T = TypeVar("T")
+Rest = ParamSpec("Rest")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,57 +74,59 @@ class WatchedStorage:
 
     def open(self, name: str) -> AbstractContextManager[Reader]:
         """Open a file for reading."""
-        return self._watched("open", name)
+        return self._watched(self.inner.open, name)
 
     def replace(self, name: str, data: bytes, *, durable: bool) -> None:
         """Give a file new content in one step."""
-        self._watched("replace", name, data, durable=durable)
+        self._watched(self.inner.replace, name, data, durable=durable)
 
     def read(self, name: str) -> bytes:
         """Return a file's bytes."""
-        return self._watched("read", name)
+        return self._watched(self.inner.read, name)
 
     def length(self, name: str) -> int | None:
         """Return a file's length in bytes."""
-        return self._watched("length", name)
+        return self._watched(self.inner.length, name)
 
     def names(self, folder: str = "") -> tuple[str, ...]:
         """Return what is directly inside a folder."""
-        return self._watched("names", folder)
+        return self._watched(self.inner.names, folder)
 
     def make_folder(self, name: str = "") -> None:
         """Make a folder."""
-        self._watched("make_folder", name)
+        self._watched(self.inner.make_folder, name)
 
     def is_folder(self, name: str = "") -> bool:
         """Return whether there is a folder of that name."""
-        return self._watched("is_folder", name)
+        return self._watched(self.inner.is_folder, name)
 
     def sync_folder(self, name: str = "") -> None:
         """Wait until a folder is on the medium."""
-        self._watched("sync_folder", name)
+        self._watched(self.inner.sync_folder, name)
 
     def remove(self, name: str) -> None:
         """Remove a file."""
-        self._watched("remove", name)
+        self._watched(self.inner.remove, name)
 
     def remove_folder(self, name: str) -> None:
         """Remove an empty folder."""
-        self._watched("remove_folder", name)
+        self._watched(self.inner.remove_folder, name)
 
     def changed(self, name: str) -> float | None:
         """Return when a file or folder was changed last."""
-        return self._watched("changed", name)
+        return self._watched(self.inner.changed, name)
 
     def where(self, name: str = "") -> str:
         """Return a name as people should see it; it isn't counted."""
         return self.inner.where(name)
 
-    def _watched(self, method: str, name: str, *args: Any, **options: Any) -> Any:
+    def _watched(
+        self, method: Callable[Concatenate[str, Rest], T], name: str, *args: Rest.args, **options: Rest.kwargs
+    ) -> T:
         with self._lock:
-            call = self._call(method, name)
+            call = self._call(method.__name__, name)
             self.before(call)
-            result = getattr(self.inner, method)(name, *args, **options)
+            result = method(name, *args, **options)
             self.after(call)
         return result
 

@@ -28,10 +28,12 @@ FactoryMergeFn
 map_shards
 map_data
 leaves_with_paths
+shard_leaves
 partition
 combine
 merge
 diff
+Difference
 rename
 prefix
 select
@@ -45,6 +47,21 @@ extract_metadata
 apply_factories
 apply_factory_merges
 compose
+step
+join
+common_with_holes
+without_holes
+Hole
+HOLE
+ShardColumns
+shard_columns
+join_columns
+access_problems
+check_access
+LoadPlan
+plan_load
+level_writes
+main_writes
 World
 one_process
 simulate
@@ -60,14 +77,23 @@ load_content_metadata
 remove_sharded_tensors
 is_checkpoint
 open_checkpoint
+OpenCheckpoint
 LazyTensor
 Record
-AsyncRequest
 StrictHandling
 StrategyAction
+Strategies
 default_strategies
 get_default_strategy
+find_strategy
 register_default_strategy
+Checkpoint
+Draft
+AsyncRequest
+Storage
+LocalStorage
+MemoryStorage
+ReadReport
 CheckpointingException
 MetadataError
 ShapeError
@@ -86,7 +112,7 @@ WorldError
 RemoteError
 """.split()
 
-EXPORTED: list[str] = getattr(shardtree, "__all__", [])
+EXPORTED = [name for name, value in vars(shardtree).items() if name[0] != "_" and not inspect.ismodule(value)]
 FUNCTIONS = [name for name in EXPORTED if inspect.isfunction(getattr(shardtree, name))]
 CLASSES = [name for name in EXPORTED if inspect.isclass(getattr(shardtree, name))]
 
@@ -99,10 +125,6 @@ def test_the_public_names_are_these() -> None:
     assert sorted(EXPORTED) == sorted(PUBLIC)
 
 
-def test_every_public_name_exists() -> None:
-    assert [name for name in EXPORTED if not hasattr(shardtree, name)] == []
-
-
 def test_the_page_shows_every_public_name_once() -> None:
     assert sorted(documented(PAGE.read_text())) == sorted(PUBLIC)
 
@@ -113,7 +135,7 @@ def test_a_docstring_begins_with_a_sentence(name: str) -> None:
     assert re.match(r"[A-Z`].*?[.:](\s|$)", text, re.DOTALL)
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("name", sorted(set(FUNCTIONS) - {"distributed"}))  # which needs processes
 def test_a_function_shows_an_example_that_runs(name: str) -> None:
     text = inspect.getdoc(getattr(shardtree, name)) or ""
     assert re.search(r"^Examples:\n +>>> ", text, re.MULTILINE)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -14,9 +14,7 @@ from ...geometry import Column, box_column, volumes, widen
 from ...layouts import join_columns
 from ...storage import block_count
 from ._index import Index, text_columns
-
-if TYPE_CHECKING:
-    from ._save import Written
+from ._written import Written
 
 
 def collect_index(written: Sequence[Written]) -> Index:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,31 +22,9 @@ from ._collect import collect_index
 from ._files import write_checked
 from ._index_file import encode_index
 from ._layout import Item, Part, Shard, part_name, parts
+from ._written import Written
 
 BACKEND, VERSION = "safetensors", 1
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Written:
-    """What one rank wrote.
-
-    Attributes:
-        files: names of its data files.
-        lengths: theirs, in bytes.
-        hashes: of their blocks, file by file.
-        columns: the tensor shards that it wrote.
-        file: number of the rank's file for each shard, int64 (shards,).
-        byte: where each shard begins in it, int64 (shards,).
-        objects: unique key, file, byte and length in bytes of each object.
-    """
-
-    files: tuple[str, ...]
-    lengths: tuple[int, ...]
-    hashes: tuple[Hashes, ...]
-    columns: ShardColumns
-    file: Column
-    byte: Column
-    objects: tuple[tuple[str, int, int, int], ...]
 
 
 @register_default_strategy(StrategyAction.SAVE_COMMON, BACKEND, VERSION)

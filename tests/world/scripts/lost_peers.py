@@ -20,19 +20,19 @@ def main() -> None:
     silent = distributed(purpose="silent", timeout=1.0)
     world = distributed(timeout=5.0)
     if world.rank == 1:
-        time.sleep(2.5)
+        time.sleep(4.0)
         os._exit(0)
     began = time.monotonic()
     with pytest.raises(WorldError, match=r"all_gather: rank 0 of 2 can't reach its peers"):
         silent.all_gather(1)
-    assert 0.9 < time.monotonic() - began < 2.0
+    assert 0.9 < time.monotonic() - began < 3.5
     with pytest.raises(WorldError, match=r"all_gather: rank 0 of 2") as caught:
         agree(world, "write", lambda: None)
     assert not isinstance(caught.value, RemoteError)
     assert isinstance(caught.value.__cause__, RuntimeError)
-    assert time.monotonic() - began < 5.0
+    assert time.monotonic() - began < 9.0
     dist.destroy_process_group()
-    assert time.monotonic() - began < 8.0
+    assert time.monotonic() - began < 12.0
     print("saw both")  # noqa: T201
 
 

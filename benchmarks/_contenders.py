@@ -1,0 +1,231 @@
+"""Who saves and loads: raw system calls, shardtree, and its peers with their default and their best settings."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import safetensors.torch
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+import shardtree as st
+
+from ._work import Tensors, Work, column_shard
+
+SAVE, LOAD, LOAD_NEW, LOAD_COLUMNS = "save", "load into given tensors", "load new tensors", "load resharded"
+
+RAW, OURS, OURS_UNCHECKED = "raw pwrite, preadv", "shardtree", "shardtree, verify=None"
+DCP, DCP_BEST, SAFETENSORS = "DCP", "DCP, 2 threads", "safetensors"
+TORCH, TORCH_MAPPED = "torch.save", "torch.load(mmap=True)"
+
+STEP = 1024 * 1024
+"""Bytes of a raw read or write, as large as those of shardtree."""
+
+Load = Callable[[Work, Path], Tensors]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Contender:
+    """One way of saving, and what can be measured on its files.
+
+    Attributes:
+        name: of its row for saving.
+        save: writes this rank's part into an empty folder.
+        loads: by operation and name of the row: fills or makes this rank's tensors and returns them.
+    """
+
+    name: str
+    save: Callable[[Work, Path], None]
+    loads: Mapping[tuple[str, str], Load]
+
+
+def contenders(ranks: int) -> tuple[Contender, ...]:
+    """Return everybody who takes part with that many processes."""
+    everybody = (
+        Contender(RAW, _raw_save, {(LOAD, RAW): _raw_load, (LOAD_NEW, RAW): _raw_new, (LOAD_COLUMNS, RAW): _raw_columns}),
+        Contender(OURS, _save, {**_loads(OURS, "whole"), **_loads(OURS_UNCHECKED, None)}),
+        _dcp(DCP, {}),
+        _dcp(DCP_BEST, {"thread_count": 2}),
+        Contender(SAFETENSORS, _safetensors_save, _copying(SAFETENSORS, _safetensors_tensors, _safetensors_columns)),
+        Contender(
+            TORCH,
+            _torch_save,
+            _copying(TORCH, partial(_torch_tensors, mmap=False), partial(_torch_columns, mmap=False))
+            | _copying(TORCH_MAPPED, partial(_torch_tensors, mmap=True), partial(_torch_columns, mmap=True)),
+        ),
+    )
+    return everybody if ranks > 1 else tuple(map(_without_columns, everybody))
+
+
+def _without_columns(one: Contender) -> Contender:
+    loads = {place: load for place, load in one.loads.items() if place[0] != LOAD_COLUMNS}
+    return Contender(one.name, one.save, loads)
+
+
+# Raw: the tensors' bytes one after the other, one file a rank.
+
+
+def _raw_save(mine: Work, folder: Path) -> None:
+    descriptor = os.open(folder / f"{mine.rank}.raw", os.O_WRONLY | os.O_CREAT)
+    os.posix_fallocate(descriptor, 0, sum(tensor.nbytes for tensor in mine.rows.values()))
+    for byte, part in _parts(mine.rows):
+        os.pwrite(descriptor, part, byte)
+    os.close(descriptor)
+
+
+def _raw_load(mine: Work, folder: Path) -> Tensors:
+    return _raw_read(mine, folder, mine.targets)
+
+
+def _raw_new(mine: Work, folder: Path) -> Tensors:
+    return _raw_read(mine, folder, _new(mine.rows))
+
+
+def _raw_columns(mine: Work, folder: Path) -> Tensors:
+    """Read as many bytes, one after the other: what a reshard would cost if it were no reshard."""
+    _raw_read(mine, folder, mine.columns)
+    return {}
+
+
+def _raw_read(mine: Work, folder: Path, tensors: Tensors) -> Tensors:
+    descriptor = os.open(folder / f"{mine.rank}.raw", os.O_RDONLY)
+    for byte, part in _parts(tensors):
+        os.preadv(descriptor, [part], byte)
+    os.close(descriptor)
+    return tensors
+
+
+def _parts(tensors: Tensors) -> Iterator[tuple[int, memoryview]]:
+    byte = 0
+    for tensor in tensors.values():
+        view = memoryview(tensor.view(-1).view(torch.uint8).numpy())
+        for start in range(0, len(view), STEP):
+            part = view[start : start + STEP]
+            yield byte, part
+            byte += len(part)
+
+
+def _new(tensors: Tensors) -> Tensors:
+    return {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
+
+
+# shardtree.
+
+
+def _save(mine: Work, folder: Path) -> None:
+    st.save(_tree(mine, mine.rows, axis=0), folder, durable=False)
+
+
+def _loads(name: str, verify: st.Verify) -> dict[tuple[str, str], Load]:
+    def given(mine: Work, folder: Path) -> Tensors:
+        return st.load(_tree(mine, mine.targets, axis=0), folder, donate=True, verify=verify)
+
+    def new(mine: Work, folder: Path) -> Tensors:
+        return st.load(st.without_data(_tree(mine, mine.targets, axis=0)), folder, verify=verify)
+
+    def columns(mine: Work, folder: Path) -> Tensors:
+        return st.load(_tree(mine, mine.columns, axis=1), folder, donate=True, verify=verify)
+
+    return {(LOAD, name): given, (LOAD_NEW, name): new, (LOAD_COLUMNS, name): columns}
+
+
+def _tree(mine: Work, tensors: Tensors, *, axis: int) -> dict[str, st.ShardedTensor]:
+    place = (axis, mine.rank, mine.ranks)
+    return {name: st.ShardedTensor.from_rank_offsets(name, tensor, place) for name, tensor in tensors.items()}
+
+
+# torch.distributed.checkpoint, without fsync as everybody else here. It has no load into new tensors of its own.
+
+
+def _dcp(name: str, settings: dict[str, int]) -> Contender:
+    def save(mine: Work, folder: Path) -> None:
+        writer = dcp.FileSystemWriter(folder, sync_files=False, **settings)
+        with _quiet():
+            dcp.save(_distributed(mine, mine.rows, 0), storage_writer=writer, no_dist=mine.ranks == 1)
+
+    def load(mine: Work, folder: Path, *, tensors: Callable[[Work], Tensors], axis: int) -> Tensors:
+        given = tensors(mine)
+        reader = dcp.FileSystemReader(folder)
+        with _quiet():
+            dcp.load(_distributed(mine, given, axis), storage_reader=reader, no_dist=mine.ranks == 1)
+        return given
+
+    return Contender(
+        name,
+        save,
+        {
+            (LOAD, name): partial(load, tensors=lambda mine: mine.targets, axis=0),
+            (LOAD_NEW, name): partial(load, tensors=lambda mine: _new(mine.targets), axis=0),
+            (LOAD_COLUMNS, name): partial(load, tensors=lambda mine: mine.columns, axis=1),
+        },
+    )
+
+
+def _distributed(mine: Work, tensors: Tensors, axis: int) -> Tensors:
+    if mine.ranks == 1:
+        return tensors
+    mesh = DeviceMesh("cpu", list(range(mine.ranks)))
+    return {name: DTensor.from_local(tensor, mesh, [Shard(axis)], run_check=False) for name, tensor in tensors.items()}
+
+
+def _quiet() -> warnings.catch_warnings:
+    return warnings.catch_warnings(action="ignore")
+
+
+# Peers that keep one file a rank and hand out mapped tensors. A mapped tensor is read when it is first touched, so the
+# copy into memory of its own is part of loading it.
+
+
+def _copying(name: str, whole: Load, columns: Callable[[Work, Path], Iterator[Tensors]]) -> dict[tuple[str, str], Load]:
+    def given(mine: Work, folder: Path) -> Tensors:
+        for key, tensor in whole(mine, folder).items():
+            mine.targets[key].copy_(tensor)
+        return mine.targets
+
+    def new(mine: Work, folder: Path) -> Tensors:
+        loaded = whole(mine, folder)
+        return loaded if name == TORCH else {key: tensor.clone() for key, tensor in loaded.items()}
+
+    def resharded(mine: Work, folder: Path) -> Tensors:
+        for rank, part in enumerate(columns(mine, folder)):
+            for key, tensor in part.items():
+                mine.columns[key].chunk(mine.ranks, 0)[rank].copy_(tensor)
+        return mine.columns
+
+    return {(LOAD, name): given, (LOAD_NEW, name): new, (LOAD_COLUMNS, name): resharded}
+
+
+def _safetensors_save(mine: Work, folder: Path) -> None:
+    safetensors.torch.save_file(mine.rows, folder / f"{mine.rank}.safetensors")
+
+
+def _safetensors_tensors(mine: Work, folder: Path) -> Tensors:
+    with safe_open(folder / f"{mine.rank}.safetensors", "pt") as file:
+        return {name: file.get_tensor(name) for name in mine.rows}
+
+
+def _safetensors_columns(mine: Work, folder: Path) -> Iterator[Tensors]:
+    for rank in range(mine.ranks):
+        with safe_open(folder / f"{rank}.safetensors", "pt") as file:
+            yield column_shard(mine, {name: file.get_tensor(name) for name in mine.rows})
+
+
+def _torch_save(mine: Work, folder: Path) -> None:
+    torch.save(mine.rows, folder / f"{mine.rank}.pt")
+
+
+def _torch_tensors(mine: Work, folder: Path, *, mmap: bool) -> Tensors:
+    return torch.load(folder / f"{mine.rank}.pt", mmap=mmap, weights_only=True)
+
+
+def _torch_columns(mine: Work, folder: Path, *, mmap: bool) -> Iterator[Tensors]:
+    for rank in range(mine.ranks):
+        yield column_shard(mine, torch.load(folder / f"{rank}.pt", mmap=mmap, weights_only=True))

@@ -1,0 +1,129 @@
+"""Alternating rounds: everybody saves and loads once a round, each time on the same warm memory, in another order."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as processes
+
+from ._contenders import LOAD_COLUMNS, SAVE, Contender, contenders
+from ._work import Tensors, Work, work
+
+Seconds = dict[tuple[str, str], list[float]]
+"""Of each round, by operation and row."""
+
+
+def measure(ranks: int, folder: Path, *, size: int, tensors: int, rounds: int, threads: int) -> tuple[int, Seconds]:
+    """Return the bytes saved and the seconds that each operation took.
+
+    Args:
+        ranks: how many processes take part.
+        folder: an existing folder, which is left empty.
+        size: of all tensors together, in bytes.
+        tensors: how many there are.
+        rounds: that count; one before them warms everything up and checks what was loaded.
+        threads: that torch may use in each process.
+    """
+    run = partial(_run, ranks=ranks, folder=folder, size=size, tensors=tensors, rounds=rounds, threads=threads)
+    if ranks == 1:
+        return run(0)
+    results = processes.get_context("spawn").SimpleQueue()
+    processes.spawn(_process, (run, ranks, folder, results), nprocs=ranks)
+    measured: tuple[int, Seconds] = results.get()
+    return measured
+
+
+def _process(rank: int, run: Callable[[int], Any], ranks: int, folder: Path, results: Any) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=ranks)
+    measured = run(rank)
+    if rank == 0:
+        results.put(measured)
+    dist.destroy_process_group()
+
+
+def _run(
+    rank: int, *, ranks: int, folder: Path, size: int, tensors: int, rounds: int, threads: int
+) -> tuple[int, Seconds]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    mine = work(rank, ranks, folder, size=size, tensors=tensors)
+    everybody = contenders(ranks)
+    _round(mine, everybody, check=True)
+    seconds: Seconds = {}
+    for number in range(rounds):
+        first = number % len(everybody)
+        for place, value in _round(mine, everybody[first:] + everybody[:first], check=False).items():
+            seconds.setdefault(place, []).append(value)
+    torch.set_num_threads(before)
+    return mine.nbytes, seconds
+
+
+def _round(mine: Work, everybody: tuple[Contender, ...], *, check: bool) -> dict[tuple[str, str], float]:
+    """Return the seconds of one round.
+
+    A contender's files are removed before the next one begins: nobody overwrites, and only one contender's pages are
+    waiting to reach the disk, too few for the system to slow down whoever writes.
+    """
+    seconds = {}
+    for one in everybody:
+        folder = mine.folder / "files"
+        _on_rank_zero(mine, folder.mkdir)
+        seconds[SAVE, one.name], _ = _timed(mine, partial(one.save, mine, folder))
+        for place, load in one.loads.items():
+            if check:
+                _clear(mine)
+            seconds[place], loaded = _timed(mine, partial(load, mine, folder))
+            if check:
+                _check(mine, place, loaded)
+            del loaded
+        _on_rank_zero(mine, partial(shutil.rmtree, folder))
+    return seconds
+
+
+def _timed(mine: Work, action: Callable[[], Any]) -> tuple[float, Any]:
+    """Return how long the slowest rank took, and this rank's result."""
+    _meet(mine)
+    start = time.perf_counter()
+    result = action()
+    _meet(mine)
+    return time.perf_counter() - start, result
+
+
+def _meet(mine: Work) -> None:
+    if mine.ranks > 1:
+        dist.barrier()
+
+
+def _on_rank_zero(mine: Work, action: Callable[[], Any]) -> None:
+    _meet(mine)
+    if mine.rank == 0:
+        action()
+    _meet(mine)
+
+
+def _clear(mine: Work) -> None:
+    for tensor in (*mine.targets.values(), *mine.columns.values()):
+        tensor.zero_()
+
+
+def _check(mine: Work, place: tuple[str, str], loaded: Tensors) -> None:
+    expected = _expected_columns(mine) if place[0] == LOAD_COLUMNS else mine.rows
+    for name, tensor in loaded.items():
+        if not torch.equal(tensor, expected[name]):
+            raise ValueError(f"{place}: {name!r} was loaded wrong")
+
+
+def _expected_columns(mine: Work) -> Tensors:
+    expected = {}
+    for name, tensor in mine.rows.items():
+        parts = [torch.empty_like(tensor) for _ in range(mine.ranks)]
+        dist.all_gather(parts, tensor)
+        expected[name] = torch.cat(parts).chunk(mine.ranks, 1)[mine.rank]
+    return expected

@@ -1,0 +1,170 @@
+"""Ranks as processes of this machine, started here and joined by gloo."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import connection, get_context
+from typing import Any
+
+from ..errors import WorldError, explain
+from ._distributed import distributed
+from ._world import DEFAULT_TIMEOUT, T, World
+
+_TICK = 0.1  # seconds between two calls of `meanwhile`
+_GRACE = 5.0  # seconds that the other ranks have, once one failed, to end by themselves
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """How a rank ended: with a value, or with an error and the text of its traceback."""
+
+    value: Any = None
+    error: BaseException | None = None
+    trace: str = ""
+    was_told: bool = True  # False for a process that died without a word
+
+
+def run_processes(
+    size: int,
+    fn: Callable[[World], T],
+    *,
+    timeout: float = DEFAULT_TIMEOUT,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> list[T]:
+    """Return what fn returns in each of several processes of this machine, by rank.
+
+    Each runs ``fn(world)`` with torch.distributed's default group initialised, over gloo. Once one fails the others
+    have a few seconds to end; all processes have ended when this returns or raises. As with any started process, a
+    script that calls it needs its ``if __name__ == "__main__":``.
+
+    Args:
+        size: how many processes.
+        fn: what each does. It is pickled, so it is a function of a module, or a `functools.partial` of one.
+        timeout: seconds that a rank waits for the others.
+        meanwhile: called here about ten times a second while they run, to show progress.
+
+    Raises:
+        BaseException: what fn raised, by the first rank that failed, with the rank and its traceback as notes.
+        WorldError: a process died without a word.
+
+    Examples:
+        >>> from operator import methodcaller
+        >>> run_processes(2, methodcaller("all_gather", "here"))
+        [['here', 'here'], ['here', 'here']]
+    """
+    if size < 1:
+        raise WorldError(explain("run_processes: no ranks", found=size, expected="at least 1"))
+    with _started(size, fn, timeout) as ends:
+        outcomes = _outcomes(ends, meanwhile)
+    failed = {rank: outcome for rank, outcome in outcomes.items() if outcome.error is not None}
+    # Whoever died without a word is the cause of what the others say.
+    for rank, outcome in sorted(failed.items(), key=lambda item: item[1].was_told):
+        _raise(rank, size, outcome)
+    return [outcomes[rank].value for rank in range(size)]
+
+
+def _raise(rank: int, size: int, outcome: _Outcome) -> None:
+    if outcome.error is None:
+        return
+    outcome.error.add_note(f"on rank {rank} of {size}")
+    if outcome.trace:
+        outcome.error.add_note(outcome.trace)
+    raise outcome.error
+
+
+@contextmanager
+def _started(size: int, fn: Callable[[World], T], timeout: float) -> Iterator[list[tuple[Any, Any]]]:
+    """Yield each rank's process and the pipe that it reports through; none is left running."""
+    import torch.distributed as dist
+
+    # The system chooses the port, and this process keeps it: nobody else can take it in between.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    # One process imports torch, and each rank is forked from it: that takes a tenth of the time.
+    context = get_context("forkserver")
+    context.set_forkserver_preload([__package__])
+    ends: list[tuple[Any, Any]] = []
+    try:
+        for rank in range(size):
+            receiver, sender = context.Pipe(duplex=False)
+            arguments = (rank, size, store.port, timeout, fn, sender)
+            process = context.Process(target=_run_rank, args=arguments, name=f"rank {rank} of {size}", daemon=True)
+            process.start()
+            sender.close()
+            ends.append((process, receiver))
+        yield ends
+    finally:
+        for process, receiver in ends:
+            process.kill()
+            process.join()
+            receiver.close()
+
+
+def _outcomes(ends: Sequence[tuple[Any, Any]], meanwhile: Callable[[], None]) -> Mapping[int, _Outcome]:
+    """Return how the ranks ended, in the order in which they did; those that hang after a failure are left out."""
+    waiting = {receiver: rank for rank, (_, receiver) in enumerate(ends)}
+    outcomes: dict[int, _Outcome] = {}
+    give_up = float("inf")
+    while waiting and time.monotonic() < give_up:
+        for receiver in connection.wait(list(waiting), _TICK):
+            rank = waiting.pop(receiver)
+            outcomes[rank] = _outcome(rank, *ends[rank])
+            if outcomes[rank].error is not None:
+                give_up = min(give_up, time.monotonic() + _GRACE)
+        meanwhile()
+    return outcomes
+
+
+def _outcome(rank: int, process: Any, receiver: Any) -> _Outcome:
+    try:
+        outcome: _Outcome = receiver.recv()
+    except EOFError:
+        process.join()
+        died = explain(f"run_processes: rank {rank} died without a word", found=_exit(process.exitcode))
+        return _Outcome(error=WorldError(died), was_told=False)
+    return outcome
+
+
+def _exit(code: int) -> str:
+    return f"exit status {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+
+
+def _run_rank(rank: int, size: int, port: int, timeout: float, fn: Callable[[World], T], sender: Any) -> None:
+    """Run one rank, in its process, to its end, and report."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C reaches the parent too, which ends all ranks
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    try:
+        outcome = _Outcome(_in_world(rank, size, port, timeout, fn))
+        packed = pickle.dumps(outcome)
+    except BaseException as error:
+        packed = _packed_error(error)
+    sender.send_bytes(packed)
+
+
+def _in_world(rank: int, size: int, port: int, timeout: float, fn: Callable[[World], T]) -> T:
+    import torch.distributed as dist
+
+    store = dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=timeout))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
+    try:
+        return fn(distributed(timeout=timeout))
+    finally:
+        dist.destroy_process_group()
+
+
+def _packed_error(error: BaseException) -> bytes:
+    trace = "".join(traceback.format_exception(error)).rstrip()
+    try:
+        packed = pickle.dumps(_Outcome(error=error, trace=trace))
+        pickle.loads(packed)  # some exceptions can be pickled and not be rebuilt
+    except Exception:
+        lost = WorldError(f"{type(error).__name__}: {error}")
+        packed = pickle.dumps(_Outcome(error=lost, trace=trace))
+    return packed

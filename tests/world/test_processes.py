@@ -1,0 +1,94 @@
+"""Processes started from here: values by rank, and failures that reach the caller instead of hanging."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from functools import partial
+from multiprocessing import RawArray
+from typing import Any
+
+import pytest
+import torch
+
+from shardtree.errors import WorldError
+from shardtree.world import World, agree, current_world, run_processes
+
+pytestmark = pytest.mark.torchrun
+
+
+class Unhappy(Exception):
+    def __init__(self, one: int, two: int) -> None:  # so that it can't be rebuilt from its args
+        super().__init__("unhappy")
+
+
+def everything(world: World, counts: Any) -> tuple[int, int, list[float]]:
+    assert current_world().size == world.size
+    counts[world.rank] = world.rank + 1
+    return world.rank, world.size, world.all_gather(torch.tensor(world.rank / 2)).copy()
+
+
+def raises(world: World, what: type[BaseException] = ZeroDivisionError) -> None:
+    if world.rank == 1:
+        raise what(1, 2) if what is Unhappy else what("on purpose")
+    world.barrier()
+
+
+def dies(world: World) -> None:
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    world.barrier()
+
+
+def hangs(world: World) -> None:
+    if world.rank == 0:
+        raise ValueError("on purpose")
+    time.sleep(60)
+
+
+def agrees_to_fail(world: World) -> None:
+    agree(world, "divide", lambda: 1 // (world.rank - 1))
+
+
+def test_each_rank_returns_a_value_and_is_seen_meanwhile() -> None:
+    counts, ticks = RawArray("q", 3), []
+    results = run_processes(3, partial(everything, counts=counts), meanwhile=lambda: ticks.append(list(counts)))
+    assert [result[:2] for result in results] == [(0, 3), (1, 3), (2, 3)]
+    assert results[0][2] == [0.0, 0.5, 1.0]
+    assert ticks[-1] == [1, 2, 3]
+
+
+def test_what_a_rank_raises_is_raised_here_with_its_rank_and_traceback() -> None:
+    with pytest.raises(ZeroDivisionError, match="on purpose") as caught:
+        run_processes(2, raises)
+    rank, trace = caught.value.__notes__
+    assert rank == "on rank 1 of 2"
+    assert "in raises" in trace
+
+
+def test_an_error_that_cannot_be_rebuilt_is_told_in_words() -> None:
+    with pytest.raises(WorldError, match="Unhappy: unhappy"):
+        run_processes(2, partial(raises, what=Unhappy))
+
+
+def test_a_phase_that_fails_is_one_error() -> None:
+    with pytest.raises(WorldError, match="rank 1: ZeroDivisionError"):
+        run_processes(3, agrees_to_fail)
+
+
+def test_a_rank_that_is_killed_is_the_error() -> None:
+    with pytest.raises(WorldError, match=r"rank 1 died without a word\n  found killed by SIGKILL"):
+        run_processes(2, dies)
+
+
+def test_a_failure_does_not_wait_for_a_rank_that_hangs() -> None:
+    began = time.monotonic()
+    with pytest.raises(ValueError, match="on purpose"):
+        run_processes(2, hangs)
+    assert time.monotonic() - began < 30
+
+
+def test_no_ranks_is_an_error() -> None:
+    with pytest.raises(WorldError, match="no ranks"):
+        run_processes(0, raises)
