@@ -19,7 +19,7 @@ from beartype.claw import beartype_package
 from hypothesis import HealthCheck, settings
 
 if os.environ.get("SHARDTREE_BEARTYPE", "0") == "1":
-    # Before anything imports it. beartype can't find the names in a NamedTuple's postponed hints; an int is a float.
+    # Before anything imports it.
     beartype_package(
         "shardtree",
         conf=BeartypeConf(

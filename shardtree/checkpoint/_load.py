@@ -18,7 +18,7 @@ from ..world import World, agree, current_world, gather
 from ._consistency import check_together, describe
 from ._dispatch import Choice
 from ._exchange import Exchange
-from ._open import load_common, load_tensors_metadata, open_at, sharded_metadata
+from ._open import load_common, load_tensors_metadata, open_together, sharded_metadata
 from ._read import Reading, read_leaves
 from ._strict import StrictHandling, looks_beforehand, needs_all_ranks, parse_strict, report_keys, returns_keys
 
@@ -91,7 +91,7 @@ def load(
     ranks = current_world(world)
     options = LoadOptions(verify, allow_pickle, types, progress or LoadOptions().progress)
     mode = agree(ranks, "load: options", partial(parse_strict, strict))
-    checkpoint = agree(ranks, "load: open", partial(open_at, checkpoint_dir, ranks, options))
+    checkpoint = open_together(checkpoint_dir, ranks, options)
     target = agree(ranks, "load: prepare", partial(_prepare, sharded_state_dict))
     if validate_access_integrity:
         descriptions = gather(
@@ -203,6 +203,6 @@ def load_plain_tensors(
     """
     ranks = current_world(world)
     target = agree(ranks, "load: metadata", partial(load_tensors_metadata, checkpoint_dir, strategies=strategies))
-    checkpoint = agree(ranks, "load: open", partial(open_at, checkpoint_dir, ranks, LoadOptions(verify)))
+    checkpoint = open_together(checkpoint_dir, ranks, LoadOptions(verify))
     loaded, _ = read_leaves(Reading(checkpoint, None, strategies), list(target.values()))
     return dict(zip(target, loaded, strict=True))

@@ -19,7 +19,7 @@ from ..strategies import (
     read_metadata,
 )
 from ..trees import without_holes
-from ..world import World, current_world, on_rank_zero, one_process
+from ..world import World, agree, current_world, on_rank_zero, one_process
 from ._dispatch import Choice, common_backend, sharded_backend, strategy_of
 from ._prepare import CONTENT_METADATA
 
@@ -35,6 +35,18 @@ def open_at(directory: Directory, world: World, options: LoadOptions) -> Checkpo
     """
     storage = storage_at(directory)
     return Checkpoint(storage, read_metadata(storage)[1], world, options)
+
+
+def open_together(directory: Directory, world: World, options: LoadOptions) -> Checkpoint:
+    """Return a finished checkpoint, the same on all ranks even while a save replaces it: rank 0 reads metadata.json.
+
+    Raises:
+        NotACheckpoint: there is none.
+        CorruptCheckpoint: metadata.json isn't what was written.
+    """
+    storage = agree(world, "load: find the folder", partial(storage_at, directory))
+    fields = on_rank_zero(world, "load: open", lambda: read_metadata(storage)[1])
+    return Checkpoint(storage, fields, world, options)
 
 
 def is_checkpoint(checkpoint_dir: Directory) -> bool:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import torch
 
 from ._distributed import distributed
 from ._groups import is_initialised
 from ._one import one_process
 from ._world import World
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
-
-def current_world(world: World | ProcessGroup | None = None) -> World:
+def current_world(world: World | torch.distributed.ProcessGroup | None = None) -> World:
     """Return the world that a caller named, or the one that this process is in.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import ref
 
 import torch
@@ -14,9 +14,6 @@ from ..errors import WorldError, explain
 from ._groups import Gloo, coordination_group
 from ._pickled import pack, unpack
 from ._world import DEFAULT_TIMEOUT, T, World, check_one_each, check_peer, check_rank
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup, Work
 
 # Values travel in frames: a length, then the pickle. The first bytes of a frame have a fixed size, so that a small
 # value takes one collective; what is longer follows in its exact size.
@@ -107,7 +104,7 @@ class DistributedWorld(World):
         self._wait(group.alltoall_base(incoming, outgoing, splits, sizes.tolist()))
         return [piece.numpy().data for piece in torch.split(incoming, splits)]
 
-    def _wait(self, work: Work) -> None:
+    def _wait(self, work: torch.distributed.Work) -> None:
         work.wait(timedelta(seconds=self.timeout))
 
     @contextmanager
@@ -129,7 +126,7 @@ class DistributedWorld(World):
 
 
 def distributed(
-    group: ProcessGroup | None = None, timeout: float = DEFAULT_TIMEOUT, *, purpose: str | None = None
+    group: torch.distributed.ProcessGroup | None = None, timeout: float = DEFAULT_TIMEOUT, *, purpose: str | None = None
 ) -> World:
     """Return the world of a process group.
 

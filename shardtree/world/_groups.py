@@ -10,20 +10,19 @@ from __future__ import annotations
 import atexit
 from collections import Counter
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
-from ..errors import WorldError, explain
+import torch
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+from ..errors import WorldError, explain
 
 # A ProcessGroup or a ProcessGroupGloo, which share no typed base.
 Gloo: TypeAlias = Any
 
 # A gloo group that outlives the end of the interpreter aborts the process, so nothing else holds one for long: these go
 # with the caller's group, or at exit.
-_made: WeakKeyDictionary[ProcessGroup, dict[str | None, Gloo]] = WeakKeyDictionary()
+_made: WeakKeyDictionary[torch.distributed.ProcessGroup, dict[str | None, Gloo]] = WeakKeyDictionary()
 _times_made: Counter[str] = Counter()
 
 
@@ -34,7 +33,7 @@ def is_initialised() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def coordination_group(group: ProcessGroup | None, timeout: float, purpose: str | None) -> Gloo:
+def coordination_group(group: torch.distributed.ProcessGroup | None, timeout: float, purpose: str | None) -> Gloo:
     """Return a gloo group with the members of a group.
 
     It is the group itself where that is gloo for CPU tensors and has to serve no purpose of its own; else one that is
@@ -56,7 +55,7 @@ def coordination_group(group: ProcessGroup | None, timeout: float, purpose: str 
     return made[purpose]
 
 
-def _member_of(group: ProcessGroup | None) -> ProcessGroup:
+def _member_of(group: torch.distributed.ProcessGroup | None) -> ProcessGroup:
     """Return the group, or the default one, once sure that this process is in it."""
     import torch.distributed as dist
 
@@ -69,7 +68,7 @@ def _member_of(group: ProcessGroup | None) -> ProcessGroup:
     return group
 
 
-def _make(group: ProcessGroup, timeout: float, purpose: str | None) -> Gloo:
+def _make(group: torch.distributed.ProcessGroup, timeout: float, purpose: str | None) -> Gloo:
     import torch.distributed as dist
     from torch._C._distributed_c10d import PrefixStore
     from torch.distributed.distributed_c10d import _get_default_store

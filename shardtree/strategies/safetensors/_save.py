@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -25,6 +26,8 @@ from ._layout import Item, Part, Shard, part_name, parts
 from ._written import Written
 
 BACKEND, VERSION = "safetensors", 1
+
+logger = logging.getLogger("shardtree")
 
 
 @register_default_strategy(StrategyAction.SAVE_COMMON, BACKEND, VERSION)
@@ -127,5 +130,10 @@ def _write_index(draft: Draft, written: Sequence[Written]) -> Fields:
 
 
 def _clean_up(draft: Draft) -> None:
-    if draft.world.rank == 0:
+    if draft.world.rank != 0:
+        return
+    try:
         remove_left_overs(draft.storage, keep=draft.save_id, before=draft.before, stale_after=draft.options.stale_after)
+    except StorageError as error:
+        # The checkpoint is saved; what couldn't be removed is tried again by the next save.
+        logger.warning("save: left-overs of earlier saves stay in %s: %s", draft.storage.where(), error)
