@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from ..errors import ShapeError, explain
 from ..mapping import ShardedTensor
+from ..trees import with_data
 
 
 def with_memory(shard: ShardedTensor, *, donate: bool) -> ShardedTensor:
@@ -23,12 +22,12 @@ def with_memory(shard: ShardedTensor, *, donate: bool) -> ShardedTensor:
     if donate and given is not None:
         _check_writable(shard, given)
         if _fillable(given):
-            return replace(shard, data=given.detach())
+            return with_data(shard, given.detach())
     if not shard.allow_shape_mismatch:
-        return empty(shard)
+        return with_data(shard, torch.empty(shard.data_shape, dtype=shard.dtype))
     if given is None:
-        return replace(shard, data=None).init_data("cpu", torch.zeros)
-    return replace(shard, data=given.detach().to("cpu", copy=True, memory_format=torch.contiguous_format))
+        return with_data(shard, torch.zeros(shard.data_shape, dtype=shard.dtype))
+    return with_data(shard, given.detach().to("cpu", copy=True, memory_format=torch.contiguous_format))
 
 
 def delivered(shard: ShardedTensor, filled: torch.Tensor, *, donate: bool) -> torch.Tensor:
@@ -57,11 +56,6 @@ def given_tensor(shard: ShardedTensor) -> torch.Tensor | None:
     """Return the target's tensor; None where it has no memory of its own: no data, a meta or a lazy tensor."""
     data = shard.data
     return data if isinstance(data, torch.Tensor) and not data.is_meta else None
-
-
-def empty(shard: ShardedTensor) -> ShardedTensor:
-    """Return a shard with new memory whose content doesn't matter."""
-    return replace(shard, data=None).init_data("cpu", torch.empty)
 
 
 def _fillable(tensor: torch.Tensor) -> bool:

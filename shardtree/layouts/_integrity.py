@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..errors import IntegrityError, explain
-from ..geometry import Column, intersect, overlapping_pairs, volumes
+from ..geometry import Column, box_column, intersect, overlapping_pairs, volumes
 from ._columns import BoxColumns, ShardColumns, select_rows, shard_boxes
 
 
@@ -44,8 +44,8 @@ def access_problems(columns: ShardColumns) -> tuple[Problem, ...]:
     """
     main = select_rows(columns, np.flatnonzero(columns.main))
     boxes = shard_boxes(main.offset, main.shape, main.start, main.stop)
-    doubled = _doubled(main, boxes)
-    return (*doubled, *_missing(main, boxes, {problem.key for problem in doubled}))
+    wrong = (*_beyond(main, boxes), *_doubled(main, boxes))
+    return (*wrong, *_missing(main, boxes, {problem.key for problem in wrong}))
 
 
 def check_access(columns: ShardColumns) -> None:
@@ -69,6 +69,22 @@ def check_access(columns: ShardColumns) -> None:
         )
 
 
+def _beyond(main: ShardColumns, boxes: BoxColumns) -> tuple[Problem, ...]:
+    """Return the tensors that a shard leaves, as only `allow_shape_mismatch` lets it: counting can't tell it from a gap."""
+    whole = box_column([kind.global_shape for kind in main.kinds], fill=1, axes=boxes.offset.shape[1])
+    group = main.key[boxes.shard]
+    leaves = (boxes.offset + boxes.shape > whole[group]).any(axis=1) & (volumes(boxes.shape) > 0)
+    ranks = main.rank[boxes.shard]
+    return tuple(
+        Problem(
+            main.keys[number],
+            tuple(np.unique(ranks[leaves & (group == number)]).tolist()),
+            f"a shard reaches beyond the global shape {main.kinds[number].global_shape}",
+        )
+        for number in np.unique(group[leaves]).tolist()
+    )
+
+
 def _doubled(main: ShardColumns, boxes: BoxColumns) -> tuple[Problem, ...]:
     group = main.key[boxes.shard]
     left, right = overlapping_pairs(group, boxes.offset, boxes.shape, group, boxes.offset, boxes.shape)
@@ -85,14 +101,14 @@ def _doubled(main: ShardColumns, boxes: BoxColumns) -> tuple[Problem, ...]:
     return tuple(problems.values())
 
 
-def _missing(main: ShardColumns, boxes: BoxColumns, doubled: set[str]) -> tuple[Problem, ...]:
+def _missing(main: ShardColumns, boxes: BoxColumns, wrong: set[str]) -> tuple[Problem, ...]:
     held = np.bincount(main.key[boxes.shard], weights=volumes(boxes.shape), minlength=len(main.keys)).astype(np.int64)
     needed = [int(np.prod(kind.global_shape, dtype=np.int64)) for kind in main.kinds]
     short = (number for number, size in enumerate(needed) if held[number] != size)
     return tuple(
         _gap(main, boxes, number, needed[number] - int(held[number]))
         for number in short
-        if main.keys[number] not in doubled
+        if main.keys[number] not in wrong
     )
 
 
@@ -101,8 +117,6 @@ def _gap(main: ShardColumns, boxes: BoxColumns, number: int, missing: int) -> Pr
     rows = np.flatnonzero(main.key[boxes.shard] == number)
     first = first_gap(boxes.offset[rows], boxes.shape[rows], shape)
     ranks = tuple(sorted({int(rank) for rank in main.rank[boxes.shard[rows]]}))
-    if missing < 0:
-        return Problem(main.keys[number], ranks, f"shards reach beyond the global shape {shape}")
     elements = int(np.prod(shape, dtype=np.int64))
     what = f"{missing} of {elements} elements have no main replica; the first one missing is at {first}"
     return Problem(main.keys[number], ranks, what)

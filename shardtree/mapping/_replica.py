@@ -19,6 +19,8 @@ def is_main_replica(replica_id: ReplicaId) -> bool:
         >>> is_main_replica(0), is_main_replica((0, 0)), is_main_replica((0, 1))
         (True, True, False)
     """
+    if type(replica_id) is int:
+        return replica_id == 0
     ids = replica("is_main_replica", "replica_id", replica_id)
     return ids == 0 if isinstance(ids, int) else not any(ids)
 

@@ -34,6 +34,7 @@ from ._paths import leaves_with_paths as leaves_with_paths
 from ._paths import shard_leaves as shard_leaves
 from ._registry import NAMESPACE as NAMESPACE
 from ._registry import register_nodes
+from ._registry import with_data as with_data
 from ._select import select as select
 
 register_nodes()

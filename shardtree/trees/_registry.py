@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from operator import attrgetter
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, TypeVar
 
 import optree
 import torch
@@ -19,6 +19,8 @@ from ..mapping import ShardedTensor, ShardedTensorFactory
 NAMESPACE: Final = "shardtree"
 
 Boxed: TypeAlias = ShardedTensor | ShardedTensorFactory
+
+Leaf = TypeVar("Leaf", bound=Boxed)
 
 _KINDS: Final = (ShardedTensor, ShardedTensorFactory)
 
@@ -34,7 +36,7 @@ def _access(kind: type[Boxed]) -> _Access:
 _ACCESS: Final[dict[type, _Access]] = {kind: _access(kind) for kind in _KINDS}
 
 
-def with_data(leaf: Boxed, data: Any) -> Boxed:
+def with_data(leaf: Leaf, data: Any) -> Leaf:
     """Return the leaf with other data, when that fits its metadata.
 
     The metadata was validated when the leaf was built, so only the data is looked at: the constructor would take

@@ -55,7 +55,7 @@ def coordination_group(group: torch.distributed.ProcessGroup | None, timeout: fl
     return made[purpose]
 
 
-def _member_of(group: torch.distributed.ProcessGroup | None) -> ProcessGroup:
+def _member_of(group: torch.distributed.ProcessGroup | None) -> torch.distributed.ProcessGroup:
     """Return the group, or the default one, once sure that this process is in it."""
     import torch.distributed as dist
 

@@ -64,6 +64,8 @@ def run_processes(
         raise WorldError(explain("run_processes: no ranks", found=size, expected="at least 1"))
     with _started(size, fn, timeout) as ends:
         outcomes = _outcomes(ends, meanwhile)
+        for process, _ in ends:
+            process.join(0 if len(outcomes) < size else _GRACE)
     failed = {rank: outcome for rank, outcome in outcomes.items() if outcome.error is not None}
     # Whoever died without a word is the cause of what the others say.
     for rank, outcome in sorted(failed.items(), key=lambda item: item[1].was_told):
@@ -83,10 +85,10 @@ def _raise(rank: int, size: int, outcome: _Outcome) -> None:
 @contextmanager
 def _started(size: int, fn: Callable[[World], T], timeout: float) -> Iterator[list[tuple[Any, Any]]]:
     """Yield each rank's process and the pipe that it reports through; none is left running."""
-    import torch.distributed as dist
+    from torch._C._distributed_c10d import TCPStore
 
     # The system chooses the port, and this process keeps it: nobody else can take it in between.
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     # One process imports torch, and each rank is forked from it: that takes a tenth of the time.
     context = get_context("forkserver")
     context.set_forkserver_preload([__package__])
@@ -102,7 +104,7 @@ def _started(size: int, fn: Callable[[World], T], timeout: float) -> Iterator[li
         yield ends
     finally:
         for process, receiver in ends:
-            process.kill()
+            process.kill()  # nothing happens to one that has ended
             process.join()
             receiver.close()
 
@@ -137,26 +139,28 @@ def _exit(code: int) -> str:
 
 
 def _run_rank(rank: int, size: int, port: int, timeout: float, fn: Callable[[World], T], sender: Any) -> None:
-    """Run one rank, in its process, to its end, and report."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C reaches the parent too, which ends all ranks
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    try:
-        outcome = _Outcome(_in_world(rank, size, port, timeout, fn))
-        packed = pickle.dumps(outcome)
-    except BaseException as error:
-        packed = _packed_error(error)
-    sender.send_bytes(packed)
-
-
-def _in_world(rank: int, size: int, port: int, timeout: float, fn: Callable[[World], T]) -> T:
+    """Run one rank, in its process, to its end."""
     import torch.distributed as dist
 
-    store = dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=timeout))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
-    try:
-        return fn(distributed(timeout=timeout))
-    finally:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C reaches the parent too, which ends all ranks
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    sender.send_bytes(_packed_outcome(rank, size, port, timeout, fn))
+    # Only now, so that whoever fails because this rank is gone is heard after it.
+    if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _packed_outcome(rank: int, size: int, port: int, timeout: float, fn: Callable[[World], T]) -> bytes:
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import TCPStore
+
+    patience = timedelta(seconds=timeout)
+    try:
+        store = TCPStore("127.0.0.1", port, timeout=patience)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=patience)
+        return pickle.dumps(_Outcome(fn(distributed(timeout=timeout))))
+    except BaseException as error:
+        return _packed_error(error)
 
 
 def _packed_error(error: BaseException) -> bytes:

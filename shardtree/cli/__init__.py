@@ -1,0 +1,3 @@
+"""The command line: `python -m shardtree`, or `shardtree`."""
+
+from ._main import main as main

@@ -1,0 +1,78 @@
+"""Which boxes overlap, compared with trying all pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardtree.geometry import Column, overlapping_pairs
+from tests.trees.samples import assert_caught
+
+Side = tuple[Column, Column, Column]  # group, offset, shape
+
+
+@st.composite
+def two_sides(draw: st.DrawFn) -> tuple[Side, Side]:
+    axes, far = draw(st.integers(1, 3)), draw(st.sampled_from([0, 0, 2**40]))
+    seed, low = draw(st.integers(0, 2**16)), draw(st.integers(0, 1))
+    rng = np.random.default_rng(seed)
+
+    def side(count: int) -> Side:
+        offset = rng.integers(0, 6, (count, axes)) + far * rng.integers(0, 2, (count, axes))
+        return rng.integers(0, 3, count), offset, rng.integers(low, 4, (count, axes))
+
+    return side(draw(st.integers(0, 8))), side(draw(st.integers(0, 8)))
+
+
+def share_an_element(left: tuple[Any, ...], right: tuple[Any, ...]) -> bool:
+    (group, low, size), (other_group, other_low, other_size) = left, right
+    begin, end = np.maximum(low, other_low), np.minimum(low + size, other_low + other_size)
+    return bool(group == other_group and (begin < end).all())
+
+
+def are_all_overlaps(pairs: Callable[..., tuple[Column, Column]], sides: tuple[Side, Side]) -> None:
+    left, right = pairs(*sides[0], *sides[1])
+    expected = [
+        (i, j)
+        for i, one in enumerate(zip(*sides[0], strict=True))
+        for j, other in enumerate(zip(*sides[1], strict=True))
+        if share_an_element(one, other)
+    ]
+    assert list(zip(left.tolist(), right.tolist(), strict=True)) == expected
+
+
+@given(two_sides())
+def test_pairs_are_those_that_share_an_element_in_order(sides: tuple[Side, Side]) -> None:
+    are_all_overlaps(overlapping_pairs, sides)
+
+
+def test_pairs_catch_boxes_that_only_touch() -> None:
+    def touching(*columns: Column) -> tuple[Column, Column]:
+        group, offset, shape, other_group, other_offset, other_shape = columns
+        return overlapping_pairs(group, offset, shape + 1, other_group, other_offset, other_shape)
+
+    assert_caught(are_all_overlaps, touching, two_sides())
+
+
+def test_one_long_box_does_not_hide_the_short_ones_behind_it() -> None:
+    group = np.zeros(3, dtype=np.int64)
+    offset, shape = np.array([[0], [1], [5]]), np.array([[100], [1], [1]])
+    left, right = overlapping_pairs(group[:1], np.array([[50]]), np.array([[1]]), group, offset, shape)
+    assert (left.tolist(), right.tolist()) == ([0], [0])
+
+
+@pytest.mark.parametrize("axes", [1, 2])
+def test_a_hundred_thousand_chunks_meet_a_few_requests_without_all_pairs(axes: int) -> None:
+    count = 100_000
+    offset = np.zeros((count, axes), dtype=np.int64)
+    offset[:, -1] = np.arange(count) * 4
+    shape, group = np.full((count, axes), 4), np.zeros(count, dtype=np.int64)
+    wanted = np.full((1, axes), 0)
+    wanted[:, -1] = 8
+    left, right = overlapping_pairs(group[:1], wanted, np.full((1, axes), 4), group, offset, shape)
+    assert (left.tolist(), right.tolist()) == ([0], [2])

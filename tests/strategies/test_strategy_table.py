@@ -1,0 +1,203 @@
+"""The dispatch table: rows are taken once, a table is a value, packages bring rows, and each row fits its protocol."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import subprocess
+import sys
+import textwrap
+from types import MappingProxyType
+
+import pytest
+import torch
+
+import shardtree as st
+from shardtree.errors import CheckpointingException, StrategyError
+from shardtree.storage import MemoryStorage
+from shardtree.strategies import (
+    PROTOCOLS,
+    StrategyAction,
+    base,
+    default_strategies,
+    find_strategy,
+    get_default_strategy,
+    register_default_strategy,
+)
+
+BACKENDS = sorted({(backend, version) for _, backend, version in default_strategies})
+NATIVE = ("safetensors", 1)
+
+
+@pytest.fixture
+def free_row():
+    row = (StrategyAction.LOAD_COMMON, "a test's own", 7)
+    yield row
+    base._rows.pop(row, None)
+
+
+def positional(fn):
+    return [each for each in inspect.signature(fn).parameters.values() if each.kind is not each.KEYWORD_ONLY]
+
+
+def assert_row_fits(action, fn):
+    wanted = positional(PROTOCOLS[action].__call__)[1:]
+    inspect.signature(fn).bind(*wanted)
+    assert [each.annotation for each in positional(fn)][: len(wanted)] == [each.annotation for each in wanted]
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=str)
+@pytest.mark.parametrize("action", StrategyAction)
+def test_each_backend_has_each_row_and_it_fits_its_protocol(backend, action):
+    assert_row_fits(action, get_default_strategy(action, *backend))
+
+
+def test_the_check_of_rows_sees_a_wrong_signature():
+    with pytest.raises(TypeError):
+        assert_row_fits(StrategyAction.LOAD_SHARDED, lambda checkpoint: None)
+
+    def swapped(key_prefix: str, checkpoint: st.strategies.Checkpoint) -> None: ...
+
+    with pytest.raises(AssertionError):
+        assert_row_fits(StrategyAction.REMOVE_SHARDED, swapped)
+
+
+def test_every_action_has_a_protocol():
+    assert set(PROTOCOLS) == set(StrategyAction)
+
+
+def test_a_row_is_registered_by_call_and_by_decorator(free_row):
+    def one(checkpoint):
+        return {}
+
+    register_default_strategy(*free_row, one)
+    assert get_default_strategy(*free_row) is one
+    base._rows.pop(free_row)
+    assert register_default_strategy(*free_row)(one) is one
+    assert default_strategies[free_row] is one
+
+
+def test_a_taken_row_raises_unless_overridden(free_row):
+    def one(checkpoint):
+        return {}
+
+    def other(checkpoint):
+        return {}
+
+    register_default_strategy(*free_row, one)
+    register_default_strategy(*free_row, one)
+    with pytest.raises(StrategyError, match=r"is taken[\s\S]*one[\s\S]*override=True"):
+        register_default_strategy(*free_row, other)
+    assert get_default_strategy(*free_row) is one
+    register_default_strategy(*free_row, other, override=True)
+    assert get_default_strategy(*free_row) is other
+
+
+@pytest.mark.parametrize(
+    "row",
+    [("load_common", "zarr", 1), (StrategyAction.LOAD_COMMON, 1, "zarr"), (StrategyAction.LOAD_COMMON, "zarr", True)],
+    ids=str,
+)
+def test_what_is_no_row_is_refused(row):
+    with pytest.raises(StrategyError, match="not a row"):
+        register_default_strategy(*row, len)
+    with pytest.raises(StrategyError, match="not a row"):
+        get_default_strategy(*row)
+
+
+def test_a_missing_row_lists_what_exists():
+    with pytest.raises(StrategyError, match=r"load_sharded.*'punch cards', version 3[\s\S]*\('safetensors', 1\)"):
+        get_default_strategy(StrategyAction.LOAD_SHARDED, "punch cards", 3)
+    with pytest.raises(StrategyError, match="exists for no backend"):
+        get_default_strategy(StrategyAction.LOAD_SHARDED, "punch cards", 3, strategies={})
+    assert find_strategy(StrategyAction.LOAD_SHARDED, "punch cards", 3) is None
+    assert issubclass(StrategyError, CheckpointingException)
+
+
+def test_the_default_table_is_read_only():
+    assert isinstance(default_strategies, MappingProxyType)
+    with pytest.raises(TypeError):
+        default_strategies[StrategyAction.LOAD_COMMON, "x", 1] = len
+
+
+def test_a_table_is_a_value_and_a_wrapper_a_function_from_strategy_to_strategy():
+    calls = []
+
+    def logged(fn):
+        @functools.wraps(fn)
+        def wrapped(*args):
+            calls.append(fn.__name__)
+            return fn(*args)
+
+        return wrapped
+
+    before = dict(default_strategies)
+    table = default_strategies | {row: logged(fn) for row, fn in default_strategies.items() if row[1:] == NATIVE}
+    folder = MemoryStorage()
+    tree = {"w": st.ShardedTensor.from_rank_offsets("w", torch.arange(3)), "o": st.ShardedObject("o", 1, (1,), (0,))}
+    st.save(tree, folder, strategies=table)
+    loaded = st.load(tree, folder, strategies=table, strict="raise_all")
+    assert loaded["w"].tolist() == [0, 1, 2] and loaded["o"] == 1
+    st.remove_sharded_tensors(folder, "w", strategies=table)
+    assert calls[:2] == ["save_sharded", "save_common"]
+    assert sorted(set(calls)) == sorted(fn.__name__ for row, fn in before.items() if row != SAVE_OBJECTS and row[1:] == NATIVE)
+    assert dict(default_strategies) == before
+    count = len(calls)
+    st.load_common_state_dict(folder)
+    assert len(calls) == count
+
+
+SAVE_OBJECTS = (StrategyAction.SAVE_OBJECTS, *NATIVE)
+
+PACKAGE = """
+from shardtree.strategies import StrategyAction, register_default_strategy
+
+@register_default_strategy(StrategyAction.LOAD_COMMON, "cards", 1)
+def load_common(checkpoint):
+    return {"from": "cards"}
+"""
+
+USE = """
+import sys
+from shardtree.strategies import StrategyAction, default_strategies, get_default_strategy
+get_default_strategy(StrategyAction.LOAD_COMMON, "safetensors", 1)
+assert "card_strategies" not in sys.modules, "read before a look-up missed"
+own = dict(default_strategies)
+print(get_default_strategy(StrategyAction.LOAD_COMMON, "cards", 1, strategies=own)(None))
+print(get_default_strategy(StrategyAction.LOAD_COMMON, "cards", 1)(None))
+try:
+    get_default_strategy(StrategyAction.LOAD_COMMON, "punch cards", 1)
+except LookupError as error:
+    print(error)
+"""
+
+
+def run_with_package(tmp_path, package, use):
+    (tmp_path / "card_strategies.py").write_text(package)
+    info = tmp_path / "card_strategies-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: card-strategies\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[shardtree.strategies]\ncards = card_strategies\n")
+    program = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{textwrap.dedent(use)}"
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+
+
+def test_the_first_look_up_that_misses_reads_what_packages_bring(tmp_path):
+    done = run_with_package(tmp_path, PACKAGE, USE)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("{'from': 'cards'}") == 2
+    assert "('cards', 1), ('safetensors', 1)" in done.stdout
+
+
+def test_a_package_that_can_not_be_imported_is_named(tmp_path):
+    use = """
+    from shardtree.errors import StrategyError
+    from shardtree.strategies import StrategyAction, get_default_strategy
+    try:
+        get_default_strategy(StrategyAction.LOAD_COMMON, "cards", 1)
+    except StrategyError as error:
+        print(error)
+    """
+    done = run_with_package(tmp_path, "raise ImportError('needs a card reader')", use)
+    assert done.returncode == 0, done.stderr
+    assert "card_strategies" in done.stdout and "needs a card reader" in done.stdout
