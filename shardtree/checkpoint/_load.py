@@ -148,7 +148,7 @@ def _prepare(tree: Any) -> Target:
 
 
 def _left_out(target: Target, tree: Any, unexpected: set[str]) -> Target:
-    """Return the target without the shards, and the factories of such shards alone, that the checkpoint doesn't have."""
+    """Return the target without the shards, and the factories of such shards alone, that aren't stored."""
     if not unexpected:
         return target
     return _prepare(map_shards(lambda leaf: HOLE if _keys(leaf) and _keys(leaf) <= unexpected else leaf, tree))

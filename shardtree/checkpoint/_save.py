@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from ..codec import decode_tree, encode_tree
 from ..errors import AlreadyACheckpoint, StorageError, explain
 from ..layouts import ShardColumns
 from ..mapping import ShardedObject, ShardedTensor, is_main_replica
@@ -126,14 +127,20 @@ def _shared_out(
 ) -> Writes:
     """Return what this rank writes, after all ranks told each other what they hold and checked that it fits."""
 
+    decode = partial(decode_tree, allow_pickle=allow_pickle)
+
+    def encode_own() -> bytes:
+        return encode_tree(for_comparison(prepared.common), allow_pickle=allow_pickle)
+
     def describe_own() -> Any:
         common = common_digest(for_comparison(prepared.common), allow_pickle=allow_pickle)
         return describe(prepared.tensors, prepared.objects, world.rank, common)
 
     descriptions = gather(world, "save: describe shards", describe_own)
     if len({part.common for part in descriptions}) > 1:
-        commons = gather(world, "save: compare common states", lambda: for_comparison(prepared.common))
-        agree(world, "save: check common states", partial(check_common, commons))
+        # Not pickled: ranks may hold instances of classes that others can't import.
+        encoded = gather(world, "save: compare common states", encode_own)
+        agree(world, "save: check common states", lambda: check_common([decode(data) for data in encoded]))
     columns = agree(world, "save: check integrity", partial(check_together, descriptions))
     tensors = agree(world, "save: share out", partial(_own_tensors, prepared, columns, world))
     return tensors, _main_replicas(prepared)[1]

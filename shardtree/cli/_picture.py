@@ -43,8 +43,7 @@ def draw(shards: Sequence[ShardedTensor], *, width: int, height: int) -> Picture
     """
     boxes = [_box(shard, width, height) for shard in shards]
     owner = tuple(tuple(_owner(boxes, line, column) for column in range(width)) for line in range(height))
-    lines = [["".join(_digit(rank) for rank in row)] for row in owner]
-    text = [lines[line][0] for line in range(height)]
+    text = ["".join(map(_digit, ranks)) for ranks in owner]
     for rank, box in enumerate(boxes):
         line, column, label = _label(rank, box)
         if label:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import TreePath, render_path
 from ..mapping import ShardedTensor
 from ..trees import leaves_with_paths, map_data, prefix
 from ._layout import Layout, piece, rule_for
@@ -82,12 +83,14 @@ class Comparison:
     Attributes:
         same: per group, elements that are the same bit for bit, on this rank.
         own: per group, those of them that no other rank counts: of its main replicas.
-        different: keys of tensors with other elements, and paths of other common values.
+        different: keys of tensors with other elements.
+        different_common: places of common values that are others, or on one side only.
     """
 
     same: Mapping[str, int]
     own: Mapping[str, int]
     different: tuple[str, ...]
+    different_common: tuple[str, ...]
 
 
 def compare(loaded: Any, expected: Any) -> Comparison:
@@ -98,7 +101,7 @@ def compare(loaded: Any, expected: Any) -> Comparison:
         expected: the rank's true state.
     """
     same, own = dict.fromkeys(GROUPS, 0), dict.fromkeys(GROUPS, 0)
-    different = []
+    different, different_common = list[str](), list[TreePath]()
     found = dict(leaves_with_paths(loaded))
     for path, leaf in leaves_with_paths(expected):
         value = found.pop(path, None)
@@ -108,8 +111,8 @@ def compare(loaded: Any, expected: Any) -> Comparison:
             own[group_of(leaf.key)] += count if leaf.replica_id == 0 else 0
             different += [leaf.key] if count < leaf.data.numel() else []
         elif value != leaf:
-            different.append(str(path))
-    return Comparison(same, own, (*different, *map(str, found)))
+            different_common.append(path)
+    return Comparison(same, own, tuple(different), tuple(map(render_path, (*different_common, *found))))
 
 
 def equal_elements(found: Any, expected: Tensor) -> int:

@@ -70,7 +70,7 @@ def check_access(columns: ShardColumns) -> None:
 
 
 def _beyond(main: ShardColumns, boxes: BoxColumns) -> tuple[Problem, ...]:
-    """Return the tensors that a shard leaves, as only `allow_shape_mismatch` lets it: counting can't tell it from a gap."""
+    """Return the tensors that a shard leaves, as `allow_shape_mismatch` lets it: its volume would hide a gap."""
     whole = box_column([kind.global_shape for kind in main.kinds], fill=1, axes=boxes.offset.shape[1])
     group = main.key[boxes.shard]
     leaves = (boxes.offset + boxes.shape > whole[group]).any(axis=1) & (volumes(boxes.shape) > 0)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ..codec import bit_view
+from ..codec import bit_view, row_major_bits
 from ..lazy import LazyTensor
 from ._storage import Buffer
 
@@ -29,7 +29,7 @@ def tensor_buffers(tensor: torch.Tensor | LazyTensor) -> Iterator[Buffer]:
     if isinstance(tensor, torch.Tensor) and _in_place(tensor):
         yield memoryview(bit_view(tensor).numpy())
     elif tensor.nbytes <= STAGED_BYTES or not tensor.ndim:
-        yield memoryview(bit_view(_staged(tensor)).numpy())
+        yield memoryview(_staged(tensor).numpy())
     else:
         rows = max(1, STAGED_BYTES * tensor.shape[0] // tensor.nbytes)
         for start in range(0, tensor.shape[0], rows):
@@ -43,6 +43,4 @@ def _in_place(tensor: torch.Tensor) -> bool:
 
 
 def _staged(tensor: torch.Tensor | LazyTensor) -> torch.Tensor:
-    if isinstance(tensor, LazyTensor):
-        return tensor.read()
-    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return row_major_bits(tensor.read() if isinstance(tensor, LazyTensor) else tensor)

@@ -148,7 +148,12 @@ def _rows_of_packages() -> Strategies:
     """Return the rows that installed packages bring: each entry point registers its own while it is imported."""
     before = set(_rows)
     for entry_point in entry_points(group=ENTRY_POINT_GROUP):
-        entry_point.load()
+        try:
+            entry_point.load()
+        except Exception as error:
+            found, fix = f"{type(error).__name__}: {error}", "Repair or uninstall the package that brings it."
+            what = f"strategies: entry point {entry_point.name!r} ({entry_point.value}) can't be loaded"
+            raise StrategyError(explain(what, found=found, fix=fix)) from error
     return {row: fn for row, fn in _rows.items() if row not in before}
 
 

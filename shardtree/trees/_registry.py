@@ -44,6 +44,11 @@ def with_data(leaf: Leaf, data: Any) -> Leaf:
 
     Raises:
         ShapeError: a tensor's dtype or shape isn't the leaf's.
+
+    Examples:
+        >>> shard = ShardedTensor.from_rank_offsets("w", torch.zeros(2))
+        >>> with_data(shard, torch.ones(2)).data
+        tensor([1., 1.])
     """
     if isinstance(data, torch.Tensor):
         _check_data(leaf, data)

@@ -12,7 +12,7 @@ from hypothesis import given
 
 import shardtree.trees
 from shardtree.errors import CheckpointingException
-from shardtree.mapping import ShardedBase
+from shardtree.mapping import ShardedBase, ShardedTensor, ShardedTensorFactory
 from shardtree.trees import (
     HOLE,
     apply_factories,
@@ -39,6 +39,7 @@ from shardtree.trees import (
     shard_leaves,
     step,
     unwrap,
+    with_data,
     without_data,
     without_holes,
 )
@@ -59,6 +60,10 @@ def loaded(leaf: Any) -> Any:
     return leaf.data if isinstance(leaf, ShardedBase) else HOLE
 
 
+def is_boxed(leaf: Any) -> bool:
+    return isinstance(leaf, (ShardedTensor, ShardedTensorFactory))
+
+
 NEW: dict[str, Of] = {
     "map_shards": lambda tree: map_shards(lambda leaf: leaf, tree),
     "map_data": lambda tree: map_data(torch.neg, tree),
@@ -70,6 +75,7 @@ NEW: dict[str, Of] = {
     "extract_metadata": extract_metadata,
     "shard_leaves": lambda tree: (lambda pairs, rebuild: rebuild([leaf for _, leaf in pairs]))(*shard_leaves(tree)),
     "leaves_with_paths": leaves_with_paths,
+    "with_data": lambda tree: map_shards(lambda leaf: with_data(leaf, None) if is_boxed(leaf) else leaf, tree),
     "diff": lambda tree: diff(tree, map_shards(lambda leaf: leaf, tree)),
 }
 SHARING: dict[str, Of] = {

@@ -1,0 +1,144 @@
+"""What the demo prints: where the state comes from, who wrote and read what, the layouts, and the findings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ..mapping import ShardedTensor
+from ._picture import Picture, draw
+from ._ranks import SENTENCES, Embeddings, Loaded, Saved
+from ._units import lengths, rate, size
+from ._verdict import Finding
+
+_COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red", "bright_cyan", "bright_magenta")
+_WIDTH, _HEIGHT = 28, 8  # of a picture, in characters
+
+
+def show_heading(console: Console, text: str) -> None:
+    """Print a section's heading."""
+    console.print()
+    console.print(Text(text, style="bold"))
+
+
+def show_facts(console: Console, facts: Mapping[str, str]) -> None:
+    """Print names and what they are, in two columns."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim")
+    table.add_column(overflow="fold")
+    for name, fact in facts.items():
+        table.add_row(Text(name), Text(fact))
+    console.print(table)
+
+
+def show_saved(console: Console, saved: Sequence[Saved], files: Mapping[str, int]) -> None:
+    """Print which rank wrote how much, to which file, and how fast all of them were.
+
+    Args:
+        console: where to.
+        saved: by rank.
+        files: length in bytes of each file, by name.
+    """
+    table = _table("rank", "holds", "wrote", "file")
+    for rank, report in enumerate(saved):
+        own = [name for name in files if name.startswith(f"{rank:05}-of-")]
+        table.add_row(_rank(rank), size(report.held), size(report.written), Text("\n".join(own), style="dim"))
+    others = {name: length for name, length in files.items() if "-of-" not in name}
+    table.add_section()
+    written = sum(report.written for report in saved)
+    seconds = max(report.ended for report in saved) - min(report.began for report in saved)
+    table.add_row("all", size(sum(report.held for report in saved)), size(written), _speed(written, seconds))
+    console.print(table)
+    rest = ", ".join(f"{name} {size(length)}" for name, length in others.items())
+    console.print(Text(f" and by rank 0: {rest}", style="dim"))
+
+
+def show_loaded(console: Console, loaded: Sequence[Loaded]) -> None:
+    """Print which rank read how much, from how many files, and how fast all of them were."""
+    table = _table("rank", "holds", "read", "files", "blocks checked")
+    for rank, report in enumerate(loaded):
+        read = report.read
+        checked = f"{read.blocks_checked:,} of {read.blocks_checked + read.blocks_unchecked:,}"
+        table.add_row(_rank(rank), size(report.held), size(read.bytes_read), str(read.files), checked)
+    total = sum(report.read.bytes_read for report in loaded)
+    seconds = max(report.ended for report in loaded) - min(report.began for report in loaded)
+    table.add_section()
+    table.add_row("all", size(sum(report.held for report in loaded)), size(total), "", _speed(total, seconds))
+    console.print(table)
+
+
+def show_layouts(console: Console, before: Sequence[ShardedTensor], after: Sequence[ShardedTensor]) -> None:
+    """Print how a matrix lay on the ranks that saved it, and how it lies on those that loaded it."""
+    table = Table.grid(padding=(0, 1))
+    table.add_row(Text(f"saved by {len(before)}", style="dim"), "", Text(f"loaded by {len(after)}", style="dim"))
+    pictures = [draw(shards, width=_WIDTH, height=_height(before, after)) for shards in (before, after)]
+    left, right = (_coloured(picture, in_colour=console.color_system is not None) for picture in pictures)
+    arrow = Text("\n" * (len(pictures[0].text) // 2) + " → ")
+    table.add_row(left, arrow, right)
+    table.add_row(Text(_cut(before), style="dim"), "", Text(_cut(after), style="dim"))
+    console.print(table)
+
+
+def show_findings(console: Console, findings: Sequence[Finding]) -> None:
+    """Print what holds and what doesn't."""
+    for finding in findings:
+        mark = Text("✓ ", style="bold green") if finding.holds else Text("✗ ", style="bold red")
+        console.print(mark + Text(finding.text))
+        for detail in finding.details:
+            console.print(Text(f"    {detail}", style="red"))
+
+
+def show_similarities(console: Console, embeddings: Embeddings) -> None:
+    """Print how close in meaning the encoder finds sentences to the first one, with either weights."""
+    table = _table("like the first sentence, says the encoder", "original", "reloaded")
+    columns = ((vectors @ vectors[0]).tolist() for vectors in (embeddings.original, embeddings.reloaded))
+    for sentence, *likeness in zip(SENTENCES, *columns, strict=True):
+        table.add_row(Text(sentence), *(f"{value:.7f}" for value in likeness))
+    console.print(table)
+
+
+def _table(*names: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), show_edge=False)
+    for name in names:
+        wide = name == "file" or " first " in name
+        table.add_column(name, justify="left" if wide or name == "rank" else "right", no_wrap=not wide)
+    return table
+
+
+def _speed(count: int, seconds: float) -> Text:
+    return Text(f"{rate(count, seconds)}, in {seconds:.2f} s", style="bold")
+
+
+def _rank(rank: int) -> Text:
+    return Text(f" {rank} ", style=_style(rank))
+
+
+def _style(rank: int) -> str:
+    return f"black on {_COLOURS[rank % len(_COLOURS)]}"
+
+
+def _height(*layouts: Sequence[ShardedTensor]) -> int:
+    """Return enough lines for every piece to have one."""
+    return max(_HEIGHT, *(len({shard.global_offset[0] for shard in shards}) for shards in layouts))
+
+
+def _coloured(picture: Picture, *, in_colour: bool) -> Text:
+    """Return a picture in the ranks' colours; the digits that fill it are only needed without."""
+    text = Text()
+    for owners, line in zip(picture.owner, picture.text, strict=True):
+        for owner, cells in groupby(zip(owners, line, strict=True), key=lambda cell: cell[0]):
+            ...
+        text.append("\n")
+    return text
+
+
+def _cut(shards: Sequence[ShardedTensor]) -> str:
+    axis = next((axis for axis in (0, 1) if len({shard.global_offset[axis] for shard in shards}) > 1), None)
+    if axis is None:
+        return "whole on every rank"
+    return f"{('rows', 'columns')[axis]}: {lengths([shard.local_shape[axis] for shard in shards])}"
