@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
 
-from ._contenders import LOAD_COLUMNS, LOAD_NEW, SAVE, Contender, contenders
+from ._contenders import LOAD_COLUMNS, SAVE, Contender, contenders
 from ._work import Tensors, Work, work
 
 Seconds = dict[tuple[str, str], list[float]]
@@ -74,15 +74,11 @@ def _round(mine: Work, everybody: tuple[Contender, ...], *, check: bool) -> dict
     seconds = {}
     for one in everybody:
         folder = mine.folder / "files"
-        _on_rank_zero(mine, folder.mkdir)
-        _warm_pages(mine)
-        seconds[SAVE, one.name], _ = _timed(mine, partial(one.save, mine, folder))
+        seconds[SAVE, one.name] = _saved(mine, one, folder)
         for place, load in one.loads.items():
             if check:
                 _clear(mine)
-            if place[0] == LOAD_NEW:
-                _warm_memory(mine)
-            seconds[place], loaded = _timed(mine, partial(load, mine, folder))
+            seconds[place], loaded = _loaded(mine, partial(load, mine, folder))
             if check:
                 _check(mine, place, loaded)
             del loaded
@@ -90,23 +86,22 @@ def _round(mine: Work, everybody: tuple[Contender, ...], *, check: bool) -> dict
     return seconds
 
 
-def _warm_pages(mine: Work) -> None:
-    """Write a file and remove it: the pages that the next file gets are then ones that this machine has in hand.
-
-    A virtual machine gives free memory back to its host after a second or two, and getting a page again is up to
-    twenty times slower than writing to it, which would drown every difference between contenders.
-    """
-    path = mine.folder / f"warm-{mine.rank}"
-    with path.open("wb", buffering=0) as file:
-        for tensor in mine.rows.values():
-            file.write(tensor.view(-1).view(torch.uint8).numpy())
-    path.unlink()
+# A virtual machine gives free memory back to its host after a second or two, and getting a page again is up to twenty
+# times slower than writing to it, which would drown every difference between contenders. So everything is done twice in
+# a row, and the second time counts: it takes the pages that the first one left.
 
 
-def _warm_memory(mine: Work) -> None:
-    """Touch as much new memory as the next load takes, and free it."""
-    kept = [torch.zeros_like(tensor) for tensor in mine.targets.values()]
-    kept.clear()
+def _saved(mine: Work, one: Contender, folder: Path) -> float:
+    _on_rank_zero(mine, folder.mkdir)
+    one.save(mine, folder)
+    _on_rank_zero(mine, partial(shutil.rmtree, folder))
+    _on_rank_zero(mine, folder.mkdir)
+    return _timed(mine, partial(one.save, mine, folder))[0]
+
+
+def _loaded(mine: Work, load: Callable[[], Tensors]) -> tuple[float, Tensors]:
+    load()
+    return _timed(mine, load)
 
 
 def _timed(mine: Work, action: Callable[[], Any]) -> tuple[float, Any]:

@@ -18,6 +18,7 @@ from ..trees import without_holes
 from ..world import one_process
 from ._dispatch import common_backend, sharded_backend, strategy_of
 from ._open import load_common, open_at, sharded_metadata
+from ._targets import new_memory
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -127,7 +128,7 @@ def open_checkpoint(
 def _read_box(
     tree: OpenCheckpoint, whole: ShardedTensor, offset: tuple[int, ...], shape: tuple[int, ...]
 ) -> torch.Tensor:
-    data = torch.empty(shape, dtype=whole.dtype)
+    data = new_memory(whole.key, shape, whole.dtype)
     box = ShardedTensor(whole.key, data, whole.dtype, shape, whole.global_shape, offset, None)
     backend = sharded_backend(tree.checkpoint.fields)
     strategy_of(StrategyAction.LOAD_SHARDED, None, backend, tree.strategies)(tree.checkpoint, [box])

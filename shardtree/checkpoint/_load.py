@@ -19,6 +19,7 @@ from ._consistency import check_together, describe
 from ._dispatch import Choice
 from ._exchange import Exchange
 from ._open import load_common, load_tensors_metadata, open_together, sharded_metadata
+from ._prepare import holds_only_holes
 from ._read import Reading, read_leaves
 from ._strict import StrictHandling, looks_beforehand, needs_all_ranks, parse_strict, report_keys, returns_keys
 
@@ -171,8 +172,11 @@ def _compare_keys(
     if not looks_beforehand(mode):
         return set(), set()
     own = {leaf.key for leaf in target.leaves if _is_sharded(leaf)}
+    sharded, common, strategies = choices
+    # A function that loads shards isn't one that lists them.
+    pairs = (None if callable(sharded) else sharded, None if callable(common) else common, strategies)
     stored = agree(
-        world, "load: metadata", lambda: {shard.key for shard in sharded_metadata(checkpoint, *choices).values()}
+        world, "load: metadata", lambda: {shard.key for shard in sharded_metadata(checkpoint, *pairs).values()}
     )
     everywhere = set().union(*gather(world, "load: keys", lambda: own)) if needs_all_ranks(mode) else stored
     missing, unexpected = stored - everywhere, own - stored
@@ -181,8 +185,12 @@ def _compare_keys(
 
 
 def _joined(common: Any, target: Target, loaded: Sequence[Any]) -> Any:
+    tree = target.rebuild(loaded)
+    both_dicts = isinstance(common, dict) and isinstance(tree, dict)
+    if holds_only_holes(common) and not both_dicts and any(item is not HOLE for item in loaded):
+        common = HOLE  # a tree of nothing but shards: the target's own shape counts
     # Factories merge last, so that they see the plain values that they built beside their shards.
-    return target.merge(join(common, target.rebuild(loaded)))
+    return target.merge(join(common, tree))
 
 
 def load_plain_tensors(

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from ..errors import KeyMismatch, StrategyError, TreeError, explain
 from ..mapping import ShardedObject, ShardedTensor
-from ..storage import Directory, storage_at
+from ..storage import Directory, Storage, storage_at
 from ..strategies import (
     METADATA_FILE,
     Checkpoint,
@@ -32,8 +33,9 @@ def open_at(directory: Directory, world: World, options: LoadOptions) -> Checkpo
     Raises:
         NotACheckpoint: there is none.
         CorruptCheckpoint: metadata.json isn't what was written.
+        StrategyError: there is no such way to verify.
     """
-    storage = storage_at(directory)
+    storage = _find(directory, options)
     return Checkpoint(storage, read_metadata(storage)[1], world, options)
 
 
@@ -44,9 +46,17 @@ def open_together(directory: Directory, world: World, options: LoadOptions) -> C
         NotACheckpoint: there is none.
         CorruptCheckpoint: metadata.json isn't what was written.
     """
-    storage = agree(world, "load: find the folder", partial(storage_at, directory))
+    storage = agree(world, "load: find the folder", partial(_find, directory, options))
     fields = on_rank_zero(world, "load: open", lambda: read_metadata(storage)[1])
     return Checkpoint(storage, fields, world, options)
+
+
+def _find(directory: Directory, options: LoadOptions) -> Storage:
+    """Return a checkpoint's storage, once it is known that the options are some."""
+    if options.verify not in ("whole", "all", None):
+        expected = "'whole', 'all' or None"
+        raise StrategyError(explain("open: no such verify", found=repr(options.verify)[:200], expected=expected))
+    return storage_at(directory)
 
 
 def is_checkpoint(checkpoint_dir: Directory) -> bool:
@@ -155,7 +165,7 @@ def load_content_metadata(
         preloaded_state_dict: the loaded or common state, where the caller has it already.
 
     Raises:
-        ValueError: neither is given.
+        TreeError: neither is given.
 
     Examples:
         >>> load_content_metadata(preloaded_state_dict={"content_metadata": {"optimizer": "adam"}})
@@ -163,7 +173,7 @@ def load_content_metadata(
     """
     if preloaded_state_dict is None:
         if checkpoint_dir is None:
-            raise ValueError("load_content_metadata: give checkpoint_dir or preloaded_state_dict")
+            raise TreeError(explain("load_content_metadata: give checkpoint_dir or preloaded_state_dict"))
         preloaded_state_dict = load_common_state_dict(checkpoint_dir)
     return preloaded_state_dict.get(CONTENT_METADATA) if isinstance(preloaded_state_dict, Mapping) else None
 
@@ -197,6 +207,9 @@ def remove_sharded_tensors(
 
 
 def _remove(directory: Directory, key_prefix: str, world: World, strategies: Strategies) -> None:
+    if not isinstance(key_prefix, str):
+        found = type(key_prefix).__name__
+        raise KeyMismatch(explain("remove: not the beginning of a key", found=found, expected="a string"))
     checkpoint = open_at(directory, world, LoadOptions())
     strategy_of(StrategyAction.REMOVE_SHARDED, None, sharded_backend(checkpoint.fields), strategies)(
         checkpoint, key_prefix

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import CheckpointingException, TreeError, explain, render_path
 from ..mapping import ShardedObject, ShardedTensor
-from ..trees import apply_factories, common_with_holes, leaves_with_paths
+from ..trees import HOLE, apply_factories, common_with_holes, leaves_with_paths, without_holes
 
 CONTENT_METADATA = "content_metadata"
 
@@ -65,6 +65,31 @@ def with_content_metadata(tree: Any, content_metadata: Mapping[str, Any] | None)
         found = "an entry of that name" if isinstance(tree, dict) else type(tree).__name__
         raise TreeError(explain(f"save: no room for {CONTENT_METADATA!r}", found=found, expected="a dict without it"))
     return {**tree, CONTENT_METADATA: content_metadata}
+
+
+def holds_only_holes(common: Any) -> bool:
+    """Return whether a common tree is the trace of a tree of nothing but shards.
+
+    Examples:
+        >>> from shardtree.trees import HOLE
+        >>> holds_only_holes([HOLE, HOLE]), holds_only_holes({"w": HOLE, "step": 1}), holds_only_holes([])
+        (True, False, False)
+    """
+    if not isinstance(common, (dict, list, tuple)):
+        return False
+    children = list(common.values() if isinstance(common, dict) else common)
+    return bool(children) and all(child is HOLE for child in children)
+
+
+def comparable(common: Any) -> Any:
+    """Return what must be the same on all ranks of a common tree: not where shards were, nor how many. New containers.
+
+    Examples:
+        >>> from shardtree.trees import HOLE
+        >>> comparable({"w": HOLE, "step": 1}), comparable([HOLE, HOLE])
+        ({'step': 1}, [])
+    """
+    return [] if isinstance(common, (list, tuple)) and holds_only_holes(common) else without_holes(common)
 
 
 def _has_data(shard: ShardedTensor) -> bool:

@@ -16,7 +16,7 @@ from ..storage import ReadReport
 from ..strategies import Checkpoint, Strategies, StrategyAction, find_strategy
 from ..trees import HOLE
 from ..world import agree, gather
-from ._dispatch import Choice, common_backend, sharded_backend, strategy_of
+from ._dispatch import Choice, backend_of, common_backend, sharded_backend, strategy_of
 from ._exchange import Exchange, exchanges, pass_on
 from ._targets import delivered, with_memory
 
@@ -90,7 +90,7 @@ def _read_once(reading: Reading, shards: Sequence[ShardedTensor]) -> ReadReport:
 def _read_objects(reading: Reading, objects: Sequence[ShardedObject]) -> list[Any]:
     if not objects:
         return []
-    backend = sharded_backend(reading.checkpoint.fields)
+    backend = backend_of(reading.sharded_strategy, sharded_backend(reading.checkpoint.fields))
     if find_strategy(StrategyAction.LOAD_OBJECTS, *backend, strategies=reading.strategies) is None:
         backend = common_backend(reading.checkpoint.fields)
     load_objects = strategy_of(StrategyAction.LOAD_OBJECTS, None, backend, reading.strategies)

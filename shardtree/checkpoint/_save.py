@@ -30,7 +30,7 @@ from ..strategies import (
 from ..world import World, agree, current_world, gather, on_rank_zero
 from ._consistency import check_common, check_together, common_digest, describe
 from ._dispatch import DEFAULT_BACKEND, Choice, backend_of, strategy_of
-from ._prepare import Prepared, prepare
+from ._prepare import Prepared, comparable, prepare
 
 Fields = Mapping[str, Any]
 
@@ -127,20 +127,21 @@ def _shared_out(
 ) -> Writes:
     """Return what this rank writes, after all ranks told each other what they hold and checked that it fits."""
 
-    decode = partial(decode_tree, allow_pickle=allow_pickle)
-
     def encode_own() -> bytes:
-        return encode_tree(for_comparison(prepared.common), allow_pickle=allow_pickle)
+        return encode_tree(for_comparison(comparable(prepared.common)), allow_pickle=allow_pickle)
+
+    def decoded(encoded: Sequence[bytes]) -> list[Any]:
+        return [decode_tree(data, allow_pickle=allow_pickle) for data in encoded]
 
     def describe_own() -> Any:
-        common = common_digest(for_comparison(prepared.common), allow_pickle=allow_pickle)
+        common = common_digest(for_comparison(comparable(prepared.common)), allow_pickle=allow_pickle)
         return describe(prepared.tensors, prepared.objects, world.rank, common)
 
     descriptions = gather(world, "save: describe shards", describe_own)
     if len({part.common for part in descriptions}) > 1:
         # Not pickled: ranks may hold instances of classes that others can't import.
         encoded = gather(world, "save: compare common states", encode_own)
-        agree(world, "save: check common states", lambda: check_common([decode(data) for data in encoded]))
+        agree(world, "save: check common states", lambda: check_common(decoded(encoded)))
     columns = agree(world, "save: check integrity", partial(check_together, descriptions))
     tensors = agree(world, "save: share out", partial(_own_tensors, prepared, columns, world))
     return tensors, _main_replicas(prepared)[1]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from ..errors import ShapeError, explain
+from ..errors import CheckpointingException, ShapeError, explain
 from ..mapping import ShardedTensor
 from ..trees import with_data
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def with_memory(shard: ShardedTensor, *, donate: bool) -> ShardedTensor:
@@ -24,10 +26,28 @@ def with_memory(shard: ShardedTensor, *, donate: bool) -> ShardedTensor:
         if _fillable(given):
             return with_data(shard, given.detach())
     if not shard.allow_shape_mismatch:
-        return with_data(shard, torch.empty(shard.data_shape, dtype=shard.dtype))
+        return with_data(shard, new_memory(shard.key, shard.data_shape, shard.dtype))
     if given is None:
-        return with_data(shard, torch.zeros(shard.data_shape, dtype=shard.dtype))
-    return with_data(shard, given.detach().to("cpu", copy=True, memory_format=torch.contiguous_format))
+        memory = new_memory(shard.key, shard.data_shape, shard.dtype)
+        _copyable(memory).zero_()
+        return with_data(shard, memory)
+    copied = _copyable(given.detach().resolve_conj().resolve_neg()).to(
+        "cpu", copy=True, memory_format=torch.contiguous_format
+    )
+    return with_data(shard, copied.view(shard.dtype))
+
+
+def new_memory(key: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return a new CPU tensor to be filled.
+
+    Raises:
+        CheckpointingException: there is no memory for it, as for a shape that a damaged checkpoint tells of.
+    """
+    try:
+        return torch.empty(shape, dtype=dtype)
+    except RuntimeError as error:
+        # torch has no error of its own for this.
+        raise CheckpointingException(explain(f"load: no memory for {key!r}", found=f"{shape} {dtype}")) from error
 
 
 def delivered(shard: ShardedTensor, filled: torch.Tensor, *, donate: bool) -> torch.Tensor:
@@ -48,7 +68,7 @@ def delivered(shard: ShardedTensor, filled: torch.Tensor, *, donate: bool) -> to
         torch.autograd.graph.increment_version(given)
     else:
         with torch.no_grad():
-            given.copy_(filled)
+            _copy(given, filled)
     return given
 
 
@@ -60,6 +80,18 @@ def given_tensor(shard: ShardedTensor) -> torch.Tensor | None:
 
 def _fillable(tensor: torch.Tensor) -> bool:
     return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    if target.is_conj() or target.is_neg():
+        target.copy_(source)
+    else:
+        _copyable(target).copy_(_copyable(source))
+
+
+def _copyable(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's bits as integers: torch can't copy every dtype."""
+    return tensor.view(_INTEGERS.get(tensor.itemsize, tensor.dtype))
 
 
 def _check_writable(shard: ShardedTensor, tensor: torch.Tensor) -> None:

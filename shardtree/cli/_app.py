@@ -21,9 +21,8 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from .. import __version__
-
-        typer.echo(f"shardtree {__version__}")
+        root = __name__.partition(".")[0]
+        typer.echo(f"{root} {sys.modules[root].__version__}")
         raise typer.Exit
 
 

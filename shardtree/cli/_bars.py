@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn, TransferSpeedColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
+
+from ._units import size
 
 _MOST = 8  # bars; more ranks share one
 
@@ -24,21 +26,15 @@ def bars(console: Console, expected: Sequence[int], *, then: str) -> Iterator[Ca
     totals = list(expected)
     if len(totals) > _MOST:
         names, totals = [f"{len(totals)} ranks"], [sum(totals)]
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description:18}"),
-        BarColumn(bar_width=24),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-    )
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(24), TextColumn("{task.fields[amount]}"))
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        tasks = [progress.add_task(f"{name}: starting", total=None) for name in names]
+        tasks = [progress.add_task(name, total=None, amount="starting") for name in names]
 
         def show(counts: Sequence[int]) -> None:
             ones = list(counts) if len(tasks) == len(counts) else [sum(counts)]
-            for task, name, count, total in zip(tasks, names, ones, totals, strict=True):
+            for task, count, total in zip(tasks, ones, totals, strict=True):
                 if count >= 0:
-                    description = f"{name}: {then}" if count >= total else name
-                    progress.update(task, completed=min(count, total), total=total, description=description)
+                    amount = f"{size(count)} of {size(total)}" if count < total else f"{size(total)}, {then}"
+                    progress.update(task, completed=min(count, total), total=total, amount=amount)
 
         yield show

@@ -124,14 +124,12 @@ def _layer(weights: Weights, name: str, state: Tensor, heads: int) -> Tensor:
     attended = _applied(weights, f"{name}.attention.output.dense", _attention(weights, name, state, heads))
     state = _normalised(weights, f"{name}.attention.output.LayerNorm", attended + state)
     wide = functional.gelu(_applied(weights, f"{name}.intermediate.dense", state))
-    return _normalised(
-        weights, f"{name}.output.LayerNorm", _applied(weights, f"{name}.output.dense", wide) + state
-    )
+    return _normalised(weights, f"{name}.output.LayerNorm", _applied(weights, f"{name}.output.dense", wide) + state)
 
 
 def _attention(weights: Weights, name: str, state: Tensor, heads: int) -> Tensor:
     query, key, value = (
-        _applied(weights, f"{name}.attention.self.{part}", state).unflatten(-1, (heads, -1)).transpose(0, 1)
+        _applied(weights, f"{name}.attention.self.{part}", state).reshape(len(state), heads, -1).transpose(0, 1)
         for part in ("query", "key", "value")
     )
     return functional.scaled_dot_product_attention(query, key, value).transpose(0, 1).flatten(1)

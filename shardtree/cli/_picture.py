@@ -18,15 +18,15 @@ class Picture:
 
     Attributes:
         owner: the rank that each cell belongs to, by line; None outside of every shard.
-        text: the characters, by line: each rank's digit, and its name in the middle of its block.
+        labels: (line, column, text) of each rank's name, in the middle of its block, where there is room.
     """
 
     owner: tuple[tuple[int | None, ...], ...]
-    text: tuple[str, ...]
+    labels: tuple[tuple[int, int, str], ...]
 
 
 def draw(shards: Sequence[ShardedTensor], *, width: int, height: int) -> Picture:
-    """Return a picture of one matrix.
+    r"""Return a picture of one matrix.
 
     Args:
         shards: for each rank, its shard of the same global tensor of two axes.
@@ -36,19 +36,32 @@ def draw(shards: Sequence[ShardedTensor], *, width: int, height: int) -> Picture
     Examples:
         >>> import torch
         >>> halves = [ShardedTensor.from_rank_offsets("w", torch.zeros(4, 2), (1, rank, 2)) for rank in range(2)]
-        >>> print(*draw(halves, width=20, height=3).text, sep="\\n")
+        >>> print(*filled(draw(halves, width=20, height=3)), sep="\n")
         00000000001111111111
         0 rank 0 01 rank 1 1
         00000000001111111111
     """
     boxes = [_box(shard, width, height) for shard in shards]
     owner = tuple(tuple(_owner(boxes, line, column) for column in range(width)) for line in range(height))
-    text = ["".join(map(_digit, ranks)) for ranks in owner]
-    for rank, box in enumerate(boxes):
-        line, column, label = _label(rank, box)
-        if label:
-            text[line] = text[line][:column] + label + text[line][column + len(label) :]
-    return Picture(owner, tuple(text))
+    # Where replicas lie on each other, only the first can be seen.
+    seen = {rank for ranks in owner for rank in ranks}
+    return Picture(owner, tuple(_label(rank, box) for rank, box in enumerate(boxes) if rank in seen))
+
+
+def filled(picture: Picture) -> tuple[str, ...]:
+    """Return a picture's lines where a rank's digit fills its block: readable without colour."""
+    return _labelled(["".join(map(_digit, ranks)) for ranks in picture.owner], picture)
+
+
+def blank(picture: Picture) -> tuple[str, ...]:
+    """Return a picture's lines with nothing but the ranks' names, to be put on coloured ground."""
+    return _labelled([" " * len(ranks) for ranks in picture.owner], picture)
+
+
+def _labelled(lines: list[str], picture: Picture) -> tuple[str, ...]:
+    for line, column, label in picture.labels:
+        lines[line] = lines[line][:column] + label + lines[line][column + len(label) :]
+    return tuple(lines)
 
 
 def _box(shard: ShardedTensor, width: int, height: int) -> Box:

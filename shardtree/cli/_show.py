@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import groupby
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ..errors import plural
 from ..mapping import ShardedTensor
-from ._picture import Picture, draw
+from ._picture import Picture, blank, draw, filled
 from ._ranks import SENTENCES, Embeddings, Loaded, Saved
 from ._units import lengths, rate, size
 from ._verdict import Finding
@@ -36,7 +36,7 @@ def show_facts(console: Console, facts: Mapping[str, str]) -> None:
     console.print(table)
 
 
-def show_saved(console: Console, saved: Sequence[Saved], files: Mapping[str, int]) -> None:
+def show_saved(console: Console, saved: Sequence[Saved], files: dict[str, int]) -> None:
     """Print which rank wrote how much, to which file, and how fast all of them were.
 
     Args:
@@ -48,37 +48,35 @@ def show_saved(console: Console, saved: Sequence[Saved], files: Mapping[str, int
     for rank, report in enumerate(saved):
         own = [name for name in files if name.startswith(f"{rank:05}-of-")]
         table.add_row(_rank(rank), size(report.held), size(report.written), Text("\n".join(own), style="dim"))
-    others = {name: length for name, length in files.items() if "-of-" not in name}
+    others = {name: length for name, length in reversed(files.items()) if "-of-" not in name}
+    table.add_row(_rank(0), "", size(sum(others.values())), Text("\n".join(others), style="dim"))
     table.add_section()
-    written = sum(report.written for report in saved)
+    held, written = sum(report.held for report in saved), sum(files.values())
     seconds = max(report.ended for report in saved) - min(report.began for report in saved)
-    table.add_row("all", size(sum(report.held for report in saved)), size(written), _speed(written, seconds))
+    table.add_row("all", size(held), size(written), _speed(written, seconds))
     console.print(table)
-    rest = ", ".join(f"{name} {size(length)}" for name, length in others.items())
-    console.print(Text(f" and by rank 0: {rest}", style="dim"))
 
 
 def show_loaded(console: Console, loaded: Sequence[Loaded]) -> None:
     """Print which rank read how much, from how many files, and how fast all of them were."""
-    table = _table("rank", "holds", "read", "files", "blocks checked")
+    table = _table("rank", "holds", "read", "of files")
     for rank, report in enumerate(loaded):
-        read = report.read
-        checked = f"{read.blocks_checked:,} of {read.blocks_checked + read.blocks_unchecked:,}"
-        table.add_row(_rank(rank), size(report.held), size(read.bytes_read), str(read.files), checked)
-    total = sum(report.read.bytes_read for report in loaded)
+        table.add_row(_rank(rank), size(report.held), size(report.read.bytes_read), f"{report.read.files}")
+    held, read = sum(report.held for report in loaded), sum(report.read.bytes_read for report in loaded)
     seconds = max(report.ended for report in loaded) - min(report.began for report in loaded)
     table.add_section()
-    table.add_row("all", size(sum(report.held for report in loaded)), size(total), "", _speed(total, seconds))
+    table.add_row("all", size(held), size(read), _speed(read, seconds))
     console.print(table)
 
 
 def show_layouts(console: Console, before: Sequence[ShardedTensor], after: Sequence[ShardedTensor]) -> None:
     """Print how a matrix lay on the ranks that saved it, and how it lies on those that loaded it."""
     table = Table.grid(padding=(0, 1))
-    table.add_row(Text(f"saved by {len(before)}", style="dim"), "", Text(f"loaded by {len(after)}", style="dim"))
+    titles = (f"saved by {plural(len(before), 'rank')}", f"loaded by {plural(len(after), 'rank')}")
+    table.add_row(Text(titles[0], style="dim"), "", Text(titles[1], style="dim"))
     pictures = [draw(shards, width=_WIDTH, height=_height(before, after)) for shards in (before, after)]
-    left, right = (_coloured(picture, in_colour=console.color_system is not None) for picture in pictures)
-    arrow = Text("\n" * (len(pictures[0].text) // 2) + " → ")
+    left, right = (_painted(console, picture) for picture in pictures)
+    arrow = Text("\n" * (len(pictures[0].owner) // 2) + " → ")
     table.add_row(left, arrow, right)
     table.add_row(Text(_cut(before), style="dim"), "", Text(_cut(after), style="dim"))
     console.print(table)
@@ -87,26 +85,27 @@ def show_layouts(console: Console, before: Sequence[ShardedTensor], after: Seque
 def show_findings(console: Console, findings: Sequence[Finding]) -> None:
     """Print what holds and what doesn't."""
     for finding in findings:
-        mark = Text("✓ ", style="bold green") if finding.holds else Text("✗ ", style="bold red")
-        console.print(mark + Text(finding.text))
+        mark = ("✓ ", "bold green") if finding.holds else ("✗ ", "bold red")
+        console.print(Text.assemble(mark, finding.text))
         for detail in finding.details:
             console.print(Text(f"    {detail}", style="red"))
 
 
 def show_similarities(console: Console, embeddings: Embeddings) -> None:
     """Print how close in meaning the encoder finds sentences to the first one, with either weights."""
-    table = _table("like the first sentence, says the encoder", "original", "reloaded")
+    table = _table("likeness to the first sentence", "original", "reloaded")
     columns = ((vectors @ vectors[0]).tolist() for vectors in (embeddings.original, embeddings.reloaded))
     for sentence, *likeness in zip(SENTENCES, *columns, strict=True):
-        table.add_row(Text(sentence), *(f"{value:.7f}" for value in likeness))
+        table.add_row(Text(sentence), *(f"{value:.6f}" for value in likeness))
     console.print(table)
 
 
 def _table(*names: str) -> Table:
+    """Return an empty table; the columns in the middle hold numbers."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), show_edge=False)
     for name in names:
-        wide = name == "file" or " first " in name
-        table.add_column(name, justify="left" if wide or name == "rank" else "right", no_wrap=not wide)
+        numbers = name in ("holds", "wrote", "read", "original", "reloaded")
+        table.add_column(name, justify="right" if numbers else "left", no_wrap=True)
     return table
 
 
@@ -127,14 +126,18 @@ def _height(*layouts: Sequence[ShardedTensor]) -> int:
     return max(_HEIGHT, *(len({shard.global_offset[0] for shard in shards}) for shards in layouts))
 
 
-def _coloured(picture: Picture, *, in_colour: bool) -> Text:
-    """Return a picture in the ranks' colours; the digits that fill it are only needed without."""
-    text = Text()
-    for owners, line in zip(picture.owner, picture.text, strict=True):
-        for owner, cells in groupby(zip(owners, line, strict=True), key=lambda cell: cell[0]):
-            ...
-        text.append("\n")
-    return text
+def _painted(console: Console, picture: Picture) -> Text:
+    """Return a picture in the ranks' colours, or where there are none filled with their digits."""
+    if console.color_system is None:
+        return Text("\n".join(filled(picture)))
+    lines = []
+    for owners, characters in zip(picture.owner, blank(picture), strict=True):
+        text = Text(characters)
+        for column, rank in enumerate(owners):
+            if rank is not None:
+                text.stylize(_style(rank), column, column + 1)
+        lines.append(text)
+    return Text("\n").join(lines)
 
 
 def _cut(shards: Sequence[ShardedTensor]) -> str:

@@ -62,8 +62,16 @@ def shards_of(state: Any) -> list[ShardedTensor]:
 
 
 def held_bytes(state: Any) -> int:
-    """Return how many bytes a rank's tensors have."""
+    """Return how many bytes the tensors of a state have."""
     return sum(shard.data.numel() * shard.dtype.itemsize for shard in shards_of(state))
+
+
+def held_elements(state: Any) -> dict[str, int]:
+    """Return how many elements the tensors of each group have."""
+    counts = dict.fromkeys(GROUPS, 0)
+    for shard in shards_of(state):
+        counts[group_of(shard.key)] += shard.data.numel()
+    return counts
 
 
 def group_of(key: str) -> str:

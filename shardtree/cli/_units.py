@@ -17,13 +17,14 @@ def size(count: int) -> str:
 
 
 def rate(count: int, seconds: float) -> str:
-    """Return bytes in seconds as GB/s.
+    """Return bytes in seconds as GB/s, or MB/s where that says more.
 
     Examples:
-        >>> rate(272_000_000, 0.5)
-        '0.54 GB/s'
+        >>> rate(272_000_000, 0.5), rate(2_000_000, 0.1)
+        ('0.54 GB/s', '20.00 MB/s')
     """
-    return f"{count / max(seconds, 1e-9) / 1e9:.2f} GB/s"
+    a_second = count / max(seconds, 1e-9)
+    return f"{a_second / 1e9:.2f} GB/s" if a_second >= 1e8 else f"{a_second / 1e6:.2f} MB/s"
 
 
 def lengths(pieces: list[int]) -> str:
@@ -31,7 +32,7 @@ def lengths(pieces: list[int]) -> str:
 
     Examples:
         >>> lengths([7631, 7631, 7630, 7630]), lengths([5])
-        ('2 × 7,631 + 2 × 7,630', '5')
+        ('2 x 7,631 + 2 x 7,630', '5')
     """
     groups: list[list[int]] = []
     for length in pieces:
@@ -39,4 +40,4 @@ def lengths(pieces: list[int]) -> str:
             groups[-1][0] += 1
         else:
             groups.append([1, length])
-    return " + ".join(f"{length:,}" if count == 1 else f"{count} × {length:,}" for count, length in groups)
+    return " + ".join(f"{length:,}" if count == 1 else f"{count} x {length:,}" for count, length in groups)

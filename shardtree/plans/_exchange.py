@@ -63,11 +63,12 @@ def plan_exchange(columns: ShardColumns, ranks: int, *, round_bytes: int = ROUND
     reader[place[reads]] = np.flatnonzero(reads)
     target = np.flatnonzero(~reads)
     size = (columns.elements * columns.item_size[columns.key])[target]
-    pieces = np.maximum(-(-size // round_bytes), 1)
+    # All that is passed on stands in one line; every `round_bytes` of it are a round, and what spans two is cut.
+    end = np.cumsum(size)
+    begin = end - size
+    pieces = np.where(size > 0, -(-end // round_bytes) - begin // round_bytes, 0)
     row = np.repeat(np.arange(target.size), pieces)
-    number = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-    start = number * round_bytes
-    stop = np.minimum(start + round_bytes, size[row])
-    # A round ends before it would pass its limit: each transfer counts with all that came before it.
-    turn = (np.cumsum(stop - start) - 1) // round_bytes
-    return ExchangePlan(reads, reader[place[target]][row], target[row], start, stop, np.maximum(turn, 0))
+    turn = (begin // round_bytes)[row] + np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    start = np.maximum(turn * round_bytes, begin[row]) - begin[row]
+    stop = np.minimum((turn + 1) * round_bytes, end[row]) - begin[row]
+    return ExchangePlan(reads, reader[place[target]][row], target[row], start, stop, turn)

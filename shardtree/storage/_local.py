@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import stat
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -82,7 +83,9 @@ class LocalStorage:
         """Return a file's length in bytes, None if there is no such file."""
         with self._failures("look at", name):
             try:
-                return os.stat(self.where(name)).st_size
+                found = os.stat(self.where(name))
+                # A folder or a pipe isn't a file, whatever its size is.
+                return found.st_size if stat.S_ISREG(found.st_mode) else None
             except (FileNotFoundError, NotADirectoryError):
                 return None
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from ..errors import StorageError, explain
+from ._names import inside
 from ._storage import Buffer
 
 
@@ -31,13 +32,13 @@ class MemoryStorage:
 
     def where(self, name: str = "") -> str:
         """Return the name, marked as being in memory."""
-        return f"memory:{name}"
+        return f"memory:{_plain(name)}"
 
     def write(self, name: str, buffers: Iterable[Buffer], *, durable: bool) -> int:
         """Write a new file from buffers, in order, and return its length."""
-        data = bytearray().join(buffers)
+        plain, data = _plain(name), bytearray().join(buffers)
         with self._lock:
-            self._files[name] = (data, next(self._ticks))
+            self._files[plain] = (data, next(self._ticks))
         return len(data)
 
     @contextmanager
@@ -55,24 +56,24 @@ class MemoryStorage:
 
     def length(self, name: str) -> int | None:
         """Return a file's length in bytes, None if there is no such file."""
-        entry = self._files.get(name)
+        entry = self._files.get(_plain(name))
         return None if entry is None else len(entry[0])
 
     def names(self, folder: str = "") -> tuple[str, ...]:
         """Return the names of what is directly inside a folder, sorted."""
-        start = f"{folder}/" if folder else ""
+        start = f"{plain}/" if (plain := _plain(folder)) else ""
         with self._lock:
-            inside = [name[len(start) :] for name in (*self._files, *self._folders) if name.startswith(start)]
-        return tuple(sorted({name.split("/")[0] for name in inside if name}))
+            found = [name[len(start) :] for name in (*self._files, *self._folders) if name.startswith(start)]
+        return tuple(sorted({name.split("/")[0] for name in found if name}))
 
     def make_folder(self, name: str = "") -> None:
         """Make a folder."""
         with self._lock:
-            self._folders.setdefault(name, next(self._ticks))
+            self._folders.setdefault(_plain(name), next(self._ticks))
 
     def is_folder(self, name: str = "") -> bool:
         """Return whether there is a folder of that name."""
-        return not name or name in self._folders or bool(self.names(name))
+        return _plain(name) in {"", *self._folders} or bool(self.names(name))
 
     def sync_folder(self, name: str = "") -> None:
         """Do nothing: memory is as durable as it will ever be."""
@@ -80,25 +81,28 @@ class MemoryStorage:
     def remove(self, name: str) -> None:
         """Remove a file; nothing happens if it isn't there."""
         with self._lock:
-            self._files.pop(name, None)
+            self._files.pop(_plain(name), None)
 
     def remove_folder(self, name: str) -> None:
         """Remove a folder if it is empty."""
         if not self.names(name):
             with self._lock:
-                self._folders.pop(name, None)
+                self._folders.pop(_plain(name), None)
 
     def changed(self, name: str) -> float | None:
         """Return at which tick a file or folder was changed last."""
-        if name in self._files:
-            return self._files[name][1]
-        return self._folders.get(name)
+        entry = self._files.get(_plain(name))
+        return self._folders.get(_plain(name)) if entry is None else entry[1]
 
     def _data(self, name: str) -> bytearray:
-        entry = self._files.get(name)
+        entry = self._files.get(_plain(name))
         if entry is None:
             raise StorageError(explain(f"cannot open {self.where(name)!r}", found="no such file"))
         return entry[0]
+
+
+def _plain(name: str) -> str:
+    return inside(name, "memory:")
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from ._bits import bits as bits
 from ._bits import first_difference as first_difference
 from ._bits import outline as outline
 from ._common import common_states as common_states
+from ._dtypes import PRINTABLE_DTYPES as PRINTABLE_DTYPES
 from ._dtypes import STORABLE_DTYPES as STORABLE_DTYPES
 from ._dtypes import dtypes as dtypes
 from ._factories import factories as factories

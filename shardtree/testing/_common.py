@@ -8,6 +8,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from ._dtypes import PRINTABLE_DTYPES
 from ._tensors import tensors
 
 
@@ -28,7 +29,8 @@ def _names() -> st.SearchStrategy[str]:
 
 def _values() -> st.SearchStrategy[Any]:
     numbers = st.integers() | st.floats() | st.complex_numbers() | st.just(math.nan)
-    return st.none() | st.booleans() | numbers | st.text(max_size=4) | st.binary(max_size=4) | tensors()
+    text = st.text(max_size=4) | st.binary(max_size=4)
+    return st.none() | st.booleans() | numbers | text | tensors(dtype=st.sampled_from(PRINTABLE_DTYPES))
 
 
 def _containers(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:

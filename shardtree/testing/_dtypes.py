@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 from hypothesis import strategies as st
 
@@ -15,6 +17,12 @@ STORABLE_DTYPES: tuple[torch.dtype, ...] = tuple(
     )
 )
 """All dtypes of this torch but the quantised ones, of which a scale is part."""
+
+
+PRINTABLE_DTYPES: tuple[torch.dtype, ...] = tuple(
+    dtype for dtype in STORABLE_DTYPES if not re.fullmatch(r"torch\.(u?int[1-7]|bits\w+|float4\w+)", str(dtype))
+)
+"""Those of which torch can print a tensor, which matters where Hypothesis shows a failing example."""
 
 
 def dtypes() -> st.SearchStrategy[torch.dtype]:

@@ -37,18 +37,20 @@ def check_pure(fn: Callable[..., T], *args: Any, **options: Any) -> T:
         Traceback (most recent call last):
         AssertionError: sort changed its argument 0 at argument[0]
     """
+    called = getattr(fn, "__name__", type(fn).__name__)
     given: dict[Any, Any] = dict([*enumerate(args), *options.items()])
     before = {name: (outline(value), _identities(value)) for name, value in given.items()}
     result = fn(*args, **options)
-    again = fn(*args, **options)
-    called = getattr(fn, "__name__", type(fn).__name__)
     for name, value in given.items():
-        values, identities = before[name]
-        place = _first_change(identities, _identities(value))
-        assert place is None, f"{called} changed its argument {name} at {render_path(place or (), 'argument')}"
-        assert outline(value) == values, f"{called} changed a value inside its argument {name}"
-    assert _same(result, again), f"{called} returned another value when it was called again"
+        _check_unchanged(f"{called} changed its argument {name}", value, *before[name])
+    assert _same(result, fn(*args, **options)), f"{called} returned another value when it was called again"
     return result
+
+
+def _check_unchanged(what: str, value: Any, outline_before: Any, identities_before: Mapping[Any, Any]) -> None:
+    place = _first_change(identities_before, _identities(value))
+    assert place is None, f"{what} at {render_path(place or (), 'argument')}"
+    assert outline(value) == outline_before, f"{what}: a value inside it"
 
 
 def _same(left: Any, right: Any) -> bool:

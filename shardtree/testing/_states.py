@@ -31,6 +31,11 @@ class GlobalState:
     objects: Mapping[str, Sequence[Any]]
     common: Mapping[str, Any]
 
+    def __repr__(self) -> str:
+        """Return the tensors' shapes and dtypes, and the rest as it is: torch can't print tensors of some dtypes."""
+        kinds = {key: f"{str(whole.dtype)[6:]} {tuple(whole.shape)}" for key, whole in self.tensors.items()}
+        return f"GlobalState(tensors={kinds}, objects={self.objects}, common={self.common})"
+
 
 def global_states(*, max_tensors: int = 3) -> st.SearchStrategy[GlobalState]:
     """Return a strategy for states of one or more tensors of any shape and dtype, objects and a common state.

@@ -39,13 +39,19 @@ def zeros(target: Any) -> Any:
 def _zeros(leaf: Any) -> Any:
     if not isinstance(leaf, ShardedTensor):
         return leaf
-    return leaf.init_data("cpu", lambda shape, **kind: torch.zeros(shape[::-1], **kind).permute(*range(len(shape))[::-1]))
+    return leaf.init_data("cpu", lambda shape, dtype, device: random_bits(shape[::-1], dtype, 5).permute(*axes(shape)))
+
+
+def axes(shape: tuple[int, ...]) -> list[int] | list[list[int]]:
+    """Return the axes in reverse, as `permute` takes them."""
+    return list(range(len(shape)))[::-1] or [[]]
 
 
 TARGETS: dict[str, dict[str, Any]] = {
     "empty": {},
     "given": {"prepare_target": zeros},
     "donated": {"prepare_target": zeros, "load": partial(shardtree.load, donate=True)},
+    "exchanged": {"load": partial(shardtree.load, exchange="always")},
     "unchecked": {
         "save": partial(shardtree.save, validate_access_integrity=False),
         "load": partial(shardtree.load, validate_access_integrity=False, verify="all"),
@@ -88,7 +94,9 @@ def test_files_do_what_memory_does(data: st.DataObject, tmp_path_factory: pytest
 @pytest.mark.parametrize(("save_ranks", "load_ranks"), [(1, 64), (64, 1), (64, 48)])
 def test_64_ranks_reshard(save_ranks: int, load_ranks: int, tmp_path: Path) -> None:
     shape = (64, 48 * 64)
-    state = GlobalState({"w": random_bits(shape, torch.bfloat16, 1), "norm": random_bits((7,), torch.float32, 2)}, {}, {})
+    state = GlobalState(
+        {"w": random_bits(shape, torch.bfloat16, 1), "norm": random_bits((7,), torch.float32, 2)}, {}, {}
+    )
     one, other = (
         {"w": even_layout(shape, ranks, axis), "norm": even_layout((7,), ranks)}
         for ranks, axis in ((save_ranks, 0), (load_ranks, 1))

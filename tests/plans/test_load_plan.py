@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from math import prod
 
 import numpy as np
@@ -109,7 +110,7 @@ def test_runs_are_in_file_order_and_can_not_be_joined_further(request: Request, 
     runs = plan_load(*request, shortest_run=shortest_run).runs
     rows = list(zip(*(getattr(runs, name).tolist() for name in Runs.__slots__), strict=True))
     assert rows == sorted(rows, key=lambda row: row[:2])
-    for (file, byte, target, to, length), following in zip(rows, rows[1:], strict=False):
+    for (file, byte, target, to, length), following in pairwise(rows):
         assert following[:4] != (file, byte + length, target, to + length)
 
 

@@ -45,33 +45,23 @@ def test_each_shard_is_written_once_and_writers_are_level(case: Case) -> None:
     share_the_work(level_writes, case)
 
 
-def test_level_writes_catch_the_lowest_rank_that_writes_all() -> None:
-    def lowest_rank(columns: ShardColumns, ranks: int) -> np.ndarray:
-        writes = np.zeros(len(columns), dtype=np.bool_)
-        seen = set()
-        wanted = level_writes(columns, ranks)
-        places = [
-            tuple(getattr(columns, name)[row].tolist() for name in ("offset", "shape")) for row in range(len(columns))
-        ]
-        boxes = [(int(columns.key[row]), str(places[row]), int(columns.start[row])) for row in range(len(columns))]
-        written = {boxes[row] for row in np.flatnonzero(wanted)}
-        for row in np.argsort(columns.rank, kind="stable"):
-            if boxes[row] in written and boxes[row] not in seen:
-                seen.add(boxes[row])
-                writes[row] = True
-        return writes
+def replicated(sizes: list[int]) -> Case:
+    """Return three ranks that hold the same tensors of float32."""
+    shards = [
+        [ShardedTensor.from_rank_offsets(f"w{n}", torch.zeros(size), replica_id=rank) for n, size in enumerate(sizes)]
+        for rank in range(3)
+    ]
+    return join_columns([shard_columns(part, rank) for rank, part in enumerate(shards)]), 3
 
-    def many_replicas(sizes: list[int]) -> Case:
-        shards = [
-            [
-                ShardedTensor.from_rank_offsets(f"w{n}", torch.zeros(size), replica_id=rank)
-                for n, size in enumerate(sizes)
-            ]
-            for rank in range(3)
-        ]
-        return join_columns([shard_columns(part, rank) for rank, part in enumerate(shards)]), 3
 
-    assert_caught(share_the_work, lowest_rank, st.lists(st.integers(1, 9), min_size=1, max_size=8).map(many_replicas))
+def test_level_writes_catch_the_main_replica_that_writes_all() -> None:
+    cases = st.lists(st.integers(1, 9), min_size=1, max_size=8).map(replicated)
+    assert_caught(share_the_work, lambda columns, _: main_writes(columns), cases)
+
+
+def box(columns: ShardColumns, row: int) -> tuple[object, ...]:
+    spans = zip(columns.offset[row].tolist(), columns.shape[row].tolist(), strict=True)
+    return int(columns.key[row]), *spans, int(columns.start[row])
 
 
 def do_not_depend_on_order(writes: Writes, case: Case, random: object) -> None:
@@ -80,16 +70,7 @@ def do_not_depend_on_order(writes: Writes, case: Case, random: object) -> None:
     random.shuffle(order)  # type: ignore[attr-defined]
     rows = np.array(order, dtype=np.int64)
     one, other = (
-        sorted(
-            (
-                int(each.rank[row]),
-                int(each.key[row]),
-                each.offset[row].tolist(),
-                each.shape[row].tolist(),
-                int(each.start[row]),
-            )
-            for row in np.flatnonzero(writes(each, ranks))
-        )
+        {(int(each.rank[row]), box(each, row)) for row in np.flatnonzero(writes(each, ranks))}
         for each in (columns, select_rows(columns, rows))
     )
     assert one == other
@@ -102,11 +83,8 @@ def test_every_rank_computes_the_same_writers_whatever_the_order_of_rows(case: C
 
 def test_the_order_law_catches_the_first_holder_that_comes() -> None:
     def first_that_comes(columns: ShardColumns, ranks: int) -> np.ndarray:
-        boxes = [
-            (int(columns.key[row]), str(columns.offset[row]), str(columns.shape[row]), int(columns.start[row]))
-            for row in range(len(columns))
-        ]
-        return np.array([box not in boxes[:row] for row, box in enumerate(boxes)], dtype=np.bool_)
+        boxes = [box(columns, row) for row in range(len(columns))]
+        return np.array([boxes[row] not in boxes[:row] for row in range(len(boxes))], dtype=np.bool_)
 
     assert_caught(do_not_depend_on_order, first_that_comes, held(), st.randoms(use_true_random=False))
 
@@ -118,14 +96,9 @@ def test_without_an_exchange_the_main_replicas_are_written(case: Case) -> None:
 
 
 def test_equal_replicas_of_equal_tensors_are_dealt_to_and_fro() -> None:
-    shards = [
-        [ShardedTensor.from_rank_offsets(key, torch.zeros(4), replica_id=rank) for key in "abcdef"] for rank in range(3)
-    ]
-    columns = join_columns([shard_columns(part, rank) for rank, part in enumerate(shards)])
-    writes = level_writes(columns, 3)
-    assert {columns.keys[columns.key[row]]: int(columns.rank[row]) for row in np.flatnonzero(writes)} == dict(
-        zip("abcdef", (0, 1, 2, 2, 1, 0), strict=True)
-    )
+    columns, ranks = replicated([4] * 6)
+    writers = {int(columns.key[row]): int(columns.rank[row]) for row in np.flatnonzero(level_writes(columns, ranks))}
+    assert writers == dict(enumerate((0, 1, 2, 2, 1, 0)))
 
 
 def test_nothing_is_dealt_to_nobody() -> None:

@@ -18,6 +18,9 @@ from shardtree.strategies.safetensors._layout import parts
 from shardtree.testing import STORABLE_DTYPES, bits, first_difference, random_bits
 
 
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+
+
 def whole(key, tensor, *cuts, **fields):
     return st.ShardedTensor.from_rank_offsets(key, tensor, *cuts, **fields)
 

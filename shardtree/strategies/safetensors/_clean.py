@@ -22,6 +22,18 @@ def is_save_folder(name: str) -> bool:
     return _SAVE_FOLDER.fullmatch(name) is not None
 
 
+def is_save_file(name: str) -> bool:
+    """Return whether a file's name inside a checkpoint is one that a save gives.
+
+    Examples:
+        >>> folder = "save-20260102T030405-0123456789abcdef"
+        >>> is_save_file(f"{folder}/index-0.safetensors"), is_save_file("notes.txt")
+        (True, False)
+    """
+    folder, _, last = name.rpartition("/")
+    return is_save_folder(folder) and _OUR_FILE.fullmatch(last) is not None
+
+
 def remove_left_overs(storage: Storage, *, keep: str, before: bytes | None, stale_after: float) -> None:
     """Remove the folder of the save that was replaced, and folders of saves that died; only files that a save writes.
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from ...codec import Entry, decode_header, dtype_from_name, encode_header
+from ...codec import Entry, check_storable, decode_header, dtype_from_name, encode_header
 from ...errors import CheckpointingException, CorruptCheckpoint, explain
 from ...geometry import volumes
 from ...storage import BLOCK_BYTES, Buffer
@@ -106,8 +107,12 @@ def _texts(index: Index) -> str | None:
         start, text = getattr(index, f"{group}_start"), getattr(index, f"{group}_text")
         if not start.size or start[0] != 0 or start[-1] != text.size or (np.diff(start) < 1).any():
             return f"the texts of {group!r} don't tile their column"
+        names = texts(text, start)
+        # Keys are found by bisection, so each must stand once and in its place.
+        if group in ("key", "object") and any(one >= other for one, other in pairwise(names)):
+            return f"the texts of {group!r} aren't sorted, each once"
     for name in texts(index.dtype_text, index.dtype_start):
-        dtype_from_name(name)
+        check_storable(dtype_from_name(name), "open: dtype in the index")
     return None
 
 
@@ -162,4 +167,5 @@ def _outside(index: Index, file: Any, byte: Any, length: Any) -> bool:
 
 def _too_large(shape: Any) -> bool:
     """Return whether a tensor has more bytes than an int64 counts."""
-    return bool((np.prod(np.maximum(shape, 1).astype(np.float64), axis=1) > 2.0**58).any())
+    with np.errstate(over="ignore"):
+        return bool((np.prod(np.maximum(shape, 1).astype(np.float64), axis=1) > 2.0**58).any())

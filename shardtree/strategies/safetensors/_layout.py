@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ...codec import Entry, check_storable, encode_header, encode_tree, format_tag, is_tagged
+from ...errors import CheckpointingException
 from ...mapping import ShardedObject, ShardedTensor
 
 HEADER_BYTES = 64 * 1024 * 1024
@@ -84,13 +85,21 @@ def part_name(save_id: str, rank: int, ranks: int, part: int) -> str:
 
 def _item(number: int, shard: Shard, allow_pickle: bool) -> Item:
     if isinstance(shard, ShardedObject):
-        payload = encode_tree(shard.data, allow_pickle=allow_pickle)
+        payload = _payload(shard, allow_pickle)
         return Item(number, None, payload, shard.unique_key, "U8", (len(payload),), 1, len(payload))
     check_storable(shard.dtype, f"save: {shard.key!r}")
     shape = _shape(shard)
     length = _elements(shape) * shard.dtype.itemsize
     stored_shape = shape if is_tagged(shard.dtype) else (length,)
     return Item(number, shard, None, shard.key, format_tag(shard.dtype), stored_shape, shard.dtype.itemsize, length)
+
+
+def _payload(item: ShardedObject, allow_pickle: bool) -> bytes:
+    try:
+        return encode_tree(item.data, allow_pickle=allow_pickle)
+    except CheckpointingException as error:
+        error.add_note(f"tree is the data of ShardedObject {item.unique_key!r}")
+        raise
 
 
 def _shape(shard: ShardedTensor) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,17 +10,17 @@ import numpy as np
 import torch
 
 from ...codec import bit_view, decode_tree
-from ...errors import IntegrityError, KeyMismatch, explain
+from ...errors import CheckpointingException, IntegrityError, KeyMismatch, explain
 from ...geometry import Column
 from ...layouts import ShardColumns, shard_columns
 from ...mapping import ShardedObject, ShardedTensor
 from ...plans import LoadPlan, Runs, plan_load, runs_plan
-from ...storage import ReadReport, fetch
+from ...storage import ReadReport, StoredFile, fetch
 from .._checks import check_covered, check_kinds, check_known
 from .._values import Checkpoint
 from ..base import StrategyAction, register_default_strategy
 from ._files import missing_file, read_checked
-from ._index import Index, chunks_of, file_at, find_texts, kind_at, texts
+from ._index import Index, chunks_of, file_at, find_texts, kind_at, text_at, texts
 from ._index_file import decode_index
 from ._save import BACKEND, VERSION
 
@@ -86,6 +86,7 @@ def load_objects(checkpoint: Checkpoint, objects: Sequence[ShardedObject]) -> li
 
 def _read_objects(checkpoint: Checkpoint, index: Index, numbers: Column) -> list[Any]:
     lengths = index.object_length[numbers]
+    _check_lengths(checkpoint, [file_at(index, file) for file in np.unique(index.object_file[numbers]).tolist()])
     memories = [torch.empty(length, dtype=torch.uint8) for length in lengths.tolist()]
     order = np.lexsort((index.object_byte[numbers], index.object_file[numbers]))
     zero = np.zeros(order.size, dtype=np.int64)
@@ -94,19 +95,29 @@ def _read_objects(checkpoint: Checkpoint, index: Index, numbers: Column) -> list
     # A damaged object could decode to another value, so its blocks are read whole and checked, small as they are.
     options = replace(checkpoint.options, verify="all" if checkpoint.options.verify else None)
     _fetch(replace(checkpoint, options=options), index, plan, memories)
-    return [_decode(memory, checkpoint) for memory in memories]
+    names = [text_at(index.object_text, index.object_start, number) for number in numbers.tolist()]
+    return [_decode(memory, name, checkpoint) for memory, name in zip(memories, names, strict=True)]
 
 
-def _decode(memory: torch.Tensor, checkpoint: Checkpoint) -> Any:
+def _decode(memory: torch.Tensor, unique_key: str, checkpoint: Checkpoint) -> Any:
     options = checkpoint.options
-    return decode_tree(memoryview(memory.numpy()), types=options.types, allow_pickle=options.allow_pickle)
+    try:
+        return decode_tree(memoryview(memory.numpy()), types=options.types, allow_pickle=options.allow_pickle)
+    except CheckpointingException as error:
+        error.add_note(f"tree is the data of ShardedObject {unique_key!r}")
+        raise
 
 
 def _fetch(checkpoint: Checkpoint, index: Index, plan: LoadPlan, memories: Sequence[torch.Tensor]) -> ReadReport:
     numbers = np.union1d(plan.runs.file, plan.strided.file).tolist()
     files = {number: file_at(index, number) for number in numbers}
-    for file in files.values():
-        if checkpoint.storage.length(file.name) != file.length:
-            raise missing_file(checkpoint, file.name, file.length)
+    _check_lengths(checkpoint, files.values())
     options = checkpoint.options
     return fetch(checkpoint.storage, files, plan, memories, verify=options.verify, progress=options.progress)
+
+
+def _check_lengths(checkpoint: Checkpoint, files: Iterable[StoredFile]) -> None:
+    """Raise unless the files are as long as the index says."""
+    for file in files:
+        if checkpoint.storage.length(file.name) != file.length:
+            raise missing_file(checkpoint, file.name, file.length)

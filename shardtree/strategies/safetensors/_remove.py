@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from ...geometry import Column
+from ...storage import Storage
 from .._metadata import read_metadata, replace_metadata
 from .._values import Checkpoint
 from ..base import StrategyAction, register_default_strategy
+from ._clean import is_save_file
 from ._files import write_checked
 from ._index import Index, text_columns, texts
 from ._index_file import encode_index
 from ._load import read_index
 from ._save import BACKEND, VERSION
+
+_INDEX = re.compile(r"index-(\d{1,9})\.safetensors")
 
 Rows = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
@@ -24,17 +29,20 @@ Rows = np.ndarray[tuple[int], np.dtype[np.bool_]]
 def remove_sharded(checkpoint: Checkpoint, key_prefix: str) -> None:
     """Remove every stored tensor and object whose key begins with a prefix, and the data files that become unused."""
     before, fields = read_metadata(checkpoint.storage)
+    old_name = fields["index"]["name"]
     old = read_index(replace(checkpoint, fields=fields))
     new = without_prefix(old, key_prefix)
     if new is old:
         return
-    name = _next_name(fields["index"]["name"])
+    name = _next_name(checkpoint.storage, fields["index"]["name"])
     fields["index"] = write_checked(checkpoint.storage, name, encode_index(new), durable=True)
     checkpoint.storage.sync_folder(name.rpartition("/")[0])
     replace_metadata(checkpoint.storage, before, fields, durable=True)
     unused = set(texts(old.file_text, old.file_start)) - set(texts(new.file_text, new.file_start))
-    for file in (*sorted(unused), checkpoint.fields["index"]["name"]):
-        checkpoint.storage.remove(file)
+    for file in (*sorted(unused), old_name):
+        # An index may have been made by somebody else: what no save wrote stays.
+        if is_save_file(file):
+            checkpoint.storage.remove(file)
 
 
 def without_prefix(index: Index, key_prefix: str) -> Index:
@@ -93,7 +101,9 @@ def _renumbered(keep: Rows) -> Column:
     return np.cumsum(keep, dtype=np.int64) - 1
 
 
-def _next_name(name: str) -> str:
-    folder, _, last = name.rpartition("/")
-    number = int(last.removeprefix("index-").removesuffix(".safetensors"))
-    return f"{folder}/index-{number + 1}.safetensors"
+def _next_name(storage: Storage, name: str) -> str:
+    """Return the name of the index that follows the one of this name."""
+    folder, slash, _ = name.rpartition("/")
+    numbers = (_INDEX.fullmatch(other) for other in storage.names(folder))
+    number = max((int(found[1]) for found in numbers if found), default=0)
+    return f"{folder}{slash}index-{number + 1}.safetensors"

@@ -1,0 +1,227 @@
+"""Files behind a URL: object stores and whatever else fsspec has a file system for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import CheckpointingException, StorageError, explain
+from ._local import LocalStorage
+from ._names import inside
+from ._storage import Buffer, Storage
+
+MARKER = ".shardtree-folder"
+"""An empty object that makes a folder where the store has none; no other method shows it."""
+
+_RANGE_BYTES = 16 * 1024 * 1024
+
+
+def fsspec_storage(url: str) -> Storage:
+    """Return the storage behind a URL.
+
+    Files go up when they are closed, and are on the medium then. `replace` is one upload: object stores make that one
+    step; on ftp and its like a crash at that moment can leave half of metadata.json, which then can't be loaded.
+
+    Args:
+        url: ``protocol://path``, as fsspec reads it; ``file://`` is the local file system.
+
+    Raises:
+        StorageError: fsspec, or what it needs for that protocol, isn't installed.
+
+    Examples:
+        >>> storage = fsspec_storage("memory://runs/step_10")
+        >>> storage.write("a.bin", [memoryview(b"abc")], durable=True)
+        3
+        >>> storage.names(), storage.where("a.bin")
+        (('a.bin',), 'memory://runs/step_10/a.bin')
+        >>> storage.remove("a.bin")
+    """
+    try:
+        from fsspec.core import url_to_fs
+        from fsspec.implementations.local import LocalFileSystem
+    except ImportError as error:
+        fix = "pip install 'shardtree[remote]'"
+        raise StorageError(explain(f"{url!r} needs fsspec, which isn't installed", fix=fix)) from error
+    try:
+        files, root = url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        fix = "Install the package that fsspec names for this protocol, or name a local path without '://'."
+        raise StorageError(explain(f"no file system for {url!r}", found=error, fix=fix)) from error
+    if isinstance(files, LocalFileSystem):
+        return LocalStorage(root)
+    return FsspecStorage(files, root.rstrip("/"), url.rstrip("/"))
+
+
+@dataclass(frozen=True, slots=True)
+class FsspecStorage:
+    """A folder of one of fsspec's file systems.
+
+    Args:
+        files: the file system.
+        root: the folder's path in it.
+        url: the folder, as people and error messages should see it.
+    """
+
+    files: Any
+    root: str
+    url: str
+
+    def where(self, name: str = "") -> str:
+        """Return the URL of a name."""
+        return "/".join(filter(None, (self.url, inside(name, self.url))))
+
+    def write(self, name: str, buffers: Iterable[Buffer], *, durable: bool) -> int:
+        """Write a new file from buffers, in order, and return its length; it is on the medium then."""
+        length = 0
+        with self._failures("write", name):
+            file = self.files.open(self._path(name), "wb")
+        try:
+            for buffer in buffers:
+                with self._failures("write", name):
+                    file.write(buffer)
+                length += buffer.nbytes
+        finally:
+            with self._failures("write", name):
+                file.close()
+        return length
+
+    @contextmanager
+    def open(self, name: str) -> Iterator[_RangeReader]:
+        """Open a file for reading; every read is a request of its own."""
+        length = self.length(name)
+        if length is None:
+            raise StorageError(explain(f"cannot open {self.where(name)!r}", found="no such file"))
+        yield _RangeReader(self, name, length)
+
+    def replace(self, name: str, data: bytes, *, durable: bool) -> None:
+        """Give a file new content in one upload."""
+        with self._failures("replace", name):
+            self.files.pipe_file(self._path(name), data)
+
+    def read(self, name: str) -> bytes:
+        """Return a file's bytes."""
+        with self._failures("read", name):
+            return bytes(self.files.cat_file(self._path(name)))
+
+    def read_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Return the bytes of ranges (begin, end) of a file; a file system that can fetches them side by side."""
+        begins, ends = ([span[side] for span in ranges] for side in (0, 1))
+        paths = [self._path(name)] * len(ranges)
+        with self._failures("read", name):
+            return list(self.files.cat_ranges(paths, begins, ends, on_error="raise"))
+
+    def length(self, name: str) -> int | None:
+        """Return a file's length in bytes, None if there is no such file."""
+        info = self._info(name)
+        return int(info["size"]) if info is not None and info["type"] == "file" else None
+
+    def names(self, folder: str = "") -> tuple[str, ...]:
+        """Return the names of what is directly inside a folder, sorted."""
+        return tuple(name for name in self._everything(folder) if name != MARKER)
+
+    def make_folder(self, name: str = "") -> None:
+        """Make a folder: an object in it that every rank sees, since object stores have no folders."""
+        with self._failures("make the folder", name):
+            marker = f"{self._path(name)}/{MARKER}"
+            try:
+                self.files.pipe_file(marker, b"")
+            except FileNotFoundError:
+                self.files.makedirs(self._path(name), exist_ok=True)
+                self.files.pipe_file(marker, b"")
+
+    def is_folder(self, name: str = "") -> bool:
+        """Return whether there is a folder of that name."""
+        return bool(self._everything(name))
+
+    def sync_folder(self, name: str = "") -> None:
+        """Do nothing: what is uploaded is on the medium."""
+
+    def remove(self, name: str) -> None:
+        """Remove a file; nothing happens if it isn't there."""
+        with self._failures("remove", name):
+            try:
+                self.files.rm_file(self._path(name))
+            except FileNotFoundError:
+                return
+
+    def remove_folder(self, name: str) -> None:
+        """Remove a folder if it is empty."""
+        if name and not self.names(name):
+            self.remove(f"{name}/{MARKER}")
+            with suppress(Exception):  # most stores have nothing left to remove, and each says so in its own way
+                self.files.rmdir(self._path(name))
+
+    def changed(self, name: str) -> float | None:
+        """Return when a file was changed last, or a folder made, in seconds since 1970 by the store's clock."""
+        info = self._info(name)
+        file = name if info is None or info["type"] == "file" else f"{name}/{MARKER}"
+        with self._failures("look at", name):
+            try:
+                return float(self.files.modified(self._path(file)).timestamp())
+            except (FileNotFoundError, NotImplementedError):
+                return None
+
+    def _path(self, name: str) -> str:
+        return "/".join((self.root, *filter(None, [inside(name, self.url)])))
+
+    def _info(self, name: str) -> dict[str, Any] | None:
+        with self._failures("look at", name):
+            # What other ranks wrote counts too, so that nothing may be remembered.
+            self.files.invalidate_cache()
+            try:
+                return dict(self.files.info(self._path(name)))
+            except FileNotFoundError:
+                return None
+
+    def _everything(self, folder: str) -> tuple[str, ...]:
+        """Return all names directly inside a folder, the marker too."""
+        path = self._path(folder)
+        with self._failures("list", folder):
+            self.files.invalidate_cache()
+            try:
+                found = self.files.ls(path, detail=False)
+            except (FileNotFoundError, NotADirectoryError):
+                return ()
+        # Some stores list the folder itself, and some give folders a slash at their end.
+        names = (entry.rstrip("/").removeprefix(path).strip("/") for entry in found)
+        return tuple(sorted(name for name in names if name and "/" not in name))
+
+    @contextmanager
+    def _failures(self, doing: str, name: str) -> Iterator[None]:
+        # File systems raise whatever their client libraries do, mostly no OSError.
+        try:
+            yield
+        except CheckpointingException:
+            raise
+        except Exception as error:
+            found = f"{type(error).__name__}: {error}"
+            raise StorageError(explain(f"cannot {doing} {self.where(name)!r}", found=found)) from error
+
+
+@dataclass(frozen=True, slots=True)
+class _RangeReader:
+    storage: FsspecStorage
+    name: str
+    length: int
+
+    def read_into(self, byte: int, buffers: Sequence[Buffer]) -> None:
+        total = sum(buffer.nbytes for buffer in buffers)
+        data = memoryview(self._bytes(byte, byte + total))
+        for buffer in buffers:
+            buffer[:], data = data[: buffer.nbytes], data[buffer.nbytes :]
+
+    def mapped(self) -> Buffer:
+        return memoryview(self._bytes(0, self.length))
+
+    def _bytes(self, begin: int, end: int) -> bytearray:
+        """Return bytes of the file, asked for in ranges that one request each brings."""
+        data = bytearray()
+        if end <= self.length:
+            ranges = [(at, min(at + _RANGE_BYTES, end)) for at in range(begin, end, _RANGE_BYTES)]
+            data = bytearray().join(self.storage.read_ranges(self.name, ranges))
+        if len(data) != end - begin:
+            what = f"{self.storage.where(self.name)!r} ends at byte {self.length}"
+            raise StorageError(explain(what, found=f"{len(data)} bytes", expected=f"bytes {begin} to {end}"))
+        return data

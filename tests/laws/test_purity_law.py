@@ -1,0 +1,261 @@
+"""No public function of the pure packages changes an argument; each has a call here, and a new one must get one."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import shardtree as st
+from shardtree import errors, geometry, layouts, lazy, mapping, plans, trees
+from shardtree.testing import check_pure, glu, random_bits
+
+PURE = ("errors", "geometry", "lazy", "mapping", "trees", "layouts", "transforms", "plans")
+EFFECTS = {"trees.register_nodes": "tells optree of our node types, which is what importing does"}
+
+WEIGHT = st.ShardedTensor.from_rank_offsets("w", torch.arange(8.0).view(4, 2), (0, 1, 2))
+COPY = replace(WEIGHT, replica_id=1)
+FLAT = st.ShardedTensor.from_rank_offsets_flat("f", torch.arange(5.0), (4, 2), flattened_range=slice(2, 7))
+OBJECT = st.ShardedObject("rng", {"seed": [1, 2]}, (2,), (1,))
+FACTORY = glu("g", torch.arange(8.0).view(4, 2))
+LOCAL = st.LocalNonpersistentObject([1])
+TREE = {
+    "model": {"w": WEIGHT, "f": [FLAT, None]},
+    "rng": OBJECT,
+    "g": FACTORY,
+    "local": LOCAL,
+    "step": 3,
+    "t": (WEIGHT, 2),
+}
+BUILT = st.apply_factories(TREE)
+STORED, SHARDS = st.extract_sharded(TREE)[1], st.extract_sharded(TREE)[0]
+COLUMNS = st.shard_columns([WEIGHT, FLAT, COPY])
+WHOLE = st.shard_columns(
+    [replace(WEIGHT, local_shape=(8, 2), data=None, global_offset=(0, 0), axis_fragmentations=(1, 1))]
+)
+LAZY = lazy.stored(lambda offset, shape: torch.full(shape, 7.0), (4, 2), torch.float32, name="w")
+
+
+def column(*rows: Any) -> Any:
+    return np.array(rows, dtype=np.int64)
+
+
+CHUNKS = plans.StoredChunks(
+    column(0, 0),
+    column([0, 0], [4, 0]),
+    column([4, 2], [4, 2]),
+    column(-1, -1),
+    column(-1, -1),
+    column(0, 1),
+    column(8, 8),
+)
+RUNS = plans.Runs(column(1, 0), column(0, 8), column(0, 1), column(0, 0), column(4, 4))
+EXCHANGE = plans.plan_exchange(COLUMNS, 2)
+ERROR = errors.RemoteError("save: write", {1: "OSError: full"})
+
+
+def raising(function: Callable[..., Any]) -> Callable[..., str]:
+    def call(*args: Any, **options: Any) -> str:
+        with pytest.raises(st.CheckpointingException) as caught:
+            function(*args, **options)
+        return str(caught.value)
+
+    return call
+
+
+def rebuilt(tree: Any) -> Any:
+    pairs, rebuild = trees.shard_leaves(tree)
+    return rebuild([leaf for _, leaf in pairs])
+
+
+def merged(tree: Any) -> Any:
+    built, merge = trees.build_factories(tree)
+    return merge(trees.map_shards(lambda leaf: getattr(leaf, "data", leaf), built))
+
+
+Call = tuple[Any, ...]
+CALLS: dict[str, Call] = {
+    "errors.explain": (errors.explain, "load"),
+    "errors.shorten": (errors.shorten, ["a", "b", "c"], 2),
+    "errors.plural": (errors.plural, 2, "rank"),
+    "errors.render_path": (errors.render_path, ("a", 0)),
+    "geometry.box_column": (geometry.box_column, [[4, 2], [3]], 1),
+    "geometry.widen": (geometry.widen, column([3, 4]), 3, 1),
+    "geometry.volumes": (geometry.volumes, column([3, 4])),
+    "geometry.row_major_strides": (geometry.row_major_strides, column([3, 4])),
+    "geometry.intersect": (geometry.intersect, *(column([n, n], [2, 2]) for n in range(4))),
+    "geometry.flat_boxes": (geometry.flat_boxes, column([3, 4]), column(2), column(9)),
+    "geometry.overlapping_pairs": (geometry.overlapping_pairs, *(column(0, 0), column([0, 0], [1, 0]), column([2, 4], [2, 4])) * 2),
+    "mapping.is_main_replica": (mapping.is_main_replica, [0, 0]),
+    "mapping.ShardedBase.validate_metadata_integrity": (mapping.ShardedTensor.validate_metadata_integrity, WEIGHT),
+    "mapping.ShardedBase.without_data": (mapping.ShardedTensor.without_data, WEIGHT),
+    "mapping.ShardedTensor.validate_metadata_integrity": (mapping.ShardedTensor.validate_metadata_integrity, FLAT),
+    "mapping.ShardedTensor.from_rank_offsets": (st.ShardedTensor.from_rank_offsets, "w", WEIGHT.data, (0, 1, 2)),
+    "mapping.ShardedTensor.from_rank_offsets_flat": (
+        lambda *args: st.ShardedTensor.from_rank_offsets_flat(*args, flattened_range=slice(2, 7)), "f", FLAT.data, [4, 2]
+    ),
+    "mapping.ShardedTensor.global_slice": (st.ShardedTensor.global_slice, WEIGHT),
+    "mapping.ShardedTensor.local_chunk_offset_in_global": (st.ShardedTensor.local_chunk_offset_in_global, WEIGHT),
+    "mapping.ShardedTensor.max_allowed_chunks": (st.ShardedTensor.max_allowed_chunks, WEIGHT),
+    "mapping.ShardedTensor.narrow": (st.ShardedTensor.narrow, FLAT, 1, 0, 1),
+    "mapping.ShardedTensor.init_data": (st.ShardedTensor.init_data, WEIGHT.without_data(), "cpu", torch.zeros),
+    "mapping.ShardedTensor.without_data": (st.ShardedTensor.without_data, WEIGHT),
+    "mapping.ShardedObject.validate_metadata_integrity": (st.ShardedObject.validate_metadata_integrity, OBJECT),
+    "mapping.ShardedObject.without_data": (st.ShardedObject.without_data, OBJECT),
+    "mapping.ShardedObject.empty_from_unique_key": (st.ShardedObject.empty_from_unique_key, "rng/shard_1_2"),
+    "mapping.ShardedTensorFactory.validate_metadata_integrity": (FACTORY.validate_metadata_integrity,),
+    "mapping.ShardedTensorFactory.build": (st.ShardedTensorFactory.build, FACTORY),
+    "mapping.ShardedTensorFactory.without_data": (st.ShardedTensorFactory.without_data, FACTORY),
+    "mapping.LocalNonpersistentObject.unwrap": (st.LocalNonpersistentObject.unwrap, LOCAL),
+    "lazy.stored": (lazy.stored, LAZY.read_box, (4, 2), torch.float32),
+    "lazy.Source.read_box": (LAZY.read_box, (0, 0), (1, 2)),
+    "lazy.Source.box_fetches": (lambda: list(LAZY.box_fetches((0, 0), (1, 2))),),
+    "lazy.LazyTensor.read": (LAZY.read,),
+    "lazy.LazyTensor.read_box": (LAZY.read_box, (0, 0), (1, 2)),
+    "lazy.LazyTensor.box_fetches": (lambda: list(LAZY.box_fetches((0, 0), (1, 2))),),
+    "trees.compose": (lambda tree: trees.compose(trees.unwrap, trees.without_data)(tree), TREE),
+    "trees.step": (lambda tree: trees.step(trees.prefix, "p.")(tree), TREE),
+    "trees.diff": (trees.diff, TREE, BUILT),
+    "trees.cast": (trees.cast, TREE, torch.bfloat16),
+    "trees.narrow": (trees.narrow, BUILT, 1, 0, 1),
+    "trees.prefix": (trees.prefix, TREE, "p."),
+    "trees.rename": (trees.rename, TREE, {"w": "v"}),
+    "trees.unwrap": (trees.unwrap, TREE),
+    "trees.without_data": (trees.without_data, TREE),
+    "trees.with_data": (trees.with_data, WEIGHT, torch.zeros(4, 2)),
+    "trees.apply_factories": (trees.apply_factories, TREE),
+    "trees.apply_factory_merges": (trees.apply_factory_merges, {"g": [torch.ones(2, 2), torch.ones(2, 2)]}, {"g": FACTORY}),
+    "trees.build_factories": (merged, TREE),
+    "trees.common_with_holes": (trees.common_with_holes, TREE),
+    "trees.join": (trees.join, trees.common_with_holes(TREE), {"model": {"w": 1}, "rng": LOCAL, "t": (2, st.HOLE)}),
+    "trees.without_holes": (trees.without_holes, trees.common_with_holes(TREE)),
+    "trees.map_data": (trees.map_data, torch.neg, TREE),
+    "trees.map_shards": (trees.map_shards, lambda leaf: leaf, TREE),
+    "trees.combine": (trees.combine, SHARDS, STORED),
+    "trees.merge": (trees.merge, {"a": {"b": 1}}, {"a": {"c": [2]}}),
+    "trees.extract_metadata": (trees.extract_metadata, BUILT["model"]),
+    "trees.extract_nonpersistent": (trees.extract_nonpersistent, TREE),
+    "trees.extract_sharded": (trees.extract_sharded, TREE),
+    "trees.partition": (trees.partition, lambda leaf: leaf is None, TREE),
+    "trees.leaves_with_paths": (trees.leaves_with_paths, TREE),
+    "trees.shard_leaves": (rebuilt, TREE),
+    "trees.select": (trees.select, TREE, "model.*"),
+    "layouts.join_columns": (layouts.join_columns, [COLUMNS, COLUMNS]),
+    "layouts.select_rows": (layouts.select_rows, COLUMNS, column(1)),
+    "layouts.shard_boxes": (layouts.shard_boxes, COLUMNS.offset, COLUMNS.shape, COLUMNS.start, COLUMNS.stop),
+    "layouts.shard_columns": (layouts.shard_columns, [WEIGHT, FLAT]),
+    "layouts.access_problems": (layouts.access_problems, COLUMNS),
+    "layouts.check_access": (raising(layouts.check_access), COLUMNS),
+    "layouts.first_gap": (layouts.first_gap, column([0, 0]), column([2, 4]), (4, 4)),
+    "plans.plan_load": (plans.plan_load, WHOLE, CHUNKS),
+    "plans.plan_exchange": (plans.plan_exchange, COLUMNS, 2),
+    "plans.runs_plan": (plans.runs_plan, RUNS),
+    "plans.level_writes": (plans.level_writes, COLUMNS, 2),
+    "plans.main_writes": (plans.main_writes, COLUMNS),
+}  # fmt: skip
+NUMBERS: dict[str, Call] = {
+    "geometry.narrow_flat_range": (geometry.narrow_flat_range, (4, 2), 2, 7, 1, 0, 1),
+    "geometry.cell_index": (geometry.cell_index, "w", (4, 2), (4, 0), (2, 1)),
+    "geometry.cell_shape": (lambda *args: geometry.cell_shape(*args, padded=False), "w", (8, 2), (2, 1)),
+    "geometry.check_box": (lambda *args: geometry.check_box(*args, may_leave=False), "w", (4, 2), (4, 0), (8, 2)),
+    "geometry.check_cell": (geometry.check_cell, "w", (4, 2), (4, 0), (2, 1)),
+    "geometry.check_flat_range": (geometry.check_flat_range, "w", slice(2, 7), (4, 2)),
+    "geometry.check_lengths": (geometry.check_lengths, "w", (8, 2), (4, 0), (2, 1)),
+    "geometry.check_ranks": (geometry.check_ranks, "w", (4, 2), (8, 2), 0),
+    "geometry.grid_cell": (geometry.grid_cell, "w", (4, 2), [(0, 1, 2)]),
+    "geometry.narrow_axis": (geometry.narrow_axis, "w", "global_shape", (8, 2), 0, 4, 2),
+    "geometry.narrow_place": (geometry.narrow_place, "w", (4, 2), -1, 0, 1),
+    "geometry.flat_range": (geometry.flat_range, "w", slice(2, 7)),
+    "geometry.integer": (geometry.integer, "w", "offset", 3),
+    "geometry.integers": (geometry.integers, "w", "offset", [1, 2]),
+    "geometry.refuse": (raising(partial(geometry.refuse, error=st.ShapeError)), "w", "offset", 3, "2", "Pass 2."),
+}
+VALUES: dict[str, Any] = {
+    "lazy.Fetch": LAZY.fetches[0],
+    "lazy.LazyTensor": LAZY,
+    "mapping.ShardedTensor": WEIGHT,
+    "mapping.ShardedObject": OBJECT,
+    "layouts.ShardColumns": COLUMNS,
+    "plans.ExchangePlan": EXCHANGE,
+    "plans.LoadPlan": plans.plan_load(WHOLE, CHUNKS),
+}
+EVERY = CALLS | NUMBERS
+
+
+def public(package: str) -> dict[str, Any]:
+    """Return what a package has to be called: its functions, and the methods and properties of its classes."""
+    found: dict[str, Any] = {}
+    for name, value in vars(importlib.import_module(f"shardtree.{package}")).items():
+        if name.startswith("_") or not getattr(value, "__module__", "").startswith(f"shardtree.{package}"):
+            continue
+        if inspect.isfunction(value):
+            found[f"{package}.{name}"] = value
+        elif inspect.isclass(value):
+            members = vars(value).items()
+            found |= {f"{package}.{name}.{member}": own for member, own in members if not member.startswith("_")}
+    callables = (property, classmethod, staticmethod)
+    return {name: value for name, value in found.items() if inspect.isfunction(value) or isinstance(value, callables)}
+
+
+PUBLIC = {
+    name: value for package in PURE if find_spec(f"shardtree.{package}") for name, value in public(package).items()
+}
+FUNCTIONS = {name for name, value in PUBLIC.items() if not isinstance(value, property)}
+PROPERTIES = [name for name in PUBLIC if name not in FUNCTIONS]
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_no_public_function_changes_an_argument(name: str) -> None:
+    function, *args = EVERY[name]
+    check_pure(function, *args)
+
+
+@pytest.mark.parametrize("name", PROPERTIES)
+def test_no_property_changes_its_value(name: str) -> None:
+    package, kind, member = name.split(".")
+    value = VALUES.get(f"{package}.{kind}", LAZY if kind == "Source" else None)
+    assert value is not None, f"{name}: give VALUES a value of {package}.{kind}"
+    if member in {"T", "mT"}:
+        assert getattr(value, member).shape == value.shape[::-1]
+    else:
+        check_pure(lambda value: getattr(value, member), value)
+
+
+def without_a_call(functions: set[str]) -> set[str]:
+    return functions - EVERY.keys() - EFFECTS.keys()
+
+
+def test_every_public_function_has_a_call() -> None:
+    assert without_a_call(FUNCTIONS) == set(), "add a call to CALLS"
+    assert EVERY.keys() - FUNCTIONS == set(), "these aren't public any more"
+
+
+def test_a_function_without_a_call_is_found() -> None:
+    assert without_a_call({*FUNCTIONS, "trees.new"}) == {"trees.new"}
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (lambda tree: tree["model"].pop("f"), r"argument\['model'\]"),
+        (lambda tree: tree["model"]["f"].append(1), r"argument\['model'\]\['f'\]\[2\]"),
+        (lambda tree: tree["model"].update(w=WEIGHT.without_data()), r"argument\['model'\]\['w'\]"),
+        (lambda tree: tree["model"].update({"w": tree["model"].pop("w")}), "argument"),
+        (lambda tree: tree["t"].add_(0), r"argument\['t'\]"),
+        (lambda tree: tree["t"].numpy().fill(3), "a value inside it"),
+        (lambda tree: tree["n"].fill(3), "a value inside it"),
+        (lambda tree, count=[0]: count.append(1) or len(count), "returned another value"),
+    ],
+)
+def test_the_checker_catches(fault: Callable[[Any], Any], message: str) -> None:
+    tree = {"model": {"w": WEIGHT, "f": [FLAT, None]}, "t": random_bits((3,), torch.float32), "n": np.zeros(2)}
+    with pytest.raises(AssertionError, match=message):
+        check_pure(fault, tree)

@@ -1,0 +1,120 @@
+"""Block hashes, compared with hashing each block by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardtree.storage import BLOCK_BYTES, BlockHasher, block_count, block_hashes, hash_column, hashed
+from tests.trees.samples import assert_caught
+
+# A pattern that no block repeats, so that a block hashed at a wrong place is found.
+FILE = b"".join(number.to_bytes(4, "little") for number in range(3 * BLOCK_BYTES // 4 + 250))
+
+Span = tuple[int, int]
+
+
+def near_blocks(highest: int = len(FILE)) -> st.SearchStrategy[int]:
+    """Return a strategy for places in the file, most of them where blocks meet."""
+    at_edges = st.builds(
+        lambda block, off: block * BLOCK_BYTES + off, st.integers(0, 3), st.sampled_from([0, 0, 1, -1, 7])
+    )
+    return (at_edges | st.integers(0, highest)).map(lambda place: min(max(place, 0), highest))
+
+
+LENGTHS = near_blocks()
+CUTS = st.lists(near_blocks(), max_size=6)
+SPANS = st.lists(st.tuples(near_blocks(), near_blocks()).map(sorted).map(tuple), max_size=6)
+
+
+def expected(data: bytes) -> list[int]:
+    return [xxhash.xxh3_64_intdigest(data[at : at + BLOCK_BYTES]) for at in range(0, len(data), BLOCK_BYTES)]
+
+
+def parts(data: bytes, cuts: list[int]) -> Iterator[memoryview]:
+    edges = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
+    return (memoryview(data)[low:high] for low, high in zip(edges, edges[1:], strict=False))
+
+
+def hashes_blocks(hash_all: Callable[..., list[int]], length: int, cuts: list[int]) -> None:
+    data = FILE[:length]
+    assert hash_all(parts(data, cuts)) == expected(data)
+
+
+def ours(buffers: Iterator[memoryview]) -> list[int]:
+    return [int(number) for number in block_hashes(buffers)]
+
+
+@given(LENGTHS, CUTS)
+def test_however_a_file_is_split_its_block_hashes_are_the_same(length: int, cuts: list[int]) -> None:
+    hashes_blocks(ours, length, cuts)
+    assert len(expected(FILE[:length])) == block_count(length)
+
+
+def test_block_hashes_catch_one_hash_a_buffer() -> None:
+    def by_buffer(buffers: Iterator[memoryview]) -> list[int]:
+        return [xxhash.xxh3_64_intdigest(buffer) for buffer in buffers]
+
+    assert_caught(hashes_blocks, by_buffer, LENGTHS, CUTS)
+
+
+@given(LENGTHS, CUTS)
+def test_bytes_on_their_way_to_a_file_are_passed_on_as_they_are(length: int, cuts: list[int]) -> None:
+    hasher = BlockHasher()
+    data = FILE[:length]
+    assert b"".join(hashed(parts(data, cuts), hasher)) == data
+    assert [int(number) for number in hash_column(hasher)] == expected(data)
+
+
+def knows_what_it_saw_whole(make: Callable[[int], BlockHasher], length: int, spans: list[Span]) -> None:
+    """Show stretches in any order: known hashes are right, and a block that one stretch holds whole is known."""
+    data, right = FILE[:length], expected(FILE[:length])
+    hasher, whole = make(length), set[int]()
+    at, since = None, 0
+    for start, stop in spans:
+        start, stop = min(start, length), min(stop, length)
+        hasher.update(memoryview(data)[start:stop], start)
+        since = since if start == at else start
+        at = stop
+        last = block_count(length) if stop == length else stop // BLOCK_BYTES
+        whole |= set(range(-(-since // BLOCK_BYTES), last)) if stop > since else set()
+    assert {number: right[number] for number in hasher.hashes} == hasher.hashes
+    assert whole <= set(hasher.hashes)
+
+
+@given(LENGTHS, SPANS)
+def test_stretches_give_the_hashes_of_the_blocks_that_they_hold_whole(length: int, spans: list[Span]) -> None:
+    knows_what_it_saw_whole(BlockHasher, length, spans)
+
+
+def test_stretches_catch_a_hasher_that_takes_a_jump_for_a_continuation() -> None:
+    class Jumping(BlockHasher):
+        def update(self, buffer: memoryview, byte: int | None = None) -> None:
+            super().update(buffer, None)
+
+    assert_caught(knows_what_it_saw_whole, Jumping, LENGTHS, SPANS)
+
+
+def test_a_stretch_that_goes_on_where_the_last_one_ended_completes_its_block() -> None:
+    hasher = BlockHasher(len(FILE))
+    middle = BLOCK_BYTES + 5
+    hasher.update(memoryview(FILE)[BLOCK_BYTES:middle], BLOCK_BYTES)
+    assert not hasher.hashes
+    hasher.update(memoryview(FILE)[middle : 2 * BLOCK_BYTES], middle)
+    assert hasher.hashes == {1: expected(FILE)[1]}
+
+
+def test_a_stretch_from_the_middle_leaves_its_first_block_out() -> None:
+    hasher = BlockHasher(len(FILE))
+    hasher.update(memoryview(FILE)[5:], 5)
+    assert hasher.hashes == dict(list(enumerate(expected(FILE)))[1:])
+
+
+@pytest.mark.parametrize("length", [0, 1, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1])
+def test_lengths_about_one_block(length: int) -> None:
+    hashes_blocks(ours, length, [])
+    hashes_blocks(ours, length, [0, 0, length, length])

@@ -1,0 +1,325 @@
+"""What every storage does, whatever it keeps its files in."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import chain, pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import shardtree
+from shardtree.errors import CheckpointingException, StorageError
+from shardtree.storage import LocalStorage, MemoryStorage, Storage, storage_at
+from shardtree.world import World
+from tests.storage.storages import STORAGES
+from tests.trees.samples import assert_caught
+
+PARTS = st.lists(st.binary(max_size=40), max_size=5)
+CLIMBING = ["../x", "a/../../x", "a/../..", "/etc/x", "..", "a\0b"]
+per_example = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@pytest.fixture(params=STORAGES)
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
+    made = STORAGES[request.param](tmp_path)
+    made.make_folder()
+    return made
+
+
+def views(parts: list[bytes]) -> list[memoryview]:
+    return [memoryview(part) for part in parts]
+
+
+def read_ranges(storage: Storage, name: str, byte: int, sizes: list[int]) -> list[bytes]:
+    buffers = [memoryview(bytearray(size)) for size in sizes]
+    with storage.open(name) as reader:
+        reader.read_into(byte, buffers)
+    return [bytes(buffer) for buffer in buffers]
+
+
+def gives_back(storage: Storage, parts: list[bytes], cuts: list[int], write: Callable[..., int] | None = None) -> None:
+    """Write parts, and read the file in every way there is, in pieces of other sizes."""
+    whole = b"".join(parts)
+    assert (write or storage.write)("f", views(parts), durable=False) == len(whole)
+    assert storage.length("f") == len(whole)
+    assert storage.read("f") == whole
+    edges = sorted({min(cut, len(whole)) for cut in cuts})
+    sizes = [stop - start for start, stop in pairwise(edges)]
+    if edges:
+        assert b"".join(read_ranges(storage, "f", edges[0], sizes)) == whole[edges[0] : edges[-1]]
+    with storage.open("f") as reader:
+        assert reader.length == len(whole)
+        assert bytes(reader.mapped()) == whole
+
+
+@per_example
+@given(PARTS, st.lists(st.integers(0, 200), max_size=5))
+def test_what_is_written_is_read(storage: Storage, parts: list[bytes], cuts: list[int]) -> None:
+    gives_back(storage, parts, cuts)
+
+
+def test_reading_back_catches_a_storage_that_appends() -> None:
+    storage = MemoryStorage()
+
+    def appended(name: str, buffers: list[memoryview], *, durable: bool) -> int:
+        before = storage.read(name) if storage.length(name) is not None else b""
+        return storage.write(name, [memoryview(before), *buffers], durable=durable) - len(before)
+
+    def law(write: Callable[..., int], parts: list[bytes]) -> None:
+        gives_back(storage, parts, [0, 5], write)
+
+    assert_caught(law, appended, PARTS)
+
+
+def test_a_file_of_thousands_of_buffers(storage: Storage) -> None:
+    gives_back(storage, [bytes([number % 256]) * (number % 7) for number in range(5000)], list(range(0, 15000, 3)))
+
+
+def test_a_large_file_in_few_buffers(storage: Storage) -> None:
+    gives_back(storage, [os.urandom(3_000_000), b"", os.urandom(17_000_001)], [1, 2_999_999, 20_000_000])
+
+
+def test_a_mapping_may_be_written_to_and_the_file_stays(storage: Storage) -> None:
+    storage.write("f", views([b"abc"]), durable=False)
+    with storage.open("f") as reader:
+        mapped = reader.mapped()
+        mapped[0] = ord("x")
+        assert bytes(mapped) == b"xbc"
+    assert storage.read("f") == b"abc"
+
+
+def test_a_mapping_outlives_its_reader(storage: Storage) -> None:
+    storage.write("f", views([b"abc"]), durable=False)
+    with storage.open("f") as reader:
+        mapped = reader.mapped()
+    storage.remove("f")
+    assert bytes(mapped) == b"abc"
+
+
+def test_reading_past_the_end_says_where_the_file_ends(storage: Storage) -> None:
+    storage.write("f", views([b"abcdef"]), durable=False)
+    with pytest.raises(StorageError, match=r"(?s)f' ends at byte .*expected"):
+        read_ranges(storage, "f", 4, [1, 4])
+
+
+@pytest.mark.parametrize("name", ["f", "folder/f", "no/such/folder/f"])
+def test_a_missing_file_is_an_error_that_names_it(storage: Storage, name: str) -> None:
+    storage.make_folder("folder")
+    for reads in (partial(storage.read, name), partial(read_ranges, storage, name, 0, [1])):
+        with pytest.raises(StorageError, match=f"{name}'"):
+            reads()
+    assert storage.length(name) is None
+    assert storage.changed(name) is None
+    storage.remove(name)
+
+
+@pytest.mark.parametrize("name", CLIMBING)
+def test_a_name_that_climbs_out_is_refused_everywhere(storage: Storage, name: str) -> None:
+    calls: list[Callable[[], object]] = [
+        partial(storage.where, name),
+        partial(storage.write, name, views([b"x"]), durable=False),
+        partial(storage.replace, name, b"x", durable=False),
+        partial(storage.read, name),
+        partial(read_ranges, storage, name, 0, [1]),
+        partial(storage.length, name),
+        partial(storage.names, name),
+        partial(storage.make_folder, name),
+        partial(storage.remove, name),
+    ]
+    for call in calls:
+        with pytest.raises(StorageError, match="would leave the folder"):
+            call()
+
+
+def test_names_are_sorted_and_one_level_deep(storage: Storage) -> None:
+    for folder in ("b", "a/deep"):
+        storage.make_folder(folder)
+    for name in ("z", "b/2", "b/1", "a/deep/x"):
+        storage.write(name, views([b"."]), durable=False)
+    assert storage.names() == ("a", "b", "z")
+    assert storage.names("b") == ("1", "2")
+    assert storage.names("a") == ("deep",)
+    assert storage.names("no") == storage.names("z") == ()
+
+
+def test_folders_come_and_go(storage: Storage) -> None:
+    assert not storage.is_folder("a")
+    storage.make_folder("a/b")
+    storage.make_folder("a/b")
+    assert storage.is_folder("a")
+    assert storage.is_folder("a/b")
+    assert storage.names("a/b") == ()
+    storage.write("a/b/f", views([b"x"]), durable=True)
+    storage.sync_folder("a/b")
+    storage.remove_folder("a/b")
+    assert storage.read("a/b/f") == b"x"
+    assert not storage.is_folder("a/b/f")
+    storage.remove("a/b/f")
+    storage.remove_folder("a/b")
+    assert not storage.is_folder("a/b")
+    storage.remove_folder("never made")
+
+
+def test_the_clock_goes_on(storage: Storage) -> None:
+    storage.make_folder("a")
+    made = storage.changed("a")
+    assert made is not None
+    storage.write("a/f", views([b"1"]), durable=False)
+    first = storage.changed("a/f")
+    time.sleep(0.02)
+    storage.replace("a/f", b"2", durable=False)
+    second = storage.changed("a/f")
+    assert first is not None
+    assert second is not None
+    assert made <= first < second
+
+
+def test_a_file_can_be_replaced_by_a_shorter_one(storage: Storage) -> None:
+    storage.replace("m", b"a long one", durable=True)
+    storage.replace("m", b"short", durable=False)
+    assert storage.read("m") == b"short"
+    assert storage.names() == ("m",)
+
+
+def sees_no_mixture(storage: Storage, replace: Callable[[bytes], None]) -> None:
+    contents = [bytes([number]) * (50_000 + 1000 * number) for number in range(8)]
+    replace(contents[0])
+    stop, wrong = threading.Event(), []
+
+    def watch() -> None:
+        while not stop.is_set():
+            try:
+                if storage.read("m") not in contents:
+                    wrong.append("a mixture")
+            except StorageError as error:
+                wrong.append(str(error))
+
+    readers = [threading.Thread(target=watch) for _ in range(2)]
+    for reader in readers:
+        reader.start()
+    for turn in range(150):
+        replace(contents[turn % 8])
+    stop.set()
+    for reader in readers:
+        reader.join()
+    assert not wrong
+
+
+def test_a_reader_sees_the_old_content_or_the_new(storage: Storage) -> None:
+    sees_no_mixture(storage, partial(storage.replace, "m", durable=False))
+
+
+def test_the_mixture_law_catches_writing_in_place(tmp_path: Path) -> None:
+    storage = LocalStorage(str(tmp_path))
+
+    def in_place(content: bytes) -> None:
+        half = len(content) // 2
+
+        def slowly() -> Iterator[memoryview]:
+            for part in (content[:half], content[half:]):
+                yield memoryview(part * 30)[: len(part)]
+                time.sleep(0.001)
+
+        with open(storage.where("m"), "wb", buffering=0) as file:
+            for part in slowly():
+                file.write(part)
+
+    with pytest.raises(AssertionError):
+        sees_no_mixture(storage, in_place)
+
+
+def test_an_error_in_the_buffers_comes_through_as_it_is(storage: Storage) -> None:
+    def broken() -> Iterator[memoryview]:
+        yield memoryview(b"abc")
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        storage.write("f", broken(), durable=False)
+
+
+def test_a_storage_follows_the_protocol(storage: Storage) -> None:
+    assert isinstance(storage, Storage)
+    assert storage_at(storage) is storage
+    assert storage.where("a/b").endswith("a/b")
+
+
+@pytest.mark.parametrize("wrong", ["", "a\0b", 7, None, b"bytes"])
+def test_what_is_no_directory_is_refused(wrong: object) -> None:
+    with pytest.raises(StorageError, match="where is the checkpoint"):
+        storage_at(wrong)  # type: ignore[arg-type]
+
+
+def test_a_path_is_a_local_storage(tmp_path: Path) -> None:
+    assert storage_at(tmp_path) == LocalStorage(str(tmp_path)) == storage_at(f"file://{tmp_path}")
+
+
+def test_a_missing_fsspec_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "fsspec.core", None)
+    with pytest.raises(StorageError, match=r"pip install 'shardtree\[remote\]'"):
+        storage_at("memory://x")
+
+
+def test_an_unknown_protocol_is_named() -> None:
+    with pytest.raises(StorageError, match="no file system for 'nosuch://x'"):
+        storage_at("nosuch://x")
+
+
+def test_a_folder_stands_in_the_way_of_a_file(tmp_path: Path) -> None:
+    storage = LocalStorage(str(tmp_path))
+    storage.make_folder("a")
+    for write in (partial(storage.write, "a", views([b"x"])), partial(storage.replace, "a", b"x")):
+        with pytest.raises(StorageError, match="cannot"):
+            write(durable=False)
+
+
+def test_a_file_that_may_not_be_written_to() -> None:
+    with pytest.raises(StorageError, match="ostype'\n  found (Permission denied|Read-only)"):
+        LocalStorage("/proc/sys/kernel").write("ostype", views([b"x"]), durable=False)
+
+
+def test_a_full_disk_is_a_storage_error() -> None:
+    with pytest.raises(StorageError, match="No space left"):
+        LocalStorage("/dev").write("full", views([b"x" * 100]), durable=False)
+
+
+def shards(world: World, size: int = 6) -> dict[str, object]:
+    part = torch.arange(size) + world.rank * size
+    return {"w": shardtree.ShardedTensor.from_rank_offsets("w", part, (0, world.rank, world.size)), "step": 3}
+
+
+@pytest.mark.parametrize("kind", STORAGES)
+def test_two_ranks_save_and_three_load(kind: str, tmp_path: Path) -> None:
+    storage = STORAGES[kind](tmp_path)
+
+    def saved(world: World) -> None:
+        shardtree.save(shards(world), storage, world=world)
+        shardtree.save(shards(world), storage, world=world, overwrite=True)
+
+    def loaded(world: World) -> list[int]:
+        target = shards(world, 4)
+        return shardtree.load(target, storage, world=world)["w"].tolist()
+
+    shardtree.simulate(2, saved)
+    assert list(chain(*shardtree.simulate(3, loaded))) == list(range(12))
+    folders = [name for name in storage.names() if name != "metadata.json"]
+    assert len(folders) == 1, "the first save's folder is gone"
+
+
+def test_a_url_is_a_directory() -> None:
+    def saved(world: World) -> None:
+        shardtree.save(shards(world), "memory://urls/step_1", world=world)
+
+    shardtree.simulate(2, saved)
+    opened = shardtree.open_checkpoint("memory://urls/step_1")
+    assert opened["w"].data.read().tolist() == list(range(12))
+    with pytest.raises(CheckpointingException, match="already holds a checkpoint"):
+        shardtree.simulate(2, saved)

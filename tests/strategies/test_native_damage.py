@@ -1,0 +1,351 @@
+"""Damaged and hostile checkpoints are refused, quickly and with our own errors; no flipped bit goes unnoticed."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as some
+
+import shardtree as st
+from shardtree.errors import CheckpointingException, CorruptCheckpoint
+from shardtree.storage import LocalStorage, MemoryStorage, digest
+from shardtree.strategies import decode_metadata, encode_metadata
+from shardtree.strategies.safetensors import decode_index, encode_index
+from shardtree.strategies.safetensors._index import text_columns
+
+QUICK = 2.0  # seconds
+
+
+def tree(rank=0):
+    return {
+        "w": st.ShardedTensor.from_rank_offsets("w", torch.arange(40_000.0) + rank, (0, rank, 2)),
+        "b": st.ShardedTensor.from_rank_offsets("b", torch.tensor([1, 2], dtype=torch.int8), replica_id=rank),
+        "o": st.ShardedObject("o", {"rank": rank}, (2,), (rank,)),
+        "step": 3,
+        "name": "run",
+    }
+
+
+def saved():
+    folder = MemoryStorage()
+    st.simulate(2, lambda world: st.save(tree(world.rank), folder, world=world))
+    return {name: folder.read(name) for name in all_names(folder)}
+
+
+def all_names(folder):
+    inside = [f"{save}/{name}" for save in folder.names() for name in folder.names(save)]
+    return sorted(inside, key=lambda name: name.partition("/")[2]) + ["metadata.json"]
+
+
+def folder_of(files):
+    folder = MemoryStorage()
+    for name, data in files.items():
+        folder.write(name, [memoryview(data)], durable=False)
+    return folder
+
+
+FILES = saved()
+KINDS = ("metadata.json", "index", "common", "00000", "00001")
+
+
+def name_of(kind):
+    return next(name for name in FILES if kind in name)
+
+
+def read_all(folder, verify="all"):
+    """Everything that is stored: tensors, objects, the common state."""
+    target = {"w": whole("w", (80_000,), torch.float32), "b": whole("b", (2,), torch.int8)}
+    objects = [st.ShardedObject("o", None, (2,), (rank,)) for rank in range(2)]
+    return st.load(target | {"objects": objects}, folder, verify=verify)
+
+
+def whole(key, shape, dtype):
+    return st.ShardedTensor(key, None, dtype, shape, shape, (0,) * len(shape), None)
+
+
+def flipped(name, bit):
+    data = bytearray(FILES[name])
+    data[bit // 8] ^= 1 << bit % 8
+    return FILES | {name: bytes(data)}
+
+
+def check_detected(read, name, bit):
+    with pytest.raises(CheckpointingException):
+        read(folder_of(flipped(name, bit)))
+
+
+def bits_of(kind):
+    return some.tuples(some.just(name_of(kind)), some.integers(0, 8 * len(FILES[name_of(kind)]) - 1))
+
+
+def test_undamaged_files_load():
+    loaded = read_all(folder_of(FILES))
+    assert loaded["step"] == 3 and loaded["objects"] == [{"rank": 0}, {"rank": 1}]
+    assert loaded["w"][40_000:].tolist() == tree(1)["w"].data.tolist()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_flipped_bit_in_any_file_is_detected(kind):
+    @given(bits_of(kind))
+    @example((name_of(kind), 0))
+    @example((name_of(kind), 8 * len(FILES[name_of(kind)]) - 1))
+    def law(place):
+        check_detected(read_all, *place)
+
+    law()
+
+
+def test_every_flipped_bit_of_metadata_is_detected():
+    data = FILES["metadata.json"]
+    for bit in range(8 * len(data)):
+        changed = bytearray(data)
+        changed[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(CheckpointingException):
+            decode_metadata(bytes(changed), "metadata.json")
+
+
+@pytest.mark.parametrize("kind", KINDS[:3])
+def test_index_common_and_metadata_are_checked_without_verify_too(kind):
+    @settings(max_examples=10)
+    @given(bits_of(kind))
+    def law(place):
+        check_detected(lambda folder: read_all(folder, verify=None), *place)
+
+    law()
+
+
+def test_the_check_of_flipped_bits_sees_a_load_that_does_not_verify():
+    name = name_of("00000")
+    with pytest.raises(pytest.fail.Exception):
+        check_detected(lambda folder: read_all(folder, verify=None), name, 8 * 50_000)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("change", [lambda data: data[:-1], lambda data: data + b"\0", lambda data: b""])
+def test_a_cut_or_longer_file_is_detected(kind, change):
+    name = name_of(kind)
+    with pytest.raises(CheckpointingException):
+        read_all(folder_of(FILES | {name: change(FILES[name])}))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_file_that_is_gone_is_named(kind):
+    folder = folder_of(FILES)
+    folder.remove(name_of(kind))
+    with pytest.raises(CheckpointingException, match=name_of(kind).rpartition("/")[2]):
+        read_all(folder)
+
+
+def test_damage_outside_of_what_is_read_does_no_harm():
+    name = name_of("00001")
+    folder = folder_of(flipped(name, 8 * len(FILES[name]) - 500))
+    assert st.load({"w": tree(0)["w"]}, folder, verify="all", validate_access_integrity=False)["step"] == 3
+
+
+# Hostile: whoever made these knew how to compute hashes.
+
+
+def index_entry():
+    return decode_metadata(FILES["metadata.json"], "metadata.json")["index"]
+
+
+INDEX = decode_index(memoryview(bytearray(FILES[name_of("index")])), "index")
+
+
+def with_index(data):
+    name = index_entry()["name"]
+    return with_fields(index={"name": name, "length": len(data), "digest": digest(data)}) | {name: data}
+
+
+def with_fields(**changes):
+    fields = decode_metadata(FILES["metadata.json"], "metadata.json") | changes
+    return FILES | {"metadata.json": encode_metadata(fields)}
+
+
+def changed(**columns):
+    return with_index(encode_index(replace(INDEX, **columns)))
+
+
+def at(column, place, value):
+    copy = np.array(column)
+    copy[place] = value
+    return copy
+
+
+def texts(group, *values):
+    text, start = text_columns(values)
+    return {f"{group}_text": text, f"{group}_start": start}
+
+
+def appended(column, value):
+    return np.concatenate([column, np.array([value], dtype=column.dtype)])
+
+
+MOST = 2**63 - 1
+ROWS = {
+    "many elements": lambda: changed(key_shape=at(INDEX.key_shape, (1, -1), MOST)),
+    "many axes": lambda: changed(key_axes=at(INDEX.key_axes, 0, MOST)),
+    "negative axes": lambda: changed(key_axes=at(INDEX.key_axes, 0, -1)),
+    "negative shape": lambda: changed(key_shape=at(INDEX.key_shape, (0, 0), -5)),
+    "prepended": lambda: changed(key_prepended=at(INDEX.key_prepended, 0, 2)),
+    "dtype out of range": lambda: changed(key_dtype=at(INDEX.key_dtype, 0, 99)),
+    "unknown dtype": lambda: changed(**texts("dtype", "float31", "int8")),
+    "quantised dtype": lambda: changed(**texts("dtype", "float32", "qint8")),
+    "duplicate keys": lambda: changed(**texts("key", "w", "w")),
+    "unsorted keys": lambda: changed(**texts("key", "w", "b")),
+    "keys of no text": lambda: changed(key_text=np.array([0xFF, 0x62], dtype=np.uint8)),
+    "duplicate objects": lambda: changed(**texts("object", "o/shard_0_2", "o/shard_0_2")),
+    "object names": lambda: changed(**texts("object", "o", "o/shard_x_y")),
+    "text beyond its column": lambda: changed(key_start=at(INDEX.key_start, -1, 9)),
+    "empty key": lambda: changed(key_start=at(INDEX.key_start, 1, 0)),
+    "chunk of no key": lambda: changed(chunk_key=at(INDEX.chunk_key, -1, 7)),
+    "chunk beyond its tensor": lambda: changed(chunk_offset=at(INDEX.chunk_offset, (2, 0), 60_000)),
+    "negative offset": lambda: changed(chunk_offset=at(INDEX.chunk_offset, (2, 0), -1)),
+    "offset that wraps": lambda: changed(chunk_offset=at(INDEX.chunk_offset, (2, 0), MOST)),
+    "flat range": lambda: changed(chunk_start=at(INDEX.chunk_start, 1, 5)),
+    "chunk of no file": lambda: changed(chunk_file=at(INDEX.chunk_file, 0, 2)),
+    "negative file": lambda: changed(chunk_file=at(INDEX.chunk_file, 0, -1)),
+    "chunk beyond its file": lambda: changed(chunk_byte=at(INDEX.chunk_byte, 0, MOST)),
+    "negative byte": lambda: changed(chunk_byte=at(INDEX.chunk_byte, 0, -8)),
+    "chunk's length": lambda: changed(chunk_length=at(INDEX.chunk_length, 0, 1)),
+    "object's length": lambda: changed(object_length=at(INDEX.object_length, 0, MOST)),
+    "file's length": lambda: changed(file_length=at(INDEX.file_length, 0, 2**60)),
+    "blocks": lambda: changed(file_block=at(INDEX.file_block, 1, 0)),
+    "missing hashes": lambda: changed(block_hash=INDEX.block_hash[:-1]),
+    "one row more": lambda: changed(chunk_byte=appended(INDEX.chunk_byte, 0)),
+    "a column of another kind": lambda: changed(chunk_start=INDEX.chunk_start.astype(np.uint64)),
+    "overlapping chunks": lambda: changed(chunk_offset=at(INDEX.chunk_offset, (2, 0), 39_000)),
+    "unknown column": lambda: with_index(FILES[name_of("index")].replace(b'"key_axes"', b'"new_axes"')),
+    "no index": lambda: with_index(b""),
+    "no header": lambda: with_index(b"\xff" * 64),
+    "names that climb out": lambda: changed(**texts("file", "../../a", "/etc/passwd")),
+}
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_hostile_index_is_refused(row, tmp_path):
+    files = ROWS[row]()
+    local = LocalStorage(str(tmp_path))
+    for name, data in files.items():
+        local.make_folder(name.rpartition("/")[0])
+        local.write(name, [memoryview(data)], durable=False)
+    for folder in (folder_of(files), local):
+        began = time.perf_counter()
+        with pytest.raises(CheckpointingException):
+            read_all(folder)
+        with pytest.raises(CheckpointingException):
+            opened = st.open_checkpoint(folder)
+            st.load_plain_tensors(folder)
+            [opened[key] for key in opened]
+        assert time.perf_counter() - began < QUICK
+
+
+def test_many_axes_of_great_length_are_refused():
+    wide = {name: np.ones((len(getattr(INDEX, name)), 200), np.int64) for name in ("key_shape", "chunk_shape")}
+    offset = np.zeros((len(INDEX.chunk_key), 200), np.int64)
+    huge = np.full((2, 200), 2**62)
+    with pytest.raises(CorruptCheckpoint):
+        read_all(folder_of(changed(**wide | {"key_shape": huge}, chunk_offset=offset, key_axes=np.array([200, 200]))))
+
+
+def test_a_tensor_too_large_for_memory_is_our_error():
+    shape = at(INDEX.key_shape, (1, -1), 2**55)
+    folder = folder_of(changed(key_shape=shape))
+    for read in (lambda: st.load_plain_tensors(folder), lambda: st.open_checkpoint(folder)["w"].data.read()):
+        with pytest.raises(CheckpointingException, match="'w'"):
+            read()
+
+
+def test_objects_of_files_that_are_not_there_need_no_memory():
+    length = 2**50
+    blocks = length // (256 * 1024)
+    with pytest.raises(CheckpointingException):
+        read_all(folder_of(changed(file_length=at(INDEX.file_length, 0, length), file_block=np.array([0, blocks, blocks + 1]))))
+
+
+FIELDS = {
+    "climbs out": {"index": {"name": "../../index.safetensors", "length": 64, "digest": "0" * 16}},
+    "absolute": {"common": {"name": "/etc/hostname", "length": 64, "digest": "0" * 16}},
+    "null byte": {"index": {"name": "a\0b", "length": 64, "digest": "0" * 16}},
+    "a folder": {"index": {"name": ".", "length": 4096, "digest": "0" * 16}},
+    "huge": {"index": {"name": "metadata.json", "length": 10**30, "digest": "0" * 16}},
+    "negative": {"index": {"name": "metadata.json", "length": -1, "digest": "0" * 16}},
+    "itself": {"index": {"name": "metadata.json", "length": 300, "digest": "0" * 16}},
+    "a list": {"index": [1]},
+    "nothing": {"common": None},
+    "another backend": {"sharded_backend": "punch cards"},
+    "a later version": {"sharded_backend_version": 2},
+    "a version of no kind": {"sharded_backend_version": True},
+    "a backend of no kind": {"common_backend": ["safetensors"]},
+}
+
+
+@pytest.mark.parametrize("case", FIELDS)
+def test_hostile_metadata_is_refused(case, tmp_path):
+    files = with_fields(**FIELDS[case])
+    local = LocalStorage(str(tmp_path / "a" / "b"))
+    for name, data in files.items():
+        local.make_folder(name.rpartition("/")[0])
+        local.write(name, [memoryview(data)], durable=False)
+    for folder in (folder_of(files), local):
+        with pytest.raises(CheckpointingException):
+            read_all(folder)
+
+
+@pytest.mark.parametrize("size", [0, 40, 4096])
+def test_a_folder_in_the_place_of_a_file_is_our_error(tmp_path, size):
+    local = LocalStorage(str(tmp_path))
+    folder_size = (tmp_path / "").stat().st_size
+    entry = {"name": "sub", "length": folder_size, "digest": "0" * 16}
+    (tmp_path / "sub").mkdir()
+    entry["length"] = (tmp_path / "sub").stat().st_size if size == 4096 else size
+    for name, data in with_fields(index=entry).items():
+        local.make_folder(name.rpartition("/")[0])
+        local.write(name, [memoryview(data)], durable=False)
+    with pytest.raises(CheckpointingException):
+        read_all(local)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"{}", b"[]", b"null", b"{", b"\xff\xfe", b'{"sharded_backend":1}', b'{"sharded_backend":"a","sharded_backend":"b"}', b"[" * 100_000],
+    ids=lambda data: repr(data[:20]),
+)
+def test_metadata_that_is_no_metadata_is_refused(data):
+    with pytest.raises(CheckpointingException):
+        read_all(folder_of(FILES | {"metadata.json": data}))
+
+
+def test_a_hostile_index_can_not_make_a_removal_delete_what_no_save_wrote(tmp_path):
+    notes = tmp_path / "notes.txt"
+    files = changed(**texts("file", name_of("00000"), "notes.txt"))
+    local = LocalStorage(str(tmp_path))
+    for name, data in files.items():
+        local.make_folder(name.rpartition("/")[0])
+        local.write(name, [memoryview(data)], durable=False)
+    notes.write_text("mine")
+    st.remove_sharded_tensors(tmp_path, "")
+    assert st.load_plain_tensors(tmp_path) == {}
+    assert notes.read_text() == "mine"
+
+
+def test_an_index_of_an_unknown_name_can_be_replaced():
+    entry = index_entry()
+    other = entry["name"].replace("index-0", "another")
+    folder = folder_of(with_fields(index=entry | {"name": other}) | {other: FILES[entry["name"]]})
+    st.remove_sharded_tensors(folder, "w")
+    assert list(st.load_plain_tensors(folder)) == ["b"]
+
+
+def test_a_column_of_a_later_version_is_ignored_where_its_name_says_so():
+    data = FILES[name_of("index")]
+    header = data[8 : 8 + int.from_bytes(data[:8], "little")]
+    assert header.rstrip().endswith(b"}")
+    extra = header.rstrip()[:-1] + b',"x_note":{"dtype":"U8","shape":[0],"data_offsets":[%d,%d]}}' % ((len(data) - 8 - len(header),) * 2)
+    new = len(extra).to_bytes(8, "little") + extra + data[8 + len(header) :]
+    assert read_all(folder_of(with_index(new)))["step"] == 3

@@ -1,0 +1,211 @@
+"""Overwriting: a save replaces a checkpoint only when asked, in one step, and removes only what saves have written."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+
+import shardtree as st
+from shardtree.errors import AlreadyACheckpoint, CheckpointReplaced, RemoteError, StorageError
+from shardtree.storage import LocalStorage, MemoryStorage
+from shardtree.strategies.safetensors._clean import remove_left_overs
+from shardtree.testing import WatchedStorage
+
+DEAD = "save-20200101T000000-0123456789abcdef"
+
+
+def tree(value, rank=0, ranks=1):
+    part = torch.full((4 // ranks,), value)
+    return {"w": st.ShardedTensor.from_rank_offsets("w", part, (0, rank, ranks)), "value": value}
+
+
+def value_in(folder):
+    loaded = st.load(tree(0), folder)
+    assert loaded["w"].tolist() == [loaded["value"]] * 4
+    return loaded["value"]
+
+
+def save_folders(folder):
+    return [path.name for path in folder.iterdir() if path.name.startswith("save-")]
+
+
+def leave_over(folder, name, age):
+    """What a save that died so many seconds ago leaves."""
+    (folder / name).mkdir()
+    (folder / name / "00000-of-00001.safetensors").write_bytes(b"half")
+    for path in (folder / name / "00000-of-00001.safetensors", folder / name):
+        os.utime(path, (time.time() - age,) * 2)
+
+
+def test_a_checkpoint_is_replaced_only_when_asked(tmp_path):
+    st.save(tree(1), tmp_path)
+    before = sorted(path.name for path in tmp_path.rglob("*"))
+    with pytest.raises(AlreadyACheckpoint, match="overwrite=True"):
+        st.save(tree(2), tmp_path)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == before
+    assert value_in(tmp_path) == 1
+
+
+def test_every_rank_hears_of_a_checkpoint_that_is_there():
+    folder = MemoryStorage()
+    st.save(tree(1), folder)
+
+    def again(world):
+        with pytest.raises((AlreadyACheckpoint, RemoteError), match="already holds a checkpoint"):
+            st.save(tree(2, world.rank, world.size), folder, world=world)
+        return True
+
+    assert st.simulate(2, again) == [True, True]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_old_save_is_removed_when_the_new_one_counts(tmp_path, ranks):
+    st.save(tree(1), tmp_path)
+    (old,) = save_folders(tmp_path)
+    st.simulate(ranks, lambda world: st.save(tree(2, world.rank, ranks), tmp_path, overwrite=True, world=world))
+    (new,) = save_folders(tmp_path)
+    assert new != old and value_in(tmp_path) == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["metadata.json", new])
+
+
+def test_at_every_step_of_an_overwrite_the_old_or_the_new_can_be_loaded():
+    inner, seen = MemoryStorage(), []
+    st.save(tree(1), inner)
+    st.save(tree(2), WatchedStorage(inner, before=lambda _: seen.append(value_in(inner))), overwrite=True)
+    assert seen == sorted(seen) and set(seen) == {1, 2}
+
+
+def test_the_check_of_every_step_sees_a_save_that_removes_first():
+    inner = MemoryStorage()
+    st.save(tree(1), inner)
+    inner.remove("metadata.json")
+    with pytest.raises(st.CheckpointingException):
+        st.save(tree(2), WatchedStorage(inner, before=lambda _: value_in(inner)), overwrite=True)
+
+
+def test_files_that_no_save_wrote_are_never_removed(tmp_path):
+    st.save(tree(1), tmp_path)
+    (old,) = save_folders(tmp_path)
+    mine = [tmp_path / "notes.txt", tmp_path / old / "notes.txt", tmp_path / "save-mine" / "00000-of-00001.safetensors"]
+    mine += [tmp_path / old / "folder" / "00000-of-00001.safetensors"]
+    for path in mine:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("mine")
+    st.save(tree(2), tmp_path, overwrite=True, stale_after=0)
+    assert [path.read_text() for path in mine] == ["mine"] * 4
+    assert not (tmp_path / old / "common.safetensors").exists()
+    assert value_in(tmp_path) == 2
+
+
+def test_left_overs_of_dead_saves_go_and_those_of_live_ones_stay(tmp_path):
+    st.save(tree(1), tmp_path)
+    alive = DEAD.replace("2020", "2021")
+    leave_over(tmp_path, DEAD, age=7200)
+    leave_over(tmp_path, alive, age=60)
+    st.save(tree(2), tmp_path, overwrite=True)
+    assert not (tmp_path / DEAD).exists() and (tmp_path / alive).exists()
+    st.save(tree(3), tmp_path, overwrite=True, stale_after=30)
+    assert not (tmp_path / alive).exists()
+    assert value_in(tmp_path) == 3
+
+
+def test_a_left_over_with_one_fresh_file_is_alive(tmp_path):
+    leave_over(tmp_path, DEAD, age=7200)
+    (tmp_path / DEAD / "00001-of-00002.safetensors").write_bytes(b"now")
+    os.utime(tmp_path / DEAD, (time.time() - 7200,) * 2)
+    st.save(tree(1), tmp_path)
+    assert (tmp_path / DEAD).exists()
+
+
+def test_the_first_save_removes_left_overs_too(tmp_path):
+    leave_over(tmp_path, DEAD, age=7200)
+    st.save(tree(1), tmp_path)
+    assert len(save_folders(tmp_path)) == 1
+
+
+def test_the_save_that_counts_is_kept_however_old_it_is(tmp_path):
+    st.save(tree(1), tmp_path)
+    (kept,) = save_folders(tmp_path)
+    remove_left_overs(LocalStorage(str(tmp_path)), keep=kept, before=None, stale_after=-1e9)
+    assert value_in(tmp_path) == 1
+
+
+def test_an_open_checkpoint_says_that_it_was_replaced(tmp_path):
+    st.save(tree(1) | {"o": st.ShardedObject("o", 5, (1,), (0,))}, tmp_path)
+    opened = st.open_checkpoint(tmp_path)
+    lazy = opened["w"].data
+    st.save(tree(2), tmp_path, overwrite=True)
+    for read in (lazy.read, opened.common, lambda: opened["o/shard_0_1"], lazy[1:2].read):
+        with pytest.raises(CheckpointReplaced, match="Open the checkpoint again"):
+            read()
+    assert st.open_checkpoint(tmp_path)["w"].data.read().tolist() == [2] * 4
+
+
+def test_of_two_saves_that_race_the_second_to_finish_raises():
+    folder = MemoryStorage()
+    slow = st.save(tree(1), folder, async_sharded_save=True)
+    st.save(tree(2), folder)
+    with pytest.raises(CheckpointReplaced, match="one save at a time"):
+        slow.execute_sync()
+    assert value_in(folder) == 2
+
+
+def test_a_race_between_overwriting_saves_is_noticed_on_every_rank():
+    folder = MemoryStorage()
+    st.save(tree(1), folder)
+
+    def race(world):
+        slow = st.save(tree(2, world.rank, 2), folder, overwrite=True, async_sharded_save=True, world=world)
+        st.save(tree(3, world.rank, 2), folder, overwrite=True, world=world)
+        with pytest.raises((CheckpointReplaced, RemoteError), match="changed by another save"):
+            slow.execute_sync()
+        return True
+
+    assert st.simulate(2, race) == [True, True]
+    assert value_in(folder) == 3
+
+
+def test_a_request_counts_only_once():
+    folder = MemoryStorage()
+    request = st.save(tree(1), folder, async_sharded_save=True)
+    request.execute_sync()
+    with pytest.raises(CheckpointReplaced):
+        request.execute_sync()
+    assert value_in(folder) == 1
+
+
+def test_a_folder_that_ranks_do_not_share_is_noticed(tmp_path):
+    def save_apart(world):
+        with pytest.raises((StorageError, RemoteError), match=r"is not shared: rank 2 doesn't see"):
+            mine = tmp_path / ("other" if world.rank == 2 else "one")
+            st.save(tree(1, world.rank, 4), mine, world=world)
+        return True
+
+    assert st.simulate(4, save_apart) == [True] * 4
+    assert not st.is_checkpoint(tmp_path / "one") and not st.is_checkpoint(tmp_path / "other")
+
+
+def test_a_file_that_rank_zero_does_not_see_is_noticed():
+    shared = MemoryStorage()
+
+    class Apart(WatchedStorage):
+        def write(self, name, buffers, *, durable):
+            return MemoryStorage().write(name, buffers, durable=durable)
+
+    def save_apart(world):
+        with pytest.raises((StorageError, RemoteError), match="doesn't see"):
+            st.save(tree(1, world.rank, 2), Apart(shared) if world.rank == 1 else shared, world=world)
+        return True
+
+    assert st.simulate(2, save_apart) == [True, True]
+    assert not st.is_checkpoint(shared)
+
+
+def test_a_file_is_in_the_way_of_the_folder(tmp_path):
+    (tmp_path / "ckpt").write_text("a file")
+    with pytest.raises(StorageError, match="ckpt"):
+        st.save(tree(1), tmp_path / "ckpt")
+    assert (tmp_path / "ckpt").read_text() == "a file"

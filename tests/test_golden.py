@@ -1,0 +1,199 @@
+"""tests/golden/v1: a checkpoint that a version 1 of the format wrote, and that every later version must read."""
+
+from __future__ import annotations
+
+import collections
+import io
+import itertools
+import re
+import shutil
+import struct
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import shardtree as st
+from shardtree.codec._decode import _DECODERS
+from tests.golden import make
+
+FOLDER = Path(__file__).parent / "golden" / "v1"
+PAGE = Path(__file__).parents[1] / "docs" / "format.md"
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")  # torch's own
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def same(left: Any, right: Any) -> bool:
+    """Return whether two values are of one type and equal to the bit, NaN and the sign of zero included."""
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, torch.Tensor):
+        return (left.dtype, left.shape, bits(left)) == (right.dtype, right.shape, bits(right))
+    if isinstance(left, np.ndarray | np.generic):
+        return (left.dtype.str, left.shape, left.tobytes()) == (right.dtype.str, right.shape, right.tobytes())
+    if isinstance(left, float):
+        return struct.pack("d", left) == struct.pack("d", right)
+    if isinstance(left, complex):
+        return same((left.real, left.imag), (right.real, right.imag))
+    if isinstance(left, dict):
+        factories = [getattr(value, "default_factory", None) for value in (left, right)]
+        return factories[0] is factories[1] and same(list(left.items()), list(right.items()))
+    if isinstance(left, list | tuple | collections.deque) and not isinstance(left, torch.Size):
+        limits = [getattr(value, "maxlen", None) for value in (left, right)]
+        return limits[0] == limits[1] and len(left) == len(right) and all(map(same, left, right))
+    if isinstance(left, io.BytesIO):
+        return (left.getvalue(), left.tell()) == (right.getvalue(), right.tell())
+    return same(vars(left), vars(right)) if isinstance(left, Namespace) else bool(left == right)
+
+
+def whole_target() -> dict[str, Any]:
+    """Return the target of one process that asks for every tensor whole, under its key."""
+    shards = (st.ShardedTensor.from_rank_offsets(key, tensor) for key, tensor in make.tensors().items())
+    return {shard.key: st.without_data(shard) for shard in shards if shard.key != "prepended"}
+
+
+def page_reader() -> tuple[str, Callable[[Path, str], np.ndarray[Any, Any]]]:
+    """Return the format page's reader, as text and as a function."""
+    found = re.search(r"^```python\n(import itertools.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    assert found is not None
+    namespace: dict[str, Any] = {}
+    exec(found[1], namespace)
+    return found[1], namespace["read_tensor"]
+
+
+def test_plain_tensors() -> None:
+    found = st.load_plain_tensors(FOLDER, verify="all")
+    assert list(found) == sorted(make.tensors())
+    for key, tensor in make.tensors().items():
+        assert same(found[key], tensor), key
+
+
+@pytest.mark.parametrize("key", make.tensors())
+def test_the_pages_reader_agrees(key: str) -> None:
+    found, expected = page_reader()[1](FOLDER, key), make.tensors()[key]
+    assert found.shape[: expected.ndim] == expected.shape[: found.ndim]
+    assert found.tobytes() == bits(expected)
+
+
+def test_the_pages_reader_has_thirty_lines_and_needs_numpy_alone() -> None:
+    text, _ = page_reader()
+    assert len([line for line in text.splitlines() if line.strip()]) <= 30
+    assert re.findall(r"^ *(?:import|from) (.+)$", text, re.MULTILINE) == ["itertools, json, pathlib", "numpy as np"]
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("key", ["box", "flat", "irregular", "uneven"])
+def test_every_slice_of_a_tensor(key: str, axis: int) -> None:
+    lazy, whole = st.open_checkpoint(FOLDER)[key].data, make.tensors()[key]
+    for begin, end in itertools.combinations(range(whole.shape[axis] + 1), 2):
+        assert same(lazy.narrow(axis, begin, end - begin).read(), whole.narrow(axis, begin, end - begin))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_load_in_another_layout(ranks: int) -> None:
+    keys = ("box", "flat", "irregular", "uneven")
+
+    def load(world: st.World) -> Any:
+        def part(key: str, axis: int) -> st.ShardedTensor:
+            data = make.tensors()[key].tensor_split(world.size, axis)
+            offset = [0, 0]
+            offset[axis] = sum(piece.shape[axis] for piece in data[: world.rank])
+            mine, whole = data[world.rank], make.tensors()[key]
+            return st.ShardedTensor(key, torch.zeros_like(mine), mine.dtype, mine.shape, whole.shape, offset, None)
+
+        local = st.LocalNonpersistentObject("here")  # holes in lists and tuples want to be filled
+        target = {key: part(key, 1) for key in keys} | {"mixed": [local, 0, {"deep": (0, local)}]}
+        return st.load(target, FOLDER, world=world)
+
+    parts = st.simulate(ranks, load)
+    assert all(part["mixed"] == ["here", 1, {"deep": (2, "here")}] for part in parts)
+    for key in keys:
+        assert same(torch.cat([part[key] for part in parts], 1), make.tensors()[key]), key
+
+
+def test_load_what_each_rank_saved() -> None:
+    def load(world: st.World) -> Any:
+        target = st.without_data(make.tree(world.rank) | {"common": 0})
+        return st.load(target, FOLDER, world=world, types=make.RECORDS, allow_pickle=True)
+
+    for rank, found in enumerate(st.simulate(make.RANKS, load)):
+        saved = make.tree(rank)
+        expected = st.unwrap(st.map_shards(lambda leaf: leaf.data if isinstance(leaf, st.ShardedBase) else leaf, saved))
+        assert same(list(found["model"].items()), list(expected["model"].items()))
+        assert same(found["objects"], expected["objects"])
+        assert same(found["common"], expected["common"])
+        assert same(found["mixed"], expected["mixed"])
+
+
+@pytest.mark.parametrize("name", make.common())
+def test_common_state(name: str) -> None:
+    found = st.load_common_state_dict(FOLDER, types=make.RECORDS)
+    assert same(found["common"][name], make.common()[name])
+
+
+def test_records_without_their_classes() -> None:
+    [kind, config, pair] = st.load_common_state_dict(FOLDER)["common"]["records"]
+    assert kind == st.Record("golden.Kind", {"name": "LARGE", "value": "two"})
+    assert config == st.Record(
+        "golden.Config", {"rate": 0.5, "kind": st.Record("golden.Kind", {"name": "SMALL", "value": 1})}
+    )
+    assert pair == st.Record("golden.Pair", {"left": [1], "right": 2})
+
+
+def test_content_metadata() -> None:
+    assert st.load_content_metadata(FOLDER) == make.CONTENT_METADATA
+
+
+def test_what_is_in_it() -> None:
+    metadata = st.load_sharded_metadata(FOLDER)
+    assert list(metadata) == [*sorted(make.tensors()), *sorted(make.objects())]
+    for key, tensor in make.tensors().items():
+        assert (metadata[key].dtype, metadata[key].global_shape) == (tensor.dtype, tensor.shape)
+    with pytest.raises(st.UnsafeFile, match="allow_pickle"):
+        st.open_checkpoint(FOLDER)["pickled/shard_0_1"]
+
+
+@pytest.mark.parametrize("key", make.objects())
+def test_objects(key: str) -> None:
+    item = st.open_checkpoint(FOLDER, allow_pickle=True)[key]
+    assert same(item.data, make.objects()[key])
+
+
+def test_every_kind_of_the_codec_is_in_it() -> None:
+    text = b"".join(path.read_bytes() for path in FOLDER.rglob("*.safetensors"))
+    found = {kind.decode() for kind in re.findall(rb'"\$":"([^"]+)"', text)}
+    assert found == {"record", "pickle", *_DECODERS}
+
+
+@pytest.mark.parametrize("name", [path.relative_to(FOLDER).as_posix() for path in sorted(FOLDER.rglob("*.*s*"))])
+def test_a_flipped_bit_in_any_file_is_found(name: str, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(FOLDER, copy)
+    data = bytearray((copy / name).read_bytes())
+    data[len(data) // 2] ^= 4
+    (copy / name).write_bytes(data)
+    with pytest.raises(st.CorruptCheckpoint):
+        st.load(whole_target(), copy, verify="all")
+
+
+def test_writing_it_again_gives_the_same_bytes_but_for_the_name(tmp_path: Path) -> None:
+    def save(world: st.World) -> None:
+        st.save(
+            make.tree(world.rank),
+            tmp_path,
+            content_metadata=make.CONTENT_METADATA,
+            allow_pickle=True,
+            world=world,
+        )
+
+    st.simulate(make.RANKS, save)
+    for kept, again in zip(sorted(FOLDER.rglob("*-of-*")), sorted(tmp_path.rglob("*-of-*")), strict=True):
+        assert kept.read_bytes() == again.read_bytes()
