@@ -181,7 +181,7 @@ def _compare_keys(
     everywhere = set().union(*gather(world, "load: keys", lambda: own)) if needs_all_ranks(mode) else stored
     missing, unexpected = stored - everywhere, own - stored
     agree(world, "load: strict", partial(report_keys, mode, missing, unexpected))
-    return (set(), set()) if mode is StrictHandling.IGNORE_ALL else (missing, unexpected)
+    return missing, unexpected
 
 
 def _joined(common: Any, target: Target, loaded: Sequence[Any]) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import CheckpointingException, TreeError, explain, render_path
 from ..mapping import ShardedObject, ShardedTensor
-from ..trees import HOLE, apply_factories, common_with_holes, leaves_with_paths, without_holes
+from ..trees import HOLE, apply_factories, common_with_holes, leaves_with_paths, select, without_holes
 
 CONTENT_METADATA = "content_metadata"
 
@@ -86,10 +86,12 @@ def comparable(common: Any) -> Any:
 
     Examples:
         >>> from shardtree.trees import HOLE
-        >>> comparable({"w": HOLE, "step": 1}), comparable([HOLE, HOLE])
+        >>> comparable({"w": HOLE, "step": 1, "none here": []}), comparable([HOLE, HOLE])
         ({'step': 1}, [])
     """
-    return [] if isinstance(common, (list, tuple)) and holds_only_holes(common) else without_holes(common)
+    # An empty container doesn't count: a list of shards is empty on a rank that holds none of them.
+    rest = select(common, lambda path, leaf: leaf is not HOLE)
+    return [] if rest is HOLE else without_holes(rest)
 
 
 def _has_data(shard: ShardedTensor) -> bool:

@@ -106,7 +106,12 @@ def save(
         writes = _shared_out(ranks, prepared, for_comparison, allow_pickle=allow_pickle)
     draft = _begin(ranks, checkpoint_dir, options, overwrite=overwrite)
     chosen = partial(_request, draft, prepared, writes, sharded_strategy, common_strategy, strategies)
-    request = agree(ranks, "save: plan", chosen)
+    try:
+        request = agree(ranks, "save: plan", chosen)
+    except BaseException:
+        if ranks.rank == 0:
+            draft.storage.remove_folder(draft.save_id)  # still empty: nothing is written before all ranks can
+        raise
     if async_sharded_save:
         return request
     request.execute_sync()

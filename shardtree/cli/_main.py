@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import sys
+from importlib.util import find_spec
 
-_LIBRARIES = {"typer", "rich", "click"}
+_LIBRARIES = ("typer", "rich")
 
 
 def main() -> None:
     """Run the command that the arguments name, and leave with its exit status."""
-    try:
-        from ._app import app
-    except ModuleNotFoundError as error:
-        if error.name not in _LIBRARIES:
-            raise
-        sys.exit(f"shardtree: the command line needs {error.name}. Install it: pip install 'shardtree[cli]'")
+    missing = [library for library in _LIBRARIES if find_spec(library) is None]
+    if missing:
+        needed = " and ".join(missing)
+        sys.exit(f"shardtree: the command line needs {needed}. Install what it needs: pip install 'shardtree[cli]'")
+    from ._app import app
+
     app(prog_name="shardtree")

@@ -17,7 +17,7 @@ from ._units import lengths, rate, size
 from ._verdict import Finding
 
 _COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red", "bright_cyan", "bright_magenta")
-_WIDTH, _HEIGHT = 28, 8  # of a picture, in characters
+_WIDTH, _HEIGHT = 28, 12  # of a picture, in characters
 
 
 def show_heading(console: Console, text: str) -> None:
@@ -59,7 +59,7 @@ def show_saved(console: Console, saved: Sequence[Saved], files: dict[str, int]) 
 
 def show_loaded(console: Console, loaded: Sequence[Loaded]) -> None:
     """Print which rank read how much, from how many files, and how fast all of them were."""
-    table = _table("rank", "holds", "read", "of files")
+    table = _table("rank", "holds", "read", "files")
     for rank, report in enumerate(loaded):
         table.add_row(_rank(rank), size(report.held), size(report.read.bytes_read), f"{report.read.files}")
     held, read = sum(report.held for report in loaded), sum(report.read.bytes_read for report in loaded)

@@ -13,6 +13,8 @@ from ._fetch import ReadReport as ReadReport
 from ._fetch import StoredFile as StoredFile
 from ._fetch import Verify as Verify
 from ._fetch import fetch as fetch
+from ._fsspec import FsspecStorage as FsspecStorage
+from ._fsspec import fsspec_storage as fsspec_storage
 from ._local import LocalStorage as LocalStorage
 from ._locate import Directory as Directory
 from ._locate import storage_at as storage_at

@@ -15,14 +15,14 @@ STAGED_BYTES = 8 * 1024 * 1024
 
 
 def tensor_buffers(tensor: torch.Tensor | LazyTensor) -> Iterator[Buffer]:
-    """Yield the bytes of a tensor, in row-major order.
+    r"""Yield the bytes of a tensor, in row-major order.
 
     A contiguous tensor in the CPU's memory is yielded in place. Another (transposed, on an accelerator, lazy) is staged
     in parts of at most `STAGED_BYTES`.
 
     Examples:
         >>> b"".join(tensor_buffers(torch.tensor([[1, 2], [3, 4]], dtype=torch.uint8).T))
-        b'\\x01\\x03\\x02\\x04'
+        b'\x01\x03\x02\x04'
     """
     if not tensor.numel():
         return

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from ..errors import StorageError, explain
+from ._reserve import reserve
 from ._storage import Buffer
 
 _BATCH_BYTES = 1024 * 1024
@@ -47,7 +48,7 @@ class LocalStorage:
         with self._failures("write", name):
             descriptor = os.open(self.where(name), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
             try:
-                length = sum(_write_all(descriptor, batch) for batch in _batches(buffers))
+                length = _write_batches(descriptor, _batches(buffers))
                 if durable:
                     os.fsync(descriptor)
             finally:
@@ -139,7 +140,9 @@ class LocalStorage:
         except StorageError:
             raise
         except OSError as error:
-            raise StorageError(explain(f"cannot {doing} {self.where(name)!r}", found=error.strerror or error)) from error
+            raise StorageError(
+                explain(f"cannot {doing} {self.where(name)!r}", found=error.strerror or error)
+            ) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +160,9 @@ class _LocalReader:
             try:
                 count = os.preadv(self.descriptor, pending[:_BATCH_BUFFERS], byte)
             except OSError as error:
-                raise StorageError(explain(f"cannot read {self.path!r} at byte {byte}", found=error.strerror)) from error
+                raise StorageError(
+                    explain(f"cannot read {self.path!r} at byte {byte}", found=error.strerror)
+                ) from error
             if not count:
                 missing = sum(buffer.nbytes for buffer in pending)
                 raise StorageError(explain(f"{self.path!r} ends at byte {byte}", expected=f"{missing} bytes more"))
@@ -183,6 +188,18 @@ def _batches(buffers: Iterable[Buffer]) -> Iterator[list[Buffer]]:
             batch, size = [], 0
     if batch:
         yield batch
+
+
+def _write_batches(descriptor: int, batches: Iterable[list[Buffer]]) -> int:
+    """Write to an empty file, with room reserved ahead where that can be had, and return how much was written."""
+    length = reserved = 0
+    for batch in batches:
+        if length >= reserved:
+            reserved = length + reserve(descriptor, length)
+        length += _write_all(descriptor, batch)
+    if reserved > length:
+        os.ftruncate(descriptor, length)
+    return length
 
 
 def _write_all(descriptor: int, batch: list[Buffer]) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from ..errors import StorageError, explain
+from ._fsspec import fsspec_storage
 from ._local import LocalStorage
 from ._storage import Storage
 
@@ -25,16 +26,10 @@ def storage_at(directory: Directory) -> Storage:
     if isinstance(directory, (str, os.PathLike)):
         path = os.fspath(directory)
         if isinstance(path, str) and path and "\0" not in path:
-            return _remote(path) if "://" in path else LocalStorage(path)
+            return fsspec_storage(path) if "://" in path else LocalStorage(path)
     elif isinstance(directory, Storage):
         return directory
     kind = type(directory).__name__
     raise StorageError(
         explain("where is the checkpoint?", found=f"{directory!r} ({kind})", expected="a path, a URL or a Storage")
     )
-
-
-def _remote(url: str) -> Storage:
-    from ._fsspec import fsspec_storage
-
-    return fsspec_storage(url)

@@ -30,7 +30,9 @@ def bits(tensor: torch.Tensor) -> bytes:
         >>> bits(torch.tensor([[1, 2], [3, 4]], dtype=torch.int8).T)
         b'\x01\x03\x02\x04'
     """
-    return carried(tensor).cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    # as_strided, since a single element may keep any stride and still be contiguous.
+    whole = carried(tensor).cpu().contiguous()
+    return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8).numpy().tobytes()
 
 
 def first_difference(found: torch.Tensor, expected: torch.Tensor) -> str | None:

@@ -57,7 +57,7 @@ def check_roundtrip(
     pairs = simulate(_ranks(load_layout), load_rank)
     check_tensors(state, assemble(refilled(target, loaded) for target, loaded in pairs))
     for rank, (target, loaded) in enumerate(pairs):
-        _check_rest(state, target, loaded, rank)
+        check_rest(state, target, loaded, rank)
 
 
 def _load_rank(
@@ -86,7 +86,7 @@ def check_tensors(state: GlobalState, found: Mapping[str, Any]) -> None:
     assert not lines, "tensors differ from what was saved\n  " + "\n  ".join(lines)
 
 
-def _check_rest(state: GlobalState, target: Any, loaded: Any, rank: int) -> None:
+def check_rest(state: GlobalState, target: Any, loaded: Any, rank: int) -> None:
     """Raise unless a rank got its objects, the common state and its own values."""
     same = outline(loaded["common"]) == outline(dict(state.common))
     assert same, f"rank {rank}: the common state differs: {loaded['common']!r}, expected {state.common!r}"

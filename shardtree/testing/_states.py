@@ -41,9 +41,12 @@ def global_states(*, max_tensors: int = 3) -> st.SearchStrategy[GlobalState]:
     """Return a strategy for states of one or more tensors of any shape and dtype, objects and a common state.
 
     Examples:
-        >>> from hypothesis import find
-        >>> find(global_states(), lambda state: True).common
-        {}
+        >>> from hypothesis import given, settings
+        >>> @settings(max_examples=3)
+        ... @given(global_states())
+        ... def check_has_tensors(state):
+        ...     assert state.tensors
+        >>> check_has_tensors()
     """
     named = st.dictionaries(st.text("ab./é", min_size=1, max_size=3), tensors(), min_size=1, max_size=max_tensors)
     objects = st.dictionaries(st.sampled_from(["rng", "o/shard_1"]), st.lists(st.integers(), min_size=1, max_size=3))

@@ -32,7 +32,7 @@ def random_bits(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> to
     counting = bytes(number % 256 for number in range(length))
     raw = np.frombuffer(generator.bytes(length) if seed else counting, dtype=np.uint8).copy()
     if dtype == torch.bool:
-        raw = raw & 1  # other bytes aren't bools
+        raw &= 1  # other bytes aren't bools
     elif seed and dtype.is_floating_point:
         high = raw.reshape(-1, dtype.itemsize)
         high[generator.random(len(high)) < 0.25, -2:] |= np.array([0xF0, 0x7F], dtype=np.uint8)[-dtype.itemsize :]
@@ -40,17 +40,12 @@ def random_bits(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> to
     return torch.from_numpy(raw).view(dtype).view(shape) if length else torch.empty(shape, dtype=dtype)
 
 
-@st.composite
 def tensors(
-    draw: st.DrawFn,
-    shape: st.SearchStrategy[tuple[int, ...]] | None = None,
-    *,
-    dtype: st.SearchStrategy[torch.dtype] | None = None,
-) -> torch.Tensor:
+    shape: st.SearchStrategy[tuple[int, ...]] | None = None, *, dtype: st.SearchStrategy[torch.dtype] | None = None
+) -> st.SearchStrategy[torch.Tensor]:
     """Return a strategy for contiguous CPU tensors of any storable dtype, NaN payloads included.
 
     Args:
-        draw: Hypothesis's own.
         shape: a strategy for shapes; any by default.
         dtype: a strategy for dtypes; all that can be stored by default, some of which torch can't print.
 
@@ -59,5 +54,5 @@ def tensors(
         >>> find(tensors(dtype=st.just(torch.int8)), lambda tensor: tensor.numel() > 1)
         tensor([0, 1], dtype=torch.int8)
     """
-    kind = draw(dtypes() if dtype is None else dtype)
-    return random_bits(draw(shapes() if shape is None else shape), kind, draw(st.integers(0, 2**16)))
+    kinds, sizes = dtypes() if dtype is None else dtype, shapes() if shape is None else shape
+    return st.builds(random_bits, sizes, kinds, st.integers(0, 2**16))

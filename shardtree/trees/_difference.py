@@ -100,7 +100,8 @@ def _same_tensor(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    return plain.reshape(-1).view(torch.uint8)
+    # A single element may keep any stride and still be contiguous; view refuses that.
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
 
 
 def _same_array(left: Any, right: Any) -> bool:

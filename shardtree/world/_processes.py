@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import connection, get_context
+from multiprocessing import connection, forkserver, get_context
 from typing import Any
 
 from ..errors import WorldError, explain
@@ -92,6 +92,7 @@ def _started(size: int, fn: Callable[[World], T], timeout: float) -> Iterator[li
     # One process imports torch, and each rank is forked from it: that takes a tenth of the time.
     context = get_context("forkserver")
     context.set_forkserver_preload([__package__])
+    _start_server()
     ends: list[tuple[Any, Any]] = []
     try:
         for rank in range(size):
@@ -107,6 +108,15 @@ def _started(size: int, fn: Callable[[World], T], timeout: float) -> Iterator[li
             process.kill()  # nothing happens to one that has ended
             process.join()
             receiver.close()
+
+
+def _start_server() -> None:
+    """Start the process that ranks are forked from, deaf to the Ctrl-C that would show where its imports are."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _outcomes(ends: Sequence[tuple[Any, Any]], meanwhile: Callable[[], None]) -> Mapping[int, _Outcome]:

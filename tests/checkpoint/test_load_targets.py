@@ -145,7 +145,9 @@ def test_of_a_longer_target_without_data_the_rest_is_zero(data):
 def test_padding_works_for_every_dtype(dtype):
     source, target = random_bits((3, 2), dtype, seed=1), random_bits((5, 2), dtype, seed=2)
     folder = stored({"w": whole("w", source)})
-    given = whole("w", target.clone() if dtype.itemsize > 8 else random_bits((5, 2), dtype, seed=2), allow_shape_mismatch=True)
+    given = whole(
+        "w", target.clone() if dtype.itemsize > 8 else random_bits((5, 2), dtype, seed=2), allow_shape_mismatch=True
+    )
     loaded = load({"w": given}, folder)["w"]
     assert bits(loaded) == bits(source) + bits(target)[len(bits(source)) :]
     empty = load({"w": given.without_data()}, folder)["w"]
@@ -252,7 +254,12 @@ def test_an_object_of_another_grid_is_not_there():
 
 def test_nonpersistent_objects_are_unwrapped_and_plain_values_ignored():
     here = object()
-    target = {"local": st.LocalNonpersistentObject(here), "step": 99, "mine": "ignored", "w": whole("w", torch.zeros(3, 4))}
+    target = {
+        "local": st.LocalNonpersistentObject(here),
+        "step": 99,
+        "mine": "ignored",
+        "w": whole("w", torch.zeros(3, 4)),
+    }
     loaded = load(target)
     assert loaded["local"] is here and loaded["step"] == 3 and "mine" not in loaded
     assert list(loaded) == ["w", "step", "local"]

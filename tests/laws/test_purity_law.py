@@ -62,6 +62,11 @@ EXCHANGE = plans.plan_exchange(COLUMNS, 2)
 ERROR = errors.RemoteError("save: write", {1: "OSError: full"})
 
 
+BOXES = (column(0, 0), column([0, 0], [1, 0]), column([2, 4], [2, 4]))
+LOADED = {"g": [torch.ones(2, 2), torch.ones(2, 2)]}
+ASKED = {"model": {"w": 1, "f": [2, 3]}, "rng": LOCAL, "t": (2, st.HOLE)}
+
+
 def raising(function: Callable[..., Any]) -> Callable[..., str]:
     def call(*args: Any, **options: Any) -> str:
         with pytest.raises(st.CheckpointingException) as caught:
@@ -93,14 +98,14 @@ CALLS: dict[str, Call] = {
     "geometry.row_major_strides": (geometry.row_major_strides, column([3, 4])),
     "geometry.intersect": (geometry.intersect, *(column([n, n], [2, 2]) for n in range(4))),
     "geometry.flat_boxes": (geometry.flat_boxes, column([3, 4]), column(2), column(9)),
-    "geometry.overlapping_pairs": (geometry.overlapping_pairs, *(column(0, 0), column([0, 0], [1, 0]), column([2, 4], [2, 4])) * 2),
+    "geometry.overlapping_pairs": (geometry.overlapping_pairs, *BOXES, *BOXES),
     "mapping.is_main_replica": (mapping.is_main_replica, [0, 0]),
     "mapping.ShardedBase.validate_metadata_integrity": (mapping.ShardedTensor.validate_metadata_integrity, WEIGHT),
     "mapping.ShardedBase.without_data": (mapping.ShardedTensor.without_data, WEIGHT),
     "mapping.ShardedTensor.validate_metadata_integrity": (mapping.ShardedTensor.validate_metadata_integrity, FLAT),
     "mapping.ShardedTensor.from_rank_offsets": (st.ShardedTensor.from_rank_offsets, "w", WEIGHT.data, (0, 1, 2)),
     "mapping.ShardedTensor.from_rank_offsets_flat": (
-        lambda *args: st.ShardedTensor.from_rank_offsets_flat(*args, flattened_range=slice(2, 7)), "f", FLAT.data, [4, 2]
+        partial(st.ShardedTensor.from_rank_offsets_flat, flattened_range=slice(2, 7)), "f", FLAT.data, [4, 2]
     ),
     "mapping.ShardedTensor.global_slice": (st.ShardedTensor.global_slice, WEIGHT),
     "mapping.ShardedTensor.local_chunk_offset_in_global": (st.ShardedTensor.local_chunk_offset_in_global, WEIGHT),
@@ -115,7 +120,7 @@ CALLS: dict[str, Call] = {
     "mapping.ShardedTensorFactory.build": (st.ShardedTensorFactory.build, FACTORY),
     "mapping.ShardedTensorFactory.without_data": (st.ShardedTensorFactory.without_data, FACTORY),
     "mapping.LocalNonpersistentObject.unwrap": (st.LocalNonpersistentObject.unwrap, LOCAL),
-    "lazy.stored": (lazy.stored, LAZY.read_box, (4, 2), torch.float32),
+    "lazy.stored": (lambda *args: lazy.stored(*args, name="w").fetches, LAZY.read_box, (4, 2), torch.float32),
     "lazy.Source.read_box": (LAZY.read_box, (0, 0), (1, 2)),
     "lazy.Source.box_fetches": (lambda: list(LAZY.box_fetches((0, 0), (1, 2))),),
     "lazy.LazyTensor.read": (LAZY.read,),
@@ -132,10 +137,10 @@ CALLS: dict[str, Call] = {
     "trees.without_data": (trees.without_data, TREE),
     "trees.with_data": (trees.with_data, WEIGHT, torch.zeros(4, 2)),
     "trees.apply_factories": (trees.apply_factories, TREE),
-    "trees.apply_factory_merges": (trees.apply_factory_merges, {"g": [torch.ones(2, 2), torch.ones(2, 2)]}, {"g": FACTORY}),
+    "trees.apply_factory_merges": (trees.apply_factory_merges, LOADED, {"g": FACTORY}),
     "trees.build_factories": (merged, TREE),
     "trees.common_with_holes": (trees.common_with_holes, TREE),
-    "trees.join": (trees.join, trees.common_with_holes(TREE), {"model": {"w": 1}, "rng": LOCAL, "t": (2, st.HOLE)}),
+    "trees.join": (trees.join, trees.common_with_holes({**TREE, "model": {"f": [WEIGHT, st.HOLE]}}), ASKED),
     "trees.without_holes": (trees.without_holes, trees.common_with_holes(TREE)),
     "trees.map_data": (trees.map_data, torch.neg, TREE),
     "trees.map_shards": (trees.map_shards, lambda leaf: leaf, TREE),

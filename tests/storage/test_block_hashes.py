@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 
 import pytest
 import xxhash
@@ -37,7 +38,7 @@ def expected(data: bytes) -> list[int]:
 
 def parts(data: bytes, cuts: list[int]) -> Iterator[memoryview]:
     edges = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
-    return (memoryview(data)[low:high] for low, high in zip(edges, edges[1:], strict=False))
+    return (memoryview(data)[low:high] for low, high in pairwise(edges))
 
 
 def hashes_blocks(hash_all: Callable[..., list[int]], length: int, cuts: list[int]) -> None:

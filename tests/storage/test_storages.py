@@ -282,7 +282,7 @@ def test_a_folder_stands_in_the_way_of_a_file(tmp_path: Path) -> None:
 
 
 def test_a_file_that_may_not_be_written_to() -> None:
-    with pytest.raises(StorageError, match="ostype'\n  found (Permission denied|Read-only)"):
+    with pytest.raises(StorageError, match=r"ostype'\n  found (Permission denied|Read-only)"):
         LocalStorage("/proc/sys/kernel").write("ostype", views([b"x"]), durable=False)
 
 

@@ -119,7 +119,9 @@ def test_a_mixture_is_overwritten_and_its_left_overs_go():
     assert len([name for name in folder.names() if name.startswith("save-")]) == 1
 
 
-@pytest.mark.parametrize("choice", [("safetensors", 1), default_strategies[StrategyAction.SAVE_SHARDED, "safetensors", 1]])
+@pytest.mark.parametrize(
+    "choice", [("safetensors", 1), default_strategies[StrategyAction.SAVE_SHARDED, "safetensors", 1]]
+)
 def test_a_strategy_is_a_pair_or_a_function(choice):
     folder = MemoryStorage()
     common = default_strategies[StrategyAction.SAVE_COMMON, "safetensors", 1]
@@ -154,7 +156,9 @@ def toy_nothing(checkpoint):
     return {}
 
 
-@pytest.mark.parametrize("choice", ["safetensors", ("safetensors", "1"), ("safetensors",), 3, ("punch cards", 1)], ids=str)
+@pytest.mark.parametrize(
+    "choice", ["safetensors", ("safetensors", "1"), ("safetensors",), 3, ("punch cards", 1)], ids=str
+)
 def test_what_is_no_strategy_is_refused(choice):
     folder = saved(None)
     with pytest.raises(StrategyError):
@@ -167,7 +171,9 @@ def test_what_is_no_strategy_is_refused(choice):
         st.load(tree(), folder, None, choice)
 
 
-@pytest.mark.parametrize("strict", [mode for mode in st.StrictHandling if mode is not st.StrictHandling.ASSUME_OK_UNEXPECTED])
+@pytest.mark.parametrize(
+    "strict", [mode for mode in st.StrictHandling if mode is not st.StrictHandling.ASSUME_OK_UNEXPECTED]
+)
 @pytest.mark.parametrize("exchange", ["always", "never"])
 def test_a_function_that_loads_may_be_combined_with_every_mode(strict, exchange):
     folder = saved(None)

@@ -179,8 +179,8 @@ def test_a_request_counts_only_once():
 
 def test_a_folder_that_ranks_do_not_share_is_noticed(tmp_path):
     def save_apart(world):
+        mine = tmp_path / ("other" if world.rank == 2 else "one")
         with pytest.raises((StorageError, RemoteError), match=r"is not shared: rank 2 doesn't see"):
-            mine = tmp_path / ("other" if world.rank == 2 else "one")
             st.save(tree(1, world.rank, 4), mine, world=world)
         return True
 

@@ -17,7 +17,6 @@ from shardtree.storage import MemoryStorage
 from shardtree.strategies.safetensors._layout import parts
 from shardtree.testing import STORABLE_DTYPES, bits, first_difference, random_bits
 
-
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
 
@@ -112,7 +111,12 @@ def test_scalars_and_empty_tensors_keep_their_shape(shape):
 
 
 def test_empty_tensors_lie_beside_full_ones():
-    tree = [whole("a", torch.zeros(0)), whole("b", torch.arange(3)), whole("c", torch.zeros(0, 2)), whole("d", torch.ones(()))]
+    tree = [
+        whole("a", torch.zeros(0)),
+        whole("b", torch.arange(3)),
+        whole("c", torch.zeros(0, 2)),
+        whole("d", torch.ones(())),
+    ]
     loaded = st.load_plain_tensors(stored(tree))
     assert {key: tuple(tensor.shape) for key, tensor in loaded.items()} == {"a": (0,), "b": (3,), "c": (0, 2), "d": ()}
     assert loaded["b"].tolist() == [0, 1, 2] and loaded["d"].item() == 1
@@ -193,7 +197,9 @@ def test_keys_are_any_text_and_never_a_path(tmp_path):
     assert len([path for path in tmp_path.rglob("*") if path.is_file()]) == 4
 
 
-@given(some.lists(some.text(some.characters(codec="utf-8"), min_size=1, max_size=4), unique=True, min_size=1, max_size=6))
+@given(
+    some.lists(some.text(some.characters(codec="utf-8"), min_size=1, max_size=4), unique=True, min_size=1, max_size=6)
+)
 def test_every_text_is_a_key(keys):
     folder = stored([whole(key, torch.tensor(number)) for number, key in enumerate(keys)])
     assert {key: int(tensor) for key, tensor in st.load_plain_tensors(folder).items()} == {
@@ -238,7 +244,15 @@ def test_parts_hold_each_item_once_in_order_and_aligned(header_bytes, dtypes):
 @pytest.mark.peers
 def test_the_safetensors_package_reads_every_data_file(tmp_path):
     safetensors = pytest.importorskip("safetensors.torch")
-    dtypes = [torch.float32, torch.bfloat16, torch.int8, torch.bool, torch.float8_e4m3fn, torch.complex128, torch.uint16]
+    dtypes = [
+        torch.float32,
+        torch.bfloat16,
+        torch.int8,
+        torch.bool,
+        torch.float8_e4m3fn,
+        torch.complex128,
+        torch.uint16,
+    ]
     tree = [whole(f"layer.{number}", random_bits((4, 3), dtype, seed=2)) for number, dtype in enumerate(dtypes)]
     st.save([*tree, st.ShardedObject("rng", [1, 2], (1,), (0,)), 5], tmp_path)
     (file,) = tmp_path.glob("save-*/00000-of-00001.safetensors")

@@ -146,7 +146,9 @@ def test_a_table_is_a_value_and_a_wrapper_a_function_from_strategy_to_strategy()
     assert loaded["w"].tolist() == [0, 1, 2] and loaded["o"] == 1
     st.remove_sharded_tensors(folder, "w", strategies=table)
     assert calls[:2] == ["save_sharded", "save_common"]
-    assert sorted(set(calls)) == sorted(fn.__name__ for row, fn in before.items() if row != SAVE_OBJECTS and row[1:] == NATIVE)
+    assert sorted(set(calls)) == sorted(
+        fn.__name__ for row, fn in before.items() if row != SAVE_OBJECTS and row[1:] == NATIVE
+    )
     assert dict(default_strategies) == before
     count = len(calls)
     st.load_common_state_dict(folder)

@@ -127,3 +127,9 @@ def test_values_that_refuse_to_be_compared_differ() -> None:
             raise RuntimeError
 
     assert diff([Stubborn()], [Stubborn()])
+
+
+def test_a_single_element_may_keep_its_stride() -> None:
+    tensor = torch.arange(8)[4::4]
+    assert not diff({"w": tensor}, {"w": torch.tensor([4])})
+    assert diff({"w": tensor}, {"w": torch.tensor([5])})

@@ -1,0 +1,172 @@
+"""The eight strict modes: which keys are an error, logged, returned or left out; beside Megatron-Core's own choice."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as some
+
+import shardtree as st
+from shardtree.errors import KeyMismatch, RemoteError
+from shardtree.storage import MemoryStorage
+
+MODES = list(st.StrictHandling)
+RAISING = {st.StrictHandling.RAISE_UNEXPECTED, st.StrictHandling.RAISE_ALL}
+RETURNING = {st.StrictHandling.RETURN_UNEXPECTED, st.StrictHandling.RETURN_ALL}
+LOGGING = {st.StrictHandling.LOG_UNEXPECTED, st.StrictHandling.LOG_ALL}
+NAMES = "abcdef"
+
+
+def leaf(key, replica_id=0):
+    """A tensor for the first names, an object for the others."""
+    if key in "abcd":
+        return st.ShardedTensor.from_rank_offsets(key, torch.full((2,), ord(key)), replica_id=replica_id)
+    return st.ShardedObject(key, key, (1,), (0,), replica_id)
+
+
+def saved(keys):
+    folder = MemoryStorage()
+    st.save({key: leaf(key) for key in keys} | {"step": 1}, folder)
+    return folder
+
+
+def outcome(call):
+    """What a call gives: what is loaded with missing and unexpected keys, or that it raised."""
+    try:
+        found = call()
+    except (KeyMismatch, RemoteError):
+        return "raised"
+    tree, *keys = found if isinstance(found, tuple) else (found,)
+    return {key for key in tree if key != "step"}, keys
+
+
+def load_on_ranks(stored, asked, mode):
+    """The outcome on each rank, each of which asks for its own keys."""
+    folder = saved(stored)
+
+    def on_rank(world):
+        target = {key: leaf(key, sum(key in asked[rank] for rank in range(world.rank))) for key in asked[world.rank]}
+        return outcome(lambda: st.load(target, folder, strict=mode, world=world))
+
+    return st.simulate(len(asked), on_rank)
+
+
+def expected(stored, asked, mode):
+    """The same by the definitions: unexpected is one rank's, missing is everybody's."""
+    everywhere = set().union(*asked)
+    missing = stored - everywhere if mode.value.endswith("_all") else set()
+    unexpected = [keys - stored for keys in asked]
+    strictly = mode is st.StrictHandling.ASSUME_OK_UNEXPECTED or mode in RAISING
+    if (strictly and any(unexpected)) or (mode in RAISING and missing):
+        return ["raised"] * len(asked)
+    return [
+        (keys & stored, [missing, extra] if mode in RETURNING else [])
+        for keys, extra in zip(asked, unexpected, strict=True)
+    ]
+
+
+keys = some.sets(some.sampled_from(NAMES))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.filterwarnings("ignore")
+def test_each_mode_does_what_its_name_says_on_every_rank(mode):
+    @settings(max_examples=12)
+    @given(keys, some.lists(keys, min_size=1, max_size=3))
+    def law(stored, asked):
+        assert load_on_ranks(stored, asked, mode) == expected(stored, asked, mode)
+
+    law()
+
+
+def test_the_law_sees_one_mode_taken_for_another():
+    stored, asked = {"a", "b"}, [{"a"}, {"c"}]
+    found = load_on_ranks(stored, asked, st.StrictHandling.RETURN_UNEXPECTED)
+    assert found != expected(stored, asked, st.StrictHandling.RETURN_ALL)
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode is not st.StrictHandling.ASSUME_OK_UNEXPECTED])
+def test_keys_are_those_that_megatron_finds(mode):
+    validation = pytest.importorskip("megatron.core.dist_checkpointing.validation")
+    theirs = validation.StrictHandling(mode.value)
+    assert validation.StrictHandling.requires_returning_mismatch_keys(theirs) == (mode in RETURNING)
+
+    @settings(max_examples=12)
+    @given(keys, some.lists(keys, min_size=1, max_size=3))
+    def law(stored, asked):
+        metadata = [[megatron_leaf(key) for key in sorted(held)] for held in asked]
+        everything = metadata if validation.StrictHandling.requires_global_app_metadata(theirs) else None
+        in_checkpoint = {key: megatron_leaf(key) for key in stored}
+        found = load_on_ranks(stored, asked, mode)
+        for held, ours in zip(metadata, found, strict=True):
+            missing, unexpected = validation._determine_missing_and_unexpected_keys(in_checkpoint, held, everything)
+            if ours == "raised":
+                continue
+            assert ours[0] == {each.key for each in held} - unexpected
+            if mode in RETURNING:
+                assert ours[1] == [missing, unexpected]
+        wrong = [
+            any(validation._determine_missing_and_unexpected_keys(in_checkpoint, held, everything)) for held in metadata
+        ]
+        assert (found == ["raised"] * len(asked)) == (mode in RAISING and any(wrong))
+
+    law()
+
+
+def megatron_leaf(key):
+    mapping = pytest.importorskip("megatron.core.dist_checkpointing.mapping")
+    if key in "abcd":
+        return mapping.ShardedTensor.from_rank_offsets(key, torch.zeros(2))
+    return mapping.ShardedObject(key, None, (1,), (0,))
+
+
+def test_the_modes_are_megatrons():
+    validation = pytest.importorskip("megatron.core.dist_checkpointing.validation")
+    assert {mode.name: mode.value for mode in MODES} == {mode.name: mode.value for mode in validation.StrictHandling}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_only_logging_modes_log_and_name_every_key(mode, caplog):
+    caplog.set_level(logging.DEBUG)
+    if mode in RAISING:
+        with pytest.raises(KeyMismatch, match=r"'d'"):
+            st.load({"a": leaf("a"), "d": leaf("d")}, saved("ab"), strict=mode)
+    elif mode is not st.StrictHandling.ASSUME_OK_UNEXPECTED:
+        st.load({"a": leaf("a"), "d": leaf("d")}, saved("ab"), strict=mode)
+    lines = [record.getMessage() for record in caplog.records if record.name == "shardtree"]
+    assert len(lines) == (mode in LOGGING)
+    for text in lines:
+        assert "unexpected (asked for, not stored): 'd'" in text
+        assert ("'b'" in text) == (mode is st.StrictHandling.LOG_ALL)
+
+
+def test_a_rank_that_raises_is_named_on_the_others():
+    folder = saved("a")
+
+    def on_rank(world):
+        target = {"a": leaf("a")} if world.rank == 0 else {"d": leaf("d")}
+        with pytest.raises(RemoteError, match=r"rank 1: KeyMismatch[\s\S]*'d'"):
+            st.load(target, folder, strict="raise_unexpected", world=world)
+        return True
+
+    assert st.simulate(2, on_rank) == [True, True]
+
+
+@pytest.mark.parametrize("strict", ["RAISE_ALL", "", None, 3, "lenient"])
+def test_a_mode_that_is_none_is_refused_with_those_that_are(strict):
+    with pytest.raises(KeyMismatch, match="raise_all"):
+        st.load({}, saved("a"), strict=strict)
+
+
+def test_a_mode_may_be_given_by_name_or_value():
+    assert st.load({"d": leaf("d")}, saved("a"), strict="return_all") == ({"step": 1}, {"a"}, {"d"})
+    assert st.load({"d": leaf("d")}, saved("a"), strict=st.StrictHandling.RETURN_ALL) == ({"step": 1}, {"a"}, {"d"})
+
+
+def test_an_unexpected_shard_in_a_list_is_an_error_since_positions_would_shift():
+    with pytest.raises(st.TreeError):
+        st.load({"list": [leaf("a"), leaf("d")]}, saved("a"), strict="ignore_all")

@@ -1,0 +1,220 @@
+"""An open checkpoint is a mapping of lazy shards: trees compose over it, and only asked-for bytes are read."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+
+import shardtree as st
+from shardtree.errors import KeyMismatch, NotACheckpoint, TreeError
+from shardtree.storage import MemoryStorage
+from shardtree.testing import transposed
+
+W = torch.arange(1024 * 64, dtype=torch.float32).view(1024, 64)
+
+
+@dataclass
+class Counted:
+    """A reader that counts the bytes that are read."""
+
+    reader: object
+    count: list
+
+    @property
+    def length(self):
+        return self.reader.length
+
+    def read_into(self, byte, buffers):
+        self.count.append(sum(buffer.nbytes for buffer in buffers))
+        self.reader.read_into(byte, buffers)
+
+    def mapped(self):
+        return self.reader.mapped()
+
+
+@dataclass(frozen=True, eq=False)
+class CountingStorage(MemoryStorage):
+    """A storage whose reads of data files are counted, in bytes."""
+
+    count: list = field(default_factory=list)
+
+    @contextmanager
+    def open(self, name):
+        with super().open(name) as reader:
+            yield Counted(reader, self.count)
+
+
+def saved():
+    folder = CountingStorage()
+
+    def save(world):
+        rows = W.chunk(4)[world.rank]
+        tree = {
+            "decoder.weight": st.ShardedTensor.from_rank_offsets("decoder.weight", rows, (0, world.rank, 4)),
+            "decoder.bias": st.ShardedTensor.from_rank_offsets("decoder.bias", torch.arange(3), replica_id=world.rank),
+            "rng": st.ShardedObject("rng", {"rank": world.rank}, (4,), (world.rank,)),
+            "step": 7,
+        }
+        st.save(tree, folder, world=world)
+
+    st.simulate(4, save)
+    folder.count.clear()
+    return folder
+
+
+def test_it_is_a_read_only_mapping_by_key():
+    opened = st.open_checkpoint(saved())
+    assert list(opened) == ["decoder.bias", "decoder.weight", *(f"rng/shard_{rank}_4" for rank in range(4))]
+    assert len(opened) == 6 and "decoder.bias" in opened and "nothing" not in opened
+    assert "6 keys" in repr(opened)
+    assert opened.common() == {"step": 7}
+    shard = opened["decoder.weight"]
+    assert (shard.global_shape, shard.dtype, shard.replica_id) == ((1024, 64), torch.float32, 0)
+    assert isinstance(shard.data, st.LazyTensor)
+    assert opened["rng/shard_2_4"].data == {"rank": 2}
+    with pytest.raises(KeyMismatch, match="'nothing'"):
+        opened["nothing"]
+    with pytest.raises(TypeError):
+        opened["decoder.bias"] = shard
+
+
+def test_nothing_is_read_until_it_is_asked_for():
+    folder = saved()
+    opened = st.open_checkpoint(folder, verify=None)
+    tree = {key: opened[key] for key in ("decoder.weight", "decoder.bias")}
+    assert set(st.extract_metadata(tree)) == set(tree)
+    assert folder.count == []
+
+
+@pytest.mark.parametrize(
+    ("pick", "most"),
+    [
+        (lambda w: w[0:10, :], 10 * 64 * 4),
+        (lambda w: w[1000], 64 * 4),
+        (lambda w: w[255:257], 2 * 64 * 4),
+        (lambda w: w[5, 7], 4),
+        (lambda w: w[0:0], 0),
+        (lambda w: w.narrow(0, 300, 20).to(torch.float64), 20 * 64 * 4),
+        (lambda w: torch.cat([w[:2], w[-2:]]), 4 * 64 * 4),
+        (lambda w: w[3:5].transpose(0, 1), 2 * 64 * 4),
+        (lambda w: w.chunk(4)[1], 256 * 64 * 4),
+    ],
+)
+def test_only_the_asked_for_bytes_are_read(pick, most):
+    folder = saved()
+    lazy = pick(st.open_checkpoint(folder, verify=None)["decoder.weight"].data)
+    assert folder.count == []
+    assert torch.equal(lazy.read(), pick(W))
+    assert sum(folder.count) == most
+
+
+def test_verify_all_widens_reads_to_blocks():
+    folder = saved()
+    assert torch.equal(st.open_checkpoint(folder, verify="all")["decoder.weight"].data[0:10].read(), W[:10])
+    assert sum(folder.count) > 10 * 64 * 4
+
+
+def test_tree_maps_and_factories_compose_over_it_before_anything_is_read():
+    folder = saved()
+    opened = st.open_checkpoint(folder, verify=None)
+    halved = st.map_shards(
+        lambda leaf: replace(leaf, data=leaf.data[:8], **EIGHT_ROWS), {"w": opened["decoder.weight"]}
+    )
+    tree = st.cast(st.prefix(halved, "new."), torch.bfloat16)
+    tree["t"] = transposed("t", tree["w"].data)
+    built = st.apply_factories(tree)
+    assert built["t"].global_shape == (64, 8) and built["w"].key == "new.decoder.weight" and folder.count == []
+    other = MemoryStorage()
+    st.save(tree, other)
+    plain = st.load_plain_tensors(other)
+    assert torch.equal(plain["new.decoder.weight"], W[:8].bfloat16()) and torch.equal(plain["t"], W[:8].bfloat16().t())
+    assert sum(folder.count) == 2 * 8 * 64 * 4
+
+
+EIGHT_ROWS = {"local_shape": (8, 64), "global_shape": (8, 64)}
+
+
+def test_an_open_checkpoint_can_be_saved_elsewhere():
+    opened = st.open_checkpoint(saved())
+    other = MemoryStorage()
+    st.save({key: opened[key] for key in opened} | opened.common(), other)
+    plain = st.load_plain_tensors(other, verify="all")
+    assert torch.equal(plain["decoder.weight"], W) and plain["decoder.bias"].tolist() == [0, 1, 2]
+    assert st.load_common_state_dict(other) == {"step": 7}
+    assert st.open_checkpoint(other)["rng/shard_3_4"].data == {"rank": 3}
+
+
+def test_its_values_are_targets_of_a_load():
+    folder = saved()
+    opened = st.open_checkpoint(folder)
+    loaded = st.load(
+        {"w": opened["decoder.weight"], "r": opened["rng/shard_1_4"]}, folder, validate_access_integrity=False
+    )
+    assert torch.equal(loaded["w"], W) and loaded["r"] == {"rank": 1}
+
+
+def test_nested_takes_keys_apart():
+    opened = st.open_checkpoint(saved())
+    tree = opened.nested()
+    assert set(tree) == {"decoder", *(f"rng/shard_{rank}_4" for rank in range(4))}
+    assert tree["decoder"]["bias"].data.read().tolist() == [0, 1, 2]
+    by_slash = opened.nested("/")
+    assert by_slash["rng"]["shard_0_4"].data == {"rank": 0} and "decoder.bias" in by_slash
+
+
+@pytest.mark.parametrize("keys", [("a", "a.b"), ("a.b", "a.b.c"), ("a.b.c", "a.b")])
+def test_a_key_that_begins_another_has_no_nested_form(keys):
+    folder = MemoryStorage()
+    st.save({key: st.ShardedTensor.from_rank_offsets(key, torch.zeros(1)) for key in keys}, folder)
+    opened = st.open_checkpoint(folder)
+    with pytest.raises(TreeError, match="both a key and the beginning"):
+        opened.nested()
+    assert set(opened.nested("/")) == set(keys)
+
+
+def test_lazy_data_is_immutable_and_names_the_way_out():
+    lazy = st.open_checkpoint(saved())["decoder.weight"].data
+    with pytest.raises(st.CheckpointingException, match=r"read\(\)"):
+        lazy + 1
+    with pytest.raises((TypeError, st.CheckpointingException)):
+        lazy[0] = 1
+
+
+def test_a_million_elements_of_shape_cost_no_memory():
+    folder = MemoryStorage()
+    st.save({"w": st.ShardedTensor.from_rank_offsets("w", torch.ones(1).expand(3, 1))}, folder)
+    lazy = st.open_checkpoint(folder)["w"].data
+    assert lazy.shape == (3, 1) and lazy.read().sum() == 3
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        st.open_checkpoint,
+        lambda folder: st.load({}, folder),
+        st.load_plain_tensors,
+        st.load_common_state_dict,
+        st.load_tensors_metadata,
+        st.load_sharded_metadata,
+        st.load_content_metadata,
+        lambda folder: st.remove_sharded_tensors(folder, "w"),
+    ],
+)
+def test_every_entry_point_says_what_is_no_checkpoint(call, tmp_path):
+    assert not st.is_checkpoint(tmp_path)
+    with pytest.raises(NotACheckpoint, match=r"no metadata\.json"):
+        call(tmp_path)
+    with pytest.raises(NotACheckpoint, match="no such folder"):
+        call(tmp_path / "nothing")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_listed_agrees():
+    folder = saved()
+    tensors, everything = st.load_tensors_metadata(folder), st.load_sharded_metadata(folder)
+    assert set(tensors) == {"decoder.weight", "decoder.bias"} and set(everything) == set(st.open_checkpoint(folder))
+    assert all(shard.data is None for shard in everything.values())
+    assert tensors["decoder.weight"].global_shape == (1024, 64)

@@ -1,0 +1,338 @@
+"""What is saved beside tensors: the common state, its comparison between ranks, records, pickles, async requests."""
+
+from __future__ import annotations
+
+import enum
+import os
+from collections import OrderedDict, namedtuple
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given
+
+import shardtree as st
+from shardtree.errors import (
+    CheckpointingException,
+    IntegrityError,
+    RemoteError,
+    TreeError,
+    UnsafeFile,
+    UnsupportedValue,
+)
+from shardtree.storage import MemoryStorage
+from shardtree.testing import common_states, outline
+
+
+def shard(rank=0, ranks=1):
+    return st.ShardedTensor.from_rank_offsets("w", torch.full((2,), rank), (0, rank, ranks))
+
+
+def save_on(trees, **options):
+    folder = MemoryStorage()
+    st.simulate(len(trees), lambda world: st.save(trees[world.rank], folder, world=world, **options))
+    return folder
+
+
+@given(common_states())
+def test_the_common_state_comes_back_as_it_was(state):
+    folder = save_on([{"state": state, "w": shard()}])
+    assert outline(st.load({}, folder)) == outline({"state": state})
+    assert outline(st.load_common_state_dict(folder)) == outline({"state": state})
+
+
+def test_holes_stand_where_positions_matter_and_nowhere_else():
+    folder = save_on(
+        [{"w": shard(), "mixed": [1, shard(), {"x": shard()}], "only": [shard()]}], validate_access_integrity=False
+    )
+    assert st.load_common_state_dict(folder) == {"mixed": [1, st.HOLE, st.HOLE]}
+
+
+def test_the_saved_tree_is_not_changed():
+    tree = {"list": [shard(), 1], "dict": OrderedDict(a=None), "step": 3}
+    before = outline({key: value for key, value in tree.items() if key != "list"}), list(tree), list(tree["list"])
+    save_on([tree], content_metadata={"a": 1})
+    assert before == (
+        outline({key: value for key, value in tree.items() if key != "list"}),
+        list(tree),
+        list(tree["list"]),
+    )
+
+
+# Comparison between ranks.
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "path"),
+    [
+        ({"step": 1}, {"step": 2}, r"tree\['step'\]: rank 0 has 1, rank 1 has 2"),
+        ({"a": {"b": [1, 2]}}, {"a": {"b": [1, 3]}}, r"tree\['a'\]\['b'\]\[1\]"),
+        ({"a": 1, "b": 2}, {"a": 1}, r"tree\['b'\]: rank 0 has 2, rank 1 has nothing"),
+        ({"a": 1}, {"a": 1, "b": 2}, r"tree\['b'\]: rank 0 has nothing, rank 1 has 2"),
+        ({"a": 1}, {"a": True}, r"tree\['a'\]"),
+        ({"a": 0.0}, {"a": -0.0}, r"tree\['a'\]"),
+        ({"a": torch.zeros(2)}, {"a": torch.ones(2)}, r"tree\['a'\]"),
+        ({"a": (1,)}, {"a": [1]}, r"tree\['a'\]"),
+        ({"a": "x" * 500}, {"a": "y" * 500}, r"…"),
+    ],
+)
+def test_ranks_that_differ_are_told_where(one, other, path):
+    def on_rank(world):
+        with pytest.raises(IntegrityError, match=path):
+            st.save([one, other][world.rank] | {"w": shard(world.rank, 2)}, folder, world=world)
+        return True
+
+    folder = MemoryStorage()
+    assert st.simulate(2, on_rank) == [True, True]
+    assert not st.is_checkpoint(folder) and not folder.names()
+
+
+def test_every_difference_and_rank_is_told():
+    def on_rank(world):
+        with pytest.raises(IntegrityError) as caught:
+            st.save({"a": world.rank, "b": [world.rank % 2]}, folder, world=world)
+        return str(caught.value)
+
+    folder = MemoryStorage()
+    for text in st.simulate(3, on_rank):
+        assert "tree['a']: rank 0 has 0, rank 1 has 1" in text
+        assert "tree['b'][0]: rank 0 has 0, rank 1 has 1" in text
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"nan": float("nan")}, {"nan": float("nan")}),
+        ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
+        ({"mine": st.LocalNonpersistentObject(1)}, {}),
+        ({"t": torch.tensor([float("nan")])}, {"t": torch.tensor([float("nan")])}),
+    ],
+)
+def test_what_does_not_count_is_no_difference(one, other):
+    folder = save_on([one | {"w": shard(0, 2)}, other | {"x": shard(1, 2)}])
+    assert st.is_checkpoint(folder)
+
+
+def test_ranks_may_hold_different_shards():
+    trees = [
+        {"layers": {"0": shard(0, 2)}, "step": 1},
+        {"layers": {"1": shard(1, 2)}, "rest": [shard(1, 2)][:0], "step": 1},
+    ]
+    trees[0]["rest"] = []
+    folder = save_on(trees)
+    assert st.load_plain_tensors(folder)["w"].tolist() == [0, 0, 1, 1]
+
+
+def test_without_validation_common_states_are_not_compared_and_rank_zeros_counts():
+    folder = save_on([{"step": rank, "w": shard(rank, 2)} for rank in range(2)], validate_access_integrity=False)
+    assert st.load_common_state_dict(folder) == {"step": 0}
+
+
+def test_preprocessing_leaves_things_out_of_the_comparison_only():
+    def without_time(common):
+        return {key: value for key, value in common.items() if key != "time"}
+
+    trees = [{"time": rank, "step": 3, "w": shard(rank, 2)} for rank in range(2)]
+    folder = save_on(trees, preprocess_common_before_consistency_check=without_time)
+    assert st.load_common_state_dict(folder) == {"time": 0, "step": 3}
+
+
+def test_preprocessing_that_changes_its_argument_does_not_change_what_is_saved():
+    def pop_time(common):
+        common.pop("time")
+        common["nested"].clear()
+        return common
+
+    trees = [{"time": rank, "nested": {"lr": 0.1}, "w": shard(rank, 2)} for rank in range(2)]
+    folder = save_on(trees, preprocess_common_before_consistency_check=pop_time)
+    assert st.load_common_state_dict(folder) == {"time": 0, "nested": {"lr": 0.1}}
+    assert trees[1]["nested"] == {"lr": 0.1}
+
+
+def test_preprocessing_that_fails_on_one_rank_fails_on_all():
+    def on_rank(world):
+        def fails(common):
+            return {}[world.rank] if world.rank else common
+
+        with pytest.raises(RemoteError, match="rank 1: KeyError"):
+            st.save({"w": shard(world.rank, 2)}, folder, preprocess_common_before_consistency_check=fails, world=world)
+        return True
+
+    folder = MemoryStorage()
+    assert st.simulate(2, on_rank) == [True, True]
+
+
+# Content metadata.
+
+
+@pytest.mark.parametrize("content", [{"optimizer": "adam", "betas": (0.9, 0.99)}, {}])
+def test_content_metadata_is_beside_the_state(content):
+    folder = save_on([{"w": shard(), "step": 1}], content_metadata=content)
+    assert st.load_content_metadata(folder) == content
+    loaded = st.load({}, folder)
+    assert st.load_content_metadata(preloaded_state_dict=loaded) == content
+    assert loaded == {"step": 1, "content_metadata": content}
+
+
+def test_without_content_metadata_there_is_none():
+    assert st.load_content_metadata(save_on([{"step": 1}])) is None
+    assert st.load_content_metadata(save_on([[shard(), 1]])) is None
+
+
+def test_content_metadata_has_no_room_in_a_list_or_beside_itself():
+    for tree in ([shard()], {"content_metadata": 1}):
+        with pytest.raises(TreeError, match="no room"):
+            save_on([tree], content_metadata={"a": 1})
+
+
+# Records and pickles.
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+@dataclass
+class Config:
+    lr: float
+    colour: Colour
+
+
+Pair = namedtuple("Pair", "left right")
+STATE = {"config": Config(0.1, Colour.RED), "pair": Pair(1, [2])}
+
+
+def test_classes_come_back_as_records_or_as_the_classes_that_are_given():
+    folder = save_on([STATE | {"o": st.ShardedObject("o", Colour.RED, (1,), (0,))}])
+    target = {"o": st.ShardedObject("o", None, (1,), (0,))}
+    plain = st.load(target, folder)
+    assert type(plain["config"]) is st.Record and plain["config"].fields["lr"] == 0.1
+    assert type(plain["o"]) is st.Record and plain["o"].type_name.endswith("Colour")
+    types = (Config, Colour, Pair)
+    typed = st.load(target, folder, types=types)
+    assert typed == STATE | {"o": Colour.RED}
+    assert st.load_common_state_dict(folder, types=types) == STATE
+    opened = st.open_checkpoint(folder, types=types)
+    assert opened.common() == STATE and opened["o/shard_0_1"].data is Colour.RED
+
+
+class Trap:
+    """What makes a file when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+@pytest.mark.parametrize("place", ["common", "object"])
+def test_pickles_are_neither_made_nor_run_without_leave(tmp_path, place):
+    trap = Trap(tmp_path / "ran")
+    tree = {"a": trap if place == "common" else st.ShardedObject("a", trap, (1,), (0,))}
+    target = {} if place == "common" else {"a": st.ShardedObject("a", None, (1,), (0,))}
+    folder = MemoryStorage()
+    with pytest.raises(UnsupportedValue, match=r"Trap[\s\S]*allow_pickle"):
+        st.save(tree, folder)
+    assert not st.is_checkpoint(folder)
+    st.save(tree, folder, allow_pickle=True)
+    calls = [lambda: st.load(target, folder)]
+    calls += (
+        [lambda: st.load_common_state_dict(folder)]
+        if place == "common"
+        else [lambda: st.open_checkpoint(folder)["a/shard_0_1"]]
+    )
+    for call in calls:
+        with pytest.raises(UnsafeFile, match="allow_pickle=True"):
+            call()
+    st.load_plain_tensors(folder)
+    st.load_sharded_metadata(folder)
+    assert not (tmp_path / "ran").exists()
+    st.load(target, folder, allow_pickle=True)
+    assert (tmp_path / "ran").exists()
+
+
+def test_ranks_that_differ_in_pickled_values_hear_of_it(tmp_path):
+    def on_rank(world):
+        with pytest.raises(CheckpointingException):
+            st.save({"a": {1, 2, world.rank + 7}, "b": Opaque(world.rank)}, folder, allow_pickle=True, world=world)
+        return True
+
+    folder = MemoryStorage()
+    assert st.simulate(2, on_rank) == [True, True]
+
+
+class Opaque:
+    def __init__(self, value):
+        self.value = value
+
+
+# Integrity of shards and objects.
+
+
+def test_objects_need_exactly_one_main_replica():
+    for replicas, text in (((0, 0), "main replicas on ranks"), ((1, 2), "no main replica")):
+
+        def on_rank(world, replicas=replicas, text=text):
+            with pytest.raises(IntegrityError, match=text):
+                st.save({"o": st.ShardedObject("o", 1, (1,), (0,), replicas[world.rank])}, MemoryStorage(), world=world)
+            return True
+
+        assert st.simulate(2, on_rank) == [True, True]
+
+
+@pytest.mark.parametrize("data", [None, torch.empty(2, device="meta")])
+def test_a_shard_without_data_is_named(data):
+    tree = {"deep": [st.ShardedTensor("w", data, torch.float32, (2,), (2,), (0,), None)]}
+    with pytest.raises(CheckpointingException, match=r"'w' at tree\['deep'\]\[0\]"):
+        st.save(tree, MemoryStorage())
+
+
+# Async requests.
+
+
+def test_a_request_is_a_value_until_it_is_executed():
+    folder, calls = MemoryStorage(), []
+    request = st.save({"w": shard()}, folder, async_sharded_save=True)
+    longer = request.add_finalize_fn(lambda: calls.append("last"))
+    assert longer is not request and len(longer.finalize_fns) == len(request.finalize_fns) + 1
+    assert not st.is_checkpoint(folder)
+    fields = longer.execute_sync()
+    assert calls == ["last"] and st.is_checkpoint(folder)
+    assert fields["sharded_backend"] == "safetensors" and fields["save_id"] in folder.names()
+
+
+def test_finalizers_run_after_the_commit_in_order_on_every_rank():
+    folder = MemoryStorage()
+
+    def on_rank(world):
+        seen = []
+        request = st.save({"w": shard(world.rank, 3)}, folder, async_sharded_save=True, world=world)
+        request = request.add_finalize_fn(lambda: seen.append(st.is_checkpoint(folder))).add_finalize_fn(
+            lambda: seen.append(2)
+        )
+        request.execute_sync()
+        return seen
+
+    assert st.simulate(3, on_rank) == [[True, 2]] * 3
+
+
+def test_a_finalizer_that_fails_is_told_and_the_checkpoint_stays():
+    folder = MemoryStorage()
+
+    def on_rank(world):
+        request = st.save({"w": shard(world.rank, 2)}, folder, async_sharded_save=True, world=world)
+        with pytest.raises(RemoteError, match=r"finalize[\s\S]*rank 1: ZeroDivisionError"):
+            request.add_finalize_fn(lambda: 1 // (1 - world.rank)).execute_sync()
+        return True
+
+    assert st.simulate(2, on_rank) == [True, True]
+    assert st.load_plain_tensors(folder)["w"].tolist() == [0, 0, 1, 1]
+
+
+def test_progress_adds_up_to_what_is_written_and_read():
+    folder, written, read = MemoryStorage(), [], []
+    st.save({"w": shard()}, folder, progress=written.append)
+    assert sum(written) >= 16
+    st.load({"w": shard()}, folder, progress=read.append)
+    assert sum(read) == 16

@@ -1,0 +1,118 @@
+"""Factories: merging undoes building, for parameters and their optimizer states, and layouts may change between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import shardtree
+from shardtree.mapping import ShardedTensor, ShardedTensorFactory
+from shardtree.storage import MemoryStorage
+from shardtree.testing import bits, check_factory, factories, glu, random_bits, stacked, transposed
+from shardtree.world import World, simulate
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+
+PRINTABLE = st.sampled_from([torch.float32, torch.bfloat16, torch.int8])
+
+
+@given(factories())
+def test_merge_undoes_build(factory: ShardedTensorFactory) -> None:
+    check_factory(factory)
+
+
+@given(st.data())
+def test_merge_undoes_build_on_flat_ranges(data: st.DataObject) -> None:
+    shape = 2 * data.draw(st.integers(1, 3)), data.draw(st.integers(0, 3))
+    volume = shape[0] * shape[1]
+    start, stop = sorted(data.draw(st.tuples(*[st.integers(0, volume)] * 2)))
+    ranks = data.draw(st.integers(1, 3))
+    factory = glu("w", random_bits(shape, data.draw(PRINTABLE), 1), data.draw(st.integers(0, ranks - 1)), ranks)
+    check_factory(factory, flat=[slice(start, stop), slice(0, volume)])
+
+
+def swapped(factory: ShardedTensorFactory) -> ShardedTensorFactory:
+    return replace(factory, merge_fn=lambda parts: factory.merge_fn(list(parts)[::-1]))
+
+
+def forgetful(factory: ShardedTensorFactory) -> ShardedTensorFactory:
+    """Build from the parameter, whatever tensor is given."""
+    return replace(factory, build_fn=lambda key, data, *rest: factory.build_fn(key, factory.data, *rest))
+
+
+def cut_by_dtype(factory: ShardedTensorFactory) -> ShardedTensorFactory:
+    def build(key: str, data: Any, *rest: Any) -> Any:
+        as_one = [ShardedTensor.from_rank_offsets(key, data)]
+        return factory.build_fn(key, data, *rest) if data.dtype == factory.data.dtype else as_one
+
+    return replace(factory, build_fn=build)
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (swapped, "merge doesn't undo build for 'w'"),
+        (forgetful, "merge doesn't undo build for 'optimizer"),
+        (cut_by_dtype, "is cut otherwise than 'w'"),
+    ],
+)
+def test_the_law_catches(fault: Callable[[ShardedTensorFactory], ShardedTensorFactory], message: str) -> None:
+    factory = glu("w", torch.arange(12).view(4, 3))
+    check_factory(factory)
+    with pytest.raises(AssertionError, match=message):
+        check_factory(fault(factory))
+
+
+def test_the_law_catches_flat_ranges_that_are_ignored() -> None:
+    factory = glu("w", torch.arange(12.0).view(4, 3))
+    # What a transposing factory does with flat data can't be right, and must not pass.
+    with pytest.raises((AssertionError, IndexError, shardtree.CheckpointingException)):
+        check_factory(transposed("w", factory.data), flat=[slice(2, 7)])
+
+
+def gate_and_value(rank: int, ranks: int, gate: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    return torch.cat([half.chunk(ranks)[rank] for half in (gate, value)])
+
+
+@pytest.mark.parametrize(("save_ranks", "load_ranks"), [(2, 4), (4, 1), (1, 2)])
+def test_gated_halves_survive_another_number_of_ranks(save_ranks: int, load_ranks: int) -> None:
+    gate, value, storage = torch.arange(24.0).view(8, 3), -torch.arange(24.0).view(8, 3), MemoryStorage()
+
+    def tree(world: World) -> dict[str, ShardedTensorFactory]:
+        data = gate_and_value(world.rank, world.size, gate, value)
+        return {
+            "w": glu("w", data, world.rank, world.size),
+            "exp_avg": glu("exp_avg.w", data + 1, world.rank, world.size),
+            "t": transposed("t", data, (1, world.rank, world.size)),
+        }
+
+    def load(world: World) -> bool:
+        expected = tree(world)
+        target = shardtree.map_data(torch.zeros_like, expected)
+        loaded = shardtree.load(target, storage, world=world)
+        halves = {key: bits(loaded[key]) == bits(expected[key].data) for key in ("w", "exp_avg")}
+        return all(halves.values())
+
+    def save(world: World) -> None:
+        shardtree.save(tree(world), storage, world=world)
+
+    simulate(save_ranks, save)
+    assert all(simulate(load_ranks, load))
+
+
+def test_stacked_layers_move_between_pipeline_stages() -> None:
+    layers, storage = random_bits((4, 2, 3), torch.bfloat16, 1), MemoryStorage()
+
+    def tree(world: World) -> Any:
+        own = layers.chunk(world.size)[world.rank]
+        return {"layers": stacked("layers", own, world.rank * len(own), len(layers))}
+
+    simulate(4, lambda world: shardtree.save(tree(world), storage, world=world))
+    loaded = simulate(2, lambda world: shardtree.load(tree(world), storage, world=world)["layers"])
+    assert bits(torch.cat(loaded)) == bits(layers)

@@ -1,0 +1,227 @@
+"""Plans that are carried out: the right bytes in the right places, and what each degree of checking finds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardtree.errors import CorruptCheckpoint, StorageError
+from shardtree.layouts import ShardColumns, shard_columns
+from shardtree.mapping import ShardedTensor
+from shardtree.plans import LoadPlan, Runs, StoredChunks, plan_load, runs_plan
+from shardtree.storage import BLOCK_BYTES, MemoryStorage, ReadReport, StoredFile, Verify, block_hashes, fetch
+from shardtree.testing import random_bits
+from tests.trees.samples import assert_caught
+
+ROWS, COLUMNS = 1024, 300  # of int32: 4 blocks and a bit, in which rows of a column slice are short
+START = 100  # bytes before the tensor
+WHOLE = random_bits((ROWS, COLUMNS), torch.int32, seed=1)
+VERIFY: tuple[Verify, ...] = (None, "whole", "all")
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A file that holds one tensor behind a few bytes of something else, and what the index says of it."""
+
+    storage: MemoryStorage
+    file: StoredFile
+    chunks: StoredChunks
+
+
+def stored(flip: int | None = None) -> Stored:
+    """Return the file, with one bit of it flipped after its hashes were taken."""
+    data = bytearray(bytes(range(START)) + WHOLE.numpy().tobytes() + b"the end")
+    hashes = block_hashes([memoryview(bytes(data))])
+    if flip is not None:
+        data[flip // 8] ^= 1 << flip % 8
+    storage = MemoryStorage()
+    storage.write("f", [memoryview(bytes(data))], durable=False)
+    return Stored(storage, StoredFile("f", len(data), hashes), one_chunk((ROWS, COLUMNS), START))
+
+
+def one_chunk(shape: tuple[int, int], byte: int) -> StoredChunks:
+    zero = np.zeros(1, dtype=np.int64)
+    return StoredChunks(
+        zero, np.zeros((1, 2), dtype=np.int64), np.array([shape]), zero - 1, zero - 1, zero, zero + byte
+    )
+
+
+Span = tuple[int, int]
+
+
+@st.composite
+def boxes(draw: st.DrawFn) -> list[tuple[Span, Span]]:
+    """Return a few boxes of the tensor: rows, columns, corners, all of it; they may overlap."""
+
+    def span(size: int) -> Span:
+        low, high = sorted(draw(st.tuples(st.integers(0, size), st.integers(0, size))))
+        return draw(st.sampled_from([(0, size), (low, high)]))
+
+    return [(span(ROWS), span(COLUMNS)) for _ in range(draw(st.integers(1, 3)))]
+
+
+def request(parts: list[tuple[Span, Span]]) -> ShardColumns:
+    shards = [
+        ShardedTensor("w", None, torch.int32, (bottom - top, right - left), (ROWS, COLUMNS), (top, left), None)
+        for (top, bottom), (left, right) in parts
+    ]
+    return shard_columns(shards)
+
+
+def fetched(
+    source: Stored, plan: LoadPlan, sizes: list[int], verify: Verify
+) -> tuple[list[torch.Tensor], ReadReport, int]:
+    memories = [torch.full((size,), 0xEE, dtype=torch.uint8) for size in sizes]
+    told: list[int] = []
+    report = fetch(source.storage, {0: source.file}, plan, memories, verify=verify, progress=told.append)
+    return memories, report, sum(told)
+
+
+SHORTEST = st.sampled_from([1, 2000, 2**20])
+
+
+def fills_targets(parts: list[tuple[Span, Span]], shortest_run: int, verify: Verify, shift: int = 0) -> None:
+    source, columns = stored(), request(parts)
+    plan = plan_load(columns, source.chunks, shortest_run=shortest_run)
+    if shift:
+        plan = replace(plan, runs=replace(plan.runs, byte=plan.runs.byte + shift))
+    memories, report, told = fetched(source, plan, [int(size) * 4 for size in columns.elements], verify)
+    for ((top, bottom), (left, right)), memory in zip(parts, memories, strict=True):
+        expected = WHOLE[top:bottom, left:right].contiguous()
+        assert memory.numpy().tobytes() == expected.numpy().tobytes()
+    assert report.bytes_read == told == plan.bytes_read
+    assert report.files == int(plan.bytes_read > 0)
+    if verify is None:
+        assert report.blocks_checked == 0
+    if verify == "all":
+        assert report.blocks_unchecked == 0
+
+
+@given(boxes(), SHORTEST, st.sampled_from(VERIFY))
+def test_each_target_gets_its_bytes_and_the_report_counts_them(
+    parts: list[tuple[Span, Span]], shortest_run: int, verify: Verify
+) -> None:
+    fills_targets(parts, shortest_run, verify)
+
+
+def test_filling_catches_a_plan_that_is_shifted_by_a_byte() -> None:
+    def law(shift: int, parts: list[tuple[Span, Span]]) -> None:
+        fills_targets(parts, 1, None, shift)
+
+    assert_caught(law, 1, boxes())
+
+
+def blocks_of(plan: LoadPlan) -> tuple[set[int], set[int]]:
+    """Return which blocks a plan's runs touch, and which they cover from their first byte to their last."""
+    length = stored().file.length
+    read = np.zeros(length, dtype=np.bool_)
+    for byte, size in zip(plan.runs.byte.tolist(), plan.runs.length.tolist(), strict=True):
+        read[byte : byte + size] = True
+    parts = [read[at : at + BLOCK_BYTES] for at in range(0, length, BLOCK_BYTES)]
+    touched = {number for number, part in enumerate(parts) if part.any()}
+    return touched, {number for number in touched if parts[number].all()}
+
+
+def finds_flips(verify: Verify, top: int, bottom: int, flip: int, hides: bool = False) -> None:
+    """Read rows of a file with a flipped bit, and compare what happens with what this degree promises."""
+    source, columns = stored(flip), request([((top, bottom), (0, COLUMNS))])
+    if hides:
+        source = replace(source, file=replace(source.file, hashes=None))
+    plan = plan_load(columns, source.chunks)
+    touched, whole = blocks_of(plan)
+    checked: dict[Any, set[int]] = {None: set(), "whole": whole, "all": touched}
+    damaged = flip // 8 // BLOCK_BYTES
+    try:
+        _, report, _ = fetched(source, plan, [int(columns.elements[0]) * 4], verify)
+    except CorruptCheckpoint as error:
+        assert damaged in checked[verify]
+        assert f"bytes {damaged * BLOCK_BYTES} to" in str(error)
+    else:
+        assert damaged not in checked[verify]
+        assert (report.blocks_checked, report.blocks_unchecked) == (
+            len(checked[verify]),
+            len(touched - checked[verify]),
+        )
+
+
+ROW = st.integers(0, ROWS)
+BITS = st.integers(0, (START + ROWS * COLUMNS * 4 + 7) * 8 - 1)
+
+
+@given(st.sampled_from(VERIFY), ROW, ROW, BITS)
+def test_each_degree_finds_the_flipped_bits_that_it_promises_and_no_others(
+    verify: Verify, one: int, other: int, flip: int
+) -> None:
+    finds_flips(verify, min(one, other), max(one, other), flip)
+
+
+def test_finding_flips_catches_a_read_that_checks_nothing() -> None:
+    def law(hides: bool, flip: int) -> None:
+        finds_flips("all", 0, ROWS, flip, hides)
+
+    assert_caught(law, True, BITS)
+
+
+@given(BITS)
+def test_checking_all_finds_any_flip_in_a_block_that_columns_are_read_from(flip: int) -> None:
+    source, columns = stored(flip), request([((0, ROWS), (10, 20))])
+    plan = plan_load(columns, source.chunks)
+    assert plan.strided.file.size
+    damaged = flip // 8 // BLOCK_BYTES
+    with pytest.raises(CorruptCheckpoint, match=f"bytes {damaged * BLOCK_BYTES} to"):
+        fetched(source, plan, [int(columns.elements[0]) * 4], "all")
+    fetched(source, plan, [int(columns.elements[0]) * 4], None)
+
+
+def test_two_targets_that_want_the_same_bytes_get_them() -> None:
+    fills_targets([((0, ROWS), (0, COLUMNS))] * 2 + [((300, 301), (0, COLUMNS))], 1, "whole")
+
+
+def test_a_file_without_hashes_is_read_unchecked() -> None:
+    source = replace(stored(), file=replace(stored().file, hashes=None))
+    columns = request([((0, ROWS), (0, COLUMNS))])
+    _, report, _ = fetched(source, plan_load(columns, source.chunks), [ROWS * COLUMNS * 4], "all")
+    assert (report.blocks_checked, report.blocks_unchecked) == (0, 5)
+
+
+@pytest.mark.parametrize("change", [-1, 1])
+@pytest.mark.parametrize("verify", VERIFY)
+def test_a_file_of_another_length_is_corrupt(change: int, verify: Verify) -> None:
+    source, columns = stored(), request([((0, 1), (0, COLUMNS))])
+    file = replace(source.file, length=source.file.length + change)
+    with pytest.raises(CorruptCheckpoint, match="'memory:f' has the wrong length"):
+        fetched(replace(source, file=file), plan_load(columns, source.chunks), [COLUMNS * 4], verify)
+
+
+def test_a_missing_file_is_a_storage_error() -> None:
+    source, columns = stored(), request([((0, 1), (0, COLUMNS))])
+    source.storage.remove("f")
+    with pytest.raises(StorageError, match="memory:f"):
+        fetched(source, plan_load(columns, source.chunks), [COLUMNS * 4], "whole")
+
+
+def test_a_plan_that_reads_nothing_opens_nothing() -> None:
+    none = np.zeros(0, dtype=np.int64)
+    plan = runs_plan(Runs(none, none, none, none, none))
+    assert fetch(MemoryStorage(), {}, plan, []) == ReadReport()
+
+
+@pytest.mark.parametrize("item", [1, 2, 4, 8, 16])
+def test_columns_of_every_item_size(item: int) -> None:
+    dtype = {1: torch.int8, 2: torch.bfloat16, 4: torch.float32, 8: torch.int64, 16: torch.complex128}[item]
+    whole = random_bits((50, 6), dtype, seed=3)
+    storage = MemoryStorage()
+    data = bytes(item) + whole.view(torch.uint8).numpy().tobytes()
+    storage.write("f", [memoryview(data)], durable=False)
+    columns = shard_columns([ShardedTensor("w", None, dtype, (48, 3), (50, 6), (1, 2), None)])
+    plan = plan_load(columns, one_chunk((50, 6), item))
+    assert plan.strided.file.size == 1
+    memory = torch.zeros(48 * 3 * item, dtype=torch.uint8)
+    fetch(storage, {0: StoredFile("f", len(data), None)}, plan, [memory])
+    assert memory.numpy().tobytes() == whole[1:49, 2:5].contiguous().view(torch.uint8).numpy().tobytes()
