@@ -50,7 +50,9 @@ class Contender:
 def contenders(ranks: int) -> tuple[Contender, ...]:
     """Return everybody who takes part with that many processes."""
     everybody = (
-        Contender(RAW, _raw_save, {(LOAD, RAW): _raw_load, (LOAD_NEW, RAW): _raw_new, (LOAD_COLUMNS, RAW): _raw_columns}),
+        Contender(
+            RAW, _raw_save, {(LOAD, RAW): _raw_load, (LOAD_NEW, RAW): _raw_new, (LOAD_COLUMNS, RAW): _raw_columns}
+        ),
         Contender(OURS, _save, {**_loads(OURS, "whole"), **_loads(OURS_UNCHECKED, None)}),
         _dcp(DCP, {}),
         _dcp(DCP_BEST, {"thread_count": 2}),

@@ -53,8 +53,12 @@ def work(rank: int, ranks: int, folder: Path, *, size: int, tensors: int) -> Wor
         ranks=ranks,
         folder=folder,
         rows={name: _counted(dtype, rows // ranks, columns, rank) for name, (dtype, rows, columns) in kinds.items()},
-        targets={name: torch.zeros(rows // ranks, columns, dtype=dtype) for name, (dtype, rows, columns) in kinds.items()},
-        columns={name: torch.zeros(rows, columns // ranks, dtype=dtype) for name, (dtype, rows, columns) in kinds.items()},
+        targets={
+            name: torch.zeros(rows // ranks, columns, dtype=dtype) for name, (dtype, rows, columns) in kinds.items()
+        },
+        columns={
+            name: torch.zeros(rows, columns // ranks, dtype=dtype) for name, (dtype, rows, columns) in kinds.items()
+        },
     )
 
 

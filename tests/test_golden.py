@@ -109,7 +109,9 @@ def test_load_in_another_layout(ranks: int) -> None:
             offset = [0, 0]
             offset[axis] = sum(piece.shape[axis] for piece in data[: world.rank])
             mine, whole = data[world.rank], make.tensors()[key]
-            return st.ShardedTensor(key, torch.zeros_like(mine), mine.dtype, mine.shape, whole.shape, offset, None)
+            return st.ShardedTensor(
+                key, torch.zeros_like(mine), mine.dtype, mine.shape, whole.shape, tuple(offset), None
+            )
 
         local = st.LocalNonpersistentObject("here")  # holes in lists and tuples want to be filled
         target = {key: part(key, 1) for key in keys} | {"mixed": [local, 0, {"deep": (0, local)}]}

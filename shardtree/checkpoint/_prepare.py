@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import CheckpointingException, TreeError, explain, render_path
+import torch
+
+from ..errors import CheckpointingException, TreeError, UnsupportedValue, explain, render_path
+from ..lazy import LazyTensor
 from ..mapping import ShardedObject, ShardedTensor
 from ..trees import HOLE, apply_factories, common_with_holes, leaves_with_paths, select, without_holes
 
@@ -34,6 +37,7 @@ def prepare(tree: Any, content_metadata: Mapping[str, Any] | None = None) -> Pre
     Raises:
         TreeError: the tree is no dict, list or tuple, or already has the content metadata's key.
         CheckpointingException: a shard has no data.
+        UnsupportedValue: a shard's data is no dense tensor.
     """
     if not isinstance(tree, (dict, list, tuple)):
         raise TreeError(
@@ -45,6 +49,12 @@ def prepare(tree: Any, content_metadata: Mapping[str, Any] | None = None) -> Pre
     empty = [f"{shard.key!r} at {render_path(path)}" for path, shard in tensors if not _has_data(shard)]
     if empty:
         raise CheckpointingException(explain("save: shards without data", offenders=empty, fix="Give each its tensor."))
+    others = [
+        f"{shard.key!r} at {render_path(path)}: {_kind(shard.data)}" for path, shard in tensors if _kind(shard.data)
+    ]
+    if others:
+        fix = "Save .to_dense() of it, or its parts as tensors of their own."
+        raise UnsupportedValue(explain("save: data that isn't a dense tensor", offenders=others, fix=fix))
     objects = tuple(leaf for _, leaf in leaves if isinstance(leaf, ShardedObject))
     return Prepared(tuple(shard for _, shard in tensors), objects, common_with_holes(built))
 
@@ -96,3 +106,10 @@ def comparable(common: Any) -> Any:
 
 def _has_data(shard: ShardedTensor) -> bool:
     return hasattr(shard.data, "dtype") and not getattr(shard.data, "is_meta", False)
+
+
+def _kind(data: Any) -> str:
+    """Return what data is, if it is neither a dense tensor nor a lazy one; else nothing."""
+    if isinstance(data, torch.Tensor):
+        return "" if data.layout is torch.strided and not data.is_nested else f"{data.layout} tensor"
+    return "" if isinstance(data, LazyTensor) else type(data).__name__

@@ -6,6 +6,7 @@ import torch
 
 from ..errors import CheckpointingException, ShapeError, explain
 from ..mapping import ShardedTensor
+from ..storage import empty_tensor
 from ..trees import with_data
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -95,6 +96,19 @@ def _copyable(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _check_writable(shard: ShardedTensor, tensor: torch.Tensor) -> None:
-    if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
-        fix = "Donate tensors with memory of their own; expand() makes views that have none."
+    if tensor.layout is not torch.strided:
+        fix = "Donate a dense tensor, as .to_dense() gives, or don't donate this one."
+        raise ShapeError(explain(f"load: the donated tensor of {shard.key!r} is {tensor.layout}", fix=fix))
+    if _may_overlap(tensor):
+        fix = "Donate tensors with memory of their own; expand() and unfold() make views that have none."
         raise ShapeError(explain(f"load: elements of the donated tensor of {shard.key!r} share memory", fix=fix))
+
+
+def _may_overlap(tensor: torch.Tensor) -> bool:
+    """Return whether two elements may be at one place: some axis' step doesn't pass what the finer axes reach."""
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return True
+        reach += stride * (size - 1) if size > 1 else 0
+    return False

@@ -9,6 +9,7 @@ from ._blocks import digest as digest
 from ._blocks import hash_column as hash_column
 from ._blocks import hashed as hashed
 from ._buffers import tensor_buffers as tensor_buffers
+from ._empty import empty_tensor as empty_tensor
 from ._fetch import ReadReport as ReadReport
 from ._fetch import StoredFile as StoredFile
 from ._fetch import Verify as Verify

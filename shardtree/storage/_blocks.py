@@ -8,11 +8,13 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from ..geometry import Column
 from ._storage import Buffer
 
 BLOCK_BYTES = 256 * 1024
 
 Hashes = NDArray[np.uint64]
+Flags = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
 
 def digest(data: bytes | Buffer) -> str:
@@ -33,6 +35,39 @@ def block_count(length: int) -> int:
         (0, 1, 2)
     """
     return -(-length // BLOCK_BYTES)
+
+
+def block_hash(block: bytes | Buffer) -> int:
+    """Return the hash of one whole block.
+
+    Examples:
+        >>> hex(block_hash(b""))
+        '0x2d06800538d394c2'
+    """
+    return xxhash.xxh3_64_intdigest(block)
+
+
+def touched(begin: Column, end: Column, length: int, unit: int) -> Flags:
+    """Return which units of a file hold a byte of some spans.
+
+    Args:
+        begin: int64 (spans,).
+        end: one past the last byte, int64 (spans,).
+        length: of the file, in bytes.
+        unit: in bytes; units tile the file.
+
+    Returns:
+        bool (units,).
+
+    Examples:
+        >>> touched(np.array([5, 9]), np.array([15, 9]), length=32, unit=10)
+        array([ True,  True, False, False])
+    """
+    rows = begin < end
+    count = -(-length // unit)
+    opened = np.bincount(begin[rows] // unit, minlength=count + 1)
+    closed = np.bincount(-(-end[rows] // unit), minlength=count + 1)
+    return (opened - closed).cumsum()[:count] > 0
 
 
 class BlockHasher:
@@ -58,9 +93,10 @@ class BlockHasher:
         start, length = 0, buffer.nbytes
         while start < length:
             into = self._at % BLOCK_BYTES
-            part = buffer[start : start + BLOCK_BYTES - into]
-            self._take(part, whole=into == 0 and part.nbytes == BLOCK_BYTES)
-            start += part.nbytes
+            if not into and length - start >= BLOCK_BYTES:
+                start += self._take_blocks(buffer[start:])
+            else:
+                start += self._take_part(buffer[start : start + BLOCK_BYTES - into])
         if self._at == self._file_length:
             self.finish()
 
@@ -70,18 +106,26 @@ class BlockHasher:
             self.hashes[self._at // BLOCK_BYTES] = self._open.intdigest()
             self._open = None
 
-    def _take(self, part: Buffer, *, whole: bool) -> None:
+    def _take_blocks(self, buffer: Buffer) -> int:
+        """Hash the whole blocks that a buffer begins with, and return how many bytes these are."""
+        size = buffer.nbytes // BLOCK_BYTES * BLOCK_BYTES
+        for start in range(0, size, BLOCK_BYTES):
+            self.hashes[(self._at + start) // BLOCK_BYTES] = block_hash(buffer[start : start + BLOCK_BYTES])
+        self._at += size
+        self._open = xxhash.xxh3_64()
+        return size
+
+    def _take_part(self, part: Buffer) -> int:
+        """Add a part of one block to it."""
         number = self._at // BLOCK_BYTES
         self._at += part.nbytes
-        ends = self._at % BLOCK_BYTES == 0
-        if whole:
-            self.hashes[number] = xxhash.xxh3_64_intdigest(part)
-        elif self._open is not None:
+        if self._open is not None:
             self._open.update(part)
-            if ends:
+        if self._at % BLOCK_BYTES == 0:
+            if self._open is not None:
                 self.hashes[number] = self._open.intdigest()
-        if ends:
             self._open = xxhash.xxh3_64()
+        return part.nbytes
 
 
 def hashed(buffers: Iterable[Buffer], hasher: BlockHasher) -> Iterator[Buffer]:

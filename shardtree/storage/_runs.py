@@ -1,4 +1,4 @@
-"""Reads runs straight into the targets' memory, window by window of a file, by a few threads, hashing what has just come."""
+"""Reads runs straight into the targets' memory, window by window of a file, by a few threads, hashing what has come."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ from threading import Lock
 import numpy as np
 import torch
 
-from ..geometry import Column
 from ..plans import Runs
-from ._blocks import BLOCK_BYTES, BlockHasher
+from ._blocks import BLOCK_BYTES, BlockHasher, touched
 from ._storage import Buffer, Reader, Storage
 
-# Both multiples of BLOCK_BYTES, so that no block lies in two steps unless it is read in parts anyway.
-_WINDOW_BYTES = 16 * 1024 * 1024
+# A step is hashed right after it was read, while the processor still has it in its cache. No block lies in two steps.
 _STEP_BYTES = 4 * BLOCK_BYTES
+_WINDOW_BYTES = 16 * _STEP_BYTES
 _MOST_THREADS = 4
 
-Hashed = dict[int, int]
-"""Hashes of the blocks that were read whole, by number."""
+Window = tuple[int, int, int, int]
+"""First row and one past the last one of the runs that touch it; its first byte and one past its last one."""
 
 
 def read_runs(
@@ -31,57 +30,129 @@ def read_runs(
     runs: Runs,
     views: Sequence[Buffer],
     *,
-    length: int | None,
+    hashes: dict[int, int] | None,
+    length: int,
     progress: Callable[[int], None],
-) -> tuple[int, Hashed]:
-    """Read a file's runs, and return how many bytes these were and the hashes of whole blocks.
+) -> int:
+    """Read a file's runs, and return how many bytes these were.
 
-    As many threads read as torch uses for its own work, up to a few: more don't make copies out of the page cache
-    faster.
+    As many threads read as torch has for its own work, up to a few: copying out of the page cache is bound by memory.
 
     Args:
         storage: where the file is.
         name: of the file.
-        runs: all in that file, in its order.
+        runs: all of that file, in its order.
         views: for each requested shard its bytes.
-        length: of the file, in bytes; None to hash nothing.
-        progress: is told how many bytes were read since the last time, by one thread at a time.
+        hashes: gets the hash of each block that is read whole, by number; None to hash nothing.
+        length: of the file, in bytes.
+        progress: is told how many bytes were read since the last time, never by two threads at once.
     """
-    windows = deque(_windows(runs))
-    work = partial(_drain, windows, storage, name, runs, views, length, _one_at_a_time(progress))
+    windows = deque(_windows(runs, length))
+    work = partial(_drain, windows, storage, name, runs, views, hashes, length, _in_turn(progress))
     threads = min(torch.get_num_threads(), _MOST_THREADS, len(windows))
     if threads < 2:
-        return work() if windows else (0, {})
+        return work() if windows else 0
     with ThreadPoolExecutor(threads) as pool:
         try:
-            parts = [part.result() for part in [pool.submit(work) for _ in range(threads)]]
+            return sum(part.result() for part in [pool.submit(work) for _ in range(threads)])
         finally:
-            windows.clear()  # whoever fails or is interrupted stops the others
-    return sum(total for total, _ in parts), {number: one for _, hashes in parts for number, one in hashes.items()}
+            windows.clear()  # an error or an interrupt leaves nothing to do for the others
 
 
 def _drain(
-    windows: deque[tuple[int, int, int]],
+    windows: deque[Window],
     storage: Storage,
     name: str,
     runs: Runs,
     views: Sequence[Buffer],
-    length: int | None,
+    hashes: dict[int, int] | None,
+    length: int,
     progress: Callable[[int], None],
-) -> tuple[int, Hashed]:
-    """Read windows that no other thread has taken, until none is left."""
+) -> int:
+    """Read the windows that no other thread has taken, until none is left."""
     total = 0
-    hasher = None if length is None else BlockHasher(length)
-    try:
-        with storage.open(name) as reader:
-            while windows:
-                size = _read_window(reader, _clipped(runs, *windows.popleft()), views, hasher)
-                progress(size)
-                total += size
-    except IndexError:
-        if windows:
-            raise
-    except BaseException:
-        windows.clear()
-        raise
-    return total, {} if hasher is None else hasher.hashes
+    with storage.open(name) as reader:
+        for window in _taken(windows):
+            hasher = None if hashes is None else BlockHasher(length)
+            size = _read_window(reader, _clipped(runs, window), views, hasher)
+            if hashes is not None and hasher is not None:
+                hashes.update(hasher.hashes)
+            progress(size)
+            total += size
+    return total
+
+
+def _taken(windows: deque[Window]) -> Iterator[Window]:
+    while True:
+        try:
+            window = windows.popleft()
+        except IndexError:
+            return
+        yield window
+
+
+def _in_turn(progress: Callable[[int], None]) -> Callable[[int], None]:
+    lock = Lock()
+
+    def tell(size: int) -> None:
+        with lock:
+            progress(size)
+
+    return tell
+
+
+def _windows(runs: Runs, length: int) -> list[Window]:
+    """Return the windows that a file's runs touch."""
+    end = runs.byte + runs.length
+    begin = np.flatnonzero(touched(runs.byte, end, length, _WINDOW_BYTES)) * _WINDOW_BYTES
+    # Runs may overlap in the file, where several targets want the same bytes, so their ends needn't ascend.
+    first = np.searchsorted(np.maximum.accumulate(end), begin, side="right")
+    last = np.searchsorted(runs.byte, begin + _WINDOW_BYTES, side="left")
+    return list(zip(first.tolist(), last.tolist(), begin.tolist(), (begin + _WINDOW_BYTES).tolist(), strict=True))
+
+
+def _clipped(runs: Runs, window: Window) -> Runs:
+    first, last, low, high = window
+    byte, length = runs.byte[first:last], runs.length[first:last]
+    begin, end = np.maximum(byte, low), np.minimum(byte + length, high)
+    rows = np.flatnonzero(begin < end)
+    return Runs(
+        file=runs.file[first:last][rows],
+        byte=begin[rows],
+        target=runs.target[first:last][rows],
+        target_byte=(runs.target_byte[first:last] + begin - byte)[rows],
+        length=(end - begin)[rows],
+    )
+
+
+def _read_window(reader: Reader, runs: Runs, views: Sequence[Buffer], hasher: BlockHasher | None) -> int:
+    total = 0
+    for byte, buffers in _steps(runs, views):
+        reader.read_into(byte, buffers)
+        for buffer in buffers:
+            if hasher is not None:
+                hasher.update(buffer, byte)
+            byte += buffer.nbytes
+            total += buffer.nbytes
+    return total
+
+
+def _steps(runs: Runs, views: Sequence[Buffer]) -> Iterator[tuple[int, list[Buffer]]]:
+    """Yield (byte, buffers): stretches of a file between multiples of `_STEP_BYTES`, and what they fill."""
+    begin, end, buffers = 0, 0, list[Buffer]()
+    rows = zip(runs.byte.tolist(), runs.target.tolist(), runs.target_byte.tolist(), runs.length.tolist(), strict=True)
+    for byte, target, at, length in rows:
+        if byte != end:
+            if buffers:
+                yield begin, buffers
+            begin, end, buffers = byte, byte, []
+        view = views[target]
+        while length:
+            part = min(length, _STEP_BYTES - end % _STEP_BYTES)
+            buffers.append(view[at : at + part])
+            at, end, length = at + part, end + part, length - part
+            if end % _STEP_BYTES == 0:
+                yield begin, buffers
+                begin, buffers = end, []
+    if buffers:
+        yield begin, buffers

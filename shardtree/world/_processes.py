@@ -66,20 +66,17 @@ def run_processes(
         outcomes = _outcomes(ends, meanwhile)
         for process, _ in ends:
             process.join(0 if len(outcomes) < size else _GRACE)
-    failed = {rank: outcome for rank, outcome in outcomes.items() if outcome.error is not None}
-    # Whoever died without a word is the cause of what the others say.
-    for rank, outcome in sorted(failed.items(), key=lambda item: item[1].was_told):
-        _raise(rank, size, outcome)
+    # Whoever died without a word is the cause of what the others say; else it is the first that was heard.
+    for rank, outcome in sorted(outcomes.items(), key=lambda item: item[1].was_told):
+        if outcome.error is not None:
+            raise _placed(outcome.error, f"on rank {rank} of {size}", outcome.trace)
     return [outcomes[rank].value for rank in range(size)]
 
 
-def _raise(rank: int, size: int, outcome: _Outcome) -> None:
-    if outcome.error is None:
-        return
-    outcome.error.add_note(f"on rank {rank} of {size}")
-    if outcome.trace:
-        outcome.error.add_note(outcome.trace)
-    raise outcome.error
+def _placed(error: BaseException, *notes: str) -> BaseException:
+    for note in filter(None, notes):
+        error.add_note(note)
+    return error
 
 
 @contextmanager

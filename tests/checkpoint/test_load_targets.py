@@ -100,6 +100,35 @@ def test_a_donated_expanded_tensor_is_refused_before_anything_is_read():
     assert not target.any()
 
 
+OVERLAPPING = {
+    "unfold": lambda: torch.zeros(6).unfold(0, 4, 1),
+    "steps of one": lambda: torch.zeros(6).as_strided((3, 4), (1, 1)),
+    "folded": lambda: torch.zeros(20).as_strided((3, 4), (3, 1)),
+}
+
+
+@pytest.mark.parametrize("case", OVERLAPPING)
+def test_a_donated_tensor_whose_elements_overlap_is_refused(case):
+    target = OVERLAPPING[case]()
+    with pytest.raises(ShapeError, match="share memory"):
+        load({"w": whole("w", target)}, donate=True)
+    assert not target.any()
+    assert torch.equal(load({"w": whole("w", target)})["w"], W)
+
+
+@pytest.mark.parametrize("strides", [(4, 1), (1, 3), (8, 2), (1, 5), (40, 7)])
+def test_a_donated_tensor_with_gaps_is_filled(strides):
+    target = torch.zeros(200).as_strided((3, 4), strides)
+    assert load({"w": whole("w", target)}, donate=True)["w"] is target
+    assert torch.equal(target, W)
+
+
+@pytest.mark.parametrize("make", [torch.Tensor.to_sparse, torch.Tensor.to_mkldnn], ids=["sparse", "mkldnn"])
+def test_a_donated_tensor_that_is_not_dense_is_refused(make):
+    with pytest.raises(ShapeError, match=r"'w'[\s\S]*to_dense"):
+        load({"w": whole("w", make(torch.zeros(3, 4)))}, donate=True)
+
+
 def test_one_row_that_is_expanded_to_one_has_memory_of_its_own():
     target = torch.zeros(1, 4).expand(1, 4)
     assert load({"w": whole("w", target)}, stored({"w": whole("w", W[:1])}), donate=True)["w"] is target

@@ -288,6 +288,59 @@ def test_a_shard_without_data_is_named(data):
         st.save(tree, MemoryStorage())
 
 
+NOT_DENSE = {
+    "sparse": lambda: torch.eye(2).to_sparse(),
+    "csr": lambda: torch.eye(2).to_sparse_csr(),
+    "mkldnn": lambda: torch.eye(2).to_mkldnn(),
+    "numpy": lambda: LikeATensor(),
+}
+
+
+class LikeATensor:
+    dtype, shape = torch.float32, (2, 2)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("case", NOT_DENSE)
+def test_data_that_is_no_dense_tensor_is_named(case):
+    folder = MemoryStorage()
+    with pytest.raises(UnsupportedValue, match=r"'w' at tree\['deep'\]\[0\][\s\S]*to_dense"):
+        st.save({"deep": [st.ShardedTensor.from_rank_offsets("w", NOT_DENSE[case]())]}, folder)
+    assert not folder.names()
+
+
+def test_a_checkpoint_may_be_saved_onto_itself():
+    folder = save_on([{"w": shard(), "step": 1}])
+    opened = st.open_checkpoint(folder)
+    st.save({key: opened[key] for key in opened} | opened.common(), folder, overwrite=True)
+    assert st.load_plain_tensors(folder)["w"].tolist() == [0, 0] and st.load_common_state_dict(folder) == {"step": 1}
+
+
+def test_ranks_that_contradict_each_other_are_noticed_without_validation_too():
+    def on_rank(world):
+        object_twice = {"o": st.ShardedObject("o", world.rank, (1,), (0,))}
+        mixed = {
+            "w": st.ShardedTensor.from_rank_offsets("w", torch.zeros(2).to(DTYPES[world.rank]), (0, world.rank, 2))
+        }
+        for tree in (object_twice, mixed):
+            with pytest.raises((IntegrityError, RemoteError), match="IntegrityError|agree|more than one"):
+                st.save(tree, folder, validate_access_integrity=False, world=world)
+        return True
+
+    folder = MemoryStorage()
+    assert st.simulate(2, on_rank) == [True, True]
+    assert not st.is_checkpoint(folder)
+
+
+DTYPES = (torch.int8, torch.int16)
+
+
+def test_elements_that_were_written_twice_are_noticed_when_they_are_read():
+    folder = save_on([{"w": shard()}] * 2, validate_access_integrity=False)
+    with pytest.raises(IntegrityError, match="overlap"):
+        st.load_plain_tensors(folder)
+
+
 # Async requests.
 
 

@@ -76,6 +76,7 @@ def test_nothing_of_it_leaves_a_checkpoint_behind(names: tuple[Path, dict[str, A
         if "st.save(" in given:
             complaint(given, folder, namespace)
     assert sorted(path.relative_to(folder) for path in folder.rglob("metadata.json")) == before
+    assert list((folder / "new").glob("*")) == []
 
 
 def test_a_wrong_row_is_found(names: tuple[Path, dict[str, Any]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -64,8 +65,8 @@ def scenarios(storage: MemoryStorage) -> dict[str, Callable[[World], Any]]:
 
 
 SCENARIOS = ["save", "save what differs", "load", "load plain", "remove"]
-RUNNERS = {function.__code__ for function in (agree, gather, on_rank_zero, _phases._tell)}
-WORLD = str(PACKAGE / "world")
+RUNNERS = {inspect.unwrap(function).__code__ for function in (agree, gather, on_rank_zero, _phases._tell)}
+WORLD = (str(PACKAGE / "world"), "<@beartype(shardtree.world")  # the second is what type checks wrap around the first
 Where = Callable[[str, int], None]
 
 

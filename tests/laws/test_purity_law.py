@@ -99,7 +99,7 @@ CALLS: dict[str, Call] = {
     "geometry.intersect": (geometry.intersect, *(column([n, n], [2, 2]) for n in range(4))),
     "geometry.flat_boxes": (geometry.flat_boxes, column([3, 4]), column(2), column(9)),
     "geometry.overlapping_pairs": (geometry.overlapping_pairs, *BOXES, *BOXES),
-    "mapping.is_main_replica": (mapping.is_main_replica, [0, 0]),
+    "mapping.is_main_replica": (mapping.is_main_replica, (0, 0)),
     "mapping.ShardedBase.validate_metadata_integrity": (mapping.ShardedTensor.validate_metadata_integrity, WEIGHT),
     "mapping.ShardedBase.without_data": (mapping.ShardedTensor.without_data, WEIGHT),
     "mapping.ShardedTensor.validate_metadata_integrity": (mapping.ShardedTensor.validate_metadata_integrity, FLAT),

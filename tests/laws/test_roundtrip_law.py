@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from shardtree.testing import (
 # What torch says, once, when it makes a tensor of half-precision complex numbers.
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
-Law = Callable[..., None]
+EXAMPLES = settings.default.max_examples if settings.default else 100
 
 
 def zeros(target: Any) -> Any:
@@ -67,12 +66,13 @@ def run(data: st.DataObject, most_ranks: int, **options: Any) -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS)
+@settings(max_examples=EXAMPLES // 2)
 @given(data=st.data())
 def test_what_is_loaded_in_another_layout_is_what_was_saved(target: str, data: st.DataObject) -> None:
     run(data, 6, **TARGETS[target])
 
 
-@settings(max_examples=8)
+@settings(max_examples=EXAMPLES // 4)
 @given(data=st.data())
 def test_up_to_64_ranks_save_and_load(data: st.DataObject) -> None:
     run(data, 64)
@@ -85,7 +85,7 @@ def test_every_dtype_comes_back_bit_for_bit(dtype: torch.dtype) -> None:
     check_roundtrip(state, one, other)
 
 
-@settings(max_examples=8)
+@settings(max_examples=EXAMPLES // 4)
 @given(data=st.data())
 def test_files_do_what_memory_does(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     run(data, 3, directory=tmp_path_factory.mktemp("checkpoint"), save=partial(shardtree.save, durable=False))
