@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import torch
@@ -58,11 +59,15 @@ def _run(
     _round(mine, everybody, check=True)
     seconds: Seconds = {}
     for number in range(rounds):
-        first = number % len(everybody)
-        for place, value in _round(mine, everybody[first:] + everybody[:first], check=False).items():
+        for place, value in _round(mine, _shuffled(everybody, number), check=False).items():
             seconds.setdefault(place, []).append(value)
     torch.set_num_threads(before)
     return mine.nbytes, seconds
+
+
+def _shuffled(everybody: tuple[Contender, ...], number: int) -> tuple[Contender, ...]:
+    """Return everybody in an order that every rank knows, so that nobody always follows the same other one."""
+    return tuple(Random(number).sample(everybody, len(everybody)))
 
 
 def _round(mine: Work, everybody: tuple[Contender, ...], *, check: bool) -> dict[tuple[str, str], float]:

@@ -45,7 +45,7 @@ def new_memory(key: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Te
         CheckpointingException: there is no memory for it, as for a shape that a damaged checkpoint tells of.
     """
     try:
-        return torch.empty(shape, dtype=dtype)
+        return empty_tensor(shape, dtype=dtype)
     except RuntimeError as error:
         # torch has no error of its own for this.
         raise CheckpointingException(explain(f"load: no memory for {key!r}", found=f"{shape} {dtype}")) from error

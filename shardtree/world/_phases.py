@@ -7,10 +7,10 @@ fails before it would skip it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from ..errors import RemoteError
+from ..errors import RemoteError, WorldError, explain
 from ._pickled import pack, unpack
 from ._world import T, World
 
@@ -19,6 +19,15 @@ from ._world import T, World
 class _Failure:
     kind: str  # the qualified name of the exception's type, to compare between ranks
     text: str  # "TypeName: message", and its notes
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """What a rank tells the others at the end of a phase."""
+
+    phase: str
+    failure: _Failure | None = None
+    packed: bytes = b""
 
 
 def agree(world: World, phase: str, fn: Callable[[], T]) -> T:
@@ -51,9 +60,9 @@ def agree(world: World, phase: str, fn: Callable[[], T]) -> T:
     try:
         value = fn()
     except BaseException as error:
-        _raise(phase, world.all_gather(_failure(error)), error)
+        _meet(world, _Outcome(phase, _failure(error)), error)
         raise
-    _raise(phase, world.all_gather(None), None)
+    _meet(world, _Outcome(phase), None)
     return value
 
 
@@ -77,11 +86,10 @@ def gather(world: World, phase: str, fn: Callable[[], T]) -> list[T]:
         # Packed here, so that a value that can't be pickled fails inside the phase.
         packed = pack(phase, value)
     except BaseException as error:
-        _raise(phase, [failure for failure, _ in world.all_gather((_failure(error), b""))], error)
+        _meet(world, _Outcome(phase, _failure(error)), error)
         raise
-    outcomes: list[tuple[_Failure | None, bytes]] = world.all_gather((None, packed))
-    _raise(phase, [failure for failure, _ in outcomes], None)
-    return [value if rank == world.rank else unpack(phase, data) for rank, (_, data) in enumerate(outcomes)]
+    outcomes = _meet(world, _Outcome(phase, packed=packed), None)
+    return [value if rank == world.rank else unpack(phase, each.packed) for rank, each in enumerate(outcomes)]
 
 
 def on_rank_zero(world: World, phase: str, fn: Callable[[], T]) -> T:
@@ -99,9 +107,10 @@ def on_rank_zero(world: World, phase: str, fn: Callable[[], T]) -> T:
         return fn()
     if world.rank == 0:
         return _tell(world, phase, fn)
-    failure, packed = world.broadcast((None, b""))
-    _raise(phase, [failure, *[None] * (world.size - 1)], None)
-    value: T = unpack(phase, packed)
+    told = world.broadcast(_Outcome(phase))
+    _check_phases({0: told, world.rank: _Outcome(phase)})
+    _raise(phase, [told.failure, *[None] * (world.size - 1)], None)
+    value: T = unpack(phase, told.packed)
     return value
 
 
@@ -111,11 +120,28 @@ def _tell(world: World, phase: str, fn: Callable[[], T]) -> T:
         value = fn()
         packed = pack(phase, value)
     except BaseException as error:
-        world.broadcast((_failure(error), b""))
+        world.broadcast(_Outcome(phase, _failure(error)))
         _raise(phase, [_failure(error), *[None] * (world.size - 1)], error)
         raise
-    world.broadcast((None, packed))
+    world.broadcast(_Outcome(phase, packed=packed))
     return value
+
+
+def _meet(world: World, outcome: _Outcome, error: BaseException | None) -> list[_Outcome]:
+    """Return every rank's outcome, unless some rank failed."""
+    outcomes = world.all_gather(outcome)
+    _check_phases(dict(enumerate(outcomes)))
+    _raise(outcome.phase, [each.failure for each in outcomes], error)
+    return outcomes
+
+
+def _check_phases(outcomes: Mapping[int, object]) -> None:
+    """Raise where ranks aren't in one phase; they would take each other's answers for something else."""
+    phases = {rank: getattr(each, "phase", "no phase") for rank, each in outcomes.items()}
+    if len(set(phases.values())) > 1:
+        what = "the ranks aren't doing the same thing"
+        fix = "Make the same calls with the same options on every rank."
+        raise WorldError(explain(what, offenders=(f"rank {rank}: {phase}" for rank, phase in phases.items()), fix=fix))
 
 
 def _failure(error: BaseException) -> _Failure:

@@ -323,7 +323,7 @@ def test_ranks_that_contradict_each_other_are_noticed_without_validation_too():
             "w": st.ShardedTensor.from_rank_offsets("w", torch.zeros(2).to(DTYPES[world.rank]), (0, world.rank, 2))
         }
         for tree in (object_twice, mixed):
-            with pytest.raises((IntegrityError, RemoteError), match="IntegrityError|agree|more than one"):
+            with pytest.raises((IntegrityError, RemoteError), match=r"IntegrityError|agree|more than one"):
                 st.save(tree, folder, validate_access_integrity=False, world=world)
         return True
 

@@ -66,7 +66,14 @@ def scenarios(storage: MemoryStorage) -> dict[str, Callable[[World], Any]]:
 
 SCENARIOS = ["save", "save what differs", "load", "load plain", "remove"]
 RUNNERS = {inspect.unwrap(function).__code__ for function in (agree, gather, on_rank_zero, _phases._tell)}
-WORLD = (str(PACKAGE / "world"), "<@beartype(shardtree.world")  # the second is what type checks wrap around the first
+
+
+def is_world(frame: FrameType) -> bool:
+    """Return whether a frame is the world's own code, or what type checks wrap around it."""
+    wrapped = frame.f_code.co_filename.startswith("<@beartype(shardtree.world")
+    return wrapped or frame.f_globals.get("__name__", "").startswith("shardtree.world")
+
+
 Where = Callable[[str, int], None]
 
 
@@ -81,7 +88,7 @@ def at_each_phase(visit: Where) -> Iterator[None]:
         caller = frame.f_back
         if event != "call" or caller is None or caller.f_code not in RUNNERS:
             return
-        if not frame.f_code.co_filename.startswith(WORLD):
+        if not is_world(frame):
             visit(caller.f_locals["phase"], int(threading.current_thread().name.split()[1]))
 
     threading.settrace(trace)
@@ -231,3 +238,18 @@ def test_a_disk_that_fails_on_one_rank_fails_the_save_on_all(method: str, phase:
         assert isinstance(error, RemoteError)
         assert (error.phase, error.failures) == (phase, {1: "StorageError: no space left on device"})
     assert not shardtree.is_checkpoint(storage)
+
+
+@pytest.mark.parametrize(
+    ("option", "values"), [("exchange", ("never", "always")), ("strict", ("assume_ok_unexpected", "return_all"))]
+)
+def test_options_that_differ_between_ranks_are_an_error_on_all(option: str, values: tuple[str, str]) -> None:
+    storage = MemoryStorage()
+    simulate(RANKS, lambda world: shardtree.save(tree(world), storage, world=world))
+
+    def load(world: World) -> None:
+        shardtree.load(tree(world), storage, world=world, **{option: values[world.rank == 1]})
+
+    for error in outcomes(load):
+        assert isinstance(error, shardtree.WorldError)
+        assert "rank 1: load: " in str(error)

@@ -8,12 +8,13 @@ import struct
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as some
 
 import shardtree as st
 from shardtree.errors import MetadataError, UnsupportedValue
 from shardtree.storage import MemoryStorage
+from shardtree.strategies.safetensors._index import find_texts, text_columns
 from shardtree.strategies.safetensors._layout import parts
 from shardtree.testing import STORABLE_DTYPES, bits, first_difference, random_bits
 
@@ -207,17 +208,32 @@ def test_every_text_is_a_key(keys):
     }
 
 
+@given(
+    some.sets(some.text("ab./é🌳", min_size=1, max_size=4), min_size=40, max_size=60), some.text("ab./é🌳", max_size=4)
+)
+@settings(max_examples=15)
+def test_one_key_of_many_is_found_and_another_is_not(keys, other):
+    text, start = text_columns(sorted(keys))
+    for number, key in enumerate(sorted(keys)):
+        assert find_texts(text, start, [key]) == [number]
+    everything = find_texts(text, start, [*sorted(keys), other])
+    assert everything[:-1] == list(range(len(keys)))
+    assert find_texts(text, start, [other]) == everything[-1:]
+    assert (everything[-1] >= 0) == (other in keys)
+
+
 @pytest.mark.parametrize("key", ["", "\ud800"], ids=ascii)
 def test_what_is_no_text_is_no_key(key):
     with pytest.raises(MetadataError):
         whole(key, torch.zeros(1))
 
 
-def test_objects_and_tensors_of_one_name_lie_side_by_side():
-    unique = "o/shard_0_1"
-    tree = {"t": whole(unique, torch.arange(2)), "o": st.ShardedObject("o", {"x": (1, None)}, (1,), (0,))}
-    loaded = st.load(tree, stored(tree))
-    assert loaded["t"].tolist() == [0, 1] and loaded["o"] == {"x": (1, None)}
+def test_a_tensor_named_like_an_object_is_refused():
+    tree = {"t": whole("o/shard_0_1", torch.arange(2)), "o": st.ShardedObject("o", {"x": (1, None)}, (1,), (0,))}
+    storage = st.MemoryStorage()
+    with pytest.raises(st.IntegrityError, match="tensors named like objects"):
+        st.save(tree, storage)
+    assert not st.is_checkpoint(storage)
 
 
 def test_many_keys_go_to_several_parts_when_a_header_would_be_too_long():

@@ -21,7 +21,7 @@ def collect_index(written: Sequence[Written]) -> Index:
     """Return the index of a checkpoint, given what its ranks wrote.
 
     Raises:
-        IntegrityError: ranks disagree about a tensor, or two wrote the same object.
+        IntegrityError: ranks disagree about a tensor, two wrote the same object, or a tensor is named like one.
     """
     columns = join_columns([part.columns for part in written])
     first_file = np.cumsum([0, *(len(part.files) for part in written)])
@@ -54,7 +54,7 @@ def collect_index(written: Sequence[Written]) -> Index:
         chunk_file=_joined([part.file + base for part, base in zip(written, first_file, strict=False)])[order],
         chunk_byte=_joined([part.byte for part in written])[order],
         chunk_length=(elements * columns.item_size[columns.key])[order],
-        **_object_columns(written, first_file),
+        **_object_columns(written, first_file, columns.keys),
         file_text=file_text,
         file_start=file_start,
         file_length=lengths,
@@ -68,7 +68,7 @@ def block_count_of(lengths: Column) -> list[int]:
     return [block_count(length) for length in lengths.tolist()]
 
 
-def _object_columns(written: Sequence[Written], first_file: Column) -> dict[str, Any]:
+def _object_columns(written: Sequence[Written], first_file: Column, keys: Sequence[str]) -> dict[str, Any]:
     rows = sorted(
         (key, file + int(base), byte, length)
         for part, base in zip(written, first_file, strict=False)
@@ -78,6 +78,10 @@ def _object_columns(written: Sequence[Written], first_file: Column) -> dict[str,
     if twice:
         fix = "Give replicas different replica_ids."
         raise IntegrityError(explain("save: objects written by more than one main replica", offenders=twice, fix=fix))
+    shared = sorted({key for key, *_ in rows}.intersection(keys))
+    if shared:
+        fix = "Rename the tensors: '<key>/shard_<offset>_<shape>' is how an object is named."
+        raise IntegrityError(explain("save: tensors named like objects", offenders=map(repr, shared), fix=fix))
     text, start = text_columns([key for key, *_ in rows])
     numbers = np.array([row[1:] for row in rows], dtype=np.int64).reshape(-1, 3)
     return {
