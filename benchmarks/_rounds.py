@@ -21,7 +21,9 @@ Seconds = dict[tuple[str, str], list[float]]
 """Of each round, by operation and row."""
 
 
-def measure(ranks: int, folder: Path, *, size: int, tensors: int, rounds: int, threads: int) -> tuple[int, Seconds]:
+def measure(
+    ranks: int, folder: Path, *, size: int, tensors: int, rounds: int, tries: int, threads: int
+) -> tuple[int, Seconds]:
     """Return the bytes saved and the seconds that each operation took.
 
     Args:
@@ -30,9 +32,12 @@ def measure(ranks: int, folder: Path, *, size: int, tensors: int, rounds: int, t
         size: of all tensors together, in bytes.
         tensors: how many there are.
         rounds: that count; one before them warms everything up and checks what was loaded.
+        tries: in a row, of which the fastest counts.
         threads: that torch may use in each process.
     """
-    run = partial(_run, ranks=ranks, folder=folder, size=size, tensors=tensors, rounds=rounds, threads=threads)
+    run = partial(
+        _run, ranks=ranks, folder=folder, size=size, tensors=tensors, rounds=rounds, tries=tries, threads=threads
+    )
     if ranks == 1:
         return run(0)
     results = processes.get_context("spawn").SimpleQueue()
@@ -50,16 +55,16 @@ def _process(rank: int, run: Callable[[int], Any], ranks: int, folder: Path, res
 
 
 def _run(
-    rank: int, *, ranks: int, folder: Path, size: int, tensors: int, rounds: int, threads: int
+    rank: int, *, ranks: int, folder: Path, size: int, tensors: int, rounds: int, tries: int, threads: int
 ) -> tuple[int, Seconds]:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     mine = work(rank, ranks, folder, size=size, tensors=tensors)
     everybody = contenders(ranks)
-    _round(mine, everybody, check=True)
+    _round(mine, everybody, check=True, tries=1)
     seconds: Seconds = {}
     for number in range(rounds):
-        for place, value in _round(mine, _shuffled(everybody, number), check=False).items():
+        for place, value in _round(mine, _shuffled(everybody, number), check=False, tries=tries).items():
             seconds.setdefault(place, []).append(value)
     torch.set_num_threads(before)
     return mine.nbytes, seconds
@@ -70,8 +75,8 @@ def _shuffled(everybody: tuple[Contender, ...], number: int) -> tuple[Contender,
     return tuple(Random(number).sample(everybody, len(everybody)))
 
 
-def _round(mine: Work, everybody: tuple[Contender, ...], *, check: bool) -> dict[tuple[str, str], float]:
-    """Return the seconds of one round.
+def _round(mine: Work, everybody: tuple[Contender, ...], *, check: bool, tries: int) -> dict[tuple[str, str], float]:
+    """Return the seconds of one round, each the fastest of some tries.
 
     A contender's files are removed before the next one begins: nobody overwrites, and only one contender's pages are
     waiting to reach the disk, too few for the system to slow down whoever writes.
@@ -79,11 +84,11 @@ def _round(mine: Work, everybody: tuple[Contender, ...], *, check: bool) -> dict
     seconds = {}
     for one in everybody:
         folder = mine.folder / "files"
-        seconds[SAVE, one.name] = _saved(mine, one, folder)
+        seconds[SAVE, one.name] = _saved(mine, one, folder, tries)
         for place, load in one.loads.items():
             if check:
                 _clear(mine)
-            seconds[place], loaded = _loaded(mine, partial(load, mine, folder))
+            seconds[place], loaded = _loaded(mine, partial(load, mine, folder), tries)
             if check:
                 _check(mine, place, loaded)
             del loaded
@@ -92,21 +97,29 @@ def _round(mine: Work, everybody: tuple[Contender, ...], *, check: bool) -> dict
 
 
 # A virtual machine gives free memory back to its host after a second or two, and getting a page again is up to twenty
-# times slower than writing to it, which would drown every difference between contenders. So everything is done twice in
-# a row, and the second time counts: it takes the pages that the first one left.
+# times slower than writing to it, which would drown every difference between contenders. So everything is tried a few
+# times in a row, and the fastest counts: it found pages that the ones before it had left.
 
 
-def _saved(mine: Work, one: Contender, folder: Path) -> float:
-    _on_rank_zero(mine, folder.mkdir)
-    one.save(mine, folder)
-    _on_rank_zero(mine, partial(shutil.rmtree, folder))
-    _on_rank_zero(mine, folder.mkdir)
-    return _timed(mine, partial(one.save, mine, folder))[0]
+def _saved(mine: Work, one: Contender, folder: Path, tries: int) -> float:
+    """Return the seconds of the fastest save; the files of the last one stay."""
+    seconds = []
+    for _ in range(tries):
+        _on_rank_zero(mine, partial(shutil.rmtree, folder, ignore_errors=True))
+        _on_rank_zero(mine, folder.mkdir)
+        seconds.append(_timed(mine, partial(one.save, mine, folder))[0])
+    return min(seconds)
 
 
-def _loaded(mine: Work, load: Callable[[], Tensors]) -> tuple[float, Tensors]:
-    load()
-    return _timed(mine, load)
+def _loaded(mine: Work, load: Callable[[], Tensors], tries: int) -> tuple[float, Tensors]:
+    """Return the seconds of the fastest load, and what the last one gave."""
+    seconds = []
+    loaded: Tensors = {}
+    for _ in range(tries):
+        loaded = {}  # frees what the try before made
+        taken, loaded = _timed(mine, load)
+        seconds.append(taken)
+    return min(seconds), loaded
 
 
 def _timed(mine: Work, action: Callable[[], Any]) -> tuple[float, Any]:

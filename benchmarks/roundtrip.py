@@ -44,6 +44,7 @@ def _measured(processes: int, options: argparse.Namespace, console: Console) -> 
             size=options.size,
             tensors=options.tensors,
             rounds=options.rounds,
+            tries=options.tries,
             threads=threads,
         )
         what = f"{nbytes / 1e9:.3g} GB in {options.tensors} tensors, medians of {options.rounds} rounds"
@@ -58,6 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--size", type=_bytes, default=_bytes("2GB"), help="of all tensors together, such as 2GB")
     parser.add_argument("--tensors", type=int, default=100, help="how many there are")
     parser.add_argument("--rounds", type=int, default=5, help="that count; one more warms up")
+    parser.add_argument("--tries", type=int, default=4, help="in a row, of which the fastest counts")
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2], help="one table for each number")
     parser.add_argument("--dir", type=Path, help="a folder on the storage to measure; the system's temporary one")
     parser.add_argument("--json", type=Path, help="a file for the numbers")

@@ -105,8 +105,7 @@ def load(
     loaded, read = read_leaves(Reading(checkpoint, sharded_strategy, strategies, donate, exchange), target.leaves)
     common = agree(ranks, "load: common state", partial(load_common, checkpoint, common_strategy, strategies))
     tree = agree(ranks, "load: join", partial(_joined, common, target, loaded))
-    if report is not None:
-        report(read)
+    agree(ranks, "load: report", lambda: report(read) if report is not None else None)
     return (tree, missing, unexpected) if returns_keys(mode) else tree
 
 

@@ -35,7 +35,8 @@ def save_common(draft: Draft, common: Any) -> Fields:
     """Write the common tree as one file, and return what metadata.json says about it."""
     data = encode_tree(common, allow_pickle=draft.options.allow_pickle)
     name = f"{draft.save_id}/common.safetensors"
-    return {"common": write_checked(draft.storage, name, data, durable=draft.options.durable)}
+    entry = write_checked(draft.storage, name, data, durable=draft.options.durable)
+    return {"save_id": draft.save_id, "common": entry}
 
 
 @register_default_strategy(StrategyAction.SAVE_OBJECTS, BACKEND, VERSION)
