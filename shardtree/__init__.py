@@ -17,6 +17,7 @@ from .checkpoint import load_tensors_metadata as load_tensors_metadata
 from .checkpoint import open_checkpoint as open_checkpoint
 from .checkpoint import remove_sharded_tensors as remove_sharded_tensors
 from .checkpoint import save as save
+from .checkpoint import verify as verify
 from .codec import Record as Record
 from .errors import AlreadyACheckpoint as AlreadyACheckpoint
 from .errors import CheckpointingException as CheckpointingException
@@ -62,6 +63,7 @@ from .storage import ReadReport as ReadReport
 from .storage import Storage as Storage
 from .strategies import AsyncRequest as AsyncRequest
 from .strategies import Checkpoint as Checkpoint
+from .strategies import Damage as Damage
 from .strategies import Draft as Draft
 from .strategies import Strategies as Strategies
 from .strategies import StrategyAction as StrategyAction

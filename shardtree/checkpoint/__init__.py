@@ -12,3 +12,4 @@ from ._open import load_tensors_metadata as load_tensors_metadata
 from ._open import remove_sharded_tensors as remove_sharded_tensors
 from ._save import save as save
 from ._strict import StrictHandling as StrictHandling
+from ._verify import verify as verify

@@ -15,8 +15,10 @@ from ._protocols import RemoveSharded as RemoveSharded
 from ._protocols import SaveCommon as SaveCommon
 from ._protocols import SaveObjects as SaveObjects
 from ._protocols import SaveSharded as SaveSharded
+from ._protocols import VerifyFiles as VerifyFiles
 from ._values import AsyncRequest as AsyncRequest
 from ._values import Checkpoint as Checkpoint
+from ._values import Damage as Damage
 from ._values import Draft as Draft
 from ._values import LoadOptions as LoadOptions
 from ._values import SaveOptions as SaveOptions

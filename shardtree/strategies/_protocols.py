@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from ..mapping import ShardedObject, ShardedTensor
 from ..storage import ReadReport
-from ._values import AsyncRequest, Checkpoint, Draft, Fields
+from ._values import AsyncRequest, Checkpoint, Damage, Draft, Fields
 from .base import StrategyAction
 
 
@@ -66,6 +66,12 @@ class RemoveSharded(Protocol):
     def __call__(self, checkpoint: Checkpoint, key_prefix: str, /) -> None: ...
 
 
+class VerifyFiles(Protocol):
+    """VERIFY: return what in a checkpoint isn't as it was saved, as far as the format can tell."""
+
+    def __call__(self, checkpoint: Checkpoint, /) -> tuple[Damage, ...]: ...
+
+
 PROTOCOLS = {
     StrategyAction.LOAD_COMMON: LoadCommon,
     StrategyAction.LOAD_SHARDED: LoadSharded,
@@ -75,5 +81,6 @@ PROTOCOLS = {
     StrategyAction.SAVE_SHARDED: SaveSharded,
     StrategyAction.SAVE_OBJECTS: SaveObjects,
     StrategyAction.REMOVE_SHARDED: RemoveSharded,
+    StrategyAction.VERIFY: VerifyFiles,
 }
 """The protocol of each action."""

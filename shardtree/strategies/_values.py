@@ -56,6 +56,25 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, slots=True)
+class Damage:
+    """Something in a checkpoint that isn't what was saved.
+
+    Attributes:
+        file: the file's name in the checkpoint.
+        what: what is wrong, in words.
+        begin: first byte of the damaged stretch of the file.
+        end: one past its last byte; 0 where the file is damaged as a whole.
+        keys: tensors' keys and objects' unique keys that have bytes there.
+    """
+
+    file: str
+    what: str
+    begin: int = 0
+    end: int = 0
+    keys: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class SaveOptions:
     """How a checkpoint is written.
 

@@ -33,6 +33,7 @@ class StrategyAction(Enum):
     SAVE_SHARDED = "save_sharded"
     SAVE_OBJECTS = "save_objects"
     REMOVE_SHARDED = "remove_sharded"
+    VERIFY = "verify"
 
 
 Strategy = Callable[..., Any]

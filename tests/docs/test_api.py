@@ -76,6 +76,8 @@ load_plain_tensors
 load_content_metadata
 remove_sharded_tensors
 is_checkpoint
+verify
+Damage
 open_checkpoint
 OpenCheckpoint
 LazyTensor

@@ -144,6 +144,7 @@ def test_a_table_is_a_value_and_a_wrapper_a_function_from_strategy_to_strategy()
     st.save(tree, folder, strategies=table)
     loaded = st.load(tree, folder, strategies=table, strict="raise_all")
     assert loaded["w"].tolist() == [0, 1, 2] and loaded["o"] == 1
+    assert st.verify(folder, strategies=table) == ()
     st.remove_sharded_tensors(folder, "w", strategies=table)
     assert calls[:2] == ["save_sharded", "save_common"]
     assert sorted(set(calls)) == sorted(

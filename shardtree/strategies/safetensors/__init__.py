@@ -16,3 +16,4 @@ from ._save import BACKEND as BACKEND
 from ._save import VERSION as VERSION
 from ._save import save_common as save_common
 from ._save import save_sharded as save_sharded
+from ._verify import verify_files as verify_files

@@ -1,0 +1,93 @@
+"""Runs read by several threads, window by window: the same bytes, hashes and counts as by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardtree.errors import StorageError
+from shardtree.plans import Runs
+from shardtree.storage import BLOCK_BYTES, MemoryStorage, block_hashes
+from shardtree.storage import _runs as module
+from shardtree.storage._runs import read_runs
+from tests.trees.samples import assert_caught
+
+LENGTH = 9 * BLOCK_BYTES + 77
+DATA = np.random.default_rng(1).integers(0, 256, LENGTH, dtype=np.uint8).tobytes()
+HASHES = [int(one) for one in block_hashes([memoryview(DATA)])]
+
+Spans = list[tuple[int, int]]
+
+
+@pytest.fixture(autouse=True)
+def _small_windows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(module, "_STEP_BYTES", BLOCK_BYTES)
+    monkeypatch.setattr(module, "_WINDOW_BYTES", 2 * BLOCK_BYTES)
+    yield
+    torch.set_num_threads(1)
+
+
+def spans() -> st.SearchStrategy[Spans]:
+    """Return stretches of the file, in its order; some touch, some overlap, some are of whole blocks."""
+    near = st.builds(
+        lambda block, off: max(0, block * BLOCK_BYTES + off), st.integers(0, 9), st.sampled_from([0, -1, 5])
+    )
+    place = near | st.integers(0, LENGTH)
+    return st.lists(st.tuples(place, place).map(sorted).map(tuple), max_size=6).map(sorted)
+
+
+def runs_of(chosen: Spans) -> Runs:
+    byte, end = np.array(chosen, dtype=np.int64).reshape(-1, 2).T
+    zero = np.zeros(len(chosen), dtype=np.int64)
+    return Runs(zero, byte, np.arange(len(chosen)), zero, end - byte)
+
+
+def whole_blocks(chosen: Spans) -> set[int]:
+    """Return the blocks that one stretch, or several that follow each other, hold whole."""
+    held: set[int] = set()
+    for begin, end in chosen:
+        held |= set(
+            range(-(-begin // BLOCK_BYTES), len(HASHES) if end == LENGTH and begin < end else end // BLOCK_BYTES)
+        )
+    return held
+
+
+def read_by(threads: int, chosen: Spans, drop: int = 0) -> None:
+    torch.set_num_threads(threads)
+    storage = MemoryStorage()
+    storage.write("f", [memoryview(DATA)], durable=False)
+    memories = [bytearray(end - begin) for begin, end in chosen]
+    views = [memoryview(memory) for memory in memories]
+    hashes: dict[int, int] = {}
+    told: list[int] = []
+    runs = runs_of(chosen[drop:])
+    done = read_runs(storage, "f", runs, views[drop:], hashes=hashes, length=LENGTH, progress=told.append)
+    assert memories == [DATA[begin:end] for begin, end in chosen]
+    assert done == sum(told) == sum(end - begin for begin, end in chosen)
+    assert {number: HASHES[number] for number in hashes} == hashes
+    assert whole_blocks(chosen) <= set(hashes)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+@given(spans())
+def test_every_run_is_read_and_every_whole_block_hashed(threads: int, chosen: Spans) -> None:
+    read_by(threads, chosen)
+
+
+def test_reading_catches_a_run_that_is_left_out() -> None:
+    assert_caught(read_by, 2, spans(), st.just(1))
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_an_error_in_any_thread_is_raised(threads: int) -> None:
+    torch.set_num_threads(threads)
+    storage = MemoryStorage()
+    storage.write("f", [memoryview(DATA)], durable=False)
+    views = [memoryview(bytearray(LENGTH + 10))]
+    with pytest.raises(StorageError, match="ends at byte"):
+        read_runs(storage, "f", runs_of([(0, LENGTH + 10)]), views, hashes=None, length=LENGTH + 10, progress=id)
