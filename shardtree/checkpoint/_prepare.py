@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from argparse import Namespace
+from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
 
-from ..errors import CheckpointingException, TreeError, UnsupportedValue, explain, render_path
+from ..errors import (
+    CheckpointingException,
+    ShapeError,
+    TreeError,
+    TreePath,
+    UnsupportedValue,
+    explain,
+    render_path,
+)
 from ..lazy import LazyTensor
-from ..mapping import ShardedObject, ShardedTensor
+from ..mapping import LocalNonpersistentObject, ShardedBase, ShardedObject, ShardedTensor
+from ..strategies import misfit
 from ..trees import HOLE, apply_factories, common_with_holes, leaves_with_paths, select, without_holes
 
 CONTENT_METADATA = "content_metadata"
+
+_DEEPEST = 100  # levels that are searched for hidden shards; the codec stores no deeper ones
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,14 +50,19 @@ def prepare(tree: Any, content_metadata: Mapping[str, Any] | None = None) -> Pre
     Raises:
         TreeError: the tree is no dict, list or tuple, or already has the content metadata's key.
         CheckpointingException: a shard has no data.
-        UnsupportedValue: a shard's data is no dense tensor.
+        UnsupportedValue: a shard's data is no dense tensor, or a shard is hidden in a value that isn't entered.
+        ShapeError: a shard's data was changed since, or replaced by something of another dtype or shape.
     """
     if not isinstance(tree, (dict, list, tuple)):
         raise TreeError(
             explain("save: not a tree", found=type(tree).__name__, expected="a dict, list or tuple of shards")
         )
-    built = apply_factories(with_content_metadata(tree, content_metadata))
-    leaves = leaves_with_paths(built)
+    try:
+        built = apply_factories(with_content_metadata(tree, content_metadata))
+        leaves = leaves_with_paths(built)
+    except RecursionError:
+        raise TreeError(explain("save: the tree is too deep, or contains itself", fix="Flatten it.")) from None
+    refuse_hidden("save", leaves)
     tensors = tuple((path, leaf) for path, leaf in leaves if isinstance(leaf, ShardedTensor))
     empty = [f"{shard.key!r} at {render_path(path)}" for path, shard in tensors if not _has_data(shard)]
     if empty:
@@ -55,8 +73,58 @@ def prepare(tree: Any, content_metadata: Mapping[str, Any] | None = None) -> Pre
     if others:
         fix = "Save .to_dense() of it, or its parts as tensors of their own."
         raise UnsupportedValue(explain("save: data that isn't a dense tensor", offenders=others, fix=fix))
+    changed = [f"{render_path(path)}: {misfit(shard)}" for path, shard in tensors if misfit(shard)]
+    if changed:
+        fix = "Change a dtype with `cast`, a shape with `map_shards`, and make shards of a tensor after it was changed."
+        raise ShapeError(explain("save: data that isn't what its shard says", offenders=changed, fix=fix))
     objects = tuple(leaf for _, leaf in leaves if isinstance(leaf, ShardedObject))
     return Prepared(tuple(shard for _, shard in tensors), objects, common_with_holes(built))
+
+
+def prepare_for_later(tree: Any, content_metadata: Mapping[str, Any] | None = None) -> Prepared:
+    """Return `prepare(tree, content_metadata)` with a common state that the caller's changes don't reach."""
+    prepared = prepare(tree, content_metadata)
+    return replace(prepared, common=deepcopy(prepared.common))
+
+
+def refuse_hidden(doing: str, leaves: Sequence[tuple[TreePath, Any]]) -> None:
+    """Raise where a shard or local object lies in a value that trees don't enter: it would be taken for a plain value.
+
+    Raises:
+        UnsupportedValue: names every such place.
+
+    Examples:
+        >>> refuse_hidden("save", [(("options",), {1, 2})])
+    """
+    hidden = [f"{render_path(path)}: {type(leaf).__name__}" for path, leaf in leaves if _holds_shards(_inside(leaf))]
+    if hidden:
+        fix = "Put shards and local objects in dicts, lists and tuples; those are entered."
+        raise UnsupportedValue(explain(f"{doing}: shards hidden in values", offenders=hidden, fix=fix))
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    """Return what a value holds, of the kinds of value that can hold shards and aren't trees."""
+    if isinstance(value, Namespace):
+        return vars(value).values()
+    if isinstance(value, (set, frozenset)):
+        return value
+    if isinstance(value, ShardedObject):
+        return (value.data,)
+    if is_dataclass(value) and not isinstance(value, (type, ShardedBase)):
+        return [getattr(value, field.name, None) for field in fields(value)]
+    return ()
+
+
+def _holds_shards(values: Iterable[Any], depth: int = 0) -> bool:
+    if depth > _DEEPEST:
+        return False
+    for value in values:
+        if isinstance(value, (ShardedBase, LocalNonpersistentObject)):
+            return True
+        inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else None
+        if _holds_shards(_inside(value) if inner is None else inner, depth + 1):
+            return True
+    return False
 
 
 def with_content_metadata(tree: Any, content_metadata: Mapping[str, Any] | None) -> Any:

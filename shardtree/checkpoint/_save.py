@@ -23,6 +23,7 @@ from ..strategies import (
     SaveOptions,
     Strategies,
     StrategyAction,
+    check_unchanged,
     default_strategies,
     find_strategy,
     replace_metadata,
@@ -30,7 +31,7 @@ from ..strategies import (
 from ..world import World, agree, current_world, gather, on_rank_zero
 from ._consistency import check_common, check_together, common_digest, describe
 from ._dispatch import DEFAULT_BACKEND, Choice, backend_of, strategy_of
-from ._prepare import Prepared, comparable, prepare
+from ._prepare import Prepared, comparable, prepare, prepare_for_later
 
 Fields = Mapping[str, Any]
 
@@ -63,8 +64,10 @@ def save(
         sharded_strategy: the format of the shards, as (backend, version) or a function; the native format by default.
         common_strategy: the format of everything else, likewise.
         validate_access_integrity: whether ranks exchange their layouts, check that every element has exactly one
-            main replica, and share out the writing of replicas. Otherwise each main replica is written where it is.
-        async_sharded_save: whether to return the request instead of running it.
+            main replica, and share out the writing of replicas: since these hold equal values, whichever has least
+            else to write does it. Otherwise each main replica is written where it is.
+        async_sharded_save: whether to return the request instead of running it. The common state and objects are
+            taken as they are now; the shards' tensors are written where they lie, and mustn't change until then.
         preprocess_common_before_consistency_check: applied to the common state before ranks compare theirs.
         content_metadata: stored with the common state, for `load_content_metadata`.
         world: the ranks that take part; torch.distributed's default group, or else this process alone.
@@ -99,7 +102,8 @@ def save(
     """
     ranks = current_world(world)
     options = SaveOptions(durable, allow_pickle, stale_after, progress or SaveOptions().progress)
-    prepared = agree(ranks, "save: prepare", partial(prepare, sharded_state_dict, content_metadata))
+    take_apart = prepare_for_later if async_sharded_save else prepare
+    prepared = agree(ranks, "save: prepare", partial(take_apart, sharded_state_dict, content_metadata))
     for_comparison = preprocess_common_before_consistency_check or (lambda common: common)
     writes = agree(ranks, "save: choose main replicas", partial(_main_replicas, prepared))
     if validate_access_integrity:
@@ -213,10 +217,22 @@ def _request(
     }
     return AsyncRequest(
         world=draft.world,
-        async_fn=lambda: tuple(request.async_fn() for request in requests),
+        async_fn=partial(_write, draft, requests),
         commit=partial(_commit, draft, requests, partial(save_common, draft, prepared.common), fields),
         finalize_fns=tuple(fn for request in requests for fn in request.finalize_fns),
+        abandon=partial(_abandon, requests),
     )
+
+
+def _write(draft: Draft, requests: Sequence[AsyncRequest[Any]]) -> tuple[Any, ...]:
+    # Once committed, a request's files are the checkpoint: running it again would write over them.
+    check_unchanged(draft.storage, draft.before)
+    return tuple(request.async_fn() for request in requests)
+
+
+def _abandon(requests: Sequence[AsyncRequest[Any]]) -> None:
+    for request in requests:
+        request.abandon()
 
 
 def _commit(

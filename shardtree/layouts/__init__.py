@@ -11,3 +11,4 @@ from ._integrity import Problem as Problem
 from ._integrity import access_problems as access_problems
 from ._integrity import check_access as check_access
 from ._integrity import first_gap as first_gap
+from ._integrity import write_problems as write_problems

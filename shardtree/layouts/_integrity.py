@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 
@@ -46,6 +47,22 @@ def access_problems(columns: ShardColumns) -> tuple[Problem, ...]:
     boxes = shard_boxes(main.offset, main.shape, main.start, main.stop)
     wrong = (*_beyond(main, boxes), *_doubled(main, boxes))
     return (*wrong, *_missing(main, boxes, {problem.key for problem in wrong}))
+
+
+def write_problems(columns: ShardColumns) -> tuple[Problem, ...]:
+    """Return why the given shards can't all be stored in one checkpoint; gaps between them are no reason.
+
+    Args:
+        columns: the shards that are written, by whichever replica.
+
+    Examples:
+        >>> import torch, shardtree as st
+        >>> twice = [st.ShardedTensor.from_rank_offsets("w", torch.zeros(2), (0, 0, 2)) for _ in range(2)]
+        >>> [str(problem) for problem in write_problems(st.shard_columns(twice))]
+        ["'w' (ranks 0): [0:2] is held by more than one main replica"]
+    """
+    boxes = shard_boxes(columns.offset, columns.shape, columns.start, columns.stop)
+    return (*_beyond(columns, boxes), *_doubled(columns, boxes))
 
 
 def check_access(columns: ShardColumns) -> None:
@@ -103,7 +120,7 @@ def _doubled(main: ShardColumns, boxes: BoxColumns) -> tuple[Problem, ...]:
 
 def _missing(main: ShardColumns, boxes: BoxColumns, wrong: set[str]) -> tuple[Problem, ...]:
     held = np.bincount(main.key[boxes.shard], weights=volumes(boxes.shape), minlength=len(main.keys)).astype(np.int64)
-    needed = [int(np.prod(kind.global_shape, dtype=np.int64)) for kind in main.kinds]
+    needed = [prod(kind.global_shape) for kind in main.kinds]
     short = (number for number, size in enumerate(needed) if held[number] != size)
     return tuple(
         _gap(main, boxes, number, needed[number] - int(held[number]))
@@ -117,7 +134,7 @@ def _gap(main: ShardColumns, boxes: BoxColumns, number: int, missing: int) -> Pr
     rows = np.flatnonzero(main.key[boxes.shard] == number)
     first = first_gap(boxes.offset[rows], boxes.shape[rows], shape)
     ranks = tuple(sorted({int(rank) for rank in main.rank[boxes.shard[rows]]}))
-    elements = int(np.prod(shape, dtype=np.int64))
+    elements = prod(shape)
     what = f"{missing} of {elements} elements have no main replica; the first one missing is at {first}"
     return Problem(main.keys[number], ranks, what)
 

@@ -8,6 +8,7 @@ import torch
 
 from ..errors import MetadataError, ShapeError
 from ..geometry import refuse
+from ..lazy import LazyTensor
 
 _RECAST = "Change a dtype with `cast`, and a shape together with its metadata with `map_shards`."
 
@@ -29,9 +30,9 @@ def check_kind(subject: str, field: str, value: object, kind: type, fix: str) ->
 def check_data(subject: str, data: object, dtype: torch.dtype, shape: tuple[int, ...], source: str) -> None:
     """Raise ShapeError where a tensor hasn't the dtype, or the shape that the field `source` says.
 
-    Only tensors are looked at: tree maps put None, shapes and lazy tensors in their place.
+    Only tensors are looked at, lazy ones too: tree maps also put None and shapes in their place.
     """
-    if not isinstance(data, torch.Tensor):
+    if not isinstance(data, (torch.Tensor, LazyTensor)):
         return
     if data.dtype != dtype:
         refuse(subject, "data's dtype", data.dtype, str(dtype), _RECAST, error=ShapeError)

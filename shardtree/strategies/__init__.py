@@ -1,7 +1,9 @@
 """Strategies: the dispatch table, the signatures of its rows, and one package a format."""
 
 from . import safetensors as safetensors
+from ._checks import misfit as misfit
 from ._metadata import METADATA_FILE as METADATA_FILE
+from ._metadata import check_unchanged as check_unchanged
 from ._metadata import decode_metadata as decode_metadata
 from ._metadata import encode_metadata as encode_metadata
 from ._metadata import read_metadata as read_metadata

@@ -107,3 +107,21 @@ def element_count(shard: ShardedTensor) -> int:
     for size in shard.local_shape:
         count *= size
     return count
+
+
+def misfit(shard: ShardedTensor) -> str:
+    """Return how a shard's data differs from what the shard says of it; nothing where it doesn't.
+
+    The constructor has checked that, but tensors can be changed in place after it, and lazy ones replaced.
+
+    Examples:
+        >>> import torch
+        >>> weight = torch.zeros(2, 3)
+        >>> shard = ShardedTensor.from_rank_offsets("w", weight)
+        >>> misfit(shard), misfit(shard) if weight.t_() is weight else ""
+        ('', "'w' is (2, 3) float32, its data (3, 2) float32")
+    """
+    if shard.data is None or (shard.data.dtype == shard.dtype and tuple(shard.data.shape) == shard.data_shape):
+        return ""
+    said, found = TensorKind(shard.dtype, shard.data_shape, 0), TensorKind(shard.data.dtype, tuple(shard.data.shape), 0)
+    return f"{shard.key!r} is {said}, its data {found}"

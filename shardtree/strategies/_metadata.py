@@ -78,8 +78,17 @@ def replace_metadata(storage: Storage, before: bytes | None, fields: Mapping[str
     Raises:
         CheckpointReplaced: another save went to the same folder meanwhile.
     """
+    check_unchanged(storage, before)
+    storage.replace(METADATA_FILE, encode_metadata(fields), durable=durable)
+
+
+def check_unchanged(storage: Storage, before: bytes | None) -> None:
+    """Raise unless metadata.json is still what it was when the save began.
+
+    Raises:
+        CheckpointReplaced: another save went to the same folder meanwhile, or the same one was committed already.
+    """
     now = storage.read(METADATA_FILE) if storage.length(METADATA_FILE) is not None else None
     if now != before:
-        fix = "Let only one save at a time go to a folder."
+        fix = "Let only one save at a time go to a folder, and run a request once."
         raise CheckpointReplaced(explain(f"save: {storage.where()!r} was changed by another save meanwhile", fix=fix))
-    storage.replace(METADATA_FILE, encode_metadata(fields), durable=durable)

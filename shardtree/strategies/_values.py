@@ -19,6 +19,10 @@ def _ignore(_: int) -> None:
     pass
 
 
+def _nothing() -> None:
+    pass
+
+
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
     """How a checkpoint is read.
@@ -119,12 +123,14 @@ class AsyncRequest(Generic[T]):
         async_fn: writes this rank's files, without any collective; may run in another thread.
         commit: given every rank's result, by rank, makes the checkpoint count; collective.
         finalize_fns: called on every rank after the commit, in order.
+        abandon: called on every rank when writing or the commit failed; removes what was written. Never raises.
     """
 
     world: World
     async_fn: Callable[[], T]
     commit: Callable[[Sequence[T]], Fields]
     finalize_fns: tuple[Callable[[], None], ...] = ()
+    abandon: Callable[[], None] = _nothing
 
     def add_finalize_fn(self, fn: Callable[[], None]) -> AsyncRequest[T]:
         """Return the request with one more function to call after the commit, after those that it has."""
@@ -133,10 +139,16 @@ class AsyncRequest(Generic[T]):
     def execute_sync(self) -> Fields:
         """Write, commit and finalize now, and return what metadata.json says; collective.
 
+        It may be tried again after a failure; once it has succeeded, a second call is refused.
+
         Raises:
             CheckpointingException: some rank failed; nothing was committed unless a finalizer is what failed.
         """
-        fields = self.commit(gather(self.world, "save: write", self.async_fn))
+        try:
+            fields = self.commit(gather(self.world, "save: write", self.async_fn))
+        except BaseException:
+            self.abandon()
+            raise
         for fn in self.finalize_fns:
             agree(self.world, "save: finalize", fn)
         return fields

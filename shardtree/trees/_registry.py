@@ -14,6 +14,7 @@ import optree
 import torch
 
 from ..errors import ShapeError, explain
+from ..lazy import LazyTensor
 from ..mapping import ShardedTensor, ShardedTensorFactory
 
 NAMESPACE: Final = "shardtree"
@@ -50,7 +51,7 @@ def with_data(leaf: Leaf, data: Any) -> Leaf:
         >>> with_data(shard, torch.ones(2)).data
         tensor([1., 1.])
     """
-    if isinstance(data, torch.Tensor):
+    if isinstance(data, (torch.Tensor, LazyTensor)):
         _check_data(leaf, data)
     kind = type(leaf)
     read, writes = _ACCESS[kind]
@@ -60,9 +61,9 @@ def with_data(leaf: Leaf, data: Any) -> Leaf:
     return new
 
 
-def _check_data(leaf: Boxed, data: torch.Tensor) -> None:
+def _check_data(leaf: Boxed, data: torch.Tensor | LazyTensor) -> None:
     source: Any = leaf if isinstance(leaf, ShardedTensor) else leaf.data
-    if not isinstance(source, (ShardedTensor, torch.Tensor)):
+    if not isinstance(source, (ShardedTensor, torch.Tensor, LazyTensor)):
         return
     shape = source.data_shape if isinstance(source, ShardedTensor) else source.shape
     if data.dtype == source.dtype and data.shape == shape:

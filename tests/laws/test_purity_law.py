@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -42,6 +42,20 @@ WHOLE = st.shard_columns(
     [replace(WEIGHT, local_shape=(8, 2), data=None, global_offset=(0, 0), axis_fragmentations=(1, 1))]
 )
 LAZY = lazy.stored(lambda offset, shape: torch.full(shape, 7.0), (4, 2), torch.float32, name="w")
+
+
+class OptState(NamedTuple):
+    """A node of a tree."""
+
+    w: Any
+    step: Any
+
+
+class OptState(NamedTuple):
+    """A node of a tree."""
+
+    w: Any
+    step: Any
 
 
 def column(*rows: Any) -> Any:
@@ -149,6 +163,8 @@ CALLS: dict[str, Call] = {
     "trees.extract_metadata": (trees.extract_metadata, BUILT["model"]),
     "trees.extract_nonpersistent": (trees.extract_nonpersistent, TREE),
     "trees.extract_sharded": (trees.extract_sharded, TREE),
+    "trees.namedtuple_types": (trees.namedtuple_types, {**TREE, "o": OptState(WEIGHT, [3])}),
+    "trees.namedtuple_types": (trees.namedtuple_types, {**TREE, "o": OptState(WEIGHT, [3])}),
     "trees.partition": (trees.partition, lambda leaf: leaf is None, TREE),
     "trees.leaves_with_paths": (trees.leaves_with_paths, TREE),
     "trees.shard_leaves": (rebuilt, TREE),
@@ -158,6 +174,7 @@ CALLS: dict[str, Call] = {
     "layouts.shard_boxes": (layouts.shard_boxes, COLUMNS.offset, COLUMNS.shape, COLUMNS.start, COLUMNS.stop),
     "layouts.shard_columns": (layouts.shard_columns, [WEIGHT, FLAT]),
     "layouts.access_problems": (layouts.access_problems, COLUMNS),
+    "layouts.write_problems": (layouts.write_problems, COLUMNS),
     "layouts.check_access": (raising(layouts.check_access), COLUMNS),
     "layouts.first_gap": (layouts.first_gap, column([0, 0]), column([2, 4]), (4, 4)),
     "plans.plan_load": (plans.plan_load, WHOLE, CHUNKS),

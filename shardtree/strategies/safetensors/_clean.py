@@ -60,6 +60,13 @@ def remove_save(storage: Storage, folder: str) -> None:
     storage.remove_folder(folder)
 
 
+def remove_unless_committed(storage: Storage, folder: str) -> None:
+    """Remove a save's folder, unless metadata.json refers to it."""
+    metadata = storage.read(METADATA_FILE) if storage.length(METADATA_FILE) is not None else None
+    if metadata is None or _save_id(metadata) not in (None, folder):
+        remove_save(storage, folder)
+
+
 def newest_change(storage: Storage, folder: str) -> float:
     """Return when a folder or a file in it was changed last, in seconds by the storage's clock."""
     inside = (f"{folder}/{name}" for name in storage.names(folder))

@@ -11,7 +11,7 @@ import numpy as np
 from ...codec import dtype_name
 from ...errors import IntegrityError, explain
 from ...geometry import Column, box_column, volumes, widen
-from ...layouts import join_columns
+from ...layouts import join_columns, write_problems
 from ...storage import block_count
 from ._index import Index, text_columns
 from ._written import Written
@@ -24,6 +24,11 @@ def collect_index(written: Sequence[Written]) -> Index:
         IntegrityError: ranks disagree about a tensor, two wrote the same object, or a tensor is named like one.
     """
     columns = join_columns([part.columns for part in written])
+    problems = write_problems(columns)
+    if problems:
+        fix = "Give replicas different replica_ids, and keep shards inside their tensor's global shape."
+        what = "save: shards that can't lie in one checkpoint"
+        raise IntegrityError(explain(what, offenders=map(str, problems), fix=fix))
     first_file = np.cumsum([0, *(len(part.files) for part in written)])
     order = np.lexsort((columns.start, *columns.offset.T[::-1], columns.key))
     key = columns.key[order]

@@ -10,15 +10,16 @@ from typing import Any
 import numpy as np
 
 from ...codec import encode_tree
-from ...errors import CheckpointingException, StorageError, explain
+from ...errors import CheckpointingException, ShapeError, StorageError, explain
 from ...geometry import Column
 from ...layouts import ShardColumns, select_rows, shard_columns
 from ...mapping import ShardedObject, ShardedTensor
 from ...storage import BlockHasher, Buffer, Hashes, hash_column, hashed, tensor_buffers
 from ...world import on_rank_zero
+from .._checks import misfit
 from .._values import AsyncRequest, Draft, Fields
 from ..base import StrategyAction, register_default_strategy
-from ._clean import remove_left_overs
+from ._clean import remove_left_overs, remove_unless_committed
 from ._collect import collect_index
 from ._files import write_checked
 from ._index_file import encode_index
@@ -51,7 +52,19 @@ def save_sharded(draft: Draft, shards: Sequence[ShardedTensor | ShardedObject]) 
         async_fn=partial(_write, draft, layout, columns, _tensor_rows(shards)),
         commit=partial(_commit, draft),
         finalize_fns=(partial(_clean_up, draft),),
+        abandon=partial(_abandon, draft),
     )
+
+
+def _abandon(draft: Draft) -> None:
+    """Remove what a save that failed has written, so that a full disk has room for the next one."""
+    if draft.world.rank != 0:
+        return
+    try:
+        remove_unless_committed(draft.storage, draft.save_id)
+    except Exception as error:
+        # The save's own error is on its way; what stays is removed by a later save.
+        logger.warning("save: what a failed save wrote stays in %s: %s", draft.storage.where(draft.save_id), error)
 
 
 def _tensor_rows(shards: Sequence[Shard]) -> Column:
@@ -62,6 +75,8 @@ def _tensor_rows(shards: Sequence[Shard]) -> Column:
 
 def _write(draft: Draft, layout: tuple[Part, ...], columns: ShardColumns, row: Column) -> Written:
     names = tuple(part_name(draft.save_id, draft.world.rank, draft.world.size, part) for part in range(len(layout)))
+    # A request may be tried again after its folder was removed.
+    draft.storage.make_folder(draft.save_id)
     lengths, hashes, places, objects = [], [], [], []
     for number, (name, part) in enumerate(zip(names, layout, strict=True)):
         length, file_hashes = _write_part(draft, name, part)
@@ -103,6 +118,10 @@ def _item_buffers(item: Item) -> Iterator[Buffer]:
     if item.payload is not None:
         yield memoryview(item.payload)
     elif item.shard is not None:
+        if misfit(item.shard):
+            raise ShapeError(
+                explain("save: a tensor was changed while it waited to be written", found=misfit(item.shard))
+            )
         yield from tensor_buffers(item.shard.data)
 
 
