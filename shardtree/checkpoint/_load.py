@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from ..errors import TreeError, explain
+from ..errors import TreeError, UnsupportedValue, explain
 from ..mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from ..storage import Directory, ReadReport, Verify
 from ..strategies import Checkpoint, LoadOptions, Strategies, default_strategies
-from ..trees import HOLE, apply_factories, build_factories, join, leaves_with_paths, map_shards, shard_leaves
+from ..trees import (
+    HOLE,
+    apply_factories,
+    build_factories,
+    join,
+    leaves_with_paths,
+    map_shards,
+    namedtuple_types,
+    shard_leaves,
+)
 from ..world import World, agree, current_world, gather
 from ._consistency import check_together, describe
 from ._dispatch import Choice
 from ._exchange import Exchange
 from ._open import load_common, load_tensors_metadata, open_together, sharded_metadata
-from ._prepare import holds_only_holes
+from ._prepare import holds_only_holes, refuse_hidden
 from ._read import Reading, read_leaves
 from ._strict import StrictHandling, looks_beforehand, needs_all_ranks, parse_strict, report_keys, returns_keys
 
@@ -62,7 +72,8 @@ def load(
             or "auto", which does so where storage is remote.
         verify: which blocks are checked against their hashes: those read "whole", "all" touched, or none (None).
         allow_pickle: whether pickled values may be unpickled, which can run any code.
-        types: enum, dataclass and namedtuple classes that stored records become instances of.
+        types: enum, dataclass and namedtuple classes that stored records become instances of; in the common
+            state, the namedtuple classes in the target count too.
         strategies: the dispatch table.
         progress: is told, now and then, how many bytes this rank read since the last time.
         report: is given what this rank read, once.
@@ -73,7 +84,10 @@ def load(
     Raises:
         NotACheckpoint: there is none.
         KeyMismatch: the checkpoint lacks what the target asks for.
-        ShapeError: a tensor's global shape or dtype differs, or the checkpoint doesn't cover the target.
+        TreeError: the target doesn't fit the common state, or is too deep.
+        UnsupportedValue: a shard is hidden in a value of the target that isn't entered.
+        ShapeError: a tensor's global shape or dtype differs, the checkpoint doesn't cover the target, or donated
+            tensors share memory.
         CorruptCheckpoint: stored bytes aren't what was saved.
         UnsafeFile: it holds pickled values, and `allow_pickle` isn't given.
         RemoteError: another rank failed.
@@ -103,7 +117,7 @@ def load(
     missing, unexpected = _compare_keys(ranks, checkpoint, target, mode, choices)
     target = agree(ranks, "load: leave out", partial(_left_out, target, sharded_state_dict, unexpected))
     loaded, read = read_leaves(Reading(checkpoint, sharded_strategy, strategies, donate, exchange), target.leaves)
-    common = agree(ranks, "load: common state", partial(load_common, checkpoint, common_strategy, strategies))
+    common = agree(ranks, "load: common state", partial(_common, checkpoint, target.types, choices))
     tree = agree(ranks, "load: join", partial(_joined, common, target, loaded))
     agree(ranks, "load: report", lambda: report(read) if report is not None else None)
     return (tree, missing, unexpected) if returns_keys(mode) else tree
@@ -120,11 +134,13 @@ class Target:
         leaves: of the tree with factories applied.
         rebuild: from new leaves to a tree of the same structure.
         merge: from the joined tree to one with the factories merged.
+        types: the namedtuple classes that it is made of.
     """
 
     leaves: tuple[Any, ...]
     rebuild: Callable[[Sequence[Any]], Any]
     merge: Callable[[Any], Any]
+    types: tuple[type, ...]
 
     @property
     def tensors(self) -> list[ShardedTensor]:
@@ -142,9 +158,20 @@ def _prepare(tree: Any) -> Target:
         raise TreeError(
             explain("load: not a tree", found=type(tree).__name__, expected="a dict, list or tuple of shards")
         )
-    built, merge = build_factories(tree)
-    pairs, rebuild = shard_leaves(built)
-    return Target(tuple(leaf for _, leaf in pairs), rebuild, merge)
+    with _told_of_depth():
+        built, merge = build_factories(tree)
+        pairs, rebuild = shard_leaves(built)
+        types = namedtuple_types(built)
+    refuse_hidden("load", pairs)
+    return Target(tuple(leaf for _, leaf in pairs), rebuild, merge, types)
+
+
+@contextmanager
+def _told_of_depth() -> Iterator[None]:
+    try:
+        yield
+    except RecursionError:
+        raise TreeError(explain("load: the tree is too deep, or contains itself", fix="Flatten it.")) from None
 
 
 def _left_out(target: Target, tree: Any, unexpected: set[str]) -> Target:
@@ -183,13 +210,26 @@ def _compare_keys(
     return missing, unexpected
 
 
+def _common(checkpoint: Checkpoint, types: tuple[type, ...], choices: Choices) -> Any:
+    """Return the stored common tree, with instances of the target's own namedtuple classes where they fit."""
+    _, common, strategies = choices
+    # The caller's types come last, where they count.
+    options = replace(checkpoint.options, types=(*types, *checkpoint.options.types))
+    try:
+        return load_common(replace(checkpoint, options=options), common, strategies)
+    except UnsupportedValue:
+        # A class that is no more what was stored: its records stay records, as they do without a target.
+        return load_common(checkpoint, common, strategies)
+
+
 def _joined(common: Any, target: Target, loaded: Sequence[Any]) -> Any:
     tree = target.rebuild(loaded)
     both_dicts = isinstance(common, dict) and isinstance(tree, dict)
     if holds_only_holes(common) and not both_dicts and any(item is not HOLE for item in loaded):
         common = HOLE  # a tree of nothing but shards: the target's own shape counts
-    # Factories merge last, so that they see the plain values that they built beside their shards.
-    return target.merge(join(common, tree))
+    with _told_of_depth():
+        # Factories merge last, so that they see the plain values that they built beside their shards.
+        return target.merge(join(common, tree))
 
 
 def load_plain_tensors(

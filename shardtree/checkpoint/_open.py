@@ -156,16 +156,26 @@ def sharded_metadata(checkpoint: Checkpoint, sharded: Choice, common: Choice, st
 
 
 def load_content_metadata(
-    checkpoint_dir: Directory | None = None, *, preloaded_state_dict: Mapping[str, Any] | None = None
+    checkpoint_dir: Directory | None = None,
+    *,
+    preloaded_state_dict: Mapping[str, Any] | None = None,
+    allow_pickle: bool = False,
+    types: tuple[type, ...] = (),
+    strategies: Strategies = default_strategies,
 ) -> Any:
     """Return what a save was given as `content_metadata`, None if nothing; not collective.
 
     Args:
         checkpoint_dir: where the checkpoint is.
         preloaded_state_dict: the loaded or common state, where the caller has it already.
+        allow_pickle: whether pickled values may be unpickled, which can run any code.
+        types: enum, dataclass and namedtuple classes that stored records become instances of.
+        strategies: the dispatch table.
 
     Raises:
         TreeError: neither is given.
+        NotACheckpoint: there is none.
+        UnsafeFile: the common state holds pickled values, and `allow_pickle` isn't given.
 
     Examples:
         >>> load_content_metadata(preloaded_state_dict={"content_metadata": {"optimizer": "adam"}})
@@ -174,7 +184,9 @@ def load_content_metadata(
     if preloaded_state_dict is None:
         if checkpoint_dir is None:
             raise TreeError(explain("load_content_metadata: give checkpoint_dir or preloaded_state_dict"))
-        preloaded_state_dict = load_common_state_dict(checkpoint_dir)
+        preloaded_state_dict = load_common_state_dict(
+            checkpoint_dir, allow_pickle=allow_pickle, types=types, strategies=strategies
+        )
     return preloaded_state_dict.get(CONTENT_METADATA) if isinstance(preloaded_state_dict, Mapping) else None
 
 

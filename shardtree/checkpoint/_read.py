@@ -18,7 +18,7 @@ from ..trees import HOLE
 from ..world import agree, gather
 from ._dispatch import Choice, backend_of, common_backend, sharded_backend, strategy_of
 from ._exchange import Exchange, exchanges, pass_on
-from ._targets import delivered, with_memory
+from ._targets import delivered, with_memories
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,7 +48,7 @@ def read_leaves(reading: Reading, leaves: Sequence[Any]) -> tuple[list[Any], Rea
     world = reading.checkpoint.world
     shards = [leaf for leaf in leaves if isinstance(leaf, ShardedTensor)]
     objects = [leaf for leaf in leaves if isinstance(leaf, ShardedObject)]
-    make = partial(_with_memories, shards, donate=reading.donate)
+    make = partial(with_memories, shards, donate=reading.donate)
     memories = agree(world, "load: make memory", make)
     decide = partial(exchanges, reading.exchange, reading.checkpoint.storage, world)
     if agree(world, "load: exchange", decide):
@@ -58,10 +58,6 @@ def read_leaves(reading: Reading, leaves: Sequence[Any]) -> tuple[list[Any], Rea
     loaded = agree(world, "load: read objects", partial(_read_objects, reading, objects))
     deliver = partial(_deliver, leaves, shards, memories, loaded, donate=reading.donate)
     return agree(world, "load: deliver", deliver), report
-
-
-def _with_memories(shards: Sequence[ShardedTensor], *, donate: bool) -> list[ShardedTensor]:
-    return [with_memory(shard, donate=donate) for shard in shards]
 
 
 def _read(reading: Reading, shards: Sequence[ShardedTensor]) -> ReadReport:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from ..errors import CheckpointingException, ShapeError, explain
 from ..mapping import ShardedTensor
 from ..storage import empty_tensor
 from ..trees import with_data
+from ._apart import check_apart
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -19,9 +22,11 @@ def with_memory(shard: ShardedTensor, *, donate: bool) -> ShardedTensor:
     begins with the target's elements, or zeros, since not all of it may be filled.
 
     Raises:
-        ShapeError: a donated tensor's elements share memory.
+        ShapeError: a tensor isn't the shard's any more, or elements of a donated one share memory.
     """
     given = given_tensor(shard)
+    if given is not None and (donate or shard.allow_shape_mismatch):
+        _check_unchanged(shard, given)
     if donate and given is not None:
         _check_writable(shard, given)
         if _fillable(given):
@@ -36,6 +41,18 @@ def with_memory(shard: ShardedTensor, *, donate: bool) -> ShardedTensor:
         "cpu", copy=True, memory_format=torch.contiguous_format
     )
     return with_data(shard, copied.view(shard.dtype))
+
+
+def with_memories(shards: Sequence[ShardedTensor], *, donate: bool) -> list[ShardedTensor]:
+    """Return `with_memory` of each shard.
+
+    Raises:
+        ShapeError: as `with_memory`, or donated tensors share memory with each other.
+    """
+    memories = [with_memory(shard, donate=donate) for shard in shards]
+    if donate:
+        check_apart([(shard, given) for shard in shards if (given := given_tensor(shard)) is not None])
+    return memories
 
 
 def new_memory(key: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -93,6 +110,16 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
 def _copyable(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor's bits as integers: torch can't copy every dtype."""
     return tensor.view(_INTEGERS.get(tensor.itemsize, tensor.dtype))
+
+
+def _check_unchanged(shard: ShardedTensor, tensor: torch.Tensor) -> None:
+    shape = tuple(tensor.shape)
+    if (shape, tensor.dtype) == (shard.data_shape, shard.dtype):
+        return
+    what = f"load: the tensor of {shard.key!r} was changed after its shard was built"
+    found, expected = f"{shape} {tensor.dtype}", f"{shard.data_shape} {shard.dtype}"
+    fix = "Build the shard from the tensor as it is now."
+    raise ShapeError(explain(what, found=found, expected=expected, fix=fix))
 
 
 def _check_writable(shard: ShardedTensor, tensor: torch.Tensor) -> None:

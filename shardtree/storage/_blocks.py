@@ -70,6 +70,34 @@ def touched(begin: Column, end: Column, length: int, unit: int) -> Flags:
     return (opened - closed).cumsum()[:count] > 0
 
 
+def missing(begin: Column, end: Column, length: int) -> Column:
+    """Return how many bytes of each block of a file lie in none of some spans.
+
+    Args:
+        begin: int64 (spans,), ascending; spans may overlap.
+        end: one past the last byte, int64 (spans,).
+        length: of the file, in bytes.
+
+    Returns:
+        int64 (blocks,).
+
+    Examples:
+        >>> missing(np.array([10, 15]), np.array([20, 30]), length=BLOCK_BYTES + 5).tolist()
+        [262124, 5]
+    """
+    reached = np.maximum.accumulate(end)
+    # Each span without what those before it hold: these overlap no more.
+    begin = np.maximum(begin, np.concatenate((begin[:1], reached[:-1])))
+    end = np.maximum(begin, end)
+    sums = np.concatenate(([0], np.cumsum(end - begin)))
+    edges = np.minimum(np.arange(block_count(length) + 1) * BLOCK_BYTES, length)
+    opened, closed = (np.searchsorted(column, edges, side="left") for column in (begin, reached))
+    # Up to an edge lie the spans that ended before it, and of one that goes on beyond it the beginning.
+    covered = sums[closed] + np.where(opened > closed, edges - np.append(begin, 0)[closed], 0)
+    counts: Column = np.diff(edges) - np.diff(covered)
+    return counts
+
+
 class BlockHasher:
     """Hashes the blocks of a file, or of stretches of it, as its bytes go by.
 

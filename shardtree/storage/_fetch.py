@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, TypeVar
@@ -12,13 +12,19 @@ import torch
 
 from ..errors import CorruptCheckpoint, explain
 from ..plans import LoadPlan, Runs, Strided
-from ._blocks import BLOCK_BYTES, Flags, Hashes, block_hash, touched
+from ._blocks import BLOCK_BYTES, Flags, Hashes, block_hash, missing, touched
 from ._runs import read_runs
 from ._storage import Buffer, Reader, Storage
 from ._strided import copy_strided, last_byte
 
 Verify = Literal["whole", "all"] | None
-"""Which blocks are checked: those that are read whole, all that are touched, none."""
+"""Which blocks are checked: those that are read whole or nearly, and in small files all touched; all touched; none."""
+
+_SMALL_FILE_BYTES = 4 * 1024 * 1024
+_NEARLY_WHOLE_BYTES = 64 * 1024
+"""As much may be missing from a block that counts as read whole: it is then read once more, with what was missing."""
+
+_STRETCH_BLOCKS = 4
 
 Rows = TypeVar("Rows", Runs, Strided)
 
@@ -45,7 +51,7 @@ class ReadReport:
     Attributes:
         bytes_read: of tensors and objects.
         blocks_checked: blocks whose hash was compared.
-        blocks_unchecked: blocks that were read in part, or not to be checked.
+        blocks_unchecked: blocks of which only a part was read, or not to be checked.
         files: files opened.
     """
 
@@ -106,10 +112,11 @@ def _fetch_file(
         _check_length(reader, file, storage.where(file.name))
         done = read_runs(storage, file.name, runs, views, hashes=hashes, length=file.length, progress=progress)
         if strided.file.size:
-            done += copy_strided(reader.mapped(), strided, memories, hashes=hashes, progress=progress)
+            done += copy_strided(reader, strided, memories, hashes=hashes, progress=progress)
         blocks = _touched_blocks(file, runs, strided)
-        if hashes is not None and verify == "all":
-            _read_rest(reader, file.length, blocks, hashes)
+        if hashes is not None:
+            everything = verify == "all" or file.length <= _SMALL_FILE_BYTES
+            _read_rest(reader, file.length, blocks if everything else blocks & _nearly_whole(file, runs), hashes)
     if known is not None and hashes is not None:
         _compare(storage.where(file.name), hashes, known, file.length)
     checked = len(hashes or ())
@@ -133,15 +140,30 @@ def _touched_blocks(file: StoredFile, runs: Runs, strided: Strided) -> Flags:
     return by_runs | touched(strided.byte, last_byte(strided), file.length, BLOCK_BYTES)
 
 
+def _nearly_whole(file: StoredFile, runs: Runs) -> Flags:
+    flags: Flags = missing(runs.byte, runs.byte + runs.length, file.length) <= _NEARLY_WHOLE_BYTES
+    return flags
+
+
 def _read_rest(reader: Reader, length: int, blocks: Flags, hashes: dict[int, int]) -> None:
     """Read the blocks that were read in part once more, whole, for their hashes."""
-    scratch = memoryview(bytearray(BLOCK_BYTES))
-    for number in np.flatnonzero(blocks).tolist():
-        if number not in hashes:
-            begin = number * BLOCK_BYTES
-            block = scratch[: min(BLOCK_BYTES, length - begin)]
-            reader.read_into(begin, [block])
-            hashes[number] = block_hash(block)
+    scratch = memoryview(bytearray(_STRETCH_BLOCKS * BLOCK_BYTES))
+    for first, last in _stretches([number for number in np.flatnonzero(blocks).tolist() if number not in hashes]):
+        stretch = scratch[: min((last + 1) * BLOCK_BYTES, length) - first * BLOCK_BYTES]
+        reader.read_into(first * BLOCK_BYTES, [stretch])
+        for number in range(first, last + 1):
+            at = (number - first) * BLOCK_BYTES
+            hashes[number] = block_hash(stretch[at : at + BLOCK_BYTES])
+
+
+def _stretches(numbers: list[int]) -> Iterator[tuple[int, int]]:
+    """Yield the first and the last of numbers that follow each other, a few at a time: they come in one request."""
+    start = 0
+    for stop, number in enumerate(numbers, start=1):
+        goes_on = stop < len(numbers) and numbers[stop] == number + 1
+        if not goes_on or stop - start == _STRETCH_BLOCKS:
+            yield numbers[start], number
+            start = stop
 
 
 def _compare(path: str, found: dict[int, int], expected: Hashes, length: int) -> None:

@@ -212,8 +212,8 @@ class _RangeReader:
         for buffer in buffers:
             buffer[:], data = data[: buffer.nbytes], data[buffer.nbytes :]
 
-    def mapped(self) -> Buffer:
-        return memoryview(self._bytes(0, self.length))
+    def mapped(self, begin: int = 0, end: int | None = None) -> Buffer:
+        return memoryview(self._bytes(begin, self.length if end is None else end))
 
     def _bytes(self, begin: int, end: int) -> bytearray:
         """Return bytes of the file, asked for in ranges that one request each brings."""

@@ -8,9 +8,10 @@ import stat
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import PurePosixPath
+from functools import cached_property
 
 from ..errors import StorageError, explain
+from ._names import inside
 from ._reserve import reserve
 from ._storage import Buffer
 
@@ -38,10 +39,8 @@ class LocalStorage:
 
     def where(self, name: str = "") -> str:
         """Return the path of a name."""
-        parts = PurePosixPath(name).parts
-        if os.path.isabs(name) or ".." in parts or "\0" in name:
-            raise StorageError(explain(f"{name!r} would leave the folder {self.root!r}", expected="a name inside it"))
-        return os.path.join(self.root, *parts)
+        plain = inside(name, self.root)
+        return os.path.join(self.root, plain) if plain else self.root
 
     def write(self, name: str, buffers: Iterable[Buffer], *, durable: bool) -> int:
         """Write a new file from buffers, in order, and return its length."""
@@ -67,7 +66,7 @@ class LocalStorage:
 
     def replace(self, name: str, data: bytes, *, durable: bool) -> None:
         """Give a file new content in one step: a temporary file beside it, renamed over it."""
-        folder, _, last = name.rpartition("/")
+        folder, _, last = inside(name, self.root).rpartition("/")
         temporary = f"{folder}/.{last}.new" if folder else f".{last}.new"
         self.write(temporary, [memoryview(data)], durable=durable)
         with self._failures("replace", name):
@@ -99,9 +98,13 @@ class LocalStorage:
                 return ()
 
     def make_folder(self, name: str = "") -> None:
-        """Make a folder and those above it."""
+        """Make a folder and those above it; what is made is on the medium then."""
         with self._failures("make the folder", name):
-            os.makedirs(self.where(name), exist_ok=True)
+            path = self.where(name)
+            parents = _parents_to_be(path)
+            os.makedirs(path, exist_ok=True)
+            for parent in parents:
+                _sync(parent)
 
     def is_folder(self, name: str = "") -> bool:
         """Return whether there is a folder of that name."""
@@ -110,11 +113,7 @@ class LocalStorage:
     def sync_folder(self, name: str = "") -> None:
         """Wait until what was made or removed in a folder is on the medium."""
         with self._failures("sync", name):
-            descriptor = os.open(self.where(name), os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            _sync(self.where(name))
 
     def remove(self, name: str) -> None:
         """Remove a file; nothing happens if it isn't there."""
@@ -145,7 +144,7 @@ class LocalStorage:
             ) from error
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _LocalReader:
     descriptor: int
     path: str
@@ -169,11 +168,37 @@ class _LocalReader:
             byte += count
             pending = _rest(pending, count)
 
-    def mapped(self) -> Buffer:
+    def mapped(self, begin: int = 0, end: int | None = None) -> Buffer:
+        stretch = self._mapping[begin:end]
+        if end is not None and stretch.nbytes < end - begin:
+            what = f"{self.path!r} ends at byte {self._mapping.nbytes}"
+            raise StorageError(explain(what, expected=f"bytes {begin} to {end}"))
+        return stretch
+
+    @cached_property
+    def _mapping(self) -> Buffer:
         # A private mapping is writable without touching the file, and tensors want writable memory.
         if not self.length:
             return memoryview(bytearray())
         return memoryview(mmap.mmap(self.descriptor, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE))
+
+
+def _sync(folder: str) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _parents_to_be(path: str) -> list[str]:
+    """Return the parents of those folders on a path that aren't there yet."""
+    parents = []
+    path = os.path.abspath(path)
+    while not os.path.exists(path):
+        path = os.path.dirname(path)
+        parents.append(path)
+    return parents
 
 
 def _batches(buffers: Iterable[Buffer]) -> Iterator[list[Buffer]]:

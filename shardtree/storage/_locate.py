@@ -14,22 +14,27 @@ Directory = str | os.PathLike[str] | Storage
 
 
 def storage_at(directory: Directory) -> Storage:
-    """Return the storage of a directory.
+    """Return the storage of a directory; a relative path is that of now, wherever the process goes later.
 
     Raises:
         StorageError: the directory is neither a path, nor a URL, nor a storage.
 
     Examples:
-        >>> storage_at("checkpoints/step_10")
-        LocalStorage(root='checkpoints/step_10')
+        >>> storage_at("/checkpoints/step_10")
+        LocalStorage(root='/checkpoints/step_10')
     """
     if isinstance(directory, (str, os.PathLike)):
         path = os.fspath(directory)
         if isinstance(path, str) and path and "\0" not in path:
-            return fsspec_storage(path) if "://" in path else LocalStorage(path)
+            return fsspec_storage(path) if "://" in path else LocalStorage(_absolute(path))
     elif isinstance(directory, Storage):
         return directory
     kind = type(directory).__name__
     raise StorageError(
         explain("where is the checkpoint?", found=f"{directory!r} ({kind})", expected="a path, a URL or a Storage")
     )
+
+
+def _absolute(path: str) -> str:
+    # Not abspath: it takes "link/.." for nothing, although a link leads elsewhere.
+    return path if os.path.isabs(path) else os.path.join(os.getcwd(), path)

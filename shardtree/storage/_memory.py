@@ -124,5 +124,7 @@ class _MemoryReader:
             buffer[:] = part
             byte += buffer.nbytes
 
-    def mapped(self) -> Buffer:
-        return memoryview(bytearray(self.data))
+    def mapped(self, begin: int = 0, end: int | None = None) -> Buffer:
+        stretch = memoryview(bytearray((self.length if end is None else end) - begin))
+        self.read_into(begin, [stretch])
+        return stretch

@@ -20,8 +20,11 @@ class Reader(Protocol):
     def read_into(self, byte: int, buffers: Sequence[Buffer]) -> None:
         """Fill the buffers, one after the other, from consecutive bytes; raises where the file ends first."""
 
-    def mapped(self) -> Buffer:
-        """Return the whole file as memory that this process may write to without changing the file."""
+    def mapped(self, begin: int = 0, end: int | None = None) -> Buffer:
+        """Return a stretch of the file, up to its end if need be, as memory that can be written to and stays its own.
+
+        A local file is mapped, another is asked for these bytes only. Raises where the file ends first.
+        """
 
 
 @runtime_checkable

@@ -1,8 +1,8 @@
-"""Copies boxes that lie in small pieces out of a mapping of the file: that is faster than a read for each piece."""
+"""Copies boxes that lie in small pieces out of mapped stretches of a file: faster than a read for each piece."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -10,13 +10,13 @@ import torch
 from ..geometry import Column
 from ..plans import Strided
 from ._blocks import BlockHasher
-from ._storage import Buffer
+from ._storage import Buffer, Reader
 
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
 def copy_strided(
-    mapped: Buffer,
+    reader: Reader,
     strided: Strided,
     memories: Sequence[torch.Tensor],
     *,
@@ -26,31 +26,59 @@ def copy_strided(
     """Copy a file's strided pieces, and return how many bytes these were.
 
     Args:
-        mapped: the whole file.
+        reader: of the file; only the stretches that the pieces lie in are mapped.
         strided: all of that file.
         memories: for each requested shard its bytes, uint8 (bytes,).
         hashes: gets the hash of each block that a contiguous piece holds whole, by number; None to hash nothing.
         progress: is told how many bytes were copied since the last time.
     """
     total = 0
-    last = last_byte(strided)
-    hasher = BlockHasher(mapped.nbytes)
-    for row in np.argsort(strided.byte, kind="stable").tolist():
-        shape, size = strided.shape[row].tolist(), int(strided.item_size[row])
-        byte, end, target_byte = int(strided.byte[row]), int(last[row]), int(strided.target_byte[row])
-        carrier = _CARRIERS[size]
-        stored = torch.frombuffer(mapped, dtype=carrier, count=(end - byte) // size, offset=byte)
-        memory = memories[int(strided.target[row])][target_byte:]
-        target = memory[: memory.numel() // size * size].view(carrier)
-        piece = stored.as_strided(shape, strided.stride[row].tolist())
-        if hashes is not None and piece.is_contiguous():
-            hasher.update(mapped[byte:end], byte)
-        target.as_strided(shape, strided.target_stride[row].tolist()).copy_(piece)
-        total += piece.numel() * size
-        progress(piece.numel() * size)
-    if hashes is not None:
+    hasher = None if hashes is None else BlockHasher(reader.length)
+    for rows, begin, end in _stretches(strided):
+        mapped = reader.mapped(begin, end)
+        for row in rows.tolist():
+            size = _copy_piece(mapped, begin, strided, row, memories, hasher)
+            total += size
+            progress(size)
+    if hashes is not None and hasher is not None:
         hashes.update(hasher.hashes)
     return total
+
+
+def _stretches(strided: Strided) -> Iterator[tuple[Column, int, int]]:
+    """Yield (rows, begin, end): pieces that overlap in the file, and the bytes that they lie in, in the file's order."""
+    order = np.argsort(strided.byte, kind="stable")
+    begin, end = strided.byte[order], np.maximum.accumulate(last_byte(strided)[order])
+    for rows in np.split(np.arange(order.size), np.flatnonzero(begin[1:] >= end[:-1]) + 1):
+        yield order[rows], int(begin[rows[0]]), int(end[rows[-1]])
+
+
+def _copy_piece(
+    mapped: Buffer,
+    begin: int,
+    strided: Strided,
+    row: int,
+    memories: Sequence[torch.Tensor],
+    hasher: BlockHasher | None,
+) -> int:
+    """Copy one piece out of the stretch that begins at `begin`, and return how many bytes it has."""
+    shape, size = strided.shape[row].tolist(), int(strided.item_size[row])
+    byte, target_byte = int(strided.byte[row]), int(strided.target_byte[row])
+    carrier = _CARRIERS[size]
+    stride = strided.stride[row].tolist()
+    stored = torch.frombuffer(mapped, dtype=carrier, count=_items(shape, stride), offset=byte - begin)
+    memory = memories[int(strided.target[row])][target_byte:]
+    target = memory[: memory.numel() // size * size].view(carrier)
+    piece = stored.as_strided(shape, stride)
+    if hasher is not None and piece.is_contiguous():
+        hasher.update(mapped[byte - begin : byte - begin + piece.numel() * size], byte)
+    target.as_strided(shape, strided.target_stride[row].tolist()).copy_(piece)
+    return piece.numel() * size
+
+
+def _items(shape: list[int], stride: list[int]) -> int:
+    """Return how many elements lie from a piece's first to its last one."""
+    return sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) + 1
 
 
 def last_byte(strided: Strided) -> Column:

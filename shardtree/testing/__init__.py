@@ -28,6 +28,7 @@ from ._layout import cut as cut
 from ._layouts import even_layout as even_layout
 from ._layouts import layouts as layouts
 from ._roundtrip import check_roundtrip as check_roundtrip
+from ._rows import check_rows as check_rows
 from ._shapes import shapes as shapes
 from ._states import GlobalState as GlobalState
 from ._states import global_states as global_states

@@ -27,6 +27,7 @@ from ._maps import map_shards as map_shards
 from ._merge import combine as combine
 from ._merge import merge as merge
 from ._metadata import extract_metadata as extract_metadata
+from ._nodes import namedtuple_types as namedtuple_types
 from ._partition import extract_nonpersistent as extract_nonpersistent
 from ._partition import extract_sharded as extract_sharded
 from ._partition import partition as partition

@@ -7,7 +7,7 @@ its default namespace. None is a leaf. Subclasses of dict, list and deque are re
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import optree
@@ -62,6 +62,28 @@ def same_kind(left: Tree, right: Tree) -> bool:
     if isinstance(left, dict) or isinstance(right, dict):
         return isinstance(left, dict) and isinstance(right, dict)
     return (is_sequence(left) and is_sequence(right)) or type(left) is type(right)
+
+
+def namedtuple_types(tree: Tree) -> tuple[type, ...]:
+    """Return the namedtuple classes of a tree's nodes, each once, in the order in which they are met.
+
+    Examples:
+        >>> from collections import namedtuple
+        >>> Moment, Pair = namedtuple("Moment", "mean step"), namedtuple("Pair", "left right")
+        >>> [kind.__name__ for kind in namedtuple_types({"o": [Moment(Pair(1, 2), 3), Pair(4, 5)]})]
+        ['Moment', 'Pair']
+    """
+    return tuple(dict.fromkeys(_namedtuple_types(tree)))
+
+
+def _namedtuple_types(tree: Tree) -> Iterator[type]:
+    children = entries(tree)
+    if children is None:
+        return
+    if optree.is_namedtuple(tree):
+        yield type(tree)
+    for child in children.values():
+        yield from _namedtuple_types(child)
 
 
 def describe(node: Tree) -> str:

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardtree
+from shardtree.errors import RemoteError
 from shardtree.mapping import ShardedTensor, ShardedTensorFactory
 from shardtree.storage import MemoryStorage
 from shardtree.testing import bits, check_factory, factories, glu, random_bits, stacked, transposed
@@ -80,30 +81,53 @@ def gate_and_value(rank: int, ranks: int, gate: torch.Tensor, value: torch.Tenso
     return torch.cat([half.chunk(ranks)[rank] for half in (gate, value)])
 
 
-@pytest.mark.parametrize(("save_ranks", "load_ranks"), [(2, 4), (4, 1), (1, 2)])
-def test_gated_halves_survive_another_number_of_ranks(save_ranks: int, load_ranks: int) -> None:
+Gated = Callable[[str, torch.Tensor, int, int], ShardedTensorFactory]
+
+
+def check_gated_halves(factory: Gated, save_ranks: int, load_ranks: int) -> None:
+    """Raise unless each rank gets its rows of both halves, on whatever number of ranks they were saved."""
     gate, value, storage = torch.arange(24.0).view(8, 3), -torch.arange(24.0).view(8, 3), MemoryStorage()
 
     def tree(world: World) -> dict[str, ShardedTensorFactory]:
         data = gate_and_value(world.rank, world.size, gate, value)
         return {
-            "w": glu("w", data, world.rank, world.size),
-            "exp_avg": glu("exp_avg.w", data + 1, world.rank, world.size),
+            "w": factory("w", data, world.rank, world.size),
+            "exp_avg": factory("exp_avg.w", data + 1, world.rank, world.size),
             "t": transposed("t", data, (1, world.rank, world.size)),
         }
 
-    def load(world: World) -> bool:
+    def load(world: World) -> None:
         expected = tree(world)
-        target = shardtree.map_data(torch.zeros_like, expected)
-        loaded = shardtree.load(target, storage, world=world)
-        halves = {key: bits(loaded[key]) == bits(expected[key].data) for key in ("w", "exp_avg")}
-        return all(halves.values())
+        loaded = shardtree.load(shardtree.map_data(torch.zeros_like, expected), storage, world=world)
+        for key in ("w", "exp_avg"):
+            assert bits(loaded[key]) == bits(expected[key].data), f"rank {world.rank} has other rows of {key!r}"
 
     def save(world: World) -> None:
         shardtree.save(tree(world), storage, world=world)
 
     simulate(save_ranks, save)
-    assert all(simulate(load_ranks, load))
+    simulate(load_ranks, load)
+
+
+@pytest.mark.parametrize(("save_ranks", "load_ranks"), [(2, 4), (4, 1), (1, 2)])
+def test_gated_halves_survive_another_number_of_ranks(save_ranks: int, load_ranks: int) -> None:
+    check_gated_halves(glu, save_ranks, load_ranks)
+
+
+def halves_in_one(key: str, data: torch.Tensor, rank: int, ranks: int) -> ShardedTensorFactory:
+    """The planted fault: each rank's two halves are stored as one block of rows."""
+
+    def build(key: str, data: Any, replica_id: Any, flattened_range: slice | None) -> ShardedTensor:
+        return ShardedTensor.from_rank_offsets(key, data, (0, rank, ranks), replica_id=replica_id)
+
+    return ShardedTensorFactory(key, data, build, lambda tensor: tensor)
+
+
+@pytest.mark.parametrize(("save_ranks", "load_ranks"), [(2, 4), (4, 1), (1, 2)])
+def test_the_law_catches_halves_that_are_stored_in_one(save_ranks: int, load_ranks: int) -> None:
+    check_gated_halves(halves_in_one, 2, 2)
+    with pytest.raises((AssertionError, RemoteError), match=r"has other rows of 'w'"):
+        check_gated_halves(halves_in_one, save_ranks, load_ranks)
 
 
 def test_stacked_layers_move_between_pipeline_stages() -> None:

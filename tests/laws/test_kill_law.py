@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,15 @@ import torch
 import shardtree
 from shardtree.mapping import ShardedObject, ShardedTensor
 from shardtree.storage import LocalStorage, MemoryStorage, Storage
+from shardtree.strategies import (
+    AsyncRequest,
+    Checkpoint,
+    Draft,
+    Strategies,
+    StrategyAction,
+    default_strategies,
+    safetensors,
+)
 from shardtree.testing import Call, WatchedStorage, outline
 from shardtree.world import World, simulate
 
@@ -71,7 +80,9 @@ def calls_of(run: Callable[[Storage], None], storage: Storage) -> list[Call]:
     return calls
 
 
-def check_kill_law(begin: MemoryStorage, ranks: int, saving: Callable[[Storage], None], *, for_good: bool) -> int:
+def check_kill_law(
+    begin: MemoryStorage, ranks: int, saving: Callable[[WatchedStorage], None], *, for_good: bool
+) -> int:
     """Raise unless, whichever call fails, the old or the new state can be loaded; return how many calls there are."""
     before = value_in(begin, ranks)
     number = 0
@@ -121,30 +132,75 @@ def test_a_first_save_that_dies_leaves_none_or_all_of_it(ranks: int, for_good: b
     check_kill_law(MemoryStorage(), ranks, lambda storage: save(storage, ranks, NEW), for_good=for_good)
 
 
-@pytest.mark.parametrize("ranks", RANKS)
-def test_after_a_dead_save_the_next_one_works(ranks: int) -> None:
+def check_next_save(ranks: int, **options: Any) -> None:
+    """Raise unless, whichever call a save died at, the next one replaces what is there and leaves nothing else."""
     begin = beginning(ranks)
-    length = len(calls_of(lambda storage: save(storage, ranks, NEW, overwrite=True), snapshot(begin)))
+    length = len(calls_of(lambda storage: save(storage, ranks, NEW, overwrite=True, **options), snapshot(begin)))
     for number in range(length):
         storage = snapshot(begin)
         with suppress(Killed, shardtree.CheckpointingException):  # a save that dies cleaning up has saved
-            save(WatchedStorage(storage, before=Fault(number, True)), ranks, NEW, overwrite=True)
-        save(storage, ranks, NEW, overwrite=True, stale_after=0.0)
+            save(WatchedStorage(storage, before=Fault(number, True)), ranks, NEW, overwrite=True, **options)
+        save(storage, ranks, NEW, overwrite=True, stale_after=0.0, **options)
         assert value_in(storage, ranks) == NEW
         assert len(storage.names()) == 2, f"left over: {storage.names()}"
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-def test_a_removal_that_dies_leaves_a_checkpoint(ranks: int) -> None:
+def test_after_a_dead_save_the_next_one_works(ranks: int) -> None:
+    check_next_save(ranks)
+
+
+def with_row(action: StrategyAction, fn: Callable[..., Any]) -> Strategies:
+    return {**default_strategies, (action, safetensors.BACKEND, safetensors.VERSION): fn}
+
+
+def never_cleaning(draft: Draft, shards: Sequence[ShardedTensor | ShardedObject]) -> AsyncRequest[Any]:
+    """The planted fault: what a dead save left stays for good."""
+    return replace(safetensors.save_sharded(draft, shards), finalize_fns=())
+
+
+def test_the_law_catches_left_overs_that_stay() -> None:
+    with pytest.raises(AssertionError, match="left over"):
+        check_next_save(1, strategies=with_row(StrategyAction.SAVE_SHARDED, never_cleaning))
+
+
+def check_removals(ranks: int, **options: Any) -> None:
+    """Raise unless, whichever call a removal dies at, the checkpoint of before or after it can be loaded."""
     begin = beginning(ranks)
-    remove = shardtree.remove_sharded_tensors
-    for number in range(len(calls_of(lambda storage: remove(storage, "norm"), snapshot(begin)))):
+
+    def remove(storage: Storage) -> None:
+        shardtree.remove_sharded_tensors(storage, "norm", **options)
+
+    for number in range(len(calls_of(remove, snapshot(begin)))):
         storage = snapshot(begin)
         with pytest.raises((Killed, shardtree.CheckpointingException)):
-            remove(WatchedStorage(storage, before=Fault(number, True)), "norm")
+            remove(WatchedStorage(storage, before=Fault(number, True)))
         tensors = shardtree.load_plain_tensors(storage, verify="all")
         assert set(tensors) in ({"w"}, {"w", "norm"})
         assert bool((tensors["w"] == OLD).all())
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_a_removal_that_dies_leaves_a_checkpoint(ranks: int) -> None:
+    check_removals(ranks)
+
+
+def files_first(checkpoint: Checkpoint, key_prefix: str) -> None:
+    """The planted fault: files that are needed no more are removed before metadata.json names those that are."""
+    flips: list[tuple[str, bytes]] = []
+
+    class Late(WatchedStorage):
+        def replace(self, name: str, data: bytes, *, durable: bool) -> None:
+            flips.append((name, data))
+
+    safetensors.remove_sharded(replace(checkpoint, storage=Late(checkpoint.storage)), key_prefix)
+    for name, data in flips:
+        checkpoint.storage.replace(name, data, durable=True)
+
+
+def test_the_law_catches_files_that_are_removed_first() -> None:
+    with pytest.raises((AssertionError, shardtree.CheckpointingException), match="index"):
+        check_removals(1, strategies=with_row(StrategyAction.REMOVE_SHARDED, files_first))
 
 
 def in_place(storage: WatchedStorage) -> WatchedStorage:
@@ -163,7 +219,32 @@ def test_the_law_catches_a_metadata_file_written_in_place() -> None:
         check_kill_law(beginning(1), 1, lambda storage: save(in_place(storage), 1, NEW, overwrite=True), for_good=True)
 
 
-def check_every_moment(storage: Storage, ranks: int, saving: Callable[[Storage], None]) -> list[float | None]:
+def metadata_first(storage: WatchedStorage) -> WatchedStorage:
+    """The planted fault: a storage in which a file of metadata is there before what it tells of."""
+
+    class MetadataFirst(WatchedStorage):
+        def make_folder(self, name: str = "") -> None:
+            self.inner.replace("metadata.json", metadata_of(NEW), durable=True)
+            self._watched(self.inner.make_folder, name)
+
+        def length(self, name: str) -> int | None:
+            return None if name == "metadata.json" else self._watched(self.inner.length, name)
+
+    return MetadataFirst(storage.inner, storage.before, storage.after)
+
+
+def metadata_of(value: float) -> bytes:
+    storage = MemoryStorage()
+    save(storage, 1, value)
+    return storage.read("metadata.json")
+
+
+def test_the_law_catches_metadata_that_is_written_first() -> None:
+    with pytest.raises((AssertionError, shardtree.CheckpointingException), match="index"):
+        check_kill_law(MemoryStorage(), 1, lambda storage: save(metadata_first(storage), 1, NEW), for_good=True)
+
+
+def check_every_moment(storage: Storage, ranks: int, saving: Callable[[WatchedStorage], None]) -> list[float | None]:
     """Raise unless a whole checkpoint can be opened after every call of the storage; return which ones were seen."""
     seen: list[float | None] = []
 

@@ -38,3 +38,17 @@ def test_a_name_without_a_test_is_found() -> None:
 def test_the_page_names_each_file_of_laws() -> None:
     files = {f"tests/laws/{path.name}" for path in Path(__file__).parent.glob("test_*.py")}
     assert files - {path for path, _ in named(PAGE)} == {"tests/laws/test_laws_page.py"}
+
+
+def without_a_fault(page: str) -> list[str]:
+    """Return the rows of laws whose last column is empty."""
+    return [line for line in page.splitlines() if re.fullmatch(r"\|.*`tests/.*\|\s*\|", line)]
+
+
+def test_each_law_has_a_planted_fault() -> None:
+    assert without_a_fault(PAGE) == []
+
+
+def test_a_law_without_a_planted_fault_is_found() -> None:
+    row = "| a law | `tests/laws/test_laws_page.py::test_a_law` | |"
+    assert without_a_fault(f"{row}\n| a law | `tests/laws/test_laws_page.py::test_a_law` | the same |") == [row]

@@ -6,7 +6,7 @@ import ast
 import inspect
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -17,9 +17,9 @@ import torch
 import shardtree
 from shardtree.errors import RemoteError
 from shardtree.mapping import ShardedObject, ShardedTensor
-from shardtree.storage import MemoryStorage
+from shardtree.storage import MemoryStorage, Storage
 from shardtree.testing import Call, WatchedStorage
-from shardtree.world import World, _phases, agree, gather, on_rank_zero, simulate
+from shardtree.world import World, _phases, agree, gather, on_rank_zero, one_process, simulate
 
 PACKAGE = Path(shardtree.__file__).parent
 RANKS = 3
@@ -34,14 +34,11 @@ def phases_in(source: str) -> Iterator[str]:
             yield str(name.value)
 
 
-PHASES = sorted(
-    {
-        phase
-        for folder in ("checkpoint", "strategies/safetensors", "strategies")
-        for path in (PACKAGE / folder).glob("*.py")
-        for phase in phases_in(path.read_text())
-    }
-)
+SOURCES = [
+    path.read_text()
+    for folder in ("checkpoint", "strategies/safetensors", "strategies")
+    for path in (PACKAGE / folder).glob("*.py")
+]
 
 
 def tree(world: World, value: float = 1.0) -> dict[str, Any]:
@@ -103,16 +100,18 @@ class OutOfMemory(Exception):
 
 
 def outcomes(scenario: Callable[[World], Any]) -> list[BaseException | None]:
-    """Return what each rank raised."""
+    """Return what each rank raised; None where it raised nothing, or was left to wait for one that had gone."""
+    errors: dict[int, BaseException] = {}
 
-    def run(world: World) -> BaseException | None:
+    def run(world: World) -> None:
         try:
             scenario(world)
         except Exception as error:
-            return error
-        return None
+            errors[world.rank] = error
 
-    return simulate(RANKS, run, timeout=20.0)
+    with suppress(shardtree.WorldError):  # some wait for a rank that has gone
+        simulate(RANKS, run, timeout=20.0)
+    return [errors.get(rank) for rank in range(RANKS)]
 
 
 def seen_phases(name: str) -> dict[str, set[int]]:
@@ -128,8 +127,20 @@ SEEN = {name: seen_phases(name) for name in SCENARIOS}
 CASES = [(name, phase) for name, phases in SEEN.items() for phase in sorted(phases)]
 
 
+def check_every_phase_is_met(sources: list[str]) -> None:
+    written = sorted({phase for source in sources for phase in phases_in(source)})
+    assert sorted({phase for _, phase in CASES}) == written
+
+
 def test_every_phase_of_the_source_is_met() -> None:
-    assert sorted({phase for _, phase in CASES}) == PHASES
+    check_every_phase_is_met(SOURCES)
+
+
+def test_the_law_catches_a_phase_that_is_not_tried() -> None:
+    with pytest.raises(AssertionError, match="save: something new"):
+        check_every_phase_is_met([*SOURCES, "agree(world, 'save: something new', fn)"])
+    with pytest.raises(AssertionError, match="write a phase's name as a literal"):
+        check_every_phase_is_met([*SOURCES, "agree(world, name, fn)"])
 
 
 def check_every_rank_hears(errors: list[BaseException | None], phase: str, culprit: int) -> None:
@@ -163,7 +174,7 @@ def test_the_law_catches_work_outside_of_a_phase() -> None:
 
     with pytest.raises(AssertionError, match="rank 0"):
         check_every_rank_hears([None, OutOfMemory(), None], "save: write", 1)
-    with pytest.raises((AssertionError, OutOfMemory, shardtree.WorldError)):
+    with pytest.raises(AssertionError, match="rank 0: None"):
         check_every_rank_hears(outcomes(careless), "save: write", 1)
 
 
@@ -178,19 +189,44 @@ BAD_TREES: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
 }
 
 
-@pytest.mark.parametrize("fault", BAD_TREES)
-def test_a_bad_tree_on_one_rank_fails_the_save_on_all(fault: str) -> None:
+Save = Callable[..., Any]
+
+
+def check_all_name(errors: list[BaseException | None], phase: str, culprit: int) -> None:
+    for rank, error in enumerate(errors):
+        assert isinstance(error, RemoteError), f"rank {rank}: {error!r}"
+        assert (error.phase, list(error.failures)) == (phase, [culprit])
+
+
+def check_bad_tree(save: Save, fault: str) -> None:
     phase, spoil = BAD_TREES[fault]
     storage = MemoryStorage()
 
-    def save(world: World) -> None:
+    def save_spoilt(world: World) -> None:
         good = tree(world)
-        shardtree.save(spoil(good) if world.rank == 1 else good, storage, world=world)
+        save(spoil(good) if world.rank == 1 else good, storage, world=world)
 
-    for error in outcomes(save):
-        assert isinstance(error, RemoteError)
-        assert (error.phase, list(error.failures)) == (phase, [1])
+    check_all_name(outcomes(save_spoilt), phase, 1)
     assert not shardtree.is_checkpoint(storage)
+
+
+@pytest.mark.parametrize("fault", BAD_TREES)
+def test_a_bad_tree_on_one_rank_fails_the_save_on_all(fault: str) -> None:
+    check_bad_tree(shardtree.save, fault)
+
+
+def trying_alone(tree: Any, storage: Storage, *, world: World) -> None:
+    """The planted fault: a save that tries by itself first, where the others don't hear of what fails."""
+    shardtree.save(tree, MemoryStorage(), validate_access_integrity=False, world=one_process())
+    shardtree.save(tree, storage, world=world)
+
+
+@pytest.mark.parametrize("fault", BAD_TREES)
+def test_the_law_catches_a_save_that_fails_alone(fault: str) -> None:
+    storage = MemoryStorage()
+    assert outcomes(lambda world: trying_alone(tree(world), storage, world=world)) == [None] * RANKS
+    with pytest.raises(AssertionError, match="rank 0: None"):
+        check_bad_tree(trying_alone, fault)
 
 
 BAD_TARGETS: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
@@ -207,49 +243,104 @@ BAD_TARGETS: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
 }
 
 
-@pytest.mark.parametrize("fault", BAD_TARGETS)
-def test_a_bad_target_on_one_rank_fails_the_load_on_all(fault: str) -> None:
+def check_bad_target(load: Callable[..., Any], fault: str) -> None:
     phase, spoil = BAD_TARGETS[fault]
     storage = MemoryStorage()
     simulate(RANKS, lambda world: shardtree.save(tree(world), storage, world=world))
 
-    def load(world: World) -> None:
+    def load_spoilt(world: World) -> None:
         good = tree(world)
-        shardtree.load(spoil(good) if world.rank == 1 else good, storage, world=world)
+        load(spoil(good) if world.rank == 1 else good, storage, world=world)
 
-    for error in outcomes(load):
-        assert isinstance(error, RemoteError)
-        assert (error.phase, list(error.failures)) == (phase, [1])
+    check_all_name(outcomes(load_spoilt), phase, 1)
 
 
-@pytest.mark.parametrize(("method", "phase"), [("write", "save: write"), ("is_folder", "save: see the folder")])
-def test_a_disk_that_fails_on_one_rank_fails_the_save_on_all(method: str, phase: str) -> None:
+@pytest.mark.parametrize("fault", BAD_TARGETS)
+def test_a_bad_target_on_one_rank_fails_the_load_on_all(fault: str) -> None:
+    check_bad_target(shardtree.load, fault)
+
+
+def looking_alone(tree: Any, storage: Storage, *, world: World) -> Any:
+    """The planted fault: a load that reads by itself first, where the others don't hear of what fails."""
+    shardtree.load(tree, storage, validate_access_integrity=False, world=one_process())
+    return shardtree.load(tree, storage, world=world)
+
+
+@pytest.mark.parametrize("fault", BAD_TARGETS)
+def test_the_law_catches_a_load_that_fails_alone(fault: str) -> None:
+    storage = MemoryStorage()
+    simulate(RANKS, lambda world: shardtree.save(tree(world), storage, world=world))
+    assert outcomes(lambda world: looking_alone(tree(world), storage, world=world)) == [None] * RANKS
+    with pytest.raises(AssertionError, match="rank 0: None"):
+        check_bad_target(looking_alone, fault)
+
+
+DISKS = [("write", "save: write"), ("is_folder", "save: see the folder")]
+
+
+def check_bad_disk(save: Save, method: str, phase: str) -> None:
     storage = MemoryStorage()
 
     def full(call: Call) -> None:
         if call.method == method:
             raise shardtree.StorageError("no space left on device")
 
-    def save(world: World) -> None:
+    def save_on_it(world: World) -> None:
         own = WatchedStorage(storage, before=full) if world.rank == 1 else storage
-        shardtree.save(tree(world), own, world=world)
+        save(tree(world), own, world=world)
 
-    for error in outcomes(save):
+    errors = outcomes(save_on_it)
+    check_all_name(errors, phase, 1)
+    for error in errors:
         assert isinstance(error, RemoteError)
-        assert (error.phase, error.failures) == (phase, {1: "StorageError: no space left on device"})
+        assert error.failures == {1: "StorageError: no space left on device"}
     assert not shardtree.is_checkpoint(storage)
 
 
-@pytest.mark.parametrize(
-    ("option", "values"), [("exchange", ("never", "always")), ("strict", ("assume_ok_unexpected", "return_all"))]
-)
-def test_options_that_differ_between_ranks_are_an_error_on_all(option: str, values: tuple[str, str]) -> None:
+@pytest.mark.parametrize(("method", "phase"), DISKS)
+def test_a_disk_that_fails_on_one_rank_fails_the_save_on_all(method: str, phase: str) -> None:
+    check_bad_disk(shardtree.save, method, phase)
+
+
+def probing(tree: Any, storage: Storage, *, world: World) -> None:
+    """The planted fault: a save that tries the disk, where the others don't hear of what fails."""
+    storage.is_folder()
+    storage.write(f"probe-{world.rank}", [memoryview(b"")], durable=False)
+    shardtree.save(tree, storage, world=world)
+
+
+@pytest.mark.parametrize(("method", "phase"), DISKS)
+def test_the_law_catches_a_disk_that_is_tried_alone(method: str, phase: str) -> None:
+    with pytest.raises(AssertionError, match="rank 0: None"):
+        check_bad_disk(probing, method, phase)
+
+
+OPTIONS = [("exchange", ("never", "always")), ("strict", ("assume_ok_unexpected", "return_all"))]
+
+
+def check_options_that_differ(load: Callable[..., Any], option: str, values: tuple[str, str]) -> None:
     storage = MemoryStorage()
     simulate(RANKS, lambda world: shardtree.save(tree(world), storage, world=world))
 
-    def load(world: World) -> None:
-        shardtree.load(tree(world), storage, world=world, **{option: values[world.rank == 1]})
+    def load_otherwise(world: World) -> None:
+        load(tree(world), storage, world=world, **{option: values[world.rank == 1]})
 
-    for error in outcomes(load):
-        assert isinstance(error, shardtree.WorldError)
+    for rank, error in enumerate(outcomes(load_otherwise)):
+        assert isinstance(error, shardtree.WorldError), f"rank {rank}: {error!r}"
         assert "rank 1: load: " in str(error)
+
+
+@pytest.mark.parametrize(("option", "values"), OPTIONS)
+def test_options_that_differ_between_ranks_are_an_error_on_all(option: str, values: tuple[str, str]) -> None:
+    check_options_that_differ(shardtree.load, option, values)
+
+
+def as_rank_zero(tree: Any, storage: Storage, *, world: World, **options: Any) -> Any:
+    """The planted fault: a load that takes rank 0's options, whatever the others asked for."""
+    return shardtree.load(tree, storage, world=world, **world.broadcast(options))
+
+
+@pytest.mark.parametrize(("option", "values"), OPTIONS)
+def test_the_law_catches_options_that_are_overruled(option: str, values: tuple[str, str]) -> None:
+    with pytest.raises(AssertionError, match="rank 0: None"):
+        check_options_that_differ(as_rank_zero, option, values)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +18,8 @@ from shardtree.errors import ShapeError
 from shardtree.layouts import ShardColumns, join_columns, select_rows, shard_columns
 from shardtree.mapping import ShardedTensor
 from shardtree.plans import LoadPlan, Runs, StoredChunks, level_writes, main_writes, plan_load
-from shardtree.storage import MemoryStorage
+from shardtree.storage import MemoryStorage, ReadReport
+from shardtree.strategies import Checkpoint, Strategies, StrategyAction, default_strategies, safetensors
 from shardtree.testing import Layout, check_load_plan, check_writes, cut, even_layout, layouts
 from shardtree.world import simulate
 
@@ -153,33 +155,80 @@ def save_half(storage: MemoryStorage) -> None:
     shardtree.save({"w": shard}, storage, validate_access_integrity=False)
 
 
-def load_columns(storage: MemoryStorage, **options: Any) -> list[Any]:
+def load_columns(storage: MemoryStorage, strategies: Strategies = default_strategies, **options: Any) -> list[Any]:
     def load(world: Any) -> Any:
         target = ShardedTensor.from_rank_offsets("w", torch.zeros(4, 3), (1, world.rank, 2), **options)
-        return shardtree.load({"w": target}, storage, world=world)["w"]
+        return shardtree.load({"w": target}, storage, world=world, strategies=strategies)["w"]
 
     return simulate(2, load)
 
 
-def test_a_load_that_is_not_covered_is_an_error() -> None:
+def check_refused(load: Callable[[], Any], error: type[Exception], message: str) -> None:
+    """Raise unless a load is refused with an error that says so."""
+    try:
+        loaded = load()
+    except error as refusal:
+        assert re.search(message, str(refusal)), f"the error says: {refusal}"
+        return
+    raise AssertionError(f"loaded what isn't stored: {loaded}")
+
+
+def check_uncovered(strategies: Strategies) -> None:
     storage = MemoryStorage()
     save_half(storage)
-    with pytest.raises(ShapeError, match=r"'w' at \(0, 0\): 6 of 12 elements are stored"):
-        load_columns(storage)
+    check_refused(
+        lambda: load_columns(storage, strategies), ShapeError, r"'w' at \(0, 0\): 6 of 12 elements are stored"
+    )
+
+
+UNSTORED: dict[str, tuple[str, int, type[Exception], str]] = {
+    "key": ("v", 4, shardtree.KeyMismatch, "'v'"),
+    "shape": ("w", 8, ShapeError, r"checkpoint has \(4,\) float32, target asks for \(8,\)"),
+}
+
+
+def check_unstored(strategies: Strategies, kind: str) -> None:
+    key, length, error, message = UNSTORED[kind]
+    storage = MemoryStorage()
+    shardtree.save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(4))}, storage)
+    target = {key: ShardedTensor.from_rank_offsets(key, torch.ones(length))}
+    check_refused(lambda: shardtree.load(target, storage, strategies=strategies), error, message)
+
+
+def test_a_load_that_is_not_covered_is_an_error() -> None:
+    check_uncovered(default_strategies)
+
+
+@pytest.mark.parametrize("kind", UNSTORED)
+def test_a_target_that_is_not_stored_is_an_error(kind: str) -> None:
+    check_unstored(default_strategies, kind)
+
+
+def filling(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> ReadReport:
+    """The planted fault: zeros where nothing is stored, and nobody hears of it."""
+    stored = safetensors.load_metadata(checkpoint)
+    for shard in shards:
+        shard.data.zero_()
+    fit = [shard for shard in shards if shard.key in stored and stored[shard.key].global_shape == shard.global_shape]
+    return safetensors.load_sharded(checkpoint, [replace(shard, allow_shape_mismatch=True) for shard in fit])
+
+
+FILLING: Strategies = {**default_strategies, (StrategyAction.LOAD_SHARDED, "safetensors", 1): filling}
+
+
+def test_the_law_catches_zeros_where_a_load_is_not_covered() -> None:
+    with pytest.raises(AssertionError, match="loaded what isn't stored"):
+        check_uncovered(FILLING)
+
+
+@pytest.mark.parametrize("kind", UNSTORED)
+def test_the_law_catches_zeros_for_what_is_not_stored(kind: str) -> None:
+    with pytest.raises(AssertionError, match="loaded what isn't stored"):
+        check_unstored(FILLING, kind)
 
 
 def test_an_allowed_mismatch_keeps_what_is_not_stored() -> None:
-    """The fault that the law above must catch is this leniency, where nobody asked for it."""
     storage = MemoryStorage()
     save_half(storage)
     for part in load_columns(storage, allow_shape_mismatch=True):
         assert part.tolist() == [[1.0] * 3] * 2 + [[0.0] * 3] * 2
-
-
-def test_a_target_that_is_not_stored_is_an_error() -> None:
-    storage = MemoryStorage()
-    shardtree.save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(4))}, storage)
-    with pytest.raises(shardtree.KeyMismatch, match=r"'v'"):
-        shardtree.load({"v": ShardedTensor.from_rank_offsets("v", torch.ones(4))}, storage)
-    with pytest.raises(ShapeError, match=r"checkpoint has \(4,\) float32, target asks for \(8,\)"):
-        shardtree.load({"w": ShardedTensor.from_rank_offsets("w", torch.ones(8))}, storage)

@@ -51,13 +51,6 @@ class OptState(NamedTuple):
     step: Any
 
 
-class OptState(NamedTuple):
-    """A node of a tree."""
-
-    w: Any
-    step: Any
-
-
 def column(*rows: Any) -> Any:
     return np.array(rows, dtype=np.int64)
 
@@ -163,7 +156,6 @@ CALLS: dict[str, Call] = {
     "trees.extract_metadata": (trees.extract_metadata, BUILT["model"]),
     "trees.extract_nonpersistent": (trees.extract_nonpersistent, TREE),
     "trees.extract_sharded": (trees.extract_sharded, TREE),
-    "trees.namedtuple_types": (trees.namedtuple_types, {**TREE, "o": OptState(WEIGHT, [3])}),
     "trees.namedtuple_types": (trees.namedtuple_types, {**TREE, "o": OptState(WEIGHT, [3])}),
     "trees.partition": (trees.partition, lambda leaf: leaf is None, TREE),
     "trees.leaves_with_paths": (trees.leaves_with_paths, TREE),

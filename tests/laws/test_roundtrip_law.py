@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,8 @@ from shardtree.mapping import ShardedTensor
 from shardtree.testing import (
     STORABLE_DTYPES,
     GlobalState,
+    Layout,
+    Piece,
     check_roundtrip,
     even_layout,
     global_states,
@@ -146,13 +150,29 @@ def test_the_law_catches_a_lost_object() -> None:
         check_roundtrip(state, layout, layout, load=first_objects_only)
 
 
+def check_layout(layout: Layout) -> None:
+    """Raise unless main replicas tile the tensor, and all pieces hold what is at their place."""
+    whole = random_bits(layout.global_shape, torch.int16, 1)
+    trees = [shardtree.testing.cut(layout, "w", whole, rank) for rank in range(layout.ranks)]
+    columns = shardtree.join_columns([shardtree.shard_columns(tree, rank) for rank, tree in enumerate(trees)])
+    shardtree.check_access(columns)
+    assert torch.equal(shardtree.testing.assemble(trees)["w"], whole)
+
+
 @given(data=st.data())
 def test_layouts_tile_their_tensor(data: st.DataObject) -> None:
     """The strategy itself: what it draws must be legal, or the laws prove nothing."""
     shape, ranks = data.draw(st.sampled_from([(), (0,), (4, 6), (3, 5, 2), (2, 0, 3)])), data.draw(st.integers(1, 8))
     layout = data.draw(layouts(shape, ranks))
-    whole = random_bits(shape, torch.int16, 1)
-    trees = [shardtree.testing.cut(layout, "w", whole, rank) for rank in range(ranks)]
-    columns = shardtree.join_columns([shardtree.shard_columns(tree, rank) for rank, tree in enumerate(trees)])
-    shardtree.check_access(columns)
-    assert torch.equal(shardtree.testing.assemble(trees)["w"], whole)
+    assert (layout.global_shape, layout.ranks) == (shape, ranks)
+    check_layout(layout)
+
+
+@pytest.mark.parametrize(
+    "fault", [lambda pieces: pieces[1:], lambda pieces: (*pieces, pieces[0])], ids=["a gap", "held twice"]
+)
+def test_the_law_catches_layouts_that_do_not_tile(fault: Callable[[tuple[Piece, ...]], tuple[Piece, ...]]) -> None:
+    layout = even_layout((4, 6), 2, axis=0)
+    check_layout(layout)
+    with pytest.raises(shardtree.IntegrityError):
+        check_layout(replace(layout, pieces=fault(layout.pieces)))

@@ -119,3 +119,30 @@ def test_a_stretch_from_the_middle_leaves_its_first_block_out() -> None:
 def test_lengths_about_one_block(length: int) -> None:
     hashes_blocks(ours, length, [])
     hashes_blocks(ours, length, [0, 0, length, length])
+
+
+SPANS = st.lists(st.tuples(st.integers(0, 3 * BLOCK_BYTES + 7), st.integers(0, 2 * BLOCK_BYTES)), max_size=8)
+
+
+def counts_missing(spans: list[tuple[int, int]], count: Callable[..., Column] = missing) -> None:
+    length = 5 * BLOCK_BYTES + 7
+    read = np.zeros(length, dtype=np.bool_)
+    for byte, size in spans:
+        read[byte : byte + size] = True
+    expected = [int((~read[at : at + BLOCK_BYTES]).sum()) for at in range(0, length, BLOCK_BYTES)]
+    begin, size = np.array(sorted(spans), dtype=np.int64).reshape(-1, 2).T
+    assert count(begin, begin + size, length).tolist() == expected
+
+
+@given(SPANS)
+def test_missing_bytes_are_those_that_no_span_holds(spans: list[tuple[int, int]]) -> None:
+    counts_missing(spans)
+
+
+def test_counting_catches_spans_that_are_counted_twice() -> None:
+    def summed(begin: Column, end: Column, length: int) -> Column:
+        return sum((missing(*span, length) for span in zip(begin[:, None], end[:, None], strict=True)), missing(*NONE))
+
+    NONE = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), 5 * BLOCK_BYTES + 7
+    with pytest.raises(AssertionError):
+        counts_missing([(5, 100), (50, 100)], summed)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,12 +18,22 @@ from shardtree.errors import CorruptCheckpoint, StorageError
 from shardtree.layouts import ShardColumns, shard_columns
 from shardtree.mapping import ShardedTensor
 from shardtree.plans import LoadPlan, Runs, StoredChunks, plan_load, runs_plan
-from shardtree.storage import BLOCK_BYTES, MemoryStorage, ReadReport, StoredFile, Verify, block_hashes, fetch
+from shardtree.storage import (
+    BLOCK_BYTES,
+    FsspecStorage,
+    MemoryStorage,
+    ReadReport,
+    StoredFile,
+    Verify,
+    block_hashes,
+    fetch,
+)
 from shardtree.testing import random_bits
 from tests.trees.samples import assert_caught
 
 ROWS, COLUMNS = 1024, 300  # of int32: 4 blocks and a bit, in which rows of a column slice are short
 START = 100  # bytes before the tensor
+LONG = bytes(4 * 1024 * 1024)  # an end that makes the file a large one, of which less is checked
 WHOLE = random_bits((ROWS, COLUMNS), torch.int32, seed=1)
 VERIFY: tuple[Verify, ...] = (None, "whole", "all")
 
@@ -34,9 +47,9 @@ class Stored:
     chunks: StoredChunks
 
 
-def stored(flip: int | None = None) -> Stored:
+def stored(flip: int | None = None, *, end: bytes = b"the end") -> Stored:
     """Return the file, with one bit of it flipped after its hashes were taken."""
-    data = bytearray(bytes(range(START)) + WHOLE.numpy().tobytes() + b"the end")
+    data = bytearray(bytes(range(START)) + WHOLE.numpy().tobytes() + end)
     hashes = block_hashes([memoryview(bytes(data))])
     if flip is not None:
         data[flip // 8] ^= 1 << flip % 8
@@ -117,28 +130,30 @@ def test_filling_catches_a_plan_that_is_shifted_by_a_byte() -> None:
     assert_caught(law, 1, boxes())
 
 
-def blocks_of(plan: LoadPlan) -> tuple[set[int], set[int]]:
-    """Return which blocks a plan's runs touch, and which they cover from their first byte to their last."""
-    length = stored().file.length
+def missing_of(plan: LoadPlan, length: int) -> dict[int, int]:
+    """Return how many bytes of each block that a plan's runs touch they leave out."""
     read = np.zeros(length, dtype=np.bool_)
     for byte, size in zip(plan.runs.byte.tolist(), plan.runs.length.tolist(), strict=True):
         read[byte : byte + size] = True
     parts = [read[at : at + BLOCK_BYTES] for at in range(0, length, BLOCK_BYTES)]
-    touched = {number for number, part in enumerate(parts) if part.any()}
-    return touched, {number for number in touched if parts[number].all()}
+    return {number: int((~part).sum()) for number, part in enumerate(parts) if part.any()}
 
 
-def finds_flips(verify: Verify, top: int, bottom: int, flip: int, hides: bool = False) -> None:
+def finds_flips(
+    verify: Verify, parts: list[Span], flip: int, *, hides: bool = False, end: bytes = b"the end"
+) -> None:
     """Read rows of a file with a flipped bit, and compare what happens with what this degree promises."""
-    source, columns = stored(flip), request([((top, bottom), (0, COLUMNS))])
+    source, columns = stored(flip, end=end), request([(rows, (0, COLUMNS)) for rows in parts])
     if hides:
         source = replace(source, file=replace(source.file, hashes=None))
     plan = plan_load(columns, source.chunks)
-    touched, whole = blocks_of(plan)
-    checked: dict[Any, set[int]] = {None: set(), "whole": whole, "all": touched}
+    missing = missing_of(plan, source.file.length)
+    nearly = {number for number, count in missing.items() if count <= 64 * 1024}
+    touched = set(missing)
+    checked: dict[Any, set[int]] = {None: set(), "whole": nearly if end is LONG else touched, "all": touched}
     damaged = flip // 8 // BLOCK_BYTES
     try:
-        _, report, _ = fetched(source, plan, [int(columns.elements[0]) * 4], verify)
+        _, report, _ = fetched(source, plan, [int(size) * 4 for size in columns.elements], verify)
     except CorruptCheckpoint as error:
         assert damaged in checked[verify]
         assert f"bytes {damaged * BLOCK_BYTES} to" in str(error)
@@ -154,18 +169,34 @@ ROW = st.integers(0, ROWS)
 BITS = st.integers(0, (START + ROWS * COLUMNS * 4 + 7) * 8 - 1)
 
 
-@given(st.sampled_from(VERIFY), ROW, ROW, BITS)
+SPANS = st.lists(st.tuples(ROW, ROW).map(lambda ends: (min(ends), max(ends))), min_size=1, max_size=3)
+
+
+@given(st.sampled_from(VERIFY), SPANS, BITS, st.sampled_from([b"the end", LONG]))
 def test_each_degree_finds_the_flipped_bits_that_it_promises_and_no_others(
-    verify: Verify, one: int, other: int, flip: int
+    verify: Verify, parts: list[Span], flip: int, end: bytes
 ) -> None:
-    finds_flips(verify, min(one, other), max(one, other), flip)
+    finds_flips(verify, parts, flip, end=end)
 
 
 def test_finding_flips_catches_a_read_that_checks_nothing() -> None:
     def law(hides: bool, flip: int) -> None:
-        finds_flips("all", 0, ROWS, flip, hides)
+        finds_flips("all", [(0, ROWS)], flip, hides=hides)
 
     assert_caught(law, True, BITS)
+
+
+@given(BITS)
+def test_a_flip_in_a_small_file_is_found_by_default_also_where_columns_are_read(flip: int) -> None:
+    source, columns = stored(flip), request([((0, ROWS), (10, 20))])
+    with pytest.raises(CorruptCheckpoint):
+        fetched(source, plan_load(columns, source.chunks), [int(columns.elements[0]) * 4], "whole")
+
+
+def test_what_few_rows_touch_of_a_large_file_is_counted_as_unchecked() -> None:
+    source, columns = stored(end=LONG), request([((500, 501), (0, COLUMNS))])
+    _, report, _ = fetched(source, plan_load(columns, source.chunks), [COLUMNS * 4], "whole")
+    assert (report.blocks_checked, report.blocks_unchecked) == (0, 1)
 
 
 @given(BITS)
@@ -225,3 +256,34 @@ def test_columns_of_every_item_size(item: int) -> None:
     memory = torch.zeros(48 * 3 * item, dtype=torch.uint8)
     fetch(storage, {0: StoredFile("f", len(data), None)}, plan, [memory])
     assert memory.numpy().tobytes() == whole[1:49, 2:5].contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def test_columns_of_one_tensor_fetch_no_other_tensor_and_nothing_twice() -> None:
+    counted = Counted()
+    before, after = bytes(3 * BLOCK_BYTES), bytes(5 * BLOCK_BYTES)
+    data = before + WHOLE.numpy().tobytes() + after
+    counted.write("f", [memoryview(data)], durable=False)
+    columns = request([((0, ROWS), (10, 20)), ((0, ROWS), (20, 30))])
+    plan = plan_load(columns, one_chunk((ROWS, COLUMNS), len(before)))
+    assert plan.strided.file.size == 2
+    memories = [torch.zeros(ROWS * 10 * 4, dtype=torch.uint8) for _ in range(2)]
+    fetch(counted, {0: StoredFile("f", len(data), None)}, plan, memories)
+    for left, memory in zip((10, 20), memories, strict=True):
+        assert memory.numpy().tobytes() == WHOLE[:, left : left + 10].contiguous().numpy().tobytes()
+    assert 0 < sum(end - begin for begin, end in counted.ranges) <= WHOLE.nbytes
+    assert all(len(before) <= begin < end <= len(before) + WHOLE.nbytes for begin, end in counted.ranges)
+
+
+class Counted(FsspecStorage):
+    """A remote storage that notes which ranges are asked of it."""
+
+    def __init__(self) -> None:
+        root = f"/{uuid4().hex}"
+        super().__init__(MemoryFileSystem(), root, f"memory:/{root}")
+        object.__setattr__(self, "ranges", [])
+
+    ranges: list[tuple[int, int]]
+
+    def read_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        self.ranges.extend(ranges)
+        return super().read_ranges(name, ranges)

@@ -24,7 +24,7 @@ from tests.storage.storages import STORAGES
 from tests.trees.samples import assert_caught
 
 PARTS = st.lists(st.binary(max_size=40), max_size=5)
-CLIMBING = ["../x", "a/../../x", "a/../..", "/etc/x", "..", "a\0b"]
+CLIMBING = ["../x", "a/../../x", "a/../..", "a/..", "/etc/x", "..", "a\0b"]
 per_example = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
@@ -59,6 +59,8 @@ def gives_back(storage: Storage, parts: list[bytes], cuts: list[int], write: Cal
     with storage.open("f") as reader:
         assert reader.length == len(whole)
         assert bytes(reader.mapped()) == whole
+        for begin, end in pairwise(edges):
+            assert bytes(reader.mapped(begin, end)) == whole[begin:end]
 
 
 @per_example
@@ -109,6 +111,8 @@ def test_reading_past_the_end_says_where_the_file_ends(storage: Storage) -> None
     storage.write("f", views([b"abcdef"]), durable=False)
     with pytest.raises(StorageError, match=r"(?s)f' ends at byte .*expected"):
         read_ranges(storage, "f", 4, [1, 4])
+    with storage.open("f") as reader, pytest.raises(StorageError, match=r"(?s)f' ends at byte .*expected"):
+        reader.mapped(4, 9)
 
 
 @pytest.mark.parametrize("name", ["f", "folder/f", "no/such/folder/f"])
@@ -284,6 +288,32 @@ def test_a_folder_stands_in_the_way_of_a_file(tmp_path: Path) -> None:
 def test_a_file_that_may_not_be_written_to() -> None:
     with pytest.raises(StorageError, match=r"ostype'\n  found (Permission denied|Read-only)"):
         LocalStorage("/proc/sys/kernel").write("ostype", views([b"x"]), durable=False)
+
+
+def test_a_folder_that_is_made_is_in_its_parent_on_the_medium(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[int] = []
+
+    def noted(descriptor: int, sync: Callable[[int], None] = os.fsync) -> None:
+        synced.append(os.fstat(descriptor).st_ino)
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    storage = LocalStorage(str(tmp_path / "runs" / "step_1"))
+    storage.make_folder("part")
+    parents = [tmp_path, tmp_path / "runs", tmp_path / "runs" / "step_1"]
+    assert sorted(synced) == sorted(parent.stat().st_ino for parent in parents)
+    storage.make_folder("part")
+    assert len(synced) == 3, "nothing was made, so nothing is waited for"
+
+
+def test_a_folder_is_made_relative_to_where_we_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    LocalStorage("step_1").make_folder()
+    LocalStorage("runs/../step_2/").make_folder("a")
+    assert (tmp_path / "step_1").is_dir()
+    assert (tmp_path / "step_2" / "a").is_dir()
 
 
 def test_a_full_disk_is_a_storage_error() -> None:

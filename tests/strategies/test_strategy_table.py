@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import subprocess
 import sys
 import textwrap
+from collections.abc import Sequence
 from types import MappingProxyType
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,9 @@ from shardtree.errors import CheckpointingException, StrategyError
 from shardtree.storage import MemoryStorage
 from shardtree.strategies import (
     PROTOCOLS,
+    AsyncRequest,
+    Checkpoint,
+    Draft,
     StrategyAction,
     base,
     default_strategies,
@@ -24,6 +28,7 @@ from shardtree.strategies import (
     get_default_strategy,
     register_default_strategy,
 )
+from shardtree.testing import check_rows
 
 BACKENDS = sorted({(backend, version) for _, backend, version in default_strategies})
 NATIVE = ("safetensors", 1)
@@ -36,36 +41,45 @@ def free_row():
     base._rows.pop(row, None)
 
 
-def positional(fn):
-    return [each for each in inspect.signature(fn).parameters.values() if each.kind is not each.KEYWORD_ONLY]
-
-
-def kinds(parameter):
-    """What a parameter takes, a function may take more than it is asked to."""
-    return set(parameter.annotation.removeprefix("Sequence[").removesuffix("]").split(" | "))
-
-
-def assert_row_fits(action, fn):
-    wanted = positional(PROTOCOLS[action].__call__)[1:]
-    inspect.signature(fn).bind(*wanted)
-    for found, asked in zip(positional(fn), wanted, strict=False):
-        assert kinds(asked) <= kinds(found), f"{found} takes less than {asked}"
-
-
 @pytest.mark.parametrize("backend", BACKENDS, ids=str)
-@pytest.mark.parametrize("action", StrategyAction)
-def test_each_backend_has_each_row_and_it_fits_its_protocol(backend, action):
-    assert_row_fits(action, get_default_strategy(action, *backend))
+def test_each_backend_has_each_row_and_they_fit_their_protocols(backend):
+    for action in StrategyAction:
+        get_default_strategy(action, *backend)
+    check_rows(default_strategies, *backend)
+
+
+def with_one(action, fn):
+    return {(action, "one", 1): fn}
+
+
+def test_a_row_may_take_more_and_return_less():
+    def anything(*args: object) -> st.strategies.AsyncRequest[int]: ...
+
+    def optional(checkpoint: Any, prefix: str | None = None, *, slowly: bool = False) -> None: ...
+
+    check_rows(with_one(StrategyAction.SAVE_SHARDED, anything), "one", 1)
+    check_rows(with_one(StrategyAction.REMOVE_SHARDED, optional), "one", 1)
+    check_rows(with_one(StrategyAction.REMOVE_SHARDED, functools.partial(optional, slowly=True)), "one", 1)
 
 
 def test_the_check_of_rows_sees_a_wrong_signature():
-    with pytest.raises(TypeError):
-        assert_row_fits(StrategyAction.LOAD_SHARDED, lambda checkpoint: None)
+    def swapped(key_prefix: str, checkpoint: Checkpoint) -> None: ...
 
-    def swapped(key_prefix: str, checkpoint: st.strategies.Checkpoint) -> None: ...
+    def tensors_only(draft: Draft, shards: Sequence[st.ShardedTensor]) -> AsyncRequest[Any]: ...
 
-    with pytest.raises(AssertionError):
-        assert_row_fits(StrategyAction.REMOVE_SHARDED, swapped)
+    def nothing(checkpoint: Checkpoint) -> None: ...
+
+    faults = {
+        "called with": (StrategyAction.LOAD_SHARDED, lambda checkpoint: None),
+        "key_prefix: str is asked to take checkpoint": (StrategyAction.REMOVE_SHARDED, swapped),
+        "is asked to take shards": (StrategyAction.SAVE_SHARDED, tensors_only),
+        "returns None, expected": (StrategyAction.VERIFY, nothing),
+    }
+    for message, (action, fn) in faults.items():
+        with pytest.raises(AssertionError, match=rf"rows of \('one', 1\)[\s\S]*{action.value}: .*{message}"):
+            check_rows(with_one(action, fn), "one", 1)
+    with pytest.raises(AssertionError, match="no row is for"):
+        check_rows(default_strategies, "safetensors", 99)
 
 
 def test_every_action_has_a_protocol():

@@ -31,6 +31,7 @@ from shardtree.trees import (
     map_data,
     map_shards,
     merge,
+    namedtuple_types,
     narrow,
     partition,
     prefix,
@@ -95,6 +96,7 @@ JOINING: dict[str, Of] = {
     "join": lambda tree: join(tree, map_shards(lambda leaf: HOLE, tree)),
     "join_target": lambda tree: join(common_with_holes(tree), map_shards(loaded, tree)),
     "select": lambda tree: select(tree, "a*"),
+    "namedtuple_types": namedtuple_types,
     "narrow": lambda tree: narrow(apply_factories(tree), 0, 0, 0),
     "merged": merged,
 }

@@ -1,0 +1,85 @@
+"""The law of the dispatch table: a backend's functions take and return what the protocols of their rows say."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from types import NoneType, UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin
+
+from ..strategies import PROTOCOLS, Strategies, StrategyAction
+from ..strategies.base import Strategy
+
+_ANYTHING = (Any, object, inspect.Parameter.empty)
+
+
+def check_rows(strategies: Strategies, backend: str, version: int) -> None:
+    """Raise unless the functions of a backend's rows fit `strategies.PROTOCOLS`: they may take more, and return less.
+
+    What has no annotation fits, and so does one that can't be resolved.
+
+    Args:
+        strategies: the dispatch table.
+        backend: the format's name.
+        version: the format's version.
+
+    Raises:
+        AssertionError: the backend has no row, or some don't fit; names each of them.
+
+    Examples:
+        >>> from shardtree.strategies import default_strategies
+        >>> check_rows(default_strategies, "safetensors", 1)
+        >>> check_rows({(StrategyAction.LOAD_SHARDED, "cards", 1): lambda checkpoint: None}, "cards", 1)
+        Traceback (most recent call last):
+        AssertionError: rows of ('cards', 1) don't fit their protocols
+          load_sharded: called with (checkpoint, shards): too many positional arguments
+    """
+    rows = {action: fn for (action, *found), fn in strategies.items() if found == [backend, version]}
+    assert rows, f"no row is for {(backend, version)}"
+    lines = [f"{action.value}: {problem}" for action, fn in rows.items() for problem in _problems(action, fn)]
+    if lines:
+        raise AssertionError("\n  ".join([f"rows of {(backend, version)} don't fit their protocols", *lines]))
+
+
+def _problems(action: StrategyAction, fn: Strategy) -> Iterator[str]:
+    found, protocol = _signature(fn), _signature(PROTOCOLS[action].__call__)
+    asked = list(protocol.parameters.values())[1:]  # without self
+    try:
+        bound = found.bind(*asked)
+    except TypeError as error:
+        yield f"called with ({', '.join(each.name for each in asked)}): {error}"
+        return
+    for name, value in bound.arguments.items():
+        parameter = found.parameters[name]
+        for each in value if parameter.kind is parameter.VAR_POSITIONAL else [value]:
+            if not _takes(parameter.annotation, each.annotation):
+                yield f"{parameter} is asked to take {each}"
+    if not _takes(protocol.return_annotation, found.return_annotation):
+        yield f"returns {found.return_annotation}, expected {protocol.return_annotation}"
+
+
+def _signature(fn: Strategy) -> inspect.Signature:
+    try:
+        return inspect.signature(fn, eval_str=True)
+    except NameError:  # imported for type checkers alone
+        return inspect.signature(fn)
+
+
+def _takes(wide: Any, narrow: Any) -> bool:
+    """Return whether each value of the narrow type is one of the wide type, as a type checker sees it."""
+    if any(kind in _ANYTHING or isinstance(kind, (str, TypeVar)) for kind in (wide, narrow)):
+        return True
+    return all(any(_is_kind_of(one, other) for other in _members(wide)) for one in _members(narrow))
+
+
+def _members(annotation: Any) -> tuple[Any, ...]:
+    return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+
+
+def _is_kind_of(narrow: Any, wide: Any) -> bool:
+    plain = [NoneType if kind is None else get_origin(kind) or kind for kind in (narrow, wide)]
+    if not all(isinstance(kind, type) for kind in plain):
+        return True  # no class: nothing that can be compared
+    # Both of one kind have the same parameters; those of different kinds, as of a tuple and a sequence, need not match.
+    pairs = zip(get_args(wide), get_args(narrow), strict=False)
+    return issubclass(*plain) and all(_takes(one, other) for one, other in pairs)

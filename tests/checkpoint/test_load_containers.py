@@ -1,0 +1,188 @@
+"""The containers of a load's target: namedtuples come back as themselves, and what can't be entered is refused."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections import namedtuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import shardtree as st
+from shardtree.codec import Record
+from shardtree.errors import TreeError, UnsafeFile, UnsupportedValue
+from shardtree.storage import MemoryStorage
+
+
+class Moment(NamedTuple):
+    """An optimizer's state, as a node of a tree."""
+
+    w: Any
+    step: Any
+
+
+def shard(value=0.0, key="w"):
+    return st.ShardedTensor.from_rank_offsets(key, torch.full((2,), float(value)))
+
+
+def stored(tree, **options):
+    folder = MemoryStorage()
+    st.save(tree, folder, **options)
+    return folder
+
+
+# Namedtuples.
+
+
+def test_a_namedtuple_with_mixed_content_loads_into_its_own_target():
+    folder = stored({"o": Moment(shard(1), 3)})
+    loaded = st.load({"o": Moment(shard(), 0)}, folder)["o"]
+    assert type(loaded) is Moment and loaded.w.tolist() == [1, 1] and loaded.step == 3
+
+
+def test_namedtuples_in_one_another_load_into_their_own_target():
+    Pair = namedtuple("Pair", "left right")
+    folder = stored([Moment(Pair(shard(1), "x"), [Pair(1, 2)])])
+    loaded = st.load([Moment(Pair(shard(), None), [Pair(None, None)])], folder)
+    assert loaded[0].w.left.tolist() == [1, 1] and loaded[0].w.right == "x" and loaded[0].step == [Pair(1, 2)]
+
+
+def test_a_namedtuple_that_a_factory_builds_is_merged():
+    def build(key, data, replica_id, flattened_range):
+        return Moment(st.ShardedTensor.from_rank_offsets(key, data), 5)
+
+    def tree(value):
+        return {"f": st.ShardedTensorFactory("f", torch.full((2,), value), build, lambda loaded: loaded)}
+
+    loaded = st.load(tree(0.0), stored(tree(1.0)))["f"]
+    assert type(loaded) is Moment and loaded.w.tolist() == [1, 1] and loaded.step == 5
+
+
+def test_a_namedtuple_that_the_target_does_not_have_stays_a_record():
+    folder = stored({"o": Moment(1, 2), "w": shard(1)})
+    assert isinstance(st.load({"w": shard()}, folder)["o"], Record)
+    assert st.load({"w": shard()}, folder, types=(Moment,))["o"] == Moment(1, 2)
+
+
+def test_a_namedtuple_class_that_got_other_fields_leaves_its_records_as_they_are():
+    Later = namedtuple("Moment", "w step decay", module=__name__)
+    Later.__qualname__ = Moment.__qualname__
+    folder = stored({"config": Moment(1, 2), "w": shard(1)})
+    loaded = st.load({"all": Later(shard(), st.LocalNonpersistentObject(2), st.LocalNonpersistentObject(3))}, folder)
+    assert isinstance(loaded["config"], Record) and type(loaded["all"]) is Later
+
+
+def test_the_caller_s_class_counts_before_one_of_that_name_in_the_target():
+    Other = namedtuple("Moment", "w step", module=__name__)
+    folder = stored({"config": Moment(1, 2), "w": shard(1)})
+    loaded = st.load({"o": Other(shard(), st.LocalNonpersistentObject(2))}, folder, types=(Moment,))
+    assert type(loaded["config"]) is Moment and type(loaded["o"]) is Other
+
+
+# Trees without an end.
+
+
+def deep(levels):
+    tree = {"w": shard()}
+    for _ in range(levels):
+        tree = [tree]
+    return tree
+
+
+@pytest.mark.parametrize("kind", [dict, list])
+def test_a_target_that_contains_itself_is_refused(kind):
+    folder = stored({"w": shard(1)})
+    tree = {"w": shard()}
+    tree["self"] = tree if kind is dict else [tree]
+    with pytest.raises(TreeError, match="load: the tree is too deep, or contains itself"):
+        st.load(tree, folder)
+
+
+class Folder(dict):
+    """A dict that optree doesn't know."""
+
+
+def test_a_target_of_another_kind_of_dict_that_contains_itself_is_refused():
+    tree = Folder(w=shard())
+    tree["self"] = tree
+    with pytest.raises(TreeError, match="contains itself"):
+        st.load(tree, stored({"w": shard(1)}))
+
+
+@pytest.mark.parametrize("levels", [300, 450, 700, 900, 990, 5000])
+def test_a_very_deep_target_is_loaded_or_refused(levels):
+    folder = stored([shard(1)])
+    try:
+        loaded = st.load(deep(levels), folder)
+    except TreeError as error:
+        assert "too deep" in str(error)
+    else:
+        for _ in range(levels):
+            (loaded,) = loaded
+        assert loaded["w"].tolist() == [1, 1]
+
+
+# Shards where trees don't look.
+
+
+@dataclass
+class Options:
+    """A value, and no node of a tree."""
+
+    inner: Any
+
+
+HIDING = {
+    "namespace": lambda leaf: argparse.Namespace(w=leaf),
+    "dataclass": lambda leaf: Options({"deep": [leaf]}),
+    "set": lambda leaf: {leaf},
+    "frozenset": lambda leaf: frozenset([leaf]),
+}
+LEAVES = {
+    "shard": shard,
+    "object": lambda: st.ShardedObject("o", 1, (1,), (0,)),
+    "local": lambda: st.LocalNonpersistentObject(1),
+    "factory": lambda: st.ShardedTensorFactory("f", torch.zeros(2), lambda *_: shard(), lambda loaded: loaded),
+}
+
+
+@pytest.mark.parametrize("leaf", LEAVES)
+@pytest.mark.parametrize("kind", HIDING)
+def test_a_hidden_shard_in_a_target_is_refused(kind, leaf):
+    made = LEAVES[leaf]()
+    try:
+        target = {"w": shard(), "args": [HIDING[kind](made)]}
+    except TypeError:
+        pytest.skip("can't be in a set")
+    with pytest.raises(UnsupportedValue, match=r"load: [\s\S]*tree\['args'\]\[0\][\s\S]*dicts, lists and tuples"):
+        st.load(target, stored({"w": shard(1)}))
+
+
+def test_values_that_hide_nothing_may_stand_in_a_target():
+    target = {"w": shard(), "args": argparse.Namespace(lr=1), "o": Options([1, 2]), "s": {1, 2}}
+    assert list(st.load(target, stored({"w": shard(1)}))) == ["w"]
+
+
+# What is read after the call.
+
+
+def test_a_relative_path_is_that_of_when_the_checkpoint_was_opened(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    st.save({"w": shard(1)}, "ck")
+    tree = st.open_checkpoint("ck")
+    (tmp_path / "elsewhere").mkdir()
+    os.chdir("elsewhere")
+    assert tree["w"].data.read().tolist() == [1, 1]
+    assert st.is_checkpoint(os.path.join("..", "ck"))
+
+
+def test_content_metadata_takes_what_the_common_state_takes():
+    folder = stored({"w": shard(1), "z": argparse.Namespace}, allow_pickle=True, content_metadata={"o": Moment(1, 2)})
+    with pytest.raises(UnsafeFile):
+        st.load_content_metadata(folder)
+    assert st.load_content_metadata(folder, allow_pickle=True, types=(Moment,)) == {"o": Moment(1, 2)}
+    strategies = st.default_strategies
+    assert isinstance(st.load_content_metadata(folder, allow_pickle=True, strategies=strategies)["o"], Record)

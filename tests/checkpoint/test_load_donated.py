@@ -1,0 +1,215 @@
+"""Donated tensors of a load: each has memory of its own, and is still what its shard says."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from itertools import pairwise
+
+import hypothesis
+import hypothesis.strategies as st_
+import pytest
+import torch
+
+import shardtree as st
+from shardtree.checkpoint._apart import _reach, check_apart
+from shardtree.checkpoint._targets import with_memories
+from shardtree.errors import ShapeError
+from shardtree.storage import MemoryStorage
+
+W = torch.arange(12.0).view(3, 4)
+
+
+def whole(key, tensor, *cuts, **fields):
+    return st.ShardedTensor.from_rank_offsets(key, tensor, *cuts, **fields)
+
+
+def stored(**tensors):
+    folder = MemoryStorage()
+    st.save({key: whole(key, tensor) for key, tensor in tensors.items()}, folder)
+    return folder
+
+
+def donate(target, folder):
+    return st.load(target, folder, donate=True, validate_access_integrity=False)
+
+
+CLASHING = {
+    "overlapping slices": lambda b: (b[:4], b[2:6]),
+    "one inside the other": lambda b: (b[:9], b[3:5]),
+    "the same tensor": lambda b: (b, b),
+    "a view of the same": lambda b: (b, b.view(3, 4)),
+    "a transposed view": lambda b: (b.view(3, 4), b.view(3, 4).t()),
+    "columns that overlap": lambda b: (b.view(3, 4)[:, :3], b.view(3, 4)[:, 2:]),
+    "a row and a column": lambda b: (b.view(3, 4)[1], b.view(3, 4)[:, 2]),
+    "every second and every third": lambda b: (b[::2], b[::3]),
+    "other dtypes": lambda b: (b.view(torch.int32)[:4], b.view(torch.int16)[7:9]),
+    "half an element": lambda b: (b[::2], b.view(torch.int16)[1::4]),
+}
+
+
+@pytest.mark.parametrize("case", CLASHING)
+def test_donated_tensors_that_share_memory_are_refused_with_both_keys(case):
+    buffer = torch.zeros(12)
+    one, two = CLASHING[case](buffer)
+    folder = stored(one=torch.ones_like(one), two=torch.ones_like(two))
+    for first, second in (("one", "two"), ("two", "one")):
+        with pytest.raises(ShapeError, match=r"share memory\n  'one' at .* and 'two' at|'two' at .* and 'one' at"):
+            donate({first: whole("one", one), second: whole("two", two)}, folder)
+    assert not buffer.any()
+    assert donate({"one": whole("one", one)}, folder)["one"] is one
+
+
+@st_.composite
+def views(draw):
+    """Draw a view of a buffer, whose own elements are apart."""
+    dtype = draw(st_.sampled_from([torch.uint8, torch.int16, torch.int32]))
+    buffer = BUFFER.view(dtype)
+    shape = draw(st_.lists(st_.integers(1, 4), max_size=3))
+    strides = [draw(st_.integers(0 if length == 1 else 1, 12)) for length in shape]
+    last = sum(stride * (length - 1) for stride, length in zip(strides, shape, strict=True))
+    hypothesis.assume(last < buffer.numel())
+    view = buffer.as_strided(shape, strides, draw(st_.integers(0, buffer.numel() - 1 - last)))
+    hypothesis.assume(len(byte_set(view)) == view.nbytes)
+    return view
+
+
+BUFFER = torch.zeros(64, dtype=torch.uint8)
+
+
+def byte_set(view):
+    """Return the positions in the buffer of a view's bytes, found by writing to them."""
+    BUFFER.zero_()
+    view.fill_(-1 if view.dtype.is_signed else 255)
+    return set(BUFFER.nonzero().flatten().tolist())
+
+
+def refuses_what_has_common_bytes(check, tensors):
+    sets = [byte_set(view) for view in tensors]
+    clash = len(set().union(*sets)) < sum(map(len, sets))
+    try:
+        check([(whole(str(number), view), view) for number, view in enumerate(tensors)])
+    except ShapeError:
+        assert clash, "refused what has no common bytes"
+    else:
+        assert not clash, "took what has common bytes"
+
+
+@hypothesis.given(tensors=st_.lists(views(), min_size=1, max_size=4))
+def test_donated_tensors_are_refused_exactly_where_they_have_common_bytes(tensors):
+    refuses_what_has_common_bytes(check_apart, tensors)
+
+
+def by_first_and_last_byte(donated):
+    """The planted fault: tensors that reach over the same bytes are taken to share them."""
+    ranges = sorted((view.data_ptr(), view.data_ptr() + _reach(view)) for _, view in donated)
+    if any(end > begin for (_, end), (begin, _) in pairwise(ranges)):
+        raise ShapeError("they may share memory")
+
+
+@pytest.mark.parametrize(("fault", "says"), [(by_first_and_last_byte, "refused"), (lambda donated: None, "took")])
+def test_the_law_catches_a_check_that_is_too_strict_or_none(fault, says):
+    even, odd = BUFFER[::2], BUFFER[1::2]
+    with pytest.raises(AssertionError, match=says):
+        refuses_what_has_common_bytes(fault, [even, odd if says == "refused" else BUFFER[:3]])
+
+
+APART = {
+    "neighbours": lambda b: (b[:4], b[4:]),
+    "columns": lambda b: (b.view(3, 4)[:, :3], b.view(3, 4)[:, 3]),
+    "even and odd": lambda b: (b[::2], b[1::2]),
+    "transposed halves": lambda b: (b.view(3, 4).t()[:2], b.view(3, 4).t()[2:]),
+    "middle plane": lambda b: (b.view(2, 3, 2)[:, 1], b.view(2, 3, 2)[:, ::2]),
+    "halves of elements": lambda b: (b.view(torch.int16)[::2], b.view(torch.int16)[1::2]),
+    "none": lambda b: (b[3:3], b),
+}
+
+
+@pytest.mark.parametrize("case", APART)
+def test_donated_views_of_one_buffer_without_common_elements_are_filled(case):
+    one, two = APART[case](torch.zeros(12))
+    folder = stored(one=torch.ones_like(one), two=torch.full_like(two, 2))
+    loaded = donate({"one": whole("one", one), "two": whole("two", two)}, folder)
+    assert loaded["one"] is one and loaded["two"] is two
+    assert (one == 1).all() and (two == 2).all()
+
+
+def test_one_tensor_may_be_donated_twice_for_the_same_box_of_one_key():
+    tied = torch.zeros(3, 4)
+    loaded = donate({"in": whole("w", tied), "out": whole("w", tied, replica_id=1)}, stored(w=W))
+    assert loaded["in"] is loaded["out"] is tied and torch.equal(tied, W)
+
+
+def test_two_boxes_of_one_key_may_not_overlap_in_memory():
+    buffer = torch.zeros(3, 2)
+    target = {"left": whole("w", buffer, (1, 0, 2)), "right": whole("w", buffer, (1, 1, 2))}
+    with pytest.raises(ShapeError, match=r"'w' at \(0, 0\) and 'w' at \(0, 2\)"):
+        donate(target, stored(w=W))
+    assert not buffer.any()
+
+
+def test_a_tensor_and_its_conjugate_are_not_filled_alike():
+    base = torch.zeros(2, dtype=torch.complex64)
+    target = {"a": whole("w", base), "b": whole("w", base.conj())}
+    with pytest.raises(ShapeError, match="share memory"):
+        donate(target, stored(w=torch.tensor([1 + 2j, 3 - 4j])))
+
+
+def test_tensors_that_share_memory_may_be_targets_if_they_are_not_donated():
+    buffer = torch.zeros(12)
+    folder = stored(one=torch.ones(4), two=torch.ones(4))
+    loaded = st.load({"one": whole("one", buffer[:4]), "two": whole("two", buffer[2:6])}, folder)
+    assert loaded["one"].sum() == loaded["two"].sum() == 4 and not buffer.any()
+
+
+def test_columns_of_a_large_matrix_are_told_apart_by_their_blocks():
+    matrix = torch.empty(4096, 6144)
+    target = [whole(str(number), part) for number, part in enumerate(matrix.split(2048, 1))]
+    assert with_memories(target, donate=True)
+    target.append(whole("more", matrix[5:9]))
+    with pytest.raises(ShapeError, match="'more' at"):
+        with_memories(target, donate=True)
+
+
+def test_what_is_too_finely_interleaved_to_tell_is_refused():
+    buffer = torch.empty(25_000_000, dtype=torch.uint8)
+    with pytest.raises(ShapeError, match=r"'a' at .* and 'b' at .* too finely interleaved"):
+        with_memories([whole("a", buffer[::2]), whole("b", buffer[1::2])], donate=True)
+
+
+def test_many_donated_tensors_are_checked_quickly():
+    shards = [whole(f"k{number}", part) for number, part in enumerate(torch.zeros(20_000, 3).unbind())]
+    pairs = [(shard, shard.data) for shard in shards]
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        check_apart(pairs)
+        times.append(time.perf_counter() - start)
+    assert min(times) < 0.5
+
+
+def transpose(tensor):
+    return tensor.t_()
+
+
+def to_half(tensor):
+    tensor.data = tensor.data.bfloat16()
+    return tensor
+
+
+@pytest.mark.parametrize(
+    ("change", "found"), [(transpose, r"\(4, 3\) torch.float32"), (to_half, r"\(3, 4\) torch.bfloat16")]
+)
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_tensor_that_changed_after_its_shard_was_built_is_named(change, found, padded):
+    tensor = torch.zeros(3, 4)
+    shard = whole("w", tensor, allow_shape_mismatch=padded)
+    change(tensor)
+    message = rf"'w' was changed[\s\S]*found {found}, expected \(3, 4\) torch.float32"
+    with pytest.raises(ShapeError, match=message):
+        donate({"w": shard}, stored(w=W))
+    if padded:
+        with pytest.raises(ShapeError, match=message):
+            st.load({"w": shard}, stored(w=W))
+    assert not tensor.any()
+    assert torch.equal(st.load({"w": replace(shard, data=None)}, stored(w=W))["w"], W)
