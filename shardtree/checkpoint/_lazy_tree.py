@@ -102,7 +102,7 @@ def open_checkpoint(
 
     Args:
         checkpoint_dir: where the checkpoint is.
-        verify: which blocks are checked when elements are read.
+        verify: which blocks are checked when elements are read, as in `load`.
         allow_pickle: whether pickled objects may be unpickled, which can run any code.
         types: enum, dataclass and namedtuple classes that stored records become instances of.
         strategies: the dispatch table.

@@ -70,7 +70,8 @@ def load(
             load fails, their content is lost.
         exchange: whether ranks that want the same shard read it once between them and pass it on: "always", "never",
             or "auto", which does so where storage is remote.
-        verify: which blocks are checked against their hashes: those read "whole", "all" touched, or none (None).
+        verify: which blocks are checked against their hashes: "whole" those that are read whole or nearly (at most
+            64 KiB missing), and in files of at most 4 MiB all that are touched; "all" touched; or none (None).
         allow_pickle: whether pickled values may be unpickled, which can run any code.
         types: enum, dataclass and namedtuple classes that stored records become instances of; in the common
             state, the namedtuple classes in the target count too.

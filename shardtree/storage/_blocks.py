@@ -12,6 +12,7 @@ from ..geometry import Column
 from ._storage import Buffer
 
 BLOCK_BYTES = 256 * 1024
+_PART_BYTES = 4 * BLOCK_BYTES
 
 Hashes = NDArray[np.uint64]
 Flags = np.ndarray[tuple[int], np.dtype[np.bool_]]
@@ -157,15 +158,20 @@ class BlockHasher:
 
 
 def hashed(buffers: Iterable[Buffer], hasher: BlockHasher) -> Iterator[Buffer]:
-    """Yield the buffers as they are, hashing each on its way while it is in the processor's cache.
+    """Yield a file's bytes as they are, hashing them on their way while they are in the processor's cache.
 
-    Large buffers come in parts, so that a part is hashed shortly before it is written.
+    Large buffers come in parts that end at the same places of the file whatever lies where, since the system keeps a
+    file in larger pages when it is written in aligned pieces.
     """
+    at = 0
     for buffer in buffers:
-        for start in range(0, buffer.nbytes, 4 * BLOCK_BYTES):
-            part = buffer[start : start + 4 * BLOCK_BYTES]
+        start = 0
+        while start < buffer.nbytes:
+            part = buffer[start : start + _PART_BYTES - at % _PART_BYTES]
             hasher.update(part)
             yield part
+            start += part.nbytes
+            at += part.nbytes
     hasher.finish()
 
 

@@ -104,7 +104,8 @@ class LocalStorage:
             parents = _parents_to_be(path)
             os.makedirs(path, exist_ok=True)
             for parent in parents:
-                _sync(parent)
+                with suppress(PermissionError):  # a parent that can't be listed can't be waited for
+                    _sync(parent)
 
     def is_folder(self, name: str = "") -> bool:
         """Return whether there is a folder of that name."""
@@ -194,7 +195,7 @@ def _sync(folder: str) -> None:
 def _parents_to_be(path: str) -> list[str]:
     """Return the parents of those folders on a path that aren't there yet."""
     parents = []
-    path = os.path.abspath(path)
+    path = os.path.realpath(path)
     while not os.path.exists(path):
         path = os.path.dirname(path)
         parents.append(path)

@@ -46,7 +46,7 @@ def copy_strided(
 
 
 def _stretches(strided: Strided) -> Iterator[tuple[Column, int, int]]:
-    """Yield (rows, begin, end): pieces that overlap in the file, and the bytes that they lie in, in the file's order."""
+    """Yield (rows, begin, end): pieces that overlap in the file, and the bytes that they lie in."""
     order = np.argsort(strided.byte, kind="stable")
     begin, end = strided.byte[order], np.maximum.accumulate(last_byte(strided)[order])
     for rows in np.split(np.arange(order.size), np.flatnonzero(begin[1:] >= end[:-1]) + 1):

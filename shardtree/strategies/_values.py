@@ -28,7 +28,8 @@ class LoadOptions:
     """How a checkpoint is read.
 
     Attributes:
-        verify: which blocks are checked against their hashes: those read "whole", "all" touched, or none (None).
+        verify: which blocks are checked against their hashes: "whole" those that are read whole or nearly (at most
+            64 KiB missing), and in files of at most 4 MiB all that are touched; "all" touched; or none (None).
         allow_pickle: whether pickled values may be unpickled, which can run any code.
         types: enum, dataclass and namedtuple classes that stored records become instances of.
         progress: is told, now and then, how many bytes were read since the last time.

@@ -31,8 +31,8 @@ class Counted:
         self.count.append(sum(buffer.nbytes for buffer in buffers))
         self.reader.read_into(byte, buffers)
 
-    def mapped(self):
-        return self.reader.mapped()
+    def mapped(self, begin=0, end=None):
+        return self.reader.mapped(begin, end)
 
 
 @dataclass(frozen=True, eq=False)

@@ -139,9 +139,7 @@ def missing_of(plan: LoadPlan, length: int) -> dict[int, int]:
     return {number: int((~part).sum()) for number, part in enumerate(parts) if part.any()}
 
 
-def finds_flips(
-    verify: Verify, parts: list[Span], flip: int, *, hides: bool = False, end: bytes = b"the end"
-) -> None:
+def finds_flips(verify: Verify, parts: list[Span], flip: int, *, hides: bool = False, end: bytes = b"the end") -> None:
     """Read rows of a file with a flipped bit, and compare what happens with what this degree promises."""
     source, columns = stored(flip, end=end), request([(rows, (0, COLUMNS)) for rows in parts])
     if hides:

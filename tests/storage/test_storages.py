@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import shardtree
-from shardtree.errors import CheckpointingException, StorageError
+from shardtree.errors import CheckpointingException, CorruptCheckpoint, StorageError
 from shardtree.storage import LocalStorage, MemoryStorage, Storage, storage_at
 from shardtree.world import World
 from tests.storage.storages import STORAGES
@@ -290,9 +290,7 @@ def test_a_file_that_may_not_be_written_to() -> None:
         LocalStorage("/proc/sys/kernel").write("ostype", views([b"x"]), durable=False)
 
 
-def test_a_folder_that_is_made_is_in_its_parent_on_the_medium(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_is_made_is_in_its_parent_on_the_medium(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[int] = []
 
     def noted(descriptor: int, sync: Callable[[int], None] = os.fsync) -> None:
@@ -342,6 +340,19 @@ def test_two_ranks_save_and_three_load(kind: str, tmp_path: Path) -> None:
     assert list(chain(*shardtree.simulate(3, loaded))) == list(range(12))
     folders = [name for name in storage.names() if name != "metadata.json"]
     assert len(folders) == 1, "the first save's folder is gone"
+
+
+def test_files_of_two_ranks_that_changed_places_are_not_loaded() -> None:
+    storage = MemoryStorage()
+    shardtree.simulate(2, lambda world: shardtree.save(shards(world), storage, world=world))
+    (folder,) = (name for name in storage.names() if name != "metadata.json")
+    first, second = (f"{folder}/{name}" for name in storage.names(folder) if "0000" in name)
+    contents = storage.read(first), storage.read(second)
+    assert len(contents[0]) == len(contents[1])
+    for name, content in zip((second, first), contents, strict=True):
+        storage.replace(name, content, durable=False)
+    with pytest.raises(CorruptCheckpoint):
+        shardtree.load_plain_tensors(storage)
 
 
 def test_a_url_is_a_directory() -> None:
