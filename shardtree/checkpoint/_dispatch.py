@@ -6,11 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import StrategyError, explain
-from ..strategies import Strategies, StrategyAction, get_default_strategy
+from ..strategies import Strategies, StrategyAction, find_strategy, get_default_strategy
 from ..strategies.base import Strategy
 
 Choice = tuple[str, int] | Strategy | None
 """A (backend, version) pair, a function, or None for the default."""
+
+Backends = tuple[tuple[str, int], tuple[str, int]]
+"""The backends and versions of the shards and of the common state."""
 
 DEFAULT_BACKEND = ("safetensors", 1)
 
@@ -32,6 +35,23 @@ def backend_of(choice: Choice, default: tuple[str, int]) -> tuple[str, int]:
     raise StrategyError(
         explain("not a strategy", found=repr(choice)[:200], expected="a (backend, version) pair, a function, or None")
     )
+
+
+def backends_of(sharded: Choice, common: Choice, strategies: Strategies) -> Backends:
+    """Return the backends that a save's choices come to.
+
+    Where no backend is named for the common state, it is that of the shards if this one can save it.
+
+    Raises:
+        StrategyError: a choice is neither None, nor a pair, nor a function.
+
+    Examples:
+        >>> backends_of(("punch cards", 1), None, {})
+        (('punch cards', 1), ('safetensors', 1))
+    """
+    sharded_backend = backend_of(sharded, DEFAULT_BACKEND)
+    saves_common = find_strategy(StrategyAction.SAVE_COMMON, *sharded_backend, strategies=strategies) is not None
+    return sharded_backend, backend_of(common, sharded_backend if saves_common else DEFAULT_BACKEND)
 
 
 def strategy_of(action: StrategyAction, choice: Choice, default: tuple[str, int], strategies: Strategies) -> Strategy:

@@ -121,7 +121,7 @@ def open_checkpoint(
                 [6, 7]])
     """
     options = LoadOptions(verify, allow_pickle, types)
-    checkpoint = open_at(checkpoint_dir, one_process(), options)
+    checkpoint = open_at(checkpoint_dir, one_process(), options, strategies)
     return OpenCheckpoint(checkpoint, sharded_metadata(checkpoint, None, None, strategies), strategies)
 
 

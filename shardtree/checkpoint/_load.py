@@ -107,7 +107,7 @@ def load(
     ranks = current_world(world)
     options = LoadOptions(verify, allow_pickle, types, progress or LoadOptions().progress)
     mode = agree(ranks, "load: options", partial(parse_strict, strict))
-    checkpoint = open_together(checkpoint_dir, ranks, options)
+    checkpoint = open_together(checkpoint_dir, ranks, options, strategies)
     target = agree(ranks, "load: prepare", partial(_prepare, sharded_state_dict))
     if validate_access_integrity:
         descriptions = gather(
@@ -251,6 +251,6 @@ def load_plain_tensors(
     """
     ranks = current_world(world)
     target = agree(ranks, "load: metadata", partial(load_tensors_metadata, checkpoint_dir, strategies=strategies))
-    checkpoint = open_together(checkpoint_dir, ranks, LoadOptions(verify))
+    checkpoint = open_together(checkpoint_dir, ranks, LoadOptions(verify), strategies)
     loaded, _ = read_leaves(Reading(checkpoint, None, strategies), list(target.values()))
     return dict(zip(target, loaded, strict=True))

@@ -17,6 +17,7 @@ from ..strategies import (
     StrategyAction,
     default_strategies,
     find_strategy,
+    not_a_checkpoint,
     read_metadata,
 )
 from ..trees import without_holes
@@ -25,9 +26,10 @@ from ._dispatch import Choice, common_backend, sharded_backend, strategy_of
 from ._prepare import CONTENT_METADATA
 
 Metadata = Mapping[str, ShardedTensor | ShardedObject]
+Fields = Mapping[str, Any]
 
 
-def open_at(directory: Directory, world: World, options: LoadOptions) -> Checkpoint:
+def open_at(directory: Directory, world: World, options: LoadOptions, strategies: Strategies) -> Checkpoint:
     """Return a finished checkpoint, its formats read; not collective.
 
     Raises:
@@ -36,10 +38,10 @@ def open_at(directory: Directory, world: World, options: LoadOptions) -> Checkpo
         StrategyError: there is no such way to verify.
     """
     storage = _find(directory, options)
-    return Checkpoint(storage, read_metadata(storage)[1], world, options)
+    return Checkpoint(storage, read_fields(storage, strategies), world, options)
 
 
-def open_together(directory: Directory, world: World, options: LoadOptions) -> Checkpoint:
+def open_together(directory: Directory, world: World, options: LoadOptions, strategies: Strategies) -> Checkpoint:
     """Return a finished checkpoint, the same on all ranks even while a save replaces it: rank 0 reads metadata.json.
 
     Raises:
@@ -47,7 +49,7 @@ def open_together(directory: Directory, world: World, options: LoadOptions) -> C
         CorruptCheckpoint: metadata.json isn't what was written.
     """
     storage = agree(world, "load: find the folder", partial(_find, directory, options))
-    fields = on_rank_zero(world, "load: open", lambda: read_metadata(storage)[1])
+    fields = on_rank_zero(world, "load: open", partial(read_fields, storage, strategies))
     return Checkpoint(storage, fields, world, options)
 
 
@@ -59,15 +61,38 @@ def _find(directory: Directory, options: LoadOptions) -> Storage:
     return storage_at(directory)
 
 
-def is_checkpoint(checkpoint_dir: Directory) -> bool:
-    """Return whether a folder holds a finished checkpoint.
+def read_fields(storage: Storage, strategies: Strategies) -> Fields:
+    """Return what metadata.json says, or what it would say where a format that has none is recognised.
+
+    Raises:
+        NotACheckpoint: there is neither.
+        CorruptCheckpoint: metadata.json isn't what was written.
+    """
+    if storage.length(METADATA_FILE) is not None:
+        return read_metadata(storage)[1]
+    fields = recognized(storage, strategies)
+    if fields is None:
+        raise not_a_checkpoint(storage)
+    return fields
+
+
+def recognized(storage: Storage, strategies: Strategies) -> Fields | None:
+    """Return what the first format that recognises a place without metadata.json says of it, None if none does."""
+    rows = (strategy for (action, *_), strategy in strategies.items() if action is StrategyAction.RECOGNIZE)
+    found = (recognize(storage) for recognize in rows)
+    return next((fields for fields in found if fields is not None), None)
+
+
+def is_checkpoint(checkpoint_dir: Directory, *, strategies: Strategies = default_strategies) -> bool:
+    """Return whether a folder, or a single file, holds a finished checkpoint.
 
     Examples:
         >>> import tempfile
         >>> is_checkpoint(tempfile.mkdtemp())
         False
     """
-    return storage_at(checkpoint_dir).length(METADATA_FILE) is not None
+    storage = storage_at(checkpoint_dir)
+    return storage.length(METADATA_FILE) is not None or recognized(storage, strategies) is not None
 
 
 def load_common_state_dict(
@@ -98,7 +123,8 @@ def load_common_state_dict(
         >>> st.load_common_state_dict(folder)
         {'step': 7}
     """
-    checkpoint = open_at(checkpoint_dir, one_process(), LoadOptions(allow_pickle=allow_pickle, types=types))
+    options = LoadOptions(allow_pickle=allow_pickle, types=types)
+    checkpoint = open_at(checkpoint_dir, one_process(), options, strategies)
     return without_holes(load_common(checkpoint, None, strategies))
 
 
@@ -120,7 +146,7 @@ def load_tensors_metadata(
         >>> {key: shard.global_shape for key, shard in st.load_tensors_metadata(folder).items()}
         {'w': (2, 3)}
     """
-    checkpoint = open_at(checkpoint_dir, one_process(), LoadOptions())
+    checkpoint = open_at(checkpoint_dir, one_process(), LoadOptions(), strategies)
     metadata = sharded_metadata(checkpoint, sharded_strategy, None, strategies)
     return {key: shard for key, shard in metadata.items() if isinstance(shard, ShardedTensor)}
 
@@ -141,7 +167,7 @@ def load_sharded_metadata(
         >>> list(st.load_sharded_metadata(folder))
         ['rng/shard_0_1']
     """
-    checkpoint = open_at(checkpoint_dir, one_process(), LoadOptions())
+    checkpoint = open_at(checkpoint_dir, one_process(), LoadOptions(), strategies)
     return dict(sharded_metadata(checkpoint, sharded_strategy, common_strategy, strategies))
 
 
@@ -222,7 +248,7 @@ def _remove(directory: Directory, key_prefix: str, world: World, strategies: Str
     if not isinstance(key_prefix, str):
         found = type(key_prefix).__name__
         raise KeyMismatch(explain("remove: not the beginning of a key", found=found, expected="a string"))
-    checkpoint = open_at(directory, world, LoadOptions())
+    checkpoint = open_at(directory, world, LoadOptions(), strategies)
     strategy_of(StrategyAction.REMOVE_SHARDED, None, sharded_backend(checkpoint.fields), strategies)(
         checkpoint, key_prefix
     )

@@ -2,38 +2,25 @@
 
 from __future__ import annotations
 
-import secrets
-import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from ..codec import decode_tree, encode_tree
-from ..errors import AlreadyACheckpoint, StorageError, explain
-from ..layouts import ShardColumns
-from ..mapping import ShardedObject, ShardedTensor, is_main_replica
+from ..layouts import ShardColumns, shard_columns
+from ..mapping import ShardedTensor, is_main_replica
 from ..plans import level_writes
-from ..storage import Directory, Storage, storage_at
-from ..strategies import (
-    METADATA_FILE,
-    AsyncRequest,
-    Draft,
-    SaveOptions,
-    Strategies,
-    StrategyAction,
-    check_unchanged,
-    default_strategies,
-    find_strategy,
-    replace_metadata,
-)
-from ..world import World, agree, current_world, gather, on_rank_zero
+from ..storage import Directory
+from ..strategies import AsyncRequest, SaveOptions, Strategies, default_strategies
+from ..world import World, agree, current_world, gather
+from ._begin import begin
 from ._consistency import check_common, check_together, common_digest, describe
-from ._dispatch import DEFAULT_BACKEND, Choice, backend_of, strategy_of
+from ._dispatch import Choice, backends_of
 from ._prepare import Prepared, comparable, prepare, prepare_for_later
-
-Fields = Mapping[str, Any]
+from ._request import Writes, save_request
 
 
 def save(
@@ -105,11 +92,15 @@ def save(
     take_apart = prepare_for_later if async_sharded_save else prepare
     prepared = agree(ranks, "save: prepare", partial(take_apart, sharded_state_dict, content_metadata))
     for_comparison = preprocess_common_before_consistency_check or (lambda common: common)
-    writes = agree(ranks, "save: choose main replicas", partial(_main_replicas, prepared))
+    writes, layout = agree(ranks, "save: choose main replicas", partial(_main_replicas, prepared, ranks))
     if validate_access_integrity:
-        writes = _shared_out(ranks, prepared, for_comparison, allow_pickle=allow_pickle)
-    draft = _begin(ranks, checkpoint_dir, options, overwrite=overwrite)
-    chosen = partial(_request, draft, prepared, writes, sharded_strategy, common_strategy, strategies)
+        writes, layout = _shared_out(ranks, prepared, for_comparison, allow_pickle=allow_pickle)
+    choose = partial(backends_of, sharded_strategy, common_strategy, strategies)
+    backends = agree(ranks, "save: find the format", choose)
+    begun = begin(ranks, checkpoint_dir, options, backends, strategies, overwrite=overwrite)
+    draft = replace(begun, layout=layout)
+    choices = (sharded_strategy, common_strategy)
+    chosen = partial(save_request, draft, writes, prepared.common, choices, backends, strategies)
     try:
         request = agree(ranks, "save: plan", chosen)
     except BaseException:
@@ -122,19 +113,17 @@ def save(
     return None
 
 
-Writes = tuple[tuple[ShardedTensor, ...], tuple[ShardedObject, ...]]
-
-
-def _main_replicas(prepared: Prepared) -> Writes:
-    """Return what a rank writes that knows nothing of the others."""
+def _main_replicas(prepared: Prepared, world: World) -> tuple[Writes, ShardColumns | None]:
+    """Return what a rank writes that knows nothing of the others, and all ranks' shards if there are no others."""
     tensors = tuple(shard for shard in prepared.tensors if is_main_replica(shard.replica_id))
-    return tensors, tuple(item for item in prepared.objects if is_main_replica(item.replica_id))
+    objects = tuple(item for item in prepared.objects if is_main_replica(item.replica_id))
+    return (tensors, objects), shard_columns(prepared.tensors) if world.size == 1 else None
 
 
 def _shared_out(
     world: World, prepared: Prepared, for_comparison: Callable[[Any], Any], *, allow_pickle: bool
-) -> Writes:
-    """Return what this rank writes, after all ranks told each other what they hold and checked that it fits."""
+) -> tuple[Writes, ShardColumns]:
+    """Return what this rank writes, and all ranks' shards, after they told each other and checked that they fit."""
 
     def encode_own() -> bytes:
         return encode_tree(for_comparison(comparable(prepared.common)), allow_pickle=allow_pickle)
@@ -153,106 +142,10 @@ def _shared_out(
         agree(world, "save: check common states", lambda: check_common(decoded(encoded)))
     columns = agree(world, "save: check integrity", partial(check_together, descriptions))
     tensors = agree(world, "save: share out", partial(_own_tensors, prepared, columns, world))
-    return tensors, _main_replicas(prepared)[1]
+    return (tensors, _main_replicas(prepared, world)[0][1]), columns
 
 
 def _own_tensors(prepared: Prepared, columns: ShardColumns, world: World) -> tuple[ShardedTensor, ...]:
     own = np.flatnonzero(columns.rank == world.rank)
     writes = level_writes(columns, world.size)[own]
     return tuple(shard for shard, write in zip(prepared.tensors, writes.tolist(), strict=True) if write)
-
-
-def _begin(world: World, directory: Directory, options: SaveOptions, *, overwrite: bool) -> Draft:
-    """Return the draft of a checkpoint: the save has a name, and a folder that every rank sees."""
-    storage = agree(world, "save: find the folder", partial(storage_at, directory))
-    begun = partial(_make_save_folder, storage, overwrite=overwrite)
-    save_id, before = on_rank_zero(world, "save: make the folder", begun)
-    agree(world, "save: see the folder", partial(_see_folder, storage, save_id, world.rank))
-    return Draft(storage, save_id, world, before, options)
-
-
-def _make_save_folder(storage: Storage, *, overwrite: bool) -> tuple[str, bytes | None]:
-    before = storage.read(METADATA_FILE) if storage.length(METADATA_FILE) is not None else None
-    if before is not None and not overwrite:
-        fix = "Save to another folder, or pass overwrite=True to replace the checkpoint once the new one is complete."
-        raise AlreadyACheckpoint(explain(f"save: {storage.where()!r} already holds a checkpoint", fix=fix))
-    save_id = f"save-{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{secrets.token_hex(8)}"
-    storage.make_folder(save_id)
-    return save_id, before
-
-
-def _see_folder(storage: Storage, save_id: str, rank: int) -> None:
-    if not storage.is_folder(save_id):
-        fix = "Save to a folder on storage that all ranks share."
-        raise StorageError(
-            explain(f"save: {storage.where()!r} is not shared: rank {rank} doesn't see what rank 0 made in it", fix=fix)
-        )
-
-
-def _request(
-    draft: Draft,
-    prepared: Prepared,
-    writes: Writes,
-    sharded_strategy: Choice,
-    common_strategy: Choice,
-    strategies: Strategies,
-) -> AsyncRequest[Any]:
-    """Return the request that writes this rank's part and then commits."""
-    tensors, objects = writes
-    sharded_backend = backend_of(sharded_strategy, DEFAULT_BACKEND)
-    common_backend = backend_of(common_strategy, DEFAULT_BACKEND)
-    save_sharded = strategy_of(StrategyAction.SAVE_SHARDED, sharded_strategy, DEFAULT_BACKEND, strategies)
-    save_common = strategy_of(StrategyAction.SAVE_COMMON, common_strategy, DEFAULT_BACKEND, strategies)
-    takes_objects = find_strategy(StrategyAction.SAVE_OBJECTS, *sharded_backend, strategies=strategies) is not None
-    if takes_objects:
-        requests: tuple[AsyncRequest[Any], ...] = (save_sharded(draft, [*tensors, *objects]),)
-    else:
-        save_objects = strategy_of(StrategyAction.SAVE_OBJECTS, common_backend, DEFAULT_BACKEND, strategies)
-        requests = (save_sharded(draft, tensors), save_objects(draft, objects))
-    fields = {
-        "sharded_backend": sharded_backend[0],
-        "sharded_backend_version": sharded_backend[1],
-        "common_backend": common_backend[0],
-        "common_backend_version": common_backend[1],
-    }
-    return AsyncRequest(
-        world=draft.world,
-        async_fn=partial(_write, draft, requests),
-        commit=partial(_commit, draft, requests, partial(save_common, draft, prepared.common), fields),
-        finalize_fns=tuple(fn for request in requests for fn in request.finalize_fns),
-        abandon=partial(_abandon, requests),
-    )
-
-
-def _write(draft: Draft, requests: Sequence[AsyncRequest[Any]]) -> tuple[Any, ...]:
-    # Once committed, a request's files are the checkpoint: running it again would write over them.
-    check_unchanged(draft.storage, draft.before)
-    return tuple(request.async_fn() for request in requests)
-
-
-def _abandon(requests: Sequence[AsyncRequest[Any]]) -> None:
-    for request in requests:
-        request.abandon()
-
-
-def _commit(
-    draft: Draft,
-    requests: Sequence[AsyncRequest[Any]],
-    save_common: Callable[[], Fields],
-    fields: Fields,
-    written: Sequence[tuple[Any, ...]],
-) -> Fields:
-    """Make the checkpoint count: the strategies' own commits, the common state, and last metadata.json."""
-    merged = dict(fields)
-    for number, request in enumerate(requests):
-        merged |= request.commit([part[number] for part in written])
-    merged |= on_rank_zero(draft.world, "save: common state", save_common)
-    on_rank_zero(draft.world, "save: commit", partial(_replace_metadata, draft, merged))
-    return merged
-
-
-def _replace_metadata(draft: Draft, fields: Fields) -> None:
-    if draft.options.durable:
-        draft.storage.sync_folder(draft.save_id)
-        draft.storage.sync_folder()
-    replace_metadata(draft.storage, draft.before, fields, durable=draft.options.durable)

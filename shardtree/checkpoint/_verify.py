@@ -40,7 +40,7 @@ def verify(
     """
     options = LoadOptions(progress=progress or LoadOptions().progress)
     try:
-        checkpoint = open_at(checkpoint_dir, one_process(), options)
+        checkpoint = open_at(checkpoint_dir, one_process(), options, strategies)
     except CorruptCheckpoint as error:
         return (Damage(METADATA_FILE, str(error)),)
     backend = sharded_backend(checkpoint.fields)

@@ -6,13 +6,16 @@ from ._metadata import METADATA_FILE as METADATA_FILE
 from ._metadata import check_unchanged as check_unchanged
 from ._metadata import decode_metadata as decode_metadata
 from ._metadata import encode_metadata as encode_metadata
+from ._metadata import not_a_checkpoint as not_a_checkpoint
 from ._metadata import read_metadata as read_metadata
 from ._metadata import replace_metadata as replace_metadata
 from ._protocols import PROTOCOLS as PROTOCOLS
+from ._protocols import Commit as Commit
 from ._protocols import LoadCommon as LoadCommon
 from ._protocols import LoadMetadata as LoadMetadata
 from ._protocols import LoadObjects as LoadObjects
 from ._protocols import LoadSharded as LoadSharded
+from ._protocols import Recognize as Recognize
 from ._protocols import RemoveSharded as RemoveSharded
 from ._protocols import SaveCommon as SaveCommon
 from ._protocols import SaveObjects as SaveObjects

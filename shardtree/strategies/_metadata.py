@@ -65,11 +65,19 @@ def read_metadata(storage: Storage) -> tuple[bytes, dict[str, Any]]:
     """
     where = storage.where(METADATA_FILE)
     if storage.length(METADATA_FILE) is None:
-        state = "the folder has no metadata.json" if storage.is_folder() else "no such folder"
-        fix = "Name the folder that a save was given; an unfinished save leaves no metadata.json."
-        raise NotACheckpoint(explain(f"open: {storage.where()!r} is not a checkpoint", found=state, fix=fix))
+        raise not_a_checkpoint(storage)
     data = storage.read(METADATA_FILE)
     return data, decode_metadata(data, where)
+
+
+def not_a_checkpoint(storage: Storage) -> NotACheckpoint:
+    """Return the error for a place that holds no finished checkpoint."""
+    if storage.is_folder():
+        state = "a folder without metadata.json, in no format that is recognised"
+    else:
+        state = "no such folder" if storage.length("") is None else "a file in no format that is recognised"
+    fix = "Name the folder that a save was given; an unfinished save leaves no metadata.json."
+    return NotACheckpoint(explain(f"open: {storage.where()!r} is not a checkpoint", found=state, fix=fix))
 
 
 def replace_metadata(storage: Storage, before: bytes | None, fields: Mapping[str, Any], *, durable: bool) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from ..mapping import ShardedObject, ShardedTensor
-from ..storage import ReadReport
+from ..storage import ReadReport, Storage
 from ._values import AsyncRequest, Checkpoint, Damage, Draft, Fields
 from .base import StrategyAction
 
@@ -40,7 +40,10 @@ class LoadMetadata(Protocol):
 
 
 class SaveCommon(Protocol):
-    """SAVE_COMMON: write the common tree, on rank 0 alone, and return what metadata.json should say about it."""
+    """SAVE_COMMON: write the common tree, on rank 0 alone, and return what metadata.json should say about it.
+
+    What it returns counts, so that a backend can name another one as that of the common state.
+    """
 
     def __call__(self, draft: Draft, common: Any, /) -> Fields: ...
 
@@ -72,6 +75,25 @@ class VerifyFiles(Protocol):
     def __call__(self, checkpoint: Checkpoint, /) -> tuple[Damage, ...]: ...
 
 
+class Recognize(Protocol):
+    """RECOGNIZE: return what metadata.json would say of a folder without one, None if it isn't in this format.
+
+    That is at least the backends and versions of the shards and of the common state. A format whose checkpoints have no
+    metadata.json has this row. It may be asked about any folder, and about a single file: that is then named "".
+    """
+
+    def __call__(self, storage: Storage, /) -> Fields | None: ...
+
+
+class Commit(Protocol):
+    """COMMIT: write the file that makes a folder a checkpoint; called on rank 0 alone, last of all.
+
+    A format that has no such row is committed by metadata.json. The fields are what that would say.
+    """
+
+    def __call__(self, draft: Draft, fields: Fields, /) -> None: ...
+
+
 PROTOCOLS = {
     StrategyAction.LOAD_COMMON: LoadCommon,
     StrategyAction.LOAD_SHARDED: LoadSharded,
@@ -82,5 +104,7 @@ PROTOCOLS = {
     StrategyAction.SAVE_OBJECTS: SaveObjects,
     StrategyAction.REMOVE_SHARDED: RemoveSharded,
     StrategyAction.VERIFY: VerifyFiles,
+    StrategyAction.RECOGNIZE: Recognize,
+    StrategyAction.COMMIT: Commit,
 }
 """The protocol of each action."""

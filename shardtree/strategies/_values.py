@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
+from ..layouts import ShardColumns
 from ..storage import Storage, Verify
 from ..world import World, agree, gather
 
@@ -106,6 +107,8 @@ class Draft:
         world: who writes it together.
         before: metadata.json as it was when the save began, None if there was none.
         options: how it is written.
+        layout: all ranks' shards, None where they didn't tell each other.
+        memo: what the strategies of one save remember on their rank until the commit.
     """
 
     storage: Storage
@@ -113,6 +116,8 @@ class Draft:
     world: World
     before: bytes | None = None
     options: SaveOptions = field(default_factory=SaveOptions)
+    layout: ShardColumns | None = None
+    memo: dict[str, Any] = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -34,6 +34,8 @@ class StrategyAction(Enum):
     SAVE_OBJECTS = "save_objects"
     REMOVE_SHARDED = "remove_sharded"
     VERIFY = "verify"
+    RECOGNIZE = "recognize"
+    COMMIT = "commit"
 
 
 Strategy = Callable[..., Any]

@@ -14,7 +14,7 @@ from shardtree.codec._decode import _DECODERS
 from shardtree.codec._dtypes import _TAGS
 from shardtree.storage import BLOCK_BYTES
 from shardtree.strategies.safetensors import read_index
-from shardtree.strategies.safetensors._index import COLUMNS
+from shardtree.strategies.index import COLUMNS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as some
 import shardtree as st
 from shardtree.errors import MetadataError, UnsupportedValue
 from shardtree.storage import MemoryStorage
-from shardtree.strategies.safetensors._index import find_texts, text_columns
+from shardtree.strategies.index import find_texts, text_columns
 from shardtree.strategies.safetensors._layout import parts
 from shardtree.testing import STORABLE_DTYPES, bits, first_difference, random_bits
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
-from ...codec import dtype_name
 from ...errors import IntegrityError, explain
-from ...geometry import Column, box_column, volumes, widen
+from ...geometry import Column
 from ...layouts import join_columns, write_problems
-from ...storage import block_count
-from ._index import Index, text_columns
+from ...storage import StoredFile
+from ..index import Index, build_index
 from ._written import Written
 
 
@@ -30,50 +28,21 @@ def collect_index(written: Sequence[Written]) -> Index:
         what = "save: shards that can't lie in one checkpoint"
         raise IntegrityError(explain(what, offenders=map(str, problems), fix=fix))
     first_file = np.cumsum([0, *(len(part.files) for part in written)])
-    order = np.lexsort((columns.start, *columns.offset.T[::-1], columns.key))
-    key = columns.key[order]
-    lengths = np.array([length for part in written for length in part.lengths], dtype=np.int64)
-    key_text, key_start = text_columns(columns.keys)
-    dtypes = sorted({dtype_name(kind.dtype) for kind in columns.kinds})
-    dtype_text, dtype_start = text_columns(dtypes)
-    axes = columns.offset.shape[1]
-    shapes = widen(box_column([kind.global_shape for kind in columns.kinds], fill=1), axes, 1)
-    offset, shape = widen(columns.offset, shapes.shape[1], 0), widen(columns.shape, shapes.shape[1], 1)
-    elements = np.where(columns.start < 0, volumes(shape), columns.stop - columns.start)
-    file_text, file_start = text_columns([name for part in written for name in part.files])
-    hashes = [hashes for part in written for hashes in part.hashes]
-    return Index(
-        key_text=key_text,
-        key_start=key_start,
-        key_axes=_int64([len(kind.global_shape) for kind in columns.kinds]),
-        key_prepended=_int64([kind.prepend_axis_num for kind in columns.kinds]),
-        key_dtype=_int64([dtypes.index(dtype_name(kind.dtype)) for kind in columns.kinds]),
-        key_shape=shapes,
-        dtype_text=dtype_text,
-        dtype_start=dtype_start,
-        chunk_key=key,
-        chunk_offset=offset[order],
-        chunk_shape=shape[order],
-        chunk_start=columns.start[order],
-        chunk_stop=columns.stop[order],
-        chunk_file=_joined([part.file + base for part, base in zip(written, first_file, strict=False)])[order],
-        chunk_byte=_joined([part.byte for part in written])[order],
-        chunk_length=(elements * columns.item_size[columns.key])[order],
-        **_object_columns(written, first_file, columns.keys),
-        file_text=file_text,
-        file_start=file_start,
-        file_length=lengths,
-        file_block=np.cumsum([0, *block_count_of(lengths)], dtype=np.int64),
-        block_hash=np.concatenate([*hashes, np.zeros(0, dtype=np.uint64)]),
+    files = [
+        StoredFile(name, length, hashes)
+        for part in written
+        for name, length, hashes in zip(part.files, part.lengths, part.hashes, strict=True)
+    ]
+    return build_index(
+        columns,
+        _joined([part.file + base for part, base in zip(written, first_file, strict=False)]),
+        _joined([part.byte for part in written]),
+        files=files,
+        objects=_objects(written, first_file, columns.keys),
     )
 
 
-def block_count_of(lengths: Column) -> list[int]:
-    """Return how many blocks tile each file."""
-    return [block_count(length) for length in lengths.tolist()]
-
-
-def _object_columns(written: Sequence[Written], first_file: Column, keys: Sequence[str]) -> dict[str, Any]:
+def _objects(written: Sequence[Written], first_file: Column, keys: Sequence[str]) -> list[tuple[str, int, int, int]]:
     rows = sorted(
         (key, file + int(base), byte, length)
         for part, base in zip(written, first_file, strict=False)
@@ -87,20 +56,8 @@ def _object_columns(written: Sequence[Written], first_file: Column, keys: Sequen
     if shared:
         fix = "Rename the tensors: '<key>/shard_<offset>_<shape>' is how an object is named."
         raise IntegrityError(explain("save: tensors named like objects", offenders=map(repr, shared), fix=fix))
-    text, start = text_columns([key for key, *_ in rows])
-    numbers = np.array([row[1:] for row in rows], dtype=np.int64).reshape(-1, 3)
-    return {
-        "object_text": text,
-        "object_start": start,
-        "object_file": numbers[:, 0],
-        "object_byte": numbers[:, 1],
-        "object_length": numbers[:, 2],
-    }
+    return rows
 
 
 def _joined(columns: Sequence[Column]) -> Column:
-    return np.concatenate([*columns, _int64([])])
-
-
-def _int64(values: Sequence[int]) -> Column:
-    return np.array(values, dtype=np.int64)
+    return np.concatenate([*columns, np.zeros(0, dtype=np.int64)])

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...errors import CheckpointReplaced, CorruptCheckpoint, explain
+from ...errors import CorruptCheckpoint, explain
 from ...storage import Buffer, Storage, digest
-from .._metadata import METADATA_FILE
+from .._missing import missing_file
 from .._values import Checkpoint, Fields
 
 
@@ -33,31 +33,6 @@ def read_checked(checkpoint: Checkpoint, field: str) -> tuple[Buffer, str]:
         fix = "The medium or a later program damaged it; load another checkpoint."
         raise CorruptCheckpoint(explain(f"open: {where!r} isn't what was saved: its hash differs", fix=fix))
     return data, where
-
-
-def missing_file(checkpoint: Checkpoint, name: str, length: int) -> Exception:
-    """Return the error for a file that isn't there as described: replaced by a later save, or damaged."""
-    storage = checkpoint.storage
-    if was_replaced(checkpoint):
-        fix = "Open the checkpoint again."
-        return CheckpointReplaced(explain(f"open: {storage.where()!r} was replaced by a later save", fix=fix))
-    found = storage.length(name)
-    return CorruptCheckpoint(
-        explain(
-            f"open: {storage.where(name)!r} isn't what was saved",
-            found="no such file" if found is None else f"{found} bytes",
-            expected=f"{length} bytes",
-            fix="The checkpoint was damaged; load another one.",
-        )
-    )
-
-
-def was_replaced(checkpoint: Checkpoint) -> bool:
-    """Return whether the folder now holds another checkpoint than the one that was opened."""
-    if checkpoint.storage.length(METADATA_FILE) is None:
-        return False
-    digest_now = f'"digest":"{checkpoint.fields.get("digest")}"'.encode()
-    return digest_now not in checkpoint.storage.read(METADATA_FILE)
 
 
 def _entry(fields: Fields, field: str) -> tuple[str, int, str]:

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from ...codec import bit_view, decode_tree
-from ...errors import CheckpointingException, IntegrityError, KeyMismatch, explain
+from ...codec import decode_tree
+from ...errors import CheckpointingException, KeyMismatch, explain
 from ...geometry import Column
-from ...layouts import ShardColumns, shard_columns
 from ...mapping import ShardedObject, ShardedTensor
-from ...plans import LoadPlan, Runs, plan_load, runs_plan
-from ...storage import ReadReport, StoredFile, fetch
-from .._checks import check_covered, check_kinds, check_known
+from ...plans import Runs, runs_plan
+from ...storage import ReadReport
+from .._missing import check_lengths
 from .._values import Checkpoint
 from ..base import StrategyAction, register_default_strategy
-from ._files import missing_file, read_checked
-from ._index import Index, chunks_of, file_at, find_texts, kind_at, text_at, texts
+from ..index import Index, file_at, find_texts, load_from_index, read_planned, text_at
+from ._files import read_checked
 from ._index_file import decode_index
 from ._save import BACKEND, VERSION
 
@@ -50,23 +49,7 @@ def load_sharded(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> Rea
         ShapeError: a tensor is stored with another global shape or dtype.
         CorruptCheckpoint: stored bytes aren't what was saved.
     """
-    index = read_index(checkpoint)
-    columns = shard_columns(shards, checkpoint.world.rank)
-    return _fetch(checkpoint, index, plan_shards(index, shards, columns), [bit_view(shard.data) for shard in shards])
-
-
-def plan_shards(index: Index, shards: Sequence[ShardedTensor], columns: ShardColumns) -> LoadPlan:
-    """Return the plan that fills shards from a checkpoint, after checking that it can."""
-    numbers = find_texts(index.key_text, index.key_start, columns.keys)
-    check_known(columns.keys, numbers, lambda: texts(index.key_text, index.key_start))
-    kinds = [kind_at(index, number) for number in numbers]
-    check_kinds(shards, dict(zip(columns.keys, kinds, strict=True)))
-    plan = plan_load(columns, chunks_of(index, np.array(numbers, dtype=np.int64)))
-    if plan.doubled.size:
-        keys = [repr(columns.keys[number]) for number in plan.doubled.tolist()]
-        raise IntegrityError(explain("load: stored chunks overlap; the checkpoint contradicts itself", offenders=keys))
-    check_covered(shards, plan.covered)
-    return plan
+    return load_from_index(checkpoint, read_index(checkpoint), shards)
 
 
 @register_default_strategy(StrategyAction.LOAD_OBJECTS, BACKEND, VERSION)
@@ -86,7 +69,7 @@ def load_objects(checkpoint: Checkpoint, objects: Sequence[ShardedObject]) -> li
 
 def _read_objects(checkpoint: Checkpoint, index: Index, numbers: Column) -> list[Any]:
     lengths = index.object_length[numbers]
-    _check_lengths(checkpoint, [file_at(index, file) for file in np.unique(index.object_file[numbers]).tolist()])
+    check_lengths(checkpoint, (file_at(index, file) for file in np.unique(index.object_file[numbers]).tolist()))
     memories = [torch.empty(length, dtype=torch.uint8) for length in lengths.tolist()]
     order = np.lexsort((index.object_byte[numbers], index.object_file[numbers]))
     zero = np.zeros(order.size, dtype=np.int64)
@@ -94,7 +77,7 @@ def _read_objects(checkpoint: Checkpoint, index: Index, numbers: Column) -> list
     plan = runs_plan(Runs(file[order], byte[order], order, zero, lengths[order]))
     # A damaged object could decode to another value, so its blocks are read whole and checked, small as they are.
     options = replace(checkpoint.options, verify="all" if checkpoint.options.verify else None)
-    _fetch(replace(checkpoint, options=options), index, plan, memories)
+    read_planned(replace(checkpoint, options=options), index, plan, memories)
     names = [text_at(index.object_text, index.object_start, number) for number in numbers.tolist()]
     return [_decode(memory, name, checkpoint) for memory, name in zip(memories, names, strict=True)]
 
@@ -106,18 +89,3 @@ def _decode(memory: torch.Tensor, unique_key: str, checkpoint: Checkpoint) -> An
     except CheckpointingException as error:
         error.add_note(f"tree is the data of ShardedObject {unique_key!r}")
         raise
-
-
-def _fetch(checkpoint: Checkpoint, index: Index, plan: LoadPlan, memories: Sequence[torch.Tensor]) -> ReadReport:
-    numbers = np.union1d(plan.runs.file, plan.strided.file).tolist()
-    files = {number: file_at(index, number) for number in numbers}
-    _check_lengths(checkpoint, files.values())
-    options = checkpoint.options
-    return fetch(checkpoint.storage, files, plan, memories, verify=options.verify, progress=options.progress)
-
-
-def _check_lengths(checkpoint: Checkpoint, files: Iterable[StoredFile]) -> None:
-    """Raise unless the files are as long as the index says."""
-    for file in files:
-        if checkpoint.storage.length(file.name) != file.length:
-            raise missing_file(checkpoint, file.name, file.length)

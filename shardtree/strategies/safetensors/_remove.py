@@ -13,9 +13,9 @@ from ...storage import Storage
 from .._metadata import read_metadata, replace_metadata
 from .._values import Checkpoint
 from ..base import StrategyAction, register_default_strategy
+from ..index import Index, text_columns, texts
 from ._clean import is_save_file
 from ._files import write_checked
-from ._index import Index, text_columns, texts
 from ._index_file import encode_index
 from ._load import read_index
 from ._save import BACKEND, VERSION

@@ -8,8 +8,8 @@ from ...errors import CheckpointingException, CorruptCheckpoint
 from ...storage import BLOCK_BYTES, BlockHasher, Reader, StoredFile
 from .._values import Checkpoint, Damage
 from ..base import StrategyAction, register_default_strategy
+from ..index import Index, file_at, text_at
 from ._files import read_checked
-from ._index import Index, file_at, text_at
 from ._load import read_index
 from ._save import BACKEND, VERSION
 

@@ -1,0 +1,118 @@
+"""The request that a save is until it is run: each rank's writes, then the commit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from ..errors import CheckpointReplaced, explain
+from ..mapping import ShardedObject, ShardedTensor
+from ..strategies import (
+    METADATA_FILE,
+    AsyncRequest,
+    Commit,
+    Draft,
+    Strategies,
+    StrategyAction,
+    check_unchanged,
+    find_strategy,
+    replace_metadata,
+)
+from ..world import on_rank_zero
+from ._dispatch import Backends, Choice, strategy_of
+from ._open import recognized
+
+Fields = Mapping[str, Any]
+Writes = tuple[tuple[ShardedTensor, ...], tuple[ShardedObject, ...]]
+
+
+def save_request(
+    draft: Draft,
+    writes: Writes,
+    common: Any,
+    choices: tuple[Choice, Choice],
+    backends: Backends,
+    strategies: Strategies,
+) -> AsyncRequest[Any]:
+    """Return the request that writes this rank's part and then commits; nothing is written yet.
+
+    Args:
+        draft: what the parts go to.
+        writes: the tensors and objects that are this rank's to write.
+        common: the common tree, with holes where shards were.
+        choices: what the caller named as strategies for the shards and the common state.
+        backends: what these choices come to.
+        strategies: the dispatch table.
+    """
+    tensors, objects = writes
+    sharded_backend, common_backend = backends
+    save_sharded = strategy_of(StrategyAction.SAVE_SHARDED, choices[0], sharded_backend, strategies)
+    save_common = strategy_of(StrategyAction.SAVE_COMMON, choices[1], common_backend, strategies)
+    takes_objects = find_strategy(StrategyAction.SAVE_OBJECTS, *sharded_backend, strategies=strategies) is not None
+    if takes_objects:
+        requests: tuple[AsyncRequest[Any], ...] = (save_sharded(draft, [*tensors, *objects]),)
+    else:
+        save_objects = strategy_of(StrategyAction.SAVE_OBJECTS, None, common_backend, strategies)
+        requests = (save_sharded(draft, tensors), save_objects(draft, objects))
+    fields = {
+        "sharded_backend": sharded_backend[0],
+        "sharded_backend_version": sharded_backend[1],
+        "common_backend": common_backend[0],
+        "common_backend_version": common_backend[1],
+    }
+    recognizes = find_strategy(StrategyAction.RECOGNIZE, *sharded_backend, strategies=strategies) is not None
+    commit = find_strategy(StrategyAction.COMMIT, *sharded_backend, strategies=strategies)
+    return AsyncRequest(
+        world=draft.world,
+        async_fn=partial(_write, draft, requests, strategies, recognizes=recognizes),
+        commit=partial(_commit, draft, requests, partial(save_common, draft, common), fields, commit),
+        finalize_fns=tuple(fn for request in requests for fn in request.finalize_fns),
+        abandon=partial(_abandon, requests),
+    )
+
+
+def _write(
+    draft: Draft, requests: Sequence[AsyncRequest[Any]], strategies: Strategies, *, recognizes: bool
+) -> tuple[Any, ...]:
+    # Once committed, a request's files are the checkpoint: running it again would write over them.
+    check_unchanged(draft.storage, draft.before)
+    if recognizes and recognized(draft.storage, strategies) is not None:
+        fix = "Let only one save at a time go to a folder, and run a request once."
+        raise CheckpointReplaced(explain(f"save: {draft.storage.where()!r} holds a checkpoint by now", fix=fix))
+    return tuple(request.async_fn() for request in requests)
+
+
+def _abandon(requests: Sequence[AsyncRequest[Any]]) -> None:
+    for request in requests:
+        request.abandon()
+
+
+def _commit(
+    draft: Draft,
+    requests: Sequence[AsyncRequest[Any]],
+    save_common: Callable[[], Fields],
+    fields: Fields,
+    commit: Commit | None,
+    written: Sequence[tuple[Any, ...]],
+) -> Fields:
+    """Make the checkpoint count: the strategies' own commits, the common state, and last what makes it a checkpoint."""
+    merged = dict(fields)
+    for number, request in enumerate(requests):
+        merged |= request.commit([part[number] for part in written])
+    merged |= on_rank_zero(draft.world, "save: common state", save_common)
+    on_rank_zero(draft.world, "save: commit", partial(_finish, draft, merged, commit))
+    return merged
+
+
+def _finish(draft: Draft, fields: Fields, commit: Commit | None) -> None:
+    if draft.options.durable:
+        draft.storage.sync_folder(draft.save_id)
+        draft.storage.sync_folder()
+    if commit is not None:
+        check_unchanged(draft.storage, draft.before)
+        commit(draft, fields)
+        draft.storage.remove_folder(draft.save_id)
+    one_backend = fields["common_backend"] == fields["sharded_backend"]
+    if commit is None or not (one_backend or draft.storage.length(METADATA_FILE) is not None):
+        replace_metadata(draft.storage, draft.before, fields, durable=draft.options.durable)

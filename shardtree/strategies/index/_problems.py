@@ -1,0 +1,120 @@
+"""Whether the columns of an index fit each other: nothing that a file says is planned on before that is known."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from ...codec import check_storable, dtype_from_name
+from ...geometry import volumes
+from ._columns import COLUMNS, Index
+from ._texts import texts
+
+_MATRICES = {"key_shape", "chunk_offset", "chunk_shape"}
+_MOST_AXES = 256
+
+
+def index_problem(index: Index) -> str | None:
+    """Return what is wrong with an index, None if it can be planned on without a further check.
+
+    Whether hashes are there for all blocks is for the format to know.
+    """
+    return _kinds(index) or _lengths(index) or _texts(index) or _keys(index) or _files(index) or _places(index)
+
+
+def _kinds(index: Index) -> str | None:
+    for name in COLUMNS:
+        column = getattr(index, name)
+        kind = "uint64" if name == "block_hash" else "uint8" if name.endswith("_text") else "int64"
+        if column.dtype.name != kind or column.ndim != (2 if name in _MATRICES else 1):
+            return f"column {name!r} is {column.dtype.name} {column.shape}"
+    axes = {getattr(index, name).shape[1] for name in _MATRICES}
+    return None if len(axes) == 1 and 1 <= max(axes) <= _MOST_AXES else f"the boxes' columns have {axes} axes"
+
+
+def _lengths(index: Index) -> str | None:
+    rows = {"key": "key_axes", "chunk": "chunk_key", "object": "object_file", "file": "file_length", "dtype": ""}
+    for name in COLUMNS:
+        group, _, what = name.partition("_")
+        if group not in rows or what == "text":
+            continue
+        if group == "dtype" or name == "file_block" or (what == "start" and group != "chunk"):
+            expected = getattr(index, f"{group}_start").size
+        else:
+            expected = getattr(index, rows[group]).size
+        if len(getattr(index, name)) != expected:
+            return f"column {name!r} has {len(getattr(index, name))} rows where {expected} are needed"
+    counts = (("key", index.key_axes), ("object", index.object_file), ("file", index.file_length))
+    wrong = [group for group, column in counts if getattr(index, f"{group}_start").size != column.size + 1]
+    return f"the texts of {wrong} don't fit their rows" if wrong else None
+
+
+def _texts(index: Index) -> str | None:
+    for group in ("key", "dtype", "object", "file"):
+        start, text = getattr(index, f"{group}_start"), getattr(index, f"{group}_text")
+        if not start.size or start[0] != 0 or start[-1] != text.size or (np.diff(start) < 1).any():
+            return f"the texts of {group!r} don't tile their column"
+        names = texts(text, start)
+        # Keys are found by bisection, so each must stand once and in its place.
+        if group in ("key", "object") and any(one >= other for one, other in pairwise(names)):
+            return f"the texts of {group!r} aren't sorted, each once"
+    for name in texts(index.dtype_text, index.dtype_start):
+        check_storable(dtype_from_name(name), "open: dtype in the index")
+    return None
+
+
+def _keys(index: Index) -> str | None:
+    keys, axes = index.key_axes.size, index.key_shape.shape[1]
+    if keys and not (index.key_axes.min() >= 0 and index.key_axes.max() <= axes):
+        return "a tensor has more axes than its shape"
+    if ((index.key_prepended < 0) | (index.key_prepended > index.key_axes)).any():
+        return "a tensor has more prepended axes than axes"
+    if ((index.key_dtype < 0) | (index.key_dtype >= index.dtype_start.size - 1)).any():
+        return "a dtype's number is out of range"
+    padding = np.arange(axes) < axes - index.key_axes[:, None]
+    if (index.key_shape < 0).any() or (index.key_shape[padding] != 1).any() or _too_large(index.key_shape):
+        return "a global shape is out of range"
+    return None
+
+
+def _files(index: Index) -> str | None:
+    blocks = index.file_block
+    if (index.file_length < 0).any() or blocks[0] != 0 or blocks[-1] != index.block_hash.size:
+        return "the files' lengths or blocks are out of range"
+    return "the files' blocks are out of order" if (np.diff(blocks) < 0).any() else None
+
+
+def _places(index: Index) -> str | None:
+    key = index.chunk_key
+    if key.size and (key[0] < 0 or key[-1] >= index.key_axes.size or (np.diff(key) < 0).any()):
+        return "a chunk's key is out of range"
+    offset, shape = index.chunk_offset, index.chunk_shape
+    if (offset < 0).any() or (shape < 0).any() or (offset > index.key_shape[key]).any():
+        return "a chunk's box is out of range"
+    if (shape > index.key_shape[key] - offset).any():
+        return "a chunk's box reaches beyond its tensor"
+    start, stop = index.chunk_start, index.chunk_stop
+    whole = (start == -1) & (stop == -1)
+    if not (whole | ((start >= 0) & (start <= stop) & (stop <= volumes(shape)))).all():
+        return "a chunk's flat range is out of range"
+    sizes = np.array([dtype_from_name(name).itemsize for name in texts(index.dtype_text, index.dtype_start)] or [1])
+    elements = np.where(whole, volumes(shape), stop - start)
+    if (elements * sizes[index.key_dtype[key]] != index.chunk_length).any():
+        return "a chunk's length isn't that of its elements"
+    chunks = _outside(index, index.chunk_file, index.chunk_byte, index.chunk_length)
+    objects = _outside(index, index.object_file, index.object_byte, index.object_length)
+    return "a chunk or object reaches beyond its file" if chunks or objects else None
+
+
+def _outside(index: Index, file: Any, byte: Any, length: Any) -> bool:
+    if ((file < 0) | (file >= index.file_length.size) | (byte < 0) | (length < 0)).any():
+        return True
+    return bool((byte > index.file_length[file] - length).any()) if file.size else False
+
+
+def _too_large(shape: Any) -> bool:
+    """Return whether a tensor has more bytes than an int64 counts."""
+    with np.errstate(over="ignore"):
+        return bool((np.prod(np.maximum(shape, 1).astype(np.float64), axis=1) > 2.0**58).any())
