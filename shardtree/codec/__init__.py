@@ -1,4 +1,4 @@
-"""Values ↔ bytes: dtypes, JSON, safetensors headers and trees. No files are opened here."""
+"""Values ↔ bytes: dtypes, JSON, safetensors headers, trees, pickles and archives. No files are opened here."""
 
 from __future__ import annotations
 
@@ -20,3 +20,21 @@ from ._header import header_length as header_length
 from ._json import canonical_json as canonical_json
 from ._json import parse_json as parse_json
 from ._record import Record as Record
+from .archives import TensorPlace as TensorPlace
+from .archives import add_record as add_record
+from .archives import archive_head as archive_head
+from .archives import archive_length as archive_length
+from .archives import archive_tail as archive_tail
+from .archives import decode_archive as decode_archive
+from .archives import encode_archive as encode_archive
+from .archives import find_record as find_record
+from .archives import tensor_place as tensor_place
+from .pickles import Constructor as Constructor
+from .pickles import Global as Global
+from .pickles import New as New
+from .pickles import Persistent as Persistent
+from .pickles import Reduced as Reduced
+from .pickles import Stub as Stub
+from .pickles import inert as inert
+from .pickles import read_pickle as read_pickle
+from .pickles import write_pickle as write_pickle

@@ -33,8 +33,8 @@ _NUMPY_TAGS = {
     "<c8": "C64",
 }
 _NUMPY_BY_TAG = {tag: name for name, tag in _NUMPY_TAGS.items()}
-_NUMPY_NAME = re.compile(r"\|[biuS][0-9]{1,9}|[<>][iufcU][0-9]{1,9}|[<>][mM]8(\[[0-9]{0,9}[A-Za-z]{1,2}\])?")
-_NUMPY_SCALARS = [np.dtype(character).type for character in "?bBhHiIlLqQefdgFDGmM"]
+NUMPY_NAME = re.compile(r"\|[biuS][0-9]{1,9}|[<>][iufcU][0-9]{1,9}|[<>][mM]8(\[[0-9]{0,9}[A-Za-z]{1,2}\])?")
+NUMPY_SCALARS = [np.dtype(character).type for character in "?bBhHiIlLqQefdgFDGmM"]
 
 
 def _encode_tensor(value: torch.Tensor, child: Child) -> Node:
@@ -68,7 +68,7 @@ def _tensor(dtype: torch.dtype, shape: tuple[int, ...], data: memoryview) -> tor
 
 def _encode_array(value: np.ndarray[Any, Any], child: Child) -> Node:
     name = value.dtype.str
-    if not _NUMPY_NAME.fullmatch(name) or value.dtype.itemsize == 0 or value.dtype.names:
+    if not NUMPY_NAME.fullmatch(name) or value.dtype.itemsize == 0 or value.dtype.names:
         return NotImplemented
     data = value.tobytes()
     if name in _NUMPY_TAGS:
@@ -90,9 +90,21 @@ def _array(dtype: np.dtype[Any], shape: tuple[int, ...], data: memoryview) -> np
     """Return a new array with a copy of the bytes."""
     array = np.empty(shape, dtype)
     array.reshape(-1).view(np.uint8)[:] = np.asarray(data)
-    if dtype.kind == "U" and array.size and array.reshape(-1).view(dtype.str[0] + "u4").max() > 0x10FFFF:
+    if has_wrong_characters(array):
         raise ValueError("a character that Unicode doesn't have")
     return array
+
+
+def has_wrong_characters(array: np.ndarray[Any, Any]) -> bool:
+    """Return whether a row-major array of text has a character that Unicode doesn't, from which no string can be made.
+
+    Examples:
+        >>> has_wrong_characters(np.array(["a"])), has_wrong_characters(np.array([2**32 - 1], "u4").view("U1"))
+        (False, True)
+    """
+    if array.dtype.kind != "U" or not array.size:
+        return False
+    return bool(array.reshape(-1).view(array.dtype.str[0] + "u4").max() > 0x10FFFF)
 
 
 def _encode_scalar(value: np.generic, child: Child) -> Node:
@@ -123,7 +135,7 @@ def _decode_bytes_scalar(fields: dict[str, Any], child: Child, take: Take) -> np
 def _numpy_dtype(fields: dict[str, Any]) -> np.dtype[Any]:
     name = exactly(str, fields["dtype"])
     # NumPy's own parser also knows objects, records and deprecated names.
-    if not _NUMPY_NAME.fullmatch(name) or np.dtype(name).str != name or np.dtype(name).itemsize == 0:
+    if not NUMPY_NAME.fullmatch(name) or np.dtype(name).str != name or np.dtype(name).itemsize == 0:
         raise ValueError("not a NumPy dtype of numbers, dates or text")
     return np.dtype(name)
 
@@ -169,7 +181,7 @@ ENCODERS: dict[type, Encoder] = {
     torch.Tensor: _encode_tensor,
     torch.nn.Parameter: _encode_tensor,
     np.ndarray: _encode_array,
-    **dict.fromkeys(_NUMPY_SCALARS, _encode_scalar),
+    **dict.fromkeys(NUMPY_SCALARS, _encode_scalar),
     np.str_: _encode_text,
     np.bytes_: _encode_text,
     bytes: _encode_bytes,

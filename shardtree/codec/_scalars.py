@@ -111,9 +111,22 @@ def _encode_device(value: torch.device, child: Child) -> Node:
 
 
 def _decode_device(fields: dict[str, Any], child: Child, take: Take) -> torch.device:
-    if not re.fullmatch(r"[a-z]{1,20}(:[0-9]{1,3})?", exactly(str, fields["name"])):
+    return device_of(exactly(str, fields["name"]))
+
+
+def device_of(name: str) -> torch.device:
+    """Return the device of a name that may come from anyone.
+
+    Raises:
+        ValueError: it isn't the name of a device.
+
+    Examples:
+        >>> device_of("cuda:1")
+        device(type='cuda', index=1)
+    """
+    if not re.fullmatch(r"[a-z]{1,20}(:[0-9]{1,3})?", name):
         raise ValueError("not a device")
-    return torch.device(fields["name"])
+    return torch.device(name)
 
 
 def _encode_size(value: torch.Size, child: Child) -> Node:

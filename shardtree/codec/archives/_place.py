@@ -1,0 +1,175 @@
+"""`tensor_place`: where the bytes of an archive's only tensor are, found from its two ends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from ...errors import CheckpointingException, CorruptCheckpoint, explain
+from ..pickles import Constructor, read_pickle
+from ._directory import Read
+from ._records import open_archive
+from ._storages import DTYPES, STORAGE_KINDS, StorageReference, Strided, storage_reference, strided
+
+_HEAD, _TAIL = 1024, 2048
+_USUAL = 1000
+"""Bytes that the pickle of one tensor has at most, commonly."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlace:
+    """Where a tensor's elements are in an archive.
+
+    Attributes:
+        dtype: of the elements.
+        shape: lengths.
+        stride: elements from one to the next, by axis.
+        storage_offset: elements of the payload before the first.
+        begin: the byte of the archive where the payload, a storage, begins.
+        nbytes: the payload's.
+        crc32: of the payload; 0 where none was recorded.
+        is_row_major: whether the payload is the tensor's elements in row-major order, and no more.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    storage_offset: int
+    begin: int
+    nbytes: int
+    crc32: int
+    is_row_major: bool
+
+
+def tensor_place(read: Read, length: int, *, what: str) -> TensorPlace:
+    """Return where the elements of an archive's only tensor are; only the archive's two ends are read.
+
+    The tensor may be a parameter. An archive with anything else, such as two tensors, a list, or a tensor that is
+    conjugated lazily, is for `decode_archive`.
+
+    Args:
+        read: gives the bytes from one byte of the archive up to another.
+        length: the archive's, in bytes.
+        what: the archive, for messages.
+
+    Raises:
+        CorruptCheckpoint: it isn't such an archive.
+        UnsafeFile: what it names isn't a tensor's.
+
+    Examples:
+        >>> import io
+        >>> file = io.BytesIO()
+        >>> torch.save(torch.arange(6.0).reshape(2, 3), file)
+        >>> data = file.getvalue()
+        >>> place = tensor_place(lambda begin, end: data[begin:end], len(data), what="example")
+        >>> place.shape, place.nbytes, place.is_row_major
+        ((2, 3), 24, True)
+    """
+    archive = open_archive(_ends(read, length), length, what)
+    value = _described(bytes(archive.checked("data.pkl")), what)
+    if type(value) is not _Found:
+        raise CorruptCheckpoint(explain(f"{what}: not an archive of one tensor", found=type(value).__name__))
+    record = archive.records.get(f"data/{value.storage.key}")
+    if record is None or record.nbytes < value.storage.nbytes:
+        found = "none" if record is None else f"{record.nbytes} bytes"
+        raise CorruptCheckpoint(explain(f"{what}: the tensor's bytes aren't there", found=found))
+    place = value.place
+    return TensorPlace(
+        place.dtype,
+        place.shape,
+        place.stride,
+        place.offset,
+        record.begin,
+        record.nbytes,
+        record.crc32,
+        _is_row_major(place, record.nbytes),
+    )
+
+
+def _described(data: bytes, what: str) -> Any:
+    if len(data) > _USUAL:
+        return _parsed(data, what)
+    try:
+        return _parsed_before(data)
+    except CheckpointingException:
+        return _parsed(data, what)  # raises the same, of the right archive
+
+
+@lru_cache(maxsize=1024)
+def _parsed_before(data: bytes) -> Any:
+    return _parsed(data, "")  # most archives of a checkpoint differ in their tensors' elements alone
+
+
+def _parsed(data: bytes, what: str) -> Any:
+    return read_pickle(data, _CLASSES, what=what, persistent_load=storage_reference)
+
+
+def _is_row_major(place: Strided, nbytes: int) -> bool:
+    expected = place.dtype.itemsize
+    for axis in reversed(range(len(place.shape))):
+        if place.shape[axis] != 1 and place.stride[axis] * place.dtype.itemsize != expected and 0 not in place.shape:
+            return False
+        expected *= place.shape[axis]
+    return place.offset == 0 and expected == nbytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Found:
+    storage: StorageReference
+    place: Strided
+
+
+def _found(storage: Any, *arguments: Any) -> _Found:
+    if type(storage) is not StorageReference:
+        raise TypeError("a tensor without a storage")
+    return _Found(storage, strided(storage.dtype, storage.nbytes, arguments))
+
+
+def _found_v2(storage: Any, offset: Any, shape: Any, stride: Any, grad: Any, hooks: Any, extra: Any = None) -> _Found:
+    return _plain(_found(storage, offset, shape, stride), extra)
+
+
+def _found_v3(
+    storage: Any, offset: Any, shape: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, extra: Any = None
+) -> _Found:
+    return _plain(_found(storage, offset, shape, stride, dtype), extra)
+
+
+def _plain(found: _Found, extra: Any) -> _Found:
+    if extra and (type(extra) is not dict or any(extra.values())):
+        raise ValueError("a tensor that is conjugated or negated lazily")
+    return found
+
+
+def _found_parameter(data: Any, grad: Any, hooks: Any, state: Any = None) -> Any:
+    return data
+
+
+_CLASSES: dict[tuple[str, str], Any] = {
+    **STORAGE_KINDS,
+    **DTYPES,
+    ("torch._utils", "_rebuild_tensor"): Constructor(_found),
+    ("torch._utils", "_rebuild_tensor_v2"): Constructor(_found_v2),
+    ("torch._utils", "_rebuild_tensor_v3"): Constructor(_found_v3),
+    ("torch._utils", "_rebuild_parameter"): Constructor(_found_parameter),
+    ("torch._utils", "_rebuild_parameter_with_state"): Constructor(_found_parameter),
+    ("collections", "OrderedDict"): Constructor(dict),
+}
+
+
+def _ends(read: Read, length: int) -> Read:
+    """Return a reader that has both ends of the archive, and asks for the rest only when it must."""
+    whole = length <= _HEAD + _TAIL
+    head = memoryview(read(0, length if whole else _HEAD)).cast("B")
+    start = 0 if whole else length - _TAIL
+    tail = head if whole else memoryview(read(start, length)).cast("B")
+
+    def from_ends(begin: int, end: int) -> Any:
+        if end <= len(head):
+            return head[begin:end]
+        return tail[begin - start : end - start] if begin >= start else read(begin, end)
+
+    return from_ends

@@ -1,0 +1,88 @@
+"""The records of one archive, checked: the pickle, and the storages beside it."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+from ...errors import CorruptCheckpoint, UnsafeFile, explain
+from ._directory import Read, Record, read_directory
+
+_OLD = bytes.fromhex("80028a0a6cfc9c46f9206aa85019")  # the number that torch.save began with before its zips
+_TRUST = "Pass allow_pickle=True if you trust whoever wrote it."
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Archive:
+    """An archive's records by name.
+
+    Attributes:
+        read: gives a stretch of the archive.
+        records: name without the archive's folder -> record.
+        what: the archive, for messages.
+    """
+
+    read: Read
+    records: dict[str, Record]
+    what: str
+
+    def data(self, name: str) -> memoryview:
+        """Return a record's bytes."""
+        record = self.records.get(name)
+        if record is None:
+            raise CorruptCheckpoint(explain(f"{self.what}: the archive has no record {name[:100]!r}"))
+        return memoryview(self.read(record.begin, record.begin + record.nbytes)).cast("B")
+
+    def checked(self, name: str) -> memoryview:
+        """Return a record's bytes, once their CRC32 is what was recorded; 0 means that none was."""
+        data = self.data(name)
+        found, expected = zlib.crc32(data), self.records[name].crc32
+        if expected and found != expected:
+            fix = "The medium or a later program damaged it; load another checkpoint."
+            what = f"{self.what}: record {name[:100]!r} isn't what was saved: its CRC32 differs"
+            raise CorruptCheckpoint(explain(what, found=f"{found:#010x}", expected=f"{expected:#010x}", fix=fix))
+        return data
+
+
+def open_archive(read: Read, length: int, what: str) -> Archive:
+    """Return the records of an archive that torch.save wrote for tensors of this machine's byte order.
+
+    Raises:
+        CorruptCheckpoint: it isn't an archive.
+        UnsafeFile: torch wrote it in a way that only unpickling can read.
+    """
+    if length < 2 or bytes(read(0, 2)) != b"PK":
+        raise _not_a_zip(bytes(read(0, min(length, len(_OLD)))), what)
+    listed = read_directory(read, length, what)
+    pickles = [record.name for record in listed if record.name.rpartition("/")[2] == "data.pkl"]
+    folder = min(pickles, key=len, default="").removesuffix("data.pkl")
+    records = {record.name.removeprefix(folder): record for record in listed}
+    if len(records) < len(listed):
+        raise CorruptCheckpoint(explain(f"{what}: two records of one name in an archive"))
+    if "constants.pkl" in records:
+        raise UnsafeFile(explain(f"{what}: it is a TorchScript program", fix="Load it with torch.jit.load."))
+    archive = Archive(read, records, what)
+    order = bytes(archive.checked("byteorder")) if "byteorder" in records else b"little"
+    if order != b"little":
+        found = repr(order[:20].decode("ascii", "replace"))
+        fix = "On a machine of that byte order, load it with torch and save its tensors in another format."
+        raise CorruptCheckpoint(explain(f"{what}: another byte order", found=found, expected="'little'", fix=fix))
+    return archive
+
+
+def _not_a_zip(begin: bytes, what: str) -> Exception:
+    if begin == _OLD:
+        old = "torch before 1.6 wrote it, or torch.save with _use_new_zipfile_serialization=False"
+        return UnsafeFile(explain(f"{what}: only pickle can read this form: {old}", fix=_TRUST))
+    return CorruptCheckpoint(explain(f"{what}: not an archive of torch.save", found=f"it begins with {begin[:8]!r}"))
+
+
+def slices(data: Any) -> Read:
+    """Return the function that gives stretches of bytes that are in memory."""
+    view = memoryview(data).cast("B")
+
+    def read(begin: int, end: int) -> memoryview:
+        return view[begin:end]
+
+    return read

@@ -1,0 +1,11 @@
+"""Pickles without `pickle`: a machine that reads data and calls nothing that its caller didn't list, and a writer."""
+
+from ._constructor import Constructor as Constructor
+from ._constructor import Stub as Stub
+from ._constructor import inert as inert
+from ._machine import read_pickle as read_pickle
+from ._write import Global as Global
+from ._write import New as New
+from ._write import Persistent as Persistent
+from ._write import Reduced as Reduced
+from ._write import write_pickle as write_pickle

@@ -1,0 +1,208 @@
+"""Opcodes of the stack, the memo, and of what holds values: lists, tuples, dicts, sets."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from struct import Struct
+from typing import Any
+
+from ._state import Handler, Machine, line, take
+
+_U32, _U64 = Struct("<I"), Struct("<Q")
+
+
+def _mark(machine: Machine, at: int) -> int:
+    machine.marks.append(machine.stack)
+    machine.stack = []
+    return at
+
+
+def _pop(machine: Machine, at: int) -> int:
+    if machine.stack:
+        machine.stack.pop()
+    else:
+        machine.since_mark()
+    return at
+
+
+def _pop_mark(machine: Machine, at: int) -> int:
+    machine.since_mark()
+    return at
+
+
+def _dup(machine: Machine, at: int) -> int:
+    machine.stack.append(machine.stack[-1])
+    return at
+
+
+def _get(machine: Machine, at: int) -> int:
+    text, end = line(machine, at)
+    machine.stack.append(machine.memo[int(text[:20])])
+    return end
+
+
+def _binget(machine: Machine, at: int) -> int:
+    machine.stack.append(machine.memo[machine.data[at]])
+    return at + 1
+
+
+def _long_binget(machine: Machine, at: int) -> int:
+    machine.stack.append(machine.memo[_U32.unpack(take(machine, at, 4))[0]])
+    return at + 4
+
+
+def _put(machine: Machine, at: int) -> int:
+    text, end = line(machine, at)
+    machine.memo[int(text[:20])] = machine.stack[-1]
+    return end
+
+
+def _binput(machine: Machine, at: int) -> int:
+    machine.memo[machine.data[at]] = machine.stack[-1]
+    return at + 1
+
+
+def _long_binput(machine: Machine, at: int) -> int:
+    machine.memo[_U32.unpack(take(machine, at, 4))[0]] = machine.stack[-1]
+    return at + 4
+
+
+def _memoize(machine: Machine, at: int) -> int:
+    machine.memo[len(machine.memo)] = machine.stack[-1]
+    return at
+
+
+def _empty(kind: Callable[[], Any]) -> Handler:
+    def push(machine: Machine, at: int) -> int:
+        machine.stack.append(kind())
+        return at
+
+    return push
+
+
+def _list(machine: Machine, at: int) -> int:
+    items = machine.since_mark()
+    machine.stack.append(items)
+    return at
+
+
+def _tuple(machine: Machine, at: int) -> int:
+    items = machine.since_mark()
+    machine.stack.append(tuple(items))
+    return at
+
+
+def _tuple1(machine: Machine, at: int) -> int:
+    machine.stack[-1] = (machine.stack[-1],)
+    return at
+
+
+def _tuple2(machine: Machine, at: int) -> int:
+    stack = machine.stack
+    second = stack.pop()
+    stack[-1] = (stack[-1], second)
+    return at
+
+
+def _tuple3(machine: Machine, at: int) -> int:
+    stack = machine.stack
+    third, second = stack.pop(), stack.pop()
+    stack[-1] = (stack[-1], second, third)
+    return at
+
+
+def _append(machine: Machine, at: int) -> int:
+    item = machine.stack.pop()
+    _sequence(machine.stack[-1]).append(item)
+    return at
+
+
+def _appends(machine: Machine, at: int) -> int:
+    items = machine.since_mark()
+    _sequence(machine.stack[-1]).extend(items)
+    return at
+
+
+def _sequence(target: Any) -> list[Any] | deque[Any]:
+    if type(target) is list or type(target) is deque:
+        return target
+    raise TypeError(f"items for a {type(target).__name__}")
+
+
+def _setitem(machine: Machine, at: int) -> int:
+    item, key = machine.stack.pop(), machine.stack.pop()
+    _fill(machine, machine.stack[-1], [key], [item])
+    return at
+
+
+def _setitems(machine: Machine, at: int) -> int:
+    items = machine.since_mark()
+    _fill(machine, machine.stack[-1], items[::2], items[1::2])
+    return at
+
+
+def _dict(machine: Machine, at: int) -> int:
+    items = machine.since_mark()
+    target: dict[Any, Any] = {}
+    _fill(machine, target, items[::2], items[1::2])
+    machine.stack.append(target)
+    return at
+
+
+def _fill(machine: Machine, target: Any, keys: list[Any], items: list[Any]) -> None:
+    machine.guard.admit(keys)
+    if type(target) is dict:
+        target.update(zip(keys, items, strict=True))
+    elif isinstance(target, dict):
+        for key, item in zip(keys, items, strict=True):
+            target[key] = item
+    else:
+        raise TypeError(f"keys for a {type(target).__name__}")
+
+
+def _additems(machine: Machine, at: int) -> int:
+    items = machine.since_mark()
+    if type(machine.stack[-1]) is not set:
+        raise TypeError(f"members for a {type(machine.stack[-1]).__name__}")
+    machine.guard.admit(items)
+    machine.stack[-1].update(items)
+    return at
+
+
+def _frozenset(machine: Machine, at: int) -> int:
+    items = machine.since_mark()
+    machine.guard.admit(items)
+    machine.stack.append(frozenset(items))
+    return at
+
+
+HANDLERS: dict[int, Handler] = {
+    ord("("): _mark,
+    ord("0"): _pop,
+    ord("1"): _pop_mark,
+    ord("2"): _dup,
+    ord("g"): _get,
+    ord("h"): _binget,
+    ord("j"): _long_binget,
+    ord("p"): _put,
+    ord("q"): _binput,
+    ord("r"): _long_binput,
+    0x94: _memoize,
+    ord("]"): _empty(list),
+    ord("l"): _list,
+    ord("a"): _append,
+    ord("e"): _appends,
+    ord(")"): _empty(tuple),
+    ord("t"): _tuple,
+    0x85: _tuple1,
+    0x86: _tuple2,
+    0x87: _tuple3,
+    ord("}"): _empty(dict),
+    ord("d"): _dict,
+    ord("s"): _setitem,
+    ord("u"): _setitems,
+    0x8F: _empty(set),
+    0x90: _additems,
+    0x91: _frozenset,
+}

@@ -1,0 +1,103 @@
+"""`read_pickle`: a machine for the opcodes of pickle that can't be made to run code."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from ...errors import CheckpointingException, CorruptCheckpoint, explain
+from . import _atoms, _collections, _objects
+from ._bounds import check_bounded
+from ._state import FIX, Handler, Machine, unknown
+
+
+def _table() -> list[Handler]:
+    known = _atoms.HANDLERS | _collections.HANDLERS | _objects.HANDLERS
+    return [known.get(code, unknown) for code in range(256)]
+
+
+_HANDLERS = _table()
+_LARGE = 1_000_000
+
+
+def read_pickle(
+    data: bytes | bytearray | memoryview,
+    classes: Mapping[tuple[str, str], Any],
+    *,
+    what: str,
+    persistent_load: Callable[[Any], Any] | None = None,
+    fix: str = FIX,
+    refused: frozenset[type] = frozenset(),
+) -> Any:
+    r"""Return the value that a pickle describes; the bytes may come from anyone.
+
+    Every opcode of protocols 0 to 5 is known. Nothing is imported because the bytes name it: a name stands for what
+    `classes` has for it, and only a `Constructor` is ever called. Bytes after the pickle's end are ignored.
+
+    Args:
+        data: the pickle.
+        classes: (module, qualified name) -> a `Constructor`, or a plain value such as a dtype.
+        what: the file and what is in it, for messages.
+        persistent_load: returns the value of a persistent id; without it, a pickle that has any is refused.
+        fix: what an error says can be done about a name that isn't in `classes`.
+        refused: types of what `classes` and `persistent_load` return for constructors alone; as a part of the value
+            they make it corrupt.
+
+    Raises:
+        UnsafeFile: it names something else, or asks for it in another way.
+        CorruptCheckpoint: it isn't a pickle, ends early, refers to itself, or is made to take time or memory.
+
+    Examples:
+        >>> import pickle
+        >>> read_pickle(pickle.dumps({"step": 7, "betas": (0.9, 0.95)}), {}, what="example")
+        {'step': 7, 'betas': (0.9, 0.95)}
+        >>> read_pickle(b"cos\nsystem\n(S'rm -r *'\ntR.", {}, what="example")
+        Traceback (most recent call last):
+        ...
+        shardtree.errors.UnsafeFile: example: it names os.system, which is neither data nor known to be harmless
+          allow_pickle=True is the only way to read it, and runs whatever code it brings; only if you trust its writer.
+    """
+    content = data if type(data) is bytes else bytes(data)
+    with _collector_paused(len(content)):
+        return _run(content, Machine(content, classes, what, persistent_load, fix), refused)
+
+
+@contextmanager
+def _collector_paused(length: int) -> Iterator[None]:
+    """Pause Python's cycle collector: reading makes millions of objects and no garbage, which it would look at all."""
+    pause = length >= _LARGE and gc.isenabled()
+    if pause:
+        gc.disable()
+    try:
+        yield
+    finally:
+        if pause:
+            gc.enable()
+
+
+def _run(content: bytes, machine: Machine, refused: frozenset[type]) -> Any:
+    handlers = _HANDLERS
+    at = start = 0
+    try:
+        # A handler takes the byte after its opcode, and returns the next opcode's; STOP returns -1.
+        while at >= 0:
+            start = at
+            at = handlers[content[at]](machine, at + 1)
+        value = machine.stack.pop()
+        if machine.marks:
+            raise ValueError("a mark is left at its end")
+        check_bounded(value, len(content), refused)
+    except CheckpointingException:
+        raise
+    except Exception as error:
+        raise CorruptCheckpoint(
+            explain(f"{machine.what}: not a pickle that can be read", found=_found(error, start))
+        ) from error
+    return value
+
+
+def _found(error: Exception, start: int) -> str:
+    reason = "its bytes or its stack end too early" if isinstance(error, IndexError) else str(error)[:200]
+    return f"at byte {start}: {reason or type(error).__name__}"

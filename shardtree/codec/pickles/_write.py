@@ -1,0 +1,261 @@
+"""`write_pickle`: plain values, and calls of things that are only named, as a pickle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from struct import Struct, pack
+from typing import Any
+
+from ...errors import UnsupportedValue, explain
+from ._bounds import DEEPEST
+
+_U32, _U64 = Struct("<I"), Struct("<Q")
+
+
+@dataclass(frozen=True, slots=True)
+class Global:
+    """A class or function by its name; it needn't exist here.
+
+    Attributes:
+        module: the module.
+        name: the qualified name in it.
+    """
+
+    module: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reduced:
+    """What a call returns when the pickle is loaded.
+
+    Attributes:
+        callable: what is called.
+        args: its arguments.
+        state: what the result is filled with then; None for nothing.
+        items: what is set in it then, as key and value.
+    """
+
+    callable: Global
+    args: tuple[Any, ...]
+    state: Any = None
+    items: Iterable[tuple[Any, Any]] | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class New:
+    """What a class's ``__new__`` returns when the pickle is loaded; ``__init__`` isn't called.
+
+    Attributes:
+        cls: the class.
+        args: arguments of its ``__new__``.
+        state: what the result is filled with then; None for nothing.
+    """
+
+    cls: Global
+    args: tuple[Any, ...] = ()
+    state: Any = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Persistent:
+    """What the reader's `persistent_load` returns for an id.
+
+    Attributes:
+        id: any value.
+    """
+
+    id: Any
+
+
+def write_pickle(value: Any, *, protocol: int = 4) -> bytes:
+    r"""Return a pickle of plain values and of calls of what is only named.
+
+    Nothing that is named needs to be importable here. Equal strings and names are written once; a container that
+    stands in two places is written twice.
+
+    Args:
+        value: None, bool, int, float, str, bytes, tuple, list or dict (of exactly these types), `Global`, `Reduced`,
+            `New` or `Persistent`, in each other, at most 250 deep.
+        protocol: 2 or 4.
+
+    Raises:
+        UnsupportedValue: a value is none of these, or contains itself.
+
+    Examples:
+        >>> import pickle
+        >>> data = write_pickle([1, "a", Reduced(Global("builtins", "complex"), (1.0, 2.0))])
+        >>> pickle.loads(data)
+        [1, 'a', (1+2j)]
+    """
+    if protocol not in (2, 4):
+        raise UnsupportedValue(explain("write_pickle: not a protocol", found=protocol, expected="2 or 4"))
+    writer = _Writer(protocol)
+    writer.write(value, 0)
+    return b"".join([b"\x80", bytes([protocol]), *writer.out, b"."])
+
+
+class _Writer:
+    __slots__ = ("memo", "out", "protocol")
+
+    def __init__(self, protocol: int) -> None:
+        self.out: list[bytes] = []
+        self.memo: dict[Any, int] = {}
+        self.protocol = protocol
+
+    def write(self, value: Any, depth: int) -> None:
+        handler = _WRITERS.get(type(value))
+        if handler is None:
+            what = f"write_pickle: a {type(value).__name__} can't be written"
+            raise UnsupportedValue(explain(what, expected=", ".join(sorted(kind.__name__ for kind in _WRITERS))))
+        if depth > DEEPEST:
+            raise UnsupportedValue(explain(f"write_pickle: more than {DEEPEST} deep, or a value contains itself"))
+        handler(self, value, depth)
+
+    def known(self, value: Any) -> bool:
+        """Write a reference and return True if the value was written before."""
+        number = self.memo.get(value)
+        if number is not None:
+            self.out.append(b"h" + bytes([number]) if number < 256 else b"j" + _U32.pack(number))
+        return number is not None
+
+    def remember(self, value: Any) -> None:
+        number = len(self.memo)
+        self.memo[value] = number
+        if self.protocol == 4:
+            self.out.append(b"\x94")
+        else:
+            self.out.append(b"q" + bytes([number]) if number < 256 else b"r" + _U32.pack(number))
+
+
+def _none(writer: _Writer, value: None, depth: int) -> None:
+    writer.out.append(b"N")
+
+
+def _bool(writer: _Writer, value: bool, depth: int) -> None:
+    writer.out.append(b"\x88" if value else b"\x89")
+
+
+def _int(writer: _Writer, value: int, depth: int) -> None:
+    if 0 <= value < 256:
+        writer.out.append(b"K" + bytes([value]))
+    elif 0 <= value < 65536:
+        writer.out.append(pack("<cH", b"M", value))
+    elif -(2**31) <= value < 2**31:
+        writer.out.append(pack("<ci", b"J", value))
+    else:
+        data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+        writer.out.append((b"\x8a" + bytes([len(data)]) if len(data) < 256 else b"\x8b" + _U32.pack(len(data))) + data)
+
+
+def _float(writer: _Writer, value: float, depth: int) -> None:
+    writer.out.append(pack(">cd", b"G", value))
+
+
+def _str(writer: _Writer, value: str, depth: int) -> None:
+    if writer.known(value):
+        return
+    data = value.encode("utf-8", "surrogatepass")
+    if len(data) < 256 and writer.protocol == 4:
+        writer.out.append(b"\x8c" + bytes([len(data)]) + data)
+    elif len(data) < 2**32:
+        writer.out.append(b"X" + _U32.pack(len(data)) + data)
+    else:
+        writer.out.append(b"\x8d" + _U64.pack(len(data)) + data)
+    writer.remember(value)
+
+
+def _bytes(writer: _Writer, value: bytes, depth: int) -> None:
+    if writer.protocol < 4:
+        _reduced(writer, Reduced(Global("_codecs", "encode"), (value.decode("latin-1"), "latin1")), depth)
+    elif len(value) < 256:
+        writer.out.append(b"C" + bytes([len(value)]) + value)
+    elif len(value) < 2**32:
+        writer.out.append(b"B" + _U32.pack(len(value)) + value)
+    else:
+        writer.out.append(b"\x8e" + _U64.pack(len(value)) + value)
+
+
+def _tuple(writer: _Writer, value: tuple[Any, ...], depth: int) -> None:
+    if len(value) > 3:
+        writer.out.append(b"(")
+    for item in value:
+        writer.write(item, depth + 1)
+    writer.out.append((b")", b"\x85", b"\x86", b"\x87")[len(value)] if len(value) <= 3 else b"t")
+
+
+def _list(writer: _Writer, value: list[Any], depth: int) -> None:
+    writer.out.append(b"](")
+    for item in value:
+        writer.write(item, depth + 1)
+    writer.out.append(b"e")
+
+
+def _dict(writer: _Writer, value: dict[Any, Any], depth: int) -> None:
+    writer.out.append(b"}")
+    _items(writer, value.items(), depth)
+
+
+def _items(writer: _Writer, items: Iterable[tuple[Any, Any]], depth: int) -> None:
+    writer.out.append(b"(")
+    for key, item in items:
+        writer.write(key, depth + 1)
+        writer.write(item, depth + 1)
+    writer.out.append(b"u")
+
+
+def _global(writer: _Writer, value: Global, depth: int) -> None:
+    if writer.known(value):
+        return
+    if writer.protocol == 4:
+        _str(writer, value.module, depth)
+        _str(writer, value.name, depth)
+        writer.out.append(b"\x93")
+    else:
+        writer.out.append(f"c{value.module}\n{value.name}\n".encode())
+    writer.remember(value)
+
+
+def _reduced(writer: _Writer, value: Reduced, depth: int) -> None:
+    _global(writer, value.callable, depth)
+    _tuple(writer, value.args, depth)
+    writer.out.append(b"R")
+    if value.items is not None:
+        _items(writer, value.items, depth)
+    _state(writer, value.state, depth)
+
+
+def _new(writer: _Writer, value: New, depth: int) -> None:
+    _global(writer, value.cls, depth)
+    _tuple(writer, value.args, depth)
+    writer.out.append(b"\x81")
+    _state(writer, value.state, depth)
+
+
+def _state(writer: _Writer, state: Any, depth: int) -> None:
+    if state is not None:
+        writer.write(state, depth + 1)
+        writer.out.append(b"b")
+
+
+def _persistent(writer: _Writer, value: Persistent, depth: int) -> None:
+    writer.write(value.id, depth + 1)
+    writer.out.append(b"Q")
+
+
+_WRITERS: dict[type, Callable[[_Writer, Any, int], None]] = {
+    type(None): _none,
+    bool: _bool,
+    int: _int,
+    float: _float,
+    str: _str,
+    bytes: _bytes,
+    tuple: _tuple,
+    list: _list,
+    dict: _dict,
+    Global: _global,
+    Reduced: _reduced,
+    New: _new,
+    Persistent: _persistent,
+}
