@@ -23,3 +23,5 @@ from ._memory import MemoryStorage as MemoryStorage
 from ._storage import Buffer as Buffer
 from ._storage import Reader as Reader
 from ._storage import Storage as Storage
+from ._stretches import Stretches as Stretches
+from ._stretches import read_crc32 as read_crc32

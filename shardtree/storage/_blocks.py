@@ -86,17 +86,31 @@ def missing(begin: Column, end: Column, length: int) -> Column:
         >>> missing(np.array([10, 15]), np.array([20, 30]), length=BLOCK_BYTES + 5).tolist()
         [262124, 5]
     """
+    edges = np.minimum(np.arange(block_count(length) + 1) * BLOCK_BYTES, length)
+    counts: Column = np.diff(edges) - np.diff(covered(begin, end, edges))
+    return counts
+
+
+def covered(begin: Column, end: Column, edges: Column) -> Column:
+    """Return how many bytes before each of some places of a file lie in any of some spans.
+
+    Args:
+        begin: int64 (spans,), ascending; spans may overlap.
+        end: one past the last byte, int64 (spans,).
+        edges: the places, int64 (edges,).
+
+    Examples:
+        >>> covered(np.array([10, 15]), np.array([20, 30]), np.array([10, 16, 99])).tolist()
+        [0, 6, 20]
+    """
     reached = np.maximum.accumulate(end)
     # Each span without what those before it hold: these overlap no more.
     begin = np.maximum(begin, np.concatenate((begin[:1], reached[:-1])))
     end = np.maximum(begin, end)
     sums = np.concatenate(([0], np.cumsum(end - begin)))
-    edges = np.minimum(np.arange(block_count(length) + 1) * BLOCK_BYTES, length)
     opened, closed = (np.searchsorted(column, edges, side="left") for column in (begin, reached))
     # Up to an edge lie the spans that ended before it, and of one that goes on beyond it the beginning.
-    covered = sums[closed] + np.where(opened > closed, edges - np.append(begin, 0)[closed], 0)
-    counts: Column = np.diff(edges) - np.diff(covered)
-    return counts
+    return np.asarray(sums[closed] + np.where(opened > closed, edges - np.append(begin, 0)[closed], 0))
 
 
 class BlockHasher:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, TypeVar
@@ -15,6 +15,7 @@ from ..plans import LoadPlan, Runs, Strided
 from ._blocks import BLOCK_BYTES, Flags, Hashes, block_hash, missing, touched
 from ._runs import read_runs
 from ._storage import Buffer, Reader, Storage
+from ._stretches import Stretches, StretchHasher, read_crc32, stretch_crc32, unread
 from ._strided import copy_strided, last_byte
 
 Verify = Literal["whole", "all"] | None
@@ -37,11 +38,14 @@ class StoredFile:
         name: in the checkpoint's storage.
         length: in bytes.
         hashes: of its blocks, uint64 (blocks,); None where the format has none.
+        stretches: that the format has CRC32s of, in place of block hashes; all runs and pieces that are read lie in
+            them, each in one.
     """
 
     name: str
     length: int
     hashes: Hashes | None = None
+    stretches: Stretches | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +54,8 @@ class ReadReport:
 
     Attributes:
         bytes_read: of tensors and objects.
-        blocks_checked: blocks whose hash was compared.
-        blocks_unchecked: blocks of which only a part was read, or not to be checked.
+        blocks_checked: blocks, or stretches with a checksum of their own, whose hash was compared.
+        blocks_unchecked: those of which only a part was read, or not to be checked, or that have no hash.
         files: files opened.
     """
 
@@ -106,6 +110,9 @@ def _fetch_file(
     verify: Verify,
     progress: Callable[[int], None],
 ) -> ReadReport:
+    if file.stretches is not None:
+        read = partial(_fetch_stretches, storage, file, file.stretches, runs, strided, views=views, memories=memories)
+        return read(verify=verify, progress=progress)
     known = file.hashes if verify is not None else None
     hashes: dict[int, int] | None = None if known is None else {}
     with storage.open(file.name) as reader:
@@ -121,6 +128,63 @@ def _fetch_file(
         _compare(storage.where(file.name), hashes, known, file.length)
     checked = len(hashes or ())
     return ReadReport(done, checked, int(blocks.sum()) - checked, 1)
+
+
+def _fetch_stretches(
+    storage: Storage,
+    file: StoredFile,
+    stretches: Stretches,
+    runs: Runs,
+    strided: Strided,
+    *,
+    views: Sequence[Buffer],
+    memories: Sequence[torch.Tensor],
+    verify: Verify,
+    progress: Callable[[int], None],
+) -> ReadReport:
+    """Read a file of which stretches have CRC32s, each of which is read from."""
+    parts: dict[int, tuple[int, int]] | None = None if verify is None else {}
+    hasher = partial(_stretch_hasher, stretches)
+    with storage.open(file.name) as reader:
+        _check_length(reader, file, storage.where(file.name))
+        done = read_runs(
+            storage, file.name, runs, views, hashes=parts, length=file.length, progress=progress, hasher=hasher
+        )
+        if strided.file.size:
+            done += copy_strided(reader, strided, memories, hashes=None, progress=progress)
+        checked = 0
+        if parts is not None:
+            chosen = _to_check(stretches, runs, everything=verify == "all")
+            checked = _compare_crc32(reader, storage.where(file.name), stretches, chosen, parts)
+    return ReadReport(done, checked, stretches.begin.size - checked, 1)
+
+
+def _stretch_hasher(stretches: Stretches, _: int) -> StretchHasher:
+    return StretchHasher(stretches)
+
+
+def _to_check(stretches: Stretches, runs: Runs, *, everything: bool) -> list[int]:
+    """Return the stretches that count as read whole, and small ones; all of them if asked; those with a CRC32."""
+    enough = stretches.end - stretches.begin <= BLOCK_BYTES
+    if runs.byte.size:
+        enough = enough | (unread(stretches, runs.byte, runs.byte + runs.length) <= _NEARLY_WHOLE_BYTES)
+    chosen: list[int] = np.flatnonzero((stretches.crc32 != 0) & (everything | enough)).tolist()
+    return chosen
+
+
+def _compare_crc32(
+    reader: Reader, path: str, stretches: Stretches, chosen: Sequence[int], parts: dict[int, tuple[int, int]]
+) -> int:
+    """Raise unless the chosen stretches have their CRC32s, and return how many these are."""
+    wrong = []
+    for number in chosen:
+        begin, end = int(stretches.begin[number]), int(stretches.end[number])
+        found = stretch_crc32(parts, begin, end)
+        if (read_crc32(reader, begin, end) if found is None else found) != stretches.crc32[number]:
+            wrong.append(f"bytes {begin} to {end}")
+    if wrong:
+        raise _damaged(path, f"the checksum of {len(wrong)} of its tensors differs", wrong)
+    return len(chosen)
 
 
 def _check_length(reader: Reader, file: StoredFile, path: str) -> None:
@@ -170,13 +234,12 @@ def _compare(path: str, found: dict[int, int], expected: Hashes, length: int) ->
     wrong = [number for number in sorted(found) if found[number] != int(expected[number])]
     if wrong:
         spans = (f"bytes {number * BLOCK_BYTES} to {min(length, (number + 1) * BLOCK_BYTES)}" for number in wrong)
-        raise CorruptCheckpoint(
-            explain(
-                f"load: {path!r} isn't what was saved: the hash of {len(wrong)} of its blocks differs",
-                offenders=spans,
-                fix="The medium or a later program damaged it; load another checkpoint.",
-            )
-        )
+        raise _damaged(path, f"the hash of {len(wrong)} of its blocks differs", spans)
+
+
+def _damaged(path: str, what: str, spans: Iterable[str]) -> CorruptCheckpoint:
+    fix = "The medium or a later program damaged it; load another checkpoint."
+    return CorruptCheckpoint(explain(f"load: {path!r} isn't what was saved: {what}", offenders=spans, fix=fix))
 
 
 def _in_file_order(strided: Strided) -> Strided:

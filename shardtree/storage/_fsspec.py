@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any
 
 from ..errors import CheckpointingException, StorageError, explain
 from ._local import LocalStorage
 from ._names import inside
+from ._parts import whole
 from ._storage import Buffer, Storage
 
 MARKER = ".shardtree-folder"
@@ -86,6 +88,23 @@ class FsspecStorage:
             with self._failures("write", name):
                 file.close()
         return length
+
+    def write_parts(self, name: str, length: int, parts: Iterable[tuple[int, Buffer]], *, durable: bool) -> None:
+        """Write a file from parts that are all of it, in order: nothing here can write into a file."""
+        buffers = whole(parts, length, self.where(name))
+        # An error about the first part comes before anything is uploaded.
+        first = list(islice(buffers, 1))
+        try:
+            self.write(name, chain(first, buffers), durable=durable)
+        except BaseException:
+            with suppress(StorageError):
+                self.remove(name)  # what breaks off is uploaded as far as it got
+            raise
+
+    def move(self, old: str, new: str) -> None:
+        """Give a file another name; most stores copy it and remove the old one."""
+        with self._failures("move", old):
+            self.files.mv(self._path(old), self._path(new))
 
     @contextmanager
     def open(self, name: str) -> Iterator[_RangeReader]:

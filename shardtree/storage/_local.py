@@ -12,6 +12,7 @@ from functools import cached_property
 
 from ..errors import StorageError, explain
 from ._names import inside
+from ._parts import checked, neighbours
 from ._reserve import reserve
 from ._storage import Buffer
 
@@ -53,6 +54,28 @@ class LocalStorage:
             finally:
                 os.close(descriptor)
         return length
+
+    def write_parts(self, name: str, length: int, parts: Iterable[tuple[int, Buffer]], *, durable: bool) -> None:
+        """Write parts of a file of `length` bytes, of which other processes may write other parts."""
+        with self._failures("write", name):
+            descriptor = os.open(self.where(name), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            try:
+                # All writers ask for the same length, so that it doesn't matter who comes first.
+                os.ftruncate(descriptor, length)
+                groups = neighbours(
+                    checked(parts, length, self.where(name)), most_bytes=_BATCH_BYTES, most_buffers=_BATCH_BUFFERS
+                )
+                for byte, buffers in groups:
+                    _write_at(descriptor, byte, buffers)
+                if durable:
+                    os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+    def move(self, old: str, new: str) -> None:
+        """Give a file another name, in one step."""
+        with self._failures("move", old):
+            os.replace(self.where(old), self.where(new))
 
     @contextmanager
     def open(self, name: str) -> Iterator[_LocalReader]:
@@ -234,6 +257,13 @@ def _write_all(descriptor: int, batch: list[Buffer]) -> int:
     while pending:
         pending = _rest(pending, os.writev(descriptor, pending))
     return total
+
+
+def _write_at(descriptor: int, byte: int, buffers: list[Buffer]) -> None:
+    while buffers:
+        count = os.pwritev(descriptor, buffers, byte) if len(buffers) > 1 else os.pwrite(descriptor, buffers[0], byte)
+        byte += count
+        buffers = _rest(buffers, count)
 
 
 def _rest(buffers: list[Buffer], count: int) -> list[Buffer]:

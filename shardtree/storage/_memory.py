@@ -10,6 +10,7 @@ from itertools import count
 
 from ..errors import StorageError, explain
 from ._names import inside
+from ._parts import checked
 from ._storage import Buffer
 
 
@@ -40,6 +41,21 @@ class MemoryStorage:
         with self._lock:
             self._files[plain] = (data, next(self._ticks))
         return len(data)
+
+    def write_parts(self, name: str, length: int, parts: Iterable[tuple[int, Buffer]], *, durable: bool) -> None:
+        """Write parts of a file of `length` bytes, of which other threads may write other parts."""
+        plain = _plain(name)
+        self._resize(plain, length)
+        for byte, buffer in checked(parts, length, self.where(name)):
+            with self._lock:
+                self._resize(plain, length)[byte : byte + buffer.nbytes] = buffer
+
+    def move(self, old: str, new: str) -> None:
+        """Give a file another name, in one step."""
+        with self._lock:
+            data = self._data(old)
+            del self._files[_plain(old)]
+            self._files[_plain(new)] = (data, next(self._ticks))
 
     @contextmanager
     def open(self, name: str) -> Iterator[_MemoryReader]:
@@ -93,6 +109,16 @@ class MemoryStorage:
         """Return at which tick a file or folder was changed last."""
         entry = self._files.get(_plain(name))
         return self._folders.get(_plain(name)) if entry is None else entry[1]
+
+    def _resize(self, plain: str, length: int) -> bytearray:
+        """Return a file's bytes, as many as wanted."""
+        with self._lock:
+            data = self._files.get(plain, (bytearray(), 0.0))[0]
+            if len(data) != length:
+                # A new one: a file that is being read can't change its size.
+                data = bytearray(data[:length]).ljust(length, b"\0")
+            self._files[plain] = (data, next(self._ticks))
+        return data
 
     def _data(self, name: str) -> bytearray:
         entry = self._files.get(_plain(name))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from threading import Lock
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -24,15 +25,29 @@ Window = tuple[int, int, int, int]
 """First row and one past the last one of the runs that touch it; its first byte and one past its last one."""
 
 
+class Hasher(Protocol):
+    """What the bytes of one thread go through.
+
+    Attributes:
+        hashes: what it has found, by a number that no other window's bytes have.
+    """
+
+    hashes: dict[int, Any]
+
+    def update(self, buffer: Buffer, byte: int) -> None:
+        """Take the file's bytes that begin at `byte`."""
+
+
 def read_runs(
     storage: Storage,
     name: str,
     runs: Runs,
     views: Sequence[Buffer],
     *,
-    hashes: dict[int, int] | None,
+    hashes: dict[int, Any] | None,
     length: int,
     progress: Callable[[int], None],
+    hasher: Callable[[int], Hasher] = BlockHasher,
 ) -> int:
     """Read a file's runs, and return how many bytes these were.
 
@@ -43,12 +58,14 @@ def read_runs(
         name: of the file.
         runs: all of that file, in its order.
         views: for each requested shard its bytes.
-        hashes: gets the hash of each block that is read whole, by number; None to hash nothing.
+        hashes: gets what the hashers found: of blocks, the hash of each that is read whole; None to hash nothing.
         length: of the file, in bytes.
         progress: is told how many bytes were read since the last time, never by two threads at once.
+        hasher: makes one for a file of that length.
     """
     windows = deque(_windows(runs, length))
-    work = partial(_drain, windows, storage, name, runs, views, hashes, length, _in_turn(progress))
+    new_hasher = None if hashes is None else partial(hasher, length)
+    work = partial(_drain, windows, storage, name, runs, views, hashes, new_hasher, _in_turn(progress))
     threads = min(torch.get_num_threads(), _MOST_THREADS, len(windows))
     if threads < 2:
         return work() if windows else 0
@@ -65,15 +82,15 @@ def _drain(
     name: str,
     runs: Runs,
     views: Sequence[Buffer],
-    hashes: dict[int, int] | None,
-    length: int,
+    hashes: dict[int, Any] | None,
+    new_hasher: Callable[[], Hasher] | None,
     progress: Callable[[int], None],
 ) -> int:
     """Read the windows that no other thread has taken, until none is left."""
     total = 0
     with storage.open(name) as reader:
         for window in _taken(windows):
-            hasher = None if hashes is None else BlockHasher(length)
+            hasher = None if new_hasher is None else new_hasher()
             size = _read_window(reader, _clipped(runs, window), views, hasher)
             if hashes is not None and hasher is not None:
                 hashes.update(hasher.hashes)
@@ -125,7 +142,7 @@ def _clipped(runs: Runs, window: Window) -> Runs:
     )
 
 
-def _read_window(reader: Reader, runs: Runs, views: Sequence[Buffer], hasher: BlockHasher | None) -> int:
+def _read_window(reader: Reader, runs: Runs, views: Sequence[Buffer], hasher: Hasher | None) -> int:
     total = 0
     for byte, buffers in _steps(runs, views):
         reader.read_into(byte, buffers)

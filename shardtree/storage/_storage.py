@@ -37,6 +37,23 @@ class Storage(Protocol):
     def write(self, name: str, buffers: Iterable[Buffer], *, durable: bool) -> int:
         """Write a new file from buffers, in order, and return its length; `durable` waits until it is on the medium."""
 
+    def write_parts(self, name: str, length: int, parts: Iterable[tuple[int, Buffer]], *, durable: bool) -> None:
+        """Write parts of a file that several ranks may write together, each its own parts, at the same time.
+
+        The file has `length` bytes afterwards, whatever it had before; bytes that nobody writes are zero in a new file
+        and else what they were. A storage that can't write into a file, as an object store, takes one writer's parts if
+        these are the whole file in order.
+
+        Args:
+            name: of the file; all who write it give the same `length`.
+            length: of the whole file, in bytes.
+            parts: pairs of the byte that a part begins at and its bytes; neighbours are written together.
+            durable: waits until the parts are on the medium.
+        """
+
+    def move(self, old: str, new: str) -> None:
+        """Give a file another name, in place of the file that had it; one step where the storage has such a step."""
+
     def open(self, name: str) -> AbstractContextManager[Reader]:
         """Open a file for reading."""
 

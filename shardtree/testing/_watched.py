@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from itertools import count
 from threading import RLock
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+from ..errors import CheckpointingException
 from ..storage import Buffer, Reader, Storage
 
 T = TypeVar("T")
@@ -71,6 +72,24 @@ class WatchedStorage:
             length = self.inner.write(name, buffers, durable=durable)
             self.after(call)
         return length
+
+    def write_parts(self, name: str, length: int, parts: Iterable[tuple[int, Buffer]], *, durable: bool) -> None:
+        """Write parts of a file."""
+        with self._lock:
+            call = self._call("write_parts", name)
+            try:
+                self.before(call)
+            except BaseException:
+                pairs = list(parts)
+                with suppress(CheckpointingException):  # a store that takes whole files only is left without one
+                    self.inner.write_parts(name, length, pairs[: len(pairs) // 2], durable=False)
+                raise
+            self.inner.write_parts(name, length, parts, durable=durable)
+            self.after(call)
+
+    def move(self, old: str, new: str) -> None:
+        """Give a file another name."""
+        self._watched(self.inner.move, old, new)
 
     def open(self, name: str) -> AbstractContextManager[Reader]:
         """Open a file for reading."""

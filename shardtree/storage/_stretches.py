@@ -1,0 +1,146 @@
+"""Stretches of a file that a format recorded a CRC32 for, checked as their bytes go by."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from functools import lru_cache
+
+from ..geometry import Column
+from ._blocks import covered
+from ._storage import Buffer, Reader
+
+_STEP_BYTES = 1024 * 1024
+_POLYNOMIAL = 0xEDB88320
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stretches:
+    """Stretches of a file, ascending, and what is known of their bytes.
+
+    Attributes:
+        begin: first byte of each, int64 (stretches,).
+        end: one past its last byte, int64 (stretches,).
+        crc32: of its bytes, 0 where none was recorded, int64 (stretches,).
+    """
+
+    begin: Column
+    end: Column
+    crc32: Column
+
+
+class StretchHasher:
+    """The CRC32s of bytes that go by, in parts that never reach from one stretch into the next.
+
+    Each part is in `hashes`: its first byte → (one past its last byte, its CRC32).
+    """
+
+    __slots__ = ("_at", "_begin", "_crc32", "_first", "hashes")
+
+    def __init__(self, stretches: Stretches) -> None:
+        self.hashes: dict[int, tuple[int, int]] = {}
+        self._begin = frozenset(stretches.begin.tolist())
+        self._first = self._at = -1
+        self._crc32 = 0
+
+    def update(self, buffer: Buffer, byte: int) -> None:
+        """Take the file's bytes that begin at `byte`; they lie in one stretch."""
+        if byte != self._at or byte in self._begin:
+            self._first, self._crc32 = byte, 0
+        self._at = byte + buffer.nbytes
+        self._crc32 = zlib.crc32(buffer, self._crc32)
+        # Where several targets want the same bytes these come more than once; the longest part is kept.
+        if self._at > self.hashes.get(self._first, (0, 0))[0]:
+            self.hashes[self._first] = (self._at, self._crc32)
+
+
+def stretch_crc32(hashes: dict[int, tuple[int, int]], begin: int, end: int) -> int | None:
+    """Return the CRC32 of a stretch of which parts went by, None where these don't tile it.
+
+    Args:
+        hashes: first byte of a part → (one past its last byte, its CRC32).
+        begin: first byte of the stretch.
+        end: one past its last byte.
+
+    Examples:
+        >>> parts = {8: (12, zlib.crc32(b"some")), 12: (14, zlib.crc32(b"th"))}
+        >>> stretch_crc32(parts, 8, 14) == zlib.crc32(b"someth"), stretch_crc32(parts, 8, 15)
+        (True, None)
+    """
+    found, at = 0, begin
+    while at < end:
+        until, crc32 = hashes.get(at, (0, 0))
+        if not at < until <= end:
+            return None
+        found = joined_crc32(found, crc32, until - at) if at > begin else crc32
+        at = until
+    return found
+
+
+def read_crc32(reader: Reader, begin: int, end: int) -> int:
+    """Return the CRC32 of a stretch of a file, read for that alone."""
+    scratch = memoryview(bytearray(min(_STEP_BYTES, end - begin)))
+    found = 0
+    for byte in range(begin, end, _STEP_BYTES):
+        part = scratch[: min(_STEP_BYTES, end - byte)]
+        reader.read_into(byte, [part])
+        found = zlib.crc32(part, found)
+    return found
+
+
+def joined_crc32(left: int, right: int, length: int) -> int:
+    """Return the CRC32 of bytes whose two halves' CRC32s are known.
+
+    Args:
+        left: of the first half.
+        right: of the second half.
+        length: of the second half, in bytes.
+
+    Examples:
+        >>> joined_crc32(zlib.crc32(b"check"), zlib.crc32(b"sum"), 3) == zlib.crc32(b"checksum")
+        True
+
+    References:
+        zlib's crc32_combine: the left sum times x to the number of bits that follow it, modulo the polynomial.
+    """
+    return _times(_shift(length), left) ^ right
+
+
+@lru_cache(maxsize=64)
+def _shift(length: int) -> int:
+    """Return x to the power of `length` bytes, modulo the polynomial; the bit of x^0 is the highest."""
+    power, square = 1 << 31, 1 << 23
+    while length:
+        if length & 1:
+            power = _times(square, power)
+        square = _times(square, square)
+        length >>= 1
+    return power
+
+
+def _times(left: int, right: int) -> int:
+    """Return the product of two polynomials over GF(2), modulo the CRC's."""
+    product = 0
+    for bit in range(31, -1, -1):
+        if left >> bit & 1:
+            product ^= right
+        right = right >> 1 ^ _POLYNOMIAL if right & 1 else right >> 1
+    return product
+
+
+def unread(stretches: Stretches, begin: Column, end: Column) -> Column:
+    """Return how many bytes of each stretch lie in none of some spans.
+
+    Args:
+        stretches: of a file.
+        begin: first byte of each span, int64 (spans,), ascending; spans may overlap.
+        end: one past its last byte, int64 (spans,).
+
+    Examples:
+        >>> import numpy as np
+        >>> stretches = Stretches(np.array([0, 20]), np.array([10, 30]), np.array([0, 0]))
+        >>> unread(stretches, np.array([2, 4]), np.array([6, 25])).tolist()
+        [2, 5]
+    """
+    found = covered(begin, end, stretches.end) - covered(begin, end, stretches.begin)
+    return stretches.end - stretches.begin - found

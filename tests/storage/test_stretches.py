@@ -1,0 +1,141 @@
+"""Stretches of files with CRC32s of their own: read in any pieces, checked whole, damage named."""
+
+from __future__ import annotations
+
+import zlib
+from itertools import pairwise
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as some
+
+from shardtree.errors import CorruptCheckpoint
+from shardtree.plans import Runs
+from shardtree.plans._load import runs_plan
+from shardtree.storage import MemoryStorage, StoredFile, Stretches, fetch
+from shardtree.storage._stretches import StretchHasher, joined_crc32, stretch_crc32, unread
+
+
+@given(some.binary(max_size=200), some.binary(max_size=200))
+def test_joining_checksums_is_the_checksum_of_the_joined(left, right):
+    assert joined_crc32(zlib.crc32(left), zlib.crc32(right), len(right)) == zlib.crc32(left + right)
+
+
+@pytest.mark.parametrize("length", [1, 255, 2**16, 2**24 + 3])
+def test_joining_holds_for_long_bytes(length):
+    right = bytes(length)
+    assert joined_crc32(zlib.crc32(b"x"), zlib.crc32(right), length) == zlib.crc32(b"x" + right)
+
+
+Spans = some.lists(some.tuples(some.integers(0, 60), some.integers(0, 20)), min_size=1, max_size=8).map(sorted)
+
+
+@given(Spans, some.lists(some.integers(0, 80), min_size=2, max_size=6, unique=True).map(sorted))
+def test_unread_counts_the_bytes_in_no_span(spans, edges):
+    begin, end = np.array(edges[:-1]), np.array(edges[1:])
+    touched = {place for start, size in spans for place in range(start, start + size)}
+    expected = [len(set(range(*pair)) - touched) for pair in pairwise(edges)]
+    starts = np.array([start for start, _ in spans])
+    stops = np.array([start + size for start, size in spans])
+    assert unread(Stretches(begin, end, begin), starts, stops).tolist() == expected
+
+
+@given(some.binary(min_size=1, max_size=60), some.data())
+def test_the_parts_that_went_by_give_the_checksum_or_none(data, draw):
+    begin = draw.draw(some.integers(0, 100))
+    stretches = Stretches(np.array([begin]), np.array([begin + len(data)]), np.array([0]))
+    hasher, seen = StretchHasher(stretches), 0
+    for _ in range(draw.draw(some.integers(1, 6))):
+        start = draw.draw(some.integers(0, len(data)))
+        stop = draw.draw(some.integers(start, len(data)))
+        hasher.update(memoryview(data)[start:stop], begin + start)
+    for start in range(0, len(data), 7):
+        hasher.update(memoryview(data)[start : start + 7], begin + start)
+        seen += 1
+    found = stretch_crc32(hasher.hashes, begin, begin + len(data))
+    assert found in (None, zlib.crc32(data))
+    if seen == 1:
+        assert found is not None
+
+
+LENGTH = 3 * 2**20
+DATA = np.random.default_rng(0).integers(0, 256, LENGTH, dtype=np.uint8).tobytes()
+EDGES = [10, 1000, 300_000, 900_001, 2_500_000, LENGTH - 5]
+STRETCHES = SimpleNamespace(begin=EDGES[:-1], end=[edge - 3 for edge in EDGES[1:]])
+
+
+def described(**changes):
+    crc32 = [zlib.crc32(DATA[begin:end]) for begin, end in zip(STRETCHES.begin, STRETCHES.end, strict=True)]
+    for number, value in changes.get("crc32", {}).items():
+        crc32[number] = value
+    return StoredFile("f", LENGTH, stretches=Stretches(*map(np.array, (STRETCHES.begin, STRETCHES.end, crc32))))
+
+
+def read(spans, verify, data=DATA, **changes):
+    """Read spans (stretch, from, to) of the file, each into a memory of its own."""
+    rows = [(STRETCHES.begin[n] + low, STRETCHES.begin[n] + high) for n, low, high in spans]
+    order = sorted(range(len(rows)), key=rows.__getitem__)
+    memories = [torch.empty(stop - start, dtype=torch.uint8) for start, stop in rows]
+    byte, target = np.array([rows[n][0] for n in order]), np.array(order)
+    length, zero = np.array([rows[n][1] - rows[n][0] for n in order]), np.zeros(len(rows), dtype=np.int64)
+    storage = MemoryStorage()
+    storage.write("f", [memoryview(data)], durable=False)
+    plan = runs_plan(Runs(zero, byte, target, zero, length))
+    report = fetch(storage, {0: described(**changes)}, plan, memories, verify=verify)
+    for (start, stop), memory in zip(rows, memories, strict=True):
+        assert memory.numpy().tobytes() == data[start:stop]
+    return report
+
+
+@settings(max_examples=60)
+@given(some.data(), some.sampled_from(["whole", "all", None]))
+def test_any_pieces_are_read_and_checked(data, verify):
+    spans = []
+    for _ in range(data.draw(some.integers(1, 5))):
+        number = data.draw(some.integers(0, 4))
+        size = STRETCHES.end[number] - STRETCHES.begin[number]
+        low, high = sorted(data.draw(some.tuples(some.integers(0, size), some.integers(0, size))))
+        spans.append((number, low, high))
+    report = read(spans, verify)
+    assert report.bytes_read == sum(high - low for _, low, high in spans)
+    assert report.blocks_checked + report.blocks_unchecked == 5
+    if verify != "whole":
+        assert report.blocks_checked == (5 if verify else 0)
+
+
+WHOLE = [(n, 0, STRETCHES.end[n] - STRETCHES.begin[n]) for n in range(5)]
+
+
+@pytest.mark.parametrize("number", range(5))
+@pytest.mark.parametrize("pieces", [1, 2, 5])
+def test_a_wrong_byte_is_found_however_it_is_read(number, pieces):
+    damaged = bytearray(DATA)
+    damaged[STRETCHES.end[number] - 1] ^= 1
+    size = STRETCHES.end[number] - STRETCHES.begin[number]
+    cuts = [size * n // pieces for n in range(pieces + 1)]
+    spans = [(number, low, high) for low, high in pairwise(cuts)]
+    with pytest.raises(CorruptCheckpoint, match=f"bytes {STRETCHES.begin[number]} to {STRETCHES.end[number]}"):
+        read(spans, "whole", bytes(damaged))
+    assert read(spans, None, bytes(damaged)).blocks_checked == 0
+
+
+def test_what_is_read_twice_is_checked_once():
+    overlapping = [(4, 0, 400_000), (4, 0, 100), *WHOLE, (4, 7, 300_000)]
+    assert read(overlapping, "whole").blocks_checked == 5
+
+
+def test_a_stretch_without_a_checksum_is_not_checked():
+    report = read(WHOLE, "all", crc32={3: 0})
+    assert (report.blocks_checked, report.blocks_unchecked) == (4, 1)
+
+
+def test_a_part_is_checked_only_if_asked_unless_it_is_small():
+    part = [(0, 0, 5), (3, 0, 1000)]
+    assert read(part, "whole").blocks_checked == 1
+    assert read(part, "all").blocks_checked == 5
+    with pytest.raises(CorruptCheckpoint):
+        read(part, "all", crc32={3: 1})
+    assert read(part, "whole", crc32={3: 1}).blocks_checked == 1
