@@ -1,6 +1,10 @@
 """Strategies: the dispatch table, the signatures of its rows, and one package a format."""
 
+from . import huggingface as huggingface
 from . import safetensors as safetensors
+from . import torch as torch
+from . import torch_dist as torch_dist
+from . import zarr as zarr
 from ._checks import misfit as misfit
 from ._metadata import METADATA_FILE as METADATA_FILE
 from ._metadata import check_unchanged as check_unchanged

@@ -109,7 +109,8 @@ def get_default_strategy(
         StrategyError: there is no such row; lists the backends and versions that have that action.
 
     Examples:
-        >>> get_default_strategy(StrategyAction.SAVE_SHARDED, "punch cards", 1)
+        >>> table = {(StrategyAction.SAVE_SHARDED, "safetensors", 1): print}
+        >>> get_default_strategy(StrategyAction.SAVE_SHARDED, "punch cards", 1, strategies=table)
         Traceback (most recent call last):
         ...
         shardtree.errors.StrategyError: no strategy for save_sharded with backend 'punch cards', version 1

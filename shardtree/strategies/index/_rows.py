@@ -46,7 +46,8 @@ def chunks_of(index: Index, numbers: Column) -> StoredChunks:
 def file_at(index: Index, number: int) -> StoredFile:
     """Return a data file of the checkpoint, with its block hashes."""
     hashes = index.block_hash[index.file_block[number] : index.file_block[number + 1]]
-    return StoredFile(text_at(index.file_text, index.file_start, number), int(index.file_length[number]), hashes)
+    name, length = text_at(index.file_text, index.file_start, number), int(index.file_length[number])
+    return StoredFile(name, length, hashes if hashes.size else None)
 
 
 def whole_shard(index: Index, number: int, key: str) -> ShardedTensor:

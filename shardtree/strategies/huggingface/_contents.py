@@ -1,0 +1,134 @@
+"""From a model's headers to the columns that loads are planned on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...codec import Entry, dtype_from_tag
+from ...errors import CorruptCheckpoint, UnsupportedValue, explain
+from ...geometry import box_column
+from ...layouts import ShardColumns, TensorKind
+from ...storage import StoredFile
+from .._values import Checkpoint
+from ..index import Index, build_index
+from ._header import WeightFile, read_header
+from ._listing import Listing, read_listing
+from ._names import BACKEND
+
+_MOST_AXES = 64  # what numpy takes; torch hardly more
+_MOST_NUMBERS = 2**25
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Contents:
+    """What is in a model's files.
+
+    Attributes:
+        index: its tensors, each as one chunk.
+        refused: why a tensor can't be loaded, for those that no shard can be.
+        texts: the strings that the files keep beside their tensors, but for the framework's name.
+    """
+
+    index: Index
+    refused: Mapping[str, str]
+    texts: Mapping[str, str]
+
+
+def read_contents(checkpoint: Checkpoint) -> Contents:
+    """Return what is in a model's files; their headers are read once.
+
+    Raises:
+        CorruptCheckpoint: the index or a header isn't sound, they don't fit each other, or a file is missing.
+    """
+    if BACKEND not in checkpoint.memo:
+        listing = read_listing(checkpoint)
+        files = [read_header(checkpoint.storage, name) for name in listing.files]
+        checkpoint.memo[BACKEND] = contents(listing, files)
+    found: Contents = checkpoint.memo[BACKEND]
+    return found
+
+
+def contents(listing: Listing, files: Sequence[WeightFile]) -> Contents:
+    """Return what is in a model's files, given their headers.
+
+    A tensor that the index doesn't list isn't part of the model, whatever file it lies in.
+
+    Raises:
+        CorruptCheckpoint: a listed tensor isn't in its file, or a tensor is in two.
+    """
+    rows = _rows(listing, files)
+    refused = {entry.name: reason for _, entry in rows if (reason := _refusal(entry))}
+    kept = sorted(((file, entry) for file, entry in rows if entry.name not in refused), key=lambda row: row[1].name)
+    if len(kept) * max((len(entry.shape) for _, entry in kept), default=0) > _MOST_NUMBERS:
+        raise CorruptCheckpoint(explain(f"open: {listing.name!r}: more tensors with many axes than any model has"))
+    byte = [files[file].data_start + entry.start for file, entry in kept]
+    index = build_index(
+        _columns([entry for _, entry in kept]),
+        np.array([file for file, _ in kept], dtype=np.int64),
+        np.array(byte, dtype=np.int64),
+        files=[StoredFile(file.name, file.length) for file in files],
+    )
+    return Contents(index, refused, _texts(files))
+
+
+def _rows(listing: Listing, files: Sequence[WeightFile]) -> list[tuple[int, Entry]]:
+    """Return the entries that count, each with the number of its file."""
+    rows: dict[str, tuple[int, Entry]] = {}
+    for number, file in enumerate(files):
+        for entry in file.entries:
+            if listing.weight_map is not None and listing.weight_map.get(entry.name) != file.name:
+                continue
+            if entry.name in rows:
+                other = files[rows[entry.name][0]].name
+                what = f"open: tensor {entry.name[:200]!r} is in two files"
+                raise CorruptCheckpoint(explain(what, found=f"{other!r} and {file.name!r}"))
+            rows[entry.name] = number, entry
+    missing = (key for key in listing.weight_map or () if key not in rows)
+    lacking = [f"{key[:200]!r} in {listing.weight_map[key]!r}" for key in missing] if listing.weight_map else []
+    if lacking:
+        what = f"open: {listing.name!r} lists tensors that aren't in their files"
+        fix = "Files and index are of different saves; fetch them again."
+        raise CorruptCheckpoint(explain(what, offenders=lacking, fix=fix))
+    return list(rows.values())
+
+
+def _refusal(entry: Entry) -> str:
+    """Return why a tensor can't be loaded; nothing where it can."""
+    if not entry.name:
+        return "it has no name"
+    if len(entry.shape) > _MOST_AXES:
+        return f"it has {len(entry.shape)} axes"
+    try:
+        dtype_from_tag(entry.tag)
+    except UnsupportedValue as error:
+        return str(error)
+    return ""
+
+
+def _columns(entries: Sequence[Entry]) -> ShardColumns:
+    shapes = [entry.shape for entry in entries]
+    shape = box_column(shapes, fill=1)
+    whole, zero = np.full(len(entries), -1, dtype=np.int64), np.zeros(len(entries), dtype=np.int64)
+    return ShardColumns(
+        keys=tuple(entry.name for entry in entries),
+        kinds=tuple(TensorKind(dtype_from_tag(entry.tag), entry.shape, 0) for entry in entries),
+        key=np.arange(len(entries)),
+        offset=np.zeros_like(shape),
+        shape=shape,
+        start=whole,
+        stop=whole,
+        rank=zero,
+        main=np.ones(len(entries), dtype=np.bool_),
+    )
+
+
+def _texts(files: Sequence[WeightFile]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for file in files:
+        for name, text in file.texts.items():
+            if name != "format":
+                found.setdefault(name, text)
+    return found

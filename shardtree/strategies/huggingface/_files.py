@@ -1,0 +1,100 @@
+"""Which tensor lies where in which file, as the safetensors library would write it: known before a byte is written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from ...codec import Entry, encode_header, format_tag, is_tagged
+from ...errors import UnsupportedValue, explain
+from ...layouts import TensorKind
+
+HEADER_BYTES = 64 * 1024 * 1024
+"""A new file begins before a header passes this; readers of safetensors refuse headers of over 100 MB."""
+
+# The library's order: larger items first, so that each lies at a multiple of its size.
+_TAGS = (
+    "U64 I64 F64 C64 F32 U32 I32 BF16 F16 U16 I16 "
+    "F8_E5M2FNUZ F8_E4M3FNUZ F8_E8M0 F8_E4M3 F8_E5M2 I8 U8 F6_E3M2 F6_E2M3 F4 BOOL"
+).split()
+_ORDER = {tag: position for position, tag in enumerate(_TAGS)}
+
+Kinds = Mapping[str, TensorKind]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFile:
+    """One file of a model.
+
+    Attributes:
+        header: its first bytes.
+        length: in bytes, with the header.
+        bytes_before: where each tensor begins in it.
+    """
+
+    header: bytes
+    length: int
+    bytes_before: Mapping[str, int]
+
+
+def model_files(kinds: Kinds, *, max_file_bytes: int, header_bytes: int = HEADER_BYTES) -> tuple[ModelFile, ...]:
+    """Return the files of a model; a single one, without tensors, where it has none.
+
+    Args:
+        kinds: of the tensors, by name, in the order in which files take them.
+        max_file_bytes: a file has no more bytes of tensors than that, unless it's one tensor.
+        header_bytes: the most that a header may take.
+
+    Raises:
+        UnsupportedValue: safetensors files can't hold a dtype, or a name.
+
+    Examples:
+        >>> import torch
+        >>> kinds = {"a": TensorKind(torch.int8, (3,), 0), "b": TensorKind(torch.int64, (), 0)}
+        >>> [dict(file.bytes_before) for file in model_files(kinds, max_file_bytes=100)]
+        [{'b': 152, 'a': 160}]
+        >>> len(model_files(kinds, max_file_bytes=8))
+        2
+    """
+    _check_storable(kinds)
+    return tuple(_file(names, kinds) for names in _groups(kinds, max_file_bytes, header_bytes))
+
+
+def tensor_bytes(kind: TensorKind) -> int:
+    """Return how many bytes a whole tensor has."""
+    return prod(kind.global_shape) * kind.dtype.itemsize
+
+
+def _check_storable(kinds: Kinds) -> None:
+    wrong = [f"{key!r}: {kind}" for key, kind in kinds.items() if not is_tagged(kind.dtype)]
+    if wrong:
+        fix = "Cast them, or save in the native format."
+        raise UnsupportedValue(explain("save: dtypes that safetensors files don't have", offenders=wrong, fix=fix))
+    if "__metadata__" in kinds:
+        what = "save: '__metadata__' is no name of a tensor in a safetensors file"
+        raise UnsupportedValue(explain(what, fix="Rename the tensor."))
+
+
+def _groups(kinds: Kinds, max_file_bytes: int, header_bytes: int) -> Iterator[list[str]]:
+    group, size, header = list[str](), 0, 0
+    for name, kind in kinds.items():
+        # A character takes at most six bytes in JSON; 200 leaves room for the numbers of a shape and the offsets.
+        needed, more = tensor_bytes(kind), 6 * len(name) + 24 * len(kind.global_shape) + 200
+        if group and (size + needed > max_file_bytes or header + more > header_bytes):
+            yield group
+            group, size, header = [], 0, 0
+        group.append(name)
+        size, header = size + needed, header + more
+    if group or not kinds:
+        yield group
+
+
+def _file(names: Sequence[str], kinds: Kinds) -> ModelFile:
+    entries, end = list[Entry](), 0
+    for name in sorted(names, key=lambda name: (_ORDER[format_tag(kinds[name].dtype)], name)):
+        kind = kinds[name]
+        start, end = end, end + tensor_bytes(kind)
+        entries.append(Entry(name, format_tag(kind.dtype), kind.global_shape, start, end))
+    header = encode_header(entries, {"format": "pt"}, alignment=8)
+    return ModelFile(header, len(header) + end, {entry.name: len(header) + entry.start for entry in entries})

@@ -1,0 +1,160 @@
+"""Saving as a Hugging Face model: all ranks write whole tensors together, each the runs of its shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+from ...errors import MetadataError, StorageError, StrategyError, UnsupportedValue, explain, render_path
+from ...layouts import ShardColumns, check_access
+from ...mapping import ShardedObject, ShardedTensor
+from ...storage import Buffer
+from ...trees import HOLE, leaves_with_paths
+from ...world import on_rank_zero
+from .._protocols import SaveSharded
+from .._values import AsyncRequest, Draft, Fields
+from ..base import StrategyAction, register_default_strategy
+from ._commit import abandon, check_free, clean_up
+from ._files import ModelFile, model_files
+from ._names import BACKEND, VERSION, draft_name
+from ._pieces import shard_pieces
+
+MAX_FILE_BYTES = 5 * 10**9
+"""The most bytes of tensors in one file, as the tools of the Hub have it."""
+
+_TOLD_BYTES = 1024 * 1024
+
+_BESIDE = "name common_strategy=('safetensors', 1), which keeps them in files of their own beside the model"
+
+
+def save_sharded_up_to(max_file_bytes: int) -> SaveSharded:
+    """Return the function that saves shards as a model with files of at most that many bytes of tensors.
+
+    Args:
+        max_file_bytes: a file with a single tensor may be larger.
+
+    Raises:
+        MetadataError: that is no number of bytes.
+
+    Examples:
+        >>> import shardtree as st
+        >>> from shardtree.strategies import StrategyAction, default_strategies
+        >>> row = (StrategyAction.SAVE_SHARDED, "huggingface", 1)
+        >>> table = default_strategies | {row: save_sharded_up_to(2 * 10**9)}
+    """
+    if type(max_file_bytes) is not int or max_file_bytes < 1:
+        found = f"{max_file_bytes!r}"[:200]
+        raise MetadataError(explain("huggingface: max_file_bytes", found=found, expected="a positive int, in bytes"))
+    return partial(_prepare, max_file_bytes)
+
+
+@register_default_strategy(StrategyAction.SAVE_SHARDED, BACKEND, VERSION)
+def save_sharded(draft: Draft, shards: Sequence[ShardedTensor | ShardedObject]) -> AsyncRequest[None]:
+    """Prepare the parts of the model's files that a rank's shards are, and return the request that writes them.
+
+    Raises:
+        UnsupportedValue: there are objects, or dtypes that safetensors files don't have.
+        StrategyError: ranks didn't tell each other what they hold.
+        IntegrityError: shards don't tile their tensors.
+    """
+    return _prepare(MAX_FILE_BYTES, draft, shards)
+
+
+@register_default_strategy(StrategyAction.SAVE_COMMON, BACKEND, VERSION)
+def save_common(draft: Draft, common: Any) -> Fields:
+    """Refuse a common state, which a model's files can't hold; an empty one is fine.
+
+    Raises:
+        UnsupportedValue: names every value by its path.
+    """
+    paths = [render_path(path) for path, leaf in leaves_with_paths(common) if leaf is not HOLE]
+    if paths:
+        what = "save: a Hugging Face model holds tensors only, not these values"
+        raise UnsupportedValue(explain(what, offenders=paths, fix=f"Leave them out of the tree, or {_BESIDE}."))
+    return {}
+
+
+def _prepare(max_file_bytes: int, draft: Draft, shards: Sequence[ShardedTensor | ShardedObject]) -> AsyncRequest[None]:
+    objects = [repr(shard.unique_key) for shard in shards if isinstance(shard, ShardedObject)]
+    if objects:
+        what = "save: a Hugging Face model holds tensors only, not these objects"
+        raise UnsupportedValue(explain(what, offenders=objects, fix=f"Leave them out of the tree, or {_BESIDE}."))
+    columns = _layout(draft)
+    files = model_files(dict(zip(columns.keys, columns.kinds, strict=True)), max_file_bytes=max_file_bytes)
+    draft.memo[BACKEND] = files
+    tensors = [shard for shard in shards if isinstance(shard, ShardedTensor)]
+    return AsyncRequest(
+        world=draft.world,
+        async_fn=partial(_write, draft, files, tensors),
+        commit=partial(_commit, draft, files),
+        finalize_fns=(partial(clean_up, draft),),
+        abandon=partial(abandon, draft, files),
+    )
+
+
+def _layout(draft: Draft) -> ShardColumns:
+    """Return all ranks' shards, which are known to tile their tensors."""
+    if draft.layout is None:
+        what = "save: a Hugging Face model's files are written together, and the ranks don't know each other's shards"
+        raise StrategyError(explain(what, fix="Leave validate_access_integrity on."))
+    if draft.world.size == 1:
+        check_access(draft.layout)  # more ranks have done so where they told each other
+    return draft.layout
+
+
+def _write(draft: Draft, files: Sequence[ModelFile], shards: Sequence[ShardedTensor]) -> None:
+    if draft.world.rank == 0:
+        check_free(draft, files)
+    # A request may be tried again after its folder was removed.
+    draft.storage.make_folder(draft.save_id)
+    file_of = {key: number for number, file in enumerate(files) for key in file.bytes_before}
+    rows = sorted(shards, key=lambda shard: (file_of[shard.key], *_place(shard, files[file_of[shard.key]])))
+    own = {number: list(group) for number, group in groupby(rows, lambda shard: file_of[shard.key])}
+    for number, file in enumerate(files):
+        if draft.world.rank == 0 or number in own:
+            parts = _with_progress(_parts(draft, file, own.get(number, [])), draft)
+            name = draft_name(draft.save_id, number, len(files))
+            draft.storage.write_parts(name, file.length, parts, durable=draft.options.durable)
+
+
+def _place(shard: ShardedTensor, file: ModelFile) -> tuple[Any, ...]:
+    """Return what shards of a file are sorted by: where their first element lies."""
+    start = 0 if shard.flattened_range is None else shard.flattened_range.start
+    return file.bytes_before[shard.key], shard.global_offset, start
+
+
+def _parts(draft: Draft, file: ModelFile, shards: Sequence[ShardedTensor]) -> Iterator[tuple[int, Buffer]]:
+    if draft.world.rank == 0:
+        yield 0, memoryview(file.header)
+    for shard in shards:
+        yield from shard_pieces(shard, file.bytes_before[shard.key])
+
+
+def _with_progress(parts: Iterator[tuple[int, Buffer]], draft: Draft) -> Iterator[tuple[int, Buffer]]:
+    untold = 0
+    for byte, buffer in parts:
+        yield byte, buffer
+        untold += buffer.nbytes
+        if untold >= _TOLD_BYTES:
+            draft.options.progress(untold)
+            untold = 0
+    if untold:
+        draft.options.progress(untold)
+
+
+def _commit(draft: Draft, files: Sequence[ModelFile], results: Sequence[None]) -> Fields:
+    return on_rank_zero(draft.world, "save: files", partial(_check_lengths, draft, files))
+
+
+def _check_lengths(draft: Draft, files: Sequence[ModelFile]) -> Fields:
+    """Raise unless rank 0 sees the files that all ranks wrote."""
+    for number, file in enumerate(files):
+        name = draft_name(draft.save_id, number, len(files))
+        found = draft.storage.length(name)
+        if found != file.length:
+            what = f"save: rank 0 doesn't see {draft.storage.where(name)!r} as it was written"
+            fix = "Every rank must see the same folder; use shared storage."
+            raise StorageError(explain(what, found=found, expected=f"{file.length} bytes", fix=fix))
+    return {}

@@ -1,0 +1,55 @@
+"""Checking a Hugging Face model as far as its format allows: lengths, headers and what the index says."""
+
+from __future__ import annotations
+
+import logging
+
+from ...errors import CheckpointingException
+from .._values import Checkpoint, Damage
+from ..base import StrategyAction, register_default_strategy
+from ._contents import contents
+from ._header import WeightFile, read_header
+from ._listing import Listing, read_listing
+from ._names import BACKEND, VERSION, find_weights
+
+logger = logging.getLogger("shardtree")
+
+
+@register_default_strategy(StrategyAction.VERIFY, BACKEND, VERSION)
+def verify_files(checkpoint: Checkpoint) -> tuple[Damage, ...]:
+    """Return what is wrong with a model's files, each looked at.
+
+    The format carries no checksums, so that a changed value isn't found: a file's length, its header, and whether the
+    index fits the files are all that can be checked.
+    """
+    logger.warning(
+        "verify: %s: safetensors files carry no checksums; lengths, headers and the index are checked, values can't be",
+        checkpoint.storage.where(),
+    )
+    try:
+        listing = read_listing(checkpoint)
+    except CheckpointingException as error:
+        return (Damage(find_weights(checkpoint.storage) or "", str(error)),)
+    files, found = list[WeightFile](), list[Damage]()
+    for name in listing.files:
+        try:
+            files.append(read_header(checkpoint.storage, name))
+        except CheckpointingException as error:
+            keys = sorted(key for key, file in (listing.weight_map or {}).items() if file == name)
+            found.append(Damage(name, str(error), keys=tuple(keys)))
+    return tuple(found) or _contradictions(listing, files)
+
+
+def _contradictions(listing: Listing, files: list[WeightFile]) -> tuple[Damage, ...]:
+    """Return where an index and sound files contradict each other."""
+    try:
+        contents(listing, files)
+    except CheckpointingException as error:
+        return (Damage(listing.name, str(error)),)
+    if listing.weight_map is None or listing.total_size is None:
+        return ()
+    entries = (entry for file in files for entry in file.entries if listing.weight_map.get(entry.name) == file.name)
+    total = sum(entry.stop - entry.start for entry in entries)
+    if total == listing.total_size:
+        return ()
+    return (Damage(listing.name, f"total_size is {listing.total_size}, the tensors have {total} bytes"),)

@@ -1,0 +1,74 @@
+"""The common state as Megatron-Core stores it: in ``common.pt``, which torch.save writes, without its shards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...codec import add_record, decode_archive, encode_archive, find_record
+from ...errors import CheckpointReplaced, CorruptCheckpoint, explain
+from ...storage import Buffer
+from .._missing import was_replaced
+from .._values import Checkpoint, Draft, Fields
+from ..base import StrategyAction, register_default_strategy
+from ._holes import decode_holes, encode_holes, filled, with_holes
+
+BACKEND, VERSION = "torch", 1
+
+COMMON_FILE = "common.pt"
+
+_HOLES = ".shardtree_holes"
+"""The archive's record that says where in lists and tuples shards were."""
+
+
+@register_default_strategy(StrategyAction.SAVE_COMMON, BACKEND, VERSION)
+def save_common(draft: Draft, common: Any) -> Fields:
+    """Write the common tree, and return the format that it is in.
+
+    Where a dict had a shard the key is left out, as Megatron-Core does. It leaves shards out of lists too, and then
+    what follows has another position; here an empty dict stands in the shard's place, which Megatron-Core's `load`
+    joins with a dict of shards, and refuses to join with anything else. A record beside torch's own says which of them
+    were shards.
+
+    Raises:
+        UnsupportedValue: a value would have to be pickled, and `allow_pickle` isn't given.
+    """
+    plain, holes = filled(common)
+    data = encode_archive(plain, allow_pickle=draft.options.allow_pickle)
+    if holes:
+        data = add_record(data, _HOLES, encode_holes(holes))
+    draft.storage.write(_file(draft), [memoryview(data)], durable=draft.options.durable)
+    fields: Fields = {"common_backend": BACKEND, "common_backend_version": VERSION}
+    return fields if draft.before is None else {**fields, "common": {"name": _file(draft)}}
+
+
+def _file(draft: Draft) -> str:
+    """Return the name of the file: while an older checkpoint is there, its own has to stay."""
+    return COMMON_FILE if draft.before is None else f"{draft.save_id}/{COMMON_FILE}"
+
+
+@register_default_strategy(StrategyAction.LOAD_COMMON, BACKEND, VERSION)
+def load_common(checkpoint: Checkpoint) -> Any:
+    """Return the stored common tree, with holes where lists and tuples had shards.
+
+    Raises:
+        CorruptCheckpoint: there is no such file, or it isn't what was saved.
+        UnsafeFile: reading it takes pickled code, and `allow_pickle` isn't given.
+    """
+    entry = checkpoint.fields.get("common")
+    name = entry.get("name", COMMON_FILE) if isinstance(entry, dict) else COMMON_FILE
+    data, what = _read(checkpoint, str(name))
+    options = checkpoint.options
+    tree = decode_archive(data, what=what, types=options.types, allow_pickle=options.allow_pickle)
+    holes = find_record(data, _HOLES, what=what)
+    return tree if holes is None else with_holes(tree, decode_holes(holes, what), what)
+
+
+def _read(checkpoint: Checkpoint, name: str) -> tuple[Buffer, str]:
+    where = checkpoint.storage.where(name)
+    if checkpoint.storage.length(name) is None:
+        if was_replaced(checkpoint):
+            raise CheckpointReplaced(explain(f"open: {where!r} was replaced by a later save", fix="Open it again."))
+        fix = "The save wasn't finished, or the file was removed; load another checkpoint."
+        raise CorruptCheckpoint(explain(f"open: {where!r} isn't there, the common state", fix=fix))
+    with checkpoint.storage.open(name) as reader:
+        return reader.mapped(), where

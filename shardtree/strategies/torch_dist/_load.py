@@ -1,0 +1,78 @@
+"""Loading tensors and objects from archives of torch.save, and what is in a checkpoint of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...codec import bit_view
+from ...errors import KeyMismatch, UnsupportedValue, explain
+from ...layouts import shard_columns
+from ...mapping import ShardedObject, ShardedTensor
+from ...storage import ReadReport
+from .._values import Checkpoint
+from ..base import StrategyAction, register_default_strategy
+from ..index import IndexMetadata, plan_shards
+from ._backends import DCP, TORCH_DIST
+from ._decode import decoded
+from ._listing import Listing, is_object, read_listing
+from ._read import read_archives
+
+
+@register_default_strategy(StrategyAction.LOAD_METADATA, *TORCH_DIST)
+@register_default_strategy(StrategyAction.LOAD_METADATA, *DCP)
+def load_metadata(checkpoint: Checkpoint) -> Mapping[str, ShardedTensor | ShardedObject]:
+    """Return every stored tensor by key, and object by unique key, whole and without data."""
+    return IndexMetadata(read_listing(checkpoint).index)
+
+
+@register_default_strategy(StrategyAction.LOAD_SHARDED, *TORCH_DIST)
+@register_default_strategy(StrategyAction.LOAD_SHARDED, *DCP)
+def load_sharded(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> ReadReport:
+    """Fill each shard's data, a contiguous CPU tensor, in place, and return what was read.
+
+    Raises:
+        KeyMismatch: the checkpoint lacks a key.
+        ShapeError: a tensor is stored with another global shape or dtype.
+        UnsupportedValue: a tensor is stored in a way that can't be read here.
+        CorruptCheckpoint: stored bytes aren't what was saved.
+    """
+    listing = read_listing(checkpoint)
+    _check_known(listing, {shard.key for shard in shards})
+    plan = plan_shards(listing.index, shards, shard_columns(shards, checkpoint.world.rank))
+    return read_archives(checkpoint, listing, plan, [bit_view(shard.data) for shard in shards])
+
+
+def _check_known(listing: Listing, keys: set[str]) -> None:
+    """Raise if a tensor is stored in a way that can't be read."""
+    unknown = [f"{key!r}: {listing.unknown[key]}" for key in sorted(keys & listing.unknown.keys())]
+    if unknown:
+        fix = "Load them with the program that wrote them, or leave them out of the target."
+        raise UnsupportedValue(
+            explain("load: tensors are stored in no way that can be read", offenders=unknown, fix=fix)
+        )
+
+
+@register_default_strategy(StrategyAction.LOAD_OBJECTS, *TORCH_DIST)
+@register_default_strategy(StrategyAction.LOAD_OBJECTS, *DCP)
+def load_objects(checkpoint: Checkpoint, objects: Sequence[ShardedObject]) -> list[Any]:
+    """Return the data of each sharded object, in order.
+
+    Raises:
+        KeyMismatch: the checkpoint lacks one.
+        UnsafeFile: one needs code to run, and `allow_pickle` isn't given.
+    """
+    listing = read_listing(checkpoint)
+    wanted = [item.unique_key for item in objects]
+    missing = [repr(name) for name in wanted if name not in listing.values or not is_object(name)]
+    if missing:
+        grid = "An object's grid can't be resharded: ask for the grid that was saved."
+        raise KeyMismatch(explain("load: the checkpoint has no such objects", offenders=missing, fix=grid))
+    numbers = [listing.values[name] for name in wanted]
+    found = dict(decoded(checkpoint, listing, numbers))
+    return [unboxed(found[number]) for number in numbers]
+
+
+def unboxed(value: Any) -> Any:
+    """Return an object's data: Megatron-Core stores it as a list of one, its early versions as it is."""
+    return value[0] if type(value) is list and len(value) == 1 else value

@@ -1,0 +1,210 @@
+"""`.metadata`: a pickle of torch.distributed.checkpoint, read without running it into what it says of each tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+
+from ...codec import Stub, read_pickle
+from ...errors import CorruptCheckpoint, explain
+from .._values import Checkpoint
+from ._backends import INDEX_FILE
+from ._classes import field_of, is_a, metadata_classes
+from ._trusted import read_trusted
+
+Ints = tuple[int, ...]
+
+_MOST_AXES = 256
+_DEEPEST = 100
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Place:
+    """Where an archive lies.
+
+    Attributes:
+        file: the file's name.
+        byte: where the archive begins in it.
+        length: in bytes.
+        refusal: why it can't be read, in words; nothing where it can.
+    """
+
+    file: str
+    byte: int
+    length: int
+    refusal: str = ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorEntry:
+    """What `.metadata` says of one tensor; numbers are ints, and not checked further.
+
+    Attributes:
+        dtype: None where this torch has none like it.
+        shape: global shape.
+        offsets: of its chunks.
+        shapes: of its chunks.
+        places: of its chunks.
+        grid_shape: the shape of the whole tensor, where `shape` is a grid of flattened cells; None where it isn't.
+    """
+
+    dtype: torch.dtype | None
+    shape: Ints
+    offsets: list[Ints]
+    shapes: list[Ints]
+    places: list[Place]
+    grid_shape: Ints | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MetadataFile:
+    """What `.metadata` says.
+
+    Attributes:
+        tensors: by key.
+        values: where the archive of each pickled value is, by name.
+        paths: where in the nested state each name was; None where that isn't stored.
+    """
+
+    tensors: dict[str, TensorEntry]
+    values: dict[str, Place]
+    paths: dict[str, tuple[str | int, ...]] | None
+
+
+def read_metadata_file(checkpoint: Checkpoint) -> MetadataFile:
+    """Return what a checkpoint's `.metadata` says.
+
+    Raises:
+        CorruptCheckpoint: it isn't there, or isn't what torch.distributed.checkpoint writes.
+        UnsafeFile: it names something that it never needs, and `allow_pickle` isn't given.
+    """
+    where = checkpoint.storage.where(INDEX_FILE)
+    if checkpoint.storage.length(INDEX_FILE) is None:
+        fix = "Name the folder that a save was given; a save that died leaves none."
+        raise CorruptCheckpoint(explain(f"open: {where!r} isn't there", fix=fix))
+    data = checkpoint.storage.read(INDEX_FILE)
+    read = read_trusted if checkpoint.options.allow_pickle else read_pickle
+    root = read(data, metadata_classes(), what=where)
+    try:
+        return _parse(root)
+    except (ValueError, TypeError, KeyError) as error:
+        fix = "It was damaged or made by another program; load another checkpoint."
+        what = f"open: {where!r} is not sound"
+        raise CorruptCheckpoint(explain(what, found=str(error)[:300] or type(error).__name__, fix=fix)) from error
+
+
+def _parse(root: Any) -> MetadataFile:
+    if not (is_a(root, "Metadata") or is_a(root, "MCoreMetadata")):
+        raise ValueError(f"{_kind(root)} where Metadata should be")
+    entries, stored = field_of(root, "state_dict_metadata"), field_of(root, "storage_data")
+    if not isinstance(entries, dict) or not isinstance(stored, dict):
+        raise ValueError("no state_dict_metadata or storage_data")
+    places = _places(stored)
+    flat = field_of(root, "mcore_data")
+    tensors, values = {}, {}
+    for key, entry in entries.items():
+        if type(key) is not str or not key:
+            raise ValueError(f"a key that is no text, but {_kind(key)}")
+        if is_a(entry, "TensorStorageMetadata"):
+            tensors[key] = _tensor(key, entry, places, flat)
+        elif is_a(entry, "BytesStorageMetadata"):
+            values[key] = _place_of(places, key, None)
+        else:
+            raise ValueError(f"{key!r}: {_kind(entry)}")
+    return MetadataFile(tensors, values, _paths(field_of(root, "planner_data")))
+
+
+def _tensor(key: str, entry: Any, places: Mapping[Any, Place], flat: Any) -> TensorEntry:
+    chunks = field_of(entry, "chunks")
+    if not isinstance(chunks, list) or not all(is_a(chunk, "ChunkStorageMetadata") for chunk in chunks):
+        raise ValueError(f"{key!r}: its chunks are {_kind(chunks)}")
+    # A chunk that is listed twice is stored once. Those without elements may begin where another one does.
+    boxes: dict[Ints, Ints] = {}
+    for chunk in chunks:
+        offset, size = chunk.state["offsets"], chunk.state["sizes"]
+        if 0 not in size or offset not in boxes:
+            boxes[offset] = size
+    shape = field_of(entry, "size")
+    _check_ints(key, [shape, *boxes, *boxes.values()])
+    found = [_place_of(places, key, offset) for offset in boxes]
+    dtype = _dtype(field_of(entry, "properties"))
+    return TensorEntry(dtype, shape, list(boxes), list(boxes.values()), found, _grid_shape(key, flat))
+
+
+def _check_ints(key: str, rows: list[Any]) -> None:
+    axes = len(rows[0]) if type(rows[0]) is tuple else -1
+    if axes > _MOST_AXES or not all(type(row) is tuple and len(row) == axes for row in rows):
+        raise ValueError(f"{key!r}: its chunks don't have its axes")
+    if not {type(number) for number in chain.from_iterable(rows)} <= {int}:
+        raise ValueError(f"{key!r}: its sizes aren't whole numbers")
+
+
+def _dtype(properties: Any) -> torch.dtype | None:
+    state = properties.state if is_a(properties, "TensorProperties") else None
+    first = state[0] if isinstance(state, tuple) and state else field_of(properties, "dtype")
+    if isinstance(first, torch.dtype):
+        return first
+    if isinstance(first, Stub):
+        return None
+    raise ValueError(f"{_kind(first)} where a dtype should be")
+
+
+def _grid_shape(key: str, flat: Any) -> Ints | None:
+    """Return the true shape of a tensor that is stored as flat ranges of cells, as Megatron-Core 0.8 to 0.15 did."""
+    data = flat.get(key) if isinstance(flat, dict) else None
+    shape = data.get("nd_reformulated_orig_global_shape") if isinstance(data, dict) else None
+    if shape is None:
+        return None
+    _check_ints(key, [tuple(shape)])
+    return tuple(shape)
+
+
+def _places(stored: dict[Any, Any]) -> dict[tuple[Any, Any], Place]:
+    """Return where each archive lies, by key and offset."""
+    places = {}
+    for index, info in stored.items():
+        if not is_a(index, "MetadataIndex") or not is_a(info, "_StorageInfo"):
+            raise ValueError(f"{_kind(index)} and {_kind(info)} in storage_data")
+        state = info.state
+        file, byte, length = state["relative_path"], state["offset"], state["length"]
+        if type(file) is not str or type(byte) is not int or type(length) is not int:
+            raise ValueError("a place that is no file name with two numbers")
+        refusal = _refusal(file, state.get("transform_descriptors"))
+        places[index.state["fqn"], index.state.get("offset")] = Place(file, byte, length, refusal)
+    return places
+
+
+def _refusal(file: str, transforms: Any) -> str:
+    if transforms:
+        return f"it is stored through an extension, {transforms!r}"[:200]
+    return "it is stored in safetensors, not as an archive of torch.save" if file.endswith(".safetensors") else ""
+
+
+def _place_of(places: Mapping[Any, Place], key: str, offset: Ints | None) -> Place:
+    found = places.get((key, offset))
+    if found is None:
+        raise ValueError(f"{key!r}: no place is given for {'it' if offset is None else f'its chunk at {offset}'}")
+    return found
+
+
+def _paths(planner: Any) -> dict[str, tuple[str | int, ...]] | None:
+    if planner is None:
+        return None
+    if not isinstance(planner, dict):
+        raise ValueError(f"{_kind(planner)} as planner_data")
+    for path in planner.values():
+        if (
+            not isinstance(path, tuple)
+            or not 0 < len(path) <= _DEEPEST
+            or not {type(entry) for entry in path} <= {str, int}
+        ):
+            raise ValueError("a path of planner_data that isn't made of names and positions")
+    return planner
+
+
+def _kind(value: Any) -> str:
+    return value.type_name if isinstance(value, Stub) else type(value).__name__

@@ -1,0 +1,147 @@
+"""Where the payloads of tensors' archives are: what a load has to look up before it can read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from ...codec import dtype_name, tensor_place
+from ...errors import CorruptCheckpoint, UnsafeFile, UnsupportedValue, explain
+from ...geometry import Column
+from ...storage import Buffer, Reader
+from .._values import Checkpoint
+from ._listing import Listing
+
+_UNKNOWN, SCATTERED = -1, -2
+"""In place of where a payload begins: nobody has looked yet; its bytes aren't in row-major order."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Payloads:
+    """What is known of the payloads of a checkpoint's archives so far; filled as they are looked up.
+
+    Attributes:
+        begin: where each begins in its file, `SCATTERED` where it has to be decoded, int64 (archives,).
+        crc32: of its bytes, 0 where none is recorded, int64 (archives,).
+    """
+
+    begin: Column
+    crc32: Column
+
+
+def payloads_of(checkpoint: Checkpoint, listing: Listing, numbers: Column) -> Payloads:
+    """Return where payloads are, those of the given archives among them.
+
+    Raises:
+        CorruptCheckpoint: an archive isn't there, or holds another tensor than `.metadata` says.
+        UnsupportedValue: one is compressed, or in another format.
+    """
+    payloads = _remembered(checkpoint, listing)
+    wanted = numbers[payloads.begin[numbers] == _UNKNOWN]
+    check_readable(listing, wanted)
+    archives = listing.archives
+    for file in np.unique(archives.file[wanted]).tolist():
+        inside = wanted[archives.file[wanted] == file].tolist()
+        with opened(checkpoint, listing, file, inside) as reader:
+            for number in inside:
+                begin, crc32 = _look_up(checkpoint, listing, reader, number)
+                payloads.begin[number], payloads.crc32[number] = begin, crc32
+    return payloads
+
+
+def check_readable(listing: Listing, numbers: Column) -> None:
+    """Raise if any of some archives can't be read at all.
+
+    Raises:
+        UnsupportedValue: one is compressed, or in another format.
+    """
+    if not listing.archives.refused:
+        return
+    names, refused = listing.archives.names, listing.archives.refused
+    found = {f"{names[number]!r}: {refused[number]}" for number in numbers.tolist() if number in refused}
+    if found:
+        fix = "Load it with torch.distributed.checkpoint, with the extensions it was saved with."
+        raise UnsupportedValue(explain("load: tensors or objects can't be read", offenders=sorted(found), fix=fix))
+
+
+@contextmanager
+def opened(checkpoint: Checkpoint, listing: Listing, file: int, numbers: Sequence[int]) -> Iterator[Reader]:
+    """Open a data file, once it is known to reach as far as the given archives of it do.
+
+    Raises:
+        CorruptCheckpoint: it doesn't, or isn't there.
+    """
+    archives, storage = listing.archives, checkpoint.storage
+    end = max(int(archives.byte[number] + archives.length[number]) for number in numbers)
+    name = archives.files[file]
+    length = storage.length(name)
+    if length is None or length < end:
+        found = "no such file" if length is None else f"{length} bytes"
+        fix = "The checkpoint was damaged, or not all of it was copied; load another one."
+        raise CorruptCheckpoint(
+            explain(
+                f"load: {storage.where(name)!r} isn't what was saved",
+                found=found,
+                expected=f"at least {end} bytes",
+                fix=fix,
+            )
+        )
+    with storage.open(name) as reader:
+        yield reader
+
+
+def archive_name(checkpoint: Checkpoint, listing: Listing, number: int) -> str:
+    """Return what messages call an archive."""
+    archives = listing.archives
+    path = checkpoint.storage.where(archives.files[archives.file[number]])
+    return f"load: {archives.names[number]!r} in {path!r}, at byte {archives.byte[number]}"
+
+
+def part_of(reader: Reader, byte: int, begin: int, end: int) -> Buffer:
+    """Return the bytes from one up to another of the archive that begins at a byte of a file."""
+    return reader.mapped(byte + begin, byte + end)
+
+
+def _remembered(checkpoint: Checkpoint, listing: Listing) -> Payloads:
+    if "payloads" not in checkpoint.memo:
+        count = len(listing.archives.names)
+        begin = np.full(count, _UNKNOWN, dtype=np.int64)
+        checkpoint.memo["payloads"] = Payloads(begin, np.zeros(count, dtype=np.int64))
+    payloads: Payloads = checkpoint.memo["payloads"]
+    return payloads
+
+
+def _look_up(checkpoint: Checkpoint, listing: Listing, reader: Reader, number: int) -> tuple[int, int]:
+    """Return where the payload of an archive begins in its file, and its CRC32."""
+    archives = listing.archives
+    byte, length = int(archives.byte[number]), int(archives.length[number])
+    what = archive_name(checkpoint, listing, number)
+    try:
+        place = tensor_place(partial(part_of, reader, byte), length, what=what)
+    except (CorruptCheckpoint, UnsafeFile):
+        return SCATTERED, 0  # whoever decodes it as a whole knows more kinds of tensors, or what is wrong with it
+    check_kind(listing, number, dtype_name(place.dtype), tuple(place.shape), what)
+    return (byte + place.begin, place.crc32) if place.is_row_major else (SCATTERED, 0)
+
+
+def check_kind(listing: Listing, number: int, dtype: str, shape: tuple[int, ...], what: str) -> None:
+    """Raise unless an archive's tensor is what `.metadata` says.
+
+    Raises:
+        CorruptCheckpoint: it has another dtype or shape.
+    """
+    expected = listing.contents.tensors[listing.archives.names[number]].dtype
+    known = "" if expected is None else dtype_name(expected)
+    if (dtype, shape) != (known, listing.archives.shapes[number]):
+        raise CorruptCheckpoint(
+            explain(
+                f"{what}: not the tensor that .metadata says",
+                found=f"{shape} {dtype}",
+                expected=f"{listing.archives.shapes[number]} {known}",
+                fix="The checkpoint was damaged; load another one.",
+            )
+        )

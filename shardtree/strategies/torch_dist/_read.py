@@ -1,0 +1,108 @@
+"""Reading tensors out of archives: what a plan says of payloads, at their places in the data files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from ...codec import bit_view, dtype_name
+from ...errors import CorruptCheckpoint, explain
+from ...geometry import Column
+from ...plans import LoadPlan, Runs, Strided
+from ...storage import MemoryStorage, ReadReport, StoredFile, Stretches, fetch
+from .._values import Checkpoint
+from ._decode import decoded_at
+from ._listing import Listing
+from ._payloads import SCATTERED, Payloads, archive_name, check_kind, opened, payloads_of
+
+Flags = np.ndarray[tuple[int], np.dtype[np.bool_]]
+
+
+def read_archives(
+    checkpoint: Checkpoint, listing: Listing, plan: LoadPlan, memories: Sequence[torch.Tensor]
+) -> ReadReport:
+    """Read what a plan on a listing's index says, and return how much that was; an archive counts as one block.
+
+    Args:
+        checkpoint: where the files are, and how they are read.
+        listing: what the plan was made on.
+        plan: what to read.
+        memories: for each requested shard its bytes, uint8 (bytes,), written in place.
+
+    Raises:
+        CorruptCheckpoint: an archive isn't what was saved.
+    """
+    run, piece = listing.archives.at(plan.runs.byte), listing.archives.at(plan.strided.byte)
+    numbers = np.union1d(run, piece)
+    payloads = payloads_of(checkpoint, listing, numbers)
+    scattered = payloads.begin == SCATTERED
+    direct = _selected(plan, ~scattered[run], ~scattered[piece])
+    moved = _moved(listing, payloads, direct, run[~scattered[run]], piece[~scattered[piece]])
+    files = _files(checkpoint, listing, payloads, numbers[~scattered[numbers]])
+    options = checkpoint.options
+    report = fetch(checkpoint.storage, files, moved, memories, verify=options.verify, progress=options.progress)
+    for number in numbers[scattered[numbers]].tolist():
+        report += _read_decoded(checkpoint, listing, number, _selected(plan, run == number, piece == number), memories)
+    return report
+
+
+def _selected(plan: LoadPlan, runs: Flags, pieces: Flags) -> LoadPlan:
+    """Return some rows of a plan."""
+    return replace(
+        plan,
+        runs=Runs(*(getattr(plan.runs, name)[runs] for name in Runs.__slots__)),
+        strided=Strided(*(getattr(plan.strided, name)[pieces] for name in Strided.__slots__)),
+    )
+
+
+def _moved(listing: Listing, payloads: Payloads, plan: LoadPlan, run: Column, piece: Column) -> LoadPlan:
+    """Return a plan on the imagined file as one on the real files, given the archive of each of its rows."""
+    archives = listing.archives
+    # Archives are numbered as they lie in the files, so the rows stay in order.
+    shift = payloads.begin - archives.start
+    runs = replace(plan.runs, file=archives.file[run], byte=plan.runs.byte + shift[run])
+    strided = replace(plan.strided, file=archives.file[piece], byte=plan.strided.byte + shift[piece])
+    return replace(plan, runs=runs, strided=strided)
+
+
+def _files(checkpoint: Checkpoint, listing: Listing, payloads: Payloads, numbers: Column) -> dict[int, StoredFile]:
+    """Return the files that payloads lie in, by number, with the payloads as stretches that have a checksum."""
+    archives = listing.archives
+    size = np.diff(np.append(archives.start, archives.imagined.length)) - 1
+    found = {}
+    for file in np.unique(archives.file[numbers]).tolist():
+        inside = numbers[archives.file[numbers] == file]
+        begin = payloads.begin[inside]
+        stretches = Stretches(begin, begin + size[inside], payloads.crc32[inside])
+        name = archives.files[file]
+        length = checkpoint.storage.length(name)
+        found[file] = StoredFile(name, -1 if length is None else length, stretches=stretches)
+    return found
+
+
+def _read_decoded(
+    checkpoint: Checkpoint, listing: Listing, number: int, plan: LoadPlan, memories: Sequence[torch.Tensor]
+) -> ReadReport:
+    """Read from an archive whose tensor has to be decoded as a whole, for its bytes aren't in row-major order."""
+    archives = listing.archives
+    with opened(checkpoint, listing, int(archives.file[number]), [number]) as reader:
+        tensor = decoded_at(checkpoint, listing, reader, number)
+    what = archive_name(checkpoint, listing, number)
+    if not isinstance(tensor, torch.Tensor):
+        found = type(tensor).__name__
+        raise CorruptCheckpoint(explain(f"{what}: not a tensor", found=found, fix="Load another checkpoint."))
+    check_kind(listing, number, dtype_name(tensor.dtype), tuple(tensor.shape), what)
+    memory = MemoryStorage()
+    bits = bit_view(tensor.detach().resolve_conj().resolve_neg().contiguous())
+    memory.write("tensor", [memoryview(bits.numpy())], durable=False)
+    start, one = archives.start[number], np.zeros_like
+    runs = replace(plan.runs, file=one(plan.runs.file), byte=plan.runs.byte - start)
+    strided = replace(plan.strided, file=one(plan.strided.file), byte=plan.strided.byte - start)
+    inner = replace(plan, runs=runs, strided=strided)
+    report = fetch(
+        memory, {0: StoredFile("tensor", bits.numel())}, inner, memories, progress=checkpoint.options.progress
+    )
+    return replace(report, blocks_checked=1, blocks_unchecked=0)

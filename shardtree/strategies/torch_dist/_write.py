@@ -1,0 +1,123 @@
+"""Writing one rank's data file: archives one after the other, each with the CRC-32 of its tensor's bytes."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...codec import archive_head, archive_tail
+from ...errors import CheckpointingException, ShapeError, explain
+from ...geometry import Column
+from ...layouts import ShardColumns
+from ...storage import Buffer, tensor_buffers
+from .._checks import misfit
+from .._values import Draft
+from ._write_layout import FileLayout, Piece
+
+_ZEROS = memoryview(bytes(64))
+_WORTH_A_THREAD = 256 * 1024  # bytes; fewer are summed in less time than it takes to hand them over
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Written:
+    """What one rank wrote, and tells the others before the commit.
+
+    Attributes:
+        file: the name of its data file, None if it had nothing to write.
+        file_length: in bytes.
+        columns: the boxes that it wrote, a row an archive.
+        byte: where each archive begins, int64 (boxes,).
+        length: of each archive in bytes, int64 (boxes,).
+        objects: unique key, first byte and length in bytes of each object's archive.
+    """
+
+    file: str | None
+    file_length: int
+    columns: ShardColumns
+    byte: Column
+    length: Column
+    objects: tuple[tuple[str, int, int], ...]
+
+
+def data_file(rank: int, number: int = 0) -> str:
+    """Return the name of a rank's data file.
+
+    Examples:
+        >>> data_file(3)
+        '__3_0.distcp'
+    """
+    return f"__{rank}_{number}.distcp"
+
+
+def write_file(draft: Draft, layout: FileLayout) -> Written:
+    """Write a rank's data file, if it has something to write, and return what it wrote. No collective."""
+    # The folder of a request that is tried again was removed.
+    draft.storage.make_folder(draft.save_id)
+    count = len(layout.objects)
+    places = zip(layout.byte[:count].tolist(), layout.length[:count].tolist(), strict=True)
+    objects = tuple((key, *place) for (key, _), place in zip(layout.objects, places, strict=True))
+    name, length = (None, 0) if not layout.byte.size else (data_file(draft.world.rank), _write(draft, layout))
+    return Written(name, length, layout.columns, layout.byte[count:], layout.length[count:], objects)
+
+
+def _write(draft: Draft, layout: FileLayout) -> int:
+    name, durable = data_file(draft.world.rank), draft.options.durable
+    with ThreadPoolExecutor(1, thread_name_prefix="crc32") as checksums:
+        length = draft.storage.write(name, _with_progress(_buffers(layout, checksums), draft), durable=durable)
+    if durable:
+        draft.storage.sync_folder()
+    return length
+
+
+def _buffers(layout: FileLayout, checksums: ThreadPoolExecutor) -> Iterator[Buffer]:
+    archives = [data for _, data in layout.objects]
+    ends = np.concatenate([[0], layout.byte + layout.length])
+    gaps = iter((layout.byte - ends[:-1]).tolist())
+    for data in archives:
+        yield _ZEROS[: next(gaps)]
+        yield memoryview(data)
+    for piece, length in zip(layout.pieces, layout.length[len(archives) :].tolist(), strict=True):
+        yield _ZEROS[: next(gaps)]
+        yield from _piece_buffers(piece, length, checksums)
+
+
+def _piece_buffers(piece: Piece, length: int, checksums: ThreadPoolExecutor) -> Iterator[Buffer]:
+    """Yield the bytes of a piece's archive; the sum is computed beside the writing, one buffer behind at most."""
+    if misfit(piece.shard):
+        raise ShapeError(explain("save: a tensor was changed while it waited to be written", found=misfit(piece.shard)))
+    head = archive_head(piece.shard.dtype, piece.shape)
+    yield memoryview(head)
+    written = len(head)
+    before: Future[int] | int = 0
+    for buffer in tensor_buffers(piece.data):
+        before = _checksum(buffer, before, checksums)
+        yield buffer
+        written += buffer.nbytes
+    tail = archive_tail(piece.shard.dtype, piece.shape, _settled(before))
+    yield memoryview(tail)
+    if written + len(tail) != length:
+        found, expected = f"an archive of {written + len(tail)} bytes", f"{length} bytes"
+        what = f"save: {piece.shard.key!r} changed its size"
+        raise CheckpointingException(explain(what, found=found, expected=expected))
+
+
+def _checksum(buffer: Buffer, before: Future[int] | int, checksums: ThreadPoolExecutor) -> Future[int] | int:
+    """Return the sum with one more buffer, to come for a large one: another thread computes while this one writes."""
+    known = _settled(before)
+    if buffer.nbytes < _WORTH_A_THREAD:
+        return zlib.crc32(buffer, known)
+    return checksums.submit(zlib.crc32, buffer, known)
+
+
+def _settled(checksum: Future[int] | int) -> int:
+    return checksum if isinstance(checksum, int) else checksum.result()
+
+
+def _with_progress(buffers: Iterator[Buffer], draft: Draft) -> Iterator[Buffer]:
+    for buffer in buffers:
+        yield buffer
+        draft.options.progress(buffer.nbytes)

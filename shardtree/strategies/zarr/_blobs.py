@@ -1,0 +1,99 @@
+"""What has no place in a tensor (objects, the common state, the index), as arrays of bytes in a folder of our own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...codec import canonical_json, decode_tree, encode_tree
+from ...errors import CorruptCheckpoint, explain
+from ...storage import BLOCK_BYTES, Buffer, Storage
+from ..index import COLUMNS, Index, index_problem
+from ._array import StoredArray
+from ._v3 import NODE_FILE, OURS, encode_v3
+
+FOLDER = "_shardtree"
+
+Document = dict[str, Any]
+
+
+def group_document(members: dict[str, Document] | None = None) -> Document:
+    """Return the zarr.json of a group; of the outermost one, with that of all members in it.
+
+    Examples:
+        >>> group_document()
+        {'zarr_format': 3, 'node_type': 'group', 'attributes': {}}
+    """
+    plain: Document = {"zarr_format": 3, "node_type": "group", "attributes": {}}
+    if members is None:
+        return plain
+    inline = {"kind": "inline", "must_understand": False, "metadata": members}
+    return plain | {"attributes": {OURS: {"version": 3}}, "consolidated_metadata": inline}
+
+
+def blob(name: str, length: int, attributes: dict[str, Any] | None = None) -> tuple[str, Document]:
+    """Return the name of the file that holds an array of bytes, and the array's zarr.json.
+
+    Examples:
+        >>> blob("common", 7)[0]
+        '_shardtree/common/c.0'
+    """
+    folder = f"{FOLDER}/{name}"
+    array = StoredArray(folder, folder, torch.uint8, (length,), (max(1, length),))
+    document = encode_v3(array)
+    return array.file_name((0,)), document | {"attributes": attributes or {}}
+
+
+def write_document(storage: Storage, folder: str, document: Document, *, durable: bool) -> None:
+    """Write the zarr.json of an array or a group."""
+    name = f"{folder}/{NODE_FILE}" if folder else NODE_FILE
+    storage.write(name, [memoryview(canonical_json(document))], durable=durable)
+
+
+def write_blob(storage: Storage, name: str, buffers: Iterable[Buffer], document: Document, *, durable: bool) -> None:
+    """Write an array of bytes: its file, then its zarr.json."""
+    folder = name.rpartition("/")[0]
+    storage.make_folder(folder)
+    storage.write(name, buffers, durable=durable)
+    write_document(storage, folder, document, durable=durable)
+    if durable:
+        storage.sync_folder(folder)
+
+
+def encode_columns(index: Index) -> bytes:
+    """Return an index as bytes: its columns in the common codec."""
+    return encode_tree({name: np.ascontiguousarray(getattr(index, name)) for name in COLUMNS})
+
+
+def decode_columns(data: Buffer, where: str) -> Index:
+    """Return the index that bytes hold.
+
+    Raises:
+        CorruptCheckpoint: they don't hold one that is sound.
+    """
+    columns = decode_tree(data)
+    if not isinstance(columns, dict) or not all(isinstance(columns.get(name), np.ndarray) for name in COLUMNS):
+        raise _unsound(where, "other columns than an index has")
+    index = Index(**{name: columns[name] for name in COLUMNS})
+    try:
+        problem = index_problem(index) or _blocks_problem(index)
+    except (UnicodeDecodeError, IndexError, ValueError) as error:
+        problem = str(error)
+    if problem:
+        raise _unsound(where, problem)
+    return index
+
+
+def _blocks_problem(index: Index) -> str | None:
+    blocks = np.diff(index.file_block)
+    # A file that several ranks wrote has none.
+    sound = (blocks == 0) | (blocks == -(-index.file_length // BLOCK_BYTES))
+    return None if sound.all() else "a file's blocks don't tile it"
+
+
+def _unsound(where: str, found: str) -> CorruptCheckpoint:
+    fix = "The file was damaged; load another checkpoint."
+    return CorruptCheckpoint(explain(f"open: the index {where!r} is not sound", found=found, fix=fix))

@@ -1,0 +1,138 @@
+"""The places of an array's grid: which of them have a file, and which boxes of the tensor lie where in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+
+from ...errors import UnsupportedValue, explain
+from ...geometry import Column, row_major_strides
+from ...storage import Storage
+from ._array import Shape, StoredArray
+
+MOST_CELLS = 2**22
+"""An array may lie in more files, but places without a file are counted out one by one."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pieces:
+    """Boxes of a tensor that are consecutive bytes of a chunk: the chunk itself, or, at an edge, what of it counts.
+
+    Attributes:
+        row: the chunk that a piece is of, int64 (pieces,).
+        offset: in the tensor, int64 (pieces, axes).
+        shape: int64 (pieces, axes).
+        element: the element of the chunk that the piece begins with, int64 (pieces,).
+    """
+
+    row: Column
+    offset: Column
+    shape: Column
+    element: Column
+
+
+def pieces(offset: Column, chunk: Shape, box: Shape) -> Pieces:
+    """Return the pieces of chunks of one shape.
+
+    Args:
+        offset: of each chunk in the tensor, int64 (chunks, axes).
+        chunk: shape of all of them; one may reach beyond the tensor.
+        box: the tensor's shape.
+
+    Examples:
+        >>> found = pieces(np.array([[0, 0], [0, 2]]), (2, 2), (2, 3))
+        >>> found.offset.tolist(), found.shape.tolist(), found.element.tolist()
+        ([[0, 0], [0, 2], [1, 2]], [[2, 2], [1, 1], [1, 1]], [0, 0, 2])
+    """
+    whole = np.array(chunk, dtype=np.int64)
+    shape = np.minimum(whole, np.array(box, dtype=np.int64) - offset)
+    before = _before_last_cut(shape < whole)
+    rows = np.where(before, shape, 1)
+    count = rows.prod(axis=1)
+    row = np.repeat(np.arange(len(offset)), count)
+    number = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
+    at = number[:, None] // row_major_strides(rows)[row] % rows[row]
+    element = (at * row_major_strides(whole[None])).sum(axis=1)
+    return Pieces(row, offset[row] + at, np.where(before, 1, shape)[row], element)
+
+
+def count_pieces(offset: Column, chunk: Shape, box: Shape) -> float:
+    """Return about how many pieces chunks have, without making them."""
+    whole = np.array(chunk, dtype=np.int64)
+    shape = np.minimum(whole, np.array(box, dtype=np.int64) - offset)
+    return float(np.where(_before_last_cut(shape < whole), shape, 1).astype(np.float64).prod(axis=1).sum())
+
+
+def _before_last_cut(
+    cut: np.ndarray[tuple[int, ...], np.dtype[np.bool_]],
+) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
+    """Return, for each chunk, the axes before the last one that an edge cuts: only after it are rows adjacent."""
+    after: np.ndarray[tuple[int, ...], np.dtype[np.bool_]] = np.zeros_like(cut)
+    after[:, :-1] = np.logical_or.accumulate(cut[:, :0:-1], axis=1)[:, ::-1]
+    return after
+
+
+def stored_cells(storage: Storage, array: StoredArray) -> Column:
+    """Return the places of the grid that have a file, int64 (cells, axes), in row-major order.
+
+    Files are listed rather than asked for one by one, so that a grid may be as large as it likes.
+    """
+    if not array.shape:
+        return np.zeros((int(storage.length(array.file_name((0,))) is not None), 1), dtype=np.int64)
+    found = [
+        cell
+        for cell in _listed(storage, array)
+        if all(at < count for at, count in zip(cell, array.counts, strict=True))
+    ]
+    return np.array(sorted(found), dtype=np.int64).reshape(-1, len(array.shape))
+
+
+def _listed(storage: Storage, array: StoredArray) -> Iterator[Shape]:
+    axes = len(array.shape)
+    if array.separator == ".":
+        for name in storage.names(array.name):
+            parts = name.split(".")
+            if array.prefix and parts.pop(0) != array.prefix:
+                continue
+            if len(parts) == axes and all(map(_is_number, parts)):
+                yield tuple(map(int, parts))
+        return
+    folder = f"{array.name}/{array.prefix}" if array.prefix else array.name
+    yield from _nested(storage, folder, axes)
+
+
+def _nested(storage: Storage, folder: str, axes: int) -> Iterator[Shape]:
+    for name in filter(_is_number, storage.names(folder)):
+        if axes == 1:
+            yield (int(name),)
+        else:
+            for rest in _nested(storage, f"{folder}/{name}", axes - 1):
+                yield (int(name), *rest)
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) < 20 and (text == "0" or text[0] != "0")
+
+
+def missing_cells(array: StoredArray, stored: Column) -> Column:
+    """Return the places of the grid that have no file, int64 (cells, axes).
+
+    Raises:
+        UnsupportedValue: there are too many to count them out.
+    """
+    total = prod(array.counts)
+    if total - len(stored) > MOST_CELLS:
+        found, expected = f"{len(stored)} of {total} chunks stored", f"at most {MOST_CELLS} that aren't"
+        fix = "Rewrite the array with larger chunks."
+        what = f"open: array {array.name!r} is too sparse to be a tensor"
+        raise UnsupportedValue(explain(what, found=found, expected=expected, fix=fix))
+    if total == len(stored):
+        return stored[:0]
+    strides = row_major_strides(np.array([array.counts], dtype=np.int64))
+    flags = np.ones(total, dtype=np.bool_)
+    flags[(stored * strides).sum(axis=1)] = False
+    cells: Column = np.flatnonzero(flags)[:, None] // strides % np.array(array.counts, dtype=np.int64)
+    return cells

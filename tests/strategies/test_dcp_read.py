@@ -1,0 +1,405 @@
+"""Folders that torch.distributed.checkpoint wrote open as they are: tensors, nested values, several ranks, DTensors."""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from collections import OrderedDict
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import shardtree as st
+from shardtree.errors import CheckpointingException, KeyMismatch, ShapeError, UnsafeFile, UnsupportedValue
+from shardtree.storage import LocalStorage
+from shardtree.strategies import Checkpoint
+from shardtree.strategies.torch_dist import recognize
+from shardtree.strategies.torch_dist._common import nested
+from shardtree.trees import HOLE
+from shardtree.world import run_processes
+
+
+def save_alone(state, folder, **options):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it says that it runs in one process
+        dcp.save(state, checkpoint_id=str(folder), no_dist=True, **options)
+    return folder
+
+
+def whole(key, like, **options):
+    shape = tuple(like.shape)
+    return st.ShardedTensor(key, None, like.dtype, shape, shape, (0,) * len(shape), (1,) * len(shape), **options)
+
+
+def rows(count, *shape, dtype=torch.float32):
+    return (torch.arange(count * torch.Size(shape).numel()) % 120).reshape(count, *shape).to(dtype)
+
+
+# One process: what kinds of tensors there are
+
+
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.int8,
+    torch.uint8,
+    torch.uint16,
+    torch.uint64,
+    torch.int64,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+]
+
+
+def bits(tensor):
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def check_loads(folder, tensors):
+    """Each tensor whole, its columns, and its elements lazily."""
+    assert st.load_tensors_metadata(folder).keys() == tensors.keys()
+    loaded = st.load_plain_tensors(folder)
+    opened = st.open_checkpoint(folder)
+    for key, tensor in tensors.items():
+        assert (loaded[key].dtype, loaded[key].shape) == (tensor.dtype, tensor.shape), key
+        assert torch.equal(bits(loaded[key]), bits(tensor.resolve_conj().resolve_neg())), key
+        if tensor.ndim == 2:
+            part = opened[key].data[:, 1:].read()
+            assert torch.equal(bits(part), bits(tensor.resolve_conj().resolve_neg()[:, 1:])), key
+
+
+def test_every_dtype_comes_back_bit_for_bit(tmp_path):
+    tensors = {str(dtype): rows(5, 3, dtype=dtype) for dtype in DTYPES}
+    check_loads(save_alone(tensors, tmp_path), tensors)
+
+
+def test_tensors_of_every_make_come_back(tmp_path):
+    base = rows(6, 4)
+    tensors = {
+        "transposed": base.t(),
+        "permuted": rows(2, 3, 4).permute(2, 0, 1),
+        "expanded": torch.arange(3.0).expand(4, 3),
+        "slice": base[1:4, 1:3],
+        "row": base[2],
+        "column": base[:, 1],
+        "tied": base,
+        "tied too": base,
+        "scalar": torch.tensor(2.5),
+        "empty": torch.empty(0),
+        "no rows": torch.empty(0, 3, dtype=torch.int32),
+        "no columns": torch.empty(3, 0),
+        "one": torch.ones(1, 1, 1),
+        "parameter": torch.nn.Parameter(torch.arange(4.0)),
+        "conjugated": torch.tensor([[1 + 2j, 3 - 4j]]).conj(),
+        "imaginary": torch.tensor([1 + 2j, 3 - 4j]).conj().imag,
+    }
+    folder = save_alone(tensors, tmp_path)
+    check_loads(folder, {key: tensor.detach() for key, tensor in tensors.items()})
+    assert st.verify(folder) == ()
+
+
+def test_a_column_major_payload_is_read_in_its_order(tmp_path):
+    stored = rows(7, 5).t()
+    folder = save_alone({"w": stored, "b": rows(3)}, tmp_path)
+    halves = [st.ShardedTensor("w", None, torch.float32, (5, n), (5, 7), (0, at), None) for at, n in ((0, 3), (3, 4))]
+    reports = []
+    loaded = st.load({"w": halves, "b": whole("b", rows(3))}, folder, report=reports.append)
+    assert torch.equal(torch.cat(loaded["w"], dim=1), stored)
+    assert torch.equal(loaded["b"], rows(3))
+    assert (reports[0].blocks_checked, reports[0].blocks_unchecked) == (2, 0)
+
+
+def test_archives_that_are_read_in_part_are_counted(tmp_path):
+    folder = save_alone({"small": rows(10, 10), "large": rows(1024, 1024)}, tmp_path)
+    target = {
+        "small": st.ShardedTensor("small", None, torch.float32, (5, 10), (10, 10), (0, 0), (2, 1)),
+        "large": st.ShardedTensor("large", None, torch.float32, (512, 1024), (1024, 1024), (512, 0), (2, 1)),
+    }
+
+    def checked(verify):
+        reports = []
+        st.load(target, folder, verify=verify, validate_access_integrity=False, report=reports.append)
+        assert reports[0].bytes_read == 4 * (50 + 512 * 1024)
+        return reports[0].blocks_checked, reports[0].blocks_unchecked
+
+    assert (checked("whole"), checked("all"), checked(None)) == ((1, 1), (2, 0), (0, 2))
+
+
+# Nested state
+
+
+def nested_state():
+    return {
+        "model": {"w": rows(4, 3), "layers": [{"b": rows(2)}, {"b": rows(3), "scale": 0.5}]},
+        "optimizer": {
+            "state": {"w": {"step": torch.tensor(3.0), "exp_avg": rows(4, 3)}},
+            "param_groups": [{"lr": 1e-3, "betas": (0.9, 0.95), "params": ["w"]}],
+        },
+        "step": 7,
+        "name": "run",
+        "plain": [1, [2, 3]],
+        "pair": (1, "two"),
+        "nothing": None,
+        "dotted.name": {"a.b": 1},
+        "args": argparse.Namespace(lr=0.1),
+        "ordered": OrderedDict(z=1, a=2),
+        "tensors in a tuple": (torch.ones(2), 5),
+    }
+
+
+def test_the_common_state_is_the_nested_state_without_tensors(tmp_path):
+    folder = save_alone(nested_state(), tmp_path)
+    common = st.load_common_state_dict(folder)
+    ones, five = common.pop("tensors in a tuple")
+    assert torch.equal(ones, torch.ones(2)) and five == 5
+    assert common == {
+        "model": {"layers": [HOLE, {"scale": 0.5}]},
+        "optimizer": {"param_groups": [{"lr": 1e-3, "betas": (0.9, 0.95), "params": ["w"]}]},
+        "step": 7,
+        "name": "run",
+        "plain": [1, [2, 3]],
+        "pair": (1, "two"),
+        "nothing": None,
+        "dotted.name": {"a.b": 1},
+        "args": argparse.Namespace(lr=0.1),
+        "ordered": {"z": 1, "a": 2},
+    }
+    assert st.open_checkpoint(folder).common()["name"] == "run"
+
+
+def test_a_target_joins_the_nested_state(tmp_path):
+    state = nested_state()
+    folder = save_alone(state, tmp_path)
+    shards = {"w": whole("model.w", rows(4, 3))}
+    layers = [{"b": whole(f"model.layers.{n}.b", rows(n + 2))} for n in range(2)]
+    average = {"state": {"w": {"exp_avg": whole("optimizer.state.w.exp_avg", rows(4, 3))}}}
+    loaded = st.load({"model": shards | {"layers": layers}, "optimizer": average}, folder)
+    assert torch.equal(loaded["model"]["w"], state["model"]["w"])
+    assert torch.equal(loaded["model"]["layers"][1]["b"], rows(3))
+    assert loaded["model"]["layers"][1]["scale"] == 0.5
+    assert torch.equal(loaded["optimizer"]["state"]["w"]["exp_avg"], rows(4, 3))
+    assert loaded["optimizer"]["param_groups"] == state["optimizer"]["param_groups"]
+    assert (loaded["step"], loaded["pair"]) == (7, (1, "two"))
+
+
+def test_without_paths_the_state_is_flat(tmp_path):
+    planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    folder = save_alone({"model.w": rows(4, 3), "step": 7, "a.b": [1]}, tmp_path, planner=planner)
+    assert st.load_common_state_dict(folder) == {"step": 7, "a.b": [1]}
+    loaded = st.load({"model.w": whole("model.w", rows(4, 3))}, folder)
+    assert loaded.keys() == {"model.w", "step", "a.b"}
+    assert torch.equal(loaded["model.w"], rows(4, 3))
+
+
+def test_a_name_like_an_objects_is_an_object(tmp_path):
+    state = {"rng/shard_0_2": [{"seed": 1}], "rng/shard_1_2": {"bare": 2}, "step": 7}
+    planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    folder = save_alone(state, tmp_path, planner=planner)
+    assert st.load_common_state_dict(folder) == {"step": 7}
+    target = [st.ShardedObject("rng", None, (2,), (n,)) for n in range(2)]
+    assert st.load({"rng": target}, folder)["rng"] == [{"seed": 1}, {"bare": 2}]
+    assert st.open_checkpoint(folder)["rng/shard_0_2"].data == {"seed": 1}
+
+
+def test_a_state_of_nothing_opens(tmp_path):
+    folder = save_alone({}, tmp_path)
+    assert st.load_plain_tensors(folder) == {}
+    assert st.load_common_state_dict(folder) == {}
+    assert st.verify(folder) == ()
+
+
+@pytest.mark.parametrize(
+    "leaves",
+    [
+        {("a",): 1, ("a", "b"): 2},
+        {("a", "b"): 2, ("a",): 1},
+        {("a", 0): 1, ("a", "b"): 2},
+        {("a", -1): 1},
+        {("a", 10**12): 1},
+        {("a", 10**5): 1, ("b", 10**5): 1},
+    ],
+)
+def test_paths_that_contradict_each_other_are_refused(leaves):
+    with pytest.raises(ValueError, match=r"lies inside|is there twice|no positions|nothing is stored for"):
+        nested(leaves)
+
+
+# What can't be read says why
+
+
+class Unknown:
+    """A class that nobody listed."""
+
+    def __eq__(self, other):
+        return isinstance(other, Unknown)
+
+    __hash__ = None
+
+
+def test_a_value_of_an_unknown_class_needs_leave(tmp_path):
+    folder = save_alone({"w": rows(4), "mine": Unknown()}, tmp_path)
+    with pytest.raises(UnsafeFile, match="Unknown"):
+        st.load_common_state_dict(folder)
+    with pytest.raises(UnsafeFile, match="'mine'"):
+        st.load({"w": whole("w", rows(4))}, folder)
+    assert torch.equal(st.load_plain_tensors(folder)["w"], rows(4))
+    assert st.load_common_state_dict(folder, allow_pickle=True) == {"mine": Unknown()}
+    loaded = st.load({"w": whole("w", rows(4))}, folder, allow_pickle=True)
+    assert torch.equal(loaded["w"], rows(4)) and loaded["mine"] == Unknown()
+
+
+def test_a_folder_in_safetensors_says_so(tmp_path):
+    pytest.importorskip("safetensors")
+    from torch.distributed.checkpoint.filesystem import SerializationFormat
+
+    writer = dcp.FileSystemWriter(tmp_path, serialization_format=SerializationFormat.SAFETENSORS)
+    try:
+        save_alone({"w": rows(4)}, tmp_path, storage_writer=writer)
+    except Exception as error:  # what it writes isn't settled yet
+        pytest.skip(f"this torch can't: {type(error).__name__}")
+    with pytest.raises(CheckpointingException, match=r"'w'.*safetensors"):
+        st.load_plain_tensors(tmp_path)
+
+
+def test_a_compressed_checkpoint_says_so(tmp_path):
+    from torch.distributed.checkpoint._extension import ZStandard
+
+    if not ZStandard.is_available():
+        pytest.skip("no zstandard")
+    writer = dcp.FileSystemWriter(tmp_path, _extensions=[ZStandard()])
+    save_alone({"w": rows(4), "step": 3}, tmp_path, storage_writer=writer)
+    with pytest.raises(UnsupportedValue, match=r"'w': it is stored through an extension"):
+        st.load_plain_tensors(tmp_path)
+    with pytest.raises(UnsupportedValue, match=r"'step': it is stored through an extension"):
+        st.load_common_state_dict(tmp_path)
+
+
+def test_a_quantised_tensor_is_refused_where_it_is_asked_for(tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # they are to be removed
+        quantised = torch.quantize_per_tensor(rows(2, 3), 0.5, 1, torch.qint8)
+    folder = save_alone({"q": quantised, "w": rows(4)}, tmp_path)
+    assert st.load_plain_tensors(folder).keys() == {"w"}
+    with pytest.raises(UnsupportedValue, match="'q': its dtype: quantised"):
+        st.load({"q": whole("q", quantised)}, folder)
+
+
+def test_a_wrong_target_is_refused(tmp_path):
+    folder = save_alone({"model": {"w": rows(4, 3)}}, tmp_path)
+    with pytest.raises(KeyMismatch, match=r"did you mean 'model\.w'"):
+        st.load({"w": whole("model.ww", rows(4, 3))}, folder)
+    with pytest.raises(ShapeError, match=r"checkpoint has \(4, 3\) float32"):
+        st.load({"w": whole("model.w", rows(3, 4))}, folder)
+    with pytest.raises(KeyMismatch, match="missing"):
+        st.load({}, folder, strict="raise_all")
+
+
+def test_only_a_folder_with_an_index_is_recognised(tmp_path):
+    assert recognize(LocalStorage(str(tmp_path))) is None
+    assert recognize(LocalStorage(str(tmp_path / "nowhere"))) is None
+    save_alone({"w": rows(2)}, tmp_path)
+    assert recognize(LocalStorage(str(tmp_path)))["sharded_backend"] == "dcp"
+    assert recognize(LocalStorage(str(tmp_path / ".metadata"))) is None
+
+
+# Several ranks
+
+
+def save_on_ranks(world, folder):
+    """Save DTensors of several placements, replicas, and values, from each process."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    line, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
+    state = {
+        "rows": distribute_tensor(rows(8, 6), line, [Shard(0)]),
+        "uneven": distribute_tensor(rows(7, 5), line, [Shard(0)]),
+        "columns": distribute_tensor(rows(8, 6).bfloat16(), square, [Replicate(), Shard(1)]),
+        "blocks": distribute_tensor(rows(8, 6), square, [Shard(0), Shard(1)]),
+        "few": distribute_tensor(rows(2, 3), line, [Shard(0)]),
+        "copies": rows(3),
+        "nested": {"list": [distribute_tensor(rows(4, 2), line, [Shard(0)]), {"step": 5}], "seed": 3},
+    }
+    dcp.save(state, checkpoint_id=str(folder))
+    dcp.save({"a": rows(5) + world.rank, f"of rank {world.rank}": world.rank}, checkpoint_id=f"{folder}-apart")
+
+
+@pytest.fixture(scope="module")
+def from_ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("dcp") / "saved"
+    run_processes(4, partial(save_on_ranks, folder=str(folder)))
+    return folder
+
+
+STORED = {
+    "rows": rows(8, 6),
+    "uneven": rows(7, 5),
+    "columns": rows(8, 6).bfloat16(),
+    "blocks": rows(8, 6),
+    "few": rows(2, 3),
+    "copies": rows(3),
+    "nested.list.0": rows(4, 2),
+}
+
+
+@pytest.mark.torchrun
+def test_dtensors_of_several_ranks_open_directly(from_ranks):
+    check_loads(from_ranks, STORED)
+    assert st.verify(from_ranks) == ()
+    assert st.load_common_state_dict(from_ranks) == {"nested": {"list": [HOLE, {"step": 5}], "seed": 3}}
+
+
+@pytest.mark.torchrun
+def test_dtensors_load_in_other_layouts(from_ranks):
+    def load(world):
+        target = {
+            key: [st.ShardedTensor.from_rank_offsets(key, torch.empty(8, 2, dtype=like.dtype), (1, world.rank, 3))]
+            for key, like in STORED.items()
+            if like.shape == (8, 6)
+        }
+        target["uneven"] = [
+            st.ShardedTensor(
+                "uneven", None, torch.float32, (7, 5), (7, 5), (0, 0), (1, 1), flattened_range=slice(*edges)
+            )
+            for edges in [((0, 9), (9, 34), (34, 35))[world.rank]]
+        ]
+        first = whole("nested.list.0", rows(4, 2), replica_id=world.rank)
+        return st.load(target | {"nested": {"list": [first, None]}}, from_ranks, world=world)
+
+    loaded = st.simulate(3, load)
+    for key in ("rows", "columns", "blocks"):
+        assert torch.equal(torch.cat([part[key][0] for part in loaded], dim=1), STORED[key])
+    assert torch.equal(torch.cat([part["uneven"][0] for part in loaded]), rows(7, 5).reshape(-1))
+    assert torch.equal(loaded[2]["nested"]["list"][0], rows(4, 2))
+    assert loaded[1]["nested"]["list"][1] == {"step": 5}
+
+
+@pytest.mark.torchrun
+def test_values_that_differ_between_ranks_are_all_there(from_ranks):
+    common = st.load_common_state_dict(f"{from_ranks}-apart")
+    assert common == {f"of rank {rank}": rank for rank in range(4)}
+
+
+def test_the_check_of_loads_sees_a_tensor_in_the_order_of_its_payload(tmp_path):
+    """The planted fault: the bytes of a transposed tensor, taken as they lie."""
+    folder = save_alone({"w": rows(4, 3).t()}, tmp_path)
+    with pytest.raises(AssertionError):
+        check_loads(folder, {"w": rows(4, 3).reshape(3, 4)})
+
+
+def test_a_checkpoint_says_where_its_index_should_be(tmp_path):
+    save_alone({"w": rows(2)}, tmp_path)
+    opened = st.open_checkpoint(tmp_path)
+    (tmp_path / ".metadata").unlink()
+    fresh = Checkpoint(opened.checkpoint.storage, opened.checkpoint.fields, opened.checkpoint.world)
+    from shardtree.strategies.torch_dist import read_listing
+
+    with pytest.raises(CheckpointingException, match=r"\.metadata"):
+        read_listing(fresh)

@@ -1,0 +1,245 @@
+"""Saving as torch.distributed.checkpoint does: what its own functions make of it, and what it can't keep."""
+
+from __future__ import annotations
+
+import pickle
+from argparse import Namespace
+from collections import OrderedDict
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given
+from hypothesis import strategies as hs
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+import shardtree as st
+from shardtree.errors import StrategyError, TreeError, UnsupportedValue
+from shardtree.storage import MemoryStorage
+from shardtree.strategies.torch_dist._save_values import named_values
+from shardtree.testing import outline
+
+DCP = ("dcp", 1)
+COMMON = {
+    "step": 7,
+    "name": None,
+    "optimizer": {"param_groups": [{"lr": 0.1, "betas": (0.9, 0.95)}, {"lr": 0.2}], "state": {0: {"count": 3}}},
+    "lst": [1, [2, 3]],
+    "empty": {},
+    "none of them": [],
+    "tensor": torch.arange(5),
+    "tensors": [torch.arange(2), torch.arange(3)],
+    "model": {"layers.0.scale": 2.0},
+}
+
+# Its functions warn that they run in one process.
+pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
+
+
+def tree() -> dict[str, Any]:
+    make = st.ShardedTensor.from_rank_offsets
+    shards = {"w": make("model.w", torch.arange(12.0).view(3, 4)), "step": make("model.step", torch.tensor(5))}
+    model = {**COMMON["model"], **shards}
+    rng = st.ShardedObject("rng", {"seed": 1}, (1,), (0,))
+    return {**COMMON, "model": model, "rng": rng, "list of shards": [make("only", torch.ones(2))]}
+
+
+@pytest.fixture
+def folder(tmp_path: Any) -> str:
+    st.save(tree(), tmp_path / "checkpoint", DCP)
+    return str(tmp_path / "checkpoint")
+
+
+# -- names
+
+
+def plain(tree: Any) -> Any:
+    """Values that compare, in place of tensors."""
+    return ("tensor", tree.tolist()) if isinstance(tree, torch.Tensor) else tree
+
+
+tensors = hs.builds(torch.tensor, hs.integers(0, 9))
+values = hs.none() | hs.integers() | hs.text(max_size=3)
+
+
+def trees(keys: Any, in_lists: Any = values, fewest: int = 1) -> Any:
+    """Dicts, lists and tuples of values, with tensors in dicts."""
+    nested = hs.recursive(
+        in_lists,
+        lambda inner: (
+            hs.lists(inner, max_size=3)
+            | hs.dictionaries(keys, inner | tensors, min_size=fewest, max_size=3)
+            | hs.lists(in_lists, max_size=2).map(tuple)
+        ),
+        max_leaves=8,
+    )
+    return hs.dictionaries(keys, nested | tensors, max_size=4)
+
+
+def check_names(tree: dict[str, Any], names: Any = named_values) -> None:
+    """Raise unless names and paths are those that torch.distributed.checkpoint gives, or both refuse."""
+    try:
+        flat, paths = flatten_state_dict(tree)
+    except ValueError as error:
+        assert "duplicated" in str(error)
+        with pytest.raises(TreeError, match="two values named"):
+            names(tree)
+        return
+    expected = {name: (paths[name], plain(value)) for name, value in flat.items()}
+    assert {name: (path, plain(value)) for name, (path, value) in names(tree).items()} == expected
+
+
+@given(tree=trees(hs.text("ab.", min_size=1, max_size=3)))
+def test_names_and_paths_are_those_of_torch(tree: dict[str, Any]) -> None:
+    check_names(tree)
+
+
+def test_the_law_catches_lists_that_are_always_taken_apart() -> None:
+    def all_apart(tree: dict[str, Any]) -> Any:
+        found = {}
+        for name, (path, value) in named_values(tree).items():
+            items = list(enumerate(value)) if isinstance(value, list) else [(None, value)]
+            found |= {f"{name}.{at}" if at is not None else name: (path, item) for at, item in items}
+        return found
+
+    with pytest.raises(AssertionError):
+        check_names({"a": [1, 2]}, all_apart)
+
+
+def test_what_torch_would_lose_is_stored_whole() -> None:
+    found = named_values({"empty": {}, "by number": {0: {"lr": 1}, "a": 2}})
+    assert found == {"empty": (("empty",), {}), "by number": (("by number",), {0: {"lr": 1}, "a": 2})}
+
+
+# -- what torch.distributed.checkpoint makes of it
+
+
+def test_its_reader_finds_every_name(folder: str) -> None:
+    metadata = dcp.FileSystemReader(folder).read_metadata()
+    tensors = {"model.w", "model.step", "only"}
+    values = set(flatten_state_dict(COMMON)[0]) - {"optimizer.state.0.count", "tensors.0", "tensors.1"}
+    values |= {"rng/shard_0_1", "empty", "optimizer.state", "tensors"}
+    assert set(metadata.state_dict_metadata) == tensors | values == set(metadata.planner_data)
+    assert metadata.planner_data["model.w"] == ("model.w",)
+    assert metadata.planner_data["model.layers.0.scale"] == ("model", "layers.0.scale")
+    assert metadata.planner_data["optimizer.param_groups.1.lr"] == ("optimizer", "param_groups", 1, "lr")
+
+
+def test_its_load_fills_a_nested_state(folder: str) -> None:
+    target = {
+        "model": {"w": torch.zeros(3, 4), "step": torch.tensor(0), "layers.0.scale": 0.0},
+        "optimizer": {"param_groups": [{"lr": 0.0, "betas": None}, {"lr": 0.0}]},
+        "step": 0,
+        "tensor": torch.zeros(5, dtype=torch.int64),
+        "tensors": None,
+        "lst": [],
+    }
+    dcp.load(target, checkpoint_id=folder, no_dist=True)
+    assert torch.equal(target["model"]["w"], torch.arange(12.0).view(3, 4))
+    assert target["model"]["step"] == 5
+    assert target["model"]["layers.0.scale"] == 2.0
+    assert outline(target["optimizer"]["param_groups"]) == outline(COMMON["optimizer"]["param_groups"])
+    assert outline([target[name] for name in ("step", "tensor", "tensors", "lst")]) == outline(
+        [COMMON[name] for name in ("step", "tensor", "tensors", "lst")]
+    )
+
+
+def test_its_conversion_to_one_file_gives_the_common_state_back_and_tensors_by_key(folder: str, tmp_path: Any) -> None:
+    dcp_to_torch_save(folder, tmp_path / "one.pt")
+    found = torch.load(tmp_path / "one.pt", weights_only=False)
+    assert torch.equal(found.pop("model.w"), torch.arange(12.0).view(3, 4))
+    assert found.pop("model.step") == 5
+    assert torch.equal(found.pop("only"), torch.ones(2))
+    assert found.pop("rng/shard_0_1") == [{"seed": 1}]
+    assert outline(found) == outline(COMMON)
+
+
+@given(tree=trees(hs.text("abc", min_size=1, max_size=3), values | tensors, fewest=0))
+def test_its_conversion_gives_every_common_state_back(tree: dict[str, Any]) -> None:
+    with TemporaryDirectory() as folder:
+        st.save(tree, f"{folder}/checkpoint", DCP, durable=False)
+        dcp_to_torch_save(f"{folder}/checkpoint", f"{folder}/one.pt")
+        assert outline(torch.load(f"{folder}/one.pt", weights_only=False)) == outline(tree)
+        assert outline(st.load_common_state_dict(f"{folder}/checkpoint")) == outline(tree)
+
+
+def test_a_load_gets_the_common_state_back(folder: str) -> None:
+    loaded = st.load(tree(), folder)
+    assert torch.equal(loaded["model"].pop("w"), torch.arange(12.0).view(3, 4))
+    assert loaded["model"].pop("step") == 5
+    assert loaded.pop("rng") == {"seed": 1}
+    assert torch.equal(loaded.pop("list of shards")[0], torch.ones(2))
+    assert outline(loaded) == outline(COMMON)
+
+
+def test_the_folder_has_its_files_and_no_other(folder: str) -> None:
+    assert set(st.storage.LocalStorage(folder).names()) == {".metadata", "__0_0.distcp", "__0_1.distcp"}
+
+
+def test_shards_alone_need_no_file_of_values() -> None:
+    storage = MemoryStorage()
+    st.save([st.ShardedTensor.from_rank_offsets("w", torch.ones(2))], storage, DCP)
+    assert storage.names() == (".metadata", "__0_0.distcp")
+    assert torch.equal(st.load([st.ShardedTensor.from_rank_offsets("w", torch.zeros(2))], storage)[0], torch.ones(2))
+
+
+# -- what it can't keep
+
+OBJECT = st.ShardedObject("object", 1, (1,), (0,))
+
+
+def with_shards(tree: Any) -> Any:
+    """Put a shard where the word stands."""
+    if isinstance(tree, dict):
+        return {key: with_shards(value) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(map(with_shards, tree))
+    return st.ShardedTensor.from_rank_offsets("other", torch.ones(2)) if tree == "shard" else tree
+
+
+@pytest.mark.parametrize(
+    ("tree", "error", "said"),
+    [
+        pytest.param({"a.b": 1, "a": {"b": 2}}, TreeError, r"two values named 'a\.b'", id="two paths of one name"),
+        pytest.param({"model.w": 1}, TreeError, r"in the place of 'model\.w'", id="a value named like a tensor"),
+        pytest.param({"o/shard_0_1": 1}, TreeError, "named like an object", id="a value named like an object"),
+        pytest.param({"model.w": {"lr": 1}}, TreeError, "in the place of", id="a dict named like a tensor"),
+        pytest.param({"l": [1, "shard"]}, UnsupportedValue, r"place at tree\['l'\]\[1\]", id="a shard in a list"),
+        pytest.param({"l": ["shard", {"a": 1}]}, UnsupportedValue, r"tree\['l'\]\[0\]", id="a shard before a dict"),
+        pytest.param({"l": (1, "shard")}, UnsupportedValue, r"tree\['l'\]\[1\]", id="a shard in a tuple"),
+        pytest.param([1, "shard"], TreeError, "keeps plain values in a dict", id="no dict"),
+        pytest.param({3: 1}, TreeError, "keeps plain values in a dict", id="no texts"),
+        pytest.param({"a": object()}, UnsupportedValue, "object", id="a value that no archive holds"),
+    ],
+)
+def test_a_common_state_that_it_cannot_keep_is_refused(tree: Any, error: type[Exception], said: str) -> None:
+    shards = {"the": st.ShardedTensor.from_rank_offsets("model.w", torch.ones(2)), "o": OBJECT}
+    whole = with_shards(tree)
+    storage = MemoryStorage()
+    with pytest.raises(error, match=said):
+        st.save({**whole, **shards} if isinstance(whole, dict) else whole, storage, DCP)
+    assert storage.names() == ()
+
+
+def test_values_of_other_types_come_back_as_they_were() -> None:
+    common = {"args": Namespace(lr=0.1), "ordered": OrderedDict(b=1, a=2), "bytes": b"x", "set": {1}, "c": 1j}
+    storage = MemoryStorage()
+    st.save(common, storage, DCP)
+    assert outline(st.load_common_state_dict(storage)) == outline({**common, "ordered": {"b": 1, "a": 2}})
+
+
+def test_its_common_state_beside_shards_of_another_format_is_refused() -> None:
+    with pytest.raises(StrategyError, match="'dcp'"):
+        st.save({"step": 1}, MemoryStorage(), None, DCP)
+
+
+def test_the_index_is_written_last() -> None:
+    storage = MemoryStorage()
+    request = st.save(tree(), storage, DCP, async_sharded_save=True)
+    assert not st.is_checkpoint(storage)
+    request.execute_sync()
+    assert st.is_checkpoint(storage)
+    assert pickle.loads(storage.read(".metadata")).storage_meta.checkpoint_id is None

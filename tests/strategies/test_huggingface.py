@@ -1,0 +1,680 @@
+"""Hugging Face models: whole tensors that ranks write together, and any layout that they are read in."""
+
+from __future__ import annotations
+
+import json
+import struct
+import subprocess
+import sys
+from itertools import count
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as some
+
+import shardtree as st
+from shardtree.codec import Entry, encode_header, is_tagged
+from shardtree.errors import (
+    AlreadyACheckpoint,
+    CheckpointingException,
+    CheckpointReplaced,
+    CorruptCheckpoint,
+    IntegrityError,
+    KeyMismatch,
+    MetadataError,
+    NotACheckpoint,
+    ShapeError,
+    StorageError,
+    StrategyError,
+    UnsupportedValue,
+)
+from shardtree.layouts import TensorKind
+from shardtree.storage import LocalStorage, MemoryStorage
+from shardtree.strategies import StrategyAction, default_strategies, huggingface
+from shardtree.strategies.huggingface._files import model_files
+from shardtree.strategies.huggingface._pieces import shard_pieces
+from shardtree.testing import (
+    Layout,
+    WatchedStorage,
+    assemble,
+    cut,
+    even_layout,
+    first_difference,
+    layouts,
+    random_bits,
+    refilled,
+    shapes,
+)
+from shardtree.trees import without_data
+from tests.storage.storages import STORAGES
+from tests.trees.samples import assert_caught
+
+HF = ("huggingface", 1)
+TAGGED = [torch.bool, torch.int8, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
+quiet = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+
+
+def table(max_file_bytes):
+    row = (StrategyAction.SAVE_SHARDED, *HF)
+    return default_strategies | {row: huggingface.save_sharded_up_to(max_file_bytes)}
+
+
+def whole(key, tensor, *cuts, **fields):
+    return st.ShardedTensor.from_rank_offsets(key, tensor, *cuts, **fields)
+
+
+def file_of(tensors, metadata=None):
+    """Return the bytes of a safetensors file, made by hand."""
+    fields, data = ({"__metadata__": metadata} if metadata else {}), b""
+    for key, (tag, shape, payload) in tensors.items():
+        fields[key] = {"dtype": tag, "shape": list(shape), "data_offsets": [len(data), len(data) + len(payload)]}
+        data += payload
+    return raw_file(fields, data)
+
+
+def raw_file(fields, data=b""):
+    text = fields if isinstance(fields, bytes) else json.dumps(fields).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+def folder_of(files):
+    storage = MemoryStorage()
+    for name, content in files.items():
+        storage.replace(name, content if isinstance(content, bytes) else json.dumps(content).encode(), durable=False)
+    return storage
+
+
+def two_files(**changes):
+    """Return the files of a sound model of two files, changed."""
+    return {
+        "model-00001-of-00002.safetensors": file_of({"a": ("I32", (2,), struct.pack("<2i", 1, 2))}),
+        "model-00002-of-00002.safetensors": file_of(
+            {"b": ("U8", (3,), b"xyz"), "extra": ("U8", (1,), b"!")}, {"format": "pt"}
+        ),
+        "model.safetensors.index.json": {
+            "metadata": {"total_size": 11},
+            "weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"},
+        },
+    } | changes
+
+
+# Round trips
+
+
+@some.composite
+def states(draw, max_tensors=3):
+    """Draw global tensors by key, how they lie when they are saved and when they are loaded, and the size of files."""
+    keys = draw(
+        some.lists(some.text('ab./é"\\\n', min_size=1, max_size=3), min_size=1, max_size=max_tensors, unique=True)
+    )
+    tensors = {
+        key: random_bits(draw(shapes()), draw(some.sampled_from(TAGGED)), seed=draw(some.integers(0, 99)))
+        for key in keys
+    }
+    ranks = draw(some.integers(1, 4)), draw(some.integers(1, 3))
+    pair = [{key: draw(layouts(tuple(tensor.shape), n)) for key, tensor in tensors.items()} for n in ranks]
+    return tensors, *pair, draw(some.sampled_from([1, 40, 10**9]))
+
+
+def shards_of(tensors, layout: dict[str, Layout], rank):
+    return {"model": [shard for key, tensor in tensors.items() for shard in cut(layout[key], key, tensor, rank)]}
+
+
+def check_roundtrip(case, save=st.save, storage=None):
+    tensors, saved, loaded, max_file_bytes = case
+    folder = MemoryStorage() if storage is None else storage
+    strategies = table(max_file_bytes)
+
+    def write(world):
+        save(shards_of(tensors, saved, world.rank), folder, HF, world=world, strategies=strategies)
+
+    def read(world):
+        target = without_data(shards_of(tensors, loaded, world.rank))
+        return target, st.load(target, folder, world=world)
+
+    st.simulate(next(iter(saved.values())).ranks, write)
+    found = assemble(refilled(*pair) for pair in st.simulate(next(iter(loaded.values())).ranks, read))
+    assert found.keys() == tensors.keys()
+    for key, tensor in tensors.items():
+        assert first_difference(found[key], tensor) is None, key
+    assert st.verify(folder) == ()
+
+
+@quiet
+@settings(deadline=None, max_examples=60)
+@given(states())
+def test_saved_in_one_layout_loads_in_another(case):
+    check_roundtrip(case)
+
+
+@quiet
+def test_the_law_catches_a_save_that_drops_a_shard():
+    def dropping(tree, *rest, **options):
+        kept = [shard for shard in tree["model"] if shard.global_offset == (0,) * len(shard.global_offset)]
+        st.save({"model": kept}, *rest, validate_access_integrity=True, **options)
+
+    def law(save, case):
+        try:
+            check_roundtrip(case, save)
+        except IntegrityError as error:
+            raise AssertionError from error
+
+    assert_caught(law, dropping, states())
+
+
+def columns_case():
+    tensors = {"w": torch.arange(6 * 300, dtype=torch.int32).view(6, 300), "b": torch.arange(5).half()}
+    lie = {"w": even_layout((6, 300), 4, axis=1), "b": even_layout((5,), 4, axis=None)}
+    return tensors, lie, {"w": even_layout((6, 300), 3, axis=0), "b": even_layout((5,), 3, axis=None)}, 10**9
+
+
+@pytest.mark.parametrize("kind", ["local", "memory", "file://"])
+def test_four_ranks_write_one_file(kind, tmp_path):
+    storage = STORAGES[kind](tmp_path)
+    check_roundtrip(columns_case(), storage=storage)
+    assert storage.names() == ("model.safetensors",), "nothing else is left"
+
+
+@pytest.mark.parametrize("kind", ["memory://", "objects://"])
+def test_one_process_writes_to_an_object_store(kind, tmp_path):
+    storage = STORAGES[kind](tmp_path)
+    tensors, *_ = columns_case()
+    rows = [whole("w", half, (0, number, 2)) for number, half in enumerate(tensors["w"].chunk(2))]
+    rows.reverse()
+    st.save({"w": rows, "b": whole("b", tensors["b"])}, storage, HF, strategies=table(100))
+    found = st.load_plain_tensors(storage)
+    assert all(torch.equal(found[key], tensors[key]) for key in tensors)
+    assert "model.safetensors.index.json" in storage.names()
+    assert st.verify(storage) == ()
+
+
+@pytest.mark.parametrize("kind", ["memory://", "objects://"])
+def test_ranks_cant_write_together_to_an_object_store(kind, tmp_path):
+    storage = STORAGES[kind](tmp_path)
+
+    def write(world):
+        half = torch.arange(4).float() + 4 * world.rank
+        st.save([whole("w", half, (0, world.rank, 2))], storage, HF, world=world)
+
+    with pytest.raises(StorageError, match="Save from one process, in another format"):
+        st.simulate(2, write)
+    assert not st.is_checkpoint(storage)
+    assert storage.names() == ()
+
+
+def test_columns_from_one_rank_cant_go_to_an_object_store(tmp_path):
+    halves = [whole("w", half, (1, side, 2)) for side, half in enumerate(torch.arange(8).view(2, 4).chunk(2, 1))]
+    storage = STORAGES["objects://"](tmp_path)
+    with pytest.raises(StorageError, match="whole and in order"):
+        st.save(halves, storage, HF)
+    assert storage.names() == ()
+
+
+# What a save leaves, and what it refuses
+
+
+def test_a_save_leaves_what_else_is_in_the_folder(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    st.save([whole("w", torch.arange(4))], tmp_path, HF)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert st.load_common_state_dict(tmp_path) == {}
+    with pytest.raises(AlreadyACheckpoint):
+        st.save([whole("w", torch.arange(4))], tmp_path, HF)
+    with pytest.raises(StrategyError, match="can't replace one in place"):
+        st.save([whole("w", torch.arange(4))], tmp_path, HF, overwrite=True)
+
+
+def test_files_and_index_have_the_names_of_the_hub():
+    folder = MemoryStorage()
+    st.save([whole(key, torch.zeros(2)) for key in "abc"], folder, HF, strategies=table(16))
+    names = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json")
+    assert folder.names() == names
+    index = json.loads(folder.read(names[2]))
+    assert index == {"metadata": {"total_size": 24}, "weight_map": {"a": names[0], "b": names[0], "c": names[1]}}
+
+
+def test_prepended_axes_are_axes():
+    folder = MemoryStorage()
+    layers = [
+        whole("layers.w", torch.full((2, 3), float(number)), (0, number, 3), prepend_axis_num=1) for number in range(3)
+    ]
+    st.save(layers, folder, HF)
+    assert st.load_plain_tensors(folder)["layers.w"].shape == (3, 2, 3)
+
+
+def test_no_tensors_are_a_model_too():
+    folder = MemoryStorage()
+    st.save([], folder, HF)
+    assert st.load_plain_tensors(folder) == {}
+
+
+def test_values_and_objects_are_refused_by_their_paths():
+    folder = MemoryStorage()
+    tree = {"w": whole("w", torch.zeros(2)), "optimizer": {"step": 5}}
+    with pytest.raises(
+        UnsupportedValue, match=r"(?s)tree\['optimizer'\]\['step'\].*common_strategy=\('safetensors', 1"
+    ):
+        st.save(tree, folder, HF)
+    with pytest.raises(UnsupportedValue, match=r"(?s)'rng/shard_0_1'.*Leave them out"):
+        st.save([st.ShardedObject("rng", 1, (1,), (0,))], folder, HF)
+    assert folder.names() == (), "a save that failed leaves nothing"
+    st.save({"w": whole("w", torch.zeros(2)), "none": {}, "local": st.LocalNonpersistentObject(3)}, folder, HF)
+
+
+def test_values_and_objects_go_into_native_files_beside_the_model():
+    folder = MemoryStorage()
+
+    def tree(rank, data):
+        box = st.ShardedObject("rng", {"seed": 7}, (1,), (0,), replica_id=rank)
+        return {"w": whole("w", data, (0, rank, 2)), "rng": box, "step": 5}
+
+    def write(world):
+        st.save(tree(world.rank, torch.arange(2) + 2 * world.rank), folder, HF, ("safetensors", 1), world=world)
+
+    st.simulate(2, write)
+    assert {"metadata.json", "model.safetensors.index.json"} < set(folder.names())
+    loaded = st.simulate(2, lambda world: st.load(tree(world.rank, torch.zeros(2).long()), folder, world=world))
+    assert [(part["w"].tolist(), part["rng"], part["step"]) for part in loaded] == [
+        ([0, 1], {"seed": 7}, 5),
+        ([2, 3], {"seed": 7}, 5),
+    ]
+    assert sorted(st.load_sharded_metadata(folder)) == ["rng/shard_0_1", "w"]
+    folder.remove("model.safetensors.index.json")
+    assert st.load_plain_tensors(folder)["w"].tolist() == [0, 1, 2, 3], "metadata.json names the files"
+
+
+def test_dtypes_and_names_that_the_format_lacks():
+    folder = MemoryStorage()
+    with pytest.raises(UnsupportedValue, match=r"(?s)'w': \(2,\) complex128.*Cast them"):
+        st.save([whole("w", torch.zeros(2, dtype=torch.complex128))], folder, HF)
+    with pytest.raises(UnsupportedValue, match="Rename the tensor"):
+        st.save([whole("__metadata__", torch.zeros(2))], folder, HF)
+    assert folder.names() == ()
+
+
+def test_ranks_have_to_know_each_others_shards():
+    folder = MemoryStorage()
+
+    def write(world):
+        part = whole("w", torch.zeros(2), (0, world.rank, 2))
+        st.save([part], folder, HF, world=world, validate_access_integrity=False)
+
+    with pytest.raises(StrategyError, match="Leave validate_access_integrity on"):
+        st.simulate(2, write)
+
+
+def test_a_tensor_with_a_gap_is_refused_whoever_checks():
+    for validate in (True, False):
+        with pytest.raises(IntegrityError, match="'w'"):
+            st.save([whole("w", torch.zeros(2), (0, 0, 2))], MemoryStorage(), HF, validate_access_integrity=validate)
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 1.5, True, "5GB", None])
+def test_a_size_of_files_that_is_none(wrong):
+    with pytest.raises(MetadataError, match="max_file_bytes"):
+        huggingface.save_sharded_up_to(wrong)
+
+
+def test_a_file_that_is_in_the_way_stays():
+    folder = folder_of({"model-00001-of-00002.safetensors": b"somebody's"})
+    with pytest.raises(AlreadyACheckpoint, match="in the way"):
+        st.save([whole(key, torch.zeros(2)) for key in "ab"], folder, HF, strategies=table(8))
+    assert folder.names() == ("model-00001-of-00002.safetensors",)
+
+
+def test_left_overs_of_a_dead_save_go_with_the_next():
+    dead = "save-20260102T030405-0123456789abcdef"
+    theirs = "save-20260102T030405-fedcba9876543210"
+    folder = folder_of({f"{dead}/model-00001-of-00001.safetensors": b"half", f"{theirs}/notes.txt": b"!"})
+    st.save([whole("w", torch.zeros(2))], folder, HF, stale_after=-1000.0)
+    assert folder.names() == ("model.safetensors", theirs)
+    assert folder.read(f"{theirs}/notes.txt") == b"!"
+
+
+def test_a_request_runs_once():
+    request = st.save([whole("w", torch.arange(3))], folder := MemoryStorage(), HF, async_sharded_save=True)
+    assert not st.is_checkpoint(folder)
+    request.execute_sync()
+    assert st.load_plain_tensors(folder)["w"].tolist() == [0, 1, 2]
+    with pytest.raises(CheckpointReplaced):
+        request.execute_sync()
+    assert st.load_plain_tensors(folder)["w"].tolist() == [0, 1, 2]
+
+
+def test_a_tensor_that_changes_while_it_waits():
+    tensor = torch.zeros(2, 3)
+    request = st.save([whole("w", tensor)], MemoryStorage(), HF, async_sharded_save=True)
+    tensor.t_()
+    with pytest.raises(ShapeError, match="changed while it waited"):
+        request.execute_sync()
+
+
+def test_progress_tells_every_byte():
+    told = []
+    st.save([whole("w", torch.zeros(2_000_000))], folder := MemoryStorage(), HF, progress=told.append)
+    assert sum(told) == folder.length("model.safetensors")
+    assert len(told) > 3
+
+
+# A save that breaks off
+
+
+def two_ranks_save(storage, common=None):
+    def write(world):
+        part = {key: whole(key, torch.arange(2) + world.rank, (0, world.rank, 2)) for key in "abc"}
+        rest = {} if common is None else {"step": 5}
+        st.save(part | rest, storage, HF, common, world=world, strategies=table(20))
+
+    st.simulate(2, write)
+
+
+@pytest.mark.parametrize("common", [None, ("safetensors", 1)])
+@pytest.mark.parametrize("after", [False, True])
+def test_killed_anywhere_it_is_a_model_or_none(common, after):
+    calls = []
+    two_ranks_save(WatchedStorage(MemoryStorage(), after=calls.append), common)
+    found = set()
+    for number in range(len(calls)):
+        inner, numbers = MemoryStorage(), count()
+
+        def die(call, numbers=numbers, number=number):
+            if next(numbers) >= number:  # and so do all later calls: nothing is cleaned up
+                raise SystemError(call)
+
+        with pytest.raises((SystemError, CheckpointingException)):
+            two_ranks_save(WatchedStorage(inner, **{"after" if after else "before": die}), common)
+        found.add(is_complete(inner, common))
+    assert found == {False, True}
+
+
+def is_complete(storage, common):
+    """Return whether there is a checkpoint; raise if it is half of one."""
+    if not st.is_checkpoint(storage):
+        with pytest.raises(NotACheckpoint):
+            st.load_plain_tensors(storage)
+        return False
+    loaded = st.load_plain_tensors(storage)
+    assert {key: tensor.tolist() for key, tensor in loaded.items()} == {key: [0, 1, 1, 2] for key in "abc"}
+    assert st.load_common_state_dict(storage) == ({} if common is None else {"step": 5})
+    return True
+
+
+def test_a_failure_before_the_commit_leaves_nothing():
+    class Failing(MemoryStorage):
+        def replace(self, name, data, *, durable):
+            raise StorageError("full")
+
+    storage = Failing()
+    with pytest.raises(CheckpointingException, match="full"):
+        two_ranks_save(storage)
+    assert storage.names() == ()
+
+
+# Reading what others wrote
+
+
+def test_an_index_says_which_tensors_count():
+    folder = folder_of(two_files())
+    assert {key: tensor.tolist() for key, tensor in st.load_plain_tensors(folder).items()} == {
+        "a": [1, 2],
+        "b": [120, 121, 122],
+    }
+    assert st.verify(folder) == ()
+    assert st.load_common_state_dict(folder) == {}
+
+
+def test_what_is_recognised():
+    one = file_of({"w": ("U8", (1,), b"1")})
+    other = file_of({"w": ("U8", (1,), b"2")})
+
+    def read(files):
+        return st.load_plain_tensors(folder_of(files))["w"].item()
+
+    assert read({"adapter_model.safetensors": one, "adapter_config.json": b"{}"}) == ord("1")
+    assert read({"model.safetensors": one, "model.fp16.safetensors": other}) == ord("1")
+    assert read({"diffusion_pytorch_model.safetensors": one, "x.safetensors": other}) == ord("1")
+    index = {"weight_map": {"w": "part.safetensors"}}
+    assert read({"x.safetensors.index.json": index, "part.safetensors": one, "y.safetensors": other}) == ord("1")
+    for nothing in (
+        {},
+        {"a.safetensors": one, "b.safetensors": other},
+        {"model-00001-of-00002.safetensors": one},
+        {"config.json": b"{}"},
+        {"sub/model.safetensors": one},
+    ):
+        assert not st.is_checkpoint(folder_of(nothing))
+
+
+def test_a_single_file_by_its_path(tmp_path):
+    path = tmp_path / "any.safetensors"
+    path.write_bytes(file_of({"w": ("I16", (2,), struct.pack("<2h", 5, -6))}, {"format": "pt", "step": "7"}))
+    (tmp_path / "other.safetensors").write_bytes(b"")
+    (tmp_path / "notes.txt").write_bytes(b"")
+    assert st.load_plain_tensors(path)["w"].tolist() == [5, -6]
+    assert st.load_common_state_dict(path) == {"__metadata__": {"step": "7"}}
+    right = whole("w", torch.zeros(1, dtype=torch.int16), (0, 1, 2))
+    assert st.load({"w": right}, path, validate_access_integrity=False)["w"].tolist() == [-6]
+    assert st.verify(path) == ()
+    path.write_bytes(path.read_bytes()[:-1])
+    assert "isn't" in st.verify(path)[0].what or "not a sound" in st.verify(path)[0].what
+    with pytest.raises(NotACheckpoint, match="a file in no format that is recognised"):
+        st.load_plain_tensors(tmp_path / "notes.txt")
+
+
+def test_dtypes_that_torch_lacks_are_an_error_for_that_tensor_only():
+    folder = folder_of({"model.safetensors": file_of({"six": ("F6_E2M3", (4,), b"abc"), "w": ("U8", (1,), b"w")})})
+    assert list(st.load_plain_tensors(folder)) == ["w"]
+    with pytest.raises(UnsupportedValue, match=r"(?s)'six'.*F6_E2M3.*Leave them out"):
+        st.load({"six": whole("six", torch.zeros(4))}, folder)
+    with pytest.raises(KeyMismatch, match="did you mean 'w'"):
+        st.load({"w": whole("ww", torch.zeros(1))}, folder)
+
+
+def test_a_pointer_of_git_lfs_says_so():
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 90868376\n"
+    with pytest.raises(CorruptCheckpoint, match="git lfs pull"):
+        st.load_plain_tensors(folder_of({"model.safetensors": pointer}))
+
+
+NESTED = b"[" * 100_000 + b"]" * 100_000
+INDEXES = {
+    "no JSON": b"{",
+    "a list": b"[]",
+    "no weight_map": b"{}",
+    "a list as weight_map": b'{"weight_map": []}',
+    "a number as file": b'{"weight_map": {"a": 5}}',
+    "no name": b'{"weight_map": {"a": ""}}',
+    "climbing": b'{"weight_map": {"a": "../model-00001-of-00002.safetensors"}}',
+    "climbing later": b'{"weight_map": {"a": "x/../../y.safetensors"}}',
+    "absolute": b'{"weight_map": {"a": "/etc/passwd"}}',
+    "a backslash": b'{"weight_map": {"a": "..\\\\x.safetensors"}}',
+    "a NUL": b'{"weight_map": {"a": "x\\u0000.safetensors"}}',
+    "a name twice": b'{"weight_map": {"a": "x", "a": "y"}}',
+    "NaN": b'{"metadata": {"total_size": NaN}, "weight_map": {}}',
+    "nested": b'{"weight_map": ' + NESTED + b"}",
+    "not UTF-8": b'{"weight_map": {"\xff": "x"}}',
+    "a missing file": b'{"weight_map": {"a": "model-00003-of-00002.safetensors"}}',
+    "a missing tensor": b'{"weight_map": {"c": "model-00001-of-00002.safetensors"}}',
+    "the wrong file": b'{"weight_map": {"a": "model-00002-of-00002.safetensors"}}',
+}
+
+
+@pytest.mark.parametrize("index", INDEXES.values(), ids=INDEXES)
+def test_an_unsound_index_is_an_error_that_names_it(index):
+    folder = folder_of(two_files(**{"model.safetensors.index.json": index}))
+    with pytest.raises(CorruptCheckpoint, match=r"open: .*(index\.json|safetensors)'"):
+        st.load_plain_tensors(folder)
+    assert st.verify(folder)
+
+
+def entry(begin, end, tag="U8", shape=None):
+    return {"dtype": tag, "shape": [end - begin] if shape is None else shape, "data_offsets": [begin, end]}
+
+
+HEADERS = {
+    "nothing": b"",
+    "seven bytes": b"1234567",
+    "a huge length": struct.pack("<Q", 2**63) + b"{}",
+    "longer than the file": struct.pack("<Q", 1000) + b"{}",
+    "a list": raw_file([]),
+    "overlap": raw_file({"a": entry(0, 4), "b": entry(2, 6)}, bytes(6)),
+    "a gap": raw_file({"a": entry(0, 2), "b": entry(4, 6)}, bytes(6)),
+    "beyond the end": raw_file({"a": entry(0, 100)}, bytes(6)),
+    "bytes behind": raw_file({"a": entry(0, 4)}, bytes(6)),
+    "a name twice": raw_file(
+        b'{"a":' + json.dumps(entry(0, 1)).encode() + b',"a":' + json.dumps(entry(1, 2)).encode() + b"}", b"xy"
+    ),
+    "an unknown dtype": raw_file({"a": entry(0, 4, "F128")}, bytes(4)),
+    "a huge shape": raw_file({"a": entry(0, 4, shape=[2**62, 2**62])}, bytes(4)),
+    "a negative shape": raw_file({"a": entry(0, 4, shape=[-2, -2])}, bytes(4)),
+    "a float as offset": raw_file({"a": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4.0]}}, bytes(4)),
+    "NaN": raw_file(b'{"a":NaN}'),
+    "nested": raw_file(b'{"a":' + NESTED + b"}"),
+    "metadata that aren't strings": raw_file({"__metadata__": {"a": 1}}),
+    "a pickle": b"\x80\x04\x95\x0b\x00\x00\x00\x00\x00\x00\x00\x8c\x07builtins.",
+}
+
+
+@pytest.mark.parametrize("content", HEADERS.values(), ids=HEADERS)
+def test_an_unsound_file_is_an_error_that_names_it(content):
+    folder = folder_of({"model.safetensors": content})
+    with pytest.raises(CorruptCheckpoint, match=r"model\.safetensors' is not a sound safetensors file"):
+        st.load_plain_tensors(folder)
+    (damage,) = st.verify(folder)
+    assert damage.file == "model.safetensors"
+
+
+def test_axes_beyond_counting():
+    many = file_of({"many": ("U8", (1,) * 100_000, b"x"), "w": ("U8", (1,), b"w")})
+    assert list(st.load_plain_tensors(folder_of({"model.safetensors": many}))) == ["w"]
+
+
+def test_a_tensor_without_a_name_is_left_alone():
+    nameless = file_of({"": ("U8", (1,), b"x"), "w": ("U8", (1,), b"w")})
+    assert list(st.load_plain_tensors(folder_of({"model.safetensors": nameless}))) == ["w"]
+
+
+def test_verify_names_what_is_wrong(caplog):
+    files = two_files()
+    index = files["model.safetensors.index.json"]
+    wrong = {**index, "metadata": {"total_size": 12}}
+    (damage,) = st.verify(folder_of(two_files(**{"model.safetensors.index.json": wrong})))
+    assert damage.file == "model.safetensors.index.json"
+    assert damage.what == "total_size is 12, the tensors have 11 bytes"
+    assert "no checksums" in caplog.text
+    name = "model-00002-of-00002.safetensors"
+    (damage,) = st.verify(folder_of(two_files(**{name: files[name][:-1]})))
+    assert (damage.file, damage.keys) == (name, ("b",))
+    folder = folder_of(files)
+    folder.remove(name)
+    (damage,) = st.verify(folder)
+    assert "no such file" in damage.what
+    for other in ({}, {"metadata": {}}, {"metadata": {"total_size": "11"}}, {"metadata": {"total_size": 11.0}}):
+        sizeless = {"weight_map": index["weight_map"], **other}
+        assert st.verify(folder_of(two_files(**{"model.safetensors.index.json": sizeless}))) == ()
+
+
+def test_tensor_files_of_metadata_that_climb_out():
+    folder = MemoryStorage()
+    st.save({"w": whole("w", torch.zeros(2)), "step": 1}, folder, HF, ("safetensors", 1))
+    fields = json.loads(folder.read("metadata.json"))
+    for wrong in (["../x"], "model", [5], ["a", "a"]):
+        plain = {name: value for name, value in fields.items() if name not in ("digest", "save_id")}
+        folder.replace("metadata.json", json.dumps({**plain, "tensor_files": wrong}).encode(), durable=False)
+        with pytest.raises(CorruptCheckpoint, match="tensor_files"):
+            st.load_plain_tensors(folder)
+
+
+# Parts of it
+
+
+@settings(deadline=None)
+@given(states(max_tensors=1))
+def test_the_pieces_of_all_shards_tile_the_tensor(case):
+    tensors, layout, _, _ = case
+    ((key, tensor),) = tensors.items()
+    content = bytearray(tensor.nbytes)
+    places = []
+    for rank in range(layout[key].ranks):
+        for shard in cut(layout[key], key, tensor, rank):
+            for byte, piece in shard_pieces(shard, 0):
+                content[byte : byte + piece.nbytes] = piece
+                places += [(byte, byte + piece.nbytes)] if st.is_main_replica(shard.replica_id) else []
+    ends = sorted(places)
+    assert [begin for begin, _ in ends] == [0, *(end for _, end in ends[:-1])][: len(ends)]
+    assert (
+        first_difference(
+            torch.frombuffer(content, dtype=torch.uint8).view(tensor.dtype).view(tensor.shape) if content else tensor,
+            tensor,
+        )
+        is None
+    )
+
+
+def test_files_are_filled_in_order_and_never_beyond():
+    kinds = {name: TensorKind(torch.int8, (size,), 0) for name, size in zip("abcde", (3, 4, 9, 0, 1), strict=True)}
+    files = model_files(kinds, max_file_bytes=7)
+    assert [sorted(file.bytes_before) for file in files] == [["a", "b"], ["c"], ["d", "e"]]
+    small = model_files(kinds, max_file_bytes=10**9, header_bytes=500)
+    assert [sorted(file.bytes_before) for file in small] == [["a", "b"], ["c", "d"], ["e"]]
+
+
+def test_every_tagged_dtype_is_aligned():
+    dtypes = [dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype) and is_tagged(dtype)]
+    kinds = {str(dtype): TensorKind(dtype, (3,), 0) for dtype in dtypes}
+    (file,) = model_files(kinds, max_file_bytes=10**9)
+    assert all(file.bytes_before[str(dtype)] % dtype.itemsize == 0 for dtype in dtypes)
+    assert file.header == encode_header([Entry(*one) for one in entries_of(file, kinds)], {"format": "pt"}, alignment=8)
+
+
+def entries_of(file, kinds):
+    from shardtree.codec import format_tag
+
+    for name, byte in file.bytes_before.items():
+        start = byte - len(file.header)
+        kind = kinds[name]
+        yield name, format_tag(kind.dtype), kind.global_shape, start, start + 3 * kind.dtype.itemsize
+
+
+MEASURED = """
+import sys, torch, shardtree as st
+
+def kilobytes(what):
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(what))
+
+def save(folder, whole):
+    parts = [part.contiguous() for part in whole.chunk(4, 1)]
+    shards = [st.ShardedTensor.from_rank_offsets("w", part, (1, rank, 4)) for rank, part in enumerate(parts)]
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+    before = kilobytes("VmRSS")
+    st.simulate(4, lambda world: st.save([shards[world.rank]], folder, ("huggingface", 1), world=world))
+    return kilobytes("VmHWM") - before
+
+save(sys.argv[1] + "/small", torch.zeros(8, 4096))
+print(save(sys.argv[1] + "/large", torch.randn(12_800, 4096)))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_four_ranks_save_200_megabytes_in_little_memory(tmp_path):
+    try:
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")
+    except OSError:
+        pytest.skip("the peak of a process's memory can't be reset here")
+    done = subprocess.run([sys.executable, "-c", MEASURED, tmp_path], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 40_000, "kilobytes beyond the shards themselves, of four ranks"
+    assert LocalStorage(str(tmp_path)).length("large/model.safetensors") > 200_000_000
+
+
+def test_the_table_has_all_that_a_format_needs():
+    can = {action for action, *backend in default_strategies if tuple(backend) == HF}
+    missing = {
+        StrategyAction.LOAD_OBJECTS,
+        StrategyAction.SAVE_OBJECTS,
+        StrategyAction.REMOVE_SHARDED,
+    }
+    assert can == set(StrategyAction) - missing

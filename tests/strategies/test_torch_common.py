@@ -1,0 +1,224 @@
+"""The common state as Megatron-Core's common.pt: what it writes we read, what we write it reads."""
+
+from __future__ import annotations
+
+import io
+from collections import OrderedDict, deque, namedtuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as some
+
+import shardtree as st
+from shardtree.codec import add_record, encode_archive, write_pickle
+from shardtree.errors import CheckpointingException, CorruptCheckpoint, TreeError, UnsafeFile, UnsupportedValue
+from shardtree.storage import LocalStorage, MemoryStorage
+from shardtree.strategies import Checkpoint, Draft, LoadOptions, SaveOptions
+from shardtree.strategies.torch import COMMON_FILE, load_common, save_common
+from shardtree.testing import common_states, outline
+from shardtree.trees import HOLE, common_with_holes, without_holes
+from shardtree.world import one_process
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+TORCH = ("torch", 1)
+
+Pair = namedtuple("Pair", "left right")
+
+
+def written(common: Any, **options: Any) -> MemoryStorage:
+    storage = MemoryStorage()
+    draft = Draft(storage, "save-1", one_process(), options=SaveOptions(durable=False, **options))
+    assert save_common(draft, common) == {"common_backend": "torch", "common_backend_version": 1}
+    return storage
+
+
+def read(storage: Any, **options: Any) -> Any:
+    return load_common(Checkpoint(storage, {}, one_process(), LoadOptions(**options)))
+
+
+def shard(key: str = "w") -> st.ShardedTensor:
+    return st.ShardedTensor.from_rank_offsets(key, torch.arange(4))
+
+
+@pytest.mark.parametrize("name", ["megatron_0161_tp2", "megatron_0140_torch_dist_flat", "megatron_old_zarr"])
+def test_what_megatron_wrote_is_read(name: str) -> None:
+    found = read(LocalStorage(FIXTURES / name))
+    assert found["iteration"] == 42
+    assert outline(found) == outline(torch.load(FIXTURES / name / COMMON_FILE, weights_only=True))
+
+
+@given(common_states())
+def test_a_common_state_comes_back_and_torch_reads_it(state: Any) -> None:
+    storage = written(state)
+    assert outline(read(storage)) == outline(state)
+    assert outline(torch.load(io.BytesIO(storage.read(COMMON_FILE)), weights_only=False)) == outline(state)
+
+
+def trees() -> some.SearchStrategy[Any]:
+    leaves = some.just(shard()) | some.integers(0, 3) | some.just("a")
+    inner = some.recursive(
+        leaves,
+        lambda child: some.one_of(
+            some.lists(child, max_size=3),
+            some.lists(child, max_size=3).map(tuple),
+            some.lists(child, max_size=2).map(deque),
+            some.dictionaries(some.sampled_from("abc") | some.integers(0, 2), child, max_size=3),
+            some.dictionaries(some.sampled_from("abc"), child, max_size=3).map(OrderedDict),
+            some.tuples(child, child).map(lambda pair: Pair(*pair)),
+        ),
+        max_leaves=8,
+    )
+    return some.dictionaries(some.sampled_from("xyz"), inner, max_size=3)
+
+
+def check_holes(storage: MemoryStorage, tree: Any) -> None:
+    """The law: holes are back where they were, but for those of dicts, which say nothing."""
+    found, expected = read(storage, types=(Pair,)), without_holes(common_with_holes(tree))
+    assert outline(found) == outline(expected)
+
+
+@given(trees())
+def test_holes_keep_their_places(tree: Any) -> None:
+    check_holes(written(common_with_holes(tree)), tree)
+
+
+def test_the_law_of_holes_catches_positions_that_shift() -> None:
+    tree = {"x": [shard(), 1, 2]}
+    check_holes(written(common_with_holes(tree)), tree)
+    with pytest.raises(AssertionError):
+        check_holes(written({"x": [1, 2]}), tree)  # as Megatron-Core stores it
+
+
+def test_torch_sees_an_empty_dict_in_a_holes_place() -> None:
+    storage = written(common_with_holes({"x": [{"w": shard()}, {"w": shard("v"), "lr": 1}], "y": shard("u")}))
+    assert torch.load(io.BytesIO(storage.read(COMMON_FILE)), weights_only=True) == {"x": [{}, {"lr": 1}]}
+
+
+def test_an_empty_dict_in_a_list_stays_one() -> None:
+    assert read(written({"x": [{}, HOLE]})) == {"x": [{}, HOLE]}
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"a": [shard("v"), 1], "b": {"c": shard("u"), "d": 2}, "e": (3, shard("t"))},
+        {"groups": [{"w": shard("v")}, {"lr": 0.1, "w": shard("u")}]},
+        {"all": [shard("v"), shard("u")], "step": 3},
+    ],
+)
+def test_a_whole_tree_is_saved_and_loaded(tree: Any) -> None:
+    folder = MemoryStorage()
+    st.save(tree, folder, common_strategy=TORCH)
+    found = st.load(tree, folder)
+    assert outline(found) == outline(st.load(tree, native(tree)))
+
+
+def native(tree: Any) -> MemoryStorage:
+    folder = MemoryStorage()
+    st.save(tree, folder)
+    return folder
+
+
+def test_overwriting_keeps_the_old_file_until_the_new_one_counts() -> None:
+    folder = MemoryStorage()
+    for step in (1, 2, 3):
+        st.save({"w": shard(), "step": step}, folder, common_strategy=TORCH, overwrite=step > 1)
+        assert st.load({"w": shard()}, folder)["step"] == step
+
+
+def test_values_that_need_code_take_allow_pickle() -> None:
+    with pytest.raises(UnsupportedValue, match=r"tree\['a'\]\[0\]"):
+        written({"a": [len]})
+    storage = written({"a": [len]}, allow_pickle=True)
+    with pytest.raises(UnsafeFile, match=r"common\.pt.*builtins\.len"):
+        read(storage)
+    assert read(storage, allow_pickle=True) == {"a": [len]}
+
+
+def test_a_missing_file_is_named() -> None:
+    with pytest.raises(CorruptCheckpoint, match=r"common\.pt.*isn't there"):
+        read(MemoryStorage())
+
+
+@pytest.mark.parametrize("data", [b"", b"P", b"hello", bytes(1000)])
+def test_a_file_that_is_no_archive_is_named(data: bytes, tmp_path: Path) -> None:
+    (tmp_path / COMMON_FILE).write_bytes(data)
+    with pytest.raises(CorruptCheckpoint, match=r"common\.pt"):
+        read(LocalStorage(tmp_path))
+
+
+def test_every_flipped_byte_is_found_or_harmless() -> None:
+    tree = {"x": [HOLE, 1], "rng": torch.arange(3)}
+    data = written(tree).read(COMMON_FILE)
+    storage = MemoryStorage()
+    for place in range(len(data)):
+        flipped = bytearray(data)
+        flipped[place] ^= 1
+        storage.replace(COMMON_FILE, bytes(flipped), durable=False)
+        try:
+            found = read(storage)
+        except CheckpointingException:
+            continue
+        assert outline(found) == outline(tree), place
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        write_pickle([("x", 0)]),
+        write_pickle([("x", 7)]),
+        write_pickle([("y",)]),
+        write_pickle([("x", 1, "deep")]),
+        write_pickle([()]),
+        write_pickle(["x"]),
+        write_pickle({"x": 1}),
+        write_pickle([("x", [])]),
+        write_pickle([("x",) * 300]),
+        b"cos\nsystem\n(S'true'\ntR.",
+        b"",
+    ],
+)
+def test_a_record_of_holes_that_contradicts_the_tree_is_refused(record: bytes) -> None:
+    storage = MemoryStorage()
+    data = add_record(encode_archive({"x": [1, {}]}), ".shardtree_holes", record)
+    storage.replace(COMMON_FILE, data, durable=False)
+    with pytest.raises(CheckpointingException, match=r"common\.pt"):
+        read(storage)
+
+
+@pytest.mark.peers
+def test_megatron_reads_what_we_write_and_joins_it() -> None:
+    from megatron.core.dist_checkpointing.dict_utils import extract_matching_values, merge
+
+    tree = {
+        "optimizer": [{"w": shard("v")}, {"w": shard("u"), "lr": 0.1}],
+        "step": 3,
+        "layers": {"a": shard("t"), "b": [1, 2]},
+    }
+    common = torch.load(io.BytesIO(written(common_with_holes(tree)).read(COMMON_FILE)), weights_only=True)
+    sharded, _ = extract_matching_values(tree, lambda leaf: isinstance(leaf, st.ShardedTensor))
+    assert merge(common, sharded) == tree
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize("mixed", [[shard("v"), 1], [shard("v"), {"lr": 1}], [{"w": shard("v")}, 2]])
+def test_lists_that_megatron_cannot_join_are_an_error_there_and_not_here(mixed: list[Any]) -> None:
+    from megatron.core.dist_checkpointing.dict_utils import extract_matching_values, merge
+
+    tree = {"mixed": mixed}
+    storage = written(common_with_holes(tree))
+    common = torch.load(io.BytesIO(storage.read(COMMON_FILE)), weights_only=True)
+    sharded, _ = extract_matching_values(tree, lambda leaf: isinstance(leaf, st.ShardedTensor))
+    with pytest.raises(ValueError, match="Cannot merge|Duplicate"):
+        merge(common, sharded)
+    assert read(storage) == common_with_holes(tree)
+
+
+def test_a_tree_that_holds_itself_is_refused() -> None:
+    cycle: dict[str, Any] = {}
+    cycle["again"] = [cycle]
+    with pytest.raises((TreeError, RecursionError)):
+        written(cycle)

@@ -1,0 +1,258 @@
+"""Checkpoints that Megatron-Core wrote load in other layouts than their own, element by element."""
+
+from __future__ import annotations
+
+import json
+import math
+import zlib
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+import shardtree as st
+from shardtree.errors import CheckpointingException, CorruptCheckpoint, KeyMismatch
+from shardtree.storage import MemoryStorage
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+GPT = ("megatron_0161_tp2", "megatron_main202608_tp2")
+FLAT = "megatron_0140_torch_dist_flat"
+
+GPT_TENSORS = {
+    "embedding.word_embeddings.weight": ((24, 16), torch.float32),
+    "decoder.final_layernorm.weight": ((16,), torch.float32),
+    "decoder.layers.self_attention.linear_qkv.weight": ((4, 48, 16), torch.float32),
+    "decoder.layers.mlp.linear_fc1.weight": ((4, 64, 16), torch.float32),
+    "decoder.layers.mlp.linear_fc2.weight": ((4, 16, 32), torch.float32),
+    "decoder.layers.mlp.linear_fc2.bias": ((4, 16), torch.bfloat16),
+    **{f"het.layers.{layer}.weight": ((16, 16), torch.float16) for layer in range(4)},
+    "uneven.weight": ((30, 5), torch.float32),
+    "step": ((), torch.int64),
+}
+FLAT_TENSORS = {
+    "layer.weight": ((8, 6), torch.float32),
+    "stack.weight": ((4, 8, 6), torch.float32),
+    "layer.bias_bf16": ((5,), torch.bfloat16),
+    "optimizer.state.exp_avg.layer.weight": ((8, 6), torch.float32),
+    "optimizer.state.exp_avg.layer.weight_ax1": ((8, 6), torch.float32),
+    "optimizer.state.exp_avg.layer.bias": ((12,), torch.float32),
+}
+TENSORS = dict.fromkeys(GPT, GPT_TENSORS) | {FLAT: FLAT_TENSORS}
+
+GPT_COMMON = {
+    "optimizer": {"param_groups": [{"lr": 1e-3, "betas": (0.9, 0.95)}]},
+    "args": {"hidden_size": 16, "num_layers": 4},
+    "iteration": 42,
+    "checkpoint_version": 3.0,
+    "empty_dict": {},
+    "lst": [1, {"a": 2}, [3, 4]],
+    "content_metadata": {"distrib_optim_sharding_type": "dp_reshardable", "chained_optim_avoid_prefix": True},
+}
+
+
+def value(key, shape, dtype):
+    """What a fixture's tensor holds; `tests/fixtures/README.md` has the formula."""
+    if key == "step":
+        return torch.tensor(7)
+    flat = torch.arange(math.prod(shape)) % 251 + zlib.crc32(key.encode()) % 97
+    return flat.reshape(shape).to(dtype)
+
+
+def box(key, dtype, shape, axis, begin, end, prepended=0):
+    """A shard of an irregular grid: some places of one axis."""
+    axis = min(axis, len(shape) - 1)
+    offset, size = [0] * len(shape), list(shape)
+    if shape:
+        begin, end = (min(place, shape[axis]) for place in (begin, end))
+        offset[axis], size[axis] = begin, end - begin
+    return st.ShardedTensor(
+        key, None, dtype, tuple(size[prepended:]), shape, tuple(offset), None, prepend_axis_num=prepended
+    )
+
+
+def one_rank(key, shape, dtype):
+    return [box(key, dtype, shape, 0, 0, 10**6)]
+
+
+def four_row_parts(key, shape, dtype):
+    return [box(key, dtype, shape, 0, begin, begin + 8) for begin in range(0, 32, 8)]
+
+
+def columns(key, shape, dtype):
+    return [box(key, dtype, shape, 9, *span) for span in ((0, 3), (3, 4), (4, 10**6))]
+
+
+def uneven_middle(key, shape, dtype):
+    return [box(key, dtype, shape, 1, *span) for span in ((0, 5), (5, 6), (6, 47), (47, 10**6))]
+
+
+def layer_by_layer(key, shape, dtype):
+    """The first axis is prepended: one shard a place."""
+    if len(shape) < 2:
+        return one_rank(key, shape, dtype)
+    return [box(key, dtype, shape, 0, place, place + 1, prepended=1) for place in range(shape[0])]
+
+
+def flat_thirds(key, shape, dtype):
+    """Flat ranges of the whole tensor, as a ZeRO-1 optimizer has them, cut anywhere."""
+    count = math.prod(shape)
+    edges = [0, count // 3, count // 3 * 2 + 1 if count > 2 else count, count]
+    zeros, ones = (0,) * len(shape), (1,) * len(shape)
+    return [
+        st.ShardedTensor(key, None, dtype, shape, shape, zeros, ones, flattened_range=slice(begin, end))
+        for begin, end in pairwise(edges)
+    ]
+
+
+LAYOUTS = [one_rank, four_row_parts, columns, uneven_middle, layer_by_layer, flat_thirds]
+
+
+def part_of(whole, shard):
+    data = whole[shard.global_slice()]
+    return data.reshape(-1)[shard.flattened_range] if shard.flattened_range is not None else data
+
+
+@pytest.mark.parametrize("verify", ["whole", "all", None])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", TENSORS)
+def test_every_tensor_loads_in_another_layout(name, layout, verify):
+    target = {key: layout(key, *kind) for key, kind in TENSORS[name].items()}
+    loaded = st.load(target, FIXTURES / name, validate_access_integrity=False, verify=verify)
+    for key, shards in target.items():
+        whole = value(key, *TENSORS[name][key])
+        for shard, data in zip(shards, loaded[key], strict=True):
+            assert data.dtype == shard.dtype
+            assert torch.equal(data, part_of(whole, shard)), (key, shard.global_offset)
+
+
+@pytest.mark.parametrize("name", TENSORS)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_load_their_parts_together(name, ranks):
+    """Each axis is cut over the ranks by turns, and the ranks agree that nothing is missing or held twice."""
+
+    def mine(key, shape, dtype, rank):
+        axis = next((axis for axis in range(len(shape)) if shape[axis] % ranks == 0), None)
+        if axis is None:
+            zeros = (0,) * len(shape)
+            return st.ShardedTensor(key, None, dtype, shape, shape, zeros, (1,) * len(shape), replica_id=rank)
+        size = shape[axis] // ranks
+        return box(key, dtype, shape, axis, rank * size, rank * size + size)
+
+    def load(world):
+        target = {key: mine(key, *kind, world.rank) for key, kind in TENSORS[name].items()}
+        loaded = st.load(target, FIXTURES / name, world=world)
+        return [(key, shard, loaded[key]) for key, shard in target.items()]
+
+    for found in st.simulate(ranks, load):
+        for key, shard, data in found:
+            assert torch.equal(data, part_of(value(key, *TENSORS[name][key]), shard)), key
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_everything_opens_without_a_target(name):
+    opened = st.open_checkpoint(FIXTURES / name)
+    assert {key for key, shard in opened.items() if isinstance(shard, st.ShardedTensor)} == TENSORS[name].keys()
+    for key, (shape, dtype) in TENSORS[name].items():
+        lazy = opened[key].data
+        assert (tuple(lazy.shape), lazy.dtype) == (shape, dtype)
+        assert torch.equal(lazy.read(), value(key, shape, dtype))
+    plain = st.load_plain_tensors(FIXTURES / name)
+    assert plain.keys() == TENSORS[name].keys()
+
+
+@pytest.mark.parametrize("name", GPT)
+def test_objects_and_common_state_are_those_that_were_saved(name):
+    opened = st.open_checkpoint(FIXTURES / name)
+    assert sorted(key for key, item in opened.items() if isinstance(item, st.ShardedObject)) == [
+        *(f"decoder.layers.self_attention._extra_state/shard_{layer}_4" for layer in range(4)),
+        *(f"rng_state/shard_0.{rank}_1.2" for rank in range(2)),
+    ]
+    rng = [st.ShardedObject("rng_state", None, (1, 2), (0, rank)) for rank in range(2)]
+    extra = [st.ShardedObject("decoder.layers.self_attention._extra_state", None, (4,), (n,)) for n in range(4)]
+    loaded = st.load({"rng": rng, "extra": extra}, FIXTURES / name)
+    assert loaded["rng"] == [[{"seed": 1000}], [{"seed": 1001}]]
+    for layer, state in enumerate(loaded["extra"]):
+        assert state["layer"] == layer
+        assert torch.equal(state["fp8"], torch.full((2,), float(layer)))
+    common = st.load_common_state_dict(FIXTURES / name)
+    assert torch.equal(common.pop("common_tensor"), torch.arange(5))
+    assert common == GPT_COMMON
+    assert st.load_content_metadata(FIXTURES / name) == GPT_COMMON["content_metadata"]
+
+
+def test_the_flat_ones_objects_and_common_state_are_those_that_were_saved():
+    rng = [st.ShardedObject("rng_state", None, (1, 2), (0, rank)) for rank in range(2)]
+    extra = st.ShardedObject("layer._extra_state", None, (1,), (0,))
+    loaded = st.load({"rng": rng, "extra": extra}, FIXTURES / FLAT)
+    assert loaded["rng"] == [{"tp": 0}, {"tp": 1}]
+    assert loaded["extra"] == {"x": 7}
+    assert (loaded["iteration"], loaded["args"], loaded["lst"]) == (42, {"a": 1}, [1, {"a": 2}])
+
+
+def test_another_grid_of_objects_is_refused():
+    with pytest.raises(KeyMismatch, match="ask for the grid that was saved"):
+        st.load({"rng": st.ShardedObject("rng_state", None, (1, 1), (0, 0))}, FIXTURES / GPT[0])
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_undamaged_fixtures_verify(name):
+    assert st.verify(FIXTURES / name) == ()
+
+
+def test_a_padded_vocabulary_keeps_what_the_target_had():
+    key, shape = "embedding.word_embeddings.weight", (32, 16)
+    data = torch.full(shape, -1.0)
+    shard = st.ShardedTensor.from_rank_offsets(key, data, allow_shape_mismatch=True)
+    loaded = st.load({"w": shard}, FIXTURES / GPT[0])["w"]
+    assert torch.equal(loaded[:24], value(key, (24, 16), torch.float32))
+    assert (loaded[24:] == -1).all()
+
+
+# Two ways of one format: what says that the common state is in an object is metadata.json.
+
+
+def copied(name, **fields):
+    folder = MemoryStorage()
+    for path in (FIXTURES / name).iterdir():
+        folder.write(path.name, [memoryview(path.read_bytes())], durable=False)
+    if fields:
+        metadata = json.loads((FIXTURES / name / "metadata.json").read_text()) | fields
+        folder.write("metadata.json", [memoryview(json.dumps(metadata).encode())], durable=False)
+    return folder
+
+
+def test_the_common_object_is_listed_where_it_is_not_the_common_state():
+    folder = copied(GPT[1], common_backend="torch", common_backend_version=1)
+    assert "common_state/shard_0_1" in st.load_sharded_metadata(folder)
+    assert "common_state/shard_0_1" not in st.load_sharded_metadata(FIXTURES / GPT[1])
+
+
+def test_a_checkpoint_without_its_common_object_says_so():
+    with pytest.raises(CorruptCheckpoint, match="common_state/shard_0_1"):
+        st.load_common_state_dict(copied(GPT[0], common_backend="torch_dist", common_backend_version=1))
+
+
+def test_a_folder_that_lacks_its_last_file_is_not_finished():
+    folder = copied(GPT[0])
+    folder.remove("metadata.json")
+    assert not st.is_checkpoint(folder)
+
+
+def test_the_files_of_tensors_alone_are_a_folder_of_dcp():
+    folder = copied(GPT[0])
+    folder.remove("metadata.json")
+    folder.remove("common.pt")
+    key = "uneven.weight"
+    assert torch.equal(st.load_plain_tensors(folder)[key], value(key, (30, 5), torch.float32))
+    assert st.load_common_state_dict(folder) == {}
+
+
+def test_the_check_of_layouts_sees_elements_in_the_wrong_place():
+    """The planted fault: a flat tensor taken for the shape it is stored in, as Megatron-Core 0.16 does."""
+    key, (shape, dtype) = "optimizer.state.exp_avg.layer.weight_ax1", FLAT_TENSORS["layer.weight"]
+    right = value(key, shape, dtype)
+    as_stored = torch.stack([right[:, :3].reshape(-1), right[:, 3:].reshape(-1)]).reshape(shape)
+    assert not torch.equal(as_stored, right)
+    with pytest.raises(CheckpointingException):
+        st.load({key: one_rank(key, (1, 2, 24), dtype)[0]}, FIXTURES / FLAT)

@@ -1,0 +1,429 @@
+"""Laws of reading archives of torch.save: stored in any layout, asked for in any; and what old versions wrote."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import pickle
+import uuid
+
+import fsspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as some
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+import shardtree as st
+from shardtree.codec import Global, New, Reduced, write_pickle
+from shardtree.errors import CorruptCheckpoint, IntegrityError, UnsupportedValue
+from shardtree.storage import MemoryStorage
+from shardtree.testing import assemble, cut, first_difference, layouts, refilled, tensors
+
+# What torch.save takes; it has no storage for dtypes of fewer bits than a byte.
+SAVED = [
+    getattr(torch, name)
+    for name in """
+        float32 float64 float16 bfloat16 float8_e4m3fn float8_e5m2 bool int8 int16 int32 int64 uint8 uint16 uint32 uint64
+        complex64 complex128
+    """.split()
+]
+
+TORCH_DIST = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+
+
+def archive(tensor):
+    file = io.BytesIO()
+    torch.save(tensor, file)
+    return file.getvalue()
+
+
+class Writer:
+    """A folder as torch.distributed.checkpoint and Megatron-Core leave it, made of single chunks."""
+
+    def __init__(self, files=1):
+        self.data = [bytearray() for _ in range(files)]
+        self.metadata = Metadata({}, None, {})
+        self.metadata.mcore_data = {}
+
+    def add(self, key, shape, offset, tensor, file=0, **flat):
+        entry = self.metadata.state_dict_metadata.setdefault(
+            key, TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), torch.Size(shape), [])
+        )
+        entry.chunks.append(ChunkStorageMetadata(torch.Size(offset), tensor.shape))
+        content, data = archive(tensor), self.data[file]
+        place = _StorageInfo(f"__{file}_0.distcp", len(data), len(content))
+        self.metadata.storage_data[MetadataIndex(key, torch.Size(offset))] = place
+        self.metadata.mcore_data[key] = flat
+        data += content
+
+    def folder(self, metadata=None, storage=None):
+        folder = MemoryStorage() if storage is None else storage
+        for number, data in enumerate(self.data):
+            folder.write(f"__{number}_0.distcp", [memoryview(bytes(data))], durable=False)
+        index = pickle.dumps(self.metadata, 4) if metadata is None else metadata
+        folder.write(".metadata", [memoryview(index)], durable=False)
+        return folder
+
+
+def store(writer, key, whole, layout):
+    """Add a tensor's main replicas as Megatron-Core 0.11 to 0.15 stored them: flat ranges as ranges of grid cells."""
+    shards = [shard for rank in range(layout.ranks) for shard in cut(layout, key, whole, rank)]
+    shards = [shard for shard in shards if st.is_main_replica(shard.replica_id) and shard.data.numel()]
+    for number, shard in enumerate(shards):
+        data, file = shard.data, number % len(writer.data)
+        if shard.flattened_range is None:
+            box = data.reshape((1,) * shard.prepend_axis_num + shard.local_shape)
+            writer.add(key, layout.global_shape, shard.global_offset, box.contiguous(), file)
+        else:
+            cell = (1,) * shard.prepend_axis_num + shard.local_shape
+            grid = tuple(size // part for size, part in zip(layout.global_shape, cell, strict=True))
+            place = tuple(at // part for at, part in zip(shard.global_offset, cell, strict=True))
+            flat = {"nd_reformulated_orig_global_shape": layout.global_shape}
+            inside = data.reshape((1,) * len(cell) + (-1,)).contiguous()
+            start = shard.flattened_range.start
+            writer.add(key, (*grid, math.prod(cell)), (*place, start), inside, file, **flat)
+
+
+def has_cells(layout):
+    """Whether Megatron-Core could have stored a layout: all of it flat on a grid, or none of it."""
+    pieces = [piece for piece in layout.pieces if math.prod(piece.shape)]
+    flat = {piece.flat is not None for piece in pieces}
+    even = layout.grid is not None and len({piece.shape for piece in pieces}) <= 1
+    return flat <= {False} or (flat == {True} and even)
+
+
+def loaded_in(folder, key, whole, layout, **options):
+    """Return the tensor that all ranks' shards make together."""
+
+    def load(world):
+        target = {"w": cut(layout, key, torch.zeros_like(whole), world.rank)}
+        return target, st.load(target, folder, world=world, **options)
+
+    pairs = st.simulate(layout.ranks, load)
+    return assemble(refilled(target, loaded) for target, loaded in pairs)[key]
+
+
+def check_any_layout(whole, stored, asked, store=store):
+    writer = Writer(files=2)
+    store(writer, "w", whole, stored)
+    found = loaded_in(writer.folder(), "w", whole, asked)
+    assert not first_difference(found, whole)
+
+
+@settings(max_examples=120, deadline=None)
+@given(some.data())
+def test_what_is_stored_in_any_layout_loads_in_any(data):
+    whole = data.draw(tensors(dtype=some.sampled_from(SAVED)))
+    if not whole.numel():
+        return
+    stored = data.draw(layouts(tuple(whole.shape), data.draw(some.integers(1, 4))).filter(has_cells))
+    asked = data.draw(layouts(tuple(whole.shape), data.draw(some.integers(1, 4))))
+    check_any_layout(whole, stored, asked)
+
+
+def test_the_law_sees_flat_ranges_at_the_wrong_place():
+    """The planted fault: cells are counted along the other axis."""
+    grid = [((row, column), (2, 3)) for row in (0, 2) for column in (0, 3)]
+    pieces = tuple(st.testing.Piece(0, offset, shape, flat) for offset, shape in grid for flat in ((0, 4), (4, 6)))
+    layout = st.testing.Layout(1, (4, 6), pieces, grid=(2, 2))
+    whole = torch.arange(24.0).reshape(4, 6)
+    check_any_layout(whole, layout, layout)
+
+    def turned(writer, key, whole, layout):
+        store(writer, key, whole, layout)
+        boxes = writer.metadata.state_dict_metadata[key].chunks
+        places = dict(writer.metadata.storage_data)
+        writer.metadata.storage_data.clear()
+        for box in boxes:
+            row, column, start = box.offsets
+            place = places[MetadataIndex(key, box.offsets)]
+            writer.metadata.storage_data[MetadataIndex(key, torch.Size((column, row, start)))] = place
+
+    with pytest.raises(AssertionError):
+        check_any_layout(whole, layout, layout, turned)
+
+
+# Large chunks
+
+
+@pytest.fixture(scope="module")
+def large():
+    """Forty megabytes in two chunks: several windows, read by several threads."""
+    writer = Writer()
+    whole = torch.arange(10_000_000, dtype=torch.int32).reshape(2500, 4000)
+    writer.add("w", whole.shape, (0, 0), whole[:2000].clone())
+    writer.add("w", whole.shape, (2000, 0), whole[2000:].clone())
+    return writer, whole
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_a_large_tensor_loads_in_parts(large, axis, threads):
+    writer, whole = large
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        parts = [
+            st.ShardedTensor.from_rank_offsets("w", torch.empty_like(part.contiguous()), (axis, number, 4))
+            for number, part in enumerate(whole.chunk(4, dim=axis))
+        ]
+        reports = []
+        loaded = st.load({"w": parts}, writer.folder(), report=reports.append)["w"]
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(torch.cat(loaded, dim=axis), whole)
+    # Rows are read as they lie and checked on the way; columns are copied out of a mapping.
+    checked = 2 if axis == 0 else 0
+    assert (reports[0].blocks_checked, reports[0].blocks_unchecked) == (checked, 2 - checked)
+    assert reports[0].bytes_read == whole.nbytes
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+@pytest.mark.parametrize("place", [704, 17_000_000, 31_999_999])
+def test_a_flipped_bit_of_a_large_chunk_is_found(large, place, threads):
+    writer, whole = large
+    folder = writer.folder()
+    data = bytearray(folder.read("__0_0.distcp"))
+    data[place] ^= 4
+    folder.write("__0_0.distcp", [memoryview(data)], durable=False)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    target = st.ShardedTensor.from_rank_offsets("w", torch.empty_like(whole))
+    try:
+        with pytest.raises(CorruptCheckpoint, match="checksum of 1 of its tensors"):
+            st.load({"w": target}, folder)
+        st.load({"w": target}, folder, verify=None)
+    finally:
+        torch.set_num_threads(before)
+    assert [damage.keys for damage in st.verify(folder)] == [("w",)]
+
+
+def test_progress_adds_up_to_what_is_read(large):
+    writer, whole = large
+    told = []
+    target = st.ShardedTensor.from_rank_offsets("w", torch.empty_like(whole))
+    st.load({"w": target}, writer.folder(), progress=told.append)
+    assert sum(told) == whole.nbytes
+    told = []
+    assert st.verify(writer.folder(), progress=told.append) == ()
+    assert sum(told) == len(writer.data[0])
+
+
+def test_a_folder_behind_a_url_loads():
+    writer = Writer(files=2)
+    whole = torch.arange(600.0).reshape(20, 30)
+    for number, part in enumerate(whole.chunk(4)):
+        writer.add("w", whole.shape, (5 * number, 0), part.clone(), number % 2)
+    writer.add("t", (30, 20), (0, 0), whole.t())
+    url = f"memory://{uuid.uuid4()}"
+    for name in ("__0_0.distcp", "__1_0.distcp", ".metadata"):
+        fsspec.filesystem("memory").pipe_file(f"{url}/{name}", writer.folder().read(name))
+    target = st.ShardedTensor("w", None, torch.float32, (20, 7), (20, 30), (0, 11), None)
+    loaded = st.load({"w": target}, url, validate_access_integrity=False)["w"]
+    assert torch.equal(loaded, whole[:, 11:18])
+    assert torch.equal(st.load_plain_tensors(url)["t"], whole.t())
+
+
+# What is peculiar in files of other versions
+
+
+def test_flat_tensors_of_one_axis_with_true_offsets_load():
+    """As Megatron-Core 0.8 to 0.10 stored them: nothing beside them says that they are flat."""
+    writer, whole = Writer(), torch.arange(12.0)
+    for offset, size in ((0, 2), (6, 2), (2, 4), (8, 4)):
+        writer.add("b", (12,), (offset,), whole[offset : offset + size].clone())
+    assert torch.equal(st.load_plain_tensors(writer.folder())["b"], whole)
+    flat = st.ShardedTensor("b", None, torch.float32, (6,), (12,), (6,), (2,), flattened_range=slice(1, 5))
+    assert torch.equal(st.load({"b": flat}, writer.folder(), validate_access_integrity=False)["b"], whole[7:11])
+
+
+def test_flat_tensors_that_fit_no_grid_are_refused_and_others_load():
+    writer = Writer()
+    shapes = {
+        "axes": ((2, 24), {}, (8, 6)),
+        "uneven": ((3, 1, 16), {}, (8, 6)),
+        "cell": ((2, 1, 23), {}, (8, 6)),
+        "two cells": ((2, 1, 24), {"size": (2, 1, 24)}, (8, 6)),
+        "no numbers": ((2, 1, 24), {}, None),
+    }
+    for key, (shape, options, true) in shapes.items():
+        size = options.get("size", (1,) * (len(shape) - 1) + shape[-1:])
+        tensor = torch.zeros(size)
+        writer.add(key, shape, (0,) * len(shape), tensor, nd_reformulated_orig_global_shape=true)
+    writer.add("w", (3,), (0,), torch.arange(3.0))
+    writer.metadata.mcore_data["gone"] = {"nd_reformulated_orig_global_shape": (1,)}
+    folder = writer.folder()
+    assert st.load_tensors_metadata(folder).keys() == {"w", "no numbers"}
+    assert st.load({"w": st.ShardedTensor.from_rank_offsets("w", torch.zeros(3))}, folder)["w"].tolist() == [0, 1, 2]
+    for key in ("axes", "uneven", "cell", "two cells"):
+        target = st.ShardedTensor.from_rank_offsets(key, torch.zeros(8, 6))
+        with pytest.raises(UnsupportedValue, match=f"'{key}': it"):
+            st.load({"w": target}, folder)
+
+
+def test_chunks_without_elements_do_no_harm():
+    writer = Writer()
+    for offset, rows in ((0, 2), (2, 1)):
+        writer.add("w", (3, 2), (offset, 0), torch.full((rows, 2), float(offset)))
+    chunks = writer.metadata.state_dict_metadata["w"].chunks
+    chunks += [ChunkStorageMetadata(torch.Size((0, 0)), torch.Size((0, 2))), chunks[0]]
+    assert st.load_plain_tensors(writer.folder())["w"].tolist() == [[0, 0], [0, 0], [2, 2]]
+
+
+def test_overlapping_chunks_are_refused():
+    writer = Writer()
+    for offset in (0, 1):
+        writer.add("w", (3,), (offset,), torch.zeros(2))
+    with pytest.raises(IntegrityError, match="'w'"):
+        st.load_plain_tensors(writer.folder())
+
+
+def test_an_archive_with_another_tensor_is_refused():
+    for stored in (torch.zeros(3, 2), torch.zeros(2, 3, dtype=torch.int32), torch.zeros(6)):
+        writer = Writer()
+        writer.add("w", (2, 3), (0, 0), stored)
+        entry = writer.metadata.state_dict_metadata["w"]
+        entry.properties = TensorProperties(dtype=torch.float32)
+        entry.chunks[:] = [ChunkStorageMetadata(torch.Size((0, 0)), torch.Size((2, 3)))]
+        with pytest.raises(CorruptCheckpoint, match=r"'w'.*not the tensor that \.metadata says"):
+            st.load_plain_tensors(writer.folder())
+
+
+def test_an_archive_of_no_tensor_is_refused():
+    writer = Writer()
+    writer.add("w", (2,), (0,), torch.zeros(2))
+    (place,) = writer.metadata.storage_data.values()
+    content = archive([1, 2])
+    place.relative_path, place.length = "list", len(content)
+    folder = writer.folder()
+    folder.write("list", [memoryview(content)], durable=False)
+    with pytest.raises(CorruptCheckpoint, match="not a tensor"):
+        st.load_plain_tensors(folder)
+
+
+def old_metadata(writer, module, **classes):
+    """The writer's index as other versions pickled it: their names of classes, a path, plans of all ranks."""
+    at = "torch.distributed.checkpoint.metadata"
+
+    def new(name, module=at, args=(), **state):
+        return New(Global(module, name), args, state or None)
+
+    def size(shape):
+        return Reduced(Global("torch", "Size"), (tuple(shape),))
+
+    def properties(dtype):
+        layout = Reduced(Global("torch.serialization", "_get_layout"), ("torch.strided",))
+        encoding = Reduced(Global(module, classes.get("encoding", "_MEM_FORMAT_ENCODING")), (0,))
+        state = (Global("torch", str(dtype).removeprefix("torch.")), layout, False, encoding, False)
+        return New(Global(module, "TensorProperties"), (), state)
+
+    def index(key, offset):
+        return new("MetadataIndex", fqn=key, offset=size(offset), index=None)
+
+    entries = {
+        key: new(
+            "TensorStorageMetadata",
+            properties=properties(classes.get("dtype", entry.properties.dtype)),
+            size=size(entry.size),
+            chunks=[
+                new("ChunkStorageMetadata", offsets=size(box.offsets), sizes=size(box.sizes)) for box in entry.chunks
+            ],
+        )
+        for key, entry in writer.metadata.state_dict_metadata.items()
+    }
+    places = {
+        index(found.fqn, found.offset): new(
+            "_StorageInfo", "torch.distributed.checkpoint.filesystem", **{"transform_descriptors": None, **vars(info)}
+        )
+        for found, info in writer.metadata.storage_data.items()
+    }
+    planner = "torch.distributed.checkpoint.planner"
+    kind = Reduced(Global(planner, "WriteItemType"), (2,))
+    write = new("WriteItem", planner, index=index("w", (0,)), type=kind, bytes_io_data=None)
+    plans = [new("MCoreSavePlan", "megatron.core.dist_checkpointing.strategies.torch", items=[write], usable=True)]
+    path = Reduced(Global(classes.get("paths", "pathlib"), "PosixPath"), ("/", "checkpoints"))
+    return write_pickle(
+        New(
+            Global(*classes.get("root", (at, "Metadata"))),
+            (),
+            {
+                "state_dict_metadata": entries,
+                "planner_data": None,
+                "storage_data": places,
+                "storage_meta": new("StorageMeta", checkpoint_id=path, save_id="1", load_id=None, modules=[]),
+                "all_local_plans": plans,
+            },
+        )
+    )
+
+
+NEW = "torch.distributed.checkpoint.metadata"
+OLD = "torch.distributed._shard.sharded_tensor.metadata"
+
+
+@pytest.mark.parametrize(
+    ("module", "classes"),
+    [
+        (NEW, {}),
+        (OLD, {"encoding": "MEM_FORMAT_ENCODING"}),
+        (NEW, {"paths": "pathlib._local"}),
+        (NEW, {"root": ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata")}),
+    ],
+    ids=["torch 2.13", "torch 2.2", "Python 3.13", "Megatron-Core 0.11"],
+)
+@pytest.mark.parametrize("allow_pickle", [False, True])
+def test_an_index_of_another_version_is_read(module, classes, allow_pickle):
+    writer = Writer()
+    writer.add("w", (3,), (0,), torch.arange(3.0))
+    folder = writer.folder(old_metadata(writer, module, **classes))
+    target = st.ShardedTensor.from_rank_offsets("w", torch.zeros(3))
+    assert st.load({"w": target}, folder, allow_pickle=allow_pickle)["w"].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("allow_pickle", [False, True])
+def test_a_dtype_that_this_torch_lacks_matters_where_it_is_asked_for(allow_pickle):
+    writer = Writer()
+    writer.add("w", (3,), (0,), torch.arange(3.0))
+    folder = writer.folder(old_metadata(writer, NEW, dtype="torch.float31"))
+    assert st.load_common_state_dict(folder, allow_pickle=allow_pickle) == {}
+    with pytest.raises(UnsupportedValue, match="'w': this torch has no dtype like its own"):
+        st.load({"w": st.ShardedTensor.from_rank_offsets("w", torch.zeros(3))}, folder, allow_pickle=allow_pickle)
+
+
+def test_megatrons_metadata_json_makes_the_same_files_its_own():
+    writer = Writer()
+    writer.add("w", (3,), (0,), torch.arange(3.0))
+    folder = writer.folder()
+    folder.write("metadata.json", [memoryview(json.dumps(TORCH_DIST).encode())], durable=False)
+    assert st.load_plain_tensors(folder)["w"].tolist() == [0, 1, 2]
+    with pytest.raises(CorruptCheckpoint, match="has no common state"):
+        st.load_common_state_dict(folder)
+
+
+def test_many_chunks_open_quickly_and_alike():
+    """Ten thousand chunks in a hundred files: what is asked for is found among them."""
+    writer = Writer(files=100)
+    content = archive(torch.zeros(1, 4))
+    for row in range(10_000):
+        offset = torch.Size((row, 0))
+        entry = writer.metadata.state_dict_metadata.setdefault(
+            "w", TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size((10_000, 4)), [])
+        )
+        entry.chunks.append(ChunkStorageMetadata(offset, torch.Size((1, 4))))
+        place = _StorageInfo(f"__{row % 100}_0.distcp", row // 100 * len(content), len(content))
+        writer.metadata.storage_data[MetadataIndex("w", offset)] = place
+    for data in writer.data:
+        for _ in range(100):
+            data += content
+    lazy = st.open_checkpoint(writer.folder())["w"].data
+    np.testing.assert_array_equal(lazy[9_000:9_100].read().numpy(), np.zeros((100, 4)))

@@ -1,0 +1,457 @@
+"""Saving as Megatron-Core's `torch_dist`: what lies in the folder, what is loaded, and what a failed save leaves."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import pickletools
+import zipfile
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as hs
+
+import shardtree as st
+from shardtree.errors import AlreadyACheckpoint, IntegrityError, StorageError, UnsupportedValue
+from shardtree.storage import LocalStorage, MemoryStorage, Storage
+from shardtree.strategies import StrategyAction, default_strategies
+from shardtree.testing import (
+    Call,
+    GlobalState,
+    WatchedStorage,
+    check_roundtrip,
+    even_layout,
+    global_states,
+    state_layouts,
+)
+from shardtree.world import World
+from tests.laws.test_kill_law import RANKS, check_kill_law, tree, value_in
+
+TORCH_DIST, DCP = ("torch_dist", 1), ("dcp", 1)
+BACKENDS = pytest.mark.parametrize("backend", [TORCH_DIST, DCP], ids=lambda backend: backend[0])
+
+# What torch says, once, when it makes a tensor of half-precision complex numbers.
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+
+EXAMPLES = settings.default.max_examples if settings.default else 100
+
+
+def index_of(storage: Storage) -> Any:
+    """What torch.distributed.checkpoint gets when it reads the index."""
+    return pickle.loads(storage.read(".metadata"))
+
+
+def archived(storage: Storage, place: Any) -> Any:
+    """What torch.load makes of one archive."""
+    data = storage.read(place.relative_path)[place.offset : place.offset + place.length]
+    return torch.load(io.BytesIO(data), weights_only=True)
+
+
+def saved(make: Callable[[World], Any], ranks: int = 1, backend: Any = TORCH_DIST, **options: Any) -> MemoryStorage:
+    storage = MemoryStorage()
+    st.simulate(ranks, lambda world: st.save(make(world), storage, backend, world=world, **options))
+    return storage
+
+
+def rows(world: World) -> dict[str, Any]:
+    whole = torch.arange(24.0).view(6, 4)
+    return {
+        "w": st.ShardedTensor.from_rank_offsets("w", whole.chunk(world.size)[world.rank], (0, world.rank, world.size)),
+        "norm": st.ShardedTensor.from_rank_offsets("norm", torch.ones(3), replica_id=world.rank),
+        "rng": st.ShardedObject("rng", {"seed": world.rank}, (world.size,), (world.rank,)),
+        "step": 7,
+    }
+
+
+# -- round trips
+
+
+@BACKENDS
+@settings(max_examples=EXAMPLES)
+@given(data=hs.data())
+def test_what_is_loaded_in_another_layout_is_what_was_saved(backend: Any, data: hs.DataObject) -> None:
+    drawn = data.draw(global_states(), label="state")
+    objects = {key: [[number, "x"] for number, _ in enumerate(cells)] for key, cells in drawn.objects.items()}
+    state = replace(drawn, common={"step": 7, "groups": [{"lr": 0.1, "betas": (0.9, 0.95)}]}, objects=objects)
+    save_ranks, load_ranks = (data.draw(hs.integers(1, 4), label=label) for label in ("save on", "load on"))
+    one, other = (data.draw(state_layouts(state, ranks)) for ranks in (save_ranks, load_ranks))
+    if backend == TORCH_DIST:
+        check_roundtrip(state, one, other, save=partial(st.save, sharded_strategy=backend))
+    else:
+        check_roundtrip(state, one, other, save=save_without_local, load=load_without_local)
+
+
+def save_without_local(tree: dict[str, Any], directory: Any, world: World) -> None:
+    """Save what each rank holds but for a list with a local object in it, whose place DCP can't keep."""
+    st.save({key: value for key, value in tree.items() if key != "local"}, directory, DCP, world=world)
+
+
+def load_without_local(target: dict[str, Any], directory: Any, world: World) -> dict[str, Any]:
+    loaded = st.load({key: value for key, value in target.items() if key != "local"}, directory, world=world)
+    return {**loaded, "local": [7, world.rank]}
+
+
+def test_the_law_catches_a_shard_that_is_not_written() -> None:
+    row = (StrategyAction.SAVE_SHARDED, *TORCH_DIST)
+    table = {**default_strategies, row: lambda draft, shards: default_strategies[row](draft, shards[1:])}
+    state = GlobalState({"w": torch.arange(4)}, {}, {"step": 7})
+    layout = {"w": even_layout((4,), 2)}
+    with pytest.raises((AssertionError, st.CheckpointingException), match="'w'"):
+        check_roundtrip(state, layout, layout, save=partial(st.save, sharded_strategy=TORCH_DIST, strategies=table))
+
+
+# -- the folder
+
+
+def test_the_folder_holds_what_megatron_core_expects_and_nothing_else() -> None:
+    storage = saved(rows, ranks=2)
+    assert storage.names() == (".metadata", "__0_0.distcp", "__1_0.distcp", "common.pt", "metadata.json")
+    assert json.loads(storage.read("metadata.json")) == {
+        "sharded_backend": "torch_dist",
+        "sharded_backend_version": 1,
+        "common_backend": "torch",
+        "common_backend_version": 1,
+    }
+
+
+def test_a_rank_with_nothing_to_write_writes_no_file() -> None:
+    def on_rank_one(world: World) -> dict[str, Any]:
+        shard = st.ShardedTensor.from_rank_offsets("w", torch.ones(2))
+        return {"w": shard} if world.rank == 1 else {}
+
+    assert saved(on_rank_one, ranks=3).names() == (".metadata", "__1_0.distcp", "common.pt", "metadata.json")
+
+
+def test_every_archive_is_one_that_torch_loads_and_begins_at_a_multiple_of_64() -> None:
+    storage = saved(rows, ranks=2)
+    places = index_of(storage).storage_data
+    found = {(index.fqn, index.offset): archived(storage, place) for index, place in places.items()}
+    assert found["rng/shard_1_2", None] == [{"seed": 1}]
+    assert torch.equal(found["w", torch.Size([3, 0])], torch.arange(12.0, 24.0).view(3, 4))
+    assert all(place.offset % 64 == 0 for place in places.values())
+    for name in ("__0_0.distcp", "__1_0.distcp"):
+        taken = sorted((place.offset, place.length) for place in places.values() if place.relative_path == name)
+        assert all(begin + length <= after for (begin, length), (after, _) in pairwise(taken))
+        assert sum(taken[-1]) == storage.length(name)
+        assert min(taken)[0] == 0
+
+
+def test_bytes_come_before_tensors() -> None:
+    places = index_of(saved(rows)).storage_data
+    ends = max(place.offset for index, place in places.items() if index.offset is None)
+    assert ends < min(place.offset for index, place in places.items() if index.offset is not None)
+
+
+def test_the_index_is_what_torch_writes() -> None:
+    """Class for class and field for field, as torch.distributed.checkpoint makes them."""
+    from torch.distributed.checkpoint import metadata as dcp
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    index = index_of(saved(rows))
+    size = torch.Size([6, 4])
+    properties = dcp.TensorProperties(torch.float32, torch.strided, False, torch.contiguous_format, False)
+    expected = dcp.TensorStorageMetadata(properties, size, [dcp.ChunkStorageMetadata(torch.Size([0, 0]), size)])
+    assert index.state_dict_metadata["w"] == expected
+    assert index.state_dict_metadata["rng/shard_0_1"] == dcp.BytesStorageMetadata()
+    assert (index.planner_data, index.version) == (None, "1.0.0")
+    place = index.storage_data[dcp.MetadataIndex("w", torch.Size([0, 0]))]
+    assert isinstance(place, _StorageInfo)
+    assert (place.relative_path, place.transform_descriptors) == ("__0_0.distcp", None)
+    assert {found.index for found in index.storage_data if found.fqn == "w"} == {0}
+    assert pickle.loads(pickle.dumps(index)) == index
+
+
+def test_the_index_tells_nothing_of_where_it_was_saved(tmp_path: Any) -> None:
+    st.save(rows(st.one_process()), tmp_path, TORCH_DIST)
+    data = (tmp_path / ".metadata").read_bytes()
+    assert str(tmp_path).encode() not in data
+    assert index_of(LocalStorage(str(tmp_path))).storage_meta.checkpoint_id is None
+    named = {argument for opcode, argument, _ in pickletools.genops(data) if isinstance(argument, str)}
+    assert not any("pathlib" in name for name in named)
+
+
+# -- shards
+
+
+def test_flat_ranges_are_stored_as_boxes() -> None:
+    whole = torch.arange(24.0).view(4, 6)
+    cuts = [0, 5, 5, 16, 24]
+
+    def flat(world: World) -> dict[str, Any]:
+        begin, end = cuts[world.rank : world.rank + 2]
+        data, taken = whole.flatten()[begin:end].clone(), slice(begin, end)
+        return {"w": st.ShardedTensor.from_rank_offsets_flat("w", data, (4, 6), flattened_range=taken)}
+
+    storage = saved(flat, ranks=4)
+    index = index_of(storage)
+    boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in index.state_dict_metadata["w"].chunks]
+    assert boxes == [
+        ((0, 0), (1, 5)),
+        ((0, 5), (1, 1)),
+        ((1, 0), (1, 6)),
+        ((2, 0), (1, 4)),
+        ((2, 4), (1, 2)),
+        ((3, 0), (1, 6)),
+    ]
+    for key, place in index.storage_data.items():
+        (row, column), found = key.offset, archived(storage, place)
+        assert torch.equal(found, whole[row : row + found.shape[0], column : column + found.shape[1]])
+
+
+def test_prepended_axes_are_axes_of_size_one_of_what_is_archived() -> None:
+    def stages(world: World) -> dict[str, Any]:
+        data = torch.full((2, 3), float(world.rank))
+        return {"w": st.ShardedTensor.from_rank_offsets("w", data, (0, world.rank, 2), prepend_axis_num=1)}
+
+    storage = saved(stages, ranks=2)
+    index = index_of(storage)
+    assert index.state_dict_metadata["w"].size == (2, 2, 3)
+    for key, place in index.storage_data.items():
+        assert torch.equal(archived(storage, place), torch.full((1, 2, 3), float(key.offset[0])))
+
+
+def test_chunks_without_elements_are_left_out_unless_the_tensor_has_none() -> None:
+    def make(world: World) -> dict[str, Any]:
+        rows = 4 if world.rank == 0 else 0
+        part = st.ShardedTensor("w", torch.ones(rows, 2), torch.float32, (rows, 2), (4, 2), (4 - rows, 0), None)
+        # Each rank holds a part without elements of it, and none of them is another's replica.
+        empty = st.ShardedTensor("none", torch.ones(0, 2), torch.float32, (0, 2), (0, 2), (0, 0), None)
+        return {"w": part, "none": empty}
+
+    index = index_of(saved(make, ranks=2))
+    assert {name: len(found.chunks) for name, found in index.state_dict_metadata.items()} == {"w": 1, "none": 1}
+    assert len(index.storage_data) == 2
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param(torch.arange(12.0).view(3, 4).T, id="transposed"),
+        pytest.param(torch.arange(24.0).view(4, 6)[:, ::2], id="strided"),
+        pytest.param(torch.randn(4, 3, dtype=torch.complex64).conj(), id="conjugated"),
+        pytest.param(torch.randn(2**20)[:: 2**18].view(4, 1), id="view of something large"),
+        pytest.param(torch.nn.Parameter(torch.ones(2, 2)), id="parameter"),
+    ],
+)
+def test_what_is_stored_is_row_major_and_nothing_more(data: torch.Tensor) -> None:
+    storage = saved(lambda world: {"w": st.ShardedTensor.from_rank_offsets("w", data)})
+    (place,) = index_of(storage).storage_data.values()
+    found = archived(storage, place)
+    assert torch.equal(found, data)
+    assert found.is_contiguous() and not found.requires_grad
+    assert place.length < found.nbytes + 2000
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_a_dtype_that_torch_cannot_store_plainly_is_refused() -> None:
+    data = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
+    shard = st.ShardedTensor("w", data, torch.qint8, (2,), (2,), (0,), (1,))
+    with pytest.raises(UnsupportedValue, match="'w'"):
+        saved(lambda world: {"w": shard})
+
+
+@BACKENDS
+def test_an_object_that_an_archive_cannot_hold_is_refused_before_anything_is_written(backend: Any) -> None:
+    storage = MemoryStorage()
+    item = st.ShardedObject("rng", {"seed": object()}, (1,), (0,))
+    with pytest.raises(UnsupportedValue) as caught:
+        st.save({"rng": item}, storage, backend)
+    assert any("'rng/shard_0_1'" in note for note in caught.value.__notes__)
+    assert storage.names() == ()
+
+
+@BACKENDS
+def test_lazy_tensors_of_another_checkpoint_are_copied_flat_ranges_too(backend: Any) -> None:
+    native = MemoryStorage()
+    whole = torch.arange(24.0).view(4, 6)
+    st.save({"w": st.ShardedTensor.from_rank_offsets("w", whole)}, native)
+    lazy = st.open_checkpoint(native)["w"].data
+    flat = st.ShardedTensor.from_rank_offsets_flat("flat", lazy.reshape(24)[3:24], (4, 6), flattened_range=slice(3, 24))
+    storage = saved(
+        lambda world: {"w": st.ShardedTensor.from_rank_offsets("w", lazy.T), "flat": flat},
+        backend=backend,
+        validate_access_integrity=False,
+    )
+    assert torch.equal(
+        st.load({"w": st.ShardedTensor.from_rank_offsets("w", torch.zeros(6, 4))}, storage)["w"], whole.T
+    )
+    target = replace(flat, data=torch.zeros(21))
+    assert torch.equal(
+        st.load({"flat": target}, storage, validate_access_integrity=False)["flat"], torch.arange(3.0, 24)
+    )
+
+
+def test_what_a_rank_wrote_is_told_to_the_others_as_plain_data() -> None:
+    request = st.save(rows(st.one_process()), MemoryStorage(), TORCH_DIST, async_sharded_save=True)
+    (written,) = request.async_fn()
+    again = pickle.loads(pickle.dumps(written))
+    assert (again.file, again.objects) == (written.file, written.objects)
+    assert again.byte.tolist() == written.byte.tolist()
+
+
+# -- what can't lie in one checkpoint
+
+
+@BACKENDS
+def test_shards_that_overlap_are_found_on_rank_0(backend: Any) -> None:
+    def twice(world: World) -> dict[str, Any]:
+        return {"w": st.ShardedTensor.from_rank_offsets("w", torch.ones(4))}
+
+    storage = MemoryStorage()
+    with pytest.raises(st.RemoteError, match=r"IntegrityError(.|\n)*'w'.*more than one main replica"):
+        st.simulate(
+            2, lambda world: st.save(twice(world), storage, backend, validate_access_integrity=False, world=world)
+        )
+    assert storage.names() == ()
+
+
+def test_an_object_written_twice_is_found() -> None:
+    def twice(world: World) -> dict[str, Any]:
+        return {"o": st.ShardedObject("o", 1, (1,), (0,))}
+
+    with pytest.raises(st.RemoteError, match=r"IntegrityError(.|\n)*'o/shard_0_1'"):
+        saved(twice, ranks=2, validate_access_integrity=False)
+
+
+def test_a_tensor_named_like_an_object_is_refused() -> None:
+    shard = st.ShardedTensor.from_rank_offsets("o/shard_0_1", torch.ones(2))
+    with pytest.raises(IntegrityError, match="named like objects"):
+        saved(lambda world: {"w": shard, "o": st.ShardedObject("o", 1, (1,), (0,))})
+
+
+# -- failures and retries
+
+
+@BACKENDS
+@pytest.mark.parametrize("for_good", [True, False], ids=["killed", "one call fails"])
+@pytest.mark.parametrize("ranks", RANKS)
+def test_a_save_that_dies_leaves_none_or_all_of_it(backend: Any, ranks: int, for_good: bool) -> None:
+    def save(storage: Storage) -> None:
+        st.simulate(ranks, lambda world: st.save(tree(world, 2.0), storage, backend, world=world))
+
+    assert check_kill_law(MemoryStorage(), ranks, save, for_good=for_good) > 8
+
+
+def test_the_law_catches_an_index_that_comes_first() -> None:
+    """The planted fault: what makes the folder a checkpoint is there before the data."""
+    done = saved(lambda world: tree(world, 2.0), backend=DCP)
+
+    class IndexFirst(WatchedStorage):
+        def make_folder(self, name: str = "") -> None:
+            self.inner.replace(".metadata", done.read(".metadata"), durable=True)
+            super().make_folder(name)
+
+    def save(storage: WatchedStorage) -> None:
+        st.save(tree(st.one_process(), 2.0), IndexFirst(storage.inner, storage.before), DCP)
+
+    with pytest.raises((AssertionError, st.CheckpointingException)):
+        check_kill_law(MemoryStorage(), 1, save, for_good=True)
+
+
+@BACKENDS
+def test_a_failed_save_removes_its_files_and_can_be_tried_again(backend: Any) -> None:
+    full = True
+
+    def refuse(call: Call) -> None:
+        if full and call.method == "write":
+            raise StorageError("no space left")
+
+    storage = WatchedStorage(MemoryStorage(), before=refuse)
+    request = st.save(tree(st.one_process(), 2.0), storage, backend, async_sharded_save=True)
+    with pytest.raises(StorageError, match="no space left"):
+        request.execute_sync()
+    assert storage.names() == ()
+    full = False
+    request.execute_sync()
+    assert value_in(storage, 1) == 2.0
+    with pytest.raises(st.CheckpointingException):
+        request.execute_sync()
+    assert value_in(storage, 1) == 2.0
+
+
+@BACKENDS
+def test_a_checkpoint_that_is_there_is_not_touched(backend: Any) -> None:
+    storage = saved(lambda world: tree(world, 1.0), backend=backend)
+    with pytest.raises(AlreadyACheckpoint):
+        st.save(tree(st.one_process(), 2.0), storage, backend)
+    with pytest.raises(st.StrategyError):
+        st.save(tree(st.one_process(), 2.0), storage, backend, overwrite=True)
+    assert value_in(storage, 1) == 1.0
+
+
+def test_a_file_that_rank_0_does_not_see_is_found() -> None:
+    class Blind(WatchedStorage):
+        def length(self, name: str) -> int | None:
+            return None if name == "__1_0.distcp" else super().length(name)
+
+    storage = Blind(MemoryStorage())
+    with pytest.raises(st.CheckpointingException, match=r"rank 0 doesn't see .*__1_0\.distcp.* as rank 1 wrote it"):
+        st.simulate(2, lambda world: st.save(rows(world), storage, TORCH_DIST, world=world))
+
+
+def test_a_tensor_that_changes_its_shape_while_it_waits_is_found() -> None:
+    weight = torch.ones(2, 3)
+    shard = st.ShardedTensor.from_rank_offsets("w", weight)
+    request = st.save({"w": shard}, MemoryStorage(), TORCH_DIST, async_sharded_save=True)
+    weight.t_()
+    with pytest.raises(st.ShapeError, match="'w'"):
+        request.execute_sync()
+
+
+def test_files_and_folder_are_on_the_medium_before_the_commit() -> None:
+    calls: list[str] = []
+
+    class Log(WatchedStorage):
+        def write(self, name: str, buffers: Any, *, durable: bool) -> int:
+            calls.append(f"write {name} {durable}")
+            return super().write(name, buffers, durable=durable)
+
+        def sync_folder(self, name: str = "") -> None:
+            calls.append(f"sync {name or 'folder'}")
+            super().sync_folder(name)
+
+        def replace(self, name: str, data: bytes, *, durable: bool) -> None:
+            calls.append(f"replace {name} {durable}")
+            super().replace(name, data, durable=durable)
+
+    st.save(rows(st.one_process()), Log(MemoryStorage()), TORCH_DIST)
+    last = calls.index("replace .metadata True")
+    assert calls[last:] == ["replace .metadata True", "replace metadata.json True"]
+    assert "sync folder" in calls[:last] and "write __0_0.distcp True" in calls[: calls.index("sync folder")]
+    assert not any(call.endswith("False") for call in calls)
+
+
+def test_progress_counts_every_byte_of_the_data_files() -> None:
+    counted: list[int] = []
+    storage = saved(rows, progress=counted.append)
+    assert sum(counted) >= (storage.length("__0_0.distcp") or 0)
+
+
+# -- common states of other formats
+
+
+def test_shards_beside_a_native_common_state_are_still_a_checkpoint() -> None:
+    storage = MemoryStorage()
+    st.save(rows(st.one_process()), storage, TORCH_DIST, ("safetensors", 1))
+    assert st.load_common_state_dict(storage)["step"] == 7
+    assert set(st.load_plain_tensors(storage)) == {"w", "norm"}
+
+
+@pytest.mark.parametrize("transpose", [False, True])
+def test_the_checksum_of_a_large_tensor_is_that_of_all_its_bytes(transpose: bool) -> None:
+    data = torch.arange(2**18, dtype=torch.float32).view(512, 512)
+    tensor = data.T if transpose else data
+    storage = saved(lambda world: {"w": st.ShardedTensor.from_rank_offsets("w", tensor)})
+    (place,) = index_of(storage).storage_data.values()
+    assert torch.equal(archived(storage, place), tensor)
+    archive = bytearray(storage.read(place.relative_path)[place.offset : place.offset + place.length])
+    assert zipfile.ZipFile(io.BytesIO(archive)).testzip() is None
+    archive[len(archive) // 2] ^= 1
+    assert zipfile.ZipFile(io.BytesIO(archive)).testzip() == "archive/data/0"

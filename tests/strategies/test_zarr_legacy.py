@@ -1,0 +1,460 @@
+"""Megatron-Core's old zarr checkpoints, and zarr v2 arrays in general: read in any layout, or refused."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+import sys
+import time
+import zlib
+from collections.abc import Mapping
+from contextlib import suppress
+from itertools import product
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as some
+
+import shardtree as st
+from shardtree.codec import bit_view, encode_archive
+from shardtree.errors import (
+    CheckpointingException,
+    CorruptCheckpoint,
+    KeyMismatch,
+    ShapeError,
+    StrategyError,
+    UnsafeFile,
+    UnsupportedValue,
+)
+from shardtree.storage import LocalStorage, MemoryStorage
+from shardtree.testing import (
+    GlobalState,
+    Layout,
+    Piece,
+    assemble,
+    even_layout,
+    layouts,
+    random_bits,
+    refilled,
+    target_tree,
+)
+
+FIXTURE = Path(__file__).parents[1] / "fixtures" / "megatron_old_zarr"
+QUICK = 10.0  # seconds, on a machine that does much else
+
+TENSORS = {
+    "layer.weight": ((8, 6), torch.float32),
+    "stack.weight": ((4, 8, 6), torch.float32),
+    "layer.bias_bf16": ((5,), torch.bfloat16),
+    "optimizer.state.exp_avg.layer.weight": ((8, 6), torch.float32),
+    "optimizer.state.exp_avg.layer.weight_ax1": ((8, 6), torch.float32),
+    "optimizer.state.exp_avg.layer.bias": ((12,), torch.float32),
+}
+LEGACY = {
+    "sharded_backend": "zarr",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+
+
+def value(key: str) -> torch.Tensor:
+    """Return a fixture's tensor, as its README says."""
+    shape, dtype = TENSORS[key]
+    numbers = torch.arange(prod(shape)) % 251 + zlib.crc32(key.encode()) % 97
+    return numbers.reshape(shape).to(dtype)
+
+
+def shards_of(state: GlobalState, layout: Mapping[str, Layout], rank: int) -> dict[str, Any]:
+    """Return a rank's target without what `target_tree` has beside the shards."""
+    return {name: part for name, part in target_tree(state, layout, rank).items() if name != "local"}
+
+
+FLAT = Layout(
+    3,
+    (8, 6),
+    (
+        Piece(0, (0, 0), (8, 3), flat=(0, 11)),
+        Piece(1, (0, 0), (8, 3), flat=(11, 24)),
+        Piece(2, (0, 3), (8, 3)),
+    ),
+)
+PREPENDED = Layout(
+    2, (4, 8, 6), tuple(Piece(layer % 2, (layer, 0, 0), (1, 8, 6)) for layer in range(4)), prepended=1, grid=(4, 1, 1)
+)
+TARGETS: dict[str, dict[str, Layout]] = {
+    "whole": {key: even_layout(shape, 1) for key, (shape, _) in TENSORS.items()},
+    "columns": {
+        "layer.weight": even_layout((8, 6), 2, 1),
+        "stack.weight": even_layout((4, 8, 6), 2, 2),
+        "optimizer.state.exp_avg.layer.weight": even_layout((8, 6), 2, 1),
+        "optimizer.state.exp_avg.layer.bias": even_layout((12,), 2, 0),
+    },
+    "rows of 4": {
+        "layer.weight": even_layout((8, 6), 4, 0),
+        "stack.weight": even_layout((4, 8, 6), 4, 0),
+        "optimizer.state.exp_avg.layer.weight_ax1": even_layout((8, 6), 4, 0),
+        "layer.bias_bf16": even_layout((5,), 4),
+    },
+    "flat ranges": {key: FLAT for key, (shape, _) in TENSORS.items() if shape == (8, 6)},
+    "layers": {"stack.weight": PREPENDED},
+}
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_the_fixture_in_another_layout(name: str) -> None:
+    layout = TARGETS[name]
+    state = GlobalState({key: value(key) for key in layout}, {}, {})
+    ranks = next(iter(layout.values())).ranks
+
+    def load(world: st.World) -> Any:
+        target = shards_of(state, layout, world.rank)
+        return target, st.load(target, FIXTURE, world=world)
+
+    pairs = st.simulate(ranks, load)
+    found = assemble(refilled(target, loaded) for target, loaded in pairs)
+    assert found.keys() == layout.keys()
+    assert all(torch.equal(found[key], value(key)) for key in found)
+    assert all(loaded["iteration"] == 42 and loaded["lst"] == [1, {"a": 2}] for _, loaded in pairs)
+
+
+def test_the_fixture_whole() -> None:
+    found = st.load_plain_tensors(FIXTURE)
+    assert found.keys() == TENSORS.keys()
+    assert all(torch.equal(found[key], value(key)) and found[key].dtype == TENSORS[key][1] for key in found)
+    assert st.verify(FIXTURE) == ()
+
+
+def test_the_fixtures_objects() -> None:
+    metadata = st.load_sharded_metadata(FIXTURE)
+    objects = {key: leaf for key, leaf in metadata.items() if isinstance(leaf, st.ShardedObject)}
+    loaded = st.load(dict(objects), FIXTURE, validate_access_integrity=False)
+    assert {key: loaded[key] for key in objects} == {
+        "layer._extra_state/shard_0_1": {"x": 7},
+        "rng_state/shard_0.0_1.2": {"tp": 0},
+        "rng_state/shard_0.1_1.2": {"tp": 1},
+    }
+    with pytest.raises(KeyMismatch, match=r"rng_state/shard_0_2"):
+        st.load([st.ShardedObject("rng_state", None, (2,), (0,))], FIXTURE, validate_access_integrity=False)
+
+
+def padded(rows: int) -> st.ShardedTensor:
+    data = torch.full((rows, 6), -1.0)
+    return st.ShardedTensor(
+        "layer.weight", data, torch.float32, (rows, 6), (rows, 6), (0, 0), (1, 1), allow_shape_mismatch=True
+    )
+
+
+@pytest.mark.parametrize("rows", [3, 8, 11])
+def test_a_padded_tensor_takes_what_is_there(rows: int) -> None:
+    loaded = st.load({"w": padded(rows)}, FIXTURE)["w"]
+    common = min(rows, 8)
+    assert torch.equal(loaded[:common], value("layer.weight")[:common])
+    assert not loaded[common:].numel() or set(loaded[common:].unique().tolist()) <= {0.0, -1.0}
+
+
+def test_what_an_edge_chunk_has_beyond_the_tensor_is_never_read() -> None:
+    storage = folder_of(v2_files("w", torch.arange(42).reshape(7, 6), (4, 4)) | {".zgroup": b"{}"})
+    storage.remove("metadata.json")
+    shard = st.ShardedTensor(
+        "w", torch.full((9, 8), -1), torch.int64, (9, 8), (9, 8), (0, 0), (1, 1), allow_shape_mismatch=True
+    )
+    loaded = st.load({"w": shard}, storage, donate=True)["w"]
+    assert torch.equal(loaded[:7, :6], torch.arange(42).reshape(7, 6))
+    assert set(loaded[7:].unique().tolist()) | set(loaded[:, 6:].unique().tolist()) <= {0, -1}
+
+
+@pytest.mark.parametrize("key", ["../megatron_old_zarr/layer.weight", "/layer.weight", "layer.weight/../layer.weight"])
+def test_a_key_is_no_path(key: str) -> None:
+    with pytest.raises(KeyMismatch, match="lacks tensors"):
+        st.load({"w": st.ShardedTensor.from_rank_offsets(key, torch.zeros(8, 6))}, FIXTURE)
+
+
+def copy_of_fixture(folder: Path) -> Path:
+    shutil.copytree(FIXTURE, folder / "copy")
+    return folder / "copy"
+
+
+def test_a_missing_chunk_is_an_error(tmp_path: Path) -> None:
+    copy = copy_of_fixture(tmp_path)
+    (copy / "layer.weight" / "1.0").unlink()
+    with pytest.raises(ShapeError, match=r"'layer.weight' at \(0, 0\): 24 of 48 elements are stored"):
+        st.load_plain_tensors(copy)
+    (damage,) = st.verify(copy)
+    assert (damage.file, damage.what, damage.keys) == ("layer.weight/1.0", "no such file", ("layer.weight",))
+
+
+@pytest.mark.parametrize("change", [-1, 1])
+def test_a_chunk_of_another_length(tmp_path: Path, change: int) -> None:
+    copy = copy_of_fixture(tmp_path)
+    file = copy / "stack.weight" / "2.0.1"
+    file.write_bytes((file.read_bytes() + b"\0")[: 96 + change])
+    with pytest.raises(CorruptCheckpoint, match=r"stack.weight/2.0.1"):
+        st.load_plain_tensors(copy)
+    assert [damage.file for damage in st.verify(copy)] == ["stack.weight/2.0.1"]
+
+
+def test_damaged_objects_and_metadata(tmp_path: Path) -> None:
+    copy = copy_of_fixture(tmp_path)
+    file = copy / "rng_state" / "shard_0.1_1.2.pt"
+    data = bytearray(file.read_bytes())
+    data[data.index(b"tp")] ^= 1
+    file.write_bytes(data)
+    assert [damage.file for damage in st.verify(copy)] == ["rng_state/shard_0.1_1.2.pt"]
+    (copy / "layer.weight" / ".zarray").write_bytes(b"")
+    with pytest.raises(CorruptCheckpoint, match=r"layer.weight/.zarray"):
+        st.load_plain_tensors(copy)
+    assert len(st.verify(copy)) == 1
+
+
+def test_objects_with_the_names_of_old_releases(tmp_path: Path) -> None:
+    copy = copy_of_fixture(tmp_path)
+    for name in ("shard_0.0_1.2.pt", "shard_0.1_1.2.pt"):
+        file = copy / "rng_state" / name
+        file.rename(file.with_name(name.replace(".2.pt", ".pt")))
+    objects = [st.ShardedObject("rng_state", None, (1, 2), (0, rank)) for rank in range(2)]
+    loaded = st.load({"rng": objects}, copy)
+    assert loaded["rng"] == [{"tp": 0}, {"tp": 1}]
+    old = [leaf for leaf in st.load_sharded_metadata(copy).values() if leaf.key == "rng_state"]
+    assert [leaf.global_shape for leaf in old] == [(1, -1), (1, -1)]
+
+
+def test_an_object_that_would_run_code(tmp_path: Path) -> None:
+    copy = copy_of_fixture(tmp_path)
+    torch.save(print, copy / "layer._extra_state" / "shard_0_1.pt")
+    target = {"o": st.ShardedObject("layer._extra_state", None, (1,), (0,))}
+    with pytest.raises(UnsafeFile, match="print"):
+        st.load(target, copy)
+    assert st.load(target, copy, allow_pickle=True)["o"] is print
+
+
+# Arrays that the tests write themselves.
+
+
+def v2_document(shape: tuple[int, ...], chunk: tuple[int, ...], dtype: str, **changes: Any) -> dict[str, Any]:
+    document = {"zarr_format": 2, "shape": list(shape), "chunks": list(chunk), "dtype": dtype, "compressor": None}
+    return document | {"fill_value": None, "filters": None, "order": "C"} | changes
+
+
+def folder_of(files: Mapping[str, bytes], fields: Mapping[str, Any] = LEGACY) -> MemoryStorage:
+    storage = MemoryStorage()
+    for name, data in ({"metadata.json": json.dumps(fields).encode()} | dict(files)).items():
+        storage.write(name, [memoryview(data)], durable=False)
+    return storage
+
+
+def v2_files(key: str, whole: torch.Tensor, chunk: tuple[int, ...], **changes: Any) -> dict[str, bytes]:
+    """Return the files of an array, its chunks cut by slicing; those at an edge are filled up with ones."""
+    size = whole.dtype.itemsize
+    plain = f"<i{size}" if size > 1 else "|i1"
+    document = v2_document(tuple(whole.shape), chunk, plain) | changes
+    files = {f"{key}/.zarray": json.dumps(document).encode()}
+    separator = document.get("dimension_separator", ".")
+    counts = [-(-size // step) for size, step in zip(whole.shape, chunk, strict=True)]
+    for cell in product(*map(range, counts)):
+        room = torch.ones(chunk, dtype=whole.dtype)
+        part = whole[tuple(slice(at * step, (at + 1) * step) for at, step in zip(cell, chunk, strict=True))]
+        room[tuple(slice(0, size) for size in part.shape)] = part
+        files[f"{key}/{separator.join(map(str, cell)) or '0'}"] = bit_view(room).numpy().tobytes()
+    return files
+
+
+@some.composite
+def arrays(draw: some.DrawFn) -> tuple[torch.Tensor, tuple[int, ...], str, Layout]:
+    shape = draw(some.lists(some.integers(0, 7), max_size=3).map(tuple))
+    chunk = tuple(draw(some.integers(1, 9)) for _ in shape)
+    dtype = draw(some.sampled_from([torch.int8, torch.int16, torch.int64]))
+    return random_bits(shape, dtype, 1), chunk, draw(some.sampled_from("./")), draw(layouts(shape, 3))
+
+
+def load_cut(storage: Any, whole: torch.Tensor, layout: Layout) -> torch.Tensor:
+    state = GlobalState({"w": whole}, {}, {})
+
+    def load(world: st.World) -> Any:
+        target = shards_of(state, {"w": layout}, world.rank)
+        return target, st.load(target, storage, common_strategy=lambda checkpoint: {}, world=world)
+
+    return assemble(refilled(*pair) for pair in st.simulate(layout.ranks, load))["w"]
+
+
+def check_array(case: tuple[torch.Tensor, tuple[int, ...], str, Layout], cut: Any = v2_files) -> None:
+    whole, chunk, separator, layout = case
+    storage = folder_of(cut("w", whole, chunk, dimension_separator=separator))
+    assert torch.equal(load_cut(storage, whole, layout), whole)
+
+
+@given(arrays())
+def test_any_grid_loads_in_any_layout(case: tuple[torch.Tensor, tuple[int, ...], str, Layout]) -> None:
+    check_array(case)
+
+
+def transposed(key: str, whole: torch.Tensor, chunk: tuple[int, ...], **changes: Any) -> dict[str, bytes]:
+    """Return the files of an array whose chunks were written along the wrong axis."""
+    return v2_files(key, whole, chunk, **changes) | {
+        name: bit_view(torch.frombuffer(bytearray(data), dtype=whole.dtype).reshape(chunk).T.contiguous())
+        .numpy()
+        .tobytes()
+        for name, data in v2_files(key, whole, chunk, **changes).items()
+        if not name.endswith(".zarray")
+    }
+
+
+def test_the_law_of_grids_catches_chunks_in_another_order() -> None:
+    case = (torch.arange(12).reshape(3, 4), (2, 3), ".", even_layout((3, 4), 1))
+    check_array(case)
+    with pytest.raises(AssertionError):
+        check_array(case, transposed)
+
+
+def plain_tensors(files: Mapping[str, bytes]) -> dict[str, torch.Tensor]:
+    return st.load_plain_tensors(folder_of(files))
+
+
+@pytest.mark.parametrize("dtype", ["<V2", "|V2", "bfloat16"])
+def test_two_raw_bytes_are_a_bfloat16(dtype: str) -> None:
+    whole = torch.arange(6, dtype=torch.bfloat16)
+    files = v2_files("w", whole.view(torch.int16), (4,), dtype=dtype)
+    assert torch.equal(plain_tensors(files)["w"], whole)
+
+
+FILLS = {"0": 0.0, "1.5": 1.5, '"NaN"': float("nan"), '"-Infinity"': float("-inf"), "false": 0.0}
+
+
+@pytest.mark.parametrize("fill", FILLS)
+def test_chunks_that_are_not_stored_have_the_fill_value(fill: str) -> None:
+    whole = torch.arange(12, dtype=torch.float32).reshape(3, 4)
+    files = v2_files("w", whole.view(torch.int32), (2, 3), dtype="<f4", fill_value=json.loads(fill))
+    del files["w/0.1"], files["w/1.0"]
+    expected = whole.clone()
+    expected[:2, 3:], expected[2:, :3] = FILLS[fill], FILLS[fill]
+    assert torch.equal(plain_tensors(files)["w"].nan_to_num(9.0), expected.nan_to_num(9.0))
+
+
+def test_arrays_in_folders_and_locks() -> None:
+    inner = v2_files("a/b/w", torch.arange(4), (2,))
+    lock = {"a/b/w.sync/.zarray": b"", "a/b/w.sync/0": b""}
+    other = {"x/notes.txt": b"", "common.pt": b"", "t/.zarray": json.dumps(v2_document((2,), (2,), "<M8[ns]")).encode()}
+    assert list(plain_tensors(inner | lock | other)) == ["a/b/w"]
+
+
+def test_a_folder_of_v2_arrays_is_recognised() -> None:
+    storage = folder_of(v2_files("w", torch.arange(4), (3,)) | {".zgroup": b'{"zarr_format": 2}'})
+    storage.remove("metadata.json")
+    assert st.is_checkpoint(storage)
+    assert torch.equal(st.load_plain_tensors(storage)["w"], torch.arange(4))
+    assert st.load_common_state_dict(storage) == {}
+    assert st.verify(storage) == ()
+
+
+HUGE = 10**12
+HOSTILE: dict[str, tuple[dict[str, Any], type[Exception]]] = {
+    "no format": ({"zarr_format": 7}, CorruptCheckpoint),
+    "negative shape": ({"shape": [-1]}, CorruptCheckpoint),
+    "shape of truths": ({"shape": [True]}, CorruptCheckpoint),
+    "shape of floats": ({"shape": [1.5]}, CorruptCheckpoint),
+    "no shape": ({"shape": None}, CorruptCheckpoint),
+    "a shape like a number": ({"shape": 3}, CorruptCheckpoint),
+    "more than memory": ({"shape": [2**70]}, CorruptCheckpoint),
+    "more than memory in all": ({"shape": [2**30, 2**30], "chunks": [1, 1]}, CorruptCheckpoint),
+    "a thousand axes": ({"shape": [1] * 1000, "chunks": [1] * 1000}, CorruptCheckpoint),
+    "chunks of nothing": ({"chunks": [0]}, CorruptCheckpoint),
+    "chunks of other axes": ({"chunks": [1, 1]}, CorruptCheckpoint),
+    "huge chunks": ({"chunks": [2**70]}, CorruptCheckpoint),
+    "a wrong order": ({"order": "Z"}, CorruptCheckpoint),
+    "a wrong separator": ({"dimension_separator": "../"}, CorruptCheckpoint),
+    "filters that are none": ({"filters": [3]}, CorruptCheckpoint),
+    "filters in a dict": ({"filters": {"a": 1}}, CorruptCheckpoint),
+    "a compressor without a name": ({"compressor": {}}, CorruptCheckpoint),
+    "a codec that runs code": ({"filters": [{"id": "pickle"}]}, UnsafeFile),
+    "an unknown codec": ({"compressor": {"id": "mine"}}, UnsafeFile),
+    "a trillion chunks that aren't there": ({"shape": [HUGE], "chunks": [1]}, ShapeError),
+    "a trillion chunks of zeros": ({"shape": [HUGE], "chunks": [1], "fill_value": 0}, UnsupportedValue),
+    "a chunk of a terabyte": ({"shape": [4], "chunks": [HUGE]}, CorruptCheckpoint),
+    "a compressed chunk of a terabyte": (
+        {"shape": [4], "chunks": [HUGE], "compressor": {"id": "zlib"}},
+        UnsupportedValue,
+    ),
+    "a terabyte of ones": ({"shape": [8], "chunks": [HUGE], "fill_value": 1}, CorruptCheckpoint),
+    "a fill value that is none": ({"shape": [8], "fill_value": "red"}, CorruptCheckpoint),
+    "a fill value like a list": ({"shape": [8], "fill_value": [1]}, CorruptCheckpoint),
+    "a fill value out of range": ({"shape": [8], "fill_value": 2**80}, CorruptCheckpoint),
+    "a shape that was cut": ({"shape": [9]}, ShapeError),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_metadata_is_refused_quickly(name: str) -> None:
+    changes, error = HOSTILE[name]
+    files = v2_files("w", torch.arange(4), (4,))
+    files["w/.zarray"] = json.dumps(json.loads(files["w/.zarray"]) | changes).encode()
+    target = st.ShardedTensor("w", torch.zeros(4, dtype=torch.int64), torch.int64, (4,), (HUGE,), (HUGE - 4,), None)
+    if changes.get("shape") != [HUGE]:
+        shape = (
+            changes.get("shape") if isinstance(changes.get("shape"), list) and changes["shape"] in ([8], [9]) else [4]
+        )
+        target = st.ShardedTensor.from_rank_offsets("w", torch.zeros(*shape, dtype=torch.int64))
+    started = time.monotonic()
+    with pytest.raises(error, match="w"):
+        st.load({"w": target}, folder_of(files), validate_access_integrity=False)
+    assert time.monotonic() - started < QUICK
+
+
+def test_a_pickle_among_the_codecs_is_never_opened(tmp_path: Path) -> None:
+    class Trap:
+        def __reduce__(self) -> Any:
+            return Path.touch, (tmp_path / "touched",)
+
+    document = v2_document((4,), (4,), "<i8", filters=[{"id": "pickle"}])
+    files = {"w/.zarray": json.dumps(document).encode(), "w/0": pickle.dumps(Trap())}
+    with pytest.raises(UnsafeFile, match="'pickle'"):
+        plain_tensors(files)
+    assert not (tmp_path / "touched").exists()
+
+
+@given(some.data())
+def test_mangled_metadata_is_refused_or_loads(data: some.DataObject) -> None:
+    files = v2_files("w", torch.arange(12).reshape(3, 4), (2, 3))
+    mangled = bytearray(files["w/.zarray"])
+    for _ in range(data.draw(some.integers(1, 3))):
+        at = data.draw(some.integers(0, len(mangled) - 1))
+        mangled[at : at + data.draw(some.integers(0, 3))] = data.draw(some.binary(max_size=2))
+    started = time.monotonic()
+    with suppress(CheckpointingException):
+        plain_tensors(files | {"w/.zarray": bytes(mangled)})
+    assert time.monotonic() - started < QUICK
+
+
+def test_without_the_zarr_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = v2_files("w", torch.arange(4), (4,), compressor={"id": "zlib", "level": 1})
+    files["w/0"] = zlib.compress(files["w/0"])
+    assert torch.equal(plain_tensors(files)["w"], torch.arange(4))
+    monkeypatch.setitem(sys.modules, "zarr", None)
+    with pytest.raises(StrategyError, match=r"pip install 'shardtree\[zarr\]'"):
+        plain_tensors(files)
+
+
+@pytest.mark.parametrize("data", [b"", b"nonsense", zlib.compress(b"short"), zlib.compress(bytes(64))[:-3]])
+def test_compressed_chunks_that_are_damaged(data: bytes) -> None:
+    files = v2_files("w", torch.arange(8), (8,), compressor={"id": "zlib", "level": 1})
+    with pytest.raises(CorruptCheckpoint, match="w/0"):
+        plain_tensors(files | {"w/0": data})
+
+
+def test_objects_lie_beside_arrays() -> None:
+    objects = {"w/shard_0.1_1.2.pt": encode_archive([1, "a"]), "w/other.pt": b"", "w/shard_x_1.pt": b""}
+    storage = folder_of(v2_files("w", torch.arange(4), (4,)) | objects)
+    assert list(st.load_sharded_metadata(storage)) == ["w", "w/shard_0.1_1.2"]
+
+
+def test_reading_a_checkpoint_changes_nothing(tmp_path: Path) -> None:
+    copy = copy_of_fixture(tmp_path)
+    before = {file.name: (file.stat().st_mtime_ns, file.stat().st_size) for file in copy.rglob("*")}
+    st.load_plain_tensors(LocalStorage(str(copy)))
+    assert {file.name: (file.stat().st_mtime_ns, file.stat().st_size) for file in copy.rglob("*")} == before
+    with pytest.raises(StrategyError, match="save_sharded"):
+        st.save({"w": st.ShardedTensor.from_rank_offsets("w", torch.zeros(2))}, tmp_path / "new", ("zarr", 1))

@@ -1,0 +1,639 @@
+"""Our zarr v3 folders: what was saved comes back in any layout, in files that lie as the layout says."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as some
+
+import shardtree as st
+from shardtree.codec import decode_tree, encode_tree
+from shardtree.errors import (
+    AlreadyACheckpoint,
+    CheckpointingException,
+    CorruptCheckpoint,
+    IntegrityError,
+    NotACheckpoint,
+    StorageError,
+    StrategyError,
+)
+from shardtree.storage import MemoryStorage, digest
+from shardtree.strategies import default_strategies, encode_metadata
+from shardtree.strategies.zarr import array_name
+from shardtree.strategies.zarr._shard_index import crc32c
+from shardtree.testing import (
+    STORABLE_DTYPES,
+    GlobalState,
+    Layout,
+    Piece,
+    check_roundtrip,
+    check_rows,
+    even_layout,
+    global_states,
+    random_bits,
+    state_layouts,
+)
+
+# What torch says, once, when it makes a tensor of half-precision complex numbers.
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+
+ZARR = ("zarr", 3)
+QUICK = 10.0  # seconds, on a machine that does much else
+EXAMPLES = settings.default.max_examples if settings.default else 100
+save = partial(st.save, sharded_strategy=ZARR, durable=False)
+
+
+def all_names(storage: Any, folder: str = "") -> Iterator[str]:
+    for name in storage.names(folder):
+        inner = f"{folder}/{name}" if folder else name
+        if storage.is_folder(inner):
+            yield from all_names(storage, inner)
+        else:
+            yield inner
+
+
+def saved(state: GlobalState, layout: dict[str, Layout], **options: Any) -> MemoryStorage:
+    storage = MemoryStorage()
+    ranks = next(iter(layout.values())).ranks
+    st.simulate(
+        ranks, lambda world: save(st.testing.rank_tree(state, layout, world.rank), storage, world=world, **options)
+    )
+    return storage
+
+
+def chunks(storage: Any, key: str) -> list[str]:
+    return [name for name in storage.names(array_name(key)) if name != "zarr.json"]
+
+
+@settings(max_examples=EXAMPLES)
+@given(data=some.data())
+def test_what_is_loaded_in_another_layout_is_what_was_saved(data: some.DataObject) -> None:
+    state = data.draw(global_states(), label="state")
+    ranks, others = (data.draw(some.integers(1, 6), label=label) for label in ("save on", "load on"))
+    one, other = (data.draw(state_layouts(state, count)) for count in (ranks, others))
+    check_roundtrip(state, one, other, save=save)
+
+
+@settings(max_examples=EXAMPLES // 4)
+@given(data=some.data())
+def test_files_do_what_memory_does(data: some.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+    state = data.draw(global_states(), label="state")
+    one, other = (data.draw(state_layouts(state, count)) for count in (3, 2))
+    check_roundtrip(state, one, other, save=save, directory=tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.mark.parametrize("dtype", STORABLE_DTYPES, ids=str)
+def test_every_dtype_comes_back_bit_for_bit(dtype: torch.dtype) -> None:
+    state = GlobalState({"w": random_bits((4, 6, 2), dtype, 1)}, {}, {"t": random_bits((3,), dtype, 2)})
+    one, other = ({"w": even_layout((4, 6, 2), ranks, axis)} for ranks, axis in ((4, 0), (3, 1)))
+    check_roundtrip(state, one, other, save=save)
+
+
+def test_one_rank_that_checks_nothing() -> None:
+    state = GlobalState({"w": random_bits((4, 6), torch.int16, 1)}, {"rng": [1]}, {})
+    one, other = ({"w": even_layout((4, 6), ranks, axis)} for ranks, axis in ((1, None), (2, 1)))
+    check_roundtrip(state, one, other, save=partial(save, validate_access_integrity=False))
+
+
+def flipped(tree: Any, directory: Any, **options: Any) -> Any:
+    """Load with one bit of a chunk file changed, and nothing checked."""
+    name = next(name for name in sorted(all_names(directory)) if name.startswith("w/c."))
+    data = bytearray(directory.read(name))
+    data[0] ^= 1
+    directory.write(name, [memoryview(data)], durable=False)
+    return st.load(tree, directory, verify=None, **options)
+
+
+def test_the_law_catches_a_flipped_bit() -> None:
+    state = GlobalState({"w": random_bits((4, 6), torch.int16, 1)}, {}, {})
+    layout = {"w": even_layout((4, 6), 1, 0)}
+    with pytest.raises(AssertionError, match=r"'w': 1 of 24 elements differ"):
+        check_roundtrip(state, layout, layout, save=save, load=flipped)
+
+
+@pytest.mark.parametrize("version", [1, 3])
+def test_rows_are_what_their_protocols_say(version: int) -> None:
+    check_rows(default_strategies, "zarr", version)
+
+
+def flat(layout: Layout, cut: int) -> Layout:
+    """Return a layout in which two ranks hold each piece, one its first elements and one the rest."""
+    pieces = []
+    for piece in layout.pieces:
+        count = torch.Size(piece.shape).numel()
+        pieces.append(replace(piece, rank=2 * piece.rank, flat=(0, cut)))
+        pieces.append(replace(piece, rank=2 * piece.rank + 1, flat=(cut, count)))
+    return replace(layout, ranks=2 * layout.ranks, pieces=tuple(pieces))
+
+
+def layers(ranks: int) -> Layout:
+    """Return the layout of 4 stacked layers, each rank with half of the columns of each layer."""
+    width = 6 // ranks
+    pieces = (Piece(rank, (layer, 0, rank * width), (1, 5, width)) for rank in range(ranks) for layer in range(4))
+    return Layout(ranks, (4, 5, 6), tuple(pieces), prepended=1, grid=(4, 1, ranks))
+
+
+def pieces_of(layout: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...], shape: tuple[int, ...]) -> Layout:
+    return Layout(2, shape, tuple(Piece(*piece) for piece in layout))
+
+
+ROWS = even_layout((8, 6), 2, axis=0)
+CUTS = {
+    "chunks are the ranks' shards": (ROWS, [4, 6], None, ["c.0.0", "c.1.0"]),
+    "replicas are written once": (even_layout((8, 6), 2), [8, 6], None, ["c.0.0"]),
+    "a scalar": (even_layout((), 2), [], None, ["c"]),
+    "no elements": (even_layout((0, 3), 2), [1, 3], None, []),
+    "layers of one rank share a file": (layers(1), [4, 5, 6], [1, 5, 6], ["c.0.0.0"]),
+    "layers of two ranks, two files": (layers(2), [4, 5, 3], [1, 5, 3], ["c.0.0.0", "c.0.0.1"]),
+    "flat ranges share the file of their box": (flat(ROWS, 10), [4, 6], None, ["c.0.0", "c.1.0"]),
+    "flat ranges that are all of their box": (flat(ROWS, 24), [4, 6], None, ["c.0.0", "c.1.0"]),
+    "a last shard that is smaller": (
+        pieces_of(((0, (0, 0), (5, 3)), (1, (5, 0), (2, 3))), (7, 3)),
+        [5, 3],
+        None,
+        ["c.0.0", "c.1.0"],
+    ),
+    "smaller along the last axis": (
+        pieces_of(((0, (0, 0), (3, 5)), (1, (0, 5), (3, 2))), (3, 7)),
+        [3, 5],
+        None,
+        ["c.0.0", "c.0.1"],
+    ),
+    "no regular grid": (pieces_of(((0, (0, 0), (3, 2)), (1, (0, 2), (3, 5))), (3, 7)), [3, 7], None, ["c.0.0"]),
+}
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_files_lie_as_the_layout_says(name: str) -> None:
+    layout, chunk, inner, files = CUTS[name]
+    whole = random_bits(layout.global_shape, torch.bfloat16, 3)
+    state = GlobalState({"w": whole}, {}, {})
+    storage = saved(state, {"w": layout})
+    document = json.loads(storage.read("w/zarr.json"))
+    assert document["chunk_grid"]["configuration"]["chunk_shape"] == chunk
+    assert document["codecs"][0]["configuration"].get("chunk_shape") == inner
+    assert chunks(storage, "w") == files
+    assert st.verify(storage) == ()
+    target = {"w": even_layout(layout.global_shape, 1)}
+    check_roundtrip(state, {"w": layout}, target, save=save)
+
+
+def test_each_rank_writes_its_own_chunks() -> None:
+    layout = even_layout((8, 6), 4, axis=0)
+    state = GlobalState({"w": random_bits((8, 6), torch.float32, 3)}, {"rng": [1, 2]}, {"step": 1})
+    told: dict[int, int] = {}
+
+    def run(world: st.World) -> None:
+        def progress(count: int) -> None:
+            told[world.rank] = told.get(world.rank, 0) + count
+
+        save(st.testing.rank_tree(state, {"w": layout}, world.rank), storage, world=world, progress=progress)
+
+    storage = MemoryStorage()
+    st.simulate(4, run)
+    assert all(count >= 2 * 6 * 4 for count in told.values())
+    assert chunks(storage, "w") == [f"c.{rank}.0" for rank in range(4)]
+
+
+KEYS = ["..", ".", "a/b", "/etc/x", "zarr.json", "metadata.json", "_shardtree", "_shardtree/common", "c", "c.0"]
+KEYS += ["\n\0", "é", "%2E", "x" * 300, "x" * 299 + "y", "__x", ".zarray", "a b", "w"]
+
+
+def test_any_key_has_a_folder_of_its_own(tmp_path: Path) -> None:
+    tree = {str(n): st.ShardedTensor.from_rank_offsets(key, torch.full((2,), n)) for n, key in enumerate(KEYS)}
+    folder = tmp_path / "inside" / "checkpoint"
+    save(tree, folder)
+    assert [name.name for name in (tmp_path / "inside").iterdir()] == ["checkpoint"]
+    assert len({array_name(key) for key in KEYS}) == len(KEYS)
+    assert all(len(array_name(key)) <= 200 and "/" not in array_name(key) for key in KEYS)
+    assert {key: int(data[0]) for key, data in st.load_plain_tensors(folder).items()} == {
+        key: n for n, key in enumerate(KEYS)
+    }
+
+
+STATE = GlobalState(
+    {"w": torch.arange(48.0).reshape(8, 6), "layers": torch.arange(120.0).reshape(4, 5, 6).bfloat16()},
+    {"rng": [{"seed": 1}, {"seed": 2}]},
+    {"step": 7, "lr": torch.tensor(0.5)},
+)
+LAYOUT = {"w": ROWS, "layers": layers(2)}
+
+
+def read_all(storage: Any) -> Any:
+    metadata = st.load_sharded_metadata(storage)
+    objects = {key: leaf for key, leaf in metadata.items() if isinstance(leaf, st.ShardedObject)}
+    local = {"local": [7, st.LocalNonpersistentObject(0)]}
+    loaded = st.load({"found": objects} | local, storage, verify="all")
+    return st.testing.outline(
+        (st.load_plain_tensors(storage, verify="all"), loaded, st.load_common_state_dict(storage))
+    )
+
+
+def copied(storage: Any, **changes: bytes | None) -> MemoryStorage:
+    copy = MemoryStorage()
+    for name in all_names(storage):
+        data = changes.get(name, storage.read(name))
+        if data is not None:
+            copy.write(name, [memoryview(data)], durable=False)
+    return copy
+
+
+def test_every_flipped_bit_is_found() -> None:
+    storage = saved(STATE, LAYOUT)
+    sound = read_all(storage)
+    for name in all_names(storage):
+        data = storage.read(name)
+        for byte in sorted({0, len(data) // 2, len(data) - 1}):
+            broken = bytearray(data)
+            broken[byte] ^= 4
+            copy = copied(storage, **{name: bytes(broken)})
+            found = st.verify(copy)
+            assert name in {damage.file for damage in found}, (name, byte, found)
+            try:
+                assert read_all(copy) == sound, (name, byte)
+                assert name.endswith("zarr.json"), (name, byte)
+            except CorruptCheckpoint as error:
+                assert name in str(error)
+
+
+def test_files_that_are_missing_or_cut() -> None:
+    storage = saved(STATE, LAYOUT)
+    for name in all_names(storage):
+        if name == "metadata.json":
+            continue
+        for data in (None, storage.read(name)[:-1], storage.read(name) + b"\0"):
+            copy = copied(storage, **{name: data})
+            assert name in {damage.file for damage in st.verify(copy)}, name
+            if not name.endswith("zarr.json"):
+                with pytest.raises(CorruptCheckpoint, match=name.replace(".", r"\.")):
+                    read_all(copy)
+
+
+def test_damage_names_the_tensor() -> None:
+    storage = saved(STATE, LAYOUT)
+    (damage,) = st.verify(copied(storage, **{"w/c.1.0": bytes(4 * 6 * 4)}))
+    assert (damage.file, damage.keys, damage.begin, damage.end) == ("w/c.1.0", ("w",), 0, 96)
+
+
+def test_without_metadata_json_it_is_an_unfinished_save() -> None:
+    storage = saved(STATE, LAYOUT)
+    copy = copied(storage, **{"metadata.json": None})
+    assert not st.is_checkpoint(copy)
+    with pytest.raises(NotACheckpoint):
+        st.load({}, copy)
+    st.simulate(
+        4,
+        lambda world: save(
+            st.testing.rank_tree(
+                STATE, {"w": even_layout((8, 6), 4, 0)} | {"layers": even_layout((4, 5, 6), 4, 0)}, world.rank
+            ),
+            copy,
+            world=world,
+        ),
+    )
+    assert st.verify(copy) == ()
+    assert read_all(copy) == read_all(storage)
+
+
+def test_a_finished_one_is_not_replaced() -> None:
+    storage = saved(STATE, LAYOUT)
+    with pytest.raises(AlreadyACheckpoint):
+        saved_again(storage)
+    with pytest.raises(StrategyError, match="new folder"):
+        saved_again(storage, overwrite=True)
+
+
+def saved_again(storage: Any, **options: Any) -> None:
+    save({"w": st.ShardedTensor.from_rank_offsets("w", torch.zeros(2))}, storage, **options)
+
+
+def save_on_two(storage: Any) -> None:
+    st.simulate(2, lambda world: save(st.testing.rank_tree(STATE, LAYOUT, world.rank), storage, world=world))
+
+
+class Killed(Exception):
+    """What a storage raises from some call on."""
+
+
+@pytest.mark.parametrize("for_good", [False, True])
+def test_a_save_that_dies_leaves_nothing_or_all(for_good: bool) -> None:
+    calls: list[Any] = []
+    save_on_two(st.testing.WatchedStorage(MemoryStorage(), before=calls.append))
+    expected = read_all(saved(STATE, LAYOUT))
+    for number in range(0, len(calls), 3):
+        storage, seen = MemoryStorage(), 0
+
+        def fail(call: Any, number: int = number) -> None:
+            if call.number == number or (for_good and call.number > number):
+                raise Killed(call)
+
+        try:
+            save_on_two(st.testing.WatchedStorage(storage, before=fail))
+        except (Killed, CheckpointingException):
+            seen += 1
+        if not st.is_checkpoint(storage):
+            assert seen
+            if not for_good:
+                assert all("zarr.json" not in name and "c." not in name for name in all_names(storage)), number
+            save_on_two(storage)
+        assert read_all(storage) == expected
+
+
+def test_ranks_that_told_each_other_nothing_cannot_choose_chunks() -> None:
+    tree, storage = {"w": st.ShardedTensor.from_rank_offsets("w", torch.zeros(4))}, MemoryStorage()
+    with pytest.raises(StrategyError, match="validate_access_integrity=True"):
+        st.simulate(2, lambda world: save(tree, storage, world=world, validate_access_integrity=False))
+
+
+def test_gaps_in_a_chunk_are_refused() -> None:
+    parts = [((0, 0), (3, 2)), ((1, 2), (2, 5))]
+    shards = [
+        st.ShardedTensor("w", torch.zeros(shape), torch.float32, shape, (3, 7), offset, None) for offset, shape in parts
+    ]
+    with pytest.raises(IntegrityError, match=r"'w' leave gaps in chunk \(0, 0\)"):
+        save(shards, MemoryStorage(), validate_access_integrity=False)
+    with pytest.raises(IntegrityError, match="more than one main replica"):
+        save([shards[0], shards[0]], MemoryStorage(), validate_access_integrity=False)
+
+
+def test_half_a_tensor_is_half_its_chunks() -> None:
+    half = st.ShardedTensor.from_rank_offsets("w", torch.ones(2, 3), (0, 1, 2))
+    storage = MemoryStorage()
+    save({"w": half}, storage, validate_access_integrity=False)
+    assert chunks(storage, "w") == ["c.1.0"]
+    (loaded,) = st.load({"w": half}, storage, validate_access_integrity=False).values()
+    assert torch.equal(loaded, half.data)
+    with pytest.raises(CheckpointingException, match="doesn't cover"):
+        st.load_plain_tensors(storage)
+
+
+def test_tensors_and_objects_of_one_name() -> None:
+    tree = {
+        "o": st.ShardedObject("o", 1, (1,), (0,)),
+        "w": st.ShardedTensor.from_rank_offsets("o/shard_0_1", torch.zeros(2)),
+    }
+    with pytest.raises(IntegrityError, match="named like objects"):
+        save(tree, MemoryStorage())
+
+
+def test_other_backends_may_hold_the_common_state(tmp_path: Path) -> None:
+    tree = {"w": st.ShardedTensor.from_rank_offsets("w", torch.arange(4)), "step": 3}
+    save(tree, tmp_path / "one", common_strategy=("safetensors", 1))
+    assert st.load(tree, tmp_path / "one")["step"] == 3
+    st.save(tree, tmp_path / "other", common_strategy=ZARR)
+    assert st.load(tree, tmp_path / "other")["step"] == 3
+
+
+def test_a_store_without_places_in_files_takes_regular_layouts_only() -> None:
+    from tests.storage.storages import STORAGES
+
+    storage = STORAGES["objects://"](Path())
+    save_on_two(storage)
+    assert read_all(storage) == read_all(saved(STATE, LAYOUT))
+    other = STORAGES["objects://"](Path())
+    irregular, _, _, _ = CUTS["no regular grid"]
+    state = GlobalState({"w": random_bits((3, 7), torch.float32, 3)}, {}, {})
+    with pytest.raises(StorageError, match="in parts"):
+        check_roundtrip(state, {"w": irregular}, {"w": irregular}, save=save, directory=other)
+
+
+# The same arrays as a program that knows nothing of shardtree sees them: by their metadata and file names.
+
+
+def as_plain(storage: Any, **changes: bytes | None) -> MemoryStorage:
+    """Return a copy of a folder that doesn't say any more that a save of ours wrote it."""
+    group = json.dumps({"zarr_format": 3, "node_type": "group", "attributes": {}}).encode()
+    return copied(storage, **{"metadata.json": None, "zarr.json": group} | changes)
+
+
+@settings(max_examples=EXAMPLES // 2)
+@given(data=some.data())
+def test_arrays_are_read_by_their_metadata_alone(data: some.DataObject) -> None:
+    state = data.draw(global_states(), label="state")
+    storage = saved(state, data.draw(state_layouts(state, data.draw(some.integers(1, 4)))))
+    found = st.load_plain_tensors(as_plain(storage))
+    tensors = {key: tensor for key, tensor in found.items() if not key.startswith("_shardtree/")}
+    assert st.testing.outline(tensors) == st.testing.outline(dict(sorted(state.tensors.items())))
+
+
+def test_the_law_of_metadata_catches_another_chunk_shape() -> None:
+    storage = saved(STATE, LAYOUT)
+    document = json.loads(storage.read("w/zarr.json"))
+    document["chunk_grid"]["configuration"]["chunk_shape"] = [6, 4]
+    found = st.load_plain_tensors(as_plain(storage, **{"w/zarr.json": json.dumps(document).encode()}))
+    assert not torch.equal(found["w"], STATE.tensors["w"])
+
+
+def test_a_plain_group_in_another_layout() -> None:
+    plain = as_plain(saved(STATE, LAYOUT))
+    target = {"layers": even_layout((4, 5, 6), 3, 2), "w": even_layout((8, 6), 3)}
+    state = GlobalState(STATE.tensors, {}, {})
+
+    def load(world: st.World) -> Any:
+        shards = {"model": st.testing.target_tree(state, target, world.rank)["model"]}
+        return shards, st.load(shards, plain, world=world)
+
+    found = st.testing.assemble(st.testing.refilled(*pair) for pair in st.simulate(3, load))
+    assert all(torch.equal(found[key], whole) for key, whole in STATE.tensors.items())
+    assert st.load_common_state_dict(plain) == {}
+    assert st.verify(plain) == ()
+    assert [damage.file for damage in st.verify(as_plain(plain, **{"w/c.0.0": b""}))] == ["w/c.0.0"]
+    assert st.load({"a": 1}, plain) == {}
+    with pytest.raises(CheckpointingException, match="no such objects"):
+        st.load([st.ShardedObject("rng", None, (2,), (0,)), 1], plain, validate_access_integrity=False)
+
+
+def shard_index_changed(data: bytes, entry: int, number: int) -> bytes:
+    """Return a file with chunks inside, one number of whose index is another one, the CRC as it should be."""
+    count = 4
+    start = len(data) - 16 * count - 4
+    entries = bytearray(data[start:-4])
+    entries[8 * entry : 8 * entry + 8] = number.to_bytes(8, "little")
+    return data[:start] + bytes(entries) + crc32c(bytes(entries)).to_bytes(4, "little")
+
+
+INDEX_FAULTS = {
+    "a cut file": lambda data: data[:-1],
+    "no file": lambda data: b"",
+    "shorter than its index": lambda data: data[-20:],
+    "a flipped bit": lambda data: data[:-10] + bytes([data[-10] ^ 1]) + data[-9:],
+    "a wrong CRC": lambda data: data[:-1] + bytes([data[-1] ^ 1]),
+    "a chunk beyond the end": lambda data: shard_index_changed(data, 0, len(data)),
+    "a chunk at 2^63": lambda data: shard_index_changed(data, 2, 2**63),
+    "a chunk that is longer": lambda data: shard_index_changed(data, 1, 31),
+    "a chunk of 2^64 - 1 bytes": lambda data: shard_index_changed(data, 1, 2**64 - 1),
+}
+
+
+@pytest.mark.parametrize("name", INDEX_FAULTS)
+def test_a_damaged_shard_index_is_refused(name: str) -> None:
+    storage = saved(STATE, LAYOUT)
+    file = "layers/c.0.0.0"
+    assert len(storage.read(file)) == 4 * 5 * 3 * 2 + 4 * 16 + 4
+    plain = as_plain(storage, **{file: INDEX_FAULTS[name](storage.read(file))})
+    with pytest.raises(CorruptCheckpoint, match=file):
+        st.load_plain_tensors(plain)
+    assert st.verify(plain)
+
+
+def test_inner_chunks_that_are_not_stored_are_zero() -> None:
+    storage = saved(STATE, LAYOUT)
+    data = shard_index_changed(storage.read("layers/c.0.0.1"), 2, 2**64 - 1)
+    plain = as_plain(storage, **{"layers/c.0.0.1": shard_index_changed(data, 3, 2**64 - 1)})
+    expected = STATE.tensors["layers"].clone()
+    expected[1, :, 3:] = 0
+    assert torch.equal(st.load_plain_tensors(plain)["layers"], expected)
+
+
+HOSTILE: dict[str, dict[str, Any]] = {
+    "another format": {"zarr_format": 4},
+    "no node": {"node_type": "leaf"},
+    "no shape": {"shape": None},
+    "a huge shape": {"shape": [2**40, 2**40]},
+    "a negative shape": {"shape": [-1, 6]},
+    "no chunks": {"chunk_grid": None},
+    "another grid": {"chunk_grid": {"name": "rectilinear", "configuration": {}}},
+    "chunks without a shape": {"chunk_grid": {"name": "regular", "configuration": {}}},
+    "chunks of nothing": {"chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [0, 6]}}},
+    "other names of chunks": {"chunk_key_encoding": {"name": "mine"}},
+    "names that climb": {"chunk_key_encoding": {"name": "default", "configuration": {"separator": "/../"}}},
+    "no codecs": {"codecs": None},
+    "codecs of nothing": {"codecs": [None]},
+    "transformers": {"storage_transformers": [{"name": "x"}]},
+    "code": {"codecs": [{"name": "bytes"}, {"name": "numcodecs.pickle"}]},
+    "code inside": {
+        "codecs": [{"name": "sharding_indexed", "configuration": {"codecs": [{"name": "pickle"}], "index_codecs": []}}]
+    },
+    "inner chunks that don't fit": {
+        "codecs": [
+            {
+                "name": "sharding_indexed",
+                "configuration": {"chunk_shape": [3, 6], "codecs": [{"name": "bytes"}], "index_codecs": []},
+            }
+        ]
+    },
+    "more inner chunks than bytes": {
+        "shape": [2**30, 6],
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [2**30, 6]}},
+        "codecs": [
+            {
+                "name": "sharding_indexed",
+                "configuration": {
+                    "chunk_shape": [1, 1],
+                    "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
+                    "index_codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}],
+                },
+            }
+        ],
+    },
+    "more chunks than can be counted": {
+        "shape": [2**40, 6],
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [1, 1]}},
+    },
+    "the key of another": {"attributes": {"shardtree": {"key": "layers"}}},
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_metadata_is_refused_quickly(name: str) -> None:
+    storage = saved(STATE, LAYOUT)
+    document = json.loads(storage.read("w/zarr.json")) | HOSTILE[name]
+    started = time.monotonic()
+    with pytest.raises(CheckpointingException, match="w"):
+        st.load_plain_tensors(as_plain(storage, **{"w/zarr.json": json.dumps(document).encode()}))
+    assert time.monotonic() - started < QUICK
+
+
+@given(some.data())
+def test_mangled_metadata_is_refused_or_loads(data: some.DataObject) -> None:
+    name = data.draw(some.sampled_from(["w/zarr.json", "layers/zarr.json", "_shardtree/zarr.json"]))
+    mangled = bytearray(SAVED.read(name))
+    for _ in range(data.draw(some.integers(1, 3))):
+        at = data.draw(some.integers(0, len(mangled) - 1))
+        mangled[at : at + data.draw(some.integers(0, 3))] = data.draw(some.binary(max_size=2))
+    started = time.monotonic()
+    with suppress(CheckpointingException):
+        st.load_plain_tensors(as_plain(SAVED, **{name: bytes(mangled)}))
+    assert time.monotonic() - started < QUICK
+
+
+@pytest.mark.parametrize("data", [b"", b"[]", b"{}", b"3", b"\xff", b"[" * 100_000, b'{"node_type": "array"}'])
+def test_a_folder_with_another_zarr_json_is_no_checkpoint(data: bytes) -> None:
+    storage = MemoryStorage()
+    storage.write("zarr.json", [memoryview(data)], durable=False)
+    with pytest.raises((CorruptCheckpoint, NotACheckpoint)):
+        st.load_plain_tensors(storage)
+
+
+def test_a_damaged_index_is_refused() -> None:
+    fields = json.loads(SAVED.read("metadata.json"))
+    name = fields["index"]["name"]
+    columns = decode_tree(SAVED.read(name))
+    changes: dict[str, Any] = {
+        "chunk_byte": columns["chunk_byte"] + 1,
+        "chunk_key": columns["chunk_key"] + 9,
+        "file_block": columns["file_block"] * 0,
+        "key_shape": columns["key_shape"] * -1,
+        "dtype_text": columns["dtype_text"] + 100,
+        "object_file": None,
+    }
+    for column, value in changes.items():
+        data = encode_tree(columns | {column: value})
+        entry = {"name": name, "length": len(data), "digest": digest(data)}
+        metadata = encode_metadata(fields | {"index": entry})
+        with pytest.raises(CheckpointingException, match="not sound"):
+            st.load_plain_tensors(copied(SAVED, **{name: data, "metadata.json": metadata}))
+
+
+SAVED = saved(STATE, LAYOUT)
+
+
+def test_what_begins_with_a_prefix_goes_and_the_rest_stays() -> None:
+    tree = {
+        "w": st.ShardedTensor.from_rank_offsets("model.w", torch.ones(2, 3)),
+        "m": st.ShardedTensor.from_rank_offsets("optim.w", torch.ones(2, 3)),
+        "none": st.ShardedTensor.from_rank_offsets("optim.none", torch.ones(0, 3)),
+        "o": st.ShardedObject("optim.o", 1, (1,), (0,)),
+        "step": 3,
+    }
+    storage = MemoryStorage()
+    save(tree, storage)
+    for prefix, left in (("nothing", 4), ("optim.w", 3), ("optim.", 1), ("", 0)):
+        st.remove_sharded_tensors(storage, prefix)
+        assert len(st.load_sharded_metadata(storage)) == left
+        assert st.verify(storage) == ()
+        assert st.load_common_state_dict(storage)["step"] == 3
+        assert sum("index" in name and name.endswith("c.0") for name in all_names(storage)) == 1
+    assert list(storage.names()) == ["_shardtree", "metadata.json", "zarr.json"]
+    assert [name for name in all_names(storage) if "optim" in name or "objects/" in name] == [
+        "_shardtree/objects/zarr.json"
+    ]
+    with pytest.raises(StrategyError, match="no save of ours"):
+        st.remove_sharded_tensors(as_plain(storage), "")
+
+
+def test_a_removal_that_dies_leaves_what_loads() -> None:
+    calls: list[Any] = []
+    st.remove_sharded_tensors(st.testing.WatchedStorage(copied(SAVED), before=calls.append), "w")
+    for number in range(len(calls)):
+        storage = copied(SAVED)
+
+        def fail(call: Any, number: int = number) -> None:
+            if call.number >= number:
+                raise Killed(call)
+
+        with pytest.raises(Killed):
+            st.remove_sharded_tensors(st.testing.WatchedStorage(storage, before=fail), "w")
+        found = st.load_plain_tensors(storage, verify="all")
+        assert set(found) in ({"layers", "w"}, {"layers"})
+        assert all(torch.equal(found[key], STATE.tensors[key]) for key in found)
