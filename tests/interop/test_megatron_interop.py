@@ -1,0 +1,311 @@
+"""interop.megatron, case by case: factories and their changes, what isn't Megatron-Core's, and errors."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import OrderedDict
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import shardtree
+from shardtree.errors import MetadataError, UnsupportedValue
+from shardtree.interop.megatron import from_megatron, to_megatron
+from shardtree.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
+from shardtree.storage import MemoryStorage
+from shardtree.trees import apply_factories
+from tests.interop import old_megatron as old
+from tests.trees.samples import halves, join_halves
+
+ROOT = Path(__file__).parents[2]
+
+
+def box(key: str = "w", **changes: Any) -> Any:
+    fields = {"data": torch.arange(6.0).reshape(2, 3), "dtype": torch.float32, "local_shape": (2, 3)}
+    fields |= {"global_shape": (4, 3), "global_offset": (2, 0), "axis_fragmentations": (2, 1)}
+    return old.ShardedTensor(key, **(fields | changes))
+
+
+def rows(key: str, data: Any, replica_id: Any) -> Any:
+    """Build, as early versions of Megatron-Core had it: without a range."""
+    parts = enumerate(data.chunk(2))
+    return [
+        old.ShardedTensor(key, part, part.dtype, part.shape, (4, 3), (2 * n, 0), (2, 1), replica_id)
+        for n, part in parts
+    ]
+
+
+def test_every_field_comes_over() -> None:
+    theirs = box(global_shape=(3, 4, 3), global_offset=(1, 2, 0), axis_fragmentations=(3, 2, 1), prepend_axis_num=1)
+    theirs.replica_id, theirs.allow_shape_mismatch = (0, 1), True
+    expected = ShardedTensor(
+        "w", theirs.data, torch.float32, (2, 3), (3, 4, 3), (1, 2, 0), (3, 2, 1), (0, 1), 1, allow_shape_mismatch=True
+    )
+    assert from_megatron([theirs]) == [expected]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"axis_fragmentations": None, "global_offset": (1, 0)},
+        {"data": None},
+        {"data": torch.arange(3.0), "flattened_range": slice(2, 5)},
+        {"local_shape": torch.Size([2, 3]), "global_shape": [4, 3]},
+        {"replica_id": [0, 2]},
+    ],
+    ids=str,
+)
+def test_every_kind_of_shard_comes_over(changes: dict[str, Any]) -> None:
+    theirs = box(**changes)
+    ours = from_megatron({"w": theirs})["w"]
+    for name in ("local_shape", "global_shape", "global_offset", "axis_fragmentations", "replica_id"):
+        value = getattr(theirs, name)
+        assert getattr(ours, name) == (tuple(value) if isinstance(value, (list, tuple)) else value)
+    assert ours.data is theirs.data
+    assert ours.flattened_range == theirs.flattened_range
+
+
+def test_what_a_version_has_no_field_for_takes_its_default() -> None:
+    class ShardedTensor:
+        key, data, local_shape, global_shape, global_offset = "w", torch.zeros(2, 3), (2, 3), (5, 4, 3), (1, 2, 0)
+
+    ours = from_megatron([ShardedTensor()])[0]
+    assert (ours.dtype, ours.prepend_axis_num, ours.axis_fragmentations) == (torch.float32, 1, None)
+    assert (ours.replica_id, ours.allow_shape_mismatch, ours.flattened_range) == (0, False, None)
+
+
+def test_a_subclass_of_theirs_is_theirs() -> None:
+    class Padded(old.ShardedTensor):
+        pass
+
+    theirs = box()
+    assert from_megatron([Padded(**vars(theirs))]) == from_megatron([theirs])
+
+
+def test_what_only_shares_a_name_stays() -> None:
+    class ShardedTensor:  # as torch.distributed has one
+        local_shards: tuple[Any, ...] = ()
+
+    class Other:
+        key, data = "w", None
+
+    unknown = [ShardedTensor(), Other(), ShardedObject, old.ShardedTensor, None, "text", SimpleNamespace(key="w")]
+    assert all(left is right for left, right in zip(from_megatron(unknown), unknown, strict=True))
+
+
+def test_ours_among_theirs_stay() -> None:
+    ours = [ShardedObject("o", 1, (1,), (0,)), LocalNonpersistentObject(2), from_megatron([box()])[0]]
+    assert all(left is right for left, right in zip(from_megatron(ours), ours, strict=True))
+
+
+def test_containers_are_entered_and_keep_their_kind() -> None:
+    tree = OrderedDict(b=[box("b")], a=({"x": box("x")}, 3))
+    ours = from_megatron(tree)
+    assert type(ours) is OrderedDict
+    assert list(ours) == ["b", "a"]
+    assert (ours["b"][0].key, ours["a"][0]["x"].key, ours["a"][1]) == ("b", "x", 3)
+    assert isinstance(tree["b"][0], old.ShardedTensor)
+
+
+def test_objects_and_local_values_come_over() -> None:
+    value: dict[str, Any] = {"inside": box()}
+    ours = from_megatron([old.ShardedObject("o", value, [1, 2], (0, 1), (0, 1)), old.LocalNonpersistentObject(value)])
+    assert ours == [ShardedObject("o", value, (1, 2), (0, 1), (0, 1)), LocalNonpersistentObject(value)]
+    assert isinstance(value["inside"], old.ShardedTensor), "what an object holds is its own affair"
+
+
+# -- factories
+
+
+def test_a_factory_builds_ours_and_merges_plain_tensors() -> None:
+    data = torch.arange(12.0).reshape(4, 3)
+    theirs = old.ShardedTensorFactory("w", data, rows, torch.cat)
+    ours = from_megatron([theirs])[0]
+    built = apply_factories(replace(ours, key="moment", data=data + 1, replica_id=(0, 3)))
+    assert [(shard.key, shard.replica_id, shard.global_offset) for shard in built] == [
+        ("moment", (0, 3), (0, 0)),
+        ("moment", (0, 3), (2, 0)),
+    ]
+    assert all(isinstance(shard, ShardedTensor) for shard in built)
+    assert torch.equal(ours.merge_fn([shard.data for shard in built]), data + 1)
+    assert (theirs.key, theirs.data is data, theirs.replica_id) == ("w", True, 0)
+
+
+def test_a_factory_without_data_comes_over() -> None:
+    ours = from_megatron([old.ShardedTensorFactory("w", None, rows, torch.cat)])[0]
+    assert ours.data is None
+    assert len(replace(ours, data=torch.zeros(4, 3)).build()) == 2
+
+
+def test_a_range_reaches_factories_that_take_one() -> None:
+    class ShardedTensorFactory(old.ShardedTensorFactory):
+        flattened_range: Any = None
+
+        def build(self) -> Any:
+            return self.build_fn(self.key, self.data, self.replica_id, self.flattened_range)
+
+    theirs = ShardedTensorFactory("w", torch.zeros(4), lambda *given: [given], list)
+    assert replace(from_megatron([theirs])[0], flattened_range=slice(1, 5)).build()[0][3] == slice(1, 5)
+    assert theirs.flattened_range is None
+
+
+def test_a_range_for_a_factory_that_takes_none_is_refused() -> None:
+    ours = from_megatron([old.ShardedTensorFactory("w", torch.zeros(4, 3), rows, torch.cat)])[0]
+    with pytest.raises(UnsupportedValue, match=r"'w'.*no flat factories"):
+        replace(ours, flattened_range=slice(0, 12)).build()
+
+
+def test_a_function_keeps_no_tensor_alive() -> None:
+    theirs = old.ShardedTensorFactory("w", torch.zeros(4, 3), rows, torch.cat)
+    assert from_megatron([theirs])[0].without_data().build_fn.args[0].data is None
+    assert theirs.data is not None
+
+
+def test_a_merge_of_theirs_may_change_what_it_is_given() -> None:
+    def destructive(loaded: Any) -> Any:
+        return torch.cat([loaded.pop(), loaded.pop()])
+
+    ours = from_megatron([old.ShardedTensorFactory("w", None, rows, destructive)])[0]
+    loaded = [torch.zeros(1), torch.ones(1)]
+    assert ours.merge_fn(loaded).tolist() == [1, 0]
+    assert len(loaded) == 2
+
+
+def test_factories_that_build_factories_come_over() -> None:
+    def nested(key: str, data: Any, replica_id: Any) -> Any:
+        return {"inner": old.ShardedTensorFactory(f"{key}.inner", data, rows, torch.cat, replica_id)}
+
+    data = torch.arange(12.0).reshape(4, 3)
+    tree = {"w": old.ShardedTensorFactory("w", data, nested, lambda loaded: loaded["inner"] + 0, 0), "step": 3}
+    folder = MemoryStorage()
+    shardtree.save(from_megatron(tree), folder)
+    assert set(shardtree.load_plain_tensors(folder)) == {"w.inner"}
+    assert torch.equal(shardtree.load(from_megatron(tree), folder)["w"], data)
+
+
+def nested_here(key: str, data: Any, replica_id: Any, flattened_range: Any) -> Any:
+    return {"inner": ShardedTensorFactory(f"{key}.inner", data, halves, join_halves, replica_id)}
+
+
+def test_ours_that_build_factories_are_whole_for_megatron() -> None:
+    data = torch.arange(3.0)
+    ours = ShardedTensorFactory("w", data, nested_here, lambda loaded: loaded["inner"] * 1)
+    theirs = to_megatron([ours], mapping=old)[0]
+    built = theirs.build()  # takes no range, as early versions
+    assert [type(part) for part in built["inner"]["parts"]] == [old.ShardedTensor] * 2
+    loaded = {"inner": {"parts": [part.data for part in built["inner"]["parts"]]}}
+    assert torch.equal(theirs.merge_fn(loaded), data)
+
+
+# -- errors
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"global_shape": (3, 3)}, "global_offset"),
+        ({"global_offset": (2,)}, "global_offset"),
+        ({"dtype": torch.int8}, "dtype"),
+        ({"dtype": None}, "dtype"),
+        ({"local_shape": (2, 2)}, "shape"),
+        ({"prepend_axis_num": 1}, "prepend_axis_num"),
+        ({"axis_fragmentations": (0, 1)}, "axis_fragmentations"),
+        ({"flattened_range": slice(5, 9)}, "flattened_range"),
+        ({"replica_id": "main"}, "replica_id"),
+        ({"key": 3}, "key"),
+        ({"global_shape": None}, "global_shape"),
+    ],
+    ids=str,
+)
+def test_contradicting_fields_are_an_error_with_key_and_path(changes: dict[str, Any], message: str) -> None:
+    theirs = box("decoder.w")
+    vars(theirs).update(changes)
+    with pytest.raises(MetadataError, match=message) as caught:
+        from_megatron({"model": [theirs]})
+    assert "tree['model'][0]" in str(caught.value)
+    assert repr(theirs.key) in str(caught.value)
+
+
+def test_a_contradicting_object_and_factory_are_errors_with_key_and_path() -> None:
+    for wrong in (old.ShardedObject("o", 1, (2,), (2,)), old.ShardedTensorFactory("o", None, None, torch.cat)):
+        with pytest.raises(MetadataError, match=r"'o' at tree\['a'\]"):
+            from_megatron({"a": wrong})
+
+
+def test_what_a_factory_builds_wrongly_is_named() -> None:
+    theirs = old.ShardedTensorFactory("w", torch.zeros(4, 3), lambda *_: [box("w", dtype=torch.int8)], torch.cat)
+    with pytest.raises(MetadataError, match=r"'w' at tree\[0\]") as caught:
+        apply_factories(from_megatron({"model": theirs}))
+    assert caught.value.__notes__ == ["at tree['model']"]
+
+
+@pytest.mark.parametrize("closed", [tuple, lambda items: OrderedDict(a=tuple(items))])
+def test_a_shard_where_megatron_does_not_look_is_an_error(closed: Any) -> None:
+    shard = ShardedTensor.from_rank_offsets("w", torch.zeros(2))
+    with pytest.raises(UnsupportedValue, match=r"'w' at tree\['m'\].*\n.*dicts and lists alone"):
+        to_megatron({"m": closed([shard])}, mapping=old)
+    assert to_megatron({"m": closed([3])}, mapping=old) == {"m": closed([3])}
+
+
+def test_a_field_that_a_version_has_not_is_an_error_where_it_says_something() -> None:
+    classes = SimpleNamespace(ShardedTensor=old.ShardedObject)
+    shard = ShardedTensor.from_rank_offsets("w", torch.zeros(2))
+    with pytest.raises(UnsupportedValue, match="no field 'dtype'"):
+        to_megatron([shard], mapping=classes)
+
+
+# -- without Megatron-Core, and with it
+
+
+def run(code: str) -> str:
+    command = [sys.executable, "-W", "error:::shardtree", "-c", code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_importing_and_from_megatron_do_not_import_megatron() -> None:
+    code = "import sys, shardtree.interop.megatron as m; m.from_megatron({'a': 1}); print(*sys.modules)"
+    assert [name for name in run(code).split() if name.split(".")[0] in {"megatron", "hypothesis"}] == []
+
+
+def test_to_megatron_says_what_to_install() -> None:
+    code = """if True:
+        import sys
+        sys.modules["megatron"] = None
+        from shardtree.errors import CheckpointingException
+        from shardtree.interop.megatron import to_megatron
+        try:
+            to_megatron({})
+        except CheckpointingException as error:
+            print(error)
+    """
+    assert "pip install megatron-core" in run(code)
+
+
+@pytest.mark.peers
+def test_a_flat_shard_is_an_error_for_a_megatron_without_them() -> None:
+    pytest.importorskip("megatron.core.dist_checkpointing.mapping")
+    shard = ShardedTensor.from_rank_offsets_flat("w", torch.zeros(3), (2, 3), flattened_range=slice(1, 4))
+    with pytest.raises(UnsupportedValue, match=r"Flat shards went with Megatron-Core 0\.16"):
+        to_megatron({"a": shard})
+    assert to_megatron({"a": shard}, mapping=old)["a"].flattened_range == slice(1, 4)
+
+
+@pytest.mark.peers
+def test_factories_of_ours_go_through_megatrons_own_functions() -> None:
+    mapping: Any = pytest.importorskip("megatron.core.dist_checkpointing.mapping")
+    data = torch.arange(3.0)
+    factory = ShardedTensorFactory("w", data, nested_here, lambda loaded: loaded["inner"] * 1)
+    theirs, factories = (to_megatron({"a": [factory]}) for _ in range(2))
+    mapping.apply_factories(theirs)
+    parts = theirs["a"][0]["inner"]["parts"]
+    assert [type(part) for part in parts] == [mapping.ShardedTensor] * 2
+    parts[:] = [part.data for part in parts]
+    merged = mapping.apply_factory_merges(theirs, factories)
+    assert torch.equal(merged["a"][0], data)
