@@ -22,7 +22,15 @@ Seconds = dict[tuple[str, str], list[float]]
 
 
 def measure(
-    ranks: int, folder: Path, *, size: int, tensors: int, rounds: int, tries: int, threads: int
+    ranks: int,
+    folder: Path,
+    *,
+    size: int,
+    tensors: int,
+    rounds: int,
+    tries: int,
+    threads: int,
+    everybody: Callable[[int], tuple[Contender, ...]] = contenders,
 ) -> tuple[int, Seconds]:
     """Return the bytes saved and the seconds that each operation took.
 
@@ -34,9 +42,18 @@ def measure(
         rounds: that count; one before them warms everything up and checks what was loaded.
         tries: in a row, of which the fastest counts.
         threads: that torch may use in each process.
+        everybody: who takes part with that many processes.
     """
     run = partial(
-        _run, ranks=ranks, folder=folder, size=size, tensors=tensors, rounds=rounds, tries=tries, threads=threads
+        _run,
+        ranks=ranks,
+        folder=folder,
+        size=size,
+        tensors=tensors,
+        rounds=rounds,
+        tries=tries,
+        threads=threads,
+        everybody=everybody,
     )
     if ranks == 1:
         return run(0)
@@ -55,16 +72,25 @@ def _process(rank: int, run: Callable[[int], Any], ranks: int, folder: Path, res
 
 
 def _run(
-    rank: int, *, ranks: int, folder: Path, size: int, tensors: int, rounds: int, tries: int, threads: int
+    rank: int,
+    *,
+    ranks: int,
+    folder: Path,
+    size: int,
+    tensors: int,
+    rounds: int,
+    tries: int,
+    threads: int,
+    everybody: Callable[[int], tuple[Contender, ...]],
 ) -> tuple[int, Seconds]:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     mine = work(rank, ranks, folder, size=size, tensors=tensors)
-    everybody = contenders(ranks)
-    _round(mine, everybody, check=True, tries=1)
+    taking_part = everybody(ranks)
+    _round(mine, taking_part, check=True, tries=1)
     seconds: Seconds = {}
     for number in range(rounds):
-        for place, value in _round(mine, _shuffled(everybody, number), check=False, tries=tries).items():
+        for place, value in _round(mine, _shuffled(taking_part, number), check=False, tries=tries).items():
             seconds.setdefault(place, []).append(value)
     torch.set_num_threads(before)
     return mine.nbytes, seconds

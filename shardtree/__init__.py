@@ -5,8 +5,14 @@ The data flows one way: **leaves** (`ShardedTensor`, `ShardedObject`, `ShardedTe
 it; **bytes** land in a folder or in the target's memory. Everything before the strategy is pure.
 """
 
+from .checkpoint import CheckpointDifference as CheckpointDifference
+from .checkpoint import ConversionReport as ConversionReport
+from .checkpoint import KindDifference as KindDifference
 from .checkpoint import OpenCheckpoint as OpenCheckpoint
 from .checkpoint import StrictHandling as StrictHandling
+from .checkpoint import ValueDifference as ValueDifference
+from .checkpoint import compare_checkpoints as compare_checkpoints
+from .checkpoint import convert as convert
 from .checkpoint import is_checkpoint as is_checkpoint
 from .checkpoint import load as load
 from .checkpoint import load_common_state_dict as load_common_state_dict
@@ -71,6 +77,11 @@ from .strategies import default_strategies as default_strategies
 from .strategies import find_strategy as find_strategy
 from .strategies import get_default_strategy as get_default_strategy
 from .strategies import register_default_strategy as register_default_strategy
+from .transforms import merge_tensors as merge_tensors
+from .transforms import partial_rename as partial_rename
+from .transforms import split_tensor as split_tensor
+from .transforms import stack_layers as stack_layers
+from .transforms import unstack_layers as unstack_layers
 from .trees import HOLE as HOLE
 from .trees import Difference as Difference
 from .trees import Hole as Hole

@@ -43,6 +43,8 @@ MAY_IMPORT = {
     "hypothesis": {"testing"},
     "rich": {"cli"},
     "typer": {"cli"},
+    "zarr": {"strategies"},
+    "megatron": {"interop"},
 }
 
 LONGEST = 300

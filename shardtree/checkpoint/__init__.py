@@ -1,5 +1,9 @@
 """Whole checkpoints: save, load, look inside, read lazily. Each function reads as the data flows."""
 
+from ._compare import CheckpointDifference as CheckpointDifference
+from ._compare import KindDifference as KindDifference
+from ._compare import compare_checkpoints as compare_checkpoints
+from ._compare_values import ValueDifference as ValueDifference
 from ._lazy_tree import OpenCheckpoint as OpenCheckpoint
 from ._lazy_tree import open_checkpoint as open_checkpoint
 from ._load import load as load
@@ -13,3 +17,5 @@ from ._open import remove_sharded_tensors as remove_sharded_tensors
 from ._save import save as save
 from ._strict import StrictHandling as StrictHandling
 from ._verify import verify as verify
+from .convert import ConversionReport as ConversionReport
+from .convert import convert as convert

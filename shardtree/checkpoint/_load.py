@@ -226,7 +226,8 @@ def _common(checkpoint: Checkpoint, types: tuple[type, ...], choices: Choices) -
 def _joined(common: Any, target: Target, loaded: Sequence[Any]) -> Any:
     tree = target.rebuild(loaded)
     both_dicts = isinstance(common, dict) and isinstance(tree, dict)
-    if holds_only_holes(common) and not both_dicts and any(item is not HOLE for item in loaded):
+    nothing_else = holds_only_holes(common) or common == {}
+    if nothing_else and not both_dicts and any(item is not HOLE for item in loaded):
         common = HOLE  # a tree of nothing but shards: the target's own shape counts
     with _told_of_depth():
         # Factories merge last, so that they see the plain values that they built beside their shards.

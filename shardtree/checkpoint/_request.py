@@ -50,7 +50,7 @@ def save_request(
     save_sharded = strategy_of(StrategyAction.SAVE_SHARDED, choices[0], sharded_backend, strategies)
     save_common = strategy_of(StrategyAction.SAVE_COMMON, choices[1], common_backend, strategies)
     takes_objects = find_strategy(StrategyAction.SAVE_OBJECTS, *sharded_backend, strategies=strategies) is not None
-    if takes_objects:
+    if takes_objects or sharded_backend == common_backend:
         requests: tuple[AsyncRequest[Any], ...] = (save_sharded(draft, [*tensors, *objects]),)
     else:
         save_objects = strategy_of(StrategyAction.SAVE_OBJECTS, None, common_backend, strategies)

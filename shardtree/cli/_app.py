@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
+from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ..errors import CheckpointingException
+from ._units import parse_size
 
 app = typer.Typer(
     help="Sharded state dicts as immutable trees, saved in one layout and loaded in any other.",
@@ -17,6 +20,27 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+_AllowPickle = Annotated[
+    bool,
+    typer.Option(
+        "--allow-pickle",
+        help="Load pickled values too. That can run any code that the checkpoint's writer put there: only for"
+        " checkpoints that you trust as you trust a program.",
+    ),
+]
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+_Keys = Annotated[
+    list[str] | None,
+    typer.Option("--key", metavar="PATTERN", help="Only keys like this, as in a shell: '*.bias'. Repeatable."),
+]
+
+
+class Sort(StrEnum):
+    """What rows are ordered by."""
+
+    key = "key"
+    bytes = "bytes"
 
 
 def _print_version(wanted: bool) -> None:
@@ -32,7 +56,6 @@ def _shardtree(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
     ] = False,
 ) -> None:
-    # A callback makes `demo` a command even while it is the only one.
     del version
 
 
@@ -56,3 +79,138 @@ def demo(
         raise typer.Exit(1) from error
     if not passed:
         raise typer.Exit(1)
+
+
+@app.command(
+    epilog="Example: shardtree inspect step-100 --sort bytes --limit 20\n\n"
+    "Exit status: 0; 1 where the common state can't be read; 2 where there is no checkpoint to read."
+)
+def inspect(
+    checkpoint: Annotated[str, typer.Argument(metavar="CKPT", help="A checkpoint's folder, file or URL.")],
+    key: _Keys = None,
+    sort: Annotated[Sort, typer.Option(help="Order of the rows; the largest first, by bytes.")] = Sort.key,
+    limit: Annotated[int | None, typer.Option(min=0, help="Rows of each table.", show_default="all")] = None,
+    as_json: _Json = False,
+    allow_pickle: _AllowPickle = False,
+) -> None:
+    """Show what is in a checkpoint, and how each tensor is cut, without reading one."""
+    from ._inspect import run_inspect
+    from ._output import finish, warn_of_pickle
+
+    warn_of_pickle(allow_pickle)
+    work = partial(run_inspect, checkpoint, patterns=key or [], sort=sort.value, limit=limit)
+    finish("inspect", partial(work, as_json=as_json, allow_pickle=allow_pickle))
+
+
+@app.command(
+    epilog="Example: shardtree verify step-100\n\n"
+    "Exit status: 0 no damage found; 1 damaged; 2 no checkpoint, or nothing in its format to check by."
+)
+def verify(
+    checkpoint: Annotated[str, typer.Argument(metavar="CKPT", help="A checkpoint's folder, file or URL.")],
+    as_json: _Json = False,
+) -> None:
+    """Read a checkpoint whole, and show every stretch of a file that isn't what was saved."""
+    from ._output import finish
+    from ._verify import run_verify
+
+    finish("verify", partial(run_verify, checkpoint, as_json=as_json))
+
+
+@app.command(
+    epilog="Example: shardtree diff step-100 step-100-resaved --key 'model.*'\n\n"
+    "Exit status, as diff's: 0 equal; 1 different; 2 trouble."
+)
+def diff(
+    left: Annotated[str, typer.Argument(metavar="A", help="A checkpoint's folder, file or URL.")],
+    right: Annotated[str, typer.Argument(metavar="B", help="Another one, of whatever format and cut.")],
+    only_structure: Annotated[
+        bool, typer.Option("--structure-only", help="Compare keys, dtypes and shapes, and read no value.")
+    ] = False,
+    key: _Keys = None,
+    as_json: _Json = False,
+    allow_pickle: _AllowPickle = False,
+) -> None:
+    """Compare two checkpoints, bit for bit, across formats and cuts."""
+    from ._diff import run_diff
+    from ._output import finish, warn_of_pickle
+
+    warn_of_pickle(allow_pickle)
+    work = partial(run_diff, left, right, patterns=key or [], only_structure=only_structure)
+    finish("diff", partial(work, as_json=as_json, allow_pickle=allow_pickle))
+
+
+def _names(texts: list[str]) -> dict[str, str]:
+    names: dict[str, str] = {}
+    for text in texts:
+        old, _, new = text.partition("=")
+        if not old or not new or old in names:
+            raise typer.BadParameter(f"{text!r} is not OLD=NEW, with an OLD of its own")
+        names[old] = new
+    return names
+
+
+def _backend(text: str) -> str | tuple[str, int]:
+    name, sign, version = text.partition(":")
+    if not name or (sign and not (version.isascii() and version.isdecimal())):
+        raise typer.BadParameter(f"{text!r} is not BACKEND or BACKEND:VERSION")
+    return (name, int(version)) if sign else name
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+@app.command(
+    epilog="Example: shardtree convert step-100 hf --to huggingface --cast bfloat16 --leave-out 'optimizer.*'\n\n"
+    "Exit status: 0 converted; 2 trouble. Run again, the same command goes on where it was stopped."
+)
+def convert(
+    source: Annotated[str, typer.Argument(metavar="A", help="A checkpoint's folder, file or URL.")],
+    destination: Annotated[str, typer.Argument(metavar="B", help="The folder or URL to write to.")],
+    to: Annotated[str, typer.Option(metavar="BACKEND[:VERSION]", help="The format to write, such as safetensors:1.")],
+    common_to: Annotated[
+        str | None, typer.Option(metavar="BACKEND[:VERSION]", help="The common state's format, if it is another.")
+    ] = None,
+    rename: Annotated[
+        list[str] | None,
+        typer.Option(metavar="OLD=NEW", help="Other keys; each * is one part between dots. Repeatable."),
+    ] = None,
+    cast: Annotated[
+        str | None, typer.Option(metavar="DTYPE", help="Floating-point tensors in another dtype, such as bfloat16.")
+    ] = None,
+    leave_out: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PATTERN", help="Keys to leave out, as in a shell; 'common' is the common state."),
+    ] = None,
+    max_bytes_in_flight: Annotated[
+        str, typer.Option(metavar="SIZE", help="The most bytes of tensors that are in memory at once.")
+    ] = "256MB",
+    no_verify: Annotated[
+        bool, typer.Option("--no-verify", help="Don't read back and compare what was written.")
+    ] = False,
+    as_json: _Json = False,
+    allow_pickle: _AllowPickle = False,
+) -> None:
+    """Write a checkpoint of any format as one of another, and compare what was written with the source."""
+    from ._convert import Conversion, run_convert
+    from ._output import finish, warn_of_pickle
+
+    warn_of_pickle(allow_pickle)
+    conversion = Conversion(
+        source=source,
+        destination=destination,
+        backend=_backend(to),
+        common_backend=None if common_to is None else _backend(common_to),
+        names=_names(rename or []),
+        dtype=cast,
+        leave_out=leave_out or [],
+        most_bytes=_size(max_bytes_in_flight),
+        verify=not no_verify,
+        allow_pickle=allow_pickle,
+    )
+    interrupted = "interrupted; the same command goes on with what is written"
+    finish("convert", partial(run_convert, conversion, as_json=as_json), interrupted=interrupted)

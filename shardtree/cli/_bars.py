@@ -1,4 +1,4 @@
-"""Progress bars, one a rank, while processes write or read."""
+"""Progress bars: one a rank, while processes write or read, and one for a command that moves bytes by itself."""
 
 from __future__ import annotations
 
@@ -6,7 +6,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 from ._units import size
 
@@ -38,3 +46,25 @@ def bars(console: Console, expected: Sequence[int], *, then: str) -> Iterator[Ca
                     progress.update(task, completed=min(count, total), total=total, amount=amount)
 
         yield show
+
+
+@contextmanager
+def bar(console: Console, doing: str, total: int | None) -> Iterator[Callable[[int], None]]:
+    """Yield a function that is told, again and again, how many bytes were moved since; the bar is gone afterwards.
+
+    Args:
+        console: where it is drawn; nothing is where it isn't a terminal.
+        doing: what moves them.
+        total: bytes, None where nobody knows.
+    """
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(32),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(doing, total=total)
+        yield lambda count: progress.advance(task, count)

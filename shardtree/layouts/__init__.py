@@ -7,6 +7,8 @@ from ._columns import join_columns as join_columns
 from ._columns import select_rows as select_rows
 from ._columns import shard_boxes as shard_boxes
 from ._columns import shard_columns as shard_columns
+from ._grid import Grid as Grid
+from ._grid import chunk_grids as chunk_grids
 from ._integrity import Problem as Problem
 from ._integrity import access_problems as access_problems
 from ._integrity import check_access as check_access

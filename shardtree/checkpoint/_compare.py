@@ -1,0 +1,194 @@
+"""Two checkpoints compared, of any formats: what only one has, and where values differ, in bounded memory."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from io import BytesIO
+from typing import Any
+
+from ..codec import Record
+from ..layouts import TensorKind
+from ..mapping import LocalNonpersistentObject, ShardedBase, ShardedObject, ShardedTensor
+from ..storage import Directory, Verify
+from ..strategies import Strategies, default_strategies
+from ..trees import Difference, diff, map_shards
+from ._compare_boxes import grouped
+from ._compare_reader import GROUP_BYTES, BoxReader
+from ._compare_values import ValueDifference, value_difference
+from ._lazy_tree import OpenCheckpoint, open_checkpoint
+
+MOST_BYTES = 64 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class KindDifference:
+    """How a tensor differs before any element is looked at.
+
+    Attributes:
+        key: the tensor's.
+        left: dtype and global shape on the left.
+        right: on the right.
+    """
+
+    key: str
+    left: TensorKind
+    right: TensorKind
+
+    def __str__(self) -> str:
+        return f"{self.key!r}: {self.left} and {self.right}"
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointDifference:
+    """Where two checkpoints differ; true where they do.
+
+    Attributes:
+        only_left: keys of tensors and unique keys of objects that only the left one has.
+        only_right: that only the right one has.
+        kinds: tensors of another dtype or global shape.
+        values: tensors with other elements.
+        objects: unique key → where an object differs.
+        common: where the common states differ.
+        nbytes: bytes of tensors that were compared, of each.
+    """
+
+    only_left: tuple[str, ...] = ()
+    only_right: tuple[str, ...] = ()
+    kinds: tuple[KindDifference, ...] = ()
+    values: tuple[ValueDifference, ...] = ()
+    objects: Mapping[str, Difference] = field(default_factory=dict)
+    common: Difference = field(default_factory=Difference)
+    nbytes: int = 0
+
+    def __bool__(self) -> bool:
+        lists = (self.only_left, self.only_right, self.kinds, self.values, self.objects, self.common)
+        return any(map(bool, lists))
+
+
+def compare_checkpoints(
+    left: Directory,
+    right: Directory,
+    *,
+    verify: Verify = "whole",
+    allow_pickle: bool = False,
+    types: tuple[type, ...] = (),
+    max_bytes_in_flight: int = MOST_BYTES,
+    strategies: Strategies = default_strategies,
+    progress: Callable[[int], None] | None = None,
+) -> CheckpointDifference:
+    """Return where two checkpoints differ, whatever formats they are in and however they are cut; not collective.
+
+    Equal means bit for bit: NaN equals the same NaN, 0.0 isn't -0.0. Tensors are read piece by piece.
+
+    Args:
+        left: where one checkpoint is.
+        right: where the other one is.
+        verify: which blocks are checked when elements are read, as in `load`.
+        allow_pickle: whether pickled values may be unpickled, which can run any code.
+        types: enum, dataclass and namedtuple classes that stored records become instances of.
+        max_bytes_in_flight: about how much memory the comparison of tensors may take.
+        strategies: the dispatch table.
+        progress: is told, now and then, how many bytes of each checkpoint were compared since the last time.
+
+    Raises:
+        NotACheckpoint: one of them isn't there.
+        UnsafeFile: one holds pickled values, and `allow_pickle` isn't given.
+
+    Examples:
+        >>> import tempfile, torch, shardtree as st
+        >>> def saved(values):
+        ...     folder = tempfile.mkdtemp()
+        ...     st.save({"w": st.ShardedTensor.from_rank_offsets("w", torch.tensor(values)), "step": 7}, folder)
+        ...     return folder
+        >>> found = compare_checkpoints(saved([1.0, 2.0]), saved([1.0, 2.5]))
+        >>> [str(each) for each in found.values], bool(found.common)
+        (["'w': 1 of 2 elements differ, by at most 0.5; the first at (1,): 2.0 and 2.5"], False)
+    """
+    options: Any = {"verify": verify, "allow_pickle": allow_pickle, "types": types, "strategies": strategies}
+    mine, theirs = open_checkpoint(left, **options), open_checkpoint(right, **options)
+    both = [key for key in mine if key in theirs and type(mine.metadata[key]) is type(theirs.metadata[key])]
+    known = set(both)
+    pairs = [(key, mine.metadata[key], theirs.metadata[key]) for key in both]
+    kinds = [unlike for key, *pair in pairs if (unlike := _kind_difference(key, *pair))]
+    unlike_keys = {each.key for each in kinds}
+    tensors = [key for key in both if isinstance(mine.metadata[key], ShardedTensor) and key not in unlike_keys]
+    compared = _Counter(progress or (lambda nbytes: None))
+    values = list(_value_differences(tensors, BoxReader(mine), BoxReader(theirs), max_bytes_in_flight, compared.add))
+    objects = {key: object_difference(mine, theirs, key) for key in both if _is_object(mine.metadata[key])}
+    return CheckpointDifference(
+        tuple(key for key in mine if key not in known),
+        tuple(key for key in theirs if key not in known),
+        tuple(kinds),
+        tuple(values),
+        {key: found for key, found in objects.items() if found},
+        plain_difference(mine.common(), theirs.common()),
+        compared.total,
+    )
+
+
+def _value_differences(
+    keys: Sequence[str], left: BoxReader, right: BoxReader, most_bytes: int, progress: Callable[[int], None]
+) -> Iterator[ValueDifference]:
+    pairs = ((key, left.whole(key), right.whole(key)) for key in keys)
+    for group in grouped(pairs, lambda pair: pair[1].nbytes, GROUP_BYTES):
+        left.expect(fetch for _, lazy, _ in group for fetch in lazy.fetches)
+        right.expect(fetch for _, _, lazy in group for fetch in lazy.fetches)
+        found = (value_difference(*pair, most_bytes, progress) for pair in group)
+        yield from (difference for difference in found if difference is not None)
+
+
+class _Counter:
+    """Adds up what a function is told, and tells it."""
+
+    def __init__(self, tell: Callable[[int], None]) -> None:
+        self.total = 0
+        self._tell = tell
+
+    def add(self, nbytes: int) -> None:
+        self.total += nbytes
+        self._tell(nbytes)
+
+
+def _is_object(shard: ShardedBase) -> bool:
+    return isinstance(shard, ShardedObject)
+
+
+def _kind_difference(key: str, left: ShardedBase, right: ShardedBase) -> KindDifference | None:
+    if not isinstance(left, ShardedTensor) or not isinstance(right, ShardedTensor):
+        return None
+    mine, theirs = (TensorKind(shard.dtype, shard.global_shape, 0) for shard in (left, right))
+    return None if mine == theirs else KindDifference(key, mine, theirs)
+
+
+def object_difference(left: OpenCheckpoint, right: OpenCheckpoint, unique_key: str) -> Difference:
+    """Return where an object differs between two checkpoints that both have it."""
+    return plain_difference(left[unique_key].data, right[unique_key].data)
+
+
+def plain_difference(left: Any, right: Any) -> Difference:
+    """Return where two trees of plain values differ, looking into records and other values with fields.
+
+    Examples:
+        >>> plain_difference({"args": Namespace(lr=0.1, seed=1)}, {"args": Namespace(lr=0.1, seed=2)}).mismatch
+        (('args', 'seed'),)
+    """
+    return diff(_opened(left), _opened(right))
+
+
+def _opened(tree: Any) -> Any:
+    return map_shards(_opened_leaf, tree)
+
+
+def _opened_leaf(leaf: Any) -> Any:
+    """Return a value as dicts of its fields; its kind is the entry "", which no field is called."""
+    if isinstance(leaf, Record):
+        return {"": leaf.type_name, **_opened(dict(leaf.fields))}
+    if isinstance(leaf, Namespace):
+        return {"": "Namespace", **_opened(vars(leaf))}
+    if isinstance(leaf, BytesIO):
+        return {"": "BytesIO", "bytes": leaf.getvalue(), "position": leaf.tell()}
+    if is_dataclass(leaf) and not isinstance(leaf, (type, ShardedBase, LocalNonpersistentObject)):
+        return {"": type(leaf).__qualname__, **{each.name: _opened(getattr(leaf, each.name)) for each in fields(leaf)}}
+    return leaf

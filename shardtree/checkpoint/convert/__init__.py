@@ -1,0 +1,7 @@
+"""Conversion: a checkpoint of any format, streamed through a pure function to a checkpoint of another.
+
+Plan (which shards, accounted for, in which batches), write (batch by batch, remembered in a journal), commit, check.
+"""
+
+from ._convert import ConversionReport as ConversionReport
+from ._convert import convert as convert

@@ -1,0 +1,99 @@
+"""The end of a conversion: whether what was written reads back as what should be there, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from ...errors import IntegrityError, explain, render_path
+from ...layouts import TensorKind
+from ...lazy import LazyTensor
+from ...mapping import ShardedObject, ShardedTensor
+from ...trees import HOLE, Difference, without_holes
+from .._compare import plain_difference
+from .._compare_boxes import grouped
+from .._compare_reader import GROUP_BYTES, BoxReader
+from .._compare_values import ValueDifference, value_difference
+from .._lazy_tree import OpenCheckpoint
+from ._plan import Plan
+from ._source import StoredObject, expect_tensors
+
+
+def check_written(written: OpenCheckpoint, plan: Plan, most_bytes: int, progress: Callable[[int], None]) -> int:
+    """Return how many bytes of tensors were compared with what was to be written, and found equal.
+
+    Args:
+        written: the destination, opened again.
+        plan: what should be in it, lazily read once more.
+        most_bytes: about how much memory the comparison may take.
+        progress: is told how many bytes were compared since the last time.
+
+    Raises:
+        IntegrityError: something differs; names every key.
+    """
+    _refuse(_key_problems(written, plan.tensors, plan.objects))
+    _refuse(map(str, _value_differences(written, plan, most_bytes, progress)))
+    pairs = [(item.unique_key, _differs(item, written)) for item in plan.objects]
+    problems = [f"object {key!r} differs{_where(differs)}" for key, differs in pairs if differs]
+    if plan.common is not HOLE:
+        differs = plain_difference(without_holes(plan.common), written.common())
+        problems += [f"the common state differs{_where(differs)}"] if differs else []
+    _refuse(problems)
+    return sum(shard.data.nbytes for shard in plan.tensors)
+
+
+def _value_differences(
+    written: OpenCheckpoint, plan: Plan, most_bytes: int, progress: Callable[[int], None]
+) -> Iterator[ValueDifference]:
+    reader = BoxReader(written)
+    for group in grouped(plan.tensors, lambda shard: shard.data.nbytes, GROUP_BYTES):
+        boxes = [_box(reader, shard) for shard in group]
+        expect_tensors(plan.reader, group)
+        reader.expect(fetch for box in boxes for fetch in box.fetches)
+        found = (
+            value_difference(shard.key, shard.data, box, most_bytes, progress)
+            for shard, box in zip(group, boxes, strict=True)
+        )
+        yield from (difference for difference in found if difference is not None)
+
+
+def _box(reader: BoxReader, shard: ShardedTensor) -> LazyTensor:
+    whole = reader.whole(shard.key)
+    box: LazyTensor = whole if shard.local_shape == shard.global_shape else whole[shard.global_slice()]
+    return box
+
+
+def _refuse(problems: Iterable[str]) -> None:
+    listed = list(problems)
+    if listed:
+        fix = (
+            "Don't use the destination: remove it. The medium, or the format's strategy, doesn't keep what it is given."
+        )
+        what = "convert: the destination isn't what was to be written"
+        raise IntegrityError(explain(what, offenders=listed, fix=fix))
+
+
+def _key_problems(
+    written: OpenCheckpoint, tensors: Sequence[ShardedTensor], objects: Sequence[ShardedObject]
+) -> list[str]:
+    kinds: dict[str, TensorKind | None] = {
+        shard.key: TensorKind(shard.dtype, shard.global_shape, 0) for shard in tensors
+    }
+    kinds |= {item.unique_key: None for item in objects}
+    problems = [f"{key!r} isn't there" for key in kinds if key not in written.metadata]
+    problems += [f"{key!r} is there, and shouldn't be" for key in written if key not in kinds]
+    for key in [key for key in kinds if key in written.metadata]:
+        found = written.metadata[key]
+        kind = TensorKind(found.dtype, found.global_shape, 0) if isinstance(found, ShardedTensor) else None
+        if kind != kinds[key]:
+            problems.append(f"{key!r} is {kind or 'an object'}, not {kinds[key] or 'an object'}")
+    return problems
+
+
+def _differs(item: ShardedObject, written: OpenCheckpoint) -> Difference:
+    data = item.data.read() if isinstance(item.data, StoredObject) else item.data
+    return plain_difference(data, written[item.unique_key].data)
+
+
+def _where(difference: Difference) -> str:
+    paths = [*difference.only_left, *difference.only_right, *difference.mismatch]
+    return f" at {render_path(paths[0], 'data')}" + (f" and {len(paths) - 1} more places" if len(paths) > 1 else "")

@@ -1,0 +1,83 @@
+"""What makes two conversions the same one: the source's bytes, the format, and how each piece is made of the source."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ...codec import canonical_json, dtype_name, encode_tree, row_major_bits
+from ...errors import CheckpointingException
+from ...lazy import LazyTensor
+from ...mapping import ShardedObject, ShardedTensor
+from ...storage import Storage, digest
+from ...strategies import Checkpoint
+from .._dispatch import Backends
+from ._pieces import Batch
+from ._source import StoredObject
+
+_VERSION = 1  # of the journal and of what is hashed here
+
+
+def conversion_digest(source: Checkpoint, backends: Backends, batches: Sequence[Batch], *, allow_pickle: bool) -> str:
+    """Return the hash of a conversion: two with the same one write the same files.
+
+    Tensors and objects that a transform has made itself are hashed by value.
+
+    Args:
+        source: what is converted.
+        backends: of the destination.
+        batches: what is written.
+        allow_pickle: whether values are pickled.
+    """
+    known: dict[int, str] = {}
+    listed = [
+        [_tensor(shard, known) for shard in batch.tensors] + [_object(item, allow_pickle) for item in batch.objects]
+        for batch in batches
+    ]
+    return digest(canonical_json([_VERSION, _identity(source), backends, allow_pickle, listed]))
+
+
+def _identity(source: Checkpoint) -> Any:
+    """Return what changes when a checkpoint's files do: its own digest, or else names, lengths and times of change."""
+    known = source.fields.get("digest")
+    return known if isinstance(known, str) else [source.storage.where(), *_files(source.storage, "")]
+
+
+def _files(storage: Storage, name: str) -> Iterator[Any]:
+    length = storage.length(name)
+    if length is not None:
+        yield name, length, str(storage.changed(name))
+        return
+    for child in storage.names(name):
+        yield from _files(storage, f"{name}/{child}" if name else child)
+
+
+def _tensor(shard: ShardedTensor, known: dict[int, str]) -> Any:
+    place = (shard.global_shape, shard.global_offset, shard.local_shape, shard.prepend_axis_num)
+    fragments = shard.axis_fragmentations
+    return [shard.key, dtype_name(shard.dtype), place, fragments, _data(shard.data, known)]
+
+
+def _data(data: Any, known: dict[int, str]) -> Any:
+    if isinstance(data, LazyTensor):
+        return [tuple(data.place), [dtype_name(cast) for cast in data.casts], _source(data.source, known)]
+    return digest(memoryview(row_major_bits(data).numpy()))
+
+
+def _source(source: Any, known: dict[int, str]) -> str:
+    """Return the hash of what a lazy tensor is a view of; once for all views, since a tensor is cut into many."""
+    if id(source) not in known:
+        parts = getattr(source, "parts", None)
+        made = [source.name] if parts is None else [source.dim, [_data(part, known) for part in parts]]
+        known[id(source)] = digest(canonical_json([source.shape, dtype_name(source.dtype), *made]))
+    return known[id(source)]
+
+
+def _object(item: ShardedObject, allow_pickle: bool) -> Any:
+    if isinstance(item.data, StoredObject):
+        return [item.unique_key, item.data.unique_key]
+    try:
+        return [item.unique_key, digest(encode_tree(item.data, allow_pickle=allow_pickle))]
+    except CheckpointingException:
+        return [item.unique_key, secrets.token_hex()]  # like nothing else, so that it's written anew each time

@@ -1,0 +1,180 @@
+"""What a conversion remembers in its destination, so that one that was killed goes on where it stopped.
+
+Beside the files that are written lies a hidden folder with the conversion's hash in its name. For each batch it holds
+the names of its files, written before they are, and then what the batch's writing returned, with the files' lengths.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ...codec import Record, canonical_json, decode_tree, encode_tree, parse_json
+from ...errors import CheckpointingException
+from ...storage import Storage
+from ...strategies import Strategies
+from ...trees import HOLE
+
+_PREFIX = ".convert-"
+_BEGUN = "begun.json"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Journal:
+    """The folder in which a conversion remembers what is done.
+
+    Attributes:
+        storage: the destination.
+        folder: the journal's own, in there.
+        packages: those whose classes may be in it.
+    """
+
+    storage: Storage
+    folder: str
+    packages: frozenset[str] = frozenset({"shardtree"})
+
+
+def journal_at(storage: Storage, digest: str, strategies: Strategies) -> Journal:
+    """Return the journal of the conversion that has this hash."""
+    packages = {strategy.__module__.partition(".")[0] for strategy in strategies.values()}
+    return Journal(storage, _PREFIX + digest, frozenset({"shardtree", *packages}))
+
+
+def begun_save(journal: Journal) -> str | None:
+    """Return the name of the save that this conversion has begun already, None if it hasn't.
+
+    Examples:
+        >>> from shardtree.storage import MemoryStorage
+        >>> journal = Journal(MemoryStorage(), ".convert-0")
+        >>> begin_journal(journal, "save-1", durable=True)
+        >>> begun_save(journal)
+        'save-1'
+    """
+    fields = _read_json(journal.storage, f"{journal.folder}/{_BEGUN}")
+    save_id = fields.get("save_id") if isinstance(fields, dict) else None
+    return save_id if isinstance(save_id, str) and save_id and "/" not in save_id else None
+
+
+def begin_journal(journal: Journal, save_id: str, *, durable: bool) -> None:
+    """Begin to remember a conversion."""
+    journal.storage.make_folder(journal.folder)
+    journal.storage.replace(f"{journal.folder}/{_BEGUN}", canonical_json({"save_id": save_id}), durable=durable)
+
+
+def has_files(journal: Journal) -> bool:
+    """Return whether any file may have been written."""
+    return any(name.endswith(".files") for name in journal.storage.names(journal.folder))
+
+
+def announce(journal: Journal, batch: int, names: Mapping[str, Any]) -> None:
+    """Remember which files a batch writes, before it does, so that they can be removed."""
+    data = canonical_json(sorted(names))
+    journal.storage.replace(f"{journal.folder}/{batch:06d}.files", data, durable=False)
+
+
+def record(journal: Journal, batch: int, result: Any, lengths: Mapping[str, int], *, durable: bool) -> None:
+    """Remember that a batch is written; one whose result can't be stored will be written again.
+
+    Args:
+        journal: where.
+        batch: which.
+        result: what the commit wants to know of it.
+        lengths: of its files, by name.
+        durable: whether that is on the medium before this returns.
+    """
+    try:
+        data = encode_tree({"lengths": dict(lengths), "result": result})
+    except CheckpointingException:
+        return
+    journal.storage.replace(f"{journal.folder}/{batch:06d}.done", data, durable=durable)
+
+
+def recall(journal: Journal, batch: int) -> Any:
+    """Return a batch's result, `HOLE` unless it is written and its files are as long as they were.
+
+    Examples:
+        >>> from shardtree.storage import MemoryStorage
+        >>> journal = Journal(MemoryStorage(), ".convert-0")
+        >>> record(journal, 3, ("written", 4), {}, durable=True)
+        >>> recall(journal, 3), recall(journal, 4)
+        (('written', 4), HOLE)
+    """
+    name = f"{journal.folder}/{batch:06d}.done"
+    if journal.storage.length(name) is None:
+        return HOLE
+    data = journal.storage.read(name)
+    try:
+        found = decode_tree(data, types=_classes(decode_tree(data), journal.packages))
+        lengths, result = found["lengths"], found["result"]
+        is_there = all(journal.storage.length(file) == length for file, length in lengths.items())
+    except (CheckpointingException, KeyError, TypeError, AttributeError):
+        return HOLE
+    return result if is_there and not any(_type_names(result)) else HOLE
+
+
+def _classes(tree: Any, packages: frozenset[str]) -> tuple[type, ...]:
+    """Return the classes of the records in a tree, as far as the program has loaded them; none is imported."""
+    found = []
+    for name in set(_type_names(tree)):
+        module, _, qualified = name.rpartition(".")
+        known = getattr(sys.modules.get(module), qualified, None) if module.partition(".")[0] in packages else None
+        found += [known] if isinstance(known, type) else []
+    return tuple(found)
+
+
+def _type_names(value: Any) -> Iterator[str]:
+    if isinstance(value, Record):
+        yield value.type_name
+        yield from _type_names(dict(value.fields))
+    elif isinstance(value, (list, tuple)):
+        for child in value:
+            yield from _type_names(child)
+    elif isinstance(value, dict):
+        for pair in value.items():
+            yield from _type_names(pair)
+
+
+def forget(journal: Journal) -> None:
+    """Remove the journal."""
+    _remove(journal.storage, journal.folder)
+
+
+def remove_others(journal: Journal) -> None:
+    """Remove what other conversions to the same place have left: their journals, and the files that they announced."""
+    for folder in journal.storage.names():
+        if folder.startswith(_PREFIX) and folder != journal.folder:
+            other = Journal(journal.storage, folder)
+            _remove_files(other)
+            forget(other)
+
+
+def _remove_files(journal: Journal) -> None:
+    storage = journal.storage
+    lists = [_read_json(storage, f"{journal.folder}/{name}") for name in storage.names(journal.folder)]
+    names = [name for listed in lists if isinstance(listed, list) for name in listed if isinstance(name, str)]
+    save_id = begun_save(journal)
+    folders = {save_id} if save_id else set()
+    for name in names:
+        storage.remove(name)
+        *above, _ = name.split("/")
+        folders |= {"/".join(above[:depth]) for depth in range(1, len(above) + 1)}
+    for folder in sorted(folders, key=len, reverse=True):
+        storage.remove_folder(folder)
+
+
+def _remove(storage: Storage, folder: str) -> None:
+    # The beginning last, so that a journal that is half removed is still known as one.
+    for name in sorted(storage.names(folder), key=lambda name: name == _BEGUN):
+        storage.remove(f"{folder}/{name}")
+    storage.remove_folder(folder)
+
+
+def _read_json(storage: Storage, name: str) -> Any:
+    if name.endswith(".done") or storage.length(name) is None:
+        return None
+    try:
+        return parse_json(storage.read(name), name)
+    except CheckpointingException:
+        return None

@@ -1,0 +1,135 @@
+"""Writing a destination batch by batch, as ranks of a save that take turns, and committing it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from ...errors import StrategyError, TreeError, UnsafeFile, UnsupportedValue
+from ...layouts import ShardColumns, join_columns, shard_columns
+from ...mapping import ShardedObject, ShardedTensor
+from ...storage import MemoryStorage, Storage
+from ...strategies import AsyncRequest, Draft, SaveOptions, Strategies, StrategyAction
+from ...trees import HOLE
+from .._dispatch import Backends, Choice, strategy_of
+from .._request import save_request
+from ._journal import Journal, announce, recall, record
+from ._noted import NotedStorage
+from ._pieces import Batch
+from ._plan import Plan
+from ._source import StoredObject, expect_tensors
+from ._turn import Turn
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Destination:
+    """Where a conversion goes to, and in which form.
+
+    Attributes:
+        storage: the folder.
+        choices: the formats of the shards and of the common state, as the caller named them.
+        backends: what they come to.
+        strategies: the dispatch table.
+        options: how it is written.
+    """
+
+    storage: Storage
+    choices: tuple[Choice, Choice]
+    backends: Backends
+    strategies: Strategies
+    options: SaveOptions
+
+
+def rehearse_common(destination: Destination, common: Any) -> None:
+    """Raise where the destination's format can't hold a common state; it is written to memory alone.
+
+    A format whose common state can't be written alone says so only at the commit, which can be tried again without.
+
+    Raises:
+        UnsupportedValue: it can't, or can't without pickling.
+    """
+    save_common = strategy_of(
+        StrategyAction.SAVE_COMMON, destination.choices[1], destination.backends[1], destination.strategies
+    )
+    options = replace(destination.options, durable=False)
+    try:
+        save_common(Draft(MemoryStorage(), "save-rehearsal", Turn(0, 1), None, options), common)
+    except StrategyError:
+        return
+    except (UnsupportedValue, TreeError, UnsafeFile) as error:
+        error.add_note("convert: leave_out=['common'] converts without the common state, transform_common= changes it")
+        raise
+
+
+def rehearse_tensors(destination: Destination, tensors: Sequence[ShardedTensor]) -> None:
+    """Raise where the destination's format can't hold one of the tensors; their save is prepared and not run.
+
+    Raises:
+        StrategyError: the format can't be written at all.
+        UnsupportedValue: it lacks a dtype.
+    """
+    save = Draft(MemoryStorage(), "save-rehearsal", Turn(0, 1), None, destination.options, shard_columns(tensors))
+    save_request(save, (tuple(tensors), ()), {}, destination.choices, destination.backends, destination.strategies)
+
+
+def write_batches(destination: Destination, journal: Journal, save_id: str, plan: Plan, common: Any) -> int:
+    """Write and commit a destination, and return how many batches were there already.
+
+    Args:
+        destination: where to, and how.
+        journal: what was done before, and is done now.
+        save_id: the name of the save.
+        plan: what is written, batch by batch.
+        common: the common tree, with holes where shards were.
+    """
+    columns = join_columns([shard_columns(batch.tensors, rank) for rank, batch in enumerate(plan.batches)])
+    request_of = partial(_request, destination, journal, save_id, plan.batches, common, columns)
+    first, _ = pair = request_of(0)
+    results: list[Any] = []
+    resumed = 0
+    for rank, batch in enumerate(plan.batches):
+        known = recall(journal, rank)
+        resumed += known is not HOLE
+        if known is HOLE:
+            request, noted = request_of(rank) if rank else pair
+            expect_tensors(plan.reader, batch.tensors)
+            known = request.async_fn()
+            record(journal, rank, known, noted.lengths, durable=destination.options.durable)
+        results.append(known)
+    first.commit(results)
+    for finalize in first.finalize_fns:
+        finalize()
+    return resumed
+
+
+def _request(
+    destination: Destination,
+    journal: Journal,
+    save_id: str,
+    batches: Sequence[Batch],
+    common: Any,
+    columns: ShardColumns,
+    rank: int,
+) -> tuple[AsyncRequest[Any], NotedStorage]:
+    """Return the request that writes a batch, and what notes the files that it writes."""
+    noted = NotedStorage(destination.storage, _announcer(journal, rank))
+    draft = Draft(noted, save_id, Turn(rank, len(batches)), None, destination.options, columns)
+    writes = batches[rank].tensors, tuple(map(_read, batches[rank].objects))
+    request = save_request(draft, writes, common, destination.choices, destination.backends, destination.strategies)
+    return request, noted
+
+
+def _announcer(journal: Journal, rank: int) -> Callable[[str], None]:
+    names: dict[str, None] = {}
+
+    def tell(name: str) -> None:
+        names[name] = None
+        announce(journal, rank, names)
+
+    return tell
+
+
+def _read(item: ShardedObject) -> ShardedObject:
+    return replace(item, data=item.data.read()) if isinstance(item.data, StoredObject) else item

@@ -1,0 +1,137 @@
+"""`shardtree convert`: a checkpoint of any format written as one of another, in bounded memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from ..checkpoint import ConversionReport, convert, open_checkpoint
+from ..codec import dtype_from_name
+from ..errors import ShapeError, explain, plural, shorten
+from ..transforms import partial_rename
+from ..trees import cast, compose, step
+from ._bars import bar
+from ._contents import contents_at
+from ._output import Output, json_text, printable, spellable
+from ._units import pace, size
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """What is converted, and how.
+
+    Attributes:
+        source: a path or URL.
+        destination: likewise.
+        backend: the format's name, or name and version.
+        common_backend: the common state's; None for that which goes with the other.
+        names: old key → new key, in patterns.
+        dtype: of floating-point tensors; None for their own.
+        leave_out: patterns of keys that aren't converted.
+        most_bytes: that a batch holds.
+        verify: whether what was written is read back and compared.
+        allow_pickle: whether pickled values may be unpickled.
+    """
+
+    source: str
+    destination: str
+    backend: str | tuple[str, int]
+    common_backend: str | tuple[str, int] | None
+    names: Mapping[str, str]
+    dtype: str | None
+    leave_out: Sequence[str]
+    most_bytes: int
+    verify: bool
+    allow_pickle: bool
+
+
+def run_convert(conversion: Conversion, *, as_json: bool) -> int:
+    """Convert, print what was done, and return the exit status 0.
+
+    Raises:
+        CheckpointingException: it can't be done.
+    """
+    transform = transform_of(conversion.names, conversion.dtype)
+    began = time.monotonic()
+    with bar(Output(stderr=True), "convert", _bytes_to_move(conversion)) as advance:
+        report = convert(
+            conversion.source,
+            conversion.destination,
+            backend=conversion.backend,
+            common_backend=conversion.common_backend,
+            transform=transform,
+            leave_out=conversion.leave_out,
+            max_bytes_in_flight=conversion.most_bytes,
+            verify=conversion.verify,
+            allow_pickle=conversion.allow_pickle,
+            progress=advance,
+        )
+    if as_json:
+        print(json_text({"destination": conversion.destination, **_document(report)}))
+    else:
+        _show(Output(), conversion.destination, report, time.monotonic() - began)
+    return 0
+
+
+def transform_of(names: Mapping[str, str], dtype: str | None) -> Callable[[Any], Any] | None:
+    """Return the function from a checkpoint's shards to those that are written; None where they stay as they are.
+
+    Raises:
+        ShapeError: there is no such floating-point dtype.
+
+    Examples:
+        >>> import torch
+        >>> from shardtree.mapping import ShardedTensor
+        >>> change = transform_of({"decoder.*": "model.*"}, "bfloat16")
+        >>> shard = change({"": ShardedTensor.from_rank_offsets("decoder.w", torch.ones(2))})[""]
+        >>> shard.key, shard.dtype
+        ('model.w', torch.bfloat16)
+    """
+    steps: list[Callable[[Any], Any]] = [step(partial_rename, names)] if names else []
+    if dtype is not None:
+        found = dtype_from_name(dtype)
+        if not found.is_floating_point:
+            raise ShapeError(explain("convert: --cast", found=dtype, expected="a floating-point dtype, as bfloat16"))
+        steps.append(step(cast, found))
+    return compose(*steps) if steps else None
+
+
+def _bytes_to_move(conversion: Conversion) -> int:
+    """Return about how many bytes a conversion writes and reads back."""
+    tree = open_checkpoint(conversion.source, allow_pickle=conversion.allow_pickle)
+    length = sum(row.length for row in contents_at(tree).tensors)
+    return length * (2 if conversion.verify else 1)
+
+
+def _show(console: Console, where: str, report: ConversionReport, seconds: float) -> None:
+    spell = spellable(console)
+    amounts = [plural(report.tensors, "tensor"), size(report.nbytes), plural(report.objects, "object")]
+    words = f"{printable(where)}: {', '.join(amounts)}, {pace(report.nbytes, seconds)}"
+    console.print(Text.assemble((spell("✓ "), "bold green"), words))
+    for line in _remarks(report):
+        console.print(Text(f"  {printable(line)}", style="dim"))
+
+
+def _remarks(report: ConversionReport) -> list[str]:
+    lines = []
+    if report.resumed:
+        batches = plural(report.batches, "batch").replace("batchs", "batches")
+        lines.append(f"gone on with: {report.resumed} of {batches} had been written by an earlier run")
+    if report.verified_nbytes is None:
+        lines.append("not read back, as --no-verify asks")
+    else:
+        lines.append("read back and compared, bit for bit")
+    if report.left_out:
+        lines += [f"left out: {plural(len(report.left_out), 'key')}", *(f"  {key}" for key in shorten(report.left_out))]
+    return lines
+
+
+def _document(report: ConversionReport) -> dict[str, Any]:
+    """Return what docs/command-line.md describes."""
+    fields = asdict(report)
+    return {"bytes" if name == "nbytes" else name.replace("nbytes", "bytes"): fields[name] for name in fields}

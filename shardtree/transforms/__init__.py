@@ -1,0 +1,10 @@
+"""Pure functions from one naming of tensors to another: layers stacked, tensors cut and joined, keys renamed.
+
+They take and give flat trees, as an open checkpoint is one, and only record what they do to lazy tensors.
+"""
+
+from ._rename import partial_rename as partial_rename
+from ._split import merge_tensors as merge_tensors
+from ._split import split_tensor as split_tensor
+from ._stack import stack_layers as stack_layers
+from ._stack import unstack_layers as unstack_layers

@@ -1,0 +1,49 @@
+"""Keys renamed by patterns, so that one line renames a tensor of every layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import TreeError, explain
+from ..mapping import ShardedBase
+from ..trees import leaves_with_paths, rename
+from ._keys import check_stars, fill_key, match_key
+
+
+def partial_rename(tree: Any, names: Mapping[str, str]) -> Any:
+    """Return the tree with other shard keys, by patterns; keys that none fits stay, and so does the tree's structure.
+
+    Args:
+        tree: any tree.
+        names: old key -> new key. Each ``*`` stands for one part between dots, and is filled in again in order. The
+            first pattern that fits a key counts.
+
+    Raises:
+        TreeError: a pattern fits no key, patterns have different numbers of stars, or two keys would become one.
+
+    Examples:
+        >>> import torch
+        >>> from shardtree.mapping import ShardedTensor
+        >>> shard = ShardedTensor.from_rank_offsets("decoder.layers.3.linear_fc2.weight", torch.ones(2))
+        >>> partial_rename([shard], {"decoder.layers.*.linear_fc2.weight": "model.layers.*.down_proj.weight"})[0].key
+        'model.layers.3.down_proj.weight'
+    """
+    for old, new in names.items():
+        check_stars("partial_rename", old, [new])
+    keys = {leaf.key for _, leaf in leaves_with_paths(tree) if isinstance(leaf, ShardedBase)}
+    chosen = {key: found for key in keys if (found := _first_match(names, key)) is not None}
+    used = {pattern for pattern, _ in chosen.values()}
+    unused = [repr(pattern) for pattern in names if pattern not in used]
+    if unused:
+        fix = "Leave out what isn't there, and put a pattern before those that fit its keys too."
+        raise TreeError(explain("partial_rename: patterns that name nothing", offenders=unused, fix=fix))
+    return rename(tree, {key: fill_key(names[pattern], parts) for key, (pattern, parts) in chosen.items()})
+
+
+def _first_match(names: Mapping[str, str], key: str) -> tuple[str, tuple[str, ...]] | None:
+    for pattern in names:
+        parts = match_key(pattern, key)
+        if parts is not None:
+            return pattern, parts
+    return None

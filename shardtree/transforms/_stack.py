@@ -1,0 +1,154 @@
+"""Layers stacked to one tensor with a leading axis, and taken apart again."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ..errors import TreeError, explain, shorten
+from ..mapping import ShardedTensor
+from ._data import join_data
+from ._flat import Flat, check_plain, check_same, flat_tensors, replace_entries
+from ._keys import key_expression
+
+_ALIKE = (
+    *("dtype", "local_shape", "global_shape", "global_offset", "axis_fragmentations", "replica_id"),
+    "allow_shape_mismatch",
+)
+
+_Group = dict[int, tuple[str, ShardedTensor]]
+
+
+def stack_layers(tree: Flat, prefix: str) -> dict[str, Any]:
+    """Return the tree with the tensors ``<prefix>.<number>.<name>`` stacked to one ``<prefix>.<name>`` for each name.
+
+    The layers' number becomes the first axis. Tensors in memory are copied; lazy ones aren't read. Undone by
+    `unstack_layers`.
+
+    Args:
+        tree: shards by key; each layer's the same box of a tensor of the same shape and dtype.
+        prefix: of the keys; each ``*`` in it stands for one part between dots, as in ``"layers.*.experts"``.
+
+    Raises:
+        TreeError: no key is like that, a layer is missing, or layers differ.
+
+    Examples:
+        >>> from shardtree.mapping import ShardedTensor
+        >>> shards = [ShardedTensor.from_rank_offsets(f"h.{i}.w", torch.full((2,), i)) for i in range(3)]
+        >>> stack_layers({shard.key: shard for shard in shards}, "h")["h.w"].data
+        tensor([[0, 0],
+                [1, 1],
+                [2, 2]])
+    """
+    pattern = re.compile(rf"({key_expression(prefix)})\.(0|[1-9][0-9]*)\.(.+)", re.DOTALL)
+    groups: dict[str, _Group] = defaultdict(dict)
+    for entry, shard in flat_tensors("stack_layers", tree).items():
+        found = pattern.fullmatch(shard.key)
+        if found is not None:
+            _put(groups[f"{found[1]}.{found.groups()[-1]}"], int(found.groups()[-2]), entry, shard)
+    if not groups:
+        raise _nothing("stack_layers", f"{prefix}.<number>.<name>", tree)
+    new: dict[str, list[ShardedTensor]] = {}
+    for key, group in groups.items():
+        new |= {entry: [] for entry, _ in group.values()}
+        new[next(iter(group.values()))[0]] = [_stacked(key, group)]
+    return replace_entries("stack_layers", tree, new)
+
+
+def _put(group: _Group, number: int, entry: str, shard: ShardedTensor) -> None:
+    check_plain("stack_layers", shard)
+    if number in group:
+        fix = "Stack whole tensors: several boxes of one tensor can't be told apart."
+        raise TreeError(explain(f"stack_layers: {shard.key!r} is there twice", fix=fix))
+    group[number] = entry, shard
+
+
+def _stacked(key: str, group: Mapping[int, tuple[str, ShardedTensor]]) -> ShardedTensor:
+    count = max(group) + 1
+    if count != len(group):
+        missing = [f"layer {number}" for number in range(min(count, 10_000)) if number not in group]
+        raise TreeError(explain(f"stack_layers: {key!r} lacks layers", found=len(group), offenders=missing))
+    layers = [group[number][1] for number in range(count)]
+    check_same("stack_layers", layers, _ALIKE)
+    first = layers[0]
+    fragments = first.axis_fragmentations
+    return replace(
+        first,
+        key=key,
+        data=None if first.data is None else join_data(torch.stack, [layer.data for layer in layers], 0),
+        local_shape=(count, *first.local_shape),
+        global_shape=(count, *first.global_shape),
+        global_offset=(0, *first.global_offset),
+        axis_fragmentations=None if fragments is None else (1, *fragments),
+    )
+
+
+def unstack_layers(tree: Flat, prefix: str) -> dict[str, Any]:
+    """Return the tree with each ``<prefix>.<name>`` taken apart along its first axis: ``<prefix>.<number>.<name>``.
+
+    The new tensors are views. A box that holds some of the layers gives those, by their own numbers. Undone by
+    `stack_layers`.
+
+    Args:
+        tree: shards by key. Keys that have a number behind the prefix already stay.
+        prefix: of the keys; each ``*`` in it stands for one part between dots.
+
+    Raises:
+        TreeError: no key is like that, or a tensor has no first axis.
+
+    Examples:
+        >>> from shardtree.mapping import ShardedTensor
+        >>> stacked = ShardedTensor.from_rank_offsets("h.w", torch.arange(6).reshape(3, 2))
+        >>> {key: shard.data.tolist() for key, shard in unstack_layers({"h.w": stacked}, "h").items()}
+        {'h.0.w': [0, 1], 'h.1.w': [2, 3], 'h.2.w': [4, 5]}
+    """
+    pattern = re.compile(rf"({key_expression(prefix)})\.(?![0-9]+(?:\.|$))(.+)", re.DOTALL)
+    new: dict[str, list[ShardedTensor]] = {}
+    for entry, shard in flat_tensors("unstack_layers", tree).items():
+        found = pattern.fullmatch(shard.key)
+        if found is not None:
+            new[entry] = _layers(shard, found[1], found.groups()[-1])
+    if not new:
+        raise _nothing("unstack_layers", f"{prefix}.<name>", tree)
+    return replace_entries("unstack_layers", tree, new)
+
+
+def _layers(shard: ShardedTensor, prefix: str, name: str) -> list[ShardedTensor]:
+    if shard.flattened_range is not None or not shard.global_shape:
+        found = "a flat range" if shard.flattened_range is not None else "no axis"
+        raise TreeError(
+            explain(f"unstack_layers: {shard.key!r}", found=found, expected="a first axis that counts layers")
+        )
+    first = shard.global_offset[0]
+    prepended = shard.prepend_axis_num > 0
+    pieces = [shard.data] if prepended else _rows(shard)
+    fragments = shard.axis_fragmentations
+    return [
+        replace(
+            shard,
+            key=f"{prefix}.{first + number}.{name}",
+            data=data,
+            local_shape=shard.local_shape if prepended else shard.local_shape[1:],
+            global_shape=shard.global_shape[1:],
+            global_offset=shard.global_offset[1:],
+            axis_fragmentations=None if fragments is None else fragments[1:],
+            prepend_axis_num=max(0, shard.prepend_axis_num - 1),
+        )
+        for number, data in enumerate(pieces)
+    ]
+
+
+def _rows(shard: ShardedTensor) -> list[Any]:
+    count = shard.local_shape[0]
+    return [None if shard.data is None else shard.data[number] for number in range(count)]
+
+
+def _nothing(doing: str, expected: str, tree: Flat) -> TreeError:
+    keys = [repr(shard.key) for shard in flat_tensors(doing, tree).values()]
+    found = ", ".join(shorten(keys, shown=3)) or "no tensors"
+    return TreeError(explain(f"{doing}: no key is like that", found=found, expected=expected))

@@ -1,0 +1,20 @@
+"""Convert a checkpoint and say so after each file that is written: python convert_slowly.py SOURCE DESTINATION."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from shardtree.checkpoint.convert import convert
+from shardtree.storage import LocalStorage
+from shardtree.testing import Call, WatchedStorage
+
+
+def after(call: Call) -> None:
+    if call.method == "replace" and call.name.endswith(".done"):
+        print("done", flush=True)  # noqa: T201 - the parent reads it
+        time.sleep(0.05)  # so that it has the time to kill this process
+
+
+source, destination = sys.argv[1:]
+convert(source, WatchedStorage(LocalStorage(destination), after=after), backend="safetensors", max_bytes_in_flight=8192)

@@ -1,0 +1,216 @@
+"""Two checkpoints compared: nothing is found where they are equal bit for bit, and everything where they aren't."""
+
+from __future__ import annotations
+
+import enum
+from argparse import Namespace
+from dataclasses import replace
+from functools import partial
+from io import BytesIO
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as some
+
+import shardtree as st
+from shardtree.checkpoint._compare import CheckpointDifference, KindDifference, compare_checkpoints
+from shardtree.checkpoint._compare_boxes import boxes_within
+from shardtree.checkpoint._compare_values import ValueDifference
+from shardtree.errors import UnsafeFile
+from shardtree.layouts import TensorKind
+from shardtree.storage import MemoryStorage
+from shardtree.testing import GlobalState, bits, global_states, rank_tree, state_layouts
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+
+
+def saved(state: GlobalState, layout: Any, ranks: int) -> MemoryStorage:
+    folder = MemoryStorage()
+    st.simulate(ranks, lambda world: st.save(rank_tree(state, layout, world.rank), folder, world=world))
+    return folder
+
+
+def saved_tree(tree: Any, **options: Any) -> MemoryStorage:
+    folder = MemoryStorage()
+    st.save(tree, folder, **options)
+    return folder
+
+
+def tensor(key: str, data: torch.Tensor) -> st.ShardedTensor:
+    return st.ShardedTensor.from_rank_offsets(key, data)
+
+
+def compare(left: torch.Tensor, right: torch.Tensor, **options: Any) -> ValueDifference | None:
+    found = compare_checkpoints(saved_tree([tensor("w", left)]), saved_tree([tensor("w", right)]), **options)
+    assert replace(found, values=(), nbytes=0) == CheckpointDifference()
+    return found.values[0] if found.values else None
+
+
+def check_finds(state: GlobalState, left: MemoryStorage, right: MemoryStorage, changed: str | None, most: int) -> None:
+    """Raise unless a comparison finds just the tensor that was changed."""
+    found = compare_checkpoints(left, right, max_bytes_in_flight=most)
+    assert [difference.key for difference in found.values] == ([changed] if changed else [])
+    assert bool(found) == (changed is not None)
+    assert found.nbytes == sum(whole.nbytes for whole in state.tensors.values())
+
+
+@given(some.data())
+def test_layouts_make_no_difference_and_each_bit_does(data: some.DataObject) -> None:
+    state = data.draw(global_states())
+    left, right = (saved(state, data.draw(state_layouts(state, ranks)), ranks) for ranks in (3, 2))
+    most = data.draw(some.sampled_from([64 * 50, 2**20]))
+    check_finds(state, left, right, None, most)
+    keys = [key for key, whole in state.tensors.items() if whole.numel() and whole.dtype != torch.bool]
+    if keys:
+        key = data.draw(some.sampled_from(keys))
+        place = data.draw(some.integers(0, 8 * state.tensors[key].nbytes - 1))
+        other = replace(state, tensors={**state.tensors, key: flipped(state.tensors[key], place)})
+        check_finds(state, left, saved(other, data.draw(state_layouts(other, 2)), 2), key, most)
+
+
+def flipped(whole: torch.Tensor, place: int) -> torch.Tensor:
+    raw = bytearray(bits(whole))
+    raw[place // 8] ^= 1 << place % 8
+    return torch.frombuffer(raw, dtype=whole.dtype).view(whole.shape)
+
+
+def test_the_law_catches_a_comparison_that_reads_half(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = GlobalState({"w": torch.arange(8)}, {}, {})
+    left, right = saved_tree([tensor("w", torch.arange(8))]), saved_tree([tensor("w", flipped(torch.arange(8), 500))])
+    check_finds(state, left, right, "w", 64)
+
+    def half(shape: tuple[int, ...], most: int) -> Any:
+        return list(boxes_within(shape, most))[:4]
+
+    monkeypatch.setattr("shardtree.checkpoint._compare_values.boxes_within", half)
+    with pytest.raises(AssertionError):
+        check_finds(state, left, right, "w", 64)
+
+
+@given(some.lists(some.integers(0, 4), max_size=4).map(tuple), some.integers(1, 30))
+def test_boxes_follow_each_other_in_row_major_order(shape: tuple[int, ...], most: int) -> None:
+    whole = torch.arange(torch.Size(shape).numel()).view(shape)
+    parts = [
+        whole[tuple(slice(low, low + size) for low, size in zip(offset, sizes, strict=True))].flatten()
+        for offset, sizes in boxes_within(shape, most)
+    ]
+    assert torch.cat([*parts, torch.arange(0)]).tolist() == whole.flatten().tolist()
+    assert all(part.numel() <= most for part in parts)
+
+
+VALUES: dict[str, tuple[torch.Tensor, torch.Tensor, tuple[Any, ...]]] = {
+    "floats": (torch.tensor([[1.0, 2, 3], [4, 5, 6]]), torch.tensor([[1.0, 2, 3], [4, 7, 5.5]]), (2, (1, 1), 5, 7, 2)),
+    "half a bit": (
+        torch.tensor([1.0]).bfloat16(),
+        torch.tensor([1.0078125]).bfloat16(),
+        (1, (0,), 1, 1.0078125, 2**-7),
+    ),
+    "negative zero": (torch.tensor(0.0), torch.tensor(-0.0), (1, (), 0, 0, 0)),
+    "infinities": (torch.tensor([1.0, 0]), torch.tensor([torch.inf, 0]), (1, (0,), 1, torch.inf, torch.inf)),
+    "wide integers": (
+        torch.tensor([7, -(2**63)]),
+        torch.tensor([7, 2**63 - 1]),
+        (1, (1,), -(2**63), 2**63 - 1, 2**64 - 1),
+    ),
+    "bytes": (torch.tensor([3, 255]).byte(), torch.tensor([5, 0]).byte(), (2, (0,), 3, 5, 255)),
+    "bools": (torch.tensor([True, False]), torch.tensor([True, True]), (1, (1,), False, True, 1)),
+    "complex": (torch.tensor([3j]), torch.tensor([4 + 0j]), (1, (0,), 3j, 4, 5)),
+    "float8": (
+        torch.tensor([2.0]).to(torch.float8_e4m3fn),
+        torch.tensor([1.0]).to(torch.float8_e4m3fn),
+        (1, (0,), 2, 1, 1),
+    ),
+}
+
+
+@pytest.mark.parametrize("most", [1, 2**20])
+@pytest.mark.parametrize("case", VALUES)
+def test_what_differs_is_told(case: str, most: int) -> None:
+    left, right, expected = VALUES[case]
+    found = compare(left, right, max_bytes_in_flight=most)
+    assert found is not None
+    assert (found.count, found.first, found.left, found.right, found.largest) == expected
+    assert found.elements == left.numel()
+
+
+def test_nans_are_equal_to_themselves_bit_for_bit() -> None:
+    one, other = (torch.tensor([word], dtype=torch.int32).view(torch.float32) for word in (0x7FC00000, 0x7FC00001))
+    assert compare(one, one.clone()) is None
+    found = compare(one, other)
+    assert found is not None and found.largest is None and str(found.left) == "nan"
+
+
+def test_elements_that_torch_cannot_show_are_told_by_their_bits() -> None:
+    left, right = (torch.tensor([word], dtype=torch.int16).view(torch.bits16) for word in (1, 0x7FFF))
+    found = compare(left, right)
+    assert found is not None and (found.left, found.right, found.largest) == ("0x0001", "0x7fff", None)
+
+
+def test_what_only_one_has_and_other_kinds_are_told() -> None:
+    left = saved_tree([tensor("a", torch.ones(2)), tensor("b", torch.ones(2)), tensor("c", torch.ones(2))])
+    right = saved_tree([tensor("b", torch.ones(3)), tensor("c", torch.ones(2).half()), tensor("d", torch.ones(2))])
+    found = compare_checkpoints(left, right)
+    assert (found.only_left, found.only_right, found.nbytes) == (("a",), ("d",), 0)
+    assert [str(kind) for kind in found.kinds] == [
+        "'b': (2,) float32 and (3,) float32",
+        "'c': (2,) float32 and (2,) float16",
+    ]
+    assert found.kinds[0] == KindDifference("b", TensorKind(torch.float32, (2,), 0), TensorKind(torch.float32, (3,), 0))
+
+
+class Colour(enum.Enum):
+    RED = 1
+    BLUE = 2
+
+
+COMMON: dict[str, Any] = {
+    "args": Namespace(rates=torch.tensor([0.1, 0.2]), colour=Colour.RED),
+    "buffer": BytesIO(b"abc"),
+    "step": 7,
+}
+
+
+def changed(**values: Any) -> Any:
+    return {**COMMON, "args": Namespace(**{**vars(COMMON["args"]), **values})}
+
+
+@pytest.mark.parametrize("types", [(), (Colour,)])
+def test_common_states_are_compared_to_the_last_field(types: tuple[type, ...]) -> None:
+    left = saved_tree(COMMON)
+    same, other = saved_tree(changed()), saved_tree(changed(rates=torch.tensor([0.1, 0.3]), colour=Colour.BLUE))
+    assert not compare_checkpoints(left, same, types=types)
+    path = ("args", "colour") if types else ("args", "colour", "name")
+    assert path in compare_checkpoints(left, other, types=types).common.mismatch
+    assert ("args", "rates") in compare_checkpoints(left, other, types=types).common.mismatch
+    assert compare_checkpoints(left, saved_tree({**COMMON, "buffer": BytesIO(b"abd")})).common
+
+
+def test_objects_are_compared_one_by_one() -> None:
+    def objects(seed: int) -> MemoryStorage:
+        return saved_tree([st.ShardedObject("rng", {"seed": seed * n, "n": n}, (2,), (n,)) for n in range(2)])
+
+    found = compare_checkpoints(objects(1), objects(2))
+    assert {key: where.mismatch for key, where in found.objects.items()} == {"rng/shard_1_2": (("seed",),)}
+    assert not compare_checkpoints(objects(1), objects(1))
+
+
+def test_a_tensor_is_never_an_object() -> None:
+    left = saved_tree([tensor("rng/shard_0_1", torch.ones(1))])
+    found = compare_checkpoints(left, saved_tree([st.ShardedObject("rng", 1, (1,), (0,))]))
+    assert (found.only_left, found.only_right) == (("rng/shard_0_1",), ("rng/shard_0_1",))
+
+
+def test_nothing_is_unpickled_unless_asked_for() -> None:
+    both = [saved_tree({"step": partial(int)}, allow_pickle=True) for _ in range(2)]
+    with pytest.raises(UnsafeFile):
+        compare_checkpoints(*both)
+    assert compare_checkpoints(*both, allow_pickle=True).common.mismatch  # functions are equal to themselves alone
+
+
+def test_progress_adds_up_and_comes_in_pieces() -> None:
+    told: list[int] = []
+    folder = saved_tree([tensor("w", torch.zeros(300, 100))])
+    compare_checkpoints(folder, folder, max_bytes_in_flight=64 * 1000, progress=told.append)
+    assert sum(told) == 120_000 and max(told) == 4_000

@@ -1,0 +1,415 @@
+"""A converted checkpoint is the source, put through the transform: all of it, bit for bit, cut as was asked."""
+
+from __future__ import annotations
+
+import enum
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as some
+
+import shardtree as st
+from shardtree.checkpoint._compare import compare_checkpoints
+from shardtree.checkpoint.convert import ConversionReport, convert
+from shardtree.errors import (
+    AlreadyACheckpoint,
+    IntegrityError,
+    KeyMismatch,
+    NotACheckpoint,
+    ShapeError,
+    StorageError,
+    StrategyError,
+    TreeError,
+    UnsupportedValue,
+)
+from shardtree.storage import MemoryStorage
+from shardtree.strategies import default_strategies
+from shardtree.strategies.safetensors._load import read_index
+from shardtree.testing import first_difference, global_states, glu, rank_tree, state_layouts
+from shardtree.transforms import merge_tensors, partial_rename, split_tensor, stack_layers, unstack_layers
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+
+native = "safetensors"
+
+
+def tensor(key: str, data: torch.Tensor, *cut: tuple[int, int, int]) -> st.ShardedTensor:
+    return st.ShardedTensor.from_rank_offsets(key, data, *cut)
+
+
+def saved(tree: Any, **options: Any) -> MemoryStorage:
+    folder = MemoryStorage()
+    st.save(tree, folder, **options)
+    return folder
+
+
+W = torch.arange(48.0).reshape(8, 6)
+TREE = {
+    "model": {
+        "w": tensor("w", W),
+        "b": tensor("b", torch.arange(6).bfloat16()),
+        "scalar": tensor("scalar", torch.ones(())),
+    },
+    "rng": [st.ShardedObject("rng", {"seed": n, "state": torch.arange(n)}, (2,), (n,)) for n in range(2)],
+    "args": Namespace(lr=0.1),
+    "steps": [1, tensor("hidden", torch.zeros(0, 3)), 2],
+}
+
+
+def converted(source: Any, **options: Any) -> tuple[MemoryStorage, ConversionReport]:
+    folder = MemoryStorage()
+    return folder, convert(source, folder, **{"backend": native, **options})
+
+
+def files(folder: MemoryStorage, inside: str = "") -> list[str]:
+    names = [f"{inside}/{name}" if inside else name for name in folder.names(inside)]
+    return [file for name in names for file in ([name] if folder.length(name) is not None else files(folder, name))]
+
+
+def chunks(folder: MemoryStorage) -> dict[str, list[tuple[list[int], list[int]]]]:
+    """Return the offset and shape of each stored chunk, by key."""
+    index = read_index(st.open_checkpoint(folder).checkpoint)
+    keys = list(st.load_tensors_metadata(folder))
+    found: dict[str, list[Any]] = {key: [] for key in keys}
+    for number, offset, shape in zip(index.chunk_key, index.chunk_offset, index.chunk_shape, strict=True):
+        axes = int(index.key_axes[number])
+        width = len(offset)
+        found[keys[number]].append((offset[width - axes :].tolist(), shape[width - axes :].tolist()))
+    return found
+
+
+@given(some.data())
+def test_a_conversion_changes_nothing(data: some.DataObject) -> None:
+    state = data.draw(global_states())
+    layout, source = data.draw(state_layouts(state, 2)), MemoryStorage()
+    st.simulate(2, lambda world: st.save(rank_tree(state, layout, world.rank), source, world=world))
+    most = data.draw(some.sampled_from([1 << 8, 1 << 20]))
+    folder, report = converted(source, max_bytes_in_flight=most)
+    assert not compare_checkpoints(source, folder)
+    assert report.nbytes == report.verified_nbytes == sum(whole.nbytes for whole in state.tensors.values())
+    assert (report.tensors, report.unused, report.left_out, report.resumed) == (len(state.tensors), (), (), 0)
+    assert not [name for name in files(folder) if "convert" in name]
+
+
+def test_files_do_what_memory_does(tmp_path: Path) -> None:
+    source = saved(TREE)
+    convert(source, tmp_path / "new" / "folder", backend=(native, 1), durable=False)
+    assert not compare_checkpoints(source, tmp_path / "new" / "folder")
+    names = sorted(path.name for path in (tmp_path / "new" / "folder").rglob("*"))
+    assert names[1:] == [
+        "00001-of-00002.safetensors",
+        "common.safetensors",
+        "index-0.safetensors",
+        "metadata.json",
+        names[-1],
+    ]
+
+
+def test_a_loaded_tree_has_its_old_form() -> None:
+    folder, _ = converted(saved(TREE))
+    loaded = st.load(st.without_data(TREE), folder)
+    assert loaded["args"] == Namespace(lr=0.1)
+    assert loaded["steps"][::2] == [1, 2]
+    assert [item["seed"] for item in loaded["rng"]] == [0, 1]
+    assert torch.equal(loaded["model"]["w"], W)
+
+
+def layers(count: int) -> list[st.ShardedTensor]:
+    return [tensor(f"h.{n}.qkv", torch.arange(24.0).reshape(8, 3) + n) for n in range(count)]
+
+
+def halves(shard: Any) -> st.ShardedTensorFactory:
+    return st.ShardedTensorFactory(shard.key, shard.data, split_in_two, lambda parts: torch.cat(list(parts)))
+
+
+def split_in_two(key: str, data: Any, replica_id: Any, flattened_range: Any) -> Any:
+    return [tensor(key, part, (0, number, 2)) for number, part in enumerate(data.chunk(2))]
+
+
+def rebuilt(tree: dict[str, Any]) -> dict[str, Any]:
+    """Return the tree with each tensor taken apart by a factory, and merged again by it."""
+    factories = st.map_shards(lambda leaf: halves(leaf) if isinstance(leaf, st.ShardedTensor) else leaf, tree)
+    parts = st.map_shards(lambda leaf: getattr(leaf, "data", leaf), st.apply_factories(factories))
+    merged = st.apply_factory_merges(parts, factories)
+    return {key: replace(tree[key], data=merged[key]) for key in tree}
+
+
+QKV = torch.stack([shard.data for shard in layers(3)])
+
+TRANSFORMS: dict[str, tuple[Callable[[Any], Any], dict[str, torch.Tensor]]] = {
+    "rename": (lambda tree: st.rename(tree, lambda key: f"model.{key}"), {"model.h.2.qkv": QKV[2]}),
+    "rename by patterns": (st.step(partial_rename, {"h.*.qkv": "layers.*.attn"}), {"layers.1.attn": QKV[1]}),
+    "prefix": (st.step(st.prefix, "x."), {"x.h.0.qkv": QKV[0]}),
+    "cast": (st.step(st.cast, torch.float16), {"h.1.qkv": QKV[1].half()}),
+    "narrow": (st.step(st.narrow, 0, 2, 4), {"h.1.qkv": QKV[1, 2:6]}),
+    "map_shards": (
+        lambda tree: st.map_shards(lambda leaf: tensor(f"{leaf.key}.t", leaf.data.T), tree),
+        {"h.2.qkv.t": QKV[2].T},
+    ),
+    "apply_factories": (lambda tree: st.apply_factories(st.map_shards(halves, tree)), {"h.0.qkv": QKV[0]}),
+    "factories left to the save": (lambda tree: [halves(leaf) for leaf in tree.values()], {"h.0.qkv": QKV[0]}),
+    "apply_factory_merges": (rebuilt, {"h.2.qkv": QKV[2]}),
+    "glu": (lambda tree: {key: glu(key, leaf.data) for key, leaf in tree.items()}, {}),
+    "stack_layers": (st.step(stack_layers, "h"), {"h.qkv": QKV}),
+    "unstack_layers": (st.compose(st.step(stack_layers, "h"), st.step(unstack_layers, "h")), {"h.2.qkv": QKV[2]}),
+    "split_tensor": (st.step(split_tensor, "h.*.qkv", ["h.*.q", "h.*.kv"], sizes=[4, 4]), {"h.1.kv": QKV[1, 4:]}),
+    "merge_tensors": (
+        st.step(merge_tensors, [f"h.{number}.qkv" for number in (2, 0, 1)], "all", axis=1),
+        {"all": torch.cat([QKV[2], QKV[0], QKV[1]], dim=1)},
+    ),
+    "a pipeline": (
+        st.compose(
+            st.step(stack_layers, "h"),
+            st.step(st.cast, torch.bfloat16),
+            st.step(split_tensor, "h.qkv", ["q", "k", "v", "w"], axis=1),
+        ),
+        {"k": QKV[:, 2:4].bfloat16()},
+    ),
+    "elements computed": (
+        lambda tree: st.map_shards(lambda leaf: replace(leaf, data=leaf.data.read() * 2), tree),
+        {"h.2.qkv": QKV[2] * 2},
+    ),
+}
+
+
+@pytest.mark.parametrize("most", [40, 1 << 20])
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_tree_functions_compose_on_lazy_data(name: str, most: int) -> None:
+    transform, expected = TRANSFORMS[name]
+    source = saved(layers(3))
+
+    folder, report = converted(source, transform=transform, max_bytes_in_flight=most)
+    found = st.load_plain_tensors(folder)
+    for key, whole in expected.items():
+        assert first_difference(found[key], whole) is None
+    assert report.verified_nbytes == report.nbytes == sum(whole.nbytes for whole in found.values())
+
+
+def test_nothing_is_read_before_it_is_written() -> None:
+    source = saved(layers(3))
+
+    def transform(tree: dict[str, Any]) -> dict[str, Any]:
+        for name in list(source.names()):
+            for file in source.names(name):
+                source.remove(f"{name}/{file}")  # the index is open already
+        return tree
+
+    with pytest.raises(st.CheckpointingException):
+        converted(source, transform=transform)
+
+
+def test_objects_are_passed_on_renamed_or_made_anew() -> None:
+    def transform(tree: dict[str, Any]) -> dict[str, Any]:
+        assert all(not isinstance(leaf.data, dict) for leaf in tree.values())
+        new = st.ShardedObject("version", {"format": 2}, (1,), (0,))
+        return {**st.rename(tree, {"rng": "rng_state"}), "version": new}
+
+    folder, report = converted(saved(TREE), transform=transform, leave_out=["scalar"])
+    opened = st.open_checkpoint(folder)
+    assert opened["rng_state/shard_1_2"].data["state"].tolist() == [0]
+    assert opened["version/shard_0_1"].data == {"format": 2}
+    assert (report.objects, report.left_out) == (3, ("scalar",))
+
+
+def test_the_common_state_is_changed_or_left_out() -> None:
+    source = saved(TREE)
+    folder, _ = converted(source, transform_common=lambda common: {**common, "args": Namespace(lr=0.2)})
+    assert st.load_common_state_dict(folder)["args"] == Namespace(lr=0.2)
+    folder, report = converted(source, leave_out=["common"])
+    assert st.load_common_state_dict(folder) == {} and report.left_out == ("common",)
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+@pytest.mark.parametrize("types", [(), (Colour,)])
+def test_records_are_passed_on(types: tuple[type, ...]) -> None:
+    source = saved([st.ShardedObject("colour", Colour.RED, (1,), (0,)), {"colours": [Colour.RED], "a": torch.ones(2)}])
+    folder, _ = converted(source, types=types)
+    assert st.open_checkpoint(folder, types=(Colour,))["colour/shard_0_1"].data is Colour.RED
+    assert st.load_common_state_dict(folder, types=(Colour,))[1]["colours"] == [Colour.RED]
+
+
+def test_pickled_values_need_to_be_allowed() -> None:
+    source = saved({"w": tensor("w", W), "fn": Path.joinpath}, allow_pickle=True)
+    with pytest.raises(st.UnsafeFile):
+        converted(source)
+    folder, _ = converted(source, allow_pickle=True)
+    assert st.load_common_state_dict(folder, allow_pickle=True) == {"fn": Path.joinpath}
+
+
+LAYOUTS: dict[str, tuple[Any, list[tuple[list[int], list[int]]]]] = {
+    "rows": ({"w": (4, 1)}, [([row, 0], [2, 6]) for row in (0, 2, 4, 6)]),
+    "a grid": (lambda shard: (2, 2) if shard.key == "w" else None, [([r, c], [4, 3]) for r in (0, 4) for c in (0, 3)]),
+    "uneven": ({"?": (1,), "w*": (9, 9), "s*": ()}, []),
+    "thirds": ({"w": [3, 1], "b": [1]}, [([0, 0], [3, 6]), ([3, 0], [3, 6]), ([6, 0], [2, 6])]),
+    "open": (None, [([0, 0], [8, 6])]),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_destination_is_cut_as_was_asked(name: str) -> None:
+    layout, expected = LAYOUTS[name]
+    if name == "uneven":
+        layout = {"w*": (9, 9)}
+        expected = [([row, column], [1, 1]) for row in range(8) for column in range(6)]
+    source = saved(TREE)
+    folder, _ = converted(source, layout=layout)
+    assert chunks(folder)["w"] == expected
+    assert not compare_checkpoints(source, folder)
+
+
+def test_large_tensors_are_cut_and_small_ones_share_a_batch() -> None:
+    source = saved(
+        [tensor("big", torch.arange(1000.0).reshape(10, 100)), *(tensor(f"s{n}", torch.ones(10)) for n in range(9))]
+    )
+    folder, report = converted(source, max_bytes_in_flight=1000)
+    assert [shape for _, shape in chunks(folder)["big"]] == [[2, 100]] * 5
+    assert report.batches == 6 and max(folder.length(name) for name in files(folder) if "-of-" in name) < 2000
+
+
+def test_progress_counts_what_is_written_and_compared() -> None:
+    told: list[int] = []
+    _, report = converted(saved([tensor("w", W)]), progress=told.append)
+    assert sum(told) == report.nbytes * 2 + 128  # the file's header
+
+
+def test_what_is_narrowed_away_is_reported() -> None:
+    def transform(tree: dict[str, Any]) -> list[Any]:
+        w, b = tree["w"].data, tree["b"].data
+        return [tensor("top", w[:3]), tensor("left", w[:, :2]), tensor("again", w[:3]), tensor("even", b[::2])]
+
+    _, report = converted(saved(TREE), transform=transform, leave_out=["scalar", "rng", "common"])
+    assert dict(report.unused) == {"w": 48 - 18 - 10, "b": 3}
+
+
+def test_a_name_of_another_checkpoint_accounts_for_nothing() -> None:
+    other = st.open_checkpoint(saved([tensor("w", W)]))
+    with pytest.raises(KeyMismatch, match="lacks what the source holds\n  'w'"):
+        converted(saved([tensor("w", W)]), transform=lambda tree: {"w": other["w"]})
+
+
+def doubled(tree: dict[str, Any]) -> Any:
+    return [*tree.values(), tree["w"]]
+
+
+REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "keys that get lost": (
+        {"transform": lambda tree: {"w": tree["w"], "rng": tree["rng/shard_0_2"]}},
+        KeyMismatch,
+        r"'b'\n  'scalar'\n  'rng/shard_1_2'\n  Let the transform",
+    ),
+    "a tensor narrowed to nothing": (
+        {"transform": lambda tree: {**tree, "b": tensor("b", tree["b"].data[:0])}},
+        KeyMismatch,
+        "'b'",
+    ),
+    "a pattern for nothing": ({"leave_out": ["optimizer.*", "w"]}, KeyMismatch, r"'optimizer\.\*'"),
+    "a text for patterns": ({"leave_out": "common"}, KeyMismatch, "a list of patterns"),
+    "one key twice": ({"transform": doubled}, IntegrityError, r"'w': \[0:8, 0:6\] is held"),
+    "two keys become one": (
+        {"transform": lambda tree: [replace(leaf, key="w") if leaf.key == "b" else leaf for leaf in tree.values()]},
+        IntegrityError,
+        "'w' is",
+    ),
+    "half a tensor": (
+        {"transform": lambda tree: {**tree, "w": tensor("w", tree["w"].data, (0, 0, 2))}},
+        IntegrityError,
+        "48 of 96 elements",
+    ),
+    "one object twice": (
+        {"transform": lambda tree: [*tree.values(), tree["rng/shard_0_2"]]},
+        IntegrityError,
+        "object 'rng/shard_0_2' is there twice",
+    ),
+    "a flat shard": (
+        {
+            "transform": lambda tree: {
+                **tree,
+                "w": replace(tree["w"], data=tree["w"].data.reshape(48), flattened_range=slice(0, 48)),
+            }
+        },
+        IntegrityError,
+        "'w': a flat range of a box",
+    ),
+    "a plain value": ({"transform": lambda tree: {**tree, "step": 3}}, TreeError, r"tree\['step'\]: int"),
+    "nothing": ({"transform": lambda tree: None}, TreeError, "not a tree"),
+    "no data": ({"transform": st.without_data}, st.CheckpointingException, "shards without data"),
+    "a layout for nothing": ({"layout": {"v": (1, 1)}}, KeyMismatch, "fit no key of the output\n  'v'"),
+    "a layout of too few axes": ({"layout": {"w": (2,)}}, ShapeError, "2 counts of pieces"),
+    "a layout of no pieces": ({"layout": {"w": (2, 0)}}, ShapeError, r"found \(2, 0\)"),
+    "no bytes": ({"max_bytes_in_flight": 0}, StorageError, "1 at least"),
+    "no such format": ({"backend": "punch cards"}, StrategyError, "save_sharded exists for"),
+    "no such version": ({"backend": (native, 7)}, StrategyError, "version 7"),
+    "an object that can't be stored": (
+        {"transform": lambda tree: {**tree, "f": st.ShardedObject("f", print, (1,), (0,))}},
+        UnsupportedValue,
+        "print|builtin",
+    ),
+    "a common state that can't be stored": (
+        {"transform_common": lambda common: {"f": print}},
+        UnsupportedValue,
+        "builtin_function",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_wrong_is_refused_before_anything_is_written(case: str) -> None:
+    options, error, message = REFUSED[case]
+    source, folder = saved(TREE), MemoryStorage()
+    with pytest.raises(error, match=message):
+        convert(source, folder, **{"backend": native, **options})
+    assert files(folder) == [] and folder.names() == ()
+
+
+def test_folders_that_are_not_as_they_should_be_are_refused(tmp_path: Path) -> None:
+    source = saved(TREE)
+    with pytest.raises(NotACheckpoint):
+        convert(tmp_path, tmp_path / "new", backend=native)
+    for folder in (source, saved([tensor("other", W)])):
+        with pytest.raises(AlreadyACheckpoint, match="Convert to another folder"):
+            convert(source, folder, backend=native)
+
+
+def test_a_source_that_is_damaged_is_noticed() -> None:
+    source = saved([tensor("w", torch.zeros(100_000))])
+    name = next(name for name in files(source) if "-of-" in name)
+    data = bytearray(source.read(name))
+    data[200_000] ^= 1
+    source.write(name, [memoryview(data)], durable=False)
+    with pytest.raises(st.CorruptCheckpoint):
+        converted(source)
+
+
+def test_what_a_format_does_not_keep_is_noticed() -> None:
+    row = (st.StrategyAction.SAVE_COMMON, native, 1)
+
+    def forgetful(draft: st.Draft, common: Any) -> Any:
+        return default_strategies[row](draft, {**common, "args": Namespace(lr=0.3)})
+
+    broken = {**default_strategies, row: forgetful}
+    with pytest.raises(IntegrityError, match=r"the common state differs at data\['args'\]\['lr'\]"):
+        converted(saved(TREE), strategies=broken)
+    assert converted(saved(TREE), strategies=broken, verify=False)[1].verified_nbytes is None
+
+
+def zeroed(draft: st.Draft, shards: Any) -> Any:
+    blank = [
+        replace(leaf, data=torch.zeros(leaf.local_shape, dtype=leaf.dtype)) if leaf.key == "w" else leaf
+        for leaf in shards
+    ]
+    return default_strategies[st.StrategyAction.SAVE_SHARDED, native, 1](draft, blank)
+
+
+def test_the_check_catches_a_tensor_that_was_not_kept() -> None:
+    broken = {**default_strategies, (st.StrategyAction.SAVE_SHARDED, native, 1): zeroed}
+    with pytest.raises(IntegrityError, match="'w': 47 of 48 elements differ"):
+        converted(saved(TREE), strategies=broken)

@@ -1,0 +1,147 @@
+"""Conversions to every format that can be written, killed at every step and gone on with, and back."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import pytest
+import torch
+
+import shardtree as st
+from shardtree.checkpoint._compare import CheckpointDifference, compare_checkpoints
+from shardtree.checkpoint.convert import convert
+from shardtree.storage import LocalStorage, MemoryStorage
+from shardtree.strategies import StrategyAction, default_strategies
+from shardtree.testing import Call, WatchedStorage
+
+BACKENDS = sorted(
+    (name, version) for action, name, version in default_strategies if action is StrategyAction.SAVE_SHARDED
+)
+HOLDS_TENSORS_ONLY = {"huggingface"}
+CHANGES = {"write", "write_parts", "replace", "move", "make_folder", "remove", "remove_folder", "sync_folder"}
+
+TREE = {
+    "w": st.ShardedTensor.from_rank_offsets("w0", torch.arange(60.0).reshape(10, 6)),
+    "b": st.ShardedTensor.from_rank_offsets("b", torch.arange(5).bfloat16()),
+    "rng": st.ShardedObject("rng", {"seed": 1}, (1,), (0,)),
+    "step": 7,
+    "betas": (0.9, 0.95),
+}
+
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+WRITTEN_ELSEWHERE = sorted(folder.name for folder in FIXTURES.iterdir() if folder.is_dir())
+
+
+class Killed(BaseException):
+    pass
+
+
+@cache
+def source() -> MemoryStorage:
+    folder = MemoryStorage()
+    st.save(TREE, folder)
+    return folder
+
+
+def run(backend: tuple[str, int], folder: Any) -> Any:
+    leave_out = ["rng", "common"] if backend[0] in HOLDS_TENSORS_ONLY else []
+    return convert(source(), folder, backend=backend, leave_out=leave_out, max_bytes_in_flight=150)
+
+
+def check_equal(backend: tuple[str, int], folder: Any) -> None:
+    found = compare_checkpoints(source(), folder)
+    if backend[0] in HOLDS_TENSORS_ONLY:
+        assert found.only_left == ("rng/shard_0_1",)
+        assert not (found.only_right or found.kinds or found.values)
+    else:
+        assert found == CheckpointDifference(nbytes=found.nbytes)
+    assert found.nbytes == 250
+
+
+@cache
+def steps(backend: tuple[str, int]) -> list[Call]:
+    calls: list[Call] = []
+    run(backend, WatchedStorage(MemoryStorage(), after=calls.append))
+    removal = next(call.number for call in calls if call.method == "remove" and ".convert" in call.name)
+    return [call for call in calls if call.method in CHANGES and 0 < call.number <= removal]
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=str)
+def test_there_and_back_is_the_same(backend: tuple[str, int], tmp_path: Path) -> None:
+    report = run(backend, tmp_path / "there")
+    assert report.verified_nbytes == 250 and report.batches >= 2
+    check_equal(backend, tmp_path / "there")
+    convert(tmp_path / "there", tmp_path / "back", backend="safetensors")
+    check_equal(backend, tmp_path / "back")
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=str)
+def test_one_that_was_killed_is_gone_on_with(backend: tuple[str, int]) -> None:
+    complete = MemoryStorage()
+    run(backend, complete)
+    for step in steps(backend):
+        folder, done = MemoryStorage(), list[Call]()
+
+        def before(call: Call, number: int = step.number) -> None:
+            if call.number == number:
+                raise Killed
+
+        with pytest.raises(Killed):
+            run(backend, WatchedStorage(folder, before=before, after=done.append))
+        if st.is_checkpoint(folder):
+            check_equal(backend, folder)
+        report = run(backend, folder)
+        finished = len([call for call in done if call.method == "replace" and call.name.endswith(".done")])
+        assert report.resumed == finished, f"killed at {step}"
+        check_equal(backend, folder)
+        assert names(folder) == names(complete), f"killed at {step}"
+
+
+def names(folder: Any, inside: str = "") -> list[str]:
+    """Return the names of all files, without those of saves, which differ."""
+    found = [f"{inside}/{name}" if inside else name for name in folder.names(inside)]
+    files = [file for name in found for file in ([name] if folder.length(name) is not None else names(folder, name))]
+    return sorted(file if not file.startswith("save-") else file[file.index("/") :] for file in files)
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=str)
+def test_a_changed_plan_removes_what_was_left(backend: tuple[str, int], tmp_path: Path) -> None:
+    def before(call: Call) -> None:
+        if call.name.endswith("000001.done"):
+            raise Killed
+
+    folder = LocalStorage(str(tmp_path / "there"))
+    with pytest.raises(Killed):
+        run(backend, WatchedStorage(folder, before=before))
+    leave_out = ["rng", "b", "common"]
+    convert(source(), folder, backend=backend, leave_out=leave_out)
+    alone = LocalStorage(str(tmp_path / "alone"))
+    convert(source(), alone, backend=backend, leave_out=leave_out)
+    assert names(folder) == names(alone)
+    assert len(list((tmp_path / "there").rglob("*"))) == len(list((tmp_path / "alone").rglob("*")))
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=str)
+@pytest.mark.parametrize("name", WRITTEN_ELSEWHERE)
+def test_what_other_programs_wrote_converts_to_every_format(name: str, backend: tuple[str, int]) -> None:
+    objects = {item.key for item in st.open_checkpoint(FIXTURES / name).metadata.values() if is_object(item)}
+    leave_out = [*objects, "common"] if backend[0] in HOLDS_TENSORS_ONLY else []
+    folder = MemoryStorage()
+    report = convert(FIXTURES / name, folder, backend=backend, leave_out=leave_out, max_bytes_in_flight=4096)
+    assert report.verified_nbytes == report.nbytes > 0
+    for key, whole in st.load_plain_tensors(folder).items():
+        assert key == "step" or torch.equal(whole, expected(key, whole)), key
+
+
+def is_object(item: Any) -> bool:
+    return isinstance(item, st.ShardedObject)
+
+
+def expected(key: str, whole: torch.Tensor) -> torch.Tensor:
+    """Return the values that a tensor of a fixture was given: they follow from its key."""
+    first = crc32(key.encode()) % 97
+    return (torch.arange(whole.numel()) % 251 + first).reshape(whole.shape).to(whole.dtype)

@@ -1,0 +1,257 @@
+"""A conversion that dies at any step is gone on with by the same call, and never leaves half a checkpoint."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardtree as st
+from shardtree.checkpoint._compare import compare_checkpoints
+from shardtree.checkpoint.convert import ConversionReport, convert
+from shardtree.errors import AlreadyACheckpoint, IntegrityError, StorageError
+from shardtree.storage import LocalStorage, MemoryStorage
+from shardtree.testing import Call, WatchedStorage
+
+SCRIPTS = Path(__file__).parent / "scripts"
+
+TREE = {
+    "w": [st.ShardedTensor.from_rank_offsets(f"w{n}", torch.arange(64) + n) for n in range(3)],
+    "rng": st.ShardedObject("rng", {"seed": 1}, (1,), (0,)),
+    "step": 7,
+}
+
+
+class Killed(BaseException):
+    """What no handler of a conversion catches, as it doesn't see a kill."""
+
+
+def saved(tree: Any = TREE) -> MemoryStorage:
+    folder = MemoryStorage()
+    st.save(tree, folder)
+    return folder
+
+
+def files(folder: Any, inside: str = "") -> list[str]:
+    names = [f"{inside}/{name}" if inside else name for name in folder.names(inside)]
+    return [file for name in names for file in ([name] if folder.length(name) is not None else files(folder, name))]
+
+
+def run(source: Any, folder: Any, **options: Any) -> ConversionReport:
+    return convert(source, folder, **{"backend": "safetensors", "max_bytes_in_flight": 600, **options})
+
+
+def dies(number: int, error: type[BaseException]) -> Callable[[Call], None]:
+    def before(call: Call) -> None:
+        if call.number == number:
+            raise error(f"at {call}")
+
+    return before
+
+
+def calls(source: Any) -> list[Call]:
+    made: list[Call] = []
+    run(source, WatchedStorage(MemoryStorage(), after=made.append))
+    return made
+
+
+SOURCE = saved()
+CALLS = calls(SOURCE)
+
+
+def data_files(made: list[Call]) -> list[str]:
+    return [call.name for call in made if call.method == "write" and "-of-" in call.name]
+
+
+def check_killed(number: int, resume: Callable[..., ConversionReport] = run) -> None:
+    """Raise unless a conversion that is killed at a call can be gone on with, and what was done isn't done again."""
+    folder, first, second = MemoryStorage(), list[Call](), list[Call]()
+    with pytest.raises(Killed):
+        run(SOURCE, WatchedStorage(folder, before=dies(number, Killed), after=first.append))
+    if st.is_checkpoint(folder):
+        assert not compare_checkpoints(SOURCE, folder)
+    report = resume(SOURCE, WatchedStorage(folder, after=second.append))
+    assert not compare_checkpoints(SOURCE, folder)
+    assert report.verified_nbytes == report.nbytes and report.batches == 4
+    done = [call.name for call in first if call.method == "replace" and call.name.endswith(".done")]
+    assert report.resumed == len(done), f"{report.resumed} batches were gone on with, {len(done)} were done"
+    assert len(data_files(second)) == report.batches - report.resumed
+    assert [name for name in files(folder) if ".convert" in name] == []
+    assert len({name.split("/")[0] for name in files(folder)}) == 2
+
+
+CHANGES = {"write", "replace", "make_folder", "remove", "remove_folder", "sync_folder"}
+REMOVAL = next(call.number for call in CALLS if call.method == "remove" and ".convert" in call.name)
+# Between two changes it doesn't matter when it was killed.
+STEPS = [call.number for call in CALLS if call.method in CHANGES and 0 < call.number <= REMOVAL]
+
+
+@pytest.mark.parametrize("number", STEPS, ids=lambda number: f"{number}-{CALLS[number].method}")
+def test_a_killed_conversion_is_gone_on_with(number: int) -> None:
+    check_killed(number)
+
+
+def test_the_law_catches_a_conversion_that_begins_anew() -> None:
+    def anew(source: Any, folder: Any) -> ConversionReport:
+        for name in [name for name in files(folder) if name.endswith(".done")]:
+            folder.inner.remove(name)
+        return run(source, folder)
+
+    index = next(call.number for call in CALLS if "index-0" in call.name)
+    with pytest.raises(AssertionError, match="0 batches were gone on with, 4 were done"):
+        check_killed(index, anew)
+
+
+def test_a_kill_while_the_journal_is_removed_leaves_a_finished_checkpoint() -> None:
+    folder = MemoryStorage()
+    with pytest.raises(Killed):
+        run(SOURCE, WatchedStorage(folder, before=dies(REMOVAL + 1, Killed)))
+    assert not compare_checkpoints(SOURCE, folder)
+
+
+@pytest.mark.parametrize("number", STEPS[::3])
+def test_a_conversion_that_fails_says_so_and_is_gone_on_with(number: int) -> None:
+    folder = MemoryStorage()
+    with pytest.raises(StorageError) as caught:
+        run(SOURCE, WatchedStorage(folder, before=dies(number, StorageError)))
+    if any(name.endswith(".files") for name in files(folder)) and not st.is_checkpoint(folder):
+        assert "the same call goes on with it" in caught.value.__notes__[-1]
+    if number < REMOVAL:
+        assert run(SOURCE, folder).verified_nbytes
+    assert not compare_checkpoints(SOURCE, folder)
+    assert sorted({name.split("/")[0][:5] for name in files(folder)} - {".conv"}) == ["metad", "save-"]
+
+
+def killed_after(batches: int, **options: Any) -> MemoryStorage:
+    """Return the folder of a conversion that was killed when so many batches were done."""
+    folder, done = MemoryStorage(), list[str]()
+
+    def after(call: Call) -> None:
+        done.extend([call.name] if call.name.endswith(".done") and call.method == "replace" else [])
+        if len(done) == batches:
+            raise Killed
+
+    with pytest.raises(Killed):
+        run(SOURCE, WatchedStorage(folder, after=after), **options)
+    return folder
+
+
+def test_a_changed_plan_starts_anew_and_removes_what_was_left() -> None:
+    folder = killed_after(3)
+    left = set(files(folder))
+    assert len([name for name in left if "-of-" in name]) == 3
+    report = run(SOURCE, folder, transform=st.step(st.prefix, "new."))
+    assert (report.resumed, left & set(files(folder))) == (0, set())
+    assert len(folder.names()) == 2
+    assert list(st.load_plain_tensors(folder)) == [f"new.w{number}" for number in range(3)]
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda tree: st.rename(tree, {"w0": "w1", "w1": "w0"}),
+        lambda tree: {**tree, "w0": replace_data(tree["w0"], tree["w0"].data.view(8, 8).T.reshape(8, 8))},
+        lambda tree: {**tree, "w0": replace_data(tree["w0"], tree["w0"].data.read() + 1)},
+    ],
+    ids=["swapped", "transposed", "computed"],
+)
+def test_other_elements_under_the_same_keys_start_anew(transform: Callable[[Any], Any]) -> None:
+    def square(tree: dict[str, Any]) -> dict[str, Any]:
+        return {**tree, "w0": replace_data(tree["w0"], tree["w0"].data.view(8, 8))}
+
+    before = square if "T" in transform.__code__.co_names else None
+    folder = killed_after(3, transform=before)
+    assert run(SOURCE, folder, transform=transform).resumed == 0
+
+
+def replace_data(shard: st.ShardedTensor, data: Any) -> st.ShardedTensor:
+    return st.ShardedTensor.from_rank_offsets(shard.key, data)
+
+
+def test_another_source_or_format_option_starts_anew() -> None:
+    folder = killed_after(3)
+    assert run(saved(), folder).resumed == 0
+    folder = killed_after(3)
+    assert run(SOURCE, folder, allow_pickle=True).resumed == 0
+
+
+def test_a_batch_whose_files_are_not_as_long_as_they_were_is_written_again() -> None:
+    folder = killed_after(3)
+    names = [name for name in files(folder) if "-of-" in name]
+    folder.remove(names[1])
+    folder.write(names[2], [memoryview(b"short")], durable=False)
+    assert run(SOURCE, folder).resumed == 1
+    assert not compare_checkpoints(SOURCE, folder)
+
+
+@pytest.mark.parametrize("damage", [b"", b"nonsense", None])
+def test_a_damaged_journal_means_that_the_batch_is_written_again(damage: bytes | None) -> None:
+    folder = killed_after(3)
+    for name in [name for name in files(folder) if name.endswith(".done")][:2]:
+        data = bytearray(folder.read(name))
+        data[-1] ^= 0xFF
+        folder.write(name, [memoryview(data if damage is None else damage)], durable=False)
+    assert run(SOURCE, folder).resumed in ((1,) if damage is not None else (1, 2, 3))
+    assert not compare_checkpoints(SOURCE, folder)
+
+
+def test_bytes_that_changed_while_nobody_looked_are_noticed_at_the_end() -> None:
+    folder = killed_after(4)
+    name = [name for name in files(folder) if "-of-" in name][-1]
+    data = bytearray(folder.read(name))
+    data[-1] ^= 0xFF
+    folder.write(name, [memoryview(data)], durable=False)
+    with pytest.raises(st.CheckpointingException):
+        run(SOURCE, folder)
+
+
+def test_a_checkpoint_that_came_meanwhile_is_not_taken_for_ones_own() -> None:
+    folder = killed_after(3)
+    st.save([st.ShardedTensor.from_rank_offsets("other", torch.ones(2))], folder)
+    with pytest.raises(IntegrityError, match="'w0' isn't there"):
+        run(SOURCE, folder, verify=False)
+    with pytest.raises(AlreadyACheckpoint):
+        run(SOURCE, folder)
+    assert list(st.load_plain_tensors(folder)) == ["other"]
+
+
+def test_a_killed_process_is_gone_on_with_by_the_next(tmp_path: Path) -> None:
+    tensors = [st.ShardedTensor.from_rank_offsets(f"w{n}", torch.full((1024,), n)) for n in range(30)]
+    st.save(tensors, tmp_path / "source")
+    command = [sys.executable, str(SCRIPTS / "convert_slowly.py"), str(tmp_path / "source"), str(tmp_path / "new")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
+    assert process.stdout is not None
+    for _ in range(7):
+        assert process.stdout.readline() == "done\n"
+    process.kill()
+    process.communicate()
+    assert process.returncode == -9 and not st.is_checkpoint(tmp_path / "new")
+    made: list[Call] = []
+    storage = WatchedStorage(LocalStorage(str(tmp_path / "new")), after=made.append)
+    report = convert(tmp_path / "source", storage, backend="safetensors", max_bytes_in_flight=8192)
+    assert 7 <= report.resumed < 30 == report.batches
+    assert len(data_files(made)) == 30 - report.resumed
+    assert not compare_checkpoints(tmp_path / "source", tmp_path / "new")
+
+
+def peak(folder: Path, how: str) -> int:
+    """Return how much memory a conversion of `source`, which is in a folder, takes at most."""
+    places = [str(folder / name) for name in ("source", how, f"warm-{how}")]
+    command = [sys.executable, str(SCRIPTS / "convert_memory.py"), *places, how]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
+    return int(done.stdout)
+
+
+def test_memory_in_use_keeps_to_the_bound(tmp_path: Path) -> None:
+    big = {f"w{n}": torch.randn(3, 1024, 2048) for n in range(4)}  # 100 MB, and rows of 8 KiB
+    shards = [st.ShardedTensor.from_rank_offsets(key, data) for key, data in {**big, "small": torch.ones(3)}.items()]
+    st.save(shards, tmp_path / "source", durable=False)
+    assert peak(tmp_path, "lazy") < 40_000_000
+    assert peak(tmp_path, "read") > 100_000_000  # so the measure would show it
+    halves = st.load_plain_tensors(tmp_path / "lazy")
+    assert all(torch.equal(halves[key], data.bfloat16()) for key, data in big.items())

@@ -1,0 +1,180 @@
+"""`shardtree convert`: what it writes, what it says, and that it goes on where it was stopped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import shardtree as st
+from shardtree.checkpoint import convert
+from tests.cli.checkpoints import ROOT, document, process, run, save_training_state
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("convert") / "step-100"
+    save_training_state(folder)
+    return folder
+
+
+@pytest.mark.parametrize("backend", ["safetensors", "safetensors:1", "zarr:3"])
+def test_a_converted_checkpoint_equals_its_source(folder: Path, tmp_path: Path, backend: str) -> None:
+    done = run("convert", folder, tmp_path / "b", "--to", backend)
+    assert (done.exit_code, done.stderr) == (0, "")
+    first, second = done.stdout.splitlines()
+    assert first.startswith(f"✓ {tmp_path / 'b'}: 5 tensors, 644 B, 4 objects, in ")
+    assert second == "  read back and compared, bit for bit"
+    assert run("diff", folder, tmp_path / "b").exit_code == 0
+    found = document("inspect", tmp_path / "b")["format"]
+    assert found["sharded_backend"] == backend.partition(":")[0]
+
+
+def test_there_and_back_through_a_format_for_models(folder: Path, tmp_path: Path) -> None:
+    words = ["--leave-out", "rng", "--leave-out", "common"]
+    assert run("convert", folder, tmp_path / "hf", "--to", "huggingface", *words).exit_code == 0
+    assert run("convert", tmp_path / "hf", tmp_path / "back", "--to", "safetensors").exit_code == 0
+    for other in ("hf", "back"):
+        keys = ["--key", "model.*", "--key", "step"]
+        assert run("diff", folder, tmp_path / other, *keys).exit_code == 0
+        found = document("inspect", tmp_path / other)
+        assert (found["totals"]["tensors"], found["totals"]["objects"]) == (5, 0)
+        assert all(row["cut"]["kind"] == "whole" for row in found["tensors"])
+
+
+def test_the_common_state_may_go_to_another_format(folder: Path, tmp_path: Path) -> None:
+    refused = run("convert", folder, tmp_path / "hf", "--to", "huggingface")
+    assert refused.exit_code == 2
+    assert "tree['iteration']" in refused.stderr
+    assert run("convert", folder, tmp_path / "hf", "--to", "huggingface", "--common-to", "safetensors:1").exit_code == 0
+    assert run("diff", folder, tmp_path / "hf").exit_code == 0
+
+
+def test_rename_and_cast_and_leave_out(folder: Path, tmp_path: Path) -> None:
+    words = [
+        "--rename",
+        "model.*=decoder.*.x",
+        "--rename",
+        "step=count",
+        "--cast",
+        "bfloat16",
+        "--leave-out",
+        "rng/*1.*",
+    ]
+    found = document("convert", folder, tmp_path / "b", "--to", "safetensors", *words)
+    assert sorted(found["left_out"]) == ["rng/shard_1.0_2.2", "rng/shard_1.1_2.2"]
+    written, source = st.load_plain_tensors(tmp_path / "b"), st.load_plain_tensors(folder)
+    assert set(written) == {"count", *(f"decoder.{name}.x" for name in ("bias", "moment", "uneven", "weight"))}
+    assert torch.equal(written["decoder.weight.x"], source["model.weight"].bfloat16())
+    assert written["count"].dtype == torch.int64
+    assert document("inspect", tmp_path / "b")["totals"]["objects"] == 2
+
+
+def test_json_has_these_names(folder: Path, tmp_path: Path) -> None:
+    found = document("convert", folder, tmp_path / "b", "--to", "safetensors", "--max-bytes-in-flight", "200")
+    assert found == {
+        "destination": str(tmp_path / "b"),
+        "tensors": 5,
+        "objects": 4,
+        "bytes": 644,
+        "left_out": [],
+        "unused": [],
+        "batches": found["batches"],
+        "resumed": 0,
+        "verified_bytes": 644,
+    }
+    assert found["batches"] > 3
+
+
+def test_no_verify_reads_nothing_back(folder: Path, tmp_path: Path) -> None:
+    done = run("convert", folder, tmp_path / "b", "--to", "safetensors", "--no-verify")
+    assert done.exit_code == 0
+    assert "not read back" in done.stdout
+    assert run("diff", folder, tmp_path / "b").exit_code == 0
+
+
+def test_the_same_command_goes_on_where_it_was_stopped(folder: Path, tmp_path: Path) -> None:
+    written = 0
+
+    def stop(count: int) -> None:
+        nonlocal written
+        written += count
+        if written > 1500:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(folder, tmp_path / "b", backend="safetensors", max_bytes_in_flight=100, progress=stop)
+    assert run("inspect", tmp_path / "b").exit_code == 2
+    done = run("convert", folder, tmp_path / "b", "--to", "safetensors", "--max-bytes-in-flight", "100")
+    assert done.exit_code == 0
+    assert "had been written by an earlier run" in done.stdout
+    assert run("diff", folder, tmp_path / "b").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["megatron_0161_tp2", "megatron_main202608_tp2", "megatron_0140_torch_dist_flat", "megatron_old_zarr"],
+)
+def test_what_other_programs_wrote(tmp_path: Path, name: str) -> None:
+    source = ROOT / "tests" / "fixtures" / name
+    done = run("convert", source, tmp_path / "b", "--to", "safetensors")
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert run("diff", source, tmp_path / "b").exit_code == 0
+
+
+def test_urls(folder: Path) -> None:
+    assert run("convert", f"file://{folder}", "memory://convert/b", "--to", "safetensors").exit_code == 0
+    assert run("diff", folder, "memory://convert/b").exit_code == 0
+
+
+def test_a_destination_that_is_a_checkpoint_stays_as_it_is(folder: Path, tmp_path: Path) -> None:
+    st.save({"step": 7}, tmp_path)
+    done = run("convert", folder, tmp_path, "--to", "safetensors")
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert "already holds a checkpoint" in done.stderr
+    assert st.load_common_state_dict(tmp_path) == {"step": 7}
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["--to", "punch-cards"], "save_sharded exists for"),
+        (["--to", "safetensors:9"], "save_sharded exists for"),
+        (["--to", "safetensors:x"], "BACKEND:VERSION"),
+        (["--to", ":1"], "BACKEND:VERSION"),
+        (["--to", "safetensors", "--rename", "model.weight"], "OLD=NEW"),
+        (["--to", "safetensors", "--rename", "step=a", "--rename", "step=b"], "OLD=NEW"),
+        (["--to", "safetensors", "--rename", "nothing=x"], "'nothing'"),
+        (["--to", "safetensors", "--rename", "model.bias=step"], "would become one"),
+        (["--to", "safetensors", "--leave-out", "nothing"], "'nothing'"),
+        (["--to", "safetensors", "--cast", "int8"], "floating-point"),
+        (["--to", "safetensors", "--cast", "float7"], "float7"),
+        (["--to", "safetensors", "--max-bytes-in-flight", "0"], "number of bytes"),
+        (["--to", "safetensors", "--max-bytes-in-flight", "many"], "number of bytes"),
+        ([], "--to"),
+    ],
+)
+def test_what_cannot_be_done_has_status_2_and_writes_nothing(
+    folder: Path, tmp_path: Path, words: list[str], complaint: str
+) -> None:
+    done = run("convert", folder, tmp_path / "b", *words)
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert complaint in done.stderr
+    assert list((tmp_path / "b").rglob("*")) == []
+
+
+def test_pickled_values_are_converted_only_when_allowed(tmp_path: Path) -> None:
+    st.save({"w": st.ShardedTensor.from_rank_offsets("w", torch.zeros(2)), "f": len}, tmp_path / "a", allow_pickle=True)
+    refused = run("convert", tmp_path / "a", tmp_path / "b", "--to", "safetensors")
+    assert refused.exit_code == 2
+    assert "allow_pickle=True" in refused.stderr
+    allowed = run("convert", tmp_path / "a", tmp_path / "b", "--to", "safetensors", "--allow-pickle")
+    assert allowed.exit_code == 0
+    assert allowed.stderr.startswith("warning: --allow-pickle")
+
+
+def test_as_a_process(folder: Path, tmp_path: Path) -> None:
+    done = process("convert", folder, tmp_path / "b", "--to", "safetensors")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\x1b" not in done.stdout

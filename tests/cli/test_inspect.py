@@ -1,0 +1,233 @@
+"""`shardtree inspect`: its table and its JSON say what is in a checkpoint."""
+
+from __future__ import annotations
+
+import re
+from fnmatch import fnmatchcase
+from math import prod
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+import shardtree as st
+from shardtree.cli._weights import find_source
+from tests.cli.checkpoints import ROOT, document, process, run, save_training_state
+
+TABLE = """\
+tensor        dtype      shape           cut   size
+───────────────────────────────────────────────────
+model.bias    bfloat16       6         whole   12 B
+model.moment  float32    4 × 4      flat (4)   64 B
+model.uneven  float32    6 × 2  4 × 1 uneven   48 B
+model.weight  float32   8 × 16         2 × 2  512 B
+step          int64     scalar         whole    8 B"""  # noqa: RUF001
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("inspect") / "step-100"
+    save_training_state(folder)
+    return folder
+
+
+def test_the_table_shows_tensors_objects_common_state_and_totals(folder: Path) -> None:
+    done = run("inspect", folder)
+    assert (done.exit_code, done.stderr) == (0, "")
+    title, tensors, objects, common, totals = done.stdout.split("\n\n")
+    assert title == str(folder)
+    assert tensors == TABLE
+    assert re.fullmatch(r"rng +2 × 2 +4 +\d+ B", objects.splitlines()[2])  # noqa: RUF001
+    assert [line.split() for line in common.splitlines()[2:]] == [
+        ["iteration", "int", "42"],
+        ["args", "dict", "2", "entries:", "lr,", "betas"],
+    ]
+    facts = dict(line.split(maxsplit=1) for line in totals.splitlines() if not line.startswith("content"))
+    assert facts["tensors"] == "5 tensors, 163 elements, 644 B"
+    assert facts["elements"] == "156 float32, 6 bfloat16, 1 int64"
+    assert facts["objects"].startswith("1 object in 4 cells, ")
+    assert facts["files"].startswith("7 files, ")
+    assert facts["format"] == "safetensors 1"
+    assert "content metadata  optimizer: 'adam'" in totals
+
+
+def test_json_says_what_the_library_says(folder: Path) -> None:
+    found = document("inspect", folder)
+    metadata = st.load_tensors_metadata(folder)
+    assert {row["key"]: (row["dtype"], tuple(row["shape"])) for row in found["tensors"]} == {
+        key: (str(shard.dtype).removeprefix("torch."), shard.global_shape) for key, shard in metadata.items()
+    }
+    for row in found["tensors"]:
+        dtype = getattr(torch, row["dtype"])
+        assert (row["elements"], row["bytes"]) == (prod(row["shape"]), prod(row["shape"]) * dtype.itemsize)
+    assert {row["key"]: row["cut"] for row in found["tensors"]} == {
+        "model.bias": {"kind": "whole", "counts": [1], "chunks": 1},
+        "model.moment": {"kind": "flat", "counts": [], "chunks": 4},
+        "model.uneven": {"kind": "uneven", "counts": [4, 1], "chunks": 4},
+        "model.weight": {"kind": "regular", "counts": [2, 2], "chunks": 4},
+        "step": {"kind": "whole", "counts": [], "chunks": 1},
+    }
+    assert [row["unique_key"] for row in found["objects"]] == [
+        key for key, item in st.load_sharded_metadata(folder).items() if isinstance(item, st.ShardedObject)
+    ]
+    assert found["totals"] == {"tensors": 5, "elements": 163, "bytes": 644, "objects": 4}
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    lengths = sum(path.stat().st_size for path in files)
+    assert found["files"] == {"count": len(files), "bytes": lengths, "complete": True}
+    assert found["content_metadata"] == {"optimizer": "adam"}
+    assert [row["name"] for row in found["common"]] == ["iteration", "args"]
+
+
+def test_json_has_these_names(folder: Path) -> None:
+    found = document("inspect", folder)
+    names = "checkpoint format save_id content_metadata totals selected files tensors objects common"
+    assert list(found) == names.split()
+    assert list(found["tensors"][0]) == ["key", "dtype", "shape", "elements", "bytes", "cut"]
+    assert list(found["objects"][0]) == ["key", "unique_key", "shape", "offset", "bytes"]
+    assert list(found["common"][0]) == ["name", "type", "value"]
+
+
+@pytest.mark.parametrize(
+    "patterns", [["model.*"], ["*.bias", "step"], ["rng"], ["rng/shard_1.*"], ["nothing"], ["MODEL.*"]]
+)
+def test_key_selects_as_a_shell_does(folder: Path, patterns: list[str]) -> None:
+    found = document("inspect", folder, *(word for pattern in patterns for word in ("--key", pattern)))
+    everything = st.load_sharded_metadata(folder)
+    expected = {
+        name
+        for name, shard in everything.items()
+        if any(fnmatchcase(name, pattern) or fnmatchcase(shard.key, pattern) for pattern in patterns)
+    }
+    shown = {row["key"] for row in found["tensors"]} | {row["unique_key"] for row in found["objects"]}
+    assert shown == expected
+    assert found["selected"]["tensors"] + found["selected"]["objects"] == len(expected)
+    assert found["totals"]["tensors"] == 5
+
+
+def test_sort_by_bytes_puts_the_largest_first_and_limit_says_what_is_left(folder: Path) -> None:
+    done = run("inspect", folder, "--sort", "bytes", "--limit", "2")
+    lines = done.stdout.split("\n\n")[1].splitlines()
+    assert [line.split()[0] for line in lines[2:4]] == ["model.weight", "model.moment"]
+    assert lines[4:] == ["and 3 more"]
+    sizes = [row["bytes"] for row in document("inspect", folder, "--sort", "bytes")["tensors"]]
+    assert sizes == sorted(sizes, reverse=True)
+    assert len(document("inspect", folder, "--limit", "2")["tensors"]) == 2
+
+
+def test_keys_of_any_characters_are_shown_and_steer_no_terminal(tmp_path: Path) -> None:
+    keys = ["a\x1b[2Jb", "line\nbreak", "量×", "x" * 300]  # noqa: RUF001
+    st.save([st.ShardedTensor.from_rank_offsets(key, torch.zeros(2)) for key in keys], tmp_path)
+    shown = run("inspect", tmp_path).stdout
+    for text in (r"a\x1b[2Jb", r"line\nbreak", "量×", "x" * 300):  # noqa: RUF001
+        assert text in shown
+    assert "\x1b" not in shown
+    assert {row["key"] for row in document("inspect", tmp_path)["tensors"]} == set(keys)
+
+
+def test_a_checkpoint_without_tensors(tmp_path: Path) -> None:
+    st.save({"step": 7}, tmp_path)
+    assert "0 tensors, 0 elements, 0 B" in run("inspect", tmp_path).stdout
+    assert document("inspect", tmp_path)["common"] == [{"name": "step", "type": "int", "value": "7"}]
+
+
+def test_a_url_names_a_checkpoint(folder: Path) -> None:
+    assert document("inspect", f"file://{folder}")["totals"]["tensors"] == 5
+    save_training_state("memory://inspect/step-100")
+    assert document("inspect", "memory://inspect/step-100")["totals"]["tensors"] == 5
+
+
+def test_no_checkpoint_is_an_error_without_a_traceback(tmp_path: Path) -> None:
+    done = run("inspect", tmp_path)
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"shardtree inspect: open: '{tmp_path}' is not a checkpoint\n  found")
+
+
+@pytest.mark.parametrize("words", [["--sort", "size"], ["--limit", "-1"], ["--limit", "x"], ["--bogus"], ["another"]])
+def test_wrong_usage_has_status_2(folder: Path, words: list[str]) -> None:
+    assert run("inspect", folder, *words).exit_code == 2
+    assert run("inspect").exit_code == 2
+
+
+def test_pickled_common_state_is_loaded_only_when_allowed(tmp_path: Path) -> None:
+    st.save({"w": st.ShardedTensor.from_rank_offsets("w", torch.zeros(2)), "f": prod}, tmp_path, allow_pickle=True)
+    refused = run("inspect", tmp_path)
+    assert refused.exit_code == 1
+    assert "allow_pickle=True" in refused.stderr
+    assert "1 tensor, 2 elements" in refused.stdout
+    assert document("inspect", tmp_path, status=1)["common"] is None
+    allowed = run("inspect", tmp_path, "--allow-pickle")
+    assert allowed.exit_code == 0
+    assert allowed.stderr.startswith("warning: --allow-pickle")
+    assert "builtin_function_or_method" in allowed.stdout
+
+
+def test_without_a_terminal_it_is_plain_and_full_width(folder: Path, tmp_path: Path) -> None:
+    key = "layer." * 50
+    st.save([st.ShardedTensor.from_rank_offsets(key, torch.zeros(2))], tmp_path)
+    done = process("inspect", tmp_path, COLUMNS="40")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"\n{key}  float32" in done.stdout
+    assert "\x1b" not in done.stdout
+    assert "…" not in done.stdout
+
+
+def test_a_reader_that_leaves_ends_it_quietly(tmp_path: Path) -> None:
+    shards = [st.ShardedTensor.from_rank_offsets(f"{'key' * 20}{n}", torch.zeros(1)) for n in range(3000)]
+    st.save(shards, tmp_path)
+    for words in ((), ("--json",)):
+        done = process("inspect", tmp_path, *words, shell="| head -n 1")
+        assert (done.returncode, done.stderr) == (141, "")
+        assert done.stdout.count("\n") == 1
+
+
+def test_an_encoding_without_our_signs_gets_others(folder: Path) -> None:
+    done = process("inspect", folder, PYTHONIOENCODING="ascii")
+    assert done.returncode == 0
+    assert "8 x 16" in done.stdout
+    assert done.stdout.isascii()
+
+
+def test_a_checkpoint_of_megatron(tmp_path: Path) -> None:
+    found = document("inspect", ROOT / "tests" / "fixtures" / "megatron_0161_tp2")
+    assert {row["key"]: (row["shape"], row["dtype"], row["cut"]["counts"]) for row in found["tensors"]} == {
+        "decoder.final_layernorm.weight": ([16], "float32", [1]),
+        "decoder.layers.mlp.linear_fc1.weight": ([4, 64, 16], "float32", [4, 4, 1]),
+        "decoder.layers.mlp.linear_fc2.bias": ([4, 16], "bfloat16", [4, 1]),
+        "decoder.layers.mlp.linear_fc2.weight": ([4, 16, 32], "float32", [4, 1, 2]),
+        "decoder.layers.self_attention.linear_qkv.weight": ([4, 48, 16], "float32", [4, 2, 1]),
+        "embedding.word_embeddings.weight": ([24, 16], "float32", [2, 1]),
+        **{f"het.layers.{layer}.weight": ([16, 16], "float16", [2, 1]) for layer in range(4)},
+        "step": ([], "int64", []),
+        "uneven.weight": ([30, 5], "float32", [2, 1]),
+    }
+    assert [row["unique_key"] for row in found["objects"]] == [
+        *(f"decoder.layers.self_attention._extra_state/shard_{layer}_4" for layer in range(4)),
+        "rng_state/shard_0.0_1.2",
+        "rng_state/shard_0.1_1.2",
+    ]
+    assert {row["name"] for row in found["common"]} >= {"args", "iteration", "optimizer"}
+    assert found["content_metadata"]["distrib_optim_sharding_type"] == "dp_reshardable"
+    assert found["format"]["sharded_backend"] == "torch_dist"
+
+
+@pytest.mark.parametrize("name", ["megatron_0140_torch_dist_flat", "megatron_old_zarr", "megatron_main202608_tp2"])
+def test_every_fixture_is_shown_whole(name: str) -> None:
+    folder = ROOT / "tests" / "fixtures" / name
+    found = document("inspect", folder)
+    metadata = st.load_sharded_metadata(folder)
+    assert {row["key"] for row in found["tensors"]} | {row["unique_key"] for row in found["objects"]} == set(metadata)
+    assert all(row["cut"] is not None for row in found["tensors"])
+    assert found["common"]
+
+
+def test_one_file_of_a_model_is_a_checkpoint_too() -> None:
+    folder = find_source(small=False).folder
+    assert folder is not None
+    path = Path(folder) / "model.safetensors"
+    with safe_open(path, "pt") as file:
+        shapes = {key: list(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+    found = document("inspect", path)
+    assert {row["key"]: row["shape"] for row in found["tensors"]} == shapes
+    assert {row["cut"]["kind"] for row in found["tensors"]} == {"whole"}
+    assert found["files"]["bytes"] == path.stat().st_size

@@ -1,0 +1,97 @@
+"""`shardtree verify`: its exit status, and what it shows of damage."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+import shardtree as st
+from tests.cli.checkpoints import ROOT, document, process, run, save_training_state
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "step-100"
+    save_training_state(folder)
+    return folder
+
+
+def data_file(folder: Path) -> Path:
+    return next(path for path in sorted(folder.rglob("*.safetensors")) if "-of-" in path.name)
+
+
+def flip(path: Path, byte: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[byte] ^= 4
+    path.write_bytes(data)
+
+
+def test_a_sound_checkpoint(folder: Path) -> None:
+    done = run("verify", folder)
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"✓ no damage found in {folder}: ")
+    found = document("verify", folder)
+    assert (found["sound"], found["damage"]) == (True, [])
+    assert found["bytes_read"] == sum(path.stat().st_size for path in folder.rglob("*-of-*"))
+
+
+def test_damage_is_shown_with_file_bytes_and_keys(folder: Path) -> None:
+    path = data_file(folder)
+    flip(path, path.stat().st_size - 1)
+    name = path.relative_to(folder).as_posix()
+    (damage,) = st.verify(folder)
+    done = run("verify", folder)
+    assert done.exit_code == 1
+    assert f"{name}, bytes 0 to {path.stat().st_size:,}" in done.stdout
+    assert f"✗ {folder} is damaged in 1 file. " in done.stdout
+    assert damage.keys
+    for key in damage.keys:
+        assert f"\n      {key}\n" in done.stdout
+
+
+def test_json_says_what_the_library_says(folder: Path) -> None:
+    path = data_file(folder)
+    flip(path, 9)
+    found = document("verify", folder, status=1)
+    assert list(found) == ["checkpoint", "sound", "bytes_read", "damage"]
+    assert found["sound"] is False
+    assert [st.Damage(**{**one, "keys": tuple(one["keys"])}) for one in found["damage"]] == list(st.verify(folder))
+
+
+@pytest.mark.parametrize("pattern", ["*-of-*", "common*", "index-*", "metadata.json"])
+def test_every_kind_of_file_counts(folder: Path, pattern: str) -> None:
+    path = sorted(folder.rglob(pattern))[0]
+    flip(path, path.stat().st_size - 3)
+    assert run("verify", folder).exit_code == 1
+
+
+def test_a_lost_file_is_damage(folder: Path) -> None:
+    data_file(folder).unlink()
+    done = run("verify", folder)
+    assert done.exit_code == 1
+    assert "no such file" in done.stdout
+
+
+def test_damage_in_what_another_program_wrote(tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(ROOT / "tests" / "fixtures" / "megatron_0161_tp2", copy)
+    assert run("verify", copy).exit_code == 0
+    flip(copy / "__0_0.distcp", 997)  # in what is pickled; heads of archives have no CRC
+    done = run("verify", copy)
+    assert done.exit_code == 1
+    assert "__0_0.distcp" in done.stdout
+
+
+def test_no_checkpoint_has_status_2(tmp_path: Path) -> None:
+    done = run("verify", tmp_path)
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert "is not a checkpoint" in done.stderr
+    assert run("verify").exit_code == 2
+
+
+def test_as_a_process_with_a_url(folder: Path) -> None:
+    done = process("verify", f"file://{folder}")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\x1b" not in done.stdout

@@ -1,0 +1,70 @@
+"""docs/command-line.md: each command prints what stands there, but for numbers, and each option is on the page."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from shardtree.cli._app import app
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "command-line.md").read_text()
+CONSOLE = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+PYTHON = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+PROMPT = re.compile(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", re.MULTILINE)
+
+
+def shape(output: str) -> list[str]:
+    """Return lines without what another run prints otherwise: numbers, names of saves, and the room for them."""
+    for pattern, sign in ((r"save-\w+-\w+", "save"), (r"\d[\d,.]*", "#"), (r"─+", "─"), (r" +", " ")):
+        output = re.sub(pattern, sign, output)
+    return [line.strip() for line in output.splitlines()]
+
+
+def printed(command: str) -> str:
+    """Return what a command prints to stdout: in this process, unless it needs a shell."""
+    words = shlex.split(command)
+    if words[0] == "shardtree" and not set(words) & {"|", ">"}:
+        return CliRunner().invoke(app, words[1:]).stdout
+    script = f'shardtree() {{ {sys.executable} -m shardtree "$@"; }}; {command}'
+    done = subprocess.run(
+        ["bash", "-c", script], env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
+    assert done.stderr == ""
+    return done.stdout
+
+
+def test_every_command_prints_what_the_page_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for code in PYTHON.findall(PAGE):
+        exec(code, {"__name__": "__page__"})
+    steps = [found for block in CONSOLE.findall(PAGE) for found in PROMPT.findall(block)]
+    assert len(steps) > 8
+    for command, expected in steps:
+        assert shape(printed(command)) == shape(expected), command
+
+
+def test_the_page_names_every_command_and_every_option() -> None:
+    for name, command in typer.main.get_command(app).commands.items():  # type: ignore[attr-defined]
+        assert f"`shardtree {name} " in PAGE or f"`shardtree {name}`" in PAGE
+        options = [option for parameter in command.params for option in parameter.opts if option.startswith("--")]
+        missing = [option for option in options if f"`{option}" not in PAGE]
+        assert missing == [] or name == "demo"
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "diff", "convert"])
+def test_help_shows_an_example_and_the_exit_status(command: str) -> None:
+    text = CliRunner().invoke(app, [command, "--help"]).stdout
+    assert f"Example: shardtree {command} " in text
+    assert "Exit status" in text
+
+
+def test_another_shape_is_found() -> None:
+    assert shape("a  1.5 kB\n──") == shape("a 12 kB\n────") != shape("b 12 kB\n────")

@@ -1,0 +1,268 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as some
+
+import shardtree as st
+from shardtree.errors import ShapeError, TreeError
+from shardtree.lazy import LazyTensor, stored
+from shardtree.testing import PRINTABLE_DTYPES, check_pure, first_difference, random_bits
+from shardtree.transforms import merge_tensors, partial_rename, split_tensor, stack_layers, unstack_layers
+
+Tree = dict[str, Any]
+
+# Torch warns of complex32 wherever it meets it, in the description of a lazy tensor too.
+DTYPES = some.sampled_from([dtype for dtype in PRINTABLE_DTYPES if dtype != torch.complex32])
+
+
+def whole(key: str, data: Any) -> st.ShardedTensor:
+    return st.ShardedTensor.from_rank_offsets(key, data)
+
+
+def flat(*shards: Any) -> Tree:
+    return {shard.key: shard for shard in shards}
+
+
+def lazily(tree: Tree) -> Tree:
+    """Return the tree with the same data, to be read when asked for."""
+
+    def lazy(leaf: Any) -> Any:
+        def read_box(offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+            box = tuple(slice(low, low + size) for low, size in zip(offset, shape, strict=True))
+            return leaf.data.contiguous()[box].clone()
+
+        if not isinstance(leaf, st.ShardedTensor):
+            return leaf
+        return replace(leaf, data=stored(read_box, leaf.data.shape, leaf.dtype, name=leaf.key))
+
+    return st.map_shards(lazy, tree)
+
+
+def without_data(tree: Tree) -> Tree:
+    return st.without_data(tree)
+
+
+def check_same(found: Tree, expected: Tree) -> None:
+    """Raise unless two flat trees hold the same entries, metadata and bits."""
+    assert set(found) == set(expected), f"entries {sorted(found)}, not {sorted(expected)}"
+    for key, leaf in expected.items():
+        assert replace(found[key], data=None) == replace(leaf, data=None), f"{key} has other metadata"
+        data = found[key].data
+        assert (data is None) == (leaf.data is None)
+        if data is not None:
+            read = data.read() if isinstance(data, LazyTensor) else data
+            assert first_difference(read, leaf.data) is None, key
+
+
+def check_undone(there: Callable[[Tree], Tree], back: Callable[[Tree], Tree], tree: Tree) -> None:
+    """Raise unless one function undoes the other, on tensors in memory, on lazy ones and on absent ones."""
+    check_same(check_pure(back, check_pure(there, tree)), tree)
+    check_same(back(there(lazily(tree))), tree)
+    check_same(back(there(without_data(tree))), without_data(tree))
+
+
+@some.composite
+def layered(draw: some.DrawFn) -> Tree:
+    count, kinds = draw(some.integers(1, 4)), draw(some.integers(1, 3))
+    tree = flat(whole("embedding", torch.arange(3)))
+    for kind in range(kinds):
+        shape, dtype = draw(some.lists(some.integers(0, 3), max_size=3).map(tuple)), draw(DTYPES)
+        cut, of = draw(some.sampled_from([(0, 1), (0, 2), (1, 2)])) if shape else (0, 1)
+        for number in range(count):
+            data = random_bits(shape, dtype, seed=draw(some.integers(0, 99)))
+            ranks = [(0, cut, of)] if of > 1 else []
+            shard = st.ShardedTensor.from_rank_offsets(f"model.layers.{number}.sub.w{kind}", data, *ranks)
+            tree |= flat(replace(shard, axis_fragmentations=None) if kind == 1 else shard)
+    return tree
+
+
+@given(layered())
+def test_unstack_undoes_stack(tree: Tree) -> None:
+    check_undone(st.step(stack_layers, "model.layers"), st.step(unstack_layers, "model.layers"), tree)
+
+
+@given(layered())
+def test_stack_undoes_unstack(tree: Tree) -> None:
+    stacked = stack_layers(tree, "model.layers")
+    check_undone(st.step(unstack_layers, "model.layers"), st.step(stack_layers, "model.layers"), stacked)
+
+
+def test_the_stack_law_catches_layers_in_another_order() -> None:
+    def by_text(tree: Tree, prefix: str) -> Tree:
+        stacked = stack_layers(tree, prefix)
+        order = sorted(range(11), key=str)  # 0, 1, 10, 2, ...
+        return st.map_shards(lambda leaf: replace(leaf, data=torch.stack([leaf.data[i] for i in order])), stacked)
+
+    tree = flat(*(whole(f"h.{number}.w", torch.full((2,), number)) for number in range(11)))
+    check_same(unstack_layers(stack_layers(tree, "h"), "h"), tree)
+    with pytest.raises(AssertionError, match=r"h\.2\.w"):
+        check_same(unstack_layers(by_text(tree, "h"), "h"), tree)
+
+
+@some.composite
+def fused(draw: some.DrawFn) -> tuple[Tree, list[int], int]:
+    axes = draw(some.integers(1, 3))
+    axis = draw(some.integers(-axes, axes - 1))
+    sizes = draw(some.lists(some.integers(0, 3), min_size=1, max_size=4))
+    shape = [draw(some.integers(1, 3)) for _ in range(axes)]
+    shape[axis] = sum(sizes)
+    dtype = draw(DTYPES)
+    other = draw(some.sampled_from([None, *(a for a in range(axes) if a != axis % axes)]))
+    ranks = [] if other is None else [(other, 1, 3)]
+    datas = [random_bits(tuple(shape), dtype, seed=draw(some.integers(0, 99))) for _ in range(2)]
+    shards = [st.ShardedTensor.from_rank_offsets(f"h.{i}.qkv", data, *ranks) for i, data in enumerate(datas)]
+    return flat(*shards, whole("norm", torch.ones(2))), sizes, axis
+
+
+@given(fused())
+def test_merge_undoes_split(drawn: tuple[Tree, list[int], int]) -> None:
+    tree, sizes, axis = drawn
+    names = [f"h.*.part{number}" for number in range(len(sizes))]
+    split = st.step(split_tensor, "h.*.qkv", names, sizes=sizes, axis=axis)
+    check_undone(split, st.step(merge_tensors, names, "h.*.qkv", axis=axis), tree)
+
+
+def test_the_split_law_catches_parts_joined_in_another_order() -> None:
+    tree = flat(whole("h.0.gate_up", torch.arange(8).reshape(4, 2)))
+    names = ["h.*.gate", "h.*.up"]
+    split = split_tensor(tree, "h.*.gate_up", names)
+    check_same(merge_tensors(split, names, "h.*.gate_up"), tree)
+    with pytest.raises(AssertionError, match="gate_up"):
+        check_same(merge_tensors(split, names[::-1], "h.*.gate_up"), tree)
+
+
+@pytest.mark.parametrize("dtype", ["bits16", "uint64", "float8_e8m0fnu", "complex64"])
+def test_tensors_of_dtypes_that_torch_cannot_join_are_joined_bit_for_bit(dtype: str) -> None:
+    data = [random_bits((3,), getattr(torch, dtype), seed=seed) for seed in (1, 2)]
+    tree = flat(*(whole(f"h.{number}.w", part) for number, part in enumerate(data)))
+    check_same(unstack_layers(stack_layers(tree, "h"), "h"), tree)
+    check_same(split_tensor(merge_tensors(tree, list(tree), "w"), "w", list(tree)), tree)
+
+
+def test_experts_within_layers_are_stacked_by_a_star() -> None:
+    keys = [f"layers.{layer}.experts.{expert}.w" for layer in range(2) for expert in range(3)]
+    tree = flat(*(whole(key, torch.tensor([number])) for number, key in enumerate(keys)))
+    stacked = stack_layers(tree, "layers.*.experts")
+    assert {key: leaf.data.flatten().tolist() for key, leaf in stacked.items()} == {
+        "layers.0.experts.w": [0, 1, 2],
+        "layers.1.experts.w": [3, 4, 5],
+    }
+    check_same(unstack_layers(stacked, "layers.*.experts"), tree)
+
+
+def test_boxes_of_some_layers_are_taken_apart_by_their_own_numbers() -> None:
+    half = st.ShardedTensor.from_rank_offsets("h.w", torch.arange(6).reshape(2, 3), (0, 1, 2), (1, 0, 4))
+    one = st.ShardedTensor.from_rank_offsets("h.b", torch.arange(3), (0, 5, 6), prepend_axis_num=1)
+    found = unstack_layers(flat(half, one), "h")
+    assert {key: (leaf.data.tolist(), leaf.global_shape, leaf.global_offset) for key, leaf in found.items()} == {
+        "h.2.w": ([0, 1, 2], (12,), (0,)),
+        "h.3.w": ([3, 4, 5], (12,), (0,)),
+        "h.5.b": ([0, 1, 2], (3,), (0,)),
+    }
+
+
+def test_what_has_a_number_already_and_what_is_no_shard_stays() -> None:
+    rest = {"h.0.w": whole("h.0.w", torch.ones(1)), "rng": st.ShardedObject("h.rng", 1, (1,), (0,)), "step": 3}
+    found = unstack_layers({**rest, "h.b": whole("h.b", torch.ones(1, 2))}, "h")
+    assert {key: found[key] for key in rest} == rest and list(found) == [*rest, "h.0.b"]
+
+
+def test_views_share_memory_and_stacks_do_not() -> None:
+    data = torch.arange(4)
+    parts = split_tensor(flat(whole("qk", data)), "qk", ["q", "k"])
+    assert parts["k"].data.data_ptr() == data[2:].data_ptr()
+    assert unstack_layers(flat(whole("h.w", data)), "h")["h.3.w"].data.data_ptr() == data[3:].data_ptr()
+    assert merge_tensors(parts, ["q", "k"], "qk")["qk"].data.data_ptr() != data.data_ptr()
+
+
+def test_a_pipeline_of_them_reads_nothing_of_lazy_tensors() -> None:
+    def read_box(offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+        raise AssertionError("read")
+
+    lazy = stored(read_box, (2, 6, 4), torch.float32, name="layers.qkv.weight")
+    names = {"layers.*.qkv.weight": "model.layers.*.self_attn.qkv.weight"}
+    parts = [f"model.layers.*.self_attn.{part}_proj.weight" for part in "qkv"]
+    pipeline = st.compose(
+        st.step(unstack_layers, "layers"),
+        st.step(partial_rename, names),
+        st.step(split_tensor, "model.layers.*.self_attn.qkv.weight", parts, axis=-2),
+        st.step(st.cast, torch.bfloat16),
+    )
+    found = pipeline(flat(whole("layers.qkv.weight", lazy)))
+    assert [(key, leaf.global_shape, leaf.dtype) for key, leaf in found.items()][4:] == [
+        (f"model.layers.1.self_attn.{part}_proj.weight", (2, 4), torch.bfloat16) for part in "qkv"[1:]
+    ]
+
+
+def test_partial_rename_fills_in_stars_and_leaves_the_rest() -> None:
+    tree = {"a": whole("decoder.layers.3.fc1.weight", torch.ones(1)), "b": st.ShardedObject("rng", 1, (1,), (0,))}
+    found = check_pure(partial_rename, tree, {"decoder.layers.*.fc1.*": "model.*.up.*", "rng": "rng_state"})
+    assert {entry: leaf.key for entry, leaf in found.items()} == {"a": "model.3.up.weight", "b": "rng_state"}
+
+
+A, B = whole("h.0.w", torch.ones(2)), whole("h.1.w", torch.ones(2))
+HALF = st.ShardedTensor.from_rank_offsets("h.0.w", torch.ones(2), (0, 0, 2))
+FLAT = st.ShardedTensor.from_rank_offsets_flat("h.0.w", torch.ones(2), (3,), flattened_range=slice(0, 2))
+
+REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "a nested tree": (lambda: stack_layers([A], "h"), TreeError, "not a flat tree"),
+    "no such layers": (lambda: stack_layers(flat(A), "g"), TreeError, r"found 'h\.0\.w', expected g\.<number>\.<name>"),
+    "a missing layer": (lambda: stack_layers(flat(B), "h"), TreeError, "'h.w' lacks layers\n  layer 0"),
+    "layers of two shapes": (
+        lambda: stack_layers(flat(A, whole("h.1.w", torch.ones(3))), "h"),
+        TreeError,
+        r"'h.1.w': local_shape is \(3,\), not \(2,\)",
+    ),
+    "a layer without data": (lambda: stack_layers(flat(A, B.without_data()), "h"), TreeError, "'h.1.w': no data"),
+    "a flat layer": (lambda: stack_layers(flat(FLAT), "h"), TreeError, "a flat range"),
+    "one layer twice": (lambda: stack_layers({"x": A, "y": A}, "h"), TreeError, "'h.0.w' is there twice"),
+    "a name that is taken": (
+        lambda: stack_layers({"h.0.w": A, "h.w": whole("other", torch.ones(2))}, "h"),
+        TreeError,
+        "two entries of one name\n  'h.w'",
+    ),
+    "nothing to take apart": (lambda: unstack_layers(flat(A), "h"), TreeError, r"expected h\.<name>"),
+    "a scalar to take apart": (lambda: unstack_layers(flat(whole("h.w", torch.ones(()))), "h"), TreeError, "no axis"),
+    "sizes that don't add up": (
+        lambda: split_tensor(flat(A), "h.*.w", ["a.*", "b.*"], sizes=[1, 2]),
+        ShapeError,
+        r"found \[1, 2\], expected 2 sizes that add up to 2",
+    ),
+    "thirds of two": (lambda: split_tensor(flat(A), "h.0.w", list("abc")), ShapeError, "Pass sizes="),
+    "a cut axis": (lambda: split_tensor(flat(HALF), "h.0.w", ["a", "b"]), ShapeError, "is cut along axis 0"),
+    "no such axis": (lambda: split_tensor(flat(A), "h.0.w", ["a", "b"], axis=1), ShapeError, "no such axis"),
+    "other stars": (lambda: split_tensor(flat(A), "h.*.w", ["a", "b"]), TreeError, "'a' has 0"),
+    "one name as a text": (lambda: split_tensor(flat(A), "h.0.w", "ab"), TreeError, "not names of parts"),
+    "no such tensor": (lambda: split_tensor(flat(A), "g.*.w", ["a.*"]), TreeError, "no key is like that"),
+    "a missing part": (
+        lambda: merge_tensors(flat(A), ["h.*.w", "h.*.b"], "h.*.wb"),
+        TreeError,
+        r"parts of 'h.0.wb' are missing\n  'h.0.b'",
+    ),
+    "parts of two dtypes": (
+        lambda: merge_tensors(flat(A, whole("h.0.b", torch.ones(2).int())), ["h.*.w", "h.*.b"], "h.*.wb"),
+        TreeError,
+        "dtype is torch.int32",
+    ),
+    "parts of two widths": (
+        lambda: merge_tensors(flat(whole("a", torch.ones(2, 2)), whole("b", torch.ones(2, 3))), ["a", "b"], "ab"),
+        TreeError,
+        "'b': local_shape",
+    ),
+    "no parts": (lambda: merge_tensors(flat(A), ["x", "y"], "xy"), TreeError, "expected 'x', 'y'"),
+    "a name for nothing": (lambda: partial_rename(flat(A), {"g.*": "f.*"}), TreeError, "'g"),
+    "a pattern that is no text": (lambda: partial_rename(flat(A), {"": "f"}), TreeError, "not a pattern"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_fit_is_refused(case: str) -> None:
+    call, error, message = REFUSED[case]
+    with pytest.raises(error, match=message):
+        call()
