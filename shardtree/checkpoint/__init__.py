@@ -17,5 +17,5 @@ from ._open import remove_sharded_tensors as remove_sharded_tensors
 from ._save import save as save
 from ._strict import StrictHandling as StrictHandling
 from ._verify import verify as verify
-from .convert import ConversionReport as ConversionReport
-from .convert import convert as convert
+from .conversion import ConversionReport as ConversionReport
+from .conversion import convert as convert

@@ -1,4 +1,4 @@
-"""Boxes of a checkpoint's tensors, read when they are asked for: small ones many at a time, where they were announced."""
+"""Boxes of a checkpoint's tensors, read when asked for: small ones many at a time, where they were announced."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 import shardtree as st
+from shardtree.checkpoint import _compare_values
 from shardtree.checkpoint._compare import CheckpointDifference, KindDifference, compare_checkpoints
 from shardtree.checkpoint._compare_boxes import boxes_within
 from shardtree.checkpoint._compare_values import ValueDifference
@@ -84,7 +85,7 @@ def test_the_law_catches_a_comparison_that_reads_half(monkeypatch: pytest.Monkey
     def half(shape: tuple[int, ...], most: int) -> Any:
         return list(boxes_within(shape, most))[:4]
 
-    monkeypatch.setattr("shardtree.checkpoint._compare_values.boxes_within", half)
+    monkeypatch.setattr(_compare_values, "boxes_within", half)
     with pytest.raises(AssertionError):
         check_finds(state, left, right, "w", 64)
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as some
 
 import shardtree as st
 from shardtree.checkpoint._compare import compare_checkpoints
-from shardtree.checkpoint.convert import ConversionReport, convert
+from shardtree.checkpoint.conversion import ConversionReport, convert
 from shardtree.errors import (
     AlreadyACheckpoint,
     IntegrityError,
@@ -313,6 +313,8 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     ),
     "a pattern for nothing": ({"leave_out": ["optimizer.*", "w"]}, KeyMismatch, r"'optimizer\.\*'"),
     "a text for patterns": ({"leave_out": "common"}, KeyMismatch, "a list of patterns"),
+    "a pattern that is none": ({"leave_out": [7]}, KeyMismatch, r"found \[7\]"),
+    "a layout that is none": ({"layout": (2, 2)}, ShapeError, "a function from a shard, or a dict"),
     "one key twice": ({"transform": doubled}, IntegrityError, r"'w': \[0:8, 0:6\] is held"),
     "two keys become one": (
         {"transform": lambda tree: [replace(leaf, key="w") if leaf.key == "b" else leaf for leaf in tree.values()]},
@@ -413,3 +415,25 @@ def test_the_check_catches_a_tensor_that_was_not_kept() -> None:
     broken = {**default_strategies, (st.StrategyAction.SAVE_SHARDED, native, 1): zeroed}
     with pytest.raises(IntegrityError, match="'w': 47 of 48 elements differ"):
         converted(saved(TREE), strategies=broken)
+
+
+def test_small_tensors_are_read_many_at_a_time() -> None:
+    calls: list[int] = []
+    row = (st.StrategyAction.LOAD_SHARDED, native, 1)
+
+    def counted(checkpoint: st.Checkpoint, shards: Any) -> Any:
+        calls.append(len(shards))
+        return default_strategies[row](checkpoint, shards)
+
+    tree = [tensor(f"w{number}", torch.full((3, 2), number)) for number in range(200)]
+    transform = st.compose(st.step(st.prefix, "x."), lambda tree: st.map_shards(lambda leaf: leaf, tree))
+    folder, _ = converted(saved(tree), strategies={**default_strategies, row: counted}, transform=transform)
+    assert calls == [200, 200, 200]  # to write, and twice to compare
+    assert st.load_plain_tensors(folder)["x.w7"].tolist() == [[7, 7]] * 3
+
+
+def test_any_file_system_will_do() -> None:
+    pytest.importorskip("fsspec")
+    source = saved(TREE)
+    convert(source, "memory://converted", backend=native, max_bytes_in_flight=100)
+    assert not compare_checkpoints(source, "memory://converted")

@@ -12,7 +12,7 @@ import torch
 
 import shardtree as st
 from shardtree.checkpoint._compare import CheckpointDifference, compare_checkpoints
-from shardtree.checkpoint.convert import convert
+from shardtree.checkpoint.conversion import convert
 from shardtree.storage import LocalStorage, MemoryStorage
 from shardtree.strategies import StrategyAction, default_strategies
 from shardtree.testing import Call, WatchedStorage

@@ -13,7 +13,8 @@ import torch
 
 import shardtree as st
 from shardtree.checkpoint._compare import compare_checkpoints
-from shardtree.checkpoint.convert import ConversionReport, convert
+from shardtree.checkpoint.conversion import ConversionReport, convert
+from shardtree.checkpoint.conversion._journal import Journal, announcer, begin_journal, begun_save, remove_others
 from shardtree.errors import AlreadyACheckpoint, IntegrityError, StorageError
 from shardtree.storage import LocalStorage, MemoryStorage
 from shardtree.testing import Call, WatchedStorage
@@ -218,6 +219,28 @@ def test_a_checkpoint_that_came_meanwhile_is_not_taken_for_ones_own() -> None:
     with pytest.raises(AlreadyACheckpoint):
         run(SOURCE, folder)
     assert list(st.load_plain_tensors(folder)) == ["other"]
+
+
+def test_a_batch_of_many_files_is_announced_in_short_lists() -> None:
+    folder = MemoryStorage()
+    journal = Journal(folder, ".convert-0")
+    begin_journal(journal, "save-1", durable=False)
+    announce = announcer(journal, 3)
+    names = [f"save-1/{number}.bin" for number in range(150)]
+    for name in names:
+        announce(name)
+        folder.write(name, [memoryview(b"x")], durable=False)
+    assert max(folder.length(name) or 0 for name in files(folder, ".convert-0")) < 2000
+    folder.write("save-1/other", [memoryview(b"x")], durable=False)
+    remove_others(Journal(folder, ".convert-1"))
+    assert files(folder) == ["save-1/other"]
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b'{"save_id":"../up"}', b'{"save_id":7}', b'{"save_id":"a/b"}'])
+def test_a_journal_that_is_not_sound_is_none(content: bytes) -> None:
+    folder = MemoryStorage()
+    folder.write(".convert-0/begun.json", [memoryview(content)], durable=False)
+    assert begun_save(Journal(folder, ".convert-0")) is None
 
 
 def test_a_killed_process_is_gone_on_with_by_the_next(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 def run(*arguments: str | Path) -> Result:
     """Run a command in this process."""
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
 
 
 def document(*arguments: str | Path, status: int = 0) -> dict[str, Any]:

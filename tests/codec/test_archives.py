@@ -6,6 +6,7 @@ import io
 import pickle
 import pickletools
 import re
+import signal
 import struct
 import sys
 import time
@@ -38,7 +39,9 @@ from shardtree.codec import (
     archive_length,
     archive_tail,
     decode_archive,
+    decode_tree,
     encode_archive,
+    encode_tree,
     find_record,
     row_major_bits,
     tensor_place,
@@ -680,9 +683,7 @@ FORBIDDEN = [
     ("builtins", "getattr"),
     ("__builtin__", "apply"),
     ("torch", "load"),
-    ("torch._utils", "_rebuild_wrapper_subclass"),
-    ("torch._utils", "_rebuild_sparse_tensor"),
-    ("torch._utils", "_rebuild_qtensor"),
+    ("torch._utils", "_rebuild_device_tensor_from_numpy"),
     ("torch._tensor", "_rebuild_from_type_v2"),
     ("torch.storage", "_load_from_bytes"),
     ("numpy", "load"),
@@ -702,6 +703,51 @@ def test_names_outside_of_the_list_are_refused(name: tuple[str, str]) -> None:
     for read in (decode, place_of):
         with pytest.raises(UnsafeFile, match=r"a test: it names " + ".".join(name)):
             read(data)
+
+
+SPECIAL = {
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "quantised": lambda: torch.quantize_per_tensor(torch.zeros(2), 1.0, 0, torch.qint8),
+    "meta": lambda: torch.empty(2, device="meta"),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("case", SPECIAL)
+def test_tensors_that_are_more_than_strided_bytes_are_named(case: str) -> None:
+    data = saved([SPECIAL[case]()])
+    with pytest.raises(UnsupportedValue, match=f"a test: a.*{case}"):
+        decode(data)
+    assert decode(data, allow_pickle=True)[0].shape == SPECIAL[case]().shape
+    with pytest.raises(UnsupportedValue, match=r"tree\[0\]"):
+        encode_archive([SPECIAL[case]()])
+
+
+def test_what_megatron_keeps_in_its_arguments_comes_back() -> None:
+    enums = "megatron.core.transformer.enums"
+    member = call(enums, "AttnBackend", 3)
+    config = call("megatron.core.optimizer.optimizer_config", "OptimizerConfig", state={"lr": 0.1})
+    space = call("argparse", "Namespace", state={"a": member, "b": config, "c": call("signal", "Signals", 15)})
+    found = decode(pickled(space))
+    assert found.a == Record(f"{enums}.AttnBackend", {"name": None, "value": 3})
+    assert found.b == Record("megatron.core.optimizer.optimizer_config.OptimizerConfig", {"lr": 0.1})
+    assert found.c is signal.SIGTERM
+
+
+@pytest.mark.peers
+def test_megatrons_own_classes_come_back_and_as_they_are_where_they_are_named() -> None:
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.transformer.enums import AttnBackend
+
+    value = Namespace(backend=AttnBackend.auto, config=OptimizerConfig(lr=0.1))
+    for data in (saved(value), encode_archive(value)):
+        plain = decode(data)
+        assert plain.backend.fields["value"] == AttnBackend.auto.value
+        assert plain.config.fields["lr"] == 0.1
+        named = decode(data, types=(AttnBackend, OptimizerConfig))
+        assert named.backend is AttnBackend.auto
+        assert named.config == value.config
+        assert decode_tree(encode_tree(plain.backend), types=(AttnBackend,)) is AttnBackend.auto
 
 
 def test_every_class_of_the_table_refuses_strange_arguments() -> None:

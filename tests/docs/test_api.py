@@ -53,6 +53,11 @@ common_with_holes
 without_holes
 Hole
 HOLE
+partial_rename
+split_tensor
+merge_tensors
+stack_layers
+unstack_layers
 ShardColumns
 shard_columns
 join_columns
@@ -83,6 +88,12 @@ OpenCheckpoint
 LazyTensor
 Record
 StrictHandling
+convert
+ConversionReport
+compare_checkpoints
+CheckpointDifference
+KindDifference
+ValueDifference
 StrategyAction
 Strategies
 default_strategies

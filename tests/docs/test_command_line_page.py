@@ -32,7 +32,7 @@ def printed(command: str) -> str:
     """Return what a command prints to stdout: in this process, unless it needs a shell."""
     words = shlex.split(command)
     if words[0] == "shardtree" and not set(words) & {"|", ">"}:
-        return CliRunner().invoke(app, words[1:]).stdout
+        return CliRunner().invoke(app, words[1:], catch_exceptions=False).stdout
     script = f'shardtree() {{ {sys.executable} -m shardtree "$@"; }}; {command}'
     done = subprocess.run(
         ["bash", "-c", script], env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
@@ -61,7 +61,7 @@ def test_the_page_names_every_command_and_every_option() -> None:
 
 @pytest.mark.parametrize("command", ["inspect", "verify", "diff", "convert"])
 def test_help_shows_an_example_and_the_exit_status(command: str) -> None:
-    text = CliRunner().invoke(app, [command, "--help"]).stdout
+    text = CliRunner().invoke(app, [command, "--help"], catch_exceptions=False).stdout
     assert f"Example: shardtree {command} " in text
     assert "Exit status" in text
 

@@ -294,3 +294,11 @@ def test_damaged_compressed_chunks_never_crash(data: some.DataObject, tmp_path: 
         assert "w/c/0/1" in str(error)
     finally:
         file.write_bytes(original)
+
+
+def test_chunks_that_an_edge_cuts_into_millions_of_rows(tmp_path: Path) -> None:
+    shape = (2100, 2001, 2)
+    whole = (torch.arange(int(np.prod(shape))) % 251).to(torch.uint8).reshape(shape)
+    group = zarr.open_group(tmp_path, mode="w", zarr_format=3)
+    group.create_array("w", shape=shape, chunks=(2100, 2001, 3), dtype="uint8", compressors=None)[:] = whole.numpy()
+    assert torch.equal(st.load_plain_tensors(tmp_path)["w"], whole)

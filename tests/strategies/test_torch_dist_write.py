@@ -377,6 +377,23 @@ def test_a_failed_save_removes_its_files_and_can_be_tried_again(backend: Any) ->
 
 
 @BACKENDS
+def test_a_failed_save_leaves_what_others_wrote(backend: Any) -> None:
+    names = ("__0_1.distcp", "notes.txt") if backend == DCP else (".metadata", "common.pt", "__0_1.distcp")
+    theirs = dict.fromkeys(names, b"theirs")
+
+    def refuse(call: Call) -> None:
+        if call.method == "write":
+            raise StorageError("no space left")
+
+    storage = MemoryStorage()
+    for name, data in theirs.items():
+        storage.write(name, [memoryview(data)], durable=False)
+    with pytest.raises(StorageError, match="no space left"):
+        st.save(tree(st.one_process(), 2.0), WatchedStorage(storage, before=refuse), backend)
+    assert {name: storage.read(name) for name in storage.names()} == theirs
+
+
+@BACKENDS
 def test_a_checkpoint_that_is_there_is_not_touched(backend: Any) -> None:
     storage = saved(lambda world: tree(world, 1.0), backend=backend)
     with pytest.raises(AlreadyACheckpoint):
@@ -455,3 +472,11 @@ def test_the_checksum_of_a_large_tensor_is_that_of_all_its_bytes(transpose: bool
     assert zipfile.ZipFile(io.BytesIO(archive)).testzip() is None
     archive[len(archive) // 2] ^= 1
     assert zipfile.ZipFile(io.BytesIO(archive)).testzip() == "archive/data/0"
+
+
+def test_a_folder_with_a_common_state_of_megatron_core_takes_no_plain_checkpoint() -> None:
+    storage = MemoryStorage()
+    storage.write("common.pt", [memoryview(b"theirs")], durable=False)
+    with pytest.raises(st.StrategyError, match=r"common\.pt"):
+        st.save(rows(st.one_process()), storage, DCP)
+    assert storage.names() == ("common.pt",)

@@ -8,15 +8,16 @@ from typing import Any
 
 import torch
 
-from ...errors import CorruptCheckpoint, UnsafeFile, explain
+from ...errors import CheckpointingException, CorruptCheckpoint, UnsafeFile, explain
 from ..pickles import read_pickle
+from ._named import NAMED
 from ._numpy import NUMPY
-from ._records import open_archive, slices
+from ._records import Archive, open_archive, slices
 from ._storages import DTYPES, NO_VALUES, REBUILDERS, STORAGE_KINDS, loader
 from ._types import constructors
 from ._values import VALUES
 
-_CLASSES: dict[tuple[str, str], Any] = {**VALUES, **NUMPY, **REBUILDERS, **STORAGE_KINDS, **DTYPES}
+_CLASSES: dict[tuple[str, str], Any] = {**VALUES, **NAMED, **NUMPY, **REBUILDERS, **STORAGE_KINDS, **DTYPES}
 
 _FIX = (
     "If it is an enum, a dataclass or a named tuple, pass the class in types=(...); otherwise allow_pickle=True is the "
@@ -29,7 +30,8 @@ def decode_archive(
 ) -> Any:
     """Return the value that torch.save was given; the bytes may come from anyone.
 
-    Nothing is imported because the bytes name it. Tensors and parameters come back as plain tensors on the CPU that
+    Nothing is imported because the bytes name it. Members of Megatron-Core's enums and its `OptimizerConfig` come back
+    as `Record`s, unless `types` has the class. Tensors and parameters come back as plain tensors on the CPU that
     need no gradient, with their strides, and share memory where they did. Every record's CRC32 is checked.
 
     Args:
@@ -41,7 +43,7 @@ def decode_archive(
     Raises:
         CorruptCheckpoint: the bytes aren't such an archive, or not those that were written.
         UnsafeFile: it names something that isn't data, and `allow_pickle` isn't given.
-        UnsupportedValue: a class in `types` isn't what was stored.
+        UnsupportedValue: a class in `types` isn't what was stored, or a tensor is quantised, sparse or nested.
 
     Examples:
         >>> from shardtree.codec import encode_archive
@@ -50,17 +52,26 @@ def decode_archive(
     """
     classes = {**_CLASSES, **constructors(types)}
     try:
-        archive = open_archive(slices(data), memoryview(data).nbytes, what)
-        for name in archive.records:
-            archive.checked(name)
-        pickled = archive.data("data.pkl")
-        return read_pickle(
-            pickled, classes, what=what, persistent_load=loader(archive.data), fix=_FIX, refused=NO_VALUES
-        )
+        archive = _checked(data, what)
     except UnsafeFile:
         if not allow_pickle:
             raise
+        return _unpickled(data, what)
+    load = loader(archive.data)
+    try:
+        pickled = archive.data("data.pkl")
+        return read_pickle(pickled, classes, what=what, persistent_load=load, fix=_FIX, refused=NO_VALUES)
+    except CheckpointingException:
+        if not allow_pickle:
+            raise
     return _unpickled(data, what)
+
+
+def _checked(data: bytes | bytearray | memoryview, what: str) -> Archive:
+    archive = open_archive(slices(data), memoryview(data).nbytes, what)
+    for name in archive.records:
+        archive.checked(name)
+    return archive
 
 
 def _unpickled(data: bytes | bytearray | memoryview, what: str) -> Any:

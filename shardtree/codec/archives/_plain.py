@@ -34,7 +34,7 @@ def _is_saved(dtype: torch.dtype) -> bool:
     if is_quantised(dtype):
         return False
     try:
-        torch.save(torch.empty(0, dtype=dtype, device="cpu"), BytesIO())
+        torch.save(torch.empty(0, dtype=torch.uint8, device="cpu").view(dtype), BytesIO())
     except Exception:
         return False
     return True

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from ...errors import CheckpointingException, CorruptCheckpoint, explain
+from ...errors import CheckpointingException, CorruptCheckpoint, UnsupportedValue, explain
 from . import _atoms, _collections, _objects
 from ._bounds import check_bounded
 from ._state import FIX, Handler, Machine, unknown
@@ -89,6 +89,8 @@ def _run(content: bytes, machine: Machine, refused: frozenset[type]) -> Any:
         if machine.marks:
             raise ValueError("a mark is left at its end")
         check_bounded(value, len(content), refused)
+    except UnsupportedValue as error:
+        raise UnsupportedValue(f"{machine.what}: {error}") from None
     except CheckpointingException:
         raise
     except Exception as error:

@@ -36,14 +36,8 @@ def save_common(draft: Draft, common: Any) -> Fields:
     data = encode_archive(plain, allow_pickle=draft.options.allow_pickle)
     if holes:
         data = add_record(data, _HOLES, encode_holes(holes))
-    draft.storage.write(_file(draft), [memoryview(data)], durable=draft.options.durable)
-    fields: Fields = {"common_backend": BACKEND, "common_backend_version": VERSION}
-    return fields if draft.before is None else {**fields, "common": {"name": _file(draft)}}
-
-
-def _file(draft: Draft) -> str:
-    """Return the name of the file: while an older checkpoint is there, its own has to stay."""
-    return COMMON_FILE if draft.before is None else f"{draft.save_id}/{COMMON_FILE}"
+    draft.storage.write(COMMON_FILE, [memoryview(data)], durable=draft.options.durable)
+    return {"common_backend": BACKEND, "common_backend_version": VERSION}
 
 
 @register_default_strategy(StrategyAction.LOAD_COMMON, BACKEND, VERSION)
@@ -54,21 +48,19 @@ def load_common(checkpoint: Checkpoint) -> Any:
         CorruptCheckpoint: there is no such file, or it isn't what was saved.
         UnsafeFile: reading it takes pickled code, and `allow_pickle` isn't given.
     """
-    entry = checkpoint.fields.get("common")
-    name = entry.get("name", COMMON_FILE) if isinstance(entry, dict) else COMMON_FILE
-    data, what = _read(checkpoint, str(name))
+    data, what = _read(checkpoint)
     options = checkpoint.options
     tree = decode_archive(data, what=what, types=options.types, allow_pickle=options.allow_pickle)
     holes = find_record(data, _HOLES, what=what)
     return tree if holes is None else with_holes(tree, decode_holes(holes, what), what)
 
 
-def _read(checkpoint: Checkpoint, name: str) -> tuple[Buffer, str]:
-    where = checkpoint.storage.where(name)
-    if checkpoint.storage.length(name) is None:
+def _read(checkpoint: Checkpoint) -> tuple[Buffer, str]:
+    where = checkpoint.storage.where(COMMON_FILE)
+    if checkpoint.storage.length(COMMON_FILE) is None:
         if was_replaced(checkpoint):
             raise CheckpointReplaced(explain(f"open: {where!r} was replaced by a later save", fix="Open it again."))
         fix = "The save wasn't finished, or the file was removed; load another checkpoint."
         raise CorruptCheckpoint(explain(f"open: {where!r} isn't there, the common state", fix=fix))
-    with checkpoint.storage.open(name) as reader:
+    with checkpoint.storage.open(COMMON_FILE) as reader:
         return reader.mapped(), where

@@ -22,6 +22,7 @@ class Archives:
         names: the key of each one's tensor, or the name of its object.
         shapes: of each one's tensor, None for an object.
         start: where each one's payload begins in an imagined file that holds nothing else, int64 (archives,).
+        payload: in bytes; an object is all payload, int64 (archives,).
         file: number of the file, int64 (archives,).
         byte: where the archive begins in the file, int64 (archives,).
         length: of the archive, in bytes, int64 (archives,).
@@ -33,6 +34,7 @@ class Archives:
     names: Sequence[str]
     shapes: Sequence[Ints | None]
     start: Column
+    payload: Column
     file: Column
     byte: Column
     length: Column
@@ -73,11 +75,13 @@ def archives_of(
     order = np.lexsort((byte, file))
     number = np.empty_like(order)
     number[order] = np.arange(order.size)
-    end = np.cumsum(payload[order] + 1)
+    payload = payload[order]
+    end = np.cumsum(payload + 1)
     archives = Archives(
         names=[names[row] for row in order.tolist()],
         shapes=[shapes[row] for row in order.tolist()],
-        start=end - payload[order] - 1,
+        start=end - payload - 1,
+        payload=payload,
         file=file[order],
         byte=byte[order],
         length=length[order],

@@ -11,7 +11,7 @@ import torch
 from ...codec import bit_view, dtype_name
 from ...errors import CorruptCheckpoint, explain
 from ...geometry import Column
-from ...plans import LoadPlan, Runs, Strided
+from ...plans import LoadPlan, Runs, Strided, runs_plan
 from ...storage import MemoryStorage, ReadReport, StoredFile, Stretches, fetch
 from .._values import Checkpoint
 from ._decode import decoded_at
@@ -38,13 +38,13 @@ def read_archives(
     run, piece = listing.archives.at(plan.runs.byte), listing.archives.at(plan.strided.byte)
     numbers = np.union1d(run, piece)
     payloads = payloads_of(checkpoint, listing, numbers)
-    scattered = payloads.begin == SCATTERED
-    direct = _selected(plan, ~scattered[run], ~scattered[piece])
-    moved = _moved(listing, payloads, direct, run[~scattered[run]], piece[~scattered[piece]])
-    files = _files(checkpoint, listing, payloads, numbers[~scattered[numbers]])
+    in_order, run_in_order, piece_in_order = (payloads.begin[rows] != SCATTERED for rows in (numbers, run, piece))
+    direct = _selected(plan, run_in_order, piece_in_order)
+    moved = _moved(listing, payloads, direct, run[run_in_order], piece[piece_in_order])
+    files = _files(checkpoint, listing, payloads, numbers[in_order])
     options = checkpoint.options
     report = fetch(checkpoint.storage, files, moved, memories, verify=options.verify, progress=options.progress)
-    for number in numbers[scattered[numbers]].tolist():
+    for number in numbers[~in_order].tolist():
         report += _read_decoded(checkpoint, listing, number, _selected(plan, run == number, piece == number), memories)
     return report
 
@@ -61,22 +61,21 @@ def _selected(plan: LoadPlan, runs: Flags, pieces: Flags) -> LoadPlan:
 def _moved(listing: Listing, payloads: Payloads, plan: LoadPlan, run: Column, piece: Column) -> LoadPlan:
     """Return a plan on the imagined file as one on the real files, given the archive of each of its rows."""
     archives = listing.archives
-    # Archives are numbered as they lie in the files, so the rows stay in order.
-    shift = payloads.begin - archives.start
-    runs = replace(plan.runs, file=archives.file[run], byte=plan.runs.byte + shift[run])
-    strided = replace(plan.strided, file=archives.file[piece], byte=plan.strided.byte + shift[piece])
+    run_shift, piece_shift = (payloads.begin[rows] - archives.start[rows] for rows in (run, piece))
+    # Two tensors may share an archive, so the runs' order isn't always what it was.
+    runs = runs_plan(replace(plan.runs, file=archives.file[run], byte=plan.runs.byte + run_shift)).runs
+    strided = replace(plan.strided, file=archives.file[piece], byte=plan.strided.byte + piece_shift)
     return replace(plan, runs=runs, strided=strided)
 
 
 def _files(checkpoint: Checkpoint, listing: Listing, payloads: Payloads, numbers: Column) -> dict[int, StoredFile]:
     """Return the files that payloads lie in, by number, with the payloads as stretches that have a checksum."""
     archives = listing.archives
-    size = np.diff(np.append(archives.start, archives.imagined.length)) - 1
     found = {}
     for file in np.unique(archives.file[numbers]).tolist():
         inside = numbers[archives.file[numbers] == file]
         begin = payloads.begin[inside]
-        stretches = Stretches(begin, begin + size[inside], payloads.crc32[inside])
+        stretches = Stretches(begin, begin + archives.payload[inside], payloads.crc32[inside])
         name = archives.files[file]
         length = checkpoint.storage.length(name)
         found[file] = StoredFile(name, -1 if length is None else length, stretches=stretches)

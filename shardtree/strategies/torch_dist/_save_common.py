@@ -11,10 +11,11 @@ from ...errors import CheckpointingException, TreePath, render_path
 from ...storage import Buffer
 from .._values import Draft, Fields
 from ..base import StrategyAction, register_default_strategy
+from ..torch import COMMON_FILE
 from ..torch import save_common as save_torch_common
 from ._backends import DCP, TORCH_DIST
 from ._save_values import check_names, named_values
-from ._write import data_file
+from ._write import data_file, note
 from ._write_collect import Archive, stored_by
 
 VALUES = "dcp values"
@@ -39,6 +40,7 @@ class StoredValue:
 @register_default_strategy(StrategyAction.SAVE_COMMON, *TORCH_DIST)
 def save_common(draft: Draft, common: Any) -> Fields:
     """Write common.pt, and return that the common state is in its format."""
+    note(draft, COMMON_FILE)
     return {**save_torch_common(draft, common), "common_backend": "torch", "common_backend_version": 1}
 
 
@@ -59,7 +61,7 @@ def save_dcp_common(draft: Draft, common: Any) -> Fields:
         values.append(StoredValue(name, named[name][0], (file, byte, len(data))))
         byte += len(data)
     if values:
-        draft.storage.write(file, _buffers(encoded), durable=draft.options.durable)
+        draft.storage.write(note(draft, file), _buffers(encoded), durable=draft.options.durable)
     draft.memo[VALUES] = tuple(values)
     return {"common_backend": DCP[0], "common_backend_version": DCP[1]}
 

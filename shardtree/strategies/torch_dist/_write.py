@@ -19,6 +19,7 @@ from .._values import Draft
 from ._write_layout import FileLayout, Piece
 
 _ZEROS = memoryview(bytes(64))
+_NAMES = "files to remove"
 _WORTH_A_THREAD = 256 * 1024  # bytes; fewer are summed in less time than it takes to hand them over
 
 
@@ -51,6 +52,18 @@ def data_file(rank: int, number: int = 0) -> str:
         '__3_0.distcp'
     """
     return f"__{rank}_{number}.distcp"
+
+
+def note(draft: Draft, name: str) -> str:
+    """Return a name, noted as that of a file that this save writes on rank 0 before it commits."""
+    draft.memo[_NAMES] = (*names_of(draft), name)
+    return name
+
+
+def names_of(draft: Draft) -> tuple[str, ...]:
+    """Return the names that were noted."""
+    noted: tuple[str, ...] = draft.memo.get(_NAMES, ())
+    return noted
 
 
 def write_file(draft: Draft, layout: FileLayout) -> Written:

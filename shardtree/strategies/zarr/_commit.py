@@ -136,7 +136,8 @@ def commit(draft: Draft, fields: Fields) -> None:
         members[folder] = group_document()
     ordered = {name: members[name] for name in sorted(members)}
     data = canonical_json(group_document(ordered))
-    draft.storage.write(NODE_FILE, [memoryview(data)], durable=draft.options.durable)
+    # In one step: a torn one would be taken for a checkpoint that is damaged, and no save could go there.
+    draft.storage.replace(NODE_FILE, data, durable=draft.options.durable)
     if draft.options.durable:
         for folder in (*groups, ""):
             draft.storage.sync_folder(folder)

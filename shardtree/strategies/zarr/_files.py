@@ -147,7 +147,7 @@ def write_chunk_file(
         storage.write_parts(file.name, file.length, _told_parts(_parts(file, shards), progress), durable=durable)
         return None
     hasher = BlockHasher()
-    storage.write(file.name, _told(hashed(_buffers(file, shards), hasher), progress), durable=durable)
+    storage.write(file.name, told(hashed(_buffers(file, shards), hasher), progress), durable=durable)
     return hash_column(hasher)
 
 
@@ -192,7 +192,15 @@ def _zeros(count: int) -> Iterator[Buffer]:
         count -= len(_ZEROS)
 
 
-def _told(buffers: Iterator[Buffer], progress: Callable[[int], None]) -> Iterator[Buffer]:
+def told(buffers: Iterator[Buffer], progress: Callable[[int], None]) -> Iterator[Buffer]:
+    """Yield buffers as they are, and say of each, once it is written, how many bytes it had.
+
+    Examples:
+        >>> sizes = []
+        >>> _ = list(told(iter([memoryview(b"ab"), memoryview(b"c")]), sizes.append))
+        >>> sizes
+        [2, 1]
+    """
     for buffer in buffers:
         yield buffer
         progress(buffer.nbytes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,7 +15,7 @@ from ...geometry import Column
 from ...layouts import ShardColumns, select_rows, shard_columns, write_problems
 from ...mapping import ShardedObject, ShardedTensor
 from ...plans import level_writes
-from ...storage import BlockHasher, Buffer, Hashes, hash_column, hashed
+from ...storage import BlockHasher, Hashes, hash_column, hashed
 from ...world import on_rank_zero
 from .._metadata import METADATA_FILE
 from .._values import AsyncRequest, Draft, Fields
@@ -23,7 +23,7 @@ from ..base import StrategyAction, register_default_strategy
 from ._blobs import FOLDER, Document, blob, write_blob, write_document
 from ._commit import Written, group_files, object_blob, write_index
 from ._common import BACKEND, VERSION
-from ._files import ChunkFile, chunk_files, write_chunk_file
+from ._files import ChunkFile, chunk_files, told, write_chunk_file
 from ._layout import placed
 from ._v3 import NODE_FILE, encode_v3
 
@@ -141,15 +141,10 @@ def _write_objects(draft: Draft, work: Work) -> tuple[tuple[str, int, Hashes], t
         begin += len(data)
     name, document = object_blob(draft.world.rank, begin, places)
     hasher = BlockHasher()
-    buffers = hashed(_told(draft, (memoryview(data) for _, data in work.objects)), hasher)
-    write_blob(draft.storage, name, buffers, document, durable=draft.options.durable)
+    buffers = hashed((memoryview(data) for _, data in work.objects), hasher)
+    options = draft.options
+    write_blob(draft.storage, name, told(buffers, options.progress), document, durable=options.durable)
     return (name, begin, hash_column(hasher)), tuple(places)
-
-
-def _told(draft: Draft, buffers: Iterator[Buffer]) -> Iterator[Buffer]:
-    for buffer in buffers:
-        yield buffer
-        draft.options.progress(buffer.nbytes)
 
 
 def _names(work: Work) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 
-from shardtree.checkpoint.convert import convert
+from shardtree.checkpoint.conversion import convert
 from shardtree.storage import LocalStorage
 from shardtree.testing import Call, WatchedStorage
 

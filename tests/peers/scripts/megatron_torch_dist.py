@@ -22,7 +22,15 @@ from megatron.core import dist_checkpointing  # noqa: E402
 from megatron.core.dist_checkpointing import mapping  # noqa: E402
 from megatron.core.dist_checkpointing.strategies import filesystem_async  # noqa: E402
 
-from tests.peers.model_state import CONTENT, cleared, common, differences, rank_tree  # noqa: E402
+from tests.peers.model_state import (  # noqa: E402
+    CONTENT,
+    KINDS,
+    cleared,
+    common,
+    differences,
+    rank_tree,
+    whole,
+)
 
 filesystem_async._process_memory = lambda: 0  # it would log that, and needs psutil for it
 
@@ -67,6 +75,8 @@ def one_rank(rank: int, size: int, group: str, what: str, tp: int, pp: int, fold
     if what == "save":
         dist_checkpointing.save(own, folder, content_metadata=CONTENT)
         sender.send([])
+    elif what == "look":
+        sender.send(looked_at(folder))
     else:
         loaded = dist_checkpointing.load(cleared(mapping, own, objects=what == "load all"), folder)
         expected = {"model": rank_tree(mapping, tp, pp, t, p), **common(), "content_metadata": CONTENT}
@@ -75,6 +85,22 @@ def one_rank(rank: int, size: int, group: str, what: str, tp: int, pp: int, fold
         sender.send([f"rank {rank}: {line}" for line in differences(expected, loaded)])
     dist.barrier()
     dist.destroy_process_group()
+
+
+def looked_at(folder: str) -> list[str]:
+    """Return what differs in tensors that are loaded whole, in one with more rows than were saved, and in the rest."""
+    found = dist_checkpointing.load_plain_tensors(folder)  # beside the common state
+    lines = differences({key: whole(key) for key in KINDS}, {key: found.get(key) for key in KINDS})
+    padded = mapping.ShardedTensor.from_rank_offsets("embedding.weight", torch.ones(26, 16), allow_shape_mismatch=True)
+    loaded = dist_checkpointing.load({"padded": padded}, folder)["padded"]
+    lines += differences(torch.cat([whole("embedding.weight"), torch.zeros(2, 16)]), loaded, "padded")
+    lines += differences(CONTENT, dist_checkpointing.load_content_metadata(folder), "content")
+    grid = [f"rng_state/shard_{stage}.{t}_2.2" for stage in range(2) for t in range(2)]
+    stored = dist_checkpointing.serialization.load_sharded_metadata(folder)
+    lines += differences(
+        sorted(stored), sorted([*KINDS, *(f"layers.extra_state/shard_{layer}_4" for layer in range(4)), *grid]), "keys"
+    )
+    return lines
 
 
 if __name__ == "__main__":

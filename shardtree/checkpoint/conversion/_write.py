@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from ...strategies import AsyncRequest, Draft, SaveOptions, Strategies, Strategy
 from ...trees import HOLE
 from .._dispatch import Backends, Choice, strategy_of
 from .._request import save_request
-from ._journal import Journal, announce, recall, record
+from ._journal import Journal, announcer, recall, record
 from ._noted import NotedStorage
 from ._pieces import Batch
 from ._plan import Plan
@@ -114,21 +114,11 @@ def _request(
     rank: int,
 ) -> tuple[AsyncRequest[Any], NotedStorage]:
     """Return the request that writes a batch, and what notes the files that it writes."""
-    noted = NotedStorage(destination.storage, _announcer(journal, rank))
+    noted = NotedStorage(destination.storage, announcer(journal, rank))
     draft = Draft(noted, save_id, Turn(rank, len(batches)), None, destination.options, columns)
     writes = batches[rank].tensors, tuple(map(_read, batches[rank].objects))
     request = save_request(draft, writes, common, destination.choices, destination.backends, destination.strategies)
     return request, noted
-
-
-def _announcer(journal: Journal, rank: int) -> Callable[[str], None]:
-    names: dict[str, None] = {}
-
-    def tell(name: str) -> None:
-        names[name] = None
-        announce(journal, rank, names)
-
-    return tell
 
 
 def _read(item: ShardedObject) -> ShardedObject:

@@ -96,8 +96,8 @@ def left_out_keys(metadata: Mapping[str, Shard], patterns: Sequence[str]) -> tup
         >>> left_out_keys({"rng/shard_0_1": rng}, ["rng", "common"])
         ('rng/shard_0_1',)
     """
-    if isinstance(patterns, str):
-        raise KeyMismatch(explain("convert: leave_out", found=repr(patterns), expected="a list of patterns"))
+    if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise KeyMismatch(explain("convert: leave_out", found=repr(patterns)[:200], expected="a list of patterns"))
     globs = [pattern for pattern in patterns if pattern != COMMON]
     named = {
         pattern: [key for key, shard in metadata.items() if _is_named(pattern, key, shard)]

@@ -6,9 +6,11 @@ the names of its files, written before they are, and then what the batch's writi
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 from ...codec import Record, canonical_json, decode_tree, encode_tree, parse_json
@@ -19,6 +21,8 @@ from ...trees import HOLE
 
 _PREFIX = ".convert-"
 _BEGUN = "begun.json"
+_SAVE = re.compile(r"save-[0-9A-Za-z-]+")
+_NAMES_IN_A_LIST = 64  # since the list is written again for each name
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,7 +58,7 @@ def begun_save(journal: Journal) -> str | None:
     """
     fields = _read_json(journal.storage, f"{journal.folder}/{_BEGUN}")
     save_id = fields.get("save_id") if isinstance(fields, dict) else None
-    return save_id if isinstance(save_id, str) and save_id and "/" not in save_id else None
+    return save_id if isinstance(save_id, str) and _SAVE.fullmatch(save_id) else None
 
 
 def begin_journal(journal: Journal, save_id: str, *, durable: bool) -> None:
@@ -68,10 +72,18 @@ def has_files(journal: Journal) -> bool:
     return any(name.endswith(".files") for name in journal.storage.names(journal.folder))
 
 
-def announce(journal: Journal, batch: int, names: Mapping[str, Any]) -> None:
-    """Remember which files a batch writes, before it does, so that they can be removed."""
-    data = canonical_json(sorted(names))
-    journal.storage.replace(f"{journal.folder}/{batch:06d}.files", data, durable=False)
+def announcer(journal: Journal, batch: int) -> Callable[[str], None]:
+    """Return what remembers the name of each file that a batch writes, before it does, so that it can be removed."""
+    numbers, names = count(), list[str]()
+
+    def announce(name: str) -> None:
+        part, place = divmod(next(numbers), _NAMES_IN_A_LIST)
+        if not place:
+            names.clear()
+        names.append(name)
+        journal.storage.replace(f"{journal.folder}/{batch:06d}-{part}.files", canonical_json(names), durable=False)
+
+    return announce
 
 
 def record(journal: Journal, batch: int, result: Any, lengths: Mapping[str, int], *, durable: bool) -> None:

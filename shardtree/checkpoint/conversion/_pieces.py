@@ -68,6 +68,9 @@ def _counts_function(layout: Cutting, tensors: Sequence[ShardedTensor]) -> Calla
         return lambda shard: None
     if callable(layout):
         return layout
+    if not isinstance(layout, Mapping) or not all(isinstance(pattern, str) for pattern in layout):
+        expected = "a function from a shard, or a dict from patterns of keys, to counts of pieces"
+        raise ShapeError(explain("convert: layout", found=repr(layout)[:200], expected=expected))
     nothing = [repr(pattern) for pattern in layout if not any(fnmatchcase(shard.key, pattern) for shard in tensors)]
     if nothing:
         raise KeyMismatch(explain("convert: layout has patterns that fit no key of the output", offenders=nothing))

@@ -1,0 +1,70 @@
+"""Names that pickles of training programs have beside data: classes known to be plain, and tensors that aren't read."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ...errors import UnsupportedValue, explain
+from .._nodes import exactly
+from .._record import Record
+from ..pickles import Constructor
+
+_MEGATRON_ENUMS = {
+    "enums": ("ModelType", "Fp8Recipe", "Fp4Recipe"),
+    "transformer.enums": ("ModelType", "LayerType", "AttnType", "AttnMaskType", "AttnBackend", "CudaGraphScope"),
+    "rerun_state_machine": ("RerunDiagnostic", "RerunMode", "RerunState"),
+}
+_MEGATRON_RECORDS = {"optimizer.optimizer_config": ("OptimizerConfig",)}
+
+
+def _member(type_name: str) -> Constructor:
+    """Return what makes an enum's member a `Record`; only its value is in a pickle, not its name."""
+    return Constructor(lambda value: Record(type_name, {"name": None, "value": value}))
+
+
+def _record(type_name: str) -> Constructor:
+    return Constructor(lambda: Record(type_name, {}), _fill_record)
+
+
+def _fill_record(record: Any, state: Any) -> None:
+    record.fields.update({exactly(str, name): value for name, value in exactly(dict, state).items()})
+
+
+def _refused(what: str, instead: str) -> Callable[..., Any]:
+    def make(*args: Any) -> Any:
+        fix = f"{instead} allow_pickle=True reads it with torch.load, and runs whatever code it brings."
+        raise UnsupportedValue(explain(what, fix=fix))
+
+    return make
+
+
+_SPARSE = Constructor(_refused("a sparse tensor", "Store its indices and values, or tensor.to_dense();"))
+_QUANTISED = Constructor(_refused("a quantised tensor", "Store tensor.dequantize();"))
+_NESTED = Constructor(_refused("a nested tensor", "Store its parts as a list;"))
+_META = Constructor(_refused("a tensor without elements, on the meta device", "Store one that has some;"))
+_SUBCLASS = Constructor(_refused("a subclass of torch.Tensor", "Store plain tensors;"))
+
+NAMED: dict[tuple[str, str], Any] = {
+    **{
+        (f"megatron.core.{module}", name): _member(f"megatron.core.{module}.{name}")
+        for module, names in _MEGATRON_ENUMS.items()
+        for name in names
+    },
+    **{
+        (f"megatron.core.{module}", name): _record(f"megatron.core.{module}.{name}")
+        for module, names in _MEGATRON_RECORDS.items()
+        for name in names
+    },
+    ("signal", "Signals"): Constructor(lambda number: signal.Signals(exactly(int, number))),
+    ("torch._utils", "_rebuild_sparse_tensor"): _SPARSE,
+    ("torch._utils", "_rebuild_sparse_csr_tensor"): _SPARSE,
+    ("torch._utils", "_rebuild_qtensor"): _QUANTISED,
+    ("torch._utils", "_rebuild_nested_tensor"): _NESTED,
+    ("torch._utils", "_rebuild_meta_tensor_no_storage"): _META,
+    ("torch._utils", "_rebuild_wrapper_subclass"): _SUBCLASS,
+    **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.qscheme)},
+}
