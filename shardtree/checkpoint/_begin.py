@@ -39,20 +39,20 @@ def begin(
         StorageError: the folder can't be made, or some rank doesn't see it.
     """
     storage = agree(world, "save: find the folder", partial(storage_at, directory))
-    begun = partial(_make_save_folder, storage, backends, strategies, overwrite=overwrite)
+    begun = partial(_make_save_folder, storage, backends, strategies, overwrite=overwrite, durable=options.durable)
     save_id, before = on_rank_zero(world, "save: make the folder", begun)
     agree(world, "save: see the folder", partial(_see_folder, storage, save_id, world.rank))
     return Draft(storage, save_id, world, before, options)
 
 
 def _make_save_folder(
-    storage: Storage, backends: Backends, strategies: Strategies, *, overwrite: bool
+    storage: Storage, backends: Backends, strategies: Strategies, *, overwrite: bool, durable: bool
 ) -> tuple[str, bytes | None]:
     before = storage.read(METADATA_FILE) if storage.length(METADATA_FILE) is not None else None
     if before is not None or recognized(storage, strategies) is not None:
         _check_replaceable(storage, backends, overwrite=overwrite)
     save_id = f"save-{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{secrets.token_hex(8)}"
-    storage.make_folder(save_id)
+    storage.make_folder(save_id, durable=durable)
     return save_id, before
 
 

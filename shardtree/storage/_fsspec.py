@@ -140,7 +140,7 @@ class FsspecStorage:
         """Return the names of what is directly inside a folder, sorted."""
         return tuple(name for name in self._everything(folder) if name != MARKER)
 
-    def make_folder(self, name: str = "") -> None:
+    def make_folder(self, name: str = "", *, durable: bool = True) -> None:
         """Make a folder: an object in it that every rank sees, since object stores have no folders."""
         with self._failures("make the folder", name):
             marker = f"{self._path(name)}/{MARKER}"

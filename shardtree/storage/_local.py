@@ -120,11 +120,11 @@ class LocalStorage:
             except (FileNotFoundError, NotADirectoryError):
                 return ()
 
-    def make_folder(self, name: str = "") -> None:
-        """Make a folder and those above it; what is made is on the medium then."""
+    def make_folder(self, name: str = "", *, durable: bool = True) -> None:
+        """Make a folder and those above it."""
         with self._failures("make the folder", name):
             path = self.where(name)
-            parents = _parents_to_be(path)
+            parents = _parents_to_be(path) if durable else []
             os.makedirs(path, exist_ok=True)
             for parent in parents:
                 with suppress(PermissionError):  # a parent that can't be listed can't be waited for

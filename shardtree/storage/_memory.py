@@ -82,7 +82,7 @@ class MemoryStorage:
             found = [name[len(start) :] for name in (*self._files, *self._folders) if name.startswith(start)]
         return tuple(sorted({name.split("/")[0] for name in found if name}))
 
-    def make_folder(self, name: str = "") -> None:
+    def make_folder(self, name: str = "", *, durable: bool = True) -> None:
         """Make a folder."""
         with self._lock:
             self._folders.setdefault(_plain(name), next(self._ticks))

@@ -69,8 +69,8 @@ class Storage(Protocol):
     def names(self, folder: str = "") -> tuple[str, ...]:
         """Return the names of what is directly inside a folder, sorted; nothing where there is no such folder."""
 
-    def make_folder(self, name: str = "") -> None:
-        """Make a folder and those above it, if they aren't there."""
+    def make_folder(self, name: str = "", *, durable: bool = True) -> None:
+        """Make a folder and those above it, if they aren't there; `durable` waits until they are on the medium."""
 
     def is_folder(self, name: str = "") -> bool:
         """Return whether there is a folder of that name."""

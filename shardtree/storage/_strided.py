@@ -12,7 +12,9 @@ from ..plans import Strided
 from ._blocks import BlockHasher
 from ._storage import Buffer, Reader
 
-_CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+_CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_PAIR = 16
+"""Items of this size are copied as two: files may have them at any byte, and torch reads complex128 at aligned ones."""
 
 
 def copy_strided(
@@ -62,18 +64,29 @@ def _copy_piece(
     hasher: BlockHasher | None,
 ) -> int:
     """Copy one piece out of the stretch that begins at `begin`, and return how many bytes it has."""
-    shape, size = strided.shape[row].tolist(), int(strided.item_size[row])
+    shape, stride, target_stride, size = _items_of(strided, row)
     byte, target_byte = int(strided.byte[row]), int(strided.target_byte[row])
     carrier = _CARRIERS[size]
-    stride = strided.stride[row].tolist()
     stored = torch.frombuffer(mapped, dtype=carrier, count=_items(shape, stride), offset=byte - begin)
     memory = memories[int(strided.target[row])][target_byte:]
     target = memory[: memory.numel() // size * size].view(carrier)
     piece = stored.as_strided(shape, stride)
     if hasher is not None and piece.is_contiguous():
         hasher.update(mapped[byte - begin : byte - begin + piece.numel() * size], byte)
-    target.as_strided(shape, strided.target_stride[row].tolist()).copy_(piece)
+    target.as_strided(shape, target_stride).copy_(piece)
     return piece.numel() * size
+
+
+def _items_of(strided: Strided, row: int) -> tuple[list[int], list[int], list[int], int]:
+    """Return a piece's shape, its strides in the file and in the target, and the size of what these count."""
+    shape, stride, target_stride = (
+        column[row].tolist() for column in (strided.shape, strided.stride, strided.target_stride)
+    )
+    size = int(strided.item_size[row])
+    if size != _PAIR:
+        return shape, stride, target_stride, size
+    doubled, target_doubled = ([2 * step for step in steps] for steps in (stride, target_stride))
+    return [*shape, 2], [*doubled, 1], [*target_doubled, 1], size // 2
 
 
 def _items(shape: list[int], stride: list[int]) -> int:

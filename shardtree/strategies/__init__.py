@@ -25,6 +25,7 @@ from ._protocols import SaveCommon as SaveCommon
 from ._protocols import SaveObjects as SaveObjects
 from ._protocols import SaveSharded as SaveSharded
 from ._protocols import VerifyFiles as VerifyFiles
+from ._save_folders import is_save_folder as is_save_folder
 from ._values import AsyncRequest as AsyncRequest
 from ._values import Checkpoint as Checkpoint
 from ._values import Damage as Damage

@@ -111,9 +111,9 @@ class WatchedStorage:
         """Return what is directly inside a folder."""
         return self._watched(self.inner.names, folder)
 
-    def make_folder(self, name: str = "") -> None:
+    def make_folder(self, name: str = "", *, durable: bool = True) -> None:
         """Make a folder."""
-        self._watched(self.inner.make_folder, name)
+        self._watched(self.inner.make_folder, name, durable=durable)
 
     def is_folder(self, name: str = "") -> bool:
         """Return whether there is a folder of that name."""

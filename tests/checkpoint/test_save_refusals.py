@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import shardtree as st
-from shardtree.strategies.safetensors import is_save_folder
+from shardtree.strategies import is_save_folder
 
 shard = st.ShardedTensor.from_rank_offsets
 

@@ -925,6 +925,19 @@ def test_bad_zips_are_corrupt(case: str) -> None:
             read(data)
 
 
+@pytest.mark.parametrize(
+    "name", ["builtins.set", "collections.Counter", "collections.defaultdict", f"{__name__}.Color", "builtins.dict"]
+)
+def test_bombs_in_arguments_are_refused_quickly(name: str) -> None:
+    module, _, kind = name.rpartition(".")
+    bomb = b"N\x85" + b"2\x86" * 60
+    pairs = {"set": b"](" + bomb + b"e\x85", "Color": bomb + b"\x85", "defaultdict": b"N](" + bomb + b"N\x86e\x86"}
+    args = pairs.get(kind, b"](" + bomb + b"N\x86e\x85")
+    data = zipped({"data.pkl": f"c{module}\n{kind}\n".encode() + args + b"R."})
+    with pytest.raises(CorruptCheckpoint, match="too long to hash"):
+        decode(data, types=(Color,))
+
+
 def test_large_expanded_tensors_in_great_number_take_no_memory() -> None:
     data = pickled([tensor(shape=(2**20,), stride=(0,)) for _ in range(1_000)])
     begin = time.process_time()

@@ -415,7 +415,7 @@ BOMBS: dict[str, Callable[[], bytes]] = {
     "one wide key again and again": lambda: b"(" + b"K\x01" * 10_000 + b"tq\x000](" + b"}h\x00Ns" * 100_000 + b"e.",
     "one wide list again and again": lambda: filled_with(b"(" + b"N" * 1_000_000 + b"l", 100_000) + b".",
     "one wide list copied again and again": lambda: (
-        b"(" + b"N" * 100_000 + b"lq\x00](" + b"cbuiltins\nbytes\nh\x00\x85R" * 10_000 + b"e."
+        b"(" + b"N" * 100_000 + b"lq\x00](" + b"ccollections\ndeque\nh\x00\x85R" * 10_000 + b"e."
     ),
     "a list in itself": lambda: b"]q\x00h\x00a.",
     "a dict in itself": lambda: b"}q\x00K\x01h\x00s.",

@@ -223,9 +223,9 @@ def metadata_first(storage: WatchedStorage) -> WatchedStorage:
     """The planted fault: a storage in which a file of metadata is there before what it tells of."""
 
     class MetadataFirst(WatchedStorage):
-        def make_folder(self, name: str = "") -> None:
+        def make_folder(self, name: str = "", *, durable: bool = True) -> None:
             self.inner.replace("metadata.json", metadata_of(NEW), durable=True)
-            self._watched(self.inner.make_folder, name)
+            super().make_folder(name, durable=durable)
 
         def length(self, name: str) -> int | None:
             return None if name == "metadata.json" else self._watched(self.inner.length, name)

@@ -10,12 +10,15 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from hypothesis import given
+from hypothesis import strategies as some
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
 
 import shardtree as st
 from shardtree.errors import CheckpointingException, KeyMismatch, ShapeError, UnsafeFile, UnsupportedValue
 from shardtree.storage import LocalStorage
 from shardtree.strategies import Checkpoint
-from shardtree.strategies.torch_dist import recognize
+from shardtree.strategies.torch_dist import read_listing, recognize
 from shardtree.strategies.torch_dist._common import nested
 from shardtree.trees import HOLE
 from shardtree.world import run_processes
@@ -215,6 +218,43 @@ def test_a_state_of_nothing_opens(tmp_path):
     assert st.verify(folder) == ()
 
 
+LEAVES = some.integers() | some.none() | some.text(max_size=2) | some.tuples(some.integers())
+TREES = some.dictionaries(
+    some.text("ab.", max_size=2),
+    some.recursive(
+        LEAVES,
+        lambda inner: some.lists(inner, max_size=3) | some.dictionaries(some.text("ab", max_size=1), inner, max_size=3),
+        max_leaves=8,
+    ),
+    max_size=3,
+)
+
+
+def check_nested_alike(nest, tree):
+    """Raise unless a flattened state gets the structure that torch gives it back."""
+    try:
+        flat, paths = flatten_state_dict(tree)
+    except ValueError:  # two names that are one: it refuses to save these
+        return
+    assert nest({paths[name]: value for name, value in flat.items()}) == unflatten_state_dict(flat, paths)
+
+
+@given(TREES)
+def test_nested_values_get_the_structure_that_torch_gives_them(tree):
+    check_nested_alike(nested, tree)
+
+
+def test_the_law_sees_positions_that_close_up():
+    """The planted fault: an empty dict that wasn't stored leaves no gap in its list."""
+
+    def dense(leaves):
+        built = nested(leaves)
+        return {key: [one for one in node if one is not None] for key, node in built.items()}
+
+    with pytest.raises(AssertionError):
+        check_nested_alike(dense, {"a": [{}, {"b": 1}]})
+
+
 @pytest.mark.parametrize(
     "leaves",
     [
@@ -399,7 +439,5 @@ def test_a_checkpoint_says_where_its_index_should_be(tmp_path):
     opened = st.open_checkpoint(tmp_path)
     (tmp_path / ".metadata").unlink()
     fresh = Checkpoint(opened.checkpoint.storage, opened.checkpoint.fields, opened.checkpoint.world)
-    from shardtree.strategies.torch_dist import read_listing
-
     with pytest.raises(CheckpointingException, match=r"\.metadata"):
         read_listing(fresh)

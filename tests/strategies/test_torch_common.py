@@ -47,7 +47,7 @@ def shard(key: str = "w") -> st.ShardedTensor:
 
 @pytest.mark.parametrize("name", ["megatron_0161_tp2", "megatron_0140_torch_dist_flat", "megatron_old_zarr"])
 def test_what_megatron_wrote_is_read(name: str) -> None:
-    found = read(LocalStorage(FIXTURES / name))
+    found = read(LocalStorage(str(FIXTURES / name)))
     assert found["iteration"] == 42
     assert outline(found) == outline(torch.load(FIXTURES / name / COMMON_FILE, weights_only=True))
 
@@ -146,7 +146,7 @@ def test_a_missing_file_is_named() -> None:
 def test_a_file_that_is_no_archive_is_named(data: bytes, tmp_path: Path) -> None:
     (tmp_path / COMMON_FILE).write_bytes(data)
     with pytest.raises(CorruptCheckpoint, match=r"common\.pt"):
-        read(LocalStorage(tmp_path))
+        read(LocalStorage(str(tmp_path)))
 
 
 def test_every_flipped_byte_is_found_or_harmless() -> None:

@@ -320,6 +320,21 @@ def test_an_archive_with_another_tensor_is_refused():
             st.load_plain_tensors(writer.folder())
 
 
+def test_what_lies_behind_an_extension_is_refused_where_it_is_asked_for():
+    writer = Writer()
+    writer.add("w", (3,), (0,), torch.arange(3.0))
+    writer.add("z", (2,), (0,), torch.zeros(2))
+    for index, place in writer.metadata.storage_data.items():
+        if index.fqn == "z":
+            place.transform_descriptors = ["stream.zstd"]
+    folder = writer.folder()
+    target = {key: st.ShardedTensor.from_rank_offsets(key, torch.zeros(n)) for key, n in (("w", 3), ("z", 2))}
+    assert st.load({"w": target["w"]}, folder)["w"].tolist() == [0, 1, 2]
+    with pytest.raises(UnsupportedValue, match=r"'z': it is stored through an extension, \['stream\.zstd'\]"):
+        st.load(target, folder)
+    assert st.verify(folder) == ()
+
+
 def test_an_archive_of_no_tensor_is_refused():
     writer = Writer()
     writer.add("w", (2,), (0,), torch.zeros(2))

@@ -344,9 +344,9 @@ def test_the_law_catches_an_index_that_comes_first() -> None:
     done = saved(lambda world: tree(world, 2.0), backend=DCP)
 
     class IndexFirst(WatchedStorage):
-        def make_folder(self, name: str = "") -> None:
+        def make_folder(self, name: str = "", *, durable: bool = True) -> None:
             self.inner.replace(".metadata", done.read(".metadata"), durable=True)
-            super().make_folder(name)
+            super().make_folder(name, durable=durable)
 
     def save(storage: WatchedStorage) -> None:
         st.save(tree(st.one_process(), 2.0), IndexFirst(storage.inner, storage.before), DCP)

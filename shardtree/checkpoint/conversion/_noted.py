@@ -81,9 +81,9 @@ class NotedStorage:
         """Return what is directly inside a folder."""
         return self.inner.names(folder)
 
-    def make_folder(self, name: str = "") -> None:
+    def make_folder(self, name: str = "", *, durable: bool = True) -> None:
         """Make a folder."""
-        self.inner.make_folder(name)
+        self.inner.make_folder(name, durable=durable)
 
     def is_folder(self, name: str = "") -> bool:
         """Return whether there is a folder of that name."""

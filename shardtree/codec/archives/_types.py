@@ -34,10 +34,14 @@ def constructors(types: Iterable[type]) -> dict[tuple[str, str], Constructor]:
 
 def _constructor(cls: type) -> Constructor:
     if issubclass(cls, Enum):
-        return Constructor(_member_of(cls))
+        return Constructor(_member_of(cls), keys=_hashed)
     if issubclass(cls, tuple):
         return Constructor(_tuple_of(cls))
     return Constructor(_empty_of(cls), _fill)
+
+
+def _hashed(*values: Any) -> list[Any]:
+    return [value for value in values if type(value).__hash__ is not None]
 
 
 def _member_of(cls: type[Enum]) -> Callable[..., Enum]:
@@ -45,7 +49,8 @@ def _member_of(cls: type[Enum]) -> Callable[..., Enum]:
         try:
             return cls(value)
         except (ValueError, TypeError, KeyError):
-            raise _misfit(cls, f"value {value!r}"[:200], "one of a member") from None
+            shown = repr(value)[:200] if type(value) in (int, str) else f"a {type(value).__name__}"
+            raise _misfit(cls, f"value {shown}", "one of a member") from None
 
     return make
 

@@ -65,6 +65,10 @@ def _ignored(value: Any, state: Any) -> None:
     """Leave attributes out that a dict has beside its items, as a module's state dict has ``_metadata``."""
 
 
+def _layout(name: Any) -> torch.layout:
+    return _LAYOUTS[exactly(str, name)]
+
+
 def _counter(counts: Any = ()) -> Counter[Any]:
     return Counter(_dict(counts))
 
@@ -149,9 +153,9 @@ _FACTORY_OF = {_BUILTINS[kind.__name__]: kind for kind in FACTORIES}
 
 
 def _defaultdict(factory: Any = None, pairs: Any = ()) -> defaultdict[Any, Any]:
-    if factory is not None and factory not in _FACTORY_OF:
+    if factory is not None and (type(factory) is not Constructor or factory not in _FACTORY_OF):
         raise TypeError(f"a defaultdict that makes its items by a {type(factory).__name__}")
-    return defaultdict(_FACTORY_OF.get(factory), _dict(pairs))
+    return defaultdict(None if factory is None else _FACTORY_OF[factory], _dict(pairs))
 
 
 _PATHS: dict[str, type[PurePath]] = {
@@ -162,7 +166,7 @@ VALUES: dict[tuple[str, str], Any] = {
     **{(module, name): value for name, value in _BUILTINS.items() for module in ("builtins", "__builtin__")},
     ("_codecs", "encode"): Constructor(_bytes),
     ("collections", "OrderedDict"): Constructor(_ordered, _ignored, _keys),
-    ("collections", "defaultdict"): Constructor(_defaultdict),
+    ("collections", "defaultdict"): Constructor(_defaultdict, keys=lambda factory=None, pairs=(): _keys(pairs)),
     ("collections", "Counter"): Constructor(_counter, keys=_keys),
     ("collections", "deque"): Constructor(_deque),
     ("argparse", "Namespace"): Constructor(Namespace, _fill_namespace),
@@ -176,5 +180,5 @@ VALUES: dict[tuple[str, str], Any] = {
     },
     ("torch", "Size"): Constructor(_size),
     ("torch", "device"): Constructor(_device),
-    ("torch.serialization", "_get_layout"): Constructor(_LAYOUTS.__getitem__),
+    ("torch.serialization", "_get_layout"): Constructor(_layout),
 }

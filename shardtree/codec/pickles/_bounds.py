@@ -43,8 +43,12 @@ class Guard:
 
     def spend(self, arguments: Iterable[Any]) -> None:
         """Raise ValueError if what was copied so far, with these arguments, is too much."""
-        self._left -= 1 + sum([len(value) for value in arguments if type(value) in _SIZED])
-        if self._left < 0:
+        left = self._left - 1
+        for value in arguments:
+            if type(value) in _SIZED:
+                left -= len(value)
+        self._left = left
+        if left < 0:
             raise ValueError("it copies the same values too often")
 
     def admit(self, keys: Iterable[Any]) -> None:

@@ -92,7 +92,10 @@ def write_pickle(value: Any, *, protocol: int = 4) -> bytes:
     if protocol not in (2, 4):
         raise UnsupportedValue(explain("write_pickle: not a protocol", found=protocol, expected="2 or 4"))
     writer = _Writer(protocol)
-    writer.write(value, 0)
+    try:
+        writer.write(value, 0)
+    except RecursionError:
+        raise _too_deep() from None
     return b"".join([b"\x80", bytes([protocol]), *writer.out, b"."])
 
 
@@ -110,7 +113,7 @@ class _Writer:
             what = f"write_pickle: a {type(value).__name__} can't be written"
             raise UnsupportedValue(explain(what, expected=", ".join(sorted(kind.__name__ for kind in _WRITERS))))
         if depth > DEEPEST:
-            raise UnsupportedValue(explain(f"write_pickle: more than {DEEPEST} deep, or a value contains itself"))
+            raise _too_deep()
         handler(self, value, depth)
 
     def known(self, value: Any) -> bool:
@@ -127,6 +130,10 @@ class _Writer:
             self.out.append(b"\x94")
         else:
             self.out.append(b"q" + bytes([number]) if number < 256 else b"r" + _U32.pack(number))
+
+
+def _too_deep() -> UnsupportedValue:
+    return UnsupportedValue(explain(f"write_pickle: more than {DEEPEST} deep, or a value contains itself"))
 
 
 def _none(writer: _Writer, value: None, depth: int) -> None:
@@ -186,15 +193,17 @@ def _tuple(writer: _Writer, value: tuple[Any, ...], depth: int) -> None:
 
 
 def _list(writer: _Writer, value: list[Any], depth: int) -> None:
-    writer.out.append(b"](")
+    writer.out.append(b"](" if value else b"]")
     for item in value:
         writer.write(item, depth + 1)
-    writer.out.append(b"e")
+    if value:
+        writer.out.append(b"e")
 
 
 def _dict(writer: _Writer, value: dict[Any, Any], depth: int) -> None:
     writer.out.append(b"}")
-    _items(writer, value.items(), depth)
+    if value:
+        _items(writer, value.items(), depth)
 
 
 def _items(writer: _Writer, items: Iterable[tuple[Any, Any]], depth: int) -> None:

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from ...errors import AlreadyACheckpoint, StorageError, explain
 from ...storage import Storage
 from .._metadata import METADATA_FILE, replace_metadata
+from .._save_folders import is_save_folder, newest_change, remove_save
 from .._values import Draft, Fields
 from ..base import StrategyAction, register_default_strategy
-from ..safetensors._clean import is_save_folder, newest_change, remove_save
 from ._files import ModelFile
 from ._names import BACKEND, INDEX_FILE, SINGLE_FILE, VERSION, draft_name, file_name, is_draft
 

@@ -3,6 +3,7 @@
 from ._build import build_index as build_index
 from ._columns import COLUMNS as COLUMNS
 from ._columns import Index as Index
+from ._damage import file_damage as file_damage
 from ._load import load_from_index as load_from_index
 from ._load import plan_shards as plan_shards
 from ._load import read_planned as read_planned
@@ -16,3 +17,4 @@ from ._texts import find_texts as find_texts
 from ._texts import text_at as text_at
 from ._texts import text_columns as text_columns
 from ._texts import texts as texts
+from ._without import without_prefix as without_prefix

@@ -1,6 +1,5 @@
 """The native format: plain safetensors files, an index in columns, block hashes, and one file that commits."""
 
-from ._clean import is_save_folder as is_save_folder
 from ._index_file import decode_index as decode_index
 from ._index_file import encode_index as encode_index
 from ._load import load_common as load_common

@@ -15,11 +15,11 @@ from ...geometry import Column
 from ...mapping import ShardedObject, ShardedTensor
 from ...plans import Runs, runs_plan
 from ...storage import ReadReport
+from .._checked import read_checked
 from .._missing import check_lengths
 from .._values import Checkpoint
 from ..base import StrategyAction, register_default_strategy
 from ..index import Index, file_at, find_texts, load_from_index, read_planned, text_at
-from ._files import read_checked
 from ._index_file import decode_index
 from ._save import BACKEND, VERSION
 

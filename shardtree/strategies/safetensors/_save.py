@@ -16,12 +16,12 @@ from ...layouts import ShardColumns, select_rows, shard_columns
 from ...mapping import ShardedObject, ShardedTensor
 from ...storage import BlockHasher, Buffer, Hashes, hash_column, hashed, tensor_buffers
 from ...world import on_rank_zero
+from .._checked import write_checked
 from .._checks import misfit
 from .._values import AsyncRequest, Draft, Fields
 from ..base import StrategyAction, register_default_strategy
 from ._clean import remove_left_overs, remove_unless_committed
 from ._collect import collect_index
-from ._files import write_checked
 from ._index_file import encode_index
 from ._layout import Item, Part, Shard, part_name, parts
 from ._written import Written

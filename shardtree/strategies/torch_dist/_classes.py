@@ -10,12 +10,12 @@ import torch
 
 from ...codec import Constructor, Stub, inert
 
-CHECKPOINT = "torch.distributed.checkpoint"
+_CHECKPOINT = "torch.distributed.checkpoint"
 _OLD = "torch.distributed._shard.sharded_tensor.metadata"
 _MEGATRON = "megatron.core.dist_checkpointing"
 
 _STUBS = {
-    f"{CHECKPOINT}.metadata": (
+    f"{_CHECKPOINT}.metadata": (
         "Metadata",
         "TensorStorageMetadata",
         "BytesStorageMetadata",
@@ -25,15 +25,15 @@ _STUBS = {
         "StorageMeta",
         "_MEM_FORMAT_ENCODING",
     ),
-    f"{CHECKPOINT}.filesystem": ("_StorageInfo", "_StoragePrefix"),
-    f"{CHECKPOINT}.planner": (
+    f"{_CHECKPOINT}.filesystem": ("_StorageInfo", "_StoragePrefix"),
+    f"{_CHECKPOINT}.planner": (
         "SavePlan",
         "WriteItem",
         "WriteItemType",
         "TensorWriteData",
         "BytesIOWriteData",
     ),
-    f"{CHECKPOINT}._extension": ("StreamTransformExtension", "ZStandard"),
+    f"{_CHECKPOINT}._extension": ("StreamTransformExtension", "ZStandard"),
     _OLD: ("TensorProperties", "MEM_FORMAT_ENCODING"),
     f"{_MEGATRON}.strategies.torch": ("MCoreMetadata", "MCoreSavePlan"),
     f"{_MEGATRON}.strategies.filesystem_async": ("_StoragePrefix",),

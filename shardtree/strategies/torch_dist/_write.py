@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from threading import Thread
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from ._write_layout import FileLayout, Piece
 
 _ZEROS = memoryview(bytes(64))
 _NAMES = "files to remove"
-_WORTH_A_THREAD = 256 * 1024  # bytes; fewer are summed in less time than it takes to hand them over
+_WORTH_A_THREAD = 1024 * 1024  # bytes; fewer are summed in less time than a thread takes to begin
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,14 +80,13 @@ def write_file(draft: Draft, layout: FileLayout) -> Written:
 
 def _write(draft: Draft, layout: FileLayout) -> int:
     name, durable = data_file(draft.world.rank), draft.options.durable
-    with ThreadPoolExecutor(1, thread_name_prefix="crc32") as checksums:
-        length = draft.storage.write(name, _with_progress(_buffers(layout, checksums), draft), durable=durable)
+    length = draft.storage.write(name, _with_progress(_buffers(layout), draft), durable=durable)
     if durable:
         draft.storage.sync_folder()
     return length
 
 
-def _buffers(layout: FileLayout, checksums: ThreadPoolExecutor) -> Iterator[Buffer]:
+def _buffers(layout: FileLayout) -> Iterator[Buffer]:
     archives = [data for _, data in layout.objects]
     ends = np.concatenate([[0], layout.byte + layout.length])
     gaps = iter((layout.byte - ends[:-1]).tolist())
@@ -95,22 +95,22 @@ def _buffers(layout: FileLayout, checksums: ThreadPoolExecutor) -> Iterator[Buff
         yield memoryview(data)
     for piece, length in zip(layout.pieces, layout.length[len(archives) :].tolist(), strict=True):
         yield _ZEROS[: next(gaps)]
-        yield from _piece_buffers(piece, length, checksums)
+        yield from _piece_buffers(piece, length)
 
 
-def _piece_buffers(piece: Piece, length: int, checksums: ThreadPoolExecutor) -> Iterator[Buffer]:
+def _piece_buffers(piece: Piece, length: int) -> Iterator[Buffer]:
     """Yield the bytes of a piece's archive; the sum is computed beside the writing, one buffer behind at most."""
     if misfit(piece.shard):
         raise ShapeError(explain("save: a tensor was changed while it waited to be written", found=misfit(piece.shard)))
     head = archive_head(piece.shard.dtype, piece.shape)
     yield memoryview(head)
     written = len(head)
-    before: Future[int] | int = 0
+    checksum: Callable[[], int] = partial(int, 0)
     for buffer in tensor_buffers(piece.data):
-        before = _checksum(buffer, before, checksums)
+        checksum = _checksum(buffer, checksum())
         yield buffer
         written += buffer.nbytes
-    tail = archive_tail(piece.shard.dtype, piece.shape, _settled(before))
+    tail = archive_tail(piece.shard.dtype, piece.shape, checksum())
     yield memoryview(tail)
     if written + len(tail) != length:
         found, expected = f"an archive of {written + len(tail)} bytes", f"{length} bytes"
@@ -118,16 +118,26 @@ def _piece_buffers(piece: Piece, length: int, checksums: ThreadPoolExecutor) -> 
         raise CheckpointingException(explain(what, found=found, expected=expected))
 
 
-def _checksum(buffer: Buffer, before: Future[int] | int, checksums: ThreadPoolExecutor) -> Future[int] | int:
-    """Return the sum with one more buffer, to come for a large one: another thread computes while this one writes."""
-    known = _settled(before)
+def _checksum(buffer: Buffer, before: int) -> Callable[[], int]:
+    """Return what gives the sum with one more buffer: for a large one another thread computes while this one writes."""
+    found: list[int] = []
+
+    def compute() -> None:
+        found.append(zlib.crc32(buffer, before))
+
+    # No pool: an asynchronous save may go on while the interpreter ends, and pools take no work then.
+    thread = Thread(target=compute, name="crc32")
     if buffer.nbytes < _WORTH_A_THREAD:
-        return zlib.crc32(buffer, known)
-    return checksums.submit(zlib.crc32, buffer, known)
+        compute()
+    else:
+        thread.start()
 
+    def settled() -> int:
+        if thread.ident is not None:
+            thread.join()
+        return found[0]
 
-def _settled(checksum: Future[int] | int) -> int:
-    return checksum if isinstance(checksum, int) else checksum.result()
+    return settled
 
 
 def _with_progress(buffers: Iterator[Buffer], draft: Draft) -> Iterator[Buffer]:

@@ -56,7 +56,7 @@ def write_document(storage: Storage, folder: str, document: Document, *, durable
 def write_blob(storage: Storage, name: str, buffers: Iterable[Buffer], document: Document, *, durable: bool) -> None:
     """Write an array of bytes: its file, then its zarr.json."""
     folder = name.rpartition("/")[0]
-    storage.make_folder(folder)
+    storage.make_folder(folder, durable=durable)
     storage.write(name, buffers, durable=durable)
     write_document(storage, folder, document, durable=durable)
     if durable:

@@ -6,9 +6,9 @@ from typing import Any
 
 from ...codec import decode_tree, encode_tree
 from ...storage import digest
+from .._checked import read_checked
 from .._values import Checkpoint, Draft, Fields
 from ..base import StrategyAction, register_default_strategy
-from ..safetensors._files import read_checked
 from ._blobs import blob, write_blob
 
 BACKEND, VERSION = "zarr", 3

@@ -14,10 +14,10 @@ from ...errors import CheckpointingException, KeyMismatch, explain
 from ...mapping import ShardedObject, ShardedTensor
 from ...plans import Runs, runs_plan
 from ...storage import ReadReport, Storage
+from .._checked import read_checked
 from .._values import Checkpoint, Fields
 from ..base import StrategyAction, register_default_strategy
 from ..index import Index, IndexMetadata, find_texts, read_planned
-from ..safetensors._files import read_checked
 from ._blobs import decode_columns
 from ._common import BACKEND, VERSION
 from ._folder import find_arrays

@@ -10,12 +10,11 @@ from typing import Any
 from ...codec import canonical_json, parse_json
 from ...errors import CorruptCheckpoint, StrategyError, explain
 from ...storage import Storage, digest
+from .._checked import read_checked
 from .._metadata import read_metadata, replace_metadata
 from .._values import Checkpoint
 from ..base import StrategyAction, register_default_strategy
-from ..index import Index, texts
-from ..safetensors._files import read_checked
-from ..safetensors._remove import without_prefix
+from ..index import Index, texts, without_prefix
 from ._blobs import FOLDER, Document, blob, decode_columns, encode_columns, group_document, write_blob
 from ._common import BACKEND, VERSION
 from ._load import is_own

@@ -116,7 +116,7 @@ def _write(draft: Draft, work: Work, tensors: Sequence[ShardedTensor]) -> Writte
     storage, durable = draft.storage, draft.options.durable
     folders = sorted({name.rpartition("/")[0] for name in _names(work)})
     for folder in folders:
-        storage.make_folder(folder)
+        storage.make_folder(folder, durable=durable)
     files = []
     for file in work.files:
         hashes = write_chunk_file(storage, file, tensors, durable=durable, progress=draft.options.progress)

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import numpy as np
-
 from ...codec import canonical_json
 from ...errors import CheckpointingException, CorruptCheckpoint
-from ...storage import BLOCK_BYTES, BlockHasher, StoredFile
+from .._checked import read_checked
 from .._values import Checkpoint, Damage
 from ..base import StrategyAction, register_default_strategy
-from ..index import Index, file_at, text_at
-from ..safetensors._files import read_checked
+from ..index import file_damage
 from ._common import BACKEND, VERSION
 from ._legacy import group_damage
 from ._load import is_own, read_arrays
 from ._remove import group_members
 from ._v3 import NODE_FILE
-
-_STEP_BYTES = 16 * BLOCK_BYTES
 
 
 @register_default_strategy(StrategyAction.VERIFY, BACKEND, VERSION)
@@ -41,7 +36,7 @@ def verify_files(checkpoint: Checkpoint) -> tuple[Damage, ...]:
         # Without the index nobody knows the chunk files' hashes.
         return (*found, Damage(_name(checkpoint, "index"), str(error)))
     for number in range(index.file_length.size):
-        found += _file_damage(checkpoint, index, number)
+        found += file_damage(checkpoint, index, number)
     return tuple(found)
 
 
@@ -69,47 +64,3 @@ def _documents(checkpoint: Checkpoint) -> Iterator[Damage]:
         name = f"{folder}/{NODE_FILE}"
         if storage.length(name) is None or storage.read(name) != canonical_json(document):
             yield Damage(name, "the metadata of an array isn't what the group's zarr.json says of it")
-
-
-def _file_damage(checkpoint: Checkpoint, index: Index, number: int) -> Iterator[Damage]:
-    file = file_at(index, number)
-    length = checkpoint.storage.length(file.name)
-    if length != file.length:
-        what = "no such file" if length is None else f"{length} bytes where {file.length} were saved"
-        yield Damage(file.name, what, 0, file.length, _keys(index, number, 0, file.length))
-        return
-    if file.hashes is None:
-        return
-    try:
-        found = _hashes(checkpoint, file)
-    except CheckpointingException as error:
-        yield Damage(file.name, str(error), 0, file.length, _keys(index, number, 0, file.length))
-        return
-    for block, known in enumerate(file.hashes.tolist()):
-        if found.get(block) != known:
-            begin, end = block * BLOCK_BYTES, min(file.length, (block + 1) * BLOCK_BYTES)
-            yield Damage(file.name, "the hash of a block differs", begin, end, _keys(index, number, begin, end))
-
-
-def _hashes(checkpoint: Checkpoint, file: StoredFile) -> dict[int, int]:
-    hasher = BlockHasher(file.length)
-    room = memoryview(bytearray(min(_STEP_BYTES, file.length)))
-    with checkpoint.storage.open(file.name) as reader:
-        for byte in range(0, file.length, _STEP_BYTES):
-            part = room[: min(_STEP_BYTES, file.length - byte)]
-            reader.read_into(byte, [part])
-            hasher.update(part, byte)
-            checkpoint.options.progress(part.nbytes)
-    return hasher.hashes
-
-
-def _keys(index: Index, file: int, begin: int, end: int) -> tuple[str, ...]:
-    """Return the keys of tensors, and unique keys of objects, that have bytes in a stretch of a file."""
-    found: list[str] = []
-    for name, group in (("key", "chunk"), ("object", "object")):
-        of_file, byte, length = (getattr(index, f"{group}_{column}") for column in ("file", "byte", "length"))
-        rows = np.flatnonzero((of_file == file) & (byte < end) & (byte + length > begin))
-        numbers = np.unique(index.chunk_key[rows]) if group == "chunk" else rows
-        text, start = getattr(index, f"{name}_text"), getattr(index, f"{name}_start")
-        found += [text_at(text, start, number) for number in numbers.tolist()]
-    return tuple(found)

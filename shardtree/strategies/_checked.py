@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...errors import CorruptCheckpoint, explain
-from ...storage import Buffer, Storage, digest
-from .._missing import missing_file
-from .._values import Checkpoint, Fields
+from ..errors import CorruptCheckpoint, explain
+from ..storage import Buffer, Storage, digest
+from ._missing import missing_file
+from ._values import Checkpoint, Fields
 
 
 def write_checked(storage: Storage, name: str, data: bytes, *, durable: bool) -> dict[str, Any]:
