@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ._crc32 import crc32 as crc32
 from ._decode import decode_tree as decode_tree
 from ._dtypes import bit_view as bit_view
 from ._dtypes import check_storable as check_storable

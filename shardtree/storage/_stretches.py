@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import zlib
 from dataclasses import dataclass
 from functools import lru_cache
 
+from ..codec import crc32
 from ..geometry import Column
 from ._blocks import covered
 from ._storage import Buffer, Reader
@@ -48,7 +48,7 @@ class StretchHasher:
         if byte != self._at or byte in self._begin:
             self._first, self._crc32 = byte, 0
         self._at = byte + buffer.nbytes
-        self._crc32 = zlib.crc32(buffer, self._crc32)
+        self._crc32 = crc32(buffer, self._crc32)
         # Where several targets want the same bytes these come more than once; the longest part is kept.
         if self._at > self.hashes.get(self._first, (0, 0))[0]:
             self.hashes[self._first] = (self._at, self._crc32)
@@ -63,16 +63,16 @@ def stretch_crc32(hashes: dict[int, tuple[int, int]], begin: int, end: int) -> i
         end: one past its last byte.
 
     Examples:
-        >>> parts = {8: (12, zlib.crc32(b"some")), 12: (14, zlib.crc32(b"th"))}
-        >>> stretch_crc32(parts, 8, 14) == zlib.crc32(b"someth"), stretch_crc32(parts, 8, 15)
+        >>> parts = {8: (12, crc32(b"some")), 12: (14, crc32(b"th"))}
+        >>> stretch_crc32(parts, 8, 14) == crc32(b"someth"), stretch_crc32(parts, 8, 15)
         (True, None)
     """
     found, at = 0, begin
     while at < end:
-        until, crc32 = hashes.get(at, (0, 0))
+        until, known = hashes.get(at, (0, 0))
         if not at < until <= end:
             return None
-        found = joined_crc32(found, crc32, until - at) if at > begin else crc32
+        found = joined_crc32(found, known, until - at) if at > begin else known
         at = until
     return found
 
@@ -84,7 +84,7 @@ def read_crc32(reader: Reader, begin: int, end: int) -> int:
     for byte in range(begin, end, _STEP_BYTES):
         part = scratch[: min(_STEP_BYTES, end - byte)]
         reader.read_into(byte, [part])
-        found = zlib.crc32(part, found)
+        found = crc32(part, found)
     return found
 
 
@@ -97,7 +97,7 @@ def joined_crc32(left: int, right: int, length: int) -> int:
         length: of the second half, in bytes.
 
     Examples:
-        >>> joined_crc32(zlib.crc32(b"check"), zlib.crc32(b"sum"), 3) == zlib.crc32(b"checksum")
+        >>> joined_crc32(crc32(b"check"), crc32(b"sum"), 3) == crc32(b"checksum")
         True
 
     References:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import shardtree as st
-from shardtree import errors, geometry, layouts, lazy, mapping, plans, trees
+from shardtree import errors, geometry, layouts, lazy, mapping, plans, transforms, trees
 from shardtree.testing import check_pure, glu, random_bits
 
 PURE = ("errors", "geometry", "lazy", "mapping", "trees", "layouts", "transforms", "plans")
@@ -41,6 +41,13 @@ COLUMNS = st.shard_columns([WEIGHT, FLAT, COPY])
 WHOLE = st.shard_columns(
     [replace(WEIGHT, local_shape=(8, 2), data=None, global_offset=(0, 0), axis_fragmentations=(1, 1))]
 )
+
+
+def whole(key: str) -> st.ShardedTensor:
+    return st.ShardedTensor.from_rank_offsets(key, torch.arange(8.0).view(4, 2))
+
+
+FLAT_TREE = {key: whole(key) for key in ("l.0.w", "l.1.w")}
 LAZY = lazy.stored(lambda offset, shape: torch.full(shape, 7.0), (4, 2), torch.float32, name="w")
 
 
@@ -169,6 +176,14 @@ CALLS: dict[str, Call] = {
     "layouts.write_problems": (layouts.write_problems, COLUMNS),
     "layouts.check_access": (raising(layouts.check_access), COLUMNS),
     "layouts.first_gap": (layouts.first_gap, column([0, 0]), column([2, 4]), (4, 4)),
+    "layouts.chunk_grids": (
+        layouts.chunk_grids, column(0, 0), column([0], [2]), column([2], [2]), column(-1, -1), column(1)
+    ),
+    "transforms.partial_rename": (transforms.partial_rename, FLAT_TREE, {"l.*.w": "m.*.w"}),
+    "transforms.stack_layers": (transforms.stack_layers, FLAT_TREE, "l"),
+    "transforms.unstack_layers": (transforms.unstack_layers, {"s.w": whole("s.w")}, "s"),
+    "transforms.split_tensor": (transforms.split_tensor, FLAT_TREE, "l.0.w", ["a", "b"]),
+    "transforms.merge_tensors": (transforms.merge_tensors, FLAT_TREE, ["l.0.w", "l.1.w"], "w"),
     "plans.plan_load": (plans.plan_load, WHOLE, CHUNKS),
     "plans.plan_exchange": (plans.plan_exchange, COLUMNS, 2),
     "plans.runs_plan": (plans.runs_plan, RUNS),

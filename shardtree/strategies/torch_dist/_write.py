@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -10,7 +9,7 @@ from threading import Thread
 
 import numpy as np
 
-from ...codec import archive_head, archive_tail
+from ...codec import archive_head, archive_tail, crc32
 from ...errors import CheckpointingException, ShapeError, explain
 from ...geometry import Column
 from ...layouts import ShardColumns
@@ -123,7 +122,7 @@ def _checksum(buffer: Buffer, before: int) -> Callable[[], int]:
     found: list[int] = []
 
     def compute() -> None:
-        found.append(zlib.crc32(buffer, before))
+        found.append(crc32(buffer, before))
 
     # No pool: an asynchronous save may go on while the interpreter ends, and pools take no work then.
     thread = Thread(target=compute, name="crc32")

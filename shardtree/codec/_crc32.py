@@ -1,0 +1,29 @@
+"""CRC32, the checksum of zip archives, by isal where that is installed: several times faster than zlib."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+
+Buffer = bytes | bytearray | memoryview
+
+
+def crc32(data: Buffer, before: int = 0) -> int:
+    """Return the CRC32 of bytes, of all so far if that of those before them is given.
+
+    Examples:
+        >>> hex(crc32(b"123456789")), crc32(b"789", crc32(b"123456")) == crc32(b"123456789")
+        ('0xcbf43926', True)
+    """
+    return _fastest()(data, before)
+
+
+@cache
+def _fastest() -> Callable[[Buffer, int], int]:
+    try:
+        fast: Callable[[Buffer, int], int] = import_module("isal.isal_zlib").crc32
+    except ImportError:
+        return zlib.crc32
+    return fast

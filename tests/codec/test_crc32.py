@@ -1,0 +1,29 @@
+"""CRC32 is the same whoever computes it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zlib
+
+from hypothesis import given
+from hypothesis import strategies as some
+
+from shardtree.codec import crc32
+
+WITHOUT_ISAL = """
+import sys
+sys.modules["isal"] = None
+from shardtree.codec import crc32
+print(crc32(b"789", crc32(b"123456")))
+"""
+
+
+@given(some.binary(), some.binary())
+def test_the_sum_of_parts_is_the_sum_of_the_whole(left: bytes, right: bytes) -> None:
+    assert crc32(memoryview(right), crc32(left)) == zlib.crc32(left + right)
+
+
+def test_zlib_computes_it_where_isal_is_missing() -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT_ISAL], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == [str(zlib.crc32(b"123456789"))], done.stderr
