@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 import numpy as np
 
@@ -11,6 +10,7 @@ from ...errors import IntegrityError, explain
 from ...geometry import Column
 from ...layouts import join_columns, write_problems
 from ...storage import StoredFile
+from .._object_checks import check_objects_written
 from ..index import Index, build_index
 from ._written import Written
 
@@ -48,14 +48,7 @@ def _objects(written: Sequence[Written], first_file: Column, keys: Sequence[str]
         for part, base in zip(written, first_file, strict=False)
         for key, file, byte, length in part.objects
     )
-    twice = [repr(one[0]) for one, other in pairwise(rows) if one[0] == other[0]]
-    if twice:
-        fix = "Give replicas different replica_ids."
-        raise IntegrityError(explain("save: objects written by more than one main replica", offenders=twice, fix=fix))
-    shared = sorted({key for key, *_ in rows}.intersection(keys))
-    if shared:
-        fix = "Rename the tensors: '<key>/shard_<offset>_<shape>' is how an object is named."
-        raise IntegrityError(explain("save: tensors named like objects", offenders=map(repr, shared), fix=fix))
+    check_objects_written([row[0] for row in rows], keys)
     return rows
 
 

@@ -10,13 +10,14 @@ import numpy as np
 import torch
 
 from ...codec import decode_tree
-from ...errors import CheckpointingException, KeyMismatch, explain
+from ...errors import CheckpointingException
 from ...geometry import Column
 from ...mapping import ShardedObject, ShardedTensor
 from ...plans import Runs, runs_plan
 from ...storage import ReadReport
 from .._checked import read_checked
 from .._missing import check_lengths
+from .._object_checks import check_objects_known
 from .._values import Checkpoint
 from ..base import StrategyAction, register_default_strategy
 from ..index import Index, file_at, find_texts, load_from_index, read_planned, text_at
@@ -60,10 +61,7 @@ def load_objects(checkpoint: Checkpoint, objects: Sequence[ShardedObject]) -> li
     index = read_index(checkpoint)
     wanted = [item.unique_key for item in objects]
     numbers = find_texts(index.object_text, index.object_start, wanted)
-    missing = [repr(key) for key, number in zip(wanted, numbers, strict=True) if number < 0]
-    if missing:
-        grid = "An object's grid can't be resharded: ask for the grid that was saved."
-        raise KeyMismatch(explain("load: the checkpoint has no such objects", offenders=missing, fix=grid))
+    check_objects_known(wanted, [number >= 0 for number in numbers])
     return _read_objects(checkpoint, index, np.array(numbers, dtype=np.int64))
 
 

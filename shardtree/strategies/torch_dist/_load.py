@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...codec import bit_view
-from ...errors import KeyMismatch, UnsupportedValue, explain
+from ...errors import UnsupportedValue, explain
 from ...layouts import shard_columns
 from ...mapping import ShardedObject, ShardedTensor
 from ...storage import ReadReport
+from .._object_checks import check_objects_known
 from .._values import Checkpoint
 from ..base import StrategyAction, register_default_strategy
 from ..index import IndexMetadata, plan_shards
@@ -64,10 +65,7 @@ def load_objects(checkpoint: Checkpoint, objects: Sequence[ShardedObject]) -> li
     """
     listing = read_listing(checkpoint)
     wanted = [item.unique_key for item in objects]
-    missing = [repr(name) for name in wanted if name not in listing.values or not is_object(name)]
-    if missing:
-        grid = "An object's grid can't be resharded: ask for the grid that was saved."
-        raise KeyMismatch(explain("load: the checkpoint has no such objects", offenders=missing, fix=grid))
+    check_objects_known(wanted, [name in listing.values and is_object(name) for name in wanted])
     numbers = [listing.values[name] for name in wanted]
     found = dict(decoded(checkpoint, listing, numbers))
     return [unboxed(found[number]) for number in numbers]

@@ -19,6 +19,8 @@ from ._payloads import archive_name, check_kind, part_of
 _SMALL_BYTES = 16 * 1024 * 1024
 """An archive of at most this is taken into memory, and each of its entries checked; of a larger one, its payload."""
 
+_ARCHIVE = b"PK\x03\x04"
+
 
 @register_default_strategy(StrategyAction.VERIFY, *TORCH_DIST)
 @register_default_strategy(StrategyAction.VERIFY, *DCP)
@@ -51,11 +53,19 @@ def _file_damage(checkpoint: Checkpoint, listing: Listing, file: int) -> Iterato
             for number in inside.tolist():
                 yield from _archive_damage(checkpoint, listing, reader, number)
                 checkpoint.options.progress(int(archives.length[number]))
+            if length > end and not _begins_an_archive(reader, end):
+                yield Damage(name, f"{length - end} bytes after its last archive", end, length)
     except CheckpointingException as error:
         yield Damage(name, str(error), 0, end, _keys(listing, inside.tolist()))
-        return
-    if length > end:
-        yield Damage(name, f"{length - end} bytes after its last archive", end, length)
+
+
+def _begins_an_archive(reader: Reader, byte: int) -> bool:
+    """Return whether an archive begins at a byte, one that `.metadata` doesn't list.
+
+    Of chunks that begin at the same element, as those without elements do, Megatron-Core 0.11 lists the last.
+    """
+    end = min(byte + len(_ARCHIVE), reader.length)
+    return bytes(part_of(reader, byte, 0, end - byte)) == _ARCHIVE
 
 
 def _keys(listing: Listing, numbers: list[int]) -> tuple[str, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 
@@ -12,6 +11,7 @@ from ...errors import IntegrityError, StorageError, StrategyError, explain
 from ...geometry import Column
 from ...layouts import ShardColumns, join_columns, select_rows, write_problems
 from ...storage import Storage
+from .._object_checks import check_objects_written
 from .._values import Draft
 from ._write import Written
 
@@ -88,14 +88,7 @@ def _sorted_once(columns: ShardColumns) -> Column:
 
 def _objects(written: Sequence[Written], keys: Sequence[str]) -> dict[str, Archive]:
     rows = sorted((key, part.file or "", byte, length) for part in written for key, byte, length in part.objects)
-    twice = [repr(one[0]) for one, other in pairwise(rows) if one[0] == other[0]]
-    if twice:
-        fix = "Give replicas different replica_ids."
-        raise IntegrityError(explain("save: objects written by more than one main replica", offenders=twice, fix=fix))
-    shared = sorted({key for key, *_ in rows}.intersection(keys))
-    if shared:
-        fix = "Rename the tensors: '<key>/shard_<offset>_<shape>' is how an object is named."
-        raise IntegrityError(explain("save: tensors named like objects", offenders=map(repr, shared), fix=fix))
+    check_objects_written([row[0] for row in rows], keys)
     return {key: (file, byte, length) for key, file, byte, length in rows}
 
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from math import prod
 
 import numpy as np
 
 from ...codec import canonical_json
-from ...errors import IntegrityError, StorageError, explain
+from ...errors import StorageError, explain
 from ...geometry import Column
 from ...layouts import ShardColumns
 from ...storage import Hashes, StoredFile, digest
 from .._metadata import replace_metadata
+from .._object_checks import check_objects_written
 from .._values import Draft, Fields
 from ..base import StrategyAction, register_default_strategy
 from ..index import build_index
@@ -65,7 +65,7 @@ def write_index(draft: Draft, columns: ShardColumns, written: Sequence[Written])
         for part in written
         for unique_key, begin, length in part.objects
     ]
-    _check_objects([key for key, *_ in objects], {array.key for array in arrays})
+    check_objects_written([key for key, *_ in objects], {array.key for array in arrays})
     kinds = dict(zip(columns.keys, columns.kinds, strict=True))
     stored = array_columns(arrays, rows)
     stored = replace(stored, kinds=tuple(kinds[key] for key in stored.keys))
@@ -84,17 +84,6 @@ def _check_seen(draft: Draft, files: dict[str, StoredFile]) -> None:
             what = f"save: rank 0 doesn't see {draft.storage.where(file.name)!r} as it was written"
             fix = "Every rank must see the same folder; use shared storage."
             raise StorageError(explain(what, found=found, expected=f"{file.length} bytes", fix=fix))
-
-
-def _check_objects(unique_keys: Sequence[str], keys: set[str]) -> None:
-    twice = [repr(one) for one, other in pairwise(sorted(unique_keys)) if one == other]
-    if twice:
-        fix = "Give replicas different replica_ids."
-        raise IntegrityError(explain("save: objects written by more than one main replica", offenders=twice, fix=fix))
-    shared = sorted(keys.intersection(unique_keys))
-    if shared:
-        fix = "Rename the tensors: '<key>/shard_<offset>_<shape>' is how an object is named."
-        raise IntegrityError(explain("save: tensors named like objects", offenders=map(repr, shared), fix=fix))
 
 
 def _rows(part: Placed, number: dict[str, int]) -> Rows:

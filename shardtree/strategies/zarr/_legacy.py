@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...codec import decode_archive
-from ...errors import CheckpointingException, KeyMismatch, UnsafeFile, explain
+from ...errors import CheckpointingException, UnsafeFile
 from ...mapping import ShardedObject, ShardedTensor
 from ...storage import ReadReport
+from .._object_checks import check_objects_known
 from .._values import Checkpoint, Damage
 from ..base import StrategyAction, register_default_strategy
 from ..index import IndexMetadata, file_at, find_texts
@@ -59,10 +60,7 @@ def load_objects(checkpoint: Checkpoint, objects: Sequence[ShardedObject]) -> li
     keys, old_keys = [item.unique_key for item in objects], [_old_unique_key(item) for item in objects]
     exact, old = (find_texts(index.object_text, index.object_start, names) for names in (keys, old_keys))
     numbers = [one if one >= 0 else other for one, other in zip(exact, old, strict=True)]
-    missing = [repr(item.unique_key) for item, number in zip(objects, numbers, strict=True) if number < 0]
-    if missing:
-        grid = "An object's grid can't be resharded: ask for the grid that was saved."
-        raise KeyMismatch(explain("load: the checkpoint has no such objects", offenders=missing, fix=grid))
+    check_objects_known(keys, [number >= 0 for number in numbers])
     names = [file_at(index, int(index.object_file[number])).name for number in numbers]
     return [_read_object(checkpoint, name) for name in names]
 

@@ -10,11 +10,12 @@ import numpy as np
 import torch
 
 from ...codec import decode_tree, parse_json
-from ...errors import CheckpointingException, KeyMismatch, explain
+from ...errors import CheckpointingException
 from ...mapping import ShardedObject, ShardedTensor
 from ...plans import Runs, runs_plan
 from ...storage import ReadReport, Storage
 from .._checked import read_checked
+from .._object_checks import check_objects_known
 from .._values import Checkpoint, Fields
 from ..base import StrategyAction, register_default_strategy
 from ..index import Index, IndexMetadata, find_texts, read_planned
@@ -97,10 +98,7 @@ def load_objects(checkpoint: Checkpoint, objects: Sequence[ShardedObject]) -> li
         return []
     index, wanted = read_arrays(checkpoint).index, [item.unique_key for item in objects]
     numbers = find_texts(index.object_text, index.object_start, wanted)
-    missing = [repr(key) for key, number in zip(wanted, numbers, strict=True) if number < 0]
-    if missing:
-        grid = "An object's grid can't be resharded: ask for the grid that was saved."
-        raise KeyMismatch(explain("load: the checkpoint has no such objects", offenders=missing, fix=grid))
+    check_objects_known(wanted, [number >= 0 for number in numbers])
     memories = _object_bytes(checkpoint, index, numbers)
     return [_decoded(memory, key, checkpoint) for memory, key in zip(memories, wanted, strict=True)]
 
