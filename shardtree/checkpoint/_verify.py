@@ -6,9 +6,17 @@ from collections.abc import Callable
 
 from ..errors import CorruptCheckpoint
 from ..storage import Directory
-from ..strategies import METADATA_FILE, Damage, LoadOptions, Strategies, StrategyAction, default_strategies
+from ..strategies import (
+    METADATA_FILE,
+    Damage,
+    LoadOptions,
+    Strategies,
+    StrategyAction,
+    default_strategies,
+    find_strategy,
+)
 from ..world import one_process
-from ._dispatch import sharded_backend, strategy_of
+from ._dispatch import common_backend, sharded_backend, strategy_of
 from ._open import open_at
 
 
@@ -43,6 +51,7 @@ def verify(
         checkpoint = open_at(checkpoint_dir, one_process(), options, strategies)
     except CorruptCheckpoint as error:
         return (Damage(METADATA_FILE, str(error)),)
-    backend = sharded_backend(checkpoint.fields)
-    found: tuple[Damage, ...] = strategy_of(StrategyAction.VERIFY, None, backend, strategies)(checkpoint)
-    return found
+    sharded, common = sharded_backend(checkpoint.fields), common_backend(checkpoint.fields)
+    found: tuple[Damage, ...] = strategy_of(StrategyAction.VERIFY, None, sharded, strategies)(checkpoint)
+    verify_common = find_strategy(StrategyAction.VERIFY, *common, strategies=strategies)
+    return found if common == sharded or verify_common is None else (*found, *verify_common(checkpoint))

@@ -15,10 +15,13 @@ from ._save import BACKEND, VERSION
 def verify_files(checkpoint: Checkpoint) -> tuple[Damage, ...]:
     """Return what is damaged: the common state and the index as wholes, each data file block by block."""
     found = []
-    try:
-        read_checked(checkpoint, "common")
-    except CorruptCheckpoint as error:
-        found.append(Damage(str(checkpoint.fields["common"]["name"]), str(error)))
+    if checkpoint.fields["common_backend"] == BACKEND:
+        try:
+            read_checked(checkpoint, "common")
+        except CorruptCheckpoint as error:
+            found.append(Damage(str(checkpoint.fields["common"]["name"]), str(error)))
+    if checkpoint.fields["sharded_backend"] != BACKEND:
+        return tuple(found)
     try:
         index = read_index(checkpoint)
     except CorruptCheckpoint as error:

@@ -5,3 +5,4 @@ from ._common import COMMON_FILE as COMMON_FILE
 from ._common import VERSION as VERSION
 from ._common import load_common as load_common
 from ._common import save_common as save_common
+from ._common import verify_common as verify_common

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from ...codec import add_record, decode_archive, encode_archive, find_record
-from ...errors import CheckpointReplaced, CorruptCheckpoint, explain
+from ...errors import CheckpointReplaced, CorruptCheckpoint, UnsafeFile, UnsupportedValue, explain
 from ...storage import Buffer
 from .._missing import was_replaced
-from .._values import Checkpoint, Draft, Fields
+from .._values import Checkpoint, Damage, Draft, Fields
 from ..base import StrategyAction, register_default_strategy
 from ._holes import decode_holes, encode_holes, filled, with_holes
 
@@ -53,6 +53,18 @@ def load_common(checkpoint: Checkpoint) -> Any:
     tree = decode_archive(data, what=what, types=options.types, allow_pickle=options.allow_pickle)
     holes = find_record(data, _HOLES, what=what)
     return tree if holes is None else with_holes(tree, decode_holes(holes, what), what)
+
+
+@register_default_strategy(StrategyAction.VERIFY, BACKEND, VERSION)
+def verify_common(checkpoint: Checkpoint) -> tuple[Damage, ...]:
+    """Return whether common.pt is damaged: a checksum differs, or it can't be read at all."""
+    try:
+        load_common(checkpoint)
+    except CorruptCheckpoint as error:
+        return (Damage(COMMON_FILE, str(error)),)
+    except (UnsafeFile, UnsupportedValue):
+        pass  # sound, as far as its checksums go; what it holds isn't the question
+    return ()
 
 
 def _read(checkpoint: Checkpoint) -> tuple[Buffer, str]:
