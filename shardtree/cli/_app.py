@@ -59,7 +59,7 @@ def _shardtree(
     del version
 
 
-@app.command()
+@app.command(epilog="Example: shardtree demo --ranks 8 --load-ranks 3 --keep step-100")
 def demo(
     ranks: Annotated[int, typer.Option(min=1, max=64, help="Processes that save.")] = 4,
     load_ranks: Annotated[int, typer.Option(min=1, max=64, help="Processes that load.")] = 2,
@@ -189,6 +189,9 @@ def convert(
     max_bytes_in_flight: Annotated[
         str, typer.Option(metavar="SIZE", help="The most bytes of tensors that are in memory at once.")
     ] = "256MB",
+    max_file_size: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="The most bytes of a file, where the format is huggingface.")
+    ] = None,
     no_verify: Annotated[
         bool, typer.Option("--no-verify", help="Don't read back and compare what was written.")
     ] = False,
@@ -209,6 +212,7 @@ def convert(
         dtype=cast,
         leave_out=leave_out or [],
         most_bytes=_size(max_bytes_in_flight),
+        most_file_bytes=None if max_file_size is None else _size(max_file_size),
         verify=not no_verify,
         allow_pickle=allow_pickle,
     )

@@ -12,7 +12,8 @@ from rich.text import Text
 
 from ..checkpoint import ConversionReport, convert, open_checkpoint
 from ..codec import dtype_from_name
-from ..errors import ShapeError, explain, plural, shorten
+from ..errors import ShapeError, StrategyError, explain, plural, shorten
+from ..strategies import Strategies, StrategyAction, default_strategies, huggingface
 from ..transforms import partial_rename
 from ..trees import cast, compose, step
 from ._bars import bar
@@ -34,6 +35,7 @@ class Conversion:
         dtype: of floating-point tensors; None for their own.
         leave_out: patterns of keys that aren't converted.
         most_bytes: that a batch holds.
+        most_file_bytes: that a file of a Hugging Face model holds; None for what the format does by itself.
         verify: whether what was written is read back and compared.
         allow_pickle: whether pickled values may be unpickled.
     """
@@ -46,6 +48,7 @@ class Conversion:
     dtype: str | None
     leave_out: Sequence[str]
     most_bytes: int
+    most_file_bytes: int | None
     verify: bool
     allow_pickle: bool
 
@@ -69,6 +72,7 @@ def run_convert(conversion: Conversion, *, as_json: bool) -> int:
             max_bytes_in_flight=conversion.most_bytes,
             verify=conversion.verify,
             allow_pickle=conversion.allow_pickle,
+            strategies=strategies_of(conversion.backend, conversion.most_file_bytes),
             progress=advance,
         )
     if as_json:
@@ -99,6 +103,26 @@ def transform_of(names: Mapping[str, str], dtype: str | None) -> Callable[[Any],
             raise ShapeError(explain("convert: --cast", found=dtype, expected="a floating-point dtype, as bfloat16"))
         steps.append(step(cast, found))
     return compose(*steps) if steps else None
+
+
+def strategies_of(backend: str | tuple[str, int], most_file_bytes: int | None) -> Strategies:
+    """Return the dispatch table that writes files of at most a given size.
+
+    Raises:
+        StrategyError: the format has one file a rank, or a chunk.
+
+    Examples:
+        >>> strategies_of("huggingface", 10**9) == default_strategies
+        False
+    """
+    if most_file_bytes is None:
+        return default_strategies
+    name = backend if isinstance(backend, str) else backend[0]
+    if name != huggingface.BACKEND:
+        expected = f"--to {huggingface.BACKEND}"
+        raise StrategyError(explain("convert: --max-file-size", found=f"--to {name}", expected=expected))
+    row = (StrategyAction.SAVE_SHARDED, huggingface.BACKEND, huggingface.VERSION)
+    return default_strategies | {row: huggingface.save_sharded_up_to(most_file_bytes)}
 
 
 def _bytes_to_move(conversion: Conversion) -> int:

@@ -81,8 +81,11 @@ class LocalStorage:
     def open(self, name: str) -> Iterator[_LocalReader]:
         """Open a file for reading."""
         with self._failures("open", name):
-            descriptor = os.open(self.where(name), os.O_RDONLY | os.O_CLOEXEC)
+            # A pipe would be waited for, and a device read without end.
+            descriptor = os.open(self.where(name), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise StorageError(explain(f"cannot open {self.where(name)!r}", found="no regular file"))
             yield _LocalReader(descriptor, self.where(name))
         finally:
             os.close(descriptor)
@@ -99,7 +102,8 @@ class LocalStorage:
 
     def read(self, name: str) -> bytes:
         """Return a file's bytes."""
-        with self._failures("read", name), open(self.where(name), "rb") as file:
+        opened = self.open(name)
+        with opened as reader, self._failures("read", name), open(reader.descriptor, "rb", closefd=False) as file:
             return file.read()
 
     def length(self, name: str) -> int | None:
@@ -204,7 +208,11 @@ class _LocalReader:
         # A private mapping is writable without touching the file, and tensors want writable memory.
         if not self.length:
             return memoryview(bytearray())
-        return memoryview(mmap.mmap(self.descriptor, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE))
+        try:
+            mapped = mmap.mmap(self.descriptor, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        except OSError as error:
+            raise StorageError(explain(f"cannot map {self.path!r}", found=error.strerror)) from error
+        return memoryview(mapped)
 
 
 def _sync(folder: str) -> None:

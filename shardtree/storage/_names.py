@@ -15,7 +15,7 @@ def inside(name: str, root: str) -> str:
         root: what errors call that folder.
 
     Raises:
-        StorageError: the name is absolute, climbs up or has a NUL in it.
+        StorageError: the name is absolute, climbs up, or is no text that a file system takes.
 
     Examples:
         >>> inside("a/./b//c", "checkpoint")
@@ -27,6 +27,14 @@ def inside(name: str, root: str) -> str:
           expected a name inside it
     """
     path = PurePosixPath(name)
-    if path.is_absolute() or ".." in path.parts or "\0" in name:
+    if path.is_absolute() or ".." in path.parts or not _is_nameable(name):
         raise StorageError(explain(f"{name!r} would leave the folder {root!r}", expected="a name inside it"))
     return "/".join(path.parts)
+
+
+def _is_nameable(name: str) -> bool:
+    try:
+        name.encode("utf-8", "surrogateescape")  # a file's name may have bytes that aren't UTF-8
+    except UnicodeEncodeError:
+        return False
+    return "\0" not in name

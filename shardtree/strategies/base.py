@@ -171,7 +171,7 @@ def _checked_row(action: StrategyAction, backend: str, version: int) -> Row:
 
 
 def _shown(row: Row) -> str:
-    return f"{row[0].value} with backend {row[1]!r}, version {row[2]}"
+    return f"{row[0].value} with backend {row[1][:100]!r}, version {row[2]}"
 
 
 def _order(row: Row) -> tuple[str, str, int]:

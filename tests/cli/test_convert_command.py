@@ -71,6 +71,14 @@ def test_rename_and_cast_and_leave_out(folder: Path, tmp_path: Path) -> None:
     assert document("inspect", tmp_path / "b")["totals"]["objects"] == 2
 
 
+def test_files_of_a_model_have_the_size_that_is_asked_for(folder: Path, tmp_path: Path) -> None:
+    words = ["--to", "huggingface", "--leave-out", "common", "--leave-out", "rng/*"]
+    run("convert", folder, tmp_path / "b", *words, "--max-file-size", "300")
+    names = sorted(path.name for path in (tmp_path / "b").iterdir())
+    assert len(names) > 2 and names[-1] == "model.safetensors.index.json"
+    assert set(st.load_plain_tensors(tmp_path / "b")) == set(st.load_plain_tensors(folder))
+
+
 def test_json_has_these_names(folder: Path, tmp_path: Path) -> None:
     found = document("convert", folder, tmp_path / "b", "--to", "safetensors", "--max-bytes-in-flight", "200")
     assert found == {
@@ -152,6 +160,7 @@ def test_a_destination_that_is_a_checkpoint_stays_as_it_is(folder: Path, tmp_pat
         (["--to", "safetensors", "--cast", "float7"], "float7"),
         (["--to", "safetensors", "--max-bytes-in-flight", "0"], "number of bytes"),
         (["--to", "safetensors", "--max-bytes-in-flight", "many"], "number of bytes"),
+        (["--to", "safetensors", "--max-file-size", "2GB"], "--to huggingface"),
         ([], "--to"),
     ],
 )

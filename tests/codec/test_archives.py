@@ -734,6 +734,44 @@ def test_what_megatron_keeps_in_its_arguments_comes_back() -> None:
     assert found.c is signal.SIGTERM
 
 
+def test_what_megatron_keeps_is_written_again_as_it_was() -> None:
+    enums, config = "megatron.core.transformer.enums", "megatron.core.optimizer.optimizer_config"
+    value = Namespace(
+        a=Record(f"{enums}.AttnBackend", {"name": None, "value": 3}),
+        b=[Record("megatron.core.rerun_state_machine.RerunMode", {"name": None, "value": "disabled"})] * 2,
+        c=Record(f"{config}.OptimizerConfig", {"lr": 0.1, "weights": torch.ones(2)}),
+    )
+    data = encode_archive(value)
+    assert {name for name in pickletools_names(data) if "megatron" in name} == {
+        f"{enums} AttnBackend",
+        "megatron.core.rerun_state_machine RerunMode",
+        f"{config} OptimizerConfig",
+    }
+    found = decode(data)
+    assert (found.a, found.b) == (value.a, value.b)
+    assert found.c.fields["lr"] == 0.1
+    assert torch.equal(found.c.fields["weights"], torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        Record("megatron.core.enums.ModelType", {"name": "encoder_or_decoder", "value": 1}),
+        Record("megatron.core.enums.ModelType", {"value": 1}),
+        Record("megatron.core.enums.Other", {"name": None, "value": 1}),
+    ],
+)
+def test_a_record_that_no_archive_gives_is_not_written(record: Record) -> None:
+    with pytest.raises(UnsupportedValue, match=r"tree\[0\]"):
+        encode_archive([record])
+
+
+def pickletools_names(data: bytes) -> set[str]:
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith("/data.pkl"))
+        return {str(arg) for op, arg, _ in pickletools.genops(archive.read(name)) if op.name == "GLOBAL"}
+
+
 @pytest.mark.peers
 def test_megatrons_own_classes_come_back_and_as_they_are_where_they_are_named() -> None:
     from megatron.core.optimizer import OptimizerConfig
@@ -747,6 +785,8 @@ def test_megatrons_own_classes_come_back_and_as_they_are_where_they_are_named() 
         named = decode(data, types=(AttnBackend, OptimizerConfig))
         assert named.backend is AttnBackend.auto
         assert named.config == value.config
+        again = torch.load(io.BytesIO(encode_archive(plain)), weights_only=False)
+        assert again == value
         assert decode_tree(encode_tree(plain.backend), types=(AttnBackend,)) is AttnBackend.auto
 
 

@@ -242,15 +242,16 @@ def test_a_plan_that_reads_nothing_opens_nothing() -> None:
     assert fetch(MemoryStorage(), {}, plan, []) == ReadReport()
 
 
+@pytest.mark.parametrize("first", [0, 16, 5, 8])
 @pytest.mark.parametrize("item", [1, 2, 4, 8, 16])
-def test_columns_of_every_item_size(item: int) -> None:
+def test_columns_of_every_item_size_at_any_byte(item: int, first: int) -> None:
     dtype = {1: torch.int8, 2: torch.bfloat16, 4: torch.float32, 8: torch.int64, 16: torch.complex128}[item]
     whole = random_bits((50, 6), dtype, seed=3)
     storage = MemoryStorage()
-    data = bytes(item) + whole.view(torch.uint8).numpy().tobytes()
+    data = bytes(first) + whole.view(torch.uint8).numpy().tobytes()
     storage.write("f", [memoryview(data)], durable=False)
     columns = shard_columns([ShardedTensor("w", None, dtype, (48, 3), (50, 6), (1, 2), None)])
-    plan = plan_load(columns, one_chunk((50, 6), item))
+    plan = plan_load(columns, one_chunk((50, 6), first))
     assert plan.strided.file.size == 1
     memory = torch.zeros(48 * 3 * item, dtype=torch.uint8)
     fetch(storage, {0: StoredFile("f", len(data), None)}, plan, [memory])

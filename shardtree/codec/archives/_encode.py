@@ -13,6 +13,7 @@ from .._dtypes import check_storable
 from .._nodes import MAX_DEPTH, path_to
 from .._record import Record, record_of, type_name
 from ._decode import decode_archive
+from ._named_write import named_record, save_named
 from ._plain import LEAVES, REBUILDS
 
 _FIX = (
@@ -29,7 +30,8 @@ def encode_archive(value: Any, *, allow_pickle: bool = False) -> bytes:
     name of their class: who reads them passes the class in ``types``.
 
     Args:
-        value: what `encode_tree` takes too, but for `HOLE` and `Record`; and `types.SimpleNamespace`, `Counter`.
+        value: what `encode_tree` takes too, but for `HOLE`, and of `Record`s only those that `decode_archive` makes;
+            and `types.SimpleNamespace`, `Counter`.
         allow_pickle: store other values too, which run code when they are loaded.
 
     Raises:
@@ -45,14 +47,14 @@ def encode_archive(value: Any, *, allow_pickle: bool = False) -> bytes:
     plain = _plain(value, (), (), allow_pickle, classes)
     file = BytesIO()
     try:
-        torch.save(plain, file)
+        save_named(plain, file) if Record in classes else torch.save(plain, file)
     except Exception as error:
         reason = f"{type(error).__name__}: {str(error)[:200]}"
         raise UnsupportedValue(explain("encode_archive: the value can't be pickled", found=reason, fix=_FIX)) from error
     data = file.getvalue()
-    if classes and not allow_pickle:
+    if classes - {Record} and not allow_pickle:
         # Such a class may have its own way of being pickled.
-        decode_archive(data, what="encode_archive: what was just encoded", types=classes)
+        decode_archive(data, what="encode_archive: what was just encoded", types=classes - {Record})
     return data
 
 
@@ -81,6 +83,10 @@ def _plain(value: Any, path: TreePath, parents: tuple[Any, ...], allow_pickle: b
 
 
 def _record(value: Any, child: Any, classes: set[type]) -> Any:
+    named = named_record(value, child)
+    if named is not NotImplemented:
+        classes.add(Record)
+        return named
     record = record_of(value)
     if record is None or isinstance(value, Record | Hole) or "." in type(value).__qualname__:
         return NotImplemented

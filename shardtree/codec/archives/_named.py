@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -21,6 +21,18 @@ _MEGATRON_ENUMS = {
 _MEGATRON_RECORDS = {"optimizer.optimizer_config": ("OptimizerConfig",)}
 
 
+def _full(modules: Mapping[str, tuple[str, ...]]) -> frozenset[str]:
+    return frozenset(f"megatron.core.{module}.{name}" for module, names in modules.items() for name in names)
+
+
+_ENUMS, _RECORDS = _full(_MEGATRON_ENUMS), _full(_MEGATRON_RECORDS)
+
+
+def _place(type_name: str) -> tuple[str, str]:
+    module, _, name = type_name.rpartition(".")
+    return module, name
+
+
 def _member(type_name: str) -> Constructor:
     """Return what makes an enum's member a `Record`; only its value is in a pickle, not its name."""
     return Constructor(lambda value: Record(type_name, {"name": None, "value": value}))
@@ -32,6 +44,20 @@ def _record(type_name: str) -> Constructor:
 
 def _fill_record(record: Any, state: Any) -> None:
     record.fields.update({exactly(str, name): value for name, value in exactly(dict, state).items()})
+
+
+def is_named(record: Record) -> bool:
+    """Return whether a record is what this module makes of a pickle, so that it can be pickled again.
+
+    Examples:
+        >>> is_named(Record("megatron.core.enums.ModelType", {"name": None, "value": 1}))
+        True
+        >>> is_named(Record("train.Mode", {"name": None, "value": 1}))
+        False
+    """
+    return record.type_name in _RECORDS or (
+        record.type_name in _ENUMS and record.fields.keys() == {"name", "value"} and record.fields["name"] is None
+    )
 
 
 def _refused(what: str, instead: str) -> Callable[..., Any]:
@@ -49,16 +75,8 @@ _META = Constructor(_refused("a tensor without elements, on the meta device", "S
 _SUBCLASS = Constructor(_refused("a subclass of torch.Tensor", "Store plain tensors;"))
 
 NAMED: dict[tuple[str, str], Any] = {
-    **{
-        (f"megatron.core.{module}", name): _member(f"megatron.core.{module}.{name}")
-        for module, names in _MEGATRON_ENUMS.items()
-        for name in names
-    },
-    **{
-        (f"megatron.core.{module}", name): _record(f"megatron.core.{module}.{name}")
-        for module, names in _MEGATRON_RECORDS.items()
-        for name in names
-    },
+    **{_place(name): _member(name) for name in _ENUMS},
+    **{_place(name): _record(name) for name in _RECORDS},
     ("signal", "Signals"): Constructor(lambda number: signal.Signals(exactly(int, number))),
     ("torch._utils", "_rebuild_sparse_tensor"): _SPARSE,
     ("torch._utils", "_rebuild_sparse_csr_tensor"): _SPARSE,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ...errors import CorruptCheckpoint
 from .._checked import read_checked
+from .._metadata import METADATA_FILE
 from .._values import Checkpoint, Damage
 from ..base import StrategyAction, register_default_strategy
 from ..index import file_damage
@@ -19,14 +20,19 @@ def verify_files(checkpoint: Checkpoint) -> tuple[Damage, ...]:
         try:
             read_checked(checkpoint, "common")
         except CorruptCheckpoint as error:
-            found.append(Damage(str(checkpoint.fields["common"]["name"]), str(error)))
+            found.append(Damage(_name(checkpoint, "common"), str(error)))
     if checkpoint.fields["sharded_backend"] != BACKEND:
         return tuple(found)
     try:
         index = read_index(checkpoint)
     except CorruptCheckpoint as error:
         # Without the index nobody knows the data files' hashes.
-        return (*found, Damage(str(checkpoint.fields["index"]["name"]), str(error)))
+        return (*found, Damage(_name(checkpoint, "index"), str(error)))
     for number in range(index.file_length.size):
         found += file_damage(checkpoint, index, number)
     return tuple(found)
+
+
+def _name(checkpoint: Checkpoint, field: str) -> str:
+    entry = checkpoint.fields.get(field)
+    return str(entry.get("name")) if isinstance(entry, dict) else METADATA_FILE

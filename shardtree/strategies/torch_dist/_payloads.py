@@ -6,8 +6,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
+import torch
 
 from ...codec import dtype_name, tensor_place
 from ...errors import CorruptCheckpoint, UnsafeFile, UnsupportedValue, explain
@@ -126,6 +128,19 @@ def _look_up(checkpoint: Checkpoint, listing: Listing, reader: Reader, number: i
         return SCATTERED, 0  # whoever decodes it as a whole knows more kinds of tensors, or what is wrong with it
     check_kind(listing, number, dtype_name(place.dtype), tuple(place.shape), what)
     return (byte + place.begin, place.crc32) if place.is_row_major else (SCATTERED, 0)
+
+
+def check_tensor(listing: Listing, number: int, value: Any, what: str) -> torch.Tensor:
+    """Return what an archive holds, once it is known to be the tensor that `.metadata` says.
+
+    Raises:
+        CorruptCheckpoint: it is something else.
+    """
+    if not isinstance(value, torch.Tensor):
+        found = type(value).__name__
+        raise CorruptCheckpoint(explain(f"{what}: not a tensor", found=found, fix="Load another checkpoint."))
+    check_kind(listing, number, dtype_name(value.dtype), tuple(value.shape), what)
+    return value
 
 
 def check_kind(listing: Listing, number: int, dtype: str, shape: tuple[int, ...], what: str) -> None:

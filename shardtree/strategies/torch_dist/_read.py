@@ -8,15 +8,14 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from ...codec import bit_view, dtype_name
-from ...errors import CorruptCheckpoint, explain
+from ...codec import bit_view
 from ...geometry import Column
 from ...plans import LoadPlan, Runs, Strided, runs_plan
 from ...storage import MemoryStorage, ReadReport, StoredFile, Stretches, fetch
 from .._values import Checkpoint
 from ._decode import decoded_at
 from ._listing import Listing
-from ._payloads import SCATTERED, Payloads, archive_name, check_kind, opened, payloads_of
+from ._payloads import SCATTERED, Payloads, archive_name, check_tensor, opened, payloads_of
 
 Flags = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
@@ -88,12 +87,8 @@ def _read_decoded(
     """Read from an archive whose tensor has to be decoded as a whole, for its bytes aren't in row-major order."""
     archives = listing.archives
     with opened(checkpoint, listing, int(archives.file[number]), [number]) as reader:
-        tensor = decoded_at(checkpoint, listing, reader, number)
-    what = archive_name(checkpoint, listing, number)
-    if not isinstance(tensor, torch.Tensor):
-        found = type(tensor).__name__
-        raise CorruptCheckpoint(explain(f"{what}: not a tensor", found=found, fix="Load another checkpoint."))
-    check_kind(listing, number, dtype_name(tensor.dtype), tuple(tensor.shape), what)
+        value = decoded_at(checkpoint, listing, reader, number)
+    tensor = check_tensor(listing, number, value, archive_name(checkpoint, listing, number))
     memory = MemoryStorage()
     bits = bit_view(tensor.detach().resolve_conj().resolve_neg().contiguous())
     memory.write("tensor", [memoryview(bits.numpy())], durable=False)

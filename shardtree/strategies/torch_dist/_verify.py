@@ -14,7 +14,7 @@ from .._values import Checkpoint, Damage
 from ..base import StrategyAction, register_default_strategy
 from ._backends import DCP, INDEX_FILE, TORCH_DIST
 from ._listing import Listing, read_listing
-from ._payloads import archive_name, check_kind, part_of
+from ._payloads import archive_name, check_kind, check_tensor, part_of
 
 _SMALL_BYTES = 16 * 1024 * 1024
 """An archive of at most this is taken into memory, and each of its entries checked; of a larger one, its payload."""
@@ -98,7 +98,7 @@ def _check_archive(checkpoint: Checkpoint, listing: Listing, reader: Reader, num
     if length <= _SMALL_BYTES or not is_tensor:
         value = decode_archive(part_of(reader, byte, 0, length), what=what, types=checkpoint.options.types)
         if is_tensor:
-            check_kind(listing, number, dtype_name(value.dtype), tuple(value.shape), what)
+            check_tensor(listing, number, value, what)
         return
     place = tensor_place(partial(part_of, reader, byte), length, what=what)
     check_kind(listing, number, dtype_name(place.dtype), tuple(place.shape), what)
