@@ -122,7 +122,7 @@ def strategies_of(backend: str | tuple[str, int], most_file_bytes: int | None) -
         expected = f"--to {huggingface.BACKEND}"
         raise StrategyError(explain("convert: --max-file-size", found=f"--to {name}", expected=expected))
     row = (StrategyAction.SAVE_SHARDED, huggingface.BACKEND, huggingface.VERSION)
-    return default_strategies | {row: huggingface.save_sharded_up_to(most_file_bytes)}
+    return {**default_strategies, row: huggingface.save_sharded_up_to(most_file_bytes)}
 
 
 def _bytes_to_move(conversion: Conversion) -> int:
