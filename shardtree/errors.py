@@ -104,7 +104,7 @@ def explain(
     fix: str | None = None,
     offenders: Iterable[str] = (),
 ) -> str:
-    """Return an error's text in the form that all of them have.
+    r"""Return an error's text in the form that all of them have, without characters that would steer a terminal.
 
     Args:
         what: what was being done, on which key or path, and what is wrong.
@@ -114,6 +114,8 @@ def explain(
         offenders: every place that is wrong; the first ten are shown.
 
     Examples:
+        >>> explain("no such file as a\x1b[2J")
+        'no such file as a\\x1b[2J'
         >>> print(explain("load: shape mismatch for 'w'", found=(4, 2), expected=(4, 4), fix="Pass a (4, 4) target."))
         load: shape mismatch for 'w'
           found (4, 2), expected (4, 4)
@@ -124,7 +126,14 @@ def explain(
     )
     lines = [what, *shorten(offenders)]
     lines += [text for text in (facts, fix) if text]
-    return "\n  ".join(lines)
+    return "\n".join(map(_printable, "\n  ".join(lines).split("\n")))
+
+
+def _printable(line: str) -> str:
+    """Return a line without what would steer a terminal: names may come from files, and tracebacks show them raw."""
+    if line.isprintable():
+        return line
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode("ascii") for one in line)
 
 
 def shorten(offenders: Iterable[str], shown: int = _SHOWN) -> list[str]:

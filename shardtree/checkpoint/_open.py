@@ -175,7 +175,8 @@ def sharded_metadata(checkpoint: Checkpoint, sharded: Choice, common: Choice, st
     """Return a checkpoint's tensors and objects; the common backend's too, where the sharded one holds no objects."""
     backend = sharded_backend(checkpoint.fields)
     metadata: Metadata = strategy_of(StrategyAction.LOAD_METADATA, sharded, backend, strategies)(checkpoint)
-    if find_strategy(StrategyAction.LOAD_OBJECTS, *backend, strategies=strategies) is not None:
+    alone = common is None and common_backend(checkpoint.fields) == backend
+    if alone or find_strategy(StrategyAction.LOAD_OBJECTS, *backend, strategies=strategies) is not None:
         return metadata
     fallback = strategy_of(StrategyAction.LOAD_METADATA, common, common_backend(checkpoint.fields), strategies)
     return {**metadata, **fallback(checkpoint)}

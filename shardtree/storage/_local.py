@@ -135,8 +135,9 @@ class LocalStorage:
                     _sync(parent)
 
     def is_folder(self, name: str = "") -> bool:
-        """Return whether there is a folder of that name."""
-        return os.path.isdir(self.where(name))
+        """Return whether there is a folder of that name, other than a link back to one that it lies in."""
+        path = self.where(name)
+        return os.path.isdir(path) and not (name and os.path.islink(path) and _leads_back(path, self.root))
 
     def sync_folder(self, name: str = "") -> None:
         """Wait until what was made or removed in a folder is on the medium."""
@@ -213,6 +214,16 @@ class _LocalReader:
         except OSError as error:
             raise StorageError(explain(f"cannot map {self.path!r}", found=error.strerror)) from error
         return memoryview(mapped)
+
+
+def _leads_back(path: str, root: str) -> bool:
+    """Return whether a link leads to a folder on the way to it: whoever walked through it would go round in circles."""
+    target, folder = os.path.realpath(path), os.path.dirname(path)
+    while len(folder) >= len(root):
+        if os.path.realpath(folder) == target:
+            return True
+        folder = os.path.dirname(folder) if folder != os.path.dirname(folder) else ""
+    return False
 
 
 def _sync(folder: str) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from ..codec import canonical_json, parse_json
 from ..errors import CheckpointReplaced, CorruptCheckpoint, NotACheckpoint, explain
 from ..storage import Storage, digest
+from ._clues import clue
 
 METADATA_FILE = "metadata.json"
 
@@ -72,11 +73,15 @@ def read_metadata(storage: Storage) -> tuple[bytes, dict[str, Any]]:
 
 def not_a_checkpoint(storage: Storage) -> NotACheckpoint:
     """Return the error for a place that holds no finished checkpoint."""
-    if storage.is_folder():
-        state = "a folder without metadata.json, in no format that is recognised"
-    else:
-        state = "no such folder" if storage.length("") is None else "a file in no format that is recognised"
     fix = "Name the folder that a save was given; an unfinished save leaves no metadata.json."
+    if storage.is_folder():
+        state, names = "a folder without metadata.json, in no format that is recognised", storage.names()
+    elif storage.length("") is not None:
+        state, names = "a file in no format that is recognised", (storage.where().rpartition("/")[2],)
+    else:
+        state, names = "no such folder", ()
+    if (known := clue(names)) is not None:
+        state, fix = f"{state.partition(',')[0]}: {known[0]}", known[1]
     return NotACheckpoint(explain(f"open: {storage.where()!r} is not a checkpoint", found=state, fix=fix))
 
 

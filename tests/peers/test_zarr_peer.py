@@ -236,14 +236,28 @@ def test_compressed_bfloat16_of_the_old_format(tmp_path: Path) -> None:
 def test_a_dataset_of_xarray_loads(zarr_format: int, tmp_path: Path) -> None:
     values = np.random.default_rng(1).random((5, 7))
     dataset = xarray.Dataset(
-        {"x": (("i", "j"), values), "day": (("i",), np.arange(5).astype("M8[D]").astype("M8[ns]"))},
+        {
+            "x": (("i", "j"), values),
+            "day": (("i",), np.arange(5).astype("M8[D]").astype("M8[ns]")),
+            "zeros": (("i",), np.zeros(5)),  # zarr-python stores no chunk of it
+        },
         coords={"j": np.arange(7), "name": (("i",), list("abcde"))},
     )
     dataset.to_zarr(tmp_path / "data", zarr_format=zarr_format)
     found = st.load_plain_tensors(tmp_path / "data")
     assert np.array_equal(found["x"].numpy(), values)
+    assert torch.equal(found["zeros"], torch.zeros(5, dtype=torch.float64))
     assert "name" not in found
     assert st.verify(tmp_path / "data") == ()
+
+
+@pytest.mark.parametrize("zarr_format", [2, 3])
+@pytest.mark.filterwarnings("ignore:The data type")
+def test_texts_of_any_length_are_left_out(zarr_format: Any, tmp_path: Path) -> None:
+    group = zarr.create_group(tmp_path / "data", zarr_format=zarr_format)
+    group.create_array("w", shape=(3,), chunks=(2,), dtype="int64")[:] = [1, 2, 3]
+    group.create_array("text", shape=(3,), chunks=(2,), dtype=str)
+    assert {key: found.tolist() for key, found in st.load_plain_tensors(tmp_path / "data").items()} == {"w": [1, 2, 3]}
 
 
 def test_a_tensor_may_be_only_partly_asked_for(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -21,6 +22,7 @@ from shardtree.plans import LoadPlan, Runs, StoredChunks, plan_load, runs_plan
 from shardtree.storage import (
     BLOCK_BYTES,
     FsspecStorage,
+    LocalStorage,
     MemoryStorage,
     ReadReport,
     StoredFile,
@@ -244,10 +246,10 @@ def test_a_plan_that_reads_nothing_opens_nothing() -> None:
 
 @pytest.mark.parametrize("first", [0, 16, 5, 8])
 @pytest.mark.parametrize("item", [1, 2, 4, 8, 16])
-def test_columns_of_every_item_size_at_any_byte(item: int, first: int) -> None:
+def test_columns_of_every_item_size_at_any_byte(item: int, first: int, tmp_path: Path) -> None:
     dtype = {1: torch.int8, 2: torch.bfloat16, 4: torch.float32, 8: torch.int64, 16: torch.complex128}[item]
     whole = random_bits((50, 6), dtype, seed=3)
-    storage = MemoryStorage()
+    storage = LocalStorage(tmp_path)  # which maps files: bytes lie in memory as they do in the file
     data = bytes(first) + whole.view(torch.uint8).numpy().tobytes()
     storage.write("f", [memoryview(data)], durable=False)
     columns = shard_columns([ShardedTensor("w", None, dtype, (48, 3), (50, 6), (1, 2), None)])

@@ -202,6 +202,8 @@ def test_verify_tells_of_every_file(tmp_path):
     (damage,) = st.verify(longer)
     assert (damage.begin, damage.end) == (len(DATA), len(DATA) + 4)
     assert is_right(read_all(longer))
+    unlisted = folder_of(FILES | {"__0_0.distcp": DATA + archive(torch.zeros(1, 0))})  # as Megatron-Core 0.11 leaves
+    assert st.verify(unlisted) == ()
     cut = st.verify(folder_of(FILES | {"__0_0.distcp": DATA[:-1]}))
     assert [damage.keys for damage in cut] == [("step",)]
     (gone,) = st.verify(folder_of({".metadata": FILES[".metadata"]}))

@@ -64,9 +64,10 @@ def read_index_json(storage: Storage, name: str) -> Listing:
     weight_map = value.get("weight_map") if isinstance(value, dict) else None
     if not isinstance(weight_map, dict):
         raise _unsound(where, "no weight_map", '{"weight_map": {tensor: file}}')
-    wrong = [f"{key[:200]!r}: {file!r}"[:500] for key, file in weight_map.items() if not _is_inside(file)]
-    if wrong:
-        raise _unsound(where, wrong[0], "names of files in the same folder")
+    inside = {file for file in {each for each in weight_map.values() if isinstance(each, str)} if _is_inside(file)}
+    for key, file in weight_map.items():
+        if not isinstance(file, str) or file not in inside:
+            raise _unsound(where, f"{key[:200]!r}: {file!r}"[:500], "names of files in the same folder")
     return Listing(name, tuple(sorted(set(weight_map.values()))), weight_map, _total_size(value))
 
 

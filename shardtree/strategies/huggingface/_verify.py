@@ -30,14 +30,21 @@ def verify_files(checkpoint: Checkpoint) -> tuple[Damage, ...]:
         listing = read_listing(checkpoint)
     except CheckpointingException as error:
         return (Damage(find_weights(checkpoint.storage) or "", str(error)),)
-    files, found = list[WeightFile](), list[Damage]()
+    files, found, keys = list[WeightFile](), list[Damage](), _keys(listing)
     for name in listing.files:
         try:
             files.append(read_header(checkpoint.storage, name))
         except CheckpointingException as error:
-            keys = sorted(key for key, file in (listing.weight_map or {}).items() if file == name)
-            found.append(Damage(name, str(error), keys=tuple(keys)))
+            found.append(Damage(name, str(error), keys=tuple(sorted(keys.get(name, ())))))
     return tuple(found) or _contradictions(listing, files)
+
+
+def _keys(listing: Listing) -> dict[str, list[str]]:
+    """Return the tensors that the index lists, by file."""
+    found: dict[str, list[str]] = {}
+    for key, file in (listing.weight_map or {}).items():
+        found.setdefault(file, []).append(key)
+    return found
 
 
 def _contradictions(listing: Listing, files: list[WeightFile]) -> tuple[Damage, ...]:

@@ -23,12 +23,12 @@ _INDEX = re.compile(r"index-(\d{1,9})\.safetensors")
 def remove_sharded(checkpoint: Checkpoint, key_prefix: str) -> None:
     """Remove every stored tensor and object whose key begins with a prefix, and the data files that become unused."""
     before, fields = read_metadata(checkpoint.storage)
-    old_name = fields["index"]["name"]
     old = read_index(replace(checkpoint, fields=fields))
     new = without_prefix(old, key_prefix)
     if new is old:
         return
-    name = _next_name(checkpoint.storage, fields["index"]["name"])
+    old_name = fields["index"]["name"]
+    name = _next_name(checkpoint.storage, old_name)
     fields["index"] = write_checked(checkpoint.storage, name, encode_index(new), durable=True)
     checkpoint.storage.sync_folder(name.rpartition("/")[0])
     replace_metadata(checkpoint.storage, before, fields, durable=True)

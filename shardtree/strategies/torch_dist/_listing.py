@@ -23,6 +23,10 @@ COMMON_OBJECT = "common_state/shard_0_1"
 """The object in which Megatron-Core keeps the common state since it writes no common.pt."""
 
 
+_MOST_NUMBERS = 2**25
+"""How many numbers a column may have: all boxes are held with as many axes as the tensor with most of them has."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Listing:
     """What is in a checkpoint and where.
@@ -127,6 +131,8 @@ def _columns(tensors: Mapping[str, TensorEntry], boxes: Mapping[str, Boxes]) -> 
     kinds = tuple(_kind(tensors[key], found) for key, found in boxes.items())
     counts = [len(found.offsets) for found in boxes.values()]
     chunks = sum(counts)
+    if chunks * max((len(kind.global_shape) for kind in kinds), default=0) > _MOST_NUMBERS:
+        raise ValueError(f"{chunks} chunks, and tensors of more axes than so many can have")
     return ShardColumns(
         keys=tuple(boxes),
         kinds=kinds,

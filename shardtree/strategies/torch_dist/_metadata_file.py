@@ -18,7 +18,7 @@ from ._trusted import read_trusted
 
 Ints = tuple[int, ...]
 
-_MOST_AXES = 256
+_MOST_AXES = 64  # what numpy takes; torch hardly more
 _DEEPEST = 100
 
 

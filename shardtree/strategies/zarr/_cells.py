@@ -13,8 +13,8 @@ from ...geometry import Column, row_major_strides
 from ...storage import Storage
 from ._array import Shape, StoredArray
 
-MOST_CELLS = 2**22
-"""An array may lie in more files, but places without a file are counted out one by one."""
+MOST_CELLS = 2**21
+"""An array may lie in more files, but places without a file are counted out one by one, on each axis."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,15 +117,21 @@ def _is_number(text: str) -> bool:
     return text.isascii() and text.isdigit() and len(text) < 20 and (text == "0" or text[0] != "0")
 
 
-def missing_cells(array: StoredArray, stored: Column) -> Column:
+def missing_cells(array: StoredArray, stored: Column, most: int = MOST_CELLS) -> Column:
     """Return the places of the grid that have no file, int64 (cells, axes).
+
+    Args:
+        array: whose grid it is.
+        stored: the places that have one, int64 (stored, axes).
+        most: how many numbers the places may come to.
 
     Raises:
         UnsupportedValue: there are too many to count them out.
     """
     total = prod(array.counts)
-    if total - len(stored) > MOST_CELLS:
-        found, expected = f"{len(stored)} of {total} chunks stored", f"at most {MOST_CELLS} that aren't"
+    most //= len(array.box)
+    if total - len(stored) > most:
+        found, expected = f"{len(stored)} of {total} chunks stored", f"at most {most} that aren't"
         fix = "Rewrite the array with larger chunks."
         what = f"open: array {array.name!r} is too sparse to be a tensor"
         raise UnsupportedValue(explain(what, found=found, expected=expected, fix=fix))

@@ -70,9 +70,12 @@ def codec_parts(codec: Any, what: str) -> tuple[str, dict[str, Any]]:
     if isinstance(codec, str):  # zarr v3 lets a codec without configuration be its name
         return codec, {}
     if isinstance(codec, dict):
-        name, configuration = codec.get("name", codec.get("id")), codec.get("configuration", {})
-        if isinstance(name, str) and isinstance(configuration, dict):
-            return name, configuration
+        configuration = codec.get("configuration", {})
+        # By which of two names it is called would be for its reader to say, so it may have but one.
+        names = [codec[field] for field in ("name", "id") if field in codec]
+        sound = len(names) == 1 and isinstance(names[0], str) and isinstance(configuration, dict)
+        if sound and "id" not in configuration:
+            return names[0], configuration
     raise _no_codec(codec, what)
 
 

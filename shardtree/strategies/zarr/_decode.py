@@ -14,6 +14,7 @@ from ...errors import CheckpointingException, CorruptCheckpoint, StrategyError, 
 from ...storage import Storage
 from ._array import Shape, StoredArray
 from ._dtypes import fill_item, zarr_name
+from ._expansion import check_expansion
 
 _MOST_DECODED = 4 * 2**30
 """Bytes of memory that decoding one chunk may take. No metadata of a few bytes may ask for more."""
@@ -25,12 +26,13 @@ def decoded(storage: Storage, array: StoredArray, cell: Shape) -> torch.Tensor:
     Raises:
         StrategyError: the zarr package isn't installed.
         CorruptCheckpoint: the chunk can't be decoded.
-        UnsupportedValue: it is too large to be decoded at once.
+        UnsupportedValue: it is too large to be decoded at once, or its compressors are in no usual order.
     """
     name = array.file_name(cell)
     _check_size(array, array.file_bytes)
     package = zarr_package(array.name)
     data = storage.read(name)
+    check_expansion(array, data, repr(storage.where(name)))
     try:
         values = _values(package, array, name.removeprefix(f"{array.name}/"), data, cell)
     except CheckpointingException:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from math import prod
 from typing import Any
 
 from ...codec import parse_json
@@ -95,13 +97,37 @@ def _array(storage: Storage, folder: str, names: tuple[str, ...], node: Node | N
 
 
 def _objects(storage: Storage, folder: str, names: tuple[str, ...]) -> list[Object]:
-    found = []
+    files = {}
     for name in names:
         unique_key = f"{folder}/{name.removesuffix(_OBJECT_SUFFIX)}"
         if folder and name.endswith(_OBJECT_SUFFIX) and _is_unique_key(unique_key):
             length = storage.length(f"{folder}/{name}")
-            found += [] if length is None else [(unique_key, f"{folder}/{name}", length)]
-    return found
+            files.update({} if length is None else {unique_key: (f"{folder}/{name}", length)})
+    whole = whole_keys(list(files))
+    return [(whole[unique_key], name, length) for unique_key, (name, length) in files.items()]
+
+
+def whole_keys(unique_keys: Sequence[str]) -> dict[str, str]:
+    """Return each unique key as it was meant: old releases left out the grid's last size.
+
+    The cells tell it, where all of them are there.
+
+    Args:
+        unique_keys: of all cells of one object.
+
+    Examples:
+        >>> whole_keys(["rng/shard_0.0_1", "rng/shard_0.1_1"])
+        {'rng/shard_0.0_1': 'rng/shard_0.0_1.2', 'rng/shard_0.1_1': 'rng/shard_0.1_1.2'}
+        >>> whole_keys(["rng/shard_0.1_1"])
+        {'rng/shard_0.1_1': 'rng/shard_0.1_1'}
+    """
+    items = {unique_key: ShardedObject.empty_from_unique_key(unique_key) for unique_key in unique_keys}
+    shapes = {item.global_shape for item in items.values()}
+    shape = min(shapes, default=())
+    whole = (*shape[:-1], 1 + max((item.global_offset[-1] for item in items.values() if item.global_offset), default=0))
+    if len(shapes) != 1 or shape[-1:] != (-1,) or prod(whole) != len(items):
+        return {unique_key: unique_key for unique_key in unique_keys}
+    return {unique_key: replace(item, global_shape=whole).unique_key for unique_key, item in items.items()}
 
 
 def _is_unique_key(text: str) -> bool:

@@ -57,6 +57,7 @@ class Rows:
 
 @dataclass(slots=True, eq=False)
 class _Files:
+    room: int  # how many places without a file there may be
     files: list[StoredFile] = field(default_factory=list)
     made: dict[int, tuple[StoredArray, Shape | None]] = field(default_factory=dict)
 
@@ -78,7 +79,8 @@ def read_group(storage: Storage, arrays: Sequence[StoredArray], objects: Sequenc
     Raises:
         CorruptCheckpoint: two arrays say that they are the same tensor, or a file with several chunks isn't sound.
     """
-    files = _Files()
+    # All boxes are held with as many axes as the tensor with most of them has.
+    files = _Files(MOST_CELLS // max((len(array.box) for array in arrays), default=1))
     ordered = sorted(arrays, key=lambda array: array.key)
     twice = [repr(one.key) for one, other in pairwise(ordered) if one.key == other.key]
     if twice:
@@ -122,7 +124,9 @@ def _array_rows(storage: Storage, array: StoredArray, files: _Files) -> Rows:
         names = [array.file_name(tuple(cell)) for cell in cells.tolist()]
         parts = [chunk_rows(array, cells, array.step, files.add(names, [array.file_bytes] * len(names)))]
     if array.fill is not None:
-        parts.append(_filled_rows(array, missing_cells(array, cells), files, array.step))
+        absent = missing_cells(array, cells, files.room * len(array.box))
+        files.room -= len(absent)
+        parts.append(_filled_rows(array, absent, files, array.step))
     return _joined(parts, len(array.box))
 
 

@@ -20,6 +20,9 @@ from ._read import load_from_group
 
 BACKEND, VERSION = "zarr", 1
 
+_MOST_SHOWN = 1000
+"""How many missing chunk files of one array are named."""
+
 
 def legacy_group(checkpoint: Checkpoint) -> Group:
     """Return what a checkpoint's folder holds, looked up once."""
@@ -95,8 +98,10 @@ def group_damage(checkpoint: Checkpoint, group: Group) -> list[Damage]:
     for array in group.arrays:
         cells = stored_cells(storage, array)
         absent = missing_cells(array, cells) if array.fill is None else cells[:0]
-        names = [array.file_name(tuple(cell)) for cell in absent.tolist()]
+        names = [array.file_name(tuple(cell)) for cell in absent[:_MOST_SHOWN].tolist()]
         found += [Damage(name, "no such file", keys=(array.key,)) for name in names]
+        if len(absent) > _MOST_SHOWN:
+            found.append(Damage(array.name, f"{len(absent) - _MOST_SHOWN} more files aren't there", keys=(array.key,)))
         if not array.raw or array.inner is not None:
             continue
         for cell in cells.tolist():

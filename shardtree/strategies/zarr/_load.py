@@ -19,6 +19,7 @@ from .._object_checks import check_objects_known
 from .._values import Checkpoint, Fields
 from ..base import StrategyAction, register_default_strategy
 from ..index import Index, IndexMetadata, find_texts, read_planned
+from ._array import StoredArray
 from ._blobs import decode_columns
 from ._common import BACKEND, VERSION
 from ._folder import find_arrays
@@ -40,10 +41,16 @@ def read_arrays(checkpoint: Checkpoint) -> Group:
         if is_own(checkpoint.fields):
             group = Group(decode_columns(*read_checked(checkpoint, "index")), (), {})
         else:
-            group = read_group(checkpoint.storage, find_arrays(checkpoint.storage)[0])
+            arrays, _ = find_arrays(checkpoint.storage)
+            group = read_group(checkpoint.storage, [_with_fill(array) for array in arrays])
         checkpoint.memo["group"] = group
     found: Group = checkpoint.memo["group"]
     return found
+
+
+def _with_fill(array: StoredArray) -> StoredArray:
+    """Return a v2 array without a fill value as one of zeros: zarr-python leaves out such chunks of it."""
+    return replace(array, fill=0) if array.fill is None and array.document["zarr_format"] == 2 else array
 
 
 @register_default_strategy(StrategyAction.RECOGNIZE, BACKEND, VERSION)

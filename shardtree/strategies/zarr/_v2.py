@@ -29,12 +29,12 @@ def decode_v2(data: bytes, name: str, where: str) -> StoredArray | None:
     fields = parse_json(data, where)
     if not isinstance(fields, dict) or fields.get("zarr_format") != 2:
         raise CorruptCheckpoint(explain(f"open: {what} is not sound", expected="the metadata of a zarr v2 array"))
-    filters = codec_list(fields.get("filters") or [], what)
-    compressor = fields.get("compressor")
-    check_harmless([*filters, *([] if compressor is None else [compressor])], what)
     dtype, is_little = dtype_of_v2(fields.get("dtype"))
     if dtype is None:
         return None
+    filters = codec_list(fields.get("filters") or [], what)
+    compressor = fields.get("compressor")
+    check_harmless([*filters, *([] if compressor is None else [compressor])], what)
     shape, chunk = checked_shapes((fields.get("shape"), fields.get("chunks")), dtype.itemsize, what)
     plain = not filters and compressor is None and (is_little or dtype.itemsize == 1)
     return StoredArray(

@@ -32,13 +32,13 @@ def decode_v3(fields: Mapping[str, Any], name: str, where: str) -> StoredArray |
         UnsafeFile: a codec could run code.
     """
     what = repr(where)
+    stored = dtype_of_v3(fields.get("data_type"))
+    if stored is None:
+        return None
     codecs = codec_list(fields.get("codecs"), what)
     check_harmless(codecs, what)
     if fields.get("storage_transformers"):
         raise UnsupportedValue(explain(f"open: {what} has storage transformers", fix="Rewrite the array without them."))
-    stored = dtype_of_v3(fields.get("data_type"))
-    if stored is None:
-        return None
     key, dtype = _own_words(fields, name, stored)
     chunk = _configuration(fields, "chunk_grid", "regular", what).get("chunk_shape")
     inner, inside = _sharding(codecs, dtype.itemsize, what)

@@ -1,0 +1,41 @@
+"""What is no checkpoint gets an error that says what it seems to be."""
+
+from __future__ import annotations
+
+import pytest
+
+import shardtree as st
+from shardtree.errors import NotACheckpoint
+from shardtree.storage import MemoryStorage
+
+FOLDERS = {
+    "latest_checkpointed_iteration.txt": "such as iter_0000042",
+    "mp_rank_00/model_optim_rng.pt": "before torch_dist",
+    "__0.metadata": "use_collectives=False",
+    "__0_0.distcp": "wasn't finished",
+    "shard-00001-model-00001-of-00001.safetensors": "enable_consolidation=True",
+    "model-00001-of-00002.safetensors": "fetch the index too",
+    ".zarray": "Name the array's group",
+    "pytorch_model.bin": "safe_serialization=True",
+    "pytorch_model.bin.index.json": "pickled weights",
+    "consolidated.00.pth": "pickled weights",
+    "notes.txt": "in no format that is recognised",
+}
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_folder_is_called_what_it_seems_to_be(name: str) -> None:
+    storage = MemoryStorage()
+    storage.replace(name, b"", durable=False)
+    storage.replace("config.json", b"{}", durable=False)
+    with pytest.raises(NotACheckpoint, match=r"a folder without metadata\.json") as caught:
+        st.open_checkpoint(storage)
+    assert FOLDERS[name] in str(caught.value)
+
+
+def test_a_file_is_called_what_it_seems_to_be(tmp_path: object) -> None:
+    path = f"{tmp_path}/model.pt"
+    with open(path, "wb"):
+        pass
+    with pytest.raises(NotACheckpoint, match="a file in no format that is recognised: pickled weights"):
+        st.open_checkpoint(path)
