@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..errors import TreeError, UnsupportedValue, explain
+from ..errors import TreeError, UnsafeFile, UnsupportedValue, explain
 from ..mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from ..storage import Directory, ReadReport, Verify
 from ..strategies import Checkpoint, LoadOptions, Strategies, default_strategies
@@ -221,6 +221,9 @@ def _common(checkpoint: Checkpoint, types: tuple[type, ...], choices: Choices) -
     except UnsupportedValue:
         # A class that is no more what was stored: its records stay records, as they do without a target.
         return load_common(checkpoint, common, strategies)
+    except UnsafeFile as error:
+        error.add_note("The tensors can be read without that: see load_plain_tensors and open_checkpoint.")
+        raise
 
 
 def _joined(common: Any, target: Target, loaded: Sequence[Any]) -> Any:

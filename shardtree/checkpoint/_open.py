@@ -17,7 +17,7 @@ from ..strategies import (
     StrategyAction,
     default_strategies,
     find_strategy,
-    not_a_checkpoint,
+    is_of_others,
     read_metadata,
 )
 from ..trees import without_holes
@@ -64,15 +64,17 @@ def _find(directory: Directory, options: LoadOptions) -> Storage:
 def read_fields(storage: Storage, strategies: Strategies) -> Fields:
     """Return what metadata.json says, or what it would say where a format that has none is recognised.
 
+    A metadata.json without any field of ours is another program's: it counts as none where a format is recognised.
+
     Raises:
         NotACheckpoint: there is neither.
         CorruptCheckpoint: metadata.json isn't what was written.
     """
-    if storage.length(METADATA_FILE) is not None:
+    if _has_metadata(storage):
         return read_metadata(storage)[1]
     fields = recognized(storage, strategies)
     if fields is None:
-        raise not_a_checkpoint(storage)
+        return read_metadata(storage)[1]  # raises, and says what is wrong
     return fields
 
 
@@ -92,7 +94,11 @@ def is_checkpoint(checkpoint_dir: Directory, *, strategies: Strategies = default
         False
     """
     storage = storage_at(checkpoint_dir)
-    return storage.length(METADATA_FILE) is not None or recognized(storage, strategies) is not None
+    return _has_metadata(storage) or recognized(storage, strategies) is not None
+
+
+def _has_metadata(storage: Storage) -> bool:
+    return storage.length(METADATA_FILE) is not None and not is_of_others(storage.read(METADATA_FILE))
 
 
 def load_common_state_dict(

@@ -10,6 +10,7 @@ from ._metadata import METADATA_FILE as METADATA_FILE
 from ._metadata import check_unchanged as check_unchanged
 from ._metadata import decode_metadata as decode_metadata
 from ._metadata import encode_metadata as encode_metadata
+from ._metadata import is_of_others as is_of_others
 from ._metadata import not_a_checkpoint as not_a_checkpoint
 from ._metadata import read_metadata as read_metadata
 from ._metadata import replace_metadata as replace_metadata

@@ -57,6 +57,20 @@ def decode_metadata(data: bytes, where: str) -> dict[str, Any]:
     return fields
 
 
+def is_of_others(data: bytes) -> bool:
+    """Return whether a metadata.json is some other program's: a JSON object without any field of ours.
+
+    Examples:
+        >>> is_of_others(b'{"license": "mit"}'), is_of_others(b'{"sharded_backend": 3}'), is_of_others(b"{")
+        (True, False, False)
+    """
+    try:
+        fields = parse_json(data, METADATA_FILE)
+    except CorruptCheckpoint:
+        return False
+    return isinstance(fields, dict) and not fields.keys() & {*_KINDS, "save_id", "digest"}
+
+
 def read_metadata(storage: Storage) -> tuple[bytes, dict[str, Any]]:
     """Return metadata.json's bytes and fields.
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 import shardtree as st
-from shardtree.errors import NotACheckpoint
+from shardtree.errors import CorruptCheckpoint, NotACheckpoint
 from shardtree.storage import MemoryStorage
 
 FOLDERS = {
@@ -39,3 +40,20 @@ def test_a_file_is_called_what_it_seems_to_be(tmp_path: object) -> None:
         pass
     with pytest.raises(NotACheckpoint, match="a file in no format that is recognised: pickled weights"):
         st.open_checkpoint(path)
+
+
+@pytest.mark.parametrize("backend", [("dcp", 1), ("huggingface", 1)], ids=str)
+def test_a_metadata_file_of_another_program_is_let_be(backend: tuple[str, int]) -> None:
+    storage = MemoryStorage()
+    st.save({"w": st.ShardedTensor.from_rank_offsets("w", torch.arange(3))}, storage, backend)
+    storage.replace("metadata.json", b'{"license": "mit"}', durable=False)
+    assert st.is_checkpoint(storage)
+    assert st.load_plain_tensors(storage)["w"].tolist() == [0, 1, 2]
+
+
+def test_a_metadata_file_of_another_program_makes_no_checkpoint() -> None:
+    storage = MemoryStorage()
+    storage.replace("metadata.json", b'{"license": "mit"}', durable=False)
+    assert not st.is_checkpoint(storage)
+    with pytest.raises(CorruptCheckpoint, match="sharded_backend"):
+        st.open_checkpoint(storage)
