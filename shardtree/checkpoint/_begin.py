@@ -8,7 +8,7 @@ from functools import partial
 
 from ..errors import AlreadyACheckpoint, StorageError, StrategyError, explain
 from ..storage import Directory, Storage, storage_at
-from ..strategies import METADATA_FILE, Draft, SaveOptions, Strategies
+from ..strategies import METADATA_FILE, Draft, SaveOptions, Strategies, is_of_others
 from ..world import World, agree, on_rank_zero
 from ._dispatch import DEFAULT_BACKEND, Backends
 from ._open import recognized
@@ -36,7 +36,7 @@ def begin(
     Raises:
         AlreadyACheckpoint: there is a checkpoint already, and `overwrite` isn't given.
         StrategyError: it is given, and the format can't replace a checkpoint in place.
-        StorageError: the folder can't be made, or some rank doesn't see it.
+        StorageError: the folder can't be made, some rank doesn't see it, or another program's metadata.json is in it.
     """
     storage = agree(world, "save: find the folder", partial(storage_at, directory))
     begun = partial(_make_save_folder, storage, backends, strategies, overwrite=overwrite, durable=options.durable)
@@ -49,6 +49,9 @@ def _make_save_folder(
     storage: Storage, backends: Backends, strategies: Strategies, *, overwrite: bool, durable: bool
 ) -> tuple[str, bytes | None]:
     before = storage.read(METADATA_FILE) if storage.length(METADATA_FILE) is not None else None
+    if before is not None and is_of_others(before):
+        what = f"save: {storage.where(METADATA_FILE)!r} belongs to another program"
+        raise StorageError(explain(what, fix="Save to another folder: a checkpoint has a file of that name."))
     if before is not None or recognized(storage, strategies) is not None:
         _check_replaceable(storage, backends, overwrite=overwrite)
     save_id = f"save-{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{secrets.token_hex(8)}"

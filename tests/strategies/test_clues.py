@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import shardtree as st
-from shardtree.errors import CorruptCheckpoint, NotACheckpoint
+from shardtree.errors import CorruptCheckpoint, NotACheckpoint, StorageError
 from shardtree.storage import MemoryStorage
 
 FOLDERS = {
@@ -55,5 +55,8 @@ def test_a_metadata_file_of_another_program_makes_no_checkpoint() -> None:
     storage = MemoryStorage()
     storage.replace("metadata.json", b'{"license": "mit"}', durable=False)
     assert not st.is_checkpoint(storage)
+    with pytest.raises(StorageError, match="another program"):
+        st.save({"step": 1}, storage, overwrite=True)
+    assert storage.read("metadata.json") == b'{"license": "mit"}'
     with pytest.raises(CorruptCheckpoint, match="sharded_backend"):
         st.open_checkpoint(storage)
