@@ -1,0 +1,127 @@
+"""No entry point runs what a file brings: payloads that would make a folder, in each place that holds a pickle."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import shardtree as st
+from shardtree.cli._app import app
+from shardtree.errors import CheckpointingException
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+
+
+class Payload:
+    """Unpickled, it makes a folder."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.marker),)
+
+
+def saved(backend: tuple[str, int], *, in_object: bool, folder: Path, payload: Payload) -> None:
+    """Save what only `allow_pickle=True` can save, as somebody hostile would."""
+    weight = st.ShardedTensor.from_rank_offsets("w", torch.arange(4.0))
+    held: Any = st.ShardedObject("o", payload, (1,), (0,)) if in_object else payload
+    st.save({"w": weight, "held": held}, folder, backend, allow_pickle=True, durable=False)
+
+
+def dumped(name: str, fixture: str, folder: Path, payload: Payload) -> None:
+    """Put a plain pickle in the place of a file of a checkpoint."""
+    shutil.copytree(FIXTURES / fixture, folder)
+    (folder / name).write_bytes(pickle.dumps(payload))
+
+
+def archived(name: str, fixture: str, folder: Path, payload: Payload) -> None:
+    """Put an archive of torch.save in the place of a file of a checkpoint."""
+    shutil.copytree(FIXTURES / fixture, folder)
+    torch.save(payload, folder / name)
+
+
+BACKENDS = [("safetensors", 1), ("torch_dist", 1), ("dcp", 1), ("zarr", 3)]
+PLACES: dict[str, Callable[[Path, Payload], None]] = {
+    **{
+        f"{backend[0]}, {'an object' if in_object else 'the common state'}": partial(
+            lambda folder, payload, **how: saved(folder=folder, payload=payload, **how),
+            backend=backend,
+            in_object=in_object,
+        )
+        for backend in BACKENDS
+        for in_object in (False, True)
+    },
+    ".metadata": partial(dumped, ".metadata", "megatron_0161_tp2"),
+    "common.pt": partial(archived, "common.pt", "megatron_0161_tp2"),
+    "old zarr, common.pt": partial(archived, "common.pt", "megatron_old_zarr"),
+    "old zarr, an object": partial(archived, "layer._extra_state/shard_0_1.pt", "megatron_old_zarr"),
+}
+
+
+def calls(folder: Path, elsewhere: Path) -> Iterator[Callable[[], Any]]:
+    """Yield every way to read a checkpoint, what changes it last."""
+
+    def load_everything() -> Any:
+        stored = st.load_sharded_metadata(folder)
+        return st.load({"leaves": list(stored.values())}, folder)
+
+    yield partial(st.is_checkpoint, folder)
+    yield partial(st.load, {}, folder)
+    yield load_everything
+    yield partial(st.load_common_state_dict, folder)
+    yield partial(st.load_content_metadata, folder)
+    yield partial(st.load_tensors_metadata, folder)
+    yield partial(st.load_sharded_metadata, folder)
+    yield partial(st.load_plain_tensors, folder)
+    yield lambda: [tree[key] for tree in [st.open_checkpoint(folder)] for key in tree]
+    yield lambda: st.open_checkpoint(folder).common()
+    yield partial(st.verify, folder)
+    yield partial(st.compare_checkpoints, folder, folder)
+    yield partial(st.convert, folder, elsewhere, backend="safetensors")
+    commands = (["inspect"], ["verify"], ["diff", str(folder)], ["convert", str(elsewhere), "--to", "safetensors"])
+    for name, *rest in commands:
+        yield partial(CliRunner().invoke, app, [name, str(folder), *rest], catch_exceptions=False)
+    yield partial(st.remove_sharded_tensors, folder, "")
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_no_entry_point_runs_what_a_file_brings(place: str, tmp_path: Path) -> None:
+    folder, marker = tmp_path / "checkpoint", tmp_path / "marker"
+    PLACES[place](folder, Payload(marker))
+    refused = 0
+    for call in calls(folder, tmp_path / "elsewhere"):
+        try:
+            call()
+        except CheckpointingException:
+            refused += 1
+        assert not marker.exists(), call
+    assert refused
+
+
+def trust(folder: Path) -> None:
+    """Read with leave to run what is there, all of it."""
+    st.load_common_state_dict(folder, allow_pickle=True)
+    tree = st.open_checkpoint(folder, allow_pickle=True)
+    for key in tree:
+        tree[key]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_the_payloads_would_run(place: str, tmp_path: Path) -> None:
+    """The planted fault: pickles are allowed, and the folder is made."""
+    folder, marker = tmp_path / "checkpoint", tmp_path / "marker"
+    PLACES[place](folder, Payload(marker))
+    with suppress(CheckpointingException):  # what was run gave no metadata
+        trust(folder)
+    assert marker.exists()
