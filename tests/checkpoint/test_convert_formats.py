@@ -15,6 +15,7 @@ from shardtree.checkpoint._compare import CheckpointDifference, compare_checkpoi
 from shardtree.checkpoint.conversion import convert
 from shardtree.storage import LocalStorage, MemoryStorage
 from shardtree.strategies import StrategyAction, default_strategies
+from shardtree.strategies.index import IndexMetadata
 from shardtree.testing import Call, WatchedStorage
 
 BACKENDS = sorted(
@@ -135,6 +136,16 @@ def test_what_other_programs_wrote_converts_to_every_format(name: str, backend: 
     assert report.verified_nbytes == report.nbytes > 0
     for key, whole in st.load_plain_tensors(folder).items():
         assert key == "step" or torch.equal(whole, expected(key, whole)), key
+
+
+@pytest.mark.parametrize("backend", [("safetensors", 1), ("torch_dist", 1)], ids=str)
+def test_flat_optimizer_shards_become_boxes(backend: tuple[str, int]) -> None:
+    source = FIXTURES / "megatron_0140_torch_dist_flat"
+    folder = MemoryStorage()
+    convert(source, folder, backend=backend)
+    flat, boxes = (st.open_checkpoint(place).metadata for place in (source, folder))
+    assert isinstance(flat, IndexMetadata) and (flat.index.chunk_start >= 0).any()
+    assert isinstance(boxes, IndexMetadata) and (boxes.index.chunk_start == -1).all()
 
 
 def is_object(item: Any) -> bool:
