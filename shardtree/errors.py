@@ -90,13 +90,13 @@ class RemoteError(WorldError):
         self.phase = phase
         self.failures = dict(failures)
         lines = (f"rank {rank}: {text}" for rank, text in sorted(failures.items()))
-        super().__init__(explain(f"{phase}: failed on {plural(len(failures), 'rank')}", offenders=lines))
+        super().__init__(error_text(f"{phase}: failed on {plural(len(failures), 'rank')}", offenders=lines))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.phase, self.failures)
 
 
-def explain(
+def error_text(
     what: str,
     *,
     found: object = None,
@@ -114,12 +114,12 @@ def explain(
         offenders: every place that is wrong; the first ten are shown.
 
     Examples:
-        >>> explain("no such file as a\x1b[2J")
+        >>> error_text("no such file as a\x1b[2J")
         'no such file as a\\x1b[2J'
-        >>> print(explain("load: shape mismatch for 'w'", found=(4, 2), expected=(4, 4), fix="Pass a (4, 4) target."))
+        >>> print(error_text("load: shape mismatch for 'w'", found=(4, 2), expected=(4, 4), fix="Pass (4, 4)."))
         load: shape mismatch for 'w'
           found (4, 2), expected (4, 4)
-          Pass a (4, 4) target.
+          Pass (4, 4).
     """
     facts = ", ".join(
         f"{word} {value}" for word, value in (("found", found), ("expected", expected)) if value is not None

@@ -8,7 +8,7 @@ from math import gcd, prod
 
 import torch
 
-from ..errors import ShapeError, explain
+from ..errors import ShapeError, error_text
 from ..mapping import ShardedTensor
 
 _MOST_CELLS = 10_000_000
@@ -52,7 +52,7 @@ def check_apart(donated: Sequence[tuple[ShardedTensor, torch.Tensor]]) -> None:
     clashes = [clash for group in _intersecting(donated) for clash in _clashes(group)]
     if clashes:
         fix = "Donate tensors with memory of their own, or load without donate."
-        raise ShapeError(explain("load: donated tensors share memory", offenders=clashes, fix=fix))
+        raise ShapeError(error_text("load: donated tensors share memory", offenders=clashes, fix=fix))
 
 
 def _intersecting(donated: Sequence[tuple[ShardedTensor, torch.Tensor]]) -> Iterator[list[_Span]]:

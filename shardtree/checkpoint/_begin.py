@@ -6,7 +6,7 @@ import secrets
 import time
 from functools import partial
 
-from ..errors import AlreadyACheckpoint, StorageError, StrategyError, explain
+from ..errors import AlreadyACheckpoint, StorageError, StrategyError, error_text
 from ..storage import Directory, Storage, storage_at
 from ..strategies import METADATA_FILE, Draft, SaveOptions, Strategies, is_of_others
 from ..world import World, agree, on_rank_zero
@@ -51,7 +51,7 @@ def _make_save_folder(
     before = storage.read(METADATA_FILE) if storage.length(METADATA_FILE) is not None else None
     if before is not None and is_of_others(before):
         what = f"save: {storage.where(METADATA_FILE)!r} belongs to another program"
-        raise StorageError(explain(what, fix="Save to another folder: a checkpoint has a file of that name."))
+        raise StorageError(error_text(what, fix="Save to another folder: a checkpoint has a file of that name."))
     if before is not None or recognized(storage, strategies) is not None:
         _check_replaceable(storage, backends, overwrite=overwrite)
     save_id = f"save-{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{secrets.token_hex(8)}"
@@ -62,17 +62,19 @@ def _make_save_folder(
 def _check_replaceable(storage: Storage, backends: Backends, *, overwrite: bool) -> None:
     if not overwrite:
         fix = "Save to another folder, or pass overwrite=True to replace the checkpoint once the new one is complete."
-        raise AlreadyACheckpoint(explain(f"save: {storage.where()!r} already holds a checkpoint", fix=fix))
+        raise AlreadyACheckpoint(error_text(f"save: {storage.where()!r} already holds a checkpoint", fix=fix))
     others = sorted({name for name, _ in backends} - {DEFAULT_BACKEND[0]})
     if others:
         # Their files have fixed names, so that writing would destroy the old checkpoint before the new one is whole.
         what = f"save: {storage.where()!r} already holds a checkpoint, and {others[0]!r} can't replace one in place"
-        raise StrategyError(explain(what, fix="Save to a new folder, then remove the old one."))
+        raise StrategyError(error_text(what, fix="Save to a new folder, then remove the old one."))
 
 
 def _see_folder(storage: Storage, save_id: str, rank: int) -> None:
     if not storage.is_folder(save_id):
         fix = "Save to a folder on storage that all ranks share."
         raise StorageError(
-            explain(f"save: {storage.where()!r} is not shared: rank {rank} doesn't see what rank 0 made in it", fix=fix)
+            error_text(
+                f"save: {storage.where()!r} is not shared: rank {rank} doesn't see what rank 0 made in it", fix=fix
+            )
         )

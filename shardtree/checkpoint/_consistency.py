@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..codec import encode_tree
-from ..errors import IntegrityError, TreePath, explain, render_path
+from ..errors import IntegrityError, TreePath, error_text, render_path
 from ..layouts import ShardColumns, check_access, join_columns, shard_columns
 from ..mapping import ShardedObject, ShardedTensor, is_main_replica
 from ..storage import digest
@@ -67,7 +67,7 @@ def _check_objects(descriptions: Sequence[Description]) -> None:
     ]
     if wrong:
         fix = "Give exactly one rank replica_id 0 for each object."
-        raise IntegrityError(explain("sharding integrity: objects", offenders=wrong, fix=fix))
+        raise IntegrityError(error_text("sharding integrity: objects", offenders=wrong, fix=fix))
 
 
 def check_common(commons: Sequence[Any]) -> None:
@@ -92,7 +92,7 @@ def check_common(commons: Sequence[Any]) -> None:
             "Wrap what belongs to a rank in a ShardedObject or LocalNonpersistentObject, or pass "
             "preprocess_common_before_consistency_check to leave it out of the comparison."
         )
-        raise IntegrityError(explain("save: the ranks' common states differ", offenders=wrong.values(), fix=fix))
+        raise IntegrityError(error_text("save: the ranks' common states differ", offenders=wrong.values(), fix=fix))
 
 
 def _value_at(tree: Any, path: TreePath) -> str:

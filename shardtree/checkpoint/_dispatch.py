@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..errors import StrategyError, explain
+from ..errors import StrategyError, error_text
 from ..strategies import Strategies, StrategyAction, find_strategy, get_default_strategy
 from ..strategies.base import Strategy
 
@@ -33,7 +33,9 @@ def backend_of(choice: Choice, default: tuple[str, int]) -> tuple[str, int]:
     if isinstance(choice, tuple) and len(choice) == 2 and isinstance(choice[0], str) and type(choice[1]) is int:
         return choice
     raise StrategyError(
-        explain("not a strategy", found=repr(choice)[:200], expected="a (backend, version) pair, a function, or None")
+        error_text(
+            "not a strategy", found=repr(choice)[:200], expected="a (backend, version) pair, a function, or None"
+        )
     )
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from ..codec import bit_view
-from ..errors import StrategyError, explain
+from ..errors import StrategyError, error_text
 from ..layouts import ShardColumns
 from ..plans import ExchangePlan
 from ..storage import LocalStorage, MemoryStorage, Storage
@@ -34,7 +34,7 @@ def exchanges(exchange: Exchange, storage: Storage, world: World) -> bool:
     """
     if exchange not in ("auto", "always", "never"):
         expected = "'auto', 'always' or 'never'"
-        raise StrategyError(explain("load: no such exchange", found=repr(exchange), expected=expected))
+        raise StrategyError(error_text("load: no such exchange", found=repr(exchange), expected=expected))
     if world.size == 1 or exchange == "never":
         return False
     return exchange == "always" or not isinstance(storage, (LocalStorage, MemoryStorage))

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..errors import KeyMismatch, TreeError, explain
+from ..errors import KeyMismatch, TreeError, error_text
 from ..lazy import stored
 from ..mapping import ShardedObject, ShardedTensor
 from ..storage import Directory, Verify
@@ -47,7 +47,7 @@ class OpenCheckpoint(Mapping[str, ShardedTensor | ShardedObject]):
         shard = self.metadata.get(key)
         if shard is None:
             raise KeyMismatch(
-                explain("open: no such key in the checkpoint", found=repr(key), fix="list(tree) has all keys.")
+                error_text("open: no such key in the checkpoint", found=repr(key), fix="list(tree) has all keys.")
             )
         if isinstance(shard, ShardedObject):
             return replace(shard, data=_read_object(self, shard))
@@ -144,4 +144,4 @@ def _read_object(tree: OpenCheckpoint, item: ShardedObject) -> Any:
 
 def _both_leaf_and_branch(key: str) -> TreeError:
     fix = "Use the flat mapping, or another separator."
-    return TreeError(explain(f"nested: {key!r} is both a key and the beginning of another one", fix=fix))
+    return TreeError(error_text(f"nested: {key!r} is both a key and the beginning of another one", fix=fix))

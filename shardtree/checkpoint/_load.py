@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..errors import TreeError, UnsafeFile, UnsupportedValue, explain
+from ..errors import TreeError, UnsafeFile, UnsupportedValue, error_text
 from ..mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from ..storage import Directory, ReadReport, Verify
 from ..strategies import Checkpoint, LoadOptions, Strategies, default_strategies
@@ -157,7 +157,7 @@ class Target:
 def _prepare(tree: Any) -> Target:
     if not isinstance(tree, (dict, list, tuple)):
         raise TreeError(
-            explain("load: not a tree", found=type(tree).__name__, expected="a dict, list or tuple of shards")
+            error_text("load: not a tree", found=type(tree).__name__, expected="a dict, list or tuple of shards")
         )
     with _told_of_depth():
         built, merge = build_factories(tree)
@@ -172,7 +172,7 @@ def _told_of_depth() -> Iterator[None]:
     try:
         yield
     except RecursionError:
-        raise TreeError(explain("load: the tree is too deep, or contains itself", fix="Flatten it.")) from None
+        raise TreeError(error_text("load: the tree is too deep, or contains itself", fix="Flatten it.")) from None
 
 
 def _left_out(target: Target, tree: Any, unexpected: set[str]) -> Target:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from ..errors import KeyMismatch, StrategyError, TreeError, explain
+from ..errors import KeyMismatch, StrategyError, TreeError, error_text
 from ..mapping import ShardedObject, ShardedTensor
 from ..storage import Directory, Storage, storage_at
 from ..strategies import (
@@ -57,7 +57,7 @@ def _find(directory: Directory, options: LoadOptions) -> Storage:
     """Return a checkpoint's storage, once it is known that the options are some."""
     if options.verify not in ("whole", "all", None):
         expected = "'whole', 'all' or None"
-        raise StrategyError(explain("open: no such verify", found=repr(options.verify)[:200], expected=expected))
+        raise StrategyError(error_text("open: no such verify", found=repr(options.verify)[:200], expected=expected))
     return storage_at(directory)
 
 
@@ -216,7 +216,7 @@ def load_content_metadata(
     """
     if preloaded_state_dict is None:
         if checkpoint_dir is None:
-            raise TreeError(explain("load_content_metadata: give checkpoint_dir or preloaded_state_dict"))
+            raise TreeError(error_text("load_content_metadata: give checkpoint_dir or preloaded_state_dict"))
         preloaded_state_dict = load_common_state_dict(
             checkpoint_dir, allow_pickle=allow_pickle, types=types, strategies=strategies
         )
@@ -254,7 +254,7 @@ def remove_sharded_tensors(
 def _remove(directory: Directory, key_prefix: str, world: World, strategies: Strategies) -> None:
     if not isinstance(key_prefix, str):
         found = type(key_prefix).__name__
-        raise KeyMismatch(explain("remove: not the beginning of a key", found=found, expected="a string"))
+        raise KeyMismatch(error_text("remove: not the beginning of a key", found=found, expected="a string"))
     checkpoint = open_at(directory, world, LoadOptions(), strategies)
     strategy_of(StrategyAction.REMOVE_SHARDED, None, sharded_backend(checkpoint.fields), strategies)(
         checkpoint, key_prefix

@@ -16,7 +16,7 @@ from ..errors import (
     TreeError,
     TreePath,
     UnsupportedValue,
-    explain,
+    error_text,
     render_path,
 )
 from ..lazy import LazyTensor
@@ -55,28 +55,30 @@ def prepare(tree: Any, content_metadata: Mapping[str, Any] | None = None) -> Pre
     """
     if not isinstance(tree, (dict, list, tuple)):
         raise TreeError(
-            explain("save: not a tree", found=type(tree).__name__, expected="a dict, list or tuple of shards")
+            error_text("save: not a tree", found=type(tree).__name__, expected="a dict, list or tuple of shards")
         )
     try:
         built = apply_factories(with_content_metadata(tree, content_metadata))
         leaves = leaves_with_paths(built)
     except RecursionError:
-        raise TreeError(explain("save: the tree is too deep, or contains itself", fix="Flatten it.")) from None
+        raise TreeError(error_text("save: the tree is too deep, or contains itself", fix="Flatten it.")) from None
     refuse_hidden("save", leaves)
     tensors = tuple((path, leaf) for path, leaf in leaves if isinstance(leaf, ShardedTensor))
     empty = [f"{shard.key!r} at {render_path(path)}" for path, shard in tensors if not _has_data(shard)]
     if empty:
-        raise CheckpointingException(explain("save: shards without data", offenders=empty, fix="Give each its tensor."))
+        raise CheckpointingException(
+            error_text("save: shards without data", offenders=empty, fix="Give each its tensor.")
+        )
     others = [
         f"{shard.key!r} at {render_path(path)}: {_kind(shard.data)}" for path, shard in tensors if _kind(shard.data)
     ]
     if others:
         fix = "Save .to_dense() of it, or its parts as tensors of their own."
-        raise UnsupportedValue(explain("save: data that isn't a dense tensor", offenders=others, fix=fix))
+        raise UnsupportedValue(error_text("save: data that isn't a dense tensor", offenders=others, fix=fix))
     changed = [f"{render_path(path)}: {misfit(shard)}" for path, shard in tensors if misfit(shard)]
     if changed:
         fix = "Change a dtype with `cast`, a shape with `map_shards`, and make shards of a tensor after it was changed."
-        raise ShapeError(explain("save: data that isn't what its shard says", offenders=changed, fix=fix))
+        raise ShapeError(error_text("save: data that isn't what its shard says", offenders=changed, fix=fix))
     objects = tuple(leaf for _, leaf in leaves if isinstance(leaf, ShardedObject))
     return Prepared(tuple(shard for _, shard in tensors), objects, common_with_holes(built))
 
@@ -99,7 +101,7 @@ def refuse_hidden(doing: str, leaves: Sequence[tuple[TreePath, Any]]) -> None:
     hidden = [f"{render_path(path)}: {type(leaf).__name__}" for path, leaf in leaves if _holds_shards(_inside(leaf))]
     if hidden:
         fix = "Put shards and local objects in dicts, lists and tuples; those are entered."
-        raise UnsupportedValue(explain(f"{doing}: shards hidden in values", offenders=hidden, fix=fix))
+        raise UnsupportedValue(error_text(f"{doing}: shards hidden in values", offenders=hidden, fix=fix))
 
 
 def _inside(value: Any) -> Iterable[Any]:
@@ -141,7 +143,9 @@ def with_content_metadata(tree: Any, content_metadata: Mapping[str, Any] | None)
         return tree
     if not isinstance(tree, dict) or CONTENT_METADATA in tree:
         found = "an entry of that name" if isinstance(tree, dict) else type(tree).__name__
-        raise TreeError(explain(f"save: no room for {CONTENT_METADATA!r}", found=found, expected="a dict without it"))
+        raise TreeError(
+            error_text(f"save: no room for {CONTENT_METADATA!r}", found=found, expected="a dict without it")
+        )
     return {**tree, CONTENT_METADATA: content_metadata}
 
 

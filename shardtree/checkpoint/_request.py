@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from ..errors import CheckpointReplaced, explain
+from ..errors import CheckpointReplaced, error_text
 from ..mapping import ShardedObject, ShardedTensor
 from ..strategies import (
     METADATA_FILE,
@@ -79,7 +79,7 @@ def _write(
     check_unchanged(draft.storage, draft.before)
     if recognizes and recognized(draft.storage, strategies) is not None:
         fix = "Let only one save at a time go to a folder, and run a request once."
-        raise CheckpointReplaced(explain(f"save: {draft.storage.where()!r} holds a checkpoint by now", fix=fix))
+        raise CheckpointReplaced(error_text(f"save: {draft.storage.where()!r} holds a checkpoint by now", fix=fix))
     return tuple(request.async_fn() for request in requests)
 
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable
 from enum import Enum
 
-from ..errors import KeyMismatch, explain
+from ..errors import KeyMismatch, error_text
 
 logger = logging.getLogger("shardtree")
 
@@ -60,7 +60,7 @@ def parse_strict(strict: str | StrictHandling) -> StrictHandling:
     except ValueError:
         modes = ", ".join(repr(mode.value) for mode in StrictHandling)
         raise KeyMismatch(
-            explain("load: no such strict mode", found=repr(strict), expected=f"one of {modes}")
+            error_text("load: no such strict mode", found=repr(strict), expected=f"one of {modes}")
         ) from None
 
 
@@ -91,6 +91,6 @@ def report_keys(strict: StrictHandling, missing: Iterable[str], unexpected: Iter
         return
     if strict in {_S.RAISE_UNEXPECTED, _S.RAISE_ALL}:
         fix = "Change the target's keys, or pass a strict mode that logs, returns or ignores them."
-        raise KeyMismatch(explain("load: keys of target and checkpoint differ", offenders=lines, fix=fix))
+        raise KeyMismatch(error_text("load: keys of target and checkpoint differ", offenders=lines, fix=fix))
     if strict in {_S.LOG_UNEXPECTED, _S.LOG_ALL}:
-        logger.warning(explain("load: keys of target and checkpoint differ", offenders=lines))
+        logger.warning(error_text("load: keys of target and checkpoint differ", offenders=lines))

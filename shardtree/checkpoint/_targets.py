@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..errors import CheckpointingException, ShapeError, explain
+from ..errors import CheckpointingException, ShapeError, error_text
 from ..mapping import ShardedTensor
 from ..storage import empty_tensor
 from ..trees import with_data
@@ -65,7 +65,7 @@ def new_memory(key: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Te
         return empty_tensor(shape, dtype=dtype)
     except RuntimeError as error:
         # torch has no error of its own for this.
-        raise CheckpointingException(explain(f"load: no memory for {key!r}", found=f"{shape} {dtype}")) from error
+        raise CheckpointingException(error_text(f"load: no memory for {key!r}", found=f"{shape} {dtype}")) from error
 
 
 def delivered(shard: ShardedTensor, filled: torch.Tensor, *, donate: bool) -> torch.Tensor:
@@ -119,16 +119,16 @@ def _check_unchanged(shard: ShardedTensor, tensor: torch.Tensor) -> None:
     what = f"load: the tensor of {shard.key!r} was changed after its shard was built"
     found, expected = f"{shape} {tensor.dtype}", f"{shard.data_shape} {shard.dtype}"
     fix = "Build the shard from the tensor as it is now."
-    raise ShapeError(explain(what, found=found, expected=expected, fix=fix))
+    raise ShapeError(error_text(what, found=found, expected=expected, fix=fix))
 
 
 def _check_writable(shard: ShardedTensor, tensor: torch.Tensor) -> None:
     if tensor.layout is not torch.strided:
         fix = "Donate a dense tensor, as .to_dense() gives, or don't donate this one."
-        raise ShapeError(explain(f"load: the donated tensor of {shard.key!r} is {tensor.layout}", fix=fix))
+        raise ShapeError(error_text(f"load: the donated tensor of {shard.key!r} is {tensor.layout}", fix=fix))
     if _may_overlap(tensor):
         fix = "Donate tensors with memory of their own; expand() and unfold() make views that have none."
-        raise ShapeError(explain(f"load: elements of the donated tensor of {shard.key!r} share memory", fix=fix))
+        raise ShapeError(error_text(f"load: elements of the donated tensor of {shard.key!r} share memory", fix=fix))
 
 
 def _may_overlap(tensor: torch.Tensor) -> bool:

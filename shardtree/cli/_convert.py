@@ -12,7 +12,7 @@ from rich.text import Text
 
 from ..checkpoint import ConversionReport, convert, open_checkpoint
 from ..codec import dtype_from_name
-from ..errors import ShapeError, StrategyError, explain, plural, shorten
+from ..errors import ShapeError, StrategyError, error_text, plural, shorten
 from ..strategies import Strategies, StrategyAction, default_strategies, huggingface
 from ..transforms import partial_rename
 from ..trees import cast, compose, step
@@ -100,7 +100,7 @@ def transform_of(names: Mapping[str, str], dtype: str | None) -> Callable[[Any],
     if dtype is not None:
         found = dtype_from_name(dtype)
         if not found.is_floating_point:
-            raise ShapeError(explain("convert: --cast", found=dtype, expected="a floating-point dtype, as bfloat16"))
+            raise ShapeError(error_text("convert: --cast", found=dtype, expected="a floating-point dtype, as bfloat16"))
         steps.append(step(cast, found))
     return compose(*steps) if steps else None
 
@@ -120,7 +120,7 @@ def strategies_of(backend: str | tuple[str, int], most_file_bytes: int | None) -
     name = backend if isinstance(backend, str) else backend[0]
     if name != huggingface.BACKEND:
         expected = f"--to {huggingface.BACKEND}"
-        raise StrategyError(explain("convert: --max-file-size", found=f"--to {name}", expected=expected))
+        raise StrategyError(error_text("convert: --max-file-size", found=f"--to {name}", expected=expected))
     row = (StrategyAction.SAVE_SHARDED, huggingface.BACKEND, huggingface.VERSION)
     return {**default_strategies, row: huggingface.save_sharded_up_to(most_file_bytes)}
 

@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 
 from torch import Tensor
 
-from ..errors import KeyMismatch, explain
+from ..errors import KeyMismatch, error_text
 from ..mapping import ShardedTensor
 
 
@@ -73,7 +73,7 @@ def rule_for(layout: Layout, name: str) -> Rule:
     for rule in layout:
         if fnmatchcase(name, rule.pattern):
             return rule
-    raise KeyMismatch(explain(f"layout: no rule for {name!r}", fix="Add a rule that says which axis is cut."))
+    raise KeyMismatch(error_text(f"layout: no rule for {name!r}", fix="Add a rule that says which axis is cut."))
 
 
 def cuts(size: int, count: int, unit: int = 1) -> tuple[tuple[int, int], ...]:

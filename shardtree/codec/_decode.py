@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import CheckpointingException, CorruptCheckpoint, TreePath, UnsafeFile, explain, render_path
+from ..errors import CheckpointingException, CorruptCheckpoint, TreePath, UnsafeFile, error_text, render_path
 from ..trees import HOLE
 from . import _arrays, _containers, _scalars
 from ._containers import decode_fields
@@ -64,11 +64,11 @@ def decode_tree(data: bytes | bytearray | memoryview, *, types: Iterable[type] =
     left = {entry.name: (entry.tag, entry.shape, view[data_start:][entry.start : entry.stop]) for entry in entries}
     tag, shape, text = left.pop("structure", ("", (), memoryview(b"")))
     if tag != "U8" or len(shape) != 1:
-        raise CorruptCheckpoint(explain("decode_tree: no entry 'structure' of bytes"))
+        raise CorruptCheckpoint(error_text("decode_tree: no entry 'structure' of bytes"))
     structure = parse_json(text, "decode_tree: structure")
     tree = _value(structure, (), 0, _Reader(_take_once(left), classes, allow_pickle))
     if left:
-        raise CorruptCheckpoint(explain("decode_tree: entries that no value refers to", offenders=map(repr, left)))
+        raise CorruptCheckpoint(error_text("decode_tree: entries that no value refers to", offenders=map(repr, left)))
     return tree
 
 
@@ -96,7 +96,7 @@ def _value(node: Node, path: TreePath, depth: int, reader: _Reader) -> Any:
         raise
     except (TypeError, ValueError, KeyError, OverflowError, RuntimeError, AttributeError) as error:
         what = f"decode_tree: {render_path(path_to(path))} is malformed: {str(error)[:200]}"
-        raise CorruptCheckpoint(explain(what)) from error
+        raise CorruptCheckpoint(error_text(what)) from error
 
 
 def _container(node: Node, path: TreePath, child: Child, reader: _Reader) -> Any:
@@ -132,9 +132,9 @@ def _unpickled(fields: dict[str, Any], path: TreePath, reader: _Reader) -> Any:
     _, _, data = reader.take(fields["entry"])
     if not reader.allow_pickle:
         fix = "Pass allow_pickle=True if you trust whoever wrote it."
-        raise UnsafeFile(explain(f"decode_tree: {where} is a pickle, which runs code when it is loaded", fix=fix))
+        raise UnsafeFile(error_text(f"decode_tree: {where} is a pickle, which runs code when it is loaded", fix=fix))
     try:
         return pickle.loads(data)
     except Exception as error:
         reason = f"{type(error).__name__}: {str(error)[:200]}"
-        raise CorruptCheckpoint(explain(f"decode_tree: {where} can't be unpickled: {reason}")) from error
+        raise CorruptCheckpoint(error_text(f"decode_tree: {where} can't be unpickled: {reason}")) from error

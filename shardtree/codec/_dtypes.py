@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..errors import MetadataError, UnsupportedValue, explain
+from ..errors import MetadataError, UnsupportedValue, error_text
 
 # Whatever dtypes this torch has, by their own names: an alias such as torch.half prints as float16.
 _BY_NAME: dict[str, torch.dtype] = {
@@ -68,7 +68,7 @@ def dtype_from_name(name: str) -> torch.dtype:
         return _BY_NAME[name]
     except KeyError:
         what = f"dtype: torch {torch.__version__} has no dtype named {name[:100]!r}"
-        raise UnsupportedValue(explain(what, fix="Use a torch that has it, or cast before saving.")) from None
+        raise UnsupportedValue(error_text(what, fix="Use a torch that has it, or cast before saving.")) from None
 
 
 def format_tag(dtype: torch.dtype) -> str:
@@ -105,7 +105,7 @@ def dtype_from_tag(tag: str) -> torch.dtype:
         return _BY_TAG[tag]
     except KeyError:
         what = f"dtype: torch {torch.__version__} has no dtype for the safetensors tag {tag[:100]!r}"
-        raise UnsupportedValue(explain(what, fix="Use a torch that has it.")) from None
+        raise UnsupportedValue(error_text(what, fix="Use a torch that has it.")) from None
 
 
 def is_quantised(dtype: torch.dtype) -> bool:
@@ -133,7 +133,7 @@ def check_storable(dtype: torch.dtype, what: str) -> None:
     """
     if is_quantised(dtype):
         fix = "Store tensor.dequantize(), or tensor.int_repr() with its scale and zero point beside it."
-        raise UnsupportedValue(explain(f"{what}: quantised tensors can't be stored", found=dtype, fix=fix))
+        raise UnsupportedValue(error_text(f"{what}: quantised tensors can't be stored", found=dtype, fix=fix))
 
 
 def bit_view(tensor: torch.Tensor) -> torch.Tensor:
@@ -197,7 +197,7 @@ def _no_bit_view(tensor: torch.Tensor) -> Exception:
     }
     expected = "a contiguous tensor on the CPU"
     return MetadataError(
-        explain(
+        error_text(
             "bit_view: the tensor's memory isn't its value",
             expected=expected,
             offenders=[fault for fault, is_wrong in wrong.items() if is_wrong],

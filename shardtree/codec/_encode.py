@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..errors import TreeError, TreePath, UnsupportedValue, explain, render_path
+from ..errors import TreeError, TreePath, UnsupportedValue, error_text, render_path
 from ..trees import HOLE
 from . import _arrays, _containers, _scalars
 from ._dtypes import check_storable
@@ -47,7 +47,7 @@ def encode_tree(tree: Any, *, allow_pickle: bool = False) -> bytes:
         blobs: list[Blob] = []
         text = json.dumps(node, default=lambda blob: _name(blob, blobs), separators=(",", ":"), check_circular=False)
     except RecursionError:
-        raise TreeError(explain("encode_tree: no stack is left", fix="Call it from fewer nested calls.")) from None
+        raise TreeError(error_text("encode_tree: no stack is left", fix="Call it from fewer nested calls.")) from None
     return _file({**{str(n): blob for n, blob in enumerate(blobs)}, "structure": plain_blob(text.encode("ascii"))})
 
 
@@ -93,12 +93,12 @@ def _foreign(value: Any, path: TreePath, allow_pickle: bool) -> Node:
     if not allow_pickle:
         if isinstance(value, torch.Tensor):
             check_storable(value.dtype, what)
-        raise UnsupportedValue(explain(f"{what} can't be stored", found=_described(value), fix=_FIX))
+        raise UnsupportedValue(error_text(f"{what} can't be stored", found=_described(value), fix=_FIX))
     try:
         return {"$": "pickle", "entry": plain_blob(pickle.dumps(value, protocol=4))}
     except Exception as error:
         reason = f"{type(error).__name__}: {str(error)[:200]}"
-        raise UnsupportedValue(explain(f"{what} can't be pickled", found=_described(value), fix=reason)) from error
+        raise UnsupportedValue(error_text(f"{what} can't be pickled", found=_described(value), fix=reason)) from error
 
 
 _FIX = (
@@ -124,6 +124,6 @@ def _too_deep(path: TreePath, parents: tuple[Any, ...]) -> TreeError:
     if len(again) > 1:
         where = render_path(path_to(path[: again[1]]))
         what = f"encode_tree: a {type(innermost).__name__} contains itself at {where}"
-        return TreeError(explain(what, fix="Break the cycle; a stored tree has none."))
+        return TreeError(error_text(what, fix="Break the cycle; a stored tree has none."))
     what = f"encode_tree: containers in containers, more than {MAX_DEPTH} deep, at {render_path(path_to(path))}"
-    return TreeError(explain(what, fix="Flatten the tree."))
+    return TreeError(error_text(what, fix="Flatten the tree."))

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from json.encoder import encode_basestring
 from typing import Any
 
-from ..errors import CorruptCheckpoint, MetadataError, explain
+from ..errors import CorruptCheckpoint, MetadataError, error_text
 from ._entry import MAX_INT, Entry, byte_length
 from ._json import parse_json
 
@@ -43,7 +43,7 @@ def encode_header(entries: Iterable[Entry], metadata: Mapping[str, str] | None =
     if len(text) > _MAX_HEADER:
         what = "safetensors header: too large"
         expected = f"at most {_MAX_HEADER} bytes"
-        raise MetadataError(explain(what, found=len(text), expected=expected, fix="Store fewer tensors in a file."))
+        raise MetadataError(error_text(what, found=len(text), expected=expected, fix="Store fewer tensors in a file."))
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
 
@@ -51,7 +51,7 @@ def _entry_texts(entries: list[Entry]) -> list[str]:
     """Return each entry as a member of the JSON object, once the entries tile their bytes and names differ."""
     if len({_METADATA, *(entry.name for entry in entries)}) != len(entries) + 1:
         what = f"safetensors header: two entries have one name, or one is named {_METADATA!r}"
-        raise MetadataError(explain(what))
+        raise MetadataError(error_text(what))
     known: dict[tuple[str, tuple[int, ...]], tuple[int, str]] = {}  # a model repeats few shapes in many layers
     texts, end = [], 0
     for entry in entries:
@@ -70,7 +70,7 @@ def _kind(entry: Entry) -> tuple[int, str]:
     try:
         length = byte_length(entry.tag, entry.shape)
     except ValueError as error:
-        raise MetadataError(explain(f"safetensors header: entry {_shown(entry.name)}: {error}")) from None
+        raise MetadataError(error_text(f"safetensors header: entry {_shown(entry.name)}: {error}")) from None
     shape = ",".join(map(str, entry.shape))
     return length, f'{{"dtype":"{entry.tag}","shape":[{shape}],'
 
@@ -81,12 +81,12 @@ def _utf8(text: str) -> bytes:
     except UnicodeEncodeError as error:
         near = text[max(0, error.start - 40) : error.start + 40]
         what = f"safetensors header: a name isn't valid Unicode, near {near!r}"
-        raise MetadataError(explain(what, fix="Use names without lone surrogates.")) from None
+        raise MetadataError(error_text(what, fix="Use names without lone surrogates.")) from None
 
 
 def _not_tiled(entry: Entry, end: int, length: int) -> str:
     what = f"safetensors header: entry {_shown(entry.name)} leaves a gap, overlaps, or hasn't the bytes of its shape"
-    return explain(what, found=f"bytes {entry.start} to {entry.stop}", expected=f"{end} to {end + length}")
+    return error_text(what, found=f"bytes {entry.start} to {entry.stop}", expected=f"{end} to {end + length}")
 
 
 def _shown(name: str) -> str:
@@ -109,12 +109,14 @@ def header_length(data: bytes | bytearray | memoryview, file_length: int) -> int
     """
     if min(len(data), file_length) < _LENGTH_BYTES:
         found = f"{min(len(data), file_length)} bytes"
-        raise CorruptCheckpoint(explain("safetensors header: the file is too short", found=found, expected="8 or more"))
+        raise CorruptCheckpoint(
+            error_text("safetensors header: the file is too short", found=found, expected="8 or more")
+        )
     length = int.from_bytes(data[:_LENGTH_BYTES], "little")
     limit = min(file_length - _LENGTH_BYTES, _MAX_HEADER)
     if not 2 <= length <= limit:
         what = "safetensors header: its length doesn't fit the file"
-        raise CorruptCheckpoint(explain(what, found=length, expected=f"2 to {limit}"))
+        raise CorruptCheckpoint(error_text(what, found=length, expected=f"2 to {limit}"))
     return length
 
 
@@ -146,7 +148,7 @@ def decode_header(data: bytes | bytearray | memoryview, file_length: int) -> tup
         end = entry.stop
     if data_start + end != file_length:
         what = "safetensors header: the entries don't end where the file does"
-        raise CorruptCheckpoint(explain(what, found=f"{file_length} bytes", expected=data_start + end))
+        raise CorruptCheckpoint(error_text(what, found=f"{file_length} bytes", expected=data_start + end))
     return tuple(entries), data_start
 
 
@@ -172,13 +174,13 @@ def _parse_header(data: bytes | bytearray | memoryview, file_length: int) -> tup
     data_start = _LENGTH_BYTES + header_length(data, file_length)
     if len(data) < data_start:
         what = "safetensors header: cut off"
-        raise CorruptCheckpoint(explain(what, found=f"{len(data)} bytes", expected=data_start))
+        raise CorruptCheckpoint(error_text(what, found=f"{len(data)} bytes", expected=data_start))
     fields = parse_json(data[_LENGTH_BYTES:data_start], "safetensors header")
     if not isinstance(fields, dict) or data[_LENGTH_BYTES] != ord("{"):
-        raise CorruptCheckpoint(explain("safetensors header: not a JSON object"))
+        raise CorruptCheckpoint(error_text("safetensors header: not a JSON object"))
     metadata = fields.get(_METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
-        raise CorruptCheckpoint(explain(f"safetensors header: {_METADATA} doesn't map strings to strings"))
+        raise CorruptCheckpoint(error_text(f"safetensors header: {_METADATA} doesn't map strings to strings"))
     return fields, data_start
 
 
@@ -194,5 +196,5 @@ def _entry(name: str, spec: Any) -> Entry:
         if stop - start != byte_length(tag, shape):
             raise ValueError(f"{stop - start} bytes of {tag} aren't those of its shape")
     except (TypeError, ValueError, KeyError) as error:
-        raise CorruptCheckpoint(explain(f"safetensors header: entry {_shown(name)}: {error}")) from None
+        raise CorruptCheckpoint(error_text(f"safetensors header: entry {_shown(name)}: {error}")) from None
     return Entry(name, tag, tuple(shape), start, stop)

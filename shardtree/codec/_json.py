@@ -6,7 +6,7 @@ import json
 import math
 from typing import Any, NoReturn
 
-from ..errors import CorruptCheckpoint, UnsupportedValue, explain
+from ..errors import CorruptCheckpoint, UnsupportedValue, error_text
 
 
 def canonical_json(value: Any) -> bytes:
@@ -25,7 +25,7 @@ def canonical_json(value: Any) -> bytes:
     try:
         return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
     except (TypeError, ValueError, RecursionError) as error:
-        raise UnsupportedValue(explain(f"JSON: can't be written: {error}")) from error
+        raise UnsupportedValue(error_text(f"JSON: can't be written: {error}")) from error
 
 
 def parse_json(data: bytes | bytearray | memoryview, what: str) -> Any:
@@ -49,9 +49,9 @@ def parse_json(data: bytes | bytearray | memoryview, what: str) -> Any:
             text, object_pairs_hook=_unique_pairs, parse_constant=_refuse_constant, parse_float=_finite_float
         )
     except RecursionError:
-        raise CorruptCheckpoint(explain(f"{what}: JSON is nested too deep")) from None
+        raise CorruptCheckpoint(error_text(f"{what}: JSON is nested too deep")) from None
     except ValueError as error:
-        raise CorruptCheckpoint(explain(f"{what}: not valid JSON: {str(error)[:200]}")) from error
+        raise CorruptCheckpoint(error_text(f"{what}: not valid JSON: {str(error)[:200]}")) from error
 
 
 def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from ..errors import UnsupportedValue, explain
+from ..errors import UnsupportedValue, error_text
 
 _SIMPLE = (str, int, bool, float, type(None))
 
@@ -98,7 +98,7 @@ def named_types(types: Iterable[type]) -> dict[str, type]:
     others = [type_name(cls) for cls in listed if not _has_fields(cls)]
     if others:
         what = "types: only enums, dataclasses and named tuples can be given"
-        raise UnsupportedValue(explain(what, offenders=others))
+        raise UnsupportedValue(error_text(what, offenders=others))
     return {type_name(cls): cls for cls in listed}
 
 
@@ -144,7 +144,7 @@ def _member(record: Record, cls: type[Enum]) -> Enum:
 def _mismatch(record: Record, found: object, expected: object) -> UnsupportedValue:
     what = f"{record.type_name[:200]}: the class given in types isn't what was stored"
     fix = "Leave the class out of types, and make the instance from the Record."
-    return UnsupportedValue(explain(what, found=str(found)[:1000], expected=expected, fix=fix))
+    return UnsupportedValue(error_text(what, found=str(found)[:1000], expected=expected, fix=fix))
 
 
 def _has_fields(cls: type) -> bool:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import operator
 from typing import Any, NoReturn
 
-from ..errors import CheckpointingException, MetadataError, explain
+from ..errors import CheckpointingException, MetadataError, error_text
 
 
 def refuse(
     subject: str, field: str, found: object, expected: str, fix: str, *, error: type[CheckpointingException]
 ) -> NoReturn:
     """Raise `error`, saying which field of what doesn't fit, what was found and expected, and what to do."""
-    raise error(explain(f"{subject}: {field} doesn't fit", found=found, expected=expected, fix=fix))
+    raise error(error_text(f"{subject}: {field} doesn't fit", found=found, expected=expected, fix=fix))
 
 
 def integer(subject: str, field: str, value: Any) -> int:

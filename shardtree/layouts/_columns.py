@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from ..errors import IntegrityError, explain
+from ..errors import IntegrityError, error_text
 from ..geometry import Column, box_column, flat_boxes, volumes, widen
 from ..mapping import ShardedTensor, is_main_replica
 
@@ -202,7 +202,7 @@ def _agreed_kinds(parts: Sequence[ShardColumns]) -> dict[str, TensorKind]:
             if known != kind:
                 problems.append(_disagreement(key, known, (ranks[key],), kind, (rank,)))
     if problems:
-        raise IntegrityError(explain("the ranks don't agree about their tensors", offenders=problems))
+        raise IntegrityError(error_text("the ranks don't agree about their tensors", offenders=problems))
     return kinds
 
 

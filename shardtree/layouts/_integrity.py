@@ -7,7 +7,7 @@ from math import prod
 
 import numpy as np
 
-from ..errors import IntegrityError, explain
+from ..errors import IntegrityError, error_text
 from ..geometry import Column, box_column, intersect, overlapping_pairs, volumes
 from ._columns import BoxColumns, ShardColumns, select_rows, shard_boxes
 
@@ -78,7 +78,7 @@ def check_access(columns: ShardColumns) -> None:
     problems = access_problems(columns)
     if problems:
         raise IntegrityError(
-            explain(
+            error_text(
                 "sharding integrity: each element of a global tensor needs exactly one main replica (replica_id 0)",
                 offenders=map(str, problems),
                 fix="Give replicas different replica_ids; pass validate_access_integrity=False to skip the check.",

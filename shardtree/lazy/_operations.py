@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from shardtree.errors import UnsupportedValue, explain
+from shardtree.errors import UnsupportedValue, error_text
 
 from ._region import Strided
 
@@ -68,7 +68,7 @@ def refusal(name: str, operation: str, why: str = "isn't recorded") -> Unsupport
           Call read() first and do it to the tensor.
           Recorded before that: indexing, ...
     """
-    return UnsupportedValue(explain(f"LazyTensor {name!r}: {operation} {why}", fix=_FIX))
+    return UnsupportedValue(error_text(f"LazyTensor {name!r}: {operation} {why}", fix=_FIX))
 
 
 def refusing_operators(cls: Class) -> Class:

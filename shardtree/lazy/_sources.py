@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
-from shardtree.errors import ShapeError, explain, shorten
+from shardtree.errors import ShapeError, error_text, shorten
 
 from ._region import Box, Shape
 
@@ -66,7 +66,9 @@ class Stored:
         box = self.reader(offset, shape)
         if (tuple(box.shape), box.dtype) != (shape, self.dtype):
             what = f"read: storage gave something else than the box at {offset} of {self.name!r}"
-            raise ShapeError(explain(what, found=_kind(tuple(box.shape), box.dtype), expected=_kind(shape, self.dtype)))
+            raise ShapeError(
+                error_text(what, found=_kind(tuple(box.shape), box.dtype), expected=_kind(shape, self.dtype))
+            )
         return box
 
     def box_fetches(self, offset: Shape, shape: Shape) -> Iterator[Fetch]:

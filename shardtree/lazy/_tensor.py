@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import torch
 
-from shardtree.errors import MetadataError, explain
+from shardtree.errors import MetadataError, error_text
 
 from ._operations import (
     INQUIRIES,
@@ -53,7 +53,7 @@ def stored(read_box: ReadBox, shape: Sequence[int], dtype: torch.dtype, *, name:
     """
     sizes = tuple(int(length) for length in shape)
     if any(length < 0 for length in sizes):
-        raise MetadataError(explain(f"stored: the shape of {name!r} has a negative length", found=sizes))
+        raise MetadataError(error_text(f"stored: the shape of {name!r} has a negative length", found=sizes))
     return _whole(Stored(read_box, sizes, dtype, name))
 
 

@@ -10,7 +10,7 @@ from typing import Literal, TypeVar
 import numpy as np
 import torch
 
-from ..errors import CorruptCheckpoint, explain
+from ..errors import CorruptCheckpoint, error_text
 from ..plans import LoadPlan, Runs, Strided
 from ._blocks import BLOCK_BYTES, Flags, Hashes, block_hash, missing, touched
 from ._runs import read_runs
@@ -190,7 +190,7 @@ def _compare_crc32(
 def _check_length(reader: Reader, file: StoredFile, path: str) -> None:
     if reader.length != file.length:
         raise CorruptCheckpoint(
-            explain(
+            error_text(
                 f"load: {path!r} has the wrong length",
                 found=f"{reader.length} bytes",
                 expected=f"{file.length} bytes",
@@ -239,7 +239,7 @@ def _compare(path: str, found: dict[int, int], expected: Hashes, length: int) ->
 
 def _damaged(path: str, what: str, spans: Iterable[str]) -> CorruptCheckpoint:
     fix = "The medium or a later program damaged it; load another checkpoint."
-    return CorruptCheckpoint(explain(f"load: {path!r} isn't what was saved: {what}", offenders=spans, fix=fix))
+    return CorruptCheckpoint(error_text(f"load: {path!r} isn't what was saved: {what}", offenders=spans, fix=fix))
 
 
 def _in_file_order(strided: Strided) -> Strided:

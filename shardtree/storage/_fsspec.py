@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
 
-from ..errors import CheckpointingException, StorageError, explain
+from ..errors import CheckpointingException, StorageError, error_text
 from ._local import LocalStorage
 from ._names import inside
 from ._parts import whole
@@ -45,12 +45,12 @@ def fsspec_storage(url: str) -> Storage:
         from fsspec.implementations.local import LocalFileSystem
     except ImportError as error:
         fix = "pip install 'shardtree[remote]'"
-        raise StorageError(explain(f"{url!r} needs fsspec, which isn't installed", fix=fix)) from error
+        raise StorageError(error_text(f"{url!r} needs fsspec, which isn't installed", fix=fix)) from error
     try:
         files, root = url_to_fs(url)
     except (ImportError, ValueError) as error:
         fix = "Install the package that fsspec names for this protocol, or name a local path without '://'."
-        raise StorageError(explain(f"no file system for {url!r}", found=error, fix=fix)) from error
+        raise StorageError(error_text(f"no file system for {url!r}", found=error, fix=fix)) from error
     if isinstance(files, LocalFileSystem):
         return LocalStorage(root)
     return FsspecStorage(files, root.rstrip("/"), url.rstrip("/"))
@@ -111,7 +111,7 @@ class FsspecStorage:
         """Open a file for reading; every read is a request of its own."""
         length = self.length(name)
         if length is None:
-            raise StorageError(explain(f"cannot open {self.where(name)!r}", found="no such file"))
+            raise StorageError(error_text(f"cannot open {self.where(name)!r}", found="no such file"))
         yield _RangeReader(self, name, length)
 
     def replace(self, name: str, data: bytes, *, durable: bool) -> None:
@@ -216,7 +216,7 @@ class FsspecStorage:
             raise
         except Exception as error:
             found = f"{type(error).__name__}: {error}"
-            raise StorageError(explain(f"cannot {doing} {self.where(name)!r}", found=found)) from error
+            raise StorageError(error_text(f"cannot {doing} {self.where(name)!r}", found=found)) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,5 +242,5 @@ class _RangeReader:
             data = bytearray().join(self.storage.read_ranges(self.name, ranges))
         if len(data) != end - begin:
             what = f"{self.storage.where(self.name)!r} ends at byte {self.length}"
-            raise StorageError(explain(what, found=f"{len(data)} bytes", expected=f"bytes {begin} to {end}"))
+            raise StorageError(error_text(what, found=f"{len(data)} bytes", expected=f"bytes {begin} to {end}"))
         return data

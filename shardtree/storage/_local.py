@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 
-from ..errors import StorageError, explain
+from ..errors import StorageError, error_text
 from ._names import inside
 from ._parts import checked, neighbours
 from ._reserve import reserve
@@ -85,7 +85,7 @@ class LocalStorage:
             descriptor = os.open(self.where(name), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise StorageError(explain(f"cannot open {self.where(name)!r}", found="no regular file"))
+                raise StorageError(error_text(f"cannot open {self.where(name)!r}", found="no regular file"))
             yield _LocalReader(descriptor, self.where(name))
         finally:
             os.close(descriptor)
@@ -169,7 +169,7 @@ class LocalStorage:
             raise
         except OSError as error:
             raise StorageError(
-                explain(f"cannot {doing} {self.where(name)!r}", found=error.strerror or error)
+                error_text(f"cannot {doing} {self.where(name)!r}", found=error.strerror or error)
             ) from error
 
 
@@ -189,11 +189,11 @@ class _LocalReader:
                 count = os.preadv(self.descriptor, pending[:_BATCH_BUFFERS], byte)
             except OSError as error:
                 raise StorageError(
-                    explain(f"cannot read {self.path!r} at byte {byte}", found=error.strerror)
+                    error_text(f"cannot read {self.path!r} at byte {byte}", found=error.strerror)
                 ) from error
             if not count:
                 missing = sum(buffer.nbytes for buffer in pending)
-                raise StorageError(explain(f"{self.path!r} ends at byte {byte}", expected=f"{missing} bytes more"))
+                raise StorageError(error_text(f"{self.path!r} ends at byte {byte}", expected=f"{missing} bytes more"))
             byte += count
             pending = _rest(pending, count)
 
@@ -201,7 +201,7 @@ class _LocalReader:
         stretch = self._mapping[begin:end]
         if end is not None and stretch.nbytes < end - begin:
             what = f"{self.path!r} ends at byte {self._mapping.nbytes}"
-            raise StorageError(explain(what, expected=f"bytes {begin} to {end}"))
+            raise StorageError(error_text(what, expected=f"bytes {begin} to {end}"))
         return stretch
 
     @cached_property
@@ -212,7 +212,7 @@ class _LocalReader:
         try:
             mapped = mmap.mmap(self.descriptor, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         except OSError as error:
-            raise StorageError(explain(f"cannot map {self.path!r}", found=error.strerror)) from error
+            raise StorageError(error_text(f"cannot map {self.path!r}", found=error.strerror)) from error
         return memoryview(mapped)
 
 

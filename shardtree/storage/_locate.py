@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from ..errors import StorageError, explain
+from ..errors import StorageError, error_text
 from ._fsspec import fsspec_storage
 from ._local import LocalStorage
 from ._storage import Storage
@@ -31,7 +31,7 @@ def storage_at(directory: Directory) -> Storage:
         return directory
     kind = type(directory).__name__
     raise StorageError(
-        explain("where is the checkpoint?", found=f"{directory!r} ({kind})", expected="a path, a URL or a Storage")
+        error_text("where is the checkpoint?", found=f"{directory!r} ({kind})", expected="a path, a URL or a Storage")
     )
 
 

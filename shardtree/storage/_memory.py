@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 
-from ..errors import StorageError, explain
+from ..errors import StorageError, error_text
 from ._names import inside
 from ._parts import checked
 from ._storage import Buffer
@@ -123,7 +123,7 @@ class MemoryStorage:
     def _data(self, name: str) -> bytearray:
         entry = self._files.get(_plain(name))
         if entry is None:
-            raise StorageError(explain(f"cannot open {self.where(name)!r}", found="no such file"))
+            raise StorageError(error_text(f"cannot open {self.where(name)!r}", found="no such file"))
         return entry[0]
 
 
@@ -146,7 +146,7 @@ class _MemoryReader:
             if part.nbytes < buffer.nbytes:
                 missing = buffer.nbytes - part.nbytes
                 what = f"{self.path!r} ends at byte {self.length}"
-                raise StorageError(explain(what, expected=f"{missing} bytes more"))
+                raise StorageError(error_text(what, expected=f"{missing} bytes more"))
             buffer[:] = part
             byte += buffer.nbytes
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import PurePosixPath
 
-from ..errors import StorageError, explain
+from ..errors import StorageError, error_text
 
 
 def inside(name: str, root: str) -> str:
@@ -28,7 +28,7 @@ def inside(name: str, root: str) -> str:
     """
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or not _is_nameable(name):
-        raise StorageError(explain(f"{name!r} would leave the folder {root!r}", expected="a name inside it"))
+        raise StorageError(error_text(f"{name!r} would leave the folder {root!r}", expected="a name inside it"))
     return "/".join(path.parts)
 
 

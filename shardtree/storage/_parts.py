@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from ..errors import StorageError, explain
+from ..errors import StorageError, error_text
 from ._storage import Buffer
 
 
@@ -27,7 +27,7 @@ def checked(parts: Iterable[tuple[int, Buffer]], length: int, where: str) -> Ite
         if buffer.nbytes:
             if not 0 <= byte <= length - buffer.nbytes:
                 found, expected = f"bytes {byte} to {byte + buffer.nbytes}", f"a part of bytes 0 to {length}"
-                raise StorageError(explain(f"cannot write {where!r}", found=found, expected=expected))
+                raise StorageError(error_text(f"cannot write {where!r}", found=found, expected=expected))
             yield byte, buffer
 
 
@@ -82,4 +82,4 @@ def whole(parts: Iterable[tuple[int, Buffer]], length: int, where: str) -> Itera
 def _not_whole(where: str, found: int, expected: int) -> StorageError:
     fix = "Save from one process, in another format, or to a local or mounted folder."
     what = f"cannot write {where!r} in parts: such a store takes a file from one writer, whole and in order"
-    return StorageError(explain(what, found=f"byte {found}", expected=f"byte {expected}", fix=fix))
+    return StorageError(error_text(what, found=f"byte {found}", expected=f"byte {expected}", fix=fix))

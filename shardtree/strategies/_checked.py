@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..errors import CorruptCheckpoint, explain
+from ..errors import CorruptCheckpoint, error_text
 from ..storage import Buffer, Storage, digest
 from ._missing import missing_file
 from ._values import Checkpoint, Fields
@@ -31,7 +31,7 @@ def read_checked(checkpoint: Checkpoint, field: str) -> tuple[Buffer, str]:
         data = reader.mapped()
     if digest(data) != expected:
         fix = "The medium or a later program damaged it; load another checkpoint."
-        raise CorruptCheckpoint(explain(f"open: {where!r} isn't what was saved: its hash differs", fix=fix))
+        raise CorruptCheckpoint(error_text(f"open: {where!r} isn't what was saved: its hash differs", fix=fix))
     return data, where
 
 
@@ -41,4 +41,4 @@ def _entry(fields: Fields, field: str) -> tuple[str, int, str]:
         name, length, expected = (entry.get(part) for part in ("name", "length", "digest"))
         if isinstance(name, str) and type(length) is int and isinstance(expected, str):
             return name, length, expected
-    raise CorruptCheckpoint(explain(f"open: metadata.json does not describe the {field}", found=f"{entry!r}"[:200]))
+    raise CorruptCheckpoint(error_text(f"open: metadata.json does not describe the {field}", found=f"{entry!r}"[:200]))

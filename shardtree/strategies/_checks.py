@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 
-from ..errors import KeyMismatch, ShapeError, explain
+from ..errors import KeyMismatch, ShapeError, error_text
 from ..geometry import Column
 from ..layouts import TensorKind
 from ..mapping import ShardedTensor
@@ -34,7 +34,7 @@ def check_known(keys: Sequence[str], numbers: Sequence[int], stored: Callable[[]
     if missing:
         names = list(stored())
         raise KeyMismatch(
-            explain(
+            error_text(
                 "load: the checkpoint lacks tensors that the target asks for",
                 offenders=[repr(key) + _near(key, names) for key in missing[:10]] + [repr(key) for key in missing[10:]],
                 fix="Leave them out of the target, or pass a strict mode that tolerates them, as 'log_unexpected'.",
@@ -65,7 +65,7 @@ def check_kinds(shards: Sequence[ShardedTensor], stored: Mapping[str, TensorKind
             wrong.setdefault(shard.key, f"{shard.key!r}: checkpoint has {found}, target asks for {asked}")
     if wrong:
         raise ShapeError(
-            explain(
+            error_text(
                 "load: tensors differ in global shape or dtype",
                 offenders=wrong.values(),
                 fix="Set allow_shape_mismatch on the shard of a padded tensor; load in the stored dtype, then cast.",
@@ -90,7 +90,7 @@ def check_covered(shards: Sequence[ShardedTensor], covered: Column) -> None:
             wrong.append(f"{shard.key!r} at {shard.global_offset}: {found} of {wanted} elements are stored")
     if wrong:
         fix = "The checkpoint was saved without all ranks; load only what is there."
-        raise ShapeError(explain("load: the checkpoint doesn't cover the target", offenders=wrong, fix=fix))
+        raise ShapeError(error_text("load: the checkpoint doesn't cover the target", offenders=wrong, fix=fix))
 
 
 def element_count(shard: ShardedTensor) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..codec import canonical_json, parse_json
-from ..errors import CheckpointReplaced, CorruptCheckpoint, NotACheckpoint, explain
+from ..errors import CheckpointReplaced, CorruptCheckpoint, NotACheckpoint, error_text
 from ..storage import Storage, digest
 from ._clues import clue
 
@@ -43,17 +43,17 @@ def decode_metadata(data: bytes, where: str) -> dict[str, Any]:
     """
     fields = parse_json(data, where)
     if not isinstance(fields, dict):
-        raise CorruptCheckpoint(explain(f"open: {where!r} is not sound", found="no JSON object"))
+        raise CorruptCheckpoint(error_text(f"open: {where!r} is not sound", found="no JSON object"))
     fields.setdefault("sharded_backend_version", 1)
     fields.setdefault("common_backend", fields.get("sharded_backend"))
     fields.setdefault("common_backend_version", fields["sharded_backend_version"])
     for name, kind in _KINDS.items():
         if type(fields.get(name)) is not kind:
             found = f"{name} = {fields.get(name)!r}"[:200]
-            raise CorruptCheckpoint(explain(f"open: {where!r} is not sound", found=found, expected=kind.__name__))
+            raise CorruptCheckpoint(error_text(f"open: {where!r} is not sound", found=found, expected=kind.__name__))
     if ("digest" in fields or "save_id" in fields) and encode_metadata(fields) != data:
         fix = "The file was damaged or edited; load another checkpoint."
-        raise CorruptCheckpoint(explain(f"open: {where!r} isn't what was saved: its hash differs", fix=fix))
+        raise CorruptCheckpoint(error_text(f"open: {where!r} isn't what was saved: its hash differs", fix=fix))
     return fields
 
 
@@ -96,7 +96,7 @@ def not_a_checkpoint(storage: Storage) -> NotACheckpoint:
         state, names = "no such folder", ()
     if (known := clue(names)) is not None:
         state, fix = f"{state.partition(',')[0]}: {known[0]}", known[1]
-    return NotACheckpoint(explain(f"open: {storage.where()!r} is not a checkpoint", found=state, fix=fix))
+    return NotACheckpoint(error_text(f"open: {storage.where()!r} is not a checkpoint", found=state, fix=fix))
 
 
 def replace_metadata(storage: Storage, before: bytes | None, fields: Mapping[str, Any], *, durable: bool) -> None:
@@ -118,4 +118,6 @@ def check_unchanged(storage: Storage, before: bytes | None) -> None:
     now = storage.read(METADATA_FILE) if storage.length(METADATA_FILE) is not None else None
     if now != before:
         fix = "Let only one save at a time go to a folder, and run a request once."
-        raise CheckpointReplaced(explain(f"save: {storage.where()!r} was changed by another save meanwhile", fix=fix))
+        raise CheckpointReplaced(
+            error_text(f"save: {storage.where()!r} was changed by another save meanwhile", fix=fix)
+        )

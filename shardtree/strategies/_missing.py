@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ..errors import CheckpointReplaced, CorruptCheckpoint, explain
+from ..errors import CheckpointReplaced, CorruptCheckpoint, error_text
 from ..storage import StoredFile
 from ._metadata import METADATA_FILE
 from ._values import Checkpoint
@@ -33,10 +33,10 @@ def missing_file(checkpoint: Checkpoint, name: str, length: int) -> Exception:
     storage = checkpoint.storage
     if was_replaced(checkpoint):
         fix = "Open the checkpoint again."
-        return CheckpointReplaced(explain(f"open: {storage.where()!r} was replaced by a later save", fix=fix))
+        return CheckpointReplaced(error_text(f"open: {storage.where()!r} was replaced by a later save", fix=fix))
     found = storage.length(name)
     return CorruptCheckpoint(
-        explain(
+        error_text(
             f"open: {storage.where(name)!r} isn't what was saved",
             found="no such file" if found is None else f"{found} bytes",
             expected=f"{length} bytes",

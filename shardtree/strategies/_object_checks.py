@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from itertools import pairwise
 
-from ..errors import IntegrityError, KeyMismatch, explain
+from ..errors import IntegrityError, KeyMismatch, error_text
 
 
 def check_objects_known(unique_keys: Sequence[str], found: Sequence[bool]) -> None:
@@ -24,7 +24,7 @@ def check_objects_known(unique_keys: Sequence[str], found: Sequence[bool]) -> No
     missing = [repr(key) for key, known in zip(unique_keys, found, strict=True) if not known]
     if missing:
         grid = "An object's grid can't be resharded: ask for the grid that was saved."
-        raise KeyMismatch(explain("load: the checkpoint has no such objects", offenders=missing, fix=grid))
+        raise KeyMismatch(error_text("load: the checkpoint has no such objects", offenders=missing, fix=grid))
 
 
 def check_objects_written(unique_keys: Sequence[str], tensor_keys: Collection[str]) -> None:
@@ -43,8 +43,10 @@ def check_objects_written(unique_keys: Sequence[str], tensor_keys: Collection[st
     twice = [repr(one) for one, other in pairwise(sorted(unique_keys)) if one == other]
     if twice:
         fix = "Give replicas different replica_ids."
-        raise IntegrityError(explain("save: objects written by more than one main replica", offenders=twice, fix=fix))
+        raise IntegrityError(
+            error_text("save: objects written by more than one main replica", offenders=twice, fix=fix)
+        )
     shared = sorted(set(tensor_keys).intersection(unique_keys))
     if shared:
         fix = "Rename the tensors: '<key>/shard_<offset>_<shape>' is how an object is named."
-        raise IntegrityError(explain("save: tensors named like objects", offenders=map(repr, shared), fix=fix))
+        raise IntegrityError(error_text("save: tensors named like objects", offenders=map(repr, shared), fix=fix))

@@ -14,7 +14,7 @@ from importlib.metadata import entry_points
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from ..errors import StrategyError, explain
+from ..errors import StrategyError, error_text
 
 
 class StrategyAction(Enum):
@@ -82,7 +82,7 @@ def register_default_strategy(
             name = f"{taken.__module__}.{getattr(taken, '__qualname__', taken)}"
             fix = "Pass override=True to replace it, or strategies=default_strategies | {...} to one call."
             raise StrategyError(
-                explain(f"register: {_shown(row)} is taken", found=name, expected="a free row", fix=fix)
+                error_text(f"register: {_shown(row)} is taken", found=name, expected="a free row", fix=fix)
             )
         _rows[row] = function
         return function
@@ -124,7 +124,7 @@ def get_default_strategy(
             repr((name, number)) for other, name, number in sorted(strategies, key=_order) if other is action
         )
         raise StrategyError(
-            explain(
+            error_text(
                 f"no strategy for {_shown(row)}",
                 offenders=[f"{action.value} exists for {have or 'no backend'}"],
                 fix="Install the package that brings this backend, or register_default_strategy a function.",
@@ -157,7 +157,7 @@ def _rows_of_packages() -> Strategies:
         except Exception as error:
             found, fix = f"{type(error).__name__}: {error}", "Repair or uninstall the package that brings it."
             what = f"strategies: entry point {entry_point.name!r} ({entry_point.value}) can't be loaded"
-            raise StrategyError(explain(what, found=found, fix=fix)) from error
+            raise StrategyError(error_text(what, found=found, fix=fix)) from error
     return {row: fn for row, fn in _rows.items() if row not in before}
 
 
@@ -166,7 +166,7 @@ def _checked_row(action: StrategyAction, backend: str, version: int) -> Row:
         return action, backend, version
     found = f"({action!r}, {backend!r}, {version!r})"
     raise StrategyError(
-        explain("not a row of the table", found=found, expected="(StrategyAction, backend name, version)")
+        error_text("not a row of the table", found=found, expected="(StrategyAction, backend name, version)")
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..errors import TreeError, explain
+from ..errors import TreeError, error_text
 from ..mapping import ShardedTensor
 
 Flat = Mapping[str, Any]
@@ -26,7 +26,7 @@ def flat_tensors(doing: str, tree: Flat) -> dict[str, ShardedTensor]:
     """
     if not isinstance(tree, Mapping):
         fix = "Pass {shard.key: shard, ...}, as `open_checkpoint` gives it."
-        raise TreeError(explain(f"{doing}: not a flat tree", found=type(tree).__name__, expected="a dict", fix=fix))
+        raise TreeError(error_text(f"{doing}: not a flat tree", found=type(tree).__name__, expected="a dict", fix=fix))
     return {entry: leaf for entry, leaf in tree.items() if isinstance(leaf, ShardedTensor)}
 
 
@@ -55,7 +55,7 @@ def replace_entries(doing: str, tree: Flat, new: Mapping[str, Sequence[ShardedTe
         names = [name for name, _ in pairs]
         twice = [repr(name) for name in dict.fromkeys(names) if names.count(name) > 1]
         fix = "Rename one of them first, or leave it out."
-        raise TreeError(explain(f"{doing}: there would be two entries of one name", offenders=twice, fix=fix))
+        raise TreeError(error_text(f"{doing}: there would be two entries of one name", offenders=twice, fix=fix))
     return result
 
 
@@ -72,7 +72,7 @@ def check_plain(doing: str, shard: ShardedTensor) -> None:
     if shard.flattened_range is not None or shard.prepend_axis_num:
         found = "a flat range of a box" if shard.flattened_range is not None else "a box that lacks prepended axes"
         fix = "Do it to whole tensors, as `open_checkpoint` gives them, or to boxes."
-        raise TreeError(explain(f"{doing}: {shard.key!r}", found=found, expected="a box with all its axes", fix=fix))
+        raise TreeError(error_text(f"{doing}: {shard.key!r}", found=found, expected="a box with all its axes", fix=fix))
 
 
 def check_same(doing: str, shards: Sequence[ShardedTensor], fields: Sequence[str]) -> None:
@@ -98,7 +98,7 @@ def check_same(doing: str, shards: Sequence[ShardedTensor], fields: Sequence[str
         if (shard.data is None) != (first.data is None)
     ]
     if wrong:
-        raise TreeError(explain(f"{doing}: tensors that don't go together", offenders=wrong))
+        raise TreeError(error_text(f"{doing}: tensors that don't go together", offenders=wrong))
 
 
 def _has(shard: ShardedTensor) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from ..errors import TreeError, explain
+from ..errors import TreeError, error_text
 
 _PART = "([^.]+)"
 
@@ -22,7 +22,7 @@ def key_expression(pattern: str) -> str:
     """
     if not isinstance(pattern, str) or not pattern:
         found, fix = repr(pattern)[:200], "Write a key, with * for parts that differ: 'model.layers.*.mlp.weight'."
-        raise TreeError(explain("not a pattern of keys", found=found, expected="a text", fix=fix))
+        raise TreeError(error_text("not a pattern of keys", found=found, expected="a text", fix=fix))
     return re.escape(pattern).replace(r"\*", _PART)
 
 
@@ -72,5 +72,5 @@ def check_stars(doing: str, pattern: str, others: Sequence[str]) -> None:
         expected = f"as many * as {pattern!r}, which has {stars(pattern)}"
         fix = "Each * is filled in with what stood there in the key."
         raise TreeError(
-            explain(f"{doing}: patterns that can't be filled in", expected=expected, offenders=wrong, fix=fix)
+            error_text(f"{doing}: patterns that can't be filled in", expected=expected, offenders=wrong, fix=fix)
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..errors import TreeError, explain
+from ..errors import TreeError, error_text
 from ..mapping import ShardedBase
 from ..trees import leaves_with_paths, rename
 from ._keys import check_stars, fill_key, match_key
@@ -37,7 +37,7 @@ def partial_rename(tree: Any, names: Mapping[str, str]) -> Any:
     unused = [repr(pattern) for pattern in names if pattern not in used]
     if unused:
         fix = "Leave out what isn't there, and put a pattern before those that fit its keys too."
-        raise TreeError(explain("partial_rename: patterns that name nothing", offenders=unused, fix=fix))
+        raise TreeError(error_text("partial_rename: patterns that name nothing", offenders=unused, fix=fix))
     return rename(tree, {key: fill_key(names[pattern], parts) for key, (pattern, parts) in chosen.items()})
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..errors import ShapeError, TreeError, explain
+from ..errors import ShapeError, TreeError, error_text
 from ..mapping import ShardedTensor
 from ._data import join_data
 from ._flat import Flat, check_plain, check_same, flat_tensors, replace_entries
@@ -48,7 +48,7 @@ def split_tensor(
         if parts is not None:
             new[entry] = _cut(shard, [fill_key(name, parts) for name in names], sizes, axis)
     if not new:
-        raise TreeError(explain("split_tensor: no key is like that", expected=repr(key)))
+        raise TreeError(error_text("split_tensor: no key is like that", expected=repr(key)))
     return replace_entries("split_tensor", tree, new)
 
 
@@ -61,7 +61,7 @@ def _cut(shard: ShardedTensor, names: Sequence[str], sizes: Sequence[int] | None
         expected = f"{len(names)} sizes that add up to {length}"
         fix = "Pass sizes=[...], one for each name." if sizes is None else None
         what = f"split_tensor: {shard.key!r}, {shard.local_shape}, can't be cut like that along axis {at}"
-        raise ShapeError(explain(what, found=lengths, expected=expected, fix=fix))
+        raise ShapeError(error_text(what, found=lengths, expected=expected, fix=fix))
     starts = accumulate(lengths, initial=0)
     return [
         _resized(shard, name, at, size, None if shard.data is None else shard.data.narrow(at, start, size))
@@ -99,7 +99,7 @@ def merge_tensors(tree: Flat, names: Sequence[str], key: str, *, axis: int = 0) 
             if parts is not None:
                 _put(groups.setdefault(parts, {}), name, entry, shard)
     if not groups:
-        raise TreeError(explain("merge_tensors: no keys are like that", expected=", ".join(map(repr, names))))
+        raise TreeError(error_text("merge_tensors: no keys are like that", expected=", ".join(map(repr, names))))
     new: dict[str, list[ShardedTensor]] = {}
     for parts, group in groups.items():
         joined = _joined(fill_key(key, parts), [fill_key(name, parts) for name in names], names, group, axis)
@@ -111,7 +111,7 @@ def merge_tensors(tree: Flat, names: Sequence[str], key: str, *, axis: int = 0) 
 def _put(group: dict[str, tuple[str, ShardedTensor]], name: str, entry: str, shard: ShardedTensor) -> None:
     if name in group:
         fix = "Join whole tensors: several boxes of one tensor can't be told apart."
-        raise TreeError(explain(f"merge_tensors: {shard.key!r} is there twice", fix=fix))
+        raise TreeError(error_text(f"merge_tensors: {shard.key!r} is there twice", fix=fix))
     group[name] = entry, shard
 
 
@@ -120,7 +120,7 @@ def _joined(
 ) -> ShardedTensor:
     missing = [repr(own) for own, name in zip(keys, names, strict=True) if name not in group]
     if missing:
-        raise TreeError(explain(f"merge_tensors: parts of {key!r} are missing", offenders=missing))
+        raise TreeError(error_text(f"merge_tensors: parts of {key!r} are missing", offenders=missing))
     shards = [group[name][1] for name in names]
     at = {_whole_axis("merge_tensors", shard, axis) for shard in shards}.pop()
     check_same("merge_tensors", shards, _ALIKE)
@@ -139,13 +139,13 @@ def _whole_axis(doing: str, shard: ShardedTensor, axis: int) -> int:
     check_plain(doing, shard)
     axes = len(shard.local_shape)
     if not -axes <= axis < axes:
-        raise ShapeError(explain(f"{doing}: {shard.key!r} has no such axis", found=axis, expected=f"below {axes}"))
+        raise ShapeError(error_text(f"{doing}: {shard.key!r} has no such axis", found=axis, expected=f"below {axes}"))
     at = axis % axes
     if shard.local_shape[at] != shard.global_shape[at]:
         found, expected = f"{shard.local_shape[at]} of {shard.global_shape[at]}", "all of it"
         fix = "Do it to whole tensors, or describe it with a ShardedTensorFactory."
         raise ShapeError(
-            explain(f"{doing}: {shard.key!r} is cut along axis {at}", found=found, expected=expected, fix=fix)
+            error_text(f"{doing}: {shard.key!r} is cut along axis {at}", found=found, expected=expected, fix=fix)
         )
     return at
 
@@ -162,6 +162,6 @@ def _checked_names(doing: str, key: str, names: Sequence[str]) -> list[str]:
     listed = [names] if isinstance(names, str) else list(names)
     if isinstance(names, str) or not listed or len(set(listed)) < len(listed):
         found = repr(names)[:200]
-        raise TreeError(explain(f"{doing}: not names of parts", found=found, expected="a list of different keys"))
+        raise TreeError(error_text(f"{doing}: not names of parts", found=found, expected="a list of different keys"))
     check_stars(doing, key, listed)
     return listed

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..errors import TreeError, explain, shorten
+from ..errors import TreeError, error_text, shorten
 from ..mapping import ShardedTensor
 from ._data import join_data
 from ._flat import Flat, check_plain, check_same, flat_tensors, replace_entries
@@ -64,7 +64,7 @@ def _put(group: _Group, number: int, entry: str, shard: ShardedTensor) -> None:
     check_plain("stack_layers", shard)
     if number in group:
         fix = "Stack whole tensors: several boxes of one tensor can't be told apart."
-        raise TreeError(explain(f"stack_layers: {shard.key!r} is there twice", fix=fix))
+        raise TreeError(error_text(f"stack_layers: {shard.key!r} is there twice", fix=fix))
     group[number] = entry, shard
 
 
@@ -72,7 +72,7 @@ def _stacked(key: str, group: Mapping[int, tuple[str, ShardedTensor]]) -> Sharde
     count = max(group) + 1
     if count != len(group):
         missing = [f"layer {number}" for number in range(min(count, 10_000)) if number not in group]
-        raise TreeError(explain(f"stack_layers: {key!r} lacks layers", found=len(group), offenders=missing))
+        raise TreeError(error_text(f"stack_layers: {key!r} lacks layers", found=len(group), offenders=missing))
     layers = [group[number][1] for number in range(count)]
     check_same("stack_layers", layers, _ALIKE)
     first = layers[0]
@@ -122,7 +122,7 @@ def _layers(shard: ShardedTensor, prefix: str, name: str) -> list[ShardedTensor]
     if shard.flattened_range is not None or not shard.global_shape:
         found = "a flat range" if shard.flattened_range is not None else "no axis"
         raise TreeError(
-            explain(f"unstack_layers: {shard.key!r}", found=found, expected="a first axis that counts layers")
+            error_text(f"unstack_layers: {shard.key!r}", found=found, expected="a first axis that counts layers")
         )
     first = shard.global_offset[0]
     prepended = shard.prepend_axis_num > 0
@@ -151,4 +151,4 @@ def _rows(shard: ShardedTensor) -> list[Any]:
 def _nothing(doing: str, expected: str, tree: Flat) -> TreeError:
     keys = [repr(shard.key) for shard in flat_tensors(doing, tree).values()]
     found = ", ".join(shorten(keys, shown=3)) or "no tensors"
-    return TreeError(explain(f"{doing}: no key is like that", found=found, expected=expected))
+    return TreeError(error_text(f"{doing}: no key is like that", found=found, expected=expected))

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..errors import ShapeError, TreeError, explain
+from ..errors import ShapeError, TreeError, error_text
 from ..mapping import LocalNonpersistentObject, ShardedBase, ShardedObject, ShardedTensor, ShardedTensorFactory
 from ._nodes import Tree, flatten, map_sharing
 from ._registry import with_data
@@ -47,7 +47,7 @@ def _check_injective(new: Mapping[str, str]) -> None:
     collisions = [f"{after!r} from {', '.join(map(repr, before))}" for after, before in old.items() if len(before) > 1]
     if collisions:
         fix = "Give each key a name of its own; join tensors with a factory."
-        raise TreeError(explain("rename: different keys would become one", offenders=collisions, fix=fix))
+        raise TreeError(error_text("rename: different keys would become one", offenders=collisions, fix=fix))
 
 
 def _with_key(leaf: Any, key: str) -> Any:
@@ -82,7 +82,7 @@ def cast(tree: Tree, dtype: torch.dtype) -> Tree:
     """
     if not dtype.is_floating_point:
         fix = "Use `map_shards` to change numbers into other kinds of numbers."
-        raise ShapeError(explain("cast: not a floating-point dtype", found=dtype, fix=fix))
+        raise ShapeError(error_text("cast: not a floating-point dtype", found=dtype, fix=fix))
     return map_sharing(lambda leaf: _cast(leaf, dtype), tree)
 
 
@@ -122,7 +122,7 @@ def narrow(tree: Tree, dim: int, start: int, length: int) -> Tree:
 def _narrow(leaf: Any, dim: int, start: int, length: int) -> Any:
     if isinstance(leaf, ShardedTensorFactory):
         what = f"narrow: {leaf.key!r} is a factory, and which boxes it makes isn't known yet"
-        raise TreeError(explain(what, fix="Call `apply_factories` on the tree first."))
+        raise TreeError(error_text(what, fix="Call `apply_factories` on the tree first."))
     if not isinstance(leaf, ShardedTensor):
         return leaf
     parts = leaf.narrow(dim, start, length)

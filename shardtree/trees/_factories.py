@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..errors import TreeError, TreePath, explain, render_path
+from ..errors import TreeError, TreePath, error_text, render_path
 from ..mapping import ShardedTensorFactory
 from ._nodes import Tree, call_at, describe, entries, is_sequence, like, map_sharing
 
@@ -57,7 +57,7 @@ def _build(tree: Tree, built: dict[int, Tree], depth: int) -> Tree:
             return leaf
         if depth == _MAX_CHAIN:
             raise TreeError(
-                explain(
+                error_text(
                     f"apply_factories: factory {leaf.key!r} came out of a chain of {depth} factories",
                     fix="Let build_fn return shards in the end; it seems to return its own factory again.",
                 )
@@ -142,4 +142,4 @@ def _misfit(
 ) -> TreeError:
     text = f"apply_factory_merges: what was loaded {what} at {render_path(path)}"
     fix = "Load into the tree that apply_factories gave, and merge with the tree that it was given."
-    return TreeError(explain(text, found=found, expected=expected, fix=fix, offenders=offenders))
+    return TreeError(error_text(text, found=found, expected=expected, fix=fix, offenders=offenders))

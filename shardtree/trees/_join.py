@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..errors import TreeError, TreePath, explain, render_path
+from ..errors import TreeError, TreePath, error_text, render_path
 from ..mapping import LocalNonpersistentObject, ShardedBase
 from ._hole import HOLE
 from ._nodes import Tree, describe, entries, is_sequence, like, same_kind
@@ -152,10 +152,10 @@ def _filled(children: Mapping[Any, Tree]) -> dict[Any, Tree]:
 def _unfilled(place: str, holes: list[str]) -> TreeError:
     what = f"load: shards stood in {place} when it was saved, and the target asks for none there"
     fix = "Put shards for these places in the target, or load the tensors with `load_plain_tensors`."
-    return TreeError(explain(what, fix=fix, offenders=holes))
+    return TreeError(error_text(what, fix=fix, offenders=holes))
 
 
 def _conflict(stored: Tree, target: Tree, path: TreePath) -> TreeError:
     what = f"load: {render_path(path, 'target')} doesn't fit the checkpoint's {render_path(path, 'common')}"
     fix = "Give the target the structure that was saved, or take this entry out of it."
-    return TreeError(explain(what, found=describe(target), expected=describe(stored), fix=fix))
+    return TreeError(error_text(what, found=describe(target), expected=describe(stored), fix=fix))

@@ -7,7 +7,7 @@ from typing import Any
 
 import optree
 
-from ..errors import TreeError, explain, plural
+from ..errors import TreeError, error_text, plural
 from ..mapping import ShardedTensor, ShardedTensorFactory
 from ._nodes import Tree, call_on_leaves, flatten
 from ._registry import with_data
@@ -49,7 +49,7 @@ def _aligned(spec: optree.PyTreeSpec, other: Tree, number: int) -> list[Any]:
         what = f"map_shards: tree {number} doesn't have the structure of the first tree"
         fix = "Give trees of one structure, or join them first with `merge` or `combine`."
         facts = {"found": plural(len(leaves), "leaf"), "expected": plural(spec.num_leaves, "leaf")}
-        raise TreeError(explain(what, **facts, fix=fix, offenders=[str(error).splitlines()[0][:200]])) from None
+        raise TreeError(error_text(what, **facts, fix=fix, offenders=[str(error).splitlines()[0][:200]])) from None
 
 
 def map_data(f: Callable[[Any], Any], tree: Tree) -> Tree:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import reduce
 from typing import Any
 
-from ..errors import TreeError, TreePath, explain, render_path
+from ..errors import TreeError, TreePath, error_text, render_path
 from ._hole import HOLE
 from ._nodes import Tree, describe, entries, is_sequence, like, same_kind
 
@@ -82,4 +82,4 @@ def _conflict(left: Tree, right: Tree, path: TreePath) -> TreeError:
     what = "both trees have a value" if both else "trees don't fit together"
     fix = "Take it out of one of them, with `partition` for one."
     found = f"{describe(left)} and {describe(right)}"
-    return TreeError(explain(f"{what} at {render_path(path)}", found=found, fix=fix))
+    return TreeError(error_text(f"{what} at {render_path(path)}", found=found, fix=fix))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..errors import IntegrityError, explain, render_path
+from ..errors import IntegrityError, error_text, render_path
 from ..mapping import ShardedObject, ShardedTensor
 from ._edit import without_data
 from ._factories import apply_factories
@@ -39,7 +39,7 @@ def extract_metadata(tree: Tree) -> dict[str, ShardedTensor | ShardedObject]:
             conflicts.append(f"{key!r} at {render_path(path)}: found {_outline(leaf)}, before {_outline(first)}")
     if conflicts:
         fix = "Give each global tensor a key of its own."
-        raise IntegrityError(explain("shards of one key describe different tensors", offenders=conflicts, fix=fix))
+        raise IntegrityError(error_text("shards of one key describe different tensors", offenders=conflicts, fix=fix))
     return dict(without_data(found))
 
 

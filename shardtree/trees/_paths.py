@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..errors import TreeError, TreePath, explain
+from ..errors import TreeError, TreePath, error_text
 from ._nodes import Tree, flatten
 
 
@@ -41,7 +41,7 @@ def shard_leaves(tree: Tree) -> tuple[list[tuple[TreePath, Any]], Callable[[Sequ
 
     def rebuild(new: Sequence[Any]) -> Tree:
         if len(new) != spec.num_leaves:
-            raise TreeError(explain("rebuild: wrong number of leaves", found=len(new), expected=spec.num_leaves))
+            raise TreeError(error_text("rebuild: wrong number of leaves", found=len(new), expected=spec.num_leaves))
         return spec.unflatten(new)
 
     return list(zip(spec.paths(), leaves, strict=True)), rebuild

@@ -13,7 +13,7 @@ from typing import Any, Final, TypeAlias, TypeVar
 import optree
 import torch
 
-from ..errors import ShapeError, explain
+from ..errors import ShapeError, error_text
 from ..lazy import LazyTensor
 from ..mapping import ShardedTensor, ShardedTensorFactory
 
@@ -71,7 +71,7 @@ def _check_data(leaf: Boxed, data: torch.Tensor | LazyTensor) -> None:
     what = f"map_data: the function changed the dtype or shape of {leaf.key!r}, so that its metadata would be wrong"
     found, expected = f"{tuple(data.shape)} {data.dtype}", f"{tuple(shape)} {source.dtype}"
     fix = "Use `cast` to change the dtype, or `map_shards` to make another shard."
-    raise ShapeError(explain(what, found=found, expected=expected, fix=fix))
+    raise ShapeError(error_text(what, found=found, expected=expected, fix=fix))
 
 
 def _take_out(leaf: Boxed) -> tuple[tuple[Any, ...], Boxed, tuple[str, ...]]:

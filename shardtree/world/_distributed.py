@@ -10,7 +10,7 @@ from weakref import ref
 
 import torch
 
-from ..errors import WorldError, explain
+from ..errors import WorldError, error_text
 from ._groups import Gloo, coordination_group
 from ._pickled import pack, unpack
 from ._world import DEFAULT_TIMEOUT, T, World, check_one_each, check_peer, check_rank
@@ -112,12 +112,12 @@ class DistributedWorld(World):
         """Yield the group; what the backend raises becomes a WorldError."""
         group = self._group_ref()
         if group is None:
-            raise WorldError(explain(f"{what}: the process group of rank {self.rank} was destroyed"))
+            raise WorldError(error_text(f"{what}: the process group of rank {self.rank} was destroyed"))
         try:
             yield group
         except (RuntimeError, ValueError) as error:
             raise WorldError(
-                explain(
+                error_text(
                     f"{what}: rank {self.rank} of {self.size} can't reach its peers",
                     found=f"{type(error).__name__}: {error}",
                     fix=f"A peer died, was silent for {self.timeout:g} seconds, or called another collective.",

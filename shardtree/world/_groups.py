@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from ..errors import WorldError, explain
+from ..errors import WorldError, error_text
 
 # A ProcessGroup or a ProcessGroupGloo, which share no typed base.
 Gloo: TypeAlias = Any
@@ -61,10 +61,10 @@ def _member_of(group: torch.distributed.ProcessGroup | None) -> torch.distribute
 
     if not is_initialised():
         fix = "Call torch.distributed.init_process_group first, or pass world=one_process()."
-        raise WorldError(explain("torch.distributed has no default process group", fix=fix))
+        raise WorldError(error_text("torch.distributed has no default process group", fix=fix))
     group = dist.group.WORLD if group is None else group
     if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
-        raise WorldError(explain(f"rank {dist.get_rank()} is not in the process group that it was given"))
+        raise WorldError(error_text(f"rank {dist.get_rank()} is not in the process group that it was given"))
     return group
 
 
@@ -83,4 +83,4 @@ def _make(group: torch.distributed.ProcessGroup, timeout: float, purpose: str | 
         return dist.ProcessGroupGloo(store, group.rank(), group.size(), timedelta(seconds=timeout))
     except RuntimeError as error:
         what = f"the {len(ranks)} ranks of a process group couldn't make a gloo group beside it"
-        raise WorldError(explain(what, found=f"{type(error).__name__}: {error}")) from error
+        raise WorldError(error_text(what, found=f"{type(error).__name__}: {error}")) from error

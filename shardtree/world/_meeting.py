@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import Any, NoReturn
 
-from ..errors import WorldError, explain
+from ..errors import WorldError, error_text
 
 
 class Stopped(BaseException):
@@ -115,13 +115,13 @@ class Meeting:
     def _stop_if_stuck(self) -> None:
         if self._waiting and not self._stopped and len(self._waiting) + len(self._ended) == self.size:
             what = "the ranks called different things, and would wait for each other forever"
-            self._stop(WorldError(explain(what, offenders=self._calls())))
+            self._stop(WorldError(error_text(what, offenders=self._calls())))
 
     def _give_up(self, rank: int) -> None:
         with self._lock:
             if rank in self._waiting:
                 what = f"rank {rank} waited {self.timeout:g} seconds"
-                self._stop(WorldError(explain(what, offenders=self._calls())))
+                self._stop(WorldError(error_text(what, offenders=self._calls())))
 
     def _stop(self, error: WorldError | None) -> None:
         self._stopped = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from ..errors import WorldError, explain
+from ..errors import WorldError, error_text
 from ._world import DEFAULT_TIMEOUT, T, World, check_one_each, check_rank
 
 
@@ -29,10 +29,10 @@ class OneProcess(World):
         return list(values)
 
     def send(self, value: Any, to: int) -> NoReturn:
-        raise WorldError(explain(f"send(to={to}): a world of one has no other rank"))
+        raise WorldError(error_text(f"send(to={to}): a world of one has no other rank"))
 
     def recv(self, source: int) -> NoReturn:
-        raise WorldError(explain(f"recv(source={source}): a world of one has no other rank"))
+        raise WorldError(error_text(f"recv(source={source}): a world of one has no other rank"))
 
 
 def one_process() -> World:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from ..errors import RemoteError, WorldError, explain
+from ..errors import RemoteError, WorldError, error_text
 from ._pickled import pack, unpack
 from ._world import T, World
 
@@ -141,7 +141,9 @@ def _check_phases(outcomes: Mapping[int, object]) -> None:
     if len(set(phases.values())) > 1:
         what = "the ranks aren't doing the same thing"
         fix = "Make the same calls with the same options on every rank."
-        raise WorldError(explain(what, offenders=(f"rank {rank}: {phase}" for rank, phase in phases.items()), fix=fix))
+        raise WorldError(
+            error_text(what, offenders=(f"rank {rank}: {phase}" for rank, phase in phases.items()), fix=fix)
+        )
 
 
 def _failure(error: BaseException) -> _Failure:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
-from ..errors import UnsupportedValue, WorldError, explain
+from ..errors import UnsupportedValue, WorldError, error_text
 
 
 def pack(what: str, value: object) -> bytes:
@@ -25,7 +25,7 @@ def pack(what: str, value: object) -> bytes:
         return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
     except Exception as error:
         raise UnsupportedValue(
-            explain(
+            error_text(
                 f"{what}: a {type(value).__qualname__} can't go to another rank",
                 found=f"{type(error).__name__}: {error}",
                 expected="a picklable value",
@@ -43,7 +43,7 @@ def unpack(what: str, data: bytes | bytearray | memoryview) -> Any:
         return pickle.loads(data)
     except Exception as error:
         raise WorldError(
-            explain(
+            error_text(
                 f"{what}: what another rank sent can't be rebuilt here",
                 found=f"{type(error).__name__}: {error}",
                 fix="Import its class on every rank, and run the same code on all of them.",

@@ -14,7 +14,7 @@ from datetime import timedelta
 from multiprocessing import connection, forkserver, get_context
 from typing import Any
 
-from ..errors import WorldError, explain
+from ..errors import WorldError, error_text
 from ._distributed import distributed
 from ._world import DEFAULT_TIMEOUT, T, World
 
@@ -61,7 +61,7 @@ def run_processes(
         [['here', 'here'], ['here', 'here']]
     """
     if size < 1:
-        raise WorldError(explain("run_processes: no ranks", found=size, expected="at least 1"))
+        raise WorldError(error_text("run_processes: no ranks", found=size, expected="at least 1"))
     with _started(size, fn, timeout) as ends:
         outcomes = _outcomes(ends, meanwhile)
         for process, _ in ends:
@@ -136,7 +136,7 @@ def _outcome(rank: int, process: Any, receiver: Any) -> _Outcome:
         outcome: _Outcome = receiver.recv()
     except EOFError:
         process.join()
-        died = explain(f"run_processes: rank {rank} died without a word", found=_exit(process.exitcode))
+        died = error_text(f"run_processes: rank {rank} died without a word", found=_exit(process.exitcode))
         return _Outcome(error=WorldError(died), was_told=False)
     return outcome
 

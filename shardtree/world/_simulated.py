@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from threading import Thread
 from typing import Any
 
-from ..errors import WorldError, explain
+from ..errors import WorldError, error_text
 from ._meeting import Meeting
 from ._pickled import pack, unpack
 from ._world import T, World, check_one_each, check_peer, check_rank
@@ -87,7 +87,7 @@ def simulate(size: int, fn: Callable[[World], T], *, timeout: float = 60.0) -> l
           rank 1: barrier
     """
     if size < 1:
-        raise WorldError(explain("simulate: no ranks", found=size, expected="at least 1"))
+        raise WorldError(error_text("simulate: no ranks", found=size, expected="at least 1"))
     meeting = Meeting(size, timeout)
     results: dict[int, T] = {}
     errors: dict[int, BaseException] = {}

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from ..errors import WorldError, explain, plural
+from ..errors import WorldError, error_text, plural
 
 T = TypeVar("T")
 
@@ -73,21 +73,21 @@ class World(ABC):
 def check_rank(world: World, what: str, rank: int) -> None:
     """Raise unless the world has such a rank."""
     if not 0 <= rank < world.size:
-        raise WorldError(explain(f"{what}: no such rank", found=rank, expected=f"0 to {world.size - 1}"))
+        raise WorldError(error_text(f"{what}: no such rank", found=rank, expected=f"0 to {world.size - 1}"))
 
 
 def check_peer(world: World, what: str, rank: int) -> None:
     """Raise unless the world has such a rank, and it is another one."""
     check_rank(world, what, rank)
     if rank == world.rank:
-        raise WorldError(explain(f"{what}: rank {rank} can't exchange messages with itself"))
+        raise WorldError(error_text(f"{what}: rank {rank} can't exchange messages with itself"))
 
 
 def check_one_each(world: World, values: Sequence[object]) -> None:
     """Raise unless there is one value for each rank."""
     if len(values) != world.size:
         raise WorldError(
-            explain(
+            error_text(
                 f"all_to_all: rank {world.rank}", found=plural(len(values), "value"), expected=f"{world.size}, one each"
             )
         )

@@ -102,7 +102,7 @@ def merged(tree: Any) -> Any:
 
 Call = tuple[Any, ...]
 CALLS: dict[str, Call] = {
-    "errors.explain": (errors.explain, "load"),
+    "errors.error_text": (errors.error_text, "load"),
     "errors.shorten": (errors.shorten, ["a", "b", "c"], 2),
     "errors.plural": (errors.plural, 2, "rank"),
     "errors.render_path": (errors.render_path, ("a", 0)),

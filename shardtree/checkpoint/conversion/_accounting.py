@@ -8,7 +8,7 @@ from math import prod
 
 import numpy as np
 
-from ...errors import IntegrityError, KeyMismatch, explain
+from ...errors import IntegrityError, KeyMismatch, error_text
 from ...geometry import Column, volumes
 from ...layouts import access_problems, shard_columns
 from ...lazy import Fetch, LazyTensor
@@ -40,7 +40,7 @@ def unused_elements(
     lost = [repr(key) for key, shard in source.items() if key not in used and _has_elements(shard)]
     if lost:
         fix = "Let the transform pass them on, or name them in leave_out, where * and ? are wildcards."
-        raise KeyMismatch(explain("convert: the output lacks what the source holds", offenders=lost, fix=fix))
+        raise KeyMismatch(error_text("convert: the output lacks what the source holds", offenders=lost, fix=fix))
     whole = {key: shard for key, shard in source.items() if isinstance(shard, ShardedTensor)}
     counts = {key: prod(shard.global_shape) - _covered(boxes[key]) for key, shard in whole.items() if key in boxes}
     return {key: count for key, count in counts.items() if count > 0}
@@ -60,7 +60,7 @@ def check_output(tensors: Sequence[ShardedTensor], objects: Sequence[ShardedObje
     problems += [f"{shard.key!r}: a flat range of a box" for shard in tensors if shard.flattened_range is not None]
     if problems:
         fix = "Give each tensor a key of its own, and all of its elements once."
-        raise IntegrityError(explain("convert: the output isn't a whole checkpoint", offenders=problems, fix=fix))
+        raise IntegrityError(error_text("convert: the output isn't a whole checkpoint", offenders=problems, fix=fix))
 
 
 def _has_elements(shard: Shard) -> bool:

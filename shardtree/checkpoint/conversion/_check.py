@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from ...errors import IntegrityError, explain, render_path
+from ...errors import IntegrityError, error_text, render_path
 from ...layouts import TensorKind
 from ...lazy import LazyTensor
 from ...mapping import ShardedObject, ShardedTensor
@@ -69,7 +69,7 @@ def _refuse(problems: Iterable[str]) -> None:
             "Don't use the destination: remove it. The medium, or the format's strategy, doesn't keep what it is given."
         )
         what = "convert: the destination isn't what was to be written"
-        raise IntegrityError(explain(what, offenders=listed, fix=fix))
+        raise IntegrityError(error_text(what, offenders=listed, fix=fix))
 
 
 def _key_problems(

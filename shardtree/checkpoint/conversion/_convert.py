@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...errors import AlreadyACheckpoint, IntegrityError, RemoteError, explain
+from ...errors import AlreadyACheckpoint, IntegrityError, RemoteError, error_text
 from ...storage import Directory, Storage, storage_at
 from ...strategies import METADATA_FILE, SaveOptions, Strategies, StrategyAction, default_strategies
 from ...trees import HOLE
@@ -171,7 +171,7 @@ def _written(target: Destination, journal: Journal, plan: Plan) -> tuple[int, bo
     if storage.length(METADATA_FILE) is not None or recognized(storage, target.strategies) is not None:
         if save_id is None:
             raise AlreadyACheckpoint(
-                explain(f"convert: {storage.where()!r} already holds a checkpoint", fix="Convert to another folder.")
+                error_text(f"convert: {storage.where()!r} already holds a checkpoint", fix="Convert to another folder.")
             )
         # It was killed after the commit.
         return len(plan.batches), read_fields(storage, target.strategies).get("save_id") != save_id

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from math import prod
 from typing import Any
 
-from ...errors import KeyMismatch, ShapeError, explain
+from ...errors import KeyMismatch, ShapeError, error_text
 from ...mapping import ShardedObject, ShardedTensor
 from .._compare_boxes import box_shape, boxes, grouped
 
@@ -70,10 +70,10 @@ def _counts_function(layout: Cutting, tensors: Sequence[ShardedTensor]) -> Calla
         return layout
     if not isinstance(layout, Mapping) or not all(isinstance(pattern, str) for pattern in layout):
         expected = "a function from a shard, or a dict from patterns of keys, to counts of pieces"
-        raise ShapeError(explain("convert: layout", found=repr(layout)[:200], expected=expected))
+        raise ShapeError(error_text("convert: layout", found=repr(layout)[:200], expected=expected))
     nothing = [repr(pattern) for pattern in layout if not any(fnmatchcase(shard.key, pattern) for shard in tensors)]
     if nothing:
-        raise KeyMismatch(explain("convert: layout has patterns that fit no key of the output", offenders=nothing))
+        raise KeyMismatch(error_text("convert: layout has patterns that fit no key of the output", offenders=nothing))
     patterns = dict(layout)
     return lambda shard: next((patterns[each] for each in patterns if fnmatchcase(shard.key, each)), None)
 
@@ -99,7 +99,7 @@ def _cell(shard: ShardedTensor, counts: Any) -> tuple[int, ...]:
     listed = tuple(counts) if isinstance(counts, (tuple, list)) else ()
     if len(listed) != len(shape) or not all(type(count) is int and count > 0 for count in listed):
         expected = f"{len(shape)} counts of pieces, one for each axis of {shape}"
-        raise ShapeError(explain(f"convert: layout of {shard.key!r}", found=repr(counts)[:200], expected=expected))
+        raise ShapeError(error_text(f"convert: layout of {shard.key!r}", found=repr(counts)[:200], expected=expected))
     return tuple(max(1, -(-size // count)) for size, count in zip(shape, listed, strict=True))
 
 

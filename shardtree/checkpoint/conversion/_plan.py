@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...errors import StorageError, TreeError, explain, render_path
+from ...errors import StorageError, TreeError, error_text, render_path
 from ...lazy import Fetch
 from ...mapping import ShardedObject, ShardedTensor
 from ...trees import HOLE, leaves_with_paths
@@ -62,7 +62,7 @@ def plan_conversion(
     """
     if type(most_bytes) is not int or most_bytes < 1:
         what = "convert: max_bytes_in_flight"
-        raise StorageError(explain(what, found=repr(most_bytes)[:200], expected="a number of bytes, 1 at least"))
+        raise StorageError(error_text(what, found=repr(most_bytes)[:200], expected="a number of bytes, 1 at least"))
     left_out = left_out_keys(opened.metadata, leave_out)
     reads: list[Fetch] = []
     reader = BoxReader(opened)
@@ -86,4 +86,4 @@ def _refuse_plain_values(rest: Any) -> None:
     ]
     if plain:
         fix = "Give shards alone; what isn't sharded is the common state, which transform_common= changes."
-        raise TreeError(explain("convert: the transform gave what isn't a shard", offenders=plain, fix=fix))
+        raise TreeError(error_text("convert: the transform gave what isn't a shard", offenders=plain, fix=fix))

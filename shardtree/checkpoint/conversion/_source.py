@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ...errors import KeyMismatch, explain
+from ...errors import KeyMismatch, error_text
 from ...lazy import Fetch, LazyTensor, stored
 from ...mapping import ShardedObject, ShardedTensor
 from .._compare_reader import BoxReader
@@ -97,7 +97,7 @@ def left_out_keys(metadata: Mapping[str, Shard], patterns: Sequence[str]) -> tup
         ('rng/shard_0_1',)
     """
     if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
-        raise KeyMismatch(explain("convert: leave_out", found=repr(patterns)[:200], expected="a list of patterns"))
+        raise KeyMismatch(error_text("convert: leave_out", found=repr(patterns)[:200], expected="a list of patterns"))
     globs = [pattern for pattern in patterns if pattern != COMMON]
     named = {
         pattern: [key for key, shard in metadata.items() if _is_named(pattern, key, shard)]
@@ -106,7 +106,7 @@ def left_out_keys(metadata: Mapping[str, Shard], patterns: Sequence[str]) -> tup
     nothing = [repr(pattern) for pattern, keys in named.items() if not keys]
     if nothing:
         fix = "list(open_checkpoint(source)) has all keys; take the pattern out if there is nothing to leave out."
-        raise KeyMismatch(explain("convert: leave_out names what isn't in the source", offenders=nothing, fix=fix))
+        raise KeyMismatch(error_text("convert: leave_out names what isn't in the source", offenders=nothing, fix=fix))
     chosen = {key for keys in named.values() for key in keys}
     return tuple(key for key in metadata if key in chosen)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from ...errors import WorldError, explain
+from ...errors import WorldError, error_text
 from ...world import World
 
 
@@ -40,8 +40,8 @@ class Turn(World):
 
     def send(self, value: Any, to: int) -> NoReturn:
         """Raise: no other rank is there to receive."""
-        raise WorldError(explain(f"send(to={to}): the ranks of a conversion take turns"))
+        raise WorldError(error_text(f"send(to={to}): the ranks of a conversion take turns"))
 
     def recv(self, source: int) -> NoReturn:
         """Raise: no other rank is there to send."""
-        raise WorldError(explain(f"recv(source={source}): the ranks of a conversion take turns"))
+        raise WorldError(error_text(f"recv(source={source}): the ranks of a conversion take turns"))

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ...errors import CheckpointingException, CorruptCheckpoint, UnsafeFile, explain
+from ...errors import CheckpointingException, CorruptCheckpoint, UnsafeFile, error_text
 from ..pickles import read_pickle
 from ._named import NAMED
 from ._numpy import NUMPY
@@ -79,4 +79,4 @@ def _unpickled(data: bytes | bytearray | memoryview, what: str) -> Any:
         return torch.load(BytesIO(data), map_location="cpu", weights_only=False)
     except Exception as error:
         reason = f"{type(error).__name__}: {str(error)[:200]}"
-        raise CorruptCheckpoint(explain(f"{what}: it can't be unpickled: {reason}")) from error
+        raise CorruptCheckpoint(error_text(f"{what}: it can't be unpickled: {reason}")) from error

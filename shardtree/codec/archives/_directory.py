@@ -8,7 +8,7 @@ from itertools import pairwise
 from struct import Struct
 from typing import Any
 
-from ...errors import CorruptCheckpoint, explain
+from ...errors import CorruptCheckpoint, error_text
 
 Read = Callable[[int, int], Any]
 """(begin, end) -> the bytes of that stretch of an archive."""
@@ -61,7 +61,7 @@ def read_directory(read: Read, length: int, what: str) -> tuple[Record, ...]:
             if first.begin + first.nbytes > second.begin:
                 raise ValueError(f"{first.name!r} and {second.name!r} overlap")
     except (ValueError, IndexError) as error:
-        raise CorruptCheckpoint(explain(f"{what}: not an archive of torch.save", found=str(error)[:200])) from error
+        raise CorruptCheckpoint(error_text(f"{what}: not an archive of torch.save", found=str(error)[:200])) from error
     return tuple(records)
 
 

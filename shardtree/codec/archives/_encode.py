@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...errors import TreeError, TreePath, UnsupportedValue, explain, render_path
+from ...errors import TreeError, TreePath, UnsupportedValue, error_text, render_path
 from ...trees import Hole
 from .._dtypes import check_storable
 from .._nodes import MAX_DEPTH, path_to
@@ -50,7 +50,9 @@ def encode_archive(value: Any, *, allow_pickle: bool = False) -> bytes:
         save_named(plain, file) if Record in classes else torch.save(plain, file)
     except Exception as error:
         reason = f"{type(error).__name__}: {str(error)[:200]}"
-        raise UnsupportedValue(explain("encode_archive: the value can't be pickled", found=reason, fix=_FIX)) from error
+        raise UnsupportedValue(
+            error_text("encode_archive: the value can't be pickled", found=reason, fix=_FIX)
+        ) from error
     data = file.getvalue()
     if classes - {Record} and not allow_pickle:
         # Such a class may have its own way of being pickled.
@@ -62,7 +64,7 @@ def _plain(value: Any, path: TreePath, parents: tuple[Any, ...], allow_pickle: b
     """Return a value's copy to be pickled; `parents` are the values that hold it, outermost first."""
     if len(parents) > MAX_DEPTH:
         what = f"encode_archive: more than {MAX_DEPTH} deep, or a value that contains itself"
-        raise TreeError(explain(f"{what}, at {render_path(path_to(path))}", fix="Flatten it, and break cycles."))
+        raise TreeError(error_text(f"{what}, at {render_path(path_to(path))}", fix="Flatten it, and break cycles."))
     kind = type(value)
     if kind in LEAVES:
         return value
@@ -79,7 +81,7 @@ def _plain(value: Any, path: TreePath, parents: tuple[Any, ...], allow_pickle: b
     what = f"encode_archive: {render_path(path_to(path))}"
     if isinstance(value, torch.Tensor):
         check_storable(value.dtype, what)
-    raise UnsupportedValue(explain(f"{what} can't be stored", found=type_name(kind), fix=_FIX))
+    raise UnsupportedValue(error_text(f"{what} can't be stored", found=type_name(kind), fix=_FIX))
 
 
 def _record(value: Any, child: Any, classes: set[type]) -> Any:

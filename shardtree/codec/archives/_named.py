@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ...errors import UnsupportedValue, explain
+from ...errors import UnsupportedValue, error_text
 from .._nodes import exactly
 from .._record import Record
 from ..pickles import Constructor
@@ -63,7 +63,7 @@ def is_named(record: Record) -> bool:
 def _refused(what: str, instead: str) -> Callable[..., Any]:
     def make(*args: Any) -> Any:
         fix = f"{instead} allow_pickle=True reads it with torch.load, and runs whatever code it brings."
-        raise UnsupportedValue(explain(what, fix=fix))
+        raise UnsupportedValue(error_text(what, fix=fix))
 
     return make
 

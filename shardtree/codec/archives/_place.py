@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ...errors import CheckpointingException, CorruptCheckpoint, explain
+from ...errors import CheckpointingException, CorruptCheckpoint, error_text
 from ..pickles import Constructor, read_pickle
 from ._directory import Read
 from ._records import open_archive
@@ -71,11 +71,11 @@ def tensor_place(read: Read, length: int, *, what: str) -> TensorPlace:
     archive = open_archive(_ends(read, length), length, what)
     value = _described(bytes(archive.checked("data.pkl")), what)
     if type(value) is not _Found:
-        raise CorruptCheckpoint(explain(f"{what}: not an archive of one tensor", found=type(value).__name__))
+        raise CorruptCheckpoint(error_text(f"{what}: not an archive of one tensor", found=type(value).__name__))
     record = archive.records.get(f"data/{value.storage.key}")
     if record is None or record.nbytes < value.storage.nbytes:
         found = "none" if record is None else f"{record.nbytes} bytes"
-        raise CorruptCheckpoint(explain(f"{what}: the tensor's bytes aren't there", found=found))
+        raise CorruptCheckpoint(error_text(f"{what}: the tensor's bytes aren't there", found=found))
     place = value.place
     return TensorPlace(
         place.dtype,

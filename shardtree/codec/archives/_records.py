@@ -6,7 +6,7 @@ import zlib
 from dataclasses import dataclass
 from typing import Any
 
-from ...errors import CorruptCheckpoint, UnsafeFile, explain
+from ...errors import CorruptCheckpoint, UnsafeFile, error_text
 from ._directory import Read, Record, read_directory
 
 _OLD = bytes.fromhex("80028a0a6cfc9c46f9206aa85019")  # the number that torch.save began with before its zips
@@ -31,7 +31,7 @@ class Archive:
         """Return a record's bytes."""
         record = self.records.get(name)
         if record is None:
-            raise CorruptCheckpoint(explain(f"{self.what}: the archive has no record {name[:100]!r}"))
+            raise CorruptCheckpoint(error_text(f"{self.what}: the archive has no record {name[:100]!r}"))
         return memoryview(self.read(record.begin, record.begin + record.nbytes)).cast("B")
 
     def checked(self, name: str) -> memoryview:
@@ -41,7 +41,7 @@ class Archive:
         if expected and found != expected:
             fix = "The medium or a later program damaged it; load another checkpoint."
             what = f"{self.what}: record {name[:100]!r} isn't what was saved: its CRC32 differs"
-            raise CorruptCheckpoint(explain(what, found=f"{found:#010x}", expected=f"{expected:#010x}", fix=fix))
+            raise CorruptCheckpoint(error_text(what, found=f"{found:#010x}", expected=f"{expected:#010x}", fix=fix))
         return data
 
 
@@ -59,23 +59,23 @@ def open_archive(read: Read, length: int, what: str) -> Archive:
     folder = min(pickles, key=len, default="").removesuffix("data.pkl")
     records = {record.name.removeprefix(folder): record for record in listed}
     if len(records) < len(listed):
-        raise CorruptCheckpoint(explain(f"{what}: two records of one name in an archive"))
+        raise CorruptCheckpoint(error_text(f"{what}: two records of one name in an archive"))
     if "constants.pkl" in records:
-        raise UnsafeFile(explain(f"{what}: it is a TorchScript program", fix="Load it with torch.jit.load."))
+        raise UnsafeFile(error_text(f"{what}: it is a TorchScript program", fix="Load it with torch.jit.load."))
     archive = Archive(read, records, what)
     order = bytes(archive.checked("byteorder")) if "byteorder" in records else b"little"
     if order != b"little":
         found = repr(order[:20].decode("ascii", "replace"))
         fix = "On a machine of that byte order, load it with torch and save its tensors in another format."
-        raise CorruptCheckpoint(explain(f"{what}: another byte order", found=found, expected="'little'", fix=fix))
+        raise CorruptCheckpoint(error_text(f"{what}: another byte order", found=found, expected="'little'", fix=fix))
     return archive
 
 
 def _not_a_zip(begin: bytes, what: str) -> Exception:
     if begin == _OLD:
         old = "torch before 1.6 wrote it, or torch.save with _use_new_zipfile_serialization=False"
-        return UnsafeFile(explain(f"{what}: only pickle can read this form: {old}", fix=_TRUST))
-    return CorruptCheckpoint(explain(f"{what}: not an archive of torch.save", found=f"it begins with {begin[:8]!r}"))
+        return UnsafeFile(error_text(f"{what}: only pickle can read this form: {old}", fix=_TRUST))
+    return CorruptCheckpoint(error_text(f"{what}: not an archive of torch.save", found=f"it begins with {begin[:8]!r}"))
 
 
 def slices(data: Any) -> Read:

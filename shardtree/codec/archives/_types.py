@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import Any, cast
 
-from ...errors import UnsupportedValue, explain
+from ...errors import UnsupportedValue, error_text
 from .._nodes import exactly
 from .._record import named_types, type_name
 from ..pickles import Constructor
@@ -95,4 +95,4 @@ def _fields(state: Any, names: list[str]) -> dict[str, Any]:
 
 def _misfit(cls: type, found: str, expected: str) -> UnsupportedValue:
     what = f"{type_name(cls)}: the class given in types isn't what was stored"
-    return UnsupportedValue(explain(what, found=found, expected=expected))
+    return UnsupportedValue(error_text(what, found=found, expected=expected))

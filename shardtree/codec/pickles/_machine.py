@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from ...errors import CheckpointingException, CorruptCheckpoint, UnsupportedValue, explain
+from ...errors import CheckpointingException, CorruptCheckpoint, UnsupportedValue, error_text
 from . import _atoms, _collections, _objects
 from ._bounds import check_bounded
 from ._state import FIX, Handler, Machine, unknown
@@ -95,7 +95,7 @@ def _run(content: bytes, machine: Machine, refused: frozenset[type]) -> Any:
         raise
     except Exception as error:
         raise CorruptCheckpoint(
-            explain(f"{machine.what}: not a pickle that can be read", found=_found(error, start))
+            error_text(f"{machine.what}: not a pickle that can be read", found=_found(error, start))
         ) from error
     return value
 

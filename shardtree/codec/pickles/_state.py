@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ...errors import UnsafeFile, explain
+from ...errors import UnsafeFile, error_text
 from ._bounds import Guard
 from ._constructor import Constructor
 
@@ -58,7 +58,7 @@ class Machine:
 
     def unsafe(self, wrong: str) -> UnsafeFile:
         """Return the error for a pickle that asks for more than data."""
-        return UnsafeFile(explain(f"{self.what}: it {wrong}", fix=self.fix))
+        return UnsafeFile(error_text(f"{self.what}: it {wrong}", fix=self.fix))
 
     def since_mark(self) -> list[Any]:
         """Return what was pushed since the last mark, and go back to below it."""

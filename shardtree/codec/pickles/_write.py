@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from struct import Struct, pack
 from typing import Any
 
-from ...errors import UnsupportedValue, explain
+from ...errors import UnsupportedValue, error_text
 from ._bounds import DEEPEST
 
 _U32, _U64 = Struct("<I"), Struct("<Q")
@@ -90,7 +90,7 @@ def write_pickle(value: Any, *, protocol: int = 4) -> bytes:
         [1, 'a', (1+2j)]
     """
     if protocol not in (2, 4):
-        raise UnsupportedValue(explain("write_pickle: not a protocol", found=protocol, expected="2 or 4"))
+        raise UnsupportedValue(error_text("write_pickle: not a protocol", found=protocol, expected="2 or 4"))
     writer = _Writer(protocol)
     try:
         writer.write(value, 0)
@@ -111,7 +111,7 @@ class _Writer:
         handler = _WRITERS.get(type(value))
         if handler is None:
             what = f"write_pickle: a {type(value).__name__} can't be written"
-            raise UnsupportedValue(explain(what, expected=", ".join(sorted(kind.__name__ for kind in _WRITERS))))
+            raise UnsupportedValue(error_text(what, expected=", ".join(sorted(kind.__name__ for kind in _WRITERS))))
         if depth > DEEPEST:
             raise _too_deep()
         handler(self, value, depth)
@@ -133,7 +133,7 @@ class _Writer:
 
 
 def _too_deep() -> UnsupportedValue:
-    return UnsupportedValue(explain(f"write_pickle: more than {DEEPEST} deep, or a value contains itself"))
+    return UnsupportedValue(error_text(f"write_pickle: more than {DEEPEST} deep, or a value contains itself"))
 
 
 def _none(writer: _Writer, value: None, depth: int) -> None:

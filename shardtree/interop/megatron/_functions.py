@@ -10,7 +10,7 @@ from copy import copy
 from functools import partial
 from typing import Any
 
-from ...errors import UnsupportedValue, explain
+from ...errors import UnsupportedValue, error_text
 from ...mapping import FactoryBuildFn, FactoryMergeFn, ReplicaId, ShardedTensorFactory
 from ...trees import apply_factories, apply_factory_merges, map_shards
 
@@ -57,7 +57,7 @@ def _build_theirs(
     theirs.key, theirs.data, theirs.replica_id = key, data, replica_id
     if flattened_range is not None and not hasattr(empty, "flattened_range"):
         fix = "Build from the whole tensor."
-        raise UnsupportedValue(explain(f"build {key!r}: this Megatron-Core has no flat factories", fix=fix))
+        raise UnsupportedValue(error_text(f"build {key!r}: this Megatron-Core has no flat factories", fix=fix))
     if hasattr(empty, "flattened_range"):
         theirs.flattened_range = flattened_range
     return convert(theirs.build())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from ...errors import TreePath, explain, render_path
+from ...errors import TreePath, error_text, render_path
 from ...mapping import LocalNonpersistentObject, ShardedBase
 
 # Other libraries have a ShardedTensor too (torch.distributed has), so a name alone doesn't tell.
@@ -32,4 +32,4 @@ def kind_of(leaf: Any) -> str | None:
 def describe_failure(doing: str, kind: str, leaf: Any, path: TreePath, error: Exception, fix: str | None = None) -> str:
     """Return an error's text for a leaf that can't be turned into the other library's."""
     what = f"{doing}: {kind} {getattr(leaf, 'key', '')!r} at {render_path(path)}"
-    return explain(what, offenders=[line.strip() for line in str(error).splitlines()], fix=fix)
+    return error_text(what, offenders=[line.strip() for line in str(error).splitlines()], fix=fix)

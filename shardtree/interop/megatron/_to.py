@@ -6,7 +6,7 @@ from dataclasses import MISSING, fields
 from functools import partial
 from typing import Any
 
-from ...errors import CheckpointingException, TreePath, UnsupportedValue, explain, render_path
+from ...errors import CheckpointingException, TreePath, UnsupportedValue, error_text, render_path
 from ...mapping import LocalNonpersistentObject, ShardedBase, ShardedTensorFactory
 from ...trees import shard_leaves
 from ._functions import build_for_them, merge_for_them
@@ -47,7 +47,7 @@ def _installed() -> Any:
         from megatron.core.dist_checkpointing import mapping
     except ImportError as error:
         what, fix = "to_megatron: Megatron-Core can't be imported", "pip install megatron-core, or pass mapping=..."
-        raise CheckpointingException(explain(what, found=error, fix=fix)) from error
+        raise CheckpointingException(error_text(what, found=error, fix=fix)) from error
     return mapping
 
 
@@ -67,7 +67,7 @@ def _check_place(tree: Any, path: TreePath) -> None:
     for depth, entry in enumerate(path):
         if not isinstance(tree, (dict, list)):
             what = f"Megatron-Core looks for shards in dicts and lists alone: {render_path(path[:depth])}"
-            raise UnsupportedValue(explain(what, found=type(tree).__name__, fix="Use a list."))
+            raise UnsupportedValue(error_text(what, found=type(tree).__name__, fix="Use a list."))
         tree = tree[entry]
 
 
@@ -82,5 +82,5 @@ def _like(cls: type, ours: Any, convert: Any) -> Any:
     for field in fields(ours):
         if field.name not in known and (field.default is MISSING or values[field.name] != field.default):
             what = f"{cls.__module__}.{cls.__name__} has no field {field.name!r}"
-            raise UnsupportedValue(explain(what, found=values[field.name], expected="nothing to say there"))
+            raise UnsupportedValue(error_text(what, found=values[field.name], expected="nothing to say there"))
     return cls(**{name: value for name, value in values.items() if name in known})

@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Sequence
 
-from ...errors import AlreadyACheckpoint, StorageError, explain
+from ...errors import AlreadyACheckpoint, StorageError, error_text
 from ...storage import Storage
 from .._metadata import METADATA_FILE, replace_metadata
 from .._save_folders import is_save_folder, newest_change, remove_save
@@ -73,7 +73,7 @@ def check_free(draft: Draft, files: Sequence[ModelFile]) -> None:
     there = [draft.storage.where(name) for name in names if draft.storage.length(name) is not None]
     if there:
         what = "save: files of a model without an index are in the way"
-        raise AlreadyACheckpoint(explain(what, offenders=there, fix="Remove them, or save to another folder."))
+        raise AlreadyACheckpoint(error_text(what, offenders=there, fix="Remove them, or save to another folder."))
 
 
 def abandon(draft: Draft, files: Sequence[ModelFile]) -> None:

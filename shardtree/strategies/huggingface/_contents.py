@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...codec import Entry, dtype_from_tag
-from ...errors import CorruptCheckpoint, UnsupportedValue, explain
+from ...errors import CorruptCheckpoint, UnsupportedValue, error_text
 from ...geometry import box_column
 from ...layouts import ShardColumns, TensorKind
 from ...storage import StoredFile
@@ -63,7 +63,7 @@ def contents(listing: Listing, files: Sequence[WeightFile]) -> Contents:
     refused = {entry.name: reason for _, entry in rows if (reason := _refusal(entry))}
     kept = sorted(((file, entry) for file, entry in rows if entry.name not in refused), key=lambda row: row[1].name)
     if len(kept) * max((len(entry.shape) for _, entry in kept), default=0) > _MOST_NUMBERS:
-        raise CorruptCheckpoint(explain(f"open: {listing.name!r}: more tensors with many axes than any model has"))
+        raise CorruptCheckpoint(error_text(f"open: {listing.name!r}: more tensors with many axes than any model has"))
     byte = [files[file].data_start + entry.start for file, entry in kept]
     index = build_index(
         _columns([entry for _, entry in kept]),
@@ -84,14 +84,14 @@ def _rows(listing: Listing, files: Sequence[WeightFile]) -> list[tuple[int, Entr
             if entry.name in rows:
                 other = files[rows[entry.name][0]].name
                 what = f"open: tensor {entry.name[:200]!r} is in two files"
-                raise CorruptCheckpoint(explain(what, found=f"{other!r} and {file.name!r}"))
+                raise CorruptCheckpoint(error_text(what, found=f"{other!r} and {file.name!r}"))
             rows[entry.name] = number, entry
     missing = (key for key in listing.weight_map or () if key not in rows)
     lacking = [f"{key[:200]!r} in {listing.weight_map[key]!r}" for key in missing] if listing.weight_map else []
     if lacking:
         what = f"open: {listing.name!r} lists tensors that aren't in their files"
         fix = "Files and index are of different saves; fetch them again."
-        raise CorruptCheckpoint(explain(what, offenders=lacking, fix=fix))
+        raise CorruptCheckpoint(error_text(what, offenders=lacking, fix=fix))
     return list(rows.values())
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 
 from ...codec import Entry, encode_header, format_tag, is_tagged
-from ...errors import UnsupportedValue, explain
+from ...errors import UnsupportedValue, error_text
 from ...layouts import TensorKind
 
 HEADER_BYTES = 64 * 1024 * 1024
@@ -70,10 +70,10 @@ def _check_storable(kinds: Kinds) -> None:
     wrong = [f"{key!r}: {kind}" for key, kind in kinds.items() if not is_tagged(kind.dtype)]
     if wrong:
         fix = "Cast them, or save in the native format."
-        raise UnsupportedValue(explain("save: dtypes that safetensors files don't have", offenders=wrong, fix=fix))
+        raise UnsupportedValue(error_text("save: dtypes that safetensors files don't have", offenders=wrong, fix=fix))
     if "__metadata__" in kinds:
         what = "save: '__metadata__' is no name of a tensor in a safetensors file"
-        raise UnsupportedValue(explain(what, fix="Rename the tensor."))
+        raise UnsupportedValue(error_text(what, fix="Rename the tensor."))
 
 
 def _groups(kinds: Kinds, max_file_bytes: int, header_bytes: int) -> Iterator[list[str]]:

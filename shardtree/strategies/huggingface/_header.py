@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...codec import Entry, decode_header, decode_header_metadata, header_length
-from ...errors import CorruptCheckpoint, explain
+from ...errors import CorruptCheckpoint, error_text
 from ...storage import Reader, Storage
 
 _FIRST_BYTES = 64 * 1024
@@ -40,7 +40,7 @@ def read_header(storage: Storage, name: str) -> WeightFile:
     where = storage.where(name)
     if storage.length(name) is None:
         fix = "Fetch the file again, or load another checkpoint."
-        raise CorruptCheckpoint(explain(f"open: {where!r} belongs to the checkpoint", found="no such file", fix=fix))
+        raise CorruptCheckpoint(error_text(f"open: {where!r} belongs to the checkpoint", found="no such file", fix=fix))
     with storage.open(name) as reader:
         length = reader.length
         first = _bytes(reader, 0, min(length, _FIRST_BYTES))
@@ -51,7 +51,7 @@ def read_header(storage: Storage, name: str) -> WeightFile:
             return WeightFile(name, length, data_start, entries, decode_header_metadata(data, length))
         except CorruptCheckpoint as error:
             what = f"open: {where!r} is not a sound safetensors file"
-            raise CorruptCheckpoint(explain(what, found=_found(first, error), fix=_fix(first))) from error
+            raise CorruptCheckpoint(error_text(what, found=_found(first, error), fix=_fix(first))) from error
 
 
 def _bytes(reader: Reader, begin: int, end: int) -> bytearray:

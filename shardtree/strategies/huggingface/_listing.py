@@ -8,7 +8,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from ...codec import parse_json
-from ...errors import CorruptCheckpoint, explain
+from ...errors import CorruptCheckpoint, error_text
 from ...storage import Storage
 from .._values import Checkpoint
 from ._names import INDEX_SUFFIX, find_weights
@@ -46,7 +46,7 @@ def read_listing(checkpoint: Checkpoint) -> Listing:
     if name is None:
         where = checkpoint.storage.where()
         expected = "one .safetensors file, or one .safetensors.index.json"
-        raise CorruptCheckpoint(explain(f"open: {where!r} holds no model's weights", expected=expected))
+        raise CorruptCheckpoint(error_text(f"open: {where!r} holds no model's weights", expected=expected))
     return read_index_json(checkpoint.storage, name) if name.endswith(INDEX_SUFFIX) else Listing(name, (name,))
 
 
@@ -92,4 +92,4 @@ def _is_inside(name: Any) -> bool:
 
 def _unsound(where: str, found: str, expected: str) -> CorruptCheckpoint:
     fix = "It was damaged or edited; fetch it again."
-    return CorruptCheckpoint(explain(f"open: {where!r} is not sound", found=found, expected=expected, fix=fix))
+    return CorruptCheckpoint(error_text(f"open: {where!r} is not sound", found=found, expected=expected, fix=fix))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...errors import UnsupportedValue, explain
+from ...errors import UnsupportedValue, error_text
 from ...mapping import ShardedObject, ShardedTensor
 from ...storage import ReadReport
 from .._values import Checkpoint
@@ -47,4 +47,4 @@ def _check_loadable(found: Contents, keys: Sequence[str]) -> None:
     wrong = [f"{key!r}: {found.refused[key]}" for key in sorted({*keys} & found.refused.keys())]
     if wrong:
         fix = "Leave them out of the target."
-        raise UnsupportedValue(explain("load: tensors that torch can't hold", offenders=wrong, fix=fix))
+        raise UnsupportedValue(error_text("load: tensors that torch can't hold", offenders=wrong, fix=fix))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ...errors import ShapeError, explain
+from ...errors import ShapeError, error_text
 from ...geometry import Column, box_column, flat_boxes, row_major_strides, volumes
 from ...mapping import ShardedTensor
 from ...storage import Buffer, tensor_buffers
@@ -35,7 +35,7 @@ def shard_pieces(shard: ShardedTensor, begin: int) -> Iterator[tuple[int, Buffer
         [(101, b'\x01'), (103, b'\x02')]
     """
     if misfit(shard):
-        raise ShapeError(explain("save: a tensor was changed while it waited to be written", found=misfit(shard)))
+        raise ShapeError(error_text("save: a tensor was changed while it waited to be written", found=misfit(shard)))
     buffers = tensor_buffers(shard.data)
     buffer, at = memoryview(b""), 0
     for byte, length in shard_runs(shard):

@@ -7,7 +7,7 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
-from ...errors import MetadataError, StorageError, StrategyError, UnsupportedValue, explain, render_path
+from ...errors import MetadataError, StorageError, StrategyError, UnsupportedValue, error_text, render_path
 from ...layouts import ShardColumns, check_access
 from ...mapping import ShardedObject, ShardedTensor
 from ...storage import Buffer
@@ -46,7 +46,7 @@ def save_sharded_up_to(max_file_bytes: int) -> SaveSharded:
     """
     if type(max_file_bytes) is not int or max_file_bytes < 1:
         found = f"{max_file_bytes!r}"[:200]
-        raise MetadataError(explain("huggingface: max_file_bytes", found=found, expected="a positive int, in bytes"))
+        raise MetadataError(error_text("huggingface: max_file_bytes", found=found, expected="a positive int, in bytes"))
     return partial(_prepare, max_file_bytes)
 
 
@@ -72,7 +72,7 @@ def save_common(draft: Draft, common: Any) -> Fields:
     paths = [render_path(path) for path, leaf in leaves_with_paths(common) if leaf is not HOLE]
     if paths:
         what = "save: a Hugging Face model holds tensors only, not these values"
-        raise UnsupportedValue(explain(what, offenders=paths, fix=f"Leave them out of the tree, or {_BESIDE}."))
+        raise UnsupportedValue(error_text(what, offenders=paths, fix=f"Leave them out of the tree, or {_BESIDE}."))
     return {}
 
 
@@ -80,7 +80,7 @@ def _prepare(max_file_bytes: int, draft: Draft, shards: Sequence[ShardedTensor |
     objects = [repr(shard.unique_key) for shard in shards if isinstance(shard, ShardedObject)]
     if objects:
         what = "save: a Hugging Face model holds tensors only, not these objects"
-        raise UnsupportedValue(explain(what, offenders=objects, fix=f"Leave them out of the tree, or {_BESIDE}."))
+        raise UnsupportedValue(error_text(what, offenders=objects, fix=f"Leave them out of the tree, or {_BESIDE}."))
     columns = _layout(draft)
     files = model_files(dict(zip(columns.keys, columns.kinds, strict=True)), max_file_bytes=max_file_bytes)
     draft.memo[BACKEND] = files
@@ -98,7 +98,7 @@ def _layout(draft: Draft) -> ShardColumns:
     """Return all ranks' shards, which are known to tile their tensors."""
     if draft.layout is None:
         what = "save: a Hugging Face model's files are written together, and the ranks don't know each other's shards"
-        raise StrategyError(explain(what, fix="Leave validate_access_integrity on."))
+        raise StrategyError(error_text(what, fix="Leave validate_access_integrity on."))
     if draft.world.size == 1:
         check_access(draft.layout)  # more ranks have done so where they told each other
     return draft.layout
@@ -156,5 +156,5 @@ def _check_lengths(draft: Draft, files: Sequence[ModelFile]) -> Fields:
         if found != file.length:
             what = f"save: rank 0 doesn't see {draft.storage.where(name)!r} as it was written"
             fix = "Every rank must see the same folder; use shared storage."
-            raise StorageError(explain(what, found=found, expected=f"{file.length} bytes", fix=fix))
+            raise StorageError(error_text(what, found=found, expected=f"{file.length} bytes", fix=fix))
     return {}

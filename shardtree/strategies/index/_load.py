@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from ...codec import bit_view
-from ...errors import IntegrityError, explain
+from ...errors import IntegrityError, error_text
 from ...layouts import ShardColumns, shard_columns
 from ...mapping import ShardedTensor
 from ...plans import LoadPlan, plan_load
@@ -50,7 +50,9 @@ def plan_shards(index: Index, shards: Sequence[ShardedTensor], columns: ShardCol
     plan = plan_load(columns, chunks_of(index, np.array(numbers, dtype=np.int64)))
     if plan.doubled.size:
         keys = [repr(columns.keys[number]) for number in plan.doubled.tolist()]
-        raise IntegrityError(explain("load: stored chunks overlap; the checkpoint contradicts itself", offenders=keys))
+        raise IntegrityError(
+            error_text("load: stored chunks overlap; the checkpoint contradicts itself", offenders=keys)
+        )
     check_covered(shards, plan.covered)
     return plan
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ...errors import IntegrityError, explain
+from ...errors import IntegrityError, error_text
 from ...geometry import Column
 from ...layouts import join_columns, write_problems
 from ...storage import StoredFile
@@ -26,7 +26,7 @@ def collect_index(written: Sequence[Written]) -> Index:
     if problems:
         fix = "Give replicas different replica_ids, and keep shards inside their tensor's global shape."
         what = "save: shards that can't lie in one checkpoint"
-        raise IntegrityError(explain(what, offenders=map(str, problems), fix=fix))
+        raise IntegrityError(error_text(what, offenders=map(str, problems), fix=fix))
     first_file = np.cumsum([0, *(len(part.files) for part in written)])
     files = [
         StoredFile(name, length, hashes)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ...codec import Entry, decode_header, encode_header
-from ...errors import CheckpointingException, CorruptCheckpoint, explain
+from ...errors import CheckpointingException, CorruptCheckpoint, error_text
 from ...storage import BLOCK_BYTES, Buffer
 from ..index import COLUMNS, Index, index_problem
 
@@ -63,7 +63,7 @@ def decode_index(data: Buffer, what: str) -> Index:
 
 def _corrupt(what: str, found: str) -> CorruptCheckpoint:
     fix = "The file was damaged or made by another program; load another checkpoint."
-    return CorruptCheckpoint(explain(f"open: the index {what!r} is not sound", found=found, fix=fix))
+    return CorruptCheckpoint(error_text(f"open: the index {what!r} is not sound", found=found, fix=fix))
 
 
 def _blocks_problem(index: Index) -> str | None:

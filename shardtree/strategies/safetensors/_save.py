@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ...codec import encode_tree
-from ...errors import CheckpointingException, ShapeError, StorageError, explain
+from ...errors import CheckpointingException, ShapeError, StorageError, error_text
 from ...geometry import Column
 from ...layouts import ShardColumns, select_rows, shard_columns
 from ...mapping import ShardedObject, ShardedTensor
@@ -110,7 +110,7 @@ def _part_buffers(part: Part) -> Iterator[Buffer]:
         if size != item.length:
             found, expected = f"{size} bytes of data", f"{item.length} bytes"
             raise CheckpointingException(
-                explain(f"save: {item.key!r} changed its size", found=found, expected=expected)
+                error_text(f"save: {item.key!r} changed its size", found=found, expected=expected)
             )
 
 
@@ -120,7 +120,7 @@ def _item_buffers(item: Item) -> Iterator[Buffer]:
     elif item.shard is not None:
         if misfit(item.shard):
             raise ShapeError(
-                explain("save: a tensor was changed while it waited to be written", found=misfit(item.shard))
+                error_text("save: a tensor was changed while it waited to be written", found=misfit(item.shard))
             )
         yield from tensor_buffers(item.shard.data)
 
@@ -143,7 +143,7 @@ def _write_index(draft: Draft, written: Sequence[Written]) -> Fields:
                 where = draft.storage.where(name)
                 fix = "Every rank must see the same folder; use shared storage."
                 what = f"save: rank 0 doesn't see {where!r} as rank {rank} wrote it"
-                raise StorageError(explain(what, found=found, expected=f"{length} bytes", fix=fix))
+                raise StorageError(error_text(what, found=found, expected=f"{length} bytes", fix=fix))
     data = encode_index(collect_index(written))
     entry = write_checked(draft.storage, f"{draft.save_id}/index-0.safetensors", data, durable=draft.options.durable)
     return {"save_id": draft.save_id, "index": entry}

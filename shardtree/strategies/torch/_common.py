@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...codec import add_record, decode_archive, encode_archive, find_record
-from ...errors import CheckpointReplaced, CorruptCheckpoint, UnsafeFile, UnsupportedValue, explain
+from ...errors import CheckpointReplaced, CorruptCheckpoint, UnsafeFile, UnsupportedValue, error_text
 from ...storage import Buffer
 from .._missing import was_replaced
 from .._values import Checkpoint, Damage, Draft, Fields
@@ -71,8 +71,8 @@ def _read(checkpoint: Checkpoint) -> tuple[Buffer, str]:
     where = checkpoint.storage.where(COMMON_FILE)
     if checkpoint.storage.length(COMMON_FILE) is None:
         if was_replaced(checkpoint):
-            raise CheckpointReplaced(explain(f"open: {where!r} was replaced by a later save", fix="Open it again."))
+            raise CheckpointReplaced(error_text(f"open: {where!r} was replaced by a later save", fix="Open it again."))
         fix = "The save wasn't finished, or the file was removed; load another checkpoint."
-        raise CorruptCheckpoint(explain(f"open: {where!r} isn't there, the common state", fix=fix))
+        raise CorruptCheckpoint(error_text(f"open: {where!r} isn't there, the common state", fix=fix))
     with checkpoint.storage.open(COMMON_FILE) as reader:
         return reader.mapped(), where

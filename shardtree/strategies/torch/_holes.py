@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...codec import read_pickle, write_pickle
-from ...errors import CorruptCheckpoint, TreePath, explain, render_path
+from ...errors import CorruptCheckpoint, TreePath, error_text, render_path
 from ...trees import HOLE, leaves_with_paths, map_shards, without_holes
 
 
@@ -46,7 +46,7 @@ def with_holes(tree: Any, paths: Sequence[TreePath], what: str) -> Any:
             tree = _put(tree, path)
         except (LookupError, TypeError) as error:
             found = f"no empty dict at {render_path(path)}"[:200]
-            raise CorruptCheckpoint(explain(f"{what}: its record of shards contradicts it", found=found)) from error
+            raise CorruptCheckpoint(error_text(f"{what}: its record of shards contradicts it", found=found)) from error
     return tree
 
 
@@ -79,5 +79,5 @@ def decode_holes(data: bytes, what: str) -> list[TreePath]:
     """
     paths = read_pickle(data, {}, what=f"{what}: its record of shards")
     if type(paths) is not list or any(type(path) is not tuple or len(path) > 200 for path in paths):
-        raise CorruptCheckpoint(explain(f"{what}: its record of shards isn't one"))
+        raise CorruptCheckpoint(error_text(f"{what}: its record of shards isn't one"))
     return paths

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ...errors import CorruptCheckpoint, explain, render_path
+from ...errors import CorruptCheckpoint, error_text, render_path
 from ...storage import Storage
 from ...trees import HOLE
 from .._values import Checkpoint, Fields
@@ -41,7 +41,7 @@ def load_common(checkpoint: Checkpoint) -> Any:
     if COMMON_OBJECT not in listing.values:
         where = checkpoint.storage.where()
         fix = "The checkpoint wasn't finished, or was edited; load another one."
-        raise CorruptCheckpoint(explain(f"load: {where!r} has no common state", expected=COMMON_OBJECT, fix=fix))
+        raise CorruptCheckpoint(error_text(f"load: {where!r} has no common state", expected=COMMON_OBJECT, fix=fix))
     ((_, value),) = decoded(checkpoint, listing, [listing.values[COMMON_OBJECT]])
     return unboxed(value)
 
@@ -64,7 +64,7 @@ def load_dcp_common(checkpoint: Checkpoint) -> Any:
     except ValueError as error:
         what = f"open: {checkpoint.storage.where(INDEX_FILE)!r} is not sound"
         fix = "It was damaged or made by another program; load another checkpoint."
-        raise CorruptCheckpoint(explain(what, found=error, fix=fix)) from error
+        raise CorruptCheckpoint(error_text(what, found=error, fix=fix)) from error
 
 
 def nested(leaves: Mapping[tuple[str | int, ...], Any]) -> Any:

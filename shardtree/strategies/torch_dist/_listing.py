@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...codec import check_storable
-from ...errors import CheckpointingException, CorruptCheckpoint, MetadataError, explain
+from ...errors import CheckpointingException, CorruptCheckpoint, MetadataError, error_text
 from ...geometry import Column, box_column
 from ...layouts import ShardColumns, TensorKind
 from ...mapping import ShardedObject
@@ -63,7 +63,7 @@ def read_listing(checkpoint: Checkpoint) -> Listing:
         except (ValueError, OverflowError) as error:
             where = checkpoint.storage.where(INDEX_FILE)
             fix = "It was damaged or made by another program; load another checkpoint."
-            text = explain(f"open: {where!r} is not sound", found=str(error)[:300], fix=fix)
+            text = error_text(f"open: {where!r} is not sound", found=str(error)[:300], fix=fix)
             raise CorruptCheckpoint(text) from error
     listing: Listing = checkpoint.memo["listing"]
     return listing

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...codec import bit_view
-from ...errors import UnsupportedValue, explain
+from ...errors import UnsupportedValue, error_text
 from ...layouts import shard_columns
 from ...mapping import ShardedObject, ShardedTensor
 from ...storage import ReadReport
@@ -50,7 +50,7 @@ def _check_known(listing: Listing, keys: set[str]) -> None:
     if unknown:
         fix = "Load them with the program that wrote them, or leave them out of the target."
         raise UnsupportedValue(
-            explain("load: tensors are stored in no way that can be read", offenders=unknown, fix=fix)
+            error_text("load: tensors are stored in no way that can be read", offenders=unknown, fix=fix)
         )
 
 

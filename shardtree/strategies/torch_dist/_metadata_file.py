@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ...codec import Stub, read_pickle
-from ...errors import CorruptCheckpoint, explain
+from ...errors import CorruptCheckpoint, error_text
 from .._values import Checkpoint
 from ._backends import INDEX_FILE
 from ._classes import field_of, is_a, metadata_classes
@@ -85,7 +85,7 @@ def read_metadata_file(checkpoint: Checkpoint) -> MetadataFile:
     where = checkpoint.storage.where(INDEX_FILE)
     if checkpoint.storage.length(INDEX_FILE) is None:
         fix = "Name the folder that a save was given; a save that died leaves none."
-        raise CorruptCheckpoint(explain(f"open: {where!r} isn't there", fix=fix))
+        raise CorruptCheckpoint(error_text(f"open: {where!r} isn't there", fix=fix))
     data = checkpoint.storage.read(INDEX_FILE)
     read = read_trusted if checkpoint.options.allow_pickle else read_pickle
     root = read(data, metadata_classes(), what=where)
@@ -94,7 +94,7 @@ def read_metadata_file(checkpoint: Checkpoint) -> MetadataFile:
     except (ValueError, TypeError, KeyError) as error:
         fix = "It was damaged or made by another program; load another checkpoint."
         what = f"open: {where!r} is not sound"
-        raise CorruptCheckpoint(explain(what, found=str(error)[:300] or type(error).__name__, fix=fix)) from error
+        raise CorruptCheckpoint(error_text(what, found=str(error)[:300] or type(error).__name__, fix=fix)) from error
 
 
 def _parse(root: Any) -> MetadataFile:

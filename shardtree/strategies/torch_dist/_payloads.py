@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ...codec import dtype_name, tensor_place
-from ...errors import CorruptCheckpoint, UnsafeFile, UnsupportedValue, explain
+from ...errors import CorruptCheckpoint, UnsafeFile, UnsupportedValue, error_text
 from ...geometry import Column
 from ...storage import Buffer, Reader
 from .._values import Checkpoint
@@ -67,7 +67,7 @@ def check_readable(listing: Listing, numbers: Column) -> None:
     found = {f"{names[number]!r}: {refused[number]}" for number in numbers.tolist() if number in refused}
     if found:
         fix = "Load it with torch.distributed.checkpoint, with the extensions it was saved with."
-        raise UnsupportedValue(explain("load: tensors or objects can't be read", offenders=sorted(found), fix=fix))
+        raise UnsupportedValue(error_text("load: tensors or objects can't be read", offenders=sorted(found), fix=fix))
 
 
 @contextmanager
@@ -85,7 +85,7 @@ def opened(checkpoint: Checkpoint, listing: Listing, file: int, numbers: Sequenc
         found = "no such file" if length is None else f"{length} bytes"
         fix = "The checkpoint was damaged, or not all of it was copied; load another one."
         raise CorruptCheckpoint(
-            explain(
+            error_text(
                 f"load: {storage.where(name)!r} isn't what was saved",
                 found=found,
                 expected=f"at least {end} bytes",
@@ -138,7 +138,7 @@ def check_tensor(listing: Listing, number: int, value: Any, what: str) -> torch.
     """
     if not isinstance(value, torch.Tensor):
         found = type(value).__name__
-        raise CorruptCheckpoint(explain(f"{what}: not a tensor", found=found, fix="Load another checkpoint."))
+        raise CorruptCheckpoint(error_text(f"{what}: not a tensor", found=found, fix="Load another checkpoint."))
     check_kind(listing, number, dtype_name(value.dtype), tuple(value.shape), what)
     return value
 
@@ -153,7 +153,7 @@ def check_kind(listing: Listing, number: int, dtype: str, shape: tuple[int, ...]
     known = "" if expected is None else dtype_name(expected)
     if (dtype, shape) != (known, listing.archives.shapes[number]):
         raise CorruptCheckpoint(
-            explain(
+            error_text(
                 f"{what}: not the tensor that .metadata says",
                 found=f"{shape} {dtype}",
                 expected=f"{listing.archives.shapes[number]} {known}",

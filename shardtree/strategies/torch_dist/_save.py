@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from functools import partial
 
-from ...errors import StorageError, StrategyError, explain
+from ...errors import StorageError, StrategyError, error_text
 from ...mapping import ShardedObject, ShardedTensor
 from ...world import on_rank_zero
 from .._metadata import METADATA_FILE
@@ -39,7 +39,7 @@ def save_dcp_sharded(draft: Draft, shards: Sequence[ShardedTensor | ShardedObjec
     """
     if draft.storage.length(COMMON_FILE) is not None:
         what = f"save: {draft.storage.where()!r} has the {COMMON_FILE} of a checkpoint of Megatron-Core's"
-        raise StrategyError(explain(what, fix="Save to another folder, or remove it if it is left over."))
+        raise StrategyError(error_text(what, fix="Save to another folder, or remove it if it is left over."))
     return _request(draft, shards, DCP[0])
 
 

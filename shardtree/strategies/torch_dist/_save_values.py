@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ...errors import TreeError, TreePath, UnsupportedValue, explain, render_path
+from ...errors import TreeError, TreePath, UnsupportedValue, error_text, render_path
 from ...trees import HOLE, leaves_with_paths, without_holes
 from ._listing import is_object
 
@@ -40,7 +40,7 @@ def named_values(common: Any) -> dict[str, Value]:
         if name in named:
             offenders = [render_path(other) for other in (named[name][0], path)]
             fix = "Rename one of them; torch.distributed.checkpoint names a value by its path, joined by dots."
-            raise TreeError(explain(f"save: two values named {name!r}", offenders=offenders, fix=fix))
+            raise TreeError(error_text(f"save: two values named {name!r}", offenders=offenders, fix=fix))
         named[name] = (path, value)
     return named
 
@@ -52,7 +52,9 @@ def _top_values(common: Any) -> Iterator[Value]:
             yield from _values((key,), value)
     elif any(leaf is not HOLE for _, leaf in leaves_with_paths(plain)):
         what = "save: torch.distributed.checkpoint keeps plain values in a dict with texts as keys"
-        raise TreeError(explain(what, found=f"{type(common).__name__} around them", fix="Put the tree in such a dict."))
+        raise TreeError(
+            error_text(what, found=f"{type(common).__name__} around them", fix="Put the tree in such a dict.")
+        )
 
 
 def _values(path: TreePath, node: Any) -> Iterator[Value]:
@@ -68,7 +70,7 @@ def _values(path: TreePath, node: Any) -> Iterator[Value]:
         if holes:
             what = f"save: torch.distributed.checkpoint can't keep a shard's place at {render_path((*path, *holes[0]))}"
             found = "a shard beside plain values in a list or tuple"
-            raise UnsupportedValue(explain(what, found=found, fix="Use a dict there, or keep the two apart."))
+            raise UnsupportedValue(error_text(what, found=found, fix="Use a dict there, or keep the two apart."))
         yield path, node
 
 
@@ -112,4 +114,4 @@ def check_names(named: dict[str, Value], tensors: tuple[str, ...], objects: tupl
     wrong += [f"{render_path(path)} is named like an object" for name, (path, _) in named.items() if is_object(name)]
     if wrong:
         fix = "Rename the shards or the values: torch.distributed.checkpoint keeps all of them in one dict."
-        raise TreeError(explain("save: plain values in the places of tensors or objects", offenders=wrong, fix=fix))
+        raise TreeError(error_text("save: plain values in the places of tensors or objects", offenders=wrong, fix=fix))

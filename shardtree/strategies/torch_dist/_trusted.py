@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...codec import Constructor, Stub
-from ...errors import CorruptCheckpoint, explain
+from ...errors import CorruptCheckpoint, error_text
 
 
 def read_trusted(data: bytes, classes: Mapping[tuple[str, str], Any], *, what: str) -> Any:
@@ -26,7 +26,7 @@ def read_trusted(data: bytes, classes: Mapping[tuple[str, str], Any], *, what: s
         return _Unpickler(io.BytesIO(data), classes).load()
     except Exception as error:
         found = f"{type(error).__name__}: {error}"[:300]
-        raise CorruptCheckpoint(explain(f"{what}: not a pickle that can be read", found=found)) from error
+        raise CorruptCheckpoint(error_text(f"{what}: not a pickle that can be read", found=found)) from error
 
 
 class _Unpickler(pickle.Unpickler):

@@ -10,7 +10,7 @@ from threading import Thread
 import numpy as np
 
 from ...codec import archive_head, archive_tail, crc32
-from ...errors import CheckpointingException, ShapeError, explain
+from ...errors import CheckpointingException, ShapeError, error_text
 from ...geometry import Column
 from ...layouts import ShardColumns
 from ...storage import Buffer, tensor_buffers
@@ -100,7 +100,9 @@ def _buffers(layout: FileLayout) -> Iterator[Buffer]:
 def _piece_buffers(piece: Piece, length: int) -> Iterator[Buffer]:
     """Yield the bytes of a piece's archive; the sum is computed beside the writing, one buffer behind at most."""
     if misfit(piece.shard):
-        raise ShapeError(explain("save: a tensor was changed while it waited to be written", found=misfit(piece.shard)))
+        raise ShapeError(
+            error_text("save: a tensor was changed while it waited to be written", found=misfit(piece.shard))
+        )
     head = archive_head(piece.shard.dtype, piece.shape)
     yield memoryview(head)
     written = len(head)
@@ -114,7 +116,7 @@ def _piece_buffers(piece: Piece, length: int) -> Iterator[Buffer]:
     if written + len(tail) != length:
         found, expected = f"an archive of {written + len(tail)} bytes", f"{length} bytes"
         what = f"save: {piece.shard.key!r} changed its size"
-        raise CheckpointingException(explain(what, found=found, expected=expected))
+        raise CheckpointingException(error_text(what, found=found, expected=expected))
 
 
 def _checksum(buffer: Buffer, before: int) -> Callable[[], int]:

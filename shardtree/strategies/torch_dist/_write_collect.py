@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...errors import IntegrityError, StorageError, StrategyError, explain
+from ...errors import IntegrityError, StorageError, StrategyError, error_text
 from ...geometry import Column
 from ...layouts import ShardColumns, join_columns, select_rows, write_problems
 from ...storage import Storage
@@ -54,7 +54,7 @@ def collect(storage: Storage, written: Sequence[Written]) -> Stored:
     if problems:
         fix = "Give replicas different replica_ids, and keep shards inside their tensor's global shape."
         what = "save: shards that can't lie in one checkpoint"
-        raise IntegrityError(explain(what, offenders=map(str, problems), fix=fix))
+        raise IntegrityError(error_text(what, offenders=map(str, problems), fix=fix))
     number = np.cumsum([0, *(part.file is not None for part in written)])
     file = np.concatenate([np.full(len(part.columns), base) for part, base in zip(written, number, strict=False)])
     rows = _sorted_once(columns)
@@ -74,7 +74,7 @@ def _check_files(storage: Storage, written: Sequence[Written]) -> None:
         if part.file is not None and found != part.file_length:
             fix = "Every rank must see the same folder; use shared storage."
             what = f"save: rank 0 doesn't see {storage.where(part.file)!r} as rank {rank} wrote it"
-            raise StorageError(explain(what, found=found, expected=f"{part.file_length} bytes", fix=fix))
+            raise StorageError(error_text(what, found=found, expected=f"{part.file_length} bytes", fix=fix))
 
 
 def _sorted_once(columns: ShardColumns) -> Column:
@@ -102,4 +102,4 @@ def stored_by(draft: Draft, backend: str) -> Stored:
     if isinstance(stored, Stored):
         return stored
     fix = f"Save the shards with ({backend!r}, 1) too, or leave the common strategy out."
-    raise StrategyError(explain(f"save: no shards were written in the format {backend!r}", fix=fix))
+    raise StrategyError(error_text(f"save: no shards were written in the format {backend!r}", fix=fix))

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ...errors import CorruptCheckpoint, explain
+from ...errors import CorruptCheckpoint, error_text
 
 _MOST_AXES = 64
 _MOST_BYTES = 2**58
@@ -109,4 +109,4 @@ def checked_shapes(shapes: Iterator[Any] | tuple[Any, ...], item_size: int, what
 
 def _unsound(what: str, found: str, expected: str) -> CorruptCheckpoint:
     fix = "The file was damaged or made by another program; load another checkpoint."
-    return CorruptCheckpoint(explain(f"open: {what} is not sound", found=found, expected=expected, fix=fix))
+    return CorruptCheckpoint(error_text(f"open: {what} is not sound", found=found, expected=expected, fix=fix))

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from ...codec import canonical_json, decode_tree, encode_tree
-from ...errors import CorruptCheckpoint, explain
+from ...errors import CorruptCheckpoint, error_text
 from ...storage import BLOCK_BYTES, Buffer, Storage
 from ..index import COLUMNS, Index, index_problem
 from ._array import StoredArray
@@ -96,4 +96,4 @@ def _blocks_problem(index: Index) -> str | None:
 
 def _unsound(where: str, found: str) -> CorruptCheckpoint:
     fix = "The file was damaged; load another checkpoint."
-    return CorruptCheckpoint(explain(f"open: the index {where!r} is not sound", found=found, fix=fix))
+    return CorruptCheckpoint(error_text(f"open: the index {where!r} is not sound", found=found, fix=fix))

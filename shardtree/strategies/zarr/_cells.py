@@ -8,7 +8,7 @@ from math import prod
 
 import numpy as np
 
-from ...errors import UnsupportedValue, explain
+from ...errors import UnsupportedValue, error_text
 from ...geometry import Column, row_major_strides
 from ...storage import Storage
 from ._array import Shape, StoredArray
@@ -134,7 +134,7 @@ def missing_cells(array: StoredArray, stored: Column, most: int = MOST_CELLS) ->
         found, expected = f"{len(stored)} of {total} chunks stored", f"at most {most} that aren't"
         fix = "Rewrite the array with larger chunks."
         what = f"open: array {array.name!r} is too sparse to be a tensor"
-        raise UnsupportedValue(explain(what, found=found, expected=expected, fix=fix))
+        raise UnsupportedValue(error_text(what, found=found, expected=expected, fix=fix))
     if total == len(stored):
         return stored[:0]
     strides = row_major_strides(np.array([array.counts], dtype=np.int64))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from ...errors import CorruptCheckpoint, UnsafeFile, explain
+from ...errors import CorruptCheckpoint, UnsafeFile, error_text
 
 _HARMLESS = {
     *("bytes", "transpose", "sharding_indexed", "gzip", "zstd", "blosc", "crc32c"),
@@ -41,7 +41,9 @@ def check_harmless(codecs: Iterable[Any], what: str) -> None:
         if plain not in _HARMLESS:
             fix = "Rewrite the array without it."
             found = repr(name)[:200]
-            raise UnsafeFile(explain(f"open: {what} has a codec that isn't known to be harmless", found=found, fix=fix))
+            raise UnsafeFile(
+                error_text(f"open: {what} has a codec that isn't known to be harmless", found=found, fix=fix)
+            )
         for group in ("codecs", "index_codecs"):
             check_harmless(codec_list(configuration.get(group, []), what), what)
 
@@ -93,4 +95,4 @@ def is_plain(codecs: list[Any], item_size: int, what: str) -> bool:
 
 
 def _no_codec(found: Any, what: str) -> CorruptCheckpoint:
-    return CorruptCheckpoint(explain(f"open: {what} is not sound", found=f"{found!r}"[:200], expected="a codec"))
+    return CorruptCheckpoint(error_text(f"open: {what} is not sound", found=f"{found!r}"[:200], expected="a codec"))

@@ -9,7 +9,7 @@ from math import prod
 import numpy as np
 
 from ...codec import canonical_json
-from ...errors import StorageError, explain
+from ...errors import StorageError, error_text
 from ...geometry import Column
 from ...layouts import ShardColumns
 from ...storage import Hashes, StoredFile, digest
@@ -83,7 +83,7 @@ def _check_seen(draft: Draft, files: dict[str, StoredFile]) -> None:
         if found != file.length:
             what = f"save: rank 0 doesn't see {draft.storage.where(file.name)!r} as it was written"
             fix = "Every rank must see the same folder; use shared storage."
-            raise StorageError(explain(what, found=found, expected=f"{file.length} bytes", fix=fix))
+            raise StorageError(error_text(what, found=found, expected=f"{file.length} bytes", fix=fix))
 
 
 def _rows(part: Placed, number: dict[str, int]) -> Rows:

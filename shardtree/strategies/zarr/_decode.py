@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ...codec import dtype_name
-from ...errors import CheckpointingException, CorruptCheckpoint, StrategyError, UnsupportedValue, explain
+from ...errors import CheckpointingException, CorruptCheckpoint, StrategyError, UnsupportedValue, error_text
 from ...storage import Storage
 from ._array import Shape, StoredArray
 from ._dtypes import fill_item, zarr_name
@@ -41,7 +41,7 @@ def decoded(storage: Storage, array: StoredArray, cell: Shape) -> torch.Tensor:
         found = f"{type(error).__name__}: {error}"[:300]
         fix = "The file was damaged, or made by a program whose codecs aren't installed."
         raise CorruptCheckpoint(
-            explain(f"load: {storage.where(name)!r} can't be decoded", found=found, fix=fix)
+            error_text(f"load: {storage.where(name)!r} can't be decoded", found=found, fix=fix)
         ) from error
     return torch.from_numpy(values.reshape(-1).view(np.uint8).copy())
 
@@ -63,7 +63,7 @@ def _check_size(array: StoredArray, length: int) -> None:
     if length > _MOST_DECODED:
         found, expected = f"{length} bytes", f"at most {_MOST_DECODED}"
         what = f"load: a chunk of array {array.name!r} is too large to be decoded"
-        raise UnsupportedValue(explain(what, found=found, expected=expected, fix="Rewrite it with smaller chunks."))
+        raise UnsupportedValue(error_text(what, found=found, expected=expected, fix="Rewrite it with smaller chunks."))
 
 
 def zarr_package(what: str) -> Any:
@@ -76,7 +76,7 @@ def zarr_package(what: str) -> Any:
         return import_module("zarr")
     except ImportError as error:
         fix = "pip install 'shardtree[zarr]'"
-        text = explain(f"load: {what!r} is compressed, which needs the zarr package", found="none", fix=fix)
+        text = error_text(f"load: {what!r} is compressed, which needs the zarr package", found="none", fix=fix)
         raise StrategyError(text) from error
 
 

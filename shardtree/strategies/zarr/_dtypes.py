@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...codec import dtype_from_name, dtype_name, row_major_bits
-from ...errors import CorruptCheckpoint, UnsupportedValue, explain
+from ...errors import CorruptCheckpoint, UnsupportedValue, error_text
 
 _V3 = {
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
@@ -101,4 +101,4 @@ def fill_item(value: Any, dtype: torch.dtype, what: str) -> bytes:
         return row_major_bits(torch.tensor([value], dtype=dtype)).numpy().tobytes()
     except (ValueError, TypeError, OverflowError, RuntimeError, struct.error) as error:
         found, expected = f"fill value {value!r}"[:200], f"a {dtype_name(dtype)}"
-        raise CorruptCheckpoint(explain(f"open: {what} is not sound", found=found, expected=expected)) from error
+        raise CorruptCheckpoint(error_text(f"open: {what} is not sound", found=found, expected=expected)) from error

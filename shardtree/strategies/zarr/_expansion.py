@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import CorruptCheckpoint, UnsupportedValue, explain
+from ...errors import CorruptCheckpoint, UnsupportedValue, error_text
 from ._array import StoredArray
 from ._codecs import codec_list, codec_parts
 from ._shard_index import inner_counts
@@ -74,7 +74,7 @@ def check_expansion(array: StoredArray, data: bytes, what: str) -> None:
         return
     if len(codecs) > 1:
         _check_chunk(codecs[1:], data, array.file_bytes, what)
-        raise UnsupportedValue(explain(f"load: {what} has chunks in chunks, and codecs around these"))
+        raise UnsupportedValue(error_text(f"load: {what} has chunks in chunks, and codecs around these"))
     _check_inner(array, configuration, data, what)
 
 
@@ -86,16 +86,16 @@ def _check_chunk(codecs: Sequence[Any], data: bytes, nbytes: int, what: str) -> 
         return
     if _COMPRESSORS.intersection(names[:-1]):
         found, fix = ", ".join(names)[:200], "Rewrite it with one compressor, as the last codec."
-        raise UnsupportedValue(explain(f"load: {what} has compressors among its codecs", found=found, fix=fix))
+        raise UnsupportedValue(error_text(f"load: {what} has compressors among its codecs", found=found, fix=fix))
     most = _TIMES_WIDER * nbytes + _SLACK_BYTES
     try:
         length = _decoded_length(names[-1], data, most)
     except (zlib.error, lzma.LZMAError, OSError, EOFError, ValueError, IndexError) as error:
-        raise CorruptCheckpoint(explain(f"load: {what} can't be decoded", found=str(error)[:200])) from error
+        raise CorruptCheckpoint(error_text(f"load: {what} can't be decoded", found=str(error)[:200])) from error
     if length > most:
         fix = "The file was damaged, or made to fill the memory; load another checkpoint."
         expected = f"at most {most} bytes"
-        raise CorruptCheckpoint(explain(f"load: {what} becomes longer than a chunk is", expected=expected, fix=fix))
+        raise CorruptCheckpoint(error_text(f"load: {what} becomes longer than a chunk is", expected=expected, fix=fix))
 
 
 def _decoded_length(compressor: str, data: bytes, most: int) -> int:
@@ -158,12 +158,12 @@ def _check_inner(array: StoredArray, configuration: dict[str, Any], data: bytes,
             ", ".join(names)[:200],
             "Rewrite it with an index of bytes and crc32c, and no chunks in inner chunks.",
         )
-        raise UnsupportedValue(explain(f"load: {what} has inner chunks in an unknown form", found=found, fix=fix))
+        raise UnsupportedValue(error_text(f"load: {what} has inner chunks in an unknown form", found=found, fix=fix))
     count = prod(inner_counts(array))
     size = count * 16 + _CHECKSUM_BYTES * (len(names) - 1)
     if size > len(data):
         expected = f"an index of {size} bytes"
-        raise CorruptCheckpoint(explain(f"load: {what} is cut off", found=f"{len(data)} bytes", expected=expected))
+        raise CorruptCheckpoint(error_text(f"load: {what} is cut off", found=f"{len(data)} bytes", expected=expected))
     start = 0 if configuration.get("index_location") == "start" else len(data) - size
     entries = np.frombuffer(data, "<u8", 2 * count, start).reshape(count, 2)
     for begin, length in entries[(entries != _NOT_STORED).any(axis=1)].tolist():

@@ -9,7 +9,7 @@ from math import prod
 import numpy as np
 
 from ...codec import row_major_bits
-from ...errors import ShapeError, explain
+from ...errors import ShapeError, error_text
 from ...geometry import Column, row_major_strides
 from ...layouts import ShardColumns, TensorKind, select_rows
 from ...lazy import LazyTensor
@@ -142,7 +142,7 @@ def write_chunk_file(
     wrong = [misfit(shards[number]) for number in np.unique(file.shard).tolist()]
     if any(wrong):
         found = next(filter(None, wrong))
-        raise ShapeError(explain("save: a tensor was changed while it waited to be written", found=found))
+        raise ShapeError(error_text("save: a tensor was changed while it waited to be written", found=found))
     if file.is_shared:
         storage.write_parts(file.name, file.length, _told_parts(_parts(file, shards), progress), durable=durable)
         return None

@@ -9,7 +9,7 @@ from math import prod
 from typing import Any
 
 from ...codec import parse_json
-from ...errors import CorruptCheckpoint, MetadataError, explain
+from ...errors import CorruptCheckpoint, MetadataError, error_text
 from ...mapping import ShardedObject
 from ...storage import Storage
 from ._array import StoredArray
@@ -76,7 +76,7 @@ def read_node(storage: Storage, folder: str) -> Node:
     is_node = isinstance(fields, dict) and fields.get("node_type") in ("array", "group")
     if not is_node or fields.get("zarr_format") != 3:
         what = f"open: {storage.where(name)!r} is not sound"
-        raise CorruptCheckpoint(explain(what, expected="the metadata of a zarr v3 group or array"))
+        raise CorruptCheckpoint(error_text(what, expected="the metadata of a zarr v3 group or array"))
     return dict(fields)
 
 

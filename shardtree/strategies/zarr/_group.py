@@ -9,7 +9,7 @@ from math import prod
 
 import numpy as np
 
-from ...errors import CorruptCheckpoint, explain
+from ...errors import CorruptCheckpoint, error_text
 from ...geometry import Column, volumes, widen
 from ...layouts import ShardColumns, TensorKind
 from ...storage import Storage, StoredFile
@@ -84,7 +84,7 @@ def read_group(storage: Storage, arrays: Sequence[StoredArray], objects: Sequenc
     ordered = sorted(arrays, key=lambda array: array.key)
     twice = [repr(one.key) for one, other in pairwise(ordered) if one.key == other.key]
     if twice:
-        raise CorruptCheckpoint(explain(f"open: {storage.where()!r} has tensors twice", offenders=twice))
+        raise CorruptCheckpoint(error_text(f"open: {storage.where()!r} has tensors twice", offenders=twice))
     rows = [_array_rows(storage, array, files) for array in ordered]
     numbers = files.add([name for _, name, _ in objects], [length for *_, length in objects]).tolist()
     found = [(key, number, 0, length) for number, (key, _, length) in zip(numbers, objects, strict=True)]

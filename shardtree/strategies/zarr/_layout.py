@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ...codec import check_storable
-from ...errors import IntegrityError, explain
+from ...errors import IntegrityError, error_text
 from ...geometry import Column, row_major_strides, volumes
 from ...layouts import ShardColumns, select_rows
 from ._array import Shape, StoredArray
@@ -61,7 +61,7 @@ def placed(written: ShardColumns, rank: int | None = None) -> Iterator[Placed]:
             other = names.setdefault(array_name(key), key)
             if other != key:
                 what = f"save: tensors {other!r} and {key!r} would lie in the same folder"
-                raise IntegrityError(explain(what, fix="Rename one."))
+                raise IntegrityError(error_text(what, fix="Rename one."))
             yield _placed(written, number, order[begin:end])
 
 
@@ -146,7 +146,7 @@ def _check_filled(array: StoredArray, columns: ShardColumns, cells: Column, file
         first = int(np.flatnonzero(found != room)[0])
         what = f"save: the shards of {array.key!r} leave gaps in chunk {tuple(cells[first].tolist())}"
         fix = "Save all of the tensor, or shards of a regular grid."
-        raise IntegrityError(explain(what, found=f"{found[first]} elements", expected=int(room[first]), fix=fix))
+        raise IntegrityError(error_text(what, found=f"{found[first]} elements", expected=int(room[first]), fix=fix))
 
 
 def _writers(rank: Column, file: Column, files: int) -> Column:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...codec import canonical_json, parse_json
-from ...errors import CorruptCheckpoint, StrategyError, explain
+from ...errors import CorruptCheckpoint, StrategyError, error_text
 from ...storage import Storage, digest
 from .._checked import read_checked
 from .._metadata import read_metadata, replace_metadata
@@ -35,7 +35,7 @@ def remove_sharded(checkpoint: Checkpoint, key_prefix: str) -> None:
     storage = checkpoint.storage
     if not is_own(checkpoint.fields):
         fix = "Remove the arrays' folders."
-        raise StrategyError(explain(f"remove: no save of ours wrote {storage.where()!r}", fix=fix))
+        raise StrategyError(error_text(f"remove: no save of ours wrote {storage.where()!r}", fix=fix))
     before, fields = read_metadata(storage)
     current = replace(checkpoint, fields=fields, memo={})
     old = decode_columns(*read_checked(current, "index"))
@@ -82,7 +82,7 @@ def group_members(checkpoint: Checkpoint) -> dict[str, Document]:
     for name in ("consolidated_metadata", "metadata"):
         node = node.get(name) if isinstance(node, dict) else None
     if not isinstance(node, dict):
-        raise CorruptCheckpoint(explain(f"open: {where!r} is not sound", expected="the metadata of all arrays"))
+        raise CorruptCheckpoint(error_text(f"open: {where!r} is not sound", expected="the metadata of all arrays"))
     return node
 
 

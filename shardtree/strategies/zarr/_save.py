@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 
 from ...codec import encode_tree
-from ...errors import CheckpointingException, IntegrityError, StrategyError, explain
+from ...errors import CheckpointingException, IntegrityError, StrategyError, error_text
 from ...geometry import Column
 from ...layouts import ShardColumns, select_rows, shard_columns, write_problems
 from ...mapping import ShardedObject, ShardedTensor
@@ -75,16 +75,16 @@ def _all_writes(draft: Draft, tensors: Sequence[ShardedTensor]) -> tuple[ShardCo
         if problems:
             fix = "Give replicas different replica_ids, and keep shards inside their tensor's global shape."
             what = "save: shards that can't lie in one checkpoint"
-            raise IntegrityError(explain(what, offenders=map(str, problems), fix=fix))
+            raise IntegrityError(error_text(what, offenders=map(str, problems), fix=fix))
         return columns, np.arange(len(tensors))
     if draft.layout is None:
         fix = "Save with validate_access_integrity=True, so that ranks tell each other what they hold."
-        raise StrategyError(explain("save: how tensors are cut into zarr chunks depends on all ranks", fix=fix))
+        raise StrategyError(error_text("save: how tensors are cut into zarr chunks depends on all ranks", fix=fix))
     columns = select_rows(draft.layout, np.flatnonzero(level_writes(draft.layout, draft.world.size)))
     mine = np.flatnonzero(columns.rank == draft.world.rank)
     if [columns.keys[number] for number in columns.key[mine].tolist()] != [shard.key for shard in tensors]:
         found = f"{len(tensors)} shards to write where {mine.size} are expected"
-        raise IntegrityError(explain("save: the shards aren't those that the ranks agreed on", found=found))
+        raise IntegrityError(error_text("save: the shards aren't those that the ranks agreed on", found=found))
     own = np.full(len(columns), -1, dtype=np.int64)
     own[mine] = np.arange(mine.size)
     return columns, own

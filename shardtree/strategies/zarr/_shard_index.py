@@ -6,7 +6,7 @@ from functools import cache
 
 import numpy as np
 
-from ...errors import CorruptCheckpoint, explain
+from ...errors import CorruptCheckpoint, error_text
 from ...geometry import Column
 from ...storage import Storage
 from ._array import StoredArray
@@ -99,5 +99,5 @@ def _table() -> tuple[int, ...]:
 def _unsound(storage: Storage, name: str, found: str, expected: str) -> CorruptCheckpoint:
     fix = "The file was damaged after it was saved; load another checkpoint."
     return CorruptCheckpoint(
-        explain(f"open: {storage.where(name)!r} is not sound", found=found, expected=expected, fix=fix)
+        error_text(f"open: {storage.where(name)!r} is not sound", found=found, expected=expected, fix=fix)
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...codec import parse_json
-from ...errors import CorruptCheckpoint, explain
+from ...errors import CorruptCheckpoint, error_text
 from ._array import StoredArray, checked_shapes
 from ._codecs import check_harmless, codec_list
 from ._dtypes import dtype_of_v2
@@ -28,7 +28,7 @@ def decode_v2(data: bytes, name: str, where: str) -> StoredArray | None:
     what = repr(where)
     fields = parse_json(data, where)
     if not isinstance(fields, dict) or fields.get("zarr_format") != 2:
-        raise CorruptCheckpoint(explain(f"open: {what} is not sound", expected="the metadata of a zarr v2 array"))
+        raise CorruptCheckpoint(error_text(f"open: {what} is not sound", expected="the metadata of a zarr v2 array"))
     dtype, is_little = dtype_of_v2(fields.get("dtype"))
     if dtype is None:
         return None
@@ -55,5 +55,5 @@ def _choice(fields: dict[str, Any], field: str, choices: tuple[str, ...], what: 
     found = fields.get(field, choices[0])
     if found not in choices:
         found = f"{field} {found!r}"[:200]
-        raise CorruptCheckpoint(explain(f"open: {what} is not sound", found=found, expected=" or ".join(choices)))
+        raise CorruptCheckpoint(error_text(f"open: {what} is not sound", found=found, expected=" or ".join(choices)))
     return str(found)

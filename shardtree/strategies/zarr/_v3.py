@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 import torch
 
 from ...codec import dtype_from_name, dtype_name
-from ...errors import CorruptCheckpoint, UnsupportedValue, explain
+from ...errors import CorruptCheckpoint, UnsupportedValue, error_text
 from ._array import StoredArray, checked_shapes
 from ._codecs import check_harmless, codec_list, codec_parts, is_plain
 from ._dtypes import dtype_of_v3, zarr_name
@@ -38,7 +38,9 @@ def decode_v3(fields: Mapping[str, Any], name: str, where: str) -> StoredArray |
     codecs = codec_list(fields.get("codecs"), what)
     check_harmless(codecs, what)
     if fields.get("storage_transformers"):
-        raise UnsupportedValue(explain(f"open: {what} has storage transformers", fix="Rewrite the array without them."))
+        raise UnsupportedValue(
+            error_text(f"open: {what} has storage transformers", fix="Rewrite the array without them.")
+        )
     key, dtype = _own_words(fields, name, stored)
     chunk = _configuration(fields, "chunk_grid", "regular", what).get("chunk_shape")
     inner, inside = _sharding(codecs, dtype.itemsize, what)
@@ -173,4 +175,4 @@ def _configuration(fields: Mapping[str, Any], field: str, expected: str, what: s
 
 def _unsound(what: str, found: str, expected: str) -> CorruptCheckpoint:
     fix = "The file was damaged or made by another program; load another checkpoint."
-    return CorruptCheckpoint(explain(f"open: {what} is not sound", found=found, expected=expected, fix=fix))
+    return CorruptCheckpoint(error_text(f"open: {what} is not sound", found=found, expected=expected, fix=fix))
