@@ -6,6 +6,9 @@ from ._boxes import intersect as intersect
 from ._boxes import row_major_strides as row_major_strides
 from ._boxes import volumes as volumes
 from ._boxes import widen as widen
+from ._coverage import coverage_faults as coverage_faults
+from ._coverage import held_elements as held_elements
+from ._coverage import overlapping_groups as overlapping_groups
 from ._flat import flat_boxes as flat_boxes
 from ._grid import cell_index as cell_index
 from ._grid import cell_shape as cell_shape
@@ -23,3 +26,4 @@ from ._numbers import integer as integer
 from ._numbers import integers as integers
 from ._numbers import refuse as refuse
 from ._pairs import overlapping_pairs as overlapping_pairs
+from ._shared import shared_groups as shared_groups

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -9,7 +10,7 @@ import numpy as np
 import torch
 
 from ..errors import IntegrityError, error_text
-from ..geometry import Column, box_column, flat_boxes, volumes, widen
+from ..geometry import Column, box_column, flat_boxes, volumes
 from ..mapping import ShardedTensor, is_main_replica
 
 
@@ -82,11 +83,7 @@ def shard_columns(shards: Sequence[ShardedTensor], rank: int = 0) -> ShardColumn
         >>> columns.keys, columns.offset.tolist(), columns.shape.tolist()
         (('w',), [[2, 0]], [[2, 3]])
     """
-    kinds: dict[str, TensorKind] = {}
-    for shard in shards:
-        kind = TensorKind(shard.dtype, shard.global_shape, shard.prepend_axis_num)
-        if kinds.setdefault(shard.key, kind) != kind:
-            raise IntegrityError(_disagreement(shard.key, kinds[shard.key], (rank,), kind, (rank,)))
+    kinds = _kinds(shards, rank)
     keys = tuple(sorted(kinds))
     number = {key: position for position, key in enumerate(keys)}
     flat = [shard.flattened_range for shard in shards]
@@ -103,33 +100,16 @@ def shard_columns(shards: Sequence[ShardedTensor], rank: int = 0) -> ShardColumn
     )
 
 
-def join_columns(parts: Sequence[ShardColumns]) -> ShardColumns:
-    """Return several ranks' columns as one, rows in the order given.
-
-    Raises:
-        IntegrityError: ranks differ about a key's global shape, dtype or prepended axes.
-
-    Examples:
-        >>> shards = [ShardedTensor.from_rank_offsets("w", torch.zeros(2), (0, rank, 2)) for rank in range(2)]
-        >>> join_columns([shard_columns([shard], rank) for rank, shard in enumerate(shards)]).offset.tolist()
-        [[0], [2]]
-    """
-    kinds = _agreed_kinds(parts)
-    keys = tuple(sorted(kinds))
-    number = {key: position for position, key in enumerate(keys)}
-    axes = max((part.offset.shape[1] for part in parts), default=1)
-    renumbered = [_int64([number[key] for key in part.keys])[part.key] for part in parts]
-    return ShardColumns(
-        keys=keys,
-        kinds=tuple(kinds[key] for key in keys),
-        key=np.concatenate([*renumbered, _int64([])]),
-        offset=np.concatenate([widen(part.offset, axes, 0) for part in parts] or [np.zeros((0, 1), dtype=np.int64)]),
-        shape=np.concatenate([widen(part.shape, axes, 1) for part in parts] or [np.zeros((0, 1), dtype=np.int64)]),
-        start=np.concatenate([*(part.start for part in parts), _int64([])]),
-        stop=np.concatenate([*(part.stop for part in parts), _int64([])]),
-        rank=np.concatenate([*(part.rank for part in parts), _int64([])]),
-        main=np.concatenate([*(part.main for part in parts), np.zeros(0, dtype=np.bool_)]),
-    )
+def _kinds(shards: Sequence[ShardedTensor], rank: int) -> dict[str, TensorKind]:
+    """Return what each key's shards agree on, or raise with all of which they don't."""
+    said: dict[str, dict[TensorKind, None]] = defaultdict(dict)
+    for shard in shards:
+        said[shard.key][TensorKind(shard.dtype, shard.global_shape, shard.prepend_axis_num)] = None
+    wrong = [f"{key!r}: {', '.join(map(str, kinds))}" for key, kinds in sorted(said.items()) if len(kinds) > 1]
+    if wrong:
+        fix = "Give all shards of a key one global shape, dtype and number of prepended axes."
+        raise IntegrityError(error_text(f"shards of one key differ on rank {rank}", offenders=wrong, fix=fix))
+    return {key: next(iter(kinds)) for key, kinds in said.items()}
 
 
 def select_rows(columns: ShardColumns, rows: Column) -> ShardColumns:
@@ -188,28 +168,6 @@ def shard_boxes(offset: Column, shape: Column, start: Column, stop: Column) -> B
         np.concatenate([shape[whole], part])[order],
         np.concatenate([np.zeros(whole.size, dtype=np.int64), position])[order],
     )
-
-
-def _agreed_kinds(parts: Sequence[ShardColumns]) -> dict[str, TensorKind]:
-    kinds: dict[str, TensorKind] = {}
-    ranks: dict[str, int] = {}
-    problems = []
-    for part in parts:
-        rank = int(part.rank[0]) if len(part) else -1
-        for key, kind in zip(part.keys, part.kinds, strict=True):
-            known = kinds.setdefault(key, kind)
-            ranks.setdefault(key, rank)
-            if known != kind:
-                problems.append(_disagreement(key, known, (ranks[key],), kind, (rank,)))
-    if problems:
-        raise IntegrityError(error_text("the ranks don't agree about their tensors", offenders=problems))
-    return kinds
-
-
-def _disagreement(
-    key: str, left: TensorKind, left_ranks: tuple[int, ...], right: TensorKind, right_ranks: tuple[int, ...]
-) -> str:
-    return f"{key!r} is {left} on ranks {left_ranks} and {right} on ranks {right_ranks}"
 
 
 def _int64(values: Sequence[int]) -> Column:

@@ -15,15 +15,22 @@ from hypothesis import strategies as st
 
 from shardtree.errors import IntegrityError
 from shardtree.layouts import (
+    Faults,
     Problem,
     ShardColumns,
     access_problems,
     check_access,
-    first_gap,
+    doubled_faults,
     join_columns,
+    object_columns,
+    place_text,
+    select_faults,
+    select_rows,
     shard_columns,
+    sharding_faults,
+    sharding_problems,
 )
-from shardtree.mapping import ShardedTensor, is_main_replica
+from shardtree.mapping import ShardedObject, ShardedTensor, is_main_replica
 from shardtree.testing import Layout, Piece, cut, layouts, shapes
 from tests.trees.samples import assert_caught
 
@@ -34,6 +41,7 @@ Check = Callable[[ShardColumns], tuple[Problem, ...]]
 
 def columns_of(layout: Layout) -> ShardColumns:
     whole = torch.zeros(layout.global_shape, dtype=torch.int8)
+    layout = replace(layout, grid=None)  # moved pieces are in no regular grid
     return join_columns([shard_columns(cut(layout, "w", whole, rank), rank) for rank in range(layout.ranks)])
 
 
@@ -51,35 +59,62 @@ def replicas(layout: Layout) -> np.ndarray:
 
 
 @st.composite
+def shifted(draw: st.DrawFn, layout: Layout, piece: Piece) -> Piece:
+    """Return a piece elsewhere in its tensor, or another range of the same length of its box."""
+    ends = zip(layout.global_shape, piece.shape, strict=True)
+    offset = tuple(draw(st.integers(0, size - length)) for size, length in ends)
+    if piece.flat is None or draw(st.booleans()):
+        return replace(piece, offset=offset)
+    length = piece.flat[1] - piece.flat[0]
+    start = draw(st.integers(0, prod(piece.shape) - length))
+    return replace(piece, flat=(start, start + length))
+
+
+@st.composite
 def damaged(draw: st.DrawFn) -> Layout:
     """Return a layout of which pieces were lost, doubled or demoted, or none of it."""
     layout = draw(LAYOUTS)
     pieces = []
     for piece in layout.pieces:
-        fate = draw(st.sampled_from(["keep", "keep", "keep", "lose", "double", "demote"]))
+        fate = draw(st.sampled_from(["keep", "keep", "keep", "lose", "double", "demote", "move"]))
         demoted = replace(piece, replica=7)
         other = replace(piece, rank=(piece.rank + 1) % layout.ranks)
-        pieces += {"keep": [piece], "lose": [], "double": [piece, other], "demote": [demoted]}[fate]
+        moved = draw(shifted(layout, piece)) if fate == "move" else piece
+        pieces += {"lose": [], "double": [piece, other], "demote": [demoted]}.get(fate, [moved])
     return replace(layout, pieces=tuple(pieces))
 
 
-def problems_are_real(check: Check, layout: Layout) -> None:
-    count = replicas(layout)
+Faulty = Callable[[ShardColumns], Faults]
+
+
+def main_rows(columns: ShardColumns) -> ShardColumns:
+    return select_rows(columns, np.flatnonzero(columns.main))
+
+
+def add_to(count: np.ndarray, box: tuple[slice, ...], flat: slice | None) -> None:
+    """Count a box, or a flat range of it, once more."""
+    place = count[(*box, ...)]
+    ones = np.ones(place.size, dtype=np.int64)
+    if flat is not None:
+        ones[: flat.start] = ones[flat.stop :] = 0
+    place += ones.reshape(place.shape)
+
+
+def faults_are_what_counting_finds(find: Faulty, layout: Layout) -> None:
+    """Each element that isn't held once is in one fault of its kind, and no other element is in any."""
     columns = columns_of(layout)
-    problems = check(columns)
-    if not columns.keys or (count == 1).all():
-        assert problems == ()
-    else:
-        assert len(problems) == 1
-        problem = problems[0]
-        assert problem.key == "w"
-        if (count > 1).any():
-            assert "more than one main replica" in problem.what
-        else:
-            missing = np.argwhere(count == 0)
-            first = tuple(missing[0].tolist())
-            assert problem.what.startswith(f"{len(missing)} of {count.size} elements")
-            assert problem.what.endswith(f"at {first}")
+    faults = find(main_rows(columns))
+    axes = len(layout.global_shape)
+    for doubled in (False, True):
+        told = np.zeros(layout.global_shape, dtype=np.int64)
+        for row in np.flatnonzero(faults.doubled == doubled):
+            spans = list(zip(faults.offset[row].tolist(), faults.shape[row].tolist(), strict=True))
+            box = tuple(slice(low, low + size) for low, size in spans[len(spans) - axes :])
+            start, stop = int(faults.start[row]), int(faults.stop[row])
+            add_to(told, box, None if start < 0 else slice(start, stop))
+        count = replicas(layout)
+        wrong = (count > 1 if doubled else count == 0) & bool(columns.keys)
+        assert (told == wrong).all()
 
 
 @given(LAYOUTS)
@@ -90,67 +125,94 @@ def test_a_sound_layout_has_no_problems(layout: Layout) -> None:
 
 
 @given(damaged())
-def test_problems_are_what_counting_replicas_finds(layout: Layout) -> None:
-    problems_are_real(access_problems, layout)
-
-
-def test_problems_catch_a_check_that_only_adds_up_volumes() -> None:
-    def by_volume(columns: ShardColumns) -> tuple[Problem, ...]:
-        held = int(columns.elements[columns.main].sum())
-        needed = prod(columns.kinds[0].global_shape) if columns.kinds else 0
-        return () if held == needed else access_problems(columns)
-
-    assert_caught(problems_are_real, by_volume, damaged())
+def test_faults_are_what_counting_replicas_finds(layout: Layout) -> None:
+    faults_are_what_counting_finds(sharding_faults, layout)
 
 
 @given(damaged())
-def test_the_box_of_an_overlap_is_held_twice(layout: Layout) -> None:
+def test_doubled_faults_are_those_that_are_held_twice(layout: Layout) -> None:
+    every, doubled = sharding_faults(main_rows(columns_of(layout))), doubled_faults(main_rows(columns_of(layout)))
+    rows = np.flatnonzero(every.doubled)
+    assert doubled.doubled.all()
+    for name in ("offset", "shape", "start", "stop"):
+        assert sorted(getattr(every, name)[rows].tolist()) == sorted(getattr(doubled, name).tolist())
+
+
+def by_volume(main: ShardColumns) -> Faults:
+    held = int(main.elements.sum())
+    needed = prod(main.kinds[0].global_shape) if main.kinds else 0
+    return sharding_faults(main if held != needed else select_rows(main, np.arange(0)))
+
+
+def without_flat_offsets(main: ShardColumns) -> Faults:
+    """Take a flat range for one of the same length that begins at 0."""
+    return sharding_faults(
+        replace(main, stop=np.where(main.start < 0, -1, main.stop - main.start), start=np.minimum(main.start, 0))
+    )
+
+
+def only_regular(main: ShardColumns) -> Faults:
+    """Round each box to whole cells of the first one's size, as if all grids were regular."""
+    if not len(main):
+        return sharding_faults(main)
+    cell = np.maximum(main.shape[:1], 1)
+    return sharding_faults(replace(main, offset=main.offset // cell * cell))
+
+
+def without_the_last(main: ShardColumns) -> Faults:
+    faults = sharding_faults(main)
+    return select_faults(faults, np.arange(max(0, len(faults) - 1)))
+
+
+@pytest.mark.parametrize("broken", [by_volume, without_flat_offsets, only_regular, without_the_last])
+def test_the_law_catches(broken: Faulty) -> None:
+    assert_caught(faults_are_what_counting_finds, broken, damaged())
+
+
+def problems_tell_all_faults(check: Check, layout: Layout) -> None:
+    """Their boxes are the faults, and their words say the boxes, and all ranks that hold something there."""
+    problems = check(columns_of(layout))
     count = replicas(layout)
-    for problem in access_problems(columns_of(layout)):
-        if "more than one" in problem.what:
-            spans = problem.what[1 : problem.what.index("]")]
-            box = tuple(slice(*map(int, span.split(":"))) for span in spans.split(", ") if span)
-            assert count[box].size
-            assert (count[box] > 1).all()
+    told = np.zeros((2, *count.shape), dtype=np.int64)
+    for problem in problems:
+        if problem.box is None:
+            return  # there are more than are shown
+        doubled = "more than one main replica" in problem.what
+        add_to(told[int(doubled), ...], problem.box, problem.flat)
+        assert problem.what.startswith(place_text(problem.box, problem.flat))
+        if doubled:
+            assert set(problem.ranks) == ranks_in(layout, problem)
+    if columns_of(layout).keys:
+        assert (told[0] == (count == 0)).all()
+        assert (told[1] == (count > 1)).all()
 
 
-Boxes = list[tuple[tuple[int, ...], tuple[int, ...]]]
+def ranks_in(layout: Layout, problem: Problem) -> set[int]:
+    """Return whose main replicas have an element in a problem's place."""
+    found = set()
+    for piece in layout.pieces:
+        both = np.zeros(layout.global_shape, dtype=np.int64)
+        add_to(both, problem.box or (), problem.flat)
+        box = tuple(slice(low, low + size) for low, size in zip(piece.offset, piece.shape, strict=True))
+        add_to(both, box, None if piece.flat is None else slice(*piece.flat))
+        found |= {piece.rank} if is_main_replica(piece.replica) and (both > 1).any() else set()
+    return found
 
 
-@st.composite
-def some_boxes(draw: st.DrawFn) -> tuple[Boxes, tuple[int, ...]]:
-    """Return a few of the boxes that tile a shape with elements."""
-    shape = draw(shapes(max_axes=3, sizes=(1, 2, 3, 4)))
-    layout = draw(layouts(shape, 1))
-    columns = columns_of(replace(layout, pieces=tuple(replace(piece, flat=None) for piece in layout.pieces)))
-    rows = sorted(set(zip(map(tuple, columns.offset.tolist()), map(tuple, columns.shape.tolist()), strict=True)))
-    return [row for row in rows if draw(st.integers(0, 3))], shape
+@given(damaged())
+def test_problems_name_every_fault_and_its_ranks(layout: Layout) -> None:
+    problems_tell_all_faults(access_problems, layout)
 
 
-def is_the_first_hole(find: Callable[..., tuple[int, ...]], case: tuple[Boxes, tuple[int, ...]]) -> None:
-    boxes, shape = case
-    axes = max(1, len(shape))
-    covered = np.zeros(shape or (1,), dtype=np.bool_)
-    for offset, size in boxes:
-        covered[tuple(slice(low, low + length) for low, length in zip(offset, size, strict=True))] = True
-    offsets, sizes = (np.array([box[side] for box in boxes], dtype=np.int64).reshape(-1, axes) for side in (0, 1))
-    holes = np.argwhere(~covered)
-    expected = tuple(holes[0].tolist())[: len(shape)] if len(holes) else shape
-    assert find(offsets, sizes, shape) == expected
+def test_the_law_of_problems_catches_one_that_is_left_out() -> None:
+    assert_caught(problems_tell_all_faults, lambda columns: access_problems(columns)[1:], damaged())
 
 
-@given(some_boxes())
-def test_the_first_gap_is_the_first_in_row_major_order(case: tuple[Boxes, tuple[int, ...]]) -> None:
-    is_the_first_hole(first_gap, case)
+def test_the_law_of_problems_catches_one_pair_of_ranks_for_all() -> None:
+    def first_pair(columns: ShardColumns) -> tuple[Problem, ...]:
+        return tuple(replace(problem, ranks=problem.ranks[:2]) for problem in access_problems(columns))
 
-
-def test_the_first_gap_catches_the_axes_taken_the_wrong_way_round() -> None:
-    def last_axis_first(offset: np.ndarray, shape: np.ndarray, whole: tuple[int, ...]) -> tuple[int, ...]:
-        if len(whole) < 2:
-            return first_gap(offset, shape, whole)
-        return first_gap(offset[:, ::-1], shape[:, ::-1], whole[::-1])[::-1]
-
-    assert_caught(is_the_first_hole, last_axis_first, some_boxes())
+    assert_caught(problems_tell_all_faults, first_pair, damaged())
 
 
 def shard(offset: Sequence[int], shape: Sequence[int], whole: Sequence[int], **more: Any) -> ShardedTensor:
@@ -162,42 +224,115 @@ def described(*shards: ShardedTensor) -> list[str]:
     return [str(problem) for problem in access_problems(columns)]
 
 
-def test_an_overlap_names_both_ranks_and_the_box_they_share() -> None:
+def test_an_overlap_names_all_its_ranks_and_boxes() -> None:
     assert described(shard((0, 0), (3, 2), (4, 2)), shard((2, 0), (2, 2), (4, 2))) == [
-        "'w' (ranks 0, 1): [2:3, 0:2] is held by more than one main replica"
+        "'w' (ranks 0, 1): [2:3, 0:2] is held by more than one main replica (2 of 8 elements): "
+        "rank 0 [0:3, 0:2], rank 1 [2:4, 0:2]"
+    ]
+    assert described(*[shard((0,), (4,), (4,))] * 6) == [
+        "'w' (ranks 0-5): [0:4] is held by more than one main replica (4 of 4 elements): "
+        "rank 0 [0:4], rank 1 [0:4], rank 2 [0:4], rank 3 [0:4], and 2 more"
     ]
 
 
-def test_a_tensor_without_any_main_replica_is_missing_from_its_first_element() -> None:
+def test_a_gap_names_who_holds_replicas_of_it() -> None:
     assert described(shard((0, 0), (4, 2), (4, 2), replica_id=1)) == [
-        "'w': 8 of 8 elements have no main replica; the first one missing is at (0, 0)"
+        "'w' (rank 0): [0:4, 0:2] has no main replica (8 of 8 elements); only others: rank 0 [0:4, 0:2]"
     ]
 
 
-def test_a_flat_range_that_stops_short_leaves_a_gap_inside_a_row() -> None:
-    assert described(shard((0, 0), (2, 4), (2, 4), flattened_range=slice(0, 6))) == [
-        "'w' (ranks 0): 2 of 8 elements have no main replica; the first one missing is at (1, 2)"
+def test_a_gap_names_its_neighbours_and_two_gaps_are_two_problems() -> None:
+    assert described(shard((1, 0), (1, 2), (4, 2)), shard((2, 0), (1, 2), (4, 2))) == [
+        "'w' (rank 0): [0:1, 0:2] has no main replica (2 of 8 elements); beside it: rank 0 [1:2, 0:2]",
+        "'w' (rank 1): [3:4, 0:2] has no main replica (2 of 8 elements); beside it: rank 1 [2:3, 0:2]",
+    ]
+
+
+def test_a_tensor_of_which_nobody_holds_anything_is_one_gap() -> None:
+    assert described(shard((0,), (0,), (4,))) == [
+        "'w': [0:4] has no main replica (4 of 4 elements); nobody holds any of it"
+    ]
+
+
+def test_faults_of_flat_ranges_are_told_in_flat_ranges() -> None:
+    halves = [shard((0, 0), (3, 4), (3, 4), flattened_range=slice(*ends)) for ends in ((0, 5), (4, 6), (11, 12))]
+    assert described(*halves) == [
+        "'w' (ranks 0-2): elements [6:11] of [0:3, 0:4] have no main replica (5 of 12 elements); "
+        "beside it: rank 0 elements [0:5] of [0:3, 0:4], "
+        "rank 1 elements [4:6] of [0:3, 0:4], rank 2 elements [11:12] of [0:3, 0:4]",
+        "'w' (ranks 0, 1): elements [4:5] of [0:3, 0:4] are held by more than one main replica (1 of 12 elements): "
+        "rank 0 elements [0:5] of [0:3, 0:4], rank 1 elements [4:6] of [0:3, 0:4]",
+    ]
+
+
+def test_flat_ranges_of_boxes_that_overlap_are_told_in_boxes() -> None:
+    first = shard((0, 0), (2, 2), (3, 2), flattened_range=slice(0, 4))
+    assert described(first, shard((1, 0), (2, 2), (3, 2), flattened_range=slice(0, 4))) == [
+        "'w' (ranks 0, 1): [1:2, 0:2] is held by more than one main replica (2 of 6 elements): "
+        "rank 0 elements [0:4] of [0:2, 0:2], rank 1 elements [0:4] of [1:3, 0:2]"
     ]
 
 
 def test_a_scalar_is_one_element() -> None:
     assert described(shard((), (), ())) == []
     assert described(shard((), (), ()), shard((), (), ())) == [
-        "'w' (ranks 0, 1): [] is held by more than one main replica"
+        "'w' (ranks 0, 1): [] is held by more than one main replica (1 of 1 element): rank 0 [], rank 1 []"
     ]
 
 
 def test_what_lies_beyond_the_tensor_does_not_make_up_for_a_gap() -> None:
     found = described(shard((0,), (2,), (4,)), shard((4,), (2,), (4,), allow_shape_mismatch=True))
-    assert found == ["'w' (ranks 1): a shard reaches beyond the global shape (4,)"]
+    assert found == [
+        "'w' (rank 1): a shard reaches beyond the global shape (4,)",
+        "'w' (ranks 0, 1): [2:4] has no main replica (2 of 4 elements); beside it: rank 0 [0:2], rank 1 [4:6]",
+    ]
 
 
 def test_every_tensor_that_is_wrong_is_named() -> None:
     shards = [ShardedTensor.from_rank_offsets(key, torch.zeros(2), (0, 0, 2)) for key in ("a", "b")]
-    with pytest.raises(IntegrityError, match=r"(?s)'a' \(ranks 0\).*'b' \(ranks 0\).*replica_id"):
+    with pytest.raises(IntegrityError, match=r"(?s)'a' \(rank 0\).*'b' \(rank 0\).*replica_id"):
         check_access(shard_columns(shards))
+
+
+def test_a_tensor_with_many_faults_does_not_hide_the_next() -> None:
+    shards = [shard((2 * place,), (1,), (100,)) for place in range(50)]
+    other = replace(shard((0,), (1,), (2,)), key="x")
+    columns = shard_columns([*shards, other])
+    assert [problem.what for problem in access_problems(columns)][20] == "and 30 more places"
+    with pytest.raises(IntegrityError) as caught:
+        check_access(columns)
+    lines = str(caught.value).splitlines()
+    assert [line.split(":")[0].strip() for line in lines[1:6]] == ["'w' (rank 0)"] * 3 + ["'w'", "'x' (rank 0)"]
+
+
+def test_huge_irregular_layouts_are_searched_where_they_are_wrong() -> None:
+    """A grid between all edges would have 16 million cells."""
+    places = np.arange(4000)
+    columns = shard_columns([shard((0, 0), (1, 1), (4000, 4000))])
+    count = len(places)
+    staircase = replace(
+        columns,
+        key=np.zeros(count, dtype=np.int64),
+        offset=np.column_stack([places, places * 0]),
+        shape=np.column_stack([places * 0 + 1, 4000 - (places == 7)]),
+        **{name: np.repeat(getattr(columns, name), count) for name in ("start", "stop", "rank", "main")},
+    )
+    (problem,) = access_problems(staircase)
+    assert problem.box == (slice(7, 8), slice(3999, 4000))
 
 
 def test_replicas_and_idle_ranks_are_no_problem() -> None:
     layout = Layout(3, (4,), (Piece(0, (0,), (4,)), Piece(2, (0,), (4,), replica=1)))
     assert access_problems(columns_of(layout)) == ()
+
+
+def test_all_that_ranks_disagree_about_is_reported_at_once() -> None:
+    said = [[shard((0,), (4,), (4,))], [shard((0,), (5,), (5,))], [replace(shard((0,), (2,), (4,)), key="x")]]
+    objects = [[ShardedObject("x", None, (2,), (0,)), ShardedObject("y", None, (3,), (rank,))] for rank in range(2)]
+    columns = [shard_columns(shards, rank) for rank, shards in enumerate(said)]
+    problems = sharding_problems(columns, [object_columns(items, rank) for rank, items in enumerate(objects)])
+    assert list(map(str, problems)) == [
+        "'w' (ranks 0, 1): (4,) int8 on rank 0, (5,) int8 on rank 1",
+        "'x' (ranks 0-2): (4,) int8 on rank 2, (2,) objects on ranks 0, 1",
+        "'y' (rank 1): [2:3] has no main replica (1 of 3 objects); beside it: rank 1 [1:2]",
+    ]

@@ -105,9 +105,9 @@ def test_nobody_holds_anything() -> None:
 def test_shards_of_one_key_that_disagree_are_named(change: dict[str, object]) -> None:
     shard = ShardedTensor.from_rank_offsets("w", torch.zeros(2), (0, 0, 2))
     other = replace(shard, **change)
-    with pytest.raises(IntegrityError, match=r"'w' is \(4,\) float32 on ranks \(1,\)"):
+    with pytest.raises(IntegrityError, match=r"on rank 1\n  'w': \(4,\) float32, "):
         shard_columns([shard, other], 1)
-    with pytest.raises(IntegrityError, match=r"'w' is \(4,\) float32 on ranks \(0,\) and .* on ranks \(3,\)"):
+    with pytest.raises(IntegrityError, match=r"'w' \(ranks 0, 3\): \(4,\) float32 on rank 0, .* on rank 3"):
         join_columns([shard_columns([shard]), shard_columns([other], 3)])
 
 

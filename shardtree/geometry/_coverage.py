@@ -1,0 +1,166 @@
+"""How often boxes cover the elements of a region: where not at all, and where more than once, as boxes themselves."""
+
+from __future__ import annotations
+
+from itertools import product
+from math import prod
+
+import numpy as np
+
+from ._boxes import Column, volumes
+from ._pairs import overlapping_pairs
+
+Boxes = tuple[Column, Column]
+"""Offsets and shapes, int64 (boxes, axes) each."""
+
+_MOST_CELLS = 1 << 18
+
+
+def overlapping_groups(group: Column, offset: Column, shape: Column, size: Column) -> np.ndarray:
+    """Return which groups have boxes that share an element.
+
+    Pairs of boxes are only looked for where neither equal boxes nor volumes tell: a thousand equal boxes make half a
+    million pairs.
+
+    Args:
+        group: the group that each box belongs to, int64 (boxes,).
+        offset: int64 (boxes, axes).
+        shape: int64 (boxes, axes); every box lies in its group's region.
+        size: how many elements each group's region has, int64 (groups,).
+
+    Returns:
+        bool (groups,).
+
+    Examples:
+        >>> offset, shape = np.array([[0], [2], [0], [1]]), np.array([[2], [2], [2], [2]])
+        >>> overlapping_groups(np.array([0, 0, 1, 1]), offset, shape, np.array([4, 4])).tolist()
+        [False, True]
+    """
+    rows = np.flatnonzero((shape > 0).all(axis=1))
+    group, offset, shape = group[rows], offset[rows], shape[rows]
+    found = held_elements(group, shape, size.size) > size
+    found[group[_repeats(np.column_stack([group, offset, shape]))]] = True
+    rest = ~found[group]
+    group, offset, shape = group[rest], offset[rest], shape[rest]
+    left, right = overlapping_pairs(group, offset, shape, group, offset, shape)
+    found[group[left[left != right]]] = True
+    return found
+
+
+def held_elements(group: Column, shape: Column, groups: int) -> Column:
+    """Return how many elements each group's boxes have together, int64 (groups,).
+
+    Examples:
+        >>> held_elements(np.array([0, 2, 2]), np.array([[3, 2], [1, 1], [2, 2]]), 3).tolist()
+        [6, 0, 5]
+    """
+    held = np.zeros(groups, dtype=np.int64)
+    np.add.at(held, group, volumes(shape))
+    return held
+
+
+def coverage_faults(offset: Column, shape: Column, whole: tuple[int, ...]) -> tuple[Boxes, Boxes]:
+    """Return the boxes of a region that no given box covers, and those that more than one covers.
+
+    Both are maximal along the last axis first; those of one kind don't overlap. What leaves the region doesn't count.
+
+    Args:
+        offset: int64 (boxes, axes).
+        shape: int64 (boxes, axes).
+        whole: the region's shape; it begins at 0.
+
+    Examples:
+        >>> missing, doubled = coverage_faults(np.array([[0, 0], [1, 0]]), np.array([[2, 3], [1, 3]]), (4, 3))
+        >>> [column.tolist() for column in missing], [column.tolist() for column in doubled]
+        ([[[2, 0]], [[2, 3]]], [[[1, 0]], [[1, 3]]])
+    """
+    low, high = np.zeros(len(whole), dtype=np.int64), np.array(whole, dtype=np.int64)
+    missing, doubled = _faults_between(offset, offset + shape, low, high)
+    return _as_boxes(*_joined(*missing)), _as_boxes(*_joined(*doubled))
+
+
+def _as_boxes(begin: Column, end: Column) -> Boxes:
+    return begin, end - begin
+
+
+def _faults_between(begin: Column, end: Column, low: Column, high: Column) -> tuple[Boxes, Boxes]:
+    """Return begins and ends of what is missing and doubled between two corners of the region."""
+    begin, end = np.maximum(begin, low), np.minimum(end, high)
+    rows = np.flatnonzero((begin < end).all(axis=1))
+    begin, end = begin[rows], end[rows]
+    none = np.zeros((0, low.size), dtype=np.int64), np.zeros((0, low.size), dtype=np.int64)
+    if (low >= high).any() or _tiles(begin, end, low, high):
+        return none, none
+    ends = (np.concatenate([begin[:, axis], end[:, axis], [low[axis], high[axis]]]) for axis in range(low.size))
+    edges = [np.unique(places) for places in ends]
+    if prod(len(places) - 1 for places in edges) <= _MOST_CELLS:
+        count = _cell_counts(begin, end, edges)
+        return _cells_where(count == 0, edges), _cells_where(count > 1, edges)
+    axis = int(np.argmax([len(places) for places in edges]))
+    middle = edges[axis][len(edges[axis]) // 2]
+    halves = (_faults_between(begin, end, *corners) for corners in _halves(low, high, axis, middle))
+    (one, other), (more, others) = halves
+    return _together(one, more), _together(other, others)
+
+
+def _tiles(begin: Column, end: Column, low: Column, high: Column) -> bool:
+    group, size = np.zeros(len(begin), dtype=np.int64), volumes((high - low)[None])
+    tiled = bool(held_elements(group, end - begin, 1) == size)
+    return tiled and not overlapping_groups(group, begin, end - begin, size)[0]
+
+
+def _halves(low: Column, high: Column, axis: int, middle: int) -> tuple[tuple[Column, Column], tuple[Column, Column]]:
+    inner_high, inner_low = high.copy(), low.copy()
+    inner_high[axis] = inner_low[axis] = middle
+    return (low, inner_high), (inner_low, high)
+
+
+def _together(one: Boxes, other: Boxes) -> Boxes:
+    return np.concatenate([one[0], other[0]]), np.concatenate([one[1], other[1]])
+
+
+def _cell_counts(begin: Column, end: Column, edges: list[Column]) -> Column:
+    """Return how many boxes cover each cell between the edges: summed up from what changes at the boxes' corners."""
+    count = np.zeros([len(places) for places in edges], dtype=np.int64)
+    sides = [
+        (np.searchsorted(places, begin[:, axis]), np.searchsorted(places, end[:, axis]))
+        for axis, places in enumerate(edges)
+    ]
+    # Along an axis that isn't cut, all boxes begin at the first edge: nothing changes there.
+    choices = [(0,) if len(places) == 2 else (0, 1) for places in edges]
+    for corner in product(*choices):
+        place = tuple(side[which] for side, which in zip(sides, corner, strict=True))
+        np.add.at(count, place, -1 if sum(corner) % 2 else 1)
+    for axis in range(count.ndim):
+        np.cumsum(count, axis=axis, out=count)
+    return count[(slice(-1),) * count.ndim]
+
+
+def _cells_where(wanted: np.ndarray, edges: list[Column]) -> Boxes:
+    cells = np.nonzero(wanted)
+    begin = [places[cell] for places, cell in zip(edges, cells, strict=True)]
+    end = [places[cell + 1] for places, cell in zip(edges, cells, strict=True)]
+    return _joined(np.stack(begin, axis=1), np.stack(end, axis=1))
+
+
+def _joined(begin: Column, end: Column) -> Boxes:
+    """Return boxes joined with their neighbours, along the last axis first, in row-major order."""
+    for axis in reversed(range(begin.shape[1])):
+        others = np.delete(np.concatenate([begin, end], axis=1), [axis, begin.shape[1] + axis], axis=1)
+        order = np.lexsort((begin[:, axis], *others.T))
+        begin, end, others = begin[order], end[order], others[order]
+        is_first = np.ones(len(begin), dtype=np.bool_)
+        is_first[1:] = (others[1:] != others[:-1]).any(axis=1) | (begin[1:, axis] != end[:-1, axis])
+        first = np.flatnonzero(is_first)
+        joined = end[first]
+        joined[:, axis] = end[np.append(first[1:], len(begin))[: len(first)] - 1, axis]
+        begin, end = begin[first], joined
+    order = np.lexsort(begin.T[::-1])
+    return begin[order], end[order]
+
+
+def _repeats(rows: Column) -> Column:
+    """Return the numbers of rows that are the same as another one; all of those but one."""
+    order = np.lexsort(rows.T)
+    same = (rows[order[1:]] == rows[order[:-1]]).all(axis=1)
+    return np.asarray(order[1:][same])

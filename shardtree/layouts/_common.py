@@ -1,0 +1,82 @@
+"""Whether all ranks have the same common state, which only one of them stores."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..errors import TreePath
+from ..trees import diff, without_holes
+from ._problem import Problem, rank_text
+
+_LONGEST = 60
+_FEW = 4
+_NUMBERS = {
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+}
+
+
+def common_problems(commons: Sequence[Any]) -> tuple[Problem, ...]:
+    """Return the paths at which ranks' common trees differ, with each value and who has it; dicts' holes don't count.
+
+    Args:
+        commons: each rank's common tree, by rank.
+
+    Examples:
+        >>> for problem in common_problems([{"step": 7}, {"step": 8}, {"step": 8}, {"step": 7, "lr": 0.1}]):
+        ...     print(problem)
+        tree['step']: ranks 0, 3 have 7, ranks 1, 2 have 8
+        tree['lr']: ranks 0-2 have nothing, rank 3 has 0.1
+    """
+    trees = [without_holes(common) for common in commons]
+    differing: dict[TreePath, list[int]] = defaultdict(list)
+    for rank, tree in enumerate(trees[1:], start=1):
+        found = diff(trees[0], tree)
+        for path in (*found.only_left, *found.only_right, *found.mismatch):
+            differing[path].append(rank)
+    return tuple(Problem(path, (), _values(trees, path, ranks)) for path, ranks in differing.items())
+
+
+def _values(trees: Sequence[Any], path: TreePath, ranks: Sequence[int]) -> str:
+    """Return each value at a path with the ranks that have it; `ranks` are those that differ from rank 0."""
+    like_first = sorted(set(range(len(trees))) - set(ranks))
+    first = _value_at(trees[0], path)
+    groups: dict[str, list[int]] = defaultdict(list)
+    for rank in ranks:
+        value = _value_at(trees[rank], path)
+        groups[f"another {value}" if value == first else value].append(rank)
+    told = {first: like_first} | groups
+    return ", ".join(f"{rank_text(own)} {'has' if len(own) == 1 else 'have'} {value}" for value, own in told.items())
+
+
+def _value_at(tree: Any, path: TreePath) -> str:
+    try:
+        for entry in path:
+            tree = tree[entry]
+    except (KeyError, IndexError, TypeError):
+        return "nothing"
+    shown = _value_text(tree)
+    return shown if len(shown) <= _LONGEST else f"{shown[:_LONGEST]}…"
+
+
+def _value_text(value: Any) -> str:
+    """Return a plain value or a few numbers as they are, of anything else what it is."""
+    if isinstance(value, (bool, int, float, complex, str, bytes, type(None))):
+        return repr(value)
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        described = f"{type(value).__name__} {tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+        plain = value.dtype in _NUMBERS or getattr(value.dtype, "kind", "") in tuple("biufc")
+        return f"{described} {value.tolist()}" if plain and prod(value.shape) <= _FEW else described
+    return type(value).__name__

@@ -1,0 +1,53 @@
+"""Several ranks' columns as one, where they agree about their tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..errors import IntegrityError, error_text
+from ..geometry import widen
+from ._columns import ShardColumns
+from ._kinds import kind_problems
+
+
+def join_columns(parts: Sequence[ShardColumns]) -> ShardColumns:
+    """Return several ranks' columns as one, rows in the order given.
+
+    Raises:
+        IntegrityError: ranks differ about a key's global shape, dtype or prepended axes.
+
+    Examples:
+        >>> import torch, shardtree as st
+        >>> shards = [st.ShardedTensor.from_rank_offsets("w", torch.zeros(2), (0, rank, 2)) for rank in range(2)]
+        >>> join_columns([st.shard_columns([shard], rank) for rank, shard in enumerate(shards)]).offset.tolist()
+        [[0], [2]]
+    """
+    disagreed = kind_problems(parts)
+    if disagreed:
+        fix = "Give all shards of a key one global shape, dtype and number of prepended axes."
+        what = "the ranks don't agree about their tensors"
+        raise IntegrityError(error_text(what, offenders=map(str, disagreed), fix=fix))
+    return join_agreed(parts)
+
+
+def join_agreed(parts: Sequence[ShardColumns]) -> ShardColumns:
+    """Return several ranks' columns as one, where it is known that they agree about their tensors."""
+    kinds = {key: kind for part in parts for key, kind in zip(part.keys, part.kinds, strict=True)}
+    keys = tuple(sorted(kinds))
+    number = {key: position for position, key in enumerate(keys)}
+    none = np.zeros(0, dtype=np.int64)
+    axes = max((part.offset.shape[1] for part in parts), default=1)
+    renumbered = [np.array([number[key] for key in part.keys], dtype=np.int64)[part.key] for part in parts]
+    return ShardColumns(
+        keys=keys,
+        kinds=tuple(kinds[key] for key in keys),
+        key=np.concatenate([*renumbered, none]),
+        offset=np.concatenate([widen(part.offset, axes, 0) for part in parts] or [np.zeros((0, 1), dtype=np.int64)]),
+        shape=np.concatenate([widen(part.shape, axes, 1) for part in parts] or [np.zeros((0, 1), dtype=np.int64)]),
+        start=np.concatenate([*(part.start for part in parts), none]),
+        stop=np.concatenate([*(part.stop for part in parts), none]),
+        rank=np.concatenate([*(part.rank for part in parts), none]),
+        main=np.concatenate([*(part.main for part in parts), np.zeros(0, dtype=np.bool_)]),
+    )

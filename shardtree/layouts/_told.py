@@ -1,0 +1,102 @@
+"""Faults of a layout in words: where, how much of the tensor, and who holds what there or beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+
+import numpy as np
+
+from ..errors import plural
+from ..geometry import Column, overlapping_pairs
+from ._columns import ShardColumns, select_rows, shard_boxes
+from ._faults import Faults, select_faults
+from ._problem import Problem, holder_text, place_text
+
+_SHOWN_OF_ONE = 20
+_SHOWN_HOLDERS = 4
+
+
+def fault_problems(columns: ShardColumns, faults: Faults, noun: str) -> tuple[Problem, ...]:
+    """Return faults as problems: the first 20 of each key, and one that tells how many more there are.
+
+    Args:
+        columns: all shards, replicas too.
+        faults: of their main replicas.
+        noun: what the shards have: "element" or "object".
+
+    Examples:
+        >>> import torch, shardtree as st
+        >>> columns = st.shard_columns([st.ShardedTensor.from_rank_offsets("w", torch.zeros(2), replica_id=1)])
+        >>> faults = st.layouts.sharding_faults(select_rows(columns, np.flatnonzero(columns.main)))
+        >>> [str(problem) for problem in fault_problems(columns, faults, "element")]
+        ["'w' (rank 0): [0:2] has no main replica (2 of 2 elements); only others: rank 0 [0:2]"]
+    """
+    place = np.arange(len(faults)) - np.searchsorted(faults.key, faults.key)
+    left = np.searchsorted(faults.key, faults.key, side="right") - np.arange(len(faults)) - 1
+    shown = np.flatnonzero(place < _SHOWN_OF_ONE)
+    concerned = np.zeros(len(columns.keys), dtype=np.bool_)
+    concerned[faults.key] = True
+    shards = select_rows(columns, np.flatnonzero(concerned[columns.key]))
+    holders = _holders(shards, select_faults(faults, shown))
+    problems = []
+    for row, held in zip(shown.tolist(), holders, strict=True):
+        problems.append(_problem(shards, faults, row, held, noun))
+        if place[row] == _SHOWN_OF_ONE - 1 and left[row]:
+            more = f"and {plural(int(left[row]), 'more place')}"
+            problems.append(Problem(columns.keys[int(faults.key[row])], (), more))
+    return tuple(problems)
+
+
+def _problem(shards: ShardColumns, faults: Faults, row: int, held: tuple[str, Column], noun: str) -> Problem:
+    number = int(faults.key[row])
+    whole = shards.kinds[number].global_shape
+    box, flat = _place(faults, row, len(whole))
+    part = prod(span.stop - span.start for span in box) if flat is None else flat.stop - flat.start
+    verb, has = ("are", "have") if flat else ("is", "has")
+    state = f"{verb} held by more than one main replica" if faults.doubled[row] else f"{has} no main replica"
+    relation, holders = held
+    shown = [(int(shards.rank[row]), *_place(shards, row, len(whole))) for row in holders[:_SHOWN_HOLDERS].tolist()]
+    who = holder_text(shown, len(holders) - len(shown))
+    what = f"{place_text(box, flat)} {state} ({part} of {plural(prod(whole), noun)}){relation}{who}"
+    return Problem(shards.keys[number], tuple(np.unique(shards.rank[holders]).tolist()), what, box, flat)
+
+
+def _holders(shards: ShardColumns, faults: Faults) -> list[tuple[str, Column]]:
+    """Return, for each fault, how shards have to do with it, and which: those in it, or else those beside it."""
+    mains, others = np.flatnonzero(shards.main), np.flatnonzero(~shards.main)
+    doubled, gaps = np.flatnonzero(faults.doubled), np.flatnonzero(~faults.doubled)
+    found = [("; nobody holds any of it", np.zeros(0, dtype=np.int64))] * len(faults)
+    for relation, rows, near, reach in (
+        ("; beside it: ", gaps, mains, 1),
+        ("; only others: ", gaps, others, 0),
+        (": ", doubled, mains, 0),
+    ):
+        for row, held in _meeting(select_rows(shards, near), select_faults(faults, rows), reach=reach):
+            found[int(rows[row])] = relation, near[held]
+    return found
+
+
+def _meeting(shards: ShardColumns, faults: Faults, *, reach: int) -> Iterator[tuple[int, Column]]:
+    """Return faults with the shards that have an element in them, or no further than `reach` from them."""
+    places = shard_boxes(faults.offset, faults.shape, faults.start, faults.stop)
+    boxes = shard_boxes(shards.offset, shards.shape, shards.start, shards.stop)
+    fault, box = overlapping_pairs(
+        faults.key[places.shard],
+        places.offset - reach,
+        places.shape + 2 * reach,
+        shards.key[boxes.shard],
+        boxes.offset,
+        boxes.shape,
+    )
+    pairs = np.unique(np.column_stack([places.shard[fault], boxes.shard[box]]), axis=0)
+    rows, first = np.unique(pairs[:, 0], return_index=True)
+    return zip(rows.tolist(), np.split(pairs[:, 1], first[1:]), strict=False)
+
+
+def _place(places: ShardColumns | Faults, row: int, axes: int) -> tuple[tuple[slice, ...], slice | None]:
+    """Return a row's box, without the axes that it was widened by, and its flat range."""
+    begin, shape = places.offset[row].tolist(), places.shape[row].tolist()
+    spans = list(zip(begin, shape, strict=True))[len(begin) - axes :]
+    start, stop = int(places.start[row]), int(places.stop[row])
+    return tuple(slice(low, low + size) for low, size in spans), None if start < 0 else slice(start, stop)
