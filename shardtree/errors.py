@@ -13,6 +13,7 @@ from typing import Any
 TreePath = tuple[Any, ...]
 
 _SHOWN = 10
+_LONGEST = 4000  # characters of a line: a name from a file may be as long as the file
 
 
 class CheckpointingException(Exception):
@@ -130,7 +131,9 @@ def error_text(
 
 
 def _printable(line: str) -> str:
-    """Return a line without what would steer a terminal: names may come from files, and tracebacks show them raw."""
+    """Return a line of bounded length without what would steer a terminal: names may come from files."""
+    if len(line) > _LONGEST:
+        line = f"{line[: _LONGEST // 2]} ({len(line) - _LONGEST} characters) {line[-_LONGEST // 2 :]}"
     if line.isprintable():
         return line
     return "".join(one if one.isprintable() else one.encode("unicode_escape").decode("ascii") for one in line)
@@ -166,4 +169,11 @@ def render_path(path: TreePath, root: str = "tree") -> str:
         >>> render_path(("model", "layers", 3, "bias"))
         "tree['model']['layers'][3]['bias']"
     """
-    return root + "".join(f"[{entry!r}]" for entry in path)
+    return root + "".join(f"[{_entry(entry)}]" for entry in path)
+
+
+def _entry(entry: object) -> str:
+    try:
+        return repr(entry)
+    except ValueError:  # an integer of more digits than Python writes
+        return f"a {type(entry).__name__} of very many digits"

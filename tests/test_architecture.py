@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "shardtree"
 MODULES = {path.relative_to(PACKAGE).with_suffix("").as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
 
-PURE = {"errors", "geometry", "lazy", "mapping", "trees", "layouts", "transforms", "plans"}
+PURE = {"errors", "geometry", "lazy", "mapping", "trees", "layouts", "transforms", "plans", "fingerprints"}
 EFFECT = {"world", "codec", "storage", "strategies", "checkpoint", "interop", "cli"}
 IMPURE = {"os", "io", "pathlib", "random", "time", "torch.distributed", "shutil", "tempfile", "mmap", "threading"}
 

@@ -4,6 +4,9 @@ from ._compare import CheckpointDifference as CheckpointDifference
 from ._compare import KindDifference as KindDifference
 from ._compare import compare_checkpoints as compare_checkpoints
 from ._compare_values import ValueDifference as ValueDifference
+from ._explain import explain as explain
+from ._explain import explain_ranks as explain_ranks
+from ._fingerprint import fingerprint as fingerprint
 from ._lazy_tree import OpenCheckpoint as OpenCheckpoint
 from ._lazy_tree import open_checkpoint as open_checkpoint
 from ._load import load as load
@@ -17,5 +20,10 @@ from ._open import remove_sharded_tensors as remove_sharded_tensors
 from ._save import save as save
 from ._strict import StrictHandling as StrictHandling
 from ._verify import verify as verify
+from .async_saves import AsyncCallsQueue as AsyncCallsQueue
+from .async_saves import async_calls as async_calls
 from .conversion import ConversionReport as ConversionReport
 from .conversion import convert as convert
+from .series import CheckpointSeries as CheckpointSeries
+from .series import Removal as Removal
+from .series import StepFiles as StepFiles

@@ -19,7 +19,7 @@ Exchange = Literal["auto", "always", "never"]
 """Whether ranks that want the same shard read it once between them."""
 
 
-def exchanges(exchange: Exchange, storage: Storage, world: World) -> bool:
+def exchanges(exchange: Exchange, storage: Storage, ranks: int) -> bool:
     """Return whether ranks pass on what they read.
 
     "auto" does so where storage is remote: from a local file system's cache, a read is faster than a message.
@@ -28,14 +28,13 @@ def exchanges(exchange: Exchange, storage: Storage, world: World) -> bool:
         StrategyError: no such choice.
 
     Examples:
-        >>> from shardtree.world import one_process
-        >>> exchanges("always", MemoryStorage(), one_process())
+        >>> exchanges("always", MemoryStorage(), 1)
         False
     """
     if exchange not in ("auto", "always", "never"):
         expected = "'auto', 'always' or 'never'"
         raise StrategyError(error_text("load: no such exchange", found=repr(exchange), expected=expected))
-    if world.size == 1 or exchange == "never":
+    if ranks == 1 or exchange == "never":
         return False
     return exchange == "always" or not isinstance(storage, (LocalStorage, MemoryStorage))
 

@@ -13,7 +13,15 @@ from ..errors import KeyMismatch, TreeError, error_text
 from ..lazy import stored
 from ..mapping import ShardedObject, ShardedTensor
 from ..storage import Directory, Verify
-from ..strategies import Checkpoint, LoadOptions, Strategies, StrategyAction, default_strategies, find_strategy
+from ..strategies import (
+    Checkpoint,
+    LoadOptions,
+    Strategies,
+    StrategyAction,
+    default_strategies,
+    find_strategy,
+    unreplaced,
+)
 from ..trees import without_holes
 from ..world import one_process
 from ._dispatch import common_backend, sharded_backend, strategy_of
@@ -131,7 +139,9 @@ def _read_box(
     data = new_memory(whole.key, shape, whole.dtype)
     box = ShardedTensor(whole.key, data, whole.dtype, shape, whole.global_shape, offset, None)
     backend = sharded_backend(tree.checkpoint.fields)
-    strategy_of(StrategyAction.LOAD_SHARDED, None, backend, tree.strategies)(tree.checkpoint, [box])
+    load_sharded = strategy_of(StrategyAction.LOAD_SHARDED, None, backend, tree.strategies)
+    with unreplaced(tree.checkpoint):
+        load_sharded(tree.checkpoint, [box])
     return data
 
 
@@ -139,7 +149,9 @@ def _read_object(tree: OpenCheckpoint, item: ShardedObject) -> Any:
     backend = sharded_backend(tree.checkpoint.fields)
     if find_strategy(StrategyAction.LOAD_OBJECTS, *backend, strategies=tree.strategies) is None:
         backend = common_backend(tree.checkpoint.fields)
-    return strategy_of(StrategyAction.LOAD_OBJECTS, None, backend, tree.strategies)(tree.checkpoint, [item])[0]
+    load_objects = strategy_of(StrategyAction.LOAD_OBJECTS, None, backend, tree.strategies)
+    with unreplaced(tree.checkpoint):
+        return load_objects(tree.checkpoint, [item])[0]
 
 
 def _both_leaf_and_branch(key: str) -> TreeError:

@@ -2,36 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from ..errors import TreeError, UnsafeFile, UnsupportedValue, error_text
-from ..mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
+from ..errors import UnsafeFile, UnsupportedValue
 from ..storage import Directory, ReadReport, Verify
 from ..strategies import Checkpoint, LoadOptions, Strategies, default_strategies
-from ..trees import (
-    HOLE,
-    apply_factories,
-    build_factories,
-    join,
-    leaves_with_paths,
-    map_shards,
-    namedtuple_types,
-    shard_leaves,
-)
+from ..trees import HOLE, join
 from ..world import World, agree, current_world, gather
 from ._consistency import check_together, describe
 from ._dispatch import Choice
 from ._exchange import Exchange
-from ._open import load_common, load_tensors_metadata, open_together, sharded_metadata
-from ._prepare import holds_only_holes, refuse_hidden
+from ._fit import check_target
+from ._open import load_common, load_tensors_metadata, open_together, sharded_metadata, stored_keys
+from ._prepare import holds_only_holes
 from ._read import Reading, read_leaves
 from ._strict import StrictHandling, looks_beforehand, needs_all_ranks, parse_strict, report_keys, returns_keys
+from ._taken_apart import Target, is_sharded, left_out, take_apart, told_of_depth
 
 
 def load(
@@ -44,6 +35,7 @@ def load(
     *,
     world: Any = None,
     donate: bool = False,
+    cast: bool = False,
     exchange: Exchange = "auto",
     verify: Verify = "whole",
     allow_pickle: bool = False,
@@ -68,6 +60,8 @@ def load(
         world: the ranks that take part; torch.distributed's default group, or else this process alone.
         donate: whether the target's tensors are given away: they are filled in place and returned. If the
             load fails, their content is lost.
+        cast: whether what is stored in another dtype than the target's is converted, as `torch.Tensor.to` does; a
+            fraction, an imaginary part or an integer that doesn't fit is an error. Without, another dtype is one.
         exchange: whether ranks that want the same shard read it once between them and pass it on: "always", "never",
             or "auto", which does so where storage is remote.
         verify: which blocks are checked against their hashes: "whole" those that are read whole or nearly (at most
@@ -87,8 +81,8 @@ def load(
         KeyMismatch: the checkpoint lacks what the target asks for.
         TreeError: the target doesn't fit the common state, or is too deep.
         UnsupportedValue: a shard is hidden in a value of the target that isn't entered.
-        ShapeError: a tensor's global shape or dtype differs, the checkpoint doesn't cover the target, or donated
-            tensors share memory.
+        ShapeError: a tensor's global shape or dtype differs, the checkpoint doesn't cover the target, a stored value
+            can't be converted, or donated tensors share memory.
         CorruptCheckpoint: stored bytes aren't what was saved.
         UnsafeFile: it holds pickled values, and `allow_pickle` isn't given.
         RemoteError: another rank failed.
@@ -108,7 +102,7 @@ def load(
     options = LoadOptions(verify, allow_pickle, types, progress or LoadOptions().progress)
     mode = agree(ranks, "load: options", partial(parse_strict, strict))
     checkpoint = open_together(checkpoint_dir, ranks, options, strategies)
-    target = agree(ranks, "load: prepare", partial(_prepare, sharded_state_dict))
+    target = agree(ranks, "load: prepare", partial(take_apart, sharded_state_dict))
     if validate_access_integrity:
         descriptions = gather(
             ranks, "load: describe target", lambda: describe(target.tensors, target.objects, ranks.rank)
@@ -116,8 +110,11 @@ def load(
         agree(ranks, "load: check integrity", partial(check_together, descriptions))
     choices = (sharded_strategy, common_strategy, strategies)
     missing, unexpected = _compare_keys(ranks, checkpoint, target, mode, choices)
-    target = agree(ranks, "load: leave out", partial(_left_out, target, sharded_state_dict, unexpected))
-    loaded, read = read_leaves(Reading(checkpoint, sharded_strategy, strategies, donate, exchange), target.leaves)
+    target = agree(ranks, "load: leave out", partial(left_out, target, sharded_state_dict, unexpected))
+    fitting = partial(check_target, checkpoint, target, sharded_strategy, strategies, cast=cast)
+    kinds = agree(ranks, "load: check the target", fitting)
+    reading = Reading(checkpoint, sharded_strategy, strategies, donate, exchange, kinds)
+    loaded, read = read_leaves(reading, target.leaves)
     common = agree(ranks, "load: common state", partial(_common, checkpoint, target.types, choices))
     tree = agree(ranks, "load: join", partial(_joined, common, target, loaded))
     agree(ranks, "load: report", lambda: report(read) if report is not None else None)
@@ -127,84 +124,17 @@ def load(
 Choices = tuple[Choice, Choice, Strategies]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Target:
-    """A load's target, taken apart.
-
-    Attributes:
-        leaves: of the tree with factories applied.
-        rebuild: from new leaves to a tree of the same structure.
-        merge: from the joined tree to one with the factories merged.
-        types: the namedtuple classes that it is made of.
-    """
-
-    leaves: tuple[Any, ...]
-    rebuild: Callable[[Sequence[Any]], Any]
-    merge: Callable[[Any], Any]
-    types: tuple[type, ...]
-
-    @property
-    def tensors(self) -> list[ShardedTensor]:
-        """The tensor shards, in the order of the leaves."""
-        return [leaf for leaf in self.leaves if isinstance(leaf, ShardedTensor)]
-
-    @property
-    def objects(self) -> list[ShardedObject]:
-        """The sharded objects, in the order of the leaves."""
-        return [leaf for leaf in self.leaves if isinstance(leaf, ShardedObject)]
-
-
-def _prepare(tree: Any) -> Target:
-    if not isinstance(tree, (dict, list, tuple)):
-        raise TreeError(
-            error_text("load: not a tree", found=type(tree).__name__, expected="a dict, list or tuple of shards")
-        )
-    with _told_of_depth():
-        built, merge = build_factories(tree)
-        pairs, rebuild = shard_leaves(built)
-        types = namedtuple_types(built)
-    refuse_hidden("load", pairs)
-    return Target(tuple(leaf for _, leaf in pairs), rebuild, merge, types)
-
-
-@contextmanager
-def _told_of_depth() -> Iterator[None]:
-    try:
-        yield
-    except RecursionError:
-        raise TreeError(error_text("load: the tree is too deep, or contains itself", fix="Flatten it.")) from None
-
-
-def _left_out(target: Target, tree: Any, unexpected: set[str]) -> Target:
-    """Return the target without the shards, and the factories of such shards alone, that aren't stored."""
-    if not unexpected:
-        return target
-    return _prepare(map_shards(lambda leaf: HOLE if _keys(leaf) and _keys(leaf) <= unexpected else leaf, tree))
-
-
-def _keys(leaf: Any) -> set[str]:
-    if isinstance(leaf, ShardedTensorFactory):
-        return {shard.key for _, shard in leaves_with_paths(apply_factories(leaf)) if _is_sharded(shard)}
-    return {leaf.key} if _is_sharded(leaf) else set()
-
-
-def _is_sharded(leaf: Any) -> bool:
-    return isinstance(leaf, (ShardedTensor, ShardedObject))
-
-
 def _compare_keys(
     world: World, checkpoint: Checkpoint, target: Target, mode: StrictHandling, choices: Choices
 ) -> tuple[set[str], set[str]]:
     """Return the missing and unexpected keys that a strict mode wants to know."""
     if not looks_beforehand(mode):
         return set(), set()
-    own = {leaf.key for leaf in target.leaves if _is_sharded(leaf)}
+    own = {leaf.key for leaf in target.leaves if is_sharded(leaf)}
     sharded, common, strategies = choices
     # A function that loads shards isn't one that lists them.
     pairs = (None if callable(sharded) else sharded, None if callable(common) else common, strategies)
-    stored = agree(
-        world, "load: metadata", lambda: {shard.key for shard in sharded_metadata(checkpoint, *pairs).values()}
-    )
+    stored = agree(world, "load: metadata", lambda: stored_keys(sharded_metadata(checkpoint, *pairs)))
     everywhere = set().union(*gather(world, "load: keys", lambda: own)) if needs_all_ranks(mode) else stored
     missing, unexpected = stored - everywhere, own - stored
     agree(world, "load: strict", partial(report_keys, mode, missing, unexpected))
@@ -232,7 +162,7 @@ def _joined(common: Any, target: Target, loaded: Sequence[Any]) -> Any:
     nothing_else = holds_only_holes(common) or common == {}
     if nothing_else and not both_dicts and any(item is not HOLE for item in loaded):
         common = HOLE  # a tree of nothing but shards: the target's own shape counts
-    with _told_of_depth():
+    with told_of_depth():
         # Factories merge last, so that they see the plain values that they built beside their shards.
         return target.merge(join(common, tree))
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from ..errors import KeyMismatch, StrategyError, TreeError, error_text
+from ..errors import CorruptCheckpoint, KeyMismatch, StrategyError, TreeError, error_text
+from ..layouts import TensorKind
 from ..mapping import ShardedObject, ShardedTensor
 from ..storage import Directory, Storage, storage_at
 from ..strategies import (
-    METADATA_FILE,
     Checkpoint,
     LoadOptions,
     Strategies,
@@ -18,8 +18,12 @@ from ..strategies import (
     default_strategies,
     find_strategy,
     is_of_others,
+    metadata_bytes,
     read_metadata,
+    stamp,
+    unreplaced,
 )
+from ..strategies.index import IndexMetadata
 from ..trees import without_holes
 from ..world import World, agree, current_world, on_rank_zero, one_process
 from ._dispatch import Choice, common_backend, sharded_backend, strategy_of
@@ -38,7 +42,9 @@ def open_at(directory: Directory, world: World, options: LoadOptions, strategies
         StrategyError: there is no such way to verify.
     """
     storage = _find(directory, options)
-    return Checkpoint(storage, read_fields(storage, strategies), world, options)
+    # Before the fields: what takes its place in between is noticed.
+    found = stamp(storage)
+    return Checkpoint(storage, read_fields(storage, strategies), world, options, stamp=found)
 
 
 def open_together(directory: Directory, world: World, options: LoadOptions, strategies: Strategies) -> Checkpoint:
@@ -49,8 +55,9 @@ def open_together(directory: Directory, world: World, options: LoadOptions, stra
         CorruptCheckpoint: metadata.json isn't what was written.
     """
     storage = agree(world, "load: find the folder", partial(_find, directory, options))
-    fields = on_rank_zero(world, "load: open", partial(read_fields, storage, strategies))
-    return Checkpoint(storage, fields, world, options)
+    found, fields = on_rank_zero(world, "load: open", lambda: (stamp(storage), read_fields(storage, strategies)))
+    # Rank 0 looks for all: on network storage the others may know of its last change later.
+    return Checkpoint(storage, fields, world, options, stamp=found if world.rank == 0 else ())
 
 
 def _find(directory: Directory, options: LoadOptions) -> Storage:
@@ -98,7 +105,11 @@ def is_checkpoint(checkpoint_dir: Directory, *, strategies: Strategies = default
 
 
 def _has_metadata(storage: Storage) -> bool:
-    return storage.length(METADATA_FILE) is not None and not is_of_others(storage.read(METADATA_FILE))
+    try:
+        data = metadata_bytes(storage)
+    except CorruptCheckpoint:
+        return False  # too large for one of ours
+    return data is not None and not is_of_others(data)
 
 
 def load_common_state_dict(
@@ -137,7 +148,8 @@ def load_common_state_dict(
 def load_common(checkpoint: Checkpoint, choice: Choice, strategies: Strategies) -> Any:
     """Return a checkpoint's common tree, with holes where shards were."""
     strategy = strategy_of(StrategyAction.LOAD_COMMON, choice, common_backend(checkpoint.fields), strategies)
-    return strategy(checkpoint)
+    with unreplaced(checkpoint):
+        return strategy(checkpoint)
 
 
 def load_tensors_metadata(
@@ -186,6 +198,25 @@ def sharded_metadata(checkpoint: Checkpoint, sharded: Choice, common: Choice, st
         return metadata
     fallback = strategy_of(StrategyAction.LOAD_METADATA, common, common_backend(checkpoint.fields), strategies)
     return {**metadata, **fallback(checkpoint)}
+
+
+def stored_keys(metadata: Metadata) -> set[str]:
+    """Return the keys of stored tensors and objects."""
+    if isinstance(metadata, IndexMetadata):
+        return metadata.shard_keys()
+    return {shard.key for shard in metadata.values()}
+
+
+def stored_kinds(metadata: Metadata, keys: Sequence[str]) -> dict[str, TensorKind]:
+    """Return what each tensor is, by key, of those that are stored."""
+    if isinstance(metadata, IndexMetadata):
+        return metadata.kinds(keys)
+    found = {key: metadata[key] for key in keys if key in metadata}
+    return {
+        key: TensorKind(shard.dtype, shard.global_shape, 0)
+        for key, shard in found.items()
+        if isinstance(shard, ShardedTensor)
+    }
 
 
 def load_content_metadata(

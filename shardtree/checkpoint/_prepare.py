@@ -84,9 +84,35 @@ def prepare(tree: Any, content_metadata: Mapping[str, Any] | None = None) -> Pre
 
 
 def prepare_for_later(tree: Any, content_metadata: Mapping[str, Any] | None = None) -> Prepared:
-    """Return `prepare(tree, content_metadata)` with a common state that the caller's changes don't reach."""
+    """Return `prepare(tree, content_metadata)` with a common state that the caller's changes don't reach.
+
+    Raises:
+        UnsupportedValue: as `prepare`; or a value of the common state can't be copied.
+    """
     prepared = prepare(tree, content_metadata)
-    return replace(prepared, common=deepcopy(prepared.common))
+    return replace(prepared, common=_copied(prepared.common))
+
+
+def _copied(common: Any) -> Any:
+    leaves = leaves_with_paths(common)
+    # Beside deepcopy: it refuses what a gradient flows through, and copies all that a view is a part of.
+    memo = {id(leaf): leaf.detach().clone() for _, leaf in leaves if type(leaf) is torch.Tensor}
+    try:
+        return deepcopy(common, memo)
+    except Exception as error:
+        offenders = [f"{render_path(path)}: {type(leaf).__name__}" for path, leaf in leaves if not _is_copyable(leaf)]
+        what = "save: values that can't be copied, so that an asynchronous save can't keep them as they are now"
+        raise UnsupportedValue(
+            error_text(what, offenders=offenders, fix="Leave them out, or save synchronously.")
+        ) from error
+
+
+def _is_copyable(value: Any) -> bool:
+    try:
+        deepcopy(value)
+    except Exception:
+        return False
+    return True
 
 
 def refuse_hidden(doing: str, leaves: Sequence[tuple[TreePath, Any]]) -> None:

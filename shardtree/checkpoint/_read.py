@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -13,11 +13,13 @@ from ..layouts import join_columns, shard_columns
 from ..mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor
 from ..plans import plan_exchange
 from ..storage import ReadReport
-from ..strategies import Checkpoint, Strategies, StrategyAction, find_strategy
+from ..strategies import Checkpoint, Strategies, StrategyAction, check_unreplaced, find_strategy
 from ..trees import HOLE
 from ..world import agree, gather
+from ._cast import as_stored, by_dtype, columns_of, common_rounds, convert_all, own_rounds, rounds_of
 from ._dispatch import Choice, backend_of, common_backend, sharded_backend, strategy_of
 from ._exchange import Exchange, exchanges, pass_on
+from ._fit import Kinds
 from ._targets import delivered, with_memories
 
 
@@ -31,6 +33,7 @@ class Reading:
         strategies: the dispatch table.
         donate: whether the target's tensors are filled in place.
         exchange: whether ranks pass on what several of them want.
+        kinds: what is stored of tensors, by key; of another dtype than a target's, it is converted.
     """
 
     checkpoint: Checkpoint
@@ -38,6 +41,7 @@ class Reading:
     strategies: Strategies
     donate: bool = False
     exchange: Exchange = "never"
+    kinds: Kinds = field(default_factory=dict)
 
 
 def read_leaves(reading: Reading, leaves: Sequence[Any]) -> tuple[list[Any], ReadReport]:
@@ -50,14 +54,38 @@ def read_leaves(reading: Reading, leaves: Sequence[Any]) -> tuple[list[Any], Rea
     objects = [leaf for leaf in leaves if isinstance(leaf, ShardedObject)]
     make = partial(with_memories, shards, donate=reading.donate)
     memories = agree(world, "load: make memory", make)
-    decide = partial(exchanges, reading.exchange, reading.checkpoint.storage, world)
+    decide = partial(exchanges, reading.exchange, reading.checkpoint.storage, world.size)
     if agree(world, "load: exchange", decide):
-        report = _read_once(reading, memories)
+        report = _read_together(reading, memories)
     else:
-        report = agree(world, "load: read", partial(_read, reading, memories))
+        report = agree(world, "load: read", partial(_read_alone, reading, memories))
     loaded = agree(world, "load: read objects", partial(_read_objects, reading, objects))
-    deliver = partial(_deliver, leaves, shards, memories, loaded, donate=reading.donate)
+    deliver = partial(_deliver, reading, leaves, shards, memories, loaded)
     return agree(world, "load: deliver", deliver), report
+
+
+def _read_alone(reading: Reading, shards: Sequence[ShardedTensor]) -> ReadReport:
+    alike, others = by_dtype(shards, reading.kinds)
+    report = _read(reading, alike)
+    for part in rounds_of(others, own_rounds(others, reading.kinds)):
+        beside = as_stored(part, reading.kinds)
+        report += _read(reading, beside)
+        convert_all(part, beside, reading.kinds)
+    return report
+
+
+def _read_together(reading: Reading, shards: Sequence[ShardedTensor]) -> ReadReport:
+    world = reading.checkpoint.world
+    alike, others = agree(world, "load: compare dtypes", partial(by_dtype, shards, reading.kinds))
+    report = _read_once(reading, alike)
+    described = gather(world, "load: describe conversions", partial(columns_of, others, reading.kinds, world.rank))
+    rounds, count = agree(world, "load: plan conversions", partial(common_rounds, described, world.rank))
+    for number in range(count):
+        part = [shard for shard, its in zip(others, rounds, strict=True) if its == number]
+        beside = agree(world, "load: make room", partial(as_stored, part, reading.kinds))
+        report += _read_once(reading, beside)
+        agree(world, "load: convert", partial(convert_all, part, beside, reading.kinds))
+    return report
 
 
 def _read(reading: Reading, shards: Sequence[ShardedTensor]) -> ReadReport:
@@ -95,16 +123,16 @@ def _read_objects(reading: Reading, objects: Sequence[ShardedObject]) -> list[An
 
 
 def _deliver(
+    reading: Reading,
     leaves: Sequence[Any],
     shards: Sequence[ShardedTensor],
     memories: Sequence[ShardedTensor],
     objects: Sequence[Any],
-    *,
-    donate: bool,
 ) -> list[Any]:
     pairs = zip(shards, memories, strict=True)
-    tensors = (delivered(shard, filled.data, donate=donate) for shard, filled in pairs)
+    tensors = (delivered(shard, filled.data, donate=reading.donate) for shard, filled in pairs)
     rest = iter(objects)
+    check_unreplaced(reading.checkpoint)  # all ranks have read by now
     return [_loaded(leaf, tensors, rest) for leaf in leaves]
 
 

@@ -8,8 +8,10 @@ from typing import Any
 
 from ..errors import CheckpointReplaced, error_text
 from ..mapping import ShardedObject, ShardedTensor
+from ..storage import is_claimed, owner_note
 from ..strategies import (
     METADATA_FILE,
+    OWNER_FILE,
     AsyncRequest,
     Commit,
     Draft,
@@ -17,11 +19,15 @@ from ..strategies import (
     StrategyAction,
     check_unchanged,
     find_strategy,
+    make_save_folder,
     replace_metadata,
 )
 from ..world import on_rank_zero
+from ._begin import end
 from ._dispatch import Backends, Choice, strategy_of
+from ._left_overs import clean_up
 from ._open import recognized
+from ._replace import check_same, exchange
 
 Fields = Mapping[str, Any]
 Writes = tuple[tuple[ShardedTensor, ...], tuple[ShardedObject, ...]]
@@ -63,12 +69,17 @@ def save_request(
     }
     recognizes = find_strategy(StrategyAction.RECOGNIZE, *sharded_backend, strategies=strategies) is not None
     commit = find_strategy(StrategyAction.COMMIT, *sharded_backend, strategies=strategies)
+    finish = partial(_finish, draft, commit, strategies)
     return AsyncRequest(
         world=draft.world,
         async_fn=partial(_write, draft, requests, strategies, recognizes=recognizes),
-        commit=partial(_commit, draft, requests, partial(save_common, draft, common), fields, commit),
-        finalize_fns=tuple(fn for request in requests for fn in request.finalize_fns),
-        abandon=partial(_abandon, requests),
+        commit=partial(_commit, draft, requests, partial(save_common, draft, common), fields, finish),
+        finalize_fns=(
+            partial(clean_up, draft, strategies, removes_saves=commit is None),
+            *(fn for request in requests for fn in request.finalize_fns),
+        ),
+        abandon=partial(_abandon, draft, requests),
+        folder=draft.storage if draft.replaced is None else draft.replaced.storage,
     )
 
 
@@ -77,15 +88,31 @@ def _write(
 ) -> tuple[Any, ...]:
     # Once committed, a request's files are the checkpoint: running it again would write over them.
     check_unchanged(draft.storage, draft.before)
+    if draft.world.rank == 0:
+        _claim_again(draft)
     if recognizes and recognized(draft.storage, strategies) is not None:
         fix = "Let only one save at a time go to a folder, and run a request once."
         raise CheckpointReplaced(error_text(f"save: {draft.storage.where()!r} holds a checkpoint by now", fix=fix))
     return tuple(request.async_fn() for request in requests)
 
 
-def _abandon(requests: Sequence[AsyncRequest[Any]]) -> None:
-    for request in requests:
-        request.abandon()
+def _claim_again(draft: Draft) -> None:
+    """Make the folder of a save that was abandoned, whose request is tried once more."""
+    if draft.replaced is not None:
+        check_same(draft.replaced)
+    if is_claimed(draft.save_id):
+        return
+    if draft.replaced is not None:
+        draft.replaced.sibling.make(owner_note(draft.save_id), durable=draft.options.durable)
+    draft.memo["claim"] = make_save_folder(draft.storage, draft.save_id, durable=draft.options.durable)
+
+
+def _abandon(draft: Draft, requests: Sequence[AsyncRequest[Any]]) -> None:
+    try:
+        for request in requests:
+            request.abandon()
+    finally:
+        end(draft)
 
 
 def _commit(
@@ -93,7 +120,7 @@ def _commit(
     requests: Sequence[AsyncRequest[Any]],
     save_common: Callable[[], Fields],
     fields: Fields,
-    commit: Commit | None,
+    finish: Callable[[Fields], None],
     written: Sequence[tuple[Any, ...]],
 ) -> Fields:
     """Make the checkpoint count: the strategies' own commits, the common state, and last what makes it a checkpoint."""
@@ -101,11 +128,12 @@ def _commit(
     for number, request in enumerate(requests):
         merged |= request.commit([part[number] for part in written])
     merged |= on_rank_zero(draft.world, "save: common state", save_common)
-    on_rank_zero(draft.world, "save: commit", partial(_finish, draft, merged, commit))
+    on_rank_zero(draft.world, "save: commit", partial(finish, merged))
     return merged
 
 
-def _finish(draft: Draft, fields: Fields, commit: Commit | None) -> None:
+def _finish(draft: Draft, commit: Commit | None, strategies: Strategies, fields: Fields) -> None:
+    draft.storage.remove(f"{draft.save_id}/{OWNER_FILE}")
     if draft.options.durable:
         draft.storage.sync_folder(draft.save_id)
         draft.storage.sync_folder()
@@ -116,3 +144,5 @@ def _finish(draft: Draft, fields: Fields, commit: Commit | None) -> None:
     one_backend = fields["common_backend"] == fields["sharded_backend"]
     if commit is None or not (one_backend or draft.storage.length(METADATA_FILE) is not None):
         replace_metadata(draft.storage, draft.before, fields, durable=draft.options.durable)
+    if draft.replaced is not None:
+        exchange(draft, draft.replaced, fields, strategies)

@@ -16,11 +16,13 @@ from ..plans import level_writes
 from ..storage import Directory
 from ..strategies import AsyncRequest, SaveOptions, Strategies, default_strategies
 from ..world import World, agree, current_world, gather
-from ._begin import begin
+from ._begin import begin, end
 from ._consistency import check_common, check_together, common_digest, describe
-from ._dispatch import Choice, backends_of
+from ._dispatch import Backends, Choice, backends_of
+from ._fingerprint import check_can_hold
 from ._prepare import Prepared, comparable, prepare, prepare_for_later
 from ._request import Writes, save_request
+from .async_saves import refuse_overlap, snapshot_shards
 
 
 def save(
@@ -35,11 +37,13 @@ def save(
     *,
     world: Any = None,
     overwrite: bool = False,
+    snapshot: bool = True,
     durable: bool = True,
     allow_pickle: bool = False,
     stale_after: float = 3600.0,
     strategies: Strategies = default_strategies,
     progress: Callable[[int], None] | None = None,
+    fingerprint: bool = False,
 ) -> AsyncRequest[Any] | None:
     """Save a sharded tree; every rank of the world calls it with its own tree.
 
@@ -53,23 +57,31 @@ def save(
         validate_access_integrity: whether ranks exchange their layouts, check that every element has exactly one
             main replica, and share out the writing of replicas: since these hold equal values, whichever has least
             else to write does it. Otherwise each main replica is written where it is.
-        async_sharded_save: whether to return the request instead of running it. The common state and objects are
-            taken as they are now; the shards' tensors are written where they lie, and mustn't change until then.
+        async_sharded_save: whether to return the request instead of running it, for an `AsyncCallsQueue`.
+            Everything is taken as it is now: the caller may go on changing it at once.
         preprocess_common_before_consistency_check: applied to the common state before ranks compare theirs.
         content_metadata: stored with the common state, for `load_content_metadata`.
         world: the ranks that take part; torch.distributed's default group, or else this process alone.
         overwrite: whether a checkpoint that is already there may be replaced.
+        snapshot: whether a request holds copies of the shards' tensors. Without, as for functional training steps,
+            they are written where they lie, and mustn't change until the request is done; objects and the common
+            state are taken as they are now all the same.
         durable: whether everything is on the medium before the checkpoint counts. Without, a power failure soon
             after the save can leave a checkpoint whose files are incomplete; a crash of the process can't.
         allow_pickle: whether values that the format can't hold are pickled; loading them then needs it too.
-        stale_after: seconds without a change after which what a dead save left behind is removed.
+        stale_after: seconds without a change after which a save of another machine counts as dead, so that what it
+            left behind is removed; one of this machine does as soon as its process is gone.
         strategies: the dispatch table.
-        progress: is told, now and then, how many bytes this rank wrote since the last time.
+        progress: is told, now and then, how many bytes this rank wrote since the last time; by the thread that
+            writes, which is a queue's own one.
+        fingerprint: whether each tensor's `fingerprint` is stored with it, added up from the bytes as they are written;
+            `verify` then reads the tensors back and compares. Only our own format has a place for that.
 
     Returns:
-        None; with `async_sharded_save` the request, for ``execute_sync()`` on every rank.
+        None; with `async_sharded_save` the request, to be scheduled or executed on every rank.
 
     Raises:
+        CheckpointReplaced: a save to the same folder is on its way.
         AlreadyACheckpoint: there is a checkpoint already, and `overwrite` isn't given.
         IntegrityError: the ranks' shards don't tile their tensors, or common states differ.
         UnsupportedValue: a value can't be stored.
@@ -87,30 +99,51 @@ def save(
     References:
         megatron.core.dist_checkpointing.serialization.save, megatron-core 0.16.1.
     """
-    ranks = current_world(world)
-    options = SaveOptions(durable, allow_pickle, stale_after, progress or SaveOptions().progress)
+    # A group of its own, so that what is committed at the end of a process never meets another's training step.
+    ranks = current_world(world, purpose="async save" if async_sharded_save else None)
+    options = SaveOptions(durable, allow_pickle, stale_after, progress or SaveOptions().progress, fingerprint)
     take_apart = prepare_for_later if async_sharded_save else prepare
     prepared = agree(ranks, "save: prepare", partial(take_apart, sharded_state_dict, content_metadata))
     for_comparison = preprocess_common_before_consistency_check or (lambda common: common)
     writes, layout = agree(ranks, "save: choose main replicas", partial(_main_replicas, prepared, ranks))
     if validate_access_integrity:
         writes, layout = _shared_out(ranks, prepared, for_comparison, allow_pickle=allow_pickle)
-    choose = partial(backends_of, sharded_strategy, common_strategy, strategies)
+    choices = (sharded_strategy, common_strategy)
+    whole = validate_access_integrity if fingerprint else None
+    choose = partial(_backends, ranks, checkpoint_dir, choices, strategies, fingerprint_of_whole=whole)
     backends = agree(ranks, "save: find the format", choose)
     begun = begin(ranks, checkpoint_dir, options, backends, strategies, overwrite=overwrite)
     draft = replace(begun, layout=layout)
-    choices = (sharded_strategy, common_strategy)
-    chosen = partial(save_request, draft, writes, prepared.common, choices, backends, strategies)
+    take = snapshot_shards if async_sharded_save and snapshot else tuple
+
+    def plan() -> AsyncRequest[Any]:
+        taken = (take(writes[0]), writes[1])
+        return save_request(draft, taken, prepared.common, choices, backends, strategies)
+
     try:
-        request = agree(ranks, "save: plan", chosen)
+        request = agree(ranks, "save: plan", plan)
     except BaseException:
-        if ranks.rank == 0:
-            draft.storage.remove_folder(draft.save_id)  # still empty: nothing is written before all ranks can
+        end(draft)  # still empty: nothing is written before all ranks can
         raise
     if async_sharded_save:
         return request
     request.execute_sync()
     return None
+
+
+def _backends(
+    world: World,
+    directory: Directory,
+    choices: tuple[Choice, Choice],
+    strategies: Strategies,
+    *,
+    fingerprint_of_whole: bool | None,
+) -> Backends:
+    refuse_overlap(directory, world.rank)
+    backends = backends_of(*choices, strategies)
+    if fingerprint_of_whole is not None:
+        check_can_hold(backends[0][0], whole=fingerprint_of_whole)
+    return backends
 
 
 def _main_replicas(prepared: Prepared, world: World) -> tuple[Writes, ShardColumns | None]:

@@ -2,42 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
 
-from ..errors import CorruptCheckpoint
-from ..storage import Directory
+from ..errors import CorruptCheckpoint, StorageError, error_text, plural
+from ..storage import Directory, in_turn
 from ..strategies import (
     METADATA_FILE,
+    Checkpoint,
     Damage,
+    Finding,
     LoadOptions,
     Strategies,
     StrategyAction,
+    Unchecked,
+    VerifyReport,
+    by_reason,
     default_strategies,
     find_strategy,
+    is_of_others,
+    manifest_findings,
 )
 from ..world import one_process
 from ._dispatch import common_backend, sharded_backend, strategy_of
 from ._open import open_at
 
+logger = logging.getLogger("shardtree")
+
 
 def verify(
     checkpoint_dir: Directory,
     *,
+    threads: int | None = None,
     strategies: Strategies = default_strategies,
     progress: Callable[[int], None] | None = None,
+    report: Callable[[VerifyReport], None] | None = None,
 ) -> tuple[Damage, ...]:
-    """Return what is damaged in a checkpoint, by file, key and bytes; nothing where all is as it was saved.
+    """Return what is damaged in a checkpoint, by file, bytes, key and region; nothing where all is as it was saved.
 
-    Every file is read whole, headers and padding included. Not collective.
+    Every file is read whole, headers and padding included. Not collective. Formats other than our own have checksums
+    for a part of their bytes, or none: `report` is told which ones nothing stands for, and without it the log is.
 
     Args:
         checkpoint_dir: where the checkpoint is.
+        threads: how many read and check at a time; None for as many as torch has, up to four.
         strategies: the dispatch table.
-        progress: is told, now and then, how many bytes were read since the last time.
+        progress: is told, now and then, how many bytes were read since the last time; by one thread at a time.
+        report: is given what was read, and what couldn't be checked, once.
 
     Raises:
         NotACheckpoint: there is none.
         StrategyError: the format carries nothing to check.
+        StorageError: `threads` isn't a number of threads.
 
     Examples:
         >>> import torch, shardtree as st
@@ -46,12 +63,56 @@ def verify(
         >>> st.verify(folder)
         ()
     """
-    options = LoadOptions(progress=progress or LoadOptions().progress)
+    _check_threads(threads)
+    read = [0]
+
+    def tell(size: int) -> None:
+        read[0] += size
+        if progress is not None:
+            progress(size)
+
+    # Rows check by themselves; what a load would check on its way comes apart, in their findings.
+    options = LoadOptions(verify=None, progress=in_turn(tell), threads=threads)
+    found = _findings(checkpoint_dir, options, strategies)
+    unchecked = tuple(one for one in found if isinstance(one, Unchecked))
+    if report is not None:
+        report(VerifyReport(read[0], unchecked))
+    elif unchecked:
+        _warn(unchecked)
+    return tuple(one for one in found if isinstance(one, Damage))
+
+
+def _check_threads(threads: Any) -> None:
+    if threads is not None and (type(threads) is not int or threads < 1):
+        found, expected = repr(threads)[:200], "an int, 1 at least"
+        raise StorageError(error_text("verify: no number of threads", found=found, expected=expected))
+
+
+def _findings(directory: Directory, options: LoadOptions, strategies: Strategies) -> tuple[Finding, ...]:
     try:
-        checkpoint = open_at(checkpoint_dir, one_process(), options, strategies)
+        checkpoint = open_at(directory, one_process(), options, strategies)
     except CorruptCheckpoint as error:
         return (Damage(METADATA_FILE, str(error)),)
     sharded, common = sharded_backend(checkpoint.fields), common_backend(checkpoint.fields)
-    found: tuple[Damage, ...] = strategy_of(StrategyAction.VERIFY, None, sharded, strategies)(checkpoint)
-    verify_common = find_strategy(StrategyAction.VERIFY, *common, strategies=strategies)
-    return found if common == sharded or verify_common is None else (*found, *verify_common(checkpoint))
+    rows = [strategy_of(StrategyAction.VERIFY, None, sharded, strategies)]
+    beside = find_strategy(StrategyAction.VERIFY, *common, strategies=strategies)
+    if common != sharded and beside is not None:
+        rows.append(beside)
+    by_manifest, whole = manifest_findings(checkpoint)
+    found = (*by_manifest, *_metadata(checkpoint), *(finding for row in rows for finding in row(checkpoint)))
+    return tuple(one for one in found if not (isinstance(one, Unchecked) and one.file in whole))
+
+
+def _metadata(checkpoint: Checkpoint) -> tuple[Unchecked, ...]:
+    """Return metadata.json where it has no hash of itself; one that has was checked when it was opened."""
+    length = checkpoint.storage.length(METADATA_FILE)
+    if length is None or is_of_others(checkpoint.storage.read(METADATA_FILE)):
+        return ()
+    checkpoint.options.progress(length)
+    return () if "digest" in checkpoint.fields else (Unchecked(METADATA_FILE, "it has no hash of itself", length),)
+
+
+def _warn(unchecked: Iterable[Unchecked]) -> None:
+    for why, found in by_reason(unchecked).items():
+        amount = f"{sum(one.nbytes for one in found)} bytes in {plural(len(found), 'file')}"
+        logger.warning("verify: %s, such as %r, couldn't be checked: %s", amount, found[0].file, why)

@@ -108,13 +108,16 @@ def inspect(
 )
 def verify(
     checkpoint: Annotated[str, typer.Argument(metavar="CKPT", help="A checkpoint's folder, file or URL.")],
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="How many read and check at a time.", show_default="cores, up to 4")
+    ] = None,
     as_json: _Json = False,
 ) -> None:
     """Read a checkpoint whole, and show every stretch of a file that isn't what was saved."""
     from ._output import finish
     from ._verify import run_verify
 
-    finish("verify", partial(run_verify, checkpoint, as_json=as_json))
+    finish("verify", partial(run_verify, checkpoint, threads=threads, as_json=as_json))
 
 
 @app.command(

@@ -26,10 +26,17 @@ def entries_of(common: Any) -> dict[str, Any]:
         ({'step': 7}, {'0': True})
     """
     if isinstance(common, Mapping):
-        return {str(name): value for name, value in common.items()}
+        return {_name(name): value for name, value in common.items()}
     if isinstance(common, list | tuple):
         return {str(place): value for place, value in enumerate(common) if value is not HOLE}
     return {} if common is HOLE else {"": common}
+
+
+def _name(key: object) -> str:
+    try:
+        return str(key)
+    except ValueError:  # an integer of more digits than Python writes
+        return f"({kind_of(key)} of very many digits)"
 
 
 def kind_of(value: Any) -> str:
@@ -78,7 +85,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, float) and abs(value) < float("inf"):
         return value
     if isinstance(value, Mapping):
-        return {str(name): plain(entry) for name, entry in value.items()}
+        return {_name(name): plain(entry) for name, entry in value.items()}
     if isinstance(value, list | tuple):
         return [plain(entry) for entry in value]
     return brief(value) or kind_of(value)
@@ -91,7 +98,7 @@ def _names(value: Any) -> list[str] | None:
         return list(value.fields)
     if isinstance(value, argparse.Namespace):
         return list(vars(value))
-    return [str(name) for name in value] if isinstance(value, Mapping) else None
+    return [_name(name) for name in value] if isinstance(value, Mapping) else None
 
 
 def _number(value: Any) -> str:

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from fnmatch import translate
 from math import prod
 
+import numpy as np
+
 from ..checkpoint import OpenCheckpoint
-from ..codec import dtype_from_name, dtype_name
+from ..codec import dtype_name
 from ..layouts import Grid, chunk_grids
 from ..mapping import ShardedObject, ShardedTensor
 from ..strategies import StrategyAction, get_default_strategy
-from ..strategies.index import Index, IndexMetadata, texts
+from ..strategies.index import Index, IndexMetadata, item_sizes, texts
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,13 +130,19 @@ def _indexed_tensors(index: Index) -> tuple[TensorRow, ...]:
     # By columns: a shard a key would take most of the time where there are very many.
     grids = chunk_grids(index.chunk_key, index.chunk_offset, index.chunk_shape, index.chunk_start, index.key_axes)
     names = texts(index.dtype_text, index.dtype_start)
-    sizes = [dtype_from_name(name).itemsize for name in names]
+    sizes = item_sizes(index).tolist()
+    stored = np.bincount(index.chunk_key, weights=index.chunk_length, minlength=index.key_axes.size).tolist()
     keys, width = texts(index.key_text, index.key_start), index.key_shape.shape[1]
     shapes, axes, dtypes = index.key_shape.tolist(), index.key_axes.tolist(), index.key_dtype.tolist()
     return tuple(
-        TensorRow(key, names[dtype], tuple(shape[width - count :]), prod(shape) * sizes[dtype], grid)
-        for key, shape, count, dtype, grid in zip(keys, shapes, axes, dtypes, grids, strict=True)
+        TensorRow(key, names[dtype], tuple(shape[width - count :]), _length(shape, sizes[dtype], held), grid)
+        for key, shape, count, dtype, grid, held in zip(keys, shapes, axes, dtypes, grids, stored, strict=True)
     )
+
+
+def _length(shape: list[int], size: int, stored: float) -> int:
+    """Return a tensor's length in bytes, of what is stored where this torch doesn't know the dtype."""
+    return prod(shape) * size if size >= 0 else int(stored)
 
 
 def _indexed_objects(index: Index) -> tuple[ObjectRow, ...]:

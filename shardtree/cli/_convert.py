@@ -158,4 +158,5 @@ def _remarks(report: ConversionReport) -> list[str]:
 def _document(report: ConversionReport) -> dict[str, Any]:
     """Return what docs/command-line.md describes."""
     fields = asdict(report)
+    fields["fingerprints"] = {key: f"{number:016x}" for key, number in report.fingerprints.items()}
     return {"bytes" if name == "nbytes" else name.replace("nbytes", "bytes"): fields[name] for name in fields}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from rich.console import Console
 from rich.text import Text
@@ -11,42 +12,39 @@ from rich.text import Text
 from ..checkpoint import verify
 from ..errors import plural, shorten
 from ..storage import storage_at
-from ..strategies import Damage
+from ..strategies import Damage, VerifyReport, by_reason
 from ._bars import bar
 from ._files import files_in
 from ._output import Output, json_text, printable, spellable
 from ._units import pace, size
 
 
-def run_verify(checkpoint: str, *, as_json: bool) -> int:
+def run_verify(checkpoint: str, *, threads: int | None, as_json: bool) -> int:
     """Print what is damaged in a checkpoint, and return the exit status: 0 where nothing is, else 1.
 
     Args:
         checkpoint: a path or URL.
+        threads: how many read and check at a time; None for the usual number.
         as_json: whether to print JSON.
 
     Raises:
         CheckpointingException: there is no checkpoint, or nothing to check it by.
     """
     storage, began = storage_at(checkpoint), time.monotonic()
-    files, read = files_in(storage), [0]
+    files, reports = files_in(storage), list[VerifyReport]()
     with bar(Output(stderr=True), "verify", files.length if files.is_all else None) as advance:
-
-        def count(length: int) -> None:
-            read[0] += length
-            advance(length)
-
-        damage = verify(storage, progress=count)
-    seconds = time.monotonic() - began
+        damage = verify(storage, threads=threads, progress=advance, report=reports.append)
+    (report,) = reports
     if as_json:
-        print(json_text(_document(checkpoint, read[0], damage)))
+        print(json_text(_document(checkpoint, report, damage)))
     else:
         _show(
             Output(),
             checkpoint,
             damage,
-            f"{size(read[0])} of data checked {pace(read[0], seconds)}",
+            f"{size(report.bytes_read)} read {pace(report.bytes_read, time.monotonic() - began)}",
         )
+        _show_unchecked(Output(), report)
     return 1 if damage else 0
 
 
@@ -66,13 +64,24 @@ def _show_one(console: Console, one: Damage) -> None:
     place = f", bytes {one.begin:,} to {one.end:,}" if one.end else ""
     console.print(Text.assemble((printable(one.file), "bold red"), place))
     lines = one.what.split("\n")
-    for line in (*lines, *(f"  {key}" for key in shorten(one.keys))):
+    for line in (*lines, *(f"  {held}" for held in shorten(one.holds))):
         console.print(Text(f"    {printable(line)}"))
 
 
-def _document(where: str, read: int, damage: Sequence[Damage]) -> dict[str, object]:
+def _show_unchecked(console: Console, report: VerifyReport) -> None:
+    """Print how many bytes no checksum stands for, by what there is instead."""
+    for why, found in by_reason(report.unchecked).items():
+        amount = f"{size(sum(one.nbytes for one in found))} in {plural(len(found), 'file')}"
+        console.print(Text(f"  no checksum for {amount}: {printable(why)}"))
+
+
+def _document(where: str, report: VerifyReport, damage: Sequence[Damage]) -> dict[str, object]:
     """Return what docs/command-line.md describes."""
-    found = [
-        {"file": one.file, "what": one.what, "begin": one.begin, "end": one.end, "keys": one.keys} for one in damage
-    ]
-    return {"checkpoint": where, "sound": not damage, "bytes_read": read, "damage": found}
+    return {
+        "checkpoint": where,
+        "sound": not damage,
+        "bytes_read": report.bytes_read,
+        "bytes_unchecked": report.unchecked_nbytes,
+        "damage": [asdict(one) for one in damage],
+        "unchecked": [asdict(one) for one in report.unchecked],
+    }

@@ -25,6 +25,7 @@ from .archives import TensorPlace as TensorPlace
 from .archives import add_record as add_record
 from .archives import archive_head as archive_head
 from .archives import archive_length as archive_length
+from .archives import archive_records as archive_records
 from .archives import archive_tail as archive_tail
 from .archives import decode_archive as decode_archive
 from .archives import encode_archive as encode_archive

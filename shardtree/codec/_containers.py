@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from ._nodes import Blob, Child, Decoder, Encoder, Node, Take, exactly, step_of
 from ._scalars import is_unicode
+from ._spread import check_spread
 
 A = TypeVar("A", set[Any], frozenset[Any])
 D = TypeVar("D", bound=dict[Any, Any])
@@ -62,6 +63,7 @@ def _blob_text(blob: Blob) -> str:
 def _decode_set_of(kind: type[A]) -> Callable[[dict[str, Any], Child, Take], A]:
     def decode(fields: dict[str, Any], child: Child, take: Take) -> A:
         items = [child(item) for item in exactly(list, fields["items"])]
+        check_spread(items)
         value = kind(items)
         if len(value) != len(items):
             raise ValueError("an item occurs twice in a set")
@@ -94,14 +96,18 @@ def _encode_pairs(value: dict[Any, Any], child: Child) -> list[Node]:
 
 def _fill(value: D, fields: dict[str, Any], child: Child) -> D:
     """Return the new, empty dict `value` with a node's items."""
-    pairs = exactly(list, fields["items"])
-    for pair in pairs:
-        key, item = exactly(list, pair)
-        decoded = child(key)
-        value[decoded] = child(item, step_of(decoded))
+    pairs = [_pair(*exactly(list, pair)) for pair in exactly(list, fields["items"])]
+    keys = [child(key) for key, _ in pairs]
+    check_spread(keys)
+    for key, (_, item) in zip(keys, pairs, strict=True):
+        value[key] = child(item, step_of(key))
     if len(value) != len(pairs):
         raise ValueError("a key occurs twice in a dict")
     return value
+
+
+def _pair(key: Node, item: Node) -> tuple[Node, Node]:
+    return key, item
 
 
 def _decode_dict(fields: dict[str, Any], child: Child, take: Take) -> dict[Any, Any]:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from typing import Any, NoReturn
 
 from ..errors import CorruptCheckpoint, UnsupportedValue, error_text
+
+_ZERO = re.compile(b"\0")
 
 
 def canonical_json(value: Any) -> bytes:
@@ -44,7 +47,9 @@ def parse_json(data: bytes | bytearray | memoryview, what: str) -> Any:
         {'a': [1, 2.5]}
     """
     try:
-        text = bytes(data).decode("utf-8")
+        if _ZERO.search(data):  # as in a file with holes, which is as long as it says and takes no space
+            raise ValueError("a zero byte")
+        text = str(data, "utf-8")
         return json.loads(
             text, object_pairs_hook=_unique_pairs, parse_constant=_refuse_constant, parse_float=_finite_float
         )

@@ -1,12 +1,30 @@
 """Plans: who writes which shard, and which stored bytes go where, in columns that every rank computes alike."""
 
+from ._convertible import convertible as convertible
 from ._exchange import ExchangePlan as ExchangePlan
 from ._exchange import plan_exchange as plan_exchange
+from ._explain import Explanation as Explanation
+from ._explain import Prospect as Prospect
+from ._explain import RankReads as RankReads
+from ._explain import ReadCost as ReadCost
+from ._fit import Gap as Gap
+from ._fit import Misfit as Misfit
+from ._fit import Mismatch as Mismatch
+from ._fit import Refused as Refused
+from ._fit import Unexpected as Unexpected
+from ._fit import find_gaps as find_gaps
+from ._fit import find_mismatches as find_mismatches
+from ._fit import find_unexpected as find_unexpected
 from ._load import LoadPlan as LoadPlan
 from ._load import Runs as Runs
 from ._load import StoredChunks as StoredChunks
 from ._load import Strided as Strided
 from ._load import plan_load as plan_load
 from ._load import runs_plan as runs_plan
+from ._near import near_names as near_names
+from ._overlap import Overlap as Overlap
+from ._overlap import overlaps as overlaps
+from ._overlap import stored_elements as stored_elements
+from ._rounds import read_rounds as read_rounds
 from ._save import level_writes as level_writes
 from ._save import main_writes as main_writes

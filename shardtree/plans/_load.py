@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..geometry import Column, intersect, overlapping_pairs, row_major_strides, volumes, widen
+from ..geometry import Column, intersect, overlapping_pairs, row_major_strides, shared_groups, volumes, widen
 from ..layouts import BoxColumns, ShardColumns, shard_boxes
 
 SHORTEST_RUN = 64 * 1024
@@ -221,9 +221,7 @@ def _merge(runs: Runs) -> Runs:
 
 def _doubled(chunks: StoredChunks, stored: BoxColumns, used: Column) -> Column:
     """Return the keys of which stored boxes that would be read overlap: such a checkpoint contradicts itself."""
-    key, offset, shape = chunks.key[stored.shard[used]], stored.offset[used], stored.shape[used]
-    left, right = overlapping_pairs(key, offset, shape, key, offset, shape)
-    return np.unique(key[left[left != right]])
+    return shared_groups(chunks.key[stored.shard[used]], stored.offset[used], stored.shape[used])
 
 
 def _rows(pieces: Strided, rows: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Strided:

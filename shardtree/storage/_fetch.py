@@ -91,11 +91,11 @@ def fetch(
         CorruptCheckpoint: a file's length or a block's hash isn't what the index says.
         StorageError: a file can't be read.
     """
-    runs, strided = plan.runs, _in_file_order(plan.strided)
+    runs, strided = plan.runs, in_file_order(plan.strided)
     views = [memoryview(memory.numpy()) for memory in memories]
     read = partial(_fetch_file, storage, views=views, memories=memories, verify=verify, progress=progress)
     numbers = np.union1d(runs.file, strided.file).tolist()
-    reports = (read(files[number], _of_file(runs, number), _of_file(strided, number)) for number in numbers)
+    reports = (read(files[number], of_file(runs, number), of_file(strided, number)) for number in numbers)
     return sum(reports, ReadReport())
 
 
@@ -120,10 +120,9 @@ def _fetch_file(
         done = read_runs(storage, file.name, runs, views, hashes=hashes, length=file.length, progress=progress)
         if strided.file.size:
             done += copy_strided(reader, strided, memories, hashes=hashes, progress=progress)
-        blocks = _touched_blocks(file, runs, strided)
+        blocks = touched_blocks(file, runs, strided)
         if hashes is not None:
-            everything = verify == "all" or file.length <= _SMALL_FILE_BYTES
-            _read_rest(reader, file.length, blocks if everything else blocks & _nearly_whole(file, runs), hashes)
+            _read_rest(reader, file.length, blocks_to_check(file, blocks, runs, verify), hashes)
     if known is not None and hashes is not None:
         _compare(storage.where(file.name), hashes, known, file.length)
     checked = len(hashes or ())
@@ -154,7 +153,7 @@ def _fetch_stretches(
             done += copy_strided(reader, strided, memories, hashes=None, progress=progress)
         checked = 0
         if parts is not None:
-            chosen = _to_check(stretches, runs, everything=verify == "all")
+            chosen = stretches_to_check(stretches, runs, everything=verify == "all")
             checked = _compare_crc32(reader, storage.where(file.name), stretches, chosen, parts)
     return ReadReport(done, checked, stretches.begin.size - checked, 1)
 
@@ -163,7 +162,7 @@ def _stretch_hasher(stretches: Stretches, _: int) -> StretchHasher:
     return StretchHasher(stretches)
 
 
-def _to_check(stretches: Stretches, runs: Runs, *, everything: bool) -> list[int]:
+def stretches_to_check(stretches: Stretches, runs: Runs, *, everything: bool) -> list[int]:
     """Return the stretches that count as read whole, and small ones; all of them if asked; those with a CRC32."""
     enough = stretches.end - stretches.begin <= BLOCK_BYTES
     if runs.byte.size:
@@ -199,14 +198,18 @@ def _check_length(reader: Reader, file: StoredFile, path: str) -> None:
         )
 
 
-def _touched_blocks(file: StoredFile, runs: Runs, strided: Strided) -> Flags:
+def touched_blocks(file: StoredFile, runs: Runs, strided: Strided) -> Flags:
+    """Return which blocks of a file a plan's rows of it touch, bool (blocks,)."""
     by_runs = touched(runs.byte, runs.byte + runs.length, file.length, BLOCK_BYTES)
     return by_runs | touched(strided.byte, last_byte(strided), file.length, BLOCK_BYTES)
 
 
-def _nearly_whole(file: StoredFile, runs: Runs) -> Flags:
+def blocks_to_check(file: StoredFile, blocks: Flags, runs: Runs, verify: Verify) -> Flags:
+    """Return, of the touched blocks of a file, those whose hash is to be compared, bool (blocks,)."""
+    if verify == "all" or file.length <= _SMALL_FILE_BYTES:
+        return blocks
     flags: Flags = missing(runs.byte, runs.byte + runs.length, file.length) <= _NEARLY_WHOLE_BYTES
-    return flags
+    return blocks & flags
 
 
 def _read_rest(reader: Reader, length: int, blocks: Flags, hashes: dict[int, int]) -> None:
@@ -242,12 +245,13 @@ def _damaged(path: str, what: str, spans: Iterable[str]) -> CorruptCheckpoint:
     return CorruptCheckpoint(error_text(f"load: {path!r} isn't what was saved: {what}", offenders=spans, fix=fix))
 
 
-def _in_file_order(strided: Strided) -> Strided:
+def in_file_order(strided: Strided) -> Strided:
+    """Return pieces sorted by file."""
     order = np.argsort(strided.file, kind="stable")
     return Strided(*(getattr(strided, name)[order] for name in Strided.__slots__))
 
 
-def _of_file(rows: Rows, number: int) -> Rows:
+def of_file(rows: Rows, number: int) -> Rows:
     """Return the rows of one file, of rows that are sorted by file."""
     first, last = np.searchsorted(rows.file, [number, number + 1]).tolist()
     return type(rows)(*(getattr(rows, name)[first:last] for name in type(rows).__slots__))

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cached_property
 
 from ..errors import StorageError, error_text
-from ._names import inside
+from ._local_reader import MOST_BUFFERS, LocalReader, rest
+from ._local_sibling import LocalSibling, sibling_names
+from ._names import inside, temporary_name
 from ._parts import checked, neighbours
 from ._reserve import reserve
 from ._storage import Buffer
+from ._sync import parents_to_be, sync, sync_above
 
 _BATCH_BYTES = 1024 * 1024
-_BATCH_BUFFERS = 1024  # IOV_MAX on Linux and macOS
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class LocalStorage:
                 # All writers ask for the same length, so that it doesn't matter who comes first.
                 os.ftruncate(descriptor, length)
                 groups = neighbours(
-                    checked(parts, length, self.where(name)), most_bytes=_BATCH_BYTES, most_buffers=_BATCH_BUFFERS
+                    checked(parts, length, self.where(name)), most_bytes=_BATCH_BYTES, most_buffers=MOST_BUFFERS
                 )
                 for byte, buffers in groups:
                     _write_at(descriptor, byte, buffers)
@@ -78,25 +78,33 @@ class LocalStorage:
             os.replace(self.where(old), self.where(new))
 
     @contextmanager
-    def open(self, name: str) -> Iterator[_LocalReader]:
+    def open(self, name: str) -> Iterator[LocalReader]:
         """Open a file for reading."""
         with self._failures("open", name):
             # A pipe would be waited for, and a device read without end.
             descriptor = os.open(self.where(name), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            with self._failures("open", name):
+                mode = os.fstat(descriptor).st_mode
+            if not stat.S_ISREG(mode):
                 raise StorageError(error_text(f"cannot open {self.where(name)!r}", found="no regular file"))
-            yield _LocalReader(descriptor, self.where(name))
+            yield LocalReader(descriptor, self.where(name))
         finally:
             os.close(descriptor)
 
     def replace(self, name: str, data: bytes, *, durable: bool) -> None:
         """Give a file new content in one step: a temporary file beside it, renamed over it."""
         folder, _, last = inside(name, self.root).rpartition("/")
-        temporary = f"{folder}/.{last}.new" if folder else f".{last}.new"
-        self.write(temporary, [memoryview(data)], durable=durable)
-        with self._failures("replace", name):
-            os.replace(self.where(temporary), self.where(name))
+        # A name of its own: of two that write at a time, each renames what it wrote.
+        temporary = "/".join(filter(None, (folder, temporary_name(last))))
+        try:
+            self.write(temporary, [memoryview(data)], durable=durable)
+            with self._failures("replace", name):
+                os.replace(self.where(temporary), self.where(name))
+        except BaseException:
+            with suppress(StorageError):
+                self.remove(temporary)
+            raise
         if durable:
             self.sync_folder(folder)
 
@@ -128,11 +136,11 @@ class LocalStorage:
         """Make a folder and those above it."""
         with self._failures("make the folder", name):
             path = self.where(name)
-            parents = _parents_to_be(path) if durable else []
+            parents = parents_to_be(path)
             os.makedirs(path, exist_ok=True)
-            for parent in parents:
-                with suppress(PermissionError):  # a parent that can't be listed can't be waited for
-                    _sync(parent)
+            if durable:
+                # The checkpoint's own folder may be of a moment ago, and made by somebody who didn't wait.
+                sync_above(parents if name or parents else [os.path.dirname(os.path.realpath(path))])
 
     def is_folder(self, name: str = "") -> bool:
         """Return whether there is a folder of that name, other than a link back to one that it lies in."""
@@ -142,12 +150,13 @@ class LocalStorage:
     def sync_folder(self, name: str = "") -> None:
         """Wait until what was made or removed in a folder is on the medium."""
         with self._failures("sync", name):
-            _sync(self.where(name))
+            sync(self.where(name))
 
     def remove(self, name: str) -> None:
-        """Remove a file; nothing happens if it isn't there."""
+        """Remove a file; nothing happens if it isn't there, or is so only by a link to another folder."""
         with self._failures("remove", name), suppress(FileNotFoundError):
-            os.remove(self.where(name))
+            if not self._is_elsewhere(name):
+                os.remove(self.where(name))
 
     def remove_folder(self, name: str) -> None:
         """Remove a folder if it is empty."""
@@ -156,10 +165,33 @@ class LocalStorage:
 
     def changed(self, name: str) -> float | None:
         """Return when a file or folder was changed last, in seconds since 1970 by the file system's clock."""
-        try:
-            return os.stat(self.where(name)).st_mtime
-        except OSError:
-            return None
+        with self._failures("look at", name):
+            try:
+                return os.stat(self.where(name)).st_mtime
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+
+    def sibling(self, name: str) -> LocalSibling:
+        """Return the folder beside this one that a save of that name takes."""
+        return LocalSibling(self.root, name)
+
+    def siblings(self) -> tuple[str, ...]:
+        """Return the names of the saves that have taken a folder beside this one, sorted."""
+        return sibling_names(self.root)
+
+    def move_folder(self, old: str, new: str) -> None:
+        """Give a folder another name, in one step."""
+        with self._failures("move", old):
+            os.rename(self.where(old), self.where(new))
+
+    def is_link(self, name: str) -> bool:
+        """Return whether a name is a symbolic link's."""
+        return os.path.islink(self.where(name))
+
+    def _is_elsewhere(self, name: str) -> bool:
+        """Return whether a folder on the way to a name is a link: what lies behind it isn't this storage's own."""
+        folders = inside(name, self.root).split("/")[:-1]
+        return any(os.path.islink(self.where("/".join(folders[: end + 1]))) for end in range(len(folders)))
 
     @contextmanager
     def _failures(self, doing: str, name: str) -> Iterator[None]:
@@ -173,49 +205,6 @@ class LocalStorage:
             ) from error
 
 
-@dataclass(frozen=True)
-class _LocalReader:
-    descriptor: int
-    path: str
-
-    @property
-    def length(self) -> int:
-        return os.fstat(self.descriptor).st_size
-
-    def read_into(self, byte: int, buffers: Sequence[Buffer]) -> None:
-        pending = [buffer for buffer in buffers if buffer.nbytes]
-        while pending:
-            try:
-                count = os.preadv(self.descriptor, pending[:_BATCH_BUFFERS], byte)
-            except OSError as error:
-                raise StorageError(
-                    error_text(f"cannot read {self.path!r} at byte {byte}", found=error.strerror)
-                ) from error
-            if not count:
-                missing = sum(buffer.nbytes for buffer in pending)
-                raise StorageError(error_text(f"{self.path!r} ends at byte {byte}", expected=f"{missing} bytes more"))
-            byte += count
-            pending = _rest(pending, count)
-
-    def mapped(self, begin: int = 0, end: int | None = None) -> Buffer:
-        stretch = self._mapping[begin:end]
-        if end is not None and stretch.nbytes < end - begin:
-            what = f"{self.path!r} ends at byte {self._mapping.nbytes}"
-            raise StorageError(error_text(what, expected=f"bytes {begin} to {end}"))
-        return stretch
-
-    @cached_property
-    def _mapping(self) -> Buffer:
-        # A private mapping is writable without touching the file, and tensors want writable memory.
-        if not self.length:
-            return memoryview(bytearray())
-        try:
-            mapped = mmap.mmap(self.descriptor, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-        except OSError as error:
-            raise StorageError(error_text(f"cannot map {self.path!r}", found=error.strerror)) from error
-        return memoryview(mapped)
-
-
 def _leads_back(path: str, root: str) -> bool:
     """Return whether a link leads to a folder on the way to it: whoever walked through it would go round in circles."""
     target, folder = os.path.realpath(path), os.path.dirname(path)
@@ -226,24 +215,6 @@ def _leads_back(path: str, root: str) -> bool:
     return False
 
 
-def _sync(folder: str) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _parents_to_be(path: str) -> list[str]:
-    """Return the parents of those folders on a path that aren't there yet."""
-    parents = []
-    path = os.path.realpath(path)
-    while not os.path.exists(path):
-        path = os.path.dirname(path)
-        parents.append(path)
-    return parents
-
-
 def _batches(buffers: Iterable[Buffer]) -> Iterator[list[Buffer]]:
     """Yield the buffers in groups that make one system call each."""
     batch: list[Buffer] = []
@@ -251,7 +222,7 @@ def _batches(buffers: Iterable[Buffer]) -> Iterator[list[Buffer]]:
     for buffer in buffers:
         batch.append(buffer)
         size += buffer.nbytes
-        if size >= _BATCH_BYTES or len(batch) == _BATCH_BUFFERS:
+        if size >= _BATCH_BYTES or len(batch) == MOST_BUFFERS:
             yield batch
             batch, size = [], 0
     if batch:
@@ -274,7 +245,7 @@ def _write_all(descriptor: int, batch: list[Buffer]) -> int:
     pending = [buffer for buffer in batch if buffer.nbytes]
     total = sum(buffer.nbytes for buffer in pending)
     while pending:
-        pending = _rest(pending, os.writev(descriptor, pending))
+        pending = rest(pending, os.writev(descriptor, pending))
     return total
 
 
@@ -282,13 +253,4 @@ def _write_at(descriptor: int, byte: int, buffers: list[Buffer]) -> None:
     while buffers:
         count = os.pwritev(descriptor, buffers, byte) if len(buffers) > 1 else os.pwrite(descriptor, buffers[0], byte)
         byte += count
-        buffers = _rest(buffers, count)
-
-
-def _rest(buffers: list[Buffer], count: int) -> list[Buffer]:
-    """Return what is left of buffers when their first `count` bytes are done."""
-    for position, buffer in enumerate(buffers):
-        if count < buffer.nbytes:
-            return [buffer[count:], *buffers[position + 1 :]]
-        count -= buffer.nbytes
-    return []
+        buffers = rest(buffers, count)

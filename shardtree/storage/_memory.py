@@ -7,16 +7,24 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
+from typing import TypeVar
 
 from ..errors import StorageError, error_text
+from ._memory_sibling import Beside, MemorySibling
 from ._names import inside
 from ._parts import checked
 from ._storage import Buffer
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MemoryStorage:
     """A folder in memory, shared by the threads that hold the same object. Its clock ticks at every change.
+
+    Attributes:
+        lock: held while something changes.
+        beside: folders that saves have taken beside this one, by the saves' names.
 
     Examples:
         >>> storage = MemoryStorage()
@@ -29,7 +37,8 @@ class MemoryStorage:
     _files: dict[str, tuple[bytearray, float]] = field(default_factory=dict)
     _folders: dict[str, float] = field(default_factory=dict)
     _ticks: Iterator[int] = field(default_factory=count)
-    _lock: threading.RLock = field(default_factory=threading.RLock)
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    beside: dict[str, Beside] = field(default_factory=dict)
 
     def where(self, name: str = "") -> str:
         """Return the name, marked as being in memory."""
@@ -38,7 +47,7 @@ class MemoryStorage:
     def write(self, name: str, buffers: Iterable[Buffer], *, durable: bool) -> int:
         """Write a new file from buffers, in order, and return its length."""
         plain, data = _plain(name), bytearray().join(buffers)
-        with self._lock:
+        with self.lock:
             self._files[plain] = (data, next(self._ticks))
         return len(data)
 
@@ -47,15 +56,28 @@ class MemoryStorage:
         plain = _plain(name)
         self._resize(plain, length)
         for byte, buffer in checked(parts, length, self.where(name)):
-            with self._lock:
+            with self.lock:
                 self._resize(plain, length)[byte : byte + buffer.nbytes] = buffer
 
     def move(self, old: str, new: str) -> None:
         """Give a file another name, in one step."""
-        with self._lock:
+        with self.lock:
             data = self._data(old)
             del self._files[_plain(old)]
             self._files[_plain(new)] = (data, next(self._ticks))
+
+    def move_folder(self, old: str, new: str) -> None:
+        """Give a folder another name, in one step."""
+        with self.lock:
+            if not self.is_folder(old) or self.is_folder(new):
+                found = "no such folder" if not self.is_folder(old) else f"a folder {self.where(new)!r}"
+                raise StorageError(error_text(f"cannot move {self.where(old)!r}", found=found))
+            _rename(self._files, _plain(old), _plain(new))
+            _rename(self._folders, _plain(old), _plain(new))
+
+    def is_link(self, name: str) -> bool:
+        """Return False: there are no links in memory."""
+        return False
 
     @contextmanager
     def open(self, name: str) -> Iterator[_MemoryReader]:
@@ -72,19 +94,20 @@ class MemoryStorage:
 
     def length(self, name: str) -> int | None:
         """Return a file's length in bytes, None if there is no such file."""
-        entry = self._files.get(_plain(name))
+        with self.lock:
+            entry = self._files.get(_plain(name))
         return None if entry is None else len(entry[0])
 
     def names(self, folder: str = "") -> tuple[str, ...]:
         """Return the names of what is directly inside a folder, sorted."""
         start = f"{plain}/" if (plain := _plain(folder)) else ""
-        with self._lock:
+        with self.lock:
             found = [name[len(start) :] for name in (*self._files, *self._folders) if name.startswith(start)]
         return tuple(sorted({name.split("/")[0] for name in found if name}))
 
     def make_folder(self, name: str = "", *, durable: bool = True) -> None:
         """Make a folder."""
-        with self._lock:
+        with self.lock:
             self._folders.setdefault(_plain(name), next(self._ticks))
 
     def is_folder(self, name: str = "") -> bool:
@@ -96,23 +119,53 @@ class MemoryStorage:
 
     def remove(self, name: str) -> None:
         """Remove a file; nothing happens if it isn't there."""
-        with self._lock:
+        with self.lock:
             self._files.pop(_plain(name), None)
 
     def remove_folder(self, name: str) -> None:
         """Remove a folder if it is empty."""
         if not self.names(name):
-            with self._lock:
+            with self.lock:
                 self._folders.pop(_plain(name), None)
 
     def changed(self, name: str) -> float | None:
         """Return at which tick a file or folder was changed last."""
-        entry = self._files.get(_plain(name))
-        return self._folders.get(_plain(name)) if entry is None else entry[1]
+        with self.lock:
+            entry = self._files.get(_plain(name))
+            return self._folders.get(_plain(name)) if entry is None else entry[1]
+
+    def sibling(self, name: str) -> MemorySibling:
+        """Return the folder beside this one that a save of that name takes."""
+        return MemorySibling(self, name)
+
+    def siblings(self) -> tuple[str, ...]:
+        """Return the names of the saves that have taken a folder beside this one, sorted."""
+        return tuple(sorted(self.beside))
+
+    def empty(self) -> MemoryStorage:
+        """Return an empty folder with the same clock."""
+        return MemoryStorage(_ticks=self._ticks, lock=self.lock)
+
+    def all_names(self) -> tuple[str, ...]:
+        """Return the names of all files, however deep."""
+        with self.lock:
+            return tuple(sorted(self._files))
+
+    def share(self, name: str, other: MemoryStorage) -> bool:
+        """Have another folder's file too, by the same name; return whether this is so now, or it has no such file."""
+        with self.lock:
+            entry = other._files.get(_plain(name))
+            return entry is None or self._files.setdefault(_plain(name), entry)[0] is entry[0]
+
+    def swap(self, other: MemoryStorage) -> None:
+        """Exchange all files and folders with another folder."""
+        with self.lock:
+            _swap(self._files, other._files)
+            _swap(self._folders, other._folders)
 
     def _resize(self, plain: str, length: int) -> bytearray:
         """Return a file's bytes, as many as wanted."""
-        with self._lock:
+        with self.lock:
             data = self._files.get(plain, (bytearray(), 0.0))[0]
             if len(data) != length:
                 # A new one: a file that is being read can't change its size.
@@ -121,10 +174,24 @@ class MemoryStorage:
         return data
 
     def _data(self, name: str) -> bytearray:
-        entry = self._files.get(_plain(name))
+        with self.lock:
+            entry = self._files.get(_plain(name))
         if entry is None:
             raise StorageError(error_text(f"cannot open {self.where(name)!r}", found="no such file"))
         return entry[0]
+
+
+def _rename(entries: dict[str, T], old: str, new: str) -> None:
+    for name in [name for name in entries if name == old or name.startswith(f"{old}/")]:
+        entries[new + name.removeprefix(old)] = entries.pop(name)
+
+
+def _swap(one: dict[str, T], other: dict[str, T]) -> None:
+    both = dict(one), dict(other)
+    one.clear()
+    other.clear()
+    one.update(both[1])
+    other.update(both[0])
 
 
 def _plain(name: str) -> str:

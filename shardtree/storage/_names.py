@@ -2,9 +2,33 @@
 
 from __future__ import annotations
 
+import re
+import secrets
 from pathlib import PurePosixPath
 
 from ..errors import StorageError, error_text
+
+_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.new", re.DOTALL)
+
+
+def temporary_name(name: str) -> str:
+    """Return a name that nobody else has, for what will be renamed to a file's own.
+
+    Examples:
+        >>> is_temporary(temporary_name("metadata.json"))
+        True
+    """
+    return f".{name}.{secrets.token_hex(8)}.new"
+
+
+def is_temporary(name: str) -> bool:
+    """Return whether a name is one that `temporary_name` gives.
+
+    Examples:
+        >>> is_temporary(".metadata.json.0123456789abcdef.new"), is_temporary("notes.new")
+        (True, False)
+    """
+    return _TEMPORARY.fullmatch(name) is not None
 
 
 def inside(name: str, root: str) -> str:

@@ -6,20 +6,18 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from threading import Lock
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 
 from ..plans import Runs
 from ._blocks import BLOCK_BYTES, BlockHasher, touched
 from ._storage import Buffer, Reader, Storage
+from ._threads import in_turn, usual_threads
 
 # A step is hashed right after it was read, while the processor still has it in its cache. No block lies in two steps.
 _STEP_BYTES = 4 * BLOCK_BYTES
 _WINDOW_BYTES = 16 * _STEP_BYTES
-_MOST_THREADS = 4
 
 Window = tuple[int, int, int, int]
 """First row and one past the last one of the runs that touch it; its first byte and one past its last one."""
@@ -63,10 +61,10 @@ def read_runs(
         progress: is told how many bytes were read since the last time, never by two threads at once.
         hasher: makes one for a file of that length.
     """
-    windows = deque(_windows(runs, length))
+    windows = deque(windows_of(runs, length))
     new_hasher = None if hashes is None else partial(hasher, length)
-    work = partial(_drain, windows, storage, name, runs, views, hashes, new_hasher, _in_turn(progress))
-    threads = min(torch.get_num_threads(), _MOST_THREADS, len(windows))
+    work = partial(_drain, windows, storage, name, runs, views, hashes, new_hasher, in_turn(progress))
+    threads = min(usual_threads(), len(windows))
     if threads < 2:
         return work() if windows else 0
     with ThreadPoolExecutor(threads) as pool:
@@ -91,7 +89,7 @@ def _drain(
     with storage.open(name) as reader:
         for window in _taken(windows):
             hasher = None if new_hasher is None else new_hasher()
-            size = _read_window(reader, _clipped(runs, window), views, hasher)
+            size = _read_window(reader, clipped(runs, window), views, hasher)
             if hashes is not None and hasher is not None:
                 hashes.update(hasher.hashes)
             progress(size)
@@ -108,17 +106,7 @@ def _taken(windows: deque[Window]) -> Iterator[Window]:
         yield window
 
 
-def _in_turn(progress: Callable[[int], None]) -> Callable[[int], None]:
-    lock = Lock()
-
-    def tell(size: int) -> None:
-        with lock:
-            progress(size)
-
-    return tell
-
-
-def _windows(runs: Runs, length: int) -> list[Window]:
+def windows_of(runs: Runs, length: int) -> list[Window]:
     """Return the windows that a file's runs touch."""
     end = runs.byte + runs.length
     begin = np.flatnonzero(touched(runs.byte, end, length, _WINDOW_BYTES)) * _WINDOW_BYTES
@@ -128,7 +116,7 @@ def _windows(runs: Runs, length: int) -> list[Window]:
     return list(zip(first.tolist(), last.tolist(), begin.tolist(), (begin + _WINDOW_BYTES).tolist(), strict=True))
 
 
-def _clipped(runs: Runs, window: Window) -> Runs:
+def clipped(runs: Runs, window: Window) -> Runs:
     first, last, low, high = window
     byte, length = runs.byte[first:last], runs.length[first:last]
     begin, end = np.maximum(byte, low), np.minimum(byte + length, high)

@@ -36,7 +36,7 @@ def copy_strided(
     """
     total = 0
     hasher = None if hashes is None else BlockHasher(reader.length)
-    for rows, begin, end in _stretches(strided):
+    for rows, begin, end in strided_stretches(strided):
         mapped = reader.mapped(begin, end)
         for row in rows.tolist():
             size = _copy_piece(mapped, begin, strided, row, memories, hasher)
@@ -47,7 +47,7 @@ def copy_strided(
     return total
 
 
-def _stretches(strided: Strided) -> Iterator[tuple[Column, int, int]]:
+def strided_stretches(strided: Strided) -> Iterator[tuple[Column, int, int]]:
     """Yield (rows, begin, end): pieces that overlap in the file, and the bytes that they lie in."""
     order = np.argsort(strided.byte, kind="stable")
     begin, end = strided.byte[order], np.maximum.accumulate(last_byte(strided)[order])

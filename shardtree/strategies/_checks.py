@@ -2,111 +2,81 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from difflib import get_close_matches
+from collections.abc import Callable, Sequence
+from typing import TypeGuard
 
-from ..errors import KeyMismatch, ShapeError, error_text
-from ..geometry import Column
+from ..errors import KeyMismatch, ShapeError, UnsupportedValue, error_text
 from ..layouts import TensorKind
 from ..mapping import ShardedTensor
+from ..plans import Gap, Misfit, Mismatch, Refused, Unexpected, convertible
 
 
-def check_known(keys: Sequence[str], numbers: Sequence[int], stored: Callable[[], Iterable[str]]) -> None:
-    """Raise unless every key was found.
-
-    Args:
-        keys: what the target asks for.
-        numbers: where each was found, -1 for nowhere.
-        stored: gives the stored keys, asked for only where near names are to be shown.
+def check_fit(problems: Sequence[Misfit]) -> None:
+    """Raise if a target doesn't fit the checkpoint, with all that is wrong with it.
 
     Raises:
-        KeyMismatch: names every missing key, and stored ones that look like it.
+        KeyMismatch: something isn't stored.
+        UnsupportedValue: all is stored, some in a way that can't be read here.
+        ShapeError: something is stored with another global shape or dtype, or not whole.
 
     Examples:
-        >>> check_known(["decoder.bais"], [-1], lambda: ["decoder.bias"])
+        >>> check_fit([Unexpected("decoder.bais", "decoder.bias")])
         Traceback (most recent call last):
         ...
-        shardtree.errors.KeyMismatch: load: the checkpoint lacks tensors that the target asks for
-          'decoder.bais' (did you mean 'decoder.bias'?)
-          Leave them out of the target, or pass a strict mode that tolerates them, as 'log_unexpected'.
+        shardtree.errors.KeyMismatch: load: the target doesn't fit the checkpoint
+          not stored: 'decoder.bais' (did you mean 'decoder.bias'?)
+          Leave out what isn't stored, or pass a strict mode that does, as 'log_unexpected'.
+          `explain` lists all, without reading.
     """
-    missing = [key for key, number in zip(keys, numbers, strict=True) if number < 0]
-    if missing:
-        names = list(stored())
-        raise KeyMismatch(
-            error_text(
-                "load: the checkpoint lacks tensors that the target asks for",
-                offenders=[repr(key) + _near(key, names) for key in missing[:10]] + [repr(key) for key in missing[10:]],
-                fix="Leave them out of the target, or pass a strict mode that tolerates them, as 'log_unexpected'.",
-            )
-        )
+    if not problems:
+        return
+    fixes = [fix for concerns, fix in _FIXES if any(map(concerns, problems))]
+    lines = [str(problem) for problem in problems]
+    text = error_text("load: the target doesn't fit the checkpoint", offenders=lines, fix="\n  ".join([*fixes, _LAST]))
+    if any(isinstance(problem, Unexpected) for problem in problems):
+        raise KeyMismatch(text)
+    if all(isinstance(problem, Refused) for problem in problems):
+        raise UnsupportedValue(text)
+    raise ShapeError(text)
 
 
-def _near(key: str, names: Sequence[str]) -> str:
-    # Comparing with a million names takes minutes; the first hundred thousand are guess enough.
-    near = get_close_matches(key, names[:100_000], n=1)
-    return f" (did you mean {near[0]!r}?)" if near else ""
+def _is_object(problem: Misfit) -> bool:
+    return isinstance(problem, Unexpected) and problem.is_object
 
 
-def check_kinds(shards: Sequence[ShardedTensor], stored: Mapping[str, TensorKind]) -> None:
-    """Raise unless every shard is of a tensor of the stored global shape and dtype.
-
-    Raises:
-        ShapeError: names every key, what is stored and what is asked for.
-    """
-    wrong: dict[str, str] = {}
-    for shard in shards:
-        kind = stored[shard.key]
-        same_shape = shard.global_shape == kind.global_shape
-        tolerated = shard.allow_shape_mismatch and len(shard.global_shape) == len(kind.global_shape)
-        if shard.dtype != kind.dtype or not (same_shape or tolerated):
-            asked = TensorKind(shard.dtype, shard.global_shape, 0)
-            found = TensorKind(kind.dtype, kind.global_shape, 0)
-            wrong.setdefault(shard.key, f"{shard.key!r}: checkpoint has {found}, target asks for {asked}")
-    if wrong:
-        raise ShapeError(
-            error_text(
-                "load: tensors differ in global shape or dtype",
-                offenders=wrong.values(),
-                fix="Set allow_shape_mismatch on the shard of a padded tensor; load in the stored dtype, then cast.",
-            )
-        )
+def _is_unknown(problem: Misfit) -> bool:
+    return isinstance(problem, Unexpected) and not problem.is_object
 
 
-def check_covered(shards: Sequence[ShardedTensor], covered: Column) -> None:
-    """Raise unless every element that is asked for is stored.
-
-    Args:
-        shards: what is asked for.
-        covered: how many elements of each are stored, int64 (shards,).
-
-    Raises:
-        ShapeError: some elements aren't stored, and the shard doesn't allow that with `allow_shape_mismatch`.
-    """
-    wrong = []
-    for shard, found in zip(shards, covered.tolist(), strict=True):
-        wanted = element_count(shard)
-        if found != wanted and not shard.allow_shape_mismatch:
-            wrong.append(f"{shard.key!r} at {shard.global_offset}: {found} of {wanted} elements are stored")
-    if wrong:
-        fix = "The checkpoint was saved without all ranks; load only what is there."
-        raise ShapeError(error_text("load: the checkpoint doesn't cover the target", offenders=wrong, fix=fix))
+def _has_another_shape(problem: Misfit) -> bool:
+    return isinstance(problem, Mismatch) and problem.stored.global_shape != problem.asked.global_shape
 
 
-def element_count(shard: ShardedTensor) -> int:
-    """Return how many elements a shard holds.
+def _could_be_converted(problem: Misfit) -> bool:
+    return _has_another_dtype(problem) and not _must_stay(problem)
 
-    Examples:
-        >>> import torch
-        >>> element_count(ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3)))
-        6
-    """
-    if shard.flattened_range is not None:
-        return int(shard.flattened_range.stop - shard.flattened_range.start)
-    count = 1
-    for size in shard.local_shape:
-        count *= size
-    return count
+
+def _must_stay(problem: Misfit) -> bool:
+    return _has_another_dtype(problem) and not convertible(problem.stored.dtype, problem.asked.dtype)
+
+
+def _has_another_dtype(problem: Misfit) -> TypeGuard[Mismatch]:
+    return isinstance(problem, Mismatch) and problem.stored.dtype != problem.asked.dtype
+
+
+def _is_gap(problem: Misfit) -> bool:
+    return isinstance(problem, Gap)
+
+
+_FIXES: Sequence[tuple[Callable[[Misfit], bool], str]] = (
+    (_is_unknown, "Leave out what isn't stored, or pass a strict mode that does, as 'log_unexpected'."),
+    (_is_object, "An object's grid can't be resharded: ask for the grid that was saved."),
+    (_has_another_shape, "Set allow_shape_mismatch on the shard of a padded tensor."),
+    (_could_be_converted, "Pass cast=True to convert the stored dtype."),
+    (_must_stay, "Load in the stored dtype."),
+    (_is_gap, "The checkpoint was saved without all ranks; load only what is there."),
+)
+_LAST = "`explain` lists all, without reading."
 
 
 def misfit(shard: ShardedTensor) -> str:

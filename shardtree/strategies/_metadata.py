@@ -12,6 +12,8 @@ from ._clues import clue
 
 METADATA_FILE = "metadata.json"
 
+_MOST_BYTES = 2**24
+
 _KINDS = {
     "sharded_backend": str,
     "sharded_backend_version": int,
@@ -81,8 +83,21 @@ def read_metadata(storage: Storage) -> tuple[bytes, dict[str, Any]]:
     where = storage.where(METADATA_FILE)
     if storage.length(METADATA_FILE) is None:
         raise not_a_checkpoint(storage)
-    data = storage.read(METADATA_FILE)
+    data = metadata_bytes(storage) or b""
     return data, decode_metadata(data, where)
+
+
+def metadata_bytes(storage: Storage) -> bytes | None:
+    """Return metadata.json's bytes, None where there is no such file.
+
+    Raises:
+        CorruptCheckpoint: it is larger than any that a save writes, and isn't read for that.
+    """
+    length = storage.length(METADATA_FILE)
+    if length is not None and length > _MOST_BYTES:
+        what = f"open: {storage.where(METADATA_FILE)!r} is no save's"
+        raise CorruptCheckpoint(error_text(what, found=f"{length} bytes", expected=f"at most {_MOST_BYTES}"))
+    return None if length is None else storage.read(METADATA_FILE)
 
 
 def not_a_checkpoint(storage: Storage) -> NotACheckpoint:
@@ -115,8 +130,7 @@ def check_unchanged(storage: Storage, before: bytes | None) -> None:
     Raises:
         CheckpointReplaced: another save went to the same folder meanwhile, or the same one was committed already.
     """
-    now = storage.read(METADATA_FILE) if storage.length(METADATA_FILE) is not None else None
-    if now != before:
+    if metadata_bytes(storage) != before:
         fix = "Let only one save at a time go to a folder, and run a request once."
         raise CheckpointReplaced(
             error_text(f"save: {storage.where()!r} was changed by another save meanwhile", fix=fix)

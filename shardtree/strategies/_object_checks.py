@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from itertools import pairwise
 
-from ..errors import IntegrityError, KeyMismatch, error_text
+from ..errors import IntegrityError, error_text
+from ..mapping import ShardedObject
+from ..plans import Unexpected
+from ._checks import check_fit
 
 
 def check_objects_known(unique_keys: Sequence[str], found: Sequence[bool]) -> None:
@@ -21,10 +24,18 @@ def check_objects_known(unique_keys: Sequence[str], found: Sequence[bool]) -> No
     Examples:
         >>> check_objects_known(["rng/shard_0_1"], [True])
     """
-    missing = [repr(key) for key, known in zip(unique_keys, found, strict=True) if not known]
-    if missing:
-        grid = "An object's grid can't be resharded: ask for the grid that was saved."
-        raise KeyMismatch(error_text("load: the checkpoint has no such objects", offenders=missing, fix=grid))
+    check_fit([Unexpected(key, is_object=True) for key, known in zip(unique_keys, found, strict=True) if not known])
+
+
+def old_unique_key(item: ShardedObject) -> str:
+    """Return the name that old releases of Megatron-Core gave an object: what followed the last dot was lost.
+
+    Examples:
+        >>> old_unique_key(ShardedObject("rng", None, (2, 4), (1, 3)))
+        'rng/shard_1.3_2'
+    """
+    folder, slash, last = item.unique_key.rpartition("/")
+    return f"{folder}{slash}{last.rpartition('.')[0] or last}"
 
 
 def check_objects_written(unique_keys: Sequence[str], tensor_keys: Collection[str]) -> None:

@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from ..mapping import ShardedObject, ShardedTensor
+from ..plans import Prospect
 from ..storage import ReadReport, Storage
-from ._values import AsyncRequest, Checkpoint, Damage, Draft, Fields
+from ._findings import Finding
+from ._values import AsyncRequest, Checkpoint, Draft, Fields
 from .base import StrategyAction
 
 
@@ -20,8 +22,8 @@ class LoadCommon(Protocol):
 class LoadSharded(Protocol):
     """LOAD_SHARDED: fill each shard's data, a contiguous CPU tensor, in place, and return what was read.
 
-    Elements that aren't stored are left as they are; the shard must have allowed that with `allow_shape_mismatch`,
-    else it is an error. Each rank calls it with its own shards.
+    Elements beyond the stored global shape are left as they are; the shard must have allowed that with
+    `allow_shape_mismatch`, else it is an error. Each rank calls it with its own shards.
     """
 
     def __call__(self, checkpoint: Checkpoint, shards: Sequence[ShardedTensor], /) -> ReadReport: ...
@@ -37,6 +39,16 @@ class LoadMetadata(Protocol):
     """LOAD_METADATA: return every stored tensor by key, and object by unique key, whole and without data."""
 
     def __call__(self, checkpoint: Checkpoint, /) -> Mapping[str, ShardedTensor | ShardedObject]: ...
+
+
+class Explain(Protocol):
+    """EXPLAIN: return what LOAD_SHARDED would make of shards, whose data counts for nothing, and reads no tensor.
+
+    That is why some of them can't be loaded, and what would be read for the others. With `cast`, dtypes that can be
+    converted are no reason.
+    """
+
+    def __call__(self, checkpoint: Checkpoint, shards: Sequence[ShardedTensor], cast: bool, /) -> Prospect: ...
 
 
 class SaveCommon(Protocol):
@@ -70,9 +82,12 @@ class RemoveSharded(Protocol):
 
 
 class VerifyFiles(Protocol):
-    """VERIFY: return what in a checkpoint isn't as it was saved, as far as the format can tell."""
+    """VERIFY: return what in a checkpoint isn't as it was saved, and which bytes the format keeps no checksum for.
 
-    def __call__(self, checkpoint: Checkpoint, /) -> tuple[Damage, ...]: ...
+    `checkpoint.options` says by how many threads, and whom to tell how many bytes were read; any thread may tell.
+    """
+
+    def __call__(self, checkpoint: Checkpoint, /) -> tuple[Finding, ...]: ...
 
 
 class Recognize(Protocol):
@@ -94,11 +109,21 @@ class Commit(Protocol):
     def __call__(self, draft: Draft, fields: Fields, /) -> None: ...
 
 
+class ListFiles(Protocol):
+    """LIST_FILES: return the names of a checkpoint's files, which go when it is replaced as a whole.
+
+    metadata.json needn't be among them, and not all of them need be there. What isn't listed is kept.
+    """
+
+    def __call__(self, checkpoint: Checkpoint, /) -> tuple[str, ...]: ...
+
+
 PROTOCOLS = {
     StrategyAction.LOAD_COMMON: LoadCommon,
     StrategyAction.LOAD_SHARDED: LoadSharded,
     StrategyAction.LOAD_OBJECTS: LoadObjects,
     StrategyAction.LOAD_METADATA: LoadMetadata,
+    StrategyAction.EXPLAIN: Explain,
     StrategyAction.SAVE_COMMON: SaveCommon,
     StrategyAction.SAVE_SHARDED: SaveSharded,
     StrategyAction.SAVE_OBJECTS: SaveObjects,
@@ -106,5 +131,6 @@ PROTOCOLS = {
     StrategyAction.VERIFY: VerifyFiles,
     StrategyAction.RECOGNIZE: Recognize,
     StrategyAction.COMMIT: Commit,
+    StrategyAction.LIST_FILES: ListFiles,
 }
 """The protocol of each action."""

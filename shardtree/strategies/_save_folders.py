@@ -1,13 +1,22 @@
-"""The folder that is one save's alone: how it and the files in it are named, and how it is removed."""
+"""The folder that is one save's alone: how it and the files in it are named, whose it is, and how it is removed."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
-from ..storage import Storage
+from ..errors import CheckpointingException, StorageError
+from ..storage import Claim, Storage, claim, is_alive, owner_note, release
+
+OWNER_FILE = "owner.json"
+"""The note in a save's folder that says who saves; the commit removes it, and no reader looks at it."""
 
 _SAVE_FOLDER = re.compile(r"save-\d{8}T\d{6}-[0-9a-f]{16}")
-_OUR_FILE = re.compile(r"(\d{5,}-of-\d{5,}(-\d+)?|common|index-\d+)\.safetensors")
+_OUR_FILE = re.compile(
+    r"(\d{5,}-of-\d{5,}(-\d+)?|common|index-\d+|model-\d{5,}-of-\d{5,})\.safetensors"
+    r"|owner\.json|\.owner\.json\.[0-9a-f]{16}\.new"
+)
 
 
 def is_save_folder(name: str) -> bool:
@@ -32,12 +41,66 @@ def is_save_file(name: str) -> bool:
     return is_save_folder(folder) and _OUR_FILE.fullmatch(last) is not None
 
 
+def make_save_folder(storage: Storage, folder: str, *, durable: bool) -> Claim:
+    """Make a save's folder with a note of who saves, and return what keeps that save alive in this process."""
+    held = claim(folder)
+    try:
+        storage.make_folder(folder, durable=durable)
+        with suppress(StorageError):  # without the note, its age tells
+            storage.replace(f"{folder}/{OWNER_FILE}", owner_note(folder), durable=False)
+    except BaseException:
+        release(folder)
+        with suppress(CheckpointingException):  # what stood in the way may still do
+            disown(storage, folder)
+        raise
+    return held
+
+
+@contextmanager
+def owned(storage: Storage, folder: str, *, durable: bool) -> Iterator[None]:
+    """Be the owner of a save's folder for a while; it is made if it isn't there."""
+    held = make_save_folder(storage, folder, durable=durable)
+    try:
+        yield
+    finally:
+        release(folder)
+        del held
+
+
+def disown(storage: Storage, folder: str) -> None:
+    """Remove the note of who saves, and the folder if nothing else is in it."""
+    storage.remove(f"{folder}/{OWNER_FILE}")
+    storage.remove_folder(folder)
+
+
 def remove_save(storage: Storage, folder: str) -> None:
     """Remove a save's folder, unless somebody else's files are in it."""
-    for name in storage.names(folder):
+    # Last whose it is: what is left if this is cut short is known to be dead still.
+    for name in sorted(storage.names(folder), key=OWNER_FILE.__eq__):
         if _OUR_FILE.fullmatch(name):
             storage.remove(f"{folder}/{name}")
     storage.remove_folder(folder)
+
+
+def save_is_alive(storage: Storage, folder: str) -> bool | None:
+    """Return whether the save that made a folder can still be finished; None where that can't be told from here."""
+    name = f"{folder}/{OWNER_FILE}"
+    try:
+        return is_alive(storage.read(name) if storage.length(name) is not None else None)
+    except StorageError:
+        return None  # it is being removed
+
+
+def is_left_over(storage: Storage, folder: str, *, before: float) -> bool:
+    """Return whether a save is dead: its process is gone, or, where that can't be told, it stood still for long.
+
+    Args:
+        storage: the checkpoint's folder.
+        folder: the save's folder in it.
+        before: when the newest change of a dead save was, at the latest, in seconds by the storage's clock.
+    """
+    alive = save_is_alive(storage, folder)
+    return newest_change(storage, folder) < before if alive is None else not alive
 
 
 def newest_change(storage: Storage, folder: str) -> float:

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 from ..layouts import ShardColumns
-from ..storage import Storage, Verify
+from ..storage import Sibling, Storage, Verify
 from ..world import World, agree, gather
+from ._stamp import Stamp
 
 Fields = Mapping[str, Any]
 """JSON fields of metadata.json."""
@@ -34,12 +35,14 @@ class LoadOptions:
         allow_pickle: whether pickled values may be unpickled, which can run any code.
         types: enum, dataclass and namedtuple classes that stored records become instances of.
         progress: is told, now and then, how many bytes were read since the last time.
+        threads: how many check files at a time, in a verify; None for as many as torch has, up to a few.
     """
 
     verify: Verify = "whole"
     allow_pickle: bool = False
     types: tuple[type, ...] = ()
     progress: Callable[[int], None] = _ignore
+    threads: int | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,6 +55,7 @@ class Checkpoint:
         world: who reads it together.
         options: how it is read.
         memo: what strategies remember of it, such as the parsed index.
+        stamp: by which it is known that another one took its place.
     """
 
     storage: Storage
@@ -59,25 +63,7 @@ class Checkpoint:
     world: World
     options: LoadOptions = field(default_factory=LoadOptions)
     memo: dict[str, Any] = field(default_factory=dict, repr=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Damage:
-    """Something in a checkpoint that isn't what was saved.
-
-    Attributes:
-        file: the file's name in the checkpoint.
-        what: what is wrong, in words.
-        begin: first byte of the damaged stretch of the file.
-        end: one past its last byte; 0 where the file is damaged as a whole.
-        keys: tensors' keys and objects' unique keys that have bytes there.
-    """
-
-    file: str
-    what: str
-    begin: int = 0
-    end: int = 0
-    keys: tuple[str, ...] = ()
+    stamp: Stamp = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,14 +73,31 @@ class SaveOptions:
     Attributes:
         durable: whether files and folders are on the medium before the checkpoint counts as saved.
         allow_pickle: whether values that the format can't hold are pickled.
-        stale_after: seconds without a change after which the left-overs of a dead save may be removed.
+        stale_after: seconds without a change after which a save counts as dead whose process can't be seen from here.
         progress: is told, now and then, how many bytes were written since the last time.
+        fingerprint: whether each tensor's fingerprint is stored beside it.
     """
 
     durable: bool = True
     allow_pickle: bool = False
     stale_after: float = 3600.0
     progress: Callable[[int], None] = _ignore
+    fingerprint: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Replaced:
+    """A checkpoint whose folder is exchanged, in the end, for the one that a save goes to.
+
+    Attributes:
+        storage: the folder, of the old files before and of the new ones after.
+        sibling: the folder beside it.
+        stamp: of the old checkpoint.
+    """
+
+    storage: Storage
+    sibling: Sibling
+    stamp: Stamp
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -109,6 +112,7 @@ class Draft:
         options: how it is written.
         layout: all ranks' shards, None where they didn't tell each other.
         memo: what the strategies of one save remember on their rank until the commit.
+        replaced: the checkpoint whose place the folder takes in the end; None where it has its place.
     """
 
     storage: Storage
@@ -118,18 +122,22 @@ class Draft:
     options: SaveOptions = field(default_factory=SaveOptions)
     layout: ShardColumns | None = None
     memo: dict[str, Any] = field(default_factory=dict, repr=False)
+    replaced: Replaced | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AsyncRequest(Generic[T]):
-    """A save that is prepared and not yet done: a value until `execute_sync` or a queue runs it.
+    """A save that is prepared and not yet done: a value until `execute_sync` or an `AsyncCallsQueue` runs it.
+
+    It never changes, so a queue runs exactly what it was given: a finalizer that is added later is in another request.
 
     Attributes:
-        world: who saves.
+        world: who saves; used by the thread that commits alone.
         async_fn: writes this rank's files, without any collective; may run in another thread.
         commit: given every rank's result, by rank, makes the checkpoint count; collective.
         finalize_fns: called on every rank after the commit, in order.
         abandon: called on every rank when writing or the commit failed; removes what was written. Never raises.
+        folder: where it is saved, None if that is nobody's business.
     """
 
     world: World
@@ -137,6 +145,7 @@ class AsyncRequest(Generic[T]):
     commit: Callable[[Sequence[T]], Fields]
     finalize_fns: tuple[Callable[[], None], ...] = ()
     abandon: Callable[[], None] = _nothing
+    folder: Storage | None = None
 
     def add_finalize_fn(self, fn: Callable[[], None]) -> AsyncRequest[T]:
         """Return the request with one more function to call after the commit, after those that it has."""
@@ -150,8 +159,19 @@ class AsyncRequest(Generic[T]):
         Raises:
             CheckpointingException: some rank failed; nothing was committed unless a finalizer is what failed.
         """
+        return self.finish(self.async_fn)
+
+    def finish(self, written: Callable[[], T]) -> Fields:
+        """Commit and finalize what was written, and return what metadata.json says; collective.
+
+        Args:
+            written: gives what `async_fn` returned on this rank, or raises what it raised.
+
+        Raises:
+            CheckpointingException: as `execute_sync`.
+        """
         try:
-            fields = self.commit(gather(self.world, "save: write", self.async_fn))
+            fields = self.commit(gather(self.world, "save: write", written))
         except BaseException:
             self.abandon()
             raise

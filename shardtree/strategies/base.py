@@ -29,6 +29,7 @@ class StrategyAction(Enum):
     LOAD_SHARDED = "load_sharded"
     LOAD_OBJECTS = "load_objects"
     LOAD_METADATA = "load_metadata"
+    EXPLAIN = "explain"
     SAVE_COMMON = "save_common"
     SAVE_SHARDED = "save_sharded"
     SAVE_OBJECTS = "save_objects"
@@ -36,6 +37,7 @@ class StrategyAction(Enum):
     VERIFY = "verify"
     RECOGNIZE = "recognize"
     COMMIT = "commit"
+    LIST_FILES = "list_files"
 
 
 Strategy = Callable[..., Any]

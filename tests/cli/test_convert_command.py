@@ -91,6 +91,7 @@ def test_json_has_these_names(folder: Path, tmp_path: Path) -> None:
         "batches": found["batches"],
         "resumed": 0,
         "verified_bytes": 644,
+        "fingerprints": {key: f"{number:016x}" for key, number in st.fingerprint(folder).items()},
     }
     assert found["batches"] > 3
 

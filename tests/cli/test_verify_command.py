@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -34,7 +36,8 @@ def test_a_sound_checkpoint(folder: Path) -> None:
     assert done.stdout.startswith(f"✓ no damage found in {folder}: ")
     found = document("verify", folder)
     assert (found["sound"], found["damage"]) == (True, [])
-    assert found["bytes_read"] == sum(path.stat().st_size for path in folder.rglob("*-of-*"))
+    assert found["bytes_read"] == sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    assert (found["bytes_unchecked"], found["unchecked"]) == (0, [])
 
 
 def test_damage_is_shown_with_file_bytes_and_keys(folder: Path) -> None:
@@ -46,18 +49,19 @@ def test_damage_is_shown_with_file_bytes_and_keys(folder: Path) -> None:
     assert done.exit_code == 1
     assert f"{name}, bytes 0 to {path.stat().st_size:,}" in done.stdout
     assert f"✗ {folder} is damaged in 1 file. " in done.stdout
-    assert damage.keys
-    for key in damage.keys:
-        assert f"\n      {key}\n" in done.stdout
+    assert damage.keys and damage.regions
+    for held in damage.holds:
+        assert f"\n      {held}\n" in done.stdout
 
 
 def test_json_says_what_the_library_says(folder: Path) -> None:
     path = data_file(folder)
     flip(path, 9)
     found = document("verify", folder, status=1)
-    assert list(found) == ["checkpoint", "sound", "bytes_read", "damage"]
+    assert list(found) == ["checkpoint", "sound", "bytes_read", "bytes_unchecked", "damage", "unchecked"]
     assert found["sound"] is False
-    assert [st.Damage(**{**one, "keys": tuple(one["keys"])}) for one in found["damage"]] == list(st.verify(folder))
+    assert found["damage"] == json.loads(json.dumps([asdict(one) for one in st.verify(folder)]))
+    assert found["damage"][0]["regions"][0]["begin"] == [0, 0]
 
 
 @pytest.mark.parametrize("pattern", ["*-of-*", "common*", "index-*", "metadata.json"])
@@ -77,7 +81,11 @@ def test_a_lost_file_is_damage(folder: Path) -> None:
 def test_damage_in_what_another_program_wrote(tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(ROOT / "tests" / "fixtures" / "megatron_0161_tp2", copy)
-    assert run("verify", copy).exit_code == 0
+    sound = run("verify", copy, "--threads", "2")
+    assert sound.exit_code == 0
+    assert "  no checksum for " in sound.stdout and "1 file: it has no hash of itself\n" in sound.stdout
+    unchecked = document("verify", copy)["unchecked"]
+    assert {one["file"] for one in unchecked} >= {".metadata", "metadata.json", "__0_0.distcp"}
     flip(copy / "__0_0.distcp", 997)  # in what is pickled; heads of archives have no CRC
     done = run("verify", copy)
     assert done.exit_code == 1

@@ -228,7 +228,7 @@ def metadata_first(storage: WatchedStorage) -> WatchedStorage:
             super().make_folder(name, durable=durable)
 
         def length(self, name: str) -> int | None:
-            return None if name == "metadata.json" else self._watched(self.inner.length, name)
+            return None if name == "metadata.json" else self.watched(self.inner.length, name)
 
     return MetadataFirst(storage.inner, storage.before, storage.after)
 

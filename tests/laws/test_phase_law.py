@@ -7,6 +7,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -47,6 +48,11 @@ def tree(world: World, value: float = 1.0) -> dict[str, Any]:
     return {"w": shard, "norm": copied, "rng": ShardedObject("rng", value, (1,), (0,), world.rank), "step": 7}
 
 
+def halved(target: dict[str, Any]) -> dict[str, Any]:
+    """Return a target with tensors of half the width."""
+    return target | {key: replace(target[key], data=None, dtype=torch.float16) for key in ("w", "norm")}
+
+
 def scenarios(storage: MemoryStorage) -> dict[str, Callable[[World], Any]]:
     """Return what ranks do together, so that between them each phase is met."""
     shardtree.simulate(RANKS, lambda world: shardtree.save(tree(world), storage, world=world))
@@ -56,12 +62,26 @@ def scenarios(storage: MemoryStorage) -> dict[str, Callable[[World], Any]]:
             {**tree(world, 2.0), "step": world.rank}, storage, world=world, overwrite=True
         ),
         "load": lambda world: shardtree.load(tree(world), storage, world=world, strict="return_all", exchange="always"),
+        "load and convert": lambda world: shardtree.load(
+            halved(tree(world)), storage, world=world, cast=True, exchange="always"
+        ),
         "load plain": lambda world: shardtree.load_plain_tensors(storage, world=world),
         "remove": lambda world: shardtree.remove_sharded_tensors(storage, "norm", world=world),
+        "fingerprint": lambda world: shardtree.fingerprint(tree(world), world=world),
+        "fingerprint of files": lambda world: shardtree.fingerprint(storage, world=world),
     }
 
 
-SCENARIOS = ["save", "save what differs", "load", "load plain", "remove"]
+SCENARIOS = [
+    "save",
+    "save what differs",
+    "load",
+    "load and convert",
+    "load plain",
+    "remove",
+    "fingerprint",
+    "fingerprint of files",
+]
 RUNNERS = {inspect.unwrap(function).__code__ for function in (agree, gather, on_rank_zero, _phases._tell)}
 
 
@@ -232,11 +252,11 @@ def test_the_law_catches_a_save_that_fails_alone(fault: str) -> None:
 BAD_TARGETS: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
     "no tree": ("load: prepare", lambda good: good["w"]),
     "a key that isn't stored": (
-        "load: read",
+        "load: check the target",
         lambda good: {**good, "v": ShardedTensor.from_rank_offsets("v", torch.ones(1))},
     ),
     "an object that isn't stored": (
-        "load: read objects",
+        "load: check the target",
         lambda good: {**good, "own": ShardedObject("own", None, (1,), (0,))},
     ),
     "another structure": ("load: join", lambda good: {**good, "step": [good["w"]], "w": None}),

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 import shardtree as st
-from shardtree import errors, geometry, layouts, lazy, mapping, plans, transforms, trees
+from shardtree import errors, fingerprints, geometry, layouts, lazy, mapping, plans, transforms, trees
 from shardtree.testing import check_pure, glu, random_bits
 
-PURE = ("errors", "geometry", "lazy", "mapping", "trees", "layouts", "transforms", "plans")
+PURE = ("errors", "geometry", "lazy", "mapping", "trees", "layouts", "transforms", "plans", "fingerprints")
 EFFECTS = {"trees.register_nodes": "tells optree of our node types, which is what importing does"}
 
 WEIGHT = st.ShardedTensor.from_rank_offsets("w", torch.arange(8.0).view(4, 2), (0, 1, 2))
@@ -38,6 +38,9 @@ TREE = {
 BUILT = st.apply_factories(TREE)
 STORED, SHARDS = st.extract_sharded(TREE)[1], st.extract_sharded(TREE)[0]
 COLUMNS = st.shard_columns([WEIGHT, FLAT, COPY])
+KIND = layouts.TensorKind(torch.int8, (2,), 0)
+TOTALS = np.array([5, 6, 7], dtype=np.uint64)
+OBJECTS = layouts.object_columns([OBJECT])
 WHOLE = st.shard_columns(
     [replace(WEIGHT, local_shape=(8, 2), data=None, global_offset=(0, 0), axis_fragmentations=(1, 1))]
 )
@@ -73,6 +76,7 @@ CHUNKS = plans.StoredChunks(
 )
 RUNS = plans.Runs(column(1, 0), column(0, 8), column(0, 1), column(0, 0), column(4, 4))
 EXCHANGE = plans.plan_exchange(COLUMNS, 2)
+KIND = layouts.TensorKind(torch.float16, (8, 2), 0)
 ERROR = errors.RemoteError("save: write", {1: "OSError: full"})
 
 
@@ -112,6 +116,9 @@ CALLS: dict[str, Call] = {
     "geometry.row_major_strides": (geometry.row_major_strides, column([3, 4])),
     "geometry.intersect": (geometry.intersect, *(column([n, n], [2, 2]) for n in range(4))),
     "geometry.flat_boxes": (geometry.flat_boxes, column([3, 4]), column(2), column(9)),
+    "geometry.coverage_faults": (geometry.coverage_faults, *BOXES[1:], (4, 4)),
+    "geometry.held_elements": (geometry.held_elements, column(0, 1), column([2], [3]), 2),
+    "geometry.overlapping_groups": (geometry.overlapping_groups, *BOXES, column(8)),
     "geometry.overlapping_pairs": (geometry.overlapping_pairs, *BOXES, *BOXES),
     "mapping.is_main_replica": (mapping.is_main_replica, (0, 0)),
     "mapping.ShardedBase.validate_metadata_integrity": (mapping.ShardedTensor.validate_metadata_integrity, WEIGHT),
@@ -175,7 +182,18 @@ CALLS: dict[str, Call] = {
     "layouts.access_problems": (layouts.access_problems, COLUMNS),
     "layouts.write_problems": (layouts.write_problems, COLUMNS),
     "layouts.check_access": (raising(layouts.check_access), COLUMNS),
-    "layouts.first_gap": (layouts.first_gap, column([0, 0]), column([2, 4]), (4, 4)),
+    "layouts.sharding_problems": (layouts.sharding_problems, [COLUMNS, WHOLE], [OBJECTS]),
+    "layouts.kind_problems": (layouts.kind_problems, [COLUMNS, WHOLE], [OBJECTS]),
+    "layouts.object_columns": (layouts.object_columns, [OBJECT]),
+    "layouts.join_objects": (layouts.join_objects, [OBJECTS, OBJECTS]),
+    "layouts.object_problems": (layouts.object_problems, OBJECTS),
+    "layouts.common_problems": (layouts.common_problems, [{"a": [1]}, {"a": [2]}]),
+    "layouts.raise_problems": (raising(layouts.raise_problems), layouts.access_problems(COLUMNS)),
+    "layouts.sharding_faults": (layouts.sharding_faults, COLUMNS),
+    "layouts.doubled_faults": (layouts.doubled_faults, COLUMNS),
+    "layouts.select_faults": (layouts.select_faults, layouts.sharding_faults(COLUMNS), column(0)),
+    "layouts.place_text": (layouts.place_text, (slice(0, 2),), slice(0, 1)),
+    "layouts.problem_lines": (layouts.problem_lines, list(layouts.access_problems(COLUMNS))),
     "layouts.chunk_grids": (
         layouts.chunk_grids, column(0, 0), column([0], [2]), column([2], [2]), column(-1, -1), column(1)
     ),
@@ -187,8 +205,35 @@ CALLS: dict[str, Call] = {
     "plans.plan_load": (plans.plan_load, WHOLE, CHUNKS),
     "plans.plan_exchange": (plans.plan_exchange, COLUMNS, 2),
     "plans.runs_plan": (plans.runs_plan, RUNS),
+    "plans.read_rounds": (plans.read_rounds, COLUMNS),
+    "plans.near_names": (plans.near_names, ["v"], ["w"]),
+    "plans.convertible": (plans.convertible, torch.float32, torch.int8),
+    "plans.find_unexpected": (plans.find_unexpected, ["v"], ["w"]),
+    "plans.find_mismatches": (plans.find_mismatches, [WEIGHT], {"w": KIND}),
+    "plans.find_gaps": (plans.find_gaps, [WEIGHT], column(3), {"w": KIND}),
+    "plans.overlaps": (plans.overlaps, FLAT, (2, 2)),
+    "plans.stored_elements": (plans.stored_elements, WEIGHT, (6, 1)),
+    "plans.Overlap.of": (lambda overlap, data: overlap.of(data), plans.overlaps(WEIGHT, (6, 1))[0], WEIGHT.data),
     "plans.level_writes": (plans.level_writes, COLUMNS, 2),
     "plans.main_writes": (plans.main_writes, COLUMNS),
+    "fingerprints.axis_weights": (fingerprints.axis_weights, 1, 65_530, 65_540),
+    "fingerprints.slabs": (lambda shape, most: list(fingerprints.slabs(shape, most)), (3, 4), 5),
+    "fingerprints.host_total": (fingerprints.host_total, column([3, 4]).view(np.uint64), (0, 1), (2, 0)),
+    "fingerprints.device_total": (fingerprints.device_total, torch.arange(8).view(4, 2), (0, 1), (2, 0)),
+    "fingerprints.box_total": (fingerprints.box_total, WEIGHT.data, (4, 0)),
+    "fingerprints.run_total": (fingerprints.run_total, FLAT.data, (0, 0), (4, 2), 2),
+    "fingerprints.shard_pieces": (lambda shard: list(fingerprints.shard_pieces(shard, 3)), FLAT),
+    "fingerprints.run_pieces": (lambda data: list(fingerprints.run_pieces(data, (0, 0), (4, 2), 2, 3)), FLAT.data),
+    "fingerprints.piece_total": (fingerprints.piece_total, fingerprints.ShardPiece(WEIGHT.data, (4, 0))),
+    "fingerprints.shard_totals": (fingerprints.shard_totals, [WEIGHT, FLAT]),
+    "fingerprints.shard_parts": (fingerprints.shard_parts, [WEIGHT, FLAT]),
+    "fingerprints.column_parts": (fingerprints.column_parts, COLUMNS, TOTALS),
+    "fingerprints.replica_problems": (fingerprints.replica_problems, COLUMNS, TOTALS),
+    "fingerprints.tensor_shards": (fingerprints.tensor_shards, TREE),
+    "fingerprints.main_shards": (fingerprints.main_shards, TREE),
+    "fingerprints.fingerprint_parts": (fingerprints.fingerprint_parts, [WEIGHT, FLAT]),
+    "fingerprints.add_fingerprints": (fingerprints.add_fingerprints, [fingerprints.fingerprint_parts([whole("w")])]),
+    "fingerprints.tensor_fingerprint": (fingerprints.tensor_fingerprint, "w", KIND, 5),
 }  # fmt: skip
 NUMBERS: dict[str, Call] = {
     "geometry.narrow_flat_range": (geometry.narrow_flat_range, (4, 2), 2, 7, 1, 0, 1),
@@ -215,6 +260,8 @@ VALUES: dict[str, Any] = {
     "layouts.ShardColumns": COLUMNS,
     "plans.ExchangePlan": EXCHANGE,
     "plans.LoadPlan": plans.plan_load(WHOLE, CHUNKS),
+    "plans.ReadCost": plans.ReadCost(1, 2, 1, 1),
+    "plans.Explanation": plans.Explanation(("v",), (), (plans.RankReads(0, 1, 0, plans.ReadCost(1, 2, 1, 1)),)),
 }
 EVERY = CALLS | NUMBERS
 

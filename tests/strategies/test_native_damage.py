@@ -187,7 +187,8 @@ def appended(column, value):
 
 
 def vars_of(index):
-    return [(name, getattr(index, name)) for name in type(index).__slots__]
+    columns = [(name, getattr(index, name)) for name in type(index).__slots__]
+    return [(name, column) for name, column in columns if column is not None]
 
 
 MOST = 2**63 - 1

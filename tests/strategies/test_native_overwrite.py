@@ -11,6 +11,7 @@ import torch
 import shardtree as st
 from shardtree.errors import AlreadyACheckpoint, CheckpointReplaced, RemoteError, StorageError
 from shardtree.storage import LocalStorage, MemoryStorage
+from shardtree.strategies import remove_save
 from shardtree.strategies.safetensors._clean import remove_left_overs
 from shardtree.testing import WatchedStorage
 
@@ -209,3 +210,25 @@ def test_a_file_is_in_the_way_of_the_folder(tmp_path):
     with pytest.raises(StorageError, match="ckpt"):
         st.save(tree(1), tmp_path / "ckpt")
     assert (tmp_path / "ckpt").read_text() == "a file"
+
+
+def test_a_note_of_its_owner_that_a_crash_left_means_nothing(tmp_path):
+    st.save(tree(1), tmp_path)
+    (kept,) = save_folders(tmp_path)
+    (tmp_path / kept / "owner.json").write_text("{")
+    (tmp_path / ".metadata.json.0123456789abcdef.new").write_text("{")
+    assert value_in(tmp_path) == 1 and st.verify(tmp_path) == ()
+    st.save(tree(2), tmp_path, overwrite=True, stale_after=-1e9)
+    assert value_in(tmp_path) == 2 and len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_save_that_was_taken_for_dead_is_not_committed(tmp_path):
+    st.save(tree(1), tmp_path)
+    slow = st.save(tree(2), tmp_path, overwrite=True, async_sharded_save=True)
+    written = [slow.async_fn()]
+    remove_save(
+        LocalStorage(str(tmp_path)), max(save_folders(tmp_path), key=lambda name: (tmp_path / name).stat().st_ctime)
+    )
+    with pytest.raises(StorageError, match="doesn't see"):
+        slow.commit(written)
+    assert value_in(tmp_path) == 1

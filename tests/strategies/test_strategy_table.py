@@ -159,10 +159,12 @@ def test_a_table_is_a_value_and_a_wrapper_a_function_from_strategy_to_strategy()
     folder = MemoryStorage()
     tree = {"w": st.ShardedTensor.from_rank_offsets("w", torch.arange(3)), "o": st.ShardedObject("o", 1, (1,), (0,))}
     st.save(tree, folder, strategies=table)
+    assert st.explain(tree, folder, strategies=table).ok
     loaded = st.load(tree, folder, strategies=table, strict="raise_all")
     assert loaded["w"].tolist() == [0, 1, 2] and loaded["o"] == 1
     assert st.verify(folder, strategies=table) == ()
     st.remove_sharded_tensors(folder, "w", strategies=table)
+    st.save({"step": 1}, folder, ("dcp", 1), strategies=table, overwrite=True)
     assert calls[:2] == ["save_sharded", "save_common"]
     assert sorted(set(calls)) == sorted(
         fn.__name__ for row, fn in before.items() if row != SAVE_OBJECTS and row[1:] == NATIVE

@@ -398,9 +398,9 @@ def test_a_checkpoint_that_is_there_is_not_touched(backend: Any) -> None:
     storage = saved(lambda world: tree(world, 1.0), backend=backend)
     with pytest.raises(AlreadyACheckpoint):
         st.save(tree(st.one_process(), 2.0), storage, backend)
-    with pytest.raises(st.StrategyError):
-        st.save(tree(st.one_process(), 2.0), storage, backend, overwrite=True)
     assert value_in(storage, 1) == 1.0
+    st.save(tree(st.one_process(), 2.0), storage, backend, overwrite=True)
+    assert value_in(storage, 1) == 2.0
 
 
 def test_a_file_that_rank_0_does_not_see_is_found() -> None:
@@ -416,7 +416,7 @@ def test_a_file_that_rank_0_does_not_see_is_found() -> None:
 def test_a_tensor_that_changes_its_shape_while_it_waits_is_found() -> None:
     weight = torch.ones(2, 3)
     shard = st.ShardedTensor.from_rank_offsets("w", weight)
-    request = st.save({"w": shard}, MemoryStorage(), TORCH_DIST, async_sharded_save=True)
+    request = st.save({"w": shard}, MemoryStorage(), TORCH_DIST, async_sharded_save=True, snapshot=False)
     weight.t_()
     with pytest.raises(st.ShapeError, match="'w'"):
         request.execute_sync()
@@ -442,7 +442,7 @@ def test_files_and_folder_are_on_the_medium_before_the_commit() -> None:
     last = calls.index("replace .metadata True")
     assert calls[last:] == ["replace .metadata True", "replace metadata.json True"]
     assert "sync folder" in calls[:last] and "write __0_0.distcp True" in calls[: calls.index("sync folder")]
-    assert not any(call.endswith("False") for call in calls)
+    assert not any(call.endswith("False") for call in calls if "owner.json" not in call)
 
 
 def test_progress_counts_every_byte_of_the_data_files() -> None:

@@ -309,8 +309,8 @@ def test_a_finished_one_is_not_replaced() -> None:
     storage = saved(STATE, LAYOUT)
     with pytest.raises(AlreadyACheckpoint):
         saved_again(storage)
-    with pytest.raises(StrategyError, match="new folder"):
-        saved_again(storage, overwrite=True)
+    saved_again(storage, overwrite=True)
+    assert st.load_plain_tensors(storage)["w"].tolist() == [0, 0]
 
 
 def saved_again(storage: Any, **options: Any) -> None:
@@ -373,7 +373,7 @@ def test_half_a_tensor_is_half_its_chunks() -> None:
     assert chunks(storage, "w") == ["c.1.0"]
     (loaded,) = st.load({"w": half}, storage, validate_access_integrity=False).values()
     assert torch.equal(loaded, half.data)
-    with pytest.raises(CheckpointingException, match="doesn't cover"):
+    with pytest.raises(CheckpointingException, match="elements are stored"):
         st.load_plain_tensors(storage)
 
 
@@ -449,7 +449,7 @@ def test_a_plain_group_in_another_layout() -> None:
     assert st.verify(plain) == ()
     assert [damage.file for damage in st.verify(as_plain(plain, **{"w/c.0.0": b""}))] == ["w/c.0.0"]
     assert st.load({"a": 1}, plain) == {}
-    with pytest.raises(CheckpointingException, match="no such objects"):
+    with pytest.raises(CheckpointingException, match="not stored"):
         st.load([st.ShardedObject("rng", None, (2,), (0,)), 1], plain, validate_access_integrity=False)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from ...errors import IntegrityError, error_text, render_path
 from ...layouts import TensorKind
 from ...lazy import LazyTensor
 from ...mapping import ShardedObject, ShardedTensor
+from ...strategies import stored_fingerprints
 from ...trees import HOLE, Difference, without_holes
 from .._compare import plain_difference
 from .._compare_boxes import grouped
@@ -16,10 +18,27 @@ from .._compare_values import ValueDifference, value_difference
 from .._lazy_tree import OpenCheckpoint
 from ._plan import Plan
 from ._source import StoredObject, expect_tensors
+from ._summing import Summing
 
 
-def check_written(written: OpenCheckpoint, plan: Plan, most_bytes: int, progress: Callable[[int], None]) -> int:
-    """Return how many bytes of tensors were compared with what was to be written, and found equal.
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What a check of a destination found out.
+
+    Attributes:
+        nbytes: bytes of tensors that were compared with what was to be written, and found equal.
+        fingerprints: of the destination's tensors, by key.
+    """
+
+    nbytes: int
+    fingerprints: dict[str, int]
+
+
+def check_written(written: OpenCheckpoint, plan: Plan, most_bytes: int, progress: Callable[[int], None]) -> Checked:
+    """Return what was compared with what was to be written, and found equal.
+
+    Fingerprints are added up from the same bytes. A tensor that the transform passed on as it was must have the one
+    that the source stores, where it stores any.
 
     Args:
         written: the destination, opened again.
@@ -31,24 +50,26 @@ def check_written(written: OpenCheckpoint, plan: Plan, most_bytes: int, progress
         IntegrityError: something differs; names every key.
     """
     _refuse(_key_problems(written, plan.tensors, plan.objects))
-    _refuse(map(str, _value_differences(written, plan, most_bytes, progress)))
+    reader = Summing(BoxReader(written))
+    _refuse(map(str, _value_differences(reader, plan, most_bytes, progress)))
+    found = reader.fingerprints(plan.tensors)
+    _refuse(_fingerprint_problems(plan, found))
     pairs = [(item.unique_key, _differs(item, written)) for item in plan.objects]
     problems = [f"object {key!r} differs{_where(differs)}" for key, differs in pairs if differs]
     if plan.common is not HOLE:
         differs = plain_difference(without_holes(plan.common), written.common())
         problems += [f"the common state differs{_where(differs)}"] if differs else []
     _refuse(problems)
-    return sum(shard.data.nbytes for shard in plan.tensors)
+    return Checked(sum(shard.data.nbytes for shard in plan.tensors), found)
 
 
 def _value_differences(
-    written: OpenCheckpoint, plan: Plan, most_bytes: int, progress: Callable[[int], None]
+    reader: Summing, plan: Plan, most_bytes: int, progress: Callable[[int], None]
 ) -> Iterator[ValueDifference]:
-    reader = BoxReader(written)
     for group in grouped(plan.tensors, lambda shard: shard.data.nbytes, GROUP_BYTES):
         boxes = [_box(reader, shard) for shard in group]
         expect_tensors(plan.reader, group)
-        reader.expect(fetch for box in boxes for fetch in box.fetches)
+        reader.reader.expect(fetch for box in boxes for fetch in box.fetches)
         found = (
             value_difference(shard.key, shard.data, box, most_bytes, progress)
             for shard, box in zip(group, boxes, strict=True)
@@ -56,7 +77,17 @@ def _value_differences(
         yield from (difference for difference in found if difference is not None)
 
 
-def _box(reader: BoxReader, shard: ShardedTensor) -> LazyTensor:
+def _fingerprint_problems(plan: Plan, found: Mapping[str, int]) -> list[str]:
+    """Return the tensors that went through as they were, and haven't the fingerprint that the source stores."""
+    stored = stored_fingerprints(plan.reader.opened.metadata)
+    return [
+        f"{key!r} has the fingerprint {found[key]:016x}, not {stored[key]:016x} as the source says"
+        for key in sorted(plan.unchanged & stored.keys())
+        if found[key] != stored[key]
+    ]
+
+
+def _box(reader: Summing, shard: ShardedTensor) -> LazyTensor:
     whole = reader.whole(shard.key)
     box: LazyTensor = whole if shard.local_shape == shard.global_shape else whole[shard.global_slice()]
     return box

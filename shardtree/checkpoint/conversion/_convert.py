@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from ...errors import AlreadyACheckpoint, IntegrityError, RemoteError, error_text
 from ...storage import Directory, Storage, storage_at
-from ...strategies import METADATA_FILE, SaveOptions, Strategies, StrategyAction, default_strategies
+from ...strategies import METADATA_FILE, SaveOptions, Strategies, StrategyAction, default_strategies, disown, owned
 from ...trees import HOLE
 from .._begin import begin
 from .._compare import MOST_BYTES
 from .._dispatch import backends_of
 from .._lazy_tree import open_checkpoint
 from .._open import read_fields, recognized
-from ._check import check_written
+from ._check import Checked, check_written
 from ._identity import conversion_digest
 from ._journal import Journal, begin_journal, begun_save, forget, has_files, journal_at, remove_others
 from ._pieces import Cutting
@@ -39,6 +39,7 @@ class ConversionReport:
         batches: how many there were.
         resumed: how many of them an earlier call had written.
         verified_nbytes: bytes of tensors that were read back and compared; None if that was skipped.
+        fingerprints: of the tensors that were read back, by key, as `fingerprint` gives them.
     """
 
     tensors: int
@@ -49,6 +50,7 @@ class ConversionReport:
     batches: int
     resumed: int
     verified_nbytes: int | None
+    fingerprints: Mapping[str, int] = field(default_factory=dict)
 
 
 def convert(
@@ -126,19 +128,19 @@ def convert(
     digest = conversion_digest(opened.checkpoint, backends, plan.batches, allow_pickle=allow_pickle)
     journal = journal_at(target.storage, digest, strategies)
     resumed, may_be_others = _written(target, journal, plan)
-    verified = None
+    checked = None
     try:
         if verify or may_be_others:
             written = open_checkpoint(target.storage, **options)
-            verified = check_written(written, plan, min(max(most, _LEAST_BYTES), MOST_BYTES), tell)
+            checked = check_written(written, plan, min(max(most, _LEAST_BYTES), MOST_BYTES), tell)
     except IntegrityError:
         forget(journal)
         raise
     forget(journal)
-    return _report(plan, resumed, verified)
+    return _report(plan, resumed, checked)
 
 
-def _report(plan: Plan, resumed: int, verified: int | None) -> ConversionReport:
+def _report(plan: Plan, resumed: int, checked: Checked | None) -> ConversionReport:
     return ConversionReport(
         tensors=len({shard.key for shard in plan.tensors}),
         objects=len(plan.objects),
@@ -147,7 +149,8 @@ def _report(plan: Plan, resumed: int, verified: int | None) -> ConversionReport:
         unused=plan.unused,
         batches=len(plan.batches),
         resumed=resumed,
-        verified_nbytes=verified,
+        verified_nbytes=None if checked is None else checked.nbytes,
+        fingerprints={} if checked is None else checked.fingerprints,
     )
 
 
@@ -185,7 +188,8 @@ def _written(target: Destination, journal: Journal, plan: Plan) -> tuple[int, bo
         ).save_id
         begin_journal(journal, save_id, durable=target.options.durable)
     try:
-        return write_batches(target, journal, save_id, plan, common), False
+        with owned(storage, save_id, durable=target.options.durable):
+            return write_batches(target, journal, save_id, plan, common), False
     except Exception as error:
         # There are no other ranks that the failure of one would have to be told of.
         own = error.__cause__ if isinstance(error, RemoteError) and error.__cause__ is not None else error
@@ -200,4 +204,4 @@ def _clean_or_tell(storage: Storage, journal: Journal, save_id: str, error: Base
         error.add_note("convert: what was written stays there, and the same call goes on with it")
         return
     forget(journal)
-    storage.remove_folder(save_id)
+    disown(storage, save_id)

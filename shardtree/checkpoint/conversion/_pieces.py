@@ -17,6 +17,7 @@ Cutting = Callable[[ShardedTensor], Counts | None] | Mapping[str, Counts] | None
 """Into how many pieces each axis is cut: a function from a whole tensor, or patterns of keys; None to leave it open."""
 
 _OBJECTS = 64  # in a batch: how large they are isn't known before they are read
+_MOST_PIECES = 2**20  # of a tensor: one that a file says is larger than any storage isn't planned on piece by piece
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,6 +91,10 @@ def _pieces(shard: ShardedTensor, counts: Counts | None, most_bytes: int) -> Ite
     fragments = _fragments(shard.local_shape, cell) if is_whole else None
     if not prod(shard.local_shape):
         yield shard
+    count = prod(-(-size // max(step, 1)) for size, step in zip(shard.local_shape, cell, strict=True))
+    if count > _MOST_PIECES:
+        what = f"convert: {shard.key!r} of shape {shard.global_shape} would be written in too many pieces"
+        raise ShapeError(error_text(what, found=count, expected=f"at most {_MOST_PIECES}", fix="Write larger pieces."))
     for offset, shape in boxes(shard.local_shape, cell):
         yield _piece(shard, offset, shape, fragments)
 

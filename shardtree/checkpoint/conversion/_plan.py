@@ -16,7 +16,7 @@ from .._open import load_common
 from .._prepare import prepare
 from ._accounting import check_output, unused_elements
 from ._pieces import Batch, Cutting, batches_of
-from ._source import COMMON, left_out_keys, source_tree
+from ._source import COMMON, Shard, left_out_keys, source_tree
 
 Transform = Callable[[dict[str, Any]], Any]
 
@@ -33,6 +33,7 @@ class Plan:
         batches: pieces of the tensors, and the objects, in the order in which they are written.
         left_out: keys and unique keys that the transform wasn't given.
         unused: (key, elements) of tensors of which the output has only a part.
+        unchanged: keys of tensors that go through as they are.
     """
 
     reader: BoxReader
@@ -42,6 +43,7 @@ class Plan:
     batches: tuple[Batch, ...]
     left_out: tuple[str, ...]
     unused: tuple[tuple[str, int], ...]
+    unchanged: frozenset[str]
 
 
 def plan_conversion(
@@ -77,7 +79,13 @@ def plan_conversion(
         common = stored if transform_common is None else transform_common(stored)
     batches = batches_of(output.tensors, output.objects, layout, most_bytes)
     listed = (*left_out, *([COMMON] if COMMON in leave_out else []))
-    return Plan(reader, output.tensors, output.objects, common, tuple(batches), listed, tuple(sorted(unused.items())))
+    listed_unused = tuple(sorted(unused.items()))
+    unchanged = frozenset(shard.key for shard in output.tensors if _went_through(shard, source.get(shard.key)))
+    return Plan(reader, output.tensors, output.objects, common, tuple(batches), listed, listed_unused, unchanged)
+
+
+def _went_through(shard: ShardedTensor, given: Shard | None) -> bool:
+    return given is not None and shard.data is given.data and shard.global_shape == given.global_shape
 
 
 def _refuse_plain_values(rest: Any) -> None:

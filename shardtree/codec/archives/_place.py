@@ -10,7 +10,8 @@ import torch
 
 from ...errors import CheckpointingException, CorruptCheckpoint, error_text
 from ..pickles import Constructor, read_pickle
-from ._directory import Read
+from ._directory import Read, read_directory
+from ._directory import Record as ZipRecord
 from ._records import open_archive
 from ._storages import DTYPES, STORAGE_KINDS, StorageReference, Strided, storage_reference, strided
 
@@ -87,6 +88,28 @@ def tensor_place(read: Read, length: int, *, what: str) -> TensorPlace:
         record.crc32,
         _is_row_major(place, record.nbytes),
     )
+
+
+def archive_records(read: Read, length: int, *, what: str) -> tuple[ZipRecord, ...]:
+    """Return the records of an archive, in the order of their bytes, each with its CRC32; only its ends are read.
+
+    Args:
+        read: gives the bytes from one byte of the archive up to another.
+        length: the archive's, in bytes.
+        what: the archive, for messages.
+
+    Raises:
+        CorruptCheckpoint: it is no zip, or its records are compressed, encrypted or overlap.
+
+    Examples:
+        >>> import io
+        >>> file = io.BytesIO()
+        >>> torch.save(7, file)
+        >>> data = file.getvalue()
+        >>> archive_records(lambda begin, end: data[begin:end], len(data), what="example")[0].name
+        'archive/data.pkl'
+    """
+    return read_directory(_ends(read, length), length, what)
 
 
 def _described(data: bytes, what: str) -> Any:

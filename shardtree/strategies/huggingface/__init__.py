@@ -1,6 +1,7 @@
 """Hugging Face models: safetensors files of whole tensors, and the index JSON that lists them."""
 
 from ._commit import commit as commit
+from ._list import list_files as list_files
 from ._load import load_common as load_common
 from ._load import load_metadata as load_metadata
 from ._load import load_sharded as load_sharded

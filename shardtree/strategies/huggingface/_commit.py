@@ -6,14 +6,12 @@ import json
 import logging
 from collections.abc import Sequence
 
-from ...errors import AlreadyACheckpoint, StorageError, error_text
-from ...storage import Storage
+from ...errors import AlreadyACheckpoint, error_text
 from .._metadata import METADATA_FILE, replace_metadata
-from .._save_folders import is_save_folder, newest_change, remove_save
 from .._values import Draft, Fields
 from ..base import StrategyAction, register_default_strategy
 from ._files import ModelFile
-from ._names import BACKEND, INDEX_FILE, SINGLE_FILE, VERSION, draft_name, file_name, is_draft
+from ._names import BACKEND, INDEX_FILE, SINGLE_FILE, VERSION, draft_name, file_name
 
 _MOVED = f"{BACKEND}.moved"
 
@@ -90,26 +88,3 @@ def abandon(draft: Draft, files: Sequence[ModelFile]) -> None:
     except Exception as error:
         # The save's own error is on its way; what stays is removed by a later save.
         logger.warning("save: what a failed save wrote stays in %s: %s", draft.storage.where(draft.save_id), error)
-
-
-def clean_up(draft: Draft) -> None:
-    """Remove what saves that died have left in this folder, as far as saves wrote it."""
-    storage = draft.storage
-    if draft.world.rank != 0:
-        return
-    try:
-        now = max(storage.changed(name) or 0.0 for name in (INDEX_FILE, SINGLE_FILE))
-        for folder in storage.names():
-            if is_save_folder(folder) and folder != draft.save_id:
-                _remove_stale(storage, folder, now - draft.options.stale_after)
-    except StorageError as error:
-        # The model is saved; what couldn't be removed is tried again by the next save.
-        logger.warning("save: left-overs of earlier saves stay in %s: %s", storage.where(), error)
-
-
-def _remove_stale(storage: Storage, folder: str, before: float) -> None:
-    if newest_change(storage, folder) < before:
-        for name in storage.names(folder):
-            if is_draft(name):
-                storage.remove(f"{folder}/{name}")
-        remove_save(storage, folder)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from ...errors import UnsupportedValue, error_text
 from ...mapping import ShardedObject, ShardedTensor
+from ...plans import Prospect
 from ...storage import ReadReport
 from .._values import Checkpoint
 from ..base import StrategyAction, register_default_strategy
-from ..index import IndexMetadata, load_from_index
+from ..index import IndexMetadata, explain_from_index, load_from_index, planned_cost
 from ._contents import Contents, read_contents
 from ._names import BACKEND, VERSION
 
@@ -28,6 +30,14 @@ def load_sharded(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> Rea
     found = read_contents(checkpoint)
     _check_loadable(found, [shard.key for shard in shards])
     return load_from_index(checkpoint, found.index, shards)
+
+
+@register_default_strategy(StrategyAction.EXPLAIN, BACKEND, VERSION)
+def explain(checkpoint: Checkpoint, shards: Sequence[ShardedTensor], cast: bool) -> Prospect:
+    """Return what loading shards would come to, from the files' headers alone."""
+    found = read_contents(checkpoint)
+    cost = partial(planned_cost, checkpoint, found.index)
+    return explain_from_index(found.index, shards, cost, cast=cast, refused=found.refused)
 
 
 @register_default_strategy(StrategyAction.LOAD_METADATA, BACKEND, VERSION)

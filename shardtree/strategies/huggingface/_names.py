@@ -17,7 +17,6 @@ INDEX_FILE = f"model{INDEX_SUFFIX}"
 
 _USUAL_STEMS = ("model", "diffusion_pytorch_model")
 _ONE_OF_SEVERAL = re.compile(r"(.*-)?\d+-of-\d+\.safetensors", re.DOTALL)
-_DRAFT = re.compile(r"model-\d{5,}-of-\d{5,}\.safetensors")
 
 
 @register_default_strategy(StrategyAction.RECOGNIZE, BACKEND, VERSION)
@@ -76,16 +75,6 @@ def file_name(number: int, count: int) -> str:
         'model-00001-of-00003.safetensors'
     """
     return f"model-{number + 1:05d}-of-{count:05d}{SUFFIX}"
-
-
-def is_draft(name: str) -> bool:
-    """Return whether a file's name inside a save's folder is one that `draft_name` gives.
-
-    Examples:
-        >>> is_draft("model-00001-of-00003.safetensors"), is_draft("00001-of-00003.safetensors")
-        (True, False)
-    """
-    return _DRAFT.fullmatch(name) is not None
 
 
 def draft_name(save_id: str, number: int, count: int) -> str:

@@ -16,7 +16,7 @@ from ...world import on_rank_zero
 from .._protocols import SaveSharded
 from .._values import AsyncRequest, Draft, Fields
 from ..base import StrategyAction, register_default_strategy
-from ._commit import abandon, check_free, clean_up
+from ._commit import abandon, check_free
 from ._files import ModelFile, model_files
 from ._names import BACKEND, VERSION, draft_name
 from ._pieces import shard_pieces
@@ -89,7 +89,6 @@ def _prepare(max_file_bytes: int, draft: Draft, shards: Sequence[ShardedTensor |
         world=draft.world,
         async_fn=partial(_write, draft, files, tensors),
         commit=partial(_commit, draft, files),
-        finalize_fns=(partial(clean_up, draft),),
         abandon=partial(abandon, draft, files),
     )
 
@@ -108,7 +107,7 @@ def _write(draft: Draft, files: Sequence[ModelFile], shards: Sequence[ShardedTen
     if draft.world.rank == 0:
         check_free(draft, files)
     # A request may be tried again after its folder was removed.
-    draft.storage.make_folder(draft.save_id)
+    draft.storage.make_folder(draft.save_id, durable=draft.options.durable)
     file_of = {key: number for number, file in enumerate(files) for key in file.bytes_before}
     rows = sorted(shards, key=lambda shard: (file_of[shard.key], *_place(shard, files[file_of[shard.key]])))
     own = {number: list(group) for number, group in groupby(rows, lambda shard: file_of[shard.key])}

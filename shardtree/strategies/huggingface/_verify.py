@@ -2,34 +2,43 @@
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Iterator
 
 from ...errors import CheckpointingException
-from .._values import Checkpoint, Damage
+from .._findings import Damage, Finding, Unchecked
+from .._metadata import METADATA_FILE
+from .._values import Checkpoint
 from ..base import StrategyAction, register_default_strategy
 from ._contents import contents
 from ._header import WeightFile, read_header
 from ._listing import Listing, read_listing
 from ._names import BACKEND, VERSION, find_weights
 
-logger = logging.getLogger("shardtree")
+_WHY = "this format carries no checksums: lengths, headers and the index are compared"
 
 
 @register_default_strategy(StrategyAction.VERIFY, BACKEND, VERSION)
-def verify_files(checkpoint: Checkpoint) -> tuple[Damage, ...]:
-    """Return what is wrong with a model's files, each looked at.
+def verify_files(checkpoint: Checkpoint) -> tuple[Finding, ...]:
+    """Return what is wrong with a model's files, each looked at, and that none of their bytes has a checksum.
 
-    The format carries no checksums, so that a changed value isn't found: a file's length, its header, and whether the
-    index fits the files are all that can be checked.
+    A changed value isn't found: a file's length, its header, and whether the index fits the files are all that can be
+    checked.
     """
-    logger.warning(
-        "verify: %s: safetensors files carry no checksums; lengths, headers and the index are checked, values can't be",
-        checkpoint.storage.where(),
-    )
     try:
         listing = read_listing(checkpoint)
     except CheckpointingException as error:
         return (Damage(find_weights(checkpoint.storage) or "", str(error)),)
+    return (*_damage(checkpoint, listing), *_unchecked(checkpoint, listing))
+
+
+def _unchecked(checkpoint: Checkpoint, listing: Listing) -> Iterator[Unchecked]:
+    for name in dict.fromkeys([listing.name, *listing.files]):
+        length = checkpoint.storage.length(name)
+        if length is not None and name != METADATA_FILE:
+            yield Unchecked(name, _WHY, length)
+
+
+def _damage(checkpoint: Checkpoint, listing: Listing) -> tuple[Damage, ...]:
     files, found, keys = list[WeightFile](), list[Damage](), _keys(listing)
     for name in listing.files:
         try:

@@ -2,15 +2,24 @@
 
 from ._build import build_index as build_index
 from ._columns import COLUMNS as COLUMNS
+from ._columns import OPTIONAL_COLUMNS as OPTIONAL_COLUMNS
 from ._columns import Index as Index
-from ._damage import file_damage as file_damage
+from ._damage import files_damage as files_damage
+from ._explain import explain_from_index as explain_from_index
+from ._explain import planned_cost as planned_cost
 from ._load import load_from_index as load_from_index
 from ._load import plan_shards as plan_shards
 from ._load import read_planned as read_planned
 from ._mapping import IndexMetadata as IndexMetadata
+from ._mapping import stored_fingerprints as stored_fingerprints
 from ._problems import index_problem as index_problem
+from ._problems import shared_bytes_problem as shared_bytes_problem
+from ._regions import bounding_box as bounding_box
+from ._regions import file_contents as file_contents
+from ._regions import regions_between as regions_between
 from ._rows import chunks_of as chunks_of
 from ._rows import file_at as file_at
+from ._rows import item_sizes as item_sizes
 from ._rows import kind_at as kind_at
 from ._rows import whole_shard as whole_shard
 from ._texts import find_texts as find_texts

@@ -44,6 +44,7 @@ class Index:
         file_length: in bytes, int64 (files,).
         file_block: number of each file's first block hash, int64 (files + 1,).
         block_hash: XXH3-64 of each block, file by file, uint64 (blocks,).
+        x_fingerprint: of each tensor, uint64 (keys,); None where the save was asked for none.
     """
 
     key_text: Bytes
@@ -72,6 +73,8 @@ class Index:
     file_length: Column
     file_block: Column
     block_hash: Hashes
+    x_fingerprint: Hashes | None = None
 
 
-COLUMNS = tuple(field.name for field in fields(Index))
+OPTIONAL_COLUMNS = ("x_fingerprint",)
+COLUMNS = tuple(field.name for field in fields(Index) if field.name not in OPTIONAL_COLUMNS)

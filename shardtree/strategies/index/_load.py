@@ -11,9 +11,9 @@ from ...codec import bit_view
 from ...errors import IntegrityError, error_text
 from ...layouts import ShardColumns, shard_columns
 from ...mapping import ShardedTensor
-from ...plans import LoadPlan, plan_load
+from ...plans import LoadPlan, Unexpected, find_gaps, find_mismatches, find_unexpected, plan_load
 from ...storage import ReadReport, fetch
-from .._checks import check_covered, check_kinds, check_known
+from .._checks import check_fit
 from .._missing import check_lengths
 from .._values import Checkpoint
 from ._columns import Index
@@ -44,16 +44,18 @@ def plan_shards(index: Index, shards: Sequence[ShardedTensor], columns: ShardCol
         columns: the same shards as columns.
     """
     numbers = find_texts(index.key_text, index.key_start, columns.keys)
-    check_known(columns.keys, numbers, lambda: texts(index.key_text, index.key_start))
-    kinds = [kind_at(index, number) for number in numbers]
-    check_kinds(shards, dict(zip(columns.keys, kinds, strict=True)))
+    known = {key: kind_at(index, number) for key, number in zip(columns.keys, numbers, strict=True) if number >= 0}
+    absent: tuple[Unexpected, ...] = ()
+    if len(known) < len(columns.keys):
+        absent = find_unexpected(columns.keys, list(texts(index.key_text, index.key_start)))
+    check_fit((*absent, *find_mismatches([shard for shard in shards if shard.key in known], known)))
     plan = plan_load(columns, chunks_of(index, np.array(numbers, dtype=np.int64)))
     if plan.doubled.size:
         keys = [repr(columns.keys[number]) for number in plan.doubled.tolist()]
         raise IntegrityError(
             error_text("load: stored chunks overlap; the checkpoint contradicts itself", offenders=keys)
         )
-    check_covered(shards, plan.covered)
+    check_fit(find_gaps(shards, plan.covered, known))
     return plan
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from ...layouts import TensorKind
 from ...mapping import ShardedObject, ShardedTensor
 from ._columns import Index
-from ._rows import whole_shard
+from ._rows import kind_at, whole_shard
 from ._texts import find_texts, texts
 
 
@@ -28,6 +29,12 @@ class IndexMetadata(Mapping[str, ShardedTensor | ShardedObject]):
             raise KeyError(key)
         return ShardedObject.empty_from_unique_key(key)
 
+    def __contains__(self, key: object) -> bool:
+        """Return whether a tensor has that key, or an object that unique key."""
+        index = self.index
+        tables = ((index.key_text, index.key_start), (index.object_text, index.object_start))
+        return isinstance(key, str) and any(find_texts(*table, [key])[0] >= 0 for table in tables)
+
     def __iter__(self) -> Iterator[str]:
         """Return the tensors' keys, sorted, then the objects' unique keys, sorted."""
         yield from texts(self.index.key_text, self.index.key_start)
@@ -36,3 +43,21 @@ class IndexMetadata(Mapping[str, ShardedTensor | ShardedObject]):
     def __len__(self) -> int:
         """Return how many tensors and objects there are."""
         return self.index.key_axes.size + self.index.object_file.size
+
+    def kinds(self, keys: Sequence[str]) -> dict[str, TensorKind]:
+        """Return what each tensor is, by key, of those that are stored."""
+        numbers = find_texts(self.index.key_text, self.index.key_start, keys)
+        return {key: kind_at(self.index, number) for key, number in zip(keys, numbers, strict=True) if number >= 0}
+
+    def shard_keys(self) -> set[str]:
+        """Return the keys of all tensors and objects."""
+        objects = (key.rpartition("/shard_")[0] for key in texts(self.index.object_text, self.index.object_start))
+        return {*texts(self.index.key_text, self.index.key_start), *objects}
+
+
+def stored_fingerprints(metadata: object) -> dict[str, int]:
+    """Return the fingerprints that a checkpoint's metadata brings along, by key; none where the save stored none."""
+    if not isinstance(metadata, IndexMetadata) or metadata.index.x_fingerprint is None:
+        return {}
+    index = metadata.index
+    return dict(zip(texts(index.key_text, index.key_start), metadata.index.x_fingerprint.tolist(), strict=True))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import PurePosixPath
 from typing import Any
 
 import numpy as np
 
-from ...codec import check_storable, dtype_from_name
 from ...geometry import volumes
 from ._columns import COLUMNS, Index
+from ._rows import item_sizes
 from ._texts import texts
 
 _MATRICES = {"key_shape", "chunk_offset", "chunk_shape"}
@@ -21,7 +22,8 @@ def index_problem(index: Index) -> str | None:
 
     Whether hashes are there for all blocks is for the format to know.
     """
-    return _kinds(index) or _lengths(index) or _texts(index) or _keys(index) or _files(index) or _places(index)
+    tables = _kinds(index) or _lengths(index) or _texts(index) or _keys(index) or _files(index) or _places(index)
+    return tables or _fingerprints(index)
 
 
 def _kinds(index: Index) -> str | None:
@@ -32,6 +34,13 @@ def _kinds(index: Index) -> str | None:
             return f"column {name!r} is {column.dtype.name} {column.shape}"
     axes = {getattr(index, name).shape[1] for name in _MATRICES}
     return None if len(axes) == 1 and 1 <= max(axes) <= _MOST_AXES else f"the boxes' columns have {axes} axes"
+
+
+def _fingerprints(index: Index) -> str | None:
+    column = index.x_fingerprint
+    if column is None or (column.dtype.name == "uint64" and column.shape == index.key_axes.shape):
+        return None
+    return f"column 'x_fingerprint' is {column.dtype.name} {column.shape}"
 
 
 def _lengths(index: Index) -> str | None:
@@ -60,8 +69,7 @@ def _texts(index: Index) -> str | None:
         # Keys are found by bisection, so each must stand once and in its place.
         if group in ("key", "object") and any(one >= other for one, other in pairwise(names)):
             return f"the texts of {group!r} aren't sorted, each once"
-    for name in texts(index.dtype_text, index.dtype_start):
-        check_storable(dtype_from_name(name), "open: dtype in the index")
+    texts(index.dtype_text, index.dtype_start)  # raises where they are no text; what they name is a tensor's own matter
     return None
 
 
@@ -99,13 +107,31 @@ def _places(index: Index) -> str | None:
     whole = (start == -1) & (stop == -1)
     if not (whole | ((start >= 0) & (start <= stop) & (stop <= volumes(shape)))).all():
         return "a chunk's flat range is out of range"
-    sizes = np.array([dtype_from_name(name).itemsize for name in texts(index.dtype_text, index.dtype_start)] or [1])
     elements = np.where(whole, volumes(shape), stop - start)
-    if (elements * sizes[index.key_dtype[key]] != index.chunk_length).any():
+    size = item_sizes(index)[index.key_dtype[key]]
+    if ((size >= 0) & (elements * size != index.chunk_length)).any():
         return "a chunk's length isn't that of its elements"
     chunks = _outside(index, index.chunk_file, index.chunk_byte, index.chunk_length)
     objects = _outside(index, index.object_file, index.object_byte, index.object_length)
     return "a chunk or object reaches beyond its file" if chunks or objects else None
+
+
+def shared_bytes_problem(index: Index) -> str | None:
+    """Return what is wrong where a file's bytes belong to more than one chunk or object, or a file is there twice.
+
+    No save stores them so; and a small file must not become large tensors.
+    """
+    names = texts(index.file_text, index.file_start)
+    if len({"/".join(PurePosixPath(name).parts) for name in names}) != len(names):
+        return "a file is there twice"
+    file = np.concatenate([index.chunk_file, index.object_file])
+    begin = np.concatenate([index.chunk_byte, index.object_byte])
+    length = np.concatenate([index.chunk_length, index.object_length])
+    rows = np.flatnonzero(length > 0)
+    rows = rows[np.lexsort((begin[rows], file[rows]))]
+    file, begin, end = file[rows], begin[rows], (begin + length)[rows]
+    overlap = (file[1:] == file[:-1]) & (begin[1:] < end[:-1])
+    return "two chunks or objects share bytes of a file" if overlap.any() else None
 
 
 def _outside(index: Index, file: Any, byte: Any, length: Any) -> bool:

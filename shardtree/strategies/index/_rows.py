@@ -3,23 +3,51 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 
-from ...codec import dtype_from_name
+from ...codec import check_storable, dtype_from_name
+from ...errors import UnsupportedValue
 from ...geometry import Column
 from ...layouts import TensorKind
 from ...mapping import ShardedTensor
 from ...plans import StoredChunks
 from ...storage import StoredFile
 from ._columns import Index
-from ._texts import text_at
+from ._texts import text_at, texts
+
+
+def item_sizes(index: Index) -> Column:
+    """Return how many bytes an element of each of an index's dtypes has, -1 where this torch can't read it."""
+    return np.array([_item_size(name) for name in texts(index.dtype_text, index.dtype_start)], dtype=np.int64)
+
+
+def _item_size(name: str) -> int:
+    try:
+        return _readable(name).itemsize
+    except UnsupportedValue:
+        return -1
+
+
+def _readable(name: str) -> torch.dtype:
+    dtype = dtype_from_name(name)
+    check_storable(dtype, "open: dtype in the index")
+    return dtype
 
 
 def kind_at(index: Index, number: int) -> TensorKind:
-    """Return what all shards of a stored tensor agree on."""
+    """Return what all shards of a stored tensor agree on.
+
+    Raises:
+        UnsupportedValue: this torch lacks the tensor's dtype; others can be read.
+    """
     axes = int(index.key_axes[number])
     shape = index.key_shape[number, index.key_shape.shape[1] - axes :].tolist()
     name = text_at(index.dtype_text, index.dtype_start, int(index.key_dtype[number]))
-    return TensorKind(dtype_from_name(name), tuple(shape), int(index.key_prepended[number]))
+    try:
+        return TensorKind(_readable(name), tuple(shape), int(index.key_prepended[number]))
+    except UnsupportedValue as error:
+        key = text_at(index.key_text, index.key_start, number)[:100]
+        raise UnsupportedValue(f"open: {key!r} can't be read, other tensors can: {error}") from None
 
 
 def chunks_of(index: Index, numbers: Column) -> StoredChunks:

@@ -35,7 +35,9 @@ def without_prefix(index: Index, key_prefix: str) -> Index:
         "object_start": object_start,
     }
     thinner = replace(index, **(kept | texts_of))
-    return _without_unused_files(replace(thinner, chunk_key=_renumbered(keep_key)[thinner.chunk_key]))
+    fingerprints = None if index.x_fingerprint is None else index.x_fingerprint[keep_key]
+    renumbered = _renumbered(keep_key)[thinner.chunk_key]
+    return _without_unused_files(replace(thinner, chunk_key=renumbered, x_fingerprint=fingerprints))
 
 
 def _chosen(index: Index, group: str, rows: Rows) -> dict[str, Any]:

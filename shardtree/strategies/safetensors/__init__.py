@@ -2,6 +2,7 @@
 
 from ._index_file import decode_index as decode_index
 from ._index_file import encode_index as encode_index
+from ._list import list_files as list_files
 from ._load import load_common as load_common
 from ._load import load_objects as load_objects
 from ._load import load_sharded as load_sharded

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ...errors import CheckpointingException
 from ...storage import Storage
-from .._metadata import METADATA_FILE, decode_metadata
-from .._save_folders import is_save_folder, newest_change, remove_save
+from .._metadata import METADATA_FILE, decode_metadata, metadata_bytes
+from .._save_folders import is_left_over, is_save_folder, remove_save
 
 
 def remove_left_overs(storage: Storage, *, keep: str, before: bytes | None, stale_after: float) -> None:
@@ -18,17 +18,17 @@ def remove_left_overs(storage: Storage, *, keep: str, before: bytes | None, stal
         stale_after: seconds without a change, by the storage's clock, after which an unfinished save counts as dead.
     """
     replaced = _save_id(before)
-    now = storage.changed(METADATA_FILE) or 0.0
+    before_that = (storage.changed(METADATA_FILE) or 0.0) - stale_after
     for name in storage.names():
         if not is_save_folder(name) or name == keep:
             continue
-        if name == replaced or now - newest_change(storage, name) > stale_after:
+        if name == replaced or is_left_over(storage, name, before=before_that):
             remove_save(storage, name)
 
 
 def remove_unless_committed(storage: Storage, folder: str) -> None:
     """Remove a save's folder, unless metadata.json refers to it."""
-    metadata = storage.read(METADATA_FILE) if storage.length(METADATA_FILE) is not None else None
+    metadata = metadata_bytes(storage)
     if metadata is None or _save_id(metadata) not in (None, folder):
         remove_save(storage, folder)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from ...layouts import join_columns, write_problems
 from ...storage import StoredFile
 from .._object_checks import check_objects_written
 from ..index import Index, build_index
+from ._totals import fingerprint_column
 from ._written import Written
 
 
@@ -33,13 +35,14 @@ def collect_index(written: Sequence[Written]) -> Index:
         for part in written
         for name, length, hashes in zip(part.files, part.lengths, part.hashes, strict=True)
     ]
-    return build_index(
+    index = build_index(
         columns,
         _joined([part.file + base for part, base in zip(written, first_file, strict=False)]),
         _joined([part.byte for part in written]),
         files=files,
         objects=_objects(written, first_file, columns.keys),
     )
+    return replace(index, x_fingerprint=fingerprint_column(columns, [part.totals for part in written]))
 
 
 def _objects(written: Sequence[Written], first_file: Column, keys: Sequence[str]) -> list[tuple[str, int, int, int]]:

@@ -9,7 +9,7 @@ import numpy as np
 from ...codec import Entry, decode_header, encode_header
 from ...errors import CheckpointingException, CorruptCheckpoint, error_text
 from ...storage import BLOCK_BYTES, Buffer
-from ..index import COLUMNS, Index, index_problem
+from ..index import COLUMNS, OPTIONAL_COLUMNS, Index, index_problem, shared_bytes_problem
 
 _TAGS = {"uint8": "U8", "int64": "I64", "uint64": "U64"}
 _NUMPY = {"U8": np.uint8, "I64": np.int64, "U64": np.uint64}
@@ -17,7 +17,8 @@ _NUMPY = {"U8": np.uint8, "I64": np.int64, "U64": np.uint64}
 
 def encode_index(index: Index) -> bytes:
     """Return the index as the bytes of a safetensors file; 8-byte columns first, so that each is aligned."""
-    columns = {name: np.ascontiguousarray(getattr(index, name)) for name in COLUMNS}
+    present = [name for name in (*COLUMNS, *OPTIONAL_COLUMNS) if getattr(index, name) is not None]
+    columns = {name: np.ascontiguousarray(getattr(index, name)) for name in present}
     ordered = sorted(columns.items(), key=lambda column: -column[1].itemsize)
     entries, offset = [], 0
     for name, column in ordered:
@@ -40,7 +41,7 @@ def decode_index(data: Buffer, what: str) -> Index:
     entries, start = decode_header(data, data.nbytes)
     columns: dict[str, Any] = {}
     for entry in entries:
-        if entry.name in COLUMNS:
+        if entry.name in COLUMNS or entry.name in OPTIONAL_COLUMNS:
             dtype = _NUMPY.get(entry.tag)
             if dtype is None:
                 raise _corrupt(what, f"column {entry.name!r} has dtype {entry.tag}")
@@ -53,7 +54,7 @@ def decode_index(data: Buffer, what: str) -> Index:
         raise _corrupt(what, f"columns {', '.join(missing)} are missing")
     index = Index(**columns)
     try:
-        problem = index_problem(index) or _blocks_problem(index)
+        problem = index_problem(index) or _blocks_problem(index) or shared_bytes_problem(index)
     except (CheckpointingException, UnicodeDecodeError, IndexError, ValueError) as error:
         problem = str(error)
     if problem:

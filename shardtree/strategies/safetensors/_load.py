@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,14 +14,23 @@ from ...codec import decode_tree
 from ...errors import CheckpointingException
 from ...geometry import Column
 from ...mapping import ShardedObject, ShardedTensor
-from ...plans import Runs, runs_plan
+from ...plans import Prospect, Runs, runs_plan
 from ...storage import ReadReport
 from .._checked import read_checked
 from .._missing import check_lengths
 from .._object_checks import check_objects_known
 from .._values import Checkpoint
 from ..base import StrategyAction, register_default_strategy
-from ..index import Index, file_at, find_texts, load_from_index, read_planned, text_at
+from ..index import (
+    Index,
+    explain_from_index,
+    file_at,
+    find_texts,
+    load_from_index,
+    planned_cost,
+    read_planned,
+    text_at,
+)
 from ._index_file import decode_index
 from ._save import BACKEND, VERSION
 
@@ -51,6 +61,13 @@ def load_sharded(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> Rea
         CorruptCheckpoint: stored bytes aren't what was saved.
     """
     return load_from_index(checkpoint, read_index(checkpoint), shards)
+
+
+@register_default_strategy(StrategyAction.EXPLAIN, BACKEND, VERSION)
+def explain(checkpoint: Checkpoint, shards: Sequence[ShardedTensor], cast: bool) -> Prospect:
+    """Return what loading shards would come to, from the index alone."""
+    index = read_index(checkpoint)
+    return explain_from_index(index, shards, partial(planned_cost, checkpoint, index), cast=cast, refused={})
 
 
 @register_default_strategy(StrategyAction.LOAD_OBJECTS, BACKEND, VERSION)

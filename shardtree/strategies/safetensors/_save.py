@@ -24,6 +24,7 @@ from ._clean import remove_left_overs, remove_unless_committed
 from ._collect import collect_index
 from ._index_file import encode_index
 from ._layout import Item, Part, Shard, part_name, parts
+from ._totals import with_total
 from ._written import Written
 
 BACKEND, VERSION = "safetensors", 1
@@ -76,10 +77,11 @@ def _tensor_rows(shards: Sequence[Shard]) -> Column:
 def _write(draft: Draft, layout: tuple[Part, ...], columns: ShardColumns, row: Column) -> Written:
     names = tuple(part_name(draft.save_id, draft.world.rank, draft.world.size, part) for part in range(len(layout)))
     # A request may be tried again after its folder was removed.
-    draft.storage.make_folder(draft.save_id)
+    draft.storage.make_folder(draft.save_id, durable=draft.options.durable)
     lengths, hashes, places, objects = [], [], [], []
+    totals: list[int] = []
     for number, (name, part) in enumerate(zip(names, layout, strict=True)):
-        length, file_hashes = _write_part(draft, name, part)
+        length, file_hashes = _write_part(draft, name, part, totals)
         lengths.append(length)
         hashes.append(file_hashes)
         for item, byte in zip(part.items, part.bytes_before, strict=True):
@@ -90,21 +92,26 @@ def _write(draft: Draft, layout: tuple[Part, ...], columns: ShardColumns, row: C
     if draft.options.durable and names:
         draft.storage.sync_folder(draft.save_id)
     rows, file, byte_of = np.array(places, dtype=np.int64).reshape(-1, 3).T
-    return Written(names, tuple(lengths), tuple(hashes), select_rows(columns, rows), file, byte_of, tuple(objects))
+    sums = np.array(totals, dtype=np.uint64) if draft.options.fingerprint else None
+    held = select_rows(columns, rows)
+    return Written(names, tuple(lengths), tuple(hashes), held, file, byte_of, tuple(objects), sums)
 
 
-def _write_part(draft: Draft, name: str, part: Part) -> tuple[int, Hashes]:
+def _write_part(draft: Draft, name: str, part: Part, totals: list[int]) -> tuple[int, Hashes]:
     hasher = BlockHasher()
-    buffers = hashed(_with_progress(_part_buffers(part), draft), hasher)
+    buffers = hashed(_with_progress(_part_buffers(part, totals if draft.options.fingerprint else None), draft), hasher)
     length = draft.storage.write(name, buffers, durable=draft.options.durable)
     return length, hash_column(hasher)
 
 
-def _part_buffers(part: Part) -> Iterator[Buffer]:
+def _part_buffers(part: Part, totals: list[int] | None) -> Iterator[Buffer]:
     yield memoryview(part.header)
     for item in part.items:
         size = 0
-        for buffer in _item_buffers(item):
+        buffers = _item_buffers(item)
+        if totals is not None and item.shard is not None:
+            buffers = with_total(buffers, item.shard, totals)
+        for buffer in buffers:
             size += buffer.nbytes
             yield buffer
         if size != item.length:

@@ -21,6 +21,7 @@ class Written:
         file: number of the rank's file for each shard, int64 (shards,).
         byte: where each shard begins in it, int64 (shards,).
         objects: unique key, file, byte and length in bytes of each object.
+        totals: what each shard adds to its tensor's fingerprint, uint64 (shards,); None where none is asked for.
     """
 
     files: tuple[str, ...]
@@ -30,3 +31,4 @@ class Written:
     file: Column
     byte: Column
     objects: tuple[tuple[str, int, int, int], ...]
+    totals: Hashes | None = None

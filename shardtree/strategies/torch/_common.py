@@ -7,8 +7,11 @@ from typing import Any
 from ...codec import add_record, decode_archive, encode_archive, find_record
 from ...errors import CheckpointReplaced, CorruptCheckpoint, UnsafeFile, UnsupportedValue, error_text
 from ...storage import Buffer
+from .._archive_check import archive_unchecked
+from .._findings import Damage, Finding
+from .._manifest import check_listed
 from .._missing import was_replaced
-from .._values import Checkpoint, Damage, Draft, Fields
+from .._values import Checkpoint, Draft, Fields
 from ..base import StrategyAction, register_default_strategy
 from ._holes import decode_holes, encode_holes, filled, with_holes
 
@@ -56,7 +59,7 @@ def load_common(checkpoint: Checkpoint) -> Any:
 
 
 @register_default_strategy(StrategyAction.VERIFY, BACKEND, VERSION)
-def verify_common(checkpoint: Checkpoint) -> tuple[Damage, ...]:
+def verify_common(checkpoint: Checkpoint) -> tuple[Finding, ...]:
     """Return whether common.pt is damaged: a checksum differs, or it can't be read at all."""
     try:
         load_common(checkpoint)
@@ -64,7 +67,15 @@ def verify_common(checkpoint: Checkpoint) -> tuple[Damage, ...]:
         return (Damage(COMMON_FILE, str(error)),)
     except (UnsafeFile, UnsupportedValue):
         pass  # sound, as far as its checksums go; what it holds isn't the question
-    return ()
+    data, _ = _read(checkpoint)
+    checkpoint.options.progress(data.nbytes)
+    return archive_unchecked(COMMON_FILE, data)
+
+
+@register_default_strategy(StrategyAction.LIST_FILES, BACKEND, VERSION)
+def list_files(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Return the name of the one file."""
+    return (COMMON_FILE,)
 
 
 def _read(checkpoint: Checkpoint) -> tuple[Buffer, str]:
@@ -74,5 +85,7 @@ def _read(checkpoint: Checkpoint) -> tuple[Buffer, str]:
             raise CheckpointReplaced(error_text(f"open: {where!r} was replaced by a later save", fix="Open it again."))
         fix = "The save wasn't finished, or the file was removed; load another checkpoint."
         raise CorruptCheckpoint(error_text(f"open: {where!r} isn't there, the common state", fix=fix))
+    if checkpoint.options.verify is not None:
+        check_listed(checkpoint, COMMON_FILE)
     with checkpoint.storage.open(COMMON_FILE) as reader:
         return reader.mapped(), where

@@ -8,6 +8,7 @@ from ._commit import commit_dcp as commit_dcp
 from ._common import load_common as load_common
 from ._common import load_dcp_common as load_dcp_common
 from ._common import recognize as recognize
+from ._list import list_files as list_files
 from ._listing import Listing as Listing
 from ._listing import read_listing as read_listing
 from ._load import load_metadata as load_metadata

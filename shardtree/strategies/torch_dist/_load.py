@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from ...codec import bit_view
 from ...errors import UnsupportedValue, error_text
 from ...layouts import shard_columns
 from ...mapping import ShardedObject, ShardedTensor
+from ...plans import Prospect
 from ...storage import ReadReport
 from .._object_checks import check_objects_known
 from .._values import Checkpoint
 from ..base import StrategyAction, register_default_strategy
-from ..index import IndexMetadata, plan_shards
+from ..index import IndexMetadata, explain_from_index, plan_shards
 from ._backends import DCP, TORCH_DIST
 from ._decode import decoded
 from ._listing import Listing, is_object, read_listing
-from ._read import read_archives
+from ._read import archives_cost, read_archives
 
 
 @register_default_strategy(StrategyAction.LOAD_METADATA, *TORCH_DIST)
@@ -52,6 +54,15 @@ def _check_known(listing: Listing, keys: set[str]) -> None:
         raise UnsupportedValue(
             error_text("load: tensors are stored in no way that can be read", offenders=unknown, fix=fix)
         )
+
+
+@register_default_strategy(StrategyAction.EXPLAIN, *TORCH_DIST)
+@register_default_strategy(StrategyAction.EXPLAIN, *DCP)
+def explain(checkpoint: Checkpoint, shards: Sequence[ShardedTensor], cast: bool) -> Prospect:
+    """Return what loading shards would come to, from `.metadata` alone: archives stay closed."""
+    listing = read_listing(checkpoint)
+    cost = partial(archives_cost, checkpoint, listing)
+    return explain_from_index(listing.index, shards, cost, cast=cast, refused=listing.unknown)
 
 
 @register_default_strategy(StrategyAction.LOAD_OBJECTS, *TORCH_DIST)

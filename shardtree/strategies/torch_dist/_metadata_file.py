@@ -11,6 +11,8 @@ import torch
 
 from ...codec import Stub, read_pickle
 from ...errors import CorruptCheckpoint, error_text
+from .._manifest import check_listed
+from .._metadata import METADATA_FILE
 from .._values import Checkpoint
 from ._backends import INDEX_FILE
 from ._classes import field_of, is_a, metadata_classes
@@ -86,6 +88,9 @@ def read_metadata_file(checkpoint: Checkpoint) -> MetadataFile:
     if checkpoint.storage.length(INDEX_FILE) is None:
         fix = "Name the folder that a save was given; a save that died leaves none."
         raise CorruptCheckpoint(error_text(f"open: {where!r} isn't there", fix=fix))
+    if checkpoint.options.verify is not None:
+        check_listed(checkpoint, METADATA_FILE)
+        check_listed(checkpoint, INDEX_FILE)
     data = checkpoint.storage.read(INDEX_FILE)
     read = read_trusted if checkpoint.options.allow_pickle else read_pickle
     root = read(data, metadata_classes(), what=where)

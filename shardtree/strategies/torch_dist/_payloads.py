@@ -15,6 +15,7 @@ from ...codec import dtype_name, tensor_place
 from ...errors import CorruptCheckpoint, UnsafeFile, UnsupportedValue, error_text
 from ...geometry import Column
 from ...storage import Buffer, Reader
+from .._manifest import check_listed
 from .._values import Checkpoint
 from ._listing import Listing
 
@@ -92,6 +93,8 @@ def opened(checkpoint: Checkpoint, listing: Listing, file: int, numbers: Sequenc
                 fix=fix,
             )
         )
+    if checkpoint.options.verify == "all":
+        check_listed(checkpoint, name)
     with storage.open(name) as reader:
         yield reader
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from functools import partial
 
-from ...errors import StorageError, StrategyError, error_text
+from ...errors import StrategyError, error_text
 from ...mapping import ShardedObject, ShardedTensor
 from ...world import on_rank_zero
 from .._metadata import METADATA_FILE
@@ -73,6 +73,6 @@ def _abandon(draft: Draft) -> None:
         for name in (*sorted(noted, key=INDEX_FILE.__ne__), data_file(draft.world.rank)):
             storage.remove(name)
         storage.remove_folder(draft.save_id)
-    except StorageError as error:
+    except Exception as error:
         # The save's own error is on its way.
         logger.warning("save: what a failed save wrote stays in %s: %s", storage.where(), error)

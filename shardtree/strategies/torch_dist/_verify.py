@@ -1,62 +1,95 @@
-"""Checking all archives of a checkpoint: every byte that a checksum is recorded for."""
+"""Checking all archives of a checkpoint: every byte that a checksum is recorded for, many archives at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
 
-from ...codec import decode_archive, dtype_name, tensor_place
-from ...errors import CheckpointingException, CorruptCheckpoint, UnsafeFile, UnsupportedValue
-from ...storage import Reader, read_crc32
-from .._values import Checkpoint, Damage
+from ...errors import CheckpointingException, CorruptCheckpoint
+from ...storage import Reader, in_threads, joined_crc32, read_crc32
+from .._archive_check import HEADERS
+from .._findings import Damage, Finding, Region, Unchecked, uncovered
+from .._values import Checkpoint
 from ..base import StrategyAction, register_default_strategy
+from ..index import file_contents, regions_between
+from ._archive_damage import Stretch, check_archive
 from ._backends import DCP, INDEX_FILE, TORCH_DIST
 from ._listing import Listing, read_listing
-from ._payloads import archive_name, check_kind, check_tensor, part_of
+from ._payloads import part_of
 
-_SMALL_BYTES = 16 * 1024 * 1024
-"""An archive of at most this is taken into memory, and each of its entries checked; of a larger one, its payload."""
+_BATCH_BYTES, _BATCH_ARCHIVES = 16 * 1024 * 1024, 512
+_PIECE_BYTES = 32 * 1024 * 1024
 
 _ARCHIVE = b"PK\x03\x04"
+_MOST_REGIONS = 10_000
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Batch:
+    """Archives of one file that one thread takes."""
+
+    file: int
+    numbers: list[int]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Checked:
+    """What was found in a batch: damage, stretches that have a CRC32, and large ones that are yet to be read."""
+
+    file: int
+    damage: list[Damage] = field(default_factory=list)
+    compared: list[tuple[int, int]] = field(default_factory=list)
+    large: list[Stretch] = field(default_factory=list)
 
 
 @register_default_strategy(StrategyAction.VERIFY, *TORCH_DIST)
 @register_default_strategy(StrategyAction.VERIFY, *DCP)
-def verify_files(checkpoint: Checkpoint) -> tuple[Damage, ...]:
-    """Return what is damaged: `.metadata` as a whole, each data file archive by archive.
+def verify_files(checkpoint: Checkpoint) -> tuple[Finding, ...]:
+    """Return what is damaged: `.metadata` as a whole, each data file archive by archive; and what has no checksum.
 
-    `.metadata` has no checksum: it is found damaged where it contradicts itself or the archives.
+    `.metadata` has none: it is found damaged where it contradicts itself or the archives.
     """
     try:
         listing = read_listing(checkpoint)
     except CorruptCheckpoint as error:
         return (Damage(INDEX_FILE, str(error)),)
-    found: list[Damage] = []
+    found: list[Finding] = []
+    batches: list[_Batch] = []
+    length = checkpoint.storage.length(INDEX_FILE) or 0
+    found.append(Unchecked(INDEX_FILE, "a pickle, which is compared with the archives alone", length))
+    checkpoint.options.progress(length)
     for file in range(len(listing.archives.files)):
-        found += _file_damage(checkpoint, listing, file)
-    return tuple(found)
+        damage, inside = _look(checkpoint, listing, file)
+        found += damage
+        batches += _batches(listing, file, inside)
+    checked = in_threads(partial(_check_batch, checkpoint, listing), batches, checkpoint.options.threads)
+    found += (damage for one in checked for damage in one.damage)
+    for wrong in _wrong_large(checkpoint, listing, checked):
+        found.append(archive_damage(listing, wrong.number, wrong.what, wrong.begin, wrong.end))
+    return (*found, *_unchecked(checkpoint, listing, checked))
 
 
-def _file_damage(checkpoint: Checkpoint, listing: Listing, file: int) -> Iterator[Damage]:
+def _look(checkpoint: Checkpoint, listing: Listing, file: int) -> tuple[list[Damage], list[int]]:
+    """Return what is wrong with a file as a whole, and the archives that are there to be checked."""
     archives, storage = listing.archives, checkpoint.storage
     name = archives.files[file]
-    inside = np.flatnonzero(archives.file == file)
+    inside = np.flatnonzero(archives.file == file).tolist()
     end = int((archives.byte + archives.length)[inside].max())
     try:
         length = storage.length(name)
         if length is None:
-            yield Damage(name, "no such file", 0, end, _keys(listing, inside.tolist()))
-            return
-        with storage.open(name) as reader:
-            for number in inside.tolist():
-                yield from _archive_damage(checkpoint, listing, reader, number)
-                checkpoint.options.progress(int(archives.length[number]))
-            if length > end and not _begins_an_archive(reader, end):
-                yield Damage(name, f"{length - end} bytes after its last archive", end, length)
+            return [_file_damage(listing, file, "no such file", inside)], []
+        found = []
+        if length > end:
+            with storage.open(name) as reader:
+                if not _begins_an_archive(reader, end):
+                    found.append(Damage(name, f"{length - end} bytes after its last archive", end, length))
     except CheckpointingException as error:
-        yield Damage(name, str(error), 0, end, _keys(listing, inside.tolist()))
+        return [_file_damage(listing, file, str(error), inside)], []
+    return found, inside
 
 
 def _begins_an_archive(reader: Reader, byte: int) -> bool:
@@ -68,40 +101,97 @@ def _begins_an_archive(reader: Reader, byte: int) -> bool:
     return bytes(part_of(reader, byte, 0, end - byte)) == _ARCHIVE
 
 
-def _keys(listing: Listing, numbers: list[int]) -> tuple[str, ...]:
-    return tuple(sorted({listing.archives.names[number] for number in numbers}))
+def _batches(listing: Listing, file: int, numbers: Iterable[int]) -> Iterator[_Batch]:
+    batch: list[int] = []
+    size = 0
+    for number in numbers:
+        batch.append(number)
+        size += int(listing.archives.length[number])
+        if size >= _BATCH_BYTES or len(batch) == _BATCH_ARCHIVES:
+            yield _Batch(file, batch)
+            batch, size = [], 0
+    if batch:
+        yield _Batch(file, batch)
 
 
-def _archive_damage(checkpoint: Checkpoint, listing: Listing, reader: Reader, number: int) -> Iterator[Damage]:
+def _check_batch(checkpoint: Checkpoint, listing: Listing, batch: _Batch) -> _Checked:
+    archives, name = listing.archives, listing.archives.files[batch.file]
+    found = _Checked(batch.file)
+    try:
+        with checkpoint.storage.open(name) as reader:
+            for number in batch.numbers:
+                begin = int(archives.byte[number])
+                end = begin + int(archives.length[number])
+                if reader.length < end:
+                    what = f"the file ends at byte {reader.length}"
+                    found.damage.append(archive_damage(listing, number, what, begin, end))
+                    continue
+                result = check_archive(checkpoint, listing, reader, number)
+                found.compared.extend(result.compared)
+                found.large.extend(result.large)
+                found.damage.extend(archive_damage(listing, number, *wrong) for wrong in result.wrong)
+                checkpoint.options.progress(end - begin - sum(large.end - large.begin for large in result.large))
+    except CheckpointingException as error:
+        found.damage.append(_file_damage(listing, batch.file, str(error), batch.numbers))
+    return found
+
+
+def archive_damage(listing: Listing, number: int, what: str, begin: int, end: int) -> Damage:
+    """Return the damage of one archive, with the region of the tensor that it holds."""
     archives = listing.archives
-    name, begin = archives.files[archives.file[number]], int(archives.byte[number])
-    damage = partial(
-        Damage, name, begin=begin, end=begin + int(archives.length[number]), keys=(archives.names[number],)
-    )
-    if reader.length < damage.keywords["end"]:
-        yield damage(what=f"the file ends at byte {reader.length}")
-    elif number not in archives.refused:
-        try:
-            _check_archive(checkpoint, listing, reader, number)
-        except (UnsafeFile, UnsupportedValue):
-            return  # what it holds may be as it was saved: it just isn't read here
-        except CheckpointingException as error:
-            yield damage(what=str(error))
+    name = archives.files[archives.file[number]]
+    return Damage(name, what, begin, end, (archives.names[number],), _regions(listing, [number]))
 
 
-def _check_archive(checkpoint: Checkpoint, listing: Listing, reader: Reader, number: int) -> None:
-    """Raise unless an archive is what was saved."""
+def _file_damage(listing: Listing, file: int, what: str, numbers: Sequence[int]) -> Damage:
+    """Return the damage of archives of one file as a whole."""
     archives = listing.archives
-    byte, length = int(archives.byte[number]), int(archives.length[number])
-    what = archive_name(checkpoint, listing, number)
-    is_tensor = archives.shapes[number] is not None
-    if length <= _SMALL_BYTES or not is_tensor:
-        value = decode_archive(part_of(reader, byte, 0, length), what=what, types=checkpoint.options.types)
-        if is_tensor:
-            check_tensor(listing, number, value, what)
-        return
-    place = tensor_place(partial(part_of, reader, byte), length, what=what)
-    check_kind(listing, number, dtype_name(place.dtype), tuple(place.shape), what)
-    begin = byte + place.begin
-    if place.crc32 and read_crc32(reader, begin, begin + place.nbytes) != place.crc32:
-        raise CorruptCheckpoint(f"{what}: the checksum of its payload differs")
+    begin, end = int(archives.byte[numbers].min()), int((archives.byte + archives.length)[numbers].max())
+    keys = tuple(sorted({archives.names[number] for number in numbers}))
+    regions = _regions(listing, numbers) if len(numbers) <= _MOST_REGIONS else ()
+    return Damage(archives.files[file], what, begin, end, keys, regions)
+
+
+def _regions(listing: Listing, numbers: Sequence[int]) -> tuple[Region, ...]:
+    archives, contents = listing.archives, file_contents(listing.index, 0)
+    places = [(int(archives.start[number]), int(archives.payload[number])) for number in numbers]
+    found = (regions_between(listing.index, contents, start, start + payload) for start, payload in places)
+    return tuple(region for regions in found for region in regions)
+
+
+def _wrong_large(checkpoint: Checkpoint, listing: Listing, checked: Iterable[_Checked]) -> Iterator[Stretch]:
+    """Yield the large stretches whose CRC32 differs; several threads read each."""
+    large = [stretch for one in checked for stretch in one.large]
+    pieces = [
+        (stretch.file, begin, min(stretch.end, begin + _PIECE_BYTES))
+        for stretch in large
+        for begin in range(stretch.begin, stretch.end, _PIECE_BYTES)
+    ]
+    read = partial(_piece_crc32, checkpoint, listing)
+    found = iter(zip(pieces, in_threads(read, pieces, checkpoint.options.threads), strict=True))
+    for stretch in large:
+        crc32, at = 0, stretch.begin
+        while at < stretch.end:
+            (_, begin, at), part = next(found)
+            crc32 = joined_crc32(crc32, part, at - begin)
+        if crc32 != stretch.crc32:
+            yield stretch
+
+
+def _piece_crc32(checkpoint: Checkpoint, listing: Listing, piece: tuple[int, int, int]) -> int:
+    file, begin, end = piece
+    with checkpoint.storage.open(listing.archives.files[file]) as reader:
+        found = read_crc32(reader, begin, end)
+    checkpoint.options.progress(end - begin)
+    return found
+
+
+def _unchecked(checkpoint: Checkpoint, listing: Listing, checked: Iterable[_Checked]) -> Iterator[Unchecked]:
+    """Yield what of each file lies in no stretch with a CRC32."""
+    compared: dict[int, list[tuple[int, int]]] = {}
+    for one in checked:
+        compared.setdefault(one.file, []).extend(one.compared)
+    for file, name in enumerate(listing.archives.files):
+        length = checkpoint.storage.length(name)
+        if length is not None:
+            yield from uncovered(name, HEADERS, length, compared.get(file, ()))

@@ -69,7 +69,7 @@ def names_of(draft: Draft) -> tuple[str, ...]:
 def write_file(draft: Draft, layout: FileLayout) -> Written:
     """Write a rank's data file, if it has something to write, and return what it wrote. No collective."""
     # The folder of a request that is tried again was removed.
-    draft.storage.make_folder(draft.save_id)
+    draft.storage.make_folder(draft.save_id, durable=draft.options.durable)
     count = len(layout.objects)
     places = zip(layout.byte[:count].tolist(), layout.length[:count].tolist(), strict=True)
     objects = tuple((key, *place) for (key, _), place in zip(layout.objects, places, strict=True))

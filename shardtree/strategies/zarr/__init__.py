@@ -5,6 +5,7 @@ from ._common import load_common as load_common
 from ._common import save_common as save_common
 from ._group import Group as Group
 from ._legacy import legacy_group as legacy_group
+from ._list import list_files as list_files
 from ._load import load_metadata as load_metadata
 from ._load import load_objects as load_objects
 from ._load import load_sharded as load_sharded

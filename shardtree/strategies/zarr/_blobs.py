@@ -11,7 +11,7 @@ import torch
 from ...codec import canonical_json, decode_tree, encode_tree
 from ...errors import CorruptCheckpoint, error_text
 from ...storage import BLOCK_BYTES, Buffer, Storage
-from ..index import COLUMNS, Index, index_problem
+from ..index import COLUMNS, Index, index_problem, shared_bytes_problem
 from ._array import StoredArray
 from ._v3 import NODE_FILE, OURS, encode_v3
 
@@ -79,7 +79,7 @@ def decode_columns(data: Buffer, where: str) -> Index:
         raise _unsound(where, "other columns than an index has")
     index = Index(**{name: columns[name] for name in COLUMNS})
     try:
-        problem = index_problem(index) or _blocks_problem(index)
+        problem = index_problem(index) or _blocks_problem(index) or shared_bytes_problem(index)
     except (UnicodeDecodeError, IndexError, ValueError) as error:
         problem = str(error)
     if problem:

@@ -19,6 +19,7 @@ from ._v3 import NODE_FILE, decode_v3
 
 _DEEPEST = 32
 _LOCKS = ".sync"
+_METADATA_FILES = frozenset({ARRAY_FILE, NODE_FILE, ".zattrs", ".zgroup", ".zmetadata"})
 _OBJECT_SUFFIX = ".pt"
 
 logger = logging.getLogger("shardtree")
@@ -39,6 +40,14 @@ def find_arrays(storage: Storage) -> tuple[list[StoredArray], list[Object]]:
             arrays.append(array)
         objects += _objects(storage, folder, names)
     return arrays, objects
+
+
+def metadata_files(storage: Storage) -> Iterator[str]:
+    """Yield the names of the files that describe arrays and groups, of zarr v2 and v3."""
+    for folder, names, _ in _folders(storage, "", 0):
+        for name in names:
+            if name in _METADATA_FILES:
+                yield f"{folder}/{name}" if folder else name
 
 
 Node = dict[str, Any]

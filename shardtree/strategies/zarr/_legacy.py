@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from ...codec import decode_archive
 from ...errors import CheckpointingException, UnsafeFile
 from ...mapping import ShardedObject, ShardedTensor
+from ...plans import Prospect
 from ...storage import ReadReport
-from .._object_checks import check_objects_known
-from .._values import Checkpoint, Damage
+from .._archive_check import archive_unchecked
+from .._findings import Damage, Finding
+from .._object_checks import check_objects_known, old_unique_key
+from .._values import Checkpoint
 from ..base import StrategyAction, register_default_strategy
 from ..index import IndexMetadata, file_at, find_texts
-from ._cells import missing_cells, stored_cells
+from ._chunk_files import group_findings
 from ._folder import find_arrays
 from ._group import Group, read_group
-from ._read import load_from_group
+from ._read import explain_group, load_from_group
 
 BACKEND, VERSION = "zarr", 1
-
-_MOST_SHOWN = 1000
-"""How many missing chunk files of one array are named."""
 
 
 def legacy_group(checkpoint: Checkpoint) -> Group:
@@ -50,6 +51,12 @@ def load_sharded(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> Rea
     return load_from_group(checkpoint, legacy_group(checkpoint), shards)
 
 
+@register_default_strategy(StrategyAction.EXPLAIN, BACKEND, VERSION)
+def explain(checkpoint: Checkpoint, shards: Sequence[ShardedTensor], cast: bool) -> Prospect:
+    """Return what loading shards would come to, from metadata and the lengths of files alone."""
+    return explain_group(checkpoint, legacy_group(checkpoint), shards, cast=cast)
+
+
 @register_default_strategy(StrategyAction.LOAD_OBJECTS, BACKEND, VERSION)
 def load_objects(checkpoint: Checkpoint, objects: Sequence[ShardedObject]) -> list[Any]:
     """Return the data of each sharded object, in order.
@@ -60,18 +67,12 @@ def load_objects(checkpoint: Checkpoint, objects: Sequence[ShardedObject]) -> li
         CorruptCheckpoint: a file isn't sound.
     """
     index = legacy_group(checkpoint).index
-    keys, old_keys = [item.unique_key for item in objects], [_old_unique_key(item) for item in objects]
+    keys, old_keys = [item.unique_key for item in objects], [old_unique_key(item) for item in objects]
     exact, old = (find_texts(index.object_text, index.object_start, names) for names in (keys, old_keys))
     numbers = [one if one >= 0 else other for one, other in zip(exact, old, strict=True)]
     check_objects_known(keys, [number >= 0 for number in numbers])
     names = [file_at(index, int(index.object_file[number])).name for number in numbers]
     return [_read_object(checkpoint, name) for name in names]
-
-
-def _old_unique_key(item: ShardedObject) -> str:
-    """Return the name that old releases gave an object's file: what followed the last dot was lost."""
-    folder, slash, last = item.unique_key.rpartition("/")
-    return f"{folder}{slash}{last.rpartition('.')[0] or last}"
 
 
 def _read_object(checkpoint: Checkpoint, name: str) -> Any:
@@ -83,44 +84,23 @@ def _read_object(checkpoint: Checkpoint, name: str) -> Any:
 
 
 @register_default_strategy(StrategyAction.VERIFY, BACKEND, VERSION)
-def verify_files(checkpoint: Checkpoint) -> tuple[Damage, ...]:
+def verify_files(checkpoint: Checkpoint) -> tuple[Finding, ...]:
     """Return what is wrong as far as the format can tell: chunks that are missing or cut, objects with another CRC."""
     try:
         group = legacy_group(checkpoint)
     except CheckpointingException as error:
         return (Damage("", str(error)),)
-    return (*group_damage(checkpoint, group), *_object_damage(checkpoint, group))
+    return (*group_findings(checkpoint, group), *_object_findings(checkpoint, group))
 
 
-def group_damage(checkpoint: Checkpoint, group: Group) -> list[Damage]:
-    """Return which chunk files of a group's arrays are missing, or aren't as long as plain chunks are."""
-    storage, found = checkpoint.storage, []
-    for array in group.arrays:
-        cells = stored_cells(storage, array)
-        absent = missing_cells(array, cells) if array.fill is None else cells[:0]
-        names = [array.file_name(tuple(cell)) for cell in absent[:_MOST_SHOWN].tolist()]
-        found += [Damage(name, "no such file", keys=(array.key,)) for name in names]
-        if len(absent) > _MOST_SHOWN:
-            found.append(Damage(array.name, f"{len(absent) - _MOST_SHOWN} more files aren't there", keys=(array.key,)))
-        if not array.raw or array.inner is not None:
-            continue
-        for cell in cells.tolist():
-            name = array.file_name(tuple(cell))
-            length = storage.length(name)
-            if length != array.file_bytes:
-                what = f"{length} bytes where a chunk has {array.file_bytes}"
-                found.append(Damage(name, what, 0, array.file_bytes, (array.key,)))
-    return found
-
-
-def _object_damage(checkpoint: Checkpoint, group: Group) -> list[Damage]:
-    found = []
+def _object_findings(checkpoint: Checkpoint, group: Group) -> Iterator[Finding]:
+    storage = checkpoint.storage
     for number in group.index.object_file.tolist():
         name = file_at(group.index, number).name
         try:
-            _read_object(checkpoint, name)
-        except UnsafeFile:
-            continue  # whole, as far as it was read
+            with suppress(UnsafeFile):  # whole, as far as it was read
+                _read_object(checkpoint, name)
+            with storage.open(name) as reader:
+                yield from archive_unchecked(name, reader.mapped())
         except CheckpointingException as error:
-            found.append(Damage(name, str(error)))
-    return found
+            yield Damage(name, str(error))

@@ -12,7 +12,7 @@ import torch
 from ...codec import decode_tree, parse_json
 from ...errors import CheckpointingException
 from ...mapping import ShardedObject, ShardedTensor
-from ...plans import Runs, runs_plan
+from ...plans import Prospect, Runs, runs_plan
 from ...storage import ReadReport, Storage
 from .._checked import read_checked
 from .._object_checks import check_objects_known
@@ -24,7 +24,7 @@ from ._blobs import decode_columns
 from ._common import BACKEND, VERSION
 from ._folder import find_arrays
 from ._group import Group, read_group
-from ._read import load_from_group
+from ._read import explain_group, load_from_group
 from ._v3 import NODE_FILE, OURS
 
 _V2_GROUP = ".zgroup"
@@ -91,6 +91,12 @@ def load_sharded(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> Rea
         CorruptCheckpoint: stored bytes aren't what was saved.
     """
     return load_from_group(checkpoint, read_arrays(checkpoint), shards)
+
+
+@register_default_strategy(StrategyAction.EXPLAIN, BACKEND, VERSION)
+def explain(checkpoint: Checkpoint, shards: Sequence[ShardedTensor], cast: bool) -> Prospect:
+    """Return what loading shards would come to, from metadata and the lengths of files alone."""
+    return explain_group(checkpoint, read_arrays(checkpoint), shards, cast=cast)
 
 
 @register_default_strategy(StrategyAction.LOAD_OBJECTS, BACKEND, VERSION)

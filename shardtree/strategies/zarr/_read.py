@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -12,11 +13,11 @@ from ...codec import bit_view
 from ...geometry import Column
 from ...layouts import shard_columns
 from ...mapping import ShardedTensor
-from ...plans import LoadPlan, Runs, Strided
+from ...plans import LoadPlan, Prospect, ReadCost, Runs, Strided
 from ...storage import MemoryStorage, ReadReport, fetch
 from .._missing import check_lengths
 from .._values import Checkpoint
-from ..index import file_at, plan_shards, read_planned
+from ..index import explain_from_index, file_at, plan_shards, planned_cost, read_planned
 from ._decode import decoded, filled
 from ._group import Group
 
@@ -31,14 +32,34 @@ def load_from_group(checkpoint: Checkpoint, group: Group, shards: Sequence[Shard
     """
     plan = plan_shards(group.index, shards, shard_columns(shards, checkpoint.world.rank))
     memories = [bit_view(shard.data) for shard in shards]
-    if not group.made:
-        return read_planned(checkpoint, group.index, plan, memories)
-    made = np.array(sorted(group.made), dtype=np.int64)
-    plain = _part(plan, ~np.isin(plan.runs.file, made), ~np.isin(plan.strided.file, made))
+    plain, made = _apart(group, plan)
     report = read_planned(checkpoint, group.index, plain, memories)
-    for number, part in _by_file(_part(plan, np.isin(plan.runs.file, made), np.isin(plan.strided.file, made))):
+    for number, part in _by_file(made):
         report += _read_made(checkpoint, group, number, part, memories)
     return report
+
+
+def explain_group(checkpoint: Checkpoint, group: Group, shards: Sequence[ShardedTensor], cast: bool) -> Prospect:
+    """Return what loading shards would come to: of chunks that have to be decoded, the whole stored ones."""
+    return explain_from_index(group.index, shards, partial(_cost, checkpoint, group), cast=cast, refused={})
+
+
+def _cost(checkpoint: Checkpoint, group: Group, plan: LoadPlan) -> ReadCost:
+    plain, made = _apart(group, plan)
+    numbers = [
+        number for number in np.union1d(made.runs.file, made.strided.file).tolist() if group.made[number][1] is not None
+    ]
+    lengths = [checkpoint.storage.length(file_at(group.index, number).name) or 0 for number in numbers]
+    pieces = len(made.runs.file) + len(made.strided.file)
+    decoded_cost = ReadCost(made.bytes_read, sum(lengths), pieces, len(numbers))
+    return planned_cost(checkpoint, group.index, plain) + decoded_cost
+
+
+def _apart(group: Group, plan: LoadPlan) -> tuple[LoadPlan, LoadPlan]:
+    """Return what a plan reads as it is stored, and what it wants of chunks that are decoded or made."""
+    made = np.array(sorted(group.made), dtype=np.int64)
+    runs, strided = np.isin(plan.runs.file, made), np.isin(plan.strided.file, made)
+    return _part(plan, ~runs, ~strided), _part(plan, runs, strided)
 
 
 def _read_made(

@@ -1,0 +1,143 @@
+"""fingerprint: one number for each tensor of a tree or a checkpoint, the same in every layout and format."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from os import PathLike
+from typing import Any
+
+import numpy as np
+
+from ..errors import IntegrityError, StrategyError, TreeError, error_text
+from ..fingerprints import (
+    FingerprintPart,
+    add_fingerprints,
+    column_parts,
+    piece_total,
+    replica_problems,
+    shard_totals,
+    tensor_shards,
+)
+from ..layouts import ShardColumns, check_access, join_columns, select_rows, shard_columns
+from ..mapping import ShardedTensor
+from ..storage import Directory, Hashes, Storage, in_threads
+from ..strategies import Checkpoint, LoadOptions, Strategies, StrategyAction, default_strategies, stored_parts
+from ..world import World, agree, current_world, gather
+from ._dispatch import DEFAULT_BACKEND, sharded_backend, strategy_of
+from ._open import open_together, sharded_metadata
+
+Parts = Mapping[str, FingerprintPart]
+
+
+def fingerprint(
+    tree: Any | Directory, *, world: Any = None, strategies: Strategies = default_strategies
+) -> dict[str, int]:
+    """Return one number for each tensor of a tree, or of a checkpoint; every rank of the world calls it.
+
+    The number depends on the tensor's key, dtype, global shape and elements, bit for bit, and on nothing else: not on
+    how the tensor is cut, replicated or stored. A single changed element always changes it. Nothing but these numbers,
+    and which shards there are, is told between ranks. Objects and the common state have no fingerprint.
+
+    Args:
+        tree: dicts, lists and tuples of shards, factories and plain values, each rank's own. Tensors are looked at
+            where they are, on an accelerator too, and replicas must be equal. Or a path, URL or `Storage` of a
+            checkpoint of any format, which the ranks then read a part of each.
+        world: the ranks that take part; torch.distributed's default group, or else this process alone.
+        strategies: the dispatch table, for a checkpoint.
+
+    Returns:
+        Key → a number below 2 to the 64, sorted by key, the same on all ranks.
+
+    Raises:
+        IntegrityError: not every element has exactly one main replica, or replicas that are cut alike differ.
+        TreeError: what is given is neither a tree nor a place.
+        NotACheckpoint: there is no checkpoint at the place.
+        CorruptCheckpoint: it isn't what was saved.
+
+    Examples:
+        >>> import torch, shardtree as st
+        >>> weight = torch.arange(24.0).reshape(4, 6)
+        >>> def by_rows(world):
+        ...     return [st.ShardedTensor.from_rank_offsets("w", weight.chunk(2)[world.rank], (0, world.rank, 2))]
+        >>> trained, _ = st.simulate(2, lambda world: st.fingerprint(by_rows(world), world=world))
+        >>> served = st.fingerprint({"w": st.ShardedTensor.from_rank_offsets("w", weight)})
+        >>> trained == served
+        True
+        >>> folder = st.MemoryStorage()
+        >>> _ = st.simulate(2, lambda world: st.save(by_rows(world), folder, world=world))
+        >>> st.fingerprint(folder) == served
+        True
+    """
+    ranks = current_world(world)
+    if isinstance(tree, (str, PathLike, Storage)):
+        return _of_checkpoint(tree, ranks, strategies)
+    shards = agree(ranks, "fingerprint: find the shards", partial(_shards, tree))
+    described = gather(ranks, "fingerprint: describe shards", partial(shard_columns, shards, ranks.rank))
+    columns = agree(ranks, "fingerprint: check integrity", partial(_joined, described))
+    totals = gather(ranks, "fingerprint: add up", partial(shard_totals, shards, in_usual_threads))
+    return agree(ranks, "fingerprint: join", partial(_of_columns, columns, np.concatenate(totals)))
+
+
+def check_can_hold(backend: str, *, whole: bool) -> None:
+    """Raise unless a save to a format can store fingerprints.
+
+    Args:
+        backend: of the shards.
+        whole: whether the ranks check that their shards make whole tensors.
+
+    Raises:
+        StrategyError: the format has no place for them.
+        IntegrityError: a tensor with gaps has none.
+
+    Examples:
+        >>> check_can_hold("safetensors", whole=True)
+    """
+    if backend != DEFAULT_BACKEND[0]:
+        what = f"save: {backend!r} has no place for fingerprints"
+        fix = "Leave out fingerprint=True, and keep what st.fingerprint(tree) returns elsewhere."
+        raise StrategyError(error_text(what, fix=fix))
+    if not whole:
+        what = "save: fingerprint=True needs validate_access_integrity=True"
+        raise IntegrityError(error_text(what, fix="A tensor with gaps has no fingerprint: leave out one of the two."))
+
+
+def in_usual_threads(pieces: Iterable[Any]) -> Sequence[int]:
+    """Return the pieces' totals, worked out by several threads."""
+    return in_threads(piece_total, pieces)
+
+
+def _shards(tree: Any) -> tuple[ShardedTensor, ...]:
+    if not isinstance(tree, (dict, list, tuple)):
+        expected = "a dict, list or tuple of shards, or where a checkpoint is"
+        raise TreeError(error_text("fingerprint: of what?", found=type(tree).__name__, expected=expected))
+    return tensor_shards(tree)
+
+
+def _joined(described: Sequence[ShardColumns]) -> ShardColumns:
+    columns = join_columns(described)
+    check_access(columns)
+    return columns
+
+
+def _of_columns(columns: ShardColumns, totals: Hashes) -> dict[str, int]:
+    problems = replica_problems(columns, totals)
+    if problems:
+        fix = "Copy the main replicas' elements to the others: a save could store either."
+        raise IntegrityError(error_text("fingerprint: replicas differ", offenders=problems, fix=fix))
+    main = np.flatnonzero(columns.main)
+    return add_fingerprints([column_parts(select_rows(columns, main), totals[main])])
+
+
+def _of_checkpoint(directory: Directory, world: World, strategies: Strategies) -> dict[str, int]:
+    checkpoint = open_together(directory, world, LoadOptions(), strategies)
+    parts = gather(world, "fingerprint: read", partial(_own_parts, checkpoint, strategies))
+    return agree(world, "fingerprint: join", partial(add_fingerprints, [part for own in parts for part in own]))
+
+
+def _own_parts(checkpoint: Checkpoint, strategies: Strategies) -> list[Parts]:
+    backend, world = sharded_backend(checkpoint.fields), checkpoint.world
+    metadata = sharded_metadata(checkpoint, None, None, strategies)
+    tensors = (shard for shard in metadata.values() if isinstance(shard, ShardedTensor))
+    load = strategy_of(StrategyAction.LOAD_SHARDED, None, backend, strategies)
+    return list(stored_parts(tensors, partial(load, checkpoint), rank=world.rank, ranks=world.size))

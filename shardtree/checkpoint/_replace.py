@@ -1,0 +1,155 @@
+"""Replacing a checkpoint as a whole: the new one is written beside it, and then the two folders are exchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import PurePosixPath
+from typing import Any
+
+from ..errors import (
+    CheckpointingException,
+    CheckpointReplaced,
+    CorruptCheckpoint,
+    StorageError,
+    StrategyError,
+    error_text,
+)
+from ..storage import Exchanging, Sibling, Storage, owner_note
+from ..strategies import (
+    METADATA_FILE,
+    Checkpoint,
+    Draft,
+    LoadOptions,
+    Replaced,
+    Strategies,
+    StrategyAction,
+    find_strategy,
+    is_save_file,
+    is_save_folder,
+    stamp,
+)
+from ..world import one_process
+from ._dispatch import common_backend, sharded_backend
+from ._open import read_fields
+
+_ELSEWHERE = "Save to a new folder, then remove the old one."
+
+
+def sibling_of(storage: Storage, save_id: str) -> Sibling:
+    """Return the folder that a save takes beside a checkpoint that it replaces.
+
+    Raises:
+        StrategyError: this storage has no such thing.
+    """
+    if not isinstance(storage, Exchanging):
+        what = f"save: {storage.where()!r} already holds a checkpoint, and its storage can't exchange two folders"
+        raise StrategyError(error_text(what, fix=_ELSEWHERE))
+    return storage.sibling(save_id)
+
+
+def make_sibling(storage: Storage, save_id: str, strategies: Strategies, *, durable: bool) -> None:
+    """Make the folder beside a checkpoint, once it is known that the two can be exchanged; on rank 0.
+
+    Raises:
+        StrategyError: they can't, or files that aren't the checkpoint's couldn't be kept.
+        CorruptCheckpoint: the old checkpoint can't be read, so that it isn't known which files are its own.
+    """
+    sibling = sibling_of(storage, save_id)
+    try:
+        sibling.make(owner_note(save_id), durable=durable)
+        sibling.check_shareable(_others(storage, sibling, strategies))
+        sibling.storage.make_folder(save_id, durable=durable)
+    except BaseException as error:
+        with suppress(CheckpointingException):  # what stood in the way may still do
+            sibling.remove()
+        if isinstance(error, CorruptCheckpoint):
+            error.add_note("save: so it isn't known which files are the old checkpoint's; save to a new folder")
+        raise
+
+
+def check_same(replaced: Replaced) -> None:
+    """Raise unless the checkpoint that is to be replaced is still the one that was there when the save began.
+
+    Raises:
+        CheckpointReplaced: another save replaced it meanwhile, or the same one did already.
+    """
+    if stamp(replaced.storage) != replaced.stamp:
+        fix = "Let only one save at a time go to a folder, and run a request once."
+        what = f"save: {replaced.storage.where()!r} was changed by another save meanwhile"
+        raise CheckpointReplaced(error_text(what, fix=fix))
+
+
+def exchange(draft: Draft, replaced: Replaced, fields: Mapping[str, Any], strategies: Strategies) -> None:
+    """Let a finished draft take the old checkpoint's place, with the files there that aren't a checkpoint's; on rank 0.
+
+    Raises:
+        CheckpointReplaced: another save was there first.
+        StorageError: a file that isn't a checkpoint's has a name that the new one needs.
+    """
+    check_same(replaced)
+    others = _others(replaced.storage, replaced.sibling, strategies)
+    taken = replaced.sibling.share(others, durable=draft.options.durable)
+    if taken:
+        what = f"save: files in {replaced.storage.where()!r} that aren't the checkpoint's have names that it needs now"
+        raise StorageError(error_text(what, offenders=map(repr, taken), fix="Move them, or save to a new folder."))
+    found = read_fields(draft.storage, strategies)
+    if sharded_backend(found) != sharded_backend(fields):
+        what = f"save: beside other files of {replaced.storage.where()!r}, the new checkpoint is taken for another"
+        raise StorageError(error_text(what, found=repr(sharded_backend(found)), fix="Move them, or save elsewhere."))
+    replaced.sibling.exchange(durable=draft.options.durable)
+
+
+def remove_sibling(storage: Storage, sibling: Sibling, strategies: Strategies, *, durable: bool) -> None:
+    """Remove a folder beside a checkpoint: a draft that was never finished, or what was replaced.
+
+    Raises:
+        StorageError: files of it that aren't a checkpoint's could be lost, and stay where they are.
+    """
+    exchanged = sibling.is_exchanged()
+    if exchanged is None and sibling.storage.names():
+        what = f"save: what a save left beside {storage.where()!r} may be the old checkpoint, or half of a new one"
+        fix = f"Look at {sibling.storage.where()!r}, and remove it."
+        raise StorageError(error_text(what, fix=fix))
+    if exchanged:
+        others = _others(sibling.storage, sibling, strategies)
+        if taken := sibling.share(others, durable=durable):
+            what = f"save: files that were in {storage.where()!r} before it was replaced stay beside it"
+            fix = f"Look at {sibling.storage.where()!r}, and remove it."
+            raise StorageError(error_text(what, offenders=map(repr, taken), fix=fix))
+    sibling.remove()
+
+
+def _others(old: Storage, sibling: Sibling, strategies: Strategies) -> tuple[str, ...]:
+    """Return the old files that are neither the checkpoint's nor of another save to its folder."""
+    own = own_files(old, strategies)
+    folders = {str(above) for name in own for above in PurePosixPath(name).parents} - {"."}
+    return tuple(name for name in sibling.old_names() if name not in own and not _is_of_saves(name, folders))
+
+
+def _is_of_saves(name: str, folders: set[str]) -> bool:
+    """Return whether something is another save's, or an empty folder in one of the checkpoint's."""
+    plain = PurePosixPath(name)
+    if not name.endswith("/"):
+        return is_save_file(name)
+    return is_save_folder(str(plain)) or any(str(folder) in folders for folder in (plain, *plain.parents))
+
+
+def own_files(storage: Storage, strategies: Strategies) -> set[str]:
+    """Return the names of the files that a checkpoint consists of; not all of them need be there.
+
+    Raises:
+        NotACheckpoint: there is none.
+        CorruptCheckpoint: it can't be read, so that it isn't known which files are its own.
+        StrategyError: its format doesn't say.
+    """
+    fields = read_fields(storage, strategies)
+    checkpoint = Checkpoint(storage, fields, one_process(), LoadOptions())
+    own = {METADATA_FILE}
+    for backend in {sharded_backend(fields), common_backend(fields)}:
+        list_files = find_strategy(StrategyAction.LIST_FILES, *backend, strategies=strategies)
+        if list_files is None:
+            what = f"save: it isn't known which files of {storage.where()!r} are its checkpoint's"
+            raise StrategyError(error_text(what, found=f"backend {backend!r} without list_files", fix=_ELSEWHERE))
+        own |= {*list_files(checkpoint)}
+    return own

@@ -1,0 +1,94 @@
+"""A load's target, taken apart: the shards that it asks for, and the way back to a tree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import TreeError, error_text
+from ..mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
+from ..trees import (
+    HOLE,
+    apply_factories,
+    build_factories,
+    leaves_with_paths,
+    map_shards,
+    namedtuple_types,
+    shard_leaves,
+)
+from ._prepare import refuse_hidden
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Target:
+    """A load's target, taken apart.
+
+    Attributes:
+        leaves: of the tree with factories applied.
+        rebuild: from new leaves to a tree of the same structure.
+        merge: from the joined tree to one with the factories merged.
+        types: the namedtuple classes that it is made of.
+    """
+
+    leaves: tuple[Any, ...]
+    rebuild: Callable[[Sequence[Any]], Any]
+    merge: Callable[[Any], Any]
+    types: tuple[type, ...]
+
+    @property
+    def tensors(self) -> list[ShardedTensor]:
+        """The tensor shards, in the order of the leaves."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, ShardedTensor)]
+
+    @property
+    def objects(self) -> list[ShardedObject]:
+        """The sharded objects, in the order of the leaves."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, ShardedObject)]
+
+
+def take_apart(tree: Any) -> Target:
+    """Return a target taken apart.
+
+    Raises:
+        TreeError: it isn't a tree, or too deep.
+        UnsupportedValue: a shard is hidden in a value that isn't entered.
+    """
+    if not isinstance(tree, (dict, list, tuple)):
+        raise TreeError(
+            error_text("load: not a tree", found=type(tree).__name__, expected="a dict, list or tuple of shards")
+        )
+    with told_of_depth():
+        built, merge = build_factories(tree)
+        pairs, rebuild = shard_leaves(built)
+        types = namedtuple_types(built)
+    refuse_hidden("load", pairs)
+    return Target(tuple(leaf for _, leaf in pairs), rebuild, merge, types)
+
+
+@contextmanager
+def told_of_depth() -> Iterator[None]:
+    """Say what running out of stack means."""
+    try:
+        yield
+    except RecursionError:
+        raise TreeError(error_text("load: the tree is too deep, or contains itself", fix="Flatten it.")) from None
+
+
+def left_out(target: Target, tree: Any, unexpected: set[str]) -> Target:
+    """Return the target without the shards, and the factories of such shards alone, that aren't stored."""
+    if not unexpected:
+        return target
+    return take_apart(map_shards(lambda leaf: HOLE if _keys(leaf) and _keys(leaf) <= unexpected else leaf, tree))
+
+
+def _keys(leaf: Any) -> set[str]:
+    if isinstance(leaf, ShardedTensorFactory):
+        return {shard.key for _, shard in leaves_with_paths(apply_factories(leaf)) if is_sharded(shard)}
+    return {leaf.key} if is_sharded(leaf) else set()
+
+
+def is_sharded(leaf: Any) -> bool:
+    """Return whether a leaf is loaded."""
+    return isinstance(leaf, (ShardedTensor, ShardedObject))

@@ -1,0 +1,33 @@
+"""Saves on their way: what was scheduled, and isn't committed yet."""
+
+from __future__ import annotations
+
+from collections import deque
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from ...strategies import AsyncRequest
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """One scheduled save.
+
+    Attributes:
+        index: which one of its queue's, from 0.
+        request: what is saved.
+        written: what this rank has written, once it has.
+    """
+
+    index: int
+    request: AsyncRequest[Any]
+    written: Future[Any]
+
+    def __str__(self) -> str:
+        folder = self.request.folder
+        return f"async save {self.index}" + (f" to {folder.where()!r}" if folder is not None else "")
+
+
+Calls: TypeAlias = deque[Call]
+"""A queue's saves on their way, in order."""

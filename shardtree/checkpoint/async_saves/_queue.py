@@ -1,0 +1,185 @@
+"""The queue of saves that are written in the background and committed in the order of their calls."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections import deque
+from threading import Thread, current_thread
+from types import TracebackType
+from typing import Any
+
+from ...errors import CheckpointingException, WorldError, error_text, plural
+from ...strategies import AsyncRequest
+from ._background import Background
+from ._call import Call, Calls
+from ._exit import on_their_way, watch
+from ._finalize import finalize, finalize_all
+from ._memory import snapshot_memory
+
+logger = logging.getLogger("shardtree")
+
+EXIT_TIMEOUT = 600.0
+"""Seconds that saves on their way may take at the end of the process."""
+
+
+class AsyncCallsQueue:
+    """Saves on their way: written by a thread, one after the other, and committed in the order of their calls.
+
+    Every rank schedules and finalizes the same saves in the same order; each process has a queue of its own, and each
+    simulated rank too. One thread uses it. As a context manager, it is closed at the end of the block; if an exception
+    ends that, saves stay on their way until the end of the process.
+
+    Args:
+        persistent: of no account, and there for who comes from Megatron-Core: the thread always stays for the next
+            save.
+        exit_timeout: seconds that saves on their way may take at the end of the process.
+
+    Examples:
+        >>> import torch, shardtree as st
+        >>> tree = {"w": st.ShardedTensor.from_rank_offsets("w", torch.arange(4))}
+        >>> with AsyncCallsQueue() as queue:
+        ...     queue.schedule_async_request(st.save(tree, "step-1", async_sharded_save=True))
+        ...     queue.maybe_finalize_async_calls(blocking=True)
+        0
+        [0]
+        >>> st.is_checkpoint("step-1")
+        True
+
+    References:
+        megatron.core.dist_checkpointing.strategies.async_utils.AsyncCallsQueue, megatron-core 0.16.1.
+    """
+
+    def __init__(self, persistent: bool = False, *, exit_timeout: float = EXIT_TIMEOUT) -> None:
+        self.persistent = persistent
+        self.exit_timeout = exit_timeout
+        self._next_index = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        """Have no calls, as a new queue, or in a fork of the process that has them."""
+        self._calls: Calls = deque()
+        self._background = Background("shardtree: async save")
+        self._user: Thread | None = None
+        self._pid = os.getpid()
+
+    def schedule_async_request(self, async_request: AsyncRequest[Any]) -> int:
+        """Begin to write in the background, and return the call's index, from 0; every rank calls it.
+
+        The request is run as it is now: `add_finalize_fn` makes another one, and a request is scheduled once.
+
+        Raises:
+            CheckpointingException: it isn't a request, or is on its way already.
+            WorldError: another thread uses this queue.
+        """
+        self._check_user()
+        _check_request(async_request)
+        index, self._next_index = self._next_index, self._next_index + 1
+        self._calls.append(Call(index, async_request, self._background.submit(async_request.async_fn)))
+        watch(self._calls, self.exit_timeout)
+        return index
+
+    def maybe_finalize_async_calls(self, blocking: bool = False, no_dist: bool = False) -> list[int]:
+        """Commit the saves that are written on every rank, in order, and return their indices; every rank calls it.
+
+        Where a save failed on some rank, the first such call raises on every rank, with a note that names it. It is
+        given up then, and what its folder held before stays; those behind it are for the next time.
+
+        Args:
+            blocking: whether to wait until all are written; else those behind the first one that isn't stay.
+            no_dist: whether to go by what this rank has written. Then a rank whose part is written waits in the commit
+                for the others, which must come there too.
+
+        Raises:
+            CheckpointingException: writing, the commit or a finalizer failed on some rank.
+            WorldError: a rank can't be reached, or has other saves on their way.
+        """
+        self._check_user()
+        return finalize(self._calls, blocking=blocking, no_dist=no_dist)
+
+    def get_num_unfinalized_calls(self) -> int:
+        """Return how many saves are on their way."""
+        return len(self._calls) if self._pid == os.getpid() else 0
+
+    def close(self, abort: bool = False) -> None:
+        """Commit what is on its way, end the thread and give the memory of snapshots back; every rank calls it.
+
+        Args:
+            abort: whether to give up what isn't committed instead, without waiting for other ranks. What is being
+                written at the moment still is.
+
+        Raises:
+            CheckpointingException: as `maybe_finalize_async_calls`, for the first save that failed; all others are
+                committed.
+        """
+        self._check_user()
+        try:
+            if abort:
+                self._give_up()
+            else:
+                failures = finalize_all(self._calls)
+                if failures:
+                    raise failures[0]
+        finally:
+            self._background.stop(wait=not self._calls)
+            snapshot_memory.release()
+
+    def _give_up(self) -> None:
+        given_up = list(self._calls)
+        self._calls.clear()
+        for call in given_up:
+            call.written.cancel()
+        for call in given_up:
+            if not call.written.cancelled():
+                call.written.exception()  # it can't be stopped, and would go on after its files are removed
+            call.request.abandon()
+            logger.warning("%s was given up before it was committed", call)
+
+    def _check_user(self) -> None:
+        """Raise if another thread has saves on their way here: each of several simulated ranks is one."""
+        if self._pid != os.getpid():
+            self._begin()
+        if self._calls and self._user is not current_thread() and self._user is not None and self._user.is_alive():
+            found = f"{plural(len(self._calls), 'save')} on their way of thread {self._user.name!r}"
+            fix = "Make an AsyncCallsQueue for each thread, and each simulated rank."
+            raise WorldError(error_text("async save: two threads use one queue", found=found, fix=fix))
+        self._user = current_thread()
+
+    def __enter__(self) -> AsyncCallsQueue:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        elif self._calls:
+            logger.warning(
+                "an exception leaves %s on the way, to be committed at the end of the process", self._names()
+            )
+
+    def __del__(self) -> None:
+        if sys is None or sys.is_finalizing() or getattr(self, "_pid", None) != os.getpid():
+            return  # the exit was heard, or it is a fork's copy
+        if self._calls:
+            logger.warning("a queue was dropped with %s on the way, to be committed at the end", self._names())
+        self._background.stop(wait=False)
+
+    def _names(self) -> str:
+        return ", ".join(map(str, self._calls))
+
+
+def _check_request(request: object) -> None:
+    if not isinstance(request, AsyncRequest):
+        fix = "Pass what `save(..., async_sharded_save=True)` returns."
+        found = type(request).__name__
+        raise CheckpointingException(error_text("async save: nothing to schedule", found=found, fix=fix))
+    for call in on_their_way():
+        if call.request.async_fn is request.async_fn:
+            fix = "Schedule a request once; add finalizers before."
+            raise CheckpointingException(error_text(f"{call}: the same request is on its way already", fix=fix))
+
+
+async_calls = AsyncCallsQueue()
+"""This process's queue."""

@@ -1,0 +1,114 @@
+"""Copies of shards' tensors, so that the caller may change his own while they are written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...mapping import ShardedTensor
+from ...trees import with_data
+from ._memory import SnapshotMemory, snapshot_memory
+
+_ALIGNMENT = 64
+
+# What a copy is made of: the same memory, seen in the same way, is copied once.
+_Identity = tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Source:
+    """What has to be copied of a tensor.
+
+    Attributes:
+        elements: a stretch of memory, uint8 of (bytes,); or the tensor itself, where its elements don't fill one, but
+            in a dtype that torch can copy.
+        is_stretch: which of the two.
+    """
+
+    elements: torch.Tensor
+    is_stretch: bool
+
+    @property
+    def identity(self) -> _Identity:
+        own = self.elements
+        view = () if self.is_stretch else (own.dtype, own.shape, own.stride(), own.is_conj(), own.is_neg())
+        return (own.device, own.data_ptr(), own.nbytes, *view)
+
+
+def snapshot_shards(
+    shards: Sequence[ShardedTensor], memory: SnapshotMemory = snapshot_memory
+) -> tuple[ShardedTensor, ...]:
+    """Return the shards with copies of their tensors, in host memory; what is lazy stays as it is.
+
+    Memory that several tensors share is copied once, and an expanded tensor isn't blown up.
+
+    Args:
+        shards: with data.
+        memory: where copies lie.
+
+    Examples:
+        >>> weight = torch.arange(4)
+        >>> kept, = snapshot_shards([ShardedTensor.from_rank_offsets("w", weight)])
+        >>> weight += 1
+        >>> kept.data
+        tensor([0, 1, 2, 3])
+    """
+    tensors = [shard.data.detach() for shard in shards if _is_copied(shard.data)]
+    sources = [_source(tensor) for tensor in tensors]
+    copies = _copied({source.identity: source for source in sources}, memory)
+    made = iter(
+        [_seen(copies[source.identity], tensor, source) for tensor, source in zip(tensors, sources, strict=True)]
+    )
+    return tuple(with_data(shard, next(made)) if _is_copied(shard.data) else _cloned(shard) for shard in shards)
+
+
+def _seen(copy: torch.Tensor, tensor: torch.Tensor, source: _Source) -> torch.Tensor:
+    """Return copied bytes as the tensor that they were copied from."""
+    typed = copy.view(tensor.dtype)
+    return typed.as_strided(tensor.shape, tensor.stride()) if source.is_stretch else typed.view(tensor.shape)
+
+
+def _cloned(shard: ShardedTensor) -> ShardedTensor:
+    """Return the shard of what has no plain memory: nothing, a lazy tensor, or an instance of a subclass."""
+    return with_data(shard, shard.data.detach().clone()) if isinstance(shard.data, torch.Tensor) else shard
+
+
+def _is_copied(data: Any) -> bool:
+    plain = type(data) in (torch.Tensor, torch.nn.Parameter) and not data.is_quantized
+    return bool(plain and data.numel())
+
+
+def _source(tensor: torch.Tensor) -> _Source:
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    if span > tensor.numel() or tensor.is_conj() or tensor.is_neg():
+        return _Source(tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor, False)
+    return _Source(tensor.as_strided((span,), (1,)).view(torch.uint8), True)
+
+
+def _copied(sources: dict[_Identity, _Source], memory: SnapshotMemory) -> dict[_Identity, torch.Tensor]:
+    """Return the bytes of each source, uint8 of (bytes,)."""
+    copies: dict[_Identity, torch.Tensor] = {}
+    for pinned in (False, True):
+        part = {name: source for name, source in sources.items() if source.elements.is_cuda == pinned}
+        if part:
+            copies |= _copied_together(part, memory, pinned)
+    for device in {source.elements.device for source in sources.values() if source.elements.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()
+    return copies
+
+
+def _copied_together(
+    sources: dict[_Identity, _Source], memory: SnapshotMemory, pinned: bool
+) -> dict[_Identity, torch.Tensor]:
+    room = [-(-source.elements.nbytes // _ALIGNMENT) * _ALIGNMENT for source in sources.values()]
+    block = memory.lend(sum(room), pinned=pinned)
+    copies, begin = {}, 0
+    for (name, source), size in zip(sources.items(), room, strict=True):
+        elements = source.elements
+        copies[name] = block[begin : begin + elements.nbytes]
+        copies[name].view(elements.dtype).view(elements.shape).copy_(elements, non_blocking=pinned)
+        begin += size
+    return copies

@@ -1,0 +1,156 @@
+"""Removing steps so that none is ever half there.
+
+A note in the step's folder names the files that go, which takes the step out of the listing in one step. Where nothing
+else is in the folder and the storage can rename one, it gets a hidden name then, and is out of everybody's sight. Files
+go one by one, those that make it a checkpoint first, and the note last. Whatever cuts that short, the note says what is
+left to do.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+
+from ...errors import CheckpointingException, StorageError, error_text
+from ...retention import NEWEST, PINNED, Choose, retained
+from ...storage import Renaming, Storage, folder_in, is_temporary
+from ...strategies import Strategies, is_save_folder
+from ._files import is_being_saved, step_files
+from ._listing import is_being_removed, list_steps, mark, sound_record
+from ._names import aside_name, set_aside_from, step_number
+from ._record import RECORD_FILE, FileMark, Record, write_record
+from ._removal import Removal, StepFiles
+
+logger = logging.getLogger("shardtree")
+
+
+def plan_removal(root: Storage, names: str, policy: Choose, strategies: Strategies) -> Removal:
+    """Return what a policy comes to on the steps that are there now; nothing is changed."""
+    steps = list_steps(root, names, strategies)
+    kept = retained(policy, steps)
+    going = []
+    for step in steps:
+        if step.number in kept:
+            continue
+        found = step_files(root, step.folder, step.number, strategies)
+        if isinstance(found, str):
+            kept[step.number] = (f"can't be removed: {found}",)
+        else:
+            going.append(found)
+    return Removal(steps, kept, tuple(going))
+
+
+def remove_steps(root: Storage, names: str, removal: Removal, strategies: Strategies) -> tuple[int, ...]:
+    """Remove what a plan says, after what earlier removals left; return the numbers of the steps that went.
+
+    A step stays that was saved anew since, pinned, or left as the newest, or that a save is on its way to.
+
+    Raises:
+        StorageError: some can't be removed; all others were.
+    """
+    finish_removals(root, names)
+    steps = list_steps(root, names, strategies)
+    held = {step.number: NEWEST for step in steps[-1:]} | {step.number: PINNED for step in steps if step.pinned}
+    gone, failures = list[int](), list[str]()
+    for item in sorted(removal.going, key=lambda item: item.number):
+        if item.number in held:
+            logger.warning("series: step %d stays: by now it is %s", item.number, held[item.number])
+        elif _attempt(root, item.folder, partial(_remove_step, root, item), failures):
+            gone.append(item.number)
+    _raise_failures(root, failures)
+    return tuple(gone)
+
+
+def finish_removals(root: Storage, names: str) -> None:
+    """Finish what removals left that were cut short."""
+    failures: list[str] = []
+    for name in root.names():
+        if set_aside_from(name) is not None or step_number(names, name) is not None:
+            _attempt(root, name, partial(finish_removal, root, name), failures)
+    _raise_failures(root, failures)
+
+
+def finish_removal(root: Storage, name: str) -> bool:
+    """Finish the removal of a step, if one was begun in this folder; return whether there was."""
+    record = sound_record(root, name)
+    if not record.removing and set_aside_from(name) is not None and not root.names(name):
+        root.remove_folder(name)  # cut short after the note was gone
+    begun = is_being_removed(root, name, record)
+    if begun:
+        _empty(root, name, record.removing)
+    return begun
+
+
+def _remove_step(root: Storage, item: StepFiles) -> bool:
+    """Remove a step, unless it isn't any more what was planned; return whether it went."""
+    if any(mark(root, item.folder, file.name) != file for file in item.files):
+        if root.is_folder(item.folder):
+            logger.warning("series: %s stays: it was changed since the plan", root.where(item.folder))
+        return False
+    if is_being_saved(folder_in(root, item.folder), [file.name for file in item.files]):
+        logger.warning("series: %s stays: a save to it is on its way", root.where(item.folder))
+        return False
+    write_record(root, item.folder, Record(removing=item.files))
+    _empty(root, item.folder if item.others else _set_aside(root, item.folder), item.files)
+    return True
+
+
+def _set_aside(root: Storage, folder: str) -> str:
+    """Return the hidden name that a folder has now, or its own where folders can't be renamed."""
+    if not isinstance(root, Renaming):
+        return folder
+    name = aside_name(folder)
+    try:
+        root.move_folder(folder, name)
+    except StorageError:
+        return folder  # where its files lie, the note does too
+    root.sync_folder()
+    return name
+
+
+def _empty(root: Storage, folder: str, files: Sequence[FileMark]) -> None:
+    """Remove files that are what they were, then the note, then the folders that are empty."""
+    for file in files:
+        if mark(root, folder, file.name) == file:
+            root.remove(f"{folder}/{file.name}")
+    for name in root.names(folder):
+        if is_temporary(name) and name.startswith(f".{RECORD_FILE}."):
+            root.remove(f"{folder}/{name}")
+    for inner in _folders(root, folder, files):
+        root.remove_folder(f"{folder}/{inner}")
+    root.remove(f"{folder}/{RECORD_FILE}")
+    root.remove_folder(folder)
+    original = set_aside_from(folder)
+    if original is not None and root.names(folder) and isinstance(root, Renaming):
+        # What somebody put there meanwhile stays, where they put it.
+        with suppress(StorageError):
+            root.move_folder(folder, original)
+
+
+def _folders(root: Storage, folder: str, files: Sequence[FileMark]) -> list[str]:
+    """Return the folders that a checkpoint's files lie in and those of dead saves, inner ones first."""
+    found = {name for name in root.names(folder) if is_save_folder(name)}
+    for file in files:
+        parts = file.name.split("/")
+        found |= {"/".join(parts[:count]) for count in range(1, len(parts))}
+    return sorted(found, key=lambda name: (-name.count("/"), name))
+
+
+def _attempt(root: Storage, folder: str, fn: Callable[[], bool], failures: list[str]) -> bool:
+    """Return what fn returns; what goes wrong is noted, unless it is that somebody else removed the folder."""
+    try:
+        return fn()
+    except CheckpointingException as error:
+        if root.is_folder(folder):
+            failures.append(f"{folder}: {str(error).splitlines()[0]}")
+        return False
+
+
+def _raise_failures(root: Storage, failures: Sequence[str]) -> None:
+    if failures:
+        fix = "What was begun isn't listed any more; the next removal, or clean(), goes on with it."
+        raise StorageError(
+            error_text(f"series: steps under {root.where()!r} aren't removed", offenders=failures, fix=fix)
+        )

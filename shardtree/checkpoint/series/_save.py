@@ -1,0 +1,137 @@
+"""Saving a step: the checkpoint, and the record of it, which is there with it and says nothing of another one."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TypeVar
+
+from ...errors import MetadataError, error_text
+from ...retention import SavedStep
+from ...storage import Storage, folder_in
+from ...strategies import AsyncRequest, Strategies
+from .._open import is_checkpoint
+from ._listing import sound_record
+from ._names import step_folder, step_number
+from ._record import RECORD_FILE, Record, read_record, write_record
+from ._remove import finish_removal
+
+logger = logging.getLogger("shardtree")
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Place:
+    """Where one save of a step goes.
+
+    Attributes:
+        root: the folder of all steps.
+        folder: the step's.
+        record: what the step's record says in the end.
+        strategies: the dispatch table.
+        memo: the record that was there before, once another one is written.
+    """
+
+    root: Storage
+    folder: str
+    record: Record
+    strategies: Strategies
+    memo: dict[str, bytes | None] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The record's name under the root."""
+        return f"{self.folder}/{RECORD_FILE}"
+
+    def is_finished(self) -> bool:
+        """Return whether a checkpoint is there."""
+        return is_checkpoint(folder_in(self.root, self.folder), strategies=self.strategies)
+
+
+def checked_step(number: object) -> int:
+    """Return the number of a step, once it is known to be one.
+
+    Raises:
+        MetadataError: it isn't.
+
+    Examples:
+        >>> checked_step(100)
+        100
+    """
+    if type(number) is int and 0 <= number < 10**18:
+        return number
+    found = repr(number)[:200]
+    raise MetadataError(error_text("series: not the number of a step", found=found, expected="an int, 0 or more"))
+
+
+def folder_for(root: Storage, names: str, number: int) -> str:
+    """Return the folder of a step, free of a removal that was cut short: the one that it has, or else its own name."""
+    own = step_folder(names, number)
+    there = [folder for folder in root.names() if step_number(names, folder) == number]
+    folder = own if own in there or not there else there[0]
+    if there:
+        finish_removal(root, folder)
+    return folder
+
+
+def recorded(request: AsyncRequest[T], place: Place) -> AsyncRequest[T]:
+    """Return a save that leaves a record of its step, written on rank 0."""
+    if request.world.rank != 0:
+        return request
+
+    def write() -> T:
+        written = request.async_fn()
+        _announce(place)
+        return written
+
+    def abandon() -> None:
+        request.abandon()
+        _take_back(place)
+
+    confirm = partial(_confirm, place)
+    return replace(request, async_fn=write, finalize_fns=(*request.finalize_fns, confirm), abandon=abandon)
+
+
+def _announce(place: Place) -> None:
+    """Write the record before the checkpoint counts; while it may still be another one's, it has the pins of both."""
+    before = place.root.read(place.name) if place.root.length(place.name) is not None else None
+    record = replace(place.record, time=time.time())
+    if place.is_finished():
+        pinned = record.pinned or sound_record(place.root, place.folder).pinned
+        record = Record(pinned=pinned)
+    place.memo["before"] = before
+    write_record(place.root, place.folder, record)
+
+
+def _confirm(place: Place) -> None:
+    write_record(place.root, place.folder, replace(place.record, time=time.time()))
+
+
+def _take_back(place: Place) -> None:
+    """Leave the record as it was. Never raises."""
+    if "before" not in place.memo:
+        return
+    before = place.memo.pop("before")
+    try:
+        if before is not None:
+            place.root.replace(place.name, before, durable=True)
+        elif not place.is_finished():
+            place.root.remove(place.name)
+            place.root.remove_folder(place.folder)
+    except Exception as error:
+        logger.warning("series: what a failed save noted stays in %s: %s", place.root.where(place.folder), error)
+
+
+def change_record(root: Storage, step: SavedStep, change: Callable[[Record], Record]) -> None:
+    """Change the record of a finished step; its time stays.
+
+    Raises:
+        CorruptCheckpoint: the record that is there can't be read.
+    """
+    found = read_record(root, step.folder) or Record()
+    record = Record() if found.removing else found
+    write_record(root, step.folder, replace(change(record), time=step.time))

@@ -1,0 +1,249 @@
+"""CheckpointSeries: the steps of a run under one root."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, TypeVar
+
+from ...errors import CheckpointingException, NotACheckpoint, error_text
+from ...retention import Choose, SavedStep
+from ...storage import Directory, Storage, folder_in, storage_at
+from ...strategies import AsyncRequest, Strategies, default_strategies
+from ...world import World, agree, current_world, on_rank_zero
+from .._load import load
+from .._save import save
+from .._verify import verify
+from ._clean import clean
+from ._files import STALE_AFTER
+from ._listing import list_steps
+from ._names import check_names
+from ._record import Record, checked_metrics
+from ._removal import Removal
+from ._remove import plan_removal, remove_steps
+from ._save import Place, change_record, checked_step, folder_for, recorded
+
+logger = logging.getLogger("shardtree")
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CheckpointSeries:
+    """The steps of a run, each a checkpoint in a folder of its own under one root.
+
+    A value: it remembers nothing, and what there is is looked up when asked for. Every rank of the world calls each
+    method; rank 0 looks and removes, and all get the same answer. ``world=st.one_process()`` is for one process alone.
+
+    Args:
+        root: a path, a URL or a `Storage`; made by the first save.
+        names: how steps' folders are called, as a format; read with any number of leading zeros.
+        world: the ranks that take part; torch.distributed's default group, or else this process alone.
+        strategies: the dispatch table.
+
+    Raises:
+        StorageError: the root is no place.
+        MetadataError: the names don't tell the step.
+
+    Examples:
+        >>> import torch, shardtree as st
+        >>> series = CheckpointSeries(st.MemoryStorage())
+        >>> for step in (100, 200, 300):
+        ...     series.save({"w": st.ShardedTensor.from_rank_offsets("w", torch.ones(4))}, step)
+        >>> [step.number for step in series.steps()], series.latest().folder
+        ([100, 200, 300], 'step_00000300')
+        >>> series.remove(series.plan_removal(st.keep_last(1)))
+        (100, 200)
+    """
+
+    root: Directory
+    names: str = "step_{:08d}"
+    world: Any = None
+    strategies: Strategies = field(default_factory=lambda: default_strategies, repr=False)
+
+    def __post_init__(self) -> None:
+        """Check the names, and have the root where it is now, wherever the process goes later."""
+        check_names(self.names)
+        object.__setattr__(self, "root", storage_at(self.root))
+
+    def steps(self) -> tuple[SavedStep, ...]:
+        """Return the finished steps, by number; none that is unfinished, has failed, or is on its way out."""
+        return on_rank_zero(self._ranks(), "series: list", self._list)
+
+    def latest(self) -> SavedStep | None:
+        """Return the newest finished step, None if there is none."""
+        return next(reversed(self.steps()), None)
+
+    def latest_verified(self) -> SavedStep | None:
+        """Return the newest finished step in which every byte is what was saved, None if there is none.
+
+        Rank 0 reads whole checkpoints, the newest first, and the log says which were passed over, and why. The other
+        ranks wait, for no longer than the world's timeout.
+        """
+        return on_rank_zero(self._ranks(), "series: verify", self._latest_verified)
+
+    def at(self, step: int | SavedStep | None = None) -> Storage:
+        """Return where a finished step is, the newest by default: for `open_checkpoint`, `verify` and others.
+
+        Raises:
+            NotACheckpoint: there is no such step.
+        """
+        return folder_in(self._storage, on_rank_zero(self._ranks(), "series: find", partial(self._find, step)).folder)
+
+    def load(self, sharded_state_dict: Any, step: int | SavedStep | None = None, **options: Any) -> Any:
+        """Return what `load` does, of a finished step, the newest by default.
+
+        Args:
+            sharded_state_dict: the target.
+            step: which one.
+            options: of `load`.
+
+        Raises:
+            NotACheckpoint: there is no such step.
+        """
+        given: dict[str, Any] = {"world": self.world, "strategies": self.strategies, **options}
+        return load(sharded_state_dict, self.at(step), **given)
+
+    def save(
+        self,
+        sharded_state_dict: Any,
+        step: int,
+        *,
+        metrics: Mapping[str, Any] | None = None,
+        pinned: bool = False,
+        async_sharded_save: bool = False,
+        **options: Any,
+    ) -> AsyncRequest[Any] | None:
+        """Save a step; with `async_sharded_save`, return the request that does, for an `AsyncCallsQueue`.
+
+        Args:
+            sharded_state_dict: as `save` takes it.
+            step: its number, 0 or more.
+            metrics: numbers by name, for policies; rank 0's count. `note` adds what is measured later.
+            pinned: whether no policy ever removes it.
+            async_sharded_save: whether to return the request.
+            options: of `save`.
+
+        Raises:
+            AlreadyACheckpoint: the step is there already, and `overwrite` isn't given.
+            MetadataError: that is no step, or these are no metrics.
+            CheckpointingException: as `save`.
+        """
+        ranks = self._ranks()
+        number, measured = agree(ranks, "series: check", lambda: (checked_step(step), checked_metrics(metrics)))
+        find = partial(folder_for, self._storage, self.names, number)
+        folder = on_rank_zero(ranks, "series: find the step's folder", find)
+        given: dict[str, Any] = {"world": self.world, "strategies": self.strategies, **options}
+        if not async_sharded_save:
+            given["snapshot"] = False
+        request = save(sharded_state_dict, folder_in(self._storage, folder), async_sharded_save=True, **given)
+        assert request is not None
+        place = Place(self._storage, folder, Record(None, measured, bool(pinned)), given["strategies"])
+        noting = recorded(request, place)
+        if async_sharded_save:
+            return noting
+        noting.execute_sync()
+        return None
+
+    def note(self, step: int | SavedStep, metrics: Mapping[str, Any]) -> None:
+        """Note what was measured of a finished step, beside what is known of it; rank 0's metrics count.
+
+        Raises:
+            NotACheckpoint: there is no such step.
+            MetadataError: these are no metrics.
+            CorruptCheckpoint: what is known of it can't be read.
+        """
+        measured = agree(self._ranks(), "series: check metrics", partial(checked_metrics, metrics))
+        self._change(step, lambda record: replace(record, metrics={**record.metrics, **measured}))
+
+    def pin(self, step: int | SavedStep) -> None:
+        """Let no policy remove a finished step.
+
+        Raises:
+            NotACheckpoint: there is no such step.
+        """
+        self._change(step, lambda record: replace(record, pinned=True))
+
+    def unpin(self, step: int | SavedStep) -> None:
+        """Let policies decide over a finished step again.
+
+        Raises:
+            NotACheckpoint: there is no such step.
+        """
+        self._change(step, lambda record: replace(record, pinned=False))
+
+    def plan_removal(self, policy: Choose) -> Removal:
+        """Return which steps a policy lets go, and which stay, and why: the dry run, which prints.
+
+        Args:
+            policy: from the listing to the numbers of the steps to keep, as `keep_last(3)`; rank 0's counts. The
+                newest step stays anyway, and so do pinned ones.
+        """
+        plan = partial(plan_removal, self._storage, self.names, policy, self.strategies)
+        return on_rank_zero(self._ranks(), "series: plan a removal", plan)
+
+    def remove(self, removal: Removal) -> tuple[int, ...]:
+        """Remove what a plan says, and what earlier removals left; return the numbers of the steps that went.
+
+        Of a step, only the checkpoint's own files go, as they were planned. A crash leaves a step whole, or out of the
+        listing, with what is left of it to be removed the next time. A step stays that was saved anew meanwhile, or
+        pinned, or is the newest by now.
+
+        Raises:
+            StorageError: some can't be removed; all others were.
+        """
+        run = partial(remove_steps, self._storage, self.names, removal, self.strategies)
+        return on_rank_zero(self._ranks(), "series: remove", run)
+
+    def clean(self, *, stale_after: float = STALE_AFTER) -> tuple[str, ...]:
+        """Finish removals that were cut short, and remove what dead saves of steps that never were finished left.
+
+        Args:
+            stale_after: seconds without a change after which a save of another machine counts as dead; one of this
+                machine does once its process is gone.
+
+        Returns:
+            The folders of unfinished steps that are still there.
+        """
+        run = partial(clean, self._storage, self.names, self.strategies, stale_after=stale_after)
+        return on_rank_zero(self._ranks(), "series: clean", run)
+
+    @property
+    def _storage(self) -> Storage:
+        return storage_at(self.root)
+
+    def _ranks(self) -> World:
+        return current_world(self.world)
+
+    def _list(self) -> tuple[SavedStep, ...]:
+        return list_steps(self._storage, self.names, self.strategies)
+
+    def _find(self, step: int | SavedStep | None) -> SavedStep:
+        number = step.number if isinstance(step, SavedStep) else None if step is None else checked_step(step)
+        steps = self._list()
+        found = [one for one in steps if number is None or one.number == number]
+        if not found:
+            shown = "no finished step" if not steps else f"steps {steps[0].number} to {steps[-1].number}"
+            what = f"series: no {'step' if number is None else f'step {number}'} under {self._storage.where()!r}"
+            raise NotACheckpoint(error_text(what, found=shown, fix="Name one of steps()."))
+        return found[-1]
+
+    def _latest_verified(self) -> SavedStep | None:
+        for step in reversed(self._list()):
+            try:
+                damage = verify(folder_in(self._storage, step.folder), strategies=self.strategies)
+                wrong = str(damage[0]) if damage else ""
+            except CheckpointingException as error:
+                wrong = str(error)
+            if not wrong:
+                return step
+            logger.warning("series: step %d is passed over: %s", step.number, wrong)
+        return None
+
+    def _change(self, step: int | SavedStep, change: Callable[[Record], Record]) -> None:
+        def run() -> None:
+            change_record(self._storage, self._find(step), change)
+
+        on_rank_zero(self._ranks(), "series: note", run)

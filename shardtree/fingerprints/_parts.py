@@ -1,0 +1,165 @@
+"""What a box, a run or a shard adds to its tensor's fingerprint, wherever it lies and however it is stored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+import torch
+
+from ..errors import CheckpointingException, UnsupportedValue, error_text
+from ..geometry import flat_boxes
+from ..lazy import LazyTensor
+from ..mapping import ShardedTensor
+from ._device import device_total
+from ._host import MODULUS, host_total
+from ._slabs import slabs, slices
+
+PIECE = 1 << 20
+"""Elements that a shard's pieces have at most: what a lazy one reads at once, and a thread's share of the work."""
+
+_ON_DEVICE = 64  # times as many where it is an accelerator that has them
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_MOST_AXES = 60  # NumPy's arrays have 64, and a complex number's parts take one
+_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ShardPiece:
+    """Some elements of a shard, not looked at yet.
+
+    Attributes:
+        data: the elements: a box, or one axis of a run.
+        offset: where the box begins in the global tensor; for a run, the box that it is part of.
+        box: the shape of the box that a run is part of; None for a box.
+        first: the run's first element in the row-major flattened box.
+    """
+
+    data: torch.Tensor | LazyTensor
+    offset: tuple[int, ...]
+    box: tuple[int, ...] | None = None
+    first: int = 0
+
+
+def shard_pieces(shard: ShardedTensor, most: int = PIECE) -> Iterator[ShardPiece]:
+    """Yield a shard's elements in pieces of bounded size, views of its data.
+
+    Args:
+        shard: with data, which may be lazy.
+        most: elements in a piece; an accelerator takes larger ones.
+
+    Raises:
+        CheckpointingException: the shard has no data.
+        ShapeError: its data isn't what the shard says.
+        UnsupportedValue: its data isn't a dense tensor, or is quantised.
+
+    Examples:
+        >>> shard = ShardedTensor.from_rank_offsets("w", torch.zeros(4, 2), (0, 1, 2))
+        >>> [(piece.offset, tuple(piece.data.shape)) for piece in shard_pieces(shard, 4)]
+        [((4, 0), (2, 2)), ((6, 0), (2, 2))]
+    """
+    if not isinstance(shard.data, (torch.Tensor, LazyTensor)):
+        what = f"fingerprint: {shard.key!r} has no tensor"
+        raise CheckpointingException(error_text(what, found=type(shard.data).__name__, fix="Give the shard its data."))
+    shard.validate_metadata_integrity()
+    _check_dense(shard.key, shard.data)
+    prepended, flat = shard.prepend_axis_num, shard.flattened_range
+    elements = most if shard.data.device.type == "cpu" else _ON_DEVICE * most
+    if flat is not None:
+        box = (1,) * prepended + shard.local_shape
+        yield from run_pieces(shard.data, shard.global_offset, box, flat.start, elements)
+        return
+    for start, shape in slabs(shard.local_shape, elements):
+        begin = np.add(shard.global_offset, (0,) * prepended + start).tolist()
+        yield ShardPiece(shard.data[slices(start, shape)], tuple(begin))
+
+
+def run_pieces(
+    data: torch.Tensor | LazyTensor, offset: tuple[int, ...], box: tuple[int, ...], first: int, most: int = PIECE
+) -> Iterator[ShardPiece]:
+    """Yield a run of a row-major flattened box in pieces of bounded size, views of its data.
+
+    Args:
+        data: the run's elements, (elements,).
+        offset: the box's first index in the global tensor, (axes,).
+        box: the box's shape, (axes,).
+        first: the run's first element in the flattened box.
+        most: elements in a piece.
+
+    Examples:
+        >>> [(piece.first, len(piece.data)) for piece in run_pieces(torch.zeros(5), (0, 0), (4, 2), 3, most=3)]
+        [(3, 3), (6, 2)]
+    """
+    for start in range(0, data.shape[0], most):
+        yield ShardPiece(data[start : start + most], offset, box, first + start)
+
+
+def piece_total(piece: ShardPiece) -> int:
+    """Return what a piece adds to its tensor's sum, modulo 2 to the 64; lazy data is read for that.
+
+    Examples:
+        >>> whole = torch.arange(6.0).reshape(2, 3)
+        >>> run = ShardPiece(whole.flatten()[1:5], (0, 0), (2, 3), 1)
+        >>> rest = piece_total(ShardPiece(whole[:1, :1], (0, 0))) + piece_total(ShardPiece(whole[1:, 2:], (1, 2)))
+        >>> (piece_total(run) + rest) % 2**64 == piece_total(ShardPiece(whole, (0, 0)))
+        True
+    """
+    data = piece.data.read() if isinstance(piece.data, LazyTensor) else piece.data
+    return box_total(data, piece.offset) if piece.box is None else run_total(data, piece.offset, piece.box, piece.first)
+
+
+def run_total(data: torch.Tensor, offset: Sequence[int], box: Sequence[int], first: int) -> int:
+    """Return what a run of a row-major flattened box adds to its tensor's sum.
+
+    Args:
+        data: the run's elements, (elements,).
+        offset: the box's first index in the global tensor, (axes,).
+        box: the box's shape, (axes,).
+        first: the run's first element in the flattened box.
+    """
+    if not len(box):
+        return box_total(data.reshape(()), ()) if data.numel() else 0
+    ends = np.array([[first], [first + data.numel()]], dtype=np.int64)
+    _, begins, shapes, positions = flat_boxes(np.array([box], dtype=np.int64), *ends)
+    total = 0
+    for begin, shape, position in zip(begins.tolist(), shapes.tolist(), positions.tolist(), strict=True):
+        part = data[position : position + prod(shape)].reshape(shape)
+        total += box_total(part, [low + inside for low, inside in zip(offset, begin, strict=True)])
+    return total % MODULUS
+
+
+def box_total(data: torch.Tensor, offset: Sequence[int]) -> int:
+    """Return what a box adds to its tensor's sum; computed on the device where it is.
+
+    Args:
+        data: the box's elements; it may lack leading axes of size 1.
+        offset: the box's first index in the global tensor, (axes,).
+    """
+    if max(data.ndim, len(offset)) > _MOST_AXES:
+        found, expected = max(data.ndim, len(offset)), f"at most {_MOST_AXES}"
+        raise UnsupportedValue(error_text("fingerprint: too many axes", found=found, expected=expected))
+    words = _words(data)
+    places = (*offset, *(0,) * (words.ndim - data.ndim))
+    words = words[(None,) * (len(places) - words.ndim)]
+    axes = range(len(places))
+    if not words.is_cpu:
+        return device_total(words, axes, places)
+    return host_total(words.numpy().view(_UNSIGNED[words.itemsize]), axes, places)
+
+
+def _check_dense(key: str, data: torch.Tensor | LazyTensor) -> None:
+    if isinstance(data, torch.Tensor) and (data.layout is not torch.strided or data.is_quantized or data.is_meta):
+        found = f"{data.dtype}, {data.layout}, on {data.device}"
+        what = f"fingerprint: {key!r} is not a dense tensor"
+        raise UnsupportedValue(error_text(what, found=found, fix="Give the shard a dense tensor of its elements."))
+
+
+def _words(data: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's bits as integers that share its memory; 16 bytes are two words along one more axis."""
+    plain = data.detach().resolve_conj().resolve_neg()
+    if plain.itemsize not in _WORDS:
+        plain = torch.view_as_real(plain)
+    return plain.view(_WORDS[plain.itemsize])

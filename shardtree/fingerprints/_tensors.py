@@ -1,0 +1,234 @@
+"""From shards to one number a tensor: parts that ranks work out alone, and their sum."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from ..errors import IntegrityError, error_text
+from ..layouts import ShardColumns, TensorKind, shard_columns
+from ..mapping import ShardedTensor, is_main_replica
+from ..trees import apply_factories, leaves_with_paths
+from ._host import MODULUS
+from ._parts import ShardPiece, piece_total, shard_pieces
+from ._weights import Words
+
+Totals = Callable[[Iterable[ShardPiece]], Iterable[int]]
+"""Maps `piece_total` over pieces, as `map` does, or a pool of threads."""
+
+
+def _one_by_one(pieces: Iterable[ShardPiece]) -> Iterable[int]:
+    return map(piece_total, pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class FingerprintPart:
+    """What some shards of one tensor add to its fingerprint.
+
+    Attributes:
+        kind: the tensor's dtype and global shape.
+        elements: how many elements these are.
+        total: the sum of what each of them adds, modulo 2 to the 64.
+    """
+
+    kind: TensorKind
+    elements: int
+    total: int
+
+
+def fingerprint_parts(tree: Any) -> dict[str, FingerprintPart]:
+    """Return what the shards of one rank's tree add to the fingerprint of each tensor; replicas add nothing.
+
+    Only main replicas (``replica_id`` 0) count, so that over all ranks each element counts once. Ranks that share no
+    process group can hand these values on, which pickle, to wherever `add_fingerprints` adds them up.
+
+    Args:
+        tree: dicts, lists and tuples of shards, factories and other values, which don't count.
+
+    Raises:
+        IntegrityError: two shards of one key differ in global shape, dtype or prepended axes.
+        CheckpointingException: a shard has no tensor.
+
+    Examples:
+        >>> import torch, shardtree as st
+        >>> whole = torch.arange(4.0)
+        >>> halves = [st.ShardedTensor.from_rank_offsets("w", half, (0, i, 2)) for i, half in enumerate(whole.chunk(2))]
+        >>> of_halves = st.add_fingerprints(st.fingerprint_parts([half]) for half in halves)
+        >>> of_halves == st.fingerprint([st.ShardedTensor.from_rank_offsets("w", whole)])
+        True
+    """
+    return shard_parts(main_shards(tree))
+
+
+def main_shards(tree: Any) -> tuple[ShardedTensor, ...]:
+    """Return the main replicas of a tree's tensors, factories applied.
+
+    Examples:
+        >>> import torch, shardtree as st
+        >>> copies = [st.ShardedTensor.from_rank_offsets("w", torch.zeros(2), replica_id=number) for number in (0, 1)]
+        >>> len(main_shards({"w": copies, "step": 1}))
+        1
+    """
+    return tuple(shard for shard in tensor_shards(tree) if is_main_replica(shard.replica_id))
+
+
+def tensor_shards(tree: Any) -> tuple[ShardedTensor, ...]:
+    """Return the shards of a tree's tensors, replicas too, factories applied.
+
+    Examples:
+        >>> tensor_shards({"step": 1})
+        ()
+    """
+    leaves = (leaf for _, leaf in leaves_with_paths(apply_factories(tree)))
+    return tuple(leaf for leaf in leaves if isinstance(leaf, ShardedTensor))
+
+
+def shard_totals(shards: Sequence[ShardedTensor], totals: Totals = _one_by_one) -> Words:
+    """Return what each shard adds to its tensor's sum, uint64 (shards,).
+
+    Args:
+        shards: with data.
+        totals: computes the pieces' totals.
+
+    Examples:
+        >>> import torch, shardtree as st
+        >>> shard_totals([st.ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3), (0, 1, 2))]).size
+        1
+    """
+    numbered = [(number, piece) for number, shard in enumerate(shards) for piece in shard_pieces(shard)]
+    sums = [0] * len(shards)
+    for (number, _), total in zip(numbered, totals([piece for _, piece in numbered]), strict=True):
+        sums[number] = (sums[number] + total) % MODULUS
+    return np.array(sums, dtype=np.uint64)
+
+
+def shard_parts(shards: Sequence[ShardedTensor], totals: Totals = _one_by_one) -> dict[str, FingerprintPart]:
+    """Return what shards add to the fingerprint of each tensor, whichever replicas they are.
+
+    Args:
+        shards: with data.
+        totals: computes the pieces' totals.
+
+    Raises:
+        IntegrityError: two shards of one key differ in global shape, dtype or prepended axes.
+
+    Examples:
+        >>> import torch, shardtree as st
+        >>> shard_parts([st.ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3), (0, 1, 2))])["w"].elements
+        6
+    """
+    return column_parts(shard_columns(shards), shard_totals(shards, totals))
+
+
+def column_parts(columns: ShardColumns, totals: Words) -> dict[str, FingerprintPart]:
+    """Return what shards add to the fingerprint of each tensor, whichever replicas they are.
+
+    Args:
+        columns: the shards.
+        totals: what each of them adds, uint64 (shards,).
+
+    Examples:
+        >>> import torch, shardtree as st
+        >>> shard = st.ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3), (0, 1, 2))
+        >>> column_parts(st.shard_columns([shard]), np.array([5], dtype=np.uint64))["w"].total
+        5
+    """
+    elements, sums = np.zeros(len(columns.keys), dtype=np.int64), np.zeros(len(columns.keys), dtype=np.uint64)
+    np.add.at(elements, columns.key, columns.elements)
+    np.add.at(sums, columns.key, totals)
+    rows = zip(columns.keys, columns.kinds, elements.tolist(), sums.tolist(), strict=True)
+    return {key: FingerprintPart(kind, count, total) for key, kind, count, total in rows}
+
+
+def replica_problems(columns: ShardColumns, totals: Words) -> tuple[str, ...]:
+    """Return the shards that should hold the same elements, by key and ranks, and don't.
+
+    Args:
+        columns: all ranks' shards, replicas too; those that are cut alike are compared.
+        totals: what each of them adds to its tensor's sum, uint64 (shards,).
+
+    Examples:
+        >>> import torch, shardtree as st
+        >>> copies = [st.ShardedTensor.from_rank_offsets("w", torch.zeros(2), replica_id=number) for number in (0, 1)]
+        >>> columns = st.join_columns([st.shard_columns([copy], rank) for rank, copy in enumerate(copies)])
+        >>> replica_problems(columns, np.array([5, 6], dtype=np.uint64))
+        ("'w': rank 1 holds other elements than rank 0",)
+    """
+    places = (columns.key, *columns.offset.T, *columns.shape.T, columns.start, columns.stop)
+    order = np.lexsort((columns.rank, ~columns.main, *places))
+    first = np.ones(len(order), dtype=np.bool_)
+    first[1:] = np.any([column[order][1:] != column[order][:-1] for column in places], axis=0)
+    main = order[np.maximum.accumulate(np.where(first, np.arange(len(order)), 0))] if len(order) else order
+    pairs = zip(order.tolist(), main.tolist(), strict=True)
+    rank, rows = columns.rank.tolist(), [(row, of) for row, of in pairs if totals[row] != totals[of]]
+    return tuple(
+        f"{columns.keys[columns.key[row]]!r}: rank {rank[row]} holds other elements than rank {rank[main_row]}"
+        for row, main_row in rows
+    )
+
+
+def add_fingerprints(parts: Iterable[Mapping[str, FingerprintPart]]) -> dict[str, int]:
+    """Return each tensor's fingerprint, given what all its shards add to it.
+
+    Args:
+        parts: of any number of ranks, in any order.
+
+    Raises:
+        IntegrityError: the parts don't make a whole tensor, or don't agree on its dtype and global shape.
+
+    Examples:
+        >>> import torch, shardtree as st
+        >>> half = st.ShardedTensor.from_rank_offsets("w", torch.zeros(2), (0, 0, 2))
+        >>> add_fingerprints([fingerprint_parts([half])])
+        Traceback (most recent call last):
+        ...
+        shardtree.errors.IntegrityError: fingerprint: parts that don't make a whole tensor
+          'w': 2 of 4 elements
+          Add up the parts of all ranks, once each.
+    """
+    whole: dict[str, FingerprintPart] = {}
+    problems = {}
+    for key, part in (item for mapping in parts for item in mapping.items()):
+        before = whole.setdefault(key, FingerprintPart(part.kind, 0, 0))
+        if not _alike(before.kind, part.kind):
+            problems[key] = f"{before.kind} and {part.kind}"
+        total = (before.total + part.total) % MODULUS
+        whole[key] = replace(before, elements=before.elements + part.elements, total=total)
+    for key, part in whole.items():
+        needed = prod(part.kind.global_shape)
+        if part.elements != needed:
+            problems.setdefault(key, f"{part.elements} of {needed} elements")
+    if problems:
+        raise IntegrityError(
+            error_text(
+                "fingerprint: parts that don't make a whole tensor",
+                offenders=[f"{key!r}: {what}" for key, what in sorted(problems.items())],
+                fix="Add up the parts of all ranks, once each.",
+            )
+        )
+    return {key: tensor_fingerprint(key, whole[key].kind, whole[key].total) for key in sorted(whole)}
+
+
+def tensor_fingerprint(key: str, kind: TensorKind, total: int) -> int:
+    """Return a tensor's fingerprint, given the sum over all its elements: what it is called and is comes to that.
+
+    Examples:
+        >>> import torch
+        >>> kind = TensorKind(torch.float32, (4, 2), 0)
+        >>> hex(tensor_fingerprint("w", kind, 0)), tensor_fingerprint("w", kind, 5) - tensor_fingerprint("w", kind, 0)
+        ('0x8f21eb4f8711ed2c', 5)
+    """
+    described = json.dumps([key, str(kind.dtype).removeprefix("torch."), kind.global_shape], separators=(",", ":"))
+    name = int.from_bytes(blake2b(described.encode("ascii"), digest_size=8).digest(), "little")
+    return (name + total) % MODULUS
+
+
+def _alike(one: TensorKind, other: TensorKind) -> bool:
+    """Return whether tensors are of one kind; which axes are prepended says how they are held, not what they are."""
+    return (one.dtype, one.global_shape) == (other.dtype, other.global_shape)

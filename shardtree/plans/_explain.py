@@ -1,0 +1,158 @@
+"""What a load would do: what doesn't fit, and what each rank would read; as data, and as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ..errors import plural, shorten
+from ._fit import Gap, Misfit, Mismatch, Refused, Unexpected
+
+_HEADINGS = ("rank", "shards", "objects", "asked for", "read", "over-read", "pieces", "files")
+
+
+@dataclass(frozen=True, slots=True)
+class ReadCost:
+    """What reading tensors takes.
+
+    Attributes:
+        bytes_wanted: of the elements that are loaded.
+        bytes_read: from storage: those and what lies between them where a stretch is mapped or asked for at once,
+            compressed chunks as they are stored, and what is read once more, or wider, to check its hash.
+        pieces: consecutive bytes that go to one place, and boxes that are copied row by row.
+        files: opened.
+    """
+
+    bytes_wanted: int = 0
+    bytes_read: int = 0
+    pieces: int = 0
+    files: int = 0
+
+    def __add__(self, other: ReadCost) -> ReadCost:
+        return ReadCost(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
+
+    @property
+    def over_read(self) -> float:
+        """How many bytes are read for each one that is wanted; 1.0 where none is."""
+        return self.bytes_read / self.bytes_wanted if self.bytes_wanted else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Prospect:
+    """What loading shards would come to, as a format says before it reads any.
+
+    Attributes:
+        problems: why some can't be loaded.
+        cost: of loading the others; None where the format can't tell.
+    """
+
+    problems: tuple[Misfit, ...] = ()
+    cost: ReadCost | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RankReads:
+    """What one rank would read.
+
+    Attributes:
+        rank: which.
+        shards: how many tensor shards its target has.
+        objects: how many sharded objects.
+        cost: of those shards that can be loaded; None where the format can't tell.
+    """
+
+    rank: int
+    shards: int
+    objects: int
+    cost: ReadCost | None
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What a load would do, found out from metadata alone. Its text is a table.
+
+    Attributes:
+        missing: keys that are stored and asked for by no rank, sorted; that is no problem, but for strict modes.
+        problems: why the target can't be loaded, each once: what isn't stored, what has another global shape or dtype,
+            what isn't stored whole, what can't be read.
+        reads: what each rank would read, by rank.
+    """
+
+    missing: tuple[str, ...]
+    problems: tuple[Misfit, ...]
+    reads: tuple[RankReads, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether the load would find all that it asks for."""
+        return not self.problems
+
+    @property
+    def unexpected(self) -> tuple[Unexpected, ...]:
+        """What is asked for and not stored."""
+        return tuple(problem for problem in self.problems if isinstance(problem, Unexpected))
+
+    @property
+    def mismatches(self) -> tuple[Mismatch, ...]:
+        """Tensors that are stored with another global shape or dtype."""
+        return tuple(problem for problem in self.problems if isinstance(problem, Mismatch))
+
+    @property
+    def gaps(self) -> tuple[Gap, ...]:
+        """Shards of which not all elements are stored."""
+        return tuple(problem for problem in self.problems if isinstance(problem, Gap))
+
+    @property
+    def refused(self) -> tuple[Refused, ...]:
+        """Tensors that are stored in a way that can't be read."""
+        return tuple(problem for problem in self.problems if isinstance(problem, Refused))
+
+    @property
+    def cost(self) -> ReadCost | None:
+        """What all ranks read together; None where the format can't tell."""
+        costs = [one.cost for one in self.reads if one.cost is not None]
+        return sum(costs, ReadCost()) if len(costs) == len(self.reads) else None
+
+    @property
+    def over_read(self) -> float | None:
+        """How many bytes all ranks read for each one that they ask for; None where the format can't tell."""
+        return None if self.cost is None else self.cost.over_read
+
+    def __str__(self) -> str:
+        verdict = "The target fits the checkpoint." if self.ok else "The target doesn't fit the checkpoint."
+        missing = (f"stored, not asked for: {key!r}" for key in self.missing)
+        lines = [verdict, *_listed(map(str, self.problems), "problem"), *_listed(missing, "key")]
+        return "\n".join([*lines, "", *_table([_HEADINGS, *_rows(self)])])
+
+
+def _listed(lines: Iterable[str], noun: str) -> list[str]:
+    listed = list(lines)
+    return [f"{plural(len(listed), noun)}:", *(f"  {line}" for line in shorten(listed))] if listed else []
+
+
+def _rows(explanation: Explanation) -> list[Sequence[str]]:
+    rows = [_row(str(one.rank), one.shards, one.objects, one.cost) for one in explanation.reads]
+    if len(rows) > 1:
+        shards, objects = (sum(getattr(one, name) for one in explanation.reads) for name in ("shards", "objects"))
+        rows.append(_row("all", shards, objects, explanation.cost))
+    return rows
+
+
+def _row(rank: str, shards: int, objects: int, cost: ReadCost | None) -> Sequence[str]:
+    counts = (rank, f"{shards:,}", f"{objects:,}")
+    if cost is None:
+        return (*counts, *("unknown",) * 5)
+    sizes = (_size(cost.bytes_wanted), _size(cost.bytes_read), f"{cost.over_read:.2f}")
+    return (*counts, *sizes, f"{cost.pieces:,}", f"{cost.files:,}")
+
+
+def _size(count: int) -> str:
+    for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= factor:
+            return f"{count / factor:.1f} {unit}"
+    return f"{count} B"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]

@@ -1,0 +1,52 @@
+"""What a policy comes to on a listing, and why: the decision that a removal runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from ._policy import Choose, RetentionPolicy, policy_name, sorted_steps
+from ._step import SavedStep
+
+NEWEST, PINNED = "the newest", "pinned"
+
+
+def retained(policy: Choose, steps: Sequence[SavedStep]) -> dict[int, tuple[str, ...]]:
+    """Return the numbers of the steps that stay, in order, each with all that keeps it.
+
+    The newest step and pinned ones stay whatever a policy says. Numbers of steps that aren't there count for nothing.
+
+    Args:
+        policy: from a listing to the numbers to keep; of a union, each member is a reason of its own.
+        steps: the listing.
+
+    Examples:
+        >>> from shardtree.retention import keep_any, keep_every, keep_last
+        >>> steps = [SavedStep(number, pinned=number == 150) for number in (100, 150, 190, 200)]
+        >>> retained(keep_any(keep_last(1), keep_every(100)), steps)
+        {100: ('keep_every(100)',), 150: ('pinned',), 200: ('the newest', 'keep_last(1)', 'keep_every(100)')}
+    """
+    listing = sorted_steps(steps)
+    wishes = [(policy_name(member), frozenset(member(listing))) for member in _members(policy)]
+    reasons = {step.number: tuple(_reasons(step, listing, wishes)) for step in listing}
+    return {number: found for number, found in reasons.items() if found}
+
+
+def _members(policy: Choose) -> Iterator[Choose]:
+    """Yield the policies that a union comes to."""
+    if isinstance(policy, RetentionPolicy) and policy.members:
+        for member in policy.members:
+            yield from _members(member)
+    else:
+        yield policy
+
+
+def _reasons(
+    step: SavedStep, listing: Sequence[SavedStep], wishes: Sequence[tuple[str, frozenset[int]]]
+) -> Iterator[str]:
+    if step == listing[-1]:
+        yield NEWEST
+    if step.pinned:
+        yield PINNED
+    for name, wanted in wishes:
+        if step.number in wanted:
+            yield name

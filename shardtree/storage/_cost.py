@@ -1,0 +1,110 @@
+"""What running a load plan takes, found out without reading: the same choices that `fetch` makes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from ..geometry import Column, row_major_strides
+from ..plans import LoadPlan, ReadCost, Runs, Strided
+from ._blocks import BLOCK_BYTES, Flags, block_count
+from ._fetch import StoredFile, Verify, blocks_to_check, in_file_order, of_file, stretches_to_check, touched_blocks
+from ._runs import clipped, windows_of
+from ._stretches import Stretches, stretch_crc32
+from ._strided import strided_stretches
+
+
+def fetch_cost(files: Mapping[int, StoredFile], plan: LoadPlan, *, verify: Verify = "whole") -> ReadCost:
+    """Return what `fetch` would read for a plan.
+
+    A stretch that is mapped counts as read whole, as it is where the storage is remote.
+
+    Args:
+        files: by their number in the plan.
+        plan: what would be read.
+        verify: which blocks would be checked against their hashes.
+
+    Examples:
+        >>> one = np.ones(1, dtype=np.int64)
+        >>> from shardtree.plans import runs_plan
+        >>> plan = runs_plan(Runs(file=one, byte=one, target=one - 1, target_byte=one - 1, length=one * 8))
+        >>> fetch_cost({1: StoredFile("a", 100)}, plan)
+        ReadCost(bytes_wanted=8, bytes_read=8, pieces=1, files=1)
+    """
+    strided = in_file_order(plan.strided)
+    numbers = np.union1d(plan.runs.file, strided.file).tolist()
+    extra = sum(
+        _beside(files[number], of_file(plan.runs, number), of_file(strided, number), verify) for number in numbers
+    )
+    runs = int(plan.runs.length.sum())
+    return ReadCost(plan.bytes_read, runs + extra, len(plan.runs.file) + len(strided.file), len(numbers))
+
+
+def _beside(file: StoredFile, runs: Runs, strided: Strided, verify: Verify) -> int:
+    """Return how many bytes of a file are read beside its runs."""
+    mapped = sum(end - begin for _, begin, end in strided_stretches(strided)) if strided.file.size else 0
+    if verify is None:
+        return mapped
+    if file.stretches is not None:
+        return mapped + _stretches_read_again(file.stretches, runs, file.length, verify)
+    if file.hashes is None:
+        return mapped
+    chosen = blocks_to_check(file, touched_blocks(file, runs, strided), runs, verify)
+    again = chosen & ~_hashed_on_the_way(runs, strided, file.length)
+    edges = np.minimum(np.arange(block_count(file.length) + 1) * BLOCK_BYTES, file.length)
+    return mapped + int(np.diff(edges)[again].sum())
+
+
+def _hashed_on_the_way(runs: Runs, strided: Strided, length: int) -> Flags:
+    """Return which blocks of a file go by whole, in one piece or in several that follow each other."""
+    flags = np.zeros(block_count(length), dtype=np.bool_)
+    for window in windows_of(runs, length):
+        part = clipped(runs, window)
+        _mark_whole(flags, part.byte, part.byte + part.length, length)
+    size = strided.shape.prod(axis=1) * strided.item_size
+    # What isn't consecutive in the file isn't hashed, nor does it break off what is.
+    whole = ((strided.shape == 1) | (strided.stride == row_major_strides(strided.shape))).all(axis=1)
+    rows = np.argsort(strided.byte, kind="stable")
+    rows = rows[whole[rows]]
+    _mark_whole(flags, strided.byte[rows], (strided.byte + size)[rows], length)
+    return flags
+
+
+def _mark_whole(flags: Flags, begin: Column, end: Column, length: int) -> None:
+    for low, high in _chains(begin, end):
+        first, last = -(-low // BLOCK_BYTES), len(flags) if high == length else high // BLOCK_BYTES
+        flags[first:last] = True
+
+
+def _chains(begin: Column, end: Column) -> list[tuple[int, int]]:
+    """Return the stretches that spans come to, in their order, where each begins at the end of the one before it."""
+    first = np.flatnonzero(np.append(True, begin[1:] != end[:-1])) if begin.size else begin
+    last = np.append(first[1:], begin.size) - 1 if begin.size else begin
+    return list(zip(begin[first].tolist(), end[last].tolist(), strict=True))
+
+
+def _stretches_read_again(stretches: Stretches, runs: Runs, length: int, verify: Verify) -> int:
+    """Return how many bytes of stretches that are to be checked don't go by whole."""
+    parts: dict[int, tuple[int, int]] = {}
+    for window in windows_of(runs, length):
+        part = clipped(runs, window)
+        for low, high in _cut(stretches, _chains(part.byte, part.byte + part.length)):
+            if high > parts.get(low, (0, 0))[0]:
+                parts[low] = (high, 0)
+    size: Any = stretches.end - stretches.begin
+    chosen = stretches_to_check(stretches, runs, everything=verify == "all")
+    places = ((int(stretches.begin[number]), int(stretches.end[number]), number) for number in chosen)
+    return sum(int(size[number]) for begin, end, number in places if stretch_crc32(parts, begin, end) is None)
+
+
+def _cut(stretches: Stretches, chains: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return chains cut where a stretch begins."""
+    pieces = []
+    for low, high in chains:
+        first, last = np.searchsorted(stretches.begin, [low, high], side="right").tolist()
+        edges = [low, *(edge for edge in stretches.begin[first:last].tolist() if edge < high), high]
+        pieces += list(pairwise(edges))
+    return pieces

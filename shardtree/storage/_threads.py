@@ -1,0 +1,71 @@
+"""A few threads that take work from one list: for reads and checksums, which leave other threads the interpreter."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from threading import Lock
+from typing import TypeVar
+
+import torch
+
+Work = TypeVar("Work")
+Result = TypeVar("Result")
+
+_MOST_THREADS = 4
+
+
+def usual_threads() -> int:
+    """Return how many threads read by default: as many as torch has for its own work, up to a few."""
+    return min(torch.get_num_threads(), _MOST_THREADS)
+
+
+def in_threads(do: Callable[[Work], Result], work: Iterable[Work], threads: int | None = None) -> list[Result]:
+    """Return what a function gives for each piece of work, in their order.
+
+    Args:
+        do: called by several threads at once.
+        work: pieces of it, which are begun in this order.
+        threads: how many; None for the usual number.
+
+    Raises:
+        Exception: the first that `do` raised; pieces that nobody has begun by then are left.
+
+    Examples:
+        >>> in_threads(abs, [-1, 2, -3], threads=2)
+        [1, 2, 3]
+    """
+    pieces = list(work)
+    count = min(usual_threads() if threads is None else threads, len(pieces))
+    if count < 2:
+        return [do(piece) for piece in pieces]
+    waiting = deque(enumerate(pieces))
+    found: dict[int, Result] = {}
+
+    def drain() -> None:
+        while True:
+            try:
+                number, piece = waiting.popleft()
+            except IndexError:
+                return
+            found[number] = do(piece)
+
+    with ThreadPoolExecutor(count) as pool:
+        try:
+            for thread in [pool.submit(drain) for _ in range(count)]:
+                thread.result()
+        finally:
+            waiting.clear()  # an error or an interrupt leaves nothing to do for the others
+    return [found[number] for number in range(len(pieces))]
+
+
+def in_turn(progress: Callable[[int], None]) -> Callable[[int], None]:
+    """Return a progress function that several threads may call: one at a time."""
+    lock = Lock()
+
+    def tell(size: int) -> None:
+        with lock:
+            progress(size)
+
+    return tell

@@ -1,0 +1,166 @@
+"""What a look at a checkpoint's files finds: bytes that aren't what was saved, and bytes that nothing can vouch for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A part of a stored tensor.
+
+    Attributes:
+        key: the tensor's.
+        begin: the first index along each axis of the global tensor.
+        end: one past the last.
+        flat: where the tensor is stored as flat ranges, the elements of that row-major flattened box, from one up to
+            another; None where all of the box is meant.
+    """
+
+    key: str
+    begin: tuple[int, ...]
+    end: tuple[int, ...]
+    flat: tuple[int, int] | None = None
+
+    def __str__(self) -> str:
+        """Return the region as Python would index it.
+
+        Examples:
+            >>> print(Region("w", (0, 4), (2, 8)))
+            w[0:2, 4:8]
+            >>> print(Region("exp_avg", (0,), (32,), flat=(8, 16)))
+            exp_avg[0:32] flattened [8:16]
+        """
+        sides = ", ".join(f"{begin}:{end}" for begin, end in zip(self.begin, self.end, strict=True))
+        box = f"{self.key}[{sides}]" if sides else self.key
+        return box if self.flat is None else f"{box} flattened [{self.flat[0]}:{self.flat[1]}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """Something in a checkpoint that isn't what was saved.
+
+    Attributes:
+        file: the file's name in the checkpoint.
+        what: what is wrong, in words.
+        begin: first byte of the damaged stretch of the file.
+        end: one past its last byte; 0 where the file is damaged as a whole.
+        keys: tensors' keys and objects' unique keys that have bytes there.
+        regions: for each chunk of a tensor that has bytes there, the smallest box that holds their elements.
+    """
+
+    file: str
+    what: str
+    begin: int = 0
+    end: int = 0
+    keys: tuple[str, ...] = ()
+    regions: tuple[Region, ...] = ()
+
+    @property
+    def holds(self) -> tuple[str, ...]:
+        """What lies there, in words: the regions, then the keys that have none, as objects do.
+
+        Examples:
+            >>> Damage("f", "cut", 0, 9, ("w", "rng/shard_0_1"), (Region("w", (0,), (2,)),)).holds
+            ('w[0:2]', 'rng/shard_0_1')
+        """
+        in_regions = {region.key for region in self.regions}
+        return (*map(str, self.regions), *(key for key in self.keys if key not in in_regions))
+
+    def __str__(self) -> str:
+        """Return the damage in one line.
+
+        Examples:
+            >>> print(Damage("a/0.bin", "the hash of a block differs", 0, 1024, ("w",), (Region("w", (0,), (2,)),)))
+            a/0.bin, bytes 0 to 1,024: the hash of a block differs: w[0:2]
+        """
+        place = f"{self.file}, bytes {self.begin:,} to {self.end:,}" if self.end else self.file
+        return ": ".join(filter(None, (place, self.what, ", ".join(self.holds))))
+
+
+@dataclass(frozen=True, slots=True)
+class Unchecked:
+    """Bytes of a checkpoint for which its format keeps no checksum: what is wrong with them may go unseen.
+
+    Attributes:
+        file: the file's name in the checkpoint.
+        why: what there is to check by instead, in words.
+        nbytes: how many there are.
+        spans: which they are, as pairs of the first byte and one past the last; () for the whole file.
+    """
+
+    file: str
+    why: str
+    nbytes: int
+    spans: tuple[tuple[int, int], ...] = ()
+
+    def covers(self, file: str, byte: int) -> bool:
+        """Return whether a byte of a file is one of them.
+
+        Examples:
+            >>> Unchecked("f", "no checksum", 2, ((4, 6),)).covers("f", 5)
+            True
+        """
+        return file == self.file and (not self.spans or any(begin <= byte < end for begin, end in self.spans))
+
+
+Finding = Damage | Unchecked
+
+
+def gaps(length: int, covered: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Return the stretches of a file that lie in none of some spans.
+
+    Examples:
+        >>> gaps(10, [(4, 6), (1, 4)])
+        ((0, 1), (6, 10))
+    """
+    found, at = [], 0
+    for begin, end in sorted(covered):
+        if begin > at:
+            found.append((at, begin))
+        at = max(at, end)
+    return (*found, (at, length)) if at < length else tuple(found)
+
+
+def uncovered(file: str, why: str, length: int, covered: Iterable[tuple[int, int]]) -> tuple[Unchecked, ...]:
+    """Return the bytes of a file that lie in none of some spans as what couldn't be checked; maybe none."""
+    spans = gaps(length, covered)
+    nbytes = sum(end - begin for begin, end in spans)
+    return (Unchecked(file, why, nbytes, spans if nbytes < length else ()),) if spans else ()
+
+
+def by_reason(unchecked: Iterable[Unchecked]) -> dict[str, list[Unchecked]]:
+    """Return what couldn't be checked, by why.
+
+    Examples:
+        >>> list(by_reason([Unchecked("a", "no checksum", 7), Unchecked("b", "no checksum", 9)]))
+        ['no checksum']
+    """
+    found: dict[str, list[Unchecked]] = {}
+    for one in unchecked:
+        found.setdefault(one.why, []).append(one)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What a verify looked at.
+
+    Attributes:
+        bytes_read: of all files; those with two kinds of checksums are read twice.
+        unchecked: what no checksum stands for.
+    """
+
+    bytes_read: int
+    unchecked: tuple[Unchecked, ...]
+
+    @property
+    def unchecked_nbytes(self) -> int:
+        """How many bytes no checksum stands for.
+
+        Examples:
+            >>> VerifyReport(100, (Unchecked("f", "no checksum", 7),)).unchecked_nbytes
+            7
+        """
+        return sum(one.nbytes for one in self.unchecked)

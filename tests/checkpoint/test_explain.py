@@ -1,0 +1,375 @@
+"""explain says what a load would do: the same problems in the same words, and the bytes that it would read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as some
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import shardtree as st
+from shardtree.errors import (
+    CorruptCheckpoint,
+    KeyMismatch,
+    NotACheckpoint,
+    ShapeError,
+    StrategyError,
+)
+from shardtree.plans import _rounds, near_names
+from shardtree.storage import MemoryStorage, Reader, Storage, _fetch
+from shardtree.strategies import StrategyAction, default_strategies
+from shardtree.testing import Layout, WatchedStorage, cut, layouts
+
+Explain = Callable[..., st.Explanation]
+BACKENDS = [("safetensors", 1), ("huggingface", 1), ("zarr", 3), ("torch_dist", 1), ("dcp", 1)]
+
+
+class CountedReader:
+    """A reader that adds up the bytes that it is asked for."""
+
+    def __init__(self, reader: Reader, counts: dict[str, int], name: str) -> None:
+        self.reader, self.counts, self.name, self.length = reader, counts, name, reader.length
+
+    def read_into(self, byte: int, buffers: Sequence[memoryview]) -> None:
+        self.counts[self.name] = self.counts.get(self.name, 0) + sum(buffer.nbytes for buffer in buffers)
+        self.reader.read_into(byte, buffers)
+
+    def mapped(self, begin: int = 0, end: int | None = None) -> memoryview:
+        found = self.reader.mapped(begin, end)
+        self.counts[self.name] = self.counts.get(self.name, 0) + found.nbytes
+        return found
+
+
+class Counted(WatchedStorage):
+    """A storage that adds up the bytes that are read, by file."""
+
+    counts: dict[str, int]
+
+    @contextmanager
+    def open(self, name: str) -> Iterator[Any]:
+        with self.inner.open(name) as reader:
+            yield CountedReader(reader, self.counts, name)
+
+    def read(self, name: str) -> bytes:
+        data = self.inner.read(name)
+        self.counts[name] = self.counts.get(name, 0) + len(data)
+        return data
+
+
+def counted(storage: Storage) -> Counted:
+    found = Counted(storage)
+    object.__setattr__(found, "counts", {})
+    return found
+
+
+def payload(counts: dict[str, int], folder: Storage) -> int:
+    """Return how much was read of files that hold tensors."""
+    return sum(size for name, size in counts.items() if "-of-" in name or name.startswith(("w/", "v/")))
+
+
+def whole(key: str, data: torch.Tensor, *cuts: Any, **fields: Any) -> st.ShardedTensor:
+    return st.ShardedTensor.from_rank_offsets(key, data, *cuts, **fields)
+
+
+def saved(tree: Any, **options: Any) -> MemoryStorage:
+    folder = MemoryStorage()
+    st.save(tree, folder, **options)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _no_small_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Treat the small files of these tests as large ones, of which not each touched block is read whole."""
+    monkeypatch.setattr(_fetch, "_SMALL_FILE_BYTES", 0)
+
+
+# The law: what a load reads is what was foretold.
+
+
+def check_foretold(
+    targets: Sequence[Any], folder: Storage, explain: Explain = st.explain_ranks, **options: Any
+) -> None:
+    """Raise unless each rank reads as many bytes as was said."""
+    watched = counted(folder)
+    explanation = explain(targets, watched, **options)
+    index = dict(watched.counts)
+    assert explanation.ok, str(explanation)
+    assert not payload(index, folder), f"explaining read tensors: {index}"
+    places = [counted(folder) for _ in targets]
+    reports: list[st.ReadReport] = [st.ReadReport()] * len(targets)
+
+    def load(world: st.World) -> None:
+        rank = world.rank
+        st.load(
+            targets[rank],
+            places[rank],
+            world=world,
+            validate_access_integrity=False,
+            report=lambda report: reports.__setitem__(rank, report),
+            **options,
+        )
+
+    st.simulate(len(targets), load)
+    for foretold, report, place in zip(explanation.reads, reports, places, strict=True):
+        cost = foretold.cost
+        assert cost is not None
+        assert cost.bytes_wanted == report.bytes_read, f"{foretold}: {report.bytes_read} bytes were loaded"
+        found = payload(place.counts, folder)
+        assert cost.bytes_read == found, f"{foretold}: {found} bytes were read"
+
+
+def lengthened(layout: Layout, length: int) -> Layout:
+    """Return the layout of a tensor that has one more axis, which no piece cuts."""
+    pieces = [
+        replace(
+            piece,
+            offset=(*piece.offset, 0),
+            shape=(*piece.shape, length),
+            flat=None if piece.flat is None else (piece.flat[0] * length, piece.flat[1] * length),
+        )
+        for piece in layout.pieces
+    ]
+    grid = None if layout.grid is None else (*layout.grid, 1)
+    return replace(layout, global_shape=(*layout.global_shape, length), pieces=tuple(pieces), grid=grid)
+
+
+def trees(layout: Layout, tensor: torch.Tensor) -> list[dict[str, Any]]:
+    """Return each rank's tree."""
+    return [
+        {f"{number}": shard for number, shard in enumerate(cut(layout, "w", tensor, rank))}
+        for rank in range(layout.ranks)
+    ]
+
+
+def save_as(layout: Layout, tensor: torch.Tensor) -> MemoryStorage:
+    folder, parts = MemoryStorage(), trees(layout, tensor)
+    st.simulate(layout.ranks, lambda world: st.save(parts[world.rank], folder, world=world))
+    return folder
+
+
+@pytest.mark.parametrize("verify", ["whole", "all", None])
+@settings(max_examples=12)
+@given(data=some.data())
+def test_explain_foretells_each_byte(verify: Any, data: some.DataObject) -> None:
+    shape, length = (4, 6), data.draw(some.sampled_from([3_000, 20_000]), label="length")
+    before, after = (lengthened(data.draw(layouts(shape, ranks)), length) for ranks in (2, 3))
+    tensor = torch.zeros((*shape, length))
+    options = {"exchange": data.draw(some.sampled_from(["never", "always"])), "verify": verify}
+    check_foretold(trees(after, tensor), save_as(before, tensor), **options)
+
+
+ROWS = torch.arange(600_000.0).view(300, 2000)
+PART = {"w": whole("w", ROWS[:, :500].contiguous(), (1, 0, 4))}
+
+
+def test_the_law_catches_checks_of_hashes_that_are_forgotten() -> None:
+    def forgetful(targets: Sequence[Any], folder: Storage, **options: Any) -> st.Explanation:
+        return st.explain_ranks(targets, folder, **{**options, "verify": None})
+
+    folder = saved({"w": whole("w", ROWS)})
+    check_foretold([PART], folder, verify="all")
+    with pytest.raises(AssertionError, match="bytes were read"):
+        check_foretold([PART], folder, forgetful, verify="all")
+
+
+@pytest.mark.parametrize("exchange", ["never", "always"])
+def test_explain_foretells_conversions(exchange: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_rounds.read_rounds, "__kwdefaults__", {"most_bytes": 500_000})
+    folder = saved({key: whole(key, ROWS[:100]) for key in "abcd"})
+    target = {key: whole(key, torch.zeros(100, 2000, dtype=dtype)) for key, dtype in zip("abcd", DTYPES, strict=True)}
+    check_foretold([target, target], folder, cast=True, exchange=exchange, verify="all")
+
+
+DTYPES = [torch.bfloat16, torch.float32, torch.float64, torch.bfloat16]
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend[0])
+def test_each_format_says_what_it_reads(backend: tuple[str, int]) -> None:
+    folder = MemoryStorage()
+    st.save({"w": whole("w", ROWS), "v": whole("v", ROWS[:2])}, folder, backend)
+    for target in (PART, {"w": whole("w", ROWS), "v": whole("v", ROWS[:2])}):
+        (reads,) = st.explain(target, folder).reads
+        reports: list[st.ReadReport] = []
+        place = counted(folder)
+        st.load(target, place, report=reports.append, validate_access_integrity=False)
+        assert reads.cost is not None
+        assert reads.cost.bytes_wanted == reports[0].bytes_read
+        found = sum(place.counts.values())
+        assert reads.cost.bytes_wanted <= reads.cost.bytes_read <= found < reads.cost.bytes_read + 100_000
+
+
+def test_compressed_chunks_are_read_whole(tmp_path: Any) -> None:
+    zarr = pytest.importorskip("zarr")
+    group = zarr.open_group(tmp_path, mode="w", zarr_format=3)
+    group.create_array("w", data=ROWS.numpy(), chunks=(150, 2000))
+    (reads,) = st.explain({"w": whole("w", ROWS[:10].contiguous(), (0, 0, 30))}, tmp_path).reads
+    file = tmp_path / "w" / "c" / "0" / "0"
+    assert reads.cost == st.ReadCost(80_000, file.stat().st_size, 1, 1)
+
+
+# What is said.
+
+
+FOLDER = saved(
+    {"model": [whole(f"layers.{n}.weight", ROWS[:4]) for n in range(2)], "rng": st.ShardedObject("rng", 5, (2,), (0,))},
+    validate_access_integrity=False,
+)
+
+
+def asked(**changes: Any) -> dict[str, Any]:
+    shard = whole("layers.0.weight", torch.empty(4, 2000, device="meta"))
+    return {"shard": replace(shard, data=None, **changes)}
+
+
+def test_all_problems_are_told_at_once_by_explain_and_load() -> None:
+    target = {
+        "typo": whole("layers.0.wieght", torch.zeros(4, 2000)),
+        "shape": whole("layers.1.weight", torch.zeros(5, 2000)),
+        "dtype": whole("layers.0.weight", torch.zeros(4, 2000, dtype=torch.float16)),
+        "grid": st.ShardedObject("rng", None, (3,), (0,)),
+    }
+    explanation = st.explain(target, FOLDER)
+    assert not explanation.ok
+    assert [(one.key, one.near) for one in explanation.unexpected] == [
+        ("layers.0.wieght", None),
+        ("rng/shard_0_3", "rng/shard_0_2"),
+    ]
+    assert {one.key: (str(one.stored), str(one.asked)) for one in explanation.mismatches} == {
+        "layers.0.weight": ("(4, 2000) float32", "(4, 2000) float16"),
+        "layers.1.weight": ("(4, 2000) float32", "(5, 2000) float32"),
+    }
+    with pytest.raises(KeyMismatch) as refused:
+        st.load(target, FOLDER, validate_access_integrity=False)
+    for problem in explanation.problems:
+        assert str(problem) in str(refused.value)
+        assert str(problem) in str(explanation)
+
+
+def test_gaps_are_told_with_the_rest() -> None:
+    folder = saved({"w": whole("w", ROWS[:2], (0, 0, 2)), "v": whole("v", ROWS)}, validate_access_integrity=False)
+    target = {"w": whole("w", ROWS[:4]), "v": whole("v", torch.zeros(3))}
+    found = st.explain(target, folder)
+    assert found.gaps == (st.Gap("w", (0, 0), 4000, 8000),)
+    with pytest.raises(ShapeError, match=r"checkpoint has \(300, 2000\)[\s\S]*4000 of 8000 elements are stored"):
+        st.load(target, folder)
+
+
+def test_missing_is_what_no_rank_asks_for() -> None:
+    first, second = ({"w": whole(f"layers.{n}.weight", ROWS[:4])} for n in range(2))
+    assert st.explain(first, FOLDER).missing == ("layers.1.weight", "rng")
+    assert st.explain_ranks([first, second], FOLDER).missing == ("rng",)
+    assert st.explain(first, FOLDER).ok
+
+
+def test_a_target_without_data_will_do_and_none_is_made() -> None:
+    huge = st.ShardedTensor("w", None, torch.float32, (2**40,), (2**40,), (0,), (1,))
+    found = st.explain({"w": huge, "x": asked()["shard"]}, FOLDER)
+    assert [one.key for one in found.problems] == ["w"]
+    with pytest.raises(KeyMismatch, match="not stored: 'w'"):
+        st.load({"w": huge}, FOLDER)
+
+
+def test_factories_are_applied() -> None:
+    factory = st.ShardedTensorFactory(
+        "f", ROWS[:4], lambda key, data, *_: {"a": whole("layers.0.weight", data)}, lambda loaded: loaded["a"]
+    )
+    assert st.explain({"f": factory}, FOLDER).reads[0].shards == 1
+
+
+def test_a_padded_tensor_is_no_problem() -> None:
+    assert st.explain(asked(local_shape=(5, 2000), global_shape=(5, 2000), allow_shape_mismatch=True), FOLDER).ok
+
+
+def test_cast_makes_dtypes_no_problem_where_they_can_be_converted() -> None:
+    assert st.explain(asked(dtype=torch.bfloat16), FOLDER, cast=True).ok
+    assert not st.explain(asked(dtype=torch.int32), FOLDER, cast=True).ok
+
+
+def test_only_metadata_is_read() -> None:
+    watched = counted(FOLDER)
+    st.explain(asked(), watched)
+    assert {name.rpartition("/")[2].partition("-")[0].partition(".")[0] for name in watched.counts} == {
+        "metadata",
+        "index",
+    }
+
+
+def test_no_process_group_takes_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    def collective(*_: Any, **__: Any) -> None:
+        raise AssertionError("a collective was called")
+
+    torch.distributed.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
+    try:
+        for name in ("all_gather", "all_gather_object", "broadcast", "broadcast_object_list", "barrier", "new_group"):
+            monkeypatch.setattr(torch.distributed, name, collective)
+        assert st.explain(asked(), FOLDER).ok
+        with pytest.raises((AssertionError, st.CheckpointingException)):
+            st.load(asked(), FOLDER)
+    finally:
+        monkeypatch.undo()
+        torch.distributed.destroy_process_group()
+
+
+def test_a_function_of_the_callers_own_is_told_of_without_figures() -> None:
+    found = st.explain(asked(), FOLDER, lambda checkpoint, shards: st.ReadReport())
+    assert found.ok and found.cost is None and found.over_read is None
+    assert "unknown" in str(found)
+
+
+def test_a_format_that_only_lists_is_told_of_without_figures() -> None:
+    table = {row: fn for row, fn in default_strategies.items() if row[0] is not StrategyAction.EXPLAIN}
+    assert st.explain(asked(), FOLDER, strategies=table).reads[0].cost is None
+    assert not st.explain(asked(dtype=torch.int8), FOLDER, strategies=table).ok
+
+
+def test_a_format_that_lists_nothing_can_not_be_explained() -> None:
+    unlisted = (StrategyAction.EXPLAIN, StrategyAction.LOAD_METADATA)
+    table = {row: fn for row, fn in default_strategies.items() if row[0] not in unlisted}
+    with pytest.raises(StrategyError, match="load_metadata"):
+        st.explain(asked(), FOLDER, strategies=table)
+    assert st.load(asked(), FOLDER, strategies=table)["shard"].shape == (4, 2000)
+    with pytest.raises(StrategyError, match="load_metadata"):
+        st.load(asked(), FOLDER, strategies=table, cast=True)
+
+
+def test_what_can_not_be_opened_can_not_be_explained(tmp_path: Any) -> None:
+    with pytest.raises(NotACheckpoint):
+        st.explain({}, tmp_path)
+
+
+def test_a_file_that_is_gone_is_missed() -> None:
+    folder = saved({"w": whole("w", ROWS)})
+    (folder_name,) = [name for name in folder.names() if folder.is_folder(name)]
+    folder.remove(f"{folder_name}/00000-of-00001.safetensors")
+    with pytest.raises(CorruptCheckpoint, match="no such file"):
+        st.explain({"w": whole("w", ROWS)}, folder)
+
+
+def test_the_table_says_all() -> None:
+    halves = [{"w": whole("layers.0.weight", ROWS[:4, :1000], (1, rank, 2))} for rank in range(2)]
+    assert str(st.explain_ranks(halves, FOLDER, verify=None)).splitlines() == [
+        "The target fits the checkpoint.",
+        "2 keys:",
+        "  stored, not asked for: 'layers.1.weight'",
+        "  stored, not asked for: 'rng'",
+        "",
+        "rank  shards  objects  asked for     read  over-read  pieces  files",
+        "   0       1        0    16.0 kB  28.0 kB       1.75       1      1",
+        "   1       1        0    16.0 kB  28.0 kB       1.75       1      1",
+        " all       2        0    32.0 kB  56.0 kB       1.75       2      2",
+    ]
+
+
+def test_near_names_of_many_are_found_soon() -> None:
+    names = [f"model.layers.{n}.{part}" for n in range(50_000) for part in ("weight", "bias")]
+    keys = ["model.layers.7.wieght", "layers.49999.bias", "x" * 100_000]
+    near = near_names(keys, names)
+    assert near["model.layers.7.wieght"] == "model.layers.7.weight"
+    assert near["layers.49999.bias"] == "model.layers.49999.bias"
+    assert len(near) == 2

@@ -1,0 +1,243 @@
+"""Where target and checkpoint differ in shape or dtype: an error, or, when asked for, the overlap, converted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as some
+
+import shardtree as st
+from shardtree.errors import KeyMismatch, RemoteError, ShapeError
+from shardtree.plans import _rounds, convertible
+from shardtree.storage import MemoryStorage
+from shardtree.testing import PRINTABLE_DTYPES, Layout, Piece, bits, cut, layouts
+
+Load = Callable[..., Any]
+FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2]
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+
+
+def whole(key: str, data: torch.Tensor, *cuts: Any, **fields: Any) -> st.ShardedTensor:
+    return st.ShardedTensor.from_rank_offsets(key, data, *cuts, **fields)
+
+
+def stored(**tensors: torch.Tensor) -> MemoryStorage:
+    folder = MemoryStorage()
+    st.save({key: whole(key, tensor) for key, tensor in tensors.items()}, folder)
+    return folder
+
+
+def values(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Return random values, none of which is a NaN: of these, conversions keep no particular bits."""
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(shape, generator=generator, dtype=torch.float64) * 10).to(dtype)
+
+
+# The law: of another shape the overlap is loaded, converted as Tensor.to does, and the rest is what it was.
+
+
+def check_overlap(
+    source: torch.Tensor, kept: torch.Tensor, layout: Layout, load: Load, *, given_data: bool, **options: Any
+) -> None:
+    """Raise unless each rank gets the stored elements where there are some, and its own elsewhere, bit for bit."""
+    expected = kept.clone() if given_data else torch.zeros_like(kept)
+    part = tuple(slice(0, min(sizes)) for sizes in zip(source.shape, kept.shape, strict=True))
+    expected[part] = source[part].to(kept.dtype)
+    folder = stored(w=source)
+
+    def on_rank(world: st.World) -> None:
+        shards = [replace(s, allow_shape_mismatch=True) for s in cut(layout, "w", kept.clone(), world.rank)]
+        targets = shards if given_data else [shard.without_data() for shard in shards]
+        loaded = load({f"{n}": shard for n, shard in enumerate(targets)}, folder, world=world, **options)
+        for number, shard in enumerate(cut(layout, "w", expected, world.rank)):
+            found = loaded.get(f"{number}")
+            assert bits(found) == bits(shard.data), f"rank {world.rank}: {found} isn't {shard.data}"
+
+    st.simulate(layout.ranks, on_rank)
+
+
+@settings(max_examples=30)
+@given(data=some.data())
+def test_of_another_shape_the_overlap_is_loaded_and_the_rest_is_kept(data: some.DataObject) -> None:
+    axes = data.draw(some.integers(0, 3))
+    sizes = some.tuples(*[some.integers(1, 5)] * axes)
+    shape, other = data.draw(sizes, label="stored"), data.draw(sizes, label="target")
+    dtype, stored_dtype = data.draw(some.sampled_from(FLOATS)), data.draw(some.sampled_from(FLOATS))
+    check_overlap(
+        values(shape, stored_dtype, 1),
+        values(other, dtype, 2),
+        data.draw(layouts(other, 3), label="layout"),
+        st.load,
+        given_data=data.draw(some.booleans(), label="with data"),
+        donate=data.draw(some.booleans(), label="donate"),
+        exchange=data.draw(some.sampled_from(["never", "always"])),
+        cast=True,
+    )
+
+
+SHORT, LONG = values((3, 4), torch.float32, 1), values((5, 4), torch.bfloat16, 2)
+ALL = Layout(1, (5, 4), (Piece(0, (0, 0), (5, 4)),), grid=(1, 1))
+
+
+def zeroing(target: Any, folder: Any, **options: Any) -> Any:
+    """A planted fault: the rest becomes zeros."""
+    return st.load(st.without_data(target), folder, **options)
+
+
+def rounding_twice(target: Any, folder: Any, **options: Any) -> Any:
+    """A planted fault: the target's own elements are converted there and back too."""
+    loaded = st.load(target, folder, **options)
+    return {key: tensor.to(torch.float8_e4m3fn).to(tensor.dtype) for key, tensor in loaded.items()}
+
+
+@pytest.mark.parametrize("faulty", [zeroing, rounding_twice])
+def test_the_law_catches(faulty: Load) -> None:
+    check_overlap(SHORT, LONG, ALL, st.load, given_data=True, cast=True)
+    with pytest.raises(AssertionError, match="isn't"):
+        check_overlap(SHORT, LONG, ALL, faulty, given_data=True, cast=True)
+
+
+# Shapes.
+
+
+def test_where_nothing_overlaps_all_is_kept() -> None:
+    part = whole("w", torch.full((2, 4), 7.0), (0, 1, 2), allow_shape_mismatch=True)
+    loaded = st.load({"w": part}, stored(w=torch.ones(1, 4)), validate_access_integrity=False)
+    assert (loaded["w"] == 7).all()
+
+
+def test_of_an_empty_tensor_nothing_is_loaded() -> None:
+    shard = whole("w", torch.full((2, 4), 7.0), allow_shape_mismatch=True)
+    assert (st.load({"w": shard}, stored(w=torch.ones(0, 4)))["w"] == 7).all()
+    shard = whole("w", torch.zeros(0, 4), allow_shape_mismatch=True)
+    assert st.load({"w": shard}, stored(w=torch.ones(2, 4)))["w"].shape == (0, 4)
+
+
+def test_another_number_of_axes_is_an_error_all_the_same() -> None:
+    shard = whole("w", torch.zeros(2, 4, 1), allow_shape_mismatch=True)
+    with pytest.raises(ShapeError, match=r"checkpoint has \(2, 4\) float32, target asks for \(2, 4, 1\) float32"):
+        st.load({"w": shard}, stored(w=torch.ones(2, 4)))
+
+
+def test_prepended_axes_have_overlaps_too() -> None:
+    layers = [
+        whole("w", torch.full((4,), -1.0), (0, n, 3), prepend_axis_num=1, allow_shape_mismatch=True) for n in range(3)
+    ]
+    folder = stored(w=torch.ones(2, 3))
+    loaded = st.load({"layers": layers}, folder)["layers"]
+    assert [layer.tolist() for layer in loaded] == [[1, 1, 1, -1], [1, 1, 1, -1], [-1] * 4]
+
+
+def test_no_strict_mode_hides_a_mismatch() -> None:
+    for strict in st.StrictHandling:
+        with pytest.raises((ShapeError, KeyMismatch), match=r"checkpoint has|missing"):
+            st.load({"w": whole("w", torch.zeros(5))}, stored(w=torch.ones(4), v=torch.ones(1)), strict=strict)
+
+
+def test_a_left_out_key_does_not_hide_a_padded_one() -> None:
+    target = {"w": whole("w", torch.zeros(5), allow_shape_mismatch=True), "x": whole("x", torch.zeros(1))}
+    loaded, missing, unexpected = st.load(target, stored(w=torch.ones(4), v=torch.ones(1)), strict="return_all")
+    assert (loaded["w"].tolist(), missing, unexpected) == ([1, 1, 1, 1, 0], {"v"}, {"x"})
+
+
+# Dtypes.
+
+
+def test_another_dtype_is_an_error_that_shows_both_and_what_to_do() -> None:
+    with pytest.raises(ShapeError, match=r"has \(4,\) float32, target asks for \(4,\) bfloat16[\s\S]*cast=True"):
+        st.load({"w": whole("w", torch.zeros(4, dtype=torch.bfloat16))}, stored(w=torch.ones(4)))
+
+
+def test_what_can_not_be_converted_is_an_error_before_anything_is_read() -> None:
+    target = torch.full((2,), 7.0)
+    folder = stored(w=torch.ones(2, dtype=torch.complex64), v=torch.ones(2))
+    shards = {"w": whole("w", target), "v": whole("v", torch.zeros(2, dtype=torch.int32))}
+    with pytest.raises(ShapeError, match=r"float32, target asks for[\s\S]*complex64, target asks for") as error:
+        st.load(shards, folder, cast=True, donate=True)
+    assert "Load in the stored dtype" in str(error.value) and target.tolist() == [7, 7]
+
+
+@pytest.mark.parametrize("before", PRINTABLE_DTYPES, ids=str)
+def test_what_is_said_to_be_convertible_is_converted_as_torch_does(before: torch.dtype) -> None:
+    dtypes = {str(dtype): dtype for dtype in PRINTABLE_DTYPES if convertible(before, dtype)}
+    source = torch.tensor([0, 1, 1, 0, 1], dtype=torch.uint8).to(before)
+    target = {key: whole(key, torch.empty(5, dtype=dtype)) for key, dtype in dtypes.items()}
+    loaded = st.load(target, stored(**dict.fromkeys(dtypes, source)), cast=True)
+    assert before in dtypes.values()
+    for key, dtype in dtypes.items():
+        assert loaded[key].dtype == dtype and bits(loaded[key]) == bits(source.to(dtype)), key
+
+
+def test_which_dtypes_become_which() -> None:
+    kinds = [torch.bool, torch.int32, torch.float32, torch.complex64]
+    assert [[convertible(a, b) for b in kinds] for a in kinds] == [
+        [True, True, True, True],
+        [False, True, True, True],
+        [False, False, True, True],
+        [False, False, False, True],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "before", "after"),
+    [
+        (300, torch.int64, torch.uint8),
+        (-1, torch.int8, torch.uint16),
+        (2**63, torch.uint64, torch.int64),
+        (-(2**40), torch.int64, torch.int32),
+    ],
+)
+def test_an_integer_that_does_not_fit_is_an_error(value: int, before: torch.dtype, after: torch.dtype) -> None:
+    folder = stored(w=torch.tensor([1, value], dtype=before))
+    with pytest.raises(ShapeError, match=f"'w' can't be converted[\\s\\S]*{value}"):
+        st.load({"w": whole("w", torch.empty(2, dtype=after))}, folder, cast=True)
+
+
+@pytest.mark.parametrize("exchange", ["never", "always"])
+def test_on_several_ranks_all_hear_of_it(exchange: Any) -> None:
+    folder = stored(w=torch.tensor([1, 300]))
+
+    def on_rank(world: st.World) -> None:
+        half = whole("w", torch.empty(1, dtype=torch.uint8), (0, world.rank, 2))
+        with pytest.raises(RemoteError, match="rank 1: ShapeError"):
+            st.load({"w": half}, folder, cast=True, world=world, exchange=exchange)
+
+    st.simulate(2, on_rank)
+
+
+@pytest.mark.parametrize("exchange", ["never", "always"])
+def test_conversions_take_bounded_rounds(exchange: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_rounds.read_rounds, "__kwdefaults__", {"most_bytes": 20})
+    tensors = {key: values((4,), torch.float32, seed) for seed, key in enumerate("abcde")}
+    folder = stored(**tensors)
+
+    def on_rank(world: st.World) -> None:
+        keys = "abcde"[world.rank :]
+        target = {k: whole(k, torch.empty(4, dtype=torch.bfloat16), replica_id=world.rank - (k == "a")) for k in keys}
+        loaded = st.load(target, folder, cast=True, world=world, exchange=exchange, validate_access_integrity=False)
+        assert all(bits(loaded[key]) == bits(tensors[key].to(torch.bfloat16)) for key in keys)
+
+    st.simulate(3, on_rank)
+
+
+def test_a_donated_parameter_is_filled_in_place() -> None:
+    target = torch.nn.Parameter(torch.zeros(2, 3, dtype=torch.bfloat16).t())
+    version = target._version
+    source = values((3, 2), torch.float32, 4)
+    loaded = st.load({"w": whole("w", target)}, stored(w=source), cast=True, donate=True)["w"]
+    assert loaded is target and target._version > version
+    assert bits(target.detach()) == bits(source.to(torch.bfloat16))
+
+
+def test_flat_optimizer_shards_are_converted() -> None:
+    source = values((4, 3), torch.float32, 3)
+    flat = st.ShardedTensor.from_rank_offsets_flat(
+        "w", torch.empty(5, dtype=torch.bfloat16), (4, 3), flattened_range=slice(2, 7)
+    )
+    loaded = st.load({"w": flat}, stored(w=source), cast=True, validate_access_integrity=False)["w"]
+    assert bits(loaded) == bits(source.view(-1)[2:7].to(torch.bfloat16))

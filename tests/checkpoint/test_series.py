@@ -1,0 +1,403 @@
+"""A series of checkpoints: listing, saving, resuming, the dry run, and what a removal leaves alone."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+import torch
+
+import shardtree as st
+from shardtree.storage import LocalStorage, MemoryStorage, Storage, claim, folder_in, owner_note, release, storage_at
+from shardtree.world import World
+
+SAVE_ID = "save-20260102T030405-0123456789abcdef"
+
+
+def tree(value: float = 1.0, world: World | None = None) -> dict[str, Any]:
+    place = [] if world is None else [(0, world.rank, world.size)]
+    return {"w": st.ShardedTensor.from_rank_offsets("w", torch.full((2, 3), value), *place), "step": value}
+
+
+def target() -> dict[str, Any]:
+    return {"w": st.ShardedTensor.from_rank_offsets("w", torch.empty(2, 3))}
+
+
+def saved(root: Any, *numbers: int, **options: Any) -> st.CheckpointSeries:
+    series = st.CheckpointSeries(root)
+    for number in numbers:
+        series.save(tree(float(number)), number, durable=False, **options)
+    return series
+
+
+def numbers(series: st.CheckpointSeries) -> list[int]:
+    return [step.number for step in series.steps()]
+
+
+@pytest.fixture(params=["local", "memory", "objects"])
+def root(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
+    if request.param == "objects":
+        return storage_at(f"memory://{uuid4().hex}/run")
+    return LocalStorage(str(tmp_path / "run")) if request.param == "local" else MemoryStorage()
+
+
+def test_what_is_saved_is_listed_and_resumed_from(root: Storage) -> None:
+    series = saved(root, 30, 4, 100)
+    assert numbers(series) == [4, 30, 100]
+    latest = series.latest()
+    assert latest is not None and (latest.number, latest.folder) == (100, "step_00000100")
+    assert series.load(target())["step"] == 100.0
+    assert torch.equal(series.load(target(), 4)["w"], torch.full((2, 3), 4.0))
+    assert st.open_checkpoint(series.at(latest))["w"].data.shape == (2, 3)
+    assert series.latest_verified() == latest
+
+
+def test_an_empty_root_has_no_steps(root: Storage) -> None:
+    series = st.CheckpointSeries(root)
+    assert (series.steps(), series.latest(), series.latest_verified(), series.clean()) == ((), None, None, ())
+    with pytest.raises(st.NotACheckpoint, match="no finished step"):
+        series.load(target())
+    saved(root, 7)
+    with pytest.raises(st.NotACheckpoint, match="found steps 7 to 7"):
+        series.at(8)
+
+
+def test_metrics_and_pins_are_noted_with_a_step_and_later(root: Storage) -> None:
+    series = saved(root, 1)
+    series.save(tree(), 2, metrics={"loss": torch.tensor(0.5), "bad": float("nan")}, pinned=True)
+    first, second = series.steps()
+    assert (first.metrics, first.pinned, second.pinned) == ({}, False, True)
+    assert second.metrics["loss"] == 0.5 and second.metrics["bad"] != second.metrics["bad"]
+    series.note(1, {"loss": 0.25})
+    series.note(first, {"accuracy": 1})
+    series.pin(1)
+    series.unpin(second)
+    first, second = series.steps()
+    assert (first.metrics, first.pinned, second.pinned) == ({"loss": 0.25, "accuracy": 1.0}, True, False)
+    assert st.best_step(series.steps(), "loss") == first
+
+
+@pytest.mark.parametrize(
+    ("names", "folders"),
+    [
+        ("iter_{:07d}", {"iter_0000042": 42, "iter_43": 43}),
+        ("{}", {"42": 42, "0043": 43}),
+        ("{:03d}-ema", {"042-ema": 42}),
+    ],
+)
+def test_folders_of_other_programs_are_steps(names: str, folders: dict[str, int], tmp_path: Path) -> None:
+    for folder, number in folders.items():
+        st.save(tree(float(number)), tmp_path / folder, sharded_strategy=("torch_dist", 1), durable=False)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("42")
+    series = st.CheckpointSeries(tmp_path, names)
+    assert {step.folder: step.number for step in series.steps()} == folders
+    assert all(abs(step.time - (tmp_path / step.folder).stat().st_mtime) < 5 for step in series.steps())
+    series.save(tree(44.0), 44, durable=False)
+    assert series.load(target(), 42)["step"] == 42.0
+    kept = numbers(series)[-1:]
+    series.remove(series.plan_removal(st.keep_last(1)))
+    assert numbers(series) == kept
+    assert (tmp_path / "latest_checkpointed_iteration.txt").exists()
+
+
+def test_a_step_is_saved_once_unless_it_may_be_overwritten(root: Storage) -> None:
+    series = saved(root, 5, metrics={"loss": 1.0})
+    with pytest.raises(st.AlreadyACheckpoint):
+        series.save(tree(9.0), 5, metrics={"loss": 9.0})
+    assert series.steps()[0].metrics == {"loss": 1.0}
+    series.save(tree(9.0), 5, overwrite=True)
+    assert (series.steps()[0].metrics, series.load(target())["step"]) == ({}, 9.0)
+
+
+def test_another_spelling_of_a_step_is_the_same_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    st.save(tree(5.0), tmp_path / "step_5", durable=False)
+    series = st.CheckpointSeries(tmp_path)
+    with pytest.raises(st.AlreadyACheckpoint):
+        series.save(tree(), 5)
+    st.save(tree(6.0), tmp_path / "step_00000005", durable=False)
+    assert [step.folder for step in series.steps()] == ["step_00000005"]
+    assert "are the same step" in caplog.text
+
+
+def test_unfinished_and_failed_steps_are_not_listed(root: Storage) -> None:
+    series = saved(root, 1, 2)
+    request = series.save(tree(3.0), 3, async_sharded_save=True)
+    assert request is not None
+    assert numbers(series) == [1, 2]
+    with pytest.raises(st.CheckpointingException):
+        series.save({"w": st.ShardedTensor.from_rank_offsets("w", torch.ones(2)), "bad": open}, 4, metrics={"loss": 0})
+    root.make_folder("step_00000005")
+    folder_in(root, "step_00000006").make_folder(SAVE_ID)
+    assert numbers(series) == [1, 2]
+    request.execute_sync()
+    assert numbers(series) == [1, 2, 3]
+    assert "step_00000004" not in root.names()
+
+
+def test_a_request_that_fails_takes_its_note_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    root = MemoryStorage()
+    series = saved(root, 1, metrics={"loss": 1.0})
+    request = series.save(tree(), 1, metrics={"loss": 2.0}, overwrite=True, async_sharded_save=True)
+    new = series.save(tree(), 2, metrics={"loss": 2.0}, async_sharded_save=True)
+    assert request is not None and new is not None
+    for one in (request, new):
+        one.async_fn()
+        one.abandon()
+    assert [(step.number, step.metrics) for step in series.steps()] == [(1, {"loss": 1.0})]
+    assert root.names() == ("step_00000001",)
+
+
+def test_a_queue_saves_in_the_background_and_removal_leaves_what_is_on_its_way(root: Storage) -> None:
+    series = saved(root, 1, 2)
+    with st.AsyncCallsQueue() as queue:
+        for number in (3, 4):
+            request = series.save(tree(float(number)), number, metrics={"loss": 1 / number}, async_sharded_save=True)
+            queue.schedule_async_request(request)
+        series.remove(series.plan_removal(st.keep_last(1)))
+        assert set(numbers(series)) <= {2, 3, 4}
+        queue.maybe_finalize_async_calls(blocking=True)
+        assert numbers(series) == [2, 3, 4]
+    assert [step.metrics.get("loss") for step in series.steps()] == [None, 1 / 3, 0.25]
+
+
+def test_the_newest_that_verifies_is_asked_for(root: Storage, caplog: pytest.LogCaptureFixture) -> None:
+    series = saved(root, 1, 2, 3)
+    third = folder_in(root, "step_00000003")
+    folder = next(name for name in third.names() if name.startswith("save-"))
+    data = bytearray(third.read(f"{folder}/00000-of-00001.safetensors"))
+    data[-1] ^= 1
+    third.replace(f"{folder}/00000-of-00001.safetensors", bytes(data), durable=False)
+    folder_in(root, "step_00000002").replace("metadata.json", b'{"sharded_backend": 1}', durable=False)
+    latest, sound = series.latest(), series.latest_verified()
+    assert latest is not None and sound is not None
+    assert (latest.number, sound.number) == (3, 1)
+    assert "step 3 is passed over" in caplog.text and "step 2 is passed over" in caplog.text
+
+
+def test_the_dry_run_changes_nothing_and_says_what_goes(root: Storage) -> None:
+    series = saved(root, 10, 20, 30, 40)
+    series.pin(10)
+    folder_in(root, "step_00000020").replace("notes.txt", b"mine", durable=False)
+    plan = series.plan_removal(st.keep_any(st.keep_last(1), st.keep_every(30)))
+    assert [(step.number, step.others) for step in plan.going] == [(20, ("notes.txt",))]
+    assert plan.kept == {10: ("pinned",), 30: ("keep_every(30)",), 40: ("the newest", "keep_last(1)")}
+    assert numbers(series) == [10, 20, 30, 40]
+    text = str(plan)
+    assert f"goes: {plan.nbytes:,} bytes in {len(plan.going[0].files)} files; 1 other file stays" in text
+    assert "stays: the newest, keep_last(1)" in text and "1 step goes" in text
+    assert series.remove(plan) == (20,)
+    assert numbers(series) == [10, 30, 40]
+    assert root.names("step_00000020") == ("notes.txt",)
+    assert series.remove(plan) == ()
+    assert series.clean() == ("step_00000020",)
+
+
+FORMATS = [("safetensors", 1), ("torch_dist", 1), ("dcp", 1), ("zarr", 3), ("huggingface", 1)]
+
+
+@pytest.mark.parametrize("backend", FORMATS, ids=[name for name, _ in FORMATS])
+def test_every_formats_files_go_and_no_others(backend: tuple[str, int], root: Storage) -> None:
+    series = st.CheckpointSeries(root)
+    for number in (1, 2, 3):
+        whole = {"w": tree()["w"]} if backend[0] == "huggingface" else tree()
+        series.save(whole, number, sharded_strategy=backend, metrics={"loss": 1.0}, durable=False)
+    others = {"step_00000002/tokenizer.json": b"{}", "step_00000002/mine/a.bin": b"a", "mine/b.bin": b"b"}
+    for name, data in others.items():
+        root.make_folder(name.rpartition("/")[0])
+        root.replace(name, data, durable=False)
+    assert series.remove(series.plan_removal(st.keep_last(1))) == (1, 2)
+    assert root.names() == ("mine", "step_00000002", "step_00000003")
+    assert {name: root.read(name) for name in others} == others
+    assert root.names("step_00000002") == ("mine", "tokenizer.json")
+    assert torch.equal(series.load({"w": target()["w"]})["w"], torch.ones(2, 3))
+
+
+def test_links_are_left_alone(tmp_path: Path) -> None:
+    series = saved(tmp_path / "run", 2, 3)
+    saved(tmp_path / "elsewhere", 1)
+    os.symlink(tmp_path / "elsewhere" / "step_00000001", tmp_path / "run" / "step_00000001")
+    moved = tmp_path / "elsewhere" / "metadata.json"
+    (tmp_path / "run" / "step_00000002" / "metadata.json").rename(moved)
+    os.symlink(moved, tmp_path / "run" / "step_00000002" / "metadata.json")
+    plan = series.plan_removal(st.keep_last(1))
+    assert plan.going == ()
+    assert plan.kept[1] == ("can't be removed: its folder is a link",)
+    assert plan.kept[2] == ("can't be removed: files of it are links",)
+    assert series.remove(plan) == () and numbers(series) == [1, 2, 3]
+
+
+@pytest.fixture
+def live() -> Iterator[bytes]:
+    held = claim(SAVE_ID)
+    yield owner_note(SAVE_ID)
+    release(SAVE_ID)
+    del held
+
+
+def test_a_step_that_is_being_saved_again_stays(live: bytes) -> None:
+    root = MemoryStorage()
+    series = saved(root, 1, 2)
+    plan = series.plan_removal(st.keep_last(1))
+    root.write(f"step_00000001/{SAVE_ID}/owner.json", [memoryview(live)], durable=False)
+    assert series.plan_removal(st.keep_last(1)).kept[1] == ("can't be removed: a save to it is on its way",)
+    assert series.remove(plan) == ()
+    release(SAVE_ID)
+    assert series.remove(series.plan_removal(st.keep_last(1))) == (1,)
+    assert root.names() == ("step_00000002",)
+
+
+def test_what_changed_since_the_plan_stays(root: Storage, caplog: pytest.LogCaptureFixture) -> None:
+    series = saved(root, 1, 2, 3, 4)
+    plan = series.plan_removal(st.keep_last(1))
+    series.save(tree(9.0), 1, overwrite=True)
+    series.pin(2)
+    series.remove(series.plan_removal(st.keep_steps([1, 2, 3])))
+    assert series.remove(plan) == (3,)
+    assert numbers(series) == [1, 2, 4]
+    assert "changed since the plan" in caplog.text and "by now it is pinned" in caplog.text
+
+
+def test_the_newest_stays_even_if_a_plan_thought_otherwise(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    series = saved(tmp_path, 1, 2, 3)
+    plan = series.plan_removal(st.keep_last(1))
+    (tmp_path / "step_00000003" / "metadata.json").unlink()
+    assert series.remove(plan) == (1,)
+    assert numbers(series) == [2]
+    assert "by now it is the newest" in caplog.text
+
+
+def test_a_record_that_cannot_be_read_keeps_its_step(root: Storage, caplog: pytest.LogCaptureFixture) -> None:
+    series = saved(root, 1, 2, metrics={"loss": 1.0})
+    for data in (b"{", b"[]", b'{"step_record":2,"time":1,"metrics":{},"pinned":false,"removing":[]}'):
+        root.replace("step_00000001/shardtree-step.json", data, durable=False)
+        assert series.plan_removal(st.keep_last(1)).kept[1] == ("pinned",)
+        with pytest.raises(st.CorruptCheckpoint, match="no record of a step|not valid JSON"):
+            series.note(1, {"loss": 2.0})
+    assert root.read("step_00000001/shardtree-step.json").startswith(b'{"step_record":2')
+
+
+def test_a_damaged_step_of_ours_can_go_and_one_of_others_stays(root: Storage) -> None:
+    series = saved(root, 1, 3)
+    saved(root, 2, sharded_strategy=("torch_dist", 1))
+    for number in (1, 2):
+        root.replace(f"step_0000000{number}/metadata.json", b"{]", durable=False)
+    plan = series.plan_removal(st.keep_last(1))
+    assert "isn't known which files" in plan.kept[2][0]
+    old = [step.number for step in plan.going]
+    assert old == [] and "on its way" in plan.kept[1][0], "its save may be about to be committed"
+
+
+def test_two_processes_may_remove_at_once(root: Storage) -> None:
+    series = saved(root, *range(12))
+    plan = series.plan_removal(st.keep_last(2))
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            series.remove(plan)
+            series.remove(series.plan_removal(st.keep_last(2)))
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    series.clean()
+    assert failures == []
+    assert numbers(series) == [10, 11]
+    assert root.names() == ("step_00000010", "step_00000011")
+
+
+def test_a_failure_is_told_once_all_others_went(tmp_path: Path) -> None:
+    if os.geteuid() == 0:
+        pytest.skip("root may remove everything")
+    series = saved(tmp_path, 1, 2, 3)
+    (tmp_path / "step_00000001").chmod(0o500)
+    plan = series.plan_removal(st.keep_last(1))
+    with pytest.raises(st.StorageError, match="step_00000001"):
+        series.remove(plan)
+    (tmp_path / "step_00000001").chmod(0o700)
+    assert numbers(series) == [1, 3]
+
+
+def test_a_new_save_into_a_half_removed_folder_counts(root: Storage) -> None:
+    series = saved(root, 1, 2)
+    plan = series.plan_removal(st.keep_last(1))
+    files = [[mark.name, mark.nbytes, mark.changed] for mark in plan.going[0].files]
+    note = {"step_record": 1, "time": None, "metrics": {}, "pinned": False, "removing": files}
+    root.replace("step_00000001/shardtree-step.json", json.dumps(note).encode(), durable=False)
+    assert numbers(series) == [2], "its removal was begun"
+    root.remove("step_00000001/metadata.json")
+    st.save(tree(5.0), folder_in(root, "step_00000001"), durable=False)
+    assert numbers(series) == [1, 2]
+    series.clean()
+    assert series.load(target(), 1)["step"] == 5.0
+    series.save(tree(6.0), 1, overwrite=True)
+    assert series.load(target(), 1)["step"] == 6.0
+
+
+def test_dead_saves_are_cleaned_and_live_ones_are_not(live: bytes) -> None:
+    root = MemoryStorage()
+    series = saved(root, 1)
+    root.write(f"step_00000002/{SAVE_ID}/owner.json", [memoryview(live)], durable=False)
+    root.write("step_00000003/save-20260102T030405-1111111111111111/owner.json", [memoryview(b"{}")], durable=False)
+    root.write("step_00000004/notes.txt", [memoryview(b"mine")], durable=False)
+    assert series.clean() == ("step_00000002", "step_00000004")
+    release(SAVE_ID)
+    assert series.clean() == ("step_00000004",)
+    assert root.names() == ("step_00000001", "step_00000004")
+
+
+def test_folders_that_only_look_like_ours_are_left_alone(root: Storage) -> None:
+    series = saved(root, 1, 2)
+    root.make_folder(".step_00000001.0123456789abcdef.removed")
+    root.replace(".step_00000001.0123456789abcdef.removed/mine.txt", b"mine", durable=False)
+    series.remove(series.plan_removal(st.keep_last(1)))
+    series.clean()
+    assert root.read(".step_00000001.0123456789abcdef.removed/mine.txt") == b"mine"
+
+
+def test_ranks_act_together() -> None:
+    root = MemoryStorage()
+
+    def train(world: World) -> list[Any]:
+        series = st.CheckpointSeries(root, world=world)
+        for number in (1, 2, 3):
+            series.save(tree(float(number), world), number, metrics={"loss": number + world.rank})
+        gone = series.remove(series.plan_removal(st.keep_best(1, "loss")))
+        found = series.load({"w": tree(0.0, world)["w"]}, 1)
+        return [gone, series.steps(), found["step"], series.latest()]
+
+    results = st.simulate(3, train)
+    assert results[0] == results[1] == results[2]
+    assert results[0][0] == (2,) and results[0][2] == 1.0
+    assert [step.metrics for step in results[0][1]] == [{"loss": 1.0}, {"loss": 3.0}]
+
+
+def test_what_fails_on_rank_zero_fails_everywhere() -> None:
+    def look(world: World) -> None:
+        st.CheckpointSeries(MemoryStorage(), world=world).at(3 if world.rank == 0 else 4)
+
+    with pytest.raises(st.RemoteError, match="no step 3"):
+        st.simulate(2, look)
+
+
+def test_listing_reads_little(caplog: pytest.LogCaptureFixture) -> None:
+    from shardtree.testing import Call, WatchedStorage
+
+    root = MemoryStorage()
+    saved(root, *range(20))
+    calls: list[Call] = []
+    with caplog.at_level(logging.WARNING):
+        st.CheckpointSeries(WatchedStorage(root, calls.append)).steps()
+    assert len(calls) <= 1 + 20 * 5
+    assert caplog.text == ""

@@ -1,0 +1,292 @@
+"""verify's law in every format: what changes in a file is found, or lies in what verify says it couldn't check."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from hashlib import sha256
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as some
+
+import shardtree as st
+from shardtree.errors import CheckpointingException
+from shardtree.storage import LocalStorage
+from shardtree.strategies import default_strategies, find_strategy
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+NATIVE, TORCH_DIST, VERIFY = ("safetensors", 1), ("torch_dist", 1), st.StrategyAction.VERIFY
+
+Files = dict[str, bytes]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Case:
+    """A sound checkpoint, and what verify says that it couldn't check of it."""
+
+    files: Files
+    unchecked: tuple[st.Unchecked, ...]
+
+
+def walk(folder: st.Storage, top: str = "") -> list[str]:
+    paths = [f"{top}/{name}" if top else name for name in folder.names(top)]
+    return [name for path in paths for name in ([path] if folder.length(path) is not None else walk(folder, path))]
+
+
+def folder_of(files: Files) -> st.MemoryStorage:
+    folder = st.MemoryStorage()
+    for name, data in files.items():
+        folder.write(name, [memoryview(data)], durable=False)
+    return folder
+
+
+def saved(sharded: Any, common: Any = None, *, plain: bool = True) -> Files:
+    def save(world: st.World) -> None:
+        part = torch.arange(12.0).reshape(2, 6) + world.rank
+        tree: dict[str, Any] = {
+            "w": st.ShardedTensor.from_rank_offsets("w", part, (0, world.rank, 2)),
+            "b": st.ShardedTensor.from_rank_offsets("b", torch.ones(3, dtype=torch.bfloat16), replica_id=world.rank),
+        }
+        if plain:
+            tree |= {"o": st.ShardedObject("o", {"rank": world.rank}, (2,), (world.rank,)), "step": 3}
+        st.save(tree, folder, sharded, common, world=world)
+
+    folder = st.MemoryStorage()
+    st.simulate(2, save)
+    return {name: folder.read(name) for name in walk(folder)}
+
+
+def fixture(name: str) -> Files:
+    return {
+        path.relative_to(FIXTURES / name).as_posix(): path.read_bytes()
+        for path in sorted((FIXTURES / name).rglob("*"))
+        if path.is_file()
+    }
+
+
+def with_manifest(files: Files) -> Files:
+    hashes = {name: sha256(data).hexdigest() for name, data in files.items()}
+    text = json.dumps({"algorithm": "sha256", "files": hashes}, indent=2)
+    return files | {"integrity.json": text.encode()}
+
+
+FORMATS: dict[str, Callable[[], Files]] = {
+    "native": lambda: saved(NATIVE),
+    "torch_dist": lambda: saved(TORCH_DIST),
+    "torch_dist beside a native common state": lambda: saved(TORCH_DIST, NATIVE),
+    "torch_dist of Megatron-Core, with integrity.json": lambda: with_manifest(fixture("megatron_0140_torch_dist_flat")),
+    "dcp": lambda: saved(("dcp", 1)),
+    "zarr 3": lambda: saved(("zarr", 3)),
+    "zarr 3 of another program": lambda: others_zarr(),
+    "zarr 1": lambda: fixture("megatron_old_zarr"),
+    "huggingface": lambda: saved(("huggingface", 1), plain=False),
+}
+CHECKED_WHOLE = ["native", "torch_dist of Megatron-Core, with integrity.json", "zarr 3"]
+
+
+def others_zarr() -> Files:
+    files = saved(("zarr", 3))
+    root = {"zarr_format": 3, "node_type": "group", "attributes": {}}
+    arrays = {name: data for name, data in files.items() if name.partition("/")[0] in ("w", "b")}
+    return {**arrays, "zarr.json": json.dumps(root).encode()}
+
+
+@cache
+def case(name: str) -> Case:
+    files = FORMATS[name]()
+    damage, report = verified(files)
+    assert damage == ()
+    return Case(files, report.unchecked)
+
+
+def verified(files: Files, **options: Any) -> tuple[tuple[st.Damage, ...], st.VerifyReport]:
+    reports: list[st.VerifyReport] = []
+    damage = st.verify(folder_of(files), report=reports.append, **options)
+    return damage, reports[0]
+
+
+def is_found(files: Files, **options: Any) -> bool:
+    try:
+        return bool(verified(files, **options)[0])
+    except CheckpointingException:
+        return True
+
+
+def check_flip(one: Case, name: str, bit: int, **options: Any) -> None:
+    """A flipped bit is found, or is one that verify says it can't see."""
+    data = bytearray(one.files[name])
+    data[bit // 8] ^= 1 << bit % 8
+    known = any(unchecked.covers(name, bit // 8) for unchecked in one.unchecked)
+    assert known or is_found(one.files | {name: bytes(data)}, **options), (name, bit)
+
+
+def places(one: Case) -> some.SearchStrategy[tuple[str, int]]:
+    """Any bit of any file: each file as likely as another, its ends likelier than its middle."""
+
+    def bits(name: str) -> some.SearchStrategy[tuple[str, int]]:
+        last = 8 * len(one.files[name]) - 1
+        middle = some.integers(0, last)
+        return some.tuples(some.just(name), middle | some.integers(0, min(last, 999)) | middle.map(lambda n: last - n))
+
+    return some.sampled_from([name for name, data in sorted(one.files.items()) if data]).flatmap(bits)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_flipped_bit_of_any_file_is_found_or_known_to_be_unchecked(name: str) -> None:
+    one = case(name)
+
+    @settings(max_examples=50, deadline=None)
+    @given(places(one))
+    def law(place: tuple[str, int]) -> None:
+        check_flip(one, *place)
+
+    law()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_byte_of_every_file(name: str) -> None:
+    one = case(name)
+    for file, data in one.files.items():
+        for byte in range(len(data)):
+            check_flip(one, file, 8 * byte + byte % 8)
+
+
+@pytest.mark.parametrize("name", CHECKED_WHOLE)
+def test_these_formats_have_checksums_for_every_byte(name: str) -> None:
+    assert case(name).unchecked == ()
+
+
+@pytest.mark.parametrize("name", ["torch_dist", "dcp"])
+def test_most_bytes_of_archives_that_count_have_checksums(name: str) -> None:
+    one = case(name)
+    needle = torch.arange(12.0).numpy().tobytes()
+    (file,) = [file for file, data in one.files.items() if needle in data]
+    begin = one.files[file].index(needle)
+    assert not any(unchecked.covers(file, begin + at) for unchecked in one.unchecked for at in range(len(needle)))
+
+
+def changes(one: Case, name: str) -> dict[str, Files]:
+    data = one.files[name]
+    gone = {other: content for other, content in one.files.items() if other != name}
+    return {
+        "one byte less": one.files | {name: data[:-1]},
+        "one byte more": one.files | {name: data + b"\0"},
+        "empty": one.files | {name: b""},
+        "gone": gone,
+    }
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_file_of_another_length_or_none_is_found(name: str) -> None:
+    one = case(name)
+    for file, data in one.files.items():
+        whole = any(unchecked.covers(file, len(data)) for unchecked in one.unchecked if not unchecked.spans)
+        for change, files in changes(one, file).items():
+            # Without these nobody knows that they were there; a pickle may go on after its end.
+            silent = change == "gone" and (file == "integrity.json" or (file == "metadata.json" and "beside" in name))
+            silent |= change == "gone" and name == "zarr 1" and "shard_" in file
+            silent |= whole and change in ("one byte more", "gone")
+            assert is_found(files) or silent or not data, (file, change)
+
+
+@pytest.mark.parametrize("name", CHECKED_WHOLE)
+def test_two_files_that_changed_places_are_found(name: str) -> None:
+    one = case(name)
+    names = sorted(one.files)
+    for left, right in pairwise(names):
+        if one.files[left] != one.files[right]:
+            assert is_found(one.files | {left: one.files[right], right: one.files[left]}), (left, right)
+
+
+# Planted faults.
+
+
+def without_headers(checkpoint: Any) -> tuple[Any, ...]:
+    """A row that takes no notice of files' first blocks, in which their headers are."""
+    row = find_strategy(VERIFY, *NATIVE)
+    assert row is not None
+    return tuple(one for one in row(checkpoint) if "-of-" not in one.file or one.begin)
+
+
+def all_checked(checkpoint: Any) -> tuple[Any, ...]:
+    """A row that says nothing of what it can't check."""
+    row = find_strategy(VERIFY, *TORCH_DIST)
+    assert row is not None
+    return tuple(one for one in row(checkpoint) if isinstance(one, st.Damage))
+
+
+def test_the_law_of_flips_catches_a_row_that_skips_headers() -> None:
+    one = case("native")
+    name = next(name for name in one.files if "-of-" in name)
+    table = dict(default_strategies) | {(VERIFY, *NATIVE): without_headers}
+    with pytest.raises(AssertionError):
+        check_flip(one, name, 8 * 100, strategies=table)
+
+
+def test_the_law_of_flips_catches_a_row_that_claims_too_much() -> None:
+    one = case("torch_dist")
+    table = dict(default_strategies) | {(VERIFY, *TORCH_DIST): all_checked}
+    claimed = Case(one.files, verified(one.files, strategies=table)[1].unchecked)
+    data = one.files["__0_0.distcp"]
+    with pytest.raises(AssertionError):
+        check_flip(claimed, "__0_0.distcp", 8 * (data.index(b"FB") + 8), strategies=table)
+
+
+# What couldn't be checked is said.
+
+
+def test_without_a_report_the_log_says_what_was_not_checked(caplog: pytest.LogCaptureFixture) -> None:
+    files = case("huggingface").files
+    assert st.verify(folder_of(files)) == ()
+    assert "couldn't be checked: this format carries no checksums" in caplog.text
+    caplog.clear()
+    assert st.verify(folder_of(case("native").files)) == ()
+    assert caplog.text == ""
+
+
+def test_unchecked_bytes_lie_in_the_files() -> None:
+    for name in FORMATS:
+        one = case(name)
+        for unchecked in one.unchecked:
+            length = len(one.files[unchecked.file])
+            spans = unchecked.spans or ((0, length),)
+            assert sum(end - begin for begin, end in spans) == unchecked.nbytes <= length
+            assert all(0 <= begin < end <= length for begin, end in spans)
+
+
+# Chunks of other programs, packed by their codecs.
+
+
+@pytest.mark.parametrize("codec", ["crc32c", "gzip", "zstd"])
+def test_chunks_of_codecs(codec: str, tmp_path: Path) -> None:
+    zarr = pytest.importorskip("zarr")
+    packed = {"crc32c": zarr.codecs.Crc32cCodec, "gzip": zarr.codecs.GzipCodec, "zstd": zarr.codecs.ZstdCodec}[codec]()
+    group = zarr.open_group(str(tmp_path / "data"), mode="w", zarr_format=3)
+    array = group.create_array("w", shape=(8, 6), chunks=(4, 6), dtype="int32", compressors=[packed])
+    array[...] = torch.arange(48).reshape(8, 6).numpy()
+    folder = LocalStorage(str(tmp_path / "data"))
+    one = Case({name: folder.read(name) for name in walk(folder)}, ())
+    damage, report = verified(one.files)
+    assert damage == ()
+    chunks = {unchecked.file for unchecked in report.unchecked if not unchecked.file.endswith("zarr.json")}
+    assert chunks == (set() if codec == "crc32c" else {"w/c/0/0", "w/c/1/0"})
+    if codec == "crc32c":
+        for byte in range(len(one.files["w/c/1/0"])):
+            check_flip(one, "w/c/1/0", 8 * byte)
+        broken = bytes(len(one.files["w/c/1/0"]))
+        ((found,), _) = verified(one.files | {"w/c/1/0": broken})
+        assert found.regions == (st.Region("w", (4, 0), (8, 6)),)
+
+
+def test_a_folder_on_disk_is_checked_as_one_in_memory(tmp_path: Path) -> None:
+    shutil.copytree(FIXTURES / "megatron_0161_tp2", tmp_path / "copy")
+    assert st.verify(tmp_path / "copy", threads=3) == ()

@@ -1,0 +1,155 @@
+"""Small checkpoints of every format: what the fuzzed files replace a part of."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import zlib
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import shardtree as st
+from shardtree.codec import Entry, encode_header
+from shardtree.strategies.zarr._shard_index import encode_shard_index
+
+Files = dict[str, bytes]
+"""A checkpoint: each file's content by its name in the folder."""
+
+_FIXTURES = Path(__file__).parents[1] / "fixtures"
+_GOLDEN = Path(__file__).parents[1] / "golden" / "v1"
+
+
+def folder_files(folder: Path) -> Files:
+    """Return the files in a folder, by name."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+
+
+def stored_files(storage: st.MemoryStorage, folder: str = "") -> Files:
+    """Return the files in a storage, by name."""
+    return {name: storage.read(name) for name in _names(storage, folder)}
+
+
+def _names(storage: st.MemoryStorage, folder: str) -> Iterator[str]:
+    for name in storage.names(folder):
+        path = f"{folder}/{name}" if folder else name
+        if storage.length(path) is None:
+            yield from _names(storage, path)
+        else:
+            yield path
+
+
+def saved(sharded: tuple[str, int], common: tuple[str, int] | None = None) -> Files:
+    """Return a small checkpoint: a box, a flat range, a dtype of no tag, an object and some plain values."""
+    tree: dict[str, Any] = {
+        "w": st.ShardedTensor.from_rank_offsets("w", torch.arange(24.0).reshape(4, 6)),
+        "h": st.ShardedTensor.from_rank_offsets("h", torch.arange(6).bfloat16()),
+    }
+    if sharded[0] != "huggingface":
+        flat = st.ShardedTensor.from_rank_offsets_flat("f", torch.ones(6), (2, 3), flattened_range=slice(0, 6))
+        tree |= {"f": flat} if sharded[0] == "safetensors" else {}
+        tree |= {"rng": st.ShardedObject("rng", {"seed": 1, "state": torch.arange(3)}, (1,), (0,))}
+        tree |= {"step": 7, "betas": (0.9, 0.99), "seed": torch.arange(3), "name": b"ab", "args": _values()}
+    storage = st.MemoryStorage()
+    st.save(tree, storage, sharded, common, durable=False)
+    return stored_files(storage)
+
+
+def _values() -> dict[str, Any]:
+    """Return a value of each kind that has a notation of its own in some format."""
+    return {
+        "namespace": argparse.Namespace(lr=1e-3, dtype=torch.bfloat16, size=torch.Size([2])),
+        "ordered": OrderedDict([(1, None), ("b", {2, 3})]),
+        "numbers": [2**70, complex(1, 2), float("inf"), True, range(3), slice(1, None)],
+        "numpy": [np.arange(3, dtype="<u2"), np.float32(1.5)],
+        "others": [frozenset({"x"}), bytearray(b"ab"), Path("a/b"), torch.device("cpu"), deque([1], 3)],
+    }
+
+
+def native() -> list[Files]:
+    """Return checkpoints of the native format."""
+    return [saved(("safetensors", 1)), folder_files(_GOLDEN)]
+
+
+def torch_dist() -> list[Files]:
+    """Return checkpoints of Megatron-Core's torch_dist."""
+    return [saved(("torch_dist", 1)), folder_files(_FIXTURES / "megatron_0140_torch_dist_flat")]
+
+
+def dcp() -> list[Files]:
+    """Return a checkpoint of torch.distributed.checkpoint."""
+    return [saved(("dcp", 1))]
+
+
+def torch_common() -> list[Files]:
+    """Return checkpoints whose common state is common.pt, by each of the two ways in which torch has written it."""
+    newer = saved(("safetensors", 1), ("torch", 1))
+    older = io.BytesIO()
+    torch.save({"step": 7, "seed": torch.arange(3)}, older, _use_new_zipfile_serialization=False)
+    return [newer, newer | {"common.pt": older.getvalue()}]
+
+
+def zarr() -> list[Files]:
+    """Return zarr folders: ours, another program's of version 3 and of version 2, and Megatron-Core's old one."""
+    old = folder_files(_FIXTURES / "megatron_old_zarr")
+    wanted = ("metadata.json", "common.pt", "layer.weight/", "layer.bias_bf16/", "layer._extra_state/")
+    old = {name: data for name, data in old.items() if name.startswith(wanted)}
+    return [saved(("zarr", 3)), _others_v3(), _others_v2(), old]
+
+
+def _others_v3() -> Files:
+    node: dict[str, Any] = {
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": [4, 6],
+        "data_type": "float32",
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [4, 6]}},
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+        "fill_value": 0,
+        "attributes": {},
+    }
+    plain = {"name": "bytes", "configuration": {"endian": "little"}}
+    inner = {"chunk_shape": [2, 6], "codecs": [plain], "index_codecs": [plain, {"name": "crc32c"}]}
+    sharding = {"name": "sharding_indexed", "configuration": inner | {"index_location": "end"}}
+    turned = {"name": "transpose", "configuration": {"order": [1, 0]}}
+    data = torch.arange(24.0).numpy().tobytes()
+    zipped = zlib.compressobj(wbits=31)
+    return {
+        "zarr.json": b'{"zarr_format":3,"node_type":"group","attributes":{}}',
+        "s/zarr.json": json.dumps(node | {"codecs": [sharding]}).encode(),
+        "s/c/0/0": data + encode_shard_index(np.array([0, 48]), np.array([48, 48])),
+        "z/zarr.json": json.dumps(node | {"codecs": [plain, {"name": "gzip", "configuration": {"level": 1}}]}).encode(),
+        "z/c/0/0": zipped.compress(data) + zipped.flush(),
+        "t/zarr.json": json.dumps(node | {"codecs": [turned, plain]}).encode(),
+        "t/c/0/0": data,
+    }
+
+
+def _others_v2() -> Files:
+    node = {"zarr_format": 2, "shape": [4], "chunks": [4], "dtype": "<f4", "order": "C", "fill_value": 0}
+    zipped = {"compressor": {"id": "zlib", "level": 1}, "filters": [{"id": "shuffle", "elementsize": 4}]}
+    return {
+        ".zgroup": b'{"zarr_format":2}',
+        "p/.zarray": json.dumps(node | {"compressor": None, "filters": None}).encode(),
+        "p/0": bytes(16),
+        "z/.zarray": json.dumps(node | zipped | {"filters": None}).encode(),
+        "z/0": zlib.compress(bytes(16)),
+    }
+
+
+def huggingface() -> list[Files]:
+    """Return a model in one file, and one in two files with an index."""
+    one = saved(("huggingface", 1))
+    entries = [Entry("a", "F32", (2, 3), 0, 24)]
+    part = encode_header(entries, {"format": "pt"}) + bytes(24)
+    names = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    index = {"metadata": {"total_size": 48}, "weight_map": names}
+    other = part.replace(b'"a"', b'"b"')
+    two = {"model.safetensors.index.json": json.dumps(index).encode(), names["a"]: part, names["b"]: other}
+    return [one, two]

@@ -1,0 +1,162 @@
+"""integrity.json, in which Megatron-Core keeps the SHA-256 of each file: verify checks it, and so do loads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as some
+
+import shardtree as st
+from shardtree.errors import CheckpointingException, CorruptCheckpoint
+
+FIXTURE = Path(__file__).parents[1] / "fixtures" / "megatron_main202608_tp2"
+NAME = "integrity.json"
+
+Files = dict[str, bytes]
+
+PLAIN: Files = {path.name: path.read_bytes() for path in sorted(FIXTURE.iterdir())}
+
+
+def manifest(contents: Files, **changes: Any) -> bytes:
+    hashes = {name: sha256(data).hexdigest() for name, data in contents.items()}
+    return json.dumps({"algorithm": "sha256", "files": hashes} | changes, indent=2).encode()
+
+
+FILES: Files = PLAIN | {NAME: manifest(PLAIN)}
+
+
+def folder_of(files: Files) -> st.MemoryStorage:
+    folder = st.MemoryStorage()
+    for name, data in files.items():
+        folder.write(name, [memoryview(data)], durable=False)
+    return folder
+
+
+def flipped(name: str, byte: int, bit: int = 0, files: Files = FILES) -> Files:
+    data = bytearray(files[name])
+    data[byte] ^= 1 << bit
+    return files | {name: bytes(data)}
+
+
+def check_found(files: Files) -> None:
+    try:
+        damage = st.verify(folder_of(files))
+    except CheckpointingException:
+        return
+    assert damage
+
+
+@settings(max_examples=60, deadline=None)
+@given(some.data())
+def test_a_flipped_bit_of_any_file_is_found(data: some.DataObject) -> None:
+    name = data.draw(some.sampled_from(sorted(FILES)))
+    check_found(flipped(name, data.draw(some.integers(0, len(FILES[name]) - 1)), data.draw(some.integers(0, 7))))
+
+
+PADDING = PLAIN["__0_0.distcp"].index(b"FB") + 6
+
+
+def test_the_law_catches_a_manifest_that_leaves_a_file_out() -> None:
+    rest = {name: data for name, data in PLAIN.items() if name != "__0_0.distcp"}
+    check_found(flipped("__0_0.distcp", PADDING))
+    with pytest.raises(AssertionError):
+        check_found(flipped("__0_0.distcp", PADDING, files=PLAIN | {NAME: manifest(rest)}))
+
+
+def unchecked(files: Files) -> tuple[st.Unchecked, ...]:
+    reports: list[st.VerifyReport] = []
+    assert st.verify(folder_of(files), report=reports.append) == ()
+    return reports[0].unchecked
+
+
+def test_with_it_every_byte_is_checked() -> None:
+    assert unchecked(FILES) == ()
+    assert {one.file for one in unchecked(PLAIN)} == set(PLAIN)
+
+
+def test_a_file_that_it_does_not_list_is_said() -> None:
+    assert [(one.file, one.why) for one in unchecked(FILES | {"notes.txt": b"lr"})] == [
+        ("notes.txt", "integrity.json doesn't list it")
+    ]
+
+
+WRONG: dict[str, tuple[bytes, str, str]] = {
+    "another algorithm": (manifest(PLAIN, algorithm="md5"), NAME, "'md5'"),
+    "no algorithm": (b'{"files": {}}', NAME, "None"),
+    "no files": (b'{"algorithm": "sha256"}', NAME, "no list of files"),
+    "a list": (b"[]", NAME, "no list of files"),
+    "no JSON": (b"\xff", NAME, "integrity.json"),
+    "deep": (b"[" * 100_000, NAME, "integrity.json"),
+    "capital digits": (manifest(PLAIN).upper().replace(b'"ALGORITHM"', b'"algorithm"'), NAME, "integrity.json"),
+    "a hash that is a number": (manifest(PLAIN, files={"common.pt": 3}), NAME, "64 hexadecimal digits"),
+    "a missing file": (manifest(PLAIN | {"gone": b""}), "gone", "no such file, which integrity.json lists"),
+    "a name that climbs out": (manifest({"../other/x": b""}), "../other/x", "other/x"),
+    "an absolute name": (manifest({"/etc/passwd": b""}), "/etc/passwd", "etc/passwd"),
+    "a null byte": (manifest({"a\0b": b""}), "a\0b", ""),
+    "no name": (manifest({"": b""}), "", ""),
+}
+
+
+@pytest.mark.parametrize("row", WRONG)
+def test_an_unsound_one_is_damage(row: str, tmp_path: Path) -> None:
+    content, file, words = WRONG[row]
+    for name, data in PLAIN.items():
+        (tmp_path / name).write_bytes(data)
+    (tmp_path / NAME).write_bytes(content)
+    for folder in (folder_of(PLAIN | {NAME: content}), tmp_path):
+        found = st.verify(folder)
+        assert any(one.file == file and words in one.what for one in found), found
+
+
+def test_a_huge_one_is_not_read(tmp_path: Path) -> None:
+    for name, data in PLAIN.items():
+        (tmp_path / name).write_bytes(data)
+    with (tmp_path / NAME).open("wb") as file:
+        file.truncate(2**40)
+    (damage,) = st.verify(tmp_path)
+    assert damage.file == NAME and "at most" in damage.what
+
+
+def load(files: Files, verify: Any) -> Any:
+    opened = st.open_checkpoint(folder_of(files), verify=verify)
+    return [shard.data.read() for shard in opened.values() if isinstance(shard, st.ShardedTensor)]
+
+
+DEGREES: list[tuple[str, Callable[[], Files], set[Any]]] = [
+    ("a data file's padding", lambda: flipped("__0_0.distcp", PADDING), {"all"}),
+    ("metadata.json, a space", lambda: FILES | {"metadata.json": PLAIN["metadata.json"] + b" "}, {"whole", "all"}),
+    (".metadata", lambda: FILES | {".metadata": PLAIN[".metadata"] + b" "}, {"whole", "all"}),
+    ("the manifest", lambda: FILES | {NAME: b"{}"}, {"whole", "all"}),
+]
+
+
+@pytest.mark.parametrize(("name", "files", "raising"), DEGREES, ids=lambda value: value if type(value) is str else "")
+def test_what_each_degree_of_a_load_checks(name: str, files: Callable[[], Files], raising: set[Any]) -> None:
+    for verify in ("whole", "all", None):
+        if verify in raising:
+            with pytest.raises(CorruptCheckpoint, match=r"integrity\.json"):
+                load(files(), verify)
+        else:
+            assert load(files(), verify)
+
+
+def test_the_common_state_is_checked_too() -> None:
+    old = {path.name: path.read_bytes() for path in (FIXTURE.parent / "megatron_0161_tp2").iterdir()}
+    files = old | {NAME: manifest(old)}
+    st.load_common_state_dict(folder_of(files))
+    place = old["common.pt"].index(b"FB") + 6
+    with pytest.raises(CorruptCheckpoint, match=r"common\.pt.*SHA-256"):
+        st.load_common_state_dict(folder_of(flipped("common.pt", place, files=files)))
+
+
+def test_one_of_another_program_beside_another_format_is_left_alone() -> None:
+    folder = st.MemoryStorage()
+    st.save({"step": 3}, folder)
+    folder.write(NAME, [memoryview(b"mine")], durable=False)
+    assert st.verify(folder) == ()
