@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "shardtree"
 MODULES = {path.relative_to(PACKAGE).with_suffix("").as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
 
-PURE = {"errors", "geometry", "lazy", "mapping", "trees", "layouts", "transforms", "plans", "fingerprints"}
+PURE = {"errors", "geometry", "lazy", "mapping", "trees", "layouts", "transforms", "plans", "fingerprints", "retention"}
 EFFECT = {"world", "codec", "storage", "strategies", "checkpoint", "interop", "cli"}
 IMPURE = {"os", "io", "pathlib", "random", "time", "torch.distributed", "shutil", "tempfile", "mmap", "threading"}
 
@@ -33,6 +33,7 @@ NO_FILE = {
     "getpid",
     "sched_getaffinity",
     "urandom",
+    "_exit",
 }
 
 MAY_IMPORT = {

@@ -11,6 +11,7 @@ from functools import partial
 from ..errors import AlreadyACheckpoint, CorruptCheckpoint, StorageError, error_text
 from ..storage import Directory, Exchanging, Storage, claim, release, storage_at
 from ..strategies import (
+    MANIFEST_FILE,
     METADATA_FILE,
     Draft,
     Replaced,
@@ -106,6 +107,9 @@ def _make_folder(
         old = stamp(storage)
         make_sibling(storage, save_id, strategies, durable=durable)
         return save_id, None, old
+    if not _is_native(backends) and storage.length(MANIFEST_FILE) is not None:
+        what = f"save: {storage.where(MANIFEST_FILE)!r} tells of files that are there no more, or aren't a checkpoint"
+        raise StorageError(error_text(what, fix="Remove it, or save to another folder: loads would check files by it."))
     storage.make_folder(durable=durable)
     make_save_folder(storage, save_id, durable=durable)
     if not _is_native(backends):

@@ -13,6 +13,7 @@ from ._findings import Region as Region
 from ._findings import Unchecked as Unchecked
 from ._findings import VerifyReport as VerifyReport
 from ._findings import by_reason as by_reason
+from ._manifest import MANIFEST_FILE as MANIFEST_FILE
 from ._manifest import manifest_findings as manifest_findings
 from ._metadata import METADATA_FILE as METADATA_FILE
 from ._metadata import check_unchanged as check_unchanged

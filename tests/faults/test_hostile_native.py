@@ -75,7 +75,7 @@ def entry_points(folder: Path, elsewhere: Path, sound: Path) -> Iterator[tuple[s
         ["convert", f"{elsewhere}-2", "--to", "safetensors"],
     )
     for name, *rest in commands:
-        yield " ".join([name, *rest[:1]]), partial(command, name, str(folder), *rest)
+        yield f"command {name}{' --json' * (rest == ['--json'])}", partial(command, name, str(folder), *rest)
     yield "remove_sharded_tensors", partial(st.remove_sharded_tensors, folder, "w")
     yield "remove_sharded_tensors, all", partial(st.remove_sharded_tensors, folder, "")
     new = {"w": st.ShardedTensor.from_rank_offsets("w", torch.zeros(2))}
@@ -126,8 +126,8 @@ def zeros(count: int) -> np.ndarray[Any, Any]:
 
 
 def same_chunks(folder: Path) -> Path:
-    """One box, stored fifty thousand times, in bytes of its own each."""
-    count = 50_000
+    """One box, stored twenty thousand times, in bytes of its own each."""
+    count = 20_000
     found = tensors(["w"], [[2**40]]) | chunks(zeros(count), zeros(count)[:, None], np.full((count, 1), 4), 0, 1)
     return forge(folder, data=bytes(4 * count), columns=found | {"chunk_byte": np.arange(count) * 4})
 
@@ -262,12 +262,12 @@ CHECKPOINTS: dict[str, Callable[[Path], Path]] = {
     "object of negative shape": shares("o/shard_-1_1"),
     "object of huge shape": shares("o/shard_0_" + "9" * 30),
     "object of many digits": shares("o/shard_0_" + "9" * 5000),
-    "object of many axes": shares("o/shard_" + ".".join("0" * 50_000) + "_" + ".".join("1" * 50_000)),
+    "object of many axes": shares("o/shard_" + ".".join("0" * 10_000) + "_" + ".".join("1" * 10_000)),
     "object outside of its shape": shares("o/shard_5_2"),
     "object without a key": shares("/shard_0_1"),
     "keys of one hash": common({"$": "dict", "items": [[key, 0] for key in colliding(20_000)]}),
-    "members of one hash": common({"$": "set", "items": colliding(20_000)}),
-    "tuples of one hash": common({"$": "set", "items": [{"$": "tuple", "items": [n]} for n in colliding(20_000)]}),
+    "members of one hash": common({"$": "set", "items": colliding(5_000)}),
+    "tuples of one hash": common({"$": "set", "items": [{"$": "tuple", "items": [n]} for n in colliding(5_000)]}),
     "a number of a million digits": common({"n": number("f" * 1_000_000)}),
     "a key of many digits": common({"$": "dict", "items": [[number("f" * 100_000), 1]]}),
     "a range to a far number": common({"$": "range", "start": 0, "stop": number("f" * 100_000), "step": 1}),
@@ -353,9 +353,15 @@ HARMLESS = {
 }
 
 
+def busy(seconds: float) -> None:
+    end = time.process_time() + seconds
+    while time.process_time() < end:
+        pass
+
+
 def test_the_measures_catch_what_is_slow_and_what_is_large(sound: Path) -> None:
     """The planted faults."""
-    assert measured(lambda: sum(range(200_000_000)))[1] > MOST_SECONDS
+    assert measured(lambda: busy(MOST_SECONDS))[1] > MOST_SECONDS
     assert measured(lambda: np.ones(MOST_BYTES // 4))[2] > MOST_BYTES
     with pytest.raises(ZeroDivisionError):
         measured(lambda: 1 // 0)
@@ -468,7 +474,7 @@ def untouched_is_as_it_was(read: Callable[[Path], dict[str, torch.Tensor]], fold
     return all(key in about or torch.equal(found[key], whole) for key, whole in WHOLE.items() if key in found)
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(CHANGES)
 def test_changed_columns_are_refused_or_leave_the_rest_as_it_was(
     tmp_path_factory: pytest.TempPathFactory, changes: list[tuple[str, int, int | str]]

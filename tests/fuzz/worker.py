@@ -12,20 +12,15 @@ import warnings
 from contextlib import suppress
 from pathlib import Path
 from random import Random
-from typing import Any
-
-import atheris
-
-with atheris.instrument_imports(include=["shardtree"]):
-    importlib.import_module("shardtree")
-    targets = importlib.import_module("tests.fuzz.targets")
-
-from tests.fuzz.mutators import changed
-from tests.fuzz.slots import seed_inputs
 
 
 def fuzz(name: str, findings: Path, options: list[str]) -> None:
     """Feed inputs to a format's target until libFuzzer's options say stop; never returns."""
+    atheris = importlib.import_module("atheris")  # has wheels for few platforms, so nothing else needs it
+    with atheris.instrument_imports(include=["shardtree"]):
+        importlib.import_module("shardtree")
+        targets = importlib.import_module("tests.fuzz.targets")
+    changed = importlib.import_module("tests.fuzz.mutators").changed
     seen: set[str] = set()
 
     def one(data: bytes) -> None:
@@ -35,9 +30,10 @@ def fuzz(name: str, findings: Path, options: list[str]) -> None:
             note(finding, data, findings / name, seen)
 
     def mutate(data: bytes, most: int, seed: int) -> bytes:
-        return changed(name, data, Random(seed), lambda body, _: bytes(atheris.Mutate(body, most - 1)))[:most]
+        made: bytes = changed(name, data, Random(seed), lambda body, _: bytes(atheris.Mutate(body, most - 1)))
+        return made[:most]
 
-    for _, data in seed_inputs(name):
+    for _, data in importlib.import_module("tests.fuzz.slots").seed_inputs(name):
         with suppress(targets.Finding):  # once: what is imported late or made once is there then
             targets.try_input(name, data)
         targets.try_input(name, data)
@@ -59,7 +55,7 @@ def note(finding: BaseException, data: bytes, folder: Path, seen: set[str]) -> N
             path.write_bytes(data)
 
 
-def main(arguments: list[Any]) -> None:
+def main(arguments: list[str]) -> None:
     """Fuzz what the command line says."""
     logging.disable()
     warnings.simplefilter("ignore")

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 import shardtree as st
-from shardtree import errors, fingerprints, geometry, layouts, lazy, mapping, plans, transforms, trees
+from shardtree import errors, fingerprints, geometry, layouts, lazy, mapping, plans, retention, transforms, trees
 from shardtree.testing import check_pure, glu, random_bits
 
-PURE = ("errors", "geometry", "lazy", "mapping", "trees", "layouts", "transforms", "plans", "fingerprints")
+PURE = ("errors", "geometry", "lazy", "mapping", "trees", "layouts", "transforms", "plans", "fingerprints", "retention")
 EFFECTS = {"trees.register_nodes": "tells optree of our node types, which is what importing does"}
 
 WEIGHT = st.ShardedTensor.from_rank_offsets("w", torch.arange(8.0).view(4, 2), (0, 1, 2))
@@ -77,6 +77,7 @@ CHUNKS = plans.StoredChunks(
 RUNS = plans.Runs(column(1, 0), column(0, 8), column(0, 1), column(0, 0), column(4, 4))
 EXCHANGE = plans.plan_exchange(COLUMNS, 2)
 KIND = layouts.TensorKind(torch.float16, (8, 2), 0)
+STEPS = [retention.SavedStep(step, 60.0 * step, {"loss": 1 / step}, step == 2) for step in (3, 1, 2)]
 ERROR = errors.RemoteError("save: write", {1: "OSError: full"})
 
 
@@ -120,6 +121,7 @@ CALLS: dict[str, Call] = {
     "geometry.held_elements": (geometry.held_elements, column(0, 1), column([2], [3]), 2),
     "geometry.overlapping_groups": (geometry.overlapping_groups, *BOXES, column(8)),
     "geometry.overlapping_pairs": (geometry.overlapping_pairs, *BOXES, *BOXES),
+    "geometry.shared_groups": (geometry.shared_groups, *BOXES),
     "mapping.is_main_replica": (mapping.is_main_replica, (0, 0)),
     "mapping.ShardedBase.validate_metadata_integrity": (mapping.ShardedTensor.validate_metadata_integrity, WEIGHT),
     "mapping.ShardedBase.without_data": (mapping.ShardedTensor.without_data, WEIGHT),
@@ -234,6 +236,17 @@ CALLS: dict[str, Call] = {
     "fingerprints.fingerprint_parts": (fingerprints.fingerprint_parts, [WEIGHT, FLAT]),
     "fingerprints.add_fingerprints": (fingerprints.add_fingerprints, [fingerprints.fingerprint_parts([whole("w")])]),
     "fingerprints.tensor_fingerprint": (fingerprints.tensor_fingerprint, "w", KIND, 5),
+    "retention.best_step": (retention.best_step, STEPS, "loss"),
+    "retention.retained": (lambda steps: retention.retained(retention.keep_last(1), steps), STEPS),
+    "retention.sorted_steps": (retention.sorted_steps, STEPS),
+    "retention.keep_all": (lambda steps: retention.keep_all()(steps), STEPS),
+    "retention.keep_any": (lambda steps: retention.keep_any(retention.keep_last(1))(steps), STEPS),
+    "retention.keep_best": (lambda steps: retention.keep_best(1, "loss")(steps), STEPS),
+    "retention.keep_every": (lambda steps: retention.keep_every(2)(steps), STEPS),
+    "retention.keep_every_seconds": (lambda steps: retention.keep_every_seconds(90)(steps), STEPS),
+    "retention.keep_for": (lambda steps: retention.keep_for(60)(steps), STEPS),
+    "retention.keep_last": (lambda steps: retention.keep_last(2)(steps), STEPS),
+    "retention.keep_steps": (lambda steps: retention.keep_steps([1])(steps), STEPS),
 }  # fmt: skip
 NUMBERS: dict[str, Call] = {
     "geometry.narrow_flat_range": (geometry.narrow_flat_range, (4, 2), 2, 7, 1, 0, 1),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
@@ -159,4 +160,19 @@ def test_one_of_another_program_beside_another_format_is_left_alone() -> None:
     folder = st.MemoryStorage()
     st.save({"step": 3}, folder)
     folder.write(NAME, [memoryview(b"mine")], durable=False)
+    assert st.verify(folder) == ()
+
+
+@pytest.mark.parametrize(("backend", "version"), [("torch_dist", 1), ("zarr", 3)])
+def test_a_save_beside_a_manifest_without_its_checkpoint_is_refused(backend: str, version: int) -> None:
+    folder = folder_of({NAME: manifest({})})
+    with pytest.raises(st.StorageError, match="tells of files that are there no more"):
+        st.save({"w": st.ShardedTensor.from_rank_offsets("w", torch.zeros(2))}, folder, (backend, version))
+    assert folder.names() == (NAME,)
+
+
+def test_overwriting_removes_the_old_manifest() -> None:
+    folder = folder_of(FILES)
+    st.save({"w": st.ShardedTensor.from_rank_offsets("w", torch.zeros(2))}, folder, ("torch_dist", 1), overwrite=True)
+    assert NAME not in folder.names()
     assert st.verify(folder) == ()

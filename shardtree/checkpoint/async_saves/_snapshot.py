@@ -73,7 +73,8 @@ def _seen(copy: torch.Tensor, tensor: torch.Tensor, source: _Source) -> torch.Te
 
 def _cloned(shard: ShardedTensor) -> ShardedTensor:
     """Return the shard of what has no plain memory: nothing, a lazy tensor, or an instance of a subclass."""
-    return with_data(shard, shard.data.detach().clone()) if isinstance(shard.data, torch.Tensor) else shard
+    is_tensor = isinstance(shard.data, torch.Tensor) and shard.data.numel()
+    return with_data(shard, shard.data.detach().clone()) if is_tensor else shard
 
 
 def _is_copied(data: Any) -> bool:

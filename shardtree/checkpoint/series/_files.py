@@ -38,6 +38,8 @@ def step_files(root: Storage, folder: str, number: int, strategies: Strategies) 
     """
     if is_link(root, folder):
         return "its folder is a link"
+    if not root.is_folder(folder):
+        return "it is a single file"
     storage = folder_in(root, folder)
     try:
         own = _own(storage, strategies)

@@ -19,7 +19,7 @@ def check_names(names: object) -> None:
         MetadataError: it doesn't.
     """
     try:
-        fine = isinstance(names, str) and step_number(names, step_folder(names, 1234)) == 1234
+        fine = isinstance(names, str) and all(step_number(names, step_folder(names, one)) == one for one in (0, 12345))
     except (ValueError, LookupError, AttributeError):
         fine = False
     if not fine or "/" in str(names) or "\0" in str(names) or _SET_ASIDE.fullmatch(step_folder(str(names), 1)):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
-from ...errors import CheckpointingException, StorageError, error_text
+from ...errors import CheckpointingException, MetadataError, StorageError, error_text
 from ...retention import NEWEST, PINNED, Choose, retained
 from ...storage import Renaming, Storage, folder_in, is_temporary
 from ...strategies import Strategies, is_save_folder
@@ -40,6 +40,18 @@ def plan_removal(root: Storage, names: str, policy: Choose, strategies: Strategi
         else:
             going.append(found)
     return Removal(steps, kept, tuple(going))
+
+
+def check_removal(removal: object) -> Removal:
+    """Return a plan, once it is known to be one.
+
+    Raises:
+        MetadataError: it isn't.
+    """
+    if isinstance(removal, Removal):
+        return removal
+    found, fix = repr(removal)[:200], "Pass what plan_removal returns."
+    raise MetadataError(error_text("series: no plan of a removal", found=found, fix=fix))
 
 
 def remove_steps(root: Storage, names: str, removal: Removal, strategies: Strategies) -> tuple[int, ...]:
@@ -74,9 +86,11 @@ def finish_removals(root: Storage, names: str) -> None:
 
 def finish_removal(root: Storage, name: str) -> bool:
     """Finish the removal of a step, if one was begun in this folder; return whether there was."""
+    if root.length(f"{name}/{RECORD_FILE}") is None:
+        if root.is_folder(name) and not root.names(name):
+            root.remove_folder(name)  # cut short after the note was gone
+        return False
     record = sound_record(root, name)
-    if not record.removing and set_aside_from(name) is not None and not root.names(name):
-        root.remove_folder(name)  # cut short after the note was gone
     begun = is_being_removed(root, name, record)
     if begun:
         _empty(root, name, record.removing)

@@ -81,7 +81,7 @@ def folder_for(root: Storage, names: str, number: int) -> str:
 def recorded(request: AsyncRequest[T], place: Place) -> AsyncRequest[T]:
     """Return a save that leaves a record of its step, written on rank 0."""
     if request.world.rank != 0:
-        return request
+        return request.add_finalize_fn(_nothing)  # ranks finalize together
 
     def write() -> T:
         written = request.async_fn()
@@ -94,6 +94,10 @@ def recorded(request: AsyncRequest[T], place: Place) -> AsyncRequest[T]:
 
     confirm = partial(_confirm, place)
     return replace(request, async_fn=write, finalize_fns=(*request.finalize_fns, confirm), abandon=abandon)
+
+
+def _nothing() -> None:
+    pass
 
 
 def _announce(place: Place) -> None:

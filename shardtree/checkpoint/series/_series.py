@@ -22,7 +22,7 @@ from ._listing import list_steps
 from ._names import check_names
 from ._record import Record, checked_metrics
 from ._removal import Removal
-from ._remove import plan_removal, remove_steps
+from ._remove import check_removal, plan_removal, remove_steps
 from ._save import Place, change_record, checked_step, folder_for, recorded
 
 logger = logging.getLogger("shardtree")
@@ -193,8 +193,9 @@ class CheckpointSeries:
 
         Raises:
             StorageError: some can't be removed; all others were.
+            MetadataError: that is no plan.
         """
-        run = partial(remove_steps, self._storage, self.names, removal, self.strategies)
+        run = partial(remove_steps, self._storage, self.names, check_removal(removal), self.strategies)
         return on_rank_zero(self._ranks(), "series: remove", run)
 
     def clean(self, *, stale_after: float = STALE_AFTER) -> tuple[str, ...]:

@@ -45,7 +45,7 @@ def schedule() -> None:
 
 
 def child() -> None:
-    st.AsyncCallsQueue().schedule_async_request(request(2.0, "of the child"))
+    st.async_calls.schedule_async_request(request(2.0, "of the child"))
 
 
 def hang() -> None:
