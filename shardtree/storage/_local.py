@@ -112,7 +112,11 @@ class LocalStorage:
         """Return a file's bytes."""
         opened = self.open(name)
         with opened as reader, self._failures("read", name), open(reader.descriptor, "rb", closefd=False) as file:
-            return file.read()
+            try:
+                return file.read()
+            except MemoryError:
+                found = "more bytes than there is memory for"
+                raise StorageError(error_text(f"cannot read {self.where(name)!r}", found=found)) from None
 
     def length(self, name: str) -> int | None:
         """Return a file's length in bytes, None if there is no such file."""

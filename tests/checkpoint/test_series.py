@@ -129,8 +129,9 @@ def test_a_step_of_another_format_is_replaced_with_its_record(tmp_path: Path) ->
 def test_a_checkpoint_of_one_file_is_listed_and_stays(tmp_path: Path) -> None:
     weight = tree()["w"]
     st.save([weight], tmp_path / "model", sharded_strategy=("huggingface", 1), durable=False)
-    (tmp_path / "model" / "model.safetensors").rename(tmp_path / "step_1")
-    series = saved(tmp_path, 2)
+    (tmp_path / "model" / "model.safetensors").rename(tmp_path / "step_1.safetensors")
+    series = st.CheckpointSeries(tmp_path, "step_{}.safetensors")
+    series.save(tree(), 2, durable=False)
     assert numbers(series) == [1, 2]
     assert series.plan_removal(st.keep_last(1)).kept[1] == ("can't be removed: it is a single file",)
 

@@ -11,6 +11,7 @@ import pickle
 import random
 import resource
 import shutil
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -151,6 +152,21 @@ def test_random_damage_is_an_error_of_ours_or_changes_nothing(
                 data[chosen.randrange(len(data))] = chosen.randrange(256)
         file.write_bytes(data)
         outcomes(place)
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_a_file_of_terabytes_with_holes_is_an_error_of_ours(
+    name: str, originals: dict[str, Path], tmp_path: Path
+) -> None:
+    files = [file.relative_to(originals[name]) for file in files_of(originals[name])]
+    for number, file in enumerate(files if len(files) < 10 else files[::3]):
+        place = tmp_path / str(number)
+        shutil.copytree(originals[name], place)
+        with (place / file).open("r+b") as opened:
+            opened.truncate(2**42)
+        begin = time.process_time()
+        outcomes(place)
+        assert time.process_time() - begin < 10
 
 
 NONSENSE = (

@@ -488,6 +488,17 @@ def test_changed_columns_are_refused_or_leave_the_rest_as_it_was(
     shutil.rmtree(folder)
 
 
+@pytest.mark.parametrize("name", [name for name in COLUMNS if not name.endswith("_text") and name != "block_hash"])
+def test_each_column_wrong_in_turn_is_refused_or_leaves_the_rest_as_it_was(name: str, tmp_path: Path) -> None:
+    for value in (-1, 2**40, HUGE, -HUGE - 1):
+        for place in (0, -1):
+            columns = changed(SOUND_INDEX, [(name, place, value)])
+            folder = forge(tmp_path / f"{value} {place}", columns=columns)
+            assert untouched_is_as_it_was(st.load_plain_tensors, folder, touched(columns))
+            measured(partial(st.verify, folder))
+            measured(partial(st.remove_sharded_tensors, folder, "b"))
+
+
 def test_changed_columns_catches_a_reader_of_the_wrong_tensor(tmp_path: Path) -> None:
     """The planted fault."""
     folder = forge(tmp_path, columns=changed(SOUND_INDEX, [("chunk_byte", 1, "+4")]))
