@@ -319,7 +319,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "two keys become one": (
         {"transform": lambda tree: [replace(leaf, key="w") if leaf.key == "b" else leaf for leaf in tree.values()]},
         IntegrityError,
-        "'w' is",
+        "shards of one key differ",
     ),
     "half a tensor": (
         {"transform": lambda tree: {**tree, "w": tensor("w", tree["w"].data, (0, 0, 2))}},
