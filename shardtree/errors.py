@@ -6,8 +6,8 @@ the Python that reaches the leaf: ``tree['model']['layers'][3]``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from itertools import islice
+from collections.abc import Iterable, Sequence
+from itertools import groupby, islice
 from typing import Any
 
 TreePath = tuple[Any, ...]
@@ -90,7 +90,11 @@ class RemoteError(WorldError):
     def __init__(self, phase: str, failures: dict[int, str]) -> None:
         self.phase = phase
         self.failures = dict(failures)
-        lines = (f"rank {rank}: {text}" for rank, text in sorted(failures.items()))
+        ranks: dict[str, list[int]] = {}
+        for rank, text in sorted(failures.items()):
+            ranks.setdefault(text, []).append(rank)
+        # What went wrong has lines of its own, which are set in.
+        lines = (f"{rank_text(own)}: {text}".replace("\n", "\n  ") for text, own in ranks.items())
         super().__init__(error_text(f"{phase}: failed on {plural(len(failures), 'rank')}", offenders=lines))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -160,6 +164,24 @@ def plural(count: int, noun: str) -> str:
         ('1 rank', '3 ranks')
     """
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def rank_text(ranks: Sequence[int]) -> str:
+    """Return ranks in words, those in a row as one range.
+
+    Examples:
+        >>> rank_text([0]), rank_text([0, 1, 4]), rank_text([0, 2, 3, 4, 5])
+        ('rank 0', 'ranks 0, 1, 4', 'ranks 0, 2-5')
+    """
+    ordered = sorted(set(ranks))
+    if len(ordered) == 1:
+        return f"rank {ordered[0]}"
+    runs = groupby(enumerate(ordered), key=lambda pair: pair[1] - pair[0])
+    return "ranks " + ", ".join(text for _, run in runs for text in _run_text([rank for _, rank in run]))
+
+
+def _run_text(run: list[int]) -> list[str]:
+    return [f"{run[0]}-{run[-1]}"] if len(run) > 2 else list(map(str, run))
 
 
 def render_path(path: TreePath, root: str = "tree") -> str:

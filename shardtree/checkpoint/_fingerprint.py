@@ -8,8 +8,9 @@ from os import PathLike
 from typing import Any
 
 import numpy as np
+import torch
 
-from ..errors import IntegrityError, StrategyError, TreeError, error_text
+from ..errors import IntegrityError, StrategyError, TreeError, error_text, render_path
 from ..fingerprints import (
     FingerprintPart,
     add_fingerprints,
@@ -23,6 +24,7 @@ from ..layouts import ShardColumns, check_access, join_columns, select_rows, sha
 from ..mapping import ShardedTensor
 from ..storage import Directory, Hashes, Storage, in_threads
 from ..strategies import Checkpoint, LoadOptions, Strategies, StrategyAction, default_strategies, stored_parts
+from ..trees import leaves_with_paths
 from ..world import World, agree, current_world, gather
 from ._dispatch import DEFAULT_BACKEND, sharded_backend, strategy_of
 from ._open import open_together, sharded_metadata
@@ -51,7 +53,7 @@ def fingerprint(
 
     Raises:
         IntegrityError: not every element has exactly one main replica, or replicas that are cut alike differ.
-        TreeError: what is given is neither a tree nor a place.
+        TreeError: what is given is neither a tree nor a place, or its tensors aren't in shards.
         NotACheckpoint: there is no checkpoint at the place.
         CorruptCheckpoint: it isn't what was saved.
 
@@ -74,7 +76,7 @@ def fingerprint(
         return _of_checkpoint(tree, ranks, strategies)
     shards = agree(ranks, "fingerprint: find the shards", partial(_shards, tree))
     described = gather(ranks, "fingerprint: describe shards", partial(shard_columns, shards, ranks.rank))
-    columns = agree(ranks, "fingerprint: check integrity", partial(_joined, described))
+    columns = agree(ranks, "fingerprint: check integrity", partial(_joined, described, tree))
     totals = gather(ranks, "fingerprint: add up", partial(shard_totals, shards, in_usual_threads))
     return agree(ranks, "fingerprint: join", partial(_of_columns, columns, np.concatenate(totals)))
 
@@ -114,10 +116,20 @@ def _shards(tree: Any) -> tuple[ShardedTensor, ...]:
     return tensor_shards(tree)
 
 
-def _joined(described: Sequence[ShardColumns]) -> ShardColumns:
+def _joined(described: Sequence[ShardColumns], tree: Any) -> ShardColumns:
     columns = join_columns(described)
+    if not len(columns):
+        _check_no_tensors(tree)
     check_access(columns)
     return columns
+
+
+def _check_no_tensors(tree: Any) -> None:
+    """Raise where a tree of no shards holds tensors: all such trees would have the same fingerprints, none."""
+    plain = [render_path(path) for path, leaf in leaves_with_paths(tree) if isinstance(leaf, torch.Tensor)]
+    if plain:
+        fix = "Make shards of them, as the tree has that is saved: a tensor of its own has no key."
+        raise TreeError(error_text("fingerprint: tensors, and no rank has a shard", offenders=plain, fix=fix))
 
 
 def _of_columns(columns: ShardColumns, totals: Hashes) -> dict[str, int]:

@@ -46,7 +46,7 @@ def _remove_siblings(draft: Draft, storage: Storage, before: float, strategies: 
         sibling = storage.sibling(save_id)
         alive = is_alive(sibling.note()) if save_id != draft.save_id else False
         if alive is None:
-            alive = (sibling.changed() or 0.0) >= before
+            alive = not (sibling.changed() or 0.0) < before
         if not alive:
             with _told(storage):
                 remove_sibling(storage, sibling, strategies, durable=draft.options.durable)

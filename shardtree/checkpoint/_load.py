@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..errors import UnsafeFile, UnsupportedValue
+from ..mapping import LocalNonpersistentObject
 from ..storage import Directory, ReadReport, Verify
 from ..strategies import Checkpoint, LoadOptions, Strategies, default_strategies
 from ..trees import HOLE, join
@@ -114,8 +115,8 @@ def load(
     fitting = partial(check_target, checkpoint, target, sharded_strategy, strategies, cast=cast)
     kinds = agree(ranks, "load: check the target", fitting)
     reading = Reading(checkpoint, sharded_strategy, strategies, donate, exchange, kinds)
+    common = agree(ranks, "load: common state", partial(_common, checkpoint, target, choices))
     loaded, read = read_leaves(reading, target.leaves)
-    common = agree(ranks, "load: common state", partial(_common, checkpoint, target.types, choices))
     tree = agree(ranks, "load: join", partial(_joined, common, target, loaded))
     agree(ranks, "load: report", lambda: report(read) if report is not None else None)
     return (tree, missing, unexpected) if returns_keys(mode) else tree
@@ -141,7 +142,14 @@ def _compare_keys(
     return missing, unexpected
 
 
-def _common(checkpoint: Checkpoint, types: tuple[type, ...], choices: Choices) -> Any:
+def _common(checkpoint: Checkpoint, target: Target, choices: Choices) -> Any:
+    """Return the stored common tree, once it is known that the target fits it: before a tensor is read."""
+    common = _stored_common(checkpoint, target.types, choices)
+    _join(common, target, [leaf if _is_filled(leaf) else HOLE for leaf in target.leaves])
+    return common
+
+
+def _stored_common(checkpoint: Checkpoint, types: tuple[type, ...], choices: Choices) -> Any:
     """Return the stored common tree, with instances of the target's own namedtuple classes where they fit."""
     _, common, strategies = choices
     # The caller's types come last, where they count.
@@ -156,15 +164,24 @@ def _common(checkpoint: Checkpoint, types: tuple[type, ...], choices: Choices) -
         raise
 
 
+def _is_filled(leaf: Any) -> bool:
+    return is_sharded(leaf) or isinstance(leaf, LocalNonpersistentObject)
+
+
 def _joined(common: Any, target: Target, loaded: Sequence[Any]) -> Any:
+    with told_of_depth():
+        # Factories merge last, so that they see the plain values that they built beside their shards.
+        return target.merge(_join(common, target, loaded))
+
+
+def _join(common: Any, target: Target, loaded: Sequence[Any]) -> Any:
     tree = target.rebuild(loaded)
     both_dicts = isinstance(common, dict) and isinstance(tree, dict)
     nothing_else = holds_only_holes(common) or common == {}
     if nothing_else and not both_dicts and any(item is not HOLE for item in loaded):
         common = HOLE  # a tree of nothing but shards: the target's own shape counts
     with told_of_depth():
-        # Factories merge last, so that they see the plain values that they built beside their shards.
-        return target.merge(join(common, tree))
+        return join(common, tree)
 
 
 def load_plain_tensors(

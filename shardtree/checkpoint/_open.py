@@ -32,6 +32,9 @@ from ._prepare import CONTENT_METADATA
 Metadata = Mapping[str, ShardedTensor | ShardedObject]
 Fields = Mapping[str, Any]
 
+_GUESSES = frozenset({"huggingface"})
+"""Backends that recognise any file of their kind, whatever it is there for; others go by an index of their own."""
+
 
 def open_at(directory: Directory, world: World, options: LoadOptions, strategies: Strategies) -> Checkpoint:
     """Return a finished checkpoint, its formats read; not collective.
@@ -86,9 +89,12 @@ def read_fields(storage: Storage, strategies: Strategies) -> Fields:
 
 
 def recognized(storage: Storage, strategies: Strategies) -> Fields | None:
-    """Return what the first format that recognises a place without metadata.json says of it, None if none does."""
-    rows = (strategy for (action, *_), strategy in strategies.items() if action is StrategyAction.RECOGNIZE)
-    found = (recognize(storage) for recognize in rows)
+    """Return what the first format that recognises a place without metadata.json says of it, None if none does.
+
+    Formats with an index of their own come first: a single safetensors file beside one is an export, say.
+    """
+    rows = [(name, fn) for (action, name, _), fn in strategies.items() if action is StrategyAction.RECOGNIZE]
+    found = (recognize(storage) for _, recognize in sorted(rows, key=lambda row: row[0] in _GUESSES))
     return next((fields for fields in found if fields is not None), None)
 
 

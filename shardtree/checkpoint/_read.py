@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..errors import StrategyError, error_text
 from ..layouts import join_columns, shard_columns
 from ..mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor
 from ..plans import plan_exchange
@@ -91,7 +92,12 @@ def _read_together(reading: Reading, shards: Sequence[ShardedTensor]) -> ReadRep
 def _read(reading: Reading, shards: Sequence[ShardedTensor]) -> ReadReport:
     backend = sharded_backend(reading.checkpoint.fields)
     load_sharded = strategy_of(StrategyAction.LOAD_SHARDED, reading.sharded_strategy, backend, reading.strategies)
-    report: ReadReport = load_sharded(reading.checkpoint, shards)
+    report = load_sharded(reading.checkpoint, shards)
+    if not isinstance(report, ReadReport):
+        # One that returns tensors, as other libraries have it, left the shards' memory as it was.
+        what, found = "load: not what a function that loads shards returns", type(report).__name__
+        fix = "Fill the data of each shard in place, and return how much was read."
+        raise StrategyError(error_text(what, found=found, expected="a ReadReport", fix=fix))
     return report
 
 

@@ -69,11 +69,12 @@ def save_request(
     }
     recognizes = find_strategy(StrategyAction.RECOGNIZE, *sharded_backend, strategies=strategies) is not None
     commit = find_strategy(StrategyAction.COMMIT, *sharded_backend, strategies=strategies)
+    look = None if commit is None else partial(_check_no_other, draft, strategies)
     finish = partial(_finish, draft, commit, strategies)
     return AsyncRequest(
         world=draft.world,
         async_fn=partial(_write, draft, requests, strategies, recognizes=recognizes),
-        commit=partial(_commit, draft, requests, partial(save_common, draft, common), fields, finish),
+        commit=partial(_commit, draft, requests, partial(save_common, draft, common), fields, look, finish),
         finalize_fns=(
             partial(clean_up, draft, strategies, removes_saves=commit is None),
             *(fn for request in requests for fn in request.finalize_fns),
@@ -90,10 +91,17 @@ def _write(
     check_unchanged(draft.storage, draft.before)
     if draft.world.rank == 0:
         _claim_again(draft)
-    if recognizes and recognized(draft.storage, strategies) is not None:
+    if recognizes:
+        _check_no_other(draft, strategies)
+    return tuple(request.async_fn() for request in requests)
+
+
+def _check_no_other(draft: Draft, strategies: Strategies) -> None:
+    """Raise where another checkpoint is by now, with metadata.json or without, than when the save began."""
+    check_unchanged(draft.storage, draft.before)
+    if draft.before is None and recognized(draft.storage, strategies) is not None:
         fix = "Let only one save at a time go to a folder, and run a request once."
         raise CheckpointReplaced(error_text(f"save: {draft.storage.where()!r} holds a checkpoint by now", fix=fix))
-    return tuple(request.async_fn() for request in requests)
 
 
 def _claim_again(draft: Draft) -> None:
@@ -120,11 +128,15 @@ def _commit(
     requests: Sequence[AsyncRequest[Any]],
     save_common: Callable[[], Fields],
     fields: Fields,
+    look: Callable[[], None] | None,
     finish: Callable[[Fields], None],
     written: Sequence[tuple[Any, ...]],
 ) -> Fields:
     """Make the checkpoint count: the strategies' own commits, the common state, and last what makes it a checkpoint."""
     merged = dict(fields)
+    if look is not None:
+        # Before more is written to names that another save's files may have by now.
+        on_rank_zero(draft.world, "save: look for another checkpoint", look)
     for number, request in enumerate(requests):
         merged |= request.commit([part[number] for part in written])
     merged |= on_rank_zero(draft.world, "save: common state", save_common)
@@ -137,7 +149,9 @@ def _finish(draft: Draft, commit: Commit | None, strategies: Strategies, fields:
     if draft.options.durable:
         draft.storage.sync_folder(draft.save_id)
         draft.storage.sync_folder()
-    if commit is not None:
+    if commit is None:
+        _check_no_other(draft, strategies)
+    else:
         check_unchanged(draft.storage, draft.before)
         commit(draft, fields)
         draft.storage.remove_folder(draft.save_id)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import TreeError, error_text
+from ..errors import KeyMismatch, TreeError, error_text, render_path
 from ..mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from ..trees import (
     HOLE,
@@ -77,9 +77,22 @@ def told_of_depth() -> Iterator[None]:
 
 
 def left_out(target: Target, tree: Any, unexpected: set[str]) -> Target:
-    """Return the target without the shards, and the factories of such shards alone, that aren't stored."""
+    """Return the target without the shards, and the factories of such shards alone, that aren't stored.
+
+    Raises:
+        KeyMismatch: of a factory's shards some are stored, and some aren't, so that it can't be merged.
+    """
     if not unexpected:
         return target
+    lacking = ((path, leaf, _keys(leaf) & unexpected) for path, leaf in shard_leaves(tree)[0])
+    partly = [
+        f"{leaf.key!r} at {render_path(path)} lacks {', '.join(map(repr, sorted(keys)))}"
+        for path, leaf, keys in lacking
+        if keys and keys < _keys(leaf)
+    ]
+    if partly:
+        what, fix = "load: factories that are stored in part", "Leave them out of the target, or build what is stored."
+        raise KeyMismatch(error_text(what, offenders=partly, fix=fix))
     return take_apart(map_shards(lambda leaf: HOLE if _keys(leaf) and _keys(leaf) <= unexpected else leaf, tree))
 
 

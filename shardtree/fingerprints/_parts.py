@@ -120,8 +120,10 @@ def run_total(data: torch.Tensor, offset: Sequence[int], box: Sequence[int], fir
         box: the box's shape, (axes,).
         first: the run's first element in the flattened box.
     """
+    if first == 0 and data.numel() == prod(box):
+        return box_total(data.reshape(tuple(box)), offset)
     if not len(box):
-        return box_total(data.reshape(()), ()) if data.numel() else 0
+        return 0
     ends = np.array([[first], [first + data.numel()]], dtype=np.int64)
     _, begins, shapes, positions = flat_boxes(np.array([box], dtype=np.int64), *ends)
     total = 0

@@ -167,10 +167,13 @@ def replica_problems(columns: ShardColumns, totals: Words) -> tuple[str, ...]:
     main = order[np.maximum.accumulate(np.where(first, np.arange(len(order)), 0))] if len(order) else order
     pairs = zip(order.tolist(), main.tolist(), strict=True)
     rank, rows = columns.rank.tolist(), [(row, of) for row, of in pairs if totals[row] != totals[of]]
-    return tuple(
-        f"{columns.keys[columns.key[row]]!r}: rank {rank[row]} holds other elements than rank {rank[main_row]}"
-        for row, main_row in rows
-    )
+    return tuple(f"{columns.keys[columns.key[row]]!r}: {_differing(rank[row], rank[of])}" for row, of in rows)
+
+
+def _differing(rank: int, main_rank: int) -> str:
+    if rank == main_rank:
+        return f"rank {rank} holds it twice, with other elements"
+    return f"rank {rank} holds other elements than rank {main_rank}"
 
 
 def add_fingerprints(parts: Iterable[Mapping[str, FingerprintPart]]) -> dict[str, int]:

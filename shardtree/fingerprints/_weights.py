@@ -58,12 +58,22 @@ def axis_weights(axis: int, start: int, stop: int) -> Words:
         >>> bool((axis_weights(2, 65_000, 66_000) % 2 == 1).all())
         True
     """
+    if 0 <= start <= stop <= _LOW:
+        return _first_weights(axis)[start:stop]
     low = low_weights(axis)
     pieces = []
     for number, high in enumerate(high_weights(axis, start, stop), start >> LOW_BITS):
         begin, end = max(start, number * _LOW), min(stop, (number + 1) * _LOW)
         pieces.append(low[begin - number * _LOW : end - number * _LOW] * high)
     return pieces[0] if len(pieces) == 1 else np.concatenate([*pieces, np.zeros(0, dtype=np.uint64)])
+
+
+@lru_cache(maxsize=16)  # half a MiB each
+def _first_weights(axis: int) -> Words:
+    """Return the weights of the first indices, which most tensors have no more of: not to be written to."""
+    first = low_weights(axis) * high_weights(axis, 0, 1)
+    first.setflags(write=False)
+    return first
 
 
 def high_weights(axis: int, start: int, stop: int) -> Words:

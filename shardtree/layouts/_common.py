@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..errors import TreePath
+from ..errors import TreePath, rank_text
 from ..trees import diff, without_holes
-from ._problem import Problem, rank_text
+from ._problem import Problem
 
 _LONGEST = 60
 _FEW = 4

@@ -96,12 +96,13 @@ def raise_problems(problems: Sequence[Problem]) -> None:
         >>> raise_problems([])
     """
     if problems:
+        fixes = dict.fromkeys(problem.fix for problem in problems if problem.fix)
         raise IntegrityError(
             error_text(
                 "sharding integrity: each element of a global tensor, and each object of a global array, "
                 "needs exactly one main replica (replica_id 0)",
                 offenders=problem_lines(problems),
-                fix="Give replicas different replica_ids; pass validate_access_integrity=False to skip the check.",
+                fix="\n  ".join([*fixes, "Pass validate_access_integrity=False to skip the check."]),
             )
         )
 
@@ -115,6 +116,7 @@ def _beyond(main: ShardColumns) -> tuple[Problem, ...]:
             main.keys[number],
             tuple(np.unique(main.rank[leaves & (main.key == number)]).tolist()),
             f"a shard reaches beyond the global shape {main.kinds[number].global_shape}",
+            fix="Keep shards within the global shape: that of a padded tensor includes its padding.",
         )
         for number in np.unique(main.key[leaves]).tolist()
     )

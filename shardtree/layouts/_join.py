@@ -9,7 +9,7 @@ import numpy as np
 from ..errors import IntegrityError, error_text
 from ..geometry import widen
 from ._columns import ShardColumns
-from ._kinds import kind_problems
+from ._kinds import ONE_KIND, kind_problems
 
 
 def join_columns(parts: Sequence[ShardColumns]) -> ShardColumns:
@@ -26,9 +26,8 @@ def join_columns(parts: Sequence[ShardColumns]) -> ShardColumns:
     """
     disagreed = kind_problems(parts)
     if disagreed:
-        fix = "Give all shards of a key one global shape, dtype and number of prepended axes."
         what = "the ranks don't agree about their tensors"
-        raise IntegrityError(error_text(what, offenders=map(str, disagreed), fix=fix))
+        raise IntegrityError(error_text(what, offenders=map(str, disagreed), fix=ONE_KIND))
     return join_agreed(parts)
 
 

@@ -9,9 +9,15 @@ from itertools import chain
 
 import numpy as np
 
+from ..errors import rank_text
 from ._columns import ShardColumns, TensorKind, select_rows
 from ._objects import ObjectColumns
-from ._problem import Problem, rank_text
+from ._problem import Problem
+
+ONE_KIND = (
+    "Give all shards of a key one global shape, dtype and number of prepended axes; from_rank_offsets is for equal "
+    "parts, of others build the ShardedTensor."
+)
 
 
 def kind_problems(parts: Sequence[ShardColumns], objects: Sequence[ObjectColumns] = ()) -> tuple[Problem, ...]:
@@ -39,6 +45,7 @@ def kind_problems(parts: Sequence[ShardColumns], objects: Sequence[ObjectColumns
             key,
             tuple(sorted({rank for ranks in kinds.values() for rank in ranks})),
             ", ".join(f"{kind} on {rank_text(ranks)}" for kind, ranks in kinds.items()),
+            fix=ONE_KIND,
         )
         for key, kinds in said.items()
     )

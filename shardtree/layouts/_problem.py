@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
 
-from ..errors import TreePath, render_path
+from ..errors import TreePath, rank_text, render_path
 
 _SHOWN_OF_ONE = 3
 
@@ -21,6 +21,7 @@ class Problem:
         what: what is wrong, in words.
         box: where in the global tensor or array of objects, as slices; None where it isn't about a place.
         flat: which elements of the flattened box, where shards are flat ranges; None for all of it.
+        fix: what to do about it, in words; nothing where that isn't known.
     """
 
     key: str | TreePath
@@ -28,6 +29,7 @@ class Problem:
     what: str
     box: tuple[slice, ...] | None = None
     flat: slice | None = None
+    fix: str = ""
 
     def __str__(self) -> str:
         name = render_path(self.key) if isinstance(self.key, tuple) else repr(self.key)
@@ -49,24 +51,6 @@ def problem_lines(problems: Iterable[Problem]) -> list[str]:
         more = len(same) - _SHOWN_OF_ONE
         lines += [str(Problem(same[0].key, (), f"and {more} more"))] if more > 0 else []
     return lines
-
-
-def rank_text(ranks: Sequence[int]) -> str:
-    """Return ranks in words, those in a row as one range.
-
-    Examples:
-        >>> rank_text([0]), rank_text([0, 1, 4]), rank_text([0, 2, 3, 4, 5])
-        ('rank 0', 'ranks 0, 1, 4', 'ranks 0, 2-5')
-    """
-    ordered = sorted(set(ranks))
-    if len(ordered) == 1:
-        return f"rank {ordered[0]}"
-    runs = groupby(enumerate(ordered), key=lambda pair: pair[1] - pair[0])
-    return "ranks " + ", ".join(text for _, run in runs for text in _run_text([rank for _, rank in run]))
-
-
-def _run_text(run: list[int]) -> list[str]:
-    return [f"{run[0]}-{run[-1]}"] if len(run) > 2 else list(map(str, run))
 
 
 def place_text(box: tuple[slice, ...], flat: slice | None = None) -> str:

@@ -16,6 +16,28 @@ from ._problem import Problem, holder_text, place_text
 _SHOWN_OF_ONE = 20
 _SHOWN_HOLDERS = 4
 
+_NOBODY = "; nobody holds any of it"
+_BESIDE = "; beside it: "
+_OTHERS = "; only others: "
+_HELD = ": "
+
+_FILL = (
+    "Where a place has no main replica, compare the shards' offsets, shapes and flat ranges, and look whether all "
+    "ranks take part, with all of their shards."
+)
+_FIXES = {
+    _NOBODY: _FILL,
+    _BESIDE: _FILL,
+    _OTHERS: (
+        "Where only others hold a place, give one of them replica_id 0, or zeros alone: the ids tell apart who holds "
+        "the same box."
+    ),
+    _HELD: (
+        "Where several hold the same elements, give all but one of them a replica_id that isn't 0; where these are "
+        "other elements, give them other offsets or flat ranges, or keys of their own."
+    ),
+}
+
 
 def fault_problems(columns: ShardColumns, faults: Faults, noun: str) -> tuple[Problem, ...]:
     """Return faults as problems: the first 20 of each key, and one that tells how many more there are.
@@ -59,18 +81,19 @@ def _problem(shards: ShardColumns, faults: Faults, row: int, held: tuple[str, Co
     shown = [(int(shards.rank[row]), *_place(shards, row, len(whole))) for row in holders[:_SHOWN_HOLDERS].tolist()]
     who = holder_text(shown, len(holders) - len(shown))
     what = f"{place_text(box, flat)} {state} ({part} of {plural(prod(whole), noun)}){relation}{who}"
-    return Problem(shards.keys[number], tuple(np.unique(shards.rank[holders]).tolist()), what, box, flat)
+    ranks = tuple(np.unique(shards.rank[holders]).tolist())
+    return Problem(shards.keys[number], ranks, what, box, flat, _FIXES[relation])
 
 
 def _holders(shards: ShardColumns, faults: Faults) -> list[tuple[str, Column]]:
     """Return, for each fault, how shards have to do with it, and which: those in it, or else those beside it."""
     mains, others = np.flatnonzero(shards.main), np.flatnonzero(~shards.main)
     doubled, gaps = np.flatnonzero(faults.doubled), np.flatnonzero(~faults.doubled)
-    found = [("; nobody holds any of it", np.zeros(0, dtype=np.int64))] * len(faults)
+    found = [(_NOBODY, np.zeros(0, dtype=np.int64))] * len(faults)
     for relation, rows, near, reach in (
-        ("; beside it: ", gaps, mains, 1),
-        ("; only others: ", gaps, others, 0),
-        (": ", doubled, mains, 0),
+        (_BESIDE, gaps, mains, 1),
+        (_OTHERS, gaps, others, 0),
+        (_HELD, doubled, mains, 0),
     ):
         for row, held in _meeting(select_rows(shards, near), select_faults(faults, rows), reach=reach):
             found[int(rows[row])] = relation, near[held]

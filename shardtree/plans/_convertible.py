@@ -6,6 +6,9 @@ from functools import cache
 
 import torch
 
+_SCALES = {torch.float8_e8m0fnu}
+"""Powers of two alone: a sign would be lost, and zero isn't one."""
+
 
 def convertible(stored: torch.dtype, asked: torch.dtype) -> bool:
     """Return whether values of one dtype may be converted to another: by rounding at most, never by leaving parts out.
@@ -20,7 +23,9 @@ def convertible(stored: torch.dtype, asked: torch.dtype) -> bool:
         >>> convertible(torch.float32, torch.int64), convertible(torch.complex64, torch.float32)
         (False, False)
     """
-    return _rank(stored) <= _rank(asked) and (stored == asked or _torch_converts(stored, asked))
+    return stored == asked or (
+        _rank(stored) <= _rank(asked) and asked not in _SCALES and _torch_converts(stored, asked)
+    )
 
 
 def _rank(dtype: torch.dtype) -> int:

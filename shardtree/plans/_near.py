@@ -6,8 +6,10 @@ from bisect import bisect_left
 from collections.abc import Collection, Iterable, Sequence
 from difflib import get_close_matches
 from itertools import islice
+from re import findall
 
 _KEYS = 10
+_CLOSE = 10
 _COMPARED_ALL = 500
 _NEIGHBOURS = 100
 _LONGEST = 300
@@ -32,8 +34,17 @@ def near_names(keys: Iterable[str], names: Collection[str]) -> dict[str, str]:
         return {}
     known = sorted(name for name in names if len(name) <= _LONGEST)
     backwards = sorted(name[::-1] for name in known) if len(known) > _COMPARED_ALL else []
-    near = {key: get_close_matches(key, _candidates(key, known, backwards), n=1) for key in few}
-    return {key: names[0] for key, names in near.items() if names}
+    near = {key: get_close_matches(key, _candidates(key, known, backwards), n=_CLOSE) for key in few}
+    return {key: _same_numbers(key, names) for key, names in near.items() if names}
+
+
+def _same_numbers(key: str, close: Sequence[str]) -> str:
+    """Return the closest name with the key's own numbers, so that no layer is taken for another; else the closest."""
+    return next((name for name in close if _numbers(name) == _numbers(key)), close[0])
+
+
+def _numbers(name: str) -> list[str]:
+    return [number.lstrip("0") for number in findall("[0-9]+", name)]
 
 
 def _candidates(key: str, known: Sequence[str], backwards: Sequence[str]) -> Sequence[str]:

@@ -22,6 +22,7 @@ from ._fsspec import FsspecStorage as FsspecStorage
 from ._fsspec import fsspec_storage as fsspec_storage
 from ._local import LocalStorage as LocalStorage
 from ._locate import Directory as Directory
+from ._locate import is_same_place as is_same_place
 from ._locate import storage_at as storage_at
 from ._memory import MemoryStorage as MemoryStorage
 from ._names import is_temporary as is_temporary

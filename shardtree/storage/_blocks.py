@@ -116,14 +116,15 @@ def covered(begin: Column, end: Column, edges: Column) -> Column:
 class BlockHasher:
     """Hashes the blocks of a file, or of stretches of it, as its bytes go by.
 
-    Blocks that were seen whole are in `hashes`, by number. A stretch that begins or ends inside of a block
-    leaves that block out, unless the next stretch goes on where it ended.
+    Blocks that were seen whole are in `hashes`, by number; -1 of one that was seen more than once, not each time the
+    same. A stretch that begins or ends inside of a block leaves that block out, unless the next stretch goes on where
+    it ended.
     """
 
     __slots__ = ("_at", "_file_length", "_open", "hashes")
 
-    def __init__(self, file_length: int | None = None) -> None:
-        self.hashes: dict[int, int] = {}
+    def __init__(self, file_length: int | None = None, hashes: dict[int, int] | None = None) -> None:
+        self.hashes: dict[int, int] = {} if hashes is None else hashes
         self._file_length = file_length
         self._at = 0
         self._open: xxhash.xxh3_64 | None = xxhash.xxh3_64()
@@ -146,14 +147,14 @@ class BlockHasher:
     def finish(self) -> None:
         """Close the last block, which may be a short one: the file ends here."""
         if self._at % BLOCK_BYTES and self._open is not None:
-            self.hashes[self._at // BLOCK_BYTES] = self._open.intdigest()
+            self._note(self._at // BLOCK_BYTES, self._open.intdigest())
             self._open = None
 
     def _take_blocks(self, buffer: Buffer) -> int:
         """Hash the whole blocks that a buffer begins with, and return how many bytes these are."""
         size = buffer.nbytes // BLOCK_BYTES * BLOCK_BYTES
         for start in range(0, size, BLOCK_BYTES):
-            self.hashes[(self._at + start) // BLOCK_BYTES] = block_hash(buffer[start : start + BLOCK_BYTES])
+            self._note((self._at + start) // BLOCK_BYTES, block_hash(buffer[start : start + BLOCK_BYTES]))
         self._at += size
         self._open = xxhash.xxh3_64()
         return size
@@ -166,9 +167,13 @@ class BlockHasher:
             self._open.update(part)
         if self._at % BLOCK_BYTES == 0:
             if self._open is not None:
-                self.hashes[number] = self._open.intdigest()
+                self._note(number, self._open.intdigest())
             self._open = xxhash.xxh3_64()
         return part.nbytes
+
+    def _note(self, number: int, found: int) -> None:
+        if self.hashes.setdefault(number, found) != found:
+            self.hashes[number] = -1
 
 
 def hashed(buffers: Iterable[Buffer], hasher: BlockHasher) -> Iterator[Buffer]:

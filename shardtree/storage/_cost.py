@@ -8,13 +8,23 @@ from typing import Any
 
 import numpy as np
 
-from ..geometry import Column, row_major_strides
+from ..geometry import Column
 from ..plans import LoadPlan, ReadCost, Runs, Strided
-from ._blocks import BLOCK_BYTES, Flags, block_count
-from ._fetch import StoredFile, Verify, blocks_to_check, in_file_order, of_file, stretches_to_check, touched_blocks
+from ._blocks import BLOCK_BYTES
+from ._fetch import (
+    StoredFile,
+    Verify,
+    blocks_to_check,
+    in_file_order,
+    of_file,
+    stretches_to_check,
+    touched_blocks,
+    ways_of,
+)
+from ._loose import loose_ends
 from ._runs import clipped, windows_of
 from ._stretches import Stretches, stretch_crc32
-from ._strided import strided_stretches
+from ._strided import hashed_stretches, parted, strided_stretches
 
 
 def fetch_cost(files: Mapping[int, StoredFile], plan: LoadPlan, *, verify: Verify = "whole") -> ReadCost:
@@ -45,38 +55,27 @@ def fetch_cost(files: Mapping[int, StoredFile], plan: LoadPlan, *, verify: Verif
 
 def _beside(file: StoredFile, runs: Runs, strided: Strided, verify: Verify) -> int:
     """Return how many bytes of a file are read beside its runs."""
-    mapped = sum(end - begin for _, begin, end in strided_stretches(strided)) if strided.file.size else 0
+    extra = sum(
+        _stretched(pieces, file.length, whole_blocks) for pieces, whole_blocks in ways_of(file, strided, verify)
+    )
     if verify is None:
-        return mapped
+        return extra
     if file.stretches is not None:
-        return mapped + _stretches_read_again(file.stretches, runs, file.length, verify)
+        return extra + _stretches_read_again(file.stretches, runs, file.length, verify)
     if file.hashes is None:
-        return mapped
-    chosen = blocks_to_check(file, touched_blocks(file, runs, strided), runs, verify)
-    again = chosen & ~_hashed_on_the_way(runs, strided, file.length)
-    edges = np.minimum(np.arange(block_count(file.length) + 1) * BLOCK_BYTES, file.length)
-    return mapped + int(np.diff(edges)[again].sum())
+        return extra
+    loose = loose_ends(runs, file.length, blocks_to_check(file, touched_blocks(file, runs, strided), runs, verify))
+    again = np.unique(loose.byte // BLOCK_BYTES) * BLOCK_BYTES
+    return extra + int((np.minimum(again + BLOCK_BYTES, file.length) - again).sum())
 
 
-def _hashed_on_the_way(runs: Runs, strided: Strided, length: int) -> Flags:
-    """Return which blocks of a file go by whole, in one piece or in several that follow each other."""
-    flags = np.zeros(block_count(length), dtype=np.bool_)
-    for window in windows_of(runs, length):
-        part = clipped(runs, window)
-        _mark_whole(flags, part.byte, part.byte + part.length, length)
-    size = strided.shape.prod(axis=1) * strided.item_size
-    # What isn't consecutive in the file isn't hashed, nor does it break off what is.
-    whole = ((strided.shape == 1) | (strided.stride == row_major_strides(strided.shape))).all(axis=1)
-    rows = np.argsort(strided.byte, kind="stable")
-    rows = rows[whole[rows]]
-    _mark_whole(flags, strided.byte[rows], (strided.byte + size)[rows], length)
-    return flags
-
-
-def _mark_whole(flags: Flags, begin: Column, end: Column, length: int) -> None:
-    for low, high in _chains(begin, end):
-        first, last = -(-low // BLOCK_BYTES), len(flags) if high == length else high // BLOCK_BYTES
-        flags[first:last] = True
+def _stretched(pieces: Strided, length: int, whole_blocks: bool | None) -> int:
+    """Return how many bytes are read for strided pieces, or mapped."""
+    if whole_blocks is None:
+        stretches = strided_stretches(pieces)
+    else:
+        stretches = hashed_stretches(parted(pieces), length, whole_blocks=whole_blocks)
+    return sum(end - begin for _, begin, end in stretches)
 
 
 def _chains(begin: Column, end: Column) -> list[tuple[int, int]]:

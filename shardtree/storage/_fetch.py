@@ -12,18 +12,19 @@ import torch
 
 from ..errors import CorruptCheckpoint, error_text
 from ..plans import LoadPlan, Runs, Strided
-from ._blocks import BLOCK_BYTES, Flags, Hashes, block_hash, missing, touched
+from ._blocks import BLOCK_BYTES, BlockHasher, Flags, Hashes, missing, touched
+from ._loose import loose_ends
 from ._runs import read_runs
 from ._storage import Buffer, Reader, Storage
 from ._stretches import Stretches, StretchHasher, read_crc32, stretch_crc32, unread
-from ._strided import copy_strided, last_byte
+from ._strided import copy_hashed, copy_strided, is_contiguous, last_byte
 
 Verify = Literal["whole", "all"] | None
 """Which blocks are checked: those that are read whole or nearly, and in small files all touched; all touched; none."""
 
 _SMALL_FILE_BYTES = 4 * 1024 * 1024
 _NEARLY_WHOLE_BYTES = 64 * 1024
-"""As much may be missing from a block that counts as read whole: it is then read once more, with what was missing."""
+"""As much may be missing from a block that counts as read whole: it is read once more, and delivered from there."""
 
 _STRETCH_BLOCKS = 4
 
@@ -118,11 +119,16 @@ def _fetch_file(
     with storage.open(file.name) as reader:
         _check_length(reader, file, storage.where(file.name))
         done = read_runs(storage, file.name, runs, views, hashes=hashes, length=file.length, progress=progress)
-        if strided.file.size:
-            done += copy_strided(reader, strided, memories, hashes=hashes, progress=progress)
         blocks = touched_blocks(file, runs, strided)
+        hasher = BlockHasher(file.length, hashes)
+        for pieces, whole_blocks in ways_of(file, strided, verify):
+            if whole_blocks is None:
+                done += copy_strided(reader, pieces, memories, progress=progress)
+            else:
+                done += copy_hashed(reader, pieces, memories, hasher, whole_blocks=whole_blocks, progress=progress)
         if hashes is not None:
-            _read_rest(reader, file.length, blocks_to_check(file, blocks, runs, verify), hashes)
+            loose = loose_ends(runs, file.length, blocks_to_check(file, blocks, runs, verify))
+            _read_rest(reader, loose, views, hasher)
     if known is not None and hashes is not None:
         _compare(storage.where(file.name), hashes, known, file.length)
     checked = len(hashes or ())
@@ -150,7 +156,7 @@ def _fetch_stretches(
             storage, file.name, runs, views, hashes=parts, length=file.length, progress=progress, hasher=hasher
         )
         if strided.file.size:
-            done += copy_strided(reader, strided, memories, hashes=None, progress=progress)
+            done += copy_strided(reader, strided, memories, progress=progress)
         checked = 0
         if parts is not None:
             chosen = stretches_to_check(stretches, runs, everything=verify == "all")
@@ -206,21 +212,41 @@ def touched_blocks(file: StoredFile, runs: Runs, strided: Strided) -> Flags:
 
 def blocks_to_check(file: StoredFile, blocks: Flags, runs: Runs, verify: Verify) -> Flags:
     """Return, of the touched blocks of a file, those whose hash is to be compared, bool (blocks,)."""
-    if verify == "all" or file.length <= _SMALL_FILE_BYTES:
+    if _checks_all(file, verify):
         return blocks
     flags: Flags = missing(runs.byte, runs.byte + runs.length, file.length) <= _NEARLY_WHOLE_BYTES
     return blocks & flags
 
 
-def _read_rest(reader: Reader, length: int, blocks: Flags, hashes: dict[int, int]) -> None:
-    """Read the blocks that were read in part once more, whole, for their hashes."""
+def _checks_all(file: StoredFile, verify: Verify) -> bool:
+    return verify == "all" or file.length <= _SMALL_FILE_BYTES
+
+
+def ways_of(file: StoredFile, strided: Strided, verify: Verify) -> Iterator[tuple[Strided, bool | None]]:
+    """Yield a file's strided pieces by how they come: mapped (None), hashed as they are, or in whole blocks (True)."""
+    if verify is None or file.hashes is None:
+        parts: list[tuple[Flags, bool | None]] = [(np.ones(strided.file.size, dtype=np.bool_), None)]
+    elif _checks_all(file, verify):
+        parts = [(np.ones(strided.file.size, dtype=np.bool_), True)]
+    else:
+        parts = [(is_contiguous(strided), False), (~is_contiguous(strided), None)]
+    for flags, whole_blocks in parts:
+        if flags.any():
+            yield Strided(*(getattr(strided, name)[flags] for name in Strided.__slots__)), whole_blocks
+
+
+def _read_rest(reader: Reader, loose: Runs, views: Sequence[Buffer], hasher: BlockHasher) -> None:
+    """Read the blocks once more, and whole, that were read in part: what is delivered is what was hashed."""
     scratch = memoryview(bytearray(_STRETCH_BLOCKS * BLOCK_BYTES))
-    for first, last in _stretches([number for number in np.flatnonzero(blocks).tolist() if number not in hashes]):
-        stretch = scratch[: min((last + 1) * BLOCK_BYTES, length) - first * BLOCK_BYTES]
-        reader.read_into(first * BLOCK_BYTES, [stretch])
-        for number in range(first, last + 1):
-            at = (number - first) * BLOCK_BYTES
-            hashes[number] = block_hash(stretch[at : at + BLOCK_BYTES])
+    for first, last in _stretches(np.unique(loose.byte // BLOCK_BYTES).tolist()):
+        begin = first * BLOCK_BYTES
+        stretch = scratch[: min((last + 1) * BLOCK_BYTES, reader.length) - begin]
+        reader.read_into(begin, [stretch])
+        hasher.update(stretch, begin)
+        rows = np.searchsorted(loose.byte, [begin, begin + stretch.nbytes])
+        columns = (loose.byte, loose.target, loose.target_byte, loose.length)
+        for byte, target, at, length in zip(*(column[slice(*rows)].tolist() for column in columns), strict=True):
+            views[target][at : at + length] = stretch[byte - begin : byte - begin + length]
 
 
 def _stretches(numbers: list[int]) -> Iterator[tuple[int, int]]:

@@ -46,7 +46,7 @@ class LocalStorage:
     def write(self, name: str, buffers: Iterable[Buffer], *, durable: bool) -> int:
         """Write a new file from buffers, in order, and return its length."""
         with self._failures("write", name):
-            descriptor = os.open(self.where(name), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+            descriptor = _new_file(self.where(name))
             try:
                 length = _write_batches(descriptor, _batches(buffers))
                 if durable:
@@ -217,6 +217,22 @@ def _leads_back(path: str, root: str) -> bool:
             return True
         folder = os.path.dirname(folder) if folder != os.path.dirname(folder) else ""
     return False
+
+
+def _new_file(path: str) -> int:
+    """Return the descriptor of a new file; one of that name that a dead save left makes room.
+
+    Nothing is ever written into a file that is there: it may have other names, or be a link to one elsewhere.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
+    try:
+        return os.open(path, flags | os.O_EXCL, 0o666)
+    except FileExistsError:
+        mode = os.lstat(path).st_mode
+        if stat.S_ISREG(mode) or stat.S_ISLNK(mode):  # a device, which nobody may remove, can be written to
+            os.remove(path)
+            flags |= os.O_EXCL
+        return os.open(path, flags, 0o666)
 
 
 def _batches(buffers: Iterable[Buffer]) -> Iterator[list[Buffer]]:

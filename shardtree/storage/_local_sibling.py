@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import StorageError, StrategyError, error_text
 from ._rename import exchange_folders
+from ._rights import take_after
 from ._sync import sync, sync_above
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class LocalSibling:
             os.makedirs(self._inside(_FILES), exist_ok=True)
             number = os.stat(self._inside(_FILES)).st_ino
             _write(self._inside(_INODE), f"{number}\n".encode(), durable=durable)
-            _take_after(self._inside(_FILES), self._target)
+            take_after(self._inside(_FILES), self._target)
             if durable:
                 sync(self._folder)
                 sync_above([os.path.dirname(self._folder)])
@@ -110,14 +110,18 @@ class LocalSibling:
 
     def share(self, names: Sequence[str], *, durable: bool) -> tuple[str, ...]:
         """Let the new folder have old files too; return the names that are another file's there."""
-        taken, folders = [], set()
+        taken, folders, made = [], set(), set[str]()
         with self._failures("link the other files of"):
             for name in names:
                 folder, _, last = name.rpartition("/")
-                os.makedirs(os.path.join(self._new, folder), exist_ok=True)
+                made |= _make_ways(self._new, folder)
                 if last and not _link(os.path.join(self._old, name), os.path.join(self._new, name)):
                     taken.append(name)
                 folders |= _ways(name.rstrip("/"))
+            # Last: into a folder that nobody may change nothing could be linked.
+            for folder in sorted(made, reverse=True):
+                with suppress(FileNotFoundError):  # removed meanwhile
+                    take_after(os.path.join(self._new, folder), os.path.join(self._old, folder))
             if durable:
                 for folder in sorted(folders):
                     sync(os.path.join(self._new, folder))
@@ -168,7 +172,7 @@ class LocalSibling:
         return self._target if self.is_exchanged() else self._inside(_FILES)
 
     def _check_place(self) -> None:
-        target, here = self._target, os.path.realpath(os.getcwd())
+        target, here = self._target, _current_directory()
         what = f"save: {self.root!r} can't be replaced as a whole"
         if os.path.ismount(target):
             raise StrategyError(error_text(what, found="the root of a file system", fix=_ELSEWHERE))
@@ -215,6 +219,9 @@ def _walk(top: str, folder: str) -> Iterator[str]:
         entries = list(found)
     if not entries and folder:
         yield folder
+    if folder and os.path.ismount(os.path.join(top, folder)):
+        what = f"save: {top!r} can't be replaced as a whole: a file system is mounted in it"
+        raise StrategyError(error_text(what, found=folder, fix=_ELSEWHERE))
     for entry in entries:
         if entry.is_dir(follow_symlinks=False):
             yield from _walk(top, f"{folder}{entry.name}/")
@@ -240,12 +247,21 @@ def _ways(name: str) -> set[str]:
     return {"/".join(parts[:count]) for count in range(len(parts) + 1)}
 
 
-def _take_after(folder: str, other: str) -> None:
-    """Let a folder be open to whom another one is."""
-    like = os.stat(other)
-    with suppress(PermissionError):
-        os.chown(folder, -1, like.st_gid)
-    os.chmod(folder, stat.S_IMODE(like.st_mode))
+def _make_ways(top: str, folder: str) -> set[str]:
+    """Make a folder and those on the way to it, as far as they aren't there, and return which those were."""
+    made = set()
+    for way in sorted({*_ways(folder), folder} - {""}):
+        with suppress(FileExistsError):
+            os.mkdir(os.path.join(top, way), 0o700)
+            made.add(way)
+    return made
+
+
+def _current_directory() -> str:
+    """Return the current directory, which may have been removed."""
+    with suppress(FileNotFoundError):
+        return os.path.realpath(os.getcwd())
+    return "/"
 
 
 def _write(path: str, data: bytes, *, durable: bool) -> None:

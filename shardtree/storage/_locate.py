@@ -35,6 +35,22 @@ def storage_at(directory: Directory) -> Storage:
     )
 
 
+def is_same_place(one: Storage, other: Storage) -> bool:
+    """Return whether two storages are one folder, by whatever path or link.
+
+    Examples:
+        >>> is_same_place(storage_at("/runs/step_10"), storage_at("/runs/step_9/../step_10/"))
+        True
+    """
+    if isinstance(one, LocalStorage) and isinstance(other, LocalStorage):
+        return os.path.realpath(one.root) == os.path.realpath(other.root)
+    return one == other
+
+
 def _absolute(path: str) -> str:
     # Not abspath: it takes "link/.." for nothing, although a link leads elsewhere.
-    return path if os.path.isabs(path) else os.path.join(os.getcwd(), path)
+    try:
+        return path if os.path.isabs(path) else os.path.join(os.getcwd(), path)
+    except FileNotFoundError as error:
+        found = "the current directory was removed"
+        raise StorageError(error_text(f"where is {path!r}?", found=found, fix="Name an absolute path.")) from error

@@ -78,7 +78,7 @@ def is_alive(note: bytes | None) -> bool | None:
     if type(pid) is not int or type(started) is not int or _started(os.getpid()) is None:
         return None
     if _started(pid) != started:
-        return False  # it is gone, whoever has its number now
+        return None if _is_hidden(pid) else False  # it is gone, whoever has its number now
     return is_claimed(str(fields.get("save_id"))) if pid == os.getpid() else True
 
 
@@ -96,6 +96,17 @@ def _place() -> dict[str, str | None]:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         processes = os.readlink("/proc/self/ns/pid")
     return {"host": socket.gethostname(), "boot": boot, "processes": processes}
+
+
+def _is_hidden(pid: int) -> bool:
+    """Return whether a process is there of which nothing is shown: /proc can be mounted so for other users' ones."""
+    if pid <= 0 or os.path.exists(f"/proc/{pid}"):
+        return False
+    with suppress(ProcessLookupError, OverflowError):
+        with suppress(PermissionError):
+            os.kill(pid, 0)
+        return True
+    return False
 
 
 def _started(pid: int) -> int | None:

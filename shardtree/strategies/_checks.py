@@ -48,8 +48,13 @@ def _is_unknown(problem: Misfit) -> bool:
     return isinstance(problem, Unexpected) and not problem.is_object
 
 
+def _has_other_axes(problem: Misfit) -> bool:
+    return isinstance(problem, Mismatch) and len(problem.stored.global_shape) != len(problem.asked.global_shape)
+
+
 def _has_another_shape(problem: Misfit) -> bool:
-    return isinstance(problem, Mismatch) and problem.stored.global_shape != problem.asked.global_shape
+    same = isinstance(problem, Mismatch) and problem.stored.global_shape == problem.asked.global_shape
+    return isinstance(problem, Mismatch) and not same and not _has_other_axes(problem)
 
 
 def _could_be_converted(problem: Misfit) -> bool:
@@ -70,7 +75,8 @@ def _is_gap(problem: Misfit) -> bool:
 
 _FIXES: Sequence[tuple[Callable[[Misfit], bool], str]] = (
     (_is_unknown, "Leave out what isn't stored, or pass a strict mode that does, as 'log_unexpected'."),
-    (_is_object, "An object's grid can't be resharded: ask for the grid that was saved."),
+    (_is_object, "Ask for objects in the grid that was saved, which can't be resharded, or leave them out."),
+    (_has_other_axes, "Load with as many axes as are stored, and reshape what is loaded."),
     (_has_another_shape, "Set allow_shape_mismatch on the shard of a padded tensor."),
     (_could_be_converted, "Pass cast=True to convert the stored dtype."),
     (_must_stay, "Load in the stored dtype."),

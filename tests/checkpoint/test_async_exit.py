@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -15,14 +17,41 @@ import torch
 import shardtree as st
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = Path(__file__).parent / "scripts" / "async_exit.py"
+SCRIPT = Path(__file__).parent / "scripts" / "warm_exits.py"
 BOTH = {"new", "newer"}
 
+Ends = list[tuple[int, str]]
+Run = Callable[..., Ends]
 
-def start(folder: Path, what: str, **environment: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-W", "error", str(SCRIPT), str(folder), what]
-    own = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=own)
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Run]:
+    """Yield a function that has scripts/async_exit.py run by forks of a warm process, one a rank."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "error", str(SCRIPT)]
+    warm = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+    assert warm.stdin is not None and warm.stdout is not None
+    told, heard = warm.stdin, warm.stdout
+
+    def ask(folder: Path, what: str, environments: Sequence[dict[str, str]] = ({},)) -> Ends:
+        files = [folder / f"stderr-{rank}" for rank in range(len(environments))]
+        ranks = [
+            {"arguments": [str(folder), what], "environment": environment, "stderr": str(file)}
+            for environment, file in zip(environments, files, strict=True)
+        ]
+        told.write(json.dumps(ranks) + "\n")
+        told.flush()
+        line = heard.readline()
+        assert line, f"the warm process died of {what!r}"
+        return [(status, file.read_text()) for status, file in zip(json.loads(line), files, strict=True)]
+
+    try:
+        assert heard.readline() == "warm\n"
+        yield ask
+    finally:
+        told.close()
+        warm.wait(30)
+        heard.close()
 
 
 def whole(folder: Path) -> set[str]:
@@ -48,23 +77,20 @@ def whole(folder: Path) -> set[str]:
         ("hang", 1, "not done in 1 seconds\n  async save 0 to '{folder}/hung'", BOTH),
     ],
 )
-def test_a_process_ends(what: str, status: int, said: str, saved: set[str], tmp_path: Path) -> None:
-    process = start(tmp_path, what)
-    _, error = process.communicate(timeout=240)
-    assert process.returncode == status, error
+def test_a_process_ends(what: str, status: int, said: str, saved: set[str], tmp_path: Path, run: Run) -> None:
+    [(ended, error)] = run(tmp_path, what)
+    assert ended == status, error
     assert said.format(folder=tmp_path) in error
     assert status or not error, "what ends well is silent"
     assert whole(tmp_path) == saved
 
 
-def ends_of_two_ranks(folder: Path, what: str) -> list[tuple[int, str]]:
+def ends_of_two_ranks(run: Run, folder: Path, what: str) -> Ends:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"}
-    ranks = [start(folder, what, RANK=str(rank), **place) for rank in range(2)]
-    errors = [rank.communicate(timeout=240)[1] for rank in ranks]
-    return [(rank.returncode, error) for rank, error in zip(ranks, errors, strict=True)]
+    return run(folder, what, [{"RANK": str(rank), **place} for rank in range(2)])
 
 
 def old_checkpoint(folder: Path) -> None:
@@ -78,9 +104,9 @@ def value_in(folder: Path) -> float:
 
 
 @pytest.mark.torchrun
-def test_ranks_that_end_together_commit(tmp_path: Path) -> None:
+def test_ranks_that_end_together_commit(tmp_path: Path, run: Run) -> None:
     old_checkpoint(tmp_path)
-    assert ends_of_two_ranks(tmp_path, "nothing else") == [(0, ""), (0, "")]
+    assert ends_of_two_ranks(run, tmp_path, "nothing else") == [(0, ""), (0, "")]
     assert value_in(tmp_path) == 2
 
 
@@ -94,10 +120,10 @@ def test_ranks_that_end_together_commit(tmp_path: Path) -> None:
     ],
 )
 def test_what_not_all_ranks_could_commit_ends_them_with_an_error(
-    what: str, statuses: list[int], said: str, tmp_path: Path
+    what: str, statuses: list[int], said: str, tmp_path: Path, run: Run
 ) -> None:
     old_checkpoint(tmp_path)
-    ends = ends_of_two_ranks(tmp_path, what)
+    ends = ends_of_two_ranks(run, tmp_path, what)
     assert [status for status, _ in ends] == statuses, ends
     for status, error in ends:
         if status == 1:

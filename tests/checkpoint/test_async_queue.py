@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,11 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as draw
 
 import shardtree as st
-from shardtree.checkpoint.async_saves._memory import SnapshotMemory
-from shardtree.checkpoint.async_saves._snapshot import snapshot_shards
 from shardtree.storage import Storage
 from shardtree.strategies import StrategyAction, default_strategies, safetensors
-from shardtree.testing import STORABLE_DTYPES, WatchedStorage, bits, random_bits
+from shardtree.testing import WatchedStorage
 from shardtree.world import World
 
 
@@ -185,63 +186,37 @@ def test_what_cannot_be_copied_is_named() -> None:
         st.save({"a": {"lock": threading.Lock()}}, st.MemoryStorage(), async_sharded_save=True)
 
 
-# Copies.
+# The memory of a request.
 
 
-@pytest.mark.parametrize("dtype", STORABLE_DTYPES, ids=str)
-def test_a_copy_is_the_tensor(dtype: torch.dtype) -> None:
-    data = random_bits((4, 6), dtype, 3)
-    tensors = [data, data.t(), data[1:3, ::2], data[0, 0], data[:0], data[:1].expand(5, 6)]
-    shards = [st.ShardedTensor.from_rank_offsets(str(number), tensor) for number, tensor in enumerate(tensors)]
-    before = [bits(tensor) for tensor in tensors]
-    copies = snapshot_shards(shards)
-    data.view(torch.uint8).zero_()
-    for copy, tensor, expected in zip(copies, tensors, before, strict=True):
-        assert copy.data.shape == tensor.shape and copy.data.dtype == dtype
-        assert bits(copy.data) == expected
+def test_a_save_that_is_written_keeps_its_memory_whoever_drops_it() -> None:
+    gate, folder = threading.Event(), st.MemoryStorage()
+    queue = st.AsyncCallsQueue()
+    queue.schedule_async_request(request(held(folder, gate), 3.0))
+    call = queue._calls.popleft()
+    written, finish = call.written, call.request.finish
+    del call
+    for number in range(4):
+        request(st.MemoryStorage(), 10.0 + number)
+    gate.set()
+    finish(written.result)
+    assert value_in(folder) == 3
 
 
-def test_shared_memory_is_copied_once_and_expanded_tensors_are_not_blown_up() -> None:
-    memory = SnapshotMemory()
-    big = torch.arange(2**20, dtype=torch.float32)
-    tensors = [big, big.view(1024, 1024), big.view(1024, 1024).t(), big[:1].expand(2**28), torch.ones(2).conj()]
-    kept = snapshot_shards([shard(str(number), tensor) for number, tensor in enumerate(tensors)], memory)
-    assert memory.nbytes <= 8 * 2**20
-    assert kept[3].data.shape == (2**28,) and kept[1].data[3, 5] == 3 * 1024 + 5
+def test_a_request_that_failed_is_tried_again_with_the_same_bytes() -> None:
+    folder, failures = st.MemoryStorage(), iter([True])
 
+    def once(size: int) -> None:
+        if next(failures, False):
+            raise FullDisk("no space left on device")
 
-def test_conjugated_and_negated_views_keep_their_values() -> None:
-    data = torch.tensor([1 + 2j, 3 - 1j])
-    kept = snapshot_shards([shard("c", data.conj()), shard("i", data.conj().imag)])
-    assert kept[0].data.tolist() == [1 - 2j, 3 + 1j] and kept[1].data.tolist() == [-2, 1]
-
-
-def test_memory_is_kept_for_the_next_save_and_no_more_than_was_needed_at_once() -> None:
-    memory = SnapshotMemory()
-    unit = 2**21
-    first = memory.lend(5)
-    place = first.data_ptr()
-    second = memory.lend(unit)
-    assert memory.nbytes == 2 * unit
-    del first
-    assert memory.nbytes == 2 * unit and memory.lend(7).data_ptr() == place
-    del second
-    larger = memory.lend(2 * unit)  # what lies idle makes room
-    assert memory.nbytes == 2 * unit
-    memory.release()
-    assert memory.nbytes == 2 * unit
-    del larger
-    memory.release()
-    assert memory.nbytes == 0
-
-
-def test_memory_that_is_still_read_is_not_lent_again() -> None:
-    memory = SnapshotMemory()
-    kept = memory.lend(100)[10:20].view(2, 5)
-    kept.fill_(7)
-    for _ in range(3):
-        memory.lend(100).fill_(1)
-    assert kept.eq(7).all()
+    made = request(folder, 3.0, progress=once)
+    with pytest.raises(FullDisk):
+        made.execute_sync()
+    for number in range(4):
+        request(st.MemoryStorage(), 10.0 + number)
+    made.execute_sync()
+    assert value_in(folder) == 3
 
 
 # The queue.
@@ -390,6 +365,99 @@ def test_a_finalizer_that_fails_is_told_and_the_checkpoint_stays() -> None:
     assert queue.get_num_unfinalized_calls() == 0 and value_in(folder) == 1
 
 
+def test_a_finalizer_may_schedule_the_next_save() -> None:
+    queue, folders = st.AsyncCallsQueue(), [st.MemoryStorage() for _ in range(2)]
+    later = request(folders[1], 2.0)
+    queue.schedule_async_request(
+        request(folders[0]).add_finalize_fn(lambda: ignored(queue.schedule_async_request(later)))
+    )
+    queue.maybe_finalize_async_calls(blocking=True)
+    queue.close()
+    assert [value_in(folder) for folder in folders] == [1, 2]
+
+
+def ignored(_: object) -> None:
+    pass
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize(
+    "backend", [("safetensors", 1), ("torch_dist", 1), ("dcp", 1), ("zarr", 3), ("huggingface", 1)], ids=str
+)
+def test_an_interrupt_right_after_the_commit_leaves_the_new_checkpoint(
+    backend: tuple[str, int], overwrite: bool, tmp_path: Path
+) -> None:
+    def save(value: float, **options: Any) -> st.AsyncRequest[Any]:
+        tree = {"w": shard("w", torch.full((3,), value))}
+        return st.save(tree, tmp_path / "it", backend, async_sharded_save=True, **options)
+
+    def commit(written: Any) -> Any:
+        made.commit(written)
+        raise KeyboardInterrupt
+
+    if overwrite:
+        save(1.0).execute_sync()
+    made = save(2.0, overwrite=overwrite)
+    with pytest.raises(KeyboardInterrupt):
+        replace(made, commit=commit).execute_sync()
+    assert st.load_plain_tensors(tmp_path / "it", verify="all")["w"].tolist() == [2.0] * 3
+    with pytest.raises(st.CheckpointReplaced):
+        made.execute_sync()
+    assert st.load_plain_tensors(tmp_path / "it", verify="all")["w"].tolist() == [2.0] * 3
+
+
+@pytest.mark.parametrize("ask", ["maybe_finalize_async_calls", "close"])
+def test_a_finalizer_that_finalizes_is_refused_and_nothing_else_happens(ask: str) -> None:
+    queue, folders = st.AsyncCallsQueue(), [st.MemoryStorage() for _ in range(2)]
+    queue.schedule_async_request(request(folders[0]).add_finalize_fn(getattr(queue, ask)))
+    queue.schedule_async_request(request(folders[1], 2.0))
+    with pytest.raises(st.WorldError, match="a finalizer may schedule saves, and not finalize or close"):
+        queue.maybe_finalize_async_calls(blocking=True)
+    assert queue.get_num_unfinalized_calls() == 1
+    assert queue.maybe_finalize_async_calls(blocking=True) == [1]
+    queue.close()
+    assert [value_in(folder) for folder in folders] == [1, 2]
+
+
+def test_a_wait_that_is_interrupted_can_be_tried_again() -> None:
+    queue, gate = st.AsyncCallsQueue(), threading.Event()
+    queue.schedule_async_request(request(held(folder := st.MemoryStorage(), gate)))
+    interrupt = threading.Timer(0.1, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
+    interrupt.start()
+    with pytest.raises(KeyboardInterrupt):
+        queue.maybe_finalize_async_calls(blocking=True)
+    assert queue.get_num_unfinalized_calls() == 1 and not st.is_checkpoint(folder)
+    gate.set()
+    assert queue.maybe_finalize_async_calls(blocking=True) == [0] and value_in(folder) == 1
+    queue.close()
+
+
+def test_nothing_on_the_way_is_no_collective() -> None:
+    def on_rank(world: World) -> list[int]:
+        return st.AsyncCallsQueue().maybe_finalize_async_calls(blocking=True) if world.rank else []
+
+    assert st.simulate(2, on_rank) == [[], []]
+
+
+def test_ranks_that_differ_in_the_number_of_saves_are_told() -> None:
+    folders = [st.MemoryStorage() for _ in range(2)]
+
+    def on_rank(world: World) -> None:
+        queue = st.AsyncCallsQueue()
+        made = [request(folder, 1.0, world) for folder in folders]
+        for each in made[: 2 - world.rank]:
+            queue.schedule_async_request(each)
+        try:
+            for _ in folders:
+                queue.maybe_finalize_async_calls(blocking=True)
+        finally:
+            queue.close(abort=True)
+
+    with pytest.raises(st.WorldError, match="rank 1: returned"):
+        st.simulate(2, on_rank)
+    assert [value_in(folder) for folder in folders] == [1, None]
+
+
 def test_ranks_with_other_saves_are_told() -> None:
     folders = [st.MemoryStorage() for _ in range(2)]
 
@@ -501,8 +569,6 @@ def watched(fn: Callable[..., st.AsyncRequest[Any]], rank: int, plan: Sequence[S
     number = iter(range(len(plan)))
 
     def save_sharded(draft: Any, shards: Any) -> st.AsyncRequest[Any]:
-        from dataclasses import replace
-
         made, what = fn(draft, shards), plan[next(number)][rank]
 
         def write() -> Any:

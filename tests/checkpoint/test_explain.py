@@ -373,3 +373,12 @@ def test_near_names_of_many_are_found_soon() -> None:
     assert near["model.layers.7.wieght"] == "model.layers.7.weight"
     assert near["layers.49999.bias"] == "model.layers.49999.bias"
     assert len(near) == 2
+
+
+def test_a_near_name_has_the_same_numbers_where_there_is_one() -> None:
+    names = [f"layers.{layer}.experts.{expert}.weight" for layer in range(4) for expert in range(130)]
+    keys = ["layers.03.experts.03.weight", "layers.3.expert.11.weight", "layers.2.experts.999.weight"]
+    near = near_names(keys, names)
+    assert near[keys[0]] == "layers.3.experts.3.weight"
+    assert near[keys[1]] == "layers.3.experts.11.weight"
+    assert near[keys[2]].startswith("layers.2.experts.")

@@ -120,8 +120,11 @@ def test_of_an_empty_tensor_nothing_is_loaded() -> None:
 
 def test_another_number_of_axes_is_an_error_all_the_same() -> None:
     shard = whole("w", torch.zeros(2, 4, 1), allow_shape_mismatch=True)
-    with pytest.raises(ShapeError, match=r"checkpoint has \(2, 4\) float32, target asks for \(2, 4, 1\) float32"):
+    with pytest.raises(
+        ShapeError, match=r"checkpoint has \(2, 4\) float32, target asks for \(2, 4, 1\) float32"
+    ) as error:
         st.load({"w": shard}, stored(w=torch.ones(2, 4)))
+    assert "as many axes" in str(error.value) and "allow_shape_mismatch" not in str(error.value)
 
 
 def test_prepended_axes_have_overlaps_too() -> None:
@@ -181,6 +184,15 @@ def test_which_dtypes_become_which() -> None:
         [False, False, True, True],
         [False, False, False, True],
     ]
+
+
+def test_what_has_no_sign_takes_no_other_numbers() -> None:
+    floats = [dtype for dtype in PRINTABLE_DTYPES if dtype.is_floating_point]
+    negative = torch.tensor([-2.0])
+    for dtype in floats:
+        signed = negative.to(dtype).double().item() == -2
+        assert convertible(torch.float32, dtype) == signed, dtype
+        assert convertible(dtype, dtype)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import shardtree as st
-from shardtree.errors import KeyMismatch, ShapeError, TreeError
+from shardtree.errors import KeyMismatch, ShapeError, StrategyError, TreeError
 from shardtree.storage import MemoryStorage
 from shardtree.testing import STORABLE_DTYPES, bits, random_bits, transposed
 
@@ -264,6 +264,27 @@ def test_a_factory_with_only_unexpected_keys_is_left_out():
     tree, missing, unexpected = load(target, strict="return_all")
     assert set(tree) == {"w", "step"}
     assert missing == {"o"} and unexpected == {"f.gate", "f.value"}
+
+
+@pytest.mark.parametrize("strict", ["log_unexpected", "return_all", "ignore_all"])
+def test_a_factory_that_is_stored_in_part_is_named(strict):
+    folder = stored({"f.gate": whole("f.gate", torch.zeros(4))})
+    with pytest.raises(KeyMismatch, match=r"'f' at tree\['f'\] lacks 'f.value'"):
+        load({"f": factory("f", torch.zeros(8))}, folder, strict=strict)
+
+
+def test_a_function_that_returns_tensors_instead_of_filling_memory_is_refused():
+    for returned in ({"w": W}, [W], None):
+        with pytest.raises(StrategyError, match="expected a ReadReport"):
+            load({"w": whole("w", torch.zeros(3, 4))}, sharded_strategy=lambda checkpoint, shards, what=returned: what)
+
+
+@pytest.mark.parametrize("target", [lambda shard: [shard], lambda shard: {"w": shard, "step": {"w": shard}}])
+def test_another_structure_is_an_error_before_anything_is_read(target):
+    data = torch.full((3, 4), 7.0)
+    with pytest.raises(TreeError, match="doesn't fit the checkpoint's common"):
+        load(target(whole("w", data)), donate=True, validate_access_integrity=False)
+    assert (data == 7).all()
 
 
 # Objects, plain values, structure (see also tests/trees/test_tree_join.py).

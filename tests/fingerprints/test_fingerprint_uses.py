@@ -78,6 +78,21 @@ def test_replicas_that_differ_are_named() -> None:
     assert "'b'" not in str(caught.value)
 
 
+def test_a_tensor_that_is_held_twice_on_one_rank_is_told_so() -> None:
+    shard = rows()[0]
+    with pytest.raises(st.IntegrityError, match="'a': rank 0 holds it twice, with other elements"):
+        st.fingerprint([shard, replace(shard, data=-shard.data, replica_id=1)])
+
+
+def test_tensors_without_shards_have_no_fingerprint_that_could_be_taken_for_one() -> None:
+    with pytest.raises(st.TreeError, match=r"tree\['a'\]"):
+        st.fingerprint(WHOLE)
+    assert st.fingerprint({"step": 3}) == st.fingerprint([]) == {}
+    assert st.fingerprint({"a": rows()[0], "mask": torch.ones(2)}) == {"a": NUMBERS["a"]}
+    ranks = st.simulate(2, lambda world: st.fingerprint(WHOLE if world.rank else rows(), world=world))
+    assert ranks == [NUMBERS] * 2
+
+
 def test_factories_objects_and_plain_values_are_no_hindrance() -> None:
     tree = {"g": glu("g", torch.arange(8.0).view(4, 2)), "rng": st.ShardedObject("rng", 1, (1,), (0,)), "step": 3}
     assert list(st.fingerprint(tree)) == sorted(

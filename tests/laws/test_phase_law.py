@@ -56,8 +56,10 @@ def halved(target: dict[str, Any]) -> dict[str, Any]:
 def scenarios(storage: MemoryStorage) -> dict[str, Callable[[World], Any]]:
     """Return what ranks do together, so that between them each phase is met."""
     shardtree.simulate(RANKS, lambda world: shardtree.save(tree(world), storage, world=world))
+    other = MemoryStorage()
     return {
         "save": lambda world: shardtree.save(tree(world, 2.0), storage, world=world, overwrite=True),
+        "save in another format": lambda world: shardtree.save(tree(world), other, ("dcp", 1), world=world),
         "save what differs": lambda world: shardtree.save(
             {**tree(world, 2.0), "step": world.rank}, storage, world=world, overwrite=True
         ),
@@ -74,6 +76,7 @@ def scenarios(storage: MemoryStorage) -> dict[str, Callable[[World], Any]]:
 
 SCENARIOS = [
     "save",
+    "save in another format",
     "save what differs",
     "load",
     "load and convert",
@@ -259,7 +262,7 @@ BAD_TARGETS: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
         "load: check the target",
         lambda good: {**good, "own": ShardedObject("own", None, (1,), (0,))},
     ),
-    "another structure": ("load: join", lambda good: {**good, "step": [good["w"]], "w": None}),
+    "another structure": ("load: common state", lambda good: {**good, "step": [good["w"]], "w": None}),
 }
 
 

@@ -110,6 +110,7 @@ CALLS: dict[str, Call] = {
     "errors.error_text": (errors.error_text, "load"),
     "errors.shorten": (errors.shorten, ["a", "b", "c"], 2),
     "errors.plural": (errors.plural, 2, "rank"),
+    "errors.rank_text": (errors.rank_text, [0, 2, 3, 4]),
     "errors.render_path": (errors.render_path, ("a", 0)),
     "geometry.box_column": (geometry.box_column, [[4, 2], [3]], 1),
     "geometry.widen": (geometry.widen, column([3, 4]), 3, 1),

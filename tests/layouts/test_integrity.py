@@ -24,6 +24,7 @@ from shardtree.layouts import (
     join_columns,
     object_columns,
     place_text,
+    raise_problems,
     select_faults,
     select_rows,
     shard_columns,
@@ -288,9 +289,27 @@ def test_what_lies_beyond_the_tensor_does_not_make_up_for_a_gap() -> None:
     ]
 
 
+def test_what_to_do_fits_what_is_wrong() -> None:
+    half, gap, twice = shard((0,), (2,), (4,)), "compare the shards' offsets", "a replica_id that isn't 0"
+    for shards, told in (
+        ([half], {gap}),
+        ([shard((0,), (4,), (4,)), half], {twice}),
+        ([shard((0,), (4,), (4,), replica_id=1)], {"give one of them replica_id 0"}),
+        ([half, half], {gap, twice}),
+        ([shard((0,), (4,), (4,)), shard((0,), (5,), (5,))], {"one global shape, dtype"}),
+        ([shard((0,), (4,), (4,)), shard((4,), (2,), (4,), allow_shape_mismatch=True)], {"includes its padding"}),
+    ):
+        problems = sharding_problems([shard_columns([held], rank) for rank, held in enumerate(shards)])
+        with pytest.raises(IntegrityError) as caught:
+            raise_problems(problems)
+        fixes = {problem.fix for problem in problems}
+        assert len(fixes) == len(told) and all(any(words in fix for fix in fixes) for words in told), problems
+        assert all(str(caught.value).count(fix) == 1 for fix in fixes)
+
+
 def test_every_tensor_that_is_wrong_is_named() -> None:
     shards = [ShardedTensor.from_rank_offsets(key, torch.zeros(2), (0, 0, 2)) for key in ("a", "b")]
-    with pytest.raises(IntegrityError, match=r"(?s)'a' \(rank 0\).*'b' \(rank 0\).*replica_id"):
+    with pytest.raises(IntegrityError, match=r"(?s)'a' \(rank 0\).*'b' \(rank 0\).*offsets"):
         check_access(shard_columns(shards))
 
 

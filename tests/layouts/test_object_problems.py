@@ -92,5 +92,5 @@ def test_nobody_holds_any_object() -> None:
 
 
 def test_the_error_says_that_it_is_about_objects() -> None:
-    with pytest.raises(IntegrityError, match=r"each object of a global array(.|\n)*'rng'(.|\n)*replica_id"):
+    with pytest.raises(IntegrityError, match=r"each object of a global array(.|\n)*'rng'(.|\n)*offsets"):
         raise_problems(problems_of([[ShardedObject("rng", None, (2,), (0,))]]))

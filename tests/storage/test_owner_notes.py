@@ -87,3 +87,30 @@ def test_the_dead_go_at_once_the_unknown_when_they_are_old_and_the_living_never(
 def test_temporary_names_are_ours_alone() -> None:
     assert is_temporary(".metadata.json.0123456789abcdef.new")
     assert not any(map(is_temporary, [".metadata.json.new", "a.0123456789abcdef.new", ".a.0123456789ABCDEF.new"]))
+
+
+HIDDEN = """
+import ctypes, json, os, subprocess, sys
+from shardtree.storage import _owner
+libc = ctypes.CDLL(None, use_errno=True)
+PRIVATE, NAMESPACE = 1 << 14 | 1 << 18, 0x20000
+if libc.unshare(NAMESPACE) or libc.mount(b"none", b"/", None, PRIVATE, None):
+    sys.exit(77)
+if libc.mount(b"proc", b"/proc", b"proc", 0, b"hidepid=2"):
+    sys.exit(77)
+with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+    fields = json.loads(_owner.owner_note("save-1")) | {"pid": other.pid, "started": _owner._started(other.pid)}
+    os.setgroups([])
+    os.setgid(65534)
+    os.setuid(65534)
+    print(_owner.is_alive(json.dumps(fields).encode()), _owner.is_alive(json.dumps(fields | {"pid": 2**22}).encode()))
+    other.stdin.close()
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount /proc so that it hides other users' processes")
+def test_of_a_process_that_is_hidden_nothing_is_said() -> None:
+    done = subprocess.run([sys.executable, "-c", HIDDEN], capture_output=True, text=True, check=False)
+    if done.returncode == 77:
+        pytest.skip("nothing can be mounted here")
+    assert done.stdout.split() == ["None", "False"], done.stderr

@@ -448,6 +448,21 @@ def test_what_is_recognised():
         assert not st.is_checkpoint(folder_of(nothing))
 
 
+@pytest.mark.parametrize("backend", ["dcp", "zarr"])
+def test_a_file_beside_another_programs_index_is_no_model(tmp_path, backend):
+    st.save({"w": whole("w", torch.ones(2))}, tmp_path, (backend, {"dcp": 1, "zarr": 3}[backend]))
+    if backend == "zarr":  # as zarr itself writes it
+        (tmp_path / "metadata.json").unlink()
+        (tmp_path / "zarr.json").write_text('{"zarr_format": 3, "node_type": "group", "attributes": {}}')
+    before = st.load_plain_tensors(tmp_path)["w"].tolist()
+    for name in ("export.safetensors", "model.safetensors"):
+        (tmp_path / name).write_bytes(file_of({"w": ("U8", (1,), b"9")}))
+        assert st.load_plain_tensors(tmp_path)["w"].tolist() == before == [1.0, 1.0]
+    st.save({"w": whole("w", torch.zeros(2))}, tmp_path, overwrite=True)
+    assert st.load_plain_tensors(tmp_path)["w"].tolist() == [0.0, 0.0]
+    assert (tmp_path / "model.safetensors").is_file()
+
+
 def test_a_single_file_by_its_path(tmp_path):
     path = tmp_path / "any.safetensors"
     path.write_bytes(file_of({"w": ("I16", (2,), struct.pack("<2h", 5, -6))}, {"format": "pt", "step": "7"}))

@@ -164,3 +164,16 @@ def test_the_current_world_is_the_given_one_or_one_process() -> None:
     assert current_world(world) is world
     assert current_world(None).size == 1
     assert simulate(2, lambda world: current_world(world) is world) == [True, True]
+
+
+def test_what_went_wrong_alike_is_told_once_and_set_in() -> None:
+    error = RemoteError(
+        "load: read", {0: "KeyMismatch: a\n  'x'", 2: "OSError: full", **dict.fromkeys(range(4, 9), "OSError: full")}
+    )
+    assert str(error).splitlines() == [
+        "load: read: failed on 7 ranks",
+        "  rank 0: KeyMismatch: a",
+        "    'x'",
+        "  ranks 2, 4-8: OSError: full",
+    ]
+    assert len(error.failures) == 7

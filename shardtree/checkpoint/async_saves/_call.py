@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 from ...strategies import AsyncRequest
 
@@ -29,5 +29,11 @@ class Call:
         return f"async save {self.index}" + (f" to {folder.where()!r}" if folder is not None else "")
 
 
-Calls: TypeAlias = deque[Call]
-"""A queue's saves on their way, in order."""
+class Calls(deque[Call]):
+    """A queue's saves on their way, in order.
+
+    Attributes:
+        is_committing: whether the first one is being committed: its finalizers may schedule others meanwhile, no more.
+    """
+
+    is_committing = False

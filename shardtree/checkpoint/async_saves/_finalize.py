@@ -26,6 +26,7 @@ def finalize(calls: Calls, *, blocking: bool, no_dist: bool = False) -> list[int
     Raises:
         CheckpointingException: the first call that failed, on every rank; as `AsyncRequest.execute_sync`.
     """
+    check_idle(calls)
     done: list[int] = []
     while calls:
         together = _leading(calls)
@@ -49,6 +50,17 @@ def finalize_all(calls: Calls) -> list[BaseException]:
             if len(calls) == left or not isinstance(error, Exception):
                 break
     return failures
+
+
+def check_idle(calls: Calls) -> None:
+    """Raise where a call is being committed: one of its finalizers asks.
+
+    Raises:
+        WorldError: names the call.
+    """
+    if calls.is_committing:
+        fix = "Do it after maybe_finalize_async_calls; a finalizer may schedule saves, and not finalize or close."
+        raise WorldError(error_text(f"{calls[0]} is being committed, and a finalizer asks for it again", fix=fix))
 
 
 def _leading(calls: Calls) -> list[Call]:
@@ -84,6 +96,7 @@ def _check_same_call(world: World, first: Call, indices: Sequence[int]) -> None:
 
 def _finalize_first(calls: Calls, before: Sequence[int]) -> int:
     call = calls[0]
+    calls.is_committing = True
     try:
         call.request.finish(call.written.result)
     except BaseException as error:
@@ -92,5 +105,6 @@ def _finalize_first(calls: Calls, before: Sequence[int]) -> int:
             error.add_note(f"Committed before it: {', '.join(map(str, before))}")
         raise
     finally:
+        calls.is_committing = False
         calls.popleft()
     return call.index

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...errors import CheckpointReplaced, error_text
-from ...storage import Directory, storage_at
+from ...storage import Directory, is_same_place, storage_at
 from ._exit import on_their_way
 
 
@@ -17,8 +17,8 @@ def refuse_overlap(directory: Directory, rank: int) -> None:
         CheckpointReplaced: names the save.
     """
     # Simulated ranks are in one process, and each answers for itself alone.
-    own = [call for call in on_their_way() if call.request.world.rank == rank and call.request.folder is not None]
+    own = [call for call in on_their_way() if call.request.world.rank == rank]
     for call in own:
-        if call.request.folder == storage_at(directory):
+        if call.request.folder is not None and is_same_place(call.request.folder, storage_at(directory)):
             fix = "Finalize it first, with maybe_finalize_async_calls(blocking=True), or save to another folder."
             raise CheckpointReplaced(error_text(f"save: {call} isn't committed yet", fix=fix))

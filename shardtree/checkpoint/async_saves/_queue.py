@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections import deque
-from threading import Thread, current_thread
+from threading import TIMEOUT_MAX, Thread, current_thread
 from types import TracebackType
 from typing import Any
 
@@ -15,7 +14,7 @@ from ...strategies import AsyncRequest
 from ._background import Background
 from ._call import Call, Calls
 from ._exit import on_their_way, watch
-from ._finalize import finalize, finalize_all
+from ._finalize import check_idle, finalize, finalize_all
 from ._memory import snapshot_memory
 
 logger = logging.getLogger("shardtree")
@@ -59,7 +58,7 @@ class AsyncCallsQueue:
 
     def _begin(self) -> None:
         """Have no calls, as a new queue, or in a fork of the process that has them."""
-        self._calls: Calls = deque()
+        self._calls = Calls()
         self._background = Background("shardtree: async save")
         self._user: Thread | None = None
         self._pid = os.getpid()
@@ -70,11 +69,12 @@ class AsyncCallsQueue:
         The request is run as it is now: `add_finalize_fn` makes another one, and a request is scheduled once.
 
         Raises:
-            CheckpointingException: it isn't a request, or is on its way already.
+            CheckpointingException: it isn't a request, or is on its way already; or `exit_timeout` is no time.
             WorldError: another thread uses this queue.
         """
         self._check_user()
         _check_request(async_request)
+        _check_seconds(self.exit_timeout)
         index, self._next_index = self._next_index, self._next_index + 1
         self._calls.append(Call(index, async_request, self._background.submit(async_request.async_fn)))
         watch(self._calls, self.exit_timeout)
@@ -114,6 +114,7 @@ class AsyncCallsQueue:
                 committed.
         """
         self._check_user()
+        check_idle(self._calls)
         try:
             if abort:
                 self._give_up()
@@ -179,6 +180,13 @@ def _check_request(request: object) -> None:
         if call.request.async_fn is request.async_fn:
             fix = "Schedule a request once; add finalizers before."
             raise CheckpointingException(error_text(f"{call}: the same request is on its way already", fix=fix))
+
+
+def _check_seconds(timeout: object) -> None:
+    """Raise here rather than at the end of the process, where nothing could be done about it."""
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout <= TIMEOUT_MAX:
+        expected = f"seconds, more than 0 and at most {TIMEOUT_MAX:g}"
+        raise CheckpointingException(error_text("async save: exit_timeout", found=repr(timeout), expected=expected))
 
 
 async_calls = AsyncCallsQueue()

@@ -92,12 +92,15 @@ def _source(tensor: torch.Tensor) -> _Source:
 def _copied(sources: dict[_Identity, _Source], memory: SnapshotMemory) -> dict[_Identity, torch.Tensor]:
     """Return the bytes of each source, uint8 of (bytes,)."""
     copies: dict[_Identity, torch.Tensor] = {}
-    for pinned in (False, True):
-        part = {name: source for name, source in sources.items() if source.elements.is_cuda == pinned}
-        if part:
-            copies |= _copied_together(part, memory, pinned)
-    for device in {source.elements.device for source in sources.values() if source.elements.is_cuda}:
-        torch.cuda.current_stream(device).synchronize()
+    try:
+        for pinned in (False, True):
+            part = {name: source for name, source in sources.items() if source.elements.is_cuda == pinned}
+            if part:
+                copies |= _copied_together(part, memory, pinned)
+    finally:
+        # Also after an exception: the memory is lent again by then, and a copy still on its way would go into that.
+        for device in {source.elements.device for source in sources.values() if source.elements.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
     return copies
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
+import torch
 
 from ...layouts import shard_columns
 from ...mapping import ShardedTensor
@@ -55,12 +56,16 @@ def explain_from_index(
     known = [shard for shard in shards if shard.key in kinds]
     mismatches = find_mismatches(known, kinds, cast=cast)
     misfits = {mismatch.key for mismatch in mismatches}
-    fit = [replace(s, data=None, dtype=kinds[s.key].dtype) for s in known if s.key not in misfits]
+    fit = [_as_stored(shard, kinds[shard.key].dtype) for shard in known if shard.key not in misfits]
     columns = shard_columns(fit)
     chosen = find_texts(index.key_text, index.key_start, columns.keys)
     plan = plan_load(columns, chunks_of(index, np.array(chosen, dtype=np.int64)))
     doubled = [Refused(columns.keys[number], _CONTRADICTION) for number in plan.doubled.tolist()]
     return Prospect((*unread, *absent, *mismatches, *doubled, *find_gaps(fit, plan.covered, kinds)), cost(plan))
+
+
+def _as_stored(shard: ShardedTensor, dtype: torch.dtype) -> ShardedTensor:
+    return shard if shard.dtype == dtype else replace(shard, data=None, dtype=dtype)
 
 
 def planned_cost(checkpoint: Checkpoint, index: Index, plan: LoadPlan) -> ReadCost:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import shardtree as st
 
 FOLDER, WHAT = Path(sys.argv[1]), sys.argv[2]
-SLOW = 0.5  # seconds that each write takes
+SLOW = 0.2  # seconds that each write takes
 
 
 def request(value: float, name: str = "new", **options: Any) -> st.AsyncRequest[Any]:

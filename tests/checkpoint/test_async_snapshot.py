@@ -1,0 +1,113 @@
+"""Snapshots: copies are the tensors, and the memory that they lie in is nobody else's while they can be read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as draw
+
+import shardtree as st
+from shardtree.checkpoint.async_saves._memory import SnapshotMemory
+from shardtree.checkpoint.async_saves._snapshot import snapshot_shards
+from shardtree.testing import STORABLE_DTYPES, bits, random_bits
+
+
+def shard(key: str, data: torch.Tensor) -> st.ShardedTensor:
+    return st.ShardedTensor.from_rank_offsets(key, data)
+
+
+@pytest.mark.parametrize("dtype", STORABLE_DTYPES, ids=str)
+def test_a_copy_is_the_tensor(dtype: torch.dtype) -> None:
+    data = random_bits((4, 6), dtype, 3)
+    tensors = [data, data.t(), data[1:3, ::2], data[0, 0], data[:0], data[:1].expand(5, 6)]
+    shards = [st.ShardedTensor.from_rank_offsets(str(number), tensor) for number, tensor in enumerate(tensors)]
+    before = [bits(tensor) for tensor in tensors]
+    copies = snapshot_shards(shards)
+    data.view(torch.uint8).zero_()
+    for copy, tensor, expected in zip(copies, tensors, before, strict=True):
+        assert copy.data.shape == tensor.shape and copy.data.dtype == dtype
+        assert bits(copy.data) == expected
+
+
+def test_shared_memory_is_copied_once_and_expanded_tensors_are_not_blown_up() -> None:
+    memory = SnapshotMemory()
+    big = torch.arange(2**20, dtype=torch.float32)
+    tensors = [big, big.view(1024, 1024), big.view(1024, 1024).t(), big[:1].expand(2**28), torch.ones(2).conj()]
+    kept = snapshot_shards([shard(str(number), tensor) for number, tensor in enumerate(tensors)], memory)
+    assert memory.nbytes <= 8 * 2**20
+    assert kept[3].data.shape == (2**28,) and kept[1].data[3, 5] == 3 * 1024 + 5
+
+
+def test_conjugated_and_negated_views_keep_their_values() -> None:
+    data = torch.tensor([1 + 2j, 3 - 1j])
+    kept = snapshot_shards([shard("c", data.conj()), shard("i", data.conj().imag)])
+    assert kept[0].data.tolist() == [1 - 2j, 3 + 1j] and kept[1].data.tolist() == [-2, 1]
+
+
+def test_memory_is_kept_for_the_next_save_and_no_more_than_was_needed_at_once() -> None:
+    memory = SnapshotMemory()
+    unit = 2**21
+    first = memory.lend(5)
+    place = first.data_ptr()
+    second = memory.lend(unit)
+    assert memory.nbytes == 2 * unit
+    del first
+    assert memory.nbytes == 2 * unit and memory.lend(7).data_ptr() == place
+    del second
+    larger = memory.lend(2 * unit)  # what lies idle makes room
+    assert memory.nbytes == 2 * unit
+    memory.release()
+    assert memory.nbytes == 2 * unit
+    del larger
+    memory.release()
+    assert memory.nbytes == 0
+
+
+def test_memory_that_is_still_read_is_not_lent_again() -> None:
+    memory = SnapshotMemory()
+    kept = memory.lend(100)[10:20].view(2, 5)
+    kept.fill_(7)
+    for _ in range(3):
+        memory.lend(100).fill_(1)
+    assert kept.eq(7).all()
+
+
+# What happens to a request while others get memory: it fails or not, is tried again or not, and is dropped or not.
+FATES = draw.tuples(draw.booleans(), draw.integers(0, 2), draw.booleans())
+
+
+def check_memory(fates: Sequence[tuple[bool, int, bool]], memory: SnapshotMemory) -> None:
+    """Raise if a snapshot's bytes change as long as something can read them, whatever happens to others."""
+    kept: list[tuple[torch.Tensor, float]] = []
+    for value, (is_viewed, dropped, is_given_back) in enumerate(fates):
+        [own] = snapshot_shards([shard("w", torch.full((64, 64), float(value)))], memory)
+        kept.append((own.data[3:, ::2].view(torch.int32) if is_viewed else own.data, float(value)))
+        del own, kept[:dropped]
+        if is_given_back:
+            memory.release()
+        for data, expected in kept:
+            assert data.view(torch.float32).eq(expected).all(), f"snapshot {expected} was written over"
+
+
+@given(draw.lists(FATES, min_size=1, max_size=12))
+def test_no_snapshot_is_written_over_while_it_can_be_read(fates: list[tuple[bool, int, bool]]) -> None:
+    check_memory(fates, SnapshotMemory())
+
+
+class Hasty(SnapshotMemory):
+    """The planted fault: the same memory for everybody."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = torch.empty(2**21, dtype=torch.uint8)
+
+    def lend(self, nbytes: int, *, pinned: bool = False) -> torch.Tensor:
+        return self.block
+
+
+def test_the_law_catches_memory_that_is_lent_too_early() -> None:
+    with pytest.raises(AssertionError, match=r"snapshot 0\.0 was written over"):
+        check_memory([(False, 0, False), (False, 0, False)], Hasty())
