@@ -26,7 +26,7 @@ from ..trees import without_holes
 from ..world import one_process
 from ._dispatch import common_backend, sharded_backend, strategy_of
 from ._open import load_common, open_at, sharded_metadata
-from ._targets import new_memory
+from .loading._targets import new_memory
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -27,13 +27,14 @@ from ..strategies.index import IndexMetadata
 from ..trees import without_holes
 from ..world import World, agree, current_world, on_rank_zero, one_process
 from ._dispatch import Choice, common_backend, sharded_backend, strategy_of
-from ._prepare import CONTENT_METADATA
 
 Metadata = Mapping[str, ShardedTensor | ShardedObject]
 Fields = Mapping[str, Any]
 
 _GUESSES = frozenset({"huggingface"})
 """Backends that recognise any file of their kind, whatever it is there for; others go by an index of their own."""
+
+CONTENT_METADATA = "content_metadata"
 
 
 def open_at(directory: Directory, world: World, options: LoadOptions, strategies: Strategies) -> Checkpoint:

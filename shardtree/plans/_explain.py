@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from ..errors import plural, shorten
@@ -43,11 +43,11 @@ class Prospect:
 
     Attributes:
         problems: why some can't be loaded.
-        cost: of loading the others; None where the format can't tell.
+        cost: finds out what loading the others takes; None where the format can't tell.
     """
 
     problems: tuple[Misfit, ...] = ()
-    cost: ReadCost | None = None
+    cost: Callable[[], ReadCost] | None = None
 
 
 @dataclass(frozen=True, slots=True)

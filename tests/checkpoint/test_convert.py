@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 import shardtree as st
-from shardtree.checkpoint._compare import compare_checkpoints
+from shardtree.checkpoint.comparison._compare import compare_checkpoints
 from shardtree.checkpoint.conversion import ConversionReport, convert
 from shardtree.errors import (
     AlreadyACheckpoint,

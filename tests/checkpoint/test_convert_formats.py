@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import shardtree as st
-from shardtree.checkpoint._compare import CheckpointDifference, compare_checkpoints
+from shardtree.checkpoint.comparison._compare import CheckpointDifference, compare_checkpoints
 from shardtree.checkpoint.conversion import convert
 from shardtree.storage import LocalStorage, MemoryStorage
 from shardtree.strategies import StrategyAction, default_strategies

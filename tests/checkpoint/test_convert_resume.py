@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import shardtree as st
-from shardtree.checkpoint._compare import compare_checkpoints
+from shardtree.checkpoint.comparison._compare import compare_checkpoints
 from shardtree.checkpoint.conversion import ConversionReport, convert
 from shardtree.checkpoint.conversion._journal import Journal, announcer, begin_journal, begun_save, remove_others
 from shardtree.errors import AlreadyACheckpoint, IntegrityError, StorageError

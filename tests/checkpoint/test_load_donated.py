@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import shardtree as st
-from shardtree.checkpoint._apart import _reach, check_apart
-from shardtree.checkpoint._targets import with_memories
+from shardtree.checkpoint.loading._apart import _reach, check_apart
+from shardtree.checkpoint.loading._targets import with_memories
 from shardtree.errors import ShapeError
 from shardtree.storage import MemoryStorage
 

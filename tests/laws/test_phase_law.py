@@ -37,7 +37,7 @@ def phases_in(source: str) -> Iterator[str]:
 
 SOURCES = [
     path.read_text()
-    for folder in ("checkpoint", "strategies/safetensors", "strategies")
+    for folder in ("checkpoint", "checkpoint/saving", "checkpoint/loading", "strategies/safetensors", "strategies")
     for path in (PACKAGE / folder).glob("*.py")
 ]
 

@@ -11,11 +11,11 @@ from ...lazy import LazyTensor
 from ...mapping import ShardedObject, ShardedTensor
 from ...strategies import stored_fingerprints
 from ...trees import HOLE, Difference, without_holes
-from .._compare import plain_difference
-from .._compare_boxes import grouped
-from .._compare_reader import GROUP_BYTES, BoxReader
-from .._compare_values import ValueDifference, value_difference
 from .._lazy_tree import OpenCheckpoint
+from ..comparison._boxes import grouped
+from ..comparison._compare import plain_difference
+from ..comparison._reader import GROUP_BYTES, BoxReader
+from ..comparison._values import ValueDifference, value_difference
 from ._plan import Plan
 from ._source import StoredObject, expect_tensors
 from ._summing import Summing

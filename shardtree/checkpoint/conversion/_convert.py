@@ -10,11 +10,11 @@ from ...errors import AlreadyACheckpoint, IntegrityError, RemoteError, error_tex
 from ...storage import Directory, Storage, storage_at
 from ...strategies import METADATA_FILE, SaveOptions, Strategies, StrategyAction, default_strategies, disown, owned
 from ...trees import HOLE
-from .._begin import begin
-from .._compare import MOST_BYTES
 from .._dispatch import backends_of
 from .._lazy_tree import open_checkpoint
 from .._open import read_fields, recognized
+from ..comparison._compare import MOST_BYTES
+from ..saving._begin import begin
 from ._check import Checked, check_written
 from ._identity import conversion_digest
 from ._journal import Journal, begin_journal, begun_save, forget, has_files, journal_at, remove_others

@@ -10,7 +10,7 @@ from typing import Any
 
 from ...errors import KeyMismatch, ShapeError, error_text
 from ...mapping import ShardedObject, ShardedTensor
-from .._compare_boxes import box_shape, boxes, grouped
+from ..comparison._boxes import box_shape, boxes, grouped
 
 Counts = Sequence[int]
 Cutting = Callable[[ShardedTensor], Counts | None] | Mapping[str, Counts] | None

@@ -10,10 +10,10 @@ from ...errors import StorageError, TreeError, error_text, render_path
 from ...lazy import Fetch
 from ...mapping import ShardedObject, ShardedTensor
 from ...trees import HOLE, leaves_with_paths
-from .._compare_reader import BoxReader
 from .._lazy_tree import OpenCheckpoint
 from .._open import load_common
-from .._prepare import prepare
+from ..comparison._reader import BoxReader
+from ..saving._prepare import prepare
 from ._accounting import check_output, unused_elements
 from ._pieces import Batch, Cutting, batches_of
 from ._source import COMMON, Shard, left_out_keys, source_tree

@@ -13,8 +13,8 @@ import torch
 from ...errors import KeyMismatch, error_text
 from ...lazy import Fetch, LazyTensor, stored
 from ...mapping import ShardedObject, ShardedTensor
-from .._compare_reader import BoxReader
 from .._lazy_tree import OpenCheckpoint
+from ..comparison._reader import BoxReader
 
 COMMON = "common"
 """What `leave_out` calls the common state."""

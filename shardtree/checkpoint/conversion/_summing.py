@@ -13,8 +13,8 @@ from ...fingerprints import FingerprintPart, add_fingerprints, shard_parts
 from ...layouts import TensorKind
 from ...lazy import LazyTensor, stored
 from ...mapping import ShardedTensor
-from .._compare_reader import BoxReader
 from .._fingerprint import in_usual_threads
+from ..comparison._reader import BoxReader
 
 
 @dataclass(frozen=True, slots=True, eq=False)

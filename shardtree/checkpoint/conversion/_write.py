@@ -14,7 +14,7 @@ from ...storage import MemoryStorage, Storage
 from ...strategies import AsyncRequest, Draft, SaveOptions, Strategies, StrategyAction
 from ...trees import HOLE
 from .._dispatch import Backends, Choice, strategy_of
-from .._request import save_request
+from ..saving._request import save_request
 from ._journal import Journal, announcer, recall, record
 from ._noted import NotedStorage
 from ._pieces import Batch

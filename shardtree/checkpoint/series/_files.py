@@ -16,7 +16,7 @@ from ...strategies import (
     is_save_file,
     is_save_folder,
 )
-from .._replace import own_files
+from ..saving._replace import own_files
 from ._listing import mark
 from ._record import RECORD_FILE
 from ._removal import StepFiles

@@ -13,9 +13,9 @@ from ...retention import Choose, SavedStep
 from ...storage import Directory, Storage, folder_in, storage_at
 from ...strategies import AsyncRequest, Strategies, default_strategies
 from ...world import World, agree, current_world, on_rank_zero
-from .._load import load
-from .._save import save
 from .._verify import verify
+from ..loading._load import load
+from ..saving._save import save
 from ._clean import clean
 from ._files import STALE_AFTER
 from ._listing import list_steps

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -61,7 +62,9 @@ def explain_from_index(
     chosen = find_texts(index.key_text, index.key_start, columns.keys)
     plan = plan_load(columns, chunks_of(index, np.array(chosen, dtype=np.int64)))
     doubled = [Refused(columns.keys[number], _CONTRADICTION) for number in plan.doubled.tolist()]
-    return Prospect((*unread, *absent, *mismatches, *doubled, *find_gaps(fit, plan.covered, kinds)), cost(plan))
+    return Prospect(
+        (*unread, *absent, *mismatches, *doubled, *find_gaps(fit, plan.covered, kinds)), partial(cost, plan)
+    )
 
 
 def _as_stored(shard: ShardedTensor, dtype: torch.dtype) -> ShardedTensor:

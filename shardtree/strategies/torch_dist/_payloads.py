@@ -71,9 +71,8 @@ def check_readable(listing: Listing, numbers: Column) -> None:
         raise UnsupportedValue(error_text("load: tensors or objects can't be read", offenders=sorted(found), fix=fix))
 
 
-@contextmanager
-def opened(checkpoint: Checkpoint, listing: Listing, file: int, numbers: Sequence[int]) -> Iterator[Reader]:
-    """Open a data file, once it is known to reach as far as the given archives of it do.
+def check_reach(checkpoint: Checkpoint, listing: Listing, file: int, numbers: Sequence[int]) -> None:
+    """Raise unless a data file reaches as far as the given archives of it do.
 
     Raises:
         CorruptCheckpoint: it doesn't, or isn't there.
@@ -93,9 +92,20 @@ def opened(checkpoint: Checkpoint, listing: Listing, file: int, numbers: Sequenc
                 fix=fix,
             )
         )
+
+
+@contextmanager
+def opened(checkpoint: Checkpoint, listing: Listing, file: int, numbers: Sequence[int]) -> Iterator[Reader]:
+    """Open a data file, once it is known to reach as far as the given archives of it do.
+
+    Raises:
+        CorruptCheckpoint: it doesn't, or isn't there.
+    """
+    check_reach(checkpoint, listing, file, numbers)
+    name = listing.archives.files[file]
     if checkpoint.options.verify == "all":
         check_listed(checkpoint, name)
-    with storage.open(name) as reader:
+    with checkpoint.storage.open(name) as reader:
         yield reader
 
 

@@ -15,7 +15,7 @@ from ...storage import MemoryStorage, ReadReport, StoredFile, Stretches, fetch, 
 from .._values import Checkpoint
 from ._decode import decoded_at
 from ._listing import Listing
-from ._payloads import SCATTERED, Payloads, archive_name, check_tensor, opened, payloads_of
+from ._payloads import SCATTERED, Payloads, archive_name, check_reach, check_tensor, opened, payloads_of
 
 Flags = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
@@ -58,14 +58,24 @@ def archives_cost(checkpoint: Checkpoint, listing: Listing, plan: LoadPlan) -> R
         checkpoint: how the files are read.
         listing: what the plan was made on.
         plan: what would be read.
+
+    Raises:
+        CorruptCheckpoint: a data file is shorter than the listing says, or isn't there.
     """
     archives = listing.archives
-    numbers = np.union1d(archives.at(plan.runs.byte), archives.at(plan.strided.byte))
-    begin = archives.start[numbers]
+    run, piece = archives.at(plan.runs.byte), archives.at(plan.strided.byte)
+    numbers = np.union1d(run, piece)
+    for file in np.unique(archives.file[numbers]).tolist():
+        check_reach(checkpoint, listing, file, numbers[archives.file[numbers] == file].tolist())
+    # An archive that is shorter than its tensor holds a part that repeats, and is decoded as a whole.
+    repeats = archives.payload > archives.length
+    direct, begin = _selected(plan, ~repeats[run], ~repeats[piece]), archives.start[numbers]
     stretches = Stretches(begin, begin + archives.payload[numbers], np.ones_like(begin))
     imagined = replace(archives.imagined, stretches=stretches)
-    found = fetch_cost({0: imagined}, plan, verify=checkpoint.options.verify)
-    return replace(found, files=np.unique(archives.file[numbers]).size)
+    found = fetch_cost({0: imagined}, direct, verify=checkpoint.options.verify)
+    decoded = int(archives.length[numbers[repeats[numbers]]].sum())
+    files = np.unique(archives.file[numbers]).size
+    return replace(found, bytes_wanted=plan.bytes_read, bytes_read=found.bytes_read + decoded, files=files)
 
 
 def _selected(plan: LoadPlan, runs: Flags, pieces: Flags) -> LoadPlan:

@@ -8,12 +8,12 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from ..codec import bit_view
-from ..errors import StrategyError, error_text
-from ..layouts import ShardColumns
-from ..plans import ExchangePlan
-from ..storage import LocalStorage, MemoryStorage, Storage
-from ..world import World
+from ...codec import bit_view
+from ...errors import StrategyError, error_text
+from ...layouts import ShardColumns
+from ...plans import ExchangePlan
+from ...storage import LocalStorage, MemoryStorage, Storage
+from ...world import World
 
 Exchange = Literal["auto", "always", "never"]
 """Whether ranks that want the same shard read it once between them."""

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from ..errors import CheckpointingException, ShapeError, error_text
-from ..mapping import ShardedTensor
-from ..storage import empty_tensor
-from ..trees import with_data
+from ...errors import CheckpointingException, ShapeError, error_text
+from ...mapping import ShardedTensor
+from ...storage import empty_tensor
+from ...trees import with_data
 from ._apart import check_apart
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..codec import row_major_bits
-from ..lazy import LazyTensor
-from ._compare_boxes import boxes_within
+from ...codec import row_major_bits
+from ...lazy import LazyTensor
+from ._boxes import boxes_within
 
 Number = bool | int | float | complex | str
 

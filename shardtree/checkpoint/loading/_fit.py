@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ..layouts import TensorKind
-from ..mapping import ShardedObject
-from ..plans import Misfit, Prospect, Refused, find_mismatches, find_unexpected
-from ..strategies import (
+from ...layouts import TensorKind
+from ...mapping import ShardedObject
+from ...plans import Misfit, Prospect, Refused, find_mismatches, find_unexpected
+from ...strategies import (
     Checkpoint,
     Strategies,
     StrategyAction,
@@ -16,8 +16,8 @@ from ..strategies import (
     get_default_strategy,
     old_unique_key,
 )
-from ._dispatch import Choice, backend_of, common_backend, sharded_backend
-from ._open import Metadata, stored_kinds
+from .._dispatch import Choice, backend_of, common_backend, sharded_backend
+from .._open import Metadata, stored_kinds
 from ._taken_apart import Target
 
 Kinds = Mapping[str, TensorKind]

@@ -9,20 +9,20 @@ from typing import Any
 
 import numpy as np
 
-from ..codec import decode_tree, encode_tree
-from ..layouts import ShardColumns, shard_columns
-from ..mapping import ShardedTensor, is_main_replica
-from ..plans import level_writes
-from ..storage import Directory
-from ..strategies import AsyncRequest, SaveOptions, Strategies, default_strategies
-from ..world import World, agree, current_world, gather
+from ...codec import decode_tree, encode_tree
+from ...layouts import ShardColumns, shard_columns
+from ...mapping import ShardedTensor, is_main_replica
+from ...plans import level_writes
+from ...storage import Directory
+from ...strategies import AsyncRequest, SaveOptions, Strategies, default_strategies
+from ...world import World, agree, current_world, gather
+from .._consistency import check_common, check_together, common_digest, describe
+from .._dispatch import Backends, Choice, backends_of
+from .._fingerprint import check_can_hold
+from ..async_saves import refuse_overlap, snapshot_shards
 from ._begin import begin, end
-from ._consistency import check_common, check_together, common_digest, describe
-from ._dispatch import Backends, Choice, backends_of
-from ._fingerprint import check_can_hold
 from ._prepare import Prepared, comparable, prepare, prepare_for_later
 from ._request import Writes, save_request
-from .async_saves import refuse_overlap, snapshot_shards
 
 
 def save(

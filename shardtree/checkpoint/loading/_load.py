@@ -9,18 +9,18 @@ from typing import Any
 
 import torch
 
-from ..errors import UnsafeFile, UnsupportedValue
-from ..mapping import LocalNonpersistentObject
-from ..storage import Directory, ReadReport, Verify
-from ..strategies import Checkpoint, LoadOptions, Strategies, default_strategies
-from ..trees import HOLE, join
-from ..world import World, agree, current_world, gather
-from ._consistency import check_together, describe
-from ._dispatch import Choice
+from ...errors import UnsafeFile, UnsupportedValue
+from ...mapping import LocalNonpersistentObject
+from ...storage import Directory, ReadReport, Verify
+from ...strategies import Checkpoint, LoadOptions, Strategies, default_strategies
+from ...trees import HOLE, join
+from ...world import World, agree, current_world, gather
+from .._consistency import check_together, describe
+from .._dispatch import Choice
+from .._open import load_common, load_tensors_metadata, open_together, sharded_metadata, stored_keys
+from ..saving._prepare import holds_only_holes
 from ._exchange import Exchange
 from ._fit import check_target
-from ._open import load_common, load_tensors_metadata, open_together, sharded_metadata, stored_keys
-from ._prepare import holds_only_holes
 from ._read import Reading, read_leaves
 from ._strict import StrictHandling, looks_beforehand, needs_all_ranks, parse_strict, report_keys, returns_keys
 from ._taken_apart import Target, is_sharded, left_out, take_apart, told_of_depth

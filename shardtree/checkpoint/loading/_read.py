@@ -9,16 +9,16 @@ from typing import Any
 
 import torch
 
-from ..errors import StrategyError, error_text
-from ..layouts import join_columns, shard_columns
-from ..mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor
-from ..plans import plan_exchange
-from ..storage import ReadReport
-from ..strategies import Checkpoint, Strategies, StrategyAction, check_unreplaced, find_strategy
-from ..trees import HOLE
-from ..world import agree, gather
+from ...errors import StrategyError, error_text
+from ...layouts import join_columns, shard_columns
+from ...mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor
+from ...plans import plan_exchange
+from ...storage import ReadReport
+from ...strategies import Checkpoint, Strategies, StrategyAction, check_unreplaced, find_strategy
+from ...trees import HOLE
+from ...world import agree, gather
+from .._dispatch import Choice, backend_of, common_backend, sharded_backend, strategy_of
 from ._cast import as_stored, by_dtype, columns_of, common_rounds, convert_all, own_rounds, rounds_of
-from ._dispatch import Choice, backend_of, common_backend, sharded_backend, strategy_of
 from ._exchange import Exchange, exchanges, pass_on
 from ._fit import Kinds
 from ._targets import delivered, with_memories

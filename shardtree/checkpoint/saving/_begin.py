@@ -8,9 +8,9 @@ import time
 from dataclasses import replace
 from functools import partial
 
-from ..errors import AlreadyACheckpoint, CorruptCheckpoint, StorageError, error_text
-from ..storage import Directory, Exchanging, Storage, claim, release, storage_at
-from ..strategies import (
+from ...errors import AlreadyACheckpoint, CorruptCheckpoint, StorageError, error_text
+from ...storage import Directory, Exchanging, Storage, claim, release, storage_at
+from ...strategies import (
     MANIFEST_FILE,
     METADATA_FILE,
     Draft,
@@ -29,9 +29,9 @@ from ..strategies import (
     save_is_alive,
     stamp,
 )
-from ..world import World, agree, on_rank_zero
-from ._dispatch import DEFAULT_BACKEND, Backends, common_backend, sharded_backend
-from ._open import recognized
+from ...world import World, agree, on_rank_zero
+from .._dispatch import DEFAULT_BACKEND, Backends, common_backend, sharded_backend
+from .._open import recognized
 from ._replace import make_sibling, sibling_of
 
 logger = logging.getLogger("shardtree")

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..errors import (
+from ...errors import (
     CheckpointingException,
     ShapeError,
     TreeError,
@@ -19,12 +19,11 @@ from ..errors import (
     error_text,
     render_path,
 )
-from ..lazy import LazyTensor
-from ..mapping import LocalNonpersistentObject, ShardedBase, ShardedObject, ShardedTensor
-from ..strategies import misfit
-from ..trees import HOLE, apply_factories, common_with_holes, leaves_with_paths, select, without_holes
-
-CONTENT_METADATA = "content_metadata"
+from ...lazy import LazyTensor
+from ...mapping import LocalNonpersistentObject, ShardedBase, ShardedObject, ShardedTensor
+from ...strategies import misfit
+from ...trees import HOLE, apply_factories, common_with_holes, leaves_with_paths, select, without_holes
+from .._open import CONTENT_METADATA
 
 _DEEPEST = 100  # levels that are searched for hidden shards; the codec stores no deeper ones
 

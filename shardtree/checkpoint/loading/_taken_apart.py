@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import KeyMismatch, TreeError, error_text, render_path
-from ..mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
-from ..trees import (
+from ...errors import KeyMismatch, TreeError, error_text, render_path
+from ...mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
+from ...trees import (
     HOLE,
     apply_factories,
     build_factories,
@@ -18,7 +18,7 @@ from ..trees import (
     namedtuple_types,
     shard_leaves,
 )
-from ._prepare import refuse_hidden
+from ..saving._prepare import refuse_hidden
 
 
 @dataclass(frozen=True, slots=True, eq=False)

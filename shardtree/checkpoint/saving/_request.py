@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from ..errors import CheckpointReplaced, error_text
-from ..mapping import ShardedObject, ShardedTensor
-from ..storage import is_claimed, owner_note
-from ..strategies import (
+from ...errors import CheckpointReplaced, error_text
+from ...mapping import ShardedObject, ShardedTensor
+from ...storage import is_claimed, owner_note
+from ...strategies import (
     METADATA_FILE,
     OWNER_FILE,
     AsyncRequest,
@@ -22,11 +22,11 @@ from ..strategies import (
     make_save_folder,
     replace_metadata,
 )
-from ..world import on_rank_zero
+from ...world import on_rank_zero
+from .._dispatch import Backends, Choice, strategy_of
+from .._open import recognized
 from ._begin import end
-from ._dispatch import Backends, Choice, strategy_of
 from ._left_overs import clean_up
-from ._open import recognized
 from ._replace import check_same, exchange
 
 Fields = Mapping[str, Any]

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable
 from enum import Enum
 
-from ..errors import KeyMismatch, error_text
+from ...errors import KeyMismatch, error_text
 
 logger = logging.getLogger("shardtree")
 

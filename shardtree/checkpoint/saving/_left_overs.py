@@ -6,9 +6,9 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ..errors import CheckpointingException
-from ..storage import Exchanging, Storage, is_alive, is_temporary, release
-from ..strategies import Draft, Strategies, is_left_over, is_save_folder, remove_save, stamp
+from ...errors import CheckpointingException
+from ...storage import Exchanging, Storage, is_alive, is_temporary, release
+from ...strategies import Draft, Strategies, is_left_over, is_save_folder, remove_save, stamp
 from ._replace import remove_sibling
 
 logger = logging.getLogger("shardtree")

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..layouts import join_columns
-from ..mapping import ShardedTensor
-from ..plans import Explanation, Gap, Misfit, RankReads, ReadCost, Unexpected, plan_exchange
-from ..storage import Directory, Verify
-from ..strategies import (
+from ...layouts import join_columns
+from ...mapping import ShardedTensor
+from ...plans import Explanation, Gap, Misfit, RankReads, ReadCost, Unexpected, plan_exchange
+from ...storage import Directory, Verify
+from ...strategies import (
     Checkpoint,
     LoadOptions,
     Strategies,
@@ -18,12 +18,12 @@ from ..strategies import (
     default_strategies,
     get_default_strategy,
 )
-from ..world import one_process
+from ...world import one_process
+from .._dispatch import Choice, backend_of, sharded_backend
+from .._open import open_at, sharded_metadata, stored_keys, stored_kinds
 from ._cast import by_dtype, columns_of, common_rounds
-from ._dispatch import Choice, backend_of, sharded_backend
 from ._exchange import Exchange, exchanges
 from ._fit import Kinds, prospect, unexpected_objects
-from ._open import open_at, sharded_metadata, stored_keys, stored_kinds
 from ._taken_apart import Target, take_apart
 
 Shards = Sequence[ShardedTensor]
@@ -137,7 +137,7 @@ def _explanation(asking: _Asking, targets: Sequence[Target], *, passes_on: bool)
     problems = _each_once([*(one.problems for one in found), *absent])
     kinds = stored_kinds(metadata, sorted({shard.key for target in targets for shard in target.tensors}))
     fit = [_fitting(target.tensors, problems, kinds) for target in targets]
-    costs = [one.cost for one in found]
+    costs = [None if one.cost is None else one.cost() for one in found]
     if None not in costs and (passes_on or any(by_dtype(shards, kinds)[1] for shards in fit)):
         costs = [_sum_of_costs(asking, parts) for parts in zip(*_groups(fit, kinds, passes_on=passes_on), strict=True)]
     rows = zip(targets, costs, strict=True)
@@ -185,5 +185,5 @@ def _shares(ranks: Sequence[Shards], kinds: Kinds) -> list[Shards]:
 def _sum_of_costs(asking: _Asking, parts: Sequence[Shards]) -> ReadCost:
     backend = backend_of(asking.choice, sharded_backend(asking.checkpoint.fields))
     row = get_default_strategy(StrategyAction.EXPLAIN, *backend, strategies=asking.strategies)
-    costs = (row(asking.checkpoint, shards, True).cost for shards in parts if shards)
+    costs = (row(asking.checkpoint, shards, True).cost() for shards in parts if shards)
     return sum(costs, ReadCost())

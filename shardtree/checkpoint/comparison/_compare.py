@@ -8,16 +8,16 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from io import BytesIO
 from typing import Any
 
-from ..codec import Record
-from ..layouts import TensorKind
-from ..mapping import LocalNonpersistentObject, ShardedBase, ShardedObject, ShardedTensor
-from ..storage import Directory, Verify
-from ..strategies import Strategies, default_strategies
-from ..trees import Difference, diff, map_shards
-from ._compare_boxes import grouped
-from ._compare_reader import GROUP_BYTES, BoxReader
-from ._compare_values import ValueDifference, value_difference
-from ._lazy_tree import OpenCheckpoint, open_checkpoint
+from ...codec import Record
+from ...layouts import TensorKind
+from ...mapping import LocalNonpersistentObject, ShardedBase, ShardedObject, ShardedTensor
+from ...storage import Directory, Verify
+from ...strategies import Strategies, default_strategies
+from ...trees import Difference, diff, map_shards
+from .._lazy_tree import OpenCheckpoint, open_checkpoint
+from ._boxes import grouped
+from ._reader import GROUP_BYTES, BoxReader
+from ._values import ValueDifference, value_difference
 
 MOST_BYTES = 64 * 1024 * 1024
 

@@ -8,8 +8,8 @@ from math import gcd, prod
 
 import torch
 
-from ..errors import ShapeError, error_text
-from ..mapping import ShardedTensor
+from ...errors import ShapeError, error_text
+from ...mapping import ShardedTensor
 
 _MOST_CELLS = 10_000_000
 

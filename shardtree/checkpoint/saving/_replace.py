@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import PurePosixPath
 from typing import Any
 
-from ..errors import (
+from ...errors import (
     CheckpointingException,
     CheckpointReplaced,
     CorruptCheckpoint,
@@ -15,8 +15,8 @@ from ..errors import (
     StrategyError,
     error_text,
 )
-from ..storage import Exchanging, Sibling, Storage, owner_note
-from ..strategies import (
+from ...storage import Exchanging, Sibling, Storage, owner_note
+from ...strategies import (
     METADATA_FILE,
     Checkpoint,
     Draft,
@@ -29,9 +29,9 @@ from ..strategies import (
     is_save_folder,
     stamp,
 )
-from ..world import one_process
-from ._dispatch import common_backend, sharded_backend
-from ._open import read_fields
+from ...world import one_process
+from .._dispatch import common_backend, sharded_backend
+from .._open import read_fields
 
 _ELSEWHERE = "Save to a new folder, then remove the old one."
 

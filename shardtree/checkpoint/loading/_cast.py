@@ -8,10 +8,10 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from ..errors import ShapeError, error_text
-from ..layouts import ShardColumns, join_columns, shard_columns
-from ..mapping import ShardedTensor
-from ..plans import overlaps, read_rounds
+from ...errors import ShapeError, error_text
+from ...layouts import ShardColumns, join_columns, shard_columns
+from ...mapping import ShardedTensor
+from ...plans import overlaps, read_rounds
 from ._fit import Kinds
 from ._targets import new_memory
 

@@ -1,0 +1,6 @@
+"""Comparing two checkpoints, whatever their formats and layouts: keys, kinds, and every bit."""
+
+from ._compare import CheckpointDifference as CheckpointDifference
+from ._compare import KindDifference as KindDifference
+from ._compare import compare_checkpoints as compare_checkpoints
+from ._values import ValueDifference as ValueDifference
