@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 import shardtree as st
-from shardtree.checkpoint import _compare_values
+from shardtree.checkpoint.comparison import _values
 from shardtree.checkpoint.comparison._boxes import boxes_within
 from shardtree.checkpoint.comparison._compare import CheckpointDifference, KindDifference, compare_checkpoints
 from shardtree.checkpoint.comparison._values import ValueDifference
@@ -85,7 +85,7 @@ def test_the_law_catches_a_comparison_that_reads_half(monkeypatch: pytest.Monkey
     def half(shape: tuple[int, ...], most: int) -> Any:
         return list(boxes_within(shape, most))[:4]
 
-    monkeypatch.setattr(_compare_values, "boxes_within", half)
+    monkeypatch.setattr(_values, "boxes_within", half)
     with pytest.raises(AssertionError):
         check_finds(state, left, right, "w", 64)
 
