@@ -43,8 +43,10 @@ def commit(draft: Draft, fields: Fields) -> None:
 
 
 def _sync(draft: Draft) -> None:
+    """Wait for the files' new names, and then for the old ones to go."""
     if draft.options.durable:
         draft.storage.sync_folder()
+        draft.storage.sync_folder(draft.save_id)
 
 
 def index_json(files: Sequence[ModelFile]) -> bytes:
