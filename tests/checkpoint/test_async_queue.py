@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -419,7 +419,15 @@ def test_a_finalizer_that_finalizes_is_refused_and_nothing_else_happens(ask: str
     assert [value_in(folder) for folder in folders] == [1, 2]
 
 
-def test_a_wait_that_is_interrupted_can_be_tried_again() -> None:
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Hear SIGINT, which a shell lets its background jobs ignore."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_a_wait_that_is_interrupted_can_be_tried_again(interruptible: None) -> None:
     queue, gate = st.AsyncCallsQueue(), threading.Event()
     queue.schedule_async_request(request(held(folder := st.MemoryStorage(), gate)))
     interrupt = threading.Timer(0.1, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
