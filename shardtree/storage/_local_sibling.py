@@ -7,15 +7,12 @@ import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ..errors import StorageError, StrategyError, error_text
 from ._rename import exchange_folders
 from ._rights import take_after
+from ._storage import Storage
 from ._sync import sync, sync_above
-
-if TYPE_CHECKING:
-    from ._local import LocalStorage
 
 _FILES, _OWNER, _INODE, _PROBE, _REST = "checkpoint", "owner.json", "inode", "probe", "rest"
 _ELSEWHERE = "Save to a new folder, then remove the old one."
@@ -46,7 +43,7 @@ class LocalSibling:
     name: str
 
     @property
-    def storage(self) -> LocalStorage:
+    def storage(self) -> Storage:
         """The folder that takes the place."""
         from ._local import LocalStorage
 

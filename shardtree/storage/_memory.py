@@ -10,12 +10,27 @@ from itertools import count
 from typing import TypeVar
 
 from ..errors import StorageError, error_text
-from ._memory_sibling import Beside, MemorySibling
 from ._names import inside
 from ._parts import checked
+from ._sibling import Sibling
 from ._storage import Buffer
 
 T = TypeVar("T")
+
+
+@dataclass(slots=True, eq=False)
+class Beside:
+    """What there is of a sibling.
+
+    Attributes:
+        storage: its files.
+        note: of who made it.
+        exchanged: whether its files are the old ones.
+    """
+
+    storage: MemoryStorage
+    note: bytes | None = None
+    exchanged: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -134,8 +149,10 @@ class MemoryStorage:
             entry = self._files.get(_plain(name))
             return self._folders.get(_plain(name)) if entry is None else entry[1]
 
-    def sibling(self, name: str) -> MemorySibling:
+    def sibling(self, name: str) -> Sibling:
         """Return the folder beside this one that a save of that name takes."""
+        from ._memory_sibling import MemorySibling
+
         return MemorySibling(self, name)
 
     def siblings(self) -> tuple[str, ...]:

@@ -4,25 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from ._memory import MemoryStorage
-
-
-@dataclass(slots=True, eq=False)
-class Beside:
-    """What there is of a sibling.
-
-    Attributes:
-        storage: its files.
-        note: of who made it.
-        exchanged: whether its files are the old ones.
-    """
-
-    storage: MemoryStorage
-    note: bytes | None = None
-    exchanged: bool = False
+from ._memory import Beside, MemoryStorage
 
 
 @dataclass(frozen=True, slots=True, eq=False)
