@@ -178,9 +178,9 @@ def a_file_twice(folder: Path) -> Path:
 
 
 def many_files(folder: Path) -> Path:
-    """Five thousand ranks' files, of which one is there."""
-    count = 5000
-    names = texts("file", [DATA, *(f"{SAVE}/{rank:05d}-of-05001.safetensors" for rank in range(1, count))])
+    """Two thousand ranks' files, of which one is there."""
+    count = 2000
+    names = texts("file", [DATA, *(f"{SAVE}/{rank:05d}-of-02001.safetensors" for rank in range(1, count))])
     lengths = np.concatenate([[len(SOUND_DATA)], zeros(count - 1)])
     hashes = hashed(SOUND_INDEX, SOUND_DATA).block_hash
     blocks = np.concatenate([[0], np.full(count, len(hashes))])
