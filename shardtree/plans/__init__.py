@@ -15,6 +15,7 @@ from ._fit import Unexpected as Unexpected
 from ._fit import find_gaps as find_gaps
 from ._fit import find_mismatches as find_mismatches
 from ._fit import find_unexpected as find_unexpected
+from ._grouped import grouped as grouped
 from ._load import LoadPlan as LoadPlan
 from ._load import Runs as Runs
 from ._load import StoredChunks as StoredChunks

@@ -8,6 +8,7 @@ import torch
 
 from ..fingerprints import FingerprintPart, piece_total, shard_parts, slabs
 from ..mapping import ShardedTensor
+from ..plans import grouped
 from ..storage import in_threads
 
 _GROUP_BYTES = 32 * 1024 * 1024  # about the most that is in memory at a time
@@ -37,18 +38,9 @@ def stored_parts(
 
 
 def _groups(tensors: Iterable[ShardedTensor]) -> Iterator[list[ShardedTensor]]:
-    """Yield slabs in groups that fit in memory: to plan a read takes longer than to read a small tensor."""
-    group: list[ShardedTensor] = []
-    size = 0
-    for slab in (slab for tensor in tensors for slab in _slabs(tensor)):
-        nbytes = torch.Size(slab.local_shape).numel() * slab.dtype.itemsize
-        if group and size + nbytes > _GROUP_BYTES:
-            yield group
-            group, size = [], 0
-        group.append(slab)
-        size += nbytes
-    if group:
-        yield group
+    """Return slabs in groups that fit in memory: to plan a read takes longer than to read a small tensor."""
+    slabs = (slab for tensor in tensors for slab in _slabs(tensor))
+    return grouped(slabs, lambda slab: torch.Size(slab.local_shape).numel() * slab.dtype.itemsize, _GROUP_BYTES)
 
 
 def _slabs(tensor: ShardedTensor) -> Iterator[ShardedTensor]:

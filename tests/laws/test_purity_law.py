@@ -207,6 +207,7 @@ CALLS: dict[str, Call] = {
     "transforms.merge_tensors": (transforms.merge_tensors, FLAT_TREE, ["l.0.w", "l.1.w"], "w"),
     "plans.plan_load": (plans.plan_load, WHOLE, CHUNKS),
     "plans.plan_exchange": (plans.plan_exchange, COLUMNS, 2),
+    "plans.grouped": (lambda sizes: list(plans.grouped(sizes, int, 4)), [1, 2, 3]),
     "plans.runs_plan": (plans.runs_plan, RUNS),
     "plans.read_rounds": (plans.read_rounds, COLUMNS),
     "plans.near_names": (plans.near_names, ["v"], ["w"]),

@@ -11,11 +11,11 @@ import torch
 
 from ...lazy import Fetch, LazyTensor, stored
 from ...mapping import ShardedTensor
+from ...plans import grouped
 from ...strategies import StrategyAction
 from .._dispatch import sharded_backend, strategy_of
 from .._lazy_tree import OpenCheckpoint
 from ..loading._targets import new_memory
-from ._boxes import grouped
 
 Box = tuple[str, tuple[int, ...], tuple[int, ...]]
 """A tensor's key, and offset and shape of a box of it."""

@@ -9,10 +9,10 @@ from ...errors import IntegrityError, error_text, render_path
 from ...layouts import TensorKind
 from ...lazy import LazyTensor
 from ...mapping import ShardedObject, ShardedTensor
+from ...plans import grouped
 from ...strategies import stored_fingerprints
 from ...trees import HOLE, Difference, without_holes
 from .._lazy_tree import OpenCheckpoint
-from ..comparison._boxes import grouped
 from ..comparison._compare import plain_difference
 from ..comparison._reader import GROUP_BYTES, BoxReader
 from ..comparison._values import ValueDifference, value_difference

@@ -10,7 +10,8 @@ from typing import Any
 
 from ...errors import KeyMismatch, ShapeError, error_text
 from ...mapping import ShardedObject, ShardedTensor
-from ..comparison._boxes import box_shape, boxes, grouped
+from ...plans import grouped
+from ..comparison._boxes import box_shape, boxes
 
 Counts = Sequence[int]
 Cutting = Callable[[ShardedTensor], Counts | None] | Mapping[str, Counts] | None

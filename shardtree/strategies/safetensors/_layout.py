@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ...codec import Entry, check_storable, encode_header, encode_tree, format_tag, is_tagged
 from ...errors import CheckpointingException
 from ...mapping import ShardedObject, ShardedTensor
+from ...plans import grouped
 
 HEADER_BYTES = 64 * 1024 * 1024
 """A new part begins before a header passes this; readers of safetensors refuse headers of over 100 MB."""
@@ -116,18 +117,8 @@ def _elements(shape: tuple[int, ...]) -> int:
 
 
 def _groups(items: Sequence[Item], header_bytes: int) -> Iterator[list[Item]]:
-    group: list[Item] = []
-    size = 0
-    for item in items:
-        # A character takes at most six bytes in JSON; 200 leaves room for the numbers of a shape and the offsets.
-        needed = 6 * len(item.key) + 24 * len(item.shape) + 200
-        if group and size + needed > header_bytes:
-            yield group
-            group, size = [], 0
-        group.append(item)
-        size += needed
-    if group:
-        yield group
+    # A character takes at most six bytes in JSON; 200 leaves room for the numbers of a shape and the offsets.
+    return grouped(items, lambda item: 6 * len(item.key) + 24 * len(item.shape) + 200, header_bytes)
 
 
 def _part(items: Sequence[Item]) -> Part:
