@@ -2,13 +2,18 @@
 
 from ._boxes import Column as Column
 from ._boxes import box_column as box_column
+from ._boxes import box_slices as box_slices
 from ._boxes import intersect as intersect
 from ._boxes import row_major_strides as row_major_strides
 from ._boxes import volumes as volumes
 from ._boxes import widen as widen
+from ._carve import Carved as Carved
+from ._carve import carve_boxes as carve_boxes
 from ._coverage import coverage_faults as coverage_faults
 from ._coverage import held_elements as held_elements
 from ._coverage import overlapping_groups as overlapping_groups
+from ._cuts import Spans as Spans
+from ._cuts import cut_spans as cut_spans
 from ._flat import flat_boxes as flat_boxes
 from ._grid import cell_index as cell_index
 from ._grid import cell_shape as cell_shape

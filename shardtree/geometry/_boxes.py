@@ -46,6 +46,22 @@ def widen(column: Column, axes: int, fill: int) -> Column:
     return column if missing <= 0 else np.pad(column, ((0, 0), (missing, 0)), constant_values=fill)
 
 
+def box_slices(offset: Column, shape: Column, axes: int) -> tuple[slice, ...]:
+    """Return one row's box as slices, without what `widen` put before its own axes.
+
+    Args:
+        offset: int64 (axes or more,).
+        shape: likewise.
+        axes: how many the box has of its own.
+
+    Examples:
+        >>> box_slices(np.array([0, 3, 4]), np.array([1, 2, 2]), 2)
+        (slice(3, 5, None), slice(4, 6, None))
+    """
+    spans = zip(offset.tolist(), shape.tolist(), strict=True)
+    return tuple(slice(low, low + size) for low, size in spans)[offset.size - axes :]
+
+
 def volumes(shape: Column) -> Column:
     """Return the number of elements of each box.
 

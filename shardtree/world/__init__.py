@@ -5,6 +5,7 @@ from ._distributed import distributed as distributed
 from ._one import one_process as one_process
 from ._phases import agree as agree
 from ._phases import gather as gather
+from ._phases import on_one_rank as on_one_rank
 from ._phases import on_rank_zero as on_rank_zero
 from ._processes import run_processes as run_processes
 from ._simulated import simulate as simulate

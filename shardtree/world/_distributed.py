@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -13,12 +13,14 @@ import torch
 from ..errors import WorldError, error_text
 from ._groups import Gloo, coordination_group
 from ._pickled import pack, unpack
-from ._world import DEFAULT_TIMEOUT, T, World, check_one_each, check_peer, check_rank
+from ._world import DEFAULT_TIMEOUT, T, World, check_buffers, check_one_each, check_peer, check_rank
 
 # Values travel in frames: a length, then the pickle. The first bytes of a frame have a fixed size, so that a small
 # value takes one collective; what is longer follows in its exact size.
 _LENGTH = 8
 _HEAD = 512
+
+_VALUE, _BYTES = 0, 1  # tags: a message and an exchange aren't taken for each other
 
 
 class DistributedWorld(World):
@@ -70,17 +72,26 @@ class DistributedWorld(World):
         with self._calling(f"send(to={to})") as group:
             for part in (frame[:_HEAD], frame[_HEAD:]):
                 if len(part):
-                    self._wait(group.send([part], to, 0))
+                    self._wait(group.send([part], to, _VALUE))
 
     def recv(self, source: int) -> Any:
         check_peer(self, "recv", source)
         with self._calling(f"recv(source={source})") as group:
             head = _room()
-            self._wait(group.recv([head], source, 0))
+            self._wait(group.recv([head], source, _VALUE))
             frame = _room(head)
             if len(frame) > _HEAD:
-                self._wait(group.recv([frame[_HEAD:]], source, 0))
+                self._wait(group.recv([frame[_HEAD:]], source, _VALUE))
         return _read("recv", frame)
+
+    def exchange(self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]) -> None:
+        check_buffers(self, outgoing, incoming)
+        with self._calling("exchange") as group:
+            # gloo ends the process that gets more than it has room for: nobody but the caller can prevent that.
+            works = [group.recv([room], source, _BYTES) for source, room in incoming.items() if room.numel()]
+            works += [group.send([data], to, _BYTES) for to, data in outgoing.items() if data.numel()]
+            for work in works:
+                self._wait(work)
 
     def _exchange_frames(self, group: Gloo, mine: torch.Tensor) -> list[torch.Tensor]:
         """Return every rank's frame, by rank."""

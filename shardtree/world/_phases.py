@@ -103,13 +103,33 @@ def on_rank_zero(world: World, phase: str, fn: Callable[[], T]) -> T:
         >>> simulate(3, lambda world: on_rank_zero(world, "name", lambda: f"by rank {world.rank}"))
         ['by rank 0', 'by rank 0', 'by rank 0']
     """
+    return on_one_rank(world, phase, fn, rank=0)
+
+
+def on_one_rank(world: World, phase: str, fn: Callable[[], T], *, rank: int) -> T:
+    """Return what fn returns on the given rank, on every rank; it runs there only.
+
+    Args:
+        world: the ranks that take part.
+        phase: what is being done, for the error.
+        fn: as for `agree`.
+        rank: which one runs it, the same on every rank.
+
+    Raises:
+        RemoteError: on every rank, if it failed or its value can't be pickled; as `agree`.
+
+    Examples:
+        >>> from shardtree.world import on_one_rank, simulate
+        >>> simulate(3, lambda world: on_one_rank(world, "name", lambda: f"by rank {world.rank}", rank=2))
+        ['by rank 2', 'by rank 2', 'by rank 2']
+    """
     if world.size == 1:
         return fn()
-    if world.rank == 0:
+    if world.rank == rank:
         return _tell(world, phase, fn)
-    told = world.broadcast(_Outcome(phase))
-    _check_phases({0: told, world.rank: _Outcome(phase)})
-    _raise(phase, [told.failure, *[None] * (world.size - 1)], None)
+    told = world.broadcast(_Outcome(phase), rank)
+    _check_phases({rank: told, world.rank: _Outcome(phase)})
+    _raise(phase, _failures(world, rank, told.failure), None)
     value: T = unpack(phase, told.packed)
     return value
 
@@ -120,11 +140,16 @@ def _tell(world: World, phase: str, fn: Callable[[], T]) -> T:
         value = fn()
         packed = pack(phase, value)
     except BaseException as error:
-        world.broadcast(_Outcome(phase, _failure(error)))
-        _raise(phase, [_failure(error), *[None] * (world.size - 1)], error)
+        world.broadcast(_Outcome(phase, _failure(error)), world.rank)
+        _raise(phase, _failures(world, world.rank, _failure(error)), error)
         raise
-    world.broadcast(_Outcome(phase, packed=packed))
+    world.broadcast(_Outcome(phase, packed=packed), world.rank)
     return value
+
+
+def _failures(world: World, rank: int, failure: _Failure | None) -> list[_Failure | None]:
+    """Return what failed by rank, where only one rank did anything."""
+    return [failure if each == rank else None for each in range(world.size)]
 
 
 def _meet(world: World, outcome: _Outcome, error: BaseException | None) -> list[_Outcome]:

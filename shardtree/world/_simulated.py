@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from threading import Thread
 from typing import Any
+
+import torch
 
 from ..errors import WorldError, error_text
 from ._meeting import Meeting
 from ._pickled import pack, unpack
-from ._world import T, World, check_one_each, check_peer, check_rank
+from ._world import T, World, check_buffers, check_one_each, check_peer, check_rank
 
 
 class SimulatedWorld(World):
@@ -58,6 +60,29 @@ class SimulatedWorld(World):
     def recv(self, source: int) -> Any:
         check_peer(self, "recv", source)
         return unpack("recv", self._meeting.recv(self.rank, source))
+
+    def exchange(self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]) -> None:
+        check_buffers(self, outgoing, incoming)
+        brought = self._meeting.collect(self.rank, "exchange", (dict(outgoing), dict(incoming)))
+        _check_sizes(brought)
+        for source, buffer in incoming.items():
+            if buffer.numel():
+                buffer.copy_(brought[source][0][self.rank])
+        # The buffers are the senders' own, who may change them once they return.
+        self._meeting.collect(self.rank, "exchange: the end", None)
+
+
+def _check_sizes(brought: Sequence[tuple[Mapping[int, torch.Tensor], Mapping[int, torch.Tensor]]]) -> None:
+    """Raise, on every rank alike, unless each buffer has a counterpart of its size."""
+    sent = {(rank, to): data.numel() for rank, (outgoing, _) in enumerate(brought) for to, data in outgoing.items()}
+    room = {(source, rank): part.numel() for rank, (_, rooms) in enumerate(brought) for source, part in rooms.items()}
+    wrong = [
+        f"rank {pair[0]} sends rank {pair[1]} {sent.get(pair, 0)} bytes, which has room for {room.get(pair, 0)}"
+        for pair in sorted(sent.keys() | room.keys())
+        if sent.get(pair, 0) != room.get(pair, 0)
+    ]
+    if wrong:
+        raise WorldError(error_text("exchange: the ranks don't agree about what is sent", offenders=wrong))
 
 
 def simulate(size: int, fn: Callable[[World], T], *, timeout: float = 60.0) -> list[T]:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
+
+import numpy as np
+import torch
 
 from ..errors import WorldError, error_text, plural
 
@@ -69,6 +72,32 @@ class World(ABC):
     def recv(self, source: int) -> Any:
         """Return the next value that rank ``source`` sends to this one."""
 
+    def exchange(self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]) -> None:
+        """Send bytes to some ranks and fill buffers with what some ranks send; every rank calls it.
+
+        Nothing is pickled. A world whose transport can should override it, and neither copy nor let ranks that have
+        nothing for each other wait; this one goes by `all_to_all`.
+
+        Args:
+            outgoing: for each peer the bytes that it gets, uint8 (bytes,), contiguous, in the CPU's memory.
+            incoming: for each peer the buffer for its bytes, likewise; as many as the peer sends.
+
+        Raises:
+            WorldError: if a buffer is something else or a peer this rank, before anything is sent; if ranks don't agree
+                about what is sent, where that can be noticed; if a peer is silent.
+        """
+        check_buffers(self, outgoing, incoming)
+        # Arrays are pickled without the rest of the memory that they are a part of; tensors aren't.
+        rows = [outgoing[rank].numpy() if rank in outgoing else None for rank in range(self.size)]
+        received = {rank: data for rank, data in enumerate(self.all_to_all(rows)) if data is not None and data.size}
+        sizes = {rank: data.size for rank, data in received.items()}
+        expected = {rank: buffer.numel() for rank, buffer in incoming.items() if buffer.numel()}
+        if sizes != expected:
+            what = f"exchange: rank {self.rank} gets other bytes than it has room for, by rank"
+            raise WorldError(error_text(what, found=sizes, expected=expected))
+        for rank, data in received.items():
+            np.copyto(incoming[rank].numpy(), data)
+
 
 def check_rank(world: World, what: str, rank: int) -> None:
     """Raise unless the world has such a rank."""
@@ -81,6 +110,17 @@ def check_peer(world: World, what: str, rank: int) -> None:
     check_rank(world, what, rank)
     if rank == world.rank:
         raise WorldError(error_text(f"{what}: rank {rank} can't exchange messages with itself"))
+
+
+def check_buffers(world: World, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]) -> None:
+    """Raise unless peers are other ranks of the world, and buffers what can be sent as it lies in memory."""
+    for peer, buffer in (*outgoing.items(), *incoming.items()):
+        check_peer(world, "exchange", peer)
+        plain = buffer.is_cpu and buffer.dtype == torch.uint8 and buffer.ndim == 1 and buffer.is_contiguous()
+        if not plain:
+            found = f"{tuple(buffer.shape)} {buffer.dtype} on {buffer.device}, strides {buffer.stride()}"
+            expected = "contiguous bytes in the CPU's memory, uint8 of one axis"
+            raise WorldError(error_text(f"exchange: the buffer for rank {peer}", found=found, expected=expected))
 
 
 def check_one_each(world: World, values: Sequence[object]) -> None:

@@ -11,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardtree.geometry import Column, overlapping_pairs
+from shardtree.geometry._pairs import _candidates, _thinned
+from shardtree.geometry._slabs import GroupedBoxes
 from tests.trees.samples import assert_caught
 
 Side = tuple[Column, Column, Column]  # group, offset, shape
@@ -76,3 +78,46 @@ def test_a_hundred_thousand_chunks_meet_a_few_requests_without_all_pairs(axes: i
     wanted[:, -1] = 8
     left, right = overlapping_pairs(group[:1], wanted, np.full((1, axes), 4), group, offset, shape)
     assert (left.tolist(), right.tolist()) == ([0], [2])
+
+
+def all_pairs(left: Side, right: Side) -> list[tuple[int, int]]:
+    (group, low, size), (other_group, other_low, other_size) = left, right
+    begins = np.maximum(low[:, None], other_low[None])
+    ends = np.minimum((low + size)[:, None], (other_low + other_size)[None])
+    meets = (begins < ends).all(axis=2) & (group[:, None] == other_group[None])
+    return [(int(one), int(other)) for one, other in np.argwhere(meets)]
+
+
+def grid(cells: int, size: int, axes: int) -> Side:
+    """Return the boxes into which a cube is cut, all of one group."""
+    edges = np.linspace(0, size, cells + 1).astype(np.int64)
+    low, high = (np.stack(np.meshgrid(*[at] * axes), axis=-1).reshape(-1, axes) for at in (edges[:-1], edges[1:]))
+    return np.zeros(len(low), dtype=np.int64), low, high - low
+
+
+def scattered(count: int, axes: int, seed: int) -> Side:
+    """Return boxes of three groups, some of them long."""
+    rng = np.random.default_rng(seed)
+    sizes = np.where(rng.integers(0, 20, (count, axes)) > 0, rng.integers(1, 9, (count, axes)), 500)
+    return rng.integers(0, 3, count), rng.integers(0, 500, (count, axes)), sizes
+
+
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [
+        (grid(30, 420, 2), grid(28, 420, 2)),
+        (grid(9, 72, 3), grid(8, 72, 3)),
+        (scattered(700, 2, 1), scattered(600, 2, 2)),
+        (scattered(700, 3, 3), grid(8, 500, 3)),
+    ],
+)
+def test_many_boxes_side_by_side_are_found_in_slabs(left: Side, right: Side) -> None:
+    pairs = overlapping_pairs(*left, *right)
+    assert list(zip(*(column.tolist() for column in pairs), strict=True)) == all_pairs(left, right)
+
+
+@pytest.mark.parametrize("axes", [2, 3])
+def test_boxes_side_by_side_make_few_candidates(axes: int) -> None:
+    cells = {2: 200, 3: 30}[axes]
+    sides = _thinned(*(GroupedBoxes(np.arange(cells**axes), *grid(cells, 960, axes)) for _ in "ab"))
+    assert len(_candidates(*sides)[0]) < 60 * cells**axes

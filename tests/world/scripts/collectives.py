@@ -7,8 +7,9 @@ from datetime import timedelta
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
-import torch.testing._internal.distributed.fake_pg  # noqa: F401 (registers the backend "fake")
+import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
 
 from shardtree.errors import RemoteError, UnsupportedValue, WorldError
 from shardtree.world import World, agree, current_world, distributed, gather, on_rank_zero
@@ -28,6 +29,7 @@ def check_collectives(world: World) -> None:
     pieces = world.all_to_all([np.full((rank * 1000 + other,), rank) for other in range(size)])
     assert all((piece == other).all() and len(piece) == other * 1000 + rank for other, piece in enumerate(pieces))
     check_messages(world)
+    check_exchange(world)
 
 
 def check_unequal_sizes(world: World) -> None:
@@ -47,6 +49,29 @@ def check_messages(world: World) -> None:
             assert world.recv(left) == value
         else:
             world.send(world.recv(left), right)
+
+
+def check_exchange(world: World) -> None:
+    others = [rank for rank in range(world.size) if rank != world.rank]
+    for length in (0, 1, 300_000):  # more than a socket takes, both ways at once: nobody waits for a reader
+        outgoing = {to: torch.full((length * to + world.rank,), world.rank, dtype=torch.uint8) for to in others}
+        rooms = {source: torch.zeros(length * world.rank + source, dtype=torch.uint8) for source in others}
+        addresses = {source: room.data_ptr() for source, room in rooms.items()}
+        world.exchange(outgoing, rooms)
+        assert all(bool((room == source).all()) for source, room in rooms.items())
+        assert addresses == {source: room.data_ptr() for source, room in rooms.items()}
+    world.exchange({}, {})
+    # Bytes and messages are told apart, whatever the order in which they are waited for.
+    part = torch.tensor([1, 2, 3], dtype=torch.uint8)
+    if world.rank == 0:
+        world.send("a message", 1)
+        world.exchange({1: part}, {})
+    elif world.rank == 1:
+        room = torch.zeros_like(part)
+        assert world.recv(0) == "a message"
+        world.exchange({}, {0: room})
+        assert torch.equal(room, part)
+    world.barrier()
 
 
 def check_phases(world: World) -> None:

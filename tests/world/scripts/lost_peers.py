@@ -7,6 +7,7 @@ import time
 from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
 from collectives import check_collectives
 
@@ -28,6 +29,8 @@ def main() -> None:
     assert 0.9 < time.monotonic() - began < 3.5
     with pytest.raises(WorldError, match=r"all_gather: rank 0 of 2") as caught:
         agree(world, "write", lambda: None)
+    with pytest.raises(WorldError, match=r"exchange: rank 0 of 2 can't reach its peers"):
+        world.exchange({}, {1: torch.zeros(3, dtype=torch.uint8)})
     assert not isinstance(caught.value, RemoteError)
     assert isinstance(caught.value.__cause__, RuntimeError)
     assert time.monotonic() - began < 9.0

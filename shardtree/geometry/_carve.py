@@ -1,0 +1,189 @@
+"""Boxes cut out of boxes: what one list takes of another, and what is left, as boxes that don't overlap."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ._boxes import Column, intersect, volumes
+from ._coverage import held_elements
+from ._shared import shared_groups
+
+_FEW = 16
+"""Pairs of a box. With more of them it is divided, so that not all that is left of it is compared with each."""
+
+_Boxes = tuple[Column, Column, Column]
+"""What names a box, int64 (boxes,), and its offset and shape, int64 (boxes, axes) each."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Carved:
+    """What was cut out of boxes, and what is left of them; together exactly the boxes.
+
+    Attributes:
+        pair: the number of the pair that cut the piece out, int64 (taken,).
+        offset: of the piece, int64 (taken, axes).
+        shape: int64 (taken, axes).
+        row: of which box it is left, int64 (left,).
+        rest_offset: int64 (left, axes).
+        rest_shape: int64 (left, axes).
+    """
+
+    pair: Column
+    offset: Column
+    shape: Column
+    row: Column
+    rest_offset: Column
+    rest_shape: Column
+
+
+def carve_boxes(offset: Column, shape: Column, left: Column, cut_offset: Column, cut_shape: Column) -> Carved:
+    """Return what other boxes cut out of some boxes, one after the other, and what they leave.
+
+    A box's pairs take their turns in the order given: an element goes to the first that has it. Pairs whose cuts don't
+    meet get them whole.
+
+    Args:
+        offset: of the boxes, int64 (boxes, axes).
+        shape: int64 (boxes, axes).
+        left: the box that each pair is about, int64 (pairs,).
+        cut_offset: of the pair's other box, int64 (pairs, axes).
+        cut_shape: int64 (pairs, axes).
+
+    Examples:
+        >>> carved = carve_boxes(*map(np.array, ([[0, 0]], [[2, 4]], [0], [[0, 1]], [[5, 2]])))
+        >>> carved.offset.tolist(), carved.shape.tolist()
+        ([[0, 1]], [[2, 2]])
+        >>> carved.rest_offset.tolist(), carved.rest_shape.tolist()
+        ([[0, 0], [0, 3]], [[2, 1], [2, 1]])
+    """
+    hit_offset, hit_shape = intersect(offset[left], shape[left], cut_offset, cut_shape)
+    pair = np.flatnonzero((hit_shape > 0).all(axis=1))
+    hits = pair, hit_offset[pair], hit_shape[pair]
+    apart = np.ones(len(offset), dtype=np.bool_)
+    apart[shared_groups(left[pair], *hits[1:])] = False
+    tiled = apart & (held_elements(left[pair], hits[2], len(offset)) == volumes(shape))
+    waits = np.flatnonzero(~tiled[left[pair]])
+    row = np.flatnonzero(~tiled)
+    taken, rest = _carved_in_turn((row, offset[row], shape[row]), left[pair[waits]], _select(hits, waits))
+    whole = _select(hits, np.flatnonzero(apart[left[pair]]))
+    parts = _select(taken, np.flatnonzero(~apart[left[taken[0]]]))
+    return Carved(*_joined([whole, parts]), *_in_order(*rest))
+
+
+def _carved_in_turn(boxes: _Boxes, left: Column, cuts: _Boxes) -> tuple[_Boxes, _Boxes]:
+    """Return what cuts take of the boxes that they are within, by turns, and what is left.
+
+    Args:
+        boxes: named by their rows, ascending.
+        left: the row that each cut is of, int64 (cuts,).
+        cuts: named by their pairs.
+    """
+    (number, *places), node, cut = _divided(boxes, np.searchsorted(boxes[0], left), cuts)
+    order = np.argsort(node, kind="stable")
+    count = np.bincount(node, minlength=number.size)
+    first = np.cumsum(count) - count
+    live: _Boxes = (np.arange(number.size), places[0], places[1])
+    taken, rest, turn = [_select(cuts, order[:0])], [_select(live, order[:0])], 0
+    while live[0].size:
+        waits = turn < count[live[0]]
+        rest.append(_select(live, np.flatnonzero(~waits)))
+        live = row, offset, shape = _select(live, np.flatnonzero(waits))
+        now = cut[order[first[row] + turn]]
+        hit_offset, hit_shape = intersect(offset, shape, cuts[1][now], cuts[2][now])
+        hit, missed = np.flatnonzero((hit_shape > 0).all(axis=1)), np.flatnonzero((hit_shape <= 0).any(axis=1))
+        taken.append((cuts[0][now[hit]], hit_offset[hit], hit_shape[hit]))
+        around = _around(*_select(live, hit), hit_offset[hit], hit_shape[hit])
+        live = _joined([_select(live, missed), *around])
+        turn += 1
+    left_over = _joined(rest)
+    return _joined(taken), (number[left_over[0]], *left_over[1:])
+
+
+def _divided(boxes: _Boxes, node: Column, cuts: _Boxes) -> tuple[_Boxes, Column, Column]:
+    """Return boxes divided along edges of cuts until each has few of them.
+
+    Args:
+        boxes: to be divided; a part keeps its box's name.
+        node: the place of the box that each cut is in, int64 (cuts,).
+        cuts: each within its box.
+
+    Returns:
+        ``(parts, node, cut)``: the parts, and for each part and each cut that it meets their places, int64 (pairs,);
+        pairs of a part are in the order of the cuts.
+    """
+    cut, begin = np.arange(node.size), 0
+    parts, nodes, members = [_select(boxes, cut[:0])], [cut[:0]], [cut[:0]]
+    while boxes[0].size:
+        axis, at, divides = _middles(boxes, node, cuts[1][cut], cuts[2][cut])
+        divides &= np.bincount(node, minlength=boxes[0].size) > _FEW
+        number, stays = np.cumsum(~divides) - 1, ~divides[node]
+        parts.append(_select(boxes, np.flatnonzero(~divides)))
+        nodes.append(begin + number[node[stays]])
+        members.append(cut[stays])
+        begin += len(parts[-1][0])
+        number, node, cut = np.cumsum(divides) - 1, node[~stays], cut[~stays]
+        low, high = cuts[1][cut, axis[node]] < at[node], (cuts[1] + cuts[2])[cut, axis[node]] > at[node]
+        rows = np.flatnonzero(divides)
+        boxes = _halves(_select(boxes, rows), axis[rows], at[rows])
+        node, cut = np.append(number[node[low]], number[node[high]] + rows.size), np.append(cut[low], cut[high])
+    return _joined(parts), np.concatenate(nodes), np.concatenate(members)
+
+
+def _middles(
+    boxes: _Boxes, node: Column, offset: Column, shape: Column
+) -> tuple[Column, Column, np.ndarray[tuple[int], np.dtype[np.bool_]]]:
+    """Return, for each box, the axis along which most cuts have an edge inside, the middle one, and if there is any."""
+    count, axes = boxes[0].size, range(offset.shape[1])
+    edges, twice = np.concatenate([offset, offset + shape]), np.tile(node, 2)
+    inside = (edges > boxes[1][twice]) & (edges < (boxes[1] + boxes[2])[twice])
+    numbers = np.array([np.bincount(twice[inside[:, axis]], minlength=count) for axis in axes]).reshape(-1, count)
+    axis = numbers.argmax(axis=0)
+    rows = np.flatnonzero(inside[np.arange(twice.size), axis[twice]])
+    group, place = twice[rows], edges[rows, axis[twice[rows]]]
+    order = np.lexsort((place, group))
+    many = numbers.max(axis=0)
+    middle = np.append(place[order], 0)[np.searchsorted(group[order], np.arange(count)) + many // 2]
+    return axis, middle, many > 0
+
+
+def _halves(boxes: _Boxes, axis: Column, at: Column) -> _Boxes:
+    """Return the lower parts of boxes that are cut across an axis, then the upper ones."""
+    row, rows = boxes[0], np.arange(axis.size)
+    offset, shape, upper, size = boxes[1].copy(), boxes[2].copy(), boxes[1].copy(), boxes[2].copy()
+    upper[rows, axis] = at
+    size[rows, axis] -= at - offset[rows, axis]
+    shape[rows, axis] = at - offset[rows, axis]
+    return _joined([(row, offset, shape), (row, upper, size)])
+
+
+def _select(boxes: _Boxes, rows: Column) -> _Boxes:
+    return boxes[0][rows], boxes[1][rows], boxes[2][rows]
+
+
+def _around(
+    row: Column, offset: Column, shape: Column, inner_offset: Column, inner_shape: Column
+) -> list[tuple[Column, Column, Column]]:
+    """Return what lies around a box within another: slabs below and above it, along one axis after the other."""
+    offset, end = offset.copy(), offset + shape
+    inner_end = inner_offset + inner_shape
+    slabs = []
+    for axis in range(offset.shape[1]):
+        for begins, ends in ((offset, inner_offset), (inner_end, end)):
+            rows = np.flatnonzero(begins[:, axis] < ends[:, axis])
+            slab_offset, slab_end = offset[rows].copy(), end[rows].copy()
+            slab_offset[:, axis], slab_end[:, axis] = begins[rows, axis], ends[rows, axis]
+            slabs.append((row[rows], slab_offset, slab_end - slab_offset))
+        offset[:, axis], end[:, axis] = inner_offset[:, axis], inner_end[:, axis]
+    return slabs
+
+
+def _joined(parts: list[tuple[Column, Column, Column]]) -> tuple[Column, Column, Column]:
+    row, offset, shape = (np.concatenate(column) for column in zip(*parts, strict=True))
+    return row, offset, shape
+
+
+def _in_order(row: Column, offset: Column, shape: Column) -> tuple[Column, Column, Column]:
+    order = np.lexsort((*offset.T[::-1], row))
+    return row[order], offset[order], shape[order]
