@@ -4,6 +4,10 @@ A tree is any nesting of dicts, lists, tuples, namedtuples and deques. No functi
 have new containers where something changed, and share tensors.
 """
 
+from ._checks import check_is_tree as check_is_tree
+from ._checks import refuse_dtensors as refuse_dtensors
+from ._checks import refuse_hidden as refuse_hidden
+from ._checks import told_of_depth as told_of_depth
 from ._compose import compose as compose
 from ._compose import step as step
 from ._difference import Difference as Difference
@@ -20,19 +24,34 @@ from ._factories import build_factories as build_factories
 from ._hole import HOLE as HOLE
 from ._hole import Hole as Hole
 from ._join import common_with_holes as common_with_holes
+from ._join import comparable as comparable
+from ._join import holds_only_holes as holds_only_holes
 from ._join import join as join
+from ._join import join_loaded as join_loaded
 from ._join import without_holes as without_holes
+from ._joined_data import as_integers as as_integers
+from ._joined_data import empty_data as empty_data
+from ._joined_data import join_data as join_data
+from ._key_patterns import check_stars as check_stars
+from ._key_patterns import fill_key as fill_key
+from ._key_patterns import key_expression as key_expression
+from ._key_patterns import match_key as match_key
+from ._key_patterns import match_keys as match_keys
+from ._key_patterns import stars as stars
 from ._maps import map_data as map_data
 from ._maps import map_shards as map_shards
 from ._merge import combine as combine
 from ._merge import merge as merge
 from ._metadata import extract_metadata as extract_metadata
+from ._nodes import call_at as call_at
 from ._nodes import namedtuple_types as namedtuple_types
 from ._partition import extract_nonpersistent as extract_nonpersistent
 from ._partition import extract_sharded as extract_sharded
 from ._partition import partition as partition
 from ._paths import leaves_with_paths as leaves_with_paths
+from ._paths import path_key as path_key
 from ._paths import shard_leaves as shard_leaves
+from ._prune import prune as prune
 from ._registry import NAMESPACE as NAMESPACE
 from ._registry import register_nodes
 from ._registry import with_data as with_data

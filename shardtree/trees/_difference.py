@@ -12,6 +12,7 @@ import torch
 
 from ..errors import TreePath
 from ..mapping import LocalNonpersistentObject, ShardedBase
+from ._joined_data import as_integers
 from ._nodes import Tree, entries, same_kind
 
 _Finding: TypeAlias = tuple[Literal["left", "right", "both"], TreePath]
@@ -99,7 +100,7 @@ def _same_tensor(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    plain = as_integers(tensor).cpu().contiguous()
     # A single element may keep any stride and still be contiguous; view refuses that.
     return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
 

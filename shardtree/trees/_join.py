@@ -12,7 +12,8 @@ from typing import Any
 from ..errors import TreeError, TreePath, error_text, render_path
 from ..mapping import LocalNonpersistentObject, ShardedBase
 from ._hole import HOLE
-from ._nodes import Tree, describe, entries, is_sequence, like, same_kind
+from ._nodes import Tree, describe, entries, flatten, is_sequence, like, same_kind
+from ._select import select
 
 
 def common_with_holes(tree: Tree) -> Tree:
@@ -88,6 +89,54 @@ def join(common: Tree, target: Tree) -> Tree:
     return joined
 
 
+def join_loaded(common: Tree, target: Tree) -> Tree:
+    """Return `join(common, target)`, where a common tree that shows only that shards stood there is no part of it.
+
+    So a tree of nothing but shards may be loaded for a target of another shape.
+
+    Args:
+        common: as `common_with_holes` gave it.
+        target: as in `join`.
+
+    Raises:
+        TreeError: as `join`.
+
+    Examples:
+        >>> join_loaded([HOLE, HOLE], {"w": "a"})
+        {'w': 'a'}
+    """
+    both_dicts = isinstance(common, dict) and isinstance(target, dict)
+    nothing_else = holds_only_holes(common) or common == {}
+    if nothing_else and not both_dicts and any(leaf is not HOLE for leaf in flatten(target)[0]):
+        common = HOLE  # a tree of nothing but shards: the target's own shape counts
+    return join(common, target)
+
+
+def holds_only_holes(common: Any) -> bool:
+    """Return whether a common tree is the trace of a tree of nothing but shards.
+
+    Examples:
+        >>> holds_only_holes([HOLE, HOLE]), holds_only_holes({"w": HOLE, "step": 1}), holds_only_holes([])
+        (True, False, False)
+    """
+    if not isinstance(common, (dict, list, tuple)):
+        return False
+    children = list(common.values() if isinstance(common, dict) else common)
+    return bool(children) and all(child is HOLE for child in children)
+
+
+def comparable(common: Any) -> Any:
+    """Return what must be the same on all ranks of a common tree: not where shards were, nor how many. New containers.
+
+    Examples:
+        >>> comparable({"w": HOLE, "step": 1, "none here": []}), comparable([HOLE, HOLE])
+        ({'step': 1}, [])
+    """
+    # An empty container doesn't count: a list of shards is empty on a rank that holds none of them.
+    rest = select(common, lambda path, leaf: leaf is not HOLE)
+    return [] if rest is HOLE else without_holes(rest)
+
+
 def _join(stored: Tree, target: Tree, path: TreePath) -> Tree:
     """Return the join at one path, or a hole where neither tree has anything."""
     if stored is HOLE:
@@ -150,12 +199,12 @@ def _filled(children: Mapping[Any, Tree]) -> dict[Any, Tree]:
 
 
 def _unfilled(place: str, holes: list[str]) -> TreeError:
-    what = f"load: shards stood in {place} when it was saved, and the target asks for none there"
+    what = f"join: shards stood in {place}, and the target asks for none there"
     fix = "Put shards for these places in the target, or load the tensors with `load_plain_tensors`."
     return TreeError(error_text(what, fix=fix, offenders=holes))
 
 
 def _conflict(stored: Tree, target: Tree, path: TreePath) -> TreeError:
-    what = f"load: {render_path(path, 'target')} doesn't fit the checkpoint's {render_path(path, 'common')}"
+    what = f"join: {render_path(path, 'target')} doesn't fit {render_path(path, 'common')}"
     fix = "Give the target the structure that was saved, or take this entry out of it."
     return TreeError(error_text(what, found=describe(target), expected=describe(stored), fix=fix))

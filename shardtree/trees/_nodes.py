@@ -122,7 +122,12 @@ def map_sharing(f: Callable[[Any], Tree], tree: Tree, path: TreePath = ()) -> Tr
 
 
 def call_at(path: TreePath, f: Callable[..., Any], *arguments: Any) -> Any:
-    """Return f's value; what f raises says the path that it was called for."""
+    """Return f's value; what f raises says the path that it was called for.
+
+    Examples:
+        >>> call_at(("layers", 0), max, [1, 2])
+        2
+    """
     try:
         return f(*arguments)
     except Exception as error:

@@ -9,6 +9,16 @@ from ..errors import TreeError, TreePath, error_text
 from ._nodes import Tree, flatten
 
 
+def path_key(path: TreePath) -> str:
+    """Return a path's entries joined by dots: the key of what stands there.
+
+    Examples:
+        >>> path_key(("layers", 0, "weight"))
+        'layers.0.weight'
+    """
+    return ".".join(map(str, path))
+
+
 def leaves_with_paths(tree: Tree) -> list[tuple[TreePath, Any]]:
     """Return a tree's leaves, shards among them, each with the path that reaches it.
 

@@ -11,6 +11,7 @@ from ..errors import TreePath
 from ..mapping import ShardedBase
 from ._hole import HOLE
 from ._nodes import Tree, call_at, entries, like
+from ._paths import path_key
 
 Wanted: TypeAlias = str | re.Pattern[str] | Callable[[TreePath, Any], object]
 
@@ -58,5 +59,5 @@ def _chooser(wanted: Wanted) -> Callable[[TreePath, Any], object]:
 
 
 def _names(path: TreePath, leaf: Any) -> list[str]:
-    dotted = ".".join(map(str, path))
-    return [dotted, leaf.key] if isinstance(leaf, ShardedBase) else [dotted]
+    key = path_key(path)
+    return [key, leaf.key] if isinstance(leaf, ShardedBase) else [key]

@@ -19,14 +19,18 @@ from shardtree.trees import (
     apply_factory_merges,
     build_factories,
     cast,
+    check_is_tree,
     combine,
     common_with_holes,
+    comparable,
     compose,
     diff,
     extract_metadata,
     extract_nonpersistent,
     extract_sharded,
+    holds_only_holes,
     join,
+    join_loaded,
     leaves_with_paths,
     map_data,
     map_shards,
@@ -35,6 +39,9 @@ from shardtree.trees import (
     narrow,
     partition,
     prefix,
+    prune,
+    refuse_dtensors,
+    refuse_hidden,
     rename,
     select,
     shard_leaves,
@@ -89,6 +96,7 @@ SHARING: dict[str, Of] = {
     "without_data": without_data,
     "apply_factory_merges": lambda tree: apply_factory_merges(tree, map_shards(lambda leaf: None, tree)),
     "compose": compose(unwrap, step(prefix, "p.")),
+    "prune": prune,
 }
 JOINING: dict[str, Of] = {
     "merge": lambda tree: merge(tree, map_shards(lambda leaf: HOLE, tree)),
@@ -99,6 +107,16 @@ JOINING: dict[str, Of] = {
     "namedtuple_types": namedtuple_types,
     "narrow": lambda tree: narrow(apply_factories(tree), 0, 0, 0),
     "merged": merged,
+    "join_loaded": lambda tree: join_loaded(common_with_holes(tree), map_shards(loaded, tree)),
+    "comparable": comparable,
+    "holds_only_holes": holds_only_holes,
+    "check_is_tree": lambda tree: check_is_tree("save", tree),
+    "refuse_dtensors": lambda tree: refuse_dtensors("save", leaves_with_paths(tree)),
+    "refuse_hidden": lambda tree: refuse_hidden("save", leaves_with_paths(tree)),
+}
+OF_NO_TREE = {
+    *("as_integers", "call_at", "empty_data", "join_data"),
+    *("check_stars", "fill_key", "key_expression", "match_key", "match_keys", "path_key", "stars", "told_of_depth"),
 }
 EVERY = NEW | SHARING | JOINING
 
@@ -170,4 +188,4 @@ def test_an_unchanged_subtree_is_shared_catches_copies() -> None:
 
 def test_every_public_function_is_held_to_this() -> None:
     functions = {name for name in vars(shardtree.trees) if not name.startswith("_") and name.islower()}
-    assert functions <= {*EVERY, "apply_factory_merges", "compose", "step", "register_nodes"}
+    assert functions <= {*EVERY, "apply_factory_merges", "compose", "step", "register_nodes"} | OF_NO_TREE

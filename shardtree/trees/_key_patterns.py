@@ -1,0 +1,125 @@
+"""Patterns of keys: plain text in which ``*`` stands for one part between dots, and ``**`` for any number of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from itertools import zip_longest
+
+from ..errors import TreeError, error_text
+
+_STAR = re.compile(r"\*\*\.|\.\*\*$|\*\*?")
+# What stars stand for, with the dot that isn't there either where ** stands for no part.
+_STANDS_FOR = {"*": r"([^.]+)", "**.": r"((?:[^.]+\.)*)", ".**": r"((?:\.[^.]+)*)", "**": r"(.+)"}
+
+
+def key_expression(pattern: str) -> str:
+    r"""Return a pattern as a regular expression with one group for each star.
+
+    Raises:
+        TreeError: it isn't a text, or an empty one.
+
+    Examples:
+        >>> key_expression("model.layers.*.weight")
+        'model\\.layers\\.([^.]+)\\.weight'
+        >>> key_expression("layers.**")
+        'layers((?:\\.[^.]+)*)'
+    """
+    if not isinstance(pattern, str) or not pattern:
+        found, fix = repr(pattern)[:200], "Write a key, with * for parts that differ: 'model.layers.*.mlp.weight'."
+        raise TreeError(error_text("not a pattern of keys", found=found, expected="a text", fix=fix))
+    texts = [re.escape(text) for text in _STAR.split(pattern)]
+    stood = [_STANDS_FOR[star] for star in _STAR.findall(pattern)]
+    return "".join(text + star for text, star in zip_longest(texts, stood, fillvalue=""))
+
+
+def stars(pattern: str) -> int:
+    """Return how many stars a pattern has.
+
+    Examples:
+        >>> stars("layers.*.experts.*.weight")
+        2
+    """
+    return len(_STAR.findall(pattern))
+
+
+def match_key(pattern: str, key: str) -> tuple[str, ...] | None:
+    """Return what stands in a key for each star of a pattern, None where the key doesn't match.
+
+    Examples:
+        >>> match_key("layers.*.weight", "layers.11.weight"), match_key("layers.*.weight", "layers.11.bias")
+        (('11',), None)
+        >>> match_key("**.weight", "layers.11.weight"), match_key("**.weight", "weight")
+        (('layers.11',), ('',))
+    """
+    found = re.fullmatch(key_expression(pattern), key)
+    return None if found is None else tuple(part.strip(".") for part in found.groups())
+
+
+def fill_key(pattern: str, parts: Sequence[str]) -> str:
+    """Return a pattern with each star replaced, in order; the caller has counted them.
+
+    Examples:
+        >>> fill_key("model.layers.*.weight", ["11"])
+        'model.layers.11.weight'
+        >>> fill_key("**.weight", ["layers.11"]), fill_key("**.weight", [""])
+        ('layers.11.weight', 'weight')
+    """
+    rest = iter(parts)
+
+    def fill(star: re.Match[str]) -> str:
+        part = next(rest)
+        return star[0].replace("**", part).replace("*", part) if part else ""
+
+    return _STAR.sub(fill, pattern)
+
+
+def check_stars(doing: str, pattern: str, others: Sequence[str]) -> None:
+    """Raise unless the other patterns have as many stars as the first.
+
+    Raises:
+        TreeError: names each pattern that has more or fewer.
+
+    Examples:
+        >>> check_stars("split_tensor", "layers.*.qkv", ["layers.*.q", "layers.*.k"])
+    """
+    wrong = [f"{other!r} has {stars(other)}" for other in others if stars(other) != stars(pattern)]
+    if wrong:
+        expected = f"as many * as {pattern!r}, which has {stars(pattern)}"
+        fix = "Each * is filled in with what stood there in the key."
+        raise TreeError(
+            error_text(f"{doing}: patterns that can't be filled in", expected=expected, offenders=wrong, fix=fix)
+        )
+
+
+def match_keys(doing: str, patterns: Iterable[str], keys: Iterable[str]) -> dict[str, tuple[str, tuple[str, ...]]]:
+    """Return, for each key that a pattern fits, the first one that does, and what stands there for its stars.
+
+    Args:
+        doing: for the error.
+        patterns: the order counts.
+        keys: those that no pattern fits are left out.
+
+    Raises:
+        TreeError: a pattern is the first that fits for no key.
+
+    Examples:
+        >>> match_keys("rename", ["layers.*.bias", "layers.*.*"], ["layers.3.bias", "layers.3.weight", "step"])
+        {'layers.3.bias': ('layers.*.bias', ('3',)), 'layers.3.weight': ('layers.*.*', ('3', 'weight'))}
+    """
+    known = list(patterns)
+    chosen = {key: found for key in keys if (found := _first_match(known, key)) is not None}
+    used = {pattern for pattern, _ in chosen.values()}
+    unused = [repr(pattern) for pattern in known if pattern not in used]
+    if unused:
+        fix = "Leave out what isn't there, and put a pattern before those that fit its keys too."
+        raise TreeError(error_text(f"{doing}: patterns that name nothing", offenders=unused, fix=fix))
+    return chosen
+
+
+def _first_match(patterns: Sequence[str], key: str) -> tuple[str, tuple[str, ...]] | None:
+    for pattern in patterns:
+        parts = match_key(pattern, key)
+        if parts is not None:
+            return pattern, parts
+    return None
