@@ -23,5 +23,4 @@ from ._tensors import replica_problems as replica_problems
 from ._tensors import shard_parts as shard_parts
 from ._tensors import shard_totals as shard_totals
 from ._tensors import tensor_fingerprint as tensor_fingerprint
-from ._tensors import tensor_shards as tensor_shards
 from ._weights import axis_weights as axis_weights

@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import IntegrityError, error_text
-from ..layouts import ShardColumns, TensorKind, shard_columns
+from ..layouts import ShardColumns, TensorKind, shard_columns, tensor_shards
 from ..mapping import ShardedTensor, is_main_replica
-from ..trees import apply_factories, leaves_with_paths
 from ._host import MODULUS
 from ._parts import ShardPiece, piece_total, shard_pieces
 from ._weights import Words
@@ -76,17 +75,6 @@ def main_shards(tree: Any) -> tuple[ShardedTensor, ...]:
         1
     """
     return tuple(shard for shard in tensor_shards(tree) if is_main_replica(shard.replica_id))
-
-
-def tensor_shards(tree: Any) -> tuple[ShardedTensor, ...]:
-    """Return the shards of a tree's tensors, replicas too, factories applied.
-
-    Examples:
-        >>> tensor_shards({"step": 1})
-        ()
-    """
-    leaves = (leaf for _, leaf in leaves_with_paths(apply_factories(tree)))
-    return tuple(leaf for leaf in leaves if isinstance(leaf, ShardedTensor))
 
 
 def shard_totals(shards: Sequence[ShardedTensor], totals: Totals = _one_by_one) -> Words:

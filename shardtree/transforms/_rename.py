@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..errors import TreeError, error_text
 from ..mapping import ShardedBase
-from ..trees import leaves_with_paths, rename
-from ._keys import check_stars, fill_key, match_key
+from ..trees import check_stars, fill_key, leaves_with_paths, match_keys, rename
 
 
 def partial_rename(tree: Any, names: Mapping[str, str]) -> Any:
@@ -32,18 +30,5 @@ def partial_rename(tree: Any, names: Mapping[str, str]) -> Any:
     for old, new in names.items():
         check_stars("partial_rename", old, [new])
     keys = {leaf.key for _, leaf in leaves_with_paths(tree) if isinstance(leaf, ShardedBase)}
-    chosen = {key: found for key in keys if (found := _first_match(names, key)) is not None}
-    used = {pattern for pattern, _ in chosen.values()}
-    unused = [repr(pattern) for pattern in names if pattern not in used]
-    if unused:
-        fix = "Leave out what isn't there, and put a pattern before those that fit its keys too."
-        raise TreeError(error_text("partial_rename: patterns that name nothing", offenders=unused, fix=fix))
+    chosen = match_keys("partial_rename", names, keys)
     return rename(tree, {key: fill_key(names[pattern], parts) for key, (pattern, parts) in chosen.items()})
-
-
-def _first_match(names: Mapping[str, str], key: str) -> tuple[str, tuple[str, ...]] | None:
-    for pattern in names:
-        parts = match_key(pattern, key)
-        if parts is not None:
-            return pattern, parts
-    return None

@@ -11,9 +11,8 @@ import torch
 
 from ..errors import ShapeError, TreeError, error_text
 from ..mapping import ShardedTensor
-from ._data import join_data
+from ..trees import check_stars, fill_key, join_data, match_key
 from ._flat import Flat, check_plain, check_same, flat_tensors, replace_entries
-from ._keys import check_stars, fill_key, match_key
 
 _ALIKE = ("dtype", "replica_id", "allow_shape_mismatch", "prepend_axis_num")
 

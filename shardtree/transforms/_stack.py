@@ -12,9 +12,8 @@ import torch
 
 from ..errors import TreeError, error_text, shorten
 from ..mapping import ShardedTensor
-from ._data import join_data
+from ..trees import join_data, key_expression
 from ._flat import Flat, check_plain, check_same, flat_tensors, replace_entries
-from ._keys import key_expression
 
 _ALIKE = (
     *("dtype", "local_shape", "global_shape", "global_offset", "axis_fragmentations", "replica_id"),

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..geometry import Column, box_column, widen
-from ..mapping import ShardedObject, is_main_replica
-from ._columns import ShardColumns, TensorKind, select_rows
+from ...geometry import Column, box_column, widen
+from ...mapping import ShardedObject, is_main_replica
+from .._columns import ShardColumns, TensorKind, select_rows
 from ._faults import sharding_faults
 from ._problem import Problem
 from ._told import fault_problems

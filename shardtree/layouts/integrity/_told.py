@@ -7,9 +7,9 @@ from math import prod
 
 import numpy as np
 
-from ..errors import plural
-from ..geometry import Column, overlapping_pairs
-from ._columns import ShardColumns, select_rows, shard_boxes
+from ...errors import plural
+from ...geometry import Column, box_slices, overlapping_pairs
+from .._columns import ShardColumns, select_rows, shard_boxes
 from ._faults import Faults, select_faults
 from ._problem import Problem, holder_text, place_text
 
@@ -119,7 +119,5 @@ def _meeting(shards: ShardColumns, faults: Faults, *, reach: int) -> Iterator[tu
 
 def _place(places: ShardColumns | Faults, row: int, axes: int) -> tuple[tuple[slice, ...], slice | None]:
     """Return a row's box, without the axes that it was widened by, and its flat range."""
-    begin, shape = places.offset[row].tolist(), places.shape[row].tolist()
-    spans = list(zip(begin, shape, strict=True))[len(begin) - axes :]
     start, stop = int(places.start[row]), int(places.stop[row])
-    return tuple(slice(low, low + size) for low, size in spans), None if start < 0 else slice(start, stop)
+    return box_slices(places.offset[row], places.shape[row], axes), None if start < 0 else slice(start, stop)

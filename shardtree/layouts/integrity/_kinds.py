@@ -9,8 +9,8 @@ from itertools import chain
 
 import numpy as np
 
-from ..errors import rank_text
-from ._columns import ShardColumns, TensorKind, select_rows
+from ...errors import rank_text
+from .._columns import ShardColumns, TensorKind, select_rows
 from ._objects import ObjectColumns
 from ._problem import Problem
 

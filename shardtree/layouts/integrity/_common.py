@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..errors import TreePath, rank_text
-from ..trees import diff, without_holes
+from ...errors import TreePath, rank_text
+from ...trees import diff, without_holes
 from ._problem import Problem
 
 _LONGEST = 60
@@ -28,11 +28,11 @@ _NUMBERS = {
 }
 
 
-def common_problems(commons: Sequence[Any]) -> tuple[Problem, ...]:
+def common_problems(commons: Sequence[Any] | Mapping[int, Any]) -> tuple[Problem, ...]:
     """Return the paths at which ranks' common trees differ, with each value and who has it; dicts' holes don't count.
 
     Args:
-        commons: each rank's common tree, by rank.
+        commons: each rank's common tree, by rank: a mapping, or a sequence that begins with rank 0.
 
     Examples:
         >>> for problem in common_problems([{"step": 7}, {"step": 8}, {"step": 8}, {"step": 7, "lr": 0.1}]):
@@ -40,28 +40,36 @@ def common_problems(commons: Sequence[Any]) -> tuple[Problem, ...]:
         tree['step']: ranks 0, 3 have 7, ranks 1, 2 have 8
         tree['lr']: ranks 0-2 have nothing, rank 3 has 0.1
     """
-    trees = [without_holes(common) for common in commons]
+    by_rank = commons if isinstance(commons, Mapping) else dict(enumerate(commons))
+    trees = {rank: without_holes(common) for rank, common in by_rank.items()}
+    first = next(iter(trees.values()), None)
     differing: dict[TreePath, list[int]] = defaultdict(list)
-    for rank, tree in enumerate(trees[1:], start=1):
-        found = diff(trees[0], tree)
+    for rank, tree in trees.items():
+        found = diff(first, tree)
         for path in (*found.only_left, *found.only_right, *found.mismatch):
             differing[path].append(rank)
     return tuple(Problem(path, (), _values(trees, path, ranks)) for path, ranks in differing.items())
 
 
-def _values(trees: Sequence[Any], path: TreePath, ranks: Sequence[int]) -> str:
-    """Return each value at a path with the ranks that have it; `ranks` are those that differ from rank 0."""
-    like_first = sorted(set(range(len(trees))) - set(ranks))
-    first = _value_at(trees[0], path)
+def _values(trees: Mapping[int, Any], path: TreePath, ranks: Sequence[int]) -> str:
+    """Return each value at a path with the ranks that have it; `ranks` are those that differ from the first one."""
+    like_first = [rank for rank in trees if rank not in ranks]
+    first = value_at(trees[like_first[0]], path)
     groups: dict[str, list[int]] = defaultdict(list)
     for rank in ranks:
-        value = _value_at(trees[rank], path)
+        value = value_at(trees[rank], path)
         groups[f"another {value}" if value == first else value].append(rank)
     told = {first: like_first} | groups
     return ", ".join(f"{rank_text(own)} {'has' if len(own) == 1 else 'have'} {value}" for value, own in told.items())
 
 
-def _value_at(tree: Any, path: TreePath) -> str:
+def value_at(tree: Any, path: TreePath) -> str:
+    """Return what messages say of the value at a path of a tree.
+
+    Examples:
+        >>> value_at({"lr": 0.1}, ("lr",)), value_at({"lr": 0.1}, ("step",))
+        ('0.1', 'nothing')
+    """
     try:
         for entry in path:
             tree = tree[entry]

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..errors import IntegrityError, error_text
-from ..geometry import widen
-from ._columns import ShardColumns
+from ...errors import IntegrityError, error_text
+from ...geometry import widen
+from .._columns import ShardColumns
 from ._kinds import ONE_KIND, kind_problems
 
 

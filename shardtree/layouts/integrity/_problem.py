@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
 
-from ..errors import TreePath, rank_text, render_path
+from ...errors import TreePath, rank_text, render_path
 
 _SHOWN_OF_ONE = 3
 

@@ -7,8 +7,8 @@ from math import prod
 
 import numpy as np
 
-from ..geometry import Column, box_column, coverage_faults, held_elements, overlapping_groups, volumes
-from ._columns import ShardColumns, select_rows, shard_boxes
+from ...geometry import Column, box_column, coverage_faults, held_elements, overlapping_groups, volumes
+from .._columns import ShardColumns, select_rows, shard_boxes
 
 _MOST = 2**63 - 1
 _COLUMNS = ("key", "offset", "shape", "start", "stop", "doubled")

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..errors import IntegrityError, error_text
-from ..geometry import box_column
-from ._columns import ShardColumns, select_rows
+from ...errors import IntegrityError, error_text
+from ...geometry import box_column
+from .._columns import ShardColumns, select_rows
 from ._faults import doubled_faults, sharding_faults
 from ._join import join_agreed
 from ._kinds import agreed_parts, kind_problems

@@ -1,0 +1,110 @@
+"""coverage: how often the main replicas of several ranks hold each element of their global tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import shorten
+from ..geometry import Column, volumes
+from ._columns import ShardColumns, TensorKind, select_rows
+from ._trees import RankTrees, tree_columns
+from .integrity import Faults, Problem, access_problems, problem_lines, sharding_faults
+
+_HEAD = ("tensor", "shape", "once", "twice", "not", "copies")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Coverage:
+    """How often each element of global tensors is held; prints as a table.
+
+    Attributes:
+        keys: the tensors.
+        kinds: what each is.
+        once: elements with one main replica, int64 (keys,).
+        twice: elements with more than one, int64 (keys,).
+        missing: elements with none, int64 (keys,).
+        copies: how many shards hold an element, replicas included, on average, float64 (keys,).
+        problems: the places that are held twice or not at all, with who holds them; the first 20 of each tensor.
+    """
+
+    keys: tuple[str, ...]
+    kinds: tuple[TensorKind, ...]
+    once: Column
+    twice: Column
+    missing: Column
+    copies: NDArray[np.float64]
+    problems: tuple[Problem, ...]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether each element has exactly one main replica."""
+        return not self.problems
+
+    def __str__(self) -> str:
+        wrong = (self.twice > 0) | (self.missing > 0)
+        rows = [_HEAD, *map(self._row, [*np.flatnonzero(wrong).tolist(), *np.flatnonzero(~wrong).tolist()])]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(_cells(row, widths)).rstrip() for row in rows]
+        return "\n".join([lines[0], *shorten(lines[1:], shown=max(10, int(wrong.sum()))), *self._told()])
+
+    def _row(self, number: int) -> tuple[str, ...]:
+        counts = (self.once[number], self.twice[number], self.missing[number])
+        return (
+            self.keys[number],
+            str(self.kinds[number]),
+            *(f"{int(count):,}" for count in counts),
+            f"{self.copies[number]:.3g}",
+        )
+
+    def _told(self) -> list[str]:
+        return ["", *problem_lines(list(self.problems))] if self.problems else []
+
+
+def coverage(trees: RankTrees | ShardColumns) -> Coverage:
+    """Return what the main replicas of ranks' trees hold of their tensors: once, twice, or not at all.
+
+    Args:
+        trees: each rank's tree, by rank: a mapping, or a sequence that begins with rank 0; or all ranks' shards as
+            columns, as `layout_of` gives them.
+
+    Raises:
+        TreeError: it isn't a tree for each rank.
+        IntegrityError: shards of one key differ in global shape, dtype or prepended axes.
+
+    Examples:
+        >>> import torch, shardtree as st
+        >>> rows = [st.ShardedTensor.from_rank_offsets("w", torch.zeros(1, 3), (0, rank, 4)) for rank in range(3)]
+        >>> print(coverage([{"w": row} for row in rows]))
+        tensor  shape           once  twice  not  copies
+        w       (4, 3) float32     9      0    3    0.75
+        <BLANKLINE>
+        'w' (rank 2): [3:4, 0:3] has no main replica (3 of 12 elements); beside it: rank 2 [2:3, 0:3]
+    """
+    columns = trees if isinstance(trees, ShardColumns) else tree_columns(trees)
+    faults = sharding_faults(select_rows(columns, np.flatnonzero(columns.main)))
+    size = np.array([prod(kind.global_shape) for kind in columns.kinds], dtype=np.int64)
+    twice, missing = (_elements(faults, which, size.size) for which in (faults.doubled, ~faults.doubled))
+    held, shards = np.zeros_like(size), np.bincount(columns.key, minlength=size.size)
+    np.add.at(held, columns.key, columns.elements)
+    copies = np.where(size > 0, held / np.maximum(size, 1), shards)
+    problems = access_problems(columns)
+    return Coverage(columns.keys, columns.kinds, size - twice - missing, twice, missing, copies, problems)
+
+
+def _elements(faults: Faults, which: NDArray[np.bool_], keys: int) -> Column:
+    """Return how many elements the chosen faults have, for each key."""
+    count = np.zeros(keys, dtype=np.int64)
+    sizes = np.where(faults.start < 0, volumes(faults.shape), faults.stop - faults.start)
+    np.add.at(count, faults.key[which], sizes[which])
+    return count
+
+
+def _cells(row: tuple[str, ...], widths: Sequence[int]) -> Iterator[str]:
+    """Yield a row's cells as wide as their columns; words on the left, numbers on the right."""
+    for place, (text, width) in enumerate(zip(row, widths, strict=True)):
+        yield text.ljust(width) if place < 2 else text.rjust(width)

@@ -1,0 +1,165 @@
+"""unshard: the global tree that several ranks' sharded trees make up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from ..errors import IntegrityError, TreeError, TreePath, error_text, render_path
+from ..mapping import ShardedBase, ShardedObject, ShardedTensor, ShardedTensorFactory
+from ..trees import (
+    HOLE,
+    apply_factories,
+    common_with_holes,
+    comparable,
+    leaves_with_paths,
+    map_shards,
+    merge,
+    prune,
+    refuse_dtensors,
+    shard_leaves,
+)
+from ._assembled import assembled
+from ._columns import shard_columns
+from ._trees import RankTrees, trees_by_rank
+from .integrity import common_problems, join_columns
+from .objects import ObjectRule, held_arrays, reshard_objects
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a global tensor or object goes."""
+
+    key: str
+    is_tensor: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Held:
+    """What a rank holds: its shards and objects, and its tree of places."""
+
+    tensors: tuple[ShardedTensor, ...]
+    objects: tuple[ShardedObject, ...]
+    places: Any
+
+
+def unshard(trees: RankTrees, *, rules: Mapping[str, ObjectRule] | None = None) -> Any:
+    """Return the global tree that ranks' sharded trees make up; undoes `shard`.
+
+    Where a shard stood there is the global tensor, as a checkpoint would hold it: a factory's place has what it builds,
+    and one tensor where that is all of one key. A tensor that a shard holds whole isn't copied. Where copies differ
+    the main replica counts, and where there is none the copy on the lowest rank.
+
+    Args:
+        trees: each rank's tree, by rank: a mapping, or a sequence that begins with rank 0. They are joined: dicts by
+            key, lists and tuples of equal length by position.
+        rules: by patterns of keys, what becomes of objects that there are several of, one on each rank say; see
+            `reshard_objects`. A single one needs no rule. What a rule drops is left out of the tree.
+
+    Returns:
+        The tree. Plain values, which must be the same on all ranks, are as they were; objects are copies of their data.
+
+    Raises:
+        IntegrityError: nobody holds a place, or it has two main replicas; plain values differ between ranks; ranks
+            disagree about a tensor; there are several objects and no rule.
+        ShapeError: a shard that is needed has no data.
+        TreeError: it isn't a tree for each rank, or they don't fit together.
+
+    Examples:
+        >>> import torch
+        >>> from shardtree.layouts import Mesh, PartitionSpec, shard
+        >>> trees = shard({"w": torch.arange(5), "step": 3}, Mesh(dp=2, tp=2), PartitionSpec("tp"))
+        >>> unshard(trees)
+        {'w': tensor([0, 1, 2, 3, 4]), 'step': 3}
+    """
+    by_rank = trees_by_rank(trees, "unshard")
+    _check_plain(by_rank)
+    held = {rank: _held(tree) for rank, tree in by_rank.items()}
+    columns = join_columns([shard_columns(own.tensors, rank) for rank, own in held.items()])
+    tensors = assembled(columns, [shard for own in held.values() for shard in own.tensors])
+    objects = _objects([item for own in held.values() for item in own.objects], rules)
+
+    def value(leaf: Any) -> Any:
+        if not isinstance(leaf, _Place):
+            return leaf
+        return tensors[leaf.key] if leaf.is_tensor else objects[leaf.key]
+
+    return prune(map_shards(value, _joined([own.places for own in held.values()])))
+
+
+def _held(tree: Any) -> _Held:
+    pairs, rebuild = shard_leaves(tree)
+    built = [apply_factories(leaf) for _, leaf in pairs]
+    leaves = [leaf for part in built for _, leaf in leaves_with_paths(part)]
+    places = [
+        _one_place(part) if isinstance(leaf, ShardedTensorFactory) else _place(leaf)
+        for (_, leaf), part in zip(pairs, built, strict=True)
+    ]
+    tensors = tuple(leaf for leaf in leaves if isinstance(leaf, ShardedTensor))
+    return _Held(tensors, tuple(leaf for leaf in leaves if isinstance(leaf, ShardedObject)), rebuild(places))
+
+
+def _check_plain(trees: Mapping[int, Any]) -> None:
+    for rank, tree in trees.items():
+        refuse_dtensors(f"unshard: rank {rank}", leaves_with_paths(tree))
+    problems = common_problems({rank: comparable(common_with_holes(tree)) for rank, tree in trees.items()})
+    if problems:
+        what, fix = "unshard: plain values differ between ranks", "Make them equal, or take them out."
+        raise IntegrityError(error_text(what, offenders=map(str, problems), fix=fix))
+
+
+def _objects(objects: Sequence[ShardedObject], rules: Mapping[str, ObjectRule] | None) -> dict[str, Any]:
+    """Return each array's value as a single object, by key."""
+    targets = []
+    for key, held in held_arrays(objects).items():
+        shape = held.all_shapes[0]
+        single = shape if len(held.all_shapes) == 1 and prod(shape) == 1 else (1,) * len(shape)
+        targets.append(ShardedObject(key, HOLE, single, (0,) * len(single)))  # a hole is what a rule drops
+    return {found.key: found.data for found in reshard_objects(objects, targets, rules)}
+
+
+def _one_place(built: Any) -> Any:
+    """Return the one place of all that a factory built, where that is all of one key; else the places of its leaves."""
+    places = map_shards(_place, built)
+    leaves = [leaf for _, leaf in leaves_with_paths(places)]
+    kinds = {leaf for leaf in leaves if isinstance(leaf, _Place)}
+    return kinds.pop() if len(kinds) == 1 and all(isinstance(leaf, _Place) for leaf in leaves) else places
+
+
+def _place(leaf: Any) -> Any:
+    """Return what says which global value takes a leaf's place."""
+    return _Place(leaf.key, isinstance(leaf, ShardedTensor)) if isinstance(leaf, ShardedBase) else leaf
+
+
+def _joined(trees: Iterable[Any]) -> Any:
+    """Return several trees of places as one."""
+    whole: Any = HOLE
+    known: dict[TreePath, Any] = {}
+    for tree in trees:
+        pairs, rebuild = shard_leaves(tree)
+        _check_same(known, pairs)
+        new = [leaf if path not in known else HOLE for path, leaf in pairs]
+        known |= {path: leaf for path, leaf in pairs if leaf is not HOLE and path not in known}
+        whole = merge(whole, rebuild(new))
+    unknown = [render_path(path) for path, leaf in leaves_with_paths(whole) if leaf is HOLE]
+    if unknown:
+        fix = "Pass the trees of all ranks."
+        raise IntegrityError(error_text("unshard: places that no rank fills", offenders=unknown, fix=fix))
+    return whole
+
+
+def _check_same(known: Mapping[TreePath, Any], pairs: Iterable[tuple[TreePath, Any]]) -> None:
+    wrong = [
+        f"{render_path(path)}: {_name(known[path])} and {_name(leaf)}"
+        for path, leaf in pairs
+        if path in known and leaf is not HOLE and {type(leaf), type(known[path])} >= {_Place} and leaf != known[path]
+    ]
+    if wrong:
+        fix = "Where ranks have other tensors at one path, pass {shard.key: shard} for each rank."
+        raise TreeError(error_text("unshard: one path is for different tensors", offenders=wrong, fix=fix))
+
+
+def _name(leaf: Any) -> str:
+    return repr(leaf.key) if isinstance(leaf, _Place) else type(leaf).__name__

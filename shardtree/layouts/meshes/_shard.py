@@ -1,0 +1,153 @@
+"""shard: a tree of whole tensors cut for the ranks of a mesh; and the same without data, or in columns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ...mapping import ShardedObject, ShardedTensor
+from ...trees import HOLE, empty_data, prune, without_data
+from .._columns import ShardColumns
+from ._columns import placed_columns
+from ._mesh import Mesh, check_mesh
+from ._part import Part, mesh_part
+from ._shards import part_data, part_shard
+from ._specs import Specs
+from ._whole import KeyFunction, Placed, placed_leaves
+
+_Fill = Callable[[ShardedTensor, Part], Any]
+
+
+def shard(tree: Any, mesh: Mesh, specs: Specs, *, key: KeyFunction | None = None) -> list[Any]:
+    """Return the sharded tree of each rank of a mesh, in the mesh's order.
+
+    Shards are views of the given tensors; only a rank's part that is several boxes is a copy, see `part_shard`.
+    `unshard` undoes it.
+
+    Args:
+        tree: its tensors are the whole ones: tensors on any device, lazy tensors, or shards that are whole (which keep
+            their keys, and may have no data). A whole `ShardedObject` becomes a replica on each rank. Other values stay
+            as they are, on all ranks.
+        mesh: the ranks.
+        specs: how tensors are cut: a PartitionSpec for all of them, a tree of specs (one holds for all that stands at
+            its place and below, as in JAX), or a function ``(key, leaf) -> PartitionSpec`` as `specs_by_pattern` makes.
+        key: names a tensor by its path; by default the path's entries are joined by dots. Where two tensors get one
+            key they must be the same, and the first is the main one.
+
+    Returns:
+        One tree a rank. A tensor that a rank doesn't hold is left out of its tree: out of dicts, while in a list or
+        tuple a `HOLE` keeps its place.
+
+    Raises:
+        MetadataError: a tensor has no spec, or one that doesn't fit it or the mesh.
+        TreeError: a leaf is a factory or no whole tensor, or two paths have one key.
+        IntegrityError: different tensors were given one key.
+
+    Examples:
+        >>> from shardtree.layouts import PartitionSpec
+        >>> left, right = shard({"w": torch.arange(4), "step": 3}, Mesh(tp=2), PartitionSpec("tp"))
+        >>> right["w"].key, right["w"].global_offset, right["w"].data, right["step"]
+        ('w', (2,), tensor([2, 3]), 3)
+    """
+    return _trees(tree, mesh, specs, (), key, _view)
+
+
+def shard_at(tree: Any, mesh: Mesh, specs: Specs, rank: int, *, key: KeyFunction | None = None) -> Any:
+    """Return one rank's sharded tree; see `shard`.
+
+    Args:
+        rank: one that is on the mesh.
+
+    Raises:
+        MetadataError: as `shard`, or the rank isn't on the mesh.
+
+    Examples:
+        >>> from shardtree.layouts import PartitionSpec
+        >>> shard_at({"w": torch.arange(4)}, Mesh(tp=2), PartitionSpec("tp"), 1)["w"].data
+        tensor([2, 3])
+    """
+    return _trees(tree, mesh, specs, (rank,), key, _view)[0]
+
+
+def abstract(tree: Any, mesh: Mesh, specs: Specs, *, key: KeyFunction | None = None) -> list[Any]:
+    """Return what `shard` does, without data: targets for a load.
+
+    Shards have None as data, and a part of several boxes has a meta tensor.
+
+    Args:
+        tree: as for `shard`; shards without data and meta tensors do, as `load_tensors_metadata` gives them.
+
+    Examples:
+        >>> from shardtree.layouts import PartitionSpec
+        >>> trees = abstract({"w": torch.empty(4, device="meta")}, Mesh(tp=2), PartitionSpec("tp"))
+        >>> [tree["w"].global_offset for tree in trees], trees[0]["w"].data
+        ([(0,), (2,)], None)
+    """
+    return _trees(without_data(tree), mesh, specs, (), key, _no_data)
+
+
+def abstract_at(tree: Any, mesh: Mesh, specs: Specs, rank: int, *, key: KeyFunction | None = None) -> Any:
+    """Return one rank's tree without data; see `abstract`.
+
+    Examples:
+        >>> from shardtree.layouts import PartitionSpec
+        >>> abstract_at({"w": torch.empty(5)}, Mesh(tp=2), PartitionSpec("tp"), 1)["w"].local_shape
+        (2,)
+    """
+    return _trees(without_data(tree), mesh, specs, (rank,), key, _no_data)[0]
+
+
+def layout_of(tree: Any, mesh: Mesh, specs: Specs, *, key: KeyFunction | None = None) -> ShardColumns:
+    """Return the shards that `shard` would give to all ranks, as columns; none of them is built.
+
+    So each rank knows what every rank holds. Rows are ordered by key, then in the mesh's order.
+
+    Examples:
+        >>> from shardtree.layouts import PartitionSpec
+        >>> columns = layout_of({"w": torch.empty(4, device="meta")}, Mesh(tp=2), PartitionSpec("tp"))
+        >>> columns.rank.tolist(), columns.offset.tolist()
+        ([0, 1], [[0], [2]])
+    """
+    check_mesh(mesh)
+    leaves, _ = placed_leaves(tree, mesh, specs, key)
+    return placed_columns([leaf.placement for leaf in leaves if leaf.placement is not None], mesh)
+
+
+def _trees(
+    tree: Any, mesh: Mesh, specs: Specs, ranks: tuple[int, ...], key: KeyFunction | None, fill: _Fill
+) -> list[Any]:
+    """Return the trees of some ranks, of all where none is named."""
+    check_mesh(mesh)
+    for rank in ranks:
+        mesh.coordinates(rank)
+    leaves, rebuild = placed_leaves(tree, mesh, specs, key)
+    parts: dict[Any, Part | None] = {}
+    return [prune(rebuild([_leaf(leaf, mesh, rank, parts, fill) for leaf in leaves])) for rank in ranks or mesh.ranks]
+
+
+def _leaf(placed: Placed, mesh: Mesh, rank: int, parts: dict[Any, Part | None], fill: _Fill) -> Any:
+    """Return what a rank has in a leaf's place."""
+    leaf, placement = placed.leaf, placed.placement
+    if placement is None:
+        return replace(leaf, replica_id=mesh.ranks.index(rank)) if isinstance(leaf, ShardedObject) else leaf
+    name = (leaf.global_shape, placement.spec, rank)
+    if name not in parts:
+        parts[name] = mesh_part(leaf.global_shape, mesh, placement.spec, rank)
+    part = parts[name]
+    if part is None:
+        return HOLE
+    if placement.copy:
+        part = replace(part, replica_id=part.replica_id + placement.copy * mesh.size)
+    data = fill(leaf, part)
+    return part_shard(leaf.key, data, leaf.dtype, part, allow_shape_mismatch=leaf.allow_shape_mismatch)
+
+
+def _view(leaf: ShardedTensor, part: Part) -> Any:
+    return part_data(leaf.data, part)
+
+
+def _no_data(leaf: ShardedTensor, part: Part) -> torch.Tensor | None:
+    return None if len(part.boxes) == 1 else empty_data(part.shape, leaf.dtype, "meta")

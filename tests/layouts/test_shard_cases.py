@@ -1,0 +1,282 @@
+"""Trees cut for a mesh: specs in each form, keys, pipelines, loads into abstract trees, what is refused."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import shardtree as st
+from shardtree.errors import CheckpointingException, IntegrityError, KeyMismatch, MetadataError, ShapeError, TreeError
+from shardtree.layouts import (
+    Mesh,
+    PartitionSpec,
+    Split,
+    TensorKind,
+    abstract,
+    abstract_at,
+    layout_of,
+    mesh_columns,
+    mesh_part,
+    mesh_parts,
+    part_data,
+    part_shard,
+    shard,
+    shard_at,
+    sharding_problems,
+    specs_by_pattern,
+    tree_columns,
+    unshard,
+)
+from shardtree.testing import glu
+from shardtree.trees import HOLE, diff
+
+TWO = Mesh(tp=2)
+ROWS, COLUMNS, WHOLE = PartitionSpec("tp"), PartitionSpec(None, "tp"), PartitionSpec()
+FSDP_OVER_TP = PartitionSpec((Split("dp", split_factor=2), Split("tp")))
+
+
+def matrix(rows: int = 4, columns: int = 6) -> torch.Tensor:
+    return torch.arange(float(rows * columns)).view(rows, columns)
+
+
+TREE = {"layers": [{"w": matrix(), "b": torch.arange(4.0)}, {"w": matrix(6, 2), "b": torch.arange(6.0)}], "step": 3}
+
+
+def offsets(tree: Any, *path: Any) -> tuple[int, ...]:
+    for entry in path:
+        tree = tree[entry]
+    return tree.global_offset
+
+
+@pytest.mark.parametrize(
+    "specs",
+    [
+        {"layers": [{"w": COLUMNS, "b": ROWS}, ROWS]},
+        {"layers": [{"w": COLUMNS, "b": ROWS}, {"w": ROWS, "b": ROWS}], "step": None},
+        lambda key, leaf: COLUMNS if key == "layers.0.w" else ROWS,
+        lambda key, leaf: COLUMNS if tuple(leaf.shape) == (4, 6) else ROWS,
+        specs_by_pattern({"layers.0.w": COLUMNS, "layers.**": ROWS}),
+        specs_by_pattern({"**.0.w": COLUMNS}, default=ROWS),
+    ],
+)
+def test_specs_are_a_tree_a_prefix_of_one_a_function_or_patterns(specs: Any) -> None:
+    tree = shard_at(TREE, TWO, specs, 1)
+    assert offsets(tree, "layers", 0, "w") == (0, 3)
+    assert offsets(tree, "layers", 0, "b") == (2,)
+    assert offsets(tree, "layers", 1, "w") == (3, 0)
+    assert tree["layers"][0]["w"].key == "layers.0.w"
+    assert tree["step"] == 3
+
+
+@pytest.mark.parametrize(
+    ("pattern", "matches", "differs"),
+    [
+        ("layers.*.w", ["layers.0.w"], ["layers.0.1.w", "layers.w", "xlayers.0.w"]),
+        ("**.w", ["w", "a.w", "a.b.w"], ["aw", "w.a"]),
+        ("layers.**", ["layers", "layers.0", "layers.0.w"], ["layersx", "a.layers"]),
+        ("a.**.w", ["a.w", "a.b.w", "a.b.c.w"], ["a.bw", "a"]),
+        ("**", ["w", "a.b"], []),
+    ],
+)
+def test_two_stars_stand_for_any_number_of_parts(pattern: str, matches: list[str], differs: list[str]) -> None:
+    spec_of = specs_by_pattern({pattern: ROWS}, default=WHOLE)
+    assert [spec_of(key, None) for key in matches] == [ROWS] * len(matches)
+    assert [spec_of(key, None) for key in differs] == [WHOLE] * len(differs)
+
+
+def test_a_rank_lacks_what_other_stages_hold() -> None:
+    stages = Mesh(pp=2, tp=2)
+    specs = {"layers": [PartitionSpec("tp", at={"pp": 0}), PartitionSpec("tp", at={"pp": 1})], "embed": PartitionSpec()}
+    tree = {**TREE, "embed": {"w": matrix()}, "head": {}}
+    trees = shard(tree, stages, specs)
+    assert trees[0]["layers"][1] is HOLE and trees[3]["layers"][0] is HOLE
+    assert trees[3]["head"] == {} and trees[3]["step"] == 3
+    assert shard_at([matrix()], stages, PartitionSpec(at={"pp": 0}), 3) == [HOLE]
+    by_name = {"layers": dict(enumerate(TREE["layers"])), "step": 3}
+    named = shard(by_name, stages, {"layers": dict(enumerate(specs["layers"]))})
+    assert list(named[0]["layers"]) == [0] and list(named[2]["layers"]) == [1]
+    assert sharding_problems([tree_columns(trees)]) == ()
+    assert not diff(unshard(trees), tree) and not diff(unshard(named), by_name)
+
+
+def test_keys_are_paths_or_what_a_function_says() -> None:
+    tree = shard_at(TREE, TWO, ROWS, 0, key=lambda path: "/".join(map(str, path)))
+    assert tree["layers"][0]["b"].key == "layers/0/b"
+
+
+def test_a_whole_shard_keeps_its_key_and_its_padding() -> None:
+    given = replace(st.ShardedTensor.from_rank_offsets("my.key", matrix()), allow_shape_mismatch=True)
+    found = shard_at({"w": given}, TWO, ROWS, 1)["w"]
+    assert (found.key, found.global_offset, found.allow_shape_mismatch) == ("my.key", (2, 0), True)
+
+
+def test_one_tensor_under_one_key_twice_has_one_main_replica() -> None:
+    embed = matrix()
+    tied = {"embed": embed, "head": embed, "b": torch.zeros(2)}
+    key = {"embed": "word", "head": "word", "b": "b"}
+    mesh = Mesh(pp=2, tp=2)
+    specs = {"embed": PartitionSpec("tp", at={"pp": 0}), "head": PartitionSpec("tp", at={"pp": 1}), "b": WHOLE}
+    trees = shard(tied, mesh, specs, key=lambda path: key[path[0]])
+    columns = tree_columns(trees)
+    assert columns.keys == ("b", "word") and sharding_problems([columns]) == ()
+    told = layout_of(tied, mesh, specs, key=lambda path: key[path[0]])
+    assert sharding_problems([told]) == () and sorted(told.main.tolist()) == sorted(columns.main.tolist())
+    whole = unshard(trees)
+    assert torch.equal(whole["head"], embed) and whole["head"] is whole["embed"]
+
+
+def test_scalars_tensors_without_elements_and_meshes_of_one() -> None:
+    tree = {"s": torch.tensor(5), "e": torch.zeros(0, 3), "w": matrix()}
+    for mesh in (Mesh(), Mesh(tp=1), Mesh(tp=1, dp=3)):
+        trees = shard(tree, mesh, {"s": WHOLE, "e": WHOLE if mesh == Mesh() else ROWS, "w": WHOLE})
+        assert not diff(unshard(trees), tree)
+        assert [own["s"].replica_id for own in trees] == list(range(mesh.size))
+    empty = mesh_part((0, 8), Mesh(dp=2, tp=2), PartitionSpec(None, (Split("dp", 2), Split("tp"))), 1)
+    assert empty is not None and len(empty.boxes) == 1 and empty.boxes[0].shape == empty.shape == (0, 2)
+
+
+def test_a_rank_with_several_boxes_has_a_factory_that_two_ways_equal() -> None:
+    trees = shard({"w": matrix(8, 2)}, Mesh(dp=2, tp=1), FSDP_OVER_TP)
+    factory = trees[1]["w"]
+    assert isinstance(factory, st.ShardedTensorFactory)
+    built = factory.build()
+    assert [part.global_offset for part in built] == [(2, 0), (6, 0)]
+    assert torch.equal(factory.merge_fn([part.data for part in built]), factory.data)
+    assert torch.equal(factory.data, matrix(8, 2)[[2, 3, 6, 7]])
+    assert factory.without_data().build() == [part.without_data() for part in built]
+    assert (
+        factory.without_data() == shard_at({"w": matrix(8, 2)}, Mesh(dp=2, tp=1), FSDP_OVER_TP, 1)["w"].without_data()
+    )
+    with pytest.raises(ShapeError, match="flat"):
+        replace(factory, flattened_range=slice(0, 3)).build()
+
+
+def test_objects_are_replicas_and_other_values_stay() -> None:
+    tree = {"rng": st.ShardedObject("rng", [1], (1,), (0,)), "local": st.LocalNonpersistentObject(5), "none": None}
+    trees = shard(tree, TWO, ROWS)
+    assert [own["rng"].replica_id for own in trees] == [0, 1]
+    assert trees[1]["local"] == tree["local"] and trees[1]["none"] is None
+    assert abstract(tree, TWO, ROWS)[0]["rng"].data is None
+    assert unshard(trees) == {"rng": [1], "local": tree["local"], "none": None}
+
+
+def test_lazy_tensors_are_cut_without_a_read(tmp_path: Any) -> None:
+    st.save({"w": st.ShardedTensor.from_rank_offsets("w", matrix())}, tmp_path / "c")
+    trees = shard(st.open_checkpoint(tmp_path / "c"), Mesh(dp=2, tp=1), FSDP_OVER_TP)
+    assert [part.data.read().tolist() for part in trees[1]["w"].build()] == [
+        [list(range(6, 12))],
+        [list(range(18, 24))],
+    ]
+    assert torch.equal(unshard(trees)["w"], matrix())
+
+
+def test_what_one_mesh_saves_another_loads_with_nothing_but_the_checkpoint(tmp_path: Any) -> None:
+    tree = {"layers": [{"w": matrix(7, 6)}, {"w": matrix(8, 3)}], "step": 3, "s": torch.tensor(5)}
+    first, second = Mesh(pp=2, dp=2), Mesh(dp=2, tp=2)
+    stages = {"layers": [PartitionSpec("dp", at={"pp": stage}) for stage in range(2)], "s": WHOLE}
+    saved = shard(tree, first, stages)
+    st.simulate(4, lambda world: st.save(saved[world.rank], tmp_path / "c", world=world))
+    specs = specs_by_pattern({"s": WHOLE}, default=FSDP_OVER_TP)
+    targets = abstract(st.load_tensors_metadata(tmp_path / "c"), second, specs)
+    loaded = st.simulate(4, lambda world: st.load({"flat": targets[world.rank]}, tmp_path / "c", world=world))
+    for rank, own in enumerate(loaded):
+        expected = shard_at(tree, second, specs, rank)
+        assert torch.equal(own["flat"]["layers.0.w"], expected["layers"][0]["w"].data)
+        assert own["flat"]["s"] == 5 and own["step"] == 3
+    nested = abstract(tree, second, specs)
+    again = st.simulate(4, lambda world: st.load(nested[world.rank], tmp_path / "c", world=world))
+    assert torch.equal(again[2]["layers"][1]["w"], shard_at(tree, second, specs, 2)["layers"][1]["w"].data)
+
+
+def refused(error: type[CheckpointingException], words: str, call: Any, *args: Any, **options: Any) -> None:
+    with pytest.raises(error, match=re.escape(words)):
+        call(*args, **options)
+
+
+def test_what_is_no_whole_tensor_is_refused() -> None:
+    half = st.ShardedTensor.from_rank_offsets("w", matrix(), (0, 0, 2))
+    refused(TreeError, "tree['w']: 'w'", shard, {"w": half}, TWO, ROWS)
+    flat = st.ShardedTensor.from_rank_offsets_flat("w", torch.zeros(8), (8,), flattened_range=slice(0, 8))
+    refused(TreeError, "not whole", shard, {"w": flat}, TWO, ROWS)
+    refused(TreeError, "not whole", shard, {"o": st.ShardedObject("o", 1, (2,), (0,))}, TWO, ROWS)
+    refused(TreeError, "not dense", shard, {"s": torch.eye(2).to_sparse()}, TWO, ROWS)
+    refused(TreeError, "factories", shard, {"g": glu("g", matrix())}, TWO, ROWS)
+
+
+def test_keys_that_collide_are_refused() -> None:
+    tree = {"a.b": torch.zeros(2), "a": {"b": torch.zeros(2)}}
+    refused(TreeError, "the key 'a.b'", shard, tree, TWO, ROWS)
+    other = {"x": torch.zeros(2), "y": torch.ones(2)}
+    refused(IntegrityError, "different tensors", shard, other, TWO, ROWS, key=lambda path: "w")
+    refused(IntegrityError, "different tensors", shard, {**other, "y": torch.ones(3)}, TWO, ROWS, key=lambda path: "w")
+
+
+def test_what_is_not_read_is_one_tensor_only_where_it_is_the_same() -> None:
+    stores = st.MemoryStorage(), st.MemoryStorage()
+    for store, value in zip(stores, (0.0, 1.0), strict=True):
+        st.save({"w": st.ShardedTensor.from_rank_offsets("w", torch.full((4,), value))}, store)
+    left, right = (st.open_checkpoint(store)["w"] for store in stores)
+    refused(IntegrityError, "different tensors", shard, {"left": left, "right": right}, TWO, ROWS)
+    by_key: Any = {"key": lambda path: "w"}
+    mixed = {"left": left.data, "right": left.data.read()}
+    refused(IntegrityError, "different tensors", shard, mixed, TWO, ROWS, **by_key)
+    refused(IntegrityError, "lazy", shard, {"left": left.data, "right": right.data}, TWO, ROWS, **by_key)
+    tied = unshard(shard({"embed": right.data, "head": right.data}, TWO, ROWS, **by_key))
+    assert tied["head"] is tied["embed"] and tied["embed"].tolist() == [1.0] * 4
+
+
+def test_specs_that_do_not_fit_are_refused() -> None:
+    tree = {"w": matrix(), "b": torch.zeros(3)}
+    refused(MetadataError, "specs['b']", shard, tree, TWO, {"w": ROWS})
+    refused(MetadataError, "specs['c']", shard, tree, TWO, {"w": ROWS, "b": ROWS, "c": ROWS})
+    refused(MetadataError, "not a spec", shard, tree, TWO, {"w": ROWS, "b": "tp"})
+    refused(MetadataError, "not a spec", shard, tree, TWO, lambda key, leaf: "tp")
+    refused(MetadataError, "too long", shard, tree, TWO, COLUMNS)
+    refused(MetadataError, "'dp'", shard, tree, TWO, PartitionSpec("dp"))
+    refused(MetadataError, "tp=2", shard, tree, TWO, PartitionSpec(at={"tp": 2}))
+    refused(KeyMismatch, "no pattern matches 'b'", shard, tree, TWO, specs_by_pattern({"w": ROWS}))
+    refused(MetadataError, "not a spec", specs_by_pattern, {"w": "tp"})
+    refused(TreeError, "not a pattern", specs_by_pattern, {"": ROWS})
+    refused(MetadataError, "'w'", mesh_columns, {"w": TensorKind(torch.int8, (2,), 0)}, TWO, {})
+    for other in (tree, {"step": 3}, {"o": st.ShardedObject("o", 1, (1,), (0,))}):
+        refused(MetadataError, "rank", shard_at, other, TWO, ROWS, 2)
+        refused(MetadataError, "rank", abstract_at, other, TWO, ROWS, 2)
+    for cut in (shard, layout_of):
+        refused(MetadataError, "not a mesh\n  found PartitionSpec", cut, tree, ROWS, TWO)
+    refused(MetadataError, "default: not a spec", specs_by_pattern, {"w": ROWS}, "tp")
+    refused(MetadataError, "not a dict of specs", specs_by_pattern, [ROWS])
+    refused(MetadataError, "specs doesn't fit\n  found PartitionSpec", mesh_columns, {}, TWO, ROWS)
+    refused(MetadataError, "'w': its kind doesn't fit\n  found tuple", mesh_columns, {"w": (4,)}, TWO, {"w": ROWS})
+    refused(MetadataError, "'w': not a spec", mesh_columns, {"w": TensorKind(torch.int8, (2,), 0)}, TWO, {"w": "tp"})
+
+
+@pytest.mark.parametrize(
+    ("shape", "mesh", "spec", "words"),
+    [
+        ((4,), TWO, PartitionSpec("dp"), "'dp'"),
+        ((4,), TWO, PartitionSpec(at={"tp": 2}), "tp=2"),
+        ((4,), TWO, COLUMNS, "too long"),
+        ((4,), TWO, "tp", "not a spec"),
+        ((4,), 2, ROWS, "not a mesh"),
+        (4, TWO, ROWS, "global_shape"),
+    ],
+)
+def test_parts_are_those_of_a_spec_that_fits(shape: Any, mesh: Any, spec: Any, words: str) -> None:
+    refused(MetadataError, words, mesh_parts, shape, mesh, spec)
+    refused(MetadataError, words, mesh_part, shape, mesh, spec, 0)
+
+
+def test_a_part_takes_the_rank_own_tensor() -> None:
+    part = mesh_parts((8,), Mesh(dp=2, tp=1), FSDP_OVER_TP)[0]
+    refused(ShapeError, "(8,)", part_shard, "w", torch.zeros(8), torch.float32, part)
+    assert part_data(None, part) is None
+    refused(ShapeError, "found (9,), expected (8,)", part_data, torch.zeros(9), part)
+
+
+def test_prepended_axes_are_refused() -> None:
+    kind = TensorKind(torch.int8, (1, 2), 1)
+    refused(MetadataError, "prepended", mesh_columns, {"w": kind}, TWO, {"w": WHOLE})
