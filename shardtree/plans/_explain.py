@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from ..errors import plural, shorten
+from ..layouts import Reshaped
 from ._fit import Gap, Misfit, Mismatch, Refused, Unexpected
+from ._tables import size_text, table_lines
 
 _HEADINGS = ("rank", "shards", "objects", "asked for", "read", "over-read", "pieces", "files")
 
@@ -74,7 +76,7 @@ class Explanation:
     Attributes:
         missing: keys that are stored and asked for by no rank, sorted; that is no problem, but for strict modes.
         problems: why the target can't be loaded, each once: what isn't stored, what has another global shape or dtype,
-            what isn't stored whole, what can't be read.
+            what isn't stored whole, what can't be read, objects of another shape without a rule.
         reads: what each rank would read, by rank.
     """
 
@@ -108,6 +110,11 @@ class Explanation:
         return tuple(problem for problem in self.problems if isinstance(problem, Refused))
 
     @property
+    def reshaped(self) -> tuple[Reshaped, ...]:
+        """Arrays of objects that are stored in another shape, and for which there is no rule."""
+        return tuple(problem for problem in self.problems if isinstance(problem, Reshaped))
+
+    @property
     def cost(self) -> ReadCost | None:
         """What all ranks read together; None where the format can't tell."""
         costs = [one.cost for one in self.reads if one.cost is not None]
@@ -122,7 +129,7 @@ class Explanation:
         verdict = "The target fits the checkpoint." if self.ok else "The target doesn't fit the checkpoint."
         missing = (f"stored, not asked for: {key!r}" for key in self.missing)
         lines = [verdict, *_listed(map(str, self.problems), "problem"), *_listed(missing, "key")]
-        return "\n".join([*lines, "", *_table([_HEADINGS, *_rows(self)])])
+        return "\n".join([*lines, "", *table_lines([_HEADINGS, *_rows(self)])])
 
 
 def _listed(lines: Iterable[str], noun: str) -> list[str]:
@@ -142,17 +149,5 @@ def _row(rank: str, shards: int, objects: int, cost: ReadCost | None) -> Sequenc
     counts = (rank, f"{shards:,}", f"{objects:,}")
     if cost is None:
         return (*counts, *("unknown",) * 5)
-    sizes = (_size(cost.bytes_wanted), _size(cost.bytes_read), f"{cost.over_read:.2f}")
+    sizes = (size_text(cost.bytes_wanted), size_text(cost.bytes_read), f"{cost.over_read:.2f}")
     return (*counts, *sizes, f"{cost.pieces:,}", f"{cost.files:,}")
-
-
-def _size(count: int) -> str:
-    for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if count >= factor:
-            return f"{count / factor:.1f} {unit}"
-    return f"{count} B"
-
-
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 
 from ..geometry import Column
-from ..layouts import TensorKind
+from ..layouts import Reshaped, TensorKind
 from ..mapping import ShardedTensor
 from ._convertible import convertible
 from ._near import near_names
@@ -75,7 +75,7 @@ class Refused:
         return f"{self.key!r}: {self.why}"
 
 
-Misfit = Unexpected | Mismatch | Gap | Refused
+Misfit = Unexpected | Mismatch | Gap | Refused | Reshaped
 """Why something that a target asks for can't be loaded; its text is one line."""
 
 

@@ -1,0 +1,166 @@
+"""What each rank wants, cut where it is held: what a rank has itself, and what others have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ...geometry import Column, carve_boxes, held_elements, intersect, overlapping_pairs, volumes
+from ...layouts import BoxColumns, ShardColumns, select_rows
+from ._places import Places, find_holdings, place_boxes
+from ._transfers import Routes
+
+NOWHERE = -1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pieces:
+    """Boxes that target shards want.
+
+    Attributes:
+        target: the row of the shard that wants it, int64 (pieces,).
+        place: that holds it, or -1, int64 (pieces,).
+        offset: int64 (pieces, axes).
+        shape: int64 (pieces, axes).
+    """
+
+    target: Column
+    place: Column
+    offset: Column
+    shape: Column
+
+    def __len__(self) -> int:
+        return len(self.target)
+
+
+def cut_pieces(places: Places, target: ShardColumns) -> Pieces:
+    """Return what the target's shards want, cut along the main replicas' places; what lies in none is at place -1.
+
+    Args:
+        places: where the source's shards lie.
+        target: the shards of all ranks after.
+    """
+    wanted = place_boxes(target)
+    tiles = np.flatnonzero(places.main)
+    held = place_boxes(select_rows(places.shards, tiles))
+    key, held_key = target.key[wanted.shard], places.shards.key[tiles][held.shard]
+    left, right = overlapping_pairs(key, wanted.offset, wanted.shape, held_key, held.offset, held.shape)
+    offset, shape = intersect(wanted.offset[left], wanted.shape[left], held.offset[right], held.shape[right])
+    found = Pieces(wanted.shard[left], tiles[held.shard[right]], offset, shape)
+    short = np.flatnonzero(held_elements(left, shape, len(key)) < volumes(wanted.shape))
+    nowhere = np.full(short.size, NOWHERE)
+    lacking = Pieces(wanted.shard[short], nowhere, wanted.offset[short], wanted.shape[short])
+    return joined_pieces([found, carved_pieces(lacking, key[short], held, held_key)[2]])
+
+
+def own_routes(places: Places, target: ShardColumns, pieces: Pieces) -> tuple[Routes, Pieces]:
+    """Return what ranks hold themselves of what they want, and the pieces that they don't hold.
+
+    Args:
+        places: where the source's shards lie.
+        target: the shards of all ranks after.
+        pieces: what is wanted.
+    """
+    row = places.row_at(pieces.place, target.rank[pieces.target])
+    own, others = np.flatnonzero(row >= 0), np.flatnonzero(row < 0)
+    routes = as_routes(select_pieces(pieces, own), row[own])
+    pieces = select_pieces(pieces, others)
+    if places.main.all() or not len(pieces):
+        return routes, pieces
+    # Replicas that are cut otherwise than the main ones: whoever holds one has what is in it.
+    held = find_holdings(places, ~places.main)
+    taken, box, rest = carved_pieces(pieces, wanted_by(target, pieces), held.boxes, rank_groups(held.key, held.rank))
+    return joined_routes([routes, as_routes(taken, places.row[held.boxes.shard[box]])]), rest
+
+
+def settled_pieces(places: Places, target: ShardColumns, pieces: Pieces) -> Pieces:
+    """Return pieces of which those at place -1 are cut along whatever other places hold them.
+
+    Args:
+        places: where the source's shards lie.
+        target: the shards of all ranks after.
+        pieces: that their ranks don't hold; at place -1 still, where nobody does.
+    """
+    lost = np.flatnonzero(pieces.place == NOWHERE)
+    others = np.flatnonzero(~places.main)
+    if not lost.size or not others.size:
+        return pieces
+    boxes = place_boxes(select_rows(places.shards, others))
+    held = others[boxes.shard]
+    lacking = select_pieces(pieces, lost)
+    taken, box, rest = carved_pieces(lacking, target.key[lacking.target], boxes, places.shards.key[held])
+    known = select_pieces(pieces, np.flatnonzero(pieces.place != NOWHERE))
+    return joined_pieces([known, replace(taken, place=held[box]), rest])
+
+
+def repeat_routes(target: ShardColumns, pieces: Pieces) -> tuple[Routes, Pieces]:
+    """Return what ranks want once more, in another of their shards, as routes of hop 1, and the pieces without that.
+
+    Args:
+        target: the shards of all ranks after.
+        pieces: that their ranks don't hold.
+    """
+    group = wanted_by(target, pieces)
+    order = np.lexsort((pieces.target, *pieces.shape.T[::-1], *pieces.offset.T[::-1], group))
+    several = _of_several(group[order], pieces.target[order])
+    order = order[several]
+    if not order.size:
+        return as_routes(select_pieces(pieces, order), order), pieces
+    some, group = select_pieces(pieces, order), group[order]
+    left, right = overlapping_pairs(group, some.offset, some.shape, group, some.offset, some.shape)
+    later = (right < left) & (some.target[left] != some.target[right])
+    left, right = left[later], right[later]
+    carved = carve_boxes(some.offset, some.shape, left, some.offset[right], some.shape[right])
+    taken = Pieces(some.target[left[carved.pair]], some.place[left[carved.pair]], carved.offset, carved.shape)
+    rest = Pieces(some.target[carved.row], some.place[carved.row], carved.rest_offset, carved.rest_shape)
+    single = np.delete(np.arange(len(pieces)), order)
+    routes = as_routes(taken, some.target[right[carved.pair]], hop=1)
+    return routes, joined_pieces([select_pieces(pieces, single), rest])
+
+
+def _of_several(group: Column, target: Column) -> Column:
+    """Return the rows of groups, which are sorted, that are about more than one target."""
+    first = np.searchsorted(group, group)
+    differs = target != target[first]
+    return np.flatnonzero(np.isin(group, group[differs]))
+
+
+def carved_pieces(pieces: Pieces, group: Column, boxes: BoxColumns, box_group: Column) -> tuple[Pieces, Column, Pieces]:
+    """Return what boxes take of pieces of their group, the first that has it; by which box; and what is left."""
+    left, right = overlapping_pairs(group, pieces.offset, pieces.shape, box_group, boxes.offset, boxes.shape)
+    carved = carve_boxes(pieces.offset, pieces.shape, left, boxes.offset[right], boxes.shape[right])
+    row = left[carved.pair]
+    taken = Pieces(pieces.target[row], pieces.place[row], carved.offset, carved.shape)
+    rest = Pieces(pieces.target[carved.row], pieces.place[carved.row], carved.rest_offset, carved.rest_shape)
+    return taken, right[carved.pair], rest
+
+
+def wanted_by(target: ShardColumns, pieces: Pieces) -> Column:
+    """Return a number for the key and rank of each piece together."""
+    return rank_groups(target.key[pieces.target], target.rank[pieces.target])
+
+
+def rank_groups(key: Column, rank: Column) -> Column:
+    """Return a number for each key and rank together."""
+    return rank << 32 | key
+
+
+def as_routes(pieces: Pieces, source: Column, *, hop: int = 0) -> Routes:
+    """Return pieces as routes from the given rows."""
+    return Routes(np.full(len(pieces), hop), source, pieces.target, pieces.offset, pieces.shape)
+
+
+def joined_routes(parts: list[Routes]) -> Routes:
+    """Return several lists of routes as one."""
+    return Routes(*(np.concatenate([getattr(part, name) for part in parts]) for name in Routes.__slots__))
+
+
+def joined_pieces(parts: list[Pieces]) -> Pieces:
+    """Return several lists of pieces as one."""
+    return Pieces(*(np.concatenate([getattr(part, name) for part in parts]) for name in Pieces.__slots__))
+
+
+def select_pieces(pieces: Pieces, rows: Column) -> Pieces:
+    """Return the given rows of pieces, in the order given."""
+    return Pieces(*(getattr(pieces, name)[rows] for name in Pieces.__slots__))

@@ -1,0 +1,229 @@
+"""ReshardPlan: what moves from whom to whom when tensors change their layout, in columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...errors import plural
+from ...geometry import Column, integer
+from ...layouts import Problem, RankTrees, ShardColumns, tree_columns
+from .._tables import size_text
+from ._bound import least_bytes
+from ._check import transfer_problems
+from ._misfits import check_held, check_kinds, check_mains, check_sizes
+from ._origins import Provenance, tensor_origins
+from ._pieces import cut_pieces, joined_routes, own_routes, repeat_routes, settled_pieces
+from ._places import find_places, of_equal_width
+from ._schedule import BYTES_IN_FLIGHT, Schedule, schedule_transfers
+from ._senders import sent_routes
+from ._summary import link_lines, totals_table
+from ._transfers import Transfers as Transfers
+from ._transfers import as_transfers
+
+SHORTEST_CUT = 64 * 1024
+"""Bytes. A box is cut between several senders where each part is at least so long: shorter ones aren't worth it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReshardPlan:
+    """How tensors get from one layout into another. A value: nothing has moved yet.
+
+    Every rank computes the same plan from the same layouts.
+
+    Attributes:
+        source: the shards of all ranks before.
+        target: the shards of all ranks after.
+        transfers: what goes where, those that stay on their rank included; ordered by hop, to_rank, target, offset.
+
+    Examples:
+        >>> import torch, shardtree as st
+        >>> whole = st.ShardedTensor.from_rank_offsets("w", torch.zeros(4, 2))
+        >>> half = st.ShardedTensor.from_rank_offsets("w", torch.zeros(4, 1), (1, 1, 2))
+        >>> plan = plan_reshard({0: [whole]}, {0: [whole], 5: [half]})
+        >>> print(plan)
+        2 transfers of 1 tensor: 16 B move (at least 16 B must), 32 B stay
+        rank  sends  gets  keeps
+           0   16 B   0 B   32 B
+           5    0 B  16 B    0 B
+         all   16 B  16 B   32 B
+        1 link: 0 → 5 16 B
+        >>> print(plan.explain("w"))
+        'w' (4, 2) float32: 16 B move, 32 B stay
+        rank        gets  bytes    from
+           0  [0:4, 0:2]   32 B  itself
+           5  [0:4, 1:2]   16 B  rank 0
+        >>> plan.check(), plan.sent[0], plan.links
+        ((), 16, {(0, 5): 16})
+    """
+
+    source: ShardColumns
+    target: ShardColumns
+    transfers: Transfers
+
+    @property
+    def bytes_moved(self) -> int:
+        """How many bytes go from one rank to another."""
+        moves = self.transfers.from_rank != self.transfers.to_rank
+        return int(self.transfers.nbytes[moves].sum())
+
+    @property
+    def bytes_kept(self) -> int:
+        """How many bytes stay on their rank."""
+        return int(self.transfers.nbytes.sum()) - self.bytes_moved
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All who hold something before or after, ascending."""
+        return tuple(np.union1d(self.source.rank, self.target.rank).tolist())
+
+    @property
+    def sent(self) -> dict[int, int]:
+        """How many bytes each rank sends to others."""
+        return self._by_rank(self.transfers.from_rank, moving=True)
+
+    @property
+    def received(self) -> dict[int, int]:
+        """How many bytes each rank gets from others."""
+        return self._by_rank(self.transfers.to_rank, moving=True)
+
+    @property
+    def kept(self) -> dict[int, int]:
+        """How many bytes of what each rank holds afterwards it has itself."""
+        return self._by_rank(self.transfers.to_rank, moving=False)
+
+    def _by_rank(self, rank: Column, *, moving: bool) -> dict[int, int]:
+        chosen = (self.transfers.from_rank != self.transfers.to_rank) == moving
+        ranks = np.array(self.ranks, dtype=np.int64)
+        total = np.zeros(ranks.size, dtype=np.int64)
+        np.add.at(total, np.searchsorted(ranks, rank[chosen]), self.transfers.nbytes[chosen])
+        return dict(zip(ranks.tolist(), total.tolist(), strict=True))
+
+    @property
+    def links(self) -> dict[tuple[int, int], int]:
+        """How many bytes go from one rank to another, by (from, to), where any do."""
+        moves = np.flatnonzero(self.transfers.from_rank != self.transfers.to_rank)
+        ranks = int(self.transfers.to_rank.max(initial=0)) + 1
+        pairs = self.transfers.from_rank[moves] * ranks + self.transfers.to_rank[moves]
+        links, number = np.unique(pairs, return_inverse=True)
+        total = np.zeros(links.size, dtype=np.int64)
+        np.add.at(total, number, self.transfers.nbytes[moves])
+        return {divmod(link, ranks): count for link, count in zip(links.tolist(), total.tolist(), strict=True)}
+
+    def leaving(self, ranks: Iterable[int]) -> int:
+        """Return how many bytes go from a group of ranks to others.
+
+        Args:
+            ranks: the group, as in ``plan.leaving(range(16))`` for what 16 trainers send to engines.
+        """
+        group = np.array(sorted(set(ranks)), dtype=np.int64)
+        leaves = np.isin(self.transfers.from_rank, group) & ~np.isin(self.transfers.to_rank, group)
+        return int(self.transfers.nbytes[leaves].sum())
+
+    def schedule(self, *, max_bytes_in_flight: int = BYTES_IN_FLIGHT) -> Schedule:
+        """Return the transfers in steps in which no rank sends and gets, together, more than so many bytes.
+
+        Args:
+            max_bytes_in_flight: at least the largest element.
+
+        Raises:
+            MetadataError: an element is larger than that, or it isn't an integer.
+        """
+        item_size = self.target.item_size[self.transfers.key]
+        return schedule_transfers(self.transfers, item_size, max_bytes_in_flight=max_bytes_in_flight)
+
+    @property
+    def lower_bound(self) -> int:
+        """The fewest bytes that any plan moves: those of what ranks hold after and not before, once for each rank."""
+        return least_bytes(self.source, self.target)
+
+    def check(self) -> tuple[Problem, ...]:
+        """Return all that is wrong with the plan: nothing, where each element of each target shard is written once.
+
+        It follows from the layouts and the transfers alone, whoever made them: that each box lies in the shards, and
+        at the places in their memory, that it comes from and goes to, on the ranks that are said; that the boxes that
+        go to a shard have as many elements as it and none in common; and that what is passed on is there by then.
+        """
+        return transfer_problems(self.source, self.target, self.transfers)
+
+    def explain(self, key: str) -> Provenance:
+        """Return where each box of a tensor comes from, on every rank; its text is a table.
+
+        Raises:
+            KeyMismatch: no shard of the target is of that tensor.
+        """
+        return tensor_origins(self.target, self.transfers, key)
+
+    def __str__(self) -> str:
+        moved, kept, least = (size_text(count) for count in (self.bytes_moved, self.bytes_kept, self.lower_bound))
+        counts = f"{plural(len(self.transfers), 'transfer')} of {plural(len(self.target.keys), 'tensor')}"
+        heading = f"{counts}: {moved} move (at least {least} must), {kept} stay"
+        table = totals_table(self.sent, self.received, self.kept)
+        return "\n".join([heading, *table, *link_lines(self.links)])
+
+    def inverse(self) -> ReshardPlan:
+        """Return the plan for the way back, from the target's layout into the source's.
+
+        Raises:
+            KeyMismatch: the source has tensors that the target hasn't.
+            IntegrityError: the target doesn't hold all that the source does.
+        """
+        return plan_reshard(self.target, self.source)
+
+
+def plan_reshard(
+    source: ShardColumns | RankTrees,
+    target: ShardColumns | RankTrees,
+    *,
+    shortest_cut: int = SHORTEST_CUT,
+) -> ReshardPlan:
+    """Return what has to move so that tensors get from one layout into another.
+
+    What a rank holds already stays there. All else comes from a rank that has it, chosen among the replicas so that
+    all send about as much; where that takes it, a box is cut and comes from several. Each element is received once by
+    each rank that wants it, however many of its shards do. Ties break by key, place and rank, never by the order of
+    rows, so that every rank computes the same plan, and none is exchanged.
+
+    Tensors that only the source has are left out. Nothing is cast or padded: dtypes and global shapes are the same on
+    both sides, and `allow_shape_mismatch` doesn't matter here.
+
+    Args:
+        source: the shards of all ranks before: columns, or each rank's tree, by rank. Data isn't looked at, so
+            metadata will do: what `without_data` leaves, or `load_tensors_metadata` says of a checkpoint.
+        target: the shards of all ranks after, in the same numbering of ranks; groups may overlap, or be disjoint.
+        shortest_cut: bytes; no box is cut between senders into parts that are shorter.
+
+    Raises:
+        TreeError: a side isn't a tree for each rank.
+        KeyMismatch: the target has a tensor that the source hasn't.
+        ShapeError: a tensor's global shape or dtype differs between them, or a side has 2**62 bytes or more.
+        MetadataError: `shortest_cut` isn't an integer.
+        IntegrityError: main replicas of the source overlap or leave their tensor, or nobody holds what is asked for.
+
+    Examples:
+        >>> import torch, shardtree as st
+        >>> def tree(rank, axis):
+        ...     part = torch.zeros(2, 2).chunk(2, axis)[rank]
+        ...     return {"w": st.ShardedTensor.from_rank_offsets("w", part, (axis, rank, 2))}
+        >>> plan = plan_reshard([tree(0, 0), tree(1, 0)], [tree(0, 1), tree(1, 1)])
+        >>> plan.bytes_moved, plan.bytes_kept, plan.links
+        (8, 8, {(0, 1): 4, (1, 0): 4})
+    """
+    shortest = max(1, integer("plan_reshard", "shortest_cut", shortest_cut))
+    before, after = of_equal_width(_columns(source), _columns(target))
+    check_kinds(before, after)
+    check_sizes(before, after)
+    check_mains(before, after)
+    places = find_places(before, after)
+    own, pieces = own_routes(places, after, cut_pieces(places, after))
+    pieces = settled_pieces(places, after, pieces)
+    check_held(after, pieces)
+    repeats, pieces = repeat_routes(after, pieces)
+    sent = sent_routes(places, after, pieces, shortest)
+    return ReshardPlan(before, after, as_transfers(before, after, joined_routes([own, repeats, sent])))
+
+
+def _columns(layout: ShardColumns | RankTrees) -> ShardColumns:
+    return layout if isinstance(layout, ShardColumns) else tree_columns(layout)

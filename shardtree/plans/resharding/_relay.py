@@ -1,0 +1,119 @@
+"""Relays: what several ranks want crosses from the sources once, and they pass it on among themselves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from ...geometry import Column, integer
+from ._alike import alike_boxes
+from ._deal import Parts, dealt_parts
+from ._pieces import joined_routes
+from ._plan import SHORTEST_CUT, ReshardPlan
+from ._transfers import Routes, Transfers, as_transfers, select_transfers
+
+
+def relayed(plan: ReshardPlan, *, shortest_cut: int = SHORTEST_CUT) -> ReshardPlan:
+    """Return the plan in which what several ranks want and don't have leaves the ranks that have it only once.
+
+    What k ranks get from elsewhere is divided among these k: each gets its part from the sources (hop 0), and passes
+    it on to the others (hop 1). So each gets as many bytes as before, a k-th of them from the sources, and sends k - 1
+    times that k-th; who sent a box to n of them sends n / k of it; and all together no more bytes move. What one rank
+    wants moves as before. Boxes that overlap and are different are cut, so that what they have in common is a box of
+    its own. Parts are equal up to an index of an axis, or to `shortest_cut`.
+
+    Args:
+        plan: what moves without relays.
+        shortest_cut: bytes; no box is cut among those that want it into parts that are shorter.
+
+    Raises:
+        MetadataError: `shortest_cut` isn't an integer.
+
+    Examples:
+        >>> import torch, shardtree as st
+        >>> def whole(rank): return {"w": st.ShardedTensor.from_rank_offsets("w", torch.zeros(2**20), replica_id=rank)}
+        >>> plan = st.plan_reshard({0: whole(0)}, {rank: whole(rank) for rank in range(1, 5)})
+        >>> once = relayed(plan)
+        >>> plan.leaving([0]), once.leaving([0]), once.bytes_moved
+        (16777216, 4194304, 16777216)
+    """
+    shortest = max(1, integer("relayed", "shortest_cut", shortest_cut))
+    every = plan.transfers
+    moving = np.flatnonzero((every.hop == 0) & (every.from_rank != every.to_rank) & (every.nbytes > 0))
+    boxes = alike_boxes(every.key[moving], every.offset[moving], every.shape[moving])
+    row = moving[boxes.row]
+    wanted = _wanted_by_several(boxes.number, every.to_rank[row])
+    shared, cut = np.zeros(row.size, dtype=np.bool_), np.zeros(len(every), dtype=np.bool_)
+    shared[wanted], cut[row[wanted]] = True, True
+    stays, rest = np.flatnonzero(~cut), np.flatnonzero(cut[row] & ~shared)
+    pieces = Routes(every.hop[row], every.source[row], every.target[row], boxes.offset, boxes.shape)
+    wholes = Routes(every.hop, every.source, every.target, every.offset, every.shape)
+    unchanged = [_select(wholes, stays), _select(pieces, rest)]
+    passed_on = _passed_on(plan, _select(pieces, wanted), boxes.number[wanted], shortest)
+    routes = joined_routes([*unchanged, *passed_on])
+    return replace(plan, transfers=_in_time(as_transfers(plan.source, plan.target, routes)))
+
+
+def _wanted_by_several(number: Column, to_rank: Column) -> Column:
+    """Return which boxes other ranks want too, ordered by number, then rank; of equal ones of a rank, the first."""
+    order = np.lexsort((to_rank, number))
+    first = order[np.any(np.diff(np.stack([number, to_rank])[:, order], prepend=-1) != 0, axis=0)]
+    ranks = np.bincount(number[first])
+    return np.asarray(first[ranks[number[first]] > 1])
+
+
+def _passed_on(plan: ReshardPlan, pieces: Routes, number: Column, shortest_cut: int) -> list[Routes]:
+    """Return the routes of both hops by which equal pieces reach all who want them.
+
+    Args:
+        plan: whose ranks they are.
+        pieces: ordered by number, then rank.
+        number: of the box, int64 (pieces,).
+        shortest_cut: bytes; no box is cut into parts that are shorter.
+    """
+    _, first, count = np.unique(number, return_index=True, return_counts=True)
+    found: list[Routes] = []
+    for size in np.unique(count).tolist():
+        member = first[count == size][:, None] + np.arange(size)  # (boxes, members)
+        box = _select(pieces, member[:, 0])
+        item = plan.target.item_size[plan.target.key[box.target]]
+        ranks, senders = plan.target.rank[pieces.target[member]], plan.source.rank[pieces.source[member]]
+        parts = dealt_parts(box.shape, item, ranks, senders, shortest_cut)
+        found += _both_hops(pieces, member[parts.box], parts)
+    return found
+
+
+def _both_hops(pieces: Routes, member: Column, parts: Parts) -> list[Routes]:
+    """Return each part on its way to the one that passes it on, and from there to the others.
+
+    Args:
+        pieces: of which the parts are made.
+        member: for each part the pieces that are equal, of all who want it, int64 (parts, members).
+        parts: of these pieces.
+    """
+    row = np.arange(len(member))
+    first = _select(pieces, member[row, parts.member])
+    offset, shape = first.offset.copy(), first.shape.copy()
+    offset[row, parts.axis] += parts.begin
+    shape[row, parts.axis] = parts.size
+    others = [(parts.member + turn) % member.shape[1] for turn in range(1, member.shape[1])]
+    targets = [pieces.target[member[row, other]] for other in others]
+    onwards = [Routes(np.ones_like(first.hop), first.target, target, offset, shape) for target in targets]
+    return [Routes(first.hop, first.source, first.target, offset, shape), *onwards]
+
+
+def _in_time(transfers: Transfers) -> Transfers:
+    """Return transfers of which a rank's own copies out of its target shards come after what those shards get."""
+    own = (transfers.from_rank == transfers.to_rank) & (transfers.hop > 0)
+    if not own.any():
+        return transfers
+    late = np.isin(transfers.source, transfers.target[(transfers.hop == 1) & ~own])
+    later = replace(transfers, hop=np.where(own & late, 2, transfers.hop))
+    order = np.argsort(later.hop, kind="stable")
+    return select_transfers(later, order)
+
+
+def _select(routes: Routes, rows: Column) -> Routes:
+    """Return the given rows, in the order given."""
+    return Routes(*(getattr(routes, name)[rows] for name in Routes.__slots__))

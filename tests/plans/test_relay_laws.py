@@ -1,0 +1,273 @@
+"""Relays: what several ranks want leaves the sources once, and every rank gets what it got."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import shardtree
+from shardtree.errors import MetadataError
+from shardtree.layouts import Mesh, PartitionSpec, ShardColumns, TensorKind, join_columns, mesh_columns, shard_columns
+from shardtree.mapping import ShardedTensor
+from shardtree.plans import ReshardPlan, Transfers, plan_reshard, relayed
+from shardtree.plans.resharding._transfers import Routes, as_transfers
+from shardtree.testing import check_relayed, check_schedule, cut, layouts
+
+SHAPES = st.sampled_from([(), (0,), (7,), (4, 6), (3, 2, 4)])
+
+
+@st.composite
+def reshards(draw: st.DrawFn) -> ReshardPlan:
+    """Plans between layouts of every kind, on the same ranks or between two groups; often there are replicas."""
+    shape, dtype = draw(SHAPES), draw(st.sampled_from([torch.int8, torch.float64]))
+    columns, shift = [], draw(st.sampled_from([0, 2, 6]))
+    for first in (0, shift):
+        layout = draw(layouts(shape, draw(st.integers(1, 6))))
+        whole = torch.zeros(shape, dtype=dtype)
+        shards = [shard_columns(cut(layout, "w", whole, rank), first + rank) for rank in range(layout.ranks)]
+        columns.append(join_columns(shards))
+    return plan_reshard(*columns, shortest_cut=draw(st.sampled_from([1, 10**6])))
+
+
+@given(plan=reshards(), shortest=st.sampled_from([1, 16, 4096]))
+def test_what_several_want_leaves_the_sources_once_and_all_get_what_they_got(plan: ReshardPlan, shortest: int) -> None:
+    passed_on = relayed(plan, shortest_cut=shortest)
+    check_relayed(plan, passed_on, shortest_cut=shortest)
+    assert passed_on.check() == ()
+    check_schedule(passed_on, passed_on.schedule(max_bytes_in_flight=64))
+
+
+@given(plan=reshards())
+def test_a_plan_with_relays_has_nothing_more_to_pass_on(plan: ReshardPlan) -> None:
+    check_nothing_to_pass_on(relayed(plan, shortest_cut=1))
+
+
+def check_nothing_to_pass_on(plan: ReshardPlan) -> None:
+    again = relayed(plan, shortest_cut=1).transfers
+    assert len(again) == len(plan.transfers), "something was passed on"
+    assert all((getattr(again, name) == getattr(plan.transfers, name)).all() for name in Transfers.__slots__)
+
+
+def test_the_law_catches_relays_of_a_plan_without() -> None:
+    with pytest.raises(AssertionError, match="something was passed on"):
+        check_nothing_to_pass_on(broadcast())
+
+
+def columns_of(mesh: Mesh, spec: PartitionSpec, shape: tuple[int, ...] = (64, 64)) -> ShardColumns:
+    return mesh_columns({"w": TensorKind(torch.float32, shape, 0)}, mesh, {"w": spec})
+
+
+def engines() -> ReshardPlan:
+    """Trainers of TP4 by DP4 give weights to four engines of TP4."""
+    spec = PartitionSpec("tp")
+    trainers, others = Mesh(dp=4, tp=4), Mesh(engine=4, tp=4).on_ranks(range(16, 32))
+    return plan_reshard(columns_of(trainers, spec), columns_of(others, spec))
+
+
+def test_weights_leave_trainers_once_for_four_engines() -> None:
+    size, plan, trainers = 64 * 64 * 4, engines(), range(16)
+    assert (plan.bytes_moved, plan.leaving(trainers)) == (4 * size, 4 * size)
+    assert max(plan.sent.values()) == max(plan.received.values()) == size // 4
+    passed_on = relayed(plan, shortest_cut=1)
+    check_relayed(plan, passed_on)
+    assert (passed_on.bytes_moved, passed_on.leaving(trainers)) == (4 * size, size)
+    assert {passed_on.sent[rank] for rank in trainers} == {size // 16}
+    assert {passed_on.received[rank] for rank in range(16, 32)} == {size // 4}
+    # Of its quarter each engine's rank gets a quarter from the trainers, and passes that on to three others.
+    assert {passed_on.sent[rank] for rank in range(16, 32)} == {3 * size // 16}
+
+
+def many_for_several(ranks: int, engines: int, parts: int) -> ReshardPlan:
+    """Ranks that have columns give them to engines, each of which is cut into rows over so many ranks."""
+    kinds = {f"w{number}": TensorKind(torch.bfloat16, (420, 24), 0) for number in range(40)}
+    sources = mesh_columns(kinds, Mesh(tp=ranks), dict.fromkeys(kinds, PartitionSpec(None, "tp")))
+    mesh = Mesh(engine=engines, tp=parts).on_ranks(range(ranks, ranks + engines * parts))
+    return relayed(plan_reshard(sources, mesh_columns(kinds, mesh, dict.fromkeys(kinds, PartitionSpec("tp")))))
+
+
+@pytest.mark.parametrize(("ranks", "engines", "parts"), [(1, 8, 1), (6, 5, 7), (8, 2, 8), (4, 4, 1)])
+def test_what_comes_is_passed_on_before_all_of_it_is_there(ranks: int, engines: int, parts: int) -> None:
+    passed_on = many_for_several(ranks, engines, parts)
+    load = max(passed_on.sent[rank] + passed_on.received[rank] for rank in passed_on.ranks)
+    schedule = passed_on.schedule(max_bytes_in_flight=load // 20)
+    assert schedule.steps <= 21 * 1.2
+    waiting = replace(passed_on.transfers, hop=passed_on.transfers.hop * 2)  # as if it weren't known what is passed on
+    later = replace(passed_on, transfers=waiting).schedule(max_bytes_in_flight=load // 20)
+    assert later.steps >= schedule.steps
+
+
+@pytest.mark.parametrize("room", [48, 100, 500])
+def test_nothing_is_passed_on_before_it_came(room: int) -> None:
+    kinds = {f"w{number}": TensorKind(torch.float32, (6,), 0) for number in range(24)}
+    specs = dict.fromkeys(kinds, PartitionSpec())
+    one, other = (mesh_columns(kinds, mesh, specs) for mesh in (Mesh(), Mesh(dp=3).on_ranks(range(1, 4))))
+    passed_on = relayed(plan_reshard(one, other), shortest_cut=1)
+    check_schedule(passed_on, passed_on.schedule(max_bytes_in_flight=room))
+    check_schedule(in_halves(passed_on), in_halves(passed_on).schedule(max_bytes_in_flight=room))
+
+
+def in_halves(plan: ReshardPlan) -> ReshardPlan:
+    """Return a plan with what is passed on cut in two, so that it isn't what came, box by box."""
+    every = plan.transfers
+    later = np.flatnonzero(every.hop == 1)
+    rows, second = np.concatenate([np.arange(len(every)), later]), np.arange(len(every) + later.size) >= len(every)
+    shape, offset = every.shape[rows].copy(), every.offset[rows].copy()
+    half = shape[:, -1] // 2
+    begin = np.where(second, half, 0)
+    shape[:, -1] = np.where(second, shape[:, -1] - half, np.where(every.hop[rows] == 1, half, shape[:, -1]))
+    offset[:, -1] += begin
+    changed = {name: getattr(every, name)[rows] for name in Transfers.__slots__}
+    changed |= {"shape": shape, "offset": offset, "nbytes": shape.prod(axis=1) * 4}
+    changed |= {name: changed[name] + begin for name in ("source_element", "target_element")}
+    order = np.argsort(changed["hop"], kind="stable")
+    return replace(plan, transfers=Transfers(**{name: column[order] for name, column in changed.items()}))
+
+
+def test_each_of_several_senders_sends_its_share() -> None:
+    kinds = {name: TensorKind(torch.float32, (8, 4), 0) for name in ("v", "w")}
+    specs = dict.fromkeys(kinds, PartitionSpec())
+    source, target = (mesh_columns(kinds, mesh, specs) for mesh in (Mesh(dp=2), Mesh(dp=2).on_ranks([2, 3])))
+    # Of v rank 2 would get all from rank 0 and rank 3 from rank 1, of w the other way round.
+    row, whole = np.arange(4), np.full((4, 2), [8, 4])
+    routes = Routes(row * 0, np.array([0, 1, 3, 2]), row, whole * 0, whole)
+    plan = ReshardPlan(source, target, as_transfers(source, target, routes))
+    passed_on = relayed(plan, shortest_cut=1)
+    check_relayed(plan, passed_on)
+    assert (plan.sent, passed_on.sent) == ({0: 256, 1: 256, 2: 0, 3: 0}, dict.fromkeys(range(4), 128))
+
+
+def split_off_one(plan: ReshardPlan) -> Transfers:
+    """Return a plan's transfers, what is passed on to the last rank coming from a source again."""
+    every = plan.transfers
+    first = int(np.flatnonzero(every.hop == 0)[0])
+    row = int(np.flatnonzero(every.hop == 1)[-1])
+    names = ("hop", "source", "from_rank", "source_element", "source_stride")
+    changed = {name: getattr(every, name).copy() for name in names}
+    for column in changed.values():
+        column[row] = column[first]
+    return replace(every, **changed)
+
+
+def one_relay_for_all(plan: ReshardPlan) -> Transfers:
+    """Return transfers in which one rank gets everything from the sources, and passes it on."""
+    every = plan.transfers
+    rows = np.flatnonzero(every.to_rank == every.to_rank[0])
+    sources = plan.source
+    kept = {name: getattr(every, name)[rows] for name in Transfers.__slots__}
+    kept |= {"hop": rows * 0, "source": rows * 0, "from_rank": np.full(rows.size, int(sources.rank[0]))}
+    kept |= {"source_element": kept["target_element"], "source_stride": kept["target_stride"]}
+    others = [
+        kept
+        | {"hop": rows * 0 + 1, "source": kept["target"], "target": rows * 0 + target, "from_rank": kept["to_rank"]}
+        | {"to_rank": np.full(rows.size, int(plan.target.rank[target]))}
+        for target in range(len(plan.target))
+        if plan.target.rank[target] != every.to_rank[0]
+    ]
+    return Transfers(**{name: np.concatenate([part[name] for part in [kept, *others]]) for name in Transfers.__slots__})
+
+
+def one_transfer_lost(plan: ReshardPlan) -> Transfers:
+    return Transfers(*(getattr(plan.transfers, name)[:-1] for name in Transfers.__slots__))
+
+
+def broadcast(ranks: int = 4, shape: tuple[int, ...] = (12, 5)) -> ReshardPlan:
+    others = Mesh(dp=ranks).on_ranks(range(1, ranks + 1))
+    return plan_reshard(columns_of(Mesh(), PartitionSpec(), shape), columns_of(others, PartitionSpec(), shape))
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (split_off_one, "leaves the sources 2 times"),
+        (one_relay_for_all, "from the sources"),
+        (one_transfer_lost, "bytes move"),
+    ],
+)
+def test_the_law_of_relays_catches(fault: Callable[[ReshardPlan], Transfers], message: str) -> None:
+    plan = broadcast()
+    passed_on = relayed(plan, shortest_cut=1)
+    check_relayed(plan, passed_on)
+    with pytest.raises(AssertionError, match=message):
+        check_relayed(plan, replace(passed_on, transfers=fault(passed_on)))
+
+
+def test_the_law_of_schedules_catches_what_is_passed_on_from_the_wrong_place() -> None:
+    passed_on = relayed(broadcast(), shortest_cut=1)
+    begin = np.where(passed_on.transfers.hop == 1, 0, passed_on.transfers.source_element)
+    wrong = replace(passed_on, transfers=replace(passed_on.transfers, source_element=begin))
+    with pytest.raises(AssertionError, match="of target shard"):
+        check_schedule(wrong, wrong.schedule(max_bytes_in_flight=10**6))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_parts_of_one_box_differ_by_one_row(ranks: int) -> None:
+    passed_on = relayed(broadcast(ranks, (16, 3)), shortest_cut=1)
+    first = passed_on.transfers.hop == 0
+    parts = np.bincount(passed_on.transfers.to_rank[first], passed_on.transfers.nbytes[first])[1:]
+    assert parts.sum() == 16 * 3 * 4 and parts.max() - parts.min() <= 3 * 4
+
+
+def test_uneven_parts_of_many_boxes_make_up_for_each_other() -> None:
+    kinds = {f"w{number:02}": TensorKind(torch.float32, (7,), 0) for number in range(40)}
+    one = mesh_columns(kinds, Mesh(tp=40), {key: PartitionSpec(at={"tp": n}) for n, key in enumerate(kinds)})
+    others = mesh_columns(kinds, Mesh(dp=3).on_ranks(range(40, 43)), dict.fromkeys(kinds, PartitionSpec()))
+    passed_on = relayed(plan_reshard(one, others), shortest_cut=1)  # each box has a sender of its own, and 7 elements
+    first = passed_on.transfers.hop == 0
+    parts = np.bincount(passed_on.transfers.to_rank[first], passed_on.transfers.nbytes[first])[40:]
+    assert parts.sum() == 40 * 28 and parts.max() - parts.min() <= 4
+
+
+def test_small_tensors_are_not_cut() -> None:
+    kinds = {f"norm{number}": TensorKind(torch.float32, (10,), 0) for number in range(8)}
+    specs = dict.fromkeys(kinds, PartitionSpec())
+    one, other = (mesh_columns(kinds, mesh, specs) for mesh in (Mesh(), Mesh(dp=4).on_ranks(range(1, 5))))
+    passed_on = relayed(plan_reshard(one, other))
+    assert len(passed_on.transfers) == 8 * 4
+    first = passed_on.transfers.hop == 0
+    assert np.bincount(passed_on.transfers.to_rank[first]).tolist() == [0, 2, 2, 2, 2]
+
+
+def stretch(rank: int, start: int, stop: int, main: bool = True) -> dict[str, ShardedTensor]:
+    shard = ShardedTensor("w", torch.zeros(stop - start), torch.float32, (stop - start,), (12,), (start,), None, rank)
+    return {"w": replace(shard, replica_id=0 if main else 1)}
+
+
+def test_of_boxes_that_overlap_what_they_have_in_common_crosses_once() -> None:
+    target = {1: stretch(1, 0, 8), 2: stretch(2, 4, 12, main=False)}
+    plan = plan_reshard({0: stretch(0, 0, 12)}, target)
+    passed_on = relayed(plan, shortest_cut=1)
+    check_relayed(plan, passed_on)
+    assert (plan.leaving([0]), passed_on.leaving([0])) == (64, 48)
+    assert passed_on.links == {(0, 1): 24, (0, 2): 24, (1, 2): 8, (2, 1): 8}
+
+
+def test_a_second_shard_of_a_rank_is_copied_after_all_has_come() -> None:
+    twice = [stretch(1, 0, 12)["w"], stretch(1, 0, 12, main=False)["w"]]
+    plan = plan_reshard({0: stretch(0, 0, 12)}, {1: twice, 2: stretch(2, 0, 12, main=False)})
+    passed_on = relayed(plan, shortest_cut=1)
+    assert passed_on.transfers.hop.max() == 2 and passed_on.check() == ()
+    check_schedule(passed_on, passed_on.schedule(max_bytes_in_flight=16))
+    early = replace(passed_on, transfers=replace(passed_on.transfers, hop=np.minimum(passed_on.transfers.hop, 1)))
+    assert "comes from a shard that doesn't have it by then" in str(early.check()[0])
+
+
+def test_a_rank_that_holds_it_already_takes_no_part() -> None:
+    rows = columns_of(Mesh(dp=2, tp=2), PartitionSpec("tp"))
+    plan = plan_reshard(rows, columns_of(Mesh(tp=2, dp=2), PartitionSpec("tp")))
+    passed_on = relayed(plan)
+    assert all(
+        (getattr(plan.transfers, name) == getattr(passed_on.transfers, name)).all() for name in ("hop", "source")
+    )
+
+
+def test_a_shortest_cut_that_is_no_number_is_refused() -> None:
+    fraction: Any = 0.5
+    with pytest.raises(MetadataError, match="shortest_cut"):
+        shardtree.relayed(broadcast(), shortest_cut=fraction)

@@ -1,0 +1,232 @@
+"""Resharding plans: what they say and print, and what they refuse."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import shardtree as st
+from shardtree import Mesh, PartitionSpec
+from shardtree.layouts import ShardColumns, select_rows
+from shardtree.testing import check_reshard_plan
+from tests.plans.reshard_layouts import mesh_layout
+
+ROWS, COLUMNS = PartitionSpec("tp"), PartitionSpec(None, "tp")
+COLUMNS_OF_ALL = {"w": COLUMNS, "b": ROWS}
+
+
+def shard(key: str, data: torch.Tensor, *offsets: tuple[int, int, int], replica: int = 0) -> st.ShardedTensor:
+    return st.ShardedTensor.from_rank_offsets(key, data, *offsets, replica_id=replica)
+
+
+def test_a_plan_prints_as_a_table() -> None:
+    plan = st.plan_reshard(mesh_layout(Mesh(tp=2), ROWS), mesh_layout(Mesh(tp=2), COLUMNS))
+    assert str(plan).splitlines() == [
+        "4 transfers of 1 tensor: 4.6 kB move (at least 4.6 kB must), 4.6 kB stay",
+        "rank   sends    gets   keeps",
+        "   0  2.3 kB  2.3 kB  2.3 kB",
+        "   1  2.3 kB  2.3 kB  2.3 kB",
+        " all  4.6 kB  4.6 kB  4.6 kB",
+        "2 links: 0 → 1 2.3 kB, 1 → 0 2.3 kB",
+    ]
+
+
+def test_many_ranks_print_as_a_few_lines() -> None:
+    plan = st.plan_reshard(mesh_layout(Mesh(tp=48), ROWS), mesh_layout(Mesh(tp=48), COLUMNS))
+    assert len(str(plan).splitlines()) == 37 and "and 16 more" in str(plan)
+    assert len(str(plan.explain("w")).splitlines()) == 43
+
+
+def test_a_plan_explains_where_a_tensor_comes_from() -> None:
+    plan = st.plan_reshard(mesh_layout(Mesh(tp=2), ROWS, (4, 4)), mesh_layout(Mesh(tp=2), COLUMNS, (4, 4)))
+    assert str(plan.explain("w")).splitlines() == [
+        "'w' (4, 4) float32: 32 B move, 32 B stay",
+        "rank        gets  bytes    from",
+        "   0  [0:2, 0:2]   16 B  itself",
+        "   0  [2:4, 0:2]   16 B  rank 1",
+        "   1  [0:2, 2:4]   16 B  rank 0",
+        "   1  [2:4, 2:4]   16 B  itself",
+    ]
+    assert plan.explain("w").origins[1] == st.Origin(0, 1, (slice(2, 4), slice(0, 2)), 16, 0)
+
+
+def moves(plan: st.ReshardPlan) -> list[list[object]]:
+    """Return all of a plan but the rows of the source, which columns may have in another order than trees."""
+    names = [field.name for field in fields(plan.transfers) if field.name != "source"]
+    return [getattr(plan.transfers, name).tolist() for name in names]
+
+
+def test_metadata_is_planned_as_trees_are() -> None:
+    whole = {"w": torch.zeros(8, 6), "b": torch.zeros(6)}
+    specs = {"w": ROWS, "b": PartitionSpec()}
+    source, target = st.shard(whole, Mesh(dp=2, tp=4), specs), st.abstract(whole, Mesh(tp=3), COLUMNS_OF_ALL)
+    expected = moves(st.plan_reshard(source, target))
+    for described in (
+        [st.without_data(tree) for tree in source],
+        [st.extract_metadata(tree) for tree in source],
+        st.abstract(whole, Mesh(dp=2, tp=4), specs),
+        st.layout_of(whole, Mesh(dp=2, tp=4), specs),
+    ):
+        assert moves(st.plan_reshard(described, target)) == expected
+
+
+def test_a_checkpoint_is_planned_against_by_its_metadata(tmp_path: Path) -> None:
+    whole = {"w": torch.zeros(8, 6), "rng": st.ShardedObject("rng", 1, (1,), (0,))}
+    st.save(st.shard_at(whole, Mesh(tp=1), ROWS, 0), tmp_path / "ck")
+    stored = st.load_tensors_metadata(tmp_path / "ck")
+    target = st.abstract(stored, Mesh(tp=2), COLUMNS)
+    for metadata in (stored, st.load_sharded_metadata(tmp_path / "ck")):
+        plan = st.plan_reshard({2: metadata}, target)
+        assert plan.links == {(2, 0): 96, (2, 1): 96} and plan.check() == ()
+
+
+def test_scalars_and_empty_shards_are_planned_too() -> None:
+    source = [{"s": shard("s", torch.tensor(1.0)), "e": shard("e", torch.zeros(0, 3))}]
+    plan = st.plan_reshard(source, {0: source[0], 3: source[0]})
+    check_reshard_plan(plan)
+    assert (plan.bytes_moved, plan.bytes_kept, plan.links) == (4, 4, {(0, 3): 4})
+    assert plan.explain("s").origins[1].box == () and plan.explain("e").origins == ()
+
+
+def test_nothing_at_all_is_planned_too() -> None:
+    plan = st.plan_reshard([{"w": shard("w", torch.zeros(2))}], [{}])
+    assert (len(plan.transfers), plan.bytes_moved, plan.lower_bound, plan.check()) == (0, 0, 0, ())
+    assert "0 transfers of 0 tensors" in str(plan)
+
+
+def test_what_a_rank_wants_twice_it_gets_once() -> None:
+    whole = shard("w", torch.zeros(6))
+    plan = st.plan_reshard({0: [whole]}, {1: [shard("w", torch.zeros(3), (0, 1, 2)), whole]})
+    check_reshard_plan(plan)
+    assert plan.bytes_moved == 24 and plan.transfers.hop.tolist().count(1) == 1
+
+
+def test_a_replica_that_is_cut_otherwise_is_a_ranks_own() -> None:
+    halves = [[shard("w", torch.zeros(6), (0, rank, 2))] for rank in range(2)]
+    third = shard("w", torch.zeros(4), (0, 1, 3), replica=1)
+    plan = st.plan_reshard([*halves, [third]], {2: [third]})
+    check_reshard_plan(plan)
+    assert plan.bytes_moved == 0
+
+
+def test_ranks_without_main_replicas_are_enough() -> None:
+    plan = st.plan_reshard({3: [shard("w", torch.zeros(6), replica=1)]}, {4: [shard("w", torch.zeros(6))]})
+    check_reshard_plan(plan)
+    assert plan.links == {(3, 4): 24}
+
+
+def test_prepended_axes_make_no_difference() -> None:
+    layers = [st.ShardedTensor.from_rank_offsets("w", torch.zeros(4), (0, i, 2), prepend_axis_num=1) for i in range(2)]
+    plan = st.plan_reshard([layers], {1: [shard("w", torch.zeros(2, 4))]})
+    check_reshard_plan(plan)
+
+
+def test_a_box_is_cut_only_into_parts_that_are_worth_it() -> None:
+    whole, one = PartitionSpec(), Mesh(dp=1).on_ranks([9])
+    held, wanted = mesh_layout(Mesh(dp=4), whole), mesh_layout(one, whole)
+    assert len(st.plan_reshard(held, wanted).transfers) == 1
+    assert len(st.plan_reshard(held, wanted, shortest_cut=4000).transfers) == 2
+    assert len(st.plan_reshard(held, wanted, shortest_cut=1).transfers) == 4
+
+
+def test_small_tensors_are_dealt_to_all_who_have_them() -> None:
+    tree = {f"w{n}": shard(f"w{n}", torch.zeros(4)) for n in range(10)}
+    copy = {f"w{n}": shard(f"w{n}", torch.zeros(4), replica=1) for n in range(10)}
+    assert st.plan_reshard([tree, copy], {7: tree}).sent == {0: 80, 1: 80, 7: 0}
+
+
+def test_a_problem_is_told_by_key_ranks_and_box() -> None:
+    plan = st.plan_reshard(mesh_layout(Mesh(tp=2), ROWS, (4, 4)), mesh_layout(Mesh(tp=2), COLUMNS, (4, 4)))
+    lost = {each.name: getattr(plan.transfers, each.name)[1:] for each in fields(plan.transfers)}
+    (problem,) = replace(plan, transfers=replace(plan.transfers, **lost)).check()
+    assert str(problem) == "'w' (rank 0): shard 0, [0:4, 0:2]: 4 elements are written, of 8"
+    assert problem.box == (slice(0, 4), slice(0, 2))
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "words"),
+    [
+        ([{}], [[shard("w", torch.zeros(2))]], "not in the source\n  'w'"),
+        ([[shard("h.wieght", torch.zeros(2))]], [[shard("h.weight", torch.zeros(2))]], "did you mean 'h.wieght'"),
+        (
+            [[shard("w", torch.zeros(3))]],
+            [[shard("w", torch.zeros(2))]],
+            "source has (3,) float32, target asks for (2,)",
+        ),
+        ([[shard("w", torch.zeros(2).half())]], [[shard("w", torch.zeros(2))]], "source has (2,) float16"),
+        ([[shard("w", torch.zeros(2))] * 2], [[shard("w", torch.zeros(2))]], "more than one main replica"),
+        (
+            [[shard("w", torch.zeros(2), (0, 1, 2))]],
+            [[shard("w", torch.zeros(4))]],
+            "'w' (rank 0): [0:2] is held by no rank of the source (2 elements)",
+        ),
+        ({"w": shard("w", torch.zeros(2))}, [[]], "these aren't ranks"),
+    ],
+)
+def test_what_does_not_fit_is_refused(source: object, target: object, words: str) -> None:
+    with pytest.raises(st.CheckpointingException) as caught:
+        st.plan_reshard(source, target)  # type: ignore[arg-type]
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(("rows", "ranks"), [(2**33, 1), (2**28, 7)])
+def test_more_bytes_than_can_be_counted_are_refused(rows: int, ranks: int) -> None:
+    layouts = mesh_layout(Mesh(tp=2), ROWS, (rows, 2**31)), mesh_layout(Mesh(dp=ranks), PartitionSpec(), (rows, 2**31))
+    for one, other in (layouts, layouts[::-1]):
+        with pytest.raises(st.ShapeError, match=r"too large, together\n  'w' "):
+            st.plan_reshard(one, other)
+
+
+@pytest.mark.parametrize("shape", [(2**29, 2**29), (1, 2**58), (2**40, 3)])
+def test_what_can_be_counted_is_planned_exactly(shape: tuple[int, int]) -> None:
+    plan = st.plan_reshard(*(mesh_layout(Mesh(tp=4), spec, shape) for spec in (ROWS, COLUMNS)))
+    assert plan.check() == st.relayed(plan).check() == () and plan.bytes_moved == plan.lower_bound
+    assert plan.bytes_moved + plan.bytes_kept == 4 * shape[0] * shape[1]
+
+
+def test_a_schedule_prints_as_a_table_of_its_steps() -> None:
+    plan = st.plan_reshard(mesh_layout(Mesh(tp=2), ROWS), mesh_layout(Mesh(tp=2), COLUMNS))
+    assert str(plan.schedule(max_bytes_in_flight=3000)).splitlines() == [
+        "2 steps, 4 pieces: 4.6 kB move, of a rank at most 3.0 kB at once",
+        "step   moves  fullest rank",
+        "   0  3.0 kB   0 of 3.0 kB",
+        "   1  1.6 kB   0 of 1.6 kB",
+    ]
+    assert str(plan.schedule(max_bytes_in_flight=48)).splitlines()[-1] == "and 64 more"
+
+
+def test_an_unknown_key_is_refused_with_one_like_it() -> None:
+    plan = st.plan_reshard([[shard("h.weight", torch.zeros(2))]], [[shard("h.weight", torch.zeros(2))]])
+    with pytest.raises(st.KeyMismatch, match=r"Did you mean 'h\.weight'"):
+        plan.explain("h.wieght")
+
+
+def many(layout: ShardColumns, tensors: int) -> ShardColumns:
+    """Return a layout of so many tensors that each lie as one does."""
+    rows = np.tile(np.arange(len(layout)), tensors)
+    repeated = replace(
+        select_rows(layout, rows),
+        keys=tuple(f"layers.{number:06}.weight" for number in range(tensors)),
+        kinds=layout.kinds * tensors,
+        key=np.repeat(np.arange(tensors), len(layout)),
+    )
+    return select_rows(repeated, np.argsort(repeated.rank, kind="stable"))
+
+
+PAIRS = {
+    "rows to columns": (Mesh(tp=32), ROWS, Mesh(tp=32), COLUMNS, 1024),
+    "replicas to engines": (Mesh(dp=8, tp=8), ROWS, Mesh(dp=8, tp=8).on_ranks(range(64, 128)), COLUMNS, 512),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_hundred_thousand_chunk_pairs_move_no_more_than_they_must(name: str) -> None:
+    mesh, spec, other_mesh, other_spec, each = PAIRS[name]
+    shape, tensors = (4096, 4096), -(-100_000 // each)
+    source, target = (many(mesh_layout(*layout, shape), tensors) for layout in ((mesh, spec), (other_mesh, other_spec)))
+    plan = st.plan_reshard(source, target)
+    assert len(plan.transfers) >= 100_000 and plan.bytes_moved == plan.lower_bound
