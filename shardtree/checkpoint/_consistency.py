@@ -21,6 +21,7 @@ from ..layouts import (
 from ..mapping import ShardedObject, ShardedTensor
 from ..storage import digest
 from ..trees import without_holes
+from ._known_layout import KnownLayout, check_alike
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,21 +29,28 @@ class Description:
     """One rank's part of a layout, without data.
 
     Attributes:
-        columns: its tensor shards.
+        columns: its tensor shards; nothing where all ranks know them already.
         objects: its sharded objects.
         common: the hash of its common tree, None where that doesn't matter.
+        layout: the hash of all ranks' tensor shards, None where they aren't known.
     """
 
     columns: ShardColumns
     objects: ObjectColumns
     common: str | None = None
+    layout: str | None = None
 
 
 def describe(
-    tensors: Sequence[ShardedTensor], objects: Sequence[ShardedObject], rank: int, common: str | None = None
+    tensors: Sequence[ShardedTensor],
+    objects: Sequence[ShardedObject],
+    rank: int,
+    common: str | None = None,
+    known: KnownLayout | None = None,
 ) -> Description:
-    """Return what a rank tells the others about its shards."""
-    return Description(shard_columns(tensors, rank), object_columns(objects, rank), common)
+    """Return what a rank tells the others about its shards, without what they know."""
+    columns = shard_columns(tensors if known is None else (), rank)
+    return Description(columns, object_columns(objects, rank), common, None if known is None else known.digest)
 
 
 def common_digest(common: Any, *, allow_pickle: bool) -> str:
@@ -50,15 +58,26 @@ def common_digest(common: Any, *, allow_pickle: bool) -> str:
     return digest(encode_tree(without_holes(common), allow_pickle=allow_pickle))
 
 
-def check_together(descriptions: Sequence[Description]) -> ShardColumns:
+def check_together(
+    doing: str, descriptions: Sequence[Description], known: KnownLayout | None = None, *, tiling: bool = True
+) -> ShardColumns:
     """Return all ranks' shards, after checking that they fit together.
 
+    Args:
+        doing: "save" or "load".
+        descriptions: by rank.
+        known: the layout that this rank was given.
+        tiling: whether each element and object must have one main replica; else only given layouts are compared.
+
     Raises:
-        IntegrityError: ranks disagree about a tensor, an element or an object has no main replica, or more than one.
+        IntegrityError: ranks disagree about a tensor, an element or an object has no main replica, or more than one;
+            or the ranks were given different layouts.
     """
-    parts = [part.columns for part in descriptions]
-    raise_problems(sharding_problems(parts, [part.objects for part in descriptions]))
-    return join_columns(parts)
+    check_alike(doing, [part.layout for part in descriptions])
+    parts = [part.columns for part in descriptions] if known is None else [known.columns]
+    if tiling:
+        raise_problems(sharding_problems(parts, [part.objects for part in descriptions]))
+    return join_columns(parts) if known is None else known.columns
 
 
 def check_common(commons: Sequence[Any]) -> None:

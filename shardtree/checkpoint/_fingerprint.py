@@ -18,9 +18,8 @@ from ..fingerprints import (
     piece_total,
     replica_problems,
     shard_totals,
-    tensor_shards,
 )
-from ..layouts import ShardColumns, check_access, join_columns, select_rows, shard_columns
+from ..layouts import ShardColumns, check_access, join_columns, select_rows, shard_columns, tensor_shards
 from ..mapping import ShardedTensor
 from ..storage import Directory, Hashes, Storage, in_threads
 from ..strategies import Checkpoint, LoadOptions, Strategies, StrategyAction, default_strategies, stored_parts
@@ -109,7 +108,7 @@ def in_usual_threads(pieces: Iterable[Any]) -> Sequence[int]:
     return in_threads(piece_total, pieces)
 
 
-def _shards(tree: Any) -> tuple[ShardedTensor, ...]:
+def _shards(tree: Any) -> list[ShardedTensor]:
     if not isinstance(tree, (dict, list, tuple)):
         expected = "a dict, list or tuple of shards, or where a checkpoint is"
         raise TreeError(error_text("fingerprint: of what?", found=type(tree).__name__, expected=expected))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeGuard
 
 from ..errors import KeyMismatch, ShapeError, UnsupportedValue, error_text
-from ..layouts import TensorKind
+from ..layouts import OBJECT_RULES, Reshaped, TensorKind
 from ..mapping import ShardedTensor
 from ..plans import Gap, Misfit, Mismatch, Refused, Unexpected, convertible
 
@@ -17,7 +17,8 @@ def check_fit(problems: Sequence[Misfit]) -> None:
     Raises:
         KeyMismatch: something isn't stored.
         UnsupportedValue: all is stored, some in a way that can't be read here.
-        ShapeError: something is stored with another global shape or dtype, or not whole.
+        ShapeError: something is stored with another global shape or dtype, or not whole; objects of another shape
+            have no rule.
 
     Examples:
         >>> check_fit([Unexpected("decoder.bais", "decoder.bias")])
@@ -69,13 +70,18 @@ def _has_another_dtype(problem: Misfit) -> TypeGuard[Mismatch]:
     return isinstance(problem, Mismatch) and problem.stored.dtype != problem.asked.dtype
 
 
+def _is_reshaped(problem: Misfit) -> bool:
+    return isinstance(problem, Reshaped)
+
+
 def _is_gap(problem: Misfit) -> bool:
     return isinstance(problem, Gap)
 
 
 _FIXES: Sequence[tuple[Callable[[Misfit], bool], str]] = (
     (_is_unknown, "Leave out what isn't stored, or pass a strict mode that does, as 'log_unexpected'."),
-    (_is_object, "Ask for objects in the grid that was saved, which can't be resharded, or leave them out."),
+    (_is_object, "Ask for objects in the grid that was saved, or leave them out."),
+    (_is_reshaped, f"Name a rule in object_rules: {OBJECT_RULES}."),
     (_has_other_axes, "Load with as many axes as are stored, and reshape what is loaded."),
     (_has_another_shape, "Set allow_shape_mismatch on the shard of a padded tensor."),
     (_could_be_converted, "Pass cast=True to convert the stored dtype."),

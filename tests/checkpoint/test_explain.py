@@ -233,13 +233,15 @@ def test_all_problems_are_told_at_once_by_explain_and_load() -> None:
         "shape": whole("layers.1.weight", torch.zeros(5, 2000)),
         "dtype": whole("layers.0.weight", torch.zeros(4, 2000, dtype=torch.float16)),
         "grid": st.ShardedObject("rng", None, (3,), (0,)),
+        "object": st.ShardedObject("rnk", None, (2,), (0,)),
     }
     explanation = st.explain(target, FOLDER)
     assert not explanation.ok
     assert [(one.key, one.near) for one in explanation.unexpected] == [
         ("layers.0.wieght", None),
-        ("rng/shard_0_3", "rng/shard_0_2"),
+        ("rnk/shard_0_2", "rng/shard_0_2"),
     ]
+    assert explanation.reshaped == (st.Reshaped("rng", ((2,),), (3,)),)
     assert {one.key: (str(one.stored), str(one.asked)) for one in explanation.mismatches} == {
         "layers.0.weight": ("(4, 2000) float32", "(4, 2000) float16"),
         "layers.1.weight": ("(4, 2000) float32", "(5, 2000) float32"),

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import shardtree as st
-from shardtree.errors import CheckpointingException, CorruptCheckpoint, KeyMismatch
+from shardtree.errors import CheckpointingException, CorruptCheckpoint, ShapeError
 from shardtree.storage import MemoryStorage
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -190,9 +190,13 @@ def test_the_flat_ones_objects_and_common_state_are_those_that_were_saved():
     assert (loaded["iteration"], loaded["args"], loaded["lst"]) == (42, {"a": 1}, [1, {"a": 2}])
 
 
-def test_another_grid_of_objects_is_refused():
-    with pytest.raises(KeyMismatch, match="in the grid that was saved"):
-        st.load({"rng": st.ShardedObject("rng_state", None, (1, 1), (0, 0))}, FIXTURES / GPT[0])
+def test_another_grid_of_objects_needs_a_rule():
+    target = {"rng": st.ShardedObject("rng_state", None, (1, 1), (0, 0))}
+    with pytest.raises(ShapeError, match=r"'rng_state': of shape \(1, 2\), asked for in shape \(1, 1\)"):
+        st.load(target, FIXTURES / GPT[0])
+    found = st.load(target, FIXTURES / GPT[0], object_rules={"rng_state": st.replicate_cell((0, 1))})
+    both = [st.ShardedObject("rng_state", None, (1, 2), (0, rank)) for rank in range(2)]
+    assert not st.diff(found["rng"], st.load({"rng": both}, FIXTURES / GPT[0])["rng"][1])
 
 
 @pytest.mark.parametrize("name", TENSORS)

@@ -139,7 +139,7 @@ def test_the_fixtures_objects() -> None:
         "rng_state/shard_0.0_1.2": {"tp": 0},
         "rng_state/shard_0.1_1.2": {"tp": 1},
     }
-    with pytest.raises(KeyMismatch, match=r"rng_state/shard_0_2"):
+    with pytest.raises(ShapeError, match=r"'rng_state': of shape \(1, 2\), asked for in shape \(2,\)"):
         st.load([st.ShardedObject("rng_state", None, (2,), (0,))], FIXTURE, validate_access_integrity=False)
 
 
@@ -221,6 +221,11 @@ def test_objects_with_the_names_of_old_releases(tmp_path: Path) -> None:
     loaded = st.load({"rng": objects}, copy)
     assert loaded["rng"] == [{"tp": 0}, {"tp": 1}]
     assert {"rng_state/shard_0.0_1.2", "rng_state/shard_0.1_1.2"} <= set(st.open_checkpoint(copy))
+    fewer = [st.ShardedObject("rng_state", None, (1, 1), (0, 0))]
+    with pytest.raises(ShapeError, match=r"'rng_state': of shape \(1, 2\), asked for in shape \(1, 1\)"):
+        st.load({"rng": fewer}, copy)
+    rules = {"rng_state": st.replicate_cell((0, 1))}
+    assert st.load({"rng": fewer}, copy, object_rules=rules)["rng"] == [{"tp": 1}]
     st.convert(copy, tmp_path / "today", backend="torch_dist")
     assert st.load({"rng": objects}, tmp_path / "today")["rng"] == loaded["rng"]
     (copy / "rng_state" / "shard_0.0_1.pt").unlink()

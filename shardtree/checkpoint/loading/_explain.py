@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...layouts import join_columns
+from ...layouts import ObjectRule, join_columns
 from ...mapping import ShardedTensor
 from ...plans import Explanation, Gap, Misfit, RankReads, ReadCost, Unexpected, plan_exchange
 from ...storage import Directory, Verify
@@ -23,7 +23,8 @@ from .._dispatch import Choice, backend_of, sharded_backend
 from .._open import open_at, sharded_metadata, stored_keys, stored_kinds
 from ._cast import by_dtype, columns_of, common_rounds
 from ._exchange import Exchange, exchanges
-from ._fit import Kinds, prospect, unexpected_objects
+from ._fit import Kinds, prospect
+from ._objects import fit_objects, objects_metadata
 from ._taken_apart import Target, take_apart
 
 Shards = Sequence[ShardedTensor]
@@ -35,6 +36,7 @@ def explain(
     sharded_strategy: Choice = None,
     *,
     cast: bool = False,
+    object_rules: Mapping[str, ObjectRule] | None = None,
     verify: Verify = "whole",
     strategies: Strategies = default_strategies,
 ) -> Explanation:
@@ -48,6 +50,7 @@ def explain(
         checkpoint_dir: where the checkpoint is.
         sharded_strategy: as in `load`. Of a function, nobody knows what it reads.
         cast: whether dtypes would be converted.
+        object_rules: for objects in another shape, as in `load`.
         verify: which blocks would be checked against their hashes.
         strategies: the dispatch table.
 
@@ -74,7 +77,7 @@ def explain(
            0       1        0        0 B   0 B       1.00       0      0
     """
     checkpoint = open_at(checkpoint_dir, one_process(), LoadOptions(verify), strategies)
-    asking = _Asking(checkpoint, sharded_strategy, strategies, cast)
+    asking = _Asking(checkpoint, sharded_strategy, strategies, cast, object_rules)
     return _explanation(asking, [take_apart(sharded_state_dict)], passes_on=False)
 
 
@@ -84,6 +87,7 @@ def explain_ranks(
     sharded_strategy: Choice = None,
     *,
     cast: bool = False,
+    object_rules: Mapping[str, ObjectRule] | None = None,
     exchange: Exchange = "auto",
     verify: Verify = "whole",
     strategies: Strategies = default_strategies,
@@ -95,6 +99,7 @@ def explain_ranks(
         checkpoint_dir: where the checkpoint is.
         sharded_strategy: as in `load`.
         cast: whether dtypes would be converted.
+        object_rules: for objects in another shape, as in `load`.
         exchange: whether ranks that want the same shard would read it once between them, as in `load`.
         verify: which blocks would be checked against their hashes.
         strategies: the dispatch table.
@@ -115,7 +120,7 @@ def explain_ranks(
         (True, [32, 32, 32], 2.5)
     """
     checkpoint = open_at(checkpoint_dir, one_process(), LoadOptions(verify), strategies)
-    asking = _Asking(checkpoint, sharded_strategy, strategies, cast)
+    asking = _Asking(checkpoint, sharded_strategy, strategies, cast, object_rules)
     passes_on = exchanges(exchange, checkpoint.storage, len(sharded_state_dicts))
     return _explanation(asking, [take_apart(tree) for tree in sharded_state_dicts], passes_on=passes_on)
 
@@ -126,6 +131,7 @@ class _Asking:
     choice: Choice
     strategies: Strategies
     cast: bool
+    rules: Mapping[str, ObjectRule] | None
 
 
 def _explanation(asking: _Asking, targets: Sequence[Target], *, passes_on: bool) -> Explanation:
@@ -133,8 +139,10 @@ def _explanation(asking: _Asking, targets: Sequence[Target], *, passes_on: bool)
     listing = None if callable(choice) else choice  # a function that loads shards isn't one that lists them
     metadata = sharded_metadata(checkpoint, listing, None, strategies)
     found = [prospect(checkpoint, target, choice, strategies, cast=asking.cast) for target in targets]
-    absent = (unexpected_objects(checkpoint, target.objects, metadata, choice, strategies) for target in targets)
-    problems = _each_once([*(one.problems for one in found), *absent])
+    holding = objects_metadata(checkpoint, metadata, choice, strategies)
+    asked = {leaf.key for target in targets for leaf in (*target.tensors, *target.objects)}
+    objects = (fit_objects(target.objects, holding, asking.rules, asked) for target in targets)
+    problems = _each_once([*(one.problems for one in found), *(one.problems for one in objects)])
     kinds = stored_kinds(metadata, sorted({shard.key for target in targets for shard in target.tensors}))
     fit = [_fitting(target.tensors, problems, kinds) for target in targets]
     costs = [None if one.cost is None else one.cost() for one in found]
@@ -142,7 +150,6 @@ def _explanation(asking: _Asking, targets: Sequence[Target], *, passes_on: bool)
         costs = [_sum_of_costs(asking, parts) for parts in zip(*_groups(fit, kinds, passes_on=passes_on), strict=True)]
     rows = zip(targets, costs, strict=True)
     reads = (RankReads(rank, len(one.tensors), len(one.objects), cost) for rank, (one, cost) in enumerate(rows))
-    asked = {leaf.key for target in targets for leaf in (*target.tensors, *target.objects)}
     return Explanation(tuple(sorted(stored_keys(metadata) - asked)), problems, tuple(reads))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -10,20 +10,21 @@ from typing import Any
 import torch
 
 from ...errors import UnsafeFile, UnsupportedValue
+from ...layouts import ObjectRule, ShardColumns
 from ...mapping import LocalNonpersistentObject
 from ...storage import Directory, ReadReport, Verify
 from ...strategies import Checkpoint, LoadOptions, Strategies, default_strategies
-from ...trees import HOLE, join
+from ...trees import HOLE, join_loaded, told_of_depth
 from ...world import World, agree, current_world, gather
 from .._consistency import check_together, describe
 from .._dispatch import Choice
+from .._known_layout import KnownLayout, known_layout
 from .._open import load_common, load_tensors_metadata, open_together, sharded_metadata, stored_keys
-from ..saving._prepare import holds_only_holes
 from ._exchange import Exchange
 from ._fit import check_target
 from ._read import Reading, read_leaves
 from ._strict import StrictHandling, looks_beforehand, needs_all_ranks, parse_strict, report_keys, returns_keys
-from ._taken_apart import Target, is_sharded, left_out, take_apart, told_of_depth
+from ._taken_apart import Target, is_sharded, left_out, take_apart
 
 
 def load(
@@ -38,12 +39,14 @@ def load(
     donate: bool = False,
     cast: bool = False,
     exchange: Exchange = "auto",
+    object_rules: Mapping[str, ObjectRule] | None = None,
     verify: Verify = "whole",
     allow_pickle: bool = False,
     types: tuple[type, ...] = (),
     strategies: Strategies = default_strategies,
     progress: Callable[[int], None] | None = None,
     report: Callable[[ReadReport], None] | None = None,
+    layout: ShardColumns | None = None,
 ) -> Any:
     """Return the stored common state joined by the loaded target; every rank of the world calls it with its own target.
 
@@ -65,6 +68,9 @@ def load(
             fraction, an imaginary part or an integer that doesn't fit is an error. Without, another dtype is one.
         exchange: whether ranks that want the same shard read it once between them and pass it on: "always", "never",
             or "auto", which does so where storage is remote.
+        object_rules: what becomes of arrays of objects that are stored in another shape than the target's, by patterns
+            of keys (``*`` stands for one part between dots, ``**`` for any number); the first that fits a key counts.
+            Without a rule, another shape is an error.
         verify: which blocks are checked against their hashes: "whole" those that are read whole or nearly (at most
             64 KiB missing), and in files of at most 4 MiB all that are touched; "all" touched; or none (None).
         allow_pickle: whether pickled values may be unpickled, which can run any code.
@@ -73,6 +79,8 @@ def load(
         strategies: the dispatch table.
         progress: is told, now and then, how many bytes this rank read since the last time.
         report: is given what this rank read, once.
+        layout: the tensor shards that all ranks ask for, as every rank computed them by itself from a mesh and specs,
+            or from DTensors: then no layouts are exchanged, only a hash of this one, which is checked in any case.
 
     Returns:
         The tree; with a strict mode that returns keys, ``(tree, missing, unexpected)``.
@@ -80,10 +88,12 @@ def load(
     Raises:
         NotACheckpoint: there is none.
         KeyMismatch: the checkpoint lacks what the target asks for.
-        TreeError: the target doesn't fit the common state, or is too deep.
-        UnsupportedValue: a shard is hidden in a value of the target that isn't entered.
+        TreeError: the target doesn't fit the common state, or is too deep; a rule for objects fits no key.
+        UnsupportedValue: a shard is hidden in a value of the target that isn't entered; a rule can't handle an object.
         ShapeError: a tensor's global shape or dtype differs, the checkpoint doesn't cover the target, a stored value
-            can't be converted, or donated tensors share memory.
+            can't be converted, donated tensors share memory, or objects of another shape have no rule.
+        IntegrityError: elements don't have one main replica each, or `layout` isn't what the ranks ask for, or not the
+            same on all.
         CorruptCheckpoint: stored bytes aren't what was saved.
         UnsafeFile: it holds pickled values, and `allow_pickle` isn't given.
         RemoteError: another rank failed.
@@ -103,18 +113,15 @@ def load(
     options = LoadOptions(verify, allow_pickle, types, progress or LoadOptions().progress)
     mode = agree(ranks, "load: options", partial(parse_strict, strict))
     checkpoint = open_together(checkpoint_dir, ranks, options, strategies)
-    target = agree(ranks, "load: prepare", partial(take_apart, sharded_state_dict))
-    if validate_access_integrity:
-        descriptions = gather(
-            ranks, "load: describe target", lambda: describe(target.tensors, target.objects, ranks.rank)
-        )
-        agree(ranks, "load: check integrity", partial(check_together, descriptions))
+    target, known = agree(ranks, "load: prepare", partial(_prepared, sharded_state_dict, layout, ranks))
+    if validate_access_integrity or layout is not None:
+        _check_targets(ranks, target, known, tiling=validate_access_integrity)
     choices = (sharded_strategy, common_strategy, strategies)
-    missing, unexpected = _compare_keys(ranks, checkpoint, target, mode, choices)
+    missing, unexpected = _compare_keys(ranks, checkpoint, target, known, mode, choices)
     target = agree(ranks, "load: leave out", partial(left_out, target, sharded_state_dict, unexpected))
     fitting = partial(check_target, checkpoint, target, sharded_strategy, strategies, cast=cast)
-    kinds = agree(ranks, "load: check the target", fitting)
-    reading = Reading(checkpoint, sharded_strategy, strategies, donate, exchange, kinds)
+    kinds, objects = agree(ranks, "load: check the target", partial(fitting, rules=object_rules, left_out=unexpected))
+    reading = Reading(checkpoint, sharded_strategy, strategies, donate, exchange, kinds, objects, known=known)
     common = agree(ranks, "load: common state", partial(_common, checkpoint, target, choices))
     loaded, read = read_leaves(reading, target.leaves)
     tree = agree(ranks, "load: join", partial(_joined, common, target, loaded))
@@ -125,8 +132,24 @@ def load(
 Choices = tuple[Choice, Choice, Strategies]
 
 
+def _prepared(tree: Any, layout: ShardColumns | None, world: World) -> tuple[Target, KnownLayout | None]:
+    target = take_apart(tree)
+    return target, known_layout("load", layout, target.tensors, world.rank, world.size)
+
+
+def _check_targets(world: World, target: Target, known: KnownLayout | None, *, tiling: bool) -> None:
+    own = partial(describe, target.tensors, target.objects, world.rank, known=known)
+    descriptions = gather(world, "load: describe target", own)
+    agree(world, "load: check integrity", partial(check_together, "load", descriptions, known, tiling=tiling))
+
+
 def _compare_keys(
-    world: World, checkpoint: Checkpoint, target: Target, mode: StrictHandling, choices: Choices
+    world: World,
+    checkpoint: Checkpoint,
+    target: Target,
+    known: KnownLayout | None,
+    mode: StrictHandling,
+    choices: Choices,
 ) -> tuple[set[str], set[str]]:
     """Return the missing and unexpected keys that a strict mode wants to know."""
     if not looks_beforehand(mode):
@@ -136,7 +159,10 @@ def _compare_keys(
     # A function that loads shards isn't one that lists them.
     pairs = (None if callable(sharded) else sharded, None if callable(common) else common, strategies)
     stored = agree(world, "load: metadata", lambda: stored_keys(sharded_metadata(checkpoint, *pairs)))
-    everywhere = set().union(*gather(world, "load: keys", lambda: own)) if needs_all_ranks(mode) else stored
+    everywhere = stored
+    if needs_all_ranks(mode):
+        told = set(() if known is None else known.columns.keys)
+        everywhere = told.union(*gather(world, "load: keys", lambda: own - told))
     missing, unexpected = stored - everywhere, own - stored
     agree(world, "load: strict", partial(report_keys, mode, missing, unexpected))
     return missing, unexpected
@@ -169,19 +195,15 @@ def _is_filled(leaf: Any) -> bool:
 
 
 def _joined(common: Any, target: Target, loaded: Sequence[Any]) -> Any:
-    with told_of_depth():
+    with told_of_depth("load"):
         # Factories merge last, so that they see the plain values that they built beside their shards.
         return target.merge(_join(common, target, loaded))
 
 
 def _join(common: Any, target: Target, loaded: Sequence[Any]) -> Any:
     tree = target.rebuild(loaded)
-    both_dicts = isinstance(common, dict) and isinstance(tree, dict)
-    nothing_else = holds_only_holes(common) or common == {}
-    if nothing_else and not both_dicts and any(item is not HOLE for item in loaded):
-        common = HOLE  # a tree of nothing but shards: the target's own shape counts
-    with told_of_depth():
-        return join(common, tree)
+    with told_of_depth("load"):
+        return join_loaded(common, tree)
 
 
 def load_plain_tensors(

@@ -18,9 +18,11 @@ from ...strategies import Checkpoint, Strategies, StrategyAction, check_unreplac
 from ...trees import HOLE
 from ...world import agree, gather
 from .._dispatch import Choice, backend_of, common_backend, sharded_backend, strategy_of
+from .._known_layout import KnownLayout
 from ._cast import as_stored, by_dtype, columns_of, common_rounds, convert_all, own_rounds, rounds_of
 from ._exchange import Exchange, exchanges, pass_on
 from ._fit import Kinds
+from ._objects import ObjectsFit, reshaped_values
 from ._targets import delivered, with_memories
 
 
@@ -35,6 +37,8 @@ class Reading:
         donate: whether the target's tensors are filled in place.
         exchange: whether ranks pass on what several of them want.
         kinds: what is stored of tensors, by key; of another dtype than a target's, it is converted.
+        objects: how the target's objects fit those that are stored.
+        known: what all ranks ask for, where this rank was told.
     """
 
     checkpoint: Checkpoint
@@ -43,6 +47,8 @@ class Reading:
     donate: bool = False
     exchange: Exchange = "never"
     kinds: Kinds = field(default_factory=dict)
+    objects: ObjectsFit = field(default_factory=ObjectsFit)
+    known: KnownLayout | None = None
 
 
 def read_leaves(reading: Reading, leaves: Sequence[Any]) -> tuple[list[Any], ReadReport]:
@@ -78,7 +84,7 @@ def _read_alone(reading: Reading, shards: Sequence[ShardedTensor]) -> ReadReport
 def _read_together(reading: Reading, shards: Sequence[ShardedTensor]) -> ReadReport:
     world = reading.checkpoint.world
     alike, others = agree(world, "load: compare dtypes", partial(by_dtype, shards, reading.kinds))
-    report = _read_once(reading, alike)
+    report = _read_once(reading, alike, reading.known)
     described = gather(world, "load: describe conversions", partial(columns_of, others, reading.kinds, world.rank))
     rounds, count = agree(world, "load: plan conversions", partial(common_rounds, described, world.rank))
     for number in range(count):
@@ -101,14 +107,18 @@ def _read(reading: Reading, shards: Sequence[ShardedTensor]) -> ReadReport:
     return report
 
 
-def _read_once(reading: Reading, shards: Sequence[ShardedTensor]) -> ReadReport:
+def _read_once(reading: Reading, shards: Sequence[ShardedTensor], known: KnownLayout | None = None) -> ReadReport:
     """Read this rank's share of what several ranks want, and let the others have it."""
     world = reading.checkpoint.world
     # Where not all of a shard may be stored, what it holds beside that is each rank's own.
     own = [shard for shard in shards if shard.allow_shape_mismatch]
     alike = [shard for shard in shards if not shard.allow_shape_mismatch]
-    wanted = gather(world, "load: describe reads", partial(shard_columns, alike, world.rank))
-    columns = agree(world, "load: join reads", partial(join_columns, wanted))
+    # A known layout is of use where no rank leaves out or converts any of it.
+    if known is not None and all(gather(world, "load: compare reads", lambda: len(alike) == known.order.size)):
+        columns, alike = known.columns, [alike[number] for number in known.order.tolist()]
+    else:
+        wanted = gather(world, "load: describe reads", partial(shard_columns, alike, world.rank))
+        columns = agree(world, "load: join reads", partial(join_columns, wanted))
     plan = agree(world, "load: plan exchange", partial(plan_exchange, columns, world.size))
     reads = plan.reads[columns.rank == world.rank].tolist()
     chosen = [shard for shard, read in zip(alike, reads, strict=True) if read]
@@ -118,6 +128,16 @@ def _read_once(reading: Reading, shards: Sequence[ShardedTensor]) -> ReadReport:
 
 
 def _read_objects(reading: Reading, objects: Sequence[ShardedObject]) -> list[Any]:
+    """Return the data of each object, that of arrays that change their shape by their rules."""
+    fit = reading.objects
+    as_stored = [item for item in objects if not fit.changes(item)]
+    read = _read_stored(reading, [*as_stored, *fit.read])
+    changed = [item for item in objects if fit.changes(item)]
+    plain, reshaped = iter(read), iter(reshaped_values(fit, changed, read[len(as_stored) :]))
+    return [next(reshaped if fit.changes(item) else plain) for item in objects]
+
+
+def _read_stored(reading: Reading, objects: Sequence[ShardedObject]) -> list[Any]:
     if not objects:
         return []
     backend = backend_of(reading.sharded_strategy, sharded_backend(reading.checkpoint.fields))

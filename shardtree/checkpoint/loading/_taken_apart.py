@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...errors import KeyMismatch, TreeError, error_text, render_path
+from ...errors import KeyMismatch, error_text, render_path
 from ...mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from ...trees import (
     HOLE,
     apply_factories,
     build_factories,
+    check_is_tree,
     leaves_with_paths,
     map_shards,
     namedtuple_types,
+    refuse_dtensors,
+    refuse_hidden,
     shard_leaves,
+    told_of_depth,
 )
-from ..saving._prepare import refuse_hidden
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,25 +57,14 @@ def take_apart(tree: Any) -> Target:
         TreeError: it isn't a tree, or too deep.
         UnsupportedValue: a shard is hidden in a value that isn't entered.
     """
-    if not isinstance(tree, (dict, list, tuple)):
-        raise TreeError(
-            error_text("load: not a tree", found=type(tree).__name__, expected="a dict, list or tuple of shards")
-        )
-    with told_of_depth():
+    check_is_tree("load", tree)
+    with told_of_depth("load"):
         built, merge = build_factories(tree)
         pairs, rebuild = shard_leaves(built)
         types = namedtuple_types(built)
     refuse_hidden("load", pairs)
+    refuse_dtensors("load", pairs)
     return Target(tuple(leaf for _, leaf in pairs), rebuild, merge, types)
-
-
-@contextmanager
-def told_of_depth() -> Iterator[None]:
-    """Say what running out of stack means."""
-    try:
-        yield
-    except RecursionError:
-        raise TreeError(error_text("load: the tree is too deep, or contains itself", fix="Flatten it.")) from None
 
 
 def left_out(target: Target, tree: Any, unexpected: set[str]) -> Target:

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
-from ...errors import CheckpointingException, ShapeError, error_text
+from ...errors import CheckpointingException, error_text
 from ...mapping import ShardedTensor
+from ...mapping.memory import check_apart, check_unchanged, check_writable, given_tensor
 from ...storage import empty_tensor
 from ...trees import with_data
-from ._apart import check_apart
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -26,9 +26,9 @@ def with_memory(shard: ShardedTensor, *, donate: bool) -> ShardedTensor:
     """
     given = given_tensor(shard)
     if given is not None and (donate or shard.allow_shape_mismatch):
-        _check_unchanged(shard, given)
+        check_unchanged("load", shard, given)
     if donate and given is not None:
-        _check_writable(shard, given)
+        check_writable("load", shard, given)
         if _fillable(given):
             return with_data(shard, given.detach())
     if not shard.allow_shape_mismatch:
@@ -51,7 +51,7 @@ def with_memories(shards: Sequence[ShardedTensor], *, donate: bool) -> list[Shar
     """
     memories = [with_memory(shard, donate=donate) for shard in shards]
     if donate:
-        check_apart([(shard, given) for shard in shards if (given := given_tensor(shard)) is not None])
+        check_apart("load", [(shard, given) for shard in shards if (given := given_tensor(shard)) is not None])
     return memories
 
 
@@ -90,12 +90,6 @@ def delivered(shard: ShardedTensor, filled: torch.Tensor, *, donate: bool) -> to
     return given
 
 
-def given_tensor(shard: ShardedTensor) -> torch.Tensor | None:
-    """Return the target's tensor; None where it has no memory of its own: no data, a meta or a lazy tensor."""
-    data = shard.data
-    return data if isinstance(data, torch.Tensor) and not data.is_meta else None
-
-
 def _fillable(tensor: torch.Tensor) -> bool:
     return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
@@ -110,32 +104,3 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
 def _copyable(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor's bits as integers: torch can't copy every dtype."""
     return tensor.view(_INTEGERS.get(tensor.itemsize, tensor.dtype))
-
-
-def _check_unchanged(shard: ShardedTensor, tensor: torch.Tensor) -> None:
-    shape = tuple(tensor.shape)
-    if (shape, tensor.dtype) == (shard.data_shape, shard.dtype):
-        return
-    what = f"load: the tensor of {shard.key!r} was changed after its shard was built"
-    found, expected = f"{shape} {tensor.dtype}", f"{shard.data_shape} {shard.dtype}"
-    fix = "Build the shard from the tensor as it is now."
-    raise ShapeError(error_text(what, found=found, expected=expected, fix=fix))
-
-
-def _check_writable(shard: ShardedTensor, tensor: torch.Tensor) -> None:
-    if tensor.layout is not torch.strided:
-        fix = "Donate a dense tensor, as .to_dense() gives, or don't donate this one."
-        raise ShapeError(error_text(f"load: the donated tensor of {shard.key!r} is {tensor.layout}", fix=fix))
-    if _may_overlap(tensor):
-        fix = "Donate tensors with memory of their own; expand() and unfold() make views that have none."
-        raise ShapeError(error_text(f"load: elements of the donated tensor of {shard.key!r} share memory", fix=fix))
-
-
-def _may_overlap(tensor: torch.Tensor) -> bool:
-    """Return whether two elements may be at one place: some axis' step doesn't pass what the finer axes reach."""
-    reach = 0
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1 and stride <= reach:
-            return True
-        reach += stride * (size - 1) if size > 1 else 0
-    return False

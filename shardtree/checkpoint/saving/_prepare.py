@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,18 +13,23 @@ from ...errors import (
     CheckpointingException,
     ShapeError,
     TreeError,
-    TreePath,
     UnsupportedValue,
     error_text,
     render_path,
 )
 from ...lazy import LazyTensor
-from ...mapping import LocalNonpersistentObject, ShardedBase, ShardedObject, ShardedTensor
+from ...mapping import ShardedObject, ShardedTensor
 from ...strategies import misfit
-from ...trees import HOLE, apply_factories, common_with_holes, leaves_with_paths, select, without_holes
+from ...trees import (
+    apply_factories,
+    check_is_tree,
+    common_with_holes,
+    leaves_with_paths,
+    refuse_dtensors,
+    refuse_hidden,
+    told_of_depth,
+)
 from .._open import CONTENT_METADATA
-
-_DEEPEST = 100  # levels that are searched for hidden shards; the codec stores no deeper ones
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,16 +56,12 @@ def prepare(tree: Any, content_metadata: Mapping[str, Any] | None = None) -> Pre
         UnsupportedValue: a shard's data is no dense tensor, or a shard is hidden in a value that isn't entered.
         ShapeError: a shard's data was changed since, or replaced by something of another dtype or shape.
     """
-    if not isinstance(tree, (dict, list, tuple)):
-        raise TreeError(
-            error_text("save: not a tree", found=type(tree).__name__, expected="a dict, list or tuple of shards")
-        )
-    try:
+    check_is_tree("save", tree)
+    with told_of_depth("save"):
         built = apply_factories(with_content_metadata(tree, content_metadata))
         leaves = leaves_with_paths(built)
-    except RecursionError:
-        raise TreeError(error_text("save: the tree is too deep, or contains itself", fix="Flatten it.")) from None
     refuse_hidden("save", leaves)
+    refuse_dtensors("save", leaves)
     tensors = tuple((path, leaf) for path, leaf in leaves if isinstance(leaf, ShardedTensor))
     empty = [f"{shard.key!r} at {render_path(path)}" for path, shard in tensors if not _has_data(shard)]
     if empty:
@@ -114,46 +114,6 @@ def _is_copyable(value: Any) -> bool:
     return True
 
 
-def refuse_hidden(doing: str, leaves: Sequence[tuple[TreePath, Any]]) -> None:
-    """Raise where a shard or local object lies in a value that trees don't enter: it would be taken for a plain value.
-
-    Raises:
-        UnsupportedValue: names every such place.
-
-    Examples:
-        >>> refuse_hidden("save", [(("options",), {1, 2})])
-    """
-    hidden = [f"{render_path(path)}: {type(leaf).__name__}" for path, leaf in leaves if _holds_shards(_inside(leaf))]
-    if hidden:
-        fix = "Put shards and local objects in dicts, lists and tuples; those are entered."
-        raise UnsupportedValue(error_text(f"{doing}: shards hidden in values", offenders=hidden, fix=fix))
-
-
-def _inside(value: Any) -> Iterable[Any]:
-    """Return what a value holds, of the kinds of value that can hold shards and aren't trees."""
-    if isinstance(value, Namespace):
-        return vars(value).values()
-    if isinstance(value, (set, frozenset)):
-        return value
-    if isinstance(value, ShardedObject):
-        return (value.data,)
-    if is_dataclass(value) and not isinstance(value, (type, ShardedBase)):
-        return [getattr(value, field.name, None) for field in fields(value)]
-    return ()
-
-
-def _holds_shards(values: Iterable[Any], depth: int = 0) -> bool:
-    if depth > _DEEPEST:
-        return False
-    for value in values:
-        if isinstance(value, (ShardedBase, LocalNonpersistentObject)):
-            return True
-        inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else None
-        if _holds_shards(_inside(value) if inner is None else inner, depth + 1):
-            return True
-    return False
-
-
 def with_content_metadata(tree: Any, content_metadata: Mapping[str, Any] | None) -> Any:
     """Return the tree with the caller's description of its content beside its entries.
 
@@ -172,33 +132,6 @@ def with_content_metadata(tree: Any, content_metadata: Mapping[str, Any] | None)
             error_text(f"save: no room for {CONTENT_METADATA!r}", found=found, expected="a dict without it")
         )
     return {**tree, CONTENT_METADATA: content_metadata}
-
-
-def holds_only_holes(common: Any) -> bool:
-    """Return whether a common tree is the trace of a tree of nothing but shards.
-
-    Examples:
-        >>> from shardtree.trees import HOLE
-        >>> holds_only_holes([HOLE, HOLE]), holds_only_holes({"w": HOLE, "step": 1}), holds_only_holes([])
-        (True, False, False)
-    """
-    if not isinstance(common, (dict, list, tuple)):
-        return False
-    children = list(common.values() if isinstance(common, dict) else common)
-    return bool(children) and all(child is HOLE for child in children)
-
-
-def comparable(common: Any) -> Any:
-    """Return what must be the same on all ranks of a common tree: not where shards were, nor how many. New containers.
-
-    Examples:
-        >>> from shardtree.trees import HOLE
-        >>> comparable({"w": HOLE, "step": 1, "none here": []}), comparable([HOLE, HOLE])
-        ({'step': 1}, [])
-    """
-    # An empty container doesn't count: a list of shards is empty on a rank that holds none of them.
-    rest = select(common, lambda path, leaf: leaf is not HOLE)
-    return [] if rest is HOLE else without_holes(rest)
 
 
 def _has_data(shard: ShardedTensor) -> bool:

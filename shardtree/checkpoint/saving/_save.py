@@ -15,13 +15,15 @@ from ...mapping import ShardedTensor, is_main_replica
 from ...plans import level_writes
 from ...storage import Directory
 from ...strategies import AsyncRequest, SaveOptions, Strategies, default_strategies
+from ...trees import comparable
 from ...world import World, agree, current_world, gather
-from .._consistency import check_common, check_together, common_digest, describe
+from .._consistency import Description, check_common, check_together, common_digest, describe
 from .._dispatch import Backends, Choice, backends_of
 from .._fingerprint import check_can_hold
+from .._known_layout import KnownLayout, known_layout
 from ..async_saves import refuse_overlap, snapshot_shards
 from ._begin import begin, end
-from ._prepare import Prepared, comparable, prepare, prepare_for_later
+from ._prepare import Prepared, prepare, prepare_for_later
 from ._request import Writes, save_request
 
 
@@ -44,6 +46,7 @@ def save(
     strategies: Strategies = default_strategies,
     progress: Callable[[int], None] | None = None,
     fingerprint: bool = False,
+    layout: ShardColumns | None = None,
 ) -> AsyncRequest[Any] | None:
     """Save a sharded tree; every rank of the world calls it with its own tree.
 
@@ -76,6 +79,9 @@ def save(
             writes, which is a queue's own one.
         fingerprint: whether each tensor's `fingerprint` is stored with it, added up from the bytes as they are written;
             `verify` then reads the tensors back and compares. Only our own format has a place for that.
+        layout: the tensor shards of all ranks, as every rank computed them by itself from a mesh and specs, or from
+            DTensors: then no layouts are exchanged, only a hash of this one. It is checked as exchanged ones are, and
+            replicas are shared out by it also where `validate_access_integrity` is False.
 
     Returns:
         None; with `async_sharded_save` the request, to be scheduled or executed on every rank.
@@ -83,7 +89,8 @@ def save(
     Raises:
         CheckpointReplaced: a save to the same folder is on its way.
         AlreadyACheckpoint: there is a checkpoint already, and `overwrite` isn't given.
-        IntegrityError: the ranks' shards don't tile their tensors, or common states differ.
+        IntegrityError: the ranks' shards don't tile their tensors, common states differ, or `layout` isn't what the
+            ranks hold, or not the same on all.
         UnsupportedValue: a value can't be stored.
         StorageError: files can't be written, or ranks don't see the same folder.
         RemoteError: another rank failed.
@@ -102,22 +109,22 @@ def save(
     # A group of its own, so that what is committed at the end of a process never meets another's training step.
     ranks = current_world(world, purpose="async save" if async_sharded_save else None)
     options = SaveOptions(durable, allow_pickle, stale_after, progress or SaveOptions().progress, fingerprint)
-    take_apart = prepare_for_later if async_sharded_save else prepare
-    prepared = agree(ranks, "save: prepare", partial(take_apart, sharded_state_dict, content_metadata))
+    take_apart = partial(prepare_for_later if async_sharded_save else prepare, sharded_state_dict, content_metadata)
+    prepared, known = agree(ranks, "save: prepare", partial(_matched, take_apart, layout, ranks))
     for_comparison = preprocess_common_before_consistency_check or (lambda common: common)
-    writes, layout = agree(ranks, "save: choose main replicas", partial(_main_replicas, prepared, ranks))
-    if validate_access_integrity:
-        writes, layout = _shared_out(ranks, prepared, for_comparison, allow_pickle=allow_pickle)
+    writes, shards = agree(ranks, "save: choose main replicas", partial(_main_replicas, prepared, ranks))
+    if validate_access_integrity or layout is not None:
+        compared = for_comparison if validate_access_integrity else None
+        writes, shards = _shared_out(ranks, prepared, known, compared, allow_pickle=allow_pickle)
     choices = (sharded_strategy, common_strategy)
     whole = validate_access_integrity if fingerprint else None
     choose = partial(_backends, ranks, checkpoint_dir, choices, strategies, fingerprint_of_whole=whole)
     backends = agree(ranks, "save: find the format", choose)
-    begun = begin(ranks, checkpoint_dir, options, backends, strategies, overwrite=overwrite)
-    draft = replace(begun, layout=layout)
-    take = snapshot_shards if async_sharded_save and snapshot else tuple
+    draft = replace(begin(ranks, checkpoint_dir, options, backends, strategies, overwrite=overwrite), layout=shards)
+    keep = snapshot_shards if async_sharded_save and snapshot else tuple
 
     def plan() -> AsyncRequest[Any]:
-        taken = (take(writes[0]), writes[1])
+        taken = (keep(writes[0]), writes[1])
         return save_request(draft, taken, prepared.common, choices, backends, strategies)
 
     try:
@@ -129,6 +136,13 @@ def save(
         return request
     request.execute_sync()
     return None
+
+
+def _matched(
+    take_apart: Callable[[], Prepared], layout: ShardColumns | None, world: World
+) -> tuple[Prepared, KnownLayout | None]:
+    prepared = take_apart()
+    return prepared, known_layout("save", layout, prepared.tensors, world.rank, world.size)
 
 
 def _backends(
@@ -154,31 +168,46 @@ def _main_replicas(prepared: Prepared, world: World) -> tuple[Writes, ShardColum
 
 
 def _shared_out(
-    world: World, prepared: Prepared, for_comparison: Callable[[Any], Any], *, allow_pickle: bool
+    world: World,
+    prepared: Prepared,
+    known: KnownLayout | None,
+    for_comparison: Callable[[Any], Any] | None,
+    *,
+    allow_pickle: bool,
 ) -> tuple[Writes, ShardColumns]:
-    """Return what this rank writes, and all ranks' shards, after they told each other and checked that they fit."""
+    """Return what this rank writes, and all ranks' shards, after they told each other what they don't know.
+
+    Unless there is nothing `for_comparison`, it is checked that shards, objects and common states fit.
+    """
+
+    def common() -> Any:
+        return None if for_comparison is None else for_comparison(comparable(prepared.common))
 
     def encode_own() -> bytes:
-        return encode_tree(for_comparison(comparable(prepared.common)), allow_pickle=allow_pickle)
+        return encode_tree(common(), allow_pickle=allow_pickle)
 
     def decoded(encoded: Sequence[bytes]) -> list[Any]:
         return [decode_tree(data, allow_pickle=allow_pickle) for data in encoded]
 
-    def describe_own() -> Any:
-        common = common_digest(for_comparison(comparable(prepared.common)), allow_pickle=allow_pickle)
-        return describe(prepared.tensors, prepared.objects, world.rank, common)
+    def describe_own() -> Description:
+        hashed = common_digest(common(), allow_pickle=allow_pickle)
+        return describe(prepared.tensors, prepared.objects, world.rank, hashed, known)
 
     descriptions = gather(world, "save: describe shards", describe_own)
     if len({part.common for part in descriptions}) > 1:
         # Not pickled: ranks may hold instances of classes that others can't import.
         encoded = gather(world, "save: compare common states", encode_own)
         agree(world, "save: check common states", lambda: check_common(decoded(encoded)))
-    columns = agree(world, "save: check integrity", partial(check_together, descriptions))
-    tensors = agree(world, "save: share out", partial(_own_tensors, prepared, columns, world))
+    check = partial(check_together, "save", descriptions, known, tiling=for_comparison is not None)
+    columns = agree(world, "save: check integrity", check)
+    tensors = agree(world, "save: share out", partial(_own_tensors, prepared, known, columns, world))
     return (tensors, _main_replicas(prepared, world)[0][1]), columns
 
 
-def _own_tensors(prepared: Prepared, columns: ShardColumns, world: World) -> tuple[ShardedTensor, ...]:
+def _own_tensors(
+    prepared: Prepared, known: KnownLayout | None, columns: ShardColumns, world: World
+) -> tuple[ShardedTensor, ...]:
     own = np.flatnonzero(columns.rank == world.rank)
     writes = level_writes(columns, world.size)[own]
-    return tuple(shard for shard, write in zip(prepared.tensors, writes.tolist(), strict=True) if write)
+    chosen = np.flatnonzero(writes) if known is None else np.sort(known.order[writes])
+    return tuple(prepared.tensors[number] for number in chosen.tolist())

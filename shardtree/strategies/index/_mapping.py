@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ...layouts import TensorKind
@@ -51,8 +51,20 @@ class IndexMetadata(Mapping[str, ShardedTensor | ShardedObject]):
 
     def shard_keys(self) -> set[str]:
         """Return the keys of all tensors and objects."""
-        objects = (key.rpartition("/shard_")[0] for key in texts(self.index.object_text, self.index.object_start))
-        return {*texts(self.index.key_text, self.index.key_start), *objects}
+        return {*texts(self.index.key_text, self.index.key_start), *self.object_keys()}
+
+    def object_keys(self) -> set[str]:
+        """Return the keys of all objects."""
+        return {_key_of(name) for name in texts(self.index.object_text, self.index.object_start)}
+
+    def objects(self, keys: Collection[str]) -> list[ShardedObject]:
+        """Return all cells of the arrays of objects that have some keys."""
+        names = texts(self.index.object_text, self.index.object_start)
+        return [ShardedObject.empty_from_unique_key(name) for name in names if _key_of(name) in keys]
+
+
+def _key_of(unique_key: str) -> str:
+    return unique_key.rpartition("/shard_")[0]
 
 
 def stored_fingerprints(metadata: object) -> dict[str, int]:

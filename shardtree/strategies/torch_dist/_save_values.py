@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ...errors import TreeError, TreePath, UnsupportedValue, error_text, render_path
-from ...trees import HOLE, leaves_with_paths, without_holes
+from ...trees import HOLE, leaves_with_paths, path_key, without_holes
 from ._listing import is_object
 
 Value = tuple[TreePath, Any]
@@ -36,7 +36,7 @@ def named_values(common: Any) -> dict[str, Value]:
     """
     named: dict[str, Value] = {}
     for path, value in _top_values(common):
-        name = ".".join(map(str, path))
+        name = path_key(path)
         if name in named:
             offenders = [render_path(other) for other in (named[name][0], path)]
             fix = "Rename one of them; torch.distributed.checkpoint names a value by its path, joined by dots."

@@ -1,0 +1,340 @@
+"""With a layout that every rank computed by itself, a save writes and a load reads the same, and none is exchanged."""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as some
+
+import shardtree as st
+from shardtree.errors import CheckpointingException, IntegrityError, MetadataError, WorldError
+from shardtree.layouts import (
+    Mesh,
+    PartitionSpec,
+    TensorKind,
+    mesh_columns,
+    mesh_parts,
+    part_data,
+    part_shard,
+    select_rows,
+    tensor_shards,
+    tree_columns,
+)
+from shardtree.storage import MemoryStorage
+from shardtree.testing import GlobalState, check_roundtrip, global_states, rank_tree, state_layouts
+from shardtree.world import World
+from tests.trees.samples import assert_caught
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")
+
+Layouts = Mapping[str, Any]
+
+
+def told(state: GlobalState, layout: Layouts, order: int = 0) -> st.ShardColumns:
+    """Return what all ranks hold, rows in any order."""
+    ranks = next(iter(layout.values())).ranks
+    columns = tree_columns([rank_tree(state, layout, rank) for rank in range(ranks)])
+    return select_rows(columns, np.random.default_rng(order).permutation(len(columns)))
+
+
+def files(folder: MemoryStorage) -> dict[str, bytes]:
+    """Return the data files, without the name of the save."""
+    return {name.split("/")[1]: folder.read(name) for name in folder.all_names() if "-of-" in name}
+
+
+def check_same_files(save: Callable[..., Any], state: GlobalState, layout: Layouts) -> None:
+    ranks = next(iter(layout.values())).ranks
+    exchanged, known = MemoryStorage(), MemoryStorage()
+
+    def save_both(world: World) -> None:
+        tree = rank_tree(state, layout, world.rank)
+        st.save(tree, exchanged, world=world)
+        save(tree, known, world=world, layout=told(state, layout, world.rank))
+
+    st.simulate(ranks, save_both)
+    assert files(known) == files(exchanged)
+
+
+@some.composite
+def placed_states(draw: some.DrawFn) -> tuple[GlobalState, Layouts]:
+    state = draw(global_states())
+    return state, draw(state_layouts(state, draw(some.integers(1, 4))))
+
+
+@settings(max_examples=settings().max_examples // 2)
+@given(placed_states())
+def test_a_save_that_knows_the_layout_writes_the_same_files(placed: tuple[GlobalState, Layouts]) -> None:
+    check_same_files(st.save, *placed)
+
+
+def save_main_replicas(tree: Any, folder: Any, *, layout: Any, **options: Any) -> None:
+    """The planted fault: a save that lets each main replica be written where it is."""
+    st.save(tree, folder, validate_access_integrity=False, **options)
+
+
+def test_the_law_of_files_catches_replicas_that_are_not_shared_out() -> None:
+    assert_caught(lambda save, placed: check_same_files(save, *placed), save_main_replicas, placed_states())
+
+
+@settings(max_examples=settings().max_examples // 2)
+@given(some.data(), some.sampled_from(["never", "always"]), some.booleans())
+def test_what_is_loaded_by_known_layouts_is_what_was_saved(data: Any, exchange: Any, checked: bool) -> None:
+    state = data.draw(global_states())
+    saved, loaded = (data.draw(state_layouts(state, data.draw(some.integers(1, 4)))) for _ in range(2))
+    options = {"exchange": exchange, "validate_access_integrity": checked}
+    save = partial(st.save, layout=told(state, saved), validate_access_integrity=checked)
+    check_roundtrip(state, saved, loaded, save=save, load=partial(st.load, layout=told(state, loaded), **options))
+
+
+# What goes over the wire
+
+
+class CountingWorld(World):
+    """A world that notes how many bytes this rank says in each phase."""
+
+    def __init__(self, inner: World) -> None:
+        super().__init__(inner.rank, inner.size, inner.timeout)
+        self.inner = inner
+        self.said: Counter[str] = Counter()
+        self.calls = 0
+
+    def note(self, value: Any) -> Any:
+        self.said[getattr(value, "phase", "data")] += len(pickle.dumps(value))
+        self.calls += 1
+        return value
+
+    def all_gather(self, value: Any) -> list[Any]:
+        return self.inner.all_gather(self.note(value))
+
+    def broadcast(self, value: Any, root: int = 0) -> Any:
+        return self.inner.broadcast(self.note(value), root)
+
+    def barrier(self) -> None:
+        self.inner.barrier()
+
+    def all_to_all(self, values: Sequence[Any]) -> list[Any]:
+        self.said["passed on"] += sum(len(pickle.dumps(value)) for value in values)
+        return self.inner.all_to_all(values)
+
+    def send(self, value: Any, to: int) -> None:
+        self.inner.send(value, to)
+
+    def recv(self, source: int) -> Any:
+        return self.inner.recv(source)
+
+
+MESH = Mesh(dp=2, tp=2)
+SPECS = [PartitionSpec("tp"), PartitionSpec("dp", "tp"), PartitionSpec()]
+
+
+def model(tensors: int, mesh: Mesh = MESH) -> tuple[list[dict[str, Any]], st.ShardColumns]:
+    """Return the trees of all ranks of a mesh, and their layout, for as many tensors."""
+    kinds = {f"w{number}": TensorKind(torch.float32, (4, 6), 0) for number in range(tensors)}
+    specs = {key: SPECS[number % len(SPECS)] for number, key in enumerate(kinds)}
+    trees: list[dict[str, Any]] = [{"step": 3} for _ in range(mesh.size)]
+    for number, key in enumerate(kinds):
+        whole = torch.arange(24.0).view(4, 6) + number
+        for part in mesh_parts((4, 6), mesh, specs[key]):
+            trees[part.rank][key] = part_shard(key, part_data(whole, part), torch.float32, part)
+    return trees, mesh_columns(kinds, mesh, specs)
+
+
+def worlds_after(tensors: int, exchange: str = "never", *, known: bool = True) -> list[dict[str, CountingWorld]]:
+    """Return the worlds through which each rank saved and loaded."""
+    trees, layout = model(tensors)
+    options: Any = {"layout": layout} if known else {}
+    folder = MemoryStorage()
+
+    def run(world: World) -> dict[str, CountingWorld]:
+        saving, loading = CountingWorld(world), CountingWorld(world)
+        st.save(trees[world.rank], folder, world=saving, **options)
+        st.load(st.without_data(trees[world.rank]), folder, world=loading, exchange=exchange, **options)
+        return {"save": saving, "load": loading}
+
+    return st.simulate(MESH.size, run)
+
+
+COMMIT = {"save: write", "passed on"}  # what the ranks wrote, and tensors
+
+
+def check_nothing_grows(options: dict[str, Any]) -> None:
+    """Check that no phase but the commit says more of many tensors than of few."""
+    few, many = worlds_after(3, **options), worlds_after(60, **options)
+    for before, after in zip(few, many, strict=True):
+        for name in ("save", "load"):
+            sizes = {phase: (before[name].said[phase], size) for phase, size in after[name].said.items()}
+            grown = {phase: pair for phase, pair in sizes.items() if pair[1] > pair[0] + 16}
+            assert grown.keys() <= COMMIT, grown
+
+
+@pytest.mark.parametrize("exchange", ["never", "always"])
+def test_with_a_known_layout_what_ranks_tell_each_other_does_not_grow(exchange: str) -> None:
+    check_nothing_grows({"exchange": exchange})
+
+
+@pytest.mark.parametrize("exchange", ["never", "always"])
+def test_a_known_layout_takes_no_more_messages(exchange: str) -> None:
+    for known, exchanged in zip(worlds_after(3, exchange), worlds_after(3, exchange, known=False), strict=True):
+        assert all(known[name].calls <= exchanged[name].calls for name in ("save", "load"))
+
+
+def test_the_count_catches_layouts_that_are_exchanged() -> None:
+    with pytest.raises(AssertionError, match="save: describe shards"):
+        check_nothing_grows({"known": False})
+
+
+# What is refused
+
+
+TREES, LAYOUT = model(3)
+WITHOUT_ONE = select_rows(LAYOUT, np.flatnonzero((LAYOUT.rank != 2) | (LAYOUT.key != 1)))
+
+REFUSED: dict[str, tuple[type[CheckpointingException], str, Callable[[int], Any]]] = {
+    "not a layout": (MetadataError, "not a layout(.|\n)*found list", lambda rank: [1]),
+    "more ranks": (IntegrityError, "ranks 4-7, expected ranks 0 to 3", lambda rank: model(3, Mesh(dp=4, tp=2))[1]),
+    "a shard is missing": (CheckpointingException, r"'w1', (.|\n)* is in the tree alone", lambda rank: WITHOUT_ONE),
+    "a shard too many": (CheckpointingException, r"'w3', (.|\n)* is in the layout alone", lambda rank: model(4)[1]),
+    "another dtype": (
+        CheckpointingException,
+        r"'w0', \(4, 6\) float16(.|\n)* is in the layout alone",
+        lambda rank: replace(LAYOUT, kinds=(TensorKind(torch.float16, (4, 6), 0), *LAYOUT.kinds[1:])),
+    ),
+    "another one on some rank": (
+        IntegrityError,
+        "different layouts(.|\n)*ranks 0, 2, 3: layout(.|\n)*rank 1: layout",
+        lambda rank: WITHOUT_ONE if rank == 1 else LAYOUT,
+    ),
+    "none on some rank": (IntegrityError, "different layouts(.|\n)*rank 1: none", lambda r: None if r == 1 else LAYOUT),
+    "no main replicas": (
+        CheckpointingException,
+        "is in the (tree|layout) alone",
+        lambda rank: replace(LAYOUT, main=np.zeros(len(LAYOUT), dtype=np.bool_)),
+    ),
+}
+
+
+def errors_by_rank(run: Callable[[World], Any]) -> list[BaseException | None]:
+    def caught(world: World) -> BaseException | None:
+        try:
+            run(world)
+        except Exception as error:
+            return error
+        return None
+
+    return st.simulate(MESH.size, caught)
+
+
+@pytest.mark.parametrize("fault", REFUSED)
+@pytest.mark.parametrize("action", ["save", "load"])
+def test_a_layout_that_is_not_the_ranks_is_refused_on_all(fault: str, action: str) -> None:
+    kind, message, layout = REFUSED[fault]
+    folder = MemoryStorage()
+    if action == "load":
+        st.simulate(MESH.size, lambda world: st.save(TREES[world.rank], folder, world=world))
+    act = {"save": st.save, "load": st.load}[action]
+    errors = errors_by_rank(lambda world: act(TREES[world.rank], folder, world=world, layout=layout(world.rank)))
+    for error in errors:
+        assert isinstance(error, kind)
+        with pytest.raises(kind, match=message):
+            raise error
+    assert st.is_checkpoint(folder) == (action == "load")
+
+
+def test_ranks_that_do_not_all_check_are_told_so() -> None:
+    def save(world: World) -> None:
+        options = {"layout": LAYOUT} if world.rank else {}
+        st.save(TREES[world.rank], MemoryStorage(), world=world, validate_access_integrity=False, **options)
+
+    for error in errors_by_rank(save):
+        assert isinstance(error, WorldError) and "aren't doing the same thing" in str(error)
+
+
+def test_a_key_that_a_layout_has_no_rows_of_is_not_in_it() -> None:
+    folder, other = MemoryStorage(), MemoryStorage()
+    st.simulate(MESH.size, lambda world: st.save(TREES[world.rank], folder, world=world, layout=LAYOUT))
+    fewer, selected = model(2)[0], select_rows(LAYOUT, np.flatnonzero(LAYOUT.key != LAYOUT.keys.index("w2")))
+
+    def load(world: World) -> Any:
+        own: dict[str, Any] = {"world": world, "layout": selected if world.rank else model(2)[1]}
+        results = [
+            st.load(fewer[world.rank], folder, strict="return_all", validate_access_integrity=checked, **own)
+            for checked in (True, False)
+        ]
+        st.save(fewer[world.rank], other, **own)
+        return [result[1:] for result in results]
+
+    assert st.simulate(MESH.size, load) == [[({"w2"}, set())] * 2] * MESH.size
+
+
+def test_a_layout_with_a_hole_is_an_error_as_it_is_without() -> None:
+    trees = [{key: leaf for key, leaf in tree.items() if rank or key != "w1"} for rank, tree in enumerate(TREES)]
+    layout = select_rows(LAYOUT, np.flatnonzero((LAYOUT.rank != 0) | (LAYOUT.key != 1)))
+    for error in errors_by_rank(lambda world: st.save(trees[world.rank], MemoryStorage(), world=world, layout=layout)):
+        assert isinstance(error, IntegrityError) and "'w1'" in str(error) and "has no main replica" in str(error)
+    folder = MemoryStorage()
+    options = {"layout": layout, "validate_access_integrity": False}
+    assert errors_by_rank(lambda world: st.save(trees[world.rank], folder, world=world, **options)) == [None] * 4
+
+
+# Other paths
+
+
+def test_an_asynchronous_save_knows_the_layout_too() -> None:
+    folder = MemoryStorage()
+
+    def save(world: World) -> None:
+        with st.AsyncCallsQueue() as queue:
+            request = st.save(TREES[world.rank], folder, world=world, layout=LAYOUT, async_sharded_save=True)
+            queue.schedule_async_request(request)
+
+    st.simulate(MESH.size, save)
+    assert torch.equal(st.load_plain_tensors(folder)["w1"], torch.arange(24.0).view(4, 6) + 1)
+
+
+def test_what_is_left_out_converted_or_padded_is_told_where_layouts_are_known() -> None:
+    folder = MemoryStorage()
+    st.simulate(MESH.size, lambda world: st.save(TREES[world.rank], folder, world=world, layout=LAYOUT))
+    more, layout = model(4)
+    halved = [st.cast(tree, torch.float16) for tree in TREES]
+    as_halves = replace(LAYOUT, kinds=tuple(replace(kind, dtype=torch.float16) for kind in LAYOUT.kinds))
+
+    def load(world: World) -> tuple[Any, Any, Any]:
+        own: dict[str, Any] = {"world": world, "exchange": "always"}
+        lacking = st.load(more[world.rank], folder, strict="return_all", layout=layout, **own)
+        converted = st.load(halved[world.rank], folder, cast=True, layout=as_halves, **own)
+        padded = {
+            key: replace(leaf, allow_shape_mismatch=world.rank == 1) if key != "step" else leaf
+            for key, leaf in TREES[world.rank].items()
+        }
+        return lacking, converted, st.load(padded, folder, layout=LAYOUT, **own)
+
+    for tree, ((loaded, missing, unexpected), converted, padded) in zip(
+        TREES, st.simulate(MESH.size, load), strict=True
+    ):
+        assert (missing, unexpected) == (set(), {"w3"})
+        for shard in tensor_shards(tree):
+            assert torch.equal(loaded[shard.key], shard.data)
+            assert torch.equal(converted[shard.key], shard.data.half())
+            assert torch.equal(padded[shard.key], shard.data)
+
+
+def test_other_formats_get_the_layout_too() -> None:
+    for backend in ("torch_dist", "dcp", "zarr", "huggingface"):
+        trees = [{key: leaf for key, leaf in tree.items() if key != "step"} for tree in TREES]
+        folder = MemoryStorage()
+        version = 3 if backend == "zarr" else 1
+
+        def save(world: World) -> None:
+            st.save(trees[world.rank], folder, (backend, version), world=world, layout=LAYOUT)  # noqa: B023
+
+        st.simulate(MESH.size, save)
+        assert torch.equal(st.load_plain_tensors(folder)["w1"], torch.arange(24.0).view(4, 6) + 1), backend

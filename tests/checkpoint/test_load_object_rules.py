@@ -1,0 +1,293 @@
+"""Objects loaded in another shape than they were saved in: by a rule, in every format; without one, an error."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as some
+
+import shardtree as st
+from shardtree.errors import IntegrityError, KeyMismatch, RemoteError, ShapeError, TreeError, UnsafeFile
+from shardtree.storage import MemoryStorage
+from tests.trees.samples import assert_caught
+
+# Of the tensors, and of the common state and the objects where the first can't hold them.
+ALONE = [(("safetensors", 1),), (("torch_dist", 1),), (("dcp", 1),), (("zarr", 3),)]
+FORMATS = [*ALONE, (("huggingface", 1), ("safetensors", 1))]
+RULES: dict[str, st.ObjectRule] = {
+    "rng.*": st.replicate_cell((0,)),
+    "seen": st.redistribute_objects,
+    "all_seen": st.concatenate_objects,
+    "loader": st.rules_by_field({"epoch": st.replicate_objects, "consumed": st.fold_objects(operator.add)}),
+    "**": st.drop_objects,
+}
+
+
+def state(rank: int, ranks: int) -> dict[str, Any]:
+    """What each of some ranks holds beside its tensors."""
+    values = {
+        "rng.cpu": {"state": torch.arange(3) + rank, "seed": rank},
+        "seen": [f"{ranks}.{rank}.{number}" for number in range(3)],
+        "all_seen": torch.tensor([[ranks, rank]]),
+        "loader": {"epoch": 3, "consumed": 10 + rank},
+        "timers": {"rank": rank, "of": ranks},
+    }
+    shards = {key: st.ShardedObject(key, value, (ranks,), (rank,)) for key, value in values.items()}
+    return shards | {
+        "w": st.ShardedTensor.from_rank_offsets("w", torch.arange(24).chunk(ranks)[rank], (0, rank, ranks))
+    }
+
+
+def resaved(folder: Any, ranks: int, to: Any, formats: Any) -> list[Any]:
+    """Load with a rule for each kind of object, and save what was loaded."""
+
+    def on_rank(world: st.World) -> Any:
+        target = state(world.rank, ranks)
+        loaded = st.load(target, folder, world=world, object_rules=RULES)
+        again = {key: st.ShardedObject(key, loaded[key], (ranks,), (world.rank,)) for key in loaded if key != "w"} | {
+            "w": st.ShardedTensor.from_rank_offsets("w", loaded["w"], (0, world.rank, ranks))
+        }
+        st.save(again, to, *formats, world=world)
+        return loaded
+
+    return st.simulate(ranks, on_rank)
+
+
+@pytest.mark.parametrize("formats", FORMATS, ids=lambda formats: formats[0][0])
+def test_4_ranks_then_2_then_3(formats: Any) -> None:
+    folders = [MemoryStorage() for _ in range(3)]
+    st.simulate(4, lambda world: st.save(state(world.rank, 4), folders[0], *formats, world=world))
+    two = resaved(folders[0], 2, folders[1], formats)
+    three = resaved(folders[1], 3, folders[2], formats)
+    everything = [f"4.{rank}.{number}" for rank in range(4) for number in range(3)]
+    for loaded in (two, three):
+        assert [name for one in loaded for name in one["seen"]] == everything
+        assert [len(one["seen"]) for one in loaded] == [12 // len(loaded)] * len(loaded)
+        assert all(one["rng.cpu"]["seed"] == 0 and one["rng.cpu"]["state"].tolist() == [0, 1, 2] for one in loaded)
+        assert [one["timers"] for one in loaded] == [{"rank": rank, "of": len(loaded)} for rank in range(len(loaded))]
+        assert torch.equal(torch.cat([one["w"] for one in loaded]), torch.arange(24))
+    assert [one["all_seen"].tolist() for one in two] == [[[4, rank] for rank in range(4)]] * 2
+    assert [one["loader"] for one in two] == [{"epoch": 3, "consumed": 46}] * 2
+    assert [one["loader"] for one in three] == [{"epoch": 3, "consumed": 92}] * 3
+
+
+def saved(count: int = 4, value: Any = lambda rank: [rank], **options: Any) -> MemoryStorage:
+    folder = MemoryStorage()
+    cells = [st.ShardedObject("seen", value(rank), (count,), (rank,)) for rank in range(count)]
+    st.save({"seen": cells, "w": st.ShardedTensor.from_rank_offsets("w", torch.ones(2))}, folder, **options)
+    return folder
+
+
+def asked(count: int, key: str = "seen") -> dict[str, Any]:
+    return {"seen": [st.ShardedObject(key, "own", (count,), (cell,)) for cell in range(count)]}
+
+
+def loaded(folder: Any, count: int, rule: Any = None, **options: Any) -> list[Any]:
+    rules = None if rule is None else {"seen": rule}
+    values: list[Any] = st.load(asked(count), folder, object_rules=rules, **options)["seen"]
+    return values
+
+
+@pytest.mark.parametrize("formats", FORMATS, ids=lambda formats: formats[0][0])
+@pytest.mark.parametrize("count", [1, 3, 5])
+def test_without_a_rule_another_shape_is_an_error_on_every_rank(formats: Any, count: int) -> None:
+    folder = saved(**dict(zip(("sharded_strategy", "common_strategy"), formats, strict=False)))
+
+    def on_rank(world: st.World) -> str:
+        own = [item for item in asked(count)["seen"] if item.global_offset[0] % 2 == world.rank]
+        with pytest.raises(ShapeError) as caught:
+            st.load([*own], folder, world=world)
+        return str(caught.value)
+
+    for text in st.simulate(2, on_rank) if count > 1 else st.simulate(1, on_rank):
+        assert f"'seen': of shape (4,), asked for in shape ({count},)" in text
+        assert "Name a rule in object_rules: replicate_objects, replicate_cell, concatenate_objects, red" in text
+
+
+def test_the_stored_shape_is_loaded_as_before_whatever_the_rule() -> None:
+    for rule in (None, st.drop_objects, st.concatenate_objects, st.fold_objects(operator.add)):
+        assert loaded(saved(), 4, rule) == [[0], [1], [2], [3]]
+
+
+def test_cells_of_one_rank_share_nothing() -> None:
+    first, second = loaded(saved(), 2, st.concatenate_objects)
+    first.append(4)
+    assert (first, second) == ([0, 1, 2, 3, 4], [0, 1, 2, 3])
+
+
+def test_replicas_of_an_object_get_what_its_main_replica_gets() -> None:
+    def on_rank(world: st.World) -> Any:
+        item = st.ShardedObject("seen", None, (2,), (world.rank % 2,), world.rank // 2)
+        return st.load([item], folder, world=world, object_rules={"seen": st.redistribute_objects})
+
+    folder = saved()
+    assert st.simulate(4, on_rank) == [[[0, 1]], [[2, 3]]] * 2
+
+
+def test_targets_still_have_to_fill_their_own_arrays() -> None:
+    with pytest.raises(IntegrityError, match=r"\[1:2\] has no main replica \(1 of 2 objects\)"):
+        st.load(asked(2)["seen"][:1], saved(), object_rules={"seen": st.redistribute_objects})
+
+
+def test_a_pattern_that_fits_nothing_stored_or_asked_for_is_an_error() -> None:
+    for pattern in ("sene", "w", "seen.*"):
+        with pytest.raises(TreeError, match="load: object_rules: patterns that name nothing"):
+            st.load(asked(4), saved(), object_rules={pattern: st.drop_objects})
+    with pytest.raises(TreeError, match="not rules for objects\n  'seen': list"):
+        st.load(asked(2), saved(), object_rules={"seen": [st.drop_objects]})  # type: ignore[dict-item]
+
+
+def test_a_rule_may_name_what_only_the_checkpoint_or_only_the_target_has() -> None:
+    rules = {"seen": st.redistribute_objects, "new": st.drop_objects}
+    target = {**asked(2), "new": st.ShardedObject("new", 1, (2,), (0,))}
+    found = st.load(target, saved(), validate_access_integrity=False, strict="ignore_all", object_rules=rules)
+    assert found == {"seen": [[0, 1], [2, 3]]}
+    weight = {"w": st.ShardedTensor.from_rank_offsets("w", torch.zeros(2))}
+    assert list(st.load(weight, saved(), object_rules={"seen": st.drop_objects})) == ["w"]
+
+
+@pytest.mark.parametrize("strict", list(st.StrictHandling))
+def test_strict_modes_count_an_array_as_stored_whatever_its_shape(strict: st.StrictHandling) -> None:
+    target = {**asked(2), "w": st.ShardedTensor.from_rank_offsets("w", torch.zeros(2))}
+    found = st.load(target, saved(), strict=strict, object_rules={"seen": st.redistribute_objects})
+    tree, *keys = found if isinstance(found, tuple) else (found,)
+    assert tree["seen"] == [[0, 1], [2, 3]] and not any(keys)
+    with pytest.raises(ShapeError, match="Name a rule"):
+        st.load(target, saved(), strict=strict)
+
+
+class Unknown:
+    """What no format of ours holds but as a pickle."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Unknown)
+
+    __hash__ = object.__hash__
+
+
+def test_what_a_rule_drops_is_not_read() -> None:
+    folder = saved(value=lambda rank: Unknown(), allow_pickle=True)
+    assert loaded(folder, 2, st.drop_objects) == ["own", "own"]
+    with pytest.raises(UnsafeFile):
+        loaded(folder, 2, st.replicate_cell((0,)))
+    assert loaded(folder, 2, st.replicate_cell((0,)), allow_pickle=True) == [Unknown(), Unknown()]
+
+
+def test_cells_that_are_not_stored_are_named() -> None:
+    folder = MemoryStorage()
+    cells = [st.ShardedObject("seen", rank, (4,), (rank,)) for rank in (0, 2)]
+    st.save(cells, folder, validate_access_integrity=False)
+    with pytest.raises(IntegrityError, match=r"'seen' of shape \(4,\).*\n  \(1,\)\n  \(3,\)"):
+        loaded(folder, 2, st.replicate_objects)
+    with pytest.raises(KeyMismatch, match="not stored: 'seen/shard_1_4'"):
+        loaded(folder, 4)
+
+
+def test_a_rule_needs_to_know_from_which_shape_to_which() -> None:
+    one, two = MemoryStorage(), MemoryStorage()
+    unchecked: Any = {"validate_access_integrity": False}
+    cell = st.ShardedObject("rng", 1, (1,), (0,))
+    st.save([cell], one)
+    st.save([cell, *(st.ShardedObject("rng", 1, (2,), (index,)) for index in range(2))], two, **unchecked)
+    for store, target, text in (
+        (one, st.ShardedObject("rng", None, (2, -1), (0, 0)), r"of shape \(1,\), asked for in shape \(2, -1\)"),
+        (two, st.ShardedObject("rng", None, (3,), (0,)), r"of shape \(1,\) and \(2,\), asked for in shape \(3,\)"),
+    ):
+        with pytest.raises(IntegrityError, match=text):
+            st.load([target], store, object_rules={"rng": st.replicate_objects}, **unchecked)
+
+
+def test_a_rule_that_fails_on_one_rank_fails_the_load_on_all() -> None:
+    def on_rank(world: st.World) -> str:
+        def rule(array: st.ObjectArray, shape: Any) -> Any:
+            if world.rank == 1:
+                raise ValueError("no such state")
+            return [None, None]
+
+        item = st.ShardedObject("seen", None, (2,), (world.rank,))
+        with pytest.raises(RemoteError) as caught:
+            st.load([item], folder, world=world, object_rules={"seen": rule})
+        return str(caught.value)
+
+    folder = saved()
+    assert all("load: read objects" in text and "no such state" in text for text in st.simulate(2, on_rank))
+
+
+def test_explain_tells_of_another_shape_and_of_rules() -> None:
+    explanation = st.explain(asked(2), saved())
+    (problem,) = explanation.reshaped
+    assert explanation.problems == (problem,) == (st.Reshaped("seen", ((4,),), (2,)),)
+    assert str(problem) == "objects 'seen': of shape (4,), asked for in shape (2,)"
+    assert st.explain(asked(2), saved(), object_rules={"seen": st.drop_objects}).ok
+    ranks = st.explain_ranks(
+        [asked(2)["seen"][:1], asked(2)["seen"][1:]], saved(), object_rules={"**": st.drop_objects}
+    )
+    assert ranks.ok and [one.objects for one in ranks.reads] == [1, 1]
+    with pytest.raises(TreeError, match="name nothing"):
+        st.explain(asked(2), saved(), object_rules={"sene": st.drop_objects})
+
+
+def test_a_users_own_loading_of_tensors_leaves_objects_to_their_rules() -> None:
+    own = st.get_default_strategy(st.StrategyAction.LOAD_SHARDED, "safetensors", 1)
+    assert loaded(saved(), 2, st.redistribute_objects, sharded_strategy=own) == [[0, 1], [2, 3]]
+    with pytest.raises(ShapeError, match="Name a rule in object_rules"):
+        loaded(saved(), 2, sharded_strategy=own)
+
+
+def test_a_format_that_tells_nothing_takes_no_rules() -> None:
+    strategies = {row: fn for row, fn in st.default_strategies.items() if row[0] is not st.StrategyAction.LOAD_METADATA}
+    with pytest.raises(st.StrategyError):
+        loaded(saved(), 2, st.drop_objects, strategies=strategies)
+
+
+Objects = list[st.ShardedObject]
+Load = Callable[[Objects, Objects, st.ObjectRule], list[Any]]
+SHAPES = some.one_of(some.lists(some.integers(1, 3), max_size=3).map(tuple), some.tuples(some.integers(9, 12)))
+ANY_RULE = some.sampled_from(
+    [
+        st.concatenate_objects,
+        st.redistribute_objects,
+        st.drop_objects,
+        st.fold_objects(max),
+        st.fold_objects(operator.add),
+    ]
+)
+
+
+def a_load_gives_what_resharding_gives(load: Load, drawn: tuple[Any, Any, st.ObjectRule]) -> None:
+    shape, other, rule = drawn
+    cells = [st.ShardedObject("seen", [n] * (n % 3), shape, at) for n, at in enumerate(np.ndindex(*shape))]
+    targets = [st.ShardedObject("seen", "own", other, at) for at in np.ndindex(*other)]
+    expected = [item.data for item in st.reshard_objects(cells, targets, {"seen": rule})]
+    assert load(cells, targets, rule) == expected
+
+
+def saved_and_loaded(cells: Objects, targets: Objects, rule: st.ObjectRule) -> list[Any]:
+    folder = MemoryStorage()
+    st.save(cells, folder)
+    values: list[Any] = st.load(targets, folder, object_rules={"*": rule})
+    return values
+
+
+@settings(max_examples=40)
+@given(some.tuples(SHAPES, SHAPES, ANY_RULE))
+def test_a_load_gives_what_resharding_in_memory_gives(drawn: tuple[Any, Any, st.ObjectRule]) -> None:
+    a_load_gives_what_resharding_gives(saved_and_loaded, drawn)
+
+
+def test_the_law_catches_cells_in_the_order_of_their_names() -> None:
+    def by_name(cells: Objects, targets: Objects, rule: st.ObjectRule) -> list[Any]:
+        values = tuple(item.data for item in sorted(cells, key=lambda item: item.unique_key))
+        shape = targets[0].global_shape
+        if cells[0].global_shape == shape:
+            return [item.data for item in cells]
+        found = rule(st.ObjectArray("seen", cells[0].global_shape, values), shape)
+        return ["own" if value is st.HOLE else value for value in found]
+
+    assert_caught(a_load_gives_what_resharding_gives, by_name, some.tuples(SHAPES, SHAPES, ANY_RULE))
