@@ -17,7 +17,7 @@ PACKAGE = ROOT / "shardtree"
 MODULES = {path.relative_to(PACKAGE).with_suffix("").as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 PURE = {"errors", "geometry", "lazy", "mapping", "trees", "layouts", "transforms", "plans", "fingerprints", "retention"}
-EFFECT = {"world", "codec", "storage", "strategies", "checkpoint", "interop", "cli"}
+EFFECT = {"world", "codec", "live", "storage", "strategies", "checkpoint", "interop", "cli"}
 IMPURE = {"os", "io", "pathlib", "random", "time", "torch.distributed", "shutil", "tempfile", "mmap", "threading"}
 
 # Files are opened in storage/ alone; the command line may write what it prints.

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
+from ..trees import empty_data
 from ._dtypes import dtypes
 from ._shapes import shapes
 
@@ -37,7 +38,7 @@ def random_bits(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> to
         high = raw.reshape(-1, dtype.itemsize)
         high[generator.random(len(high)) < 0.25, -2:] |= np.array([0xF0, 0x7F], dtype=np.uint8)[-dtype.itemsize :]
     # Without elements there is nothing to view, and some dtypes' views refuse that.
-    return torch.from_numpy(raw).view(dtype).view(shape) if length else torch.empty(shape, dtype=dtype)
+    return torch.from_numpy(raw).view(dtype).view(shape) if length else empty_data(shape, dtype, "cpu")
 
 
 def tensors(

@@ -17,6 +17,7 @@ import torch
 
 import shardtree
 from shardtree.errors import RemoteError
+from shardtree.layouts import tree_columns
 from shardtree.mapping import ShardedObject, ShardedTensor
 from shardtree.storage import MemoryStorage, Storage
 from shardtree.testing import Call, WatchedStorage
@@ -29,7 +30,7 @@ RANKS = 3
 def phases_in(source: str) -> Iterator[str]:
     """Yield the names of the phases that a module runs."""
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in {"agree", "gather", "on_rank_zero"}:
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in {"agree", "gather", "on_one_rank", "on_rank_zero"}:
             name = node.args[1]
             assert isinstance(name, ast.Constant), f"line {node.lineno}: write a phase's name as a literal"
             yield str(name.value)
@@ -37,7 +38,14 @@ def phases_in(source: str) -> Iterator[str]:
 
 SOURCES = [
     path.read_text()
-    for folder in ("checkpoint", "checkpoint/saving", "checkpoint/loading", "strategies/safetensors", "strategies")
+    for folder in (
+        "checkpoint",
+        "checkpoint/saving",
+        "checkpoint/loading",
+        "strategies/safetensors",
+        "strategies",
+        "live",
+    )
     for path in (PACKAGE / folder).glob("*.py")
 ]
 
@@ -46,6 +54,9 @@ def tree(world: World, value: float = 1.0) -> dict[str, Any]:
     shard = ShardedTensor.from_rank_offsets("w", torch.full((2, 3), value), (0, world.rank, world.size))
     copied = ShardedTensor.from_rank_offsets("norm", torch.full((3,), value), replica_id=world.rank)
     return {"w": shard, "norm": copied, "rng": ShardedObject("rng", value, (1,), (0,), world.rank), "step": 7}
+
+
+LAYOUT = tree_columns(simulate(RANKS, tree))
 
 
 def halved(target: dict[str, Any]) -> dict[str, Any]:
@@ -67,7 +78,14 @@ def scenarios(storage: MemoryStorage) -> dict[str, Callable[[World], Any]]:
         "load and convert": lambda world: shardtree.load(
             halved(tree(world)), storage, world=world, cast=True, exchange="always"
         ),
+        "load by a known layout": lambda world: shardtree.load(
+            tree(world), storage, world=world, exchange="always", layout=LAYOUT
+        ),
         "load plain": lambda world: shardtree.load_plain_tensors(storage, world=world),
+        "redistribute": lambda world: shardtree.redistribute(tree(world), tree(world), world=world),
+        "redistribute what differs": lambda world: shardtree.redistribute(
+            {**tree(world), "step": world.rank}, None, world=world
+        ),
         "remove": lambda world: shardtree.remove_sharded_tensors(storage, "norm", world=world),
         "fingerprint": lambda world: shardtree.fingerprint(tree(world), world=world),
         "fingerprint of files": lambda world: shardtree.fingerprint(storage, world=world),
@@ -80,7 +98,10 @@ SCENARIOS = [
     "save what differs",
     "load",
     "load and convert",
+    "load by a known layout",
     "load plain",
+    "redistribute",
+    "redistribute what differs",
     "remove",
     "fingerprint",
     "fingerprint of files",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import operator
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -41,6 +42,10 @@ COLUMNS = st.shard_columns([WEIGHT, FLAT, COPY])
 KIND = layouts.TensorKind(torch.int8, (2,), 0)
 TOTALS = np.array([5, 6, 7], dtype=np.uint64)
 OBJECTS = layouts.object_columns([OBJECT])
+SOURCES = [st.ShardedObject("rng", [place], (3,), (place,)) for place in range(3)]
+HELD = layouts.held_arrays(SOURCES)
+ARRAY = layouts.ObjectArray("rng", (2,), ([1, 2], [3]))
+EQUALS = layouts.ObjectArray("rng", (2,), ({"seed": [1]}, {"seed": [1]}))
 WHOLE = st.shard_columns(
     [replace(WEIGHT, local_shape=(8, 2), data=None, global_offset=(0, 0), axis_fragmentations=(1, 1))]
 )
@@ -50,6 +55,7 @@ def whole(key: str) -> st.ShardedTensor:
     return st.ShardedTensor.from_rank_offsets(key, torch.arange(8.0).view(4, 2))
 
 
+RESHARD = plans.plan_reshard([{"w": whole("w")}], [{}, {"w": whole("w")}])
 FLAT_TREE = {key: whole(key) for key in ("l.0.w", "l.1.w")}
 LAZY = lazy.stored(lambda offset, shape: torch.full(shape, 7.0), (4, 2), torch.float32, name="w")
 
@@ -78,6 +84,9 @@ RUNS = plans.Runs(column(1, 0), column(0, 8), column(0, 1), column(0, 0), column
 EXCHANGE = plans.plan_exchange(COLUMNS, 2)
 KIND = layouts.TensorKind(torch.float16, (8, 2), 0)
 STEPS = [retention.SavedStep(step, 60.0 * step, {"loss": 1 / step}, step == 2) for step in (3, 1, 2)]
+MESH, SPEC = layouts.Mesh(dp=2, tp=2), layouts.PartitionSpec((layouts.Split("dp", 2), layouts.Split("tp")))
+MATRICES = {"w": torch.arange(16.0).view(8, 2), "step": 3}
+PARTS = layouts.mesh_parts((8, 2), MESH, SPEC)
 ERROR = errors.RemoteError("save: write", {1: "OSError: full"})
 
 
@@ -113,12 +122,14 @@ CALLS: dict[str, Call] = {
     "errors.rank_text": (errors.rank_text, [0, 2, 3, 4]),
     "errors.render_path": (errors.render_path, ("a", 0)),
     "geometry.box_column": (geometry.box_column, [[4, 2], [3]], 1),
+    "geometry.box_slices": (geometry.box_slices, column(0, 3), column(1, 2), 1),
     "geometry.widen": (geometry.widen, column([3, 4]), 3, 1),
     "geometry.volumes": (geometry.volumes, column([3, 4])),
     "geometry.row_major_strides": (geometry.row_major_strides, column([3, 4])),
     "geometry.intersect": (geometry.intersect, *(column([n, n], [2, 2]) for n in range(4))),
     "geometry.flat_boxes": (geometry.flat_boxes, column([3, 4]), column(2), column(9)),
     "geometry.coverage_faults": (geometry.coverage_faults, *BOXES[1:], (4, 4)),
+    "geometry.carve_boxes": (geometry.carve_boxes, *BOXES[1:], column(0, 0), *BOXES[1:]),
     "geometry.held_elements": (geometry.held_elements, column(0, 1), column([2], [3]), 2),
     "geometry.overlapping_groups": (geometry.overlapping_groups, *BOXES, column(8)),
     "geometry.overlapping_pairs": (geometry.overlapping_pairs, *BOXES, *BOXES),
@@ -165,7 +176,18 @@ CALLS: dict[str, Call] = {
     "trees.build_factories": (merged, TREE),
     "trees.common_with_holes": (trees.common_with_holes, TREE),
     "trees.join": (trees.join, trees.common_with_holes({**TREE, "model": {"f": [WEIGHT, st.HOLE]}}), ASKED),
+    "trees.join_loaded": (trees.join_loaded, [st.HOLE], {"w": 1}),
+    "trees.comparable": (trees.comparable, trees.common_with_holes(TREE)),
+    "trees.holds_only_holes": (trees.holds_only_holes, [st.HOLE]),
+    "trees.check_is_tree": (trees.check_is_tree, "load", TREE),
+    "trees.refuse_dtensors": (trees.refuse_dtensors, "load", trees.leaves_with_paths(TREE)),
+    "trees.refuse_hidden": (trees.refuse_hidden, "load", trees.leaves_with_paths(TREE)),
+    "trees.told_of_depth": (lambda doing: type(trees.told_of_depth(doing)), "load"),
     "trees.without_holes": (trees.without_holes, trees.common_with_holes(TREE)),
+    "trees.prune": (trees.prune, trees.common_with_holes({**TREE, "model": {"f": [WEIGHT, st.HOLE]}})),
+    "trees.as_integers": (trees.as_integers, WEIGHT.data),
+    "trees.empty_data": (trees.empty_data, [0, 2], torch.complex32, "cpu"),
+    "trees.join_data": (trees.join_data, torch.cat, [WEIGHT.data, WEIGHT.data], 0),
     "trees.map_data": (trees.map_data, torch.neg, TREE),
     "trees.map_shards": (trees.map_shards, lambda leaf: leaf, TREE),
     "trees.combine": (trees.combine, SHARDS, STORED),
@@ -173,11 +195,32 @@ CALLS: dict[str, Call] = {
     "trees.extract_metadata": (trees.extract_metadata, BUILT["model"]),
     "trees.extract_nonpersistent": (trees.extract_nonpersistent, TREE),
     "trees.extract_sharded": (trees.extract_sharded, TREE),
+    "trees.call_at": (trees.call_at, ("l", 0), max, [3, 1]),
     "trees.namedtuple_types": (trees.namedtuple_types, {**TREE, "o": OptState(WEIGHT, [3])}),
     "trees.partition": (trees.partition, lambda leaf: leaf is None, TREE),
     "trees.leaves_with_paths": (trees.leaves_with_paths, TREE),
     "trees.shard_leaves": (rebuilt, TREE),
     "trees.select": (trees.select, TREE, "model.*"),
+    "layouts.Mesh.on_ranks": (MESH.on_ranks, range(4, 8)),
+    "layouts.Mesh.coordinates": (MESH.coordinates, 3),
+    "layouts.Mesh.rank_at": (lambda mesh: mesh.rank_at(dp=1, tp=0), MESH),
+    "layouts.check_spec": (layouts.check_spec, "w", KIND, MESH, SPEC),
+    "layouts.mesh_parts": (layouts.mesh_parts, (8, 2), MESH, SPEC),
+    "layouts.mesh_part": (layouts.mesh_part, (8, 2), MESH, SPEC, 1),
+    "layouts.mesh_columns": (layouts.mesh_columns, {"w": KIND}, MESH, {"w": SPEC}),
+    "layouts.part_data": (layouts.part_data, MATRICES["w"], PARTS[1]),
+    "layouts.part_shard": (layouts.part_shard, "w", torch.zeros(2, 2), torch.float32, PARTS[1]),
+    "layouts.shard": (layouts.shard, MATRICES, MESH, SPEC),
+    "layouts.shard_at": (layouts.shard_at, MATRICES, MESH, {"w": SPEC}, 1),
+    "layouts.abstract": (layouts.abstract, MATRICES, MESH, SPEC),
+    "layouts.abstract_at": (layouts.abstract_at, MATRICES, MESH, SPEC, 1),
+    "layouts.layout_of": (layouts.layout_of, MATRICES, MESH, SPEC),
+    "layouts.specs_by_pattern": (lambda specs: layouts.specs_by_pattern(specs)("w", None), {"**": SPEC}),
+    "layouts.unshard": (layouts.unshard, layouts.shard(MATRICES, MESH, SPEC)),
+    "layouts.coverage": (layouts.coverage, [TREE, {"w": WEIGHT}]),
+    "layouts.tree_columns": (layouts.tree_columns, [TREE, {"w": WEIGHT}]),
+    "layouts.trees_by_rank": (layouts.trees_by_rank, [TREE, {"w": WEIGHT}]),
+    "layouts.tensor_shards": (layouts.tensor_shards, TREE),
     "layouts.join_columns": (layouts.join_columns, [COLUMNS, COLUMNS]),
     "layouts.select_rows": (layouts.select_rows, COLUMNS, column(1)),
     "layouts.shard_boxes": (layouts.shard_boxes, COLUMNS.offset, COLUMNS.shape, COLUMNS.start, COLUMNS.stop),
@@ -197,6 +240,24 @@ CALLS: dict[str, Call] = {
     "layouts.select_faults": (layouts.select_faults, layouts.sharding_faults(COLUMNS), column(0)),
     "layouts.place_text": (layouts.place_text, (slice(0, 2),), slice(0, 1)),
     "layouts.problem_lines": (layouts.problem_lines, list(layouts.access_problems(COLUMNS))),
+    "layouts.reshard_objects": (layouts.reshard_objects, SOURCES, [OBJECT], {"rng": layouts.concatenate_objects}),
+    "layouts.replicate_objects": (layouts.replicate_objects, EQUALS, (3,)),
+    "layouts.replicate_cell": (lambda array: layouts.replicate_cell((1,))(array, (3,)), ARRAY),
+    "layouts.concatenate_objects": (layouts.concatenate_objects, ARRAY, (3,)),
+    "layouts.redistribute_objects": (layouts.redistribute_objects, ARRAY, (3,)),
+    "layouts.drop_objects": (layouts.drop_objects, ARRAY, (3,)),
+    "layouts.fold_objects": (lambda array: layouts.fold_objects(operator.iadd)(array, (3,)), ARRAY),
+    "layouts.rules_by_field": (
+        lambda rules, array: layouts.rules_by_field(rules)(array, (3,)), {"seed": layouts.drop_objects}, EQUALS
+    ),
+    "layouts.ObjectArray.told": (ARRAY.told, 1),
+    "layouts.held_arrays": (lambda items: layouts.held_arrays(items)["rng"].shapes, SOURCES),
+    "layouts.HeldArrays.shape_as": (HELD["rng"].shape_as, (3,)),
+    "layouts.HeldArrays.whole": (lambda key, shape: HELD[key].whole(key, shape).values, "rng", (3,)),
+    "layouts.reshaped_arrays": (layouts.reshaped_arrays, HELD, [OBJECT]),
+    "layouts.objects_by_rule": (layouts.objects_by_rule, HELD, [OBJECT], {"rng": layouts.concatenate_objects}),
+    "layouts.rules_by_key": (layouts.rules_by_key, "load", {"r*": layouts.drop_objects}, ["rng"]),
+    "layouts.check_ruled": (layouts.check_ruled, [layouts.Reshaped("rng", ((1,),), (2,))], {"rng": max}),
     "layouts.chunk_grids": (
         layouts.chunk_grids, column(0, 0), column([0], [2]), column([2], [2]), column(-1, -1), column(1)
     ),
@@ -218,6 +279,19 @@ CALLS: dict[str, Call] = {
     "plans.overlaps": (plans.overlaps, FLAT, (2, 2)),
     "plans.stored_elements": (plans.stored_elements, WEIGHT, (6, 1)),
     "plans.Overlap.of": (lambda overlap, data: overlap.of(data), plans.overlaps(WEIGHT, (6, 1))[0], WEIGHT.data),
+    "plans.plan_reshard": (plans.plan_reshard, [{"w": whole("w")}], [{}, {"w": whole("w")}]),
+    "plans.relayed": (plans.relayed, RESHARD),
+    "plans.peak_bytes": (plans.peak_bytes, RESHARD, RESHARD.schedule()),
+    "plans.ReshardPlan.leaving": (plans.ReshardPlan.leaving, RESHARD, [0]),
+    "plans.ReshardPlan.schedule": (plans.ReshardPlan.schedule, RESHARD),
+    "plans.ReshardPlan.check": (plans.ReshardPlan.check, RESHARD),
+    "plans.ReshardPlan.explain": (plans.ReshardPlan.explain, RESHARD, "w"),
+    "plans.ReshardPlan.inverse": (plans.ReshardPlan.inverse, RESHARD),
+    "plans.reshard": (plans.reshard, [{"w": whole("w"), "g": FACTORY, "local": LOCAL, "step": 3}], [{"w": whole("w")}]),
+    "plans.take_source": (plans.take_source, TREE),
+    "plans.take_target": (plans.take_target, TREE),
+    "plans.agreed_common": (plans.agreed_common, {0: trees.common_with_holes(TREE), 2: st.HOLE}),
+    "plans.complete": (plans.complete, plans.take_target({"w": WEIGHT}), {"step": 3}, [torch.zeros(4, 2)], []),
     "plans.level_writes": (plans.level_writes, COLUMNS, 2),
     "plans.main_writes": (plans.main_writes, COLUMNS),
     "fingerprints.axis_weights": (fingerprints.axis_weights, 1, 65_530, 65_540),
@@ -233,7 +307,6 @@ CALLS: dict[str, Call] = {
     "fingerprints.shard_parts": (fingerprints.shard_parts, [WEIGHT, FLAT]),
     "fingerprints.column_parts": (fingerprints.column_parts, COLUMNS, TOTALS),
     "fingerprints.replica_problems": (fingerprints.replica_problems, COLUMNS, TOTALS),
-    "fingerprints.tensor_shards": (fingerprints.tensor_shards, TREE),
     "fingerprints.main_shards": (fingerprints.main_shards, TREE),
     "fingerprints.fingerprint_parts": (fingerprints.fingerprint_parts, [WEIGHT, FLAT]),
     "fingerprints.add_fingerprints": (fingerprints.add_fingerprints, [fingerprints.fingerprint_parts([whole("w")])]),
@@ -251,6 +324,13 @@ CALLS: dict[str, Call] = {
     "retention.keep_steps": (lambda steps: retention.keep_steps([1])(steps), STEPS),
 }  # fmt: skip
 NUMBERS: dict[str, Call] = {
+    "trees.stars": (trees.stars, "l.*.**"),
+    "trees.path_key": (trees.path_key, ("l", 0)),
+    "trees.match_keys": (trees.match_keys, "s", ["l.*"], ["l.a", "m"]),
+    "trees.match_key": (trees.match_key, "l.*", "l.a"),
+    "trees.key_expression": (trees.key_expression, "l.*"),
+    "trees.fill_key": (trees.fill_key, "l.**", ["a.b"]),
+    "trees.check_stars": (trees.check_stars, "s", "l.*", ["m.*"]),
     "geometry.narrow_flat_range": (geometry.narrow_flat_range, (4, 2), 2, 7, 1, 0, 1),
     "geometry.cell_index": (geometry.cell_index, "w", (4, 2), (4, 0), (2, 1)),
     "geometry.cell_shape": (lambda *args: geometry.cell_shape(*args, padded=False), "w", (8, 2), (2, 1)),
@@ -259,6 +339,7 @@ NUMBERS: dict[str, Call] = {
     "geometry.check_flat_range": (geometry.check_flat_range, "w", slice(2, 7), (4, 2)),
     "geometry.check_lengths": (geometry.check_lengths, "w", (8, 2), (4, 0), (2, 1)),
     "geometry.check_ranks": (geometry.check_ranks, "w", (4, 2), (8, 2), 0),
+    "geometry.cut_spans": (geometry.cut_spans, ((0, 8),), 2, 1, 2),
     "geometry.grid_cell": (geometry.grid_cell, "w", (4, 2), [(0, 1, 2)]),
     "geometry.narrow_axis": (geometry.narrow_axis, "w", "global_shape", (8, 2), 0, 4, 2),
     "geometry.narrow_place": (geometry.narrow_place, "w", (4, 2), -1, 0, 1),
@@ -269,11 +350,21 @@ NUMBERS: dict[str, Call] = {
 }
 VALUES: dict[str, Any] = {
     "lazy.Fetch": LAZY.fetches[0],
+    "layouts.Mesh": MESH,
+    "layouts.PartitionSpec": SPEC,
+    "layouts.Part": PARTS[1],
+    "layouts.Coverage": layouts.coverage([TREE]),
     "lazy.LazyTensor": LAZY,
     "mapping.ShardedTensor": WEIGHT,
     "mapping.ShardedObject": OBJECT,
     "layouts.ShardColumns": COLUMNS,
+    "layouts.ObjectArray": ARRAY,
+    "layouts.HeldArrays": HELD["rng"],
     "plans.ExchangePlan": EXCHANGE,
+    "plans.ReshardPlan": RESHARD,
+    "plans.TargetTree": plans.take_target(TREE),
+    "plans.Schedule": RESHARD.schedule(),
+    "plans.Provenance": RESHARD.explain("w"),
     "plans.LoadPlan": plans.plan_load(WHOLE, CHUNKS),
     "plans.ReadCost": plans.ReadCost(1, 2, 1, 1),
     "plans.Explanation": plans.Explanation(("v",), (), (plans.RankReads(0, 1, 0, plans.ReadCost(1, 2, 1, 1)),)),

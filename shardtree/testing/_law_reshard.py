@@ -1,0 +1,121 @@
+"""The law of resharding in memory: each element goes where its target wants it, and nothing that is given changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..errors import TreePath, render_path
+from ..mapping import ShardedTensor
+from ..plans import reshard as st_reshard
+from ..trees import apply_factories, leaves_with_paths
+from ._assemble import assemble
+from ._bits import first_difference, outline
+from ._law_purity import check_pure
+from ._layout import flattened
+
+RankTrees = Sequence[Any] | Mapping[int, Any]
+
+
+def check_reshard(trees: RankTrees, targets: RankTrees, *, reshard: Callable[..., Any] = st_reshard) -> None:
+    """Raise unless resharding trees gives each target what the trees hold at its place, bit for bit, and can be undone.
+
+    The trees must hold whole tensors among them; the reference puts these together element by element, so keep shapes
+    small. Where the targets hold all of it too, resharding back must give the trees again. Arguments must stay as they
+    are, and results share no memory with them, nor with each other. The trees' objects must keep their shapes.
+
+    Args:
+        trees: each rank's tree, by rank: a mapping, or a list that begins with rank 0.
+        targets: likewise what is wanted.
+        reshard: called as ``reshard(trees, targets)``.
+
+    Raises:
+        AssertionError: names the rank and the place, and how it differs.
+
+    Examples:
+        >>> from shardtree.layouts import Mesh, PartitionSpec, shard
+        >>> tree = {"w": torch.arange(15).view(5, 3)}
+        >>> by_rows = shard(tree, Mesh(dp=2), PartitionSpec("dp"))
+        >>> check_reshard(by_rows, shard(tree, Mesh(tp=3), PartitionSpec(None, "tp")))
+    """
+    found = check_pure(reshard, trees, targets)
+    assert _ranks(found) == _ranks(targets), f"found ranks {_ranks(found)}, expected {_ranks(targets)}"
+    wholes = assemble(_built(trees).values())
+    wanted, got = _built(targets), _built(found)
+    for rank, tree in wanted.items():
+        _check_rank(rank, tree, got[rank], wholes)
+    _check_apart(got, [_built(trees), wanted])
+    if _hold_all(got.values(), wholes):
+        back = _built(reshard(found, _by_rank(trees)))
+        for rank, tree in _built(trees).items():
+            _check_back(rank, tree, back[rank])
+
+
+def _by_rank(trees: RankTrees) -> dict[int, Any]:
+    return dict(trees) if isinstance(trees, Mapping) else dict(enumerate(trees))
+
+
+def _ranks(trees: RankTrees) -> list[int]:
+    return list(_by_rank(trees))
+
+
+def _built(trees: RankTrees) -> dict[int, Any]:
+    return {rank: apply_factories(tree) for rank, tree in _by_rank(trees).items()}
+
+
+def _shards(tree: Any) -> dict[TreePath, ShardedTensor]:
+    return {path: leaf for path, leaf in leaves_with_paths(tree) if isinstance(leaf, ShardedTensor)}
+
+
+def _check_rank(rank: int, target: Any, found: Any, wholes: Mapping[str, torch.Tensor]) -> None:
+    """Raise unless a rank's shards are where its target has them, and hold what is at their place."""
+    wanted, got = _shards(target), _shards(found)
+    assert wanted.keys() == got.keys(), f"rank {rank}: found shards at {list(got)}, expected {list(wanted)}"
+    for path, shard in wanted.items():
+        where = f"rank {rank}: {shard.key!r} at {render_path(path)}"
+        assert got[path].without_data() == shard.without_data(), f"{where}: found {got[path]}, expected {shard}"
+        box = wholes[shard.key][shard.global_slice()]
+        expected = box if shard.flattened_range is None else flattened(box)[shard.flattened_range]
+        differ = first_difference(got[path].data, expected)
+        assert differ is None, f"{where}: {differ}"
+
+
+def _check_apart(found: Mapping[int, Any], given: Sequence[Mapping[int, Any]]) -> None:
+    """Raise if tensors of different ranks, or those that were given, share memory."""
+    owners = {_address(shard.data): "what was given" for trees in given for shard in _with_memory(trees.values())}
+    for rank, tree in found.items():
+        own = {_address(shard.data) for shard in _with_memory([tree])}
+        shared = [owners[address] for address in own if address in owners]
+        assert not shared, f"rank {rank} shares memory with {shared[0]}"
+        owners |= dict.fromkeys(own, f"rank {rank}")
+
+
+def _with_memory(trees: Any) -> list[ShardedTensor]:
+    shards = [shard for tree in trees for shard in _shards(tree).values()]
+    return [
+        shard
+        for shard in shards
+        if isinstance(shard.data, torch.Tensor) and shard.data.nbytes and not shard.data.is_meta
+    ]
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _hold_all(trees: Any, wholes: Mapping[str, torch.Tensor]) -> bool:
+    """Return whether trees hold all elements of all tensors."""
+    listed = list(trees)
+    try:
+        return assemble(listed).keys() == wholes.keys()
+    except AssertionError:
+        return False
+
+
+def _check_back(rank: int, before: Any, after: Any) -> None:
+    """Raise unless a rank's tree is what it was, but for the order of its keys."""
+    left, right = ({path: outline(leaf) for path, leaf in leaves_with_paths(tree)} for tree in (before, after))
+    wrong = [path for path in left.keys() | right.keys() if left.get(path) != right.get(path)]
+    assert not wrong, f"rank {rank}: there and back, {render_path(min(wrong, key=str))} is another"

@@ -1,0 +1,257 @@
+"""The laws of schedules and relays, by moving numbered elements piece by piece."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+
+import numpy as np
+
+from ..geometry import Column
+from ..layouts import ShardColumns
+from ..plans import ReshardPlan, Schedule, Transfers
+
+_NOTHING = -1
+_Wants = dict[tuple[int, int], dict[int, int]]  # (key, element): from whom each rank that wants it would get it
+
+
+def check_schedule(plan: ReshardPlan, schedule: Schedule) -> None:
+    """Raise unless a schedule moves each element that a plan moves once, in time, and in as few steps as it says.
+
+    No rank sends and gets more in a step than it may; where a pair of ranks has something left that is ready, one of
+    the two has no room for an element of it; what is passed on has arrived in an earlier step; and in the end every
+    target shard holds what it should. The reference walks over every element, so keep shapes small.
+
+    Args:
+        plan: what moves.
+        schedule: that plan's.
+
+    Raises:
+        AssertionError: names the transfer, or the rank and the step.
+
+    Examples:
+        >>> import torch, shardtree as st
+        >>> whole = {"w": st.ShardedTensor.from_rank_offsets("w", torch.zeros(4))}
+        >>> plan = st.plan_reshard({0: whole}, {1: whole})
+        >>> check_schedule(plan, plan.schedule(max_bytes_in_flight=8))
+    """
+    _check_pieces(plan.transfers, schedule)
+    used = _used(schedule)
+    for (step, rank), nbytes in used.items():
+        assert nbytes <= schedule.max_bytes_in_flight, f"rank {rank} has {nbytes} bytes in flight in step {step}"
+    _check_no_one_waits(plan, schedule, used)
+    load: Counter[int] = Counter()
+    for (_, rank), nbytes in used.items():
+        load[rank] += nbytes
+    most, least = max(load.values(), default=0), schedule.max_bytes_in_flight - _largest(plan, schedule) + 1
+    hops = len(np.unique(plan.transfers.hop[schedule.transfer]))
+    limit = 1 + 2 * most // least if hops < 2 else 2 + 3 * most // least
+    assert schedule.steps <= limit, f"{schedule.steps} steps, expected at most {limit}"
+    check_moved(plan, moved(plan, schedule))
+
+
+def moved(plan: ReshardPlan, schedule: Schedule) -> list[Column]:
+    """Return the target shards that a plan and its schedule make of source shards whose elements are numbered.
+
+    In each step all is read before anything is written, as it is when ranks exchange buffers.
+
+    Args:
+        plan: what moves.
+        schedule: that plan's.
+
+    Returns:
+        for each target shard the numbers of its elements, -1 where nothing came, int64 (elements,).
+
+    Examples:
+        >>> import torch, shardtree as st
+        >>> whole = st.ShardedTensor.from_rank_offsets("w", torch.zeros(3))
+        >>> plan = st.plan_reshard([[whole], []], [[], [whole]])
+        >>> [numbers.tolist() for numbers in moved(plan, plan.schedule(max_bytes_in_flight=8))]
+        [[0, 1, 2]]
+    """
+    before = [element_numbers(plan.source, row, plan.target.keys) for row in range(len(plan.source))]
+    after = [np.full(count, _NOTHING) for count in plan.target.elements.tolist()]
+    transfers, own = plan.transfers, plan.transfers.from_rank == plan.transfers.to_rank
+    for row in np.flatnonzero(own & (transfers.hop == 0)).tolist():
+        source, target = _positions(transfers, row)
+        after[transfers.target[row]][target] = before[transfers.source[row]][source]
+    for step in range(schedule.steps):
+        writes = []
+        for piece in np.flatnonzero(schedule.step == step):
+            row = int(schedule.transfer[piece])
+            source, target = (at[schedule.start[piece] : schedule.stop[piece]] for at in _positions(transfers, row))
+            memory = before if transfers.hop[row] == 0 else after
+            writes.append((transfers.target[row], target, memory[transfers.source[row]][source]))
+        for shard, target, values in writes:
+            after[shard][target] = values
+    for row in np.flatnonzero(own & (transfers.hop > 0)).tolist():  # by hop, as in every plan
+        source, target = _positions(transfers, row)
+        after[transfers.target[row]][target] = after[transfers.source[row]][source]
+    return after
+
+
+def check_moved(plan: ReshardPlan, after: list[Column]) -> None:
+    """Raise unless target shards hold the elements that they should, by number.
+
+    Args:
+        plan: whose target shards they are.
+        after: for each target shard the numbers of its elements, as `moved` returns them.
+
+    Raises:
+        AssertionError: names the shard and the element.
+
+    Examples:
+        >>> import torch, shardtree as st
+        >>> whole = st.ShardedTensor.from_rank_offsets("w", torch.zeros(3))
+        >>> plan = st.plan_reshard([[whole], []], [[], [whole]])
+        >>> check_moved(plan, moved(plan, plan.schedule()))
+    """
+    for row, found in enumerate(after):
+        expected = element_numbers(plan.target, row, plan.target.keys)
+        wrong = np.flatnonzero(found != expected)
+        where = f"element {wrong[0]} of target shard {row}" if wrong.size else ""
+        assert not wrong.size, f"{where} is {found[wrong[0]]}, expected {expected[wrong[0]]}"
+
+
+def check_relayed(plan: ReshardPlan, passed_on: ReshardPlan, *, shortest_cut: int = 1) -> None:
+    """Raise unless a plan with relays moves what the plan without them does, each element once from the sources.
+
+    Every rank gets as many bytes as before. Of ranks that want the same elements together none gets more of them from
+    the sources than another, and a source that would send something to n of k ranks sends n / k of it; but for some
+    rows of a box, or some times `shortest_cut`. The reference walks over every element, so keep shapes small.
+
+    Args:
+        plan: without relays.
+        passed_on: with them.
+        shortest_cut: as `relayed` was given it.
+
+    Raises:
+        AssertionError: names the ranks, or the element.
+
+    Examples:
+        >>> import torch, shardtree as st
+        >>> def whole(rank): return {"w": st.ShardedTensor.from_rank_offsets("w", torch.zeros(4), replica_id=rank)}
+        >>> plan = st.plan_reshard({0: whole(0)}, {1: whole(0), 2: whole(1)})
+        >>> check_relayed(plan, st.relayed(plan, shortest_cut=1))
+    """
+    assert passed_on.bytes_moved == plan.bytes_moved, f"{passed_on.bytes_moved} bytes move, not {plan.bytes_moved}"
+    assert passed_on.received == plan.received, f"ranks get {passed_on.received}, not {plan.received}"
+    wants: _Wants = defaultdict(dict)
+    for row, elements in _moving_elements(plan, hop=0):
+        for element in elements:
+            wants[element][int(plan.transfers.to_rank[row])] = int(plan.transfers.from_rank[row])
+    crossed = Counter(element for _, elements in _moving_elements(passed_on, hop=0) for element in elements)
+    for element in wants:
+        assert crossed[element] == 1, f"element {element} leaves the sources {crossed[element]} times"
+    _check_level(plan, passed_on, wants, shortest_cut)
+
+
+def _check_level(plan: ReshardPlan, passed_on: ReshardPlan, wants: _Wants, shortest_cut: int) -> None:
+    """Raise unless those that want the same get equal parts of it, and those that have it send their part."""
+    gets: dict[frozenset[int], Counter[int]] = defaultdict(Counter)
+    sends, shares, groups = Counter[int](), defaultdict[int, float](float), set[frozenset[tuple[int, int]]]()
+    for row, elements in _moving_elements(passed_on, hop=0):
+        item = int(passed_on.transfers.nbytes[row]) // len(elements)
+        for element in elements:
+            gets[frozenset(wants[element])][int(passed_on.transfers.to_rank[row])] += item
+            sends[int(passed_on.transfers.from_rank[row])] += item
+            groups.add(frozenset(wants[element].items()))
+            for sender in wants[element].values():
+                shares[sender] += item / len(wants[element])
+    rows = [plan.transfers.nbytes[row] // plan.transfers.shape[row].max() for row, _ in _moving_elements(plan, hop=0)]
+    tolerance = 2 * (max(rows, default=0) + 1) + (4 * shortest_cut if shortest_cut > 1 else 0)
+    for together, nbytes in gets.items():
+        parts = [nbytes[rank] for rank in together]
+        assert max(parts) - min(parts) <= tolerance, f"ranks {sorted(together)} get {parts} from the sources"
+    for sender, sent in sends.items():
+        limit = shares[sender] + tolerance * sum(one == sender for group in groups for _, one in group)
+        assert sent <= limit, f"rank {sender} sends {sent} bytes, expected at most {limit}"
+
+
+def element_numbers(columns: ShardColumns, row: int, keys: tuple[str, ...]) -> Column:
+    """Return a number for each element of a shard, the same wherever that element lies, int64 (elements,).
+
+    Args:
+        columns: the shards.
+        row: which one.
+        keys: in which tensors are numbered; one that isn't there counts as the one behind the last.
+
+    Examples:
+        >>> import torch, shardtree as st
+        >>> whole = st.ShardedTensor.from_rank_offsets("w", torch.zeros(3), (0, 1, 2))
+        >>> element_numbers(st.shard_columns([whole]), 0, ("w",)).tolist()
+        [3, 4, 5]
+    """
+    key = columns.keys[columns.key[row]]
+    number = keys.index(key) if key in keys else len(keys)
+    offset, shape = columns.offset[row], columns.shape[row]
+    start = int(columns.start[row])
+    part = slice(None) if start < 0 else slice(start, int(columns.stop[row]))
+    return _numbers(number, offset, shape)[part]
+
+
+def _numbers(key: int, offset: Column, shape: Column) -> Column:
+    """Return numbers of a box's elements, in row-major order; shards may leave the global shape, so that isn't used."""
+    places = np.indices(shape.tolist()).reshape(len(shape), -1) + offset[:, None]
+    return np.asarray(key * 10**15 + (places * 1000 ** np.arange(len(shape))[::-1, None]).sum(axis=0))
+
+
+def _positions(transfers: Transfers, row: int) -> tuple[Column, Column]:
+    """Return where the elements of a transfer's box lie in the shard that it comes from, and in the other."""
+    inside = np.indices(transfers.shape[row].tolist()).reshape(transfers.shape.shape[1], -1)
+    source = transfers.source_element[row] + (inside * transfers.source_stride[row][:, None]).sum(axis=0)
+    target = transfers.target_element[row] + (inside * transfers.target_stride[row][:, None]).sum(axis=0)
+    return source, target
+
+
+def _moving_elements(plan: ReshardPlan, hop: int) -> Iterator[tuple[int, list[tuple[int, int]]]]:
+    transfers = plan.transfers
+    moving = (transfers.hop == hop) & (transfers.from_rank != transfers.to_rank) & (transfers.nbytes > 0)
+    for row in np.flatnonzero(moving).tolist():
+        key = int(transfers.key[row])
+        yield row, [(key, n) for n in _numbers(key, transfers.offset[row], transfers.shape[row]).tolist()]
+
+
+def _check_pieces(transfers: Transfers, schedule: Schedule) -> None:
+    """Raise unless the pieces of each transfer between ranks tile it, and say of it what it says."""
+    ends: dict[int, int] = {}
+    for piece in np.lexsort((schedule.start, schedule.transfer)).tolist():
+        row, start, stop = (int(column[piece]) for column in (schedule.transfer, schedule.start, schedule.stop))
+        assert start == ends.get(row, 0) < stop, f"transfer {row}: a piece is [{start}, {stop})"
+        ends[row] = stop
+        size = transfers.nbytes[row] // np.prod(transfers.shape[row])
+        said = schedule.from_rank[piece], schedule.to_rank[piece], schedule.nbytes[piece]
+        right = transfers.from_rank[row], transfers.to_rank[row], (stop - start) * size
+        assert said == right, f"transfer {row}: a piece says {said}, expected {right}"
+    moving = np.flatnonzero((transfers.from_rank != transfers.to_rank) & (transfers.nbytes > 0)).tolist()
+    whole = {row: int(np.prod(transfers.shape[row])) for row in moving}
+    assert ends == whole, f"transfers end at {ends}, expected {whole}"
+    assert (np.diff(schedule.step, prepend=0) >= 0).all(), "steps aren't ascending"
+
+
+def _used(schedule: Schedule) -> Counter[tuple[int, int]]:
+    """Return the bytes in flight by (step, rank)."""
+    used: Counter[tuple[int, int]] = Counter()
+    columns = (schedule.step, schedule.from_rank, schedule.to_rank, schedule.nbytes)
+    for step, one, other, nbytes in zip(*(column.tolist() for column in columns), strict=True):
+        used[step, one] += nbytes
+        used[step, other] += nbytes
+    return used
+
+
+def _largest(plan: ReshardPlan, schedule: Schedule) -> int:
+    return int(plan.target.item_size[plan.transfers.key[schedule.transfer]].max(initial=1))
+
+
+def _check_no_one_waits(plan: ReshardPlan, schedule: Schedule, used: Counter[tuple[int, int]]) -> None:
+    """Raise unless in each step, of each pair that has something ready, one rank has no room for an element of it."""
+    hop, size = plan.transfers.hop[schedule.transfer], plan.target.item_size[plan.transfers.key[schedule.transfer]]
+    last: dict[tuple[int, int, int], tuple[int, int]] = {}  # (hop, from, to): the last step, the largest element
+    for piece in range(len(schedule)):
+        pair = int(hop[piece]), int(schedule.from_rank[piece]), int(schedule.to_rank[piece])
+        last[pair] = int(schedule.step[piece]), max(int(size[piece]), last.get(pair, (0, 0))[1])
+    for (number, one, other), (end, item) in last.items():
+        comes = [step for (earlier, _, to), (step, _) in last.items() if to == one and earlier < number]
+        for step in range(max(comes, default=-1) + 1, end):
+            room = schedule.max_bytes_in_flight - max(used[step, one], used[step, other])
+            assert room < item, f"step {step}: ranks {one} and {other} have {room} bytes of room, and wait"

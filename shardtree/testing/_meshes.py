@@ -1,0 +1,75 @@
+"""Meshes, and partition specs that fit a tensor and a mesh: of every kind that there is."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from ..layouts import Mesh, PartitionSpec, SpecEntry, Split
+
+_NAMES = ("dp", "tp", "pp", "cp", "ep")
+_SIZES = (2, 1, 3, 4)
+
+
+@st.composite
+def meshes(draw: st.DrawFn, *, max_ranks: int = 8, max_axes: int = 3) -> Mesh:
+    """Return a strategy for meshes; it shrinks to one axis of one rank.
+
+    Ranks need not be in order, nor begin with 0.
+
+    Args:
+        draw: Hypothesis's own.
+        max_ranks: the most ranks.
+        max_axes: the most axes, up to five.
+
+    Examples:
+        >>> from hypothesis import find
+        >>> find(meshes(), lambda mesh: mesh.shape.get("tp", 0) > 1).shape
+        {'tp': 2}
+    """
+    sizes: dict[str, int] = {}
+    size = 1
+    for name in draw(st.lists(st.sampled_from(_NAMES), min_size=1, max_size=max_axes, unique=True)):
+        fitting = [one for one in sorted(_SIZES) if size * one <= max_ranks]
+        sizes[name] = draw(st.sampled_from(fitting))
+        size *= sizes[name]
+    mesh = Mesh(**sizes)
+    first = draw(st.sampled_from([0, 0, size, 3]))
+    ranks = list(range(first, first + size))
+    return mesh.on_ranks(draw(st.just(ranks) | st.permutations(ranks)))
+
+
+@st.composite
+def partition_specs(draw: st.DrawFn, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
+    """Return a strategy for specs that fit a tensor and a mesh; it shrinks to one that cuts nothing.
+
+    Axes are cut along none, one or several of the mesh's, as one axis or one after the other, also strided, and
+    need not be multiples of their parts. A tensor may also be on only some of the ranks, by `at`.
+
+    Args:
+        draw: Hypothesis's own.
+        shape: the tensor's.
+        mesh: the ranks.
+
+    Examples:
+        >>> from hypothesis import find
+        >>> find(partition_specs((5, 3), Mesh(dp=2, tp=2)), lambda spec: spec.axes == ("tp",))
+        PartitionSpec('tp', None)
+    """
+    cuts: list[list[str]] = [[] for _ in shape]
+    at: dict[str, int] = {}
+    for name in draw(st.permutations(list(mesh.shape))):
+        use = draw(st.sampled_from(["replicate", *range(len(shape)), "at"]))
+        if isinstance(use, int):
+            cuts[use].append(name)
+        elif use == "at":
+            at[name] = draw(st.integers(0, mesh.shape[name] - 1))
+    return PartitionSpec(*(draw(_entries(names)) for names in cuts), at=at)
+
+
+def _entries(names: list[str]) -> st.SearchStrategy[SpecEntry]:
+    """Return a strategy for the entries that cut an axis along some axes of a mesh."""
+    if not names:
+        return st.none()
+    splits = st.tuples(*(st.builds(Split, st.just(name), st.sampled_from([1, 2, 3])) for name in names))
+    joint: st.SearchStrategy[SpecEntry] = st.just(tuple(names))
+    return joint | splits
