@@ -1,4 +1,4 @@
-"""Native checkpoints made to hurt, their hashes all right: every entry point ends within a second and 100 MB."""
+"""Native checkpoints made to hurt, their hashes all right: every entry point ends in bounded time and 100 MB."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ from tests.fuzz.watch import Growth
 
 pytestmark = pytest.mark.timeout(120)
 
-MOST_SECONDS = 1.0
-"""Of processor time, for a call."""
+MOST_SECONDS = 10.0
+"""Of processor time, for a call: ten times what an idle machine needs, so that only a wrong order of growth fails."""
 
 MOST_BYTES = 100_000_000
 """By which a call may let the process grow, at its largest."""
@@ -314,7 +314,7 @@ CHECKPOINTS: dict[str, Callable[[Path], Path]] = {
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
-def test_every_entry_point_ends_within_a_second_and_100_mb(name: str, sound: Path, tmp_path: Path) -> None:
+def test_every_entry_point_ends_within_bounds(name: str, sound: Path, tmp_path: Path) -> None:
     beside = tmp_path / "beside.txt"
     beside.write_text("mine")
     folder = CHECKPOINTS[name](tmp_path / "a" / "checkpoint")
