@@ -1,0 +1,160 @@
+"""Lenses made factories: for boxes and for flat ranges, for parameters and for the optimizer's states of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...errors import ShapeError, TreeError, error_text
+from ...geometry import flat_boxes
+from ...mapping import LocalNonpersistentObject, ReplicaId, ShardedTensor, ShardedTensorFactory
+from ...trees import as_integers, empty_data, join_data, leaves_with_paths, map_shards, match_key
+from ._lens import Built, Lens
+
+_MERGE = "merge"
+
+
+def as_factory(shard: ShardedTensor, lens: Lens) -> ShardedTensorFactory:
+    """Return the factory that stores a shard through a lens.
+
+    It may be changed by `dataclasses.replace`: another key and data make it the factory of an optimizer's state, and
+    one of a flat range with `flattened_range`. A flat range is stored as the few boxes that it consists of, which any
+    layout can load.
+
+    Args:
+        shard: a box of the tensor that the model holds, or a flat range of one; with data or without.
+        lens: says what is stored of it.
+
+    Returns:
+        A factory whose built tree has the shards by their numbers, and what merging must know.
+
+    Raises:
+        ShapeError: when it builds: data that isn't of the box's or the range's shape.
+
+    Examples:
+        >>> from shardtree.transforms import transposed
+        >>> factory = as_factory(ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3), (0, 1, 2)), transposed())
+        >>> factory.build()["0"].global_shape
+        (3, 4)
+        >>> moment = replace(factory, key="exp_avg.w", data=torch.zeros(4), flattened_range=slice(1, 5))
+        >>> [(leaf.local_shape, leaf.global_offset) for name, leaf in moment.build().items() if name != "merge"]
+        [((2, 1), (1, 2)), ((2, 1), (0, 3))]
+    """
+    held = replace(shard.without_data(), flattened_range=None)
+
+    def build(key: str, data: Any, replica_id: ReplicaId, flattened_range: slice | None) -> dict[str, Any]:
+        dtype = held.dtype if data is None else data.dtype
+        named = replace(held, key=key, dtype=dtype, replica_id=replica_id)
+        if flattened_range is None:
+            built = lens(replace(named, data=_checked(named, data, held.local_shape)))
+        else:
+            built = _built_flat(named, data, flattened_range, lens)
+        shards = {str(number): part for number, part in enumerate(built.shards)}
+        return {**shards, _MERGE: LocalNonpersistentObject(built.merge)}
+
+    return ShardedTensorFactory(shard.key, shard.data, build, _merge, shard.replica_id, shard.flattened_range)
+
+
+def _merge(tree: Mapping[str, Any]) -> Any:
+    merge = tree[_MERGE]
+    call = merge.unwrap() if isinstance(merge, LocalNonpersistentObject) else merge
+    return call([tree[str(number)] for number in range(len(tree) - 1)])
+
+
+def _built_flat(held: ShardedTensor, data: Any, flat: slice, lens: Lens) -> Built:
+    """Return what is stored of a flat range of a box: what the lens makes of each of its boxes."""
+    _checked(held, data, (flat.stop - flat.start,))
+    boxes = _boxes(held, data, flat)
+    built = [lens(box) for box in boxes]
+
+    def merge(parts: Sequence[Any]) -> Any:
+        left = iter(parts)
+        merged = [_flattened(each.merge(list(islice(left, len(each.shards))))) for each in built]
+        if len(merged) == 1:
+            return merged[0]
+        return join_data(torch.cat, merged, 0) if merged else empty_data((0,), held.dtype, "cpu")
+
+    return Built(tuple(part for each in built for part in each.shards), merge)
+
+
+def _boxes(held: ShardedTensor, data: Any, flat: slice) -> list[ShardedTensor]:
+    """Return the boxes that a flat range of a box consists of, each with its stretch of the data."""
+    if not held.local_shape or not prod(held.local_shape):
+        return (
+            [replace(held, data=None if data is None else data.reshape(held.local_shape))]
+            if _is_all(held, flat)
+            else []
+        )
+    columns = flat_boxes(*map(np.array, ([held.local_shape], [flat.start], [flat.stop])))
+    return [
+        _sub_box(held, tuple(offset), tuple(shape), data, position)
+        for offset, shape, position in zip(*(column.tolist() for column in columns[1:]), strict=True)
+    ]
+
+
+def _is_all(held: ShardedTensor, flat: slice) -> bool:
+    elements: int = flat.stop - flat.start
+    return elements == prod(held.local_shape)
+
+
+def _sub_box(
+    held: ShardedTensor, offset: tuple[int, ...], shape: tuple[int, ...], data: Any, position: int
+) -> ShardedTensor:
+    front = held.global_offset[: held.prepend_axis_num]
+    behind = held.global_offset[held.prepend_axis_num :]
+    place = tuple(base + first for base, first in zip(behind, offset, strict=True))
+    part = None if data is None else data[position : position + prod(shape)].reshape(shape)
+    return replace(held, data=part, local_shape=shape, global_offset=(*front, *place), axis_fragmentations=None)
+
+
+def _flattened(tensor: Any) -> Any:
+    if not isinstance(tensor, torch.Tensor):
+        return tensor.reshape(-1)
+    return as_integers(tensor).reshape(-1).view(tensor.dtype)
+
+
+def _checked(held: ShardedTensor, data: Any, shape: tuple[int, ...]) -> Any:
+    if data is not None and tuple(data.shape) != shape:
+        what = f"factory of {held.key!r}: data of another shape than its shard"
+        fix = "A state of another shape than its parameter needs a rule of its own."
+        raise ShapeError(error_text(what, found=tuple(data.shape), expected=shape, fix=fix))
+    return data
+
+
+def factories_by_pattern(tree: Any, lenses: Mapping[str, Lens], *, absent: Sequence[str] = ()) -> Any:
+    """Return the tree with factories in the place of tensors whose keys fit a pattern; the rest is shared.
+
+    Args:
+        tree: any tree of shards.
+        lenses: pattern -> lens; ``*`` stands for one part between dots of a key, ``**`` for any number. The first one
+            that fits counts.
+        absent: those of the patterns that may fit nothing here, as of other pipeline stages' layers.
+
+    Raises:
+        TreeError: a pattern fits no key, so that what it is for would be stored as it lies.
+
+    Examples:
+        >>> from shardtree.transforms import transposed
+        >>> tree = {"w": ShardedTensor.from_rank_offsets("up.weight", torch.zeros(2, 3)), "step": 3}
+        >>> type(factories_by_pattern(tree, {"**.weight": transposed()})["w"]).__name__
+        'ShardedTensorFactory'
+    """
+    used = dict.fromkeys(absent)
+    rows: dict[int, Lens] = {}
+    for _, leaf in leaves_with_paths(tree):
+        if isinstance(leaf, ShardedTensor):
+            pattern = next((each for each in lenses if match_key(each, leaf.key) is not None), None)
+            if pattern is not None:
+                used[pattern] = None
+                rows[id(leaf)] = lenses[pattern]
+    unused = [repr(pattern) for pattern in lenses if pattern not in used]
+    if unused:
+        fix = "Correct them, or pass absent=[...] for tensors that other ranks hold."
+        raise TreeError(error_text("factories_by_pattern: patterns that fit no tensor", offenders=unused, fix=fix))
+    return map_shards(lambda leaf: as_factory(leaf, rows[id(leaf)]) if id(leaf) in rows else leaf, tree)
