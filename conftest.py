@@ -2,7 +2,8 @@
 
 It stands in the root because the doctests in shardtree/ need it too.
 
-    SHARDTREE_PROFILE   ci (default): 30 examples, always the same; dev: 100, new ones each run; thorough: 2000.
+    SHARDTREE_PROFILE   ci (default): 30 examples, always the same; dev: 100, new ones each run; thorough: 2000;
+                        mutation: 10, always the same, and the first failure ends it (docs/mutation.md).
     SHARDTREE_BEARTYPE  1: every call in shardtree checks its types, before shardtree's own checks; 0 (default): none.
 """
 
@@ -16,7 +17,7 @@ import pytest
 import torch
 from beartype import BeartypeConf
 from beartype.claw import beartype_package
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 if os.environ.get("SHARDTREE_BEARTYPE", "0") == "1":
     # Before anything imports it.
@@ -38,6 +39,15 @@ _EVERYWHERE = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]
 settings.register_profile("ci", max_examples=30, derandomize=True, database=None, **_EVERYWHERE)
 settings.register_profile("dev", max_examples=100, **_EVERYWHERE)
 settings.register_profile("thorough", max_examples=2000, **_EVERYWHERE)
+settings.register_profile(
+    "mutation",
+    max_examples=10,
+    derandomize=True,
+    database=None,
+    phases=[Phase.explicit, Phase.generate],
+    report_multiple_bugs=False,
+    **_EVERYWHERE,
+)
 settings.load_profile(os.environ.get("SHARDTREE_PROFILE", "ci"))
 
 

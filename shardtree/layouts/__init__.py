@@ -46,6 +46,7 @@ from .meshes import Split as Split
 from .meshes import abstract as abstract
 from .meshes import abstract_at as abstract_at
 from .meshes import check_spec as check_spec
+from .meshes import from_local as from_local
 from .meshes import layout_of as layout_of
 from .meshes import mesh_columns as mesh_columns
 from .meshes import mesh_part as mesh_part

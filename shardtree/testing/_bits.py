@@ -12,6 +12,8 @@ import torch
 
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
+_NUMPY_FLOATS = {torch.float16: np.float16, torch.float32: np.float32, torch.float64: np.float64}
+
 
 def carried(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor's bits as a dtype that torch can copy and index, of the same item size; a view.
@@ -58,8 +60,12 @@ def _element(tensor: torch.Tensor, number: int) -> str:
     size = tensor.itemsize
     raw = bits(tensor)[number * size : (number + 1) * size]
     # Two NaNs, and dtypes that torch can't print, differ only in their bits.
-    plain = not tensor.dtype.is_floating_point and not tensor.dtype.is_complex and tensor.dtype is not torch.bool
-    return str(int.from_bytes(raw, "little", signed=tensor.dtype.is_signed)) if plain else f"0x{raw[::-1].hex()}"
+    if not tensor.dtype.is_floating_point and not tensor.dtype.is_complex and tensor.dtype is not torch.bool:
+        return str(int.from_bytes(raw, "little", signed=tensor.dtype.is_signed))
+    shown = f"0x{raw[::-1].hex()}"
+    if tensor.dtype not in _NUMPY_FLOATS:
+        return shown
+    return f"{float(np.frombuffer(raw, _NUMPY_FLOATS[tensor.dtype])[0]):.6g} ({shown})"
 
 
 def outline(value: Any) -> Any:

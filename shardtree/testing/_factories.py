@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from hypothesis import strategies as st
 
 from ..mapping import ReplicaId, ShardedTensor, ShardedTensorFactory
-from ._dtypes import dtypes
+from ..transforms import as_factory
+from ._bits import carried
+from ._dtypes import PRINTABLE_DTYPES
+from ._law_factory import stored_elements
+from ._layout import cut
+from ._layouts import layouts
+from ._lens_cases import LENS_CASES
 from ._tensors import random_bits
 
 
@@ -96,16 +104,60 @@ def stacked(key: str, data: Any, first: int = 0, layers: int | None = None) -> S
     return ShardedTensorFactory(key, data, build, lambda loaded: torch.stack(list(loaded)))
 
 
-@st.composite
-def factories(draw: st.DrawFn) -> ShardedTensorFactory:
-    """Return a strategy for factories of these kinds, with tensors of any storable dtype.
+KINDS: tuple[Callable[[str, torch.Tensor], ShardedTensorFactory], ...] = (glu, transposed, stacked)
+
+
+def factories(*, dtype: st.SearchStrategy[torch.dtype] | None = None) -> st.SearchStrategy[ShardedTensorFactory]:
+    """Return a strategy for factories: of the kinds above, and of every ready lens on any box of a tensor.
+
+    What a lens doesn't store, as padding, is zero in the tensors.
+
+    Args:
+        dtype: a strategy for dtypes; by default all of which torch can print a tensor, so that failures can be shown.
 
     Examples:
         >>> from hypothesis import find
         >>> find(factories(), lambda factory: factory.data.numel() > 0).data.shape
         torch.Size([2, 1])
     """
-    kinds: list[Callable[[str, torch.Tensor], ShardedTensorFactory]] = [glu, transposed, stacked]
-    make = draw(st.sampled_from(kinds))
+    kinds = st.sampled_from(PRINTABLE_DTYPES) if dtype is None else dtype
+    return _plain_factories(kinds) | st.sampled_from(sorted(LENS_CASES)).flatmap(partial(lens_factories, dtype=kinds))
+
+
+@st.composite
+def _plain_factories(draw: st.DrawFn, dtype: st.SearchStrategy[torch.dtype]) -> ShardedTensorFactory:
+    make = draw(st.sampled_from(KINDS))
     shape = 2 * draw(st.integers(1, 3)), draw(st.integers(0, 4))
-    return make("w", random_bits(shape, draw(dtypes()), draw(st.integers(0, 99))))
+    return make("w", random_bits(shape, draw(dtype), draw(st.integers(0, 99))))
+
+
+@st.composite
+def lens_factories(
+    draw: st.DrawFn, name: str, *, dtype: st.SearchStrategy[torch.dtype] | None = None
+) -> ShardedTensorFactory:
+    """Return a strategy for the factories of a ready lens, on any box of the tensor that it is shown with.
+
+    Args:
+        draw: Hypothesis's own.
+        name: of the lens's case in `LENS_CASES`.
+        dtype: as `factories` takes it.
+
+    Examples:
+        >>> from hypothesis import find
+        >>> factory = find(lens_factories("transposed"), lambda factory: True)
+        >>> factory.data.shape, factory.build()["0"].global_shape
+        (torch.Size([3, 4]), (4, 3))
+    """
+    kinds = st.sampled_from(PRINTABLE_DTYPES) if dtype is None else dtype
+    case = LENS_CASES[name]
+    layout = draw(layouts(case.shape, draw(st.integers(1, 4)), prepended=case.prepended))
+    whole = random_bits(case.shape, draw(kinds), draw(st.integers(0, 99)))
+    piece = replace(draw(st.sampled_from(layout.pieces)), rank=0, flat=None)
+    (shard,) = cut(replace(layout, pieces=(piece,)), case.keys[0], whole, 0)
+    factory = as_factory(shard, case.lens)
+    stored = stored_elements(factory)
+    if bool(stored.all()):
+        return factory
+    kept = carried(shard.data).clone()
+    kept[~stored] = 0
+    return replace(factory, data=kept.view(shard.dtype))

@@ -1,76 +1,189 @@
-"""The law of factories: what is built and merged again is what it was, parameters and optimizer states alike."""
+"""The laws of factories: each way undoes the other, for parameters, optimizer states and flat ranges of both."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import torch
 
-from ..mapping import ShardedBase, ShardedTensor, ShardedTensorFactory
+from ..errors import TreePath, render_path
+from ..mapping import LocalNonpersistentObject, ShardedBase, ShardedTensor, ShardedTensorFactory
 from ..trees import apply_factories, apply_factory_merges, leaves_with_paths, map_shards
-from ._bits import carried, first_difference
+from ._bits import bits, carried, first_difference
 from ._tensors import random_bits
 
 _MOMENT_DTYPES = (torch.float32, torch.bfloat16)
 
 
-def check_factory(factory: ShardedTensorFactory, *, flat: Sequence[slice] = ()) -> None:
-    """Raise unless merging undoes building, for the factory's tensor and for optimizer states of it.
+def check_factory(
+    factory: ShardedTensorFactory, *, states: Sequence[torch.Tensor] | None = None, flat: Sequence[slice] = ()
+) -> None:
+    """Raise unless a factory is a lens, for its tensor, for optimizer states of it and for flat ranges of them.
 
-    A state is a tensor of the same shape and maybe another dtype, under another key, which optimizers hand to the
-    factory's `build_fn`. It must be cut as the tensor is: the same boxes of tensors of the same global shapes.
+    - *Merge undoes build*: what is built, stored and read back merges to the tensor that was given.
+    - *Build undoes merge*: any tensors in the place of the stored ones, once merged, are built again as they are.
+    - *States are cut alike*: a tensor of the same shape and maybe another dtype, under another key, becomes the same
+      boxes of tensors of the same global shapes.
+    - *Flat ranges are parts of the whole*: each element of a flat range is stored where the whole tensor stores it.
+    - Building changes nothing.
 
     Args:
         factory: one with data.
-        flat: slices of the row-major flattened tensor that the factory should also build from, as flat optimizer
-            states need it.
+        states: optimizer states to try; by default two of random bits, float32 and bfloat16. What a factory doesn't
+            store, as a vocabulary's padding, merges to its fill: the factory's own tensor must have that there, random
+            states have what that tensor has, and others are yours to fill.
+        flat: slices of the row-major flattened tensor that the factory should also build from, as ZeRO needs it.
 
     Raises:
-        AssertionError: says which tensor doesn't come back, or is cut otherwise than the parameter.
+        AssertionError: names the law, the tensor and how it differs.
 
     Examples:
-        >>> from shardtree.testing import transposed
+        >>> from shardtree.testing import glu, transposed
         >>> check_factory(transposed("w", torch.arange(6).reshape(2, 3)))
+        >>> check_factory(glu("w", torch.arange(12).reshape(4, 3)), flat=[slice(2, 7)])
+
+        A lens of one's own, as a factory; its padding is of zeros:
+
+        >>> from shardtree.transforms import as_factory, padded_axis
+        >>> padded = torch.cat([torch.ones(5, 2), torch.zeros(3, 2)])
+        >>> shard = ShardedTensor.from_rank_offsets("embedding", padded)
+        >>> check_factory(as_factory(shard, padded_axis(5)), flat=[slice(3, 12)])
     """
-    check_merge_undoes_build(factory)
-    for number, dtype in enumerate(_MOMENT_DTYPES):
-        moment = random_bits(tuple(factory.data.shape), dtype, seed=number + 1)
-        state = replace(factory, key=f"optimizer.state.{number}.{factory.key}", data=moment)
-        check_merge_undoes_build(state)
-        check_cut_alike(factory, state)
+    given = _states(factory) if states is None else states
+    every = [factory, *(_state_of(factory, number, state) for number, state in enumerate(given))]
+    for each in every:
+        check_merge_undoes_build(each)
+        check_cut_alike(factory, each)
+    for each in every:
+        check_build_undoes_merge(each)
     for part in flat:
-        data = carried(factory.data).contiguous().view(-1)[part].view(factory.data.dtype)
-        check_merge_undoes_build(replace(factory, data=data, flattened_range=part))
+        for each in every:
+            data = carried(each.data).contiguous().view(-1)[part].view(each.data.dtype)
+            ranged = replace(each, data=data, flattened_range=part)
+            check_merge_undoes_build(ranged)
+            check_build_undoes_merge(ranged)
+        _check_part_of_whole(factory, part)
+
+
+def _states(factory: ShardedTensorFactory) -> list[torch.Tensor]:
+    shape, stored = tuple(factory.data.shape), stored_elements(factory)
+    states = [random_bits(shape, dtype, seed=number + 1) for number, dtype in enumerate(_MOMENT_DTYPES)]
+    return states if bool(stored.all()) else [_filled(state, stored, factory.data) for state in states]
+
+
+def _filled(state: torch.Tensor, stored: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
+    """Return a state that has, where nothing is stored, what the parameter has there: the fill."""
+    fill = data.to(state.dtype) if bool(carried(data)[~stored].any()) else torch.zeros_like(state)
+    return torch.where(stored, state, fill)
+
+
+def stored_elements(factory: ShardedTensorFactory) -> torch.Tensor:
+    """Return which elements of a factory's tensor it stores, bool of the tensor's shape.
+
+    Examples:
+        >>> from shardtree.transforms import as_factory, padded_axis
+        >>> stored_elements(as_factory(ShardedTensor.from_rank_offsets("w", torch.zeros(4)), padded_axis(3)))
+        tensor([ True,  True,  True, False])
+    """
+    shape = tuple(factory.data.shape)
+    stored = torch.zeros(factory.data.numel(), dtype=torch.bool)
+    numbers = torch.arange(stored.numel(), dtype=torch.int64).view(shape)
+    stored[list(_places(replace(factory, data=numbers)).values())] = True
+    return stored.view(shape)
+
+
+def _state_of(factory: ShardedTensorFactory, number: int, state: torch.Tensor) -> ShardedTensorFactory:
+    return replace(factory, key=f"optimizer.state.{number}.{factory.key}", data=state)
 
 
 def check_merge_undoes_build(factory: ShardedTensorFactory) -> None:
     """Raise unless the factory merges what it builds, read back into new memory, to the tensor that it was given."""
-    merged = apply_factory_merges(map_shards(_reloaded, apply_factories([factory])), [factory])[0]
-    found = merged if isinstance(merged, torch.Tensor) else torch.empty(0)
-    wrong = first_difference(found, factory.data)
+    before = bits(factory.data)
+    built = _built(factory)
+    assert bits(factory.data) == before, f"building {factory.key!r}{_range(factory)} changed what it was given"
+    wrong = first_difference(_merged(factory, map_shards(_reloaded, built)), factory.data)
     assert wrong is None, f"merge doesn't undo build for {factory.key!r}{_range(factory)}: {wrong}"
+
+
+def check_build_undoes_merge(factory: ShardedTensorFactory) -> None:
+    """Raise unless random tensors in the place of the built ones, once merged, are built again as they are.
+
+    Two shards of one box, as of tied weights, get the same tensor.
+    """
+    built = _built(factory)
+    put: dict[Any, torch.Tensor] = {}
+    for _, shard in _shards(built):
+        put.setdefault(_box(shard), random_bits(shard.data_shape, shard.dtype, seed=len(put) + 7))
+    loaded = map_shards(lambda leaf: put[_box(leaf)] if isinstance(leaf, ShardedTensor) else _reloaded(leaf), built)
+    again = _built(replace(factory, data=_merged(factory, loaded)))
+    for path, shard in _shards(again):
+        wrong = first_difference(shard.data, put[_box(shard)]) if _box(shard) in put else "it has another box"
+        where = f"{shard.key!r} at {render_path(path, 'built')}"
+        assert wrong is None, f"build doesn't undo merge for {factory.key!r}{_range(factory)}: {where}: {wrong}"
 
 
 def check_cut_alike(factory: ShardedTensorFactory, state: ShardedTensorFactory) -> None:
     """Raise unless both factories build the same boxes, at the same paths, of tensors of the same global shapes."""
-    left, right = (_boxes(apply_factories([each])) for each in (factory, state))
+    left, right = ([(path, *_box(shard)[1:]) for path, shard in _shards(_built(each))] for each in (factory, state))
     assert left == right, f"{state.key!r} is cut otherwise than {factory.key!r}: {right}, not {left}"
+
+
+def _check_part_of_whole(factory: ShardedTensorFactory, part: slice) -> None:
+    """Raise unless a flat range's elements, known by number, are stored where the whole tensor stores them."""
+    numbers = torch.arange(factory.data.numel(), dtype=torch.int64)
+    whole = _places(replace(factory, data=numbers.view(tuple(factory.data.shape))))
+    found = _places(replace(factory, data=numbers[part], flattened_range=part))
+    inside = range(part.start, part.stop)
+    expected = {place: number for place, number in whole.items() if number in inside}
+    what = f"{factory.key!r} on {part} isn't the part of the whole that it should be"
+    for place in {**found, **expected}:
+        there, right = found.get(place), whole.get(place)
+        assert there == right, f"{what}: {_shown(place)} is element {there}, of the whole it is element {right}"
+
+
+def _places(factory: ShardedTensorFactory) -> dict[tuple[str, tuple[int, ...]], int]:
+    """Return, for each stored place, which element of the tensor it holds: key and index in the global tensor."""
+    found: dict[tuple[str, tuple[int, ...]], int] = {}
+    for _, shard in _shards(_built(factory)):
+        sizes = (*(1,) * shard.prepend_axis_num, *shard.local_shape)
+        index = list(product(*(range(at, at + size) for at, size in zip(shard.global_offset, sizes, strict=True))))
+        held = index if shard.flattened_range is None else index[shard.flattened_range]
+        for place, number in zip(held, shard.data.reshape(-1).tolist(), strict=True):
+            found[shard.key, place] = number
+    return found
+
+
+def _shown(place: tuple[str, tuple[int, ...]]) -> str:
+    return f"{place[0]!r}{list(place[1])}"
+
+
+def _built(factory: ShardedTensorFactory) -> Any:
+    return apply_factories([factory])
+
+
+def _merged(factory: ShardedTensorFactory, loaded: Any) -> torch.Tensor:
+    merged = apply_factory_merges(loaded, [factory])[0]
+    assert isinstance(merged, torch.Tensor), f"merge of {factory.key!r} gave a {type(merged).__name__}, not a tensor"
+    return merged
+
+
+def _shards(tree: Any) -> Iterator[tuple[TreePath, ShardedTensor]]:
+    return ((path, leaf) for path, leaf in leaves_with_paths(tree) if isinstance(leaf, ShardedTensor))
 
 
 def _reloaded(leaf: Any) -> Any:
     if isinstance(leaf, ShardedTensor):
         return carried(leaf.data).clone().view(leaf.dtype)
+    if isinstance(leaf, LocalNonpersistentObject):
+        return leaf.unwrap()
     return leaf.data if isinstance(leaf, ShardedBase) else leaf
 
 
-def _boxes(tree: Any) -> list[Any]:
-    return [
-        (path, leaf.global_shape, leaf.global_offset, leaf.local_shape, leaf.flattened_range)
-        for path, leaf in leaves_with_paths(tree)
-        if isinstance(leaf, ShardedTensor)
-    ]
+def _box(shard: ShardedTensor) -> tuple[Any, ...]:
+    return shard.key, shard.global_shape, shard.global_offset, shard.local_shape, str(shard.flattened_range)
 
 
 def _range(factory: ShardedTensorFactory) -> str:

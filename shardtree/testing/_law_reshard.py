@@ -3,31 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, overload
 
 import torch
 
 from ..errors import TreePath, render_path
 from ..mapping import ShardedTensor
+from ..plans import ReshardPlan
 from ..plans import reshard as st_reshard
 from ..trees import apply_factories, leaves_with_paths
 from ._assemble import assemble
 from ._bits import first_difference, outline
 from ._law_purity import check_pure
+from ._law_reshard_plans import check_reshard_plan
 from ._layout import flattened
 
 RankTrees = Sequence[Any] | Mapping[int, Any]
 
 
-def check_reshard(trees: RankTrees, targets: RankTrees, *, reshard: Callable[..., Any] = st_reshard) -> None:
+@overload
+def check_reshard(plan: ReshardPlan, /) -> None: ...
+
+
+@overload
+def check_reshard(trees: RankTrees, targets: RankTrees, /, *, reshard: Callable[..., Any] = st_reshard) -> None: ...
+
+
+def check_reshard(
+    plan_or_trees: Any, targets: RankTrees | None = None, /, *, reshard: Callable[..., Any] = st_reshard
+) -> None:
     """Raise unless resharding trees gives each target what the trees hold at its place, bit for bit, and can be undone.
+
+    Given a plan alone, it is `check_reshard_plan`: each element of each target is written once, with itself, and no
+    more moves than must.
 
     The trees must hold whole tensors among them; the reference puts these together element by element, so keep shapes
     small. Where the targets hold all of it too, resharding back must give the trees again. Arguments must stay as they
     are, and results share no memory with them, nor with each other. The trees' objects must keep their shapes.
 
     Args:
-        trees: each rank's tree, by rank: a mapping, or a list that begins with rank 0.
+        plan_or_trees: a plan; or each rank's tree, by rank: a mapping, or a list that begins with rank 0.
         targets: likewise what is wanted.
         reshard: called as ``reshard(trees, targets)``.
 
@@ -36,10 +51,20 @@ def check_reshard(trees: RankTrees, targets: RankTrees, *, reshard: Callable[...
 
     Examples:
         >>> from shardtree.layouts import Mesh, PartitionSpec, shard
+        >>> from shardtree.plans import plan_reshard
         >>> tree = {"w": torch.arange(15).view(5, 3)}
         >>> by_rows = shard(tree, Mesh(dp=2), PartitionSpec("dp"))
-        >>> check_reshard(by_rows, shard(tree, Mesh(tp=3), PartitionSpec(None, "tp")))
+        >>> by_columns = shard(tree, Mesh(tp=3), PartitionSpec(None, "tp"))
+        >>> check_reshard(by_rows, by_columns)
+        >>> check_reshard(plan_reshard(by_rows, by_columns))
     """
+    if isinstance(plan_or_trees, ReshardPlan):
+        return check_reshard_plan(plan_or_trees)
+    assert targets is not None, "trees are resharded to targets: check_reshard(trees, targets)"
+    return _check_trees(plan_or_trees, targets, reshard)
+
+
+def _check_trees(trees: RankTrees, targets: RankTrees, reshard: Callable[..., Any]) -> None:
     found = check_pure(reshard, trees, targets)
     assert _ranks(found) == _ranks(targets), f"found ranks {_ranks(found)}, expected {_ranks(targets)}"
     wholes = assemble(_built(trees).values())

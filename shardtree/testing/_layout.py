@@ -9,6 +9,7 @@ import torch
 
 from ..mapping import ReplicaId, ShardedTensor
 from ._bits import carried
+from ._pretty import pretty_repr
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,14 @@ class Piece:
     flat: tuple[int, int] | None = None
     replica: ReplicaId = 0
 
+    _repr_pretty_ = pretty_repr
+
+    def __repr__(self) -> str:
+        """Return the call that makes it, as short as can be: failing examples are full of them."""
+        named = [("flat", self.flat, None), ("replica", self.replica, 0)]
+        rest = "".join(f", {name}={value!r}" for name, value, default in named if value != default)
+        return f"Piece({self.rank}, {self.offset}, {self.shape}{rest})"
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:
@@ -47,6 +56,14 @@ class Layout:
     pieces: tuple[Piece, ...]
     prepended: int = 0
     grid: tuple[int, ...] | None = None
+
+    _repr_pretty_ = pretty_repr
+
+    def __repr__(self) -> str:
+        """Return the call that makes it, without what is as usual."""
+        named = [("prepended", self.prepended, 0), ("grid", self.grid, None)]
+        rest = "".join(f", {name}={value!r}" for name, value, default in named if value != default)
+        return f"Layout(ranks={self.ranks}, global_shape={self.global_shape}, pieces={self.pieces}{rest})"
 
 
 def cut(layout: Layout, key: str, whole: torch.Tensor, rank: int) -> list[ShardedTensor]:

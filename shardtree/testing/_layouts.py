@@ -3,35 +3,38 @@
 from __future__ import annotations
 
 import math
-from itertools import pairwise, product
+from dataclasses import replace
+from itertools import pairwise
 
 from hypothesis import strategies as st
 
 from ..mapping import ReplicaId
+from ._cells import Cells, irregular_cells, places, regular_cells, uneven_cells
 from ._layout import Layout, Piece
 
-_Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset, shape
 _MOST_PREPENDED = 12
 
 
 @st.composite
-def layouts(draw: st.DrawFn, global_shape: tuple[int, ...], ranks: int) -> Layout:
-    """Return a strategy for layouts of a tensor over ranks; it shrinks to one whole box on rank 0.
+def layouts(draw: st.DrawFn, global_shape: tuple[int, ...], ranks: int, *, prepended: int | None = None) -> Layout:
+    """Return a strategy for layouts of every kind of a tensor over ranks; it shrinks to one whole box on rank 0.
 
     Args:
         draw: Hypothesis's own.
         global_shape: the tensor's.
         ranks: how many there are; some may hold nothing.
+        prepended: how many leading axes are prepended ones; any number by default.
 
     Examples:
         >>> from hypothesis import find
         >>> find(layouts((4,), 2), lambda layout: layout.grid == (2,)).pieces[1].offset
         (2,)
     """
-    prepended = draw(st.integers(0, _prependable(global_shape)))
+    if prepended is None:
+        prepended = draw(st.integers(0, _prependable(global_shape)))
     front, rest = global_shape[:prepended], global_shape[prepended:]
-    cells, grid = draw(st.one_of(_regular(rest), _uneven(rest), _irregular(rest)))
-    boxes = [((*place, *offset), (*(1,) * prepended, *shape)) for place in _places(front) for offset, shape in cells]
+    cells, grid = draw(st.one_of(regular_cells(rest), uneven_cells(rest), irregular_cells(rest)))
+    boxes = [((*place, *offset), (*(1,) * prepended, *shape)) for place in places(front) for offset, shape in cells]
     ranges = [(box, flat) for box in boxes for flat in draw(_flat_ranges(math.prod(box[1])))]
     holders = draw(_holders(len(ranges), ranks))
     pieces = [
@@ -40,6 +43,80 @@ def layouts(draw: st.DrawFn, global_shape: tuple[int, ...], ranks: int) -> Layou
         for rank, replica in held
     ]
     return Layout(ranks, global_shape, tuple(pieces), prepended, None if grid is None else (*front, *grid))
+
+
+def regular_layouts(global_shape: tuple[int, ...], ranks: int) -> st.SearchStrategy[Layout]:
+    """Return a strategy for layouts of equal boxes in a grid, on any ranks, each once; it shrinks to one box on rank 0.
+
+    Examples:
+        >>> from hypothesis import find
+        >>> find(regular_layouts((4, 6), 2), lambda layout: layout.grid == (2, 1))
+        Layout(ranks=2, global_shape=(4, 6), pieces=(Piece(0, (0, 0), (2, 6)), Piece(0, (2, 0), (2, 6))), grid=(2, 1))
+    """
+    return _spread(regular_cells(global_shape), global_shape, ranks)
+
+
+def irregular_layouts(global_shape: tuple[int, ...], ranks: int) -> st.SearchStrategy[Layout]:
+    """Return a strategy for layouts of boxes that make no regular grid: uneven cuts, boxes cut in two, empty ones.
+
+    Examples:
+        >>> from hypothesis import find
+        >>> find(irregular_layouts((4,), 1), lambda layout: len(layout.pieces) == 2).pieces
+        (Piece(0, (0,), (0,)), Piece(0, (0,), (4,)))
+    """
+    return _spread(uneven_cells(global_shape) | irregular_cells(global_shape), global_shape, ranks)
+
+
+@st.composite
+def flat_layouts(draw: st.DrawFn, global_shape: tuple[int, ...], ranks: int) -> Layout:
+    """Return a strategy for layouts of flat ranges of equal boxes, as ZeRO has them; ranges may be empty.
+
+    Args:
+        draw: Hypothesis's own.
+        global_shape: the tensor's.
+        ranks: how many there are.
+
+    Examples:
+        >>> from hypothesis import find
+        >>> find(flat_layouts((4,), 1), lambda layout: [0 < piece.flat[1] < 4 for piece in layout.pieces][0]).pieces
+        (Piece(0, (0,), (4,), flat=(0, 1)), Piece(0, (0,), (4,), flat=(1, 4)))
+    """
+    boxes = draw(regular_layouts(global_shape, ranks))
+    pieces = []
+    for piece in boxes.pieces:
+        volume = math.prod(piece.shape)
+        inner = draw(st.lists(st.integers(0, volume), max_size=3).map(sorted))
+        for flat in pairwise([0, *inner, volume]):
+            pieces.append(replace(piece, rank=draw(st.integers(0, ranks - 1)), flat=flat))
+    return replace(boxes, pieces=tuple(pieces))
+
+
+@st.composite
+def replicas(draw: st.DrawFn, layout: Layout) -> Layout:
+    """Return a strategy for layouts that have copies of pieces on other ranks beside; it shrinks to none.
+
+    Args:
+        draw: Hypothesis's own.
+        layout: with one holder for each piece.
+
+    Examples:
+        >>> from hypothesis import find
+        >>> find(replicas(even_layout((4,), 2, 0)), lambda layout: len(layout.pieces) == 3).pieces
+        (Piece(0, (0,), (2,)), Piece(1, (2,), (2,)), Piece(0, (2,), (2,), replica=1))
+    """
+    copies = []
+    for piece in layout.pieces:
+        others = [rank for rank in range(layout.ranks) if rank != piece.rank]
+        held = draw(st.lists(st.sampled_from(others), max_size=3, unique=True)) if others else []
+        copies += [replace(piece, rank=rank, replica=number) for number, rank in enumerate(held, 1)]
+    return replace(layout, pieces=(*layout.pieces, *copies))
+
+
+@st.composite
+def _spread(draw: st.DrawFn, cells: st.SearchStrategy[Cells], global_shape: tuple[int, ...], ranks: int) -> Layout:
+    boxes, grid = draw(cells)
+    pieces = (Piece(draw(st.integers(0, ranks - 1)), *box) for box in boxes)
+    return Layout(ranks, global_shape, tuple(pieces), grid=grid)
 
 
 def even_layout(global_shape: tuple[int, ...], ranks: int, axis: int | None = None) -> Layout:
@@ -72,44 +149,6 @@ def _prependable(shape: tuple[int, ...]) -> int:
     while most < len(shape) and 0 < math.prod(shape[: most + 1]) <= _MOST_PREPENDED:
         most += 1
     return most
-
-
-def _places(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-    return list(product(*map(range, shape)))
-
-
-def _grid_cells(edges: list[list[int]]) -> list[_Box]:
-    """Return the boxes between edges along each axis."""
-    cells = product(*(pairwise(axis) for axis in edges))
-    return [(tuple(low for low, _ in cell), tuple(high - low for low, high in cell)) for cell in cells]
-
-
-@st.composite
-def _regular(draw: st.DrawFn, shape: tuple[int, ...]) -> tuple[list[_Box], tuple[int, ...] | None]:
-    counts = [draw(st.sampled_from([n for n in (1, 2, 3, 4) if size % n == 0] if size else [1])) for size in shape]
-    edges = [[size // n * i for i in range(n + 1)] for size, n in zip(shape, counts, strict=True)]
-    return _grid_cells(edges), tuple(counts)
-
-
-@st.composite
-def _uneven(draw: st.DrawFn, shape: tuple[int, ...]) -> tuple[list[_Box], tuple[int, ...] | None]:
-    """Cut each axis anywhere, the same for all; twice at one place gives shards without elements."""
-    cuts = [draw(st.lists(st.integers(0, size), max_size=2).map(sorted)) for size in shape]
-    return _grid_cells([[0, *inner, size] for inner, size in zip(cuts, shape, strict=True)]), None
-
-
-@st.composite
-def _irregular(draw: st.DrawFn, shape: tuple[int, ...]) -> tuple[list[_Box], tuple[int, ...] | None]:
-    """Cut some box in two, several times."""
-    boxes: list[_Box] = [((0,) * len(shape), shape)]
-    for _ in range(draw(st.integers(0, 5)) if shape else 0):
-        offset, size = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
-        axis = draw(st.integers(0, len(shape) - 1))
-        at = draw(st.integers(0, size[axis]))
-        boxes.append((offset, (*size[:axis], at, *size[axis + 1 :])))
-        moved = (*offset[:axis], offset[axis] + at, *offset[axis + 1 :])
-        boxes.append((moved, (*size[:axis], size[axis] - at, *size[axis + 1 :])))
-    return boxes, None
 
 
 def _flat_ranges(volume: int) -> st.SearchStrategy[list[tuple[int, int] | None]]:

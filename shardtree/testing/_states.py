@@ -14,6 +14,7 @@ from ..trees import without_data
 from ._common import common_states
 from ._layout import Layout, cut
 from ._layouts import layouts
+from ._pretty import pretty_repr
 from ._tensors import tensors
 
 
@@ -30,6 +31,8 @@ class GlobalState:
     tensors: Mapping[str, torch.Tensor]
     objects: Mapping[str, Sequence[Any]]
     common: Mapping[str, Any]
+
+    _repr_pretty_ = pretty_repr
 
     def __repr__(self) -> str:
         """Return the tensors' shapes and dtypes, and the rest as it is: torch can't print tensors of some dtypes."""
@@ -61,13 +64,16 @@ def state_layouts(draw: st.DrawFn, state: GlobalState, ranks: int) -> dict[str, 
         >>> state = GlobalState({"w": torch.zeros(2)}, {}, {})
         >>> from hypothesis import find
         >>> find(state_layouts(state, 1), lambda found: True)["w"].pieces
-        (Piece(rank=0, offset=(0,), shape=(2,), flat=None, replica=0),)
+        (Piece(0, (0,), (2,)),)
     """
     return {key: draw(layouts(tuple(tensor.shape), ranks)) for key, tensor in state.tensors.items()}
 
 
 def rank_tree(state: GlobalState, layout: Mapping[str, Layout], rank: int) -> dict[str, Any]:
     """Return the sharded tree that a rank holds of a state: what it would save.
+
+    Without common values it is shards and objects alone, which formats of nothing but tensors hold too; with some,
+    a local value stands beside them.
 
     Args:
         state: the global values.
@@ -85,7 +91,7 @@ def rank_tree(state: GlobalState, layout: Mapping[str, Layout], rank: int) -> di
     shards = {key: cut(layout[key], key, whole, rank) for key, whole in state.tensors.items()}
     objects = [item for key, values in state.objects.items() for item in _objects(key, values, rank, ranks)]
     held = {"model": {key: found for key, found in shards.items() if found}, "objects": objects}
-    rest = {"common": dict(state.common), "local": [7, LocalNonpersistentObject(rank)]}
+    rest = {"common": dict(state.common), "local": [7, LocalNonpersistentObject(rank)]} if state.common else {}
     return {name: tree for name, tree in held.items() if tree} | rest
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import warnings
+from functools import cache
 
 import numpy as np
 import torch
@@ -28,6 +30,7 @@ def random_bits(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> to
         >>> random_bits((1000,), torch.float64, seed=1).isnan().any()
         tensor(True)
     """
+    _let_torch_warn(dtype)
     length = math.prod(shape) * dtype.itemsize
     generator = np.random.default_rng(seed)
     counting = bytes(number % 256 for number in range(length))
@@ -39,6 +42,14 @@ def random_bits(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> to
         high[generator.random(len(high)) < 0.25, -2:] |= np.array([0xF0, 0x7F], dtype=np.uint8)[-dtype.itemsize :]
     # Without elements there is nothing to view, and some dtypes' views refuse that.
     return torch.from_numpy(raw).view(dtype).view(shape) if length else empty_data(shape, dtype, "cpu")
+
+
+@cache
+def _let_torch_warn(dtype: torch.dtype) -> None:
+    """Make a tensor, so that what torch says once in a process about its dtype isn't said in the middle of a test."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.empty(0, dtype=dtype)
 
 
 def tensors(

@@ -1,22 +1,66 @@
-"""Pure functions from one naming of tensors to another: layers stacked, tensors cut and joined, keys renamed.
+"""Pure functions from one naming of tensors to another: layers stacked, tensors cut, joined, padded, keys renamed.
 
 They take and give flat trees, as an open checkpoint is one, and only record what they do to lazy tensors.
 """
 
+from ._merge import merge_tensors as merge_tensors
+from ._pad import pad_tensors as pad_tensors
+from ._pad import unpad_tensors as unpad_tensors
 from ._rename import partial_rename as partial_rename
-from ._split import merge_tensors as merge_tensors
 from ._split import split_tensor as split_tensor
 from ._stack import stack_layers as stack_layers
 from ._stack import unstack_layers as unstack_layers
+from ._transpose import transpose_tensors as transpose_tensors
+from .buffers import BufferPlace as BufferPlace
+from .buffers import BufferPlan as BufferPlan
+from .buffers import BufferRange as BufferRange
+from .buffers import boxes_of as boxes_of
+from .buffers import buffer_slices as buffer_slices
+from .buffers import flat_of as flat_of
+from .buffers import flat_shards as flat_shards
+from .buffers import flat_targets as flat_targets
+from .buffers import plan_buffers as plan_buffers
+from .buffers import slice_views as slice_views
 from .lenses import PADDING as PADDING
 from .lenses import AxisRuns as AxisRuns
 from .lenses import Built as Built
+from .lenses import FusedForm as FusedForm
 from .lenses import Lens as Lens
 from .lenses import as_factory as as_factory
+from .lenses import attention_qkv as attention_qkv
 from .lenses import compose_factories as compose_factories
+from .lenses import expert_keys as expert_keys
+from .lenses import expert_stack as expert_stack
 from .lenses import factories_by_pattern as factories_by_pattern
 from .lenses import gate_and_up as gate_and_up
 from .lenses import grouped_runs as grouped_runs
 from .lenses import joined_parts as joined_parts
+from .lenses import lenses_by_pattern as lenses_by_pattern
 from .lenses import mapped_axis as mapped_axis
+from .lenses import padded_axis as padded_axis
+from .lenses import rearranged as rearranged
+from .lenses import renamed as renamed
+from .lenses import rotary_halves as rotary_halves
+from .lenses import rotary_pairs as rotary_pairs
+from .lenses import stacked_layers as stacked_layers
+from .lenses import tied as tied
 from .lenses import transposed as transposed
+from .lenses import unstacked_layers as unstacked_layers
+from .optimizer import OptimizerRule as OptimizerRule
+from .optimizer import abstract_optim_state as abstract_optim_state
+from .optimizer import abstract_optim_state_from_metadata as abstract_optim_state_from_metadata
+from .optimizer import adafactor_rules as adafactor_rules
+from .optimizer import block_scales as block_scales
+from .optimizer import get_param_id_to_name_map as get_param_id_to_name_map
+from .optimizer import get_param_id_to_sharded_param_map as get_param_id_to_sharded_param_map
+from .optimizer import make_sharded_optimizer_tensor as make_sharded_optimizer_tensor
+from .optimizer import one_per_parameter as one_per_parameter
+from .optimizer import one_per_shard as one_per_shard
+from .optimizer import optim_state_by_id as optim_state_by_id
+from .optimizer import optim_state_by_name as optim_state_by_name
+from .optimizer import optim_state_to_sharding_state as optim_state_to_sharding_state
+from .optimizer import per_parameter as per_parameter
+from .optimizer import reduced_axis as reduced_axis
+from .optimizer import regroup_optim_state as regroup_optim_state
+from .optimizer import sharded_params_by_name as sharded_params_by_name
+from .optimizer import sharding_state_to_optim_state as sharding_state_to_optim_state

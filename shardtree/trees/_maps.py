@@ -48,8 +48,9 @@ def _aligned(spec: optree.PyTreeSpec, other: Tree, number: int) -> list[Any]:
     except ValueError as error:
         what = f"map_shards: tree {number} doesn't have the structure of the first tree"
         fix = "Give trees of one structure, or join them first with `merge` or `combine`."
-        facts = {"found": plural(len(leaves), "leaf"), "expected": plural(spec.num_leaves, "leaf")}
-        raise TreeError(error_text(what, **facts, fix=fix, offenders=[str(error).splitlines()[0][:200]])) from None
+        found, expected = plural(len(leaves), "value"), plural(spec.num_leaves, "value")
+        offenders = [str(error).splitlines()[0][:200]]
+        raise TreeError(error_text(what, found=found, expected=expected, fix=fix, offenders=offenders)) from None
 
 
 def map_data(f: Callable[[Any], Any], tree: Tree) -> Tree:

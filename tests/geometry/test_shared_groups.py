@@ -58,7 +58,7 @@ def test_shared_groups_law_catches_one_that_looks_at_neighbours_only() -> None:
         return np.unique(group[1:][meets & (group[1:] == group[:-1])])
 
     boxes = np.zeros(3, np.int64), np.array([[0], [4], [0]]), np.array([[2], [2], [2]])
-    assert_caught(check_pairs, neighbours, boxes)
+    assert_caught(check_pairs, neighbours, st.just(boxes))
 
 
 def _line(count: int) -> tuple[Any, Any]:

@@ -57,7 +57,15 @@ def whole(key: str) -> st.ShardedTensor:
 
 RESHARD = plans.plan_reshard([{"w": whole("w")}], [{}, {"w": whole("w")}])
 FLAT_TREE = {key: whole(key) for key in ("l.0.w", "l.1.w")}
+GATED = transforms.gate_and_up(tensor_parallel=2)
+QKV = st.ShardedTensor.from_rank_offsets("w", torch.arange(6.0).view(3, 2), (0, 1, 2))
+TWO_PARTS = transforms.grouped_runs(8, 2, (1, 3))
+ONE_PART = transforms.joined_parts(TWO_PARTS)
 LAZY = lazy.stored(lambda offset, shape: torch.full(shape, 7.0), (4, 2), torch.float32, name="w")
+
+OPTIMIZER = {"state": {0: {"m": torch.ones(4, 2), "n": 3}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+STORED_MOMENT = replace(WEIGHT, key="optimizer.state.m.w")
+NAMED_OPTIMIZER = {"state": {"w": {"m": torch.ones(4, 2)}}, "param_groups": [{"lr": 0.1, "params": ["w"]}]}
 
 
 class OptState(NamedTuple):
@@ -85,6 +93,7 @@ EXCHANGE = plans.plan_exchange(COLUMNS, 2)
 KIND = layouts.TensorKind(torch.float16, (8, 2), 0)
 STEPS = [retention.SavedStep(step, 60.0 * step, {"loss": 1 / step}, step == 2) for step in (3, 1, 2)]
 MESH, SPEC = layouts.Mesh(dp=2, tp=2), layouts.PartitionSpec((layouts.Split("dp", 2), layouts.Split("tp")))
+BUFFERS = transforms.plan_buffers({"w": WEIGHT}, data_parallel=3)
 MATRICES = {"w": torch.arange(16.0).view(8, 2), "step": 3}
 PARTS = layouts.mesh_parts((8, 2), MESH, SPEC)
 ERROR = errors.RemoteError("save: write", {1: "OSError: full"})
@@ -214,6 +223,7 @@ CALLS: dict[str, Call] = {
     "layouts.shard_at": (layouts.shard_at, MATRICES, MESH, {"w": SPEC}, 1),
     "layouts.abstract": (layouts.abstract, MATRICES, MESH, SPEC),
     "layouts.abstract_at": (layouts.abstract_at, MATRICES, MESH, SPEC, 1),
+    "layouts.from_local": (layouts.from_local, MATRICES, MESH, SPEC, 1),
     "layouts.layout_of": (layouts.layout_of, MATRICES, MESH, SPEC),
     "layouts.specs_by_pattern": (lambda specs: layouts.specs_by_pattern(specs)("w", None), {"**": SPEC}),
     "layouts.unshard": (layouts.unshard, layouts.shard(MATRICES, MESH, SPEC)),
@@ -266,6 +276,74 @@ CALLS: dict[str, Call] = {
     "transforms.unstack_layers": (transforms.unstack_layers, {"s.w": whole("s.w")}, "s"),
     "transforms.split_tensor": (transforms.split_tensor, FLAT_TREE, "l.0.w", ["a", "b"]),
     "transforms.merge_tensors": (transforms.merge_tensors, FLAT_TREE, ["l.0.w", "l.1.w"], "w"),
+    "transforms.unpad_tensors": (transforms.unpad_tensors, FLAT_TREE, ["l.*.w"], 1),
+    "transforms.pad_tensors": (transforms.pad_tensors, FLAT_TREE, ["l.*.w"], 30),
+    "transforms.transpose_tensors": (transforms.transpose_tensors, FLAT_TREE, ["l.*.w"]),
+    "transforms.as_factory": (lambda shard: transforms.as_factory(shard, GATED).build()["0"], FLAT),
+    "transforms.factories_by_pattern": (
+        lambda tree: transforms.factories_by_pattern(tree, {"**": GATED})["w"].build()["0"], {"w": WEIGHT}
+    ),
+    "transforms.compose_factories": (lambda shard: transforms.compose_factories(GATED, GATED)(shard).shards, WEIGHT),
+    "transforms.lenses_by_pattern": (
+        lambda lenses, shard: transforms.lenses_by_pattern(lenses)(shard).shards, {"**": GATED}, WEIGHT
+    ),
+    "transforms.gate_and_up": (lambda shard: GATED(shard).shards, WEIGHT),
+    "transforms.attention_qkv": (lambda shard: transforms.attention_qkv(heads=2, head_size=1)(shard).shards, QKV),
+    "transforms.rotary_halves": (lambda shard: transforms.rotary_halves(head_size=4)(shard).shards, WEIGHT),
+    "transforms.rotary_pairs": (lambda shard: transforms.rotary_pairs(head_size=4)(shard).shards, WEIGHT),
+    "transforms.transposed": (lambda shard: transforms.transposed()(shard).shards, WEIGHT),
+    "transforms.rearranged": (lambda shard: transforms.rearranged("(a b) c -> c b a", a=2)(shard).shards, WEIGHT),
+    "transforms.stacked_layers": (
+        lambda shard: transforms.stacked_layers("l", 2)(shard).shards, FLAT_TREE["l.0.w"]
+    ),
+    "transforms.unstacked_layers": (lambda shard: transforms.unstacked_layers("w")(shard).shards, WEIGHT),
+    "transforms.expert_stack": (lambda shard: transforms.expert_stack(experts=2)(shard).shards, WEIGHT),
+    "transforms.expert_keys": (lambda shard: transforms.expert_keys("w", experts=2)(shard).shards, WEIGHT),
+    "transforms.padded_axis": (lambda shard: transforms.padded_axis(6)(shard).shards, WEIGHT),
+    "transforms.tied": (lambda shard: transforms.tied("w", "v")(shard).shards, WEIGHT),
+    "transforms.renamed": (lambda shard: transforms.renamed("w", "v")(shard).shards, WEIGHT),
+    "transforms.mapped_axis": (
+        lambda runs, shard: transforms.mapped_axis(0, lambda _: runs)(shard).shards, ONE_PART, WEIGHT
+    ),
+    "transforms.grouped_runs": (transforms.grouped_runs, 6, 2, [1, 2]),
+    "transforms.joined_parts": (transforms.joined_parts, TWO_PARTS, [1, 0]),
+    "transforms.plan_buffers": (partial(transforms.plan_buffers, data_parallel=3), {"w": WEIGHT}),
+    "transforms.BufferPlan.ranges": (BUFFERS.ranges, 1),
+    "transforms.BufferPlan.holders": (BUFFERS.holders, "w"),
+    "transforms.BufferPlan.explain": (BUFFERS.explain, "w"),
+    "transforms.flat_shards": (transforms.flat_shards, BUFFERS, 0, [torch.ones(3)], {"w": WEIGHT}),
+    "transforms.flat_targets": (transforms.flat_targets, BUFFERS, 0, {"w": WEIGHT}),
+    "transforms.slice_views": (transforms.slice_views, BUFFERS, 1, [torch.ones(3)]),
+    "transforms.buffer_slices": (transforms.buffer_slices, BUFFERS, 1, {"w": torch.ones(3)}),
+    "transforms.boxes_of": (transforms.boxes_of, FLAT),
+    "transforms.flat_of": (transforms.flat_of, FLAT, [box.data for box in transforms.boxes_of(FLAT)]),
+    "transforms.get_param_id_to_sharded_param_map": (
+        transforms.get_param_id_to_sharded_param_map, TREE, [WEIGHT.data]
+    ),
+    "transforms.get_param_id_to_name_map": (transforms.get_param_id_to_name_map, [("w", WEIGHT.data)], [WEIGHT.data]),
+    "transforms.sharded_params_by_name": (transforms.sharded_params_by_name, TREE),
+    "transforms.make_sharded_optimizer_tensor": (
+        transforms.make_sharded_optimizer_tensor, WEIGHT, torch.ones(4, 2), "optimizer.state.m"
+    ),
+    "transforms.optim_state_to_sharding_state": (transforms.optim_state_to_sharding_state, OPTIMIZER, {0: WEIGHT}),
+    "transforms.sharding_state_to_optim_state": (transforms.sharding_state_to_optim_state, OPTIMIZER),
+    "transforms.abstract_optim_state": (
+        transforms.abstract_optim_state, OPTIMIZER, {0: WEIGHT}, {"m": torch.float32, "n": 0}
+    ),
+    "transforms.abstract_optim_state_from_metadata": (
+        transforms.abstract_optim_state_from_metadata, OPTIMIZER, {0: WEIGHT}, {"m": STORED_MOMENT}
+    ),
+    "transforms.optim_state_by_name": (transforms.optim_state_by_name, OPTIMIZER, {0: "w"}),
+    "transforms.optim_state_by_id": (transforms.optim_state_by_id, NAMED_OPTIMIZER, {0: "w"}),
+    "transforms.regroup_optim_state": (transforms.regroup_optim_state, NAMED_OPTIMIZER, [{"params": ["w"]}]),
+    "transforms.per_parameter": (transforms.per_parameter, WEIGHT, "step", torch.tensor(3.0)),
+    "transforms.one_per_parameter": (transforms.one_per_parameter, WEIGHT, "code", torch.ones(3)),
+    "transforms.one_per_shard": (transforms.one_per_shard, WEIGHT, "seed", torch.ones(3)),
+    "transforms.reduced_axis": (lambda *args: transforms.reduced_axis(-1)(*args), WEIGHT, "row", torch.ones(4)),
+    "transforms.adafactor_rules": (
+        lambda *args: transforms.adafactor_rules()["row_var"](*args), WEIGHT, "row_var", torch.ones(4, 1)
+    ),
+    "transforms.block_scales": (lambda *args: transforms.block_scales(4)(*args), WEIGHT, "absmax", torch.ones(2)),
     "plans.plan_load": (plans.plan_load, WHOLE, CHUNKS),
     "plans.plan_exchange": (plans.plan_exchange, COLUMNS, 2),
     "plans.grouped": (lambda sizes: list(plans.grouped(sizes, int, 4)), [1, 2, 3]),
@@ -354,6 +432,9 @@ VALUES: dict[str, Any] = {
     "layouts.PartitionSpec": SPEC,
     "layouts.Part": PARTS[1],
     "layouts.Coverage": layouts.coverage([TREE]),
+    "transforms.BufferPlan": BUFFERS,
+    "transforms.BufferPlace": BUFFERS.places[0],
+    "transforms.AxisRuns": ONE_PART,
     "lazy.LazyTensor": LAZY,
     "mapping.ShardedTensor": WEIGHT,
     "mapping.ShardedObject": OBJECT,

@@ -18,8 +18,8 @@ from shardtree.mapping import ShardedTensor
 from shardtree.testing import (
     STORABLE_DTYPES,
     GlobalState,
-    Layout,
     Piece,
+    check_layout,
     check_roundtrip,
     even_layout,
     global_states,
@@ -148,15 +148,6 @@ def test_the_law_catches_a_lost_object() -> None:
 
     with pytest.raises(AssertionError, match="rng/shard_1_2"):
         check_roundtrip(state, layout, layout, load=first_objects_only)
-
-
-def check_layout(layout: Layout) -> None:
-    """Raise unless main replicas tile the tensor, and all pieces hold what is at their place."""
-    whole = random_bits(layout.global_shape, torch.int16, 1)
-    trees = [shardtree.testing.cut(layout, "w", whole, rank) for rank in range(layout.ranks)]
-    columns = shardtree.join_columns([shardtree.shard_columns(tree, rank) for rank, tree in enumerate(trees)])
-    shardtree.check_access(columns)
-    assert torch.equal(shardtree.testing.assemble(trees)["w"], whole)
 
 
 @given(data=st.data())

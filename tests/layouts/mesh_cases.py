@@ -1,36 +1,17 @@
-"""Trees of whole tensors, meshes and specs, for the laws of layouts that follow from them."""
+"""What laws of layouts that follow from meshes and specs ask of trees and columns, beside the kit's own cases."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
-from hypothesis import strategies as st
 
-from shardtree.layouts import Mesh, PartitionSpec, ShardColumns
-from shardtree.testing import PRINTABLE_DTYPES, meshes, outline, partition_specs, shapes, tensors
+from shardtree.layouts import ShardColumns
+from shardtree.testing import MeshCase as Case
+from shardtree.testing import mesh_cases as cases
+from shardtree.testing import outline
 
-
-@dataclass(frozen=True)
-class Case:
-    """Tensors by key, the mesh that they are cut for, and how."""
-
-    whole: Mapping[str, torch.Tensor]
-    mesh: Mesh
-    specs: Mapping[str, PartitionSpec]
-
-
-@st.composite
-def cases(draw: st.DrawFn) -> Case:
-    """Return a strategy for tensors of any shape and dtype, a mesh and specs; ranks hold a box, several, or none."""
-    mesh = draw(meshes(max_ranks=12))
-    keys = draw(st.lists(st.sampled_from(["w", "layer.w", "é"]), min_size=1, max_size=2, unique=True))
-    dtypes = st.sampled_from(PRINTABLE_DTYPES)
-    whole = {key: draw(tensors(shapes(max_axes=2), dtype=dtypes)) for key in keys}
-    return Case(whole, mesh, {key: draw(partition_specs(tuple(tensor.shape), mesh)) for key, tensor in whole.items()})
+__all__ = ["Case", "cases", "rows", "same"]
 
 
 def rows(columns: ShardColumns) -> list[tuple[Any, ...]]:

@@ -11,60 +11,10 @@ from hypothesis import strategies as some
 
 import shardtree as st
 from shardtree.errors import ShapeError, TreeError
-from shardtree.lazy import LazyTensor, stored
-from shardtree.testing import PRINTABLE_DTYPES, check_pure, first_difference, random_bits
+from shardtree.lazy import stored
+from shardtree.testing import check_pure, random_bits
 from shardtree.transforms import merge_tensors, partial_rename, split_tensor, stack_layers, unstack_layers
-
-Tree = dict[str, Any]
-
-# Torch warns of complex32 wherever it meets it, in the description of a lazy tensor too.
-DTYPES = some.sampled_from([dtype for dtype in PRINTABLE_DTYPES if dtype != torch.complex32])
-
-
-def whole(key: str, data: Any) -> st.ShardedTensor:
-    return st.ShardedTensor.from_rank_offsets(key, data)
-
-
-def flat(*shards: Any) -> Tree:
-    return {shard.key: shard for shard in shards}
-
-
-def lazily(tree: Tree) -> Tree:
-    """Return the tree with the same data, to be read when asked for."""
-
-    def lazy(leaf: Any) -> Any:
-        def read_box(offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
-            box = tuple(slice(low, low + size) for low, size in zip(offset, shape, strict=True))
-            return leaf.data.contiguous()[box].clone()
-
-        if not isinstance(leaf, st.ShardedTensor):
-            return leaf
-        return replace(leaf, data=stored(read_box, leaf.data.shape, leaf.dtype, name=leaf.key))
-
-    return st.map_shards(lazy, tree)
-
-
-def without_data(tree: Tree) -> Tree:
-    return st.without_data(tree)
-
-
-def check_same(found: Tree, expected: Tree) -> None:
-    """Raise unless two flat trees hold the same entries, metadata and bits."""
-    assert set(found) == set(expected), f"entries {sorted(found)}, not {sorted(expected)}"
-    for key, leaf in expected.items():
-        assert replace(found[key], data=None) == replace(leaf, data=None), f"{key} has other metadata"
-        data = found[key].data
-        assert (data is None) == (leaf.data is None)
-        if data is not None:
-            read = data.read() if isinstance(data, LazyTensor) else data
-            assert first_difference(read, leaf.data) is None, key
-
-
-def check_undone(there: Callable[[Tree], Tree], back: Callable[[Tree], Tree], tree: Tree) -> None:
-    """Raise unless one function undoes the other, on tensors in memory, on lazy ones and on absent ones."""
-    check_same(check_pure(back, check_pure(there, tree)), tree)
-    check_same(back(there(lazily(tree))), tree)
-    check_same(back(there(without_data(tree))), without_data(tree))
+from tests.transforms.flat_trees import DTYPES, Tree, check_same, check_undone, flat, whole
 
 
 @some.composite

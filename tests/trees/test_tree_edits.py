@@ -115,7 +115,7 @@ def test_unwrap_and_without_data() -> None:
 
 def test_metadata_is_flat_by_key() -> None:
     other = ShardedTensor.from_rank_offsets("w", torch.zeros(4, 2), (0, 0, 2))
-    metadata = extract_metadata({"a": [W, other], "f": FACTORY, "rng": RNG, "step": 3})
+    metadata = extract_metadata({"a": [W, 3, other], "f": FACTORY, "first": 1, "rng": RNG, "step": 3})
     assert sorted(metadata) == ["f.0", "f.1", RNG.unique_key, "w"]
     assert metadata["w"] == W.without_data()
     assert metadata[RNG.unique_key] == RNG.without_data()

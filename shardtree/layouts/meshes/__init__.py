@@ -3,6 +3,7 @@
 from ._columns import Placement as Placement
 from ._columns import mesh_columns as mesh_columns
 from ._columns import placed_columns as placed_columns
+from ._local import from_local as from_local
 from ._mesh import Mesh as Mesh
 from ._part import Part as Part
 from ._part import PartBox as PartBox

@@ -63,7 +63,8 @@ def _check_fields(array: ObjectArray, rules: Mapping[Hashable, ObjectRule]) -> N
     wrong = [
         f"{array.told(position)} {'has' if field in value else 'lacks'} {field!r}"
         for position, value in enumerate(array.values)
-        for field in value.keys() ^ first.keys()
+        for field in dict.fromkeys((*value, *first))
+        if (field in value) != (field in first)
     ]
     if wrong:
         what, fix = f"rules_by_field: dicts have other fields than {array.told(0)}", "Write a rule of your own."

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 
 from ...errors import ShapeError, error_text
-from ...geometry import Column
+from ...geometry import Column, integers, refuse
 
 PADDING = -1
 """The part of what isn't stored at all."""
@@ -20,11 +20,17 @@ PADDING = -1
 class AxisRuns:
     """Where each index of an axis, as the model holds it, is stored. Runs are in the order of the held axis, no gaps.
 
+    Each place of the stored tensors is held exactly once.
+
     Attributes:
         length: of each run, int64 (runs,).
         part: which stored tensor a run lies in; `PADDING` where it isn't stored, int64 (runs,).
         start: the first place of a run along the stored tensor's axis, int64 (runs,).
         sizes: how long the stored tensors are along the axis, one for each part.
+
+    Raises:
+        ShapeError: the columns aren't integers or differ in length, a run leaves its part, or a place is held by no run
+            or by several.
 
     Examples:
         >>> rows = AxisRuns(np.array([2, 2, 2, 2]), np.array([0, 1, 0, 1]), np.array([0, 0, 2, 2]), (4, 4))
@@ -37,13 +43,49 @@ class AxisRuns:
     start: Column
     sizes: tuple[int, ...]
 
+    def __post_init__(self) -> None:
+        for name in ("length", "part", "start"):
+            object.__setattr__(self, name, _column(name, getattr(self, name)))
+        object.__setattr__(self, "sizes", integers("AxisRuns", "sizes", self.sizes))
+        _check_runs(self)
+
     @property
     def total(self) -> int:
         """How long the held axis is."""
         return int(self.length.sum())
 
 
-class Block(NamedTuple):
+def _column(name: str, values: Any) -> Column:
+    column = np.asarray(values)
+    if column.ndim != 1 or (column.size and column.dtype.kind not in "iu"):
+        found = f"{column.dtype} of shape {column.shape}"
+        refuse("AxisRuns", name, found, "one axis of integers", "Pass one number a run.", error=ShapeError)
+    return column.astype(np.int64)
+
+
+def _check_runs(runs: AxisRuns) -> None:
+    """Raise ShapeError unless each stored place is held exactly once."""
+    counts = {len(runs.length), len(runs.part), len(runs.start)}
+    if len(counts) > 1 or (runs.length < 0).any():
+        fix = "Pass one length, part and start for each run, none of them negative."
+        refuse("AxisRuns", "length", runs.length.tolist()[:10], "a length for each run", fix, error=ShapeError)
+    if ((runs.part < PADDING) | (runs.part >= len(runs.sizes))).any():
+        expected = f"PADDING, or 0 to {len(runs.sizes) - 1}, as there are {len(runs.sizes)} sizes"
+        refuse("AxisRuns", "part", sorted(set(runs.part.tolist()))[:10], expected, "", error=ShapeError)
+    for number, size in enumerate(runs.sizes):
+        rows = (runs.part == number) & (runs.length > 0)
+        start, length = runs.start[rows], runs.length[rows]
+        order = np.argsort(start, kind="stable")
+        ends = np.concatenate([[0], (start + length)[order]])
+        if not np.array_equal(ends, np.concatenate([start[order], [size]])):
+            pairs = zip(start[order].tolist(), ends[1:].tolist(), strict=True)
+            found = ", ".join(f"[{first}:{end}]" for first, end in list(pairs)[:10])
+            expected = f"each of its {size} places exactly once"
+            refuse("AxisRuns", f"part {number}", found or "nothing", expected, "", error=ShapeError)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Block:
     """A stretch of a stored axis, and where the model holds it.
 
     Attributes:
@@ -65,19 +107,21 @@ def grouped_runs(total: int, groups: int, sizes: Sequence[int]) -> AxisRuns:
         groups: how many there are.
         sizes: how long a part's segment is in each group.
 
+    Raises:
+        ShapeError: the axis isn't as long as that.
+
     Examples:
         >>> runs = grouped_runs(12, 2, (4, 1, 1))  # q q q q k v, twice
         >>> runs.part.tolist(), runs.start.tolist(), runs.sizes
         ([0, 1, 2, 0, 1, 2], [0, 0, 0, 4, 1, 1], (8, 2, 2))
     """
     length = np.tile(np.array(sizes, dtype=np.int64), groups)
-    part = np.tile(np.arange(len(sizes)), groups)
-    start = length * np.repeat(np.arange(groups), len(sizes))
-    runs = AxisRuns(length, part, start, tuple(size * groups for size in sizes))
-    if runs.total != total:
+    if int(length.sum()) != total:
         found, expected = f"{groups} groups of {sum(sizes)}", f"{total} in all"
         raise ShapeError(error_text("an axis that isn't made of such groups", found=found, expected=expected))
-    return runs
+    part = np.tile(np.arange(len(sizes)), groups)
+    start = length * np.repeat(np.arange(groups), len(sizes))
+    return AxisRuns(length, part, start, tuple(size * groups for size in sizes))
 
 
 def joined_parts(runs: AxisRuns, order: Sequence[int] | None = None) -> AxisRuns:
@@ -87,11 +131,16 @@ def joined_parts(runs: AxisRuns, order: Sequence[int] | None = None) -> AxisRuns
         runs: of one part or more.
         order: of the parts; by default their own.
 
+    Raises:
+        ShapeError: the order doesn't name each part once.
+
     Examples:
         >>> joined_parts(grouped_runs(4, 2, (1, 1))).start.tolist()
         [0, 2, 1, 3]
     """
     ordered = list(range(len(runs.sizes)) if order is None else order)
+    if sorted(ordered) != list(range(len(runs.sizes))):
+        refuse("joined_parts", "order", ordered, f"each of {len(runs.sizes)} parts once", "", error=ShapeError)
     base = np.zeros(len(runs.sizes), dtype=np.int64)
     base[ordered] = np.cumsum([0, *(runs.sizes[part] for part in ordered)])[:-1]
     is_stored = runs.part != PADDING
@@ -104,7 +153,7 @@ def stored_blocks(runs: AxisRuns, begin: int, end: int) -> list[Block]:
 
     Examples:
         >>> rows = grouped_runs(8, 2, (2, 2))
-        >>> [(part, start, places.tolist()) for part, start, places in stored_blocks(rows, 1, 8)]
+        >>> [(block.part, block.start, block.places.tolist()) for block in stored_blocks(rows, 1, 8)]
         [(0, 1, [0, 3, 4]), (1, 0, [1, 2, 5, 6])]
     """
     held = np.cumsum(runs.length) - runs.length

@@ -11,13 +11,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...errors import ShapeError, TreeError, error_text
-from ...geometry import flat_boxes
+from ...errors import MetadataError, ShapeError, TreeError, error_text
+from ...geometry import flat_boxes, refuse
 from ...mapping import LocalNonpersistentObject, ReplicaId, ShardedTensor, ShardedTensorFactory
-from ...trees import as_integers, empty_data, join_data, leaves_with_paths, map_shards, match_key
+from ...trees import empty_data, join_data, leaves_with_paths, map_shards, match_key
+from ._boxes import device_of, flat_axes
 from ._lens import Built, Lens
 
 _MERGE = "merge"
+_DESCRIBE = "Describe what the model holds with `ShardedTensor.from_rank_offsets`, say."
+_STATES = "optimizer.state.*."
 
 
 def as_factory(shard: ShardedTensor, lens: Lens) -> ShardedTensorFactory:
@@ -46,39 +49,58 @@ def as_factory(shard: ShardedTensor, lens: Lens) -> ShardedTensorFactory:
         >>> [(leaf.local_shape, leaf.global_offset) for name, leaf in moment.build().items() if name != "merge"]
         [((2, 1), (1, 2)), ((2, 1), (0, 3))]
     """
+    _check_lens("as_factory", lens)
+    if not isinstance(shard, ShardedTensor):
+        refuse("as_factory", "shard", type(shard).__name__, "a ShardedTensor", _DESCRIBE, error=MetadataError)
     held = replace(shard.without_data(), flattened_range=None)
 
     def build(key: str, data: Any, replica_id: ReplicaId, flattened_range: slice | None) -> dict[str, Any]:
         dtype = held.dtype if data is None else data.dtype
         named = replace(held, key=key, dtype=dtype, replica_id=replica_id)
+        shape = held.local_shape if flattened_range is None else (flattened_range.stop - flattened_range.start,)
+        given = _checked(named, data, shape)
         if flattened_range is None:
-            built = lens(replace(named, data=_checked(named, data, held.local_shape)))
+            built = lens(replace(named, data=given))
         else:
-            built = _built_flat(named, data, flattened_range, lens)
+            built = _built_flat(named, given, flattened_range, lens)
         shards = {str(number): part for number, part in enumerate(built.shards)}
-        return {**shards, _MERGE: LocalNonpersistentObject(built.merge)}
+        return {**shards, _MERGE: LocalNonpersistentObject(lambda tree: _merged(tree, key, built))}
 
     return ShardedTensorFactory(shard.key, shard.data, build, _merge, shard.replica_id, shard.flattened_range)
+
+
+def _merged(tree: Mapping[str, Any], key: str, built: Built) -> Any:
+    """Return the tensor that parts make up, where they are exactly what was built."""
+    boxes: list[Any] = [part.local_shape for part in built.shards]
+    parts: list[Any] = [tree.get(str(number)) for number in range(len(boxes))]
+    found = [tuple(part.shape) if hasattr(part, "shape") else type(part).__name__ for part in parts]
+    if found != boxes:
+        what, fix = f"factory of {key!r}: not what was built", "Merge what was loaded for the tree that it built."
+        raise ShapeError(error_text(what, found=_few(found), expected=_few(boxes), fix=fix))
+    return built.merge(parts)
+
+
+def _few(shapes: Sequence[Any]) -> str:
+    return ", ".join(map(str, shapes[:5])) + (f" and {len(shapes) - 5} more" if len(shapes) > 5 else "")
 
 
 def _merge(tree: Mapping[str, Any]) -> Any:
     merge = tree[_MERGE]
     call = merge.unwrap() if isinstance(merge, LocalNonpersistentObject) else merge
-    return call([tree[str(number)] for number in range(len(tree) - 1)])
+    return call(tree)
 
 
 def _built_flat(held: ShardedTensor, data: Any, flat: slice, lens: Lens) -> Built:
     """Return what is stored of a flat range of a box: what the lens makes of each of its boxes."""
-    _checked(held, data, (flat.stop - flat.start,))
     boxes = _boxes(held, data, flat)
     built = [lens(box) for box in boxes]
 
     def merge(parts: Sequence[Any]) -> Any:
         left = iter(parts)
         merged = [_flattened(each.merge(list(islice(left, len(each.shards))))) for each in built]
-        if len(merged) == 1:
-            return merged[0]
-        return join_data(torch.cat, merged, 0) if merged else empty_data((0,), held.dtype, "cpu")
+        if not merged:
+            return empty_data((0,), held.dtype, device_of(data))
+        return merged[0] if len(merged) == 1 else join_data(torch.cat, merged, 0)
 
     return Built(tuple(part for each in built for part in each.shards), merge)
 
@@ -114,9 +136,7 @@ def _sub_box(
 
 
 def _flattened(tensor: Any) -> Any:
-    if not isinstance(tensor, torch.Tensor):
-        return tensor.reshape(-1)
-    return as_integers(tensor).reshape(-1).view(tensor.dtype)
+    return flat_axes(tensor, 0, len(tensor.shape))
 
 
 def _checked(held: ShardedTensor, data: Any, shape: tuple[int, ...]) -> Any:
@@ -124,7 +144,13 @@ def _checked(held: ShardedTensor, data: Any, shape: tuple[int, ...]) -> Any:
         what = f"factory of {held.key!r}: data of another shape than its shard"
         fix = "A state of another shape than its parameter needs a rule of its own."
         raise ShapeError(error_text(what, found=tuple(data.shape), expected=shape, fix=fix))
-    return data
+    return data.detach() if isinstance(data, torch.Tensor) else data  # views of a parameter would be part of its graph
+
+
+def _check_lens(doing: str, lens: object) -> None:
+    if not callable(lens):
+        fix = "Pass what `gate_and_up(...)`, `transposed()` or another such function returns."
+        refuse(doing, "lens", type(lens).__name__, "a lens", fix, error=MetadataError)
 
 
 def factories_by_pattern(tree: Any, lenses: Mapping[str, Lens], *, absent: Sequence[str] = ()) -> Any:
@@ -133,7 +159,8 @@ def factories_by_pattern(tree: Any, lenses: Mapping[str, Lens], *, absent: Seque
     Args:
         tree: any tree of shards.
         lenses: pattern -> lens; ``*`` stands for one part between dots of a key, ``**`` for any number. The first one
-            that fits counts.
+            that fits the key counts; in that of an optimizer's state, the parameter's key behind
+            ``optimizer.state.<name>.``.
         absent: those of the patterns that may fit nothing here, as of other pipeline stages' layers.
 
     Raises:
@@ -145,11 +172,13 @@ def factories_by_pattern(tree: Any, lenses: Mapping[str, Lens], *, absent: Seque
         >>> type(factories_by_pattern(tree, {"**.weight": transposed()})["w"]).__name__
         'ShardedTensorFactory'
     """
+    for lens in lenses.values():
+        _check_lens("factories_by_pattern", lens)
     used = dict.fromkeys(absent)
     rows: dict[int, Lens] = {}
     for _, leaf in leaves_with_paths(tree):
         if isinstance(leaf, ShardedTensor):
-            pattern = next((each for each in lenses if match_key(each, leaf.key) is not None), None)
+            pattern = next((each for each in lenses if _fits(each, leaf.key)), None)
             if pattern is not None:
                 used[pattern] = None
                 rows[id(leaf)] = lenses[pattern]
@@ -158,3 +187,8 @@ def factories_by_pattern(tree: Any, lenses: Mapping[str, Lens], *, absent: Seque
         fix = "Correct them, or pass absent=[...] for tensors that other ranks hold."
         raise TreeError(error_text("factories_by_pattern: patterns that fit no tensor", offenders=unused, fix=fix))
     return map_shards(lambda leaf: as_factory(leaf, rows[id(leaf)]) if id(leaf) in rows else leaf, tree)
+
+
+def _fits(pattern: str, key: str) -> bool:
+    """Return whether a pattern fits a key, or that of the parameter in a state's; both must be stored alike."""
+    return any(match_key(each, key) is not None for each in (pattern, _STATES + pattern))

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...errors import MetadataError
-from ...geometry import integer, refuse
 from ._axis_runs import AxisRuns, grouped_runs, joined_parts
+from ._boxes import positive
 from ._lens import Lens
 from ._mapped import mapped_axis
 from ._names import check_names
@@ -43,20 +42,11 @@ def gate_and_up(
     References:
         Megatron-Core 0.16, `apply_swiglu_sharded_factory`.
     """
-    ranks = integer("gate_and_up", "tensor_parallel", tensor_parallel)
-    if ranks < 1:
-        refuse(
-            "gate_and_up",
-            "tensor_parallel",
-            ranks,
-            "at least 1",
-            "Pass 1 where the layer isn't cut.",
-            error=MetadataError,
-        )
+    ranks = positive("gate_and_up", "tensor_parallel", tensor_parallel)
     check_names("gate_and_up", part, names, 2)
 
     def runs(length: int) -> AxisRuns:
         both = grouped_runs(length, ranks, (length // (2 * ranks),) * 2)
         return both if names is not None else joined_parts(both)
 
-    return mapped_axis("gate_and_up", axis, runs, part=part, names=names)
+    return mapped_axis(axis, runs, part=part, names=names, doing="gate_and_up")

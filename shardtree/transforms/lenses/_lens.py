@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
+from ...errors import MetadataError
+from ...geometry import refuse
 from ...mapping import ShardedTensor
 
 
-class Built(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)
+class Built:
     """What a lens makes of one box.
 
     Attributes:
@@ -36,6 +40,11 @@ References:
 def compose_factories(*lenses: Lens) -> Lens:
     """Return the lens that goes through all of these: the first sees what the model holds, the last what is stored.
 
+    Without any, it is the lens that changes nothing.
+
+    Raises:
+        MetadataError: one of them isn't a function.
+
     Examples:
         >>> import torch
         >>> from shardtree.transforms import transposed
@@ -46,6 +55,10 @@ def compose_factories(*lenses: Lens) -> Lens:
         >>> built.merge([torch.ones(2, 3)]).shape
         torch.Size([2, 3])
     """
+    for number, lens in enumerate(lenses):
+        if not callable(lens):
+            fix = "Pass lenses, each as an argument of its own."
+            refuse("compose_factories", f"lenses[{number}]", type(lens).__name__, "a lens", fix, error=MetadataError)
     return lambda shard: _through(lenses, shard)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -12,33 +13,35 @@ import torch
 
 from ...errors import CheckpointingException, ShapeError, error_text
 from ...geometry import Column
+from ...lazy import LazyTensor, stored
 from ...mapping import ShardedTensor
 from ...trees import as_integers, empty_data, join_data
 from ._axis_runs import AxisRuns, Block, stored_blocks
+from ._boxes import Shape, check_exact, checked_axis, device_of, with_values
 from ._lens import Built, Lens
 from ._names import check_names, replaced_part
 
 
 def mapped_axis(
-    doing: str,
     axis: int,
     runs: Callable[[int], AxisRuns],
     *,
     part: str | None = None,
     names: Sequence[str] | None = None,
     fill: float = 0,
+    doing: str = "mapped_axis",
 ) -> Lens:
     """Return the lens that stores each index of an axis where its run says; other axes stay as they are.
 
     A rank's box becomes the fewest boxes. They are views of it where its rows lie in the same order, else copies.
 
     Args:
-        doing: the lens's name, for errors.
         axis: of the tensor that the model holds; prepended axes don't count.
-        runs: from the length of the whole axis to its runs.
+        runs: from the length of the whole axis to its runs. It must depend on nothing else.
         part: what of the key is replaced by the parts' names.
         names: one for each part. Without names there is one part, which keeps the key.
         fill: what a merged tensor has where nothing is stored.
+        doing: what errors call the lens.
 
     Raises:
         TreeError: the names aren't sound, or the key has no such part.
@@ -46,7 +49,7 @@ def mapped_axis(
 
     Examples:
         >>> from shardtree.transforms import grouped_runs
-        >>> lens = mapped_axis("halves", 0, lambda n: grouped_runs(n, 2, (n // 4,) * 2), part="w", names=("a", "b"))
+        >>> lens = mapped_axis(0, lambda n: grouped_runs(n, 2, (n // 4,) * 2), part="w", names=("a", "b"))
         >>> built = lens(ShardedTensor.from_rank_offsets("w", torch.arange(8)))
         >>> {shard.key: shard.data.tolist() for shard in built.shards}
         {'a': [0, 1, 4, 5], 'b': [2, 3, 6, 7]}
@@ -57,31 +60,13 @@ def mapped_axis(
         check_names(doing, part, names, len(list(names or ())) or 1)
 
     def lens(shard: ShardedTensor) -> Built:
+        check_exact(doing, shard)
         at = checked_axis(doing, shard, axis)
-        place = at + shard.prepend_axis_num
-        mapped = _runs_of(doing, shard, runs, shard.global_shape[place])
+        mapped = _runs_of(doing, shard, runs, shard.global_shape[at + shard.prepend_axis_num])
         keys = _keys(doing, shard.key, len(mapped.sizes), part, names)
-        begin = shard.global_offset[place]
-        blocks = stored_blocks(mapped, begin, begin + shard.local_shape[at])
-        if not shard.global_shape[place]:  # somebody must store that there is nothing
-            blocks = [Block(each, 0, np.zeros(0, dtype=np.int64)) for each in range(len(mapped.sizes))]
-        shards = tuple(_stored(shard, at, block, keys[block.part], mapped.sizes[block.part]) for block in blocks)
-        return Built(shards, lambda parts: _merged(shard, at, blocks, parts, fill))
+        return _built(shard, at, mapped, keys, fill)
 
     return lens
-
-
-def checked_axis(doing: str, shard: ShardedTensor, axis: int) -> int:
-    """Return an axis of the shard's own tensor, counted from the front.
-
-    Raises:
-        ShapeError: there is no such axis.
-    """
-    axes = len(shard.local_shape)
-    if not -axes <= axis < axes:
-        found, expected = f"axis {axis}", f"one of {axes} axes"
-        raise ShapeError(error_text(f"{doing}: {shard.key!r} has no such axis", found=found, expected=expected))
-    return axis % axes
 
 
 def _runs_of(doing: str, shard: ShardedTensor, runs: Callable[[int], AxisRuns], length: int) -> AxisRuns:
@@ -90,9 +75,10 @@ def _runs_of(doing: str, shard: ShardedTensor, runs: Callable[[int], AxisRuns], 
     except CheckpointingException as error:
         error.add_note(f"{doing}: of {shard.key!r}, global shape {shard.global_shape}")
         raise
-    if mapped.total != length:
-        what, found = f"{doing}: runs that don't cover the axis of {shard.key!r}", mapped.total
-        raise ShapeError(error_text(what, found=found, expected=f"{length}, of global shape {shard.global_shape}"))
+    found = f"{mapped.total} indices" if isinstance(mapped, AxisRuns) else type(mapped).__name__
+    if not isinstance(mapped, AxisRuns) or mapped.total != length:
+        what, expected = f"{doing}: no runs for the axis of {shard.key!r}", f"AxisRuns for {length} indices"
+        raise ShapeError(error_text(what, found=found, expected=f"{expected}, of global shape {shard.global_shape}"))
     return mapped
 
 
@@ -106,21 +92,27 @@ def _keys(doing: str, key: str, count: int, part: str | None, names: Sequence[st
     return [replaced_part(doing, key, part, name) for name in names]
 
 
+def _built(shard: ShardedTensor, at: int, runs: AxisRuns, keys: Sequence[str], fill: float) -> Built:
+    place = at + shard.prepend_axis_num
+    begin = shard.global_offset[place]
+    blocks = stored_blocks(runs, begin, begin + shard.local_shape[at])
+    if not shard.global_shape[place]:  # somebody must store that there is nothing
+        blocks = [Block(each, 0, np.zeros(0, dtype=np.int64)) for each in range(len(runs.sizes))]
+    shards = tuple(_stored(shard, at, block, keys[block.part], runs.sizes[block.part]) for block in blocks)
+    return Built(shards, lambda parts: _merged(shard, at, blocks, parts, fill))
+
+
 def _stored(shard: ShardedTensor, at: int, block: Block, key: str, size: int) -> ShardedTensor:
     place = at + shard.prepend_axis_num
     return replace(
         shard,
         key=key,
         data=None if shard.data is None else _taken(shard.data, at, block.places),
-        local_shape=_with(shard.local_shape, at, len(block.places)),
-        global_shape=_with(shard.global_shape, place, size),
-        global_offset=_with(shard.global_offset, place, block.start),
+        local_shape=with_values(shard.local_shape, at, (len(block.places),)),
+        global_shape=with_values(shard.global_shape, place, (size,)),
+        global_offset=with_values(shard.global_offset, place, (block.start,)),
         axis_fragmentations=None,  # the parts of other ranks may have other sizes
     )
-
-
-def _with(values: tuple[int, ...], at: int, value: int) -> tuple[int, ...]:
-    return (*values[:at], value, *values[at + 1 :])
 
 
 def _taken(data: Any, at: int, index: Column) -> Any:
@@ -140,16 +132,27 @@ def _merged(shard: ShardedTensor, at: int, blocks: Sequence[Block], parts: Seque
     absent = np.setdiff1d(np.arange(length), held)
     pieces = list(parts)
     if absent.size or not pieces:
-        like = pieces[0] if pieces else None
-        pieces.append(_filled(_with(shard.local_shape, at, len(absent)), shard, like, fill))
+        pieces.append(_filled(shard, with_values(shard.local_shape, at, (len(absent),)), pieces, fill))
     order = np.empty(length, dtype=np.int64)
     order[np.concatenate([held, absent])] = np.arange(length)
     joined = pieces[0] if len(pieces) == 1 else join_data(torch.cat, pieces, at)
     return _taken(joined, at, order)
 
 
-def _filled(shape: tuple[int, ...], shard: ShardedTensor, like: Any, fill: float) -> torch.Tensor:
-    dtype, device = (shard.dtype, "cpu") if like is None else (like.dtype, like.device)
-    filled = empty_data(shape, dtype, device)
-    (filled.fill_(fill) if fill else as_integers(filled).zero_())
-    return filled
+def _filled(shard: ShardedTensor, shape: Shape, pieces: Sequence[Any], fill: float) -> Any:
+    """Return a tensor of one number, that can be joined with the pieces."""
+    like = pieces[0] if pieces else None
+    if isinstance(like, LazyTensor):
+        return stored(lambda _, box: _full(box, like.dtype, like.device, fill), shape, like.dtype, name="padding")
+    dtype, device = (shard.dtype, device_of(shard.data)) if like is None else (like.dtype, like.device)
+    return _full(shape, dtype, device, fill)
+
+
+def _full(shape: Shape, dtype: torch.dtype, device: torch.device, fill: float) -> torch.Tensor:
+    if not fill or not prod(shape):
+        return as_integers(empty_data(shape, dtype, device)).zero_().view(dtype)
+    try:
+        return torch.full(shape, fill, dtype=dtype, device=device)
+    except RuntimeError as error:
+        what = f"a padding of {fill} in a tensor of {dtype}"
+        raise ShapeError(error_text(what, found=error, expected="a number that torch can put there")) from error

@@ -8,6 +8,7 @@ from typing import Any
 
 from ...errors import ShapeError, error_text
 from ...mapping import ShardedTensor
+from ._boxes import check_box
 from ._lens import Built, Lens
 
 
@@ -29,6 +30,7 @@ def transposed(*axes: int) -> Lens:
     """
 
     def lens(shard: ShardedTensor) -> Built:
+        check_box("transposed", shard)
         order = _order(shard, axes)
         back = [order.index(axis) for axis in range(len(order))]
         front = shard.prepend_axis_num

@@ -1,0 +1,158 @@
+"""The laws of contiguous buffers: each element has one holder, and slices, shards and parameters are one another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+
+from ..mapping import ShardedTensor
+from ..transforms import BufferPlan, buffer_slices, flat_shards
+from ._assemble import assemble
+from ._bits import carried, first_difference
+from ._law_purity import check_pure
+
+
+def check_buffer_plan(plan: BufferPlan) -> None:
+    """Raise unless each element of each parameter is in exactly one rank's range, and lies where the plan says.
+
+    Counts element by element, so keep shapes small.
+
+    Args:
+        plan: as `plan_buffers` gives it.
+
+    Raises:
+        AssertionError: names the parameter, and the elements that none or several ranks have, or that lie elsewhere.
+
+    Examples:
+        >>> from shardtree.transforms import plan_buffers
+        >>> check_buffer_plan(plan_buffers({"w": (4, 3), "b": (), "empty": (0, 2)}, data_parallel=5, bucket_size=8))
+    """
+    _check_buckets(plan)
+    held: dict[str, list[int]] = {place.name: [] for place in plan.places}
+    places = {place.name: place for place in plan.places}
+    ranges = [part for rank in range(plan.data_parallel) for part in plan.ranges(rank)]
+    for part in ranges:
+        first, length = plan.buckets[part.bucket][0], plan.slice_lengths[part.bucket]
+        in_slice = range(length)[part.taken]
+        in_parameter = range(prod(places[part.name].shape))[part.flattened_range]
+        positions = [first + part.rank * length + number for number in in_slice]
+        elements = [places[part.name].start + number for number in in_parameter]
+        assert positions == elements, f"rank {part.rank}: {part.name!r}: {part.taken} isn't {part.flattened_range}"
+        held[part.name] += in_parameter
+    for name, numbers in held.items():
+        elements = list(range(prod(places[name].shape)))
+        assert sorted(numbers) == elements, f"{name!r}: elements on no rank or several: {_uneven(numbers, elements)}"
+        known = [part for part in ranges if part.name == name]
+        assert list(plan.holders(name)) == known, f"{name!r}: found holders {plan.holders(name)}, expected {known}"
+        assert elements or len(known) == 1, f"{name!r} has no elements, and is on {len(known)} ranks"
+
+
+def _check_buckets(plan: BufferPlan) -> None:
+    """Raise unless buckets follow one another, can be cut, and hold their parameters, one behind the other."""
+    end = 0
+    for number, (start, stop) in enumerate(plan.buckets):
+        assert start == end, f"bucket {number} starts at {start}, expected {end}"
+        assert (stop - start) % plan.data_parallel == 0, f"bucket {number} can't be cut in {plan.data_parallel}"
+        end = stop
+    position = 0
+    for place in plan.places:
+        first, last = plan.buckets[place.bucket]
+        assert max(position, first) <= place.start, f"{place.name!r} starts at {place.start}, in what is before it"
+        assert place.stop <= last, f"{place.name!r} ends at {place.stop}, its bucket at {last}"
+        position = place.stop
+    lost = sum(prod(place.shape) for place in plan.places) + plan.padding - end
+    assert not lost, f"{lost} elements are neither parameters nor padding"
+
+
+def _uneven(found: Sequence[int], expected: Sequence[int]) -> list[int]:
+    return [number for number in {*found, *expected} if list(found).count(number) != 1][:10]
+
+
+def check_flat_shards(
+    plan: BufferPlan,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    shards: Callable[..., Any] = flat_shards,
+    slices: Callable[..., Any] = buffer_slices,
+) -> None:
+    """Raise unless all ranks' flat shards make up the parameters, bit for bit, and give the slices that they came from.
+
+    The reference packs the buffer element by element. Arguments must stay as they are, and shards be views of slices.
+
+    Args:
+        plan: of these tensors.
+        tensors: the whole parameters, all of one dtype; or one state of each.
+        shards: called as ``shards(plan, rank, slices, parameters, prefix=...)``.
+        slices: called as ``slices(plan, rank, tree, dtype=...)``.
+
+    Raises:
+        AssertionError: names the rank and the bucket, or the parameter, and how it differs.
+
+    Examples:
+        >>> from shardtree.transforms import plan_buffers
+        >>> tensors = {"w": torch.arange(12.0).view(4, 3), "b": torch.ones(3)}
+        >>> check_flat_shards(plan_buffers(tensors, data_parallel=4, align=4), tensors)
+    """
+    parameters = {name: ShardedTensor.from_rank_offsets(name, tensor) for name, tensor in tensors.items()}
+    given = packed_slices(plan, tensors)
+    trees = []
+    for rank, own in enumerate(given):
+        tree = check_pure(partial(shards, prefix="state"), plan, rank, own, parameters)
+        names = [part.name for part in plan.ranges(rank)]
+        assert list(tree) == names, f"rank {rank}: found shards of {list(tree)}, expected {names}"
+        _check_views(rank, own, tree)
+        loaded = {name: carried(leaf.data).clone().view(leaf.dtype) for name, leaf in tree.items()}
+        dtype = own[0].dtype if own else torch.float32
+        back = check_pure(partial(slices, dtype=dtype), plan, rank, loaded)
+        assert len(back) == len(own), f"rank {rank}: found {len(back)} slices, expected {len(own)}"
+        for bucket, (found, expected) in enumerate(zip(back, own, strict=True)):
+            differ = first_difference(found, expected)
+            assert differ is None, f"rank {rank}, bucket {bucket}: there and back, {differ}"
+        trees.append(tree)
+    _check_whole(assemble(trees), {f"state.{name}": tensor for name, tensor in tensors.items()})
+
+
+def packed_slices(plan: BufferPlan, tensors: Mapping[str, torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Return each rank's slices, one a bucket, of a buffer that is filled element by element; padding is 0.
+
+    Args:
+        plan: of these tensors.
+        tensors: the whole parameters, all of one dtype.
+
+    Examples:
+        >>> from shardtree.transforms import plan_buffers
+        >>> tensors = {"w": torch.arange(1, 4), "b": torch.tensor(4)}
+        >>> packed_slices(plan_buffers(tensors, data_parallel=2, align=4), tensors)
+        [[tensor([1, 2, 3])], [tensor([0, 4, 0])]]
+    """
+    elements = [0] * (plan.buckets[-1][1] if plan.buckets else 0)
+    for place in plan.places:
+        for number, element in enumerate(carried(tensors[place.name]).reshape(-1).tolist()):
+            elements[place.start + number] = element
+    dtype = next(iter(tensors.values())).dtype if tensors else torch.float32
+    carrier = carried(torch.empty(0, dtype=dtype)).dtype
+    lengths = [(start, (stop - start) // plan.data_parallel) for start, stop in plan.buckets]
+    return [
+        [
+            torch.tensor(elements[start + rank * length : start + (rank + 1) * length], dtype=carrier).view(dtype)
+            for start, length in lengths
+        ]
+        for rank in range(plan.data_parallel)
+    ]
+
+
+def _check_views(rank: int, slices: Sequence[torch.Tensor], tree: Mapping[str, Any]) -> None:
+    memory = {part.untyped_storage().data_ptr() for part in slices}
+    copies = [name for name, leaf in tree.items() if leaf.data.untyped_storage().data_ptr() not in memory]
+    assert not copies, f"rank {rank}: copies, not views: {', '.join(copies)}"
+
+
+def _check_whole(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys(), f"found {sorted(found)}, expected {sorted(expected)}"
+    for key, tensor in expected.items():
+        differ = first_difference(found[key], tensor)
+        assert differ is None, f"{key!r}: {differ}"

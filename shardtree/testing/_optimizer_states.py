@@ -1,0 +1,215 @@
+"""Optimizers' states: what all ranks hold of one together, and the state dict that a rank has of it in a layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+from ..mapping import ShardedTensor
+from ._dtypes import PRINTABLE_DTYPES
+from ._layout import Layout, Piece, cut
+from ._layouts import even_layout, layouts
+from ._shapes import shapes
+from ._tensors import random_bits
+
+_NAMES = ("w", "b", "layers.0.w", "layers.w", "exp_avg.w")
+_MOMENTS, _NUMBERS, _VALUES = ("exp_avg", "exp_avg_sq", "w"), ("step", "mu_product"), ("count", "momentum_buffer")
+_SIZES = (2, 1, 3, 4, 0)
+_MOST_PIECES = 8
+_PYTHON = st.none() | st.integers() | st.booleans() | st.floats() | st.just("done")
+_HYPER = st.fixed_dictionaries(
+    {"lr": st.floats(0, 1), "betas": st.tuples(st.floats(0, 1), st.floats(0, 1))},
+    optional={"weight_decay": st.floats(0, 1), "fused": st.none(), "layer": st.text("ab", max_size=2)},
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OptimizerState:
+    """What all ranks hold together of an optimizer: the oracle that a conversion or a load is compared with.
+
+    Along prepended axes each place is a parameter of its own, on a rank of its own.
+
+    Attributes:
+        params: global parameters by name, in order.
+        prepended: how many of each one's leading axes are prepended.
+        moments: by parameter and state key, tensors of the parameter's global shape and any dtype.
+        numbers: likewise, of the shape of the prepended axes: without any, a tensor without axes.
+        values: likewise Python values, one for each place along prepended axes.
+        groups: hyperparameters, with the names of their parameters as ``params``.
+    """
+
+    params: Mapping[str, torch.Tensor]
+    prepended: Mapping[str, int]
+    moments: Mapping[str, Mapping[str, torch.Tensor]]
+    numbers: Mapping[str, Mapping[str, torch.Tensor]]
+    values: Mapping[str, Mapping[str, tuple[Any, ...]]]
+    groups: tuple[Mapping[str, Any], ...]
+
+
+@st.composite
+def optimizer_states(draw: st.DrawFn, *, max_params: int = 3) -> OptimizerState:
+    """Return a strategy for optimizers' states: moments of any dtype, numbers, Python values, groups.
+
+    Parameters often have one shape, so that states of two of them could be mistaken for each other.
+
+    Args:
+        draw: Hypothesis's own.
+        max_params: the most parameters.
+
+    Examples:
+        >>> from hypothesis import given, settings
+        >>> @settings(max_examples=3)
+        ... @given(optimizer_states())
+        ... def check_names(state):
+        ...     assert {name for group in state.groups for name in group["params"]} == state.params.keys()
+        >>> check_names()
+    """
+    names = _NAMES[: draw(st.integers(1, max_params))]
+    same = draw(shapes(max_axes=3, sizes=_SIZES))
+    sizes = {name: draw(st.just(same) | shapes(max_axes=3, sizes=_SIZES)) for name in names}
+    prepended = {name: draw(st.integers(0, _prependable(sizes[name]))) for name in names}
+    fronts = {name: sizes[name][: prepended[name]] for name in names}
+
+    def tensors(shape: tuple[int, ...]) -> st.SearchStrategy[torch.Tensor]:
+        kinds = st.sampled_from([torch.float32, *PRINTABLE_DTYPES])
+        return st.builds(random_bits, st.just(shape), kinds, st.integers(0, 2**16))
+
+    def some(keys: tuple[str, ...], values: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+        return st.dictionaries(st.sampled_from(keys), values, max_size=2)
+
+    return OptimizerState(
+        {name: draw(tensors(sizes[name])) for name in names},
+        prepended,
+        {name: draw(some(_MOMENTS, tensors(sizes[name]))) for name in names},
+        {name: draw(some(_NUMBERS, tensors(fronts[name]))) for name in names},
+        {name: draw(some(_VALUES, st.tuples(*[_PYTHON] * prod(fronts[name])))) for name in names},
+        draw(_groups(names)),
+    )
+
+
+def _prependable(shape: tuple[int, ...]) -> int:
+    """Return how many leading axes may be prepended: none of them may be empty, and each place takes a rank."""
+    return next((n for n in range(len(shape), 0, -1) if 0 < prod(shape[:n]) <= _MOST_PIECES // 2), 0)
+
+
+@st.composite
+def _groups(draw: st.DrawFn, names: tuple[str, ...]) -> tuple[Mapping[str, Any], ...]:
+    count = draw(st.integers(1, len(names)))
+    of = [draw(st.integers(0, count - 1)) for _ in names]
+    members = [[name for name, one in zip(names, of, strict=True) if one == group] for group in range(count)]
+    return tuple({**draw(_HYPER), "params": draw(st.permutations(each))} for each in members)
+
+
+@st.composite
+def optimizer_layouts(draw: st.DrawFn, state: OptimizerState) -> dict[str, Layout]:
+    """Return a strategy for a layout of each of an optimizer's parameters: a rank has at most one piece of each.
+
+    An optimizer has one tensor for a parameter, and so a rank one shard. Some ranks lack some parameters, as they do
+    with pipelines.
+
+    Args:
+        draw: Hypothesis's own.
+        state: whose parameters.
+
+    Examples:
+        >>> from hypothesis import given, settings
+        >>> state = OptimizerState({"w": torch.zeros(4)}, {"w": 0}, {"w": {}}, {"w": {}}, {"w": {}}, ())
+        >>> @settings(max_examples=3)
+        ... @given(optimizer_layouts(state))
+        ... def check_pieces(layout):
+        ...     assert [piece.rank for piece in layout["w"].pieces] == list(range(layout["w"].ranks))
+        >>> check_pieces()
+    """
+    drawn = {name: draw(_spread(tuple(param.shape), state.prepended[name])) for name, param in state.params.items()}
+    ranks = max(len(pieces.pieces) for pieces in drawn.values())
+    return {
+        name: Layout(ranks, layout.global_shape, layout.pieces, layout.prepended, layout.grid)
+        for name, layout in drawn.items()
+    }
+
+
+@st.composite
+def _spread(draw: st.DrawFn, shape: tuple[int, ...], prepended: int) -> Layout:
+    """Return a layout with each piece on a rank of its own."""
+    drawn = draw(layouts(shape, 3, prepended=prepended).filter(_is_told_apart))
+    pieces = tuple(
+        Piece(rank, piece.offset, piece.shape, piece.flat, piece.replica) for rank, piece in enumerate(drawn.pieces)
+    )
+    return Layout(len(pieces), shape, pieces, prepended, drawn.grid)
+
+
+def _is_told_apart(layout: Layout) -> bool:
+    """Return whether there are few pieces, and nothing that a shard alone can't tell.
+
+    Of tensors without elements one main piece each, or several would be the first; and no flat ranges of tensors
+    without axes, whose moments are stored as numbers are.
+    """
+    mains = sum(piece.replica in (0, (0, 0)) for piece in layout.pieces)
+    front, rest = layout.global_shape[: layout.prepended], layout.global_shape[layout.prepended :]
+    once = prod(rest) > 0 or mains == prod(front)
+    return (
+        len(layout.pieces) <= _MOST_PIECES and once and (bool(rest) or all(one.flat is None for one in layout.pieces))
+    )
+
+
+def even_optimizer_layout(state: OptimizerState, ranks: int) -> dict[str, Layout]:
+    """Return the layout that cuts each parameter's first axis for the ranks, where they divide it, else replicates it.
+
+    Args:
+        state: whose parameters; none has prepended axes.
+        ranks: how many there are.
+
+    Examples:
+        >>> state = OptimizerState({"w": torch.zeros(4)}, {"w": 0}, {"w": {}}, {"w": {}}, {"w": {}}, ())
+        >>> even_optimizer_layout(state, 2)["w"].pieces[1].offset
+        (2,)
+    """
+
+    def one(shape: tuple[int, ...]) -> Layout:
+        return even_layout(shape, ranks, 0 if shape and shape[0] and shape[0] % ranks == 0 else None)
+
+    return {name: one(tuple(param.shape)) for name, param in state.params.items()}
+
+
+def rank_optimizer(
+    state: OptimizerState, layout: Mapping[str, Layout], rank: int
+) -> tuple[dict[str, Any], dict[int, ShardedTensor], dict[int, str]]:
+    """Return what a rank holds of an optimizer: its state dict by ids, the sharded parameter and the name of each id.
+
+    Args:
+        state: the global values.
+        layout: for each parameter's name, how it lies over the ranks; at most one piece a rank.
+        rank: whose.
+
+    Examples:
+        >>> whole = {"w": {"exp_avg": torch.arange(4)}}
+        >>> groups = ({"lr": 0.1, "params": ["w"]},)
+        >>> state = OptimizerState({"w": torch.zeros(4)}, {"w": 0}, whole, {"w": {}}, {"w": {"count": (3,)}}, groups)
+        >>> state_dict, params, names = rank_optimizer(state, even_optimizer_layout(state, 2), 1)
+        >>> state_dict["state"][0], params[0].global_offset, names
+        ({'exp_avg': tensor([2, 3]), 'count': 3}, (2,), {0: 'w'})
+    """
+    held = {name for name in state.params if any(piece.rank == rank for piece in layout[name].pieces)}
+    order = [name for group in state.groups for name in group["params"] if name in held]
+    ids = {name: number for number, name in enumerate(order)}
+    groups = [{**group, "params": [ids[name] for name in group["params"] if name in held]} for group in state.groups]
+    states = {ids[name]: own for name in order if (own := _rank_states(state, layout[name], name, rank))}
+    params = {ids[name]: cut(layout[name], name, state.params[name], rank)[0] for name in order}
+    return {"state": states, "param_groups": groups}, params, {ids[name]: name for name in order}
+
+
+def _rank_states(state: OptimizerState, layout: Layout, name: str, rank: int) -> dict[str, Any]:
+    """Return a rank's states of one parameter."""
+    front = layout.prepended
+    [piece] = [piece for piece in layout.pieces if piece.rank == rank]
+    place = piece.offset[:front]
+    number = sum(index * prod(layout.global_shape[axis + 1 : front]) for axis, index in enumerate(place))
+    moments = {key: cut(layout, name, whole, rank)[0].data for key, whole in state.moments[name].items()}
+    numbers = {key: whole[place] if front else whole for key, whole in state.numbers[name].items()}
+    values = {key: each[number] for key, each in state.values[name].items()}
+    return {**moments, **numbers, **values}

@@ -1,0 +1,172 @@
+"""Layouts that every format meets, each kind in a few plain cases: saved in one, loaded in others."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from ...strategies import StrategyAction
+from .._layout import Layout, Piece
+from .._layouts import even_layout
+from .._states import GlobalState
+from ._subject import Case, Promise, Subject, check_reloaded
+
+SHAPE = (4, 6)
+LOADS = frozenset({StrategyAction.LOAD_SHARDED})
+
+
+def numbers(shape: tuple[int, ...], first: int = 0) -> torch.Tensor:
+    """Return float32 numbers that count up from one more than the first, so that none is 0.
+
+    Examples:
+        >>> numbers((3,), 10)
+        tensor([11., 12., 13.])
+    """
+    return torch.arange(first + 1, first + 1 + math.prod(shape), dtype=torch.float32).reshape(shape)
+
+
+def in_ranges(layout: Layout, *, parts: int = 2) -> Layout:
+    """Return a layout whose boxes are cut into flat ranges, dealt to more ranks: as ZeRO deals out what others hold.
+
+    Examples:
+        >>> [piece.flat for piece in in_ranges(even_layout((4,), 1, 0)).pieces]
+        [(0, 1), (1, 4)]
+    """
+    pieces = []
+    for piece in layout.pieces:
+        volume = math.prod(piece.shape)
+        edges = [0, *(volume * part // parts - 1 for part in range(1, parts)), volume]  # not where rows end
+        for part in range(parts):
+            flat = (max(edges[part], 0), max(edges[part + 1], 0))
+            pieces.append(replace(piece, rank=piece.rank * parts + part, flat=flat))
+    return Layout(layout.ranks * parts, layout.global_shape, tuple(pieces), layout.prepended, layout.grid)
+
+
+def boxes(ranks: int, shape: tuple[int, ...], *pieces: tuple[int, tuple[int, ...], tuple[int, ...]]) -> Layout:
+    """Return a layout of boxes that make no regular grid, each as (rank, offset, shape)."""
+    return Layout(ranks, shape, tuple(Piece(*piece) for piece in pieces))
+
+
+WHOLE, ROWS, COLUMNS = even_layout(SHAPE, 1, 0), even_layout(SHAPE, 2, 0), even_layout(SHAPE, 3, 1)
+GRID = Layout(4, SHAPE, tuple(Piece(2 * i + j, (2 * i, 3 * j), (2, 3)) for i in (0, 1) for j in (0, 1)), grid=(2, 2))
+UNEVEN = boxes(2, SHAPE, (0, (0, 0), (1, 6)), (1, (1, 0), (3, 6)))
+IRREGULAR = boxes(3, SHAPE, (0, (0, 0), (4, 2)), (1, (0, 2), (1, 4)), (2, (1, 2), (3, 4)))
+SEVERAL = boxes(2, SHAPE, (0, (0, 0), (2, 3)), (1, (0, 3), (2, 3)), (1, (2, 0), (2, 3)), (0, (2, 3), (2, 3)))
+EMPTY = boxes(3, SHAPE, (0, (0, 0), (4, 6)), (1, (4, 0), (0, 6)), (2, (4, 0), (0, 6)))
+FLAT_ROWS, FLAT_COLUMNS, FLAT_WHOLE = in_ranges(ROWS), in_ranges(COLUMNS), in_ranges(WHOLE, parts=3)
+LAYERS = Layout(2, SHAPE, tuple(Piece(row % 2, (row, 0), (1, 6)) for row in range(4)), 1, (4, 1))
+HALF_LAYERS = Layout(
+    2, SHAPE, tuple(Piece(column // 3, (row, column), (1, 3)) for row in range(4) for column in (0, 3)), 1, (4, 2)
+)
+COPIES = even_layout(SHAPE, 3)
+ROWS_TWICE = Layout(
+    4,
+    SHAPE,
+    tuple(Piece(2 * row + n, (2 * row, 0), (2, 6), replica=(0, 0, n)) for row in (0, 1) for n in (1, 0)),
+    0,
+    (2, 1),
+)
+FLAT_TWICE = Layout(
+    4, SHAPE, tuple(Piece(2 * n + part, (0, 0), SHAPE, ((0, 11), (11, 24))[part], n) for n in (0, 1) for part in (0, 1))
+)
+IDLE = replace(ROWS, ranks=3)
+
+Pairs = Mapping[str, tuple[Layout, Layout]]
+
+REGULAR: Pairs = {
+    "whole on 1 rank": (WHOLE, WHOLE),
+    "2 ranks' rows": (ROWS, ROWS),
+    "2 ranks' rows, loaded whole": (ROWS, WHOLE),
+    "whole, loaded as 2 ranks' rows": (WHOLE, ROWS),
+    "2 ranks' rows, loaded as 3 ranks' columns": (ROWS, COLUMNS),
+    "3 ranks' columns, loaded as a grid on 4": (COLUMNS, GRID),
+    "a grid on 4 ranks, loaded as 2 ranks' rows": (GRID, ROWS),
+}
+IRREGULARS: Pairs = {
+    "2 ranks' uneven rows, loaded whole": (UNEVEN, WHOLE),
+    "3 boxes of no grid, loaded whole": (IRREGULAR, WHOLE),
+    "2 boxes on each rank, loaded as rows": (SEVERAL, ROWS),
+    "3 boxes of no grid, loaded as uneven rows": (IRREGULAR, UNEVEN),
+    "columns, loaded as 3 boxes of no grid": (COLUMNS, IRREGULAR),
+    "a rank without shards, loaded as columns": (IDLE, COLUMNS),
+}
+FLAT: Pairs = {
+    "whole, loaded as 3 flat ranges": (WHOLE, FLAT_WHOLE),
+    "3 flat ranges, loaded whole": (FLAT_WHOLE, WHOLE),
+    "flat ranges of rows, loaded as columns": (FLAT_ROWS, COLUMNS),
+    "flat ranges of columns, loaded as rows": (FLAT_COLUMNS, ROWS),
+    "flat ranges of rows, loaded as flat ranges of columns": (FLAT_ROWS, FLAT_COLUMNS),
+    "flat ranges with replicas, loaded as 3 flat ranges": (FLAT_TWICE, FLAT_WHOLE),
+}
+PREPENDED: Pairs = {
+    "4 layers on 2 ranks, loaded whole": (LAYERS, WHOLE),
+    "rows, loaded as 4 layers": (ROWS, LAYERS),
+    "4 layers, each cut in two, loaded as 4 layers": (HALF_LAYERS, LAYERS),
+    "flat ranges of layers, loaded as rows": (in_ranges(LAYERS), ROWS),
+}
+REPLICAS: Pairs = {
+    "3 replicas, loaded whole": (COPIES, WHOLE),
+    "whole, loaded as 3 replicas": (WHOLE, COPIES),
+    "rows with 2 replicas each, loaded as columns": (ROWS_TWICE, COLUMNS),
+    "columns, loaded as rows with 2 replicas each": (COLUMNS, ROWS_TWICE),
+}
+SCALAR, SCALARS = even_layout((), 1), even_layout((), 3)
+SCALAR_CASES: Pairs = {"on 1 rank": (SCALAR, SCALAR), "3 replicas, loaded on 1 rank": (SCALARS, SCALAR)}
+NOTHING, NO_ROWS = even_layout((0,), 1, 0), even_layout((0, 4), 2, 1)
+ZERO_SIZE: Pairs = {
+    "a tensor without elements": (NOTHING, NOTHING),
+    "a tensor without rows, cut in columns": (NO_ROWS, even_layout((0, 4), 1)),
+    "one rank has all of a tensor, two have none": (EMPTY, WHOLE),
+    "whole, loaded where two ranks have none": (WHOLE, EMPTY),
+    "an empty flat range": (
+        Layout(2, SHAPE, (Piece(0, (0, 0), SHAPE, (0, 0)), Piece(1, (0, 0), SHAPE, (0, 24)))),
+        WHOLE,
+    ),
+}
+
+
+def of_pairs(pairs: Pairs, required: int, subject: Subject) -> Iterator[Case]:
+    """Yield a case for each pair of layouts of one tensor; the first few no format may refuse."""
+    for number, (name, (one, other)) in enumerate(pairs.items()):
+        state = GlobalState({"w": numbers(one.global_shape)}, {}, {})
+        yield Case(name, partial(check_reloaded, subject, state, {"w": one}, {"w": other}), number < required)
+
+
+def several_tensors(subject: Subject) -> Iterator[Case]:
+    """Yield states of several tensors of one shape, where it would be easy to take one for another."""
+    whole = {key: numbers(SHAPE, 100 * number) for number, key in enumerate(("b", "a", "a.b"))}
+    state = GlobalState(whole, {}, {})
+
+    def case(name: str, one: tuple[Layout, ...], other: tuple[Layout, ...]) -> Case:
+        layouts = [dict(zip(whole, chosen, strict=True)) for chosen in (one, other)]
+        return Case(name, partial(check_reloaded, subject, state, *layouts), name.startswith("all"))
+
+    rows, on_3 = (ROWS, ROWS, ROWS), (COLUMNS, IRREGULAR, COPIES)
+    yield case("all of 3 tensors whole", (WHOLE, WHOLE, WHOLE), (WHOLE, WHOLE, WHOLE))
+    yield case("all of 3 tensors cut in rows, loaded whole", rows, (WHOLE, WHOLE, WHOLE))
+    yield case("each of 3 tensors cut in its own way, loaded as rows", on_3, rows)
+
+
+def replicas(subject: Subject) -> Iterator[Case]:
+    """Yield tensors that several ranks hold; where there are several of them, each rank writes some."""
+    yield from of_pairs(REPLICAS, 2, subject)
+    state = GlobalState({key: numbers(SHAPE, 100 * number) for number, key in enumerate("abc")}, {}, {})
+    for name, one in (("3 tensors, 3 replicas each", COPIES), ("3 tensors' rows, 2 replicas each", ROWS_TWICE)):
+        layouts = (dict.fromkeys("abc", one), dict.fromkeys("abc", WHOLE))
+        yield Case(f"{name}, loaded whole", partial(check_reloaded, subject, state, *layouts))
+
+
+PROMISES = (
+    Promise("regular layouts come back", LOADS, partial(of_pairs, REGULAR, 7)),
+    Promise("several tensors come back, each as itself", LOADS, several_tensors),
+    Promise("replicas come back", LOADS, replicas),
+    Promise("scalars come back", LOADS, partial(of_pairs, SCALAR_CASES, 0)),
+    Promise("shards without elements come back", LOADS, partial(of_pairs, ZERO_SIZE, 0)),
+    Promise("irregular layouts come back", LOADS, partial(of_pairs, IRREGULARS, 0)),
+    Promise("prepended axes come back", LOADS, partial(of_pairs, PREPENDED, 0)),
+    Promise("flat ranges come back", LOADS, partial(of_pairs, FLAT, 1)),
+)

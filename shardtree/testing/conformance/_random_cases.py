@@ -1,0 +1,80 @@
+"""Random states in random layouts, for what the plain cases don't think of; what fails is shrunk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
+from random import Random
+from typing import NamedTuple
+
+from hypothesis import Phase, find, settings
+from hypothesis import strategies as st
+from hypothesis.errors import NoSuchExample
+
+from .._layout import Layout
+from .._shapes import shapes
+from .._states import GlobalState, state_layouts
+from .._tensors import tensors
+from ._layout_cases import LOADS
+from ._report import Refused
+from ._subject import Case, Promise, Subject, check_reloaded
+
+
+class Reload(NamedTuple):
+    """A state, how it lies when it is saved, and how when it is loaded."""
+
+    state: GlobalState
+    saved: dict[str, Layout]
+    loaded: dict[str, Layout]
+
+
+@st.composite
+def reloads(draw: st.DrawFn) -> Reload:
+    """Return a strategy for states of one or two tensors, saved on 1 to 4 ranks and loaded on 1 to 4."""
+    named = st.dictionaries(st.sampled_from(["w", "a.w"]), tensors(shapes(max_axes=3)), min_size=1, max_size=2)
+    state = GlobalState(draw(named), {}, {})
+    one, other = (draw(state_layouts(state, draw(st.integers(1, 4)))) for _ in range(2))
+    return Reload(state, one, other)
+
+
+def states(subject: Subject) -> Iterator[Case]:
+    """Yield the search for a state and two layouts that don't go through the format."""
+    if subject.examples:
+        yield Case(f"{subject.examples} random states", partial(_check_random, subject))
+
+
+def _check_random(subject: Subject) -> None:
+    options = settings(
+        max_examples=subject.examples, deadline=None, database=None, phases=[Phase.generate, Phase.shrink]
+    )
+    try:
+        worst = find(reloads(), partial(_fails, subject), settings=options, random=Random(0))
+    except NoSuchExample:
+        return
+    with suppress(Refused):
+        _say(subject, worst)
+
+
+def _fails(subject: Subject, case: Reload) -> bool:
+    try:
+        check_reloaded(subject, *case)
+    except Refused:
+        return False
+    except Exception:
+        return True
+    return False
+
+
+def _say(subject: Subject, case: Reload) -> None:
+    """Raise what a failing case raises, with the case."""
+    try:
+        check_reloaded(subject, *case)
+    except Refused:
+        raise
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}\n{case.state}\nsaved {case.saved}\nloaded {case.loaded}"
+        raise AssertionError(text) from error
+
+
+PROMISES = (Promise("random states come back in random layouts", LOADS, states),)

@@ -1,0 +1,179 @@
+"""The backend that is tried, and how trees are saved and loaded with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+from ...checkpoint import is_checkpoint
+from ...checkpoint import load as st_load
+from ...checkpoint import save as st_save
+from ...storage import Directory, Storage, storage_at
+from ...strategies import Strategies, StrategyAction, find_strategy
+from ...strategies.base import Strategy
+from ...world import simulate
+from .._assemble import assemble, refilled
+from .._layout import Layout
+from .._roundtrip import check_rest, check_tensors
+from .._states import GlobalState, rank_tree, target_tree
+from ._report import Refused, first_line, is_refusal
+
+Layouts = Mapping[str, Layout]
+Trees = Sequence[Any]
+Writer = Callable[[Trees, Directory], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A backend that is tried.
+
+    Attributes:
+        backend: the format's name.
+        version: the format's version.
+        strategies: the dispatch table.
+        directory: gives a place for one more checkpoint.
+        save: writes all ranks' trees to a place, for a format that is only read; None for one that is saved.
+        examples: how many random states are tried.
+        memo: what was found out about it.
+    """
+
+    backend: str
+    version: int
+    strategies: Strategies
+    directory: Callable[[], Directory]
+    save: Writer | None
+    examples: int
+    memo: dict[str, bool] = field(default_factory=dict)
+
+    def row(self, action: StrategyAction) -> Strategy | None:
+        """Return the function of a row, None if there is none."""
+        return find_strategy(action, self.backend, self.version, strategies=self.strategies)
+
+    def has(self, action: StrategyAction) -> bool:
+        """Return whether the backend has a row."""
+        return self.row(action) is not None
+
+
+class Case(NamedTuple):
+    """One thing that is tried.
+
+    Attributes:
+        name: says what.
+        check: raises AssertionError where it isn't as it should be, and Refused where the format can't hold it.
+        required: whether every format must hold it.
+    """
+
+    name: str
+    check: Callable[[], None]
+    required: bool = False
+
+
+class Promise(NamedTuple):
+    """What must hold of a backend that has some rows.
+
+    Attributes:
+        name: says it in words.
+        rows: the backend's, without which nothing is promised.
+        cases: what is tried, simple cases first.
+        saves: whether it is about saving, so that a format that is only read doesn't make it.
+    """
+
+    name: str
+    rows: frozenset[StrategyAction]
+    cases: Callable[[Subject], Iterator[Case]]
+    saves: bool = False
+
+
+def at_once(together: Callable[[], None], cases: Iterator[Case]) -> Iterator[Case]:
+    """Yield one case where all of them pass together, and otherwise each, which says more."""
+    try:
+        together()
+    except Refused:
+        yield from cases
+    except Exception as error:
+        yield from cases
+        yield Case("all at once", partial(raising, error))
+    else:
+        yield Case("all at once", lambda: None)
+
+
+def raising(error: Exception) -> None:
+    """Raise an error, for a case that failed before it was asked."""
+    raise error
+
+
+def saver(subject: Subject) -> Callable[..., Any]:
+    """Return the `save` that goes through the backend: its shards, and the common state where it has a row for that."""
+    name = (subject.backend, subject.version)
+    choices = (name, None) if subject.has(StrategyAction.SAVE_SHARDED) else (None, name)
+
+    def save(tree: Any, place: Directory, **options: Any) -> Any:
+        return st_save(tree, place, *choices, strategies=subject.strategies, durable=False, **options)
+
+    return save
+
+
+def loader(subject: Subject) -> Callable[..., Any]:
+    """Return the `load` that knows the backend."""
+    return partial(st_load, strategies=subject.strategies)
+
+
+def saved(subject: Subject, trees: Trees, place: Directory | None = None, **options: Any) -> Storage:
+    """Return where the ranks' trees were saved.
+
+    Raises:
+        Refused: the format can't hold them.
+        AssertionError: it refused them, and left a checkpoint all the same.
+    """
+    to = storage_at(subject.directory() if place is None else place)
+    try:
+        if subject.save is not None:
+            subject.save(trees, to)
+        else:
+            save = saver(subject)
+            simulate(len(trees), lambda world: save(trees[world.rank], to, world=world, **options))
+    except Exception as error:
+        if not is_refusal(error):
+            raise
+        left = place is None and is_checkpoint(to, strategies=subject.strategies)
+        assert not left, f"it was refused ({first_line(error)}), and there is a checkpoint"
+        raise Refused(first_line(error)) from error
+    return to
+
+
+def loaded(subject: Subject, targets: Trees, place: Directory, **options: Any) -> list[Any]:
+    """Return what each rank loads for its target."""
+    load = loader(subject)
+    return simulate(len(targets), lambda world: load(targets[world.rank], place, world=world, **options))
+
+
+def trees_of(state: GlobalState, layout: Layouts, ranks: int | None = None) -> list[Any]:
+    """Return what each rank saves of a state."""
+    count = next(iter(layout.values())).ranks if ranks is None else ranks
+    return [rank_tree(state, layout, rank) for rank in range(count)]
+
+
+def targets_of(state: GlobalState, layout: Layouts) -> list[Any]:
+    """Return what each rank asks for."""
+    return [target_tree(state, layout, rank) for rank in range(next(iter(layout.values())).ranks)]
+
+
+def check_there(subject: Subject, state: GlobalState, layout: Layouts, place: Directory, **options: Any) -> None:
+    """Raise unless what is loaded from a place in a layout is a state."""
+    targets = targets_of(state, layout)
+    found = loaded(subject, targets, place, **options)
+    check_tensors(state, assemble(map(refilled, targets, found)))
+    for rank, (target, tree) in enumerate(zip(targets, found, strict=True)):
+        check_rest(state, target, tree, rank)
+
+
+def check_reloaded(subject: Subject, state: GlobalState, one: Layouts, other: Layouts) -> None:
+    """Raise unless a state that is saved in one layout is loaded in the other as it was."""
+    check_there(subject, state, other, saved(subject, trees_of(state, one)))
+
+
+def only(state: GlobalState, *keys: str) -> GlobalState:
+    """Return a state with only some of its tensors."""
+    return replace(state, tensors={key: state.tensors[key] for key in keys})

@@ -1,0 +1,142 @@
+"""check_strategy: every promise of a backend's rows, tried, and all that are broken told at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
+
+from ...errors import StrategyError, error_text
+from ...storage import Directory, MemoryStorage
+from ...strategies import Strategies, StrategyAction, default_strategies
+from . import _contents_cases, _file_cases, _layout_cases, _random_cases, _row_cases, _tensor_cases, _value_cases
+from ._report import Broken, Refusal, Refused, StrategyReport, failure_text, told
+from ._subject import Case, Promise, Subject, Writer, raising
+
+_PROMISES: tuple[Promise, ...] = (
+    *_row_cases.PROMISES,
+    *_layout_cases.PROMISES,
+    *_tensor_cases.PROMISES,
+    *_value_cases.PROMISES,
+    *_contents_cases.PROMISES,
+    *_file_cases.PROMISES,
+)
+
+
+def check_strategy(
+    backend: str,
+    version: int,
+    *,
+    strategies: Strategies = default_strategies,
+    directory: Callable[[], Directory] = MemoryStorage,
+    save: Writer | None = None,
+    examples: int = 10,
+    only: Collection[str] = (),
+) -> StrategyReport:
+    """Return what a backend was asked, after checking that it keeps every promise that its rows make.
+
+    A backend promises what it has rows for. What a format can't hold it may refuse, with `UnsupportedValue` (or
+    `StrategyError`, `StorageError`) while it saves; it may not hold it as something else. A few plain tensors no
+    format may refuse. Cases are plain and fixed, simple ones first; where all of them pass, random states in random
+    layouts are tried, and what fails is shrunk. The same cases run each time.
+
+    Args:
+        backend: the format's name.
+        version: the format's version.
+        strategies: the dispatch table; also one that was made for this, such as ``default_strategies | {row: fn}``.
+        directory: gives a place for a checkpoint, a new one each time: a path, a URL or a `Storage`.
+        save: writes trees, one a rank, to a place, for a format without a row for saving; without it such a format's
+            loads aren't tried.
+        examples: how many random states are tried.
+        only: the names of the promises to try, while one of them is repaired; all by default.
+
+    Returns:
+        The report: what was kept, what was refused, and what was left out since there is no row.
+
+    Raises:
+        AssertionError: names each broken promise, with its simplest cases.
+        StrategyError: the table has no row for the backend.
+
+    Examples:
+        >>> print(check_strategy("safetensors", 1, only=["scalars come back", "flat ranges come back"]))
+        ('safetensors', 1) keeps 2 promises
+          kept: scalars come back
+          kept: flat ranges come back
+    """
+    subject = Subject(backend, version, strategies, directory, save, examples)
+    if not any(subject.has(action) for action in StrategyAction):
+        fix = "Pass the table that has its rows as strategies=, or register them."
+        raise StrategyError(error_text(f"check_strategy: no row is for {(backend, version)!r}", fix=fix))
+    kept, refused, left_out, broken = [], list[Refusal](), dict[str, str](), list[Broken]()
+    for promise in _chosen(only):
+        reason = _no_reason(promise, subject) or _too_late(promise, broken)
+        if reason:
+            left_out[promise.name] = reason
+            continue
+        failed, said, tried = _tried(promise, subject)
+        refused += said
+        if failed is not None:
+            broken.append(failed)
+        elif said and len(said) == tried:
+            left_out[promise.name] = f"it is refused: {said[0].why}"
+        else:
+            kept.append(promise.name)
+    if broken:
+        raise AssertionError(failure_text((backend, version), broken, len(kept) + len(broken)))
+    return StrategyReport((backend, version), tuple(kept), tuple(refused), left_out)
+
+
+def _chosen(names: Collection[str]) -> list[Promise]:
+    """Return the promises of these names, all for none.
+
+    Raises:
+        StrategyError: there is no such promise.
+    """
+    every = [*_PROMISES, *_random_cases.PROMISES]
+    known = [promise.name for promise in every]
+    unknown = [repr(name) for name in names if name not in known]
+    if unknown:
+        fix = "The names are those in the report: " + "; ".join(known)
+        raise StrategyError(error_text("check_strategy: no such promise", offenders=unknown, fix=fix))
+    return [promise for promise in every if not names or promise.name in names]
+
+
+def _no_reason(promise: Promise, subject: Subject) -> str:
+    """Return why a backend doesn't make a promise, nothing if it does."""
+    missing = sorted(action.value for action in promise.rows if not subject.has(action))
+    if missing:
+        return f"no row for {', '.join(missing)}"
+    can_save = subject.has(StrategyAction.SAVE_SHARDED) or subject.has(StrategyAction.SAVE_COMMON)
+    if promise.saves and not can_save:
+        return "no row for saving"
+    if promise not in _row_cases.PROMISES and not can_save and subject.save is None:
+        return "no row for saving; pass save="
+    return ""
+
+
+def _too_late(promise: Promise, broken: list[Broken]) -> str:
+    return "plain cases fail already" if promise in _random_cases.PROMISES and broken else ""
+
+
+def _cases(promise: Promise, subject: Subject) -> Iterator[Case]:
+    """Yield a promise's cases; what goes wrong before there are any is one too."""
+    try:
+        yield from promise.cases(subject)
+    except Exception as error:
+        yield Case("what all cases begin with", partial(raising, error))
+
+
+def _tried(promise: Promise, subject: Subject) -> tuple[Broken | None, list[Refusal], int]:
+    """Return what is broken of a promise, None if nothing, what was refused, and how many cases there are."""
+    failed, refused = list[tuple[str, str]](), list[Refusal]()
+    cases = list(_cases(promise, subject))
+    for case in cases:
+        try:
+            case.check()
+        except Refused as error:
+            if not case.required:
+                refused.append(Refusal(promise.name, case.name, str(error)))
+                continue
+            failed.append((case.name, told(error)))
+        except Exception as error:
+            failed.append((case.name, told(error)))
+    return (Broken(promise.name, len(cases), tuple(failed)) if failed else None), refused, len(cases)

@@ -1,0 +1,199 @@
+"""Tensors of every dtype, stride and name, and loads that ask for a part of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from ...errors import CheckpointingException, KeyMismatch
+from ...mapping import ShardedTensor
+from ...storage import ReadReport, Storage, storage_at
+from ...strategies import StrategyAction
+from ...world import simulate
+from .._bits import bits, first_difference
+from .._dtypes import STORABLE_DTYPES
+from .._layouts import even_layout
+from .._states import GlobalState
+from .._tensors import random_bits
+from ._files import file_names, is_no_note
+from ._layout_cases import COLUMNS, FLAT_ROWS, GRID, LOADS, ROWS, SHAPE, WHOLE, numbers
+from ._subject import Case, Promise, Subject, at_once, check_reloaded, check_there, loaded, saved, saver, trees_of
+
+_EVERY_FORMAT_HOLDS = (torch.float32,)
+_KEYS = (
+    "a.weight", "a/weight", "../w", "/w", "w w", "é\u4e2d", "metadata.json", "zarr.json", "w#1", "%41", "shard_0_1",
+    "k" * 300,
+)  # fmt: skip
+
+
+def dtypes(subject: Subject) -> Iterator[Case]:
+    """Yield a case for each dtype, with random bits: NaNs with payloads, signed zeros and numbers that a cast loses."""
+    kinds = sorted(STORABLE_DTYPES, key=lambda kind: kind not in _EVERY_FORMAT_HOLDS)
+    each = (Case(str(kind)[6:], partial(_check_dtypes, subject, kind), kind in _EVERY_FORMAT_HOLDS) for kind in kinds)
+    yield from at_once(partial(_check_dtypes, subject, *kinds), each)
+
+
+def _check_dtypes(subject: Subject, *kinds: torch.dtype) -> None:
+    whole = {f"{kind}.{len(shape)}": random_bits(shape, kind, 1) for kind in kinds for shape in (SHAPE, ())}
+    layout = {key: even_layout(tuple(tensor.shape), 1) for key, tensor in whole.items()}
+    check_reloaded(subject, GlobalState(whole, {}, {}), layout, layout)
+
+
+def views(subject: Subject) -> Iterator[Case]:
+    """Yield tensors whose memory isn't contiguous, and one that wants gradients."""
+    whole = numbers((6, 4))
+    wide = torch.stack([whole, whole + 100], dim=-1)
+    kinds = {
+        "a transposed view": whole.T,
+        "every second element": wide[:, :, 0],
+        "one row for all": whole[:1].expand(6, 4),
+        "a parameter": torch.nn.Parameter(whole.clone()),
+    }
+    for name, tensor in kinds.items():
+        yield Case(name, partial(_check_view, subject, tensor))
+
+
+def _check_view(subject: Subject, tensor: torch.Tensor) -> None:
+    before = bits(tensor)
+    place = saved(subject, [{"w": ShardedTensor.from_rank_offsets("w", tensor)}])
+    assert bits(tensor) == before, "saving changed the tensor that it was given"
+    expected = GlobalState({"w": tensor.detach().contiguous()}, {}, {})
+    check_there(subject, expected, {"w": even_layout(tuple(tensor.shape), 1)}, place)
+
+
+def keys(subject: Subject) -> Iterator[Case]:
+    """Yield names that are no names of files, or are those of files that formats have."""
+    each = (Case(repr(key[:20]), partial(_check_keys, subject, key, "w")) for key in _KEYS)
+    yield from at_once(partial(_check_keys, subject, *_KEYS), each)
+
+
+def _check_keys(subject: Subject, *keys: str) -> None:
+    state = GlobalState({key: numbers((2, 3), 10 * number) for number, key in enumerate(keys)}, {}, {})
+    layout = dict.fromkeys(state.tensors, even_layout((2, 3), 1))
+    check_reloaded(subject, state, layout, layout)
+
+
+def parts(subject: Subject) -> Iterator[Case]:
+    """Yield loads of one part of one tensor, from what was saved in many."""
+    boxes = {
+        "one element": ((1, 4), (1, 1), None),
+        "a box across all chunks": ((1, 2), (2, 3), None),
+        "a row": ((3, 0), (1, 6), None),
+        "a column": ((0, 5), (4, 1), None),
+        "a flat range across chunks": ((0, 0), SHAPE, (4, 15)),
+    }
+    state = GlobalState({"w": numbers(SHAPE), "other": numbers(SHAPE, 50)}, {}, {})
+    for stored, layout in (("a grid", GRID), ("flat ranges", FLAT_ROWS)):
+        place = saved(subject, trees_of(state, dict.fromkeys(state.tensors, layout)))
+        for name, box in boxes.items():
+            yield Case(f"{name} of {stored}", partial(_check_part, subject, state, place, *box))
+        for verify in ("all", None):
+            check = partial(_check_part, subject, state, place, *boxes["a column"], verify=verify)
+            yield Case(f"a column of {stored}, with verify={verify!r}", check)
+
+
+def _check_part(
+    subject: Subject, state: GlobalState, place: Storage, offset: Any, shape: Any, flat: Any, *, verify: Any = "whole"
+) -> None:
+    part = None if flat is None else slice(*flat)
+    size = shape if part is None else (part.stop - part.start,)
+    asked = ShardedTensor("w", None, torch.float32, shape, SHAPE, offset, None, flattened_range=part)
+    box = state.tensors["w"][asked.global_slice()]
+    expected = box if part is None else box.reshape(-1)[part]
+    read: list[ReadReport] = []
+    options: dict[str, Any] = {"validate_access_integrity": False, "verify": verify, "report": read.append}
+    (found,) = loaded(subject, [{"w": asked}], place, **options)
+    assert tuple(found["w"].shape) == size, f"has shape {tuple(found['w'].shape)}, expected {size}"
+    differ = first_difference(found["w"], expected)
+    assert differ is None, differ
+    assert isinstance(read[0], ReadReport), f"load_sharded returned {read[0]!r}, expected a ReadReport"
+
+
+def given_memory(subject: Subject) -> Iterator[Case]:
+    """Yield loads into tensors that are given away, and into a tensor that is larger than what is stored."""
+    yield Case("donated tensors are filled in place", partial(_check_donated, subject, SHAPE))
+    yield Case("what lies beyond the stored tensor stays", partial(_check_donated, subject, (6, 6)))
+
+
+def _check_donated(subject: Subject, shape: tuple[int, int]) -> None:
+    state = GlobalState({"w": numbers(SHAPE)}, {}, {})
+    place = saved(subject, trees_of(state, {"w": ROWS}))
+    memory = torch.full(shape, -1.0)
+    target = ShardedTensor("w", memory, torch.float32, shape, shape, (0, 0), None, allow_shape_mismatch=shape != SHAPE)
+    (found,) = loaded(subject, [{"w": target}], place, donate=True)
+    assert found["w"].data_ptr() == memory.data_ptr(), "the tensor that was given away isn't what was returned"
+    differ = first_difference(found["w"][:4], state.tensors["w"])
+    assert differ is None, differ
+    assert bool((found["w"][4:] == -1).all()), "wrote where nothing is stored"
+
+
+def strangers(subject: Subject) -> Iterator[Case]:
+    """Yield targets that don't fit what is stored."""
+    state = GlobalState({"w": numbers(SHAPE)}, {}, {})
+    kinds = {
+        "a key that isn't stored": ShardedTensor.from_rank_offsets("v", torch.zeros(SHAPE)),
+        "another shape": ShardedTensor.from_rank_offsets("w", torch.zeros(4, 7)),
+        "another dtype": ShardedTensor.from_rank_offsets("w", torch.zeros(SHAPE, dtype=torch.int32)),
+        "another number of axes": ShardedTensor.from_rank_offsets("w", torch.zeros(24)),
+    }
+    for name, target in kinds.items():
+        yield Case(name, partial(_check_stranger, subject, state, target))
+
+
+def _check_stranger(subject: Subject, state: GlobalState, target: ShardedTensor) -> None:
+    place = saved(subject, trees_of(state, {"w": WHOLE}))
+    try:
+        (found,) = loaded(subject, [{"t": target}], place)
+    except CheckpointingException as error:
+        unknown = target.key not in state.tensors
+        assert isinstance(error, KeyMismatch) == unknown, f"raised {type(error).__name__}: {error}"
+        return
+    raise AssertionError(f"it was loaded, as {found['t']!r}")
+
+
+def untold(subject: Subject) -> Iterator[Case]:
+    """Yield saves of ranks that don't tell each other what they hold: such a save may be refused."""
+    state = GlobalState({"w": numbers(SHAPE)}, {}, {})
+    for name, layout in (("1 rank", WHOLE), ("2 ranks' rows", ROWS), ("4 ranks' flat ranges", FLAT_ROWS)):
+        yield Case(name, partial(_check_untold, subject, state, layout))
+
+
+def _check_untold(subject: Subject, state: GlobalState, layout: Any) -> None:
+    place = saved(subject, trees_of(state, {"w": layout}), validate_access_integrity=False)
+    check_there(subject, state, {"w": COLUMNS}, place)
+
+
+def later(subject: Subject) -> Iterator[Case]:
+    """Yield saves that are prepared now and done later."""
+    for ranks, layout in ((1, WHOLE), (2, ROWS)):
+        yield Case(f"on {ranks} of {ranks} ranks", partial(_check_later, subject, ranks, layout))
+
+
+def _check_later(subject: Subject, ranks: int, layout: Any) -> None:
+    state, place = GlobalState({"w": numbers(SHAPE)}, {}, {}), subject.directory()
+    trees, save = trees_of(state, {"w": layout}), saver(subject)
+
+    def on_rank(world: Any) -> None:
+        request = save(trees[world.rank], place, world=world, async_sharded_save=True, snapshot=False)
+        names = file_names(storage_at(place))
+        world.barrier()
+        assert not any(map(is_no_note, names)), f"preparing wrote {sorted(names)}"
+        request.execute_sync()
+
+    simulate(ranks, on_rank)
+    check_there(subject, state, {"w": COLUMNS}, place)
+
+
+PROMISES = (
+    Promise("every dtype comes back bit for bit", LOADS, dtypes),
+    Promise("any strides are saved", LOADS, views, saves=True),
+    Promise("any key comes back", LOADS, keys),
+    Promise("a part is loaded as it is in the whole", LOADS, parts),
+    Promise("loads write what is asked for, and no more", LOADS, given_memory),
+    Promise("what doesn't fit is an error", LOADS, strangers),
+    Promise("ranks need not know each other's shards", LOADS, untold, saves=True),
+    Promise("nothing is written before the request runs", LOADS | {StrategyAction.SAVE_SHARDED}, later, saves=True),
+)

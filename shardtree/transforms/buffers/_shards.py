@@ -1,0 +1,152 @@
+"""Flat-range shards: what a rank's slices are of the parameters' global tensors, with data and without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ...errors import MetadataError, error_text
+from ...mapping import ReplicaId, ShardedTensor
+from ...trees import empty_data
+from ._parameters import Parameter, check_parameters
+from ._plan import BufferPlan, BufferRange, check_dtype, check_plan
+from ._slices import slice_views
+
+ReplicaFunction = Callable[[ReplicaId], ReplicaId]
+
+
+def flat_shards(
+    plan: BufferPlan,
+    rank: int,
+    slices: Sequence[Any],
+    parameters: Mapping[str, Any],
+    *,
+    prefix: str = "",
+    replica_id: ReplicaFunction | None = None,
+) -> dict[str, Parameter]:
+    """Return the shards that a rank's slices are, by name, as views; parameters that it has nothing of are left out.
+
+    Each is its parameter's shard, or factory, with the range's data and `flattened_range`. So it can be saved, and any
+    layout loads it: other ranks' ranges, another number of ranks, or boxes.
+
+    Args:
+        plan: the buffer's.
+        rank: the data-parallel rank.
+        slices: one tensor a bucket: of the main parameters, or of one kind of state, of any dtype.
+        parameters: the shards that the buffer was planned for, by name: boxes or factories. Others may be among them.
+        prefix: stands before the keys, with a dot: "optimizer.state.exp_avg".
+        replica_id: from a parameter's replica id to that of its ranges. Data-parallel ranks hold copies of a parameter,
+            but ranges of their own, so what told these copies apart must go. By default that is the last of a tuple's
+            numbers, which becomes 0, as Megatron-Core has (pipeline, tensor, data parallel). Of a single number other
+            than 0 it can't be told, and it is an error. Where parameters are described without the data-parallel axis,
+            pass ``lambda replica: replica``.
+
+    Raises:
+        MetadataError: there is no such rank, or a replica id doesn't say what is data parallel.
+        KeyMismatch: parameters aren't there.
+        ShapeError: slices of another number, length or dtype, or parameters of another shape.
+
+    Examples:
+        >>> from shardtree.transforms import plan_buffers
+        >>> weight = ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3).bfloat16(), (0, 0, 4), replica_id=(0, 0, 1))
+        >>> plan = plan_buffers({"w": weight}, data_parallel=2)
+        >>> moment = flat_shards(plan, 1, [torch.ones(3)], {"w": weight}, prefix="optimizer.state.exp_avg")["w"]
+        >>> moment.key, moment.dtype, moment.global_shape, moment.flattened_range, moment.replica_id
+        ('optimizer.state.exp_avg.w', torch.float32, (8, 3), slice(3, 6, None), (0, 0, 0))
+    """
+    check_plan(plan, "flat_shards")
+    check_parameters(plan, parameters, "flat_shards")
+    views = slice_views(plan, rank, slices)
+    return _shards(plan, rank, parameters, prefix, replica_id, lambda part: views[part.name])
+
+
+def flat_targets(
+    plan: BufferPlan,
+    rank: int,
+    parameters: Mapping[str, Any],
+    *,
+    dtype: torch.dtype = torch.float32,
+    prefix: str = "",
+    replica_id: ReplicaFunction | None = None,
+) -> dict[str, Parameter]:
+    """Return what `flat_shards` does, without memory: targets for a load. Their data are meta tensors.
+
+    Args:
+        plan: the buffer's.
+        rank: the data-parallel rank.
+        parameters: as for `flat_shards`.
+        dtype: of the state.
+        prefix: as for `flat_shards`.
+        replica_id: as for `flat_shards`.
+
+    Raises:
+        MetadataError: there is no such rank, or a replica id doesn't say what is data parallel.
+        KeyMismatch: parameters aren't there.
+        ShapeError: parameters of another shape.
+
+    Examples:
+        >>> from shardtree.transforms import plan_buffers
+        >>> weight = ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3))
+        >>> plan = plan_buffers({"w": weight}, data_parallel=4)
+        >>> [target.flattened_range for rank in range(4) for target in flat_targets(plan, rank, {"w": weight}).values()]
+        [slice(0, 2, None), slice(2, 4, None), slice(4, 6, None)]
+    """
+    check_plan(plan, "flat_targets")
+    check_parameters(plan, parameters, "flat_targets")
+    check_dtype(dtype, "flat_targets")
+
+    def empty(part: BufferRange) -> torch.Tensor:
+        return empty_data((part.taken.stop - part.taken.start,), dtype, "meta")
+
+    return _shards(plan, rank, parameters, prefix, replica_id, empty)
+
+
+def _shards(
+    plan: BufferPlan,
+    rank: int,
+    parameters: Mapping[str, Parameter],
+    prefix: str,
+    replica_id: ReplicaFunction | None,
+    data: Callable[[BufferRange], Any],
+) -> dict[str, Parameter]:
+    if not isinstance(prefix, str):
+        raise MetadataError(error_text("flat_shards: not a prefix", found=type(prefix).__name__, expected="a string"))
+    if replica_id is not None and not callable(replica_id):
+        what, fix = "flat_shards: replica_id doesn't fit", "Pass lambda replica: ..., from a replica id to another."
+        raise MetadataError(error_text(what, found=type(replica_id).__name__, expected="a function", fix=fix))
+    change = _without_data_parallel if replica_id is None else replica_id
+    ranges = plan.ranges(rank)
+    _check_replicas(parameters, ranges, replica_id)
+    return {part.name: _shard(parameters[part.name], part, data(part), prefix, change) for part in ranges}
+
+
+def _shard(parameter: Parameter, part: BufferRange, data: Any, prefix: str, change: ReplicaFunction) -> Parameter:
+    key = f"{prefix}.{parameter.key}" if prefix else parameter.key
+    replica, flat = change(parameter.replica_id), part.flattened_range
+    if isinstance(parameter, ShardedTensor):
+        return replace(parameter, key=key, data=data, dtype=data.dtype, replica_id=replica, flattened_range=flat)
+    return replace(parameter, key=key, data=data, replica_id=replica, flattened_range=flat)
+
+
+def _without_data_parallel(replica: ReplicaId) -> ReplicaId:
+    return (*replica[:-1], 0) if isinstance(replica, tuple) else replica
+
+
+def _check_replicas(
+    parameters: Mapping[str, Parameter], ranges: Sequence[BufferRange], replica_id: ReplicaFunction | None
+) -> None:
+    """Raise where a replica id doesn't say which part of it is data parallel, and the caller doesn't either."""
+    if replica_id is not None:
+        return
+    unclear = [part.name for part in ranges if isinstance(number := parameters[part.name].replica_id, int) and number]
+    if unclear:
+        lines = [f"{name!r}: replica_id {parameters[name].replica_id}" for name in unclear]
+        what = "flat_shards: replica ids that don't say what of them is data parallel"
+        fix = (
+            "Pass replica_id=lambda replica: 0 where only data-parallel ranks hold copies, or lambda replica: replica "
+            "where shards are described without them; or give parameters (..., data-parallel rank) as replica_id."
+        )
+        raise MetadataError(error_text(what, offenders=lines, fix=fix))

@@ -1,0 +1,134 @@
+"""A rank's flat slices of the buckets, one tensor a bucket: taken apart into parameters' ranges, and made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ...errors import KeyMismatch, ShapeError, error_text, plural
+from ...mapping import ShardedTensor, ShardedTensorFactory
+from ...trees import as_integers, empty_data
+from ._plan import BufferPlan, check_dtype, check_plan, checked_rank
+
+
+def slice_views(plan: BufferPlan, rank: int, slices: Sequence[Any]) -> dict[str, Any]:
+    """Return what a rank's slices hold of each parameter, as views; what it has nothing of is left out.
+
+    Args:
+        plan: the buffer's.
+        rank: the data-parallel rank.
+        slices: one 1-D tensor a bucket, of `plan.slice_lengths`: of the main parameters, or of one kind of state.
+
+    Raises:
+        MetadataError: there is no such rank.
+        ShapeError: slices of another number, length or dtype; names each of them.
+
+    Examples:
+        >>> from shardtree.transforms import plan_buffers
+        >>> plan = plan_buffers({"w": (2, 3), "b": (3,)}, data_parallel=2)
+        >>> slice_views(plan, 1, [torch.tensor([5, 10, 11, 12, 0])])
+        {'w': tensor([5]), 'b': tensor([10, 11, 12])}
+    """
+    check_plan(plan, "slice_views")
+    ranges = plan.ranges(rank)
+    _check_slices(plan, rank, slices)
+    return {
+        part.name: slices[part.bucket].narrow(0, part.taken.start, part.taken.stop - part.taken.start)
+        for part in ranges
+    }
+
+
+def buffer_slices(
+    plan: BufferPlan,
+    rank: int,
+    tree: Mapping[str, Any],
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> list[torch.Tensor]:
+    """Return a rank's slices, newly made, one a bucket: what a load gave, with zeros as padding; undoes `slice_views`.
+
+    Args:
+        plan: the buffer's.
+        rank: the data-parallel rank.
+        tree: for each parameter that the rank has something of, by name, its range: a 1-D tensor, or a shard with data.
+        dtype: of the slices, and of what is given. A rank may have nothing but padding, which doesn't tell its dtype.
+        device: where the slices are made.
+
+    Raises:
+        MetadataError: there is no such rank.
+        KeyMismatch: names are missing, or the rank has nothing of what they name.
+        ShapeError: tensors of another shape or dtype; names each of them.
+
+    Examples:
+        >>> from shardtree.transforms import plan_buffers
+        >>> plan = plan_buffers({"w": (2, 3), "b": (3,)}, data_parallel=2)
+        >>> buffer_slices(plan, 1, {"w": torch.ones(1), "b": torch.ones(3)})
+        [tensor([1., 1., 1., 1., 0.])]
+    """
+    check_plan(plan, "buffer_slices")
+    check_dtype(dtype, "buffer_slices")
+    ranges = plan.ranges(rank)
+    held = _checked_tree(rank, tree, {part.name: part.taken.stop - part.taken.start for part in ranges}, dtype)
+    slices = [as_integers(empty_data((length,), dtype, device)).zero_() for length in plan.slice_lengths]
+    for part in ranges:
+        slices[part.bucket][part.taken].copy_(as_integers(held[part.name]))
+    return [each.view(dtype) for each in slices]
+
+
+def _check_slices(plan: BufferPlan, rank: int, slices: Sequence[Any]) -> None:
+    lengths = plan.slice_lengths
+    subject = f"slice_views: rank {checked_rank(plan, rank)} of {plan.data_parallel}"
+    if isinstance(slices, (Mapping, torch.Tensor)) or not isinstance(slices, Sequence) or len(slices) != len(lengths):
+        is_list = isinstance(slices, Sequence) and not isinstance(slices, (str, Mapping))
+        found = plural(len(slices), "tensor") if is_list else type(slices).__name__
+        expected = f"a list of {plural(len(lengths), 'tensor')}, one a bucket"
+        fix = "Pass a list, [tensor] for a plan of one bucket; see `plan.slice_lengths`."
+        raise ShapeError(error_text(f"{subject}: not its slices", found=found, expected=expected, fix=fix))
+    wrong = [
+        f"bucket {bucket}: {_kind(part)}, not ({length},)"
+        for bucket, (part, length) in enumerate(zip(slices, lengths, strict=True))
+        if tuple(getattr(part, "shape", ())) != (length,) or not hasattr(part, "narrow")
+    ]
+    if wrong:
+        fix = "Pass the rank's own range of each bucket, padding included: 1-D, of `plan.slice_lengths`."
+        raise ShapeError(error_text(f"{subject}: slices that aren't of the plan's length", offenders=wrong, fix=fix))
+    if len({part.dtype for part in slices}) > 1:
+        of_each = [f"bucket {bucket}: {part.dtype}" for bucket, part in enumerate(slices)]
+        fix = "Pass the slices of one kind of state at a time."
+        raise ShapeError(error_text(f"{subject}: slices of several dtypes", offenders=of_each, fix=fix))
+
+
+def _checked_tree(rank: int, tree: Any, lengths: Mapping[str, int], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Return the tensors of a rank's parameters, once they are known to be all that it has, and of its lengths."""
+    subject = f"buffer_slices: rank {rank}"
+    if not isinstance(tree, Mapping):
+        found, fix = type(tree).__name__, "Pass {name: tensor}, as a load of `flat_targets` gives it."
+        raise ShapeError(error_text(f"{subject}: not tensors by name", found=found, expected="a mapping", fix=fix))
+    wrong = [f"{name!r} is missing" for name in lengths if name not in tree]
+    wrong += [f"{name!r}: the rank has nothing of it" for name in tree if name not in lengths]
+    if wrong:
+        fix = "Pass what `plan.ranges(rank)` names, of one kind of state."
+        raise KeyMismatch(error_text(f"{subject}: other names than its ranges", offenders=wrong, fix=fix))
+    held = {name: _tensor(tree[name]) for name in lengths}
+    wrong = [
+        f"{name!r}: {_kind(tensor)}, not ({length},) {dtype}"
+        for name, length in lengths.items()
+        if not isinstance(tensor := held[name], torch.Tensor)
+        or (tensor.dtype, tuple(tensor.shape)) != (dtype, (length,))
+    ]
+    if wrong:
+        fix = "Pass each range as a 1-D tensor, and dtype= where it isn't torch.float32."
+        raise ShapeError(error_text(f"{subject}: tensors that don't fit", offenders=wrong, fix=fix))
+    return held
+
+
+def _tensor(value: Any) -> Any:
+    return value.data if isinstance(value, (ShardedTensor, ShardedTensorFactory)) else value
+
+
+def _kind(value: Any) -> str:
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    return type(value).__name__ if shape is None else f"{tuple(shape)} {dtype}"

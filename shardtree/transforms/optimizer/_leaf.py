@@ -1,0 +1,79 @@
+"""What becomes of one state of one parameter: a moment, a number, an object, what a rule says, or a reason why not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+import torch
+
+from ...errors import TreeError, error_text, render_path
+from ...mapping import LocalNonpersistentObject, ShardedBase
+from ...trees import call_at, leaves_with_paths, match_key
+from ._moments import PREFIX, moment, moment_shape
+from ._per_parameter import per_parameter
+from ._state_dict import ParamId, ShardedParam
+
+OptimizerRule: TypeAlias = Callable[[ShardedParam, str, Any], Any]
+"""(parameter, state key, tensor) -> a shard, a factory, an object, or a tree of them. The tensor may be a stored one's
+metadata, a whole ShardedTensor without data, where a target is made for a checkpoint."""
+
+OptimizerRules: TypeAlias = Mapping[str, OptimizerRule]
+
+RULES_FIX = (
+    "Say how such a state lies: rules={'<state key>': rule}, with `reduced_axis` (factored second moments), "
+    "`block_scales` (8-bit states), `one_per_parameter`, `one_per_shard` or a function of your own; or leave it out "
+    "with exclude_keys. States that aren't of one parameter, such as those of LBFGS, can't be sharded by parameter."
+)
+
+
+def check_rules(doing: str, rules: OptimizerRules | None) -> None:
+    """Raise unless these are functions by pattern.
+
+    Raises:
+        TreeError: they aren't; names each.
+
+    Examples:
+        >>> check_rules("save", {"row_var": max})
+    """
+    if rules is not None and not isinstance(rules, Mapping):
+        fix = "Say which states it is for: {'row_var': rule}."
+        raise TreeError(error_text(f"{doing}: not a dict of rules", found=type(rules).__name__, fix=fix))
+    wrong = [f"{pattern!r}: {type(rule).__name__}" for pattern, rule in (rules or {}).items() if not callable(rule)]
+    if wrong:
+        raise TreeError(error_text(f"{doing}: not rules for states", offenders=wrong, fix=RULES_FIX))
+
+
+def rule_of(rules: OptimizerRules | None, param: ShardedParam, state_key: str) -> OptimizerRule | None:
+    """Return the first rule whose pattern fits a state key, or the state key, a dot and the parameter's key."""
+    names = (state_key, f"{state_key}.{param.key}")
+    for pattern, rule in (rules or {}).items():
+        if any(match_key(pattern, name) is not None for name in names):
+            return rule
+    return None
+
+
+def problem_of(name: ParamId, param: ShardedParam, state_key: str, value: Any) -> str | None:
+    """Return why a state can't be sharded as its parameter is, in words; None where it can."""
+    at = f"{state_key!r} of {render_path((name,), 'state')} ({param.key!r})"
+    if not isinstance(value, torch.Tensor):
+        inside = [leaf for _, leaf in leaves_with_paths([value])]
+        kinds = (torch.Tensor, ShardedBase, LocalNonpersistentObject)
+        if isinstance(value, (list, tuple, dict)) and any(isinstance(leaf, kinds) for leaf in inside):
+            return f"{at}: tensors in a {type(value).__name__}"
+        return None
+    if hasattr(value, "placements"):
+        return f"{at}: a DTensor; use `from_dtensors` of shardtree.interop.dtensor"
+    expected = moment_shape(param)
+    shape = tuple(value.shape)
+    return None if expected is None or shape in (expected, ()) else f"{at}: {shape}, the parameter has {expected}"
+
+
+def state_leaf(param: ShardedParam, state_key: str, value: Any, rules: OptimizerRules | None) -> Any:
+    """Return the leaf of a state that has no problem, or what its rule says."""
+    rule, prefix = rule_of(rules, param, state_key), f"{PREFIX}.{state_key}"
+    if rule is not None:
+        return call_at(("state", param.key, state_key), rule, param, state_key, value)
+    if isinstance(value, torch.Tensor) and (value.ndim or moment_shape(param) == ()):
+        return moment(param, value, prefix)
+    return per_parameter(param, prefix, value)

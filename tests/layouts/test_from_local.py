@@ -1,0 +1,127 @@
+"""Tensors that a rank holds, described by mesh and spec: the same leaves as those cut from the whole tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+
+import shardtree as st
+from shardtree.errors import CheckpointingException, IntegrityError, MetadataError, ShapeError
+from shardtree.layouts import Mesh, PartitionSpec, Split, from_local, shard_at
+from shardtree.mapping import ShardedTensor, ShardedTensorFactory
+from shardtree.storage import MemoryStorage
+from shardtree.trees import apply_factories, leaves_with_paths, map_shards
+from shardtree.world import World, simulate
+from tests.layouts.mesh_cases import Case, cases, same
+from tests.trees.samples import assert_caught
+
+ROWS = PartitionSpec("tp")
+TP = Mesh(tp=2)
+
+
+def held(leaf: Any) -> Any:
+    return leaf.data if isinstance(leaf, (ShardedTensor, ShardedTensorFactory)) else leaf
+
+
+def described(tree: Any) -> list[Any]:
+    """Return what shards say of themselves but how regular their grid is, which equal parts alone tell."""
+    return [
+        (path, leaf.key, leaf.dtype, leaf.local_shape, leaf.global_shape, leaf.global_offset, leaf.replica_id)
+        for path, leaf in leaves_with_paths(apply_factories(tree))
+        if isinstance(leaf, ShardedTensor)
+    ]
+
+
+def check_same_as_cut(describe: Callable[..., Any], case: Case) -> None:
+    shapes = {key: tuple(whole.shape) for key, whole in case.whole.items()}
+    for rank in case.mesh.ranks:
+        cut = shard_at(dict(case.whole), case.mesh, dict(case.specs), rank)
+        local = map_shards(held, cut)
+        specs = {key: case.specs[key] for key in local}
+        tree = describe(local, case.mesh, specs, rank, global_shapes=shapes)
+        assert described(tree) == described(cut)
+        assert same(map_shards(held, tree), local)
+
+
+@given(cases())
+def test_it_is_what_is_cut_from_the_whole_tensors(case: Case) -> None:
+    check_same_as_cut(from_local, case)
+
+
+def test_the_law_catches_ranks_that_are_taken_for_the_first() -> None:
+    def first(tree: Any, mesh: Mesh, specs: Any, rank: int, **options: Any) -> Any:
+        return from_local(tree, mesh, specs, mesh.ranks[0])
+
+    assert_caught(check_same_as_cut, first, cases())
+
+
+def test_equal_parts_need_no_global_shape() -> None:
+    mesh = Mesh(dp=2, tp=2)
+    whole = {"up": torch.arange(24).reshape(8, 3), "norm": torch.ones(3), "both": torch.arange(8), "step": 3}
+    specs = {"up": ROWS, "norm": PartitionSpec(), "both": PartitionSpec(("dp", "tp"))}
+    for rank in mesh.ranks:
+        cut = shard_at(whole, mesh, specs, rank)
+        tree = from_local(map_shards(held, cut), mesh, specs, rank)
+        assert described(tree) == described(cut) and tree["step"] == 3
+        assert tree["up"].axis_fragmentations == cut["up"].axis_fragmentations == (2, 1)
+
+
+def test_its_data_are_the_very_parameters() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(2, 3))
+    assert from_local({"w": parameter}, TP, ROWS, 1)["w"].data is parameter
+
+
+def test_several_boxes_are_a_factory() -> None:
+    spec = PartitionSpec((Split("tp", split_factor=2),))
+    leaf = from_local({"w": torch.arange(4)}, TP, spec, 1)["w"]
+    assert [(part.global_offset, part.data.tolist()) for part in leaf.build()] == [((2,), [0, 1]), ((6,), [2, 3])]
+
+
+def test_a_tensor_that_is_there_twice_has_one_main_copy() -> None:
+    tied = torch.zeros(2)
+    tree = from_local({"in": tied, "out": tied}, TP, ROWS, 1, key=lambda path: "embedding")
+    assert [tree[name].replica_id for name in ("in", "out")] == [0, 2]
+
+
+def test_parts_that_are_not_equal_are_told_of_by_save() -> None:
+    storage = MemoryStorage()
+
+    def save(world: World) -> None:
+        tree = from_local({"w": torch.zeros(3 - world.rank)}, TP, ROWS, world.rank)
+        st.save(tree, storage, world=world)
+
+    with pytest.raises(CheckpointingException, match="'w'"):
+        simulate(2, save)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: from_local({"w": torch.zeros(2)}, TP, ROWS, 2), MetadataError, "on the mesh"),
+        (lambda: from_local({"w": torch.zeros(())}, TP, ROWS, 0), MetadataError, "'w' of shape .*too long"),
+        (lambda: from_local({"w": torch.zeros(2)}, TP, PartitionSpec("dp"), 0), MetadataError, "'dp'"),
+        (
+            lambda: from_local({"w": torch.zeros(3)}, TP, ROWS, 1, global_shapes={"w": (5,)}),
+            ShapeError,
+            r"(?s)'w' at tree\['w'\] isn't what rank 1 has of \(5,\)",
+        ),
+        (
+            lambda: from_local({"w": torch.zeros(3)}, TP, PartitionSpec(at={"tp": 1}), 0),
+            ShapeError,
+            "(?s)isn't what rank 0 has.*expected nothing",
+        ),
+        (
+            lambda: from_local({"a": torch.zeros(2), "b": torch.ones(2)}, TP, ROWS, 0, key=lambda path: "w"),
+            IntegrityError,
+            r"(?s)different tensors have the key 'w'.*tree\['a'\].*tree\['b'\]",
+        ),
+        (lambda: from_local({"w": torch.zeros(2)}, TP, ROWS, 0, global_shapes=[(4,)]), MetadataError, "isn't a dict"),
+    ],
+)
+def test_what_does_not_fit_is_an_error(call: Callable[[], Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()

@@ -1,0 +1,318 @@
+"""Layouts at their edges: nothing held, one of each, what is empty, and what there is very much of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from shardtree.layouts import (
+    Coverage,
+    Mesh,
+    ObjectColumns,
+    PartitionSpec,
+    Problem,
+    ShardColumns,
+    Split,
+    TensorKind,
+    abstract,
+    access_problems,
+    chunk_grids,
+    common_problems,
+    coverage,
+    held_arrays,
+    join_columns,
+    join_objects,
+    kind_problems,
+    layout_of,
+    mesh_columns,
+    mesh_part,
+    mesh_parts,
+    object_columns,
+    object_problems,
+    part_shard,
+    problem_lines,
+    select_rows,
+    shard,
+    shard_columns,
+    sharding_faults,
+    sharding_problems,
+    unshard,
+    write_problems,
+)
+from shardtree.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
+
+FULL = torch.arange(24.0).reshape(4, 6)
+W = ShardedTensor.from_rank_offsets("w", FULL)
+SCALAR = ShardedTensor.from_rank_offsets("s", torch.tensor(1.0))
+KIND = TensorKind(torch.float32, (4, 6), 0)
+ONE_VALUE = TensorKind(torch.int8, (), 0)
+MESH, ROWS = Mesh(dp=2, tp=2), PartitionSpec("tp")
+
+
+def rows_of(indices: list[int], size: int, key: str = "w") -> ShardColumns:
+    """Return single rows of a tensor, each on a rank of its own."""
+    shards = [
+        ShardedTensor(key, None, torch.float32, (1, 2), (size, 2), (index, 0), axis_fragmentations=None)
+        for index in indices
+    ]
+    return join_columns([shard_columns([one], rank) for rank, one in enumerate(shards)])
+
+
+def is_regular(columns: Any, axes: int) -> None:
+    """Assert that columns have one length, int64 numbers and as many axes."""
+    for field in fields(columns):
+        column = getattr(columns, field.name)
+        if isinstance(column, np.ndarray):
+            assert column.dtype == (np.bool_ if field.name in ("main", "doubled") else np.int64), field.name
+            assert column.shape == ((len(columns), axes) if field.name in ("offset", "shape") else (len(columns),))
+
+
+@pytest.mark.parametrize(
+    ("columns", "axes"),
+    [
+        (lambda: shard_columns([]), 1),
+        (lambda: shard_columns([], 3), 1),
+        (lambda: shard_columns([W, W], 3), 2),
+        (lambda: shard_columns([SCALAR]), 1),
+        (lambda: join_columns([]), 1),
+        (lambda: join_columns([shard_columns([]), shard_columns([W], 1)]), 2),
+        (lambda: mesh_columns({}, MESH, {}), 1),
+        (
+            lambda: mesh_columns(
+                {"w": KIND, "s": TensorKind(torch.int8, (), 0)}, MESH, {"w": ROWS, "s": PartitionSpec()}
+            ),
+            2,
+        ),
+        (lambda: mesh_columns({"s": TensorKind(torch.int8, (), 0)}, MESH, {"s": PartitionSpec()}), 1),
+        (lambda: select_rows(shard_columns([W]), np.zeros(0, dtype=np.int64)), 2),
+        (lambda: sharding_faults(shard_columns([])), 1),
+        (lambda: sharding_faults(rows_of([0, 2], 4)), 2),
+        (lambda: object_columns([]), 1),
+        (lambda: object_columns([ShardedObject("o", 1, (2, 2), (0, 1))], 1), 2),
+        (lambda: join_objects([]), 1),
+        (lambda: join_objects([object_columns([]), object_columns([ShardedObject("o", 1, (2,), (0,))], 1)]), 1),
+    ],
+)
+def test_columns_are_regular_also_where_nothing_is_held(columns: Callable[[], Any], axes: int) -> None:
+    is_regular(columns(), axes)
+
+
+def test_is_regular_catches_floats_and_lost_axes() -> None:
+    columns = shard_columns([W])
+    for broken in (replace(columns, rank=columns.rank + 0.5), replace(columns, shape=columns.shape[:, :1])):
+        with pytest.raises(AssertionError):
+            is_regular(broken, 2)
+
+
+def test_a_shard_that_is_not_flat_has_no_range() -> None:
+    columns = shard_columns([W, SCALAR], 2)
+    assert (columns.keys, columns.key.tolist(), columns.rank.tolist()) == (("s", "w"), [1, 0], [2, 2])
+    assert columns.start.tolist() == columns.stop.tolist() == [-1, -1]
+    assert (columns.offset.tolist(), columns.shape.tolist()) == ([[0, 0], [0, 0]], [[4, 6], [1, 1]])
+    assert columns.elements.tolist() == [24, 1]
+    assert columns.item_size.tolist() == [4, 4]
+
+
+def test_nobody_has_no_problems_and_no_chunks() -> None:
+    assert access_problems(join_columns([])) == write_problems(join_columns([])) == ()
+    assert object_problems(join_objects([])) == kind_problems([]) == sharding_problems([]) == ()
+    none = np.zeros(0, dtype=np.int64)
+    boxes = np.zeros((0, 2), dtype=np.int64)
+    (grid,) = chunk_grids(none, boxes, boxes, none, np.array([2]))
+    assert (grid.kind, grid.counts, grid.chunks) == ("empty", (), 0)
+    assert chunk_grids(none, boxes, boxes, none, none) == []
+    assert unshard([{}, {}]) == {}
+
+
+@pytest.mark.parametrize(("faults", "last"), [(20, None), (21, "and 1 more place"), (30, "and 10 more places")])
+def test_of_many_faults_twenty_are_told_and_the_rest_counted(faults: int, last: str | None) -> None:
+    one, other = rows_of(list(range(0, 2 * faults, 2)), 2 * faults, "a"), rows_of([0, 2], 4, "b")
+    found = [problem for problem in access_problems(join_columns([one, other])) if problem.key == "a"]
+    assert [problem.box for problem in found[:20]] == [(slice(row, row + 1), slice(0, 2)) for row in range(1, 40, 2)]
+    assert [str(problem) for problem in found[20:]] == ([f"'a': {last}"] if last else [])
+    assert all(problem == Problem("a", (), str(last)) for problem in found[20:])
+    assert [problem.box for problem in access_problems(join_columns([one, other])) if problem.key == "b"] == [
+        (slice(1, 2), slice(0, 2)),
+        (slice(3, 4), slice(0, 2)),
+    ]
+
+
+def test_three_problems_of_a_key_are_listed() -> None:
+    problems = [Problem(key, (), f"{key}{number}") for key, count in (("a", 5), ("b", 3)) for number in range(count)]
+    assert problem_lines(problems) == [
+        "'a': a0",
+        "'a': a1",
+        "'a': a2",
+        "'a': and 2 more",
+        "'b': b0",
+        "'b': b1",
+        "'b': b2",
+    ]
+    assert problem_lines([Problem(("a", 0), (1, 2, 4), "differs")]) == ["tree['a'][0] (ranks 1, 2, 4): differs"]
+    assert problem_lines([]) == []
+
+
+def test_ranks_that_disagree_about_a_tensor_keep_the_others_apart() -> None:
+    other = ShardedTensor.from_rank_offsets("b", FULL[:2])
+    parts = [
+        shard_columns([ShardedTensor.from_rank_offsets(key, FULL) for key in "abc"], 0),
+        shard_columns([other, replace(other, key="d")], 1),
+    ]
+    found = sharding_problems(parts)
+    assert [(problem.key, problem.ranks) for problem in found] == [("b", (0, 1))]
+    assert "one global shape" in found[0].fix
+    short = replace(other, key="c", global_shape=(4, 6), axis_fragmentations=(2, 1), replica_id=1)
+    doubled = shard_columns([short, replace(short, replica_id=0, key="a"), other], 1)
+    assert [(problem.key, problem.what[:10]) for problem in sharding_problems([parts[0], doubled])] == [
+        ("b", "(4, 6) flo"),
+        ("a", "[0:2, 0:6]"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (np.array([1, 2, 3, 4]), "ndarray (4,) int64 [1, 2, 3, 4]"),
+        (np.array([1, 2, 3, 4, 5]), "ndarray (5,) int64"),
+        (np.array([True]), "ndarray (1,) bool [True]"),
+        (np.array([1j]), "ndarray (1,) complex128 [1j]"),
+        (np.array([0.5], dtype=np.float16), "ndarray (1,) float16 [0.5]"),
+        (np.array([1], dtype=np.uint8), "ndarray (1,) uint8 [1]"),
+        (np.array(["a"]), "ndarray (1,) <U1"),
+        (torch.tensor([[1.5, 2], [3, 4]], dtype=torch.bfloat16), "Tensor (2, 2) bfloat16 [[1.5, 2.0], [3.0, 4.0]]"),
+        (torch.zeros(5), "Tensor (5,) float32"),
+        (torch.zeros(1, dtype=torch.complex64), "Tensor (1,) complex64"),
+        (b"x", "b'x'"),
+        (1j, "1j"),
+        (0.5, "0.5"),
+        (True, "True"),
+        ({1}, "set"),
+        ("y" * 58, "'" + "y" * 58 + "'"),
+        ("y" * 59, "'" + "y" * 59 + "…"),
+    ],
+)
+def test_small_values_are_shown_and_large_ones_described(value: Any, text: str) -> None:
+    (found,) = common_problems([{"a": None}, {"a": value}])
+    assert found.what == f"rank 0 has None, rank 1 has {text}"
+
+
+def test_the_table_of_a_coverage_reads_like_this() -> None:
+    tree = {"embedding": torch.zeros(2000, 3), "b": torch.zeros(3)}
+    layout = layout_of(tree, MESH, {"embedding": ROWS, "b": PartitionSpec()})
+    broken = replace(layout, main=layout.main & ((layout.key == 0) | (layout.rank != 1)))
+    assert str(coverage(broken)).splitlines() == [
+        "tensor     shape               once  twice    not  copies",
+        "embedding  (2000, 3) float32  3,000      0  3,000       2",
+        "b          (3,) float32           3      0      0       4",
+        "",
+        "'embedding' (ranks 1, 3): [1000:2000, 0:3] has no main replica (3000 of 6000 elements); only others: "
+        "rank 1 [1000:2000, 0:3], rank 3 [1000:2000, 0:3]",
+    ]
+    assert coverage(layout).is_complete and not coverage(broken).is_complete
+
+
+def test_a_coverage_counts_tensors_that_nobody_holds() -> None:
+    layout = mesh_columns(dict.fromkeys("ab", KIND), MESH, dict.fromkeys("ab", ROWS))
+    found = coverage(select_rows(layout, np.flatnonzero(layout.key == 0)))
+    assert (found.once.tolist(), found.twice.tolist(), found.missing.tolist()) == ([24, 0], [0, 0], [0, 24])
+    assert found.copies.tolist() == [2, 0]
+    assert {column.dtype for column in (found.once, found.twice, found.missing)} == {np.dtype(np.int64)}
+    empty = coverage([{"e": ShardedTensor.from_rank_offsets("e", torch.zeros(0, 3))}] * 1)
+    assert (empty.copies.tolist(), empty.once.tolist(), empty.is_complete) == ([1], [0], True)
+    assert isinstance(found, Coverage)
+
+
+@pytest.mark.parametrize(
+    ("shape", "spec", "grid"),
+    [
+        ((4, 6), PartitionSpec("tp"), (2, 1)),
+        ((4, 6), PartitionSpec(("dp", "tp"), None), (4, 1)),
+        ((4, 6), PartitionSpec("dp", "tp"), (2, 2)),
+        ((4, 6), PartitionSpec(), (1, 1)),
+        ((4, 6), PartitionSpec(None, ("dp", "tp")), None),
+        ((5, 6), PartitionSpec("tp"), None),
+        ((0, 6), PartitionSpec("tp"), None),
+        ((0, 6), PartitionSpec(), (1, 1)),
+        ((8, 6), PartitionSpec((Split("tp", 2),)), None),
+        ((8, 6), PartitionSpec((Split("tp", 1),)), (2, 1)),
+        ((8, 6), PartitionSpec((Split("dp"), Split("tp", 2))), None),
+        ((16, 6), PartitionSpec((Split("tp", 4), Split("dp"))), None),
+        ((4, 6), PartitionSpec((Split("dp", 2), Split("tp"))), (4, 1)),
+        ((), PartitionSpec(), ()),
+    ],
+)
+def test_equal_parts_in_a_row_are_a_grid(shape: tuple[int, ...], spec: PartitionSpec, grid: Any) -> None:
+    parts = mesh_parts(shape, MESH, spec)
+    assert {part.grid for part in parts} == {grid}
+    assert [part.rank for part in parts] == [0, 1, 2, 3]
+
+
+def test_a_rank_of_an_empty_mesh_has_the_whole() -> None:
+    assert Mesh().coordinates(0) == {} and Mesh().rank_at() == 0 and Mesh().size == 1
+    (tree,) = shard({"w": FULL}, Mesh(), PartitionSpec())
+    assert tree["w"].global_slice() == (slice(0, 4), slice(0, 6))
+
+
+def test_any_mapping_is_a_tree_to_be_sharded() -> None:
+    trees = shard(MappingProxyType({"w": FULL}), Mesh(tp=2), ROWS)
+    assert [tree["w"].global_offset for tree in trees] == [(0, 0), (2, 0)]
+
+
+def test_one_key_may_stand_for_a_tensor_with_and_without_data() -> None:
+    for tree in ({"a": W, "b": W.without_data()}, {"a": W.without_data(), "b": W}):
+        trees = shard(tree, Mesh(tp=2), ROWS)
+        assert [trees[1][path].replica_id for path in "ab"] == [0, 2]
+
+
+def test_a_rank_with_several_boxes_has_no_memory_where_none_is_asked_for() -> None:
+    spec = PartitionSpec((Split("tp", 2),))
+    (factory, _) = (tree["w"] for tree in abstract({"w": torch.zeros(8, 6)}, Mesh(tp=2), spec))
+    assert isinstance(factory, ShardedTensorFactory)
+    assert factory.data.is_meta and tuple(factory.data.shape) == (4, 6) and factory.data.dtype == torch.float32
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_the_boxes_of_a_part_are_padded_as_the_part_is(padded: bool) -> None:
+    for spec in (PartitionSpec((Split("tp", 2),)), ROWS):
+        part = mesh_part((8, 6), Mesh(tp=2), spec, 1)
+        assert part is not None
+        made = part_shard("w", None, torch.int8, part, allow_shape_mismatch=padded)
+        shards = made.build() if isinstance(made, ShardedTensorFactory) else [made]
+        assert [(one.allow_shape_mismatch, one.dtype, one.data) for one in shards] == [
+            (padded, torch.int8, None)
+        ] * len(shards)
+    assert not part_shard("w", None, torch.int8, part).allow_shape_mismatch  # type: ignore[union-attr]
+
+
+def test_an_open_last_size_ends_with_its_last_object() -> None:
+    items = [ShardedObject("o", number, (2, -1), place) for number, place in enumerate([(0, 3), (1, 1), (0, 0)])]
+    held = held_arrays(items)["o"]
+    assert held.all_shapes == ((2, 4),) and held.shapes == {(2, -1): (2, 4)}
+    assert held.shape_as((2, -1)) == (2, 4) == held.shape_as((2, 4))
+    assert held.shape_as((2, 5)) is None
+    assert {cell: item.data for cell, item in held.mains[2, 4].items()} == {(0, 3): 0, (1, 1): 1, (0, 0): 2}
+    assert isinstance(object_columns(items), ObjectColumns)
+    (problem,) = (each for each in object_problems(object_columns(items)) if each.box == (slice(1, 2), slice(2, 4)))
+    assert "of 8 objects" in problem.what
+
+
+def test_flat_data_of_a_whole_tensor_gets_its_shape() -> None:
+    flat = ShardedTensor.from_rank_offsets_flat("f", torch.arange(24.0), (4, 6), flattened_range=slice(0, 24))
+    assert torch.equal(unshard([{"f": flat, "w": W}])["f"], FULL)
+    assert unshard([{"w": W}])["w"] is FULL
+
+
+def test_copies_are_taken_from_the_first_ranks_where_there_is_no_main_one() -> None:
+    halves = [
+        [ShardedTensor.from_rank_offsets("w", FULL[:2] + rank, (0, 0, 2), replica_id=rank + 1)] for rank in (0, 1)
+    ]
+    rest = [[ShardedTensor.from_rank_offsets("w", FULL[2:], (0, 1, 2))]]
+    assert unshard([{"w": own[0]} for own in halves + rest])["w"][0, 0] == 0
+    main = [{"w": W}, {"w": replace(W, data=FULL + 1, replica_id=1)}]
+    assert unshard(main)["w"][0, 0] == 0 == unshard(main[::-1])["w"][0, 0]

@@ -1,0 +1,422 @@
+"""check_strategy: every registered format passes, and each kind of broken backend is caught by the right law."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardtree.errors import StrategyError, UnsupportedValue
+from shardtree.mapping import ShardedObject, ShardedTensor, is_main_replica
+from shardtree.plans import Prospect
+from shardtree.storage import MemoryStorage, ReadReport
+from shardtree.strategies import (
+    AsyncRequest,
+    Checkpoint,
+    Draft,
+    StrategyAction,
+    default_strategies,
+)
+from shardtree.strategies.base import Strategy
+from shardtree.testing import StrategyReport, check_strategy
+from shardtree.testing._bits import carried
+from shardtree.trees import map_shards
+from tests.testing.legacy_zarr import write_legacy
+
+FORMATS = sorted({(backend, version) for _, backend, version in default_strategies})
+WRITERS = {("zarr", 1): write_legacy}
+NATIVE, HUGGING_FACE = ("safetensors", 1), ("huggingface", 1)
+Save, Load, Common, Metadata = (
+    StrategyAction.SAVE_SHARDED,
+    StrategyAction.LOAD_SHARDED,
+    StrategyAction.LOAD_COMMON,
+    StrategyAction.LOAD_METADATA,
+)
+
+
+# -- every format
+
+
+@pytest.mark.parametrize("name", FORMATS, ids=str)
+def test_every_registered_format_keeps_its_promises(name: tuple[str, int]) -> None:
+    report = check_strategy(*name, save=WRITERS.get(name))
+    asked = {action for action, *row in default_strategies if tuple(row) == name}
+    assert report.backend == name
+    if Load in asked:
+        assert {"regular layouts come back", "flat ranges come back", "replicas come back"} <= {*report.kept}
+
+
+def test_the_native_format_refuses_nothing_and_leaves_out_only_what_it_has_no_row_for() -> None:
+    report = check_strategy(*NATIVE, examples=1)
+    assert report.refused == ()
+    assert dict(report.left_out) == {"the format is recognised, and nothing else": "no row for recognize"}
+
+
+def test_it_runs_on_files_too(tmp_path: Path) -> None:
+    places = iter(range(10**6))
+    report = check_strategy(*HUGGING_FACE, directory=lambda: tmp_path / str(next(places)), examples=2)
+    assert "the format is recognised, and nothing else" in report.kept
+    assert next(places) > 100
+
+
+# -- faults, each a wrapper around the native format's row
+
+Fault = Callable[..., Any]
+DEATHS = "a save that dies leaves no checkpoint, or a whole one"
+RECOGNISED = "the format is recognised, and nothing else"
+
+
+def native(action: StrategyAction) -> Strategy:
+    return default_strategies[action, *NATIVE]
+
+
+def saving(change: Callable[[list[Any]], list[Any]]) -> Fault:
+    """Return a SAVE_SHARDED that writes something else than it was given."""
+
+    def save_sharded(draft: Draft, shards: Sequence[ShardedTensor | ShardedObject]) -> AsyncRequest[Any]:
+        return native(Save)(draft, change(list(shards)))
+
+    return save_sharded
+
+
+def loading(change: Callable[[ShardedTensor], ShardedTensor | None]) -> Fault:
+    """Return a LOAD_SHARDED that reads another box for some shards, or nothing."""
+
+    def load_sharded(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> ReadReport:
+        chosen = [other for shard in shards if (other := change(shard)) is not None]
+        return native(Load)(checkpoint, chosen)
+
+    return load_sharded
+
+
+def tensors_alone(change: Callable[[ShardedTensor], Any]) -> Callable[[list[Any]], list[Any]]:
+    return lambda shards: [change(shard) if isinstance(shard, ShardedTensor) else shard for shard in shards]
+
+
+def swapped(shards: list[Any]) -> list[Any]:
+    """Give two chunks of one shape each other's values."""
+    for one in range(len(shards) - 1):
+        pair = shards[one], shards[one + 1]
+        kinds = {(tuple(each.data.shape), each.dtype) for each in pair if isinstance(each, ShardedTensor)}
+        if len(kinds) == 1 and all(isinstance(each, ShardedTensor) and each.data.numel() for each in pair):
+            shards[one : one + 2] = [replace(pair[n], data=pair[1 - n].data) for n in (0, 1)]
+            break
+    return shards
+
+
+def truncated(shard: ShardedTensor) -> ShardedTensor:
+    data = shard.data.clone()
+    if data.ndim and data.shape[0] > 1 and data.dtype == torch.float32:
+        data[-1] = 0  # what was never written reads as zeros
+    return replace(shard, data=data)
+
+
+def as_bfloat16(shard: ShardedTensor) -> ShardedTensor:
+    wide = shard.dtype in (torch.float32, torch.float64)
+    return replace(shard, data=shard.data.bfloat16().to(shard.dtype)) if wide else shard
+
+
+def from_its_beginning(shard: ShardedTensor) -> ShardedTensor:
+    """Fill a flat range as if it began where its box does."""
+    flat = shard.flattened_range
+    return shard if flat is None else replace(shard, flattened_range=slice(0, flat.stop - flat.start))
+
+
+def from_the_corner(shard: ShardedTensor) -> ShardedTensor:
+    return replace(shard, global_offset=(0,) * len(shard.global_offset), axis_fragmentations=None)
+
+
+def hasty(draft: Draft, shards: Any) -> AsyncRequest[Any]:
+    """Say that there is a checkpoint before anything is written."""
+    request = native(Save)(draft, shards)
+
+    def write() -> Any:
+        fields = b'{"sharded_backend": "safetensors", "sharded_backend_version": 1, "common_backend": "safetensors", '
+        early = fields + b'"common_backend_version": 1}'
+        if draft.world.rank == 0 and draft.before is None:
+            draft.storage.write("metadata.json", [memoryview(early)], durable=False)
+        written = request.async_fn()
+        if draft.world.rank == 0 and draft.before is None:
+            draft.storage.remove("metadata.json")
+        return written
+
+    return replace(request, async_fn=write)
+
+
+def eager(draft: Draft, shards: Any) -> AsyncRequest[Any]:
+    """Write while preparing."""
+    request = native(Save)(draft, shards)
+    written = request.async_fn()
+    return replace(request, async_fn=lambda: written)
+
+
+def lists_for_tuples(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: lists_for_tuples(child) for key, child in value.items()}
+    return [lists_for_tuples(child) for child in value] if type(value) in (list, tuple) else value
+
+
+def grown(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Say that each tensor with axes begins one row further down."""
+    found = dict(native(Metadata)(checkpoint))
+    for key, leaf in found.items():
+        if isinstance(leaf, ShardedTensor) and leaf.global_shape:
+            offset, shape = (1, *leaf.global_offset[1:]), (leaf.global_shape[0] + 1, *leaf.global_shape[1:])
+            found[key] = replace(leaf, global_offset=offset, global_shape=shape, axis_fragmentations=None)
+    return found
+
+
+def forgetful(checkpoint: Checkpoint, objects: Sequence[ShardedObject]) -> list[Any]:
+    found = native(StrategyAction.LOAD_OBJECTS)(checkpoint, objects)
+    return found[:1] * len(found)
+
+
+def greedy(checkpoint: Checkpoint, key_prefix: str) -> None:
+    native(StrategyAction.REMOVE_SHARDED)(checkpoint, key_prefix[:-8])
+
+
+def mangled(draft: Draft, shards: Any) -> AsyncRequest[Any]:
+    """Work in the memory of the tensors that are saved."""
+    for shard in shards:
+        if isinstance(shard, ShardedTensor) and shard.data.is_floating_point() and not shard.data.requires_grad:
+            shard.data.mul_(1)
+            shard.data.add_(1)
+    return native(Save)(draft, shards)
+
+
+def raw(draft: Draft, shards: Any) -> AsyncRequest[Any]:
+    if any(isinstance(shard, ShardedTensor) and shard.dtype.is_complex for shard in shards):
+        raise TypeError("Got unsupported ScalarType ComplexDouble")
+    return native(Save)(draft, shards)
+
+
+def refusing(draft: Draft, shards: Any) -> AsyncRequest[Any]:
+    raise UnsupportedValue("this format holds nothing")
+
+
+FAULTS: dict[str, tuple[StrategyAction, Fault, str, str]] = {
+    # name: the row, its fault, the promise that must be named, what is said of it
+    "drops a replica when it saves": (
+        Save,
+        saving(lambda shards: [shard for shard in shards if is_main_replica(shard.replica_id)]),
+        "replicas come back",
+        "",
+    ),
+    "drops a replica when it loads": (
+        Load,
+        loading(lambda shard: shard if is_main_replica(shard.replica_id) else None),
+        "replicas come back",
+        "",
+    ),
+    "swaps two chunks": (
+        Save,
+        saving(swapped),
+        "several tensors come back, each as itself",
+        "'[ab]': 24 of 24 elements",
+    ),
+    "truncates": (
+        Save,
+        saving(tensors_alone(truncated)),
+        "regular layouts come back",
+        r"found 0 \(0x00000000\), expected 19 \(0x41980000\)",
+    ),
+    "casts": (
+        Save,
+        saving(tensors_alone(as_bfloat16)),
+        "every dtype comes back bit for bit",
+        "float64: tensors differ",
+    ),
+    "loses a shard without elements": (
+        Save,
+        saving(lambda shards: [one for one in shards if isinstance(one, ShardedObject) or one.data.numel()]),
+        "shards without elements come back",
+        "a tensor without elements: raised our KeyMismatch",
+    ),
+    "ignores a flat range": (Load, loading(from_its_beginning), "flat ranges come back", "'w': .* elements differ"),
+    "ignores an offset": (Load, loading(from_the_corner), "regular layouts come back", "loaded as 2 ranks' rows: "),
+    "says a wrong offset": (Metadata, grown, "metadata says what was saved", r"at \(1, 0\) in \(5, 6\)"),
+    "forgets an object": (
+        StrategyAction.LOAD_OBJECTS,
+        forgetful,
+        "objects come back, each as itself",
+        "rank 0 of 1 found",
+    ),
+    "loses a tuple": (
+        Common,
+        lambda checkpoint: lists_for_tuples(native(Common)(checkpoint)),
+        "the common state comes back as it was",
+        r"a tuple: rank 0 found \[1, 2\], expected \(1, 2\)",
+    ),
+    "counts before it is written": (Save, hasty, DEATHS, "dies at write"),
+    "writes while it prepares": (Save, eager, "nothing is written before the request runs", "preparing wrote"),
+    "removes too much": (
+        StrategyAction.REMOVE_SHARDED,
+        greedy,
+        "removal takes what has the prefix, and no more",
+        "removing 'exp_avg.' leaves",
+    ),
+    "verifies nothing": (
+        StrategyAction.VERIFY,
+        lambda checkpoint: (),
+        "verify sees flipped bits, or says that it can't",
+        "doesn't see byte",
+    ),
+    "lists a file of others": (
+        StrategyAction.LIST_FILES,
+        lambda checkpoint: (*native(StrategyAction.LIST_FILES)(checkpoint), "notes.txt"),
+        "the checkpoint's files are listed, and no others",
+        r"lists \['notes.txt'\]",
+    ),
+    "expects nothing to go wrong": (
+        StrategyAction.EXPLAIN,
+        lambda checkpoint, shards, cast: Prospect(),
+        "explain says what a load would do",
+        "a key that isn't stored: says",
+    ),
+    "works in the caller's memory": (Save, mangled, "any strides are saved", "changed the tensor that it was given"),
+    "lets a raw error through": (Save, raw, "every dtype comes back bit for bit", "complex128: raised a raw TypeError"),
+    "refuses everything": (Save, refusing, "regular layouts come back", "was refused, which no format may"),
+    "takes other arguments": (Load, lambda checkpoint: None, "rows fit their protocols", "too many positional"),
+}
+
+
+def caught(name: tuple[str, int], action: StrategyAction, fault: Fault, promise: str) -> str:
+    """Return what the one promise says of a faulty row."""
+    table = default_strategies | {(action, *name): fault}
+    with pytest.raises(AssertionError) as failure:
+        check_strategy(*name, strategies=table, only=[promise])
+    return str(failure.value)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_it_catches_a_backend_that(name: str) -> None:
+    action, fault, promise, said = FAULTS[name]
+    text = caught(NATIVE, action, fault, promise)
+    assert re.search(rf"^  {re.escape(promise)}: not in \d+ of \d+ case", text, re.MULTILINE), text
+    assert re.search(said, text), text
+    assert check_strategy(*NATIVE, only=[promise]).kept == (promise,)
+
+
+def test_it_catches_a_backend_that_recognises_everything() -> None:
+    fields = {"sharded_backend": "huggingface", "sharded_backend_version": 1}
+    both = fields | {"common_backend": "huggingface", "common_backend_version": 1}
+    row = StrategyAction.RECOGNIZE
+    everything = lambda storage: default_strategies[row, *HUGGING_FACE](storage) or both  # noqa: E731
+    text = caught(HUGGING_FACE, row, everything, RECOGNISED)
+    assert re.search(r"the format is recognised, and nothing else: not in \d of 7 cases", text), text
+    assert "an empty folder: takes it for" in text
+
+
+def test_all_that_is_broken_is_told_at_once() -> None:
+    table = default_strategies | {(Save, *NATIVE): saving(swapped), (Common, *NATIVE): lambda checkpoint: {}}
+    with pytest.raises(AssertionError) as failure:
+        check_strategy(*NATIVE, strategies=table)
+    text = str(failure.value)
+    assert re.match(r"\('safetensors', 1\) breaks \d+ of \d+ promises\n", text)
+    for promise in ("several tensors come back", "removal takes", "the common state comes back", "common values keep"):
+        assert f"\n  {promise}" in text, text
+    assert "and 15 more" in text  # common values, of which the first three are told
+    assert "random states" not in text
+
+
+def test_what_the_plain_cases_do_not_show_random_ones_find_and_shrink() -> None:
+    """A fault that needs three axes, of which the cases have none."""
+
+    def turned(shard: ShardedTensor) -> ShardedTensor:
+        if shard.data.ndim != 3 or not shard.data.numel():
+            return shard
+        return replace(shard, data=carried(shard.data).flip(2).view(shard.dtype))
+
+    table = default_strategies | {(Save, *NATIVE): saving(tensors_alone(turned))}
+    only = ["random states come back in random layouts"]
+    with pytest.raises(AssertionError, match=only[0]) as failure:
+        check_strategy(*NATIVE, strategies=table, examples=100, only=only)
+    text = str(failure.value)
+    assert re.search(r"GlobalState\(tensors=\{'\S+': '\S+ \(1, 1, \d\)'\}, objects=\{\}, common=\{\}\)", text), text
+    assert text.count("Piece(") == 2, text  # one to save, one to load
+
+
+# -- other tables, other names
+
+
+def test_rows_may_be_wrapped_and_go_by_another_name() -> None:
+    """A table that only this call knows: the zarr rows under a name of their own, each counted."""
+    counts: dict[StrategyAction, int] = {}
+
+    def counted(action: StrategyAction, fn: Strategy) -> Strategy:
+        def row(*args: Any) -> Any:
+            counts[action] = counts.get(action, 0) + 1
+            return fn(*args)
+
+        return row
+
+    rows = {action: fn for (action, *name), fn in default_strategies.items() if tuple(name) == NATIVE}
+    table = default_strategies | {(action, *NATIVE): counted(action, fn) for action, fn in rows.items()}
+    assert check_strategy(*NATIVE, strategies=table, examples=1).refused == ()
+    uncalled = {action for action in rows if action not in counts}
+    assert uncalled <= {StrategyAction.SAVE_OBJECTS}, uncalled
+
+
+def test_an_unknown_promise_is_an_error() -> None:
+    with pytest.raises(StrategyError, match=r"no such promise\n  'scalars'\n[\s\S]*scalars come back"):
+        check_strategy(*NATIVE, only=["scalars"])
+
+
+def test_a_name_without_rows_is_an_error() -> None:
+    with pytest.raises(StrategyError, match=r"no row is for \('punch cards', 1\)"):
+        check_strategy("punch cards", 1)
+
+
+def test_a_format_that_is_only_read_is_asked_nothing_without_a_writer() -> None:
+    report = check_strategy("zarr", 1)
+    assert report.kept == ("rows fit their protocols", "what is written can be read")
+    assert report.left_out["regular layouts come back"] == "no row for saving; pass save="
+    assert report.left_out["any strides are saved"] == "no row for saving"
+    assert report.left_out["removal takes what has the prefix, and no more"] == "no row for remove_sharded"
+
+
+def test_a_writer_that_writes_something_else_is_caught() -> None:
+    def flipped(trees: Any, place: Any) -> None:
+        write_legacy(
+            map_shards(
+                lambda leaf: replace(leaf, data=leaf.data.flip(-1)) if isinstance(leaf, ShardedTensor) else leaf, trees
+            ),
+            place,
+        )
+
+    with pytest.raises(AssertionError, match="regular layouts come back"):
+        check_strategy("zarr", 1, save=flipped, only=["regular layouts come back"])
+
+
+def test_the_report_reads_itself() -> None:
+    only = ["scalars come back", "every dtype comes back bit for bit", "objects come back, each as itself"]
+    text = str(check_strategy(*HUGGING_FACE, only=only))
+    assert text.startswith("('huggingface', 1) keeps ")
+    assert "refused: every dtype comes back bit for bit: bits16, " in text
+    assert "left out: objects come back, each as itself: it is refused: " in text
+    assert isinstance(StrategyReport(("x", 1), ()).left_out, dict)
+
+
+def test_the_same_cases_run_each_time() -> None:
+    seen: list[list[tuple[Any, ...]]] = []
+
+    def noted(draft: Draft, shards: Any) -> AsyncRequest[Any]:
+        seen[-1] += [(shard.key, shard.replica_id) for shard in shards if draft.world.rank == 0]
+        return native(Save)(draft, shards)
+
+    for _ in range(2):
+        seen.append([])
+        table = default_strategies | {(Save, *NATIVE): noted}
+        check_strategy(
+            *NATIVE, strategies=table, only=["flat ranges come back", "random states come back in random layouts"]
+        )
+    assert seen[0] == seen[1] and len(seen[0]) > 10
+
+
+def test_memory_is_where_checkpoints_go_by_default() -> None:
+    assert isinstance(check_strategy.__kwdefaults__["directory"](), MemoryStorage)

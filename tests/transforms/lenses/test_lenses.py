@@ -1,0 +1,400 @@
+"""Lenses, case by case: dtypes, lazy and meta tensors, parameters, empty tensors, and what wrong input gets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import shardtree as st
+from shardtree.errors import CheckpointingException, MetadataError, ShapeError, TreeError
+from shardtree.lazy import LazyTensor, stored
+from shardtree.testing import (
+    LENS_CASES,
+    STORABLE_DTYPES,
+    check_lens,
+    check_pure,
+    cut,
+    even_layout,
+    first_difference,
+    random_bits,
+)
+from shardtree.transforms import (
+    PADDING,
+    AxisRuns,
+    Lens,
+    as_factory,
+    attention_qkv,
+    compose_factories,
+    expert_keys,
+    expert_stack,
+    factories_by_pattern,
+    gate_and_up,
+    grouped_runs,
+    joined_parts,
+    lenses_by_pattern,
+    mapped_axis,
+    padded_axis,
+    rearranged,
+    renamed,
+    rotary_halves,
+    stacked_layers,
+    tied,
+    transposed,
+    unstacked_layers,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+cases = pytest.mark.parametrize("name", LENS_CASES)
+GATED = gate_and_up(tensor_parallel=2)
+
+
+def held(shape: tuple[int, ...], key: str = "w", *, prepended: int = 0) -> st.ShardedTensor:
+    data = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
+    return st.ShardedTensor.from_rank_offsets(key, data, prepend_axis_num=prepended)
+
+
+def of_case(name: str) -> st.ShardedTensor:
+    case = LENS_CASES[name]
+    return held(case.shape[case.prepended :], case.keys[0], prepended=case.prepended)
+
+
+def check_back(lens: Lens, shard: st.ShardedTensor) -> None:
+    built = lens(shard)
+    assert first_difference(built.merge([part.data for part in built.shards]), shard.data) is None
+
+
+@pytest.mark.parametrize("dtype", STORABLE_DTYPES, ids=str)
+def test_every_dtype_goes_through_every_kind_of_lens(dtype: torch.dtype) -> None:
+    lens = compose_factories(padded_axis(6, axis=1), GATED, rearranged("(a b) c -> (b c) a", a=2), transposed())
+    whole = random_bits((8, 6), dtype, 1)
+    check_lens(lens, [shard for rank in (0, 1) for shard in cut(even_layout((8, 6), 2, 1), "w", whole, rank)])
+
+
+@cases
+def test_lenses_are_pure_and_take_parameters(name: str) -> None:
+    case, shard = LENS_CASES[name], of_case(name)
+    parameter = torch.nn.Parameter(shard.data.clone())
+    factory = check_pure(as_factory, replace(shard, data=parameter), case.lens)
+    built = check_pure(st.apply_factories, {"w": factory})
+    assert not any(leaf.data.requires_grad for leaf in built["w"].values() if isinstance(leaf, st.ShardedTensor))
+    assert factory.data is parameter
+    assert (parameter.grad, parameter.requires_grad, parameter._version) == (None, True, 0)
+
+
+@cases
+def test_strided_tensors_are_stored_as_dense_ones(name: str) -> None:
+    case, shard = LENS_CASES[name], of_case(name)
+    wide = torch.empty(tuple(2 * size for size in shard.data.shape))
+    view = wide[tuple(slice(None, None, 2) for _ in shard.data.shape)].copy_(shard.data)
+    for left, right in zip(case.lens(shard).shards, case.lens(replace(shard, data=view)).shards, strict=True):
+        assert first_difference(left.data, right.data) is None
+
+
+@cases
+def test_lazy_tensors_are_read_last(name: str) -> None:
+    case, shard = LENS_CASES[name], of_case(name)
+    reads = []
+
+    def read_box(offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+        reads.append(offset)
+        return shard.data[tuple(slice(low, low + size) for low, size in zip(offset, shape, strict=True))].clone()
+
+    lazy = replace(shard, data=stored(read_box, tuple(shard.data.shape), shard.dtype, name=shard.key))
+    built, expected = case.lens(lazy), case.lens(shard)
+    merged = built.merge([part.data for part in built.shards])
+    assert not reads
+    assert isinstance(merged, LazyTensor)
+    for left, right in zip(built.shards, expected.shards, strict=True):
+        assert first_difference(left.data.read(), right.data.contiguous()) is None
+    assert first_difference(merged.read(), expected.merge([part.data for part in expected.shards])) is None
+
+
+@cases
+def test_meta_tensors_are_described(name: str) -> None:
+    case, shard = LENS_CASES[name], of_case(name)
+    built = case.lens(replace(shard, data=shard.data.to("meta")))
+    assert [part.data.shape for part in built.shards] == [part.local_shape for part in case.lens(shard).shards]
+    assert built.merge([part.data for part in built.shards]).shape == shard.data.shape
+
+
+@pytest.mark.parametrize("name", [name for name, case in LENS_CASES.items() if case.shape])
+def test_without_elements_there_is_nothing_but_shapes(name: str) -> None:
+    """The axis that a lens is about keeps its length; another one is 0 long."""
+    case = LENS_CASES[name]
+    for axis in range(case.prepended, len(case.shape)):
+        shape = (*case.shape[:axis], 0, *case.shape[axis + 1 :])
+        shard = held(shape[case.prepended :], case.keys[0], prepended=case.prepended)
+        try:
+            built = as_factory(shard, case.lens).build()
+        except ShapeError as error:  # of heads or a vocabulary there is a number
+            assert "0" in str(error)
+            continue
+        parts = [leaf for leaf in built.values() if isinstance(leaf, st.ShardedTensor)]
+        assert all(part.data.numel() == 0 for part in parts)
+        found = st.apply_factory_merges(
+            st.map_shards(lambda leaf: leaf.data if isinstance(leaf, st.ShardedTensor) else leaf, {"w": built}),
+            {"w": as_factory(shard, case.lens)},
+        )
+        assert found["w"].shape == shard.data.shape
+
+
+@pytest.mark.parametrize(
+    "lens", [GATED, rearranged("(a b) c -> a b c", a=2), rotary_halves(head_size=2), expert_stack(experts=2)]
+)
+def test_an_axis_of_length_0_is_stored_as_such(lens: Lens) -> None:
+    built = lens(held((0, 3)))
+    assert built.shards
+    assert all(0 in part.global_shape for part in built.shards)
+    assert built.merge([part.data for part in built.shards]).shape == (0, 3)
+
+
+def test_a_rank_without_rows_stores_nothing() -> None:
+    none = st.ShardedTensor("w", torch.zeros(0, 3), torch.float32, (0, 3), (8, 3), (8, 0), None)
+    lenses = [
+        GATED,
+        rearranged("(a b) c -> a b c", a=2),
+        rearranged("(a b) c -> (b a) c", a=2),
+        expert_stack(experts=2),
+    ]
+    for lens in lenses:
+        assert lens(none).shards == ()
+        assert lens(none).merge([]).shape == (0, 3)
+
+
+def test_rows_of_one_box_are_views() -> None:
+    data = torch.zeros(8, 3)
+    shard = st.ShardedTensor.from_rank_offsets("w", data, (0, 1, 2))
+    for lens in (
+        GATED,
+        transposed(),
+        expert_keys("w", experts=4),
+        unstacked_layers("w"),
+        rearranged("(a b) c -> c a b", a=4),
+    ):
+        for part in lens(shard).shards:
+            assert part.data.untyped_storage().data_ptr() == data.untyped_storage().data_ptr()
+
+
+def test_replicas_and_prepended_axes_stay() -> None:
+    shard = replace(held((8, 3), prepended=2), replica_id=(0, 4))
+    for part in compose_factories(GATED, transposed(), rearranged("d (a f) -> a d f", a=2))(shard).shards:
+        assert part.replica_id == (0, 4)
+        assert (part.prepend_axis_num, part.global_shape[:2]) == (2, (1, 1))
+
+
+def test_padding_is_filled_and_need_not_be_stored() -> None:
+    table = st.ShardedTensor.from_rank_offsets("w", torch.ones(4), (0, 2, 3))  # rows 8 to 11 of 12, all padding
+    lens = padded_axis(7, fill=5)
+    assert lens(table).shards == ()
+    assert torch.equal(lens(table).merge([]), torch.full((4,), 5.0))
+    built = as_factory(table, lens).build()
+    assert list(built) == ["merge"]
+
+
+def test_a_padded_axis_may_also_be_stored_with_another_padding() -> None:
+    shard = replace(held((8, 2)), allow_shape_mismatch=True)
+    assert [part.allow_shape_mismatch for part in padded_axis(5)(shard).shards] == [True]
+
+
+def test_layers_numbered_by_stage_get_the_model_s_numbers() -> None:
+    [part] = stacked_layers("layers", 6, first=4)(held((2,), "layers.1.norm")).shards
+    assert (part.key, part.global_offset) == ("layers.norm", (5, 0))
+
+
+def test_a_state_is_stored_beside_its_parameter() -> None:
+    lens = compose_factories(
+        attention_qkv(heads=4, head_size=1, part="qkv", names=("q", "k", "v")), stacked_layers("layers", 4)
+    )
+    factory = as_factory(held((12, 2), "layers.3.qkv.weight"), lens)
+    state = replace(
+        factory, key=f"optimizer.state.exp_avg.{factory.key}", data=torch.zeros(5), flattened_range=slice(3, 8)
+    )
+    keys = {leaf.key for leaf in state.build().values() if isinstance(leaf, st.ShardedTensor)}
+    assert keys <= {f"optimizer.state.exp_avg.layers.{name}.weight" for name in "qkv"}
+
+
+def test_factories_by_pattern_takes_the_first_pattern_and_leaves_the_rest() -> None:
+    tree = {"a": held((4,), "h.0.w"), "b": held((4,), "h.0.b"), "step": 3}
+    found = factories_by_pattern(tree, {"**.w": renamed("w", "first"), "h.**": renamed("h", "g")})
+    keys = {name: found[name].build()["0"].key for name in "ab"}
+    assert keys == {"a": "h.0.first", "b": "g.0.b"}
+    assert found["step"] == 3
+    assert factories_by_pattern(tree, {"x.**": transposed()}, absent=["x.**"]) == tree
+
+
+def test_states_in_a_tree_get_their_parameter_s_lens() -> None:
+    """A state that is stored as it is held, beside a parameter that isn't, would come back with rows of other ranks."""
+    keys = ["layers.0.fc1.weight", "optimizer.state.exp_avg.layers.0.fc1.weight", "layers.0.fc2.weight"]
+    found = factories_by_pattern([held((4,), key) for key in keys], {"layers.*.fc1.weight": GATED})
+    assert [isinstance(each, st.ShardedTensorFactory) for each in found] == [True, True, False]
+
+
+def test_a_state_goes_the_way_of_its_parameter_whatever_stands_before_its_key() -> None:
+    lens = lenses_by_pattern({"layers.*.q": rotary_halves(head_size=4), "**": None})
+    for key in ("layers.0.q", "optimizer.state.exp_avg.layers.0.q", "ema.layers.0.q"):
+        assert lens(held((4,), key)).shards[0].data.tolist() == [0, 2, 1, 3]
+    assert lens(held((4,), "layers.0.qq")).shards[0].data.tolist() == [0, 1, 2, 3]
+
+
+def runs(length: Any, part: Any, start: Any, sizes: Any) -> AxisRuns:
+    return AxisRuns(np.array(length), np.array(part), np.array(start), sizes)
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], type[CheckpointingException], str]] = {
+    "rows that ranks don't divide": (lambda: gate_and_up(tensor_parallel=3)(held((8, 2))), ShapeError, "global shape"),
+    "no ranks": (lambda: gate_and_up(tensor_parallel=0), MetadataError, "1 or more"),
+    "ranks that are no number": (lambda: gate_and_up(tensor_parallel=2.0), MetadataError, "an int"),  # type: ignore[arg-type]
+    "no such axis": (lambda: gate_and_up(tensor_parallel=1, axis=2)(held((8, 2))), ShapeError, "no such axis"),
+    "a part without names": (lambda: gate_and_up(tensor_parallel=1, part="w"), TreeError, "not names of parts"),
+    "one name too few": (lambda: gate_and_up(tensor_parallel=1, part="w", names=("a",)), TreeError, "2 different"),
+    "a name twice": (lambda: gate_and_up(tensor_parallel=1, part="w", names=("a", "a")), TreeError, "2 different"),
+    "a part that isn't there": (
+        lambda: gate_and_up(tensor_parallel=1, part="x", names=("a", "b"))(held((2,))),
+        TreeError,
+        "'x' 0 times in 'w'",
+    ),
+    "groups that don't divide the heads": (
+        lambda: attention_qkv(heads=4, head_size=1, query_groups=3),
+        MetadataError,
+        "a divisor of 4 heads",
+    ),
+    "ranks that share a group": (
+        lambda: attention_qkv(heads=8, head_size=1, query_groups=2, held="concatenated", tensor_parallel=4),
+        MetadataError,
+        "hold copies of its keys and values",
+    ),
+    "another number of heads": (lambda: attention_qkv(heads=4, head_size=1)(held((13, 2))), ShapeError, "query groups"),
+    "an unknown form": (lambda: attention_qkv(heads=4, head_size=1, held="mixed"), MetadataError, "one of"),  # type: ignore[arg-type]
+    "an odd head": (lambda: rotary_halves(head_size=3), MetadataError, "even number"),
+    "rows that aren't heads": (lambda: rotary_halves(head_size=4)(held((6,))), ShapeError, "heads of 4"),
+    "a key without a number": (lambda: stacked_layers("layers", 4)(held((2,), "layers.w")), TreeError, "0 times"),
+    "a key with two numbers": (
+        lambda: stacked_layers("layers", 4)(held((2,), "layers.0.layers.1.w")),
+        TreeError,
+        "2 times",
+    ),
+    "a layer too many": (lambda: stacked_layers("layers", 4)(held((2,), "layers.4.w")), TreeError, "below 4 layers"),
+    "layers of a scalar": (lambda: unstacked_layers("w")(held(())), ShapeError, "a first axis"),
+    "experts that don't divide": (lambda: expert_stack(experts=3)(held((8, 2))), ShapeError, "a multiple of 3"),
+    "no pattern": (lambda: rearranged("a b"), MetadataError, "axes -> axes"),
+    "names on one side": (lambda: rearranged("a b -> a c"), MetadataError, "axes -> axes"),
+    "a name twice in a pattern": (lambda: rearranged("a a -> a a"), MetadataError, "axes -> axes"),
+    "nested parentheses": (lambda: rearranged("((a b) c) -> a b c", a=2, b=2), MetadataError, "axes -> axes"),
+    "empty parentheses": (lambda: rearranged("() a -> a"), MetadataError, "axes -> axes"),
+    "two unknown sizes": (lambda: rearranged("(a b) -> a b"), MetadataError, "a=...|b=..."),
+    "a size of no name": (lambda: rearranged("a -> a", b=2), MetadataError, "names in the pattern"),
+    "a size that doesn't divide": (
+        lambda: rearranged("(a b) c -> a b c", a=3)(held((8, 2))),
+        ShapeError,
+        "axis 0 is 8, not a multiple of a=3",
+    ),
+    "a size that isn't the axis's": (lambda: rearranged("a b -> b a", b=3)(held((8, 2))), ShapeError, "axis 1 is 2"),
+    "a pattern of other axes": (lambda: rearranged("a b -> b a")(held((8,))), ShapeError, "2 axes"),
+    "an axis shorter than what is stored": (lambda: padded_axis(9)(held((8, 2))), ShapeError, "9 or more"),
+    "padding that the dtype has not": (
+        lambda: padded_axis(1, fill=2)(replace(held((2,)), data=None, dtype=torch.uint7)).merge(
+            [torch.empty(1, dtype=torch.uint8).view(torch.uint7)]
+        ),
+        ShapeError,
+        "padding of 2",
+    ),
+    "a key that no pattern fits": (
+        lambda: lenses_by_pattern({"x": None})(held((2,))),
+        TreeError,
+        "no pattern fits 'w'",
+    ),
+    "no patterns": (lambda: lenses_by_pattern({}), MetadataError, "patterns and lenses"),
+    "no axes": (lambda: transposed()(held((2,))), ShapeError, "no such axes"),
+    "an empty name": (lambda: renamed("w", ""), TreeError, "not names"),
+    "an empty part": (lambda: tied("", "w"), TreeError, "not names"),
+    "a flat range": (
+        lambda: GATED(
+            st.ShardedTensor.from_rank_offsets_flat("w", torch.zeros(3), (8, 2), flattened_range=slice(0, 3))
+        ),
+        ShapeError,
+        "as_factory",
+    ),
+    "a flat range, renamed": (
+        lambda: renamed("w", "v")(
+            st.ShardedTensor.from_rank_offsets_flat("w", torch.zeros(3), (8, 2), flattened_range=slice(0, 3))
+        ),
+        ShapeError,
+        "isn't a box",
+    ),
+    "a stored shape that may differ": (
+        lambda: GATED(replace(held((8, 2)), allow_shape_mismatch=True)),
+        ShapeError,
+        "padded_axis",
+    ),
+    "no shard": (lambda: as_factory(torch.zeros(2), GATED), MetadataError, "a ShardedTensor"),  # type: ignore[arg-type]
+    "no lens": (lambda: as_factory(held((2,)), "gate_and_up"), MetadataError, "a lens"),  # type: ignore[arg-type]
+    "no lens in a composition": (lambda: compose_factories([GATED]), MetadataError, r"lenses\[0\]"),  # type: ignore[arg-type]
+    "no lens for a pattern": (lambda: factories_by_pattern({}, {"w": None}), MetadataError, "a lens"),  # type: ignore[dict-item]
+    "a pattern for nothing": (lambda: factories_by_pattern({}, {"w": GATED}), TreeError, "fit no tensor"),
+    "data of another shape": (
+        lambda: replace(as_factory(held((8, 2)), GATED), data=torch.zeros(8)).build(),
+        ShapeError,
+        "rule of its own",
+    ),
+    "data of another range": (
+        lambda: replace(as_factory(held((8, 2)), GATED), data=torch.zeros(8), flattened_range=slice(0, 9)).build(),
+        ShapeError,
+        r"expected \(9,\)",
+    ),
+    "parts of other shapes": (
+        lambda: st.apply_factory_merges(
+            {"w": {**as_factory(held((8, 2)), transposed()).build(), "0": torch.zeros(8, 2)}},
+            {"w": as_factory(held((8, 2)), transposed())},
+        ),
+        ShapeError,
+        "not what was built",
+    ),
+    "runs that overlap": (lambda: runs([2, 2], [0, 0], [0, 1], (4,)), ShapeError, r"\[0:2\], \[1:3\]"),
+    "runs with a gap": (lambda: runs([2], [0], [1], (3,)), ShapeError, "each of its 3 places"),
+    "runs of a part too many": (lambda: runs([2], [1], [0], (2,)), ShapeError, "PADDING, or 0 to 0"),
+    "runs of fewer parts": (lambda: runs([2], [0], [0], (2, 1)), ShapeError, "part 1"),
+    "runs of negative length": (lambda: runs([3, -1], [0, 0], [0, 2], (2,)), ShapeError, "none of them negative"),
+    "columns of other lengths": (lambda: runs([2], [0, 0], [0], (2,)), ShapeError, "a length for each run"),
+    "columns that aren't numbers": (lambda: runs([2.5], [0], [0], (2,)), ShapeError, "integers"),
+    "an order of other parts": (lambda: joined_parts(grouped_runs(2, 1, (1, 1)), [0, 0]), ShapeError, "once"),
+    "runs of another axis": (
+        lambda: mapped_axis(0, lambda n: runs([2], [0], [0], (2,)))(held((3,))),
+        ShapeError,
+        "AxisRuns for 3 indices",
+    ),
+    "no runs": (lambda: mapped_axis(0, lambda n: n)(held((3,))), ShapeError, "found int"),  # type: ignore[arg-type,return-value]
+    "parts without names": (
+        lambda: mapped_axis(0, lambda n: grouped_runs(n, 1, (1, 1)))(held((2,))),
+        ShapeError,
+        "2 parts and no names",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_wrong_input_is_refused(name: str) -> None:
+    call, error, words = REFUSED[name]
+    with pytest.raises(error, match=words) as caught:
+        call()
+    text = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+    assert words.startswith(("a=", r"\[", "lenses", "expected", r"lenses\[0\]", r"expected \(")) or words in text
+
+
+def test_padding_is_no_part() -> None:
+    padded = runs([2, 1], [0, PADDING], [0, 0], (2,))
+    assert (padded.total, padded.sizes) == (3, (2,))
+    check_back(mapped_axis(0, lambda n: joined_parts(padded)), replace(held((3,)), data=torch.tensor([1.0, 2.0, 0.0])))
+
+
+def test_an_error_names_the_tensor_its_shape_and_its_path() -> None:
+    tree = {"mlp": {"fc1": as_factory(held((10, 2), "mlp.fc1.weight"), gate_and_up(tensor_parallel=4))}}
+    with pytest.raises(ShapeError) as caught:
+        st.apply_factories(tree)
+    text = "\n".join([str(caught.value), *caught.value.__notes__])
+    for words in ("'mlp.fc1.weight'", "(10, 2)", "tree['mlp']['fc1']", "gate_and_up"):
+        assert words in text

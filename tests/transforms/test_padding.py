@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as some
+
+import shardtree as st
+from shardtree.errors import MetadataError, ShapeError, TreeError
+from shardtree.lazy import stored
+from shardtree.testing import check_pure, random_bits
+from shardtree.transforms import pad_tensors, transpose_tensors, unpad_tensors
+from tests.transforms.flat_trees import DTYPES, Tree, check_same, check_undone, flat, lazily, whole
+
+
+@some.composite
+def tables(draw: some.DrawFn) -> tuple[Tree, int]:
+    """Return two tensors of the same length along an axis, of which other axes may be cut, and that axis."""
+    axes = draw(some.integers(1, 3))
+    axis = draw(some.integers(-axes, axes - 1))
+    shape = tuple(draw(some.integers(0, 3)) for _ in range(axes))
+    other = draw(some.sampled_from([None, *(at for at in range(axes) if at != axis % axes)]))
+    ranks = [] if other is None else [(other, 1, 3)]
+    datas = [random_bits(shape, draw(DTYPES), seed=draw(some.integers(0, 99))) for _ in range(2)]
+    shards = [st.ShardedTensor.from_rank_offsets(f"{i}.table", data, *ranks) for i, data in enumerate(datas)]
+    return flat(*shards, whole("norm", torch.ones(2))), axis
+
+
+@given(tables(), some.integers(0, 3))
+def test_unpad_undoes_pad(drawn: tuple[Tree, int], more: int) -> None:
+    tree, axis = drawn
+    length = tree["0.table"].data.shape[axis]
+    pad = st.step(pad_tensors, ["*.table"], length + more, axis=axis)
+    check_undone(pad, st.step(unpad_tensors, ["*.table"], length, axis=axis), tree)
+    for padded in (pad(tree), pad(lazily(tree))):
+        for key in ("0.table", "1.table"):
+            data = padded[key].data.narrow(axis, length, more)
+            read = data if isinstance(data, torch.Tensor) else data.read()
+            assert not any(read.contiguous().view(torch.uint8).flatten().tolist()), key
+
+
+def test_the_padding_law_catches_padding_in_front() -> None:
+    tree = flat(whole("0.table", torch.arange(1, 4)))
+    in_front = flat(whole("0.table", torch.tensor([0, 1, 2, 3])))
+    check_same(unpad_tensors(pad_tensors(tree, ["*.table"], 4), ["*.table"], 3), tree)
+    with pytest.raises(AssertionError, match="table"):
+        check_same(unpad_tensors(in_front, ["*.table"], 3), tree)
+
+
+@given(tables(), some.data())
+def test_the_inverse_order_undoes_transpose(drawn: tuple[Tree, int], data: some.DataObject) -> None:
+    tree, _ = drawn
+    axes = len(tree["0.table"].local_shape)
+    order = data.draw(some.permutations(range(axes)))
+    inverse = [order.index(axis) for axis in range(axes)]
+    back = st.step(transpose_tensors, ["**.table"], inverse)
+    check_undone(st.step(transpose_tensors, ["**.table"], [axis - axes for axis in order]), back, tree)
+    reverse = st.step(transpose_tensors, ["**.table"])
+    check_undone(reverse, reverse, tree)
+
+
+def test_the_transposing_law_catches_data_that_stay() -> None:
+    square = torch.arange(4).reshape(2, 2)
+    tree = flat(whole("0.table", square))
+    check_same(transpose_tensors(flat(whole("0.table", square.T)), ["0.table"]), tree)
+    with pytest.raises(AssertionError, match="table"):
+        check_same(transpose_tensors(tree, ["0.table"]), tree)
+
+
+def test_boxes_are_transposed_with_their_places() -> None:
+    box = st.ShardedTensor.from_rank_offsets("w", torch.arange(6).reshape(2, 3), (0, 1, 2), (1, 2, 4))
+    found = check_pure(transpose_tensors, {"w": box}, ["w"], (1, 0))["w"]
+    assert found.data.tolist() == [[0, 3], [1, 4], [2, 5]]
+    assert (found.global_shape, found.global_offset, found.axis_fragmentations) == ((12, 4), (6, 2), (4, 2))
+
+
+def test_nothing_is_read_of_lazy_tensors() -> None:
+    def read_box(offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+        raise AssertionError("read")
+
+    lazy = flat(whole("w", stored(read_box, (4, 6), torch.float32, name="w")))
+    change = st.compose(
+        st.step(unpad_tensors, ["w"], 3),
+        st.step(transpose_tensors, ["w"]),
+        st.step(pad_tensors, ["w"], 5, axis=-1),
+    )
+    assert change(lazy)["w"].global_shape == (6, 5)
+    # The padding itself is no read: only what was kept is.
+    assert change(lazy)["w"].data.nbytes_to_read - change(lazy)["w"].data[:, 3:].nbytes_to_read == 4 * 6 * 3
+
+
+W = whole("w", torch.ones(4, 2))
+HALF = st.ShardedTensor.from_rank_offsets("w", torch.ones(4, 2), (0, 0, 2))
+
+REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "a longer part": (lambda: unpad_tensors(flat(W), ["w"], 5), ShapeError, "found 5, expected 0 to 4"),
+    "less than nothing": (lambda: unpad_tensors(flat(W), ["w"], -1), ShapeError, "found -1"),
+    "shorter by padding": (lambda: pad_tensors(flat(W), ["w"], 3), ShapeError, "found 3, expected 4 or more"),
+    "a cut axis": (lambda: unpad_tensors(flat(HALF), ["w"], 3), ShapeError, "is cut along axis 0"),
+    "a cut axis to pad": (lambda: pad_tensors(flat(HALF), ["w"], 9), ShapeError, "is cut along axis 0"),
+    "no such axis": (lambda: pad_tensors(flat(W), ["w"], 9, axis=2), ShapeError, "no such axis"),
+    "a length that is a text": (lambda: pad_tensors(flat(W), ["w"], "9"), MetadataError, "length"),
+    "a key that isn't there": (lambda: unpad_tensors(flat(W), ["w", "v"], 3), TreeError, "name nothing\n  'v'"),
+    "one key as a text": (lambda: unpad_tensors(flat(W), "w", 3), TreeError, "expected a list of different keys"),
+    "not a flat tree": (lambda: pad_tensors([W], ["w"], 9), TreeError, "not a flat tree"),
+    "an axis twice": (lambda: transpose_tensors(flat(W), ["w"], [0, 0]), ShapeError, "each axis of"),
+    "an axis too few": (lambda: transpose_tensors(flat(W), ["w"], [0]), ShapeError, r"found \[0\]"),
+    "an axis that isn't there": (lambda: transpose_tensors(flat(W), ["w"], [0, 2]), ShapeError, "each axis of"),
+    "axes that are a number": (lambda: transpose_tensors(flat(W), ["w"], 1), MetadataError, "axes"),
+    "a flat range to transpose": (
+        lambda: transpose_tensors(
+            flat(st.ShardedTensor.from_rank_offsets_flat("w", torch.ones(2), (3,), flattened_range=slice(0, 2))), ["w"]
+        ),
+        TreeError,
+        "a flat range",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_fit_is_refused(case: str) -> None:
+    call, error, message = REFUSED[case]
+    with pytest.raises(error, match=message):
+        call()
