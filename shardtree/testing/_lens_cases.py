@@ -60,6 +60,7 @@ LENS_CASES: dict[str, LensCase] = {
     "gate_and_up: axis 1": LensCase(gate_and_up(tensor_parallel=2, axis=1, part="w", names=("gate", "up")), (3, 8)),
     "attention_qkv: multi-head": LensCase(attention_qkv(heads=3, head_size=2), (18, 2)),
     "attention_qkv: grouped": LensCase(_apart(), (16, 2)),
+    "attention_qkv: grouped, in one": LensCase(_grouped(), (16, 2)),
     "attention_qkv: bias": LensCase(_apart(), (16,)),
     "attention_qkv: to interleaved": LensCase(_grouped(held="concatenated", stored="interleaved"), (16, 2)),
     "attention_qkv: rank by rank": LensCase(_apart(held="concatenated", tensor_parallel=2), (16, 2)),

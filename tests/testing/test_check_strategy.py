@@ -252,7 +252,12 @@ FAULTS: dict[str, tuple[StrategyAction, Fault, str, str]] = {
         "the common state comes back as it was",
         r"a tuple: rank 0 found \[1, 2\], expected \(1, 2\)",
     ),
-    "counts before it is written": (Save, hasty, DEATHS, "dies at write"),
+    "counts before it is written": (
+        Save,
+        hasty,
+        DEATHS,
+        r"dies at \w+ of .*: what is left counts as a checkpoint, and isn't whole",
+    ),
     "writes while it prepares": (Save, eager, "nothing is written before the request runs", "preparing wrote"),
     "removes too much": (
         StrategyAction.REMOVE_SHARDED,

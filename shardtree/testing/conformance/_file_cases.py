@@ -11,13 +11,21 @@ from ...checkpoint import is_checkpoint, load_common_state_dict, verify
 from ...checkpoint._open import open_at
 from ...errors import AlreadyACheckpoint, CheckpointingException, RemoteError
 from ...storage import Exchanging, LocalStorage, MemoryStorage, Storage, storage_at
-from ...strategies import METADATA_FILE, LoadOptions, Recognize, StrategyAction, VerifyReport, find_strategy
+from ...strategies import (
+    METADATA_FILE,
+    LoadOptions,
+    Recognize,
+    StrategyAction,
+    VerifyReport,
+    find_strategy,
+    is_save_folder,
+)
 from ...world import one_process
 from .._states import GlobalState
 from ._files import Died, calls_of, dying, file_names, write
-from ._layout_cases import COLUMNS, LOADS, ROWS, SHAPE, numbers
+from ._layout_cases import COLUMNS, LOADS, ROWS, SHAPE, WHOLE, numbers
 from ._report import Refused
-from ._subject import Case, Promise, Subject, Trees, check_there, saved, trees_of
+from ._subject import Case, Layouts, Promise, Subject, Trees, check_there, saved, trees_of
 
 _FOREIGN = {
     "notes.txt": b"nothing",
@@ -27,6 +35,7 @@ _FOREIGN = {
 }
 _MOST_DEATHS = 16
 _LAYOUT = {"w": ROWS, "b": ROWS}
+_ON_ONE = {"w": WHOLE, "b": WHOLE}  # the calls of several ranks come in another order each time
 
 
 def _states(first: int = 0) -> tuple[GlobalState, GlobalState]:
@@ -35,9 +44,11 @@ def _states(first: int = 0) -> tuple[GlobalState, GlobalState]:
     return GlobalState(tensors, {}, {}), GlobalState(tensors, {}, {"step": first, "betas": (0.9, 0.95)})
 
 
-def _saved(subject: Subject, first: int = 0, place: Storage | None = None, **options: bool) -> Storage:
+def _saved(
+    subject: Subject, first: int = 0, place: Storage | None = None, layout: Layouts = _LAYOUT, **options: bool
+) -> Storage:
     """Return where a state was saved: one with common values if the format holds them."""
-    plain, rich = (trees_of(state, _LAYOUT) for state in _states(first))
+    plain, rich = (trees_of(state, layout) for state in _states(first))
     with_common = subject.has(StrategyAction.LOAD_COMMON) and _holds(subject.memo, subject, rich)
     return saved(subject, rich if with_common else plain, place, **options)
 
@@ -60,7 +71,7 @@ def _check_is(subject: Subject, place: Storage, first: int = 0) -> None:
 def commits(subject: Subject) -> Iterator[Case]:
     """Yield deaths of a save at its storage's calls: what is left is no checkpoint, or a whole one."""
     storage, calls = calls_of(storage_at(subject.directory()))
-    _saved(subject, 0, storage)
+    _saved(subject, 0, storage, _ON_ONE)
     for number in range(0, len(calls), -(-len(calls) // _MOST_DEATHS)):
         call = calls[number]
         yield Case(f"dies at {call.method} of {_last(call.name)!r}", partial(_check_death, subject, number))
@@ -69,7 +80,7 @@ def commits(subject: Subject) -> Iterator[Case]:
 def _check_death(subject: Subject, number: int) -> None:
     place = storage_at(subject.directory())
     with suppress(Died, Refused, CheckpointingException):
-        _saved(subject, 0, dying(place, number))
+        _saved(subject, 0, dying(place, number), _ON_ONE)
     if is_checkpoint(place, strategies=subject.strategies):
         try:
             _check_is(subject, place)
@@ -211,8 +222,9 @@ def _check_cut(subject: Subject, number: int, keep: float | None) -> None:
 
 
 def _last(file: str) -> str:
-    """Return a file's name without its folder, whose name may be another one each time."""
-    return PurePosixPath(file).name
+    """Return a file's name without the folder of its save, whose name is another one each time."""
+    last = PurePosixPath(file).name
+    return "the save's folder" if is_save_folder(last) else last
 
 
 _NO_ROW: frozenset[StrategyAction] = frozenset()

@@ -84,6 +84,7 @@ ORACLES: dict[str, Oracle] = {
     "gate_and_up: axis 1": lambda held: dict(zip(GATED, gates(held[0], 2, 1), strict=True)),
     "attention_qkv: multi-head": one(lambda w: torch.cat(by_group(w, 3, (2, 2, 2)))),
     "attention_qkv: grouped": lambda held: dict(zip(APART, grouped(held[0]), strict=True)),
+    "attention_qkv: grouped, in one": one(lambda w: torch.cat(grouped(w))),
     "attention_qkv: bias": lambda held: dict(zip(APART, grouped(held[0]), strict=True)),
     "attention_qkv: to interleaved": one(interleaved),
     "attention_qkv: rank by rank": lambda held: dict(zip(APART, by_group(held[0], 2, (4, 2, 2)), strict=True)),

@@ -166,6 +166,14 @@ def test_a_rank_without_rows_stores_nothing() -> None:
         assert lens(none).merge([]).shape == (0, 3)
 
 
+def test_a_rank_without_columns_stores_nothing_where_axes_are_folded() -> None:
+    none = st.ShardedTensor("w", torch.zeros(2, 0), torch.float32, (2, 0), (2, 3), (0, 3), None)
+    assert rearranged("a b -> (a b)")(none).shards == ()
+    empty = st.ShardedTensor("w", torch.zeros(0, 2), torch.float32, (0, 2), (0, 4), (0, 2), None)
+    [part] = rearranged("a b -> (a b)")(empty).shards
+    assert (part.global_shape, part.global_offset) == ((0,), (0,))
+
+
 def test_rows_of_one_box_are_views() -> None:
     data = torch.zeros(8, 3)
     shard = st.ShardedTensor.from_rank_offsets("w", data, (0, 1, 2))
@@ -277,6 +285,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[CheckpointingException], str]] 
         lambda: stacked_layers("layers", 4)(held((2,), "layers.0.layers.1.w")),
         TreeError,
         "2 times",
+    ),
+    "a part of a longer name": (
+        lambda: stacked_layers("layers", 4)(held((2,), "sublayers.0.w")),
+        TreeError,
+        "0 times",
     ),
     "a layer too many": (lambda: stacked_layers("layers", 4)(held((2,), "layers.4.w")), TreeError, "below 4 layers"),
     "layers of a scalar": (lambda: unstacked_layers("w")(held(())), ShapeError, "a first axis"),
