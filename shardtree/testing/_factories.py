@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
+from hypothesis.strategies import SearchStrategy
 
 from ..mapping import ReplicaId, ShardedTensor, ShardedTensorFactory
 from ..transforms import as_factory
@@ -107,7 +108,7 @@ def stacked(key: str, data: Any, first: int = 0, layers: int | None = None) -> S
 KINDS: tuple[Callable[[str, torch.Tensor], ShardedTensorFactory], ...] = (glu, transposed, stacked)
 
 
-def factories(*, dtype: st.SearchStrategy[torch.dtype] | None = None) -> st.SearchStrategy[ShardedTensorFactory]:
+def factories(*, dtype: SearchStrategy[torch.dtype] | None = None) -> SearchStrategy[ShardedTensorFactory]:
     """Return a strategy for factories: of the kinds above, and of every ready lens on any box of a tensor.
 
     What a lens doesn't store, as padding, is zero in the tensors.
@@ -125,7 +126,7 @@ def factories(*, dtype: st.SearchStrategy[torch.dtype] | None = None) -> st.Sear
 
 
 @st.composite
-def _plain_factories(draw: st.DrawFn, dtype: st.SearchStrategy[torch.dtype]) -> ShardedTensorFactory:
+def _plain_factories(draw: st.DrawFn, dtype: SearchStrategy[torch.dtype]) -> ShardedTensorFactory:
     make = draw(st.sampled_from(KINDS))
     shape = 2 * draw(st.integers(1, 3)), draw(st.integers(0, 4))
     return make("w", random_bits(shape, draw(dtype), draw(st.integers(0, 99))))
@@ -133,7 +134,7 @@ def _plain_factories(draw: st.DrawFn, dtype: st.SearchStrategy[torch.dtype]) -> 
 
 @st.composite
 def lens_factories(
-    draw: st.DrawFn, name: str, *, dtype: st.SearchStrategy[torch.dtype] | None = None
+    draw: st.DrawFn, name: str, *, dtype: SearchStrategy[torch.dtype] | None = None
 ) -> ShardedTensorFactory:
     """Return a strategy for the factories of a ready lens, on any box of the tensor that it is shown with.
 

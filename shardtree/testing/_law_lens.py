@@ -46,16 +46,18 @@ def check_lens(lens: Lens, shards: Sequence[ShardedTensor]) -> dict[str, torch.T
     """
     given = assemble([shards])
     wholes = _wholes(given, {shard.key: shard.prepend_axis_num for shard in shards})
-    expected = _stored([as_factory(whole, lens) for whole in wholes])
-    held = assemble([[replace(whole, data=_merged(as_factory(whole, lens))) for whole in wholes]])
+    built = [(factory, factory.build()) for factory in (as_factory(whole, lens) for whole in wholes)]
+    expected = _stored([tree for _, tree in built])
+    held = assemble([[replace(whole, data=_merged(*each)) for whole, each in zip(wholes, built, strict=True)]])
     if _elements(expected) == _elements(given):
         _check_same("merge doesn't undo build on the whole", held, given)
     factories = [as_factory(shard, lens) for shard in shards]
-    for shard, factory in zip(shards, factories, strict=True):
+    trees = [factory.build() for factory in factories]
+    for shard, factory, tree in zip(shards, factories, trees, strict=True):
         what = f"merge doesn't undo build on {_place(shard)}"
-        _check_same(what, {shard.key: _merged(factory)}, {shard.key: _part(held[shard.key], shard)})
-        _check_state(factory)
-    _check_same("boxes don't agree: assembled, they aren't what is stored of the whole", _stored(factories), expected)
+        _check_same(what, {shard.key: _merged(factory, tree)}, {shard.key: _part(held[shard.key], shard)})
+        _check_state(factory, tree)
+    _check_same("boxes don't agree: assembled, they aren't what is stored of the whole", _stored(trees), expected)
     check_build_undoes_merge(factories, expected)
     return expected
 
@@ -74,10 +76,10 @@ def check_build_undoes_merge(factories: Sequence[ShardedTensorFactory], stored: 
             assert wrong is None, f"build doesn't undo merge on {_place(put)}: {wrong}"
 
 
-def _check_state(factory: ShardedTensorFactory) -> None:
+def _check_state(factory: ShardedTensorFactory, tree: Any) -> None:
     empty = torch.zeros(tuple(factory.data.shape), dtype=torch.float64)
     state = replace(factory, key=_STATE + factory.key, data=empty)
-    boxes = [_box(shard) for shard in _shards(factory.build())]
+    boxes = [_box(shard) for shard in _shards(tree)]
     as_state = [(_STATE + key, *rest) for key, *rest in boxes]
     found = [_box(shard) for shard in _shards(state.build())]
     assert found == as_state, f"a state of {factory.key!r} is cut otherwise: {found}, not {as_state}"
@@ -102,8 +104,7 @@ def _elements(tensors: Mapping[str, torch.Tensor]) -> int:
     return sum(tensor.numel() for tensor in tensors.values())
 
 
-def _stored(factories: Sequence[ShardedTensorFactory]) -> dict[str, torch.Tensor]:
-    trees = [factory.build() for factory in factories]
+def _stored(trees: Sequence[Any]) -> dict[str, torch.Tensor]:
     return assemble([map_shards(_without_copies, tree) for tree in trees])
 
 
@@ -111,8 +112,8 @@ def _without_copies(leaf: Any) -> Any:
     return replace(leaf, replica_id=0) if isinstance(leaf, ShardedTensor) else leaf
 
 
-def _merged(factory: ShardedTensorFactory) -> torch.Tensor:
-    merged = apply_factory_merges(map_shards(_data, apply_factories([factory])), [factory])[0]
+def _merged(factory: ShardedTensorFactory, tree: Any) -> torch.Tensor:
+    merged = apply_factory_merges(map_shards(_data, [tree]), [factory])[0]
     assert isinstance(merged, torch.Tensor), f"merge of {factory.key!r} gave a {type(merged).__name__}"
     return merged
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from hypothesis import strategies as st
+from hypothesis.strategies import SearchStrategy
 
 from ..mapping import ReplicaId
 from ._cells import Cells, irregular_cells, places, regular_cells, uneven_cells
@@ -45,7 +46,7 @@ def layouts(draw: st.DrawFn, global_shape: tuple[int, ...], ranks: int, *, prepe
     return Layout(ranks, global_shape, tuple(pieces), prepended, None if grid is None else (*front, *grid))
 
 
-def regular_layouts(global_shape: tuple[int, ...], ranks: int) -> st.SearchStrategy[Layout]:
+def regular_layouts(global_shape: tuple[int, ...], ranks: int) -> SearchStrategy[Layout]:
     """Return a strategy for layouts of equal boxes in a grid, on any ranks, each once; it shrinks to one box on rank 0.
 
     Examples:
@@ -56,7 +57,7 @@ def regular_layouts(global_shape: tuple[int, ...], ranks: int) -> st.SearchStrat
     return _spread(regular_cells(global_shape), global_shape, ranks)
 
 
-def irregular_layouts(global_shape: tuple[int, ...], ranks: int) -> st.SearchStrategy[Layout]:
+def irregular_layouts(global_shape: tuple[int, ...], ranks: int) -> SearchStrategy[Layout]:
     """Return a strategy for layouts of boxes that make no regular grid: uneven cuts, boxes cut in two, empty ones.
 
     Examples:
@@ -113,7 +114,7 @@ def replicas(draw: st.DrawFn, layout: Layout) -> Layout:
 
 
 @st.composite
-def _spread(draw: st.DrawFn, cells: st.SearchStrategy[Cells], global_shape: tuple[int, ...], ranks: int) -> Layout:
+def _spread(draw: st.DrawFn, cells: SearchStrategy[Cells], global_shape: tuple[int, ...], ranks: int) -> Layout:
     boxes, grid = draw(cells)
     pieces = (Piece(draw(st.integers(0, ranks - 1)), *box) for box in boxes)
     return Layout(ranks, global_shape, tuple(pieces), grid=grid)
@@ -151,8 +152,8 @@ def _prependable(shape: tuple[int, ...]) -> int:
     return most
 
 
-def _flat_ranges(volume: int) -> st.SearchStrategy[list[tuple[int, int] | None]]:
-    whole: st.SearchStrategy[list[tuple[int, int] | None]] = st.just([None])
+def _flat_ranges(volume: int) -> SearchStrategy[list[tuple[int, int] | None]]:
+    whole: SearchStrategy[list[tuple[int, int] | None]] = st.just([None])
     cuts = st.lists(st.integers(0, volume), max_size=2).map(sorted)
     return whole | whole | cuts.map(lambda inner: list(pairwise([0, *inner, volume])))
 

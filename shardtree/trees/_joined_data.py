@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from ..errors import ShapeError, error_text
+
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -41,6 +43,9 @@ def join_data(join: Callable[..., Any], parts: Sequence[Any], axis: int) -> Any:
         parts: tensors of one dtype, all of them lazy or none.
         axis: where they are joined.
 
+    Raises:
+        ShapeError: they are of several dtypes.
+
     Examples:
         >>> join_data(torch.stack, [torch.zeros(2), torch.ones(2)], 0)
         tensor([[0., 0.],
@@ -48,4 +53,8 @@ def join_data(join: Callable[..., Any], parts: Sequence[Any], axis: int) -> Any:
     """
     if not all(isinstance(part, torch.Tensor) for part in parts):
         return join(parts, dim=axis)
+    if len({part.dtype for part in parts}) > 1:
+        of_each = [f"{number}: {part.dtype}" for number, part in enumerate(parts)]
+        fix = "Convert them to one dtype first."
+        raise ShapeError(error_text("tensors of several dtypes can't be joined", offenders=of_each, fix=fix))
     return join(list(map(as_integers, parts)), dim=axis).view(parts[0].dtype)

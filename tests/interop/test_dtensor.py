@@ -394,6 +394,7 @@ def test_dtensors_are_not_taken_for_plain_values_where_shards_are_meant() -> Non
         lambda trees: st.redistribute(trees[0], None),
         lambda trees: st.redistribute(None, trees[0]),
         lambda trees: st.shard(trees[0], st.Mesh(dp=2), st.PartitionSpec("dp")),
+        lambda trees: st.from_local(trees[0], st.Mesh(dp=2), st.PartitionSpec("dp"), 0),
         lambda trees: st.save(trees[0], st.MemoryStorage()),
         lambda trees: st.load(trees[0], folder),
     ]

@@ -10,8 +10,9 @@ import torch
 from hypothesis import given
 
 import shardtree as st
-from shardtree.errors import CheckpointingException, IntegrityError, MetadataError, ShapeError
+from shardtree.errors import CheckpointingException, IntegrityError, MetadataError, ShapeError, TreeError
 from shardtree.layouts import Mesh, PartitionSpec, Split, from_local, shard_at
+from shardtree.lazy import stored
 from shardtree.mapping import ShardedTensor, ShardedTensorFactory
 from shardtree.storage import MemoryStorage
 from shardtree.trees import apply_factories, leaves_with_paths, map_shards
@@ -21,6 +22,7 @@ from tests.trees.samples import assert_caught
 
 ROWS = PartitionSpec("tp")
 TP = Mesh(tp=2)
+TIED = torch.zeros(2)
 
 
 def held(leaf: Any) -> Any:
@@ -87,6 +89,19 @@ def test_a_tensor_that_is_there_twice_has_one_main_copy() -> None:
     assert [tree[name].replica_id for name in ("in", "out")] == [0, 2]
 
 
+def test_a_tied_parameter_of_a_state_dict_has_one_main_copy() -> None:
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2, bias=False) for name in ("input", "output")})
+    model["output"].weight = model["input"].weight
+    tree = from_local(model.state_dict(), TP, ROWS, 1, key=lambda path: "embedding")  # views, a new one for each name
+    assert [leaf.replica_id for leaf in tree.values()] == [0, 2]
+
+
+def test_lazy_tensors_are_described_and_not_read() -> None:
+    lazy = stored(lambda offset, shape: pytest.fail("read"), (2, 3), torch.float16, name="w")
+    leaf = from_local({"w": lazy}, TP, ROWS, 1)["w"]
+    assert (leaf.data, leaf.dtype, leaf.global_offset) == (lazy, torch.float16, (2, 0))
+
+
 def test_parts_that_are_not_equal_are_told_of_by_save() -> None:
     storage = MemoryStorage()
 
@@ -101,7 +116,7 @@ def test_parts_that_are_not_equal_are_told_of_by_save() -> None:
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: from_local({"w": torch.zeros(2)}, TP, ROWS, 2), MetadataError, "on the mesh"),
+        (lambda: from_local({"step": 3}, TP, ROWS, 2), MetadataError, "on the mesh"),
         (lambda: from_local({"w": torch.zeros(())}, TP, ROWS, 0), MetadataError, "'w' of shape .*too long"),
         (lambda: from_local({"w": torch.zeros(2)}, TP, PartitionSpec("dp"), 0), MetadataError, "'dp'"),
         (
@@ -120,6 +135,18 @@ def test_parts_that_are_not_equal_are_told_of_by_save() -> None:
             r"(?s)different tensors have the key 'w'.*tree\['a'\].*tree\['b'\]",
         ),
         (lambda: from_local({"w": torch.zeros(2)}, TP, ROWS, 0, global_shapes=[(4,)]), MetadataError, "isn't a dict"),
+        (
+            lambda: from_local({"a": {"b": TIED}, "a.b": TIED}, TP, ROWS, 0),
+            TreeError,
+            r"(?s)from_local: two paths have the key 'a.b'.*tree\['a'\]\['b'\].*tree\['a.b'\].*Pass key=",
+        ),
+        (
+            lambda: from_local({"w": torch.zeros(2).to_sparse()}, TP, ROWS, 0),
+            TreeError,
+            r"(?s)from_local: not dense.*tree\['w'\]: torch.sparse_coo",
+        ),
+        (lambda: from_local({"w": TIED}, TP, ROWS, 0, key="w"), MetadataError, "from_local: key isn't a function"),  # type: ignore[arg-type]
+        (lambda: from_local({"w": TIED}, TP, ROWS, 0, key=lambda path: []), MetadataError, "key doesn't fit"),  # type: ignore[arg-type,return-value]
     ],
 )
 def test_what_does_not_fit_is_an_error(call: Callable[[], Any], error: type[Exception], message: str) -> None:

@@ -37,6 +37,7 @@ from shardtree.layouts import (
     object_problems,
     part_shard,
     problem_lines,
+    reshard_objects,
     select_rows,
     shard,
     shard_columns,
@@ -291,14 +292,18 @@ def test_the_boxes_of_a_part_are_padded_as_the_part_is(padded: bool) -> None:
 
 
 def test_an_open_last_size_ends_with_its_last_object() -> None:
-    items = [ShardedObject("o", number, (2, -1), place) for number, place in enumerate([(0, 3), (1, 1), (0, 0)])]
+    items = [
+        ShardedObject("o", number, (2, 1, -1), place) for number, place in enumerate([(0, 0, 3), (1, 0, 1), (0, 0, 0)])
+    ]
     held = held_arrays(items)["o"]
-    assert held.all_shapes == ((2, 4),) and held.shapes == {(2, -1): (2, 4)}
-    assert held.shape_as((2, -1)) == (2, 4) == held.shape_as((2, 4))
-    assert held.shape_as((2, 5)) is None
-    assert {cell: item.data for cell, item in held.mains[2, 4].items()} == {(0, 3): 0, (1, 1): 1, (0, 0): 2}
+    assert held.all_shapes == ((2, 1, 4),) and held.shapes == {(2, 1, -1): (2, 1, 4)}
+    assert held.shape_as((2, 1, -1)) == (2, 1, 4) == held.shape_as((2, 1, 4))
+    assert held.shape_as((2, 1, 5)) is None
+    assert {cell: item.data for cell, item in held.mains[2, 1, 4].items()} == {(0, 0, 3): 0, (1, 0, 1): 1, (0, 0, 0): 2}
     assert isinstance(object_columns(items), ObjectColumns)
-    (problem,) = (each for each in object_problems(object_columns(items)) if each.box == (slice(1, 2), slice(2, 4)))
+    (problem,) = (
+        each for each in object_problems(object_columns(items)) if each.box == (slice(1, 2), slice(0, 1), slice(2, 4))
+    )
     assert "of 8 objects" in problem.what
 
 
@@ -316,3 +321,36 @@ def test_copies_are_taken_from_the_first_ranks_where_there_is_no_main_one() -> N
     assert unshard([{"w": own[0]} for own in halves + rest])["w"][0, 0] == 0
     main = [{"w": W}, {"w": replace(W, data=FULL + 1, replica_id=1)}]
     assert unshard(main)["w"][0, 0] == 0 == unshard(main[::-1])["w"][0, 0]
+
+
+def test_columns_of_other_widths_are_widened_with_axes_of_one_index() -> None:
+    columns = join_columns([shard_columns([SCALAR]), shard_columns([W], 1)])
+    assert (columns.offset.tolist(), columns.shape.tolist()) == ([[0, 0], [0, 0]], [[1, 1], [4, 6]])
+    assert (columns.rank.tolist(), columns.key.tolist()) == ([0, 1], [0, 1])
+
+
+def test_a_single_element_beyond_the_tensor_is_told() -> None:
+    one = ShardedTensor("w", None, torch.int8, (1,), (3,), (3,), axis_fragmentations=None, allow_shape_mismatch=True)
+    none = replace(one, local_shape=(0,), global_offset=(5,))
+    assert "beyond the global shape (3,)" in write_problems(shard_columns([one, one]))[0].what
+    assert write_problems(shard_columns([none])) == ()
+
+
+def test_copies_of_objects_bring_no_more_memory_along_than_they_need() -> None:
+    big = torch.arange(1000.0)
+    value = {"view": big[:2], "list": [1]}
+    value["same"] = value["view"]
+    item = ShardedObject("o", value, (1,), (0,))
+    (found,) = reshard_objects([item], [replace(item, data=None)])
+    assert found.data["view"].untyped_storage().nbytes() == 8
+    assert found.data["same"] is found.data["view"] and found.data["list"] is not value["list"]
+    trained = torch.ones(2, requires_grad=True)
+    (found,) = reshard_objects([replace(item, data=[trained * 2, trained])], [item])
+    assert [each.requires_grad for each in found.data] == [True, True]
+    assert found.data[0].tolist() == [2, 2] and found.data[0].is_leaf
+
+
+def test_a_part_of_several_boxes_is_the_replica_that_its_rank_is() -> None:
+    spec = PartitionSpec((Split("tp", 2),))
+    trees = abstract({"a": torch.zeros(8, 6)}, MESH, spec, key=lambda path: f"own.{path[0]}")
+    assert [(tree["a"].key, tree["a"].replica_id) for tree in trees] == [("own.a", rank // 2) for rank in range(4)]

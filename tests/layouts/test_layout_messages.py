@@ -44,6 +44,8 @@ from shardtree.layouts import (
     trees_by_rank,
     unshard,
 )
+from shardtree.layouts.meshes import placed_columns
+from shardtree.layouts.meshes._columns import Placement
 from shardtree.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from shardtree.trees import HOLE
 from tests.trees.messages import read_messages, said
@@ -231,6 +233,15 @@ CALLS: dict[str, Callable[[], Any]] = {
     "columns: not kinds": lambda: mesh_columns([KIND], MESH, {}),  # type: ignore[arg-type]
     "columns: not specs": lambda: mesh_columns({"w": KIND}, MESH, ROWS),  # type: ignore[arg-type]
     "columns: without a spec": lambda: mesh_columns({"w": KIND, "v": KIND, "u": KIND}, MESH, {"v": ROWS}),
+    "columns: one key for two tensors": lambda: placed_columns(
+        [
+            Placement("w", KIND, ROWS),
+            Placement("v", KIND, ROWS),
+            Placement("w", TensorKind(torch.int8, (4, 6), 0), ROWS),
+        ],
+        MESH,
+    ),
+    "shard: a spec that is too long": lambda: shard({"a": [FULL]}, MESH, PartitionSpec(None, None, "tp")),
     "shard: a key that is no function": lambda: shard({"w": FULL}, MESH, ROWS, key="w"),  # type: ignore[arg-type]
     "shard: factories": lambda: shard([ShardedTensorFactory("f", FULL, list, torch.cat)], MESH, ROWS),
     "shard: parts": lambda: shard([part(0, 2), cell(0), flat(0, 24), cell(0, of=(1,))], MESH, ROWS),

@@ -12,7 +12,7 @@ from math import ceil, inf
 from pathlib import Path
 from typing import Any
 
-from tests.mutation.mutants import SURVIVED, apart, chosen, prepare, records, shortest
+from tests.mutation.mutants import SURVIVED, apart, chosen, most_telling, prepare, records
 from tests.mutation.warm import WarmTests
 
 WAIT = 40.0  # seconds of wall time that mutmut adds to a mutant's tests, three times: what ends one that waits for ever
@@ -24,7 +24,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutation", description=__doc__)
     parser.add_argument("what", choices=["run", "again", "show", "survivors"], help="again: what survived, too")
     parser.add_argument("only", nargs="*", help="patterns of mutants, as 'shardtree.trees.*'")
-    parser.add_argument("--seconds", type=float, default=inf, help="of tests for a mutant, the shortest first")
+    parser.add_argument("--seconds", type=float, default=inf, help="of tests for a mutant")
     parser.add_argument("--processes", type=int, default=2)
     given = parser.parse_intermixed_args()
     os.environ["SHARDTREE_PROFILE"] = "mutation"
@@ -59,7 +59,7 @@ def run(patterns: list[str], seconds: float, processes: int, *, again: bool) -> 
     for name in wanted:
         while not runner.has_capacity():
             note(runner.wait_for_result(), record_of, done, len(wanted))
-        own = shortest(name, seconds)
+        own = most_telling(name, seconds)
         takes = sum(state().duration_by_test[test] for test in own)
         runner.submit(name, own, ceil(3 * takes) + 5, WAIT + takes)
     while runner.pending_count():

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import random
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatch
+from functools import cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -72,12 +74,20 @@ def chosen(codes: dict[str, int | None], patterns: list[str], *, again: bool) ->
     return (survived if again else []) + [name for name in named if codes[name] is None]
 
 
-def shortest(mutant: str, seconds: float) -> list[str]:
-    """Return the tests that reach a mutant's function, the shortest first, until they take so long together."""
+@cache
+def functions_reached() -> Counter[str]:
+    """Return how many functions each test reaches."""
+    from mutmut.state import state
+
+    return Counter(test for tests in state().tests_by_mangled_function_name.values() for test in tests)
+
+
+def most_telling(mutant: str, seconds: float) -> list[str]:
+    """Return the tests that reach a mutant's function until they take so long, those first that reach little else."""
     from mutmut.state import state
 
     times = state().duration_by_test
     reach = state().tests_by_mangled_function_name.get(mutant.partition("__mutmut_")[0], set())
-    ordered = sorted(reach, key=lambda test: (times[test], test))
+    ordered = sorted(reach, key=lambda test: (functions_reached()[test] * (0.01 + times[test]), test))
     ends = accumulate(times[test] for test in ordered)
     return [test for test, end in zip(ordered, ends, strict=True) if end <= seconds or test == ordered[0]]

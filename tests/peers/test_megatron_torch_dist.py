@@ -13,6 +13,8 @@ import pytest
 
 import shardtree as st
 from shardtree import mapping
+from shardtree.interop.megatron import from_megatron
+from tests.peers.lens_state import STORED, lens_tree
 from tests.peers.model_state import CONTENT, KINDS, cleared, common, differences, rank_tree, whole
 
 pytest.importorskip("megatron.core.dist_checkpointing")
@@ -32,6 +34,7 @@ LOADS = [
     "load:4:1:stages",
     "load all:2:2:stages",
     "look:1:1:stages",
+    "lenses:1:1:lenses",
 ]
 """What Megatron-Core loads: sizes and checkpoint; all of it where objects lie in the same grid."""
 
@@ -102,6 +105,15 @@ def test_every_tensor_is_there_whole(folder: Path, name: str) -> None:
     found = st.load_plain_tensors(folder / name)
     assert differences({key: whole(key) for key in KINDS}, found) == []
     assert st.load_content_metadata(folder / name) == CONTENT
+
+
+def test_shardtree_loads_what_megatron_core_saved_through_lenses(folder: Path) -> None:
+    states = ("", "optimizer.state.exp_avg.", "optimizer.state.exp_avg_sq.")
+    stored = {state + key for state in states for key in STORED}
+    assert set(st.load_tensors_metadata(folder / "lenses")) == stored
+    loaded = st.load(from_megatron(lens_tree(zeros=True)), folder / "lenses")
+    expected = {name: factory.data for name, factory in lens_tree().items()}
+    assert differences(expected, loaded) == []
 
 
 def test_shardtree_loads_objects_that_megatron_core_saved(folder: Path) -> None:

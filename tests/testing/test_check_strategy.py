@@ -199,6 +199,61 @@ def refusing(draft: Draft, shards: Any) -> AsyncRequest[Any]:
     raise UnsupportedValue("this format holds nothing")
 
 
+def cut_at_64_kib(shard: ShardedTensor) -> ShardedTensor:
+    size = shard.dtype.itemsize
+    if shard.data.numel() * size <= 65536:
+        return shard
+    data = shard.data.clone()
+    data.view(-1)[65536 // size :] = 0
+    return replace(shard, data=data)
+
+
+def of_rank_10(draft: Draft, shards: Any) -> AsyncRequest[Any]:
+    """Take the tenth rank's file for another one, as who sorts the names 1, 10, 2."""
+    flipped = [replace(shard, data=shard.data.flip(-1)) for shard in shards] if draft.world.rank == 10 else shards
+    return native(Save)(draft, flipped)
+
+
+def one_for_each_memory(shards: list[Any]) -> list[Any]:
+    """Write one of all tensors that begin at one place in memory."""
+    first: dict[Any, Any] = {}
+    for number, shard in enumerate(shards):
+        if isinstance(shard, ShardedTensor) and shard.data.numel():
+            data = first.setdefault((shard.data.data_ptr(), shard.dtype), shard.data)
+            if data.numel() >= shard.data.numel():
+                shards[number] = replace(shard, data=data.reshape(-1)[: shard.data.numel()].view(shard.data.shape))
+    return shards
+
+
+def without_conjugation(shard: ShardedTensor) -> ShardedTensor:
+    return replace(shard, data=shard.data.conj()) if shard.data.is_conj() else shard
+
+
+def remembering() -> Fault:
+    """Return a LOAD_METADATA that reads each folder once."""
+    known: dict[str, Any] = {}
+
+    def load_metadata(checkpoint: Checkpoint) -> Any:
+        return known.setdefault(checkpoint.storage.where(), native(Metadata)(checkpoint))
+
+    return load_metadata
+
+
+def beside(shard: ShardedTensor) -> ShardedTensor:
+    """Clear what is given before it is filled."""
+    if shard.allow_shape_mismatch:
+        shard.data.zero_()
+    return shard
+
+
+def needing_shards(draft: Draft, shards: Any) -> AsyncRequest[Any]:
+    return native(Save)(draft, [shards[0], *shards[1:]] if draft.world.size == 1 else shards)
+
+
+def without_keys(wrong: Callable[[str], bool]) -> Fault:
+    return saving(lambda shards: [shard for shard in shards if not wrong(shard.key)])
+
+
 FAULTS: dict[str, tuple[StrategyAction, Fault, str, str]] = {
     # name: the row, its fault, the promise that must be named, what is said of it
     "drops a replica when it saves": (
@@ -286,6 +341,92 @@ FAULTS: dict[str, tuple[StrategyAction, Fault, str, str]] = {
     "works in the caller's memory": (Save, mangled, "any strides are saved", "changed the tensor that it was given"),
     "lets a raw error through": (Save, raw, "every dtype comes back bit for bit", "complex128: raised a raw TypeError"),
     "refuses everything": (Save, refusing, "regular layouts come back", "was refused, which no format may"),
+    "cuts what is long": (
+        Save,
+        saving(tensors_alone(cut_at_64_kib)),
+        "many ranks, axes and elements come back",
+        "more than a megabyte",
+    ),
+    "takes the tenth rank for another": (Save, of_rank_10, "many ranks, axes and elements come back", "12 ranks' rows"),
+    "has no more than 4 axes": (
+        Save,
+        saving(tensors_alone(lambda shard: replace(shard, data=shard.data.flip(-1)) if shard.data.ndim > 4 else shard)),
+        "many ranks, axes and elements come back",
+        "8 axes",
+    ),
+    "clears what it doesn't fill": (
+        Load,
+        loading(beside),
+        "loads write what is asked for, and no more",
+        "wrote where nothing is stored",
+    ),
+    "takes one memory for one tensor": (
+        Save,
+        saving(one_for_each_memory),
+        "any strides are saved",
+        "several tensors of one memory: .*\n.*elements differ",
+    ),
+    "forgets to conjugate": (
+        Save,
+        saving(tensors_alone(without_conjugation)),
+        "any strides are saved",
+        "isn't computed",
+    ),
+    "needs a shard": (
+        Save,
+        needing_shards,
+        "common values keep their places",
+        "nothing but values: raised a raw Index",
+    ),
+    "forgets capitals": (Save, without_keys(lambda key: key != key.lower()), "any key comes back", "'W': raised our"),
+    "forgets spaces": (Save, without_keys(lambda key: key != key.strip()), "any key comes back", r"'w\\n': raised our"),
+    "forgets colons": (Save, without_keys(lambda key: ":" in key), "any key comes back", "'w:w': raised our"),
+    "forgets names with underscores": (
+        Save,
+        without_keys(lambda key: key.startswith("__")),
+        "any key comes back",
+        "'__metadata__': raised our",
+    ),
+    "forgets names under others": (
+        Save,
+        without_keys(lambda key: key.startswith("w/")),
+        "any key comes back",
+        "'w/w': raised our",
+    ),
+    "removes what begins alike": (
+        StrategyAction.REMOVE_SHARDED,
+        lambda checkpoint, prefix: native(StrategyAction.REMOVE_SHARDED)(checkpoint, prefix.rstrip(".")),
+        "removal takes what has the prefix, and no more",
+        r"removing 'exp_avg.' leaves \['b', 'w'\]",
+    ),
+    "puts objects in order": (
+        StrategyAction.LOAD_OBJECTS,
+        lambda checkpoint, objects: native(StrategyAction.LOAD_OBJECTS)(
+            checkpoint, sorted(objects, key=lambda one: one.unique_key)
+        ),
+        "objects come back, each as itself",
+        "an int: rank 0 of 1 found",
+    ),
+    "reads common values on one rank": (
+        Common,
+        lambda checkpoint: {} if checkpoint.world.rank else native(Common)(checkpoint),
+        "the common state comes back as it was",
+        "rank 1 found",
+    ),
+    "writes other bytes for a copy": (
+        Save,
+        saving(
+            tensors_alone(lambda one: one if is_main_replica(one.replica_id) else replace(one, data=one.data.flip(-1)))
+        ),
+        "replicas come back",
+        "elements differ",
+    ),
+    "lists one file less": (
+        StrategyAction.LIST_FILES,
+        lambda checkpoint: native(StrategyAction.LIST_FILES)(checkpoint)[1:],
+        "the checkpoint's files are listed, and no others",
+        "doesn't list",
+    ),
     "takes other arguments": (Load, lambda checkpoint: None, "rows fit their protocols", "too many positional"),
 }
 
@@ -344,6 +485,18 @@ def test_what_the_plain_cases_do_not_show_random_ones_find_and_shrink() -> None:
     text = str(failure.value)
     assert re.search(r"GlobalState\(tensors=\{'\S+': '\S+ \(1, 1, \d\)'\}, objects=\{\}, common=\{\}\)", text), text
     assert text.count("Piece(") == 2, text  # one to save, one to load
+
+
+def test_it_catches_a_backend_that_remembers_what_it_read_before(tmp_path: Path) -> None:
+    promise, places = "a checkpoint is replaced as a whole, and only when asked", iter(range(10**6))
+    table = default_strategies | {(Metadata, *NATIVE): remembering()}
+    with pytest.raises(AssertionError, match="other tensors in their place: "):
+        check_strategy(*NATIVE, strategies=table, only=[promise], directory=lambda: tmp_path / str(next(places)))
+
+
+def test_deaths_on_purpose_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    assert check_strategy(*NATIVE, only=[DEATHS]).kept == (DEATHS,)
+    assert caplog.records == []
 
 
 # -- other tables, other names

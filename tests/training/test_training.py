@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,20 @@ def other_moments(wanted: Any) -> Any:
     return st.rename(wanted, pairs)
 
 
+def swapped_moments(wanted: Any) -> Any:
+    """Return a target in which each parameter's two moments have one another's place."""
+    kinds = [f"optimizer.state.{kind}." for kind in ("exp_avg", "exp_avg_sq")]
+    keys = [leaf.key for _, leaf in st.leaves_with_paths(wanted["optimizer"]) if isinstance(leaf, st.ShardedTensor)]
+    keys += [leaf.key for _, leaf in st.leaves_with_paths(wanted) if isinstance(leaf, st.ShardedTensorFactory)]
+    pairs = {
+        key: other + key.removeprefix(kind)
+        for kind, other in (kinds, reversed(kinds))
+        for key in keys
+        if key.startswith(kind)
+    }
+    return st.rename(wanted, pairs)
+
+
 def no_steps(loaded: Any) -> Any:
     state = {name: {**own, "step": torch.tensor(0.0)} for name, own in loaded["optimizer"]["state"].items()}
     return {**loaded, "optimizer": {**loaded["optimizer"], "state": state}}
@@ -164,6 +179,7 @@ def first_data(loaded: Any) -> Any:
 FAULTS: dict[str, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "gate and up as plain rows": ("plain rows", same, same),
     "moments of a parameter of the same shape": ("sound", other_moments, same),
+    "first and second moments swapped": ("sound", swapped_moments, same),
     "steps lost": ("sound", same, no_steps),
     "learning rate of another group": ("sound", same, other_rates),
     "ranges without the padding": ("no gaps", same, same),
@@ -191,12 +207,19 @@ def go_on_both_ways(world: World, folder: str, layouts: Sequence[Layout]) -> tup
 
 
 def farthest(found: Losses, expected: Losses) -> float:
-    """Return the largest relative difference."""
-    return max(abs(one - other) / other for one, other in zip(found, expected, strict=True))
+    """Return the largest relative difference; infinite where a loss is no number."""
+    differences = [abs(one - other) / other for one, other in zip(found, expected, strict=True)]
+    return max(each if isfinite(each) else inf for each in differences)
 
 
 def check_same(found: Losses, expected: Losses, tolerance: float = TOLERANCE) -> None:
     assert farthest(found, expected) <= tolerance, f"losses {found}, expected {expected}"
+
+
+def test_losses_that_are_no_numbers_are_not_the_same() -> None:
+    for found in ([1.0, float("nan")], [float("nan"), 1.0], [1.0, inf]):
+        with pytest.raises(AssertionError, match="losses"):
+            check_same(found, [1.0, 1.0])
 
 
 @pytest.mark.parametrize("tied", [False, True])

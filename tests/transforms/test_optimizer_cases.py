@@ -10,6 +10,7 @@ import torch
 
 import shardtree as st
 from shardtree.errors import CheckpointingException, KeyMismatch, ShapeError, TreeError
+from shardtree.testing import stacked
 
 W, B = torch.nn.Parameter(torch.ones(2, 3)), torch.nn.Parameter(torch.ones(2, 3))
 MODEL = {"w": st.ShardedTensor.from_rank_offsets("w", W), "b": st.ShardedTensor.from_rank_offsets("b", B)}
@@ -286,3 +287,84 @@ def test_a_state_that_was_never_stored_is_missing_loudly() -> None:
     st.save({"o": st.optim_state_to_sharding_state(state_dict(), PARAMS, "m")}, storage)
     with pytest.raises(KeyMismatch, match=r"optimizer\.state\.m\.w"):
         st.load({"o": st.optim_state_to_sharding_state(state_dict(), PARAMS)}, storage)
+
+
+# -- what would be silently wrong
+
+
+def test_a_state_key_with_a_dot_could_be_another_parameters() -> None:
+    """Of "optimizer.state.m.a.w" nothing tells whether it is 'm' of 'a.w' or 'm.a' of 'w'."""
+    for key in ("m.a", 3):
+        state = {"state": {0: {key: torch.zeros(2, 3), "n": 1}}, "param_groups": [{"params": [0]}]}
+        with pytest.raises(TreeError, match=rf"{key!r} of state\[0\] \('w'\)\n"):
+            st.optim_state_to_sharding_state(state, PARAMS)
+        assert list(st.optim_state_to_sharding_state(state, PARAMS, [key])["state"][0]) == ["n"]
+
+
+def test_by_ids_nothing_tells_an_optimizers_own_hyperparameters() -> None:
+    storage = st.MemoryStorage()
+    st.save({"o": st.optim_state_to_sharding_state(state_dict(), PARAMS)}, storage)
+    fresh = {"state": {}, "param_groups": [{"lr": 0.7, "params": [0]}, {"lr": 0.7, "params": [1]}]}
+    found = st.load({"o": st.optim_state_to_sharding_state(fresh, PARAMS)}, storage)["o"]
+    with pytest.raises(TreeError, match="by ids nothing tells the optimizer's own hyperparameters"):
+        st.sharding_state_to_optim_state(found, hyperparameters="own")
+    with pytest.raises(TreeError, match="found 'mine'"):
+        st.sharding_state_to_optim_state(found, hyperparameters="mine")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_rank_without_parameters_has_its_own_hyperparameters_or_the_stored_ones(by_name: bool) -> None:
+    named, params = state_dict(by_name=by_name), st.sharded_params_by_name(MODEL) if by_name else PARAMS
+
+    def tree(rank: int, *, fresh: bool) -> Any:
+        groups = [{**group, "params": group["params"] if rank == 1 else []} for group in named["param_groups"]]
+        groups = [{**group, "lr": 0.7} if fresh else group for group in groups]
+        return st.optim_state_to_sharding_state(
+            {"state": named["state"] if rank else {}, "param_groups": groups}, params
+        )
+
+    storage = st.MemoryStorage()
+    st.simulate(2, lambda world: st.save({"o": tree(world.rank, fresh=False)}, storage, world=world))
+    found = st.simulate(2, lambda world: st.load({"o": tree(world.rank, fresh=True)}, storage, world=world)["o"])
+    rates = [[group["lr"] for group in st.sharding_state_to_optim_state(each)["param_groups"]] for each in found]
+    assert rates == [[0.1, 0.2], [0.1, 0.2]]
+    own = st.sharding_state_to_optim_state(found[0], hyperparameters="own")["param_groups"]
+    assert [group["lr"] for group in own] == [0.7, 0.7]
+
+
+def test_a_rank_without_parameters_loads_other_numbers_of_groups() -> None:
+    _, storage = by_name()
+    one = {"state": {}, "param_groups": [{"lr": 0.7, "params": []}]}
+    found = st.load({"o": st.optim_state_to_sharding_state(one, {})}, storage, validate_access_integrity=False)["o"]
+    assert st.sharding_state_to_optim_state(found) == one
+
+
+def test_a_new_parameter_by_name_starts_without_states() -> None:
+    params, storage = by_name()
+    new = {**params, "new": st.ShardedTensor.from_rank_offsets("new", torch.zeros(4))}
+    fresh = {"state": {}, "param_groups": [{"lr": 0.7, "params": ["new", "b"]}, {"lr": 0.8, "params": ["w"]}]}
+    metadata = st.load_sharded_metadata(storage)
+    with pytest.raises(TreeError, match="no state is stored\n  'new'\n"):
+        st.abstract_optim_state_from_metadata(fresh, new, metadata)
+    target = st.abstract_optim_state_from_metadata(fresh, new, metadata, missing="leave_out")
+    loaded = st.load({"o": target}, storage)["o"]
+    with pytest.raises(TreeError, match="no stored group has\n  'new'\n  Pass hyperparameters='own'"):
+        st.sharding_state_to_optim_state(loaded)
+    found = st.sharding_state_to_optim_state(loaded, hyperparameters="own")
+    assert found["param_groups"] == fresh["param_groups"]
+    assert not st.diff(found["state"], state_dict(by_name=True)["state"])
+
+
+def test_a_number_for_each_layer_is_no_moment() -> None:
+    """Of a parameter without axes, in a stack or flat, both are stored alike: only a template tells them apart."""
+    param = st.ShardedTensor.from_rank_offsets_flat("w", torch.zeros(1), (), flattened_range=slice(0, 1))
+    for one in (stacked("w", torch.zeros(3)), param):
+        held = torch.ones(1 if one is param else 3)
+        state = {"state": {0: {"m": held, "step": torch.tensor(5.0)}}, "param_groups": [{"params": [0]}]}
+        storage = st.MemoryStorage()
+        st.save(st.optim_state_to_sharding_state(state, {0: one}), storage)
+        fresh = {"state": {}, "param_groups": [{"params": [0]}]}
+        with pytest.raises(TreeError, match=r"'step' of state\[0\]: .* may be a moment or a number"):
+            st.abstract_optim_state_from_metadata(fresh, {0: one}, st.load_sharded_metadata(storage))
+        asked = st.abstract_optim_state(fresh, {0: one}, {"m": torch.float32, "step": torch.tensor(0.0)})
+        assert not st.diff(st.load(asked, storage), state)

@@ -105,7 +105,7 @@ def test_states_of_flat_ranges_come_back_too(make: Make, data: some.DataObject) 
         volume = VOLUME // ranks
         places = []
         for rank in range(ranks):
-            cuts = sorted({0, volume, *data.draw(some.lists(some.integers(1, volume - 1), max_size=2))})
+            cuts = sorted({0, volume, *data.draw(some.lists(some.integers(1, volume - 1), max_size=3 // ranks))})
             places += [(rank, ranks, slice(*pair)) for pair in pairwise(cuts)]
         return places
 

@@ -205,3 +205,25 @@ def test_integers_are_not_cast_and_factories_are() -> None:
     tree = {"f": factory, "g": ShardedTensorFactory("g", torch.ones(2), halves, join_halves)}
     half = cast(tree, torch.float16)
     assert half["f"] is factory and half["g"].data.dtype == torch.float16 and half["g"].key == "g"
+
+
+def test_what_got_nothing_is_left_out_of_a_join() -> None:
+    target = {"x": {"y": [HOLE], "z": "w", "v": ("a", "b")}}
+    joined = join({"x": HOLE, "s": 1}, target)
+    assert joined == {"x": {"z": "w", "v": ("a", "b")}, "s": 1}
+    assert joined["x"]["v"] is target["x"]["v"]
+    assert join({"x": [1, 2]}, {"x": {"y": {"z": HOLE}}}) == {"x": [1, 2]}
+    assert join({"x": 1}, {"x": [(HOLE, {})]}) == {"x": 1}
+
+
+def nested(levels: int) -> Options:
+    tree: Any = [W]
+    for _ in range(levels - 1):
+        tree = [tree]
+    return Options(tree)
+
+
+def test_a_hundred_levels_are_searched_for_hidden_shards() -> None:
+    refuse_hidden("save", [((), nested(101))])
+    with pytest.raises(UnsupportedValue):
+        refuse_hidden("save", [((), nested(100))])

@@ -3,6 +3,7 @@
 from ._columns import Placement as Placement
 from ._columns import mesh_columns as mesh_columns
 from ._columns import placed_columns as placed_columns
+from ._keyed import KeyFunction as KeyFunction
 from ._local import from_local as from_local
 from ._mesh import Mesh as Mesh
 from ._part import Part as Part
@@ -23,4 +24,3 @@ from ._spec import check_spec as check_spec
 from ._specs import SpecFunction as SpecFunction
 from ._specs import Specs as Specs
 from ._specs import specs_by_pattern as specs_by_pattern
-from ._whole import KeyFunction as KeyFunction

@@ -7,19 +7,16 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
-import torch
-
-from ...errors import IntegrityError, MetadataError, ShapeError, TreePath, error_text, render_path
+from ...errors import MetadataError, ShapeError, TreePath, error_text, render_path
 from ...geometry import integers
-from ...mapping import ShardedTensor, ShardedTensorFactory
-from ...trees import call_at, path_key, refuse_dtensors, shard_leaves
+from ...trees import refuse_dtensors, shard_leaves
 from .._columns import TensorKind
+from ._keyed import KeyFunction, copies_by_path, keyed_tensors
 from ._mesh import Mesh, check_mesh
 from ._part import Part, mesh_part
 from ._shards import part_shard
 from ._spec import PartitionSpec, check_spec, splits
 from ._specs import Specs, spec_finder
-from ._whole import KeyFunction
 
 
 def from_local(
@@ -38,7 +35,7 @@ def from_local(
     don't agree on the global shape, and `save` and `load` say so; pass `global_shapes` for such tensors.
 
     Args:
-        tree: its tensors are what this rank holds; shards and other values stay as they are.
+        tree: its tensors are what this rank holds, lazy ones too; shards and other values stay as they are.
         mesh: the ranks.
         specs: how the global tensors are cut, as for `shard`.
         rank: one that is on the mesh.
@@ -50,9 +47,11 @@ def from_local(
         MetadataError: a tensor has no spec, or one that doesn't fit it or the mesh; or the rank isn't there.
         ShapeError: a tensor isn't of the shape that the rank has of the global one, or the rank has nothing of it.
         IntegrityError: different tensors have one key.
-        TreeError: the tree holds DTensors, which know their own layout.
+        TreeError: the tree holds DTensors, which know their own layout, or tensors that aren't dense; or two paths
+            have one key, and no `key` says so.
 
     Examples:
+        >>> import torch
         >>> from shardtree.layouts import PartitionSpec
         >>> tree = from_local({"w": torch.zeros(2, 3)}, Mesh(dp=2, tp=2), PartitionSpec("tp"), 3)
         >>> tree["w"].global_shape, tree["w"].global_offset, tree["w"].replica_id
@@ -65,19 +64,21 @@ def from_local(
     mesh.coordinates(rank)
     pairs, rebuild = shard_leaves(tree)
     refuse_dtensors("from_local", pairs)
+    tensors = keyed_tensors("from_local", pairs, key)
+    copies = copies_by_path("from_local", tensors.items(), dict(pairs), key)
     spec_of = spec_finder(specs, tree)
     shapes = _checked_shapes(global_shapes)
-    seen: dict[str, list[tuple[TreePath, torch.Tensor]]] = {}
     leaves = []
     for path, leaf in pairs:
-        if not isinstance(leaf, torch.Tensor):
+        if path not in tensors:
             leaves.append(leaf)
             continue
-        name = call_at(path, key or path_key, path)
+        name, local = tensors[path].key, tensors[path].local_shape
         spec = spec_of(path, name, leaf)
-        check_spec(name, TensorKind(leaf.dtype, tuple(leaf.shape), 0), mesh, spec)
-        part = _part(name, path, tuple(leaf.shape), mesh, spec, rank, shapes.get(name))
-        leaves.append(_shard(name, leaf, part, _copies(seen, name, path, leaf) * mesh.size))
+        check_spec(name, TensorKind(leaf.dtype, local, 0), mesh, spec)
+        part = _part(name, path, local, mesh, spec, rank, shapes.get(name))
+        replica = part.replica_id + copies[path] * mesh.size
+        leaves.append(part_shard(name, leaf, leaf.dtype, replace(part, replica_id=replica)))
     return rebuild(leaves)
 
 
@@ -108,22 +109,3 @@ def _part(
         what = f"from_local: {name!r} at {render_path(path)} isn't what rank {rank} has of {whole} by {spec}"
         raise ShapeError(error_text(what, found=local, expected=expected, fix=fix))
     return part
-
-
-def _copies(
-    seen: dict[str, list[tuple[TreePath, torch.Tensor]]], name: str, path: TreePath, tensor: torch.Tensor
-) -> int:
-    """Return how often the tensor was there under its key before."""
-    before = seen.setdefault(name, [])
-    if before and before[0][1] is not tensor:
-        offenders = [render_path(before[0][0]), render_path(path)]
-        fix = "Give each tensor a key of its own."
-        raise IntegrityError(
-            error_text(f"from_local: different tensors have the key {name!r}", offenders=offenders, fix=fix)
-        )
-    before.append((path, tensor))
-    return len(before) - 1
-
-
-def _shard(name: str, tensor: torch.Tensor, part: Part, copy: int) -> ShardedTensor | ShardedTensorFactory:
-    return part_shard(name, tensor, tensor.dtype, replace(part, replica_id=part.replica_id + copy))

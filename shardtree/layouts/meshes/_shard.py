@@ -12,11 +12,12 @@ from ...mapping import ShardedObject, ShardedTensor
 from ...trees import HOLE, empty_data, prune, without_data
 from .._columns import ShardColumns
 from ._columns import placed_columns
+from ._keyed import KeyFunction
 from ._mesh import Mesh, check_mesh
 from ._part import Part, mesh_part
 from ._shards import part_data, part_shard
 from ._specs import Specs
-from ._whole import KeyFunction, Placed, placed_leaves
+from ._whole import Placed, placed_leaves
 
 _Fill = Callable[[ShardedTensor, Part], Any]
 

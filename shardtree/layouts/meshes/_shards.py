@@ -96,10 +96,10 @@ class BuildBoxes:
         Raises:
             ShapeError: the tensor isn't the part's, or is flat.
         """
-        self.check(key, data)
         if flattened_range is not None:
             found, fix = flattened_range, "Flatten each box: the shards that `apply_factories` gives."
             raise ShapeError(error_text(f"{key!r}: a part of several boxes is flat", found=found, fix=fix))
+        self.check(key, data)
         return [self._shard(key, data, replica_id, box) for box in self.part.boxes]
 
     def check(self, key: str, data: Any) -> None:

@@ -99,7 +99,7 @@ def removals(subject: Subject) -> Iterator[Case]:
 
 
 def _check_removal(subject: Subject, prefix: str, gone: tuple[str, ...]) -> None:
-    keys = ("b", "exp_avg.b", "exp_avg.w", "w")
+    keys = ("b", "exp_avg.b", "exp_avg.w", "exp_avg_sq.w", "w")
     state = GlobalState({key: numbers(SHAPE, 50 * number) for number, key in enumerate(keys)}, {}, {})
     place = saved(subject, trees_of(state, dict.fromkeys(keys, ROWS)))
     remove_sharded_tensors(place, prefix, strategies=subject.strategies)

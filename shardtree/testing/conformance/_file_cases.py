@@ -7,7 +7,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import PurePosixPath
 
-from ...checkpoint import is_checkpoint, load_common_state_dict, verify
+from ...checkpoint import is_checkpoint, load_common_state_dict, load_sharded_metadata, verify
 from ...checkpoint._open import open_at
 from ...errors import AlreadyACheckpoint, CheckpointingException, RemoteError
 from ...storage import Exchanging, LocalStorage, MemoryStorage, Storage, storage_at
@@ -21,8 +21,9 @@ from ...strategies import (
     is_save_folder,
 )
 from ...world import one_process
+from .._layouts import even_layout
 from .._states import GlobalState
-from ._files import Died, calls_of, dying, file_names, write
+from ._files import Died, calls_of, dying, file_names, quiet, write
 from ._layout_cases import COLUMNS, LOADS, ROWS, SHAPE, WHOLE, numbers
 from ._report import Refused
 from ._subject import Case, Layouts, Promise, Subject, Trees, check_there, saved, trees_of
@@ -79,7 +80,7 @@ def commits(subject: Subject) -> Iterator[Case]:
 
 def _check_death(subject: Subject, number: int) -> None:
     place = storage_at(subject.directory())
-    with suppress(Died, Refused, CheckpointingException):
+    with quiet(), suppress(Died, Refused, CheckpointingException):
         _saved(subject, 0, dying(place, number), _ON_ONE)
     if is_checkpoint(place, strategies=subject.strategies):
         try:
@@ -93,6 +94,7 @@ def overwrites(subject: Subject) -> Iterator[Case]:
     yield Case("a second save", partial(_check_second, subject))
     if isinstance(storage_at(subject.directory()), Exchanging):
         yield Case("overwrite=True", partial(_check_overwrite, subject))
+        yield Case("other tensors in their place", partial(_check_others, subject))
 
 
 def _check_second(subject: Subject) -> None:
@@ -113,6 +115,20 @@ def _check_overwrite(subject: Subject) -> None:
     assert kept, "a file that isn't the checkpoint's is gone"
     left, expected = file_names(place) - {"notes.txt"}, file_names(fresh)
     assert len(left) == len(expected), f"files after it: {sorted(left)}, of a new save: {sorted(expected)}"
+
+
+def _check_others(subject: Subject) -> None:
+    """Raise unless, once other tensors are saved over those that were read, nothing tells of the old ones."""
+    place: Storage | None = None
+    for shapes in ({"w": SHAPE, "b": (2,)}, {"w": (2, 3), "v": (3, 2)}):
+        state = GlobalState({key: numbers(shape) for key, shape in shapes.items()}, {}, {})
+        layout = {key: even_layout(shape, 1) for key, shape in shapes.items()}
+        place = saved(subject, trees_of(state, layout), place, **{} if place is None else {"overwrite": True})
+        check_there(subject, state, layout, place)
+        if subject.has(StrategyAction.LOAD_METADATA):
+            metadata = load_sharded_metadata(place, strategies=subject.strategies)
+            found = {key: getattr(leaf, "global_shape", None) for key, leaf in metadata.items()}
+            assert found == shapes, f"metadata says {found}, stored are {shapes}"
 
 
 def listings(subject: Subject) -> Iterator[Case]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import PurePosixPath
 
 from ...storage import Storage
@@ -17,6 +20,7 @@ def file_names(storage: Storage, folder: str = "") -> set[str]:
     """Return the names of all files in a storage, in folders too.
 
     Examples:
+        >>> from shardtree.storage import MemoryStorage
         >>> storage = MemoryStorage()
         >>> _ = storage.write("a/b", [memoryview(b"c")], durable=False)
         >>> file_names(storage)
@@ -52,6 +56,21 @@ def dying(storage: Storage, number: int) -> WatchedStorage:
             raise Died(f"at {call.method} of {call.name!r}")
 
     return WatchedStorage(storage, before=strike)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Log nothing of what a save that dies on purpose leaves behind."""
+    logger = logging.getLogger("shardtree")
+    logger.addFilter(_nothing)
+    try:
+        yield
+    finally:
+        logger.removeFilter(_nothing)
+
+
+def _nothing(record: logging.LogRecord) -> bool:
+    return False
 
 
 def calls_of(storage: Storage) -> tuple[WatchedStorage, list[Call]]:

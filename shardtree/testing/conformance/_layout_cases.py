@@ -128,6 +128,14 @@ ZERO_SIZE: Pairs = {
     ),
 }
 
+_TWELVE, _AXES, _LONG = (12, 2), (2,) * 8, (300_002,)
+LARGE: Pairs = {
+    "12 ranks' rows, loaded whole": (even_layout(_TWELVE, 12, 0), even_layout(_TWELVE, 1)),
+    "whole, loaded as 12 ranks' rows": (even_layout(_TWELVE, 1), even_layout(_TWELVE, 12, 0)),
+    "8 axes, cut in two": (even_layout(_AXES, 2, 3), even_layout(_AXES, 2, 6)),
+    "more than a megabyte, cut in two": (even_layout(_LONG, 2, 0), even_layout(_LONG, 1)),
+}
+
 
 def of_pairs(pairs: Pairs, required: int, subject: Subject) -> Iterator[Case]:
     """Yield a case for each pair of layouts of one tensor; the first few no format may refuse."""
@@ -162,6 +170,7 @@ def replicas(subject: Subject) -> Iterator[Case]:
 
 PROMISES = (
     Promise("regular layouts come back", LOADS, partial(of_pairs, REGULAR, 7)),
+    Promise("many ranks, axes and elements come back", LOADS, partial(of_pairs, LARGE, 0)),
     Promise("several tensors come back, each as itself", LOADS, several_tensors),
     Promise("replicas come back", LOADS, replicas),
     Promise("scalars come back", LOADS, partial(of_pairs, SCALAR_CASES, 0)),

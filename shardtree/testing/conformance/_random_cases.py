@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from random import Random
-from typing import NamedTuple
 
 from hypothesis import Phase, find, settings
 from hypothesis import strategies as st
@@ -21,7 +21,8 @@ from ._report import Refused
 from ._subject import Case, Promise, Subject, check_reloaded
 
 
-class Reload(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)
+class Reload:
     """A state, how it lies when it is saved, and how when it is loaded."""
 
     state: GlobalState
@@ -58,7 +59,7 @@ def _check_random(subject: Subject) -> None:
 
 def _fails(subject: Subject, case: Reload) -> bool:
     try:
-        check_reloaded(subject, *case)
+        check_reloaded(subject, case.state, case.saved, case.loaded)
     except Refused:
         return False
     except Exception:
@@ -69,7 +70,7 @@ def _fails(subject: Subject, case: Reload) -> bool:
 def _say(subject: Subject, case: Reload) -> None:
     """Raise what a failing case raises, with the case."""
     try:
-        check_reloaded(subject, *case)
+        check_reloaded(subject, case.state, case.saved, case.loaded)
     except Refused:
         raise
     except Exception as error:

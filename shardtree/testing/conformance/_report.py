@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from ...errors import CheckpointingException, RemoteError, StorageError, StrategyError, UnsupportedValue, plural
 
@@ -17,7 +16,8 @@ class Refused(Exception):
     """A backend said, with an error of ours and before anything counted, that it can't hold what it was given."""
 
 
-class Refusal(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Refusal:
     """What a format said that it can't hold.
 
     Attributes:
@@ -57,8 +57,8 @@ class StrategyReport:
               left out: objects come back: no row
         """
         cases: dict[tuple[str, str], list[str]] = {}
-        for promise, case, why in self.refused:
-            cases.setdefault((promise, why), []).append(case)
+        for refusal in self.refused:
+            cases.setdefault((refusal.promise, refusal.why), []).append(refusal.case)
         lines = [f"kept: {promise}" for promise in self.kept]
         lines += [f"refused: {promise}: {', '.join(names)}: {why}" for (promise, why), names in cases.items()]
         lines += [f"left out: {promise}: {why}" for promise, why in self.left_out.items()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...checkpoint import is_checkpoint
 from ...checkpoint import load as st_load
@@ -56,7 +56,8 @@ class Subject:
         return self.row(action) is not None
 
 
-class Case(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Case:
     """One thing that is tried.
 
     Attributes:
@@ -70,7 +71,8 @@ class Case(NamedTuple):
     required: bool = False
 
 
-class Promise(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Promise:
     """What must hold of a backend that has some rows.
 
     Attributes:

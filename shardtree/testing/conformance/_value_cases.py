@@ -86,6 +86,7 @@ def _check_common(subject: Subject, values: Mapping[str, Callable[[], Any]]) -> 
 def common_places(subject: Subject) -> Iterator[Case]:
     """Yield common states with shards between their values, and with content metadata."""
     yield Case("a list of values around a shard", partial(_check_hole, subject))
+    yield Case("nothing but values", partial(_check_alone, subject))
     yield Case("content_metadata", partial(_check_content, subject))
 
 
@@ -95,6 +96,11 @@ def _check_hole(subject: Subject) -> None:
     left = found["mixed"][0], found["mixed"][2], found["last"]
     assert left == (1, (2, 3), 4), f"found {left!r} around the shard, expected {(1, (2, 3), 4)!r}"
     assert torch.equal(found["mixed"][1], numbers(SHAPE)), "the shard is another"
+
+
+def _check_alone(subject: Subject) -> None:
+    (found,) = loaded(subject, [{}], saved(subject, [{"step": 3}]))
+    assert found == {"step": 3}, f"found {found!r}, expected {{'step': 3}}"
 
 
 def _check_content(subject: Subject) -> None:

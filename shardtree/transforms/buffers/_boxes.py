@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 
 from ...errors import ShapeError, error_text, plural
 from ...geometry import box_column, flat_boxes
+from ...lazy import LazyTensor
 from ...mapping import ShardedTensor
 from ...trees import as_integers, join_data
 
@@ -59,7 +60,7 @@ def flat_of(shard: ShardedTensor, tensors: Sequence[Any]) -> ShardedTensor:
         tensors: one for each of `boxes_of(shard)`, in that order.
 
     Raises:
-        ShapeError: they aren't of these boxes; names each that isn't.
+        ShapeError: they aren't of these boxes, or of several dtypes; names each of them.
 
     Examples:
         >>> flat = ShardedTensor.from_rank_offsets_flat("w", torch.arange(3), (2, 2), flattened_range=slice(1, 4))
@@ -67,18 +68,7 @@ def flat_of(shard: ShardedTensor, tensors: Sequence[Any]) -> ShardedTensor:
         tensor([ 0, 10, 20])
     """
     _check_shard(shard, "flat_of")
-    boxes = boxes_of(shard)
-    given = list(tensors)
-    if len(given) != len(boxes):
-        found, expected = plural(len(given), "tensor"), f"{len(boxes)}, one for each of `boxes_of(shard)`"
-        raise ShapeError(error_text(f"flat_of: {shard.key!r}", found=found, expected=expected))
-    wrong = [
-        f"tensor {number}: {getattr(tensor, 'shape', type(tensor).__name__)}, not {box.local_shape}"
-        for number, (tensor, box) in enumerate(zip(given, boxes, strict=True))
-        if tuple(getattr(tensor, "shape", (-1,))) != box.local_shape
-    ]
-    if wrong:
-        raise ShapeError(error_text(f"flat_of: {shard.key!r}: tensors of other boxes", offenders=wrong))
+    given = _checked_tensors(shard, tensors)
     if shard.flattened_range is None:
         return replace(shard, data=given[0], dtype=given[0].dtype)
     parts = [_flattened(tensor) for tensor in given]
@@ -86,6 +76,34 @@ def flat_of(shard: ShardedTensor, tensors: Sequence[Any]) -> ShardedTensor:
         return replace(shard, data=torch.empty(0, dtype=shard.dtype))
     data = parts[0] if len(parts) == 1 else join_data(torch.cat, parts, 0)
     return replace(shard, data=data, dtype=data.dtype)
+
+
+def _checked_tensors(shard: ShardedTensor, tensors: Any) -> list[Any]:
+    """Return a shard's tensors, once they are known to be of its boxes and of one dtype."""
+    subject, boxes = f"flat_of: {shard.key!r}", boxes_of(shard)
+    if isinstance(tensors, torch.Tensor) or not isinstance(tensors, Iterable):
+        found, expected = type(tensors).__name__, "a list of them, one for each of `boxes_of(shard)`"
+        raise ShapeError(error_text(f"{subject}: not tensors", found=found, expected=expected))
+    given = list(tensors)
+    if len(given) != len(boxes):
+        found, expected = plural(len(given), "tensor"), f"{len(boxes)}, one for each of `boxes_of(shard)`"
+        raise ShapeError(error_text(subject, found=found, expected=expected))
+    pairs = enumerate(zip(given, boxes, strict=True))
+    wrong = [f"tensor {number}: {text}" for number, (one, box) in pairs if (text := _misfit(one, box)) is not None]
+    if wrong:
+        raise ShapeError(error_text(f"{subject}: tensors of other boxes", offenders=wrong))
+    if len({tensor.dtype for tensor in given}) > 1:
+        of_each = [f"tensor {number}: {tensor.dtype}" for number, tensor in enumerate(given)]
+        fix = "Convert them to one dtype."
+        raise ShapeError(error_text(f"{subject}: tensors of several dtypes", offenders=of_each, fix=fix))
+    return given
+
+
+def _misfit(tensor: Any, box: ShardedTensor) -> str | None:
+    shape = getattr(tensor, "shape", type(tensor).__name__)
+    if shape != box.local_shape:
+        return f"{shape}, not {box.local_shape}"
+    return None if isinstance(tensor, (torch.Tensor, LazyTensor)) else f"{type(tensor).__name__}, not a tensor"
 
 
 def _box(shard: ShardedTensor, offset: tuple[int, ...], shape: tuple[int, ...], position: int) -> ShardedTensor:

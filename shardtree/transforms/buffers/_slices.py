@@ -60,7 +60,7 @@ def buffer_slices(
     Raises:
         MetadataError: there is no such rank.
         KeyMismatch: names are missing, or the rank has nothing of what they name.
-        ShapeError: tensors of another shape or dtype; names each of them.
+        ShapeError: tensors of another shape or dtype, or without memory; names each of them.
 
     Examples:
         >>> from shardtree.transforms import plan_buffers
@@ -122,6 +122,10 @@ def _checked_tree(rank: int, tree: Any, lengths: Mapping[str, int], dtype: torch
     if wrong:
         fix = "Pass each range as a 1-D tensor, and dtype= where it isn't torch.float32."
         raise ShapeError(error_text(f"{subject}: tensors that don't fit", offenders=wrong, fix=fix))
+    empty = [repr(name) for name, tensor in held.items() if tensor.is_meta]
+    if empty:
+        fix = "Pass what `load` returns for the targets."
+        raise ShapeError(error_text(f"{subject}: tensors without memory", offenders=empty, fix=fix))
     return held
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import ShapeError, error_text
-from ...geometry import Column, integers, refuse
+from ...geometry import Column, integer, integers, refuse
 
 PADDING = -1
 """The part of what isn't stored at all."""
@@ -56,7 +56,10 @@ class AxisRuns:
 
 
 def _column(name: str, values: Any) -> Column:
-    column = np.asarray(values)
+    try:
+        column = np.asarray(values)
+    except ValueError:
+        column = np.asarray("lists of other lengths")
     if column.ndim != 1 or (column.size and column.dtype.kind not in "iu"):
         found = f"{column.dtype} of shape {column.shape}"
         refuse("AxisRuns", name, found, "one axis of integers", "Pass one number a run.", error=ShapeError)
@@ -108,6 +111,7 @@ def grouped_runs(total: int, groups: int, sizes: Sequence[int]) -> AxisRuns:
         sizes: how long a part's segment is in each group.
 
     Raises:
+        MetadataError: they aren't integers.
         ShapeError: the axis isn't as long as that.
 
     Examples:
@@ -115,13 +119,19 @@ def grouped_runs(total: int, groups: int, sizes: Sequence[int]) -> AxisRuns:
         >>> runs.part.tolist(), runs.start.tolist(), runs.sizes
         ([0, 1, 2, 0, 1, 2], [0, 0, 0, 4, 1, 1], (8, 2, 2))
     """
-    length = np.tile(np.array(sizes, dtype=np.int64), groups)
-    if int(length.sum()) != total:
-        found, expected = f"{groups} groups of {sum(sizes)}", f"{total} in all"
+    doing = "grouped_runs"
+    whole, count, each = (
+        integer(doing, "total", total),
+        integer(doing, "groups", groups),
+        integers(doing, "sizes", sizes),
+    )
+    if count < 0 or count * sum(each) != whole:
+        found, expected = f"{count} groups of {sum(each)}", f"{whole} in all"
         raise ShapeError(error_text("an axis that isn't made of such groups", found=found, expected=expected))
-    part = np.tile(np.arange(len(sizes)), groups)
-    start = length * np.repeat(np.arange(groups), len(sizes))
-    return AxisRuns(length, part, start, tuple(size * groups for size in sizes))
+    length = np.tile(np.array(each, dtype=np.int64), count)
+    part = np.tile(np.arange(len(each)), count)
+    start = length * np.repeat(np.arange(count), len(each))
+    return AxisRuns(length, part, start, tuple(size * count for size in each))
 
 
 def joined_parts(runs: AxisRuns, order: Sequence[int] | None = None) -> AxisRuns:
@@ -138,7 +148,7 @@ def joined_parts(runs: AxisRuns, order: Sequence[int] | None = None) -> AxisRuns
         >>> joined_parts(grouped_runs(4, 2, (1, 1))).start.tolist()
         [0, 2, 1, 3]
     """
-    ordered = list(range(len(runs.sizes)) if order is None else order)
+    ordered = list(range(len(runs.sizes)) if order is None else integers("joined_parts", "order", order))
     if sorted(ordered) != list(range(len(runs.sizes))):
         refuse("joined_parts", "order", ordered, f"each of {len(runs.sizes)} parts once", "", error=ShapeError)
     base = np.zeros(len(runs.sizes), dtype=np.int64)

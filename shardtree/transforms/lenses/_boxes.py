@@ -14,14 +14,18 @@ from ...trees import as_integers, empty_data
 
 Shape = tuple[int, ...]
 T = TypeVar("T")
+DESCRIBE = "Describe what the model holds with `ShardedTensor.from_rank_offsets`, say."
 
 
 def check_box(doing: str, shard: ShardedTensor) -> None:
     """Raise unless a shard is a box.
 
     Raises:
+        MetadataError: it isn't a ShardedTensor.
         ShapeError: it is a flat range.
     """
+    if not isinstance(shard, ShardedTensor):
+        refuse(doing, "shard", type(shard).__name__, "a ShardedTensor", DESCRIBE, error=MetadataError)
     if shard.flattened_range is not None:
         found, fix = f"the flat range {shard.flattened_range}", "Use `as_factory`, which takes flat ranges apart."
         raise ShapeError(error_text(f"{doing}: {shard.key!r} isn't a box", found=found, expected="a box", fix=fix))

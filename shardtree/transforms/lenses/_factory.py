@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from math import prod
@@ -12,15 +12,15 @@ import numpy as np
 import torch
 
 from ...errors import MetadataError, ShapeError, TreeError, error_text
-from ...geometry import flat_boxes, refuse
+from ...geometry import check_flat_range, flat_boxes, refuse
 from ...mapping import LocalNonpersistentObject, ReplicaId, ShardedTensor, ShardedTensorFactory
 from ...trees import empty_data, join_data, leaves_with_paths, map_shards, match_key
-from ._boxes import device_of, flat_axes
-from ._lens import Built, Lens
+from ._boxes import DESCRIBE, device_of, flat_axes
+from ._lens import Built, Lens, built_by, check_function
+from ._patterns import checked_lenses
 
 _MERGE = "merge"
-_DESCRIBE = "Describe what the model holds with `ShardedTensor.from_rank_offsets`, say."
-_STATES = "optimizer.state.*."
+_STATES = "**.optimizer.state.*."
 
 
 def as_factory(shard: ShardedTensor, lens: Lens) -> ShardedTensorFactory:
@@ -38,6 +38,7 @@ def as_factory(shard: ShardedTensor, lens: Lens) -> ShardedTensorFactory:
         A factory whose built tree has the shards by their numbers, and what merging must know.
 
     Raises:
+        MetadataError: the arguments aren't a shard and a lens; when it builds: the range leaves the box.
         ShapeError: when it builds: data that isn't of the box's or the range's shape.
 
     Examples:
@@ -49,24 +50,31 @@ def as_factory(shard: ShardedTensor, lens: Lens) -> ShardedTensorFactory:
         >>> [(leaf.local_shape, leaf.global_offset) for name, leaf in moment.build().items() if name != "merge"]
         [((2, 1), (1, 2)), ((2, 1), (0, 3))]
     """
-    _check_lens("as_factory", lens)
+    check_function("as_factory", "lens", lens)
     if not isinstance(shard, ShardedTensor):
-        refuse("as_factory", "shard", type(shard).__name__, "a ShardedTensor", _DESCRIBE, error=MetadataError)
+        refuse("as_factory", "shard", type(shard).__name__, "a ShardedTensor", DESCRIBE, error=MetadataError)
     held = replace(shard.without_data(), flattened_range=None)
 
     def build(key: str, data: Any, replica_id: ReplicaId, flattened_range: slice | None) -> dict[str, Any]:
+        given = _checked(key, data, _shape(held, key, flattened_range))
         dtype = held.dtype if data is None else data.dtype
         named = replace(held, key=key, dtype=dtype, replica_id=replica_id)
-        shape = held.local_shape if flattened_range is None else (flattened_range.stop - flattened_range.start,)
-        given = _checked(named, data, shape)
         if flattened_range is None:
-            built = lens(replace(named, data=given))
+            built = built_by(lens, replace(named, data=given))
         else:
             built = _built_flat(named, given, flattened_range, lens)
         shards = {str(number): part for number, part in enumerate(built.shards)}
         return {**shards, _MERGE: LocalNonpersistentObject(lambda tree: _merged(tree, key, built))}
 
     return ShardedTensorFactory(shard.key, shard.data, build, _merge, shard.replica_id, shard.flattened_range)
+
+
+def _shape(held: ShardedTensor, key: str, flat: slice | None) -> tuple[int, ...]:
+    """Return the shape of the data of a box, or of a flat range of it, which lies in the box."""
+    if flat is None:
+        return held.local_shape
+    check_flat_range(f"factory of {key!r}", flat, held.local_shape)
+    return (flat.stop - flat.start,)
 
 
 def _merged(tree: Mapping[str, Any], key: str, built: Built) -> Any:
@@ -93,7 +101,7 @@ def _merge(tree: Mapping[str, Any]) -> Any:
 def _built_flat(held: ShardedTensor, data: Any, flat: slice, lens: Lens) -> Built:
     """Return what is stored of a flat range of a box: what the lens makes of each of its boxes."""
     boxes = _boxes(held, data, flat)
-    built = [lens(box) for box in boxes]
+    built = [built_by(lens, box) for box in boxes]
 
     def merge(parts: Sequence[Any]) -> Any:
         left = iter(parts)
@@ -139,31 +147,28 @@ def _flattened(tensor: Any) -> Any:
     return flat_axes(tensor, 0, len(tensor.shape))
 
 
-def _checked(held: ShardedTensor, data: Any, shape: tuple[int, ...]) -> Any:
-    if data is not None and tuple(data.shape) != shape:
-        what = f"factory of {held.key!r}: data of another shape than its shard"
+def _checked(key: str, data: Any, shape: tuple[int, ...]) -> Any:
+    found = tuple(data.shape) if hasattr(data, "shape") else type(data).__name__
+    if data is not None and found != shape:
+        what = f"factory of {key!r}: data of another shape than its shard"
         fix = "A state of another shape than its parameter needs a rule of its own."
-        raise ShapeError(error_text(what, found=tuple(data.shape), expected=shape, fix=fix))
+        raise ShapeError(error_text(what, found=found, expected=shape, fix=fix))
     return data.detach() if isinstance(data, torch.Tensor) else data  # views of a parameter would be part of its graph
 
 
-def _check_lens(doing: str, lens: object) -> None:
-    if not callable(lens):
-        fix = "Pass what `gate_and_up(...)`, `transposed()` or another such function returns."
-        refuse(doing, "lens", type(lens).__name__, "a lens", fix, error=MetadataError)
-
-
-def factories_by_pattern(tree: Any, lenses: Mapping[str, Lens], *, absent: Sequence[str] = ()) -> Any:
+def factories_by_pattern(tree: Any, lenses: Mapping[str, Lens | None], *, absent: Iterable[str] = ()) -> Any:
     """Return the tree with factories in the place of tensors whose keys fit a pattern; the rest is shared.
 
     Args:
         tree: any tree of shards.
-        lenses: pattern -> lens; ``*`` stands for one part between dots of a key, ``**`` for any number. The first one
-            that fits the key counts; in that of an optimizer's state, the parameter's key behind
-            ``optimizer.state.<name>.``.
+        lenses: pattern -> lens, or None where a tensor stays as it is; ``*`` stands for one part between dots of a key,
+            ``**`` for any number. The first one that fits the key counts; in that of an optimizer's state, the
+            parameter's key behind ``optimizer.state.<name>.``. States of another shape than their parameter, such as
+            ``step``, need a pattern of their own in front.
         absent: those of the patterns that may fit nothing here, as of other pipeline stages' layers.
 
     Raises:
+        MetadataError: the lenses aren't patterns and lenses, or `absent` isn't a list of patterns.
         TreeError: a pattern fits no key, so that what it is for would be stored as it lies.
 
     Examples:
@@ -172,21 +177,18 @@ def factories_by_pattern(tree: Any, lenses: Mapping[str, Lens], *, absent: Seque
         >>> type(factories_by_pattern(tree, {"**.weight": transposed()})["w"]).__name__
         'ShardedTensorFactory'
     """
-    for lens in lenses.values():
-        _check_lens("factories_by_pattern", lens)
-    used = dict.fromkeys(absent)
-    rows: dict[int, Lens] = {}
-    for _, leaf in leaves_with_paths(tree):
-        if isinstance(leaf, ShardedTensor):
-            pattern = next((each for each in lenses if _fits(each, leaf.key)), None)
-            if pattern is not None:
-                used[pattern] = None
-                rows[id(leaf)] = lenses[pattern]
-    unused = [repr(pattern) for pattern in lenses if pattern not in used]
+    known = checked_lenses("factories_by_pattern", lenses)
+    if isinstance(absent, str):
+        fix = "Put it into a list."
+        refuse("factories_by_pattern", "absent", repr(absent)[:100], "a list of patterns", fix, error=MetadataError)
+    shards = [leaf for _, leaf in leaves_with_paths(tree) if isinstance(leaf, ShardedTensor)]
+    chosen = {id(leaf): next((each for each in known if _fits(each, leaf.key)), None) for leaf in shards}
+    unused = [repr(pattern) for pattern in known if pattern not in {*chosen.values(), *absent}]
     if unused:
         fix = "Correct them, or pass absent=[...] for tensors that other ranks hold."
         raise TreeError(error_text("factories_by_pattern: patterns that fit no tensor", offenders=unused, fix=fix))
-    return map_shards(lambda leaf: as_factory(leaf, rows[id(leaf)]) if id(leaf) in rows else leaf, tree)
+    rows = {number: known[pattern] for number, pattern in chosen.items() if pattern is not None}
+    return map_shards(lambda leaf: leaf if (lens := rows.get(id(leaf))) is None else as_factory(leaf, lens), tree)
 
 
 def _fits(pattern: str, key: str) -> bool:

@@ -56,16 +56,38 @@ def compose_factories(*lenses: Lens) -> Lens:
         torch.Size([2, 3])
     """
     for number, lens in enumerate(lenses):
-        if not callable(lens):
-            fix = "Pass lenses, each as an argument of its own."
-            refuse("compose_factories", f"lenses[{number}]", type(lens).__name__, "a lens", fix, error=MetadataError)
+        check_function("compose_factories", f"lenses[{number}]", lens)
     return lambda shard: _through(lenses, shard)
+
+
+def check_function(doing: str, field: str, lens: object) -> None:
+    """Raise unless a lens is a function.
+
+    Raises:
+        MetadataError: it isn't.
+    """
+    if not callable(lens):
+        fix = "Pass what `gate_and_up(...)`, `transposed()` or another such function returns."
+        refuse(doing, field, type(lens).__name__, "a lens", fix, error=MetadataError)
+
+
+def built_by(lens: Lens, shard: ShardedTensor) -> Built:
+    """Return what a lens, of whoever's making, gives for a box.
+
+    Raises:
+        MetadataError: it gives something else.
+    """
+    built = lens(shard)
+    if not isinstance(built, Built):
+        fix = "Let the lens return Built(shards, merge)."
+        refuse(f"a lens, of {shard.key!r}", "result", type(built).__name__, "a Built", fix, error=MetadataError)
+    return built
 
 
 def _through(lenses: Sequence[Lens], shard: ShardedTensor) -> Built:
     if not lenses:
         return Built((shard,), lambda parts: parts[0])
-    first = lenses[0](shard)
+    first = built_by(lenses[0], shard)
     rest = [_through(lenses[1:], part) for part in first.shards]
 
     def merge(parts: Sequence[Any]) -> Any:

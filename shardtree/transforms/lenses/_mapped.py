@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from math import prod
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 
-from ...errors import CheckpointingException, ShapeError, error_text
-from ...geometry import Column
+from ...errors import CheckpointingException, MetadataError, ShapeError, error_text
+from ...geometry import Column, refuse
 from ...lazy import LazyTensor, stored
 from ...mapping import ShardedTensor
 from ...trees import as_integers, empty_data, join_data
@@ -44,8 +44,9 @@ def mapped_axis(
         doing: what errors call the lens.
 
     Raises:
+        MetadataError: `runs` isn't a function.
         TreeError: the names aren't sound, or the key has no such part.
-        ShapeError: the tensor has no such axis, or its length doesn't fit.
+        ShapeError: the tensor has no such axis, or its length doesn't fit; when it merges, a dtype without that fill.
 
     Examples:
         >>> from shardtree.transforms import grouped_runs
@@ -56,6 +57,9 @@ def mapped_axis(
         >>> built.merge([shard.data for shard in built.shards])
         tensor([0, 1, 2, 3, 4, 5, 6, 7])
     """
+    if not callable(runs):
+        fix = "Pass a function from the length of the whole axis to AxisRuns."
+        refuse(doing, "runs", type(runs).__name__, "a function", fix, error=MetadataError)
     if names is not None or part is not None:
         check_names(doing, part, names, len(list(names or ())) or 1)
 
@@ -152,7 +156,15 @@ def _full(shape: Shape, dtype: torch.dtype, device: torch.device, fill: float) -
     if not fill or not prod(shape):
         return as_integers(empty_data(shape, dtype, device)).zero_().view(dtype)
     try:
-        return torch.full(shape, fill, dtype=dtype, device=device)
-    except RuntimeError as error:
-        what = f"a padding of {fill} in a tensor of {dtype}"
-        raise ShapeError(error_text(what, found=error, expected="a number that torch can put there")) from error
+        filled = torch.full(shape, fill, dtype=dtype, device=device)
+    except (RuntimeError, TypeError) as error:
+        _refuse_fill(fill, dtype, error)
+    is_real = dtype.is_floating_point or dtype.is_complex
+    if not is_real and device.type != "meta" and filled.reshape(-1)[0].item() != fill:
+        _refuse_fill(fill, dtype, filled.reshape(-1)[0].item())
+    return filled
+
+
+def _refuse_fill(fill: float, dtype: torch.dtype, found: object) -> NoReturn:
+    what = f"a padding of {fill} in a tensor of {dtype}"
+    raise ShapeError(error_text(what, found=found, expected="a number that torch can put there"))

@@ -13,6 +13,7 @@ from ...trees import match_key
 from ._boxes import check_box
 from ._lens import Built, Lens
 from ._names import check_names, replaced_part
+from ._patterns import checked_lenses
 
 
 def renamed(part: str, name: str) -> Lens:
@@ -81,7 +82,7 @@ def lenses_by_pattern(lenses: Mapping[str, Lens | None]) -> Lens:
             state's key goes the way of its parameter's.
 
     Raises:
-        MetadataError: there are no patterns.
+        MetadataError: there are no patterns, or one has no lens.
         TreeError: no pattern fits a key.
 
     Examples:
@@ -93,10 +94,10 @@ def lenses_by_pattern(lenses: Mapping[str, Lens | None]) -> Lens:
         tensor([0, 2, 1, 3])
         tensor([0, 1, 2, 3])
     """
-    if not isinstance(lenses, Mapping) or not lenses:
+    known = checked_lenses("lenses_by_pattern", lenses)
+    if not known:
         fix = "Pass a lens for each pattern of keys."
-        refuse("lenses_by_pattern", "lenses", type(lenses).__name__, "patterns and lenses", fix, error=MetadataError)
-    known = dict(lenses)
+        refuse("lenses_by_pattern", "lenses", "none", "patterns and lenses", fix, error=MetadataError)
 
     def lens(shard: ShardedTensor) -> Built:
         pattern = next((each for each in known if _fits(each, shard.key)), None)

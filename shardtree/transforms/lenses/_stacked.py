@@ -45,7 +45,7 @@ def stacked_layers(part: str, layers: int, *, first: int = 0) -> Lens:
     doing = "stacked_layers"
     check_names(doing, part, [part], 1)
     count, base = positive(doing, "layers", layers), integer(doing, "first", first)
-    numbered = re.compile(rf"(?<![^.]){re.escape(part)}\.([0-9]+)(?![^.])")
+    numbered = re.compile(rf"(?<![^.]){re.escape(part)}\.([0-9]{{1,18}})(?![^.])")
 
     def lens(shard: ShardedTensor) -> Built:
         check_box(doing, shard)

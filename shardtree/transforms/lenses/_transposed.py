@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...errors import ShapeError, error_text
+from ...geometry import integers
 from ...mapping import ShardedTensor
 from ._boxes import check_box
 from ._lens import Built, Lens
@@ -20,6 +21,7 @@ def transposed(*axes: int) -> Lens:
             places.
 
     Raises:
+        MetadataError: they aren't integers.
         ShapeError: they aren't the tensor's axes.
 
     Examples:
@@ -28,10 +30,11 @@ def transposed(*axes: int) -> Lens:
         >>> built.shards[0].global_shape, built.shards[0].global_offset
         ((3, 4), (0, 2))
     """
+    given = integers("transposed", "axes", axes)
 
     def lens(shard: ShardedTensor) -> Built:
         check_box("transposed", shard)
-        order = _order(shard, axes)
+        order = _order(shard, given)
         back = [order.index(axis) for axis in range(len(order))]
         front = shard.prepend_axis_num
 

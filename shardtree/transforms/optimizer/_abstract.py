@@ -11,8 +11,9 @@ import torch
 from ...errors import TreeError, error_text, render_path
 from ...mapping import ShardedObject, ShardedStateDict, ShardedTensor, ShardedTensorFactory, StateDict
 from ...trees import map_shards
+from ._arguments import check_dict, excluded
 from ._convert import check_known, optim_state_to_sharding_state
-from ._groups import GROUP_PREFIX, named_groups, numbered_groups
+from ._groups import GROUP_PREFIX, stored_groups
 from ._leaf import RULES_FIX, OptimizerRules, check_rules, rule_of, state_leaf
 from ._moments import PREFIX, moment_shape
 from ._per_parameter import built_shards, per_parameter
@@ -51,6 +52,7 @@ def abstract_optim_state(
     """
     doing = "abstract_optim_state"
     states_of(doing, optim_state_dict)
+    check_dict(doing, "template", template, "{state key: dtype, tensor without axes, value or function}")
     names = members(groups_of(doing, optim_state_dict["param_groups"]))
     check_known(doing, names, id_to_sharded_param_map)
     states = {
@@ -76,16 +78,17 @@ def abstract_optim_state_from_metadata(
         optim_state_dict: of the fresh optimizer, for its groups; its states don't count.
         id_to_sharded_param_map: as `optim_state_to_sharding_state` takes it.
         metadata: what is stored: ``load_sharded_metadata(dir)``; or ``load_tensors_metadata(dir)``, where no state is
-            a Python value. State keys have no dots. A number of a parameter without axes is stored as its moments
-            are; where such a parameter is held as a flat range, that takes a template.
+            a Python value. A parameter without axes has moments that are stored as its numbers are; where it is
+            held as a flat range or in a stack, only a template tells them apart.
         exclude_keys: state keys that aren't asked for. One text is one key.
         rules: as `optim_state_to_sharding_state` takes them. They get a stored tensor as a whole ShardedTensor
             without data, a stored value as a ShardedObject.
         missing: what is done about a parameter of which no state is stored, which may be one that never had a
-            gradient, or one of another name: "refuse", or "leave_out".
+            gradient, a new one, or one of another name: "refuse", or "leave_out".
 
     Raises:
-        TreeError: no rule for a stored state, or nothing stored for a parameter; names each.
+        TreeError: no rule for a stored state, nothing stored for a parameter, or something that may be a moment or a
+            number; names each.
 
     Examples:
         >>> weight = ShardedTensor.from_rank_offsets("w", torch.zeros(2), (0, 1, 4))
@@ -99,8 +102,10 @@ def abstract_optim_state_from_metadata(
     states_of(doing, optim_state_dict)
     groups = groups_of(doing, optim_state_dict["param_groups"])
     check_rules(doing, rules)
-    left_out = {exclude_keys} if isinstance(exclude_keys, str) else set(exclude_keys)
-    stored = _by_param(metadata, left_out)
+    if missing not in ("refuse", "leave_out"):
+        raise TreeError(error_text(f"{doing}: missing", found=repr(missing), expected="'refuse' or 'leave_out'"))
+    check_dict(doing, "metadata", metadata, "what `load_sharded_metadata` gives", (ShardedTensor, ShardedObject))
+    stored = _by_param(metadata, excluded(doing, exclude_keys))
     check_known(doing, members(groups), id_to_sharded_param_map)
     params = {name: id_to_sharded_param_map[name] for name in members(groups)}
     found = {name: kinds for name, param in params.items() if (kinds := _found(param, stored))}
@@ -113,11 +118,10 @@ def abstract_optim_state_from_metadata(
         name: {key: _asked(params[name], key, kinds, rules) for key, kinds in own.items()}
         for name, own in found.items()
     }
+    named = are_names(doing, groups, {})
+    grouped = _grouped(doing, params, found, metadata) if named else params
     tree = {**optim_state_dict, "state": map_shards(_without_data, state)}
-    if not are_names(doing, groups, {}):
-        return {**tree, **numbered_groups(groups)}
-    _check_grouped(doing, params, metadata)
-    return {**tree, **named_groups(groups, params)}
+    return {**tree, **stored_groups(groups, grouped, named=named)}
 
 
 def _example(param: ShardedParam, value: Any) -> Any:
@@ -152,14 +156,18 @@ def _found(param: ShardedParam, stored: _Stored) -> dict[str, _Kinds]:
     return found
 
 
-def _check_grouped(doing: str, params: Mapping[Any, ShardedParam], metadata: Metadata) -> None:
-    """Raise where it isn't stored in which group a named parameter was."""
+def _grouped(
+    doing: str, params: Mapping[Any, ShardedParam], found: Mapping[Any, Any], metadata: Metadata
+) -> dict[Any, ShardedParam]:
+    """Return the named parameters of which it is stored in which group they were: all but new ones."""
     stored = {leaf.key for leaf in metadata.values() if leaf.key.startswith(f"{GROUP_PREFIX}.")}
-    keys = {name: [shard.key for shard in built_shards(param)] for name, param in params.items()}
-    lost = [repr(name) for name, own in keys.items() if not {f"{GROUP_PREFIX}.{key}" for key in own} <= stored]
+    keys = {name: {f"{GROUP_PREFIX}.{shard.key}" for shard in built_shards(one)} for name, one in params.items()}
+    grouped = {name: param for name, param in params.items() if keys[name] <= stored}
+    lost = [repr(name) for name in found if name not in grouped]
     if lost:
         fix = "Was it saved by ids? Load it by ids then. If not, pass what `load_sharded_metadata` gives: objects too."
         raise TreeError(error_text(f"{doing}: parameters of no stored group", offenders=lost, fix=fix))
+    return grouped
 
 
 def _like(leaf: ShardedTensor | ShardedObject) -> ShardedTensor:
@@ -173,16 +181,28 @@ def _check_kinds(
     doing: str, params: Mapping[Any, ShardedParam], found: Mapping[Any, Mapping[str, _Kinds]], rules: Any
 ) -> None:
     problems = [
-        f"{key!r} of {render_path((name,), 'state')}: {leaf.global_shape} stored, its parameter {shard.global_shape}"
+        f"{key!r} of {render_path((name,), 'state')}: {problem}"
         for name, own in found.items()
         for key, kinds in own.items()
         if rule_of(rules, params[name], key) is None
         for shard, leaf in kinds
-        if isinstance(leaf, ShardedTensor) and not (_is_moment(shard, leaf) or _is_scalar(shard, leaf))
+        if (problem := _problem(params[name], shard, leaf))
     ]
     if problems:
         what = f"{doing}: stored states that aren't shaped like their parameters"
         raise TreeError(error_text(what, offenders=problems, fix=RULES_FIX))
+
+
+def _problem(param: ShardedParam, shard: ShardedTensor, leaf: ShardedTensor | ShardedObject) -> str | None:
+    """Return why what is stored doesn't tell how a state lies, in words; None where it does."""
+    if not isinstance(leaf, ShardedTensor):
+        return None
+    kinds = [_is_moment(shard, leaf), _is_scalar(shard, leaf)]
+    if not any(kinds):
+        return f"{leaf.global_shape} stored, its parameter {shard.global_shape}"
+    if all(kinds) and moment_shape(param) != ():
+        return f"{leaf.global_shape} stored, which may be a moment or a number: `abstract_optim_state` is told which"
+    return None
 
 
 def _is_moment(shard: ShardedTensor, leaf: ShardedTensor) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from ...errors import TreeError, error_text
 from ...mapping import StateDict
-from ._groups import MEMBERS, Hyperparameters, arranged_groups
+from ._groups import MEMBERS, Hyperparameters, arranged_groups, check_which
 from ._state_dict import Group, States, groups_of, members, states_of
 
 
@@ -26,7 +26,7 @@ def sharding_state_to_optim_state(loaded: StateDict, *, hyperparameters: Hyperpa
 
     Raises:
         TreeError: parameters that are one group now had different hyperparameters; a state is of no group's
-            parameter; parts are missing. Names each.
+            parameter; parts are missing; the optimizer's own are asked for by ids. Names each.
 
     Examples:
         >>> import torch, shardtree as st
@@ -46,6 +46,10 @@ def sharding_state_to_optim_state(loaded: StateDict, *, hyperparameters: Hyperpa
         own = groups_of(doing, loaded["own_param_groups"])
         groups = arranged_groups(doing, loaded["param_groups"], loaded.get("param_group_of", {}), own, hyperparameters)
     else:
+        check_which(doing, hyperparameters)
+        if hyperparameters == "own":
+            fix = "Save and load by names, or put those of `optimizer.state_dict()` into the groups that you get."
+            raise TreeError(error_text(f"{doing}: by ids nothing tells the optimizer's own hyperparameters", fix=fix))
         groups = [dict(group) for group in groups_of(doing, loaded["param_groups"])]
     _check_members(doing, states, groups)
     rest = {key: value for key, value in loaded.items() if key not in {"param_group_of", "own_param_groups"}}

@@ -8,6 +8,7 @@ from typing import Any
 
 from ...errors import TreeError, error_text
 from ...mapping import ShardedTensor
+from ._arguments import check_param
 from ._first import first_element
 from ._leaf import OptimizerRule
 from ._rule_parts import check_shape, own_leaf, unfit
@@ -41,6 +42,7 @@ def block_scales(block_size: int) -> OptimizerRule:
         raise TreeError(error_text("block_scales: block_size", found=repr(block_size), expected="a count of elements"))
 
     def rule(param: ShardedParam, state_key: str, tensor: Any) -> ShardedTensor:
+        check_param("block_scales", param)
         if not isinstance(param, ShardedTensor):
             raise unfit("block_scales", param, state_key, "a factory", "one box, or a flat range of one")
         front = param.prepend_axis_num

@@ -7,8 +7,9 @@ from typing import Any
 
 from ...errors import TreeError, error_text
 from ...mapping import ShardedStateDict, StateDict
-from ._groups import named_groups, numbered_groups
-from ._leaf import RULES_FIX, OptimizerRules, check_rules, problem_of, rule_of, state_leaf
+from ._arguments import check_params, excluded
+from ._groups import stored_groups
+from ._leaf import RULES_FIX, OptimizerRules, check_rules, problem_of, rule_of, state_leaf, state_place
 from ._state_dict import ParamId, ShardedParam, States, are_names, groups_of, members, states_of
 
 
@@ -28,7 +29,8 @@ def optim_state_to_sharding_state(
     - Anything else needs a rule.
     - Hyperparameters of groups stay plain values. Which parameters a group has isn't stored where these are numbered:
       then group i gets the hyperparameters of the stored group i. Named parameters keep their own: each tells which
-      group it was in, under ``optimizer.param_group.<parameter's key>``; see `sharding_state_to_optim_state`.
+      group it was in, under ``optimizer.param_group.<parameter's key>``; see `sharding_state_to_optim_state`. All
+      ranks have the same groups, also those of which they have no parameters.
 
     Args:
         optim_state_dict: what ``optimizer.state_dict()`` gives, or the same by names (`optim_state_by_name`, or torch's
@@ -44,7 +46,8 @@ def optim_state_to_sharding_state(
         A new tree; tensors and hyperparameters are shared.
 
     Raises:
-        TreeError: no parameter for an id or name, no rule for a state, or not an optimizer's state dict; names each.
+        TreeError: no parameter for an id or name, no rule for a state, a state key with a dot, or not an optimizer's
+            state dict; names each.
 
     Examples:
         >>> import torch, shardtree as st
@@ -62,22 +65,21 @@ def optim_state_to_sharding_state(
         megatron.core.dist_checkpointing.optimizer, megatron-core 0.16.1, which changes its argument.
     """
     doing = "optim_state_to_sharding_state"
-    states = _kept(states_of(doing, optim_state_dict), exclude_keys)
+    states = _kept(states_of(doing, optim_state_dict), excluded(doing, exclude_keys))
     groups = groups_of(doing, optim_state_dict["param_groups"])
     check_rules(doing, rules)
     named = are_names(doing, groups, states)
     check_known(doing, [*states, *(members(groups) if named else ())], id_to_sharded_param_map)
+    _check_keys(doing, states, id_to_sharded_param_map)
     _check_shapes(doing, states, id_to_sharded_param_map, rules)
     state = {
         name: {key: state_leaf(id_to_sharded_param_map[name], key, value, rules) for key, value in own.items()}
         for name, own in states.items()
     }
-    stored = named_groups(groups, id_to_sharded_param_map) if named else numbered_groups(groups)
-    return {**optim_state_dict, "state": state, **stored}
+    return {**optim_state_dict, "state": state, **stored_groups(groups, id_to_sharded_param_map, named=named)}
 
 
-def _kept(states: States, exclude_keys: Sequence[str]) -> States:
-    left_out = {exclude_keys} if isinstance(exclude_keys, str) else set(exclude_keys)
+def _kept(states: States, left_out: set[Any]) -> States:
     return {name: {key: value for key, value in own.items() if key not in left_out} for name, own in states.items()}
 
 
@@ -90,6 +92,7 @@ def check_known(doing: str, names: Sequence[ParamId], params: Mapping[Any, Shard
     Examples:
         >>> check_known("save", [], {})
     """
+    check_params(doing, params)
     lost = [repr(name) for name in dict.fromkeys(names) if name not in params]
     if lost:
         expected = f"one of {len(params)} sharded parameters: {', '.join(map(repr, list(params)[:4]))}, ..."
@@ -99,6 +102,20 @@ def check_known(doing: str, names: Sequence[ParamId], params: Mapping[Any, Shard
         )
         what = f"{doing}: no sharded parameter for what the optimizer has"
         raise TreeError(error_text(what, offenders=lost, expected=expected, fix=fix))
+
+
+def _check_keys(doing: str, states: States, params: Mapping[Any, ShardedParam]) -> None:
+    """Raise where a stored key couldn't be told from that of another state of another parameter."""
+    wrong = [
+        state_place(name, params[name], key)
+        for name, own in states.items()
+        for key in own
+        if not isinstance(key, str) or "." in key
+    ]
+    if wrong:
+        fix = "In a checkpoint it would be another parameter's. Give it another key, or leave it out with exclude_keys."
+        what = f"{doing}: state keys that aren't texts without dots"
+        raise TreeError(error_text(what, offenders=wrong, fix=fix))
 
 
 def _check_shapes(doing: str, states: States, params: Mapping[Any, ShardedParam], rules: OptimizerRules | None) -> None:

@@ -9,7 +9,7 @@ from ...errors import TreeError, error_text
 from ...mapping import LocalNonpersistentObject
 from ...trees import diff
 from ._per_parameter import per_parameter
-from ._state_dict import Group, ShardedParam
+from ._state_dict import Group, ShardedParam, members
 
 Hyperparameters: TypeAlias = Literal["stored", "own"]
 
@@ -26,15 +26,32 @@ def numbered_groups(groups: Sequence[Group]) -> dict[str, Any]:
     return {"param_groups": local}
 
 
+def stored_groups(groups: Sequence[Group], params: Mapping[Any, ShardedParam], *, named: bool) -> dict[str, Any]:
+    """Return groups as they are stored; where a rank has no parameters, nothing tells whether others' are named."""
+    if not members(groups):
+        return _hyperparameters_alone(groups)
+    return named_groups(groups, params) if named else numbered_groups(groups)
+
+
+def _hyperparameters_alone(groups: Sequence[Group]) -> dict[str, Any]:
+    return {
+        "param_groups": [hyperparameters(group) for group in groups],
+        "own_param_groups": LocalNonpersistentObject(groups),
+    }
+
+
 def named_groups(groups: Sequence[Group], params: Mapping[Any, ShardedParam]) -> dict[str, Any]:
-    """Return groups of names as they are stored: hyperparameters, and for each parameter which of them are its own."""
+    """Return groups of names as they are stored: hyperparameters, and for each parameter which of them are its own.
+
+    Of parameters that aren't among `params` nothing is stored, so that nothing is asked for.
+    """
     of = {
         name: per_parameter(params[name], GROUP_PREFIX, number)
         for number, group in enumerate(groups)
         for name in group["params"]
+        if name in params
     }
-    stored = [hyperparameters(group) for group in groups]
-    return {"param_groups": stored, "param_group_of": of, "own_param_groups": LocalNonpersistentObject(groups)}
+    return {**_hyperparameters_alone(groups), "param_group_of": of}
 
 
 def hyperparameters(group: Group) -> dict[str, Any]:
@@ -62,10 +79,9 @@ def arranged_groups(
     Raises:
         TreeError: parameters of one group had different hyperparameters, or aren't stored; names each.
     """
+    check_which(doing, which)
     if which == "own":
         return [dict(group) for group in own]
-    if which != "stored":
-        raise TreeError(error_text(f"{doing}: hyperparameters", found=repr(which), expected="'stored' or 'own'"))
     lost = [repr(name) for group in own for name in group["params"] if name not in group_of]
     if lost:
         fix = "Pass hyperparameters='own' to keep the optimizer's, or take these parameters out of it."
@@ -77,6 +93,19 @@ def arranged_groups(
         raise TreeError(error_text(what, offenders=conflicts, fix=fix))
     alike = len(own) == len(stored) and all(_is_from(number, group, group_of) for number, group in enumerate(own))
     return [_filled(group, stored, group_of, number if alike else None) for number, group in enumerate(own)]
+
+
+def check_which(doing: str, which: object) -> None:
+    """Raise unless this says whose hyperparameters count.
+
+    Raises:
+        TreeError: it doesn't.
+
+    Examples:
+        >>> check_which("load", "own")
+    """
+    if which not in ("stored", "own"):
+        raise TreeError(error_text(f"{doing}: hyperparameters", found=repr(which), expected="'stored' or 'own'"))
 
 
 def _is_from(number: int, group: Group, group_of: Mapping[Any, int]) -> bool:

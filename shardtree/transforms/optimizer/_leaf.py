@@ -53,9 +53,20 @@ def rule_of(rules: OptimizerRules | None, param: ShardedParam, state_key: str) -
     return None
 
 
+def state_place(name: ParamId, param: ShardedParam, state_key: object) -> str:
+    """Return which state of which parameter it is, in words.
+
+    Examples:
+        >>> from shardtree.mapping import ShardedTensor
+        >>> state_place(0, ShardedTensor.from_rank_offsets("w", torch.zeros(2)), "step")
+        "'step' of state[0] ('w')"
+    """
+    return f"{state_key!r} of {render_path((name,), 'state')} ({param.key!r})"
+
+
 def problem_of(name: ParamId, param: ShardedParam, state_key: str, value: Any) -> str | None:
     """Return why a state can't be sharded as its parameter is, in words; None where it can."""
-    at = f"{state_key!r} of {render_path((name,), 'state')} ({param.key!r})"
+    at = state_place(name, param, state_key)
     if not isinstance(value, torch.Tensor):
         inside = [leaf for _, leaf in leaves_with_paths([value])]
         kinds = (torch.Tensor, ShardedBase, LocalNonpersistentObject)

@@ -9,6 +9,7 @@ import torch
 
 from ...errors import ShapeError, TreeError, error_text
 from ...mapping import ShardedTensor, ShardedTensorFactory
+from ._arguments import check_param
 from ._state_dict import ShardedParam
 
 PREFIX = "optimizer.state"
@@ -24,7 +25,7 @@ def make_sharded_optimizer_tensor(model_param: ShardedParam, optim_param: torch.
 
     Raises:
         ShapeError: the tensor has another shape than the parameter.
-        TreeError: it is a DTensor, or no tensor.
+        TreeError: it is a DTensor, or no tensor; or the parameter isn't sharded.
 
     Examples:
         >>> param = ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3), (0, 1, 4))
@@ -35,6 +36,7 @@ def make_sharded_optimizer_tensor(model_param: ShardedParam, optim_param: torch.
     References:
         megatron.core.dist_checkpointing.optimizer, megatron-core 0.16.1.
     """
+    check_param("make_sharded_optimizer_tensor", model_param)
     what = f"make_sharded_optimizer_tensor: {prefix!r} of {model_param.key!r}"
     if not isinstance(optim_param, torch.Tensor) or hasattr(optim_param, "placements"):
         found = "a DTensor" if isinstance(optim_param, torch.Tensor) else type(optim_param).__name__

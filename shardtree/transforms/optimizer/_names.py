@@ -7,7 +7,10 @@ from typing import Any
 
 from ...errors import TreeError, error_text
 from ...mapping import StateDict
+from ._arguments import check_dict
 from ._state_dict import are_names, groups_of, members, states_of
+
+_MAP = "{id: name}"
 
 
 def optim_state_by_name(optim_state_dict: StateDict, id_to_name: Mapping[int, str]) -> StateDict:
@@ -25,7 +28,9 @@ def optim_state_by_name(optim_state_dict: StateDict, id_to_name: Mapping[int, st
         >>> optim_state_by_name(state, {0: "w", 1: "b"})
         {'state': {'w': {'step': 3}}, 'param_groups': [{'lr': 0.1, 'params': ['w', 'b']}]}
     """
-    return _relabelled("optim_state_by_name", optim_state_dict, id_to_name, named=False)
+    doing = "optim_state_by_name"
+    check_dict(doing, "id_to_name", id_to_name, _MAP, str)
+    return _relabelled(doing, optim_state_dict, id_to_name, named=False)
 
 
 def optim_state_by_id(optim_state_dict: StateDict, id_to_name: Mapping[int, str]) -> StateDict:
@@ -48,6 +53,7 @@ def optim_state_by_id(optim_state_dict: StateDict, id_to_name: Mapping[int, str]
         {'state': {0: {'step': 3}}, 'param_groups': [{'lr': 0.1, 'params': [0, 1]}]}
     """
     doing = "optim_state_by_id"
+    check_dict(doing, "id_to_name", id_to_name, _MAP, str)
     ids = {name: number for number, name in id_to_name.items()}
     numbered = _relabelled(doing, optim_state_dict, ids, named=True)
     found = members(numbered["param_groups"])

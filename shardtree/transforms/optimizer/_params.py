@@ -71,7 +71,7 @@ def get_param_id_to_name_map(
         optim_params_iter: the optimizer, or its parameters in its own order.
 
     Raises:
-        TreeError: names each of the optimizer's parameters that has no name.
+        TreeError: names each of the optimizer's parameters that has no name; or these aren't names with parameters.
 
     Examples:
         >>> model = torch.nn.Linear(2, 3)
@@ -81,9 +81,8 @@ def get_param_id_to_name_map(
     """
     doing = "get_param_id_to_name_map"
     params = _listed(doing, optim_params_iter)
-    named = list(named_parameters.items() if isinstance(named_parameters, Mapping) else named_parameters)
     names: dict[int, str] = {}
-    for name, param in named:
+    for name, param in _pairs(doing, named_parameters):
         names.setdefault(id(param), name)
     numbers = {number: params[number] for number in _numbers(params).values()}
     lost = [f"id {number}: {tuple(param.shape)}" for number, param in numbers.items() if id(param) not in names]
@@ -114,6 +113,21 @@ def sharded_params_by_name(model_sharded_state_dict: ShardedStateDict) -> dict[s
         twice = [repr(name) for name in found if names.count(name) > 1]
         raise TreeError(error_text("sharded_params_by_name: two paths make one name", offenders=twice))
     return found
+
+
+def _pairs(doing: str, named_parameters: Any) -> list[tuple[str, torch.Tensor]]:
+    """Return names with their parameters."""
+    given = named_parameters.items() if isinstance(named_parameters, Mapping) else named_parameters
+    pairs = list(given) if isinstance(given, Iterable) and not isinstance(given, torch.Tensor) else [given]
+    wrong = [f"item {place}: {type(pair).__name__}" for place, pair in enumerate(pairs) if not _is_pair(pair)]
+    if wrong:
+        fix = "Pass `model.named_parameters()`."
+        raise TreeError(error_text(f"{doing}: not names with parameters", offenders=wrong, fix=fix))
+    return pairs
+
+
+def _is_pair(pair: Any) -> bool:
+    return isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) and _is_tensor(pair[1])
 
 
 def _is_param(leaf: Any) -> bool:

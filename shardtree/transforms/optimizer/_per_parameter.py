@@ -11,6 +11,7 @@ import torch
 from ...errors import ShapeError, error_text
 from ...mapping import ReplicaId, ShardedObject, ShardedTensor, ShardedTensorFactory
 from ...trees import apply_factories, diff, leaves_with_paths
+from ._arguments import check_param
 from ._first import first_element
 from ._state_dict import ShardedParam
 
@@ -33,6 +34,7 @@ def per_parameter(param: ShardedParam, prefix: str, value: Any) -> ShardedTensor
         ShardedTensor(key='optimizer.state.step.w', data=<float32 () cpu>, dtype=torch.float32, local_shape=(), \
 global_shape=(), global_offset=(), axis_fragmentations=None, replica_id=(4, 0))
     """
+    check_param("per_parameter", param)
     key = f"{prefix}.{param.key}"
     if isinstance(param, ShardedTensor):
         return _cell(replace(param, key=key, data=None), value)

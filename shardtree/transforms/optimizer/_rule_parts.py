@@ -8,6 +8,7 @@ import torch
 
 from ...errors import ShapeError, TreeError, error_text
 from ...mapping import ShardedBase, ShardedObject, ShardedTensor
+from ._arguments import check_param
 from ._moments import PREFIX
 from ._per_parameter import built_shards
 from ._state_dict import ShardedParam
@@ -52,6 +53,7 @@ def check_shape(rule: str, shard: ShardedTensor, state_key: str, tensor: Any, ex
 
 
 def one_box(rule: str, param: ShardedParam, state_key: str) -> ShardedTensor:
+    check_param(rule, param)
     if not isinstance(param, ShardedTensor) or param.flattened_range is not None:
         found = "a flat range" if isinstance(param, ShardedTensor) else "a factory"
         raise unfit(rule, param, state_key, found, "one box")

@@ -88,7 +88,10 @@ def are_names(doing: str, groups: Sequence[Group], states: States) -> bool:
     found = dict.fromkeys([*members(groups), *states])
     named = [name for name in found if isinstance(name, str)]
     if named and len(named) < len(found):
-        fix = "Turn all of it into names with `optim_state_by_name`, or into ids with `optim_state_by_id`."
+        fix = (
+            "Turn all of it into names with `optim_state_by_name`, or into ids with `optim_state_by_id`; and take what "
+            "isn't a parameter's out of 'state'."
+        )
         what = f"{doing}: some parameters are named, others numbered"
         raise TreeError(error_text(what, offenders=map(repr, found), fix=fix))
     return bool(named)

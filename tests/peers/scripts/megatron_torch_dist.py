@@ -22,6 +22,7 @@ from megatron.core import dist_checkpointing  # noqa: E402
 from megatron.core.dist_checkpointing import mapping  # noqa: E402
 from megatron.core.dist_checkpointing.strategies import filesystem_async  # noqa: E402
 
+from tests.peers.lens_state import lens_tree  # noqa: E402
 from tests.peers.model_state import (  # noqa: E402
     CONTENT,
     KINDS,
@@ -77,6 +78,8 @@ def one_rank(rank: int, size: int, group: str, what: str, tp: int, pp: int, fold
         sender.send([])
     elif what == "look":
         sender.send(looked_at(folder))
+    elif what == "lenses":
+        sender.send(through_lenses(folder))
     else:
         loaded = dist_checkpointing.load(cleared(mapping, own, objects=what == "load all"), folder)
         expected = {"model": rank_tree(mapping, tp, pp, t, p), **common(), "content_metadata": CONTENT}
@@ -85,6 +88,14 @@ def one_rank(rank: int, size: int, group: str, what: str, tp: int, pp: int, fold
         sender.send([f"rank {rank}: {line}" for line in differences(expected, loaded)])
     dist.barrier()
     dist.destroy_process_group()
+
+
+def through_lenses(folder: str) -> list[str]:
+    """Return what differs after a save and a load of our factories, with the states that their optimizers make."""
+    dist_checkpointing.save(lens_tree(), folder)
+    loaded = dist_checkpointing.load(lens_tree(zeros=True), folder)
+    expected = {key: factory.data for key, factory in lens_tree().items()}
+    return differences(expected, loaded)
 
 
 def looked_at(folder: str) -> list[str]:

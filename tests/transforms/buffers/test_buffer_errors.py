@@ -105,6 +105,11 @@ SLICES: list[Case] = [
         r"(?s)'w': \(6,\) torch.float32, not \(5,\) torch.float32.*'norm': \(2,\) torch.float16, not.*dtype= where",
     ),
     (lambda: buffer_slices(PLAN, 0, {**ZEROS, "w": None}), ShapeError, r"'w': NoneType, not \(5,\)"),
+    (
+        lambda: buffer_slices(PLAN, 0, flat_targets(PLAN, 0, HELD)),
+        ShapeError,
+        "(?s)rank 0: tensors without memory.*'w'.*'norm'.*Pass what `load` returns",
+    ),
     (lambda: buffer_slices(PLAN, 0, ZEROS, dtype="float32"), MetadataError, "buffer_slices: not a dtype\n  found str"),  # type: ignore[arg-type]
 ]
 

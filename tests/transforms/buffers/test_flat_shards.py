@@ -12,6 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import shardtree
+from shardtree.layouts import Mesh, PartitionSpec, Split, from_local
 from shardtree.lazy import LazyTensor, stored
 from shardtree.mapping import ShardedTensor, ShardedTensorFactory
 from shardtree.testing import (
@@ -154,9 +155,10 @@ def test_replicas_are_counted_by_the_function_that_is_given() -> None:
 
 
 def test_a_number_that_does_not_say_what_is_data_parallel_is_an_error() -> None:
-    held = {name: ShardedTensor.from_rank_offsets(name, torch.zeros(4), replica_id=3) for name in "vw"}
+    replicas = {"u": 0, "v": 1, "w": 3}
+    held = {name: ShardedTensor.from_rank_offsets(name, torch.zeros(4), replica_id=replicas[name]) for name in "uvw"}
     plan = plan_buffers(held, data_parallel=1)
-    words = r"(?s)what of them is data parallel.*'v': replica_id 3.*'w': replica_id 3.*Pass replica_id=lambda"
+    words = r"(?s)what of them is data parallel.*\n  'v': replica_id 1.*'w': replica_id 3.*Pass replica_id=lambda"
     with pytest.raises(shardtree.MetadataError, match=words):
         flat_targets(plan, 0, held)
 
@@ -180,6 +182,14 @@ def test_a_factory_gets_the_range_and_the_key() -> None:
     gate, up = found.build()
     assert (gate.key, gate.data.tolist()) == ("exp_avg.up", list(range(15)))
     assert (up.flattened_range, up.data.tolist()) == (slice(0, 15), list(range(15, 30)))
+
+
+def test_a_part_of_several_boxes_has_no_flat_ranges() -> None:
+    spec = PartitionSpec((Split("tp", split_factor=2),))
+    held = from_local({"w": torch.zeros(4)}, Mesh(tp=2), spec, 1)
+    flat = flat_shards(plan_buffers(held, data_parallel=2), 0, [torch.zeros(2)], held, replica_id=lambda replica: 0)
+    with pytest.raises(shardtree.ShapeError, match="'w': a part of several boxes is flat"):
+        shardtree.apply_factories(flat)
 
 
 def test_targets_are_shards_without_memory() -> None:

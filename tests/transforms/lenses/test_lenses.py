@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -204,6 +205,22 @@ def test_padding_is_filled_and_need_not_be_stored() -> None:
     assert list(built) == ["merge"]
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.bool], ids=str)
+def test_padding_has_the_dtype_of_what_was_loaded(dtype: torch.dtype) -> None:
+    merged = padded_axis(2, fill=1)(held((3,))).merge([torch.zeros(2, dtype=torch.int8).to(dtype)])
+    assert merged.dtype == dtype
+    assert merged.float().tolist() == [0, 0, 1]
+
+
+def test_what_nothing_is_loaded_of_is_in_memory_where_the_target_is_not() -> None:
+    """A meta tensor is a load's target; the rank that holds padding alone loads nothing."""
+    table = st.ShardedTensor.from_rank_offsets("w", torch.ones(4, device="meta"), (0, 2, 3))
+    assert padded_axis(7, fill=5)(table).merge([]).tolist() == [5.0] * 4
+    none = st.ShardedTensor("w", torch.zeros(0, 3, device="meta"), torch.float32, (0, 3), (8, 3), (8, 0), None)
+    for lens in (GATED, rearranged("(a b) c -> a b c", a=2), unstacked_layers("w")):
+        assert lens(none).merge([]).device.type == "cpu"
+
+
 def test_a_padded_axis_may_also_be_stored_with_another_padding() -> None:
     shard = replace(held((8, 2)), allow_shape_mismatch=True)
     assert [part.allow_shape_mismatch for part in padded_axis(5)(shard).shards] == [True]
@@ -235,6 +252,22 @@ def test_factories_by_pattern_takes_the_first_pattern_and_leaves_the_rest() -> N
     assert factories_by_pattern(tree, {"x.**": transposed()}, absent=["x.**"]) == tree
 
 
+def test_a_pattern_without_a_lens_leaves_tensors_as_they_are() -> None:
+    """So that a `step`, which has no rows, can be left out in front of its parameter's pattern."""
+    step = held((), "optimizer.state.step.layers.0.fc1.weight")
+    tree = {"step": step, "w": held((4,), "layers.0.fc1.weight")}
+    found = factories_by_pattern(tree, {"optimizer.state.step.**": None, "**.fc1.weight": GATED})
+    assert found["step"] is step
+    assert isinstance(found["w"], st.ShardedTensorFactory)
+
+
+def test_states_of_chained_optimizers_get_their_parameter_s_lens() -> None:
+    """Megatron-Core's `ChainedOptimizer` puts its optimizers' numbers in front."""
+    keys = ["layers.0.fc1.weight", "chained_1.optimizer.state.exp_avg.layers.0.fc1.weight"]
+    found = factories_by_pattern([held((4,), key) for key in keys], {"layers.*.fc1.weight": GATED})
+    assert [isinstance(each, st.ShardedTensorFactory) for each in found] == [True, True]
+
+
 def test_states_in_a_tree_get_their_parameter_s_lens() -> None:
     """A state that is stored as it is held, beside a parameter that isn't, would come back with rows of other ranks."""
     keys = ["layers.0.fc1.weight", "optimizer.state.exp_avg.layers.0.fc1.weight", "layers.0.fc2.weight"]
@@ -251,6 +284,16 @@ def test_a_state_goes_the_way_of_its_parameter_whatever_stands_before_its_key() 
 
 def runs(length: Any, part: Any, start: Any, sizes: Any) -> AxisRuns:
     return AxisRuns(np.array(length), np.array(part), np.array(start), sizes)
+
+
+def runs_of_lists(values: Any) -> AxisRuns:
+    return AxisRuns(values, values, values, (1,))
+
+
+def filled(fill: float, dtype: torch.dtype) -> Any:
+    """Return a vocabulary of one entry with one of padding."""
+    shard = replace(held((2,)), data=None, dtype=dtype)
+    return padded_axis(1, fill=fill)(shard).merge([random_bits((1,), dtype, 0)])
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], type[CheckpointingException], str]] = {
@@ -309,13 +352,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[CheckpointingException], str]] 
     "a size that isn't the axis's": (lambda: rearranged("a b -> b a", b=3)(held((8, 2))), ShapeError, "axis 1 is 2"),
     "a pattern of other axes": (lambda: rearranged("a b -> b a")(held((8,))), ShapeError, "2 axes"),
     "an axis shorter than what is stored": (lambda: padded_axis(9)(held((8, 2))), ShapeError, "9 or more"),
-    "padding that the dtype has not": (
-        lambda: padded_axis(1, fill=2)(replace(held((2,)), data=None, dtype=torch.uint7)).merge(
-            [torch.empty(1, dtype=torch.uint8).view(torch.uint7)]
-        ),
-        ShapeError,
-        "padding of 2",
-    ),
+    **{
+        f"padding of {fill} in {dtype}": (partial(filled, fill, dtype), ShapeError, f"padding of {fill}")
+        for fill, dtype in [(-1, torch.uint8), (300, torch.int8), (0.5, torch.int32), (2, torch.bool), (1, torch.uint7)]
+    },
+    "padding that is no number": (lambda: filled("x", torch.float32), ShapeError, "padding of x"),  # type: ignore[arg-type]
     "a key that no pattern fits": (
         lambda: lenses_by_pattern({"x": None})(held((2,))),
         TreeError,
@@ -347,7 +388,26 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[CheckpointingException], str]] 
     "no shard": (lambda: as_factory(torch.zeros(2), GATED), MetadataError, "a ShardedTensor"),  # type: ignore[arg-type]
     "no lens": (lambda: as_factory(held((2,)), "gate_and_up"), MetadataError, "a lens"),  # type: ignore[arg-type]
     "no lens in a composition": (lambda: compose_factories([GATED]), MetadataError, r"lenses\[0\]"),  # type: ignore[arg-type]
-    "no lens for a pattern": (lambda: factories_by_pattern({}, {"w": None}), MetadataError, "a lens"),  # type: ignore[dict-item]
+    "no lens for a pattern": (lambda: factories_by_pattern({}, {"w": 3}), MetadataError, "a lens"),  # type: ignore[dict-item]
+    "no lens to choose": (lambda: lenses_by_pattern({"w": 3}), MetadataError, "a lens"),  # type: ignore[dict-item]
+    "patterns that are no texts": (lambda: lenses_by_pattern({1: None}), MetadataError, "patterns and lenses"),  # type: ignore[dict-item]
+    "a list of patterns": (lambda: factories_by_pattern({}, ["w"]), MetadataError, "patterns and lenses"),  # type: ignore[arg-type]
+    "an absent pattern that is a text": (
+        lambda: factories_by_pattern({}, {"w": GATED}, absent="w"),
+        MetadataError,
+        "a list of patterns",
+    ),
+    "a lens of a tensor": (lambda: GATED(torch.zeros(8)), MetadataError, "a ShardedTensor"),  # type: ignore[arg-type]
+    "a lens that builds no Built": (
+        lambda: as_factory(held((2,)), lambda shard: shard).build(),  # type: ignore[arg-type,return-value]
+        MetadataError,
+        "a Built",
+    ),
+    "a composed lens that builds no Built": (
+        lambda: compose_factories(lambda shard: None)(held((2,))),  # type: ignore[arg-type,return-value]
+        MetadataError,
+        "a Built",
+    ),
     "a pattern for nothing": (lambda: factories_by_pattern({}, {"w": GATED}), TreeError, "fit no tensor"),
     "data of another shape": (
         lambda: replace(as_factory(held((8, 2)), GATED), data=torch.zeros(8)).build(),
@@ -359,6 +419,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[CheckpointingException], str]] 
         ShapeError,
         r"expected \(9,\)",
     ),
+    "data that are no tensor": (
+        lambda: replace(as_factory(held((8, 2)), GATED), data=[1.0]).build(),
+        ShapeError,
+        "found list",
+    ),
     "parts of other shapes": (
         lambda: st.apply_factory_merges(
             {"w": {**as_factory(held((8, 2)), transposed()).build(), "0": torch.zeros(8, 2)}},
@@ -366,6 +431,26 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[CheckpointingException], str]] 
         ),
         ShapeError,
         "not what was built",
+    ),
+    "runs that are no function": (lambda: mapped_axis(0, 2), MetadataError, "a function"),  # type: ignore[arg-type]
+    "runs of more indices than there are": (
+        lambda: mapped_axis(0, lambda n: grouped_runs(n + 2, 1, (n + 2,)))(held((2,))),
+        ShapeError,
+        "found 4 indices",
+    ),
+    "ragged columns": (lambda: runs_of_lists([[1], [1, 2]]), ShapeError, "one axis of integers"),
+    "groups that are no number": (lambda: grouped_runs(2, "a", (2,)), MetadataError, "an int"),  # type: ignore[arg-type]
+    "a negative number of groups": (lambda: grouped_runs(-2, -1, (2,)), ShapeError, "-1 groups"),
+    "an order that is no numbers": (
+        lambda: joined_parts(grouped_runs(2, 1, (1, 1)), [0, "a"]),  # type: ignore[list-item]
+        MetadataError,
+        "an int",
+    ),
+    "axes that are no numbers": (lambda: transposed(1.0, 0.0), MetadataError, "an int"),  # type: ignore[arg-type]
+    "a layer of more digits than numbers have": (
+        lambda: stacked_layers("layers", 4)(held((2,), f"layers.{'9' * 5000}.w")),
+        TreeError,
+        "0 times",
     ),
     "runs that overlap": (lambda: runs([2, 2], [0, 0], [0, 1], (4,)), ShapeError, r"\[0:2\], \[1:3\]"),
     "runs with a gap": (lambda: runs([2], [0], [1], (3,)), ShapeError, "each of its 3 places"),
@@ -387,6 +472,23 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[CheckpointingException], str]] 
         "2 parts and no names",
     ),
 }
+
+
+@pytest.mark.parametrize("flat", [slice(8, 9), slice(6, 12), slice(100, 100)])
+@pytest.mark.parametrize("shape", [(8, 2), (4, 2)], ids=["of a larger tensor", "of its own"])
+def test_a_flat_range_that_leaves_its_box_is_refused(shape: tuple[int, ...], flat: slice) -> None:
+    """Within the larger tensor its elements would be stored in another rank's rows."""
+    box = st.ShardedTensor("w", torch.zeros(4, 2), torch.float32, (4, 2), shape, (0, 0), None)
+    for data in (torch.zeros(flat.stop - flat.start), None):
+        with pytest.raises(MetadataError, match=r"'w': flattened_range .*\n.* 8 elements of local_shape \(4, 2\)"):
+            replace(as_factory(box, transposed()), data=data, flattened_range=flat).build()
+
+
+@pytest.mark.parametrize("shape", [(), (0, 2)], ids=str)
+def test_a_flat_range_that_leaves_a_scalar_or_an_empty_tensor_is_refused(shape: tuple[int, ...]) -> None:
+    factory = as_factory(held(shape), renamed("w", "v"))
+    with pytest.raises(MetadataError, match="flattened_range"):
+        replace(factory, data=torch.zeros(2), flattened_range=slice(0, 2)).build()
 
 
 @pytest.mark.parametrize("name", REFUSED)
