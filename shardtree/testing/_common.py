@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict, deque
+from functools import cache
 from typing import Any
 
 from hypothesis import strategies as st
@@ -12,6 +13,7 @@ from ._dtypes import PRINTABLE_DTYPES
 from ._tensors import tensors
 
 
+@cache  # it takes longer to make than to draw from
 def common_states() -> st.SearchStrategy[dict[str, Any]]:
     """Return a strategy for what a common state holds: nested containers of numbers, text, bytes and tensors.
 

@@ -106,7 +106,7 @@ SHRUNK: dict[str, tuple[st.SearchStrategy[Any], Any, str]] = {
     "a layout of any kind": (
         layouts((4, 6), 4),
         lambda layout: True,
-        "Layout(ranks=4, global_shape=(4, 6), pieces=(Piece(0, (0, 0), (4, 6)),))",
+        "Layout(ranks=4, global_shape=(4, 6), pieces=(Piece(0, (0, 0), (4, 6)),), grid=(1, 1))",
     ),
     "prepended axes": (
         layouts((2, 3), 2),
