@@ -51,10 +51,12 @@ def sharded_trees(
         state: a strategy for the state; tensors of any shape and dtype, objects and a common state by default.
 
     Examples:
-        >>> from hypothesis import find
-        >>> find(sharded_trees(), lambda drawn: len(drawn.trees) == 2)
-        ShardedTrees(GlobalState(tensors={'a': 'float32 ()'}, objects={}, common={}), {'a': Layout(ranks=2, \
-global_shape=(), pieces=(Piece(0, (), ()),), grid=())})
+        >>> from hypothesis import given, settings
+        >>> @settings(max_examples=3)
+        ... @given(sharded_trees(ranks=2))
+        ... def check_a_tree_a_rank(drawn):
+        ...     assert len(drawn.trees) == 2
+        >>> check_a_tree_a_rank()
     """
     drawn = draw(global_states() if state is None else state)
     count = draw(st.integers(1, 4)) if ranks is None else ranks

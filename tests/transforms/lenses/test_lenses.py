@@ -231,6 +231,16 @@ def test_layers_numbered_by_stage_get_the_model_s_numbers() -> None:
     assert (part.key, part.global_offset) == ("layers.norm", (5, 0))
 
 
+def test_layers_keep_the_grid_of_their_tensors() -> None:
+    shard = st.ShardedTensor.from_rank_offsets("layers.1.w", torch.zeros(2, 3), (0, 1, 4))
+    [part] = stacked_layers("layers", 6)(shard).shards
+    assert part.axis_fragmentations == (6, 4, 1)
+    [back] = unstacked_layers("layers")(part).shards
+    assert (back.key, back.axis_fragmentations) == ("layers.1.w", (4, 1))
+    [turned] = compose_factories(transposed(), stacked_layers("layers", 6))(shard).shards
+    assert turned.axis_fragmentations == (6, 1, 4)
+
+
 def test_a_state_is_stored_beside_its_parameter() -> None:
     lens = compose_factories(
         attention_qkv(heads=4, head_size=1, part="qkv", names=("q", "k", "v")), stacked_layers("layers", 4)
@@ -266,6 +276,12 @@ def test_states_of_chained_optimizers_get_their_parameter_s_lens() -> None:
     keys = ["layers.0.fc1.weight", "chained_1.optimizer.state.exp_avg.layers.0.fc1.weight"]
     found = factories_by_pattern([held((4,), key) for key in keys], {"layers.*.fc1.weight": GATED})
     assert [isinstance(each, st.ShardedTensorFactory) for each in found] == [True, True]
+
+
+def test_a_tensor_isn_t_taken_for_a_state_because_of_the_end_of_its_key() -> None:
+    keys = ["fc1.weight", "layers.0.fc1.weight", "optimizer.state.fc1.weight", "state.exp_avg.fc1.weight"]
+    found = factories_by_pattern([held((4,), key) for key in keys], {"fc1.weight": GATED})
+    assert [isinstance(each, st.ShardedTensorFactory) for each in found] == [True, False, False, False]
 
 
 def test_states_in_a_tree_get_their_parameter_s_lens() -> None:
@@ -498,6 +514,11 @@ def test_wrong_input_is_refused(name: str) -> None:
         call()
     text = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
     assert words.startswith(("a=", r"\[", "lenses", "expected", r"lenses\[0\]", r"expected \(")) or words in text
+
+
+def test_runs_of_no_indices_may_stand_anywhere() -> None:
+    empty = runs([2, 0, 1, 0], [0, 0, 0, 0], [1, 2, 0, 9], (3,))
+    check_back(mapped_axis(0, lambda n: empty), held((3,)))
 
 
 def test_padding_is_no_part() -> None:
