@@ -72,8 +72,8 @@ from .layouts import concatenate_objects as concatenate_objects
 from .layouts import coverage as coverage
 from .layouts import drop_objects as drop_objects
 from .layouts import fold_objects as fold_objects
-from .layouts import join_columns as join_columns
 from .layouts import from_local as from_local
+from .layouts import join_columns as join_columns
 from .layouts import layout_of as layout_of
 from .layouts import mesh_columns as mesh_columns
 from .layouts import mesh_parts as mesh_parts

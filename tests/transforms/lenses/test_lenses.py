@@ -175,6 +175,14 @@ def test_a_rank_without_columns_stores_nothing_where_axes_are_folded() -> None:
     assert (part.global_shape, part.global_offset) == ((0,), (0,))
 
 
+def test_several_axes_may_be_in_parentheses_on_both_sides() -> None:
+    whole = torch.arange(24.0).reshape(4, 6)
+    lens = rearranged("(a b) (c d) -> (d a) (b c)", a=2, c=3)
+    stored = check_lens(lens, [shard for rank in (0, 1) for shard in cut(even_layout((4, 6), 2, 1), "w", whole, rank)])
+    expected = whole.view(2, 2, 3, 2).permute(3, 0, 1, 2).reshape(4, 6)
+    assert torch.equal(stored["w"], expected)
+
+
 def test_rows_of_one_box_are_views() -> None:
     data = torch.zeros(8, 3)
     shard = st.ShardedTensor.from_rank_offsets("w", data, (0, 1, 2))
@@ -325,6 +333,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[CheckpointingException], str]] 
         TreeError,
         "'x' 0 times in 'w'",
     ),
+    "a part that is there twice": (lambda: renamed("e", "f")(held((2,), "e.0.e.w")), TreeError, "2 times"),
     "groups that don't divide the heads": (
         lambda: attention_qkv(heads=4, head_size=1, query_groups=3),
         MetadataError,
