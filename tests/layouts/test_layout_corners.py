@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from shardtree.errors import ShapeError
 from shardtree.layouts import (
     Coverage,
     Mesh,
@@ -21,6 +22,7 @@ from shardtree.layouts import (
     Split,
     TensorKind,
     abstract,
+    abstract_at,
     access_problems,
     chunk_grids,
     common_problems,
@@ -46,6 +48,7 @@ from shardtree.layouts import (
     unshard,
     write_problems,
 )
+from shardtree.layouts.integrity._problem import holder_text
 from shardtree.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 
 FULL = torch.arange(24.0).reshape(4, 6)
@@ -129,6 +132,7 @@ def test_nobody_has_no_problems_and_no_chunks() -> None:
     assert (grid.kind, grid.counts, grid.chunks) == ("empty", (), 0)
     assert chunk_grids(none, boxes, boxes, none, none) == []
     assert unshard([{}, {}]) == {}
+    assert common_problems({}) == ()
 
 
 @pytest.mark.parametrize(("faults", "last"), [(20, None), (21, "and 1 more place"), (30, "and 10 more places")])
@@ -354,3 +358,104 @@ def test_a_part_of_several_boxes_is_the_replica_that_its_rank_is() -> None:
     spec = PartitionSpec((Split("tp", 2),))
     trees = abstract({"a": torch.zeros(8, 6)}, MESH, spec, key=lambda path: f"own.{path[0]}")
     assert [(tree["a"].key, tree["a"].replica_id) for tree in trees] == [("own.a", rank // 2) for rank in range(4)]
+
+
+def test_shards_without_elements_need_no_data() -> None:
+    nothing = replace(W, data=None, local_shape=(0, 6), global_offset=(4, 0), axis_fragmentations=None)
+    assert torch.equal(unshard([{"w": W}, {"w": nothing}])["w"], FULL)
+
+
+def test_flat_ranges_of_several_rows_are_put_together() -> None:
+    ranges = [slice(0, 9), slice(9, 24)]
+    trees = [
+        {"w": ShardedTensor.from_rank_offsets_flat("w", FULL.reshape(-1)[span], (4, 6), flattened_range=span)}
+        for span in ranges
+    ]
+    assert torch.equal(unshard(trees)["w"], FULL)
+
+
+def test_all_tensors_with_problems_are_in_the_table_of_a_coverage() -> None:
+    one = ShardedTensor.from_rank_offsets("z", torch.zeros(1))
+    others = [ShardedTensor.from_rank_offsets(key, torch.zeros(2)) for key in "abcdefghijkl"]
+    lines = str(coverage([{"z": one, "y": replace(one), **{shard.key: shard for shard in others}}])).splitlines()
+    assert lines[1].startswith("z ") and lines[11] == "and 3 more"
+    halves = [replace(shard, global_shape=(4,), axis_fragmentations=(2,)) for shard in others]
+    lines = str(coverage([{shard.key: shard for shard in halves}])).splitlines()
+    assert [line[0] for line in lines[1:13]] == list("abcdefghijkl")
+
+
+def test_a_coverage_counts_parts_of_flat_ranges() -> None:
+    part = ShardedTensor.from_rank_offsets_flat("w", torch.zeros(5), (4, 6), flattened_range=slice(5, 10))
+    rest = ShardedTensor.from_rank_offsets_flat("w", torch.zeros(12), (4, 6), flattened_range=slice(12, 24))
+    found = coverage([{"a": part}, {"a": rest}])
+    assert (found.once.tolist(), found.missing.tolist(), found.twice.tolist()) == ([17], [7], [0])
+    layout = mesh_columns(dict.fromkeys("abc", KIND), MESH, dict.fromkeys("abc", ROWS))
+    assert coverage(select_rows(layout, np.flatnonzero(layout.key < 2))).copies.tolist() == [2, 2, 0]
+
+
+def flat_in(rows: tuple[int, int], stop: int, key: str = "w", size: int = 4) -> ShardedTensor:
+    """Return the first elements of the flattened rows of a tensor with six columns."""
+    shape = (rows[1] - rows[0], 6)
+    place = (shape, (size, 6), (rows[0], 0))
+    return ShardedTensor(
+        key,
+        None,
+        torch.int8,
+        *place,
+        axis_fragmentations=None,
+        flattened_range=slice(0, stop),
+        allow_shape_mismatch=True,
+    )
+
+
+def test_flat_ranges_of_boxes_that_overlap_are_told_as_boxes() -> None:
+    columns = shard_columns([flat_in((0, 3), 16), flat_in((2, 4), 12)])
+    assert [(problem.box, problem.flat) for problem in access_problems(columns)] == [((slice(2, 3), slice(0, 4)), None)]
+
+
+def test_flat_ranges_are_told_as_such_beside_tensors_that_are_padded() -> None:
+    beyond, inside = flat_in((2, 6), 12, "a"), flat_in((0, 4), 12, "b")
+    _, *found = access_problems(shard_columns([beyond, inside]))
+    assert [(problem.key, problem.box, problem.flat) for problem in found] == [
+        ("a", (slice(0, 2), slice(0, 6)), None),
+        ("b", (slice(0, 4), slice(0, 6)), slice(12, 24)),
+    ]
+    assert len(access_problems(shard_columns([flat_in((2, 6), 6, "a")]))) == 3
+
+
+def test_a_tensor_of_flat_ranges_and_boxes_is_whole_beside_one_of_flat_ranges() -> None:
+    box = ShardedTensor("w", None, torch.int8, (2, 6), (4, 6), (2, 0), axis_fragmentations=None)
+    shards = [flat_in((0, 4), 12), box]
+    assert access_problems(shard_columns(shards)) == ()
+    assert access_problems(shard_columns([*shards, flat_in((0, 4), 24, "b")])) == ()
+
+
+def test_copies_that_are_written_twice_are_told_with_their_holders() -> None:
+    (problem,) = write_problems(shard_columns([replace(W, replica_id=1)] * 2))
+    assert problem.what.endswith(": rank 0 [0:4, 0:6], rank 0 [0:4, 0:6]")
+
+
+def test_equal_tensors_may_have_one_key() -> None:
+    (tree,) = shard({"a": FULL, "b": FULL.clone()}, Mesh(), PartitionSpec(), key=lambda path: "w")
+    assert [tree[path].replica_id for path in "ab"] == [0, 1]
+    assert layout_of({"a": FULL}, MESH, ROWS).kinds == (KIND,)
+    both = layout_of({"a": FULL, "s": torch.tensor(1.0)}, Mesh(), PartitionSpec())
+    assert dict(zip(both.keys, both.elements[np.argsort(both.key)].tolist(), strict=True)) == {"a": 24, "s": 1}
+
+
+def test_a_rank_s_own_abstract_tree_has_the_keys_that_are_asked_for() -> None:
+    assert abstract_at({"a": FULL}, MESH, ROWS, 1, key=lambda path: f"own.{path[0]}")["a"].key == "own.a"
+
+
+def test_a_part_of_several_boxes_is_told_by_its_key() -> None:
+    part = mesh_part((8, 6), Mesh(tp=2), PartitionSpec((Split("tp", 2),)), 1)
+    assert part is not None
+    made = part_shard("own", None, torch.float32, part)
+    with pytest.raises(ShapeError, match=r"^'own': not the rank's own part"):
+        replace(made, data=torch.zeros(3, 6)).build()  # type: ignore[union-attr]
+
+
+def test_holders_are_all_there_are_unless_more_are_counted() -> None:
+    box = (slice(0, 2),)
+    assert holder_text([(1, box, None)]) == "rank 1 [0:2]"
+    assert holder_text([(1, box, None)], 2) == "rank 1 [0:2], and 2 more"

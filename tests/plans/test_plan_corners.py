@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
@@ -11,13 +12,25 @@ import pytest
 import torch
 
 import shardtree as st
-from shardtree import Mesh, PartitionSpec, ShardedObject, ShardedTensor
+from shardtree import LocalNonpersistentObject, Mesh, PartitionSpec, ShardedObject, ShardedTensor, ShardedTensorFactory
 from shardtree.layouts import ShardColumns, TensorKind, join_columns, shard_columns
-from shardtree.plans import Runs, level_writes, plan_load, plan_reshard, runs_plan
+from shardtree.plans import (
+    Runs,
+    find_mismatches,
+    level_writes,
+    plan_exchange,
+    plan_load,
+    plan_reshard,
+    relayed,
+    runs_plan,
+)
 from shardtree.plans._load import StoredChunks
+from shardtree.plans.moving import copy_transfers
+from shardtree.plans.moving._reshard import first_sources
+from shardtree.plans.resharding._summary import steps_table
 from shardtree.trees import HOLE
 from tests.plans.reshard_layouts import mesh_layout
-from tests.plans.test_reshard_cases import ALL, CASES, flat, plan_of
+from tests.plans.test_reshard_cases import ALL, CASES, COPY, TOP, box, flat, plan_of
 
 FULL = torch.arange(24.0).reshape(6, 4)
 
@@ -239,3 +252,175 @@ def test_large_tensors_of_few_holders_leave_the_small_ones_to_others() -> None:
     }
     columns.main[:] = columns.key == columns.keys.index("c")
     assert np.flatnonzero(level_writes(columns, 3)).size == 1
+
+
+VECTOR = ShardedTensor.from_rank_offsets("v", torch.arange(4.0))
+MATRIX = ShardedTensor.from_rank_offsets("w", FULL)
+
+
+def test_tensors_of_few_axes_are_loaded_beside_those_of_many() -> None:
+    few, many = shard_columns([VECTOR]), shard_columns([VECTOR, MATRIX])
+    assert plan_load(few, chunks_of(many)).covered.tolist() == [4]
+    assert plan_load(many, chunks_of(few)).covered.tolist() == [4, 0]
+    (runs,) = (plan_load(columns, chunks_of(other)).runs for columns, other in [(many, few)])
+    assert (runs.byte.tolist(), runs.target.tolist(), runs.length.tolist()) == ([0], [0], [16])
+
+
+def test_a_tensor_in_one_piece_is_one_run_beside_one_that_is_not() -> None:
+    whole = ShardedTensor.from_rank_offsets("a", torch.zeros(2, 3, 4))
+    stored = ShardedTensor.from_rank_offsets("b", torch.zeros(2, 3, 4))
+    part = replace(stored, data=None, local_shape=(2, 2, 2), axis_fragmentations=None)
+    plan = plan_load(shard_columns([whole, part]), chunks_of(shard_columns([whole, stored])))
+    assert (plan.runs.target.tolist(), plan.runs.length.tolist()) == ([0], [96])
+    assert plan.strided.target.tolist() == [1]
+
+
+def test_runs_of_a_later_file_are_joined_too() -> None:
+    columns = np.array([(0, 0, 0, 0, 4), (1, 0, 0, 4, 4), (1, 4, 0, 8, 4)]).T
+    runs = runs_plan(Runs(*columns)).runs
+    assert (runs.file.tolist(), runs.length.tolist()) == ([0, 1], [4, 8])
+
+
+def test_nothing_is_exchanged_for_shards_without_elements() -> None:
+    empty = ShardedTensor.from_rank_offsets("e", torch.zeros(0, 3))
+    columns = join_columns([shard_columns([MATRIX, empty, replace(MATRIX, key="a")], rank) for rank in (0, 1)])
+    plan = plan_exchange(columns, 2)
+    assert (plan.stop - plan.start).tolist() == [96, 96]
+
+
+def test_the_largest_tensors_are_dealt_first_and_back_and_forth() -> None:
+    def writers(sizes: dict[str, int]) -> dict[str, int]:
+        held = [ShardedTensor.from_rank_offsets(key, torch.zeros(size)) for key, size in sizes.items()]
+        columns = join_columns([shard_columns(held, rank) for rank in (0, 1)])
+        rows = np.flatnonzero(level_writes(columns, 2))
+        return {columns.keys[columns.key[row]]: int(columns.rank[row]) for row in rows}
+
+    assert writers({"a": 1, "b": 10, "c": 1}) == {"b": 0, "a": 1, "c": 1}
+    eight = dict(zip("abcdefgh", range(80, 0, -10), strict=True))
+    assert [writers(eight)[key] for key in eight] == [0, 1, 1, 0, 0, 1, 1, 0]
+
+
+def test_what_two_want_and_what_three_want_is_passed_on() -> None:
+    plan = plan_reshard([[ALL], [], [], []], [[], [ALL], [COPY], [replace(TOP, replica_id=1)]])
+    passed_on = relayed(plan, shortest_cut=8)
+    assert not passed_on.check() and passed_on.sent[0] == 96
+
+
+def test_copies_within_a_rank_take_one_hop() -> None:
+    plan = relayed(plan_of("boxes of a rank overlap"), shortest_cut=8)
+    assert (
+        sorted(set(plan.transfers.hop.tolist()))
+        == [0, 1]
+        == sorted(set(plan_of("boxes of a rank overlap").transfers.hop.tolist()))
+    )
+
+
+def test_pieces_of_a_shard_come_row_by_row() -> None:
+    quarters = [box(rows, columns) for rows in ((0, 3), (3, 6)) for columns in ((0, 2), (2, 4))]
+    plan = plan_reshard([[one] for one in quarters], [[], [], [], [], [ALL]])
+    assert plan.transfers.offset.tolist() == [[0, 0], [0, 2], [3, 0], [3, 2]]
+    assert first_sources(plan) == {0: 0}
+
+
+def test_the_source_may_hold_more_tensors_of_more_axes_than_are_asked_for() -> None:
+    plan = plan_reshard([[MATRIX], [VECTOR, replace(MATRIX, key="a", replica_id=0)]], [[VECTOR], []])
+    assert (plan.links, plan.check()) == ({(1, 0): 16}, ())
+    one = ShardedTensor.from_rank_offsets("s", torch.tensor(3.0))
+    assert plan_reshard([[one], []], [[], [one]]).links == {(0, 1): 4}
+
+
+def test_who_has_a_tensor_twice_sends_no_more_of_it() -> None:
+    sources = [[VECTOR], [ALL, COPY], [COPY], []]
+    plan = plan_reshard(sources, [[VECTOR], [], [], [ALL]], shortest_cut=8)
+    assert (plan.sent[1], plan.sent[2]) == (48, 48)
+
+
+def test_the_last_of_thirty_two_steps_ends_the_table() -> None:
+    def table(steps: int) -> list[str]:
+        return steps_table(np.arange(steps), *(np.full(steps, number) for number in (0, 1, 8)))
+
+    assert len(table(32)) == 33 and table(32)[-1].split()[0] == "31"
+    assert len(table(33)) == 34 and table(33)[-1] == "and 1 more"
+
+
+def test_an_element_past_a_flat_range_is_told() -> None:
+    plan = plan_of("boxes to flat ranges")
+    moved = plan.transfers
+    row = int(np.flatnonzero((moved.target == 0) & (moved.offset[:, 0] == 1))[0])
+    shape = moved.shape.copy()
+    assert shape[row].tolist() == [1, 3]
+    shape[row] = 1, 4
+    wrong = replace(plan, transfers=replace(moved, shape=shape))
+    assert any("isn't in the shard that it goes to" in str(problem) for problem in wrong.check())
+
+
+def test_the_stride_of_a_single_index_makes_no_difference() -> None:
+    plan = plan_of("boxes to flat ranges")
+    stride = np.where(plan.transfers.shape == 1, 99, plan.transfers.source_stride)
+    assert (stride == 99).any()
+    assert not replace(plan, transfers=replace(plan.transfers, source_stride=stride)).check()
+
+
+@pytest.mark.parametrize(("span", "size"), [(slice(0, 1000), "4e+03"), (slice(1000, 3000), "8e+03")])
+def test_too_large_flat_shards_are_told_by_their_range(span: slice, size: str) -> None:
+    many = replace(flat(0, 24), local_shape=(2**31, 2**31), global_shape=(2**31, 2**31), flattened_range=span)
+    with pytest.raises(st.ShapeError, match=rf"the source's shards.*\n  'w' .* float32: {re.escape(size)} bytes"):
+        plan_reshard([[many]], [[]])
+
+
+def test_the_largest_of_those_that_are_too_large_come_first() -> None:
+    def large(key: str, rows: int, copy: int = 0) -> ShardedTensor:
+        shape = (rows, 2**29)
+        return replace(ALL, key=key, local_shape=shape, global_shape=shape, replica_id=copy)
+
+    with pytest.raises(st.ShapeError, match=r"(?s)the source's.*'b'.*'a'"):
+        plan_reshard([[large("a", 2**10), large("b", 2**31)]], [[]])
+    with pytest.raises(st.ShapeError, match="the target's shards are too large"):
+        plan_reshard([[large("a", 2**30)]], [[large("a", 2**30)], [large("a", 2**30, 1)]])
+
+
+def test_memory_of_any_strides_is_filled_also_where_tensors_have_fewer_axes() -> None:
+    wide = torch.zeros(8)[::2]
+    plan = plan_reshard([[VECTOR, MATRIX]], [[VECTOR]])
+    copy_transfers(plan, np.arange(len(plan.transfers)), {0: VECTOR.data}, {0: wide})
+    assert wide.tolist() == [0, 1, 2, 3]
+    turned = torch.zeros(4, 6).t()
+    plan = plan_reshard([[VECTOR, MATRIX]], [[MATRIX]])
+    copy_transfers(plan, np.arange(len(plan.transfers)), {1: FULL.t().contiguous().t()}, {0: turned})
+    assert torch.equal(turned, FULL)
+    square = ShardedTensor.from_rank_offsets("v", torch.arange(4.0).reshape(2, 2))
+    cube = ShardedTensor.from_rank_offsets("w", torch.zeros(2, 2, 2))
+    memory = torch.zeros(2, 2).t()
+    plan = plan_reshard([[square, cube]], [[square]])
+    copy_transfers(plan, np.arange(len(plan.transfers)), {0: square.data}, {0: memory})
+    assert torch.equal(memory, square.data)
+
+
+def test_a_tensor_of_fewer_axes_is_named_by_its_own() -> None:
+    plan = plan_reshard([[VECTOR, MATRIX]], [[VECTOR, MATRIX]])
+    with pytest.raises(st.KeyMismatch, match=r"no memory for 'v' at \(0,\) of rank 0"):
+        copy_transfers(plan, np.arange(len(plan.transfers)), {}, {0: torch.zeros(4), 1: torch.zeros(6, 4)})
+
+
+def test_a_plain_value_that_cannot_be_copied_is_told() -> None:
+    with pytest.raises(st.CheckpointingException, match=r"^reshard: a plain value"):
+        st.reshard([{"w": data_of(ALL), "x": (number for number in range(3))}], [{"w": ALL}])
+
+
+def test_objects_that_a_factory_makes_are_merged_as_their_values() -> None:
+    def build(key: str, data: Any, *_: Any) -> Any:
+        return {"w": replace(ALL, data=data), "o": ShardedObject("o", {"step": 3}, (1,), (0,))}
+
+    factory = ShardedTensorFactory("f", FULL, build, lambda built: (built["o"], built["w"].sum().item()))
+    (tree,) = st.reshard([{"f": factory}], [{"f": factory}])
+    assert tree["f"].data == ({"step": 3}, 276)
+
+
+def test_where_nobody_has_plain_values_a_target_keeps_its_own() -> None:
+    (tree,) = st.reshard([{}], [{"step": LocalNonpersistentObject(3)}])
+    assert tree["step"].unwrap() == 3
+
+
+def test_each_tensor_that_does_not_fit_is_told() -> None:
+    stored = {key: TensorKind(torch.float32, (1,), 0) for key in "vw"}
+    assert [found.key for found in find_mismatches([VECTOR, MATRIX], stored)] == ["v", "w"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,10 +15,14 @@ from shardtree.mapping import LocalNonpersistentObject, ShardedObject, ShardedTe
 from shardtree.trees import (
     HOLE,
     Difference,
+    apply_factories,
     apply_factory_merges,
     as_integers,
+    build_factories,
     cast,
+    combine,
     comparable,
+    diff,
     empty_data,
     holds_only_holes,
     join,
@@ -32,9 +36,10 @@ from shardtree.trees import (
     refuse_dtensors,
     refuse_hidden,
     rename,
+    select,
     without_data,
 )
-from tests.trees.samples import Config, Pair, halves, join_halves
+from tests.trees.samples import Config, Pair, halves, join_halves, twice
 
 W = ShardedTensor.from_rank_offsets("w", torch.arange(4.0))
 RNG = ShardedObject("rng", 1, (1,), (0,))
@@ -227,3 +232,64 @@ def test_a_hundred_levels_are_searched_for_hidden_shards() -> None:
     refuse_hidden("save", [((), nested(101))])
     with pytest.raises(UnsupportedValue):
         refuse_hidden("save", [((), nested(100))])
+
+
+def test_structures_of_torch_are_trees_of_their_own_kind() -> None:
+    one, other = torch.return_types.topk((W, 1)), torch.return_types.topk((RNG, 1))
+    assert not diff(one, torch.return_types.topk((W, 1)))
+    assert diff(one, (W, 1)).mismatch == ((),)
+    assert diff(one, other)
+    with pytest.raises(TreeError, match="don't fit together"):
+        combine(torch.return_types.topk((HOLE, 1)), (W, HOLE))
+    factory = ShardedTensorFactory("f", torch.arange(4.0), halves, join_halves)
+    loaded = torch.return_types.topk(({"parts": [torch.tensor([5.0]), torch.tensor([6.0])]}, 1))
+    merged = apply_factory_merges({"a": loaded}, {"a": torch.return_types.topk((factory, 1))})
+    assert type(merged["a"]) is torch.return_types.topk and merged["a"][0].tolist() == [5, 6]
+    with pytest.raises(TreeError, match="another structure"):
+        apply_factory_merges({"a": loaded}, {"a": torch.return_types.sort((factory, 1))})
+
+
+def test_queues_keep_their_length() -> None:
+    assert without_data({"q": deque([W, 1], maxlen=2)})["q"].maxlen == 2
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_quantized_tensors_differ_where_their_values_do() -> None:
+    one, same, other = (
+        torch.quantize_per_tensor(torch.tensor([value]), 0.5, 0, torch.qint8) for value in (1.0, 1.0, 2.0)
+    )
+    assert not diff({"q": one}, {"q": same})
+    assert diff({"q": one}, {"q": other})
+
+
+def test_thirty_two_factories_may_come_out_of_each_other() -> None:
+    def build(key: str, data: Any, *_: Any) -> Any:
+        left = int(key)
+        return ShardedTensorFactory(str(left - 1), data, build, lambda built: built) if left else W
+
+    assert apply_factories({"a": ShardedTensorFactory("31", W.data, build, lambda built: built)})["a"] is W
+    with pytest.raises(TreeError, match="chain of 32 factories"):
+        apply_factories({"a": ShardedTensorFactory("32", W.data, build, lambda built: built)})
+
+
+def test_factories_in_factories_are_merged_by_what_was_built() -> None:
+    factory = ShardedTensorFactory("f", torch.arange(4.0), twice, lambda built: torch.cat([built[0], built[1]]))
+    expanded, merge = build_factories({"x": factory})
+    assert merge(map_shards(lambda shard: shard.data, expanded))["x"].tolist() == [0, 1, 2, 3]
+
+
+def test_entries_that_were_saved_come_first_in_their_order() -> None:
+    assert list(join_loaded({"w": HOLE, "v": HOLE}, {"v": "a", "w": "b"})) == ["w", "v"]
+
+
+def test_what_a_choice_raises_says_where() -> None:
+    def choose(path: Any, leaf: Any) -> bool:
+        raise ValueError(leaf)
+
+    with pytest.raises(ValueError, match="1") as caught:
+        select({"a": [1]}, choose)
+    assert caught.value.__notes__ == ["at tree['a'][0]"]
+
+
+def test_what_is_not_a_tensor_is_joined_by_the_function_itself() -> None:
+    assert join_data(lambda parts, dim: (parts, dim), ["a", "b"], 1) == (["a", "b"], 1)

@@ -80,11 +80,13 @@ def _faults(shards: ShardColumns, *, with_gaps: bool) -> Faults:
     ranges = np.flatnonzero((shards.start >= 0) & in_ranges[shards.key])
     if ranges.size:
         parts = select_rows(shards, ranges)
+        # The areas of other keys are told as boxes: here they have no elements, and so lack none.
+        sizes = np.where(in_ranges[areas.key], volumes(areas.shape), 0)
         lines = _box_faults(
             of_shard[ranges],
             parts.start[:, None],
             (parts.stop - parts.start)[:, None],
-            volumes(areas.shape)[:, None],
+            sizes[:, None],
             with_gaps=with_gaps,
         )
         # A flat range is a box of the line that its area becomes when it is flattened.
