@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as some
 
 import shardtree as st
@@ -67,7 +67,13 @@ def check_same_files(save: Callable[..., Any], state: GlobalState, layout: Layou
 @some.composite
 def placed_states(draw: some.DrawFn) -> tuple[GlobalState, Layouts]:
     state = draw(global_states())
-    return state, draw(state_layouts(state, draw(some.integers(1, 4))))
+    layout = draw(state_layouts(state, draw(some.integers(1, 4))))
+    pieces = [
+        (key, piece.rank, piece.offset, piece.shape, piece.flat) for key, of in layout.items() for piece in of.pieces
+    ]
+    # Which of several equal boxes without elements a rank writes, and so their order, is left open.
+    assume(len(set(pieces)) == len(pieces))
+    return state, layout
 
 
 @settings(max_examples=settings().max_examples // 2)
