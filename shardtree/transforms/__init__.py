@@ -3,6 +3,8 @@
 They take and give flat trees, as an open checkpoint is one, and only record what they do to lazy tensors.
 """
 
+from ._flat_ranges import boxes_of as boxes_of
+from ._flat_ranges import flat_of as flat_of
 from ._merge import merge_tensors as merge_tensors
 from ._pad import pad_tensors as pad_tensors
 from ._pad import unpad_tensors as unpad_tensors
@@ -14,9 +16,7 @@ from ._transpose import transpose_tensors as transpose_tensors
 from .buffers import BufferPlace as BufferPlace
 from .buffers import BufferPlan as BufferPlan
 from .buffers import BufferRange as BufferRange
-from .buffers import boxes_of as boxes_of
 from .buffers import buffer_slices as buffer_slices
-from .buffers import flat_of as flat_of
 from .buffers import flat_shards as flat_shards
 from .buffers import flat_targets as flat_targets
 from .buffers import plan_buffers as plan_buffers

@@ -1,7 +1,5 @@
 """ZeRO-1: parameters in contiguous buffers, of which each data-parallel rank has an equal range; and their shards."""
 
-from ._boxes import boxes_of as boxes_of
-from ._boxes import flat_of as flat_of
 from ._pack import plan_buffers as plan_buffers
 from ._plan import BufferPlace as BufferPlace
 from ._plan import BufferPlan as BufferPlan

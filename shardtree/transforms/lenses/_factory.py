@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
-from math import prod
 from typing import Any
 
-import numpy as np
 import torch
 
 from ...errors import MetadataError, ShapeError, TreeError, error_text
-from ...geometry import check_flat_range, flat_boxes, refuse
+from ...geometry import check_flat_range, refuse
 from ...mapping import LocalNonpersistentObject, ReplicaId, ShardedTensor, ShardedTensorFactory
 from ...trees import empty_data, join_data, leaves_with_paths, map_shards, match_key
+from .._flat_ranges import boxes_of
 from ._boxes import DESCRIBE, device_of, flat_axes
 from ._lens import Built, Lens, built_by, check_function
 from ._patterns import checked_lenses
@@ -100,8 +99,7 @@ def _merge(tree: Mapping[str, Any]) -> Any:
 
 def _built_flat(held: ShardedTensor, data: Any, flat: slice, lens: Lens) -> Built:
     """Return what is stored of a flat range of a box: what the lens makes of each of its boxes."""
-    boxes = _boxes(held, data, flat)
-    built = [built_by(lens, box) for box in boxes]
+    built = [built_by(lens, box) for box in boxes_of(replace(held, data=data, flattened_range=flat))]
 
     def merge(parts: Sequence[Any]) -> Any:
         left = iter(parts)
@@ -111,36 +109,6 @@ def _built_flat(held: ShardedTensor, data: Any, flat: slice, lens: Lens) -> Buil
         return merged[0] if len(merged) == 1 else join_data(torch.cat, merged, 0)
 
     return Built(tuple(part for each in built for part in each.shards), merge)
-
-
-def _boxes(held: ShardedTensor, data: Any, flat: slice) -> list[ShardedTensor]:
-    """Return the boxes that a flat range of a box consists of, each with its stretch of the data."""
-    if not held.local_shape or not prod(held.local_shape):
-        return (
-            [replace(held, data=None if data is None else data.reshape(held.local_shape))]
-            if _is_all(held, flat)
-            else []
-        )
-    columns = flat_boxes(*map(np.array, ([held.local_shape], [flat.start], [flat.stop])))
-    return [
-        _sub_box(held, tuple(offset), tuple(shape), data, position)
-        for offset, shape, position in zip(*(column.tolist() for column in columns[1:]), strict=True)
-    ]
-
-
-def _is_all(held: ShardedTensor, flat: slice) -> bool:
-    elements: int = flat.stop - flat.start
-    return elements == prod(held.local_shape)
-
-
-def _sub_box(
-    held: ShardedTensor, offset: tuple[int, ...], shape: tuple[int, ...], data: Any, position: int
-) -> ShardedTensor:
-    front = held.global_offset[: held.prepend_axis_num]
-    behind = held.global_offset[held.prepend_axis_num :]
-    place = tuple(base + first for base, first in zip(behind, offset, strict=True))
-    part = None if data is None else data[position : position + prod(shape)].reshape(shape)
-    return replace(held, data=part, local_shape=shape, global_offset=(*front, *place), axis_fragmentations=None)
 
 
 def _flattened(tensor: Any) -> Any:

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from ...errors import ShapeError, error_text, plural
-from ...geometry import box_column, flat_boxes
-from ...lazy import LazyTensor
-from ...mapping import ShardedTensor
-from ...trees import as_integers, join_data
+from ..errors import ShapeError, error_text, plural
+from ..geometry import box_column, flat_boxes
+from ..lazy import LazyTensor
+from ..mapping import ShardedTensor
+from ..trees import as_integers, join_data
 
 
 def boxes_of(shard: ShardedTensor) -> tuple[ShardedTensor, ...]:
