@@ -14,6 +14,9 @@ from ._coverage import held_elements as held_elements
 from ._coverage import overlapping_groups as overlapping_groups
 from ._cuts import Spans as Spans
 from ._cuts import cut_spans as cut_spans
+from ._distinct import begins as begins
+from ._distinct import distinct as distinct
+from ._distinct import row_numbers as row_numbers
 from ._flat import flat_boxes as flat_boxes
 from ._grid import cell_index as cell_index
 from ._grid import cell_shape as cell_shape
@@ -31,4 +34,7 @@ from ._numbers import integer as integer
 from ._numbers import integers as integers
 from ._numbers import refuse as refuse
 from ._pairs import overlapping_pairs as overlapping_pairs
+from ._reach import reach_of as reach_of
+from ._reach import rows_in_reach as rows_in_reach
 from ._shared import shared_groups as shared_groups
+from ._tiling import tiled_groups as tiled_groups

@@ -8,7 +8,10 @@ from math import prod
 import numpy as np
 
 from ._boxes import Column, volumes
+from ._distinct import distinct
 from ._pairs import overlapping_pairs
+from ._reach import rows_with_elements
+from ._tiling import tiled_groups
 
 Boxes = tuple[Column, Column]
 """Offsets and shapes, int64 (boxes, axes) each."""
@@ -36,12 +39,14 @@ def overlapping_groups(group: Column, offset: Column, shape: Column, size: Colum
         >>> overlapping_groups(np.array([0, 0, 1, 1]), offset, shape, np.array([4, 4])).tolist()
         [False, True]
     """
-    rows = np.flatnonzero((shape > 0).all(axis=1))
-    group, offset, shape = group[rows], offset[rows], shape[rows]
+    rows = rows_with_elements(shape)
+    group, offset, shape = group[rows], offset.take(rows, axis=0), shape.take(rows, axis=0)
     found = held_elements(group, shape, size.size) > size
+    rest = np.flatnonzero(~(found | tiled_groups(group, offset, shape, size.size))[group])
+    group, offset, shape = group[rest], offset.take(rest, axis=0), shape.take(rest, axis=0)
     found[group[_repeats(np.column_stack([group, offset, shape]))]] = True
-    rest = ~found[group]
-    group, offset, shape = group[rest], offset[rest], shape[rest]
+    rest = np.flatnonzero(~found[group])
+    group, offset, shape = group[rest], offset.take(rest, axis=0), shape.take(rest, axis=0)
     left, right = overlapping_pairs(group, offset, shape, group, offset, shape)
     found[group[left[left != right]]] = True
     return found
@@ -92,7 +97,7 @@ def _faults_between(begin: Column, end: Column, low: Column, high: Column) -> tu
     if (low >= high).any() or _tiles(begin, end, low, high):
         return none, none
     ends = (np.concatenate([begin[:, axis], end[:, axis], [low[axis], high[axis]]]) for axis in range(low.size))
-    edges = [np.unique(places) for places in ends]
+    edges = [distinct(places) for places in ends]
     if prod(len(places) - 1 for places in edges) <= _MOST_CELLS:
         count = _cell_counts(begin, end, edges)
         return _cells_where(count == 0, edges), _cells_where(count > 1, edges)

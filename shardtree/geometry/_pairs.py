@@ -5,10 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from ._boxes import Column
+from ._distinct import begins, distinct
+from ._reach import reach_of, rows_in_reach, rows_with_elements
 from ._slabs import GroupedBoxes, in_slabs
 
 _PLENTY = 8
 """So many times as many candidates as boxes are too many."""
+_FEW = 2
+"""So many times as many pairs as boxes are compared at once: to sort the boxes would take longer."""
 
 
 def overlapping_pairs(
@@ -43,29 +47,76 @@ def overlapping_pairs(
         >>> list(zip(left.tolist(), right.tolist()))
         [(0, 0), (1, 0), (1, 1)]
     """
-    left, right = _grouped(left_group, left_offset, left_shape), _grouped(right_group, right_offset, right_shape)
-    if not len(left) or not len(right):
-        return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
-    one, other = _candidates(*_thinned(*_numbered(left, right)))
-    begins_before = left_offset[one] < right_offset[other] + right_shape[other]
-    ends_after = right_offset[other] < left_offset[one] + left_shape[one]
-    meets = (begins_before & ends_after).all(axis=1)
+    reach = reach_of(left_group, left_offset, left_shape)
+    near, number = rows_in_reach(reach, right_group, right_offset, right_shape)
+    # What a group's only left box reaches is that box itself: whatever lies in it, meets it.
+    is_only = reach.count.take(number) == 1
+    one, other = reach.row.take(number[is_only]), near[is_only]
+    if not is_only.all():
+        left = _in_groups(left_group, left_offset, left_shape, reach.group[reach.count > 1])
+        right = _boxes_at(near[~is_only], right_group, right_offset, right_shape)
+        more, others = _pairs_to_try(left, right)
+        meets = _meets(left_offset, left_shape, more, right_offset, right_shape, others)
+        one, other = np.concatenate([one, more[meets]]), np.concatenate([other, others[meets]])
     # In several slabs a pair is found several times.
-    rights = len(right_group)
-    pairs = np.sort(one[meets] * rights + other[meets])  # np.unique is much slower
-    pairs = pairs[np.flatnonzero(np.diff(pairs, prepend=-1))]
-    return pairs // rights, pairs % rights
+    pairs = distinct(one * len(right_group) + other)
+    one = pairs // max(len(right_group), 1)
+    return one, pairs - one * len(right_group)
 
 
-def _grouped(group: Column, offset: Column, shape: Column) -> GroupedBoxes:
-    """Return the boxes that have elements, with their numbers."""
-    rows = np.flatnonzero((shape > 0).all(axis=1))
-    return GroupedBoxes(rows, group[rows], offset[rows], shape[rows])
+def _in_groups(group: Column, offset: Column, shape: Column, groups: Column) -> GroupedBoxes:
+    """Return the boxes of some groups that have elements."""
+    rows = rows_with_elements(shape)
+    own = group.take(rows)
+    place = np.minimum(np.searchsorted(groups, own), groups.size - 1)
+    return _boxes_at(rows[groups[place] == own], group, offset, shape)
+
+
+def _boxes_at(rows: Column, group: Column, offset: Column, shape: Column) -> GroupedBoxes:
+    return GroupedBoxes(rows, group.take(rows), offset.take(rows, axis=0), shape.take(rows, axis=0))
+
+
+def _meets(
+    left_offset: Column, left_shape: Column, left: Column, right_offset: Column, right_shape: Column, right: Column
+) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """Return whether two rows of boxes share an element, bool (pairs,)."""
+    meets = np.ones(left.size, dtype=np.bool_)
+    for axis in range(left_offset.shape[1]):
+        low, size = left_offset[:, axis][left], left_shape[:, axis][left]
+        begin, length = right_offset[:, axis][right], right_shape[:, axis][right]
+        meets &= (low < begin + length) & (begin < low + size)
+    return meets
+
+
+def _pairs_to_try(left: GroupedBoxes, right: GroupedBoxes) -> tuple[Column, Column]:
+    """Return pairs of rows, among them all that share an element; some maybe more than once."""
+    pairs = _few_pairs(left, right)
+    return _candidates(*_thinned(*_numbered(left, right))) if pairs is None else pairs
+
+
+def _few_pairs(left: GroupedBoxes, right: GroupedBoxes) -> tuple[Column, Column] | None:
+    """Return all pairs of each group, None where these are more than a few for each box."""
+    order = np.argsort(right.group, kind="stable")
+    groups = right.group[order]
+    first = np.searchsorted(groups, left.group, side="left")
+    counts = np.searchsorted(groups, left.group, side="right") - first
+    if counts.sum() > _FEW * (len(left) + len(right)):
+        return None
+    one, other = _each_with(first, counts)
+    return left.row[one], right.row[order[other]]
+
+
+def _each_with(first: Column, counts: Column) -> tuple[Column, Column]:
+    """Return pairs: each row with each number of its own stretch."""
+    one = np.repeat(np.arange(counts.size), counts)
+    within = np.arange(one.size) - np.repeat(np.cumsum(counts) - counts, counts)
+    return one, np.repeat(first, counts) + within
 
 
 def _numbered(left: GroupedBoxes, right: GroupedBoxes) -> tuple[GroupedBoxes, GroupedBoxes]:
     """Return boxes of groups that both sides have, whose numbers count from 0."""
-    groups = np.intersect1d(left.group, right.group)
+    both = np.sort(np.concatenate([distinct(left.group), distinct(right.group)]))
+    groups = both[1:][both[1:] == both[:-1]]
     one, other = (_of_groups(side, groups) for side in (left, right))
     return one, other
 
@@ -90,9 +141,8 @@ def _thinned(left: GroupedBoxes, right: GroupedBoxes) -> tuple[GroupedBoxes, Gro
 def _candidates(left: GroupedBoxes, right: GroupedBoxes) -> tuple[Column, Column]:
     """Return the pairs that meet on their group's sorting axis."""
     order, first, counts = _stretches(left, right)
-    one = np.repeat(np.arange(len(left)), counts)
-    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-    other = order[np.repeat(first, counts) + within]
+    one, place = _each_with(first, counts)
+    other = order[place]
     same = left.group[one] == right.group[other]
     return left.row[one[same]], right.row[other[same]]
 
@@ -106,7 +156,7 @@ def _stretches(left: GroupedBoxes, right: GroupedBoxes) -> tuple[Column, Column,
     right_begin, right_end = right.interval(axis[right.group])
 
     # Coordinates become ranks, so that (group, coordinate) fits one int64 whatever the tensors' sizes.
-    places = np.unique(np.concatenate([left_begin, left_end, right_begin, right_end]))
+    places = distinct(np.concatenate([left_begin, left_end, right_begin, right_end]))
     left_low, left_high = (left.group * places.size + np.searchsorted(places, at) for at in (left_begin, left_end))
     right_low, right_high = (right.group * places.size + np.searchsorted(places, at) for at in (right_begin, right_end))
     order = np.lexsort((right_high, right_low))
@@ -125,7 +175,5 @@ def _sorting_axes(boxes: GroupedBoxes) -> Column:
 
 def _distinct(group: Column, value: Column, groups: int) -> Column:
     order = np.lexsort((value, group))
-    sorted_group, sorted_value = group[order], value[order]
-    new = np.ones(order.size, dtype=bool)
-    new[1:] = (sorted_group[1:] != sorted_group[:-1]) | (sorted_value[1:] != sorted_value[:-1])
-    return np.bincount(sorted_group[new], minlength=groups)
+    sorted_group = group[order]
+    return np.bincount(sorted_group[begins(sorted_group, value[order])], minlength=groups)

@@ -5,10 +5,15 @@ from __future__ import annotations
 import numpy as np
 
 from ._boxes import Column
+from ._distinct import begins, distinct
 from ._pairs import overlapping_pairs
+from ._reach import rows_with_elements
+from ._tiling import tiled_groups
 
 _FEW = 64
 """Boxes in a group. So few are compared in pairs, all such groups at once; for each box more, so many pairs are."""
+_MOST_PAIRS = 1 << 18
+"""That are tried at once."""
 
 
 def shared_groups(group: Column, offset: Column, shape: Column) -> Column:
@@ -27,10 +32,12 @@ def shared_groups(group: Column, offset: Column, shape: Column) -> Column:
         >>> shared_groups(np.array([0, 0, 1, 1]), offset, shape).tolist()
         [1]
     """
-    rows = np.flatnonzero((shape > 0).all(axis=1))
+    rows = rows_with_elements(shape)
     rows = rows[np.argsort(group[rows], kind="stable")]
-    group, offset, shape = group[rows], offset[rows], shape[rows]
-    names, first, count = np.unique(group, return_index=True, return_counts=True)
+    rows = rows[_untold(group[rows], offset.take(rows, axis=0), shape.take(rows, axis=0))]
+    group, offset, shape = group[rows], offset.take(rows, axis=0), shape.take(rows, axis=0)
+    first = np.flatnonzero(begins(group))
+    names, count = group[first], np.diff(first, append=group.size)
     small = np.repeat(count <= _FEW, count)
     left, right = overlapping_pairs(
         group[small], offset[small], shape[small], group[small], offset[small], shape[small]
@@ -40,7 +47,15 @@ def shared_groups(group: Column, offset: Column, shape: Column) -> Column:
         for number, begin, size in zip(names.tolist(), first.tolist(), count.tolist(), strict=True)
         if size > _FEW and _shared(offset[begin : begin + size], (offset + shape)[begin : begin + size])
     ]
-    return np.union1d(group[small][left[left != right]], np.array(large, dtype=np.int64))
+    return distinct(np.concatenate([group[small][left[left != right]], np.array(large, dtype=np.int64)]))
+
+
+def _untold(group: Column, offset: Column, shape: Column) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """Return the boxes, sorted by group, of groups that don't tile what is around them: those may share elements."""
+    number = np.cumsum(begins(group)) - 1
+    groups = int(number[-1]) + 1 if number.size else 0
+    is_tiled = tiled_groups(number, offset, shape, groups)
+    return np.asarray(~is_tiled[number])
 
 
 def _shared(begin: Column, end: Column) -> bool:
@@ -84,14 +99,25 @@ def _cut(begin: Column, end: Column) -> tuple[int, int] | None:
 
 
 def _meet(begin: Column, end: Column, axis: int) -> bool:
-    """Return whether two boxes meet, trying those that do so on one axis: some at a time, so that a few are enough."""
+    """Return whether two boxes meet, trying those that do so on one axis: first a few, which are often enough."""
     order = np.argsort(begin[:, axis], kind="stable")
     begin, end = begin[order], end[order]
-    last = np.searchsorted(begin[:, axis], end[:, axis], side="left")
-    for row in range(0, len(begin), _FEW):
-        rows = np.arange(row, min(row + _FEW, len(begin)))
-        others = np.arange(row + 1, max(int(last[rows].max()), row + 1))
-        meets = (begin[rows, None] < end[None, others]) & (begin[None, others] < end[rows, None])
-        if (meets.all(axis=2) & (others[None] > rows[:, None])).any():
+    count = np.searchsorted(begin[:, axis], end[:, axis], side="left") - np.arange(len(begin)) - 1
+    before = np.concatenate([[0], np.cumsum(count)])
+    row, most = 0, _FEW * _FEW
+    while row < len(begin):
+        stop = max(row + 1, int(np.searchsorted(before, before[row] + most, side="right")) - 1)
+        one = np.repeat(np.arange(row, stop), count[row:stop])
+        other = np.arange(one.size) + before[row] - before[one] + one + 1
+        if _any_meets(begin, end, one, other):
             return True
+        row, most = stop, min(most * 4, _MOST_PAIRS)
     return False
+
+
+def _any_meets(begin: Column, end: Column, one: Column, other: Column) -> bool:
+    for axis in range(begin.shape[1]):
+        low, high = begin[:, axis], end[:, axis]
+        meets = np.flatnonzero((low[one] < high[other]) & (low[other] < high[one]))
+        one, other = one.take(meets), other.take(meets)
+    return one.size > 0

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ._boxes import Column
+from ._distinct import distinct
 
 _MOST_COPIES = 3
 """Slabs are so thick that all boxes together are in at most so many times their number."""
@@ -54,12 +55,12 @@ def in_slabs(left: GroupedBoxes, right: GroupedBoxes, axis: Column) -> tuple[Gro
         >>> one.group.tolist(), boxes.row.tolist(), boxes.group.tolist()
         ([0, 1], [0, 1, 2, 3], [0, 0, 1, 1])
     """
-    places = np.unique(np.concatenate([*left.interval(axis[left.group]), *right.interval(axis[right.group])]))
+    places = distinct(np.concatenate([*left.interval(axis[left.group]), *right.interval(axis[right.group])]))
     one, other = _coded(left, axis, places), _coded(right, axis, places)
     groups, begins = np.arange(axis.size) * places.size, np.sort(other[0])
     thickness = max(1, int(np.sqrt(len(right) / axis.size)))
     while thickness < len(right):
-        bounds = np.union1d(groups, begins[::thickness])
+        bounds = distinct(np.concatenate([groups, begins[::thickness]]))
         (first, count), (other_first, other_count) = _spans(bounds, *one), _spans(bounds, *other)
         if count.sum() + other_count.sum() <= _MOST_COPIES * (len(left) + len(right)):
             return _copied(left, first, count), _copied(right, other_first, other_count)

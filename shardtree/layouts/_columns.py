@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -12,6 +13,8 @@ import torch
 from ..errors import IntegrityError, error_text
 from ..geometry import Column, box_column, flat_boxes, volumes
 from ..mapping import ShardedTensor, is_main_replica
+
+_Fields: TypeAlias = tuple[torch.dtype, tuple[int, ...], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,11 @@ class ShardColumns:
     def __len__(self) -> int:
         return len(self.key)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return how to pickle columns, as ranks send them to each other: kinds as columns too, not each by itself."""
+        others = (self.key, self.offset, self.shape, self.start, self.stop, self.rank, self.main)
+        return _from_packed, (self.keys, _packed_kinds(self.kinds), others)
+
     @property
     def elements(self) -> Column:
         """How many elements each shard holds, int64 (shards,)."""
@@ -65,6 +73,29 @@ class ShardColumns:
     def item_size(self) -> Column:
         """Bytes an element of each key's tensor takes, int64 (keys,)."""
         return np.array([kind.dtype.itemsize for kind in self.kinds], dtype=np.int64)
+
+
+_PackedKinds: TypeAlias = tuple[Column, tuple[torch.dtype, ...], Column, Column, Column]
+
+
+def _packed_kinds(kinds: Sequence[TensorKind]) -> _PackedKinds:
+    """Return the number of each key's kind, and of the different kinds dtype, axes, prepended axes and global shape."""
+    number = {kind: position for position, kind in enumerate(dict.fromkeys(kinds))}
+    return (
+        _int64([number[kind] for kind in kinds]),
+        tuple(kind.dtype for kind in number),
+        _int64([len(kind.global_shape) for kind in number]),
+        _int64([kind.prepend_axis_num for kind in number]),
+        box_column([kind.global_shape for kind in number], fill=1),
+    )
+
+
+def _from_packed(keys: tuple[str, ...], packed: _PackedKinds, others: tuple[Any, ...]) -> ShardColumns:
+    number, dtypes, axes, prepended, boxes = packed
+    skipped = (boxes.shape[1] - axes).tolist()
+    shapes = [box[skip:] for box, skip in zip(zip(*boxes.T.tolist(), strict=True), skipped, strict=True)]
+    kinds = list(map(TensorKind, dtypes, shapes, prepended.tolist()))
+    return ShardColumns(keys, tuple(kinds[each] for each in number.tolist()), *others)
 
 
 def shard_columns(shards: Sequence[ShardedTensor], rank: int = 0) -> ShardColumns:
@@ -85,31 +116,54 @@ def shard_columns(shards: Sequence[ShardedTensor], rank: int = 0) -> ShardColumn
     """
     kinds = _kinds(shards, rank)
     keys = tuple(sorted(kinds))
-    number = {key: position for position, key in enumerate(keys)}
-    flat = [shard.flattened_range for shard in shards]
+    number = dict(zip(keys, range(len(keys)), strict=True))
+    start, stop = _flat_ranges([shard.flattened_range for shard in shards])
     return ShardColumns(
         keys=keys,
         kinds=tuple(kinds[key] for key in keys),
         key=_int64([number[shard.key] for shard in shards]),
         offset=box_column([shard.global_offset for shard in shards], fill=0),
         shape=box_column([(1,) * shard.prepend_axis_num + shard.local_shape for shard in shards], fill=1),
-        start=_int64([-1 if part is None else part.start for part in flat]),
-        stop=_int64([-1 if part is None else part.stop for part in flat]),
+        start=start,
+        stop=stop,
         rank=np.full(len(shards), rank, dtype=np.int64),
         main=np.array([is_main_replica(shard.replica_id) for shard in shards], dtype=np.bool_),
     )
 
 
+def _flat_ranges(parts: list[slice | None]) -> tuple[Column, Column]:
+    """Return where flat ranges start and stop, -1 for what isn't one."""
+    if not any(parts):
+        return np.full(len(parts), -1, dtype=np.int64), np.full(len(parts), -1, dtype=np.int64)
+    return (
+        _int64([-1 if part is None else part.start for part in parts]),
+        _int64([-1 if part is None else part.stop for part in parts]),
+    )
+
+
 def _kinds(shards: Sequence[ShardedTensor], rank: int) -> dict[str, TensorKind]:
     """Return what each key's shards agree on, or raise with all of which they don't."""
+    known: dict[_Fields, TensorKind] = {}  # a model repeats few kinds in many layers; each is one object
+    said: dict[str, TensorKind] = {}
+    agree = True
+    for shard in shards:
+        fields = (shard.dtype, shard.global_shape, shard.prepend_axis_num)
+        kind = known.get(fields)
+        if kind is None:
+            kind = known[fields] = TensorKind(*fields)
+        agree = said.setdefault(shard.key, kind) is kind and agree
+    if not agree:
+        raise _disagreement(shards, rank)
+    return said
+
+
+def _disagreement(shards: Sequence[ShardedTensor], rank: int) -> IntegrityError:
     said: dict[str, dict[TensorKind, None]] = defaultdict(dict)
     for shard in shards:
         said[shard.key][TensorKind(shard.dtype, shard.global_shape, shard.prepend_axis_num)] = None
     wrong = [f"{key!r}: {', '.join(map(str, kinds))}" for key, kinds in sorted(said.items()) if len(kinds) > 1]
-    if wrong:
-        fix = "Give all shards of a key one global shape, dtype and number of prepended axes."
-        raise IntegrityError(error_text(f"shards of one key differ on rank {rank}", offenders=wrong, fix=fix))
-    return {key: next(iter(kinds)) for key, kinds in said.items()}
+    fix = "Give all shards of a key one global shape, dtype and number of prepended axes."
+    return IntegrityError(error_text(f"shards of one key differ on rank {rank}", offenders=wrong, fix=fix))
 
 
 def select_rows(columns: ShardColumns, rows: Column) -> ShardColumns:
@@ -121,7 +175,7 @@ def select_rows(columns: ShardColumns, rows: Column) -> ShardColumns:
         [[2]]
     """
     names = ("key", "offset", "shape", "start", "stop", "rank", "main")
-    return replace(columns, **{name: getattr(columns, name)[rows] for name in names})
+    return replace(columns, **{name: getattr(columns, name).take(rows, axis=0) for name in names})
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..geometry import Column, intersect, overlapping_pairs, row_major_strides, shared_groups, volumes, widen
+from ..geometry import (
+    Column,
+    distinct,
+    intersect,
+    overlapping_pairs,
+    reach_of,
+    row_major_strides,
+    rows_in_reach,
+    shared_groups,
+    volumes,
+    widen,
+)
 from ..layouts import BoxColumns, ShardColumns, shard_boxes
 
 SHORTEST_RUN = 64 * 1024
@@ -124,14 +135,25 @@ def plan_load(requests: ShardColumns, chunks: StoredChunks, *, shortest_run: int
     """
     axes = max(requests.offset.shape[1], chunks.offset.shape[1])
     wanted = shard_boxes(widen(requests.offset, axes, 0), widen(requests.shape, axes, 1), requests.start, requests.stop)
-    stored = shard_boxes(widen(chunks.offset, axes, 0), widen(chunks.shape, axes, 1), chunks.start, chunks.stop)
+    chunks = _near(requests.key[wanted.shard], wanted, chunks, axes)
+    stored = shard_boxes(chunks.offset, chunks.shape, chunks.start, chunks.stop)
     left, right = overlapping_pairs(
         requests.key[wanted.shard], wanted.offset, wanted.shape, chunks.key[stored.shard], stored.offset, stored.shape
     )
     pieces = _pieces(requests, chunks, wanted, stored, left, right)
     covered = np.bincount(pieces.target, weights=volumes(pieces.shape), minlength=len(requests)).astype(np.int64)
     runs, strided = _split(pieces, shortest_run)
-    return LoadPlan(_merge(runs), strided, covered, _doubled(chunks, stored, np.unique(right)))
+    return LoadPlan(_merge(runs), strided, covered, _doubled(chunks, stored, distinct(right)))
+
+
+def _near(key: Column, wanted: BoxColumns, chunks: StoredChunks, axes: int) -> StoredChunks:
+    """Return the chunks that may be needed: most ranks need few of all that are stored."""
+    offset, shape = widen(chunks.offset, axes, 0), widen(chunks.shape, axes, 1)
+    rows, _ = rows_in_reach(reach_of(key, wanted.offset, wanted.shape), chunks.key, offset, shape)
+    if rows.size == len(chunks.key):
+        return replace(chunks, offset=offset, shape=shape)
+    numbers = (column.take(rows) for column in (chunks.start, chunks.stop, chunks.file, chunks.byte))
+    return StoredChunks(chunks.key.take(rows), offset.take(rows, axis=0), shape.take(rows, axis=0), *numbers)
 
 
 def runs_plan(runs: Runs) -> LoadPlan:
@@ -151,15 +173,17 @@ def _pieces(
     requests: ShardColumns, chunks: StoredChunks, wanted: BoxColumns, stored: BoxColumns, left: Column, right: Column
 ) -> Strided:
     """Return what each requested box has in common with each stored box, as strided copies."""
-    offset, shape = intersect(wanted.offset[left], wanted.shape[left], stored.offset[right], stored.shape[right])
-    stride, target_stride = row_major_strides(stored.shape[right]), row_major_strides(wanted.shape[left])
-    target, chunk = wanted.shard[left], stored.shard[right]
-    item_size = requests.item_size[requests.key[target]]
-    element = stored.position[right] + ((offset - stored.offset[right]) * stride).sum(axis=1)
-    target_element = wanted.position[left] + ((offset - wanted.offset[left]) * target_stride).sum(axis=1)
+    box, held = wanted.shape.take(left, axis=0), stored.shape.take(right, axis=0)
+    place, held_place = wanted.offset.take(left, axis=0), stored.offset.take(right, axis=0)
+    offset, shape = intersect(place, box, held_place, held)
+    stride, target_stride = row_major_strides(held), row_major_strides(box)
+    target, chunk = wanted.shard.take(left), stored.shard.take(right)
+    item_size = requests.item_size.take(requests.key.take(target))
+    element = stored.position.take(right) + _dot(offset - held_place, stride)
+    target_element = wanted.position.take(left) + _dot(offset - place, target_stride)
     return Strided(
-        file=chunks.file[chunk],
-        byte=chunks.byte[chunk] + element * item_size,
+        file=chunks.file.take(chunk),
+        byte=chunks.byte.take(chunk) + element * item_size,
         target=target,
         target_byte=target_element * item_size,
         shape=shape,
@@ -167,6 +191,14 @@ def _pieces(
         target_stride=target_stride,
         item_size=item_size,
     )
+
+
+def _dot(left: Column, right: Column) -> Column:
+    """Return the sum of products of each row."""
+    total = left[:, 0] * right[:, 0]
+    for axis in range(1, left.shape[1]):
+        total += left[:, axis] * right[:, axis]
+    return total
 
 
 def _split(pieces: Strided, shortest_run: int) -> tuple[Runs, Strided]:
@@ -184,7 +216,9 @@ def _split(pieces: Strided, shortest_run: int) -> tuple[Runs, Strided]:
         rows[:, axis] = np.where(joins, 1, pieces.shape[:, axis])
     count = volumes(rows)
     direct = (count == 1) | (run * pieces.item_size >= shortest_run)
-    return _runs(_rows(pieces, direct), rows[direct], count[direct], run[direct]), _rows(pieces, ~direct)
+    chosen, others = np.flatnonzero(direct), np.flatnonzero(~direct)
+    runs = _runs(_rows(pieces, chosen), rows.take(chosen, axis=0), count[chosen], run[chosen])
+    return runs, _rows(pieces, others)
 
 
 def _runs(pieces: Strided, rows: Column, count: Column, run: Column) -> Runs:
@@ -194,9 +228,9 @@ def _runs(pieces: Strided, rows: Column, count: Column, run: Column) -> Runs:
     item_size = pieces.item_size[piece]
     return Runs(
         file=pieces.file[piece],
-        byte=pieces.byte[piece] + (at * pieces.stride[piece]).sum(axis=1) * item_size,
+        byte=pieces.byte[piece] + _dot(at, pieces.stride[piece]) * item_size,
         target=pieces.target[piece],
-        target_byte=pieces.target_byte[piece] + (at * pieces.target_stride[piece]).sum(axis=1) * item_size,
+        target_byte=pieces.target_byte[piece] + _dot(at, pieces.target_stride[piece]) * item_size,
         length=run[piece] * item_size,
     )
 
@@ -221,8 +255,9 @@ def _merge(runs: Runs) -> Runs:
 
 def _doubled(chunks: StoredChunks, stored: BoxColumns, used: Column) -> Column:
     """Return the keys of which stored boxes that would be read overlap: such a checkpoint contradicts itself."""
-    return shared_groups(chunks.key[stored.shard[used]], stored.offset[used], stored.shape[used])
+    key = chunks.key.take(stored.shard.take(used))
+    return shared_groups(key, stored.offset.take(used, axis=0), stored.shape.take(used, axis=0))
 
 
-def _rows(pieces: Strided, rows: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Strided:
-    return Strided(*(getattr(pieces, name)[rows] for name in Strided.__slots__))
+def _rows(pieces: Strided, rows: Column) -> Strided:
+    return Strided(*(getattr(pieces, name).take(rows, axis=0) for name in Strided.__slots__))

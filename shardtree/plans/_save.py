@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
-from ..geometry import Column
+from ..geometry import Column, begins, distinct, row_numbers
 from ..layouts import ShardColumns
 
 Rows = np.ndarray[tuple[int], np.dtype[np.bool_]]
@@ -68,12 +69,16 @@ def deal_rows(columns: ShardColumns, ranks: int, place: Column, wanted: Rows) ->
     size = np.zeros(wanted.size, dtype=np.int64)
     size[place] = columns.elements * columns.item_size[columns.key]
     chosen = np.full(wanted.size, -1, dtype=np.int64)
-    load = np.zeros(ranks, dtype=np.int64)
-    for places, holders in _holder_sets(place, columns.rank, wanted):
+    held = _holders(place, columns.rank, wanted)
+    alone = held.count == 1
+    only = held.rank[held.first[alone]]
+    chosen[held.place[alone]] = only
+    load = np.bincount(only, weights=size[held.place[alone]], minlength=ranks).astype(np.int64)
+    for places, holders in _holder_sets(held):
         order = holders[np.argsort(load[holders], kind="stable")]
         dealt = places[np.argsort(-size[places], kind="stable")]
         chosen[dealt] = order[_snake(dealt.size, order.size)]
-        load += np.bincount(chosen[dealt], weights=size[dealt], minlength=ranks).astype(np.int64)
+        np.add.at(load, chosen[dealt], size[dealt])
     return _first_row_of(place, columns.rank, chosen)
 
 
@@ -85,30 +90,45 @@ def held_places(columns: ShardColumns) -> tuple[Column, int]:
     Returns:
         int64 (shards,), and the count.
     """
-    parts = (columns.key[:, None], columns.offset, columns.shape, columns.start[:, None], columns.stop[:, None])
-    rows = np.ascontiguousarray(np.concatenate(parts, axis=1))
-    order = np.lexsort(rows.T[::-1])
-    new = np.ones(len(rows), dtype=bool)
-    new[1:] = (rows[order[1:]] != rows[order[:-1]]).any(axis=1)
-    place = np.empty(len(rows), dtype=np.int64)
-    place[order] = np.cumsum(new) - 1
-    return place, int(new.sum())
+    boxes = (*columns.offset.T, *columns.shape.T)
+    return row_numbers((columns.key, *boxes, columns.start, columns.stop))
 
 
-def _holder_sets(place: Column, rank: Column, wanted: Rows) -> Iterator[tuple[Column, Column]]:
-    """Yield (places, holders) for each set of ranks that holds places, smaller sets first."""
-    pairs = np.unique(np.stack([place, rank], axis=1)[wanted[place]], axis=0)
-    if not pairs.size:
-        return
-    places, first, holders = np.unique(pairs[:, 0], return_index=True, return_counts=True)
-    for count in np.unique(holders).tolist():
-        chosen = holders == count
-        members = pairs[first[chosen][:, None] + np.arange(count), 1]
-        sets, number = np.unique(members, axis=0, return_inverse=True)
-        order = np.argsort(number.reshape(-1), kind="stable")
-        ends = np.cumsum(np.bincount(number.reshape(-1), minlength=len(sets)))
-        for holder_set, part in zip(sets, np.split(places[chosen][order], ends[:-1]), strict=True):
-            yield part, holder_set
+@dataclass(frozen=True, slots=True, eq=False)
+class _Holders:
+    """Who holds places.
+
+    Attributes:
+        place: ascending, int64 (places,).
+        count: how many ranks hold it, int64 (places,).
+        first: where these begin in `rank`, int64 (places,).
+        rank: ascending for each place, int64 (holders,).
+    """
+
+    place: Column
+    count: Column
+    first: Column
+    rank: Column
+
+
+def _holders(place: Column, rank: Column, wanted: Rows) -> _Holders:
+    ranks = int(rank.max(initial=0)) + 1
+    pairs = distinct((place * ranks + rank)[wanted[place]])
+    of = pairs // ranks
+    first = np.flatnonzero(begins(of))
+    return _Holders(of[first], np.diff(first, append=of.size), first, pairs - of * ranks)
+
+
+def _holder_sets(held: _Holders) -> Iterator[tuple[Column, Column]]:
+    """Yield (places, holders) for each set of several ranks that holds places, smaller sets first."""
+    for count in distinct(held.count[held.count > 1]).tolist():
+        chosen = np.flatnonzero(held.count == count)
+        members = held.rank[held.first[chosen][:, None] + np.arange(count)]
+        number, sets = row_numbers(members.T)
+        order = np.argsort(number, kind="stable")
+        ends = np.cumsum(np.bincount(number, minlength=sets))[:-1]
+        for part in np.split(order, ends):
+            yield held.place[chosen[part]], members[part[0]]
 
 
 def _snake(count: int, ranks: int) -> Column:

@@ -8,7 +8,7 @@ from math import prod
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
 
 from shardtree.errors import IntegrityError
@@ -62,6 +62,13 @@ def test_the_law_catches_a_check_that_only_counts_objects() -> None:
         return () if len(mains) == sum(prod(shape) for _, shape in arrays) else problems_of(ranks)
 
     assert_caught(cells_are_what_counting_finds, by_number, objects())
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_the_law_sees_ranks_without_faults(held: bool) -> None:
+    """With objects and without: neither is looked at further."""
+    of_interest = settings(max_examples=1000, phases=[Phase.generate])
+    find(objects(), lambda ranks: any(ranks) == held and problems_of(ranks) == (), settings=of_interest)
 
 
 def test_a_missing_object_is_named_with_its_neighbours() -> None:

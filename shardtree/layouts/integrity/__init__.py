@@ -10,6 +10,7 @@ from ._integrity import check_access as check_access
 from ._integrity import raise_problems as raise_problems
 from ._integrity import sharding_problems as sharding_problems
 from ._integrity import write_problems as write_problems
+from ._join import join_agreed as join_agreed
 from ._join import join_columns as join_columns
 from ._kinds import kind_problems as kind_problems
 from ._objects import ObjectColumns as ObjectColumns

@@ -156,8 +156,9 @@ def _box_faults(group: Column, offset: Column, shape: Column, regions: Column, *
 
 def _clipped(group: Column, offset: Column, shape: Column, regions: Column) -> tuple[Column, Column]:
     """Return boxes without what lies beyond their regions."""
-    begin = np.minimum(offset, regions[group])
-    return begin, np.minimum(offset + shape, regions[group]) - begin
+    whole = regions.take(group, axis=0)
+    begin = np.minimum(offset, whole)
+    return begin, np.minimum(offset + shape, whole) - begin
 
 
 def _sizes(regions: Column) -> Column:

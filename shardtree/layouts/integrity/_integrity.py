@@ -110,7 +110,10 @@ def raise_problems(problems: Sequence[Problem]) -> None:
 def _beyond(main: ShardColumns) -> tuple[Problem, ...]:
     """Return the tensors that a shard leaves, as `allow_shape_mismatch` lets it."""
     whole = box_column([kind.global_shape for kind in main.kinds], fill=1, axes=main.offset.shape[1])
-    leaves = (main.offset + main.shape > whole[main.key]).any(axis=1) & (main.elements > 0)
+    leaves = np.zeros(len(main), dtype=np.bool_)
+    for axis in range(whole.shape[1]):
+        leaves |= main.offset[:, axis] + main.shape[:, axis] > whole[:, axis].take(main.key)
+    leaves &= main.elements > 0
     return tuple(
         Problem(
             main.keys[number],

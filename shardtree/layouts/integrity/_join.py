@@ -33,12 +33,16 @@ def join_columns(parts: Sequence[ShardColumns]) -> ShardColumns:
 
 def join_agreed(parts: Sequence[ShardColumns]) -> ShardColumns:
     """Return several ranks' columns as one, where it is known that they agree about their tensors."""
-    kinds = {key: kind for part in parts for key, kind in zip(part.keys, part.kinds, strict=True)}
+    if len(parts) == 1:
+        return parts[0]
+    tables = {part.keys: part.kinds for part in parts}  # many ranks hold shards of the same tensors
+    kinds = {key: kind for table in tables.items() for key, kind in zip(*table, strict=True)}
     keys = tuple(sorted(kinds))
     number = {key: position for position, key in enumerate(keys)}
+    numbers = {table: np.array([number[key] for key in table], dtype=np.int64) for table in tables}
     none = np.zeros(0, dtype=np.int64)
     axes = max((part.offset.shape[1] for part in parts), default=1)
-    renumbered = [np.array([number[key] for key in part.keys], dtype=np.int64)[part.key] for part in parts]
+    renumbered = [numbers[part.keys][part.key] for part in parts]
     return ShardColumns(
         keys=keys,
         kinds=tuple(kinds[key] for key in keys),

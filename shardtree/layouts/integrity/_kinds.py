@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from itertools import chain
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -53,15 +53,35 @@ def kind_problems(parts: Sequence[ShardColumns], objects: Sequence[ObjectColumns
 
 def _disagreed(parts: Sequence[ShardColumns], objects: Sequence[ObjectColumns]) -> set[str]:
     """Return the keys of which two things are said, at the cost of a comparison for each key of each rank."""
+    if sum(bool(keys) for keys in (*(part.keys for part in parts), *(each.keys for each in objects))) < 2:
+        return set()
+    same: dict[TensorKind, TensorKind] = {}
     known: dict[str, TensorKind | tuple[int, ...]] = {}
-    wrong = set()
-    said: list[tuple[tuple[str, ...], Sequence[TensorKind | tuple[int, ...]]]] = []
-    said += [(part.keys, part.kinds) for part in parts]
-    said += [(each.keys, each.shapes) for each in objects]
-    for key, kind in chain(*(zip(*pair, strict=True) for pair in said)):
+    wrong: set[str] = set()
+    for part in parts:
+        _compare(known, part.keys, _as_few(part.kinds, same), wrong)
+    for each in objects:
+        _compare(known, each.keys, each.shapes, wrong)
+    return wrong
+
+
+_Said = TypeVar("_Said", bound=TensorKind | tuple[int, ...])
+
+
+def _compare(known: dict[str, Any], keys: tuple[str, ...], kinds: tuple[_Said, ...], wrong: set[str]) -> None:
+    """Learn what is said of keys that aren't known, and add those of which something else was said."""
+    if tuple(map(known.get, keys)) == kinds:
+        return
+    for key, kind in zip(keys, kinds, strict=True):
         if known.setdefault(key, kind) != kind:
             wrong.add(key)
-    return wrong
+
+
+def _as_few(kinds: tuple[TensorKind, ...], same: dict[TensorKind, TensorKind]) -> tuple[TensorKind, ...]:
+    """Return kinds with one object for all that are equal, which compare at once."""
+    few = {id(kind): kind for kind in kinds}
+    ours = {number: same.setdefault(kind, kind) for number, kind in few.items()}
+    return tuple([ours[id(kind)] for kind in kinds])
 
 
 def _held_by(held: ShardColumns | ObjectColumns, keys: Collection[str]) -> list[list[int]]:

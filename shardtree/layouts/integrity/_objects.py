@@ -102,6 +102,8 @@ def object_problems(columns: ObjectColumns) -> tuple[Problem, ...]:
         >>> [str(problem) for problem in object_problems(object_columns(objects))]
         ["'rng' (rank 0): [2:3] has no main replica (1 of 4 objects); beside it: rank 0 [1:2], rank 0 [3:4]"]
     """
+    if not columns.keys:
+        return ()
     cells = _as_cells(columns)
     main = select_rows(cells, np.flatnonzero(cells.main))
     return fault_problems(cells, sharding_faults(main), "object")

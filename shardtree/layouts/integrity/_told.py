@@ -54,6 +54,8 @@ def fault_problems(columns: ShardColumns, faults: Faults, noun: str) -> tuple[Pr
         >>> [str(problem) for problem in fault_problems(columns, faults, "element")]
         ["'w' (rank 0): [0:2] has no main replica (2 of 2 elements); only others: rank 0 [0:2]"]
     """
+    if not len(faults):
+        return ()
     place = np.arange(len(faults)) - np.searchsorted(faults.key, faults.key)
     left = np.searchsorted(faults.key, faults.key, side="right") - np.arange(len(faults)) - 1
     shown = np.flatnonzero(place < _SHOWN_OF_ONE)
