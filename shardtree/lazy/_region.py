@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from operator import mul
+from operator import add, le, mul
 from typing import NamedTuple
 
 Shape = tuple[int, ...]
@@ -55,6 +55,16 @@ def narrowed(view: Strided, box: Box) -> Strided:
     return Strided(view.offset + _dot(box.offset, view.stride), box.shape, view.stride)
 
 
+def rows(view: Strided, first: int, last: int) -> Strided:
+    """Return the part of a view that a range of its first dimension's indices picks.
+
+    Examples:
+        >>> rows(dense((4, 6)), 1, 3)
+        Strided(offset=6, size=(2, 6), stride=(6, 1))
+    """
+    return Strided(view.offset + first * view.stride[0], (last - first, *view.size[1:]), view.stride)
+
+
 def covering(view: Strided, shape: Shape) -> tuple[Box, Strided]:
     """Return the box of a dense tensor that holds a view's elements, and the view as one of that box.
 
@@ -74,6 +84,8 @@ def covering(view: Strided, shape: Shape) -> tuple[Box, Strided]:
     """
     strides = row_major(shape)
     start = _steps(view.offset, strides)
+    if view.stride == strides and all(map(le, map(add, start, view.size), shape)):
+        return Box(start, view.size), dense(view.size)  # a box itself, as most are
     steps = [_steps(stride, strides) if size > 1 else (0,) * len(shape) for size, stride in zip(*view[1:], strict=True)]
     spans = [sum((size - 1) * step[dim] for size, step in zip(view.size, steps, strict=True)) for dim in _dims(shape)]
     box = _box(start, spans, shape)

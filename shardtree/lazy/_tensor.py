@@ -23,7 +23,7 @@ from ._operations import (
     requested_dtype,
     strided,
 )
-from ._region import Box, Shape, Strided, covering, dense, narrowed, row_major
+from ._region import Box, Shape, Strided, covering, dense, narrowed, row_major, rows
 from ._sources import Fetch, Joined, ReadBox, Source, Stored
 
 Args = tuple[Any, ...]
@@ -139,7 +139,7 @@ class LazyTensor:
         Raises:
             ShapeError: storage gave a box of another shape or dtype.
         """
-        return self.read_box((0,) * self.ndim, self.place.size)
+        return self._read(self.place)
 
     def read_box(self, offset: Shape, shape: Shape) -> torch.Tensor:
         """Return one box of the elements, as ``read()`` would.
@@ -148,9 +148,11 @@ class LazyTensor:
             offset: the box's first index, (dims,).
             shape: the box's, (dims,). The box lies inside.
         """
-        part = narrowed(self.place, Box(offset, shape))
-        if not prod(shape):
-            return torch.empty(shape, dtype=self.dtype)
+        return self._read(narrowed(self.place, Box(offset, shape)))
+
+    def _read(self, part: Strided) -> torch.Tensor:
+        if 0 in part.size:
+            return torch.empty(part.size, dtype=self.dtype)
         box, inner = covering(part, self.source.shape)
         return _cast(_picked(self.source.read_box(*box), inner), self.casts)
 
@@ -177,6 +179,10 @@ class LazyTensor:
         return partial(_method, method, self)
 
     def __getitem__(self, index: Any) -> LazyTensor:
+        if type(index) is slice and index.step is None and self.place.size:
+            # A few rows, as most are asked for: torch would say the same, and take longer than the read of them.
+            first, last, _ = index.indices(self.place.size[0])
+            return LazyTensor(self.source, rows(self.place, first, max(first, last)), self.casts)
         return _viewed(self, torch.Tensor.__getitem__, (self, index), {})  # type: ignore[no-any-return]
 
     def __len__(self) -> int:
@@ -256,7 +262,7 @@ def _viewed(lazy: LazyTensor, func: Callable[..., Any], args: Args, kwargs: dict
     pieces = (result,) if isinstance(result, torch.Tensor) else tuple(result)
     if not all(is_view(piece, meta) for piece in pieces):
         raise refusal(lazy.name, func.__name__, f"of this {tuple(meta.shape)} view can't be a view itself")
-    views = tuple(replace(lazy, place=strided(piece)) for piece in pieces)
+    views = tuple(LazyTensor(lazy.source, strided(piece), lazy.casts) for piece in pieces)
     return views[0] if isinstance(result, torch.Tensor) else views
 
 
@@ -278,6 +284,8 @@ def _joined(
 
 def _picked(box: torch.Tensor, view: Strided) -> torch.Tensor:
     """Return a view's elements, dense: the box itself where they are all of it in order, else a copy of them."""
+    if view == (0, tuple(box.shape), box.stride()) and box.is_contiguous():
+        return box
     flat = box.contiguous()
     picked = flat.as_strided(view.size, view.stride, flat.storage_offset() + view.offset)
     if picked.is_contiguous() and picked.numel() == flat.numel():

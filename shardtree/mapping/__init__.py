@@ -14,6 +14,9 @@ from ._aliases import StateDict as StateDict
 from ._base import ShardedBase as ShardedBase
 from ._factory import ShardedTensorFactory as ShardedTensorFactory
 from ._local import LocalNonpersistentObject as LocalNonpersistentObject
+from ._many import box_of as box_of
+from ._many import whole_tensors as whole_tensors
+from ._many import with_data as with_data
 from ._object import ShardedObject as ShardedObject
 from ._replica import is_main_replica as is_main_replica
 from ._tensor import ShardedTensor as ShardedTensor

@@ -71,7 +71,7 @@ def describe(value: object) -> str:
 
 
 def normalise(leaf: ShardedBase, function: Callable[[str, str, Any], object], *names: str) -> None:
-    """Put each named field through a function; the one place that writes to a frozen leaf, while it is being built."""
+    """Put each named field through a function: how a frozen leaf is written to, while it is being built."""
     for name in names:
         object.__setattr__(leaf, name, function(leaf_name(leaf), name, getattr(leaf, name)))
 

@@ -100,6 +100,8 @@ def operations(draw: st.DrawFn, shape: torch.Size) -> Operation:
         lambda x: x.select(dim, start),
         lambda x: x.view(x.shape),
     ]
+    first, last = draw(st.none() | st.integers(-9, 9)), draw(st.none() | st.integers(-9, 9))
+    anywhere += [lambda x: x[first:last], lambda x: x[start:]]
     anywhere += [lambda x: x.split(parts, dim)[-1], lambda x: torch.chunk(x, parts, dim=dim)[0]]
     anywhere += [lambda x: torch.tensor_split(x, parts, dim)[-1], lambda x: x.unbind(dim)[start]]
     anywhere += [lambda x: torch.split(x, [start, length - start], dim=dim)[0], lambda x: x.unflatten(dim, pair)]

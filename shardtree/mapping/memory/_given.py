@@ -71,6 +71,8 @@ def check_writable(doing: str, shard: ShardedTensor, tensor: torch.Tensor) -> No
 
 def _may_overlap(tensor: torch.Tensor) -> bool:
     """Return whether two elements may be at one place: some axis' step doesn't pass what the finer axes reach."""
+    if tensor.is_contiguous():
+        return False
     reach = 0
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and stride <= reach:

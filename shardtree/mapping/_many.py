@@ -1,0 +1,87 @@
+"""Many tensor shards at once, from columns that have passed what a shard's own constructor checks one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import repeat
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+from ..lazy import frozen_values
+from ._tensor import ShardedTensor
+
+Shape = tuple[int, ...]
+
+_NAMES = tuple(ShardedTensor.__dataclass_fields__)
+_DEFAULTS = {name: field.default for name, field in ShardedTensor.__dataclass_fields__.items()}
+_PUTS = tuple(getattr(ShardedTensor, name).__set__ for name in _NAMES)
+_PUT_DEFAULTS = tuple(zip(_PUTS[7:], list(_DEFAULTS.values())[7:], strict=True))
+_KEPT = tuple(name for name in _NAMES if name != "data")
+
+
+def whole_tensors(keys: Sequence[str], dtypes: Iterable[torch.dtype], shapes: Sequence[Shape]) -> list[ShardedTensor]:
+    """Return each tensor as one shard without data that is all of it.
+
+    It is for whoever has checked the rows as columns: they are what the constructor would accept, or hostile
+    files come through.
+
+    Args:
+        keys: of each tensor, not empty, and text that UTF-8 can encode.
+        dtypes: of each tensor.
+        shapes: of each tensor, tuples of ints of at least 0.
+
+    Examples:
+        >>> whole_tensors(["w"], [torch.int8], [(2, 3)])
+        [ShardedTensor(key='w', data=None, dtype=torch.int8, local_shape=(2, 3), global_shape=(2, 3), \
+global_offset=(0, 0), axis_fragmentations=(1, 1))]
+    """
+    axes = [*map(len, shapes)]
+    zeros, ones = ({count: (number,) * count for count in {*axes}} for number in (0, 1))
+    given = {
+        "key": keys,
+        "data": repeat(None),
+        "dtype": dtypes,
+        "local_shape": shapes,
+        "global_shape": shapes,
+        "global_offset": map(zeros.__getitem__, axes),
+        "axis_fragmentations": map(ones.__getitem__, axes),
+    }
+    rest = {name: repeat(_DEFAULTS[name]) for name in _NAMES if name not in given}
+    return frozen_values(ShardedTensor, len(keys), given | rest)
+
+
+def box_of(key: str, data: Any, dtype: torch.dtype, whole: Shape, offset: Shape, shape: Shape) -> ShardedTensor:
+    """Return a box of a tensor as a shard of an irregular grid; nothing is checked, as little as in `whole_tensors`.
+
+    Args:
+        key: the tensor's.
+        data: the box's elements, of that dtype and the box's shape, or None.
+        dtype: the tensor's.
+        whole: the tensor's shape.
+        offset: the box's first indices, ints.
+        shape: the box's, ints of at least 0. The box lies inside.
+
+    Examples:
+        >>> box_of("w", None, torch.int8, (4, 3), (2, 0), (1, 3)).global_slice()
+        (slice(2, 3, None), slice(0, 3, None))
+    """
+    shard = object.__new__(ShardedTensor)
+    for put, value in zip(_PUTS, (key, data, dtype, shape, whole, offset, None), strict=False):
+        put(shard, value)
+    for put, value in _PUT_DEFAULTS:
+        put(shard, value)
+    return shard
+
+
+def with_data(shards: Sequence[ShardedTensor], data: Iterable[Any]) -> list[ShardedTensor]:
+    """Return each shard with other data, which isn't checked: of the shard's dtype and shape, or None.
+
+    Examples:
+        >>> [shard] = with_data(whole_tensors(["w"], [torch.int8], [(2,)]), [torch.zeros(2, dtype=torch.int8)])
+        >>> shard.data
+        tensor([0, 0], dtype=torch.int8)
+    """
+    kept = {name: map(attrgetter(name), shards) for name in _KEPT}
+    return frozen_values(ShardedTensor, len(shards), kept | {"data": data})
