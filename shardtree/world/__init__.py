@@ -7,6 +7,8 @@ from ._phases import agree as agree
 from ._phases import gather as gather
 from ._phases import on_one_rank as on_one_rank
 from ._phases import on_rank_zero as on_rank_zero
+from ._phases import share as share
+from ._phases import step as step
 from ._processes import run_processes as run_processes
 from ._simulated import simulate as simulate
 from ._world import World as World

@@ -3,22 +3,29 @@
 Whatever can fail (a file call, the caller's code, a check) runs inside a phase, so that no rank waits in a collective
 for one that gave up. A phase must not run inside another one, nor may its function call a collective: a rank that
 fails before it would skip it.
+
+Steps that touch nothing which others see can share one collective: a phase then lists them, in order, and its function
+calls `step` for each. A rank that fails in a step is heard of as if the step had been a phase of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from ..errors import RemoteError, WorldError, error_text
 from ._pickled import pack, unpack
 from ._world import T, World
+
+U = TypeVar("U")
 
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
     kind: str  # the qualified name of the exception's type, to compare between ranks
     text: str  # "TypeName: message", and its notes
+    step: str  # in which it came about; empty where that wasn't said
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +37,44 @@ class _Outcome:
     packed: bytes = b""
 
 
-def agree(world: World, phase: str, fn: Callable[[], T]) -> T:
+_STEP = "_shardtree_step"
+
+
+def step(phase: str, fn: Callable[[], T]) -> T:
+    """Return what fn returns; if it fails, the phase around it tells the others that it was this step.
+
+    Args:
+        phase: what is being done, one of the `steps` of the phase around it.
+        fn: as for `agree`.
+
+    Examples:
+        >>> from shardtree.errors import RemoteError
+        >>> from shardtree.world import agree, simulate, step
+        >>> def halve(rank):
+        ...     ten = step("divide", lambda: 10 // rank)
+        ...     return step("subtract", lambda: ten - 5)
+        >>> try:
+        ...     simulate(2, lambda world: agree(world, "count", lambda: halve(world.rank), steps=["divide"]))
+        ... except RemoteError as error:
+        ...     print(error)
+        divide: failed on 1 rank
+          rank 0: ZeroDivisionError: integer division or modulo by zero
+    """
+    try:
+        return fn()
+    except BaseException as error:
+        error.__dict__[_STEP] = phase  # not by setattr, which an exception that is a frozen dataclass refuses
+        raise
+
+
+def agree(world: World, phase: str, fn: Callable[[], T], *, steps: Sequence[str] = ()) -> T:
     """Return what fn returns on this rank, once it worked on every rank.
 
     Args:
         world: the ranks that take part.
         phase: what is being done, for the error.
         fn: takes nothing and runs on every rank. It must not call a collective or start a phase.
+        steps: the names of the steps that fn takes, in order. Where ranks fail in several, all hear of the first one.
 
     Raises:
         RemoteError: on every rank, if fn failed on some; on a failing rank the cause is its own exception. Where fn
@@ -60,13 +98,13 @@ def agree(world: World, phase: str, fn: Callable[[], T]) -> T:
     try:
         value = fn()
     except BaseException as error:
-        _meet(world, _Outcome(phase, _failure(error)), error)
+        _meet(world, _Outcome(phase, _failure(error)), error, steps)
         raise
-    _meet(world, _Outcome(phase), None)
+    _meet(world, _Outcome(phase), None, steps)
     return value
 
 
-def gather(world: World, phase: str, fn: Callable[[], T]) -> list[T]:
+def gather(world: World, phase: str, fn: Callable[[], T], *, steps: Sequence[str] = ()) -> list[T]:
     """Return what fn returns on each rank, by rank, once it worked on every rank; one all-gather in total.
 
     A rank's own value is in the list as it is, those of others as copies.
@@ -79,20 +117,42 @@ def gather(world: World, phase: str, fn: Callable[[], T]) -> list[T]:
         >>> simulate(2, lambda world: gather(world, "count", lambda: 10 + world.rank))
         [[10, 11], [10, 11]]
     """
+    return share(world, phase, fn, _itself, steps=steps)[1]
+
+
+def _itself(value: T) -> T:
+    return value
+
+
+def share(
+    world: World, phase: str, fn: Callable[[], T], tell: Callable[[T], U], *, steps: Sequence[str] = ()
+) -> tuple[T, list[U]]:
+    """Return what fn returns on this rank, and what `tell` takes of that on each rank, by rank; one all-gather.
+
+    Raises:
+        RemoteError: as `gather`.
+
+    Examples:
+        >>> from shardtree.world import share, simulate
+        >>> simulate(2, lambda world: share(world, "measure", lambda: "ab"[: world.rank], len))
+        [('', [0, 1]), ('a', [0, 1])]
+    """
     if world.size == 1:
-        return [fn()]
+        value = fn()
+        return value, [tell(value)]
     try:
         value = fn()
+        told = tell(value)
         # Packed here, so that a value that can't be pickled fails inside the phase.
-        packed = pack(phase, value)
+        packed = pack(phase, told)
     except BaseException as error:
-        _meet(world, _Outcome(phase, _failure(error)), error)
+        _meet(world, _Outcome(phase, _failure(error)), error, steps)
         raise
-    outcomes = _meet(world, _Outcome(phase, packed=packed), None)
-    return [value if rank == world.rank else unpack(phase, each.packed) for rank, each in enumerate(outcomes)]
+    outcomes = _meet(world, _Outcome(phase, packed=packed), None, steps)
+    return value, [told if rank == world.rank else unpack(phase, each.packed) for rank, each in enumerate(outcomes)]
 
 
-def on_rank_zero(world: World, phase: str, fn: Callable[[], T]) -> T:
+def on_rank_zero(world: World, phase: str, fn: Callable[[], T], *, steps: Sequence[str] = ()) -> T:
     """Return what fn returns on rank 0, on every rank; it runs there only.
 
     Raises:
@@ -103,10 +163,10 @@ def on_rank_zero(world: World, phase: str, fn: Callable[[], T]) -> T:
         >>> simulate(3, lambda world: on_rank_zero(world, "name", lambda: f"by rank {world.rank}"))
         ['by rank 0', 'by rank 0', 'by rank 0']
     """
-    return on_one_rank(world, phase, fn, rank=0)
+    return on_one_rank(world, phase, fn, rank=0, steps=steps)
 
 
-def on_one_rank(world: World, phase: str, fn: Callable[[], T], *, rank: int) -> T:
+def on_one_rank(world: World, phase: str, fn: Callable[[], T], *, rank: int, steps: Sequence[str] = ()) -> T:
     """Return what fn returns on the given rank, on every rank; it runs there only.
 
     Args:
@@ -114,6 +174,7 @@ def on_one_rank(world: World, phase: str, fn: Callable[[], T], *, rank: int) -> 
         phase: what is being done, for the error.
         fn: as for `agree`.
         rank: which one runs it, the same on every rank.
+        steps: as for `agree`.
 
     Raises:
         RemoteError: on every rank, if it failed or its value can't be pickled; as `agree`.
@@ -126,22 +187,22 @@ def on_one_rank(world: World, phase: str, fn: Callable[[], T], *, rank: int) -> 
     if world.size == 1:
         return fn()
     if world.rank == rank:
-        return _tell(world, phase, fn)
+        return _tell(world, phase, fn, steps)
     told = world.broadcast(_Outcome(phase), rank)
     _check_phases({rank: told, world.rank: _Outcome(phase)})
-    _raise(phase, _failures(world, rank, told.failure), None)
+    _raise(phase, _failures(world, rank, told.failure), None, steps)
     value: T = unpack(phase, told.packed)
     return value
 
 
-def _tell(world: World, phase: str, fn: Callable[[], T]) -> T:
+def _tell(world: World, phase: str, fn: Callable[[], T], steps: Sequence[str]) -> T:
     """Return what fn returns, and let every rank know it, or why there is nothing."""
     try:
         value = fn()
         packed = pack(phase, value)
     except BaseException as error:
         world.broadcast(_Outcome(phase, _failure(error)), world.rank)
-        _raise(phase, _failures(world, world.rank, _failure(error)), error)
+        _raise(phase, _failures(world, world.rank, _failure(error)), error, steps)
         raise
     world.broadcast(_Outcome(phase, packed=packed), world.rank)
     return value
@@ -152,11 +213,11 @@ def _failures(world: World, rank: int, failure: _Failure | None) -> list[_Failur
     return [failure if each == rank else None for each in range(world.size)]
 
 
-def _meet(world: World, outcome: _Outcome, error: BaseException | None) -> list[_Outcome]:
+def _meet(world: World, outcome: _Outcome, error: BaseException | None, steps: Sequence[str]) -> list[_Outcome]:
     """Return every rank's outcome, unless some rank failed."""
     outcomes = world.all_gather(outcome)
     _check_phases(dict(enumerate(outcomes)))
-    _raise(outcome.phase, [each.failure for each in outcomes], error)
+    _raise(outcome.phase, [each.failure for each in outcomes], error, steps)
     return outcomes
 
 
@@ -174,12 +235,16 @@ def _check_phases(outcomes: Mapping[int, object]) -> None:
 def _failure(error: BaseException) -> _Failure:
     kind = type(error)
     lines = [f"{kind.__name__}: {error}", *getattr(error, "__notes__", ())]
-    return _Failure(f"{kind.__module__}.{kind.__qualname__}", "\n".join(lines))
+    return _Failure(f"{kind.__module__}.{kind.__qualname__}", "\n".join(lines), getattr(error, _STEP, ""))
 
 
-def _raise(phase: str, failures: list[_Failure | None], error: BaseException | None) -> None:
+def _raise(phase: str, failures: list[_Failure | None], error: BaseException | None, steps: Sequence[str]) -> None:
     """Raise what the ranks have to hear, unless nothing failed, or this rank's own error is what it should raise."""
     failed = {rank: failure for rank, failure in enumerate(failures) if failure is not None}
+    where = {rank: failure.step if failure.step in steps else phase for rank, failure in failed.items()}
+    phase = min(where.values(), key=[*steps, phase].index, default=phase)
+    # As far as the others got beyond that, they would have waited.
+    failed = {rank: failure for rank, failure in failed.items() if where[rank] == phase}
     everywhere_alike = len(failed) == len(failures) and len({failure.kind for failure in failed.values()}) == 1
     if not failed or (error is not None and (everywhere_alike or not isinstance(error, Exception))):
         return

@@ -21,17 +21,18 @@ from shardtree.layouts import tree_columns
 from shardtree.mapping import ShardedObject, ShardedTensor
 from shardtree.storage import MemoryStorage, Storage
 from shardtree.testing import Call, WatchedStorage
-from shardtree.world import World, _phases, agree, gather, on_rank_zero, one_process, simulate
+from shardtree.world import World, _phases, agree, on_rank_zero, one_process, share, simulate, step
 
 PACKAGE = Path(shardtree.__file__).parent
 RANKS = 3
+NAMES = {"agree", "gather", "on_one_rank", "on_rank_zero", "share", "step"}
 
 
 def phases_in(source: str) -> Iterator[str]:
     """Yield the names of the phases that a module runs."""
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in {"agree", "gather", "on_one_rank", "on_rank_zero"}:
-            name = node.args[1]
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in NAMES:
+            name = node.args[ast.unparse(node.func) != "step"]
             assert isinstance(name, ast.Constant), f"line {node.lineno}: write a phase's name as a literal"
             yield str(name.value)
 
@@ -70,6 +71,12 @@ def scenarios(storage: MemoryStorage) -> dict[str, Callable[[World], Any]]:
     other = MemoryStorage()
     return {
         "save": lambda world: shardtree.save(tree(world, 2.0), storage, world=world, overwrite=True),
+        "save unchecked": lambda world: shardtree.save(
+            tree(world, 2.0), storage, world=world, overwrite=True, validate_access_integrity=False
+        ),
+        "load unchecked": lambda world: shardtree.load(
+            tree(world), storage, world=world, validate_access_integrity=False
+        ),
         "save in another format": lambda world: shardtree.save(tree(world), other, ("dcp", 1), world=world),
         "save what differs": lambda world: shardtree.save(
             {**tree(world, 2.0), "step": world.rank}, storage, world=world, overwrite=True
@@ -94,6 +101,8 @@ def scenarios(storage: MemoryStorage) -> dict[str, Callable[[World], Any]]:
 
 SCENARIOS = [
     "save",
+    "save unchecked",
+    "load unchecked",
     "save in another format",
     "save what differs",
     "load",
@@ -106,7 +115,7 @@ SCENARIOS = [
     "fingerprint",
     "fingerprint of files",
 ]
-RUNNERS = {inspect.unwrap(function).__code__ for function in (agree, gather, on_rank_zero, _phases._tell)}
+RUNNERS = {inspect.unwrap(function).__code__ for function in (agree, share, step, on_rank_zero, _phases._tell)}
 
 
 def is_world(frame: FrameType) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardtree.errors import RemoteError
-from shardtree.world import World, agree, current_world, gather, on_rank_zero, one_process, simulate
+from shardtree.world import World, agree, current_world, gather, on_rank_zero, one_process, share, simulate, step
 
 Phase = Callable[[World, str, Callable[[], Any]], Any]
 FAULTS: dict[str, Callable[[], BaseException]] = {
@@ -177,3 +179,76 @@ def test_what_went_wrong_alike_is_told_once_and_set_in() -> None:
         "  ranks 2, 4-8: OSError: full",
     ]
     assert len(error.failures) == 7
+
+
+STEPS = ("open", "look", "close")
+
+
+def in_steps(world: World, fault: str | None, agreed: Callable[..., Any] = agree) -> str:
+    """Run a phase of three steps, of which one fails, and return what this rank hears."""
+
+    def fail_at(name: str) -> None:
+        if name == fault:
+            raise ValueError(f"{name} on rank {world.rank}")
+
+    def work() -> None:
+        for name in STEPS:
+            step(name, partial(fail_at, name))
+
+    try:
+        agreed(world, "all of it", work, steps=STEPS)
+    except RemoteError as error:
+        return f"{error.phase}: {', '.join(error.failures.values())}"
+    except ValueError as error:
+        return str(error)
+    return "well"
+
+
+def check_all_hear_of_the_first(faults: list[str | None], agreed: Callable[..., Any] = agree) -> None:
+    failed = [name for name in STEPS if name in faults]
+    expected = "well"
+    if failed:
+        ranks = [rank for rank, name in enumerate(faults) if name == failed[0]]
+        texts = [f"ValueError: {failed[0]} on rank {rank}" for rank in ranks]
+        expected = f"{failed[0]}: {', '.join(texts)}"
+    heard = simulate(len(faults), lambda world: in_steps(world, faults[world.rank], agreed))
+    if len({*faults}) == 1 and failed:
+        assert heard == [f"{failed[0]} on rank {rank}" for rank in range(len(faults))]  # each its own
+    else:
+        assert heard == [expected] * len(faults)
+
+
+@given(faults=st.lists(st.sampled_from([None, *STEPS]), min_size=2, max_size=5))
+def test_of_several_steps_all_hear_of_the_first_that_failed(faults: list[str | None]) -> None:
+    check_all_hear_of_the_first(faults)
+
+
+def without_steps(world: World, phase: str, fn: Callable[[], Any], *, steps: Any) -> Any:
+    """The planted fault: a phase that doesn't know its steps."""
+    return agree(world, phase, fn)
+
+
+def test_the_law_catches_steps_that_are_not_told_apart() -> None:
+    with pytest.raises(AssertionError):
+        check_all_hear_of_the_first(["look", "open"], without_steps)
+
+
+@dataclass(frozen=True)
+class Frozen(Exception):
+    what: str
+
+
+def test_a_step_can_fail_by_an_exception_that_takes_no_attribute() -> None:
+    def work() -> None:
+        raise Frozen("cold")
+
+    with pytest.raises(RemoteError, match="look: failed on 1 rank"):
+        simulate(
+            2, lambda world: agree(world, "all of it", partial(step, "look", work if world.rank else int), steps=STEPS)
+        )
+
+
+def test_others_get_what_is_told_and_a_rank_keeps_its_own() -> None:
+    own = simulate(3, lambda world: share(world, "measure", lambda: [world.rank] * world.rank, len))
+    assert own == [([rank] * rank, [0, 1, 2]) for rank in range(3)]
+    assert share(one_process(), "measure", lambda: "abc", len) == ("abc", [3])
