@@ -4,10 +4,8 @@ from ._blocks import BLOCK_BYTES as BLOCK_BYTES
 from ._blocks import BlockHasher as BlockHasher
 from ._blocks import Hashes as Hashes
 from ._blocks import block_count as block_count
-from ._blocks import block_hashes as block_hashes
 from ._blocks import digest as digest
 from ._blocks import hash_column as hash_column
-from ._blocks import hashed as hashed
 from ._buffers import tensor_buffers as tensor_buffers
 from ._cost import fetch_cost as fetch_cost
 from ._empty import empty_tensor as empty_tensor
@@ -20,12 +18,16 @@ from ._folders import folder_in as folder_in
 from ._folders import is_link as is_link
 from ._fsspec import FsspecStorage as FsspecStorage
 from ._fsspec import fsspec_storage as fsspec_storage
+from ._hashed import block_hashes as block_hashes
+from ._hashed import hashed as hashed
+from ._hashed import in_parts as in_parts
 from ._local import LocalStorage as LocalStorage
 from ._locate import Directory as Directory
 from ._locate import is_same_place as is_same_place
 from ._locate import storage_at as storage_at
 from ._memory import MemoryStorage as MemoryStorage
 from ._names import is_temporary as is_temporary
+from ._new_folder import new_folder as new_folder
 from ._owner import Claim as Claim
 from ._owner import claim as claim
 from ._owner import is_alive as is_alive
@@ -34,6 +36,8 @@ from ._owner import owner_note as owner_note
 from ._owner import release as release
 from ._sibling import Exchanging as Exchanging
 from ._sibling import Sibling as Sibling
+from ._staged_fetch import memory_bytes as memory_bytes
+from ._staging import copies_of as copies_of
 from ._storage import Buffer as Buffer
 from ._storage import Reader as Reader
 from ._storage import Storage as Storage

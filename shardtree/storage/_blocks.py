@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
@@ -12,7 +10,6 @@ from ..geometry import Column
 from ._storage import Buffer
 
 BLOCK_BYTES = 256 * 1024
-_PART_BYTES = 4 * BLOCK_BYTES
 
 Hashes = NDArray[np.uint64]
 Flags = np.ndarray[tuple[int], np.dtype[np.bool_]]
@@ -174,37 +171,6 @@ class BlockHasher:
     def _note(self, number: int, found: int) -> None:
         if self.hashes.setdefault(number, found) != found:
             self.hashes[number] = -1
-
-
-def hashed(buffers: Iterable[Buffer], hasher: BlockHasher) -> Iterator[Buffer]:
-    """Yield a file's bytes as they are, hashing them on their way while they are in the processor's cache.
-
-    Large buffers come in parts that end at the same places of the file whatever lies where, since the system keeps a
-    file in larger pages when it is written in aligned pieces.
-    """
-    at = 0
-    for buffer in buffers:
-        start = 0
-        while start < buffer.nbytes:
-            part = buffer[start : start + _PART_BYTES - at % _PART_BYTES]
-            hasher.update(part)
-            yield part
-            start += part.nbytes
-            at += part.nbytes
-    hasher.finish()
-
-
-def block_hashes(buffers: Iterable[Buffer]) -> Hashes:
-    """Return the hashes of all blocks of a file, given as buffers in order.
-
-    Examples:
-        >>> block_hashes([memoryview(bytes(BLOCK_BYTES)), memoryview(b"end")]).size
-        2
-    """
-    hasher = BlockHasher()
-    for _ in hashed(buffers, hasher):
-        pass
-    return hash_column(hasher)
 
 
 def hash_column(hasher: BlockHasher) -> Hashes:

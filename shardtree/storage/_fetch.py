@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, TypeVar
 
@@ -15,6 +15,7 @@ from ..plans import LoadPlan, Runs, Strided
 from ._blocks import BLOCK_BYTES, BlockHasher, Flags, Hashes, missing, touched
 from ._loose import loose_ends
 from ._runs import read_runs
+from ._staged_fetch import any_staged, fetch_to_devices
 from ._storage import Buffer, Reader, Storage
 from ._stretches import Stretches, StretchHasher, read_crc32, stretch_crc32, unread
 from ._strided import copy_hashed, copy_strided, is_contiguous, last_byte
@@ -84,7 +85,7 @@ def fetch(
         storage: where the files are.
         files: by their number in the plan.
         plan: what to read.
-        memories: for each requested shard its bytes, uint8 (bytes,), written in place.
+        memories: for each requested shard its bytes, uint8 (bytes,), written in place; some on devices that are staged.
         verify: which blocks are checked against their hashes.
         progress: is told, now and then, how many bytes were read since the last time; by one thread at a time.
 
@@ -92,6 +93,22 @@ def fetch(
         CorruptCheckpoint: a file's length or a block's hash isn't what the index says.
         StorageError: a file can't be read.
     """
+    read = partial(_fetch_to_host, storage, files, verify=verify, progress=progress)
+    if not any_staged(memories):
+        return read(plan, memories)
+    report = sum(fetch_to_devices(read, plan, memories), ReadReport())
+    return replace(report, files=np.union1d(plan.runs.file, plan.strided.file).size)
+
+
+def _fetch_to_host(
+    storage: Storage,
+    files: Mapping[int, StoredFile],
+    plan: LoadPlan,
+    memories: Sequence[torch.Tensor],
+    *,
+    verify: Verify,
+    progress: Callable[[int], None],
+) -> ReadReport:
     runs, strided = plan.runs, in_file_order(plan.strided)
     views = [memoryview(memory.numpy()) for memory in memories]
     read = partial(_fetch_file, storage, views=views, memories=memories, verify=verify, progress=progress)

@@ -80,15 +80,16 @@ class LocalStorage:
     @contextmanager
     def open(self, name: str) -> Iterator[LocalReader]:
         """Open a file for reading."""
+        path = self.where(name)
         with self._failures("open", name):
             # A pipe would be waited for, and a device read without end.
-            descriptor = os.open(self.where(name), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             with self._failures("open", name):
                 mode = os.fstat(descriptor).st_mode
             if not stat.S_ISREG(mode):
-                raise StorageError(error_text(f"cannot open {self.where(name)!r}", found="no regular file"))
-            yield LocalReader(descriptor, self.where(name))
+                raise StorageError(error_text(f"cannot open {path!r}", found="no regular file"))
+            yield LocalReader(descriptor, path)
         finally:
             os.close(descriptor)
 

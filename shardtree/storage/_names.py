@@ -8,6 +8,7 @@ from pathlib import PurePosixPath
 
 from ..errors import StorageError, error_text
 
+_PLAIN = re.compile(r"(?:[\w-][\w.-]*/)*[\w-][\w.-]*", re.ASCII)
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.new", re.DOTALL)
 
 
@@ -50,6 +51,8 @@ def inside(name: str, root: str) -> str:
         shardtree.errors.StorageError: '../a' would leave the folder 'checkpoint'
           expected a name inside it
     """
+    if _PLAIN.fullmatch(name):
+        return name
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or not _is_nameable(name):
         raise StorageError(error_text(f"{name!r} would leave the folder {root!r}", expected="a name inside it"))

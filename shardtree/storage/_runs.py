@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Protocol
 
@@ -13,10 +12,11 @@ import numpy as np
 from ..plans import Runs
 from ._blocks import BLOCK_BYTES, BlockHasher, touched
 from ._storage import Buffer, Reader, Storage
-from ._threads import in_turn, usual_threads
+from ._threads import in_company, in_turn, usual_threads
 
-# A step is hashed right after it was read, while the processor still has it in its cache. No block lies in two steps.
 _STEP_BYTES = 4 * BLOCK_BYTES
+"""What is hashed is read in such steps, each hashed right after it was read. No block lies in two of them."""
+
 _WINDOW_BYTES = 16 * _STEP_BYTES
 
 Window = tuple[int, int, int, int]
@@ -67,11 +67,7 @@ def read_runs(
     threads = min(usual_threads(), len(windows))
     if threads < 2:
         return work() if windows else 0
-    with ThreadPoolExecutor(threads) as pool:
-        try:
-            return sum(part.result() for part in [pool.submit(work) for _ in range(threads)])
-        finally:
-            windows.clear()  # an error or an interrupt leaves nothing to do for the others
+    return sum(in_company(work, threads, stop=windows.clear))
 
 
 def _drain(
@@ -108,12 +104,18 @@ def _taken(windows: deque[Window]) -> Iterator[Window]:
 
 def windows_of(runs: Runs, length: int) -> list[Window]:
     """Return the windows that a file's runs touch."""
-    end = runs.byte + runs.length
-    begin = np.flatnonzero(touched(runs.byte, end, length, _WINDOW_BYTES)) * _WINDOW_BYTES
+    end, size = runs.byte + runs.length, _window_bytes(int(runs.length.sum()))
+    begin = np.flatnonzero(touched(runs.byte, end, length, size)) * size
     # Runs may overlap in the file, where several targets want the same bytes, so their ends needn't ascend.
     first = np.searchsorted(np.maximum.accumulate(end), begin, side="right")
-    last = np.searchsorted(runs.byte, begin + _WINDOW_BYTES, side="left")
-    return list(zip(first.tolist(), last.tolist(), begin.tolist(), (begin + _WINDOW_BYTES).tolist(), strict=True))
+    last = np.searchsorted(runs.byte, begin + size, side="left")
+    return list(zip(first.tolist(), last.tolist(), begin.tolist(), (begin + size).tolist(), strict=True))
+
+
+def _window_bytes(total: int) -> int:
+    """Return how much a thread takes at a time: less than usual of what is little, so that each has its part."""
+    share = -(-total // (usual_threads() * _STEP_BYTES)) * _STEP_BYTES
+    return min(_WINDOW_BYTES, max(_WINDOW_BYTES // 4, share))
 
 
 def clipped(runs: Runs, window: Window) -> Runs:
@@ -132,7 +134,7 @@ def clipped(runs: Runs, window: Window) -> Runs:
 
 def _read_window(reader: Reader, runs: Runs, views: Sequence[Buffer], hasher: Hasher | None) -> int:
     total = 0
-    for byte, buffers in _steps(runs, views):
+    for byte, buffers in _steps(runs, views, _WINDOW_BYTES if hasher is None else _STEP_BYTES):
         reader.read_into(byte, buffers)
         for buffer in buffers:
             if hasher is not None:
@@ -142,8 +144,8 @@ def _read_window(reader: Reader, runs: Runs, views: Sequence[Buffer], hasher: Ha
     return total
 
 
-def _steps(runs: Runs, views: Sequence[Buffer]) -> Iterator[tuple[int, list[Buffer]]]:
-    """Yield (byte, buffers): stretches of a file between multiples of `_STEP_BYTES`, and what they fill."""
+def _steps(runs: Runs, views: Sequence[Buffer], size: int) -> Iterator[tuple[int, list[Buffer]]]:
+    """Yield (byte, buffers): stretches of a file between multiples of a size, and what they fill."""
     begin, end, buffers = 0, 0, list[Buffer]()
     rows = zip(runs.byte.tolist(), runs.target.tolist(), runs.target_byte.tolist(), runs.length.tolist(), strict=True)
     for byte, target, at, length in rows:
@@ -153,10 +155,10 @@ def _steps(runs: Runs, views: Sequence[Buffer]) -> Iterator[tuple[int, list[Buff
             begin, end, buffers = byte, byte, []
         view = views[target]
         while length:
-            part = min(length, _STEP_BYTES - end % _STEP_BYTES)
+            part = min(length, size - end % size)
             buffers.append(view[at : at + part])
             at, end, length = at + part, end + part, length - part
-            if end % _STEP_BYTES == 0:
+            if end % size == 0:
                 yield begin, buffers
                 begin, buffers = end, []
     if buffers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from math import prod
 
 import numpy as np
 import torch
@@ -121,13 +122,13 @@ def _parted(strided: Strided, row: int) -> Strided:
         step = int(piece.stride[0, axis] * piece.item_size[0])
         inner = int((last_byte(piece) - piece.byte)[0]) - (int(piece.shape[0, axis]) - 1) * step
         most = 1 if inner > _STRETCH_BYTES else (_STRETCH_BYTES - inner) // step + 1
-        piece = _cut(piece, axis, most)
+        piece = cut(piece, axis, most)
         if inner <= _STRETCH_BYTES:
             break
     return piece
 
 
-def _cut(pieces: Strided, axis: int, most: int) -> Strided:
+def cut(pieces: Strided, axis: int, most: int) -> Strided:
     """Return pieces of the same shape cut into parts of at most so many along an axis."""
     size, count = int(pieces.shape[0, axis]), pieces.file.size
     start = np.arange(0, size, most)
@@ -149,13 +150,26 @@ def _copy_piece(stored: Buffer, begin: int, strided: Strided, row: int, memories
     """Copy one piece out of the stretch that begins at `begin`, and return how many bytes it has."""
     shape, stride, target_stride, size = _items_of(strided, row)
     byte, target_byte = int(strided.byte[row]), int(strided.target_byte[row])
-    carrier = _CARRIERS[size]
-    items = torch.frombuffer(stored, dtype=carrier, count=_items(shape, stride), offset=byte - begin)
-    memory = memories[int(strided.target[row])][target_byte:]
-    target = memory[: memory.numel() // size * size].view(carrier)
+    items = torch.frombuffer(stored, dtype=_CARRIERS[size], count=_items(shape, stride), offset=byte - begin)
     piece = items.as_strided(shape, stride)
-    target.as_strided(shape, target_stride).copy_(piece)
+    _box(memories[int(strided.target[row])][target_byte:], size, shape, target_stride).copy_(piece)
     return piece.numel() * size
+
+
+def piece_in(memory: torch.Tensor, strided: Strided, row: int) -> torch.Tensor:
+    """Return a piece in the memory of its target, as integers."""
+    shape, _, target_stride, size = _items_of(strided, row)
+    return _box(memory[int(strided.target_byte[row]) :], size, shape, target_stride)
+
+
+def row_major_piece_in(memory: torch.Tensor, strided: Strided, row: int) -> torch.Tensor:
+    """Return a piece in memory that begins with it as a row-major box, as integers."""
+    shape, _, _, size = _items_of(strided, row)
+    return memory[: prod(shape) * size].view(_CARRIERS[size]).view(shape)
+
+
+def _box(memory: torch.Tensor, size: int, shape: list[int], stride: list[int]) -> torch.Tensor:
+    return memory[: memory.numel() // size * size].view(_CARRIERS[size]).as_strided(shape, stride)
 
 
 def _items_of(strided: Strided, row: int) -> tuple[list[int], list[int], list[int], int]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from threading import Lock
 from typing import TypeVar
 
@@ -51,13 +52,36 @@ def in_threads(do: Callable[[Work], Result], work: Iterable[Work], threads: int 
                 return
             found[number] = do(piece)
 
-    with ThreadPoolExecutor(count) as pool:
-        try:
-            for thread in [pool.submit(drain) for _ in range(count)]:
-                thread.result()
-        finally:
-            waiting.clear()  # an error or an interrupt leaves nothing to do for the others
+    in_company(drain, count, stop=waiting.clear)
     return [found[number] for number in range(len(pieces))]
+
+
+def in_company(work: Callable[[], Result], threads: int, *, stop: Callable[[], None]) -> list[Result]:
+    """Return what each of some threads gives that do the same work, this one among them.
+
+    Args:
+        work: what each does until nothing is left to do.
+        threads: how many at the most. At the end of the process, while a save is still on its way, no other thread can
+            be begun; then this one is alone.
+        stop: leaves nothing to do for the others, after an error or an interrupt.
+
+    Raises:
+        Exception: the first that a thread raised.
+    """
+
+    def work_or_stop() -> Result:
+        try:
+            return work()
+        except BaseException:
+            stop()
+            raise
+
+    others: list[Future[Result]] = []
+    with ThreadPoolExecutor(max(1, threads - 1)) as pool:
+        with suppress(RuntimeError):
+            for _ in range(threads - 1):
+                others.append(pool.submit(work_or_stop))
+        return [work_or_stop(), *(other.result() for other in others)]
 
 
 def in_turn(progress: Callable[[int], None]) -> Callable[[int], None]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from shardtree.plans import Runs
 from shardtree.storage import BLOCK_BYTES, MemoryStorage, block_hashes
 from shardtree.storage import _runs as module
 from shardtree.storage._runs import read_runs
+from shardtree.storage._threads import in_threads
 from tests.trees.samples import assert_caught
 
 LENGTH = 9 * BLOCK_BYTES + 77
@@ -91,3 +94,17 @@ def test_an_error_in_any_thread_is_raised(threads: int) -> None:
     views = [memoryview(bytearray(LENGTH + 10))]
     with pytest.raises(StorageError, match="ends at byte"):
         read_runs(storage, "f", runs_of([(0, LENGTH + 10)]), views, hashes=None, length=LENGTH + 10, progress=id)
+
+
+@pytest.mark.parametrize("begun", [0, 1])
+def test_work_is_done_where_no_more_threads_can_be_begun(begun: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As at the end of a process, while an asynchronous save adds up its fingerprints."""
+    submit, calls = ThreadPoolExecutor.submit, iter(range(3))
+
+    def refused(*arguments: Any) -> Any:
+        if next(calls) >= begun:
+            raise RuntimeError("cannot schedule new futures after interpreter shutdown")
+        return submit(*arguments)
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", refused)
+    assert in_threads(abs, [-1, 2, -3], threads=2) == [1, 2, 3]
