@@ -12,7 +12,7 @@ from ..layouts import (
     ObjectColumns,
     ShardColumns,
     common_problems,
-    join_columns,
+    join_agreed,
     object_columns,
     raise_problems,
     shard_columns,
@@ -77,7 +77,7 @@ def check_together(
     parts = [part.columns for part in descriptions] if known is None else [known.columns]
     if tiling:
         raise_problems(sharding_problems(parts, [part.objects for part in descriptions]))
-    return join_columns(parts) if known is None else known.columns
+    return join_agreed(parts) if known is None else known.columns
 
 
 def check_common(commons: Sequence[Any]) -> None:

@@ -193,7 +193,7 @@ def load_sharded_metadata(
         ['rng/shard_0_1']
     """
     checkpoint = open_at(checkpoint_dir, one_process(), LoadOptions(), strategies)
-    return dict(sharded_metadata(checkpoint, sharded_strategy, common_strategy, strategies))
+    return dict(sharded_metadata(checkpoint, sharded_strategy, common_strategy, strategies).items())
 
 
 def sharded_metadata(checkpoint: Checkpoint, sharded: Choice, common: Choice, strategies: Strategies) -> Metadata:
@@ -204,7 +204,7 @@ def sharded_metadata(checkpoint: Checkpoint, sharded: Choice, common: Choice, st
     if alone or find_strategy(StrategyAction.LOAD_OBJECTS, *backend, strategies=strategies) is not None:
         return metadata
     fallback = strategy_of(StrategyAction.LOAD_METADATA, common, common_backend(checkpoint.fields), strategies)
-    return {**metadata, **fallback(checkpoint)}
+    return {**dict(metadata.items()), **dict(fallback(checkpoint).items())}
 
 
 def stored_keys(metadata: Metadata) -> set[str]:

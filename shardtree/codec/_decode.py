@@ -23,6 +23,8 @@ _DECODERS: dict[str, Decoder] = {
     "hole": ((), lambda fields, child, take: HOLE),
 }
 
+_HOLE = {"$": "hole"}
+
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
@@ -88,6 +90,8 @@ def _value(node: Node, path: TreePath, depth: int, reader: _Reader) -> Any:
     kind = type(node)
     if kind is not dict and kind is not list:
         return node
+    if node == _HOLE and depth <= MAX_DEPTH:
+        return HOLE  # what most of a model's tree is
     try:
         if depth > MAX_DEPTH:
             raise ValueError(f"containers in containers, more than {MAX_DEPTH} deep")

@@ -155,8 +155,10 @@ def bit_view(tensor: torch.Tensor) -> torch.Tensor:
     """
     if tensor.dtype in _QUANTISED or tensor.layout is not torch.strided or not _is_plain_memory(tensor):
         raise _no_bit_view(tensor)
+    plain = tensor.detach() if tensor.requires_grad else tensor
     # A single element may keep any stride and still be contiguous; view refuses that.
-    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+    flat = plain.as_strided((1,), (1,)) if plain.numel() == 1 else plain.view(-1)
+    return flat.view(torch.uint8)
 
 
 def row_major_bits(tensor: torch.Tensor) -> torch.Tensor:

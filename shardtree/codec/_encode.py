@@ -71,6 +71,8 @@ def _node(value: Any, path: TreePath, parents: tuple[Any, ...], allow_pickle: bo
     """Return a value's node; `parents` are the values that hold it, outermost first."""
     if len(parents) > MAX_DEPTH:
         raise _too_deep(path, parents)
+    if value is HOLE:
+        return {"$": "hole"}
 
     def child(inner: Any, *steps: Any) -> Node:
         return _node(inner, path + steps, (*parents, value), allow_pickle)
@@ -79,8 +81,6 @@ def _node(value: Any, path: TreePath, parents: tuple[Any, ...], allow_pickle: bo
     if encoder is not None:
         node = encoder(value, child)
         return _foreign(value, path, allow_pickle) if node is NotImplemented else node
-    if value is HOLE:
-        return {"$": "hole"}
     record = record_of(value)
     if record is None:
         return _foreign(value, path, allow_pickle)

@@ -7,6 +7,7 @@ from . import torch_dist as torch_dist
 from . import zarr as zarr
 from ._checks import check_fit as check_fit
 from ._checks import misfit as misfit
+from ._collector import collector_paused as collector_paused
 from ._findings import Damage as Damage
 from ._findings import Finding as Finding
 from ._findings import Region as Region
@@ -60,6 +61,8 @@ from ._values import Draft as Draft
 from ._values import LoadOptions as LoadOptions
 from ._values import Replaced as Replaced
 from ._values import SaveOptions as SaveOptions
+from ._views import PairItems as PairItems
+from ._views import PairValues as PairValues
 from .base import ENTRY_POINT_GROUP as ENTRY_POINT_GROUP
 from .base import Strategies as Strategies
 from .base import StrategyAction as StrategyAction

@@ -103,7 +103,8 @@ def misfit(shard: ShardedTensor) -> str:
         >>> misfit(shard), misfit(shard) if weight.t_() is weight else ""
         ('', "'w' is (2, 3) float32, its data (3, 2) float32")
     """
-    if shard.data is None or (shard.data.dtype == shard.dtype and tuple(shard.data.shape) == shard.data_shape):
+    data = shard.data
+    if data is None or (data.dtype == shard.dtype and data.shape == shard.data_shape):
         return ""
     said, found = TensorKind(shard.dtype, shard.data_shape, 0), TensorKind(shard.data.dtype, tuple(shard.data.shape), 0)
     return f"{shard.key!r} is {said}, its data {found}"

@@ -76,6 +76,7 @@ class SaveOptions:
         stale_after: seconds without a change after which a save counts as dead whose process can't be seen from here.
         progress: is told, now and then, how many bytes were written since the last time.
         fingerprint: whether each tensor's fingerprint is stored beside it.
+        checksums: whether hashes of files' blocks are stored beside them; a format's own checksums are written anyway.
     """
 
     durable: bool = True
@@ -83,6 +84,7 @@ class SaveOptions:
     stale_after: float = 3600.0
     progress: Callable[[int], None] = _ignore
     fingerprint: bool = False
+    checksums: bool = True
 
 
 @dataclass(frozen=True, slots=True, eq=False)

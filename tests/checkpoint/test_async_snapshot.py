@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as draw
 
 import shardtree as st
+from shardtree.checkpoint.async_saves import _snapshot
 from shardtree.checkpoint.async_saves._memory import SnapshotMemory
 from shardtree.checkpoint.async_saves._snapshot import snapshot_shards
 from shardtree.testing import STORABLE_DTYPES, bits, random_bits
@@ -30,6 +31,23 @@ def test_a_copy_is_the_tensor(dtype: torch.dtype) -> None:
     for copy, tensor, expected in zip(copies, tensors, before, strict=True):
         assert copy.data.shape == tensor.shape and copy.data.dtype == dtype
         assert bits(copy.data) == expected
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_large_tensors_are_cut_for_threads_and_whole_again(threads: int) -> None:
+    cut = _snapshot._PART_BYTES
+    sizes = [1, _snapshot._LEAST_PART_BYTES - 1, _snapshot._LEAST_PART_BYTES, cut - 1, cut, cut + 1, 3 * cut - 5]
+    tensors = [random_bits((size,), torch.uint8, seed=size) for size in sizes]
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        kept = snapshot_shards([shard(str(size), tensor) for size, tensor in zip(sizes, tensors, strict=True)])
+    finally:
+        torch.set_num_threads(before)
+    expected = [tensor.clone() for tensor in tensors]
+    for tensor in tensors:
+        tensor.zero_()
+    assert all(torch.equal(copy.data, tensor) for copy, tensor in zip(kept, expected, strict=True))
 
 
 def test_shared_memory_is_copied_once_and_expanded_tensors_are_not_blown_up() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import os
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
@@ -370,6 +371,18 @@ def test_what_is_wrong_is_refused_before_anything_is_written(case: str) -> None:
     with pytest.raises(error, match=message):
         convert(source, folder, **{"backend": native, **options})
     assert files(folder) == [] and folder.names() == ()
+
+
+def test_the_folders_that_are_made_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, synced, fsync = saved(TREE), set[str](), os.fsync
+
+    def told(descriptor: int) -> None:
+        synced.add(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", told)
+    convert(source, tmp_path / "new" / "folder", backend=(native, 1))
+    assert {str(tmp_path.resolve()), str(tmp_path.resolve() / "new")} <= synced
 
 
 def test_folders_that_are_not_as_they_should_be_are_refused(tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ from weakref import finalize
 
 import torch
 
+from ...storage import empty_tensor
+
 _UNIT = 2 * 1024 * 1024  # a huge page
 
 
@@ -76,7 +78,9 @@ class SnapshotMemory:
         most = max(self._most, self._lent + nbytes)
         while self._idle and self._lent + nbytes + sum(block.nbytes for block in self._idle) > most:
             del self._idle[0]
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
+        if pinned:
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return empty_tensor(nbytes, dtype=torch.uint8)
 
 
 snapshot_memory = SnapshotMemory()

@@ -6,13 +6,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from ...mapping import ShardedTensor
+from ...storage import in_threads
 from ...trees import with_data
 from ._memory import SnapshotMemory, snapshot_memory
 
 _ALIGNMENT = 64
+
+_PART_BYTES = 4 * 1024 * 1024
+"""What one of several threads copies at a time."""
+
+_LEAST_PART_BYTES = 256 * 1024
+"""Less isn't worth another thread's attention."""
+
+_Pair = tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]
+"""Where bytes go to, and where they come from."""
 
 # What a copy is made of: the same memory, seen in the same way, is copied once.
 _Identity = tuple[Any, ...]
@@ -109,10 +121,29 @@ def _copied_together(
 ) -> dict[_Identity, torch.Tensor]:
     room = [-(-source.elements.nbytes // _ALIGNMENT) * _ALIGNMENT for source in sources.values()]
     block = memory.lend(sum(room), pinned=pinned)
-    copies, begin = {}, 0
+    copies, begin, stretches = {}, 0, list[_Pair]()
     for (name, source), size in zip(sources.items(), room, strict=True):
         elements = source.elements
         copies[name] = block[begin : begin + elements.nbytes]
-        copies[name].view(elements.dtype).view(elements.shape).copy_(elements, non_blocking=pinned)
         begin += size
+        if source.is_stretch and elements.is_cpu:
+            stretches.append((copies[name].numpy(), elements.numpy()))
+        else:
+            copies[name].view(elements.dtype).view(elements.shape).copy_(elements, non_blocking=pinned)
+    _copy_stretches(stretches)
     return copies
+
+
+def _copy_stretches(pairs: Sequence[_Pair]) -> None:
+    """Copy bytes by a few threads, each of which takes the next part when it is done with one.
+
+    Torch's own threads meet after every tensor, and wait there for one that another program keeps from running.
+    """
+    parts: list[_Pair] = []
+    for target, source in pairs:
+        if source.size < _LEAST_PART_BYTES:
+            np.copyto(target, source)
+        else:
+            starts = range(0, source.size, _PART_BYTES)
+            parts += [(target[at : at + _PART_BYTES], source[at : at + _PART_BYTES]) for at in starts]
+    in_threads(lambda pair: np.copyto(*pair), parts)

@@ -183,9 +183,10 @@ def _written(target: Destination, journal: Journal, plan: Plan) -> tuple[int, bo
     rehearse_common(target, common)
     remove_others(journal)
     if save_id is None:
-        save_id = begin(
-            Turn(0, 1), storage, target.options, target.backends, target.strategies, overwrite=False
-        ).save_id
+        draft, _ = begin(Turn(0, 1), storage, target.options, target.backends, target.strategies, overwrite=False)
+        save_id = draft.save_id
+        if "wait" in draft.memo:
+            draft.memo["wait"]()  # each batch has a draft of its own, which knows nothing of this
         begin_journal(journal, save_id, durable=target.options.durable)
     try:
         with owned(storage, save_id, durable=target.options.durable):

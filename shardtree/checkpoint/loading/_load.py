@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from ...errors import UnsafeFile, UnsupportedValue
 from ...layouts import ObjectRule, ShardColumns
-from ...mapping import LocalNonpersistentObject
 from ...storage import Directory, ReadReport, Verify
-from ...strategies import Checkpoint, LoadOptions, Strategies, default_strategies
-from ...trees import HOLE, join_loaded, told_of_depth
-from ...world import World, agree, current_world, gather
-from .._consistency import check_together, describe
+from ...strategies import LoadOptions, Strategies, default_strategies
+from ...trees import told_of_depth
+from ...world import agree, current_world, step
 from .._dispatch import Choice
-from .._known_layout import KnownLayout, known_layout
-from .._open import load_common, load_tensors_metadata, open_together, sharded_metadata, stored_keys
+from .._open import load_tensors_metadata, open_together
 from ._exchange import Exchange
-from ._fit import check_target
-from ._read import Reading, read_leaves
-from ._strict import StrictHandling, looks_beforehand, needs_all_ranks, parse_strict, report_keys, returns_keys
-from ._taken_apart import Target, is_sharded, left_out, take_apart
+from ._read import ROOM_STEPS, Reading, deliver, make_room, read_into
+from ._settle import Settled, Wanted, joined, settle
+from ._strict import StrictHandling, returns_keys
+from ._taken_apart import Target
 
 
 def load(
@@ -111,99 +106,32 @@ def load(
     """
     ranks = current_world(world)
     options = LoadOptions(verify, allow_pickle, types, progress or LoadOptions().progress)
-    mode = agree(ranks, "load: options", partial(parse_strict, strict))
     checkpoint = open_together(checkpoint_dir, ranks, options, strategies)
-    target, known = agree(ranks, "load: prepare", partial(_prepared, sharded_state_dict, layout, ranks))
-    if validate_access_integrity or layout is not None:
-        _check_targets(ranks, target, known, tiling=validate_access_integrity)
     choices = (sharded_strategy, common_strategy, strategies)
-    missing, unexpected = _compare_keys(ranks, checkpoint, target, known, mode, choices)
-    target = agree(ranks, "load: leave out", partial(left_out, target, sharded_state_dict, unexpected))
-    fitting = partial(check_target, checkpoint, target, sharded_strategy, strategies, cast=cast)
-    kinds, objects = agree(ranks, "load: check the target", partial(fitting, rules=object_rules, left_out=unexpected))
-    reading = Reading(checkpoint, sharded_strategy, strategies, donate, exchange, kinds, objects, known=known)
-    common = agree(ranks, "load: common state", partial(_common, checkpoint, target, choices))
-    loaded, read = read_leaves(reading, target.leaves)
-    tree = agree(ranks, "load: join", partial(_joined, common, target, loaded))
-    agree(ranks, "load: report", lambda: report(read) if report is not None else None)
-    return (tree, missing, unexpected) if returns_keys(mode) else tree
+    wanted = Wanted(sharded_state_dict, layout, strict, validate_access_integrity, cast, object_rules, donate, exchange)
+    settled = settle(ranks, checkpoint, wanted, choices)
+    objects, read = read_into(settled.reading, settled.room)
+    tree = agree(ranks, "load: report", partial(_finished, settled, objects, read, report), steps=_LAST_STEPS)
+    return (tree, settled.missing, settled.unexpected) if returns_keys(settled.mode) else tree
 
 
-Choices = tuple[Choice, Choice, Strategies]
+_LAST_STEPS = ("load: deliver", "load: join")
 
 
-def _prepared(tree: Any, layout: ShardColumns | None, world: World) -> tuple[Target, KnownLayout | None]:
-    target = take_apart(tree)
-    return target, known_layout("load", layout, target.tensors, world.rank, world.size)
-
-
-def _check_targets(world: World, target: Target, known: KnownLayout | None, *, tiling: bool) -> None:
-    own = partial(describe, target.tensors, target.objects, world.rank, known=known)
-    descriptions = gather(world, "load: describe target", own)
-    agree(world, "load: check integrity", partial(check_together, "load", descriptions, known, tiling=tiling))
-
-
-def _compare_keys(
-    world: World,
-    checkpoint: Checkpoint,
-    target: Target,
-    known: KnownLayout | None,
-    mode: StrictHandling,
-    choices: Choices,
-) -> tuple[set[str], set[str]]:
-    """Return the missing and unexpected keys that a strict mode wants to know."""
-    if not looks_beforehand(mode):
-        return set(), set()
-    own = {leaf.key for leaf in target.leaves if is_sharded(leaf)}
-    sharded, common, strategies = choices
-    # A function that loads shards isn't one that lists them.
-    pairs = (None if callable(sharded) else sharded, None if callable(common) else common, strategies)
-    stored = agree(world, "load: metadata", lambda: stored_keys(sharded_metadata(checkpoint, *pairs)))
-    everywhere = stored
-    if needs_all_ranks(mode):
-        told = set(() if known is None else known.columns.keys)
-        everywhere = told.union(*gather(world, "load: keys", lambda: own - told))
-    missing, unexpected = stored - everywhere, own - stored
-    agree(world, "load: strict", partial(report_keys, mode, missing, unexpected))
-    return missing, unexpected
-
-
-def _common(checkpoint: Checkpoint, target: Target, choices: Choices) -> Any:
-    """Return the stored common tree, once it is known that the target fits it: before a tensor is read."""
-    common = _stored_common(checkpoint, target.types, choices)
-    _join(common, target, [leaf if _is_filled(leaf) else HOLE for leaf in target.leaves])
-    return common
-
-
-def _stored_common(checkpoint: Checkpoint, types: tuple[type, ...], choices: Choices) -> Any:
-    """Return the stored common tree, with instances of the target's own namedtuple classes where they fit."""
-    _, common, strategies = choices
-    # The caller's types come last, where they count.
-    options = replace(checkpoint.options, types=(*types, *checkpoint.options.types))
-    try:
-        return load_common(replace(checkpoint, options=options), common, strategies)
-    except UnsupportedValue:
-        # A class that is no more what was stored: its records stay records, as they do without a target.
-        return load_common(checkpoint, common, strategies)
-    except UnsafeFile as error:
-        error.add_note("The tensors can be read without that: see load_plain_tensors and open_checkpoint.")
-        raise
-
-
-def _is_filled(leaf: Any) -> bool:
-    return is_sharded(leaf) or isinstance(leaf, LocalNonpersistentObject)
+def _finished(
+    settled: Settled, objects: Sequence[Any], read: ReadReport, report: Callable[[ReadReport], None] | None
+) -> Any:
+    loaded = step("load: deliver", partial(deliver, settled.reading, settled.room, objects))
+    tree = step("load: join", partial(_joined, settled.common, settled.target, loaded))
+    if report is not None:
+        report(read)
+    return tree
 
 
 def _joined(common: Any, target: Target, loaded: Sequence[Any]) -> Any:
     with told_of_depth("load"):
         # Factories merge last, so that they see the plain values that they built beside their shards.
-        return target.merge(_join(common, target, loaded))
-
-
-def _join(common: Any, target: Target, loaded: Sequence[Any]) -> Any:
-    tree = target.rebuild(loaded)
-    with told_of_depth("load"):
-        return join_loaded(common, tree)
+        return target.merge(joined(common, target, loaded))
 
 
 def load_plain_tensors(
@@ -225,5 +153,8 @@ def load_plain_tensors(
     ranks = current_world(world)
     target = agree(ranks, "load: metadata", partial(load_tensors_metadata, checkpoint_dir, strategies=strategies))
     checkpoint = open_together(checkpoint_dir, ranks, LoadOptions(verify), strategies)
-    loaded, _ = read_leaves(Reading(checkpoint, None, strategies), list(target.values()))
+    reading = Reading(checkpoint, None, strategies)
+    room = agree(ranks, "load: exchange", partial(make_room, reading, list(target.values())), steps=ROOM_STEPS[:-1])
+    objects, _ = read_into(reading, room)
+    loaded = agree(ranks, "load: deliver", partial(deliver, reading, room, objects))
     return dict(zip(target, loaded, strict=True))

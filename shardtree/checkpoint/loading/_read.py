@@ -14,15 +14,16 @@ from ...layouts import join_columns, shard_columns
 from ...mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor
 from ...plans import plan_exchange
 from ...storage import ReadReport
-from ...strategies import Checkpoint, Strategies, StrategyAction, check_unreplaced, find_strategy
+from ...strategies import Checkpoint, Strategies, StrategyAction, check_unreplaced, collector_paused, find_strategy
 from ...trees import HOLE
-from ...world import agree, gather
+from ...world import agree, gather, step
 from .._dispatch import Choice, backend_of, common_backend, sharded_backend, strategy_of
 from .._known_layout import KnownLayout
 from ._cast import as_stored, by_dtype, columns_of, common_rounds, convert_all, own_rounds, rounds_of
 from ._exchange import Exchange, exchanges, pass_on
 from ._fit import Kinds
 from ._objects import ObjectsFit, reshaped_values
+from ._straight import straight_to_device
 from ._targets import delivered, with_memories
 
 
@@ -51,24 +52,50 @@ class Reading:
     known: KnownLayout | None = None
 
 
-def read_leaves(reading: Reading, leaves: Sequence[Any]) -> tuple[list[Any], ReadReport]:
-    """Return what was loaded for each leaf (a tensor, a boxed object, a box as it is, a hole), and how much that was.
+@dataclass(frozen=True, slots=True, eq=False)
+class Room:
+    """Memory for what is read.
 
-    Collective: every rank calls it with its own leaves.
+    Attributes:
+        leaves: what is asked for.
+        shards: the tensors among them.
+        memories: the same shards with memory to be filled.
+        together: whether ranks pass on what several of them want.
     """
-    world = reading.checkpoint.world
+
+    leaves: Sequence[Any]
+    shards: Sequence[ShardedTensor]
+    memories: Sequence[ShardedTensor]
+    together: bool
+
+
+ROOM_STEPS = ("load: make memory", "load: exchange")
+
+
+def make_room(reading: Reading, leaves: Sequence[Any]) -> Room:
+    """Return memory for what a target's leaves ask for; its steps are `ROOM_STEPS`."""
     shards = [leaf for leaf in leaves if isinstance(leaf, ShardedTensor)]
-    objects = [leaf for leaf in leaves if isinstance(leaf, ShardedObject)]
-    make = partial(with_memories, shards, donate=reading.donate)
-    memories = agree(world, "load: make memory", make)
-    decide = partial(exchanges, reading.exchange, reading.checkpoint.storage, world.size)
-    if agree(world, "load: exchange", decide):
-        report = _read_together(reading, memories)
-    else:
-        report = agree(world, "load: read", partial(_read_alone, reading, memories))
-    loaded = agree(world, "load: read objects", partial(_read_objects, reading, objects))
-    deliver = partial(_deliver, reading, leaves, shards, memories, loaded)
-    return agree(world, "load: deliver", deliver), report
+    choices = (reading.sharded_strategy, reading.strategies, reading.exchange, reading.kinds)
+    is_staged = straight_to_device(reading.checkpoint, *choices)
+    make = collector_paused()(partial(with_memories, shards, donate=reading.donate, is_staged=is_staged))
+    memories = step("load: make memory", make)
+    decide = partial(exchanges, reading.exchange, reading.checkpoint.storage, reading.checkpoint.world.size)
+    return Room(leaves, shards, memories, step("load: exchange", decide))
+
+
+def read_into(reading: Reading, room: Room) -> tuple[list[Any], ReadReport]:
+    """Fill the room, and return the data of each object and how much was read; collective."""
+    world = reading.checkpoint.world
+    objects = [leaf for leaf in room.leaves if isinstance(leaf, ShardedObject)]
+    if room.together:
+        together = _read_together(reading, room.memories)
+        return agree(world, "load: read objects", partial(_read_objects, reading, objects)), together
+
+    def read() -> tuple[list[Any], ReadReport]:
+        report = step("load: read", partial(_read_alone, reading, room.memories))
+        return _read_objects(reading, objects), report
+
+    return agree(world, "load: read objects", read, steps=("load: read",))
 
 
 def _read_alone(reading: Reading, shards: Sequence[ShardedTensor]) -> ReadReport:
@@ -148,18 +175,19 @@ def _read_stored(reading: Reading, objects: Sequence[ShardedObject]) -> list[Any
     return loaded
 
 
-def _deliver(
-    reading: Reading,
-    leaves: Sequence[Any],
-    shards: Sequence[ShardedTensor],
-    memories: Sequence[ShardedTensor],
-    objects: Sequence[Any],
-) -> list[Any]:
-    pairs = zip(shards, memories, strict=True)
+def deliver(reading: Reading, room: Room, objects: Sequence[Any]) -> list[Any]:
+    """Return what was loaded for each leaf: a tensor, a boxed object, a box as it is, a hole.
+
+    Args:
+        reading: how the target was read.
+        room: filled, on all ranks.
+        objects: the data of the objects among the leaves.
+    """
+    pairs = zip(room.shards, room.memories, strict=True)
     tensors = (delivered(shard, filled.data, donate=reading.donate) for shard, filled in pairs)
     rest = iter(objects)
     check_unreplaced(reading.checkpoint)  # all ranks have read by now
-    return [_loaded(leaf, tensors, rest) for leaf in leaves]
+    return [_loaded(leaf, tensors, rest) for leaf in room.leaves]
 
 
 def _loaded(leaf: Any, tensors: Iterator[torch.Tensor], objects: Iterator[Any]) -> Any:

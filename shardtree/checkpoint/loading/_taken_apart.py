@@ -8,6 +8,7 @@ from typing import Any
 
 from ...errors import KeyMismatch, error_text, render_path
 from ...mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
+from ...strategies import collector_paused
 from ...trees import (
     HOLE,
     apply_factories,
@@ -50,6 +51,7 @@ class Target:
         return [leaf for leaf in self.leaves if isinstance(leaf, ShardedObject)]
 
 
+@collector_paused()
 def take_apart(tree: Any) -> Target:
     """Return a target taken apart.
 
@@ -59,12 +61,21 @@ def take_apart(tree: Any) -> Target:
     """
     check_is_tree("load", tree)
     with told_of_depth("load"):
-        built, merge = build_factories(tree)
-        pairs, rebuild = shard_leaves(built)
+        built = tree
+        merge: Callable[[Any], Any] = _as_it_is
+        pairs, rebuild = shard_leaves(tree)
+        if any(isinstance(leaf, ShardedTensorFactory) for _, leaf in pairs):
+            built, merge = build_factories(tree)
+            pairs, rebuild = shard_leaves(built)
         types = namedtuple_types(built)
-    refuse_hidden("load", pairs)
-    refuse_dtensors("load", pairs)
+    others = [pair for pair in pairs if type(pair[1]) is not ShardedTensor]
+    refuse_hidden("load", others)
+    refuse_dtensors("load", others)
     return Target(tuple(leaf for _, leaf in pairs), rebuild, merge, types)
+
+
+def _as_it_is(loaded: Any) -> Any:
+    return loaded
 
 
 def left_out(target: Target, tree: Any, unexpected: set[str]) -> Target:

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from ...errors import CheckpointingException, error_text
 from ...mapping import ShardedTensor
 from ...mapping.memory import check_apart, check_unchanged, check_writable, given_tensor
-from ...storage import empty_tensor
+from ...storage import copies_of, empty_tensor
 from ...trees import with_data
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def with_memory(shard: ShardedTensor, *, donate: bool) -> ShardedTensor:
-    """Return a shard whose data is contiguous CPU memory to be filled.
+def can_be_staged(shard: ShardedTensor, *, donate: bool) -> bool:
+    """Return whether memory on the target's device can be filled part by part."""
+    given = given_tensor(shard)
+    if given is None or copies_of(given.device) is None or shard.allow_shape_mismatch:
+        return False
+    return not donate or (given.is_contiguous() and not given.is_conj() and not given.is_neg())
+
+
+def with_memory(shard: ShardedTensor, *, donate: bool, on_device: bool = False) -> ShardedTensor:
+    """Return a shard whose data is contiguous memory to be filled, the CPU's or that of the target's device.
 
     That is the target's own tensor only where it is given away and fits. Where a shape mismatch is allowed, the memory
     begins with the target's elements, or zeros, since not all of it may be filled.
@@ -29,8 +37,10 @@ def with_memory(shard: ShardedTensor, *, donate: bool) -> ShardedTensor:
         check_unchanged("load", shard, given)
     if donate and given is not None:
         check_writable("load", shard, given)
-        if _fillable(given):
-            return with_data(shard, given.detach())
+        if on_device or _fillable(given):
+            return with_data(shard, given.detach()) if given.requires_grad else shard
+    if given is not None and on_device:
+        return with_data(shard, new_memory(shard.key, shard.data_shape, shard.dtype, given.device))
     if not shard.allow_shape_mismatch:
         return with_data(shard, new_memory(shard.key, shard.data_shape, shard.dtype))
     if given is None:
@@ -43,26 +53,38 @@ def with_memory(shard: ShardedTensor, *, donate: bool) -> ShardedTensor:
     return with_data(shard, copied.view(shard.dtype))
 
 
-def with_memories(shards: Sequence[ShardedTensor], *, donate: bool) -> list[ShardedTensor]:
-    """Return `with_memory` of each shard.
+def with_memories(
+    shards: Sequence[ShardedTensor], *, donate: bool, is_staged: Callable[[ShardedTensor], bool] = lambda _: False
+) -> list[ShardedTensor]:
+    """Return `with_memory` of each shard, or with memory on the target's device.
+
+    Args:
+        shards: the target's.
+        donate: whether their tensors are given away.
+        is_staged: whether a shard is read to its device part by part; asked of those for which that can be done.
 
     Raises:
         ShapeError: as `with_memory`, or donated tensors share memory with each other.
     """
-    memories = [with_memory(shard, donate=donate) for shard in shards]
+    memories = [
+        with_memory(shard, donate=donate, on_device=can_be_staged(shard, donate=donate) and is_staged(shard))
+        for shard in shards
+    ]
     if donate:
         check_apart("load", [(shard, given) for shard in shards if (given := given_tensor(shard)) is not None])
     return memories
 
 
-def new_memory(key: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return a new CPU tensor to be filled.
+def new_memory(
+    key: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> torch.Tensor:
+    """Return a new tensor to be filled.
 
     Raises:
         CheckpointingException: there is no memory for it, as for a shape that a damaged checkpoint tells of.
     """
     try:
-        return empty_tensor(shape, dtype=dtype)
+        return empty_tensor(shape, dtype=dtype, device=device)
     except RuntimeError as error:
         # torch has no error of its own for this.
         raise CheckpointingException(error_text(f"load: no memory for {key!r}", found=f"{shape} {dtype}")) from error
@@ -81,7 +103,7 @@ def delivered(shard: ShardedTensor, filled: torch.Tensor, *, donate: bool) -> to
         return filled
     if not donate:
         return filled.to(given.device)
-    if _fillable(given):
+    if filled.data_ptr() == given.data_ptr():
         # The bytes were written behind torch's back; autograd must know.
         torch.autograd.graph.increment_version(given)
     else:

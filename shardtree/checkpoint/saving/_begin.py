@@ -7,9 +7,10 @@ import secrets
 import time
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from ...errors import AlreadyACheckpoint, CorruptCheckpoint, StorageError, error_text
-from ...storage import Directory, Exchanging, Storage, claim, release, storage_at
+from ...storage import Exchanging, Storage, claim, new_folder, release
 from ...strategies import (
     MANIFEST_FILE,
     METADATA_FILE,
@@ -29,7 +30,7 @@ from ...strategies import (
     save_is_alive,
     stamp,
 )
-from ...world import World, agree, on_rank_zero
+from ...world import World, on_rank_zero
 from .._dispatch import DEFAULT_BACKEND, Backends, common_backend, sharded_backend
 from .._open import recognized
 from ._replace import make_sibling, sibling_of
@@ -39,18 +40,20 @@ logger = logging.getLogger("shardtree")
 
 def begin(
     world: World,
-    directory: Directory,
+    storage: Storage,
     options: SaveOptions,
     backends: Backends,
     strategies: Strategies,
     *,
     overwrite: bool,
-) -> Draft:
-    """Return the draft of a checkpoint, its folder made; collective.
+) -> tuple[Draft, Stamp | None]:
+    """Return the draft of a checkpoint, its folder made, and the stamp of what is exchanged in the end; collective.
+
+    Each rank has still to find out whether it sees the folder.
 
     Args:
         world: who saves together.
-        directory: where to.
+        storage: where to.
         options: how.
         backends: of the shards and of the common state.
         strategies: the dispatch table.
@@ -59,17 +62,14 @@ def begin(
     Raises:
         AlreadyACheckpoint: there is a checkpoint already, and `overwrite` isn't given.
         StrategyError: it is given, and a format has files with fixed names where two folders can't be exchanged.
-        StorageError: the folder can't be made, some rank doesn't see it, or another program's metadata.json is in it.
+        StorageError: the folder can't be made, or another program's metadata.json is in it.
     """
-    storage = agree(world, "save: find the folder", partial(storage_at, directory))
-    make = partial(_make_folder, storage, backends, strategies, overwrite=overwrite, durable=options.durable)
+    memo: dict[str, Any] = {}
+    make = partial(_make_folder, storage, backends, strategies, memo, overwrite=overwrite, durable=options.durable)
     save_id, before, old = on_rank_zero(world, "save: make the folder", make)
-    begun = Draft(storage, save_id, world, before, options, memo={"claim": claim(save_id)} if world.rank == 0 else {})
-    try:
-        return agree(world, "save: see the folder", partial(_seen, begun, old))
-    except BaseException:
-        end(begun)
-        raise
+    if world.rank == 0:
+        memo["claim"] = claim(save_id)
+    return Draft(storage, save_id, world, before, options, memo=memo), old
 
 
 def end(draft: Draft) -> None:
@@ -89,9 +89,18 @@ def end(draft: Draft) -> None:
 
 
 def _make_folder(
-    storage: Storage, backends: Backends, strategies: Strategies, *, overwrite: bool, durable: bool
+    storage: Storage,
+    backends: Backends,
+    strategies: Strategies,
+    memo: dict[str, Any],
+    *,
+    overwrite: bool,
+    durable: bool,
 ) -> tuple[str, bytes | None, Stamp | None]:
-    """Return the name of a save that has its folder, metadata.json as it is, and the stamp of what is exchanged."""
+    """Return the name of a save that has its folder, metadata.json as it is, and the stamp of what is exchanged.
+
+    What waits for the folder is put into `memo`: it is done beside the writing, where nobody else waits for it.
+    """
     if storage.length("") is not None:
         raise StorageError(error_text(f"save: {storage.where()!r} is a file, not a folder", fix="Save to a folder."))
     before = metadata_bytes(storage)
@@ -110,8 +119,8 @@ def _make_folder(
     if not _is_native(backends) and storage.length(MANIFEST_FILE) is not None:
         what = f"save: {storage.where(MANIFEST_FILE)!r} tells of files that are there no more, or aren't a checkpoint"
         raise StorageError(error_text(what, fix="Remove it, or save to another folder: loads would check files by it."))
-    storage.make_folder(durable=durable)
-    make_save_folder(storage, save_id, durable=durable)
+    memo["wait"] = new_folder(storage, durable=durable)
+    make_save_folder(storage, save_id, durable=False)  # the commit waits for what is in the storage's own folder
     if not _is_native(backends):
         _check_alone(storage, save_id)
     return save_id, before, None
@@ -146,8 +155,16 @@ def _check_alone(storage: Storage, save_id: str) -> None:
         raise StorageError(error_text(f"save: another save is on its way to {storage.where()!r}", fix=fix))
 
 
-def _seen(draft: Draft, old: Stamp | None) -> Draft:
-    """Return a draft that goes to the folder that rank 0 made for it, once it is known that this rank sees that."""
+def seen(draft: Draft, old: Stamp | None) -> Draft:
+    """Return a draft that goes to the folder that rank 0 made for it, once it is known that this rank sees that.
+
+    Args:
+        draft: as `begin` gives it.
+        old: the stamp of the checkpoint whose place the draft takes in the end, None where it has its place.
+
+    Raises:
+        StorageError: this rank doesn't see the folder.
+    """
     storage, begun = draft.storage, draft
     if old is not None:
         sibling = sibling_of(storage, draft.save_id)

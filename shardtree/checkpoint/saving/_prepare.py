@@ -18,8 +18,8 @@ from ...errors import (
     render_path,
 )
 from ...lazy import LazyTensor
-from ...mapping import ShardedObject, ShardedTensor
-from ...strategies import misfit
+from ...mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
+from ...strategies import collector_paused, misfit
 from ...trees import (
     apply_factories,
     check_is_tree,
@@ -47,6 +47,7 @@ class Prepared:
     common: Any
 
 
+@collector_paused()
 def prepare(tree: Any, content_metadata: Mapping[str, Any] | None = None) -> Prepared:
     """Return a tree taken apart for saving.
 
@@ -58,23 +59,25 @@ def prepare(tree: Any, content_metadata: Mapping[str, Any] | None = None) -> Pre
     """
     check_is_tree("save", tree)
     with told_of_depth("save"):
-        built = apply_factories(with_content_metadata(tree, content_metadata))
+        built = with_content_metadata(tree, content_metadata)
         leaves = leaves_with_paths(built)
-    refuse_hidden("save", leaves)
-    refuse_dtensors("save", leaves)
+        if any(isinstance(leaf, ShardedTensorFactory) for _, leaf in leaves):
+            built = apply_factories(built)
+            leaves = leaves_with_paths(built)
+    rest = [pair for pair in leaves if type(pair[1]) is not ShardedTensor]
+    refuse_hidden("save", rest)
+    refuse_dtensors("save", rest)
     tensors = tuple((path, leaf) for path, leaf in leaves if isinstance(leaf, ShardedTensor))
     empty = [f"{shard.key!r} at {render_path(path)}" for path, shard in tensors if not _has_data(shard)]
     if empty:
         raise CheckpointingException(
             error_text("save: shards without data", offenders=empty, fix="Give each its tensor.")
         )
-    others = [
-        f"{shard.key!r} at {render_path(path)}: {_kind(shard.data)}" for path, shard in tensors if _kind(shard.data)
-    ]
+    others = [f"{shard.key!r} at {render_path(path)}: {kind}" for path, shard in tensors if (kind := _kind(shard.data))]
     if others:
         fix = "Save .to_dense() of it, or its parts as tensors of their own."
         raise UnsupportedValue(error_text("save: data that isn't a dense tensor", offenders=others, fix=fix))
-    changed = [f"{render_path(path)}: {misfit(shard)}" for path, shard in tensors if misfit(shard)]
+    changed = [f"{render_path(path)}: {found}" for path, shard in tensors if (found := misfit(shard))]
     if changed:
         fix = "Change a dtype with `cast`, a shape with `map_shards`, and make shards of a tensor after it was changed."
         raise ShapeError(error_text("save: data that isn't what its shard says", offenders=changed, fix=fix))
@@ -135,7 +138,8 @@ def with_content_metadata(tree: Any, content_metadata: Mapping[str, Any] | None)
 
 
 def _has_data(shard: ShardedTensor) -> bool:
-    return hasattr(shard.data, "dtype") and not getattr(shard.data, "is_meta", False)
+    data = shard.data
+    return hasattr(data, "dtype") and not getattr(data, "is_meta", False)
 
 
 def _kind(data: Any) -> str:

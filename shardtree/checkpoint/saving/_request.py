@@ -22,7 +22,7 @@ from ...strategies import (
     make_save_folder,
     replace_metadata,
 )
-from ...world import on_rank_zero
+from ...world import on_rank_zero, step
 from .._dispatch import Backends, Choice, strategy_of
 from .._open import recognized
 from ._begin import end
@@ -76,12 +76,20 @@ def save_request(
         async_fn=partial(_write, draft, requests, strategies, recognizes=recognizes),
         commit=partial(_commit, draft, requests, partial(save_common, draft, common), fields, look, finish),
         finalize_fns=(
-            partial(clean_up, draft, strategies, removes_saves=commit is None),
-            *(fn for request in requests for fn in request.finalize_fns),
+            partial(
+                _in_turn,
+                partial(clean_up, draft, strategies, removes_saves=commit is None),
+                *(fn for request in requests for fn in request.finalize_fns),
+            ),
         ),
         abandon=partial(_abandon, draft, requests),
         folder=draft.storage if draft.replaced is None else draft.replaced.storage,
     )
+
+
+def _in_turn(*fns: Callable[[], None]) -> None:
+    for fn in fns:
+        fn()
 
 
 def _write(
@@ -93,7 +101,10 @@ def _write(
         _claim_again(draft)
     if recognizes:
         _check_no_other(draft, strategies)
-    return tuple(request.async_fn() for request in requests)
+    written = tuple(request.async_fn() for request in requests)
+    if "wait" in draft.memo:
+        draft.memo["wait"]()
+    return written
 
 
 def _check_no_other(draft: Draft, strategies: Strategies) -> None:
@@ -139,9 +150,13 @@ def _commit(
         on_rank_zero(draft.world, "save: look for another checkpoint", look)
     for number, request in enumerate(requests):
         merged |= request.commit([part[number] for part in written])
-    merged |= on_rank_zero(draft.world, "save: common state", save_common)
-    on_rank_zero(draft.world, "save: commit", partial(finish, merged))
-    return merged
+
+    def finish_off() -> Fields:
+        common = step("save: common state", save_common)
+        finish({**merged, **common})
+        return common
+
+    return {**merged, **on_rank_zero(draft.world, "save: commit", finish_off, steps=("save: common state",))}
 
 
 def _finish(draft: Draft, commit: Commit | None, strategies: Strategies, fields: Fields) -> None:

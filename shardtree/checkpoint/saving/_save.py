@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
-
-from ...codec import decode_tree, encode_tree
-from ...layouts import ShardColumns, shard_columns
-from ...mapping import ShardedTensor, is_main_replica
-from ...plans import level_writes
+from ...layouts import ShardColumns
 from ...storage import Directory
 from ...strategies import AsyncRequest, SaveOptions, Strategies, default_strategies
-from ...trees import comparable
-from ...world import World, agree, current_world, gather
-from .._consistency import Description, check_common, check_together, common_digest, describe
+from ...world import World, agree, current_world, step
 from .._dispatch import Backends, Choice, backends_of
 from .._fingerprint import check_can_hold
-from .._known_layout import KnownLayout, known_layout
 from ..async_saves import refuse_overlap, snapshot_shards
-from ._begin import begin, end
-from ._prepare import Prepared, prepare, prepare_for_later
-from ._request import Writes, save_request
+from ._begin import begin, end, seen
+from ._prepare import prepare, prepare_for_later
+from ._ready import Comparison, get_ready, share_out
+from ._request import save_request
 
 
 def save(
@@ -46,6 +39,7 @@ def save(
     strategies: Strategies = default_strategies,
     progress: Callable[[int], None] | None = None,
     fingerprint: bool = False,
+    checksums: bool = True,
     layout: ShardColumns | None = None,
 ) -> AsyncRequest[Any] | None:
     """Save a sharded tree; every rank of the world calls it with its own tree.
@@ -79,6 +73,9 @@ def save(
             writes, which is a queue's own one.
         fingerprint: whether each tensor's `fingerprint` is stored with it, added up from the bytes as they are written;
             `verify` then reads the tensors back and compares. Only our own format has a place for that.
+        checksums: whether the hash of each block of 256 KiB is stored, so that loads and `verify` find what was
+            changed. Without, a save is a little faster, and such checkpoints are taken on trust. The common state, the
+            index and what a format's own files carry are hashed all the same.
         layout: the tensor shards of all ranks, as every rank computed them by itself from a mesh and specs, or from
             DTensors: then no layouts are exchanged, only a hash of this one. It is checked as exchanged ones are, and
             replicas are shared out by it also where `validate_access_integrity` is False.
@@ -108,29 +105,28 @@ def save(
     """
     # A group of its own, so that what is committed at the end of a process never meets another's training step.
     ranks = current_world(world, purpose="async save" if async_sharded_save else None)
-    options = SaveOptions(durable, allow_pickle, stale_after, progress or SaveOptions().progress, fingerprint)
+    tell = progress or SaveOptions().progress
+    options = SaveOptions(durable, allow_pickle, stale_after, tell, fingerprint, checksums)
     take_apart = partial(prepare_for_later if async_sharded_save else prepare, sharded_state_dict, content_metadata)
-    prepared, known = agree(ranks, "save: prepare", partial(_matched, take_apart, layout, ranks))
-    for_comparison = preprocess_common_before_consistency_check or (lambda common: common)
-    writes, shards = agree(ranks, "save: choose main replicas", partial(_main_replicas, prepared, ranks))
-    if validate_access_integrity or layout is not None:
-        compared = for_comparison if validate_access_integrity else None
-        writes, shards = _shared_out(ranks, prepared, known, compared, allow_pickle=allow_pickle)
+    checked = preprocess_common_before_consistency_check or _as_it_is if validate_access_integrity else None
+    comparison = Comparison(validate_access_integrity or layout is not None, checked, allow_pickle)
     choices = (sharded_strategy, common_strategy)
     whole = validate_access_integrity if fingerprint else None
     choose = partial(_backends, ranks, checkpoint_dir, choices, strategies, fingerprint_of_whole=whole)
-    backends = agree(ranks, "save: find the format", choose)
-    draft = replace(begin(ranks, checkpoint_dir, options, backends, strategies, overwrite=overwrite), layout=shards)
+    ready, told = get_ready(ranks, take_apart, layout, comparison, choose, checkpoint_dir)
+    writes, shards = share_out(ranks, ready, told, comparison)
+    begun, old = begin(ranks, ready.storage, options, ready.backends, strategies, overwrite=overwrite)
     keep = snapshot_shards if async_sharded_save and snapshot else tuple
 
     def plan() -> AsyncRequest[Any]:
+        draft = replace(step("save: see the folder", partial(seen, begun, old)), layout=shards)
         taken = (keep(writes[0]), writes[1])
-        return save_request(draft, taken, prepared.common, choices, backends, strategies)
+        return save_request(draft, taken, ready.prepared.common, choices, ready.backends, strategies)
 
     try:
-        request = agree(ranks, "save: plan", plan)
+        request = agree(ranks, "save: plan", plan, steps=("save: see the folder",))
     except BaseException:
-        end(draft)  # still empty: nothing is written before all ranks can
+        end(begun)  # still empty: nothing is written before all ranks can
         raise
     if async_sharded_save:
         return request
@@ -138,11 +134,8 @@ def save(
     return None
 
 
-def _matched(
-    take_apart: Callable[[], Prepared], layout: ShardColumns | None, world: World
-) -> tuple[Prepared, KnownLayout | None]:
-    prepared = take_apart()
-    return prepared, known_layout("save", layout, prepared.tensors, world.rank, world.size)
+def _as_it_is(common: Any) -> Any:
+    return common
 
 
 def _backends(
@@ -158,56 +151,3 @@ def _backends(
     if fingerprint_of_whole is not None:
         check_can_hold(backends[0][0], whole=fingerprint_of_whole)
     return backends
-
-
-def _main_replicas(prepared: Prepared, world: World) -> tuple[Writes, ShardColumns | None]:
-    """Return what a rank writes that knows nothing of the others, and all ranks' shards if there are no others."""
-    tensors = tuple(shard for shard in prepared.tensors if is_main_replica(shard.replica_id))
-    objects = tuple(item for item in prepared.objects if is_main_replica(item.replica_id))
-    return (tensors, objects), shard_columns(prepared.tensors) if world.size == 1 else None
-
-
-def _shared_out(
-    world: World,
-    prepared: Prepared,
-    known: KnownLayout | None,
-    for_comparison: Callable[[Any], Any] | None,
-    *,
-    allow_pickle: bool,
-) -> tuple[Writes, ShardColumns]:
-    """Return what this rank writes, and all ranks' shards, after they told each other what they don't know.
-
-    Unless there is nothing `for_comparison`, it is checked that shards, objects and common states fit.
-    """
-
-    def common() -> Any:
-        return None if for_comparison is None else for_comparison(comparable(prepared.common))
-
-    def encode_own() -> bytes:
-        return encode_tree(common(), allow_pickle=allow_pickle)
-
-    def decoded(encoded: Sequence[bytes]) -> list[Any]:
-        return [decode_tree(data, allow_pickle=allow_pickle) for data in encoded]
-
-    def describe_own() -> Description:
-        hashed = common_digest(common(), allow_pickle=allow_pickle)
-        return describe(prepared.tensors, prepared.objects, world.rank, hashed, known)
-
-    descriptions = gather(world, "save: describe shards", describe_own)
-    if len({part.common for part in descriptions}) > 1:
-        # Not pickled: ranks may hold instances of classes that others can't import.
-        encoded = gather(world, "save: compare common states", encode_own)
-        agree(world, "save: check common states", lambda: check_common(decoded(encoded)))
-    check = partial(check_together, "save", descriptions, known, tiling=for_comparison is not None)
-    columns = agree(world, "save: check integrity", check)
-    tensors = agree(world, "save: share out", partial(_own_tensors, prepared, known, columns, world))
-    return (tensors, _main_replicas(prepared, world)[0][1]), columns
-
-
-def _own_tensors(
-    prepared: Prepared, known: KnownLayout | None, columns: ShardColumns, world: World
-) -> tuple[ShardedTensor, ...]:
-    own = np.flatnonzero(columns.rank == world.rank)
-    writes = level_writes(columns, world.size)[own]
-    chosen = np.flatnonzero(writes) if known is None else np.sort(known.order[writes])
-    return tuple(prepared.tensors[number] for number in chosen.tolist())

@@ -22,6 +22,7 @@ from ._rows import file_at as file_at
 from ._rows import item_sizes as item_sizes
 from ._rows import kind_at as kind_at
 from ._rows import whole_shard as whole_shard
+from ._rows import whole_shards as whole_shards
 from ._texts import find_texts as find_texts
 from ._texts import text_at as text_at
 from ._texts import text_columns as text_columns

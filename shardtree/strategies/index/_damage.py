@@ -85,7 +85,7 @@ def files_damage(checkpoint: Checkpoint, index: Index) -> Iterator[Finding]:
             yield describer.damage(number, what, 0, file.length)
         elif file.hashes is None:
             if length:
-                yield Unchecked(file.name, "several ranks wrote it, so that it has no hashes", length)
+                yield Unchecked(file.name, "it was saved without hashes, or by several ranks", length)
         else:
             pieces += _pieces(file)
     for found in in_threads(partial(_checked, checkpoint), pieces, checkpoint.options.threads):

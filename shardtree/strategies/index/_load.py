@@ -12,17 +12,19 @@ from ...errors import IntegrityError, error_text
 from ...layouts import ShardColumns, shard_columns
 from ...mapping import ShardedTensor
 from ...plans import LoadPlan, Unexpected, find_gaps, find_mismatches, find_unexpected, plan_load
-from ...storage import ReadReport, fetch
+from ...storage import ReadReport, fetch, memory_bytes
 from .._checks import check_fit
+from .._collector import collector_paused
 from .._missing import check_lengths
 from .._values import Checkpoint
 from ._columns import Index
-from ._rows import chunks_of, file_at, kind_at
+from ._rows import chunks_of, file_at, kinds_at
+from ._run import MOST_BYTES, read_run, run_plan, single_run
 from ._texts import find_texts, texts
 
 
 def load_from_index(checkpoint: Checkpoint, index: Index, shards: Sequence[ShardedTensor]) -> ReadReport:
-    """Fill each shard's data, a contiguous CPU tensor, in place, and return what was read.
+    """Fill each shard's data, a contiguous tensor on the CPU or where copies are staged, and return what was read.
 
     All that LOAD_SHARDED needs of a format whose chunks are row-major bytes in files.
 
@@ -31,8 +33,14 @@ def load_from_index(checkpoint: Checkpoint, index: Index, shards: Sequence[Shard
         ShapeError: a tensor is stored with another global shape or dtype.
         CorruptCheckpoint: stored bytes aren't what was saved.
     """
-    plan = plan_shards(index, shards, shard_columns(shards, checkpoint.world.rank))
-    return read_planned(checkpoint, index, plan, [bit_view(shard.data) for shard in shards])
+    if len(shards) == 1 and checkpoint.options.verify is None and shards[0].data.is_cpu:
+        run = single_run(index, shards[0])
+        if run is not None and run.length <= MOST_BYTES:
+            return read_run(checkpoint, index, run, bit_view(shards[0].data))
+    with collector_paused():
+        plan = plan_shards(index, shards, shard_columns(shards, checkpoint.world.rank))
+        memories = [memory_bytes(shard.data) for shard in shards]
+    return read_planned(checkpoint, index, plan, memories)
 
 
 def plan_shards(index: Index, shards: Sequence[ShardedTensor], columns: ShardColumns) -> LoadPlan:
@@ -43,19 +51,24 @@ def plan_shards(index: Index, shards: Sequence[ShardedTensor], columns: ShardCol
         shards: what is asked for.
         columns: the same shards as columns.
     """
+    if len(shards) == 1 and (run := single_run(index, shards[0])) is not None:
+        return run_plan(run)
     numbers = find_texts(index.key_text, index.key_start, columns.keys)
-    known = {key: kind_at(index, number) for key, number in zip(columns.keys, numbers, strict=True) if number >= 0}
+    stored = {key: number for key, number in zip(columns.keys, numbers, strict=True) if number >= 0}
+    known = dict(zip(stored, kinds_at(index, list(stored.values())), strict=True))
     absent: tuple[Unexpected, ...] = ()
     if len(known) < len(columns.keys):
         absent = find_unexpected(columns.keys, list(texts(index.key_text, index.key_start)))
-    check_fit((*absent, *find_mismatches([shard for shard in shards if shard.key in known], known)))
+    asked = [shard for shard in shards if shard.key in known] if absent else shards
+    check_fit((*absent, *find_mismatches(asked, known)))
     plan = plan_load(columns, chunks_of(index, np.array(numbers, dtype=np.int64)))
     if plan.doubled.size:
         keys = [repr(columns.keys[number]) for number in plan.doubled.tolist()]
         raise IntegrityError(
             error_text("load: stored chunks overlap; the checkpoint contradicts itself", offenders=keys)
         )
-    check_fit(find_gaps(shards, plan.covered, known))
+    partly = np.flatnonzero(plan.covered != columns.elements)
+    check_fit(find_gaps([shards[row] for row in partly.tolist()], plan.covered[partly], known))
     return plan
 
 

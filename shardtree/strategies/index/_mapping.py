@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, ItemsView, Iterator, Mapping, Sequence, ValuesView
 from dataclasses import dataclass
+from itertools import chain
 
 from ...layouts import TensorKind
 from ...mapping import ShardedObject, ShardedTensor
+from .._views import PairItems, PairValues
 from ._columns import Index
-from ._rows import kind_at, whole_shard
+from ._rows import kinds_at, whole_shard, whole_shards
 from ._texts import find_texts, texts
 
 
@@ -44,10 +46,25 @@ class IndexMetadata(Mapping[str, ShardedTensor | ShardedObject]):
         """Return how many tensors and objects there are."""
         return self.index.key_axes.size + self.index.object_file.size
 
+    def items(self) -> ItemsView[str, ShardedTensor | ShardedObject]:
+        """Return all tensors and objects with their names, made a few at a time."""
+        return PairItems(self, self.pairs)
+
+    def values(self) -> ValuesView[ShardedTensor | ShardedObject]:
+        """Return all tensors and objects, made a few at a time."""
+        return PairValues(self, self.pairs)
+
+    def pairs(self) -> Iterator[tuple[str, ShardedTensor | ShardedObject]]:
+        """Yield each name with its tensor or object, in order."""
+        names = texts(self.index.object_text, self.index.object_start)
+        tensors = ((shard.key, shard) for shard in whole_shards(self.index))
+        return chain(tensors, ((name, ShardedObject.empty_from_unique_key(name)) for name in names))
+
     def kinds(self, keys: Sequence[str]) -> dict[str, TensorKind]:
         """Return what each tensor is, by key, of those that are stored."""
         numbers = find_texts(self.index.key_text, self.index.key_start, keys)
-        return {key: kind_at(self.index, number) for key, number in zip(keys, numbers, strict=True) if number >= 0}
+        stored = {key: number for key, number in zip(keys, numbers, strict=True) if number >= 0}
+        return dict(zip(stored, kinds_at(self.index, list(stored.values())), strict=True))
 
     def shard_keys(self) -> set[str]:
         """Return the keys of all tensors and objects."""

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import islice
+from operator import ge
 from pathlib import PurePosixPath
 from typing import Any
 
 import numpy as np
 
-from ...geometry import volumes
+from ...geometry import Column, volumes
 from ._columns import COLUMNS, Index
 from ._rows import item_sizes
 from ._texts import texts
 
 _MATRICES = {"key_shape", "chunk_offset", "chunk_shape"}
 _MOST_AXES = 256
+_MOST_BYTES = 2.0**62
 
 
 def index_problem(index: Index) -> str | None:
@@ -67,7 +69,7 @@ def _texts(index: Index) -> str | None:
             return f"the texts of {group!r} don't tile their column"
         names = texts(text, start)
         # Keys are found by bisection, so each must stand once and in its place.
-        if group in ("key", "object") and any(one >= other for one, other in pairwise(names)):
+        if group in ("key", "object") and any(map(ge, names, islice(names, 1, None))):
             return f"the texts of {group!r} aren't sorted, each once"
     texts(index.dtype_text, index.dtype_start)  # raises where they are no text; what they name is a tensor's own matter
     return None
@@ -127,11 +129,24 @@ def shared_bytes_problem(index: Index) -> str | None:
     file = np.concatenate([index.chunk_file, index.object_file])
     begin = np.concatenate([index.chunk_byte, index.object_byte])
     length = np.concatenate([index.chunk_length, index.object_length])
-    rows = np.flatnonzero(length > 0)
-    rows = rows[np.lexsort((begin[rows], file[rows]))]
-    file, begin, end = file[rows], begin[rows], (begin + length)[rows]
-    overlap = (file[1:] == file[:-1]) & (begin[1:] < end[:-1])
-    return "two chunks or objects share bytes of a file" if overlap.any() else None
+    if index.file_length.astype(np.float64).sum() > _MOST_BYTES:
+        return "the files are longer than any storage is large"
+    return "two chunks or objects share bytes of a file" if overlap(index.file_length, file, begin, length) else None
+
+
+def overlap(file_length: Column, file: Column, begin: Column, length: Column) -> bool:
+    """Return whether any of some stretches of files overlap; each lies in its file, int64 (stretches,) each.
+
+    Examples:
+        >>> ten, zero = np.array([10, 10]), np.array([0, 0])
+        >>> overlap(ten, np.array([0, 1]), zero, ten), overlap(ten, zero, np.array([0, 4]), np.array([5, 5]))
+        (False, True)
+    """
+    base = np.cumsum(file_length) - file_length
+    rows = np.flatnonzero(length)
+    place = (base[file] + begin)[rows]
+    # Those that are apart begin and end by turns; two sorts of numbers take a fraction of one of rows.
+    return bool((np.sort(place)[1:] < np.sort(place + length[rows])[:-1]).any())
 
 
 def _outside(index: Index, file: Any, byte: Any, length: Any) -> bool:

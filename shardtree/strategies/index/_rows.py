@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import numpy as np
 import torch
 
@@ -9,11 +11,14 @@ from ...codec import check_storable, dtype_from_name
 from ...errors import UnsupportedValue
 from ...geometry import Column
 from ...layouts import TensorKind
-from ...mapping import ShardedTensor
+from ...mapping import ShardedTensor, whole_tensors
 from ...plans import StoredChunks
 from ...storage import StoredFile
 from ._columns import Index
 from ._texts import text_at, texts
+
+_AT_ONCE = 64
+"""So few that a loop which lets go of shards never wakes the garbage collector, so many that a call for all pays."""
 
 
 def item_sizes(index: Index) -> Column:
@@ -22,10 +27,15 @@ def item_sizes(index: Index) -> Column:
 
 
 def _item_size(name: str) -> int:
+    dtype = _readable_or_none(name)
+    return -1 if dtype is None else dtype.itemsize
+
+
+def _readable_or_none(name: str) -> torch.dtype | None:
     try:
-        return _readable(name).itemsize
+        return _readable(name)
     except UnsupportedValue:
-        return -1
+        return None
 
 
 def _readable(name: str) -> torch.dtype:
@@ -50,6 +60,20 @@ def kind_at(index: Index, number: int) -> TensorKind:
         raise UnsupportedValue(f"open: {key!r} can't be read, other tensors can: {error}") from None
 
 
+def kinds_at(index: Index, numbers: Sequence[int]) -> list[TensorKind]:
+    """Return what all shards of each of some stored tensors agree on.
+
+    Raises:
+        UnsupportedValue: as `kind_at`.
+    """
+    rows = np.array(numbers, dtype=np.int64)
+    by_number = [_readable_or_none(name) for name in texts(index.dtype_text, index.dtype_start)]
+    dtypes = [by_number[number] for number in index.key_dtype[rows].tolist()]
+    if None in dtypes:
+        return [kind_at(index, number) for number in numbers]
+    return list(map(TensorKind, dtypes, _shapes(index, rows), index.key_prepended[rows].tolist()))
+
+
 def chunks_of(index: Index, numbers: Column) -> StoredChunks:
     """Return the stored chunks of some tensors.
 
@@ -59,7 +83,7 @@ def chunks_of(index: Index, numbers: Column) -> StoredChunks:
     """
     first = np.searchsorted(index.chunk_key, numbers, side="left")
     count = np.searchsorted(index.chunk_key, numbers, side="right") - first
-    rows = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count) + np.repeat(first, count)
+    rows = _rows_of(first, count)
     return StoredChunks(
         key=np.repeat(np.arange(numbers.size), count),
         offset=index.chunk_offset[rows],
@@ -69,6 +93,13 @@ def chunks_of(index: Index, numbers: Column) -> StoredChunks:
         file=index.chunk_file[rows],
         byte=index.chunk_byte[rows],
     )
+
+
+def _rows_of(first: Column, count: Column) -> Column | slice:
+    """Return the rows of stretches, one after the other; a slice where they lie so, which copies nothing."""
+    if first.size and (first[1:] == first[:-1] + count[:-1]).all():
+        return slice(int(first[0]), int(first[-1] + count[-1]))
+    return np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count) + np.repeat(first, count)
 
 
 def file_at(index: Index, number: int) -> StoredFile:
@@ -81,5 +112,31 @@ def file_at(index: Index, number: int) -> StoredFile:
 def whole_shard(index: Index, number: int, key: str) -> ShardedTensor:
     """Return a stored tensor as one shard without data."""
     kind = kind_at(index, number)
-    axes = len(kind.global_shape)
-    return ShardedTensor(key, None, kind.dtype, kind.global_shape, kind.global_shape, (0,) * axes, (1,) * axes)
+    (shard,) = whole_tensors([key], [kind.dtype], [kind.global_shape])
+    return shard
+
+
+def whole_shards(index: Index) -> Iterator[ShardedTensor]:
+    """Yield each stored tensor as one shard without data, made a few at a time.
+
+    Raises:
+        UnsupportedValue: this torch lacks a tensor's dtype; those before it come first.
+    """
+    keys, shapes = texts(index.key_text, index.key_start), _shapes(index, np.arange(index.key_axes.size))
+    by_number = [_readable_or_none(name) for name in texts(index.dtype_text, index.dtype_start)]
+    dtypes = [by_number[number] for number in index.key_dtype.tolist()]
+    for first in range(0, len(keys), _AT_ONCE):
+        rows = slice(first, first + _AT_ONCE)
+        if None in dtypes[rows]:
+            yield from (whole_shard(index, number, keys[number]) for number in range(len(keys))[rows])
+        else:
+            yield from whole_tensors(keys[rows], dtypes[rows], shapes[rows])
+
+
+def _shapes(index: Index, rows: Column) -> list[tuple[int, ...]]:
+    """Return the global shape of each of some tensors."""
+    axes = index.key_shape.shape[1]
+    # By columns: a list for each row would keep the garbage collector busy.
+    shapes = list(zip(*index.key_shape[rows].T.tolist(), strict=True))
+    skipped = (axes - index.key_axes[rows]).tolist()
+    return [shape[skip:] for shape, skip in zip(shapes, skipped, strict=True)] if any(skipped) else shapes

@@ -43,6 +43,9 @@ def texts(text: Bytes, start: Column) -> list[str]:
         ['ab', 'c']
     """
     joined, places = text.tobytes(), start.tolist()
+    if joined.isascii():
+        whole = joined.decode("ascii")
+        return [whole[begin:end] for begin, end in pairwise(places)]
     return [joined[begin:end].decode("utf-8") for begin, end in pairwise(places)]
 
 

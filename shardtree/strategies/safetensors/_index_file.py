@@ -69,4 +69,5 @@ def _corrupt(what: str, found: str) -> CorruptCheckpoint:
 
 def _blocks_problem(index: Index) -> str | None:
     blocks = np.diff(index.file_block)
-    return None if (blocks == -(-index.file_length // BLOCK_BYTES)).all() else "a file's blocks don't tile it"
+    tiled = (blocks == -(-index.file_length // BLOCK_BYTES)) | (blocks == 0)  # none without checksums
+    return None if tiled.all() else "a file's blocks don't tile it"

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from ...codec import encode_tree
-from ...errors import CheckpointingException, ShapeError, StorageError, error_text
+from ...errors import CheckpointingException, StorageError, error_text
 from ...geometry import Column
 from ...layouts import ShardColumns, select_rows, shard_columns
 from ...mapping import ShardedObject, ShardedTensor
-from ...storage import BlockHasher, Buffer, Hashes, hash_column, hashed, tensor_buffers
+from ...storage import BlockHasher, Buffer, Hashes, hash_column, hashed, in_parts, tensor_buffers
 from ...world import on_rank_zero
 from .._checked import write_checked
-from .._checks import misfit
+from .._collector import collector_paused
 from .._values import AsyncRequest, Draft, Fields
 from ..base import StrategyAction, register_default_strategy
 from ._clean import remove_left_overs, remove_unless_committed
 from ._collect import collect_index
+from ._gather import checked_data, gathered, together
 from ._index_file import encode_index
 from ._layout import Item, Part, Shard, part_name, parts
 from ._totals import with_total
@@ -45,9 +47,10 @@ def save_common(draft: Draft, common: Any) -> Fields:
 @register_default_strategy(StrategyAction.SAVE_SHARDED, BACKEND, VERSION)
 def save_sharded(draft: Draft, shards: Sequence[ShardedTensor | ShardedObject]) -> AsyncRequest[Written]:
     """Prepare the data files of a rank's shards, and return the request that writes them."""
-    layout = parts(shards, allow_pickle=draft.options.allow_pickle)
-    tensors = [shard for shard in shards if isinstance(shard, ShardedTensor)]
-    columns = shard_columns(tensors, draft.world.rank)
+    with collector_paused():
+        layout = parts(shards, allow_pickle=draft.options.allow_pickle)
+        tensors = [shard for shard in shards if isinstance(shard, ShardedTensor)]
+        columns = shard_columns(tensors, draft.world.rank)
     return AsyncRequest(
         world=draft.world,
         async_fn=partial(_write, draft, layout, columns, _tensor_rows(shards)),
@@ -97,16 +100,23 @@ def _write(draft: Draft, layout: tuple[Part, ...], columns: ShardColumns, row: C
     return Written(names, tuple(lengths), tuple(hashes), held, file, byte_of, tuple(objects), sums)
 
 
-def _write_part(draft: Draft, name: str, part: Part, totals: list[int]) -> tuple[int, Hashes]:
+def _write_part(draft: Draft, name: str, part: Part, totals: list[int]) -> tuple[int, Hashes | None]:
+    buffers = _with_progress(_part_buffers(part, totals if draft.options.fingerprint else None), draft)
+    write = partial(draft.storage.write, name, durable=draft.options.durable)
+    if not draft.options.checksums:
+        return write(in_parts(buffers)), None
     hasher = BlockHasher()
-    buffers = hashed(_with_progress(_part_buffers(part, totals if draft.options.fingerprint else None), draft), hasher)
-    length = draft.storage.write(name, buffers, durable=draft.options.durable)
-    return length, hash_column(hasher)
+    with closing(hashed(buffers, hasher)) as stream:
+        return write(stream), hash_column(hasher)
 
 
 def _part_buffers(part: Part, totals: list[int] | None) -> Iterator[Buffer]:
     yield memoryview(part.header)
-    for item in part.items:
+    for group in together(part.items) if totals is None else map(_alone, part.items):
+        if len(group) > 1:
+            yield gathered(group)
+            continue
+        (item,) = group
         size = 0
         buffers = _item_buffers(item)
         if totals is not None and item.shard is not None:
@@ -121,15 +131,15 @@ def _part_buffers(part: Part, totals: list[int] | None) -> Iterator[Buffer]:
             )
 
 
+def _alone(item: Item) -> list[Item]:
+    return [item]
+
+
 def _item_buffers(item: Item) -> Iterator[Buffer]:
     if item.payload is not None:
         yield memoryview(item.payload)
     elif item.shard is not None:
-        if misfit(item.shard):
-            raise ShapeError(
-                error_text("save: a tensor was changed while it waited to be written", found=misfit(item.shard))
-            )
-        yield from tensor_buffers(item.shard.data)
+        yield from tensor_buffers(checked_data(item))
 
 
 def _with_progress(buffers: Iterator[Buffer], draft: Draft) -> Iterator[Buffer]:

@@ -16,7 +16,7 @@ class Written:
     Attributes:
         files: names of its data files.
         lengths: theirs, in bytes.
-        hashes: of their blocks, file by file.
+        hashes: of their blocks, file by file; None where none are wanted.
         columns: the tensor shards that it wrote.
         file: number of the rank's file for each shard, int64 (shards,).
         byte: where each shard begins in it, int64 (shards,).
@@ -26,7 +26,7 @@ class Written:
 
     files: tuple[str, ...]
     lengths: tuple[int, ...]
-    hashes: tuple[Hashes, ...]
+    hashes: tuple[Hashes | None, ...]
     columns: ShardColumns
     file: Column
     byte: Column

@@ -15,7 +15,7 @@ from ...layouts import ShardColumns, TensorKind, select_rows
 from ...lazy import LazyTensor
 from ...mapping import ShardedTensor
 from ...plans import Runs, StoredChunks, plan_load
-from ...storage import BlockHasher, Buffer, Hashes, Storage, hash_column, hashed, tensor_buffers
+from ...storage import BlockHasher, Buffer, Hashes, Storage, hash_column, hashed, in_parts, tensor_buffers
 from .._checks import misfit
 from ._array import Shape, StoredArray
 from ._group import inner_cells
@@ -132,6 +132,7 @@ def write_chunk_file(
     shards: Sequence[ShardedTensor],
     *,
     durable: bool,
+    checksums: bool,
     progress: Callable[[int], None],
 ) -> Hashes | None:
     """Write a file, or a rank's part of it, and return its block hashes; None where other ranks write it too.
@@ -145,6 +146,9 @@ def write_chunk_file(
         raise ShapeError(error_text("save: a tensor was changed while it waited to be written", found=found))
     if file.is_shared:
         storage.write_parts(file.name, file.length, _told_parts(_parts(file, shards), progress), durable=durable)
+        return None
+    if not checksums:
+        storage.write(file.name, told(in_parts(_buffers(file, shards)), progress), durable=durable)
         return None
     hasher = BlockHasher()
     storage.write(file.name, told(hashed(_buffers(file, shards), hasher), progress), durable=durable)

@@ -113,13 +113,16 @@ def _encoded(item: ShardedObject, draft: Draft) -> bytes:
 
 
 def _write(draft: Draft, work: Work, tensors: Sequence[ShardedTensor]) -> Written:
-    storage, durable = draft.storage, draft.options.durable
+    storage, options = draft.storage, draft.options
+    durable = options.durable
     folders = sorted({name.rpartition("/")[0] for name in _names(work)})
     for folder in folders:
         storage.make_folder(folder, durable=durable)
     files = []
     for file in work.files:
-        hashes = write_chunk_file(storage, file, tensors, durable=durable, progress=draft.options.progress)
+        hashes = write_chunk_file(
+            storage, file, tensors, durable=durable, checksums=options.checksums, progress=options.progress
+        )
         files.append((file.name, file.length, hashes))
     for folder, document in work.documents:
         write_document(storage, folder, document, durable=durable)

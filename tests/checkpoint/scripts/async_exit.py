@@ -19,12 +19,13 @@ import shardtree as st
 
 FOLDER, WHAT = Path(sys.argv[1]), sys.argv[2]
 SLOW = 0.2  # seconds that each write takes
+LARGE = 2**20 + 1  # elements
 
 
-def request(value: float, name: str = "new", **options: Any) -> st.AsyncRequest[Any]:
+def request(value: float, name: str = "new", size: int = 1000, **options: Any) -> st.AsyncRequest[Any]:
     rank = dist.get_rank() if dist.is_initialized() else 0
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    tree = {"w": st.ShardedTensor.from_rank_offsets("w", torch.full((1000,), value), (0, rank, ranks)), "step": value}
+    tree = {"w": st.ShardedTensor.from_rank_offsets("w", torch.full((size,), value), (0, rank, ranks)), "step": value}
     made = st.save(tree, FOLDER / name, async_sharded_save=True, **options)
     assert made is not None
 
@@ -44,6 +45,12 @@ def schedule() -> None:
         st.async_calls.schedule_async_request(request(2.0, name))
 
 
+def schedule_large() -> None:
+    if WHAT == "large":
+        torch.set_num_threads(2)  # so many would share the work, but at the end none is to be had
+        st.async_calls.schedule_async_request(request(2.0, "large", LARGE))
+
+
 def child() -> None:
     st.async_calls.schedule_async_request(request(2.0, "of the child"))
 
@@ -55,6 +62,7 @@ def hang() -> None:
 def one_process() -> None:
     if WHAT == "fail":
         st.async_calls.schedule_async_request(request(2.0, "failed", progress=fail))
+    schedule_large()
     schedule()
     if WHAT == "exit 3":
         sys.exit(3)

@@ -1,0 +1,170 @@
+"""What a rank finds out by itself before a save, what it tells the others, and what it then writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+
+from ...codec import decode_tree, encode_tree
+from ...layouts import ShardColumns, shard_columns
+from ...mapping import ShardedTensor, is_main_replica
+from ...plans import level_writes
+from ...storage import Directory, Storage, storage_at
+from ...trees import comparable
+from ...world import World, agree, gather, share, step
+from .._consistency import Description, check_common, check_together, common_digest, describe
+from .._dispatch import Backends
+from .._known_layout import KnownLayout, known_layout
+from ._prepare import Prepared
+from ._request import Writes
+
+_STEPS = ("save: prepare", "save: find the format", "save: find the folder")
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What ranks compare before a save.
+
+    Attributes:
+        layouts: whether each hears of the others' shards.
+        common: what of the common state must be alike, None where it isn't checked that ranks fit together.
+        allow_pickle: whether values that the format can't hold are pickled.
+    """
+
+    layouts: bool
+    common: Callable[[Any], Any] | None
+    allow_pickle: bool
+
+    def of(self, prepared: Prepared) -> Any:
+        """Return what must be the same on all ranks."""
+        return None if self.common is None else self.common(comparable(prepared.common))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ready:
+    """What a rank knows before it hears of the others.
+
+    Attributes:
+        prepared: its tree, taken apart.
+        known: all ranks' shards, where they were given.
+        description: what it tells the others, None where they don't compare.
+        backends: of the shards and of the common state.
+        storage: where to.
+    """
+
+    prepared: Prepared
+    known: KnownLayout | None
+    description: Description | None
+    backends: Backends
+    storage: Storage
+
+
+def get_ready(
+    world: World,
+    take_apart: Callable[[], Prepared],
+    layout: ShardColumns | None,
+    comparison: Comparison,
+    choose: Callable[[], Backends],
+    directory: Directory,
+) -> tuple[Ready, list[Description | None]]:
+    """Return what a rank knows by itself, and what each tells the others; collective.
+
+    Args:
+        world: who saves together.
+        take_apart: returns this rank's tree, taken apart.
+        layout: all ranks' shards, where the caller gave them.
+        comparison: what ranks compare.
+        choose: returns the backends.
+        directory: where to.
+    """
+    alone = partial(_ready, world, take_apart, layout, comparison, choose, directory)
+    told = attrgetter("description")
+    # By another name, so that ranks which compare and ranks which don't are told so.
+    if comparison.layouts:
+        return share(world, "save: describe shards", alone, told, steps=_STEPS)
+    return share(world, "save: get ready", alone, told, steps=_STEPS)
+
+
+def _ready(
+    world: World,
+    take_apart: Callable[[], Prepared],
+    layout: ShardColumns | None,
+    comparison: Comparison,
+    choose: Callable[[], Backends],
+    directory: Directory,
+) -> Ready:
+    prepared, known = step("save: prepare", partial(_matched, take_apart, layout, world))
+    tell = partial(_described, world, prepared, known, comparison)
+    backends = step("save: find the format", choose)
+    storage = step("save: find the folder", partial(storage_at, directory))
+    return Ready(prepared, known, tell() if comparison.layouts else None, backends, storage)
+
+
+def _matched(
+    take_apart: Callable[[], Prepared], layout: ShardColumns | None, world: World
+) -> tuple[Prepared, KnownLayout | None]:
+    prepared = take_apart()
+    return prepared, known_layout("save", layout, prepared.tensors, world.rank, world.size)
+
+
+def _described(world: World, prepared: Prepared, known: KnownLayout | None, comparison: Comparison) -> Description:
+    hashed = common_digest(comparison.of(prepared), allow_pickle=comparison.allow_pickle)
+    return describe(prepared.tensors, prepared.objects, world.rank, hashed, known)
+
+
+def share_out(
+    world: World, ready: Ready, told: Sequence[Description | None], comparison: Comparison
+) -> tuple[Writes, ShardColumns | None]:
+    """Return what this rank writes, and all ranks' shards where it knows them; collective.
+
+    Args:
+        world: who saves together.
+        ready: what this rank knows by itself.
+        told: what each rank told the others, by rank.
+        comparison: what ranks compare.
+
+    Raises:
+        IntegrityError: shards, objects or common states don't fit together.
+    """
+    descriptions = [each for each in told if each is not None]
+    if len({each.common for each in descriptions}) > 1:
+        _compare_common(world, ready.prepared, comparison)
+    work = partial(_shares, world, ready, descriptions, tiling=comparison.common is not None)
+    return agree(world, "save: share out", work, steps=("save: check integrity",))
+
+
+def _compare_common(world: World, prepared: Prepared, comparison: Comparison) -> None:
+    """Raise what the difference between common states is."""
+    allow_pickle = comparison.allow_pickle
+    # Not pickled: ranks may hold instances of classes that others can't import.
+    encode = partial(encode_tree, allow_pickle=allow_pickle)
+    encoded = gather(world, "save: compare common states", lambda: encode(comparison.of(prepared)))
+    decode = partial(decode_tree, allow_pickle=allow_pickle)
+    agree(world, "save: check common states", lambda: check_common([decode(data) for data in encoded]))
+
+
+def _shares(
+    world: World, ready: Ready, descriptions: Sequence[Description], *, tiling: bool
+) -> tuple[Writes, ShardColumns | None]:
+    prepared = ready.prepared
+    objects = tuple(item for item in prepared.objects if is_main_replica(item.replica_id))
+    if not descriptions:
+        tensors = tuple(shard for shard in prepared.tensors if is_main_replica(shard.replica_id))
+        return (tensors, objects), shard_columns(prepared.tensors) if world.size == 1 else None
+    check = partial(check_together, "save", descriptions, ready.known, tiling=tiling)
+    columns = step("save: check integrity", check)
+    return (_own_tensors(prepared, ready.known, columns, world), objects), columns
+
+
+def _own_tensors(
+    prepared: Prepared, known: KnownLayout | None, columns: ShardColumns, world: World
+) -> tuple[ShardedTensor, ...]:
+    own = np.flatnonzero(columns.rank == world.rank)
+    writes = level_writes(columns, world.size)[own]
+    chosen = np.flatnonzero(writes) if known is None else np.sort(known.order[writes])
+    return tuple(prepared.tensors[number] for number in chosen.tolist())

@@ -1,0 +1,98 @@
+"""How often ranks wait for each other in a save and a load: a small number, whatever is saved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import shardtree as st
+from shardtree.storage import MemoryStorage
+from shardtree.world import World, agree, simulate
+from shardtree.world._world import T
+
+RANKS = 3
+
+
+class CountingWorld(World):
+    """A rank of another world, which counts its collectives."""
+
+    __slots__ = ("count", "world")
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world.rank, world.size, world.timeout)
+        self.world = world
+        self.count = 0
+
+    def all_gather(self, value: T) -> list[T]:
+        self.count += 1
+        return self.world.all_gather(value)
+
+    def broadcast(self, value: T, root: int = 0) -> T:
+        self.count += 1
+        return self.world.broadcast(value, root)
+
+    def barrier(self) -> None:
+        self.count += 1
+        self.world.barrier()
+
+    def all_to_all(self, values: Sequence[T]) -> list[T]:
+        self.count += 1
+        return self.world.all_to_all(values)
+
+    def send(self, value: Any, to: int) -> None:
+        raise AssertionError("a save or load of few tensors sends nothing to one rank")
+
+    def recv(self, source: int) -> Any:
+        raise AssertionError("a save or load of few tensors receives nothing from one rank")
+
+
+def tree(world: World, tensors: int) -> dict[str, Any]:
+    place = (0, world.rank, world.size)
+    shards = {f"w{n}": st.ShardedTensor.from_rank_offsets(f"w{n}", torch.full((2,), n), place) for n in range(tensors)}
+    return {**shards, "rng": st.ShardedObject("rng", 1, (1,), (0,), world.rank), "step": 7}
+
+
+def collectives(call: Callable[[World], Any]) -> set[int]:
+    """Return how many collectives a call took on each rank."""
+
+    def run(world: World) -> int:
+        counting = CountingWorld(world)
+        call(counting)
+        return counting.count
+
+    return set(simulate(RANKS, run))
+
+
+def check_counts(save: Callable[..., Any], load: Callable[..., Any], backend: str, most: tuple[int, int]) -> None:
+    for tensors in (1, 20):
+        saving, loading = counts(save, load, backend, tensors)
+        assert (saving <= most[0], loading <= most[1]) == (True, True), (saving, loading)
+
+
+def counts(save: Callable[..., Any], load: Callable[..., Any], backend: str, tensors: int) -> tuple[int, int]:
+    storage = MemoryStorage()
+    (saving,) = collectives(lambda world: save(tree(world, tensors), storage, (backend, 1), world=world))
+    (loading,) = collectives(lambda world: load(tree(world, tensors), storage, world=world))
+    return saving, loading
+
+
+MOST = [("safetensors", (8, 6)), ("dcp", (9, 6))]
+
+
+@pytest.mark.parametrize(("backend", "most"), MOST)
+def test_a_save_and_a_load_take_few_collectives(backend: str, most: tuple[int, int]) -> None:
+    check_counts(st.save, st.load, backend, most)
+
+
+def asking_twice(*arguments: Any, world: World) -> Any:
+    """The planted fault: a load with one more agreement."""
+    agree(world, "look around", lambda: None)
+    return st.load(*arguments, world=world)
+
+
+def test_the_count_catches_one_more_collective() -> None:
+    with pytest.raises(AssertionError, match=r"\(8, 7\)"):
+        check_counts(st.save, asking_twice, *MOST[0])

@@ -1,0 +1,157 @@
+"""The garbage collector after a step that pauses it: as it was, whatever the step did and whoever did the same."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from threading import Semaphore, Thread, current_thread
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardtree.strategies import _collector, collector_paused
+from tests.trees.samples import assert_caught
+
+Pause = Callable[[], AbstractContextManager[None]]
+
+STEPS = st.lists(st.sampled_from(["pause", "fail"]), max_size=4)
+
+
+@contextmanager
+def real_collector(on: bool) -> Iterator[None]:
+    before = gc.isenabled()
+    (gc.enable if on else gc.disable)()
+    try:
+        yield
+    finally:
+        (gc.enable if before else gc.disable)()
+
+
+def nested(pause: Pause, steps: list[str]) -> None:
+    """Pause within a pause within a pause; a step that fails is caught outside of it."""
+    if not steps:
+        return
+    fails = steps[0] == "fail"
+    before = gc.isenabled()
+    with pytest.raises(OSError, match="a step") if fails else nullcontext(), pause():
+        assert not gc.isenabled()
+        nested(pause, steps[1:])
+        assert not gc.isenabled(), "the pause goes on after one that was within it"
+        if fails:
+            raise OSError("a step failed")
+    assert gc.isenabled() == before
+
+
+def is_as_it_was(pause: Pause, on: bool, steps: list[str]) -> None:
+    with real_collector(on):
+        nested(pause, steps)
+        assert gc.isenabled() == on
+
+
+@given(st.booleans(), STEPS)
+def test_the_collector_is_as_it_was(on: bool, steps: list[str]) -> None:
+    is_as_it_was(collector_paused, on, steps)
+
+
+@contextmanager
+def always_on_again() -> Iterator[None]:
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@contextmanager
+def on_again_if_all_went_well() -> Iterator[None]:
+    was_on = gc.isenabled()
+    gc.disable()
+    yield
+    if was_on:
+        gc.enable()
+
+
+@pytest.mark.parametrize("broken", [always_on_again, on_again_if_all_went_well])
+def test_the_law_catches(broken: Pause) -> None:
+    assert_caught(is_as_it_was, broken, st.booleans(), STEPS)
+
+
+class Collector:
+    """A collector before each call of which a thread waits for its turn."""
+
+    def __init__(self, on: bool, threads: int) -> None:
+        self.on = on
+        self.waits = [Semaphore(0) for _ in range(threads)]
+        self.turns = [Semaphore(0) for _ in range(threads)]
+
+    def turn(self) -> None:
+        number = int(current_thread().name)
+        self.waits[number].release()
+        self.turns[number].acquire()
+
+    def isenabled(self) -> bool:
+        self.turn()
+        return self.on
+
+    def disable(self) -> None:
+        self.turn()
+        self.on = False
+
+    def enable(self) -> None:
+        self.turn()
+        self.on = True
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> list[int]:
+    """Return whose turn it is: each of some threads looks, turns off, works, turns on."""
+    return draw(st.permutations([number for number in range(draw(st.integers(1, 3))) for _ in range(4)]))
+
+
+def mixes_well(pause: Pause, on: bool, schedule: list[int]) -> None:
+    threads = max(schedule) + 1
+    collector = Collector(on, threads)
+    done = [False] * threads
+
+    def work(number: int) -> None:
+        with pause():
+            collector.turn()
+        done[number] = True
+        collector.waits[number].release()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_collector, "gc", collector)
+        started = [Thread(target=work, args=(number,), name=str(number), daemon=True) for number in range(threads)]
+        for number, thread in enumerate(started):
+            thread.start()
+            collector.waits[number].acquire()
+        for number in schedule:
+            if not done[number]:
+                collector.turns[number].release()
+                collector.waits[number].acquire()
+        assert all(done)
+        for thread in started:
+            thread.join()
+    assert collector.on == on
+
+
+@given(st.booleans(), schedules())
+def test_however_threads_mix_the_collector_is_as_it_was(on: bool, schedule: list[int]) -> None:
+    mixes_well(collector_paused, on, schedule)
+
+
+def test_the_law_of_threads_catches_one_that_turns_off_what_another_has_just_turned_on() -> None:
+    @contextmanager
+    def off_whatever_it_was() -> Iterator[None]:
+        collector = _collector.gc
+        was_on = collector.isenabled()
+        collector.disable()
+        try:
+            yield
+        finally:
+            if was_on:
+                collector.enable()
+
+    assert_caught(mixes_well, off_whatever_it_was, st.booleans(), schedules())

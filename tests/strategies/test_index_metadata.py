@@ -1,0 +1,137 @@
+"""What an index tells of its tensors, many at once: what each is by its key, and what a shard's constructor accepts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as some
+
+import shardtree as st
+from shardtree.errors import CheckpointingException, UnsupportedValue
+from shardtree.storage import MemoryStorage
+from shardtree.strategies.index import IndexMetadata, _problems, _rows, index_problem, text_columns
+
+DTYPES = [torch.int8, torch.float32, torch.bfloat16]
+KEYS = [f"layers.{number:03d}.µ" for number in range(150)]
+
+
+def saved():
+    folder = MemoryStorage()
+    st.save([st.ShardedTensor.from_rank_offsets(*item) for item in tensors().items()] + objects(), folder)
+    return folder
+
+
+def tensors():
+    shapes = [lambda number: (number % 5, 3), lambda number: (number % 7,), lambda _: (), lambda number: (2, 1, number)]
+    return {key: torch.zeros(shapes[number % 4](number), dtype=DTYPES[number % 3]) for number, key in enumerate(KEYS)}
+
+
+def objects():
+    return [st.ShardedObject("rng", {"rank": rank}, (3,), (rank,)) for rank in range(3)]
+
+
+FOLDER = saved()
+INDEX = st.open_checkpoint(FOLDER).metadata.index
+
+
+def test_all_at_once_is_each_by_its_key():
+    metadata = IndexMetadata(INDEX)
+    assert [*metadata.items()] == [(key, metadata[key]) for key in metadata]
+    assert [*metadata.values()] == [metadata[key] for key in metadata]
+    assert len(metadata.items()) == len(metadata.values()) == len(metadata) == len(KEYS) + 3
+    assert (KEYS[0], metadata[KEYS[0]]) in metadata.items() and (KEYS[0], None) not in metadata.items()
+    assert st.load_sharded_metadata(FOLDER) == dict(metadata)
+    assert list(st.load_tensors_metadata(FOLDER)) == KEYS
+    opened = st.open_checkpoint(FOLDER)
+    for (key, shard), value in zip(opened.items(), opened.values(), strict=True):
+        assert shard.without_data() == value.without_data() == metadata[key]
+        if key in KEYS:
+            assert torch.equal(shard.data.read(), tensors()[key])
+        else:
+            assert shard.data == opened[key].data == {"rank": shard.global_offset[0]}
+    assert opened.nested(separator="/").keys() >= {"rng"}
+
+
+def test_nothing_is_made_by_the_constructor(monkeypatch):
+    """The index is checked as columns; once more for each shard would be most of the time of opening it."""
+    calls = []
+    monkeypatch.setattr(st.ShardedTensor, "__post_init__", lambda shard: calls.append(shard.key))
+    opened = st.open_checkpoint(FOLDER)
+    assert len(st.load_tensors_metadata(FOLDER)) == len([*opened.items()]) - 3 == len(KEYS)
+    assert opened[KEYS[3]].key == KEYS[3] and not calls
+    replace(opened[KEYS[3]])
+    assert calls == [KEYS[3]]
+
+
+def test_tensors_before_one_that_cannot_be_read_come_first():
+    text, start = text_columns(["float31", "float32", "int8"])  # in place of bfloat16
+    pairs = IndexMetadata(replace(INDEX, dtype_text=text, dtype_start=start)).items()
+    found = []
+    with pytest.raises(UnsupportedValue, match=rf"{KEYS[2]}.*other tensors can.*float31"):
+        found.extend(key for key, _ in pairs)
+    assert found == KEYS[:2]
+
+
+NUMBERS = some.sampled_from([-1, 0, 1, 2, 3, 4, 5, 2**31, 2**62, 2**63 - 1, -(2**63)])
+COLUMNS = ("key_axes", "key_prepended", "key_dtype", "key_shape", "key_start")
+changes = some.lists(some.tuples(some.sampled_from(COLUMNS), some.integers(0, 999), NUMBERS), min_size=1, max_size=2)
+
+
+def changed(index, places):
+    for name, place, value in places:
+        column = np.array(getattr(index, name))
+        column.flat[place % column.size] = value
+        index = replace(index, **{name: column})
+    return index
+
+
+def check_refused_or_sound(problem, index):
+    """Whatever numbers a file says: an index is refused, or the constructor accepts all that is made of it."""
+    if problem(index) is None:
+        for key, shard in IndexMetadata(index).items():
+            assert key == shard.key and replace(shard) == shard
+
+
+def small():
+    """An index of few tensors, so that a change of any number is soon met."""
+    folder = MemoryStorage()
+    st.save([st.ShardedTensor.from_rank_offsets(*item) for item in [*tensors().items()][:6]], folder)
+    return st.open_checkpoint(folder).metadata.index
+
+
+SMALL = small()
+
+
+def sure(index):
+    try:
+        return index_problem(index)
+    except (CheckpointingException, UnicodeDecodeError, IndexError, ValueError) as error:
+        return str(error)
+
+
+@settings(max_examples=300)
+@given(changes)
+def test_any_number_is_refused_or_sound(places):
+    check_refused_or_sound(sure, changed(SMALL, places))
+
+
+def test_the_law_catches_shapes_that_nobody_checks(monkeypatch):
+    index = changed(SMALL, [("key_shape", SMALL.key_shape.size - 1, -1)])
+    check_refused_or_sound(sure, index)
+    monkeypatch.setattr(_problems, "_keys", lambda _: None)
+    monkeypatch.setattr(_problems, "_places", lambda _: None)
+    with pytest.raises(CheckpointingException):
+        check_refused_or_sound(sure, index)
+
+
+def test_a_few_are_made_at_once(monkeypatch):
+    """Whoever lets go of them keeps only a few alive."""
+    made = []
+    real = _rows.whole_tensors
+    monkeypatch.setattr(_rows, "whole_tensors", lambda keys, *rest: made.append(len(keys)) or real(keys, *rest))
+    next(iter(IndexMetadata(INDEX).items()))
+    assert made == [_rows._AT_ONCE] and len(KEYS) > _rows._AT_ONCE

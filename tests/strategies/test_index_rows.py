@@ -1,0 +1,144 @@
+"""What an index tells of many tensors at once, compared with asking for each of them by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import Phase, find, given, settings
+from hypothesis import strategies as st
+
+from shardtree.errors import UnsupportedValue
+from shardtree.geometry import Column
+from shardtree.layouts import TensorKind, select_rows, shard_columns
+from shardtree.plans import StoredChunks
+from shardtree.storage import StoredFile
+from shardtree.strategies.index import Index, _rows, build_index, chunks_of, kind_at, text_columns, texts
+from shardtree.strategies.index._rows import kinds_at
+from tests.layouts.test_shard_columns import any_shards
+from tests.trees.samples import assert_caught
+
+
+@st.composite
+def asked(draw: st.DrawFn) -> tuple[Index, list[int]]:
+    """Return an index, of some of whose keys no chunk is there, and the numbers of some keys in any order."""
+    shards = draw(any_shards(st.text("aµ𝄞/.", min_size=1, max_size=3)))
+    rows = draw(st.lists(st.sampled_from(range(len(shards))), unique=True)) if shards else []
+    columns = select_rows(shard_columns(shards), np.array(rows, dtype=np.int64))
+    byte = np.arange(len(columns), dtype=np.int64) * 64
+    index = build_index(columns, np.zeros_like(byte), byte, files=[StoredFile("f", 2**62)])
+    numbers = draw(st.permutations(range(len(columns.keys))))
+    kept = draw(st.integers(0, len(numbers)))
+    return index, sorted(numbers[:kept]) if draw(st.booleans()) else numbers[:kept]
+
+
+@st.composite
+def asked_of_the_future(draw: st.DrawFn) -> tuple[Index, list[int]]:
+    """Return what `asked` does, of an index that may have a dtype which nobody knows here."""
+    index, numbers = draw(asked())
+    names = texts(index.dtype_text, index.dtype_start)
+    if names and draw(st.booleans()):
+        names[draw(st.integers(0, len(names) - 1))] = "float31"
+    text, start = text_columns(names)
+    return replace(index, dtype_text=text, dtype_start=start), numbers
+
+
+Kinds = Callable[[Index, list[int]], list[TensorKind]]
+
+
+def outcome(kinds: Kinds, index: Index, numbers: list[int]) -> Any:
+    try:
+        return [(kind, [*map(type, kind.global_shape)]) for kind in kinds(index, numbers)]
+    except UnsupportedValue as error:
+        return str(error)
+
+
+def each_by_itself(index: Index, numbers: list[int]) -> list[TensorKind]:
+    return [kind_at(index, number) for number in numbers]
+
+
+def are_kinds_of_each(kinds: Kinds, case: tuple[Index, list[int]]) -> None:
+    assert outcome(kinds, *case) == outcome(each_by_itself, *case)
+
+
+@settings(max_examples=100)
+@given(asked_of_the_future())
+def test_kinds_of_many_are_the_kinds_of_each(case: tuple[Index, list[int]]) -> None:
+    are_kinds_of_each(kinds_at, case)
+
+
+def of_as_many_axes(index: Index, numbers: list[int]) -> list[TensorKind]:
+    return kinds_at(replace(index, key_axes=np.full_like(index.key_axes, index.key_shape.shape[1])), numbers)
+
+
+def in_the_indexs_order(index: Index, numbers: list[int]) -> list[TensorKind]:
+    return kinds_at(index, sorted(numbers))
+
+
+def knows_all_dtypes(index: Index, numbers: list[int]) -> list[TensorKind]:
+    text, start = text_columns(["int8" for _ in texts(index.dtype_text, index.dtype_start)])
+    return kinds_at(replace(index, dtype_text=text, dtype_start=start), numbers)
+
+
+@pytest.mark.parametrize("broken", [of_as_many_axes, in_the_indexs_order, knows_all_dtypes])
+def test_the_law_of_kinds_catches(broken: Kinds) -> None:
+    assert_caught(are_kinds_of_each, broken, asked_of_the_future())
+
+
+Take = Callable[[Index, Column], StoredChunks]
+
+
+def chunks_key_by_key(index: Index, numbers: list[int]) -> dict[str, list[Any]]:
+    rows = [(place, row) for place, number in enumerate(numbers) for row in np.flatnonzero(index.chunk_key == number)]
+    names = [field.name for field in fields(StoredChunks) if field.name != "key"]
+    columns = {name: [getattr(index, f"chunk_{name}")[row].tolist() for _, row in rows] for name in names}
+    return {"key": [place for place, _ in rows], **columns}
+
+
+def are_chunks_of_each(take: Take, case: tuple[Index, list[int]]) -> None:
+    index, numbers = case
+    found = take(index, np.array(numbers, dtype=np.int64))
+    columns = {field.name: getattr(found, field.name) for field in fields(StoredChunks)}
+    assert {column.dtype for column in columns.values()} == {np.dtype(np.int64)}
+    assert {name: column.tolist() for name, column in columns.items()} == chunks_key_by_key(index, numbers)
+
+
+@settings(max_examples=200)
+@given(asked())
+def test_chunks_of_many_are_the_chunks_of_each(case: tuple[Index, list[int]]) -> None:
+    are_chunks_of_each(chunks_of, case)
+
+
+def from_the_first_to_the_last(first: Column, count: Column) -> slice:
+    return slice(int(first.min(initial=0)), int((first + count).max(initial=0)))
+
+
+def whatever_order(first: Column, count: Column) -> Column | slice:
+    """Take a slice where as many rows as are asked for lie from the first to the last."""
+    span = from_the_first_to_the_last(first, count)
+    return span if span.stop - span.start == count.sum() else _rows_of(first, count)
+
+
+_rows_of = _rows._rows_of
+
+
+@pytest.mark.parametrize("broken", [from_the_first_to_the_last, whatever_order])
+def test_the_law_of_chunks_catches(broken: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_rows, "_rows_of", broken)
+    assert_caught(are_chunks_of_each, chunks_of, asked())
+
+
+@pytest.mark.parametrize("sliced", [True, False])
+def test_chunks_are_taken_in_both_ways(sliced: bool) -> None:
+    """So that the law doesn't hold for want of one."""
+
+    def is_taken_so(case: tuple[Index, list[int]]) -> bool:
+        index, numbers = case
+        taken = chunks_of(index, np.array(numbers, dtype=np.int64))
+        shares = np.shares_memory(taken.byte, index.chunk_byte)
+        return len(set(taken.key.tolist())) > 1 and shares == sliced
+
+    find(asked(), is_taken_so, settings=settings(max_examples=2000, phases=[Phase.generate]))

@@ -1,0 +1,202 @@
+"""A box that is one run of one chunk is read without a plan: the same bytes, the same report, the same errors."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise, product
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import find, given, settings
+from hypothesis import strategies as some
+
+import shardtree as st
+from shardtree.errors import CheckpointReplaced, CorruptCheckpoint, KeyMismatch, ShapeError
+from shardtree.layouts import shard_columns
+from shardtree.plans import plan_load
+from shardtree.storage import MemoryStorage, StoredFile
+from shardtree.strategies.index import _load, _run, build_index, chunks_of
+
+
+@dataclass
+class Case:
+    """Stored chunks of one tensor, what it holds, and a box of it."""
+
+    shards: list
+    whole: torch.Tensor
+    offset: tuple
+    shape: tuple
+
+
+@some.composite
+def cases(draw):
+    lengths = [draw(some.lists(some.integers(0, 3), min_size=1, max_size=3)) for _ in range(draw(some.integers(0, 3)))]
+    spans = [list(pairwise(accumulate(cuts, initial=0))) for cuts in lengths]
+    whole = torch.arange(int(np.prod([sum(cuts) for cuts in lengths])), dtype=torch.int16)
+    whole = whole.reshape([sum(cuts) for cuts in lengths])
+    places = list(product(*spans))
+    dropped = draw(some.integers(-3, len(places) - 1))  # what isn't stored is a gap
+    shards = [chunk(whole, place) for number, place in enumerate(places) if number != dropped]
+    if draw(some.booleans()):
+        # Overlaps another: a checkpoint that contradicts itself.
+        shards.append(chunk(whole, [(0, draw(some.integers(0, size))) for size in whole.shape]))
+    offset = tuple(draw(some.integers(0, size)) for size in whole.shape)
+    shape = tuple(draw(some.integers(0, size - low)) for low, size in zip(offset, whole.shape, strict=True))
+    return Case(shards, whole, offset, shape)
+
+
+def chunk(whole, place):
+    data = whole[tuple(slice(*span) for span in place)].clone()
+    return st.ShardedTensor(
+        "w", data, whole.dtype, tuple(data.shape), tuple(whole.shape), tuple(a for a, _ in place), None
+    )
+
+
+def index_of(case):
+    columns = shard_columns(case.shards, 0)
+    ends = np.cumsum(columns.elements * 2)
+    return build_index(columns, np.zeros_like(ends), 64 + ends - columns.elements * 2, files=[StoredFile("f", 10**6)])
+
+
+def opened(case):
+    folder = MemoryStorage()
+    other = st.ShardedTensor.from_rank_offsets("a", torch.arange(3, dtype=torch.int8))
+    st.save([*case.shards, other], folder, validate_access_integrity=False)
+    return st.open_checkpoint(folder, verify=None)
+
+
+def box(case, data=None):
+    return st.ShardedTensor("w", data, case.whole.dtype, case.shape, tuple(case.whole.shape), case.offset, None)
+
+
+def check_run_is_the_plan(single_run, case):
+    """Where there is a run, a plan of everything comes to that run and nothing else, and covers the box."""
+    if not case.shards:
+        return None
+    index, shard = index_of(case), box(case)
+    run = single_run(index, shard)
+    if run is not None:
+        (number,) = _run.find_texts(index.key_text, index.key_start, ["w"])
+        plan = plan_load(shard_columns([shard], 0), chunks_of(index, np.array([number])))
+        assert not plan.strided.file.size and not plan.doubled.size and plan.covered.tolist() == [np.prod(case.shape)]
+        rows = [getattr(plan.runs, name).tolist() for name in ("file", "byte", "target", "target_byte", "length")]
+        assert rows == [[run.file], [run.byte], [0], [0], [run.length]]
+    return run
+
+
+@settings(max_examples=200)
+@given(cases())
+def test_a_run_is_what_a_plan_comes_to(case):
+    check_run_is_the_plan(_run.single_run, case)
+
+
+def test_there_are_runs():
+    """So that the law doesn't hold for want of any."""
+    find(cases(), lambda case: check_run_is_the_plan(_run.single_run, case) is not None and len(case.shards) > 2)
+
+
+def fails(case):
+    try:
+        check_run_is_the_plan(_run.single_run, case)
+    except AssertionError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize(
+    ("name", "broken"),
+    [
+        ("_is_run", lambda begin, box, shape: 0 not in box and min(begin, default=0) >= 0),
+        ("_only_chunk", lambda index, number, offset, box: int(np.searchsorted(index.chunk_key, number))),
+    ],
+)
+def test_the_law_catches(name, broken, monkeypatch):
+    monkeypatch.setattr(_run, name, broken)
+    find(cases(), fails, settings=settings(max_examples=2000))
+
+
+def index_overlaps(case):
+    """Whether chunks overlap, which no save lets pass."""
+    held = torch.zeros(case.whole.shape, dtype=torch.int64)
+    for shard in case.shards:
+        held[shard.global_slice()] += 1
+    return bool((held > 1).any()) or len({repr(shard.global_slice()) for shard in case.shards}) < len(case.shards)
+
+
+def everything(case, direct):
+    """What reading a box gives: elements, report, progress; or the error."""
+    tree, told, reports = opened(case), [], []
+    data = torch.full(case.shape, -1, dtype=case.whole.dtype)
+    options = {"verify": None, "donate": True, "validate_access_integrity": False}
+    with pytest.MonkeyPatch.context() as patch:
+        if not direct:
+            patch.setattr(_load, "single_run", lambda *_: None)
+        try:
+            st.load(
+                {"w": box(case, data)}, tree.checkpoint.storage, progress=told.append, report=reports.append, **options
+            )
+        except ShapeError as error:
+            return str(error)
+    return data.tolist(), reports, sum(told)
+
+
+@given(cases())
+def test_with_and_without_a_plan_all_is_the_same(case):
+    if case.shards and not index_overlaps(case):
+        assert everything(case, direct=True) == everything(case, direct=False)
+
+
+@dataclass(frozen=True, eq=False)
+class CountingStorage(MemoryStorage):
+    """A storage that remembers which files were opened."""
+
+    opened: list = field(default_factory=list)
+
+    @contextmanager
+    def open(self, name):
+        self.opened.append(name)
+        with super().open(name) as reader:
+            yield reader
+
+
+def rows_of(folder, **options):
+    st.save({"w": st.ShardedTensor.from_rank_offsets("w", torch.arange(4096).reshape(64, 64))}, folder)
+    return st.open_checkpoint(folder, verify=None, **options)["w"].data[3:5]
+
+
+def test_a_few_rows_are_planned_by_nobody_and_read_by_one_call(monkeypatch):
+    monkeypatch.setattr(_load, "plan_load", None)
+    folder = CountingStorage()
+    rows = rows_of(folder)
+    folder.opened.clear()
+    assert rows.read().tolist() == torch.arange(4096).reshape(64, 64)[3:5].tolist()
+    assert len(folder.opened) == 1
+
+
+def test_a_file_that_is_gone_shorter_or_replaced_is_told_so():
+    folder = MemoryStorage()
+    rows = rows_of(folder)
+    (save,) = [name for name in folder.names() if folder.is_folder(name)]
+    name = f"{save}/00000-of-00001.safetensors"
+    data = folder.read(name)
+    folder.remove(name)
+    with pytest.raises(CorruptCheckpoint, match="no such file"):
+        rows.read()
+    folder.write(name, [memoryview(data[:-1])], durable=False)
+    with pytest.raises(CorruptCheckpoint, match=f"{len(data) - 1} bytes"):
+        rows.read()
+    st.save({"w": st.ShardedTensor.from_rank_offsets("w", torch.zeros(64, 64))}, folder, overwrite=True)
+    with pytest.raises(CheckpointReplaced):
+        rows.read()
+
+
+def test_what_does_not_fit_is_left_to_the_plan_which_says_why():
+    folder = MemoryStorage()
+    rows_of(folder)
+    options = {"verify": None, "validate_access_integrity": False}
+    with pytest.raises(KeyMismatch, match="'v'"):
+        st.load({"v": st.ShardedTensor.from_rank_offsets("v", torch.zeros(64, 64))}, folder, **options)
+    with pytest.raises(ShapeError, match="float32"):
+        st.load({"w": st.ShardedTensor.from_rank_offsets("w", torch.zeros(64, 64))}, folder, **options)

@@ -1,0 +1,221 @@
+"""Small tensors that go to a file together: their bytes are those that each would have given by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import Phase, find, given, settings
+from hypothesis import strategies as st
+
+from shardtree.errors import ShapeError
+from shardtree.mapping import ShardedTensor
+from shardtree.storage import Buffer, tensor_buffers
+from shardtree.strategies.safetensors import _gather, _save
+from shardtree.strategies.safetensors._gather import gathered, together
+from shardtree.strategies.safetensors._layout import Item, Part, parts
+from shardtree.testing import STORABLE_DTYPES, random_bits, shapes
+from tests.trees.samples import assert_caught
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+
+Gather = Callable[[Sequence[Item]], Buffer]
+
+SMALL, TOGETHER = 24, 60
+
+
+def of_a_graph(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what an operation gives whose gradient is wanted."""
+    return tensor.clone().requires_grad_(True).view(tensor.shape) if tensor.is_floating_point() else tensor
+
+
+def parameter(tensor: torch.Tensor) -> torch.Tensor:
+    held = torch.nn.Parameter(tensor, requires_grad=tensor.is_floating_point())
+    if tensor.dtype == torch.float32:
+        held.grad = torch.ones_like(tensor)
+    return held
+
+
+def conjugate(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.conj() if tensor.is_complex() else tensor
+
+
+def negative(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.conj().imag if tensor.is_complex() else tensor
+
+
+def expanded(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.unsqueeze(0).expand(2, *tensor.shape)
+
+
+FORMS = {
+    "as it is": lambda tensor: tensor,
+    "transposed": lambda tensor: tensor.permute(tuple(reversed(range(tensor.ndim)))),
+    "every second": lambda tensor: tensor[::2] if tensor.ndim else tensor,
+    "not from the beginning": lambda tensor: tensor[1:] if tensor.ndim else tensor,
+    "expanded": expanded,
+    "parameter": parameter,
+    "of a graph": of_a_graph,
+    "conjugate": conjugate,
+    "negative": negative,
+}
+
+
+class Recipe(NamedTuple):
+    """A tensor to be made; torch can't print all of them."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    seed: int
+    form: str = "as it is"
+
+    def make(self) -> torch.Tensor:
+        return FORMS[self.form](random_bits(self.shape, self.dtype, self.seed))
+
+
+@st.composite
+def lists(draw: st.DrawFn) -> list[Recipe]:
+    """Return recipes of tensors, many of which have elements of one size, in memory of every kind."""
+    size = draw(st.sampled_from([1, 2, 4, 8, 16]))
+    dtypes = st.sampled_from([dtype for dtype in STORABLE_DTYPES if dtype.itemsize in (size, 8)])
+    forms = st.sampled_from(sorted(FORMS))
+    return draw(st.lists(st.builds(Recipe, shapes(), dtypes, st.integers(0, 2**16), forms), max_size=8))
+
+
+def items_of(held: Sequence[torch.Tensor]) -> tuple[Item, ...]:
+    shards = [ShardedTensor.from_rank_offsets(f"w{number}", tensor) for number, tensor in enumerate(held)]
+    items = [item for part in parts(shards, allow_pickle=False) for item in part.items]
+    return tuple(sorted(items, key=lambda item: item.number))
+
+
+def made(recipes: list[Recipe]) -> list[torch.Tensor]:
+    return [recipe.make() for recipe in recipes]
+
+
+def written(items: tuple[Item, ...]) -> Iterator[Buffer]:
+    return _save._part_buffers(Part(b"", items, (0,) * len(items)), None)
+
+
+def small_limits(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(_gather, "_SMALL_BYTES", SMALL)
+    patch.setattr(_gather, "_TOGETHER_BYTES", TOGETHER)
+
+
+def are_the_bytes_of_each(gather: Gather, recipes: list[Recipe]) -> None:
+    held = made(recipes)
+    items = items_of(held)
+    with pytest.MonkeyPatch.context() as patch:
+        small_limits(patch)
+        patch.setattr(_save, "gathered", gather)
+        # All are kept, as by who writes several at once.
+        found = list(written(items))
+    assert b"".join(found) == b"".join(buffer for tensor in held for buffer in tensor_buffers(tensor))
+
+
+@settings(max_examples=200)
+@given(lists())
+def test_what_is_gathered_are_the_bytes_of_each(recipes: list[Recipe]) -> None:
+    are_the_bytes_of_each(gathered, recipes)
+
+
+@pytest.mark.parametrize("dtype", STORABLE_DTYPES, ids=str)
+def test_every_dtype_is_gathered(dtype: torch.dtype) -> None:
+    recipes = [Recipe(shape, dtype, 5) for shape in [(2,), (), (0, 3), (1, 2)]]
+    are_the_bytes_of_each(gathered, recipes)
+    grouped = [len(group) for group in together(items_of(made(recipes)))]
+    assert grouped == ([4] if dtype.itemsize <= 8 else [1, 1, 1, 1])
+
+
+def test_the_law_catches_tensors_in_another_order() -> None:
+    assert_caught(are_the_bytes_of_each, lambda items: gathered([*items][::-1]), lists())
+
+
+def test_the_law_catches_buffers_that_share_their_memory() -> None:
+    room = bytearray(TOGETHER)
+
+    def into_one_room(items: Sequence[Item]) -> Buffer:
+        data = gathered(items)
+        room[: data.nbytes] = data
+        return memoryview(room)[: data.nbytes]
+
+    assert_caught(are_the_bytes_of_each, into_one_room, lists())
+
+
+def test_the_law_catches_memory_that_is_taken_as_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+    def is_small(item: Item) -> bool:
+        return item.length <= SMALL and item.item_size <= 8
+
+    def as_it_lies(items: Sequence[Item]) -> Buffer:
+        found = bytearray()
+        for item in items:
+            first = item.shard.data.storage_offset() * item.item_size
+            found += bytes(item.shard.data.untyped_storage().tolist())[first : first + item.length]
+        return memoryview(found)
+
+    monkeypatch.setattr(_gather, "_is_small", is_small)
+    assert_caught(are_the_bytes_of_each, as_it_lies, lists())
+
+
+Groups = Callable[[tuple[Item, ...]], list[list[Item]]]
+
+
+def groups_of(items: tuple[Item, ...]) -> list[list[Item]]:
+    return list(together(items))
+
+
+def groups_keep_order_and_limits(group: Groups, recipes: list[Recipe]) -> None:
+    items = items_of(made(recipes))
+    with pytest.MonkeyPatch.context() as patch:
+        small_limits(patch)
+        groups = group(items)
+    assert [item.number for items in groups for item in items] == list(range(len(items)))
+    for own in groups:
+        assert len({item.item_size for item in own}) == 1
+        assert len(own) == 1 or sum(item.length for item in own) <= TOGETHER
+        assert len(own) == 1 or max(item.length for item in own) <= SMALL
+
+
+@settings(max_examples=200)
+@given(lists())
+def test_groups_keep_the_order_and_their_limits(recipes: list[Recipe]) -> None:
+    groups_keep_order_and_limits(groups_of, recipes)
+
+
+def test_the_law_of_groups_catches_one_for_all() -> None:
+    assert_caught(groups_keep_order_and_limits, lambda items: [[*items]] if items else [], lists())
+
+
+def test_there_are_groups() -> None:
+    """So that the laws don't hold for want of any."""
+
+    def has_two(recipes: list[Recipe]) -> bool:
+        with pytest.MonkeyPatch.context() as patch:
+            small_limits(patch)
+            return sum(len(group) > 1 for group in groups_of(items_of(made(recipes)))) > 1
+
+    find(lists(), has_two, settings=settings(max_examples=2000, phases=[Phase.generate]))
+
+
+def test_as_many_go_together_as_the_limits_say() -> None:
+    most = _gather._SMALL_BYTES
+    sizes = [most] * 5 + [most + 1] + [1, most]
+    groups = together(items_of([torch.zeros(size, dtype=torch.uint8) for size in sizes]))
+    assert [[item.length for item in group] for group in groups] == [[most] * 4, [most], [most + 1], [1, most]]
+
+
+def test_what_was_gathered_stays_as_it_was() -> None:
+    held = [torch.arange(3), torch.arange(4)]
+    buffer = gathered(items_of(held))
+    for tensor in held:
+        tensor.fill_(7)
+    assert buffer.nbytes == 7 * 8 and torch.frombuffer(bytearray(buffer), dtype=torch.int64).max() == 3
+
+
+def test_a_tensor_that_was_changed_is_named() -> None:
+    held = [torch.zeros(2), torch.zeros(2, 3)]
+    items = items_of(held)
+    held[1].t_()
+    with pytest.raises(ShapeError, match=r"'w1' is \(2, 3\) float32, its data \(3, 2\)"):
+        list(written(items))
