@@ -50,6 +50,8 @@ settings.register_profile(
 )
 settings.load_profile(os.environ.get("SHARDTREE_PROFILE", "ci"))
 
+import shardtree._later  # noqa: E402, F401  a doctest of one file is to find the same modules as all of them
+
 
 @pytest.fixture(autouse=True)
 def _doctests_run_in_an_empty_folder(request: pytest.FixtureRequest) -> Iterator[None]:

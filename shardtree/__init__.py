@@ -5,34 +5,11 @@ The data flows one way: **leaves** (`ShardedTensor`, `ShardedObject`, `ShardedTe
 it; **bytes** land in a folder or in the target's memory. Everything before the strategy is pure.
 """
 
-from .checkpoint import AsyncCallsQueue as AsyncCallsQueue
-from .checkpoint import CheckpointDifference as CheckpointDifference
-from .checkpoint import CheckpointSeries as CheckpointSeries
-from .checkpoint import ConversionReport as ConversionReport
-from .checkpoint import KindDifference as KindDifference
-from .checkpoint import OpenCheckpoint as OpenCheckpoint
-from .checkpoint import Removal as Removal
-from .checkpoint import StepFiles as StepFiles
-from .checkpoint import StrictHandling as StrictHandling
-from .checkpoint import ValueDifference as ValueDifference
-from .checkpoint import async_calls as async_calls
-from .checkpoint import compare_checkpoints as compare_checkpoints
-from .checkpoint import convert as convert
-from .checkpoint import explain as explain
-from .checkpoint import explain_ranks as explain_ranks
-from .checkpoint import fingerprint as fingerprint
-from .checkpoint import is_checkpoint as is_checkpoint
-from .checkpoint import load as load
-from .checkpoint import load_common_state_dict as load_common_state_dict
-from .checkpoint import load_content_metadata as load_content_metadata
-from .checkpoint import load_plain_tensors as load_plain_tensors
-from .checkpoint import load_sharded_metadata as load_sharded_metadata
-from .checkpoint import load_tensors_metadata as load_tensors_metadata
-from .checkpoint import open_checkpoint as open_checkpoint
-from .checkpoint import remove_sharded_tensors as remove_sharded_tensors
-from .checkpoint import save as save
-from .checkpoint import verify as verify
-from .codec import Record as Record
+import importlib
+import inspect
+import sys
+import typing
+
 from .errors import AlreadyACheckpoint as AlreadyACheckpoint
 from .errors import CheckpointingException as CheckpointingException
 from .errors import CheckpointReplaced as CheckpointReplaced
@@ -49,51 +26,7 @@ from .errors import TreeError as TreeError
 from .errors import UnsafeFile as UnsafeFile
 from .errors import UnsupportedValue as UnsupportedValue
 from .errors import WorldError as WorldError
-from .fingerprints import FingerprintPart as FingerprintPart
-from .fingerprints import add_fingerprints as add_fingerprints
-from .fingerprints import fingerprint_parts as fingerprint_parts
-from .layouts import Coverage as Coverage
-from .layouts import Mesh as Mesh
-from .layouts import ObjectArray as ObjectArray
-from .layouts import ObjectRule as ObjectRule
-from .layouts import Part as Part
-from .layouts import PartBox as PartBox
-from .layouts import PartitionSpec as PartitionSpec
-from .layouts import Problem as Problem
-from .layouts import Reshaped as Reshaped
-from .layouts import ShardColumns as ShardColumns
-from .layouts import Split as Split
-from .layouts import abstract as abstract
-from .layouts import abstract_at as abstract_at
-from .layouts import access_problems as access_problems
-from .layouts import check_access as check_access
-from .layouts import common_problems as common_problems
-from .layouts import concatenate_objects as concatenate_objects
-from .layouts import coverage as coverage
-from .layouts import drop_objects as drop_objects
-from .layouts import fold_objects as fold_objects
-from .layouts import from_local as from_local
-from .layouts import join_columns as join_columns
-from .layouts import layout_of as layout_of
-from .layouts import mesh_columns as mesh_columns
-from .layouts import mesh_parts as mesh_parts
-from .layouts import object_columns as object_columns
-from .layouts import part_shard as part_shard
-from .layouts import redistribute_objects as redistribute_objects
-from .layouts import replicate_cell as replicate_cell
-from .layouts import replicate_objects as replicate_objects
-from .layouts import reshard_objects as reshard_objects
-from .layouts import rules_by_field as rules_by_field
-from .layouts import shard as shard
-from .layouts import shard_at as shard_at
-from .layouts import shard_columns as shard_columns
-from .layouts import sharding_problems as sharding_problems
-from .layouts import specs_by_pattern as specs_by_pattern
-from .layouts import tree_columns as tree_columns
-from .layouts import unshard as unshard
 from .lazy import LazyTensor as LazyTensor
-from .live import Exchange as Exchange
-from .live import redistribute as redistribute
 from .mapping import CommonStateDict as CommonStateDict
 from .mapping import FactoryBuildFn as FactoryBuildFn
 from .mapping import FactoryMergeFn as FactoryMergeFn
@@ -106,115 +39,6 @@ from .mapping import ShardedTensor as ShardedTensor
 from .mapping import ShardedTensorFactory as ShardedTensorFactory
 from .mapping import StateDict as StateDict
 from .mapping import is_main_replica as is_main_replica
-from .plans import Explanation as Explanation
-from .plans import Gap as Gap
-from .plans import LoadPlan as LoadPlan
-from .plans import Mismatch as Mismatch
-from .plans import Origin as Origin
-from .plans import Provenance as Provenance
-from .plans import RankReads as RankReads
-from .plans import ReadCost as ReadCost
-from .plans import Refused as Refused
-from .plans import ReshardPlan as ReshardPlan
-from .plans import Schedule as Schedule
-from .plans import Transfers as Transfers
-from .plans import Unexpected as Unexpected
-from .plans import level_writes as level_writes
-from .plans import main_writes as main_writes
-from .plans import peak_bytes as peak_bytes
-from .plans import plan_load as plan_load
-from .plans import plan_reshard as plan_reshard
-from .plans import relayed as relayed
-from .plans import reshard as reshard
-from .retention import RetentionPolicy as RetentionPolicy
-from .retention import SavedStep as SavedStep
-from .retention import best_step as best_step
-from .retention import keep_all as keep_all
-from .retention import keep_any as keep_any
-from .retention import keep_best as keep_best
-from .retention import keep_every as keep_every
-from .retention import keep_every_seconds as keep_every_seconds
-from .retention import keep_for as keep_for
-from .retention import keep_last as keep_last
-from .retention import keep_steps as keep_steps
-from .retention import retained as retained
-from .storage import LocalStorage as LocalStorage
-from .storage import MemoryStorage as MemoryStorage
-from .storage import ReadReport as ReadReport
-from .storage import Storage as Storage
-from .strategies import AsyncRequest as AsyncRequest
-from .strategies import Checkpoint as Checkpoint
-from .strategies import Damage as Damage
-from .strategies import Draft as Draft
-from .strategies import Region as Region
-from .strategies import Strategies as Strategies
-from .strategies import StrategyAction as StrategyAction
-from .strategies import Unchecked as Unchecked
-from .strategies import VerifyReport as VerifyReport
-from .strategies import default_strategies as default_strategies
-from .strategies import find_strategy as find_strategy
-from .strategies import get_default_strategy as get_default_strategy
-from .strategies import register_default_strategy as register_default_strategy
-from .transforms import PADDING as PADDING
-from .transforms import AxisRuns as AxisRuns
-from .transforms import BufferPlace as BufferPlace
-from .transforms import BufferPlan as BufferPlan
-from .transforms import BufferRange as BufferRange
-from .transforms import Built as Built
-from .transforms import Lens as Lens
-from .transforms import OptimizerRule as OptimizerRule
-from .transforms import abstract_optim_state as abstract_optim_state
-from .transforms import abstract_optim_state_from_metadata as abstract_optim_state_from_metadata
-from .transforms import adafactor_rules as adafactor_rules
-from .transforms import as_factory as as_factory
-from .transforms import attention_qkv as attention_qkv
-from .transforms import block_scales as block_scales
-from .transforms import boxes_of as boxes_of
-from .transforms import buffer_slices as buffer_slices
-from .transforms import compose_factories as compose_factories
-from .transforms import expert_keys as expert_keys
-from .transforms import expert_stack as expert_stack
-from .transforms import factories_by_pattern as factories_by_pattern
-from .transforms import flat_of as flat_of
-from .transforms import flat_shards as flat_shards
-from .transforms import flat_targets as flat_targets
-from .transforms import gate_and_up as gate_and_up
-from .transforms import get_param_id_to_name_map as get_param_id_to_name_map
-from .transforms import get_param_id_to_sharded_param_map as get_param_id_to_sharded_param_map
-from .transforms import grouped_runs as grouped_runs
-from .transforms import joined_parts as joined_parts
-from .transforms import lenses_by_pattern as lenses_by_pattern
-from .transforms import make_sharded_optimizer_tensor as make_sharded_optimizer_tensor
-from .transforms import mapped_axis as mapped_axis
-from .transforms import merge_tensors as merge_tensors
-from .transforms import one_per_parameter as one_per_parameter
-from .transforms import one_per_shard as one_per_shard
-from .transforms import optim_state_by_id as optim_state_by_id
-from .transforms import optim_state_by_name as optim_state_by_name
-from .transforms import optim_state_to_sharding_state as optim_state_to_sharding_state
-from .transforms import pad_tensors as pad_tensors
-from .transforms import padded_axis as padded_axis
-from .transforms import partial_rename as partial_rename
-from .transforms import per_parameter as per_parameter
-from .transforms import plan_buffers as plan_buffers
-from .transforms import rearranged as rearranged
-from .transforms import reduced_axis as reduced_axis
-from .transforms import regroup_optim_state as regroup_optim_state
-from .transforms import renamed as renamed
-from .transforms import rotary_halves as rotary_halves
-from .transforms import rotary_pairs as rotary_pairs
-from .transforms import sharded_params_by_name as sharded_params_by_name
-from .transforms import sharding_state_to_optim_state as sharding_state_to_optim_state
-from .transforms import slice_views as slice_views
-from .transforms import split_tensor as split_tensor
-from .transforms import stack_layers as stack_layers
-from .transforms import stacked_layers as stacked_layers
-from .transforms import tied as tied
-from .transforms import transpose_tensors as transpose_tensors
-from .transforms import transposed as transposed
-from .transforms import unpad_tensors as unpad_tensors
-from .transforms import unstack_layers as unstack_layers
-from .transforms import unstacked_layers as unstacked_layers
 from .trees import HOLE as HOLE
 from .trees import Difference as Difference
 from .trees import Hole as Hole
@@ -243,10 +67,29 @@ from .trees import step as step
 from .trees import unwrap as unwrap
 from .trees import without_data as without_data
 from .trees import without_holes as without_holes
-from .world import World as World
-from .world import current_world as current_world
-from .world import distributed as distributed
-from .world import one_process as one_process
-from .world import simulate as simulate
 
 __version__ = "0.1.0"
+
+# Loading the rest takes a few hundred milliseconds, so it waits until one of its names is asked for. Type checkers see
+# plain names, and no __getattr__, which would hide misspelt ones from them.
+if typing.TYPE_CHECKING:
+    from ._later import *  # noqa: F403
+else:
+
+    def __getattr__(name: str) -> object:
+        if name == "__all__":
+            return __dir__()
+        if name[:1] != "_" and name in (loaded := _loaded()):
+            return loaded[name]
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
+
+    def __dir__() -> list[str]:
+        return sorted(name for name, value in _loaded().items() if name[0] != "_" and not inspect.ismodule(value))
+
+    def _loaded() -> dict[str, object]:
+        """Return this module's attributes, after those of `_later` have become some of them."""
+        later = vars(importlib.import_module("._later", __name__))
+        # What the caller has put in the place of one stays.
+        missing = {name: value for name, value in later.items() if name[0] != "_" and name not in globals()}
+        globals().update(missing)
+        return dict(globals())  # a copy: another thread's import may add to these

@@ -11,16 +11,23 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import optree
+import torch
 
 from ..errors import TreePath, plural, render_path
+from ..mapping import ShardedTensor
+from ._hole import HOLE
 
 Tree = Any
 
 _OPEN_KINDS = (dict, list, deque)
+_LEAVES = frozenset((ShardedTensor, torch.Tensor, type(HOLE), type(None), bool, int, float, str))
+"""Types that nobody registers as nodes: known without asking."""
 
 
 def entries(node: Tree) -> Mapping[Any, Tree] | None:
     """Return a container's children by entry (key or position) in its own order, or None for a leaf."""
+    if type(node) in _LEAVES:
+        return None
     if isinstance(node, dict):
         return node
     if isinstance(node, (list, deque)) or type(node) is tuple:

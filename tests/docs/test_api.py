@@ -258,7 +258,7 @@ WorldError
 RemoteError
 """.split()
 
-EXPORTED = [name for name, value in vars(shardtree).items() if name[0] != "_" and not inspect.ismodule(value)]
+EXPORTED = dir(shardtree)
 FUNCTIONS = [name for name in EXPORTED if inspect.isfunction(getattr(shardtree, name))]
 CLASSES = [name for name in EXPORTED if inspect.isclass(getattr(shardtree, name))]
 

@@ -1,0 +1,122 @@
+"""The root's names: some are there at once, the others when they are first asked for; nobody can tell which."""
+
+from __future__ import annotations
+
+import ast
+import pickle
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+import shardtree
+
+ROOT = Path(__file__).parents[1]
+AT_ONCE = {"errors", "geometry", "lazy", "mapping", "trees"}
+
+
+def fresh(code: str, *arguments: str) -> list[str]:
+    """Return the words that code prints in a new process."""
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout.split()
+
+
+def rooms(names: list[str]) -> set[str]:
+    """Return our rooms that are among the names of loaded modules."""
+    return {name.split(".")[1] for name in names if name.startswith("shardtree.")}
+
+
+def checked_names(module: str) -> list[str]:
+    """Return the names that a type checker finds in one of the root's modules: those imported as themselves."""
+    tree = ast.parse((ROOT / "shardtree" / module).read_text())
+    found = [alias for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names]
+    return [alias.name for alias in found if alias.name == alias.asname]
+
+
+def test_importing_loads_leaves_and_tree_maps_alone() -> None:
+    assert rooms(fresh("import sys, shardtree; print(*sys.modules)")) == AT_ONCE
+
+
+def test_looking_for_what_is_private_loads_nothing() -> None:
+    code = "import sys, shardtree; hasattr(shardtree, '__wrapped__'), hasattr(shardtree, '_x'); print(*sys.modules)"
+    assert rooms(fresh(code)) == AT_ONCE
+
+
+def test_our_leaves_are_nodes_at_once() -> None:
+    code = """
+import torch, optree, shardtree as st
+shard = st.ShardedTensor.from_rank_offsets("w", torch.ones(2))
+print(*[type(leaf).__name__ for leaf in optree.tree_leaves({"w": shard}, namespace="shardtree")])
+"""
+    assert fresh(code) == ["Tensor"]
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import shardtree; print(*shardtree.__all__)",
+        "import shardtree; print(*dir(shardtree))",
+        "import shardtree; shardtree.save; print(*[name for name in dir(shardtree) if name in vars(shardtree)])",
+        "before = {*vars(), 'before'}\nfrom shardtree import *\nprint(*sorted({*vars()} - before))",
+    ],
+)
+def test_every_way_to_the_names_gives_all_of_them(code: str) -> None:
+    assert fresh(code) == shardtree.__all__
+
+
+def test_a_name_that_waited_can_be_imported_first() -> None:
+    assert fresh("from shardtree import save, Mesh; print(save.__name__, Mesh.__name__)") == ["save", "Mesh"]
+
+
+def test_rooms_are_attributes_as_after_any_import() -> None:
+    assert fresh("import shardtree; print(shardtree.storage.__name__)") == ["shardtree.storage"]
+
+
+def test_a_type_checker_sees_each_name_once_and_no_getattr() -> None:
+    seen = checked_names("__init__.py") + checked_names("_later.py")
+    assert [name for name, times in Counter(seen).items() if times > 1] == []
+    assert sorted(seen) == shardtree.__all__
+    tree = ast.parse((ROOT / "shardtree" / "__init__.py").read_text())
+    (choice,) = (node for node in tree.body if isinstance(node, ast.If))
+    assert ast.unparse(choice.test) == "typing.TYPE_CHECKING"
+    assert ast.unparse(choice.body[0]) == "from ._later import *"
+    assert not any(isinstance(node, ast.FunctionDef) for node in tree.body), "a checker would take any name"
+
+
+def test_each_name_is_that_of_its_room() -> None:
+    assert shardtree.save is shardtree.checkpoint.save
+    assert [name for name in shardtree.__all__ if getattr(shardtree, name) is not vars(shardtree)[name]] == []
+
+
+def test_a_misspelt_name_is_told_with_a_guess() -> None:
+    code = "import shardtree\nshardtree.loads"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert "AttributeError: module 'shardtree' has no attribute 'loads'. Did you mean: 'load'?" in done.stderr
+
+
+def test_a_pickled_leaf_is_found_in_a_new_process(tmp_path: Path) -> None:
+    shard = shardtree.ShardedTensor.from_rank_offsets("w", torch.ones(2))
+    (tmp_path / "leaf").write_bytes(pickle.dumps([shard.without_data(), shardtree.load, shardtree.Mesh]))
+    code = "import pickle, sys; print(*[x.__class__.__name__ for x in pickle.load(open(sys.argv[1], 'rb'))])"
+    assert fresh(code, str(tmp_path / "leaf")) == ["ShardedTensor", "function", "type"]
+
+
+def test_what_is_put_in_the_place_of_a_name_stays() -> None:
+    code = """
+import shardtree
+shardtree.save = "early"
+hasattr(shardtree, "no_such_name")
+shardtree.load = "late"
+dir(shardtree), hasattr(shardtree, "no_such_name")
+print(shardtree.save, shardtree.load)
+"""
+    assert fresh(code) == ["early", "late"]
+
+
+def test_no_name_at_all_is_no_name() -> None:
+    assert not hasattr(shardtree, "")
