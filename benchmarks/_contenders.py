@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +13,7 @@ from pathlib import Path
 import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
+import xxhash
 from safetensors import safe_open
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -22,13 +23,17 @@ import shardtree as st
 from ._work import Tensors, Work, column_shard
 
 SAVE, LOAD, LOAD_NEW, LOAD_COLUMNS = "save", "load into given tensors", "load new tensors", "load resharded"
+HASH = "hash"
 
-RAW, OURS, OURS_UNCHECKED = "raw pwrite, preadv", "shardtree", "shardtree, verify=None"
+RAW, OURS, OURS_UNCHECKED = "raw pwrite, preadv", "shardtree", "shardtree, no checksums"
 DCP, DCP_BEST, SAFETENSORS = "DCP", "DCP, 2 threads", "safetensors"
 TORCH, TORCH_MAPPED = "torch.save", "torch.load(mmap=True)"
 
 STEP = 1024 * 1024
 """Bytes of a raw read or write, as large as those of shardtree."""
+
+BLOCK = 256 * 1024
+"""Bytes that are hashed at a time, as by shardtree."""
 
 Load = Callable[[Work, Path], Tensors]
 
@@ -51,9 +56,8 @@ class Contender:
 def contenders(ranks: int) -> tuple[Contender, ...]:
     """Return everybody who takes part with that many processes."""
     everybody = (
-        Contender(
-            RAW, _raw_save, {(LOAD, RAW): _raw_load, (LOAD_NEW, RAW): _raw_new, (LOAD_COLUMNS, RAW): _raw_columns}
-        ),
+        Contender(RAW, _raw_save, _raw_loads()),
+        Contender(OURS_UNCHECKED, partial(_save, checksums=False), {}),
         Contender(OURS, _save, {**_loads(OURS, "whole"), **_loads(OURS_UNCHECKED, None)}),
         _dcp(DCP, {}),
         _dcp(DCP_BEST, {"thread_count": 2}),
@@ -74,6 +78,11 @@ def _without_columns(one: Contender) -> Contender:
 
 
 # Raw: the tensors' bytes one after the other, one file a rank.
+
+
+def _raw_loads() -> dict[tuple[str, str], Load]:
+    loads = {LOAD: _raw_load, LOAD_NEW: _raw_new, LOAD_COLUMNS: _raw_columns, HASH: _hash}
+    return {(operation, RAW): load for operation, load in loads.items()}
 
 
 def _raw_save(mine: Work, folder: Path) -> None:
@@ -99,19 +108,35 @@ def _raw_columns(mine: Work, folder: Path) -> Tensors:
 
 
 def _raw_read(mine: Work, folder: Path, tensors: Tensors) -> Tensors:
-    """Read by as many threads as shardtree reads with, each every so-manieth part."""
-    threads = torch.get_num_threads()
     descriptor = os.open(folder / f"{mine.rank}.raw", os.O_RDONLY)
-    parts = list(_parts(tensors))
 
-    def read(first: int) -> None:
-        for byte, part in parts[first::threads]:
+    def read(parts: Sequence[tuple[int, memoryview]]) -> None:
+        for byte, part in parts:
             os.preadv(descriptor, [part], byte)
 
-    with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(read, range(threads)))
+    _in_threads(read, tensors)
     os.close(descriptor)
     return tensors
+
+
+def _hash(mine: Work, folder: Path) -> Tensors:
+    """Hash what lies in memory, as a load does in the block size of our format."""
+
+    def hash_parts(parts: Sequence[tuple[int, memoryview]]) -> None:
+        for _, part in parts:
+            for start in range(0, len(part), BLOCK):
+                xxhash.xxh3_64_intdigest(part[start : start + BLOCK])
+
+    _in_threads(hash_parts, mine.rows)
+    return {}
+
+
+def _in_threads(work: Callable[[Sequence[tuple[int, memoryview]]], None], tensors: Tensors) -> None:
+    """Work in as many threads as shardtree does, each on every so-manieth part."""
+    threads = torch.get_num_threads()
+    parts = list(_parts(tensors))
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(work, (parts[first::threads] for first in range(threads))))
 
 
 def _parts(tensors: Tensors) -> Iterator[tuple[int, memoryview]]:
@@ -131,8 +156,8 @@ def _new(tensors: Tensors) -> Tensors:
 # shardtree.
 
 
-def _save(mine: Work, folder: Path) -> None:
-    st.save(_tree(mine, mine.rows, axis=0), folder, durable=False)
+def _save(mine: Work, folder: Path, *, checksums: bool = True) -> None:
+    st.save(_tree(mine, mine.rows, axis=0), folder, durable=False, checksums=checksums)
 
 
 def _loads(name: str, verify: st.Verify) -> dict[tuple[str, str], Load]:

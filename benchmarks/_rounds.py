@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 import time
 from collections.abc import Callable
@@ -31,6 +32,7 @@ def measure(
     tries: int,
     threads: int,
     everybody: Callable[[int], tuple[Contender, ...]] = contenders,
+    make: Callable[..., Work] = work,
 ) -> tuple[int, Seconds]:
     """Return the bytes saved and the seconds that each operation took.
 
@@ -43,6 +45,7 @@ def measure(
         tries: in a row, of which the fastest counts.
         threads: that torch may use in each process.
         everybody: who takes part with that many processes.
+        make: makes a rank's work of the rank, `ranks`, `folder`, `size` and `tensors`.
     """
     run = partial(
         _run,
@@ -54,6 +57,7 @@ def measure(
         tries=tries,
         threads=threads,
         everybody=everybody,
+        make=make,
     )
     if ranks == 1:
         return run(0)
@@ -82,10 +86,11 @@ def _run(
     tries: int,
     threads: int,
     everybody: Callable[[int], tuple[Contender, ...]],
+    make: Callable[..., Work],
 ) -> tuple[int, Seconds]:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    mine = work(rank, ranks, folder, size=size, tensors=tensors)
+    mine = make(rank, ranks, folder, size=size, tensors=tensors)
     taking_part = everybody(ranks)
     _round(mine, taking_part, check=True, tries=1)
     seconds: Seconds = {}
@@ -150,6 +155,7 @@ def _loaded(mine: Work, load: Callable[[], Tensors], tries: int) -> tuple[float,
 
 def _timed(mine: Work, action: Callable[[], Any]) -> tuple[float, Any]:
     """Return how long the slowest rank took, and this rank's result."""
+    gc.collect()  # so that nobody pays for what the one before has left
     _meet(mine)
     start = time.perf_counter()
     result = action()

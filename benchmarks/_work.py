@@ -46,13 +46,23 @@ def work(rank: int, ranks: int, folder: Path, *, size: int, tensors: int) -> Wor
         size: of all tensors together, in bytes; about kept.
         tensors: how many there are, by turns float32 and bfloat16, equally many bytes each.
     """
-    shapes = {f"layers.{number}.weight": _shape(size // tensors, _dtype(number), ranks) for number in range(tensors)}
+    return _work(rank, ranks, folder, [size // tensors] * tensors)
+
+
+def mixed_work(rank: int, ranks: int, folder: Path, *, size: int, tensors: int) -> Work:
+    """Return a rank's work of tensors of 1 KiB to `size` bytes each, all sizes alike; the rest as in `work`."""
+    sizes = [1024 + number * 2654435761 % max(1, size - 1023) for number in range(tensors)]
+    return _work(rank, ranks, folder, sizes)
+
+
+def _work(rank: int, ranks: int, folder: Path, sizes: list[int]) -> Work:
+    shapes = {f"layers.{number}.weight": _shape(size, _dtype(number), ranks) for number, size in enumerate(sizes)}
     kinds = {name: (_dtype(number), *shape) for number, (name, shape) in enumerate(shapes.items())}
     return Work(
         rank=rank,
         ranks=ranks,
         folder=folder,
-        rows={name: _counted(dtype, rows // ranks, columns, rank) for name, (dtype, rows, columns) in kinds.items()},
+        rows={name: _random(dtype, rows // ranks, columns, rank) for name, (dtype, rows, columns) in kinds.items()},
         targets={
             name: torch.zeros(rows // ranks, columns, dtype=dtype) for name, (dtype, rows, columns) in kinds.items()
         },
@@ -78,7 +88,6 @@ def _shape(size: int, dtype: torch.dtype, ranks: int) -> tuple[int, int]:
     return max(1, elements // columns // ranks) * ranks, columns
 
 
-def _counted(dtype: torch.dtype, rows: int, columns: int, rank: int) -> torch.Tensor:
-    """Return a tensor whose elements tell rank, row and column apart as far as the dtype can."""
-    first = torch.arange(rows).add(rank * rows)[:, None] * 31
-    return ((first + torch.arange(columns)) % 251).to(dtype)
+def _random(dtype: torch.dtype, rows: int, columns: int, rank: int) -> torch.Tensor:
+    """Return numbers of chance: what repeats itself would be compressed by who does that."""
+    return torch.rand(rows, columns, generator=torch.Generator().manual_seed(rank)).to(dtype)

@@ -1,19 +1,21 @@
-"""How long an asynchronous save keeps its caller: ``python -m benchmarks.async_save --size 500MB``.
+"""How long an asynchronous save keeps its caller: ``python -m benchmarks.async_save``.
 
-Beside one copy of the same bytes into warm memory, and the asynchronous saves of DCP and Megatron-Core. Everybody waits
-for the medium (Megatron-Core always does), and commits each save before the next one begins. Two things block: the
-call, and what the caller does to commit once all is written. A step that changes every tensor in place comes right
-after the call: where a fork writes, the system copies each page then.
+Beside one copy of the same bytes into warm memory, made right before by torch's threads and by one, whichever is
+faster, and the asynchronous saves of DCP and Megatron-Core. Everybody waits for the medium (Megatron-Core always does),
+and commits each save before the next one begins. Two things block: the call, and what the caller does to commit once
+all is written. A step that changes every tensor in place comes right after the call: where a fork writes, the system
+copies each page then.
 """
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -22,17 +24,37 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
-from rich.console import Console
-from rich.table import Table
 
-from ._async_contenders import COPY, OURS_UNCOPIED, Save, everybody
+import shardtree as st
+
+from ._async_contenders import DCP_THREAD_STAGED, OURS, OURS_UNCOPIED, Save, copy, everybody, memcpy
+from ._bars import Bar, Settings, print_bars, run
 from ._work import Work, work
-from .roundtrip import _bytes
+
+COPY = "one copy"
+
+MOST_COPIES = 1.2
+"""The most that the call may take of a copy's time."""
+
+
+class Job(NamedTuple):
+    """What is measured: bytes of all tensors together, tensors, rounds, tries in a row in each, and of whom."""
+
+    size: int
+    tensors: int
+    rounds: int
+    tries: int
+    only: tuple[str, ...]
+
+
+FULL = Job(500_000_000, 50, 5, 2, ())
+QUICK = Job(2_000_000, 3, 1, 1, (OURS, OURS_UNCOPIED, DCP_THREAD_STAGED))
 
 
 class Taken(NamedTuple):
-    """What one save took, in seconds."""
+    """What one save took, in seconds: a copy right before, the call, the step after it, the commit, and all of it."""
 
+    copy: float
     call: float
     step: float
     commit: float
@@ -44,40 +66,59 @@ class Measured(NamedTuple):
 
     seconds: dict[str, list[Taken]]
     errors: dict[str, str]
-    nbytes: int
 
 
-def _run(rank: int, ranks: int, folder: Path, options: argparse.Namespace, results: Any) -> None:
+def bars(settings: Settings) -> list[Bar]:
+    """Measure asynchronous saves in one process and in two, print a table for each, and return the bars."""
+    made: list[Bar] = []
+    for ranks in (1,) if settings.quick else (1, 2):
+        found = _in_processes(ranks, settings.folder, QUICK if settings.quick else FULL)
+        made += (drawn := bars_of(found, ranks))
+        print_bars(f"Asynchronous saves, {_processes(ranks)}; everybody waits for the medium", drawn, settings.console)
+    return made
+
+
+def _in_processes(ranks: int, folder: Path | None, job: Job) -> Measured:
+    with tempfile.TemporaryDirectory(dir=folder, prefix="shardtree-benchmark-") as place:
+        results = processes.get_context("spawn").SimpleQueue()
+        processes.spawn(_run, (ranks, Path(place), job, results), nprocs=ranks)
+        return Measured(*results.get())
+
+
+def _run(rank: int, ranks: int, folder: Path, job: Job, results: Any) -> None:
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=ranks)
     torch.set_num_threads(max(1, torch.get_num_threads() // ranks))
-    mine = work(rank, ranks, folder, size=options.size, tensors=options.tensors)
-    found = _measured(mine, everybody(options.only), options.rounds)
+    mine = work(rank, ranks, folder, size=job.size, tensors=job.tensors)
+    found = measured(mine, everybody(job.only), job)
     if rank == 0:
         results.put(tuple(found))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _measured(mine: Work, contenders: dict[str, Save], rounds: int) -> Measured:
-    found = Measured({name: [] for name in contenders}, {}, mine.nbytes)
-    for number in range(-1, rounds):
+def measured(mine: Work, contenders: dict[str, Save], job: Job) -> Measured:
+    """Have everybody save in each round, in another order; what comes before warms up, and is read again."""
+    found = Measured({name: [] for name in contenders}, {})
+    for number in range(-1, job.rounds):
         for name in Random(number).sample(list(contenders), len(contenders)):
-            if name in found.errors:
-                continue
-            taken, error = _tried(mine, contenders[name], changes=name != OURS_UNCOPIED)
-            if error:
-                found.errors[name] = error
-            elif number >= 0:  # what comes before warms up
-                found.seconds[name].append(taken)
+            tries = [] if name in found.errors else [_tried(mine, contenders[name], name, number < 0)]
+            while tries and not tries[-1][1] and number >= 0 and len(tries) < job.tries:
+                tries.append(_tried(mine, contenders[name], name, False))
+            if tries and tries[-1][1]:
+                found.errors[name] = tries[-1][1]
+            elif tries and number >= 0:
+                found.seconds[name].append(Taken(*map(min, zip(*(taken for taken, _ in tries), strict=True))))
     return found
 
 
-def _tried(mine: Work, save: Save, *, changes: bool) -> tuple[Taken, str]:
+def _tried(mine: Work, save: Save, name: str, checks: bool) -> tuple[Taken, str]:
     """Return what a save took of the slowest rank, and what the first rank says where it failed."""
-    taken, error = Taken(0, 0, 0, 0), ""
+    taken, error = Taken(0, 0, 0, 0, 0), ""
     try:
-        taken = _timed(mine, save, mine.folder / "files", changes=changes)
+        taken = _timed(mine, save, mine.folder / "files", changes=name != OURS_UNCOPIED)
+        if checks:
+            _check(mine, mine.folder / "files", changed=name != OURS_UNCOPIED)
     except Exception as failure:
         error = f"{type(failure).__name__}: {failure}"[:100]
     told: list[tuple[Taken, str]] = [(taken, error)] * mine.ranks
@@ -90,61 +131,85 @@ def _timed(mine: Work, save: Save, folder: Path, *, changes: bool) -> Taken:
     if mine.rank == 0:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
+    copy(mine)  # so that all of it was touched lately
+    copied = min(_seconds(partial(way, mine)) for way in (copy, memcpy))
     dist.barrier()
     start = time.perf_counter()
     wait, commit = save(mine, folder)
     called = time.perf_counter()
-    if changes:
-        for tensor in mine.rows.values():
-            tensor.neg_()
-    stepped = time.perf_counter()
+    stepped = _seconds(lambda: [tensor.neg_() for tensor in mine.rows.values()] if changes else None)
     wait()
+    committed = _seconds(commit)
+    return Taken(copied, called - start, stepped, committed, time.perf_counter() - start)
+
+
+def _seconds(do: Callable[[], object]) -> float:
     dist.barrier()
-    written = time.perf_counter()
-    commit()
-    end = time.perf_counter()
-    return Taken(called - start, stepped - called, end - written, end - start)
+    start = time.perf_counter()
+    do()
+    return time.perf_counter() - start
 
 
-def table(ranks: int, found: Measured) -> Table:
-    """Return what was measured, a row for each contender, with the ratio to the copy in the same round."""
-    title = f"{ranks} process{'es' * (ranks > 1)}, {found.nbytes / 1e9:.3g} GB; everybody waits for the medium"
-    drawn = Table(title=title, title_justify="left")
-    for heading in ("by", "call, seconds", "times one copy", "step after it", "commit", "until committed"):
-        drawn.add_column(heading, justify="left" if heading == "by" else "right")
-    copies = found.seconds[COPY]
-    for name, taken in found.seconds.items():
-        if name in found.errors:
-            drawn.add_row(name, found.errors[name])
-            continue
-        ratio = median(each.call / copy.call for each, copy in zip(taken, copies, strict=True))
-        call, step, commit, total = (f"{median(values):.3f}" for values in zip(*taken, strict=True))
-        saves = ("", "") if name == COPY else (commit, total)
-        drawn.add_row(name, call, f"{ratio:.2f}", "" if name == OURS_UNCOPIED else step, *saves)
-    return drawn
+def _check(mine: Work, folder: Path, *, changed: bool) -> None:
+    """Raise unless what was saved is what the tensors were at the call."""
+    dist.barrier()
+    stored = st.load_plain_tensors(folder)
+    for name, tensor in mine.rows.items():
+        rows = stored[name][mine.rank * len(tensor) :][: len(tensor)]
+        if not torch.equal(rows, -tensor if changed else tensor):
+            raise ValueError(f"{name!r} isn't what was saved")
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the benchmark and print a table for each number of processes; returns 0."""
-    options = _parser().parse_args(arguments)
-    console = Console(width=None if sys.stdout.isatty() else 130)
-    for ranks in options.processes:
-        with tempfile.TemporaryDirectory(dir=options.dir, prefix="shardtree-benchmark-") as folder:
-            results = processes.get_context("spawn").SimpleQueue()
-            processes.spawn(_run, (ranks, Path(folder), options, results), nprocs=ranks)
-            console.print(table(ranks, Measured(*results.get())))
-    return 0
+def bars_of(found: Measured, ranks: int) -> list[Bar]:
+    """Return our call beside a copy and beside every other one's, and what else of a save the caller notices."""
+    ours = found.seconds[OURS]
+    call = f"async save, {_processes(ranks)}: the call"
+    if OURS in found.errors:
+        return [Bar(call, COPY, float("nan"), None, float("nan"), MOST_COPIES, note=found.errors[OURS])]
+    made = [_bar(call, COPY, [each.call for each in ours], [each.copy for each in ours], MOST_COPIES)]
+    peers = {name: taken for name, taken in found.seconds.items() if name != OURS}
+    for name, taken in peers.items():
+        note = found.errors.get(name) or f"{median(each.call / each.copy for each in taken):.2f} of a copy"
+        most = None if name == OURS_UNCOPIED else 1.0
+        made.append(_bar(call, name, [each.call for each in ours], [each.call for each in taken], most, note))
+    for what, seconds in _TOLD.items():
+        for name, taken in peers.items():
+            if taken and not (name == OURS_UNCOPIED and what in (_STEP, _BLOCKED)):
+                times = [list(map(seconds, each)) for each in (ours, taken)]
+                most = 1.0 if what == _BLOCKED else None
+                made.append(_bar(f"async save, {_processes(ranks)}: {what}", name, *times, most))
+    return made
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.async_save", description=__doc__)
-    parser.add_argument("--size", type=_bytes, default=_bytes("500MB"), help="of all tensors together, such as 1GB")
-    parser.add_argument("--tensors", type=int, default=50, help="how many there are")
-    parser.add_argument("--rounds", type=int, default=5, help="that count; one more warms up")
-    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2], help="one table for each number")
-    parser.add_argument("--only", nargs="*", default=[], help="contenders, beside the copy; all of them by default")
-    parser.add_argument("--dir", type=Path, help="a folder on the storage to measure; the system's temporary one")
-    return parser
+_STEP = "the step after it"
+
+_BLOCKED = "call and step"
+"""What blocks in all where a fork leaves the copy to the step."""
+
+_TOLD: dict[str, Callable[[Taken], float]] = {
+    _STEP: lambda taken: taken.step,
+    _BLOCKED: lambda taken: taken.call + taken.step,
+    "call and commit": lambda taken: taken.call + taken.commit,
+    "until committed": lambda taken: taken.total,
+}
+
+
+def _bar(
+    operation: str, beside: str, ours: Sequence[float], other: Sequence[float], most: float | None, note: str = ""
+) -> Bar:
+    if not other:
+        return Bar(operation, beside, median(ours), None, float("nan"), most, note=note)
+    figure = median(one / its if its else float("nan") for one, its in zip(ours, other, strict=True))
+    return Bar(operation, beside, median(ours), median(other), figure, most, note=note)
+
+
+def _processes(ranks: int) -> str:
+    return f"{ranks} process{'es' * (ranks > 1)}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark by its command."""
+    return run(bars, arguments, "benchmarks.async_save", __doc__)
 
 
 if __name__ == "__main__":

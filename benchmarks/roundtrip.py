@@ -7,15 +7,15 @@ on a disk, so that they are in the page cache when they are loaded; see docs/per
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import tempfile
 from pathlib import Path
 
-from rich.console import Console
-
-from ._report import Row, as_json, print_rows, rows
+from . import _bars
+from ._bars import Bar, Settings, finish, print_bars, settings_of
+from ._peers import everybody
+from ._report import bars_of, print_rows, rows
 from ._rounds import measure
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -24,20 +24,24 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark; returns 0, whatever the ratios, unless ``--strict`` is given and a bar is missed."""
     options = _parser().parse_args(arguments)
-    # Plain text where nobody watches; wide enough for every column.
-    console = Console(width=None if sys.stdout.isatty() else 130)
-    table: list[Row] = []
-    for processes in options.processes:
-        table += _measured(processes, options, console)
-    if options.json:
-        options.json.write_text(json.dumps(as_json(table), indent=1))
-    missed = any(row.passed is False for row in table)
-    return int(options.strict and missed)
+    return finish(_all_bars(options, settings_of(options)), options)
 
 
-def _measured(processes: int, options: argparse.Namespace, console: Console) -> list[Row]:
+def bars(settings: Settings) -> list[Bar]:
+    """Return the bars of 2 GB in 100 tensors, in one process and in two."""
+    small = ["--size", "20KB", "--tensors", "3", "--rounds", "1", "--tries", "1"] if settings.quick else []
+    return _all_bars(_parser().parse_args(small), settings)
+
+
+def _all_bars(options: argparse.Namespace, settings: Settings) -> list[Bar]:
+    found = [bar for processes in options.processes for bar in _measured(processes, options, settings)]
+    print_bars(f"Save and load, medians of {options.rounds} rounds", found, settings.console)
+    return found
+
+
+def _measured(processes: int, options: argparse.Namespace, settings: Settings) -> list[Bar]:
     threads = max(1, (os.cpu_count() or 1) // processes)
-    with tempfile.TemporaryDirectory(dir=options.dir, prefix="shardtree-benchmark-") as folder:
+    with tempfile.TemporaryDirectory(dir=settings.folder, prefix="shardtree-benchmark-") as folder:
         nbytes, seconds = measure(
             processes,
             Path(folder),
@@ -46,24 +50,22 @@ def _measured(processes: int, options: argparse.Namespace, console: Console) -> 
             rounds=options.rounds,
             tries=options.tries,
             threads=threads,
+            everybody=everybody,
         )
-        what = f"{nbytes / 1e9:.3g} GB in {options.tensors} tensors, medians of {options.rounds} rounds"
+        size = f"{nbytes / 1e9:.3g} GB"
+        what = f"{size} in {options.tensors} tensors, medians of {options.rounds} rounds"
         title = f"{processes} process{'es' * (processes > 1)}: {what}, files in {Path(folder).parent}"
-    table = rows(processes, nbytes, seconds)
-    print_rows(title, table, console)
-    return table
+    print_rows(title, rows(processes, nbytes, seconds), settings.console)
+    return bars_of(size, processes, seconds)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.roundtrip", description=__doc__)
+    parser = _bars.parser("benchmarks.roundtrip", __doc__)
     parser.add_argument("--size", type=_bytes, default=_bytes("2GB"), help="of all tensors together, such as 2GB")
     parser.add_argument("--tensors", type=int, default=100, help="how many there are")
     parser.add_argument("--rounds", type=int, default=5, help="that count; one more warms up")
     parser.add_argument("--tries", type=int, default=4, help="in a row, of which the fastest counts")
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2], help="one table for each number")
-    parser.add_argument("--dir", type=Path, help="a folder on the storage to measure; the system's temporary one")
-    parser.add_argument("--json", type=Path, help="a file for the numbers")
-    parser.add_argument("--strict", action="store_true", help="exit with 1 if a bar is missed")
     return parser
 
 

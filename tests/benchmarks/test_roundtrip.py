@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks._contenders import LOAD, LOAD_COLUMNS, LOAD_NEW, RAW, SAVE, Contender, contenders
-from benchmarks._report import BARS, Row, rows
+from benchmarks._bars import Bar
+from benchmarks._contenders import HASH, LOAD, LOAD_COLUMNS, LOAD_NEW, OURS, RAW, SAVE, Contender
+from benchmarks._peers import everybody, missing
+from benchmarks._report import BARS, bars_of, rows
 from benchmarks._rounds import _round
 from benchmarks._work import Work, work
 
@@ -22,26 +24,37 @@ TINY = ["--size", "20KB", "--tensors", "3", "--rounds", "1", "--tries", "1"]
 
 def places(ranks: int) -> set[tuple[str, str]]:
     """Return every (operation, row) that has to be printed."""
-    everybody = contenders(ranks)
-    return {(SAVE, one.name) for one in everybody} | {place for one in everybody for place in one.loads}
+    found = {(SAVE, one.name) for one in everybody(ranks)} | {place for one in everybody(ranks) for place in one.loads}
+    return {place for place in found if place[0] != HASH}
+
+
+def asked(ranks: int) -> set[tuple[str, str]]:
+    """Return every (operation, row) that has a bar."""
+    return {(operation, name) for operation, name in places(ranks) if operation in BARS.get(name, {})}
 
 
 @pytest.mark.torchrun
-def test_it_prints_a_row_for_everybody(tmp_path: Path) -> None:
+def test_it_prints_a_row_for_everybody_and_every_bar(tmp_path: Path) -> None:
     numbers = tmp_path / "numbers.json"
-    command = [sys.executable, "-m", "benchmarks", *TINY, "--dir", str(tmp_path), "--json", str(numbers)]
+    command = [sys.executable, "-m", "benchmarks.roundtrip", *TINY, "--dir", str(tmp_path), "--json", str(numbers)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    table = [Row(**row) for row in json.loads(numbers.read_text())]
+    found = [Bar(**bar) for bar in json.loads(numbers.read_text())]
     for processes in (1, 2):
-        assert {(row.operation, row.name) for row in table if row.processes == processes} == places(processes)
-    assert all(row.seconds > 0 and row.name in done.stdout for row in table)
+        job = f" 2e-05 GB, {processes} process{'es' * (processes > 1)}"
+        told = {(bar.operation.removesuffix(job), bar.beside) for bar in found if bar.operation.endswith(job)}
+        assert told == asked(processes) | {(SAVE, name) for name in missing(processes)}
+        checked = {bar.operation for bar in found if bar.operation.endswith(f"{job}, checksums on")}
+        assert len(checked) == 2 + processes
+    assert all(bar.ours > 0 and (bar.note if bar.other is None else bar.other > 0) for bar in found)
+    assert all(name in done.stdout for _, name in places(2))
     assert [path.name for path in tmp_path.iterdir()] == ["numbers.json"]
 
 
 def test_every_bar_has_its_row() -> None:
-    assert {(operation, name) for name, bars in BARS.items() for operation in bars} <= places(2)
+    there = {(operation, name) for name, bars in BARS.items() if name not in missing(2) for operation in bars}
+    assert there <= places(2)
     assert not any(operation == LOAD_COLUMNS for operation, _ in places(1))
 
 
@@ -50,8 +63,18 @@ def test_ratios_are_ours_by_theirs_and_a_round_that_is_slow_for_all_changes_none
     table = rows(1, 10**9, seconds)
     raw = {row.operation: row for row in table if row.name == RAW}
     assert [raw[operation].checked for operation in (SAVE, LOAD, LOAD_NEW)] == pytest.approx([1.2] * 3)
-    assert (raw[SAVE].passed, raw[LOAD].passed, raw[LOAD_NEW].passed) == (True, True, None)
+    assert (raw[SAVE].passed, raw[LOAD].passed, raw[LOAD_NEW].passed) == (False, False, None)
     assert raw[SAVE].speed == 1.0
+
+
+def test_checksums_are_compared_with_none_in_one_process_and_with_raw_and_the_hash_in_two() -> None:
+    for ranks in (1, 2):
+        seconds = {place: [1.0] for place in places(ranks)} | {(HASH, RAW): [0.5]}
+        seconds |= {(operation, OURS): [1.2] for operation in (SAVE, LOAD, LOAD_NEW)}
+        found = {bar.beside: bar for bar in bars_of("1 GB", ranks, seconds) if bar.operation.startswith("save 1 GB, ")}
+        alone, both = found["the same without"], found["raw, and the hash alone"]
+        assert (alone.figure, both.figure) == pytest.approx((1.2, 0.8))
+        assert (alone.passed, both.passed) == ((False, None) if ranks == 1 else (None, True))
 
 
 def test_a_contender_that_loads_something_else_is_found(tmp_path: Path) -> None:

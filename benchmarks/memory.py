@@ -1,0 +1,208 @@
+"""Memory beyond the tree's own that saves and loads take at their peak: ``python -m benchmarks.memory``.
+
+A tree of 1 GB in 4 tensors, by turns float32 and bfloat16, in new processes that did the same with a tiny tree before.
+The tree and what a load returns aren't counted, nor is the index, nor are pages of mapped files, which are the page
+cache's; the note tells the figure with those.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import shardtree as st
+
+from ._bars import Bar, Settings, print_bars, run
+from ._peak import Action, peak
+
+MIB = 1024 * 1024
+MOST = 64.0
+FORMATS = ("safetensors", "torch_dist")
+TINY = 20_000
+TENSORS = 4  # so large that a copy of one would be seen
+BATCH = 32 * MIB
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One thing that is measured.
+
+    Attributes:
+        operation: its name.
+        begin: from (backend, size, rank, ranks, source, destination) to the action.
+        ranks: how many processes take part.
+        source: which earlier case's checkpoint is read, "" if none is.
+        kept: the name under which what was saved stays for later cases, "" if it is removed.
+        most: the bar in MiB.
+    """
+
+    operation: str
+    begin: Callable[..., Action]
+    ranks: int = 1
+    source: str = ""
+    kept: str = ""
+    most: float | None = MOST
+
+
+def bars(settings: Settings) -> list[Bar]:
+    """Return a bar for each format and case."""
+    size, formats = (2_000_000, FORMATS[:1]) if settings.quick else (1_000_000_000, FORMATS)
+    with tempfile.TemporaryDirectory(dir=settings.folder, prefix="shardtree-memory-") as folder:
+        found = [bar for backend in formats for bar in _format(backend, size, Path(folder))]
+    print_bars(f"Peak extra memory, a tree of {size / 1e9:.3g} GB", found, settings.console)
+    return found
+
+
+def _format(backend: str, size: int, folder: Path) -> list[Bar]:
+    (folder / backend).mkdir()
+    found = [_measured(backend, size, folder / backend, case) for case in CASES]
+    shutil.rmtree(folder / backend)
+    return found
+
+
+def _measured(backend: str, size: int, folder: Path, case: Case) -> Bar:
+    source, destination = folder / case.source, folder / (case.kept or "removed")
+    begin = partial(_prepare, case.begin, backend, size, source, destination)
+    seen = peak(begin, folder, case.ranks)
+    index = _index_bytes(source if case.source else destination)
+    if not case.kept:
+        shutil.rmtree(destination, ignore_errors=True)
+    figure = (seen.own - index) / MIB
+    note = f"{seen.mapped / MIB:.3g} with mapped pages; index {index / MIB:.2g}; {seen.samples} looks"
+    return Bar(f"{backend}: {case.operation}", "", figure, None, figure, case.most, "MiB", note)
+
+
+def _prepare(
+    begin: Callable[..., Action], backend: str, size: int, source: Path, destination: Path, rank: int, ranks: int
+) -> Action:
+    """Do all of it with a tiny tree, for what is loaded and made once a process, and get ready for the real one."""
+    tiny = source.with_name(f"{source.name}-tiny"), destination.with_name(f"{destination.name}-tiny")
+    begin(backend, TINY, rank, ranks, *tiny)()
+    if rank == 0 and tiny[1].name.startswith("removed"):
+        shutil.rmtree(tiny[1], ignore_errors=True)
+    return begin(backend, size, rank, ranks, source, destination)
+
+
+def _index_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.name.startswith(("index-", ".metadata")))
+
+
+# The tree: a rank's rows or columns of each tensor.
+
+
+def _tensors(size: int, axis: int, rank: int, ranks: int) -> dict[str, torch.Tensor]:
+    return {f"layers.{number}": _part(_shape(size, number), number, axis, rank, ranks) for number in range(TENSORS)}
+
+
+def _shape(size: int, number: int) -> tuple[int, int]:
+    columns = 1024 if size > TINY else 16
+    return max(2, size // TENSORS // _dtype(number).itemsize // columns // 2 * 2), columns
+
+
+def _dtype(number: int) -> torch.dtype:
+    return torch.bfloat16 if number % 2 else torch.float32
+
+
+def _part(shape: tuple[int, int], number: int, axis: int, rank: int, ranks: int) -> torch.Tensor:
+    places = [torch.arange(length) for length in shape]
+    places[axis] = places[axis].chunk(ranks)[rank]
+    rows, columns = places
+    return (((rows * 31 + number) % 127)[:, None].to(torch.int16) + (columns % 101)).to(_dtype(number))
+
+
+def _tree(tensors: dict[str, torch.Tensor], axis: int, rank: int, ranks: int) -> dict[str, st.ShardedTensor]:
+    place = (axis, rank, ranks)
+    return {name: st.ShardedTensor.from_rank_offsets(name, tensor, place) for name, tensor in tensors.items()}
+
+
+def _empty(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+
+
+def _check(loaded: dict[str, torch.Tensor], size: int, axis: int, rank: int, ranks: int) -> None:
+    for number, tensor in enumerate(loaded.values()):
+        if not torch.equal(tensor, _part(_shape(size, number), number, axis, rank, ranks)):
+            raise ValueError(f"tensor {number} was loaded wrong")
+
+
+# What is measured. A load's result is looked at in the warm-up alone: that takes memory.
+
+
+def _save(backend: str, size: int, rank: int, ranks: int, source: Path, destination: Path) -> Action:
+    return _saving(_tree(_tensors(size, 0, rank, ranks), 0, rank, ranks), backend, destination)
+
+
+def _save_transposed(backend: str, size: int, rank: int, ranks: int, source: Path, destination: Path) -> Action:
+    views = {name: tensor.t() for name, tensor in _tensors(size, 0, rank, ranks).items()}
+    return _saving(_tree(views, 0, rank, ranks), backend, destination)
+
+
+def _save_lazy(backend: str, size: int, rank: int, ranks: int, source: Path, destination: Path) -> Action:
+    return _saving(dict(st.open_checkpoint(source)), backend, destination)
+
+
+def _saving(tree: Any, backend: str, destination: Path) -> Action:
+    def action() -> int:
+        st.save(tree, destination, (backend, 1), durable=False, overwrite=destination.name.endswith("-tiny"))
+        return 0
+
+    return action
+
+
+def _load(
+    backend: str, size: int, rank: int, ranks: int, source: Path, destination: Path, *, axis: int, given: bool
+) -> Action:
+    tree = _tree(_empty(_tensors(size, axis, rank, ranks)), axis, rank, ranks)
+    target = tree if given else st.without_data(tree)
+    del tree
+
+    def action() -> int:
+        loaded = st.load(target, source, donate=given)
+        if size == TINY:
+            _check(loaded, size, axis, rank, ranks)
+        return 0 if given else sum(tensor.nbytes for tensor in loaded.values())
+
+    return action
+
+
+def _convert(
+    backend: str, size: int, rank: int, ranks: int, source: Path, destination: Path, *, most: int | None
+) -> Action:
+    (other,) = {*FORMATS} - {backend}
+    options: dict[str, Any] = {} if most is None else {"max_bytes_in_flight": most}
+
+    def action() -> int:
+        st.convert(source, destination, backend=other, durable=False, **options)
+        return 0
+
+    return action
+
+
+CASES = (
+    Case("save", _save, kept="whole"),
+    Case("save transposed views", _save_transposed),
+    Case("save what is read lazily", _save_lazy, source="whole"),
+    Case("load into given tensors", partial(_load, axis=0, given=True), source="whole"),
+    Case("load new tensors", partial(_load, axis=0, given=False), source="whole"),
+    Case("save, 2 processes", _save, ranks=2, kept="rows"),
+    Case("load rows as columns, 2 processes", partial(_load, axis=1, given=True), ranks=2, source="rows"),
+    Case("convert, 32 MiB in flight", partial(_convert, most=BATCH), source="whole"),
+    Case("convert, 256 MiB in flight, the default", partial(_convert, most=None), source="whole", most=None),
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark by its command."""
+    return run(bars, arguments, "benchmarks.memory", __doc__)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,140 @@
+"""shardtree beside DCP and safetensors on many small tensors: ``python -m benchmarks.small``.
+
+20,000 tensors of 1 to 64 KiB, by turns float32 and bfloat16, in one process and in two that hold half the rows of each.
+Everybody saves them, loads them into given tensors, and loads as columns what was saved as rows. What is measured is
+not so much bytes as what each tensor costs besides.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from functools import cache, partial
+from pathlib import Path
+from statistics import median
+
+import shardtree as st
+from shardtree.storage import Verify
+
+from ._bars import Bar, Settings, print_bars, run
+from ._contenders import (
+    DCP,
+    DCP_BEST,
+    LOAD,
+    LOAD_COLUMNS,
+    OURS,
+    OURS_UNCHECKED,
+    SAFETENSORS,
+    SAVE,
+    Contender,
+    _copying,
+    _dcp,
+    _safetensors_columns,
+    _safetensors_save,
+    _safetensors_tensors,
+    _tree,
+    _without_columns,
+)
+from ._rounds import Seconds, measure
+from ._work import Tensors, Work, mixed_work
+
+OPERATIONS = (SAVE, LOAD, LOAD_COLUMNS)
+PEERS = {DCP: 0.2, DCP_BEST: 0.2, SAFETENSORS: 1.5}
+"""The most that ours may take of each one's time."""
+RESHARDED = {DCP: 1 / 3, DCP_BEST: 1 / 3}
+
+
+def contenders(ranks: int) -> tuple[Contender, ...]:
+    """Return who takes part with that many processes."""
+    everybody = (
+        _ours(OURS, checksums=True, verify="whole"),
+        _ours(OURS_UNCHECKED, checksums=False, verify=None),
+        _own(_dcp(DCP, {})),
+        _own(_dcp(DCP_BEST, {"thread_count": 2})),
+        _own(
+            Contender(SAFETENSORS, _safetensors_save, _copying(SAFETENSORS, _safetensors_tensors, _safetensors_columns))
+        ),
+    )
+    return everybody if ranks > 1 else tuple(map(_without_columns, everybody))
+
+
+def _own(one: Contender) -> Contender:
+    return Contender(one.name, one.save, {place: load for place, load in one.loads.items() if place[0] in OPERATIONS})
+
+
+# The trees are there before anything is timed, as the dicts of tensors are that the others take.
+
+
+@cache
+def _trees(mine: Work) -> dict[str, dict[str, st.ShardedTensor]]:
+    tensors = {SAVE: (mine.rows, 0), LOAD: (mine.targets, 0), LOAD_COLUMNS: (mine.columns, 1)}
+    return {operation: _tree(mine, held, axis=axis) for operation, (held, axis) in tensors.items()}
+
+
+def _save(mine: Work, folder: Path, *, checksums: bool) -> None:
+    st.save(_trees(mine)[SAVE], folder, durable=False, checksums=checksums)
+
+
+def _load(mine: Work, folder: Path, *, operation: str, verify: Verify) -> Tensors:
+    loaded: Tensors = st.load(_trees(mine)[operation], folder, donate=True, verify=verify)
+    return loaded
+
+
+def _ours(name: str, *, checksums: bool, verify: Verify) -> Contender:
+    loads = {
+        (operation, name): partial(_load, operation=operation, verify=verify) for operation in (LOAD, LOAD_COLUMNS)
+    }
+    return Contender(name, partial(_save, checksums=checksums), loads)
+
+
+def bars(settings: Settings) -> list[Bar]:
+    """Measure, print a table for each number of processes, and return the bars; those are for no checksums."""
+    found: list[Bar] = []
+    for processes in (1, 2):
+        nbytes, seconds = _measured(settings, processes)
+        own = list(_bars(processes, seconds))
+        title = f"{processes} process{'es' * (processes > 1)}: {nbytes / 1e6:.3g} MB in small tensors"
+        print_bars(title, own, settings.console)
+        found += own
+    return found
+
+
+def _measured(settings: Settings, processes: int) -> tuple[int, Seconds]:
+    with tempfile.TemporaryDirectory(dir=settings.folder, prefix="shardtree-benchmark-") as folder:
+        return measure(
+            processes,
+            Path(folder),
+            size=2048 if settings.quick else 64 * 1024,
+            tensors=20 if settings.quick else 20_000,
+            rounds=1 if settings.quick else 3,
+            tries=1,  # DCP takes most of a minute for each round
+            threads=max(1, (os.cpu_count() or 1) // processes),
+            everybody=contenders,
+            make=mixed_work,
+        )
+
+
+def _bars(processes: int, seconds: Seconds) -> Iterator[Bar]:
+    for operation in OPERATIONS:
+        for ours in (OURS_UNCHECKED, OURS):
+            for peer in PEERS:
+                if (operation, peer) in seconds:
+                    yield _bar(f"{operation}, {processes} x, {ours}", operation, ours, peer, seconds)
+
+
+def _bar(name: str, operation: str, ours: str, peer: str, seconds: Seconds) -> Bar:
+    own, other = seconds[operation, ours], seconds[operation, peer]
+    most = (RESHARDED if operation == LOAD_COLUMNS else PEERS).get(peer)
+    figure = median(one / two for one, two in zip(own, other, strict=True))
+    return Bar(name, peer, median(own), median(other), figure, most if ours == OURS_UNCHECKED else None)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark and return the exit status."""
+    return run(bars, arguments, "benchmarks.small", __doc__)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
