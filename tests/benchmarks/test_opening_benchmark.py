@@ -19,7 +19,7 @@ def test_it_has_a_row_for_every_bar(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert opening.main(["--quick", "--dir", str(tmp_path / "files"), "--json", str(numbers)]) == 0
     rows = json.loads(numbers.read_text())
     asked = [row["most"] for row in rows if row["most"] is not None]
-    assert asked == [1.5, 1.5, 0.5, 0.5, 2.0, 0.01, 0.01, 0.01] and len(rows) == 15
+    assert asked == [1.5, 1.5, 0.5, 0.5, 2.0, 0.01, 0.01] and len(rows) == 15
     assert all(row["ours"] > 0 and row["figure"] > 0 for row in rows)
     printed = capsys.readouterr().out
     assert all(title in printed for title in opening.PARTS)
