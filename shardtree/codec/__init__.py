@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from ._crc32 import crc32 as crc32
 from ._decode import decode_tree as decode_tree
+from ._dtypes import as_integers as as_integers
 from ._dtypes import bit_view as bit_view
 from ._dtypes import check_storable as check_storable
+from ._dtypes import device_bits as device_bits
 from ._dtypes import dtype_from_name as dtype_from_name
 from ._dtypes import dtype_from_tag as dtype_from_tag
 from ._dtypes import dtype_name as dtype_name

@@ -177,11 +177,33 @@ def row_major_bits(tensor: torch.Tensor) -> torch.Tensor:
         >>> row_major_bits(torch.tensor([[1, 2], [3, 4]], dtype=torch.int8).t())
         tensor([1, 3, 2, 4], dtype=torch.uint8)
     """
+    return device_bits(tensor).cpu()
+
+
+def device_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's bytes in row-major order where it lies: a view where that is what they are, else a copy.
+
+    Raises:
+        UnsupportedValue: its dtype is quantised.
+
+    Examples:
+        >>> device_bits(torch.tensor([[1, 2], [3, 4]], dtype=torch.int8).t())
+        tensor([1, 3, 2, 4], dtype=torch.uint8)
+    """
     check_storable(tensor.dtype, "row_major_bits")
-    plain = tensor.detach().resolve_conj().resolve_neg()
-    # Torch can't copy every dtype, but integers of every size.
-    copyable = plain.view(_INTEGERS.get(tensor.itemsize, tensor.dtype))
-    return bit_view(copyable.cpu().contiguous())
+    row_major = as_integers(tensor.detach().resolve_conj().resolve_neg()).contiguous()
+    # A single element may keep any stride and still be contiguous.
+    return row_major.as_strided((row_major.numel(),), (1,)).view(torch.uint8)
+
+
+def as_integers(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's bits as integers of its size: torch can't copy every dtype.
+
+    Examples:
+        >>> as_integers(torch.ones(2)).dtype
+        torch.int32
+    """
+    return tensor.view(_INTEGERS.get(tensor.itemsize, tensor.dtype))
 
 
 def _is_plain_memory(tensor: torch.Tensor) -> bool:

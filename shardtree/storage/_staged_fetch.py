@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from ..codec import bit_view
+from ..codec import bit_view, device_bits
 from ..plans import LoadPlan
 from ._staged_plan import StagedPart, staged_parts
-from ._staging import DeviceCopies, Pair, copies_of, device_bits
+from ._staging import DeviceCopies, Pair, copies_of
 from ._strided import piece_in, row_major_piece_in
 
 Report = TypeVar("Report")

@@ -10,10 +10,8 @@ from typing import Any
 
 import torch
 
-from ..codec import check_storable
+from ..codec import device_bits
 from ._storage import Buffer
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 """What a copy fills, and what it is made of: alike in dtype and shape."""
@@ -109,21 +107,3 @@ def staged_buffers(parts: Iterable[torch.Tensor], copies: DeviceCopies) -> Itera
 def _arrived(started: deque[tuple[torch.Tensor, torch.Tensor, Any]], copies: DeviceCopies) -> Buffer:
     copies.wait(started[0][2])
     return memoryview(started.popleft()[0].numpy())
-
-
-def device_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's bytes in row-major order where it lies: a view where that is what they are, else a copy.
-
-    Raises:
-        UnsupportedValue: its dtype is quantised.
-
-    Examples:
-        >>> device_bits(torch.tensor([[1, 2], [3, 4]], dtype=torch.int8).t())
-        tensor([1, 3, 2, 4], dtype=torch.uint8)
-    """
-    check_storable(tensor.dtype, "device_bits")
-    plain = tensor.detach().resolve_conj().resolve_neg()
-    # Torch can't copy every dtype, but integers of every size.
-    row_major = plain.view(_INTEGERS.get(tensor.itemsize, tensor.dtype)).contiguous()
-    # A single element may keep any stride and still be contiguous.
-    return row_major.as_strided((row_major.numel(),), (1,)).view(torch.uint8)

@@ -6,13 +6,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from ...codec import as_integers
 from ...errors import CheckpointingException, error_text
 from ...mapping import ShardedTensor
 from ...mapping.memory import check_apart, check_unchanged, check_writable, given_tensor
 from ...storage import copies_of, empty_tensor
 from ...trees import with_data
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def can_be_staged(shard: ShardedTensor, *, donate: bool) -> bool:
@@ -45,9 +44,9 @@ def with_memory(shard: ShardedTensor, *, donate: bool, on_device: bool = False) 
         return with_data(shard, new_memory(shard.key, shard.data_shape, shard.dtype))
     if given is None:
         memory = new_memory(shard.key, shard.data_shape, shard.dtype)
-        _copyable(memory).zero_()
+        as_integers(memory).zero_()
         return with_data(shard, memory)
-    copied = _copyable(given.detach().resolve_conj().resolve_neg()).to(
+    copied = as_integers(given.detach().resolve_conj().resolve_neg()).to(
         "cpu", copy=True, memory_format=torch.contiguous_format
     )
     return with_data(shard, copied.view(shard.dtype))
@@ -120,9 +119,4 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     if target.is_conj() or target.is_neg():
         target.copy_(source)
     else:
-        _copyable(target).copy_(_copyable(source))
-
-
-def _copyable(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's bits as integers: torch can't copy every dtype."""
-    return tensor.view(_INTEGERS.get(tensor.itemsize, tensor.dtype))
+        as_integers(target).copy_(as_integers(source))
