@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import safetensors.torch
 import torch
@@ -34,6 +35,8 @@ STEP = 1024 * 1024
 
 BLOCK = 256 * 1024
 """Bytes that are hashed at a time, as by shardtree."""
+
+Part = TypeVar("Part")
 
 Load = Callable[[Work, Path], Tensors]
 
@@ -77,7 +80,7 @@ def _without_columns(one: Contender) -> Contender:
     return Contender(one.name, one.save, loads)
 
 
-# Raw: the tensors' bytes one after the other, one file a rank.
+# Raw: the tensors' bytes one after the other, a file for each thread: two that write one file wait for each other.
 
 
 def _raw_loads() -> dict[tuple[str, str], Load]:
@@ -86,11 +89,24 @@ def _raw_loads() -> dict[tuple[str, str], Load]:
 
 
 def _raw_save(mine: Work, folder: Path) -> None:
-    descriptor = os.open(folder / f"{mine.rank}.raw", os.O_WRONLY | os.O_CREAT)
-    os.posix_fallocate(descriptor, 0, sum(tensor.nbytes for tensor in mine.rows.values()))
-    for byte, part in _parts(mine.rows):
-        os.pwrite(descriptor, part, byte)
-    os.close(descriptor)
+    def write(number: int, parts: Sequence[tuple[int, memoryview]]) -> None:
+        descriptor = os.open(folder / f"{mine.rank}-{number}.raw", os.O_WRONLY | os.O_CREAT)
+        os.posix_fallocate(descriptor, 0, sum(len(part) for _, part in parts))
+        for byte, part in parts:
+            os.pwrite(descriptor, part, byte)
+        os.close(descriptor)
+
+    files = _raw_files(mine.rows)
+    with ThreadPoolExecutor(len(files)) as pool:
+        list(pool.map(write, range(len(files)), files))
+
+
+def _raw_files(tensors: Tensors) -> list[list[tuple[int, memoryview]]]:
+    """Return the parts of each file, and where in it each begins."""
+    parts = list(_parts(tensors))
+    each = -(-len(parts) // torch.get_num_threads())
+    files = [parts[start : start + each] for start in range(0, len(parts), each)]
+    return [[(byte - file[0][0], part) for byte, part in file] for file in files]
 
 
 def _raw_load(mine: Work, folder: Path) -> Tensors:
@@ -108,14 +124,16 @@ def _raw_columns(mine: Work, folder: Path) -> Tensors:
 
 
 def _raw_read(mine: Work, folder: Path, tensors: Tensors) -> Tensors:
-    descriptor = os.open(folder / f"{mine.rank}.raw", os.O_RDONLY)
+    files = _raw_files(tensors)
+    descriptors = [os.open(folder / f"{mine.rank}-{number}.raw", os.O_RDONLY) for number in range(len(files))]
 
-    def read(parts: Sequence[tuple[int, memoryview]]) -> None:
-        for byte, part in parts:
+    def read(parts: Sequence[tuple[int, int, memoryview]]) -> None:
+        for descriptor, byte, part in parts:
             os.preadv(descriptor, [part], byte)
 
-    _in_threads(read, tensors)
-    os.close(descriptor)
+    _in_threads(read, [(each, *part) for each, file in zip(descriptors, files, strict=True) for part in file])
+    for descriptor in descriptors:
+        os.close(descriptor)
     return tensors
 
 
@@ -127,14 +145,13 @@ def _hash(mine: Work, folder: Path) -> Tensors:
             for start in range(0, len(part), BLOCK):
                 xxhash.xxh3_64_intdigest(part[start : start + BLOCK])
 
-    _in_threads(hash_parts, mine.rows)
+    _in_threads(hash_parts, list(_parts(mine.rows)))
     return {}
 
 
-def _in_threads(work: Callable[[Sequence[tuple[int, memoryview]]], None], tensors: Tensors) -> None:
+def _in_threads(work: Callable[[Sequence[Part]], None], parts: Sequence[Part]) -> None:
     """Work in as many threads as shardtree does, each on every so-manieth part."""
     threads = torch.get_num_threads()
-    parts = list(_parts(tensors))
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(work, (parts[first::threads] for first in range(threads))))
 

@@ -20,6 +20,7 @@ from ._fsspec import FsspecStorage as FsspecStorage
 from ._fsspec import fsspec_storage as fsspec_storage
 from ._hashed import block_hashes as block_hashes
 from ._hashed import hashed as hashed
+from ._hashed import hashed_beside as hashed_beside
 from ._hashed import in_parts as in_parts
 from ._local import LocalStorage as LocalStorage
 from ._locate import Directory as Directory
@@ -40,6 +41,7 @@ from ._staged_fetch import memory_bytes as memory_bytes
 from ._staging import copies_of as copies_of
 from ._storage import Buffer as Buffer
 from ._storage import Reader as Reader
+from ._storage import SizedBuffers as SizedBuffers
 from ._storage import Storage as Storage
 from ._stretches import Stretches as Stretches
 from ._stretches import joined_crc32 as joined_crc32

@@ -19,21 +19,25 @@ def hashed(buffers: Iterable[Buffer], hasher: BlockHasher) -> Generator[Buffer, 
     """Yield a file's bytes as they are, hashing them on their way.
 
     Large buffers come in parts that end at the same places of the file whatever lies where, since the system keeps a
-    file in larger pages when it is written in aligned pieces. Where this process has another thread to spend, that one
-    hashes a large buffer while it is written; else each part is hashed before, and is then in the processor's cache.
-    Whoever doesn't take all of them closes it, which ends that thread.
+    file in larger pages when it is written in aligned pieces. Each is hashed right before it is written, when it is
+    then in the processor's cache.
     """
-    if usual_threads() < 2:
-        yield from _hashed_before(buffers, hasher)
-    else:
-        yield from _hashed_beside(buffers, hasher)
-    hasher.finish()
-
-
-def _hashed_before(buffers: Iterable[Buffer], hasher: BlockHasher) -> Iterator[Buffer]:
     for part in in_parts(buffers):
         hasher.update(part)
         yield part
+    hasher.finish()
+
+
+def hashed_beside(buffers: Iterable[Buffer], hasher: BlockHasher) -> Generator[Buffer, None, None]:
+    """Yield a file's bytes as `hashed` does; where this process has another thread to spend, that one hashes.
+
+    It hashes a large buffer while it is written. Whoever doesn't take all of them closes it, which ends that thread.
+    """
+    if usual_threads() < 2:
+        yield from hashed(buffers, hasher)
+    else:
+        yield from _hashed_beside(buffers, hasher)
+        hasher.finish()
 
 
 def _hashed_beside(buffers: Iterable[Buffer], hasher: BlockHasher) -> Iterator[Buffer]:

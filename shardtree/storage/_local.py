@@ -14,8 +14,9 @@ from ._local_sibling import LocalSibling, sibling_names
 from ._names import inside, temporary_name
 from ._parts import checked, neighbours
 from ._reserve import reserve
-from ._storage import Buffer
+from ._storage import Buffer, SizedBuffers
 from ._sync import parents_to_be, sync, sync_above
+from ._unlink import unlink
 
 _BATCH_BYTES = 1024 * 1024
 
@@ -48,7 +49,7 @@ class LocalStorage:
         with self._failures("write", name):
             descriptor = _new_file(self.where(name))
             try:
-                length = _write_batches(descriptor, _batches(buffers))
+                length = _write_new(descriptor, buffers)
                 if durable:
                     os.fsync(descriptor)
             finally:
@@ -161,7 +162,7 @@ class LocalStorage:
         """Remove a file; nothing happens if it isn't there, or is so only by a link to another folder."""
         with self._failures("remove", name), suppress(FileNotFoundError):
             if not self._is_elsewhere(name):
-                os.remove(self.where(name))
+                unlink(self.where(name))
 
     def remove_folder(self, name: str) -> None:
         """Remove a folder if it is empty."""
@@ -250,12 +251,11 @@ def _batches(buffers: Iterable[Buffer]) -> Iterator[list[Buffer]]:
         yield batch
 
 
-def _write_batches(descriptor: int, batches: Iterable[list[Buffer]]) -> int:
-    """Write to an empty file, with room reserved ahead where that can be had, and return how much was written."""
-    length = reserved = 0
-    for batch in batches:
-        if length >= reserved:
-            reserved = length + reserve(descriptor, length)
+def _write_new(descriptor: int, buffers: Iterable[Buffer]) -> int:
+    """Write to an empty file, with room reserved where its length is known, and return how much was written."""
+    reserved = reserve(descriptor, buffers.nbytes) if isinstance(buffers, SizedBuffers) else 0
+    length = 0
+    for batch in _batches(buffers):
         length += _write_all(descriptor, batch)
     if reserved > length:
         os.ftruncate(descriptor, length)

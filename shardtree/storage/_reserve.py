@@ -1,4 +1,4 @@
-"""Room for a file that grows, reserved ahead: its blocks are then found at once and lie together."""
+"""Room for a new file, reserved before it is written: its blocks are then found at once and lie together."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from collections.abc import Callable
 from functools import cache
 
 _LEAST_BYTES = 4 * 1024 * 1024
-_MOST_BYTES = 64 * 1024 * 1024
+_KEEP_SIZE = 1
+"""The file is as long as what was written of it, so that what a dead process left is seen to be short."""
 
 
 def reserve(descriptor: int, length: int) -> int:
-    """Reserve room behind the end of a file and return how many bytes; 0 where there is no need or no way.
+    """Reserve room at the beginning of a file and return how many bytes; 0 where there is no need or no way.
 
-    A file gets as much again as it has, from some length on, and the caller cuts off what it doesn't use.
+    All at once: while dirty pages wait for the disk, each further call takes milliseconds.
     """
     call = _fallocate()
     if length < _LEAST_BYTES or call is None:
         return 0
     # What doesn't work here (no room, a file system without it) is no failure yet: the write will tell.
-    room = min(length, _MOST_BYTES)
-    return 0 if call(descriptor, 0, length, room) else room
+    return 0 if call(descriptor, _KEEP_SIZE, 0, length) else length
 
 
 @cache

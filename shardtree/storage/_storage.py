@@ -2,12 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 Buffer = memoryview
 """Contiguous bytes."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SizedBuffers:
+    """Buffers of which it is known beforehand how many bytes they have, so that a storage can reserve room for them.
+
+    Attributes:
+        nbytes: of all buffers together; a storage that is given more or fewer writes those.
+        buffers: in order.
+
+    Examples:
+        >>> sized = SizedBuffers(3, iter([memoryview(b"ab"), memoryview(b"c")]))
+        >>> sized.nbytes, b"".join(sized)
+        (3, b'abc')
+    """
+
+    nbytes: int
+    buffers: Iterable[Buffer]
+
+    def __iter__(self) -> Iterator[Buffer]:
+        """Return an iterator over the buffers."""
+        return iter(self.buffers)
 
 
 class Reader(Protocol):
@@ -35,7 +58,10 @@ class Storage(Protocol):
     """
 
     def write(self, name: str, buffers: Iterable[Buffer], *, durable: bool) -> int:
-        """Write a new file from buffers, in order, and return its length; `durable` waits until it is on the medium."""
+        """Write a new file from buffers, in order, and return its length; `durable` waits until it is on the medium.
+
+        Where the length is known before, the buffers come as `SizedBuffers`.
+        """
 
     def write_parts(self, name: str, length: int, parts: Iterable[tuple[int, Buffer]], *, durable: bool) -> None:
         """Write parts of a file that several ranks may write together, each its own parts, at the same time.

@@ -15,7 +15,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardtree.storage import BlockHasher, Buffer, _blocks, _hashed, hash_column, hashed, in_parts
+from shardtree.storage import BlockHasher, Buffer, _blocks, _hashed, hash_column, hashed, hashed_beside, in_parts
 from tests.trees.samples import assert_caught
 
 BLOCK = 16
@@ -132,10 +132,11 @@ def passes_on_and_hashes(on_the_way: OnTheWay, way: str, sizes: list[int]) -> No
     assert hash_column(hasher).tolist() == expected
 
 
-@settings(max_examples=200)
+@pytest.mark.parametrize("on_the_way", [hashed, hashed_beside])
+@settings(max_examples=100)
 @given(WAY, SIZES)
-def test_bytes_and_hashes_are_the_same_whoever_hashes(way: str, sizes: list[int]) -> None:
-    passes_on_and_hashes(hashed, way, sizes)
+def test_bytes_and_hashes_are_the_same_whoever_hashes(on_the_way: OnTheWay, way: str, sizes: list[int]) -> None:
+    passes_on_and_hashes(on_the_way, way, sizes)
 
 
 def waits_at_the_end(buffers: Iterable[Buffer], hasher: BlockHasher) -> Iterator[Buffer]:
@@ -211,7 +212,7 @@ STOPS = WAY, st.sampled_from(["buffers", "hasher", "consumer"]), st.integers(0, 
 
 @given(*STOPS)
 def test_what_stops_half_way_is_told_and_leaves_no_thread(way: str, at: str, number: int) -> None:
-    leaves_no_thread(hashed, way, at, number)
+    leaves_no_thread(hashed_beside, way, at, number)
 
 
 def test_the_law_of_threads_catches_one_that_nobody_ends() -> None:
@@ -252,6 +253,6 @@ def test_another_thread_hashes_what_is_large(monkeypatch: pytest.MonkeyPatch) ->
             super().update(buffer, byte)
 
     with going("two threads"):
-        for _ in hashed(map(memoryview, content([BESIDE - 1, BESIDE, 1])), Hasher()):
+        for _ in hashed_beside(map(memoryview, content([BESIDE - 1, BESIDE, 1])), Hasher()):
             pass
     assert by == [(BESIDE - 1, True), (BESIDE, False), (1, True)]

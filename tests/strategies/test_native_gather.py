@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from shardtree.errors import ShapeError
 from shardtree.mapping import ShardedTensor
 from shardtree.storage import Buffer, tensor_buffers
-from shardtree.strategies.safetensors import _gather, _save
+from shardtree.strategies.safetensors import _gather, _write
 from shardtree.strategies.safetensors._gather import gathered, together
 from shardtree.strategies.safetensors._layout import Item, Part, parts
 from shardtree.testing import STORABLE_DTYPES, random_bits, shapes
@@ -95,7 +95,7 @@ def made(recipes: list[Recipe]) -> list[torch.Tensor]:
 
 
 def written(items: tuple[Item, ...]) -> Iterator[Buffer]:
-    return _save._part_buffers(Part(b"", items, (0,) * len(items)), None)
+    return _write._part_buffers(Part(b"", items, (0,) * len(items)), None)
 
 
 def small_limits(patch: pytest.MonkeyPatch) -> None:
@@ -108,7 +108,7 @@ def are_the_bytes_of_each(gather: Gather, recipes: list[Recipe]) -> None:
     items = items_of(held)
     with pytest.MonkeyPatch.context() as patch:
         small_limits(patch)
-        patch.setattr(_save, "gathered", gather)
+        patch.setattr(_write, "gathered", gather)
         # All are kept, as by who writes several at once.
         found = list(written(items))
     assert b"".join(found) == b"".join(buffer for tensor in held for buffer in tensor_buffers(tensor))

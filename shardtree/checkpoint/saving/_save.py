@@ -69,8 +69,8 @@ def save(
         stale_after: seconds without a change after which a save of another machine counts as dead, so that what it
             left behind is removed; one of this machine does as soon as its process is gone.
         strategies: the dispatch table.
-        progress: is told, now and then, how many bytes this rank wrote since the last time; by the thread that
-            writes, which is a queue's own one.
+        progress: is told, now and then, how many bytes this rank wrote since the last time; by the threads that
+            write, never two at once.
         fingerprint: whether each tensor's `fingerprint` is stored with it, added up from the bytes as they are written;
             `verify` then reads the tensors back and compares. Only our own format has a place for that.
         checksums: whether the hash of each block of 256 KiB is stored, so that loads and `verify` find what was

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, groupby
+from operator import itemgetter
 
 from ...codec import Entry, check_storable, encode_header, encode_tree, format_tag, is_tagged
 from ...errors import CheckpointingException
@@ -12,6 +14,9 @@ from ...plans import grouped
 
 HEADER_BYTES = 64 * 1024 * 1024
 """A new part begins before a header passes this; readers of safetensors refuse headers of over 100 MB."""
+
+FILE_BYTES = 64 * 1024 * 1024
+"""Less isn't worth a file, and a thread that writes it, of its own."""
 
 Shard = ShardedTensor | ShardedObject
 
@@ -55,13 +60,21 @@ class Part:
     items: tuple[Item, ...]
     bytes_before: tuple[int, ...]
 
+    @property
+    def length(self) -> int:
+        """The file's length in bytes."""
+        return self.bytes_before[-1] + self.items[-1].length if self.items else len(self.header)
 
-def parts(shards: Sequence[Shard], *, allow_pickle: bool, header_bytes: int = HEADER_BYTES) -> tuple[Part, ...]:
+
+def parts(
+    shards: Sequence[Shard], *, allow_pickle: bool, most_files: int = 1, header_bytes: int = HEADER_BYTES
+) -> tuple[Part, ...]:
     """Return the data files that a rank writes for its shards; none if it has nothing to write.
 
     Args:
         shards: tensor shards with data, and objects.
         allow_pickle: whether objects that the codec can't hold are pickled.
+        most_files: over so many, of about the same length, large shards are spread; headers may ask for more.
         header_bytes: the most that a header may take.
 
     Raises:
@@ -70,7 +83,8 @@ def parts(shards: Sequence[Shard], *, allow_pickle: bool, header_bytes: int = HE
     items = [_item(number, shard, allow_pickle) for number, shard in enumerate(shards)]
     # Falling item sizes keep every entry aligned to its items without gaps, which the format forbids.
     ordered = sorted(items, key=lambda item: (-item.item_size, item.key, item.number))
-    return tuple(_part(group) for group in _groups(ordered, header_bytes))
+    files = min(most_files, sum(item.length for item in ordered) // FILE_BYTES)
+    return tuple(_part(group) for share in _shares(ordered, files) for group in _groups(share, header_bytes))
 
 
 def part_name(save_id: str, rank: int, ranks: int, part: int) -> str:
@@ -114,6 +128,18 @@ def _elements(shape: tuple[int, ...]) -> int:
     for size in shape:
         product *= size
     return product
+
+
+def _shares(items: Sequence[Item], files: int) -> Iterator[list[Item]]:
+    """Yield items, in order, in at most so many groups of about as many bytes: each goes where its middle lies."""
+    if files < 2:
+        yield list(items)
+        return
+    ends = list(accumulate(item.length for item in items))
+    middles = (2 * end - item.length for item, end in zip(items, ends, strict=True))
+    file = [min(middle * files // (2 * ends[-1]), files - 1) for middle in middles]
+    for _, group in groupby(zip(file, items, strict=True), key=itemgetter(0)):
+        yield [item for _, item in group]
 
 
 def _groups(items: Sequence[Item], header_bytes: int) -> Iterator[list[Item]]:

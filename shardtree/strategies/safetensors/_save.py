@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import closing
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 
 from ...codec import encode_tree
-from ...errors import CheckpointingException, StorageError, error_text
+from ...errors import StorageError, error_text
 from ...geometry import Column
-from ...layouts import ShardColumns, select_rows, shard_columns
+from ...layouts import shard_columns
 from ...mapping import ShardedObject, ShardedTensor
-from ...storage import BlockHasher, Buffer, Hashes, hash_column, hashed, in_parts, tensor_buffers
+from ...storage import usual_threads
 from ...world import on_rank_zero
 from .._checked import write_checked
 from .._collector import collector_paused
@@ -23,10 +23,9 @@ from .._values import AsyncRequest, Draft, Fields
 from ..base import StrategyAction, register_default_strategy
 from ._clean import remove_left_overs, remove_unless_committed
 from ._collect import collect_index
-from ._gather import checked_data, gathered, together
 from ._index_file import encode_index
-from ._layout import Item, Part, Shard, part_name, parts
-from ._totals import with_total
+from ._layout import Shard, parts
+from ._write import write_files
 from ._written import Written
 
 BACKEND, VERSION = "safetensors", 1
@@ -48,12 +47,13 @@ def save_common(draft: Draft, common: Any) -> Fields:
 def save_sharded(draft: Draft, shards: Sequence[ShardedTensor | ShardedObject]) -> AsyncRequest[Written]:
     """Prepare the data files of a rank's shards, and return the request that writes them."""
     with collector_paused():
-        layout = parts(shards, allow_pickle=draft.options.allow_pickle)
         tensors = [shard for shard in shards if isinstance(shard, ShardedTensor)]
+        threads = usual_threads() if all(map(_in_memory, tensors)) else 1
+        layout = parts(shards, allow_pickle=draft.options.allow_pickle, most_files=threads)
         columns = shard_columns(tensors, draft.world.rank)
     return AsyncRequest(
         world=draft.world,
-        async_fn=partial(_write, draft, layout, columns, _tensor_rows(shards)),
+        async_fn=partial(write_files, draft, layout, columns, _tensor_rows(shards), threads),
         commit=partial(_commit, draft),
         finalize_fns=(partial(_clean_up, draft),),
         abandon=partial(_abandon, draft),
@@ -71,81 +71,15 @@ def _abandon(draft: Draft) -> None:
         logger.warning("save: what a failed save wrote stays in %s: %s", draft.storage.where(draft.save_id), error)
 
 
+def _in_memory(shard: ShardedTensor) -> bool:
+    """Return whether any thread can write a shard's data, without a copy that takes memory or waits for a device."""
+    return isinstance(shard.data, torch.Tensor) and shard.data.is_cpu
+
+
 def _tensor_rows(shards: Sequence[Shard]) -> Column:
     """Return, for each shard, the row that it has among the tensors; -1 for an object."""
     is_tensor = np.array([isinstance(shard, ShardedTensor) for shard in shards], dtype=np.bool_)
     return np.where(is_tensor, np.cumsum(is_tensor) - 1, -1)
-
-
-def _write(draft: Draft, layout: tuple[Part, ...], columns: ShardColumns, row: Column) -> Written:
-    names = tuple(part_name(draft.save_id, draft.world.rank, draft.world.size, part) for part in range(len(layout)))
-    # A request may be tried again after its folder was removed.
-    draft.storage.make_folder(draft.save_id, durable=draft.options.durable)
-    lengths, hashes, places, objects = [], [], [], []
-    totals: list[int] = []
-    for number, (name, part) in enumerate(zip(names, layout, strict=True)):
-        length, file_hashes = _write_part(draft, name, part, totals)
-        lengths.append(length)
-        hashes.append(file_hashes)
-        for item, byte in zip(part.items, part.bytes_before, strict=True):
-            if item.shard is None:
-                objects.append((item.key, number, byte, item.length))
-            else:
-                places.append((int(row[item.number]), number, byte))
-    if draft.options.durable and names:
-        draft.storage.sync_folder(draft.save_id)
-    rows, file, byte_of = np.array(places, dtype=np.int64).reshape(-1, 3).T
-    sums = np.array(totals, dtype=np.uint64) if draft.options.fingerprint else None
-    held = select_rows(columns, rows)
-    return Written(names, tuple(lengths), tuple(hashes), held, file, byte_of, tuple(objects), sums)
-
-
-def _write_part(draft: Draft, name: str, part: Part, totals: list[int]) -> tuple[int, Hashes | None]:
-    buffers = _with_progress(_part_buffers(part, totals if draft.options.fingerprint else None), draft)
-    write = partial(draft.storage.write, name, durable=draft.options.durable)
-    if not draft.options.checksums:
-        return write(in_parts(buffers)), None
-    hasher = BlockHasher()
-    with closing(hashed(buffers, hasher)) as stream:
-        return write(stream), hash_column(hasher)
-
-
-def _part_buffers(part: Part, totals: list[int] | None) -> Iterator[Buffer]:
-    yield memoryview(part.header)
-    for group in together(part.items) if totals is None else map(_alone, part.items):
-        if len(group) > 1:
-            yield gathered(group)
-            continue
-        (item,) = group
-        size = 0
-        buffers = _item_buffers(item)
-        if totals is not None and item.shard is not None:
-            buffers = with_total(buffers, item.shard, totals)
-        for buffer in buffers:
-            size += buffer.nbytes
-            yield buffer
-        if size != item.length:
-            found, expected = f"{size} bytes of data", f"{item.length} bytes"
-            raise CheckpointingException(
-                error_text(f"save: {item.key!r} changed its size", found=found, expected=expected)
-            )
-
-
-def _alone(item: Item) -> list[Item]:
-    return [item]
-
-
-def _item_buffers(item: Item) -> Iterator[Buffer]:
-    if item.payload is not None:
-        yield memoryview(item.payload)
-    elif item.shard is not None:
-        yield from tensor_buffers(checked_data(item))
-
-
-def _with_progress(buffers: Iterator[Buffer], draft: Draft) -> Iterator[Buffer]:
-    for buffer in buffers:
-        yield buffer
-        draft.options.progress(buffer.nbytes)
 
 
 def _commit(draft: Draft, written: Sequence[Written]) -> Fields:

@@ -13,7 +13,7 @@ from ...codec import archive_head, archive_tail, crc32
 from ...errors import CheckpointingException, ShapeError, error_text
 from ...geometry import Column
 from ...layouts import ShardColumns
-from ...storage import Buffer, tensor_buffers
+from ...storage import Buffer, SizedBuffers, tensor_buffers
 from .._checks import misfit
 from .._values import Draft
 from ._write_layout import FileLayout, Piece
@@ -79,7 +79,9 @@ def write_file(draft: Draft, layout: FileLayout) -> Written:
 
 def _write(draft: Draft, layout: FileLayout) -> int:
     name, durable = data_file(draft.world.rank), draft.options.durable
-    length = draft.storage.write(name, _with_progress(_buffers(layout), draft), durable=durable)
+    nbytes = int(layout.byte[-1] + layout.length[-1])
+    buffers = SizedBuffers(nbytes, _with_progress(_buffers(layout), draft))
+    length = draft.storage.write(name, buffers, durable=durable)
     if durable:
         draft.storage.sync_folder()
     return length

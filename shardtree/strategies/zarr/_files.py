@@ -15,7 +15,17 @@ from ...layouts import ShardColumns, TensorKind, select_rows
 from ...lazy import LazyTensor
 from ...mapping import ShardedTensor
 from ...plans import Runs, StoredChunks, plan_load
-from ...storage import BlockHasher, Buffer, Hashes, Storage, hash_column, hashed, in_parts, tensor_buffers
+from ...storage import (
+    BlockHasher,
+    Buffer,
+    Hashes,
+    SizedBuffers,
+    Storage,
+    hash_column,
+    hashed_beside,
+    in_parts,
+    tensor_buffers,
+)
 from .._checks import misfit
 from ._array import Shape, StoredArray
 from ._group import inner_cells
@@ -147,12 +157,11 @@ def write_chunk_file(
     if file.is_shared:
         storage.write_parts(file.name, file.length, _told_parts(_parts(file, shards), progress), durable=durable)
         return None
-    if not checksums:
-        storage.write(file.name, told(in_parts(_buffers(file, shards)), progress), durable=durable)
-        return None
-    hasher = BlockHasher()
-    storage.write(file.name, told(hashed(_buffers(file, shards), hasher), progress), durable=durable)
-    return hash_column(hasher)
+    hasher = BlockHasher() if checksums else None
+    buffers = _buffers(file, shards)
+    stream = in_parts(buffers) if hasher is None else hashed_beside(buffers, hasher)
+    storage.write(file.name, SizedBuffers(file.length, told(stream, progress)), durable=durable)
+    return None if hasher is None else hash_column(hasher)
 
 
 def _buffers(file: ChunkFile, shards: Sequence[ShardedTensor]) -> Iterator[Buffer]:

@@ -1,0 +1,163 @@
+"""Local files: room that is reserved for what is to come, and small files that are removed without a wait."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+
+from shardtree.storage import LocalStorage, MemoryStorage, SizedBuffers, Storage, _local, _reserve, _unlink
+
+CUTS = some.lists(some.integers(0, 3000), max_size=5)
+
+
+def write_what_is_given(make: Callable[[], Storage], sizes: list[int], told: int) -> None:
+    """Whatever length was told before, a file has the bytes that came."""
+    buffers = [os.urandom(size) for size in sizes]
+    storage = make()
+    length = storage.write("f", SizedBuffers(told, map(memoryview, buffers)), durable=False)
+    assert storage.read("f") == b"".join(buffers)
+    assert length == storage.length("f") == sum(sizes)
+    storage.remove("f")
+
+
+@pytest.mark.parametrize("kind", ["local", "memory"])
+@given(sizes=CUTS, told=some.integers(0, 20_000))
+def test_a_file_has_the_bytes_that_came_whatever_was_told_before(
+    tmp_path_factory: pytest.TempPathFactory, kind: str, sizes: list[int], told: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_reserve, "_LEAST_BYTES", 1)
+        folder = str(tmp_path_factory.mktemp("room"))
+        write_what_is_given(MemoryStorage if kind == "memory" else lambda: LocalStorage(folder), sizes, told)
+
+
+def test_the_law_catches_a_file_that_is_as_long_as_was_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_reserve, "_LEAST_BYTES", 1)
+    monkeypatch.setattr(_reserve, "_KEEP_SIZE", 0)
+    monkeypatch.setattr(_local.os, "ftruncate", lambda *_: None)
+    with pytest.raises(AssertionError):
+        write_what_is_given(lambda: LocalStorage(str(tmp_path)), [3000], 20_000)
+
+
+@pytest.mark.parametrize("told", [0, 1_000_000, 9_000_000])
+def test_no_room_is_kept_that_isnt_used(tmp_path: Path, told: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_reserve, "_LEAST_BYTES", 1)
+    LocalStorage(str(tmp_path)).write("f", SizedBuffers(told, [memoryview(bytes(1_000_000))]), durable=True)
+    assert (tmp_path / "f").stat().st_blocks * 512 < 1_100_000
+
+
+def test_a_file_that_is_being_written_is_as_long_as_what_came(tmp_path: Path) -> None:
+    """So that what a dead process left is seen to be short."""
+    lengths = []
+
+    def buffers() -> Any:
+        for _ in range(8):
+            yield memoryview(bytes(1024 * 1024))
+            lengths.append((tmp_path / "f").stat().st_size)
+
+    LocalStorage(str(tmp_path)).write("f", SizedBuffers(8 * 1024 * 1024, buffers()), durable=False)
+    assert max(lengths) < 8 * 1024 * 1024
+
+
+# Removing.
+
+
+def settle() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "unlink":
+            thread.join()
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_a_removed_file_is_gone_and_no_descriptor_stays(tmp_path: Path) -> None:
+    storage = LocalStorage(str(tmp_path))
+    before = descriptors()
+    for size in (0, 10, 64 * 1024 + 1):
+        storage.write("f", [memoryview(bytes(size))], durable=False)
+        storage.remove("f")
+        assert storage.names() == ()
+    settle()
+    assert descriptors() == before
+
+
+def test_another_thread_gives_back_the_blocks_of_a_small_young_file_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[bool] = []
+    close = os.close
+    monkeypatch.setattr(
+        _unlink.os, "close", lambda each: (closed.append(threading.current_thread().name == "unlink"), close(each))[1]
+    )
+    path = tmp_path / "f"
+    path.write_bytes(b"small")
+    _unlink.unlink(str(path))
+    settle()
+    assert closed == [True]
+    path.write_bytes(bytes(64 * 1024 + 1))
+    _unlink.unlink(str(path))
+    path.write_bytes(b"old")
+    os.utime(path, (1, 1))
+    _unlink.unlink(str(path))
+    assert closed == [True]
+    assert not path.exists()
+
+
+def test_where_no_thread_can_be_begun_the_file_is_removed_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Reluctant(threading.Thread):
+        def start(self) -> None:
+            raise RuntimeError("can't start new thread at interpreter shutdown")
+
+    monkeypatch.setattr(_unlink, "Thread", Reluctant)
+    before = descriptors()
+    (tmp_path / "f").write_bytes(b"small")
+    _unlink.unlink(str(tmp_path / "f"))
+    assert (os.listdir(tmp_path), descriptors()) == ([], before)
+
+
+def test_a_file_that_keeps_a_name_while_it_is_open_is_closed_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on NFS, where the folder couldn't be removed before."""
+    remove = os.remove
+
+    def silly_rename(path: str) -> None:
+        os.link(path, tmp_path / ".nfs0001")
+        remove(path)
+
+    monkeypatch.setattr(_unlink.os, "remove", silly_rename)
+    monkeypatch.setattr(_unlink, "Thread", None)  # none is asked for
+    before = descriptors()
+    (tmp_path / "f").write_bytes(b"small")
+    _unlink.unlink(str(tmp_path / "f"))
+    assert descriptors() == before
+
+
+def test_a_link_is_removed_and_not_what_it_leads_to(tmp_path: Path) -> None:
+    (tmp_path / "target").write_bytes(b"kept")
+    (tmp_path / "link").symlink_to("target")
+    LocalStorage(str(tmp_path)).remove("link")
+    assert os.listdir(tmp_path) == ["target"]
+
+
+def test_what_cant_be_removed_is_told_and_leaves_no_descriptor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: str) -> None:
+        raise PermissionError(1, "not yours")
+
+    monkeypatch.setattr(_unlink.os, "remove", refuse)
+    (tmp_path / "f").write_bytes(b"small")
+    before = descriptors()
+    with pytest.raises(PermissionError):
+        _unlink.unlink(str(tmp_path / "f"))
+    assert descriptors() == before

@@ -1,0 +1,219 @@
+"""A rank's shards in several files, written at a time: the same tree, and nothing left of a save that failed."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as some
+
+import shardtree as st
+from shardtree.storage import Buffer, LocalStorage
+from shardtree.strategies.safetensors import _layout, _write
+from shardtree.strategies.safetensors._layout import Item, parts
+from shardtree.testing import STORABLE_DTYPES, bits, random_bits
+from tests.trees.samples import assert_caught
+
+Shares = Callable[[Sequence[Item], int], Iterable[list[Item]]]
+
+FILE = 64
+LENGTHS = some.lists(some.integers(0, 200), max_size=12)
+
+
+@contextmanager
+def several_files(threads: int, *, least: int = FILE) -> Iterator[None]:
+    """Have so many threads, and files of few bytes."""
+    before = torch.get_num_threads()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_layout, "FILE_BYTES", least)
+        try:
+            torch.set_num_threads(threads)
+            yield
+        finally:
+            torch.set_num_threads(before)
+
+
+def data_files(folder: Any) -> list[str]:
+    storage = LocalStorage(str(folder)) if isinstance(folder, Path) else folder
+    return [
+        f"{save}/{name}"
+        for save in storage.names()
+        if save.startswith("save-")
+        for name in storage.names(save)
+        if name[0].isdigit()
+    ]
+
+
+# How items are shared out.
+
+
+def items_of(lengths: list[int]) -> list[Item]:
+    tensors = [torch.zeros(length, dtype=torch.uint8) for length in lengths]
+    shards = [st.ShardedTensor.from_rank_offsets(f"w{number:03d}", each) for number, each in enumerate(tensors)]
+    return [item for part in parts(shards, allow_pickle=False) for item in part.items]
+
+
+def share_out_evenly(shares: Shares, lengths: list[int], files: int) -> None:
+    """Each share has what is its due, but for the items at its two ends."""
+    items = items_of(lengths)
+    found = list(shares(items, files))
+    assert [item for share in found for item in share] == items
+    assert len(found) <= max(1, files)
+    due, longest = sum(lengths) / max(1, files), max(lengths, default=0)
+    assert all(sum(item.length for item in share) <= due + longest for share in found)
+
+
+@given(LENGTHS, some.integers(0, 5))
+def test_items_are_shared_out_evenly_and_in_order(lengths: list[int], files: int) -> None:
+    share_out_evenly(_layout._shares, lengths, files)
+
+
+def by_count(items: Sequence[Item], files: int) -> Iterator[list[Item]]:
+    each = -(-len(items) // max(1, files)) or 1
+    yield from (list(items[start : start + each]) for start in range(0, len(items), each))
+
+
+def without_the_last(items: Sequence[Item], files: int) -> Iterator[list[Item]]:
+    yield from _layout._shares(items[:-1], files)
+
+
+@pytest.mark.parametrize("broken", [by_count, without_the_last])
+def test_the_law_catches(broken: Shares) -> None:
+    assert_caught(share_out_evenly, broken, LENGTHS, some.integers(0, 5))
+
+
+# Trees.
+
+RECIPES = some.lists(some.tuples(some.integers(0, 40), some.sampled_from(STORABLE_DTYPES)), max_size=10)
+
+
+def tree_of(recipes: list[tuple[int, torch.dtype]], *, filled: bool, world: st.World | None = None) -> dict[str, Any]:
+    rank, ranks = (0, 1) if world is None else (world.rank, world.size)
+    tree: dict[str, Any] = {"o": st.ShardedObject("o", {"x": [rank]} if filled else None, (ranks,), (rank,))}
+    for number, (length, dtype) in enumerate(recipes):
+        data = random_bits((length,), dtype, seed=2 * number + filled)
+        key = f"w{number}.{rank}"
+        tree[key] = st.ShardedTensor.from_rank_offsets(key, data)
+    return tree
+
+
+def comes_back(threads: int, recipes: list[tuple[int, torch.dtype]], ranks: int, **options: Any) -> int:
+    """Save and load on some ranks, check all, and return how many data files there are."""
+    folder = st.MemoryStorage()
+
+    def save(world: st.World) -> None:
+        st.save(tree_of(recipes, filled=True, world=world), folder, world=world, **options)
+
+    def load(world: st.World) -> None:
+        wanted = tree_of(recipes, filled=True, world=world)
+        found = st.load(tree_of(recipes, filled=False, world=world), folder, world=world, verify="all")
+        assert found.pop("o") == wanted.pop("o").data
+        assert {key: bits(data) for key, data in found.items()} == {key: bits(w.data) for key, w in wanted.items()}
+
+    with several_files(threads):
+        st.simulate(ranks, save)
+    st.simulate(ranks, load)
+    assert st.verify(folder).ok
+    return len(data_files(folder))
+
+
+@settings(max_examples=40)
+@given(some.integers(1, 4), RECIPES, some.integers(1, 2), some.booleans(), some.booleans())
+def test_a_tree_is_the_same_from_any_number_of_files(
+    threads: int, recipes: list[tuple[int, torch.dtype]], ranks: int, fingerprint: bool, checksums: bool
+) -> None:
+    assert comes_back(threads, recipes, ranks, fingerprint=fingerprint, checksums=checksums) <= threads * ranks
+
+
+def test_the_law_of_trees_catches_files_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_threads = _write.in_threads
+    monkeypatch.setattr(_write, "in_threads", lambda *work: in_threads(*work)[::-1])
+    with pytest.raises((AssertionError, st.CheckpointingException)):
+        comes_back(2, [(FILE, torch.uint8), (3 * FILE, torch.uint8)], ranks=1)
+
+
+@pytest.mark.parametrize(("threads", "tensors", "files"), [(1, 9, 1), (2, 9, 2), (4, 9, 4), (4, 2, 1), (4, 5, 2)])
+def test_there_is_a_file_for_each_thread_that_has_enough_to_write(threads: int, tensors: int, files: int) -> None:
+    # A tensor has half of what a file is worth; the object has more than none.
+    assert comes_back(threads, [(FILE // 2, torch.uint8)] * tensors, ranks=1) == files
+
+
+def test_what_isnt_in_the_processors_memory_goes_to_one_file() -> None:
+    """A lazy tensor's data is read when it is written: by one thread, so that there is never more of it at once."""
+    source, folder = st.MemoryStorage(), st.MemoryStorage()
+    tensors = {f"w{number}": torch.full((FILE,), number) for number in range(8)}
+    with several_files(4):
+        st.save({key: st.ShardedTensor.from_rank_offsets(key, data) for key, data in tensors.items()}, source)
+        with st.open_checkpoint(source) as opened:
+            lazy = {key: st.ShardedTensor.from_rank_offsets(key, opened[key]) for key in tensors}
+            st.save(lazy, folder)
+    assert (len(data_files(source)), len(data_files(folder))) == (4, 1)
+    assert all(torch.equal(st.load_plain_tensors(folder)[key], data) for key, data in tensors.items())
+
+
+# What goes wrong.
+
+
+class Refusing(st.MemoryStorage):
+    """Memory in which the second file can't be written, once the first one is half written."""
+
+    begun = threading.Event()
+    refused = threading.Event()
+    taken = 0
+
+    def write(self, name: str, buffers: Iterable[Buffer], *, durable: bool) -> int:
+        if name.endswith("-1.safetensors"):
+            assert self.begun.wait(60)
+            self.refused.set()
+            raise st.StorageError("no room")
+        own = name.endswith("00000-of-00001.safetensors")
+        return super().write(name, self._taken(buffers) if own else buffers, durable=durable)
+
+    def _taken(self, buffers: Iterable[Buffer]) -> Iterator[Buffer]:
+        for number, buffer in enumerate(buffers):
+            yield buffer
+            type(self).taken = number
+            self.begun.set()
+            assert self.refused.wait(60)
+            time.sleep(0.1 if number < 3 else 0)  # until it is known
+
+
+def test_where_one_file_fails_the_others_end_and_nothing_stays() -> None:
+    folder = Refusing()
+    tensors = {f"w{number}": torch.zeros(2**17, dtype=torch.uint8) for number in range(40)}
+    with several_files(2), pytest.raises(st.StorageError, match="no room"):
+        st.save({key: st.ShardedTensor.from_rank_offsets(key, data) for key, data in tensors.items()}, folder)
+    assert Refusing.taken < 10  # of 20 and the header
+    assert folder.all_names() == ()
+
+
+def test_progress_is_told_by_one_thread_at_a_time() -> None:
+    inside, told = threading.Lock(), []
+
+    def tell(count: int) -> None:
+        assert inside.acquire(blocking=False), "two threads at once"
+        told.append(count)
+        inside.release()
+
+    with several_files(4):
+        st.save(tree_of([(FILE, torch.uint8)] * 50, filled=True), st.MemoryStorage(), progress=tell)
+    assert sum(told) >= 50 * FILE
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_the_safetensors_package_reads_each_file(tmp_path: Path, threads: int) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    with several_files(threads):
+        st.save(tree_of([(FILE, torch.float32)] * 9, filled=True), tmp_path)
+    held = [safetensors.load_file(tmp_path / name) for name in data_files(tmp_path)]
+    assert len(held) == threads
+    assert sorted(key for file in held for key in file) == sorted(
+        [*(f"w{number}.0" for number in range(9)), "o/shard_0_1"]
+    )
