@@ -115,6 +115,9 @@ def _own(pid: int) -> int:
 
 
 def _status(pid: str) -> dict[str, int]:
-    """Return a process's figures in bytes."""
-    lines = (line.split() for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    """Return a process's figures in bytes; none of one that has ended."""
+    try:
+        lines = [line.split() for line in Path(f"/proc/{pid}/status").read_text().splitlines()]
+    except (FileNotFoundError, ProcessLookupError):
+        return {}
     return {line[0].rstrip(":"): int(line[1]) * 1024 for line in lines if line[-1] == "kB"}

@@ -59,7 +59,7 @@ def test_pages_of_a_mapped_file_are_told_apart(tmp_path: Path) -> None:
 
 @pytest.mark.torchrun
 def test_the_rank_that_takes_most_counts(tmp_path: Path) -> None:
-    assert peak(partial(taking, 40 * MIB, 0), tmp_path, ranks=2).own > 39 * MIB
+    assert peak(partial(taking, 40 * MIB, 0), tmp_path, ranks=2).own > 35 * MIB
 
 
 def test_a_job_that_fails_is_no_figure(tmp_path: Path) -> None:
