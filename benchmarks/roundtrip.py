@@ -10,10 +10,12 @@ import argparse
 import os
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 from . import _bars
 from ._bars import Bar, Settings, finish, print_bars, settings_of
+from ._contenders import OURS, OURS_UNCHECKED, RAW, Contender
 from ._peers import everybody
 from ._report import bars_of, print_rows, rows
 from ._rounds import measure
@@ -50,7 +52,7 @@ def _measured(processes: int, options: argparse.Namespace, settings: Settings) -
             rounds=options.rounds,
             tries=options.tries,
             threads=threads,
-            everybody=everybody,
+            everybody=partial(_chosen, options.by),
         )
         size = f"{nbytes / 1e9:.3g} GB"
         what = f"{size} in {options.tensors} tensors, medians of {options.rounds} rounds"
@@ -59,12 +61,21 @@ def _measured(processes: int, options: argparse.Namespace, settings: Settings) -
     return bars_of(size, processes, seconds)
 
 
+def _chosen(by: list[str] | None, ranks: int) -> tuple[Contender, ...]:
+    """Return who takes part with that many processes: raw calls and shardtree always, and whoever was asked for."""
+    always = (RAW, OURS, OURS_UNCHECKED)
+    return tuple(one for one in everybody(ranks) if by is None or one.name in (*always, *by))
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = _bars.parser("benchmarks.roundtrip", __doc__)
     parser.add_argument("--size", type=_bytes, default=_bytes("2GB"), help="of all tensors together, such as 2GB")
     parser.add_argument("--tensors", type=int, default=100, help="how many there are")
     parser.add_argument("--rounds", type=int, default=5, help="that count; one more warms up")
     parser.add_argument("--tries", type=int, default=4, help="in a row, of which the fastest counts")
+    parser.add_argument(
+        "--by", nargs="*", help="who takes part beside raw calls, such as safetensors; everybody if left out"
+    )
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2], help="one table for each number")
     return parser
 

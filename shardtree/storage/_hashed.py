@@ -71,7 +71,7 @@ def _beside(thread: ThreadPoolExecutor, hasher: BlockHasher, buffer: Buffer) -> 
         return catch_up
 
 
-def in_parts(buffers: Iterable[Buffer], at: int = 0) -> Iterator[Buffer]:
+def in_parts(buffers: Iterable[Buffer], at: int = 0) -> Generator[Buffer, None, None]:
     """Yield buffers in parts that end at multiples of a MiB of the file that they begin in at a byte.
 
     Examples:

@@ -255,8 +255,14 @@ def _write_new(descriptor: int, buffers: Iterable[Buffer]) -> int:
     """Write to an empty file, with room reserved where its length is known, and return how much was written."""
     reserved = reserve(descriptor, buffers.nbytes) if isinstance(buffers, SizedBuffers) else 0
     length = 0
-    for batch in _batches(buffers):
-        length += _write_all(descriptor, batch)
+    try:
+        for batch in _batches(buffers):
+            length += _write_all(descriptor, batch)
+    except BaseException:
+        if reserved:
+            with suppress(OSError):  # the write's own error is on its way
+                os.ftruncate(descriptor, os.fstat(descriptor).st_size)
+        raise
     if reserved > length:
         os.ftruncate(descriptor, length)
     return length

@@ -60,7 +60,8 @@ class Storage(Protocol):
     def write(self, name: str, buffers: Iterable[Buffer], *, durable: bool) -> int:
         """Write a new file from buffers, in order, and return its length; `durable` waits until it is on the medium.
 
-        Where the length is known before, the buffers come as `SizedBuffers`.
+        Where the length of a large file is known before, the buffers come as `SizedBuffers`. Several threads may write
+        files of different names at a time.
         """
 
     def write_parts(self, name: str, length: int, parts: Iterable[tuple[int, Buffer]], *, durable: bool) -> None:

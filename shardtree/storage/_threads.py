@@ -22,13 +22,20 @@ def usual_threads() -> int:
     return min(torch.get_num_threads(), _MOST_THREADS)
 
 
-def in_threads(do: Callable[[Work], Result], work: Iterable[Work], threads: int | None = None) -> list[Result]:
+def in_threads(
+    do: Callable[[Work], Result],
+    work: Iterable[Work],
+    threads: int | None = None,
+    *,
+    stop: Callable[[], None] = lambda: None,
+) -> list[Result]:
     """Return what a function gives for each piece of work, in their order.
 
     Args:
         do: called by several threads at once.
         work: pieces of it, which are begun in this order.
         threads: how many; None for the usual number.
+        stop: called after the first error or an interrupt, so that pieces on their way can end early.
 
     Raises:
         Exception: the first that `do` raised; pieces that nobody has begun by then are left.
@@ -52,7 +59,11 @@ def in_threads(do: Callable[[Work], Result], work: Iterable[Work], threads: int 
                 return
             found[number] = do(piece)
 
-    in_company(drain, count, stop=waiting.clear)
+    def leave() -> None:
+        waiting.clear()
+        stop()
+
+    in_company(drain, count, stop=leave)
     return [found[number] for number in range(len(pieces))]
 
 
@@ -81,7 +92,11 @@ def in_company(work: Callable[[], Result], threads: int, *, stop: Callable[[], N
         with suppress(RuntimeError):
             for _ in range(threads - 1):
                 others.append(pool.submit(work_or_stop))
-        return [work_or_stop(), *(other.result() for other in others)]
+        try:
+            return [work_or_stop(), *(other.result() for other in others)]
+        except BaseException:  # an interrupt may come while the others are waited for
+            stop()
+            raise
 
 
 def in_turn(progress: Callable[[int], None]) -> Callable[[int], None]:

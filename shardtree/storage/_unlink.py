@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import stat
+import sys
 import time
+from contextlib import suppress
 from threading import Thread
 
 _SMALL_BYTES = 64 * 1024
@@ -23,14 +25,22 @@ def unlink(path: str) -> None:
     except BaseException:
         _close(descriptor)
         raise
-    # On a network, an open file stays in its folder by another name until it is closed.
-    if descriptor is not None and os.fstat(descriptor).st_nlink:
+    # At the end of the process no thread can be begun, and Python 3.11 would wait for it forever.
+    if descriptor is None or sys.is_finalizing() or _has_a_name(descriptor):
         _close(descriptor)
-    elif descriptor is not None:
-        try:
-            Thread(target=os.close, args=(descriptor,), name="unlink", daemon=True).start()
-        except RuntimeError:  # none can be begun at the end of the process
-            _close(descriptor)
+        return
+    try:
+        Thread(target=_close, args=(descriptor,), name="unlink", daemon=True).start()
+    except RuntimeError:
+        _close(descriptor)
+
+
+def _has_a_name(descriptor: int) -> bool:
+    """Return whether a removed file is still there: on a network, an open one stays in its folder by another name."""
+    try:
+        return os.fstat(descriptor).st_nlink > 0
+    except OSError:
+        return True  # it can't be told, and the file is gone
 
 
 def _opened_if_young(path: str) -> int | None:
@@ -46,4 +56,5 @@ def _opened_if_young(path: str) -> int | None:
 
 def _close(descriptor: int | None) -> None:
     if descriptor is not None:
-        os.close(descriptor)
+        with suppress(OSError):
+            os.close(descriptor)

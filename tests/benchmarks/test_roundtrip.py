@@ -12,11 +12,23 @@ import pytest
 import torch
 
 from benchmarks._bars import Bar
-from benchmarks._contenders import HASH, LOAD, LOAD_COLUMNS, LOAD_NEW, OURS, RAW, SAVE, Contender
+from benchmarks._contenders import (
+    HASH,
+    LOAD,
+    LOAD_COLUMNS,
+    LOAD_NEW,
+    OURS,
+    OURS_UNCHECKED,
+    RAW,
+    SAFETENSORS,
+    SAVE,
+    Contender,
+)
 from benchmarks._peers import everybody, missing
 from benchmarks._report import BARS, bars_of, rows
 from benchmarks._rounds import _round
 from benchmarks._work import Work, work
+from benchmarks.roundtrip import _chosen
 
 REPOSITORY = Path(__file__).parents[2]
 TINY = ["--size", "20KB", "--tensors", "3", "--rounds", "1", "--tries", "1"]
@@ -50,6 +62,13 @@ def test_it_prints_a_row_for_everybody_and_every_bar(tmp_path: Path) -> None:
     assert all(bar.ours > 0 and (bar.note if bar.other is None else bar.other > 0) for bar in found)
     assert all(name in done.stdout for _, name in places(2))
     assert [path.name for path in tmp_path.iterdir()] == ["numbers.json"]
+
+
+def test_who_takes_part_can_be_chosen() -> None:
+    names = [one.name for one in _chosen([SAFETENSORS], 2)]
+    assert sorted(names) == sorted([RAW, OURS, OURS_UNCHECKED, SAFETENSORS])
+    assert len(_chosen([], 1)) == 3
+    assert [one.name for one in _chosen(None, 1)] == [one.name for one in everybody(1)]
 
 
 def test_every_bar_has_its_row() -> None:

@@ -66,6 +66,16 @@ def test_a_file_that_is_being_written_is_as_long_as_what_came(tmp_path: Path) ->
     assert all(length <= (number + 1) * 1024 * 1024 for number, length in enumerate(lengths))
 
 
+def test_no_room_is_kept_by_a_write_that_fails(tmp_path: Path) -> None:
+    def buffers() -> Any:
+        yield memoryview(bytes(1024 * 1024))
+        raise ValueError("no more")
+
+    with pytest.raises(ValueError, match="no more"):
+        LocalStorage(str(tmp_path)).write("f", SizedBuffers(64 * 1024 * 1024, buffers()), durable=False)
+    assert (tmp_path / "f").stat().st_blocks * 512 <= 1024 * 1024
+
+
 # Removing.
 
 
@@ -142,6 +152,25 @@ def test_a_file_that_keeps_a_name_while_it_is_open_is_closed_at_once(
     (tmp_path / "f").write_bytes(b"small")
     _unlink.unlink(str(tmp_path / "f"))
     assert descriptors() == before
+
+
+@pytest.mark.parametrize("what", ["the end of the process", "a file that nothing is told of"])
+def test_where_no_thread_may_help_the_file_is_closed_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    def stale(descriptor: int) -> os.stat_result:
+        raise OSError(116, "Stale file handle")
+
+    before = descriptors()
+    (tmp_path / "f").write_bytes(b"small")
+    with monkeypatch.context() as patch:
+        patch.setattr(_unlink, "Thread", None)  # none is asked for
+        if what == "the end of the process":
+            patch.setattr(_unlink.sys, "is_finalizing", lambda: True)
+        else:
+            patch.setattr(_unlink.os, "fstat", stale)
+        _unlink.unlink(str(tmp_path / "f"))
+    assert (os.listdir(tmp_path), descriptors()) == ([], before)
 
 
 def test_a_link_is_removed_and_not_what_it_leads_to(tmp_path: Path) -> None:

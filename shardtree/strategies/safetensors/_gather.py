@@ -59,7 +59,7 @@ def gathered(items: Sequence[Item]) -> Buffer:
     integer = _INTEGERS[items[0].item_size]
     with torch.no_grad():
         flat = [checked_data(item).view(-1).view(integer) for item in items]
-        room = torch.empty(sum(map(torch.Tensor.numel, flat)), dtype=integer)
+        room = torch.empty(sum(map(torch.Tensor.numel, flat)), dtype=integer, device="cpu")
         return memoryview(bit_view(torch.cat(flat, out=room)).numpy())
 
 

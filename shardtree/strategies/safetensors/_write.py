@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from functools import partial
-from itertools import chain, takewhile
+from itertools import chain
 from threading import Event
 
 import numpy as np
@@ -91,31 +90,33 @@ def _write_all(draft: Draft, names: Sequence[str], layout: Sequence[Part], threa
     tell = in_turn(draft.options.progress)
     # A thread is to spare for hashing only where a single one writes.
     hashing = hashed if min(threads, len(layout)) > 1 else hashed_beside
-    failed = Event()
+    unwanted = Event()
 
     def write(number: int) -> _File:
         part, totals = layout[number], list[int]()
         buffers = _with_progress(_part_buffers(part, totals if draft.options.fingerprint else None), tell)
-        # Once one fails, nobody wants the others' files: they end where they are.
-        wanted = takewhile(lambda _: not failed.is_set(), buffers)
-        try:
-            return _File(*_write_file(draft, names[number], part.length, wanted, hashing), totals)
-        except BaseException:
-            failed.set()
-            raise
+        hasher = BlockHasher() if draft.options.checksums else None
+        with closing(in_parts(buffers) if hasher is None else hashing(buffers, hasher)) as stream:
+            try:
+                wanted = SizedBuffers(part.length, _while_wanted(stream, unwanted))
+                length = draft.storage.write(names[number], wanted, durable=draft.options.durable)
+            except _Unwanted:
+                # What another thread raised is what happened.
+                return _File(0, None, [])
+        return _File(length, None if hasher is None else hash_column(hasher), totals)
 
-    return in_threads(write, range(len(layout)), threads)
+    return in_threads(write, range(len(layout)), threads, stop=unwanted.set)
 
 
-def _write_file(
-    draft: Draft, name: str, length: int, buffers: Iterator[Buffer], hashing: Hashing
-) -> tuple[int, Hashes | None]:
-    write = partial(draft.storage.write, name, durable=draft.options.durable)
-    if not draft.options.checksums:
-        return write(SizedBuffers(length, in_parts(buffers))), None
-    hasher = BlockHasher()
-    with closing(hashing(buffers, hasher)) as stream:
-        return write(SizedBuffers(length, stream)), hash_column(hasher)
+class _Unwanted(Exception):
+    """Another file of the same save can't be written."""
+
+
+def _while_wanted(buffers: Iterable[Buffer], unwanted: Event) -> Iterator[Buffer]:
+    for buffer in buffers:
+        if unwanted.is_set():
+            raise _Unwanted
+        yield buffer
 
 
 def _part_buffers(part: Part, totals: list[int] | None) -> Iterator[Buffer]:

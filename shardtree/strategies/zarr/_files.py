@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -159,8 +160,8 @@ def write_chunk_file(
         return None
     hasher = BlockHasher() if checksums else None
     buffers = _buffers(file, shards)
-    stream = in_parts(buffers) if hasher is None else hashed_beside(buffers, hasher)
-    storage.write(file.name, SizedBuffers(file.length, told(stream, progress)), durable=durable)
+    with closing(in_parts(buffers) if hasher is None else hashed_beside(buffers, hasher)) as stream:
+        storage.write(file.name, SizedBuffers(file.length, told(stream, progress)), durable=durable)
     return None if hasher is None else hash_column(hasher)
 
 

@@ -1,0 +1,37 @@
+"""Threads that share work stop early after an error or an interrupt, wherever it comes."""
+
+from __future__ import annotations
+
+import _thread
+import threading
+
+import pytest
+
+from shardtree.storage import in_threads
+
+
+def test_an_interrupt_stops_the_others_while_they_are_waited_for() -> None:
+    stopped, begun = threading.Event(), threading.Event()
+
+    def work(piece: int) -> None:
+        if threading.current_thread() is threading.main_thread():
+            assert begun.wait(60)
+            threading.Timer(0.2, _thread.interrupt_main).start()
+        else:
+            begun.set()
+            assert stopped.wait(60), "nobody stopped it"
+
+    with pytest.raises(KeyboardInterrupt):
+        in_threads(work, range(2), 2, stop=stopped.set)
+
+
+def test_an_error_stops_the_others_and_is_the_one_that_is_raised() -> None:
+    stopped = threading.Event()
+
+    def work(piece: int) -> None:
+        if piece == 1:
+            raise ValueError("the first one")
+        assert stopped.wait(60), "nobody stopped it"
+
+    with pytest.raises(ValueError, match="the first one"):
+        in_threads(work, range(2), 2, stop=stopped.set)
