@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import _thread
+import signal
 import threading
 
 import pytest
@@ -16,13 +16,14 @@ def test_an_interrupt_stops_the_others_while_they_are_waited_for() -> None:
     def work(piece: int) -> None:
         if threading.current_thread() is threading.main_thread():
             assert begun.wait(60)
-            threading.Timer(0.2, _thread.interrupt_main).start()
+            threading.Timer(0.2, signal.pthread_kill, (threading.get_ident(), signal.SIGINT)).start()
         else:
             begun.set()
             assert stopped.wait(60), "nobody stopped it"
 
     with pytest.raises(KeyboardInterrupt):
         in_threads(work, range(2), 2, stop=stopped.set)
+    assert stopped.is_set()
 
 
 def test_an_error_stops_the_others_and_is_the_one_that_is_raised() -> None:
