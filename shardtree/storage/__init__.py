@@ -6,6 +6,8 @@ from ._blocks import Hashes as Hashes
 from ._blocks import block_count as block_count
 from ._blocks import digest as digest
 from ._blocks import hash_column as hash_column
+from ._buffers import STAGED_BYTES as STAGED_BYTES
+from ._buffers import is_in_place as is_in_place
 from ._buffers import tensor_buffers as tensor_buffers
 from ._cost import fetch_cost as fetch_cost
 from ._empty import empty_tensor as empty_tensor

@@ -31,7 +31,7 @@ def tensor_buffers(tensor: torch.Tensor | LazyTensor) -> Iterator[Buffer]:
     copies = copies_of(tensor.device) if isinstance(tensor, torch.Tensor) else None
     if copies is not None:
         yield from staged_buffers(cast(Iterator[torch.Tensor], _parts(tensor)), copies)
-    elif isinstance(tensor, torch.Tensor) and _in_place(tensor):
+    elif isinstance(tensor, torch.Tensor) and is_in_place(tensor):
         yield memoryview(bit_view(tensor).numpy())
     else:
         for part in _parts(tensor):
@@ -50,5 +50,11 @@ def _parts(tensor: torch.Tensor | LazyTensor) -> Iterator[torch.Tensor | LazyTen
         yield from _parts(tensor[start] if rows == 1 else tensor[start:stop])
 
 
-def _in_place(tensor: torch.Tensor) -> bool:
+def is_in_place(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor's memory is its row-major bytes, where the CPU can read them.
+
+    Examples:
+        >>> is_in_place(torch.ones(2, 3)), is_in_place(torch.ones(2, 3).T)
+        (True, False)
+    """
     return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()

@@ -161,6 +161,16 @@ def test_what_isnt_in_the_processors_memory_goes_to_one_file() -> None:
     assert all(torch.equal(st.load_plain_tensors(folder)[key], data) for key, data in tensors.items())
 
 
+@pytest.mark.parametrize(("rows", "files"), [(2**10, 2), (2**11, 1)])
+def test_large_views_that_have_to_be_copied_go_to_one_file(rows: int, files: int) -> None:
+    """Of small ones, each thread may hold a copy."""
+    folder = st.MemoryStorage()
+    view = torch.zeros(rows, 2**12, dtype=torch.uint8).T
+    with several_files(2):
+        st.save([st.ShardedTensor.from_rank_offsets(f"w{number}", view) for number in range(2)], folder)
+    assert len(data_files(folder)) == files
+
+
 # What goes wrong.
 
 

@@ -9,7 +9,7 @@ import torch
 
 from ...codec import bit_view
 from ...errors import ShapeError, error_text
-from ...storage import Buffer
+from ...storage import Buffer, is_in_place
 from .._checks import misfit
 from ._layout import Item
 
@@ -47,7 +47,7 @@ def _is_small(item: Item) -> bool:
     # Of other kinds of tensor, only `tensor_buffers` knows what their bytes are.
     if type(data) not in (torch.Tensor, torch.nn.Parameter) or item.item_size not in _INTEGERS:
         return False
-    return data.is_cpu and data.is_contiguous() and not (data.is_conj() or data.is_neg())
+    return is_in_place(data)
 
 
 def gathered(items: Sequence[Item]) -> Buffer:

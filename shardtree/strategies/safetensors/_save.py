@@ -15,7 +15,7 @@ from ...errors import StorageError, error_text
 from ...geometry import Column
 from ...layouts import shard_columns
 from ...mapping import ShardedObject, ShardedTensor
-from ...storage import usual_threads
+from ...storage import STAGED_BYTES, is_in_place, usual_threads
 from ...world import on_rank_zero
 from .._checked import write_checked
 from .._collector import collector_paused
@@ -72,8 +72,9 @@ def _abandon(draft: Draft) -> None:
 
 
 def _in_memory(shard: ShardedTensor) -> bool:
-    """Return whether any thread can write a shard's data, without a copy that takes memory or waits for a device."""
-    return isinstance(shard.data, torch.Tensor) and shard.data.is_cpu
+    """Return whether several threads can write such data at a time: each without a large copy, or a device's stream."""
+    data = shard.data
+    return isinstance(data, torch.Tensor) and data.is_cpu and (is_in_place(data) or data.nbytes <= STAGED_BYTES)
 
 
 def _tensor_rows(shards: Sequence[Shard]) -> Column:
