@@ -16,6 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import xxhash
 from safetensors import safe_open
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -198,28 +199,38 @@ def _tree(mine: Work, tensors: Tensors, *, axis: int) -> dict[str, st.ShardedTen
 # torch.distributed.checkpoint, without fsync as everybody else here. It has no load into new tensors of its own.
 
 
-def _dcp(name: str, settings: dict[str, int]) -> Contender:
+Made = Callable[[Work, str], tuple[Tensors, Tensors]]
+"""Gives the tensors that an operation saves or fills, and the same as DCP takes them."""
+
+
+def dcp_trees(mine: Work, operation: str) -> tuple[Tensors, Tensors]:
+    """Return the tensors of an operation, and as DTensors where there are several ranks."""
+    held, axis = {
+        SAVE: (mine.rows, 0),
+        LOAD: (mine.targets, 0),
+        LOAD_NEW: (mine.targets, 0),
+        LOAD_COLUMNS: (mine.columns, 1),
+    }[operation]
+    tensors = _new(held) if operation == LOAD_NEW else held
+    return tensors, _distributed(mine, tensors, axis)
+
+
+def _dcp(name: str, settings: Mapping[str, int], *, made: Made = dcp_trees, kept_plans: bool = False) -> Contender:
     def save(mine: Work, folder: Path) -> None:
         writer = dcp.FileSystemWriter(folder, sync_files=False, **settings)
+        planner = DefaultSavePlanner(enable_plan_caching=kept_plans)
         with _quiet():
-            dcp.save(_distributed(mine, mine.rows, 0), storage_writer=writer, no_dist=mine.ranks == 1)
+            dcp.save(made(mine, SAVE)[1], storage_writer=writer, planner=planner, no_dist=mine.ranks == 1)
 
-    def load(mine: Work, folder: Path, *, tensors: Callable[[Work], Tensors], axis: int) -> Tensors:
-        given = tensors(mine)
+    def load(mine: Work, folder: Path, *, operation: str) -> Tensors:
+        given, tree = made(mine, operation)
         reader = dcp.FileSystemReader(folder)
         with _quiet():
-            dcp.load(_distributed(mine, given, axis), storage_reader=reader, no_dist=mine.ranks == 1)
+            dcp.load(tree, storage_reader=reader, no_dist=mine.ranks == 1)
         return given
 
-    return Contender(
-        name,
-        save,
-        {
-            (LOAD, name): partial(load, tensors=lambda mine: mine.targets, axis=0),
-            (LOAD_NEW, name): partial(load, tensors=lambda mine: _new(mine.targets), axis=0),
-            (LOAD_COLUMNS, name): partial(load, tensors=lambda mine: mine.columns, axis=1),
-        },
-    )
+    loads = {(operation, name): partial(load, operation=operation) for operation in (LOAD, LOAD_NEW, LOAD_COLUMNS)}
+    return Contender(name, save, loads)
 
 
 def _distributed(mine: Work, tensors: Tensors, axis: int) -> Tensors:

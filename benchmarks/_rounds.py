@@ -42,7 +42,7 @@ def measure(
         size: of all tensors together, in bytes.
         tensors: how many there are.
         rounds: that count; one before them warms everything up and checks what was loaded.
-        tries: in a row, of which the fastest counts.
+        tries: in a row, of which the fastest counts; fewer of what takes long.
         threads: that torch may use in each process.
         everybody: who takes part with that many processes.
         make: makes a rank's work of the rank, `ranks`, `folder`, `size` and `tensors`.
@@ -128,29 +128,54 @@ def _round(mine: Work, everybody: tuple[Contender, ...], *, check: bool, tries: 
 
 
 # A virtual machine gives free memory back to its host after a second or two, and getting a page again is up to twenty
-# times slower than writing to it, which would drown every difference between contenders. So everything is tried a few
-# times in a row, and the fastest counts: it found pages that the ones before it had left.
+# times slower than writing to it, which would drown every difference between contenders. So pages are fetched right
+# before each save, and everything is tried a few times in a row, of which the fastest counts.
 
 
 def _saved(mine: Work, one: Contender, folder: Path, tries: int) -> float:
     """Return the seconds of the fastest save; the files of the last one stay."""
-    seconds = []
-    for _ in range(tries):
+    seconds: list[float] = []
+    while _goes_on(mine, seconds, tries):
         _on_rank_zero(mine, partial(shutil.rmtree, folder, ignore_errors=True))
         _on_rank_zero(mine, folder.mkdir)
+        _warm_page_cache(mine)
         seconds.append(_timed(mine, partial(one.save, mine, folder))[0])
     return min(seconds)
 
 
+def _warm_page_cache(mine: Work) -> None:
+    """Write as many bytes as will be saved, and remove them: whoever comes next finds pages that the host has given."""
+    file = mine.folder / f"warm-{mine.rank}"
+    with file.open("wb", buffering=0) as out:
+        for start in range(0, mine.nbytes // mine.ranks, len(_ZEROS)):
+            out.write(_ZEROS[: mine.nbytes // mine.ranks - start])
+    file.unlink()
+
+
+_ZEROS = memoryview(bytes(16 * 1024 * 1024))
+
+
 def _loaded(mine: Work, load: Callable[[], Tensors], tries: int) -> tuple[float, Tensors]:
     """Return the seconds of the fastest load, and what the last one gave."""
-    seconds = []
+    seconds: list[float] = []
     loaded: Tensors = {}
-    for _ in range(tries):
+    while _goes_on(mine, seconds, tries):
         loaded = {}  # frees what the try before made
         taken, loaded = _timed(mine, load)
         seconds.append(taken)
     return min(seconds), loaded
+
+
+_ENOUGH = 5.0
+"""Seconds after which nothing is tried again: whether memory was cold is a small part of that."""
+
+
+def _goes_on(mine: Work, seconds: list[float], tries: int) -> bool:
+    """Return whether there is another try, the same on all ranks."""
+    wanted = torch.tensor(len(seconds) < tries and sum(seconds) < _ENOUGH)
+    if mine.ranks > 1:
+        dist.broadcast(wanted, 0)
+    return bool(wanted)
 
 
 def _timed(mine: Work, action: Callable[[], Any]) -> tuple[float, Any]:

@@ -30,11 +30,14 @@ def box_column(rows: Sequence[Sequence[int]], fill: int, axes: int = 0) -> Colum
         >>> box_column([(4, 2), (), (7,)], fill=1).tolist()
         [[4, 2], [1, 1], [1, 7]]
     """
-    lengths = set(map(len, rows))
-    width = max([1, axes, *lengths])
-    if lengths == {width}:
-        return np.fromiter(chain.from_iterable(rows), dtype=np.int64, count=len(rows) * width).reshape(-1, width)
-    return np.array([(fill,) * (width - len(row)) + tuple(row) for row in rows], dtype=np.int64).reshape(-1, width)
+    lengths = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
+    width = max(1, axes, int(lengths.max(initial=0)))
+    numbers = np.fromiter(chain.from_iterable(rows), dtype=np.int64, count=int(lengths.sum()))
+    if numbers.size == len(rows) * width:
+        return numbers.reshape(-1, width)
+    column = np.full((len(rows), width), fill, dtype=np.int64)
+    column[np.arange(width) >= width - lengths[:, None]] = numbers
+    return column
 
 
 def widen(column: Column, axes: int, fill: int) -> Column:

@@ -79,17 +79,21 @@ def rows_in_reach(reach: Reach, group: Column, offset: Column, shape: Column) ->
     order = None if (group[1:] >= group[:-1]).all() else np.argsort(group, kind="stable")
     none = np.zeros(0, dtype=np.int64)
     found = [(none, none)]
-    for rows, number in _stretches(reach.group, group if order is None else group[order]):
-        chosen = rows if order is None else order[rows]
-        for axis in range(offset.shape[1]):
-            # What begins too late is left out first: then there is less to look at.
-            chosen, number = _kept(offset[:, axis][chosen] < reach.high[:, axis].take(number), chosen, number)
-            end = offset[:, axis][chosen] + shape[:, axis][chosen]
-            chosen, number = _kept(end > reach.low[:, axis].take(number), chosen, number)
-            chosen, number = _kept(shape[:, axis][chosen] > 0, chosen, number)
-        found.append((_numbers(chosen), number))
-    near, numbers = (np.concatenate(column) for column in zip(*found, strict=True))
-    return near, numbers
+    for rows, groups, count in _stretches(reach.group, group if order is None else group[order]):
+        near = rows if order is None else order[rows]
+        # The first axis is compared for all, beside edges that are repeated for each; it leaves few.
+        low, high = np.repeat(reach.low[groups, 0], count), np.repeat(reach.high[groups, 0], count)
+        places = np.flatnonzero(_meet(offset[:, 0][near], shape[:, 0][near], low, high))
+        number = groups.start + np.searchsorted(np.cumsum(count), places, side="right")
+        near = _numbers(near).take(places)
+        for axis in range(1, offset.shape[1]):
+            low, high = reach.low[:, axis][number], reach.high[:, axis][number]
+            kept = np.flatnonzero(_meet(offset[:, axis][near], shape[:, axis][near], low, high))
+            near, number = near.take(kept), number.take(kept)
+        found.append((near, number))
+    rows, numbers = (np.concatenate(column) for column in zip(*found, strict=True))
+    kept = rows_with_elements(shape[rows])
+    return rows.take(kept), numbers.take(kept)
 
 
 def rows_with_elements(shape: Column) -> Column:
@@ -105,24 +109,28 @@ def rows_with_elements(shape: Column) -> Column:
     return np.flatnonzero(some)
 
 
-def _stretches(groups: Column, ordered: Column) -> Iterator[tuple[Column | slice, Column]]:
-    """Yield the rows of some groups a few at a time, as a slice where there is nothing between, and their numbers."""
+def _stretches(groups: Column, ordered: Column) -> Iterator[tuple[Column | slice, slice, Column]]:
+    """Yield the rows of some groups a few at a time, as a slice where nothing is between, and how many of which."""
     first, last = np.searchsorted(ordered, groups, side="left"), np.searchsorted(ordered, groups, side="right")
     for low in range(int(first.min(initial=0)), int(last.max(initial=0)), _AT_ONCE):
         begin = int(np.searchsorted(last, low, side="right"))
         end = int(np.searchsorted(first, low + _AT_ONCE, side="left"))
         start = np.maximum(first[begin:end], low)
         count = np.minimum(last[begin:end], low + _AT_ONCE) - start
-        number = np.repeat(np.arange(begin, end), count)
-        if number.size and start[0] + number.size == start[-1] + count[-1]:
-            yield slice(int(start[0]), int(start[0]) + number.size), number
+        total = int(count.sum())
+        if total and start[0] + total == start[-1] + count[-1]:
+            yield slice(int(start[0]), int(start[0]) + total), slice(begin, end), count
         else:
-            yield np.arange(number.size) + np.repeat(start - np.cumsum(count) + count, count), number
+            yield np.arange(total) + np.repeat(start - np.cumsum(count) + count, count), slice(begin, end), count
 
 
-def _kept(kept: NDArray[np.bool_], rows: Column | slice, number: Column) -> tuple[Column, Column]:
-    places = np.flatnonzero(kept)
-    return _numbers(rows).take(places), number.take(places)
+def _meet(begin: Column, size: Column, low: Column, high: Column) -> NDArray[np.bool_]:
+    """Return which ranges meet those between two edges; one without elements does where it lies inside."""
+    end = begin.copy()  # its own memory, in one piece, is quicker to compare than a column of a table
+    flags = end < high
+    end += size
+    flags &= end > low
+    return flags
 
 
 def _numbers(rows: Column | slice) -> Column:

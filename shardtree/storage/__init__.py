@@ -48,6 +48,7 @@ from ._storage import Storage as Storage
 from ._stretches import Stretches as Stretches
 from ._stretches import joined_crc32 as joined_crc32
 from ._stretches import read_crc32 as read_crc32
+from ._threads import background_threads as background_threads
 from ._threads import in_threads as in_threads
 from ._threads import in_turn as in_turn
 from ._threads import usual_threads as usual_threads

@@ -22,6 +22,16 @@ def usual_threads() -> int:
     return min(torch.get_num_threads(), _MOST_THREADS)
 
 
+def background_threads() -> int:
+    """Return how many threads write while their caller goes on, which half of the usual ones are left to.
+
+    Examples:
+        >>> 1 <= background_threads() <= usual_threads()
+        True
+    """
+    return max(1, usual_threads() // 2)
+
+
 def in_threads(
     do: Callable[[Work], Result],
     work: Iterable[Work],

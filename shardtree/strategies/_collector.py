@@ -30,4 +30,12 @@ def collector_paused() -> Iterator[None]:
         yield
     finally:
         if was_on:
+            _take_as_old()
             gc.enable()
+
+
+def _take_as_old() -> None:
+    """Have all objects taken as old ones without a look: else those just made would soon bring one at everything."""
+    if gc.get_freeze_count() == 0:  # what a program has frozen stays so
+        gc.freeze()
+        gc.unfreeze()

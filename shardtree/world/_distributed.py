@@ -15,10 +15,12 @@ from ._groups import Gloo, coordination_group
 from ._pickled import pack, unpack
 from ._world import DEFAULT_TIMEOUT, T, World, check_buffers, check_one_each, check_peer, check_rank
 
-# Values travel in frames: a length, then the pickle. The first bytes of a frame have a fixed size, so that a small
-# value takes one collective; what is longer follows in its exact size.
+# Values travel in frames: a length, then the pickle. The first bytes of a frame, its head, have a fixed size, so that a
+# small value takes one collective; what is longer follows in its exact size. Up to about 128 KiB in all, a collective
+# takes as long whatever its size, so few ranks have larger heads than many.
 _LENGTH = 8
-_HEAD = 512
+_LEAST_HEAD = 512
+_ALL_HEADS = 64 * 1024
 
 _VALUE, _BYTES = 0, 1  # tags: a message and an exchange aren't taken for each other
 
@@ -26,27 +28,28 @@ _VALUE, _BYTES = 0, 1  # tags: a message and an exchange aren't taken for each o
 class DistributedWorld(World):
     """The members of a gloo group; ranks are ranks in that group."""
 
-    __slots__ = ("_group_ref",)
+    __slots__ = ("_group_ref", "_head")
 
     def __init__(self, group: Gloo, timeout: float) -> None:
         super().__init__(group.rank(), group.size(), timeout)
         self._group_ref = ref(group)
+        self._head = max(_LEAST_HEAD, _ALL_HEADS // self.size)
 
     def all_gather(self, value: T) -> list[T]:
-        mine = _frame(pack("all_gather", value))
+        mine = self._frame(pack("all_gather", value))
         with self._calling("all_gather") as group:
             frames = self._exchange_frames(group, mine)
         return [value if rank == self.rank else _read("all_gather", frame) for rank, frame in enumerate(frames)]
 
     def broadcast(self, value: T, root: int = 0) -> T:
         check_rank(self, "broadcast", root)
-        frame = _frame(pack("broadcast", value)) if self.rank == root else _room()
+        frame = self._frame(pack("broadcast", value)) if self.rank == root else self._room()
         with self._calling(f"broadcast(root={root})") as group:
-            self._wait(group.broadcast(frame[:_HEAD], root))
+            self._wait(group.broadcast(frame[: self._head], root))
             if self.rank != root:
-                frame = _room(frame)
-            if len(frame) > _HEAD:
-                self._wait(group.broadcast(frame[_HEAD:], root))
+                frame = self._room(frame)
+            if len(frame) > self._head:
+                self._wait(group.broadcast(frame[self._head :], root))
         if self.rank == root:
             return value
         received: T = _read("broadcast", frame)
@@ -68,20 +71,20 @@ class DistributedWorld(World):
 
     def send(self, value: Any, to: int) -> None:
         check_peer(self, "send", to)
-        frame = _frame(pack("send", value))
+        frame = self._frame(pack("send", value))
         with self._calling(f"send(to={to})") as group:
-            for part in (frame[:_HEAD], frame[_HEAD:]):
+            for part in (frame[: self._head], frame[self._head :]):
                 if len(part):
                     self._wait(group.send([part], to, _VALUE))
 
     def recv(self, source: int) -> Any:
         check_peer(self, "recv", source)
         with self._calling(f"recv(source={source})") as group:
-            head = _room()
+            head = self._room()
             self._wait(group.recv([head], source, _VALUE))
-            frame = _room(head)
-            if len(frame) > _HEAD:
-                self._wait(group.recv([frame[_HEAD:]], source, _VALUE))
+            frame = self._room(head)
+            if len(frame) > self._head:
+                self._wait(group.recv([frame[self._head :]], source, _VALUE))
         return _read("recv", frame)
 
     def exchange(self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]) -> None:
@@ -95,11 +98,12 @@ class DistributedWorld(World):
 
     def _exchange_frames(self, group: Gloo, mine: torch.Tensor) -> list[torch.Tensor]:
         """Return every rank's frame, by rank."""
-        heads = [_room() for _ in range(self.size)]
-        self._wait(group.allgather(heads, mine[:_HEAD]))
-        frames = [mine if rank == self.rank else _room(head) for rank, head in enumerate(heads)]
+        heads = [self._room() for _ in range(self.size)]
+        self._wait(group.allgather(heads, mine[: self._head]))
+        frames = [mine if rank == self.rank else self._room(head) for rank, head in enumerate(heads)]
         # gloo's broadcast is several times faster than its all_gather, and takes each frame in its own size.
-        works = [group.broadcast(frame[_HEAD:], rank) for rank, frame in enumerate(frames) if len(frame) > _HEAD]
+        rests = [(frame[self._head :], rank) for rank, frame in enumerate(frames) if len(frame) > self._head]
+        works = [group.broadcast(*rest) for rest in rests]
         for work in works:
             self._wait(work)
         return frames
@@ -114,6 +118,21 @@ class DistributedWorld(World):
         splits = coming.tolist()
         self._wait(group.alltoall_base(incoming, outgoing, splits, sizes.tolist()))
         return [piece.numpy().data for piece in torch.split(incoming, splits)]
+
+    def _frame(self, data: bytes) -> torch.Tensor:
+        """Return a value's frame, uint8 of as many bytes as a head has, or more."""
+        frame = bytearray(max(self._head, _LENGTH + len(data)))
+        frame[:_LENGTH] = len(data).to_bytes(_LENGTH, "little")
+        frame[_LENGTH : _LENGTH + len(data)] = data
+        return torch.frombuffer(frame, dtype=torch.uint8)
+
+    def _room(self, head: torch.Tensor | None = None) -> torch.Tensor:
+        """Return room for a head, or for the frame that begins with it."""
+        if head is None:
+            return torch.zeros(self._head, dtype=torch.uint8)
+        frame = torch.empty(max(self._head, _LENGTH + _length(head)), dtype=torch.uint8)
+        frame[: self._head] = head
+        return frame
 
     def _wait(self, work: torch.distributed.Work) -> None:
         work.wait(timedelta(seconds=self.timeout))
@@ -157,25 +176,8 @@ def distributed(
     return DistributedWorld(coordination_group(group, timeout, purpose), timeout)
 
 
-def _frame(data: bytes) -> torch.Tensor:
-    """Return a value's frame, uint8 of (at least _HEAD,)."""
-    frame = bytearray(max(_HEAD, _LENGTH + len(data)))
-    frame[:_LENGTH] = len(data).to_bytes(_LENGTH, "little")
-    frame[_LENGTH : _LENGTH + len(data)] = data
-    return torch.frombuffer(frame, dtype=torch.uint8)
-
-
 def _length(head: torch.Tensor) -> int:
     return int.from_bytes(head[:_LENGTH].numpy().tobytes(), "little")
-
-
-def _room(head: torch.Tensor | None = None) -> torch.Tensor:
-    """Return room for a head, or for the frame that begins with it."""
-    if head is None:
-        return torch.zeros(_HEAD, dtype=torch.uint8)
-    frame = torch.empty(max(_HEAD, _LENGTH + _length(head)), dtype=torch.uint8)
-    frame[:_HEAD] = head
-    return frame
 
 
 def _read(what: str, frame: torch.Tensor) -> Any:

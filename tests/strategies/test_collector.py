@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from threading import Semaphore, Thread, current_thread
@@ -103,6 +104,14 @@ class Collector:
         self.turn()
         self.on = True
 
+    def get_freeze_count(self) -> int:
+        return 0
+
+    def freeze(self) -> None:
+        pass
+
+    unfreeze = freeze
+
 
 @st.composite
 def schedules(draw: st.DrawFn) -> list[int]:
@@ -155,3 +164,54 @@ def test_the_law_of_threads_catches_one_that_turns_off_what_another_has_just_tur
                 collector.enable()
 
     assert_caught(mixes_well, off_whatever_it_was, st.booleans(), schedules())
+
+
+MADE = 20_000
+
+
+def leaves_no_work(pause: Pause) -> None:
+    """What was made in a pause isn't looked at as soon as it ends: the collector takes it as old."""
+    with real_collector(True):
+        with pause():
+            made: list[list[int]] = [[] for _ in range(MADE)]
+        young = gc.get_objects(generation=0) + gc.get_objects(generation=1)
+        assert gc.get_count()[0] < MADE // 2
+    assert not set(map(id, made)) & set(map(id, young))
+
+
+def test_what_a_step_has_made_isnt_looked_at_when_it_ends() -> None:
+    leaves_no_work(collector_paused)
+
+
+def test_the_law_catches_a_plain_pause() -> None:
+    @contextmanager
+    def plain() -> Iterator[None]:
+        gc.disable()
+        yield
+        gc.enable()
+
+    with pytest.raises(AssertionError):
+        leaves_no_work(plain)
+
+
+def test_what_a_program_has_frozen_stays_frozen() -> None:
+    gc.freeze()
+    try:
+        with real_collector(True), collector_paused():
+            pass
+        assert gc.get_freeze_count()
+    finally:
+        gc.unfreeze()
+
+
+def test_garbage_of_a_step_is_still_found() -> None:
+    class Link:
+        own: Link
+
+    with real_collector(True), collector_paused():
+        link = Link()
+        link.own = link
+        gone = weakref.ref(link)
+        del link
+    gc.collect()
+    assert gone() is None

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
 
@@ -17,7 +18,7 @@ from shardtree.layouts import TensorKind, select_rows, shard_columns
 from shardtree.plans import StoredChunks
 from shardtree.storage import StoredFile
 from shardtree.strategies.index import Index, _rows, build_index, chunks_of, kind_at, text_columns, texts
-from shardtree.strategies.index._rows import kinds_at
+from shardtree.strategies.index._rows import kinds_at, stored_alike
 from tests.layouts.test_shard_columns import any_shards
 from tests.trees.samples import assert_caught
 
@@ -86,6 +87,75 @@ def knows_all_dtypes(index: Index, numbers: list[int]) -> list[TensorKind]:
 @pytest.mark.parametrize("broken", [of_as_many_axes, in_the_indexs_order, knows_all_dtypes])
 def test_the_law_of_kinds_catches(broken: Kinds) -> None:
     assert_caught(are_kinds_of_each, broken, asked_of_the_future())
+
+
+Alike = Callable[[Index, Column, list[TensorKind]], bool]
+
+
+@st.composite
+def compared(draw: st.DrawFn) -> tuple[Index, list[int], list[TensorKind]]:
+    """Return an index, the numbers of some keys or of none, and kinds that may be other ones than are stored."""
+    index, numbers = draw(asked_of_the_future())
+    kinds = []
+    for place, number in enumerate(numbers):
+        try:
+            kind = kind_at(index, number)
+        except UnsupportedValue:
+            kind = TensorKind(torch.int8, (1,), 0)
+        change = draw(st.sampled_from(["", "", "", "dtype", "size", "axis", "prepended", "number"]))
+        if change == "number":
+            numbers = [*numbers[:place], -1, *numbers[place + 1 :]]
+        shape = {"size": (*kind.global_shape[:-1], 77), "axis": (1, *kind.global_shape)}.get(change, kind.global_shape)
+        dtype = torch.complex128 if change == "dtype" else kind.dtype
+        kinds.append(TensorKind(dtype, shape, kind.prepend_axis_num + (change == "prepended")))
+    return index, numbers, kinds
+
+
+def tells_what_is_alike(alike: Alike, case: tuple[Index, list[int], list[TensorKind]]) -> None:
+    index, numbers, kinds = case
+    stored = outcome(each_by_itself, index, [number for number in numbers if number >= 0])
+    whole = not isinstance(stored, str) and len(stored) == len(kinds)
+    pairs = zip(stored, kinds, strict=True) if whole else ()
+    same = all((one.dtype, one.global_shape) == (kind.dtype, kind.global_shape) for (one, _), kind in pairs)
+    assert alike(index, np.array(numbers, dtype=np.int64), kinds) == (whole and same)
+
+
+@settings(max_examples=200)
+@given(compared())
+def test_what_is_stored_alike_is_told_by_columns(case: tuple[Index, list[int], list[TensorKind]]) -> None:
+    tells_what_is_alike(stored_alike, case)
+
+
+def whatever_axes(index: Index, numbers: Column, kinds: list[TensorKind]) -> bool:
+    axes = np.array(index.key_axes)
+    axes[numbers] = [len(kind.global_shape) for kind in kinds]
+    return stored_alike(replace(index, key_axes=axes), numbers, kinds)
+
+
+def whatever_dtype(index: Index, numbers: Column, kinds: list[TensorKind]) -> bool:
+    text, start = text_columns(["int8" for _ in texts(index.dtype_text, index.dtype_start)])
+    of_one = [replace(kind, dtype=torch.int8) for kind in kinds]
+    return stored_alike(replace(index, dtype_text=text, dtype_start=start), numbers, of_one)
+
+
+def whatever_isnt_there(index: Index, numbers: Column, kinds: list[TensorKind]) -> bool:
+    there = np.flatnonzero(numbers >= 0)
+    return stored_alike(index, numbers[there], [kinds[number] for number in there.tolist()])
+
+
+@pytest.mark.parametrize("broken", [whatever_axes, whatever_dtype, whatever_isnt_there])
+def test_the_law_of_what_is_alike_catches(broken: Alike) -> None:
+    assert_caught(tells_what_is_alike, broken, compared())
+
+
+def test_some_are_alike() -> None:
+    """So that the law doesn't hold for want of any."""
+
+    def is_alike(case: tuple[Index, list[int], list[TensorKind]]) -> bool:
+        index, numbers, kinds = case
+        return len(set(index.key_axes[numbers].tolist())) > 1 and stored_alike(index, np.array(numbers), kinds)
+
+    find(compared(), is_alike, settings=settings(max_examples=2000, phases=[Phase.generate]))
 
 
 Take = Callable[[Index, Column], StoredChunks]

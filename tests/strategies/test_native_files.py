@@ -149,6 +149,18 @@ def test_there_is_a_file_for_each_thread_that_has_enough_to_write(threads: int, 
     assert len(data_files(folder)) == files
 
 
+@pytest.mark.parametrize(("threads", "files"), [(1, 1), (2, 1), (4, 2)])
+def test_a_save_in_the_background_leaves_half_of_the_threads_to_the_caller(threads: int, files: int) -> None:
+    folder = st.MemoryStorage()
+    tensors = {f"w{number}": torch.zeros(FILE, dtype=torch.uint8) for number in range(9)}
+    tree = {key: st.ShardedTensor.from_rank_offsets(key, data) for key, data in tensors.items()}
+    with several_files(threads):
+        request = st.save(tree, folder, async_sharded_save=True)
+        assert request is not None
+        request.execute_sync()
+    assert len(data_files(folder)) == files
+
+
 def test_what_isnt_in_the_processors_memory_goes_to_one_file() -> None:
     """A lazy tensor's data is read when it is written: by one thread, so that there is never more of it at once."""
     source, folder = st.MemoryStorage(), st.MemoryStorage()

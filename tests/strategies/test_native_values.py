@@ -216,6 +216,7 @@ def test_one_key_of_many_is_found_and_another_is_not(keys, other):
     text, start = text_columns(sorted(keys))
     for number, key in enumerate(sorted(keys)):
         assert find_texts(text, start, [key]) == [number]
+    assert find_texts(text, start, sorted(keys)) == list(range(len(keys)))
     everything = find_texts(text, start, [*sorted(keys), other])
     assert everything[:-1] == list(range(len(keys)))
     assert find_texts(text, start, [other]) == everything[-1:]

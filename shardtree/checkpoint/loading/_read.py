@@ -24,7 +24,7 @@ from ._exchange import Exchange, exchanges, pass_on
 from ._fit import Kinds
 from ._objects import ObjectsFit, reshaped_values
 from ._straight import straight_to_device
-from ._targets import delivered, with_memories
+from ._targets import deliver_all, with_memories
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -183,10 +183,9 @@ def deliver(reading: Reading, room: Room, objects: Sequence[Any]) -> list[Any]:
         room: filled, on all ranks.
         objects: the data of the objects among the leaves.
     """
-    pairs = zip(room.shards, room.memories, strict=True)
-    tensors = (delivered(shard, filled.data, donate=reading.donate) for shard, filled in pairs)
     rest = iter(objects)
     check_unreplaced(reading.checkpoint)  # all ranks have read by now
+    tensors = iter(deliver_all(room.shards, room.memories, donate=reading.donate))
     return [_loaded(leaf, tensors, rest) for leaf in room.leaves]
 
 

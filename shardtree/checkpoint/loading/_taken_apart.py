@@ -30,25 +30,19 @@ class Target:
 
     Attributes:
         leaves: of the tree with factories applied.
+        tensors: the tensor shards among them.
+        objects: the sharded objects among them.
         rebuild: from new leaves to a tree of the same structure.
         merge: from the joined tree to one with the factories merged.
         types: the namedtuple classes that it is made of.
     """
 
     leaves: tuple[Any, ...]
+    tensors: tuple[ShardedTensor, ...]
+    objects: tuple[ShardedObject, ...]
     rebuild: Callable[[Sequence[Any]], Any]
     merge: Callable[[Any], Any]
     types: tuple[type, ...]
-
-    @property
-    def tensors(self) -> list[ShardedTensor]:
-        """The tensor shards, in the order of the leaves."""
-        return [leaf for leaf in self.leaves if isinstance(leaf, ShardedTensor)]
-
-    @property
-    def objects(self) -> list[ShardedObject]:
-        """The sharded objects, in the order of the leaves."""
-        return [leaf for leaf in self.leaves if isinstance(leaf, ShardedObject)]
 
 
 @collector_paused()
@@ -71,7 +65,10 @@ def take_apart(tree: Any) -> Target:
     others = [pair for pair in pairs if type(pair[1]) is not ShardedTensor]
     refuse_hidden("load", others)
     refuse_dtensors("load", others)
-    return Target(tuple(leaf for _, leaf in pairs), rebuild, merge, types)
+    leaves = tuple([leaf for _, leaf in pairs])
+    tensors = tuple([leaf for leaf in leaves if isinstance(leaf, ShardedTensor)])
+    objects = tuple([leaf for leaf in leaves if isinstance(leaf, ShardedObject)])
+    return Target(leaves, tensors, objects, rebuild, merge, types)
 
 
 def _as_it_is(loaded: Any) -> Any:

@@ -14,24 +14,30 @@ from ...storage import copies_of, empty_tensor
 from ...trees import with_data
 
 
-def can_be_staged(shard: ShardedTensor, *, donate: bool) -> bool:
-    """Return whether memory on the target's device can be filled part by part."""
-    given = given_tensor(shard)
-    if given is None or copies_of(given.device) is None or shard.allow_shape_mismatch:
+def can_be_staged(shard: ShardedTensor, given: torch.Tensor, *, donate: bool) -> bool:
+    """Return whether memory on the device of a shard's tensor can be filled part by part."""
+    if copies_of(given.device) is None or shard.allow_shape_mismatch:
         return False
     return not donate or (given.is_contiguous() and not given.is_conj() and not given.is_neg())
 
 
-def with_memory(shard: ShardedTensor, *, donate: bool, on_device: bool = False) -> ShardedTensor:
+def with_memory(
+    shard: ShardedTensor, given: torch.Tensor | None, *, donate: bool, on_device: bool = False
+) -> ShardedTensor:
     """Return a shard whose data is contiguous memory to be filled, the CPU's or that of the target's device.
 
     That is the target's own tensor only where it is given away and fits. Where a shape mismatch is allowed, the memory
     begins with the target's elements, or zeros, since not all of it may be filled.
 
+    Args:
+        shard: the target's.
+        given: its `given_tensor`.
+        donate: whether that is given away.
+        on_device: whether the memory is on the device of that.
+
     Raises:
         ShapeError: a tensor isn't the shard's any more, or elements of a donated one share memory.
     """
-    given = given_tensor(shard)
     if given is not None and (donate or shard.allow_shape_mismatch):
         check_unchanged("load", shard, given)
     if donate and given is not None:
@@ -65,12 +71,13 @@ def with_memories(
     Raises:
         ShapeError: as `with_memory`, or donated tensors share memory with each other.
     """
-    memories = [
-        with_memory(shard, donate=donate, on_device=can_be_staged(shard, donate=donate) and is_staged(shard))
-        for shard in shards
-    ]
+    pairs = [(shard, given_tensor(shard)) for shard in shards]
+    memories = []
+    for shard, given in pairs:
+        on_device = given is not None and can_be_staged(shard, given, donate=donate) and is_staged(shard)
+        memories.append(with_memory(shard, given, donate=donate, on_device=on_device))
     if donate:
-        check_apart("load", [(shard, given) for shard in shards if (given := given_tensor(shard)) is not None])
+        check_apart("load", [(shard, given) for shard, given in pairs if given is not None])
     return memories
 
 
@@ -89,26 +96,31 @@ def new_memory(
         raise CheckpointingException(error_text(f"load: no memory for {key!r}", found=f"{shape} {dtype}")) from error
 
 
-def delivered(shard: ShardedTensor, filled: torch.Tensor, *, donate: bool) -> torch.Tensor:
-    """Return what the caller gets for a shard: the donated tensor, or the filled one, on the target's device.
+def deliver_all(
+    shards: Sequence[ShardedTensor], memories: Sequence[ShardedTensor], *, donate: bool
+) -> list[torch.Tensor]:
+    """Return what the caller gets for each shard: the donated tensor, or the filled one, on the target's device.
 
     Args:
-        shard: the target's shard.
-        filled: the memory that was filled.
-        donate: whether the target's tensor was given away.
+        shards: the target's.
+        memories: the same shards with the memory that was filled.
+        donate: whether the target's tensors were given away.
     """
-    given = given_tensor(shard)
-    if given is None:
-        return filled
-    if not donate:
-        return filled.to(given.device)
-    if filled.data_ptr() == given.data_ptr():
-        # The bytes were written behind torch's back; autograd must know.
-        torch.autograd.graph.increment_version(given)
-    else:
-        with torch.no_grad():
-            _copy(given, filled)
-    return given
+    delivered = []
+    for shard, memory in zip(shards, memories, strict=True):
+        filled = memory.data
+        given = given_tensor(shard)
+        if given is None or not donate:
+            delivered.append(filled if given is None else filled.to(given.device))
+            continue
+        if filled is given or filled.data_ptr() == given.data_ptr():
+            # The bytes were written behind torch's back; autograd must know.
+            torch.autograd.graph.increment_version(given)
+        else:
+            with torch.no_grad():
+                _copy(given, filled)
+        delivered.append(given)
+    return delivered
 
 
 def _fillable(tensor: torch.Tensor) -> bool:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from ...layouts import ShardColumns
-from ...storage import Directory
+from ...storage import Directory, background_threads
 from ...strategies import AsyncRequest, SaveOptions, Strategies, default_strategies
 from ...world import World, agree, current_world, step
 from .._dispatch import Backends, Choice, backends_of
@@ -106,7 +106,8 @@ def save(
     # A group of its own, so that what is committed at the end of a process never meets another's training step.
     ranks = current_world(world, purpose="async save" if async_sharded_save else None)
     tell = progress or SaveOptions().progress
-    options = SaveOptions(durable, allow_pickle, stale_after, tell, fingerprint, checksums)
+    threads = background_threads() if async_sharded_save else None
+    options = SaveOptions(durable, allow_pickle, stale_after, tell, fingerprint, checksums, threads)
     take_apart = partial(prepare_for_later if async_sharded_save else prepare, sharded_state_dict, content_metadata)
     checked = preprocess_common_before_consistency_check or _as_it_is if validate_access_integrity else None
     comparison = Comparison(validate_access_integrity or layout is not None, checked, allow_pickle)

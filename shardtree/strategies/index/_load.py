@@ -9,7 +9,8 @@ import torch
 
 from ...codec import bit_view
 from ...errors import IntegrityError, error_text
-from ...layouts import ShardColumns, shard_columns
+from ...geometry import Column
+from ...layouts import ShardColumns, TensorKind, shard_columns
 from ...mapping import ShardedTensor
 from ...plans import LoadPlan, Unexpected, find_gaps, find_mismatches, find_unexpected, plan_load
 from ...storage import ReadReport, fetch, memory_bytes
@@ -18,7 +19,7 @@ from .._collector import collector_paused
 from .._missing import check_lengths
 from .._values import Checkpoint
 from ._columns import Index
-from ._rows import chunks_of, file_at, kinds_at
+from ._rows import chunks_of, file_at, kinds_at, stored_alike
 from ._run import MOST_BYTES, read_run, run_plan, single_run
 from ._texts import find_texts, texts
 
@@ -53,23 +54,37 @@ def plan_shards(index: Index, shards: Sequence[ShardedTensor], columns: ShardCol
     """
     if len(shards) == 1 and (run := single_run(index, shards[0])) is not None:
         return run_plan(run)
-    numbers = find_texts(index.key_text, index.key_start, columns.keys)
-    stored = {key: number for key, number in zip(columns.keys, numbers, strict=True) if number >= 0}
-    known = dict(zip(stored, kinds_at(index, list(stored.values())), strict=True))
-    absent: tuple[Unexpected, ...] = ()
-    if len(known) < len(columns.keys):
-        absent = find_unexpected(columns.keys, list(texts(index.key_text, index.key_start)))
-    asked = [shard for shard in shards if shard.key in known] if absent else shards
-    check_fit((*absent, *find_mismatches(asked, known)))
-    plan = plan_load(columns, chunks_of(index, np.array(numbers, dtype=np.int64)))
+    numbers = np.array(find_texts(index.key_text, index.key_start, columns.keys), dtype=np.int64)
+    if not stored_alike(index, numbers, columns.kinds):
+        _check_kinds(index, numbers, shards, columns)
+    plan = plan_load(columns, chunks_of(index, numbers))
     if plan.doubled.size:
         keys = [repr(columns.keys[number]) for number in plan.doubled.tolist()]
         raise IntegrityError(
             error_text("load: stored chunks overlap; the checkpoint contradicts itself", offenders=keys)
         )
     partly = np.flatnonzero(plan.covered != columns.elements)
-    check_fit(find_gaps([shards[row] for row in partly.tolist()], plan.covered[partly], known))
+    if partly.size:
+        known = _stored_kinds(index, numbers, columns)
+        check_fit(find_gaps([shards[row] for row in partly.tolist()], plan.covered[partly], known))
     return plan
+
+
+def _check_kinds(index: Index, numbers: Column, shards: Sequence[ShardedTensor], columns: ShardColumns) -> None:
+    """Raise with all that is asked for and not stored, or stored otherwise."""
+    known = _stored_kinds(index, numbers, columns)
+    absent: tuple[Unexpected, ...] = ()
+    if len(known) < len(columns.keys):
+        absent = find_unexpected(columns.keys, list(texts(index.key_text, index.key_start)))
+    asked = [shard for shard in shards if shard.key in known] if absent else shards
+    check_fit((*absent, *find_mismatches(asked, known)))
+
+
+def _stored_kinds(index: Index, numbers: Column, columns: ShardColumns) -> dict[str, TensorKind]:
+    """Return what is stored of each key that is."""
+    found = numbers.tolist()
+    stored = [key for key, number in zip(columns.keys, found, strict=True) if number >= 0]
+    return dict(zip(stored, kinds_at(index, [number for number in found if number >= 0]), strict=True))
 
 
 def read_planned(checkpoint: Checkpoint, index: Index, plan: LoadPlan, memories: Sequence[torch.Tensor]) -> ReadReport:

@@ -9,7 +9,7 @@ import torch
 
 from ...codec import check_storable, dtype_from_name
 from ...errors import UnsupportedValue
-from ...geometry import Column
+from ...geometry import Column, box_column
 from ...layouts import TensorKind
 from ...mapping import ShardedTensor, whole_tensors
 from ...plans import StoredChunks
@@ -74,6 +74,26 @@ def kinds_at(index: Index, numbers: Sequence[int]) -> list[TensorKind]:
     return list(map(TensorKind, dtypes, _shapes(index, rows), index.key_prepended[rows].tolist()))
 
 
+def stored_alike(index: Index, numbers: Column, kinds: Sequence[TensorKind]) -> bool:
+    """Return whether some tensors are stored in certain global shapes and dtypes: a look at columns.
+
+    Args:
+        index: the checkpoint's index.
+        numbers: the tensors' numbers in the index, -1 for one that isn't there, int64 (tensors,).
+        kinds: what each is to be; prepended axes don't count.
+    """
+    if (numbers < 0).any():
+        return False
+    width = index.key_shape.shape[1]
+    wanted = [kind.global_shape for kind in kinds]
+    axes = np.fromiter(map(len, wanted), dtype=np.int64, count=len(kinds))
+    shapes = box_column(wanted, fill=1, axes=width)
+    if shapes.shape[1] > width or (axes != index.key_axes[numbers]).any() or (shapes != index.key_shape[numbers]).any():
+        return False
+    by_number = [_readable_or_none(name) for name in texts(index.dtype_text, index.dtype_start)]
+    return [by_number[number] for number in index.key_dtype[numbers].tolist()] == [kind.dtype for kind in kinds]
+
+
 def chunks_of(index: Index, numbers: Column) -> StoredChunks:
     """Return the stored chunks of some tensors.
 
@@ -84,8 +104,10 @@ def chunks_of(index: Index, numbers: Column) -> StoredChunks:
     first = np.searchsorted(index.chunk_key, numbers, side="left")
     count = np.searchsorted(index.chunk_key, numbers, side="right") - first
     rows = _rows_of(first, count)
+    # Most loads ask for all: then the index's own column says it.
+    all_of_them = isinstance(rows, slice) and (numbers == np.arange(numbers.size)).all()
     return StoredChunks(
-        key=np.repeat(np.arange(numbers.size), count),
+        key=index.chunk_key[rows] if all_of_them else np.repeat(np.arange(numbers.size), count),
         offset=index.chunk_offset[rows],
         shape=index.chunk_shape[rows],
         start=index.chunk_start[rows],

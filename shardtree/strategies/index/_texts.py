@@ -60,7 +60,10 @@ def find_texts(text: Bytes, start: Column, wanted: Sequence[str]) -> list[int]:
     """
     if len(wanted) * 32 < start.size:
         return [_bisect(text, start, name.encode("utf-8")) for name in wanted]
-    numbers = {name: number for number, name in enumerate(texts(text, start))}
+    names = texts(text, start)
+    if names == list(wanted):
+        return list(range(len(names)))
+    numbers = {name: number for number, name in enumerate(names)}
     return [numbers.get(name, -1) for name in wanted]
 
 

@@ -48,7 +48,8 @@ def save_sharded(draft: Draft, shards: Sequence[ShardedTensor | ShardedObject]) 
     """Prepare the data files of a rank's shards, and return the request that writes them."""
     with collector_paused():
         tensors = [shard for shard in shards if isinstance(shard, ShardedTensor)]
-        threads = usual_threads() if all(map(_in_memory, tensors)) else 1
+        threads = draft.options.threads or usual_threads()
+        threads = threads if all(map(_in_memory, tensors)) else 1
         layout = parts(shards, allow_pickle=draft.options.allow_pickle, most_files=threads)
         columns = shard_columns(tensors, draft.world.rank)
     return AsyncRequest(
