@@ -138,21 +138,14 @@ def _saved(mine: Work, one: Contender, folder: Path, tries: int) -> float:
     while _goes_on(mine, seconds, tries):
         _on_rank_zero(mine, partial(shutil.rmtree, folder, ignore_errors=True))
         _on_rank_zero(mine, folder.mkdir)
-        _warm_page_cache(mine)
+        _fetch_pages(mine)
         seconds.append(_timed(mine, partial(one.save, mine, folder))[0])
     return min(seconds)
 
 
-def _warm_page_cache(mine: Work) -> None:
-    """Write as many bytes as will be saved, and remove them: whoever comes next finds pages that the host has given."""
-    file = mine.folder / f"warm-{mine.rank}"
-    with file.open("wb", buffering=0) as out:
-        for start in range(0, mine.nbytes // mine.ranks, len(_ZEROS)):
-            out.write(_ZEROS[: mine.nbytes // mine.ranks - start])
-    file.unlink()
-
-
-_ZEROS = memoryview(bytes(16 * 1024 * 1024))
+def _fetch_pages(mine: Work) -> None:
+    """Touch as much memory as will be saved, and free it: whoever comes next finds pages that the host has given."""
+    torch.ones(mine.nbytes // mine.ranks, dtype=torch.uint8)
 
 
 def _loaded(mine: Work, load: Callable[[], Tensors], tries: int) -> tuple[float, Tensors]:

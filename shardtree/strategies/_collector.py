@@ -30,12 +30,33 @@ def collector_paused() -> Iterator[None]:
         yield
     finally:
         if was_on:
-            _take_as_old()
-            gc.enable()
+            try:
+                _take_as_old()
+            finally:
+                gc.enable()
+
+
+_MANY = 10_000
+"""Objects. Fewer are looked at in no time."""
+
+_MOST_UNSEEN = 1_000_000
+"""Objects that are taken as old before there is a look at everything: else cycles among them would stay for good."""
+
+_unseen = {"objects": 0, "full collections": 0}
 
 
 def _take_as_old() -> None:
-    """Have all objects taken as old ones without a look: else those just made would soon bring one at everything."""
-    if gc.get_freeze_count() == 0:  # what a program has frozen stays so
+    """Have many new objects taken as old ones without a look: else they would soon bring one at everything."""
+    made, full = gc.get_count()[0], gc.get_stats()[2]["collections"]
+    if made <= _MANY or gc.get_freeze_count():  # what a program has frozen stays so
+        return
+    if full != _unseen["full collections"]:
+        _unseen.update({"objects": 0, "full collections": full})
+    if _unseen["objects"] > _MOST_UNSEEN:
+        gc.collect()
+        return
+    _unseen["objects"] += made
+    try:
         gc.freeze()
+    finally:
         gc.unfreeze()

@@ -77,7 +77,7 @@ class SaveOptions:
         progress: is told, now and then, how many bytes were written since the last time.
         fingerprint: whether each tensor's fingerprint is stored beside it.
         checksums: whether hashes of files' blocks are stored beside them; a format's own checksums are written anyway.
-        threads: how many write at a time; None for as many as torch has, up to a few.
+        threads: how many write at a time, in formats that write so; None for as many as torch has, up to a few.
     """
 
     durable: bool = True

@@ -17,6 +17,8 @@ from tests.trees.samples import assert_caught
 
 Pause = Callable[[], AbstractContextManager[None]]
 
+MADE = 20_000
+
 STEPS = st.lists(st.sampled_from(["pause", "fail"]), max_size=4)
 
 
@@ -104,6 +106,15 @@ class Collector:
         self.turn()
         self.on = True
 
+    def get_count(self) -> tuple[int, int, int]:
+        return MADE, 0, 0
+
+    def get_stats(self) -> list[dict[str, int]]:
+        return [{"collections": 0}] * 3
+
+    def collect(self) -> None:
+        pass
+
     def get_freeze_count(self) -> int:
         return 0
 
@@ -166,9 +177,6 @@ def test_the_law_of_threads_catches_one_that_turns_off_what_another_has_just_tur
     assert_caught(mixes_well, off_whatever_it_was, st.booleans(), schedules())
 
 
-MADE = 20_000
-
-
 def leaves_no_work(pause: Pause) -> None:
     """What was made in a pause isn't looked at as soon as it ends: the collector takes it as old."""
     with real_collector(True):
@@ -198,7 +206,8 @@ def test_what_a_program_has_frozen_stays_frozen() -> None:
     gc.freeze()
     try:
         with real_collector(True), collector_paused():
-            pass
+            made: list[list[int]] = [[] for _ in range(MADE)]
+        assert made
         assert gc.get_freeze_count()
     finally:
         gc.unfreeze()
@@ -209,9 +218,52 @@ def test_garbage_of_a_step_is_still_found() -> None:
         own: Link
 
     with real_collector(True), collector_paused():
+        made: list[list[int]] = [[] for _ in range(MADE)]
         link = Link()
         link.own = link
         gone = weakref.ref(link)
         del link
+    assert made
     gc.collect()
     assert gone() is None
+
+
+def test_after_an_interrupt_the_collector_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_collector, "_take_as_old", interrupted)
+    with real_collector(True):
+        with pytest.raises(KeyboardInterrupt), collector_paused():
+            pass
+        assert gc.isenabled()
+
+
+def most_alive(pause: Pause, rounds: int) -> int:
+    """Return how many cycles there are at the most of those that a program drops, one between each two pauses."""
+
+    class Link:
+        own: Link
+
+    links: list[weakref.ref[Link]] = []
+    most = 0
+    with real_collector(True):
+        for _ in range(rounds):
+            link = Link()
+            link.own = link
+            links.append(weakref.ref(link))
+            with pause():
+                made: list[list[int]] = [[] for _ in range(MADE)]
+            del made, link
+            most = max(most, sum(link() is not None for link in links))
+    return most
+
+
+def test_cycles_are_found_however_often_there_is_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_collector, "_MOST_UNSEEN", 5 * MADE)
+    assert most_alive(collector_paused, 40) < 10
+
+
+def test_it_shows_where_they_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_collector, "_MOST_UNSEEN", 10**12)
+    assert most_alive(collector_paused, 40) == 40

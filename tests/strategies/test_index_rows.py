@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from shardtree.errors import UnsupportedValue
 from shardtree.geometry import Column
 from shardtree.layouts import TensorKind, select_rows, shard_columns
+from shardtree.mapping import ShardedTensor
 from shardtree.plans import StoredChunks
 from shardtree.storage import StoredFile
 from shardtree.strategies.index import Index, _rows, build_index, chunks_of, kind_at, text_columns, texts
@@ -146,6 +147,12 @@ def whatever_isnt_there(index: Index, numbers: Column, kinds: list[TensorKind]) 
 @pytest.mark.parametrize("broken", [whatever_axes, whatever_dtype, whatever_isnt_there])
 def test_the_law_of_what_is_alike_catches(broken: Alike) -> None:
     assert_caught(tells_what_is_alike, broken, compared())
+
+
+def test_what_is_larger_than_any_number_of_an_index_is_not_alike() -> None:
+    columns = shard_columns([ShardedTensor.from_rank_offsets("w", torch.zeros(2))])
+    index = build_index(columns, np.zeros(1, np.int64), np.zeros(1, np.int64), files=[StoredFile("f", 8)])
+    assert not stored_alike(index, np.zeros(1, np.int64), [TensorKind(torch.float32, (2**63,), 0)])
 
 
 def test_some_are_alike() -> None:

@@ -87,7 +87,10 @@ def stored_alike(index: Index, numbers: Column, kinds: Sequence[TensorKind]) -> 
     width = index.key_shape.shape[1]
     wanted = [kind.global_shape for kind in kinds]
     axes = np.fromiter(map(len, wanted), dtype=np.int64, count=len(kinds))
-    shapes = box_column(wanted, fill=1, axes=width)
+    try:
+        shapes = box_column(wanted, fill=1, axes=width)
+    except OverflowError:  # larger than anything that is stored
+        return False
     if shapes.shape[1] > width or (axes != index.key_axes[numbers]).any() or (shapes != index.key_shape[numbers]).any():
         return False
     by_number = [_readable_or_none(name) for name in texts(index.dtype_text, index.dtype_start)]
