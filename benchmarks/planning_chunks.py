@@ -82,6 +82,8 @@ def _case_bars(case: Case, most: int) -> Iterator[Bar]:
     told = "; ".join(f"{count:,}: {taken:.3f} s" for count, taken in zip((most // 4, most // 2), seconds, strict=False))
     name = f"plan a load of {most:,} chunks: {case.name}"
     yield Bar(name, "", seconds[-1], None, seconds[-1], 1.0, note=told)
+    growth = seconds[-1] / seconds[0] / 4
+    yield Bar(name, "4 x a quarter's", seconds[-1], 4 * seconds[0], growth, 2.0, note="linear growth is 1")
     yield Bar(name, "", peaks[-1] / 1e9, None, peaks[-1] / 1e9, 1.0, "GB", "allocated at the same time")
     growth = peaks[-1] / peaks[0] / 4
     yield Bar(name, "4 x a quarter's", peaks[-1] / 1e6, 4 * peaks[0] / 1e6, growth, 1.25, "MB", "linear growth is 1")

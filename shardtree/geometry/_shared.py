@@ -42,10 +42,11 @@ def shared_groups(group: Column, offset: Column, shape: Column) -> Column:
     left, right = overlapping_pairs(
         group[small], offset[small], shape[small], group[small], offset[small], shape[small]
     )
+    ends = offset + shape
     large = [
         number
         for number, begin, size in zip(names.tolist(), first.tolist(), count.tolist(), strict=True)
-        if size > _FEW and _shared(offset[begin : begin + size], (offset + shape)[begin : begin + size])
+        if size > _FEW and _shared(offset[begin : begin + size], ends[begin : begin + size])
     ]
     return distinct(np.concatenate([group[small][left[left != right]], np.array(large, dtype=np.int64)]))
 
