@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Let no search for garbage begin until the block ends, and then search as before.
+    """Let no search for garbage begin until the block ends, and then search as before; what was made counts as old.
 
     The collector looks at all objects again each time their number has grown by a quarter. A step that makes a few for
     each of 100,000 tensors, and lets go of none, would wait for that as long as it takes itself. Only for steps that

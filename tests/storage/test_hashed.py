@@ -10,12 +10,12 @@ from functools import partial
 from typing import Any
 
 import pytest
-import torch
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardtree.storage import BlockHasher, Buffer, _blocks, _hashed, hash_column, hashed, hashed_beside, in_parts
+from tests.storage.threads import torch_threads
 from tests.trees.samples import assert_caught
 
 BLOCK = 16
@@ -91,18 +91,13 @@ WAY = st.sampled_from(sorted(WAYS))
 @contextmanager
 def going(way: str) -> Iterator[None]:
     """Have small blocks, and as many threads as a way has."""
-    before = torch.get_num_threads()
     count, pool = WAYS[way]
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, torch_threads(count):
         patch.setattr(_blocks, "BLOCK_BYTES", BLOCK)
         patch.setattr(_hashed, "_PART_BYTES", PART)
         patch.setattr(_hashed, "_BESIDE_BYTES", BESIDE)
         patch.setattr(_hashed, "ThreadPoolExecutor", pool)
-        try:
-            torch.set_num_threads(count)
-            yield
-        finally:
-            torch.set_num_threads(before)
+        yield
 
 
 def content(sizes: list[int]) -> list[bytes]:

@@ -19,6 +19,7 @@ from shardtree.storage import Buffer, LocalStorage
 from shardtree.strategies.safetensors import _layout, _write
 from shardtree.strategies.safetensors._layout import Item, parts
 from shardtree.testing import STORABLE_DTYPES, bits, random_bits
+from tests.storage.threads import torch_threads
 from tests.trees.samples import assert_caught
 
 Shares = Callable[[Sequence[Item], int], Iterable[list[Item]]]
@@ -30,14 +31,9 @@ LENGTHS = some.lists(some.integers(0, 200), max_size=12)
 @contextmanager
 def several_files(threads: int, *, least: int = FILE) -> Iterator[None]:
     """Have so many threads, and files of few bytes."""
-    before = torch.get_num_threads()
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, torch_threads(threads):
         patch.setattr(_layout, "FILE_BYTES", least)
-        try:
-            torch.set_num_threads(threads)
-            yield
-        finally:
-            torch.set_num_threads(before)
+        yield
 
 
 def data_files(folder: Any) -> list[str]:

@@ -28,6 +28,7 @@ from shardtree.codec import Global, New, Reduced, write_pickle
 from shardtree.errors import CorruptCheckpoint, IntegrityError, UnsupportedValue
 from shardtree.storage import MemoryStorage
 from shardtree.testing import assemble, cut, first_difference, layouts, refilled, tensors
+from tests.storage.threads import torch_threads
 
 # What torch.save takes; it has no storage for dtypes of fewer bits than a byte.
 SAVED = [
@@ -171,17 +172,13 @@ def large():
 @pytest.mark.parametrize("axis", [0, 1])
 def test_a_large_tensor_loads_in_parts(large, axis, threads):
     writer, whole = large
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        parts = [
-            st.ShardedTensor.from_rank_offsets("w", torch.empty_like(part.contiguous()), (axis, number, 4))
-            for number, part in enumerate(whole.chunk(4, dim=axis))
-        ]
-        reports = []
+    parts = [
+        st.ShardedTensor.from_rank_offsets("w", torch.empty_like(part.contiguous()), (axis, number, 4))
+        for number, part in enumerate(whole.chunk(4, dim=axis))
+    ]
+    reports = []
+    with torch_threads(threads):
         loaded = st.load({"w": parts}, writer.folder(), report=reports.append)["w"]
-    finally:
-        torch.set_num_threads(before)
     assert torch.equal(torch.cat(loaded, dim=axis), whole)
     # Rows are read as they lie and checked on the way; columns are copied out of a mapping.
     checked = 2 if axis == 0 else 0
@@ -197,15 +194,11 @@ def test_a_flipped_bit_of_a_large_chunk_is_found(large, place, threads):
     data = bytearray(folder.read("__0_0.distcp"))
     data[place] ^= 4
     folder.write("__0_0.distcp", [memoryview(data)], durable=False)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
     target = st.ShardedTensor.from_rank_offsets("w", torch.empty_like(whole))
-    try:
+    with torch_threads(threads):
         with pytest.raises(CorruptCheckpoint, match="checksum of 1 of its tensors"):
             st.load({"w": target}, folder)
         st.load({"w": target}, folder, verify=None)
-    finally:
-        torch.set_num_threads(before)
     assert [damage.keys for damage in st.verify(folder)] == [("w",)]
 
 
