@@ -34,8 +34,7 @@ from shardtree.layouts import (
     sharding_problems,
 )
 from shardtree.plans import level_writes
-from shardtree.storage import StoredFile
-from shardtree.strategies import collector_paused
+from shardtree.storage import StoredFile, collector_paused
 from shardtree.strategies.index import Index, build_index, plan_shards
 
 from ._bars import Bar, Settings

@@ -13,10 +13,9 @@ from ..layouts import (
     ShardColumns,
     common_problems,
     join_agreed,
+    join_checked,
     object_columns,
-    raise_problems,
     shard_columns,
-    sharding_problems,
 )
 from ..mapping import ShardedObject, ShardedTensor
 from ..storage import digest
@@ -76,8 +75,8 @@ def check_together(
     check_alike(doing, [part.layout for part in descriptions])
     parts = [part.columns for part in descriptions] if known is None else [known.columns]
     if tiling:
-        raise_problems(sharding_problems(parts, [part.objects for part in descriptions]))
-    return join_agreed(parts) if known is None else known.columns
+        return join_checked(parts, [part.objects for part in descriptions])
+    return join_agreed(parts)
 
 
 def check_common(commons: Sequence[Any]) -> None:

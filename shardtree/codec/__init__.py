@@ -6,6 +6,7 @@ from ._crc32 import crc32 as crc32
 from ._decode import decode_tree as decode_tree
 from ._dtypes import as_integers as as_integers
 from ._dtypes import bit_view as bit_view
+from ._dtypes import byte_buffer as byte_buffer
 from ._dtypes import check_storable as check_storable
 from ._dtypes import device_bits as device_bits
 from ._dtypes import dtype_from_name as dtype_from_name

@@ -153,12 +153,39 @@ def bit_view(tensor: torch.Tensor) -> torch.Tensor:
         >>> bit_view(torch.tensor([1, 256], dtype=torch.int16))
         tensor([1, 0, 0, 1], dtype=torch.uint8)
     """
-    if tensor.dtype in _QUANTISED or tensor.layout is not torch.strided or not _is_plain_memory(tensor):
-        raise _no_bit_view(tensor)
-    plain = tensor.detach() if tensor.requires_grad else tensor
+    plain = _plain(tensor)
     # A single element may keep any stride and still be contiguous; view refuses that.
     flat = plain.as_strided((1,), (1,)) if plain.numel() == 1 else plain.view(-1)
     return flat.view(torch.uint8)
+
+
+def byte_buffer(tensor: torch.Tensor) -> memoryview:
+    r"""Return a tensor's bytes as a writable buffer that shares its memory, in half the time of a tensor of them.
+
+    Args:
+        tensor: as for `bit_view`.
+
+    Returns:
+        one byte an item, in row-major order.
+
+    Raises:
+        MetadataError, UnsupportedValue: as `bit_view`.
+
+    Examples:
+        >>> bytes(byte_buffer(torch.tensor([1, 256], dtype=torch.int16)))
+        b'\x01\x00\x00\x01'
+    """
+    plain = _plain(tensor)
+    if plain.numel() < 2 or plain.stride(-1) != 1:
+        return memoryview(bit_view(plain).numpy())
+    return memoryview(plain.view(torch.uint8).numpy()).cast("B")
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor detached from autograd, once its memory is known to be its value in row-major order."""
+    if tensor.dtype in _QUANTISED or tensor.layout is not torch.strided or not _is_plain_memory(tensor):
+        raise _no_bit_view(tensor)
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def row_major_bits(tensor: torch.Tensor) -> torch.Tensor:

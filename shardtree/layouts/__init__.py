@@ -23,6 +23,7 @@ from .integrity import check_access as check_access
 from .integrity import common_problems as common_problems
 from .integrity import doubled_faults as doubled_faults
 from .integrity import join_agreed as join_agreed
+from .integrity import join_checked as join_checked
 from .integrity import join_columns as join_columns
 from .integrity import join_objects as join_objects
 from .integrity import kind_problems as kind_problems

@@ -9,6 +9,7 @@ from ._blocks import hash_column as hash_column
 from ._buffers import STAGED_BYTES as STAGED_BYTES
 from ._buffers import is_in_place as is_in_place
 from ._buffers import tensor_buffers as tensor_buffers
+from ._collector import collector_paused as collector_paused
 from ._cost import fetch_cost as fetch_cost
 from ._empty import empty_tensor as empty_tensor
 from ._fetch import ReadReport as ReadReport
@@ -39,7 +40,6 @@ from ._owner import owner_note as owner_note
 from ._owner import release as release
 from ._sibling import Exchanging as Exchanging
 from ._sibling import Sibling as Sibling
-from ._staged_fetch import memory_bytes as memory_bytes
 from ._staging import copies_of as copies_of
 from ._storage import Buffer as Buffer
 from ._storage import Reader as Reader

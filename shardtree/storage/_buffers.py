@@ -7,7 +7,7 @@ from typing import cast
 
 import torch
 
-from ..codec import bit_view, row_major_bits
+from ..codec import byte_buffer, row_major_bits
 from ..lazy import LazyTensor
 from ._staging import copies_of, staged_buffers
 from ._storage import Buffer
@@ -32,7 +32,7 @@ def tensor_buffers(tensor: torch.Tensor | LazyTensor) -> Iterator[Buffer]:
     if copies is not None:
         yield from staged_buffers(cast(Iterator[torch.Tensor], _parts(tensor)), copies)
     elif isinstance(tensor, torch.Tensor) and is_in_place(tensor):
-        yield memoryview(bit_view(tensor).numpy())
+        yield byte_buffer(tensor)
     else:
         for part in _parts(tensor):
             yield memoryview(row_major_bits(part.read() if isinstance(part, LazyTensor) else part).numpy())

@@ -10,12 +10,14 @@ from typing import Literal, TypeVar
 import numpy as np
 import torch
 
+from ..codec import bit_view, byte_buffer
 from ..errors import CorruptCheckpoint, error_text
 from ..plans import LoadPlan, Runs, Strided
 from ._blocks import BLOCK_BYTES, BlockHasher, Flags, Hashes, missing, touched
-from ._loose import loose_ends
+from ._collector import collector_paused
+from ._loose import loose_ends, read_rest
 from ._runs import read_runs
-from ._staged_fetch import any_staged, fetch_to_devices
+from ._staged_fetch import any_staged, fetch_to_devices, memory_bytes
 from ._storage import Buffer, Reader, Storage
 from ._stretches import Stretches, StretchHasher, read_crc32, stretch_crc32, unread
 from ._strided import copy_hashed, copy_strided, is_contiguous, last_byte
@@ -26,8 +28,6 @@ Verify = Literal["whole", "all"] | None
 _SMALL_FILE_BYTES = 4 * 1024 * 1024
 _NEARLY_WHOLE_BYTES = 64 * 1024
 """As much may be missing from a block that counts as read whole: it is read once more, and delivered from there."""
-
-_STRETCH_BLOCKS = 4
 
 Rows = TypeVar("Rows", Runs, Strided)
 
@@ -85,7 +85,8 @@ def fetch(
         storage: where the files are.
         files: by their number in the plan.
         plan: what to read.
-        memories: for each requested shard its bytes, uint8 (bytes,), written in place; some on devices that are staged.
+        memories: for each requested shard a contiguous tensor of its bytes in any dtype, written in place; some on
+            devices that are staged.
         verify: which blocks are checked against their hashes.
         progress: is told, now and then, how many bytes were read since the last time; by one thread at a time.
 
@@ -96,7 +97,7 @@ def fetch(
     read = partial(_fetch_to_host, storage, files, verify=verify, progress=progress)
     if not any_staged(memories):
         return read(plan, memories)
-    report = sum(fetch_to_devices(read, plan, memories), ReadReport())
+    report = sum(fetch_to_devices(read, plan, [memory_bytes(memory) for memory in memories]), ReadReport())
     return replace(report, files=np.union1d(plan.runs.file, plan.strided.file).size)
 
 
@@ -110,8 +111,11 @@ def _fetch_to_host(
     progress: Callable[[int], None],
 ) -> ReadReport:
     runs, strided = plan.runs, in_file_order(plan.strided)
-    views = [memoryview(memory.numpy()) for memory in memories]
-    read = partial(_fetch_file, storage, views=views, memories=memories, verify=verify, progress=progress)
+    # Whole shards mostly come as runs alone, columns of what is stored as rows as pieces alone.
+    with collector_paused():
+        views = [byte_buffer(memory) for memory in memories] if runs.file.size else []
+        bits = [bit_view(memory) for memory in memories] if strided.file.size else []
+    read = partial(_fetch_file, storage, views=views, memories=bits, verify=verify, progress=progress)
     numbers = np.union1d(runs.file, strided.file).tolist()
     reports = (read(files[number], of_file(runs, number), of_file(strided, number)) for number in numbers)
     return sum(reports, ReadReport())
@@ -145,7 +149,7 @@ def _fetch_file(
                 done += copy_hashed(reader, pieces, memories, hasher, whole_blocks=whole_blocks, progress=progress)
         if hashes is not None:
             loose = loose_ends(runs, file.length, blocks_to_check(file, blocks, runs, verify))
-            _read_rest(reader, loose, views, hasher)
+            read_rest(reader, loose, views, hasher)
     if known is not None and hashes is not None:
         _compare(storage.where(file.name), hashes, known, file.length)
     checked = len(hashes or ())
@@ -250,30 +254,6 @@ def ways_of(file: StoredFile, strided: Strided, verify: Verify) -> Iterator[tupl
     for flags, whole_blocks in parts:
         if flags.any():
             yield Strided(*(getattr(strided, name)[flags] for name in Strided.__slots__)), whole_blocks
-
-
-def _read_rest(reader: Reader, loose: Runs, views: Sequence[Buffer], hasher: BlockHasher) -> None:
-    """Read the blocks once more, and whole, that were read in part: what is delivered is what was hashed."""
-    scratch = memoryview(bytearray(_STRETCH_BLOCKS * BLOCK_BYTES))
-    for first, last in _stretches(np.unique(loose.byte // BLOCK_BYTES).tolist()):
-        begin = first * BLOCK_BYTES
-        stretch = scratch[: min((last + 1) * BLOCK_BYTES, reader.length) - begin]
-        reader.read_into(begin, [stretch])
-        hasher.update(stretch, begin)
-        rows = np.searchsorted(loose.byte, [begin, begin + stretch.nbytes])
-        columns = (loose.byte, loose.target, loose.target_byte, loose.length)
-        for byte, target, at, length in zip(*(column[slice(*rows)].tolist() for column in columns), strict=True):
-            views[target][at : at + length] = stretch[byte - begin : byte - begin + length]
-
-
-def _stretches(numbers: list[int]) -> Iterator[tuple[int, int]]:
-    """Yield the first and the last of numbers that follow each other, a few at a time: they come in one request."""
-    start = 0
-    for stop, number in enumerate(numbers, start=1):
-        goes_on = stop < len(numbers) and numbers[stop] == number + 1
-        if not goes_on or stop - start == _STRETCH_BLOCKS:
-            yield numbers[start], number
-            start = stop
 
 
 def _compare(path: str, found: dict[int, int], expected: Hashes, length: int) -> None:

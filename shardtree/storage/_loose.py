@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import numpy as np
 
 from ..geometry import Column
 from ..plans import Runs
-from ._blocks import BLOCK_BYTES, Flags
+from ._blocks import BLOCK_BYTES, BlockHasher, Flags
+from ._storage import Buffer, Reader
+
+_STRETCH_BLOCKS = 4
 
 
 def loose_ends(runs: Runs, length: int, blocks: Flags) -> Runs:
@@ -58,3 +63,34 @@ def _clipped(runs: Runs, low: Column, high: Column) -> Runs:
 
 def _rows(runs: Runs, rows: Column) -> Runs:
     return Runs(*(getattr(runs, name)[rows] for name in Runs.__slots__))
+
+
+def read_rest(reader: Reader, loose: Runs, views: Sequence[Buffer], hasher: BlockHasher) -> None:
+    """Read the blocks once more, and whole, that were read in part: what is delivered is what was hashed.
+
+    Args:
+        reader: of the file.
+        loose: the parts, as `loose_ends` gives them.
+        views: for each requested shard its bytes.
+        hasher: of the file; is given all that is read.
+    """
+    scratch = memoryview(bytearray(_STRETCH_BLOCKS * BLOCK_BYTES))
+    for first, last in _stretches(np.unique(loose.byte // BLOCK_BYTES).tolist()):
+        begin = first * BLOCK_BYTES
+        stretch = scratch[: min((last + 1) * BLOCK_BYTES, reader.length) - begin]
+        reader.read_into(begin, [stretch])
+        hasher.update(stretch, begin)
+        rows = np.searchsorted(loose.byte, [begin, begin + stretch.nbytes])
+        columns = (loose.byte, loose.target, loose.target_byte, loose.length)
+        for byte, target, at, length in zip(*(column[slice(*rows)].tolist() for column in columns), strict=True):
+            views[target][at : at + length] = stretch[byte - begin : byte - begin + length]
+
+
+def _stretches(numbers: list[int]) -> Iterator[tuple[int, int]]:
+    """Yield the first and the last of numbers that follow each other, a few at a time: they come in one request."""
+    start = 0
+    for stop, number in enumerate(numbers, start=1):
+        goes_on = stop < len(numbers) and numbers[stop] == number + 1
+        if not goes_on or stop - start == _STRETCH_BLOCKS:
+            yield numbers[start], number
+            start = stop

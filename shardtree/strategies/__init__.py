@@ -7,7 +7,6 @@ from . import torch_dist as torch_dist
 from . import zarr as zarr
 from ._checks import check_fit as check_fit
 from ._checks import misfit as misfit
-from ._collector import collector_paused as collector_paused
 from ._findings import Damage as Damage
 from ._findings import Finding as Finding
 from ._findings import Region as Region

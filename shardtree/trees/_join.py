@@ -12,7 +12,7 @@ from typing import Any
 from ..errors import TreeError, TreePath, error_text, render_path
 from ..mapping import LocalNonpersistentObject, ShardedBase
 from ._hole import HOLE
-from ._nodes import Tree, describe, entries, flatten, is_sequence, like, same_kind
+from ._nodes import Tree, describe, entries, flatten, is_known_leaf, is_sequence, like, same_kind
 from ._select import select
 
 
@@ -140,7 +140,7 @@ def comparable(common: Any) -> Any:
 def _join(stored: Tree, target: Tree, path: TreePath) -> Tree:
     """Return the join at one path, or a hole where neither tree has anything."""
     if stored is HOLE:
-        return _settled(_loaded(target), path)
+        return target if is_known_leaf(target) else _settled(_loaded(target), path)
     if target is HOLE:
         return _settled(stored, path)
     if _joinable(stored, target):

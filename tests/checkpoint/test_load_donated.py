@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import shardtree as st
-from shardtree.checkpoint.loading._targets import with_memories
+from shardtree.checkpoint.loading._targets import with_memories, with_memory
 from shardtree.errors import ShapeError
-from shardtree.mapping.memory import check_apart
+from shardtree.mapping.memory import check_apart, given_tensor
 from shardtree.mapping.memory._apart import _reach
 from shardtree.storage import MemoryStorage
 
@@ -209,6 +209,51 @@ def test_columns_of_a_large_matrix_are_told_apart_by_their_blocks():
     target.append(whole("more", matrix[5:9]))
     with pytest.raises(ShapeError, match="'more' at"):
         with_memories(target, donate=True)
+
+
+def _changed(tensor, other):
+    shard = whole("w", tensor)
+    tensor.data = other
+    return shard
+
+
+GIVEN = {
+    "plain": lambda: whole("w", torch.zeros(2, 3)),
+    "a parameter": lambda: whole("w", torch.nn.Parameter(torch.zeros(2, 3))),
+    "transposed": lambda: whole("w", torch.zeros(3, 2).t()),
+    "conjugated": lambda: whole("w", torch.zeros(2, dtype=torch.complex64).conj()),
+    "negated": lambda: whole("w", torch.zeros(2, dtype=torch.complex64).conj().imag),
+    "another dtype by now": lambda: _changed(torch.zeros(2), torch.zeros(2, dtype=torch.int32)),
+    "another shape by now": lambda: _changed(torch.zeros(2), torch.zeros(3)),
+    "expanded": lambda: whole("w", torch.zeros(1).expand(4)),
+    "sparse": lambda: whole("w", torch.eye(2).to_sparse()),
+    "meta": lambda: whole("w", torch.zeros(2, device="meta")),
+    "padded": lambda: whole("w", torch.zeros(2), allow_shape_mismatch=True),
+}
+
+
+def memory_of(shard, make):
+    """Return whether a shard's own tensor is the memory to be filled, or what is raised instead."""
+    try:
+        memory = make(shard)
+    except ShapeError as error:
+        return str(error)
+    return memory is shard, memory.data is shard.data, memory.data.requires_grad, memory.data.dtype
+
+
+@pytest.mark.parametrize("case", GIVEN)
+def test_the_shortcut_for_most_donated_tensors_gives_what_the_long_way_does(case):
+    shard = GIVEN[case]()
+    assert memory_of(shard, lambda one: with_memories([one], donate=True)[0]) == memory_of(shard, _longer)
+
+
+def test_the_law_catches_a_shortcut_for_all():
+    other = [case for case, make in GIVEN.items() if memory_of(make(), lambda one: one) != memory_of(make(), _longer)]
+    assert {"a parameter", "transposed", "expanded", "another shape by now"} <= {*other} and "plain" not in other
+
+
+def _longer(shard):
+    return with_memory(shard, given_tensor(shard), donate=True)
 
 
 def test_what_is_too_finely_interleaved_to_tell_is_refused():

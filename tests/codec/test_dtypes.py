@@ -9,6 +9,7 @@ import torch
 
 from shardtree.codec import (
     bit_view,
+    byte_buffer,
     check_storable,
     dtype_from_name,
     dtype_from_tag,
@@ -62,6 +63,40 @@ def test_bit_view_shares_memory_and_is_invertible(dtype: torch.dtype) -> None:
     assert bit_view(tensor[0, 0]).shape == (dtype.itemsize,)
 
 
+CONTIGUOUS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "as it is": lambda tensor: tensor,
+    "flat": lambda tensor: tensor.view(-1),
+    "no elements": lambda tensor: tensor[:0],
+    "one element": lambda tensor: tensor[0, 0],
+    "one element of any stride": lambda tensor: tensor.as_strided((1, 1), (3, 5)),
+    "a last axis of any stride": lambda tensor: tensor.view(-1).as_strided((2, 1), (1, 7)),
+    "an empty axis in the middle": lambda tensor: tensor.view(-1)[:0].view(2, 0, 3),
+}
+
+
+def is_the_memory(buffer_of: Callable[[torch.Tensor], memoryview], tensor: torch.Tensor) -> bool:
+    """Return whether a buffer has a tensor's bytes, and what is written to it is the tensor's."""
+    bits, buffer = bit_view(tensor), buffer_of(tensor)
+    same = (buffer.ndim, buffer.itemsize, buffer.tolist()) == (1, 1, bits.tolist())
+    if bits.numel():
+        buffer[-1] = 255 - buffer[-1]
+    return same and buffer.tolist() == bits.tolist()
+
+
+@pytest.mark.parametrize("variant", CONTIGUOUS)
+@pytest.mark.parametrize("dtype", STORABLE, ids=str)
+def test_byte_buffer_is_the_memory_of_bit_view(dtype: torch.dtype, variant: str) -> None:
+    assert is_the_memory(byte_buffer, CONTIGUOUS[variant](example(dtype)))
+
+
+def test_the_law_catches_a_buffer_of_a_copy() -> None:
+    assert not is_the_memory(lambda tensor: memoryview(bytearray(byte_buffer(tensor))), example(torch.int16))
+
+
+def test_byte_buffer_is_detached() -> None:
+    assert byte_buffer(torch.ones(2, 3, requires_grad=True)).nbytes == 24
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("dtype", STORABLE, ids=str)
 def test_row_major_bits_are_those_of_the_elements_in_order(dtype: torch.dtype, variant: str) -> None:
@@ -97,8 +132,9 @@ def test_row_major_bits_resolve_what_is_lazy() -> None:
     ],
 )
 def test_bit_view_says_what_to_call(tensor: torch.Tensor, fix: str) -> None:
-    with pytest.raises(MetadataError, match=rf"call \{fix[:-2]}"):
-        bit_view(tensor)
+    for view in (bit_view, byte_buffer):
+        with pytest.raises(MetadataError, match=rf"call \{fix[:-2]}"):
+            view(tensor)
 
 
 @pytest.mark.parametrize("dtype", QUANTISED, ids=str)

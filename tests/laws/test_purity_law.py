@@ -247,6 +247,7 @@ CALLS: dict[str, Call] = {
     "layouts.tensor_shards": (layouts.tensor_shards, TREE),
     "layouts.join_columns": (layouts.join_columns, [COLUMNS, COLUMNS]),
     "layouts.join_agreed": (layouts.join_agreed, [COLUMNS, COLUMNS]),
+    "layouts.join_checked": (raising(layouts.join_checked), [COLUMNS, WHOLE], [OBJECTS]),
     "layouts.select_rows": (layouts.select_rows, COLUMNS, column(1)),
     "layouts.shard_boxes": (layouts.shard_boxes, COLUMNS.offset, COLUMNS.shape, COLUMNS.start, COLUMNS.stop),
     "layouts.shard_columns": (layouts.shard_columns, [WEIGHT, FLAT]),

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardtree.errors import IntegrityError
+from shardtree.geometry import volumes
 from shardtree.layouts import (
     Faults,
     Problem,
@@ -21,6 +22,7 @@ from shardtree.layouts import (
     access_problems,
     check_access,
     doubled_faults,
+    join_checked,
     join_columns,
     object_columns,
     place_text,
@@ -31,6 +33,7 @@ from shardtree.layouts import (
     sharding_faults,
     sharding_problems,
 )
+from shardtree.layouts.integrity._faults import _sizes
 from shardtree.mapping import ShardedObject, ShardedTensor, is_main_replica
 from shardtree.testing import Layout, Piece, cut, layouts, shapes
 from tests.trees.samples import assert_caught
@@ -305,6 +308,45 @@ def test_what_to_do_fits_what_is_wrong() -> None:
         fixes = {problem.fix for problem in problems}
         assert len(fixes) == len(told) and all(any(words in fix for fix in fixes) for words in told), problems
         assert all(str(caught.value).count(fix) == 1 for fix in fixes)
+
+
+def raised(check: Callable[[], object]) -> str:
+    try:
+        check()
+    except IntegrityError as error:
+        return str(error)
+    return ""
+
+
+@given(LAYOUTS)
+def test_what_is_joined_and_checked_is_what_either_gives(layout: Layout) -> None:
+    whole = torch.zeros(layout.global_shape, dtype=torch.int8)
+    layout = replace(layout, grid=None)
+    parts = [shard_columns(cut(layout, "w", whole, rank), rank) for rank in range(layout.ranks)]
+    problems = sharding_problems(parts)
+    assert raised(lambda: join_checked(parts)) == raised(lambda: raise_problems(problems))
+    if not problems:
+        joined, expected = join_checked(parts), join_columns(parts)
+        assert joined.keys == expected.keys and joined.rank.tolist() == expected.rank.tolist()
+        assert joined.offset.tolist() == expected.offset.tolist()
+
+
+HUGE = st.lists(st.integers(0, 2**40), min_size=2, max_size=2)
+Sizes = Callable[[np.ndarray], np.ndarray]
+
+
+def counts(sizes_of: Sizes, shapes: list[list[int]]) -> bool:
+    sizes = sizes_of(np.array(shapes, dtype=np.int64).reshape(-1, 2))
+    return sizes.tolist() == [min(prod(shape), 2**63 - 1) for shape in shapes]
+
+
+@given(st.lists(HUGE, max_size=4))
+def test_a_region_of_any_size_is_counted(shapes: list[list[int]]) -> None:
+    assert counts(_sizes, shapes)
+
+
+def test_the_law_catches_sizes_that_begin_again_at_zero() -> None:
+    assert not counts(volumes, [[2**40, 2**40]])
 
 
 def test_every_tensor_that_is_wrong_is_named() -> None:

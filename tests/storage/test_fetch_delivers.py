@@ -136,7 +136,7 @@ def hashed_alone(reader: Any, loose: Runs, views: Any, hasher: Any) -> None:
 
 
 def test_the_law_catches_a_second_read_that_is_only_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_fetch, "_read_rest", hashed_alone)
+    monkeypatch.setattr(_fetch, "read_rest", hashed_alone)
 
     def law(end: bytes, parts: Any, shortest: int, byte: int, honest: int) -> None:
         delivers_what_was_checked(parts, shortest, byte, honest, "all", end)

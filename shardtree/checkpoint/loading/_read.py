@@ -13,8 +13,8 @@ from ...errors import StrategyError, error_text
 from ...layouts import join_columns, shard_columns
 from ...mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor
 from ...plans import plan_exchange
-from ...storage import ReadReport
-from ...strategies import Checkpoint, Strategies, StrategyAction, check_unreplaced, collector_paused, find_strategy
+from ...storage import ReadReport, collector_paused
+from ...strategies import Checkpoint, Strategies, StrategyAction, check_unreplaced, find_strategy
 from ...trees import HOLE
 from ...world import agree, gather, step
 from .._dispatch import Choice, backend_of, common_backend, sharded_backend, strategy_of

@@ -8,7 +8,7 @@ from typing import Any
 
 from ...errors import KeyMismatch, error_text, render_path
 from ...mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
-from ...strategies import collector_paused
+from ...storage import collector_paused
 from ...trees import (
     HOLE,
     apply_factories,

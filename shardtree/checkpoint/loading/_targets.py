@@ -74,11 +74,20 @@ def with_memories(
     pairs = [(shard, given_tensor(shard)) for shard in shards]
     memories = []
     for shard, given in pairs:
+        if given is not None and donate and _is_memory(shard, given):
+            memories.append(shard)
+            continue
         on_device = given is not None and can_be_staged(shard, given, donate=donate) and is_staged(shard)
         memories.append(with_memory(shard, given, donate=donate, on_device=on_device))
     if donate:
         check_apart("load", [(shard, given) for shard, given in pairs if given is not None])
     return memories
+
+
+def _is_memory(shard: ShardedTensor, given: torch.Tensor) -> bool:
+    """Return whether a shard's own tensor is what `with_memory` gives: a shortcut for most that are donated."""
+    unchanged = given.dtype is shard.dtype and given.shape == shard.data_shape and given.layout is torch.strided
+    return unchanged and not given.requires_grad and _fillable(given)
 
 
 def new_memory(

@@ -19,7 +19,8 @@ from ...errors import (
 )
 from ...lazy import LazyTensor
 from ...mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
-from ...strategies import collector_paused, misfit
+from ...storage import collector_paused
+from ...strategies import misfit
 from ...trees import (
     apply_factories,
     check_is_tree,

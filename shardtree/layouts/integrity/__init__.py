@@ -7,6 +7,7 @@ from ._faults import select_faults as select_faults
 from ._faults import sharding_faults as sharding_faults
 from ._integrity import access_problems as access_problems
 from ._integrity import check_access as check_access
+from ._integrity import join_checked as join_checked
 from ._integrity import raise_problems as raise_problems
 from ._integrity import sharding_problems as sharding_problems
 from ._integrity import write_problems as write_problems

@@ -11,6 +11,8 @@ from ...geometry import Column, box_column, coverage_faults, held_elements, over
 from .._columns import ShardColumns, select_rows, shard_boxes
 
 _MOST = 2**63 - 1
+_ROUNDED = 2.0**62
+"""As floats, products of small ones are close enough to stay below this."""
 _COLUMNS = ("key", "offset", "shape", "start", "stop", "doubled")
 
 Mask = np.ndarray[tuple[int], np.dtype[np.bool_]]
@@ -109,6 +111,8 @@ def _flat_areas(shards: ShardColumns) -> tuple[ShardColumns, Column]:
 def _told_in_ranges(shards: ShardColumns, areas: ShardColumns, regions: Column) -> Mask:
     """Return which tensors have flat ranges, of boxes that lie in the tensor and apart from others."""
     told = np.zeros(len(shards.keys), dtype=np.bool_)
+    if not areas.key.size:
+        return told
     told[areas.key] = True
     leaves = (areas.offset + areas.shape > regions[areas.key]).any(axis=1)
     told[areas.key[leaves]] = False
@@ -162,7 +166,11 @@ def _clipped(group: Column, offset: Column, shape: Column, regions: Column) -> t
 
 
 def _sizes(regions: Column) -> Column:
-    return np.array([min(prod(region), _MOST) for region in regions.tolist()], dtype=np.int64)
+    """Return how many elements each region has, or `_MOST` where an int64 can't tell."""
+    sizes = volumes(regions)
+    for row in np.flatnonzero(regions.prod(axis=1, dtype=np.float64) >= _ROUNDED).tolist():
+        sizes[row] = min(prod(regions[row].tolist()), _MOST)
+    return sizes
 
 
 def _whole_boxes(key: int, offset: Column, shape: Column, *, doubled: bool) -> Faults:

@@ -34,11 +34,40 @@ def sharding_problems(parts: Sequence[ShardColumns], objects: Sequence[ObjectCol
         ...     print(problem)
         'w' (ranks 0-2): (4,) float32 on rank 0, (6,) float32 on rank 1, (8,) float32 on rank 2
     """
+    return _joined(parts, objects)[1]
+
+
+def join_checked(parts: Sequence[ShardColumns], objects: Sequence[ObjectColumns] = ()) -> ShardColumns:
+    """Return all ranks' shards as one, rows in the order given, once nothing is wrong between them.
+
+    Args:
+        parts: each rank's shards.
+        objects: each rank's objects.
+
+    Raises:
+        IntegrityError: names all `sharding_problems`.
+
+    Examples:
+        >>> import torch, shardtree as st
+        >>> shards = [st.ShardedTensor.from_rank_offsets("w", torch.zeros(2), (0, rank, 2)) for rank in range(2)]
+        >>> join_checked([st.shard_columns([shard], rank) for rank, shard in enumerate(shards)]).rank.tolist()
+        [0, 1]
+    """
+    columns, problems = _joined(parts, objects)
+    raise_problems(problems)
+    return columns
+
+
+def _joined(
+    parts: Sequence[ShardColumns], objects: Sequence[ObjectColumns]
+) -> tuple[ShardColumns, tuple[Problem, ...]]:
+    """Return the shards of the tensors that ranks agree about, and all that is wrong."""
     disagreed = kind_problems(parts, objects)
     keys = {problem.key for problem in disagreed}
-    tensors = access_problems(join_agreed(agreed_parts(parts, keys)))
+    columns = join_agreed(agreed_parts(parts, keys))
     arrays = object_problems(join_objects(objects))
-    return (*disagreed, *tensors, *(problem for problem in arrays if problem.key not in keys))
+    others = (problem for problem in arrays if problem.key not in keys)
+    return columns, (*disagreed, *access_problems(columns), *others)
 
 
 def access_problems(columns: ShardColumns) -> tuple[Problem, ...]:

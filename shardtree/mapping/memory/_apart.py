@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import gcd, prod
 
+import numpy as np
 import torch
 
 from ...errors import ShapeError, error_text
@@ -69,28 +70,23 @@ def _intersecting(
 ) -> Iterator[list[_Span]]:
     """Yield the groups of two or more tensors whose ranges of addresses hang together, the donated ones first."""
     every = [*donated, *read]
-    ranges = sorted(
-        (tensor.get_device(), begin, begin + _reach(tensor), number)
-        for number, (_, tensor) in enumerate(every)
-        if tensor.numel() and (begin := tensor.data_ptr())
-    )
-    first, last_device, last_end = 0, -2, 0
-    for row, (device, begin, end, _) in enumerate([*ranges, (-3, 0, 0, 0)]):
-        if device == last_device and begin < last_end:
-            last_end = max(last_end, end)
-            continue
-        if row - first > 1:
-            spans = [
-                _Span(*every[number], start, stop, number < len(donated))
-                for _, start, stop, number in ranges[first:row]
-            ]
-            yield sorted(spans, key=lambda span: not span.written)
-        first, last_device, last_end = row, device, end
+    device = np.array([tensor.get_device() for _, tensor in every], dtype=np.int64)
+    begin = np.array([tensor.data_ptr() for _, tensor in every], dtype=np.int64)
+    end = begin + np.array([_reach(tensor) for _, tensor in every], dtype=np.int64)
+    for number in np.unique(device).tolist():
+        rows = np.flatnonzero((device == number) & (begin > 0) & (begin < end))
+        rows = rows[np.argsort(begin[rows], kind="stable")]
+        # What begins behind all that came before it begins another group.
+        cuts = np.flatnonzero(begin[rows][1:] >= np.maximum.accumulate(end[rows])[:-1]) + 1
+        sizes = np.diff(cuts, prepend=0, append=rows.size)
+        for first, size in zip(*(column[sizes > 1].tolist() for column in (np.append(0, cuts), sizes)), strict=True):
+            group: list[int] = sorted(rows[first : first + size].tolist())
+            yield [_Span(*every[row], int(begin[row]), int(end[row]), row < len(donated)) for row in group]
 
 
 def _reach(tensor: torch.Tensor) -> int:
-    """Return how many bytes there are from a tensor's first to its last."""
-    if tensor.is_contiguous():
+    """Return how many bytes there are from a tensor's first to its last; 0 where it has none."""
+    if tensor.is_contiguous() or not tensor.numel():
         return tensor.nbytes
     return (1 + sum(stride * (size - 1) for stride, size in _axes(tensor))) * tensor.itemsize
 

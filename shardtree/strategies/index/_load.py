@@ -7,15 +7,14 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from ...codec import bit_view
+from ...codec import byte_buffer
 from ...errors import IntegrityError, error_text
 from ...geometry import Column
 from ...layouts import ShardColumns, TensorKind, shard_columns
 from ...mapping import ShardedTensor
 from ...plans import LoadPlan, Unexpected, find_gaps, find_mismatches, find_unexpected, plan_load
-from ...storage import ReadReport, fetch, memory_bytes
+from ...storage import ReadReport, collector_paused, fetch
 from .._checks import check_fit
-from .._collector import collector_paused
 from .._missing import check_lengths
 from .._values import Checkpoint
 from ._columns import Index
@@ -37,11 +36,10 @@ def load_from_index(checkpoint: Checkpoint, index: Index, shards: Sequence[Shard
     if len(shards) == 1 and checkpoint.options.verify is None and shards[0].data.is_cpu:
         run = single_run(index, shards[0])
         if run is not None and run.length <= MOST_BYTES:
-            return read_run(checkpoint, index, run, bit_view(shards[0].data))
+            return read_run(checkpoint, index, run, byte_buffer(shards[0].data))
     with collector_paused():
         plan = plan_shards(index, shards, shard_columns(shards, checkpoint.world.rank))
-        memories = [memory_bytes(shard.data) for shard in shards]
-    return read_planned(checkpoint, index, plan, memories)
+    return read_planned(checkpoint, index, plan, [shard.data for shard in shards])
 
 
 def plan_shards(index: Index, shards: Sequence[ShardedTensor], columns: ShardColumns) -> LoadPlan:
@@ -94,7 +92,7 @@ def read_planned(checkpoint: Checkpoint, index: Index, plan: LoadPlan, memories:
         checkpoint: where the files are, and how they are read.
         index: what the plan was made on.
         plan: what to read.
-        memories: for each requested shard its bytes, uint8 (bytes,), written in place.
+        memories: for each requested shard its memory, a contiguous tensor, written in place.
     """
     numbers = np.union1d(plan.runs.file, plan.strided.file).tolist()
     files = {number: file_at(index, number) for number in numbers}

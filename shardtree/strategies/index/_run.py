@@ -6,13 +6,12 @@ from math import prod
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from ...errors import StorageError
 from ...geometry import Column
 from ...mapping import ShardedTensor
 from ...plans import LoadPlan, Runs, runs_plan
-from ...storage import BLOCK_BYTES, ReadReport, StoredFile
+from ...storage import BLOCK_BYTES, Buffer, ReadReport, StoredFile
 from .._missing import check_lengths, missing_file
 from .._values import Checkpoint
 from ._columns import Index
@@ -92,8 +91,8 @@ def run_plan(run: Run) -> LoadPlan:
     return runs_plan(Runs(file, byte, zero, zero, length))
 
 
-def read_run(checkpoint: Checkpoint, index: Index, run: Run, memory: torch.Tensor) -> ReadReport:
-    """Read a run into memory, uint8 (bytes,), by one call; nothing is checked but that the file is as long as it was.
+def read_run(checkpoint: Checkpoint, index: Index, run: Run, memory: Buffer) -> ReadReport:
+    """Read a run into memory by one call; nothing is checked but that the file is as long as it was.
 
     Raises:
         CorruptCheckpoint: it isn't.
@@ -103,7 +102,7 @@ def read_run(checkpoint: Checkpoint, index: Index, run: Run, memory: torch.Tenso
         with checkpoint.storage.open(name) as reader:
             if reader.length != length:
                 raise missing_file(checkpoint, name, length)
-            reader.read_into(run.byte, [memoryview(memory.numpy())])
+            reader.read_into(run.byte, [memory])
     except StorageError:
         check_lengths(checkpoint, [StoredFile(name, length)])  # that it isn't there is damage, or another save's doing
         raise

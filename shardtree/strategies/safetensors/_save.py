@@ -15,10 +15,9 @@ from ...errors import StorageError, error_text
 from ...geometry import Column
 from ...layouts import shard_columns
 from ...mapping import ShardedObject, ShardedTensor
-from ...storage import STAGED_BYTES, is_in_place, usual_threads
+from ...storage import STAGED_BYTES, collector_paused, is_in_place, usual_threads
 from ...world import on_rank_zero
 from .._checked import write_checked
-from .._collector import collector_paused
 from .._values import AsyncRequest, Draft, Fields
 from ..base import StrategyAction, register_default_strategy
 from ._clean import remove_left_overs, remove_unless_committed

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from ...codec import bit_view
 from ...errors import UnsupportedValue, error_text
 from ...layouts import shard_columns
 from ...mapping import ShardedObject, ShardedTensor
@@ -43,7 +42,7 @@ def load_sharded(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> Rea
     listing = read_listing(checkpoint)
     _check_known(listing, {shard.key for shard in shards})
     plan = plan_shards(listing.index, shards, shard_columns(shards, checkpoint.world.rank))
-    return read_archives(checkpoint, listing, plan, [bit_view(shard.data) for shard in shards])
+    return read_archives(checkpoint, listing, plan, [shard.data for shard in shards])
 
 
 def _check_known(listing: Listing, keys: set[str]) -> None:

@@ -29,7 +29,7 @@ def read_archives(
         checkpoint: where the files are, and how they are read.
         listing: what the plan was made on.
         plan: what to read.
-        memories: for each requested shard its bytes, uint8 (bytes,), written in place.
+        memories: for each requested shard its memory, a contiguous tensor, written in place.
 
     Raises:
         CorruptCheckpoint: an archive isn't what was saved.

@@ -9,7 +9,6 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from ...codec import bit_view
 from ...geometry import Column
 from ...layouts import shard_columns
 from ...mapping import ShardedTensor
@@ -31,7 +30,7 @@ def load_from_group(checkpoint: Checkpoint, group: Group, shards: Sequence[Shard
         CorruptCheckpoint: stored bytes aren't what the metadata says.
     """
     plan = plan_shards(group.index, shards, shard_columns(shards, checkpoint.world.rank))
-    memories = [bit_view(shard.data) for shard in shards]
+    memories = [shard.data for shard in shards]
     plain, made = _apart(group, plan)
     report = read_planned(checkpoint, group.index, plain, memories)
     for number, part in _by_file(made):

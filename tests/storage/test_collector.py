@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardtree.strategies import _collector, collector_paused
+from shardtree.storage import _collector, collector_paused
 from tests.trees.samples import assert_caught
 
 Pause = Callable[[], AbstractContextManager[None]]
