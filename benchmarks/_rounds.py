@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -42,7 +42,7 @@ def measure(
         size: of all tensors together, in bytes.
         tensors: how many there are.
         rounds: that count; one before them warms everything up and checks what was loaded.
-        tries: in a row, of which the fastest counts; fewer of what takes long.
+        tries: in a row, of which the fastest counts; more where it stands alone, fewer of what takes long.
         threads: that torch may use in each process.
         everybody: who takes part with that many processes.
         make: makes a rank's work of the rank, `ranks`, `folder`, `size` and `tensors`.
@@ -129,7 +129,7 @@ def _round(mine: Work, everybody: tuple[Contender, ...], *, check: bool, tries: 
 
 # A virtual machine gives free memory back to its host after a second or two, and getting a page again is up to twenty
 # times slower than writing to it, which would drown every difference between contenders. So pages are fetched right
-# before each save, and everything is tried a few times in a row, of which the fastest counts.
+# before each save, and everything is tried in a row, until the two fastest agree; the fastest counts.
 
 
 def _saved(mine: Work, one: Contender, folder: Path, tries: int) -> float:
@@ -159,13 +159,37 @@ def _loaded(mine: Work, load: Callable[[], Tensors], tries: int) -> tuple[float,
     return min(seconds), loaded
 
 
-_ENOUGH = 5.0
-"""Seconds after which nothing is tried again: whether memory was cold is a small part of that."""
+_LONG = 5.0
+"""Seconds of a try that isn't repeated: whether memory was cold is a small part of that."""
+
+_MOST = 20.0
+"""Seconds of all tries together after which there are no more."""
+
+_ALIKE = 1.05
+"""The most that the second fastest try of those in a row may take of the fastest one's time."""
+
+
+def is_enough(seconds: Sequence[float], tries: int) -> bool:
+    """Return whether nothing is tried again: the fastest wasn't alone in what it found, or it takes too long.
+
+    Args:
+        seconds: of the tries so far.
+        tries: the least of what is quick; four times as many are the most. One is no reason to look for another.
+
+    Examples:
+        >>> is_enough([0.31, 0.30, 1.2], 3), is_enough([0.30, 0.9, 1.2], 3), is_enough([5.5], 3)
+        (True, False, True)
+    """
+    if not seconds or (len(seconds) < tries and min(seconds) < _LONG):
+        return False
+    fastest = sorted(seconds)[:2]
+    alone = tries > 1 and fastest[-1] > _ALIKE * fastest[0]
+    return not alone or fastest[0] >= _LONG or len(seconds) >= 4 * tries or sum(seconds) >= _MOST
 
 
 def _goes_on(mine: Work, seconds: list[float], tries: int) -> bool:
     """Return whether there is another try, the same on all ranks."""
-    wanted = torch.tensor(len(seconds) < tries and sum(seconds) < _ENOUGH)
+    wanted = torch.tensor(not is_enough(seconds, tries))
     if mine.ranks > 1:
         dist.broadcast(wanted, 0)
     return bool(wanted)

@@ -72,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--size", type=_bytes, default=_bytes("2GB"), help="of all tensors together, such as 2GB")
     parser.add_argument("--tensors", type=int, default=100, help="how many there are")
     parser.add_argument("--rounds", type=int, default=5, help="that count; one more warms up")
-    parser.add_argument("--tries", type=int, default=4, help="in a row, of which the fastest counts")
+    parser.add_argument("--tries", type=int, default=4, help="in a row at least; the fastest counts")
     parser.add_argument(
         "--by", nargs="*", help="who takes part beside raw calls, such as safetensors; everybody if left out"
     )

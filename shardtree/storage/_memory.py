@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from typing import TypeVar
+from weakref import WeakValueDictionary
 
 from ..errors import StorageError, error_text
 from ._names import inside
@@ -18,9 +19,9 @@ from ._storage import Buffer
 T = TypeVar("T")
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Beside:
-    """What there is of a sibling.
+    """What there is of a sibling; as a path, the same for all that know its name, whether it is made or not.
 
     Attributes:
         storage: its files.
@@ -54,6 +55,7 @@ class MemoryStorage:
     _ticks: Iterator[int] = field(default_factory=count)
     lock: threading.RLock = field(default_factory=threading.RLock)
     beside: dict[str, Beside] = field(default_factory=dict)
+    _places: WeakValueDictionary[str, Beside] = field(default_factory=WeakValueDictionary, repr=False)
 
     def where(self, name: str = "") -> str:
         """Return the name, marked as being in memory."""
@@ -158,6 +160,17 @@ class MemoryStorage:
     def siblings(self) -> tuple[str, ...]:
         """Return the names of the saves that have taken a folder beside this one, sorted."""
         return tuple(sorted(self.beside))
+
+    def place_beside(self, name: str) -> Beside:
+        """Return the place of the folder beside this one that a save of that name takes."""
+        with self.lock:
+            return self._places.setdefault(name, Beside(self.empty()))
+
+    def clear(self) -> None:
+        """Remove all files and folders."""
+        with self.lock:
+            self._files.clear()
+            self._folders.clear()
 
     def empty(self) -> MemoryStorage:
         """Return an empty folder with the same clock."""

@@ -30,11 +30,11 @@ class MemorySibling:
 
     target: MemoryStorage
     name: str
-    _gone: Beside = field(init=False)
+    _beside: Beside = field(init=False)
 
     def __post_init__(self) -> None:
         """Have something to write to even before it is made, as a path is."""
-        object.__setattr__(self, "_gone", Beside(self.target.empty()))
+        object.__setattr__(self, "_beside", self.target.place_beside(self.name))
 
     @property
     def storage(self) -> MemoryStorage:
@@ -44,7 +44,8 @@ class MemorySibling:
     def make(self, note: bytes, *, durable: bool) -> None:
         """Make the folder with a note of who did."""
         with self.target.lock:
-            self.target.beside.setdefault(self.name, self._gone).note = note
+            self.target.beside[self.name] = self._beside
+            self._beside.note = note
 
     def note(self) -> bytes | None:
         """Return the note, None if there is none."""
@@ -83,7 +84,5 @@ class MemorySibling:
         """Remove the folder with all that is in it."""
         with self.target.lock:
             self.target.beside.pop(self.name, None)
-
-    @property
-    def _beside(self) -> Beside:
-        return self.target.beside.get(self.name, self._gone)
+            self._beside.storage.clear()
+            self._beside.note, self._beside.exchanged = None, False

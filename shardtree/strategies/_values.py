@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from ..layouts import ShardColumns
 from ..storage import Sibling, Storage, Verify
-from ..world import World, agree, gather
+from ..world import World, agree, gather, on_rank_zero
 from ._stamp import Stamp
 
 Fields = Mapping[str, Any]
 """JSON fields of metadata.json."""
+
+COMMIT_STEPS = ("save: look for another checkpoint", "save: index", "save: common state")
 
 T = TypeVar("T")
 
@@ -138,10 +141,12 @@ class AsyncRequest(Generic[T]):
     Attributes:
         world: who saves; used by the thread that commits alone.
         async_fn: writes this rank's files, without any collective; may run in another thread.
-        commit: given every rank's result, by rank, makes the checkpoint count; collective.
-        finalize_fns: called on every rank after the commit, in order.
+        commit: given every rank's result, by rank, makes the checkpoint count, and returns what metadata.json says of
+            it; called on rank 0, without any collective.
+        finalize_fns: called on every rank after the commit, in order; if one fails, all ranks hear of it.
         abandon: called on every rank when writing or the commit failed; removes what was written. Never raises.
         folder: where it is saved, None if that is nobody's business.
+        clean_up: called on every rank right after the commit; removes what isn't needed any more. Never raises.
     """
 
     world: World
@@ -150,6 +155,7 @@ class AsyncRequest(Generic[T]):
     finalize_fns: tuple[Callable[[], None], ...] = ()
     abandon: Callable[[], None] = _nothing
     folder: Storage | None = None
+    clean_up: Callable[[], None] = _nothing
 
     def add_finalize_fn(self, fn: Callable[[], None]) -> AsyncRequest[T]:
         """Return the request with one more function to call after the commit, after those that it has."""
@@ -175,10 +181,12 @@ class AsyncRequest(Generic[T]):
             CheckpointingException: as `execute_sync`.
         """
         try:
-            fields = self.commit(gather(self.world, "save: write", written))
+            results = gather(self.world, "save: write", written, steps=("save: see the folder",))
+            fields = on_rank_zero(self.world, "save: commit", partial(self.commit, results), steps=COMMIT_STEPS)
         except BaseException:
             self.abandon()
             raise
+        self.clean_up()
         for fn in self.finalize_fns:
             agree(self.world, "save: finalize", fn)
         return fields

@@ -26,7 +26,7 @@ from benchmarks._contenders import (
 )
 from benchmarks._peers import everybody, missing
 from benchmarks._report import BARS, bars_of, rows
-from benchmarks._rounds import _round
+from benchmarks._rounds import _round, is_enough
 from benchmarks._work import Work, work
 from benchmarks.roundtrip import _chosen
 
@@ -104,3 +104,22 @@ def test_a_contender_that_loads_something_else_is_found(tmp_path: Path) -> None:
     liar = Contender("liar", lambda mine, folder: None, {(LOAD, "liar"): lazy})
     with pytest.raises(ValueError, match="was loaded wrong"):
         _round(mine, (liar,), check=True, tries=1)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "tries", "enough"),
+    [
+        ([], 3, False),
+        ([0.3, 0.3], 3, False),
+        ([0.3, 1.2, 0.31], 3, True),
+        ([0.3, 1.2, 1.3], 3, False),
+        ([1.2, 1.3, 1.25, 0.3], 3, False),
+        ([0.3] + [1.2] * 11, 3, True),
+        ([0.3, *[4.95] * 4], 3, True),
+        ([0.3], 1, True),
+        ([5.1], 3, True),
+        ([4.9], 3, False),
+    ],
+)
+def test_tries_end_when_the_fastest_is_not_alone(seconds: list[float], tries: int, enough: bool) -> None:
+    assert is_enough(seconds, tries) == enough

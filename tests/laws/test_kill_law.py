@@ -156,7 +156,7 @@ def with_row(action: StrategyAction, fn: Callable[..., Any]) -> Strategies:
 
 def never_cleaning(draft: Draft, shards: Sequence[ShardedTensor | ShardedObject]) -> AsyncRequest[Any]:
     """The planted fault: what a dead save left stays for good."""
-    return replace(safetensors.save_sharded(draft, shards), finalize_fns=())
+    return replace(safetensors.save_sharded(draft, shards), clean_up=lambda: None)
 
 
 def test_the_law_catches_left_overs_that_stay() -> None:

@@ -74,6 +74,11 @@ def scenarios(storage: MemoryStorage) -> dict[str, Callable[[World], Any]]:
         "save unchecked": lambda world: shardtree.save(
             tree(world, 2.0), storage, world=world, overwrite=True, validate_access_integrity=False
         ),
+        "save and finalize": lambda world: (
+            shardtree.save(tree(world, 2.0), storage, world=world, overwrite=True, async_sharded_save=True)
+            .add_finalize_fn(lambda: None)
+            .execute_sync()
+        ),
         "load unchecked": lambda world: shardtree.load(
             tree(world), storage, world=world, validate_access_integrity=False
         ),
@@ -102,6 +107,7 @@ def scenarios(storage: MemoryStorage) -> dict[str, Callable[[World], Any]]:
 SCENARIOS = [
     "save",
     "save unchecked",
+    "save and finalize",
     "load unchecked",
     "save in another format",
     "save what differs",
@@ -261,6 +267,7 @@ def check_bad_tree(save: Save, fault: str) -> None:
 
     check_all_name(outcomes(save_spoilt), phase, 1)
     assert not shardtree.is_checkpoint(storage)
+    assert not storage.names(), "the folder that rank 0 has made meanwhile"
 
 
 @pytest.mark.parametrize("fault", BAD_TREES)

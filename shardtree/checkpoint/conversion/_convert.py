@@ -14,7 +14,7 @@ from .._dispatch import backends_of
 from .._lazy_tree import open_checkpoint
 from .._open import read_fields, recognized
 from ..comparison._compare import MOST_BYTES
-from ..saving._begin import begin
+from ..saving._begin import draft_of, look, make_folder
 from ._check import Checked, check_written
 from ._identity import conversion_digest
 from ._journal import Journal, begin_journal, begun_save, forget, has_files, journal_at, remove_others
@@ -183,7 +183,9 @@ def _written(target: Destination, journal: Journal, plan: Plan) -> tuple[int, bo
     rehearse_common(target, common)
     remove_others(journal)
     if save_id is None:
-        draft, _ = begin(Turn(0, 1), storage, target.options, target.backends, target.strategies, overwrite=False)
+        begun = look(storage, target.backends, target.strategies, overwrite=False)
+        draft = draft_of(begun, storage, Turn(0, 1), target.options)
+        make_folder(draft, target.backends, target.strategies)
         save_id = draft.save_id
         if "wait" in draft.memo:
             draft.memo["wait"]()  # each batch has a draft of its own, which knows nothing of this

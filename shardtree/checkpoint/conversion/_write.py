@@ -99,6 +99,7 @@ def write_batches(destination: Destination, journal: Journal, save_id: str, plan
             record(journal, rank, known, noted.lengths, durable=destination.options.durable)
         results.append(known)
     first.commit(results)
+    first.clean_up()
     for finalize in first.finalize_fns:
         finalize()
     return resumed

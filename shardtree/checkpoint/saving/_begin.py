@@ -1,13 +1,11 @@
-"""The beginning of a save: it gets a name, and a folder that every rank sees."""
+"""The beginning of a save: rank 0 looks where it goes, gives it a name, and makes a folder that every rank sees."""
 
 from __future__ import annotations
 
 import logging
 import secrets
 import time
-from dataclasses import replace
-from functools import partial
-from typing import Any
+from dataclasses import dataclass
 
 from ...errors import AlreadyACheckpoint, CorruptCheckpoint, StorageError, error_text
 from ...storage import Exchanging, Storage, claim, new_folder, release
@@ -30,7 +28,7 @@ from ...strategies import (
     save_is_alive,
     stamp,
 )
-from ...world import World, on_rank_zero
+from ...world import World
 from .._dispatch import DEFAULT_BACKEND, Backends, common_backend, sharded_backend
 from .._open import recognized
 from ._replace import make_sibling, sibling_of
@@ -38,68 +36,33 @@ from ._replace import make_sibling, sibling_of
 logger = logging.getLogger("shardtree")
 
 
-def begin(
-    world: World,
-    storage: Storage,
-    options: SaveOptions,
-    backends: Backends,
-    strategies: Strategies,
-    *,
-    overwrite: bool,
-) -> tuple[Draft, Stamp | None]:
-    """Return the draft of a checkpoint, its folder made, and the stamp of what is exchanged in the end; collective.
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """What rank 0 tells the others of a save's beginning.
 
-    Each rank has still to find out whether it sees the folder.
+    Attributes:
+        save_id: the save's name.
+        before: metadata.json as it is, None if there is none.
+        old: the stamp of the checkpoint whose place is taken in the end, None where the save has its place.
+    """
+
+    save_id: str
+    before: bytes | None
+    old: Stamp | None
+
+
+def look(storage: Storage, backends: Backends, strategies: Strategies, *, overwrite: bool) -> Begun:
+    """Return what is known of a save before its folder is made; on rank 0. Nothing is changed.
 
     Args:
-        world: who saves together.
         storage: where to.
-        options: how.
         backends: of the shards and of the common state.
         strategies: the dispatch table.
         overwrite: whether a checkpoint that is already there may be replaced.
 
     Raises:
         AlreadyACheckpoint: there is a checkpoint already, and `overwrite` isn't given.
-        StrategyError: it is given, and a format has files with fixed names where two folders can't be exchanged.
-        StorageError: the folder can't be made, or another program's metadata.json is in it.
-    """
-    memo: dict[str, Any] = {}
-    make = partial(_make_folder, storage, backends, strategies, memo, overwrite=overwrite, durable=options.durable)
-    save_id, before, old = on_rank_zero(world, "save: make the folder", make)
-    if world.rank == 0:
-        memo["claim"] = claim(save_id)
-    return Draft(storage, save_id, world, before, options, memo=memo), old
-
-
-def end(draft: Draft) -> None:
-    """Let a save count as ended, and remove the folder that it has made unless files are in it. Never raises."""
-    if draft.world.rank != 0:
-        return
-    release(draft.save_id)
-    storage = draft.storage if draft.replaced is None else draft.replaced.storage
-    try:
-        if draft.replaced is None:
-            disown(storage, draft.save_id)
-        if isinstance(storage, Exchanging) and storage.sibling(draft.save_id).is_exchanged() is False:
-            storage.sibling(draft.save_id).remove()  # files or not: nothing but a draft is in it
-    except Exception as error:
-        # The save's own error is on its way; what stays is removed by a later save.
-        logger.warning("save: what a failed save wrote stays in or beside %s: %s", storage.where(), error)
-
-
-def _make_folder(
-    storage: Storage,
-    backends: Backends,
-    strategies: Strategies,
-    memo: dict[str, Any],
-    *,
-    overwrite: bool,
-    durable: bool,
-) -> tuple[str, bytes | None, Stamp | None]:
-    """Return the name of a save that has its folder, metadata.json as it is, and the stamp of what is exchanged.
-
-    What waits for the folder is put into `memo`: it is done beside the writing, where nobody else waits for it.
+        StorageError: another program's metadata.json is there, or no folder.
     """
     if storage.length("") is not None:
         raise StorageError(error_text(f"save: {storage.where()!r} is a file, not a folder", fix="Save to a folder."))
@@ -113,17 +76,61 @@ def _make_folder(
         raise AlreadyACheckpoint(error_text(f"save: {storage.where()!r} already holds a checkpoint", fix=fix))
     save_id = f"save-{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{secrets.token_hex(8)}"
     if there and not (_is_native(backends) and _leaves_room(before, strategies)):
-        old = stamp(storage)
-        make_sibling(storage, save_id, strategies, durable=durable)
-        return save_id, None, old
+        return Begun(save_id, None, stamp(storage))
     if not _is_native(backends) and storage.length(MANIFEST_FILE) is not None:
         what = f"save: {storage.where(MANIFEST_FILE)!r} tells of files that are there no more, or aren't a checkpoint"
         raise StorageError(error_text(what, fix="Remove it, or save to another folder: loads would check files by it."))
-    memo["wait"] = new_folder(storage, durable=durable)
-    make_save_folder(storage, save_id, durable=False)  # the commit waits for what is in the storage's own folder
+    return Begun(save_id, before, None)
+
+
+def draft_of(begun: Begun, storage: Storage, world: World, options: SaveOptions) -> Draft:
+    """Return the draft of a save on this rank; its folder is made later.
+
+    Raises:
+        StrategyError: a checkpoint is to be replaced as a whole, and two folders can't be exchanged there.
+    """
+    if begun.old is None:
+        return Draft(storage, begun.save_id, world, begun.before, options)
+    sibling = sibling_of(storage, begun.save_id)
+    replaced = Replaced(storage, sibling, begun.old)
+    return Draft(sibling.storage, begun.save_id, world, begun.before, options, replaced=replaced)
+
+
+def make_folder(draft: Draft, backends: Backends, strategies: Strategies) -> None:
+    """Make a save's folder; on rank 0.
+
+    What waits for the folder is put into the draft's memo: it is done beside the writing, where nobody else waits.
+
+    Raises:
+        StrategyError: a checkpoint is to be replaced as a whole, and can't be.
+        StorageError: the folder can't be made, or another save is on its way to it.
+    """
+    durable = draft.options.durable
+    if draft.replaced is not None:
+        make_sibling(draft.replaced.storage, draft.save_id, strategies, durable=durable)
+        draft.memo["claim"] = claim(draft.save_id)
+        return
+    draft.memo["wait"] = new_folder(draft.storage, durable=durable)
+    # The commit waits for what is in the storage's own folder.
+    draft.memo["claim"] = make_save_folder(draft.storage, draft.save_id, durable=False)
     if not _is_native(backends):
-        _check_alone(storage, save_id)
-    return save_id, before, None
+        _check_alone(draft.storage, draft.save_id)
+
+
+def end(draft: Draft) -> None:
+    """Let a save count as ended, and remove the folder that it has made unless files are in it. Never raises."""
+    if "claim" not in draft.memo:  # it is rank 0 that makes one
+        return
+    release(draft.save_id)
+    storage = draft.storage if draft.replaced is None else draft.replaced.storage
+    try:
+        if draft.replaced is None:
+            disown(storage, draft.save_id)
+        if isinstance(storage, Exchanging) and storage.sibling(draft.save_id).is_exchanged() is False:
+            storage.sibling(draft.save_id).remove()  # files or not: nothing but a draft is in it
+    except Exception as error:
+        # The save's own error is on its way; what stays is removed by a later save.
+        logger.warning("save: what a failed save wrote stays in or beside %s: %s", storage.where(), error)
 
 
 def _is_native(backends: Backends) -> bool:
@@ -155,21 +162,14 @@ def _check_alone(storage: Storage, save_id: str) -> None:
         raise StorageError(error_text(f"save: another save is on its way to {storage.where()!r}", fix=fix))
 
 
-def seen(draft: Draft, old: Stamp | None) -> Draft:
-    """Return a draft that goes to the folder that rank 0 made for it, once it is known that this rank sees that.
-
-    Args:
-        draft: as `begin` gives it.
-        old: the stamp of the checkpoint whose place the draft takes in the end, None where it has its place.
+def check_seen(draft: Draft) -> None:
+    """Raise unless this rank sees the folder that rank 0 made.
 
     Raises:
-        StorageError: this rank doesn't see the folder.
+        StorageError: it doesn't.
     """
-    storage, begun = draft.storage, draft
-    if old is not None:
-        sibling = sibling_of(storage, draft.save_id)
-        begun = replace(draft, storage=sibling.storage, replaced=Replaced(storage, sibling, old))
-    if not begun.storage.is_folder(draft.save_id):
-        what = f"save: {storage.where()!r} is not shared: rank {draft.world.rank} doesn't see what rank 0 made in it"
+    if not draft.storage.is_folder(draft.save_id):
+        what = (
+            f"save: {draft.storage.where()!r} is not shared: rank {draft.world.rank} doesn't see what rank 0 made in it"
+        )
         raise StorageError(error_text(what, fix="Save to a folder on storage that all ranks share."))
-    return begun

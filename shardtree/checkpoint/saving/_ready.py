@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,10 +20,11 @@ from ...world import World, agree, gather, share, step
 from .._consistency import Description, check_common, check_together, common_digest, describe
 from .._dispatch import Backends
 from .._known_layout import KnownLayout, known_layout
+from ._begin import Begun
 from ._prepare import Prepared
 from ._request import Writes
 
-_STEPS = ("save: prepare", "save: find the format", "save: find the folder")
+_STEPS = ("save: prepare", "save: find the format", "save: find the folder", "save: look at the folder")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +53,28 @@ class Ready:
     Attributes:
         prepared: its tree, taken apart.
         known: all ranks' shards, where they were given.
-        description: what it tells the others, None where they don't compare.
         backends: of the shards and of the common state.
         storage: where to.
+        told: what it tells the others.
     """
 
     prepared: Prepared
     known: KnownLayout | None
-    description: Description | None
     backends: Backends
     storage: Storage
+    told: Told
+
+
+class Told(NamedTuple):
+    """What a rank tells the others before a save.
+
+    Attributes:
+        description: of its shards, None where ranks don't compare.
+        begun: the save's beginning; from rank 0.
+    """
+
+    description: Description | None
+    begun: Begun | None
 
 
 def get_ready(
@@ -71,7 +84,8 @@ def get_ready(
     comparison: Comparison,
     choose: Callable[[], Backends],
     directory: Directory,
-) -> tuple[Ready, list[Description | None]]:
+    look: Callable[[Storage, Backends], Begun],
+) -> tuple[Ready, list[Told]]:
     """Return what a rank knows by itself, and what each tells the others; collective.
 
     Args:
@@ -81,9 +95,10 @@ def get_ready(
         comparison: what ranks compare.
         choose: returns the backends.
         directory: where to.
+        look: returns the save's beginning; called on rank 0.
     """
-    alone = partial(_ready, world, take_apart, layout, comparison, choose, directory)
-    told = attrgetter("description")
+    alone = partial(_ready, world, take_apart, layout, comparison, choose, directory, look)
+    told = attrgetter("told")
     # By another name, so that ranks which compare and ranks which don't are told so.
     if comparison.layouts:
         return share(world, "save: describe shards", alone, told, steps=_STEPS)
@@ -97,12 +112,14 @@ def _ready(
     comparison: Comparison,
     choose: Callable[[], Backends],
     directory: Directory,
+    look: Callable[[Storage, Backends], Begun],
 ) -> Ready:
     prepared, known = step("save: prepare", partial(_matched, take_apart, layout, world))
-    tell = partial(_described, world, prepared, known, comparison)
     backends = step("save: find the format", choose)
     storage = step("save: find the folder", partial(storage_at, directory))
-    return Ready(prepared, known, tell() if comparison.layouts else None, backends, storage)
+    begun = step("save: look at the folder", partial(look, storage, backends)) if world.rank == 0 else None
+    description = _described(world, prepared, known, comparison) if comparison.layouts else None
+    return Ready(prepared, known, backends, storage, Told(description, begun))
 
 
 def _matched(
@@ -117,10 +134,8 @@ def _described(world: World, prepared: Prepared, known: KnownLayout | None, comp
     return describe(prepared.tensors, prepared.objects, world.rank, hashed, known)
 
 
-def share_out(
-    world: World, ready: Ready, told: Sequence[Description | None], comparison: Comparison
-) -> tuple[Writes, ShardColumns | None]:
-    """Return what this rank writes, and all ranks' shards where it knows them; collective.
+def compare_common(world: World, ready: Ready, told: Sequence[Told], comparison: Comparison) -> None:
+    """Raise where ranks' common states differ, with what the difference is; collective where they do.
 
     Args:
         world: who saves together.
@@ -129,35 +144,40 @@ def share_out(
         comparison: what ranks compare.
 
     Raises:
-        IntegrityError: shards, objects or common states don't fit together.
+        IntegrityError: common states differ.
     """
-    descriptions = [each for each in told if each is not None]
-    if len({each.common for each in descriptions}) > 1:
-        _compare_common(world, ready.prepared, comparison)
-    work = partial(_shares, world, ready, descriptions, tiling=comparison.common is not None)
-    return agree(world, "save: share out", work, steps=("save: check integrity",))
-
-
-def _compare_common(world: World, prepared: Prepared, comparison: Comparison) -> None:
-    """Raise what the difference between common states is."""
+    if len({each.description.common for each in told if each.description is not None}) < 2:
+        return
     allow_pickle = comparison.allow_pickle
     # Not pickled: ranks may hold instances of classes that others can't import.
     encode = partial(encode_tree, allow_pickle=allow_pickle)
-    encoded = gather(world, "save: compare common states", lambda: encode(comparison.of(prepared)))
+    encoded = gather(world, "save: compare common states", lambda: encode(comparison.of(ready.prepared)))
     decode = partial(decode_tree, allow_pickle=allow_pickle)
     agree(world, "save: check common states", lambda: check_common([decode(data) for data in encoded]))
 
 
-def _shares(
-    world: World, ready: Ready, descriptions: Sequence[Description], *, tiling: bool
+def shares(
+    world: World, ready: Ready, told: Sequence[Told], comparison: Comparison
 ) -> tuple[Writes, ShardColumns | None]:
+    """Return what this rank writes, and all ranks' shards where it knows them.
+
+    Args:
+        world: who saves together.
+        ready: what this rank knows by itself.
+        told: what each rank told the others, by rank.
+        comparison: what ranks compare.
+
+    Raises:
+        IntegrityError: shards or objects don't fit together.
+    """
     prepared = ready.prepared
     objects = tuple(item for item in prepared.objects if is_main_replica(item.replica_id))
+    descriptions = [each.description for each in told if each.description is not None]
     if not descriptions:
         tensors = tuple(shard for shard in prepared.tensors if is_main_replica(shard.replica_id))
         return (tensors, objects), shard_columns(prepared.tensors) if world.size == 1 else None
-    check = partial(check_together, "save", descriptions, ready.known, tiling=tiling)
-    columns = step("save: check integrity", check)
+    tiling = comparison.common is not None
+    columns = check_together("save", descriptions, ready.known, tiling=tiling)
     return (_own_tensors(prepared, ready.known, columns, world), objects), columns
 
 

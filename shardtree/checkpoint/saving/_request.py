@@ -22,10 +22,10 @@ from ...strategies import (
     make_save_folder,
     replace_metadata,
 )
-from ...world import on_rank_zero, step
+from ...world import step
 from .._dispatch import Backends, Choice, strategy_of
 from .._open import recognized
-from ._begin import end
+from ._begin import check_seen, end
 from ._left_overs import clean_up
 from ._replace import check_same, exchange
 
@@ -74,16 +74,15 @@ def save_request(
     return AsyncRequest(
         world=draft.world,
         async_fn=partial(_write, draft, requests, strategies, recognizes=recognizes),
-        commit=partial(_commit, draft, requests, partial(save_common, draft, common), fields, look, finish),
-        finalize_fns=(
-            partial(
-                _in_turn,
-                partial(clean_up, draft, strategies, removes_saves=commit is None),
-                *(fn for request in requests for fn in request.finalize_fns),
-            ),
-        ),
+        commit=partial(_commit, requests, partial(save_common, draft, common), fields, look, finish),
+        finalize_fns=tuple(fn for request in requests for fn in request.finalize_fns),
         abandon=partial(_abandon, draft, requests),
         folder=draft.storage if draft.replaced is None else draft.replaced.storage,
+        clean_up=partial(
+            _in_turn,
+            partial(clean_up, draft, strategies, removes_saves=commit is None),
+            *(request.clean_up for request in requests),
+        ),
     )
 
 
@@ -95,6 +94,9 @@ def _in_turn(*fns: Callable[[], None]) -> None:
 def _write(
     draft: Draft, requests: Sequence[AsyncRequest[Any]], strategies: Strategies, *, recognizes: bool
 ) -> tuple[Any, ...]:
+    if "seen" not in draft.memo:  # where a save is tried again, rank 0 makes the folder meanwhile
+        step("save: see the folder", partial(check_seen, draft))
+        draft.memo["seen"] = True
     # Once committed, a request's files are the checkpoint: running it again would write over them.
     check_unchanged(draft.storage, draft.before)
     if draft.world.rank == 0:
@@ -135,7 +137,6 @@ def _abandon(draft: Draft, requests: Sequence[AsyncRequest[Any]]) -> None:
 
 
 def _commit(
-    draft: Draft,
     requests: Sequence[AsyncRequest[Any]],
     save_common: Callable[[], Fields],
     fields: Fields,
@@ -147,16 +148,12 @@ def _commit(
     merged = dict(fields)
     if look is not None:
         # Before more is written to names that another save's files may have by now.
-        on_rank_zero(draft.world, "save: look for another checkpoint", look)
+        step("save: look for another checkpoint", look)
     for number, request in enumerate(requests):
-        merged |= request.commit([part[number] for part in written])
-
-    def finish_off() -> Fields:
-        common = step("save: common state", save_common)
-        finish({**merged, **common})
-        return common
-
-    return {**merged, **on_rank_zero(draft.world, "save: commit", finish_off, steps=("save: common state",))}
+        merged |= step("save: index", partial(request.commit, [part[number] for part in written]))
+    merged |= step("save: common state", save_common)
+    finish(merged)
+    return merged
 
 
 def _finish(draft: Draft, commit: Commit | None, strategies: Strategies, fields: Fields) -> None:

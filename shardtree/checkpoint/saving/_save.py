@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from ...layouts import ShardColumns
 from ...storage import Directory, background_threads
-from ...strategies import AsyncRequest, SaveOptions, Strategies, default_strategies
+from ...strategies import AsyncRequest, Draft, SaveOptions, Strategies, default_strategies
 from ...world import World, agree, current_world, step
 from .._dispatch import Backends, Choice, backends_of
 from .._fingerprint import check_can_hold
 from ..async_saves import refuse_overlap, snapshot_shards
-from ._begin import begin, end, seen
+from ._begin import draft_of, end, look, make_folder
 from ._prepare import prepare, prepare_for_later
-from ._ready import Comparison, get_ready, share_out
+from ._ready import Comparison, Ready, Told, compare_common, get_ready, shares
 from ._request import save_request
 
 
@@ -114,25 +115,40 @@ def save(
     choices = (sharded_strategy, common_strategy)
     whole = validate_access_integrity if fingerprint else None
     choose = partial(_backends, ranks, checkpoint_dir, choices, strategies, fingerprint_of_whole=whole)
-    ready, told = get_ready(ranks, take_apart, layout, comparison, choose, checkpoint_dir)
-    writes, shards = share_out(ranks, ready, told, comparison)
-    begun, old = begin(ranks, ready.storage, options, ready.backends, strategies, overwrite=overwrite)
+    look_first = partial(look, strategies=strategies, overwrite=overwrite)
+    ready, told = get_ready(ranks, take_apart, layout, comparison, choose, checkpoint_dir, look_first)
+    compare_common(ranks, ready, told, comparison)
     keep = snapshot_shards if async_sharded_save and snapshot else tuple
 
-    def plan() -> AsyncRequest[Any]:
-        draft = replace(step("save: see the folder", partial(seen, begun, old)), layout=shards)
-        taken = (keep(writes[0]), writes[1])
-        return save_request(draft, taken, ready.prepared.common, choices, ready.backends, strategies)
+    def plan(undo: ExitStack) -> AsyncRequest[Any]:
+        (tensors, objects), columns = step("save: check integrity", partial(shares, ranks, ready, told, comparison))
+        draft = step("save: make the folder", partial(_begun, ranks, ready, told[0], options, strategies, undo))
+        known, writes = replace(draft, layout=columns), (keep(tensors), objects)
+        return save_request(known, writes, ready.prepared.common, choices, ready.backends, strategies)
 
-    try:
-        request = agree(ranks, "save: plan", plan, steps=("save: see the folder",))
-    except BaseException:
-        end(begun)  # still empty: nothing is written before all ranks can
-        raise
+    with ExitStack() as undo:
+        request = agree(ranks, "save: plan", partial(plan, undo), steps=_PLAN_STEPS)
+        undo.pop_all()
     if async_sharded_save:
         return request
     request.execute_sync()
     return None
+
+
+_PLAN_STEPS = ("save: check integrity", "save: make the folder")
+
+
+def _begun(
+    world: World, ready: Ready, first: Told, options: SaveOptions, strategies: Strategies, undo: ExitStack
+) -> Draft:
+    """Return the draft of what rank 0 began; its folder is made there, and goes again where that is undone."""
+    if first.begun is None:
+        raise TypeError("rank 0 hasn't told where the save goes")
+    draft = draft_of(first.begun, ready.storage, world, options)
+    if world.rank == 0:
+        undo.callback(end, draft)  # nothing is in it before all ranks have agreed
+        make_folder(draft, ready.backends, strategies)
+    return draft
 
 
 def _as_it_is(common: Any) -> Any:

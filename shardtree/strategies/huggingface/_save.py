@@ -12,7 +12,6 @@ from ...layouts import ShardColumns, check_access
 from ...mapping import ShardedObject, ShardedTensor
 from ...storage import Buffer
 from ...trees import HOLE, leaves_with_paths
-from ...world import on_rank_zero
 from .._protocols import SaveSharded
 from .._values import AsyncRequest, Draft, Fields
 from ..base import StrategyAction, register_default_strategy
@@ -88,7 +87,7 @@ def _prepare(max_file_bytes: int, draft: Draft, shards: Sequence[ShardedTensor |
     return AsyncRequest(
         world=draft.world,
         async_fn=partial(_write, draft, files, tensors),
-        commit=partial(_commit, draft, files),
+        commit=partial(_check_lengths, draft, files),
         abandon=partial(abandon, draft, files),
     )
 
@@ -143,11 +142,7 @@ def _with_progress(parts: Iterator[tuple[int, Buffer]], draft: Draft) -> Iterato
         draft.options.progress(untold)
 
 
-def _commit(draft: Draft, files: Sequence[ModelFile], results: Sequence[None]) -> Fields:
-    return on_rank_zero(draft.world, "save: files", partial(_check_lengths, draft, files))
-
-
-def _check_lengths(draft: Draft, files: Sequence[ModelFile]) -> Fields:
+def _check_lengths(draft: Draft, files: Sequence[ModelFile], results: Sequence[None]) -> Fields:
     """Raise unless rank 0 sees the files that all ranks wrote."""
     for number, file in enumerate(files):
         name = draft_name(draft.save_id, number, len(files))

@@ -16,7 +16,6 @@ from ...geometry import Column
 from ...layouts import shard_columns
 from ...mapping import ShardedObject, ShardedTensor
 from ...storage import STAGED_BYTES, collector_paused, is_in_place, usual_threads
-from ...world import on_rank_zero
 from .._checked import write_checked
 from .._values import AsyncRequest, Draft, Fields
 from ..base import StrategyAction, register_default_strategy
@@ -54,9 +53,9 @@ def save_sharded(draft: Draft, shards: Sequence[ShardedTensor | ShardedObject]) 
     return AsyncRequest(
         world=draft.world,
         async_fn=partial(write_files, draft, layout, columns, _tensor_rows(shards), threads),
-        commit=partial(_commit, draft),
-        finalize_fns=(partial(_clean_up, draft),),
+        commit=partial(_write_index, draft),
         abandon=partial(_abandon, draft),
+        clean_up=partial(_clean_up, draft),
     )
 
 
@@ -81,10 +80,6 @@ def _tensor_rows(shards: Sequence[Shard]) -> Column:
     """Return, for each shard, the row that it has among the tensors; -1 for an object."""
     is_tensor = np.array([isinstance(shard, ShardedTensor) for shard in shards], dtype=np.bool_)
     return np.where(is_tensor, np.cumsum(is_tensor) - 1, -1)
-
-
-def _commit(draft: Draft, written: Sequence[Written]) -> Fields:
-    return on_rank_zero(draft.world, "save: index", partial(_write_index, draft, written))
 
 
 def _write_index(draft: Draft, written: Sequence[Written]) -> Fields:

@@ -8,7 +8,6 @@ from functools import partial
 
 from ...errors import StrategyError, error_text
 from ...mapping import ShardedObject, ShardedTensor
-from ...world import on_rank_zero
 from .._metadata import METADATA_FILE
 from .._values import AsyncRequest, Draft, Fields
 from ..base import StrategyAction, register_default_strategy
@@ -54,11 +53,7 @@ def _request(draft: Draft, shards: Sequence[ShardedTensor | ShardedObject], back
 
 
 def _commit(draft: Draft, backend: str, written: Sequence[Written]) -> Fields:
-    """Check on rank 0 what all ranks wrote, and keep it there for the strategy's COMMIT: it writes the index."""
-    return on_rank_zero(draft.world, "save: index", partial(_remember, draft, backend, written))
-
-
-def _remember(draft: Draft, backend: str, written: Sequence[Written]) -> Fields:
+    """Check what all ranks wrote, and keep it for the strategy's COMMIT: it writes the index."""
     draft.memo[backend] = collect(draft.storage, written)
     return {}
 

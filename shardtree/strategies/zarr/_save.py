@@ -16,9 +16,8 @@ from ...layouts import ShardColumns, select_rows, shard_columns, write_problems
 from ...mapping import ShardedObject, ShardedTensor
 from ...plans import level_writes
 from ...storage import BlockHasher, Hashes, hash_column, hashed
-from ...world import on_rank_zero
 from .._metadata import METADATA_FILE
-from .._values import AsyncRequest, Draft, Fields
+from .._values import AsyncRequest, Draft
 from ..base import StrategyAction, register_default_strategy
 from ._blobs import FOLDER, Document, blob, write_blob, write_document
 from ._commit import Written, group_files, object_blob, write_index
@@ -62,7 +61,7 @@ def save_sharded(draft: Draft, shards: Sequence[ShardedTensor | ShardedObject]) 
     return AsyncRequest(
         world=draft.world,
         async_fn=partial(_write, draft, work, tensors),
-        commit=partial(_commit, draft, written),
+        commit=partial(write_index, draft, written),
         abandon=partial(_abandon, draft, work),
     )
 
@@ -153,10 +152,6 @@ def _write_objects(draft: Draft, work: Work) -> tuple[tuple[str, int, Hashes], t
 def _names(work: Work) -> list[str]:
     names = [file.name for file in work.files]
     return [*names, *(f"{folder}/{NODE_FILE}" for folder, _ in work.documents)]
-
-
-def _commit(draft: Draft, columns: ShardColumns, written: Sequence[Written]) -> Fields:
-    return on_rank_zero(draft.world, "save: index", partial(write_index, draft, columns, written))
 
 
 def _abandon(draft: Draft, work: Work) -> None:
