@@ -159,6 +159,10 @@ def bit_view(tensor: torch.Tensor) -> torch.Tensor:
     return flat.view(torch.uint8)
 
 
+_MOST_AXES = 32
+"""That NumPy 1's arrays can have."""
+
+
 def byte_buffer(tensor: torch.Tensor) -> memoryview:
     r"""Return a tensor's bytes as a writable buffer that shares its memory, in half the time of a tensor of them.
 
@@ -176,7 +180,7 @@ def byte_buffer(tensor: torch.Tensor) -> memoryview:
         b'\x01\x00\x00\x01'
     """
     plain = _plain(tensor)
-    if plain.numel() < 2 or plain.stride(-1) != 1:
+    if plain.numel() < 2 or plain.stride(-1) != 1 or plain.ndim > _MOST_AXES:
         return memoryview(bit_view(plain).numpy())
     return memoryview(plain.view(torch.uint8).numpy()).cast("B")
 

@@ -12,6 +12,7 @@ import torch
 
 from ..codec import bit_view, byte_buffer
 from ..errors import CorruptCheckpoint, error_text
+from ..geometry import Column
 from ..plans import LoadPlan, Runs, Strided
 from ._blocks import BLOCK_BYTES, BlockHasher, Flags, Hashes, missing, touched
 from ._collector import collector_paused
@@ -30,6 +31,7 @@ _NEARLY_WHOLE_BYTES = 64 * 1024
 """As much may be missing from a block that counts as read whole: it is read once more, and delivered from there."""
 
 Rows = TypeVar("Rows", Runs, Strided)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,14 +113,24 @@ def _fetch_to_host(
     progress: Callable[[int], None],
 ) -> ReadReport:
     runs, strided = plan.runs, in_file_order(plan.strided)
-    # Whole shards mostly come as runs alone, columns of what is stored as rows as pieces alone.
+    # Whole shards mostly come as runs alone, columns of what is stored as rows as pieces alone; and a plan may be a
+    # small part of another one.
     with collector_paused():
-        views = [byte_buffer(memory) for memory in memories] if runs.file.size else []
-        bits = [bit_view(memory) for memory in memories] if strided.file.size else []
+        views = _of_targets(runs.target, memories, byte_buffer, memoryview(b""))
+        bits = _of_targets(strided.target, memories, bit_view, torch.empty(0, dtype=torch.uint8))
     read = partial(_fetch_file, storage, views=views, memories=bits, verify=verify, progress=progress)
     numbers = np.union1d(runs.file, strided.file).tolist()
     reports = (read(files[number], of_file(runs, number), of_file(strided, number)) for number in numbers)
     return sum(reports, ReadReport())
+
+
+def _of_targets(
+    target: Column, memories: Sequence[torch.Tensor], view: Callable[[torch.Tensor], T], none: T
+) -> list[T]:
+    """Return the view of each memory that is a target, and for others `none`."""
+    wanted = np.zeros(len(memories), dtype=np.bool_)
+    wanted[target] = True
+    return [view(memory) if named else none for memory, named in zip(memories, wanted.tolist(), strict=True)]
 
 
 def _fetch_file(

@@ -146,7 +146,8 @@ class AsyncRequest(Generic[T]):
         finalize_fns: called on every rank after the commit, in order; if one fails, all ranks hear of it.
         abandon: called on every rank when writing or the commit failed; removes what was written. Never raises.
         folder: where it is saved, None if that is nobody's business.
-        clean_up: called on every rank right after the commit; removes what isn't needed any more. Never raises.
+        clean_up: called on every rank right after the commit; removes what isn't needed any more. What it raises is
+            heard of on that rank alone, unless there are `finalize_fns`.
     """
 
     world: World
@@ -181,12 +182,20 @@ class AsyncRequest(Generic[T]):
             CheckpointingException: as `execute_sync`.
         """
         try:
-            results = gather(self.world, "save: write", written, steps=("save: see the folder",))
+            results = gather(self.world, "save: write", written)
             fields = on_rank_zero(self.world, "save: commit", partial(self.commit, results), steps=COMMIT_STEPS)
         except BaseException:
             self.abandon()
             raise
-        self.clean_up()
-        for fn in self.finalize_fns:
+        if not self.finalize_fns:
+            self.clean_up()
+            return fields
+        first: Callable[[], None] = partial(_in_turn, self.clean_up, self.finalize_fns[0])
+        for fn in (first, *self.finalize_fns[1:]):
             agree(self.world, "save: finalize", fn)
         return fields
+
+
+def _in_turn(*fns: Callable[[], None]) -> None:
+    for fn in fns:
+        fn()

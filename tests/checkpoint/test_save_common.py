@@ -5,7 +5,8 @@ from __future__ import annotations
 import enum
 import os
 from collections import OrderedDict, namedtuple
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 import torch
@@ -380,6 +381,43 @@ def test_a_finalizer_that_fails_is_told_and_the_checkpoint_stays():
 
     assert st.simulate(2, on_rank) == [True, True]
     assert st.load_plain_tensors(folder)["w"].tolist() == [0, 0, 1, 1]
+
+
+def test_a_request_that_was_given_up_before_it_wrote_anything_can_still_be_executed():
+    folder = MemoryStorage()
+
+    def on_rank(world):
+        request = st.save({"w": shard(world.rank, 2)}, folder, async_sharded_save=True, world=world)
+        world.barrier()
+        request.abandon()
+        world.barrier()
+        gone = not folder.names()
+        world.barrier()
+        request.execute_sync()
+        return gone
+
+    assert st.simulate(2, on_rank) == [True, True]
+    assert st.load_plain_tensors(folder)["w"].tolist() == [0, 0, 1, 1]
+
+
+def failing_to_clean_up(folder, finalizers, world):
+    def fail():
+        raise ZeroDivisionError
+
+    request = st.save({"w": shard(world.rank, 2)}, folder, async_sharded_save=True, world=world)
+    request = replace(request, clean_up=fail if world.rank == 0 else request.clean_up, finalize_fns=finalizers)
+    try:
+        request.execute_sync()
+    except (ZeroDivisionError, RemoteError) as error:
+        return type(error)
+    return None
+
+
+def test_a_rank_that_fails_to_clean_up_leaves_the_others_be_unless_they_wait_for_its_finalizers():
+    for finalizers, raised in (((), [ZeroDivisionError, None]), ((lambda: None,), [RemoteError, RemoteError])):
+        folder = MemoryStorage()
+        assert st.simulate(2, partial(failing_to_clean_up, folder, finalizers), timeout=20.0) == raised
+        assert st.load_plain_tensors(folder)["w"].tolist() == [0, 0, 1, 1]
 
 
 def test_progress_adds_up_to_what_is_written_and_read():

@@ -70,6 +70,7 @@ CONTIGUOUS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "one element": lambda tensor: tensor[0, 0],
     "one element of any stride": lambda tensor: tensor.as_strided((1, 1), (3, 5)),
     "a last axis of any stride": lambda tensor: tensor.view(-1).as_strided((2, 1), (1, 7)),
+    "more axes than NumPy has": lambda tensor: tensor.view(-1)[: 8 // tensor.itemsize].view(*[1] * 70, -1),
     "an empty axis in the middle": lambda tensor: tensor.view(-1)[:0].view(2, 0, 3),
 }
 

@@ -106,13 +106,13 @@ def make_folder(draft: Draft, backends: Backends, strategies: Strategies) -> Non
         StorageError: the folder can't be made, or another save is on its way to it.
     """
     durable = draft.options.durable
+    draft.memo["claim"] = claim(draft.save_id)  # first: whatever is made belongs to a save that is alive
     if draft.replaced is not None:
         make_sibling(draft.replaced.storage, draft.save_id, strategies, durable=durable)
-        draft.memo["claim"] = claim(draft.save_id)
         return
     draft.memo["wait"] = new_folder(draft.storage, durable=durable)
     # The commit waits for what is in the storage's own folder.
-    draft.memo["claim"] = make_save_folder(draft.storage, draft.save_id, durable=False)
+    make_save_folder(draft.storage, draft.save_id, durable=False)
     if not _is_native(backends):
         _check_alone(draft.storage, draft.save_id)
 
@@ -169,7 +169,6 @@ def check_seen(draft: Draft) -> None:
         StorageError: it doesn't.
     """
     if not draft.storage.is_folder(draft.save_id):
-        what = (
-            f"save: {draft.storage.where()!r} is not shared: rank {draft.world.rank} doesn't see what rank 0 made in it"
-        )
+        where = (draft.storage if draft.replaced is None else draft.replaced.storage).where()
+        what = f"save: {where!r} is not shared: rank {draft.world.rank} doesn't see what rank 0 made in it"
         raise StorageError(error_text(what, fix="Save to a folder on storage that all ranks share."))

@@ -25,7 +25,7 @@ from ...strategies import (
 from ...world import step
 from .._dispatch import Backends, Choice, strategy_of
 from .._open import recognized
-from ._begin import check_seen, end
+from ._begin import end
 from ._left_overs import clean_up
 from ._replace import check_same, exchange
 
@@ -94,9 +94,6 @@ def _in_turn(*fns: Callable[[], None]) -> None:
 def _write(
     draft: Draft, requests: Sequence[AsyncRequest[Any]], strategies: Strategies, *, recognizes: bool
 ) -> tuple[Any, ...]:
-    if "seen" not in draft.memo:  # where a save is tried again, rank 0 makes the folder meanwhile
-        step("save: see the folder", partial(check_seen, draft))
-        draft.memo["seen"] = True
     # Once committed, a request's files are the checkpoint: running it again would write over them.
     check_unchanged(draft.storage, draft.before)
     if draft.world.rank == 0:

@@ -15,7 +15,7 @@ from ...world import World, agree, current_world, step
 from .._dispatch import Backends, Choice, backends_of
 from .._fingerprint import check_can_hold
 from ..async_saves import refuse_overlap, snapshot_shards
-from ._begin import draft_of, end, look, make_folder
+from ._begin import check_seen, draft_of, end, look, make_folder
 from ._prepare import prepare, prepare_for_later
 from ._ready import Comparison, Ready, Told, compare_common, get_ready, shares
 from ._request import save_request
@@ -120,14 +120,15 @@ def save(
     compare_common(ranks, ready, told, comparison)
     keep = snapshot_shards if async_sharded_save and snapshot else tuple
 
-    def plan(undo: ExitStack) -> AsyncRequest[Any]:
+    def plan(undo: ExitStack) -> tuple[Draft, AsyncRequest[Any]]:
         (tensors, objects), columns = step("save: check integrity", partial(shares, ranks, ready, told, comparison))
         draft = step("save: make the folder", partial(_begun, ranks, ready, told[0], options, strategies, undo))
         known, writes = replace(draft, layout=columns), (keep(tensors), objects)
-        return save_request(known, writes, ready.prepared.common, choices, ready.backends, strategies)
+        return draft, save_request(known, writes, ready.prepared.common, choices, ready.backends, strategies)
 
     with ExitStack() as undo:
-        request = agree(ranks, "save: plan", partial(plan, undo), steps=_PLAN_STEPS)
+        draft, request = agree(ranks, "save: plan", partial(plan, undo), steps=_PLAN_STEPS)
+        agree(ranks, "save: see the folder", partial(check_seen, draft))
         undo.pop_all()
     if async_sharded_save:
         return request
