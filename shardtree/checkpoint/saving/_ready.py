@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -47,6 +47,19 @@ class Comparison:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Told:
+    """What a rank tells the others before a save.
+
+    Attributes:
+        description: of its shards, None where ranks don't compare.
+        begun: the save's beginning; from rank 0.
+    """
+
+    description: Description | None
+    begun: Begun | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Ready:
     """What a rank knows before it hears of the others.
 
@@ -63,18 +76,6 @@ class Ready:
     backends: Backends
     storage: Storage
     told: Told
-
-
-class Told(NamedTuple):
-    """What a rank tells the others before a save.
-
-    Attributes:
-        description: of its shards, None where ranks don't compare.
-        begun: the save's beginning; from rank 0.
-    """
-
-    description: Description | None
-    begun: Begun | None
 
 
 def get_ready(
