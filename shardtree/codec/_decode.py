@@ -107,7 +107,8 @@ def _container(node: Node, path: TreePath, child: Child, reader: _Reader) -> Any
     if type(node) is list:
         return [child(item, position) for position, item in enumerate(node)]
     if "$" not in node:
-        return {key: child(item, step_of(key)) for key, item in node.items()}
+        # Holes at once: they are what most of a model's tree is.
+        return {key: HOLE if item == _HOLE else child(item, step_of(key)) for key, item in node.items()}
     kind = exactly(str, node["$"])
     if kind == "record":
         return _record(_fields(node, ("type", "fields")), child, reader)

@@ -53,8 +53,9 @@ def check_target(
     if find_strategy(*row, strategies=strategies) is None and not (cast or rules):
         return {}, ObjectsFit()
     metadata: Metadata = get_default_strategy(*row, strategies=strategies)(checkpoint)
-    kinds = stored_kinds(metadata, sorted({shard.key for shard in target.tensors}))
-    known = [shard for shard in target.tensors if shard.key in kinds]
+    keys = sorted({shard.key for shard in target.tensors})
+    kinds = stored_kinds(metadata, keys)
+    known = target.tensors if len(kinds) == len(keys) else [one for one in target.tensors if one.key in kinds]
     fits = len(known) == len(target.tensors) and not find_mismatches(known, kinds, cast=cast)
     listing = objects_metadata(checkpoint, metadata, choice, strategies)
     objects = fit_objects(target.objects, listing, rules, left_out)

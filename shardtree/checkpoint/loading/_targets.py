@@ -118,7 +118,7 @@ def deliver_all(
     delivered = []
     for shard, memory in zip(shards, memories, strict=True):
         filled = memory.data
-        given = given_tensor(shard)
+        given = filled if memory is shard else given_tensor(shard)
         if given is None or not donate:
             delivered.append(filled if given is None else filled.to(given.device))
             continue
