@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 
 import shardtree as st
+from shardtree.checkpoint.saving import _begin
 from shardtree.errors import (
     CheckpointingException,
     IntegrityError,
@@ -398,6 +399,26 @@ def test_a_request_that_was_given_up_before_it_wrote_anything_can_still_be_execu
 
     assert st.simulate(2, on_rank) == [True, True]
     assert st.load_plain_tensors(folder)["w"].tolist() == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+def test_an_interrupt_right_after_the_folder_is_made_leaves_none(monkeypatch, replaces):
+    folder = MemoryStorage()
+    if replaces:
+        st.save({"w": shard()}, folder, ("dcp", 1))
+    before = folder.names()
+    name = "make_sibling" if replaces else "make_save_folder"
+    make = getattr(_begin, name)
+
+    def interrupted(*arguments, **options):
+        make(*arguments, **options)
+        assert folder.siblings() if replaces else folder.names()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_begin, name, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        st.save({"w": shard()}, folder, overwrite=replaces)
+    assert folder.names() == before and not folder.siblings()
 
 
 def failing_to_clean_up(folder, finalizers, world):

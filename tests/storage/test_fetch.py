@@ -15,7 +15,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardtree.errors import CorruptCheckpoint, StorageError
+from shardtree.errors import CorruptCheckpoint, MetadataError, StorageError
 from shardtree.layouts import ShardColumns, shard_columns
 from shardtree.mapping import ShardedTensor
 from shardtree.plans import LoadPlan, Runs, StoredChunks, plan_load, runs_plan
@@ -289,3 +289,15 @@ class Counted(FsspecStorage):
     def read_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         self.ranges.extend(ranges)
         return super().read_ranges(name, ranges)
+
+
+def test_a_plan_looks_at_no_memory_but_what_it_names() -> None:
+    storage = MemoryStorage()
+    storage.write("f", [memoryview(b"0123456789")], durable=False)
+    column = lambda number: np.array([number], dtype=np.int64)  # noqa: E731
+    plan = runs_plan(Runs(file=column(0), byte=column(2), target=column(1), target_byte=column(0), length=column(3)))
+    refused, named = torch.zeros(3, 2).t(), torch.zeros(3, dtype=torch.uint8)
+    fetch(storage, {0: StoredFile("f", 10)}, plan, [refused, named, refused])
+    assert bytes(named.tolist()) == b"234"
+    with pytest.raises(MetadataError, match="not contiguous"):
+        fetch(storage, {0: StoredFile("f", 10)}, plan, [named, refused])
