@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import shardtree as st
 
-from ._contenders import _distributed, _tree
-from ._work import Work
+from ._contenders import distributed, row_tree
+from ._work import Tensors, Work
 
 OURS, OURS_UNCOPIED = "shardtree", "shardtree, snapshot=False"
 DCP_THREAD, DCP_THREAD_STAGED = "DCP, thread", "DCP, thread, kept stager"
@@ -30,19 +30,25 @@ LONGEST_WAIT = 120.0
 # Blocks the caller. Returns what waits until all is written, and what the caller has to do then.
 Save = Callable[[Work, Path], tuple[Callable[[], object], Callable[[], object]]]
 
+Rows = Callable[[Work], Any]
+"""Gives what a rank saves, in a library's own kind of tree."""
+
 
 def everybody(only: Sequence[str] = ()) -> dict[str, Save]:
     """Return who takes part by name: all, or those that are named."""
-    process = partial(_dcp, async_checkpointer_type=AsyncCheckpointerType.PROCESS)
-    queue = st.AsyncCallsQueue()
+    # Trees are made once, before anything is timed.
+    rows, dtensors = cache(row_tree), cache(_dtensors)
+    ours = partial(_ours, rows=rows, queue=st.AsyncCallsQueue())
+    thread = partial(_dcp, rows=dtensors)
+    process = partial(thread, async_checkpointer_type=AsyncCheckpointerType.PROCESS)
     named: dict[str, Save] = {
-        OURS: partial(_ours, queue=queue, snapshot=True),
-        OURS_UNCOPIED: partial(_ours, queue=queue, snapshot=False),
-        DCP_THREAD: _dcp,
-        DCP_THREAD_STAGED: partial(_dcp, async_stager=_stager(shared=False)),
+        OURS: partial(ours, snapshot=True),
+        OURS_UNCOPIED: partial(ours, snapshot=False),
+        DCP_THREAD: thread,
+        DCP_THREAD_STAGED: partial(thread, async_stager=_stager(shared=False)),
         DCP_PROCESS: process,
         DCP_PROCESS_STAGED: partial(process, async_stager=_stager(shared=True)),
-        MEGATRON: partial(_megatron, memo={}),
+        MEGATRON: partial(_megatron, rows=cache(_megatron_tree), memo={}),
     }
     return {name: save for name, save in named.items() if not only or name in only}
 
@@ -64,10 +70,9 @@ def memcpy(mine: Work) -> None:
 
 
 def _ours(
-    mine: Work, folder: Path, *, queue: st.AsyncCallsQueue, snapshot: bool
+    mine: Work, folder: Path, *, rows: Rows, queue: st.AsyncCallsQueue, snapshot: bool
 ) -> tuple[Callable[[], object], Callable[[], object]]:
-    tree = _tree(mine, mine.rows, axis=0)
-    request = st.save(tree, folder, async_sharded_save=True, snapshot=snapshot)
+    request = st.save(rows(mine), folder, async_sharded_save=True, snapshot=snapshot)
     assert request is not None
     queue.schedule_async_request(request)
     writing = queue._calls[0].written
@@ -84,25 +89,34 @@ def _stager(*, shared: bool) -> DefaultStager:
     )
 
 
-def _dcp(mine: Work, folder: Path, **options: Any) -> tuple[Callable[[], object], Callable[[], object]]:
-    saving = dcp.async_save(
-        _distributed(mine, mine.rows, 0), storage_writer=dcp.FileSystemWriter(folder, sync_files=True), **options
-    )
+def _dtensors(mine: Work) -> Tensors:
+    return distributed(mine, mine.rows, 0)
+
+
+def _dcp(mine: Work, folder: Path, *, rows: Rows, **options: Any) -> tuple[Callable[[], object], Callable[[], object]]:
+    saving = dcp.async_save(rows(mine), storage_writer=dcp.FileSystemWriter(folder, sync_files=True), **options)
     written = getattr(saving, "upload_completion", saving)
     # A thread commits too.
     return partial(written.result, timeout=LONGEST_WAIT), _nothing
 
 
-def _megatron(mine: Work, folder: Path, *, memo: dict[str, Any]) -> tuple[Callable[[], object], Callable[[], object]]:
+def _megatron_tree(mine: Work) -> dict[str, Any]:
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    place = (0, mine.rank, mine.ranks)
+    return {name: ShardedTensor.from_rank_offsets(name, tensor, place) for name, tensor in mine.rows.items()}
+
+
+def _megatron(
+    mine: Work, folder: Path, *, rows: Rows, memo: dict[str, Any]
+) -> tuple[Callable[[], object], Callable[[], object]]:
     import psutil  # noqa: F401, what writes fails without, in a process that nobody hears
-    from megatron.core.dist_checkpointing import ShardedTensor, save
+    from megatron.core.dist_checkpointing import save
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 
     _without_a_device()
     queue = memo.setdefault("queue", AsyncCallsQueue())
-    place = (0, mine.rank, mine.ranks)
-    tree = {name: ShardedTensor.from_rank_offsets(name, tensor, place) for name, tensor in mine.rows.items()}
-    queue.schedule_async_request(save(tree, str(folder), async_sharded_save=True))
+    queue.schedule_async_request(save(rows(mine), str(folder), async_sharded_save=True))
     process = queue.async_calls[0].async_caller.process
 
     def wait() -> None:

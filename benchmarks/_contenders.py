@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 import shardtree as st
+from shardtree.storage import Verify
 
 from ._work import Tensors, Work, column_shard
 
@@ -61,8 +62,8 @@ def contenders(ranks: int) -> tuple[Contender, ...]:
     """Return everybody who takes part with that many processes."""
     everybody = (
         Contender(RAW, _raw_save, _raw_loads()),
-        Contender(OURS_UNCHECKED, partial(_save, checksums=False), {}),
-        Contender(OURS, _save, {**_loads(OURS, "whole"), **_loads(OURS_UNCHECKED, None)}),
+        Contender(OURS_UNCHECKED, saving(checksums=False), {}),
+        Contender(OURS, saving(), {**loading(OURS, "whole"), **loading(OURS_UNCHECKED, None)}),
         _dcp(DCP, {}),
         _dcp(DCP_BEST, {"thread_count": 2}),
         Contender(SAFETENSORS, _safetensors_save, _copying(SAFETENSORS, _safetensors_tensors, _safetensors_columns)),
@@ -171,24 +172,40 @@ def _new(tensors: Tensors) -> Tensors:
     return {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
 
 
-# shardtree.
+# shardtree. Trees are made once, before anything is timed, as the dicts of tensors are that other libraries take.
 
 
-def _save(mine: Work, folder: Path, *, checksums: bool = True) -> None:
-    st.save(_tree(mine, mine.rows, axis=0), folder, durable=False, checksums=checksums)
+def saving(strategy: tuple[str, int] | None = None, *, checksums: bool = True) -> Callable[[Work, Path], None]:
+    """Return what saves a rank's rows."""
+    rows = cache(row_tree)
+
+    def save(mine: Work, folder: Path) -> None:
+        st.save(rows(mine), folder, strategy, durable=False, checksums=checksums)
+
+    return save
 
 
-def _loads(name: str, verify: st.Verify) -> dict[tuple[str, str], Load]:
-    def given(mine: Work, folder: Path) -> Tensors:
-        return st.load(_tree(mine, mine.targets, axis=0), folder, donate=True, verify=verify)
+def loading(name: str, verify: Verify) -> dict[tuple[str, str], Load]:
+    """Return what loads into given tensors, into new ones, and columns, under the name of a row."""
 
-    def new(mine: Work, folder: Path) -> Tensors:
-        return st.load(st.without_data(_tree(mine, mine.targets, axis=0)), folder, verify=verify)
+    @cache
+    def tree(mine: Work, operation: str) -> Mapping[str, st.ShardedTensor]:
+        targets = _tree(mine, mine.targets, axis=0)
+        return {
+            LOAD: targets,
+            LOAD_NEW: st.without_data(targets),
+            LOAD_COLUMNS: _tree(mine, mine.columns, axis=1),
+        }[operation]
 
-    def columns(mine: Work, folder: Path) -> Tensors:
-        return st.load(_tree(mine, mine.columns, axis=1), folder, donate=True, verify=verify)
+    def load(mine: Work, folder: Path, *, operation: str) -> Tensors:
+        return st.load(tree(mine, operation), folder, donate=operation != LOAD_NEW, verify=verify)
 
-    return {(LOAD, name): given, (LOAD_NEW, name): new, (LOAD_COLUMNS, name): columns}
+    return {(operation, name): partial(load, operation=operation) for operation in (LOAD, LOAD_NEW, LOAD_COLUMNS)}
+
+
+def row_tree(mine: Work) -> dict[str, st.ShardedTensor]:
+    """Return the tree of what a rank saves."""
+    return _tree(mine, mine.rows, axis=0)
 
 
 def _tree(mine: Work, tensors: Tensors, *, axis: int) -> dict[str, st.ShardedTensor]:
@@ -196,44 +213,44 @@ def _tree(mine: Work, tensors: Tensors, *, axis: int) -> dict[str, st.ShardedTen
     return {name: st.ShardedTensor.from_rank_offsets(name, tensor, place) for name, tensor in tensors.items()}
 
 
-# torch.distributed.checkpoint, without fsync as everybody else here. It has no load into new tensors of its own.
+# torch.distributed.checkpoint, without fsync as everybody else here. Its DTensors are made once, too. It has no load
+# into new tensors of its own.
 
 
-Made = Callable[[Work, str], tuple[Tensors, Tensors]]
-"""Gives the tensors that an operation saves or fills, and the same as DCP takes them."""
+def _dcp(name: str, settings: Mapping[str, int], *, kept_plans: bool = False) -> Contender:
+    @cache
+    def tree(mine: Work, operation: str) -> Tensors:
+        held, axis = {SAVE: (mine.rows, 0), LOAD: (mine.targets, 0), LOAD_COLUMNS: (mine.columns, 1)}[operation]
+        return distributed(mine, held, axis)
 
-
-def dcp_trees(mine: Work, operation: str) -> tuple[Tensors, Tensors]:
-    """Return the tensors of an operation, and as DTensors where there are several ranks."""
-    held, axis = {
-        SAVE: (mine.rows, 0),
-        LOAD: (mine.targets, 0),
-        LOAD_NEW: (mine.targets, 0),
-        LOAD_COLUMNS: (mine.columns, 1),
-    }[operation]
-    tensors = _new(held) if operation == LOAD_NEW else held
-    return tensors, _distributed(mine, tensors, axis)
-
-
-def _dcp(name: str, settings: Mapping[str, int], *, made: Made = dcp_trees, kept_plans: bool = False) -> Contender:
     def save(mine: Work, folder: Path) -> None:
         writer = dcp.FileSystemWriter(folder, sync_files=False, **settings)
         planner = DefaultSavePlanner(enable_plan_caching=kept_plans)
         with _quiet():
-            dcp.save(made(mine, SAVE)[1], storage_writer=writer, planner=planner, no_dist=mine.ranks == 1)
+            dcp.save(tree(mine, SAVE), storage_writer=writer, planner=planner, no_dist=mine.ranks == 1)
 
-    def load(mine: Work, folder: Path, *, operation: str) -> Tensors:
-        given, tree = made(mine, operation)
-        reader = dcp.FileSystemReader(folder)
+    def fill(mine: Work, folder: Path, filled: Tensors) -> None:
         with _quiet():
-            dcp.load(tree, storage_reader=reader, no_dist=mine.ranks == 1)
-        return given
+            dcp.load(filled, storage_reader=dcp.FileSystemReader(folder), no_dist=mine.ranks == 1)
 
-    loads = {(operation, name): partial(load, operation=operation) for operation in (LOAD, LOAD_NEW, LOAD_COLUMNS)}
-    return Contender(name, save, loads)
+    def given(mine: Work, folder: Path) -> Tensors:
+        fill(mine, folder, tree(mine, LOAD))
+        return mine.targets
+
+    def new(mine: Work, folder: Path) -> Tensors:
+        tensors = _new(mine.targets)
+        fill(mine, folder, distributed(mine, tensors, 0))
+        return tensors
+
+    def columns(mine: Work, folder: Path) -> Tensors:
+        fill(mine, folder, tree(mine, LOAD_COLUMNS))
+        return mine.columns
+
+    return Contender(name, save, {(LOAD, name): given, (LOAD_NEW, name): new, (LOAD_COLUMNS, name): columns})
 
 
-def _distributed(mine: Work, tensors: Tensors, axis: int) -> Tensors:
+def distributed(mine: Work, tensors: Tensors, axis: int) -> Tensors:
+    """Return a rank's tensors as DTensors that are sharded along an axis; as they are where there is one rank."""
     if mine.ranks == 1:
         return tensors
     mesh = DeviceMesh("cpu", list(range(mine.ranks)))

@@ -127,9 +127,10 @@ def _round(mine: Work, everybody: tuple[Contender, ...], *, check: bool, tries: 
     return seconds
 
 
-# A virtual machine gives free memory back to its host after a second or two, and getting a page again is up to twenty
-# times slower than writing to it, which would drown every difference between contenders. So pages are fetched right
-# before each save, and everything is tried in a row, until the two fastest agree; the fastest counts.
+# A virtual machine gives free memory back to its host after a second or two, and getting a page again is up to ten
+# times slower than writing to it, which would drown every difference between contenders. So everything is tried in a
+# row, each save right after the files of the one before are gone, whose pages it gets, until the two fastest agree; the
+# fastest counts.
 
 
 def _saved(mine: Work, one: Contender, folder: Path, tries: int) -> float:
@@ -138,14 +139,8 @@ def _saved(mine: Work, one: Contender, folder: Path, tries: int) -> float:
     while _goes_on(mine, seconds, tries):
         _on_rank_zero(mine, partial(shutil.rmtree, folder, ignore_errors=True))
         _on_rank_zero(mine, folder.mkdir)
-        _fetch_pages(mine)
         seconds.append(_timed(mine, partial(one.save, mine, folder))[0])
     return min(seconds)
-
-
-def _fetch_pages(mine: Work) -> None:
-    """Touch as much memory as will be saved, and free it: whoever comes next finds pages that the host has given."""
-    torch.ones(mine.nbytes // mine.ranks, dtype=torch.uint8)
 
 
 def _loaded(mine: Work, load: Callable[[], Tensors], tries: int) -> tuple[float, Tensors]:

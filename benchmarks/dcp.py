@@ -18,11 +18,10 @@ from statistics import median
 from rich.console import Console
 from rich.table import Table
 
-import shardtree as st
+from shardtree.storage import Verify
 
-from ._contenders import LOAD, LOAD_COLUMNS, SAVE, Contender, Load, _dcp, _loads, _tree, _without_columns
+from ._contenders import LOAD, LOAD_COLUMNS, SAVE, Contender, Load, _dcp, _without_columns, loading, saving
 from ._rounds import Seconds, measure
-from ._work import Work
 from .roundtrip import _bytes
 
 DCP, OURS, OURS_UNCHECKED, OWN_FILES = "DCP", "shardtree", "shardtree, verify=None", "shardtree, its own files"
@@ -35,17 +34,13 @@ def contenders(ranks: int) -> tuple[Contender, ...]:
     """Return DCP, shardtree on the files that DCP writes, and shardtree on its own files of the same format."""
     peer = _dcp(DCP, {})
     on_its_files = Contender(OURS, peer.save, {**_own_loads(OURS, "whole"), **_own_loads(OURS_UNCHECKED, None)})
-    on_own_files = Contender(OWN_FILES, _save, {**_own_loads(OWN_FILES, "whole"), **_renamed(peer.loads)})
+    on_own_files = Contender(OWN_FILES, saving(("dcp", 1)), {**_own_loads(OWN_FILES, "whole"), **_renamed(peer.loads)})
     everybody = (Contender(DCP, peer.save, _kept(peer.loads)), on_its_files, on_own_files)
     return everybody if ranks > 1 else tuple(map(_without_columns, everybody))
 
 
-def _save(mine: Work, folder: Path) -> None:
-    st.save(_tree(mine, mine.rows, axis=0), folder, ("dcp", 1), durable=False)
-
-
-def _own_loads(name: str, verify: st.Verify) -> dict[Place, Load]:
-    return _kept(_loads(name, verify))
+def _own_loads(name: str, verify: Verify) -> dict[Place, Load]:
+    return _kept(loading(name, verify))
 
 
 def _renamed(loads: Mapping[Place, Load]) -> dict[Place, Load]:

@@ -11,12 +11,8 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from functools import cache, partial
 from pathlib import Path
 from statistics import median
-
-import shardtree as st
-from shardtree.storage import Verify
 
 from ._bars import Bar, Settings, print_bars, run
 from ._contenders import (
@@ -33,12 +29,12 @@ from ._contenders import (
     _safetensors_columns,
     _safetensors_save,
     _safetensors_tensors,
-    _tree,
     _without_columns,
-    dcp_trees,
+    loading,
+    saving,
 )
 from ._rounds import Seconds, measure
-from ._work import Tensors, Work, mixed_work
+from ._work import mixed_work
 
 DCP_BEST = "DCP, 2 threads, kept plans"
 OPERATIONS = (SAVE, LOAD, LOAD_COLUMNS)
@@ -48,12 +44,11 @@ PEERS = {DCP: 0.2, DCP_BEST: 0.2, SAFETENSORS: 1.5}
 
 def contenders(ranks: int) -> tuple[Contender, ...]:
     """Return who takes part with that many processes."""
-    made = cache(dcp_trees)
     everybody = (
-        _ours(OURS, checksums=True, verify="whole"),
-        _ours(OURS_UNCHECKED, checksums=False, verify=None),
-        _own(_dcp(DCP, {}, made=made)),
-        _own(_dcp(DCP_BEST, {"thread_count": 2}, made=made, kept_plans=True)),
+        _own(Contender(OURS, saving(), loading(OURS, "whole"))),
+        _own(Contender(OURS_UNCHECKED, saving(checksums=False), loading(OURS_UNCHECKED, None))),
+        _own(_dcp(DCP, {})),
+        _own(_dcp(DCP_BEST, {"thread_count": 2}, kept_plans=True)),
         _own(
             Contender(SAFETENSORS, _safetensors_save, _copying(SAFETENSORS, _safetensors_tensors, _safetensors_columns))
         ),
@@ -63,31 +58,6 @@ def contenders(ranks: int) -> tuple[Contender, ...]:
 
 def _own(one: Contender) -> Contender:
     return Contender(one.name, one.save, {place: load for place, load in one.loads.items() if place[0] in OPERATIONS})
-
-
-# The trees are there before anything is timed, DCP's too, as the dicts of tensors are that the others take.
-
-
-@cache
-def _trees(mine: Work) -> dict[str, dict[str, st.ShardedTensor]]:
-    tensors = {SAVE: (mine.rows, 0), LOAD: (mine.targets, 0), LOAD_COLUMNS: (mine.columns, 1)}
-    return {operation: _tree(mine, held, axis=axis) for operation, (held, axis) in tensors.items()}
-
-
-def _save(mine: Work, folder: Path, *, checksums: bool) -> None:
-    st.save(_trees(mine)[SAVE], folder, durable=False, checksums=checksums)
-
-
-def _load(mine: Work, folder: Path, *, operation: str, verify: Verify) -> Tensors:
-    loaded: Tensors = st.load(_trees(mine)[operation], folder, donate=True, verify=verify)
-    return loaded
-
-
-def _ours(name: str, *, checksums: bool, verify: Verify) -> Contender:
-    loads = {
-        (operation, name): partial(_load, operation=operation, verify=verify) for operation in (LOAD, LOAD_COLUMNS)
-    }
-    return Contender(name, partial(_save, checksums=checksums), loads)
 
 
 def bars(settings: Settings) -> list[Bar]:
