@@ -31,6 +31,7 @@ from ._locate import is_same_place as is_same_place
 from ._locate import storage_at as storage_at
 from ._memory import MemoryStorage as MemoryStorage
 from ._names import is_temporary as is_temporary
+from ._new_folder import NewFolder as NewFolder
 from ._new_folder import new_folder as new_folder
 from ._owner import Claim as Claim
 from ._owner import claim as claim

@@ -1,9 +1,10 @@
-"""A folder that is made at once, and waited for beside other work."""
+"""A folder that is made at once, waited for beside other work, and removed again where nothing came of it."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from ..errors import StorageError
@@ -12,28 +13,51 @@ from ._storage import Storage
 from ._sync import parents_to_be
 
 
-def new_folder(storage: Storage, *, durable: bool) -> Callable[[], None]:
-    """Make a storage's own folder, and return what waits until it is on the medium, if it shall be.
+@dataclass(frozen=True, slots=True)
+class NewFolder:
+    """What can be done about a folder that was made.
 
-    A storage of another kind than a local one waits here.
+    Attributes:
+        wait: waits until it is on the medium, if it shall be; raises StorageError where that fails.
+        remove: removes it and what was made above it, unless it was there before or something is in it by now.
+    """
+
+    wait: Callable[[], None]
+    remove: Callable[[], None]
+
+
+def new_folder(storage: Storage, *, durable: bool) -> NewFolder:
+    """Make a storage's own folder.
+
+    A storage of another kind than a local one waits here, and its folder stays.
 
     Raises:
-        StorageError: it can't be made; or, of what is returned, it can't be waited for.
+        StorageError: it can't be made.
 
     Examples:
         >>> import tempfile
         >>> storage = LocalStorage(f"{tempfile.mkdtemp()}/runs/step_10")
-        >>> wait = new_folder(storage, durable=True)
-        >>> storage.is_folder(), wait()
+        >>> made = new_folder(storage, durable=True)
+        >>> storage.is_folder(), made.wait()
         (True, None)
+        >>> made.remove()
+        >>> storage.is_folder()
+        False
     """
-    if not (durable and isinstance(storage, LocalStorage)):
+    if not isinstance(storage, LocalStorage):
         storage.make_folder(durable=durable)
-        return partial(_wait_for, ())
-    # The folder itself may be of a moment ago, and made by somebody who didn't wait.
-    parents = parents_to_be(storage.root) or [os.path.dirname(os.path.realpath(storage.root))]
+        return NewFolder(partial(_wait_for, ()), partial(_remove, ()))
+    parents = parents_to_be(storage.root)
     storage.make_folder(durable=False)
-    return partial(_wait_for, parents)
+    # The folder itself may be of a moment ago, and made by somebody who didn't wait.
+    waited_for = (parents or [os.path.dirname(os.path.realpath(storage.root))]) if durable else ()
+    made = [os.path.realpath(storage.root), *parents][: len(parents)]
+    return NewFolder(partial(_wait_for, waited_for), partial(_remove, made))
+
+
+def _remove(folders: Sequence[str]) -> None:
+    for folder in folders:
+        LocalStorage(folder).remove_folder("")
 
 
 def _wait_for(folders: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""A folder that is made first and waited for later: every folder above it that is new is waited for."""
+"""A folder that is made first and waited for later, with every folder above it that is new, or removed again."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def synced_folders(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_all_that_is_new_is_waited_for(inside: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced = synced_folders(monkeypatch)
     folder = tmp_path.resolve() / inside
-    wait = new_folder(LocalStorage(str(folder)), durable=True)
+    wait = new_folder(LocalStorage(str(folder)), durable=True).wait
     assert folder.is_dir() and synced == []
     wait()
     parents = list(folder.parents)
@@ -37,20 +37,20 @@ def test_all_that_is_new_is_waited_for(inside: str, tmp_path: Path, monkeypatch:
 
 def test_a_folder_that_is_there_may_be_of_a_moment_ago(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced = synced_folders(monkeypatch)
-    new_folder(LocalStorage(str(tmp_path)), durable=True)()
+    new_folder(LocalStorage(str(tmp_path)), durable=True).wait()
     assert synced == [str(tmp_path.resolve().parent)]
 
 
 def test_nothing_is_waited_for_that_needs_no_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced = synced_folders(monkeypatch)
-    new_folder(LocalStorage(str(tmp_path / "step")), durable=False)()
+    new_folder(LocalStorage(str(tmp_path / "step")), durable=False).wait()
     storage = MemoryStorage()
-    new_folder(storage, durable=True)()
+    new_folder(storage, durable=True).wait()
     assert (tmp_path / "step").is_dir() and storage.is_folder() and synced == []
 
 
 def test_a_wait_that_fails_names_the_folder(tmp_path: Path) -> None:
-    wait = new_folder(LocalStorage(str(tmp_path / "runs" / "step")), durable=True)
+    wait = new_folder(LocalStorage(str(tmp_path / "runs" / "step")), durable=True).wait
     (tmp_path / "runs" / "step").rmdir()
     (tmp_path / "runs").rmdir()
     with pytest.raises(StorageError, match="runs"):
@@ -58,7 +58,7 @@ def test_a_wait_that_fails_names_the_folder(tmp_path: Path) -> None:
 
 
 def test_what_may_not_be_listed_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wait = new_folder(LocalStorage(str(tmp_path / "step")), durable=True)
+    wait = new_folder(LocalStorage(str(tmp_path / "step")), durable=True).wait
     opened = os.open
 
     def refused(path: str, *rest: int) -> int:
@@ -68,3 +68,19 @@ def test_what_may_not_be_listed_is_not_waited_for(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(os, "open", refused)
     wait()
+
+
+@pytest.mark.parametrize("durable", [False, True])
+def test_what_was_made_goes_again(durable: bool, tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    new_folder(LocalStorage(str(tmp_path / "runs" / "a" / "step")), durable=durable).remove()
+    assert list(tmp_path.rglob("*")) == [tmp_path / "runs"]
+    new_folder(LocalStorage(str(tmp_path / "runs")), durable=durable).remove()
+    assert (tmp_path / "runs").is_dir()  # it was there
+
+
+def test_what_is_in_use_by_now_stays(tmp_path: Path) -> None:
+    made = new_folder(LocalStorage(str(tmp_path / "runs" / "step")), durable=False)
+    (tmp_path / "runs" / "other").mkdir()
+    made.remove()
+    assert list(tmp_path.rglob("*")) == [tmp_path / "runs", tmp_path / "runs" / "other"]

@@ -187,8 +187,8 @@ def _written(target: Destination, journal: Journal, plan: Plan) -> tuple[int, bo
         draft = draft_of(begun, storage, Turn(0, 1), target.options)
         make_folder(draft, target.backends, target.strategies)
         save_id = draft.save_id
-        if "wait" in draft.memo:
-            draft.memo["wait"]()  # each batch has a draft of its own, which knows nothing of this
+        if "folder" in draft.memo:
+            draft.memo["folder"].wait()  # each batch has a draft of its own, which knows nothing of this
         begin_journal(journal, save_id, durable=target.options.durable)
     try:
         with owned(storage, save_id, durable=target.options.durable):

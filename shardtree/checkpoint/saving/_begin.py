@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import secrets
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 
 from ...errors import AlreadyACheckpoint, CorruptCheckpoint, StorageError, error_text
 from ...storage import Exchanging, Storage, claim, new_folder, release
@@ -28,7 +30,7 @@ from ...strategies import (
     save_is_alive,
     stamp,
 )
-from ...world import World
+from ...world import World, step
 from .._dispatch import DEFAULT_BACKEND, Backends, common_backend, sharded_backend
 from .._open import recognized
 from ._replace import make_sibling, sibling_of
@@ -51,8 +53,41 @@ class Begun:
     old: Stamp | None
 
 
+def begin(
+    world: World,
+    options: SaveOptions,
+    strategies: Strategies,
+    undo: ExitStack,
+    storage: Storage,
+    backends: Backends,
+    *,
+    overwrite: bool,
+) -> Draft:
+    """Return the draft of a save whose folder is made; on rank 0.
+
+    Args:
+        world: who saves together.
+        options: how it is saved.
+        strategies: the dispatch table.
+        undo: takes what lets the folder go again, for as long as nothing is in it.
+        storage: where to.
+        backends: of the shards and of the common state.
+        overwrite: whether a checkpoint that is already there may be replaced.
+
+    Raises:
+        AlreadyACheckpoint: there is a checkpoint already, and `overwrite` isn't given.
+        StrategyError: a checkpoint is to be replaced as a whole, and can't be.
+        StorageError: the folder can't be made, or is somebody else's.
+    """
+    begun = step("save: look at the folder", partial(look, storage, backends, strategies, overwrite=overwrite))
+    draft = draft_of(begun, storage, world, options)
+    undo.callback(end, draft)
+    step("save: make the folder", partial(make_folder, draft, backends, strategies))
+    return draft
+
+
 def look(storage: Storage, backends: Backends, strategies: Strategies, *, overwrite: bool) -> Begun:
-    """Return what is known of a save before its folder is made; on rank 0. Nothing is changed.
+    """Return what is known of a save before its folder is made. Nothing is changed.
 
     Args:
         storage: where to.
@@ -96,10 +131,15 @@ def draft_of(begun: Begun, storage: Storage, world: World, options: SaveOptions)
     return Draft(sibling.storage, begun.save_id, world, begun.before, options, replaced=replaced)
 
 
-def make_folder(draft: Draft, backends: Backends, strategies: Strategies) -> None:
-    """Make a save's folder; on rank 0.
+def begun_of(draft: Draft) -> Begun:
+    """Return what the other ranks are told of a draft."""
+    return Begun(draft.save_id, draft.before, None if draft.replaced is None else draft.replaced.stamp)
 
-    What waits for the folder is put into the draft's memo: it is done beside the writing, where nobody else waits.
+
+def make_folder(draft: Draft, backends: Backends, strategies: Strategies) -> None:
+    """Make a save's folder.
+
+    What waits for it is put into the draft's memo: that is done beside the writing, where nobody else waits.
 
     Raises:
         StrategyError: a checkpoint is to be replaced as a whole, and can't be.
@@ -110,7 +150,7 @@ def make_folder(draft: Draft, backends: Backends, strategies: Strategies) -> Non
     if draft.replaced is not None:
         make_sibling(draft.replaced.storage, draft.save_id, strategies, durable=durable)
         return
-    draft.memo["wait"] = new_folder(draft.storage, durable=durable)
+    draft.memo["folder"] = new_folder(draft.storage, durable=durable)
     # The commit waits for what is in the storage's own folder.
     make_save_folder(draft.storage, draft.save_id, durable=False)
     if not _is_native(backends):
@@ -118,7 +158,7 @@ def make_folder(draft: Draft, backends: Backends, strategies: Strategies) -> Non
 
 
 def end(draft: Draft) -> None:
-    """Let a save count as ended, and remove the folder that it has made unless files are in it. Never raises."""
+    """Let a save count as ended, and remove the folders that it has made unless files are in them. Never raises."""
     if "claim" not in draft.memo:  # it is rank 0 that makes one
         return
     release(draft.save_id)
@@ -126,6 +166,8 @@ def end(draft: Draft) -> None:
     try:
         if draft.replaced is None:
             disown(storage, draft.save_id)
+        if "folder" in draft.memo:
+            draft.memo["folder"].remove()
         if isinstance(storage, Exchanging) and storage.sibling(draft.save_id).is_exchanged() is False:
             storage.sibling(draft.save_id).remove()  # files or not: nothing but a draft is in it
     except Exception as error:

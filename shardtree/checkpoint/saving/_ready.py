@@ -15,16 +15,23 @@ from ...layouts import ShardColumns, shard_columns
 from ...mapping import ShardedTensor, is_main_replica
 from ...plans import level_writes
 from ...storage import Directory, Storage, storage_at
+from ...strategies import Draft
 from ...trees import comparable
 from ...world import World, agree, gather, share, step
 from .._consistency import Description, check_common, check_together, common_digest, describe
 from .._dispatch import Backends
 from .._known_layout import KnownLayout, known_layout
-from ._begin import Begun
+from ._begin import Begun, begun_of
 from ._prepare import Prepared
 from ._request import Writes
 
-_STEPS = ("save: prepare", "save: find the format", "save: find the folder", "save: look at the folder")
+_STEPS = (
+    "save: prepare",
+    "save: find the format",
+    "save: find the folder",
+    "save: look at the folder",
+    "save: make the folder",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +76,7 @@ class Ready:
         backends: of the shards and of the common state.
         storage: where to.
         told: what it tells the others.
+        draft: the beginning of the save; on rank 0.
     """
 
     prepared: Prepared
@@ -76,6 +84,7 @@ class Ready:
     backends: Backends
     storage: Storage
     told: Told
+    draft: Draft | None
 
 
 def get_ready(
@@ -85,7 +94,7 @@ def get_ready(
     comparison: Comparison,
     choose: Callable[[], Backends],
     directory: Directory,
-    look: Callable[[Storage, Backends], Begun],
+    begin: Callable[[Storage, Backends], Draft],
 ) -> tuple[Ready, list[Told]]:
     """Return what a rank knows by itself, and what each tells the others; collective.
 
@@ -96,9 +105,9 @@ def get_ready(
         comparison: what ranks compare.
         choose: returns the backends.
         directory: where to.
-        look: returns the save's beginning; called on rank 0.
+        begin: makes a folder and returns the draft; called on rank 0, last.
     """
-    alone = partial(_ready, world, take_apart, layout, comparison, choose, directory, look)
+    alone = partial(_ready, world, take_apart, layout, comparison, choose, directory, begin)
     told = attrgetter("told")
     # By another name, so that ranks which compare and ranks which don't are told so.
     if comparison.layouts:
@@ -113,14 +122,15 @@ def _ready(
     comparison: Comparison,
     choose: Callable[[], Backends],
     directory: Directory,
-    look: Callable[[Storage, Backends], Begun],
+    begin: Callable[[Storage, Backends], Draft],
 ) -> Ready:
     prepared, known = step("save: prepare", partial(_matched, take_apart, layout, world))
     backends = step("save: find the format", choose)
     storage = step("save: find the folder", partial(storage_at, directory))
-    begun = step("save: look at the folder", partial(look, storage, backends)) if world.rank == 0 else None
     description = _described(world, prepared, known, comparison) if comparison.layouts else None
-    return Ready(prepared, known, backends, storage, Told(description, begun))
+    draft = begin(storage, backends) if world.rank == 0 else None
+    begun = None if draft is None else begun_of(draft)
+    return Ready(prepared, known, backends, storage, Told(description, begun), draft)
 
 
 def _matched(

@@ -101,8 +101,8 @@ def _write(
     if recognizes:
         _check_no_other(draft, strategies)
     written = tuple(request.async_fn() for request in requests)
-    if "wait" in draft.memo:
-        draft.memo["wait"]()
+    if "folder" in draft.memo:
+        draft.memo["folder"].wait()
     return written
 
 

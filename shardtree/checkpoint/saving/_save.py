@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -15,7 +15,7 @@ from ...world import World, agree, current_world, step
 from .._dispatch import Backends, Choice, backends_of
 from .._fingerprint import check_can_hold
 from ..async_saves import refuse_overlap, snapshot_shards
-from ._begin import check_seen, draft_of, end, look, make_folder
+from ._begin import begin, check_seen, draft_of
 from ._prepare import prepare, prepare_for_later
 from ._ready import Comparison, Ready, Told, compare_common, get_ready, shares
 from ._request import save_request
@@ -115,20 +115,19 @@ def save(
     choices = (sharded_strategy, common_strategy)
     whole = validate_access_integrity if fingerprint else None
     choose = partial(_backends, ranks, checkpoint_dir, choices, strategies, fingerprint_of_whole=whole)
-    look_first = partial(look, strategies=strategies, overwrite=overwrite)
-    ready, told = get_ready(ranks, take_apart, layout, comparison, choose, checkpoint_dir, look_first)
-    compare_common(ranks, ready, told, comparison)
     keep = snapshot_shards if async_sharded_save and snapshot else tuple
 
-    def plan(undo: ExitStack) -> tuple[Draft, AsyncRequest[Any]]:
+    def plan(ready: Ready, told: Sequence[Told]) -> AsyncRequest[Any]:
         (tensors, objects), columns = step("save: check integrity", partial(shares, ranks, ready, told, comparison))
-        draft = step("save: make the folder", partial(_begun, ranks, ready, told[0], options, strategies, undo))
+        draft = step("save: see the folder", partial(_draft, ranks, ready, told[0], options))
         known, writes = replace(draft, layout=columns), (keep(tensors), objects)
-        return draft, save_request(known, writes, ready.prepared.common, choices, ready.backends, strategies)
+        return save_request(known, writes, ready.prepared.common, choices, ready.backends, strategies)
 
     with ExitStack() as undo:
-        draft, request = agree(ranks, "save: plan", partial(plan, undo), steps=_PLAN_STEPS)
-        agree(ranks, "save: see the folder", partial(check_seen, draft))
+        make_folder = partial(begin, ranks, options, strategies, undo, overwrite=overwrite)
+        ready, told = get_ready(ranks, take_apart, layout, comparison, choose, checkpoint_dir, make_folder)
+        compare_common(ranks, ready, told, comparison)
+        request = agree(ranks, "save: plan", partial(plan, ready, told), steps=_PLAN_STEPS)
         undo.pop_all()
     if async_sharded_save:
         return request
@@ -136,19 +135,17 @@ def save(
     return None
 
 
-_PLAN_STEPS = ("save: check integrity", "save: make the folder")
+_PLAN_STEPS = ("save: check integrity", "save: see the folder")
 
 
-def _begun(
-    world: World, ready: Ready, first: Told, options: SaveOptions, strategies: Strategies, undo: ExitStack
-) -> Draft:
-    """Return the draft of what rank 0 began; its folder is made there, and goes again where that is undone."""
+def _draft(world: World, ready: Ready, first: Told, options: SaveOptions) -> Draft:
+    """Return the draft of what rank 0 began."""
+    if ready.draft is not None:
+        return ready.draft
     if first.begun is None:
         raise TypeError("rank 0 hasn't told where the save goes")
     draft = draft_of(first.begun, ready.storage, world, options)
-    if world.rank == 0:
-        undo.callback(end, draft)  # nothing is in it before all ranks have agreed
-        make_folder(draft, ready.backends, strategies)
+    check_seen(draft)
     return draft
 
 
