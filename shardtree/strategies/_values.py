@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Generic, TypeVar
 
+from ..errors import RemoteError
 from ..layouts import ShardColumns
 from ..storage import Sibling, Storage, Verify
 from ..world import World, agree, gather, on_rank_zero
@@ -144,7 +145,8 @@ class AsyncRequest(Generic[T]):
         commit: given every rank's result, by rank, makes the checkpoint count, and returns what metadata.json says of
             it; called on rank 0, without any collective.
         finalize_fns: called on every rank after the commit, in order; if one fails, all ranks hear of it.
-        abandon: called on every rank when writing or the commit failed; removes what was written. Never raises.
+        abandon: called on every rank that knows that writing or the commit failed; removes what was written. Never
+            raises.
         folder: where it is saved, None if that is nobody's business.
         clean_up: called on every rank right after the commit; removes what isn't needed any more. What it raises is
             heard of on that rank alone, unless there are `finalize_fns`.
@@ -181,11 +183,23 @@ class AsyncRequest(Generic[T]):
         Raises:
             CheckpointingException: as `execute_sync`.
         """
+        wrote = False
+
+        def write() -> T:
+            nonlocal wrote
+            result = written()
+            wrote = True
+            return result
+
         try:
-            results = gather(self.world, "save: write", written)
+            results = gather(self.world, "save: write", write)
             fields = on_rank_zero(self.world, "save: commit", partial(self.commit, results), steps=COMMIT_STEPS)
-        except BaseException:
-            self.abandon()
+        except BaseException as error:
+            # Who was cut off after it wrote doesn't know whether rank 0 commits: then its files are the checkpoint's.
+            if wrote and self.world.rank != 0 and not isinstance(error, RemoteError):
+                error.add_note("save: rank 0 may have committed, so what this rank wrote stays")
+            else:
+                self.abandon()
             raise
         if not self.finalize_fns:
             self.clean_up()

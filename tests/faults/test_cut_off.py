@@ -1,0 +1,141 @@
+"""A rank that is cut off after it wrote: what rank 0 then commits is whole, since that rank leaves its files alone."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardtree as st
+from shardtree.errors import CheckpointingException, WorldError
+from shardtree.strategies import AsyncRequest
+from shardtree.world import World, simulate
+from shardtree.world._world import T
+
+VERSIONS = {"safetensors": 1, "torch_dist": 1, "dcp": 1, "zarr": 3, "huggingface": 1}
+MOMENTS = ["all_gather", "broadcast"]
+ROWS = torch.arange(12.0).reshape(4, 3)
+
+
+class CutOff(World):
+    """A rank that is interrupted where all have written, or while rank 0 commits."""
+
+    __slots__ = ("armed", "inner", "moment")
+
+    def __init__(self, inner: World, moment: str) -> None:
+        super().__init__(inner.rank, inner.size, inner.timeout)
+        self.inner, self.moment, self.armed = inner, moment, False
+
+    def all_gather(self, value: T) -> list[T]:
+        found = self.inner.all_gather(value)
+        if self.armed and self.moment == "all_gather":
+            raise KeyboardInterrupt
+        return found
+
+    def broadcast(self, value: T, root: int = 0) -> T:
+        if self.armed and self.moment == "broadcast":
+            raise KeyboardInterrupt
+        return self.inner.broadcast(value, root)
+
+    def barrier(self) -> None:
+        raise AssertionError("a save has no barrier")
+
+    def all_to_all(self, values: Sequence[T]) -> list[T]:
+        raise AssertionError("a save exchanges nothing")
+
+    def send(self, value: Any, to: int) -> None:
+        raise AssertionError("a save sends nothing to one rank")
+
+    def recv(self, source: int) -> Any:
+        raise AssertionError("a save receives nothing from one rank")
+
+
+def leaving_it(request: AsyncRequest[Any]) -> None:
+    request.execute_sync()
+
+
+def save_cut_off(folder: Path, backend: str, moment: str, run: Callable[[AsyncRequest[Any]], None]) -> list[str]:
+    """Save on two ranks, of which the second is cut off and deals with that before the first commits; its notes."""
+    dealt_with = threading.Event()
+    notes: list[str] = []
+
+    def requested(world: World) -> AsyncRequest[Any]:
+        place = (0, world.rank, world.size)
+        tree = {"w": st.ShardedTensor.from_rank_offsets("w", ROWS.chunk(2)[world.rank].clone(), place)}
+        request = st.save(tree, folder, (backend, VERSIONS[backend]), world=world, async_sharded_save=True)
+        assert request is not None
+        return request
+
+    def on_rank(world: World) -> None:
+        if world.rank == 1:
+            cut_off = CutOff(world, moment)
+            request = requested(cut_off)
+            cut_off.armed = True
+            try:
+                run(request)
+            except KeyboardInterrupt as error:
+                notes.extend(getattr(error, "__notes__", ()))
+            finally:
+                dealt_with.set()
+            return
+        request = requested(world)
+
+        def commit(written: Any) -> Any:
+            assert dealt_with.wait(60)
+            return request.commit(written)
+
+        replace(request, commit=commit).execute_sync()
+
+    with pytest.raises(WorldError, match="rank 1: returned"):  # nobody listens when rank 0 says that it has committed
+        simulate(2, on_rank)
+    return notes
+
+
+def check_whole(folder: Path) -> None:
+    target = st.ShardedTensor.from_rank_offsets("w", torch.zeros(4, 3))
+    assert torch.equal(st.load({"w": target}, folder)["w"], ROWS)
+
+
+@pytest.mark.parametrize("backend", VERSIONS)
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_rank_that_is_cut_off_takes_nothing_of_what_is_committed(backend: str, moment: str, tmp_path: Path) -> None:
+    notes = save_cut_off(tmp_path, backend, moment, leaving_it)
+    check_whole(tmp_path)
+    assert any("what this rank wrote stays" in note for note in notes)
+
+
+def tidying_up(request: AsyncRequest[Any]) -> None:
+    """The planted fault: whatever has happened, a rank that fails removes what it wrote."""
+    try:
+        request.execute_sync()
+    finally:
+        request.abandon()
+
+
+@pytest.mark.parametrize("backend", ["torch_dist", "zarr"])
+def test_the_check_catches_a_rank_that_tidies_up(backend: str, tmp_path: Path) -> None:
+    save_cut_off(tmp_path, backend, "broadcast", tidying_up)
+    with pytest.raises(CheckpointingException):
+        check_whole(tmp_path)
+
+
+def test_a_rank_that_hears_of_a_failure_removes_what_it_wrote(tmp_path: Path) -> None:
+    def on_rank(world: World) -> None:
+        place = (0, world.rank, world.size)
+        tree = {"w": st.ShardedTensor.from_rank_offsets("w", ROWS.chunk(2)[world.rank].clone(), place)}
+        request = st.save(tree, tmp_path, ("torch_dist", 1), world=world, async_sharded_save=True)
+        assert request is not None
+
+        def fail(written: Any) -> Any:
+            raise OSError(28, "No space left on device")
+
+        with pytest.raises((OSError, st.errors.RemoteError)):
+            replace(request, commit=fail).execute_sync()
+
+    simulate(2, on_rank)
+    assert list(tmp_path.iterdir()) == []
