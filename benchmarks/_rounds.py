@@ -129,8 +129,8 @@ def _round(mine: Work, everybody: tuple[Contender, ...], *, check: bool, tries: 
 
 # A virtual machine gives free memory back to its host after a second or two, and getting a page again is up to ten
 # times slower than writing to it, which would drown every difference between contenders. So everything is tried in a
-# row, each save right after the files of the one before are gone, whose pages it gets, until the two fastest agree; the
-# fastest counts.
+# row, each save right after the files of the one before are gone, whose pages it gets, until the three fastest agree;
+# the fastest counts.
 
 
 def _saved(mine: Work, one: Contender, folder: Path, tries: int) -> float:
@@ -161,25 +161,25 @@ _MOST = 20.0
 """Seconds of all tries together after which there are no more."""
 
 _ALIKE = 1.05
-"""The most that the second fastest try of those in a row may take of the fastest one's time."""
+"""The most that the third fastest try of those in a row may take of the fastest one's time."""
 
 
 def is_enough(seconds: Sequence[float], tries: int) -> bool:
-    """Return whether nothing is tried again: the fastest wasn't alone in what it found, or it takes too long.
+    """Return whether nothing is tried again: the fastest ones agree in what they found, or it takes too long.
 
     Args:
         seconds: of the tries so far.
         tries: the least of what is quick; four times as many are the most. One is no reason to look for another.
 
     Examples:
-        >>> is_enough([0.31, 0.30, 1.2], 3), is_enough([0.30, 0.9, 1.2], 3), is_enough([5.5], 3)
+        >>> is_enough([0.31, 0.30, 1.2, 0.3], 3), is_enough([0.30, 0.31, 1.2], 3), is_enough([5.5], 3)
         (True, False, True)
     """
     if not seconds or (len(seconds) < tries and min(seconds) < _LONG):
         return False
-    fastest = sorted(seconds)[:2]
-    alone = tries > 1 and fastest[-1] > _ALIKE * fastest[0]
-    return not alone or fastest[0] >= _LONG or len(seconds) >= 4 * tries or sum(seconds) >= _MOST
+    fastest = sorted(seconds)[:3]
+    differ = tries > 1 and fastest[-1] > _ALIKE * fastest[0]
+    return not differ or fastest[0] >= _LONG or len(seconds) >= 4 * tries or sum(seconds) >= _MOST
 
 
 def _goes_on(mine: Work, seconds: list[float], tries: int) -> bool:

@@ -26,7 +26,8 @@ from ..strategies import Checkpoint, LoadOptions, Strategies, StrategyAction, de
 from ..trees import leaves_with_paths
 from ..world import World, agree, current_world, gather
 from ._dispatch import DEFAULT_BACKEND, sharded_backend, strategy_of
-from ._open import open_together, sharded_metadata
+from ._open import sharded_metadata
+from ._open_together import open_together
 
 Parts = Mapping[str, FingerprintPart]
 

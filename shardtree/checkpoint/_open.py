@@ -25,7 +25,7 @@ from ..strategies import (
 )
 from ..strategies.index import IndexMetadata
 from ..trees import without_holes
-from ..world import World, agree, current_world, on_rank_zero, one_process
+from ..world import World, current_world, on_rank_zero, one_process
 from ._dispatch import Choice, common_backend, sharded_backend, strategy_of
 
 Metadata = Mapping[str, ShardedTensor | ShardedObject]
@@ -45,26 +45,13 @@ def open_at(directory: Directory, world: World, options: LoadOptions, strategies
         CorruptCheckpoint: metadata.json isn't what was written.
         StrategyError: there is no such way to verify.
     """
-    storage = _find(directory, options)
+    storage = find(directory, options)
     # Before the fields: what takes its place in between is noticed.
     found = stamp(storage)
     return Checkpoint(storage, read_fields(storage, strategies), world, options, stamp=found)
 
 
-def open_together(directory: Directory, world: World, options: LoadOptions, strategies: Strategies) -> Checkpoint:
-    """Return a finished checkpoint, the same on all ranks even while a save replaces it: rank 0 reads metadata.json.
-
-    Raises:
-        NotACheckpoint: there is none.
-        CorruptCheckpoint: metadata.json isn't what was written.
-    """
-    storage = agree(world, "load: find the folder", partial(_find, directory, options))
-    found, fields = on_rank_zero(world, "load: open", lambda: (stamp(storage), read_fields(storage, strategies)))
-    # Rank 0 looks for all: on network storage the others may know of its last change later.
-    return Checkpoint(storage, fields, world, options, stamp=found if world.rank == 0 else ())
-
-
-def _find(directory: Directory, options: LoadOptions) -> Storage:
+def find(directory: Directory, options: LoadOptions) -> Storage:
     """Return a checkpoint's storage, once it is known that the options are some."""
     if options.verify not in ("whole", "all", None):
         expected = "'whole', 'all' or None"

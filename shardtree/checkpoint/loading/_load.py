@@ -14,7 +14,8 @@ from ...strategies import LoadOptions, Strategies, default_strategies
 from ...trees import told_of_depth
 from ...world import agree, current_world, step
 from .._dispatch import Choice
-from .._open import load_tensors_metadata, open_together
+from .._open import load_tensors_metadata
+from .._open_together import look, open_together
 from ._exchange import Exchange
 from ._read import ROOM_STEPS, Reading, deliver, make_room, read_into
 from ._settle import Settled, Wanted, joined, settle
@@ -106,10 +107,9 @@ def load(
     """
     ranks = current_world(world)
     options = LoadOptions(verify, allow_pickle, types, progress or LoadOptions().progress)
-    checkpoint = open_together(checkpoint_dir, ranks, options, strategies)
     choices = (sharded_strategy, common_strategy, strategies)
     wanted = Wanted(sharded_state_dict, layout, strict, validate_access_integrity, cast, object_rules, donate, exchange)
-    settled = settle(ranks, checkpoint, wanted, choices)
+    settled = settle(ranks, partial(look, checkpoint_dir, ranks, options, strategies), wanted, choices)
     objects, read = read_into(settled.reading, settled.room)
     tree = agree(ranks, "load: report", partial(_finished, settled, objects, read, report), steps=_LAST_STEPS)
     return (tree, settled.missing, settled.unexpected) if returns_keys(settled.mode) else tree

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
@@ -17,7 +17,8 @@ from ...world import World, agree, gather, share, step
 from .._consistency import Description, check_together, describe
 from .._dispatch import Choice
 from .._known_layout import KnownLayout, known_layout
-from .._open import load_common, sharded_metadata, stored_keys
+from .._open import Fields, load_common, sharded_metadata, stored_keys
+from .._open_together import OPEN_STEPS
 from ._exchange import Exchange
 from ._fit import check_target
 from ._read import ROOM_STEPS, Reading, Room, make_room
@@ -27,7 +28,7 @@ from ._taken_apart import Target, is_sharded, left_out, take_apart
 Choices = tuple[Choice, Choice, Strategies]
 """What the caller named as strategies for the shards and the common state, and the dispatch table."""
 
-_ASKED_STEPS = ("load: options", "load: prepare")
+_ASKED_STEPS = (*OPEN_STEPS, "load: options", "load: prepare")
 _CHECK_STEPS = (
     "load: check integrity",
     "load: strict",
@@ -81,44 +82,56 @@ class Settled:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Asked:
-    """What a rank asks for, before it hears of the others."""
+class _Told:
+    """What a rank tells the others: what it asks for, where ranks compare that; rank 0, what metadata.json says."""
 
-    mode: StrictHandling
-    target: Target
-    known: KnownLayout | None
+    fields: Fields
     description: Description | None
 
 
-def settle(world: World, checkpoint: Checkpoint, wanted: Wanted, choices: Choices) -> Settled:
+@dataclass(frozen=True, slots=True, eq=False)
+class _Asked:
+    """What a rank finds and asks for, before it hears of the others."""
+
+    checkpoint: Checkpoint
+    mode: StrictHandling
+    target: Target
+    known: KnownLayout | None
+    told: _Told
+
+
+def settle(world: World, look: Callable[[], Checkpoint], wanted: Wanted, choices: Choices) -> Settled:
     """Return all that a load can know before it reads, once it is known that it can; collective.
 
     Args:
         world: who loads together.
-        checkpoint: what is loaded.
+        look: returns the checkpoint as this rank knows it alone.
         wanted: what this rank asks for.
         choices: the caller's strategies.
 
     Raises:
         KeyMismatch, TreeError, UnsupportedValue, ShapeError, IntegrityError, UnsafeFile, RemoteError: as `load`.
     """
-    alone = partial(_asked, wanted, world)
-    tell = attrgetter("description")
+    alone = partial(_asked, look, wanted, world)
+    tell = attrgetter("told")
     # By another name, so that ranks which compare and ranks which don't are told so.
     if wanted.describes:
         asked, told = share(world, "load: describe target", alone, tell, steps=_ASKED_STEPS)
     else:
         asked, told = share(world, "load: ask", alone, tell, steps=_ASKED_STEPS)
+    checkpoint = replace(asked.checkpoint, fields=told[0].fields)
     missing, unexpected = _compare_keys(world, checkpoint, asked, choices)
-    check = partial(_settled, checkpoint, wanted, choices, asked, told, missing, unexpected)
+    descriptions = [each.description for each in told if each.description is not None]
+    check = partial(_settled, checkpoint, wanted, choices, asked, descriptions, missing, unexpected)
     return agree(world, "load: check", check, steps=_CHECK_STEPS)
 
 
-def _asked(wanted: Wanted, world: World) -> _Asked:
+def _asked(look: Callable[[], Checkpoint], wanted: Wanted, world: World) -> _Asked:
+    checkpoint = look()
     mode = step("load: options", partial(parse_strict, wanted.strict))
     target, known = step("load: prepare", partial(_prepared, wanted, world))
     description = describe(target.tensors, target.objects, world.rank, known=known) if wanted.describes else None
-    return _Asked(mode, target, known, description)
+    return _Asked(checkpoint, mode, target, known, _Told(checkpoint.fields, description))
 
 
 def _prepared(wanted: Wanted, world: World) -> tuple[Target, KnownLayout | None]:
@@ -131,11 +144,10 @@ def _settled(
     wanted: Wanted,
     choices: Choices,
     asked: _Asked,
-    told: Sequence[Description | None],
+    descriptions: Sequence[Description],
     missing: set[str],
     unexpected: set[str],
 ) -> Settled:
-    descriptions = [each for each in told if each is not None]
     if descriptions:
         check = partial(check_together, "load", descriptions, asked.known, tiling=wanted.validate)
         step("load: check integrity", check)
