@@ -253,8 +253,13 @@ def distributed(mine: Work, tensors: Tensors, axis: int) -> Tensors:
     """Return a rank's tensors as DTensors that are sharded along an axis; as they are where there is one rank."""
     if mine.ranks == 1:
         return tensors
-    mesh = DeviceMesh("cpu", list(range(mine.ranks)))
+    mesh = _mesh(mine.ranks)
     return {name: DTensor.from_local(tensor, mesh, [Shard(axis)], run_check=False) for name, tensor in tensors.items()}
+
+
+@cache
+def _mesh(ranks: int) -> DeviceMesh:
+    return DeviceMesh("cpu", list(range(ranks)))
 
 
 def _quiet() -> warnings.catch_warnings:

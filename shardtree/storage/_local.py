@@ -143,7 +143,10 @@ class LocalStorage:
         with self._failures("make the folder", name):
             path = self.where(name)
             parents = parents_to_be(path)
-            os.makedirs(path, exist_ok=True)
+            try:
+                os.makedirs(path, exist_ok=True)
+            except FileNotFoundError:  # a save that failed took a folder back on the way
+                os.makedirs(path, exist_ok=True)
             if durable:
                 # The checkpoint's own folder may be of a moment ago, and made by somebody who didn't wait.
                 sync_above(parents if name or parents else [os.path.dirname(os.path.realpath(path))])

@@ -19,7 +19,8 @@ class NewFolder:
 
     Attributes:
         wait: waits until it is on the medium, if it shall be; raises StorageError where that fails.
-        remove: removes it and what was made above it, unless it was there before or something is in it by now.
+        remove: removes it, unless it was there before or something is in it by now. What was made above it
+            stays: another save may be about to make its own folder there.
     """
 
     wait: Callable[[], None]
@@ -27,9 +28,7 @@ class NewFolder:
 
 
 def new_folder(storage: Storage, *, durable: bool) -> NewFolder:
-    """Make a storage's own folder.
-
-    A storage of another kind than a local one waits here, and its folder stays.
+    """Make a storage's own folder, where it is a local one; elsewhere the first file in it makes it.
 
     Raises:
         StorageError: it can't be made.
@@ -45,19 +44,16 @@ def new_folder(storage: Storage, *, durable: bool) -> NewFolder:
         False
     """
     if not isinstance(storage, LocalStorage):
-        storage.make_folder(durable=durable)
-        return NewFolder(partial(_wait_for, ()), partial(_remove, ()))
+        return NewFolder(_nothing, _nothing)
     parents = parents_to_be(storage.root)
     storage.make_folder(durable=False)
     # The folder itself may be of a moment ago, and made by somebody who didn't wait.
     waited_for = (parents or [os.path.dirname(os.path.realpath(storage.root))]) if durable else ()
-    made = [os.path.realpath(storage.root), *parents][: len(parents)]
-    return NewFolder(partial(_wait_for, waited_for), partial(_remove, made))
+    return NewFolder(partial(_wait_for, waited_for), partial(storage.remove_folder, "") if parents else _nothing)
 
 
-def _remove(folders: Sequence[str]) -> None:
-    for folder in folders:
-        LocalStorage(folder).remove_folder("")
+def _nothing() -> None:
+    pass
 
 
 def _wait_for(folders: Sequence[str]) -> None:

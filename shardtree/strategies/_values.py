@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from ..errors import RemoteError
+from ..errors import CheckpointingException, WorldError
 from ..layouts import ShardColumns
 from ..storage import Sibling, Storage, Verify
 from ..world import World, agree, gather, on_rank_zero
@@ -196,7 +196,8 @@ class AsyncRequest(Generic[T]):
             fields = on_rank_zero(self.world, "save: commit", partial(self.commit, results), steps=COMMIT_STEPS)
         except BaseException as error:
             # Who was cut off after it wrote doesn't know whether rank 0 commits: then its files are the checkpoint's.
-            if wrote and self.world.rank != 0 and not isinstance(error, RemoteError):
+            is_cut_off = type(error) is WorldError or not isinstance(error, CheckpointingException)
+            if wrote and self.world.rank != 0 and is_cut_off:
                 error.add_note("save: rank 0 may have committed, so what this rank wrote stays")
             else:
                 self.abandon()

@@ -447,3 +447,30 @@ def test_progress_adds_up_to_what_is_written_and_read():
     assert sum(written) >= 16
     st.load({"w": shard()}, folder, progress=read.append)
     assert sum(read) == 16
+
+
+def gap(world):
+    place = (0, world.rank, 4)  # of which two are missing
+    return {"w": st.ShardedTensor.from_rank_offsets("w", torch.ones(2), place)}
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_what_does_not_fit_together_leaves_nothing(remote, tmp_path):
+    fsspec = pytest.importorskip("fsspec")
+    folder = f"memory://{tmp_path.name}/step" if remote else tmp_path / "step"
+
+    def on_rank(world):
+        with pytest.raises(IntegrityError):
+            st.save(gap(world), folder, world=world)
+
+    st.simulate(2, on_rank)
+    assert list(tmp_path.iterdir()) == []
+    assert fsspec.filesystem("memory").find(f"/{tmp_path.name}") == []
+
+
+def test_a_request_that_is_given_up_leaves_its_callers_folder(tmp_path):
+    queue = st.AsyncCallsQueue()
+    queue.schedule_async_request(st.save({"w": shard()}, tmp_path / "step", async_sharded_save=True))
+    (tmp_path / "step").mkdir(exist_ok=True)  # nothing to make, and counted on from now on
+    queue.close(abort=True)
+    assert list((tmp_path / "step").iterdir()) == []

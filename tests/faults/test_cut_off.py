@@ -124,18 +124,32 @@ def test_the_check_catches_a_rank_that_tidies_up(backend: str, tmp_path: Path) -
         check_whole(tmp_path)
 
 
-def test_a_rank_that_hears_of_a_failure_removes_what_it_wrote(tmp_path: Path) -> None:
+def cannot_commit(request: AsyncRequest[Any]) -> AsyncRequest[Any]:
+    def fail(written: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    return replace(request, commit=fail)
+
+
+def cannot_tell(request: AsyncRequest[Any]) -> AsyncRequest[Any]:
+    def write() -> Any:
+        request.async_fn()
+        return lambda: None  # which nothing can pickle
+
+    return replace(request, async_fn=write)
+
+
+@pytest.mark.parametrize("failing", [cannot_commit, cannot_tell])
+def test_ranks_that_hear_of_a_failure_remove_what_they_wrote(
+    failing: Callable[[AsyncRequest[Any]], AsyncRequest[Any]], tmp_path: Path
+) -> None:
     def on_rank(world: World) -> None:
         place = (0, world.rank, world.size)
         tree = {"w": st.ShardedTensor.from_rank_offsets("w", ROWS.chunk(2)[world.rank].clone(), place)}
         request = st.save(tree, tmp_path, ("torch_dist", 1), world=world, async_sharded_save=True)
         assert request is not None
-
-        def fail(written: Any) -> Any:
-            raise OSError(28, "No space left on device")
-
-        with pytest.raises((OSError, st.errors.RemoteError)):
-            replace(request, commit=fail).execute_sync()
+        with pytest.raises((OSError, CheckpointingException)):
+            failing(request).execute_sync()
 
     simulate(2, on_rank)
     assert list(tmp_path.iterdir()) == []

@@ -44,9 +44,7 @@ def test_a_folder_that_is_there_may_be_of_a_moment_ago(tmp_path: Path, monkeypat
 def test_nothing_is_waited_for_that_needs_no_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced = synced_folders(monkeypatch)
     new_folder(LocalStorage(str(tmp_path / "step")), durable=False).wait()
-    storage = MemoryStorage()
-    new_folder(storage, durable=True).wait()
-    assert (tmp_path / "step").is_dir() and storage.is_folder() and synced == []
+    assert (tmp_path / "step").is_dir() and synced == []
 
 
 def test_a_wait_that_fails_names_the_folder(tmp_path: Path) -> None:
@@ -71,16 +69,40 @@ def test_what_may_not_be_listed_is_not_waited_for(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("durable", [False, True])
-def test_what_was_made_goes_again(durable: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("inside", ["runs/a/step", "runs/a/../step"])
+def test_what_was_made_goes_again(inside: str, durable: bool, tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
-    new_folder(LocalStorage(str(tmp_path / "runs" / "a" / "step")), durable=durable).remove()
-    assert list(tmp_path.rglob("*")) == [tmp_path / "runs"]
-    new_folder(LocalStorage(str(tmp_path / "runs")), durable=durable).remove()
-    assert (tmp_path / "runs").is_dir()  # it was there
+    folder = LocalStorage(f"{tmp_path}/{inside}")
+    new_folder(folder, durable=durable).remove()
+    assert not folder.is_folder() and (tmp_path / "runs" / "a").is_dir()  # another save may be about to use that
+    new_folder(LocalStorage(str(tmp_path / "runs" / "a")), durable=durable).remove()
+    assert (tmp_path / "runs" / "a").is_dir()  # it was there
 
 
 def test_what_is_in_use_by_now_stays(tmp_path: Path) -> None:
     made = new_folder(LocalStorage(str(tmp_path / "runs" / "step")), durable=False)
-    (tmp_path / "runs" / "other").mkdir()
+    (tmp_path / "runs" / "step" / "other").mkdir()
     made.remove()
-    assert list(tmp_path.rglob("*")) == [tmp_path / "runs", tmp_path / "runs" / "other"]
+    assert (tmp_path / "runs" / "step" / "other").is_dir()
+
+
+def test_a_folder_above_that_goes_meanwhile_is_made_once_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mkdir, tried = os.mkdir, list[str]()
+
+    def taken_back(path: str, *rest: int) -> None:
+        tried.append(path)
+        if len(tried) == 2:
+            (tmp_path / "runs").rmdir()
+        mkdir(path, *rest)
+
+    monkeypatch.setattr(os, "mkdir", taken_back)
+    LocalStorage(str(tmp_path / "runs" / "step")).make_folder(durable=False)
+    assert (tmp_path / "runs" / "step").is_dir() and len(tried) == 4
+
+
+def test_elsewhere_a_folder_is_made_by_what_is_in_it() -> None:
+    storage = MemoryStorage()
+    made = new_folder(storage, durable=True)
+    made.wait()
+    made.remove()
+    assert storage.names() == ()

@@ -81,7 +81,7 @@ def begin(
     """
     begun = step("save: look at the folder", partial(look, storage, backends, strategies, overwrite=overwrite))
     draft = draft_of(begun, storage, world, options)
-    undo.callback(end, draft)
+    undo.callback(_undo, draft)
     step("save: make the folder", partial(make_folder, draft, backends, strategies))
     return draft
 
@@ -157,8 +157,15 @@ def make_folder(draft: Draft, backends: Backends, strategies: Strategies) -> Non
         _check_alone(draft.storage, draft.save_id)
 
 
+def _undo(draft: Draft) -> None:
+    end(draft)
+    # Not where a request is abandoned: its caller has had time to count on the folder.
+    if "folder" in draft.memo:
+        draft.memo["folder"].remove()
+
+
 def end(draft: Draft) -> None:
-    """Let a save count as ended, and remove the folders that it has made unless files are in them. Never raises."""
+    """Let a save count as ended, and remove the folder that it has made unless files are in it. Never raises."""
     if "claim" not in draft.memo:  # it is rank 0 that makes one
         return
     release(draft.save_id)
@@ -166,8 +173,6 @@ def end(draft: Draft) -> None:
     try:
         if draft.replaced is None:
             disown(storage, draft.save_id)
-        if "folder" in draft.memo:
-            draft.memo["folder"].remove()
         if isinstance(storage, Exchanging) and storage.sibling(draft.save_id).is_exchanged() is False:
             storage.sibling(draft.save_id).remove()  # files or not: nothing but a draft is in it
     except Exception as error:
