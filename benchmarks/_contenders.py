@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import TypeVar
@@ -51,11 +51,13 @@ class Contender:
         name: of its row for saving.
         save: writes this rank's part into an empty folder.
         loads: by operation and name of the row: fills or makes this rank's tensors and returns them.
+        tidy_up: done before each load, outside of its time.
     """
 
     name: str
     save: Callable[[Work, Path], None]
     loads: Mapping[tuple[str, str], Load]
+    tidy_up: Callable[[], None] = lambda: None
 
 
 def contenders(ranks: int) -> tuple[Contender, ...]:
@@ -79,7 +81,7 @@ def contenders(ranks: int) -> tuple[Contender, ...]:
 
 def _without_columns(one: Contender) -> Contender:
     loads = {place: load for place, load in one.loads.items() if place[0] != LOAD_COLUMNS}
-    return Contender(one.name, one.save, loads)
+    return replace(one, loads=loads)
 
 
 # Raw: the tensors' bytes one after the other, a file for each thread: two that write one file wait for each other.

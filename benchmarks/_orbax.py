@@ -15,6 +15,7 @@ without its copy of every array before it saves: 0.10 s, beside 0.14 to 0.38 s f
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable
 from functools import cache
@@ -62,7 +63,12 @@ def _contender(name: str, save: Callable[[Any, Path], None], load: Callable[[Any
     def saved(mine: Work, folder: Path) -> None:
         save(_arrays(mine.rows), _path(folder))
 
-    return Contender(name, saved, {(LOAD, name): given, (LOAD_NEW, name): new})
+    return Contender(name, saved, {(LOAD, name): given, (LOAD_NEW, name): new}, _trim)
+
+
+def _trim() -> None:
+    """Give the system back what was freed: a third of what was loaded stays in the heaps of Orbax's threads."""
+    ctypes.CDLL(None).malloc_trim(0)
 
 
 def _path(folder: Path) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import shutil
 import time
@@ -120,7 +119,7 @@ def _round(mine: Work, everybody: tuple[Contender, ...], *, check: bool, tries: 
         for place, load in one.loads.items():
             if check:
                 _clear(mine)
-            seconds[place], loaded = _loaded(mine, partial(load, mine, folder), tries)
+            seconds[place], loaded = _loaded(mine, partial(load, mine, folder), one.tidy_up, tries)
             if check:
                 _check(mine, place, loaded)
             del loaded
@@ -136,7 +135,6 @@ def _round(mine: Work, everybody: tuple[Contender, ...], *, check: bool, tries: 
 
 def _saved(mine: Work, one: Contender, folder: Path, tries: int) -> float:
     """Return the seconds of the fastest save; the files of the last one stay."""
-    _trim()
     seconds: list[float] = []
     while _goes_on(mine, seconds, tries):
         _on_rank_zero(mine, partial(shutil.rmtree, folder, ignore_errors=True))
@@ -145,20 +143,13 @@ def _saved(mine: Work, one: Contender, folder: Path, tries: int) -> float:
     return min(seconds)
 
 
-def _trim() -> None:
-    """Give the system back what was freed: of each array that Orbax has loaded, a third stays in its threads' heaps."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
-
-
-def _loaded(mine: Work, load: Callable[[], Tensors], tries: int) -> tuple[float, Tensors]:
+def _loaded(mine: Work, load: Callable[[], Tensors], tidy_up: Callable[[], None], tries: int) -> tuple[float, Tensors]:
     """Return the seconds of the fastest load, and what the last one gave."""
-    _trim()
     seconds: list[float] = []
     loaded: Tensors = {}
     while _goes_on(mine, seconds, tries):
         loaded = {}  # frees what the try before made
+        tidy_up()
         taken, loaded = _timed(mine, load)
         seconds.append(taken)
     return min(seconds), loaded
