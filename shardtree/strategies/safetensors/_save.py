@@ -47,7 +47,7 @@ def save_sharded(draft: Draft, shards: Sequence[ShardedTensor | ShardedObject]) 
     with collector_paused():
         tensors = [shard for shard in shards if isinstance(shard, ShardedTensor)]
         threads = draft.options.threads or usual_threads()
-        threads = threads if all(map(_in_memory, tensors)) else 1
+        threads = threads if threads == 1 or all(map(_in_memory, tensors)) else 1
         layout = parts(shards, allow_pickle=draft.options.allow_pickle, most_files=threads)
         columns = shard_columns(tensors, draft.world.rank)
     return AsyncRequest(
