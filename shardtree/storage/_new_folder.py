@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from ..errors import StorageError
+from ._fsspec import FsspecStorage
 from ._local import LocalStorage
+from ._memory import MemoryStorage
 from ._storage import Storage
 from ._sync import parents_to_be
 
@@ -28,7 +30,9 @@ class NewFolder:
 
 
 def new_folder(storage: Storage, *, durable: bool) -> NewFolder:
-    """Make a storage's own folder, where it is a local one; elsewhere the first file in it makes it.
+    """Make a storage's own folder; in memory and on object stores the first file in it does that.
+
+    A storage of another kind than a local one waits here, and its folder stays.
 
     Raises:
         StorageError: it can't be made.
@@ -43,7 +47,10 @@ def new_folder(storage: Storage, *, durable: bool) -> NewFolder:
         >>> storage.is_folder()
         False
     """
+    if isinstance(storage, MemoryStorage | FsspecStorage):
+        return NewFolder(_nothing, _nothing)
     if not isinstance(storage, LocalStorage):
+        storage.make_folder(durable=durable)
         return NewFolder(_nothing, _nothing)
     parents = parents_to_be(storage.root)
     storage.make_folder(durable=False)

@@ -196,6 +196,7 @@ class AsyncRequest(Generic[T]):
             fields = on_rank_zero(self.world, "save: commit", partial(self.commit, results), steps=COMMIT_STEPS)
         except BaseException as error:
             # Who was cut off after it wrote doesn't know whether rank 0 commits: then its files are the checkpoint's.
+            # A RemoteError, though a kind of WorldError, is what all have heard.
             is_cut_off = type(error) is WorldError or not isinstance(error, CheckpointingException)
             if wrote and self.world.rank != 0 and is_cut_off:
                 error.add_note("save: rank 0 may have committed, so what this rank wrote stays")
