@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 MAX_INT = 2**63 - 1
 
@@ -19,8 +19,7 @@ _TAGS_BY_BITS = {
 _BITS = {tag: bits for bits, tags in _TAGS_BY_BITS.items() for tag in tags}
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """One tensor of a safetensors file.
 
     Attributes:

@@ -80,9 +80,11 @@ _PackedKinds: TypeAlias = tuple[Column, tuple[torch.dtype, ...], Column, Column,
 
 def _packed_kinds(kinds: Sequence[TensorKind]) -> _PackedKinds:
     """Return the number of each key's kind, and of the different kinds dtype, axes, prepended axes and global shape."""
-    number = {kind: position for position, kind in enumerate(dict.fromkeys(kinds))}
+    few = {id(kind): kind for kind in kinds}  # equal ones mostly are one object, whose number is soon found
+    number = {kind: position for position, kind in enumerate(dict.fromkeys(few.values()))}
+    number_of = {each: number[kind] for each, kind in few.items()}
     return (
-        _int64([number[kind] for kind in kinds]),
+        _int64([number_of[id(kind)] for kind in kinds]),
         tuple(kind.dtype for kind in number),
         _int64([len(kind.global_shape) for kind in number]),
         _int64([kind.prepend_axis_num for kind in number]),

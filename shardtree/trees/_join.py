@@ -13,7 +13,6 @@ from ..errors import TreeError, TreePath, error_text, render_path
 from ..mapping import LocalNonpersistentObject, ShardedBase
 from ._hole import HOLE
 from ._nodes import Tree, describe, entries, flatten, is_known_leaf, is_sequence, like, same_kind
-from ._select import select
 
 
 def common_with_holes(tree: Tree) -> Tree:
@@ -132,9 +131,23 @@ def comparable(common: Any) -> Any:
         >>> comparable({"w": HOLE, "step": 1, "none here": []}), comparable([HOLE, HOLE])
         ({'step': 1}, [])
     """
+    rest = _without_traces(common)
+    if rest is HOLE:
+        return like(common, {}) if isinstance(common, (dict, list)) else []
+    return rest
+
+
+def _without_traces(tree: Tree) -> Tree:
+    """Return a tree without holes and without what holds nothing else: a hole where nothing is left."""
+    children = entries(tree)
+    if children is None:
+        return tree
+    new = {entry: _without_traces(child) for entry, child in children.items() if child is not HOLE}
+    left = _filled(new)
     # An empty container doesn't count: a list of shards is empty on a rank that holds none of them.
-    rest = select(common, lambda path, leaf: leaf is not HOLE)
-    return [] if rest is HOLE else without_holes(rest)
+    if not left:
+        return HOLE
+    return like(tree, left if isinstance(tree, dict) else {**dict.fromkeys(children, HOLE), **left})
 
 
 def _join(stored: Tree, target: Tree, path: TreePath) -> Tree:

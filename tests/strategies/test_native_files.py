@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
 import shardtree as st
+from shardtree.geometry import Column
 from shardtree.storage import Buffer, LocalStorage
 from shardtree.strategies.safetensors import _layout, _write
-from shardtree.strategies.safetensors._layout import Item, parts
 from shardtree.testing import STORABLE_DTYPES, bits, random_bits
 from tests.storage.threads import torch_threads
 from tests.trees.samples import assert_caught
 
-Shares = Callable[[Sequence[Item], int], Iterable[list[Item]]]
+Shares = Callable[[Column, int], list[Column]]
 
 FILE = 64
 LENGTHS = some.lists(some.integers(0, 200), max_size=12)
@@ -47,37 +48,29 @@ def data_files(folder: Any) -> list[str]:
     ]
 
 
-# How items are shared out.
-
-
-def items_of(lengths: list[int]) -> list[Item]:
-    tensors = [torch.zeros(length, dtype=torch.uint8) for length in lengths]
-    shards = [st.ShardedTensor.from_rank_offsets(f"w{number:03d}", each) for number, each in enumerate(tensors)]
-    return [item for part in parts(shards, allow_pickle=False) for item in part.items]
+# How entries are shared out.
 
 
 def share_out_evenly(shares: Shares, lengths: list[int], files: int) -> None:
-    """Each share has what is its due, but for the items at its two ends."""
-    items = items_of(lengths)
-    found = list(shares(items, files))
-    assert [item for share in found for item in share] == items
-    assert len(found) <= max(1, files)
+    """Each share has what is its due, but for the entries at its two ends."""
+    found = [rows.tolist() for rows in shares(np.array(lengths, dtype=np.int64), files)]
+    assert [row for rows in found for row in rows] == list(range(len(lengths)))
+    assert all(found) and len(found) <= max(1, files)
     due, longest = sum(lengths) / max(1, files), max(lengths, default=0)
-    assert all(sum(item.length for item in share) <= due + longest for share in found)
+    assert all(sum(lengths[row] for row in rows) <= due + longest for rows in found)
 
 
 @given(LENGTHS, some.integers(0, 5))
-def test_items_are_shared_out_evenly_and_in_order(lengths: list[int], files: int) -> None:
+def test_entries_are_shared_out_evenly_and_in_order(lengths: list[int], files: int) -> None:
     share_out_evenly(_layout._shares, lengths, files)
 
 
-def by_count(items: Sequence[Item], files: int) -> Iterator[list[Item]]:
-    each = -(-len(items) // max(1, files)) or 1
-    yield from (list(items[start : start + each]) for start in range(0, len(items), each))
+def by_count(length: Column, files: int) -> list[Column]:
+    return [rows for rows in np.array_split(np.arange(len(length)), max(1, files)) if len(rows)]
 
 
-def without_the_last(items: Sequence[Item], files: int) -> Iterator[list[Item]]:
-    yield from _layout._shares(items[:-1], files)
+def without_the_last(length: Column, files: int) -> list[Column]:
+    return _layout._shares(length[:-1], files)
 
 
 @pytest.mark.parametrize("broken", [by_count, without_the_last])

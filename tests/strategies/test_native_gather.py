@@ -14,14 +14,15 @@ from shardtree.errors import ShapeError
 from shardtree.mapping import ShardedTensor
 from shardtree.storage import Buffer, tensor_buffers
 from shardtree.strategies.safetensors import _gather, _write
+from shardtree.strategies.safetensors._entries import Entries, Source, entries_of
 from shardtree.strategies.safetensors._gather import gathered, together
-from shardtree.strategies.safetensors._layout import Item, Part, parts
+from shardtree.strategies.safetensors._layout import Part
 from shardtree.testing import STORABLE_DTYPES, random_bits, shapes
 from tests.trees.samples import assert_caught
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
-Gather = Callable[[Sequence[Item]], Buffer]
+Gather = Callable[[Sequence[ShardedTensor]], Buffer]
 
 SMALL, TOGETHER = 24, 60
 
@@ -84,18 +85,17 @@ def lists(draw: st.DrawFn) -> list[Recipe]:
     return draw(st.lists(st.builds(Recipe, shapes(), dtypes, st.integers(0, 2**16), forms), max_size=8))
 
 
-def items_of(held: Sequence[torch.Tensor]) -> tuple[Item, ...]:
+def entries(held: Sequence[torch.Tensor]) -> Entries:
     shards = [ShardedTensor.from_rank_offsets(f"w{number}", tensor) for number, tensor in enumerate(held)]
-    items = [item for part in parts(shards, allow_pickle=False) for item in part.items]
-    return tuple(sorted(items, key=lambda item: item.number))
+    return entries_of(shards, allow_pickle=False)
 
 
 def made(recipes: list[Recipe]) -> list[torch.Tensor]:
     return [recipe.make() for recipe in recipes]
 
 
-def written(items: tuple[Item, ...]) -> Iterator[Buffer]:
-    return _write._part_buffers(Part(b"", items, (0,) * len(items)), None)
+def written(held: Entries) -> Iterator[Buffer]:
+    return _write._part_buffers(Part(b"", held, held.length.cumsum() - held.length), None)
 
 
 def small_limits(patch: pytest.MonkeyPatch) -> None:
@@ -105,12 +105,11 @@ def small_limits(patch: pytest.MonkeyPatch) -> None:
 
 def are_the_bytes_of_each(gather: Gather, recipes: list[Recipe]) -> None:
     held = made(recipes)
-    items = items_of(held)
     with pytest.MonkeyPatch.context() as patch:
         small_limits(patch)
         patch.setattr(_write, "gathered", gather)
         # All are kept, as by who writes several at once.
-        found = list(written(items))
+        found = list(written(entries(held)))
     assert b"".join(found) == b"".join(buffer for tensor in held for buffer in tensor_buffers(tensor))
 
 
@@ -124,19 +123,20 @@ def test_what_is_gathered_are_the_bytes_of_each(recipes: list[Recipe]) -> None:
 def test_every_dtype_is_gathered(dtype: torch.dtype) -> None:
     recipes = [Recipe(shape, dtype, 5) for shape in [(2,), (), (0, 3), (1, 2)]]
     are_the_bytes_of_each(gathered, recipes)
-    grouped = [len(group) for group in together(items_of(made(recipes)))]
+    held = entries(made(recipes))
+    grouped = [len(held.sources[rows]) for rows in together(held)]
     assert grouped == ([4] if dtype.itemsize <= 8 else [1, 1, 1, 1])
 
 
 def test_the_law_catches_tensors_in_another_order() -> None:
-    assert_caught(are_the_bytes_of_each, lambda items: gathered([*items][::-1]), lists())
+    assert_caught(are_the_bytes_of_each, lambda shards: gathered([*shards][::-1]), lists())
 
 
 def test_the_law_catches_buffers_that_share_their_memory() -> None:
     room = bytearray(TOGETHER)
 
-    def into_one_room(items: Sequence[Item]) -> Buffer:
-        data = gathered(items)
+    def into_one_room(shards: Sequence[ShardedTensor]) -> Buffer:
+        data = gathered(shards)
         room[: data.nbytes] = data
         return memoryview(room)[: data.nbytes]
 
@@ -144,37 +144,37 @@ def test_the_law_catches_buffers_that_share_their_memory() -> None:
 
 
 def test_the_law_catches_memory_that_is_taken_as_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:
-    def is_small(item: Item) -> bool:
-        return item.length <= SMALL and item.item_size <= 8
+    def is_plain(source: Source, item_size: int) -> bool:
+        return item_size <= 8
 
-    def as_it_lies(items: Sequence[Item]) -> Buffer:
+    def as_it_lies(shards: Sequence[ShardedTensor]) -> Buffer:
         found = bytearray()
-        for item in items:
-            first = item.shard.data.storage_offset() * item.item_size
-            found += bytes(item.shard.data.untyped_storage().tolist())[first : first + item.length]
+        for data in (shard.data for shard in shards):
+            first = data.storage_offset() * data.itemsize
+            found += bytes(data.untyped_storage().tolist())[first : first + data.nbytes]
         return memoryview(found)
 
-    monkeypatch.setattr(_gather, "_is_small", is_small)
+    monkeypatch.setattr(_gather, "_is_plain", is_plain)
     assert_caught(are_the_bytes_of_each, as_it_lies, lists())
 
 
-Groups = Callable[[tuple[Item, ...]], list[list[Item]]]
+Groups = Callable[[Entries], list[slice]]
 
 
-def groups_of(items: tuple[Item, ...]) -> list[list[Item]]:
-    return list(together(items))
+def groups_of(held: Entries) -> list[slice]:
+    return list(together(held))
 
 
 def groups_keep_order_and_limits(group: Groups, recipes: list[Recipe]) -> None:
-    items = items_of(made(recipes))
+    held = entries(made(recipes))
     with pytest.MonkeyPatch.context() as patch:
         small_limits(patch)
-        groups = group(items)
-    assert [item.number for items in groups for item in items] == list(range(len(items)))
-    for own in groups:
-        assert len({item.item_size for item in own}) == 1
-        assert len(own) == 1 or sum(item.length for item in own) <= TOGETHER
-        assert len(own) == 1 or max(item.length for item in own) <= SMALL
+        groups = group(held)
+    assert [row for rows in groups for row in range(len(held))[rows]] == list(range(len(held)))
+    for rows in groups:
+        sizes, lengths = set(held.item_size[rows].tolist()), held.length[rows].tolist()
+        assert len(sizes) == 1
+        assert len(lengths) == 1 or (sum(lengths) <= TOGETHER and max(lengths) <= SMALL)
 
 
 @settings(max_examples=200)
@@ -184,7 +184,7 @@ def test_groups_keep_the_order_and_their_limits(recipes: list[Recipe]) -> None:
 
 
 def test_the_law_of_groups_catches_one_for_all() -> None:
-    assert_caught(groups_keep_order_and_limits, lambda items: [[*items]] if items else [], lists())
+    assert_caught(groups_keep_order_and_limits, lambda held: [slice(0, len(held))] if len(held) else [], lists())
 
 
 def test_there_are_groups() -> None:
@@ -193,7 +193,7 @@ def test_there_are_groups() -> None:
     def has_two(recipes: list[Recipe]) -> bool:
         with pytest.MonkeyPatch.context() as patch:
             small_limits(patch)
-            return sum(len(group) > 1 for group in groups_of(items_of(made(recipes)))) > 1
+            return sum(rows.stop - rows.start > 1 for rows in together(entries(made(recipes)))) > 1
 
     find(lists(), has_two, settings=settings(max_examples=2000, phases=[Phase.generate]))
 
@@ -201,13 +201,14 @@ def test_there_are_groups() -> None:
 def test_as_many_go_together_as_the_limits_say() -> None:
     most = _gather._SMALL_BYTES
     sizes = [most] * 5 + [most + 1] + [1, most]
-    groups = together(items_of([torch.zeros(size, dtype=torch.uint8) for size in sizes]))
-    assert [[item.length for item in group] for group in groups] == [[most] * 4, [most], [most + 1], [1, most]]
+    held = entries([torch.zeros(size, dtype=torch.uint8) for size in sizes])
+    groups = [held.length[rows].tolist() for rows in together(held)]
+    assert groups == [[most] * 4, [most], [most + 1], [1, most]]
 
 
 def test_what_was_gathered_stays_as_it_was() -> None:
     held = [torch.arange(3), torch.arange(4)]
-    buffer = gathered(items_of(held))
+    buffer = gathered([ShardedTensor.from_rank_offsets("w", tensor) for tensor in held])
     for tensor in held:
         tensor.fill_(7)
     assert buffer.nbytes == 7 * 8 and torch.frombuffer(bytearray(buffer), dtype=torch.int64).max() == 3
@@ -215,7 +216,7 @@ def test_what_was_gathered_stays_as_it_was() -> None:
 
 def test_a_tensor_that_was_changed_is_named() -> None:
     held = [torch.zeros(2), torch.zeros(2, 3)]
-    items = items_of(held)
+    waiting = entries(held)
     held[1].t_()
     with pytest.raises(ShapeError, match=r"'w1' is \(2, 3\) float32, its data \(3, 2\)"):
-        list(written(items))
+        list(written(waiting))

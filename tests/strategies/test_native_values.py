@@ -249,13 +249,13 @@ def test_many_keys_go_to_several_parts_when_a_header_would_be_too_long():
 def test_parts_hold_each_item_once_in_order_and_aligned(header_bytes, dtypes):
     shards = [whole(f"k{number}", random_bits((3,), dtype)) for number, dtype in enumerate(dtypes)]
     layout = parts(shards, allow_pickle=False, header_bytes=header_bytes)
-    assert sorted(item.number for part in layout for item in part.items) == list(range(len(shards)))
+    assert sorted(number for part in layout for number in part.entries.number.tolist()) == list(range(len(shards)))
     for part in layout:
         assert len(part.header) % 64 == 0
         assert len(part.header) <= max(header_bytes, 1000)
-        ends = [byte + item.length for byte, item in zip(part.bytes_before, part.items, strict=True)]
-        assert list(part.bytes_before) == [len(part.header), *ends[:-1]]
-        assert all(byte % item.item_size == 0 for byte, item in zip(part.bytes_before, part.items, strict=True))
+        ends = (part.byte + part.entries.length).tolist()
+        assert part.byte.tolist() == [len(part.header), *ends[:-1]] and part.length == ends[-1]
+        assert not (part.byte % part.entries.item_size).any()
 
 
 @pytest.mark.peers

@@ -86,7 +86,8 @@ def make_room(reading: Reading, leaves: Sequence[Any]) -> Room:
 def read_into(reading: Reading, room: Room) -> tuple[list[Any], ReadReport]:
     """Fill the room, and return the data of each object and how much was read; collective."""
     world = reading.checkpoint.world
-    objects = [leaf for leaf in room.leaves if isinstance(leaf, ShardedObject)]
+    others = (leaf for leaf in room.leaves if type(leaf) is not ShardedTensor)
+    objects = [leaf for leaf in others if isinstance(leaf, ShardedObject)]
     if room.together:
         together = _read_together(reading, room.memories)
         return agree(world, "load: read objects", partial(_read_objects, reading, objects)), together

@@ -58,7 +58,7 @@ def take_apart(tree: Any) -> Target:
         built = tree
         merge: Callable[[Any], Any] = _as_it_is
         pairs, rebuild = shard_leaves(tree)
-        if any(isinstance(leaf, ShardedTensorFactory) for _, leaf in pairs):
+        if any(issubclass(kind, ShardedTensorFactory) for kind in {type(leaf) for _, leaf in pairs}):
             built, merge = build_factories(tree)
             pairs, rebuild = shard_leaves(built)
         types = namedtuple_types(built)
@@ -67,7 +67,7 @@ def take_apart(tree: Any) -> Target:
     refuse_dtensors("load", others)
     leaves = tuple([leaf for _, leaf in pairs])
     tensors = tuple([leaf for leaf in leaves if isinstance(leaf, ShardedTensor)])
-    objects = tuple([leaf for leaf in leaves if isinstance(leaf, ShardedObject)])
+    objects = tuple([leaf for _, leaf in others if isinstance(leaf, ShardedObject)])
     return Target(leaves, tensors, objects, rebuild, merge, types)
 
 

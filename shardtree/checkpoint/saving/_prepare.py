@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,6 +13,7 @@ from ...errors import (
     CheckpointingException,
     ShapeError,
     TreeError,
+    TreePath,
     UnsupportedValue,
     error_text,
     render_path,
@@ -62,27 +63,15 @@ def prepare(tree: Any, content_metadata: Mapping[str, Any] | None = None) -> Pre
     with told_of_depth("save"):
         built = with_content_metadata(tree, content_metadata)
         leaves = leaves_with_paths(built)
-        if any(isinstance(leaf, ShardedTensorFactory) for _, leaf in leaves):
+        if any(issubclass(kind, ShardedTensorFactory) for kind in {type(leaf) for _, leaf in leaves}):
             built = apply_factories(built)
             leaves = leaves_with_paths(built)
     rest = [pair for pair in leaves if type(pair[1]) is not ShardedTensor]
     refuse_hidden("save", rest)
     refuse_dtensors("save", rest)
     tensors = tuple((path, leaf) for path, leaf in leaves if isinstance(leaf, ShardedTensor))
-    empty = [f"{shard.key!r} at {render_path(path)}" for path, shard in tensors if not _has_data(shard)]
-    if empty:
-        raise CheckpointingException(
-            error_text("save: shards without data", offenders=empty, fix="Give each its tensor.")
-        )
-    others = [f"{shard.key!r} at {render_path(path)}: {kind}" for path, shard in tensors if (kind := _kind(shard.data))]
-    if others:
-        fix = "Save .to_dense() of it, or its parts as tensors of their own."
-        raise UnsupportedValue(error_text("save: data that isn't a dense tensor", offenders=others, fix=fix))
-    changed = [f"{render_path(path)}: {found}" for path, shard in tensors if (found := misfit(shard))]
-    if changed:
-        fix = "Change a dtype with `cast`, a shape with `map_shards`, and make shards of a tensor after it was changed."
-        raise ShapeError(error_text("save: data that isn't what its shard says", offenders=changed, fix=fix))
-    objects = tuple(leaf for _, leaf in leaves if isinstance(leaf, ShardedObject))
+    _check_data([pair for pair in tensors if not _is_as_said(pair[1])])
+    objects = tuple(leaf for _, leaf in rest if isinstance(leaf, ShardedObject))
     return Prepared(tuple(shard for _, shard in tensors), objects, common_with_holes(built))
 
 
@@ -136,6 +125,39 @@ def with_content_metadata(tree: Any, content_metadata: Mapping[str, Any] | None)
             error_text(f"save: no room for {CONTENT_METADATA!r}", found=found, expected="a dict without it")
         )
     return {**tree, CONTENT_METADATA: content_metadata}
+
+
+def _is_as_said(shard: ShardedTensor) -> bool:
+    """Return whether data is a dense tensor as its shard says; of other data `_check_data` knows more."""
+    data = shard.data
+    return (
+        type(data) in (torch.Tensor, torch.nn.Parameter)
+        and data.layout is torch.strided
+        and not data.is_nested
+        and not data.is_meta
+        and not misfit(shard)
+    )
+
+
+def _check_data(tensors: Sequence[tuple[TreePath, ShardedTensor]]) -> None:
+    """Raise where a shard has no data, or none that can be saved.
+
+    Raises:
+        CheckpointingException, UnsupportedValue, ShapeError: as `prepare`.
+    """
+    empty = [f"{shard.key!r} at {render_path(path)}" for path, shard in tensors if not _has_data(shard)]
+    if empty:
+        raise CheckpointingException(
+            error_text("save: shards without data", offenders=empty, fix="Give each its tensor.")
+        )
+    others = [f"{shard.key!r} at {render_path(path)}: {kind}" for path, shard in tensors if (kind := _kind(shard.data))]
+    if others:
+        fix = "Save .to_dense() of it, or its parts as tensors of their own."
+        raise UnsupportedValue(error_text("save: data that isn't a dense tensor", offenders=others, fix=fix))
+    changed = [f"{render_path(path)}: {found}" for path, shard in tensors if (found := misfit(shard))]
+    if changed:
+        fix = "Change a dtype with `cast`, a shape with `map_shards`, and make shards of a tensor after it was changed."
+        raise ShapeError(error_text("save: data that isn't what its shard says", offenders=changed, fix=fix))
 
 
 def _has_data(shard: ShardedTensor) -> bool:

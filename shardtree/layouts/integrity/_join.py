@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import numpy as np
 
 from ...errors import IntegrityError, error_text
-from ...geometry import widen
-from .._columns import ShardColumns
+from ...geometry import Column, widen
+from .._columns import ShardColumns, TensorKind
 from ._kinds import ONE_KIND, kind_problems
+
+_Keys: TypeAlias = tuple[str, ...]
+_Kinds: TypeAlias = tuple[TensorKind, ...]
 
 
 def join_columns(parts: Sequence[ShardColumns]) -> ShardColumns:
@@ -35,17 +39,13 @@ def join_agreed(parts: Sequence[ShardColumns]) -> ShardColumns:
     """Return several ranks' columns as one, where it is known that they agree about their tensors."""
     if len(parts) == 1:
         return parts[0]
-    tables = {part.keys: part.kinds for part in parts}  # many ranks hold shards of the same tensors
-    kinds = {key: kind for table in tables.items() for key, kind in zip(*table, strict=True)}
-    keys = tuple(sorted(kinds))
-    number = {key: position for position, key in enumerate(keys)}
-    numbers = {table: np.array([number[key] for key in table], dtype=np.int64) for table in tables}
+    keys, kinds, numbers = _joined_tables({part.keys: part.kinds for part in parts})
     none = np.zeros(0, dtype=np.int64)
     axes = max((part.offset.shape[1] for part in parts), default=1)
     renumbered = [numbers[part.keys][part.key] for part in parts]
     return ShardColumns(
         keys=keys,
-        kinds=tuple(kinds[key] for key in keys),
+        kinds=kinds,
         key=np.concatenate([*renumbered, none]),
         offset=np.concatenate([widen(part.offset, axes, 0) for part in parts] or [np.zeros((0, 1), dtype=np.int64)]),
         shape=np.concatenate([widen(part.shape, axes, 1) for part in parts] or [np.zeros((0, 1), dtype=np.int64)]),
@@ -54,3 +54,15 @@ def join_agreed(parts: Sequence[ShardColumns]) -> ShardColumns:
         rank=np.concatenate([*(part.rank for part in parts), none]),
         main=np.concatenate([*(part.main for part in parts), np.zeros(0, dtype=np.bool_)]),
     )
+
+
+def _joined_tables(tables: dict[_Keys, _Kinds]) -> tuple[_Keys, _Kinds, dict[_Keys, Column]]:
+    """Return all tables' keys, sorted, with their kinds, and where the keys of each table are among them."""
+    if len(tables) == 1:  # many ranks hold shards of the same tensors
+        ((keys, kinds),) = tables.items()
+        return keys, kinds, {keys: np.arange(len(keys))}
+    kind_of = {key: kind for table in tables.items() for key, kind in zip(*table, strict=True)}
+    keys = tuple(sorted(kind_of))
+    number = {key: position for position, key in enumerate(keys)}
+    numbers = {table: np.array([number[key] for key in table], dtype=np.int64) for table in tables}
+    return keys, tuple([kind_of[key] for key in keys]), numbers

@@ -70,6 +70,9 @@ _Said = TypeVar("_Said", bound=TensorKind | tuple[int, ...])
 
 def _compare(known: dict[str, Any], keys: tuple[str, ...], kinds: tuple[_Said, ...], wrong: set[str]) -> None:
     """Learn what is said of keys that aren't known, and add those of which something else was said."""
+    if not known and len(set(keys)) == len(keys):
+        known.update(zip(keys, kinds, strict=True))
+        return
     if tuple(map(known.get, keys)) == kinds:
         return
     for key, kind in zip(keys, kinds, strict=True):

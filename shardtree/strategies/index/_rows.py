@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -71,7 +72,10 @@ def kinds_at(index: Index, numbers: Sequence[int]) -> list[TensorKind]:
     dtypes = [by_number[number] for number in index.key_dtype[rows].tolist()]
     if None in dtypes:
         return [kind_at(index, number) for number in numbers]
-    return list(map(TensorKind, dtypes, _shapes(index, rows), index.key_prepended[rows].tolist()))
+    # A model repeats few kinds in many layers; each is one object.
+    known: dict[tuple[Any, ...], TensorKind] = {}
+    fields = zip(dtypes, _shapes(index, rows), index.key_prepended[rows].tolist(), strict=True)
+    return [known.get(each) or known.setdefault(each, TensorKind(*each)) for each in fields]
 
 
 def stored_alike(index: Index, numbers: Column, kinds: Sequence[TensorKind]) -> bool:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, groupby
-from operator import itemgetter
 
-from ...codec import Entry, check_storable, encode_header, encode_tree, format_tag, is_tagged
-from ...errors import CheckpointingException
-from ...mapping import ShardedObject, ShardedTensor
-from ...plans import grouped
+import numpy as np
+
+from ...codec import Entry, encode_header
+from ...geometry import Column
+from ._entries import Entries, Shard, entries_of, select_entries
 
 HEADER_BYTES = 64 * 1024 * 1024
 """A new part begins before a header passes this; readers of safetensors refuse headers of over 100 MB."""
@@ -18,52 +17,25 @@ HEADER_BYTES = 64 * 1024 * 1024
 FILE_BYTES = 64 * 1024 * 1024
 """Less isn't worth a file, and a thread that writes it, of its own."""
 
-Shard = ShardedTensor | ShardedObject
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Item:
-    """A shard on its way into a file.
-
-    Attributes:
-        number: its position among the rank's shards.
-        shard: the tensor shard; None for an object.
-        payload: an object's encoded data; None for a tensor.
-        key: the tensor's key or the object's unique key.
-        tag: safetensors' dtype.
-        shape: as the file's header has it.
-        item_size: what the entry's first byte should be a multiple of.
-        length: in bytes.
-    """
-
-    number: int
-    shard: ShardedTensor | None
-    payload: bytes | None
-    key: str
-    tag: str
-    shape: tuple[int, ...]
-    item_size: int
-    length: int
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """One data file: its header, then its items, one after the other.
+    """One data file: its header, then its entries, one after the other.
 
     Attributes:
         header: the file's first bytes.
-        items: in the order in which they lie in the file.
-        bytes_before: where each item begins in the file.
+        entries: in the order in which they lie in the file.
+        byte: where each entry begins in the file, int64 (entries,).
     """
 
     header: bytes
-    items: tuple[Item, ...]
-    bytes_before: tuple[int, ...]
+    entries: Entries
+    byte: Column
 
     @property
     def length(self) -> int:
         """The file's length in bytes."""
-        return self.bytes_before[-1] + self.items[-1].length if self.items else len(self.header)
+        return len(self.header) + int(self.entries.length.sum())
 
 
 def parts(
@@ -80,11 +52,16 @@ def parts(
     Raises:
         UnsupportedValue: a dtype or an object can't be stored.
     """
-    items = [_item(number, shard, allow_pickle) for number, shard in enumerate(shards)]
+    held = entries_of(shards, allow_pickle=allow_pickle)
     # Falling item sizes keep every entry aligned to its items without gaps, which the format forbids.
-    ordered = sorted(items, key=lambda item: (-item.item_size, item.key, item.number))
-    files = min(most_files, sum(item.length for item in ordered) // FILE_BYTES)
-    return tuple(_part(group) for share in _shares(ordered, files) for group in _groups(share, header_bytes))
+    entries = select_entries(held, np.lexsort((_key_order(held.keys), -held.item_size)))
+    files = min(most_files, int(entries.length.sum()) // FILE_BYTES)
+    header_lengths = _header_lengths(entries)
+    return tuple(
+        _part(select_entries(entries, group))
+        for share in _shares(entries.length, files)
+        for group in _groups(share, header_lengths[share], header_bytes)
+    )
 
 
 def part_name(save_id: str, rank: int, ranks: int, part: int) -> str:
@@ -98,65 +75,59 @@ def part_name(save_id: str, rank: int, ranks: int, part: int) -> str:
     return f"{save_id}/{rank:05d}-of-{ranks:05d}{suffix}.safetensors"
 
 
-def _item(number: int, shard: Shard, allow_pickle: bool) -> Item:
-    if isinstance(shard, ShardedObject):
-        payload = _payload(shard, allow_pickle)
-        return Item(number, None, payload, shard.unique_key, "U8", (len(payload),), 1, len(payload))
-    check_storable(shard.dtype, f"save: {shard.key!r}")
-    shape = _shape(shard)
-    length = _elements(shape) * shard.dtype.itemsize
-    stored_shape = shape if is_tagged(shard.dtype) else (length,)
-    return Item(number, shard, None, shard.key, format_tag(shard.dtype), stored_shape, shard.dtype.itemsize, length)
+def _key_order(keys: Sequence[str]) -> Column:
+    """Return the position of each key among all of them, sorted."""
+    position = {key: number for number, key in enumerate(sorted(dict.fromkeys(keys)))}
+    return np.array([position[key] for key in keys], dtype=np.int64)
 
 
-def _payload(item: ShardedObject, allow_pickle: bool) -> bytes:
-    try:
-        return encode_tree(item.data, allow_pickle=allow_pickle)
-    except CheckpointingException as error:
-        error.add_note(f"tree is the data of ShardedObject {item.unique_key!r}")
-        raise
+def _shares(length: Column, files: int) -> list[Column]:
+    """Return rows, in order, in at most so many groups of about as many bytes: each goes where its middle lies."""
+    rows = np.arange(len(length))
+    if files < 2 or not len(length):
+        return [rows] if len(length) else []
+    ends = np.cumsum(length)
+    middles = 2 * ends - length
+    file = np.minimum(middles * files // max(1, 2 * int(ends[-1])), files - 1)
+    return np.split(rows, np.flatnonzero(np.diff(file)) + 1)
 
 
-def _shape(shard: ShardedTensor) -> tuple[int, ...]:
-    if shard.flattened_range is not None:
-        return (shard.flattened_range.stop - shard.flattened_range.start,)
-    return (1,) * shard.prepend_axis_num + shard.local_shape
-
-
-def _elements(shape: tuple[int, ...]) -> int:
-    product = 1
-    for size in shape:
-        product *= size
-    return product
-
-
-def _shares(items: Sequence[Item], files: int) -> Iterator[list[Item]]:
-    """Yield items, in order, in at most so many groups of about as many bytes: each goes where its middle lies."""
-    if files < 2:
-        yield list(items)
-        return
-    ends = list(accumulate(item.length for item in items))
-    middles = (2 * end - item.length for item, end in zip(items, ends, strict=True))
-    file = [min(middle * files // (2 * ends[-1]), files - 1) for middle in middles]
-    for _, group in groupby(zip(file, items, strict=True), key=itemgetter(0)):
-        yield [item for _, item in group]
-
-
-def _groups(items: Sequence[Item], header_bytes: int) -> Iterator[list[Item]]:
+def _header_lengths(entries: Entries) -> Column:
+    """Return the most that each entry takes in a header."""
     # A character takes at most six bytes in JSON; 200 leaves room for the numbers of a shape and the offsets.
-    return grouped(items, lambda item: 6 * len(item.key) + 24 * len(item.shape) + 200, header_bytes)
+    most = [6 * len(key) + 24 * len(shape) + 200 for key, shape in zip(entries.keys, entries.shapes, strict=True)]
+    return np.array(most, dtype=np.int64)
 
 
-def _part(items: Sequence[Item]) -> Part:
-    names: set[str] = {"__metadata__"}
-    entries, offset = [], 0
-    for position, item in enumerate(items):
-        name = _free_name(item.key, position, names)
-        names.add(name)
-        entries.append(Entry(name, item.tag, item.shape, offset, offset + item.length))
-        offset += item.length
-    header = encode_header(entries, {"format": "pt"})
-    return Part(header, tuple(items), tuple(len(header) + entry.start for entry in entries))
+def _groups(rows: Column, length: Column, most: int) -> Iterator[Column]:
+    """Yield rows, in order, in groups of bounded length; only a single row is a longer one."""
+    ends = np.cumsum(length)
+    start = 0
+    while start < len(rows):
+        before = ends[start - 1] if start else 0
+        stop = max(start + 1, int(np.searchsorted(ends, before + most, side="right")))
+        yield rows[start:stop]
+        start = stop
+
+
+def _part(entries: Entries) -> Part:
+    ends = np.cumsum(entries.length)
+    starts = ends - entries.length
+    columns = (_names(entries.keys), entries.tags, entries.shapes, starts.tolist(), ends.tolist())
+    header = encode_header(list(map(Entry, *columns)), {"format": "pt"})
+    return Part(header, entries, len(header) + starts)
+
+
+def _names(keys: Sequence[str]) -> Sequence[str]:
+    """Return the names of a file's entries: their keys, or others where these are taken."""
+    taken = {"__metadata__"}
+    if len(taken.union(keys)) == len(keys) + 1:
+        return keys
+    names = []
+    for position, key in enumerate(keys):
+        names.append(_free_name(key, position, taken))
+        taken.add(names[-1])
+    return names
 
 
 def _free_name(key: str, position: int, taken: set[str]) -> str:

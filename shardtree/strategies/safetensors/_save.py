@@ -21,8 +21,9 @@ from .._values import AsyncRequest, Draft, Fields
 from ..base import StrategyAction, register_default_strategy
 from ._clean import remove_left_overs, remove_unless_committed
 from ._collect import collect_index
+from ._entries import Shard
 from ._index_file import encode_index
-from ._layout import Shard, parts
+from ._layout import parts
 from ._write import write_files
 from ._written import Written
 

@@ -13,6 +13,7 @@ import numpy as np
 from ...errors import CheckpointingException, error_text
 from ...geometry import Column
 from ...layouts import ShardColumns, select_rows
+from ...mapping import ShardedTensor
 from ...storage import (
     BlockHasher,
     Buffer,
@@ -27,8 +28,9 @@ from ...storage import (
     tensor_buffers,
 )
 from .._values import Draft
+from ._entries import Entries, Source
 from ._gather import checked_data, gathered, together
-from ._layout import Item, Part, part_name
+from ._layout import Part, part_name
 from ._totals import with_total
 from ._written import Written
 
@@ -62,14 +64,7 @@ def write_files(draft: Draft, layout: Sequence[Part], columns: ShardColumns, row
     files = _write_all(draft, names, layout, threads)
     if draft.options.durable and names:
         draft.storage.sync_folder(draft.save_id)
-    places, objects = [], []
-    for number, part in enumerate(layout):
-        for item, byte in zip(part.items, part.bytes_before, strict=True):
-            if item.shard is None:
-                objects.append((item.key, number, byte, item.length))
-            else:
-                places.append((int(row[item.number]), number, byte))
-    rows, file_of, byte_of = np.array(places, dtype=np.int64).reshape(-1, 3).T
+    rows, file_of, byte_of = _places(layout, row)
     return Written(
         files=names,
         lengths=tuple(file.length for file in files),
@@ -77,9 +72,27 @@ def write_files(draft: Draft, layout: Sequence[Part], columns: ShardColumns, row
         columns=select_rows(columns, rows),
         file=file_of,
         byte=byte_of,
-        objects=tuple(objects),
+        objects=tuple(_objects(layout)),
         totals=_sums(files) if draft.options.fingerprint else None,
     )
+
+
+def _places(layout: Sequence[Part], row: Column) -> tuple[Column, Column, Column]:
+    """Return the rows of the tensor shards in the order in which they are written, their files and first bytes."""
+    none = np.zeros(0, dtype=np.int64)
+    rows = np.concatenate([none, *(row[part.entries.number] for part in layout)])
+    file = np.concatenate([none, *(np.full(len(part.byte), number) for number, part in enumerate(layout))])
+    byte = np.concatenate([none, *(part.byte for part in layout)])
+    tensors = rows >= 0
+    return rows[tensors], file[tensors], byte[tensors]
+
+
+def _objects(layout: Sequence[Part]) -> Iterator[tuple[str, int, int, int]]:
+    for number, part in enumerate(layout):
+        columns = (part.entries.sources, part.entries.keys, part.byte.tolist(), part.entries.length.tolist())
+        for source, key, byte, length in zip(*columns, strict=True):
+            if isinstance(source, bytes):
+                yield key, number, byte, length
 
 
 def _sums(files: Sequence[_File]) -> Hashes:
@@ -121,34 +134,34 @@ def _while_wanted(buffers: Iterable[Buffer], unwanted: Event) -> Iterator[Buffer
 
 def _part_buffers(part: Part, totals: list[int] | None) -> Iterator[Buffer]:
     yield memoryview(part.header)
-    for group in together(part.items) if totals is None else map(_alone, part.items):
-        if len(group) > 1:
-            yield gathered(group)
+    entries = part.entries
+    for rows in together(entries) if totals is None else _each(entries):
+        sources = entries.sources[rows]
+        if len(sources) > 1:
+            yield gathered([source for source in sources if isinstance(source, ShardedTensor)])
             continue
-        (item,) = group
+        buffers = _source_buffers(sources[0])
+        if totals is not None and isinstance(sources[0], ShardedTensor):
+            buffers = with_total(buffers, sources[0], totals)
         size = 0
-        buffers = _item_buffers(item)
-        if totals is not None and item.shard is not None:
-            buffers = with_total(buffers, item.shard, totals)
         for buffer in buffers:
             size += buffer.nbytes
             yield buffer
-        if size != item.length:
-            found, expected = f"{size} bytes of data", f"{item.length} bytes"
-            raise CheckpointingException(
-                error_text(f"save: {item.key!r} changed its size", found=found, expected=expected)
-            )
+        if size != entries.length[rows.start]:
+            found, expected = f"{size} bytes of data", f"{entries.length[rows.start]} bytes"
+            what = f"save: {entries.keys[rows.start]!r} changed its size"
+            raise CheckpointingException(error_text(what, found=found, expected=expected))
 
 
-def _alone(item: Item) -> list[Item]:
-    return [item]
+def _each(entries: Entries) -> Iterator[slice]:
+    return (slice(row, row + 1) for row in range(len(entries)))
 
 
-def _item_buffers(item: Item) -> Iterator[Buffer]:
-    if item.payload is not None:
-        yield memoryview(item.payload)
-    elif item.shard is not None:
-        yield from tensor_buffers(checked_data(item))
+def _source_buffers(source: Source) -> Iterator[Buffer]:
+    if isinstance(source, bytes):
+        yield memoryview(source)
+    else:
+        yield from tensor_buffers(checked_data(source))
 
 
 def _with_progress(buffers: Iterator[Buffer], tell: Callable[[int], None]) -> Iterator[Buffer]:
