@@ -43,7 +43,7 @@ _QUANTISED = frozenset(
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-# What NumPy and memoryview know as it is; other dtypes are seen as integers.
+# Those that NumPy and memoryview know by one letter; others that have a tag are seen as integers.
 _IN_NUMPY = (torch.float32, torch.float64, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _SEEN_AS = {dtype: _INTEGERS[dtype.itemsize] for dtype in _TAGS} | {dtype: dtype for dtype in _IN_NUMPY}
 
@@ -185,11 +185,17 @@ def byte_buffer(tensor: torch.Tensor) -> memoryview:
 
 
 def _array_buffer(tensor: torch.Tensor) -> memoryview | None:
-    """Return the bytes of a tensor that NumPy and memoryview take as it is, which most are: they refuse the rest."""
+    """Return the bytes of a tensor that NumPy and memoryview take as it is, as they do most; None of others.
+
+    They refuse what is no memory of the CPU's (TypeError), lazy conjugates (RuntimeError), no elements (TypeError) and
+    too many axes (ValueError) by themselves, which costs nothing where they don't.
+    """
+    seen_as = _SEEN_AS.get(tensor.dtype)
     try:
-        seen_as = _SEEN_AS[tensor.dtype]
+        if seen_as is None or not tensor.is_contiguous():
+            return None
         return memoryview((tensor if seen_as is tensor.dtype else tensor.view(seen_as)).numpy()).cast("B")
-    except (KeyError, RuntimeError, TypeError, ValueError):
+    except (RuntimeError, TypeError, ValueError):
         return None
 
 

@@ -46,6 +46,44 @@ def test_a_tensor_that_is_changed_before_a_request_runs_is_refused(change: Any) 
     assert not st.is_checkpoint(folder)
 
 
+def freed(weight: torch.Tensor) -> torch.Tensor:
+    """Return a tensor without its memory, as FSDP leaves those that others hold meanwhile."""
+    weight.untyped_storage().resize_(0)
+    return weight
+
+
+@pytest.mark.parametrize("kind", [torch.Tensor.detach, torch.nn.Parameter])
+@pytest.mark.parametrize("keyword", [{}, {"sharded_strategy": ("torch_dist", 1)}, {"async_sharded_save": True}])
+def test_a_tensor_whose_storage_was_freed_is_refused(kind: Any, keyword: Any) -> None:
+    folder = st.MemoryStorage()
+    tree = {"v": shard("v", torch.ones(2)), "w": shard("w", freed(kind(torch.ones(2, 3))[1:]))}
+    with pytest.raises(st.CheckpointingException, match=r"without data\n  'w' at tree\['w'\], whose storage is freed"):
+        st.save(tree, folder, **keyword)
+    assert not folder.names()
+
+
+@pytest.mark.parametrize(
+    "backend", [("safetensors", 1), ("torch_dist", 1), ("dcp", 1), ("zarr", 3), ("huggingface", 1)]
+)
+def test_a_tensor_whose_storage_is_freed_before_a_request_runs_is_refused(backend: tuple[str, int]) -> None:
+    if backend[0] == "zarr":
+        pytest.importorskip("zarr")
+    folder, weights = st.MemoryStorage(), [torch.ones(2, 3), torch.ones(2, 3)]
+    tree = {key: shard(key, weight) for key, weight in zip("vw", weights, strict=True)}
+    strategy = {"sharded_strategy": backend, "async_sharded_save": True, "snapshot": False}
+    request = st.save(tree, folder, **strategy)
+    freed(weights[1])
+    with pytest.raises(st.ShapeError, match="the storage of 'w' is freed"):
+        request.execute_sync()
+    assert not st.is_checkpoint(folder)
+
+
+def test_a_tensor_without_elements_needs_no_memory() -> None:
+    folder = st.MemoryStorage()
+    st.save({"w": shard("w", torch.ones(0, 3))}, folder)
+    assert st.load_plain_tensors(folder)["w"].shape == (0, 3)
+
+
 def test_a_lazy_tensor_is_held_to_its_shard_too() -> None:
     folder = st.MemoryStorage()
     st.save({"w": shard("w", torch.ones(4, dtype=torch.float16))}, folder)

@@ -176,7 +176,7 @@ def _with_structure(rest: list[tuple[Entry, bytes]], structure: bytes) -> bytes:
     parts = [*rest, (Entry("structure", "U8", (len(structure),), 0, 0), structure)]
     entries, at = [], 0
     for entry, part in parts:
-        entries.append(replace(entry, start=at, stop=at + len(part)))
+        entries.append(entry._replace(start=at, stop=at + len(part)))
         at += len(part)
     return encode_header(entries) + b"".join(part for _, part in parts)
 

@@ -9,7 +9,7 @@ import torch
 from ...codec import as_integers
 from ...errors import CheckpointingException, error_text
 from ...mapping import ShardedTensor
-from ...mapping.memory import check_apart, check_unchanged, check_writable, given_tensor
+from ...mapping.memory import check_apart, check_unchanged, check_writable, given_tensor, lacks_memory
 from ...storage import copies_of, empty_tensor
 from ...trees import with_data
 
@@ -87,7 +87,7 @@ def with_memories(
 def _is_memory(shard: ShardedTensor, given: torch.Tensor) -> bool:
     """Return whether a shard's own tensor is what `with_memory` gives: a shortcut for most that are donated."""
     unchanged = given.dtype is shard.dtype and given.shape == shard.data_shape and given.layout is torch.strided
-    return unchanged and not given.requires_grad and _fillable(given)
+    return unchanged and not given.requires_grad and _fillable(given) and not lacks_memory(given)
 
 
 def new_memory(

@@ -20,6 +20,7 @@ from ...errors import (
 )
 from ...lazy import LazyTensor
 from ...mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
+from ...mapping.memory import lacks_memory
 from ...storage import collector_paused
 from ...strategies import misfit
 from ...trees import (
@@ -128,7 +129,7 @@ def with_content_metadata(tree: Any, content_metadata: Mapping[str, Any] | None)
 
 
 def _is_as_said(shard: ShardedTensor) -> bool:
-    """Return whether data is a dense tensor as its shard says; of other data `_check_data` knows more."""
+    """Return whether data plainly is a dense tensor as its shard says; other data may be fine too."""
     data = shard.data
     return (
         type(data) in (torch.Tensor, torch.nn.Parameter)
@@ -145,7 +146,7 @@ def _check_data(tensors: Sequence[tuple[TreePath, ShardedTensor]]) -> None:
     Raises:
         CheckpointingException, UnsupportedValue, ShapeError: as `prepare`.
     """
-    empty = [f"{shard.key!r} at {render_path(path)}" for path, shard in tensors if not _has_data(shard)]
+    empty = [f"{shard.key!r} at {render_path(path)}{_freed(shard)}" for path, shard in tensors if not _has_data(shard)]
     if empty:
         raise CheckpointingException(
             error_text("save: shards without data", offenders=empty, fix="Give each its tensor.")
@@ -162,7 +163,11 @@ def _check_data(tensors: Sequence[tuple[TreePath, ShardedTensor]]) -> None:
 
 def _has_data(shard: ShardedTensor) -> bool:
     data = shard.data
-    return hasattr(data, "dtype") and not getattr(data, "is_meta", False)
+    return hasattr(data, "dtype") and not (isinstance(data, torch.Tensor) and (data.is_meta or lacks_memory(data)))
+
+
+def _freed(shard: ShardedTensor) -> str:
+    return ", whose storage is freed" if isinstance(shard.data, torch.Tensor) and lacks_memory(shard.data) else ""
 
 
 def _kind(data: Any) -> str:

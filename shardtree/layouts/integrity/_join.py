@@ -57,7 +57,7 @@ def join_agreed(parts: Sequence[ShardColumns]) -> ShardColumns:
 
 
 def _joined_tables(tables: dict[_Keys, _Kinds]) -> tuple[_Keys, _Kinds, dict[_Keys, Column]]:
-    """Return all tables' keys, sorted, with their kinds, and where the keys of each table are among them."""
+    """Return all tables' keys, sorted as those of each are, their kinds, and where each table's keys are among them."""
     if len(tables) == 1:  # many ranks hold shards of the same tensors
         ((keys, kinds),) = tables.items()
         return keys, kinds, {keys: np.arange(len(keys))}

@@ -19,8 +19,20 @@ def given_tensor(shard: ShardedTensor) -> torch.Tensor | None:
     return data if isinstance(data, torch.Tensor) and not data.is_meta else None
 
 
+def lacks_memory(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has elements and no memory for them: its storage was freed, as FSDP does between steps.
+
+    Examples:
+        >>> weight = torch.zeros(2)
+        >>> lacks_memory(weight), lacks_memory(weight) if weight.untyped_storage().resize_(0) else None
+        (False, True)
+    """
+    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+    return is_plain and not tensor.untyped_storage().nbytes() and tensor.numel() > 0
+
+
 def check_unchanged(doing: str, shard: ShardedTensor, tensor: torch.Tensor) -> None:
-    """Raise unless a tensor has the shape and dtype that its shard says.
+    """Raise unless a tensor has the shape and dtype that its shard says, and memory.
 
     Args:
         doing: what is being done, for the message.
@@ -35,10 +47,11 @@ def check_unchanged(doing: str, shard: ShardedTensor, tensor: torch.Tensor) -> N
         >>> check_unchanged("load", shard, shard.data)
     """
     shape = tuple(tensor.shape)
-    if (shape, tensor.dtype) == (shard.data_shape, shard.dtype):
+    freed = lacks_memory(tensor)
+    if (shape, tensor.dtype) == (shard.data_shape, shard.dtype) and not freed:
         return
     what = f"{doing}: the tensor of {shard.key!r} was changed after its shard was built"
-    found, expected = f"{shape} {tensor.dtype}", f"{shard.data_shape} {shard.dtype}"
+    found, expected = f"{shape} {tensor.dtype}{', freed' * freed}", f"{shard.data_shape} {shard.dtype}"
     fix = "Build the shard from the tensor as it is now."
     raise ShapeError(error_text(what, found=found, expected=expected, fix=fix))
 

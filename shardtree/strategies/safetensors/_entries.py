@@ -54,14 +54,13 @@ def entries_of(shards: Sequence[Shard], *, allow_pickle: bool) -> Entries:
     Raises:
         UnsupportedValue: a dtype or an object can't be stored.
     """
+    _check_dtypes([shard for shard in shards if isinstance(shard, ShardedTensor)])
     sources = tuple([shard if isinstance(shard, ShardedTensor) else _payload(shard, allow_pickle) for shard in shards])
     # An object is a tensor of its bytes.
     dtypes = [torch.uint8 if isinstance(source, bytes) else source.dtype for source in sources]
     shapes = [(len(source),) if isinstance(source, bytes) else _shape(source) for source in sources]
     keys = tuple([shard.key if isinstance(shard, ShardedTensor) else shard.unique_key for shard in shards])
-    different = dict.fromkeys(dtypes)
-    for dtype in different:
-        check_storable(dtype, f"save: {keys[dtypes.index(dtype)]!r}")
+    different = set(dtypes)
     tag = {dtype: format_tag(dtype) for dtype in different}
     item_size = np.array([dtype.itemsize for dtype in dtypes], dtype=np.int64)
     length = volumes(box_column(shapes, fill=1)) * item_size
@@ -84,6 +83,11 @@ def select_entries(entries: Entries, rows: Column) -> Entries:
         item_size=entries.item_size[rows],
         length=entries.length[rows],
     )
+
+
+def _check_dtypes(tensors: Sequence[ShardedTensor]) -> None:
+    for dtype in dict.fromkeys([shard.dtype for shard in tensors]):
+        check_storable(dtype, f"save: {next(shard.key for shard in tensors if shard.dtype == dtype)!r}")
 
 
 def _payload(item: ShardedObject, allow_pickle: bool) -> bytes:

@@ -26,7 +26,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def together(entries: Entries) -> Iterator[slice]:
     """Yield rows of entries, in order: small tensors with items of one size together, each other entry by itself."""
-    start, size, joined = 0, 0, 0
+    start, size, joined = 0, 0, 0  # what may be joined is told by its item size, what may not by 0
     columns = (entries.sources, entries.item_size.tolist(), entries.length.tolist())
     for row, (source, item_size, length) in enumerate(zip(*columns, strict=True)):
         joins = item_size if length <= _SMALL_BYTES and _is_plain(source, item_size) else 0

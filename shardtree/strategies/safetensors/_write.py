@@ -51,7 +51,7 @@ def write_files(draft: Draft, layout: Sequence[Part], columns: ShardColumns, row
         draft: the checkpoint.
         layout: the files.
         columns: the rank's tensor shards.
-        row: of `columns` that each shard of the layout's items has, -1 for an object, int64 (shards,).
+        row: of `columns` that each shard that is laid out has, -1 for an object, int64 (shards,).
         threads: how many files are written at a time.
 
     Raises:
