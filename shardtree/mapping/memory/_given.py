@@ -23,8 +23,9 @@ def lacks_memory(tensor: torch.Tensor) -> bool:
     """Return whether a tensor has elements and no memory for them: its storage was freed, as FSDP does between steps.
 
     Examples:
-        >>> weight = torch.zeros(2)
-        >>> lacks_memory(weight), lacks_memory(weight) if weight.untyped_storage().resize_(0) else None
+        >>> freed = torch.zeros(2)
+        >>> nothing = freed.untyped_storage().resize_(0)
+        >>> lacks_memory(torch.zeros(2)), lacks_memory(freed)
         (False, True)
     """
     is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
