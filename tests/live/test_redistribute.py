@@ -353,6 +353,12 @@ SPOILT: dict[str, tuple[Spoil, str, str]] = {
         "prepare",
         "was changed after its shard was built",
     ),
+    "a shard whose tensor was freed": (lambda case, rank: {"tree": {"w": freed(rows(0, 3))}}, "prepare", ", freed"),
+    "a target whose tensor was freed": (
+        lambda case, rank: {"target": {"w": freed(columns(0, 2, torch.zeros(6, 2)))}, "donate": True},
+        "make memory",
+        ", freed",
+    ),
     "no plan": (lambda case, rank: {"plan": 3}, "prepare", "a ReshardPlan"),
     "a bound of no number": (lambda case, rank: {"max_bytes_in_flight": "much"}, "prepare", "max_bytes_in_flight"),
     "a target that doesn't fit": (
@@ -386,6 +392,12 @@ SPOILT: dict[str, tuple[Spoil, str, str]] = {
 def changed(shard: ShardedTensor) -> ShardedTensor:
     shard = replace(shard, data=shard.data.clone())
     shard.data.resize_(1, 4)
+    return shard
+
+
+def freed(shard: ShardedTensor) -> ShardedTensor:
+    shard = replace(shard, data=torch.zeros_like(shard.data))
+    shard.data.untyped_storage().resize_(0)
     return shard
 
 
