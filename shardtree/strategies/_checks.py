@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeGuard
 
-import torch
-
 from ..errors import KeyMismatch, ShapeError, UnsupportedValue, error_text
 from ..layouts import OBJECT_RULES, Reshaped, TensorKind
 from ..mapping import ShardedTensor
@@ -108,6 +106,6 @@ def misfit(shard: ShardedTensor) -> str:
     """
     data = shard.data
     if data is None or (data.dtype == shard.dtype and data.shape == shard.data_shape):
-        return f"the storage of {shard.key!r} is freed" if isinstance(data, torch.Tensor) and lacks_memory(data) else ""
+        return f"the storage of {shard.key!r} is freed" if lacks_memory(data) else ""
     said, found = TensorKind(shard.dtype, shard.data_shape, 0), TensorKind(shard.data.dtype, tuple(shard.data.shape), 0)
     return f"{shard.key!r} is {said}, its data {found}"

@@ -245,11 +245,23 @@ def test_many_keys_go_to_several_parts_when_a_header_would_be_too_long():
     assert [int(loaded[key]) for key in keys] == list(range(12))
 
 
-@given(some.integers(0, 3000), some.lists(some.sampled_from(STORABLE_DTYPES), min_size=1, max_size=8))
-def test_parts_hold_each_item_once_in_order_and_aligned(header_bytes, dtypes):
-    shards = [whole(f"k{number}", random_bits((3,), dtype)) for number, dtype in enumerate(dtypes)]
+KEYS_AND_DTYPES = some.tuples(some.sampled_from(["a", "a#1", "b", "é"]), some.sampled_from([*STORABLE_DTYPES, None]))
+
+
+def held_of(key, dtype):
+    """Return a tensor shard, or an object where there is no dtype, and what the format sorts by."""
+    if dtype is None:
+        item = st.ShardedObject(key, key, (1,), (0,))
+        return item, (-1, item.unique_key)
+    return whole(key, random_bits((3,), dtype)), (-dtype.itemsize, key)
+
+
+@given(some.integers(0, 3000), some.lists(KEYS_AND_DTYPES, min_size=1, max_size=8))
+def test_parts_hold_each_item_once_in_order_and_aligned(header_bytes, chosen):
+    shards, sorted_by = zip(*(held_of(*each) for each in chosen), strict=True)
     layout = parts(shards, allow_pickle=False, header_bytes=header_bytes)
-    assert sorted(number for part in layout for number in part.entries.number.tolist()) == list(range(len(shards)))
+    order = [number for part in layout for number in part.entries.number.tolist()]
+    assert order == sorted(range(len(shards)), key=lambda number: (*sorted_by[number], number))
     for part in layout:
         assert len(part.header) % 64 == 0
         assert len(part.header) <= max(header_bytes, 1000)

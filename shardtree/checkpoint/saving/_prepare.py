@@ -146,7 +146,12 @@ def _check_data(tensors: Sequence[tuple[TreePath, ShardedTensor]]) -> None:
     Raises:
         CheckpointingException, UnsupportedValue, ShapeError: as `prepare`.
     """
-    empty = [f"{shard.key!r} at {render_path(path)}{_freed(shard)}" for path, shard in tensors if not _has_data(shard)]
+    freed = ", whose storage is freed"
+    empty = [
+        f"{shard.key!r} at {render_path(path)}{freed * lacks_memory(shard.data)}"
+        for path, shard in tensors
+        if not _has_data(shard)
+    ]
     if empty:
         raise CheckpointingException(
             error_text("save: shards without data", offenders=empty, fix="Give each its tensor.")
@@ -163,11 +168,7 @@ def _check_data(tensors: Sequence[tuple[TreePath, ShardedTensor]]) -> None:
 
 def _has_data(shard: ShardedTensor) -> bool:
     data = shard.data
-    return hasattr(data, "dtype") and not (isinstance(data, torch.Tensor) and (data.is_meta or lacks_memory(data)))
-
-
-def _freed(shard: ShardedTensor) -> str:
-    return ", whose storage is freed" if isinstance(shard.data, torch.Tensor) and lacks_memory(shard.data) else ""
+    return hasattr(data, "dtype") and not getattr(data, "is_meta", False) and not lacks_memory(data)
 
 
 def _kind(data: Any) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ...errors import ShapeError, error_text
@@ -19,8 +21,8 @@ def given_tensor(shard: ShardedTensor) -> torch.Tensor | None:
     return data if isinstance(data, torch.Tensor) and not data.is_meta else None
 
 
-def lacks_memory(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has elements and no memory for them: its storage was freed, as FSDP does between steps.
+def lacks_memory(data: Any) -> bool:
+    """Return whether data is a tensor whose storage was freed, as FSDP does between steps: elements without memory.
 
     Examples:
         >>> freed = torch.zeros(2)
@@ -28,8 +30,8 @@ def lacks_memory(tensor: torch.Tensor) -> bool:
         >>> lacks_memory(torch.zeros(2)), lacks_memory(freed)
         (False, True)
     """
-    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
-    return is_plain and not tensor.untyped_storage().nbytes() and tensor.numel() > 0
+    is_plain = type(data) in (torch.Tensor, torch.nn.Parameter) and data.layout is torch.strided
+    return is_plain and not data.untyped_storage().nbytes() and data.numel() > 0
 
 
 def check_unchanged(doing: str, shard: ShardedTensor, tensor: torch.Tensor) -> None:

@@ -52,15 +52,15 @@ def parts(
     Raises:
         UnsupportedValue: a dtype or an object can't be stored.
     """
-    held = entries_of(shards, allow_pickle=allow_pickle)
+    entries = entries_of(shards, allow_pickle=allow_pickle)
     # Falling item sizes keep every entry aligned to its items without gaps, which the format forbids.
-    entries = select_entries(held, np.lexsort((_key_order(held.keys), -held.item_size)))
+    order = np.lexsort((_key_order(entries.keys), -entries.item_size))
     files = min(most_files, int(entries.length.sum()) // FILE_BYTES)
-    header_lengths = _header_lengths(entries)
+    length, header_length = entries.length[order], _header_lengths(entries)[order]
     return tuple(
-        _part(select_entries(entries, group))
-        for share in _shares(entries.length, files)
-        for group in _groups(share, header_lengths[share], header_bytes)
+        _part(select_entries(entries, order[group]))
+        for share in _shares(length, files)
+        for group in _groups(share, header_length[share], header_bytes)
     )
 
 
