@@ -39,7 +39,7 @@ def backend_of(choice: Choice, default: tuple[str, int]) -> tuple[str, int]:
     )
 
 
-def backends_of(sharded: Choice, common: Choice, strategies: Strategies) -> Backends:
+def backends_of(sharded: Choice, common: Choice, strategies: Strategies | None) -> Backends:
     """Return the backends that a save's choices come to.
 
     Where no backend is named for the common state, it is that of the shards if this one can save it.
@@ -56,7 +56,9 @@ def backends_of(sharded: Choice, common: Choice, strategies: Strategies) -> Back
     return sharded_backend, backend_of(common, sharded_backend if saves_common else DEFAULT_BACKEND)
 
 
-def strategy_of(action: StrategyAction, choice: Choice, default: tuple[str, int], strategies: Strategies) -> Strategy:
+def strategy_of(
+    action: StrategyAction, choice: Choice, default: tuple[str, int], strategies: Strategies | None
+) -> Strategy:
     """Return the function that a choice stands for.
 
     Raises:

@@ -22,7 +22,7 @@ from ..fingerprints import (
 from ..layouts import ShardColumns, check_access, join_columns, select_rows, shard_columns, tensor_shards
 from ..mapping import ShardedTensor
 from ..storage import Directory, Hashes, Storage, in_threads
-from ..strategies import Checkpoint, LoadOptions, Strategies, StrategyAction, default_strategies, stored_parts
+from ..strategies import Checkpoint, LoadOptions, Strategies, StrategyAction, stored_parts
 from ..trees import leaves_with_paths
 from ..world import World, agree, current_world, gather
 from ._dispatch import DEFAULT_BACKEND, sharded_backend, strategy_of
@@ -32,9 +32,7 @@ from ._open_together import open_together
 Parts = Mapping[str, FingerprintPart]
 
 
-def fingerprint(
-    tree: Any | Directory, *, world: Any = None, strategies: Strategies = default_strategies
-) -> dict[str, int]:
+def fingerprint(tree: Any | Directory, *, world: Any = None, strategies: Strategies | None = None) -> dict[str, int]:
     """Return one number for each tensor of a tree, or of a checkpoint; every rank of the world calls it.
 
     The number depends on the tensor's key, dtype, global shape and elements, bit for bit, and on nothing else: not on
@@ -141,13 +139,13 @@ def _of_columns(columns: ShardColumns, totals: Hashes) -> dict[str, int]:
     return add_fingerprints([column_parts(select_rows(columns, main), totals[main])])
 
 
-def _of_checkpoint(directory: Directory, world: World, strategies: Strategies) -> dict[str, int]:
+def _of_checkpoint(directory: Directory, world: World, strategies: Strategies | None) -> dict[str, int]:
     checkpoint = open_together(directory, world, LoadOptions(), strategies)
     parts = gather(world, "fingerprint: read", partial(_own_parts, checkpoint, strategies))
     return agree(world, "fingerprint: join", partial(add_fingerprints, [part for own in parts for part in own]))
 
 
-def _own_parts(checkpoint: Checkpoint, strategies: Strategies) -> list[Parts]:
+def _own_parts(checkpoint: Checkpoint, strategies: Strategies | None) -> list[Parts]:
     backend, world = sharded_backend(checkpoint.fields), checkpoint.world
     metadata = sharded_metadata(checkpoint, None, None, strategies)
     tensors = (shard for shard in metadata.values() if isinstance(shard, ShardedTensor))

@@ -22,7 +22,6 @@ from ..strategies import (
     PairValues,
     Strategies,
     StrategyAction,
-    default_strategies,
     find_strategy,
     unreplaced,
 )
@@ -48,12 +47,12 @@ class OpenCheckpoint(Mapping[str, ShardedTensor | ShardedObject]):
     Attributes:
         checkpoint: where the bytes are.
         metadata: the stored tensors and objects, without data.
-        strategies: the dispatch table.
+        strategies: the dispatch table; None for the process's.
     """
 
     checkpoint: Checkpoint
     metadata: Mapping[str, ShardedTensor | ShardedObject]
-    strategies: Strategies
+    strategies: Strategies | None
 
     def __getitem__(self, key: str) -> ShardedTensor | ShardedObject:
         """Return the tensor of a key, with lazy data, or the object of a unique key, with its data.
@@ -127,7 +126,7 @@ def open_checkpoint(
     verify: Verify = "whole",
     allow_pickle: bool = False,
     types: tuple[type, ...] = (),
-    strategies: Strategies = default_strategies,
+    strategies: Strategies | None = None,
 ) -> OpenCheckpoint:
     """Return a checkpoint as a read-only mapping of lazy shards; not collective.
 
@@ -136,7 +135,7 @@ def open_checkpoint(
         verify: which blocks are checked when elements are read, as in `load`.
         allow_pickle: whether pickled objects may be unpickled, which can run any code.
         types: enum, dataclass and namedtuple classes that stored records become instances of.
-        strategies: the dispatch table.
+        strategies: the dispatch table; None for the process's.
 
     Raises:
         NotACheckpoint: there is none.

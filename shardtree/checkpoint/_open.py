@@ -15,12 +15,12 @@ from ..strategies import (
     LoadOptions,
     Strategies,
     StrategyAction,
-    default_strategies,
     find_strategy,
     is_of_others,
     metadata_bytes,
     read_metadata,
     stamp,
+    table_of,
     unreplaced,
 )
 from ..strategies.index import IndexMetadata
@@ -37,7 +37,7 @@ _GUESSES = frozenset({"huggingface"})
 CONTENT_METADATA = "content_metadata"
 
 
-def open_at(directory: Directory, world: World, options: LoadOptions, strategies: Strategies) -> Checkpoint:
+def open_at(directory: Directory, world: World, options: LoadOptions, strategies: Strategies | None) -> Checkpoint:
     """Return a finished checkpoint, its formats read; not collective.
 
     Raises:
@@ -59,7 +59,7 @@ def find(directory: Directory, options: LoadOptions) -> Storage:
     return storage_at(directory)
 
 
-def read_fields(storage: Storage, strategies: Strategies) -> Fields:
+def read_fields(storage: Storage, strategies: Strategies | None) -> Fields:
     """Return what metadata.json says, or what it would say where a format that has none is recognised.
 
     A metadata.json without any field of ours is another program's: it counts as none where a format is recognised.
@@ -76,17 +76,17 @@ def read_fields(storage: Storage, strategies: Strategies) -> Fields:
     return fields
 
 
-def recognized(storage: Storage, strategies: Strategies) -> Fields | None:
+def recognized(storage: Storage, strategies: Strategies | None) -> Fields | None:
     """Return what the first format that recognises a place without metadata.json says of it, None if none does.
 
     Formats with an index of their own come first: a single safetensors file beside one is an export, say.
     """
-    rows = [(name, fn) for (action, name, _), fn in strategies.items() if action is StrategyAction.RECOGNIZE]
+    rows = [(name, fn) for (action, name, _), fn in table_of(strategies).items() if action is StrategyAction.RECOGNIZE]
     found = (recognize(storage) for _, recognize in sorted(rows, key=lambda row: row[0] in _GUESSES))
     return next((fields for fields in found if fields is not None), None)
 
 
-def is_checkpoint(checkpoint_dir: Directory, *, strategies: Strategies = default_strategies) -> bool:
+def is_checkpoint(checkpoint_dir: Directory, *, strategies: Strategies | None = None) -> bool:
     """Return whether a folder, or a single file, holds a finished checkpoint.
 
     Examples:
@@ -111,7 +111,7 @@ def load_common_state_dict(
     *,
     allow_pickle: bool = False,
     types: tuple[type, ...] = (),
-    strategies: Strategies = default_strategies,
+    strategies: Strategies | None = None,
 ) -> Any:
     """Return what is stored outside the shards; not collective.
 
@@ -121,7 +121,7 @@ def load_common_state_dict(
         checkpoint_dir: where the checkpoint is.
         allow_pickle: whether pickled values may be unpickled, which can run any code.
         types: enum, dataclass and namedtuple classes that stored records become instances of.
-        strategies: the dispatch table.
+        strategies: the dispatch table; None for the process's.
 
     Raises:
         NotACheckpoint: there is none.
@@ -139,7 +139,7 @@ def load_common_state_dict(
     return without_holes(load_common(checkpoint, None, strategies))
 
 
-def load_common(checkpoint: Checkpoint, choice: Choice, strategies: Strategies) -> Any:
+def load_common(checkpoint: Checkpoint, choice: Choice, strategies: Strategies | None) -> Any:
     """Return a checkpoint's common tree, with holes where shards were."""
     strategy = strategy_of(StrategyAction.LOAD_COMMON, choice, common_backend(checkpoint.fields), strategies)
     with unreplaced(checkpoint):
@@ -147,7 +147,7 @@ def load_common(checkpoint: Checkpoint, choice: Choice, strategies: Strategies) 
 
 
 def load_tensors_metadata(
-    checkpoint_dir: Directory, sharded_strategy: Choice = None, *, strategies: Strategies = default_strategies
+    checkpoint_dir: Directory, sharded_strategy: Choice = None, *, strategies: Strategies | None = None
 ) -> dict[str, ShardedTensor]:
     """Return every stored tensor by its key, as one whole shard without data; not collective.
 
@@ -168,7 +168,7 @@ def load_sharded_metadata(
     sharded_strategy: Choice = None,
     common_strategy: Choice = None,
     *,
-    strategies: Strategies = default_strategies,
+    strategies: Strategies | None = None,
 ) -> dict[str, ShardedTensor | ShardedObject]:
     """Return every stored tensor by its key and object by its unique key, whole and without data; not collective.
 
@@ -183,7 +183,9 @@ def load_sharded_metadata(
     return dict(sharded_metadata(checkpoint, sharded_strategy, common_strategy, strategies).items())
 
 
-def sharded_metadata(checkpoint: Checkpoint, sharded: Choice, common: Choice, strategies: Strategies) -> Metadata:
+def sharded_metadata(
+    checkpoint: Checkpoint, sharded: Choice, common: Choice, strategies: Strategies | None
+) -> Metadata:
     """Return a checkpoint's tensors and objects; the common backend's too, where the sharded one holds no objects."""
     backend = sharded_backend(checkpoint.fields)
     metadata: Metadata = strategy_of(StrategyAction.LOAD_METADATA, sharded, backend, strategies)(checkpoint)
@@ -219,7 +221,7 @@ def load_content_metadata(
     preloaded_state_dict: Mapping[str, Any] | None = None,
     allow_pickle: bool = False,
     types: tuple[type, ...] = (),
-    strategies: Strategies = default_strategies,
+    strategies: Strategies | None = None,
 ) -> Any:
     """Return what a save was given as `content_metadata`, None if nothing; not collective.
 
@@ -228,7 +230,7 @@ def load_content_metadata(
         preloaded_state_dict: the loaded or common state, where the caller has it already.
         allow_pickle: whether pickled values may be unpickled, which can run any code.
         types: enum, dataclass and namedtuple classes that stored records become instances of.
-        strategies: the dispatch table.
+        strategies: the dispatch table; None for the process's.
 
     Raises:
         TreeError: neither is given.
@@ -253,7 +255,7 @@ def remove_sharded_tensors(
     key_prefix: str,
     *,
     world: Any = None,
-    strategies: Strategies = default_strategies,
+    strategies: Strategies | None = None,
 ) -> None:
     """Remove every stored tensor and object whose key begins with a prefix; collective, done by rank 0.
 
@@ -276,7 +278,7 @@ def remove_sharded_tensors(
     on_rank_zero(ranks, "remove sharded tensors", remove)
 
 
-def _remove(directory: Directory, key_prefix: str, world: World, strategies: Strategies) -> None:
+def _remove(directory: Directory, key_prefix: str, world: World, strategies: Strategies | None) -> None:
     if not isinstance(key_prefix, str):
         found = type(key_prefix).__name__
         raise KeyMismatch(error_text("remove: not the beginning of a key", found=found, expected="a string"))

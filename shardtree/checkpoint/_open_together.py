@@ -14,7 +14,9 @@ from ._open import find, read_fields
 OPEN_STEPS = ("load: find the folder", "load: open")
 
 
-def open_together(directory: Directory, world: World, options: LoadOptions, strategies: Strategies) -> Checkpoint:
+def open_together(
+    directory: Directory, world: World, options: LoadOptions, strategies: Strategies | None
+) -> Checkpoint:
     """Return a finished checkpoint, the same on all ranks even while a save replaces it: rank 0 reads metadata.json.
 
     Raises:
@@ -27,7 +29,7 @@ def open_together(directory: Directory, world: World, options: LoadOptions, stra
     return opened
 
 
-def look(directory: Directory, world: World, options: LoadOptions, strategies: Strategies) -> Checkpoint:
+def look(directory: Directory, world: World, options: LoadOptions, strategies: Strategies | None) -> Checkpoint:
     """Return a checkpoint as a rank knows it before it hears of the others; its steps are `OPEN_STEPS`.
 
     Only rank 0's has fields. It looks for all: on network storage the others may know of its last change later.

@@ -19,7 +19,6 @@ from ..strategies import (
     Unchecked,
     VerifyReport,
     by_reason,
-    default_strategies,
     find_strategy,
     is_of_others,
     manifest_findings,
@@ -35,7 +34,7 @@ def verify(
     checkpoint_dir: Directory,
     *,
     threads: int | None = None,
-    strategies: Strategies = default_strategies,
+    strategies: Strategies | None = None,
     progress: Callable[[int], None] | None = None,
     report: Callable[[VerifyReport], None] | None = None,
 ) -> tuple[Damage, ...]:
@@ -47,7 +46,7 @@ def verify(
     Args:
         checkpoint_dir: where the checkpoint is.
         threads: how many read and check at a time; None for as many as torch has, up to four.
-        strategies: the dispatch table.
+        strategies: the dispatch table; None for the process's.
         progress: is told, now and then, how many bytes were read since the last time; by one thread at a time.
         report: is given what was read, and what couldn't be checked, once.
 
@@ -88,7 +87,7 @@ def _check_threads(threads: Any) -> None:
         raise StorageError(error_text("verify: no number of threads", found=found, expected=expected))
 
 
-def _findings(directory: Directory, options: LoadOptions, strategies: Strategies) -> tuple[Finding, ...]:
+def _findings(directory: Directory, options: LoadOptions, strategies: Strategies | None) -> tuple[Finding, ...]:
     try:
         checkpoint = open_at(directory, one_process(), options, strategies)
     except CorruptCheckpoint as error:

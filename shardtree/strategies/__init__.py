@@ -69,4 +69,5 @@ from .base import default_strategies as default_strategies
 from .base import find_strategy as find_strategy
 from .base import get_default_strategy as get_default_strategy
 from .base import register_default_strategy as register_default_strategy
+from .base import table_of as table_of
 from .index import stored_fingerprints as stored_fingerprints

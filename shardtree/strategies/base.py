@@ -54,7 +54,7 @@ default_strategies: Strategies = MappingProxyType(_rows)
 
 
 def register_default_strategy(
-    action: StrategyAction, backend: str, version: int, fn: Strategy | None = None, *, override: bool = False
+    action: StrategyAction, backend: str, version: int, strategy: Strategy | None = None, *, override: bool = False
 ) -> Callable[[Fn], Fn]:
     """Register a function for a row, for this process; works as a decorator too.
 
@@ -62,7 +62,7 @@ def register_default_strategy(
         action: what the function does; its signature is the protocol of that action in `shardtree.strategies`.
         backend: the format's name.
         version: the format's version.
-        fn: the function; None where this is used as a decorator.
+        strategy: the function; None where this is used as a decorator.
         override: replace a row that is taken.
 
     Raises:
@@ -89,13 +89,13 @@ def register_default_strategy(
         _rows[row] = function
         return function
 
-    if fn is not None:
-        register(fn)
+    if strategy is not None:
+        register(strategy)
     return register
 
 
 def get_default_strategy(
-    action: StrategyAction, backend: str, version: int, *, strategies: Strategies = default_strategies
+    action: StrategyAction, backend: str, version: int, *, strategies: Strategies | None = None
 ) -> Strategy:
     """Return the function of a row.
 
@@ -105,7 +105,7 @@ def get_default_strategy(
         action: what to do.
         backend: the format's name.
         version: the format's version.
-        strategies: the table.
+        strategies: the table; None for the process's.
 
     Raises:
         StrategyError: there is no such row; lists the backends and versions that have that action.
@@ -123,7 +123,7 @@ def get_default_strategy(
     found = find_strategy(action, backend, version, strategies=strategies)
     if found is None:
         have = ", ".join(
-            repr((name, number)) for other, name, number in sorted(strategies, key=_order) if other is action
+            repr((name, number)) for other, name, number in sorted(table_of(strategies), key=_order) if other is action
         )
         raise StrategyError(
             error_text(
@@ -136,7 +136,7 @@ def get_default_strategy(
 
 
 def find_strategy(
-    action: StrategyAction, backend: str, version: int, *, strategies: Strategies = default_strategies
+    action: StrategyAction, backend: str, version: int, *, strategies: Strategies | None = None
 ) -> Strategy | None:
     """Return the function of a row, None if there is none: whether a backend can do something.
 
@@ -146,7 +146,17 @@ def find_strategy(
     """
     row = (action, backend, version)
     # A table may lack a row on purpose, so what it lacks comes from installed packages or not at all.
-    return strategies.get(row) or _rows_of_packages().get(row)
+    return table_of(strategies).get(row) or _rows_of_packages().get(row)
+
+
+def table_of(strategies: Strategies | None) -> Strategies:
+    """Return the dispatch table that an argument stands for: the process's where none is given.
+
+    Examples:
+        >>> table_of(None) is default_strategies, table_of({})
+        (True, {})
+    """
+    return default_strategies if strategies is None else strategies
 
 
 @cache

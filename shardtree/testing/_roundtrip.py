@@ -11,7 +11,7 @@ from ..checkpoint import load as st_load
 from ..checkpoint import save as st_save
 from ..mapping import ShardedObject
 from ..storage import Directory, MemoryStorage
-from ..strategies import Strategies, default_strategies
+from ..strategies import Strategies
 from ..trees import leaves_with_paths
 from ..world import World, simulate
 from ._assemble import assemble, refilled
@@ -27,7 +27,7 @@ def check_roundtrip(
     *,
     backend: str | None = None,
     version: int = 1,
-    strategies: Strategies = default_strategies,
+    strategies: Strategies | None = None,
     directory: Directory | None = None,
     save: Callable[..., Any] = st_save,
     load: Callable[..., Any] = st_load,
@@ -62,7 +62,7 @@ def check_roundtrip(
         >>> check_roundtrip(state, {"w": rows}, {"w": columns}, backend="zarr", version=3)
     """
     place = MemoryStorage() if directory is None else directory
-    if strategies is not default_strategies:
+    if strategies is not None:
         save, load = partial(save, strategies=strategies), partial(load, strategies=strategies)
     to = (place,) if backend is None else (place, (backend, version))
     simulate(_ranks(save_layout), lambda world: save(rank_tree(state, save_layout, world.rank), *to, world=world))

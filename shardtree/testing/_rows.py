@@ -7,19 +7,19 @@ from collections.abc import Iterator
 from types import NoneType, UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin
 
-from ..strategies import PROTOCOLS, Strategies, StrategyAction
+from ..strategies import PROTOCOLS, Strategies, StrategyAction, table_of
 from ..strategies.base import Strategy
 
 _ANYTHING = (Any, object, inspect.Parameter.empty)
 
 
-def check_rows(strategies: Strategies, backend: str, version: int) -> None:
+def check_rows(strategies: Strategies | None, backend: str, version: int) -> None:
     """Raise unless the functions of a backend's rows fit `strategies.PROTOCOLS`: they may take more, and return less.
 
     What has no annotation fits, and so does one that can't be resolved.
 
     Args:
-        strategies: the dispatch table.
+        strategies: the dispatch table; None for the process's.
         backend: the format's name.
         version: the format's version.
 
@@ -34,7 +34,7 @@ def check_rows(strategies: Strategies, backend: str, version: int) -> None:
         AssertionError: rows of ('cards', 1) don't fit their protocols
           load_sharded: called with (checkpoint, shards): too many positional arguments
     """
-    rows = {action: fn for (action, *found), fn in strategies.items() if found == [backend, version]}
+    rows = {action: fn for (action, *found), fn in table_of(strategies).items() if found == [backend, version]}
     assert rows, f"no row is for {(backend, version)}"
     lines = [f"{action.value}: {problem}" for action, fn in rows.items() for problem in _problems(action, fn)]
     if lines:

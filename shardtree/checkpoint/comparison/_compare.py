@@ -13,7 +13,7 @@ from ...layouts import TensorKind
 from ...mapping import LocalNonpersistentObject, ShardedBase, ShardedObject, ShardedTensor
 from ...plans import grouped
 from ...storage import Directory, Verify
-from ...strategies import Strategies, default_strategies
+from ...strategies import Strategies
 from ...trees import Difference, diff, map_shards
 from .._lazy_tree import OpenCheckpoint, open_checkpoint
 from ._reader import GROUP_BYTES, BoxReader
@@ -75,7 +75,7 @@ def compare_checkpoints(
     allow_pickle: bool = False,
     types: tuple[type, ...] = (),
     max_bytes_in_flight: int = MOST_BYTES,
-    strategies: Strategies = default_strategies,
+    strategies: Strategies | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> CheckpointDifference:
     """Return where two checkpoints differ, whatever formats they are in and however they are cut; not collective.
@@ -89,7 +89,7 @@ def compare_checkpoints(
         allow_pickle: whether pickled values may be unpickled, which can run any code.
         types: enum, dataclass and namedtuple classes that stored records become instances of.
         max_bytes_in_flight: about how much memory the comparison of tensors may take.
-        strategies: the dispatch table.
+        strategies: the dispatch table; None for the process's.
         progress: is told, now and then, how many bytes of each checkpoint were compared since the last time.
 
     Raises:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ...errors import AlreadyACheckpoint, IntegrityError, RemoteError, error_text
 from ...storage import Directory, Storage, storage_at
-from ...strategies import METADATA_FILE, SaveOptions, Strategies, StrategyAction, default_strategies, disown, owned
+from ...strategies import METADATA_FILE, SaveOptions, Strategies, StrategyAction, disown, owned, table_of
 from ...trees import HOLE
 from .._dispatch import backends_of
 from .._lazy_tree import open_checkpoint
@@ -68,7 +68,7 @@ def convert(
     durable: bool = True,
     allow_pickle: bool = False,
     types: tuple[type, ...] = (),
-    strategies: Strategies = default_strategies,
+    strategies: Strategies | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> ConversionReport:
     """Write a checkpoint of any format as one of another, and return what was done; not collective.
@@ -96,7 +96,7 @@ def convert(
         durable: whether everything is on the medium before the checkpoint counts.
         allow_pickle: whether pickled values may be unpickled, which can run any code, and pickled again.
         types: enum, dataclass and namedtuple classes that stored records become instances of.
-        strategies: the dispatch table.
+        strategies: the dispatch table; None for the process's.
         progress: is told, now and then, how many bytes were written, and later compared, since the last time.
 
     Raises:
@@ -154,12 +154,14 @@ def _report(plan: Plan, resumed: int, checked: Checked | None) -> ConversionRepo
     )
 
 
-def _latest(backend: str | tuple[str, int], strategies: Strategies) -> tuple[str, int]:
+def _latest(backend: str | tuple[str, int], strategies: Strategies | None) -> tuple[str, int]:
     """Return the backend and version that a bare name means: the latest that can save."""
     if not isinstance(backend, str):
         return backend
     versions = [
-        version for action, name, version in strategies if action is StrategyAction.SAVE_SHARDED and name == backend
+        version
+        for action, name, version in table_of(strategies)
+        if action is StrategyAction.SAVE_SHARDED and name == backend
     ]
     return backend, max(versions, default=1)  # where there is none, the save says which there are
 

@@ -16,7 +16,7 @@ from typing import Any
 from ...codec import Record, canonical_json, decode_tree, encode_tree, parse_json
 from ...errors import CheckpointingException
 from ...storage import Storage
-from ...strategies import Strategies
+from ...strategies import Strategies, table_of
 from ...trees import HOLE
 
 _PREFIX = ".convert-"
@@ -40,9 +40,9 @@ class Journal:
     packages: frozenset[str] = frozenset({"shardtree"})
 
 
-def journal_at(storage: Storage, digest: str, strategies: Strategies) -> Journal:
+def journal_at(storage: Storage, digest: str, strategies: Strategies | None) -> Journal:
     """Return the journal of the conversion that has this hash."""
-    packages = {strategy.__module__.partition(".")[0] for strategy in strategies.values()}
+    packages = {strategy.__module__.partition(".")[0] for strategy in table_of(strategies).values()}
     return Journal(storage, _PREFIX + digest, frozenset({"shardtree", *packages}))
 
 

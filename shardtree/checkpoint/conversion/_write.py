@@ -31,14 +31,14 @@ class Destination:
         storage: the folder.
         choices: the formats of the shards and of the common state, as the caller named them.
         backends: what they come to.
-        strategies: the dispatch table.
+        strategies: the dispatch table; None for the process's.
         options: how it is written.
     """
 
     storage: Storage
     choices: tuple[Choice, Choice]
     backends: Backends
-    strategies: Strategies
+    strategies: Strategies | None
     options: SaveOptions
 
 

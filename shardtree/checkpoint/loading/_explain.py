@@ -15,7 +15,6 @@ from ...strategies import (
     LoadOptions,
     Strategies,
     StrategyAction,
-    default_strategies,
     get_default_strategy,
 )
 from ...world import one_process
@@ -38,7 +37,7 @@ def explain(
     cast: bool = False,
     object_rules: Mapping[str, ObjectRule] | None = None,
     verify: Verify = "whole",
-    strategies: Strategies = default_strategies,
+    strategies: Strategies | None = None,
 ) -> Explanation:
     """Return what `load` would do with a target: what doesn't fit, and how much would be read.
 
@@ -52,7 +51,7 @@ def explain(
         cast: whether dtypes would be converted.
         object_rules: for objects in another shape, as in `load`.
         verify: which blocks would be checked against their hashes.
-        strategies: the dispatch table.
+        strategies: the dispatch table; None for the process's.
 
     Returns:
         The explanation; its text is a table.
@@ -90,7 +89,7 @@ def explain_ranks(
     object_rules: Mapping[str, ObjectRule] | None = None,
     exchange: Exchange = "auto",
     verify: Verify = "whole",
-    strategies: Strategies = default_strategies,
+    strategies: Strategies | None = None,
 ) -> Explanation:
     """Return what a `load` by several ranks would do, found out in this process, given the targets of all of them.
 
@@ -102,7 +101,7 @@ def explain_ranks(
         object_rules: for objects in another shape, as in `load`.
         exchange: whether ranks that want the same shard would read it once between them, as in `load`.
         verify: which blocks would be checked against their hashes.
-        strategies: the dispatch table.
+        strategies: the dispatch table; None for the process's.
 
     Returns:
         The explanation, with what each rank would read from storage.
@@ -129,7 +128,7 @@ def explain_ranks(
 class _Asking:
     checkpoint: Checkpoint
     choice: Choice
-    strategies: Strategies
+    strategies: Strategies | None
     cast: bool
     rules: Mapping[str, ObjectRule] | None
 

@@ -20,7 +20,7 @@ def check_target(
     checkpoint: Checkpoint,
     target: Target,
     choice: Choice,
-    strategies: Strategies,
+    strategies: Strategies | None,
     *,
     cast: bool,
     rules: Mapping[str, ObjectRule] | None = None,
@@ -36,7 +36,7 @@ def check_target(
         checkpoint: what is loaded.
         target: what is asked for.
         choice: the caller's, of how shards are loaded.
-        strategies: the dispatch table.
+        strategies: the dispatch table; None for the process's.
         cast: whether dtypes are converted.
         rules: for objects that change their shape, by patterns of keys.
         left_out: keys that the target asked for too, and that aren't stored.
@@ -67,7 +67,9 @@ def check_target(
     return kinds, objects
 
 
-def prospect(checkpoint: Checkpoint, target: Target, choice: Choice, strategies: Strategies, *, cast: bool) -> Prospect:
+def prospect(
+    checkpoint: Checkpoint, target: Target, choice: Choice, strategies: Strategies | None, *, cast: bool
+) -> Prospect:
     """Return what loading a target's tensors would come to, without figures where the format gives none.
 
     Raises:

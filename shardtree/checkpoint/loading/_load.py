@@ -10,7 +10,7 @@ import torch
 
 from ...layouts import ObjectRule, ShardColumns
 from ...storage import Directory, ReadReport, Verify
-from ...strategies import LoadOptions, Strategies, default_strategies
+from ...strategies import LoadOptions, Strategies
 from ...trees import told_of_depth
 from ...world import agree, current_world, step
 from .._dispatch import Choice
@@ -39,7 +39,7 @@ def load(
     verify: Verify = "whole",
     allow_pickle: bool = False,
     types: tuple[type, ...] = (),
-    strategies: Strategies = default_strategies,
+    strategies: Strategies | None = None,
     progress: Callable[[int], None] | None = None,
     report: Callable[[ReadReport], None] | None = None,
     layout: ShardColumns | None = None,
@@ -72,7 +72,7 @@ def load(
         allow_pickle: whether pickled values may be unpickled, which can run any code.
         types: enum, dataclass and namedtuple classes that stored records become instances of; in the common
             state, the namedtuple classes in the target count too.
-        strategies: the dispatch table.
+        strategies: the dispatch table; None for the process's.
         progress: is told, now and then, how many bytes this rank read since the last time.
         report: is given what this rank read, once.
         layout: the tensor shards that all ranks ask for, as every rank computed them by itself from a mesh and specs,
@@ -139,7 +139,7 @@ def load_plain_tensors(
     *,
     world: Any = None,
     verify: Verify = "whole",
-    strategies: Strategies = default_strategies,
+    strategies: Strategies | None = None,
 ) -> dict[str, torch.Tensor]:
     """Return every stored tensor whole, by key; each rank of the world reads all of them.
 

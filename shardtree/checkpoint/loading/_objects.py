@@ -50,7 +50,7 @@ class ObjectsFit:
 
 
 def objects_metadata(
-    checkpoint: Checkpoint, metadata: Metadata, choice: Choice, strategies: Strategies
+    checkpoint: Checkpoint, metadata: Metadata, choice: Choice, strategies: Strategies | None
 ) -> Metadata | None:
     """Return what the format holds that a checkpoint's objects are in; None where it doesn't tell.
 
@@ -58,7 +58,7 @@ def objects_metadata(
         checkpoint: what is loaded.
         metadata: what the format of the tensors holds.
         choice: the caller's, of how shards are loaded.
-        strategies: the dispatch table.
+        strategies: the dispatch table; None for the process's.
     """
     backend = backend_of(choice, sharded_backend(checkpoint.fields))
     if find_strategy(StrategyAction.LOAD_OBJECTS, *backend, strategies=strategies) is not None:

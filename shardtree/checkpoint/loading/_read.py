@@ -34,7 +34,7 @@ class Reading:
     Attributes:
         checkpoint: what is read.
         sharded_strategy: the caller's choice.
-        strategies: the dispatch table.
+        strategies: the dispatch table; None for the process's.
         donate: whether the target's tensors are filled in place.
         exchange: whether ranks pass on what several of them want.
         kinds: what is stored of tensors, by key; of another dtype than a target's, it is converted.
@@ -44,7 +44,7 @@ class Reading:
 
     checkpoint: Checkpoint
     sharded_strategy: Choice
-    strategies: Strategies
+    strategies: Strategies | None
     donate: bool = False
     exchange: Exchange = "never"
     kinds: Kinds = field(default_factory=dict)

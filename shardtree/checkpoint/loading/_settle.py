@@ -25,7 +25,7 @@ from ._read import ROOM_STEPS, Reading, Room, make_room
 from ._strict import StrictHandling, looks_beforehand, needs_all_ranks, parse_strict, report_keys
 from ._taken_apart import Target, is_sharded, left_out, take_apart
 
-Choices = tuple[Choice, Choice, Strategies]
+Choices = tuple[Choice, Choice, Strategies | None]
 """What the caller named as strategies for the shards and the common state, and the dispatch table."""
 
 _ASKED_STEPS = (*OPEN_STEPS, "load: options", "load: prepare")

@@ -16,7 +16,7 @@ _FORMATS = ("safetensors", "huggingface")
 
 
 def straight_to_device(
-    checkpoint: Checkpoint, choice: Choice, strategies: Strategies, exchange: Exchange, kinds: Kinds
+    checkpoint: Checkpoint, choice: Choice, strategies: Strategies | None, exchange: Exchange, kinds: Kinds
 ) -> Callable[[ShardedTensor], bool]:
     """Return what says of a shard whose target is on a device whether it is read there part by part.
 

@@ -56,7 +56,7 @@ class Begun:
 def begin(
     world: World,
     options: SaveOptions,
-    strategies: Strategies,
+    strategies: Strategies | None,
     undo: ExitStack,
     storage: Storage,
     backends: Backends,
@@ -68,7 +68,7 @@ def begin(
     Args:
         world: who saves together.
         options: how it is saved.
-        strategies: the dispatch table.
+        strategies: the dispatch table; None for the process's.
         undo: takes what lets the folder go again, for as long as nothing is in it.
         storage: where to.
         backends: of the shards and of the common state.
@@ -86,13 +86,13 @@ def begin(
     return draft
 
 
-def look(storage: Storage, backends: Backends, strategies: Strategies, *, overwrite: bool) -> Begun:
+def look(storage: Storage, backends: Backends, strategies: Strategies | None, *, overwrite: bool) -> Begun:
     """Return what is known of a save before its folder is made. Nothing is changed.
 
     Args:
         storage: where to.
         backends: of the shards and of the common state.
-        strategies: the dispatch table.
+        strategies: the dispatch table; None for the process's.
         overwrite: whether a checkpoint that is already there may be replaced.
 
     Raises:
@@ -136,7 +136,7 @@ def begun_of(draft: Draft) -> Begun:
     return Begun(draft.save_id, draft.before, None if draft.replaced is None else draft.replaced.stamp)
 
 
-def make_folder(draft: Draft, backends: Backends, strategies: Strategies) -> None:
+def make_folder(draft: Draft, backends: Backends, strategies: Strategies | None) -> None:
     """Make a save's folder.
 
     What waits for it is put into the draft's memo: that is done beside the writing, where nobody else waits.
@@ -184,7 +184,7 @@ def _is_native(backends: Backends) -> bool:
     return {name for name, _ in backends} == {DEFAULT_BACKEND[0]}
 
 
-def _leaves_room(before: bytes | None, strategies: Strategies) -> bool:
+def _leaves_room(before: bytes | None, strategies: Strategies | None) -> bool:
     """Return whether the checkpoint that is there goes when metadata.json does: its files are in its save's folder.
 
     That is taken for granted of formats that don't list their files, and of what can't be read anyway.

@@ -14,12 +14,12 @@ from ._replace import remove_sibling
 logger = logging.getLogger("shardtree")
 
 
-def clean_up(draft: Draft, strategies: Strategies, *, removes_saves: bool) -> None:
+def clean_up(draft: Draft, strategies: Strategies | None, *, removes_saves: bool) -> None:
     """Remove what a committed save replaced, and what dead saves have left in the folder and beside it; on rank 0.
 
     Args:
         draft: the save.
-        strategies: the dispatch table.
+        strategies: the dispatch table; None for the process's.
         removes_saves: whether its format removes the folders of dead saves itself.
     """
     if draft.world.rank != 0:
@@ -37,7 +37,7 @@ def clean_up(draft: Draft, strategies: Strategies, *, removes_saves: bool) -> No
                 storage.remove(name)
 
 
-def _remove_siblings(draft: Draft, storage: Storage, before: float, strategies: Strategies) -> None:
+def _remove_siblings(draft: Draft, storage: Storage, before: float, strategies: Strategies | None) -> None:
     if not isinstance(storage, Exchanging):
         return
     for save_id in storage.siblings():

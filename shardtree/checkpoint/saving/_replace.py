@@ -48,7 +48,7 @@ def sibling_of(storage: Storage, save_id: str) -> Sibling:
     return storage.sibling(save_id)
 
 
-def make_sibling(storage: Storage, save_id: str, strategies: Strategies, *, durable: bool) -> None:
+def make_sibling(storage: Storage, save_id: str, strategies: Strategies | None, *, durable: bool) -> None:
     """Make the folder beside a checkpoint, once it is known that the two can be exchanged; on rank 0.
 
     Raises:
@@ -80,7 +80,7 @@ def check_same(replaced: Replaced) -> None:
         raise CheckpointReplaced(error_text(what, fix=fix))
 
 
-def exchange(draft: Draft, replaced: Replaced, fields: Mapping[str, Any], strategies: Strategies) -> None:
+def exchange(draft: Draft, replaced: Replaced, fields: Mapping[str, Any], strategies: Strategies | None) -> None:
     """Let a finished draft take the old checkpoint's place, with the files there that aren't a checkpoint's; on rank 0.
 
     Raises:
@@ -100,7 +100,7 @@ def exchange(draft: Draft, replaced: Replaced, fields: Mapping[str, Any], strate
     replaced.sibling.exchange(durable=draft.options.durable)
 
 
-def remove_sibling(storage: Storage, sibling: Sibling, strategies: Strategies, *, durable: bool) -> None:
+def remove_sibling(storage: Storage, sibling: Sibling, strategies: Strategies | None, *, durable: bool) -> None:
     """Remove a folder beside a checkpoint: a draft that was never finished, or what was replaced.
 
     Raises:
@@ -120,7 +120,7 @@ def remove_sibling(storage: Storage, sibling: Sibling, strategies: Strategies, *
     sibling.remove()
 
 
-def _others(old: Storage, sibling: Sibling, strategies: Strategies) -> tuple[str, ...]:
+def _others(old: Storage, sibling: Sibling, strategies: Strategies | None) -> tuple[str, ...]:
     """Return the old files that are neither the checkpoint's nor of another save to its folder."""
     own = own_files(old, strategies)
     folders = {str(above) for name in own for above in PurePosixPath(name).parents} - {"."}
@@ -135,7 +135,7 @@ def _is_of_saves(name: str, folders: set[str]) -> bool:
     return is_save_folder(str(plain)) or any(str(folder) in folders for folder in (plain, *plain.parents))
 
 
-def own_files(storage: Storage, strategies: Strategies) -> set[str]:
+def own_files(storage: Storage, strategies: Strategies | None) -> set[str]:
     """Return the names of the files that a checkpoint consists of; not all of them need be there.
 
     Raises:

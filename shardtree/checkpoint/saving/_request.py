@@ -39,7 +39,7 @@ def save_request(
     common: Any,
     choices: tuple[Choice, Choice],
     backends: Backends,
-    strategies: Strategies,
+    strategies: Strategies | None,
 ) -> AsyncRequest[Any]:
     """Return the request that writes this rank's part and then commits; nothing is written yet.
 
@@ -49,7 +49,7 @@ def save_request(
         common: the common tree, with holes where shards were.
         choices: what the caller named as strategies for the shards and the common state.
         backends: what these choices come to.
-        strategies: the dispatch table.
+        strategies: the dispatch table; None for the process's.
     """
     tensors, objects = writes
     sharded_backend, common_backend = backends
@@ -92,7 +92,7 @@ def _in_turn(*fns: Callable[[], None]) -> None:
 
 
 def _write(
-    draft: Draft, requests: Sequence[AsyncRequest[Any]], strategies: Strategies, *, recognizes: bool
+    draft: Draft, requests: Sequence[AsyncRequest[Any]], strategies: Strategies | None, *, recognizes: bool
 ) -> tuple[Any, ...]:
     # Once committed, a request's files are the checkpoint: running it again would write over them.
     check_unchanged(draft.storage, draft.before)
@@ -106,7 +106,7 @@ def _write(
     return written
 
 
-def _check_no_other(draft: Draft, strategies: Strategies) -> None:
+def _check_no_other(draft: Draft, strategies: Strategies | None) -> None:
     """Raise where another checkpoint is by now, with metadata.json or without, than when the save began."""
     check_unchanged(draft.storage, draft.before)
     if draft.before is None and recognized(draft.storage, strategies) is not None:
@@ -153,7 +153,7 @@ def _commit(
     return merged
 
 
-def _finish(draft: Draft, commit: Commit | None, strategies: Strategies, fields: Fields) -> None:
+def _finish(draft: Draft, commit: Commit | None, strategies: Strategies | None, fields: Fields) -> None:
     draft.storage.remove(f"{draft.save_id}/{OWNER_FILE}")
     if draft.options.durable:
         draft.storage.sync_folder(draft.save_id)

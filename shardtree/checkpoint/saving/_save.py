@@ -10,7 +10,7 @@ from typing import Any
 
 from ...layouts import ShardColumns
 from ...storage import Directory, background_threads
-from ...strategies import AsyncRequest, Draft, SaveOptions, Strategies, default_strategies
+from ...strategies import AsyncRequest, Draft, SaveOptions, Strategies
 from ...world import World, agree, current_world, step
 from .._dispatch import Backends, Choice, backends_of
 from .._fingerprint import check_can_hold
@@ -37,7 +37,7 @@ def save(
     durable: bool = True,
     allow_pickle: bool = False,
     stale_after: float = 3600.0,
-    strategies: Strategies = default_strategies,
+    strategies: Strategies | None = None,
     progress: Callable[[int], None] | None = None,
     fingerprint: bool = False,
     checksums: bool = True,
@@ -69,7 +69,7 @@ def save(
         allow_pickle: whether values that the format can't hold are pickled; loading them then needs it too.
         stale_after: seconds without a change after which a save of another machine counts as dead, so that what it
             left behind is removed; one of this machine does as soon as its process is gone.
-        strategies: the dispatch table.
+        strategies: the dispatch table; None for the process's.
         progress: is told, now and then, how many bytes this rank wrote since the last time; by the threads that
             write, never two at once.
         fingerprint: whether each tensor's `fingerprint` is stored with it, added up from the bytes as they are written;
@@ -157,7 +157,7 @@ def _backends(
     world: World,
     directory: Directory,
     choices: tuple[Choice, Choice],
-    strategies: Strategies,
+    strategies: Strategies | None,
     *,
     fingerprint_of_whole: bool | None,
 ) -> Backends:

@@ -13,13 +13,13 @@ from ._record import RECORD_FILE
 from ._remove import finish_removals
 
 
-def clean(root: Storage, names: str, strategies: Strategies, *, stale_after: float) -> tuple[str, ...]:
+def clean(root: Storage, names: str, strategies: Strategies | None, *, stale_after: float) -> tuple[str, ...]:
     """Finish removals that were cut short, remove what dead saves of unfinished steps left, and return what stays.
 
     Args:
         root: the folder of all steps.
         names: the format of their folders' names.
-        strategies: the dispatch table.
+        strategies: the dispatch table; None for the process's.
         stale_after: seconds without a change after which a save of which nothing else is known counts as dead.
 
     Returns:
@@ -34,7 +34,7 @@ def clean(root: Storage, names: str, strategies: Strategies, *, stale_after: flo
     return tuple(folder for folder in unfinished if root.is_folder(folder))
 
 
-def _is_unfinished(root: Storage, folder: str, names: str, strategies: Strategies) -> bool:
+def _is_unfinished(root: Storage, folder: str, names: str, strategies: Strategies | None) -> bool:
     if step_number(names, folder) is None or is_link(root, folder) or not root.is_folder(folder):
         return False
     return not is_checkpoint(folder_in(root, folder), strategies=strategies)

@@ -27,14 +27,14 @@ STALE_AFTER = 3600.0
 _DEEPEST = 64
 
 
-def step_files(root: Storage, folder: str, number: int, strategies: Strategies) -> StepFiles | str:
+def step_files(root: Storage, folder: str, number: int, strategies: Strategies | None) -> StepFiles | str:
     """Return the files that go when a step is removed and those that stay, or why it can't be removed.
 
     Args:
         root: the folder of all steps.
         folder: the step's.
         number: the step's.
-        strategies: the dispatch table.
+        strategies: the dispatch table; None for the process's.
     """
     if is_link(root, folder):
         return "its folder is a link"
@@ -84,7 +84,7 @@ def _is_live(storage: Exchanging, name: str, before: float) -> bool:
     return (sibling.changed() or 0.0) >= before if alive is None else alive
 
 
-def _own(storage: Storage, strategies: Strategies) -> set[str]:
+def _own(storage: Storage, strategies: Strategies | None) -> set[str]:
     try:
         own = own_files(storage, strategies)
     except CorruptCheckpoint:

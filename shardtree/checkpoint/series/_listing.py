@@ -15,13 +15,13 @@ from ._record import FileMark, Record, read_record
 logger = logging.getLogger("shardtree")
 
 
-def list_steps(root: Storage, names: str, strategies: Strategies) -> tuple[SavedStep, ...]:
+def list_steps(root: Storage, names: str, strategies: Strategies | None) -> tuple[SavedStep, ...]:
     """Return the finished steps under a root, in the order of their numbers; unfinished and failed ones aren't there.
 
     Args:
         root: the folder of all steps.
         names: the format of their folders' names.
-        strategies: the dispatch table.
+        strategies: the dispatch table; None for the process's.
     """
     found: dict[int, SavedStep] = {}
     for folder in root.names():
@@ -36,7 +36,7 @@ def list_steps(root: Storage, names: str, strategies: Strategies) -> tuple[Saved
     return sorted_steps(found.values())
 
 
-def saved_step(root: Storage, folder: str, number: int, strategies: Strategies) -> SavedStep | None:
+def saved_step(root: Storage, folder: str, number: int, strategies: Strategies | None) -> SavedStep | None:
     """Return a step if its folder holds a finished checkpoint that nobody has begun to remove."""
     try:
         if not is_checkpoint(folder_in(root, folder), strategies=strategies):

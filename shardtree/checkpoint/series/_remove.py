@@ -26,7 +26,7 @@ from ._removal import Removal, StepFiles
 logger = logging.getLogger("shardtree")
 
 
-def plan_removal(root: Storage, names: str, policy: Choose, strategies: Strategies) -> Removal:
+def plan_removal(root: Storage, names: str, policy: Choose, strategies: Strategies | None) -> Removal:
     """Return what a policy comes to on the steps that are there now; nothing is changed."""
     steps = list_steps(root, names, strategies)
     kept = retained(policy, steps)
@@ -54,7 +54,7 @@ def check_removal(removal: object) -> Removal:
     raise MetadataError(error_text("series: no plan of a removal", found=found, fix=fix))
 
 
-def remove_steps(root: Storage, names: str, removal: Removal, strategies: Strategies) -> tuple[int, ...]:
+def remove_steps(root: Storage, names: str, removal: Removal, strategies: Strategies | None) -> tuple[int, ...]:
     """Remove what a plan says, after what earlier removals left; return the numbers of the steps that went.
 
     A step stays that was saved anew since, pinned, or left as the newest, or that a save is on its way to.

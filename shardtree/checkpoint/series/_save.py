@@ -32,14 +32,14 @@ class Place:
         root: the folder of all steps.
         folder: the step's.
         record: what the step's record says in the end.
-        strategies: the dispatch table.
+        strategies: the dispatch table; None for the process's.
         memo: the record that was there before, once another one is written.
     """
 
     root: Storage
     folder: str
     record: Record
-    strategies: Strategies
+    strategies: Strategies | None
     memo: dict[str, bytes | None] = field(default_factory=dict)
 
     @property

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from ...errors import CheckpointingException, NotACheckpoint, error_text
 from ...retention import Choose, SavedStep
 from ...storage import Directory, Storage, folder_in, storage_at
-from ...strategies import AsyncRequest, Strategies, default_strategies
+from ...strategies import AsyncRequest, Strategies
 from ...world import World, agree, current_world, on_rank_zero
 from .._verify import verify
 from ..loading._load import load
@@ -41,7 +41,7 @@ class CheckpointSeries:
         root: a path, a URL or a `Storage`; made by the first save.
         names: how steps' folders are called, as a format; read with any number of leading zeros.
         world: the ranks that take part; torch.distributed's default group, or else this process alone.
-        strategies: the dispatch table.
+        strategies: the dispatch table; None for the process's.
 
     Raises:
         StorageError: the root is no place.
@@ -61,7 +61,7 @@ class CheckpointSeries:
     root: Directory
     names: str = "step_{:08d}"
     world: Any = None
-    strategies: Strategies = field(default_factory=lambda: default_strategies, repr=False)
+    strategies: Strategies | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         """Check the names, and have the root where it is now, wherever the process goes later."""

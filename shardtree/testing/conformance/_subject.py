@@ -32,7 +32,7 @@ class Subject:
     Attributes:
         backend: the format's name.
         version: the format's version.
-        strategies: the dispatch table.
+        strategies: the dispatch table; None for the process's.
         directory: gives a place for one more checkpoint.
         save: writes all ranks' trees to a place, for a format that is only read; None for one that is saved.
         examples: how many random states are tried.
@@ -41,7 +41,7 @@ class Subject:
 
     backend: str
     version: int
-    strategies: Strategies
+    strategies: Strategies | None
     directory: Callable[[], Directory]
     save: Writer | None
     examples: int

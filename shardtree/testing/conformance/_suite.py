@@ -7,7 +7,7 @@ from functools import partial
 
 from ...errors import StrategyError, error_text
 from ...storage import Directory, MemoryStorage
-from ...strategies import Strategies, StrategyAction, default_strategies
+from ...strategies import Strategies, StrategyAction
 from . import _contents_cases, _file_cases, _layout_cases, _random_cases, _row_cases, _tensor_cases, _value_cases
 from ._report import Broken, Refusal, Refused, StrategyReport, failure_text, told
 from ._subject import Case, Promise, Subject, Writer, raising
@@ -26,7 +26,7 @@ def check_strategy(
     backend: str,
     version: int,
     *,
-    strategies: Strategies = default_strategies,
+    strategies: Strategies | None = None,
     directory: Callable[[], Directory] = MemoryStorage,
     save: Writer | None = None,
     examples: int = 10,
