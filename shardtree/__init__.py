@@ -42,6 +42,7 @@ from .mapping import is_main_replica as is_main_replica
 from .trees import HOLE as HOLE
 from .trees import Difference as Difference
 from .trees import Hole as Hole
+from .trees import Record as Record
 from .trees import apply_factories as apply_factories
 from .trees import apply_factory_merges as apply_factory_merges
 from .trees import cast as cast
