@@ -90,7 +90,7 @@ SHARING: dict[str, Of] = {
     "apply_factories": apply_factories,
     "build_factories": lambda tree: build_factories(tree)[0],
     "prefix": lambda tree: prefix(tree, "p."),
-    "rename": lambda tree: rename(tree, {"a": "z"}),
+    "rename": lambda tree: rename(tree, lambda key: {"a": "z"}.get(key, key)),
     "cast": lambda tree: cast(tree, torch.float16),
     "unwrap": unwrap,
     "without_data": without_data,
