@@ -95,7 +95,7 @@ def load(
             same on all.
         CorruptCheckpoint: stored bytes aren't what was saved.
         UnsafeFile: it holds pickled values, and `allow_pickle` isn't given.
-        RemoteError: another rank failed.
+        RemoteError: on every rank where one of several failed; also of the class above that the failures share.
 
     Examples:
         >>> import tempfile, torch, shardtree as st

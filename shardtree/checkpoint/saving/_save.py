@@ -96,7 +96,7 @@ def save(
             compared, or `layout` isn't what the ranks hold, or not the same on all.
         UnsupportedValue: a value can't be stored, or a shard is hidden in one.
         StorageError: files can't be written, or ranks don't see the same folder.
-        RemoteError: another rank failed.
+        RemoteError: on every rank where one of several failed; also of the class above that the failures share.
 
     Examples:
         >>> import tempfile, torch, shardtree as st
