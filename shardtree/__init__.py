@@ -27,6 +27,7 @@ from .errors import UnsafeFile as UnsafeFile
 from .errors import UnsupportedValue as UnsupportedValue
 from .errors import WorldError as WorldError
 from .lazy import LazyTensor as LazyTensor
+from .lazy import lazy_map as lazy_map
 from .mapping import CommonStateDict as CommonStateDict
 from .mapping import FactoryBuildFn as FactoryBuildFn
 from .mapping import FactoryMergeFn as FactoryMergeFn
