@@ -81,35 +81,63 @@ class Elementwise:
         return slabs(shape, max(1, WINDOW_BYTES // row))
 
     def _value(self, values: Sequence[Any], window: Shape) -> torch.Tensor:
-        result = self.function(*values, **self.options)
-        if self.is_checked:
-            check_kind(result, window, self.dtype)
-            if not self.tried:
-                check_elementwise(self.function, values)
-                self.tried.append(True)
-        return result
+        if self.is_checked and not self.tried:
+            check_elementwise(self.function, values)
+            self.tried.append(True)
+        # Sums, products and quotients of real numbers are rounded alike wherever an element lies. What else torch
+        # computes one by one at the end of a row, and by the processor's vectors elsewhere, isn't.
+        is_exact = not (self.is_checked or self.options or self.dtype.is_complex)
+        if is_exact or not window:
+            return self.function(*values, **self.options)
+        return self._in_stretches(values).view(window)
+
+    def _in_stretches(self, values: Sequence[Any]) -> torch.Tensor:
+        """Return a window's elements along one axis, each computed as all others are, however the window is cut."""
+        flat = [value.reshape(-1) if isinstance(value, torch.Tensor) and value.ndim else value for value in values]
+        count = next(value.numel() for value in flat if isinstance(value, torch.Tensor) and value.ndim)
+        found = torch.empty(count, dtype=self.dtype)
+        for start in range(0, count, _STRETCH):
+            stop = min(count, start + _STRETCH)
+            parts = [
+                _padded(each[start:stop]) if isinstance(each, torch.Tensor) and each.ndim else each for each in flat
+            ]
+            result = self.function(*parts, **self.options)
+            check_kind(result, tuple(parts[0].shape) if self.is_checked else None, self.dtype)
+            found[start:stop] = result[: stop - start]
+        return found
 
 
-def check_kind(result: Any, shape: Shape, dtype: torch.dtype | None) -> None:
-    """Raise unless a caller's function returned a tensor of the shape and dtype that it has to have.
+_STRETCH = 32_768
+"""Elements that torch computes in one thread."""
+_VECTOR = 64
+"""Elements of which the processor's vectors hold a divisor."""
+
+
+def _padded(stretch: torch.Tensor) -> torch.Tensor:
+    """Return a stretch of whole vectors, its last element repeated."""
+    missing = -len(stretch) % _VECTOR
+    return torch.cat([stretch, stretch[-1:].expand(missing)]) if missing else stretch.contiguous()
+
+
+def check_kind(result: Any, shape: Shape | None, dtype: torch.dtype | None) -> None:
+    """Raise unless a function returned a tensor of the shape and dtype that it has to have, where these are known.
 
     Raises:
         UnsupportedValue: it didn't.
     """
     is_tensor = isinstance(result, torch.Tensor)
-    if is_tensor and tuple(result.shape) == shape and dtype in (None, result.dtype):
+    if is_tensor and shape in (None, tuple(result.shape)) and dtype in (None, result.dtype):
         return
     found = f"{tuple(result.shape)} {result.dtype}" if is_tensor else type(result).__name__
     expected = f"{shape} {dtype}" if dtype else f"a tensor of shape {shape}"
-    what = "lazy_map: the function returned something else for a window of its operands"
+    what = "lazy_map: the function returned something else for a stretch of its operands"
     raise UnsupportedValue(error_text(what, found=found, expected=expected, fix=_FIX))
 
 
 def check_elementwise(function: Callable[..., Any], values: Sequence[torch.Tensor]) -> None:
-    """Raise unless a function gives the same elements for a window whole, in two other cuts, and transposed.
+    """Raise unless a function gives the same bits for a window whole, in two other cuts, and transposed.
 
-    At most 16,384 elements are tried. They are compared bit for bit, but where there are so few that torch computes
-    some of them one by one and others by the processor's vectors, which it rounds differently.
+    At most 16,384 elements are tried, as tensors of one axis and whole vectors.
 
     Args:
         function: the caller's.
@@ -127,55 +155,33 @@ def check_elementwise(function: Callable[..., Any], values: Sequence[torch.Tenso
         lazy_map: the function isn't elementwise: cut in 2 along axis 0, the first window gives other elements
     """
     samples = [_sample(value) for value in values]
-    is_exact = all(length % step == 0 for length, step in zip(samples[0].shape, _steps(samples[0]), strict=True))
-    whole = function(*samples)
+    whole = _result(function, samples)
     cuts = [(0, 2), (0, 3)] if whole.ndim == 1 else [(0, 2), (1, 3)]
     for axis, count in cuts:
-        pieces = zip(*(_pieces(sample, axis, count, is_exact) for sample in samples), strict=True)
-        results = [function(*piece) for piece in pieces]
-        if len(results) > 1 and not _are_same(_joined(results, axis), whole, is_exact):
-            raise _not_elementwise(f"cut in {len(results)} along axis {axis}")
+        pieces = list(zip(*(sample.tensor_split(count, axis) for sample in samples), strict=True))
+        found = torch.cat([_result(function, piece) for piece in pieces if piece[0].numel()], axis)
+        if not torch.equal(_bits(found), _bits(whole)):
+            raise _not_elementwise(f"cut in {count} along axis {axis}")
     if whole.ndim == 2:
-        turned = function(*(sample.T.contiguous() for sample in samples))
-        if not _are_same(turned.T if isinstance(turned, torch.Tensor) else None, whole, is_exact):
+        turned = _result(function, [sample.T for sample in samples]).T
+        if not torch.equal(_bits(turned), _bits(whole)):
             raise _not_elementwise("transposed")
 
 
 def _sample(value: torch.Tensor) -> torch.Tensor:
-    """Return some elements of a window, along one axis or two, as multiples of what vectors hold if it has so many."""
-    flat = value.reshape(-1, value.shape[-1]) if value.ndim > 1 else value.reshape(-1)
-    most = (128, 128) if flat.ndim == 2 else (16_384,)
-    few = flat[tuple(slice(0, length) for length in most)]
-    steps = _steps(few)
-    lengths = [n // step * step if n >= 2 * step else n for n, step in zip(few.shape, steps, strict=True)]
-    return few[tuple(slice(0, length) for length in lengths)].contiguous()
+    """Return some elements of a window, along two axes where it has as many."""
+    if value.ndim < 2:
+        return value.reshape(-1)[:16_384]
+    return value.reshape(-1, value.shape[-1])[:128, :128]
 
 
-def _steps(sample: torch.Tensor) -> tuple[int, ...]:
-    return (8, 8) if sample.ndim == 2 else (64,)
-
-
-def _pieces(sample: torch.Tensor, axis: int, count: int, is_exact: bool) -> list[torch.Tensor]:
-    """Return a sample's pieces along an axis, dense as windows are: torch rounds otherwise in strided memory."""
-    step = _steps(sample)[axis] if is_exact else 1
-    size = max(step, sample.shape[axis] // count // step * step)
-    return [piece.contiguous() for piece in torch.split(sample, size, axis)]
-
-
-def _joined(results: Sequence[Any], axis: int) -> torch.Tensor | None:
-    """Return what a function gave for pieces as one tensor; None where they make none."""
-    try:
-        return torch.cat(list(results), axis)
-    except (RuntimeError, TypeError, IndexError):
-        return None
-
-
-def _are_same(found: torch.Tensor | None, whole: torch.Tensor, is_exact: bool) -> bool:
-    if found is None or found.dtype != whole.dtype or found.shape != whole.shape:
-        return False
-    if is_exact or not (whole.is_floating_point() or whole.is_complex()):
-        return torch.equal(_bits(found), _bits(whole))
-    return torch.allclose(found, whole, rtol=8 * torch.finfo(whole.dtype).eps, atol=0.0, equal_nan=True)
+def _result(function: Callable[..., Any], values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return what a function gives for tensors, which it is passed along one axis, as whole vectors."""
+    flat = [_padded(value.reshape(-1)) for value in values]
+    result = function(*flat)
+    check_kind(result, tuple(flat[0].shape), None)
+    count, shape = values[0].numel(), tuple(values[0].shape)
+    return result[:count].view(shape)  # type: ignore[no-any-return]
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -189,10 +195,11 @@ def _not_elementwise(how: str) -> UnsupportedValue:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Product:
-    """The product of two matrices: each window has whole rows of the left and whole columns of the right.
+    """The product of two matrices, computed in blocks: whole rows of the left by whole columns of the right.
 
-    Where one window holds all of it, it is bit for bit what ``torch.matmul`` gives. Else sums may be rounded
-    differently: within ``K * eps * (abs(left) @ abs(right))``, K the length of the sums.
+    Blocks lie on one grid, whatever is read, so that each element has the same bits however the product is cut. Where
+    one block holds all of it, these are what ``torch.matmul`` gives. Else sums may be rounded differently: within
+    ``K * eps * (abs(left) @ abs(right))``, K the length of the sums.
 
     Attributes:
         left: (M, K).
@@ -219,38 +226,35 @@ class Product:
     def read_box(self, offset: Shape, shape: Shape) -> torch.Tensor:
         """Return a box's elements in a new tensor that the caller owns."""
         found, inner = torch.zeros(shape, dtype=self.dtype), self.left.shape[1]
-        for column, width in self._columns(shape):
-            right = self.right.read_box((0, offset[1] + column), (inner, width))
-            for row, height in self._rows(shape, width):
-                left = self.left.read_box((offset[0] + row, 0), (height, inner))
-                found[row : row + height, column : column + width] = torch.matmul(left, right)
+        height, width = self._block()
+        for column, columns in _spans(offset[1], shape[1], width, self.shape[1]) if inner else ():
+            right = self.right.read_box((0, column), (inner, columns))
+            for row, rows in _spans(offset[0], shape[0], height, self.shape[0]):
+                block = torch.matmul(self.left.read_box((row, 0), (rows, inner)), right)
+                low, left = max(row, offset[0]), max(column, offset[1])
+                part = block[low - row : offset[0] + shape[0] - row, left - column : offset[1] + shape[1] - column]
+                found[low - offset[0] :, left - offset[1] :][: part.shape[0], : part.shape[1]] = part
         return found
 
     def box_fetches(self, offset: Shape, shape: Shape) -> Iterator[Fetch]:
         """Yield what reading the box would ask storage for, in that order."""
-        inner = self.left.shape[1]
-        for column, width in self._columns(shape):
-            yield from self.right.box_fetches((0, offset[1] + column), (inner, width))
-            for row, height in self._rows(shape, width):
-                yield from self.left.box_fetches((offset[0] + row, 0), (height, inner))
+        inner, (height, width) = self.left.shape[1], self._block()
+        for column, columns in _spans(offset[1], shape[1], width, self.shape[1]) if inner else ():
+            yield from self.right.box_fetches((0, column), (inner, columns))
+            for row, rows in _spans(offset[0], shape[0], height, self.shape[0]):
+                yield from self.left.box_fetches((row, 0), (rows, inner))
 
-    def _columns(self, shape: Shape) -> Iterator[tuple[int, int]]:
-        """Yield where the windows' columns begin and how many there are; none where sums have no terms."""
-        inner = self.left.shape[1]
-        return _spans(shape[1], self._most // 2 // inner) if inner else iter(())
-
-    def _rows(self, shape: Shape, width: int) -> Iterator[tuple[int, int]]:
-        inner = self.left.shape[1]
-        return _spans(shape[0], (self._most - width * inner) // (inner + width))
-
-    @property
-    def _most(self) -> int:
-        return WINDOW_BYTES // self.dtype.itemsize
+    def _block(self) -> tuple[int, int]:
+        """Return how many rows and columns a block has."""
+        inner, most = max(1, self.left.shape[1]), WINDOW_BYTES // self.dtype.itemsize
+        width = max(1, min(self.shape[1], most // 2 // inner))
+        return max(1, (most - width * inner) // (inner + width)), width
 
 
-def _spans(length: int, most: int) -> Iterator[tuple[int, int]]:
-    step = max(1, most)
-    return ((start, min(step, length - start)) for start in range(0, length, step))
+def _spans(start: int, count: int, step: int, length: int) -> Iterator[tuple[int, int]]:
+    """Yield where the grid's spans begin that meet a range, and how long they are, the last one shorter."""
+    first = start // step * step
+    return ((low, min(step, length - low)) for low in range(first, start + count, step))
 
 
 def check_one_shape(name: str, operation: str, shapes: Sequence[Shape]) -> None:

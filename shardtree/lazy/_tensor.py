@@ -367,7 +367,7 @@ def lazy_map(function: Callable[..., torch.Tensor], *lazies: LazyTensor) -> Lazy
     """Return the lazy tensor of a function of each element, computed window by window when it is read.
 
     Args:
-        function: from tensors of one shape, in order, to a tensor of that shape; pure, and elementwise: an element of
+        function: from tensors of one axis, in order, to a tensor of their shape; pure, and elementwise: an element of
             the result depends on the elements at its index alone. It is tried at once on tensors of one element, for
             the result's dtype; and on the first window that is read also in other cuts, and transposed where there are
             two axes: it must give the same bits.
@@ -391,9 +391,8 @@ def lazy_map(function: Callable[..., torch.Tensor], *lazies: LazyTensor) -> Lazy
         what, fix = "lazy_map: operands that aren't lazy tensors", "Give it what open_checkpoint has as shards' data."
         raise UnsupportedValue(error_text(what, found=", ".join(others) or "none", fix=fix))
     check_one_shape(lazies[0].name, "lazy_map", [one.shape for one in lazies])
-    one_each = (1,) * lazies[0].ndim
-    sample = function(*(torch.ones(one_each).to(one.dtype) for one in lazies))
-    check_kind(sample, one_each, None)
+    sample = function(*(torch.ones(1).to(one.dtype) for one in lazies))
+    check_kind(sample, (1,), None)
     name = f"lazy_map({', '.join(shorten((one.name for one in lazies), shown=2))})"
     shape = tuple(lazies[0].shape)
     return _whole(Elementwise(function, lazies, {}, shape, sample.dtype, name, is_checked=True))

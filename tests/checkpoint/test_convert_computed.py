@@ -1,0 +1,129 @@
+"""Soups, averages and merges of adapters, converted: torch's bits, told apart from others, in bounded memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import shardtree as st
+from shardtree.checkpoint import OpenCheckpoint
+from shardtree.checkpoint.conversion._identity import conversion_digest
+from shardtree.checkpoint.conversion._pieces import batches_of
+from shardtree.errors import UnsupportedValue
+from shardtree.storage import MemoryStorage
+
+SHAPES = {"embedding": (40, 16), "layers.0.w": (16, 24), "norm": (16,)}
+RANK = 4
+
+
+def weights(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {key: torch.randn(shape, generator=generator) for key, shape in SHAPES.items()}
+
+
+def adapter() -> dict[str, torch.Tensor]:
+    rows, columns = SHAPES["layers.0.w"]
+    return {"layers.0.w.A": torch.randn(RANK, columns), "layers.0.w.B": torch.randn(rows, RANK)}
+
+
+def saved(tensors: Mapping[str, torch.Tensor], backend: str = "safetensors") -> MemoryStorage:
+    folder = MemoryStorage()
+    shards = {key: st.ShardedTensor.from_rank_offsets(key, data) for key, data in tensors.items()}
+    st.save(shards, folder, (backend, 1))
+    return folder
+
+
+def over(f: Callable[..., Any], *others: OpenCheckpoint) -> Callable[[Any], Any]:
+    """Return the transform that makes each tensor of itself and those of its name in other checkpoints."""
+
+    def transform(tree: Mapping[str, st.ShardedTensor]) -> dict[str, st.ShardedTensor]:
+        return {key: replace(each, data=f(each.data, *(one[key].data for one in others))) for key, each in tree.items()}
+
+    return transform
+
+
+def merged(base: Any, down: Any, up: Any) -> Any:
+    return base + 0.5 * (up @ down)
+
+
+ONE, TWO, THREE = weights(1), weights(2), weights(3)
+SUMS: dict[str, tuple[Callable[..., Any], list[dict[str, torch.Tensor]]]] = {
+    "soup": (lambda a, b, c: (a + b + c) / 3, [TWO, THREE]),
+    "average": (lambda a, b: 0.9 * a + 0.1 * b, [TWO]),
+    "difference": (lambda a, b: a - (b - a) * 2.5, [TWO]),
+    "squared": (lambda a: st.lazy_map(torch.square, a) if isinstance(a, st.LazyTensor) else torch.square(a), []),
+}
+
+
+@pytest.mark.parametrize(
+    "backend", [("safetensors", 1), ("torch_dist", 1), ("dcp", 1), ("zarr", 3), ("huggingface", 1)]
+)
+@pytest.mark.parametrize("name", SUMS)
+def test_what_is_computed_of_checkpoints_is_torchs_bit_for_bit(name: str, backend: tuple[str, int]) -> None:
+    f, others = SUMS[name]
+    opened = [st.open_checkpoint(saved(each)) for each in others]
+    folder = MemoryStorage()
+    report = st.convert(saved(ONE), folder, backend=backend, transform=over(f, *opened), max_bytes_in_flight=600)
+    assert report.verified_nbytes == report.nbytes == sum(tensor.nbytes for tensor in ONE.values())
+    found = st.load_plain_tensors(folder)
+    assert all(torch.equal(found[key], f(data, *(each[key] for each in others))) for key, data in ONE.items())
+
+
+@pytest.mark.parametrize("most", [300, 2**20])
+def test_an_adapter_is_merged_into_its_base(most: int) -> None:
+    low_rank = adapter()
+    opened = st.open_checkpoint(saved(low_rank))
+
+    def transform(tree: Mapping[str, st.ShardedTensor]) -> dict[str, st.ShardedTensor]:
+        base = tree["layers.0.w"]
+        data = merged(base.data, opened["layers.0.w.A"].data, opened["layers.0.w.B"].data)
+        return {**tree, "layers.0.w": replace(base, data=data)}
+
+    folder = MemoryStorage()
+    st.convert(saved(ONE), folder, backend="safetensors", transform=transform, max_bytes_in_flight=most)
+    found = st.load_plain_tensors(folder)["layers.0.w"]
+    assert torch.equal(found, merged(ONE["layers.0.w"], *low_rank.values()))
+
+
+def digest_of(f: Callable[..., Any], source: MemoryStorage, *others: MemoryStorage) -> str:
+    opened = st.open_checkpoint(source)
+    tree = over(f, *map(st.open_checkpoint, others))(dict(opened))
+    batches = batches_of(list(tree.values()), [], None, 2**20)
+    return conversion_digest(opened.checkpoint, (("safetensors", 1), ("safetensors", 1)), batches, allow_pickle=False)
+
+
+def test_a_conversion_is_known_by_the_formula_and_by_the_other_checkpoints() -> None:
+    source, other, third = (saved(each) for each in (ONE, TWO, THREE))
+    formulas = [
+        lambda a, b: a + b,
+        lambda a, b: a - b,
+        lambda a, b: b + a,
+        lambda a, b: a + 2 * b,
+        lambda a, b: a + 3 * b,
+    ]
+    found = [digest_of(f, source, other) for f in formulas]
+    assert found == [digest_of(f, source, other) for f in formulas]
+    assert len({*found, digest_of(formulas[0], source, third)}) == len(formulas) + 1
+    assert digest_of(formulas[0], source, saved({**TWO, "norm": TWO["norm"] + 1})) not in found
+
+
+def test_what_a_callers_function_makes_is_never_taken_for_what_another_made() -> None:
+    source = saved(ONE)
+
+    def mapped(data: Any) -> Any:
+        return st.lazy_map(torch.square, data)
+
+    assert digest_of(mapped, source) != digest_of(mapped, source)
+
+
+def test_a_function_that_is_not_elementwise_stops_a_conversion() -> None:
+    folder = MemoryStorage()
+    with pytest.raises(UnsupportedValue, match="lazy_map: the function isn't elementwise"):
+        st.convert(
+            saved(ONE), folder, backend="safetensors", transform=over(lambda a: st.lazy_map(lambda x: x / x.norm(), a))
+        )
+    assert not st.is_checkpoint(folder)
