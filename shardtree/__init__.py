@@ -44,6 +44,7 @@ from .trees import Difference as Difference
 from .trees import Hole as Hole
 from .trees import apply_factories as apply_factories
 from .trees import apply_factory_merges as apply_factory_merges
+from .trees import bind as bind
 from .trees import cast as cast
 from .trees import combine as combine
 from .trees import common_with_holes as common_with_holes
@@ -63,7 +64,6 @@ from .trees import prefix as prefix
 from .trees import rename as rename
 from .trees import select as select
 from .trees import shard_leaves as shard_leaves
-from .trees import step as step
 from .trees import unwrap as unwrap
 from .trees import without_data as without_data
 from .trees import without_holes as without_holes

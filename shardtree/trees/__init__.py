@@ -8,8 +8,8 @@ from ._checks import check_is_tree as check_is_tree
 from ._checks import refuse_dtensors as refuse_dtensors
 from ._checks import refuse_hidden as refuse_hidden
 from ._checks import told_of_depth as told_of_depth
+from ._compose import bind as bind
 from ._compose import compose as compose
-from ._compose import step as step
 from ._difference import Difference as Difference
 from ._difference import diff as diff
 from ._edit import cast as cast

@@ -47,7 +47,7 @@ extract_metadata
 apply_factories
 apply_factory_merges
 compose
-step
+bind
 join
 common_with_holes
 without_holes

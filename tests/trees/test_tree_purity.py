@@ -17,6 +17,7 @@ from shardtree.trees import (
     HOLE,
     apply_factories,
     apply_factory_merges,
+    bind,
     build_factories,
     cast,
     check_is_tree,
@@ -45,7 +46,6 @@ from shardtree.trees import (
     rename,
     select,
     shard_leaves,
-    step,
     unwrap,
     with_data,
     without_data,
@@ -75,7 +75,7 @@ def is_boxed(leaf: Any) -> bool:
 NEW: dict[str, Of] = {
     "map_shards": lambda tree: map_shards(lambda leaf: leaf, tree),
     "map_data": lambda tree: map_data(torch.neg, tree),
-    "partition": lambda tree: partition(lambda leaf: leaf is None, tree),
+    "partition": lambda tree: partition(tree, lambda leaf: leaf is None),
     "extract_sharded": extract_sharded,
     "extract_nonpersistent": extract_nonpersistent,
     "common_with_holes": common_with_holes,
@@ -95,7 +95,7 @@ SHARING: dict[str, Of] = {
     "unwrap": unwrap,
     "without_data": without_data,
     "apply_factory_merges": lambda tree: apply_factory_merges(tree, map_shards(lambda leaf: None, tree)),
-    "compose": compose(unwrap, step(prefix, "p.")),
+    "compose": compose(unwrap, bind(prefix, "p.")),
     "prune": prune,
 }
 JOINING: dict[str, Of] = {
@@ -188,4 +188,4 @@ def test_an_unchanged_subtree_is_shared_catches_copies() -> None:
 
 def test_every_public_function_is_held_to_this() -> None:
     functions = {name for name in vars(shardtree.trees) if not name.startswith("_") and name.islower()}
-    assert functions <= {*EVERY, "apply_factory_merges", "compose", "step", "register_nodes"} | OF_NO_TREE
+    assert functions <= {*EVERY, "apply_factory_merges", "bind", "compose", "register_nodes"} | OF_NO_TREE
