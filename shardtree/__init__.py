@@ -61,10 +61,11 @@ from .trees import merge as merge
 from .trees import narrow as narrow
 from .trees import partition as partition
 from .trees import prefix as prefix
+from .trees import rebox as rebox
 from .trees import rename as rename
 from .trees import select as select
 from .trees import shard_leaves as shard_leaves
-from .trees import unwrap as unwrap
+from .trees import unbox as unbox
 from .trees import without_data as without_data
 from .trees import without_holes as without_holes
 

@@ -16,7 +16,6 @@ from ._edit import cast as cast
 from ._edit import narrow as narrow
 from ._edit import prefix as prefix
 from ._edit import rename as rename
-from ._edit import unwrap as unwrap
 from ._edit import without_data as without_data
 from ._factories import apply_factories as apply_factories
 from ._factories import apply_factory_merges as apply_factory_merges
@@ -56,5 +55,7 @@ from ._registry import NAMESPACE as NAMESPACE
 from ._registry import register_nodes
 from ._registry import with_data as with_data
 from ._select import select as select
+from ._unbox import rebox as rebox
+from ._unbox import unbox as unbox
 
 register_nodes()

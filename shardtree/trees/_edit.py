@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..errors import ShapeError, TreeError, error_text
-from ..mapping import LocalNonpersistentObject, ShardedBase, ShardedObject, ShardedTensor, ShardedTensorFactory
+from ..mapping import ShardedBase, ShardedObject, ShardedTensor, ShardedTensorFactory
 from ._nodes import Tree, flatten, map_sharing
 from ._registry import with_data
 
@@ -127,17 +127,6 @@ def _narrow(leaf: Any, dim: int, start: int, length: int) -> Any:
         return leaf
     parts = leaf.narrow(dim, start, length)
     return parts[0] if leaf.flattened_range is None else parts
-
-
-def unwrap(tree: Tree) -> Tree:
-    """Return the tree with each `LocalNonpersistentObject` replaced by what it holds.
-
-    Examples:
-        >>> from shardtree.mapping import LocalNonpersistentObject
-        >>> unwrap({"cache": LocalNonpersistentObject([1])})
-        {'cache': [1]}
-    """
-    return map_sharing(lambda leaf: leaf.unwrap() if isinstance(leaf, LocalNonpersistentObject) else leaf, tree)
 
 
 def without_data(tree: Tree) -> Tree:

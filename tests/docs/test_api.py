@@ -39,7 +39,8 @@ prefix
 select
 cast
 narrow
-unwrap
+unbox
+rebox
 without_data
 extract_sharded
 extract_nonpersistent

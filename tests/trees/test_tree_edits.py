@@ -29,7 +29,6 @@ from shardtree.trees import (
     narrow,
     prefix,
     rename,
-    unwrap,
     without_data,
 )
 from tests.trees.samples import assert_caught, flat_shard, halves, join_halves, outline, trees
@@ -108,9 +107,8 @@ def test_narrow_puts_a_shard_for_a_box_and_a_list_for_a_flat_one() -> None:
         narrow([FACTORY], 0, 0, 1)
 
 
-def test_unwrap_and_without_data() -> None:
+def test_without_data() -> None:
     tree = {"w": W, "f": FACTORY, "rng": RNG, "local": LocalNonpersistentObject([1]), "step": 3}
-    assert unwrap(tree) == {**tree, "local": [1]}
     bare = without_data(tree)
     assert all(bare[key] == tree[key].without_data() for key in ("w", "f", "rng"))
     assert bare["local"] is tree["local"]

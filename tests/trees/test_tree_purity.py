@@ -41,12 +41,13 @@ from shardtree.trees import (
     partition,
     prefix,
     prune,
+    rebox,
     refuse_dtensors,
     refuse_hidden,
     rename,
     select,
     shard_leaves,
-    unwrap,
+    unbox,
     with_data,
     without_data,
     without_holes,
@@ -92,10 +93,10 @@ SHARING: dict[str, Of] = {
     "prefix": lambda tree: prefix(tree, "p."),
     "rename": lambda tree: rename(tree, {"a": "z"}),
     "cast": lambda tree: cast(tree, torch.float16),
-    "unwrap": unwrap,
+    "unbox": unbox,
     "without_data": without_data,
     "apply_factory_merges": lambda tree: apply_factory_merges(tree, map_shards(lambda leaf: None, tree)),
-    "compose": compose(unwrap, bind(prefix, "p.")),
+    "compose": compose(unbox, bind(prefix, "p.")),
     "prune": prune,
 }
 JOINING: dict[str, Of] = {
@@ -103,6 +104,7 @@ JOINING: dict[str, Of] = {
     "combine": lambda tree: combine(tree, map_shards(lambda leaf: HOLE, tree)),
     "join": lambda tree: join(tree, map_shards(lambda leaf: HOLE, tree)),
     "join_target": lambda tree: join(common_with_holes(tree), map_shards(loaded, tree)),
+    "rebox": lambda tree: rebox(tree, unbox(tree)),
     "select": lambda tree: select(tree, "a*"),
     "namedtuple_types": namedtuple_types,
     "narrow": lambda tree: narrow(apply_factories(tree), 0, 0, 0),
@@ -162,7 +164,7 @@ def test_a_map_makes_new_containers(name: str, tree: Any) -> None:
 
 
 def test_a_map_makes_new_containers_catches_sharing() -> None:
-    assert_caught(makes_new_containers, unwrap, trees())
+    assert_caught(makes_new_containers, unbox, trees())
 
 
 def shares_what_stays(f: Of, tree: Any) -> None:
