@@ -144,11 +144,11 @@ def without_data(tree: Tree, *, meta: bool = False) -> Tree:
     Examples:
         >>> import torch
         >>> from shardtree.mapping import ShardedObject, ShardedTensor
-        >>> tree = {"rng": ShardedObject("rng", 1, (1,), (0,)), "w": ShardedTensor.from_rank_offsets("w", torch.ones(2))}
-        >>> without_data(tree)["rng"].data, without_data(tree)["w"].data
-        (None, None)
-        >>> without_data(tree, meta=True)["w"].data
-        tensor(..., device='meta', size=(2,))
+        >>> tree = [ShardedObject("rng", 1, (1,), (0,)), ShardedTensor.from_rank_offsets("w", torch.ones(2))]
+        >>> [leaf.data for leaf in without_data(tree)]
+        [None, None]
+        >>> [leaf.data for leaf in without_data(tree, meta=True)]
+        [None, tensor(..., device='meta', size=(2,))]
     """
     drop = _with_meta_data if meta else _without_data
     return map_sharing(lambda leaf: drop(leaf) if isinstance(leaf, ShardedBase) else leaf, tree)
