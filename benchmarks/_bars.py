@@ -49,7 +49,7 @@ class Settings:
 
     Attributes:
         folder: on the storage to measure; None for the system's temporary one.
-        quick: whether everything is small, so that tests can run it; such figures mean nothing.
+        quick: whether everything is small and tried once, so that tests can run it; such figures mean nothing.
         console: where tables go.
     """
 
@@ -70,7 +70,7 @@ def parser(name: str, description: str | None) -> argparse.ArgumentParser:
     """Return a parser with the options that all benchmarks have."""
     made = argparse.ArgumentParser(prog=f"python -m {name}", description=description)
     made.add_argument("--dir", type=Path, help="a folder on the storage to measure; the system's temporary one")
-    made.add_argument("--quick", action="store_true", help="everything small, to see that it works")
+    made.add_argument("--quick", action="store_true", help="everything small and tried once, to see that it works")
     made.add_argument("--json", type=Path, help="a file for the numbers")
     made.add_argument("--strict", action="store_true", help="exit with 1 if a bar is missed")
     return made

@@ -1,9 +1,10 @@
 """The speed of fingerprints: ``python -m benchmarks.fingerprint --size 256MB``.
 
 Each tensor's fingerprint beside a copy of the same bytes into warm memory and their XXH3, with one thread and with two;
-then a save to files with and without ``fingerprint=True``, and the fingerprint of the checkpoint. In each round
-everybody has a turn, in another order. Nobody waits for the medium, and files are in the page cache. The last column
-counts the seconds of all threads on processors, which others on the machine change least.
+then a save to files with and without ``fingerprint=True``, one of replicas with and without ``check_replicas=True``,
+and the fingerprint of the checkpoint. In each round everybody has a turn, in another order. Nobody waits for the
+medium, and files are in the page cache. The last column counts the seconds of all threads on processors, which others
+on the machine change least.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -92,7 +94,19 @@ def _on_files(size: int, folder: Path) -> list[Job]:
         st.save(shards, folder / "new", durable=False, fingerprint=fingerprint)
         shutil.rmtree(folder / "new")
 
+    def save_copies(*, check_replicas: bool) -> None:
+        """Save from two ranks that hold the same, so that each looks at all that it holds."""
+
+        def save_rank(world: st.World) -> None:
+            tree = [replace(shard, replica_id=world.rank) for shard in shards]
+            st.save(tree, folder / "copies", world=world, durable=False, check_replicas=check_replicas)
+
+        st.simulate(2, save_rank)
+        shutil.rmtree(folder / "copies")
+
     return [
+        ("save of two ranks' replicas", "files", nbytes, partial(save_copies, check_replicas=False)),
+        ("the same, check_replicas=True", "files", nbytes, partial(save_copies, check_replicas=True)),
         ("save", "files", nbytes, partial(save, fingerprint=False)),
         ("save, fingerprint=True", "files", nbytes, partial(save, fingerprint=True)),
         ("fingerprint", "files", nbytes, partial(st.fingerprint, kept)),

@@ -80,7 +80,7 @@ def _measured(settings: Settings, processes: int) -> tuple[int, Seconds]:
             size=2048 if settings.quick else 64 * 1024,
             tensors=20 if settings.quick else 20_000,
             rounds=1 if settings.quick else 3,
-            tries=3,  # at least; DCP, which takes most of a minute for each round, has one
+            tries=1 if settings.quick else 3,  # at least; DCP, which takes most of a minute for each round, has one
             threads=max(1, (os.cpu_count() or 1) // processes),
             everybody=contenders,
             make=mixed_work,

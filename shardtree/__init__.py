@@ -27,6 +27,7 @@ from .errors import UnsafeFile as UnsafeFile
 from .errors import UnsupportedValue as UnsupportedValue
 from .errors import WorldError as WorldError
 from .lazy import LazyTensor as LazyTensor
+from .lazy import lazy_map as lazy_map
 from .mapping import CommonStateDict as CommonStateDict
 from .mapping import FactoryBuildFn as FactoryBuildFn
 from .mapping import FactoryMergeFn as FactoryMergeFn
@@ -42,6 +43,7 @@ from .mapping import is_main_replica as is_main_replica
 from .trees import HOLE as HOLE
 from .trees import Difference as Difference
 from .trees import Hole as Hole
+from .trees import Record as Record
 from .trees import apply_factories as apply_factories
 from .trees import apply_factory_merges as apply_factory_merges
 from .trees import bind as bind

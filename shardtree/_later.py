@@ -27,7 +27,6 @@ from .checkpoint import open_checkpoint as open_checkpoint
 from .checkpoint import remove_sharded_tensors as remove_sharded_tensors
 from .checkpoint import save as save
 from .checkpoint import verify as verify
-from .codec import Record as Record
 from .fingerprints import FingerprintPart as FingerprintPart
 from .fingerprints import add_fingerprints as add_fingerprints
 from .fingerprints import fingerprint_parts as fingerprint_parts

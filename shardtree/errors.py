@@ -82,10 +82,17 @@ class WorldError(CheckpointingException, RuntimeError):
 class RemoteError(WorldError):
     """Something failed on some rank, so that no rank goes on.
 
+    Where all failing ranks' errors share a class of this module below `CheckpointingException`, every rank raises that
+    class's twin (`RemoteNotACheckpoint` for `NotACheckpoint`), so that one ``except`` serves one rank and a thousand.
+    A twin also has the attributes of the lowest failing rank's error, as far as they can be pickled.
+
     Attributes:
         phase: what the ranks were doing.
         failures: rank -> what went wrong there.
     """
+
+    # Neither KeyError's, which quotes the text, nor OSError's, which has its errno instead.
+    __str__ = Exception.__str__
 
     def __init__(self, phase: str, failures: dict[int, str]) -> None:
         self.phase = phase
@@ -98,7 +105,77 @@ class RemoteError(WorldError):
         super().__init__(error_text(f"{phase}: failed on {plural(len(failures), 'rank')}", offenders=lines))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.phase, self.failures)
+        return type(self), (self.phase, self.failures), attributes_of(self)
+
+
+class RemoteMetadataError(RemoteError, MetadataError):
+    """A leaf was described in a way that contradicts itself, on some rank."""
+
+
+class RemoteShapeError(RemoteError, ShapeError):
+    """A shape, offset or dtype didn't fit the place that it was put in, on some rank."""
+
+
+class RemoteTreeError(RemoteError, TreeError):
+    """Two trees didn't fit together, or a tree map met what it can't hold, on some rank."""
+
+
+class RemoteKeyMismatch(RemoteError, KeyMismatch):
+    """A key was asked for that isn't there, on some rank."""
+
+
+class RemoteIntegrityError(RemoteError, IntegrityError):
+    """Some rank found that the shards don't tile their global tensors."""
+
+
+class RemoteUnsupportedValue(RemoteError, UnsupportedValue):
+    """Some rank had a value or dtype that a format can't hold."""
+
+
+class RemoteUnsafeFile(RemoteError, UnsafeFile):
+    """Some rank met a file that would run code when read."""
+
+
+class RemoteStrategyError(RemoteError, StrategyError):
+    """Some rank found no strategy, or more than one."""
+
+
+class RemoteNotACheckpoint(RemoteError, NotACheckpoint):
+    """Some rank found no finished checkpoint."""
+
+
+class RemoteAlreadyACheckpoint(RemoteError, AlreadyACheckpoint):
+    """Some rank found a checkpoint that a save would replace."""
+
+
+class RemoteCorruptCheckpoint(RemoteError, CorruptCheckpoint):
+    """Some rank met bytes that aren't what the checkpoint says that they are."""
+
+
+class RemoteCheckpointReplaced(RemoteError, CheckpointReplaced):
+    """Some rank found that a later save has replaced an open checkpoint's files."""
+
+
+class RemoteStorageError(RemoteError, StorageError):
+    """Storage refused or broke off some rank's read or write."""
+
+
+# Each class's twin. Made before any user's subclass of RemoteError, which is no twin.
+REMOTE_TWINS: dict[type[BaseException], type[RemoteError]] = {
+    twin.__bases__[1]: twin for twin in RemoteError.__subclasses__()
+}
+
+
+def attributes_of(error: BaseException) -> dict[str, Any]:
+    """Return an exception's attributes, with those that an OSError doesn't keep in its dict.
+
+    Examples:
+        >>> attributes_of(FileNotFoundError(2, "No such file", "a.bin"))
+        {'errno': 2, 'strerror': 'No such file', 'filename': 'a.bin'}
+    """
+    names = ("errno", "strerror", "filename", "filename2")
+    hidden = ((name, getattr(error, name, None)) for name in names if isinstance(error, OSError))
+    return vars(error) | {name: value for name, value in hidden if value is not None}
 
 
 def error_text(

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..codec import Record, dtype_name
+from ..codec import dtype_name
 from ..errors import plural
 from ..mapping import LocalNonpersistentObject
-from ..trees import HOLE
+from ..trees import HOLE, Record
 
 _LONGEST = 60  # characters of a value
 _NAMES = 6  # of a mapping's entries

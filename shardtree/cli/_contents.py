@@ -12,8 +12,10 @@ import numpy as np
 
 from ..checkpoint import OpenCheckpoint
 from ..codec import dtype_name
+from ..errors import KeyMismatch, error_text
 from ..layouts import Grid, chunk_grids
 from ..mapping import ShardedObject, ShardedTensor
+from ..plans import near_names
 from ..strategies import StrategyAction, get_default_strategy
 from ..strategies.index import Index, IndexMetadata, item_sizes, texts
 
@@ -124,6 +126,25 @@ def matcher(patterns: Sequence[str]) -> Callable[[str], bool]:
         return lambda _: True
     expression = re.compile("|".join(map(translate, patterns)))
     return lambda key: expression.match(key) is not None
+
+
+def check_patterns(command: str, patterns: Sequence[str], *checkpoints: Contents) -> None:
+    """Raise where a pattern matches no key of any of the checkpoints: a misspelt one would show that all is well.
+
+    Raises:
+        KeyMismatch: names each such pattern, and the key that looks most like it.
+
+    Examples:
+        >>> check_patterns("inspect", ["*.bias"], Contents((TensorRow("fc.bias", "float32", (4,), 16, None),), ()))
+    """
+    names = {row.key for contents in checkpoints for row in contents.tensors}
+    names |= {name for contents in checkpoints for row in contents.objects for name in (row.key, row.unique_key)}
+    unmatched = [pattern for pattern in patterns if not any(map(matcher([pattern]), names))]
+    if unmatched:
+        near = near_names(unmatched, names)
+        lines = [f"{one!r}" + (f" (did you mean {near[one]!r}?)" if one in near else "") for one in unmatched]
+        fix = "Leave out --key to see all keys; quote a pattern, so that the shell leaves its stars alone."
+        raise KeyMismatch(error_text(f"{command}: --key matches nothing", offenders=lines, fix=fix))
 
 
 def _indexed_tensors(index: Index) -> tuple[TensorRow, ...]:

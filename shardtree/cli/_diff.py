@@ -11,7 +11,7 @@ from ..codec import dtype_from_name
 from ..layouts import TensorKind
 from ..strategies import Strategies, StrategyAction, default_strategies
 from ._bars import bar
-from ._contents import Contents, TensorRow, contents_at, matcher, select
+from ._contents import Contents, TensorRow, check_patterns, contents_at, matcher, select
 from ._diff_show import Compared, Side, document, show_difference
 from ._output import Output, json_text
 
@@ -44,8 +44,10 @@ def run_diff(
 
 def _compare(left: str, right: str, patterns: Sequence[str], only_structure: bool, allow_pickle: bool) -> Compared:
     trees = [open_checkpoint(where, allow_pickle=allow_pickle) for where in (left, right)]
-    named = zip((left, right), trees, strict=True)
-    sides = [Side(where, tree, select(contents_at(tree), patterns)) for where, tree in named]
+    everything = [contents_at(tree) for tree in trees]
+    check_patterns("diff", patterns, *everything)
+    named = zip((left, right), trees, everything, strict=True)
+    sides = [Side(where, tree, select(contents, patterns)) for where, tree, contents in named]
     if only_structure:
         difference = structure_difference(*(side.contents for side in sides))
     else:

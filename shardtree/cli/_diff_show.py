@@ -10,10 +10,10 @@ from rich.console import Console
 from rich.text import Text
 
 from ..checkpoint import CheckpointDifference, OpenCheckpoint, ValueDifference
-from ..codec import Record, dtype_name
+from ..codec import dtype_name
 from ..errors import TreePath, plural, render_path
 from ..layouts import TensorKind
-from ..trees import Difference
+from ..trees import Difference, Record
 from ._brief import brief, kind_of, plain
 from ._contents import Contents
 from ._output import printable, spellable

@@ -8,7 +8,7 @@ from typing import Any
 from ..checkpoint import OpenCheckpoint, load_content_metadata, open_checkpoint
 from ..errors import CheckpointingException
 from ._brief import entries_of
-from ._contents import Contents, contents_at, select
+from ._contents import Contents, check_patterns, contents_at, select
 from ._files import files_in
 from ._inspect_show import Findings, document, show_findings
 from ._output import Output, complain, json_text
@@ -43,6 +43,7 @@ def run_inspect(
 def _examine(where: str, patterns: Sequence[str], sort: str, allow_pickle: bool) -> Findings:
     tree = open_checkpoint(where, allow_pickle=allow_pickle)
     everything = contents_at(tree)
+    check_patterns("inspect", patterns, everything)
     chosen = select(everything, patterns)
     order = _SORTS[sort]
     ordered = Contents(tuple(sorted(chosen.tensors, key=order)), tuple(sorted(chosen.objects, key=order)))

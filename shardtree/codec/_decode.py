@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import CheckpointingException, CorruptCheckpoint, TreePath, UnsafeFile, error_text, render_path
-from ..trees import HOLE
+from ..trees import HOLE, Record
 from . import _arrays, _containers, _scalars
 from ._containers import decode_fields
 from ._header import decode_header
 from ._json import parse_json
 from ._nodes import MAX_DEPTH, Child, Decoder, Node, Take, exactly, path_to, step_of
-from ._record import Record, instance_of, named_types
+from ._record import instance_of, named_types
 
 _DECODERS: dict[str, Decoder] = {
     **_scalars.DECODERS,

@@ -13,7 +13,6 @@ from ._parts import piece_total as piece_total
 from ._parts import run_pieces as run_pieces
 from ._parts import run_total as run_total
 from ._parts import shard_pieces as shard_pieces
-from ._slabs import slabs as slabs
 from ._tensors import FingerprintPart as FingerprintPart
 from ._tensors import add_fingerprints as add_fingerprints
 from ._tensors import column_parts as column_parts

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from ..geometry import slabs, slices
 from ._host import CONSTANT, FACTOR, MODULUS
-from ._slabs import slabs, slices
 from ._weights import LOW_BITS, Words, axis_weights, high_weights, low_weights
 
 _MOST = 1 << 24  # words that are mixed at once

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ._slabs import slabs, slices
+from ..geometry import slabs, slices
 from ._weights import Words, axis_weights
 
 FACTOR = 0x9E3779B97F4A7C15

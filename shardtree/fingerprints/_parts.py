@@ -10,12 +10,11 @@ import numpy as np
 import torch
 
 from ..errors import CheckpointingException, UnsupportedValue, error_text
-from ..geometry import flat_boxes
+from ..geometry import flat_boxes, slabs, slices
 from ..lazy import LazyTensor
 from ..mapping import ShardedTensor
 from ._device import device_total
 from ._host import MODULUS, host_total
-from ._slabs import slabs, slices
 
 PIECE = 1 << 20
 """Elements that a shard's pieces have at most: what a lazy one reads at once, and a thread's share of the work."""

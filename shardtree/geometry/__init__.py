@@ -38,3 +38,5 @@ from ._reach import reach_of as reach_of
 from ._reach import rows_in_reach as rows_in_reach
 from ._shared import shared_groups as shared_groups
 from ._tiling import tiled_groups as tiled_groups
+from ._windows import slabs as slabs
+from ._windows import slices as slices

@@ -1,4 +1,4 @@
-"""Tensors that are described now and read later: views, concatenations and casts of what storage holds."""
+"""Tensors that are described now and read later: views, casts and sums of what storage holds."""
 
 from __future__ import annotations
 
@@ -7,4 +7,5 @@ from ._many import stored_each as stored_each
 from ._sources import Fetch as Fetch
 from ._sources import Source as Source
 from ._tensor import LazyTensor as LazyTensor
+from ._tensor import lazy_map as lazy_map
 from ._tensor import stored as stored

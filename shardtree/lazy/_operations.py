@@ -24,6 +24,11 @@ VIEWS = {
 # A lazy tensor is immutable and on the CPU, so that these, without options, change nothing.
 UNCHANGED: dict[str, torch.dtype | None] = {"clone": None, "contiguous": None, "cpu": None, "detach": None}
 JOINS = {"cat", "concat", "concatenate", "stack"}
+ARITHMETIC = {
+    *("add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "truediv"),
+    *("rsub", "neg", "negative"),
+}
+PRODUCTS = {"matmul", "mm"}
 INQUIRIES = {
     *("dim", "ndimension", "size", "numel", "nelement"),
     *("element_size", "is_complex", "is_floating_point", "is_signed"),
@@ -44,11 +49,11 @@ CASTS: dict[str, torch.dtype | None] = {
 }
 
 _BINARY = (
-    *("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "divmod", "pow"),
+    *("floordiv", "mod", "divmod", "pow"),
     *("lshift", "rshift", "and", "xor", "or"),
 )
 _OTHER = (
-    *("lt", "le", "gt", "ge", "neg", "pos", "abs", "invert", "round", "bool", "int", "float", "complex", "array"),
+    *("lt", "le", "gt", "ge", "pos", "abs", "invert", "round", "bool", "int", "float", "complex", "array"),
     *("setitem", "delitem", "contains", "reversed", "reduce_ex"),
 )
 _OPERATORS = [*_BINARY, *(f"r{word}" for word in _BINARY), *_OTHER]
@@ -56,7 +61,8 @@ _OPERATORS = [*_BINARY, *(f"r{word}" for word in _BINARY), *_OTHER]
 
 _FIX = """Call read() first and do it to the tensor.
   Recorded before that: indexing, narrow, split, chunk, transpose, permute, reshape that keeps
-  runs, cat, stack and dtype casts."""
+  runs, cat, stack, dtype casts, + - * / with scalars and lazy tensors of one shape, products of
+  two matrices, and by `lazy_map` any function of each element."""
 
 
 def refusal(name: str, operation: str, why: str = "isn't recorded") -> UnsupportedValue:

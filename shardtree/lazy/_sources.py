@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -74,6 +74,10 @@ class Stored:
     def box_fetches(self, offset: Shape, shape: Shape) -> Iterator[Fetch]:
         yield Fetch(self.name, self.dtype, offset, shape)
 
+    @property
+    def made_of(self) -> tuple[Any, ...]:
+        return (self.name,)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Joined:
@@ -83,6 +87,10 @@ class Joined:
     dim: int
     shape: Shape
     dtype: torch.dtype
+
+    @property
+    def made_of(self) -> tuple[Any, ...]:
+        return "cat", self.dim, *self.parts
 
     @property
     def name(self) -> str:

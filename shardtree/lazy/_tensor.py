@@ -6,15 +6,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from math import prod
+from numbers import Number
+from operator import add, matmul, mul, neg, sub, truediv
 from typing import Any, Self
 
 import torch
 
-from shardtree.errors import MetadataError, error_text
+from shardtree.errors import MetadataError, ShapeError, UnsupportedValue, error_text, shorten
 
+from ._computed import Elementwise, Product, check_kind, check_one_shape
 from ._operations import (
+    ARITHMETIC,
     INQUIRIES,
     JOINS,
+    PRODUCTS,
     VIEWS,
     check_index,
     is_view,
@@ -62,8 +67,9 @@ def stored(read_box: ReadBox, shape: Sequence[int], dtype: torch.dtype, *, name:
 class LazyTensor:
     """A tensor by description: a view of a source, then casts. It is immutable, and equal to itself alone.
 
-    Torch's view operations, ``torch.cat``, ``torch.stack`` and dtype casts, as functions or as methods, give new
-    lazy tensors and read nothing; every other operation raises ``UnsupportedValue`` and says to call ``read()``.
+    Torch's view operations, ``torch.cat``, ``torch.stack``, dtype casts, ``+ - * /`` and products of matrices, as
+    functions, methods or operators, give new lazy tensors and read nothing; every other operation raises
+    ``UnsupportedValue`` and says to call ``read()``.
 
     Attributes:
         source: the dense tensor that this is a view of.
@@ -186,7 +192,44 @@ class LazyTensor:
         return _viewed(self, torch.Tensor.__getitem__, (self, index), {})  # type: ignore[no-any-return]
 
     def __len__(self) -> int:
-        return len(_meta(self))
+        if not self.ndim:  # torch.as_tensor and torch.tensor take us for a sequence, and ask each element
+            raise refusal(self.name, "__len__ of a 0-dim tensor")
+        return self.shape[0]
+
+    __array_ufunc__ = None  # a NumPy scalar on the left leaves arithmetic to us
+
+    def __add__(self, other: Any) -> LazyTensor:
+        return _applied(add, (self, other), {})  # type: ignore[no-any-return]
+
+    def __radd__(self, other: Any) -> LazyTensor:
+        return _applied(add, (other, self), {})  # type: ignore[no-any-return]
+
+    def __sub__(self, other: Any) -> LazyTensor:
+        return _applied(sub, (self, other), {})  # type: ignore[no-any-return]
+
+    def __rsub__(self, other: Any) -> LazyTensor:
+        return _applied(sub, (other, self), {})  # type: ignore[no-any-return]
+
+    def __mul__(self, other: Any) -> LazyTensor:
+        return _applied(mul, (self, other), {})  # type: ignore[no-any-return]
+
+    def __rmul__(self, other: Any) -> LazyTensor:
+        return _applied(mul, (other, self), {})  # type: ignore[no-any-return]
+
+    def __truediv__(self, other: Any) -> LazyTensor:
+        return _applied(truediv, (self, other), {})  # type: ignore[no-any-return]
+
+    def __rtruediv__(self, other: Any) -> LazyTensor:
+        return _applied(truediv, (other, self), {})  # type: ignore[no-any-return]
+
+    def __neg__(self) -> LazyTensor:
+        return _applied(neg, (self,), {})  # type: ignore[no-any-return]
+
+    def __matmul__(self, other: Any) -> LazyTensor:
+        return _applied(matmul, (self, other), {})  # type: ignore[no-any-return]
+
+    def __rmatmul__(self, other: Any) -> LazyTensor:
+        return _applied(matmul, (other, self), {})  # type: ignore[no-any-return]
 
     def __iter__(self) -> Iterator[LazyTensor]:
         len(self)  # of a 0-dim tensor, torch's own TypeError
@@ -223,6 +266,10 @@ def _applied(func: Callable[..., Any], args: Args, kwargs: dict[str, Any]) -> An
     name = func.__name__
     if name in JOINS:
         return _joined(func, *args, **kwargs)
+    if name in ARITHMETIC:
+        return _computed(func, args, kwargs)
+    if name in PRODUCTS:
+        return _multiplied(func, *args, **kwargs)
     operands = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor | LazyTensor)]
     lazy = next((value for value in operands if isinstance(value, LazyTensor)), None)
     if lazy is None or len(operands) > 1:
@@ -280,6 +327,76 @@ def _joined(
     # Empty parts add nothing, and one of shape (0,) may stand beside parts of any shape.
     kept = tuple(part.to(result.dtype) for part in parts if prod(part.shape))
     return _whole(Joined(kept, along, tuple(result.shape), result.dtype))
+
+
+def _computed(func: Callable[..., Any], args: Args, kwargs: dict[str, Any]) -> LazyTensor:
+    """Return a sum, difference, product or quotient of elements, or their negative."""
+    named = [kwargs.pop(word) for word in ("input", "other") if word in kwargs]
+    lazies = [value for value in (*args, *named) if isinstance(value, LazyTensor)]
+    operands = tuple(_operand(lazies[0].name, func, value) for value in (*args, *named))
+    name = f"{func.__name__}({', '.join(shorten((one.name for one in lazies), shown=2))})"
+    if kwargs.get("out") is not None:
+        raise refusal(lazies[0].name, f"{func.__name__} with out=")
+    check_one_shape(lazies[0].name, func.__name__, [one.shape for one in lazies])
+    # Torch's own promotion: a 0-dim tensor or a Python number counts for less than a tensor.
+    result = func(*(_meta(value) if isinstance(value, LazyTensor) else value for value in operands), **kwargs)
+    return _whole(Elementwise(func, operands, kwargs, tuple(result.shape), result.dtype, name))
+
+
+def _operand(name: str, func: Callable[..., Any], value: Any) -> Any:
+    if isinstance(value, LazyTensor | Number):
+        return value
+    if isinstance(value, torch.Tensor) and value.ndim == 0 and value.device.type == "cpu":
+        return value.detach().clone()  # the caller may change its own
+    kind = "a tensor that isn't lazy" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+    raise refusal(name, f"{func.__name__} with {kind}")
+
+
+def _multiplied(func: Callable[..., Any], left: Any, right: Any) -> LazyTensor:
+    lazy = next(value for value in (left, right) if isinstance(value, LazyTensor))
+    if not all(isinstance(value, LazyTensor) and value.ndim == 2 for value in (left, right)):
+        raise refusal(lazy.name, f"{func.__name__} of anything but two lazy matrices")
+    if left.shape[1] != right.shape[0] or left.dtype != right.dtype:
+        kinds = f"{tuple(left.shape)} {left.dtype} and {tuple(right.shape)} {right.dtype}"
+        expected = "as many columns as the other has rows, and one dtype"
+        raise ShapeError(error_text(f"LazyTensor {lazy.name!r}: {func.__name__}", found=kinds, expected=expected))
+    return _whole(Product(left, right, (left.shape[0], right.shape[1]), left.dtype))
+
+
+def lazy_map(function: Callable[..., torch.Tensor], *lazies: LazyTensor) -> LazyTensor:
+    """Return the lazy tensor of a function of each element, computed window by window when it is read.
+
+    Args:
+        function: from tensors of one shape, in order, to a tensor of that shape; pure, and elementwise: an element of
+            the result depends on the elements at its index alone. It is tried at once on tensors of one element, for
+            the result's dtype; and on the first window that is read also in other cuts, and transposed where there are
+            two axes: it must give the same bits.
+        lazies: of one shape, at least one.
+
+    Raises:
+        ShapeError: the tensors are of different shapes.
+        UnsupportedValue: one of them isn't lazy, or the function's result isn't a tensor of its operands' shape. Later,
+            on the first read: the function isn't elementwise.
+
+    Examples:
+        >>> whole = torch.tensor([1.0, 4.0, 9.0])
+        >>> def read_box(offset, shape):
+        ...     return whole[offset[0] : offset[0] + shape[0]].clone()
+        >>> weight = stored(read_box, (3,), torch.float32, name="weight")
+        >>> lazy_map(torch.sqrt, weight)[1:].read()
+        tensor([2., 3.])
+    """
+    others = [type(value).__name__ for value in lazies if not isinstance(value, LazyTensor)]
+    if others or not lazies:
+        what, fix = "lazy_map: operands that aren't lazy tensors", "Give it what open_checkpoint has as shards' data."
+        raise UnsupportedValue(error_text(what, found=", ".join(others) or "none", fix=fix))
+    check_one_shape(lazies[0].name, "lazy_map", [one.shape for one in lazies])
+    one_each = (1,) * lazies[0].ndim
+    sample = function(*(torch.ones(one_each).to(one.dtype) for one in lazies))
+    check_kind(sample, one_each, None)
+    name = f"lazy_map({', '.join(shorten((one.name for one in lazies), shown=2))})"
+    shape = tuple(lazies[0].shape)
+    return _whole(Elementwise(function, lazies, {}, shape, sample.dtype, name, is_checked=True))
 
 
 def _picked(box: torch.Tensor, view: Strided) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 
 from ..mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor
 from ..plans.moving import SourceTree, TargetTree, complete, take_source, take_target
-from ..trees import HOLE, join_loaded, told_of_depth
+from ..trees import HOLE, join, told_of_depth
 
 DOING = "redistribute"
 
@@ -69,7 +69,7 @@ def check_joins(ends: Ends, common: Any) -> None:
     filled = (ShardedTensor, ShardedObject, LocalNonpersistentObject)
     leaves = [leaf if isinstance(leaf, filled) else HOLE for leaf in ends.wanted.leaves]
     with told_of_depth(DOING):
-        join_loaded(_as_root(common), ends.wanted.rebuild(leaves))
+        join(common, ends.wanted.rebuild(leaves))
 
 
 def finished(ends: Ends, common: Any, tensors: Sequence[torch.Tensor], objects: Sequence[ShardedObject]) -> Any:
@@ -84,9 +84,4 @@ def finished(ends: Ends, common: Any, tensors: Sequence[torch.Tensor], objects: 
     Raises:
         Exception: what a factory's merge raises.
     """
-    return None if ends.wanted is None else complete(ends.wanted, _as_root(common), tensors, objects, DOING)
-
-
-def _as_root(common: Any) -> Any:
-    """Return what targets are joined by where nobody gives anything: nothing at all, not a place to be filled."""
-    return {} if common is HOLE else common
+    return None if ends.wanted is None else complete(ends.wanted, common, tensors, objects, DOING)

@@ -72,7 +72,7 @@ def redistribute(
         ShapeError: a tensor isn't its shard's any more, or donated tensors share memory.
         CheckpointingException: a source shard has no data, or there is no memory.
         TreeError: a target doesn't fit the common state.
-        RemoteError: another rank failed.
+        RemoteError: on every rank where one of several failed; also of the class above that the failures share.
 
     Examples:
         >>> import shardtree as st

@@ -27,6 +27,7 @@ from ._overlap import Overlap as Overlap
 from ._overlap import overlaps as overlaps
 from ._overlap import stored_elements as stored_elements
 from ._rounds import read_rounds as read_rounds
+from ._save import held_places as held_places
 from ._save import level_writes as level_writes
 from ._save import main_writes as main_writes
 from .moving import SourceTree as SourceTree

@@ -61,12 +61,14 @@ class ReadReport:
         blocks_checked: blocks, or stretches with a checksum of their own, whose hash was compared.
         blocks_unchecked: those of which only a part was read, or not to be checked, or that have no hash.
         files: files opened.
+        left_out: paths of stored plain values that the tree can't hold, since the target leaves out shards beside them.
     """
 
     bytes_read: int = 0
     blocks_checked: int = 0
     blocks_unchecked: int = 0
     files: int = 0
+    left_out: tuple[str, ...] = ()
 
     def __add__(self, other: ReadReport) -> ReadReport:
         return ReadReport(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))

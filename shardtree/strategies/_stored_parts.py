@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
-from ..fingerprints import FingerprintPart, piece_total, shard_parts, slabs
+from ..fingerprints import FingerprintPart, piece_total, shard_parts
+from ..geometry import slabs
 from ..mapping import ShardedTensor
 from ..plans import grouped
 from ..storage import in_threads

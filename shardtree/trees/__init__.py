@@ -24,9 +24,9 @@ from ._hole import HOLE as HOLE
 from ._hole import Hole as Hole
 from ._join import common_with_holes as common_with_holes
 from ._join import comparable as comparable
-from ._join import holds_only_holes as holds_only_holes
+from ._join import is_hollow as is_hollow
 from ._join import join as join
-from ._join import join_loaded as join_loaded
+from ._join import left_out as left_out
 from ._join import without_holes as without_holes
 from ._joined_data import as_integers as as_integers
 from ._joined_data import empty_data as empty_data
@@ -51,6 +51,7 @@ from ._paths import leaves_with_paths as leaves_with_paths
 from ._paths import path_key as path_key
 from ._paths import shard_leaves as shard_leaves
 from ._prune import prune as prune
+from ._record import Record as Record
 from ._registry import NAMESPACE as NAMESPACE
 from ._registry import register_nodes
 from ._registry import with_data as with_data

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
+from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..errors import TreeError, TreePath, UnsupportedValue, error_text, render_path
 from ..mapping import LocalNonpersistentObject, ShardedBase, ShardedObject
 
 _DEEPEST = 100  # levels that are searched for hidden shards; the codec stores no deeper ones
+_PLAIN = frozenset((type(None), bool, int, float, complex, str, bytes, torch.Tensor, torch.Size, torch.dtype))
+_CLOSED = (type, ModuleType, FunctionType, BuiltinFunctionType, torch.Tensor, np.ndarray, np.generic)
+"""What holds no shards, or is pickled by its name."""
 
 
 def check_is_tree(doing: str, tree: Any) -> None:
@@ -59,7 +63,11 @@ def refuse_hidden(doing: str, leaves: Sequence[tuple[TreePath, Any]]) -> None:
     Examples:
         >>> refuse_hidden("save", [(("options",), {1, 2})])
     """
-    hidden = [f"{render_path(path)}: {type(leaf).__name__}" for path, leaf in leaves if _holds_shards(_inside(leaf))]
+    hidden = [
+        f"{render_path(path)}: {type(leaf).__name__}"
+        for path, leaf in leaves
+        if type(leaf) not in _PLAIN and _holds_shards(_inside(leaf), set())
+    ]
     if hidden:
         fix = "Put shards and local objects in dicts, lists and tuples; those are entered."
         raise UnsupportedValue(error_text(f"{doing}: shards hidden in values", offenders=hidden, fix=fix))
@@ -82,25 +90,36 @@ def refuse_dtensors(doing: str, leaves: Sequence[tuple[TreePath, Any]]) -> None:
 
 
 def _inside(value: Any) -> Iterable[Any]:
-    """Return what a value holds, of the kinds of value that can hold shards and aren't trees."""
-    if isinstance(value, Namespace):
-        return vars(value).values()
-    if isinstance(value, (set, frozenset)):
+    """Return what a value holds that trees don't enter: its items, or whatever a pickle of it would take along."""
+    if type(value) in _PLAIN or isinstance(value, _CLOSED):
+        return ()
+    if isinstance(value, Mapping):
+        return value.values()
+    if isinstance(value, (list, tuple, set, frozenset, deque)):
         return value
     if isinstance(value, ShardedObject):
         return (value.data,)
-    if is_dataclass(value) and not isinstance(value, (type, ShardedBase)):
-        return [getattr(value, field.name, None) for field in fields(value)]
-    return ()
+    slots = (name for kind in type(value).__mro__ for name in _slot_names(kind))
+    # Not by hasattr and getattr alone: a property may run any code, a slot's descriptor runs none.
+    return [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in slots)]
 
 
-def _holds_shards(values: Iterable[Any], depth: int = 0) -> bool:
+def _slot_names(kind: type) -> Iterable[str]:
+    names = vars(kind).get("__slots__", ())
+    found = (names,) if isinstance(names, str) else tuple(names)
+    return (name for name in found if isinstance(vars(kind).get(name), MemberDescriptorType))
+
+
+def _holds_shards(values: Iterable[Any], seen: set[int], depth: int = 0) -> bool:
+    """Return whether a shard lies anywhere below; `seen` are the ids of what was looked into, for cycles end here."""
     if depth > _DEEPEST:
         return False
     for value in values:
         if isinstance(value, (ShardedBase, LocalNonpersistentObject)):
             return True
-        inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else None
-        if _holds_shards(_inside(value) if inner is None else inner, depth + 1):
+        if type(value) in _PLAIN or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if _holds_shards(_inside(value), seen, depth + 1):
             return True
     return False

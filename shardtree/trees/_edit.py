@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from difflib import get_close_matches
 from typing import Any
 
 import torch
 
-from ..errors import ShapeError, TreeError, error_text
+from ..errors import KeyMismatch, ShapeError, TreeError, error_text
 from ..mapping import ShardedBase, ShardedObject, ShardedTensor, ShardedTensorFactory
 from ._joined_data import empty_data
 from ._nodes import Tree, flatten, map_sharing
@@ -25,9 +26,10 @@ def rename(tree: Tree, names: Renaming) -> Tree:
 
     Args:
         tree: any tree.
-        names: old key -> new key; keys that a mapping lacks stay as they are.
+        names: old key -> new key; keys that a mapping lacks stay as they are. Or a function of the old key.
 
     Raises:
+        KeyMismatch: a mapping names a key that the tree doesn't have.
         TreeError: two keys would become one.
 
     Examples:
@@ -36,9 +38,22 @@ def rename(tree: Tree, names: Renaming) -> Tree:
         'rng_state'
     """
     keys = dict.fromkeys(leaf.key for leaf in flatten(tree)[0] if isinstance(leaf, ShardedBase))
+    if isinstance(names, Mapping):
+        _check_names(names, keys)
     new = {key: names.get(key, key) if isinstance(names, Mapping) else names(key) for key in keys}
     _check_injective(new)
     return map_sharing(lambda leaf: _with_key(leaf, new[leaf.key]) if isinstance(leaf, ShardedBase) else leaf, tree)
+
+
+def _check_names(names: Mapping[str, str], keys: Collection[str]) -> None:
+    unknown = [name for name in names if name not in keys]
+    if not unknown:
+        return
+    # Comparing with every key takes long, so only the names that are shown are compared.
+    near = {name: get_close_matches(name, keys, n=1) for name in unknown[:10] if isinstance(name, str)}
+    lines = [f"{name!r}" + "".join(f" (did you mean {one!r}?)" for one in near.get(name, ())) for name in unknown]
+    fix = "Correct them; where ranks hold different keys, pass a function, such as lambda key: names.get(key, key)."
+    raise KeyMismatch(error_text("rename: no shard of the tree has these keys", offenders=lines, fix=fix))
 
 
 def _check_injective(new: Mapping[str, str]) -> None:

@@ -1,18 +1,22 @@
 """The common tree that is stored, with holes where shards were, and its join with what a load's target got.
 
-A place keeps its position from save to load because it is stored as a hole. A container with nothing but holes is
-stored as one hole, so that the target's own shape stands there.
+A place keeps its position from save to load because it is stored as a hole. Which rank's tree is stored decides where
+holes and empty containers stand in it, so the join never lets that show on paths of the target: every container of
+the target stands in the result.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
+
+import optree
 
 from ..errors import TreeError, TreePath, error_text, render_path
 from ..mapping import LocalNonpersistentObject, ShardedBase
 from ._hole import HOLE
-from ._nodes import Tree, describe, entries, flatten, is_known_leaf, is_sequence, like, same_kind
+from ._nodes import Tree, describe, entries, flatten, is_known_leaf, is_sequence, like
+from ._record import Record
 
 
 def common_with_holes(tree: Tree) -> Tree:
@@ -60,70 +64,6 @@ def without_holes(tree: Tree) -> Tree:
     return like(tree, _filled(new)) if isinstance(tree, dict) else like(tree, new)
 
 
-def join(common: Tree, target: Tree) -> Tree:
-    """Return the stored common tree joined by what was loaded for a target.
-
-    Dicts are joined by key, lists and tuples of equal length by position, a hole or an empty list by what the target
-    has. Order is the stored one, then the target's new keys; containers are of the target's type where it has one.
-
-    Args:
-        common: as `common_with_holes` gave it.
-        target: the target's tree with each shard replaced by what was loaded and each plain value by a hole.
-            `LocalNonpersistentObject` is a box that is unwrapped here, and what it holds isn't looked into: put loaded
-            objects in one too, for they may be containers.
-
-    Returns:
-        A tree without holes; subtrees of the target that hold none are shared.
-
-    Raises:
-        TreeError: both have a value at a path, containers don't fit, or a hole in a list or tuple stays unfilled.
-
-    Examples:
-        >>> join({"step": 3, "w": HOLE, "gone": HOLE, "mixed": [HOLE, 1]}, {"mixed": ["b", HOLE], "w": "a"})
-        {'step': 3, 'w': 'a', 'mixed': ['b', 1]}
-    """
-    joined = _join(common, target, ())
-    if joined is HOLE:
-        raise _unfilled("a single shard", ["tree"])
-    return joined
-
-
-def join_loaded(common: Tree, target: Tree) -> Tree:
-    """Return `join(common, target)`, where a common tree that shows only that shards stood there is no part of it.
-
-    So a tree of nothing but shards may be loaded for a target of another shape.
-
-    Args:
-        common: as `common_with_holes` gave it.
-        target: as in `join`.
-
-    Raises:
-        TreeError: as `join`.
-
-    Examples:
-        >>> join_loaded([HOLE, HOLE], {"w": "a"})
-        {'w': 'a'}
-    """
-    both_dicts = isinstance(common, dict) and isinstance(target, dict)
-    nothing_else = holds_only_holes(common) or common == {}
-    if nothing_else and not both_dicts and any(leaf is not HOLE for leaf in flatten(target)[0]):
-        common = HOLE  # a tree of nothing but shards: the target's own shape counts
-    return join(common, target)
-
-
-def holds_only_holes(common: Any) -> bool:
-    """Return whether a common tree is the trace of a tree of nothing but shards.
-
-    Examples:
-        >>> holds_only_holes([HOLE, HOLE]), holds_only_holes({"w": HOLE, "step": 1}), holds_only_holes([])
-        (True, False, False)
-    """
-    if not isinstance(common, (dict, list, tuple)):
-        return False
-    children = list(common.values() if isinstance(common, dict) else common)
-    return bool(children) and all(child is HOLE for child in children)
-
-
 def comparable(common: Any) -> Any:
     """Return what must be the same on all ranks of a common tree: not where shards were, nor how many. New containers.
 
@@ -150,74 +90,181 @@ def _without_traces(tree: Tree) -> Tree:
     return like(tree, left if isinstance(tree, dict) else {**dict.fromkeys(children, HOLE), **left})
 
 
+def join(common: Tree, target: Tree) -> Tree:
+    """Return the stored common tree joined by what was loaded for a target.
+
+    Dicts are joined by key, lists and tuples of equal length by position, a stored record of fields by the target's
+    fields of the same names. Every container of the target stands in the result, of the target's type, whatever holes
+    and empty containers are stored there; a dict may gain stored keys, after which come the target's new ones. A
+    container of the target that names nothing to load gives way to what is stored whole where the two can't be joined.
+
+    What can't be whole is left out: a hole that the target doesn't fill goes from its dict, and a list, tuple or
+    record with such a hole goes as a whole, unless the target names something in it. `left_out` says what went.
+
+    Args:
+        common: as `common_with_holes` gave it.
+        target: the target's tree with each shard replaced by what was loaded and each plain value by a hole.
+            `LocalNonpersistentObject` is a box that is unwrapped here, and what it holds isn't looked into: put loaded
+            objects in one too, for they may be containers.
+
+    Returns:
+        A tree without holes; subtrees of the target that hold none are shared.
+
+    Raises:
+        TreeError: the target has something to load where a value is stored, or in a container that doesn't fit or
+            that would keep a hole; or nothing is left of the tree.
+
+    Examples:
+        >>> join({"step": 3, "w": HOLE, "gone": HOLE, "mixed": [HOLE, 1]}, {"mixed": ["b", HOLE], "w": "a"})
+        {'step': 3, 'w': 'a', 'mixed': ['b', 1]}
+        >>> join({"model": HOLE, "ema": [HOLE, 0.9]}, {"model": {"layers": []}})
+        {'model': {'layers': []}}
+    """
+    joined = _join(common, target, ())
+    if joined is HOLE:
+        what, fix = "join: nothing is left of the tree", "Give the target the structure that was saved, or a dict."
+        raise TreeError(error_text(what, found=describe(target), expected=_described(common), fix=fix))
+    return joined
+
+
+def left_out(common: Tree, joined: Tree) -> tuple[TreePath, ...]:
+    """Return the paths of the stored plain values that a join left out, in the stored order.
+
+    Args:
+        common: the stored common tree.
+        joined: what `join` made of it and a target.
+
+    Examples:
+        >>> common = {"ema": [HOLE, 0.9], "step": 3}
+        >>> left_out(common, join(common, {}))
+        (('ema', 1),)
+    """
+    return tuple(_lost(common, joined, ()))
+
+
+def _lost(stored: Tree, joined: Tree, path: TreePath) -> Iterator[TreePath]:
+    if joined is stored or stored is HOLE:
+        return
+    mine = _entries(stored)
+    if mine is None:
+        # A leaf is replaced by nothing but an absence or a container of the target's.
+        if joined is HOLE or _entries(joined) is not None:
+            yield path
+        return
+    pair = None if joined is HOLE else _aligned(stored, joined)
+    for (entry, child), key in zip(mine.items(), (mine if pair is None else pair[0]), strict=True):
+        yield from _lost(child, HOLE if pair is None else pair[1].get(key, HOLE), (*path, entry))
+
+
 def _join(stored: Tree, target: Tree, path: TreePath) -> Tree:
-    """Return the join at one path, or a hole where neither tree has anything."""
+    """Return the join at one path: a hole where neither tree has anything, or what they have can't be whole."""
     if stored is HOLE:
-        return target if is_known_leaf(target) else _settled(_loaded(target), path)
+        return target if is_known_leaf(target) else _settled(target, path)
     if target is HOLE:
-        return _settled(stored, path)
-    if _joinable(stored, target):
-        return _join_entries(stored, target, path)
-    if (wanted := _loaded(target)) is HOLE:
-        return _settled(stored, path)
-    if is_sequence(stored) and is_sequence(wanted) and not len(stored):
-        return _settled(wanted, path)
-    raise _conflict(stored, target, path)
+        return _left(stored)
+    if (pair := _aligned(stored, target)) is not None:
+        mine, theirs = pair
+        order = dict.fromkeys([*mine, *theirs]) if isinstance(target, dict) else theirs
+        new = {entry: _join(mine.get(entry, HOLE), theirs.get(entry, HOLE), (*path, entry)) for entry in order}
+        return _closed(target, new, path, named=_names(target))
+    if is_hollow(stored):
+        return _settled(target, path)
+    if _names(target):
+        raise _conflict(stored, target, path)
+    kept = _left(stored)
+    return _settled(target, path) if kept is HOLE else kept
 
 
-def _joinable(stored: Tree, target: Tree) -> bool:
-    if entries(stored) is None or entries(target) is None or not same_kind(stored, target):
-        return False
-    return not is_sequence(stored) or len(stored) == len(target)
-
-
-def _join_entries(stored: Tree, target: Tree, path: TreePath) -> Tree:
-    mine, theirs = entries(stored) or {}, entries(target) or {}
-    order = dict.fromkeys([*mine, *theirs])
-    new = {entry: _join(mine.get(entry, HOLE), theirs.get(entry, HOLE), (*path, entry)) for entry in order}
-    return _closed(target, new, path)
-
-
-def _loaded(target: Tree) -> Tree:
-    """Return the target with each container that got nothing as a hole: plain values, empty ones too, don't count."""
+def _settled(target: Tree, path: TreePath) -> Tree:
+    """Return a tree of the target's with its boxes unwrapped and its unfilled holes left out."""
     children = entries(target)
     if children is None:
-        return target
-    new = {entry: _loaded(child) for entry, child in children.items()}
-    if all(child is HOLE for child in new.values()):
-        return HOLE
-    return target if all(new[entry] is child for entry, child in children.items()) else like(target, new)
-
-
-def _settled(tree: Tree, path: TreePath) -> Tree:
-    """Return the tree with its boxes unwrapped and its unfilled holes left out."""
-    children = entries(tree)
-    if children is None:
-        return tree.unwrap() if isinstance(tree, LocalNonpersistentObject) else tree
+        return target.unwrap() if isinstance(target, LocalNonpersistentObject) else target
     new = {entry: _settled(child, (*path, entry)) for entry, child in children.items()}
-    same = all(new[entry] is child is not HOLE for entry, child in children.items())
-    return tree if same else _closed(tree, new, path)
+    if all(new[entry] is child is not HOLE for entry, child in children.items()):
+        return target
+    return _closed(target, new, path, named=_names(target))
 
 
-def _closed(node: Tree, new: Mapping[Any, Tree], path: TreePath) -> Tree:
-    """Return a container like the node without holes: left out of a dict, an error at a position."""
-    holes = [render_path((*path, entry)) for entry, child in new.items() if child is HOLE]
-    if holes and not isinstance(node, dict):
-        raise _unfilled(f"a {type(node).__name__}", holes)
-    return like(node, _filled(new))
+def _left(stored: Tree) -> Tree:
+    """Return what is left of a stored tree of which the target names nothing."""
+    children = _entries(stored)
+    if children is None:
+        return stored
+    new = {entry: _left(child) for entry, child in children.items()}
+    if all(new[entry] is child is not HOLE for entry, child in children.items()):
+        return stored
+    return _closed(stored, new, (), named=False)
+
+
+def _closed(node: Tree, new: Mapping[Any, Tree], path: TreePath, *, named: bool) -> Tree:
+    """Return a container like the node without holes; a hole where only a dict could do without them.
+
+    Args:
+        node: the container.
+        new: its entries, some of them holes.
+        path: where it stands.
+        named: whether the target names something in it: then leaving it out isn't an option.
+
+    Raises:
+        TreeError: it is named, and isn't a dict.
+    """
+    holes = [entry for entry, child in new.items() if child is HOLE]
+    if not holes or isinstance(node, dict):
+        return like(node, _filled(new))
+    if not named:
+        return HOLE
+    what = f"join: a {type(node).__name__} can't be put together without the places that the target doesn't fill"
+    fix = "Put shards for these places in the target, or take the whole container out of it."
+    raise TreeError(error_text(what, fix=fix, offenders=[render_path((*path, entry)) for entry in holes]))
 
 
 def _filled(children: Mapping[Any, Tree]) -> dict[Any, Tree]:
     return {entry: child for entry, child in children.items() if child is not HOLE}
 
 
-def _unfilled(place: str, holes: list[str]) -> TreeError:
-    what = f"join: shards stood in {place}, and the target asks for none there"
-    fix = "Put shards for these places in the target, or load the tensors with `load_plain_tensors`."
-    return TreeError(error_text(what, fix=fix, offenders=holes))
+def _aligned(stored: Tree, target: Tree) -> tuple[Mapping[Any, Tree], Mapping[Any, Tree]] | None:
+    """Return the entries of two containers by the target's entries, None where they can't be joined entry by entry."""
+    mine, theirs = _entries(stored), _entries(target)
+    if mine is None or theirs is None:
+        return None
+    if isinstance(target, dict):
+        return (mine, theirs) if isinstance(stored, dict) else None
+    if is_sequence(target) and is_sequence(stored):
+        return (mine, theirs) if len(mine) == len(theirs) else None
+    # Nodes of other kinds, and namedtuples whose class wasn't known, are stored by the names of their fields.
+    if type(stored) is not type(target) and not isinstance(stored, (Record, dict)):
+        return None
+    names = dict(zip(target._fields if optree.is_namedtuple(target) else theirs, theirs, strict=True))
+    return ({names[name]: child for name, child in mine.items()}, theirs) if mine.keys() == names.keys() else None
+
+
+def _entries(node: Tree) -> Mapping[Any, Tree] | None:
+    """Return a container's entries, those of a record by field."""
+    return node.fields if isinstance(node, Record) else entries(node)
+
+
+def is_hollow(stored: Tree) -> bool:
+    """Return whether a stored tree holds nothing but holes and empty containers: another rank may hold shards there.
+
+    Examples:
+        >>> is_hollow([HOLE, {"w": []}]), is_hollow([HOLE, 1])
+        (True, False)
+    """
+    children = _entries(stored)
+    return stored is HOLE if children is None else all(map(is_hollow, children.values()))
+
+
+def _names(target: Tree) -> bool:
+    """Return whether a target's tree holds anything that was loaded, or that stays with the rank."""
+    return any(leaf is not HOLE for leaf in flatten(target)[0])
 
 
 def _conflict(stored: Tree, target: Tree, path: TreePath) -> TreeError:
     what = f"join: {render_path(path, 'target')} doesn't fit {render_path(path, 'common')}"
     fix = "Give the target the structure that was saved, or take this entry out of it."
-    return TreeError(error_text(what, found=describe(target), expected=describe(stored), fix=fix))
+    return TreeError(error_text(what, found=describe(target), expected=_described(stored), fix=fix))
+
+
+def _described(stored: Tree) -> str:
+    return f"a record of {stored.type_name[:200]}" if isinstance(stored, Record) else describe(stored)

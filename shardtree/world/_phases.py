@@ -11,10 +11,11 @@ calls `step` for each. A rank that fails in a step is heard of as if the step ha
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from ..errors import RemoteError, WorldError, error_text
+from ..errors import REMOTE_TWINS, RemoteError, UnsupportedValue, WorldError, attributes_of, error_text
 from ._pickled import pack, unpack
 from ._world import T, World
 
@@ -23,9 +24,10 @@ U = TypeVar("U")
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    kind: str  # the qualified name of the exception's type, to compare between ranks
+    twins: tuple[type[RemoteError], ...]  # of the exception's classes, the most specific first; pickled by name
     text: str  # "TypeName: message", and its notes
     step: str  # in which it came about; empty where that wasn't said
+    has_attributes: bool  # that other ranks' twins should have too
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +79,10 @@ def agree(world: World, phase: str, fn: Callable[[], T], *, steps: Sequence[str]
         steps: the names of the steps that fn takes, in order. Where ranks fail in several, all hear of the first one.
 
     Raises:
-        RemoteError: on every rank, if fn failed on some; on a failing rank the cause is its own exception. Where fn
-            failed on all ranks with the same type of exception, each raises its own instead; so does a world of one.
-            What isn't an ``Exception`` (``KeyboardInterrupt``) is also told to the others, and then raised as it is.
+        RemoteError: on every rank, if fn failed on some or all; on a failing rank the cause is its own exception. It is
+            the twin of the most specific class of `shardtree.errors` that all failing ranks' exceptions share:
+            ``except NotACheckpoint`` catches a `RemoteNotACheckpoint`. A world of one raises its own exception as it
+            is. What isn't an ``Exception`` (``KeyboardInterrupt``) is raised as it is where it occurred.
 
     Examples:
         >>> from shardtree.errors import RemoteError
@@ -190,7 +193,7 @@ def on_one_rank(world: World, phase: str, fn: Callable[[], T], *, rank: int, ste
         return _tell(world, phase, fn, steps)
     told = world.broadcast(_Outcome(phase), rank)
     _check_phases({rank: told, world.rank: _Outcome(phase)})
-    _raise(phase, _failures(world, rank, told.failure), None, steps)
+    _raise(world, phase, _failures(world, rank, told.failure), None, steps)
     value: T = unpack(phase, told.packed)
     return value
 
@@ -202,7 +205,7 @@ def _tell(world: World, phase: str, fn: Callable[[], T], steps: Sequence[str]) -
         packed = pack(phase, value)
     except BaseException as error:
         world.broadcast(_Outcome(phase, _failure(error)), world.rank)
-        _raise(phase, _failures(world, world.rank, _failure(error)), error, steps)
+        _raise(world, phase, _failures(world, world.rank, _failure(error)), error, steps)
         raise
     world.broadcast(_Outcome(phase, packed=packed), world.rank)
     return value
@@ -217,7 +220,7 @@ def _meet(world: World, outcome: _Outcome, error: BaseException | None, steps: S
     """Return every rank's outcome, unless some rank failed."""
     outcomes = world.all_gather(outcome)
     _check_phases(dict(enumerate(outcomes)))
-    _raise(outcome.phase, [each.failure for each in outcomes], error, steps)
+    _raise(world, outcome.phase, [each.failure for each in outcomes], error, steps)
     return outcomes
 
 
@@ -233,19 +236,56 @@ def _check_phases(outcomes: Mapping[int, object]) -> None:
 
 
 def _failure(error: BaseException) -> _Failure:
-    kind = type(error)
-    lines = [f"{kind.__name__}: {error}", *getattr(error, "__notes__", ())]
-    return _Failure(f"{kind.__module__}.{kind.__qualname__}", "\n".join(lines), getattr(error, _STEP, ""))
+    twins = tuple(REMOTE_TWINS[kind] for kind in type(error).__mro__ if kind in REMOTE_TWINS)
+    try:
+        text = f"{type(error).__name__}: {error}"
+    except Exception as failed:  # the other ranks wait for this one, whatever a caller's class does
+        text = f"{type(error).__name__}, whose text is a {type(failed).__name__}"
+    lines = [text, *getattr(error, "__notes__", ())]
+    return _Failure(twins, "\n".join(lines), getattr(error, _STEP, ""), bool(_public_attributes(error)))
 
 
-def _raise(phase: str, failures: list[_Failure | None], error: BaseException | None, steps: Sequence[str]) -> None:
-    """Raise what the ranks have to hear, unless nothing failed, or this rank's own error is what it should raise."""
+def _raise(
+    world: World, phase: str, failures: list[_Failure | None], error: BaseException | None, steps: Sequence[str]
+) -> None:
+    """Raise the same error on every rank, unless nothing failed, or this rank's own goes first."""
     failed = {rank: failure for rank, failure in enumerate(failures) if failure is not None}
     where = {rank: failure.step if failure.step in steps else phase for rank, failure in failed.items()}
     phase = min(where.values(), key=[*steps, phase].index, default=phase)
     # As far as the others got beyond that, they would have waited.
     failed = {rank: failure for rank, failure in failed.items() if where[rank] == phase}
-    everywhere_alike = len(failed) == len(failures) and len({failure.kind for failure in failed.values()}) == 1
-    if not failed or (error is not None and (everywhere_alike or not isinstance(error, Exception))):
+    if not failed:
         return
-    raise RemoteError(phase, {rank: failure.text for rank, failure in failed.items()}) from error
+    lowest, first = min(failed.items())
+    shared = (twin for twin in first.twins if all(twin in failure.twins for failure in failed.values()))
+    twin = next(shared, RemoteError)
+    remote = twin(phase, {rank: failure.text for rank, failure in failed.items()})
+    if twin is not RemoteError and first.has_attributes:
+        # From one rank, and only where there are any: they may be long, and ten thousand ranks may have failed.
+        own = _packed_attributes(error) if world.rank == lowest and error is not None else {}
+        for name, packed in world.broadcast(own, lowest).items():
+            with suppress(Exception):  # of a class that can't be found here, say
+                setattr(remote, name, unpack(phase, packed))
+    if error is None or isinstance(error, Exception):
+        raise remote from error
+
+
+def _public_attributes(error: BaseException) -> dict[str, Any]:
+    kept = ("args", "phase", "failures")  # a twin has its own
+    return {
+        name: value for name, value in attributes_of(error).items() if not name.startswith("_") and name not in kept
+    }
+
+
+_MOST_BYTES = 16 * 2**20  # of all attributes together: the names of a hundred thousand keys, and no large tensor
+
+
+def _packed_attributes(error: BaseException) -> dict[str, bytes]:
+    """Return what can be pickled of an exception's attributes, as long as there is room."""
+    found: dict[str, bytes] = {}
+    for name, value in _public_attributes(error).items():
+        with suppress(UnsupportedValue):
+            packed = pack(name, value)
+            if len(packed) + sum(map(len, found.values())) <= _MOST_BYTES:
+                found[name] = packed
+    return found

@@ -21,7 +21,8 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 def taking(nbytes: int, returned: int, rank: int, ranks: int) -> Action:
     def action() -> int:
-        torch.ones(nbytes, dtype=torch.uint8)
+        for _ in range(30):  # it is looked at now and then, on a busy machine seldom
+            torch.ones(nbytes, dtype=torch.uint8)
         return returned
 
     return action
@@ -41,7 +42,7 @@ def failing(rank: int, ranks: int) -> Action:
 
 def test_a_passing_copy_is_seen(tmp_path: Path) -> None:
     seen = peak(partial(taking, 80 * MIB, 0), tmp_path)
-    assert 60 * MIB < seen.own < 90 * MIB  # looked at now and then: a busy machine may miss the end of it
+    assert 60 * MIB < seen.own < 90 * MIB
     assert 79 * MIB < seen.mapped < 90 * MIB
 
 

@@ -243,7 +243,7 @@ def held(storage: Storage, gate: threading.Event) -> Storage:
 
     def before(call: Any) -> None:
         if call.method == "write" and threading.current_thread().name.startswith("shardtree"):
-            assert gate.wait(20)
+            assert gate.wait(60)
 
     return WatchedStorage(storage, before=before)
 

@@ -19,6 +19,7 @@ from shardtree.errors import AlreadyACheckpoint, IntegrityError, StorageError
 from shardtree.storage import LocalStorage, MemoryStorage
 from shardtree.testing import Call, WatchedStorage
 
+ROOT = Path(__file__).parents[2]
 SCRIPTS = Path(__file__).parent / "scripts"
 
 TREE = {
@@ -251,9 +252,11 @@ def test_a_killed_process_is_gone_on_with_by_the_next(tmp_path: Path) -> None:
     tensors = [st.ShardedTensor.from_rank_offsets(f"w{n}", torch.full((1024,), n)) for n in range(30)]
     st.save(tensors, tmp_path / "source")
     command = [sys.executable, str(SCRIPTS / "convert_slowly.py"), str(tmp_path / "source"), str(tmp_path / "new")]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
-    assert process.stdout is not None
-    for _ in range(7):
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    assert process.stdin is not None and process.stdout is not None
+    for number in range(7):
+        process.stdin.write("go on\n" * (number > 0))
+        process.stdin.flush()
         assert process.stdout.readline() == "done\n"
     process.kill()
     process.communicate()
@@ -270,7 +273,7 @@ def peak(folder: Path, how: str) -> int:
     """Return how much memory a conversion of `source`, which is in a folder, takes at most."""
     places = [str(folder / name) for name in ("source", how, f"warm-{how}")]
     command = [sys.executable, str(SCRIPTS / "convert_memory.py"), *places, how]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     return int(done.stdout)
 
 

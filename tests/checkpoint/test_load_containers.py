@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import shardtree as st
-from shardtree.codec import Record
 from shardtree.errors import TreeError, UnsafeFile, UnsupportedValue
 from shardtree.storage import MemoryStorage
+from shardtree.trees import Record
 
 
 class Moment(NamedTuple):

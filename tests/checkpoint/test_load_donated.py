@@ -273,9 +273,9 @@ def test_many_donated_tensors_are_checked_quickly():
     pairs = [(shard, shard.data) for shard in shards]
     times = []
     for _ in range(3):
-        start = time.perf_counter()
+        start = time.process_time()
         check_apart("load", pairs)
-        times.append(time.perf_counter() - start)
+        times.append(time.process_time() - start)
     assert min(times) < 5
 
 

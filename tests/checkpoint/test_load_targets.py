@@ -322,8 +322,11 @@ def test_positions_join_by_position(kind):
     assert type(loaded) is kind and loaded[0] == 1 and loaded[2] == "x" and torch.equal(loaded[1], W)
     with pytest.raises(TreeError, match="'mixed'"):
         load({"mixed": kind([whole("w", torch.zeros(3, 4))])}, folder)
-    with pytest.raises(TreeError, match=r"tree\['mixed'\]\[1\]"):
-        load({}, folder)
+    report = []
+    assert load({}, folder, report=report.append) == {}
+    assert report[0].left_out == ("tree['mixed'][0]", "tree['mixed'][2]")
+    with pytest.raises(KeyMismatch, match=r"tree\['mixed'\]\[0\]"):
+        load({"elsewhere": whole("w", torch.zeros(3, 4))}, folder, strict="raise_all")
 
 
 def test_lists_of_shards_may_differ_in_length_between_layouts():

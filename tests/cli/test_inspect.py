@@ -88,9 +88,7 @@ def test_json_has_these_names(folder: Path) -> None:
     assert list(found["common"][0]) == ["name", "type", "value"]
 
 
-@pytest.mark.parametrize(
-    "patterns", [["model.*"], ["*.bias", "step"], ["rng"], ["rng/shard_1.*"], ["nothing"], ["MODEL.*"]]
-)
+@pytest.mark.parametrize("patterns", [["model.*"], ["*.bias", "step"], ["rng"], ["rng/shard_1.*"]])
 def test_key_selects_as_a_shell_does(folder: Path, patterns: list[str]) -> None:
     found = document("inspect", folder, *(word for pattern in patterns for word in ("--key", pattern)))
     everything = st.load_sharded_metadata(folder)
@@ -103,6 +101,16 @@ def test_key_selects_as_a_shell_does(folder: Path, patterns: list[str]) -> None:
     assert shown == expected
     assert found["selected"]["tensors"] + found["selected"]["objects"] == len(expected)
     assert found["totals"]["tensors"] == 5
+
+
+@pytest.mark.parametrize("command", ["inspect", "diff"])
+def test_a_pattern_that_matches_nothing_is_an_error(folder: Path, command: str) -> None:
+    folders = [folder] * (2 if command == "diff" else 1)
+    done = run(command, *folders, "--key", "rng", "--key", "model.wieght", "--key", "MODEL.*")
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert f"shardtree {command}: --key matches nothing" in done.stderr
+    assert "'model.wieght' (did you mean 'model.weight'?)" in done.stderr and "'MODEL.*'" in done.stderr
+    assert "'rng'" not in done.stderr
 
 
 def test_sort_by_bytes_puts_the_largest_first_and_limit_says_what_is_left(folder: Path) -> None:

@@ -16,7 +16,7 @@ from shardtree.codec import Entry, decode_tree, encode_header
 from shardtree.codec._decode import _DECODERS
 from shardtree.errors import CheckpointingException, CorruptCheckpoint, UnsafeFile, UnsupportedValue
 
-pytestmark = pytest.mark.timeout(20)
+pytestmark = pytest.mark.timeout(60)
 
 
 def file_of(structure: Any, *blobs: tuple[str, list[int], bytes]) -> bytes:

@@ -19,9 +19,9 @@ import torch
 from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
 
-from shardtree.codec import Entry, Record, decode_header, decode_tree, encode_header, encode_tree, row_major_bits
+from shardtree.codec import Entry, decode_header, decode_tree, encode_header, encode_tree, row_major_bits
 from shardtree.errors import CheckpointingException, TreeError, UnsafeFile, UnsupportedValue
-from shardtree.trees import HOLE
+from shardtree.trees import HOLE, Record
 
 
 def same_value(one: Any, other: Any) -> bool:

@@ -49,7 +49,7 @@ class Job:
     storage: str = "sound"
     do: str = "save"
     verify: str | None = "all"
-    timeout: float = 10.0
+    timeout: float = 30.0
     all_die: bool = False
     open_files: int | None = None
     file_bytes: int | None = None

@@ -125,6 +125,7 @@ def merged(tree: Any) -> Any:
 
 Call = tuple[Any, ...]
 CALLS: dict[str, Call] = {
+    "errors.attributes_of": (errors.attributes_of, ERROR),
     "errors.error_text": (errors.error_text, "load"),
     "errors.shorten": (errors.shorten, ["a", "b", "c"], 2),
     "errors.plural": (errors.plural, 2, "rank"),

@@ -175,8 +175,8 @@ def spoilt(world: World) -> tuple[list[str], tuple[str, dict[int, str]]]:
 
 def test_what_is_wrong_on_one_process_is_an_error_in_all() -> None:
     for told, (phase, failures) in run_processes(6, spoilt, timeout=30):
-        assert told[0] == "redistribute: the ranks have other plans"
-        assert told[1].startswith("rank 0: hash ") or told[1].startswith("  rank 0: hash ")
+        assert told[1] == "  ranks 0-5: WorldError: redistribute: the ranks have other plans"
+        assert told[2].startswith("    rank 0: hash ")
         assert phase == "redistribute: prepare"
         assert list(failures) == [2]
         assert "without a tensor" in failures[2]
@@ -201,7 +201,7 @@ def dies(world: World, heard: Any) -> None:
 def test_a_process_that_dies_is_an_error_in_all_others() -> None:
     heard = RawArray("b", 6)
     with pytest.raises(WorldError, match="rank 5 died without a word\n  found exit status 9"):
-        run_processes(6, partial(dies, heard=heard), timeout=4)
+        run_processes(6, partial(dies, heard=heard), timeout=60)
     assert list(heard) == [1, 1, 1, 1, 1, 0]
 
 

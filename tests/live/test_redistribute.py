@@ -30,7 +30,14 @@ from shardtree import (
     reshard,
     simulate,
 )
-from shardtree.errors import CheckpointingException, IntegrityError, MetadataError, RemoteError, ShapeError, WorldError
+from shardtree.errors import (
+    CheckpointingException,
+    IntegrityError,
+    RemoteError,
+    RemoteMetadataError,
+    ShapeError,
+    WorldError,
+)
 from shardtree.layouts import select_rows, tree_columns
 from shardtree.testing import (
     GlobalState,
@@ -474,7 +481,7 @@ def test_a_plan_for_ranks_that_there_arent_is_an_error_on_all_before_bytes_move(
 
     for error in failures(on_rank):
         assert isinstance(error, WorldError)
-        assert f"of {RANKS}, hasn't\n  rank {RANKS + 2}\n" in str(error)
+        assert f"of {RANKS}, hasn't\n    rank {RANKS + 2}\n" in str(error)
     assert moved == []
 
 
@@ -553,7 +560,7 @@ def test_a_bound_below_one_element_is_an_error_on_all() -> None:
         tree, target = case.sources.get(world.rank, {}), case.targets.get(world.rank)
         return redistribute(tree, target, world=world, max_bytes_in_flight=3)
 
-    assert [type(error) for error in failures(on_rank)] == [MetadataError] * RANKS
+    assert [type(error) for error in failures(on_rank)] == [RemoteMetadataError] * RANKS
 
 
 def test_what_fails_while_bytes_move_lets_nobody_wait() -> None:

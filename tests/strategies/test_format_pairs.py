@@ -19,7 +19,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as some
 
 import shardtree as st
-from shardtree.errors import RemoteError, UnsupportedValue
+from shardtree.errors import UnsupportedValue
 from shardtree.storage import MemoryStorage
 from shardtree.strategies import StrategyAction, default_strategies
 from shardtree.testing import (
@@ -74,21 +74,12 @@ def load_from(place: Any, targets: list[dict[str, Any]]) -> list[dict[str, Any]]
     return st.simulate(len(targets), lambda world: st.load(targets[world.rank], place, world=world))
 
 
-def is_refusal(error: BaseException) -> bool:
-    """Return whether a format said that it can't hold a value, on this rank or another."""
-    if isinstance(error, RemoteError):
-        return all(text.startswith(UnsupportedValue.__name__) for text in error.failures.values())
-    return isinstance(error, UnsupportedValue)
-
-
 def holds(name: Format, state: GlobalState, layout: Layouts) -> bool:
     """Ask a format whether it holds a state in a layout; other errors than a refusal are raised."""
     try:
         save_in(name, [tree_of(state, layout, rank) for rank in range(ranks_of(layout))], MemoryStorage())
-    except (UnsupportedValue, RemoteError) as error:
-        if is_refusal(error):
-            return False
-        raise
+    except UnsupportedValue:
+        return False
     return True
 
 

@@ -18,7 +18,7 @@ from shardtree.strategies import decode_metadata, encode_metadata
 from shardtree.strategies.index import text_columns
 from shardtree.strategies.safetensors import decode_index, encode_index
 
-QUICK = 10.0  # seconds, on a machine that does much else
+QUICK = 10.0  # seconds of processors, which other work on the machine doesn't change
 
 
 def tree(rank=0):
@@ -240,12 +240,12 @@ def test_a_hostile_index_is_refused(row, tmp_path):
         local.make_folder(name.rpartition("/")[0])
         local.write(name, [memoryview(data)], durable=False)
     for folder in (folder_of(files), local):
-        began = time.perf_counter()
+        began = time.process_time()
         with pytest.raises(CheckpointingException):
             read_all(folder)
         with pytest.raises(CheckpointingException):
             open_all(folder)
-        assert time.perf_counter() - began < QUICK
+        assert time.process_time() - began < QUICK
 
 
 def open_all(folder):

@@ -28,7 +28,7 @@ import shardtree as st
 from shardtree.errors import CheckpointingException, CorruptCheckpoint, UnsafeFile
 from shardtree.storage import LocalStorage, MemoryStorage
 
-QUICK = 20.0  # seconds, on a machine that does much else
+QUICK = 20.0  # seconds of processors, which other work on the machine doesn't change
 
 
 def archive(value):
@@ -420,11 +420,11 @@ def test_a_hostile_index_is_refused(row, tmp_path):
     for name, data in files.items():
         local.write(name, [memoryview(data)], durable=False)
     for folder in (folder_of(files), local):
-        began = time.perf_counter()
+        began = time.process_time()
         with pytest.raises(CheckpointingException):
             read_all(folder)
         harmless_or_refused(open_all, files)
-        assert time.perf_counter() - began < QUICK
+        assert time.process_time() - began < QUICK
 
 
 def harmless_or_refused(read, files):
@@ -456,14 +456,14 @@ RAW = {
 
 @pytest.mark.parametrize("row", RAW)
 def test_bytes_that_are_no_index_are_refused(row):
-    began = time.perf_counter()
+    began = time.process_time()
     folder = folder_of(FILES | {".metadata": RAW[row]})
     for read in (read_all, open_all):
         with pytest.raises(CheckpointingException):
             read(folder)
     (damage,) = st.verify(folder)
     assert damage.file == ".metadata"
-    assert time.perf_counter() - began < QUICK
+    assert time.process_time() - began < QUICK
 
 
 @settings(max_examples=150)

@@ -45,7 +45,7 @@ from shardtree.testing import (
 )
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "megatron_old_zarr"
-QUICK = 10.0  # seconds, on a machine that does much else
+QUICK = 10.0  # seconds of processors, which other work on the machine doesn't change
 
 TENSORS = {
     "layer.weight": ((8, 6), torch.float32),
@@ -428,10 +428,10 @@ def test_hostile_metadata_is_refused_quickly(name: str) -> None:
             changes.get("shape") if isinstance(changes.get("shape"), list) and changes["shape"] in ([8], [9]) else [4]
         )
         target = st.ShardedTensor.from_rank_offsets("w", torch.zeros(*shape, dtype=torch.int64))
-    started = time.monotonic()
+    started = time.process_time()
     with pytest.raises(error, match="w"):
         st.load({"w": target}, folder_of(files), common_strategy=lambda _: {}, validate_access_integrity=False)
-    assert time.monotonic() - started < QUICK
+    assert time.process_time() - started < QUICK
 
 
 def test_a_pickle_among_the_codecs_is_never_opened(tmp_path: Path) -> None:
@@ -453,10 +453,10 @@ def test_mangled_metadata_is_refused_or_loads(data: some.DataObject) -> None:
     for _ in range(data.draw(some.integers(1, 3))):
         at = data.draw(some.integers(0, len(mangled) - 1))
         mangled[at : at + data.draw(some.integers(0, 3))] = data.draw(some.binary(max_size=2))
-    started = time.monotonic()
+    started = time.process_time()
     with suppress(CheckpointingException):
         plain_tensors(files | {"w/.zarray": bytes(mangled)})
-    assert time.monotonic() - started < QUICK
+    assert time.process_time() - started < QUICK
 
 
 def test_without_the_zarr_package(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,7 +48,7 @@ from shardtree.testing import (
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
 ZARR = ("zarr", 3)
-QUICK = 10.0  # seconds, on a machine that does much else
+QUICK = 10.0  # seconds of processors, which other work on the machine doesn't change
 EXAMPLES = settings.default.max_examples if settings.default else 100
 save = partial(st.save, sharded_strategy=ZARR, durable=False)
 
@@ -548,10 +548,10 @@ HOSTILE: dict[str, dict[str, Any]] = {
 def test_hostile_metadata_is_refused_quickly(name: str) -> None:
     storage = saved(STATE, LAYOUT)
     document = json.loads(storage.read("w/zarr.json")) | HOSTILE[name]
-    started = time.monotonic()
+    started = time.process_time()
     with pytest.raises(CheckpointingException, match="w"):
         st.load_plain_tensors(as_plain(storage, **{"w/zarr.json": json.dumps(document).encode()}))
-    assert time.monotonic() - started < QUICK
+    assert time.process_time() - started < QUICK
 
 
 @given(some.data())
@@ -561,10 +561,10 @@ def test_mangled_metadata_is_refused_or_loads(data: some.DataObject) -> None:
     for _ in range(data.draw(some.integers(1, 3))):
         at = data.draw(some.integers(0, len(mangled) - 1))
         mangled[at : at + data.draw(some.integers(0, 3))] = data.draw(some.binary(max_size=2))
-    started = time.monotonic()
+    started = time.process_time()
     with suppress(CheckpointingException):
         st.load_plain_tensors(as_plain(SAVED, **{name: bytes(mangled)}))
-    assert time.monotonic() - started < QUICK
+    assert time.process_time() - started < QUICK
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b"{}", b"3", b"\xff", b"[" * 100_000, b'{"node_type": "array"}'])

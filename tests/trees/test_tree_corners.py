@@ -15,6 +15,7 @@ from shardtree.mapping import LocalNonpersistentObject, ShardedObject, ShardedTe
 from shardtree.trees import (
     HOLE,
     Difference,
+    Record,
     apply_factories,
     apply_factory_merges,
     as_integers,
@@ -24,10 +25,9 @@ from shardtree.trees import (
     comparable,
     diff,
     empty_data,
-    holds_only_holes,
+    is_hollow,
     join,
     join_data,
-    join_loaded,
     leaves_with_paths,
     map_shards,
     namedtuple_types,
@@ -126,32 +126,31 @@ def test_values_nested_without_end_are_let_pass() -> None:
         ({}, ("w", HOLE), None),
         ({"w": HOLE}, ["a"], ["a"]),
         ([HOLE, HOLE], {"w": "a"}, {"w": "a"}),
-        ([HOLE, HOLE], {"w": HOLE}, None),
+        ([HOLE, HOLE], {"w": HOLE}, {}),
         ({"w": HOLE}, {"v": "a"}, {"v": "a"}),
         ({"step": 1}, {"v": "a"}, {"step": 1, "v": "a"}),
         ({}, {}, {}),
-        ({}, [], {}),
+        ({}, [], []),
     ],
 )
 def test_a_tree_of_nothing_but_shards_takes_the_targets_shape(common: Any, target: Any, joined: Any) -> None:
     if joined is None:
         with pytest.raises(TreeError):
-            join_loaded(common, target)
+            join(common, target)
     else:
-        assert join_loaded(common, target) == joined
+        assert join(common, target) == joined
 
 
 def test_traces_of_shards_alone_are_told_from_other_trees() -> None:
-    assert [holds_only_holes(tree) for tree in ({"w": HOLE}, (HOLE,), [HOLE, HOLE])] == [True] * 3
-    others = ({}, [], 3, HOLE, {"w": HOLE, "s": 1}, [[HOLE]])
-    assert [holds_only_holes(tree) for tree in others] == [False] * 6
+    assert all(map(is_hollow, ({"w": HOLE}, (HOLE,), [HOLE, [HOLE]], {}, HOLE, Record("kind", {"w": HOLE}))))
+    assert not any(map(is_hollow, (3, {"w": HOLE, "s": 1}, [[HOLE, None]])))
     assert comparable({"a": {"w": HOLE}, "b": [HOLE, 1], "c": [], "d": 0}) == {"b": [HOLE, 1], "d": 0}
     assert comparable(3) == 3
 
 
 def test_unfilled_places_are_named_where_they_are() -> None:
     with pytest.raises(TreeError, match=r"\n  tree\['a'\]\['b'\]\[1\]\[0\]\n"):
-        join({"a": {"b": [1, (HOLE, 2)]}}, {"c": "w"})
+        join({"a": {"b": [1, (HOLE, 2, HOLE)]}}, {"a": {"b": [HOLE, (HOLE, HOLE, "w")]}})
     with pytest.raises(TreeError, match=r"\n  tree\['a'\]\['b'\]\[0\]\n"):
         join({}, {"a": {"b": [HOLE, "w"]}})
 
@@ -212,10 +211,10 @@ def test_integers_are_not_cast_and_factories_are() -> None:
     assert half["f"] is factory and half["g"].data.dtype == torch.float16 and half["g"].key == "g"
 
 
-def test_what_got_nothing_is_left_out_of_a_join() -> None:
-    target = {"x": {"y": [HOLE], "z": "w", "v": ("a", "b")}}
+def test_plain_values_alone_make_no_container_of_a_join() -> None:
+    target = {"x": {"y": [HOLE], "z": "w", "v": ("a", "b"), "u": {"t": HOLE}}}
     joined = join({"x": HOLE, "s": 1}, target)
-    assert joined == {"x": {"z": "w", "v": ("a", "b")}, "s": 1}
+    assert joined == {"x": {"z": "w", "v": ("a", "b"), "u": {}}, "s": 1}
     assert joined["x"]["v"] is target["x"]["v"]
     assert join({"x": [1, 2]}, {"x": {"y": {"z": HOLE}}}) == {"x": [1, 2]}
     assert join({"x": 1}, {"x": [(HOLE, {})]}) == {"x": 1}
@@ -279,7 +278,7 @@ def test_factories_in_factories_are_merged_by_what_was_built() -> None:
 
 
 def test_entries_that_were_saved_come_first_in_their_order() -> None:
-    assert list(join_loaded({"w": HOLE, "v": HOLE}, {"v": "a", "w": "b"})) == ["w", "v"]
+    assert list(join({"w": HOLE, "v": HOLE}, {"v": "a", "w": "b"})) == ["w", "v"]
 
 
 def test_what_a_choice_raises_says_where() -> None:

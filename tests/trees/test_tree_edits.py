@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardtree
-from shardtree.errors import IntegrityError, ShapeError, TreeError
+from shardtree.errors import IntegrityError, KeyMismatch, ShapeError, TreeError
 from shardtree.mapping import LocalNonpersistentObject, ShardedBase, ShardedObject, ShardedTensor, ShardedTensorFactory
 from shardtree.trees import (
     apply_factories,
@@ -70,6 +70,8 @@ def test_rename_swaps_and_refuses_collisions() -> None:
     assert keys(apply_factories(rename(tree, str.upper))) == ["RNG", "F.0", "F.1", "W", "W"]
     with pytest.raises(TreeError, match="'rng' from 'rng', 'w'"):
         rename(tree, {"w": "rng"})
+    with pytest.raises(KeyMismatch, match=r"'wt' \(did you mean 'w'\?\)"):
+        rename(tree, {"wt": "v", "w": "u"})
     assert keys(prefix(tree, "model.")) == ["model.rng", "model.f", "model.w", "model.w"]
 
 

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, strategies
 
 from shardtree.errors import TreeError
 from shardtree.mapping import LocalNonpersistentObject, ShardedBase, ShardedTensor
-from shardtree.trees import HOLE, common_with_holes, join, leaves_with_paths, map_shards, without_holes
-from tests.trees.samples import Pair, assert_caught, containers, leaves, outline, trees
+from shardtree.trees import (
+    HOLE,
+    Record,
+    common_with_holes,
+    join,
+    leaves_with_paths,
+    left_out,
+    map_shards,
+    without_holes,
+)
+from tests.trees.samples import KEYS, TENSORS, Pair, assert_caught, containers, leaves, outline, trees
 
 W = ShardedTensor.from_rank_offsets("w", torch.arange(4.0))
 LOCAL = LocalNonpersistentObject({"kept": 1})
@@ -95,7 +104,8 @@ def test_containers_are_of_the_targets_type() -> None:
 
 def test_plain_values_of_the_target_are_ignored() -> None:
     common = {"step": 3, "list": [1, 2], "dict": {"a": 1}}
-    assert join(common, {"step": {"x": HOLE}, "list": [HOLE], "dict": [HOLE, {}], "new": [HOLE], "empty": {}}) == common
+    assert join(common, {"step": {"x": HOLE}, "list": [HOLE], "dict": [HOLE, {}], "new": [HOLE]}) == common
+    assert join(common, {"step": [], "list": {}, "dict": (), "new": HOLE}) == common
 
 
 def test_lists_of_shards_may_differ_in_length() -> None:
@@ -115,18 +125,121 @@ def test_unfilled_holes_are_absent_from_dicts() -> None:
     assert join({"w": HOLE}, {}) == {} == join({}, {})
 
 
+MIXED = Record("optim.State", {"mu": HOLE, "count": 3})
+
+
+@pytest.mark.parametrize("kept", [[HOLE, 1], (1, HOLE), Pair(HOLE, 1), [1, [HOLE, 2]], MIXED, [MIXED, 1]])
+def test_what_cannot_be_whole_is_left_out_unless_it_is_named(kept: Any) -> None:
+    common = {"a": kept, "step": 3}
+    assert join(common, {}) == {"step": 3} == join(common, {"a": HOLE})
+    assert join(common, {"a": []}) == {"a": [], "step": 3}
+    assert join(common, {"model": "w"}) == {"step": 3, "model": "w"}
+
+
+def test_a_record_is_joined_with_fields_of_the_same_names() -> None:
+    Later = namedtuple("Later", "count mu")
+    assert join({"o": MIXED}, {"o": Later(HOLE, "w")}) == {"o": Later(3, "w")}
+    with pytest.raises(TreeError, match=r"found Pair of length 2, expected a record of optim\.State"):
+        join({"o": MIXED}, {"o": Pair("w", HOLE)})
+
+
+def test_only_a_stored_value_takes_the_place_of_an_empty_container() -> None:
+    empty: Any
+    for empty in ([], {}, ()):
+        assert join({"a": HOLE}, {"a": empty})["a"] is empty
+        assert join({"a": [{}]}, {"a": empty}) == {"a": {} if empty == {} else empty}
+        assert join({"a": [1, []]}, {"a": empty}) == {"a": [1, []]}
+        assert join({"a": 3}, {"a": empty}) == {"a": 3}
+        assert join({"a": [HOLE, 1]}, {"a": empty})["a"] is empty
+    assert join({"a": {"w": HOLE, "b": 1}}, {"a": {}}) == {"a": {"b": 1}}
+
+
+HOLLOW = trees(strategies.just(HOLE))
+LOADED = trees(TENSORS | strategies.builds(LocalNonpersistentObject, strategies.integers()))
+
+
+def stands(join_: Callable[[Any, Any], Any], stored: Any, target: Any) -> None:
+    """The law of structure, where nothing but shards was saved and the target names or leaves open all that it has."""
+    assert_stands(join_(stored, target), target)
+
+
+def assert_stands(joined: Any, target: Any) -> None:
+    if isinstance(target, dict):
+        assert outline(type(target)()) == outline(type(joined)()) and target.keys() <= joined.keys()
+        for key, child in target.items():
+            assert_stands(joined[key], child)
+    elif isinstance(target, (list, tuple, deque)):
+        assert type(joined) is type(target) and len(joined) == len(target)
+        for mine, child in zip(joined, target, strict=True):
+            assert_stands(mine, child)
+    else:
+        assert joined is value(target)
+
+
+@given(HOLLOW, LOADED)
+def test_every_container_of_the_target_stands_whatever_rank_held_shards(stored: Any, target: Any) -> None:
+    stands(join, stored, target)
+
+
+def test_the_law_of_structure_catches_empty_containers_that_go() -> None:
+    def forgetful(stored: Any, target: Any) -> Any:
+        return join(stored, {key: child for key, child in target.items() if child} if type(target) is dict else target)
+
+    assert_caught(stands, forgetful, HOLLOW, LOADED)
+
+
+PLAIN = strategies.builds(object)
+STORED = strategies.dictionaries(KEYS, trees(PLAIN | strategies.just(HOLE)), max_size=3)
+TARGETS = strategies.dictionaries(KEYS, trees(TENSORS | strategies.just(HOLE)), max_size=3)
+
+
+def accounts_for_all(left_out_: Callable[[Any, Any], Any], stored: Any, target: Any) -> None:
+    """Each stored value is in the result, or listed at its path, and never both."""
+    try:
+        joined = join(stored, target)
+    except TreeError:
+        return
+    kept = {id(leaf) for _, leaf in leaves_with_paths(joined)}
+    lost = [path for path, leaf in leaves_with_paths(stored) if leaf is not HOLE and id(leaf) not in kept]
+    assert sorted(left_out_(stored, joined), key=str) == sorted(lost, key=str)
+
+
+@given(STORED, TARGETS)
+def test_what_is_left_out_is_listed_by_path(stored: Any, target: Any) -> None:
+    accounts_for_all(left_out, stored, target)
+
+
+def test_the_law_of_what_is_left_out_catches_silence() -> None:
+    assert_caught(accounts_for_all, lambda stored, joined: (), STORED, TARGETS)
+
+
+def never_fails(join_: Callable[[Any, Any], Any], stored: Any, target: Any) -> None:
+    joined = join_(stored, map_shards(lambda leaf: HOLE, target))
+    assert not any(leaf is HOLE for _, leaf in leaves_with_paths(joined))
+
+
+@given(STORED, TARGETS)
+def test_what_a_target_says_nothing_about_never_fails_it(stored: Any, target: Any) -> None:
+    never_fails(join, stored, target)
+
+
+def test_the_law_of_partial_targets_catches_holes_that_leak() -> None:
+    assert_caught(never_fails, lambda stored, target: {**stored, **join(stored, target)}, STORED, TARGETS)
+
+
 @pytest.mark.parametrize(
     ("common", "target", "text"),
     [
-        ({"a": [HOLE, 1]}, {}, r"tree\['a'\]\[0\]"),
-        ({"a": [HOLE, 1]}, {"a": [HOLE, HOLE]}, r"tree\['a'\]\[0\]"),
+        ({"a": [HOLE, HOLE, 1]}, {"a": ["w", HOLE, HOLE]}, r"tree\['a'\]\[1\]"),
+        ({"a": [[HOLE, 1], HOLE]}, {"a": [HOLE, "w"]}, r"tree\['a'\]\[0\]"),
         ({}, {"a": ["w", HOLE]}, r"tree\['a'\]\[1\]"),
         ({"a": 1}, {"a": "w"}, r"target\['a'\].*common\['a'\]"),
         ({"a": 1}, {"a": {"b": "w"}}, r"target\['a'\].*common\['a'\]"),
         ({"a": {"b": 1}}, {"a": "w"}, r"target\['a'\].*common\['a'\]"),
         ({"a": {"b": 1}}, {"a": ["w"]}, r"target\['a'\].*common\['a'\]"),
         ({"a": [HOLE, 1]}, {"a": ["w"]}, r"target\['a'\].*common\['a'\]"),
-        (HOLE, HOLE, "single shard"),
+        (HOLE, HOLE, "nothing is left"),
+        ([HOLE, 1], [HOLE, HOLE], "nothing is left"),
     ],
 )
 def test_join_names_what_doesnt_fit(common: Any, target: Any, text: str) -> None:

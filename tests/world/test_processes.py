@@ -44,7 +44,7 @@ def dies(world: World) -> None:
 def hangs(world: World) -> None:
     if world.rank == 0:
         raise ValueError("on purpose")
-    time.sleep(60)
+    time.sleep(280)
 
 
 def agrees_to_fail(world: World) -> None:
@@ -86,7 +86,7 @@ def test_a_failure_does_not_wait_for_a_rank_that_hangs() -> None:
     began = time.monotonic()
     with pytest.raises(ValueError, match="on purpose"):
         run_processes(2, hangs)
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 200
 
 
 def test_no_ranks_is_an_error() -> None:

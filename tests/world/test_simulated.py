@@ -278,10 +278,15 @@ def test_what_is_no_exception_also_ends_the_simulation(error: type[BaseException
 
 
 def test_a_rank_that_stays_away_is_named_after_the_timeout() -> None:
+    gave_up = threading.Event()
+
     def stay_away(world: World) -> None:
         if world.rank == 1:
-            time.sleep(0.3)
-        world.barrier()
+            assert gave_up.wait(60)
+        try:
+            world.barrier()
+        finally:
+            gave_up.set()
 
     with pytest.raises(WorldError, match=r"(?s)seconds.*rank 0: barrier.*rank 1: runs"):
         simulate(2, stay_away, timeout=0.1)

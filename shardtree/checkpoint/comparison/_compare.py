@@ -8,13 +8,12 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from io import BytesIO
 from typing import Any
 
-from ...codec import Record
 from ...layouts import TensorKind
 from ...mapping import LocalNonpersistentObject, ShardedBase, ShardedObject, ShardedTensor
 from ...plans import grouped
 from ...storage import Directory, Verify
 from ...strategies import Strategies
-from ...trees import Difference, diff, map_shards
+from ...trees import Difference, Record, diff, map_shards
 from .._lazy_tree import OpenCheckpoint, open_checkpoint
 from ._reader import GROUP_BYTES, BoxReader
 from ._values import ValueDifference, value_difference

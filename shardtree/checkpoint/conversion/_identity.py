@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from ...codec import canonical_json, dtype_name, encode_tree, row_major_bits
@@ -13,6 +14,7 @@ from ...mapping import ShardedObject, ShardedTensor
 from ...storage import Storage, digest
 from ...strategies import Checkpoint
 from .._dispatch import Backends
+from .._lazy_tree import OpenCheckpoint
 from ._pieces import Batch
 from ._source import StoredObject
 
@@ -68,10 +70,22 @@ def _data(data: Any, known: dict[int, str]) -> Any:
 def _source(source: Any, known: dict[int, str]) -> str:
     """Return the hash of what a lazy tensor is a view of; once for all views, since a tensor is cut into many."""
     if id(source) not in known:
-        parts = getattr(source, "parts", None)
-        made = [source.name] if parts is None else [source.dim, [_data(part, known) for part in parts]]
-        known[id(source)] = digest(canonical_json([source.shape, dtype_name(source.dtype), *made]))
+        made_of = source.made_of
+        # A caller's function can't be told from another one: such a conversion begins anew each time.
+        made = [secrets.token_hex()] if made_of is None else [_part(part, known) for part in made_of]
+        known[id(source)] = digest(canonical_json([source.shape, dtype_name(source.dtype), *made, *_origin(source)]))
     return known[id(source)]
+
+
+def _part(part: Any, known: dict[int, str]) -> Any:
+    return _data(part, known) if isinstance(part, LazyTensor) else part
+
+
+def _origin(source: Any) -> list[Any]:
+    """Return what changes when another checkpoint's files do, if a transform reads this tensor from one."""
+    reader = getattr(source, "reader", None)
+    opened = reader.args[0] if isinstance(reader, partial) and reader.args else None
+    return [_identity(opened.checkpoint)] if isinstance(opened, OpenCheckpoint) else []
 
 
 def _object(item: ShardedObject, allow_pickle: bool) -> Any:

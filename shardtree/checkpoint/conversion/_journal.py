@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from ...codec import Record, canonical_json, decode_tree, encode_tree, parse_json
+from ...codec import canonical_json, decode_tree, encode_tree, parse_json
 from ...errors import CheckpointingException
 from ...storage import Storage
 from ...strategies import Strategies, table_of
-from ...trees import HOLE
+from ...trees import HOLE, Record
 
 _PREFIX = ".convert-"
 _BEGUN = "begun.json"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -47,7 +48,9 @@ def load(
 ) -> Any:
     """Return the stored common state joined by the loaded target; every rank of the world calls it with its own target.
 
-    Only the bytes that the target asks for are read. Plain values in the target are ignored.
+    Only the bytes that the target asks for are read. Plain values in the target are ignored. Every container of the
+    target stands in the result, as `trees.join` says. Stored lists, tuples and records whose shards the target doesn't
+    ask for are left out; `report` and ``strict="raise_all"`` name the plain values that go with them.
 
     Args:
         sharded_state_dict: the target: shards say what to load. Their data may be tensors on any device (results go
@@ -87,7 +90,7 @@ def load(
     Raises:
         MetadataError: `device` isn't one that this machine has, or is the meta device.
         NotACheckpoint: there is none.
-        KeyMismatch: the checkpoint lacks what the target asks for.
+        KeyMismatch: the checkpoint lacks what the target asks for, or more than `strict` allows.
         TreeError: the target doesn't fit the common state, or is too deep; a rule for objects fits no key.
         UnsupportedValue: a shard is hidden in a value of the target that isn't entered; a rule can't handle an object.
         ShapeError: a tensor's global shape or dtype differs, the checkpoint doesn't cover the target, a stored value
@@ -96,7 +99,7 @@ def load(
             same on all.
         CorruptCheckpoint: stored bytes aren't what was saved.
         UnsafeFile: it holds pickled values, and `allow_pickle` isn't given.
-        RemoteError: another rank failed.
+        RemoteError: on every rank where one of several failed; also of the class above that the failures share.
 
     Examples:
         >>> import tempfile, torch, shardtree as st
@@ -130,7 +133,7 @@ def _finished(
     loaded = step("load: deliver", partial(deliver, settled.reading, settled.room, objects))
     tree = step("load: join", partial(_joined, settled.common, settled.target, loaded))
     if report is not None:
-        report(read)
+        report(replace(read, left_out=settled.left_out))
     return tree
 
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from ...errors import UnsafeFile, UnsupportedValue
+from ...errors import UnsafeFile, UnsupportedValue, render_path
 from ...layouts import ObjectRule, ShardColumns
-from ...mapping import LocalNonpersistentObject
+from ...mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor
 from ...strategies import Checkpoint, Strategies
-from ...trees import HOLE, join_loaded, told_of_depth
+from ...trees import HOLE, join, left_out, told_of_depth
 from ...world import World, agree, gather, share, step
 from .._consistency import Description, check_together, describe
 from .._dispatch import Choice
@@ -24,8 +24,8 @@ from .._open_together import OPEN_STEPS
 from ._exchange import Exchange
 from ._fit import check_target
 from ._read import ROOM_STEPS, Reading, Room, make_room
-from ._strict import StrictHandling, looks_beforehand, needs_all_ranks, parse_strict, report_keys
-from ._taken_apart import Target, is_sharded, left_out, take_apart
+from ._strict import StrictHandling, looks_beforehand, needs_all_ranks, parse_strict, report_keys, report_left_out
+from ._taken_apart import Target, is_sharded, take_apart, without_unexpected
 from ._targets import usable_device
 
 Choices = tuple[Choice, Choice, Strategies | None]
@@ -38,6 +38,7 @@ _CHECK_STEPS = (
     "load: leave out",
     "load: check the target",
     "load: common state",
+    "load: join",
     *ROOM_STEPS,
 )
 
@@ -74,6 +75,7 @@ class Settled:
         mode: what is done about keys that don't match.
         missing: keys that are stored, and that no rank asks for, as far as the mode wants to know.
         unexpected: keys that this rank asks for, and that aren't stored, likewise.
+        left_out: paths of the stored plain values that can't be returned, since containers around them lack shards.
     """
 
     target: Target
@@ -83,6 +85,7 @@ class Settled:
     mode: StrictHandling
     missing: set[str]
     unexpected: set[str]
+    left_out: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -157,15 +160,16 @@ def _settled(
         check = partial(check_together, "load", descriptions, asked.known, tiling=wanted.validate)
         step("load: check integrity", check)
     step("load: strict", partial(report_keys, asked.mode, missing, unexpected))
-    target = step("load: leave out", partial(left_out, asked.target, wanted.tree, unexpected))
+    target = step("load: leave out", partial(without_unexpected, asked.target, wanted.tree, unexpected))
     sharded, _, strategies = choices
     fitting = partial(check_target, checkpoint, target, sharded, strategies, cast=wanted.cast)
     kinds, objects = step("load: check the target", partial(fitting, rules=wanted.object_rules, left_out=unexpected))
     how = (wanted.donate, wanted.exchange, kinds, objects, asked.known, asked.device)
     reading = Reading(checkpoint, sharded, strategies, *how)
-    common = step("load: common state", partial(_common, checkpoint, target, choices))
+    common = step("load: common state", partial(_stored_common, checkpoint, target.types, choices))
+    lost = step("load: join", partial(check_join, common, target, asked.mode))
     room = make_room(reading, target.leaves)
-    return Settled(target, common, reading, room, asked.mode, missing, unexpected)
+    return Settled(target, common, reading, room, asked.mode, missing, unexpected, lost)
 
 
 def _compare_keys(
@@ -189,11 +193,18 @@ def _compare_keys(
     return stored - everywhere, own - stored
 
 
-def _common(checkpoint: Checkpoint, target: Target, choices: Choices) -> Any:
-    """Return the stored common tree, once it is known that the target fits it: before a tensor is read."""
-    common = _stored_common(checkpoint, target.types, choices)
-    joined(common, target, [leaf if _is_filled(leaf) else HOLE for leaf in target.leaves])
-    return common
+def check_join(common: Any, target: Target, mode: StrictHandling) -> tuple[str, ...]:
+    """Return the paths of what the join with the common state will leave out: known before a tensor is read.
+
+    Raises:
+        TreeError: the target doesn't fit the common state.
+        KeyMismatch: something is left out, and the strict mode is to raise for all that isn't loaded.
+    """
+    filled = (ShardedTensor, ShardedObject, LocalNonpersistentObject)
+    found = joined(common, target, [leaf if isinstance(leaf, filled) else HOLE for leaf in target.leaves])
+    paths = tuple(map(render_path, left_out(common, found)))
+    report_left_out(mode, paths)
+    return paths
 
 
 def _stored_common(checkpoint: Checkpoint, types: tuple[type, ...], choices: Choices) -> Any:
@@ -211,10 +222,6 @@ def _stored_common(checkpoint: Checkpoint, types: tuple[type, ...], choices: Cho
         raise
 
 
-def _is_filled(leaf: Any) -> bool:
-    return is_sharded(leaf) or isinstance(leaf, LocalNonpersistentObject)
-
-
 def joined(common: Any, target: Target, loaded: Sequence[Any]) -> Any:
     """Return the stored common tree joined by what was loaded for each leaf of a target.
 
@@ -223,4 +230,4 @@ def joined(common: Any, target: Target, loaded: Sequence[Any]) -> Any:
     """
     tree = target.rebuild(loaded)
     with told_of_depth("load"):
-        return join_loaded(common, tree)
+        return join(common, tree)

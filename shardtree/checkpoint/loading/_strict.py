@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import Enum
 
 from ...errors import KeyMismatch, error_text
@@ -94,3 +94,19 @@ def report_keys(strict: StrictHandling, missing: Iterable[str], unexpected: Iter
         raise KeyMismatch(error_text("load: keys of target and checkpoint differ", offenders=lines, fix=fix))
     if strict in {_S.LOG_UNEXPECTED, _S.LOG_ALL}:
         logger.warning(error_text("load: keys of target and checkpoint differ", offenders=lines))
+
+
+def report_left_out(strict: StrictHandling, paths: Sequence[str]) -> None:
+    """Raise or log stored plain values that can't be returned, where a mode wants to know all that isn't loaded.
+
+    Raises:
+        KeyMismatch: in the mode that raises for missing keys, if there is any path.
+    """
+    if not paths or strict not in {_S.RAISE_ALL, _S.LOG_ALL}:
+        return
+    what = "load: stored values are left out, since the shards beside them in a list, tuple or record aren't asked for"
+    if strict is _S.LOG_ALL:
+        logger.warning(error_text(what, offenders=paths))
+        return
+    fix = "Put these shards in the target, or pass a strict mode that logs, returns or ignores what isn't loaded."
+    raise KeyMismatch(error_text(what, offenders=paths, fix=fix))

@@ -75,7 +75,7 @@ def _as_it_is(loaded: Any) -> Any:
     return loaded
 
 
-def left_out(target: Target, tree: Any, unexpected: set[str]) -> Target:
+def without_unexpected(target: Target, tree: Any, unexpected: set[str]) -> Target:
     """Return the target without the shards, and the factories of such shards alone, that aren't stored.
 
     Raises:

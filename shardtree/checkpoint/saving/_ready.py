@@ -9,21 +9,28 @@ from operator import attrgetter
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ...codec import decode_tree, encode_tree
+from ...errors import IntegrityError, error_text
+from ...fingerprints import replica_problems, shard_totals
 from ...layouts import ShardColumns, shard_columns
 from ...mapping import ShardedTensor, is_main_replica
-from ...plans import level_writes
+from ...plans import held_places, level_writes
 from ...storage import Directory, Storage, storage_at
 from ...strategies import Draft
 from ...trees import comparable
 from ...world import World, agree, gather, share, step
 from .._consistency import Description, check_common, check_together, common_digest, describe
 from .._dispatch import Backends
+from .._fingerprint import in_usual_threads
 from .._known_layout import KnownLayout, known_layout
 from ._begin import Begun, begun_of
 from ._prepare import Prepared
 from ._request import Writes
+
+Sums = NDArray[np.uint64]
+"""What shards add to their tensors' fingerprints, uint64 (shards,)."""
 
 _STEPS = (
     "save: prepare",
@@ -39,12 +46,14 @@ class Comparison:
     """What ranks compare before a save.
 
     Attributes:
-        layouts: whether each hears of the others' shards.
+        layouts: whether each gets the others' shards.
+        replicas: whether shards that are cut alike must hold the same elements.
         common: what of the common state must be alike, None where it isn't checked that ranks fit together.
         allow_pickle: whether values that the format can't hold are pickled.
     """
 
     layouts: bool
+    replicas: bool
     common: Callable[[Any], Any] | None
     allow_pickle: bool
 
@@ -167,8 +176,50 @@ def compare_common(world: World, ready: Ready, told: Sequence[Told], comparison:
     agree(world, "save: check common states", lambda: check_common([decode(data) for data in encoded]))
 
 
+def replica_sums(world: World, ready: Ready, told: Sequence[Told], comparison: Comparison) -> list[Sums]:
+    """Return what each rank's shards add to their tensors' fingerprints; collective where replicas are compared.
+
+    Args:
+        world: who saves together.
+        ready: what this rank knows by itself.
+        told: what each rank told the others, by rank.
+        comparison: what ranks compare.
+
+    Returns:
+        By rank, in the order of all ranks' columns, 0 for a shard that no other rank has; nothing where replicas
+        aren't compared.
+
+    Raises:
+        IntegrityError: shards don't fit together.
+    """
+
+    def own_sums() -> Sums:
+        columns = _checked_columns(ready, told, comparison)
+        own = np.flatnonzero(columns.rank == world.rank)
+        place, places = held_places(columns)
+        shared = np.flatnonzero(np.bincount(place, minlength=places)[place[own]] > 1)
+        order = np.arange(own.size) if ready.known is None else ready.known.order
+        sums = np.zeros(own.size, dtype=np.uint64)
+        sums[shared] = shard_totals([ready.prepared.tensors[number] for number in order[shared]], in_usual_threads)
+        return sums
+
+    return gather(world, "save: compare replicas", own_sums) if comparison.replicas else []
+
+
+def _check_replicas(columns: ShardColumns, sums: Sequence[Sums]) -> None:
+    problems = replica_problems(columns, np.concatenate(sums)) if sums else ()
+    if problems:
+        fix = "If each rank has a part of the tensor, cut it in its spec; else copy the main replica to the others."
+        raise IntegrityError(error_text("save: replicas differ", offenders=problems, fix=fix))
+
+
+def _checked_columns(ready: Ready, told: Sequence[Told], comparison: Comparison) -> ShardColumns:
+    descriptions = [each.description for each in told if each.description is not None]
+    return check_together("save", descriptions, ready.known, tiling=comparison.common is not None)
+
+
 def shares(
-    world: World, ready: Ready, told: Sequence[Told], comparison: Comparison
+    world: World, ready: Ready, told: Sequence[Told], comparison: Comparison, sums: Sequence[Sums]
 ) -> tuple[Writes, ShardColumns | None]:
     """Return what this rank writes, and all ranks' shards where it knows them.
 
@@ -177,18 +228,18 @@ def shares(
         ready: what this rank knows by itself.
         told: what each rank told the others, by rank.
         comparison: what ranks compare.
+        sums: as `replica_sums` returned them.
 
     Raises:
-        IntegrityError: shards or objects don't fit together.
+        IntegrityError: shards or objects don't fit together, or replicas differ.
     """
     prepared = ready.prepared
     objects = tuple(item for item in prepared.objects if is_main_replica(item.replica_id))
-    descriptions = [each.description for each in told if each.description is not None]
-    if not descriptions:
+    if not comparison.layouts:
         tensors = tuple(shard for shard in prepared.tensors if is_main_replica(shard.replica_id))
         return (tensors, objects), shard_columns(prepared.tensors) if world.size == 1 else None
-    tiling = comparison.common is not None
-    columns = check_together("save", descriptions, ready.known, tiling=tiling)
+    columns = _checked_columns(ready, told, comparison)
+    _check_replicas(columns, sums)
     return (_own_tensors(prepared, ready.known, columns, world), objects), columns
 
 

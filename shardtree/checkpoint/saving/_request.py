@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -84,6 +87,37 @@ def save_request(
             *(request.clean_up for request in requests),
         ),
     )
+
+
+class _Unused:
+    """What every copy of a request shares: collected before the save was begun or abandoned, it warns.
+
+    Nothing is removed then: other ranks may be writing.
+    """
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+        self.process = os.getpid()
+        self.is_used = False
+
+    def __del__(self) -> None:
+        if self.is_used or self.process != os.getpid():  # a fork has a copy, and no save of its own
+            return
+        what = f"an asynchronous save to {self.where!r} was never begun: its request was dropped"
+        fix = "Pass it to an AsyncCallsQueue, call execute_sync() on it, or give it up by abandon()."
+        warnings.warn(error_text(what, fix=fix), ResourceWarning, stacklevel=2, source=self)
+
+
+def warns_unused(request: AsyncRequest[Any]) -> AsyncRequest[Any]:
+    """Return the request, which warns if it is collected although neither it nor a copy of it was run or abandoned."""
+    folder = request.folder
+    unused = _Unused("a folder" if folder is None else folder.where())
+
+    def used(fn: Callable[[], Any]) -> Any:
+        unused.is_used = True
+        return fn()
+
+    return replace(request, async_fn=partial(used, request.async_fn), abandon=partial(used, request.abandon))
 
 
 def _in_turn(*fns: Callable[[], None]) -> None:

@@ -17,8 +17,8 @@ from .._fingerprint import check_can_hold
 from ..async_saves import refuse_overlap, snapshot_shards
 from ._begin import begin, check_seen, draft_of
 from ._prepare import prepare, prepare_for_later
-from ._ready import Comparison, Ready, Told, compare_common, get_ready, shares
-from ._request import save_request
+from ._ready import Comparison, Ready, Sums, Told, compare_common, get_ready, replica_sums, shares
+from ._request import save_request, warns_unused
 
 
 def save(
@@ -41,6 +41,7 @@ def save(
     progress: Callable[[int], None] | None = None,
     fingerprint: bool = False,
     checksums: bool = True,
+    check_replicas: bool = False,
     layout: ShardColumns | None = None,
 ) -> AsyncRequest[Any] | None:
     """Save a sharded tree; every rank of the world calls it with its own tree.
@@ -77,21 +78,25 @@ def save(
         checksums: whether the hash of each block of 256 KiB is stored, so that loads and `verify` find what was
             changed. Without, a save is a little faster, and such checkpoints are taken on trust. The common state, the
             index and what a format's own files carry are hashed all the same.
+        check_replicas: whether replicas of tensors that are cut alike are compared, by `fingerprint`, before anything
+            is written: a spec that forgets a cut makes every rank call its own part the whole. Each rank then looks at
+            all that it shares with another one. Objects aren't compared.
         layout: the tensor shards of all ranks, as every rank computed them by itself from a mesh and specs, or from
             DTensors: then no layouts are exchanged, only a hash of this one. It is checked as exchanged ones are, and
             replicas are shared out by it also where `validate_access_integrity` is False.
 
     Returns:
-        None; with `async_sharded_save` the request, to be scheduled or executed on every rank.
+        None; with `async_sharded_save` the request, to be scheduled, executed or abandoned on every rank. One that is
+        dropped instead warns (ResourceWarning), and what it made in the folder goes with the next save there.
 
     Raises:
         CheckpointReplaced: a save to the same folder is on its way.
         AlreadyACheckpoint: there is a checkpoint already, and `overwrite` isn't given.
-        IntegrityError: the ranks' shards don't tile their tensors, common states differ, or `layout` isn't what the
-            ranks hold, or not the same on all.
-        UnsupportedValue: a value can't be stored.
+        IntegrityError: the ranks' shards don't tile their tensors, common states differ, replicas do and were to be
+            compared, or `layout` isn't what the ranks hold, or not the same on all.
+        UnsupportedValue: a value can't be stored, or a shard is hidden in one.
         StorageError: files can't be written, or ranks don't see the same folder.
-        RemoteError: another rank failed.
+        RemoteError: on every rank where one of several failed; also of the class above that the failures share.
 
     Examples:
         >>> import tempfile, torch, shardtree as st
@@ -111,14 +116,21 @@ def save(
     options = SaveOptions(durable, allow_pickle, stale_after, tell, fingerprint, checksums, threads)
     take_apart = partial(prepare_for_later if async_sharded_save else prepare, sharded_state_dict, content_metadata)
     checked = preprocess_common_before_consistency_check or _as_it_is if validate_access_integrity else None
-    comparison = Comparison(validate_access_integrity or layout is not None, checked, allow_pickle)
+    comparison = Comparison(
+        layouts=validate_access_integrity or check_replicas or layout is not None,
+        replicas=check_replicas,
+        common=checked,
+        allow_pickle=allow_pickle,
+    )
     choices = (sharded_strategy, common_strategy)
     whole = validate_access_integrity if fingerprint else None
     choose = partial(_backends, ranks, checkpoint_dir, choices, strategies, fingerprint_of_whole=whole)
     keep = snapshot_shards if async_sharded_save and snapshot else tuple
 
-    def plan(ready: Ready, told: Sequence[Told]) -> AsyncRequest[Any]:
-        (tensors, objects), columns = step("save: check integrity", partial(shares, ranks, ready, told, comparison))
+    def plan(ready: Ready, told: Sequence[Told], sums: Sequence[Sums]) -> AsyncRequest[Any]:
+        (tensors, objects), columns = step(
+            "save: check integrity", partial(shares, ranks, ready, told, comparison, sums)
+        )
         draft = step("save: see the folder", partial(_draft, ranks, ready, told[0], options))
         known, writes = replace(draft, layout=columns), (keep(tensors), objects)
         return save_request(known, writes, ready.prepared.common, choices, ready.backends, strategies)
@@ -127,10 +139,11 @@ def save(
         make_folder = partial(begin, ranks, options, strategies, undo, overwrite=overwrite)
         ready, told = get_ready(ranks, take_apart, layout, comparison, choose, checkpoint_dir, make_folder)
         compare_common(ranks, ready, told, comparison)
-        request = agree(ranks, "save: plan", partial(plan, ready, told), steps=_PLAN_STEPS)
+        sums = replica_sums(ranks, ready, told, comparison)
+        request = agree(ranks, "save: plan", partial(plan, ready, told, sums), steps=_PLAN_STEPS)
         undo.pop_all()
     if async_sharded_save:
-        return request
+        return warns_unused(request)
     request.execute_sync()
     return None
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from ...errors import TreeError, TreePath, UnsupportedValue, error_text, render_path
-from ...trees import Hole
+from ...trees import Hole, Record
 from .._dtypes import check_storable
 from .._nodes import MAX_DEPTH, path_to
-from .._record import Record, record_of, type_name
+from .._record import record_of, type_name
 from ._decode import decode_archive
 from ._named_write import named_record, save_named
 from ._plain import LEAVES, REBUILDS

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from ...errors import UnsupportedValue, error_text
+from ...trees import Record
 from .._nodes import exactly
-from .._record import Record
 from ..pickles import Constructor
 
 _MEGATRON_ENUMS = {

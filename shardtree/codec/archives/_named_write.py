@@ -9,8 +9,8 @@ from typing import Any, BinaryIO, ClassVar
 
 import torch
 
+from ...trees import Record
 from .._nodes import Child
-from .._record import Record
 from ..pickles import Global
 from ._named import is_named
 

@@ -21,7 +21,7 @@ from ...trees import (
     check_is_tree,
     common_with_holes,
     comparable,
-    join_loaded,
+    join,
     leaves_with_paths,
     map_shards,
     refuse_dtensors,
@@ -203,10 +203,9 @@ def complete(
     data, held = iter(tensors), iter(objects)
     pairs = zip(target.leaves, target.inner, strict=True)
     tree = target.rebuild([_filled(leaf, data, held, inner=inner) for leaf, inner in pairs])
-    nothing: Any = {} if isinstance(tree, dict) else HOLE
-    own = nothing if common is HOLE else own_copy(common, f"{doing}: a plain value")
+    own = HOLE if common is HOLE else own_copy(common, f"{doing}: a plain value")
     with told_of_depth(doing):
-        return target.merge(join_loaded(own, tree))
+        return target.merge(join(own, tree))
 
 
 def _filled(leaf: Any, data: Iterator[torch.Tensor], held: Iterator[ShardedObject], *, inner: bool) -> Any:

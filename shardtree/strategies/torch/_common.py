@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...codec import add_record, decode_archive, encode_archive, find_record
 from ...errors import CheckpointReplaced, CorruptCheckpoint, UnsafeFile, UnsupportedValue, error_text
 from ...storage import Buffer
 from .._archive_check import archive_unchecked
@@ -13,14 +12,11 @@ from .._manifest import check_listed
 from .._missing import was_replaced
 from .._values import Checkpoint, Draft, Fields
 from ..base import StrategyAction, register_default_strategy
-from ._holes import decode_holes, encode_holes, filled, with_holes
+from ._holes import decode_with_holes, encode_with_holes
 
 BACKEND, VERSION = "torch", 1
 
 COMMON_FILE = "common.pt"
-
-_HOLES = ".shardtree_holes"
-"""The archive's record that says where in lists and tuples shards were."""
 
 
 @register_default_strategy(StrategyAction.SAVE_COMMON, BACKEND, VERSION)
@@ -35,10 +31,7 @@ def save_common(draft: Draft, common: Any) -> Fields:
     Raises:
         UnsupportedValue: a value would have to be pickled, and `allow_pickle` isn't given.
     """
-    plain, holes = filled(common)
-    data = encode_archive(plain, allow_pickle=draft.options.allow_pickle)
-    if holes:
-        data = add_record(data, _HOLES, encode_holes(holes))
+    data = encode_with_holes(common, allow_pickle=draft.options.allow_pickle)
     draft.storage.write(COMMON_FILE, [memoryview(data)], durable=draft.options.durable)
     return {"common_backend": BACKEND, "common_backend_version": VERSION}
 
@@ -52,10 +45,7 @@ def load_common(checkpoint: Checkpoint) -> Any:
         UnsafeFile: reading it takes pickled code, and `allow_pickle` isn't given.
     """
     data, what = _read(checkpoint)
-    options = checkpoint.options
-    tree = decode_archive(data, what=what, types=options.types, allow_pickle=options.allow_pickle)
-    holes = find_record(data, _HOLES, what=what)
-    return tree if holes is None else with_holes(tree, decode_holes(holes, what), what)
+    return decode_with_holes(data, what, checkpoint.options)
 
 
 @register_default_strategy(StrategyAction.VERIFY, BACKEND, VERSION)

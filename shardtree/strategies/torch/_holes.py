@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ...codec import read_pickle, write_pickle
+from ...codec import add_record, decode_archive, encode_archive, find_record, read_pickle, write_pickle
 from ...errors import CorruptCheckpoint, TreePath, error_text, render_path
+from ...storage import Buffer
 from ...trees import HOLE, leaves_with_paths, map_shards, without_holes
+from .._values import LoadOptions
+
+_HOLES = ".shardtree_holes"
+"""The archive's record that says where in lists and tuples shards were."""
 
 
 def filled(common: Any) -> tuple[Any, list[TreePath]]:
@@ -60,6 +65,29 @@ def _put(tree: Any, path: TreePath) -> Any:
         tree[entry] = inner
         return tree
     return tuple.__new__(type(tree), [inner if position == entry else item for position, item in enumerate(tree)])
+
+
+def encode_with_holes(tree: Any, *, allow_pickle: bool) -> bytes:
+    """Return torch.save's archive of a tree, with a record beside it of where holes stood in lists and tuples.
+
+    Raises:
+        UnsupportedValue: a value would have to be pickled, and `allow_pickle` isn't given.
+    """
+    plain, holes = filled(tree)
+    data = encode_archive(plain, allow_pickle=allow_pickle)
+    return add_record(data, _HOLES, encode_holes(holes)) if holes else data
+
+
+def decode_with_holes(data: Buffer, what: str, options: LoadOptions) -> Any:
+    """Return the tree that `encode_with_holes` was given, or that another program saved.
+
+    Raises:
+        CorruptCheckpoint: the bytes aren't what was saved.
+        UnsafeFile: reading it takes pickled code, and `allow_pickle` isn't given.
+    """
+    tree = decode_archive(data, what=what, types=options.types, allow_pickle=options.allow_pickle)
+    holes = find_record(data, _HOLES, what=what)
+    return tree if holes is None else with_holes(tree, decode_holes(holes, what), what)
 
 
 def encode_holes(paths: Sequence[TreePath]) -> bytes:

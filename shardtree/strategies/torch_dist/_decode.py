@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from ...codec import decode_archive
 from ...storage import Reader
 from .._values import Checkpoint
+from ..torch import decode_with_holes
 from ._listing import Listing
 from ._payloads import archive_name, check_readable, opened, part_of
 
@@ -21,10 +21,10 @@ def decoded_at(checkpoint: Checkpoint, listing: Listing, reader: Reader, number:
         CorruptCheckpoint: it isn't what was saved.
         UnsafeFile: it needs code to run, and `allow_pickle` isn't given.
     """
-    archives, options = listing.archives, checkpoint.options
+    archives = listing.archives
     data = part_of(reader, int(archives.byte[number]), 0, int(archives.length[number]))
     what = archive_name(checkpoint, listing, number)
-    return decode_archive(data, what=what, types=options.types, allow_pickle=options.allow_pickle)
+    return decode_with_holes(data, what, checkpoint.options)
 
 
 def decoded(checkpoint: Checkpoint, listing: Listing, numbers: Sequence[int]) -> Iterator[tuple[int, Any]]:

@@ -6,15 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ...codec import encode_archive
 from ...errors import CheckpointingException, TreePath, render_path
 from ...storage import Buffer
 from .._values import Draft, Fields
 from ..base import StrategyAction, register_default_strategy
-from ..torch import COMMON_FILE
+from ..torch import COMMON_FILE, encode_with_holes
 from ..torch import save_common as save_torch_common
 from ._backends import DCP, TORCH_DIST
-from ._save_values import check_names, named_values
+from ._save_values import check_names, named_values, without_hollow
 from ._write import data_file, note
 from ._write_collect import Archive, stored_by
 
@@ -53,8 +52,9 @@ def save_dcp_common(draft: Draft, common: Any) -> Fields:
         TreeError: two of them, or a value and a shard, have one name.
     """
     stored = stored_by(draft, DCP[0])
-    named = named_values(common)
-    check_names(named, stored.columns.keys, tuple(stored.objects))
+    taken = {*stored.columns.keys, *stored.objects}
+    named = without_hollow(named_values(common), taken)
+    check_names(named, taken)
     encoded = {name: _encoded(path, value, draft) for name, (path, value) in named.items()}
     file, byte, values = data_file(0, 1), 0, []
     for name, data in encoded.items():
@@ -68,7 +68,7 @@ def save_dcp_common(draft: Draft, common: Any) -> Fields:
 
 def _encoded(path: TreePath, value: Any, draft: Draft) -> bytes:
     try:
-        return encode_archive(value, allow_pickle=draft.options.allow_pickle)
+        return encode_with_holes(value, allow_pickle=draft.options.allow_pickle)
     except CheckpointingException as error:
         error.add_note(f"tree is the value at {render_path(path, 'common')}")
         raise

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from typing import Any
 
-from ...errors import TreeError, TreePath, UnsupportedValue, error_text, render_path
-from ...trees import HOLE, leaves_with_paths, path_key, without_holes
+from ...errors import TreeError, TreePath, error_text, render_path
+from ...trees import HOLE, is_hollow, leaves_with_paths, path_key, without_holes
 from ._listing import is_object
 
 Value = tuple[TreePath, Any]
@@ -18,14 +18,14 @@ def named_values(common: Any) -> dict[str, Value]:
     Dicts are taken apart, and lists that hold such dicts; anything else is one value, stored whole. That is how
     torch.distributed.checkpoint does it, with three exceptions: an empty dict and a dict whose keys aren't all texts
     are stored whole, since there the one is lost and the other's keys become texts; so is a list of tensors, since
-    there the names of plain values in it aren't found again when a checkpoint is converted.
+    there the names of plain values in it aren't found again when a checkpoint is converted, and a list that shards
+    stood in, since there the places before a value are lost.
 
     Args:
         common: as `common_with_holes` gives it.
 
     Raises:
         TreeError: it isn't a dict, or two values have one name.
-        UnsupportedValue: a shard stood beside plain values in a list or tuple.
 
     Examples:
         >>> for name, value in named_values({"step": 3, "groups": [{"lr": 0.1}, {"lr": 0.2}]}).items():
@@ -65,12 +65,6 @@ def _values(path: TreePath, node: Any) -> Iterator[Value]:
         for position, value in enumerate(node):
             yield from _values((*path, position), value)
     else:
-        # Only lists and tuples have holes left. A place is stored by what stands in it, so theirs would be lost.
-        holes = [place for place, leaf in leaves_with_paths(node) if leaf is HOLE]
-        if holes:
-            what = f"save: torch.distributed.checkpoint can't keep a shard's place at {render_path((*path, *holes[0]))}"
-            found = "a shard beside plain values in a list or tuple"
-            raise UnsupportedValue(error_text(what, found=found, fix="Use a dict there, or keep the two apart."))
         yield path, node
 
 
@@ -82,29 +76,43 @@ def _is_one_value(node: Any) -> bool:
     """Return whether a node is stored whole: it is no dict to take apart, nor a list that such a dict lies in."""
     if isinstance(node, dict):
         return not node or not _has_texts(node)
-    return not isinstance(node, list) or all(map(_is_one_value, node))
+    return not isinstance(node, list) or any(child is HOLE for child in node) or all(map(_is_one_value, node))
 
 
-def check_names(named: dict[str, Value], tensors: tuple[str, ...], objects: tuple[str, ...]) -> None:
+def without_hollow(named: dict[str, Value], taken: Set[str]) -> dict[str, Value]:
+    """Return values by name without the empty containers in the place of a tensor or an object.
+
+    Where one rank has no shards at all, its container of them is an empty one.
+
+    Examples:
+        >>> without_hollow({"w": (("w",), []), "step": (("step",), 3)}, {"w"})
+        {'step': (('step',), 3)}
+    """
+    return {
+        name: (path, value)
+        for name, (path, value) in named.items()
+        if taken.isdisjoint((name, path[0])) or not is_hollow(value)
+    }
+
+
+def check_names(named: dict[str, Value], taken: Set[str]) -> None:
     """Raise unless values, tensors and objects can lie in one checkpoint.
 
     Args:
         named: values by name, with their paths.
-        tensors: keys of the stored tensors.
-        objects: unique keys of the stored objects.
+        taken: keys of the stored tensors and unique keys of the stored objects.
 
     Raises:
         TreeError: a value is named like a tensor or an object, or lies in a dict that is named like one.
 
     Examples:
-        >>> check_names({"w.lr": (("w", "lr"), 0.1)}, ("w",), ())
+        >>> check_names({"w.lr": (("w", "lr"), 0.1)}, {"w"})
         Traceback (most recent call last):
         ...
         shardtree.errors.TreeError: save: plain values in the places of tensors or objects
           tree['w']['lr'] is in the place of 'w'
           Rename the shards or the values: torch.distributed.checkpoint keeps all of them in one dict.
     """
-    taken = {*tensors, *objects}
     wrong = [
         f"{render_path(path)} is in the place of {place!r}"
         for name, (path, _) in named.items()

@@ -100,9 +100,6 @@ def is_refusal(error: BaseException) -> bool:
         >>> is_refusal(UnsupportedValue("complex128")), is_refusal(TypeError("complex128"))
         (True, False)
     """
-    if isinstance(error, RemoteError):
-        names = tuple(kind.__name__ for kind in _REFUSALS)
-        return all(text.startswith(names) for text in error.failures.values())
     return isinstance(error, _REFUSALS)
 
 
@@ -112,6 +109,8 @@ def told(error: BaseException) -> str:
         return f"was refused, which no format may: {error}"
     if isinstance(error, AssertionError):
         return str(error) or "a check failed"
+    if isinstance(error, RemoteError) and error.__cause__ is not None:
+        error = error.__cause__  # this rank's own
     kind = "our" if isinstance(error, CheckpointingException) else "a raw"
     return f"raised {kind} {type(error).__name__}: {str(error)[:_LONGEST]}"
 

