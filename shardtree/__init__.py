@@ -46,6 +46,7 @@ from .trees import Hole as Hole
 from .trees import Record as Record
 from .trees import apply_factories as apply_factories
 from .trees import apply_factory_merges as apply_factory_merges
+from .trees import bind as bind
 from .trees import cast as cast
 from .trees import combine as combine
 from .trees import common_with_holes as common_with_holes
@@ -62,11 +63,11 @@ from .trees import merge as merge
 from .trees import narrow as narrow
 from .trees import partition as partition
 from .trees import prefix as prefix
+from .trees import rebox as rebox
 from .trees import rename as rename
 from .trees import select as select
 from .trees import shard_leaves as shard_leaves
-from .trees import step as step
-from .trees import unwrap as unwrap
+from .trees import unbox as unbox
 from .trees import without_data as without_data
 from .trees import without_holes as without_holes
 

@@ -15,7 +15,7 @@ from ..codec import dtype_from_name
 from ..errors import ShapeError, StrategyError, error_text, plural, shorten
 from ..strategies import Strategies, StrategyAction, default_strategies, huggingface
 from ..transforms import partial_rename
-from ..trees import cast, compose, step
+from ..trees import bind, cast, compose
 from ._bars import bar
 from ._contents import contents_at
 from ._output import Output, json_text, printable, spellable
@@ -96,12 +96,12 @@ def transform_of(names: Mapping[str, str], dtype: str | None) -> Callable[[Any],
         >>> shard.key, shard.dtype
         ('model.w', torch.bfloat16)
     """
-    steps: list[Callable[[Any], Any]] = [step(partial_rename, names)] if names else []
+    steps: list[Callable[[Any], Any]] = [bind(partial_rename, names)] if names else []
     if dtype is not None:
         found = dtype_from_name(dtype)
         if not found.is_floating_point:
             raise ShapeError(error_text("convert: --cast", found=dtype, expected="a floating-point dtype, as bfloat16"))
-        steps.append(step(cast, found))
+        steps.append(bind(cast, found))
     return compose(*steps) if steps else None
 
 

@@ -262,7 +262,7 @@ global_shape=(32,), global_offset=(12,), axis_fragmentations=(8,))
     def init_data(
         self, device: str | torch.device, init_fn: Callable[..., torch.Tensor] = torch.empty
     ) -> ShardedTensor:
-        """Return the shard with a new tensor where it had no data, else the shard itself.
+        """Return the shard with a new tensor where it had no data or a meta tensor, else the shard itself.
 
         Args:
             device: where the tensor lives.
@@ -272,7 +272,8 @@ global_shape=(32,), global_offset=(12,), axis_fragmentations=(8,))
             >>> ShardedTensor("w", None, torch.int8, (2,), (2,), (0,), None).init_data("cpu", torch.zeros).data
             tensor([0, 0], dtype=torch.int8)
         """
-        if self.data is not None:
+        is_meta = isinstance(self.data, torch.Tensor) and self.data.is_meta
+        if self.data is not None and not is_meta:
             return self
         return replace(self, data=init_fn(self.data_shape, dtype=self.dtype, device=device))
 

@@ -8,15 +8,14 @@ from ._checks import check_is_tree as check_is_tree
 from ._checks import refuse_dtensors as refuse_dtensors
 from ._checks import refuse_hidden as refuse_hidden
 from ._checks import told_of_depth as told_of_depth
+from ._compose import bind as bind
 from ._compose import compose as compose
-from ._compose import step as step
 from ._difference import Difference as Difference
 from ._difference import diff as diff
 from ._edit import cast as cast
 from ._edit import narrow as narrow
 from ._edit import prefix as prefix
 from ._edit import rename as rename
-from ._edit import unwrap as unwrap
 from ._edit import without_data as without_data
 from ._factories import apply_factories as apply_factories
 from ._factories import apply_factory_merges as apply_factory_merges
@@ -57,5 +56,7 @@ from ._registry import NAMESPACE as NAMESPACE
 from ._registry import register_nodes
 from ._registry import with_data as with_data
 from ._select import select as select
+from ._unbox import rebox as rebox
+from ._unbox import unbox as unbox
 
 register_nodes()

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from ..errors import KeyMismatch, ShapeError, TreeError, error_text
-from ..mapping import LocalNonpersistentObject, ShardedBase, ShardedObject, ShardedTensor, ShardedTensorFactory
+from ..mapping import ShardedBase, ShardedObject, ShardedTensor, ShardedTensorFactory
+from ._joined_data import empty_data
 from ._nodes import Tree, flatten, map_sharing
-from ._registry import with_data
+from ._registry import described_kind, with_data
 
 Renaming = Mapping[str, str] | Callable[[str], str]
 
@@ -144,26 +145,38 @@ def _narrow(leaf: Any, dim: int, start: int, length: int) -> Any:
     return parts[0] if leaf.flattened_range is None else parts
 
 
-def unwrap(tree: Tree) -> Tree:
-    """Return the tree with each `LocalNonpersistentObject` replaced by what it holds.
+def without_data(tree: Tree, *, meta: bool = False) -> Tree:
+    """Return the tree with None as the data of each shard, factory and sharded object, or with meta tensors.
+
+    With meta tensors, what doesn't look at elements gives what it gives of the tree itself: the same metadata, shapes
+    and dtypes, as with `jax.eval_shape`; factories still build. Without, factories may not know what they hold.
+
+    Args:
+        tree: any tree. Plain values, tensors among them, stay as they are.
+        meta: whether shards and factories get tensors on torch's meta device, which hold no elements. A flat shard
+            gets one of its range; a factory without a tensor gets None, and so do objects.
 
     Examples:
-        >>> from shardtree.mapping import LocalNonpersistentObject
-        >>> unwrap({"cache": LocalNonpersistentObject([1])})
-        {'cache': [1]}
+        >>> import torch
+        >>> from shardtree.mapping import ShardedObject, ShardedTensor
+        >>> tree = [ShardedObject("rng", 1, (1,), (0,)), ShardedTensor.from_rank_offsets("w", torch.ones(2))]
+        >>> [leaf.data for leaf in without_data(tree)]
+        [None, None]
+        >>> [leaf.data for leaf in without_data(tree, meta=True)]
+        [None, tensor(..., device='meta', size=(2,))]
     """
-    return map_sharing(lambda leaf: leaf.unwrap() if isinstance(leaf, LocalNonpersistentObject) else leaf, tree)
+    drop = _with_meta_data if meta else _without_data
+    return map_sharing(lambda leaf: drop(leaf) if isinstance(leaf, ShardedBase) else leaf, tree)
 
 
-def without_data(tree: Tree) -> Tree:
-    """Return the tree with None as the data of each shard, factory and sharded object.
-
-    Examples:
-        >>> from shardtree.mapping import ShardedObject
-        >>> without_data([ShardedObject("rng", 1, (1,), (0,))])[0].data is None
-        True
-    """
-    return map_sharing(lambda leaf: _without_data(leaf) if isinstance(leaf, ShardedBase) else leaf, tree)
+def _with_meta_data(leaf: Any) -> Any:
+    kind = None if isinstance(leaf, ShardedObject) else described_kind(leaf)
+    if kind is None:
+        return _without_data(leaf)
+    if isinstance(leaf.data, torch.Tensor) and leaf.data.is_meta:
+        return leaf
+    dtype, shape = kind
+    return with_data(leaf, empty_data(shape, dtype, "meta"))
 
 
 def _without_data(leaf: Any) -> Any:

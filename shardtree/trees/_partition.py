@@ -10,17 +10,17 @@ from ._hole import HOLE
 from ._nodes import Tree, call_on_leaves, flatten
 
 
-def partition(predicate: Callable[[Any], object], tree: Tree) -> tuple[Tree, Tree]:
+def partition(tree: Tree, predicate: Callable[[Any], object]) -> tuple[Tree, Tree]:
     """Return the tree with only the leaves that match, and the tree with only the others, holes in their places.
 
     Both have the structure of the whole. Leaves that are holes already stay holes in both.
 
     Args:
-        predicate: takes a leaf; shards are leaves.
         tree: any tree.
+        predicate: takes a leaf; shards are leaves.
 
     Examples:
-        >>> small, rest = partition(lambda leaf: leaf < 2, {"a": 1, "b": [2, 3]})
+        >>> small, rest = partition({"a": 1, "b": [2, 3]}, lambda leaf: leaf < 2)
         >>> small, rest
         ({'a': 1, 'b': [HOLE, HOLE]}, {'a': HOLE, 'b': [2, 3]})
         >>> from shardtree.trees import combine
@@ -42,7 +42,7 @@ def extract_sharded(tree: Tree) -> tuple[Tree, Tree]:
         >>> extract_sharded({"rng": ShardedObject("rng", None, (1,), (0,)), "step": 3})[1]
         {'rng': HOLE, 'step': 3}
     """
-    return partition(lambda leaf: isinstance(leaf, ShardedBase), tree)
+    return partition(tree, lambda leaf: isinstance(leaf, ShardedBase))
 
 
 def extract_nonpersistent(tree: Tree) -> tuple[Tree, Tree]:
@@ -53,4 +53,4 @@ def extract_nonpersistent(tree: Tree) -> tuple[Tree, Tree]:
         >>> extract_nonpersistent({"cache": LocalNonpersistentObject(1), "step": 3})[1]
         {'cache': HOLE, 'step': 3}
     """
-    return partition(lambda leaf: isinstance(leaf, LocalNonpersistentObject), tree)
+    return partition(tree, lambda leaf: isinstance(leaf, LocalNonpersistentObject))

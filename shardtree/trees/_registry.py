@@ -61,15 +61,20 @@ def with_data(leaf: Leaf, data: Any) -> Leaf:
     return new
 
 
+def described_kind(leaf: Boxed) -> tuple[torch.dtype, tuple[int, ...]] | None:
+    """Return the dtype and shape that a leaf's data has; None for a factory without a tensor."""
+    if isinstance(leaf, ShardedTensor):
+        return leaf.dtype, leaf.data_shape
+    data = leaf.data
+    return (data.dtype, tuple(data.shape)) if isinstance(data, (torch.Tensor, LazyTensor)) else None
+
+
 def _check_data(leaf: Boxed, data: torch.Tensor | LazyTensor) -> None:
-    source: Any = leaf if isinstance(leaf, ShardedTensor) else leaf.data
-    if not isinstance(source, (ShardedTensor, torch.Tensor, LazyTensor)):
-        return
-    shape = source.data_shape if isinstance(source, ShardedTensor) else source.shape
-    if data.dtype == source.dtype and data.shape == shape:
+    kind = described_kind(leaf)
+    if kind is None or (data.dtype, tuple(data.shape)) == kind:
         return
     what = f"map_data: the function changed the dtype or shape of {leaf.key!r}, so that its metadata would be wrong"
-    found, expected = f"{tuple(data.shape)} {data.dtype}", f"{tuple(shape)} {source.dtype}"
+    found, expected = f"{tuple(data.shape)} {data.dtype}", f"{kind[1]} {kind[0]}"
     fix = "Use `cast` to change the dtype, or `map_shards` to make another shard."
     raise ShapeError(error_text(what, found=found, expected=expected, fix=fix))
 

@@ -145,10 +145,10 @@ QKV = torch.stack([shard.data for shard in layers(3)])
 
 TRANSFORMS: dict[str, tuple[Callable[[Any], Any], dict[str, torch.Tensor]]] = {
     "rename": (lambda tree: st.rename(tree, lambda key: f"model.{key}"), {"model.h.2.qkv": QKV[2]}),
-    "rename by patterns": (st.step(partial_rename, {"h.*.qkv": "layers.*.attn"}), {"layers.1.attn": QKV[1]}),
-    "prefix": (st.step(st.prefix, "x."), {"x.h.0.qkv": QKV[0]}),
-    "cast": (st.step(st.cast, torch.float16), {"h.1.qkv": QKV[1].half()}),
-    "narrow": (st.step(st.narrow, 0, 2, 4), {"h.1.qkv": QKV[1, 2:6]}),
+    "rename by patterns": (st.bind(partial_rename, {"h.*.qkv": "layers.*.attn"}), {"layers.1.attn": QKV[1]}),
+    "prefix": (st.bind(st.prefix, "x."), {"x.h.0.qkv": QKV[0]}),
+    "cast": (st.bind(st.cast, torch.float16), {"h.1.qkv": QKV[1].half()}),
+    "narrow": (st.bind(st.narrow, 0, 2, 4), {"h.1.qkv": QKV[1, 2:6]}),
     "map_shards": (
         lambda tree: st.map_shards(lambda leaf: tensor(f"{leaf.key}.t", leaf.data.T), tree),
         {"h.2.qkv.t": QKV[2].T},
@@ -157,18 +157,18 @@ TRANSFORMS: dict[str, tuple[Callable[[Any], Any], dict[str, torch.Tensor]]] = {
     "factories left to the save": (lambda tree: [halves(leaf) for leaf in tree.values()], {"h.0.qkv": QKV[0]}),
     "apply_factory_merges": (rebuilt, {"h.2.qkv": QKV[2]}),
     "glu": (lambda tree: {key: glu(key, leaf.data) for key, leaf in tree.items()}, {}),
-    "stack_layers": (st.step(stack_layers, "h"), {"h.qkv": QKV}),
-    "unstack_layers": (st.compose(st.step(stack_layers, "h"), st.step(unstack_layers, "h")), {"h.2.qkv": QKV[2]}),
-    "split_tensor": (st.step(split_tensor, "h.*.qkv", ["h.*.q", "h.*.kv"], sizes=[4, 4]), {"h.1.kv": QKV[1, 4:]}),
+    "stack_layers": (st.bind(stack_layers, "h"), {"h.qkv": QKV}),
+    "unstack_layers": (st.compose(st.bind(stack_layers, "h"), st.bind(unstack_layers, "h")), {"h.2.qkv": QKV[2]}),
+    "split_tensor": (st.bind(split_tensor, "h.*.qkv", ["h.*.q", "h.*.kv"], sizes=[4, 4]), {"h.1.kv": QKV[1, 4:]}),
     "merge_tensors": (
-        st.step(merge_tensors, [f"h.{number}.qkv" for number in (2, 0, 1)], "all", axis=1),
+        st.bind(merge_tensors, [f"h.{number}.qkv" for number in (2, 0, 1)], "all", axis=1),
         {"all": torch.cat([QKV[2], QKV[0], QKV[1]], dim=1)},
     ),
     "a pipeline": (
         st.compose(
-            st.step(stack_layers, "h"),
-            st.step(st.cast, torch.bfloat16),
-            st.step(split_tensor, "h.qkv", ["q", "k", "v", "w"], axis=1),
+            st.bind(stack_layers, "h"),
+            st.bind(st.cast, torch.bfloat16),
+            st.bind(split_tensor, "h.qkv", ["q", "k", "v", "w"], axis=1),
         ),
         {"k": QKV[:, 2:4].bfloat16()},
     ),
@@ -439,7 +439,7 @@ def test_small_tensors_are_read_many_at_a_time() -> None:
         return default_strategies[row](checkpoint, shards)
 
     tree = [tensor(f"w{number}", torch.full((3, 2), number)) for number in range(200)]
-    transform = st.compose(st.step(st.prefix, "x."), lambda tree: st.map_shards(lambda leaf: leaf, tree))
+    transform = st.compose(st.bind(st.prefix, "x."), lambda tree: st.map_shards(lambda leaf: leaf, tree))
     folder, _ = converted(saved(tree), strategies={**default_strategies, row: counted}, transform=transform)
     assert calls == [200, 200, 200]  # to write, and twice to compare
     assert st.load_plain_tensors(folder)["x.w7"].tolist() == [[7, 7]] * 3

@@ -151,7 +151,7 @@ def test_a_changed_plan_starts_anew_and_removes_what_was_left() -> None:
     folder = killed_after(3)
     left = set(files(folder))
     assert len([name for name in left if "-of-" in name]) == 3
-    report = run(SOURCE, folder, transform=st.step(st.prefix, "new."))
+    report = run(SOURCE, folder, transform=st.bind(st.prefix, "new."))
     assert (report.resumed, left & set(files(folder))) == (0, set())
     assert len(folder.names()) == 2
     assert list(st.load_plain_tensors(folder)) == [f"new.w{number}" for number in range(3)]

@@ -39,7 +39,8 @@ prefix
 select
 cast
 narrow
-unwrap
+unbox
+rebox
 without_data
 extract_sharded
 extract_nonpersistent
@@ -47,7 +48,7 @@ extract_metadata
 apply_factories
 apply_factory_merges
 compose
-step
+bind
 join
 common_with_holes
 without_holes

@@ -121,8 +121,8 @@ FAULTS: dict[str, tuple[str, str]] = {
     "a word cut off": ("50)", "49)"),
     "another dtype": ("bfloat16", "float16"),
     "cast by way of another dtype": (
-        "    st.step(st.cast, torch.bfloat16),\n",
-        "    st.step(st.cast, torch.float16),\n    st.step(st.cast, torch.bfloat16),\n",
+        "    st.bind(st.cast, torch.bfloat16),\n",
+        "    st.bind(st.cast, torch.float16),\n    st.bind(st.cast, torch.bfloat16),\n",
     ),
 }
 

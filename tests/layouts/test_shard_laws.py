@@ -103,7 +103,7 @@ def check_abstract(shard: Shard, case: Case) -> None:
         assert not diff(target, targets[0][number])
         assert not diff(target, targets[1][number])
         leaves = [leaf for _, leaf in leaves_with_paths(apply_factories(target)) if isinstance(leaf, ShardedTensor)]
-        assert all(leaf.data is None or leaf.data.is_meta for leaf in leaves)
+        assert all(leaf.data.is_meta for leaf in leaves)
 
 
 @given(CASES)

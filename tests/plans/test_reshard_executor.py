@@ -65,17 +65,10 @@ def saved_and_loaded(trees: list[Any], targets: list[Any]) -> list[Any]:
     return shardtree.simulate(len(targets), lambda world: shardtree.load(targets[world.rank], place, world=world))
 
 
-def bare(tree: Any) -> Any:
-    """Return a sharded tree as `load` would give it."""
-    kinds = (ShardedTensor, ShardedObject, ShardedTensorFactory)
-    found = map_shards(lambda leaf: LocalNonpersistentObject(leaf.data) if isinstance(leaf, kinds) else leaf, tree)
-    return shardtree.unwrap(found)
-
-
 def check_like_load(trees: list[Any], targets: list[Any], reshard: Callable[..., Any] = shardtree.reshard) -> None:
     expected, found = saved_and_loaded(trees, targets), reshard(trees, targets)
     for rank, (left, right) in enumerate(zip(expected, found, strict=True)):
-        assert outline(left) == outline(bare(right)), f"rank {rank}: found {right!r}, expected {left!r}"
+        assert outline(left) == outline(shardtree.unbox(right)), f"rank {rank}: found {right!r}, expected {left!r}"
 
 
 @settings(max_examples=EXAMPLES // 2)

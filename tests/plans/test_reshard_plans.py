@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as some
 
 import shardtree as st
 from shardtree import Mesh, PartitionSpec
 from shardtree.layouts import ShardColumns, select_rows
-from shardtree.testing import check_reshard_plan
+from shardtree.testing import check_reshard_plan, global_states, rank_tree, state_layouts, target_tree
 from tests.plans.reshard_layouts import mesh_layout
+from tests.trees.samples import assert_caught
 
 ROWS, COLUMNS = PartitionSpec("tp"), PartitionSpec(None, "tp")
 COLUMNS_OF_ALL = {"w": COLUMNS, "b": ROWS}
@@ -51,7 +57,93 @@ def test_a_plan_explains_where_a_tensor_comes_from() -> None:
         "   1  [0:2, 2:4]   16 B  rank 0",
         "   1  [2:4, 2:4]   16 B  itself",
     ]
-    assert plan.explain("w").origins[1] == st.Origin(0, 1, (slice(2, 4), slice(0, 2)), 16, 0)
+    assert plan.explain("w").origins[1] == st.Origin(0, 1, (slice(2, 4), slice(0, 2)), 16, 0, "w")
+
+
+def engine(rank: int) -> dict[str, Any]:
+    """Return an engine's tree: a fused tensor that is stored as two, and one under a name of its own."""
+    gate_up = st.as_factory(
+        shard("mlp.gate_up", torch.zeros(8, 2)), st.gate_and_up(tensor_parallel=1, part="gate_up", names=("gate", "up"))
+    )
+    return {"model": {"fused": gate_up, "norm.0": [shard("layers.0.norm", torch.zeros(3), replica=rank)]}}
+
+
+TRAINER = {name: shard(name, torch.zeros(4, 2)) for name in ("mlp.gate", "mlp.up")} | {
+    "norm": shard("layers.0.norm", torch.zeros(3))
+}
+
+
+def test_a_tensor_is_explained_by_the_name_under_which_the_target_holds_it() -> None:
+    plan = st.plan_reshard({0: TRAINER}, {0: {}, 1: engine(0)})
+    assert (
+        str(plan.explain("model.norm.0.0"))
+        .splitlines()[0]
+        .startswith("'model.norm.0.0', which is 'layers.0.norm' (3,)")
+    )
+    assert plan.explain("model.norm.0.0").origins == plan.explain("layers.0.norm").origins
+    assert str(plan.explain("model.fused")).splitlines() == [
+        "'model.fused', which is 'mlp.gate' (4, 2) float32, 'mlp.up' (4, 2) float32: 64 B move, 0 B stay",
+        "rank        gets  bytes    from        of",
+        "   1  [0:4, 0:2]   32 B  rank 0  mlp.gate",
+        "   1  [0:4, 0:2]   32 B  rank 0    mlp.up",
+    ]
+    assert plan.explain("mlp.gate_up").origins == plan.explain("model.fused").origins
+    assert st.relayed(plan).explain("model.fused").bytes_moved == 64
+
+
+def test_a_tensor_s_own_key_comes_before_another_s_place() -> None:
+    plan = st.plan_reshard([TRAINER], [{"mlp.up": TRAINER["mlp.gate"], "up": TRAINER["mlp.up"]}])
+    assert list(plan.explain("mlp.up").kinds) == ["mlp.up"] and list(plan.explain("up").kinds) == ["mlp.up"]
+
+
+def test_names_of_trees_are_among_those_that_look_alike() -> None:
+    with pytest.raises(st.KeyMismatch, match=r"Did you mean 'model\.fused'"):
+        st.plan_reshard([TRAINER], [engine(0)]).explain("model.fusde")
+
+
+Drawn = Callable[[], tuple[list[Any], list[Any]]]
+Explain = Callable[[st.ReshardPlan, str], Any]
+
+
+def finds_each_place(explain: Explain, drawn: Drawn) -> None:
+    trees, targets = drawn()
+    plan = st.plan_reshard(trees, targets)
+    for rank, tree in enumerate(targets):
+        for path, leaf in st.leaves_with_paths(tree):
+            for _, built in st.leaves_with_paths(st.apply_factories([leaf])):
+                if isinstance(built, st.ShardedTensor):
+                    found = explain(plan, ".".join(map(str, path)))
+                    wanted = [one for one in plan.explain(built.key).origins if one.rank == rank]
+                    assert {*map(repr, wanted)} <= {*map(repr, found.origins)}
+
+
+@some.composite
+def resharded(draw: some.DrawFn) -> Drawn:
+    """Return trees in two layouts, the second of them of factories here and there."""
+    state = draw(global_states())
+    ranks = draw(some.integers(1, 3))
+    one, other = (draw(state_layouts(state, ranks)) for _ in range(2))
+    factory = partial(st.as_factory, lens=st.compose_factories())
+    turns = draw(some.booleans())
+    targets = [
+        st.map_shards(lambda leaf: factory(leaf) if turns and isinstance(leaf, st.ShardedTensor) else leaf, tree)
+        for tree in (target_tree(state, other, rank) for rank in range(ranks))
+    ]
+    trees = [rank_tree(state, one, rank) for rank in range(ranks)]
+    return lambda: (trees, targets)  # torch can't print some dtypes, as Hypothesis would
+
+
+@given(resharded())
+def test_each_place_of_the_target_is_explained(drawn: Drawn) -> None:
+    finds_each_place(lambda plan, name: plan.explain(name), drawn)
+
+
+def test_the_law_of_places_catches_names_of_one_rank_alone() -> None:
+    def of_rank_zero(plan: st.ReshardPlan, name: str) -> Any:
+        found = plan.explain(name)
+        return replace(found, origins=tuple(one for one in found.origins if one.rank == 0))
+
+    assert_caught(finds_each_place, of_rank_zero, resharded())
 
 
 def moves(plan: st.ReshardPlan) -> list[list[object]]:

@@ -51,7 +51,7 @@ def write_legacy(trees: Any, place: Directory) -> None:
 
 def plain(tree: Any) -> Any:
     """Return the common part of a tree of dicts."""
-    _, rest = partition(lambda leaf: isinstance(leaf, (ShardedTensor, ShardedObject)), tree)
+    _, rest = partition(tree, lambda leaf: isinstance(leaf, (ShardedTensor, ShardedObject)))
     return {key: value for key, value in rest.items() if key in ("common", "value")} if isinstance(rest, dict) else {}
 
 

@@ -65,16 +65,16 @@ def check_parts(split: Callable[[Tree], Tree], drawn: Grouped) -> None:
 @given(grouped())
 def test_merge_undoes_split_by_groups(drawn: Grouped) -> None:
     tree, sizes, axis, groups = drawn
-    split = st.step(split_tensor, "h.*.qkv", NAMES, sizes=sizes, axis=axis, groups=groups)
-    check_undone(split, st.step(merge_tensors, NAMES, "h.*.qkv", axis=axis, groups=groups), tree)
+    split = st.bind(split_tensor, "h.*.qkv", NAMES, sizes=sizes, axis=axis, groups=groups)
+    check_undone(split, st.bind(merge_tensors, NAMES, "h.*.qkv", axis=axis, groups=groups), tree)
     parts = split(tree)
-    check_undone(st.step(merge_tensors, NAMES, "h.*.qkv", axis=axis, groups=groups), split, parts)
+    check_undone(st.bind(merge_tensors, NAMES, "h.*.qkv", axis=axis, groups=groups), split, parts)
 
 
 @given(grouped())
 def test_split_cuts_each_group(drawn: Grouped) -> None:
     _, sizes, axis, groups = drawn
-    check_parts(st.step(split_tensor, "h.*.qkv", NAMES, sizes=sizes, axis=axis, groups=groups), drawn)
+    check_parts(st.bind(split_tensor, "h.*.qkv", NAMES, sizes=sizes, axis=axis, groups=groups), drawn)
 
 
 QKV = torch.arange(24).reshape(12, 2)  # 2 groups of [q q q q k v]
@@ -83,9 +83,9 @@ SIZES = [8, 2, 2]
 
 def test_the_laws_catch_a_cut_that_ignores_groups() -> None:
     tree = flat(*(whole(f"h.{layer}.qkv", QKV + layer) for layer in range(2)))
-    check_parts(st.step(split_tensor, "h.*.qkv", NAMES, sizes=SIZES, groups=2), (tree, SIZES, 0, 2))
+    check_parts(st.bind(split_tensor, "h.*.qkv", NAMES, sizes=SIZES, groups=2), (tree, SIZES, 0, 2))
     with pytest.raises(AssertionError, match=r"h\.\*\.q of layer 0 has other elements"):
-        check_parts(st.step(split_tensor, "h.*.qkv", NAMES, sizes=SIZES), (tree, SIZES, 0, 2))
+        check_parts(st.bind(split_tensor, "h.*.qkv", NAMES, sizes=SIZES), (tree, SIZES, 0, 2))
     apart = split_tensor(tree, "h.*.qkv", NAMES, sizes=SIZES, groups=2)
     with pytest.raises(AssertionError, match=r"h\.0\.qkv"):
         check_same(merge_tensors(apart, NAMES, "h.*.qkv"), tree)

@@ -33,8 +33,8 @@ def tables(draw: some.DrawFn) -> tuple[Tree, int]:
 def test_unpad_undoes_pad(drawn: tuple[Tree, int], more: int) -> None:
     tree, axis = drawn
     length = tree["0.table"].data.shape[axis]
-    pad = st.step(pad_tensors, ["*.table"], length + more, axis=axis)
-    check_undone(pad, st.step(unpad_tensors, ["*.table"], length, axis=axis), tree)
+    pad = st.bind(pad_tensors, ["*.table"], length + more, axis=axis)
+    check_undone(pad, st.bind(unpad_tensors, ["*.table"], length, axis=axis), tree)
     for padded in (pad(tree), pad(lazily(tree))):
         for key in ("0.table", "1.table"):
             data = padded[key].data.narrow(axis, length, more)
@@ -56,9 +56,9 @@ def test_the_inverse_order_undoes_transpose(drawn: tuple[Tree, int], data: some.
     axes = len(tree["0.table"].local_shape)
     order = data.draw(some.permutations(range(axes)))
     inverse = [order.index(axis) for axis in range(axes)]
-    back = st.step(transpose_tensors, ["**.table"], inverse)
-    check_undone(st.step(transpose_tensors, ["**.table"], [axis - axes for axis in order]), back, tree)
-    reverse = st.step(transpose_tensors, ["**.table"])
+    back = st.bind(transpose_tensors, ["**.table"], inverse)
+    check_undone(st.bind(transpose_tensors, ["**.table"], [axis - axes for axis in order]), back, tree)
+    reverse = st.bind(transpose_tensors, ["**.table"])
     check_undone(reverse, reverse, tree)
 
 
@@ -83,9 +83,9 @@ def test_nothing_is_read_of_lazy_tensors() -> None:
 
     lazy = flat(whole("w", stored(read_box, (4, 6), torch.float32, name="w")))
     change = st.compose(
-        st.step(unpad_tensors, ["w"], 3),
-        st.step(transpose_tensors, ["w"]),
-        st.step(pad_tensors, ["w"], 5, axis=-1),
+        st.bind(unpad_tensors, ["w"], 3),
+        st.bind(transpose_tensors, ["w"]),
+        st.bind(pad_tensors, ["w"], 5, axis=-1),
     )
     assert change(lazy)["w"].global_shape == (6, 5)
     # The padding itself is no read: only what was kept is.

@@ -34,13 +34,13 @@ def layered(draw: some.DrawFn) -> Tree:
 
 @given(layered())
 def test_unstack_undoes_stack(tree: Tree) -> None:
-    check_undone(st.step(stack_layers, "model.layers"), st.step(unstack_layers, "model.layers"), tree)
+    check_undone(st.bind(stack_layers, "model.layers"), st.bind(unstack_layers, "model.layers"), tree)
 
 
 @given(layered())
 def test_stack_undoes_unstack(tree: Tree) -> None:
     stacked = stack_layers(tree, "model.layers")
-    check_undone(st.step(unstack_layers, "model.layers"), st.step(stack_layers, "model.layers"), stacked)
+    check_undone(st.bind(unstack_layers, "model.layers"), st.bind(stack_layers, "model.layers"), stacked)
 
 
 def test_the_stack_law_catches_layers_in_another_order() -> None:
@@ -74,8 +74,8 @@ def fused(draw: some.DrawFn) -> tuple[Tree, list[int], int]:
 def test_merge_undoes_split(drawn: tuple[Tree, list[int], int]) -> None:
     tree, sizes, axis = drawn
     names = [f"h.*.part{number}" for number in range(len(sizes))]
-    split = st.step(split_tensor, "h.*.qkv", names, sizes=sizes, axis=axis)
-    check_undone(split, st.step(merge_tensors, names, "h.*.qkv", axis=axis), tree)
+    split = st.bind(split_tensor, "h.*.qkv", names, sizes=sizes, axis=axis)
+    check_undone(split, st.bind(merge_tensors, names, "h.*.qkv", axis=axis), tree)
 
 
 def test_the_split_law_catches_parts_joined_in_another_order() -> None:
@@ -139,10 +139,10 @@ def test_a_pipeline_of_them_reads_nothing_of_lazy_tensors() -> None:
     names = {"layers.*.qkv.weight": "model.layers.*.self_attn.qkv.weight"}
     parts = [f"model.layers.*.self_attn.{part}_proj.weight" for part in "qkv"]
     pipeline = st.compose(
-        st.step(unstack_layers, "layers"),
-        st.step(partial_rename, names),
-        st.step(split_tensor, "model.layers.*.self_attn.qkv.weight", parts, axis=-2),
-        st.step(st.cast, torch.bfloat16),
+        st.bind(unstack_layers, "layers"),
+        st.bind(partial_rename, names),
+        st.bind(split_tensor, "model.layers.*.self_attn.qkv.weight", parts, axis=-2),
+        st.bind(st.cast, torch.bfloat16),
     )
     found = pipeline(flat(whole("layers.qkv.weight", lazy)))
     assert [(key, leaf.global_shape, leaf.dtype) for key, leaf in found.items()][4:] == [

@@ -167,7 +167,7 @@ def test_none_is_a_leaf_in_every_container() -> None:
     tree = Config(a=None, b=Config(c=[None]), d=Pair(None, 1))
     assert leaves_with_paths(tree) == [(("a",), None), (("b", "c", 0), None), (("d", 0), None), (("d", 1), 1)]
     assert map_shards(lambda leaf: leaf is None, tree) == {"a": True, "b": {"c": [True]}, "d": Pair(True, False)}
-    assert partition(lambda leaf: leaf is None, tree)[0] == {"a": None, "b": {"c": [None]}, "d": Pair(None, HOLE)}
+    assert partition(tree, lambda leaf: leaf is None)[0] == {"a": None, "b": {"c": [None]}, "d": Pair(None, HOLE)}
 
 
 def test_namedtuple_classes_are_found_below_others() -> None:

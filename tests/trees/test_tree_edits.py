@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import optree
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import shardtree
 from shardtree.errors import IntegrityError, KeyMismatch, ShapeError, TreeError
 from shardtree.mapping import LocalNonpersistentObject, ShardedBase, ShardedObject, ShardedTensor, ShardedTensorFactory
 from shardtree.trees import (
     apply_factories,
+    bind,
     cast,
     compose,
     extract_metadata,
     leaves_with_paths,
     map_data,
+    map_shards,
     narrow,
     prefix,
     rename,
-    step,
-    unwrap,
     without_data,
 )
 from tests.trees.samples import assert_caught, flat_shard, halves, join_halves, outline, trees
@@ -106,9 +109,8 @@ def test_narrow_puts_a_shard_for_a_box_and_a_list_for_a_flat_one() -> None:
         narrow([FACTORY], 0, 0, 1)
 
 
-def test_unwrap_and_without_data() -> None:
+def test_without_data() -> None:
     tree = {"w": W, "f": FACTORY, "rng": RNG, "local": LocalNonpersistentObject([1]), "step": 3}
-    assert unwrap(tree) == {**tree, "local": [1]}
     bare = without_data(tree)
     assert all(bare[key] == tree[key].without_data() for key in ("w", "f", "rng"))
     assert bare["local"] is tree["local"]
@@ -132,7 +134,7 @@ def test_metadata_names_every_conflict() -> None:
 
 
 def reads_left_to_right(compose_: Callable[..., Any], numbers: list[int]) -> None:
-    steps = [step(lambda seen, number: (*seen, number), number) for number in numbers]
+    steps = [bind(lambda seen, number: (*seen, number), number) for number in numbers]
     assert compose_(*steps)(()) == tuple(numbers)
 
 
@@ -149,6 +151,50 @@ def test_compose_reads_left_to_right_catches_the_other_way() -> None:
 
 def test_a_pipeline() -> None:
     to_serving = compose(
-        step(rename, {"w": "weight"}), step(cast, torch.bfloat16), partial(map_data, torch.neg), without_data
+        bind(rename, {"w": "weight"}), bind(cast, torch.bfloat16), partial(map_data, torch.neg), without_data
     )
     assert to_serving({"w": W})["w"] == replace(W, key="weight", dtype=torch.bfloat16, data=None)
+
+
+@pytest.mark.parametrize("function", [map_data, map_shards, optree.tree_map], ids=lambda function: function.__name__)
+def test_bind_refuses_a_function_that_takes_the_tree_second(function: Callable[..., Any]) -> None:
+    name = function.__name__
+    with pytest.raises(TreeError, match=rf"bind: {name} takes (?s:.*)functools.partial\({name}, ") as caught:
+        bind(function, torch.neg)
+    assert "a function that takes the tree first" in str(caught.value)
+
+
+def scaled(state: int, by: int, tree: int = 0) -> tuple[int, int, int]:
+    return state, by, tree
+
+
+@pytest.mark.parametrize(
+    "bound",
+    [
+        bind(lambda anything, by: (anything, by, 0), 2),
+        bind(lambda tree, by, state_dict=0: (tree, by, state_dict), 2),
+        bind(scaled, 2, tree=0),
+        bind(partial(lambda f, tree: (tree, f, 0), 2)),
+        bind(lambda *values: (*values, 0), 2),
+    ],
+)
+def test_bind_takes_functions_with_any_first_name(bound: Callable[[int], Any]) -> None:
+    assert bound(1) == (1, 2, 0)
+
+
+def test_bind_takes_builtins_without_a_signature() -> None:
+    assert bind(max, 3)(2) == 3
+
+
+def is_refused(function: Callable[..., Any]) -> bool:
+    try:
+        bind(function)
+    except TreeError:
+        return True
+    return False
+
+
+def test_public_functions_take_the_tree_first_but_for_maps_and_plans_of_buffers() -> None:
+    functions = {name: getattr(shardtree, name) for name in dir(shardtree)}
+    refused = {name for name, value in functions.items() if inspect.isfunction(value) and is_refused(value)}
+    assert refused == {"buffer_slices", "map_data", "map_shards"}

@@ -33,11 +33,11 @@ from tests.trees.samples import Config, Pair, assert_caught, at, outline, trees
 W = ShardedTensor.from_rank_offsets("decoder.w", torch.arange(4.0))
 PREDICATES = st.sampled_from([lambda leaf: leaf is None, lambda leaf: isinstance(leaf, ShardedTensor), callable])
 
-Parts = Callable[[Callable[[Any], Any], Any], tuple[Any, Any]]
+Parts = Callable[[Any, Callable[[Any], Any]], tuple[Any, Any]]
 
 
 def splits(parts: Parts, tree: Any, predicate: Callable[[Any], bool]) -> None:
-    matching, rest = parts(predicate, tree)
+    matching, rest = parts(tree, predicate)
     assert outline(combine(matching, rest)) == outline(combine(rest, matching)) == outline(tree)
     assert all(leaf is HOLE or predicate(leaf) for _, leaf in leaves_with_paths(matching))
     assert not any(predicate(leaf) for _, leaf in leaves_with_paths(rest) if leaf is not HOLE)
@@ -49,8 +49,8 @@ def test_partition_then_combine_is_identity(tree: Any, predicate: Callable[[Any]
 
 
 def test_partition_then_combine_catches_none_for_holes() -> None:
-    def with_none(predicate: Callable[[Any], bool], tree: Any) -> tuple[Any, Any]:
-        matching, rest = partition(predicate, tree)
+    def with_none(tree: Any, predicate: Callable[[Any], bool]) -> tuple[Any, Any]:
+        matching, rest = partition(tree, predicate)
         return map_shards(lambda leaf: None if leaf is HOLE else leaf, matching), rest
 
     assert_caught(splits, with_none, trees(), PREDICATES)

@@ -17,6 +17,7 @@ from shardtree.trees import (
     HOLE,
     apply_factories,
     apply_factory_merges,
+    bind,
     build_factories,
     cast,
     check_is_tree,
@@ -40,13 +41,13 @@ from shardtree.trees import (
     partition,
     prefix,
     prune,
+    rebox,
     refuse_dtensors,
     refuse_hidden,
     rename,
     select,
     shard_leaves,
-    step,
-    unwrap,
+    unbox,
     with_data,
     without_data,
     without_holes,
@@ -75,7 +76,7 @@ def is_boxed(leaf: Any) -> bool:
 NEW: dict[str, Of] = {
     "map_shards": lambda tree: map_shards(lambda leaf: leaf, tree),
     "map_data": lambda tree: map_data(torch.neg, tree),
-    "partition": lambda tree: partition(lambda leaf: leaf is None, tree),
+    "partition": lambda tree: partition(tree, lambda leaf: leaf is None),
     "extract_sharded": extract_sharded,
     "extract_nonpersistent": extract_nonpersistent,
     "common_with_holes": common_with_holes,
@@ -92,10 +93,10 @@ SHARING: dict[str, Of] = {
     "prefix": lambda tree: prefix(tree, "p."),
     "rename": lambda tree: rename(tree, lambda key: {"a": "z"}.get(key, key)),
     "cast": lambda tree: cast(tree, torch.float16),
-    "unwrap": unwrap,
+    "unbox": unbox,
     "without_data": without_data,
     "apply_factory_merges": lambda tree: apply_factory_merges(tree, map_shards(lambda leaf: None, tree)),
-    "compose": compose(unwrap, step(prefix, "p.")),
+    "compose": compose(unbox, bind(prefix, "p.")),
     "prune": prune,
 }
 JOINING: dict[str, Of] = {
@@ -103,6 +104,7 @@ JOINING: dict[str, Of] = {
     "combine": lambda tree: combine(tree, map_shards(lambda leaf: HOLE, tree)),
     "join": lambda tree: join(tree, map_shards(lambda leaf: HOLE, tree)),
     "join_target": lambda tree: join(common_with_holes(tree), map_shards(loaded, tree)),
+    "rebox": lambda tree: rebox(tree, unbox(tree)),
     "select": lambda tree: select(tree, "a*"),
     "namedtuple_types": namedtuple_types,
     "narrow": lambda tree: narrow(apply_factories(tree), 0, 0, 0),
@@ -162,7 +164,7 @@ def test_a_map_makes_new_containers(name: str, tree: Any) -> None:
 
 
 def test_a_map_makes_new_containers_catches_sharing() -> None:
-    assert_caught(makes_new_containers, unwrap, trees())
+    assert_caught(makes_new_containers, unbox, trees())
 
 
 def shares_what_stays(f: Of, tree: Any) -> None:
@@ -188,4 +190,4 @@ def test_an_unchanged_subtree_is_shared_catches_copies() -> None:
 
 def test_every_public_function_is_held_to_this() -> None:
     functions = {name for name in vars(shardtree.trees) if not name.startswith("_") and name.islower()}
-    assert functions <= {*EVERY, "apply_factory_merges", "compose", "step", "register_nodes"} | OF_NO_TREE
+    assert functions <= {*EVERY, "apply_factory_merges", "bind", "compose", "register_nodes"} | OF_NO_TREE

@@ -111,7 +111,7 @@ def convert(
         >>> import tempfile, torch, shardtree as st
         >>> source, destination = tempfile.mkdtemp(), tempfile.mkdtemp()
         >>> st.save({"w": st.ShardedTensor.from_rank_offsets("w", torch.arange(4.0)), "step": 7}, source)
-        >>> half = st.step(st.cast, torch.bfloat16)
+        >>> half = st.bind(st.cast, torch.bfloat16)
         >>> report = convert(source, destination, backend="safetensors", transform=half)
         >>> report.nbytes, st.load_plain_tensors(destination)
         (8, {'w': tensor([0., 1., 2., 3.], dtype=torch.bfloat16)})

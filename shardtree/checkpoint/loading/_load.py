@@ -35,6 +35,7 @@ def load(
     world: Any = None,
     donate: bool = False,
     cast: bool = False,
+    device: str | torch.device | None = None,
     exchange: Exchange = "auto",
     object_rules: Mapping[str, ObjectRule] | None = None,
     verify: Verify = "whole",
@@ -53,7 +54,7 @@ def load(
 
     Args:
         sharded_state_dict: the target: shards say what to load. Their data may be tensors on any device (results go
-            there), None, or meta tensors. It isn't changed.
+            there), None, or meta tensors (results go to `device`). It isn't changed.
         checkpoint_dir: where the checkpoint is.
         sharded_strategy: replaces the function that its format's row has for loading shards.
         common_strategy: replaces the one for the common state.
@@ -65,6 +66,8 @@ def load(
             load fails, their content is lost.
         cast: whether what is stored in another dtype than the target's is converted, as `torch.Tensor.to` does; a
             fraction, an imaginary part or an integer that doesn't fit is an error. Without, another dtype is one.
+        device: where a tensor is put whose target has no memory, since its data is None, a meta or a lazy tensor; the
+            CPU by default. Each rank says its own.
         exchange: whether ranks that want the same shard read it once between them and pass it on: "always", "never",
             or "auto", which does so where storage is remote.
         object_rules: what becomes of arrays of objects that are stored in another shape than the target's, by patterns
@@ -85,6 +88,7 @@ def load(
         The tree; with a strict mode that returns keys, ``(tree, missing, unexpected)``.
 
     Raises:
+        MetadataError: `device` isn't one that this machine has, or is the meta device.
         NotACheckpoint: there is none.
         KeyMismatch: the checkpoint lacks what the target asks for, or more than `strict` allows.
         TreeError: the target doesn't fit the common state, or is too deep; a rule for objects fits no key.
@@ -111,7 +115,9 @@ def load(
     ranks = current_world(world)
     options = LoadOptions(verify, allow_pickle, types, progress or LoadOptions().progress)
     choices = (sharded_strategy, common_strategy, strategies)
-    wanted = Wanted(sharded_state_dict, layout, strict, validate_access_integrity, cast, object_rules, donate, exchange)
+    wanted = Wanted(
+        sharded_state_dict, layout, strict, validate_access_integrity, cast, object_rules, donate, exchange, device
+    )
     settled = settle(ranks, partial(look, checkpoint_dir, ranks, options, strategies), wanted, choices)
     objects, read = read_into(settled.reading, settled.room)
     tree = agree(ranks, "load: report", partial(_finished, settled, objects, read, report), steps=_LAST_STEPS)

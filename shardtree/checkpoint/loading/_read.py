@@ -24,7 +24,7 @@ from ._exchange import Exchange, exchanges, pass_on
 from ._fit import Kinds
 from ._objects import ObjectsFit, reshaped_values
 from ._straight import straight_to_device
-from ._targets import deliver_all, with_memories
+from ._targets import CPU, deliver_all, with_memories
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,6 +40,7 @@ class Reading:
         kinds: what is stored of tensors, by key; of another dtype than a target's, it is converted.
         objects: how the target's objects fit those that are stored.
         known: what all ranks ask for, where this rank was told.
+        device: where tensors are put whose target has none.
     """
 
     checkpoint: Checkpoint
@@ -50,6 +51,7 @@ class Reading:
     kinds: Kinds = field(default_factory=dict)
     objects: ObjectsFit = field(default_factory=ObjectsFit)
     known: KnownLayout | None = None
+    device: torch.device = CPU
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,7 +79,8 @@ def make_room(reading: Reading, leaves: Sequence[Any]) -> Room:
     shards = [leaf for leaf in leaves if isinstance(leaf, ShardedTensor)]
     choices = (reading.sharded_strategy, reading.strategies, reading.exchange, reading.kinds)
     is_staged = straight_to_device(reading.checkpoint, *choices)
-    make = collector_paused()(partial(with_memories, shards, donate=reading.donate, is_staged=is_staged))
+    fill = partial(with_memories, shards, donate=reading.donate, device=reading.device, is_staged=is_staged)
+    make = collector_paused()(fill)
     memories = step("load: make memory", make)
     decide = partial(exchanges, reading.exchange, reading.checkpoint.storage, reading.checkpoint.world.size)
     return Room(leaves, shards, memories, step("load: exchange", decide))
@@ -186,7 +189,7 @@ def deliver(reading: Reading, room: Room, objects: Sequence[Any]) -> list[Any]:
     """
     rest = iter(objects)
     check_unreplaced(reading.checkpoint)  # all ranks have read by now
-    tensors = iter(deliver_all(room.shards, room.memories, donate=reading.donate))
+    tensors = iter(deliver_all(room.shards, room.memories, donate=reading.donate, device=reading.device))
     return [_loaded(leaf, tensors, rest) for leaf in room.leaves]
 
 

@@ -8,6 +8,8 @@ from functools import partial
 from operator import attrgetter
 from typing import Any
 
+import torch
+
 from ...errors import UnsafeFile, UnsupportedValue, render_path
 from ...layouts import ObjectRule, ShardColumns
 from ...mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor
@@ -24,6 +26,7 @@ from ._fit import check_target
 from ._read import ROOM_STEPS, Reading, Room, make_room
 from ._strict import StrictHandling, looks_beforehand, needs_all_ranks, parse_strict, report_keys, report_left_out
 from ._taken_apart import Target, is_sharded, take_apart, without_unexpected
+from ._targets import usable_device
 
 Choices = tuple[Choice, Choice, Strategies | None]
 """What the caller named as strategies for the shards and the common state, and the dispatch table."""
@@ -52,6 +55,7 @@ class Wanted:
     object_rules: Mapping[str, ObjectRule] | None
     donate: bool
     exchange: Exchange
+    device: str | torch.device | None
 
     @property
     def describes(self) -> bool:
@@ -98,6 +102,7 @@ class _Asked:
 
     checkpoint: Checkpoint
     mode: StrictHandling
+    device: torch.device
     target: Target
     known: KnownLayout | None
     told: _Told
@@ -131,10 +136,10 @@ def settle(world: World, look: Callable[[], Checkpoint], wanted: Wanted, choices
 
 def _asked(look: Callable[[], Checkpoint], wanted: Wanted, world: World) -> _Asked:
     checkpoint = look()
-    mode = step("load: options", partial(parse_strict, wanted.strict))
+    mode, device = step("load: options", lambda: (parse_strict(wanted.strict), usable_device(wanted.device)))
     target, known = step("load: prepare", partial(_prepared, wanted, world))
     description = describe(target.tensors, target.objects, world.rank, known=known) if wanted.describes else None
-    return _Asked(checkpoint, mode, target, known, _Told(checkpoint.fields, description))
+    return _Asked(checkpoint, mode, device, target, known, _Told(checkpoint.fields, description))
 
 
 def _prepared(wanted: Wanted, world: World) -> tuple[Target, KnownLayout | None]:
@@ -159,7 +164,8 @@ def _settled(
     sharded, _, strategies = choices
     fitting = partial(check_target, checkpoint, target, sharded, strategies, cast=wanted.cast)
     kinds, objects = step("load: check the target", partial(fitting, rules=wanted.object_rules, left_out=unexpected))
-    reading = Reading(checkpoint, sharded, strategies, wanted.donate, wanted.exchange, kinds, objects, asked.known)
+    how = (wanted.donate, wanted.exchange, kinds, objects, asked.known, asked.device)
+    reading = Reading(checkpoint, sharded, strategies, *how)
     common = step("load: common state", partial(_stored_common, checkpoint, target.types, choices))
     lost = step("load: join", partial(check_join, common, target, asked.mode))
     room = make_room(reading, target.leaves)

@@ -3,28 +3,63 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Final
 
 import torch
 
 from ...codec import as_integers
-from ...errors import CheckpointingException, error_text
+from ...errors import CheckpointingException, MetadataError, error_text
 from ...mapping import ShardedTensor
 from ...mapping.memory import check_apart, check_unchanged, check_writable, given_tensor, lacks_memory
 from ...storage import copies_of, empty_tensor
 from ...trees import with_data
 
+CPU: Final = torch.device("cpu")
 
-def can_be_staged(shard: ShardedTensor, given: torch.Tensor, *, donate: bool) -> bool:
-    """Return whether memory on the device of a shard's tensor can be filled part by part."""
-    if copies_of(given.device) is None or shard.allow_shape_mismatch:
+
+def usable_device(device: str | torch.device | None) -> torch.device:
+    """Return where tensors are put whose target has none: the CPU where nothing is said.
+
+    Raises:
+        MetadataError: there is no such device here, or its memory holds nothing, as the meta device's.
+
+    Examples:
+        >>> usable_device(None), usable_device("cpu")
+        (device(type='cpu'), device(type='cpu'))
+    """
+    if device is None:
+        return CPU
+    fix = "Pass the name of a device with memory, as 'cpu' or 'cuda:0'; None is the CPU."
+    try:
+        found = torch.device(device)
+        torch.empty(1, device=found)  # whether this machine has it: torch has no function that says so of any device
+    # torch raises what it likes: RuntimeError, AssertionError without CUDA, NotImplementedError, TypeError.
+    except Exception as error:
+        reason = (str(error).splitlines() or [""])[0]
+        raise MetadataError(error_text(f"load: no device {device!r}", found=reason, fix=fix)) from error
+    if found.type == "meta":
+        raise MetadataError(error_text("load: tensors on the meta device hold nothing", found=device, fix=fix))
+    return found
+
+
+def can_be_staged(shard: ShardedTensor, given: torch.Tensor | None, device: torch.device, *, donate: bool) -> bool:
+    """Return whether memory on the device where a shard's tensor is put can be filled part by part.
+
+    Args:
+        shard: the target's.
+        given: its `given_tensor`.
+        device: that of `given`, or where tensors are put whose target has none.
+        donate: whether `given` is given away.
+    """
+    if copies_of(device) is None or shard.allow_shape_mismatch:
         return False
-    return not donate or (given.is_contiguous() and not given.is_conj() and not given.is_neg())
+    return not donate or given is None or (given.is_contiguous() and not given.is_conj() and not given.is_neg())
 
 
 def with_memory(
-    shard: ShardedTensor, given: torch.Tensor | None, *, donate: bool, on_device: bool = False
+    shard: ShardedTensor, given: torch.Tensor | None, *, donate: bool, on_device: torch.device | None = None
 ) -> ShardedTensor:
-    """Return a shard whose data is contiguous memory to be filled, the CPU's or that of the target's device.
+    """Return a shard whose data is contiguous memory to be filled, the CPU's or that of a device.
 
     That is the target's own tensor only where it is given away and fits. Where a shape mismatch is allowed, the memory
     begins with the target's elements, or zeros, since not all of it may be filled.
@@ -33,7 +68,7 @@ def with_memory(
         shard: the target's.
         given: its `given_tensor`.
         donate: whether that is given away.
-        on_device: whether the memory is on the device of that.
+        on_device: the device where the memory is: that of `given`, if there is one. None for the CPU.
 
     Raises:
         ShapeError: a tensor isn't the shard's any more, or elements of a donated one share memory.
@@ -42,10 +77,10 @@ def with_memory(
         check_unchanged("load", shard, given)
     if donate and given is not None:
         check_writable("load", shard, given)
-        if on_device or _fillable(given):
+        if on_device is not None or _fillable(given):
             return with_data(shard, given.detach()) if given.requires_grad else shard
-    if given is not None and on_device:
-        return with_data(shard, new_memory(shard.key, shard.data_shape, shard.dtype, given.device))
+    if on_device is not None:
+        return with_data(shard, new_memory(shard.key, shard.data_shape, shard.dtype, on_device))
     if not shard.allow_shape_mismatch:
         return with_data(shard, new_memory(shard.key, shard.data_shape, shard.dtype))
     if given is None:
@@ -59,13 +94,18 @@ def with_memory(
 
 
 def with_memories(
-    shards: Sequence[ShardedTensor], *, donate: bool, is_staged: Callable[[ShardedTensor], bool] = lambda _: False
+    shards: Sequence[ShardedTensor],
+    *,
+    donate: bool,
+    device: torch.device = CPU,
+    is_staged: Callable[[ShardedTensor], bool] = lambda _: False,
 ) -> list[ShardedTensor]:
-    """Return `with_memory` of each shard, or with memory on the target's device.
+    """Return `with_memory` of each shard, or with memory on the device where its tensor is put.
 
     Args:
         shards: the target's.
         donate: whether their tensors are given away.
+        device: where tensors are put whose target has none.
         is_staged: whether a shard is read to its device part by part; asked of those for which that can be done.
 
     Raises:
@@ -77,8 +117,9 @@ def with_memories(
         if given is not None and donate and _is_memory(shard, given):
             memories.append(shard)
             continue
-        on_device = given is not None and can_be_staged(shard, given, donate=donate) and is_staged(shard)
-        memories.append(with_memory(shard, given, donate=donate, on_device=on_device))
+        place = device if given is None else given.device
+        staged = can_be_staged(shard, given, place, donate=donate) and is_staged(shard)
+        memories.append(with_memory(shard, given, donate=donate, on_device=place if staged else None))
     if donate:
         check_apart("load", [(shard, given) for shard, given in pairs if given is not None])
     return memories
@@ -106,7 +147,7 @@ def new_memory(
 
 
 def deliver_all(
-    shards: Sequence[ShardedTensor], memories: Sequence[ShardedTensor], *, donate: bool
+    shards: Sequence[ShardedTensor], memories: Sequence[ShardedTensor], *, donate: bool, device: torch.device = CPU
 ) -> list[torch.Tensor]:
     """Return what the caller gets for each shard: the donated tensor, or the filled one, on the target's device.
 
@@ -114,13 +155,14 @@ def deliver_all(
         shards: the target's.
         memories: the same shards with the memory that was filled.
         donate: whether the target's tensors were given away.
+        device: where tensors are put whose target has none.
     """
     delivered = []
     for shard, memory in zip(shards, memories, strict=True):
         filled = memory.data
         given = filled if memory is shard else given_tensor(shard)
         if given is None or not donate:
-            delivered.append(filled if given is None else filled.to(given.device))
+            delivered.append(filled.to(device if given is None else given.device))
             continue
         if filled is given or filled.data_ptr() == given.data_ptr():
             # The bytes were written behind torch's back; autograd must know.

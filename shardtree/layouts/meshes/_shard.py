@@ -1,4 +1,4 @@
-"""shard: a tree of whole tensors cut for the ranks of a mesh; and the same without data, or in columns."""
+"""shard: a tree of whole tensors cut for the ranks of a mesh; the same with meta tensors, or in columns."""
 
 from __future__ import annotations
 
@@ -74,9 +74,9 @@ def shard_at(tree: Any, mesh: Mesh, specs: Specs, rank: int, *, key: KeyFunction
 
 
 def abstract(tree: Any, mesh: Mesh, specs: Specs, *, key: KeyFunction | None = None) -> list[Any]:
-    """Return what `shard` does, without data: targets for a load.
+    """Return what `shard` does, with meta tensors as data: targets for a load, which puts tensors on its `device`.
 
-    Shards have None as data, and a part of several boxes has a meta tensor.
+    Meta tensors have a shape and a dtype and hold no elements; `without_data` puts None in their place.
 
     Args:
         tree: as for `shard`; shards without data and meta tensors do, as `load_tensors_metadata` gives them.
@@ -85,20 +85,20 @@ def abstract(tree: Any, mesh: Mesh, specs: Specs, *, key: KeyFunction | None = N
         >>> from shardtree.layouts import PartitionSpec
         >>> trees = abstract({"w": torch.empty(4, device="meta")}, Mesh(tp=2), PartitionSpec("tp"))
         >>> [tree["w"].global_offset for tree in trees], trees[0]["w"].data
-        ([(0,), (2,)], None)
+        ([(0,), (2,)], tensor(..., device='meta', size=(2,)))
     """
-    return _trees(without_data(tree), mesh, specs, (), key, _no_data)
+    return _trees(without_data(tree), mesh, specs, (), key, _meta_data)
 
 
 def abstract_at(tree: Any, mesh: Mesh, specs: Specs, rank: int, *, key: KeyFunction | None = None) -> Any:
-    """Return one rank's tree without data; see `abstract`.
+    """Return one rank's tree with meta tensors as data; see `abstract`.
 
     Examples:
         >>> from shardtree.layouts import PartitionSpec
         >>> abstract_at({"w": torch.empty(5)}, Mesh(tp=2), PartitionSpec("tp"), 1)["w"].local_shape
         (2,)
     """
-    return _trees(without_data(tree), mesh, specs, (rank,), key, _no_data)[0]
+    return _trees(without_data(tree), mesh, specs, (rank,), key, _meta_data)[0]
 
 
 def layout_of(tree: Any, mesh: Mesh, specs: Specs, *, key: KeyFunction | None = None) -> ShardColumns:
@@ -150,5 +150,5 @@ def _view(leaf: ShardedTensor, part: Part) -> Any:
     return part_data(leaf.data, part)
 
 
-def _no_data(leaf: ShardedTensor, part: Part) -> torch.Tensor | None:
-    return None if len(part.boxes) == 1 else empty_data(part.shape, leaf.dtype, "meta")
+def _meta_data(leaf: ShardedTensor, part: Part) -> torch.Tensor:
+    return empty_data(part.shape, leaf.dtype, "meta")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from ...errors import KeyMismatch, error_text, shorten
 from ...geometry import box_slices
 from ...layouts import ShardColumns, TensorKind, place_text
+from ...mapping import ShardedTensor, ShardedTensorFactory
+from ...trees import leaves_with_paths, path_key
 from .._near import near_names
 from .._tables import size_text, table_lines
 from ._transfers import Transfers
@@ -26,6 +30,7 @@ class Origin:
         box: in the global tensor, as slices.
         nbytes: its bytes.
         hop: 0 where it comes from a shard of the source, 1 or more where from a target shard that was filled before.
+        key: the tensor's.
     """
 
     rank: int
@@ -33,20 +38,21 @@ class Origin:
     box: tuple[slice, ...]
     nbytes: int
     hop: int
+    key: str
 
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """Where each box of one tensor comes from, on every rank. Its text is a table.
+    """Where each box of a tensor comes from, on every rank. Its text is a table.
 
     Attributes:
-        key: the tensor's.
-        kind: its dtype and global shape.
-        origins: by rank, then box.
+        name: under which it was asked for: the tensor's key, or where the target's trees hold it.
+        kinds: dtype and global shape by key, of the tensor, or of all that a factory of that name builds.
+        origins: by key, rank, then box.
     """
 
-    key: str
-    kind: TensorKind
+    name: str
+    kinds: Mapping[str, TensorKind]
     origins: tuple[Origin, ...]
 
     @property
@@ -61,41 +67,76 @@ class Provenance:
 
     def __str__(self) -> str:
         moved, kept = size_text(self.bytes_moved), size_text(self.bytes_kept)
-        heading, *lines = table_lines([("rank", "gets", "bytes", "from"), *map(_row, self.origins)])
-        return "\n".join([f"{self.key!r} {self.kind}: {moved} move, {kept} stay", heading, *shorten(lines, _SHOWN)])
+        stored = ", ".join(f"{key!r} {kind}" for key, kind in self.kinds.items())
+        of = stored if self.name in self.kinds else f"{self.name!r}, which is {stored}"
+        rows = [("rank", "gets", "bytes", "from"), *map(_row, self.origins)]
+        if len(self.kinds) > 1:
+            rows = [(*row, key) for row, key in zip(rows, ["of", *(one.key for one in self.origins)], strict=True)]
+        heading, *lines = table_lines(rows)
+        return "\n".join([f"{of}: {moved} move, {kept} stay", heading, *shorten(lines, _SHOWN)])
 
 
-def _row(one: Origin) -> tuple[str, str, str, str]:
+def _row(one: Origin) -> tuple[str, ...]:
     whom = "itself" if one.rank == one.from_rank else f"rank {one.from_rank}"
     return str(one.rank), place_text(one.box), size_text(one.nbytes), whom + (" (passed on)" if one.hop else "")
 
 
-def tensor_origins(target: ShardColumns, transfers: Transfers, key: str) -> Provenance:
-    """Return where the bytes of one tensor come from.
+def names_of_tensors(trees: Iterable[tuple[Any, Any]]) -> dict[str, tuple[str, ...]]:
+    """Return the keys of tensors by the other names that trees have for them: their places, and factories' keys.
+
+    Args:
+        trees: each rank's tree, with what `apply_factories` gave of it.
+
+    Examples:
+        >>> import torch
+        >>> tree = {"model": {"up": ShardedTensor.from_rank_offsets("w", torch.zeros(2))}}
+        >>> names_of_tensors([(tree, tree)])
+        {'model.up': ('w',)}
+    """
+    names: dict[str, dict[str, None]] = {}
+    for tree, applied in trees:
+        held = leaves_with_paths(tree)
+        factories = {path: leaf.key for path, leaf in held if isinstance(leaf, ShardedTensorFactory)}
+        depths = sorted(set(map(len, factories)))
+        for path, leaf in leaves_with_paths(applied):
+            if not isinstance(leaf, ShardedTensor):
+                continue
+            # What a factory builds has the factory's place, and its key.
+            place = next((path[:depth] for depth in depths if path[:depth] in factories), path)
+            for name in {path_key(place), factories.get(place, leaf.key)} - {leaf.key}:
+                names.setdefault(name, {})[leaf.key] = None
+    return {name: tuple(keys) for name, keys in names.items()}
+
+
+def tensor_origins(
+    target: ShardColumns, transfers: Transfers, name: str, names: Mapping[str, tuple[str, ...]]
+) -> Provenance:
+    """Return where the bytes of one tensor come from, or of all that are stored for one name.
 
     Args:
         target: the shards of all ranks after.
         transfers: what goes where.
-        key: the tensor's.
+        name: the tensor's key, or else one of `names`.
+        names: keys by other names, as `names_of_tensors` gives them.
 
     Raises:
         KeyMismatch: no shard of the target is of that tensor.
     """
-    if key not in target.keys:
-        near = near_names([key], target.keys)
-        fix = f"Did you mean {near[key]!r}?" if near else "Ask for one of the keys of plan.target."
-        raise KeyMismatch(error_text(f"explain: no tensor {key!r} in the target", fix=fix))
+    keys = (name,) if name in target.keys else names.get(name)
+    if keys is None:
+        near = near_names([name], [*target.keys, *names])
+        fix = f"Did you mean {near[name]!r}?" if near else "Ask for one of the keys of plan.target."
+        raise KeyMismatch(error_text(f"explain: no tensor {name!r} in the target", fix=fix))
+    kinds = {key: target.kinds[target.keys.index(key)] for key in keys}
+    return Provenance(name, kinds, tuple(one for key in keys for one in _origins(target, transfers, key)))
+
+
+def _origins(target: ShardColumns, transfers: Transfers, key: str) -> Iterable[Origin]:
     number = target.keys.index(key)
-    kind = target.kinds[number]
     rows = np.flatnonzero(transfers.key == number)
     rows = rows[np.lexsort((*transfers.offset[rows].T[::-1], transfers.to_rank[rows]))]
     boxes = zip(transfers.offset[rows], transfers.shape[rows], strict=True)
     columns = (getattr(transfers, name)[rows].tolist() for name in ("to_rank", "from_rank", "nbytes", "hop"))
-    return Provenance(
-        key,
-        kind,
-        tuple(
-            Origin(rank, sender, box_slices(offset, shape, len(kind.global_shape)), nbytes, hop)
-            for (offset, shape), rank, sender, nbytes, hop in zip(boxes, *columns, strict=True)
-        ),
-    )
+    axes = len(target.kinds[number].global_shape)
+    for (offset, shape), rank, sender, nbytes, hop in zip(boxes, *columns, strict=True):
+        yield Origin(rank, sender, box_slices(offset, shape, axes), nbytes, hop, key)

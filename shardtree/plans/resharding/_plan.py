@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from ...errors import plural
 from ...geometry import Column, integer
-from ...layouts import Problem, RankTrees, ShardColumns, tree_columns
+from ...layouts import Problem, RankTrees, ShardColumns, tree_columns, trees_by_rank
+from ...trees import apply_factories
 from .._tables import size_text
 from ._bound import least_bytes
 from ._check import transfer_problems
 from ._misfits import check_held, check_kinds, check_mains, check_sizes
-from ._origins import Provenance, tensor_origins
+from ._origins import Provenance, names_of_tensors, tensor_origins
 from ._pieces import cut_pieces, joined_routes, own_routes, repeat_routes, settled_pieces
 from ._places import find_places, of_equal_width
 from ._schedule import BYTES_IN_FLIGHT, Schedule, schedule_transfers
@@ -37,6 +38,7 @@ class ReshardPlan:
         source: the shards of all ranks before.
         target: the shards of all ranks after.
         transfers: what goes where, those that stay on their rank included; ordered by hop, to_rank, target, offset.
+        names: keys of tensors by the other names that the target's trees have for them, where it was given as trees.
 
     Examples:
         >>> import torch, shardtree as st
@@ -62,6 +64,7 @@ class ReshardPlan:
     source: ShardColumns
     target: ShardColumns
     transfers: Transfers
+    names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def bytes_moved(self) -> int:
@@ -148,13 +151,17 @@ class ReshardPlan:
         """
         return transfer_problems(self.source, self.target, self.transfers)
 
-    def explain(self, key: str) -> Provenance:
+    def explain(self, name: str) -> Provenance:
         """Return where each box of a tensor comes from, on every rank; its text is a table.
+
+        Args:
+            name: the tensor's key; or, where the target was given as trees, the place where they hold it (the path's
+                entries, joined by dots), or the key of the factory that builds it, maybe with others.
 
         Raises:
             KeyMismatch: no shard of the target is of that tensor.
         """
-        return tensor_origins(self.target, self.transfers, key)
+        return tensor_origins(self.target, self.transfers, name, self.names)
 
     def __str__(self) -> str:
         moved, kept, least = (size_text(count) for count in (self.bytes_moved, self.bytes_kept, self.lower_bound))
@@ -212,6 +219,11 @@ def plan_reshard(
         (8, 8, {(0, 1): 4, (1, 0): 4})
     """
     shortest = max(1, integer("plan_reshard", "shortest_cut", shortest_cut))
+    names: dict[str, tuple[str, ...]] = {}
+    if not isinstance(target, ShardColumns):
+        trees = trees_by_rank(target, "plan_reshard")
+        target = {rank: apply_factories(tree) for rank, tree in trees.items()}
+        names = names_of_tensors((tree, target[rank]) for rank, tree in trees.items())
     before, after = of_equal_width(_columns(source), _columns(target))
     check_kinds(before, after)
     check_sizes(before, after)
@@ -222,7 +234,7 @@ def plan_reshard(
     check_held(after, pieces)
     repeats, pieces = repeat_routes(after, pieces)
     sent = sent_routes(places, after, pieces, shortest)
-    return ReshardPlan(before, after, as_transfers(before, after, joined_routes([own, repeats, sent])))
+    return ReshardPlan(before, after, as_transfers(before, after, joined_routes([own, repeats, sent])), names)
 
 
 def _columns(layout: ShardColumns | RankTrees) -> ShardColumns:

@@ -29,7 +29,7 @@ def read(leaf: Any) -> Any:
 
 torch.set_num_threads(1)
 source, destination, warm, how = sys.argv[1:]
-halves = st.step(st.cast, torch.bfloat16)
+halves = st.bind(st.cast, torch.bfloat16)
 transform = halves if how == "lazy" else st.compose(lambda tree: st.map_shards(read, tree), halves)
 convert(source, warm, backend="safetensors", transform=halves, leave_out=["w*"])
 before = peak()

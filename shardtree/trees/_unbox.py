@@ -1,0 +1,131 @@
+"""unbox and rebox: a sharded tree without its boxes, and data put back into them; Flax's `unbox` and `replace_boxed`.
+
+A box is a leaf that holds data beside metadata: a shard, a factory, a sharded object, or a local object.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Final
+
+import torch
+
+from ..errors import ShapeError, TreeError, TreePath, error_text, render_path
+from ..lazy import LazyTensor
+from ..mapping import LocalNonpersistentObject, ShardedBase, ShardedObject
+from ._hole import HOLE
+from ._nodes import Tree, describe, entries, is_sequence, like, map_sharing, same_kind
+from ._paths import leaves_with_paths
+from ._registry import described_kind, with_data
+
+_BOXES: Final = (ShardedBase, LocalNonpersistentObject)
+_TENSORS: Final = (torch.Tensor, LazyTensor)
+
+
+def unbox(tree: Tree) -> Tree:
+    """Return the tree with each box replaced by what it holds: the form of what `load` returns.
+
+    Shards, factories and sharded objects give their data, which may be None, and a `LocalNonpersistentObject` what it
+    was given, as a load does with each. Other values stay as they are, and subtrees without boxes are shared.
+
+    Examples:
+        >>> from shardtree.mapping import LocalNonpersistentObject, ShardedTensor
+        >>> w = ShardedTensor.from_rank_offsets("w", torch.ones(2), (0, 0, 2))
+        >>> unbox({"model": {"w": w}, "cache": LocalNonpersistentObject([1]), "step": 3})
+        {'model': {'w': tensor([1., 1.])}, 'cache': [1], 'step': 3}
+
+    References:
+        flax.core.meta.unbox.
+    """
+    return map_sharing(_held, tree)
+
+
+def _held(leaf: Any) -> Any:
+    if isinstance(leaf, LocalNonpersistentObject):
+        return leaf.unwrap()
+    return leaf.data if isinstance(leaf, ShardedBase) else leaf
+
+
+def rebox(tree: Tree, data: Tree) -> Tree:
+    """Return the data in the boxes of a sharded tree: the inverse of `unbox`.
+
+    So what was loaded becomes a sharded tree again, ready to be saved: ``rebox(target, load(target, folder))``.
+
+    Args:
+        tree: says where boxes are. Its plain values and the data in its boxes aren't looked at.
+        data: has a place for each box. All that stands there goes into the box, be it a container. What stands
+            elsewhere stays as it is: a load's result has common values of which the target says nothing.
+
+    Returns:
+        A tree with the containers, the order and the plain values of `data`; subtrees without boxes are shared.
+
+    Raises:
+        ShapeError: tensors aren't of their shards' shapes and dtypes; each is named by its path.
+        TreeError: there is no place for a box, or no tensor where a shard stands; each is named by its path.
+
+    Examples:
+        >>> from shardtree.mapping import ShardedTensor
+        >>> target = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(2), (0, 0, 2))}
+        >>> again = rebox(target, {"w": torch.ones(2), "step": 3})
+        >>> again["w"].data, again["w"].global_shape, again["step"]
+        (tensor([1., 1.]), (4,), 3)
+
+    References:
+        flax.core.meta.replace_boxed.
+    """
+    places: list[str] = []
+    shapes: list[str] = []
+    boxed = _boxed(tree, data, (), places, shapes)
+    if places or shapes:
+        what, fix = "rebox: the data doesn't fit the sharded tree", "Pass the tree that the data was loaded for."
+        kind = TreeError if places else ShapeError
+        raise kind(error_text(what, offenders=[*places, *shapes], fix=fix))
+    return boxed
+
+
+def _boxed(tree: Tree, data: Tree, path: TreePath, places: list[str], shapes: list[str]) -> Tree:
+    """Return the data at one path, boxed; what doesn't fit is noted in the two lists."""
+    if isinstance(tree, _BOXES):
+        return _box(tree, data, path, places, shapes)
+    wanted, held = entries(tree), entries(data)
+    if wanted is None:
+        return data
+    if held is None or not _fits(tree, data):
+        boxes = [(*path, *rest) for rest, leaf in leaves_with_paths(tree) if isinstance(leaf, _BOXES)]
+        found = "missing" if data is HOLE else f"found {describe(data)} at {render_path(path)}"
+        places += [f"{render_path(box)}: {found}, expected a place in a {describe(tree)}" for box in boxes]
+        return data
+    new = {
+        entry: _boxed(child, held.get(entry, HOLE), (*path, entry), places, shapes) for entry, child in wanted.items()
+    }
+    changed = {entry: child for entry, child in new.items() if entry in held and child is not held[entry]}
+    return like(data, {**held, **changed}) if changed else data
+
+
+def _fits(tree: Tree, data: Tree) -> bool:
+    return same_kind(tree, data) and (not is_sequence(tree) or len(tree) == len(data))
+
+
+def _box(leaf: Any, data: Any, path: TreePath, places: list[str], shapes: list[str]) -> Any:
+    if data is HOLE:
+        places.append(f"{render_path(path)}: missing")
+        return leaf
+    if isinstance(leaf, LocalNonpersistentObject):
+        return LocalNonpersistentObject(data)
+    if isinstance(leaf, ShardedObject):
+        return replace(leaf, data=data)
+    expected = described_kind(leaf)
+    # A factory without a tensor merges to what it likes; None is what a shard without data holds.
+    if expected is None or data is None or data is leaf.data:
+        return with_data(leaf, data)
+    if not isinstance(data, _TENSORS):
+        places.append(f"{render_path(path)}: found {describe(data)}, expected {_text(*expected)}")
+        return leaf
+    if (data.dtype, tuple(data.shape)) != expected:
+        shapes.append(f"{render_path(path)}: found {_text(data.dtype, data.shape)}, expected {_text(*expected)}")
+        return leaf
+    return with_data(leaf, data)
+
+
+def _text(dtype: torch.dtype, shape: tuple[int, ...] | torch.Size) -> str:
+    return f"{tuple(shape)} {dtype}"
