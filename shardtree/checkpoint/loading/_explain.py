@@ -1,65 +1,107 @@
-"""explain: what a load would do, found out from metadata alone."""
+"""explain: what a load would do, by load's own checks, run on metadata and the common state alone."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from math import prod
+from typing import Any, TypeVar
 
-from ...layouts import ObjectRule, join_columns
+from ...errors import CheckpointReplaced, CorruptCheckpoint, NotACheckpoint, StorageError
+from ...layouts import ObjectRule, ShardColumns, drop_objects, join_columns
 from ...mapping import ShardedTensor
-from ...plans import Explanation, Gap, Misfit, RankReads, ReadCost, Unexpected, plan_exchange
+from ...plans import (
+    Explanation,
+    FailedCheck,
+    Gap,
+    Misfit,
+    Prospect,
+    RankReads,
+    ReadCost,
+    Undecided,
+    Unexpected,
+    find_unexpected,
+    plan_exchange,
+    stored_elements,
+)
 from ...storage import Directory, Verify
 from ...strategies import (
     Checkpoint,
     LoadOptions,
     Strategies,
     StrategyAction,
+    find_strategy,
     get_default_strategy,
 )
 from ...world import one_process
+from .._consistency import check_together, describe
 from .._dispatch import Choice, backend_of, sharded_backend
-from .._open import open_at, sharded_metadata, stored_keys, stored_kinds
-from ._cast import by_dtype, columns_of, common_rounds
+from .._known_layout import KnownLayout
+from .._open import Metadata, open_at, stored_keys, stored_kinds
+from ._cast import by_dtype, columns_of, common_rounds, may_overflow
 from ._exchange import Exchange, exchanges
-from ._fit import Kinds, prospect
-from ._objects import fit_objects, objects_metadata
-from ._taken_apart import Target, take_apart
+from ._fit import CommonOf, Kinds, in_common_state, prospect
+from ._objects import ObjectsFit, fit_objects, objects_metadata
+from ._settle import Choices, Keys, Run, Wanted, check_rank, listing, prepared, stored_common
+from ._strict import StrictHandling, mismatched_keys, parse_strict, raises_keys
+from ._taken_apart import Target
+from ._targets import check_given
 
 Shards = Sequence[ShardedTensor]
+T = TypeVar("T")
+P = TypeVar("P", bound=Misfit)
 
 
 def explain(
     sharded_state_dict: Any,
     checkpoint_dir: Directory,
     sharded_strategy: Choice = None,
+    common_strategy: Choice = None,
+    validate_access_integrity: bool = True,
+    strict: str | StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED,
     *,
+    donate: bool = False,
     cast: bool = False,
+    exchange: Exchange = "auto",
     object_rules: Mapping[str, ObjectRule] | None = None,
     verify: Verify = "whole",
+    allow_pickle: bool = False,
+    types: tuple[type, ...] = (),
     strategies: Strategies | None = None,
+    layout: ShardColumns | None = None,
 ) -> Explanation:
-    """Return what `load` would do with a target: what doesn't fit, and how much would be read.
+    """Return what `load` would do with a target, in a world of one: what is wrong, and how much would be read.
 
-    Nothing is read but metadata, no memory is made, and no other rank takes part: `missing` is what this target doesn't
-    ask for. See `explain_ranks` for the targets of all ranks.
+    Its `ok` is what becomes of that load. Only metadata and the common state are read, and no memory is made. For one
+    rank of several, pass ``validate_access_integrity=False``; `explain_ranks` takes the targets of all.
 
     Args:
-        sharded_state_dict: the target. The data of its shards counts for nothing, and may be None or on any device.
+        sharded_state_dict: the target. The data of its shards may be None or on any device.
         checkpoint_dir: where the checkpoint is.
-        sharded_strategy: as in `load`. Of a function, nobody knows what it reads.
+        sharded_strategy: as in `load`. What a function makes of the shards isn't known before it runs.
+        common_strategy: as in `load`. A function runs, since the target must fit what it returns.
+        validate_access_integrity: whether every element must be asked for by exactly one main replica.
+        strict: what would be done about keys that only the target or only the checkpoint has.
+        donate: whether the target's tensors would be given away.
         cast: whether dtypes would be converted.
+        exchange: as in `load`; a single rank has none to exchange with.
         object_rules: for objects in another shape, as in `load`.
         verify: which blocks would be checked against their hashes.
+        allow_pickle: whether pickled values of the common state may be unpickled, which can run any code.
+        types: classes that stored records become instances of, as in `load`.
         strategies: the dispatch table; None for the process's.
+        layout: the tensor shards that all ranks ask for, as in `load`.
 
     Returns:
         The explanation; its text is a table.
 
     Raises:
         NotACheckpoint: there is none.
-        CorruptCheckpoint: metadata isn't what was saved, or a file isn't there, or has another length.
-        StrategyError: the format doesn't tell what it holds.
+        CorruptCheckpoint: metadata or the common state isn't what was saved, or a file isn't there, or has another
+            length.
+        StrategyError: the format doesn't tell what it holds; or there is no such `verify` or `exchange`.
+        KeyMismatch: there is no such strict mode.
 
     Examples:
         >>> import tempfile, torch, shardtree as st
@@ -75,39 +117,57 @@ def explain(
         rank  shards  objects  asked for  read  over-read  pieces  files
            0       1        0        0 B   0 B       1.00       0      0
     """
-    checkpoint = open_at(checkpoint_dir, one_process(), LoadOptions(verify), strategies)
-    asking = _Asking(checkpoint, sharded_strategy, strategies, cast, object_rules)
-    return _explanation(asking, [take_apart(sharded_state_dict)], passes_on=False)
+    checkpoint = open_at(checkpoint_dir, one_process(), LoadOptions(verify, allow_pickle, types), strategies)
+    choices = (sharded_strategy, common_strategy, strategies)
+    wanted = Wanted(None, layout, strict, validate_access_integrity, cast, object_rules, donate, exchange)
+    return _explanation(checkpoint, choices, wanted, [sharded_state_dict])
 
 
 def explain_ranks(
     sharded_state_dicts: Sequence[Any],
     checkpoint_dir: Directory,
     sharded_strategy: Choice = None,
+    common_strategy: Choice = None,
+    validate_access_integrity: bool = True,
+    strict: str | StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED,
     *,
+    donate: bool = False,
     cast: bool = False,
-    object_rules: Mapping[str, ObjectRule] | None = None,
     exchange: Exchange = "auto",
+    object_rules: Mapping[str, ObjectRule] | None = None,
     verify: Verify = "whole",
+    allow_pickle: bool = False,
+    types: tuple[type, ...] = (),
     strategies: Strategies | None = None,
+    layout: ShardColumns | None = None,
 ) -> Explanation:
     """Return what a `load` by several ranks would do, found out in this process, given the targets of all of them.
+
+    Its `ok` is True if that load would succeed on every rank, and False if it would raise, for stored bytes that verify
+    and factories that can merge what was loaded. It is None where only values can tell, which `undecided` lists.
 
     Args:
         sharded_state_dicts: each rank's target, by rank.
         checkpoint_dir: where the checkpoint is.
-        sharded_strategy: as in `load`.
-        cast: whether dtypes would be converted.
-        object_rules: for objects in another shape, as in `load`.
-        exchange: whether ranks that want the same shard would read it once between them, as in `load`.
-        verify: which blocks would be checked against their hashes.
-        strategies: the dispatch table; None for the process's.
+        sharded_strategy: this and all that follow are as in `explain`, and the same for all ranks.
+        common_strategy: see `explain`.
+        validate_access_integrity: see `explain`.
+        strict: see `explain`.
+        donate: see `explain`.
+        cast: see `explain`.
+        exchange: whether ranks that want the same shard would read it once between them.
+        object_rules: see `explain`.
+        verify: see `explain`.
+        allow_pickle: see `explain`.
+        types: see `explain`.
+        strategies: see `explain`.
+        layout: see `explain`.
 
     Returns:
         The explanation, with what each rank would read from storage.
 
     Raises:
-        IntegrityError: ranks differ about a tensor, and would exchange it.
+        NotACheckpoint, CorruptCheckpoint, StrategyError, KeyMismatch: as `explain`.
 
     Examples:
         >>> import tempfile, torch, shardtree as st
@@ -118,43 +178,185 @@ def explain_ranks(
         >>> explanation.ok, [one.cost.bytes_wanted for one in explanation.reads], explanation.over_read
         (True, [32, 32, 32], 2.5)
     """
-    checkpoint = open_at(checkpoint_dir, one_process(), LoadOptions(verify), strategies)
-    asking = _Asking(checkpoint, sharded_strategy, strategies, cast, object_rules)
-    passes_on = exchanges(exchange, checkpoint.storage, len(sharded_state_dicts))
-    return _explanation(asking, [take_apart(tree) for tree in sharded_state_dicts], passes_on=passes_on)
+    checkpoint = open_at(checkpoint_dir, one_process(), LoadOptions(verify, allow_pickle, types), strategies)
+    choices = (sharded_strategy, common_strategy, strategies)
+    wanted = Wanted(None, layout, strict, validate_access_integrity, cast, object_rules, donate, exchange)
+    return _explanation(checkpoint, choices, wanted, sharded_state_dicts)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Asking:
-    checkpoint: Checkpoint
-    choice: Choice
-    strategies: Strategies | None
-    cast: bool
-    rules: Mapping[str, ObjectRule] | None
+class _Noted:
+    """What checks raise, noted instead.
+
+    Attributes:
+        failures: on which ranks, by class and text of what is raised.
+    """
+
+    failures: dict[tuple[type[Exception], str], list[int]] = field(default_factory=dict)
+
+    def run(self, ranks: Sequence[int], phase: str, check: Callable[[], T], otherwise: T) -> T:
+        """Return what a check gives, or something else where it raises; for some ranks this is a `Run`."""
+        try:
+            return check()
+        except (NotACheckpoint, CorruptCheckpoint, CheckpointReplaced, StorageError):
+            raise  # this is about what is stored, not about a target
+        except Exception as error:  # also what factories raise when they build: it fails the load
+            text = "\n".join([str(error), *getattr(error, "__notes__", ())])
+            self.failures.setdefault((type(error), text), []).extend(ranks)
+            return otherwise
+
+    @property
+    def checks(self) -> tuple[FailedCheck, ...]:
+        return tuple(FailedCheck(tuple(ranks), error, text) for (error, text), ranks in self.failures.items())
 
 
-def _explanation(asking: _Asking, targets: Sequence[Target], *, passes_on: bool) -> Explanation:
-    checkpoint, choice, strategies = asking.checkpoint, asking.choice, asking.strategies
-    listing = None if callable(choice) else choice  # a function that loads shards isn't one that lists them
-    metadata = sharded_metadata(checkpoint, listing, None, strategies)
-    found = [prospect(checkpoint, target, choice, strategies, cast=asking.cast) for target in targets]
-    holding = objects_metadata(checkpoint, metadata, choice, strategies)
-    asked = {leaf.key for target in targets for leaf in (*target.tensors, *target.objects)}
-    objects = (fit_objects(target.objects, holding, asking.rules, asked) for target in targets)
-    problems = _each_once([*(one.problems for one in found), *(one.problems for one in objects)])
-    kinds = stored_kinds(metadata, sorted({shard.key for target in targets for shard in target.tensors}))
-    fit = [_fitting(target.tensors, problems, kinds) for target in targets]
-    costs = [None if one.cost is None else one.cost() for one in found]
-    if None not in costs and (passes_on or any(by_dtype(shards, kinds)[1] for shards in fit)):
-        costs = [_sum_of_costs(asking, parts) for parts in zip(*_groups(fit, kinds, passes_on=passes_on), strict=True)]
-    rows = zip(targets, costs, strict=True)
-    reads = (RankReads(rank, len(one.tensors), len(one.objects), cost) for rank, (one, cost) in enumerate(rows))
-    return Explanation(tuple(sorted(stored_keys(metadata) - asked)), problems, tuple(reads))
+@dataclass(frozen=True, slots=True, eq=False)
+class _RankFit:
+    """How a rank's target fits what is stored.
+
+    Attributes:
+        target: without what isn't stored, where a strict mode leaves that out.
+        prospect: what loading its tensors comes to.
+        objects: how its objects fit.
+        problems: why what it asks for can't be loaded.
+        unexpected: what isn't stored, where a strict mode looks for that beforehand.
+        left_out: paths of what the join leaves out.
+    """
+
+    target: Target
+    prospect: Prospect
+    objects: ObjectsFit
+    problems: tuple[Misfit, ...]
+    unexpected: tuple[Unexpected, ...]
+    left_out: tuple[str, ...]
 
 
-def _each_once(parts: Iterable[Sequence[Misfit]]) -> tuple[Misfit, ...]:
+def _explanation(checkpoint: Checkpoint, choices: Choices, wanted: Wanted, trees: Sequence[Any]) -> Explanation:
+    ranks, noted, mode = range(len(trees)), _Noted(), parse_strict(wanted.strict)
+    passes_on = exchanges(wanted.exchange, checkpoint.storage, len(trees))
+    metadata = listing(checkpoint, choices)
+    stored = stored_keys(metadata)
+    own = [replace(wanted, tree=tree) for tree in trees]
+    prepare = [partial(prepared, each, rank, len(own)) for rank, each in enumerate(own)]
+    tried = {rank: noted.run([rank], "load: prepare", prepare[rank], None) for rank in ranks}
+    found = {rank: part for rank, part in tried.items() if part is not None}
+    complete = len(found) == len(own)
+    if complete and wanted.describes:
+        noted.run(ranks, "load: check integrity", partial(_check_together, found, tiling=wanted.validate), None)
+    asked = set[str]().union(*(target.keys for target, _ in found.values()))
+    common_of = cache(partial(stored_common, checkpoint, choices))
+    fits: dict[int, _RankFit] = {}
+    for rank, (target, _) in found.items():
+        # Where a rank's target can't be taken apart, no key is known to be asked for by no rank.
+        keys = Keys(mode, *mismatched_keys(mode, target.keys, stored, asked if complete else stored), lambda: stored)
+        run = partial(noted.run, [rank])
+        fits[rank] = _rank_fit(run, checkpoint, choices, own[rank], target, keys, metadata, common_of)
+    unexpected = _each_once(fit.unexpected for fit in fits.values())
+    problems = _each_once([*(fit.problems for fit in fits.values()), unexpected if raises_keys(mode) else ()])
+    kinds = stored_kinds(metadata, sorted({shard.key for fit in fits.values() for shard in fit.target.tensors}))
+    fitting = [_fitting(fit.target.tensors, problems, kinds) for fit in fits.values()]
+    groups = noted.run(ranks, "load: read", partial(_groups, fitting, kinds, passes_on=passes_on), None)
+    costs = _costs(checkpoint, choices, fits, groups)
+    undecided = (
+        one for fit in fits.values() for one in _undecided(checkpoint, choices, fit, kinds if wanted.cast else {})
+    )
+    return Explanation(
+        missing=tuple(sorted(stored - asked)),
+        problems=(*problems, *noted.checks),
+        reads=tuple(_rank_reads(rank, fits.get(rank), costs.get(rank)) for rank in ranks),
+        undecided=tuple(dict.fromkeys(undecided)),
+        omitted=() if raises_keys(mode) else unexpected,
+        left_out=tuple(dict.fromkeys(path for fit in fits.values() for path in fit.left_out)),
+    )
+
+
+def _rank_reads(rank: int, fit: _RankFit | None, cost: ReadCost | None) -> RankReads:
+    return RankReads(rank, *((len(fit.target.tensors), len(fit.target.objects)) if fit else (0, 0)), cost)
+
+
+def _costs(
+    checkpoint: Checkpoint, choices: Choices, fits: Mapping[int, _RankFit], groups: Sequence[Sequence[Shards]] | None
+) -> dict[int, ReadCost | None]:
+    """Return what each rank reads, group by group where it doesn't read all at once."""
+    costs = {rank: None if fit.prospect.cost is None else fit.prospect.cost() for rank, fit in fits.items()}
+    if groups is None or None in costs.values():
+        return costs
+    parts = zip(*groups, strict=True)
+    return {rank: _sum_of_costs(checkpoint, choices, part) for rank, part in zip(fits, parts, strict=True)}
+
+
+def _check_together(found: Mapping[int, tuple[Target, KnownLayout | None]], *, tiling: bool) -> None:
+    told = [describe(target.tensors, target.objects, rank, known=known) for rank, (target, known) in found.items()]
+    known = next((known for _, known in found.values()), None)
+    check_together("load", told, known, tiling=tiling)
+
+
+def _rank_fit(
+    run: Run,
+    checkpoint: Checkpoint,
+    choices: Choices,
+    wanted: Wanted,
+    target: Target,
+    keys: Keys,
+    metadata: Metadata,
+    common_of: CommonOf,
+) -> _RankFit:
+    choice, _, strategies = choices
+    listed = objects_metadata(checkpoint, metadata, choice, strategies)
+
+    def fit(target: Target) -> tuple[Prospect, ObjectsFit]:
+        tensors = partial(prospect, checkpoint, target, choice, strategies, cast=wanted.cast)
+        objects = partial(fit_objects, target.objects, listed, wanted.object_rules, keys.unexpected)
+        phase = "load: check the target"
+        # A function of the caller's own may load what the format doesn't hold.
+        found = Prospect() if callable(choice) else run(phase, tensors, Prospect())
+        return found, run(phase, objects, ObjectsFit())
+
+    fitted = (Prospect(), ObjectsFit())
+    kept, (found, objects), _, left = check_rank(run, wanted, target, keys, fit, common_of, fitted)
+    run("load: make memory", partial(check_given, kept.tensors, donate=wanted.donate), None)
+    absent = find_unexpected(target.keys, keys.stored()) if keys.unexpected else ()
+    problems = in_common_state((*found.problems, *objects.problems), kept, common_of)
+    return _RankFit(kept, found, objects, problems, in_common_state(absent, target, common_of), left)
+
+
+def _undecided(checkpoint: Checkpoint, choices: Choices, fit: _RankFit, kinds: Kinds) -> Iterator[Undecided]:
+    """Yield what may fail when a rank's values are read, though all is stored as it should be.
+
+    Args:
+        checkpoint: what is loaded.
+        choices: the caller's strategies.
+        fit: the rank's.
+        kinds: what is stored of tensors that are converted where they differ.
+    """
+    choice, _, strategies = choices
+    row = (StrategyAction.EXPLAIN, *backend_of(choice, sharded_backend(checkpoint.fields)))
+    if callable(choice):
+        yield Undecided("sharded_strategy", "a function of the caller's own loads the shards")
+    elif find_strategy(*row, strategies=strategies) is None:
+        for key in sorted({shard.key for shard in fit.target.tensors}):
+            yield Undecided(key, "the format doesn't tell whether it is stored whole")
+    for shard in fit.target.tensors:
+        kind = kinds.get(shard.key)
+        if kind is not None and may_overflow(kind.dtype, shard.dtype) and _loaded(shard, kind.global_shape):
+            yield Undecided(shard.key, f"whether its values, stored as {kind.dtype}, fit {shard.dtype}")
+    for item in fit.target.objects:
+        if not fit.objects.changes(item):
+            yield Undecided(item.key, "whether the object can be decoded")
+        elif fit.objects.rules.get(item.key) is not drop_objects:
+            yield Undecided(item.key, "whether the rule can handle the objects")
+
+
+def _loaded(shard: ShardedTensor, stored: tuple[int, ...]) -> int:
+    """Return how many elements of a shard are loaded."""
+    if shard.allow_shape_mismatch and len(shard.global_shape) == len(stored):
+        return stored_elements(shard, stored)
+    return prod(shard.data_shape)
+
+
+def _each_once(parts: Iterable[Sequence[P]]) -> tuple[P, ...]:
     """Return the problems of all ranks, each once: what isn't stored first, then the rest in the ranks' order."""
-    found: dict[tuple[Any, ...], Misfit] = {}
+    found: dict[tuple[Any, ...], P] = {}
     for problem in (problem for part in parts for problem in part):
         found.setdefault((type(problem), problem.key, getattr(problem, "offset", None)), problem)
     return tuple(sorted(found.values(), key=lambda problem: not isinstance(problem, Unexpected)))
@@ -166,9 +368,14 @@ def _fitting(shards: Shards, problems: Sequence[Misfit], kinds: Kinds) -> Shards
     return [shard for shard in shards if shard.key in kinds and shard.key not in wrong]
 
 
-def _groups(ranks: Sequence[Shards], kinds: Kinds, *, passes_on: bool) -> list[list[Shards]]:
-    """Return what each rank reads at once, group by group: a load reads what it converts in rounds of its own."""
+def _groups(ranks: Sequence[Shards], kinds: Kinds, *, passes_on: bool) -> list[list[Shards]] | None:
+    """Return what each rank reads at once, group by group; None where each reads all at once, by itself.
+
+    A load reads what it converts in rounds of its own.
+    """
     split = [by_dtype(shards, kinds) for shards in ranks]
+    if not passes_on and not any(others for _, others in split):
+        return None
     groups: list[list[Shards]] = [[alike for alike, _ in split]]
     described = [columns_of(others, kinds, rank) for rank, (_, others) in enumerate(split)]
     rounds = [common_rounds(described if passes_on else [one], rank)[0] for rank, one in enumerate(described)]
@@ -188,8 +395,9 @@ def _shares(ranks: Sequence[Shards], kinds: Kinds) -> list[Shards]:
     return [[*mine, *share] for mine, share in zip(own, chosen, strict=True)]
 
 
-def _sum_of_costs(asking: _Asking, parts: Sequence[Shards]) -> ReadCost:
-    backend = backend_of(asking.choice, sharded_backend(asking.checkpoint.fields))
-    row = get_default_strategy(StrategyAction.EXPLAIN, *backend, strategies=asking.strategies)
-    costs = (row(asking.checkpoint, shards, True).cost() for shards in parts if shards)
+def _sum_of_costs(checkpoint: Checkpoint, choices: Choices, parts: Sequence[Shards]) -> ReadCost:
+    choice, _, strategies = choices
+    row = (StrategyAction.EXPLAIN, *backend_of(choice, sharded_backend(checkpoint.fields)))
+    explain_shards = get_default_strategy(*row, strategies=strategies)
+    costs = (explain_shards(checkpoint, shards, True).cost() for shards in parts if shards)
     return sum(costs, ReadCost())

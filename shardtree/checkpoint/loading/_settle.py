@@ -4,26 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from operator import attrgetter
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from ...errors import UnsafeFile, UnsupportedValue
 from ...layouts import ObjectRule, ShardColumns
 from ...mapping import LocalNonpersistentObject
+from ...plans import find_unexpected
 from ...strategies import Checkpoint, Strategies
 from ...trees import HOLE, join_loaded, told_of_depth
 from ...world import World, agree, gather, share, step
 from .._consistency import Description, check_together, describe
 from .._dispatch import Choice
 from .._known_layout import KnownLayout, known_layout
-from .._open import Fields, load_common, sharded_metadata, stored_keys
+from .._open import Fields, Metadata, load_common, sharded_metadata, stored_keys
 from .._open_together import OPEN_STEPS
 from ._exchange import Exchange
-from ._fit import check_target
+from ._fit import CommonOf, Kinds, check_target, in_common_state
+from ._objects import ObjectsFit
 from ._read import ROOM_STEPS, Reading, Room, make_room
-from ._strict import StrictHandling, looks_beforehand, needs_all_ranks, parse_strict, report_keys
+from ._strict import (
+    StrictHandling,
+    looks_beforehand,
+    mismatched_keys,
+    needs_all_ranks,
+    parse_strict,
+    report_keys,
+    reports_keys,
+)
 from ._taken_apart import Target, is_sharded, left_out, take_apart
+
+T = TypeVar("T")
 
 Choices = tuple[Choice, Choice, Strategies | None]
 """What the caller named as strategies for the shards and the common state, and the dispatch table."""
@@ -129,14 +141,15 @@ def settle(world: World, look: Callable[[], Checkpoint], wanted: Wanted, choices
 def _asked(look: Callable[[], Checkpoint], wanted: Wanted, world: World) -> _Asked:
     checkpoint = look()
     mode = step("load: options", partial(parse_strict, wanted.strict))
-    target, known = step("load: prepare", partial(_prepared, wanted, world))
+    target, known = step("load: prepare", partial(prepared, wanted, world.rank, world.size))
     description = describe(target.tensors, target.objects, world.rank, known=known) if wanted.describes else None
     return _Asked(checkpoint, mode, target, known, _Told(checkpoint.fields, description))
 
 
-def _prepared(wanted: Wanted, world: World) -> tuple[Target, KnownLayout | None]:
+def prepared(wanted: Wanted, rank: int, ranks: int) -> tuple[Target, KnownLayout | None]:
+    """Return what a rank asks for, taken apart, and the layout that it was given, matched with that."""
     target = take_apart(wanted.tree)
-    return target, known_layout("load", wanted.layout, target.tensors, world.rank, world.size)
+    return target, known_layout("load", wanted.layout, target.tensors, rank, ranks)
 
 
 def _settled(
@@ -151,15 +164,91 @@ def _settled(
     if descriptions:
         check = partial(check_together, "load", descriptions, asked.known, tiling=wanted.validate)
         step("load: check integrity", check)
-    step("load: strict", partial(report_keys, asked.mode, missing, unexpected))
-    target = step("load: leave out", partial(left_out, asked.target, wanted.tree, unexpected))
     sharded, _, strategies = choices
-    fitting = partial(check_target, checkpoint, target, sharded, strategies, cast=wanted.cast)
-    kinds, objects = step("load: check the target", partial(fitting, rules=wanted.object_rules, left_out=unexpected))
+    common_of = cache(partial(stored_common, checkpoint, choices))
+    fit = partial(_fit, checkpoint, wanted, choices, unexpected, common_of)
+    keys = Keys(asked.mode, missing, unexpected, lambda: stored_keys(listing(checkpoint, choices)))
+    unused: tuple[Kinds, ObjectsFit] = ({}, ObjectsFit())
+    target, fitted, common, _ = check_rank(_or_raise, wanted, asked.target, keys, fit, common_of, unused)
+    kinds, objects = fitted
     reading = Reading(checkpoint, sharded, strategies, wanted.donate, wanted.exchange, kinds, objects, asked.known)
-    common = step("load: common state", partial(_common, checkpoint, target, choices))
     room = make_room(reading, target.leaves)
     return Settled(target, common, reading, room, asked.mode, missing, unexpected)
+
+
+def _fit(
+    checkpoint: Checkpoint,
+    wanted: Wanted,
+    choices: Choices,
+    unexpected: set[str],
+    common_of: CommonOf,
+    target: Target,
+) -> tuple[Kinds, ObjectsFit]:
+    sharded, _, strategies = choices
+    rules = wanted.object_rules
+    fitting = partial(check_target, checkpoint, target, sharded, strategies, cast=wanted.cast, rules=rules)
+    return fitting(left_out=unexpected, common_of=common_of)
+
+
+def _or_raise(phase: str, check: Callable[[], T], otherwise: T) -> T:
+    return step(phase, check)
+
+
+class Run(Protocol):
+    """How a check is run: a load raises what it raises; an explanation notes that, and goes on with something else."""
+
+    def __call__(self, phase: str, check: Callable[[], T], otherwise: T) -> T: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Keys:
+    """How the keys of a rank's target compare with those that are stored, as far as a mode wants to know.
+
+    Attributes:
+        mode: what is done about keys that don't match.
+        missing: stored, and asked for by no rank.
+        unexpected: asked for by this rank, and not stored.
+        stored: returns all that are stored.
+    """
+
+    mode: StrictHandling
+    missing: set[str]
+    unexpected: set[str]
+    stored: Callable[[], set[str]]
+
+
+def check_rank(
+    run: Run, wanted: Wanted, target: Target, keys: Keys, fit: Callable[[Target], T], common_of: CommonOf, otherwise: T
+) -> tuple[Target, T, Any, tuple[str, ...]]:
+    """Return what a load of one rank's target comes to before it makes memory, once its checks are run; no collective.
+
+    `load` and `explain` both check by this, so that they can't come to differ.
+
+    Args:
+        run: runs each check.
+        wanted: what the rank asks for.
+        target: the same, taken apart.
+        keys: how its keys compare with those that are stored.
+        fit: checks that tensors and objects are stored as they are asked for.
+        common_of: returns the stored common tree for a target's namedtuple classes.
+        otherwise: what counts as the outcome of `fit` where it fails.
+
+    Returns:
+        The target without what isn't stored, what `fit` returned, the stored common tree, and the paths of what the
+        join leaves out of that.
+    """
+    run("load: strict", partial(_report, keys, target, common_of), None)
+    target = run("load: leave out", partial(left_out, target, wanted.tree, keys.unexpected), target)
+    fitted = run("load: check the target", partial(fit, target), otherwise)
+    nothing: tuple[Any, tuple[str, ...]] = (HOLE, ())
+    common, left = run("load: common state", partial(_common, common_of, target), nothing)
+    return target, fitted, common, left
+
+
+def _report(keys: Keys, target: Target, common_of: CommonOf) -> None:
+    if reports_keys(keys.mode) and (keys.missing or keys.unexpected):
+        unexpected = find_unexpected(target.keys, keys.stored()) if keys.unexpected else ()
+        report_keys(keys.mode, keys.missing, in_common_state(unexpected, target, common_of))
 
 
 def _compare_keys(
@@ -171,26 +260,43 @@ def _compare_keys(
     """Return the missing and unexpected keys that a strict mode wants to know."""
     if not looks_beforehand(asked.mode):
         return set(), set()
-    own = {leaf.key for leaf in asked.target.leaves if is_sharded(leaf)}
-    sharded, common, strategies = choices
-    # A function that loads shards isn't one that lists them.
-    pairs = (None if callable(sharded) else sharded, None if callable(common) else common, strategies)
-    stored = agree(world, "load: metadata", lambda: stored_keys(sharded_metadata(checkpoint, *pairs)))
+    own = asked.target.keys
+    stored = agree(world, "load: metadata", lambda: stored_keys(listing(checkpoint, choices)))
     everywhere = stored
     if needs_all_ranks(asked.mode):
         known = set(() if asked.known is None else asked.known.columns.keys)
         everywhere = known.union(*gather(world, "load: keys", lambda: own - known))
-    return stored - everywhere, own - stored
+    return mismatched_keys(asked.mode, own, stored, everywhere)
 
 
-def _common(checkpoint: Checkpoint, target: Target, choices: Choices) -> Any:
-    """Return the stored common tree, once it is known that the target fits it: before a tensor is read."""
-    common = _stored_common(checkpoint, target.types, choices)
+def listing(checkpoint: Checkpoint, choices: Choices) -> Metadata:
+    """Return the tensors and objects that a checkpoint holds: a function that loads shards isn't one that lists them.
+
+    Raises:
+        StrategyError: the format doesn't tell what it holds.
+    """
+    sharded, common, strategies = choices
+    pair = (None if callable(sharded) else sharded, None if callable(common) else common)
+    return sharded_metadata(checkpoint, *pair, strategies)
+
+
+def _common(common_of: CommonOf, target: Target) -> tuple[Any, tuple[str, ...]]:
+    """Return the stored common tree, once it is known that the target fits it, and what is left out of it."""
+    common = common_of(target.types)
+    return common, check_join(common, target)
+
+
+def check_join(common: Any, target: Target) -> tuple[str, ...]:
+    """Return the paths of what a load leaves out of the stored common tree: before a tensor is read.
+
+    Raises:
+        TreeError: the target doesn't fit it.
+    """
     joined(common, target, [leaf if _is_filled(leaf) else HOLE for leaf in target.leaves])
-    return common
+    return ()
 
 
-def _stored_common(checkpoint: Checkpoint, types: tuple[type, ...], choices: Choices) -> Any:
+def stored_common(checkpoint: Checkpoint, choices: Choices, types: tuple[type, ...]) -> Any:
     """Return the stored common tree, with instances of the target's own namedtuple classes where they fit."""
     _, common, strategies = choices
     # The caller's types come last, where they count.

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import Enum
 
 from ...errors import KeyMismatch, error_text
+from ...plans import Unexpected, prefix_difference
+from ...strategies import IN_COMMON
 
 logger = logging.getLogger("shardtree")
 
@@ -19,10 +21,11 @@ class StrictHandling(Enum):
 
     Attributes:
         ASSUME_OK_UNEXPECTED: don't look beforehand; an unexpected key is an error when it is read.
-        LOG_UNEXPECTED: warn of unexpected keys and leave them out.
-        LOG_ALL: warn of unexpected and missing keys, and leave out the unexpected.
-        RAISE_UNEXPECTED: unexpected keys are an error before anything is read.
-        RAISE_ALL: unexpected and missing keys are.
+        LOG_UNEXPECTED: warn of unexpected keys, all by name, and leave them out.
+        LOG_ALL: warn of unexpected and missing keys, all by name, and leave out the unexpected.
+        RAISE_UNEXPECTED: unexpected keys are an error before anything is read: a `KeyMismatch`, which has all of them
+            as its attribute `unexpected`.
+        RAISE_ALL: unexpected and missing keys are; the attributes `unexpected` and `missing` have all.
         RETURN_UNEXPECTED: leave unexpected keys out and return them.
         RETURN_ALL: leave unexpected keys out and return them and the missing ones.
         IGNORE_ALL: leave unexpected keys out in silence.
@@ -42,6 +45,8 @@ class StrictHandling(Enum):
 
 
 _S = StrictHandling
+_RAISING = {_S.RAISE_UNEXPECTED, _S.RAISE_ALL}
+_LOGGING = {_S.LOG_UNEXPECTED, _S.LOG_ALL}
 _WITH_MISSING = {_S.LOG_ALL, _S.RAISE_ALL, _S.RETURN_ALL, _S.IGNORE_ALL}
 
 
@@ -79,18 +84,73 @@ def returns_keys(strict: StrictHandling) -> bool:
     return strict in {_S.RETURN_UNEXPECTED, _S.RETURN_ALL}
 
 
-def report_keys(strict: StrictHandling, missing: Iterable[str], unexpected: Iterable[str]) -> None:
+def mismatched_keys(
+    strict: StrictHandling, own: set[str], stored: set[str], everywhere: set[str]
+) -> tuple[set[str], set[str]]:
+    """Return the missing and the unexpected keys, as far as a mode wants to know them.
+
+    Args:
+        strict: the mode.
+        own: what this rank asks for.
+        stored: what is stored.
+        everywhere: what all ranks ask for; of no account where a mode doesn't need it.
+
+    Examples:
+        >>> mismatched_keys(StrictHandling.RETURN_ALL, {"a", "x"}, {"a", "b"}, {"a", "x"})
+        ({'b'}, {'x'})
+    """
+    if not looks_beforehand(strict):
+        return set(), set()
+    return stored - everywhere if needs_all_ranks(strict) else set(), own - stored
+
+
+def raises_keys(strict: StrictHandling) -> bool:
+    """Return whether keys that differ are an error in a mode."""
+    return strict in _RAISING
+
+
+def reports_keys(strict: StrictHandling) -> bool:
+    """Return whether a mode raises or logs keys."""
+    return strict in _RAISING | _LOGGING
+
+
+def report_keys(strict: StrictHandling, missing: Iterable[str], unexpected: Sequence[Unexpected]) -> None:
     """Raise or log what a mode wants raised or logged.
+
+    The error shows some keys of each kind, and has all of them as attributes; the log has a line for each.
 
     Raises:
         KeyMismatch: in a mode that raises, if there is any key.
     """
-    lines = [f"missing (stored, asked for by no rank): {key!r}" for key in sorted(missing)]
-    lines += [f"unexpected (asked for, not stored): {key!r}" for key in sorted(unexpected)]
-    if not lines:
-        return
-    if strict in {_S.RAISE_UNEXPECTED, _S.RAISE_ALL}:
-        fix = "Change the target's keys, or pass a strict mode that logs, returns or ignores them."
-        raise KeyMismatch(error_text("load: keys of target and checkpoint differ", offenders=lines, fix=fix))
-    if strict in {_S.LOG_UNEXPECTED, _S.LOG_ALL}:
-        logger.warning(error_text("load: keys of target and checkpoint differ", offenders=lines))
+    absent, prefix = sorted(missing), prefix_difference(unexpected)
+    counts = [f"{len(keys)} {kind}" for kind, keys in (("unexpected", unexpected), ("missing", absent)) if keys]
+    what = f"load: keys of target and checkpoint differ: {', '.join(counts)}"
+    wrong = [f"unexpected (asked for, not stored): {one.text}" for one in unexpected]
+    if counts and strict in _LOGGING:
+        # Each line by itself, since an error's text is shortened.
+        logger.warning("\n  ".join([what, *map(error_text, [*wrong, *map(_missing, absent)])]))
+    if counts and strict in _RAISING:
+        # What is missing because it is asked for by another name is said once.
+        meant = set() if prefix is None else set(prefix.near)
+        others = [_missing(key) for key in absent if key not in meant]
+        shown = _some(wrong if prefix is None else [str(prefix)], others)
+        fixes = [] if prefix is None else [prefix.fix]
+        fixes += [IN_COMMON] * any(one.path is not None for one in unexpected)
+        fixes.append("Change the target's keys, or pass a strict mode that logs, returns or ignores them.")
+        error = KeyMismatch(error_text(what, offenders=shown, fix="\n  ".join(fixes)))
+        error.missing, error.unexpected = tuple(absent), tuple(sorted(one.key for one in unexpected))
+        raise error
+
+
+def _missing(key: str) -> str:
+    return f"missing (stored, asked for by no rank): {key!r}"
+
+
+def _some(unexpected: Sequence[str], missing: Sequence[str]) -> list[str]:
+    """Return at most the ten lines that an error shows, some of each kind."""
+    lines: list[str] = []
+    for kind, own, others in (("unexpected", unexpected, missing), ("missing", missing, unexpected)):
+        most = max(5, 10 - len(others))
+        more = f"and {len(own) - most + 1} more {kind} ones, all of which are in the error's `{kind}`"
+        lines += own if len(own) <= most else [*own[: most - 1], more]
+    return lines
