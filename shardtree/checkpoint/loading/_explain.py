@@ -21,7 +21,6 @@ from ...plans import (
     ReadCost,
     Undecided,
     Unexpected,
-    find_unexpected,
     plan_exchange,
     stored_elements,
 )
@@ -43,7 +42,7 @@ from ._cast import by_dtype, columns_of, common_rounds, may_overflow
 from ._exchange import Exchange, exchanges
 from ._fit import CommonOf, Kinds, in_common_state, prospect
 from ._objects import ObjectsFit, fit_objects, objects_metadata
-from ._settle import Choices, Keys, Run, Wanted, check_rank, listing, prepared, stored_common
+from ._settle import Choices, Keys, Run, Wanted, check_rank, listing, named_unexpected, prepared, stored_common
 from ._strict import StrictHandling, mismatched_keys, parse_strict, raises_keys
 from ._taken_apart import Target
 from ._targets import check_given
@@ -315,9 +314,8 @@ def _rank_fit(
     fitted = (Prospect(), ObjectsFit())
     kept, (found, objects), _, left = check_rank(run, wanted, target, keys, fit, common_of, fitted)
     run("load: make memory", partial(check_given, kept.tensors, donate=wanted.donate), None)
-    absent = find_unexpected(target.keys, keys.stored()) if keys.unexpected else ()
     problems = in_common_state((*found.problems, *objects.problems), kept, common_of)
-    return _RankFit(kept, found, objects, problems, in_common_state(absent, target, common_of), left)
+    return _RankFit(kept, found, objects, problems, named_unexpected(keys, target, common_of), left)
 
 
 def _undecided(checkpoint: Checkpoint, choices: Choices, fit: _RankFit, kinds: Kinds) -> Iterator[Undecided]:

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 from ...errors import UnsafeFile, UnsupportedValue
 from ...layouts import ObjectRule, ShardColumns
 from ...mapping import LocalNonpersistentObject
-from ...plans import find_unexpected
+from ...plans import Unexpected, find_unexpected
 from ...strategies import Checkpoint, Strategies
 from ...trees import HOLE, join_loaded, told_of_depth
 from ...world import World, agree, gather, share, step
@@ -26,12 +26,14 @@ from ._objects import ObjectsFit
 from ._read import ROOM_STEPS, Reading, Room, make_room
 from ._strict import (
     StrictHandling,
+    log_keys,
+    logs_keys,
     looks_beforehand,
     mismatched_keys,
     needs_all_ranks,
     parse_strict,
-    report_keys,
-    reports_keys,
+    raises_keys,
+    refuse_keys,
 )
 from ._taken_apart import Target, is_sharded, left_out, take_apart
 
@@ -168,6 +170,8 @@ def _settled(
     common_of = cache(partial(stored_common, checkpoint, choices))
     fit = partial(_fit, checkpoint, wanted, choices, unexpected, common_of)
     keys = Keys(asked.mode, missing, unexpected, lambda: stored_keys(listing(checkpoint, choices)))
+    if logs_keys(asked.mode):
+        step("load: strict", lambda: log_keys(missing, named_unexpected(keys, asked.target, common_of)))
     unused: tuple[Kinds, ObjectsFit] = ({}, ObjectsFit())
     target, fitted, common, _ = check_rank(_or_raise, wanted, asked.target, keys, fit, common_of, unused)
     kinds, objects = fitted
@@ -237,7 +241,7 @@ def check_rank(
         The target without what isn't stored, what `fit` returned, the stored common tree, and the paths of what the
         join leaves out of that.
     """
-    run("load: strict", partial(_report, keys, target, common_of), None)
+    run("load: strict", partial(_refuse, keys, target, common_of), None)
     target = run("load: leave out", partial(left_out, target, wanted.tree, keys.unexpected), target)
     fitted = run("load: check the target", partial(fit, target), otherwise)
     nothing: tuple[Any, tuple[str, ...]] = (HOLE, ())
@@ -245,10 +249,15 @@ def check_rank(
     return target, fitted, common, left
 
 
-def _report(keys: Keys, target: Target, common_of: CommonOf) -> None:
-    if reports_keys(keys.mode) and (keys.missing or keys.unexpected):
-        unexpected = find_unexpected(target.keys, keys.stored()) if keys.unexpected else ()
-        report_keys(keys.mode, keys.missing, in_common_state(unexpected, target, common_of))
+def _refuse(keys: Keys, target: Target, common_of: CommonOf) -> None:
+    if raises_keys(keys.mode):
+        refuse_keys(keys.missing, named_unexpected(keys, target, common_of))
+
+
+def named_unexpected(keys: Keys, target: Target, common_of: CommonOf) -> tuple[Unexpected, ...]:
+    """Return the keys of a target that a mode finds unexpected, with what may be meant by them."""
+    absent = find_unexpected(target.keys, keys.stored()) if keys.unexpected else ()
+    return in_common_state(absent, target, common_of)
 
 
 def _compare_keys(

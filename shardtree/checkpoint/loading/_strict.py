@@ -109,37 +109,56 @@ def raises_keys(strict: StrictHandling) -> bool:
     return strict in _RAISING
 
 
-def reports_keys(strict: StrictHandling) -> bool:
-    """Return whether a mode raises or logs keys."""
-    return strict in _RAISING | _LOGGING
+def logs_keys(strict: StrictHandling) -> bool:
+    """Return whether keys that differ are logged in a mode."""
+    return strict in _LOGGING
 
 
-def report_keys(strict: StrictHandling, missing: Iterable[str], unexpected: Sequence[Unexpected]) -> None:
-    """Raise or log what a mode wants raised or logged.
+def log_keys(missing: Iterable[str], unexpected: Sequence[Unexpected]) -> None:
+    """Log keys that differ, if there are any, each on a line of one message."""
+    absent = sorted(missing)
+    # Each line by itself, since an error's text is shortened.
+    lines = [_differing(absent, unexpected), *map(error_text, [*map(_unexpected, unexpected), *map(_missing, absent)])]
+    if absent or unexpected:
+        logger.warning("\n  ".join(lines))
 
-    The error shows some keys of each kind, and has all of them as attributes; the log has a line for each.
+
+def refuse_keys(missing: Iterable[str], unexpected: Sequence[Unexpected]) -> None:
+    """Raise if keys differ. The error shows some of each kind, and has all of them as attributes.
 
     Raises:
-        KeyMismatch: in a mode that raises, if there is any key.
+        KeyMismatch: there is a missing or an unexpected key.
+
+    Examples:
+        >>> refuse_keys(["step"], [])
+        Traceback (most recent call last):
+        ...
+        shardtree.errors.KeyMismatch: load: keys of target and checkpoint differ: 1 missing
+          missing (stored, asked for by no rank): 'step'
+          Change the target's keys, or pass a strict mode that logs, returns or ignores them.
     """
     absent, prefix = sorted(missing), prefix_difference(unexpected)
-    counts = [f"{len(keys)} {kind}" for kind, keys in (("unexpected", unexpected), ("missing", absent)) if keys]
-    what = f"load: keys of target and checkpoint differ: {', '.join(counts)}"
-    wrong = [f"unexpected (asked for, not stored): {one.text}" for one in unexpected]
-    if counts and strict in _LOGGING:
-        # Each line by itself, since an error's text is shortened.
-        logger.warning("\n  ".join([what, *map(error_text, [*wrong, *map(_missing, absent)])]))
-    if counts and strict in _RAISING:
-        # What is missing because it is asked for by another name is said once.
-        meant = set() if prefix is None else set(prefix.near)
-        others = [_missing(key) for key in absent if key not in meant]
-        shown = _some(wrong if prefix is None else [str(prefix)], others)
-        fixes = [] if prefix is None else [prefix.fix]
-        fixes += [IN_COMMON] * any(one.path is not None for one in unexpected)
-        fixes.append("Change the target's keys, or pass a strict mode that logs, returns or ignores them.")
-        error = KeyMismatch(error_text(what, offenders=shown, fix="\n  ".join(fixes)))
-        error.missing, error.unexpected = tuple(absent), tuple(sorted(one.key for one in unexpected))
-        raise error
+    if not absent and not unexpected:
+        return
+    # What is missing because it is asked for by another name is said once.
+    meant = set() if prefix is None else set(prefix.near)
+    others = [_missing(key) for key in absent if key not in meant]
+    lines = _some(list(map(_unexpected, unexpected)) if prefix is None else [str(prefix)], others)
+    fixes = [] if prefix is None else [prefix.fix]
+    fixes += [IN_COMMON] * any(one.path is not None for one in unexpected)
+    fixes.append("Change the target's keys, or pass a strict mode that logs, returns or ignores them.")
+    error = KeyMismatch(error_text(_differing(absent, unexpected), offenders=lines, fix="\n  ".join(fixes)))
+    error.missing, error.unexpected = tuple(absent), tuple(sorted(one.key for one in unexpected))
+    raise error
+
+
+def _differing(missing: Sequence[str], unexpected: Sequence[Unexpected]) -> str:
+    counts = [f"{len(keys)} {kind}" for kind, keys in (("unexpected", unexpected), ("missing", missing)) if keys]
+    return f"load: keys of target and checkpoint differ: {', '.join(counts)}"
+
+
+def _unexpected(one: Unexpected) -> str:
+    return f"unexpected (asked for, not stored): {one.text}"
 
 
 def _missing(key: str) -> str:
