@@ -27,6 +27,7 @@ from ._load import StoredChunks as StoredChunks
 from ._load import Strided as Strided
 from ._load import plan_load as plan_load
 from ._load import runs_plan as runs_plan
+from ._near import differing_prefix as differing_prefix
 from ._near import near_names as near_names
 from ._overlap import Overlap as Overlap
 from ._overlap import overlaps as overlaps

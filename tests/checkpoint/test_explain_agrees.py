@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 import shardtree as st
-from shardtree.checkpoint.loading import _explain, _settle
+from shardtree.checkpoint.loading import _checks, _verdict
 from shardtree.checkpoint.loading._objects import fit_objects
 from shardtree.plans import Unexpected
 from shardtree.storage import MemoryStorage
@@ -255,7 +255,7 @@ def disagreement(case: Case, explain: Explain) -> str:
     return "" if found.ok == loads else f"the load {'succeeds' if loads else 'fails'}:\n{found}"
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(cases())
 @pytest.mark.filterwarnings("ignore")
 def test_the_verdict_is_what_becomes_of_the_load(case: Case) -> None:
@@ -267,7 +267,7 @@ def without(name: str, faulty: Callable[..., Any]) -> Explain:
 
     def explain(*args: Any, **options: Any) -> st.Explanation:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(_explain, name, faulty)
+            patch.setattr(_verdict, name, faulty)
             return st.explain_ranks(*args, **options)
 
     return explain
@@ -275,7 +275,7 @@ def without(name: str, faulty: Callable[..., Any]) -> Explain:
 
 def unjoined(run: Any, *args: Any) -> Any:
     """A planted fault: what the join says doesn't count."""
-    return _settle.check_rank(
+    return _checks.check_rank(
         lambda phase, check, other: other if "common" in phase else run(phase, check, other), *args
     )
 

@@ -6,22 +6,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from operator import attrgetter
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from ...errors import UnsafeFile, UnsupportedValue
 from ...layouts import ObjectRule, ShardColumns
-from ...mapping import LocalNonpersistentObject
-from ...plans import Unexpected, find_unexpected
 from ...strategies import Checkpoint, Strategies
-from ...trees import HOLE, join_loaded, told_of_depth
 from ...world import World, agree, gather, share, step
 from .._consistency import Description, check_together, describe
 from .._dispatch import Choice
 from .._known_layout import KnownLayout, known_layout
 from .._open import Fields, Metadata, load_common, sharded_metadata, stored_keys
 from .._open_together import OPEN_STEPS
+from ._checks import Keys, check_rank, named_unexpected
 from ._exchange import Exchange
-from ._fit import CommonOf, Kinds, check_target, in_common_state
+from ._fit import CommonOf, Kinds, check_target
 from ._objects import ObjectsFit
 from ._read import ROOM_STEPS, Reading, Room, make_room
 from ._strict import (
@@ -32,10 +30,8 @@ from ._strict import (
     mismatched_keys,
     needs_all_ranks,
     parse_strict,
-    raises_keys,
-    refuse_keys,
 )
-from ._taken_apart import Target, is_sharded, left_out, take_apart
+from ._taken_apart import Target, take_apart
 
 T = TypeVar("T")
 
@@ -173,7 +169,7 @@ def _settled(
     if logs_keys(asked.mode):
         step("load: strict", lambda: log_keys(missing, named_unexpected(keys, asked.target, common_of)))
     unused: tuple[Kinds, ObjectsFit] = ({}, ObjectsFit())
-    target, fitted, common, _ = check_rank(_or_raise, wanted, asked.target, keys, fit, common_of, unused)
+    target, fitted, common, _ = check_rank(_or_raise, wanted.tree, asked.target, keys, fit, common_of, unused)
     kinds, objects = fitted
     reading = Reading(checkpoint, sharded, strategies, wanted.donate, wanted.exchange, kinds, objects, asked.known)
     room = make_room(reading, target.leaves)
@@ -196,68 +192,6 @@ def _fit(
 
 def _or_raise(phase: str, check: Callable[[], T], otherwise: T) -> T:
     return step(phase, check)
-
-
-class Run(Protocol):
-    """How a check is run: a load raises what it raises; an explanation notes that, and goes on with something else."""
-
-    def __call__(self, phase: str, check: Callable[[], T], otherwise: T) -> T: ...
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Keys:
-    """How the keys of a rank's target compare with those that are stored, as far as a mode wants to know.
-
-    Attributes:
-        mode: what is done about keys that don't match.
-        missing: stored, and asked for by no rank.
-        unexpected: asked for by this rank, and not stored.
-        stored: returns all that are stored.
-    """
-
-    mode: StrictHandling
-    missing: set[str]
-    unexpected: set[str]
-    stored: Callable[[], set[str]]
-
-
-def check_rank(
-    run: Run, wanted: Wanted, target: Target, keys: Keys, fit: Callable[[Target], T], common_of: CommonOf, otherwise: T
-) -> tuple[Target, T, Any, tuple[str, ...]]:
-    """Return what a load of one rank's target comes to before it makes memory, once its checks are run; no collective.
-
-    `load` and `explain` both check by this, so that they can't come to differ.
-
-    Args:
-        run: runs each check.
-        wanted: what the rank asks for.
-        target: the same, taken apart.
-        keys: how its keys compare with those that are stored.
-        fit: checks that tensors and objects are stored as they are asked for.
-        common_of: returns the stored common tree for a target's namedtuple classes.
-        otherwise: what counts as the outcome of `fit` where it fails.
-
-    Returns:
-        The target without what isn't stored, what `fit` returned, the stored common tree, and the paths of what the
-        join leaves out of that.
-    """
-    run("load: strict", partial(_refuse, keys, target, common_of), None)
-    target = run("load: leave out", partial(left_out, target, wanted.tree, keys.unexpected), target)
-    fitted = run("load: check the target", partial(fit, target), otherwise)
-    nothing: tuple[Any, tuple[str, ...]] = (HOLE, ())
-    common, left = run("load: common state", partial(_common, common_of, target), nothing)
-    return target, fitted, common, left
-
-
-def _refuse(keys: Keys, target: Target, common_of: CommonOf) -> None:
-    if raises_keys(keys.mode):
-        refuse_keys(keys.missing, named_unexpected(keys, target, common_of))
-
-
-def named_unexpected(keys: Keys, target: Target, common_of: CommonOf) -> tuple[Unexpected, ...]:
-    """Return the keys of a target that a mode finds unexpected, with what may be meant by them."""
-    absent = find_unexpected(target.keys, keys.stored()) if keys.unexpected else ()
-    return in_common_state(absent, target, common_of)
 
 
 def _compare_keys(
@@ -289,22 +223,6 @@ def listing(checkpoint: Checkpoint, choices: Choices) -> Metadata:
     return sharded_metadata(checkpoint, *pair, strategies)
 
 
-def _common(common_of: CommonOf, target: Target) -> tuple[Any, tuple[str, ...]]:
-    """Return the stored common tree, once it is known that the target fits it, and what is left out of it."""
-    common = common_of(target.types)
-    return common, check_join(common, target)
-
-
-def check_join(common: Any, target: Target) -> tuple[str, ...]:
-    """Return the paths of what a load leaves out of the stored common tree: before a tensor is read.
-
-    Raises:
-        TreeError: the target doesn't fit it.
-    """
-    joined(common, target, [leaf if _is_filled(leaf) else HOLE for leaf in target.leaves])
-    return ()
-
-
 def stored_common(checkpoint: Checkpoint, choices: Choices, types: tuple[type, ...]) -> Any:
     """Return the stored common tree, with instances of the target's own namedtuple classes where they fit."""
     _, common, strategies = choices
@@ -318,18 +236,3 @@ def stored_common(checkpoint: Checkpoint, choices: Choices, types: tuple[type, .
     except UnsafeFile as error:
         error.add_note("The tensors can be read without that: see load_plain_tensors and open_checkpoint.")
         raise
-
-
-def _is_filled(leaf: Any) -> bool:
-    return is_sharded(leaf) or isinstance(leaf, LocalNonpersistentObject)
-
-
-def joined(common: Any, target: Target, loaded: Sequence[Any]) -> Any:
-    """Return the stored common tree joined by what was loaded for each leaf of a target.
-
-    Raises:
-        TreeError: they don't fit.
-    """
-    tree = target.rebuild(loaded)
-    with told_of_depth("load"):
-        return join_loaded(common, tree)
