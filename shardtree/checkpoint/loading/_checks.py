@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 from ...mapping import LocalNonpersistentObject
 from ...plans import Unexpected, find_unexpected
 from ...trees import HOLE, join_loaded, told_of_depth
+from ...world import step
 from ._fit import CommonOf, in_common_state
 from ._strict import StrictHandling, raises_keys, refuse_keys
 from ._taken_apart import Target, is_sharded, left_out
@@ -23,7 +24,7 @@ T = TypeVar("T")
 class Run(Protocol):
     """How a check is run: a load raises what it raises; an explanation notes that, and goes on with something else."""
 
-    def __call__(self, phase: str, check: Callable[[], T], otherwise: T) -> T: ...
+    def __call__(self, check: Callable[[], T], otherwise: T) -> T: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,12 +62,12 @@ def check_rank(
         The target without what isn't stored, what `fit` returned, the stored common tree, and the paths of what the
         join leaves out of that.
     """
-    run("load: strict", partial(_refuse, keys, target, common_of), None)
-    target = run("load: leave out", partial(left_out, target, tree, keys.unexpected), target)
-    fitted = run("load: check the target", partial(fit, target), otherwise)
+    run(lambda: step("load: strict", partial(_refuse, keys, target, common_of)), None)
+    kept = run(lambda: step("load: leave out", partial(left_out, target, tree, keys.unexpected)), target)
+    fitted = run(lambda: step("load: check the target", partial(fit, kept)), otherwise)
     nothing: tuple[Any, tuple[str, ...]] = (HOLE, ())
-    common, left = run("load: common state", partial(_common, common_of, target), nothing)
-    return target, fitted, common, left
+    common, left = run(lambda: step("load: common state", partial(_common, common_of, kept)), nothing)
+    return kept, fitted, common, left
 
 
 def _refuse(keys: Keys, target: Target, common_of: CommonOf) -> None:

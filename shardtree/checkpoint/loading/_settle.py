@@ -190,8 +190,8 @@ def _fit(
     return fitting(left_out=unexpected, common_of=common_of)
 
 
-def _or_raise(phase: str, check: Callable[[], T], otherwise: T) -> T:
-    return step(phase, check)
+def _or_raise(check: Callable[[], T], otherwise: T) -> T:
+    return check()
 
 
 def _compare_keys(

@@ -59,7 +59,7 @@ class _Noted:
 
     failures: dict[tuple[type[Exception], str], list[int]] = field(default_factory=dict)
 
-    def run(self, ranks: Sequence[int], phase: str, check: Callable[[], T], otherwise: T) -> T:
+    def run(self, ranks: Sequence[int], check: Callable[[], T], otherwise: T) -> T:
         """Return what a check gives, or something else where it raises; for some ranks this is a `Run`."""
         try:
             return check()
@@ -103,11 +103,11 @@ def explanation(checkpoint: Checkpoint, choices: Choices, wanted: Wanted, trees:
     stored = stored_keys(metadata)
     own = [replace(wanted, tree=tree) for tree in trees]
     prepare = [partial(prepared, each, rank, len(own)) for rank, each in enumerate(own)]
-    tried = {rank: noted.run([rank], "load: prepare", prepare[rank], None) for rank in ranks}
+    tried = {rank: noted.run([rank], prepare[rank], None) for rank in ranks}
     found = {rank: part for rank, part in tried.items() if part is not None}
     complete = len(found) == len(own)
     if complete and wanted.describes:
-        noted.run(ranks, "load: check integrity", partial(_check_together, found, tiling=wanted.validate), None)
+        noted.run(ranks, partial(_check_together, found, tiling=wanted.validate), None)
     asked = set[str]().union(*(target.keys for target, _ in found.values()))
     common_of = cache(partial(stored_common, checkpoint, choices))
     fits: dict[int, _RankFit] = {}
@@ -120,7 +120,7 @@ def explanation(checkpoint: Checkpoint, choices: Choices, wanted: Wanted, trees:
     problems = _each_once([*(fit.problems for fit in fits.values()), unexpected if raises_keys(mode) else ()])
     kinds = stored_kinds(metadata, sorted({shard.key for fit in fits.values() for shard in fit.target.tensors}))
     fitting = [_fitting(fit.target.tensors, problems, kinds) for fit in fits.values()]
-    groups = noted.run(ranks, "load: read", partial(_groups, fitting, kinds, passes_on=passes_on), None)
+    groups = noted.run(ranks, partial(_groups, fitting, kinds, passes_on=passes_on), None)
     costs = _costs(checkpoint, choices, fits, groups)
     undecided = (
         one for fit in fits.values() for one in _undecided(checkpoint, choices, fit, kinds if wanted.cast else {})
@@ -180,14 +180,13 @@ def _rank_fit(
     def fit(target: Target) -> tuple[Prospect, ObjectsFit]:
         tensors = partial(prospect, checkpoint, target, choice, strategies, cast=wanted.cast)
         objects = partial(fit_objects, target.objects, listed, wanted.object_rules, keys.unexpected)
-        phase = "load: check the target"
         # A function of the caller's own may load what the format doesn't hold.
-        found = Prospect() if callable(choice) else run(phase, tensors, Prospect())
-        return found, run(phase, objects, ObjectsFit())
+        found = Prospect() if callable(choice) else run(tensors, Prospect())
+        return found, run(objects, ObjectsFit())
 
     fitted = (Prospect(), ObjectsFit())
     kept, (found, objects), _, left = check_rank(run, wanted.tree, target, keys, fit, common_of, fitted)
-    run("load: make memory", partial(check_given, kept.tensors, donate=wanted.donate), None)
+    run(partial(check_given, kept.tensors, donate=wanted.donate), None)
     problems = in_common_state((*found.problems, *objects.problems), kept, common_of)
     return _RankFit(kept, found, objects, problems, named_unexpected(keys, target, common_of), left)
 
