@@ -72,6 +72,7 @@ from .layouts import unshard as unshard
 from .live import Exchange as Exchange
 from .live import redistribute as redistribute
 from .plans import Explanation as Explanation
+from .plans import FailedCheck as FailedCheck
 from .plans import Gap as Gap
 from .plans import LoadPlan as LoadPlan
 from .plans import Mismatch as Mismatch
@@ -83,6 +84,7 @@ from .plans import Refused as Refused
 from .plans import ReshardPlan as ReshardPlan
 from .plans import Schedule as Schedule
 from .plans import Transfers as Transfers
+from .plans import Undecided as Undecided
 from .plans import Unexpected as Unexpected
 from .plans import level_writes as level_writes
 from .plans import main_writes as main_writes

@@ -33,7 +33,16 @@ class TreeError(CheckpointingException, ValueError):
 
 
 class KeyMismatch(CheckpointingException, KeyError):
-    """A key was asked for that isn't there."""
+    """A key was asked for that isn't there.
+
+    Attributes:
+        missing: all keys that are stored and asked for by no rank, sorted, where a strict mode of `load` raises them.
+        unexpected: all keys that are asked for of `load` and not stored, sorted; where no strict mode looks beforehand,
+            of objects the unique keys.
+    """
+
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
 
     # KeyError shows repr(args[0]), which would put a whole message on one line in quotes.
     __str__ = Exception.__str__

@@ -50,7 +50,9 @@ MAY_IMPORT = {
 }
 
 LONGEST = 300
-LONGER_BECAUSE: dict[str, str] = {}  # "package/_module": why it's one piece
+LONGER_BECAUSE: dict[str, str] = {  # "package/_module": why it's one piece
+    "lazy/_tensor": "the lazy tensor and all that it answers; the functions that make one need its class",
+}
 
 # Loading these takes longer than loading shardtree, and most programs don't need them.
 HEAVY = {"rich", "typer", "fsspec", "hypothesis", "safetensors", "zarr", "megatron", "transformers", "pytest"}

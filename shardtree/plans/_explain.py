@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from ..errors import plural, shorten
+from ..errors import plural, rank_text, shorten
 from ..layouts import Reshaped
-from ._fit import Gap, Misfit, Mismatch, Refused, Unexpected
+from ._fit import Gap, Misfit, Mismatch, Refused, Unexpected, misfit_lines
 from ._tables import size_text, table_lines
 
 _HEADINGS = ("rank", "shards", "objects", "asked for", "read", "over-read", "pieces", "files")
@@ -70,29 +70,76 @@ class RankReads:
 
 
 @dataclass(frozen=True, slots=True)
+class FailedCheck:
+    """A check of a load that fails on some ranks: what `load` would raise there.
+
+    Attributes:
+        ranks: on which.
+        error: the class of what is raised.
+        text: what that says.
+    """
+
+    ranks: tuple[int, ...]
+    error: type[Exception]
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.error.__name__}: {self.text}"
+
+
+@dataclass(frozen=True, slots=True)
+class Undecided:
+    """Something that may fail when values are read, which metadata can't tell.
+
+    Attributes:
+        key: the tensor's, or the object's; or the name of an argument of `load`.
+        why: what only values can tell.
+    """
+
+    key: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.key!r}: {self.why}"
+
+
+@dataclass(frozen=True, slots=True)
 class Explanation:
-    """What a load would do, found out from metadata alone. Its text is a table.
+    """What a load would do, found out from metadata and the common state alone. Its text is a table.
 
     Attributes:
         missing: keys that are stored and asked for by no rank, sorted; that is no problem, but for strict modes.
         problems: why the target can't be loaded, each once: what isn't stored, what has another global shape or dtype,
-            what isn't stored whole, what can't be read, objects of another shape without a rule.
+            what isn't stored whole, what can't be read, objects of another shape without a rule, checks that fail.
         reads: what each rank would read, by rank.
+        undecided: what may fail when values are read.
+        omitted: what is asked for, not stored, and left out by the strict mode, which makes it no problem.
+        left_out: the paths of plain values and containers that are stored, and that a load leaves out.
     """
 
     missing: tuple[str, ...]
-    problems: tuple[Misfit, ...]
+    problems: tuple[Misfit | FailedCheck, ...]
     reads: tuple[RankReads, ...]
+    undecided: tuple[Undecided, ...] = ()
+    omitted: tuple[Unexpected, ...] = ()
+    left_out: tuple[str, ...] = ()
 
     @property
-    def ok(self) -> bool:
-        """Whether the load would find all that it asks for."""
-        return not self.problems
+    def ok(self) -> bool | None:
+        """Whether the load would succeed; None where only values can tell."""
+        if self.problems:
+            return False
+        return None if self.undecided else True
 
     @property
     def unexpected(self) -> tuple[Unexpected, ...]:
-        """What is asked for and not stored."""
-        return tuple(problem for problem in self.problems if isinstance(problem, Unexpected))
+        """What is asked for and not stored, be it a problem or not."""
+        return (*(problem for problem in self.problems if isinstance(problem, Unexpected)), *self.omitted)
+
+    @property
+    def failed(self) -> tuple[FailedCheck, ...]:
+        """The checks of a load that fail."""
+        return tuple(problem for problem in self.problems if isinstance(problem, FailedCheck))
 
     @property
     def mismatches(self) -> tuple[Mismatch, ...]:
@@ -126,15 +173,32 @@ class Explanation:
         return None if self.cost is None else self.cost.over_read
 
     def __str__(self) -> str:
-        verdict = "The target fits the checkpoint." if self.ok else "The target doesn't fit the checkpoint."
-        missing = (f"stored, not asked for: {key!r}" for key in self.missing)
-        lines = [verdict, *_listed(map(str, self.problems), "problem"), *_listed(missing, "key")]
+        misfits = [problem for problem in self.problems if not isinstance(problem, FailedCheck)]
+        lines = [
+            _VERDICTS[self.ok],
+            *_listed([*misfit_lines(misfits), *map(self._said, self.failed)], "problem", len(self.problems)),
+            *_listed(map(str, self.undecided), "open question"),
+            *_listed((f"asked for, not stored, left out: {one.text}" for one in self.omitted), "key"),
+            *_listed((f"stored, left out: {path}" for path in self.left_out), "place"),
+            *_listed((f"stored, not asked for: {key!r}" for key in self.missing), "key"),
+        ]
         return "\n".join([*lines, "", *table_lines([_HEADINGS, *_rows(self)])])
 
+    def _said(self, failed: FailedCheck) -> str:
+        return f"{rank_text(failed.ranks)}: {failed}" if len(failed.ranks) < len(self.reads) else str(failed)
 
-def _listed(lines: Iterable[str], noun: str) -> list[str]:
-    listed = list(lines)
-    return [f"{plural(len(listed), noun)}:", *(f"  {line}" for line in shorten(listed))] if listed else []
+
+_VERDICTS = {
+    True: "The target fits the checkpoint.",
+    False: "The target doesn't fit the checkpoint.",
+    None: "The target fits the checkpoint, as far as can be told without reading values.",
+}
+
+
+def _listed(lines: Iterable[str], noun: str, count: int | None = None) -> list[str]:
+    listed = [line.replace("\n", "\n  ") for line in lines]
+    heading = f"{plural(len(listed) if count is None else count, noun)}:"
+    return [heading, *(f"  {line}" for line in shorten(listed))] if listed else []
 
 
 def _rows(explanation: Explanation) -> list[Sequence[str]]:

@@ -6,11 +6,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
+from ..errors import plural
 from ..geometry import Column
 from ..layouts import Reshaped, TensorKind
 from ..mapping import ShardedTensor
 from ._convertible import convertible
-from ._near import near_names
+from ._near import differing_prefix, near_names
 from ._overlap import stored_elements
 
 
@@ -22,14 +23,25 @@ class Unexpected:
         key: the tensor's, or the object's unique key.
         near: a stored key that looks like it, None if there is none.
         is_object: whether it is a sharded object.
+        path: where the common state has a plain tensor that is meant, as text; None if it has none.
     """
 
     key: str
     near: str | None = None
     is_object: bool = False
+    path: str | None = None
 
     def __str__(self) -> str:
-        return f"not stored: {self.key!r}" + (f" (did you mean {self.near!r}?)" if self.near else "")
+        if self.path is not None:
+            return f"not stored as shards: {self.text}"
+        return f"not stored: {self.text}"
+
+    @property
+    def text(self) -> str:
+        """The key, and what may be meant by it."""
+        if self.path is not None:
+            return f"{self.key!r} is a plain tensor of the common state at {self.path}"
+        return f"{self.key!r}" + (f" (did you mean {self.near!r}?)" if self.near else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +107,77 @@ def find_unexpected(keys: Iterable[str], stored: Collection[str], *, is_object: 
     absent = sorted(asked.difference(stored))
     if not absent:
         return ()
-    near = near_names(absent, [name for name in stored if name not in asked])
+    others = {name for name in stored if name not in asked}
+    prefix = differing_prefix(absent, others)
+    if prefix is not None:
+        too_much, lacking = prefix
+        return tuple(Unexpected(key, lacking + key[len(too_much) :], is_object) for key in absent)
+    near = near_names(absent, others)
     return tuple(Unexpected(key, near.get(key), is_object) for key in absent)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixDifference:
+    """Several keys that aren't stored, and of which each is stored with, or without, one prefix.
+
+    Attributes:
+        keys: what is asked for.
+        near: what each is stored as, in the same order.
+        too_much: the prefix that is asked for and not stored; else empty.
+        lacking: the prefix that is stored and not asked for; else empty.
+    """
+
+    keys: tuple[str, ...]
+    near: tuple[str, ...]
+    too_much: str
+    lacking: str
+
+    def __str__(self) -> str:
+        how = f"without their prefix {self.too_much!r}" if self.too_much else f"with {self.lacking!r} before them"
+        return f"{plural(len(self.keys), 'key')} are stored {how}: {self.keys[0]!r} as {self.near[0]!r}, and so on"
+
+    @property
+    def fix(self) -> str:
+        """How to rename them all."""
+        if self.too_much:
+            return f"Take {self.too_much!r} off: st.rename(tree, lambda key: key.removeprefix({self.too_much!r}))."
+        return f"Put {self.lacking!r} before them: st.prefix(tree, {self.lacking!r})."
+
+
+def prefix_difference(unexpected: Sequence[Unexpected]) -> PrefixDifference | None:
+    """Return the one prefix by which all keys differ from those that are stored; None if there is none.
+
+    Args:
+        unexpected: what `find_unexpected` found.
+
+    Examples:
+        >>> print(prefix_difference(find_unexpected(["module.w", "module.b"], ["w", "b"])))
+        2 keys are stored without their prefix 'module.': 'module.b' as 'b', and so on
+    """
+    pairs = [(one.key, one.near) for one in unexpected if one.near is not None and one.path is None]
+    if len(pairs) < 2 or len(pairs) < len(unexpected):
+        return None
+    keys, near = zip(*pairs, strict=True)
+    first, name = pairs[0]
+    too_much = first.removesuffix(name) if first.endswith(name) else ""
+    lacking = name.removesuffix(first) if name.endswith(first) else ""
+    if not (too_much or lacking) or any(lacking + key != too_much + name for key, name in pairs):
+        return None
+    return PrefixDifference(keys, near, too_much, lacking)
+
+
+def misfit_lines(problems: Sequence[Misfit]) -> list[str]:
+    """Return problems as lines, with one for all keys that differ from stored ones by one prefix.
+
+    Examples:
+        >>> misfit_lines(find_unexpected(["w", "b"], ["model.w", "model.b"]))
+        ["2 keys are stored with 'model.' before them: 'b' as 'model.b', and so on"]
+    """
+    unexpected = [one for one in problems if isinstance(one, Unexpected)]
+    prefix = prefix_difference(unexpected)
+    if prefix is None:
+        return list(map(str, problems))
+    return [str(prefix), *(str(one) for one in problems if not isinstance(one, Unexpected))]
 
 
 def find_mismatches(

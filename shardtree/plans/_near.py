@@ -38,6 +38,39 @@ def near_names(keys: Iterable[str], names: Collection[str]) -> dict[str, str]:
     return {key: _same_numbers(key, names) for key, names in near.items() if names}
 
 
+def differing_prefix(keys: Sequence[str], names: Collection[str]) -> tuple[str, str] | None:
+    """Return the one prefix by which several keys differ from names: what they have too much, and what they lack.
+
+    Args:
+        keys: that aren't among the names.
+        names: what there is.
+
+    Returns:
+        ``(too much, lacking)``, of which one is empty; None if there is no such prefix, or only one key.
+
+    Examples:
+        >>> differing_prefix(["module.w", "module.b"], ["w", "b", "step"])
+        ('module.', '')
+        >>> differing_prefix(["w", "b"], ["model.w", "model.b"])
+        ('', 'model.')
+    """
+    if len(keys) < 2 or not names:
+        return None
+    known = names if isinstance(names, (set, frozenset, dict)) else frozenset(names)
+    longest = max(keys, key=len)  # ends the fewest names
+    too_much = (longest[:end] for end in range(1, len(longest)) if longest[end:] in known)
+    found = next((text for text in too_much if all(_without(key, text) in known for key in keys)), None)
+    if found is not None:
+        return found, ""
+    lacking = sorted(name.removesuffix(longest) for name in known if name.endswith(longest))
+    found = next((text for text in lacking if all(text + key in known for key in keys)), None)
+    return None if found is None else ("", found)
+
+
+def _without(key: str, prefix: str) -> str | None:
+    return key[len(prefix) :] if key.startswith(prefix) else None
+
+
 def _same_numbers(key: str, close: Sequence[str]) -> str:
     """Return the closest name with the key's own numbers, so that no layer is taken for another; else the closest."""
     return next((name for name in close if _numbers(name) == _numbers(key)), close[0])

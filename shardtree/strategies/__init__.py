@@ -5,6 +5,7 @@ from . import safetensors as safetensors
 from . import torch as torch
 from . import torch_dist as torch_dist
 from . import zarr as zarr
+from ._checks import IN_COMMON as IN_COMMON
 from ._checks import check_fit as check_fit
 from ._checks import misfit as misfit
 from ._findings import Damage as Damage

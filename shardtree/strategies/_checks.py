@@ -9,7 +9,7 @@ from ..errors import KeyMismatch, ShapeError, UnsupportedValue, error_text
 from ..layouts import OBJECT_RULES, Reshaped, TensorKind
 from ..mapping import ShardedTensor
 from ..mapping.memory import lacks_memory
-from ..plans import Gap, Misfit, Mismatch, Refused, Unexpected, convertible
+from ..plans import Gap, Misfit, Mismatch, Refused, Unexpected, convertible, misfit_lines, prefix_difference
 
 
 def check_fit(problems: Sequence[Misfit]) -> None:
@@ -32,11 +32,16 @@ def check_fit(problems: Sequence[Misfit]) -> None:
     """
     if not problems:
         return
-    fixes = [fix for concerns, fix in _FIXES if any(map(concerns, problems))]
-    lines = [str(problem) for problem in problems]
+    unexpected = [problem for problem in problems if isinstance(problem, Unexpected)]
+    prefix = prefix_difference(unexpected)
+    fixes = [] if prefix is None else [prefix.fix]
+    fixes += [fix for concerns, fix in _FIXES if any(map(concerns, problems))]
+    lines = misfit_lines(problems)
     text = error_text("load: the target doesn't fit the checkpoint", offenders=lines, fix="\n  ".join([*fixes, _LAST]))
-    if any(isinstance(problem, Unexpected) for problem in problems):
-        raise KeyMismatch(text)
+    if unexpected:
+        error = KeyMismatch(text)
+        error.unexpected = tuple(sorted({problem.key for problem in unexpected}))
+        raise error
     if all(isinstance(problem, Refused) for problem in problems):
         raise UnsupportedValue(text)
     raise ShapeError(text)
@@ -47,7 +52,11 @@ def _is_object(problem: Misfit) -> bool:
 
 
 def _is_unknown(problem: Misfit) -> bool:
-    return isinstance(problem, Unexpected) and not problem.is_object
+    return isinstance(problem, Unexpected) and not problem.is_object and problem.path is None
+
+
+def _is_in_common(problem: Misfit) -> bool:
+    return isinstance(problem, Unexpected) and problem.path is not None
 
 
 def _has_other_axes(problem: Misfit) -> bool:
@@ -79,8 +88,12 @@ def _is_gap(problem: Misfit) -> bool:
     return isinstance(problem, Gap)
 
 
+IN_COMMON = "Leave plain tensors of the common state out of the target: `load` returns them where they are."
+"""What to do about a tensor that is asked for as shards and stored as a plain one."""
+
 _FIXES: Sequence[tuple[Callable[[Misfit], bool], str]] = (
     (_is_unknown, "Leave out what isn't stored, or pass a strict mode that does, as 'log_unexpected'."),
+    (_is_in_common, IN_COMMON),
     (_is_object, "Ask for objects in the grid that was saved, or leave them out."),
     (_is_reshaped, f"Name a rule in object_rules: {OBJECT_RULES}."),
     (_has_other_axes, "Load with as many axes as are stored, and reshape what is loaded."),

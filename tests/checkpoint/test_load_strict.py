@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -142,6 +144,133 @@ def test_only_logging_modes_log_and_name_every_key(mode, caplog):
     for text in lines:
         assert "unexpected (asked for, not stored): 'd'" in text
         assert ("'b'" in text) == (mode is st.StrictHandling.LOG_ALL)
+
+
+# All keys are named: as attributes of the error, which shows some of each kind, and in the log.
+
+MANY = some.sets(some.integers(0, 40), max_size=30)
+
+
+def named_by(error):
+    return set(error.missing), set(error.unexpected)
+
+
+def shown_by(error):
+    """A planted fault: only what the text shows."""
+    lines = str(error).splitlines()
+    kinds = ("missing (", "unexpected (")
+    return tuple({line.split("'")[1] for line in lines if line.strip().startswith(kind)} for kind in kinds)
+
+
+def check_all_named(stored, asked, named):
+    folder = MemoryStorage()
+    numbers = torch.zeros(1)
+    st.save({f"k{n}": st.ShardedTensor.from_rank_offsets(f"k{n}", numbers) for n in stored}, folder)
+    target = {f"k{n}": st.ShardedTensor.from_rank_offsets(f"k{n}", numbers) for n in asked}
+    missing, unexpected = ({f"k{n}" for n in keys} for keys in (stored - asked, asked - stored))
+    if not missing and not unexpected:
+        return
+    with pytest.raises(KeyMismatch) as raised:
+        st.load(target, folder, strict="raise_all")
+    assert named(raised.value) == (missing, unexpected)
+    assert list(raised.value.missing) == sorted(missing) and list(raised.value.unexpected) == sorted(unexpected)
+    for kind, keys in (("missing (", missing), ("unexpected (", unexpected)):
+        assert (kind in str(raised.value)) == bool(keys)
+        assert len(str(raised.value).splitlines()) <= 13
+
+
+@settings(max_examples=30)
+@given(MANY, MANY)
+def test_an_error_has_all_keys_and_shows_some_of_each_kind(stored, asked):
+    check_all_named(stored, asked, named_by)
+
+
+def test_the_law_catches_keys_that_are_only_shown():
+    check_all_named(set(range(20)), {30}, named_by)
+    with pytest.raises(AssertionError):
+        check_all_named(set(range(20)), {30}, shown_by)
+
+
+def test_the_counts_of_both_kinds_are_said():
+    folder = saved("abcd")
+    with pytest.raises(KeyMismatch, match="differ: 2 unexpected, 3 missing"):
+        st.load({key: leaf(key) for key in "aef"}, folder, strict="raise_all")
+
+
+def test_the_log_has_a_line_for_each_key(caplog):
+    folder = MemoryStorage()
+    stored = {f"s{n}": st.ShardedTensor.from_rank_offsets(f"s{n}", torch.zeros(1)) for n in range(30)}
+    st.save(stored, folder)
+    target = {f"t{n}": st.ShardedTensor.from_rank_offsets(f"t{n}", torch.zeros(1)) for n in range(30)}
+    st.load(target, folder, strict="log_all")
+    (record,) = caplog.records
+    lines = record.getMessage().splitlines()
+    assert len(lines) == 61
+    assert all(any(f"{key!r}" in line for line in lines) for key in (*stored, *target))
+
+
+def test_an_error_with_keys_survives_pickling():
+    with pytest.raises(KeyMismatch) as raised:
+        st.load({"d": leaf("d")}, saved("ab"), strict="raise_all")
+    copy = pickle.loads(pickle.dumps(raised.value))
+    assert named_by(copy) == ({"a", "b"}, {"d"}) and str(copy) == str(raised.value)
+
+
+def test_without_a_strict_mode_the_error_has_what_is_not_stored():
+    target = {f"z{n}": st.ShardedTensor.from_rank_offsets(f"z{n}", torch.zeros(2)) for n in range(30)}
+    with pytest.raises(KeyMismatch) as raised:
+        st.load(target, saved("ab"))
+    assert set(raised.value.unexpected) == set(target)
+
+
+# Keys that all differ by one prefix.
+
+
+def prefixed(text, keys):
+    return {key: replace(leaf(key), key=text + key) for key in keys}
+
+
+@pytest.mark.parametrize("strict", ["assume_ok_unexpected", "raise_unexpected", "raise_all"])
+@pytest.mark.parametrize(
+    ("stored", "asked", "said", "fix"),
+    [
+        ("", "module.", "without their prefix 'module.'", "st.rename(tree, lambda key: key.removeprefix('module.'))"),
+        ("model.", "", "with 'model.' before them", "st.prefix(tree, 'model.')"),
+    ],
+)
+def test_keys_that_differ_by_one_prefix_are_told_of_once(stored, asked, said, fix, strict):
+    folder = MemoryStorage()
+    st.save(prefixed(stored, "abcd"), folder)
+    with pytest.raises(KeyMismatch, match="4 keys are stored") as raised:
+        st.load(prefixed(asked, "abcd"), folder, strict=strict)
+    text = str(raised.value)
+    assert said in text and fix in text and "did you mean" not in text and "missing (" not in text
+    assert raised.value.unexpected == tuple(asked + key for key in "abcd")
+
+
+def test_the_fixes_for_a_prefix_are_right():
+    folder = saved("abcd")
+    bare = st.rename(prefixed("module.", "abcd"), lambda key: key.removeprefix("module."))
+    assert set(st.load(bare, folder)) == {*"abcd", "step"}
+    folder = MemoryStorage()
+    st.save(prefixed("model.", "abcd"), folder)
+    assert set(st.load(st.prefix(prefixed("", "abcd"), "model."), folder)) == {*"abcd"}
+
+
+# What is in the common state.
+
+
+@pytest.mark.parametrize("strict", ["assume_ok_unexpected", "raise_unexpected"])
+@pytest.mark.parametrize("key", ["w", "model.w"])
+def test_a_tensor_of_the_common_state_is_said_to_be_there(key, strict):
+    folder = MemoryStorage()
+    st.save({"model": {"w": torch.zeros(2)}, "a": leaf("a")}, folder)
+    shard = st.ShardedTensor.from_rank_offsets(key, torch.zeros(2))
+    target = {"model": {"w": shard}} if key == "w" else {"elsewhere": shard}
+    said = rf"'{key}' is a plain tensor of the common state at tree\['model'\]\['w'\]\n[\s\S]*Leave plain tensors"
+    with pytest.raises(KeyMismatch, match=said):
+        st.load(target, folder, strict=strict)
+    assert set(st.load(target, folder, strict="ignore_all")) == {"model"}
 
 
 def test_a_rank_that_raises_is_named_on_the_others():

@@ -158,12 +158,14 @@ fingerprint_parts
 add_fingerprints
 fingerprint
 Explanation
+FailedCheck
 Gap
 LoadPlan
 Mismatch
 RankReads
 ReadCost
 Refused
+Undecided
 Unexpected
 plan_load
 level_writes

@@ -124,6 +124,7 @@ def merged(tree: Any) -> Any:
 
 
 Call = tuple[Any, ...]
+PREFIXED = plans.find_unexpected(["m.v", "m.w"], ["v", "w"])
 CALLS: dict[str, Call] = {
     "errors.attributes_of": (errors.attributes_of, ERROR),
     "errors.error_text": (errors.error_text, "load"),
@@ -368,6 +369,9 @@ CALLS: dict[str, Call] = {
     "plans.runs_plan": (plans.runs_plan, RUNS),
     "plans.read_rounds": (plans.read_rounds, COLUMNS),
     "plans.near_names": (plans.near_names, ["v"], ["w"]),
+    "plans.differing_prefix": (plans.differing_prefix, ["m.v", "m.w"], ["v", "w"]),
+    "plans.prefix_difference": (plans.prefix_difference, PREFIXED),
+    "plans.misfit_lines": (plans.misfit_lines, PREFIXED),
     "plans.convertible": (plans.convertible, torch.float32, torch.int8),
     "plans.find_unexpected": (plans.find_unexpected, ["v"], ["w"]),
     "plans.find_mismatches": (plans.find_mismatches, [WEIGHT], {"w": KIND}),
@@ -466,6 +470,8 @@ VALUES: dict[str, Any] = {
     "plans.Provenance": RESHARD.explain("w"),
     "plans.LoadPlan": plans.plan_load(WHOLE, CHUNKS),
     "plans.ReadCost": plans.ReadCost(1, 2, 1, 1),
+    "plans.Unexpected": PREFIXED[0],
+    "plans.PrefixDifference": plans.prefix_difference(PREFIXED),
     "plans.Explanation": plans.Explanation(("v",), (), (plans.RankReads(0, 1, 0, plans.ReadCost(1, 2, 1, 1)),)),
 }
 EVERY = CALLS | NUMBERS

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardtree.plans import near_names
+from shardtree.plans import differing_prefix, near_names
 from tests.trees.samples import assert_caught
 
 Near = Callable[[Iterable[str], Collection[str]], dict[str, str]]
@@ -85,3 +85,49 @@ def test_of_many_names_a_hundred_on_each_side_are_compared() -> None:
     others = [f"a{number:04d}" for number in range(600)]
     assert near_names(["zzzb"], [*others, "zzza"]) == {"zzzb": "zzza"}
     assert near_names(["Zzzb"], ["Zzza", *others]) == {"Zzzb": "Zzza"}
+
+
+# A prefix by which all keys differ.
+
+Prefix = Callable[[list[str], set[str]], tuple[str, str] | None]
+TEXTS = st.text("ab.", min_size=1, max_size=4)
+SETS = st.sets(TEXTS, min_size=2, max_size=5)
+
+
+def finds_the_prefix(differing: Prefix, names: set[str], others: set[str], text: str, lacks: bool) -> None:
+    """Raise unless one is found exactly where there is one, and makes each key a name."""
+    keys = sorted({name.removeprefix(text) if lacks else text + name for name in names} | others)
+    known = names - set(keys)
+    absent = [key for key in keys if key not in names and key]
+    found = differing(absent, known)
+    if found is not None:
+        too_much, lacking = found
+        assert all(key.startswith(too_much) and lacking + key[len(too_much) :] in known for key in absent)
+        assert bool(too_much) != bool(lacking)
+    candidates = {key[:end] for key in absent for end in range(1, len(key))}
+    all_extra = any(all(k.startswith(p) and k[len(p) :] in known for k in absent) for p in candidates)
+    longer = {name.removesuffix(key) for name in known for key in absent if name.endswith(key) and name != key}
+    all_lacking = any(all(p + k in known for k in absent) for p in longer)
+    assert (found is not None) == (len(absent) > 1 and (all_extra or all_lacking))
+
+
+@given(SETS, st.sets(TEXTS, max_size=1), TEXTS, st.booleans())
+def test_one_prefix_is_found_exactly_where_all_keys_differ_by_it(
+    names: set[str], others: set[str], text: str, lacks: bool
+) -> None:
+    finds_the_prefix(differing_prefix, names, others, text, lacks)
+
+
+def test_the_law_of_prefixes_catches_a_look_at_one_key() -> None:
+    def of_the_first(keys: list[str], names: set[str]) -> tuple[str, str] | None:
+        found = [key[:end] for key in keys[:1] for end in range(1, len(key)) if key[end:] in names]
+        return (found[0], "") if found else None
+
+    assert_caught(finds_the_prefix, of_the_first, SETS, st.sets(TEXTS, max_size=1), TEXTS, st.booleans())
+
+
+def test_a_prefix_is_found_among_many_names_soon() -> None:
+    names = {f"model.{name}.{number}" for name in MANY for number in range(100)}
+    keys = sorted(name.removeprefix("model.") for name in names)
+    assert differing_prefix(keys, names) == ("", "model.")
+    assert differing_prefix(sorted(names), set(keys)) == ("model.", "")

@@ -13,17 +13,21 @@ import torch
 
 import shardtree as st
 from shardtree import Mesh, PartitionSpec, ShardedTensor, ShardedTensorFactory
+from shardtree.errors import ShapeError, TreeError
 from shardtree.layouts import TensorKind
 from shardtree.plans import (
     Explanation,
+    FailedCheck,
     Gap,
     Mismatch,
     RankReads,
     ReadCost,
     Refused,
     Transfers,
+    Undecided,
     Unexpected,
     agreed_common,
+    find_unexpected,
     peak_bytes,
     plan_reshard,
     relayed,
@@ -133,6 +137,23 @@ PRINTED: dict[str, Callable[[], Any]] = {
             Refused("u", "is stored in another way"),
         ),
         (RankReads(0, 1000, 2, COST), RankReads(1, 1, 0, COST)),
+    ),
+    "an explanation of checks that fail": lambda: Explanation(
+        (),
+        (
+            *find_unexpected(["module.w", "module.b"], ["w", "b"]),
+            FailedCheck((0, 1), TreeError, "join: it doesn't fit\n  found a list"),
+            FailedCheck((1,), ShapeError, "load: no"),
+        ),
+        (RankReads(0, 1, 0, COST), RankReads(1, 1, 0, COST)),
+    ),
+    "an explanation of what isn't certain": lambda: Explanation(
+        (),
+        (),
+        (RankReads(0, 1, 0, COST),),
+        undecided=(Undecided("w", "whether it fits"),),
+        omitted=(Unexpected("v", path="tree['v']"),),
+        left_out=("tree['optimizer']",),
     ),
     "an explanation without costs": lambda: Explanation(
         ("w",), (), (RankReads(0, 1, 0, COST), RankReads(1, 1, 0, None))

@@ -96,6 +96,19 @@ def convert(key: str, stored: torch.Tensor, target: torch.Tensor) -> None:
         target.copy_(stored)
 
 
+def may_overflow(stored: torch.dtype, target: torch.dtype) -> bool:
+    """Return whether a conversion depends on values: some of the stored dtype's integers don't fit the target's.
+
+    Examples:
+        >>> may_overflow(torch.int64, torch.uint8), may_overflow(torch.uint8, torch.int64)
+        (True, False)
+    """
+    if stored == target or not (_is_integer(stored) and _is_integer(target)):
+        return False
+    own, other = torch.iinfo(stored), torch.iinfo(target)
+    return own.min < other.min or own.max > other.max
+
+
 def _is_integer(dtype: torch.dtype) -> bool:
     return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
 

@@ -17,9 +17,10 @@ from ...world import agree, current_world, step
 from .._dispatch import Choice
 from .._open import load_tensors_metadata
 from .._open_together import look, open_together
+from ._checks import joined
 from ._exchange import Exchange
 from ._read import ROOM_STEPS, Reading, deliver, make_room, read_into
-from ._settle import Settled, Wanted, joined, settle
+from ._settle import Settled, Wanted, settle
 from ._strict import StrictHandling, returns_keys
 from ._taken_apart import Target
 

@@ -4,29 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from ...errors import UnsafeFile, UnsupportedValue, render_path
+from ...errors import UnsafeFile, UnsupportedValue
 from ...layouts import ObjectRule, ShardColumns
-from ...mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor
 from ...strategies import Checkpoint, Strategies
-from ...trees import HOLE, join, left_out, told_of_depth
 from ...world import World, agree, gather, share, step
 from .._consistency import Description, check_together, describe
 from .._dispatch import Choice
 from .._known_layout import KnownLayout, known_layout
-from .._open import Fields, load_common, sharded_metadata, stored_keys
+from .._open import Fields, Metadata, load_common, sharded_metadata, stored_keys
 from .._open_together import OPEN_STEPS
+from ._checks import Keys, check_rank, named_unexpected
 from ._exchange import Exchange
-from ._fit import check_target
+from ._fit import CommonOf, Kinds, check_target
+from ._objects import ObjectsFit
 from ._read import ROOM_STEPS, Reading, Room, make_room
-from ._strict import StrictHandling, looks_beforehand, needs_all_ranks, parse_strict, report_keys, report_left_out
-from ._taken_apart import Target, is_sharded, take_apart, without_unexpected
+from ._strict import (
+    StrictHandling,
+    log_keys,
+    log_left_out,
+    logs_keys,
+    looks_beforehand,
+    mismatched_keys,
+    needs_all_ranks,
+    parse_strict,
+)
+from ._taken_apart import Target, take_apart
 from ._targets import usable_device
+
+T = TypeVar("T")
 
 Choices = tuple[Choice, Choice, Strategies | None]
 """What the caller named as strategies for the shards and the common state, and the dispatch table."""
@@ -38,7 +49,6 @@ _CHECK_STEPS = (
     "load: leave out",
     "load: check the target",
     "load: common state",
-    "load: join",
     *ROOM_STEPS,
 )
 
@@ -137,14 +147,15 @@ def settle(world: World, look: Callable[[], Checkpoint], wanted: Wanted, choices
 def _asked(look: Callable[[], Checkpoint], wanted: Wanted, world: World) -> _Asked:
     checkpoint = look()
     mode, device = step("load: options", lambda: (parse_strict(wanted.strict), usable_device(wanted.device)))
-    target, known = step("load: prepare", partial(_prepared, wanted, world))
+    target, known = step("load: prepare", partial(prepared, wanted, world.rank, world.size))
     description = describe(target.tensors, target.objects, world.rank, known=known) if wanted.describes else None
     return _Asked(checkpoint, mode, device, target, known, _Told(checkpoint.fields, description))
 
 
-def _prepared(wanted: Wanted, world: World) -> tuple[Target, KnownLayout | None]:
+def prepared(wanted: Wanted, rank: int, ranks: int) -> tuple[Target, KnownLayout | None]:
+    """Return what a rank asks for, taken apart, and the layout that it was given, matched with that."""
     target = take_apart(wanted.tree)
-    return target, known_layout("load", wanted.layout, target.tensors, world.rank, world.size)
+    return target, known_layout("load", wanted.layout, target.tensors, rank, ranks)
 
 
 def _settled(
@@ -159,17 +170,38 @@ def _settled(
     if descriptions:
         check = partial(check_together, "load", descriptions, asked.known, tiling=wanted.validate)
         step("load: check integrity", check)
-    step("load: strict", partial(report_keys, asked.mode, missing, unexpected))
-    target = step("load: leave out", partial(without_unexpected, asked.target, wanted.tree, unexpected))
     sharded, _, strategies = choices
-    fitting = partial(check_target, checkpoint, target, sharded, strategies, cast=wanted.cast)
-    kinds, objects = step("load: check the target", partial(fitting, rules=wanted.object_rules, left_out=unexpected))
-    how = (wanted.donate, wanted.exchange, kinds, objects, asked.known, asked.device)
+    common_of = cache(partial(stored_common, checkpoint, choices))
+    fit = partial(_fit, checkpoint, wanted, choices, unexpected, common_of)
+    keys = Keys(asked.mode, missing, unexpected, lambda: stored_keys(listing(checkpoint, choices)))
+    if logs_keys(asked.mode):
+        step("load: strict", lambda: log_keys(missing, named_unexpected(keys, asked.target, common_of)))
+    unused: tuple[Kinds, ObjectsFit] = ({}, ObjectsFit())
+    target, fitted, common, lost = check_rank(_or_raise, wanted.tree, asked.target, keys, fit, common_of, unused)
+    if logs_keys(asked.mode):
+        log_left_out(lost)
+    how = (wanted.donate, wanted.exchange, *fitted, asked.known, asked.device)
     reading = Reading(checkpoint, sharded, strategies, *how)
-    common = step("load: common state", partial(_stored_common, checkpoint, target.types, choices))
-    lost = step("load: join", partial(check_join, common, target, asked.mode))
     room = make_room(reading, target.leaves)
     return Settled(target, common, reading, room, asked.mode, missing, unexpected, lost)
+
+
+def _fit(
+    checkpoint: Checkpoint,
+    wanted: Wanted,
+    choices: Choices,
+    unexpected: set[str],
+    common_of: CommonOf,
+    target: Target,
+) -> tuple[Kinds, ObjectsFit]:
+    sharded, _, strategies = choices
+    rules = wanted.object_rules
+    fitting = partial(check_target, checkpoint, target, sharded, strategies, cast=wanted.cast, rules=rules)
+    return fitting(left_out=unexpected, common_of=common_of)
+
+
+def _or_raise(check: Callable[[], T], otherwise: T) -> T:
+    return check()
 
 
 def _compare_keys(
@@ -181,33 +213,27 @@ def _compare_keys(
     """Return the missing and unexpected keys that a strict mode wants to know."""
     if not looks_beforehand(asked.mode):
         return set(), set()
-    own = {leaf.key for leaf in asked.target.leaves if is_sharded(leaf)}
-    sharded, common, strategies = choices
-    # A function that loads shards isn't one that lists them.
-    pairs = (None if callable(sharded) else sharded, None if callable(common) else common, strategies)
-    stored = agree(world, "load: metadata", lambda: stored_keys(sharded_metadata(checkpoint, *pairs)))
+    own = asked.target.keys
+    stored = agree(world, "load: metadata", lambda: stored_keys(listing(checkpoint, choices)))
     everywhere = stored
     if needs_all_ranks(asked.mode):
         known = set(() if asked.known is None else asked.known.columns.keys)
         everywhere = known.union(*gather(world, "load: keys", lambda: own - known))
-    return stored - everywhere, own - stored
+    return mismatched_keys(asked.mode, own, stored, everywhere)
 
 
-def check_join(common: Any, target: Target, mode: StrictHandling) -> tuple[str, ...]:
-    """Return the paths of what the join with the common state will leave out: known before a tensor is read.
+def listing(checkpoint: Checkpoint, choices: Choices) -> Metadata:
+    """Return the tensors and objects that a checkpoint holds: a function that loads shards isn't one that lists them.
 
     Raises:
-        TreeError: the target doesn't fit the common state.
-        KeyMismatch: something is left out, and the strict mode is to raise for all that isn't loaded.
+        StrategyError: the format doesn't tell what it holds.
     """
-    filled = (ShardedTensor, ShardedObject, LocalNonpersistentObject)
-    found = joined(common, target, [leaf if isinstance(leaf, filled) else HOLE for leaf in target.leaves])
-    paths = tuple(map(render_path, left_out(common, found)))
-    report_left_out(mode, paths)
-    return paths
+    sharded, common, strategies = choices
+    pair = (None if callable(sharded) else sharded, None if callable(common) else common)
+    return sharded_metadata(checkpoint, *pair, strategies)
 
 
-def _stored_common(checkpoint: Checkpoint, types: tuple[type, ...], choices: Choices) -> Any:
+def stored_common(checkpoint: Checkpoint, choices: Choices, types: tuple[type, ...]) -> Any:
     """Return the stored common tree, with instances of the target's own namedtuple classes where they fit."""
     _, common, strategies = choices
     # The caller's types come last, where they count.
@@ -220,14 +246,3 @@ def _stored_common(checkpoint: Checkpoint, types: tuple[type, ...], choices: Cho
     except UnsafeFile as error:
         error.add_note("The tensors can be read without that: see load_plain_tensors and open_checkpoint.")
         raise
-
-
-def joined(common: Any, target: Target, loaded: Sequence[Any]) -> Any:
-    """Return the stored common tree joined by what was loaded for each leaf of a target.
-
-    Raises:
-        TreeError: they don't fit.
-    """
-    tree = target.rebuild(loaded)
-    with told_of_depth("load"):
-        return join(common, tree)

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from enum import Enum
 
 from ...errors import KeyMismatch, error_text
+from ...plans import Unexpected, prefix_difference
+from ...strategies import IN_COMMON
 
 logger = logging.getLogger("shardtree")
 
@@ -19,10 +21,11 @@ class StrictHandling(Enum):
 
     Attributes:
         ASSUME_OK_UNEXPECTED: don't look beforehand; an unexpected key is an error when it is read.
-        LOG_UNEXPECTED: warn of unexpected keys and leave them out.
-        LOG_ALL: warn of unexpected and missing keys, and leave out the unexpected.
-        RAISE_UNEXPECTED: unexpected keys are an error before anything is read.
-        RAISE_ALL: unexpected and missing keys are.
+        LOG_UNEXPECTED: warn of unexpected keys, all by name, and leave them out.
+        LOG_ALL: warn of unexpected and missing keys, all by name, and leave out the unexpected.
+        RAISE_UNEXPECTED: unexpected keys are an error before anything is read: a `KeyMismatch`, which has all of them
+            as its attribute `unexpected`.
+        RAISE_ALL: unexpected and missing keys are; the attributes `unexpected` and `missing` have all.
         RETURN_UNEXPECTED: leave unexpected keys out and return them.
         RETURN_ALL: leave unexpected keys out and return them and the missing ones.
         IGNORE_ALL: leave unexpected keys out in silence.
@@ -42,6 +45,8 @@ class StrictHandling(Enum):
 
 
 _S = StrictHandling
+_RAISING = {_S.RAISE_UNEXPECTED, _S.RAISE_ALL}
+_LOGGING = {_S.LOG_UNEXPECTED, _S.LOG_ALL}
 _WITH_MISSING = {_S.LOG_ALL, _S.RAISE_ALL, _S.RETURN_ALL, _S.IGNORE_ALL}
 
 
@@ -79,34 +84,112 @@ def returns_keys(strict: StrictHandling) -> bool:
     return strict in {_S.RETURN_UNEXPECTED, _S.RETURN_ALL}
 
 
-def report_keys(strict: StrictHandling, missing: Iterable[str], unexpected: Iterable[str]) -> None:
-    """Raise or log what a mode wants raised or logged.
+def mismatched_keys(
+    strict: StrictHandling, own: set[str], stored: set[str], everywhere: set[str]
+) -> tuple[set[str], set[str]]:
+    """Return the missing and the unexpected keys, as far as a mode wants to know them.
+
+    Args:
+        strict: the mode.
+        own: what this rank asks for.
+        stored: what is stored.
+        everywhere: what all ranks ask for; of no account where a mode doesn't need it.
+
+    Examples:
+        >>> mismatched_keys(StrictHandling.RETURN_ALL, {"a", "x"}, {"a", "b"}, {"a", "x"})
+        ({'b'}, {'x'})
+    """
+    if not looks_beforehand(strict):
+        return set(), set()
+    return stored - everywhere if needs_all_ranks(strict) else set(), own - stored
+
+
+def raises_keys(strict: StrictHandling) -> bool:
+    """Return whether keys that differ are an error in a mode."""
+    return strict in _RAISING
+
+
+def logs_keys(strict: StrictHandling) -> bool:
+    """Return whether keys that differ are logged in a mode."""
+    return strict in _LOGGING
+
+
+def log_keys(missing: Iterable[str], unexpected: Sequence[Unexpected]) -> None:
+    """Log keys that differ, if there are any, each on a line of one message."""
+    absent = sorted(missing)
+    # Each line by itself, since an error's text is shortened.
+    lines = [_differing(absent, unexpected), *map(error_text, [*map(_unexpected, unexpected), *map(_missing, absent)])]
+    if absent or unexpected:
+        logger.warning("\n  ".join(lines))
+
+
+def refuse_keys(missing: Iterable[str], unexpected: Sequence[Unexpected]) -> None:
+    """Raise if keys differ. The error shows some of each kind, and has all of them as attributes.
 
     Raises:
-        KeyMismatch: in a mode that raises, if there is any key.
+        KeyMismatch: there is a missing or an unexpected key.
+
+    Examples:
+        >>> refuse_keys(["step"], [])
+        Traceback (most recent call last):
+        ...
+        shardtree.errors.KeyMismatch: load: keys of target and checkpoint differ: 1 missing
+          missing (stored, asked for by no rank): 'step'
+          Change the target's keys, or pass a strict mode that logs, returns or ignores them.
     """
-    lines = [f"missing (stored, asked for by no rank): {key!r}" for key in sorted(missing)]
-    lines += [f"unexpected (asked for, not stored): {key!r}" for key in sorted(unexpected)]
-    if not lines:
+    absent, prefix = sorted(missing), prefix_difference(unexpected)
+    if not absent and not unexpected:
         return
-    if strict in {_S.RAISE_UNEXPECTED, _S.RAISE_ALL}:
-        fix = "Change the target's keys, or pass a strict mode that logs, returns or ignores them."
-        raise KeyMismatch(error_text("load: keys of target and checkpoint differ", offenders=lines, fix=fix))
-    if strict in {_S.LOG_UNEXPECTED, _S.LOG_ALL}:
-        logger.warning(error_text("load: keys of target and checkpoint differ", offenders=lines))
+    # What is missing because it is asked for by another name is said once.
+    meant = set() if prefix is None else set(prefix.near)
+    others = [_missing(key) for key in absent if key not in meant]
+    lines = _some(list(map(_unexpected, unexpected)) if prefix is None else [str(prefix)], others)
+    fixes = [] if prefix is None else [prefix.fix]
+    fixes += [IN_COMMON] * any(one.path is not None for one in unexpected)
+    fixes.append("Change the target's keys, or pass a strict mode that logs, returns or ignores them.")
+    error = KeyMismatch(error_text(_differing(absent, unexpected), offenders=lines, fix="\n  ".join(fixes)))
+    error.missing, error.unexpected = tuple(absent), tuple(sorted(one.key for one in unexpected))
+    raise error
 
 
-def report_left_out(strict: StrictHandling, paths: Sequence[str]) -> None:
-    """Raise or log stored plain values that can't be returned, where a mode wants to know all that isn't loaded.
+def _differing(missing: Sequence[str], unexpected: Sequence[Unexpected]) -> str:
+    counts = [f"{len(keys)} {kind}" for kind, keys in (("unexpected", unexpected), ("missing", missing)) if keys]
+    return f"load: keys of target and checkpoint differ: {', '.join(counts)}"
+
+
+def _unexpected(one: Unexpected) -> str:
+    return f"unexpected (asked for, not stored): {one.text}"
+
+
+def _missing(key: str) -> str:
+    return f"missing (stored, asked for by no rank): {key!r}"
+
+
+def _some(unexpected: Sequence[str], missing: Sequence[str]) -> list[str]:
+    """Return at most the ten lines that an error shows, some of each kind."""
+    lines: list[str] = []
+    for kind, own, others in (("unexpected", unexpected, missing), ("missing", missing, unexpected)):
+        most = max(5, 10 - len(others))
+        more = f"and {len(own) - most + 1} more {kind} ones, all of which are in the error's `{kind}`"
+        lines += own if len(own) <= most else [*own[: most - 1], more]
+    return lines
+
+
+_LEFT_OUT = "load: stored values are left out: shards beside them in a list, tuple or record aren't asked for"
+
+
+def refuse_left_out(strict: StrictHandling, paths: Sequence[str]) -> None:
+    """Raise if stored plain values can't be returned, where a mode raises for all that isn't loaded.
 
     Raises:
-        KeyMismatch: in the mode that raises for missing keys, if there is any path.
+        KeyMismatch: there is such a value.
     """
-    if not paths or strict not in {_S.RAISE_ALL, _S.LOG_ALL}:
-        return
-    what = "load: stored values are left out, since the shards beside them in a list, tuple or record aren't asked for"
-    if strict is _S.LOG_ALL:
-        logger.warning(error_text(what, offenders=paths))
-        return
-    fix = "Put these shards in the target, or pass a strict mode that logs, returns or ignores what isn't loaded."
-    raise KeyMismatch(error_text(what, offenders=paths, fix=fix))
+    if paths and strict is _S.RAISE_ALL:
+        fix = "Put these shards in the target, or pass a strict mode that logs, returns or ignores what isn't loaded."
+        raise KeyMismatch(error_text(_LEFT_OUT, offenders=paths, fix=fix))
+
+
+def log_left_out(paths: Sequence[str]) -> None:
+    """Log the paths of stored plain values that can't be returned, if there are any."""
+    if paths:
+        logger.warning("\n  ".join([_LEFT_OUT, *map(error_text, paths)]))

@@ -44,6 +44,11 @@ class Target:
     merge: Callable[[Any], Any]
     types: tuple[type, ...]
 
+    @property
+    def keys(self) -> set[str]:
+        """The keys of what is asked for."""
+        return {leaf.key for leaf in (*self.tensors, *self.objects)}
+
 
 @collector_paused()
 def take_apart(tree: Any) -> Target:

@@ -73,12 +73,10 @@ def with_memory(
     Raises:
         ShapeError: a tensor isn't the shard's any more, or elements of a donated one share memory.
     """
-    if given is not None and (donate or shard.allow_shape_mismatch):
-        check_unchanged("load", shard, given)
-    if donate and given is not None:
-        check_writable("load", shard, given)
-        if on_device is not None or _fillable(given):
-            return with_data(shard, given.detach()) if given.requires_grad else shard
+    if given is not None:
+        _check_given(shard, given, donate=donate)
+    if donate and given is not None and (on_device is not None or _fillable(given)):
+        return with_data(shard, given.detach()) if given.requires_grad else shard
     if on_device is not None:
         return with_data(shard, new_memory(shard.key, shard.data_shape, shard.dtype, on_device))
     if not shard.allow_shape_mismatch:
@@ -123,6 +121,34 @@ def with_memories(
     if donate:
         check_apart("load", [(shard, given) for shard, given in pairs if given is not None])
     return memories
+
+
+def check_given(shards: Sequence[ShardedTensor], *, donate: bool) -> None:
+    """Raise where `with_memories` would, without making memory.
+
+    Args:
+        shards: the target's.
+        donate: whether their tensors are given away.
+
+    Raises:
+        ShapeError: a tensor isn't the shard's any more, or elements of donated ones share memory.
+
+    Examples:
+        >>> shard = ShardedTensor.from_rank_offsets("w", torch.zeros(1).expand(2))
+        >>> check_given([shard], donate=False)
+    """
+    given = [(shard, tensor) for shard in shards if (tensor := given_tensor(shard)) is not None]
+    for shard, tensor in given:
+        _check_given(shard, tensor, donate=donate)
+    if donate:
+        check_apart("load", given)
+
+
+def _check_given(shard: ShardedTensor, given: torch.Tensor, *, donate: bool) -> None:
+    if donate or shard.allow_shape_mismatch:
+        check_unchanged("load", shard, given)
+    if donate:
+        check_writable("load", shard, given)
 
 
 def _is_memory(shard: ShardedTensor, given: torch.Tensor) -> bool:

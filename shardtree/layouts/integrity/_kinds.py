@@ -15,8 +15,8 @@ from ._objects import ObjectColumns
 from ._problem import Problem
 
 ONE_KIND = (
-    "Give all shards of a key one global shape, dtype and number of prepended axes; from_rank_offsets is for equal "
-    "parts, of others build the ShardedTensor."
+    "Give all shards of a key one global shape, dtype and number of prepended axes. from_rank_offsets is for equal "
+    "parts, and so is from_local: of others build the ShardedTensor, or pass from_local global_shapes={key: shape}."
 )
 
 

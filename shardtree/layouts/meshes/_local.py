@@ -32,7 +32,8 @@ def from_local(
 
     The shards' data are the very tensors, parameters too, so that optimizer states find them. Nothing is communicated:
     an axis that is cut is taken to be as long as all parts of this rank's size together. Where that isn't so, ranks
-    don't agree on the global shape, and `save` and `load` say so; pass `global_shapes` for such tensors.
+    don't agree on the global shape, and `save` and `load` raise an error that says so and names `global_shapes`, which
+    such tensors need.
 
     Args:
         tree: its tensors are what this rank holds, lazy ones too; shards and other values stay as they are.

@@ -83,7 +83,7 @@ def _zeros(*shape: int, dtype: torch.dtype = torch.float32) -> ShardedTensor:
 
 def _check_prospect(subject: Subject, target: ShardedTensor, kind: type | None) -> None:
     place = saved(subject, trees_of(GlobalState({"w": numbers(SHAPE)}, {}, {}), {"w": GRID}))
-    found = explain({"t": target}, place, strategies=subject.strategies)
+    found = explain({"t": target}, place, validate_access_integrity=False, strategies=subject.strategies)
     kinds = [type(problem) for problem in found.problems]
     expected = [] if kind is None else [kind]
     assert kinds == expected, f"says {[str(problem) for problem in found.problems]}, expected {expected}"
