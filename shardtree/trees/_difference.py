@@ -36,12 +36,17 @@ class Difference:
         return bool(self.only_left or self.only_right or self.mismatch)
 
 
-def diff(left: Tree, right: Tree) -> Difference:
+def diff(x1: Tree, x2: Tree, prefix: TreePath = ()) -> Difference:
     """Return where two trees differ; equal means of one type and the same bits.
 
     Tensors and arrays are equal when dtype, shape and every bit are: NaN equals the same NaN, 0.0 isn't -0.0. Devices
     aren't compared. Shards are equal when their metadata and data are. Dicts are equal whatever their class and order;
     a tuple equals a namedtuple, but not a list.
+
+    Args:
+        x1: the left tree.
+        x2: the right one.
+        prefix: where the two are in a larger tree: what the paths begin with.
 
     Examples:
         >>> diff({"a": 1, "b": [2, 3]}, {"b": [2, 4], "c": 5})
@@ -49,7 +54,7 @@ def diff(left: Tree, right: Tree) -> Difference:
         >>> bool(diff(float("nan"), float("nan")))
         False
     """
-    findings = list(_findings(left, right, ()))
+    findings = list(_findings(x1, x2, tuple(prefix)))
     sides = {side: tuple(path for where, path in findings if where == side) for side in ("left", "right", "both")}
     return Difference(sides["left"], sides["right"], sides["both"])
 

@@ -31,11 +31,16 @@ def combine(*trees: Tree) -> Tree:
     return reduce(lambda left, right: _unite(left, right, (), _check_combine), trees, HOLE)
 
 
-def merge(left: Tree, right: Tree) -> Tree:
+def merge(x1: Tree, x2: Tree, key: TreePath = ()) -> Tree:
     """Return the union of two trees: dicts by key, lists and tuples of equal length by position.
 
-    Containers are of the left tree's type, in its order, then the right tree's new keys. What only one tree holds is
+    Containers are of the first tree's type, in its order, then the second tree's new keys. What only one tree holds is
     shared. A hole is filled by what the other tree has.
+
+    Args:
+        x1: any tree.
+        x2: what is added to it.
+        key: where the two are in a larger tree, for errors.
 
     Raises:
         TreeError: both trees have a leaf at a path, or containers that can't be united; the path is named.
@@ -44,7 +49,7 @@ def merge(left: Tree, right: Tree) -> Tree:
         >>> merge({"a": 1, "b": {"c": 2}}, {"b": {"d": 3}})
         {'a': 1, 'b': {'c': 2, 'd': 3}}
     """
-    return _unite(left, right, (), _check_merge)
+    return _unite(x1, x2, tuple(key), _check_merge)
 
 
 def _unite(left: Tree, right: Tree, path: TreePath, check: _Check) -> Tree:
