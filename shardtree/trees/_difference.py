@@ -13,7 +13,7 @@ import torch
 from ..errors import TreePath
 from ..mapping import LocalNonpersistentObject, ShardedBase
 from ._joined_data import as_integers
-from ._nodes import Tree, entries, same_kind
+from ._nodes import Tree, depth_error, entries, same_kind
 
 _Finding: TypeAlias = tuple[Literal["left", "right", "both"], TreePath]
 
@@ -54,7 +54,10 @@ def diff(x1: Tree, x2: Tree, prefix: TreePath = ()) -> Difference:
         >>> bool(diff(float("nan"), float("nan")))
         False
     """
-    findings = list(_findings(x1, x2, tuple(prefix)))
+    try:
+        findings = list(_findings(x1, x2, tuple(prefix)))
+    except RecursionError as error:
+        raise depth_error(error, x1, x2) from None
     sides = {side: tuple(path for where, path in findings if where == side) for side in ("left", "right", "both")}
     return Difference(sides["left"], sides["right"], sides["both"])
 

@@ -11,13 +11,13 @@ import torch
 
 from ..errors import KeyMismatch, ShapeError, TreeError, error_text
 from ..mapping import LocalNonpersistentObject, ShardedBase, ShardedObject, ShardedTensor, ShardedTensorFactory
-from ._nodes import Tree, flatten, map_sharing
+from ._nodes import SameTree, Tree, flatten, map_sharing
 from ._registry import with_data
 
 Renaming = Mapping[str, str] | Callable[[str], str]
 
 
-def rename(tree: Tree, names: Renaming) -> Tree:
+def rename(tree: SameTree, names: Renaming) -> SameTree:
     """Return the tree with other shard keys; where the shards stand in the tree doesn't change.
 
     Where nothing collides, renaming is undone by renaming with the inverse mapping. Factories hand their new key to
@@ -69,7 +69,7 @@ def _with_key(leaf: Any, key: str) -> Any:
     return leaf if leaf.key == key else replace(leaf, key=key)
 
 
-def prefix(tree: Tree, text: str) -> Tree:
+def prefix(tree: SameTree, text: str) -> SameTree:
     """Return the tree with a text before each shard key.
 
     Examples:
@@ -80,7 +80,7 @@ def prefix(tree: Tree, text: str) -> Tree:
     return rename(tree, lambda key: text + key)
 
 
-def cast(tree: Tree, dtype: torch.dtype) -> Tree:
+def cast(tree: SameTree, dtype: torch.dtype) -> SameTree:
     """Return the tree with its floating-point shards in another floating-point dtype, metadata and data.
 
     Integer and bool shards, plain tensors and other values stay as they are. A factory's tensor is cast too. Data of
@@ -155,7 +155,7 @@ def unwrap(tree: Tree) -> Tree:
     return map_sharing(lambda leaf: leaf.unwrap() if isinstance(leaf, LocalNonpersistentObject) else leaf, tree)
 
 
-def without_data(tree: Tree) -> Tree:
+def without_data(tree: SameTree) -> SameTree:
     """Return the tree with None as the data of each shard, factory and sharded object.
 
     Examples:

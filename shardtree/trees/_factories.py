@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import TreeError, TreePath, error_text, render_path
 from ..mapping import ShardedTensorFactory
-from ._nodes import Tree, call_at, describe, entries, is_sequence, like, map_sharing
+from ._nodes import Tree, call_at, depth_error, describe, entries, is_sequence, like, map_sharing
 
 _MAX_CHAIN = 32
 
@@ -46,7 +46,7 @@ def build_factories(tree: Tree) -> tuple[Tree, Callable[[Tree], Tree]]:
     """
     built: dict[int, Tree] = {}
     expanded = _build(tree, built, 0)
-    return expanded, lambda loaded: _merge(loaded, tree, (), lambda factory: built[id(factory)])
+    return expanded, lambda loaded: _merged(loaded, tree, (), lambda factory: built[id(factory)])
 
 
 def _build(tree: Tree, built: dict[int, Tree], depth: int) -> Tree:
@@ -92,11 +92,18 @@ def apply_factory_merges(x1: Tree, x2: Tree, key: TreePath = ()) -> Tree:
         >>> apply_factory_merges({"w": [torch.zeros(1), torch.ones(1)], "step": 3}, {"w": factory})
         {'w': tensor([0., 1.]), 'step': 3}
     """
-    return _merge(x1, x2, tuple(key), _rebuilt)
+    return _merged(x1, x2, tuple(key), _rebuilt)
 
 
 def _rebuilt(factory: ShardedTensorFactory) -> Tree:
     return None if factory.data is None else factory.build()
+
+
+def _merged(loaded: Tree, tree: Tree, path: TreePath, inner: _Inner) -> Tree:
+    try:
+        return _merge(loaded, tree, path, inner)
+    except RecursionError as error:
+        raise depth_error(error, loaded, tree) from None
 
 
 def _merge(loaded: Tree, tree: Tree, path: TreePath, inner: _Inner) -> Tree:

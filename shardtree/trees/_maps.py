@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import optree
 
 from ..errors import TreeError, error_text, plural
 from ..mapping import ShardedTensor, ShardedTensorFactory
-from ._nodes import Tree, call_on_leaves, flatten
+from ._nodes import SameTree, Tree, call_on_leaves, flatten
 from ._registry import with_data
 
 
+_Key = TypeVar("_Key")
+
+
+@overload
+def map_shards(f: Callable[..., Any], tree: dict[_Key, Any], *rest: Tree) -> dict[_Key, Any]: ...
+@overload
+def map_shards(f: Callable[..., Any], tree: list[Any], *rest: Tree) -> list[Any]: ...
+@overload
+def map_shards(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree: ...
 def map_shards(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     """Return a tree of f's values, where each shard is one leaf.
 
@@ -53,7 +62,7 @@ def _aligned(spec: optree.PyTreeSpec, other: Tree, number: int) -> list[Any]:
         raise TreeError(error_text(what, found=found, expected=expected, fix=fix, offenders=offenders)) from None
 
 
-def map_data(f: Callable[[Any], Any], tree: Tree) -> Tree:
+def map_data(f: Callable[[Any], Any], tree: SameTree) -> SameTree:
     """Return a tree where the tensors of shards and factories are f's values, and their metadata is untouched.
 
     f isn't called on absent data (None); plain values, `ShardedObject` and `LocalNonpersistentObject` are left alone.
@@ -81,4 +90,5 @@ def map_data(f: Callable[[Any], Any], tree: Tree) -> Tree:
         data = f(leaf.data)
         return leaf if data is leaf.data else with_data(leaf, data)
 
-    return map_shards(on_leaf, tree)
+    mapped: SameTree = map_shards(on_leaf, tree)
+    return mapped

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import TreeError, TreePath, error_text, render_path
 from ._hole import HOLE
-from ._nodes import Tree, describe, entries, is_sequence, like, same_kind
+from ._nodes import Tree, depth_error, describe, entries, is_sequence, like, same_kind
 
 _Check = Callable[[Tree, Tree, TreePath], None]
 
@@ -28,7 +28,7 @@ def combine(*trees: Tree) -> Tree:
         >>> combine({"a": 1, "b": [HOLE, 3]}, {"a": HOLE, "b": [2, HOLE]})
         {'a': 1, 'b': [2, 3]}
     """
-    return reduce(lambda left, right: _unite(left, right, (), _check_combine), trees, HOLE)
+    return reduce(lambda left, right: _united(left, right, (), _check_combine), trees, HOLE)
 
 
 def merge(x1: Tree, x2: Tree, key: TreePath = ()) -> Tree:
@@ -49,7 +49,14 @@ def merge(x1: Tree, x2: Tree, key: TreePath = ()) -> Tree:
         >>> merge({"a": 1, "b": {"c": 2}}, {"b": {"d": 3}})
         {'a': 1, 'b': {'c': 2, 'd': 3}}
     """
-    return _unite(x1, x2, tuple(key), _check_merge)
+    return _united(x1, x2, tuple(key), _check_merge)
+
+
+def _united(left: Tree, right: Tree, path: TreePath, check: _Check) -> Tree:
+    try:
+        return _unite(left, right, path, check)
+    except RecursionError as error:
+        raise depth_error(error, left, right) from None
 
 
 def _unite(left: Tree, right: Tree, path: TreePath, check: _Check) -> Tree:
