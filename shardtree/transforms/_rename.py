@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TypeVar
 
 from ..mapping import ShardedBase
 from ..trees import check_stars, fill_key, leaves_with_paths, match_keys, rename
 
+SameTree = TypeVar("SameTree")
 
-def partial_rename(tree: Any, names: Mapping[str, str]) -> Any:
+
+def partial_rename(tree: SameTree, names: Mapping[str, str]) -> SameTree:
     """Return the tree with other shard keys, by patterns; keys that none fits stay, and so does the tree's structure.
 
     Args:

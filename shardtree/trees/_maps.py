@@ -12,7 +12,6 @@ from ..mapping import ShardedTensor, ShardedTensorFactory
 from ._nodes import SameTree, Tree, call_on_leaves, flatten
 from ._registry import with_data
 
-
 _Key = TypeVar("_Key")
 
 

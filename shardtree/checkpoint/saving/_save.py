@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 from ...layouts import ShardColumns
 from ...storage import Directory, background_threads
@@ -21,6 +21,59 @@ from ._ready import Comparison, Ready, Sums, Told, compare_common, get_ready, re
 from ._request import save_request, warns_unused
 
 
+class _Options(TypedDict, total=False):
+    """What `save` takes by name alone, for type checkers."""
+
+    world: Any
+    overwrite: bool
+    snapshot: bool
+    durable: bool
+    allow_pickle: bool
+    stale_after: float
+    strategies: Strategies | None
+    progress: Callable[[int], None] | None
+    fingerprint: bool
+    checksums: bool
+    layout: ShardColumns | None
+
+
+# In this order: a call that doesn't say async_sharded_save fits the first two.
+@overload
+def save(
+    sharded_state_dict: Any,
+    checkpoint_dir: Directory,
+    sharded_strategy: Choice = ...,
+    common_strategy: Choice = ...,
+    validate_access_integrity: bool = ...,
+    async_sharded_save: Literal[False] = ...,
+    preprocess_common_before_consistancy_check: Callable[[Any], Any] | None = ...,
+    content_metadata: Mapping[str, Any] | None = ...,
+    **options: Unpack[_Options],
+) -> None: ...
+@overload
+def save(
+    sharded_state_dict: Any,
+    checkpoint_dir: Directory,
+    sharded_strategy: Choice = ...,
+    common_strategy: Choice = ...,
+    validate_access_integrity: bool = ...,
+    async_sharded_save: Literal[True] = ...,
+    preprocess_common_before_consistancy_check: Callable[[Any], Any] | None = ...,
+    content_metadata: Mapping[str, Any] | None = ...,
+    **options: Unpack[_Options],
+) -> AsyncRequest[Any]: ...
+@overload
+def save(
+    sharded_state_dict: Any,
+    checkpoint_dir: Directory,
+    sharded_strategy: Choice = ...,
+    common_strategy: Choice = ...,
+    validate_access_integrity: bool = ...,
+    async_sharded_save: bool = ...,
+    preprocess_common_before_consistancy_check: Callable[[Any], Any] | None = ...,
+    content_metadata: Mapping[str, Any] | None = ...,
+    **options: Unpack[_Options],
+) -> AsyncRequest[Any] | None: ...
 def save(
     sharded_state_dict: Any,
     checkpoint_dir: Directory,
