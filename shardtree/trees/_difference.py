@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from itertools import starmap
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 
 from ..errors import TreePath
 from ..mapping import LocalNonpersistentObject, ShardedBase
+from ..mapping.memory import has_elements
 from ._joined_data import as_integers
 from ._nodes import Tree, depth_error, entries, same_kind
 
@@ -98,10 +100,13 @@ def _same_value(left: Any, right: Any) -> bool:
 
 
 def _same_tensor(left: torch.Tensor, right: torch.Tensor) -> bool:
+    if left.is_nested or right.is_nested:
+        parts = zip(left.unbind(), right.unbind(), strict=False) if left.is_nested and right.is_nested else ()
+        return left.is_nested == right.is_nested and left.size(0) == right.size(0) and all(starmap(_same_tensor, parts))
     if left.dtype != right.dtype or left.shape != right.shape or left.layout != right.layout:
         return False
-    if left.is_meta or right.is_meta:
-        return left.is_meta and right.is_meta
+    if not has_elements(left) or not has_elements(right):
+        return not has_elements(left) and not has_elements(right)
     if left.layout != torch.strided:
         return _same_tensor(left.to_dense(), right.to_dense())
     return torch.equal(left, right) if left.is_quantized else torch.equal(_bits(left), _bits(right))

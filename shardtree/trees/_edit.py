@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from ..errors import KeyMismatch, ShapeError, TreeError, error_text
+from ..geometry import check_type
 from ..mapping import LocalNonpersistentObject, ShardedBase, ShardedObject, ShardedTensor, ShardedTensorFactory
-from ._nodes import SameTree, Tree, flatten, map_sharing
+from ._nodes import SameTree, Tree, check_function, flatten, map_sharing
 from ._registry import with_data
 
 Renaming = Mapping[str, str] | Callable[[str], str]
@@ -30,6 +31,7 @@ def rename(tree: SameTree, names: Renaming) -> SameTree:
     Raises:
         KeyMismatch: a mapping names a key that the tree doesn't have.
         TreeError: two keys would become one.
+        MetadataError: `names` is neither a mapping nor a function.
 
     Examples:
         >>> from shardtree.mapping import ShardedObject
@@ -39,6 +41,8 @@ def rename(tree: SameTree, names: Renaming) -> SameTree:
     keys = dict.fromkeys(leaf.key for leaf in flatten(tree)[0] if isinstance(leaf, ShardedBase))
     if isinstance(names, Mapping):
         _check_names(names, keys)
+    else:
+        check_function("rename", "names", names, "a mapping or a function")
     new = {key: names.get(key, key) if isinstance(names, Mapping) else names(key) for key in keys}
     _check_injective(new)
     return map_sharing(lambda leaf: _with_key(leaf, new[leaf.key]) if isinstance(leaf, ShardedBase) else leaf, tree)
@@ -77,6 +81,7 @@ def prefix(tree: SameTree, text: str) -> SameTree:
         >>> prefix([ShardedObject("rng", 1, (1,), (0,))], "model.")[0].key
         'model.rng'
     """
+    check_type("prefix", "text", text, str, "Pass what comes before each key, its dot included: 'model.'.")
     return rename(tree, lambda key: text + key)
 
 
@@ -88,6 +93,7 @@ def cast(tree: SameTree, dtype: torch.dtype) -> SameTree:
 
     Raises:
         ShapeError: `dtype` isn't a floating-point dtype.
+        MetadataError: it is no dtype of torch.
 
     Examples:
         >>> from shardtree.mapping import ShardedTensor
@@ -95,6 +101,7 @@ def cast(tree: SameTree, dtype: torch.dtype) -> SameTree:
         >>> cast({"w": w, "step": 3}, torch.bfloat16)["w"].data
         tensor([1., 1.], dtype=torch.bfloat16)
     """
+    check_type("cast", "dtype", dtype, torch.dtype, "Pass a dtype of torch: torch.bfloat16, say.")
     if not dtype.is_floating_point:
         fix = "Use `map_shards` to change numbers into other kinds of numbers."
         raise ShapeError(error_text("cast: not a floating-point dtype", found=dtype, fix=fix))

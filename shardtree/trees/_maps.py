@@ -9,7 +9,7 @@ import optree
 
 from ..errors import TreeError, error_text, plural
 from ..mapping import ShardedTensor, ShardedTensorFactory
-from ._nodes import SameTree, Tree, call_on_leaves, flatten
+from ._nodes import SameTree, Tree, call_on_leaves, check_function, flatten
 from ._registry import with_data
 
 _Key = TypeVar("_Key")
@@ -33,6 +33,7 @@ def map_shards(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
 
     Raises:
         TreeError: a tree of `rest` doesn't have the first one's structure.
+        MetadataError: f isn't a function.
         Exception: what f raises, with a note of the leaf's path.
 
     Examples:
@@ -41,6 +42,7 @@ def map_shards(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
         >>> map_shards(lambda x, y: x + y, {"a": 1}, {"a": 10})
         {'a': 11}
     """
+    check_function("map_shards", "f", f)
     leaves, spec = flatten(tree)
     columns = [leaves, *(_aligned(spec, other, number) for number, other in enumerate(rest, 2))]
     return spec.unflatten(call_on_leaves(f, spec, *columns))
@@ -82,6 +84,7 @@ def map_data(f: Callable[[Any], Any], tree: SameTree) -> SameTree:
         >>> map_data(torch.neg, {"w": w, "step": 3})["w"].data
         tensor([-1., -1.])
     """
+    check_function("map_data", "f", f)
 
     def on_leaf(leaf: Any) -> Any:
         if not isinstance(leaf, (ShardedTensor, ShardedTensorFactory)) or leaf.data is None:

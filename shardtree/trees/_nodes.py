@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 import optree
 import torch
 
-from ..errors import TreeError, TreePath, error_text, plural, render_path
+from ..errors import MetadataError, TreeError, TreePath, error_text, plural, render_path
+from ..geometry import refuse
 from ..mapping import ShardedTensor
 from ._hole import HOLE
 
@@ -179,6 +180,17 @@ def _deep_path(tree: Tree) -> TreePath | None:
             return path
         left += [((*path, entry), child) for entry, child in (entries(node) or {}).items()]
     return None
+
+
+def check_function(doing: str, field: str, value: object, expected: str = "a function") -> None:
+    """Raise MetadataError for what can't be called, such as a tree that was given in a function's place.
+
+    Examples:
+        >>> check_function("map_shards", "f", len)
+    """
+    if not callable(value):
+        fix = f"See help(shardtree.{doing}) for the order of its arguments."
+        refuse(doing, field, type(value).__name__, expected, fix, error=MetadataError)
 
 
 def call_at(path: TreePath, f: Callable[..., Any], *arguments: Any) -> Any:

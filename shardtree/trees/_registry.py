@@ -16,6 +16,7 @@ import torch
 from ..errors import ShapeError, error_text
 from ..lazy import LazyTensor
 from ..mapping import ShardedTensor, ShardedTensorFactory
+from ..mapping.memory import check_has_shape
 
 NAMESPACE: Final = "shardtree"
 
@@ -65,6 +66,7 @@ def _check_data(leaf: Boxed, data: torch.Tensor | LazyTensor) -> None:
     source: Any = leaf if isinstance(leaf, ShardedTensor) else leaf.data
     if not isinstance(source, (ShardedTensor, torch.Tensor, LazyTensor)):
         return
+    check_has_shape(f"map_data: the function's value for {leaf.key!r}", data)
     shape = source.data_shape if isinstance(source, ShardedTensor) else source.shape
     if data.dtype == source.dtype and data.shape == shape:
         return

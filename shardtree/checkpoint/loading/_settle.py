@@ -8,6 +8,7 @@ from functools import partial
 from operator import attrgetter
 from typing import Any
 
+from ...codec import named_types
 from ...errors import UnsafeFile, UnsupportedValue, render_path
 from ...layouts import ObjectRule, ShardColumns
 from ...mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor
@@ -205,7 +206,7 @@ def _stored_common(checkpoint: Checkpoint, types: tuple[type, ...], choices: Cho
     """Return the stored common tree, with instances of the target's own namedtuple classes where they fit."""
     _, common, strategies = choices
     # The caller's types come last, where they count.
-    options = replace(checkpoint.options, types=(*types, *checkpoint.options.types))
+    options = replace(checkpoint.options, types=(*types, *named_types(checkpoint.options.types).values()))
     try:
         return load_common(replace(checkpoint, options=options), common, strategies)
     except UnsupportedValue:

@@ -34,6 +34,7 @@ class _Options(TypedDict, total=False):
     progress: Callable[[int], None] | None
     fingerprint: bool
     checksums: bool
+    check_replicas: bool
     layout: ShardColumns | None
 
 
