@@ -92,7 +92,7 @@ def check_common(commons: Sequence[Any]) -> None:
     if problems:
         fix = (
             "Wrap what belongs to a rank in a ShardedObject or LocalNonpersistentObject, or pass "
-            "preprocess_common_before_consistency_check to leave it out of the comparison."
+            "preprocess_common_before_consistancy_check to leave it out of the comparison."
         )
         lines = map(str, problems)
         raise IntegrityError(error_text("save: the ranks' common states differ", offenders=lines, fix=fix))

@@ -23,6 +23,7 @@ from ._header import encode_header as encode_header
 from ._header import header_length as header_length
 from ._json import canonical_json as canonical_json
 from ._json import parse_json as parse_json
+from ._record import named_types as named_types
 from .archives import TensorPlace as TensorPlace
 from .archives import add_record as add_record
 from .archives import archive_head as archive_head

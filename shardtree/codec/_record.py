@@ -50,8 +50,10 @@ def named_types(types: Iterable[type]) -> dict[str, type]:
         >>> named_types([HTTPStatus])
         {'http.HTTPStatus': <enum 'HTTPStatus'>}
     """
+    if isinstance(types, type) or not isinstance(types, Iterable):
+        raise UnsupportedValue(error_text("types: not a tuple of classes", found=repr(types)[:200]))
     listed = tuple(types)
-    others = [type_name(cls) for cls in listed if not _has_fields(cls)]
+    others = [type_name(cls) if isinstance(cls, type) else repr(cls)[:99] for cls in listed if not _has_fields(cls)]
     if others:
         what = "types: only enums, dataclasses and named tuples can be given"
         raise UnsupportedValue(error_text(what, offenders=others))
@@ -103,7 +105,9 @@ def _mismatch(record: Record, found: object, expected: object) -> UnsupportedVal
     return UnsupportedValue(error_text(what, found=str(found)[:1000], expected=expected, fix=fix))
 
 
-def _has_fields(cls: type) -> bool:
+def _has_fields(cls: object) -> bool:
+    if not isinstance(cls, type):
+        return False
     if issubclass(cls, Enum):
         return True
     if issubclass(cls, tuple):

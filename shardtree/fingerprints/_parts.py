@@ -13,6 +13,7 @@ from ..errors import CheckpointingException, UnsupportedValue, error_text
 from ..geometry import flat_boxes, slabs, slices
 from ..lazy import LazyTensor
 from ..mapping import ShardedTensor
+from ..mapping.memory import has_elements
 from ._device import device_total
 from ._host import MODULUS, host_total
 
@@ -152,7 +153,9 @@ def box_total(data: torch.Tensor, offset: Sequence[int]) -> int:
 
 
 def _check_dense(key: str, data: torch.Tensor | LazyTensor) -> None:
-    if isinstance(data, torch.Tensor) and (data.layout is not torch.strided or data.is_quantized or data.is_meta):
+    if not isinstance(data, torch.Tensor):
+        return
+    if data.layout is not torch.strided or data.is_quantized or not has_elements(data):
         found = f"{data.dtype}, {data.layout}, on {data.device}"
         what = f"fingerprint: {key!r} is not a dense tensor"
         raise UnsupportedValue(error_text(what, found=found, fix="Give the shard a dense tensor of its elements."))

@@ -29,6 +29,7 @@ from ._grid import grid_cell as grid_cell
 from ._grid import narrow_axis as narrow_axis
 from ._grid import narrow_place as narrow_place
 from ._narrow import narrow_flat_range as narrow_flat_range
+from ._numbers import check_type as check_type
 from ._numbers import flat_range as flat_range
 from ._numbers import integer as integer
 from ._numbers import integers as integers

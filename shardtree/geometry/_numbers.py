@@ -15,6 +15,16 @@ def refuse(
     raise error(error_text(f"{subject}: {field} doesn't fit", found=found, expected=expected, fix=fix))
 
 
+def check_type(subject: str, field: str, value: object, kind: type, fix: str) -> None:
+    """Raise MetadataError unless a value is of its kind.
+
+    Examples:
+        >>> check_type("ShardedTensor 'w'", "allow_shape_mismatch", True, bool, "Pass a bool.")
+    """
+    if not isinstance(value, kind):
+        refuse(subject, field, type(value).__name__, f"a {kind.__name__}", fix, error=MetadataError)
+
+
 def integer(subject: str, field: str, value: Any) -> int:
     """Return an int-like value as an int; a bool, a float or a string raises MetadataError.
 

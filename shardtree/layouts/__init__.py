@@ -3,6 +3,7 @@
 from ._columns import BoxColumns as BoxColumns
 from ._columns import ShardColumns as ShardColumns
 from ._columns import TensorKind as TensorKind
+from ._columns import check_columns as check_columns
 from ._columns import select_rows as select_rows
 from ._columns import shard_boxes as shard_boxes
 from ._columns import shard_columns as shard_columns

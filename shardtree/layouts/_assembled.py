@@ -14,6 +14,7 @@ from ..errors import IntegrityError, ShapeError, error_text
 from ..geometry import Column
 from ..lazy import LazyTensor
 from ..mapping import ShardedTensor
+from ..mapping.memory import has_elements
 from ..trees import as_integers, empty_data
 from ._columns import BoxColumns, ShardColumns, select_rows, shard_boxes
 from .integrity import Problem, doubled_faults, fault_problems, problem_lines, select_faults, sharding_faults
@@ -72,7 +73,7 @@ def _needed(columns: ShardColumns, number: int, rows: Column) -> list[int]:
 
 
 def _is_there(data: Any) -> bool:
-    return isinstance(data, LazyTensor) or (isinstance(data, torch.Tensor) and not data.is_meta)
+    return isinstance(data, LazyTensor) or (isinstance(data, torch.Tensor) and has_elements(data))
 
 
 def _whole(columns: ShardColumns, shards: Sequence[ShardedTensor], number: int, rows: Sequence[int]) -> Any:

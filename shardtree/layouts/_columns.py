@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
 
-from ..errors import IntegrityError, error_text
-from ..geometry import Column, box_column, flat_boxes, volumes
+from ..errors import IntegrityError, MetadataError, error_text
+from ..geometry import Column, box_column, check_type, flat_boxes, refuse, volumes
 from ..mapping import ShardedTensor, is_main_replica
 
 _Fields: TypeAlias = tuple[torch.dtype, tuple[int, ...], int]
@@ -109,6 +109,7 @@ def shard_columns(shards: Sequence[ShardedTensor], rank: int = 0) -> ShardColumn
 
     Raises:
         IntegrityError: two shards of one key differ in global shape, dtype or prepended axes.
+        MetadataError: they aren't tensor shards.
 
     Examples:
         >>> shard = ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3), (0, 1, 4))
@@ -116,7 +117,14 @@ def shard_columns(shards: Sequence[ShardedTensor], rank: int = 0) -> ShardColumn
         >>> columns.keys, columns.offset.tolist(), columns.shape.tolist()
         (('w',), [[2, 0]], [[2, 3]])
     """
-    kinds = _kinds(shards, rank)
+    try:
+        kinds = _kinds(shards, rank)
+    except (AttributeError, TypeError):
+        # Only now: looking at each beforehand would take as long as the columns.
+        one_by_one = shards if isinstance(shards, Sequence) else [shards]
+        found = next((type(shard).__name__ for shard in one_by_one if not isinstance(shard, ShardedTensor)), "others")
+        fix = "Give the shards alone; `tree_columns` takes trees."
+        refuse("shard_columns", "shards", found, "a list of ShardedTensor", fix, error=MetadataError)
     keys = tuple(sorted(kinds))
     number = dict(zip(keys, range(len(keys)), strict=True))
     start, stop = _flat_ranges([shard.flattened_range for shard in shards])
@@ -166,6 +174,27 @@ def _disagreement(shards: Sequence[ShardedTensor], rank: int) -> IntegrityError:
     wrong = [f"{key!r}: {', '.join(map(str, kinds))}" for key, kinds in sorted(said.items()) if len(kinds) > 1]
     fix = "Give all shards of a key one global shape, dtype and number of prepended axes."
     return IntegrityError(error_text(f"shards of one key differ on rank {rank}", offenders=wrong, fix=fix))
+
+
+def check_columns(doing: str, columns: object) -> None:
+    """Raise MetadataError for what isn't shards in columns, such as the tree that they are to be taken from.
+
+    Examples:
+        >>> check_columns("access_problems", shard_columns([]))
+    """
+    fix = "Take them of all ranks' trees with `tree_columns`, or of a rank's shards with `shard_columns`."
+    check_type(doing, "columns", columns, ShardColumns, fix)
+
+
+def check_ranks_columns(doing: str, parts: object) -> None:
+    """Raise MetadataError for what isn't a list of each rank's shards in columns.
+
+    Examples:
+        >>> check_ranks_columns("join_columns", [shard_columns([])])
+    """
+    check_type(doing, "parts", parts, Sequence, "Give a list of what `shard_columns` makes of each rank's shards.")
+    for columns in cast("Sequence[object]", parts):
+        check_columns(doing, columns)
 
 
 def select_rows(columns: ShardColumns, rows: Column) -> ShardColumns:

@@ -18,6 +18,7 @@ from ..geometry import (
     check_flat_range,
     check_lengths,
     check_ranks,
+    check_type,
     flat_range,
     grid_cell,
     integer,
@@ -27,7 +28,7 @@ from ..geometry import (
 )
 from ._aliases import RankOffset, ReplicaId
 from ._base import ShardedBase, check_key, leaf_name, normalise
-from ._data import check_data, check_kind, data_kind
+from ._data import check_data, data_kind
 from ._narrow import narrowed_box, narrowed_pieces
 from ._replica import replica
 
@@ -86,8 +87,8 @@ class ShardedTensor(ShardedBase):
     def validate_metadata_integrity(self) -> None:
         """Raise MetadataError or ShapeError where a field contradicts another, or the data."""
         subject, box = leaf_name(self), (1,) * self.prepend_axis_num + self.local_shape
-        check_kind(subject, "dtype", self.dtype, torch.dtype, "Pass `data.dtype`.")
-        check_kind(subject, "allow_shape_mismatch", self.allow_shape_mismatch, bool, "Pass a bool.")
+        check_type(subject, "dtype", self.dtype, torch.dtype, "Pass `data.dtype`.")
+        check_type(subject, "allow_shape_mismatch", self.allow_shape_mismatch, bool, "Pass a bool.")
         check_ranks(subject, self.local_shape, self.global_shape, self.prepend_axis_num)
         check_lengths(subject, self.global_shape, self.global_offset, self.axis_fragmentations)
         check_box(subject, box, self.global_offset, self.global_shape, may_leave=self.allow_shape_mismatch)

@@ -8,6 +8,7 @@ import numpy as np
 
 from ..geometry import (
     Column,
+    check_type,
     distinct,
     intersect,
     overlapping_pairs,
@@ -18,7 +19,7 @@ from ..geometry import (
     volumes,
     widen,
 )
-from ..layouts import BoxColumns, ShardColumns, shard_boxes
+from ..layouts import BoxColumns, ShardColumns, check_columns, shard_boxes
 
 SHORTEST_RUN = 64 * 1024
 """Bytes. Several runs shorter than this are copied out of a mapping: one read each would cost more than the copy."""
@@ -133,6 +134,8 @@ def plan_load(requests: ShardColumns, chunks: StoredChunks, *, shortest_run: int
         >>> plan.runs.byte.tolist(), plan.runs.length.tolist()
         ([136, 152, 168, 184], [8, 8, 8, 8])
     """
+    check_columns("plan_load", requests)
+    check_type("plan_load", "chunks", chunks, StoredChunks, "Give what is stored, in columns.")
     axes = max(requests.offset.shape[1], chunks.offset.shape[1])
     wanted = shard_boxes(widen(requests.offset, axes, 0), widen(requests.shape, axes, 1), requests.start, requests.stop)
     chunks = _near(requests.key[wanted.shard], wanted, chunks, axes)

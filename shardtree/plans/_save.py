@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..geometry import Column, begins, distinct, row_numbers
-from ..layouts import ShardColumns
+from ..layouts import ShardColumns, check_columns
 
 Rows = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
@@ -25,6 +25,7 @@ def main_writes(columns: ShardColumns) -> Rows:
         >>> main_writes(st.shard_columns(shards)).tolist()
         [True, False]
     """
+    check_columns("main_writes", columns)
     return columns.main
 
 
@@ -52,6 +53,7 @@ def level_writes(columns: ShardColumns, ranks: int) -> Rows:
         >>> [(columns.keys[key], rank) for key, rank in zip(columns.key[level_writes(columns, 2)], (0, 1))]
         [('a', 0), ('b', 1)]
     """
+    check_columns("level_writes", columns)
     place, places = held_places(columns)
     wanted = np.bincount(place[columns.main], minlength=places) > 0
     return deal_rows(columns, ranks, place, wanted)

@@ -61,7 +61,7 @@ def best_step(steps: Sequence[SavedStep], metric: str, *, mode: Literal["min", "
         1
     """
     _check_mode(metric, mode)
-    return next(iter(_ranked(steps, metric, mode)), None)
+    return next(iter(_ranked(sorted_steps(steps), metric, mode)), None)
 
 
 def _ranked(steps: Sequence[SavedStep], metric: str, mode: str) -> list[SavedStep]:

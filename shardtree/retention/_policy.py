@@ -90,11 +90,18 @@ def policy_name(policy: Choose) -> str:
 def sorted_steps(steps: Iterable[SavedStep]) -> tuple[SavedStep, ...]:
     """Return the steps of a listing in the order of their numbers, the newest last.
 
+    Raises:
+        MetadataError: it isn't a listing.
+
     Examples:
         >>> [step.number for step in sorted_steps([SavedStep(7), SavedStep(2)])]
         [2, 7]
     """
-    return tuple(sorted(steps, key=lambda step: step.number))
+    try:
+        return tuple(sorted(steps, key=lambda step: step.number))
+    except (AttributeError, TypeError):
+        found, fix = type(steps).__name__, "Pass what `CheckpointSeries.steps()` returns."
+        raise MetadataError(error_text("not a listing", found=found, expected="SavedStep values", fix=fix)) from None
 
 
 def whole_number(policy: str, what: str, value: object, *, least: int) -> int:

@@ -152,10 +152,16 @@ def find_strategy(
 def table_of(strategies: Strategies | None) -> Strategies:
     """Return the dispatch table that an argument stands for: the process's where none is given.
 
+    Raises:
+        StrategyError: it isn't a table.
+
     Examples:
         >>> table_of(None) is default_strategies, table_of({})
         (True, {})
     """
+    if strategies is not None and not isinstance(strategies, Mapping):
+        what, fix = "not a dispatch table", "Pass default_strategies | {(action, backend, version): function}."
+        raise StrategyError(error_text(what, found=type(strategies).__name__, expected="a mapping", fix=fix))
     return default_strategies if strategies is None else strategies
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TypeVar
 
+from ..geometry import check_type
 from ..mapping import ShardedBase
 from ..trees import check_stars, fill_key, leaves_with_paths, match_keys, rename
 
+SameTree = TypeVar("SameTree")
 
-def partial_rename(tree: Any, names: Mapping[str, str]) -> Any:
+
+def partial_rename(tree: SameTree, names: Mapping[str, str]) -> SameTree:
     """Return the tree with other shard keys, by patterns; keys that none fits stay, and so does the tree's structure.
 
     Args:
@@ -18,6 +21,7 @@ def partial_rename(tree: Any, names: Mapping[str, str]) -> Any:
             first pattern that fits a key counts.
 
     Raises:
+        MetadataError: `names` isn't a mapping.
         TreeError: a pattern fits no key, patterns have different numbers of stars, or two keys would become one.
 
     Examples:
@@ -27,6 +31,7 @@ def partial_rename(tree: Any, names: Mapping[str, str]) -> Any:
         >>> partial_rename([shard], {"decoder.layers.*.linear_fc2.weight": "model.layers.*.down_proj.weight"})[0].key
         'model.layers.3.down_proj.weight'
     """
+    check_type("partial_rename", "names", names, Mapping, "Pass {old pattern: new pattern}; `rename` takes functions.")
     for old, new in names.items():
         check_stars("partial_rename", old, [new])
     keys = {leaf.key for _, leaf in leaves_with_paths(tree) if isinstance(leaf, ShardedBase)}

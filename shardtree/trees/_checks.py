@@ -13,6 +13,7 @@ import torch
 
 from ..errors import TreeError, TreePath, UnsupportedValue, error_text, render_path
 from ..mapping import LocalNonpersistentObject, ShardedBase, ShardedObject
+from ._nodes import TOO_DEEP
 
 _DEEPEST = 100  # levels that are searched for hidden shards; the codec stores no deeper ones
 _PLAIN = frozenset((type(None), bool, int, float, complex, str, bytes, torch.Tensor, torch.Size, torch.dtype))
@@ -40,7 +41,7 @@ def check_is_tree(doing: str, tree: Any) -> None:
 
 @contextmanager
 def told_of_depth(doing: str) -> Iterator[None]:
-    """Say what running out of stack means.
+    """Say what was being done where a tree is too deep.
 
     Args:
         doing: what is being done, for the message.
@@ -51,7 +52,11 @@ def told_of_depth(doing: str) -> Iterator[None]:
     try:
         yield
     except RecursionError:
-        raise TreeError(error_text(f"{doing}: the tree is too deep, or contains itself", fix="Flatten it.")) from None
+        raise TreeError(error_text(f"{doing}: {TOO_DEEP}", fix="Flatten it.")) from None
+    except TreeError as error:
+        if not str(error).startswith(TOO_DEEP):
+            raise
+        raise TreeError(f"{doing}: {error}") from None
 
 
 def refuse_hidden(doing: str, leaves: Sequence[tuple[TreePath, Any]]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from itertools import starmap
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -12,8 +13,9 @@ import torch
 
 from ..errors import TreePath
 from ..mapping import LocalNonpersistentObject, ShardedBase
+from ..mapping.memory import has_elements
 from ._joined_data import as_integers
-from ._nodes import Tree, entries, same_kind
+from ._nodes import Tree, depth_error, entries, same_kind
 
 _Finding: TypeAlias = tuple[Literal["left", "right", "both"], TreePath]
 
@@ -36,12 +38,17 @@ class Difference:
         return bool(self.only_left or self.only_right or self.mismatch)
 
 
-def diff(left: Tree, right: Tree) -> Difference:
+def diff(x1: Tree, x2: Tree, prefix: TreePath = ()) -> Difference:
     """Return where two trees differ; equal means of one type and the same bits.
 
     Tensors and arrays are equal when dtype, shape and every bit are: NaN equals the same NaN, 0.0 isn't -0.0. Devices
     aren't compared. Shards are equal when their metadata and data are. Dicts are equal whatever their class and order;
     a tuple equals a namedtuple, but not a list.
+
+    Args:
+        x1: the left tree.
+        x2: the right one.
+        prefix: where the two are in a larger tree: what the paths begin with.
 
     Examples:
         >>> diff({"a": 1, "b": [2, 3]}, {"b": [2, 4], "c": 5})
@@ -49,7 +56,10 @@ def diff(left: Tree, right: Tree) -> Difference:
         >>> bool(diff(float("nan"), float("nan")))
         False
     """
-    findings = list(_findings(left, right, ()))
+    try:
+        findings = list(_findings(x1, x2, tuple(prefix)))
+    except RecursionError as error:
+        raise depth_error(error, x1, x2) from None
     sides = {side: tuple(path for where, path in findings if where == side) for side in ("left", "right", "both")}
     return Difference(sides["left"], sides["right"], sides["both"])
 
@@ -90,10 +100,13 @@ def _same_value(left: Any, right: Any) -> bool:
 
 
 def _same_tensor(left: torch.Tensor, right: torch.Tensor) -> bool:
+    if left.is_nested or right.is_nested:
+        parts = zip(left.unbind(), right.unbind(), strict=False) if left.is_nested and right.is_nested else ()
+        return left.is_nested == right.is_nested and left.size(0) == right.size(0) and all(starmap(_same_tensor, parts))
     if left.dtype != right.dtype or left.shape != right.shape or left.layout != right.layout:
         return False
-    if left.is_meta or right.is_meta:
-        return left.is_meta and right.is_meta
+    if not has_elements(left) or not has_elements(right):
+        return not has_elements(left) and not has_elements(right)
     if left.layout != torch.strided:
         return _same_tensor(left.to_dense(), right.to_dense())
     return torch.equal(left, right) if left.is_quantized else torch.equal(_bits(left), _bits(right))

@@ -10,15 +10,16 @@ from typing import Any
 import torch
 
 from ..errors import KeyMismatch, ShapeError, TreeError, error_text
+from ..geometry import check_type
 from ..mapping import ShardedBase, ShardedObject, ShardedTensor, ShardedTensorFactory
 from ._joined_data import empty_data
-from ._nodes import Tree, flatten, map_sharing
+from ._nodes import SameTree, Tree, check_function, flatten, map_sharing
 from ._registry import described_kind, with_data
 
 Renaming = Mapping[str, str] | Callable[[str], str]
 
 
-def rename(tree: Tree, names: Renaming) -> Tree:
+def rename(tree: SameTree, names: Renaming) -> SameTree:
     """Return the tree with other shard keys; where the shards stand in the tree doesn't change.
 
     Where nothing collides, renaming is undone by renaming with the inverse mapping. Factories hand their new key to
@@ -31,6 +32,7 @@ def rename(tree: Tree, names: Renaming) -> Tree:
     Raises:
         KeyMismatch: a mapping names a key that the tree doesn't have.
         TreeError: two keys would become one.
+        MetadataError: `names` is neither a mapping nor a function.
 
     Examples:
         >>> from shardtree.mapping import ShardedObject
@@ -40,6 +42,8 @@ def rename(tree: Tree, names: Renaming) -> Tree:
     keys = dict.fromkeys(leaf.key for leaf in flatten(tree)[0] if isinstance(leaf, ShardedBase))
     if isinstance(names, Mapping):
         _check_names(names, keys)
+    else:
+        check_function("rename", "names", names, "a mapping or a function")
     new = {key: names.get(key, key) if isinstance(names, Mapping) else names(key) for key in keys}
     _check_injective(new)
     return map_sharing(lambda leaf: _with_key(leaf, new[leaf.key]) if isinstance(leaf, ShardedBase) else leaf, tree)
@@ -70,7 +74,7 @@ def _with_key(leaf: Any, key: str) -> Any:
     return leaf if leaf.key == key else replace(leaf, key=key)
 
 
-def prefix(tree: Tree, text: str) -> Tree:
+def prefix(tree: SameTree, text: str) -> SameTree:
     """Return the tree with a text before each shard key.
 
     Examples:
@@ -78,10 +82,11 @@ def prefix(tree: Tree, text: str) -> Tree:
         >>> prefix([ShardedObject("rng", 1, (1,), (0,))], "model.")[0].key
         'model.rng'
     """
+    check_type("prefix", "text", text, str, "Pass what comes before each key, its dot included: 'model.'.")
     return rename(tree, lambda key: text + key)
 
 
-def cast(tree: Tree, dtype: torch.dtype) -> Tree:
+def cast(tree: SameTree, dtype: torch.dtype) -> SameTree:
     """Return the tree with its floating-point shards in another floating-point dtype, metadata and data.
 
     Integer and bool shards, plain tensors and other values stay as they are. A factory's tensor is cast too. Data of
@@ -89,6 +94,7 @@ def cast(tree: Tree, dtype: torch.dtype) -> Tree:
 
     Raises:
         ShapeError: `dtype` isn't a floating-point dtype.
+        MetadataError: it is no dtype of torch.
 
     Examples:
         >>> from shardtree.mapping import ShardedTensor
@@ -96,6 +102,7 @@ def cast(tree: Tree, dtype: torch.dtype) -> Tree:
         >>> cast({"w": w, "step": 3}, torch.bfloat16)["w"].data
         tensor([1., 1.], dtype=torch.bfloat16)
     """
+    check_type("cast", "dtype", dtype, torch.dtype, "Pass a dtype of torch: torch.bfloat16, say.")
     if not dtype.is_floating_point:
         fix = "Use `map_shards` to change numbers into other kinds of numbers."
         raise ShapeError(error_text("cast: not a floating-point dtype", found=dtype, fix=fix))
@@ -145,7 +152,7 @@ def _narrow(leaf: Any, dim: int, start: int, length: int) -> Any:
     return parts[0] if leaf.flattened_range is None else parts
 
 
-def without_data(tree: Tree, *, meta: bool = False) -> Tree:
+def without_data(tree: SameTree, *, meta: bool = False) -> SameTree:
     """Return the tree with None as the data of each shard, factory and sharded object, or with meta tensors.
 
     With meta tensors, what doesn't look at elements gives what it gives of the tree itself: the same metadata, shapes

@@ -10,14 +10,14 @@ from typing import Any
 
 from ..errors import TreeError, TreePath, error_text, render_path
 from ..mapping import ShardedTensorFactory
-from ._nodes import Tree, call_at, describe, entries, is_sequence, like, map_sharing
+from ._nodes import Tree, call_at, depth_error, describe, entries, is_sequence, like, map_sharing
 
 _MAX_CHAIN = 32
 
 _Inner = Callable[[ShardedTensorFactory], Tree]
 
 
-def apply_factories(tree: Tree) -> Tree:
+def apply_factories(sharded_state_dict: Tree) -> Tree:
     """Return the tree with each factory replaced by what it builds; a subtree without factories is shared.
 
     What a factory builds may hold factories, which are applied too.
@@ -35,7 +35,7 @@ def apply_factories(tree: Tree) -> Tree:
         >>> [shard.global_offset for shard in apply_factories(tree)["w"]]
         [(0,), (2,)]
     """
-    return build_factories(tree)[0]
+    return build_factories(sharded_state_dict)[0]
 
 
 def build_factories(tree: Tree) -> tuple[Tree, Callable[[Tree], Tree]]:
@@ -46,7 +46,7 @@ def build_factories(tree: Tree) -> tuple[Tree, Callable[[Tree], Tree]]:
     """
     built: dict[int, Tree] = {}
     expanded = _build(tree, built, 0)
-    return expanded, lambda loaded: _merge(loaded, tree, (), lambda factory: built[id(factory)])
+    return expanded, lambda loaded: _merged(loaded, tree, (), lambda factory: built[id(factory)])
 
 
 def _build(tree: Tree, built: dict[int, Tree], depth: int) -> Tree:
@@ -68,20 +68,21 @@ def _build(tree: Tree, built: dict[int, Tree], depth: int) -> Tree:
     return map_sharing(on_leaf, tree)
 
 
-def apply_factory_merges(loaded: Tree, tree_with_factories: Tree) -> Tree:
+def apply_factory_merges(x1: Tree, x2: Tree, key: TreePath = ()) -> Tree:
     """Return what was loaded, with each factory's merge applied to what stands at its path.
 
     Args:
-        loaded: a tree in the structure that `apply_factories` gives. Subtrees with nothing to merge are shared.
-        tree_with_factories: holds the factories at the same paths. Its other leaves are ignored. Where `loaded` has a
-            list or tuple, this tree may instead have a dict whose keys are positions.
+        x1: what was loaded, in the structure that `apply_factories` gives. Subtrees with nothing to merge are shared.
+        x2: the tree that holds the factories at the same paths. Its other leaves are ignored. Where `x1` has a list or
+            tuple, this tree may instead have a dict whose keys are positions.
+        key: where the two are in a larger tree, for errors.
 
     Returns:
         A new tree. A factory with data is asked again what it builds, to find factories inside; one without data
         is taken to build none.
 
     Raises:
-        TreeError: no place in `loaded` for a factory, named by its path.
+        TreeError: no place in `x1` for a factory, named by its path.
         Exception: what a merge function raises, with a note of the factory's path.
 
     Examples:
@@ -91,11 +92,18 @@ def apply_factory_merges(loaded: Tree, tree_with_factories: Tree) -> Tree:
         >>> apply_factory_merges({"w": [torch.zeros(1), torch.ones(1)], "step": 3}, {"w": factory})
         {'w': tensor([0., 1.]), 'step': 3}
     """
-    return _merge(loaded, tree_with_factories, (), _rebuilt)
+    return _merged(x1, x2, tuple(key), _rebuilt)
 
 
 def _rebuilt(factory: ShardedTensorFactory) -> Tree:
     return None if factory.data is None else factory.build()
+
+
+def _merged(loaded: Tree, tree: Tree, path: TreePath, inner: _Inner) -> Tree:
+    try:
+        return _merge(loaded, tree, path, inner)
+    except RecursionError as error:
+        raise depth_error(error, loaded, tree) from None
 
 
 def _merge(loaded: Tree, tree: Tree, path: TreePath, inner: _Inner) -> Tree:

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import optree
 
 from ..errors import TreeError, error_text, plural
 from ..mapping import ShardedTensor, ShardedTensorFactory
-from ._nodes import Tree, call_on_leaves, flatten
+from ._nodes import SameTree, Tree, call_on_leaves, check_function, flatten
 from ._registry import with_data
 
+_Key = TypeVar("_Key")
 
+
+@overload
+def map_shards(f: Callable[..., Any], tree: dict[_Key, Any], *rest: Tree) -> dict[_Key, Any]: ...
+@overload
+def map_shards(f: Callable[..., Any], tree: list[Any], *rest: Tree) -> list[Any]: ...
+@overload
+def map_shards(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree: ...
 def map_shards(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     """Return a tree of f's values, where each shard is one leaf.
 
@@ -25,6 +33,7 @@ def map_shards(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
 
     Raises:
         TreeError: a tree of `rest` doesn't have the first one's structure.
+        MetadataError: f isn't a function.
         Exception: what f raises, with a note of the leaf's path.
 
     Examples:
@@ -33,6 +42,7 @@ def map_shards(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
         >>> map_shards(lambda x, y: x + y, {"a": 1}, {"a": 10})
         {'a': 11}
     """
+    check_function("map_shards", "f", f)
     leaves, spec = flatten(tree)
     columns = [leaves, *(_aligned(spec, other, number) for number, other in enumerate(rest, 2))]
     return spec.unflatten(call_on_leaves(f, spec, *columns))
@@ -53,7 +63,7 @@ def _aligned(spec: optree.PyTreeSpec, other: Tree, number: int) -> list[Any]:
         raise TreeError(error_text(what, found=found, expected=expected, fix=fix, offenders=offenders)) from None
 
 
-def map_data(f: Callable[[Any], Any], tree: Tree) -> Tree:
+def map_data(f: Callable[[Any], Any], tree: SameTree) -> SameTree:
     """Return a tree where the tensors of shards and factories are f's values, and their metadata is untouched.
 
     f isn't called on absent data (None); plain values, `ShardedObject` and `LocalNonpersistentObject` are left alone.
@@ -74,6 +84,7 @@ def map_data(f: Callable[[Any], Any], tree: Tree) -> Tree:
         >>> map_data(torch.neg, {"w": w, "step": 3})["w"].data
         tensor([-1., -1.])
     """
+    check_function("map_data", "f", f)
 
     def on_leaf(leaf: Any) -> Any:
         if not isinstance(leaf, (ShardedTensor, ShardedTensorFactory)) or leaf.data is None:
@@ -81,4 +92,5 @@ def map_data(f: Callable[[Any], Any], tree: Tree) -> Tree:
         data = f(leaf.data)
         return leaf if data is leaf.data else with_data(leaf, data)
 
-    return map_shards(on_leaf, tree)
+    mapped: SameTree = map_shards(on_leaf, tree)
+    return mapped

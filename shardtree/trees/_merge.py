@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import TreeError, TreePath, error_text, render_path
 from ._hole import HOLE
-from ._nodes import Tree, describe, entries, is_sequence, like, same_kind
+from ._nodes import Tree, depth_error, describe, entries, is_sequence, like, same_kind
 
 _Check = Callable[[Tree, Tree, TreePath], None]
 
@@ -28,14 +28,19 @@ def combine(*trees: Tree) -> Tree:
         >>> combine({"a": 1, "b": [HOLE, 3]}, {"a": HOLE, "b": [2, HOLE]})
         {'a': 1, 'b': [2, 3]}
     """
-    return reduce(lambda left, right: _unite(left, right, (), _check_combine), trees, HOLE)
+    return reduce(lambda left, right: _united(left, right, (), _check_combine), trees, HOLE)
 
 
-def merge(left: Tree, right: Tree) -> Tree:
+def merge(x1: Tree, x2: Tree, key: TreePath = ()) -> Tree:
     """Return the union of two trees: dicts by key, lists and tuples of equal length by position.
 
-    Containers are of the left tree's type, in its order, then the right tree's new keys. What only one tree holds is
+    Containers are of the first tree's type, in its order, then the second tree's new keys. What only one tree holds is
     shared. A hole is filled by what the other tree has.
+
+    Args:
+        x1: any tree.
+        x2: what is added to it.
+        key: where the two are in a larger tree, for errors.
 
     Raises:
         TreeError: both trees have a leaf at a path, or containers that can't be united; the path is named.
@@ -44,7 +49,14 @@ def merge(left: Tree, right: Tree) -> Tree:
         >>> merge({"a": 1, "b": {"c": 2}}, {"b": {"d": 3}})
         {'a': 1, 'b': {'c': 2, 'd': 3}}
     """
-    return _unite(left, right, (), _check_merge)
+    return _united(x1, x2, tuple(key), _check_merge)
+
+
+def _united(left: Tree, right: Tree, path: TreePath, check: _Check) -> Tree:
+    try:
+        return _unite(left, right, path, check)
+    except RecursionError as error:
+        raise depth_error(error, left, right) from None
 
 
 def _unite(left: Tree, right: Tree, path: TreePath, check: _Check) -> Tree:

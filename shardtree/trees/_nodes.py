@@ -8,18 +8,25 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import optree
 import torch
 
-from ..errors import TreePath, plural, render_path
+from ..errors import MetadataError, TreeError, TreePath, error_text, plural, render_path
+from ..geometry import refuse
 from ..mapping import ShardedTensor
 from ._hole import HOLE
 
 Tree = Any
+SameTree = TypeVar("SameTree")
+"""A tree whose containers, and the types of whose leaves, a function keeps."""
 
 _OPEN_KINDS = (dict, list, deque)
+TOO_DEEP = "the tree is too deep, or contains itself"
+_DEEP = 100  # levels; the codec stores no deeper values
+_SHOWN = 4  # of them, in an error
+
 _LEAVES = frozenset((ShardedTensor, torch.Tensor, type(HOLE), type(None), bool, int, float, str))
 """Types that nobody registers as nodes: known without asking."""
 
@@ -80,7 +87,10 @@ def namedtuple_types(tree: Tree) -> tuple[type, ...]:
         >>> [kind.__name__ for kind in namedtuple_types({"o": [Moment(Pair(1, 2), 3), Pair(4, 5)]})]
         ['Moment', 'Pair']
     """
-    return tuple(dict.fromkeys(_namedtuple_types(tree)))
+    try:
+        return tuple(dict.fromkeys(_namedtuple_types(tree)))
+    except RecursionError as error:
+        raise depth_error(error, tree) from None
 
 
 def _namedtuple_types(tree: Tree) -> Iterator[type]:
@@ -108,7 +118,10 @@ def describe(node: Tree) -> str:
 
 def flatten(tree: Tree) -> tuple[list[Any], optree.PyTreeSpec]:
     """Return a tree's leaves, shards among them, and its structure."""
-    leaves, spec = optree.tree_flatten(tree, is_leaf=is_known_leaf, none_is_leaf=True)
+    try:
+        leaves, spec = optree.tree_flatten(tree, is_leaf=is_known_leaf, none_is_leaf=True)
+    except RecursionError as error:
+        raise depth_error(error, tree) from None
     while any(issubclass(kind, _OPEN_KINDS) for kind in set(map(type, leaves))):
         again = spec.unflatten(map(_plain, leaves))
         leaves, spec = optree.tree_flatten(again, is_leaf=is_known_leaf, none_is_leaf=True)
@@ -125,13 +138,59 @@ def _plain(leaf: Any) -> Tree:
     return like(leaf, entries(leaf) or {}) if isinstance(leaf, _OPEN_KINDS) else leaf
 
 
-def map_sharing(f: Callable[[Any], Tree], tree: Tree, path: TreePath = ()) -> Tree:
+def map_sharing(f: Callable[[Any], Any], tree: SameTree) -> SameTree:
     """Return the tree with f's value in each leaf's place; a subtree whose leaves f returned unchanged is shared."""
+    try:
+        mapped: SameTree = _map_sharing(f, tree, ())
+    except RecursionError as error:
+        raise depth_error(error, tree) from None
+    return mapped
+
+
+def _map_sharing(f: Callable[[Any], Tree], tree: Tree, path: TreePath) -> Tree:
     children = entries(tree)
     if children is None:
         return call_at(path, f, tree)
-    new = {entry: map_sharing(f, child, (*path, entry)) for entry, child in children.items()}
+    new = {entry: _map_sharing(f, child, (*path, entry)) for entry, child in children.items()}
     return tree if all(new[entry] is child for entry, child in children.items()) else like(tree, new)
+
+
+def depth_error(error: RecursionError, *trees: Tree) -> Exception:
+    """Return what to raise where there was no stack left: a TreeError where one of the trees is deep.
+
+    Otherwise it is the error itself, of a caller's function that calls itself.
+
+    Examples:
+        >>> depth_error(RecursionError("too deep"), {"a": [1]})
+        RecursionError('too deep')
+    """
+    path = next(filter(None, map(_deep_path, trees)), None)
+    if path is None:
+        return error
+    found, fix = f"{render_path(path[:_SHOWN])}... of {_DEEP} levels or more", "Flatten it."
+    return TreeError(error_text(TOO_DEEP, found=found, fix=fix))
+
+
+def _deep_path(tree: Tree) -> TreePath | None:
+    """Return the path of a node that is deep down, found without a stack: the tree may contain itself."""
+    left: list[tuple[TreePath, Tree]] = [((), tree)]
+    while left:
+        path, node = left.pop()
+        if len(path) == _DEEP:
+            return path
+        left += [((*path, entry), child) for entry, child in (entries(node) or {}).items()]
+    return None
+
+
+def check_function(doing: str, field: str, value: object, expected: str = "a function") -> None:
+    """Raise MetadataError for what can't be called, such as a tree that was given in a function's place.
+
+    Examples:
+        >>> check_function("map_shards", "f", len)
+    """
+    if not callable(value):
+        fix = f"See help(shardtree.{doing}) for the order of its arguments."
+        refuse(doing, field, type(value).__name__, expected, fix, error=MetadataError)
 
 
 def call_at(path: TreePath, f: Callable[..., Any], *arguments: Any) -> Any:

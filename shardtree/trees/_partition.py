@@ -45,7 +45,7 @@ def extract_sharded(tree: Tree) -> tuple[Tree, Tree]:
     return partition(tree, lambda leaf: isinstance(leaf, ShardedBase))
 
 
-def extract_nonpersistent(tree: Tree) -> tuple[Tree, Tree]:
+def extract_nonpersistent(sharded_state_dict: Tree) -> tuple[Tree, Tree]:
     """Return the tree with only its `LocalNonpersistentObject` leaves, and the tree with only the rest.
 
     Examples:
@@ -53,4 +53,4 @@ def extract_nonpersistent(tree: Tree) -> tuple[Tree, Tree]:
         >>> extract_nonpersistent({"cache": LocalNonpersistentObject(1), "step": 3})[1]
         {'cache': HOLE, 'step': 3}
     """
-    return partition(tree, lambda leaf: isinstance(leaf, LocalNonpersistentObject))
+    return partition(sharded_state_dict, lambda leaf: isinstance(leaf, LocalNonpersistentObject))

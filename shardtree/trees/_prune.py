@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ._hole import HOLE
-from ._nodes import Tree, entries, like
+from ._nodes import Tree, depth_error, entries, like
 
 
 def prune(tree: Tree) -> Tree:
@@ -16,7 +16,10 @@ def prune(tree: Tree) -> Tree:
         >>> prune({"a": HOLE, "b": {"c": HOLE}, "d": [{"e": HOLE}, 1], "f": {}})
         {'d': [HOLE, 1], 'f': {}}
     """
-    pruned, children = _pruned(tree), entries(tree)
+    try:
+        pruned, children = _pruned(tree), entries(tree)
+    except RecursionError as error:
+        raise depth_error(error, tree) from None
     if pruned is not HOLE or children is None:
         return pruned
     return like(tree, {} if isinstance(tree, dict) else dict.fromkeys(children, HOLE))

@@ -16,6 +16,7 @@ import torch
 from ..errors import ShapeError, error_text
 from ..lazy import LazyTensor
 from ..mapping import ShardedTensor, ShardedTensorFactory
+from ..mapping.memory import check_has_shape
 
 NAMESPACE: Final = "shardtree"
 
@@ -71,7 +72,10 @@ def described_kind(leaf: Boxed) -> tuple[torch.dtype, tuple[int, ...]] | None:
 
 def _check_data(leaf: Boxed, data: torch.Tensor | LazyTensor) -> None:
     kind = described_kind(leaf)
-    if kind is None or (data.dtype, tuple(data.shape)) == kind:
+    if kind is None:
+        return
+    check_has_shape(f"map_data: the function's value for {leaf.key!r}", data)
+    if (data.dtype, tuple(data.shape)) == kind:
         return
     what = f"map_data: the function changed the dtype or shape of {leaf.key!r}, so that its metadata would be wrong"
     found, expected = f"{tuple(data.shape)} {data.dtype}", f"{kind[1]} {kind[0]}"

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from ..errors import TreePath
 from ..mapping import ShardedBase
 from ._hole import HOLE
-from ._nodes import Tree, call_at, entries, like
+from ._nodes import Tree, call_at, check_function, depth_error, entries, like
 from ._paths import path_key
 
 Wanted: TypeAlias = str | re.Pattern[str] | Callable[[TreePath, Any], object]
@@ -34,7 +34,10 @@ def select(tree: Tree, wanted: Wanted) -> Tree:
         >>> select(tree, lambda path, leaf: path[-1] == "lr")
         {'groups': [{'lr': 3}, HOLE]}
     """
-    chosen = _select(tree, (), _chooser(wanted))
+    try:
+        chosen = _select(tree, (), _chooser(wanted))
+    except RecursionError as error:
+        raise depth_error(error, tree) from None
     return like(tree, {}) if chosen is HOLE and isinstance(tree, (dict, list)) else chosen
 
 
@@ -53,6 +56,7 @@ def _select(tree: Tree, path: TreePath, choose: Callable[[TreePath, Any], object
 
 def _chooser(wanted: Wanted) -> Callable[[TreePath, Any], object]:
     if not isinstance(wanted, (str, re.Pattern)):
+        check_function("select", "wanted", wanted, "a text, a pattern or a function")
         return wanted
     found = re.compile(fnmatch.translate(wanted)).match if isinstance(wanted, str) else wanted.search
     return lambda path, leaf: any(map(found, _names(path, leaf)))

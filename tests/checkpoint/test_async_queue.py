@@ -120,7 +120,7 @@ def check_each_is_the_moment_of_its_call(world: World, folders: Sequence[Storage
                         state.tree,
                         folder,
                         async_sharded_save=True,
-                        preprocess_common_before_consistency_check=preprocess,
+                        preprocess_common_before_consistancy_check=preprocess,
                         world=world,
                         **options,
                     )

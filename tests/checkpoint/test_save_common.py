@@ -135,7 +135,7 @@ def test_preprocessing_leaves_things_out_of_the_comparison_only():
         return {key: value for key, value in common.items() if key != "time"}
 
     trees = [{"time": rank, "step": 3, "w": shard(rank, 2)} for rank in range(2)]
-    folder = save_on(trees, preprocess_common_before_consistency_check=without_time)
+    folder = save_on(trees, preprocess_common_before_consistancy_check=without_time)
     assert st.load_common_state_dict(folder) == {"time": 0, "step": 3}
 
 
@@ -146,7 +146,7 @@ def test_preprocessing_that_changes_its_argument_does_not_change_what_is_saved()
         return common
 
     trees = [{"time": rank, "nested": {"lr": 0.1}, "w": shard(rank, 2)} for rank in range(2)]
-    folder = save_on(trees, preprocess_common_before_consistency_check=pop_time)
+    folder = save_on(trees, preprocess_common_before_consistancy_check=pop_time)
     assert st.load_common_state_dict(folder) == {"time": 0, "nested": {"lr": 0.1}}
     assert trees[1]["nested"] == {"lr": 0.1}
 
@@ -157,7 +157,7 @@ def test_preprocessing_that_fails_on_one_rank_fails_on_all():
             return {}[world.rank] if world.rank else common
 
         with pytest.raises(RemoteError, match="rank 1: KeyError"):
-            st.save({"w": shard(world.rank, 2)}, folder, preprocess_common_before_consistency_check=fails, world=world)
+            st.save({"w": shard(world.rank, 2)}, folder, preprocess_common_before_consistancy_check=fails, world=world)
         return True
 
     folder = MemoryStorage()

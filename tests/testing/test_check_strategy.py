@@ -456,6 +456,28 @@ def test_it_catches_a_backend_that_recognises_everything() -> None:
     assert "an empty folder: takes it for" in text
 
 
+def torn(checkpoint: Checkpoint, shards: Any, *rest: Any) -> None:
+    raise TypeError(f"{checkpoint.world.size} ranks")
+
+
+@pytest.mark.parametrize(
+    ("action", "fault", "promise"),
+    [(Save, raw, "every dtype comes back bit for bit"), (Load, torn, "regular layouts come back")],
+)
+def test_a_raw_error_comes_with_the_lines_of_the_backend_that_raised_it(
+    action: StrategyAction, fault: Any, promise: str
+) -> None:
+    text = caught(NATIVE, action, fault, promise)
+    (traceback,) = set(re.findall(r"raised a raw TypeError: .*\n((?:        .*\n)+)", text))
+    file, line = map(str.strip, traceback.splitlines())
+    assert re.fullmatch(rf'File "{re.escape(__file__)}", line \d+, in {fault.__name__}', file), text
+    assert line.startswith("raise TypeError(")
+
+
+def test_an_error_of_ours_comes_without_lines() -> None:
+    assert "File" not in caught(NATIVE, Save, refusing, "regular layouts come back")
+
+
 def test_all_that_is_broken_is_told_at_once() -> None:
     table = default_strategies | {(Save, *NATIVE): saving(swapped), (Common, *NATIVE): lambda checkpoint: {}}
     with pytest.raises(AssertionError) as failure:

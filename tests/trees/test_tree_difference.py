@@ -142,3 +142,13 @@ def test_a_single_element_may_keep_its_stride() -> None:
     tensor = torch.arange(8)[4::4]
     assert not diff({"w": tensor}, {"w": torch.tensor([4])})
     assert diff({"w": tensor}, {"w": torch.tensor([5])})
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors_differ_where_a_part_does(layout: torch.layout) -> None:
+    def nested(*parts: list[float]) -> torch.Tensor:
+        return torch.nested.nested_tensor([torch.tensor(part) for part in parts], layout=layout)
+
+    assert not diff(nested([1.0], [2.0, 3.0]), nested([1.0], [2.0, 3.0]))
+    others = (nested([1.0], [2.0, 4.0]), nested([1.0], [2.0]), nested([1.0]), torch.ones(2))
+    assert all(diff(nested([1.0], [2.0, 3.0]), other) for other in others)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal, TypeAlias, TypedDict, TypeVar, Unpack, overload
 
 import torch
 
@@ -24,7 +24,74 @@ from ._settle import Settled, Wanted, settle
 from ._strict import StrictHandling, returns_keys
 from ._taken_apart import Target
 
+_Key = TypeVar("_Key")
 
+_Returns: TypeAlias = Literal[
+    StrictHandling.RETURN_UNEXPECTED, StrictHandling.RETURN_ALL, "return_unexpected", "return_all"
+]
+_Leaves: TypeAlias = Literal[
+    StrictHandling.ASSUME_OK_UNEXPECTED,
+    StrictHandling.LOG_UNEXPECTED,
+    StrictHandling.LOG_ALL,
+    StrictHandling.RAISE_UNEXPECTED,
+    StrictHandling.RAISE_ALL,
+    StrictHandling.IGNORE_ALL,
+    "assume_ok_unexpected",
+    "log_unexpected",
+    "log_all",
+    "raise_unexpected",
+    "raise_all",
+    "ignore_all",
+]
+
+
+class _Options(TypedDict, total=False):
+    """What `load` takes by name alone, for type checkers."""
+
+    world: Any
+    donate: bool
+    cast: bool
+    exchange: Exchange
+    object_rules: Mapping[str, ObjectRule] | None
+    verify: Verify
+    allow_pickle: bool
+    types: tuple[type, ...]
+    strategies: Strategies | None
+    progress: Callable[[int], None] | None
+    report: Callable[[ReadReport], None] | None
+    layout: ShardColumns | None
+
+
+@overload
+def load(
+    sharded_state_dict: dict[_Key, Any],
+    checkpoint_dir: Directory,
+    sharded_strategy: Choice = ...,
+    common_strategy: Choice = ...,
+    validate_access_integrity: bool = ...,
+    strict: _Leaves = ...,
+    **options: Unpack[_Options],
+) -> dict[_Key, Any]: ...
+@overload
+def load(
+    sharded_state_dict: dict[_Key, Any],
+    checkpoint_dir: Directory,
+    sharded_strategy: Choice = ...,
+    common_strategy: Choice = ...,
+    validate_access_integrity: bool = ...,
+    strict: _Returns = ...,
+    **options: Unpack[_Options],
+) -> tuple[dict[_Key, Any], set[str], set[str]]: ...
+@overload
+def load(
+    sharded_state_dict: Any,
+    checkpoint_dir: Directory,
+    sharded_strategy: Choice = ...,
+    common_strategy: Choice = ...,
+    validate_access_integrity: bool = ...,
+    strict: str | StrictHandling = ...,
+    **options: Unpack[_Options],
+) -> Any: ...
 def load(
     sharded_state_dict: Any,
     checkpoint_dir: Directory,

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from ...codec import named_types
 from ...errors import UnsafeFile, UnsupportedValue
 from ...layouts import ObjectRule, ShardColumns
 from ...strategies import Checkpoint, Strategies
@@ -237,7 +238,7 @@ def stored_common(checkpoint: Checkpoint, choices: Choices, types: tuple[type, .
     """Return the stored common tree, with instances of the target's own namedtuple classes where they fit."""
     _, common, strategies = choices
     # The caller's types come last, where they count.
-    options = replace(checkpoint.options, types=(*types, *checkpoint.options.types))
+    options = replace(checkpoint.options, types=(*types, *named_types(checkpoint.options.types).values()))
     try:
         return load_common(replace(checkpoint, options=options), common, strategies)
     except UnsupportedValue:

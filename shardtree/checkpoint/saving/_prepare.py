@@ -20,7 +20,7 @@ from ...errors import (
 )
 from ...lazy import LazyTensor
 from ...mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
-from ...mapping.memory import lacks_memory
+from ...mapping.memory import has_elements, lacks_memory
 from ...storage import collector_paused
 from ...strategies import misfit
 from ...trees import (
@@ -168,7 +168,9 @@ def _check_data(tensors: Sequence[tuple[TreePath, ShardedTensor]]) -> None:
 
 def _has_data(shard: ShardedTensor) -> bool:
     data = shard.data
-    return hasattr(data, "dtype") and not getattr(data, "is_meta", False) and not lacks_memory(data)
+    if isinstance(data, torch.Tensor):
+        return has_elements(data) and not lacks_memory(data)
+    return hasattr(data, "dtype")
 
 
 def _kind(data: Any) -> str:

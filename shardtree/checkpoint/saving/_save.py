@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 from ...layouts import ShardColumns
 from ...storage import Directory, background_threads
@@ -21,6 +21,60 @@ from ._ready import Comparison, Ready, Sums, Told, compare_common, get_ready, re
 from ._request import save_request, warns_unused
 
 
+class _Options(TypedDict, total=False):
+    """What `save` takes by name alone, for type checkers."""
+
+    world: Any
+    overwrite: bool
+    snapshot: bool
+    durable: bool
+    allow_pickle: bool
+    stale_after: float
+    strategies: Strategies | None
+    progress: Callable[[int], None] | None
+    fingerprint: bool
+    checksums: bool
+    check_replicas: bool
+    layout: ShardColumns | None
+
+
+# In this order: a call that doesn't say async_sharded_save fits the first two.
+@overload
+def save(
+    sharded_state_dict: Any,
+    checkpoint_dir: Directory,
+    sharded_strategy: Choice = ...,
+    common_strategy: Choice = ...,
+    validate_access_integrity: bool = ...,
+    async_sharded_save: Literal[False] = ...,
+    preprocess_common_before_consistancy_check: Callable[[Any], Any] | None = ...,
+    content_metadata: Mapping[str, Any] | None = ...,
+    **options: Unpack[_Options],
+) -> None: ...
+@overload
+def save(
+    sharded_state_dict: Any,
+    checkpoint_dir: Directory,
+    sharded_strategy: Choice = ...,
+    common_strategy: Choice = ...,
+    validate_access_integrity: bool = ...,
+    async_sharded_save: Literal[True] = ...,
+    preprocess_common_before_consistancy_check: Callable[[Any], Any] | None = ...,
+    content_metadata: Mapping[str, Any] | None = ...,
+    **options: Unpack[_Options],
+) -> AsyncRequest[Any]: ...
+@overload
+def save(
+    sharded_state_dict: Any,
+    checkpoint_dir: Directory,
+    sharded_strategy: Choice = ...,
+    common_strategy: Choice = ...,
+    validate_access_integrity: bool = ...,
+    async_sharded_save: bool = ...,
+    preprocess_common_before_consistancy_check: Callable[[Any], Any] | None = ...,
+    content_metadata: Mapping[str, Any] | None = ...,
+    **options: Unpack[_Options],
+) -> AsyncRequest[Any] | None: ...
 def save(
     sharded_state_dict: Any,
     checkpoint_dir: Directory,
@@ -28,7 +82,7 @@ def save(
     common_strategy: Choice = None,
     validate_access_integrity: bool = True,
     async_sharded_save: bool = False,
-    preprocess_common_before_consistency_check: Callable[[Any], Any] | None = None,
+    preprocess_common_before_consistancy_check: Callable[[Any], Any] | None = None,
     content_metadata: Mapping[str, Any] | None = None,
     *,
     world: Any = None,
@@ -58,7 +112,7 @@ def save(
             else to write does it. Otherwise each main replica is written where it is.
         async_sharded_save: whether to return the request instead of running it, for an `AsyncCallsQueue`.
             Everything is taken as it is now: the caller may go on changing it at once.
-        preprocess_common_before_consistency_check: applied to the common state before ranks compare theirs.
+        preprocess_common_before_consistancy_check: applied to the common state before ranks compare theirs.
         content_metadata: stored with the common state, for `load_content_metadata`.
         world: the ranks that take part; torch.distributed's default group, or else this process alone.
         overwrite: whether a checkpoint that is already there may be replaced.
@@ -115,7 +169,7 @@ def save(
     threads = background_threads() if async_sharded_save else None
     options = SaveOptions(durable, allow_pickle, stale_after, tell, fingerprint, checksums, threads)
     take_apart = partial(prepare_for_later if async_sharded_save else prepare, sharded_state_dict, content_metadata)
-    checked = preprocess_common_before_consistency_check or _as_it_is if validate_access_integrity else None
+    checked = preprocess_common_before_consistancy_check or _as_it_is if validate_access_integrity else None
     comparison = Comparison(
         layouts=validate_access_integrity or check_replicas or layout is not None,
         replicas=check_replicas,

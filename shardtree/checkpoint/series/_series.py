@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, overload
 
 from ...errors import CheckpointingException, NotACheckpoint, error_text
 from ...retention import Choose, SavedStep
@@ -106,6 +106,39 @@ class CheckpointSeries:
         given: dict[str, Any] = {"world": self.world, "strategies": self.strategies, **options}
         return load(sharded_state_dict, self.at(step), **given)
 
+    @overload
+    def save(
+        self,
+        sharded_state_dict: Any,
+        step: int,
+        *,
+        metrics: Mapping[str, Any] | None = ...,
+        pinned: bool = ...,
+        async_sharded_save: Literal[False] = ...,
+        **options: Any,
+    ) -> None: ...
+    @overload
+    def save(
+        self,
+        sharded_state_dict: Any,
+        step: int,
+        *,
+        metrics: Mapping[str, Any] | None = ...,
+        pinned: bool = ...,
+        async_sharded_save: Literal[True],
+        **options: Any,
+    ) -> AsyncRequest[Any]: ...
+    @overload
+    def save(
+        self,
+        sharded_state_dict: Any,
+        step: int,
+        *,
+        metrics: Mapping[str, Any] | None = ...,
+        pinned: bool = ...,
+        async_sharded_save: bool = ...,
+        **options: Any,
+    ) -> AsyncRequest[Any] | None: ...
     def save(
         self,
         sharded_state_dict: Any,
@@ -139,7 +172,6 @@ class CheckpointSeries:
         if not async_sharded_save:
             given["snapshot"] = False
         request = save(sharded_state_dict, folder_in(self._storage, folder), async_sharded_save=True, **given)
-        assert request is not None
         place = Place(self._storage, folder, Record(None, measured, bool(pinned)), given["strategies"])
         noting = recorded(request, place)
         if async_sharded_save:

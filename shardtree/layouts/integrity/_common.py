@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...errors import TreePath, rank_text
+from ...errors import MetadataError, TreePath, rank_text
+from ...geometry import refuse
 from ...trees import diff, without_holes
 from ._problem import Problem
 
@@ -40,6 +41,9 @@ def common_problems(commons: Sequence[Any] | Mapping[int, Any]) -> tuple[Problem
         tree['step']: ranks 0, 3 have 7, ranks 1, 2 have 8
         tree['lr']: ranks 0-2 have nothing, rank 3 has 0.1
     """
+    if not isinstance(commons, Mapping | Sequence):
+        fix = "Give each rank's common tree: a list, or a dict by rank."
+        refuse("common_problems", "commons", type(commons).__name__, "a sequence", fix, error=MetadataError)
     by_rank = commons if isinstance(commons, Mapping) else dict(enumerate(commons))
     trees = {rank: without_holes(common) for rank, common in by_rank.items()}
     first = next(iter(trees.values()), None)

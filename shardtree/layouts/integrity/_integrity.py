@@ -9,7 +9,7 @@ import numpy as np
 
 from ...errors import IntegrityError, error_text
 from ...geometry import box_column
-from .._columns import ShardColumns, select_rows
+from .._columns import ShardColumns, check_columns, check_ranks_columns, select_rows
 from ._faults import doubled_faults, sharding_faults
 from ._join import join_agreed
 from ._kinds import agreed_parts, kind_problems
@@ -34,6 +34,7 @@ def sharding_problems(parts: Sequence[ShardColumns], objects: Sequence[ObjectCol
         ...     print(problem)
         'w' (ranks 0-2): (4,) float32 on rank 0, (6,) float32 on rank 1, (8,) float32 on rank 2
     """
+    check_ranks_columns("sharding_problems", parts)
     return _joined(parts, objects)[1]
 
 
@@ -85,6 +86,7 @@ def access_problems(columns: ShardColumns) -> tuple[Problem, ...]:
         >>> [str(problem) for problem in access_problems(st.shard_columns([half]))]
         ["'w' (rank 0): [2:4, 0:3] has no main replica (6 of 12 elements); beside it: rank 0 [0:2, 0:3]"]
     """
+    check_columns("access_problems", columns)
     main = select_rows(columns, np.flatnonzero(columns.main))
     return (*_beyond(main), *fault_problems(columns, sharding_faults(main), "element"))
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from ...errors import IntegrityError, error_text
 from ...geometry import Column, widen
-from .._columns import ShardColumns, TensorKind
+from .._columns import ShardColumns, TensorKind, check_ranks_columns
 from ._kinds import ONE_KIND, kind_problems
 
 _Keys: TypeAlias = tuple[str, ...]
@@ -28,6 +28,7 @@ def join_columns(parts: Sequence[ShardColumns]) -> ShardColumns:
         >>> join_columns([st.shard_columns([shard], rank) for rank, shard in enumerate(shards)]).offset.tolist()
         [[0], [2]]
     """
+    check_ranks_columns("join_columns", parts)
     disagreed = kind_problems(parts)
     if disagreed:
         what = "the ranks don't agree about their tensors"

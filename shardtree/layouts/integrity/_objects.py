@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ...geometry import Column, box_column, widen
+from ...errors import MetadataError
+from ...geometry import Column, box_column, refuse, widen
 from ...mapping import ShardedObject, is_main_replica
 from .._columns import ShardColumns, TensorKind, select_rows
 from ._faults import sharding_faults
@@ -52,7 +53,11 @@ def object_columns(objects: Sequence[ShardedObject], rank: int = 0) -> ObjectCol
         >>> columns.keys, columns.shapes, columns.offset.tolist()
         (('rng',), ((2, 4),), [[1, 3]])
     """
-    arrays = sorted({(item.key, item.global_shape) for item in objects})
+    try:
+        arrays = sorted({(item.key, item.global_shape) for item in objects})
+    except (AttributeError, TypeError):
+        fix = "Give the objects alone, those of one rank."
+        refuse("object_columns", "objects", type(objects).__name__, "a list of ShardedObject", fix, error=MetadataError)
     number = {array: position for position, array in enumerate(arrays)}
     return ObjectColumns(
         keys=tuple(key for key, _ in arrays),

@@ -10,6 +10,7 @@ import torch
 from ...errors import IntegrityError, MetadataError, TreeError, TreePath, error_text, render_path
 from ...lazy import LazyTensor
 from ...mapping import ShardedTensor
+from ...mapping.memory import SHAPE_FIX, without_shape
 from ...trees import call_at, diff, path_key
 
 KeyFunction = Callable[[TreePath], str]
@@ -32,16 +33,19 @@ def keyed_tensors(
     if key is not None and not callable(key):
         fix = "Pass a function from a leaf's path, a tuple, to its key."
         raise MetadataError(error_text(f"{doing}: key isn't a function", found=type(key).__name__, fix=fix))
-    strange = [f"{render_path(path)}: {leaf.layout}" for path, leaf in pairs if _is_strange(leaf)]
+    strange = [f"{render_path(path)}: {found}" for path, leaf in pairs if (found := _strange(leaf))]
     if strange:
-        fix = "Shard dense tensors, as .to_dense() and .dequantize() give them."
+        dense = "Shard dense tensors, as .to_dense() and .dequantize() give them."
+        fix = SHAPE_FIX if any(without_shape(leaf) for _, leaf in pairs) else dense
         raise TreeError(error_text(f"{doing}: not dense", offenders=strange, fix=fix))
     tensors = [(path, leaf) for path, leaf in pairs if isinstance(leaf, (torch.Tensor, LazyTensor))]
     return {path: _keyed(call_at(path, key or path_key, path), leaf) for path, leaf in tensors}
 
 
-def _is_strange(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and (leaf.layout != torch.strided or leaf.is_quantized)
+def _strange(leaf: Any) -> str:
+    if not isinstance(leaf, torch.Tensor) or (shapeless := without_shape(leaf)):
+        return shapeless if isinstance(leaf, torch.Tensor) else ""
+    return str(leaf.layout) if leaf.layout != torch.strided or leaf.is_quantized else ""
 
 
 def _keyed(key: str, leaf: Any) -> ShardedTensor:

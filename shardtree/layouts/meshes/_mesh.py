@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
-from typing import Any
+from typing import Any, Never
 
 import numpy as np
 
-from ...errors import MetadataError, error_text
+from ...errors import MetadataError, error_text, plural
 from ...geometry import integer, refuse
 
 
@@ -26,7 +26,7 @@ class Mesh:
         ranks: who is where, in row-major order; 0, 1, 2 ... unless `on_ranks` says otherwise.
 
     Raises:
-        MetadataError: a size isn't an integer of at least 1.
+        MetadataError: a size isn't an integer of at least 1, or has no name.
 
     Examples:
         >>> mesh = Mesh(dp=2, tp=4)
@@ -39,7 +39,11 @@ class Mesh:
     axes: tuple[tuple[str, int], ...]
     ranks: tuple[int, ...]
 
-    def __init__(self, /, **axes: int) -> None:
+    def __init__(self, /, *sizes_alone: Never, **axes: int) -> None:
+        if sizes_alone:
+            found, expected = f"{plural(len(sizes_alone), 'argument')} without a name", "each axis's size by its name"
+            fix = f"Write {_by_name(sizes_alone)}; `on_ranks` puts other ranks on it."
+            refuse("Mesh", "axes", found, expected, fix, error=MetadataError)
         sizes = tuple((name, integer("Mesh", name, size)) for name, size in axes.items())
         for name, size in sizes:
             if size < 1:
@@ -124,6 +128,19 @@ def check_mesh(mesh: Any) -> None:
     if not isinstance(mesh, Mesh):
         what, fix = "not a mesh", "Pass Mesh(dp=2, tp=4), say, before the specs; `mesh_of` makes one of a DeviceMesh."
         raise MetadataError(error_text(what, found=type(mesh).__name__, expected="a Mesh", fix=fix))
+
+
+def _by_name(sizes: tuple[Any, ...]) -> str:
+    """Return how a mesh is written that was given as JAX and torch do: as sizes, then names.
+
+    Examples:
+        >>> _by_name(((2, 4), ("dp", "tp"))), _by_name((8,))
+        ('Mesh(dp=2, tp=4)', 'Mesh(dp=2, tp=4), say')
+    """
+    rows = [tuple(part) if isinstance(part, Sequence) else () for part in sizes[-2:]]
+    if len(rows) == 2 and rows[0] and len(rows[0]) == len(rows[1]) and all(map(str.isidentifier, map(str, rows[1]))):
+        return f"Mesh({', '.join(f'{name}={size}' for size, name in zip(*rows, strict=True))})"
+    return "Mesh(dp=2, tp=4), say"
 
 
 def _text(ranks: tuple[int, ...]) -> str:

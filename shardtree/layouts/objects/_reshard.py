@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...errors import IntegrityError, KeyMismatch, TreeError, error_text
+from ...errors import IntegrityError, KeyMismatch, MetadataError, TreeError, error_text
 from ...mapping import ShardedObject
 from ...trees import HOLE, match_keys
 from ._array import ObjectRule, Shape, cells_of, ruled
@@ -72,7 +72,12 @@ def reshard_objects(
         >>> [item.data for item in reshard_objects(seen, targets, {"seen": redistribute_objects})]
         [[0, 10], [1], [11]]
     """
-    listed = list(sources)
+    listed = list(sources) if isinstance(sources, Iterable) else [sources]
+    asked_for = targets if isinstance(targets, Iterable) else [targets]
+    others = [type(item).__name__ for item in (*listed, *asked_for) if not isinstance(item, ShardedObject)]
+    if others:
+        what, fix = "reshard_objects: not a list of ShardedObject", "Give the objects alone, those of all ranks."
+        raise MetadataError(error_text(what, found=others[0], expected="sharded objects", fix=fix))
     chosen = rules_by_key("reshard_objects", rules or {}, (item.key for item in (*listed, *targets)))
     asked = {item.key for item in targets}
     held = held_arrays(item for item in listed if item.key in asked)

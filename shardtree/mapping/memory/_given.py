@@ -11,14 +11,24 @@ from .._tensor import ShardedTensor
 
 
 def given_tensor(shard: ShardedTensor) -> torch.Tensor | None:
-    """Return a shard's tensor; None where it has no memory of its own: no data, a meta or a lazy tensor.
+    """Return a shard's tensor; None where it has no memory of its own: no data, a meta, fake or lazy tensor.
 
     Examples:
         >>> given_tensor(ShardedTensor.from_rank_offsets("w", torch.empty(2, device="meta"))) is None
         True
     """
     data = shard.data
-    return data if isinstance(data, torch.Tensor) and not data.is_meta else None
+    return data if isinstance(data, torch.Tensor) and has_elements(data) else None
+
+
+def has_elements(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has elements: it isn't a meta tensor, nor a fake one, as ``torch.export`` makes them.
+
+    Examples:
+        >>> has_elements(torch.zeros(2)), has_elements(torch.zeros(2, device="meta"))
+        (True, False)
+    """
+    return not tensor.is_meta and not hasattr(tensor, "fake_mode")
 
 
 def lacks_memory(data: Any) -> bool:

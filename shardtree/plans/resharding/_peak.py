@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ...errors import MetadataError, error_text, plural
-from ...geometry import Column
+from ...geometry import Column, check_type
 from ...layouts import ShardColumns
 from ._plan import ReshardPlan
 from ._schedule import Schedule
@@ -36,6 +36,8 @@ def peak_bytes(plan: ReshardPlan, schedule: Schedule) -> dict[int, int]:
         >>> peak_bytes(plan, plan.schedule()), peak_bytes(plan, plan.schedule(max_bytes_in_flight=4))
         ({0: 24, 1: 24}, {0: 20, 1: 20})
     """
+    check_type("peak_bytes", "plan", plan, ReshardPlan, "Pass what `plan_reshard` returns.")
+    check_type("peak_bytes", "schedule", schedule, Schedule, "Pass what `plan.schedule()` returns.")
     _check_schedule(plan, schedule)
     ranks = np.array(plan.ranks, dtype=np.int64)
     held = _shard_bytes(plan.source, ranks) + _shard_bytes(plan.target, ranks)

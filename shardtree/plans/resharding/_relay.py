@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ...geometry import Column, integer
+from ...geometry import Column, check_type, integer
 from ._alike import alike_boxes
 from ._deal import Parts, dealt_parts
 from ._pieces import joined_routes
@@ -28,7 +28,7 @@ def relayed(plan: ReshardPlan, *, shortest_cut: int = SHORTEST_CUT) -> ReshardPl
         shortest_cut: bytes; no box is cut among those that want it into parts that are shorter.
 
     Raises:
-        MetadataError: `shortest_cut` isn't an integer.
+        MetadataError: `plan` isn't a plan, or `shortest_cut` no integer.
 
     Examples:
         >>> import torch, shardtree as st
@@ -38,6 +38,7 @@ def relayed(plan: ReshardPlan, *, shortest_cut: int = SHORTEST_CUT) -> ReshardPl
         >>> plan.leaving([0]), once.leaving([0]), once.bytes_moved
         (16777216, 4194304, 16777216)
     """
+    check_type("relayed", "plan", plan, ReshardPlan, "Pass what `plan_reshard` returns.")
     shortest = max(1, integer("relayed", "shortest_cut", shortest_cut))
     every = plan.transfers
     moving = np.flatnonzero((every.hop == 0) & (every.from_rank != every.to_rank) & (every.nbytes > 0))

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import sysconfig
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from ...errors import CheckpointingException, RemoteError, StorageError, StrategyError, UnsupportedValue, plural
 
 _SHOWN = 3  # cases of one promise
 _REFUSALS = (UnsupportedValue, StrategyError, StorageError)
 _LONGEST = 300  # characters of what was raised: a traceback says the rest
+_FRAMES = 6  # of that traceback, the innermost
+_PACKAGE = Path(__file__).parents[2]
+_PYTHON = sysconfig.get_path("stdlib")
 
 
 class Refused(Exception):
@@ -111,8 +117,28 @@ def told(error: BaseException) -> str:
         return str(error) or "a check failed"
     if isinstance(error, RemoteError) and error.__cause__ is not None:
         error = error.__cause__  # this rank's own
-    kind = "our" if isinstance(error, CheckpointingException) else "a raw"
-    return f"raised {kind} {type(error).__name__}: {str(error)[:_LONGEST]}"
+    kind, raw = "our" if isinstance(error, CheckpointingException) else "a raw", _raw(error)
+    text = f"raised {kind} {type(error).__name__}: {str(error)[:_LONGEST]}"
+    return text if raw is None else f"{text}\n{_where(raw)}"
+
+
+def _raw(error: BaseException) -> BaseException | None:
+    """Return what was raised, or what a rank raised before all of them said so, if it isn't an error of ours."""
+    while isinstance(error, RemoteError) and error.__cause__ is not None:
+        error = error.__cause__
+    return None if isinstance(error, CheckpointingException) else error
+
+
+def _where(error: BaseException) -> str:
+    """Return the end of an error's traceback, from the first frame that is neither ours nor Python's: the backend's."""
+    frames = traceback.extract_tb(error.__traceback__)
+    first = next((number for number, frame in enumerate(frames) if not _is_on_the_way(frame.filename)), 0)
+    return "".join(traceback.format_list(frames[max(first, len(frames) - _FRAMES) :])).rstrip()
+
+
+def _is_on_the_way(filename: str) -> bool:
+    is_format = filename.startswith(str(_PACKAGE / "strategies")) or "site-packages" in filename
+    return filename.startswith((str(_PACKAGE), _PYTHON)) and not is_format
 
 
 def first_line(error: BaseException) -> str:

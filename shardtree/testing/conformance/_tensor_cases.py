@@ -191,7 +191,9 @@ def _check_later(subject: Subject, ranks: int, layout: Any) -> None:
         request = save(trees[world.rank], place, world=world, async_sharded_save=True, snapshot=False)
         names = file_names(storage_at(place))
         world.barrier()
-        assert not any(map(is_no_note, names)), f"preparing wrote {sorted(names)}"
+        if any(map(is_no_note, names)):
+            request.abandon()
+            raise AssertionError(f"preparing wrote {sorted(names)}")
         request.execute_sync()
 
     simulate(ranks, on_rank)

@@ -11,6 +11,7 @@ import torch
 from ...errors import KeyMismatch, MetadataError, ShapeError, error_text
 from ...geometry import integers
 from ...mapping import ShardedTensor, ShardedTensorFactory
+from ...mapping.memory import check_has_shape
 from ._plan import BufferPlan
 
 Parameter = ShardedTensor | ShardedTensorFactory
@@ -62,6 +63,7 @@ def _shape(value: Any) -> tuple[int, ...] | None:
     if isinstance(value, ShardedTensor):
         return value.local_shape
     held = value.data if isinstance(value, ShardedTensorFactory) else value
+    check_has_shape("a parameter", held)
     shape = held if isinstance(held, (tuple, list)) else getattr(held, "shape", None)
     return None if shape is None else integers("shape", "size", shape)
 

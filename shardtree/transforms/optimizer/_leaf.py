@@ -9,6 +9,7 @@ import torch
 
 from ...errors import TreeError, error_text, render_path
 from ...mapping import LocalNonpersistentObject, ShardedBase
+from ...mapping.memory import without_shape
 from ...trees import call_at, leaves_with_paths, match_key
 from ._moments import PREFIX, moment, moment_shape
 from ._per_parameter import per_parameter
@@ -75,6 +76,8 @@ def problem_of(name: ParamId, param: ShardedParam, state_key: str, value: Any) -
         return None
     if hasattr(value, "placements"):
         return f"{at}: a DTensor; use `from_dtensors` of shardtree.interop.dtensor"
+    if shapeless := without_shape(value):
+        return f"{at}: {shapeless}"
     expected = moment_shape(param)
     shape = tuple(value.shape)
     return None if expected is None or shape in (expected, ()) else f"{at}: {shape}, the parameter has {expected}"

@@ -9,6 +9,7 @@ import torch
 
 from ...errors import ShapeError, TreeError, error_text
 from ...mapping import ShardedTensor, ShardedTensorFactory
+from ...mapping.memory import check_has_shape
 from ._arguments import check_param
 from ._state_dict import ShardedParam
 
@@ -42,6 +43,7 @@ def make_sharded_optimizer_tensor(model_param: ShardedParam, optim_param: torch.
         found = "a DTensor" if isinstance(optim_param, torch.Tensor) else type(optim_param).__name__
         fix = "For DTensors use `from_dtensors` of shardtree.interop.dtensor."
         raise TreeError(error_text(what, found=found, expected="a local tensor", fix=fix))
+    check_has_shape(what, optim_param)
     expected = moment_shape(model_param)
     if expected is not None and tuple(optim_param.shape) != expected:
         fix = "Is it another parameter's, or another rank's? Tensors of another shape need a rule."
