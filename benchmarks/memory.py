@@ -11,7 +11,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,8 @@ FORMATS = ("safetensors", "torch_dist")
 TINY = 20_000
 TENSORS = 4  # so large that a copy of one would be seen
 BATCH = 32 * MIB
+WINDOWS = 48  # MiB: of the formula, of the sum in it, and of the product in that
+RANK = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +188,49 @@ def _convert(
     return action
 
 
+def _compute(
+    backend: str, size: int, rank: int, ranks: int, source: Path, destination: Path, *, formula: Callable[..., Any]
+) -> Action:
+    """Convert what is computed of the checkpoint, of others and of adapters of low rank; others are it, opened anew."""
+    low_rank = source.with_name(f"{source.name}-adapter-{size}")
+    if not low_rank.exists():
+        st.save(_adapter(size), low_rank, durable=False)
+    others = [dict(st.open_checkpoint(source)) for _ in range(2)]
+    adapter = dict(st.open_checkpoint(low_rank))
+
+    def transform(tree: dict[str, Any]) -> dict[str, Any]:
+        return {name: replace(one, data=formula(name, one.data, *others, adapter)) for name, one in tree.items()}
+
+    def action() -> int:
+        st.convert(source, destination, backend=backend, durable=False, transform=transform, max_bytes_in_flight=BATCH)
+        return 0
+
+    return action
+
+
+def _adapter(size: int) -> dict[str, Any]:
+    found = {}
+    for number in range(TENSORS):
+        (rows, columns), dtype = _shape(size, number), _dtype(number)
+        factors = {"A": torch.ones(RANK, columns, dtype=dtype), "B": torch.ones(rows, RANK, dtype=dtype)}
+        for which, tensor in factors.items():
+            name = f"layers.{number}.{which}"
+            found[name] = st.ShardedTensor.from_rank_offsets(name, tensor)
+    return found
+
+
+def _soup(name: str, data: Any, one: Any, other: Any, adapter: Any) -> Any:
+    return (data + one[name].data + other[name].data) / 3
+
+
+def _average(name: str, data: Any, one: Any, other: Any, adapter: Any) -> Any:
+    return 0.9 * data + 0.1 * one[name].data
+
+
+def _merged(name: str, data: Any, one: Any, other: Any, adapter: Any) -> Any:
+    return data + 0.5 * (adapter[f"{name}.B"].data @ adapter[f"{name}.A"].data)
+
+
 CASES = (
     Case("save", _save, kept="whole"),
     Case("save transposed views", _save_transposed),
@@ -196,6 +241,9 @@ CASES = (
     Case("load rows as columns, 2 processes", partial(_load, axis=1, given=True), ranks=2, source="rows"),
     Case("convert, 32 MiB in flight", partial(_convert, most=BATCH), source="whole"),
     Case("convert, 256 MiB in flight, the default", partial(_convert, most=None), source="whole", most=None),
+    Case("convert a soup of three", partial(_compute, formula=_soup), source="whole", most=MOST + WINDOWS),
+    Case("convert a moving average", partial(_compute, formula=_average), source="whole", most=MOST + WINDOWS),
+    Case("convert a merged adapter", partial(_compute, formula=_merged), source="whole", most=MOST + WINDOWS),
 )
 
 

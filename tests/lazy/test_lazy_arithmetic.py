@@ -186,11 +186,22 @@ def test_a_function_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @given(st.integers(0, 9), st.integers(0, 12), st.integers(1, 9), st.sampled_from(FLOATS))
 def test_products_round_as_sums_may(rows: int, inner: int, columns: int, dtype: torch.dtype) -> None:
+    rounds_as_sums_may(lambda left, right: (left @ right).read(), rows, inner, columns, dtype)
+
+
+def rounds_as_sums_may(multiply: Callable[..., Any], rows: int, inner: int, columns: int, dtype: torch.dtype) -> None:
     left, right = numbers((rows, inner), dtype, 1), numbers((inner, columns), dtype, 2)
-    found = (Recorder(left).lazy() @ Recorder(right).lazy()).read()
+    found = multiply(Recorder(left).lazy(), Recorder(right).lazy())
     expected = left.double() @ right.double()
     most = max(inner, 1) * torch.finfo(dtype).eps * (left.double().abs() @ right.double().abs())
     assert found.dtype == dtype and bool(((found.double() - expected).abs() <= most).all())
+
+
+def test_the_law_of_products_catches_sums_in_half_precision() -> None:
+    with pytest.raises(AssertionError):
+        rounds_as_sums_may(
+            lambda left, right: (left.read().half() @ right.read().half()).float(), 9, 9, 9, torch.float32
+        )
 
 
 def test_a_product_in_one_window_is_torchs_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
