@@ -7,6 +7,7 @@ two views. Registering them is the one effect that importing shardtree has.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from operator import attrgetter
 from typing import Any, Final, TypeAlias, TypeVar
 
@@ -74,9 +75,10 @@ def _check_data(leaf: Boxed, data: torch.Tensor | LazyTensor) -> None:
     kind = described_kind(leaf)
     if kind is None:
         return
+    with suppress(RuntimeError):  # of a tensor without a shape
+        if (data.dtype, tuple(data.shape)) == kind:
+            return
     check_has_shape(f"map_data: the function's value for {leaf.key!r}", data)
-    if (data.dtype, tuple(data.shape)) == kind:
-        return
     what = f"map_data: the function changed the dtype or shape of {leaf.key!r}, so that its metadata would be wrong"
     found, expected = f"{tuple(data.shape)} {data.dtype}", f"{kind[1]} {kind[0]}"
     fix = "Use `cast` to change the dtype, or `map_shards` to make another shard."

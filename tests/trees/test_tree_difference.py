@@ -144,6 +144,7 @@ def test_a_single_element_may_keep_its_stride() -> None:
     assert diff({"w": tensor}, {"w": torch.tensor([5])})
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
 def test_nested_tensors_differ_where_a_part_does(layout: torch.layout) -> None:
     def nested(*parts: list[float]) -> torch.Tensor:
