@@ -14,7 +14,7 @@ from ..errors import ShapeError, TreeError, TreePath, error_text, render_path
 from ..lazy import LazyTensor
 from ..mapping import LocalNonpersistentObject, ShardedBase, ShardedObject
 from ._hole import HOLE
-from ._nodes import Tree, describe, entries, is_sequence, like, map_sharing, same_kind
+from ._nodes import Tree, depth_error, describe, entries, is_sequence, like, map_sharing, same_kind
 from ._paths import leaves_with_paths
 from ._registry import described_kind, with_data
 
@@ -75,7 +75,10 @@ def rebox(tree: Tree, data: Tree) -> Tree:
     """
     places: list[str] = []
     shapes: list[str] = []
-    boxed = _boxed(tree, data, (), places, shapes)
+    try:
+        boxed = _boxed(tree, data, (), places, shapes)
+    except RecursionError as error:
+        raise depth_error(error, tree, data) from None
     if places or shapes:
         what, fix = "rebox: the data doesn't fit the sharded tree", "Pass the tree that the data was loaded for."
         kind = TreeError if places else ShapeError

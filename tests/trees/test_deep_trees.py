@@ -61,7 +61,7 @@ CALLS: dict[str, Call] = {
         {"state": {0: deep}, "param_groups": [{"params": [0], "lr": deep}]}, {0: SHARD}
     ),
     "partial_rename": lambda deep: st.partial_rename(deep, {"w": "v"}),
-    "partition": lambda deep: st.partition(lambda leaf: True, deep),
+    "partition": lambda deep: st.partition(deep, lambda leaf: True),
     "plan_reshard": lambda deep: st.plan_reshard([deep], [deep]),
     "prefix": lambda deep: st.prefix(deep, "model."),
     "redistribute": lambda deep: st.redistribute(deep, deep),
@@ -81,7 +81,8 @@ CALLS: dict[str, Call] = {
     ),
     "tree_columns": lambda deep: st.tree_columns([deep]),
     "unshard": lambda deep: st.unshard([deep]),
-    "unwrap": st.unwrap,
+    "unbox": st.unbox,
+    "rebox": lambda deep: st.rebox(deep, deep),
     "without_data": st.without_data,
     "without_holes": st.without_holes,
     "dtensor_layout": dtensor_layout,
@@ -173,7 +174,7 @@ def test_a_function_that_calls_itself_is_not_taken_for_a_deep_tree() -> None:
 
 def test_other_threads_too() -> None:
     found: list[str] = []
-    thread = threading.Thread(target=lambda: found.append(answer(st.unwrap, nested(3))))
+    thread = threading.Thread(target=lambda: found.append(answer(st.unbox, nested(3))))
     thread.start()
     thread.join()
     assert found == ["TreeError"]

@@ -51,6 +51,7 @@ class _Options(TypedDict, total=False):
     world: Any
     donate: bool
     cast: bool
+    device: str | torch.device | None
     exchange: Exchange
     object_rules: Mapping[str, ObjectRule] | None
     verify: Verify
