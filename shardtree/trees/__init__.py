@@ -1,7 +1,7 @@
 """Pure functions over trees: maps, paths, parts and unions, differences, edits, factories.
 
-A tree is any nesting of dicts, lists, tuples, namedtuples and deques. No function here changes its argument; results
-have new containers where something changed, and share tensors.
+A tree is any nesting of dicts, lists, tuples, namedtuples, deques and classes that users registered. No function here
+changes its argument; results have new containers where something changed, and share tensors.
 """
 
 from ._checks import check_is_tree as check_is_tree
@@ -42,6 +42,7 @@ from ._maps import map_shards as map_shards
 from ._merge import combine as combine
 from ._merge import merge as merge
 from ._metadata import extract_metadata as extract_metadata
+from ._nodes import NAMESPACE as NAMESPACE
 from ._nodes import call_at as call_at
 from ._nodes import namedtuple_types as namedtuple_types
 from ._partition import extract_nonpersistent as extract_nonpersistent
@@ -52,7 +53,6 @@ from ._paths import path_key as path_key
 from ._paths import shard_leaves as shard_leaves
 from ._prune import prune as prune
 from ._record import Record as Record
-from ._registry import NAMESPACE as NAMESPACE
 from ._registry import register_nodes
 from ._registry import with_data as with_data
 from ._select import select as select

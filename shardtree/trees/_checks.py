@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import is_dataclass
 from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, ModuleType
 from typing import Any
 
@@ -13,12 +14,16 @@ import torch
 
 from ..errors import TreeError, TreePath, UnsupportedValue, error_text, render_path
 from ..mapping import LocalNonpersistentObject, ShardedBase, ShardedObject
-from ._nodes import TOO_DEEP
+from ._nodes import NAMESPACE, TOO_DEEP, entries
 
 _DEEPEST = 100  # levels that are searched for hidden shards; the codec stores no deeper ones
 _PLAIN = frozenset((type(None), bool, int, float, complex, str, bytes, torch.Tensor, torch.Size, torch.dtype))
 _CLOSED = (type, ModuleType, FunctionType, BuiltinFunctionType, torch.Tensor, np.ndarray, np.generic)
 """What holds no shards, or is pickled by its name."""
+_REGISTER = (
+    "Of a class of yours, pass a dict of its fields (`vars` gives one), or have the class entered: "
+    f"`optree.register_pytree_node(cls, flatten, unflatten, namespace={NAMESPACE!r})`."
+)
 
 
 def check_is_tree(doing: str, tree: Any) -> None:
@@ -29,14 +34,14 @@ def check_is_tree(doing: str, tree: Any) -> None:
         tree: what should be one.
 
     Raises:
-        TreeError: it isn't a dict, list or tuple.
+        TreeError: it isn't a dict, list, tuple, or node of a class that is registered with optree.
 
     Examples:
         >>> check_is_tree("save", {"step": 3})
     """
-    if not isinstance(tree, (dict, list, tuple)):
-        expected = "a dict, list or tuple of shards"
-        raise TreeError(error_text(f"{doing}: not a tree", found=type(tree).__name__, expected=expected))
+    if not isinstance(tree, (dict, list, tuple)) and (isinstance(tree, deque) or entries(tree) is None):
+        expected, fix = "a dict, list or tuple of shards", _REGISTER if is_dataclass(tree) else None
+        raise TreeError(error_text(f"{doing}: not a tree", found=type(tree).__name__, expected=expected, fix=fix))
 
 
 @contextmanager
@@ -68,14 +73,12 @@ def refuse_hidden(doing: str, leaves: Sequence[tuple[TreePath, Any]]) -> None:
     Examples:
         >>> refuse_hidden("save", [(("options",), {1, 2})])
     """
-    hidden = [
-        f"{render_path(path)}: {type(leaf).__name__}"
-        for path, leaf in leaves
-        if type(leaf) not in _PLAIN and _holds_shards(_inside(leaf), set())
-    ]
+    hidden = [(path, leaf) for path, leaf in leaves if type(leaf) not in _PLAIN and _holds_shards(_inside(leaf), set())]
     if hidden:
         fix = "Put shards and local objects in dicts, lists and tuples; those are entered."
-        raise UnsupportedValue(error_text(f"{doing}: shards hidden in values", offenders=hidden, fix=fix))
+        fix += f" {_REGISTER}" * any(is_dataclass(leaf) and not isinstance(leaf, ShardedBase) for _, leaf in hidden)
+        names = [f"{render_path(path)}: {type(leaf).__name__}" for path, leaf in hidden]
+        raise UnsupportedValue(error_text(f"{doing}: shards hidden in values", offenders=names, fix=fix))
 
 
 def refuse_dtensors(doing: str, leaves: Sequence[tuple[TreePath, Any]]) -> None:

@@ -15,14 +15,15 @@ import optree
 from ..errors import TreeError, TreePath, error_text, render_path
 from ..mapping import LocalNonpersistentObject, ShardedBase
 from ._hole import HOLE
-from ._nodes import Tree, describe, entries, flatten, is_known_leaf, is_sequence, like
+from ._nodes import Tree, describe, entries, flatten, is_known_leaf, is_sequence, like, stored_like
 from ._record import Record
 
 
 def common_with_holes(tree: Tree) -> Tree:
     """Return what is stored of a tree outside its shards: each sharded leaf and nonpersistent object is a hole.
 
-    A container with nothing but holes becomes a hole itself, save the outermost. An empty container stays as it is.
+    A container with nothing but holes becomes a hole itself, save the outermost. An empty container stays as it is. A
+    node of a class that users registered with optree becomes a dict of its entries.
 
     Examples:
         >>> from shardtree.mapping import LocalNonpersistentObject
@@ -33,7 +34,7 @@ def common_with_holes(tree: Tree) -> Tree:
     children = entries(tree)
     if children is None:
         return _hole_or_leaf(tree)
-    return like(tree, {entry: _stored(child) for entry, child in children.items()})
+    return stored_like(tree, {entry: _stored(child) for entry, child in children.items()})
 
 
 def _hole_or_leaf(leaf: Any) -> Any:
@@ -45,7 +46,7 @@ def _stored(tree: Tree) -> Tree:
     if children is None:
         return _hole_or_leaf(tree)
     new = {entry: _stored(child) for entry, child in children.items()}
-    return HOLE if new and all(child is HOLE for child in new.values()) else like(tree, new)
+    return HOLE if new and all(child is HOLE for child in new.values()) else stored_like(tree, new)
 
 
 def without_holes(tree: Tree) -> Tree:
@@ -236,7 +237,12 @@ def _aligned(stored: Tree, target: Tree) -> tuple[Mapping[Any, Tree], Mapping[An
     if type(stored) is not type(target) and not isinstance(stored, (Record, dict)):
         return None
     names = dict(zip(target._fields if optree.is_namedtuple(target) else theirs, theirs, strict=True))
-    return ({names[name]: child for name, child in mine.items()}, theirs) if mine.keys() == names.keys() else None
+    if isinstance(stored, dict) and not is_sequence(target):
+        # Formats may leave holes out of a dict, or have one for each tensor.
+        fits = all(name in names or child is HOLE for name, child in mine.items())
+    else:
+        fits = mine.keys() == names.keys()
+    return ({names.get(name, name): child for name, child in mine.items()}, theirs) if fits else None
 
 
 def _entries(node: Tree) -> Mapping[Any, Tree] | None:

@@ -1,34 +1,37 @@
 """What a node of a tree is where shards are leaves: its entries, a node like it, and trees flattened and mapped.
 
-Nodes are dict, OrderedDict, defaultdict, list, tuple, namedtuple and deque, and whatever was registered with optree in
-its default namespace. None is a leaf. Subclasses of dict, list and deque are read as the type that they derive from.
+Nodes are dict, OrderedDict, defaultdict, list, tuple, namedtuple and deque, and the classes that users registered with
+optree in the namespace ``"shardtree"`` (or for all namespaces). None is a leaf. Subclasses of dict, list and deque are
+read as the type that they derive from.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import optree
 import torch
 
 from ..errors import MetadataError, TreeError, TreePath, error_text, plural, render_path
 from ..geometry import refuse
-from ..mapping import ShardedTensor
+from ..mapping import ShardedTensor, ShardedTensorFactory
 from ._hole import HOLE
 
 Tree = Any
 SameTree = TypeVar("SameTree")
 """A tree whose containers, and the types of whose leaves, a function keeps."""
 
+NAMESPACE: Final = "shardtree"
+
 _OPEN_KINDS = (dict, list, deque)
 TOO_DEEP = "the tree is too deep, or contains itself"
 _DEEP = 100  # levels; the codec stores no deeper values
 _SHOWN = 4  # of them, in an error
 
-_LEAVES = frozenset((ShardedTensor, torch.Tensor, type(HOLE), type(None), bool, int, float, str))
-"""Types that nobody registers as nodes: known without asking."""
+_LEAVES = frozenset((ShardedTensor, ShardedTensorFactory, torch.Tensor, type(HOLE), type(None), bool, int, float, str))
+"""Types that are known without asking: ours, which are nodes in the other view, and those that nobody registers."""
 
 
 def entries(node: Tree) -> Mapping[Any, Tree] | None:
@@ -39,9 +42,9 @@ def entries(node: Tree) -> Mapping[Any, Tree] | None:
         return node
     if isinstance(node, (list, deque)) or type(node) is tuple:
         return dict(enumerate(node))
-    if optree.tree_is_leaf(node, none_is_leaf=True):
+    if optree.tree_is_leaf(node, none_is_leaf=True, namespace=NAMESPACE):
         return None
-    children, _, names, _ = optree.tree_flatten_one_level(node, none_is_leaf=True)
+    children, _, names, _ = optree.tree_flatten_one_level(node, none_is_leaf=True, namespace=NAMESPACE)
     return dict(zip(names, children, strict=True))
 
 
@@ -56,8 +59,16 @@ def like(node: Tree, new: Mapping[Any, Tree]) -> Tree:
         return deque(values, node.maxlen)
     if type(node) is tuple:
         return tuple(values)
-    _, metadata, _, rebuild = optree.tree_flatten_one_level(node, none_is_leaf=True)
+    _, metadata, _, rebuild = optree.tree_flatten_one_level(node, none_is_leaf=True, namespace=NAMESPACE)
     return rebuild(metadata, values)
+
+
+def stored_like(node: Tree, new: Mapping[Any, Tree]) -> Tree:
+    """Return what is stored of a container with these children: a dict of its entries, for a node that users register.
+
+    A file names no class to be imported, so what knows the node's class is the target that is loaded into.
+    """
+    return like(node, new) if isinstance(node, (dict, list, tuple, deque)) else dict(new)
 
 
 def _dict_like(node: dict[Any, Tree], new: Mapping[Any, Tree]) -> dict[Any, Tree]:
@@ -119,12 +130,12 @@ def describe(node: Tree) -> str:
 def flatten(tree: Tree) -> tuple[list[Any], optree.PyTreeSpec]:
     """Return a tree's leaves, shards among them, and its structure."""
     try:
-        leaves, spec = optree.tree_flatten(tree, is_leaf=is_known_leaf, none_is_leaf=True)
+        leaves, spec = optree.tree_flatten(tree, is_leaf=is_known_leaf, none_is_leaf=True, namespace=NAMESPACE)
     except RecursionError as error:
         raise depth_error(error, tree) from None
     while any(issubclass(kind, _OPEN_KINDS) for kind in set(map(type, leaves))):
         again = spec.unflatten(map(_plain, leaves))
-        leaves, spec = optree.tree_flatten(again, is_leaf=is_known_leaf, none_is_leaf=True)
+        leaves, spec = optree.tree_flatten(again, is_leaf=is_known_leaf, none_is_leaf=True, namespace=NAMESPACE)
     return leaves, spec
 
 

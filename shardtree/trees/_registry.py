@@ -1,7 +1,7 @@
 """The node types that optree learns from us: a shard or factory is a node whose only child is its data.
 
-They are nodes in the namespace ``"shardtree"`` alone. In the default namespace they stay leaves, so that one tree has
-two views. Registering them is the one effect that importing shardtree has.
+They are nodes in the namespace ``"shardtree"`` alone, for what looks through them; our own functions stop at them all
+the same, so that one tree has two views. Registering them is the one effect that importing shardtree has.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from ..errors import ShapeError, error_text
 from ..lazy import LazyTensor
 from ..mapping import ShardedTensor, ShardedTensorFactory
 from ..mapping.memory import check_has_shape
-
-NAMESPACE: Final = "shardtree"
+from ._nodes import NAMESPACE
 
 Boxed: TypeAlias = ShardedTensor | ShardedTensorFactory
 

@@ -1,0 +1,237 @@
+"""Trees with nodes of users' classes: they are saved as dicts of their entries, and loaded as what the target has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import optree
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as some
+
+import shardtree as st
+from shardtree.errors import TreeError, UnsupportedValue
+from shardtree.storage import MemoryStorage
+from shardtree.testing import global_states, rank_tree, state_layouts, target_tree
+from shardtree.trees import NAMESPACE
+from tests.trees.samples import assert_caught
+
+FORMATS = [("safetensors", 1), ("torch_dist", 1), ("dcp", 1), ("zarr", 3)]
+W = torch.arange(6.0).view(3, 2)
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """A training job's state as Flax has it: fields that are a tree, and a function that isn't."""
+
+    step: Any
+    params: Any
+    opt_state: Any
+    apply_fn: Any = None
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """A class that nobody registered."""
+
+    weight: Any
+
+
+class Node:
+    """A node with any entries."""
+
+    def __init__(self, held: dict[str, Any]) -> None:
+        self.held = held
+
+
+class Pair(Node):
+    """A node whose entries have no names."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def registered() -> Iterator[None]:
+    names = ("step", "params", "opt_state")
+    register: Any = optree.register_pytree_node
+    register(
+        TrainState,
+        lambda state: ([getattr(state, name) for name in names], state.apply_fn, names),
+        lambda apply_fn, children: TrainState(*children, apply_fn),
+        namespace=NAMESPACE,
+    )
+    register(
+        Node,
+        lambda node: (list(node.held.values()), tuple(node.held), tuple(node.held)),
+        lambda names, children: Node(dict(zip(names, children, strict=True))),
+        namespace=NAMESPACE,
+    )
+    register(
+        Pair,
+        lambda pair: (list(pair.held.values()), None),
+        lambda _, children: Pair(dict(zip("ab", children, strict=True))),
+        namespace=NAMESPACE,
+    )
+    yield
+    for kind in (TrainState, Node, Pair):
+        optree.unregister_pytree_node(kind, namespace=NAMESPACE)
+
+
+def half(key: str, rank: int, size: int) -> st.ShardedTensor:
+    return st.ShardedTensor.from_rank_offsets(key, W.chunk(size, 1)[rank].contiguous(), (1, rank, size))
+
+
+def train_state(rank: int = 0, size: int = 1, step: int = 3) -> TrainState:
+    adam = {"mu": half("mu", rank, size), "count": step, "lr": [0.1, st.LocalNonpersistentObject(rank)]}
+    factory = st.as_factory(half("f", rank, size), st.transposed())
+    return TrainState(step, {"w": half("w", rank, size), "f": factory}, (adam, {}), W.sum)
+
+
+def check_loaded(state: Any, rank: int = 0, size: int = 1) -> None:
+    part = W.chunk(size, 1)[rank]
+    assert type(state) is TrainState and state.step == 3 and state.apply_fn == W.sum
+    assert torch.equal(state.params["w"], part) and torch.equal(state.params["f"], part)
+    adam, empty = state.opt_state
+    assert torch.equal(adam["mu"], part) and empty == {}
+    assert (adam["count"], adam["lr"]) == (3, [0.1, rank])
+
+
+@pytest.mark.parametrize("backend", FORMATS, ids=str)
+@pytest.mark.parametrize(
+    "at", [lambda state: state, lambda state: {"state": state}, lambda state: {"state": [1, state]}]
+)
+def test_a_train_state_is_saved_and_loaded(backend: tuple[str, int], at: Callable[[Any], Any]) -> None:
+    place = MemoryStorage()
+    st.simulate(2, lambda world: st.save(at(train_state(world.rank, 2)), place, backend, world=world))
+    loaded = st.load(at(st.without_data(train_state(step=0), meta=True)), place)
+    found = loaded["state"] if isinstance(loaded, dict) else loaded
+    check_loaded(found[1] if isinstance(found, list) else found)
+
+
+def test_without_the_class_its_entries_are_a_dict() -> None:
+    place = MemoryStorage()
+    st.save(train_state(), place)
+    assert st.load_common_state_dict(place)["step"] == 3
+    loaded = st.load({"params": {"w": half("w", 0, 1)}}, place)
+    assert loaded["step"] == 3 and torch.equal(loaded["params"]["w"], W)
+
+
+def test_what_was_loaded_is_boxed_again_and_saved() -> None:
+    place, again = MemoryStorage(), MemoryStorage()
+    st.save(train_state(), place)
+    target = st.without_data(train_state(), meta=True)
+    st.save(st.rebox(target, st.load(target, place)), again)
+    check_loaded(st.load(target, again))
+
+
+def test_it_is_resharded_between_ranks_and_in_memory() -> None:
+    sources = [train_state(rank, 2) for rank in range(2)]
+    whole = st.without_data(train_state(step=0), meta=True)
+    [found] = st.reshard(sources, [whole])
+    check_loaded(st.unbox(found))
+
+    def move(world: st.World) -> Any:
+        return st.redistribute(sources[world.rank], whole if world.rank else {}, world=world)
+
+    check_loaded(st.unbox(st.simulate(2, move)[1]))
+
+
+def test_nodes_without_names_are_stored_by_position() -> None:
+    place = MemoryStorage()
+    pair = Pair({"a": half("w", 0, 1), "b": 3})
+    st.save({"pair": pair}, place)
+    loaded = st.load({"pair": Pair({"a": half("w", 0, 1), "b": 0})}, place)["pair"]
+    assert torch.equal(loaded.held["a"], W) and loaded.held["b"] == 3
+
+
+def test_a_field_that_the_class_has_lost_is_an_error_that_names_the_place() -> None:
+    place = MemoryStorage()
+    st.save({"n": Node({"w": half("w", 0, 1), "gone": 1})}, place)
+    with pytest.raises(TreeError, match=r"target\['n'\] doesn't fit"):
+        st.load({"n": Node({"w": half("w", 0, 1)})}, place)
+
+
+@pytest.mark.parametrize(
+    "function", [lambda tree: st.save(tree, MemoryStorage()), lambda tree: st.reshard([tree], [{}])]
+)
+@pytest.mark.parametrize("at", [lambda state: state, lambda state: {"state": state}])
+def test_a_class_that_is_not_registered_is_refused_with_what_to_do(
+    function: Callable[[Any], Any], at: Callable[[Any], Any]
+) -> None:
+    with pytest.raises(
+        (TreeError, UnsupportedValue), match=r"optree\.register_pytree_node.*namespace='shardtree'"
+    ) as error:
+        function(at(Unknown(half("w", 0, 1))))
+    assert "Unknown" in str(error.value)
+
+
+def test_plain_values_of_a_class_that_is_not_registered_are_records() -> None:
+    place = MemoryStorage()
+    st.save({"config": Unknown(1)}, place)
+    assert st.load({}, place, types=(Unknown,)) == {"config": Unknown(1)}
+
+
+As = Callable[[Any], Any]
+
+
+def as_nodes(tree: Any) -> Any:
+    """Return the tree with a node for each dict."""
+    return Node({key: as_nodes(child) for key, child in tree.items()}) if type(tree) is dict else tree
+
+
+def as_dicts(tree: Any) -> Any:
+    if isinstance(tree, Node):
+        return {key: as_dicts(child) for key, child in tree.held.items()}
+    return {key: as_dicts(child) for key, child in tree.items()} if type(tree) is dict else tree
+
+
+def with_model(convert: As, tree: dict[str, Any]) -> dict[str, Any]:
+    return {key: convert(child) if key == "model" else child for key, child in tree.items()}
+
+
+def nodes_are_as_good_as_dicts(stored_as: As, drawn: Callable[[], tuple[list[Any], list[Any]]]) -> None:
+    trees, targets = drawn()
+
+    def loaded(convert: As, form: As) -> list[Any]:
+        place = MemoryStorage()
+        saved, wanted = [with_model(form, tree) for tree in trees], [with_model(convert, tree) for tree in targets]
+        st.simulate(len(trees), lambda world: st.save(saved[world.rank], place, world=world))
+        return st.simulate(len(targets), lambda world: st.load(wanted[world.rank], place, world=world))
+
+    found, expected = loaded(as_nodes, stored_as), loaded(lambda tree: tree, lambda tree: tree)
+    for target, one, other in zip(targets, found, expected, strict=True):
+        assert "model" not in target or type(one["model"]) is Node
+        assert not st.diff(as_dicts(one), other)
+
+
+@some.composite
+def saves(draw: some.DrawFn) -> Callable[[], tuple[list[Any], list[Any]]]:
+    state = draw(global_states())
+    one, other = (draw(state_layouts(state, draw(some.integers(1, 3)))) for _ in range(2))
+    ranks = [next(iter(layout.values())).ranks for layout in (one, other)]
+    trees = [rank_tree(state, one, rank) for rank in range(ranks[0])]
+    targets = [target_tree(state, other, rank) for rank in range(ranks[1])]
+    return lambda: (trees, targets)  # torch can't print some dtypes, as Hypothesis would
+
+
+@settings(max_examples=max(10, settings.default.max_examples // 4))
+@given(saves())
+def test_a_tree_of_nodes_loads_what_a_tree_of_dicts_does(drawn: Any) -> None:
+    nodes_are_as_good_as_dicts(as_nodes, drawn)
+
+
+def test_the_law_of_nodes_catches_entries_that_lose_their_names() -> None:
+    def by_position(tree: Any) -> Any:
+        return [*map(by_position, tree.values()), 0] if type(tree) is dict else tree
+
+    assert_caught(nodes_are_as_good_as_dicts, by_position, saves())
+
+
+def test_a_mesh_cuts_a_train_state_and_puts_it_together() -> None:
+    state = TrainState(3, {"w": W}, [{"mu": W}])
+    trees = st.shard(state, st.Mesh(tp=2), st.PartitionSpec(None, "tp"))
+    assert type(trees[1]) is TrainState and trees[1].params["w"].global_offset == (0, 1)
+    whole = st.unshard(trees)
+    assert type(whole) is TrainState and torch.equal(whole.params["w"], W)
+    assert replace(st.abstract(state, st.Mesh(tp=1), st.PartitionSpec())[0], params=0, opt_state=0).step == 3
