@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from ...errors import KeyMismatch, error_text, shorten
 from ...geometry import box_slices
 from ...layouts import ShardColumns, TensorKind, place_text
 from .._near import near_names
 from .._tables import size_text, table_lines
+from ._summary import cast_text
 from ._transfers import Transfers
 
 _SHOWN = 40
@@ -41,13 +44,15 @@ class Provenance:
 
     Attributes:
         key: the tensor's.
-        kind: its dtype and global shape.
+        kind: its dtype and global shape, afterwards.
         origins: by rank, then box.
+        cast_from: its dtype before, where that is another.
     """
 
     key: str
     kind: TensorKind
     origins: tuple[Origin, ...]
+    cast_from: torch.dtype | None = None
 
     @property
     def bytes_moved(self) -> int:
@@ -62,7 +67,9 @@ class Provenance:
     def __str__(self) -> str:
         moved, kept = size_text(self.bytes_moved), size_text(self.bytes_kept)
         heading, *lines = table_lines([("rank", "gets", "bytes", "from"), *map(_row, self.origins)])
-        return "\n".join([f"{self.key!r} {self.kind}: {moved} move, {kept} stay", heading, *shorten(lines, _SHOWN)])
+        cast = f", {cast_text(self.cast_from, self.kind.dtype)}" if self.cast_from else ""
+        told = f"{self.key!r} {self.kind}: {moved} move, {kept} stay{cast}"
+        return "\n".join([told, heading, *shorten(lines, _SHOWN)])
 
 
 def _row(one: Origin) -> tuple[str, str, str, str]:
@@ -70,13 +77,16 @@ def _row(one: Origin) -> tuple[str, str, str, str]:
     return str(one.rank), place_text(one.box), size_text(one.nbytes), whom + (" (passed on)" if one.hop else "")
 
 
-def tensor_origins(target: ShardColumns, transfers: Transfers, key: str) -> Provenance:
+def tensor_origins(
+    target: ShardColumns, transfers: Transfers, key: str, casts: Mapping[str, tuple[torch.dtype, torch.dtype]]
+) -> Provenance:
     """Return where the bytes of one tensor come from.
 
     Args:
         target: the shards of all ranks after.
         transfers: what goes where.
         key: the tensor's.
+        casts: the dtypes before and after, by key, of tensors that are cast.
 
     Raises:
         KeyMismatch: no shard of the target is of that tensor.
@@ -98,4 +108,5 @@ def tensor_origins(target: ShardColumns, transfers: Transfers, key: str) -> Prov
             Origin(rank, sender, box_slices(offset, shape, len(kind.global_shape)), nbytes, hop)
             for (offset, shape), rank, sender, nbytes, hop in zip(boxes, *columns, strict=True)
         ),
+        casts[key][0] if key in casts else None,
     )
