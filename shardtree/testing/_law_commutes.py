@@ -34,7 +34,7 @@ def check_commutes(
         AssertionError: names the two layouts, the rank and the key, and how they differ.
 
     Examples:
-        >>> import functools, shardtree as st
+        >>> import functools, torch, shardtree as st
         >>> state = {"w": torch.arange(24.0).view(6, 4), "step": 3}
         >>> check_commutes(st.step(st.cast, torch.bfloat16), state)
         >>> check_commutes(functools.partial(st.map_data, lambda data: data - data.mean()), state)
@@ -55,7 +55,7 @@ def _usual(state: Any) -> dict[str, tuple[Mesh, Any]]:
         "2 ranks by rows": (rows, _cut(state, "rows")),
         "3 ranks by rows": (Mesh(rows=3), _cut(state, "rows")),
         "2 ranks by columns": (columns, _cut(state, None, "columns")),
-        "2 × 2 ranks by both": (Mesh(rows=2, columns=2), _cut(state, "rows", "columns")),
+        "4 ranks by both": (Mesh(rows=2, columns=2), _cut(state, "rows", "columns")),
     }
 
 
