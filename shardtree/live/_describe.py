@@ -22,10 +22,12 @@ class Options:
     Attributes:
         max_bytes_in_flight: what a rank sends and gets in one step.
         relay: whether ranks that want the same pass it on.
+        cast: whether tensors get the targets' dtypes.
     """
 
     max_bytes_in_flight: int
     relay: bool
+    cast: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,7 +85,7 @@ def agreed_plan(said: Sequence[Description], plan: ReshardPlan | None) -> tuple[
     if plan is None:
         sources = [each.source for each in said if each.source is not None]
         targets = [each.target for each in said if each.target is not None]
-        plan = plan_reshard(join_columns(sources), join_columns(targets))
+        plan = plan_reshard(join_columns(sources), join_columns(targets), cast=options.cast)
         plan = relayed(plan) if options.relay else plan
     _check_ranks(plan.ranks, len(said))
     return plan, plan.schedule(max_bytes_in_flight=options.max_bytes_in_flight)

@@ -2,8 +2,9 @@
 
 An executor calls `copy_own`, for each step `packed`, what moves the buffers, and `unpack`, and at last `copy_doubled`.
 A buffer holds what one rank sends to another in one step of a schedule, as bytes: tensors of large items first, else in
-the schedule's order, so that every piece is aligned. `pack_into`, `unpack`, `copy_own` and `copy_doubled` write into
-what they are given; nothing else here does.
+the schedule's order, so that every piece is aligned. What is cast is converted straight into it: it travels in the
+target's dtype. `pack_into`, `unpack`, `copy_own` and `copy_doubled` write into what they are given; nothing else here
+does.
 """
 
 from __future__ import annotations
@@ -15,7 +16,15 @@ import torch
 
 from ..geometry import Column
 from ..plans import ReshardPlan, Schedule
-from ..plans.moving import Memories, copy_boxes, copy_transfers, memory_of, shard_regions, target_regions
+from ..plans.moving import (
+    Memories,
+    copy_boxes,
+    copy_transfers,
+    memory_of,
+    shard_regions,
+    target_regions,
+    write_boxes,
+)
 from ._buffers import BufferPieces, buffered, check_buffers, got_pieces, piece_boxes, select_pieces, sent_pieces
 
 
@@ -79,7 +88,7 @@ def packed(
 
     Raises:
         KeyMismatch: a shard has no tensor.
-        ShapeError: a tensor isn't its shard's.
+        ShapeError: a tensor isn't its shard's, or has an integer that the target's dtype can't hold.
         UnsupportedValue: a tensor isn't dense, or quantised.
 
     Examples:
@@ -126,7 +135,8 @@ def pack_into(
 
     Raises:
         KeyMismatch: a shard has no tensor, or a rank no buffer.
-        ShapeError: a tensor isn't its shard's, or a buffer has another size.
+        ShapeError: a tensor isn't its shard's, or has an integer that the target's dtype can't hold; or a buffer has
+            another size.
         UnsupportedValue: a tensor isn't dense, or quantised.
 
     Examples:
@@ -196,7 +206,7 @@ def copy_own(plan: ReshardPlan, rank: int, sources: Memories, targets: Memories)
 
     Raises:
         KeyMismatch: a shard has no tensor.
-        ShapeError: a tensor isn't its shard's.
+        ShapeError: a tensor isn't its shard's, or has an integer that the target's dtype can't hold.
         UnsupportedValue: a tensor isn't dense, or quantised.
 
     Examples:
@@ -254,4 +264,5 @@ def _write(
         some = select_pieces(pieces, np.flatnonzero((moved.hop[pieces.transfer] > 0) == passed_on))
         piece, boxes, position = piece_boxes(plan, some, moved.source, moved.source_element, moved.source_stride)
         into = buffered(some, piece, position, boxes.shape, buffers)
-        copy_boxes(boxes.shape, shard_regions(columns, boxes, memories), into)
+        rows = some.transfer[piece]
+        write_boxes(plan, rows, boxes.shape, shard_regions(columns, boxes, memories), into)

@@ -31,6 +31,7 @@ def redistribute(
     *,
     plan: ReshardPlan | None = None,
     relay: bool = False,
+    cast: bool = False,
     world: Any = None,
     max_bytes_in_flight: int = BYTES_IN_FLIGHT,
     donate: bool = False,
@@ -51,6 +52,8 @@ def redistribute(
         plan: of all ranks' layouts, which then aren't exchanged, only compared by a hash. Its ranks are the world's.
         relay: whether ranks that want the same elements get them once and pass them on among themselves: for trainers
             that feed several engines, whose links are the narrow ones.
+        cast: whether tensors get the targets' dtypes, as `load` converts them: before they are sent, straight into the
+            buffers. A plan says that itself.
         world: the ranks that take part; torch.distributed's default group, or else this process alone.
         max_bytes_in_flight: what a rank sends and gets in one step; the memory that its buffers take.
         donate: whether the target's tensors are given away: they are filled where they are, on any device, and
@@ -69,7 +72,8 @@ def redistribute(
         IntegrityError: a target asks for elements that no source has, sources differ about their common state, or a
             rank's tree isn't what the plan says.
         WorldError: ranks were given other plans or options, or a peer is silent.
-        ShapeError: a tensor isn't its shard's any more, or donated tensors share memory.
+        ShapeError: a tensor isn't its shard's any more, donated tensors share memory, or a dtype differs that isn't or
+            can't be cast.
         CheckpointingException: a source shard has no data, or there is no memory.
         TreeError: a target doesn't fit the common state.
         RemoteError: on every rank where one of several failed; also of the class above that the failures share.
@@ -87,7 +91,7 @@ def redistribute(
         ([[1], [3], [5], [7]], 3)
     """
     ranks = current_world(world)
-    prepare = partial(_prepared, tree, target, plan, max_bytes_in_flight, relay=relay)
+    prepare = partial(_prepared, tree, target, plan, max_bytes_in_flight, relay=relay, cast=cast)
     ends, options, own = agree(ranks, "redistribute: prepare", prepare)
     said = gather(ranks, "redistribute: describe", partial(describe, ends, own, options, ranks.rank))
     full, schedule = agree(ranks, "redistribute: plan", partial(agreed_plan, said, own))
@@ -100,14 +104,14 @@ def redistribute(
 
 
 def _prepared(
-    tree: Any, target: Any, plan: Any, max_bytes_in_flight: Any, *, relay: bool
+    tree: Any, target: Any, plan: Any, max_bytes_in_flight: Any, *, relay: bool, cast: bool
 ) -> tuple[Ends, Options, ReshardPlan | None]:
     most = integer(DOING, "max_bytes_in_flight", max_bytes_in_flight)
     if plan is not None and not isinstance(plan, ReshardPlan):
         fix = "Pass what plan_reshard gives."
         refuse(DOING, "plan", type(plan).__name__, "a ReshardPlan", fix, error=MetadataError)
     own = relayed(plan) if relay and plan is not None else plan
-    return take_ends(tree, target), Options(most, relay), own
+    return take_ends(tree, target), Options(most, relay, cast), own
 
 
 def _laid(

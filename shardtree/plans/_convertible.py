@@ -1,10 +1,13 @@
-"""Which dtypes a load converts into which, when it is asked to."""
+"""Which dtypes a load or a reshard converts into which, when it is asked to, and the converting itself."""
 
 from __future__ import annotations
 
 from functools import cache
 
+import numpy as np
 import torch
+
+from ..errors import ShapeError, error_text
 
 _SCALES = {torch.float8_e8m0fnu}
 """Powers of two alone: a sign would be lost, and zero isn't one."""
@@ -41,3 +44,37 @@ def _torch_converts(stored: torch.dtype, asked: torch.dtype) -> bool:
     except (RuntimeError, TypeError):  # packed dtypes have no conversions
         return False
     return True
+
+
+def convert(key: str, stored: torch.Tensor, target: torch.Tensor, *, doing: str = "load") -> None:
+    """Copy elements into others of another dtype, as `torch.Tensor.to` would convert them.
+
+    Args:
+        key: the tensor's, for messages.
+        stored: the elements, strided in any way, on any device.
+        target: as many, written in place.
+        doing: for messages.
+
+    Raises:
+        ShapeError: an integer doesn't fit the target's dtype.
+
+    Examples:
+        >>> target = torch.zeros(2, dtype=torch.bfloat16)
+        >>> convert("w", torch.tensor([1.0, 2.0]), target)
+        >>> target
+        tensor([1., 2.], dtype=torch.bfloat16)
+    """
+    if _rank(stored.dtype) == _rank(target.dtype) == 1 and stored.numel():
+        _check_range(key, stored, target.dtype, doing)
+    with torch.no_grad():
+        target.copy_(stored)
+
+
+def _check_range(key: str, stored: torch.Tensor, dtype: torch.dtype, doing: str) -> None:
+    most = torch.iinfo(dtype)
+    values = stored.cpu().numpy()  # torch finds no extremes of unsigned integers of two bytes and more
+    low, high = int(np.min(values)), int(np.max(values))
+    if low < most.min or high > most.max:
+        found, expected = f"values from {low} to {high}", f"{most.min} to {most.max}, which {dtype} can hold"
+        fix = "Ask for it in the dtype that it has."
+        raise ShapeError(error_text(f"{doing}: {key!r} can't be converted", found=found, expected=expected, fix=fix))

@@ -25,6 +25,7 @@ from ._law_agreement import check_layouts_agree as check_layouts_agree
 from ._law_buffers import check_buffer_plan as check_buffer_plan
 from ._law_buffers import check_flat_shards as check_flat_shards
 from ._law_buffers import packed_slices as packed_slices
+from ._law_commutes import check_commutes as check_commutes
 from ._law_factory import check_factory as check_factory
 from ._law_layout import check_layout as check_layout
 from ._law_lens import check_build_undoes_merge as check_build_undoes_merge

@@ -44,7 +44,8 @@ def check_reshard(
     Args:
         plan_or_trees: a plan; or each rank's tree, by rank: a mapping, or a list that begins with rank 0.
         targets: likewise what is wanted.
-        reshard: called as ``reshard(trees, targets)``.
+        reshard: called as ``reshard(trees, targets)``. Where one casts, `torch.Tensor.to` says what is expected, and
+            there and back isn't asked for.
 
     Raises:
         AssertionError: names the rank and the place, and how it differs.
@@ -72,7 +73,7 @@ def _check_trees(trees: RankTrees, targets: RankTrees, reshard: Callable[..., An
     for rank, tree in wanted.items():
         _check_rank(rank, tree, got[rank], wholes)
     _check_apart(got, [_built(trees), wanted])
-    if _hold_all(got.values(), wholes):
+    if _hold_all(got.values(), wholes):  # in their own dtypes: what was cast isn't the same again
         back = _built(reshard(found, _by_rank(trees)))
         for rank, tree in _built(trees).items():
             _check_back(rank, tree, back[rank])
@@ -102,7 +103,8 @@ def _check_rank(rank: int, target: Any, found: Any, wholes: Mapping[str, torch.T
         where = f"rank {rank}: {shard.key!r} at {render_path(path)}"
         assert got[path].without_data() == shard.without_data(), f"{where}: found {got[path]}, expected {shard}"
         box = wholes[shard.key][shard.global_slice()]
-        expected = box if shard.flattened_range is None else flattened(box)[shard.flattened_range]
+        held = box if shard.flattened_range is None else flattened(box)[shard.flattened_range]
+        expected = held if held.dtype == shard.dtype else held.to(shard.dtype)
         differ = first_difference(got[path].data, expected)
         assert differ is None, f"{where}: {differ}"
 
@@ -131,12 +133,13 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def _hold_all(trees: Any, wholes: Mapping[str, torch.Tensor]) -> bool:
-    """Return whether trees hold all elements of all tensors."""
+    """Return whether trees hold all elements of all tensors, in their dtypes."""
     listed = list(trees)
     try:
-        return assemble(listed).keys() == wholes.keys()
+        found = assemble(listed)
     except AssertionError:
         return False
+    return {key: one.dtype for key, one in found.items()} == {key: one.dtype for key, one in wholes.items()}
 
 
 def _check_back(rank: int, before: Any, after: Any) -> None:

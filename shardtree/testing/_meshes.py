@@ -11,7 +11,7 @@ _SIZES = (2, 1, 3, 4)
 
 
 @st.composite
-def meshes(draw: st.DrawFn, *, max_ranks: int = 8, max_axes: int = 3) -> Mesh:
+def meshes(draw: st.DrawFn, *, max_ranks: int = 8, max_axes: int = 3, simple: bool = False) -> Mesh:
     """Return a strategy for meshes; it shrinks to one axis of one rank.
 
     Ranks need not be in order, nor begin with 0.
@@ -20,6 +20,7 @@ def meshes(draw: st.DrawFn, *, max_ranks: int = 8, max_axes: int = 3) -> Mesh:
         draw: Hypothesis's own.
         max_ranks: the most ranks.
         max_axes: the most axes, up to five.
+        simple: whether ranks are in order, from 0.
 
     Examples:
         >>> from hypothesis import find
@@ -33,13 +34,15 @@ def meshes(draw: st.DrawFn, *, max_ranks: int = 8, max_axes: int = 3) -> Mesh:
         sizes[name] = draw(st.sampled_from(fitting))
         size *= sizes[name]
     mesh = Mesh(**sizes)
+    if simple:
+        return mesh
     first = draw(st.sampled_from([0, 0, size, 3]))
     ranks = list(range(first, first + size))
     return mesh.on_ranks(draw(st.just(ranks) | st.permutations(ranks)))
 
 
 @st.composite
-def partition_specs(draw: st.DrawFn, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
+def partition_specs(draw: st.DrawFn, shape: tuple[int, ...], mesh: Mesh, *, simple: bool = False) -> PartitionSpec:
     """Return a strategy for specs that fit a tensor and a mesh; it shrinks to one that cuts nothing.
 
     Axes are cut along none, one or several of the mesh's, as one axis or one after the other, also strided, and
@@ -49,12 +52,15 @@ def partition_specs(draw: st.DrawFn, shape: tuple[int, ...], mesh: Mesh) -> Part
         draw: Hypothesis's own.
         shape: the tensor's.
         mesh: the ranks.
+        simple: whether each axis is cut along at most one axis of the mesh, into equal parts, on all ranks.
 
     Examples:
         >>> from hypothesis import find
         >>> find(partition_specs((5, 3), Mesh(dp=2, tp=2)), lambda spec: spec.axes == ("tp",))
         PartitionSpec('tp', None)
     """
+    if simple:
+        return draw(_simple_specs(shape, mesh))
     cuts: list[list[str]] = [[] for _ in shape]
     at: dict[str, int] = {}
     for name in draw(st.permutations(list(mesh.shape))):
@@ -64,6 +70,19 @@ def partition_specs(draw: st.DrawFn, shape: tuple[int, ...], mesh: Mesh) -> Part
         elif use == "at":
             at[name] = draw(st.integers(0, mesh.shape[name] - 1))
     return PartitionSpec(*(draw(_entries(names)) for names in cuts), at=at)
+
+
+@st.composite
+def _simple_specs(draw: st.DrawFn, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
+    """Return a strategy for specs without joint, strided or uneven cuts, of tensors that all ranks have parts of."""
+    entries: list[SpecEntry] = []
+    left = dict(mesh.shape)
+    for size in shape:
+        fitting = [name for name, parts in left.items() if size % parts == 0]
+        name = draw(st.sampled_from([None, *fitting]))
+        left.pop(name or "", None)
+        entries.append(name)
+    return PartitionSpec(*entries)
 
 
 def _entries(names: list[str]) -> st.SearchStrategy[SpecEntry]:

@@ -53,18 +53,21 @@ def _let_torch_warn(dtype: torch.dtype) -> None:
 
 
 def tensors(
-    shape: st.SearchStrategy[tuple[int, ...]] | None = None, *, dtype: st.SearchStrategy[torch.dtype] | None = None
+    shape: st.SearchStrategy[tuple[int, ...]] | None = None,
+    *,
+    dtype: st.SearchStrategy[torch.dtype] | torch.dtype | None = None,
 ) -> st.SearchStrategy[torch.Tensor]:
     """Return a strategy for contiguous CPU tensors of any storable dtype, NaN payloads included.
 
     Args:
         shape: a strategy for shapes; any by default.
-        dtype: a strategy for dtypes; all that can be stored by default, some of which torch can't print.
+        dtype: one, or a strategy for some; all that can be stored by default, some of which torch can't print.
 
     Examples:
         >>> from hypothesis import find
-        >>> find(tensors(dtype=st.just(torch.int8)), lambda tensor: tensor.numel() > 1)
+        >>> find(tensors(dtype=torch.int8), lambda tensor: tensor.numel() > 1)
         tensor([0, 1], dtype=torch.int8)
     """
-    kinds, sizes = dtypes() if dtype is None else dtype, shapes() if shape is None else shape
+    kinds = st.just(dtype) if isinstance(dtype, torch.dtype) else dtypes() if dtype is None else dtype
+    sizes = shapes() if shape is None else shape
     return st.builds(random_bits, sizes, kinds, st.integers(0, 2**16))

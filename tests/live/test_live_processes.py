@@ -159,6 +159,22 @@ def updated(world: World, **options: Any) -> Any:
     assert outline(got) == (outline(None) if world.rank < 4 else outline(own))
 
 
+def halved(world: World) -> None:
+    """Let trainers give their small tensor to the engines, which want half of its bytes."""
+    own = small(world.rank)
+    own["w"] = own["w"] if world.rank < 4 else replace(own["w"], data=own["w"].data.half(), dtype=torch.float16)
+    tree, target = (own, None) if world.rank < 4 else ({}, {"w": replace(own["w"], data=None)})
+    sent: Counter[tuple[int, int]] = Counter()
+    options = {"max_bytes_in_flight": 24, "exchange": counting(world, sent), "relay": True}
+    got = redistribute(tree, target, world=world, cast=True, **options)
+    assert outline(got) == (outline(None) if world.rank < 4 else outline(own))
+    assert sum(sent.values()) == (8 * 8 * 2 // 4 if world.rank < 4 else 0)
+
+
+def test_what_is_cast_crosses_in_the_dtype_of_those_who_want_it() -> None:
+    run_processes(6, halved, timeout=30)
+
+
 def spoilt(world: World) -> tuple[list[str], tuple[str, dict[int, str]]]:
     """Return what this rank hears when ranks have other plans, and when one can't even prepare."""
     trees = {rank: small(rank) for rank in range(6)}

@@ -16,7 +16,8 @@ from shardtree.layouts import Mesh, PartitionSpec, shard, tensor_shards
 from shardtree.live import copy_doubled, copy_own, incoming_bytes, outgoing_bytes, pack_into, packed, unpack
 from shardtree.mapping import ShardedTensor
 from shardtree.plans import ReshardPlan, Schedule, plan_reshard, relayed
-from shardtree.testing import first_difference, global_states, random_bits, rank_tree, state_layouts
+from shardtree.testing import first_difference, random_bits, rank_tree, state_layouts
+from tests.plans.recast import recast_states
 
 # What torch says, once, when it makes a tensor of half-precision complex numbers.
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
@@ -63,9 +64,11 @@ def executed(
 def check_executed(trees: Mapping[int, Any], targets: Mapping[int, Any], bound: int, **options: Any) -> None:
     """Raise unless executing a plan, and its relay, gives what resharding in memory gives."""
     expected = [
-        one.data for _, tree in sorted(shardtree.reshard(trees, targets).items()) for one in tensor_shards(tree)
+        one.data
+        for _, tree in sorted(shardtree.reshard(trees, targets, cast=True).items())
+        for one in tensor_shards(tree)
     ]
-    plan = plan_reshard(trees, targets)
+    plan = plan_reshard(trees, targets, cast=True)
     for each in (plan, relayed(plan, shortest_cut=1)):
         found = executed(trees, targets, each, each.schedule(max_bytes_in_flight=bound), **options)
         for row, (left, right) in enumerate(zip(found, expected, strict=True)):
@@ -76,10 +79,9 @@ def check_executed(trees: Mapping[int, Any], targets: Mapping[int, Any], bound: 
 @settings(max_examples=EXAMPLES // 2)
 @given(data=st.data())
 def test_executing_a_schedule_is_resharding(data: st.DataObject) -> None:
-    """Also where boxes are cut anywhere, where tensors of several dtypes share a buffer, and where ranks pass on."""
-    state = data.draw(global_states(), label="state")
+    """Also where boxes are cut anywhere, where dtypes share a buffer or change on the way, and where ranks pass on."""
     ends = []
-    for _ in range(2):
+    for state in data.draw(recast_states(), label="states"):
         ranks, first = data.draw(st.integers(1, 4)), data.draw(st.sampled_from([0, 2, 9]))
         layout = data.draw(state_layouts(state, ranks))
         ends.append(
@@ -164,6 +166,16 @@ def test_packing_into_buffers_that_are_kept() -> None:
     assert torch.equal(buffer, packed(plan, schedule, 0, 0, sources, {})[1])
     unpack(plan, schedule, 0, 1, targets, {0: buffer})
     assert targets[0].tolist() == [0, 1, 2]
+
+
+def test_what_is_cast_is_converted_straight_into_the_buffer() -> None:
+    """Also piece by piece, in buffers of a few elements."""
+    whole = {"w": ShardedTensor.from_rank_offsets("w", torch.arange(6, dtype=torch.float32).view(2, 3).T)}
+    plan = plan_reshard({0: whole}, {1: shardtree.cast(whole, torch.float16)}, cast=True)
+    schedule = plan.schedule(max_bytes_in_flight=4)
+    assert (plan.bytes_moved, schedule.steps) == (12, 3)
+    buffer = packed(plan, schedule, 1, 0, {0: whole["w"].data}, {})[1]
+    assert buffer.view(torch.float16).tolist() == [1, 4]
 
 
 def test_targets_are_written_through_their_strides() -> None:

@@ -44,7 +44,6 @@ from shardtree.testing import (
     assemble,
     bits,
     check_pure,
-    global_states,
     glu,
     outline,
     random_bits,
@@ -52,6 +51,7 @@ from shardtree.testing import (
     state_layouts,
     target_tree,
 )
+from tests.plans.recast import recast_states
 
 # What torch says, once, when it makes a tensor of half-precision complex numbers.
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
@@ -64,7 +64,7 @@ Links = Counter[tuple[int, int]]
 
 @dataclass(frozen=True)
 class Case:
-    """Trees of some ranks of a world, and what other ranks, or some of the same, want of them."""
+    """Trees of some ranks of a world, and what other ranks, or some of the same, want of them: that is the state."""
 
     state: GlobalState
     sources: Trees
@@ -79,10 +79,10 @@ def groups(draw: st.DrawFn) -> list[int]:
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    state = draw(global_states())
+    held, state = draw(recast_states())
     givers, takers = draw(groups()), draw(groups())
     before, after = (draw(state_layouts(state, len(group))) for group in (givers, takers))
-    sources = {rank: rank_tree(state, before, number) for number, rank in enumerate(givers)}
+    sources = {rank: rank_tree(held, before, number) for number, rank in enumerate(givers)}
     targets = {rank: target_tree(state, after, number) for number, rank in enumerate(takers)}
     return Case(state, sources, targets, draw(st.integers(16, 200)))
 
@@ -109,13 +109,13 @@ def check_redistribute(
 ) -> None:
     """Raise unless every rank gets what a reshard in memory gives it, and what crossed is what the plan says."""
     links: Links = Counter()
-    expected = reshard(case.sources, case.targets)
+    expected = reshard(case.sources, case.targets, cast=True)
 
     def on_rank(world: World) -> Any:
         exchange = counting(world, links, case.bound)
         tree, target = case.sources.get(world.rank, {}), make(case.targets.get(world.rank))
         bounded = {"max_bytes_in_flight": case.bound, "exchange": exchange}
-        return run(tree, target, world=world, **bounded, **options)
+        return run(tree, target, world=world, cast=True, **bounded, **options)
 
     got = simulate(RANKS, on_rank)
     assert [rank for rank, tree in enumerate(got) if tree is None] == sorted({*range(RANKS)} - {*case.targets})
@@ -123,7 +123,7 @@ def check_redistribute(
         assert outline(got[rank]) == outline(tree), f"rank {rank}"
     for key, whole in assemble([got[rank] for rank in expected]).items():
         assert bits(whole) == bits(case.state.tensors[key])
-    plan = options.get("plan", plan_reshard(case.sources, case.targets))
+    plan = options.get("plan", plan_reshard(case.sources, case.targets, cast=True))
     plan = relayed(plan) if options.get("relay") else plan
     assert dict(links) == plan.links
 
@@ -147,7 +147,7 @@ def test_with_a_plan_it_gives_the_same(case: Case, relay: bool) -> None:
         select_rows(columns, np.arange(len(columns))[::-1])
         for columns in (tree_columns(case.sources), tree_columns(case.targets))
     )
-    check_redistribute(case, plan=plan_reshard(before, after), relay=relay)
+    check_redistribute(case, plan=plan_reshard(before, after, cast=True), relay=relay)
 
 
 def strided(tree: Any) -> Any:

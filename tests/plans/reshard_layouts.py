@@ -13,7 +13,14 @@ from shardtree.geometry import box_column
 from shardtree.layouts import Mesh, PartitionSpec, ShardColumns, TensorKind, mesh_parts
 from shardtree.testing import Piece, layouts, shapes
 
-DTYPES = (torch.int8, torch.float32, torch.float64)
+DTYPES = {
+    torch.int8: torch.int16,
+    torch.int16: torch.int8,
+    torch.float32: torch.bfloat16,
+    torch.float64: torch.float32,
+    torch.bfloat16: torch.float64,
+}
+"""Dtypes of tensors before, with another that each can become, and from which it can be made again."""
 
 
 class Tensor(NamedTuple):
@@ -82,19 +89,24 @@ def copies(others: tuple[Piece, ...]) -> tuple[Piece, ...]:
 
 @st.composite
 def reshards(draw: st.DrawFn, *, odd: bool = True) -> Case:
-    """Return two layouts; if odd, replicas may be cut otherwise than the main ones, and wanted places may overlap."""
+    """Return two layouts; if odd, replicas may be cut otherwise than the main ones, and wanted places may overlap.
+
+    Some tensors have another dtype afterwards.
+    """
     ranks, more = draw(st.integers(1, 4)), draw(st.integers(1, 4))
     first = draw(st.integers(0, ranks))
     source, target = {}, {}
     for number in range(draw(st.integers(1, 3))):
         shape = draw(shapes(max_axes=3))
-        kind = TensorKind(draw(st.sampled_from(DTYPES)), shape, 0)
+        dtype = draw(st.sampled_from(list(DTYPES)))
+        wanted_in = DTYPES[dtype] if draw(st.booleans()) else dtype
+        before, after = (TensorKind(each, shape, 0) for each in (dtype, wanted_in))
         held, wanted = draw(pieces(shape, ranks, 0)), draw(pieces(shape, more, first))
         if odd and draw(st.booleans()):
             held += copies(draw(pieces(shape, ranks + 1, 0)))
         if odd and draw(st.booleans()):
             wanted += draw(pieces(shape, more, first))
-        source[f"w{number}"], target[f"w{number}"] = Tensor(kind, held), Tensor(kind, wanted)
+        source[f"w{number}"], target[f"w{number}"] = Tensor(before, held), Tensor(after, wanted)
     if draw(st.booleans()):
         source["apart"] = source["w0"]
     return Case(columns_of(source), columns_of(target), draw(st.sampled_from([1, 8, 1 << 16])))

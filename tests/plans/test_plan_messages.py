@@ -99,6 +99,14 @@ CALLS: dict[str, Callable[[], Any]] = {
     "plan: keys": lambda: plan_reshard([[part(0, 1, "weight")]], [[part(0, 1, "wieght"), part(0, 1, "bias")]]),
     "plan: kinds": lambda: plan_reshard(ONE, [[ShardedTensor.from_rank_offsets("w", FULL[:2])]]),
     "plan: dtypes": lambda: plan_reshard(ONE, [[ShardedTensor.from_rank_offsets("w", FULL.half())]]),
+    "plan: dtypes that can't be converted": lambda: plan_reshard(
+        ONE, [[ShardedTensor.from_rank_offsets("w", FULL.int())]], cast=True
+    ),
+    "reshard: an integer that doesn't fit": lambda: st.reshard(
+        [[ShardedTensor.from_rank_offsets("w", torch.tensor([7, 300]))]],
+        [[ShardedTensor.from_rank_offsets("w", torch.zeros(2, dtype=torch.uint8))]],
+        cast=True,
+    ),
     "plan: mains overlap": lambda: plan_reshard([[part(0, 2)], [part(0, 2)], [part(1, 2)], [part(0, 1, "v")] * 2], ONE),
     "plan: a gap": lambda: plan_reshard([[part(0, 4)], [part(2, 4)]], [[part(0, 2)], [part(1, 2)]]),
     "plan: too large": lambda: rows_to_columns(2, (2**33, 2**31)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,7 @@ from shardtree.testing import (
     transposed,
 )
 from shardtree.trees import map_shards
+from tests.plans.recast import recast_states
 
 # What torch says, once, when it makes a tensor of half-precision complex numbers.
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
@@ -59,14 +61,17 @@ def targets_of(state: GlobalState, layout: Layouts) -> list[Any]:
     return [target_tree(state, layout, rank) for rank in range(ranks_of(layout))]
 
 
-def saved_and_loaded(trees: list[Any], targets: list[Any]) -> list[Any]:
+def saved_and_loaded(trees: list[Any], targets: list[Any], **options: Any) -> list[Any]:
     place = MemoryStorage()
     shardtree.simulate(len(trees), lambda world: shardtree.save(trees[world.rank], place, world=world))
-    return shardtree.simulate(len(targets), lambda world: shardtree.load(targets[world.rank], place, world=world))
+    load = partial(shardtree.load, **options)
+    return shardtree.simulate(len(targets), lambda world: load(targets[world.rank], place, world=world))
 
 
-def check_like_load(trees: list[Any], targets: list[Any], reshard: Callable[..., Any] = shardtree.reshard) -> None:
-    expected, found = saved_and_loaded(trees, targets), reshard(trees, targets)
+def check_like_load(
+    trees: list[Any], targets: list[Any], reshard: Callable[..., Any] = shardtree.reshard, **options: Any
+) -> None:
+    expected, found = saved_and_loaded(trees, targets, **options), reshard(trees, targets, **options)
     for rank, (left, right) in enumerate(zip(expected, found, strict=True)):
         assert outline(left) == outline(shardtree.unbox(right)), f"rank {rank}: found {right!r}, expected {left!r}"
 
@@ -94,6 +99,69 @@ def test_the_law_of_loading_catches(fault: Callable[..., Any]) -> None:
     check_like_load(trees_of(state, one), targets_of(state, other))
     with pytest.raises(AssertionError, match="rank 0: found"):
         check_like_load(trees_of(state, one), targets_of(state, other), fault)
+
+
+@settings(max_examples=EXAMPLES // 2)
+@given(data=st.data())
+def test_resharding_with_a_cast_is_saving_and_loading_with_one(data: st.DataObject) -> None:
+    state, wanted = data.draw(recast_states(), label="states")
+    one, other = (data.draw(state_layouts(state, data.draw(st.integers(1, 5)))) for _ in range(2))
+    check_like_load(trees_of(state, one), targets_of(wanted, other), cast=True)
+    check_reshard(trees_of(state, one), targets_of(wanted, other), reshard=partial(shardtree.reshard, cast=True))
+
+
+def by_way_of_bfloat16(trees: list[Any], targets: list[Any], **options: Any) -> list[Any]:
+    """Round to another dtype on the way."""
+    return shardtree.reshard([shardtree.cast(tree, torch.bfloat16) for tree in trees], targets, **options)
+
+
+CAST_ENDS = (
+    shard({"w": torch.arange(16.0).view(4, 4) + 0.1}, Mesh(dp=2), PartitionSpec("dp")),
+    shardtree.abstract({"w": torch.zeros(4, 4, dtype=torch.float64)}, Mesh(tp=2), PartitionSpec(None, "tp")),
+)
+
+
+def test_the_law_of_casts_catches_a_way_over_another_dtype() -> None:
+    check_like_load(*CAST_ENDS, cast=True)
+    with pytest.raises(AssertionError, match="rank 0: found"):
+        check_like_load(*CAST_ENDS, by_way_of_bfloat16, cast=True)
+    with pytest.raises(AssertionError, match="of 8 elements differ"):
+        check_reshard(*CAST_ENDS, reshard=partial(by_way_of_bfloat16, cast=True))
+
+
+def test_nans_stay_nans() -> None:
+    """Which NaN, torch says otherwise for few elements than for many: that is as it is."""
+    data = random_bits((40,), torch.float32, 5)
+    trees = [{"w": ShardedTensor.from_rank_offsets("w", data)}]
+    (found,) = shardtree.reshard(trees, [shardtree.cast(trees[0], torch.bfloat16)], cast=True)
+    assert data.isnan().any() and torch.equal(found["w"].data.isnan(), data.isnan())
+
+
+@pytest.mark.parametrize(
+    ("value", "before", "after"),
+    [(300, torch.int64, torch.uint8), (-1, torch.int8, torch.uint16), (2**63, torch.uint64, torch.int64)],
+)
+def test_an_integer_that_does_not_fit_is_an_error(value: int, before: torch.dtype, after: torch.dtype) -> None:
+    data = torch.tensor([1, value, 2], dtype=before)[::2]  # one that nobody wants doesn't matter
+    trees, target = [{"w": ShardedTensor.from_rank_offsets("w", data)}], torch.zeros(2, dtype=after)
+    shardtree.reshard(trees, [{"w": ShardedTensor.from_rank_offsets("w", target)}], cast=True)
+    trees = [{"w": ShardedTensor.from_rank_offsets("w", torch.tensor([1, value], dtype=before))}]
+    with pytest.raises(shardtree.ShapeError, match=f"reshard: 'w' can't be converted[\\s\\S]*{value}"):
+        shardtree.reshard(trees, [{"w": ShardedTensor.from_rank_offsets("w", target)}], cast=True)
+
+
+def test_a_lazy_conjugate_is_converted_as_what_it_says() -> None:
+    data = torch.complex(torch.arange(4.0), torch.ones(4)).conj()
+    target = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(4, dtype=torch.complex128))}
+    (found,) = shardtree.reshard([{"w": ShardedTensor.from_rank_offsets("w", data)}], [target], cast=True)
+    assert torch.equal(found["w"].data, data.to(torch.complex128).resolve_conj())
+
+
+def test_one_dtype_for_all_ranks_that_want_a_tensor() -> None:
+    tree = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(2))}
+    wanted = [shardtree.cast(tree, dtype) for dtype in (torch.float16, torch.bfloat16)]
+    with pytest.raises(shardtree.IntegrityError, match=r"'w'[\s\S]*float16[\s\S]*bfloat16"):
+        shardtree.reshard([tree], wanted, cast=True)
 
 
 @settings(max_examples=EXAMPLES // 2)

@@ -23,7 +23,7 @@ Planner = Callable[[Case], ReshardPlan]
 
 
 def plan_of(case: Case) -> ReshardPlan:
-    return plan_reshard(case.source, case.target, shortest_cut=case.shortest_cut)
+    return plan_reshard(case.source, case.target, shortest_cut=case.shortest_cut, cast=True)
 
 
 def changed(plan: ReshardPlan, **columns: np.ndarray) -> ReshardPlan:
@@ -65,7 +65,15 @@ def shift(name: str) -> Planner:
     return planner
 
 
+def bytes_before(case: Case) -> ReshardPlan:
+    """Plan as if tensors were sent in the dtypes that they have in the source."""
+    kinds = dict(zip(case.source.keys, case.source.kinds, strict=True))
+    plan = plan_of(case._replace(target=replace(case.target, kinds=tuple(kinds[key] for key in case.target.keys))))
+    return replace(plan, target=replace(plan.target, kinds=case.target.kinds))
+
+
 FAULTS: dict[str, Planner] = {
+    "bytes in the dtypes before": bytes_before,
     "a lost box": lambda case: kept_rows(plan_of(case), np.arange(1, max(1, len(plan_of(case).transfers)))),
     "a box that goes twice": lambda case: repeat_last(plan_of(case)),
     "a rank that gets what it has": lambda case: forget_own(case),

@@ -21,13 +21,16 @@ from shardtree.testing import check_schedule, cut, layouts
 
 SHAPES = st.sampled_from([(), (0,), (5,), (4, 6), (3, 2, 4)])
 DTYPES = (torch.int8, torch.float32, torch.complex128)
+CAST = (torch.int32, torch.bfloat16, torch.complex64)
 
 
 @st.composite
-def many_columns(draw: st.DrawFn, shapes: list[tuple[int, ...]], ranks: int) -> ShardColumns:
+def many_columns(
+    draw: st.DrawFn, shapes: list[tuple[int, ...]], ranks: int, dtypes: tuple[torch.dtype, ...] = DTYPES
+) -> ShardColumns:
     columns = []
     for number, shape in enumerate(shapes):
-        layout, whole = draw(layouts(shape, ranks)), torch.zeros(shape, dtype=DTYPES[number % len(DTYPES)])
+        layout, whole = draw(layouts(shape, ranks)), torch.zeros(shape, dtype=dtypes[number % len(dtypes)])
         columns += [shard_columns(cut(layout, f"w{number}", whole, rank), rank) for rank in range(ranks)]
     return join_columns(columns)
 
@@ -38,11 +41,13 @@ def apart(columns: ShardColumns, ranks: int) -> ShardColumns:
 
 @st.composite
 def reshards(draw: st.DrawFn) -> ReshardPlan:
-    """Plans between layouts of every kind, on the same ranks or between two groups, with relays or without."""
+    """Plans between layouts of every kind, on the same or other ranks, with relays and casts or without."""
     shapes = draw(st.lists(SHAPES, min_size=1, max_size=3))
-    one, other = (draw(many_columns(shapes, draw(st.integers(1, 5)))) for _ in "ab")
+    one = draw(many_columns(shapes, draw(st.integers(1, 5))))
+    other = draw(many_columns(shapes, draw(st.integers(1, 5)), draw(st.sampled_from([DTYPES, CAST]))))
     shift = draw(st.sampled_from([0, 2, 5]))
-    plan = plan_reshard(one, apart(other, shift), shortest_cut=draw(st.sampled_from([1, 8, 10**6])))
+    shortest = draw(st.sampled_from([1, 8, 10**6]))
+    plan = plan_reshard(one, apart(other, shift), shortest_cut=shortest, cast=True)
     return relayed(plan, shortest_cut=draw(st.sampled_from([1, 10**6]))) if draw(st.booleans()) else plan
 
 

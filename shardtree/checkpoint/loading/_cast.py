@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-import numpy as np
 import torch
 
-from ...errors import ShapeError, error_text
 from ...layouts import ShardColumns, join_columns, shard_columns
 from ...mapping import ShardedTensor
-from ...plans import overlaps, read_rounds
+from ...plans import convert, overlaps, read_rounds
 from ._fit import Kinds
 from ._targets import new_memory
 
@@ -73,29 +71,6 @@ def convert_all(shards: Sequence[ShardedTensor], read: Sequence[ShardedTensor], 
             convert(shard.key, overlap.of(stored.data), overlap.of(shard.data))
 
 
-def convert(key: str, stored: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy elements into others of another dtype, as `torch.Tensor.to` would convert them.
-
-    Args:
-        key: the tensor's, for messages.
-        stored: the elements.
-        target: as many, written in place.
-
-    Raises:
-        ShapeError: an integer doesn't fit the target's dtype.
-
-    Examples:
-        >>> target = torch.zeros(2, dtype=torch.bfloat16)
-        >>> convert("w", torch.tensor([1.0, 2.0]), target)
-        >>> target
-        tensor([1., 2.], dtype=torch.bfloat16)
-    """
-    if _is_integer(stored.dtype) and _is_integer(target.dtype) and stored.numel():
-        _check_range(key, stored, target.dtype)
-    with torch.no_grad():
-        target.copy_(stored)
-
-
 def may_overflow(stored: torch.dtype, target: torch.dtype) -> bool:
     """Return whether a conversion depends on values: some of the stored dtype's integers don't fit the target's.
 
@@ -111,13 +86,3 @@ def may_overflow(stored: torch.dtype, target: torch.dtype) -> bool:
 
 def _is_integer(dtype: torch.dtype) -> bool:
     return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
-
-
-def _check_range(key: str, stored: torch.Tensor, dtype: torch.dtype) -> None:
-    most = torch.iinfo(dtype)
-    values = stored.numpy()
-    low, high = int(np.min(values)), int(np.max(values))
-    if low < most.min or high > most.max:
-        found, expected = f"values from {low} to {high}", f"{most.min} to {most.max}, which {dtype} can hold"
-        fix = "Load it in the stored dtype."
-        raise ShapeError(error_text(f"load: {key!r} can't be converted", found=found, expected=expected, fix=fix))

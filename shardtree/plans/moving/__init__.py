@@ -1,6 +1,7 @@
 """Running a plan in memory: whole trees from one layout into another, box by box."""
 
 from ._copy import copy_transfers as copy_transfers
+from ._copy import write_boxes as write_boxes
 from ._ends import SourceTree as SourceTree
 from ._ends import TargetTree as TargetTree
 from ._ends import agreed_common as agreed_common

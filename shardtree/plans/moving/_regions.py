@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import repeat
 
@@ -63,13 +63,26 @@ def copy_boxes(shape: Column, source: Regions, target: Regions) -> None:
         source: where they are.
         target: where they go.
     """
+    for to, data in zip(region_views(shape, target), region_views(shape, source), strict=True):
+        to.copy_(data)
+
+
+def region_views(shape: Column, regions: Regions) -> Iterator[torch.Tensor]:
+    """Yield each box of a region as a view, in the dtype of its memory.
+
+    Args:
+        shape: int64 (boxes, axes).
+        regions: where they are.
+    """
     for first in range(0, len(shape), _AT_ONCE):
         rows = slice(first, first + _AT_ONCE)
-        sizes = shape[rows].tolist()
-        ends = ((each.memory[rows], sizes, each.stride[rows], each.begin[rows]) for each in (target, source))
-        views = (map(torch.as_strided, memory, box, at.tolist(), by.tolist()) for memory, box, at, by in ends)
-        for to, data in zip(*views, strict=True):
-            to.copy_(data)
+        columns = (each[rows].tolist() for each in (shape, regions.stride, regions.begin))
+        yield from map(torch.as_strided, regions.memory[rows], *columns)
+
+
+def select_regions(regions: Regions, rows: Column) -> Regions:
+    """Return the given boxes, in the order given."""
+    return Regions([regions.memory[row] for row in rows.tolist()], regions.begin[rows], regions.stride[rows])
 
 
 def shard_regions(columns: ShardColumns, boxes: Boxes, memories: Memories) -> Regions:

@@ -25,6 +25,7 @@ def reshard(
     *,
     rules: Mapping[str, ObjectRule] | None = None,
     empty: Callable[..., torch.Tensor] = torch.empty,
+    cast: bool = False,
 ) -> Any:
     """Return the targets filled from the trees of all ranks: what saving those and loading these would give.
 
@@ -40,6 +41,7 @@ def reshard(
         rules: what becomes of arrays of objects that change their shape, by patterns of keys; see `reshard_objects`.
         empty: makes a tensor that will be filled, called as `empty(shape, dtype=..., device=...)`: pinned, or shared
             between processes, if it says so.
+        cast: whether tensors get the targets' dtypes, as `load` converts them.
 
     Returns:
         A tree for each rank of the targets, in a container like theirs: the target's structure, shards and factories
@@ -49,7 +51,8 @@ def reshard(
         TreeError: there is no tree, or a target doesn't fit the plain values.
         IntegrityError: source ranks disagree, targets ask for more than is there, or objects need a rule.
         KeyMismatch: a target asks for a key that isn't there.
-        ShapeError: a tensor's global shape or dtype differs, or a shard's tensor was changed.
+        ShapeError: a tensor's global shape differs, or its dtype, and it isn't or can't be cast; or a shard's tensor
+            was changed.
         UnsupportedValue: a tensor isn't dense, or quantised, or a plain value or object can't be copied.
         CheckpointingException: a source shard has no tensor.
 
@@ -66,7 +69,7 @@ def reshard(
     wanted = {rank: take_target(tree) for rank, tree in trees_by_rank(targets, "reshard").items()}
     # A rank with an empty tree gives nothing, plain values neither.
     common = agreed_common({rank: one.common or HOLE for rank, one in given.items()})
-    plan = plan_reshard(_columns(given), _columns(wanted))
+    plan = plan_reshard(_columns(given), _columns(wanted), cast=cast)
     tensors = iter(_moved(plan, _tensors(given.values()), _tensors(wanted.values()), empty))
     listed = [item for one in wanted.values() for item in one.objects]
     objects = iter(reshard_objects((item for one in given.values() for item in one.objects), listed, rules))

@@ -12,6 +12,7 @@ import numpy as np
 from ...errors import plural
 from ...geometry import Column, box_slices, held_elements, intersect, overlapping_pairs, shared_groups, volumes
 from ...layouts import Problem, ShardColumns, place_text, select_rows
+from .._convertible import convertible
 from .._save import Rows
 from ._transfers import Transfers, sending_shards, shard_memory
 
@@ -39,7 +40,7 @@ def transfer_problems(source: ShardColumns, target: ShardColumns, transfers: Tra
 def _wrong_kinds(source: ShardColumns, target: ShardColumns) -> Iterator[Problem]:
     had = dict(zip(source.keys, source.kinds, strict=True))
     for key, kind in zip(target.keys, target.kinds, strict=True):
-        if key in had and (had[key].dtype, had[key].global_shape) != (kind.dtype, kind.global_shape):
+        if key in had and not (had[key].global_shape == kind.global_shape and convertible(had[key].dtype, kind.dtype)):
             yield Problem(key, (), f"is {had[key]} in the source and {kind} in the target")
 
 

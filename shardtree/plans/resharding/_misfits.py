@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 import numpy as np
 
 from ...errors import IntegrityError, KeyMismatch, ShapeError, error_text, plural
 from ...geometry import box_slices, volumes
-from ...layouts import Problem, ShardColumns, place_text, problem_lines, select_rows, write_problems
+from ...layouts import Problem, ShardColumns, TensorKind, place_text, problem_lines, select_rows, write_problems
+from .._convertible import convertible
 from .._near import near_names
 from ._pieces import NOWHERE, Pieces
 
@@ -18,12 +19,17 @@ _MOST = 2.0**62
 _PADDED = "save and load handle what is padded."
 
 
-def check_kinds(source: ShardColumns, target: ShardColumns) -> None:
-    """Raise unless every tensor that is wanted is in the source, of the same global shape and dtype.
+def check_kinds(source: ShardColumns, target: ShardColumns, *, cast: bool) -> None:
+    """Raise unless every tensor that is wanted is in the source, of the same global shape and of a dtype that fits.
+
+    Args:
+        source: the shards before.
+        target: the shards after.
+        cast: whether another dtype fits too, where `load` converts it.
 
     Raises:
         KeyMismatch: a tensor isn't there.
-        ShapeError: one has another global shape or dtype.
+        ShapeError: one has another global shape, or a dtype that doesn't fit.
     """
     had = dict(zip(source.keys, source.kinds, strict=True))
     asked = dict(zip(target.keys, target.kinds, strict=True))
@@ -33,14 +39,28 @@ def check_kinds(source: ShardColumns, target: ShardColumns) -> None:
         lines = (repr(key) + (f" (did you mean {near[key]!r}?)" if key in near else "") for key in absent)
         fix = "Ask for tensors that the source has, or rename one side."
         raise KeyMismatch(error_text("plan_reshard: not in the source", offenders=lines, fix=fix))
-    wrong = [
-        f"{key!r}: source has {had[key]}, target asks for {kind}"
-        for key, kind in asked.items()
-        if (had[key].global_shape, had[key].dtype) != (kind.global_shape, kind.dtype)
-    ]
+    pairs = {key: (had[key], kind) for key, kind in asked.items()}
+    wrong = {key: pair for key, pair in pairs.items() if not _fits(*pair, cast=cast)}
     if wrong:
-        fix = f"Resharding keeps global shapes and dtypes: use cast before or after; {_PADDED}"
-        raise ShapeError(error_text("plan_reshard: global shapes or dtypes differ", offenders=wrong, fix=fix))
+        lines = (f"{key!r}: source has {before}, target asks for {after}" for key, (before, after) in wrong.items())
+        fix = "\n  ".join(_fixes(wrong.values()))
+        raise ShapeError(error_text("plan_reshard: global shapes or dtypes differ", offenders=lines, fix=fix))
+
+
+def _fits(before: TensorKind, after: TensorKind, *, cast: bool) -> bool:
+    same_dtype = before.dtype == after.dtype or (cast and convertible(before.dtype, after.dtype))
+    return same_dtype and before.global_shape == after.global_shape
+
+
+def _fixes(pairs: Collection[tuple[TensorKind, TensorKind]]) -> Iterator[str]:
+    """Yield what to do about tensors that don't fit, each once."""
+    dtypes = {(before.dtype, after.dtype) for before, after in pairs if before.dtype != after.dtype}
+    if any(convertible(*pair) for pair in dtypes):
+        yield "Pass cast=True to convert the source's dtype."
+    if not all(convertible(*pair) for pair in dtypes):
+        yield "Ask for the source's dtype, where values can't be converted without a loss."
+    if any(before.global_shape != after.global_shape for before, after in pairs):
+        yield f"Resharding keeps global shapes: {_PADDED}"
 
 
 def check_sizes(source: ShardColumns, target: ShardColumns) -> None:

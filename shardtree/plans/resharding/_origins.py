@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 
 from ...errors import KeyMismatch, error_text, shorten
 from ...geometry import box_slices
@@ -15,6 +16,7 @@ from ...mapping import ShardedTensor, ShardedTensorFactory
 from ...trees import leaves_with_paths, path_key
 from .._near import near_names
 from .._tables import size_text, table_lines
+from ._summary import cast_text
 from ._transfers import Transfers
 
 _SHOWN = 40
@@ -47,13 +49,15 @@ class Provenance:
 
     Attributes:
         name: under which it was asked for: the tensor's key, or where the target's trees hold it.
-        kinds: dtype and global shape by key, of the tensor, or of all that a factory of that name builds.
+        kinds: dtype and global shape afterwards by key, of the tensor, or of all that a factory of that name builds.
         origins: by key, rank, then box.
+        casts: the dtypes before and after, by key, where they differ.
     """
 
     name: str
     kinds: Mapping[str, TensorKind]
     origins: tuple[Origin, ...]
+    casts: Mapping[str, tuple[torch.dtype, torch.dtype]] = field(default_factory=dict)
 
     @property
     def bytes_moved(self) -> int:
@@ -73,7 +77,8 @@ class Provenance:
         if len(self.kinds) > 1:
             rows = [(*row, key) for row, key in zip(rows, ["of", *(one.key for one in self.origins)], strict=True)]
         heading, *lines = table_lines(rows)
-        return "\n".join([f"{of}: {moved} move, {kept} stay", heading, *shorten(lines, _SHOWN)])
+        casts = "".join(f", {text}" for text in dict.fromkeys(cast_text(*dtypes) for dtypes in self.casts.values()))
+        return "\n".join([f"{of}: {moved} move, {kept} stay{casts}", heading, *shorten(lines, _SHOWN)])
 
 
 def _row(one: Origin) -> tuple[str, ...]:
@@ -109,7 +114,11 @@ def names_of_tensors(trees: Iterable[tuple[Any, Any]]) -> dict[str, tuple[str, .
 
 
 def tensor_origins(
-    target: ShardColumns, transfers: Transfers, name: str, names: Mapping[str, tuple[str, ...]]
+    target: ShardColumns,
+    transfers: Transfers,
+    name: str,
+    names: Mapping[str, tuple[str, ...]],
+    casts: Mapping[str, tuple[torch.dtype, torch.dtype]],
 ) -> Provenance:
     """Return where the bytes of one tensor come from, or of all that are stored for one name.
 
@@ -118,6 +127,7 @@ def tensor_origins(
         transfers: what goes where.
         name: the tensor's key, or else one of `names`.
         names: keys by other names, as `names_of_tensors` gives them.
+        casts: the dtypes before and after, by key, of tensors that are cast.
 
     Raises:
         KeyMismatch: no shard of the target is of that tensor.
@@ -128,7 +138,8 @@ def tensor_origins(
         fix = f"Did you mean {near[name]!r}?" if near else "Ask for one of the keys of plan.target."
         raise KeyMismatch(error_text(f"explain: no tensor {name!r} in the target", fix=fix))
     kinds = {key: target.kinds[target.keys.index(key)] for key in keys}
-    return Provenance(name, kinds, tuple(one for key in keys for one in _origins(target, transfers, key)))
+    origins = tuple(one for key in keys for one in _origins(target, transfers, key))
+    return Provenance(name, kinds, origins, {key: casts[key] for key in keys if key in casts})
 
 
 def _origins(target: ShardColumns, transfers: Transfers, key: str) -> Iterable[Origin]:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 
 from ...errors import plural
 from ...geometry import Column, integer
@@ -20,7 +21,7 @@ from ._pieces import cut_pieces, joined_routes, own_routes, repeat_routes, settl
 from ._places import find_places, of_equal_width
 from ._schedule import BYTES_IN_FLIGHT, Schedule, schedule_transfers
 from ._senders import sent_routes
-from ._summary import link_lines, totals_table
+from ._summary import cast_lines, link_lines, totals_table
 from ._transfers import Transfers as Transfers
 from ._transfers import as_transfers
 
@@ -32,7 +33,8 @@ SHORTEST_CUT = 64 * 1024
 class ReshardPlan:
     """How tensors get from one layout into another. A value: nothing has moved yet.
 
-    Every rank computes the same plan from the same layouts.
+    Every rank computes the same plan from the same layouts. Where a tensor has another dtype in the target, whoever has
+    it converts it before it is sent: bytes are counted in the target's dtype.
 
     Attributes:
         source: the shards of all ranks before.
@@ -65,6 +67,13 @@ class ReshardPlan:
     target: ShardColumns
     transfers: Transfers
     names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @property
+    def casts(self) -> dict[str, tuple[torch.dtype, torch.dtype]]:
+        """The dtypes before and after, by key, of tensors that are converted."""
+        had = dict(zip(self.source.keys, self.source.kinds, strict=True))
+        asked = zip(self.target.keys, self.target.kinds, strict=True)
+        return {key: (had[key].dtype, kind.dtype) for key, kind in asked if had[key].dtype != kind.dtype}
 
     @property
     def bytes_moved(self) -> int:
@@ -139,7 +148,10 @@ class ReshardPlan:
 
     @property
     def lower_bound(self) -> int:
-        """The fewest bytes that any plan moves: those of what ranks hold after and not before, once for each rank."""
+        """The fewest bytes that any plan moves: those of what ranks hold after and not before, once for each rank.
+
+        They are counted in the target's dtypes.
+        """
         return least_bytes(self.source, self.target)
 
     def check(self) -> tuple[Problem, ...]:
@@ -161,23 +173,24 @@ class ReshardPlan:
         Raises:
             KeyMismatch: no shard of the target is of that tensor.
         """
-        return tensor_origins(self.target, self.transfers, name, self.names)
+        return tensor_origins(self.target, self.transfers, name, self.names, self.casts)
 
     def __str__(self) -> str:
         moved, kept, least = (size_text(count) for count in (self.bytes_moved, self.bytes_kept, self.lower_bound))
         counts = f"{plural(len(self.transfers), 'transfer')} of {plural(len(self.target.keys), 'tensor')}"
         heading = f"{counts}: {moved} move (at least {least} must), {kept} stay"
         table = totals_table(self.sent, self.received, self.kept)
-        return "\n".join([heading, *table, *link_lines(self.links)])
+        return "\n".join([heading, *table, *link_lines(self.links), *cast_lines(self.casts.values())])
 
     def inverse(self) -> ReshardPlan:
-        """Return the plan for the way back, from the target's layout into the source's.
+        """Return the plan for the way back, from the target's layout into the source's; what is cast is cast back.
 
         Raises:
             KeyMismatch: the source has tensors that the target hasn't.
+            ShapeError: a tensor's dtype can't be converted back, as integers that became fractions.
             IntegrityError: the target doesn't hold all that the source does.
         """
-        return plan_reshard(self.target, self.source)
+        return plan_reshard(self.target, self.source, cast=bool(self.casts))
 
 
 def plan_reshard(
@@ -185,6 +198,7 @@ def plan_reshard(
     target: ShardColumns | RankTrees,
     *,
     shortest_cut: int = SHORTEST_CUT,
+    cast: bool = False,
 ) -> ReshardPlan:
     """Return what has to move so that tensors get from one layout into another.
 
@@ -193,19 +207,21 @@ def plan_reshard(
     each rank that wants it, however many of its shards do. Ties break by key, place and rank, never by the order of
     rows, so that every rank computes the same plan, and none is exchanged.
 
-    Tensors that only the source has are left out. Nothing is cast or padded: dtypes and global shapes are the same on
-    both sides, and `allow_shape_mismatch` doesn't matter here.
+    Tensors that only the source has are left out. Nothing is padded: global shapes are the same on both sides, and
+    `allow_shape_mismatch` doesn't matter here. Nor is anything cast, unless asked for.
 
     Args:
         source: the shards of all ranks before: columns, or each rank's tree, by rank. Data isn't looked at, so
             metadata will do: what `without_data` leaves, or `load_tensors_metadata` says of a checkpoint.
         target: the shards of all ranks after, in the same numbering of ranks; groups may overlap, or be disjoint.
         shortest_cut: bytes; no box is cut between senders into parts that are shorter.
+        cast: whether tensors get the target's dtypes, as `load` converts them, before they are sent.
 
     Raises:
         TreeError: a side isn't a tree for each rank.
         KeyMismatch: the target has a tensor that the source hasn't.
-        ShapeError: a tensor's global shape or dtype differs between them, or a side has 2**62 bytes or more.
+        ShapeError: a tensor's global shape differs between them, or its dtype, and it isn't or can't be cast; or a
+            side has 2**62 bytes or more.
         MetadataError: `shortest_cut` isn't an integer.
         IntegrityError: main replicas of the source overlap or leave their tensor, or nobody holds what is asked for.
 
@@ -217,6 +233,9 @@ def plan_reshard(
         >>> plan = plan_reshard([tree(0, 0), tree(1, 0)], [tree(0, 1), tree(1, 1)])
         >>> plan.bytes_moved, plan.bytes_kept, plan.links
         (8, 8, {(0, 1): 4, (1, 0): 4})
+        >>> halved = [st.cast(tree(rank, 1), torch.bfloat16) for rank in (0, 1)]
+        >>> plan_reshard([tree(0, 0), tree(1, 0)], halved, cast=True).bytes_moved
+        4
     """
     shortest = max(1, integer("plan_reshard", "shortest_cut", shortest_cut))
     names: dict[str, tuple[str, ...]] = {}
@@ -225,7 +244,7 @@ def plan_reshard(
         target = {rank: apply_factories(tree) for rank, tree in trees.items()}
         names = names_of_tensors((tree, target[rank]) for rank, tree in trees.items())
     before, after = of_equal_width(_columns(source), _columns(target))
-    check_kinds(before, after)
+    check_kinds(before, after, cast=cast)
     check_sizes(before, after)
     check_mains(before, after)
     places = find_places(before, after)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
+import torch
 
 from ...errors import plural, shorten
 from ...geometry import Column
@@ -51,6 +53,33 @@ def link_lines(links: Mapping[tuple[int, int], int]) -> list[str]:
     largest = sorted(links.items(), key=lambda link: (-link[1], link[0]))
     texts = shorten((f"{one} → {other} {size_text(count)}" for (one, other), count in largest), _SHOWN_LINKS)
     return [f"{plural(len(links), 'link')}: {', '.join(texts)}"] if links else []
+
+
+def cast_lines(casts: Iterable[tuple[torch.dtype, torch.dtype]]) -> list[str]:
+    """Return which dtypes become which, and of how many tensors; no line where none are cast.
+
+    Args:
+        casts: before and after, for each tensor that is cast.
+
+    Examples:
+        >>> cast_lines([(torch.float32, torch.bfloat16)] * 2 + [(torch.int64, torch.int32)])
+        ['3 tensors are cast at the sender: float32 → bfloat16 (2), int64 → int32 (1)']
+    """
+    count = Counter(casts)
+    texts = shorten((f"{cast_text(*pair)} ({number})" for pair, number in count.most_common()), _SHOWN_LINKS)
+    total = count.total()
+    verb = "is" if total == 1 else "are"
+    return [f"{plural(total, 'tensor')} {verb} cast at the sender: {', '.join(texts)}"] if total else []
+
+
+def cast_text(before: torch.dtype, after: torch.dtype) -> str:
+    """Return how a dtype becomes another.
+
+    Examples:
+        >>> cast_text(torch.float32, torch.bfloat16)
+        'float32 → bfloat16'
+    """
+    return " → ".join(str(dtype).removeprefix("torch.") for dtype in (before, after))
 
 
 def steps_table(step: Column, from_rank: Column, to_rank: Column, nbytes: Column) -> list[str]:
