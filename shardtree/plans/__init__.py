@@ -1,6 +1,5 @@
 """Plans: who writes which shard, and which stored bytes go where, in columns that every rank computes alike."""
 
-from ._convertible import convert as convert
 from ._convertible import convertible as convertible
 from ._exchange import ExchangePlan as ExchangePlan
 from ._exchange import plan_exchange as plan_exchange

@@ -15,7 +15,7 @@ import optree
 from ..errors import TreeError, TreePath, error_text, render_path
 from ..mapping import LocalNonpersistentObject, ShardedBase
 from ._hole import HOLE
-from ._nodes import Tree, describe, entries, flatten, is_known_leaf, is_sequence, like, stored_like
+from ._nodes import Tree, depth_error, describe, entries, flatten, is_known_leaf, is_sequence, like, stored_like
 from ._record import Record
 
 
@@ -34,7 +34,10 @@ def common_with_holes(tree: Tree) -> Tree:
     children = entries(tree)
     if children is None:
         return _hole_or_leaf(tree)
-    return stored_like(tree, {entry: _stored(child) for entry, child in children.items()})
+    try:
+        return stored_like(tree, {entry: _stored(child) for entry, child in children.items()})
+    except RecursionError as error:
+        raise depth_error(error, tree) from None
 
 
 def _hole_or_leaf(leaf: Any) -> Any:
@@ -58,10 +61,17 @@ def without_holes(tree: Tree) -> Tree:
         >>> without_holes({"a": HOLE, "b": [HOLE, 1]})
         {'b': [HOLE, 1]}
     """
+    try:
+        return _without_holes(tree)
+    except RecursionError as error:
+        raise depth_error(error, tree) from None
+
+
+def _without_holes(tree: Tree) -> Tree:
     children = entries(tree)
     if children is None:
         return tree
-    new = {entry: without_holes(child) for entry, child in children.items()}
+    new = {entry: _without_holes(child) for entry, child in children.items()}
     return like(tree, _filled(new)) if isinstance(tree, dict) else like(tree, new)
 
 
@@ -121,7 +131,10 @@ def join(common: Tree, target: Tree) -> Tree:
         >>> join({"model": HOLE, "ema": [HOLE, 0.9]}, {"model": {"layers": []}})
         {'model': {'layers': []}}
     """
-    joined = _join(common, target, ())
+    try:
+        joined = _join(common, target, ())
+    except RecursionError as error:
+        raise depth_error(error, common, target) from None
     if joined is HOLE:
         what, fix = "join: nothing is left of the tree", "Give the target the structure that was saved, or a dict."
         raise TreeError(error_text(what, found=describe(target), expected=_described(common), fix=fix))

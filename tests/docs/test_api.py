@@ -27,6 +27,7 @@ FactoryBuildFn
 FactoryMergeFn
 map_shards
 map_data
+lazy_map
 leaves_with_paths
 shard_leaves
 partition

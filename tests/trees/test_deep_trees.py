@@ -96,12 +96,6 @@ FLAT = (
 )
 """Functions of flat dicts."""
 
-JOINS = {"common_problems", "common_with_holes", "join", "without_holes"}
-NAMES = [
-    pytest.param(name, marks=pytest.mark.xfail(raises=RecursionError, strict=False)) if name in JOINS else name
-    for name in CALLS
-]
-
 TREES = {"tree", "trees", "target", "x1", "sharded_state_dict", "sharded_state_dicts", "common", "commons", "loaded"}
 TREES |= {"optim_state_dict", "model_sharded_state_dict"}
 
@@ -141,14 +135,14 @@ def saved() -> None:
     st.save({"a": {"w": SHARD}}, SAVED)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("make", [nested, lambda leaf: nested(leaf, lists=True)], ids=["dicts", "lists"])
 def test_a_deep_tree_is_an_error_of_ours_or_none(name: str, make: Call) -> None:
     for leaf in (SHARD, FACTORY, 3, torch.ones(2)):
         assert answer(CALLS[name], make(leaf)) in ("TreeError", "")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CALLS)
 def test_a_tree_that_contains_itself_is_too(name: str) -> None:
     assert answer(CALLS[name], endless()) in ("TreeError", "")
 

@@ -9,7 +9,8 @@ import torch
 
 from ...layouts import ShardColumns, join_columns, shard_columns
 from ...mapping import ShardedTensor
-from ...plans import convert, overlaps, read_rounds
+from ...plans import overlaps, read_rounds
+from ...plans.moving import convert
 from ._fit import Kinds
 from ._targets import new_memory
 

@@ -1,5 +1,6 @@
 """Running a plan in memory: whole trees from one layout into another, box by box."""
 
+from .._convertible import convert as convert
 from ._copy import copy_transfers as copy_transfers
 from ._copy import write_boxes as write_boxes
 from ._ends import SourceTree as SourceTree
