@@ -31,8 +31,9 @@ class Elementwise:
         shape: of the sources and the result.
         dtype: of the result.
         name: for errors and ``repr``.
-        is_checked: whether the function is a caller's, which is tried on the first window that is read.
-        tried: what that found out, once; a memo that changes nothing else.
+        is_checked: whether the function is a caller's, which is tried on the first window that is read, and on later
+            ones that show more.
+        tried: how many elements the windows showed on which it was; a memo that changes nothing else.
     """
 
     function: Callable[..., torch.Tensor]
@@ -42,15 +43,16 @@ class Elementwise:
     dtype: torch.dtype
     name: str
     is_checked: bool = False
-    tried: list[bool] = field(default_factory=list)
+    tried: list[int] = field(default_factory=list)
 
     @property
     def made_of(self) -> tuple[Any, ...] | None:
         """What tells it from others: names, numbers and sources; None where a caller's function can't be told."""
         if self.is_checked:
             return None
-        values = (each if isinstance(each, Source) else f"{type(each)} {each!r}" for each in self.operands)
-        return self.function.__name__, repr(sorted(self.options.items())), *values
+        values = (each if isinstance(each, Source) else scalar_text(each) for each in self.operands)
+        options = (f"{word}={scalar_text(value)}" for word, value in sorted(self.options.items()))
+        return self.function.__name__, ", ".join(options), *values
 
     @property
     def sources(self) -> tuple[Source, ...]:
@@ -81,13 +83,17 @@ class Elementwise:
         return slabs(shape, max(1, WINDOW_BYTES // row))
 
     def _value(self, values: Sequence[Any], window: Shape) -> torch.Tensor:
-        if self.is_checked and not self.tried:
-            check_elementwise(self.function, values)
-            self.tried.append(True)
+        if self.is_checked:
+            shown = elements_shown(values)
+            if not self.tried or shown > max(self.tried):
+                check_elementwise(self.function, values)
+                self.tried.append(shown)
+            # Torch's promotion counts a tensor without axes for less, but the description's dtype was of one axis.
+            values = [value.reshape(-1) for value in values]
         # Sums, products and quotients of real numbers are rounded alike wherever an element lies. What else torch
         # computes one by one at the end of a row, and by the processor's vectors elsewhere, isn't.
         is_exact = not (self.is_checked or self.options or self.dtype.is_complex)
-        if is_exact or not window:
+        if is_exact or not (window or self.is_checked):
             return self.function(*values, **self.options)
         return self._in_stretches(values).view(window)
 
@@ -117,6 +123,16 @@ def _padded(stretch: torch.Tensor) -> torch.Tensor:
     """Return a stretch of whole vectors, its last element repeated."""
     missing = -len(stretch) % _VECTOR
     return torch.cat([stretch, stretch[-1:].expand(missing)]) if missing else stretch.contiguous()
+
+
+def scalar_text(value: Any) -> str:
+    """Return what tells a number, a tensor of one or an option from others: all digits, of which torch prints four.
+
+    Examples:
+        >>> scalar_text(0.5), scalar_text(torch.tensor(2, dtype=torch.int8))
+        ("<class 'float'> 0.5", 'torch.int8 2')
+    """
+    return f"{value.dtype} {value.item()!r}" if isinstance(value, torch.Tensor) else f"{type(value)} {value!r}"
 
 
 def check_kind(result: Any, shape: Shape | None, dtype: torch.dtype | None) -> None:
@@ -166,6 +182,18 @@ def check_elementwise(function: Callable[..., Any], values: Sequence[torch.Tenso
         turned = _result(function, [sample.T for sample in samples]).T
         if not torch.equal(_bits(turned), _bits(whole)):
             raise _not_elementwise("transposed")
+
+
+def elements_shown(values: Sequence[torch.Tensor]) -> int:
+    """Return how many elements of a window are tried; 0 if each operand's are alike, from which little can be seen.
+
+    Examples:
+        >>> elements_shown([torch.tensor([3.0, 4.0])]), elements_shown([torch.zeros(2)])
+        (2, 0)
+    """
+    samples = [_sample(value) for value in values]
+    rows = [_bits(sample).view(sample.numel(), -1) for sample in samples]
+    return samples[0].numel() if any(bool((row != row[:1]).any()) for row in rows) else 0
 
 
 def _sample(value: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ from numbers import Number
 from operator import add, matmul, mul, neg, sub, truediv
 from typing import Any, Self
 
+import numpy as np
 import torch
 
 from shardtree.errors import MetadataError, ShapeError, UnsupportedValue, error_text, shorten
@@ -232,12 +233,12 @@ class LazyTensor:
         return _applied(matmul, (other, self), {})  # type: ignore[no-any-return]
 
     def __iter__(self) -> Iterator[LazyTensor]:
-        len(self)  # of a 0-dim tensor, torch's own TypeError
+        len(self)  # refuses a 0-dim tensor
         return iter(self.unbind(0))
 
     def __eq__(self, other: object) -> bool:
-        # Elementwise against a tensor, as torch would; what can't be had must not come out as False.
-        if isinstance(other, torch.Tensor):
+        # Elementwise, as torch would; what can't be had must not come out as False.
+        if isinstance(other, torch.Tensor | np.ndarray | Number):
             raise refusal(self.name, "__eq__")
         return self is other
 
@@ -269,7 +270,7 @@ def _applied(func: Callable[..., Any], args: Args, kwargs: dict[str, Any]) -> An
     if name in ARITHMETIC:
         return _computed(func, args, kwargs)
     if name in PRODUCTS:
-        return _multiplied(func, *args, **kwargs)
+        return _multiplied(func, args, kwargs)
     operands = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor | LazyTensor)]
     lazy = next((value for value in operands if isinstance(value, LazyTensor)), None)
     if lazy is None or len(operands) > 1:
@@ -352,10 +353,15 @@ def _operand(name: str, func: Callable[..., Any], value: Any) -> Any:
     raise refusal(name, f"{func.__name__} with {kind}")
 
 
-def _multiplied(func: Callable[..., Any], left: Any, right: Any) -> LazyTensor:
-    lazy = next(value for value in (left, right) if isinstance(value, LazyTensor))
-    if not all(isinstance(value, LazyTensor) and value.ndim == 2 for value in (left, right)):
+def _multiplied(func: Callable[..., Any], args: Args, kwargs: dict[str, Any]) -> LazyTensor:
+    named = [kwargs.pop(word) for word in ("input", "other", "mat2") if word in kwargs]
+    operands = [*args, *named]
+    lazy = next(value for value in (*operands, *kwargs.values()) if isinstance(value, LazyTensor))
+    if options := [word for word, value in kwargs.items() if value is not None]:
+        raise refusal(lazy.name, f"{func.__name__} with {options[0]}=")
+    if len(operands) != 2 or not all(isinstance(value, LazyTensor) and value.ndim == 2 for value in operands):
         raise refusal(lazy.name, f"{func.__name__} of anything but two lazy matrices")
+    left, right = operands
     if left.shape[1] != right.shape[0] or left.dtype != right.dtype:
         kinds = f"{tuple(left.shape)} {left.dtype} and {tuple(right.shape)} {right.dtype}"
         expected = "as many columns as the other has rows, and one dtype"
@@ -370,7 +376,8 @@ def lazy_map(function: Callable[..., torch.Tensor], *lazies: LazyTensor) -> Lazy
         function: from tensors of one axis, in order, to a tensor of their shape; pure, and elementwise: an element of
             the result depends on the elements at its index alone. It is tried at once on tensors of one element, for
             the result's dtype; and on the first window that is read also in other cuts, and transposed where there are
-            two axes: it must give the same bits.
+            two axes: it must give the same bits. A window of one element, or of equal ones, shows little, so that
+            larger and varied ones that follow are tried, too.
         lazies: of one shape, at least one.
 
     Raises:

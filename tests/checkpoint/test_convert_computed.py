@@ -11,10 +11,13 @@ import torch
 
 import shardtree as st
 from shardtree.checkpoint import OpenCheckpoint
+from shardtree.checkpoint.conversion import ConversionReport
 from shardtree.checkpoint.conversion._identity import conversion_digest
 from shardtree.checkpoint.conversion._pieces import batches_of
 from shardtree.errors import UnsupportedValue
+from shardtree.lazy import _computed
 from shardtree.storage import MemoryStorage
+from shardtree.testing import Call, WatchedStorage
 
 SHAPES = {"embedding": (40, 16), "layers.0.w": (16, 24), "norm": (16,)}
 RANK = 4
@@ -109,6 +112,54 @@ def test_a_conversion_is_known_by_the_formula_and_by_the_other_checkpoints() -> 
     assert found == [digest_of(f, source, other) for f in formulas]
     assert len({*found, digest_of(formulas[0], source, third)}) == len(formulas) + 1
     assert digest_of(formulas[0], source, saved({**TWO, "norm": TWO["norm"] + 1})) not in found
+
+
+def tells_factors_apart(text: Callable[..., str]) -> None:
+    source = saved(ONE)
+    factors = [torch.tensor(0.12345), torch.tensor(0.12346), torch.tensor(0.12345, dtype=torch.float64), 0.12345]
+    assert len({text(lambda a, each=each: a * each, source) for each in factors}) == len(factors)
+
+
+def test_a_conversion_is_known_by_every_digit_of_its_factors() -> None:
+    tells_factors_apart(digest_of)
+
+
+def test_the_law_of_factors_catches_numbers_as_torch_prints_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_computed, "scalar_text", repr)
+    with pytest.raises(AssertionError):
+        tells_factors_apart(digest_of)
+
+
+class Killed(BaseException):
+    """What no handler of a conversion catches."""
+
+
+def test_a_killed_soup_is_gone_on_with_and_another_begins_anew() -> None:
+    source, other, folder = saved(ONE), st.open_checkpoint(saved(TWO)), MemoryStorage()
+
+    def run(storage: Any, factor: float) -> ConversionReport:
+        transform = over(lambda a, b: a + torch.tensor(factor) * b, other)
+        return st.convert(source, storage, backend="safetensors", transform=transform, max_bytes_in_flight=600)
+
+    def dies(call: Call) -> None:
+        if call.name.endswith("000002.done"):
+            raise Killed
+
+    for factor, resumed in [(0.12346, 0), (0.12345, 2)]:
+        with pytest.raises(Killed):
+            run(WatchedStorage(folder, before=dies), 0.12345)
+        assert run(folder, factor).resumed == resumed
+        found = st.load_plain_tensors(folder)
+        assert all(torch.equal(found[key], ONE[key] + torch.tensor(factor) * TWO[key]) for key in ONE)
+        folder = MemoryStorage()
+
+
+def test_tree_maps_record_arithmetic_over_an_open_checkpoint() -> None:
+    tree = st.map_data(lambda data: data * 0.5, dict(st.open_checkpoint(saved(ONE))))
+    folder = MemoryStorage()
+    st.save(tree, folder)
+    found = st.load_plain_tensors(folder)
+    assert all(torch.equal(found[key], data * 0.5) for key, data in ONE.items())
 
 
 def test_what_a_callers_function_makes_is_never_taken_for_what_another_made() -> None:

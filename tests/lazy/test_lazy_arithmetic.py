@@ -184,6 +184,42 @@ def test_a_function_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tried == [torch.abs]
 
 
+def catches_after(first: tuple[slice, slice], whole: torch.Tensor) -> None:
+    found = lazy_map(OTHERS["norm"], Recorder(whole).lazy())
+    found[first].read()
+    with pytest.raises(UnsupportedValue, match="isn't elementwise"):
+        found.read()
+
+
+def half_constant() -> torch.Tensor:
+    return torch.cat([torch.ones(4, 6), numbers((4, 6), torch.float32, 5)])
+
+
+# Windows that show nothing: one element, no elements, elements that are all alike.
+FIRST = [(slice(0, 1), slice(0, 1)), (slice(0, 0), slice(0, 6)), (slice(0, 4), slice(1, 5))]
+
+
+@pytest.mark.parametrize("first", FIRST, ids=["one", "none", "alike"])
+def test_a_first_window_that_shows_nothing_is_not_the_last_that_is_tried(
+    first: tuple[slice, slice], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_computed, "WINDOW_BYTES", 2**24)
+    catches_after(first, half_constant())
+
+
+def test_the_law_of_first_windows_catches_a_map_that_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_computed, "WINDOW_BYTES", 2**24)
+    monkeypatch.setattr(_computed, "elements_shown", lambda values: 1)
+    with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
+        catches_after(FIRST[0], half_constant())
+
+
+def test_a_map_of_one_number_has_the_dtype_that_it_says() -> None:
+    two = torch.tensor(2.0, dtype=torch.float64)  # torch counts it for less than a tensor with axes, not without
+    found = lazy_map(lambda x: x * two, Recorder(torch.tensor(3.0)).lazy())
+    assert found.dtype == found.read().dtype == torch.float32
+
+
 @given(st.integers(0, 9), st.integers(0, 12), st.integers(1, 9), st.sampled_from(FLOATS))
 def test_products_round_as_sums_may(rows: int, inner: int, columns: int, dtype: torch.dtype) -> None:
     rounds_as_sums_may(lambda left, right: (left @ right).read(), rows, inner, columns, dtype)
@@ -211,6 +247,12 @@ def test_a_product_in_one_window_is_torchs_bit_for_bit(monkeypatch: pytest.Monke
     assert bits(found.read()) == bits(weight + 0.5 * (left @ right))
 
 
+def test_products_take_the_operands_names() -> None:
+    left, right = Recorder(numbers((3, 4), torch.float32, 1)).lazy(), Recorder(numbers((4, 2), torch.float32, 2)).lazy()
+    found = [torch.matmul(input=left, other=right), torch.mm(left, mat2=right), left.matmul(other=right)]
+    assert {bits(each.read()) for each in found} == {bits((left @ right).read())}
+
+
 W = stored(lambda offset, shape: torch.ones(shape), (2, 3), torch.float32, name="w")
 
 
@@ -221,7 +263,9 @@ W = stored(lambda offset, shape: torch.ones(shape), (2, 3), torch.float32, name=
         lambda: W @ torch.ones(3, 2), lambda: W[0] @ W[0], lambda: torch.add(W, 1, out=torch.ones(2, 3)),
         lambda: torch.as_tensor(W), lambda: torch.tensor(W), lambda: torch.asarray(W), lambda: np.asarray(W),
         lambda: float(W[0, 0]), lambda: W[0, 0].item(), lambda: bool(W[0, 0]), lambda: len(W[0, 0]), lambda: W.add_(1),
-        lambda: torch.ones(2, 3) == W, lambda: lazy_map(torch.abs), lambda: lazy_map(torch.abs, torch.ones(2)),
+        lambda: torch.ones(2, 3) == W, lambda: W == 1, lambda: W != 0.5, lambda: np.ones((2, 3)) == W,
+        lambda: torch.matmul(W, W.T, out=torch.ones(2, 2)), lambda: W.matmul(), lambda: torch.mm(W, mat2=torch.ones(3)),
+        lambda: lazy_map(torch.abs), lambda: lazy_map(torch.abs, torch.ones(2)),
     ],
 )  # fmt: skip
 def test_what_is_not_recorded_says_what_to_do(refused: Callable[[], Any]) -> None:
