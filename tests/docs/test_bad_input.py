@@ -40,10 +40,6 @@ def complaint(given: str, folder: Path, namespace: dict[str, Any]) -> tuple[str,
     return "nothing", ""
 
 
-# A row that is refused a request drops it.
-pytestmark = pytest.mark.filterwarnings("ignore:an asynchronous save to:ResourceWarning")
-
-
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning", "ignore:torch.*quant:DeprecationWarning")
 @pytest.mark.parametrize(("given", "kind", "words"), ROWS, ids=[given for given, _, _ in ROWS])
 def test_it_raises_what_the_page_says(given: str, kind: str, words: str, names: tuple[Path, dict[str, Any]]) -> None:
