@@ -36,7 +36,7 @@ def check_commutes(
     Examples:
         >>> import functools, torch, shardtree as st
         >>> state = {"w": torch.arange(24.0).view(6, 4), "step": 3}
-        >>> check_commutes(st.step(st.cast, torch.bfloat16), state)
+        >>> check_commutes(st.bind(st.cast, torch.bfloat16), state)
         >>> check_commutes(functools.partial(st.map_data, lambda data: data - data.mean()), state)
         Traceback (most recent call last):
         AssertionError: from one rank to 2 ranks by rows: rank 0: 'w' at tree['w']: 12 of 12 elements differ, ...

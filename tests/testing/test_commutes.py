@@ -25,8 +25,8 @@ def with_factory(tree: Any) -> Any:
 
 
 RIGHT: dict[str, Callable[[Any], Any]] = {
-    "names": st.step(st.rename, {"w": "weight"}),
-    "dtypes": st.step(st.cast, torch.bfloat16),
+    "names": st.bind(st.rename, {"w": "weight"}),
+    "dtypes": st.bind(st.cast, torch.bfloat16),
     "elements": partial(st.map_data, lambda data: data * 2),
     "a lens": with_factory,
     "another step": lambda tree: {**tree, "step": tree["step"] + 1},
@@ -39,7 +39,7 @@ def test_right_transforms_commute_with_resharding(name: str) -> None:
 
 
 def test_a_transform_that_refuses_some_layouts_commutes_in_others() -> None:
-    split = st.step(st.split_tensor, "w", ["gate", "up"], sizes=[4, 4])
+    split = st.bind(st.split_tensor, "w", ["gate", "up"], sizes=[4, 4])
     columns = [(st.Mesh(tp=ranks), {"w": st.PartitionSpec(None, "tp")}) for ranks in (1, 2, 3)]
     check_commutes(split, {"w": STATE["w"]}, layouts=columns)
     with pytest.raises(st.ShapeError, match="'w' is cut along axis 0"):
@@ -54,7 +54,7 @@ def test_in_any_layouts_that_are_drawn(data: some.DataObject) -> None:
     for _ in range(2):
         mesh = data.draw(meshes(max_ranks=4))
         pairs.append((mesh, data.draw(partition_specs(tuple(state["w"].shape), mesh))))
-    check_commutes(st.step(st.prefix, "model."), state, layouts=pairs)
+    check_commutes(st.bind(st.prefix, "model."), state, layouts=pairs)
 
 
 def halved_in_the_shard(tree: Any) -> Any:

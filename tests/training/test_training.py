@@ -143,7 +143,7 @@ def other_moments(wanted: Any) -> Any:
     """Return a target in which two parameters of the same shape have one another's moments."""
     moments = [f"optimizer.state.{key}.layers.{{}}.mlp.linear_fc2.weight" for key in ("exp_avg", "exp_avg_sq")]
     pairs = {each.format(layer): each.format(1 - layer) for each in moments for layer in range(2)}
-    return st.rename(wanted, pairs)
+    return st.rename(wanted, lambda key: pairs.get(key, key))
 
 
 def swapped_moments(wanted: Any) -> Any:
@@ -157,7 +157,7 @@ def swapped_moments(wanted: Any) -> Any:
         for key in keys
         if key.startswith(kind)
     }
-    return st.rename(wanted, pairs)
+    return st.rename(wanted, lambda key: pairs.get(key, key))
 
 
 def no_steps(loaded: Any) -> Any:
