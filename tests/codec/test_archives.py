@@ -32,7 +32,6 @@ from hypothesis import strategies as st
 from shardtree.codec import (
     Global,
     Persistent,
-    Record,
     Reduced,
     add_record,
     archive_head,
@@ -49,7 +48,7 @@ from shardtree.codec import (
 )
 from shardtree.errors import CheckpointingException, CorruptCheckpoint, TreeError, UnsafeFile, UnsupportedValue
 from shardtree.testing import STORABLE_DTYPES, common_states, outline, shapes, tensors
-from shardtree.trees import HOLE
+from shardtree.trees import HOLE, Record
 
 pytestmark = [
     pytest.mark.timeout(120),

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from shardtree.codec import Record, decode_tree, encode_tree
+from shardtree.codec import decode_tree, encode_tree
 from shardtree.errors import UnsupportedValue
+from shardtree.trees import Record
 
 
 class Color(enum.Enum):
