@@ -74,6 +74,9 @@ def scenarios(storage: MemoryStorage) -> dict[str, Callable[[World], Any]]:
         "save unchecked": lambda world: shardtree.save(
             tree(world, 2.0), storage, world=world, overwrite=True, validate_access_integrity=False
         ),
+        "save and compare replicas": lambda world: shardtree.save(
+            tree(world, 2.0), storage, world=world, overwrite=True, check_replicas=True
+        ),
         "save and finalize": lambda world: (
             shardtree.save(tree(world, 2.0), storage, world=world, overwrite=True, async_sharded_save=True)
             .add_finalize_fn(lambda: None)
@@ -107,6 +110,7 @@ def scenarios(storage: MemoryStorage) -> dict[str, Callable[[World], Any]]:
 SCENARIOS = [
     "save",
     "save unchecked",
+    "save and compare replicas",
     "save and finalize",
     "load unchecked",
     "save in another format",
