@@ -21,8 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 import shardtree as st
-from shardtree.checkpoint._consistency import check_together, describe
-from shardtree.checkpoint._known_layout import known_layout
+from shardtree.checkpoint._consistency import check_together, describe, known_layout
 from shardtree.layouts import TensorKind, mesh_columns, mesh_parts, part_shard, tensor_shards
 
 SPECS = (st.PartitionSpec("tp"), st.PartitionSpec("tp", "dp"), st.PartitionSpec(("dp", "tp")))

@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardtree.checkpoint._consistency import describe
-from shardtree.checkpoint._known_layout import known_layout
+from shardtree.checkpoint._consistency import describe, known_layout
 from shardtree.layouts import (
     Mesh,
     PartitionSpec,
@@ -32,7 +31,7 @@ from shardtree.layouts import (
     shard_columns,
 )
 from shardtree.plans import level_writes
-from shardtree.strategies.safetensors._written import Written
+from shardtree.strategies.safetensors._write import Written
 
 from ._bars import Bar, Settings
 from .planning_chunks import peak_bytes

@@ -20,7 +20,7 @@ from safetensors import safe_open
 
 import shardtree as st
 from shardtree.codec import decode_tree, encode_tree
-from shardtree.codec._decode import _DECODERS
+from shardtree.codec._tree import _DECODERS
 from tests.golden import make
 
 FOLDER = Path(__file__).parent / "golden" / "v1"

@@ -2,25 +2,164 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import compress
+from typing import Any, TypeAlias
+
+import numpy as np
 
 from ..codec import encode_tree
-from ..errors import IntegrityError, error_text
+from ..errors import IntegrityError, MetadataError, error_text, rank_text
+from ..geometry import Column
 from ..layouts import (
     ObjectColumns,
     ShardColumns,
+    TensorKind,
     common_problems,
     join_agreed,
     join_checked,
+    join_columns,
     object_columns,
+    place_text,
+    select_rows,
     shard_columns,
 )
 from ..mapping import ShardedObject, ShardedTensor
 from ..storage import digest
 from ..trees import without_holes
-from ._known_layout import KnownLayout, check_alike
+
+# A layout of all ranks that every rank was given, so that none has to be exchanged: matched, and told in one hash.
+
+_Row: TypeAlias = tuple[str, TensorKind, tuple[int, ...], tuple[int, ...], int, int, bool]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KnownLayout:
+    """All ranks' shards, as this rank was told, once its own ones are known to be among them.
+
+    Attributes:
+        columns: all ranks' shards: by rank, of one rank by key and place.
+        order: for each of this rank's rows, which of its tree's shards it is, int64 (own shards,).
+        digest: the hash of the columns, the same for the same shards in any order.
+    """
+
+    columns: ShardColumns
+    order: Column
+    digest: str
+
+
+def known_layout(doing: str, layout: Any, shards: Sequence[ShardedTensor], rank: int, ranks: int) -> KnownLayout | None:
+    """Return a layout that a caller gave, matched with a rank's own shards; None where it gave none.
+
+    Args:
+        doing: "save" or "load".
+        layout: the columns of all ranks, rows in any order; or None.
+        shards: what this rank's tree holds.
+        rank: this one.
+        ranks: how many there are.
+
+    Raises:
+        MetadataError: it isn't a layout.
+        IntegrityError: it names ranks that aren't there, or this rank's rows aren't its shards.
+    """
+    if layout is None:
+        return None
+    if not isinstance(layout, ShardColumns):
+        expected, fix = "ShardColumns", "Pass what layout_of, dtensor_layout, mesh_columns or tree_columns returns."
+        raise MetadataError(
+            error_text(f"{doing}: not a layout", found=type(layout).__name__, expected=expected, fix=fix)
+        )
+    beyond = sorted(set(layout.rank[(layout.rank < 0) | (layout.rank >= ranks)].tolist()))
+    if beyond:
+        expected, fix = f"ranks 0 to {ranks - 1}", "Pass the rows of the ranks that take part, numbered as they are."
+        what = f"{doing}: the layout has shards of ranks that aren't there"
+        raise IntegrityError(error_text(what, found=rank_text(beyond), expected=expected, fix=fix))
+    columns = _ordered(_held(join_columns([layout])))
+    own = shard_columns(shards, rank)
+    order = _place_order(own)
+    told = _rows(select_rows(columns, np.flatnonzero(columns.rank == rank)))
+    held = _rows(select_rows(own, order))
+    if told != held:
+        fix = "Compute the layout for this tree, on this number of ranks, and number the ranks as the world does."
+        what = f"{doing}: the layout isn't that of the tree on rank {rank}"
+        raise IntegrityError(error_text(what, offenders=_differences(told, held), fix=fix))
+    return KnownLayout(columns, order, _digest(columns))
+
+
+def check_alike(doing: str, digests: Sequence[str | None]) -> None:
+    """Raise unless all ranks were given the same layout.
+
+    Args:
+        doing: "save" or "load".
+        digests: of each rank's, by rank; None where it was given none.
+
+    Raises:
+        IntegrityError: some were given another one, or none.
+    """
+    if len(set(digests)) == 1:
+        return
+    ranks: dict[str | None, list[int]] = defaultdict(list)
+    for rank, each in enumerate(digests):
+        ranks[each].append(rank)
+    said = [f"{rank_text(own)}: {'none' if each is None else f'layout {each[:12]}'}" for each, own in ranks.items()]
+    fix = "Compute it from the same mesh and specs, or from the same DTensors, on every rank."
+    raise IntegrityError(error_text(f"{doing}: the ranks were given different layouts", offenders=said, fix=fix))
+
+
+def _held(columns: ShardColumns) -> ShardColumns:
+    """Return columns without the keys that no row is of, as `select_rows` leaves them."""
+    held = np.bincount(columns.key, minlength=len(columns.keys)) > 0
+    return replace(
+        columns,
+        keys=tuple(compress(columns.keys, held)),
+        kinds=tuple(compress(columns.kinds, held)),
+        key=(np.cumsum(held) - 1)[columns.key],
+    )
+
+
+def _ordered(columns: ShardColumns) -> ShardColumns:
+    return select_rows(columns, _place_order(columns))
+
+
+def _place_order(columns: ShardColumns) -> Column:
+    """Return the rows by rank, then by key and place."""
+    places = (*columns.shape.T[::-1], *columns.offset.T[::-1])
+    return np.lexsort((columns.main, columns.stop, columns.start, *places, columns.key, columns.rank))
+
+
+def _rows(columns: ShardColumns) -> list[_Row]:
+    """Return rows as values that can be compared, whatever other rows there are."""
+    lists = (columns.key, columns.offset, columns.shape, columns.start, columns.stop, columns.main)
+    rows = zip(*(each.tolist() for each in lists), strict=True)
+    return [_row(columns, *row) for row in rows]
+
+
+def _row(
+    columns: ShardColumns, number: int, offset: list[int], shape: list[int], start: int, stop: int, main: bool
+) -> _Row:
+    kind = columns.kinds[number]
+    first = len(offset) - len(kind.global_shape)
+    return columns.keys[number], kind, tuple(offset[first:]), tuple(shape[first:]), start, stop, main
+
+
+def _differences(told: list[_Row], held: list[_Row]) -> Iterator[str]:
+    for where, left, right in (("tree", held, told), ("layout", told, held)):
+        for key, kind, offset, shape, start, stop, main in (Counter(left) - Counter(right)).elements():
+            box = tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True))
+            place = place_text(box, None if start < 0 else slice(start, stop))
+            replica = "main replica" if main else "replica"
+            yield f"{key!r}, {kind}: {place}, {replica}, is in the {where} alone"
+
+
+def _digest(columns: ShardColumns) -> str:
+    width = max((len(kind.global_shape) for kind in columns.kinds), default=0)
+    first = columns.offset.shape[1] - width
+    boxes = columns.offset[:, first:], columns.shape[:, first:]
+    names = repr([(key, str(kind)) for key, kind in zip(columns.keys, columns.kinds, strict=True)])
+    others = columns.key, columns.start, columns.stop, columns.rank, columns.main
+    return digest(b"".join([names.encode(), *(np.ascontiguousarray(each).tobytes() for each in (*others, *boxes))]))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

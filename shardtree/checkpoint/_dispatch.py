@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import StrategyError, error_text
-from ..strategies import Strategies, StrategyAction, find_strategy, get_default_strategy
-from ..strategies.base import Strategy
+from ..strategies import Strategies, Strategy, StrategyAction, find_strategy, get_default_strategy
 
 Choice = tuple[str, int] | Strategy | None
 """A (backend, version) pair, a function, or None for the default."""

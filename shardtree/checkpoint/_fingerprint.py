@@ -11,14 +11,7 @@ import numpy as np
 import torch
 
 from ..errors import IntegrityError, StrategyError, TreeError, error_text, render_path
-from ..fingerprints import (
-    FingerprintPart,
-    add_fingerprints,
-    column_parts,
-    piece_total,
-    replica_problems,
-    shard_totals,
-)
+from ..fingerprints import FingerprintPart, add_fingerprints, column_parts, piece_total, replica_problems, shard_totals
 from ..layouts import ShardColumns, check_access, join_columns, select_rows, shard_columns, tensor_shards
 from ..mapping import ShardedTensor
 from ..storage import Directory, Hashes, Storage, in_threads
@@ -26,8 +19,7 @@ from ..strategies import Checkpoint, LoadOptions, Strategies, StrategyAction, st
 from ..trees import leaves_with_paths
 from ..world import World, agree, current_world, gather
 from ._dispatch import DEFAULT_BACKEND, sharded_backend, strategy_of
-from ._open import sharded_metadata
-from ._open_together import open_together
+from ._open import open_together, sharded_metadata
 
 Parts = Mapping[str, FingerprintPart]
 

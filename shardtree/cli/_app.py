@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from ..errors import CheckpointingException
-from ._units import parse_size
+from ._output import parse_size
 
 app = typer.Typer(
     help="Sharded state dicts as immutable trees, saved in one layout and loaded in any other.",

@@ -16,7 +16,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from ._units import size
+from ._output import size
 
 _MOST = 8  # bars; more ranks share one
 

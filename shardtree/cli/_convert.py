@@ -18,8 +18,7 @@ from ..transforms import partial_rename
 from ..trees import bind, cast, compose
 from ._bars import bar
 from ._contents import contents_at
-from ._output import Output, json_text, printable, spellable
-from ._units import pace, size
+from ._output import Output, json_text, pace, printable, size, spellable
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +117,10 @@ def strategies_of(backend: str | tuple[str, int], most_file_bytes: int | None) -
     if most_file_bytes is None:
         return default_strategies
     name = backend if isinstance(backend, str) else backend[0]
-    if name != huggingface.BACKEND:
-        expected = f"--to {huggingface.BACKEND}"
+    if name != "huggingface":
+        expected = "--to huggingface"
         raise StrategyError(error_text("convert: --max-file-size", found=f"--to {name}", expected=expected))
-    row = (StrategyAction.SAVE_SHARDED, huggingface.BACKEND, huggingface.VERSION)
+    row = (StrategyAction.SAVE_SHARDED, "huggingface", 1)
     return {**default_strategies, row: huggingface.save_sharded_up_to(most_file_bytes)}
 
 

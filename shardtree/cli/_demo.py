@@ -18,10 +18,10 @@ from ..plans import level_writes
 from ..world import run_processes
 from ._bars import bars
 from ._layout import BY_HIDDEN, BY_UNITS
+from ._output import size
 from ._ranks import Embeddings, Loaded, load_rank, save_rank
 from ._show import show_facts, show_findings, show_heading, show_layouts, show_loaded, show_saved, show_similarities
 from ._state import held_bytes, held_elements, meta, shards_of, training_state
-from ._units import size
 from ._verdict import verdict
 from ._weights import Source, find_source, weights_of
 

@@ -11,9 +11,9 @@ from rich.text import Text
 
 from ..errors import plural
 from ..mapping import ShardedTensor
+from ._output import lengths, rate, size
 from ._picture import Picture, blank, draw, filled
 from ._ranks import SENTENCES, Embeddings, Loaded, Saved
-from ._units import lengths, rate, size
 from ._verdict import Finding
 
 _COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red", "bright_cyan", "bright_magenta")

@@ -14,9 +14,8 @@ from ..errors import plural, shorten
 from ..storage import storage_at
 from ..strategies import Damage, VerifyReport, by_reason
 from ._bars import bar
-from ._files import files_in
-from ._output import Output, json_text, printable, spellable
-from ._units import pace, size
+from ._contents import files_in
+from ._output import Output, json_text, pace, printable, size, spellable
 
 
 def run_verify(checkpoint: str, *, threads: int | None, as_json: bool) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from ._crc32 import crc32 as crc32
-from ._decode import decode_tree as decode_tree
 from ._dtypes import as_integers as as_integers
 from ._dtypes import bit_view as bit_view
 from ._dtypes import byte_buffer as byte_buffer
@@ -15,15 +14,16 @@ from ._dtypes import dtype_name as dtype_name
 from ._dtypes import format_tag as format_tag
 from ._dtypes import is_tagged as is_tagged
 from ._dtypes import row_major_bits as row_major_bits
-from ._encode import encode_tree as encode_tree
-from ._entry import Entry as Entry
+from ._header import Entry as Entry
 from ._header import decode_header as decode_header
 from ._header import decode_header_metadata as decode_header_metadata
 from ._header import encode_header as encode_header
 from ._header import header_length as header_length
 from ._json import canonical_json as canonical_json
 from ._json import parse_json as parse_json
-from ._record import named_types as named_types
+from ._nodes import named_types as named_types
+from ._tree import decode_tree as decode_tree
+from ._tree import encode_tree as encode_tree
 from .archives import TensorPlace as TensorPlace
 from .archives import add_record as add_record
 from .archives import archive_head as archive_head

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ._dtypes import dtype_from_name, dtype_from_tag, dtype_name, format_tag, is_quantised, is_tagged, row_major_bits
-from ._entry import MAX_INT, element_count
+from ._header import MAX_INT, element_count
 from ._nodes import Blob, Child, Decoder, Encoder, Node, Take, exactly, plain_blob
 
 _NUMPY_TAGS = {

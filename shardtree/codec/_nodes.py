@@ -5,11 +5,14 @@ A node is either a JSON value that means itself or an object with the member `"$
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from enum import Enum
+from typing import Any, Protocol, TypeVar, cast
 
-from ..errors import TreePath
+from ..errors import TreePath, UnsupportedValue, error_text
+from ..trees import Record
 
 T = TypeVar("T")
 
@@ -94,3 +97,120 @@ def path_to(path: TreePath) -> TreePath:
         11
     """
     return path if len(path) <= 11 else (*path[:10], f"… {len(path) - 10} more")
+
+
+# Records: what enum members, dataclasses and named tuples are in a file, where no class is named to be imported.
+
+
+def type_name(cls: type) -> str:
+    """Return the name under which a class's instances are stored.
+
+    Examples:
+        >>> import collections
+        >>> type_name(collections.Counter)
+        'collections.Counter'
+    """
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def record_of(value: Any) -> Record | None:
+    """Return a value as a record; None where it is no enum member, dataclass or named tuple.
+
+    Examples:
+        >>> from http import HTTPStatus
+        >>> record_of(HTTPStatus.OK)
+        Record(type_name='http.HTTPStatus', fields={'name': 'OK', 'value': 200})
+    """
+    if isinstance(value, Record):
+        return value
+    if not _has_fields(type(value)):
+        return None
+    if isinstance(value, Enum):
+        return Record(type_name(type(value)), {"name": value.name, "value": value.value})
+    return Record(type_name(type(value)), {name: getattr(value, name) for name in _field_names(type(value))})
+
+
+def named_types(types: Iterable[type]) -> dict[str, type]:
+    """Return classes by the names under which their instances are stored.
+
+    Raises:
+        UnsupportedValue: one is no enum, dataclass or named tuple.
+
+    Examples:
+        >>> from http import HTTPStatus
+        >>> named_types([HTTPStatus])
+        {'http.HTTPStatus': <enum 'HTTPStatus'>}
+    """
+    if isinstance(types, type) or not isinstance(types, Iterable):
+        raise UnsupportedValue(error_text("types: not a tuple of classes", found=repr(types)[:200]))
+    listed = tuple(types)
+    others = [type_name(cls) if isinstance(cls, type) else repr(cls)[:99] for cls in listed if not _has_fields(cls)]
+    if others:
+        what = "types: only enums, dataclasses and named tuples can be given"
+        raise UnsupportedValue(error_text(what, offenders=others))
+    return {type_name(cls): cls for cls in listed}
+
+
+def instance_of(record: Record, cls: type) -> Any:
+    """Return the instance of a class that a record describes, without running the class's `__init__`.
+
+    Args:
+        record: of an instance of this class, perhaps of an older version of it.
+        cls: an enum, a dataclass or a named tuple.
+
+    Raises:
+        UnsupportedValue: the class has other fields, or no such member.
+
+    Examples:
+        >>> from http import HTTPStatus
+        >>> instance_of(Record("http.HTTPStatus", {"name": "OK", "value": 200}), HTTPStatus)
+        <HTTPStatus.OK: 200>
+    """
+    expected = _field_names(cls)
+    if sorted(record.fields) != sorted(expected):
+        raise _mismatch(record, sorted(record.fields), f"the class's {sorted(expected)}")
+    if issubclass(cls, Enum):
+        return _member(record, cls)
+    if issubclass(cls, tuple):
+        return tuple.__new__(cls, (record.fields[name] for name in expected))
+    # What the constructor would do to the fields it has already done once.
+    value: Any = object.__new__(cls)
+    for name in expected:
+        object.__setattr__(value, name, record.fields[name])
+    return value
+
+
+def _member(record: Record, cls: type[Enum]) -> Enum:
+    name = record.fields["name"]
+    if type(name) is str and name in cls.__members__:
+        return cls.__members__[name]
+    try:
+        return cls(record.fields["value"])  # a combination of flags has no name of its own
+    except (ValueError, TypeError, KeyError):
+        raise _mismatch(record, f"name {str(name)[:100]!r}", "a member") from None
+
+
+def _mismatch(record: Record, found: object, expected: object) -> UnsupportedValue:
+    what = f"{record.type_name[:200]}: the class given in types isn't what was stored"
+    fix = "Leave the class out of types, and make the instance from the Record."
+    return UnsupportedValue(error_text(what, found=str(found)[:1000], expected=expected, fix=fix))
+
+
+def _has_fields(cls: object) -> bool:
+    if not isinstance(cls, type):
+        return False
+    if issubclass(cls, Enum):
+        return True
+    if issubclass(cls, tuple):
+        return cls.__new__ is not tuple.__new__ and isinstance(getattr(cls, "_fields", None), tuple)
+    # A dataclass that also is a dict, a tensor or an exception holds more than its fields.
+    return dataclasses.is_dataclass(cls) and cls.__new__ is object.__new__
+
+
+def _field_names(cls: type) -> tuple[str, ...]:
+    if issubclass(cls, Enum):
+        return ("name", "value")
+    if issubclass(cls, tuple):
+        names: tuple[str, ...] = cls._fields  # type: ignore[attr-defined]
+        return names
+    return tuple(field.name for field in dataclasses.fields(cast(Any, cls)))

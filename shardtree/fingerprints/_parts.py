@@ -14,8 +14,7 @@ from ..geometry import flat_boxes, slabs, slices
 from ..lazy import LazyTensor
 from ..mapping import ShardedTensor
 from ..mapping.memory import has_elements
-from ._device import device_total
-from ._host import MODULUS, host_total
+from ._sums import MODULUS, device_total, host_total
 
 PIECE = 1 << 20
 """Elements that a shard's pieces have at most: what a lazy one reads at once, and a thread's share of the work."""

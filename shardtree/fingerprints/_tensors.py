@@ -14,9 +14,8 @@ import numpy as np
 from ..errors import IntegrityError, error_text
 from ..layouts import ShardColumns, TensorKind, shard_columns, tensor_shards
 from ..mapping import ShardedTensor, is_main_replica
-from ._host import MODULUS
 from ._parts import ShardPiece, piece_total, shard_pieces
-from ._weights import Words
+from ._sums import MODULUS, Words
 
 Totals = Callable[[Iterable[ShardPiece]], Iterable[int]]
 """Maps `piece_total` over pieces, as `map` does, or a pool of threads."""

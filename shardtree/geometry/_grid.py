@@ -1,13 +1,15 @@
-"""Boxes as cells of a regular grid: where a cell lies, whether it can, and what narrowing every cell does to it."""
+"""Boxes as cells: regular grids, one axis cut into parts, and windows of bounded size that tile a tensor."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from math import prod
+from collections.abc import Iterable, Iterator
+from math import ceil, prod
 from typing import Any
 
 from ..errors import MetadataError, ShapeError
 from ._numbers import integers, refuse
+
+# Boxes as cells of a regular grid: where a cell lies, whether it can, and what narrowing every cell does to it.
 
 Shape = tuple[int, ...]
 
@@ -168,3 +170,107 @@ def narrow_axis(subject: str, field: str, values: Shape, axis: int, size: int, l
         fix = "Narrow a shard that was made with a regular grid along this axis, or with the whole axis."
         refuse(subject, f"{field}[{axis}]", value, expected, fix, error=ShapeError)
     return (*values[:axis], value // size * length if size else 0, *values[axis + 1 :])
+
+
+# One axis cut into parts, and parts cut again: which stretches of it a part is.
+
+Spans = tuple[tuple[int, int], ...]
+"""Stretches of an axis, as (start, stop), in the order in which a local tensor has them; no two of them adjoin."""
+
+
+def cut_spans(spans: Spans, parts: int, index: int, split_factor: int = 1) -> Spans:
+    """Return the part of some stretches that is cut off for one of several holders.
+
+    The indices are divided into `split_factor` blocks, each block into `parts` pieces, and the part is piece `index`
+    of every block. Blocks and pieces are as `torch.chunk` makes them: all as long as the first, but the last ones,
+    which may be shorter or have nothing.
+
+    Args:
+        spans: what is cut.
+        parts: how many holders there are.
+        index: which one, from 0.
+        split_factor: how many blocks there are; more than one interleaves the parts.
+
+    Examples:
+        >>> [cut_spans(((0, 10),), 4, index) for index in range(4)]
+        [((0, 3),), ((3, 6),), ((6, 9),), ((9, 10),)]
+        >>> cut_spans(((0, 8),), 2, 1, split_factor=2)
+        ((2, 4), (6, 8))
+
+    References:
+        torch.distributed.tensor's Shard and _StridedShard, torch 2.13.
+    """
+    length = sum(stop - start for start, stop in spans)
+    if split_factor == 1:
+        return _between(spans, *_piece(length, parts, index))
+    found: list[tuple[int, int]] = []
+    for block in range(split_factor):
+        begin, end = _piece(length, split_factor, block)
+        start, stop = _piece(end - begin, parts, index)
+        found += _between(spans, begin + start, begin + stop)
+    return _joined(found)
+
+
+def _piece(length: int, parts: int, index: int) -> tuple[int, int]:
+    size = ceil(length / parts)
+    return min(index * size, length), min((index + 1) * size, length)
+
+
+def _between(spans: Spans, start: int, stop: int) -> Spans:
+    """Return what lies between two positions, counted along the stretches."""
+    found, position = [], 0
+    for begin, end in spans:
+        low, high = max(start - position, 0), min(stop - position, end - begin)
+        if low < high:
+            found.append((begin + low, begin + high))
+        position += end - begin
+    return tuple(found)
+
+
+def _joined(spans: list[tuple[int, int]]) -> Spans:
+    joined: list[tuple[int, int]] = []
+    for start, stop in spans:
+        if joined and joined[-1][1] == start:
+            start = joined.pop()[0]
+        joined.append((start, stop))
+    return tuple(joined)
+
+
+# Windows: boxes that tile a tensor, each small enough for a cache or for the memory that a read may take.
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""A first index and a shape."""
+
+
+def slabs(shape: tuple[int, ...], most: int) -> Iterator[Box]:
+    """Yield boxes of at most so many elements that tile a tensor, in row-major order; none of one without elements.
+
+    Args:
+        shape: the tensor's.
+        most: elements in a box, 1 at least.
+
+    Examples:
+        >>> list(slabs((3, 4), 8)), list(slabs((2, 3), 2))[:2]
+        ([((0, 0), (2, 4)), ((2, 0), (1, 4))], [((0, 0), (1, 2)), ((0, 2), (1, 1))])
+    """
+    size = prod(shape)
+    if not size:
+        return
+    if size <= most:
+        yield (0,) * len(shape), shape
+        return
+    rows = max(1, most * shape[0] // size)
+    for start in range(0, shape[0], rows):
+        count = min(rows, shape[0] - start)
+        for offset, part in slabs(shape[1:], most) if rows == 1 else [((0,) * (len(shape) - 1), shape[1:])]:
+            yield (start, *offset), (count, *part)
+
+
+def slices(offset: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
+    """Return the index of a box in its tensor.
+
+    Examples:
+        >>> slices((2, 0), (1, 4))
+        (slice(2, 3, None), slice(0, 4, None))
+    """
+    return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))

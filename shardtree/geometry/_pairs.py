@@ -2,12 +2,221 @@
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Iterator
+from dataclasses import dataclass
 
-from ._boxes import Column
-from ._distinct import begins, distinct
-from ._reach import reach_of, rows_in_reach, rows_with_elements
-from ._slabs import GroupedBoxes, in_slabs
+import numpy as np
+from numpy.typing import NDArray
+
+from ._boxes import Column, begins, distinct
+
+# What boxes of a group reach between them, and which other boxes lie in that: a look at each, without sorting.
+
+_AT_ONCE = 1 << 15
+"""Boxes that are looked at together: so few that what is computed of them stays in the processor's cache."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reach:
+    """The smallest box around the boxes of each group, a row a group.
+
+    Attributes:
+        group: ascending, int64 (groups,).
+        low: where it begins, int64 (groups, axes).
+        high: where it ends, int64 (groups, axes).
+        row: one of the group's boxes, int64 (groups,).
+        count: how many boxes the group has, int64 (groups,).
+    """
+
+    group: Column
+    low: Column
+    high: Column
+    row: Column
+    count: Column
+
+
+def reach_of(group: Column, offset: Column, shape: Column) -> Reach:
+    """Return what the boxes of each group reach; boxes without elements don't count.
+
+    Examples:
+        >>> reach = reach_of(np.array([4, 4]), np.array([[0], [6]]), np.array([[2], [3]]))
+        >>> reach.group.tolist(), reach.low.tolist(), reach.high.tolist(), reach.count.tolist()
+        ([4], [[0]], [[9]], [2])
+    """
+    rows = rows_with_elements(shape)
+    rows = rows[np.argsort(group[rows], kind="stable")]
+    first = np.flatnonzero(begins(group[rows]))
+    if not rows.size:
+        none = np.zeros((0, offset.shape[1]), dtype=np.int64)
+        return Reach(rows, none, none, rows, rows)
+    low, end = offset.take(rows, axis=0), (offset + shape).take(rows, axis=0)
+    return Reach(
+        group[rows[first]],
+        np.minimum.reduceat(low, first),
+        np.maximum.reduceat(end, first),
+        rows[first],
+        np.diff(first, append=rows.size),
+    )
+
+
+def rows_in_reach(reach: Reach, group: Column, offset: Column, shape: Column) -> tuple[Column, Column]:
+    """Return the boxes that have an element in what their group reaches, by group, and the number of the group.
+
+    Args:
+        reach: of some groups.
+        group: the group that each box belongs to, int64 (boxes,).
+        offset: int64 (boxes, axes).
+        shape: int64 (boxes, axes).
+
+    Returns:
+        ``(rows, number)``: int64 (found,) each; ``reach.group[number]`` is the group.
+
+    Examples:
+        >>> reach = reach_of(np.array([4]), np.array([[0]]), np.array([[3]]))
+        >>> rows, number = rows_in_reach(reach, np.array([4, 4, 5]), np.array([[2], [3], [2]]), np.ones((3, 1), int))
+        >>> rows.tolist(), number.tolist()
+        ([0], [0])
+    """
+    order = None if (group[1:] >= group[:-1]).all() else np.argsort(group, kind="stable")
+    none = np.zeros(0, dtype=np.int64)
+    found = [(none, none)]
+    for rows, groups, count in _group_runs(reach.group, group if order is None else group[order]):
+        near = rows if order is None else order[rows]
+        # The first axis is compared for all, beside edges that are repeated for each; it leaves few.
+        low, high = np.repeat(reach.low[groups, 0], count), np.repeat(reach.high[groups, 0], count)
+        places = np.flatnonzero(_meet(offset[:, 0][near], shape[:, 0][near], low, high))
+        number = groups.start + np.searchsorted(np.cumsum(count), places, side="right")
+        near = _numbers(near).take(places)
+        for axis in range(1, offset.shape[1]):
+            low, high = reach.low[:, axis][number], reach.high[:, axis][number]
+            kept = np.flatnonzero(_meet(offset[:, axis][near], shape[:, axis][near], low, high))
+            near, number = near.take(kept), number.take(kept)
+        found.append((near, number))
+    rows, numbers = (np.concatenate(column) for column in zip(*found, strict=True))
+    kept = rows_with_elements(shape[rows])
+    return rows.take(kept), numbers.take(kept)
+
+
+def rows_with_elements(shape: Column) -> Column:
+    """Return the rows of boxes that have elements.
+
+    Examples:
+        >>> rows_with_elements(np.array([[2, 3], [2, 0]])).tolist()
+        [0]
+    """
+    some = np.ones(len(shape), dtype=np.bool_)
+    for axis in range(shape.shape[1]):
+        some &= shape[:, axis] > 0
+    return np.flatnonzero(some)
+
+
+def _group_runs(groups: Column, ordered: Column) -> Iterator[tuple[Column | slice, slice, Column]]:
+    """Yield the rows of some groups a few at a time, as a slice where nothing is between, and how many of which."""
+    first, last = np.searchsorted(ordered, groups, side="left"), np.searchsorted(ordered, groups, side="right")
+    for low in range(int(first.min(initial=0)), int(last.max(initial=0)), _AT_ONCE):
+        begin = int(np.searchsorted(last, low, side="right"))
+        end = int(np.searchsorted(first, low + _AT_ONCE, side="left"))
+        start = np.maximum(first[begin:end], low)
+        count = np.minimum(last[begin:end], low + _AT_ONCE) - start
+        total = int(count.sum())
+        if total and start[0] + total == start[-1] + count[-1]:
+            yield slice(int(start[0]), int(start[0]) + total), slice(begin, end), count
+        else:
+            yield np.arange(total) + np.repeat(start - np.cumsum(count) + count, count), slice(begin, end), count
+
+
+def _meet(begin: Column, size: Column, low: Column, high: Column) -> NDArray[np.bool_]:
+    """Return which ranges meet those between two edges; one without elements does where it lies inside."""
+    end = begin.copy()  # its own memory, in one piece, is quicker to compare than a column of a table
+    flags = end < high
+    end += size
+    flags &= end > low
+    return flags
+
+
+def _numbers(rows: Column | slice) -> Column:
+    return np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
+
+
+# Groups of boxes divided into slabs, so that in each only few boxes lie side by side.
+
+_MOST_COPIES = 3
+"""Slabs are so thick that all boxes together are in at most so many times their number."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupedBoxes:
+    """Boxes, none of them empty, each of one group.
+
+    Attributes:
+        row: what names a box, int64 (boxes,).
+        group: int64 (boxes,).
+        offset: int64 (boxes, axes).
+        shape: int64 (boxes, axes).
+    """
+
+    row: Column
+    group: Column
+    offset: Column
+    shape: Column
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+    def interval(self, axis: Column) -> tuple[Column, Column]:
+        """Return where boxes begin and end along an axis of each, int64 (boxes,)."""
+        rows = np.arange(len(self))
+        begin = self.offset[rows, axis]
+        return begin, begin + self.shape[rows, axis]
+
+
+def in_slabs(left: GroupedBoxes, right: GroupedBoxes, axis: Column) -> tuple[GroupedBoxes, GroupedBoxes]:
+    """Return boxes with slabs for groups, each box once for every slab that it is in: two that meet do so in one.
+
+    Args:
+        left: of groups from 0.
+        right: likewise; slabs begin where some of these do.
+        axis: for each group, across which its slabs are, int64 (groups,).
+
+    Examples:
+        >>> row, zero = np.arange(4), np.zeros(4, dtype=np.int64)
+        >>> boxes = GroupedBoxes(row, zero, row[:, None], np.ones((4, 1), dtype=np.int64))
+        >>> one = GroupedBoxes(zero[:1], zero[:1], np.array([[1]]), np.array([[2]]))
+        >>> one, boxes = in_slabs(one, boxes, np.array([0]))
+        >>> one.group.tolist(), boxes.row.tolist(), boxes.group.tolist()
+        ([0, 1], [0, 1, 2, 3], [0, 0, 1, 1])
+    """
+    places = distinct(np.concatenate([*left.interval(axis[left.group]), *right.interval(axis[right.group])]))
+    one, other = _coded(left, axis, places), _coded(right, axis, places)
+    groups, begins = np.arange(axis.size) * places.size, np.sort(other[0])
+    thickness = max(1, int(np.sqrt(len(right) / axis.size)))
+    while thickness < len(right):
+        bounds = distinct(np.concatenate([groups, begins[::thickness]]))
+        (first, count), (other_first, other_count) = _spans(bounds, *one), _spans(bounds, *other)
+        if count.sum() + other_count.sum() <= _MOST_COPIES * (len(left) + len(right)):
+            return _copied(left, first, count), _copied(right, other_first, other_count)
+        thickness *= 4
+    return left, right
+
+
+def _coded(boxes: GroupedBoxes, axis: Column, places: Column) -> tuple[Column, Column]:
+    """Return where boxes begin and end, as one number for the group and the rank of the place among all places."""
+    begin, end = boxes.interval(axis[boxes.group])
+    base = boxes.group * places.size
+    return base + np.searchsorted(places, begin), base + np.searchsorted(places, end)
+
+
+def _spans(bounds: Column, begin: Column, end: Column) -> tuple[Column, Column]:
+    """Return the first slab that each interval is in, and how many these are."""
+    first = np.searchsorted(bounds, begin, side="right") - 1
+    return first, np.searchsorted(bounds, end, side="left") - first
+
+
+def _copied(boxes: GroupedBoxes, first: Column, count: Column) -> GroupedBoxes:
+    row = np.repeat(np.arange(len(boxes)), count)
+    turn = np.arange(row.size) - np.repeat(np.cumsum(count) - count, count)
+    return GroupedBoxes(boxes.row[row], first[row] + turn, boxes.offset[row], boxes.shape[row])
+
 
 _PLENTY = 8
 """So many times as many candidates as boxes are too many."""
@@ -130,7 +339,7 @@ def _of_groups(boxes: GroupedBoxes, groups: Column) -> GroupedBoxes:
 def _thinned(left: GroupedBoxes, right: GroupedBoxes) -> tuple[GroupedBoxes, GroupedBoxes]:
     """Return boxes in slabs, where otherwise there are too many candidates."""
     for number in range(1, right.offset.shape[1]):
-        _, _, counts = _stretches(left, right)
+        _, _, counts = _candidate_runs(left, right)
         if counts.sum() <= _PLENTY * (len(left) + len(right)):
             break
         axis = _sorting_axes(right)[number]
@@ -140,14 +349,14 @@ def _thinned(left: GroupedBoxes, right: GroupedBoxes) -> tuple[GroupedBoxes, Gro
 
 def _candidates(left: GroupedBoxes, right: GroupedBoxes) -> tuple[Column, Column]:
     """Return the pairs that meet on their group's sorting axis."""
-    order, first, counts = _stretches(left, right)
+    order, first, counts = _candidate_runs(left, right)
     one, place = _each_with(first, counts)
     other = order[place]
     same = left.group[one] == right.group[other]
     return left.row[one[same]], right.row[other[same]]
 
 
-def _stretches(left: GroupedBoxes, right: GroupedBoxes) -> tuple[Column, Column, Column]:
+def _candidate_runs(left: GroupedBoxes, right: GroupedBoxes) -> tuple[Column, Column, Column]:
     """Return the order of right boxes along the sorting axes, and for each left box the stretch that it meets."""
     if not len(left):
         return left.row, left.row, left.row

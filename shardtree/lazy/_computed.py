@@ -8,11 +8,9 @@ from typing import Any
 
 import torch
 
-from shardtree.errors import ShapeError, UnsupportedValue, error_text
-from shardtree.geometry import slabs, slices
-
-from ._region import Shape
-from ._sources import Fetch, Source
+from ..errors import ShapeError, UnsupportedValue, error_text
+from ..geometry import slabs, slices
+from ._sources import Fetch, Shape, Source
 
 WINDOW_BYTES = 16 * 2**20
 """What the operands' parts and the result's of one window take together."""

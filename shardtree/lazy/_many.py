@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ._region import Shape, dense
-from ._sources import ReadBox, Stored
+from ._sources import ReadBox, Shape, Stored, dense
 from ._tensor import LazyTensor
 
 Value = TypeVar("Value")

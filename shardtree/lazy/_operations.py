@@ -9,9 +9,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from shardtree.errors import UnsupportedValue, error_text
-
-from ._region import Strided
+from ..errors import UnsupportedValue, error_text
+from ._sources import Strided
 
 Class = TypeVar("Class", bound=type)
 

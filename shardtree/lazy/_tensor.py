@@ -13,8 +13,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from shardtree.errors import MetadataError, ShapeError, UnsupportedValue, error_text, shorten
-
+from ..errors import MetadataError, ShapeError, UnsupportedValue, error_text, shorten
 from ._computed import Elementwise, Product, check_kind, check_one_shape
 from ._operations import (
     ARITHMETIC,
@@ -29,8 +28,21 @@ from ._operations import (
     requested_dtype,
     strided,
 )
-from ._region import Box, Shape, Strided, covering, dense, narrowed, row_major, rows
-from ._sources import Fetch, Joined, ReadBox, Source, Stored
+from ._sources import (
+    Box,
+    Fetch,
+    Joined,
+    ReadBox,
+    Shape,
+    Source,
+    Stored,
+    Strided,
+    covering,
+    dense,
+    narrowed,
+    row_major,
+    rows,
+)
 
 Args = tuple[Any, ...]
 

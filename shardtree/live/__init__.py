@@ -1,6 +1,5 @@
 """Live resharding: tensors go from the ranks that hold them to the ranks that want them, with no file in between."""
 
-from ._exchange import Exchange as Exchange
 from ._pack import copy_doubled as copy_doubled
 from ._pack import copy_own as copy_own
 from ._pack import incoming_bytes as incoming_bytes
@@ -8,4 +7,5 @@ from ._pack import outgoing_bytes as outgoing_bytes
 from ._pack import pack_into as pack_into
 from ._pack import packed as packed
 from ._pack import unpack as unpack
+from ._redistribute import Exchange as Exchange
 from ._redistribute import redistribute as redistribute

@@ -2,17 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
 from typing import Any
 
-from ..codec import encode_tree
+import numpy as np
+import torch
+
+from ..codec import encode_tree, row_major_bits
 from ..errors import WorldError, error_text
 from ..layouts import ShardColumns, join_columns, shard_columns
+from ..mapping import ShardedObject
+from ..objects import ObjectRule, reshard_objects
 from ..plans import ReshardPlan, Schedule, plan_reshard, relayed
-from ..trees import HOLE, comparable
-from ._digest import value_digest
-from ._ends import Ends
+from ..plans.moving import agreed_common
+from ..trees import HOLE, comparable, map_shards
+from ..world import World, agree, gather, on_one_rank
+from ._memory import DOING, Ends
+
+# One hash for a value made of columns: whether ranks that computed a plan by themselves computed the same.
+
+
+def value_digest(value: Any) -> str:
+    """Return the hash of a value of dataclasses, tuples, numpy columns and what has a repr of its own, as hex.
+
+    Examples:
+        >>> value_digest((1, np.arange(3))) == value_digest((1, np.arange(3)))
+        True
+        >>> value_digest((1, np.arange(3))) == value_digest((1, np.arange(4)))
+        False
+    """
+    state = hashlib.blake2b(digest_size=16)
+    for part in _parts(value):
+        # The length says where a part ends, so that two values never run together into the same bytes.
+        state.update(len(part).to_bytes(8, "little"))
+        state.update(part)
+    return state.hexdigest()
+
+
+def _parts(value: Any) -> Iterator[bytes | memoryview]:
+    if isinstance(value, np.ndarray):
+        yield f"{value.dtype.str} {value.shape}".encode()
+        yield np.ascontiguousarray(value).view(np.uint8).ravel().data
+    elif is_dataclass(value) and not isinstance(value, type):
+        yield type(value).__name__.encode()
+        for field in fields(value):
+            yield from _parts(getattr(value, field.name))
+    elif isinstance(value, tuple):
+        yield f"tuple {len(value)}".encode()
+        for item in value:
+            yield from _parts(item)
+    else:
+        yield repr(value).encode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,3 +147,81 @@ def _check_alike(what: str, texts: Sequence[str]) -> None:
         told = [f"rank {rank}: {text}" for rank, text in enumerate(texts)]
         fix = "Make the same call on every rank, with plans of the same layouts."
         raise WorldError(error_text(f"redistribute: the ranks have other {what}", offenders=told, fix=fix))
+
+
+# What goes along with the tensors: the common state that the sources agree about, and sharded objects.
+
+Rules = Mapping[str, ObjectRule] | None
+
+
+def shared_common(world: World, said: Sequence[Description], common: Any) -> Any:
+    """Return the sources' common state, on every rank the first one's; collective. It is sent once.
+
+    Raises:
+        IntegrityError: the sources' common states differ.
+    """
+    givers = [rank for rank, each in enumerate(said) if each.common is not None]
+    if len({said[rank].common for rank in givers}) > 1:
+        # Hashes may differ where values are equal: of what was pickled, say.
+        commons = gather(world, "redistribute: compare common states", lambda: _portable(common))
+        agree(world, "redistribute: common state", partial(_check_common, commons))
+    if not givers or world.size == 1:
+        return common
+    sent = on_one_rank(world, "redistribute: pass on the common state", lambda: _portable(common), rank=givers[0])
+    return common if world.rank == givers[0] else _restored(sent)
+
+
+def _check_common(commons: Sequence[Any]) -> None:
+    agreed_common({rank: _restored(common) for rank, common in enumerate(commons)}, DOING)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Bits:
+    """A tensor on its way: not every dtype of torch's can be pickled, and a view would bring its whole storage."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    bits: np.ndarray[tuple[int], np.dtype[np.uint8]]
+
+
+def _portable(common: Any) -> Any:
+    return map_shards(_as_bits, common)
+
+
+def _as_bits(leaf: Any) -> Any:
+    if type(leaf) is not torch.Tensor or leaf.layout is not torch.strided or leaf.is_quantized:
+        return leaf
+    return _Bits(leaf.dtype, tuple(leaf.shape), row_major_bits(leaf).numpy())
+
+
+def _restored(common: Any) -> Any:
+    return map_shards(_as_tensor, common)
+
+
+def _as_tensor(leaf: Any) -> Any:
+    if not isinstance(leaf, _Bits):
+        return leaf
+    return torch.from_numpy(leaf.bits).view(leaf.dtype).view(leaf.shape)
+
+
+def resharded_objects(world: World, said: Sequence[Description], ends: Ends, rules: Rules) -> list[ShardedObject]:
+    """Return this rank's wanted objects with their data; collective. Nothing is sent where nobody wants one.
+
+    Raises:
+        KeyMismatch: an object isn't there.
+        IntegrityError: objects have another shape and no rule.
+    """
+    if not any(each.wants_objects for each in said):
+        return []
+    parts = gather(world, "redistribute: gather objects", lambda: _with_data(ends.given.objects, _portable))
+    return agree(world, "redistribute: reshard objects", partial(_resharded, parts, ends.objects, rules))
+
+
+def _resharded(
+    parts: Sequence[Sequence[ShardedObject]], targets: Sequence[ShardedObject], rules: Rules
+) -> list[ShardedObject]:
+    return reshard_objects(_with_data((item for part in parts for item in part), _restored), targets, rules)
+
+
+def _with_data(objects: Iterable[ShardedObject], change: Callable[[Any], Any]) -> list[ShardedObject]:
+    return [replace(item, data=change(item.data)) for item in objects]

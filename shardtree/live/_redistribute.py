@@ -2,24 +2,175 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 
-from ..errors import MetadataError
-from ..geometry import integer, refuse
-from ..mapping import ShardedObject
+from ..errors import IntegrityError, MetadataError, error_text
+from ..geometry import Column, integer, refuse, widen
+from ..layouts import ShardColumns, shard_columns
+from ..mapping import ShardedObject, ShardedTensor
 from ..plans import ReshardPlan, Schedule, relayed
 from ..world import agree, current_world, gather
-from ._describe import Options, agreed_plan, describe
-from ._ends import DOING, Ends, check_joins, finished, take_ends
-from ._exchange import Exchange
-from ._memory import Empty, make_buffers, target_memories
-from ._move import Route, move
-from ._rows import own_rows
-from ._states import Rules, resharded_objects, shared_common
+from ._describe import Options, Rules, agreed_plan, describe, resharded_objects, shared_common
+from ._memory import DOING, Buffers, Empty, Ends, check_joins, finished, make_buffers, take_ends, target_memories
+from ._pack import copy_doubled, copy_own, incoming_bytes, outgoing_bytes, pack_into, unpack
+
+# What moves bytes between ranks: the one thing that an executor of one's own has to bring.
+
+
+class Exchange(Protocol):
+    """A function that sends buffers to some ranks and fills buffers with what some ranks send.
+
+    It is called once a step on every rank of the world, and returns when its own buffers may be used again: `incoming`
+    is filled, and nothing reads `outgoing` any more. `World.exchange` is one. Every pair of ranks agrees about the
+    bytes between them, because all ranks follow one schedule; no buffer is empty, and a rank that has nothing to do
+    in a step gets two empty mappings. Buffers are reused from step to step.
+    """
+
+    def __call__(self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor], /) -> None:
+        """Send and receive.
+
+        Args:
+            outgoing: for each peer the bytes that it gets, uint8 (bytes,), contiguous. Ranks are the world's.
+            incoming: for each peer the buffer that its bytes fill, uint8 (bytes,), contiguous.
+        """
+
+
+# The moving itself: step after step, each rank packs, exchanges and unpacks, and nobody has to be asked in between.
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Route:
+    """All that one rank needs to take its part.
+
+    Attributes:
+        plan: of all ranks.
+        schedule: of that plan.
+        rank: which one.
+        sources: the data of the rank's shards by their row in `plan.source`.
+        targets: the data of its target shards by their row in `plan.target`, to be filled.
+        buffers: room for one step.
+    """
+
+    plan: ReshardPlan
+    schedule: Schedule
+    rank: int
+    sources: Mapping[int, torch.Tensor]
+    targets: Mapping[int, torch.Tensor]
+    buffers: Buffers
+
+
+def move(route: Route, exchange: Exchange) -> Exception | None:
+    """Fill a rank's target shards; every rank calls it at the same time.
+
+    A rank on which something fails goes on to exchange what it has, so that no other waits for it.
+
+    Returns:
+        What failed first on this rank, apart from the exchange itself.
+
+    Raises:
+        Exception: what the exchange raises, with the step as a note.
+    """
+    failure = _tried(None, copy_own, route.plan, route.rank, route.sources, route.targets)
+    for step in range(route.schedule.steps):
+        place = (route.plan, route.schedule, step, route.rank)
+        outgoing, incoming = route.buffers.cut(outgoing_bytes(*place), incoming_bytes(*place))
+        failure = _tried(failure, pack_into, *place, route.sources, route.targets, outgoing)
+        try:
+            exchange(outgoing, incoming)
+        except Exception as error:
+            error.add_note(f"{DOING}: in the exchange of step {step + 1} of {route.schedule.steps}")
+            raise
+        failure = _tried(failure, unpack, *place, route.targets, incoming)
+    return _tried(failure, copy_doubled, route.plan, route.rank, route.targets)
+
+
+def _tried(failure: Exception | None, do: Callable[..., None], *arguments: Any) -> Exception | None:
+    """Do something, unless something failed before; return what failed first."""
+    if failure is None:
+        try:
+            do(*arguments)
+        except Exception as error:
+            return error
+    return failure
+
+
+# Which rows of a plan are a rank's own shards: matched by the place that they have in their tensors.
+
+
+def own_rows(side: str, columns: ShardColumns, shards: Sequence[ShardedTensor], rank: int) -> list[int]:
+    """Return the row of each of a rank's shards among those of all ranks.
+
+    Args:
+        side: "source" or "target", for the message.
+        columns: all ranks' shards.
+        shards: the rank's own, in any order.
+        rank: which one.
+
+    Raises:
+        IntegrityError: the rank's shards aren't exactly those that the columns say it has.
+
+    Examples:
+        >>> import torch, shardtree as st
+        >>> shards = [ShardedTensor.from_rank_offsets("w", torch.zeros(2), (0, part, 2)) for part in range(2)]
+        >>> own_rows("source", st.shard_columns(shards[::-1], 3), shards, 3)
+        [1, 0]
+    """
+    rows = np.flatnonzero(columns.rank == rank)
+    own = shard_columns(shards, rank)
+    number = {key: position for position, key in enumerate(columns.keys)}
+    kinds = dict(zip(columns.keys, columns.kinds, strict=True))
+    unlike = [
+        f"{key!r}: the tree has {kind}, the plan {kinds.get(key, 'none')}"
+        for key, kind in zip(own.keys, own.kinds, strict=True)
+        if kinds.get(key) != kind
+    ]
+    if unlike:
+        _refuse(side, rank, unlike)
+    axes = max(columns.offset.shape[1], own.offset.shape[1])
+    mine = _places(own, np.array([number[key] for key in own.keys], dtype=np.int64)[own.key], axes)
+    planned = _places(columns, columns.key, axes)[rows]
+    order, planned_order = _sorted(mine), _sorted(planned)
+    if not np.array_equal(mine[order], planned[planned_order]):
+        _refuse(side, rank, _differences(columns.keys, mine, planned, axes))
+    found = np.empty(len(mine), dtype=np.int64)
+    found[order] = rows[planned_order]
+    return list(map(int, found))
+
+
+def _places(columns: ShardColumns, key: Column, axes: int) -> Column:
+    """Return what tells a rank's shards apart, int64 (shards, 1 + axes + axes + 2)."""
+    offset, shape = widen(columns.offset, axes, 0), widen(columns.shape, axes, 1)
+    return np.column_stack([key, offset, shape, columns.start, columns.stop])
+
+
+def _sorted(places: Column) -> Column:
+    return np.lexsort(places.T[::-1])
+
+
+def _differences(keys: Sequence[str], mine: Column, planned: Column, axes: int) -> list[str]:
+    own, other = ({tuple(place) for place in places.tolist()} for places in (mine, planned))
+    lines = [f"only in the tree: {_text(keys, place, axes)}" for place in sorted(own - other)]
+    lines += [f"only in the plan: {_text(keys, place, axes)}" for place in sorted(other - own)]
+    return lines or ["some shards are there more often in one than in the other"]
+
+
+def _text(keys: Sequence[str], place: tuple[int, ...], axes: int) -> str:
+    key, offset, shape, (start, stop) = place[0], place[1 : 1 + axes], place[1 + axes : 1 + 2 * axes], place[-2:]
+    flat = f", elements {start} to {stop}" if start >= 0 else ""
+    return f"{keys[key]!r} at {offset} of {shape}{flat}"
+
+
+def _refuse(side: str, rank: int, lines: Sequence[str]) -> None:
+    what = f"redistribute: the {side} tree of rank {rank} isn't what the plan says"
+    fix = "Make the plan from the layouts that the ranks really have, numbered as in the world."
+    raise IntegrityError(error_text(what, offenders=lines, fix=fix))
+
 
 BYTES_IN_FLIGHT = 32 * 1024 * 1024
 """What a rank sends and gets in one step, unless said otherwise; over gloo, larger buffers were slower."""

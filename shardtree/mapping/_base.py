@@ -1,17 +1,56 @@
-"""What the leaves have in common: how they are checked, compared and shown."""
+"""What the leaves have in common: their type aliases, replica ids, and how they are checked, compared and shown."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import fields
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from ..errors import MetadataError
-from ..geometry import refuse
-from ._aliases import ReplicaId
+from ..geometry import integer, integers, refuse
+
+# Names for what functions take and return, as in Megatron-Core.
+
+StateDict: TypeAlias = dict[str, Any]
+CommonStateDict: TypeAlias = dict[str, Any]
+ShardedStateDict: TypeAlias = dict[str, Any]
+ReplicaId: TypeAlias = int | tuple[int, ...]
+FactoryBuildFn: TypeAlias = Callable[[str, Any, ReplicaId, slice | None], Any]
+FactoryMergeFn: TypeAlias = Callable[[Any], Any]
+RankOffset: TypeAlias = tuple[int, int, int]
+
+
+# Replica ids: which of several equal copies of a shard counts as the main one.
+
+
+def is_main_replica(replica_id: ReplicaId) -> bool:
+    """Return whether a replica is the main one: 0, or nothing but zeros.
+
+    Raises:
+        MetadataError: `replica_id` is neither an int nor a sequence of ints.
+
+    Examples:
+        >>> is_main_replica(0), is_main_replica((0, 0)), is_main_replica((0, 1))
+        (True, True, False)
+    """
+    if type(replica_id) is int:
+        return replica_id == 0
+    ids = replica("is_main_replica", "replica_id", replica_id)
+    return ids == 0 if isinstance(ids, int) else not any(ids)
+
+
+def replica(subject: str, field: str, value: Any) -> ReplicaId:
+    """Return a replica id as an int or a tuple of ints; what is neither raises MetadataError."""
+    # A bool is let through as a number: replica ids are often the outcome of comparing ranks.
+    many = isinstance(value, Iterable) and not hasattr(value, "__index__")  # a tensor of one number has both
+    ids = [int(item) if isinstance(item, bool) else item for item in (value if many else (value,))]
+    return integers(subject, field, ids) if many else integer(subject, field, ids[0])
+
+
+# What the leaves have in common: how they are checked, compared and shown.
 
 
 class ShardedBase(ABC):

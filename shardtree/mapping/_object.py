@@ -1,4 +1,4 @@
-"""ShardedObject: one cell of a global array of Python objects."""
+"""The leaves that aren't shards of a tensor: sharded objects, local objects that are never saved, and factories."""
 
 from __future__ import annotations
 
@@ -7,10 +7,20 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import MetadataError
-from ..geometry import integers, refuse
-from ._aliases import ReplicaId
-from ._base import ShardedBase, check_key, leaf_name, normalise
-from ._replica import replica
+from ..geometry import flat_range, integers, refuse
+from ._base import (
+    FactoryBuildFn,
+    FactoryMergeFn,
+    ReplicaId,
+    ShardedBase,
+    check_key,
+    describe,
+    leaf_name,
+    normalise,
+    replica,
+)
+
+# ShardedObject: one cell of a global array of Python objects.
 
 _OBJECT_KEY = re.compile(r"(?P<key>.+)/shard_(?P<offset>[0-9.]*)_(?P<shape>[-0-9.]*)", re.DOTALL)
 
@@ -93,3 +103,89 @@ class ShardedObject(ShardedBase):
             expected, fix = "'<key>/shard_<offset>_<shape>', as in 'rng/shard_1.3_2.4'", "Pass what `unique_key` gave."
             refuse(cls.__name__, "unique key", repr(unique_key), expected, fix, error=MetadataError)
         return cls(key, None, (*shape, -1) if len(shape) + 1 == len(offset) else shape, offset, replica_id)
+
+
+# LocalNonpersistentObject: what stays where it is while all else is saved and loaded.
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class LocalNonpersistentObject:
+    """A local value that a checkpoint doesn't store: saving leaves it out, loading puts it back where it stands.
+
+    Examples:
+        >>> LocalNonpersistentObject({"step": 3}).unwrap()
+        {'step': 3}
+    """
+
+    obj: Any
+
+    def __eq__(self, other: object) -> bool:
+        return self.obj is other.obj if isinstance(other, LocalNonpersistentObject) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash((LocalNonpersistentObject, id(self.obj)))
+
+    def __repr__(self) -> str:
+        return f"LocalNonpersistentObject({describe(self.obj)})"
+
+    def unwrap(self) -> Any:
+        """Return the value."""
+        return self.obj
+
+
+# ShardedTensorFactory: a tensor that is stored in another form, with the pair of functions between the two.
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class ShardedTensorFactory(ShardedBase):
+    """A tensor that is stored in another form: `build_fn` gives the tree of shards, `merge_fn` undoes it.
+
+    Args:
+        key: the tensor's name.
+        data: the tensor as the model holds it.
+        build_fn: (key, data, replica_id, flattened_range) -> tree of shards.
+        merge_fn: the same tree with loaded tensors -> the tensor.
+        replica_id: see ShardedTensor.
+        flattened_range: where `data` is flat, the slice of the flattened tensor that it is.
+
+    Raises:
+        MetadataError: a field isn't of its kind.
+
+    Examples:
+        >>> import torch
+        >>> from shardtree.mapping import ShardedTensor
+        >>> def build(key, data, replica_id, flattened_range):
+        ...     return {"t": ShardedTensor.from_rank_offsets(key, data.T, replica_id=replica_id)}
+        >>> factory = ShardedTensorFactory("w", torch.zeros(2, 3), build, lambda tree: tree["t"].T)
+        >>> factory.build()["t"].global_shape
+        (3, 2)
+    """
+
+    key: str
+    data: Any
+    build_fn: FactoryBuildFn
+    merge_fn: FactoryMergeFn
+    replica_id: ReplicaId = 0
+    flattened_range: slice | None = None
+
+    def __post_init__(self) -> None:
+        check_key(self)
+        normalise(self, replica, "replica_id")
+        normalise(self, lambda subject, _, value: flat_range(subject, value), "flattened_range")
+        self.validate_metadata_integrity()
+
+    def validate_metadata_integrity(self) -> None:
+        """Raise MetadataError where a function can't be called."""
+        for field in ("build_fn", "merge_fn"):
+            function = getattr(self, field)
+            if not callable(function):
+                fix = "Pass build_fn, then merge_fn."
+                refuse(leaf_name(self), field, type(function).__name__, "a function", fix, error=MetadataError)
+
+    def build(self) -> Any:
+        """Return the tree of shards that stands for the tensor."""
+        return self.build_fn(self.key, self.data, self.replica_id, self.flattened_range)
+
+    def without_data(self) -> ShardedTensorFactory:
+        """Return the same factory with None as its data."""
+        return replace(self, data=None)

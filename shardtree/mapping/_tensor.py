@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from ..errors import MetadataError, ShapeError
 from ..geometry import (
@@ -23,14 +24,125 @@ from ..geometry import (
     grid_cell,
     integer,
     integers,
+    narrow_axis,
+    narrow_flat_range,
     narrow_place,
     refuse,
 )
-from ._aliases import RankOffset, ReplicaId
-from ._base import ShardedBase, check_key, leaf_name, normalise
-from ._data import check_data, data_kind
-from ._narrow import narrowed_box, narrowed_pieces
-from ._replica import replica
+from ..lazy import LazyTensor
+from ._base import RankOffset, ReplicaId, ShardedBase, check_key, leaf_name, normalise, replica
+
+# Whether a shard's data is what its metadata says.
+
+SHAPE_FIX = "Give each part of a nested tensor a shard of its own; run a module with lazy parameters once before."
+_RECAST = "Change a dtype with `cast`, and a shape together with its metadata with `map_shards`."
+
+
+def data_kind(subject: str, data: Any) -> tuple[torch.dtype, tuple[int, ...]]:
+    """Return the dtype and shape of a tensor, or of what describes itself like one; anything else is refused."""
+    check_has_shape(subject, data)
+    if not isinstance(getattr(data, "dtype", None), torch.dtype) or not hasattr(data, "shape"):
+        fix = "Describe a shard without data with `ShardedTensor(...)` itself."
+        refuse(subject, "data", type(data).__name__, "a tensor", fix, error=MetadataError)
+    return data.dtype, tuple(data.shape)
+
+
+def check_data(subject: str, data: object, dtype: torch.dtype, shape: tuple[int, ...], source: str) -> None:
+    """Raise ShapeError where a tensor hasn't the dtype, or the shape that the field `source` says.
+
+    Only tensors are looked at, lazy ones too: tree maps also put None and shapes in their place.
+    """
+    if not isinstance(data, (torch.Tensor, LazyTensor)):
+        return
+    check_has_shape(subject, data)
+    if data.dtype != dtype:
+        refuse(subject, "data's dtype", data.dtype, str(dtype), _RECAST, error=ShapeError)
+    if tuple(data.shape) != shape:
+        refuse(subject, "data's shape", tuple(data.shape), f"{shape} by {source}", _RECAST, error=ShapeError)
+
+
+def without_shape(data: object) -> str:
+    """Return what kind of tensor this is, if it has no one shape; nothing for any other data.
+
+    Examples:
+        >>> without_shape(torch.zeros(2)), without_shape(torch.nn.UninitializedParameter())
+        ('', 'an uninitialised parameter')
+    """
+    if not isinstance(data, torch.Tensor):
+        return ""
+    if is_lazy(data):
+        return "an uninitialised parameter"
+    return "a nested tensor" if data.is_nested else ""
+
+
+def check_has_shape(subject: str, data: object) -> None:
+    """Raise MetadataError for a tensor that has no one shape: nested, or not initialised yet."""
+    if found := without_shape(data):
+        refuse(subject, "data", found, "a tensor of one shape", SHAPE_FIX, error=MetadataError)
+
+
+# What narrowing leaves of a shard: the smaller box, and the pieces of data that lie in it.
+
+Shape = tuple[int, ...]
+
+
+def narrowed_box(
+    subject: str, local_shape: Shape, global_shape: Shape, offset: Shape, dim: int, length: int
+) -> tuple[Shape, Shape, Shape]:
+    """Return local shape, global shape and offset once every box of a grid keeps `length` indices along `dim`.
+
+    Args:
+        subject: what errors are about.
+        local_shape: the box's shape, without the prepended axes.
+        global_shape: the global tensor's, with them.
+        offset: the box's first index along each global axis.
+        dim: an axis of `local_shape`.
+        length: how many indices are kept.
+
+    Raises:
+        ShapeError: the grid is irregular along `dim`.
+
+    Examples:
+        >>> narrowed_box("narrow 'w'", (4, 2), (32, 2), (12, 0), 0, 1)
+        ((1, 2), (8, 2), (3, 0))
+    """
+    axis, size = dim + len(global_shape) - len(local_shape), local_shape[dim]
+    return (
+        (*local_shape[:dim], length, *local_shape[dim + 1 :]),
+        narrow_axis(subject, "global_shape", global_shape, axis, size, length),
+        narrow_axis(subject, "global_offset", offset, axis, size, length),
+    )
+
+
+def narrowed_pieces(
+    subject: str, data: Any, local_shape: Shape, flat: slice | None, dim: int, start: int, length: int
+) -> list[tuple[Any, slice | None]]:
+    """Return what is left of a shard's data, as views, each with its flat range of the narrowed box.
+
+    Args:
+        subject: what errors are about.
+        data: something with a `narrow` method, or None.
+        local_shape: the box's shape before narrowing.
+        flat: the range of the flattened box that `data` is; None where it is the box.
+        dim: the axis to narrow.
+        start: the first index to keep.
+        length: how many indices to keep.
+
+    Examples:
+        >>> narrowed_pieces("narrow 'w'", None, (2, 4), slice(1, 8), 1, 2, 2)
+        [(None, slice(0, 2, None)), (None, slice(2, 4, None))]
+    """
+    if flat is None:
+        return [(_narrow_data(subject, data, dim, start, length), None)]
+    runs = narrow_flat_range(local_shape, flat.start, flat.stop, dim, start, length)
+    return [(_narrow_data(subject, data, 0, part.start, part.stop - part.start), run) for part, run in runs]
+
+
+def _narrow_data(subject: str, data: Any, dim: int, start: int, length: int) -> Any:
+    if data is not None and not hasattr(data, "narrow"):
+        fix = "Narrow `shard.without_data()` if only metadata matters."
+        refuse(subject, "data", type(data).__name__, "a tensor or None", fix, error=ShapeError)
+    return None if data is None else data.narrow(dim, start, length)
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)

@@ -2,7 +2,9 @@
 
 from ._convertible import convertible as convertible
 from ._exchange import ExchangePlan as ExchangePlan
+from ._exchange import grouped as grouped
 from ._exchange import plan_exchange as plan_exchange
+from ._exchange import read_rounds as read_rounds
 from ._explain import Explanation as Explanation
 from ._explain import FailedCheck as FailedCheck
 from ._explain import Prospect as Prospect
@@ -12,6 +14,7 @@ from ._explain import Undecided as Undecided
 from ._fit import Gap as Gap
 from ._fit import Misfit as Misfit
 from ._fit import Mismatch as Mismatch
+from ._fit import Overlap as Overlap
 from ._fit import PrefixDifference as PrefixDifference
 from ._fit import Refused as Refused
 from ._fit import Unexpected as Unexpected
@@ -19,23 +22,20 @@ from ._fit import find_gaps as find_gaps
 from ._fit import find_mismatches as find_mismatches
 from ._fit import find_unexpected as find_unexpected
 from ._fit import misfit_lines as misfit_lines
+from ._fit import overlaps as overlaps
 from ._fit import prefix_difference as prefix_difference
-from ._grouped import grouped as grouped
+from ._fit import stored_elements as stored_elements
 from ._load import LoadPlan as LoadPlan
 from ._load import Runs as Runs
 from ._load import StoredChunks as StoredChunks
 from ._load import Strided as Strided
 from ._load import plan_load as plan_load
 from ._load import runs_plan as runs_plan
-from ._near import differing_prefix as differing_prefix
-from ._near import near_names as near_names
-from ._overlap import Overlap as Overlap
-from ._overlap import overlaps as overlaps
-from ._overlap import stored_elements as stored_elements
-from ._rounds import read_rounds as read_rounds
 from ._save import held_places as held_places
 from ._save import level_writes as level_writes
 from ._save import main_writes as main_writes
+from ._text import differing_prefix as differing_prefix
+from ._text import near_names as near_names
 from .moving import SourceTree as SourceTree
 from .moving import TargetTree as TargetTree
 from .moving import agreed_common as agreed_common

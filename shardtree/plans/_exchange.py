@@ -1,14 +1,18 @@
-"""Which rank reads for others: shards that several ranks want alike are read once and passed on in bounded rounds."""
+"""Which rank reads for others, and in which bounded rounds and groups."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
 from ..geometry import Column
 from ..layouts import ShardColumns
 from ._save import Rows, deal_rows, held_places
+
+# Which rank reads for others: shards that several ranks want alike are read once and passed on in bounded rounds.
 
 ROUND_BYTES = 64 * 1024 * 1024
 """The most bytes that all ranks together pass on in one round."""
@@ -72,3 +76,65 @@ def plan_exchange(columns: ShardColumns, ranks: int, *, round_bytes: int = ROUND
     start = np.maximum(turn * round_bytes, begin[row]) - begin[row]
     stop = np.minimum((turn + 1) * round_bytes, end[row]) - begin[row]
     return ExchangePlan(reads, reader[place[target]][row], target[row], start, stop, turn)
+
+
+# In which order tensors are read that need room beside their target: a bounded number of bytes at a time.
+
+CAST_BYTES = 256 * 1024 * 1024
+"""The most bytes of memory that a rank takes for stored elements that are to be converted; one tensor may take more."""
+
+
+def read_rounds(columns: ShardColumns, *, most_bytes: int = CAST_BYTES) -> Column:
+    """Return the round in which each shard is read, int64 (shards,): all of a tensor in one, and none without any.
+
+    In each round no rank reads more than `most_bytes`, but where one tensor alone has more.
+
+    Args:
+        columns: what one rank reads, or all of them.
+        most_bytes: that a rank reads in one round.
+
+    Examples:
+        >>> import torch, shardtree as st
+        >>> shards = [st.ShardedTensor.from_rank_offsets(key, torch.zeros(4)) for key in "abc"]
+        >>> read_rounds(st.shard_columns(shards), most_bytes=32).tolist()
+        [0, 0, 1]
+    """
+    ranks = int(columns.rank.max(initial=-1)) + 1
+    held = np.zeros((len(columns.keys), ranks), dtype=np.int64)
+    np.add.at(held, (columns.key, columns.rank), columns.elements * columns.item_size[columns.key])
+    rounds, number, room = [], 0, np.full(ranks, most_bytes, dtype=np.int64)
+    for size in held:
+        if (size > room).any() and (room < most_bytes).any():
+            number, room = number + 1, np.full(ranks, most_bytes, dtype=np.int64)
+        room = room - size
+        rounds.append(number)
+    return np.array(rounds, dtype=np.int64)[columns.key] if rounds else columns.key
+
+
+# Items in groups of bounded size: what is done at once keeps to a bound.
+
+T = TypeVar("T")
+
+
+def grouped(items: Iterable[T], nbytes: Callable[[T], int], most_bytes: int) -> Iterator[list[T]]:
+    """Yield items in groups, in order; a group is larger than that only if it is a single item.
+
+    Args:
+        items: any.
+        nbytes: how large an item is.
+        most_bytes: in a group.
+
+    Examples:
+        >>> list(grouped(["abc", "d", "e", "fghij"], len, 4))
+        [['abc', 'd'], ['e'], ['fghij']]
+    """
+    group: list[T] = []
+    size = 0
+    for item in items:
+        if group and size + nbytes(item) > most_bytes:
+            yield group
+            group, size = [], 0
+        group.append(item)
+        size += nbytes(item)
+    if group:
+        yield group

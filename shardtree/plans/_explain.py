@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from ..errors import plural, rank_text, shorten
-from ..layouts import Reshaped
+from ..objects import Reshaped
 from ._fit import Gap, Misfit, Mismatch, Refused, Unexpected, misfit_lines
-from ._tables import size_text, table_lines
+from ._text import size_text, table_lines
 
 _HEADINGS = ("rank", "shards", "objects", "asked for", "read", "over-read", "pieces", "files")
 

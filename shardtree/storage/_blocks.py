@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
 from ..geometry import Column
-from ._storage import Buffer
+from ..plans import Runs
+from ._storage import Buffer, Reader
+from ._threads import usual_threads
 
 BLOCK_BYTES = 256 * 1024
 
@@ -176,3 +181,183 @@ class BlockHasher:
 def hash_column(hasher: BlockHasher) -> Hashes:
     """Return a finished file's block hashes, uint64 (blocks,)."""
     return np.array([hasher.hashes[number] for number in sorted(hasher.hashes)], dtype=np.uint64)
+
+
+# The ends of what is read that are parts of blocks: their hashes need the whole blocks.
+
+_STRETCH_BLOCKS = 4
+
+
+def loose_ends(runs: Runs, length: int, blocks: Flags) -> Runs:
+    """Return the parts of runs that lie in blocks of which they are no whole, each in one block, in the file's order.
+
+    Runs that follow each other in the file, one right behind the other, are looked at together, as a `BlockHasher`
+    that they go through does.
+
+    Args:
+        runs: of one file, in its order; they may overlap.
+        length: of the file, in bytes.
+        blocks: which of its blocks matter, bool (blocks,).
+
+    Examples:
+        >>> column = lambda *numbers: np.array(numbers)
+        >>> begin, size, zeros = column(5, 10), column(5, BLOCK_BYTES), column(0, 0)
+        >>> runs = Runs(file=zeros, byte=begin, target=column(0, 1), target_byte=zeros, length=size)
+        >>> loose = loose_ends(runs, 2 * BLOCK_BYTES, np.array([False, True]))
+        >>> loose.byte.tolist(), loose.target_byte.tolist(), loose.length.tolist()
+        ([262144], [262134], [10])
+    """
+    runs = _rows(runs, np.flatnonzero(runs.length))
+    if not runs.byte.size:
+        return runs
+    low, high = _chains(runs.byte, runs.byte + runs.length)
+    inner = -(-low // BLOCK_BYTES) * BLOCK_BYTES
+    outer = np.where(high == length, high, np.maximum(high // BLOCK_BYTES * BLOCK_BYTES, inner))
+    parts = (_clipped(runs, low, np.minimum(inner, high)), _clipped(runs, outer, high))
+    both = Runs(*(np.concatenate([getattr(part, name) for part in parts]) for name in Runs.__slots__))
+    both = _rows(both, np.argsort(both.byte, kind="stable"))
+    return _rows(both, np.flatnonzero(blocks[both.byte // BLOCK_BYTES]))
+
+
+def _chains(begin: Column, end: Column) -> tuple[Column, Column]:
+    """Return, for each span, where the chain of spans begins and ends that it is part of."""
+    is_first = np.append(True, begin[1:] != end[:-1])
+    chain = is_first.cumsum() - 1
+    first = np.flatnonzero(is_first)
+    last = np.append(first[1:], begin.size) - 1
+    return begin[first][chain], end[last][chain]
+
+
+def _clipped(runs: Runs, low: Column, high: Column) -> Runs:
+    """Return what of each run lies between two places; those of which nothing does are left out."""
+    begin, end = np.maximum(runs.byte, low), np.minimum(runs.byte + runs.length, high)
+    clipped = Runs(runs.file, begin, runs.target, runs.target_byte + begin - runs.byte, end - begin)
+    return _rows(clipped, np.flatnonzero(begin < end))
+
+
+def _rows(runs: Runs, rows: Column) -> Runs:
+    return Runs(*(getattr(runs, name)[rows] for name in Runs.__slots__))
+
+
+def read_rest(reader: Reader, loose: Runs, views: Sequence[Buffer], hasher: BlockHasher) -> None:
+    """Read the blocks once more, and whole, that were read in part: what is delivered is what was hashed.
+
+    Args:
+        reader: of the file.
+        loose: the parts, as `loose_ends` gives them.
+        views: for each requested shard its bytes.
+        hasher: of the file; is given all that is read.
+    """
+    scratch = memoryview(bytearray(_STRETCH_BLOCKS * BLOCK_BYTES))
+    for first, last in _stretches(np.unique(loose.byte // BLOCK_BYTES).tolist()):
+        begin = first * BLOCK_BYTES
+        stretch = scratch[: min((last + 1) * BLOCK_BYTES, reader.length) - begin]
+        reader.read_into(begin, [stretch])
+        hasher.update(stretch, begin)
+        rows = np.searchsorted(loose.byte, [begin, begin + stretch.nbytes])
+        columns = (loose.byte, loose.target, loose.target_byte, loose.length)
+        for byte, target, at, length in zip(*(column[slice(*rows)].tolist() for column in columns), strict=True):
+            views[target][at : at + length] = stretch[byte - begin : byte - begin + length]
+
+
+def _stretches(numbers: list[int]) -> Iterator[tuple[int, int]]:
+    """Yield the first and the last of numbers that follow each other, a few at a time: they come in one request."""
+    start = 0
+    for stop, number in enumerate(numbers, start=1):
+        goes_on = stop < len(numbers) and numbers[stop] == number + 1
+        if not goes_on or stop - start == _STRETCH_BLOCKS:
+            yield numbers[start], number
+            start = stop
+
+
+# A file's bytes on their way to it, and their block hashes.
+
+_PART_BYTES = 4 * BLOCK_BYTES
+
+_BESIDE_BYTES = 16 * BLOCK_BYTES
+"""Smaller buffers aren't worth another thread's attention."""
+
+
+def hashed(buffers: Iterable[Buffer], hasher: BlockHasher) -> Generator[Buffer, None, None]:
+    """Yield a file's bytes as they are, hashing them on their way.
+
+    Large buffers come in parts that end at the same places of the file whatever lies where, since the system keeps a
+    file in larger pages when it is written in aligned pieces. Each is hashed right before it is written, when it is
+    then in the processor's cache.
+    """
+    for part in in_parts(buffers):
+        hasher.update(part)
+        yield part
+    hasher.finish()
+
+
+def hashed_beside(buffers: Iterable[Buffer], hasher: BlockHasher) -> Generator[Buffer, None, None]:
+    """Yield a file's bytes as `hashed` does; where this process has another thread to spend, that one hashes.
+
+    It hashes a large buffer while it is written. Whoever doesn't take all of them closes it, which ends that thread.
+    """
+    if usual_threads() < 2:
+        yield from hashed(buffers, hasher)
+    else:
+        yield from _hashed_beside(buffers, hasher)
+        hasher.finish()
+
+
+def _hashed_beside(buffers: Iterable[Buffer], hasher: BlockHasher) -> Iterator[Buffer]:
+    with ThreadPoolExecutor(1) as thread:
+        at = 0
+        for buffer in buffers:
+            if buffer.nbytes < _BESIDE_BYTES:
+                hasher.update(buffer)
+                yield from in_parts([buffer], at)
+            else:
+                # Done before the next buffer is asked for, which may lie in the same memory.
+                wait = _beside(thread, hasher, buffer)
+                yield from in_parts([buffer], at)
+                wait()
+            at += buffer.nbytes
+
+
+def _beside(thread: ThreadPoolExecutor, hasher: BlockHasher, buffer: Buffer) -> Callable[[], None]:
+    """Have another thread hash a buffer, and return what waits for it."""
+    left = [buffer]
+
+    def catch_up() -> None:
+        while left:
+            hasher.update(left.pop())
+
+    try:
+        return thread.submit(catch_up).result
+    except RuntimeError:
+        # An asynchronous save may go on while the interpreter ends, and no thread takes work then. Where one couldn't
+        # be begun for another reason, a later one may find this work too, when there is nothing left of it.
+        return catch_up
+
+
+def in_parts(buffers: Iterable[Buffer], at: int = 0) -> Generator[Buffer, None, None]:
+    """Yield buffers in parts that end at multiples of a MiB of the file that they begin in at a byte.
+
+    Examples:
+        >>> [part.nbytes for part in in_parts([memoryview(bytes(10)), memoryview(bytes(1024 * 1024))])]
+        [10, 1048566, 10]
+    """
+    for buffer in buffers:
+        start = 0
+        while start < buffer.nbytes:
+            part = buffer[start : start + _PART_BYTES - at % _PART_BYTES]
+            yield part
+            start += part.nbytes
+            at += part.nbytes
+
+
+def block_hashes(buffers: Iterable[Buffer]) -> Hashes:
+    """Return the hashes of all blocks of a file, given as buffers in order.
+
+    Examples:
+        >>> block_hashes([memoryview(bytes(BLOCK_BYTES)), memoryview(b"end")]).size
+        2
+    """
+    hasher = BlockHasher()
+    for _ in hashed(buffers, hasher):
+        pass
+    return hash_column(hasher)

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..geometry import Column
 from ..plans import LoadPlan, ReadCost, Runs, Strided
-from ._blocks import BLOCK_BYTES
+from ._blocks import BLOCK_BYTES, loose_ends
 from ._fetch import (
     StoredFile,
     Verify,
@@ -21,7 +21,6 @@ from ._fetch import (
     touched_blocks,
     ways_of,
 )
-from ._loose import loose_ends
 from ._runs import clipped, windows_of
 from ._stretches import Stretches, stretch_crc32
 from ._strided import hashed_stretches, parted, strided_stretches

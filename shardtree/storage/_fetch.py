@@ -14,14 +14,13 @@ from ..codec import bit_view, byte_buffer
 from ..errors import CorruptCheckpoint, error_text
 from ..geometry import Column
 from ..plans import LoadPlan, Runs, Strided
-from ._blocks import BLOCK_BYTES, BlockHasher, Flags, Hashes, missing, touched
-from ._collector import collector_paused
-from ._loose import loose_ends, read_rest
+from ._blocks import BLOCK_BYTES, BlockHasher, Flags, Hashes, loose_ends, missing, read_rest, touched
 from ._runs import read_runs
 from ._staged_fetch import any_staged, fetch_to_devices, memory_bytes
 from ._storage import Buffer, Reader, Storage
 from ._stretches import Stretches, StretchHasher, read_crc32, stretch_crc32, unread
 from ._strided import copy_hashed, copy_strided, is_contiguous, last_byte
+from ._threads import collector_paused
 
 Verify = Literal["whole", "all"] | None
 """Which blocks are checked: those that are read whole or nearly, and in small files all touched; all touched; none."""

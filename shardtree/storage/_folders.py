@@ -1,17 +1,22 @@
-"""Folders of a storage as storages of their own, and what some storages can do with a folder as a whole."""
+"""From what a caller calls a directory to the storage that keeps it, and folders within one."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, runtime_checkable
 
-from ._fsspec import FsspecStorage
+from ..errors import StorageError, error_text
+from ._fsspec import FsspecStorage, fsspec_storage
 from ._local import LocalStorage
-from ._names import inside
-from ._storage import Buffer, Reader, Storage
+from ._memory import MemoryStorage
+from ._storage import Buffer, Reader, Storage, inside
+from ._sync import parents_to_be
+
+# Folders of a storage as storages of their own, and what some storages can do with a folder as a whole.
 
 
 @runtime_checkable
@@ -132,3 +137,113 @@ class Subfolder:
     def _full(self, name: str) -> str:
         plain = inside(name, self.folder)  # the storage itself would let a name climb out of the folder
         return f"{self.folder}/{plain}" if plain else self.folder
+
+
+# From what a caller calls a directory to the storage that keeps it.
+
+Directory = str | os.PathLike[str] | Storage
+"""A checkpoint's place: a path, a URL of a file system that fsspec knows, or a storage."""
+
+
+def storage_at(directory: Directory) -> Storage:
+    """Return the storage of a directory; a relative path is that of now, wherever the process goes later.
+
+    Raises:
+        StorageError: the directory is neither a path, nor a URL, nor a storage.
+
+    Examples:
+        >>> storage_at("/checkpoints/step_10")
+        LocalStorage(root='/checkpoints/step_10')
+    """
+    if isinstance(directory, (str, os.PathLike)):
+        path = os.fspath(directory)
+        if isinstance(path, str) and path and "\0" not in path:
+            return fsspec_storage(path) if "://" in path else LocalStorage(_absolute(path))
+    elif isinstance(directory, Storage):
+        return directory
+    kind = type(directory).__name__
+    raise StorageError(
+        error_text("where is the checkpoint?", found=f"{directory!r} ({kind})", expected="a path, a URL or a Storage")
+    )
+
+
+def is_same_place(one: Storage, other: Storage) -> bool:
+    """Return whether two storages are one folder, by whatever path or link.
+
+    Examples:
+        >>> is_same_place(storage_at("/runs/step_10"), storage_at("/runs/step_9/../step_10/"))
+        True
+    """
+    if isinstance(one, LocalStorage) and isinstance(other, LocalStorage):
+        return os.path.realpath(one.root) == os.path.realpath(other.root)
+    return one == other
+
+
+def _absolute(path: str) -> str:
+    # Not abspath: it takes "link/.." for nothing, although a link leads elsewhere.
+    try:
+        return path if os.path.isabs(path) else os.path.join(os.getcwd(), path)
+    except FileNotFoundError as error:
+        found = "the current directory was removed"
+        raise StorageError(error_text(f"where is {path!r}?", found=found, fix="Name an absolute path.")) from error
+
+
+# A folder that is made at once, waited for beside other work, and removed again where nothing came of it.
+
+
+@dataclass(frozen=True, slots=True)
+class NewFolder:
+    """What can be done about a folder that was made.
+
+    Attributes:
+        wait: waits until it is on the medium, if it shall be; raises StorageError where that fails.
+        remove: removes it, unless it was there before or something is in it by now. What was made above it
+            stays: another save may be about to make its own folder there.
+    """
+
+    wait: Callable[[], None]
+    remove: Callable[[], None]
+
+
+def new_folder(storage: Storage, *, durable: bool) -> NewFolder:
+    """Make a storage's own folder; in memory and on object stores the first file in it does that.
+
+    A storage of another kind than a local one waits here, and its folder stays.
+
+    Raises:
+        StorageError: it can't be made.
+
+    Examples:
+        >>> import tempfile
+        >>> storage = LocalStorage(f"{tempfile.mkdtemp()}/runs/step_10")
+        >>> made = new_folder(storage, durable=True)
+        >>> storage.is_folder(), made.wait()
+        (True, None)
+        >>> made.remove()
+        >>> storage.is_folder()
+        False
+    """
+    if isinstance(storage, MemoryStorage | FsspecStorage):
+        return NewFolder(_nothing, _nothing)
+    if not isinstance(storage, LocalStorage):
+        storage.make_folder(durable=durable)
+        return NewFolder(_nothing, _nothing)
+    parents = parents_to_be(storage.root)
+    storage.make_folder(durable=False)
+    # The folder itself may be of a moment ago, and made by somebody who didn't wait.
+    waited_for = (parents or [os.path.dirname(os.path.realpath(storage.root))]) if durable else ()
+    return NewFolder(partial(_wait_for, waited_for), partial(storage.remove_folder, "") if parents else _nothing)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _wait_for(folders: Sequence[str]) -> None:
+    for folder in folders:
+        try:
+            LocalStorage(folder).sync_folder()
+        except StorageError as error:
+            # Other people's: one that can't be listed can't be waited for.
+            if not isinstance(error.__cause__, PermissionError):
+                raise

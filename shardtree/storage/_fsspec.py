@@ -10,9 +10,7 @@ from typing import Any
 
 from ..errors import CheckpointingException, StorageError, error_text
 from ._local import LocalStorage
-from ._names import inside
-from ._parts import whole
-from ._storage import Buffer, Storage
+from ._storage import Buffer, Storage, inside, whole
 
 MARKER = ".shardtree-folder"
 """An empty object that makes a folder where the store has none; no other method shows it."""

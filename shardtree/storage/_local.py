@@ -2,21 +2,176 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 import stat
-from collections.abc import Iterable, Iterator
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache, cached_property
+from threading import Thread
 
 from ..errors import StorageError, error_text
-from ._local_reader import MOST_BUFFERS, LocalReader, rest
 from ._local_sibling import LocalSibling, sibling_names
-from ._names import inside, temporary_name
-from ._parts import checked, neighbours
-from ._reserve import reserve
-from ._storage import Buffer, SizedBuffers
+from ._storage import Buffer, SizedBuffers, checked, inside, neighbours, temporary_name
 from ._sync import parents_to_be, sync, sync_above
-from ._unlink import unlink
+
+# Reading a file of a local or mounted file system: in parts, or mapped.
+
+MOST_BUFFERS = 1024  # IOV_MAX on Linux and macOS
+
+
+@dataclass(frozen=True)
+class LocalReader:
+    """An open file of a local or mounted file system."""
+
+    descriptor: int
+    path: str
+
+    @property
+    def length(self) -> int:
+        """The file's length in bytes."""
+        try:
+            return os.fstat(self.descriptor).st_size
+        except OSError as error:
+            raise StorageError(error_text(f"cannot look at {self.path!r}", found=error.strerror)) from error
+
+    def read_into(self, byte: int, buffers: Sequence[Buffer]) -> None:
+        """Fill the buffers from consecutive bytes; raises where the file ends first."""
+        pending = [buffer for buffer in buffers if buffer.nbytes]
+        while pending:
+            try:
+                count = os.preadv(self.descriptor, pending[:MOST_BUFFERS], byte)
+            except OSError as error:
+                raise StorageError(
+                    error_text(f"cannot read {self.path!r} at byte {byte}", found=error.strerror)
+                ) from error
+            if not count:
+                missing = sum(buffer.nbytes for buffer in pending)
+                raise StorageError(error_text(f"{self.path!r} ends at byte {byte}", expected=f"{missing} bytes more"))
+            byte += count
+            pending = rest(pending, count)
+
+    def mapped(self, begin: int = 0, end: int | None = None) -> Buffer:
+        """Return a stretch of the file as memory that can be written to and stays its own."""
+        stretch = self._mapping[begin:end]
+        if end is not None and stretch.nbytes < end - begin:
+            what = f"{self.path!r} ends at byte {self._mapping.nbytes}"
+            raise StorageError(error_text(what, expected=f"bytes {begin} to {end}"))
+        return stretch
+
+    @cached_property
+    def _mapping(self) -> Buffer:
+        # A private mapping is writable without touching the file, and tensors want writable memory.
+        if not self.length:
+            return memoryview(bytearray())
+        try:
+            mapped = mmap.mmap(self.descriptor, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        except OSError as error:
+            raise StorageError(error_text(f"cannot map {self.path!r}", found=error.strerror)) from error
+        return memoryview(mapped)
+
+
+def rest(buffers: list[Buffer], count: int) -> list[Buffer]:
+    """Return what is left of buffers when their first `count` bytes are done.
+
+    Examples:
+        >>> [bytes(buffer) for buffer in rest([memoryview(b"abc"), memoryview(b"de")], 2)]
+        [b'c', b'de']
+    """
+    for position, buffer in enumerate(buffers):
+        if count < buffer.nbytes:
+            return [buffer[count:], *buffers[position + 1 :]]
+        count -= buffer.nbytes
+    return []
+
+
+# Room for a new file, reserved before it is written: its blocks are then found at once and lie together.
+
+_LEAST_BYTES = 4 * 1024 * 1024
+_KEEP_SIZE = 1
+"""The file is as long as what was written of it, so that what a dead process left is seen to be short."""
+
+
+def reserve(descriptor: int, length: int) -> int:
+    """Reserve room at the beginning of a file and return how many bytes; 0 where there is no need or no way.
+
+    All at once: while dirty pages wait for the disk, each further call takes milliseconds.
+    """
+    call = _fallocate()
+    if length < _LEAST_BYTES or call is None:
+        return 0
+    # What doesn't work here (no room, a file system without it) is no failure yet: the write will tell.
+    return 0 if call(descriptor, _KEEP_SIZE, 0, length) else length
+
+
+@cache
+def _fallocate() -> Callable[..., int] | None:
+    """Return the system call; None where there is none.
+
+    `os.posix_fallocate` won't do: where a file system can't reserve, the C library writes to every block instead.
+    """
+    call = getattr(ctypes.CDLL(None), "fallocate", None)
+    if call is not None:
+        call.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    return call
+
+
+# Removing a file without waiting for what its file system does with its blocks.
+
+_SMALL_BYTES = 64 * 1024
+_YOUNG_SECONDS = 60.0
+
+
+def unlink(path: str) -> None:
+    """Remove a file; of a small one of a moment ago, another thread waits for the blocks to be given back.
+
+    These may be on their way to a disk that has gigabytes of something else to write first. Of large files the room is
+    wanted when this returns.
+    """
+    descriptor = _opened_if_young(path)
+    try:
+        os.remove(path)
+    except BaseException:
+        _close(descriptor)
+        raise
+    # At the end of the process no thread can be begun, and Python 3.11 would wait for it forever.
+    if descriptor is None or sys.is_finalizing() or _has_a_name(descriptor):
+        _close(descriptor)
+        return
+    try:
+        Thread(target=_close, args=(descriptor,), name="unlink", daemon=True).start()
+    except RuntimeError:
+        _close(descriptor)
+
+
+def _has_a_name(descriptor: int) -> bool:
+    """Return whether a removed file is still there: on a network, an open one stays in its folder by another name."""
+    try:
+        return os.fstat(descriptor).st_nlink > 0
+    except OSError:
+        return True  # it can't be told, and the file is gone
+
+
+def _opened_if_young(path: str) -> int | None:
+    try:
+        found = os.lstat(path)
+        small = stat.S_ISREG(found.st_mode) and found.st_nlink == 1 and found.st_size <= _SMALL_BYTES
+        if not small or abs(time.time() - found.st_mtime) > _YOUNG_SECONDS:
+            return None
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return None
+
+
+def _close(descriptor: int | None) -> None:
+    if descriptor is not None:
+        with suppress(OSError):
+            os.close(descriptor)
+
 
 _BATCH_BYTES = 1024 * 1024
 
@@ -182,7 +337,7 @@ class LocalStorage:
 
     def sibling(self, name: str) -> LocalSibling:
         """Return the folder beside this one that a save of that name takes."""
-        return LocalSibling(self.root, name)
+        return LocalSibling(self.root, name, LocalStorage)
 
     def siblings(self) -> tuple[str, ...]:
         """Return the names of the saves that have taken a folder beside this one, sorted."""

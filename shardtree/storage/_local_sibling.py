@@ -2,17 +2,87 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
+import platform
 import shutil
-from collections.abc import Iterator, Sequence
+import stat
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
 
 from ..errors import StorageError, StrategyError, error_text
-from ._rename import exchange_folders
-from ._rights import take_after
 from ._storage import Storage
 from ._sync import sync, sync_above
+
+# Linux's renameat2, which exchanges two folders in one step; Python has no name for it.
+
+_HERE = -100  # AT_FDCWD
+_EXCHANGE = 2
+_NUMBERS = {"x86_64": 316, "aarch64": 276, "ppc64le": 357, "s390x": 347, "riscv64": 276, "loongarch64": 276}
+
+
+def exchange_folders(one: str, other: str) -> None:
+    """Give two folders each other's name, in one step.
+
+    Raises:
+        OSError: that can't be had: ENOSYS on a system without such a call, EINVAL on a file system that lacks it.
+    """
+    call = _renameat2()
+    if call is None:
+        raise OSError(errno.ENOSYS, "there is no renameat2 on this system", one)
+    if call(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _EXCHANGE):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), one, None, other)
+
+
+@cache
+def _renameat2() -> Any:
+    """Return the call of the C library, or by its number where that lacks a name for it, or None."""
+    if not sys.platform.startswith("linux"):
+        return None
+    library = ctypes.CDLL(None, use_errno=True)
+    arguments: list[Any] = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint]
+    if (named := getattr(library, "renameat2", None)) is not None:
+        named.argtypes = arguments
+        return named
+    number = _NUMBERS.get(platform.machine())
+    if number is None:
+        return None
+    library.syscall.argtypes = [ctypes.c_long, *arguments]
+    library.syscall.restype = ctypes.c_long
+    return lambda *given: library.syscall(number, *given)
+
+
+# Whose a folder is and who may do what in it, taken over from another folder.
+
+
+def take_after(folder: str, other: str) -> None:
+    """Let a folder be whose another one is, and open to whom that is, with its extended attributes.
+
+    Raises:
+        OSError: one of them isn't there, or the folder is somebody else's.
+    """
+    like = os.stat(other)
+    for owner in (-1, like.st_uid):  # whoever may not give it away may still give it to a group of theirs
+        with suppress(OSError):
+            os.chown(folder, owner, like.st_gid)
+    os.chmod(folder, stat.S_IMODE(like.st_mode))
+    for name in _attributes(other):
+        with suppress(OSError):  # some are the system's own
+            os.setxattr(folder, name, os.getxattr(other, name))
+
+
+def _attributes(folder: str) -> list[str]:
+    """Return the names of a folder's extended attributes; lists of who may do what are among them."""
+    with suppress(OSError, AttributeError):  # not every file system has such, nor every system
+        return os.listxattr(folder)
+    return []
+
 
 _FILES, _OWNER, _INODE, _PROBE, _REST = "checkpoint", "owner.json", "inode", "probe", "rest"
 _ELSEWHERE = "Save to a new folder, then remove the old one."
@@ -25,12 +95,14 @@ class LocalSibling:
     Args:
         root: the folder, maybe by a link, which stays.
         name: of the save.
+        open_folder: makes a storage of a path.
 
     Examples:
         >>> import pathlib, tempfile
+        >>> from shardtree.storage import LocalStorage
         >>> folder = pathlib.Path(tempfile.mkdtemp()) / "step_10"
         >>> folder.mkdir()
-        >>> sibling = LocalSibling(str(folder), "save-1")
+        >>> sibling = LocalSibling(str(folder), "save-1", LocalStorage)
         >>> sibling.make(b"note", durable=False)
         >>> sibling.storage.replace("new.txt", b"new", durable=False)
         >>> sibling.exchange(durable=False)
@@ -41,13 +113,12 @@ class LocalSibling:
 
     root: str
     name: str
+    open_folder: Callable[[str], Storage] = field(repr=False)
 
     @property
     def storage(self) -> Storage:
         """The folder that takes the place."""
-        from ._local import LocalStorage
-
-        return LocalStorage(self._inside(_FILES))
+        return self.open_folder(self._inside(_FILES))
 
     def make(self, note: bytes, *, durable: bool) -> None:
         """Make the folder with a note of who did; raises unless it can be exchanged later."""

@@ -11,10 +11,7 @@ from typing import TypeVar
 from weakref import WeakValueDictionary
 
 from ..errors import StorageError, error_text
-from ._names import inside
-from ._parts import checked
-from ._sibling import Sibling
-from ._storage import Buffer
+from ._storage import Buffer, Sibling, checked, inside
 
 T = TypeVar("T")
 
@@ -153,8 +150,6 @@ class MemoryStorage:
 
     def sibling(self, name: str) -> Sibling:
         """Return the folder beside this one that a save of that name takes."""
-        from ._memory_sibling import MemorySibling
-
         return MemorySibling(self, name)
 
     def siblings(self) -> tuple[str, ...]:
@@ -251,3 +246,86 @@ class _MemoryReader:
         stretch = memoryview(bytearray((self.length if end is None else end) - begin))
         self.read_into(begin, [stretch])
         return stretch
+
+
+# A folder in memory beside another one, whose place it takes.
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MemorySibling:
+    """A folder in memory that takes another one's place.
+
+    Args:
+        target: the other one.
+        name: of the save.
+
+    Examples:
+        >>> from shardtree.storage import MemoryStorage
+        >>> target = MemoryStorage()
+        >>> target.replace("old.txt", b"old", durable=False)
+        >>> sibling = MemorySibling(target, "save-1")
+        >>> sibling.make(b"note", durable=False)
+        >>> sibling.storage.replace("new.txt", b"new", durable=False)
+        >>> sibling.exchange(durable=False)
+        >>> target.names(), sibling.storage.names()
+        (('new.txt',), ('old.txt',))
+    """
+
+    target: MemoryStorage
+    name: str
+    _beside: Beside = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Have something to write to even before it is made, as a path is."""
+        object.__setattr__(self, "_beside", self.target.place_beside(self.name))
+
+    @property
+    def storage(self) -> MemoryStorage:
+        """The folder that takes the place."""
+        return self._beside.storage
+
+    def make(self, note: bytes, *, durable: bool) -> None:
+        """Make the folder with a note of who did."""
+        with self.target.lock:
+            self.target.beside[self.name] = self._beside
+            self._beside.note = note
+
+    def note(self) -> bytes | None:
+        """Return the note, None if there is none."""
+        return self._beside.note
+
+    def is_exchanged(self) -> bool | None:
+        """Return whether the old files are in it."""
+        return self._beside.exchanged if self.name in self.target.beside else None
+
+    def changed(self) -> float | None:
+        """Return at which tick something in it was changed last."""
+        names = self.storage.all_names()
+        return max((self.storage.changed(name) or 0.0 for name in names), default=None)
+
+    def old_names(self) -> tuple[str, ...]:
+        """Return the names of all old files."""
+        return (self._beside.storage if self._beside.exchanged else self.target).all_names()
+
+    def check_shareable(self, names: Sequence[str]) -> None:
+        """Do nothing: memory can be shared."""
+
+    def share(self, names: Sequence[str], *, durable: bool) -> tuple[str, ...]:
+        """Let the new folder have old files too; return the names that are another file's there."""
+        pair = (self.target, self._beside.storage)
+        new, old = pair if self._beside.exchanged else pair[::-1]
+        return tuple(name for name in names if not new.share(name, old))
+
+    def exchange(self, *, durable: bool) -> None:
+        """Give the two folders each other's files."""
+        with self.target.lock:
+            beside = self._beside
+            self.target.swap(beside.storage)
+            beside.exchanged = not beside.exchanged
+
+    def remove(self) -> None:
+        """Remove the folder with all that is in it."""
+        with self.target.lock:
+            self.target.beside.pop(self.name, None)
+            self._beside.storage.clear()
+            self._beside.note, self._beside.exchanged = None, False

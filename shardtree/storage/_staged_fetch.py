@@ -4,16 +4,139 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from ..codec import bit_view, device_bits
-from ..plans import LoadPlan
-from ._staged_plan import StagedPart, staged_parts
-from ._staging import DeviceCopies, Pair, copies_of
-from ._strided import piece_in, row_major_piece_in
+from ..geometry import Column, row_major_strides, volumes
+from ..plans import LoadPlan, Runs, Strided, grouped
+from ._blocks import BLOCK_BYTES, Flags, touched
+from ._buffers import DeviceCopies, Pair, copies_of
+from ._runs import clipped
+from ._strided import cut, piece_in, row_major_piece_in
+
+# A load plan in parts: what each part reads for a device lies together in the host's memory first.
+
+PART_BYTES = 128 * BLOCK_BYTES
+"""How much of a file a part reads. Parts end where blocks do, so that a block that is read whole is in one part."""
+
+_ALIGNMENT = 64
+
+Rows = TypeVar("Rows", Runs, Strided)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StagedPart:
+    """What is read at once.
+
+    Attributes:
+        plan: its first target is memory for all that goes to devices, the rest are `others`.
+        others: the targets in the host's memory that are read into, int64, ascending.
+        nbytes: that the first target has.
+        runs: what goes from there to devices, with the targets that it belongs to.
+        run_byte: where each run lies, int64 (runs,).
+        strided: likewise, pieces that lie there as row-major boxes.
+        strided_byte: where each piece lies, int64 (pieces,).
+    """
+
+    plan: LoadPlan
+    others: Column
+    nbytes: int
+    runs: Runs
+    run_byte: Column
+    strided: Strided
+    strided_byte: Column
+
+
+def staged_parts(plan: LoadPlan, on_device: Flags) -> Iterator[StagedPart]:
+    """Yield a plan in parts, of a file's runs and of its strided pieces.
+
+    Args:
+        plan: what to read.
+        on_device: which targets are on a device, bool (shards,).
+    """
+    for number in np.unique(plan.runs.file).tolist():
+        yield from _run_parts(plan, on_device, number)
+    pieces = _bounded(plan.strided)
+    order = np.lexsort((pieces.byte, pieces.file))
+    for number in np.unique(pieces.file).tolist():
+        rows = order[pieces.file[order] == number]
+        sizes = _nbytes(rows_of(pieces, rows)).tolist()
+        for group in grouped(list(zip(rows.tolist(), sizes, strict=True)), lambda item: item[1], PART_BYTES):
+            yield _strided_part(plan, rows_of(pieces, np.array([row for row, _ in group])), on_device)
+
+
+def _run_parts(plan: LoadPlan, on_device: Flags, number: int) -> Iterator[StagedPart]:
+    runs = rows_of(plan.runs, slice(*np.searchsorted(plan.runs.file, [number, number + 1]).tolist()))
+    end = runs.byte + runs.length
+    # Runs may overlap in the file, where several targets want the same bytes, so their ends needn't ascend.
+    ends = np.maximum.accumulate(end)
+    none = rows_of(plan.strided, slice(0))
+    for low in (np.flatnonzero(touched(runs.byte, end, int(ends[-1]), PART_BYTES)) * PART_BYTES).tolist():
+        first, last = ends.searchsorted(low, "right"), runs.byte.searchsorted(low + PART_BYTES)
+        part = clipped(runs, (int(first), int(last), low, low + PART_BYTES))
+        staged = on_device[part.target]
+        at, nbytes = _places(part.length, staged)
+        target, others = _renumbered(part.target, staged)
+        read = replace(part, target=target, target_byte=np.where(staged, at, part.target_byte))
+        whole = replace(plan, runs=read, strided=none)
+        yield StagedPart(whole, others, nbytes, rows_of(part, staged), at[staged], none, at[:0])
+
+
+def _strided_part(plan: LoadPlan, pieces: Strided, on_device: Flags) -> StagedPart:
+    staged = on_device[pieces.target]
+    at, nbytes = _places(_nbytes(pieces), staged)
+    target, others = _renumbered(pieces.target, staged)
+    read = replace(
+        pieces,
+        target=target,
+        target_byte=np.where(staged, at, pieces.target_byte),
+        target_stride=np.where(staged[:, None], row_major_strides(pieces.shape), pieces.target_stride),
+    )
+    none = rows_of(plan.runs, slice(0))
+    whole = replace(plan, runs=none, strided=read)
+    return StagedPart(whole, others, nbytes, none, at[:0], rows_of(pieces, staged), at[staged])
+
+
+def _renumbered(target: Column, staged: Flags) -> tuple[Column, Column]:
+    """Return the targets in a part's plan, and which targets the second and the further ones are."""
+    others, number = np.unique(target[~staged], return_inverse=True)
+    numbered = np.zeros_like(target)
+    numbered[~staged] = number + 1
+    return numbered, others
+
+
+def _places(sizes: Column, staged: Flags) -> tuple[Column, int]:
+    """Return where each of the staged rows lies, and how much memory they take together."""
+    room = np.where(staged, -(-sizes // _ALIGNMENT) * _ALIGNMENT, 0)
+    return np.cumsum(room) - room, int(room.sum())
+
+
+def _bounded(pieces: Strided) -> Strided:
+    """Return pieces cut along their first axes until none has more than `PART_BYTES`, or it is a single element."""
+    while (large := np.flatnonzero((_nbytes(pieces) > PART_BYTES) & (volumes(pieces.shape) > 1))).size:
+        row = int(large[0])
+        piece = rows_of(pieces, slice(row, row + 1))
+        axis = int(np.argmax(piece.shape[0] > 1))
+        inner = int(_nbytes(piece)[0]) // int(piece.shape[0, axis])
+        cuts = [rows_of(pieces, slice(0, row)), cut(piece, axis, max(1, PART_BYTES // inner))]
+        parts = [*cuts, rows_of(pieces, slice(row + 1, None))]
+        pieces = Strided(*(np.concatenate([getattr(part, name) for part in parts]) for name in Strided.__slots__))
+    return pieces
+
+
+def _nbytes(pieces: Strided) -> Column:
+    found: Column = volumes(pieces.shape) * pieces.item_size
+    return found
+
+
+def rows_of(columns: Rows, rows: Column | Flags | slice) -> Rows:
+    """Return some rows of runs or pieces."""
+    return type(columns)(*(getattr(columns, name)[rows] for name in type(columns).__slots__))
+
 
 Report = TypeVar("Report")
 

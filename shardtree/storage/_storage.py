@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import re
+import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 from typing import Protocol, runtime_checkable
+
+from ..errors import StorageError, error_text
 
 Buffer = memoryview
 """Contiguous bytes."""
@@ -116,3 +121,208 @@ class Storage(Protocol):
 
     def where(self, name: str = "") -> str:
         """Return a name as people and error messages should see it."""
+
+
+# What a storage can have beside the protocol of all storages: another folder that takes its own one's place.
+
+
+class Sibling(Protocol):
+    """A folder that one save takes beside a storage's own, and that takes its place in one step.
+
+    Before that it holds the new files, and after it the old ones. Errors are those of `Storage`.
+    """
+
+    @property
+    def storage(self) -> Storage:
+        """The folder: of the new files, and once it was exchanged, of the old ones."""
+
+    def make(self, note: bytes, *, durable: bool) -> None:
+        """Make the folder, empty, with a note of who did; raises unless it can be exchanged later.
+
+        Raises:
+            StrategyError: the two can't be exchanged here.
+            StorageError: the folder can't be made.
+        """
+
+    def note(self) -> bytes | None:
+        """Return the note, None if there is none."""
+
+    def is_exchanged(self) -> bool | None:
+        """Return whether the old files are in it; None if they are being removed, or that can't be told."""
+
+    def changed(self) -> float | None:
+        """Return when something was made or removed in it last, by the storage's clock."""
+
+    def old_names(self) -> tuple[str, ...]:
+        """Return the names of all old files, links too and not followed, and of empty folders, which end in ``/``."""
+
+    def check_shareable(self, names: Sequence[str]) -> None:
+        """Raise unless old files can get a second name in the new folder.
+
+        Raises:
+            StrategyError: the file system has no such thing, or doesn't allow it.
+        """
+
+    def share(self, names: Sequence[str], *, durable: bool) -> tuple[str, ...]:
+        """Let the new folder have old files too, by the same names; return the names that are another file's there.
+
+        An old file that is gone meanwhile is left out.
+        """
+
+    def exchange(self, *, durable: bool) -> None:
+        """Give the two folders each other's place, in one step."""
+
+    def remove(self) -> None:
+        """Remove the folder with all that is in it; files that are shared stay where else they are."""
+
+
+@runtime_checkable
+class Exchanging(Protocol):
+    """A storage whose folder can be exchanged with one beside it."""
+
+    def sibling(self, name: str) -> Sibling:
+        """Return the folder that a save of that name takes, or has taken, beside this one."""
+
+    def siblings(self) -> tuple[str, ...]:
+        """Return the names of the saves that have taken one, sorted."""
+
+
+# Names within a storage: relative to its folder, with `/` between their parts, never out of it.
+
+_PLAIN = re.compile(r"(?:[\w-][\w.-]*/)*[\w-][\w.-]*", re.ASCII)
+_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.new", re.DOTALL)
+
+
+def temporary_name(name: str) -> str:
+    """Return a name that nobody else has, for what will be renamed to a file's own.
+
+    Examples:
+        >>> is_temporary(temporary_name("metadata.json"))
+        True
+    """
+    return f".{name}.{secrets.token_hex(8)}.new"
+
+
+def is_temporary(name: str) -> bool:
+    """Return whether a name is one that `temporary_name` gives.
+
+    Examples:
+        >>> is_temporary(".metadata.json.0123456789abcdef.new"), is_temporary("notes.new")
+        (True, False)
+    """
+    return _TEMPORARY.fullmatch(name) is not None
+
+
+def inside(name: str, root: str) -> str:
+    """Return a name in its plain form; one that would leave the folder raises.
+
+    Args:
+        name: of a file or folder; "" is the storage's own folder.
+        root: what errors call that folder.
+
+    Raises:
+        StorageError: the name is absolute, climbs up, or is no text that a file system takes.
+
+    Examples:
+        >>> inside("a/./b//c", "checkpoint")
+        'a/b/c'
+        >>> inside("../a", "checkpoint")
+        Traceback (most recent call last):
+        ...
+        shardtree.errors.StorageError: '../a' would leave the folder 'checkpoint'
+          expected a name inside it
+    """
+    if _PLAIN.fullmatch(name):
+        return name
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or not _is_nameable(name):
+        raise StorageError(error_text(f"{name!r} would leave the folder {root!r}", expected="a name inside it"))
+    return "/".join(path.parts)
+
+
+def _is_nameable(name: str) -> bool:
+    try:
+        name.encode("utf-8", "surrogateescape")  # a file's name may have bytes that aren't UTF-8
+    except UnicodeEncodeError:
+        return False
+    return "\0" not in name
+
+
+# Parts of a file, each with the byte that it begins at: checked, joined to neighbours, put into a whole.
+
+
+def checked(parts: Iterable[tuple[int, Buffer]], length: int, where: str) -> Iterator[tuple[int, Buffer]]:
+    """Yield the parts that aren't empty; one that reaches beyond the file raises.
+
+    Args:
+        parts: pairs of the byte that a part begins at and its bytes.
+        length: of the whole file, in bytes.
+        where: the file's name, for messages.
+
+    Raises:
+        StorageError: a part doesn't lie in the file.
+
+    Examples:
+        >>> list(checked([(4, memoryview(b""))], 3, "f")), len(list(checked([(1, memoryview(b"ab"))], 3, "f")))
+        ([], 1)
+    """
+    for byte, buffer in parts:
+        if buffer.nbytes:
+            if not 0 <= byte <= length - buffer.nbytes:
+                found, expected = f"bytes {byte} to {byte + buffer.nbytes}", f"a part of bytes 0 to {length}"
+                raise StorageError(error_text(f"cannot write {where!r}", found=found, expected=expected))
+            yield byte, buffer
+
+
+def neighbours(
+    parts: Iterable[tuple[int, Buffer]], *, most_bytes: int, most_buffers: int
+) -> Iterator[tuple[int, list[Buffer]]]:
+    """Yield parts in groups without a gap, each group with the byte that it begins at.
+
+    Args:
+        parts: pairs of the byte that a part begins at and its bytes.
+        most_bytes: a group of that many bytes takes no further part.
+        most_buffers: how many parts a group has at most.
+
+    Examples:
+        >>> parts = [(0, memoryview(b"ab")), (2, memoryview(b"c")), (9, memoryview(b"d"))]
+        >>> [(byte, len(group)) for byte, group in neighbours(parts, most_bytes=100, most_buffers=100)]
+        [(0, 2), (9, 1)]
+    """
+    begin, end, group = 0, 0, list[Buffer]()
+    for byte, buffer in parts:
+        if group and (byte != end or end - begin >= most_bytes or len(group) == most_buffers):
+            yield begin, group
+            group = []
+        if not group:
+            begin = byte
+        group.append(buffer)
+        end = byte + buffer.nbytes
+    if group:
+        yield begin, group
+
+
+def whole(parts: Iterable[tuple[int, Buffer]], length: int, where: str) -> Iterator[Buffer]:
+    """Yield the buffers of parts that are all of a file, in order; others raise.
+
+    Raises:
+        StorageError: the parts leave gaps or aren't in order, as those of one of several writers.
+
+    Examples:
+        >>> [bytes(buffer) for buffer in whole([(0, memoryview(b"ab")), (2, memoryview(b"c"))], 3, "f")]
+        [b'ab', b'c']
+    """
+    end = 0
+    for byte, buffer in checked(parts, length, where):
+        if byte != end:
+            raise _not_whole(where, byte, end)
+        yield buffer
+        end += buffer.nbytes
+    if end != length:
+        raise _not_whole(where, length, end)
+
+
+def _not_whole(where: str, found: int, expected: int) -> StorageError:
+    fix = "Save from one process, in another format, or to a local or mounted folder."
+    what = f"cannot write {where!r} in parts: such a store takes a file from one writer, whole and in order"
+    return StorageError(error_text(what, found=f"byte {found}", expected=f"byte {expected}", fix=fix))

@@ -2,13 +2,78 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from ..codec import canonical_json, parse_json
-from ..errors import CheckpointReplaced, CorruptCheckpoint, NotACheckpoint, error_text
-from ..storage import Storage, digest
-from ._clues import clue
+from ..errors import CheckpointingException, CheckpointReplaced, CorruptCheckpoint, NotACheckpoint, error_text
+from ..storage import Buffer, Storage, StoredFile, digest
+from ._values import Checkpoint, Fields, stamp
+
+# What a place that is no checkpoint seems to be, by the names in it: errors say so.
+
+_PICKLES = r".*\.(bin|pt|pth|ckpt|pkl)(\.index\.json)?"
+
+_CLUES = (
+    (
+        r"latest_checkpointed_iteration\.txt",
+        "a folder of Megatron-LM's that holds checkpoints",
+        "Name one of the folders in it, such as iter_0000042.",
+    ),
+    (
+        r"mp_rank_\d+(_\d+)*",
+        "Megatron-LM's checkpoint of before torch_dist: a pickle for each rank",
+        "Convert it to torch_dist with Megatron-LM.",
+    ),
+    (
+        r"__\d+\.metadata",
+        "torch.distributed.checkpoint's, saved with use_collectives=False: an index for each rank, none of all",
+        "Load it with as many ranks there, and save it with collectives.",
+    ),
+    (
+        r".*\.distcp",
+        "data files of torch.distributed.checkpoint or Megatron-Core; their save wasn't finished, or a file got lost",
+        "Load another checkpoint; .metadata and, of Megatron-Core's, metadata.json have to be there.",
+    ),
+    (
+        r"shard-\d+-.*\.safetensors",
+        "the ranks' parts of a model, as torch.distributed.checkpoint's HuggingFaceStorageWriter saves them",
+        "Save with enable_consolidation=True, or consolidate them with torch.",
+    ),
+    (
+        r".*\.safetensors",
+        "several safetensors files, and no index that says which make up the model",
+        "Name one of the files, or fetch the index too.",
+    ),
+    (r"\.zarray|zarr\.json", "a zarr array, or a save of shardtree's that wasn't finished", "Name the array's group."),
+    (
+        _PICKLES,
+        "pickled weights, which can run code when they are loaded and aren't read",
+        "Save them as safetensors: save_pretrained(..., safe_serialization=True), or safetensors.torch.save_file.",
+    ),
+)
+
+
+def clue(names: Iterable[str]) -> tuple[str, str] | None:
+    """Return what a folder seems to be and what to do about it, None where its names tell nothing.
+
+    Args:
+        names: in the folder; of a file, its own.
+
+    Examples:
+        >>> clue(["config.json", "pytorch_model.bin"])[0]
+        "pickled weights, which can run code when they are loaded and aren't read"
+        >>> clue(["notes.txt"]) is None
+        True
+    """
+    known = list(names)
+    for pattern, found, fix in _CLUES:
+        if any(re.fullmatch(pattern, name, re.DOTALL) for name in known):
+            return found, fix
+    return None
+
 
 METADATA_FILE = "metadata.json"
 
@@ -135,3 +200,121 @@ def check_unchanged(storage: Storage, before: bytes | None) -> None:
         raise CheckpointReplaced(
             error_text(f"save: {storage.where()!r} was changed by another save meanwhile", fix=fix)
         )
+
+
+# Files that aren't there as a checkpoint describes them: replaced by a later save, or damaged.
+
+
+def check_lengths(checkpoint: Checkpoint, files: Iterable[StoredFile]) -> None:
+    """Raise unless files are as long as the checkpoint says.
+
+    Raises:
+        CorruptCheckpoint: a file isn't there, or is longer or shorter.
+        CheckpointReplaced: it isn't there because a later save replaced the checkpoint.
+    """
+    for file in files:
+        if checkpoint.storage.length(file.name) != file.length:
+            raise missing_file(checkpoint, file.name, file.length)
+
+
+def missing_file(checkpoint: Checkpoint, name: str, length: int) -> Exception:
+    """Return the error for a file that isn't there as described.
+
+    Args:
+        checkpoint: what describes it.
+        name: the file's name.
+        length: in bytes, as described.
+    """
+    storage = checkpoint.storage
+    if was_replaced(checkpoint):
+        return _replaced(checkpoint)
+    found = storage.length(name)
+    return CorruptCheckpoint(
+        error_text(
+            f"open: {storage.where(name)!r} isn't what was saved",
+            found="no such file" if found is None else f"{found} bytes",
+            expected=f"{length} bytes",
+            fix="The checkpoint was damaged; load another one.",
+        )
+    )
+
+
+@contextmanager
+def unreplaced(checkpoint: Checkpoint) -> Iterator[None]:
+    """Raise after reading, and instead of what is raised meanwhile, if another save replaced the checkpoint.
+
+    Raises:
+        CheckpointReplaced: it did.
+    """
+    try:
+        yield
+    except CheckpointReplaced:
+        raise
+    except CheckpointingException as error:
+        if was_replaced(checkpoint):
+            raise _replaced(checkpoint) from error
+        raise
+    check_unreplaced(checkpoint)
+
+
+def check_unreplaced(checkpoint: Checkpoint) -> None:
+    """Raise unless what was read until now is of the checkpoint that was opened.
+
+    Where files have fixed names, those of a later save would be read as if they were the opened one's.
+
+    Raises:
+        CheckpointReplaced: another save took its place meanwhile.
+    """
+    backends = {checkpoint.fields.get(name) for name in ("sharded_backend", "common_backend")}
+    if checkpoint.stamp and backends != {"safetensors"} and was_replaced(checkpoint):
+        raise _replaced(checkpoint)
+
+
+def _replaced(checkpoint: Checkpoint) -> CheckpointReplaced:
+    what = f"open: {checkpoint.storage.where()!r} was replaced by a later save"
+    return CheckpointReplaced(error_text(what, fix="Open the checkpoint again."))
+
+
+def was_replaced(checkpoint: Checkpoint) -> bool:
+    """Return whether the folder now holds another checkpoint than the one that was opened."""
+    storage, digest = checkpoint.storage, checkpoint.fields.get("digest")
+    if digest is not None and storage.length(METADATA_FILE) is not None:
+        return f'"digest":"{digest}"'.encode() not in storage.read(METADATA_FILE)
+    return bool(checkpoint.stamp) and any(entry not in checkpoint.stamp for entry in stamp(storage))
+
+
+# Small files that are always checked whole: the index and the common state.
+
+
+def write_checked(storage: Storage, name: str, data: bytes, *, durable: bool) -> dict[str, Any]:
+    """Write a file and return what metadata.json says of it: name, length in bytes and hash."""
+    storage.write(name, [memoryview(data)], durable=durable)
+    return {"name": name, "length": len(data), "digest": digest(data)}
+
+
+def read_checked(checkpoint: Checkpoint, field: str) -> tuple[Buffer, str]:
+    """Return the bytes of a file that metadata.json describes in one of its fields, and the file's name.
+
+    Raises:
+        CorruptCheckpoint: the file isn't there, or its bytes aren't those that were saved.
+        CheckpointReplaced: it isn't there because a later save replaced the checkpoint.
+    """
+    name, length, expected = _entry(checkpoint.fields, field)
+    where = checkpoint.storage.where(name)
+    if checkpoint.storage.length(name) != length:
+        raise missing_file(checkpoint, name, length)
+    with checkpoint.storage.open(name) as reader:
+        data = reader.mapped()
+    if digest(data) != expected:
+        fix = "The medium or a later program damaged it; load another checkpoint."
+        raise CorruptCheckpoint(error_text(f"open: {where!r} isn't what was saved: its hash differs", fix=fix))
+    return data, where
+
+
+def _entry(fields: Fields, field: str) -> tuple[str, int, str]:
+    entry = fields.get(field)
+    if isinstance(entry, dict):
+        name, length, expected = (entry.get(part) for part in ("name", "length", "digest"))
+        if isinstance(name, str) and type(length) is int and isinstance(expected, str):
+            return name, length, expected
+    raise CorruptCheckpoint(error_text(f"open: metadata.json does not describe the {field}", found=f"{entry!r}"[:200]))

@@ -8,46 +8,26 @@ or register a row for the whole process.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from enum import Enum
 from functools import cache
 from importlib.metadata import entry_points
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from ..errors import StrategyError, error_text
+from . import huggingface, safetensors, torch, torch_dist, zarr
+from ._actions import Row, Strategies, Strategy, StrategyAction
 
-
-class StrategyAction(Enum):
-    """What a strategy does.
-
-    Examples:
-        >>> StrategyAction.LOAD_SHARDED.value
-        'load_sharded'
-    """
-
-    LOAD_COMMON = "load_common"
-    LOAD_SHARDED = "load_sharded"
-    LOAD_OBJECTS = "load_objects"
-    LOAD_METADATA = "load_metadata"
-    EXPLAIN = "explain"
-    SAVE_COMMON = "save_common"
-    SAVE_SHARDED = "save_sharded"
-    SAVE_OBJECTS = "save_objects"
-    REMOVE_SHARDED = "remove_sharded"
-    VERIFY = "verify"
-    RECOGNIZE = "recognize"
-    COMMIT = "commit"
-    LIST_FILES = "list_files"
-
-
-Strategy = Callable[..., Any]
-Row = tuple[StrategyAction, str, int]
-Strategies = Mapping[Row, Strategy]
 Fn = TypeVar("Fn", bound=Strategy)
 
 ENTRY_POINT_GROUP = "shardtree.strategies"
 
-_rows: dict[Row, Strategy] = {}
+_rows: dict[Row, Strategy] = {
+    **safetensors.ROWS,
+    **huggingface.ROWS,
+    **torch.ROWS,
+    **torch_dist.ROWS,
+    **zarr.ROWS,
+}
 
 default_strategies: Strategies = MappingProxyType(_rows)
 """Every registered row. Read-only; ``default_strategies | {...}`` makes a table of its own."""

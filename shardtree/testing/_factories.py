@@ -11,15 +11,14 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
+from ..lenses import as_factory
 from ..mapping import ReplicaId, ShardedTensor, ShardedTensorFactory
-from ..transforms import as_factory
 from ._bits import carried
-from ._dtypes import PRINTABLE_DTYPES
 from ._law_factory import stored_elements
 from ._layout import cut
 from ._layouts import layouts
 from ._lens_cases import LENS_CASES
-from ._tensors import random_bits
+from ._tensors import PRINTABLE_DTYPES, random_bits
 
 
 def glu(key: str, data: Any, rank: int = 0, ranks: int = 1, *, replica_id: ReplicaId = 0) -> ShardedTensorFactory:

@@ -5,9 +5,13 @@ from __future__ import annotations
 from itertools import product
 
 import numpy as np
+import torch
 
-from ..layouts import ShardColumns
+from ..layouts import ShardColumns, check_access, join_columns, shard_columns
 from ..plans import LoadPlan, Runs, StoredChunks, Strided
+from ._bits import assemble, first_difference
+from ._layout import Layout, cut
+from ._tensors import random_bits
 
 
 def check_load_plan(requests: ShardColumns, chunks: StoredChunks, plan: LoadPlan) -> None:
@@ -127,3 +131,27 @@ def _strided_bytes(pieces: Strided) -> list[tuple[tuple[int, int], tuple[int, in
             at = int(pieces.target_byte[row]) + int(np.dot(place, pieces.target_stride[row])) * size
             found += [((to, at + i), (file, byte + i)) for i in range(size)]
     return found
+
+
+# The law of a layout: it says of each element who holds it.
+
+
+def check_layout(layout: Layout) -> None:
+    """Raise unless main replicas tile the tensor, and all pieces hold what is at their place.
+
+    Args:
+        layout: of a tensor that is small enough to be looked at element by element.
+
+    Raises:
+        IntegrityError: an element has no main replica, or several.
+        AssertionError: a piece holds something else.
+
+    Examples:
+        >>> from shardtree.testing import even_layout
+        >>> check_layout(even_layout((4, 6), 3, axis=1))
+    """
+    whole = random_bits(layout.global_shape, torch.int16, 1)
+    trees = [cut(layout, "w", whole, rank) for rank in range(layout.ranks)]
+    check_access(join_columns([shard_columns(tree, rank) for rank, tree in enumerate(trees)]))
+    differ = first_difference(assemble(trees)["w"], whole)
+    assert differ is None, differ

@@ -4,12 +4,26 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from ..mapping import ReplicaId, ShardedTensor
 from ._bits import carried
-from ._pretty import pretty_repr
+
+# How Hypothesis and IPython show our values: by their own repr, not by walking through dataclass fields.
+
+
+def pretty_repr(value: Any, printer: Any, cycle: bool) -> None:
+    """Print a value's repr: as a class's ``_repr_pretty_``, which Hypothesis asks before it prints fields.
+
+    Examples:
+        >>> from hypothesis.vendor.pretty import pretty
+        >>> from shardtree.testing import Piece
+        >>> pretty(Piece(0, (2,), (3,)))
+        'Piece(0, (2,), (3,))'
+    """
+    printer.text(repr(value))
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from ..transforms import (
+from ..lenses import (
     Lens,
     attention_qkv,
     compose_factories,
@@ -24,7 +24,7 @@ from ..transforms import (
     transposed,
     unstacked_layers,
 )
-from ..transforms import grouped_runs as groups
+from ..lenses import grouped_runs as groups
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
 from hypothesis import strategies as st
 
 from ..layouts import Mesh, PartitionSpec, SpecEntry, Split
+from ._tensors import PRINTABLE_DTYPES, shapes, tensors
 
 _NAMES = ("dp", "tp", "pp", "cp", "ep")
 _SIZES = (2, 1, 3, 4)
@@ -92,3 +97,46 @@ def _entries(names: list[str]) -> st.SearchStrategy[SpecEntry]:
     splits = st.tuples(*(st.builds(Split, st.just(name), st.sampled_from([1, 2, 3])) for name in names))
     joint: st.SearchStrategy[SpecEntry] = st.just(tuple(names))
     return joint | splits
+
+
+# Tensors, a mesh and specs that cut them for it: what laws of layouts that follow from a mesh run over.
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MeshCase:
+    """Tensors by key, the mesh that they are cut for, and how.
+
+    Attributes:
+        whole: global tensors by key, the oracle of what `shard` cuts.
+        mesh: the ranks.
+        specs: how each tensor is cut.
+    """
+
+    whole: Mapping[str, torch.Tensor]
+    mesh: Mesh
+    specs: Mapping[str, PartitionSpec]
+
+
+@st.composite
+def mesh_cases(draw: st.DrawFn, *, max_ranks: int = 12, max_axes: int = 2) -> MeshCase:
+    """Return a strategy for one or two tensors of any shape and dtype, a mesh, and specs that fit both.
+
+    Ranks hold a box of a tensor, several, or none.
+
+    Args:
+        draw: Hypothesis's own.
+        max_ranks: the most ranks of the mesh.
+        max_axes: the most axes of a tensor.
+
+    Examples:
+        >>> from hypothesis import find
+        >>> case = find(mesh_cases(), lambda case: True)
+        >>> case.whole["w"].shape, case.mesh, case.specs
+        (torch.Size([]), Mesh(dp=1), {'w': PartitionSpec()})
+    """
+    mesh = draw(meshes(max_ranks=max_ranks))
+    keys = draw(st.lists(st.sampled_from(["w", "layer.w", "é"]), min_size=1, max_size=2, unique=True))
+    kinds = st.sampled_from(PRINTABLE_DTYPES)
+    whole = {key: draw(tensors(shapes(max_axes=max_axes), dtype=kinds)) for key in keys}
+    specs = {key: draw(partition_specs(tuple(tensor.shape), mesh)) for key, tensor in whole.items()}
+    return MeshCase(whole, mesh, specs)

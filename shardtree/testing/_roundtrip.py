@@ -14,8 +14,7 @@ from ..storage import Directory, MemoryStorage
 from ..strategies import Strategies
 from ..trees import leaves_with_paths
 from ..world import World, simulate
-from ._assemble import assemble, refilled
-from ._bits import first_difference, outline
+from ._bits import assemble, first_difference, outline, refilled
 from ._layout import Layout
 from ._states import GlobalState, rank_tree, target_tree
 

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from types import NoneType, UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin
 
-from ..strategies import PROTOCOLS, Strategies, StrategyAction, table_of
-from ..strategies.base import Strategy
+from ..strategies import PROTOCOLS, Strategies, Strategy, StrategyAction, table_of
 
 _ANYTHING = (Any, object, inspect.Parameter.empty)
 

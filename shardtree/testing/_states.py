@@ -1,9 +1,12 @@
-"""Whole states: global tensors and objects, and the sharded trees that ranks hold of them in some layout."""
+"""Whole states: global tensors and objects, common states, and the sharded trees that ranks hold of them."""
 
 from __future__ import annotations
 
+import math
+from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -11,11 +14,42 @@ from hypothesis import strategies as st
 
 from ..mapping import LocalNonpersistentObject, ShardedObject
 from ..trees import without_data
-from ._common import common_states
-from ._layout import Layout, cut
+from ._layout import Layout, cut, pretty_repr
 from ._layouts import layouts
-from ._pretty import pretty_repr
-from ._tensors import tensors
+from ._tensors import PRINTABLE_DTYPES, tensors
+
+# Common states: what is stored beside shards.
+
+
+@cache  # it takes longer to make than to draw from
+def common_states() -> st.SearchStrategy[dict[str, Any]]:
+    """Return a strategy for what a common state holds: nested containers of numbers, text, bytes and tensors.
+
+    Examples:
+        >>> from hypothesis import find
+        >>> find(common_states(), lambda state: "a" in state)
+        {'a': None}
+    """
+    return st.dictionaries(_names(), st.recursive(_values(), _containers, max_leaves=6), max_size=3)
+
+
+def _names() -> st.SearchStrategy[str]:
+    return st.text("abc/._é", min_size=1, max_size=3)
+
+
+def _values() -> st.SearchStrategy[Any]:
+    numbers = st.integers() | st.floats() | st.complex_numbers() | st.just(math.nan)
+    text = st.text(max_size=4) | st.binary(max_size=4)
+    return st.none() | st.booleans() | numbers | text | tensors(dtype=st.sampled_from(PRINTABLE_DTYPES))
+
+
+def _containers(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    many = st.lists(children, max_size=3)
+    named = st.dictionaries(_names() | st.integers(0, 9), children, max_size=3)
+    return st.one_of(many, named, many.map(tuple), named.map(OrderedDict), many.map(deque))
+
+
+# Whole states: global tensors and objects, and the sharded trees that ranks hold of them in some layout.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -118,3 +152,57 @@ def _objects(key: str, values: Sequence[Any], rank: int, ranks: int) -> list[Sha
         for replica in holders
         if (number + replica) % ranks == rank
     ]
+
+
+# Whole sharded trees of all ranks, together with what they are trees of.
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ShardedTrees:
+    """The trees that all ranks hold of one state: what a function of trees is tried on, and what it must come to.
+
+    Attributes:
+        state: the global values, the oracle.
+        layout: for each tensor's key, how it lies over the ranks.
+        trees: each rank's, by rank.
+    """
+
+    state: GlobalState
+    layout: Mapping[str, Layout]
+    trees: tuple[Any, ...]
+
+    @property
+    def targets(self) -> tuple[Any, ...]:
+        """What each rank would ask for: its tree without data."""
+        return tuple(target_tree(self.state, self.layout, rank) for rank in range(len(self.trees)))
+
+    _repr_pretty_ = pretty_repr
+
+    def __repr__(self) -> str:
+        """Return the state and its layout, of which the trees are made."""
+        return f"ShardedTrees({self.state}, {dict(self.layout)})"
+
+
+@st.composite
+def sharded_trees(
+    draw: st.DrawFn, *, ranks: int | None = None, state: st.SearchStrategy[GlobalState] | None = None
+) -> ShardedTrees:
+    """Return a strategy for all ranks' trees of a state, in layouts of every kind, with the state itself.
+
+    Args:
+        draw: Hypothesis's own.
+        ranks: how many there are; 1 to 4 by default.
+        state: a strategy for the state; tensors of any shape and dtype, objects and a common state by default.
+
+    Examples:
+        >>> from hypothesis import given, settings
+        >>> @settings(max_examples=3)
+        ... @given(sharded_trees(ranks=2))
+        ... def check_a_tree_a_rank(drawn):
+        ...     assert len(drawn.trees) == 2
+        >>> check_a_tree_a_rank()
+    """
+    drawn = draw(global_states() if state is None else state)
+    count = draw(st.integers(1, 4)) if ranks is None else ranks
+    layout = draw(state_layouts(drawn, count))
+    return ShardedTrees(drawn, layout, tuple(rank_tree(drawn, layout, rank) for rank in range(count)))

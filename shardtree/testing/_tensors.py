@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import warnings
 from functools import cache
 
@@ -11,8 +12,57 @@ import torch
 from hypothesis import strategies as st
 
 from ..trees import empty_data
-from ._dtypes import dtypes
-from ._shapes import shapes
+
+# Every torch dtype whose tensors can be stored bit for bit.
+
+_WITH_SCALES = {"qint8", "quint8", "qint32", "quint4x2", "quint2x4"}
+
+STORABLE_DTYPES: tuple[torch.dtype, ...] = tuple(
+    sorted(
+        {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+        - {getattr(torch, name) for name in _WITH_SCALES if hasattr(torch, name)},
+        key=str,
+    )
+)
+"""All dtypes of this torch but the quantised ones, of which a scale is part."""
+
+
+PRINTABLE_DTYPES: tuple[torch.dtype, ...] = tuple(
+    dtype for dtype in STORABLE_DTYPES if not re.fullmatch(r"torch\.(u?int[1-7]|bits\w+|float4\w+)", str(dtype))
+)
+"""Those of which torch can print a tensor, which matters where Hypothesis shows a failing example."""
+
+
+def dtypes() -> st.SearchStrategy[torch.dtype]:
+    """Return a strategy for dtypes that can be stored; it shrinks to float32.
+
+    Examples:
+        >>> import torch
+        >>> torch.bfloat16 in STORABLE_DTYPES, torch.qint8 in STORABLE_DTYPES
+        (True, False)
+    """
+    first = torch.float32
+    return st.sampled_from([first, *(dtype for dtype in STORABLE_DTYPES if dtype != first)])
+
+
+# Shapes of global tensors.
+
+_SIZES = (1, 2, 3, 4, 6, 8, 5, 7, 12, 0)
+
+
+def shapes(*, max_axes: int = 4, sizes: tuple[int, ...] = _SIZES) -> st.SearchStrategy[tuple[int, ...]]:
+    """Return a strategy for global shapes, scalars and shapes without elements included.
+
+    Args:
+        max_axes: the most axes.
+        sizes: what an axis may measure; the first one is what it shrinks to.
+
+    Examples:
+        >>> from hypothesis import find
+        >>> find(shapes(), lambda shape: len(shape) == 2 and 0 not in shape)
+        (1, 1)
+    """
+    return st.lists(st.sampled_from(sizes), max_size=max_axes).map(tuple)
 
 
 def random_bits(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:

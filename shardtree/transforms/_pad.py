@@ -1,20 +1,22 @@
-"""Padding at the end of an axis cut off and put back, as that of a vocabulary is."""
+"""Padding cut off and put back, and axes in another order: one tensor stays one tensor."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
 from ..errors import ShapeError, error_text
-from ..geometry import integer
+from ..geometry import integer, integers
 from ..lazy import LazyTensor, stored
 from ..mapping import ShardedTensor
 from ..trees import as_integers, empty_data, join_data
-from ._axis import map_tensors, resized, whole_axis
-from ._flat import Flat
+from ._flat import Flat, check_plain, map_tensors, resized, whole_axis
+
+# Padding at the end of an axis cut off and put back, as that of a vocabulary is.
 
 
 def unpad_tensors(tree: Flat, keys: Sequence[str], length: int, *, axis: int = 0) -> dict[str, Any]:
@@ -96,3 +98,50 @@ def _extended(data: Any, at: int, length: int) -> Any:
 def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
     """Return zeros of any dtype; torch can't fill all."""
     return torch.zeros_like(as_integers(empty_data(shape, dtype, device))).view(dtype)
+
+
+# Tensors with their axes in another order, as where one program stores a matrix the other way round.
+
+
+def transpose_tensors(tree: Flat, keys: Sequence[str], axes: Sequence[int] | None = None) -> dict[str, Any]:
+    """Return the tree with the axes of tensors in another order, as views; undone by the inverse order.
+
+    Args:
+        tree: shards by key; boxes of any kind.
+        keys: of the tensors; each ``*`` stands for one part between dots.
+        axes: the old axis for each new one, as in ``torch.permute``; the other way round by default.
+
+    Raises:
+        TreeError: a pattern names nothing, or a shard isn't a box with all its axes.
+        ShapeError: that isn't an order of a tensor's axes.
+
+    Examples:
+        >>> import torch
+        >>> from shardtree.mapping import ShardedTensor
+        >>> left = ShardedTensor.from_rank_offsets("w", torch.ones(2, 3), (1, 0, 4))
+        >>> transpose_tensors({"w": left}, ["w"])["w"].global_shape
+        (12, 2)
+    """
+    return map_tensors("transpose_tensors", tree, keys, partial(_transposed, axes=axes))
+
+
+def _transposed(shard: ShardedTensor, axes: Sequence[int] | None) -> ShardedTensor:
+    check_plain("transpose_tensors", shard)
+    count = len(shard.local_shape)
+    given = range(count)[::-1] if axes is None else integers(f"transpose_tensors: {shard.key!r}", "axes", axes)
+    order = [axis + count if axis < 0 else axis for axis in given]
+    if sorted(order) != list(range(count)):
+        expected = f"each axis of {shard.local_shape} once"
+        raise ShapeError(error_text(f"transpose_tensors: {shard.key!r}", found=list(given), expected=expected))
+
+    def ordered(values: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(values[axis] for axis in order)
+
+    return replace(
+        shard,
+        data=None if shard.data is None else shard.data.permute(*order),
+        local_shape=ordered(shard.local_shape),
+        global_shape=ordered(shard.global_shape),
+        global_offset=ordered(shard.global_offset),
+        axis_fragmentations=None if shard.axis_fragmentations is None else ordered(shard.axis_fragmentations),
+    )

@@ -6,6 +6,7 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from itertools import starmap
+from math import prod
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 from ..errors import TreePath
 from ..mapping import LocalNonpersistentObject, ShardedBase
 from ..mapping.memory import has_elements
-from ._joined_data import as_integers
+from ._edit import as_integers
 from ._nodes import Tree, depth_error, entries, same_kind
 
 _Finding: TypeAlias = tuple[Literal["left", "right", "both"], TreePath]
@@ -142,3 +143,48 @@ def _equal(left: Any, right: Any) -> bool:
         return bool(left == right)
     except Exception:
         return False
+
+
+_LONGEST = 60
+
+
+_FEW = 4
+
+
+_NUMBERS = {
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+}
+
+
+def value_at(tree: Any, path: TreePath) -> str:
+    """Return what messages say of the value at a path of a tree.
+
+    Examples:
+        >>> value_at({"lr": 0.1}, ("lr",)), value_at({"lr": 0.1}, ("step",))
+        ('0.1', 'nothing')
+    """
+    try:
+        for entry in path:
+            tree = tree[entry]
+    except (KeyError, IndexError, TypeError):
+        return "nothing"
+    shown = _value_text(tree)
+    return shown if len(shown) <= _LONGEST else f"{shown[:_LONGEST]}…"
+
+
+def _value_text(value: Any) -> str:
+    """Return a plain value or a few numbers as they are, of anything else what it is."""
+    if isinstance(value, (bool, int, float, complex, str, bytes, type(None))):
+        return repr(value)
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        described = f"{type(value).__name__} {tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+        plain = value.dtype in _NUMBERS or getattr(value.dtype, "kind", "") in tuple("biufc")
+        return f"{described} {value.tolist()}" if plain and prod(value.shape) <= _FEW else described
+    return type(value).__name__

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
+from enum import Enum
 from typing import Any, Final, TypeVar
 
 import optree
@@ -17,7 +18,26 @@ import torch
 from ..errors import MetadataError, TreeError, TreePath, error_text, plural, render_path
 from ..geometry import refuse
 from ..mapping import ShardedTensor, ShardedTensorFactory
-from ._hole import HOLE
+
+# The hole: what stands in a tree where a leaf was taken out. Never None, which is a value.
+
+
+class Hole(Enum):
+    """The type of `HOLE`; an Enum, so that copies and pickles are the same object and type checkers know ``is HOLE``.
+
+    Examples:
+        >>> import copy, pickle
+        >>> copy.deepcopy(HOLE) is HOLE and pickle.loads(pickle.dumps(HOLE)) is HOLE
+        True
+    """
+
+    HOLE = "HOLE"
+
+    def __repr__(self) -> str:
+        return "HOLE"
+
+
+HOLE: Final = Hole.HOLE
 
 Tree = Any
 SameTree = TypeVar("SameTree")

@@ -1,13 +1,32 @@
-"""A tree taken apart and put together: partition and combine are inverses, and a hole stands for what was taken out."""
+"""Trees taken apart and put together: partition and its inverse combine, select, merge, and trees without holes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import fnmatch
+import re
+from collections.abc import Callable, Mapping
+from functools import reduce
+from typing import Any, TypeAlias
 
+from ..errors import TreeError, TreePath, error_text, render_path
 from ..mapping import LocalNonpersistentObject, ShardedBase
-from ._hole import HOLE
-from ._nodes import Tree, call_on_leaves, flatten
+from ._maps import path_key
+from ._nodes import (
+    HOLE,
+    Tree,
+    call_at,
+    call_on_leaves,
+    check_function,
+    depth_error,
+    describe,
+    entries,
+    flatten,
+    is_sequence,
+    like,
+    same_kind,
+)
+
+# A tree taken apart and put together: partition and combine are inverses, and a hole stands for what was taken out.
 
 
 def partition(tree: Tree, predicate: Callable[[Any], object]) -> tuple[Tree, Tree]:
@@ -54,3 +73,186 @@ def extract_nonpersistent(sharded_state_dict: Tree) -> tuple[Tree, Tree]:
         {'cache': HOLE, 'step': 3}
     """
     return partition(sharded_state_dict, lambda leaf: isinstance(leaf, LocalNonpersistentObject))
+
+
+# Trees put together: combine fills holes in trees of one structure, merge unites the entries of two trees.
+
+_Check = Callable[[Tree, Tree, TreePath], None]
+
+
+def combine(*trees: Tree) -> Tree:
+    """Return the one tree that parts with holes make together; the inverse of `partition`.
+
+    Where every part has a hole, the whole has one. A part may hold a subtree where the others have a hole.
+
+    Args:
+        trees: trees of the same structure, where each place is filled in at most one of them.
+
+    Raises:
+        TreeError: a place is filled twice, or the structures differ; the path is named.
+
+    Examples:
+        >>> combine({"a": 1, "b": [HOLE, 3]}, {"a": HOLE, "b": [2, HOLE]})
+        {'a': 1, 'b': [2, 3]}
+    """
+    return reduce(lambda left, right: _united(left, right, (), _check_combine), trees, HOLE)
+
+
+def merge(x1: Tree, x2: Tree, key: TreePath = ()) -> Tree:
+    """Return the union of two trees: dicts by key, lists and tuples of equal length by position.
+
+    Containers are of the first tree's type, in its order, then the second tree's new keys. What only one tree holds is
+    shared. A hole is filled by what the other tree has.
+
+    Args:
+        x1: any tree.
+        x2: what is added to it.
+        key: where the two are in a larger tree, for errors.
+
+    Raises:
+        TreeError: both trees have a leaf at a path, or containers that can't be united; the path is named.
+
+    Examples:
+        >>> merge({"a": 1, "b": {"c": 2}}, {"b": {"d": 3}})
+        {'a': 1, 'b': {'c': 2, 'd': 3}}
+    """
+    return _united(x1, x2, tuple(key), _check_merge)
+
+
+def _united(left: Tree, right: Tree, path: TreePath, check: _Check) -> Tree:
+    try:
+        return _unite(left, right, path, check)
+    except RecursionError as error:
+        raise depth_error(error, left, right) from None
+
+
+def _unite(left: Tree, right: Tree, path: TreePath, check: _Check) -> Tree:
+    if left is HOLE or right is HOLE:
+        return right if left is HOLE else left
+    mine, theirs = entries(left), entries(right)
+    if mine is None or theirs is None or not same_kind(left, right):
+        raise _conflict(left, right, path)
+    check(left, right, path)
+    return like(left, {**mine, **_new_entries(mine, theirs, path, check)})
+
+
+def _new_entries(
+    mine: Mapping[Any, Tree], theirs: Mapping[Any, Tree], path: TreePath, check: _Check
+) -> dict[Any, Tree]:
+    return {
+        entry: _unite(mine[entry], child, (*path, entry), check) if entry in mine else child
+        for entry, child in theirs.items()
+    }
+
+
+def _check_merge(left: Tree, right: Tree, path: TreePath) -> None:
+    if is_sequence(left) and len(left) != len(right):
+        raise _conflict(left, right, path)
+
+
+def _check_combine(left: Tree, right: Tree, path: TreePath) -> None:
+    _check_merge(left, right, path)
+    if type(left) is not type(right) or (entries(left) or {}).keys() != (entries(right) or {}).keys():
+        raise _conflict(left, right, path)
+
+
+def _conflict(left: Tree, right: Tree, path: TreePath) -> TreeError:
+    both = entries(left) is None and entries(right) is None
+    what = "both trees have a value" if both else "trees don't fit together"
+    fix = "Take it out of one of them, with `partition` for one."
+    found = f"{describe(left)} and {describe(right)}"
+    return TreeError(error_text(f"{what} at {render_path(path)}", found=found, fix=fix))
+
+
+# Trees without their holes.
+
+
+def prune(tree: Tree) -> Tree:
+    """Return the tree without its holes, and without the containers that hold nothing else.
+
+    They are left out of dicts; in a list or tuple a hole stays, so that positions don't shift. A container that was
+    empty before stays, and so does the outermost one.
+
+    Examples:
+        >>> prune({"a": HOLE, "b": {"c": HOLE}, "d": [{"e": HOLE}, 1], "f": {}})
+        {'d': [HOLE, 1], 'f': {}}
+    """
+    try:
+        pruned, children = _pruned(tree), entries(tree)
+    except RecursionError as error:
+        raise depth_error(error, tree) from None
+    if pruned is not HOLE or children is None:
+        return pruned
+    return like(tree, {} if isinstance(tree, dict) else dict.fromkeys(children, HOLE))
+
+
+def _pruned(tree: Tree) -> Tree:
+    children = entries(tree)
+    if children is None:
+        return tree
+    new = {entry: _pruned(child) for entry, child in children.items()}
+    if new and all(child is HOLE for child in new.values()):
+        return HOLE
+    if all(new[entry] is child is not HOLE for entry, child in children.items()):
+        return tree
+    return like(tree, _filled(new) if isinstance(tree, dict) else new)
+
+
+def _filled(children: dict[object, Tree]) -> dict[object, Tree]:
+    return {entry: child for entry, child in children.items() if child is not HOLE}
+
+
+# A tree cut down to the leaves that are wanted.
+
+Wanted: TypeAlias = str | re.Pattern[str] | Callable[[TreePath, Any], object]
+
+
+def select(tree: Tree, wanted: Wanted) -> Tree:
+    """Return the tree with only the leaves that are wanted, and only the containers that hold some.
+
+    The rest is left out of dicts; in a list or tuple it becomes a hole, so that positions don't shift.
+
+    Args:
+        tree: any tree.
+        wanted: what to keep. A text is a glob (``*``, ``?``, ``[seq]``) and must match a whole shard key or the whole
+            path of a leaf, written with dots; a compiled regular expression need only be found in one of them; a
+            function takes path and leaf.
+
+    Examples:
+        >>> tree = {"model": {"w": 1, "bias": 2}, "groups": [{"lr": 3, "eps": 4}, {"eps": 5}]}
+        >>> select(tree, "model.*")
+        {'model': {'w': 1, 'bias': 2}}
+        >>> select(tree, lambda path, leaf: path[-1] == "lr")
+        {'groups': [{'lr': 3}, HOLE]}
+    """
+    try:
+        chosen = _select(tree, (), _chooser(wanted))
+    except RecursionError as error:
+        raise depth_error(error, tree) from None
+    return like(tree, {}) if chosen is HOLE and isinstance(tree, (dict, list)) else chosen
+
+
+def _select(tree: Tree, path: TreePath, choose: Callable[[TreePath, Any], object]) -> Tree:
+    children = entries(tree)
+    if children is None:
+        return tree if call_at(path, choose, path, tree) else HOLE
+    new = {entry: _select(child, (*path, entry), choose) for entry, child in children.items()}
+    if all(child is HOLE for child in new.values()):
+        return HOLE
+    if all(new[entry] is child for entry, child in children.items()):
+        return tree
+    kept = {entry: child for entry, child in new.items() if child is not HOLE}
+    return like(tree, kept if isinstance(tree, dict) else new)
+
+
+def _chooser(wanted: Wanted) -> Callable[[TreePath, Any], object]:
+    if not isinstance(wanted, (str, re.Pattern)):
+        check_function("select", "wanted", wanted, "a text, a pattern or a function")
+        return wanted
+    found = re.compile(fnmatch.translate(wanted)).match if isinstance(wanted, str) else wanted.search
+    return lambda path, leaf: any(map(found, _names(path, leaf)))
+
+
+def _names(path: TreePath, leaf: Any) -> list[str]:
+    key = path_key(path)
+    return [key, leaf.key] if isinstance(leaf, ShardedBase) else [key]

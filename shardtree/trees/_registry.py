@@ -17,7 +17,7 @@ import torch
 from ..errors import ShapeError, error_text
 from ..lazy import LazyTensor
 from ..mapping import ShardedTensor, ShardedTensorFactory
-from ..mapping.memory import check_has_shape
+from ..mapping._tensor import check_has_shape
 from ._nodes import NAMESPACE
 
 Boxed: TypeAlias = ShardedTensor | ShardedTensorFactory

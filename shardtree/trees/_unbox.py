@@ -13,9 +13,8 @@ import torch
 from ..errors import ShapeError, TreeError, TreePath, error_text, render_path
 from ..lazy import LazyTensor
 from ..mapping import LocalNonpersistentObject, ShardedBase, ShardedObject
-from ._hole import HOLE
-from ._nodes import Tree, depth_error, describe, entries, is_sequence, like, map_sharing, same_kind
-from ._paths import leaves_with_paths
+from ._maps import leaves_with_paths
+from ._nodes import HOLE, Tree, depth_error, describe, entries, is_sequence, like, map_sharing, same_kind
 from ._registry import described_kind, with_data
 
 _BOXES: Final = (ShardedBase, LocalNonpersistentObject)

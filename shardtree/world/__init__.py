@@ -1,8 +1,8 @@
 """Who takes part: one process, simulated ranks, or the ranks of torch.distributed, and how they agree."""
 
 from ._current import current_world as current_world
+from ._current import one_process as one_process
 from ._distributed import distributed as distributed
-from ._one import one_process as one_process
 from ._phases import agree as agree
 from ._phases import gather as gather
 from ._phases import on_one_rank as on_one_rank

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ..errors import REMOTE_TWINS, RemoteError, UnsupportedValue, WorldError, attributes_of, error_text
-from ._pickled import pack, unpack
-from ._world import T, World
+from ._world import T, World, pack, unpack
 
 U = TypeVar("U")
 

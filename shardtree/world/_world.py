@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
@@ -9,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from ..errors import WorldError, error_text, plural
+from ..errors import UnsupportedValue, WorldError, error_text, plural
 
 T = TypeVar("T")
 
@@ -131,3 +132,48 @@ def check_one_each(world: World, values: Sequence[object]) -> None:
                 f"all_to_all: rank {world.rank}", found=plural(len(values), "value"), expected=f"{world.size}, one each"
             )
         )
+
+
+# Values on their way between ranks, as bytes.
+#
+# Unpickling runs what the bytes say. These bytes come from the ranks of the job itself, which already run its code, and
+# never from a file; files have the codec.
+
+
+def pack(what: str, value: object) -> bytes:
+    """Return a value as bytes.
+
+    Args:
+        what: the collective that wants it, for the error.
+
+    Raises:
+        UnsupportedValue: if it can't be pickled.
+    """
+    try:
+        return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+    except Exception as error:
+        raise UnsupportedValue(
+            error_text(
+                f"{what}: a {type(value).__qualname__} can't go to another rank",
+                found=f"{type(error).__name__}: {error}",
+                expected="a picklable value",
+            )
+        ) from error
+
+
+def unpack(what: str, data: bytes | bytearray | memoryview) -> Any:
+    """Return the value that some rank packed, always a new one.
+
+    Raises:
+        WorldError: if its class can't be found or rebuilt here.
+    """
+    try:
+        return pickle.loads(data)
+    except Exception as error:
+        raise WorldError(
+            error_text(
+                f"{what}: what another rank sent can't be rebuilt here",
+                found=f"{type(error).__name__}: {error}",
+                fix="Import its class on every rank, and run the same code on all of them.",
+            )
+        ) from error

@@ -546,8 +546,7 @@ def test_a_queue_is_one_threads() -> None:
 
 
 def test_a_dropped_queue_is_loud_and_its_saves_stay_on_their_way(caplog: pytest.LogCaptureFixture) -> None:
-    from shardtree.checkpoint.async_saves._exit import on_their_way
-    from shardtree.checkpoint.async_saves._finalize import finalize
+    from shardtree.checkpoint.async_saves._exit import finalize, on_their_way
 
     queue = st.AsyncCallsQueue()
     queue.schedule_async_request(request(folder := st.MemoryStorage()))

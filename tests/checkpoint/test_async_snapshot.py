@@ -11,8 +11,7 @@ from hypothesis import strategies as draw
 
 import shardtree as st
 from shardtree.checkpoint.async_saves import _snapshot
-from shardtree.checkpoint.async_saves._memory import SnapshotMemory
-from shardtree.checkpoint.async_saves._snapshot import snapshot_shards
+from shardtree.checkpoint.async_saves._snapshot import SnapshotMemory, snapshot_shards
 from shardtree.testing import STORABLE_DTYPES, bits, random_bits
 
 

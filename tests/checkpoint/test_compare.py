@@ -16,9 +16,8 @@ from hypothesis import strategies as some
 
 import shardtree as st
 from shardtree.checkpoint.comparison import _values
-from shardtree.checkpoint.comparison._boxes import boxes_within
 from shardtree.checkpoint.comparison._compare import CheckpointDifference, KindDifference, compare_checkpoints
-from shardtree.checkpoint.comparison._values import ValueDifference
+from shardtree.checkpoint.comparison._values import ValueDifference, boxes_within
 from shardtree.errors import UnsafeFile
 from shardtree.layouts import TensorKind
 from shardtree.storage import MemoryStorage

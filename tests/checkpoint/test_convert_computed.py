@@ -12,8 +12,8 @@ import torch
 import shardtree as st
 from shardtree.checkpoint import OpenCheckpoint
 from shardtree.checkpoint.conversion import ConversionReport
-from shardtree.checkpoint.conversion._identity import conversion_digest
-from shardtree.checkpoint.conversion._pieces import batches_of
+from shardtree.checkpoint.conversion._convert import conversion_digest
+from shardtree.checkpoint.conversion._plan import batches_of
 from shardtree.errors import UnsupportedValue
 from shardtree.lazy import _computed
 from shardtree.storage import MemoryStorage

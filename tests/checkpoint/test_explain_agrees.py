@@ -13,7 +13,7 @@ from hypothesis import strategies as some
 
 import shardtree as st
 from shardtree.checkpoint.loading import _checks, _verdict
-from shardtree.checkpoint.loading._objects import fit_objects
+from shardtree.checkpoint.loading._checks import fit_objects
 from shardtree.plans import Unexpected
 from shardtree.storage import MemoryStorage
 from tests.checkpoint.test_explain import counted, payload

@@ -10,7 +10,7 @@ import torch
 
 import shardtree as st
 from shardtree.storage import MemoryStorage, _staged_plan
-from shardtree.storage._staging import copies_by_device
+from shardtree.storage._buffers import copies_by_device
 from tests.storage.late_copies import LateDevice
 
 W = torch.arange(12.0).view(3, 4)

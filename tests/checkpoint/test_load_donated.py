@@ -15,8 +15,7 @@ import torch
 import shardtree as st
 from shardtree.checkpoint.loading._targets import with_memories, with_memory
 from shardtree.errors import ShapeError
-from shardtree.mapping.memory import check_apart, given_tensor
-from shardtree.mapping.memory._apart import _reach
+from shardtree.mapping.memory import _reach, check_apart, given_tensor
 from shardtree.storage import MemoryStorage
 
 W = torch.arange(12.0).view(3, 4)

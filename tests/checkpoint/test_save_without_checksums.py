@@ -88,7 +88,7 @@ def test_a_file_of_another_length_is_found_all_the_same(backend: tuple[str, int]
 
 def test_an_index_with_hashes_of_some_blocks_only_is_refused() -> None:
     """No writer makes one: hashes are there for all blocks of a file, or for none."""
-    from shardtree.strategies.safetensors._index_file import _blocks_problem
+    from shardtree.strategies.safetensors._load import _blocks_problem
 
     class Index:
         file_length = torch.tensor([300_000, 10, 0]).numpy()

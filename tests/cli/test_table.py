@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
-from shardtree.cli._output import printable
+from shardtree.cli._output import parse_size, printable, size
 from shardtree.cli._table import Heading, show_table
-from shardtree.cli._units import parse_size, size
 from tests.trees.samples import assert_caught
 
 NUMBERS = st.integers(0, 10**12).map(str)

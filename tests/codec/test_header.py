@@ -21,7 +21,7 @@ from shardtree.codec import (
     format_tag,
     header_length,
 )
-from shardtree.codec._entry import byte_length
+from shardtree.codec._header import byte_length
 from shardtree.errors import CheckpointingException, CorruptCheckpoint, MetadataError
 
 TAGS = ["BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64", "F16", "BF16", "F32", "F64", "C64"]

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardtree.codec import Entry, decode_tree, encode_header
-from shardtree.codec._decode import _DECODERS
+from shardtree.codec._tree import _DECODERS
 from shardtree.errors import CheckpointingException, CorruptCheckpoint, UnsafeFile, UnsupportedValue
 
 pytestmark = pytest.mark.timeout(60)

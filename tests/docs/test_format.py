@@ -10,8 +10,8 @@ import torch
 
 import shardtree as st
 from shardtree.codec import dtype_from_name, dtype_name, format_tag, is_tagged
-from shardtree.codec._decode import _DECODERS
 from shardtree.codec._dtypes import _TAGS
+from shardtree.codec._tree import _DECODERS
 from shardtree.storage import BLOCK_BYTES
 from shardtree.strategies.index import COLUMNS
 from shardtree.strategies.safetensors import read_index

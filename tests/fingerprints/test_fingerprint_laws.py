@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import shardtree
 from shardtree import MemoryStorage, ShardedTensor, World
 from shardtree.fingerprints import axis_weights, box_total, device_total, host_total, shard_pieces
-from shardtree.fingerprints._host import FACTOR
+from shardtree.fingerprints._sums import FACTOR
 from shardtree.geometry import slabs
 from shardtree.testing import (
     STORABLE_DTYPES,

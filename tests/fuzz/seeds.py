@@ -16,7 +16,7 @@ import torch
 
 import shardtree as st
 from shardtree.codec import Entry, encode_header
-from shardtree.strategies.zarr._shard_index import encode_shard_index
+from shardtree.strategies.zarr._cells import encode_shard_index
 
 Files = dict[str, bytes]
 """A checkpoint: each file's content by its name in the folder."""

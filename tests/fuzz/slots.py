@@ -15,7 +15,7 @@ from typing import Any, Literal
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from shardtree.codec import Entry, decode_header, encode_header, parse_json
-from shardtree.codec.archives._write import append, directory
+from shardtree.codec.archives._zip import append, directory
 from shardtree.errors import CheckpointingException
 from shardtree.storage import BLOCK_BYTES, digest
 from shardtree.strategies._metadata import encode_metadata

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardtree.geometry import Column, overlapping_pairs
-from shardtree.geometry._pairs import _candidates, _thinned
-from shardtree.geometry._slabs import GroupedBoxes
+from shardtree.geometry._pairs import GroupedBoxes, _candidates, _thinned
 from tests.trees.samples import assert_caught
 
 Side = tuple[Column, Column, Column]  # group, offset, shape

@@ -27,7 +27,6 @@ from shardtree.layouts import (
     chunk_grids,
     common_problems,
     coverage,
-    held_arrays,
     join_columns,
     join_objects,
     kind_problems,
@@ -39,7 +38,6 @@ from shardtree.layouts import (
     object_problems,
     part_shard,
     problem_lines,
-    reshard_objects,
     select_rows,
     shard,
     shard_columns,
@@ -48,8 +46,9 @@ from shardtree.layouts import (
     unshard,
     write_problems,
 )
-from shardtree.layouts.integrity._problem import holder_text
+from shardtree.layouts.integrity._problems import holder_text
 from shardtree.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
+from shardtree.objects import held_arrays, reshard_objects
 
 FULL = torch.arange(24.0).reshape(4, 6)
 W = ShardedTensor.from_rank_offsets("w", FULL)

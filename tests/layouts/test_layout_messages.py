@@ -14,15 +14,11 @@ import torch
 
 from shardtree.layouts import (
     Mesh,
-    ObjectArray,
     PartitionSpec,
     Split,
     TensorKind,
     check_access,
     check_spec,
-    concatenate_objects,
-    fold_objects,
-    held_arrays,
     join_columns,
     layout_of,
     mesh_columns,
@@ -31,11 +27,6 @@ from shardtree.layouts import (
     part_data,
     part_shard,
     raise_problems,
-    redistribute_objects,
-    replicate_cell,
-    replicate_objects,
-    reshard_objects,
-    rules_by_field,
     shard,
     shard_at,
     shard_columns,
@@ -47,6 +38,17 @@ from shardtree.layouts import (
 from shardtree.layouts.meshes import placed_columns
 from shardtree.layouts.meshes._columns import Placement
 from shardtree.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
+from shardtree.objects import (
+    ObjectArray,
+    concatenate_objects,
+    fold_objects,
+    held_arrays,
+    redistribute_objects,
+    replicate_cell,
+    replicate_objects,
+    reshard_objects,
+    rules_by_field,
+)
 from shardtree.trees import HOLE
 from tests.trees.messages import read_messages, said
 

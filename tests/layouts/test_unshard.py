@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor, Replicate
 
 import shardtree as st
 from shardtree.errors import CheckpointingException, IntegrityError, ShapeError, TreeError
-from shardtree.layouts import Mesh, PartitionSpec, concatenate_objects, drop_objects, shard, unshard
+from shardtree.layouts import Mesh, PartitionSpec, shard, unshard
+from shardtree.objects import concatenate_objects, drop_objects
 from shardtree.testing import (
     PRINTABLE_DTYPES,
     Layout,

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardtree.lazy import LazyTensor, _many, stored, stored_each
-from shardtree.lazy._region import dense
-from shardtree.lazy._sources import Stored
+from shardtree.lazy._sources import Stored, dense
 
 Row = tuple[tuple[int, ...], torch.dtype, str]
 rows = st.lists(

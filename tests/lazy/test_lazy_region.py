@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardtree.lazy import _region
-from shardtree.lazy._region import Box, Strided, covering, dense, narrowed
+from shardtree.lazy._sources import Box, Strided, covering, dense, narrowed
 
 Covering = Callable[[Strided, tuple[int, ...]], tuple[Box, Strided]]
 

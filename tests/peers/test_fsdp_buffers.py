@@ -10,7 +10,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from shardtree.transforms import BufferPlan, plan_buffers, slice_views
+from shardtree.buffers import BufferPlan, plan_buffers, slice_views
 from tests.transforms.buffers.buffer_samples import assert_caught
 
 pytestmark = pytest.mark.peers

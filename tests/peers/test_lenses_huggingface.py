@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import shardtree as st
+from shardtree.lenses import attention_qkv, gate_and_up, rotary_halves, rotary_pairs
 from shardtree.testing import check_lens, first_difference
-from shardtree.transforms import attention_qkv, gate_and_up, rotary_halves, rotary_pairs
 
 pytestmark = pytest.mark.peers
 HEADS, SIZE, WIDTH = 4, 6, 5

@@ -12,8 +12,7 @@ import torch
 
 import shardtree as st
 from shardtree.interop.megatron import from_megatron
-from shardtree.testing import check_lens, first_difference
-from shardtree.transforms import (
+from shardtree.lenses import (
     Lens,
     as_factory,
     attention_qkv,
@@ -22,6 +21,7 @@ from shardtree.transforms import (
     transposed,
     unstacked_layers,
 )
+from shardtree.testing import check_lens, first_difference
 
 theirs = pytest.importorskip("megatron.core.dist_checkpointing.mapping")
 pytestmark = pytest.mark.peers

@@ -17,8 +17,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from shardtree.buffers import BufferPlan, flat_shards, plan_buffers
 from shardtree.mapping import ShardedTensor
-from shardtree.transforms import BufferPlan, flat_shards, plan_buffers
 from tests.transforms.buffers.buffer_samples import assert_caught
 
 pytestmark = pytest.mark.peers

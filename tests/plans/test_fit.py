@@ -29,7 +29,7 @@ from shardtree.plans import (
     overlaps,
     stored_elements,
 )
-from shardtree.plans._tables import size_text
+from shardtree.plans._text import size_text
 from shardtree.testing import cut, layouts, shapes
 from tests.trees.samples import assert_caught
 

@@ -28,7 +28,7 @@ from shardtree.storage import (
     fetch,
     fetch_cost,
 )
-from shardtree.storage._loose import loose_ends
+from shardtree.storage._blocks import loose_ends
 from shardtree.testing import random_bits
 from tests.storage.test_fetch import (
     COLUMNS,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from shardtree.errors import StorageError
 from shardtree.storage import _names
-from shardtree.storage._names import inside
+from shardtree.storage._storage import inside
 from tests.trees.samples import assert_caught
 
 Inside = Callable[[str, str], str]

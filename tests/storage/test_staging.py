@@ -13,7 +13,7 @@ from hypothesis import strategies as draw
 import shardtree as st
 from shardtree.plans import Runs, runs_plan
 from shardtree.storage import BlockHasher, MemoryStorage, _buffers, _staged_plan, hashed, tensor_buffers
-from shardtree.storage._staging import DeviceCopies, copies_by_device, plain_copies, staged_buffers
+from shardtree.storage._buffers import DeviceCopies, copies_by_device, plain_copies, staged_buffers
 from shardtree.testing import STORABLE_DTYPES, bits, random_bits
 from tests.storage.late_copies import LateDevice, memory_used_again
 from tests.storage.test_tensor_buffers import views

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 import shardtree as st
 from shardtree.errors import StrategyError, TreeError, UnsupportedValue
 from shardtree.storage import MemoryStorage
-from shardtree.strategies.torch_dist._save_values import named_values
+from shardtree.strategies.torch_dist._common import named_values
 from shardtree.testing import outline
 
 DCP = ("dcp", 1)

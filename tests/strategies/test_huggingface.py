@@ -32,8 +32,7 @@ from shardtree.errors import (
 from shardtree.layouts import TensorKind
 from shardtree.storage import LocalStorage, MemoryStorage
 from shardtree.strategies import StrategyAction, default_strategies, huggingface
-from shardtree.strategies.huggingface._files import model_files
-from shardtree.strategies.huggingface._pieces import shard_pieces
+from shardtree.strategies.huggingface._layout import model_files, shard_pieces
 from shardtree.testing import (
     GlobalState,
     Layout,

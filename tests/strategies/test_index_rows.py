@@ -19,7 +19,7 @@ from shardtree.mapping import ShardedTensor
 from shardtree.plans import StoredChunks
 from shardtree.storage import StoredFile
 from shardtree.strategies.index import Index, _rows, build_index, chunks_of, kind_at, text_columns, texts
-from shardtree.strategies.index._rows import kinds_at, stored_alike
+from shardtree.strategies.index._columns import kinds_at, stored_alike
 from tests.layouts.test_shard_columns import any_shards
 from tests.trees.samples import assert_caught
 

@@ -14,9 +14,7 @@ from shardtree.errors import ShapeError
 from shardtree.mapping import ShardedTensor
 from shardtree.storage import Buffer, tensor_buffers
 from shardtree.strategies.safetensors import _gather, _write
-from shardtree.strategies.safetensors._entries import Entries, Source, entries_of
-from shardtree.strategies.safetensors._gather import gathered, together
-from shardtree.strategies.safetensors._layout import Part
+from shardtree.strategies.safetensors._layout import Entries, Part, Source, entries_of, gathered, together
 from shardtree.testing import STORABLE_DTYPES, random_bits, shapes
 from tests.trees.samples import assert_caught
 

@@ -12,7 +12,7 @@ import shardtree as st
 from shardtree.errors import AlreadyACheckpoint, CheckpointReplaced, StorageError
 from shardtree.storage import LocalStorage, MemoryStorage
 from shardtree.strategies import remove_save
-from shardtree.strategies.safetensors._clean import remove_left_overs
+from shardtree.strategies.safetensors._save import remove_left_overs
 from shardtree.testing import WatchedStorage
 
 DEAD = "save-20200101T000000-0123456789abcdef"

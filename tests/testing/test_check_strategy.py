@@ -19,10 +19,10 @@ from shardtree.strategies import (
     AsyncRequest,
     Checkpoint,
     Draft,
+    Strategy,
     StrategyAction,
     default_strategies,
 )
-from shardtree.strategies.base import Strategy
 from shardtree.testing import StrategyReport, check_strategy
 from shardtree.testing._bits import carried
 from shardtree.trees import map_shards

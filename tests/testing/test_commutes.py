@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 import shardtree as st
+from shardtree.lenses import as_factory, transposed
 from shardtree.mapping import ShardedTensor
 from shardtree.testing import check_commutes, meshes, partition_specs, random_bits, tensors
-from shardtree.transforms import as_factory, transposed
 
 STATE = {"w": torch.arange(48.0).view(8, 6), "b": torch.arange(8.0), "step": 3}
 

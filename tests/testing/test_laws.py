@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import shardtree as st
+from shardtree.lenses import as_factory, gate_and_up, padded_axis
 from shardtree.mapping import ShardedTensor, ShardedTensorFactory
 from shardtree.strategies import StrategyAction, default_strategies
 from shardtree.testing import (
@@ -23,7 +24,6 @@ from shardtree.testing import (
     random_bits,
     transposed,
 )
-from shardtree.transforms import as_factory, gate_and_up, padded_axis
 
 WHOLE = torch.arange(48).reshape(16, 3)
 

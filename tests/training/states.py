@@ -7,23 +7,15 @@ from typing import Any
 
 import torch
 
+from shardtree.buffers import BufferPlan, buffer_slices, flat_shards, flat_targets, plan_buffers
+from shardtree.lenses import Lens, attention_qkv, factories_by_pattern, gate_and_up, padded_axis
 from shardtree.mapping import ShardedObject, ShardedTensor
-from shardtree.transforms import (
-    BufferPlan,
-    Lens,
+from shardtree.optim import (
     abstract_optim_state,
-    attention_qkv,
-    buffer_slices,
-    factories_by_pattern,
-    flat_shards,
-    flat_targets,
-    gate_and_up,
     get_param_id_to_name_map,
     optim_state_by_id,
     optim_state_by_name,
     optim_state_to_sharding_state,
-    padded_axis,
-    plan_buffers,
     sharding_state_to_optim_state,
 )
 from tests.training.transformer import Config, cut_axis, held_weight

@@ -13,8 +13,10 @@ import pytest
 import torch
 
 import shardtree as st
+from shardtree.buffers import BufferPlan, flat_shards, flat_targets
+from shardtree.lenses import Lens
 from shardtree.mapping import ShardedObject
-from shardtree.transforms import BufferPlan, Lens, abstract_optim_state_from_metadata, flat_shards, flat_targets
+from shardtree.optim import abstract_optim_state_from_metadata
 from shardtree.world import World, run_processes
 from tests.training.place import Layout, Place, joined_place
 from tests.training.plain import plain_losses

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import shardtree
 from shardtree.errors import CheckpointingException
 from shardtree.mapping import ShardedObject, ShardedTensor
+from shardtree.optim import first_element, optim_state_to_sharding_state, per_parameter, sharding_state_to_optim_state
 from shardtree.testing import (
     OptimizerState,
     check_optimizer_roundtrip,
@@ -26,8 +27,6 @@ from shardtree.testing import (
     rank_optimizer,
     shapes,
 )
-from shardtree.transforms import optim_state_to_sharding_state, per_parameter, sharding_state_to_optim_state
-from shardtree.transforms.optimizer._first import first_element
 from shardtree.trees import map_shards
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")

@@ -7,13 +7,11 @@ from typing import Any
 import torch
 
 import shardtree as st
+from shardtree.lenses import Lens, as_factory, padded_axis
 from shardtree.mapping import ShardedTensor
-from shardtree.transforms import (
-    Lens,
+from shardtree.optim import (
     abstract_optim_state_from_metadata,
-    as_factory,
     optim_state_to_sharding_state,
-    padded_axis,
     sharding_state_to_optim_state,
 )
 

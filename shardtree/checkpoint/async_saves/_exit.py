@@ -7,14 +7,154 @@ import logging
 import multiprocessing
 import os
 import sys
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
+from itertools import takewhile
 from multiprocessing.util import Finalize
 from queue import Empty, SimpleQueue
 from threading import Lock, Thread
+from typing import Any
 
-from ._call import Call, Calls
-from ._finalize import finalize_all
+from ...errors import CheckpointReplaced, WorldError, error_text
+from ...storage import Directory, is_same_place, storage_at
+from ...strategies import AsyncRequest
+from ...world import World, gather
+
+# Saves on their way: what was scheduled, and isn't committed yet.
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """One scheduled save.
+
+    Attributes:
+        index: which one of its queue's, from 0.
+        request: what is saved.
+        written: what this rank has written, once it has.
+    """
+
+    index: int
+    request: AsyncRequest[Any]
+    written: Future[Any]
+
+    def __str__(self) -> str:
+        folder = self.request.folder
+        return f"async save {self.index}" + (f" to {folder.where()!r}" if folder is not None else "")
+
+
+class Calls(deque[Call]):
+    """A queue's saves on their way, in order.
+
+    Attributes:
+        is_committing: whether the first one is being committed: its finalizers may schedule others meanwhile, no more.
+    """
+
+    is_committing = False
+
+
+# The end of scheduled saves: in order, and each only when every rank has written its part.
+
+_LONGEST_WAIT = 60.0  # seconds after which ranks tell each other that they live, however long they write
+
+
+def finalize(calls: Calls, *, blocking: bool, no_dist: bool = False) -> list[int]:
+    """Commit and remove the first calls as far as they are written on all ranks, and return their indices; collective.
+
+    A call that fails on some rank is abandoned and removed on all of them; those behind it stay.
+
+    Args:
+        calls: in order, the same on all ranks.
+        blocking: whether to wait until all of them are written.
+        no_dist: whether to go by what this rank has written, without asking the others before the commit.
+
+    Raises:
+        CheckpointingException: the first call that failed, on every rank; as `AsyncRequest.execute_sync`.
+    """
+    check_idle(calls)
+    done: list[int] = []
+    while calls:
+        together = _leading(calls)
+        ready = _ready(together, blocking=blocking, no_dist=no_dist)
+        for _ in range(ready):
+            done.append(_finalize_first(calls, done))
+        if ready < len(together) and not blocking:
+            break
+    return done
+
+
+def finalize_all(calls: Calls) -> list[BaseException]:
+    """Commit all that can be, and return why others couldn't, in order; what ranks couldn't agree on stays."""
+    failures: list[BaseException] = []
+    while calls:
+        left = len(calls)
+        try:
+            finalize(calls, blocking=True)
+        except BaseException as error:
+            failures.append(error)
+            if len(calls) == left or not isinstance(error, Exception):
+                break
+    return failures
+
+
+def check_idle(calls: Calls) -> None:
+    """Raise where a call is being committed: one of its finalizers asks.
+
+    Raises:
+        WorldError: names the call.
+    """
+    if calls.is_committing:
+        fix = "Do it after maybe_finalize_async_calls; a finalizer may schedule saves, and not finalize or close."
+        raise WorldError(error_text(f"{calls[0]} is being committed, and a finalizer asks for it again", fix=fix))
+
+
+def _leading(calls: Calls) -> list[Call]:
+    """Return the first calls, as far as they are of one world, which can be asked for all of them at once."""
+    world = calls[0].request.world
+    return list(takewhile(lambda call: call.request.world is world, calls))
+
+
+def _ready(calls: Sequence[Call], *, blocking: bool, no_dist: bool) -> int:
+    """Return how many of the calls, from the first on, are written on every rank."""
+    world = calls[0].request.world
+
+    def written() -> tuple[int, int]:
+        if blocking:
+            wait([call.written for call in calls], timeout=min(_LONGEST_WAIT, world.timeout / 4))
+        return calls[0].index, sum(1 for _ in takewhile(lambda call: call.written.done(), calls))
+
+    if no_dist:
+        return written()[1]
+    # Ranks that wait and ranks that don't meet here: one that is at its end waits for those that still look in passing.
+    told = gather(world, "async save: look how far ranks are", written)
+    _check_same_call(world, calls[0], [index for index, _ in told])
+    return min(count for _, count in told)
+
+
+def _check_same_call(world: World, first: Call, indices: Sequence[int]) -> None:
+    if len(set(indices)) > 1:
+        offenders = [f"rank {rank}: async save {index}" for rank, index in enumerate(indices)]
+        fix = "Schedule and finalize the same saves on every rank, in the same order."
+        what = f"{first}: rank {world.rank} would finalize it, others another one"
+        raise WorldError(error_text(what, offenders=offenders, fix=fix))
+
+
+def _finalize_first(calls: Calls, before: Sequence[int]) -> int:
+    call = calls[0]
+    calls.is_committing = True
+    try:
+        call.request.finish(call.written.result)
+    except BaseException as error:
+        error.add_note(str(call))
+        if before:
+            error.add_note(f"Committed before it: {', '.join(map(str, before))}")
+        raise
+    finally:
+        calls.is_committing = False
+        calls.popleft()
+    return call.index
+
 
 STATUS = 1
 """The exit status of a process that could not commit a save."""
@@ -132,3 +272,23 @@ def _fail(own: _Process, reasons: list[str]) -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(STATUS)
+
+
+# Two saves to one folder: the second has to wait for the first one's commit.
+
+
+def refuse_overlap(directory: Directory, rank: int) -> None:
+    """Raise where a save of this rank to the same folder is on its way.
+
+    Whichever of the two is committed last would find another checkpoint than the one that it was to replace. That is
+    noticed then too, but after everything was written.
+
+    Raises:
+        CheckpointReplaced: names the save.
+    """
+    # Simulated ranks are in one process, and each answers for itself alone.
+    own = [call for call in on_their_way() if call.request.world.rank == rank]
+    for call in own:
+        if call.request.folder is not None and is_same_place(call.request.folder, storage_at(directory)):
+            fix = "Finalize it first, with maybe_finalize_async_calls(blocking=True), or save to another folder."
+            raise CheckpointReplaced(error_text(f"save: {call} isn't committed yet", fix=fix))

@@ -15,8 +15,7 @@ from ...storage import Directory, Verify
 from ...strategies import Strategies
 from ...trees import Difference, Record, diff, map_shards
 from .._lazy_tree import OpenCheckpoint, open_checkpoint
-from ._reader import GROUP_BYTES, BoxReader
-from ._values import ValueDifference, value_difference
+from ._values import GROUP_BYTES, BoxReader, ValueDifference, value_difference
 
 MOST_BYTES = 64 * 1024 * 1024
 

@@ -2,16 +2,78 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import product
+from math import prod
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from ...codec import row_major_bits
-from ...lazy import LazyTensor
-from ._boxes import boxes_within
+from ...lazy import Fetch, LazyTensor, stored
+from ...mapping import ShardedTensor
+from ...plans import grouped
+from ...strategies import StrategyAction
+from .._dispatch import sharded_backend, strategy_of
+from .._lazy_tree import OpenCheckpoint
+from ..loading._targets import new_memory
+
+# Work taken apart: a tensor into boxes that follow each other in row-major order, many things into groups.
+
+T = TypeVar("T")
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""A first index and a shape."""
+
+
+def box_shape(shape: tuple[int, ...], most: int) -> tuple[int, ...]:
+    """Return the shape of the largest box of whole rows that holds at most so many elements, one at least.
+
+    Args:
+        shape: the tensor's.
+        most: elements in a box.
+
+    Examples:
+        >>> box_shape((10, 4, 6), 100), box_shape((10, 4, 6), 12), box_shape((10, 4, 6), 5)
+        ((4, 4, 6), (1, 2, 6), (1, 1, 5))
+    """
+    for axis, size in enumerate(shape):
+        row = prod(shape[axis + 1 :])
+        if row <= most or axis == len(shape) - 1:
+            return (1,) * axis + (min(size, max(1, most // max(row, 1))),) + shape[axis + 1 :]
+    return ()
+
+
+def boxes(shape: tuple[int, ...], cell: tuple[int, ...]) -> Iterator[Box]:
+    """Yield the boxes of a grid, those at its ends perhaps smaller; none of a tensor without elements.
+
+    Args:
+        shape: the tensor's.
+        cell: a box's, at least 1 along each axis that has elements.
+
+    Examples:
+        >>> list(boxes((3, 4), (2, 4)))
+        [((0, 0), (2, 4)), ((2, 0), (1, 4))]
+    """
+    if not prod(shape):
+        return
+    for offset in product(*(range(0, size, step) for size, step in zip(shape, cell, strict=True))):
+        ends = zip(offset, cell, shape, strict=True)
+        yield offset, tuple(min(step, size - start) for start, step, size in ends)
+
+
+def boxes_within(shape: tuple[int, ...], most: int) -> Iterator[Box]:
+    """Yield boxes of at most so many elements, each a run of the row-major tensor, in order.
+
+    Examples:
+        >>> [offset for offset, _ in boxes_within((2, 3), 2)]
+        [(0, 0), (0, 2), (1, 0), (1, 2)]
+    """
+    yield from boxes(shape, box_shape(shape, most))
+
 
 Number = bool | int | float | complex | str
 
@@ -140,3 +202,68 @@ def _largest_of_integers(left: Any, right: Any) -> int:
     wide = np.uint64 if left.dtype.kind == "u" else np.int64
     high, low = np.maximum(left, right).astype(wide), np.minimum(left, right).astype(wide)
     return int((high.view(np.uint64) - low.view(np.uint64)).max())
+
+
+# Boxes of a checkpoint's tensors, read when asked for: small ones many at a time, where they were announced.
+
+TensorBox = tuple[str, tuple[int, ...], tuple[int, ...]]
+"""A tensor's key, and offset and shape of a box of it."""
+
+GROUP_BYTES = 8 * 1024 * 1024
+_SMALL_BYTES = GROUP_BYTES // 32  # larger ones gain nothing from being read together
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BoxReader:
+    """Reads boxes of a checkpoint. Planning a read takes longer than a small read, so small ones are planned together.
+
+    Attributes:
+        opened: the checkpoint.
+    """
+
+    opened: OpenCheckpoint
+    _group_of: dict[TensorBox, tuple[TensorBox, ...]] = field(default_factory=dict)
+    _ready: dict[TensorBox, torch.Tensor] = field(default_factory=dict)
+
+    def expect(self, fetches: Iterable[Fetch]) -> None:
+        """Announce boxes that will be read, and forget what was announced before; nothing is read yet."""
+        self._group_of.clear()
+        self._ready.clear()
+        small = dict.fromkeys(fetch for fetch in fetches if fetch.nbytes <= _SMALL_BYTES)
+        for group in grouped(small, lambda fetch: fetch.nbytes, GROUP_BYTES):
+            boxes = tuple((str(fetch.name), fetch.offset, fetch.shape) for fetch in group)
+            self._group_of.update(dict.fromkeys(boxes, boxes))
+
+    def read(self, key: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+        """Return a box's elements, in memory that is the caller's."""
+        box = (str(key), offset, shape)
+        group = self._group_of.get(box)
+        if group is not None:
+            for each, data in zip(group, read_boxes(self.opened, group), strict=True):
+                self._ready[each] = data
+                del self._group_of[each]
+        found = self._ready.pop(box, None)
+        return read_boxes(self.opened, [box])[0] if found is None else found
+
+    def whole(self, key: str) -> LazyTensor:
+        """Return a tensor whose elements are read through this."""
+        known: Any = self.opened.metadata[key]
+        return stored(partial(self.read, key), known.global_shape, known.dtype, name=key)
+
+
+def read_boxes(opened: OpenCheckpoint, boxes: Sequence[TensorBox]) -> list[torch.Tensor]:
+    """Return the elements of boxes of a checkpoint's tensors, planned in one go.
+
+    Args:
+        opened: the checkpoint.
+        boxes: key, offset and shape of each; every one has elements and lies inside its tensor.
+    """
+    shards = []
+    for key, offset, shape in boxes:
+        known: Any = opened.metadata[key]
+        data = new_memory(key, shape, known.dtype)
+        shards.append(ShardedTensor(key, data, known.dtype, shape, known.global_shape, offset, None))
+    checkpoint = opened.checkpoint
+    load = strategy_of(StrategyAction.LOAD_SHARDED, None, sharded_backend(checkpoint.fields), opened.strategies)
+    load(checkpoint, shards)
+    return [shard.data for shard in shards]

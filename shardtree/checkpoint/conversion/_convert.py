@@ -2,26 +2,110 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from ...errors import AlreadyACheckpoint, IntegrityError, RemoteError, error_text
-from ...storage import Directory, Storage, storage_at
-from ...strategies import METADATA_FILE, SaveOptions, Strategies, StrategyAction, disown, owned, table_of
+from ...codec import canonical_json, dtype_name, encode_tree, row_major_bits
+from ...errors import AlreadyACheckpoint, CheckpointingException, IntegrityError, RemoteError, error_text
+from ...lazy import LazyTensor
+from ...mapping import ShardedObject, ShardedTensor
+from ...storage import Directory, Storage, digest, storage_at
+from ...strategies import METADATA_FILE, Checkpoint, SaveOptions, Strategies, StrategyAction, disown, owned, table_of
 from ...trees import HOLE
-from .._dispatch import backends_of
-from .._lazy_tree import open_checkpoint
+from .._dispatch import Backends, backends_of
+from .._lazy_tree import OpenCheckpoint, open_checkpoint
 from .._open import read_fields, recognized
 from ..comparison._compare import MOST_BYTES
 from ..saving._begin import draft_of, look, make_folder
 from ._check import Checked, check_written
-from ._identity import conversion_digest
 from ._journal import Journal, begin_journal, begun_save, forget, has_files, journal_at, remove_others
-from ._pieces import Cutting
-from ._plan import Plan, Transform, plan_conversion
-from ._turn import Turn
-from ._write import Destination, rehearse_common, rehearse_tensors, write_batches
+from ._plan import Batch, Cutting, Plan, Transform, plan_conversion
+from ._source import StoredObject
+from ._write import Destination, Turn, rehearse_common, rehearse_tensors, write_batches
+
+# What makes two conversions the same one: the source's bytes, the format, and how each piece is made of the source.
+
+_VERSION = 1  # of the journal and of what is hashed here
+
+
+def conversion_digest(source: Checkpoint, backends: Backends, batches: Sequence[Batch], *, allow_pickle: bool) -> str:
+    """Return the hash of a conversion: two with the same one write the same files.
+
+    Tensors and objects that a transform has made itself are hashed by value.
+
+    Args:
+        source: what is converted.
+        backends: of the destination.
+        batches: what is written.
+        allow_pickle: whether values are pickled.
+    """
+    known: dict[int, str] = {}
+    listed = [
+        [_tensor(shard, known) for shard in batch.tensors] + [_object(item, allow_pickle) for item in batch.objects]
+        for batch in batches
+    ]
+    return digest(canonical_json([_VERSION, _identity(source), backends, allow_pickle, listed]))
+
+
+def _identity(source: Checkpoint) -> Any:
+    """Return what changes when a checkpoint's files do: its own digest, or else names, lengths and times of change."""
+    known = source.fields.get("digest")
+    return known if isinstance(known, str) else [source.storage.where(), *_files(source.storage, "")]
+
+
+def _files(storage: Storage, name: str) -> Iterator[Any]:
+    length = storage.length(name)
+    if length is not None:
+        yield name, length, str(storage.changed(name))
+        return
+    for child in storage.names(name):
+        yield from _files(storage, f"{name}/{child}" if name else child)
+
+
+def _tensor(shard: ShardedTensor, known: dict[int, str]) -> Any:
+    place = (shard.global_shape, shard.global_offset, shard.local_shape, shard.prepend_axis_num)
+    fragments = shard.axis_fragmentations
+    return [shard.key, dtype_name(shard.dtype), place, fragments, _data(shard.data, known)]
+
+
+def _data(data: Any, known: dict[int, str]) -> Any:
+    if isinstance(data, LazyTensor):
+        return [tuple(data.place), [dtype_name(cast) for cast in data.casts], _source(data.source, known)]
+    return digest(memoryview(row_major_bits(data).numpy()))
+
+
+def _source(source: Any, known: dict[int, str]) -> str:
+    """Return the hash of what a lazy tensor is a view of; once for all views, since a tensor is cut into many."""
+    if id(source) not in known:
+        made_of = source.made_of
+        # A caller's function can't be told from another one: such a conversion begins anew each time.
+        made = [secrets.token_hex()] if made_of is None else [_part(part, known) for part in made_of]
+        known[id(source)] = digest(canonical_json([source.shape, dtype_name(source.dtype), *made, *_origin(source)]))
+    return known[id(source)]
+
+
+def _part(part: Any, known: dict[int, str]) -> Any:
+    return _data(part, known) if isinstance(part, LazyTensor) else part
+
+
+def _origin(source: Any) -> list[Any]:
+    """Return what changes when another checkpoint's files do, if a transform reads this tensor from one."""
+    reader = getattr(source, "reader", None)
+    opened = reader.args[0] if isinstance(reader, partial) and reader.args else None
+    return [_identity(opened.checkpoint)] if isinstance(opened, OpenCheckpoint) else []
+
+
+def _object(item: ShardedObject, allow_pickle: bool) -> Any:
+    if isinstance(item.data, StoredObject):
+        return [item.unique_key, item.data.unique_key]
+    try:
+        return [item.unique_key, digest(encode_tree(item.data, allow_pickle=allow_pickle))]
+    except CheckpointingException:
+        return [item.unique_key, secrets.token_hex()]  # like nothing else, so that it's written anew each time
+
 
 _LEAST_BYTES = 1024 * 1024  # that reading back may take: less would be a read for every few elements
 

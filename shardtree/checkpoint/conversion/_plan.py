@@ -2,21 +2,241 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from math import prod
 from typing import Any
 
-from ...errors import StorageError, TreeError, error_text, render_path
-from ...lazy import Fetch
+import numpy as np
+
+from ...errors import IntegrityError, KeyMismatch, ShapeError, StorageError, TreeError, error_text, render_path
+from ...geometry import Column, volumes
+from ...layouts import access_problems, shard_columns
+from ...lazy import Fetch, LazyTensor
 from ...mapping import ShardedObject, ShardedTensor
+from ...plans import grouped
 from ...trees import HOLE, leaves_with_paths
 from .._lazy_tree import OpenCheckpoint
 from .._open import load_common
-from ..comparison._reader import BoxReader
+from ..comparison._values import BoxReader, box_shape, boxes
 from ..saving._prepare import prepare
-from ._accounting import check_output, unused_elements
-from ._pieces import Batch, Cutting, batches_of
-from ._source import COMMON, Shard, left_out_keys, source_tree
+from ._source import COMMON, Shard, SourceKey, StoredObject, left_out_keys, source_tree
+
+# What became of everything that a source holds: used, or left out on purpose, or lost, which is an error.
+
+_Boxes = dict[str, set[tuple[tuple[int, ...], tuple[int, ...], int]]]
+
+
+def unused_elements(
+    source: Mapping[str, Shard],
+    tensors: Sequence[ShardedTensor],
+    objects: Sequence[ShardedObject],
+    reads: Iterable[Fetch],
+) -> dict[str, int]:
+    """Return how many elements of each tensor of the source don't reach the output, where it is some but not all.
+
+    Args:
+        source: what the transform was given.
+        tensors: what it gave.
+        objects: likewise.
+        reads: what it read meanwhile.
+
+    Raises:
+        KeyMismatch: a key isn't used at all.
+    """
+    boxes = _used_boxes(tensors, reads)
+    used = {item.data.unique_key for item in objects if isinstance(item.data, StoredObject)} | boxes.keys()
+    lost = [repr(key) for key, shard in source.items() if key not in used and _has_elements(shard)]
+    if lost:
+        fix = "Let the transform pass them on, or name them in leave_out, where * and ? are wildcards."
+        raise KeyMismatch(error_text("convert: the output lacks what the source holds", offenders=lost, fix=fix))
+    whole = {key: shard for key, shard in source.items() if isinstance(shard, ShardedTensor)}
+    counts = {key: prod(shard.global_shape) - _covered(boxes[key]) for key, shard in whole.items() if key in boxes}
+    return {key: count for key, count in counts.items() if count > 0}
+
+
+def check_output(tensors: Sequence[ShardedTensor], objects: Sequence[ShardedObject]) -> None:
+    """Raise unless shards make whole tensors of different keys, and objects have different unique keys.
+
+    Raises:
+        IntegrityError: names every key, and what is missing or there twice; flat shards are refused too.
+    """
+    problems = [f"{problem.key!r}: {problem.what}" for problem in access_problems(shard_columns(tensors))]
+    names = Counter(item.unique_key for item in objects)
+    keys = {shard.key for shard in tensors}
+    problems += [f"object {name!r} is there twice" for name, count in names.items() if count > 1]
+    problems += [f"{name!r} is both a tensor and an object" for name in names if name in keys]
+    problems += [f"{shard.key!r}: a flat range of a box" for shard in tensors if shard.flattened_range is not None]
+    if problems:
+        fix = "Give each tensor a key of its own, and all of its elements once."
+        raise IntegrityError(error_text("convert: the output isn't a whole checkpoint", offenders=problems, fix=fix))
+
+
+def _has_elements(shard: Shard) -> bool:
+    return isinstance(shard, ShardedObject) or prod(shard.global_shape) > 0
+
+
+def _used_boxes(tensors: Sequence[ShardedTensor], reads: Iterable[Fetch]) -> _Boxes:
+    """Return the boxes of each source tensor that are used, each with how many of its elements at most."""
+    boxes: _Boxes = defaultdict(set)
+    for fetch in reads:
+        _add(boxes, fetch, prod(fetch.shape))
+    for shard in tensors:
+        if isinstance(shard.data, LazyTensor):
+            fetches = shard.data.fetches
+            # The box around a view can hold more than the view, as that of every second row does.
+            most = shard.data.numel() if len(fetches) == 1 else None
+            for fetch in fetches:
+                _add(boxes, fetch, prod(fetch.shape) if most is None else min(most, prod(fetch.shape)))
+    return boxes
+
+
+def _add(boxes: _Boxes, fetch: Fetch, count: int) -> None:
+    if isinstance(fetch.name, SourceKey):
+        boxes[fetch.name].add((fetch.offset, fetch.shape, count))
+
+
+def _covered(boxes: set[tuple[tuple[int, ...], tuple[int, ...], int]]) -> int:
+    """Return how many elements lie in some box, as far as their counts allow."""
+    listed = sorted({(offset, shape) for offset, shape, _ in boxes})
+    begin, shape = (np.array(column, dtype=np.int64).reshape(len(listed), -1) for column in zip(*listed, strict=True))
+    return min(_union(begin, begin + shape), sum(count for *_, count in boxes))
+
+
+def _union(begin: Column, end: Column) -> int:
+    """Return the volume of a union of boxes: slab by slab between the edges along the first axis."""
+    if len(begin) == 1 or not begin.shape[1]:
+        return int(volumes(end[:1] - begin[:1])[0])
+    edges = np.unique(np.concatenate([begin[:, 0], end[:, 0]]))
+    total, before, volume = 0, b"", 0
+    for low, high in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
+        inside = (begin[:, 0] <= low) & (end[:, 0] > low)
+        if inside.tobytes() != before:
+            before = inside.tobytes()
+            volume = _union(begin[inside, 1:], end[inside, 1:]) if inside.any() else 0
+        total += (high - low) * volume
+    return total
+
+
+# How a destination is cut: pieces of tensors, and batches of pieces that are written one after the other.
+
+Counts = Sequence[int]
+Cutting = Callable[[ShardedTensor], Counts | None] | Mapping[str, Counts] | None
+"""Into how many pieces each axis is cut: a function from a whole tensor, or patterns of keys; None to leave it open."""
+
+_OBJECTS = 64  # in a batch: how large they are isn't known before they are read
+_MOST_PIECES = 2**20  # of a tensor: one that a file says is larger than any storage isn't planned on piece by piece
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """What is written in one go.
+
+    Attributes:
+        tensors: pieces of tensors.
+        objects: sharded objects.
+    """
+
+    tensors: tuple[ShardedTensor, ...] = ()
+    objects: tuple[ShardedObject, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """The length in bytes of the pieces."""
+        return sum(_nbytes(shard) for shard in self.tensors)
+
+
+def batches_of(
+    tensors: Sequence[ShardedTensor], objects: Sequence[ShardedObject], layout: Cutting, most_bytes: int
+) -> list[Batch]:
+    """Return what is written one after the other, at least one batch.
+
+    Args:
+        tensors: boxes of tensors, in the order in which they are written.
+        objects: come first, some at a time, so that a format that can't hold them says so before anything is written.
+        layout: how whole tensors are cut; those that it leaves open are cut where they are larger than a batch.
+        most_bytes: in a batch, unless a piece that `layout` asks for is larger.
+
+    Raises:
+        KeyMismatch: `layout` has a pattern that fits no key.
+        ShapeError: `layout` gives something else than a count for each axis.
+    """
+    counts_of = _counts_function(layout, tensors)
+    batches = [Batch((), tuple(objects[start : start + _OBJECTS])) for start in range(0, len(objects), _OBJECTS)]
+    pieces = (piece for shard in tensors for piece in _pieces(shard, counts_of(shard), most_bytes))
+    batches += [Batch(tuple(group)) for group in grouped(pieces, _nbytes, most_bytes)]
+    return batches or [Batch()]
+
+
+def _nbytes(shard: ShardedTensor) -> int:
+    return prod(shard.local_shape) * shard.dtype.itemsize
+
+
+def _counts_function(layout: Cutting, tensors: Sequence[ShardedTensor]) -> Callable[[ShardedTensor], Counts | None]:
+    if layout is None:
+        return lambda shard: None
+    if callable(layout):
+        return layout
+    if not isinstance(layout, Mapping) or not all(isinstance(pattern, str) for pattern in layout):
+        expected = "a function from a shard, or a dict from patterns of keys, to counts of pieces"
+        raise ShapeError(error_text("convert: layout", found=repr(layout)[:200], expected=expected))
+    nothing = [repr(pattern) for pattern in layout if not any(fnmatchcase(shard.key, pattern) for shard in tensors)]
+    if nothing:
+        raise KeyMismatch(error_text("convert: layout has patterns that fit no key of the output", offenders=nothing))
+    patterns = dict(layout)
+    return lambda shard: next((patterns[each] for each in patterns if fnmatchcase(shard.key, each)), None)
+
+
+def _pieces(shard: ShardedTensor, counts: Counts | None, most_bytes: int) -> Iterator[ShardedTensor]:
+    is_whole = shard.local_shape == shard.global_shape
+    if counts is not None and is_whole:
+        cell = _cell(shard, counts)
+    elif _nbytes(shard) > most_bytes:
+        cell = box_shape(shard.local_shape, max(1, most_bytes // shard.dtype.itemsize))
+    else:
+        yield shard
+        return
+    fragments = _fragments(shard.local_shape, cell) if is_whole else None
+    if not prod(shard.local_shape):
+        yield shard
+    count = prod(-(-size // max(step, 1)) for size, step in zip(shard.local_shape, cell, strict=True))
+    if count > _MOST_PIECES:
+        what = f"convert: {shard.key!r} of shape {shard.global_shape} would be written in too many pieces"
+        raise ShapeError(error_text(what, found=count, expected=f"at most {_MOST_PIECES}", fix="Write larger pieces."))
+    for offset, shape in boxes(shard.local_shape, cell):
+        yield _piece(shard, offset, shape, fragments)
+
+
+def _cell(shard: ShardedTensor, counts: Any) -> tuple[int, ...]:
+    shape = shard.local_shape
+    listed = tuple(counts) if isinstance(counts, (tuple, list)) else ()
+    if len(listed) != len(shape) or not all(type(count) is int and count > 0 for count in listed):
+        expected = f"{len(shape)} counts of pieces, one for each axis of {shape}"
+        raise ShapeError(error_text(f"convert: layout of {shard.key!r}", found=repr(counts)[:200], expected=expected))
+    return tuple(max(1, -(-size // count)) for size, count in zip(shape, listed, strict=True))
+
+
+def _fragments(shape: tuple[int, ...], cell: tuple[int, ...]) -> tuple[int, ...] | None:
+    regular = all(size % step == 0 for size, step in zip(shape, cell, strict=True))
+    return tuple(size // step for size, step in zip(shape, cell, strict=True)) if regular else None
+
+
+def _piece(
+    shard: ShardedTensor, offset: tuple[int, ...], shape: tuple[int, ...], fragments: tuple[int, ...] | None
+) -> ShardedTensor:
+    index = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+    prepended = shard.prepend_axis_num
+    moved = zip(shard.global_offset[prepended:], offset, strict=True)
+    return replace(
+        shard,
+        data=shard.data[index],
+        local_shape=shape,
+        global_offset=(*shard.global_offset[:prepended], *(first + start for first, start in moved)),
+        axis_fragmentations=fragments,
+    )
+
 
 Transform = Callable[[dict[str, Any]], Any]
 

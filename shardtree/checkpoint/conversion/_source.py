@@ -14,7 +14,7 @@ from ...errors import KeyMismatch, error_text
 from ...lazy import Fetch, LazyTensor, stored
 from ...mapping import ShardedObject, ShardedTensor
 from .._lazy_tree import OpenCheckpoint
-from ..comparison._reader import BoxReader
+from ..comparison._values import BoxReader
 
 COMMON = "common"
 """What `leave_out` calls the common state."""

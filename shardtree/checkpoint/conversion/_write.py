@@ -5,22 +5,60 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
-from ...errors import StrategyError, TreeError, UnsafeFile, UnsupportedValue
+from ...errors import StrategyError, TreeError, UnsafeFile, UnsupportedValue, WorldError, error_text
 from ...layouts import ShardColumns, join_columns, shard_columns
 from ...mapping import ShardedObject, ShardedTensor
 from ...storage import MemoryStorage, Storage
 from ...strategies import AsyncRequest, Draft, SaveOptions, Strategies, StrategyAction
 from ...trees import HOLE
+from ...world import World
 from .._dispatch import Backends, Choice, strategy_of
 from ..saving._request import save_request
-from ._journal import Journal, announcer, recall, record
-from ._noted import NotedStorage
-from ._pieces import Batch
-from ._plan import Plan
+from ._journal import Journal, NotedStorage, announcer, recall, record
+from ._plan import Batch, Plan
 from ._source import StoredObject, expect_tensors
-from ._turn import Turn
+
+# A world whose ranks one process plays, one after the other: each writes its part when it has its turn.
+
+
+class Turn(World):
+    """One rank's turn; every other rank would say the same, so that collectives are identities.
+
+    Examples:
+        >>> turn = Turn(2, 4)
+        >>> turn, turn.broadcast("here"), turn.all_gather(1)
+        (<Turn: rank 2 of 4>, 'here', [1, 1, 1, 1])
+    """
+
+    __slots__ = ()
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size, 0.0)
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Return the value for every rank."""
+        return [value] * self.size
+
+    def broadcast(self, value: Any, root: int = 0) -> Any:
+        """Return the value."""
+        return value
+
+    def barrier(self) -> None:
+        """Do nothing."""
+
+    def all_to_all(self, values: Sequence[Any]) -> list[Any]:
+        """Return what each rank would have for this one, were it to say the same."""
+        return [values[self.rank]] * self.size
+
+    def send(self, value: Any, to: int) -> NoReturn:
+        """Raise: no other rank is there to receive."""
+        raise WorldError(error_text(f"send(to={to}): the ranks of a conversion take turns"))
+
+    def recv(self, source: int) -> NoReturn:
+        """Raise: no other rank is there to send."""
+        raise WorldError(error_text(f"recv(source={source}): the ranks of a conversion take turns"))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

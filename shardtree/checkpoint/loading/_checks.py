@@ -5,19 +5,275 @@ None is collective. Each either gives what the next one needs, or raises what `l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from ...errors import render_path
-from ...mapping import LocalNonpersistentObject
-from ...plans import Unexpected, find_unexpected
-from ...trees import HOLE, join, left_out, told_of_depth
+import torch
+
+from ...errors import CheckpointingException, TreePath, render_path
+from ...layouts import TensorKind
+from ...mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor
+from ...objects import (
+    ObjectRule,
+    Reshaped,
+    check_ruled,
+    drop_objects,
+    held_arrays,
+    objects_by_rule,
+    reshaped_arrays,
+    rules_by_key,
+)
+from ...plans import Misfit, Prospect, Refused, Unexpected, find_mismatches, find_unexpected
+from ...strategies import (
+    Checkpoint,
+    Strategies,
+    StrategyAction,
+    check_fit,
+    find_strategy,
+    get_default_strategy,
+    old_unique_key,
+)
+from ...strategies.index import IndexMetadata
+from ...trees import HOLE, join, leaves_with_paths, left_out, path_key, shard_leaves, told_of_depth
 from ...world import step
-from ._fit import CommonOf, in_common_state
+from .._dispatch import Choice, backend_of, common_backend, sharded_backend
+from .._open import Metadata, stored_kinds
 from ._strict import StrictHandling, raises_keys, refuse_keys, refuse_left_out
-from ._taken_apart import Target, is_sharded, without_unexpected
+from ._targets import Target, is_sharded, without_unexpected
+
+# Sharded objects that are asked for in another shape than is stored: which those are, and what rules make of them.
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ObjectsFit:
+    """How the objects that are asked for fit those that are stored.
+
+    Attributes:
+        problems: why some can't be loaded.
+        reshaped: the arrays that change their shape, as (key, shape that is asked for).
+        stored: all cells that are stored of such arrays, without data.
+        rules: by key, for them.
+    """
+
+    problems: tuple[Misfit, ...] = ()
+    reshaped: frozenset[tuple[str, tuple[int, ...]]] = frozenset()
+    stored: tuple[ShardedObject, ...] = ()
+    rules: Mapping[str, ObjectRule] = field(default_factory=dict)
+
+    def changes(self, item: ShardedObject) -> bool:
+        """Return whether a target's object is of an array that changes its shape."""
+        return (item.key, item.global_shape) in self.reshaped
+
+    @property
+    def read(self) -> list[ShardedObject]:
+        """The stored cells that rules look at."""
+        return [item for item in self.stored if self.rules[item.key] is not drop_objects]
+
+
+def objects_metadata(
+    checkpoint: Checkpoint, metadata: Metadata, choice: Choice, strategies: Strategies | None
+) -> Metadata | None:
+    """Return what the format holds that a checkpoint's objects are in; None where it doesn't tell.
+
+    Args:
+        checkpoint: what is loaded.
+        metadata: what the format of the tensors holds.
+        choice: the caller's, of how shards are loaded.
+        strategies: the dispatch table; None for the process's.
+    """
+    backend = backend_of(choice, sharded_backend(checkpoint.fields))
+    if find_strategy(StrategyAction.LOAD_OBJECTS, *backend, strategies=strategies) is not None:
+        return metadata
+    row = (StrategyAction.LOAD_METADATA, *common_backend(checkpoint.fields))
+    fallback = find_strategy(*row, strategies=strategies)
+    return None if fallback is None else fallback(checkpoint)
+
+
+def fit_objects(
+    objects: Sequence[ShardedObject],
+    metadata: Metadata | None,
+    rules: Mapping[str, ObjectRule] | None,
+    others: Iterable[str] = (),
+) -> ObjectsFit:
+    """Return how a target's objects fit those that are stored, as far as the format that holds them tells.
+
+    Args:
+        objects: what is asked for.
+        metadata: what is stored, None where nobody knows.
+        rules: by patterns of keys.
+        others: keys that rules may name beside those that are stored and asked for.
+
+    Raises:
+        TreeError: a rule's pattern fits no key.
+        IntegrityError: there is a rule, but it isn't clear from which shape to which.
+    """
+    if metadata is None or not (objects or rules):
+        return ObjectsFit()
+    absent = [item for item in objects if item.unique_key not in metadata]
+    stored = stored_objects(metadata, {item.key for item in absent})
+    held = held_arrays(stored)
+    asked = {item.key for item in objects}
+    chosen = rules_by_key("load: object_rules", rules, asked.union(others, _keys(metadata))) if rules else {}
+    changed = reshaped_arrays(held, absent)
+    check_ruled([array for array in changed if array.key in chosen], chosen)
+    reshaped = frozenset((array.key, array.asked) for array in changed)
+    unexpected = [
+        item.unique_key
+        for item in absent
+        if (item.key, item.global_shape) not in reshaped and old_unique_key(item) not in metadata
+    ]
+    problems = find_unexpected(unexpected, metadata, is_object=True) if unexpected else ()
+    unruled = (array for array in changed if array.key not in chosen)
+    keys = {key for key, _ in reshaped}
+    cells = tuple(item for item in stored if item.key in keys)
+    return ObjectsFit((*problems, *unruled), reshaped, cells, chosen)
+
+
+def stored_objects(metadata: Metadata, keys: Collection[str]) -> list[ShardedObject]:
+    """Return the stored cells of some arrays of objects, without data."""
+    if not keys:
+        return []
+    if isinstance(metadata, IndexMetadata):
+        return metadata.objects(keys)
+    return [item for item in metadata.values() if isinstance(item, ShardedObject) and item.key in keys]
+
+
+def _keys(metadata: Metadata) -> set[str]:
+    if isinstance(metadata, IndexMetadata):
+        return metadata.object_keys()
+    return {item.key for item in metadata.values() if isinstance(item, ShardedObject)}
+
+
+def reshaped_values(fit: ObjectsFit, objects: Sequence[ShardedObject], read: Sequence[Any]) -> list[Any]:
+    """Return what rules make of stored objects, a value for each of a target's objects that they concern.
+
+    Args:
+        fit: how the target's objects fit.
+        objects: those of arrays that change their shape.
+        read: the data of `fit.read`.
+
+    Raises:
+        IntegrityError: a cell isn't stored, or values that should be equal aren't.
+        ShapeError: a rule gives more or fewer values than there are cells.
+        UnsupportedValue: a rule can't handle a value.
+    """
+    filled = [replace(item, data=data) for item, data in zip(fit.read, read, strict=True)]
+    dropped = [item for item in fit.stored if fit.rules[item.key] is drop_objects]
+    return [item.data for item in objects_by_rule(held_arrays([*filled, *dropped]), objects, fit.rules)]
+
+
+# Whether a target can be loaded from a checkpoint: asked of its metadata before any memory is made.
+
+P = TypeVar("P", bound=Misfit)
+
+Kinds = Mapping[str, TensorKind]
+"""What is stored of the tensors that a target asks for, by key."""
+
+CommonOf = Callable[[tuple[type, ...]], Any]
+"""Returns the stored common tree, with instances of given namedtuple classes."""
+
+
+def check_target(
+    checkpoint: Checkpoint,
+    target: Target,
+    choice: Choice,
+    strategies: Strategies | None,
+    *,
+    cast: bool,
+    rules: Mapping[str, ObjectRule] | None,
+    left_out: Iterable[str],
+    common_of: CommonOf,
+) -> tuple[Kinds, ObjectsFit]:
+    """Return what is stored of a target's tensors, and how its objects fit, once it is known that all do.
+
+    Not collective.
+
+    Nothing is said of a format that doesn't tell what it holds, nor against a function of the caller's own.
+
+    Args:
+        checkpoint: what is loaded.
+        target: what is asked for.
+        choice: the caller's, of how shards are loaded.
+        strategies: the dispatch table; None for the process's.
+        cast: whether dtypes are converted.
+        rules: for objects that change their shape, by patterns of keys.
+        left_out: keys that the target asked for too, and that aren't stored.
+        common_of: the stored common state, asked where a tensor that isn't stored as shards may be in it.
+
+    Raises:
+        KeyMismatch: something isn't stored; all else that is wrong is told too.
+        ShapeError: something is stored with another global shape or dtype, or not whole; objects of another shape
+            have no rule.
+        StrategyError: dtypes are to be converted, or objects resharded, and the format doesn't tell what it holds.
+        TreeError: the pattern of a rule fits no key.
+    """
+    backend = backend_of(choice, sharded_backend(checkpoint.fields))
+    row = (StrategyAction.LOAD_METADATA, *backend)
+    if find_strategy(*row, strategies=strategies) is None and not (cast or rules):
+        return {}, ObjectsFit()
+    metadata: Metadata = get_default_strategy(*row, strategies=strategies)(checkpoint)
+    keys = sorted({shard.key for shard in target.tensors})
+    kinds = stored_kinds(metadata, keys)
+    known = target.tensors if len(kinds) == len(keys) else [one for one in target.tensors if one.key in kinds]
+    fits = len(known) == len(target.tensors) and not find_mismatches(known, kinds, cast=cast)
+    listing = objects_metadata(checkpoint, metadata, choice, strategies)
+    objects = fit_objects(target.objects, listing, rules, left_out)
+    if (objects.problems or not fits) and not callable(choice):
+        problems = (*prospect(checkpoint, target, choice, strategies, cast=cast).problems, *objects.problems)
+        if not all(isinstance(problem, Refused) for problem in problems):
+            check_fit(in_common_state(problems, target, common_of))  # what is refused, loading it says better
+    check_fit([problem for problem in objects.problems if isinstance(problem, Reshaped)])  # whoever loads the tensors
+    return kinds, objects
+
+
+def in_common_state(problems: Sequence[P], target: Target, common_of: CommonOf) -> tuple[P, ...]:
+    """Return problems, those tensors named by their path that the common state has instead, at their path or by name.
+
+    Args:
+        problems: what is wrong with the target.
+        target: what is asked for.
+        common_of: the stored common state; what can't be read has nothing to name.
+    """
+    if not any(isinstance(problem, Unexpected) and not problem.is_object for problem in problems):
+        return tuple(problems)
+    try:
+        leaves = leaves_with_paths(common_of(target.types))
+        plain = {path for path, leaf in leaves if isinstance(leaf, torch.Tensor)}
+        found = {path_key(path): path for path in plain}
+    except (CheckpointingException, ValueError):  # it has an integer of more digits than Python writes
+        return tuple(problems)
+    pairs = shard_leaves(target.rebuild(target.leaves))[0] if plain else []
+    found |= {leaf.key: path for path, leaf in pairs if isinstance(leaf, ShardedTensor) and path in plain}
+    return tuple(_in_common_state(problem, found) for problem in problems)
+
+
+def _in_common_state(problem: P, found: Mapping[str, TreePath]) -> P:
+    if isinstance(problem, Unexpected) and problem.key in found and not problem.is_object:
+        return replace(problem, near=None, path=render_path(found[problem.key]))
+    return problem
+
+
+def prospect(
+    checkpoint: Checkpoint, target: Target, choice: Choice, strategies: Strategies | None, *, cast: bool
+) -> Prospect:
+    """Return what loading a target's tensors would come to, without figures where the format gives none.
+
+    Raises:
+        StrategyError: the format doesn't tell what it holds.
+    """
+    backend = backend_of(choice, sharded_backend(checkpoint.fields))
+    explain = None if callable(choice) else find_strategy(StrategyAction.EXPLAIN, *backend, strategies=strategies)
+    if explain is not None:
+        found: Prospect = explain(checkpoint, target.tensors, cast)
+        return found
+    metadata = get_default_strategy(StrategyAction.LOAD_METADATA, *backend, strategies=strategies)(checkpoint)
+    keys = sorted({shard.key for shard in target.tensors})
+    kinds = stored_kinds(metadata, keys)
+    known = [shard for shard in target.tensors if shard.key in kinds]
+    return Prospect((*find_unexpected(keys, metadata), *find_mismatches(known, kinds, cast=cast)))
+
 
 T = TypeVar("T")
 

@@ -2,22 +2,278 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from math import prod
+from typing import Any, TypeVar
 
 import torch
 
-from ...layouts import ObjectRule, ShardColumns
-from ...plans import Explanation
+from ...errors import CheckpointReplaced, CorruptCheckpoint, NotACheckpoint, StorageError
+from ...layouts import ShardColumns, join_columns
+from ...mapping import ShardedTensor
+from ...objects import ObjectRule, drop_objects
+from ...plans import (
+    Explanation,
+    FailedCheck,
+    Gap,
+    Misfit,
+    Prospect,
+    RankReads,
+    ReadCost,
+    Undecided,
+    Unexpected,
+    plan_exchange,
+    stored_elements,
+)
 from ...storage import Directory, Verify
-from ...strategies import LoadOptions, Strategies
+from ...strategies import Checkpoint, LoadOptions, Strategies, StrategyAction, find_strategy, get_default_strategy
 from ...world import one_process
-from .._dispatch import Choice
-from .._open import open_at
-from ._exchange import Exchange
-from ._settle import Wanted
-from ._strict import StrictHandling
-from ._verdict import explanation
+from .._consistency import KnownLayout, check_together, describe
+from .._dispatch import Choice, backend_of, sharded_backend
+from .._open import Metadata, open_at, stored_keys, stored_kinds
+from ._checks import (
+    CommonOf,
+    Keys,
+    Kinds,
+    ObjectsFit,
+    Run,
+    check_rank,
+    fit_objects,
+    in_common_state,
+    named_unexpected,
+    objects_metadata,
+    prospect,
+)
+from ._read import Exchange, by_dtype, columns_of, common_rounds, exchanges, may_overflow
+from ._settle import Choices, Wanted, listing, prepared, stored_common
+from ._strict import StrictHandling, mismatched_keys, parse_strict, raises_keys
+from ._targets import Target, check_given, usable_device
+
+# What a load would do: its own checks, run for all ranks in one process, and what they raise noted instead.
+
+Shards = Sequence[ShardedTensor]
+T = TypeVar("T")
+P = TypeVar("P", bound=Misfit)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Noted:
+    """What checks raise, noted instead.
+
+    Attributes:
+        failures: on which ranks, by class and text of what is raised.
+    """
+
+    failures: dict[tuple[type[Exception], str], list[int]] = field(default_factory=dict)
+
+    def run(self, ranks: Sequence[int], check: Callable[[], T], otherwise: T) -> T:
+        """Return what a check gives, or something else where it raises; for some ranks this is a `Run`."""
+        try:
+            return check()
+        except (NotACheckpoint, CorruptCheckpoint, CheckpointReplaced, StorageError):
+            raise  # this is about what is stored, not about a target
+        except Exception as error:  # also what factories raise when they build: it fails the load
+            text = "\n".join([str(error), *getattr(error, "__notes__", ())])
+            self.failures.setdefault((type(error), text), []).extend(ranks)
+            return otherwise
+
+    @property
+    def checks(self) -> tuple[FailedCheck, ...]:
+        return tuple(FailedCheck(tuple(ranks), error, text) for (error, text), ranks in self.failures.items())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _RankFit:
+    """How a rank's target fits what is stored.
+
+    Attributes:
+        target: without what isn't stored, where a strict mode leaves that out.
+        prospect: what loading its tensors comes to.
+        objects: how its objects fit.
+        problems: why what it asks for can't be loaded.
+        unexpected: what isn't stored, where a strict mode looks for that beforehand.
+        left_out: paths of what the join leaves out.
+    """
+
+    target: Target
+    prospect: Prospect
+    objects: ObjectsFit
+    problems: tuple[Misfit, ...]
+    unexpected: tuple[Unexpected, ...]
+    left_out: tuple[str, ...]
+
+
+def explanation(checkpoint: Checkpoint, choices: Choices, wanted: Wanted, trees: Sequence[Any]) -> Explanation:
+    ranks, noted, mode = range(len(trees)), _Noted(), parse_strict(wanted.strict)
+    passes_on = exchanges(wanted.exchange, checkpoint.storage, len(trees))
+    noted.run(ranks, partial(usable_device, wanted.device), None)
+    metadata = listing(checkpoint, choices)
+    stored = stored_keys(metadata)
+    own = [replace(wanted, tree=tree) for tree in trees]
+    prepare = [partial(prepared, each, rank, len(own)) for rank, each in enumerate(own)]
+    tried = {rank: noted.run([rank], prepare[rank], None) for rank in ranks}
+    found = {rank: part for rank, part in tried.items() if part is not None}
+    complete = len(found) == len(own)
+    if complete and wanted.describes:
+        noted.run(ranks, partial(_check_together, found, tiling=wanted.validate), None)
+    asked = set[str]().union(*(target.keys for target, _ in found.values()))
+    common_of = cache(partial(stored_common, checkpoint, choices))
+    fits: dict[int, _RankFit] = {}
+    for rank, (target, _) in found.items():
+        # Where a rank's target can't be taken apart, no key is known to be asked for by no rank.
+        keys = Keys(mode, *mismatched_keys(mode, target.keys, stored, asked if complete else stored), lambda: stored)
+        run = partial(noted.run, [rank])
+        fits[rank] = _rank_fit(run, checkpoint, choices, own[rank], target, keys, metadata, common_of)
+    unexpected = _each_once(fit.unexpected for fit in fits.values())
+    problems = _each_once([*(fit.problems for fit in fits.values()), unexpected if raises_keys(mode) else ()])
+    kinds = stored_kinds(metadata, sorted({shard.key for fit in fits.values() for shard in fit.target.tensors}))
+    fitting = [_fitting(fit.target.tensors, problems, kinds) for fit in fits.values()]
+    groups = noted.run(ranks, partial(_groups, fitting, kinds, passes_on=passes_on), None)
+    costs = _costs(checkpoint, choices, fits, groups)
+    undecided = (
+        one for fit in fits.values() for one in _undecided(checkpoint, choices, fit, kinds if wanted.cast else {})
+    )
+    return Explanation(
+        missing=tuple(sorted(stored - asked)),
+        problems=(*problems, *noted.checks),
+        reads=tuple(_rank_reads(rank, fits.get(rank), costs.get(rank)) for rank in ranks),
+        undecided=tuple(dict.fromkeys(undecided)),
+        omitted=() if raises_keys(mode) else unexpected,
+        left_out=tuple(dict.fromkeys(path for fit in fits.values() for path in fit.left_out)),
+    )
+
+
+def _rank_reads(rank: int, fit: _RankFit | None, cost: ReadCost | None) -> RankReads:
+    return RankReads(rank, *((len(fit.target.tensors), len(fit.target.objects)) if fit else (0, 0)), cost)
+
+
+def _costs(
+    checkpoint: Checkpoint, choices: Choices, fits: Mapping[int, _RankFit], groups: Sequence[Sequence[Shards]] | None
+) -> dict[int, ReadCost | None]:
+    """Return what each rank reads, group by group where it doesn't read all at once."""
+    costs = {rank: None if fit.prospect.cost is None else fit.prospect.cost() for rank, fit in fits.items()}
+    if groups is None or None in costs.values():
+        return costs
+    parts = zip(*groups, strict=True)
+    return {rank: _sum_of_costs(checkpoint, choices, part) for rank, part in zip(fits, parts, strict=True)}
+
+
+def _sum_of_costs(checkpoint: Checkpoint, choices: Choices, parts: Sequence[Shards]) -> ReadCost:
+    choice, _, strategies = choices
+    row = (StrategyAction.EXPLAIN, *backend_of(choice, sharded_backend(checkpoint.fields)))
+    explain_shards = get_default_strategy(*row, strategies=strategies)
+    costs = (explain_shards(checkpoint, shards, True).cost() for shards in parts if shards)
+    return sum(costs, ReadCost())
+
+
+def _check_together(found: Mapping[int, tuple[Target, KnownLayout | None]], *, tiling: bool) -> None:
+    told = [describe(target.tensors, target.objects, rank, known=known) for rank, (target, known) in found.items()]
+    known = next((known for _, known in found.values()), None)
+    check_together("load", told, known, tiling=tiling)
+
+
+def _rank_fit(
+    run: Run,
+    checkpoint: Checkpoint,
+    choices: Choices,
+    wanted: Wanted,
+    target: Target,
+    keys: Keys,
+    metadata: Metadata,
+    common_of: CommonOf,
+) -> _RankFit:
+    choice, _, strategies = choices
+    listed = objects_metadata(checkpoint, metadata, choice, strategies)
+
+    def fit(target: Target) -> tuple[Prospect, ObjectsFit]:
+        tensors = partial(prospect, checkpoint, target, choice, strategies, cast=wanted.cast)
+        objects = partial(fit_objects, target.objects, listed, wanted.object_rules, keys.unexpected)
+        # A function of the caller's own may load what the format doesn't hold.
+        found = Prospect() if callable(choice) else run(tensors, Prospect())
+        return found, run(objects, ObjectsFit())
+
+    fitted = (Prospect(), ObjectsFit())
+    kept, (found, objects), _, left = check_rank(run, wanted.tree, target, keys, fit, common_of, fitted)
+    run(partial(check_given, kept.tensors, donate=wanted.donate), None)
+    problems = in_common_state((*found.problems, *objects.problems), kept, common_of)
+    return _RankFit(kept, found, objects, problems, named_unexpected(keys, target, common_of), left)
+
+
+def _undecided(checkpoint: Checkpoint, choices: Choices, fit: _RankFit, kinds: Kinds) -> Iterator[Undecided]:
+    """Yield what may fail when a rank's values are read, though all is stored as it should be.
+
+    Args:
+        checkpoint: what is loaded.
+        choices: the caller's strategies.
+        fit: the rank's.
+        kinds: what is stored of tensors that are converted where they differ.
+    """
+    choice, _, strategies = choices
+    row = (StrategyAction.EXPLAIN, *backend_of(choice, sharded_backend(checkpoint.fields)))
+    if callable(choice):
+        yield Undecided("sharded_strategy", "a function of the caller's own loads the shards")
+    elif find_strategy(*row, strategies=strategies) is None:
+        for key in sorted({shard.key for shard in fit.target.tensors}):
+            yield Undecided(key, "the format doesn't tell whether it is stored whole")
+    for shard in fit.target.tensors:
+        kind = kinds.get(shard.key)
+        if kind is not None and may_overflow(kind.dtype, shard.dtype) and _loaded(shard, kind.global_shape):
+            yield Undecided(shard.key, f"whether its values, stored as {kind.dtype}, fit {shard.dtype}")
+    for item in fit.target.objects:
+        if not fit.objects.changes(item):
+            yield Undecided(item.key, "whether the object can be decoded")
+        elif fit.objects.rules.get(item.key) is not drop_objects:
+            yield Undecided(item.key, "whether the rule can handle the objects")
+
+
+def _loaded(shard: ShardedTensor, stored: tuple[int, ...]) -> int:
+    """Return how many elements of a shard are loaded."""
+    if shard.allow_shape_mismatch and len(shard.global_shape) == len(stored):
+        return stored_elements(shard, stored)
+    return prod(shard.data_shape)
+
+
+def _each_once(parts: Iterable[Sequence[P]]) -> tuple[P, ...]:
+    """Return the problems of all ranks, each once: what isn't stored first, then the rest in the ranks' order."""
+    found: dict[tuple[Any, ...], P] = {}
+    for problem in (problem for part in parts for problem in part):
+        found.setdefault((type(problem), problem.key, getattr(problem, "offset", None)), problem)
+    return tuple(sorted(found.values(), key=lambda problem: not isinstance(problem, Unexpected)))
+
+
+def _fitting(shards: Shards, problems: Sequence[Misfit], kinds: Kinds) -> Shards:
+    """Return the shards of which something would be read."""
+    wrong = {problem.key for problem in problems if not isinstance(problem, Gap)}
+    return [shard for shard in shards if shard.key in kinds and shard.key not in wrong]
+
+
+def _groups(ranks: Sequence[Shards], kinds: Kinds, *, passes_on: bool) -> list[list[Shards]] | None:
+    """Return what each rank reads at once, group by group; None where each reads all at once, by itself.
+
+    A load reads what it converts in rounds of its own.
+    """
+    split = [by_dtype(shards, kinds) for shards in ranks]
+    if not passes_on and not any(others for _, others in split):
+        return None
+    groups: list[list[Shards]] = [[alike for alike, _ in split]]
+    described = [columns_of(others, kinds, rank) for rank, (_, others) in enumerate(split)]
+    rounds = [common_rounds(described if passes_on else [one], rank)[0] for rank, one in enumerate(described)]
+    for number in range(max((max(own, default=-1) for own in rounds), default=-1) + 1):
+        pairs = zip(split, rounds, strict=True)
+        groups.append([[s for s, its in zip(others, own, strict=True) if its == number] for (_, others), own in pairs])
+    return [_shares(group, kinds) for group in groups] if passes_on else groups
+
+
+def _shares(ranks: Sequence[Shards], kinds: Kinds) -> list[Shards]:
+    """Return what each rank reads of a group itself, where ranks pass on what several of them want."""
+    alike = [[shard for shard in shards if not shard.allow_shape_mismatch] for shards in ranks]
+    columns = join_columns([columns_of(shards, kinds, rank) for rank, shards in enumerate(alike)])
+    reads = iter(plan_exchange(columns, len(ranks)).reads.tolist())
+    chosen = [[shard for shard in shards if next(reads)] for shards in alike]
+    own = ([shard for shard in shards if shard.allow_shape_mismatch] for shards in ranks)
+    return [[*mine, *share] for mine, share in zip(own, chosen, strict=True)]
 
 
 def explain(

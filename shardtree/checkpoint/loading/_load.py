@@ -9,20 +9,19 @@ from typing import Any, Literal, TypeAlias, TypedDict, TypeVar, Unpack, overload
 
 import torch
 
-from ...layouts import ObjectRule, ShardColumns
+from ...layouts import ShardColumns
+from ...objects import ObjectRule
 from ...storage import Directory, ReadReport, Verify
 from ...strategies import LoadOptions, Strategies
 from ...trees import told_of_depth
 from ...world import agree, current_world, step
 from .._dispatch import Choice
-from .._open import load_tensors_metadata
-from .._open_together import look, open_together
+from .._open import load_tensors_metadata, look, open_together
 from ._checks import joined
-from ._exchange import Exchange
-from ._read import ROOM_STEPS, Reading, deliver, make_room, read_into
+from ._read import ROOM_STEPS, Exchange, Reading, deliver, make_room, read_into
 from ._settle import Settled, Wanted, settle
 from ._strict import StrictHandling, returns_keys
-from ._taken_apart import Target
+from ._targets import Target
 
 _Key = TypeVar("_Key")
 

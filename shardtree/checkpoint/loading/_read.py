@@ -2,29 +2,152 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from typing import Any, Literal
 
+import numpy as np
 import torch
 
+from ...codec import bit_view
 from ...errors import StrategyError, error_text
-from ...layouts import join_columns, shard_columns
+from ...layouts import ShardColumns, join_columns, shard_columns
 from ...mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor
-from ...plans import plan_exchange
-from ...storage import ReadReport, collector_paused
-from ...strategies import Checkpoint, Strategies, StrategyAction, check_unreplaced, find_strategy
+from ...plans import ExchangePlan, overlaps, plan_exchange, read_rounds
+from ...plans.moving import convert
+from ...storage import LocalStorage, MemoryStorage, ReadReport, Storage, collector_paused
+from ...strategies import Checkpoint, Strategies, StrategyAction, check_unreplaced, default_strategies, find_strategy
 from ...trees import HOLE
-from ...world import agree, gather, step
+from ...world import World, agree, gather, step
+from .._consistency import KnownLayout
 from .._dispatch import Choice, backend_of, common_backend, sharded_backend, strategy_of
-from .._known_layout import KnownLayout
-from ._cast import as_stored, by_dtype, columns_of, common_rounds, convert_all, own_rounds, rounds_of
-from ._exchange import Exchange, exchanges, pass_on
-from ._fit import Kinds
-from ._objects import ObjectsFit, reshaped_values
-from ._straight import straight_to_device
-from ._targets import CPU, deliver_all, with_memories
+from ._checks import Kinds, ObjectsFit, reshaped_values
+from ._targets import CPU, deliver_all, new_memory, with_memories
+
+# Converting what is stored in another dtype: read beside the target, a bounded part at a time, and copied over.
+
+
+def by_dtype(shards: Sequence[ShardedTensor], kinds: Kinds) -> tuple[list[ShardedTensor], list[ShardedTensor]]:
+    """Return the shards that are stored in their own dtype, as far as is known, and the others."""
+    others = [shard for shard in shards if shard.key in kinds and kinds[shard.key].dtype != shard.dtype]
+    chosen = set(map(id, others))
+    return [shard for shard in shards if id(shard) not in chosen], others
+
+
+def columns_of(shards: Sequence[ShardedTensor], kinds: Kinds, rank: int) -> ShardColumns:
+    """Return shards as columns, in the dtypes that they are stored in."""
+    return shard_columns([_described(shard, kinds) for shard in shards], rank)
+
+
+def own_rounds(shards: Sequence[ShardedTensor], kinds: Kinds) -> list[int]:
+    """Return the round in which each shard is read where this rank reads alone."""
+    rounds: list[int] = read_rounds(columns_of(shards, kinds, 0)).tolist()
+    return rounds
+
+
+def common_rounds(parts: Sequence[ShardColumns], rank: int) -> tuple[list[int], int]:
+    """Return the round in which each of a rank's shards is read, alike on all ranks, and how many rounds there are."""
+    columns = join_columns(parts)
+    rounds = read_rounds(columns)
+    return rounds[columns.rank == rank].tolist(), int(rounds.max(initial=-1)) + 1
+
+
+def rounds_of(shards: Sequence[ShardedTensor], rounds: Sequence[int]) -> Iterator[list[ShardedTensor]]:
+    """Yield the shards of each round."""
+    for number in sorted(set(rounds)):
+        yield [shard for shard, its in zip(shards, rounds, strict=True) if its == number]
+
+
+def as_stored(shards: Sequence[ShardedTensor], kinds: Kinds) -> list[ShardedTensor]:
+    """Return shards with new memory of the dtypes that they are stored in."""
+    described = (_described(shard, kinds) for shard in shards)
+    return [replace(one, data=new_memory(one.key, one.data_shape, one.dtype)) for one in described]
+
+
+def _described(shard: ShardedTensor, kinds: Kinds) -> ShardedTensor:
+    return replace(shard, data=None, dtype=kinds[shard.key].dtype)
+
+
+def convert_all(shards: Sequence[ShardedTensor], read: Sequence[ShardedTensor], kinds: Kinds) -> None:
+    """Copy what was read into shards' memory, in their dtype; what wasn't stored of a padded one stays as it is.
+
+    Args:
+        shards: with contiguous memory, written in place.
+        read: the same shards as they are stored.
+        kinds: what is stored.
+
+    Raises:
+        ShapeError: an integer doesn't fit the target's dtype.
+    """
+    for shard, stored in zip(shards, read, strict=True):
+        for overlap in overlaps(shard, kinds[shard.key].global_shape):
+            convert(shard.key, overlap.of(stored.data), overlap.of(shard.data))
+
+
+def may_overflow(stored: torch.dtype, target: torch.dtype) -> bool:
+    """Return whether a conversion depends on values: some of the stored dtype's integers don't fit the target's.
+
+    Examples:
+        >>> may_overflow(torch.int64, torch.uint8), may_overflow(torch.uint8, torch.int64)
+        (True, False)
+    """
+    if stored == target or not (_is_integer(stored) and _is_integer(target)):
+        return False
+    own, other = torch.iinfo(stored), torch.iinfo(target)
+    return own.min < other.min or own.max > other.max
+
+
+def _is_integer(dtype: torch.dtype) -> bool:
+    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+
+
+# Passing on what one rank read to the others that want the same.
+
+Exchange = Literal["auto", "always", "never"]
+"""Whether ranks that want the same shard read it once between them."""
+
+
+def exchanges(exchange: Exchange, storage: Storage, ranks: int) -> bool:
+    """Return whether ranks pass on what they read.
+
+    "auto" does so where storage is remote: from a local file system's cache, a read is faster than a message.
+
+    Raises:
+        StrategyError: no such choice.
+
+    Examples:
+        >>> exchanges("always", MemoryStorage(), 1)
+        False
+    """
+    if exchange not in ("auto", "always", "never"):
+        expected = "'auto', 'always' or 'never'"
+        raise StrategyError(error_text("load: no such exchange", found=repr(exchange), expected=expected))
+    if ranks == 1 or exchange == "never":
+        return False
+    return exchange == "always" or not isinstance(storage, (LocalStorage, MemoryStorage))
+
+
+def pass_on(world: World, plan: ExchangePlan, columns: ShardColumns, memories: Sequence[torch.Tensor]) -> None:
+    """Fill the memories that this rank didn't read with what other ranks read; collective.
+
+    Args:
+        world: the ranks that take part.
+        plan: who read what.
+        columns: all ranks' shards, each rank's rows together and in the order of its memories.
+        memories: this rank's tensors, contiguous and on the CPU.
+    """
+    first = int(np.searchsorted(columns.rank, world.rank))
+    views = [bit_view(memory).numpy() for memory in memories]
+    source_rank, target_rank = columns.rank[plan.source], columns.rank[plan.target]
+    for number in range(plan.rounds):
+        outgoing: list[list[tuple[int, int, Any]]] = [[] for _ in range(world.size)]
+        for row in np.flatnonzero((plan.round == number) & (source_rank == world.rank)).tolist():
+            start, stop = int(plan.start[row]), int(plan.stop[row])
+            part = views[int(plan.source[row]) - first][start:stop]
+            outgoing[int(target_rank[row])].append((int(plan.target[row]), start, part))
+        for target, start, part in (item for incoming in world.all_to_all(outgoing) for item in incoming):
+            views[target - first][start : start + part.size] = part
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -200,3 +323,29 @@ def _loaded(leaf: Any, tensors: Iterator[torch.Tensor], objects: Iterator[Any]) 
         # Boxed, because a loaded object may be a container, which the join would look into.
         return LocalNonpersistentObject(next(objects))
     return leaf if isinstance(leaf, LocalNonpersistentObject) else HOLE
+
+
+_FORMATS = ("safetensors", "huggingface")
+"""Those whose own functions fill memory on any device of which copies are staged."""
+
+
+def straight_to_device(
+    checkpoint: Checkpoint, choice: Choice, strategies: Strategies | None, exchange: Exchange, kinds: Kinds
+) -> Callable[[ShardedTensor], bool]:
+    """Return what says of a shard whose target is on a device whether it is read there part by part.
+
+    It isn't where something is done in the host's memory: a conversion, an exchange between ranks, or a load by a
+    function that isn't known to do without.
+    """
+
+    @cache
+    def is_possible() -> bool:
+        backend = sharded_backend(checkpoint.fields)
+        load_sharded = strategy_of(StrategyAction.LOAD_SHARDED, choice, backend, strategies)
+        own = {default_strategies.get((StrategyAction.LOAD_SHARDED, name, backend[1])) for name in _FORMATS}
+        return load_sharded in own and not exchanges(exchange, checkpoint.storage, checkpoint.world.size)
+
+    def is_straight(shard: ShardedTensor) -> bool:
+        return is_possible() and (shard.key not in kinds or kinds[shard.key].dtype == shard.dtype)
+
+    return is_straight

@@ -12,19 +12,15 @@ import torch
 
 from ...codec import named_types
 from ...errors import UnsafeFile, UnsupportedValue
-from ...layouts import ObjectRule, ShardColumns
+from ...layouts import ShardColumns
+from ...objects import ObjectRule
 from ...strategies import Checkpoint, Strategies
 from ...world import World, agree, gather, share, step
-from .._consistency import Description, check_together, describe
+from .._consistency import Description, KnownLayout, check_together, describe, known_layout
 from .._dispatch import Choice
-from .._known_layout import KnownLayout, known_layout
-from .._open import Fields, Metadata, load_common, sharded_metadata, stored_keys
-from .._open_together import OPEN_STEPS
-from ._checks import Keys, check_rank, named_unexpected
-from ._exchange import Exchange
-from ._fit import CommonOf, Kinds, check_target
-from ._objects import ObjectsFit
-from ._read import ROOM_STEPS, Reading, Room, make_room
+from .._open import OPEN_STEPS, Fields, Metadata, load_common, sharded_metadata, stored_keys
+from ._checks import CommonOf, Keys, Kinds, ObjectsFit, check_rank, check_target, named_unexpected
+from ._read import ROOM_STEPS, Exchange, Reading, Room, make_room
 from ._strict import (
     StrictHandling,
     log_keys,
@@ -35,8 +31,7 @@ from ._strict import (
     needs_all_ranks,
     parse_strict,
 )
-from ._taken_apart import Target, take_apart
-from ._targets import usable_device
+from ._targets import Target, take_apart, usable_device
 
 T = TypeVar("T")
 

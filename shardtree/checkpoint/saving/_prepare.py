@@ -9,15 +9,7 @@ from typing import Any
 
 import torch
 
-from ...errors import (
-    CheckpointingException,
-    ShapeError,
-    TreeError,
-    TreePath,
-    UnsupportedValue,
-    error_text,
-    render_path,
-)
+from ...errors import CheckpointingException, ShapeError, TreeError, TreePath, UnsupportedValue, error_text, render_path
 from ...lazy import LazyTensor
 from ...mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from ...mapping.memory import has_elements, lacks_memory

@@ -21,10 +21,9 @@ from ...storage import Directory, Storage, storage_at
 from ...strategies import Draft
 from ...trees import comparable
 from ...world import World, agree, gather, share, step
-from .._consistency import Description, check_common, check_together, common_digest, describe
+from .._consistency import Description, KnownLayout, check_common, check_together, common_digest, describe, known_layout
 from .._dispatch import Backends
 from .._fingerprint import in_usual_threads
-from .._known_layout import KnownLayout, known_layout
 from ._begin import Begun, begun_of
 from ._prepare import Prepared
 from ._request import Writes

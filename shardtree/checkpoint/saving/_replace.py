@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import suppress
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -15,7 +16,7 @@ from ...errors import (
     StrategyError,
     error_text,
 )
-from ...storage import Exchanging, Sibling, Storage, owner_note
+from ...storage import Exchanging, Sibling, Storage, is_alive, is_temporary, owner_note, release
 from ...strategies import (
     METADATA_FILE,
     Checkpoint,
@@ -25,8 +26,10 @@ from ...strategies import (
     Strategies,
     StrategyAction,
     find_strategy,
+    is_left_over,
     is_save_file,
     is_save_folder,
+    remove_save,
     stamp,
 )
 from ...world import one_process
@@ -153,3 +156,55 @@ def own_files(storage: Storage, strategies: Strategies | None) -> set[str]:
             raise StrategyError(error_text(what, found=f"backend {backend!r} without list_files", fix=_ELSEWHERE))
         own |= {*list_files(checkpoint)}
     return own
+
+
+# What dead saves left behind: found and removed by the next save that is committed, never those of a live one.
+
+logger = logging.getLogger("shardtree")
+
+
+def clean_up(draft: Draft, strategies: Strategies | None, *, removes_saves: bool) -> None:
+    """Remove what a committed save replaced, and what dead saves have left in the folder and beside it; on rank 0.
+
+    Args:
+        draft: the save.
+        strategies: the dispatch table; None for the process's.
+        removes_saves: whether its format removes the folders of dead saves itself.
+    """
+    if draft.world.rank != 0:
+        return
+    release(draft.save_id)
+    storage = draft.storage if draft.replaced is None else draft.replaced.storage
+    with _told(storage):
+        before = max((changed for *_, changed in stamp(storage)), default=0.0) - draft.options.stale_after
+        _remove_siblings(draft, storage, before, strategies)
+        for name in storage.names():
+            if is_save_folder(name):
+                if not removes_saves and name != draft.save_id and is_left_over(storage, name, before=before):
+                    remove_save(storage, name)
+            elif is_temporary(name) and (storage.changed(name) or 0.0) < before:
+                storage.remove(name)
+
+
+def _remove_siblings(draft: Draft, storage: Storage, before: float, strategies: Strategies | None) -> None:
+    if not isinstance(storage, Exchanging):
+        return
+    for save_id in storage.siblings():
+        if not is_save_folder(save_id):
+            continue
+        sibling = storage.sibling(save_id)
+        alive = is_alive(sibling.note()) if save_id != draft.save_id else False
+        if alive is None:
+            alive = not (sibling.changed() or 0.0) < before
+        if not alive:
+            with _told(storage):
+                remove_sibling(storage, sibling, strategies, durable=draft.options.durable)
+
+
+@contextmanager
+def _told(storage: Storage) -> Iterator[None]:
+    try:
+        yield
+    except CheckpointingException as error:
+        # The checkpoint is saved; what couldn't be removed is tried again by the next save.
+        logger.warning("save: left-overs of earlier saves stay in or beside %s: %s", storage.where(), error)

@@ -29,8 +29,7 @@ from ...world import step
 from .._dispatch import Backends, Choice, strategy_of
 from .._open import recognized
 from ._begin import end
-from ._left_overs import clean_up
-from ._replace import check_same, exchange
+from ._replace import check_same, clean_up, exchange
 
 Fields = Mapping[str, Any]
 Writes = tuple[tuple[ShardedTensor, ...], tuple[ShardedObject, ...]]

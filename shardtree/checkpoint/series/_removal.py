@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from ...errors import plural
+from ...errors import CorruptCheckpoint, NotACheckpoint, StrategyError, plural
 from ...retention import SavedStep
-from ._record import FileMark
+from ...storage import Exchanging, Storage, folder_in, is_alive, is_link, is_temporary
+from ...strategies import (
+    METADATA_FILE,
+    Strategies,
+    is_deciding,
+    is_left_over,
+    is_of_others,
+    is_save_file,
+    is_save_folder,
+)
+from ..saving._replace import own_files
+from ._listing import RECORD_FILE, FileMark, mark
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,3 +101,112 @@ def _moment(time: float) -> str:
         return f"{datetime.fromtimestamp(time, UTC):%Y-%m-%d %H:%M:%S}"
     except (ValueError, OverflowError, OSError):
         return f"{time!r:>19}"
+
+
+# Which files of a step's folder a removal may take: the checkpoint's own, and no others.
+
+STALE_AFTER = 3600.0
+"""Seconds without a change after which a save of which nothing else is known counts as dead."""
+
+_DEEPEST = 64
+
+
+def step_files(root: Storage, folder: str, number: int, strategies: Strategies | None) -> StepFiles | str:
+    """Return the files that go when a step is removed and those that stay, or why it can't be removed.
+
+    Args:
+        root: the folder of all steps.
+        folder: the step's.
+        number: the step's.
+        strategies: the dispatch table; None for the process's.
+    """
+    if is_link(root, folder):
+        return "its folder is a link"
+    if not root.is_folder(folder):
+        return "it is a single file"
+    storage = folder_in(root, folder)
+    try:
+        own = _own(storage, strategies)
+    except CorruptCheckpoint:
+        return "it is damaged, so that it isn't known which files are its own"
+    except StrategyError:
+        return "its format doesn't say which files are its own"
+    except NotACheckpoint:
+        return "it is gone"
+    if is_being_saved(storage, own):
+        return "a save to it is on its way"
+    found = tuple(_walk(root, folder))
+    ours = [name for name in found if name in own or is_save_file(name) or is_temporary(name.rpartition("/")[2])]
+    if any(is_link(root, f"{folder}/{part}") for name in ours for part in _ways(name)):
+        return "files of it are links"
+    marks = (mark(root, folder, name) for name in sorted(ours, key=_order))
+    others = tuple(name for name in found if name not in {*ours, RECORD_FILE} and not _is_ours(name, ours))
+    return StepFiles(number, folder, tuple(one for one in marks if one is not None), others)
+
+
+def is_being_saved(storage: Storage, own: Iterable[str] = ()) -> bool:
+    """Return whether a save to a folder is on its way, or may be.
+
+    Args:
+        storage: the folder.
+        own: the files of the checkpoint that is in it, whose save is over.
+    """
+    before = time.time() - STALE_AFTER
+    over = {name.partition("/")[0] for name in own}
+    inside = (name for name in storage.names() if is_save_folder(name) and name not in over)
+    if any(not is_left_over(storage, name, before=before) for name in inside):
+        return True
+    return isinstance(storage, Exchanging) and any(_is_live(storage, name, before) for name in storage.siblings())
+
+
+def _is_live(storage: Exchanging, name: str, before: float) -> bool:
+    """Return whether what a save has beside a folder is still needed."""
+    if not is_save_folder(name):
+        return False
+    sibling = storage.sibling(name)
+    alive = is_alive(sibling.note())
+    return (sibling.changed() or 0.0) >= before if alive is None else alive
+
+
+def _own(storage: Storage, strategies: Strategies | None) -> set[str]:
+    try:
+        own = own_files(storage, strategies)
+    except CorruptCheckpoint:
+        # Ours are known by their names, too.
+        if not any(is_save_folder(name) for name in storage.names()):
+            raise
+        return {METADATA_FILE}
+    if storage.length(METADATA_FILE) is not None and is_of_others(storage.read(METADATA_FILE)):
+        own.discard(METADATA_FILE)
+    return own
+
+
+def _walk(root: Storage, folder: str, inside: str = "", depth: int = 0) -> Iterator[str]:
+    """Yield the names of all files in a folder, of links, which aren't followed, and of empty folders with a slash."""
+    for last in root.names(f"{folder}/{inside}"):
+        name = f"{inside}{last}"
+        if depth == _DEEPEST or is_link(root, f"{folder}/{name}") or not root.is_folder(f"{folder}/{name}"):
+            yield name
+        elif root.names(f"{folder}/{name}"):
+            yield from _walk(root, folder, f"{name}/", depth + 1)
+        else:
+            yield f"{name}/"
+
+
+def _is_ours(name: str, ours: list[str]) -> bool:
+    """Return whether an empty folder belongs to a save, or lies in a folder of the checkpoint's."""
+    above = name.rstrip("/").rpartition("/")[0]
+    return name.endswith("/") and (
+        is_save_folder(name.rstrip("/")) or any(one.startswith(f"{above}/") for one in ours if above)
+    )
+
+
+def _order(name: str) -> tuple[int, str]:
+    """Return where a file comes in a removal: first what makes the folder a checkpoint."""
+    return (0 if name == METADATA_FILE else 1 if is_deciding(name) else 2), name
+
+
+def _ways(name: str) -> Iterator[str]:
+    """Yield a name and the folders on the way to it."""
+    parts = name.split("/")
+    yield from ("/".join(parts[: count + 1]) for count in range(len(parts)))

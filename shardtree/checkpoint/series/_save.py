@@ -14,9 +14,7 @@ from ...retention import SavedStep
 from ...storage import Storage, folder_in
 from ...strategies import AsyncRequest, Strategies
 from .._open import is_checkpoint
-from ._listing import sound_record
-from ._names import step_folder, step_number
-from ._record import RECORD_FILE, Record, read_record, write_record
+from ._listing import RECORD_FILE, Record, read_record, sound_record, step_folder, step_number, write_record
 from ._remove import finish_removal
 
 logger = logging.getLogger("shardtree")

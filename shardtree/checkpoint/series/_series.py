@@ -16,13 +16,9 @@ from ...world import World, agree, current_world, on_rank_zero
 from .._verify import verify
 from ..loading._load import load
 from ..saving._save import save
-from ._clean import clean
-from ._files import STALE_AFTER
-from ._listing import list_steps
-from ._names import check_names
-from ._record import Record, checked_metrics
-from ._removal import Removal
-from ._remove import check_removal, plan_removal, remove_steps
+from ._listing import Record, check_names, checked_metrics, list_steps
+from ._removal import STALE_AFTER, Removal
+from ._remove import check_removal, clean, plan_removal, remove_steps
 from ._save import Place, change_record, checked_step, folder_for, recorded
 
 logger = logging.getLogger("shardtree")

@@ -2,20 +2,192 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from argparse import Namespace
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable
 from io import BytesIO
+from pathlib import Path, PosixPath, PurePath, PurePosixPath, PureWindowsPath, WindowsPath
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from ...errors import CheckpointingException, CorruptCheckpoint, UnsafeFile, error_text
-from ..pickles import read_pickle
-from ._named import NAMED
-from ._numpy import NUMPY
+from .._header import MAX_INT
+from .._nodes import exactly
+from .._scalars import device_of
+from ..pickles import Constructor, read_pickle
+from ._classes import NAMED, constructors
 from ._records import Archive, open_archive, slices
-from ._storages import DTYPES, NO_VALUES, REBUILDERS, STORAGE_KINDS, loader
-from ._types import constructors
-from ._values import VALUES
+from ._tensors import DTYPES, NO_VALUES, NUMPY, REBUILDERS, STORAGE_KINDS, loader
+
+# What an archive's pickle may make beside tensors: containers, numbers, buffers, paths, namespaces, dtypes.
+
+FACTORIES: tuple[type, ...] = (bool, int, float, complex, str, bytes, bytearray, list, tuple, set, frozenset, dict)
+"""What a defaultdict's items may be made by."""
+
+_LAYOUTS = {str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)}
+
+
+def _uncalled(name: str) -> Callable[..., Any]:
+    def make(*args: Any) -> Any:
+        raise TypeError(f"a call of {name} with {len(args)} arguments")
+
+    return make
+
+
+def _items(items: Any = ()) -> list[Any]:
+    """Return the items of a call such as ``set([1, 2])``."""
+    if type(items) not in (list, tuple):
+        raise TypeError(f"a container made from a {type(items).__name__}")
+    return list(items)
+
+
+def _set(items: Any = ()) -> set[Any]:
+    return set(_items(items))
+
+
+def _frozenset(items: Any = ()) -> frozenset[Any]:
+    return frozenset(_items(items))
+
+
+def _tuple(items: Any = ()) -> tuple[Any, ...]:
+    return tuple(_items(items))
+
+
+def _keys(pairs: Any = ()) -> Iterable[Any]:
+    return () if type(pairs) is dict else [key for key, _ in _items(pairs)]
+
+
+def _dict(pairs: Any = ()) -> dict[Any, Any]:
+    return dict(pairs) if type(pairs) is dict else dict(_items(pairs))
+
+
+def _ordered(pairs: Any = ()) -> OrderedDict[Any, Any]:
+    return OrderedDict(_dict(pairs))
+
+
+def _ignored(value: Any, state: Any) -> None:
+    """Leave attributes out that a dict has beside its items, as a module's state dict has ``_metadata``."""
+
+
+def _layout(name: Any) -> torch.layout:
+    return _LAYOUTS[exactly(str, name)]
+
+
+def _counter(counts: Any = ()) -> Counter[Any]:
+    return Counter(_dict(counts))
+
+
+def _deque(items: Any = (), limit: Any = None) -> deque[Any]:
+    if limit is not None and not len(_items(items)) <= exactly(int, limit) <= MAX_INT:
+        raise ValueError(f"{len(items)} items in a deque of at most {limit}")
+    return deque(_items(items), limit)
+
+
+def _bytes(*args: Any) -> bytes:
+    if not args:
+        return b""
+    text, encoding = args
+    if exactly(str, encoding).replace("-", "") != "latin1":
+        raise ValueError(f"bytes encoded as {encoding[:100]!r}")
+    return exactly(str, text).encode("latin-1")
+
+
+def _bytearray(*args: Any) -> bytearray:
+    return bytearray(args[0] if len(args) == 1 and type(args[0]) is bytes else _bytes(*args))
+
+
+def _complex(real: Any, imaginary: Any) -> complex:
+    return complex(exactly(float, real), exactly(float, imaginary))
+
+
+def _range(start: Any, stop: Any, step: Any) -> range:
+    return range(exactly(int, start), exactly(int, stop), exactly(int, step))
+
+
+def _slice(start: Any, stop: Any, step: Any) -> slice:
+    return slice(start, stop, step)
+
+
+def _fill_namespace(value: Any, state: Any) -> None:
+    vars(value).update({exactly(str, name): item for name, item in exactly(dict, state).items()})
+
+
+def _fill_buffer(value: BytesIO, state: Any) -> None:
+    data, position, attributes = state
+    if not 0 <= exactly(int, position) <= MAX_INT or attributes:
+        raise ValueError("a buffer with attributes, or with a position outside of any file")
+    value.write(exactly(bytes, data))
+    value.seek(position)
+
+
+def _path(kind: type[PurePath]) -> Callable[..., PurePath]:
+    if issubclass(kind, Path) and kind is not type(Path()):  # another platform's files can only be named here
+        kind = PurePosixPath if issubclass(kind, PurePosixPath) else PureWindowsPath
+
+    def make(*segments: Any) -> PurePath:
+        return kind(*(exactly(str, segment) for segment in segments))
+
+    return make
+
+
+def _size(lengths: Any = ()) -> torch.Size:
+    return torch.Size([exactly(int, length) for length in _items(lengths)])
+
+
+def _device(kind: Any, index: Any = None) -> torch.device:
+    name = exactly(str, kind)
+    return device_of(name if index is None else f"{name}:{exactly(int, index)}")
+
+
+_BUILTINS: dict[str, Constructor] = {
+    **{kind.__name__: Constructor(_uncalled(kind.__name__)) for kind in FACTORIES},
+    "set": Constructor(_set, keys=_items),
+    "frozenset": Constructor(_frozenset, keys=_items),
+    "list": Constructor(_items),
+    "tuple": Constructor(_tuple),
+    "dict": Constructor(_dict, keys=_keys),
+    "bytes": Constructor(_bytes),
+    "bytearray": Constructor(_bytearray),
+    "complex": Constructor(_complex),
+    "range": Constructor(_range),
+    "xrange": Constructor(_range),
+    "slice": Constructor(_slice),
+}
+_FACTORY_OF = {_BUILTINS[kind.__name__]: kind for kind in FACTORIES}
+
+
+def _defaultdict(factory: Any = None, pairs: Any = ()) -> defaultdict[Any, Any]:
+    if factory is not None and (type(factory) is not Constructor or factory not in _FACTORY_OF):
+        raise TypeError(f"a defaultdict that makes its items by a {type(factory).__name__}")
+    return defaultdict(None if factory is None else _FACTORY_OF[factory], _dict(pairs))
+
+
+_PATHS: dict[str, type[PurePath]] = {
+    kind.__name__: kind for kind in (PurePosixPath, PureWindowsPath, PosixPath, WindowsPath)
+}
+
+VALUES: dict[tuple[str, str], Any] = {
+    **{(module, name): value for name, value in _BUILTINS.items() for module in ("builtins", "__builtin__")},
+    ("_codecs", "encode"): Constructor(_bytes),
+    ("collections", "OrderedDict"): Constructor(_ordered, _ignored, _keys),
+    ("collections", "defaultdict"): Constructor(_defaultdict, keys=lambda factory=None, pairs=(): _keys(pairs)),
+    ("collections", "Counter"): Constructor(_counter, keys=_keys),
+    ("collections", "deque"): Constructor(_deque),
+    ("argparse", "Namespace"): Constructor(Namespace, _fill_namespace),
+    ("types", "SimpleNamespace"): Constructor(SimpleNamespace, _fill_namespace),
+    ("_io", "BytesIO"): Constructor(BytesIO, _fill_buffer),
+    ("io", "BytesIO"): Constructor(BytesIO, _fill_buffer),
+    **{
+        (module, name): Constructor(_path(kind))
+        for name, kind in _PATHS.items()
+        for module in ("pathlib", "pathlib._local")
+    },
+    ("torch", "Size"): Constructor(_size),
+    ("torch", "device"): Constructor(_device),
+    ("torch.serialization", "_get_layout"): Constructor(_layout),
+}
 
 _CLASSES: dict[tuple[str, str], Any] = {**VALUES, **NAMED, **NUMPY, **REBUILDERS, **STORAGE_KINDS, **DTYPES}
 

@@ -1,9 +1,9 @@
 """Pickles without `pickle`: a machine that reads data and calls nothing that its caller didn't list, and a writer."""
 
-from ._constructor import Constructor as Constructor
-from ._constructor import Stub as Stub
-from ._constructor import inert as inert
 from ._machine import read_pickle as read_pickle
+from ._state import Constructor as Constructor
+from ._state import Stub as Stub
+from ._state import inert as inert
 from ._write import Global as Global
 from ._write import New as New
 from ._write import Persistent as Persistent

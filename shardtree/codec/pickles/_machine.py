@@ -9,8 +9,7 @@ from typing import Any
 
 from ...errors import CheckpointingException, CorruptCheckpoint, UnsupportedValue, error_text
 from . import _atoms, _collections, _objects
-from ._bounds import check_bounded
-from ._state import FIX, Handler, Machine, unknown
+from ._state import FIX, Handler, Machine, check_bounded, unknown
 
 
 def _table() -> list[Handler]:

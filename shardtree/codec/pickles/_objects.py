@@ -5,8 +5,7 @@ from __future__ import annotations
 from struct import Struct
 from typing import Any
 
-from ._constructor import Constructor
-from ._state import Handler, Machine, line, take
+from ._state import Constructor, Handler, Machine, line, take
 
 _U64 = Struct("<Q")
 _NEWEST_PROTOCOL = 5

@@ -8,7 +8,7 @@ from struct import Struct, pack
 from typing import Any
 
 from ...errors import UnsupportedValue, error_text
-from ._bounds import DEEPEST
+from ._state import DEEPEST
 
 _U32, _U64 = Struct("<I"), Struct("<Q")
 

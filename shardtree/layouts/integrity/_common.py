@@ -4,29 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from math import prod
 from typing import Any
-
-import numpy as np
-import torch
 
 from ...errors import MetadataError, TreePath, rank_text
 from ...geometry import refuse
-from ...trees import diff, without_holes
-from ._problem import Problem
-
-_LONGEST = 60
-_FEW = 4
-_NUMBERS = {
-    torch.float64,
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.int64,
-    torch.int32,
-    torch.uint8,
-    torch.bool,
-}
+from ...trees import diff, value_at, without_holes
+from ._problems import Problem
 
 
 def common_problems(commons: Sequence[Any] | Mapping[int, Any]) -> tuple[Problem, ...]:
@@ -65,30 +48,3 @@ def _values(trees: Mapping[int, Any], path: TreePath, ranks: Sequence[int]) -> s
         groups[f"another {value}" if value == first else value].append(rank)
     told = {first: like_first} | groups
     return ", ".join(f"{rank_text(own)} {'has' if len(own) == 1 else 'have'} {value}" for value, own in told.items())
-
-
-def value_at(tree: Any, path: TreePath) -> str:
-    """Return what messages say of the value at a path of a tree.
-
-    Examples:
-        >>> value_at({"lr": 0.1}, ("lr",)), value_at({"lr": 0.1}, ("step",))
-        ('0.1', 'nothing')
-    """
-    try:
-        for entry in path:
-            tree = tree[entry]
-    except (KeyError, IndexError, TypeError):
-        return "nothing"
-    shown = _value_text(tree)
-    return shown if len(shown) <= _LONGEST else f"{shown[:_LONGEST]}…"
-
-
-def _value_text(value: Any) -> str:
-    """Return a plain value or a few numbers as they are, of anything else what it is."""
-    if isinstance(value, (bool, int, float, complex, str, bytes, type(None))):
-        return repr(value)
-    if isinstance(value, (torch.Tensor, np.ndarray)):
-        described = f"{type(value).__name__} {tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
-        plain = value.dtype in _NUMBERS or getattr(value.dtype, "kind", "") in tuple("biufc")
-        return f"{described} {value.tolist()}" if plain and prod(value.shape) <= _FEW else described
-    return type(value).__name__

@@ -12,8 +12,8 @@ from ...errors import IntegrityError, MetadataError, error_text
 from ...geometry import Column, box_column, refuse, widen
 from .._columns import ShardColumns, TensorKind
 from ._mesh import Mesh
-from ._part import mesh_parts
-from ._spec import PartitionSpec, check_spec
+from ._shards import mesh_parts
+from ._specs import PartitionSpec, check_spec
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,14 +1,188 @@
-"""Partition specs for the tensors of a tree: one for all, a tree of them, by patterns of keys, or by a function."""
+"""PartitionSpec: along which axes of a mesh each axis of a tensor is cut; and specs for all tensors of a tree."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from ...errors import KeyMismatch, MetadataError, TreePath, error_text, render_path
+from ...geometry import integer, refuse
 from ...trees import call_at, key_expression, leaves_with_paths
-from ._spec import PartitionSpec, checked_spec
+from .._columns import TensorKind
+from ._mesh import Mesh, check_mesh
+
+# PartitionSpec: along which axes of a mesh each axis of a tensor is cut.
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """One cut of a tensor's axis along one axis of a mesh, applied to what the cuts before it have left.
+
+    Attributes:
+        axis: the mesh's axis.
+        split_factor: how many blocks are cut, a piece of each for every rank; more than one interleaves the ranks.
+
+    Raises:
+        MetadataError: the axis isn't a name, or the factor no integer of at least 1.
+
+    Examples:
+        >>> PartitionSpec((Split("dp", split_factor=2), Split("tp")))  # as FSDP2 over TP cuts rows
+        PartitionSpec((Split(axis='dp', split_factor=2), Split(axis='tp', split_factor=1)))
+
+    References:
+        torch.distributed.tensor's Shard and _StridedShard, torch 2.13.
+    """
+
+    axis: str
+    split_factor: int = 1
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.axis, str):
+            fix = "Name an axis of the mesh."
+            refuse("Split", "axis", type(self.axis).__name__, "a name", fix, error=MetadataError)
+        if integer("Split", "split_factor", self.split_factor) < 1:
+            fix = "Leave it out for one block."
+            refuse("Split", "split_factor", self.split_factor, "at least 1", fix, error=MetadataError)
+
+
+SpecEntry: TypeAlias = str | tuple[str, ...] | tuple[Split, ...] | None
+"""How one axis of a tensor is cut: along one axis of the mesh, along several as if they were one (the first outermost),
+by splits one after the other, or not at all."""
+
+
+@dataclass(frozen=True, slots=True, init=False, repr=False)
+class PartitionSpec:
+    """How a tensor is cut: for each of its axes the axes of a mesh, as in JAX; it is replicated along the others.
+
+    Args:
+        entries: for each axis of the tensor a mesh axis, a tuple of them, a `Split`, a tuple of those, or None. Axes
+            beyond the last entry aren't cut. An axis that isn't a multiple of its number of parts is cut as
+            `torch.chunk` does: into equal pieces, but the last ones, which are shorter or have nothing.
+        at: ranks that hold the tensor at all, by their index along axes of the mesh, as in ``at={"pp": 1}`` for the
+            layers of a pipeline's second stage.
+
+    Raises:
+        MetadataError: an entry is none of these, `at` isn't a mapping from names to integers, or a mesh axis occurs
+            twice.
+
+    Examples:
+        >>> PartitionSpec("tp", None), PartitionSpec(("dp", "tp")), PartitionSpec(at={"pp": 0})
+        (PartitionSpec('tp', None), PartitionSpec(('dp', 'tp')), PartitionSpec(at={'pp': 0}))
+
+    References:
+        jax.sharding.PartitionSpec.
+    """
+
+    entries: tuple[SpecEntry, ...]
+    at: tuple[tuple[str, int], ...]
+
+    def __init__(self, *entries: SpecEntry | Split, at: Mapping[str, int] | None = None) -> None:
+        object.__setattr__(self, "entries", tuple(map(_entry, entries)))
+        object.__setattr__(self, "at", _at({} if at is None else at))
+        named = Counter([*(split.axis for entry in self.entries for split in splits(entry)), *dict(self.at)])
+        twice = [repr(axis) for axis, count in named.items() if count > 1]
+        if twice:
+            what, fix = f"{self!r}: a mesh axis occurs twice", "Cut along each axis of the mesh once."
+            raise MetadataError(error_text(what, offenders=twice, fix=fix))
+
+    def __repr__(self) -> str:
+        shown = [*map(repr, self.entries), *([f"at={dict(self.at)}"] if self.at else [])]
+        return f"PartitionSpec({', '.join(shown)})"
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes that the tensor is cut along, in the order in which they occur."""
+        return tuple(split.axis for entry in self.entries for split in splits(entry))
+
+
+def splits(entry: SpecEntry) -> Iterator[Split]:
+    """Yield the mesh axes of an entry as splits; those of a tuple of names count as one axis together.
+
+    Examples:
+        >>> list(splits("tp"))
+        [Split(axis='tp', split_factor=1)]
+    """
+    for axis in (entry,) if isinstance(entry, str) else entry or ():
+        yield Split(axis) if isinstance(axis, str) else axis
+
+
+def _entry(entry: Any) -> SpecEntry:
+    """Return an entry as it was meant: one name for a tuple of one, None for an empty one."""
+    if entry is None or isinstance(entry, str):
+        return entry
+    if isinstance(entry, Split):
+        entry = (entry,)
+    kinds = {type(item) for item in entry} if isinstance(entry, tuple) else {type(entry)}
+    if not isinstance(entry, tuple) or (kinds - {str} and kinds - {Split}):
+        expected = "a mesh axis, a tuple of them, a tuple of Split, or None"
+        raise MetadataError(error_text("PartitionSpec: not an entry", found=repr(entry)[:200], expected=expected))
+    return entry[0] if len(entry) == 1 and kinds == {str} else entry or None
+
+
+def _at(at: Any) -> tuple[tuple[str, int], ...]:
+    if not isinstance(at, Mapping) or not all(isinstance(axis, str) for axis in at):
+        found, expected = repr(at)[:200], "indices by the mesh's axes"
+        refuse("PartitionSpec", "at", found, expected, "Pass at={'pp': 1}, say.", error=MetadataError)
+    return tuple((axis, integer("PartitionSpec", f"at[{axis!r}]", index)) for axis, index in sorted(at.items()))
+
+
+def check_spec(key: str, kind: TensorKind, mesh: Mesh, spec: PartitionSpec) -> None:
+    """Raise unless a spec fits a tensor and a mesh.
+
+    Args:
+        key: the tensor's.
+        kind: what it is; without prepended axes.
+        mesh: the ranks.
+        spec: how it is to be cut.
+
+    Raises:
+        MetadataError: the spec has more entries than the tensor has axes, or names what the mesh hasn't; or the tensor
+            has prepended axes.
+
+    Examples:
+        >>> import torch
+        >>> check_spec("w", TensorKind(torch.float32, (4, 6), 0), Mesh(tp=2), PartitionSpec(None, "tp"))
+    """
+    if not isinstance(kind, TensorKind):
+        fix = "Pass TensorKind(dtype, global_shape, 0)."
+        refuse(repr(key), "its kind", type(kind).__name__, "a TensorKind", fix, error=MetadataError)
+    if kind.prepend_axis_num:
+        fix = "Describe the whole tensor, with all its axes."
+        raise MetadataError(error_text(f"{key!r}: a spec for a tensor with prepended axes", found=kind, fix=fix))
+    check_fits(repr(key), kind.global_shape, mesh, spec)
+
+
+def check_fits(subject: str, global_shape: tuple[int, ...], mesh: Mesh, spec: PartitionSpec) -> None:
+    """Raise MetadataError unless a spec fits a shape and a mesh, and is one.
+
+    Examples:
+        >>> check_fits("'w'", (4, 6), Mesh(tp=2), PartitionSpec(None, "tp"))
+    """
+    check_mesh(mesh)
+    checked_spec(subject, spec)
+    if len(spec.entries) > len(global_shape):
+        expected, fix = f"at most {len(global_shape)} entries", "Give one for each axis of the tensor."
+        what = f"{subject} of shape {global_shape}: its spec is too long"
+        raise MetadataError(error_text(what, found=spec, expected=expected, fix=fix))
+    unknown = [repr(axis) for axis in (*spec.axes, *dict(spec.at)) if axis not in mesh.shape]
+    unknown += [f"{axis}={index}" for axis, index in spec.at if not 0 <= index < mesh.shape.get(axis, index + 1)]
+    if unknown:
+        what, fix = f"{subject}: {spec} names what {mesh} hasn't", "Use the mesh's own axes."
+        raise MetadataError(error_text(what, offenders=unknown, fix=fix))
+
+
+def checked_spec(subject: str, spec: Any) -> PartitionSpec:
+    """Return a spec; what isn't one raises MetadataError."""
+    if not isinstance(spec, PartitionSpec):
+        found, fix = type(spec).__name__, "Pass PartitionSpec() for a tensor that isn't cut."
+        raise MetadataError(error_text(f"{subject}: not a spec", found=found, expected="a PartitionSpec", fix=fix))
+    return spec
+
+
+# Partition specs for the tensors of a tree: one for all, a tree of them, by patterns of keys, or by a function.
 
 SpecFunction: TypeAlias = Callable[[str, Any], PartitionSpec]
 """From a tensor's key and its leaf to how it is cut."""

@@ -2,13 +2,185 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import repeat
+
 import numpy as np
 import torch
 
-from ...geometry import Column
+from ...errors import KeyMismatch, ShapeError, UnsupportedValue, error_text
+from ...geometry import Column, row_major_strides, widen
+from ...layouts import ShardColumns, select_rows
 from .._convertible import convert
 from ..resharding import ReshardPlan
-from ._regions import Boxes, Memories, Regions, copy_boxes, region_views, select_regions, shard_regions, target_regions
+
+# Where boxes of elements lie in memory, whatever its strides, and copies from one to another.
+
+Memories = Mapping[int, torch.Tensor]
+"""The tensor of each shard, by its row in a plan's `source` or `target`."""
+
+CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+"""Dtypes that torch copies bit for bit, by item size; of others it can't copy some."""
+
+_AT_ONCE = 65_536
+"""Boxes whose numbers are Python objects at one time."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Boxes:
+    """Boxes of elements, one a row, in the data of shards as `Transfers` counts it.
+
+    Attributes:
+        row: the shard, int64 (boxes,).
+        element: the first, in the shard's row-major data, int64 (boxes,).
+        stride: of that data, in elements along each axis, int64 (boxes, axes).
+        shape: int64 (boxes, axes).
+    """
+
+    row: Column
+    element: Column
+    stride: Column
+    shape: Column
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Regions:
+    """Boxes of elements where they really are.
+
+    Attributes:
+        memory: for each box, a tensor that shares the storage.
+        begin: first element, counted from the storage's beginning, int64 (boxes,).
+        stride: in elements along each axis, int64 (boxes, axes).
+    """
+
+    memory: list[torch.Tensor]
+    begin: Column
+    stride: Column
+
+
+def copy_boxes(shape: Column, source: Regions, target: Regions) -> None:
+    """Copy each box from one region to the other: every byte once, straight, also between devices.
+
+    Args:
+        shape: int64 (boxes, axes).
+        source: where they are.
+        target: where they go.
+    """
+    for to, data in zip(region_views(shape, target), region_views(shape, source), strict=True):
+        to.copy_(data)
+
+
+def region_views(shape: Column, regions: Regions) -> Iterator[torch.Tensor]:
+    """Yield each box of a region as a view, in the dtype of its memory.
+
+    Args:
+        shape: int64 (boxes, axes).
+        regions: where they are.
+    """
+    for first in range(0, len(shape), _AT_ONCE):
+        rows = slice(first, first + _AT_ONCE)
+        columns = (each[rows].tolist() for each in (shape, regions.stride, regions.begin))
+        yield from map(torch.as_strided, regions.memory[rows], *columns)
+
+
+def select_regions(regions: Regions, rows: Column) -> Regions:
+    """Return the given boxes, in the order given."""
+    return Regions([regions.memory[row] for row in rows.tolist()], regions.begin[rows], regions.stride[rows])
+
+
+def shard_regions(columns: ShardColumns, boxes: Boxes, memories: Memories) -> Regions:
+    """Return where boxes of shards lie in the tensors that hold the shards.
+
+    Args:
+        columns: the shards.
+        boxes: of their data.
+        memories: each shard's tensor, strided in any way, on any device. Contiguous ones may have any shape.
+
+    Raises:
+        KeyMismatch: a shard has no tensor.
+        ShapeError: a tensor has another dtype than its shard, or another number of elements.
+        UnsupportedValue: it isn't dense, or its dtype is quantised.
+    """
+    rows, number = np.unique(boxes.row, return_inverse=True)
+    sizes = select_rows(columns, rows).elements.tolist()
+    words = [_words(columns, row, elements, memories) for row, elements in zip(rows.tolist(), sizes, strict=True)]
+    first = np.array([memory.storage_offset() for memory in words], dtype=np.int64)[number]
+    plain = np.array([memory.is_contiguous() for memory in words], dtype=np.bool_)[number]
+    flat = columns.start[boxes.row] >= 0
+    # Data with one axis is stretched, if it isn't contiguous; a box's own strides stand for the row-major ones.
+    scale = np.array([memory.stride(0) if memory.ndim == 1 else 1 for memory in words], dtype=np.int64)[number]
+    scale = np.where(plain, 1, scale)
+    strided = np.flatnonzero(~plain & ~flat)
+    begin, stride = first + boxes.element * scale, boxes.stride * scale[:, None]
+    if strided.size:
+        own = np.stack([_strides(memory, boxes.shape.shape[1]) for memory in words])[number[strided]]
+        index = _indices(columns, boxes.row[strided], boxes.element[strided], own.shape[1])
+        begin[strided], stride[strided] = first[strided] + (index * own).sum(axis=1), own
+    return Regions([words[place] for place in number.tolist()], begin, stride)
+
+
+def target_regions(columns: ShardColumns, boxes: Boxes, memories: Memories) -> Regions:
+    """Return `shard_regions` of tensors that are written.
+
+    Raises:
+        KeyMismatch: as `shard_regions`.
+        ShapeError: as `shard_regions`, or a tensor is conjugated or negated lazily, so that it can't be written.
+        UnsupportedValue: as `shard_regions`.
+    """
+    lazy = [row for row in np.unique(boxes.row).tolist() if row in memories and _is_lazy(memories[row])]
+    if lazy:
+        what, fix = "reshard: targets that are conjugated or negated lazily", "Give .resolve_conj().resolve_neg()."
+        raise ShapeError(error_text(what, offenders=[_name(columns, row) for row in lazy], fix=fix))
+    return shard_regions(columns, boxes, memories)
+
+
+def _is_lazy(tensor: torch.Tensor) -> bool:
+    return tensor.is_conj() or tensor.is_neg()
+
+
+def _indices(columns: ShardColumns, row: Column, element: Column, axes: int) -> Column:
+    """Return the index of an element along each axis of its shard's box."""
+    shape = widen(columns.shape, axes, 1)[row]
+    return element[:, None] // row_major_strides(shape) % shape
+
+
+def _strides(memory: torch.Tensor, axes: int) -> Column:
+    own = memory.stride()
+    return np.array([*repeat(0, axes - len(own)), *own][-axes:], dtype=np.int64)
+
+
+def memory_of(columns: ShardColumns, row: int, memories: Memories) -> torch.Tensor:
+    """Return a shard's tensor.
+
+    Raises:
+        KeyMismatch: it isn't there.
+    """
+    if row not in memories:
+        fix = "Give the tensor of each shard that the rank holds, by its row."
+        raise KeyMismatch(error_text(f"reshard: no memory for {_name(columns, row)}, row {row}", fix=fix))
+    return memories[row]
+
+
+def _words(columns: ShardColumns, row: int, elements: int, memories: Memories) -> torch.Tensor:
+    """Return a shard's tensor as integers of its item size, after checking that it is the shard's."""
+    memory = memory_of(columns, row, memories)
+    kind = columns.kinds[int(columns.key[row])]
+    if (memory.dtype, memory.numel()) != (kind.dtype, elements):
+        found, expected = f"{tuple(memory.shape)} {memory.dtype}", f"{elements} elements of {kind.dtype}"
+        raise ShapeError(error_text(f"reshard: not the data of {_name(columns, row)}", found=found, expected=expected))
+    if memory.layout is not torch.strided or memory.is_quantized or memory.is_nested:
+        found, fix = f"{memory.layout} {memory.dtype}", "Give .to_dense() of it, or its parts as tensors of their own."
+        raise UnsupportedValue(
+            error_text(f"reshard: {_name(columns, row)} isn't a dense tensor of plain bits", found=found, fix=fix)
+        )
+    return memory.detach().resolve_conj().resolve_neg().view(CARRIERS[memory.itemsize])
+
+
+def _name(columns: ShardColumns, row: int) -> str:
+    prepended = columns.offset.shape[1] - len(columns.kinds[int(columns.key[row])].global_shape)
+    place = tuple(columns.offset[row].tolist()[prepended:])
+    return f"{columns.keys[int(columns.key[row])]!r} at {place} of rank {int(columns.rank[row])}"
 
 
 def copy_transfers(plan: ReshardPlan, rows: Column, sources: Memories, targets: Memories) -> None:

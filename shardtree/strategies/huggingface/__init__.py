@@ -1,15 +1,29 @@
 """Hugging Face models: safetensors files of whole tensors, and the index JSON that lists them."""
 
-from ._commit import commit as commit
-from ._list import list_files as list_files
+from .._actions import Strategies as Strategies
+from .._actions import StrategyAction as StrategyAction
+from ._listing import list_files as list_files
+from ._listing import recognize as recognize
+from ._load import explain as explain
 from ._load import load_common as load_common
 from ._load import load_metadata as load_metadata
 from ._load import load_sharded as load_sharded
-from ._names import BACKEND as BACKEND
-from ._names import VERSION as VERSION
-from ._names import recognize as recognize
+from ._load import verify_files as verify_files
 from ._save import MAX_FILE_BYTES as MAX_FILE_BYTES
+from ._save import commit as commit
 from ._save import save_common as save_common
 from ._save import save_sharded as save_sharded
 from ._save import save_sharded_up_to as save_sharded_up_to
-from ._verify import verify_files as verify_files
+
+ROWS: Strategies = {
+    (StrategyAction.RECOGNIZE, "huggingface", 1): recognize,
+    (StrategyAction.LOAD_COMMON, "huggingface", 1): load_common,
+    (StrategyAction.LOAD_SHARDED, "huggingface", 1): load_sharded,
+    (StrategyAction.LOAD_METADATA, "huggingface", 1): load_metadata,
+    (StrategyAction.EXPLAIN, "huggingface", 1): explain,
+    (StrategyAction.SAVE_COMMON, "huggingface", 1): save_common,
+    (StrategyAction.SAVE_SHARDED, "huggingface", 1): save_sharded,
+    (StrategyAction.COMMIT, "huggingface", 1): commit,
+    (StrategyAction.VERIFY, "huggingface", 1): verify_files,
+    (StrategyAction.LIST_FILES, "huggingface", 1): list_files,
+}

@@ -1,23 +1,25 @@
-"""Loading from a Hugging Face model: only the bytes that are needed, straight into the targets' memory."""
+"""Loading from a Hugging Face model only the bytes that are needed, and checking it as far as its format allows."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from ...errors import UnsupportedValue, error_text
+from ...errors import CheckpointingException, UnsupportedValue, error_text
 from ...mapping import ShardedObject, ShardedTensor
 from ...plans import Prospect
 from ...storage import ReadReport
+from .._findings import Damage, Finding, Unchecked
+from .._metadata import METADATA_FILE
 from .._values import Checkpoint
-from ..base import StrategyAction, register_default_strategy
 from ..index import IndexMetadata, explain_from_index, load_from_index, planned_cost
-from ._contents import Contents, read_contents
-from ._names import BACKEND, VERSION
+from ._contents import Contents, WeightFile, contents, read_contents, read_header
+from ._listing import Listing, find_weights, read_listing
+
+# Loading from a Hugging Face model: only the bytes that are needed, straight into the targets' memory.
 
 
-@register_default_strategy(StrategyAction.LOAD_SHARDED, BACKEND, VERSION)
 def load_sharded(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> ReadReport:
     """Fill each shard's data, a contiguous CPU tensor, in place, and return what was read.
 
@@ -32,7 +34,6 @@ def load_sharded(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> Rea
     return load_from_index(checkpoint, found.index, shards)
 
 
-@register_default_strategy(StrategyAction.EXPLAIN, BACKEND, VERSION)
 def explain(checkpoint: Checkpoint, shards: Sequence[ShardedTensor], cast: bool) -> Prospect:
     """Return what loading shards would come to, from the files' headers alone."""
     found = read_contents(checkpoint)
@@ -40,13 +41,11 @@ def explain(checkpoint: Checkpoint, shards: Sequence[ShardedTensor], cast: bool)
     return explain_from_index(found.index, shards, cost, cast=cast, refused=found.refused)
 
 
-@register_default_strategy(StrategyAction.LOAD_METADATA, BACKEND, VERSION)
 def load_metadata(checkpoint: Checkpoint) -> Mapping[str, ShardedTensor | ShardedObject]:
     """Return every stored tensor by its name, whole and without data; not those that no shard can be."""
     return IndexMetadata(read_contents(checkpoint).index)
 
 
-@register_default_strategy(StrategyAction.LOAD_COMMON, BACKEND, VERSION)
 def load_common(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return the strings that the files keep beside their tensors, as ``__metadata__``; {} where they say nothing."""
     texts = read_contents(checkpoint).texts
@@ -58,3 +57,61 @@ def _check_loadable(found: Contents, keys: Sequence[str]) -> None:
     if wrong:
         fix = "Leave them out of the target."
         raise UnsupportedValue(error_text("load: tensors that torch can't hold", offenders=wrong, fix=fix))
+
+
+# Checking a Hugging Face model as far as its format allows: lengths, headers and what the index says.
+
+_WHY = "this format carries no checksums: lengths, headers and the index are compared"
+
+
+def verify_files(checkpoint: Checkpoint) -> tuple[Finding, ...]:
+    """Return what is wrong with a model's files, each looked at, and that none of their bytes has a checksum.
+
+    A changed value isn't found: a file's length, its header, and whether the index fits the files are all that can be
+    checked.
+    """
+    try:
+        listing = read_listing(checkpoint)
+    except CheckpointingException as error:
+        return (Damage(find_weights(checkpoint.storage) or "", str(error)),)
+    return (*_damage(checkpoint, listing), *_unchecked(checkpoint, listing))
+
+
+def _unchecked(checkpoint: Checkpoint, listing: Listing) -> Iterator[Unchecked]:
+    for name in dict.fromkeys([listing.name, *listing.files]):
+        length = checkpoint.storage.length(name)
+        if length is not None and name != METADATA_FILE:
+            yield Unchecked(name, _WHY, length)
+
+
+def _damage(checkpoint: Checkpoint, listing: Listing) -> tuple[Damage, ...]:
+    files, found, keys = list[WeightFile](), list[Damage](), _keys(listing)
+    for name in listing.files:
+        try:
+            files.append(read_header(checkpoint.storage, name))
+        except CheckpointingException as error:
+            found.append(Damage(name, str(error), keys=tuple(sorted(keys.get(name, ())))))
+    return tuple(found) or _contradictions(listing, files)
+
+
+def _keys(listing: Listing) -> dict[str, list[str]]:
+    """Return the tensors that the index lists, by file."""
+    found: dict[str, list[str]] = {}
+    for key, file in (listing.weight_map or {}).items():
+        found.setdefault(file, []).append(key)
+    return found
+
+
+def _contradictions(listing: Listing, files: list[WeightFile]) -> tuple[Damage, ...]:
+    """Return where an index and sound files contradict each other."""
+    try:
+        contents(listing, files)
+    except CheckpointingException as error:
+        return (Damage(listing.name, str(error)),)
+    if listing.weight_map is None or listing.total_size is None:
+        return ()
+    entries = (entry for file in files for entry in file.entries if listing.weight_map.get(entry.name) == file.name)
+    total = sum(entry.stop - entry.start for entry in entries)
+    if total == listing.total_size:
+        return ()
+    return (Damage(listing.name, f"total_size is {listing.total_size}, the tensors have {total} bytes"),)

@@ -2,16 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, ItemsView, Iterator, Mapping, Sequence, ValuesView
+from collections.abc import Callable, Collection, ItemsView, Iterator, Mapping, Sequence, ValuesView
 from dataclasses import dataclass
 from itertools import chain
+from typing import TypeVar
 
 from ...layouts import TensorKind
 from ...mapping import ShardedObject, ShardedTensor
-from .._views import PairItems, PairValues
-from ._columns import Index
-from ._rows import kinds_at, whole_shard, whole_shards
-from ._texts import find_texts, texts
+from ._columns import Index, find_texts, kinds_at, texts, whole_shard, whole_shards
+
+# Views of a mapping that makes its values when asked for, many of them faster together than each by its key.
+
+Value = TypeVar("Value")
+
+
+class PairItems(ItemsView[str, Value]):
+    """What `items()` of such a mapping returns.
+
+    Args:
+        mapping: whose pairs they are.
+        pairs: yields all of them, in the mapping's order.
+    """
+
+    __slots__ = ("_pairs",)
+
+    def __init__(self, mapping: Mapping[str, Value], pairs: Callable[[], Iterator[tuple[str, Value]]]) -> None:
+        super().__init__(mapping)
+        self._pairs = pairs
+
+    def __iter__(self) -> Iterator[tuple[str, Value]]:
+        return self._pairs()
+
+
+class PairValues(ValuesView[Value]):
+    """What `values()` of such a mapping returns.
+
+    Args:
+        mapping: whose values they are.
+        pairs: yields all of its pairs, in its order.
+    """
+
+    __slots__ = ("_pairs",)
+
+    def __init__(self, mapping: Mapping[str, Value], pairs: Callable[[], Iterator[tuple[str, Value]]]) -> None:
+        super().__init__(mapping)
+        self._pairs = pairs
+
+    def __iter__(self) -> Iterator[Value]:
+        return (value for _, value in self._pairs())
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -10,9 +10,7 @@ from typing import Any
 import numpy as np
 
 from ...geometry import Column, volumes
-from ._columns import COLUMNS, Index
-from ._rows import item_sizes
-from ._texts import texts
+from ._columns import COLUMNS, Index, item_sizes, texts
 
 _MATRICES = {"key_shape", "chunk_offset", "chunk_shape"}
 _MOST_AXES = 256

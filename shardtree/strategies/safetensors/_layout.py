@@ -4,12 +4,109 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import numpy as np
+import torch
+from torch._utils import _flatten_dense_tensors
 
-from ...codec import Entry, encode_header
-from ...geometry import Column
-from ._entries import Entries, Shard, entries_of, select_entries
+from ...codec import Entry, bit_view, check_storable, encode_header, encode_tree, format_tag, is_tagged
+from ...errors import CheckpointingException, ShapeError, error_text
+from ...geometry import Column, box_column, volumes
+from ...mapping import ShardedObject, ShardedTensor
+from ...storage import Buffer, is_in_place
+from .._checks import misfit
+
+# What a rank's shards are as entries of its data files, in columns.
+
+Shard: TypeAlias = ShardedTensor | ShardedObject
+Source: TypeAlias = ShardedTensor | bytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Entries:
+    """Shards on their way into files, one a row.
+
+    Attributes:
+        sources: where each one's bytes come from: a tensor shard, or an object's encoded data.
+        number: its position among the rank's shards, int64 (entries,).
+        keys: the tensors' keys and the objects' unique keys.
+        tags: safetensors' dtypes.
+        shapes: as the files' headers have them.
+        item_size: what the first byte of each should be a multiple of, int64 (entries,).
+        length: in bytes, int64 (entries,).
+    """
+
+    sources: tuple[Source, ...]
+    number: Column
+    keys: tuple[str, ...]
+    tags: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    item_size: Column
+    length: Column
+
+    def __len__(self) -> int:
+        return len(self.sources)
+
+
+def entries_of(shards: Sequence[Shard], *, allow_pickle: bool) -> Entries:
+    """Return shards as entries, in the order given.
+
+    Args:
+        shards: tensor shards with data, and objects.
+        allow_pickle: whether objects that the codec can't hold are pickled.
+
+    Raises:
+        UnsupportedValue: a dtype or an object can't be stored.
+    """
+    _check_dtypes([shard for shard in shards if isinstance(shard, ShardedTensor)])
+    sources = tuple([shard if isinstance(shard, ShardedTensor) else _payload(shard, allow_pickle) for shard in shards])
+    # An object is a tensor of its bytes.
+    dtypes = [torch.uint8 if isinstance(source, bytes) else source.dtype for source in sources]
+    shapes = [(len(source),) if isinstance(source, bytes) else _shape(source) for source in sources]
+    keys = tuple([shard.key if isinstance(shard, ShardedTensor) else shard.unique_key for shard in shards])
+    different = set(dtypes)
+    tag = {dtype: format_tag(dtype) for dtype in different}
+    item_size = np.array([dtype.itemsize for dtype in dtypes], dtype=np.int64)
+    length = volumes(box_column(shapes, fill=1)) * item_size
+    if not all(map(is_tagged, different)):
+        lengths = zip(dtypes, shapes, length.tolist(), strict=True)
+        shapes = [shape if is_tagged(dtype) else (nbytes,) for dtype, shape, nbytes in lengths]
+    tags = tuple([tag[dtype] for dtype in dtypes])
+    return Entries(sources, np.arange(len(shards)), keys, tags, tuple(shapes), item_size, length)
+
+
+def select_entries(entries: Entries, rows: Column) -> Entries:
+    """Return the given rows of entries, in the order given."""
+    numbers = rows.tolist()
+    return Entries(
+        sources=tuple([entries.sources[row] for row in numbers]),
+        number=entries.number[rows],
+        keys=tuple([entries.keys[row] for row in numbers]),
+        tags=tuple([entries.tags[row] for row in numbers]),
+        shapes=tuple([entries.shapes[row] for row in numbers]),
+        item_size=entries.item_size[rows],
+        length=entries.length[rows],
+    )
+
+
+def _check_dtypes(tensors: Sequence[ShardedTensor]) -> None:
+    for dtype in dict.fromkeys([shard.dtype for shard in tensors]):
+        check_storable(dtype, f"save: {next(shard.key for shard in tensors if shard.dtype == dtype)!r}")
+
+
+def _payload(item: ShardedObject, allow_pickle: bool) -> bytes:
+    try:
+        return encode_tree(item.data, allow_pickle=allow_pickle)
+    except CheckpointingException as error:
+        error.add_note(f"tree is the data of ShardedObject {item.unique_key!r}")
+        raise
+
+
+def _shape(shard: ShardedTensor) -> tuple[int, ...]:
+    flat = shard.flattened_range
+    return (1,) * shard.prepend_axis_num + shard.local_shape if flat is None else (flat.stop - flat.start,)
+
 
 HEADER_BYTES = 64 * 1024 * 1024
 """A new part begins before a header passes this; readers of safetensors refuse headers of over 100 MB."""
@@ -135,3 +232,61 @@ def _free_name(key: str, position: int, taken: set[str]) -> str:
     while name in taken:
         name, number = f"{key}#{number}", number + 1
     return name
+
+
+# Small tensors on their way to a file: copied together, so that they are hashed and written as one buffer.
+
+_SMALL_BYTES = 64 * 1024
+"""Of larger tensors the copy would cost more than a buffer of their own."""
+_TOGETHER_BYTES = 256 * 1024
+"""So few that the processor still has them in its cache when they are hashed and written."""
+
+# Bits are copied as integers, which have no NaN to be changed on the way.
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def together(entries: Entries) -> Iterator[slice]:
+    """Yield rows of entries, in order: small tensors with items of one size together, each other entry by itself."""
+    start, size, joined = 0, 0, 0  # what may be joined is told by its item size, what may not by 0
+    columns = (entries.sources, entries.item_size.tolist(), entries.length.tolist())
+    for row, (source, item_size, length) in enumerate(zip(*columns, strict=True)):
+        joins = item_size if length <= _SMALL_BYTES and _is_plain(source, item_size) else 0
+        if row and not (joins and joins == joined and size + length <= _TOGETHER_BYTES):
+            yield slice(start, row)
+            start, size = row, 0
+        joined = joins
+        size += length
+    if len(entries):
+        yield slice(start, len(entries))
+
+
+def _is_plain(source: Source, item_size: int) -> bool:
+    """Return whether an entry is a tensor whose memory is its bytes; `tensor_buffers` knows those of others."""
+    if isinstance(source, bytes) or item_size not in _INTEGERS:
+        return False
+    data = source.data
+    return type(data) in (torch.Tensor, torch.nn.Parameter) and is_in_place(data)
+
+
+def gathered(shards: Sequence[ShardedTensor]) -> Buffer:
+    """Return the bytes of small tensors, one after the other.
+
+    Raises:
+        ShapeError: one was changed since the save began.
+    """
+    integer = _INTEGERS[shards[0].dtype.itemsize]
+    with torch.no_grad():
+        bits = [checked_data(shard).view(integer) for shard in shards]
+        # Half the calls that views and `cat` are.
+        return memoryview(bit_view(_flatten_dense_tensors(bits)).numpy())  # type: ignore[no-untyped-call]
+
+
+def checked_data(shard: ShardedTensor) -> Any:
+    """Return a shard's data, which may be lazy.
+
+    Raises:
+        ShapeError: it was changed since the save began.
+    """
+    if found := misfit(shard):
+        raise ShapeError(error_text("save: a tensor was changed while it waited to be written", found=found))
+    return shard.data

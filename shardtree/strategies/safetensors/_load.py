@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -10,29 +10,93 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...codec import decode_tree
-from ...errors import CheckpointingException
+from ...codec import Entry, decode_header, decode_tree, encode_header
+from ...errors import CheckpointingException, CorruptCheckpoint, error_text
 from ...geometry import Column
 from ...mapping import ShardedObject, ShardedTensor
 from ...plans import Prospect, Runs, runs_plan
-from ...storage import ReadReport
-from .._checked import read_checked
-from .._missing import check_lengths
-from .._object_checks import check_objects_known
+from ...storage import BLOCK_BYTES, Buffer, ReadReport
+from .._checks import check_objects_known
+from .._metadata import check_lengths, read_checked
 from .._values import Checkpoint
-from ..base import StrategyAction, register_default_strategy
 from ..index import (
+    COLUMNS,
+    OPTIONAL_COLUMNS,
     Index,
+    IndexMetadata,
     explain_from_index,
     file_at,
     find_texts,
+    index_problem,
     load_from_index,
     planned_cost,
     read_planned,
+    shared_bytes_problem,
     text_at,
 )
-from ._index_file import decode_index
-from ._save import BACKEND, VERSION
+
+# The index as a safetensors file: written from columns, read back by mapping, and never trusted unchecked.
+
+_TAGS = {"uint8": "U8", "int64": "I64", "uint64": "U64"}
+_NUMPY = {"U8": np.uint8, "I64": np.int64, "U64": np.uint64}
+
+
+def encode_index(index: Index) -> bytes:
+    """Return the index as the bytes of a safetensors file; 8-byte columns first, so that each is aligned."""
+    present = [name for name in (*COLUMNS, *OPTIONAL_COLUMNS) if getattr(index, name) is not None]
+    columns = {name: np.ascontiguousarray(getattr(index, name)) for name in present}
+    ordered = sorted(columns.items(), key=lambda column: -column[1].itemsize)
+    entries, offset = [], 0
+    for name, column in ordered:
+        tag = _TAGS[column.dtype.name]
+        entries.append(Entry(name, tag, column.shape, offset, offset + column.nbytes))
+        offset += column.nbytes
+    return b"".join([encode_header(entries), *(column.tobytes() for _, column in ordered)])
+
+
+def decode_index(data: Buffer, what: str) -> Index:
+    """Return the index that a file's bytes hold, its columns as views of them.
+
+    Args:
+        data: the whole file.
+        what: the file's name, for messages.
+
+    Raises:
+        CorruptCheckpoint: a column is missing or of another kind, or columns contradict each other.
+    """
+    entries, start = decode_header(data, data.nbytes)
+    columns: dict[str, Any] = {}
+    for entry in entries:
+        if entry.name in COLUMNS or entry.name in OPTIONAL_COLUMNS:
+            dtype = _NUMPY.get(entry.tag)
+            if dtype is None:
+                raise _corrupt(what, f"column {entry.name!r} has dtype {entry.tag}")
+            part = data[start + entry.start : start + entry.stop]
+            columns[entry.name] = np.frombuffer(part, dtype=dtype).reshape(entry.shape)
+        elif not entry.name.startswith("x_"):
+            raise _corrupt(what, f"unknown column {entry.name!r}: it was written by a later version")
+    missing = [name for name in COLUMNS if name not in columns]
+    if missing:
+        raise _corrupt(what, f"columns {', '.join(missing)} are missing")
+    index = Index(**columns)
+    try:
+        problem = index_problem(index) or _blocks_problem(index) or shared_bytes_problem(index)
+    except (CheckpointingException, UnicodeDecodeError, IndexError, ValueError) as error:
+        problem = str(error)
+    if problem:
+        raise _corrupt(what, problem)
+    return index
+
+
+def _corrupt(what: str, found: str) -> CorruptCheckpoint:
+    fix = "The file was damaged or made by another program; load another checkpoint."
+    return CorruptCheckpoint(error_text(f"open: the index {what!r} is not sound", found=found, fix=fix))
+
+
+def _blocks_problem(index: Index) -> str | None:
+    blocks = np.diff(index.file_block)
+    tiled = (blocks == -(-index.file_length // BLOCK_BYTES)) | (blocks == 0)  # none without checksums
+    return None if tiled.all() else "a file's blocks don't tile it"
 
 
 def read_index(checkpoint: Checkpoint) -> Index:
@@ -43,7 +107,6 @@ def read_index(checkpoint: Checkpoint) -> Index:
     return index
 
 
-@register_default_strategy(StrategyAction.LOAD_COMMON, BACKEND, VERSION)
 def load_common(checkpoint: Checkpoint) -> Any:
     """Return the stored common tree, with holes where shards were."""
     data, _ = read_checked(checkpoint, "common")
@@ -51,7 +114,6 @@ def load_common(checkpoint: Checkpoint) -> Any:
     return decode_tree(data, types=options.types, allow_pickle=options.allow_pickle)
 
 
-@register_default_strategy(StrategyAction.LOAD_SHARDED, BACKEND, VERSION)
 def load_sharded(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> ReadReport:
     """Fill each shard's data, a contiguous CPU tensor, in place, and return what was read.
 
@@ -63,14 +125,12 @@ def load_sharded(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> Rea
     return load_from_index(checkpoint, read_index(checkpoint), shards)
 
 
-@register_default_strategy(StrategyAction.EXPLAIN, BACKEND, VERSION)
 def explain(checkpoint: Checkpoint, shards: Sequence[ShardedTensor], cast: bool) -> Prospect:
     """Return what loading shards would come to, from the index alone."""
     index = read_index(checkpoint)
     return explain_from_index(index, shards, partial(planned_cost, checkpoint, index), cast=cast, refused={})
 
 
-@register_default_strategy(StrategyAction.LOAD_OBJECTS, BACKEND, VERSION)
 def load_objects(checkpoint: Checkpoint, objects: Sequence[ShardedObject]) -> list[Any]:
     """Return the data of each sharded object, in order."""
     if not objects:
@@ -104,3 +164,11 @@ def _decode(memory: torch.Tensor, unique_key: str, checkpoint: Checkpoint) -> An
     except CheckpointingException as error:
         error.add_note(f"tree is the data of ShardedObject {unique_key!r}")
         raise
+
+
+# What is in a checkpoint of the native format.
+
+
+def load_metadata(checkpoint: Checkpoint) -> Mapping[str, ShardedTensor | ShardedObject]:
+    """Return every stored tensor by key, and object by unique key, whole and without data."""
+    return IndexMetadata(read_index(checkpoint))

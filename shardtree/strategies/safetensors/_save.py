@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,28 +12,106 @@ import numpy as np
 import torch
 
 from ...codec import encode_tree
-from ...errors import StorageError, error_text
+from ...errors import CheckpointingException, IntegrityError, StorageError, error_text
 from ...geometry import Column
-from ...layouts import shard_columns
+from ...layouts import join_columns, shard_columns, write_problems
 from ...mapping import ShardedObject, ShardedTensor
-from ...storage import STAGED_BYTES, collector_paused, is_in_place, usual_threads
-from .._checked import write_checked
+from ...storage import STAGED_BYTES, Storage, StoredFile, collector_paused, is_in_place, usual_threads
+from .._checks import check_objects_written
+from .._metadata import METADATA_FILE, decode_metadata, metadata_bytes, write_checked
+from .._save_folders import is_left_over, is_save_folder, remove_save
 from .._values import AsyncRequest, Draft, Fields
-from ..base import StrategyAction, register_default_strategy
-from ._clean import remove_left_overs, remove_unless_committed
-from ._collect import collect_index
-from ._entries import Shard
-from ._index_file import encode_index
-from ._layout import parts
-from ._write import write_files
-from ._written import Written
+from ..index import Index, build_index
+from ._layout import Shard, parts
+from ._load import encode_index
+from ._write import Written, fingerprint_column, write_files
+
+# From what each rank wrote to the global index.
+
+
+def collect_index(written: Sequence[Written]) -> Index:
+    """Return the index of a checkpoint, given what its ranks wrote.
+
+    Raises:
+        IntegrityError: ranks disagree about a tensor, two wrote the same object, or a tensor is named like one.
+    """
+    columns = join_columns([part.columns for part in written])
+    problems = write_problems(columns)
+    if problems:
+        fix = "Give replicas different replica_ids, and keep shards inside their tensor's global shape."
+        what = "save: shards that can't lie in one checkpoint"
+        raise IntegrityError(error_text(what, offenders=map(str, problems), fix=fix))
+    first_file = np.cumsum([0, *(len(part.files) for part in written)])
+    files = [
+        StoredFile(name, length, hashes)
+        for part in written
+        for name, length, hashes in zip(part.files, part.lengths, part.hashes, strict=True)
+    ]
+    index = build_index(
+        columns,
+        _joined([part.file + base for part, base in zip(written, first_file, strict=False)]),
+        _joined([part.byte for part in written]),
+        files=files,
+        objects=_objects(written, first_file, columns.keys),
+    )
+    return replace(index, x_fingerprint=fingerprint_column(columns, [part.totals for part in written]))
+
+
+def _objects(written: Sequence[Written], first_file: Column, keys: Sequence[str]) -> list[tuple[str, int, int, int]]:
+    rows = sorted(
+        (key, file + int(base), byte, length)
+        for part, base in zip(written, first_file, strict=False)
+        for key, file, byte, length in part.objects
+    )
+    check_objects_written([row[0] for row in rows], keys)
+    return rows
+
+
+def _joined(columns: Sequence[Column]) -> Column:
+    return np.concatenate([*columns, np.zeros(0, dtype=np.int64)])
+
+
+# Removing what no checkpoint needs any more: the replaced save's files, and what dead saves left behind.
+
+
+def remove_left_overs(storage: Storage, *, keep: str, before: bytes | None, stale_after: float) -> None:
+    """Remove the folder of the save that was replaced, and folders of saves that died; only files that a save writes.
+
+    Args:
+        storage: the checkpoint's folder.
+        keep: the folder that metadata.json refers to now.
+        before: metadata.json as it was before.
+        stale_after: seconds without a change, by the storage's clock, after which an unfinished save counts as dead.
+    """
+    replaced = _save_id(before)
+    before_that = (storage.changed(METADATA_FILE) or 0.0) - stale_after
+    for name in storage.names():
+        if not is_save_folder(name) or name == keep:
+            continue
+        if name == replaced or is_left_over(storage, name, before=before_that):
+            remove_save(storage, name)
+
+
+def remove_unless_committed(storage: Storage, folder: str) -> None:
+    """Remove a save's folder, unless metadata.json refers to it."""
+    metadata = metadata_bytes(storage)
+    if metadata is None or _save_id(metadata) not in (None, folder):
+        remove_save(storage, folder)
+
+
+def _save_id(metadata: bytes | None) -> str | None:
+    try:
+        save_id = decode_metadata(metadata, METADATA_FILE).get("save_id") if metadata else None
+    except CheckpointingException:
+        return None
+    return save_id if isinstance(save_id, str) else None
+
 
 BACKEND, VERSION = "safetensors", 1
 
 logger = logging.getLogger("shardtree")
 
 
-@register_default_strategy(StrategyAction.SAVE_COMMON, BACKEND, VERSION)
 def save_common(draft: Draft, common: Any) -> Fields:
     """Write the common tree as one file, and return what metadata.json says about it."""
     data = encode_tree(common, allow_pickle=draft.options.allow_pickle)
@@ -41,8 +120,6 @@ def save_common(draft: Draft, common: Any) -> Fields:
     return {"save_id": draft.save_id, "common": entry}
 
 
-@register_default_strategy(StrategyAction.SAVE_OBJECTS, BACKEND, VERSION)
-@register_default_strategy(StrategyAction.SAVE_SHARDED, BACKEND, VERSION)
 def save_sharded(draft: Draft, shards: Sequence[ShardedTensor | ShardedObject]) -> AsyncRequest[Written]:
     """Prepare the data files of a rank's shards, and return the request that writes them."""
     with collector_paused():

@@ -9,8 +9,10 @@ from itertools import chain
 from threading import Event
 
 import numpy as np
+import torch
 
 from ...errors import CheckpointingException, error_text
+from ...fingerprints import add_fingerprints, column_parts, piece_total, run_pieces
 from ...geometry import Column
 from ...layouts import ShardColumns, select_rows
 from ...mapping import ShardedTensor
@@ -28,11 +30,74 @@ from ...storage import (
     tensor_buffers,
 )
 from .._values import Draft
-from ._entries import Entries, Source
-from ._gather import checked_data, gathered, together
-from ._layout import Part, part_name
-from ._totals import with_total
-from ._written import Written
+from ._layout import Entries, Part, Source, checked_data, gathered, part_name, together
+
+# Fingerprints of what a save writes: added up from the bytes on their way to the file.
+
+
+def with_total(buffers: Iterator[Buffer], shard: ShardedTensor, totals: list[int]) -> Iterator[Buffer]:
+    """Yield a shard's buffers as they are, and append what they add to its tensor's fingerprint.
+
+    Args:
+        buffers: the row-major bytes of the shard, whole elements in each.
+        shard: whose they are.
+        totals: what the shard adds goes to the end of this list, once the last buffer was taken.
+    """
+    box = (1,) * shard.prepend_axis_num + shard.local_shape
+    first = 0 if shard.flattened_range is None else shard.flattened_range.start
+    total = 0
+    for buffer in buffers:
+        elements = torch.frombuffer(buffer, dtype=torch.uint8).view(shard.dtype)
+        total += sum(in_threads(piece_total, run_pieces(elements, shard.global_offset, box, first)))
+        first += elements.numel()
+        yield buffer
+    totals.append(total % 2**64)
+
+
+def fingerprint_column(columns: ShardColumns, totals: Sequence[Hashes | None]) -> Hashes | None:
+    """Return the fingerprint of each key, uint64 (keys,), or None where no rank added up.
+
+    Args:
+        columns: all ranks' shards, which cover their tensors once.
+        totals: what each rank's shards add, in the order of the columns' rows.
+
+    Raises:
+        IntegrityError: the shards don't make whole tensors.
+    """
+    known = [each for each in totals if each is not None]
+    if not known:
+        return None
+    found = add_fingerprints([column_parts(columns, np.concatenate(known))])
+    return np.array([found[key] for key in columns.keys], dtype=np.uint64)
+
+
+# What one rank wrote, and tells the others before the commit.
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Written:
+    """What one rank wrote.
+
+    Attributes:
+        files: names of its data files.
+        lengths: theirs, in bytes.
+        hashes: of their blocks, file by file; None where none are wanted.
+        columns: the tensor shards that it wrote.
+        file: number of the rank's file for each shard, int64 (shards,).
+        byte: where each shard begins in it, int64 (shards,).
+        objects: unique key, file, byte and length in bytes of each object.
+        totals: what each shard adds to its tensor's fingerprint, uint64 (shards,); None where none is asked for.
+    """
+
+    files: tuple[str, ...]
+    lengths: tuple[int, ...]
+    hashes: tuple[Hashes | None, ...]
+    columns: ShardColumns
+    file: Column
+    byte: Column
+    objects: tuple[tuple[str, int, int, int], ...]
+    totals: Hashes | None = None
+
 
 Hashing = Callable[[Iterable[Buffer], BlockHasher], Generator[Buffer, None, None]]
 

@@ -1,21 +1,50 @@
 """Archives of torch.save in data files: Megatron-Core's `torch_dist`, and what torch.distributed.checkpoint writes."""
 
-from ._backends import DCP as DCP
-from ._backends import INDEX_FILE as INDEX_FILE
-from ._backends import TORCH_DIST as TORCH_DIST
+from .._actions import Strategies as Strategies
+from .._actions import StrategyAction as StrategyAction
 from ._commit import commit as commit
 from ._commit import commit_dcp as commit_dcp
 from ._common import load_common as load_common
 from ._common import load_dcp_common as load_dcp_common
 from ._common import recognize as recognize
-from ._list import list_files as list_files
+from ._listing import DCP as DCP
+from ._listing import TORCH_DIST as TORCH_DIST
 from ._listing import Listing as Listing
+from ._listing import list_files as list_files
 from ._listing import read_listing as read_listing
+from ._load import explain as explain
 from ._load import load_metadata as load_metadata
 from ._load import load_objects as load_objects
 from ._load import load_sharded as load_sharded
+from ._metadata_file import INDEX_FILE as INDEX_FILE
+from ._save import save_common as save_common
+from ._save import save_dcp_common as save_dcp_common
 from ._save import save_dcp_sharded as save_dcp_sharded
 from ._save import save_sharded as save_sharded
-from ._save_common import save_common as save_common
-from ._save_common import save_dcp_common as save_dcp_common
 from ._verify import verify_files as verify_files
+
+ROWS: Strategies = {
+    (StrategyAction.LOAD_COMMON, "torch_dist", 1): load_common,
+    (StrategyAction.LOAD_SHARDED, "torch_dist", 1): load_sharded,
+    (StrategyAction.LOAD_OBJECTS, "torch_dist", 1): load_objects,
+    (StrategyAction.LOAD_METADATA, "torch_dist", 1): load_metadata,
+    (StrategyAction.EXPLAIN, "torch_dist", 1): explain,
+    (StrategyAction.SAVE_COMMON, "torch_dist", 1): save_common,
+    (StrategyAction.SAVE_SHARDED, "torch_dist", 1): save_sharded,
+    (StrategyAction.SAVE_OBJECTS, "torch_dist", 1): save_sharded,
+    (StrategyAction.COMMIT, "torch_dist", 1): commit,
+    (StrategyAction.VERIFY, "torch_dist", 1): verify_files,
+    (StrategyAction.LIST_FILES, "torch_dist", 1): list_files,
+    (StrategyAction.RECOGNIZE, "dcp", 1): recognize,
+    (StrategyAction.LOAD_COMMON, "dcp", 1): load_dcp_common,
+    (StrategyAction.LOAD_SHARDED, "dcp", 1): load_sharded,
+    (StrategyAction.LOAD_OBJECTS, "dcp", 1): load_objects,
+    (StrategyAction.LOAD_METADATA, "dcp", 1): load_metadata,
+    (StrategyAction.EXPLAIN, "dcp", 1): explain,
+    (StrategyAction.SAVE_COMMON, "dcp", 1): save_dcp_common,
+    (StrategyAction.SAVE_SHARDED, "dcp", 1): save_dcp_sharded,
+    (StrategyAction.SAVE_OBJECTS, "dcp", 1): save_dcp_sharded,
+    (StrategyAction.COMMIT, "dcp", 1): commit_dcp,
+    (StrategyAction.VERIFY, "dcp", 1): verify_files,
+    (StrategyAction.LIST_FILES, "dcp", 1): list_files,
+}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 
@@ -12,12 +14,160 @@ from ...errors import CheckpointingException, CorruptCheckpoint, MetadataError, 
 from ...geometry import Column, box_column
 from ...layouts import ShardColumns, TensorKind
 from ...mapping import ShardedObject
+from ...storage import StoredFile
+from .._manifest import MANIFEST_FILE
 from .._values import Checkpoint
 from ..index import Index, build_index, index_problem
-from ._archives import Archives, archives_of
-from ._backends import INDEX_FILE, TORCH_DIST
-from ._flat import Boxes, true_boxes
-from ._metadata_file import MetadataFile, TensorEntry, read_metadata_file
+from ._metadata_file import INDEX_FILE, Ints, MetadataFile, Place, TensorEntry, read_metadata_file
+
+# Archives of torch.save in data files: where each lies, numbered in the order of files and bytes.
+
+_MOST_BYTES = 2.0**60
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Archives:
+    """All archives of a checkpoint.
+
+    Attributes:
+        names: the key of each one's tensor, or the name of its object.
+        shapes: of each one's tensor, None for an object.
+        start: where each one's payload begins in an imagined file that holds nothing else, int64 (archives,).
+        payload: in bytes; an object is all payload, int64 (archives,).
+        file: number of the file, int64 (archives,).
+        byte: where the archive begins in the file, int64 (archives,).
+        length: of the archive, in bytes, int64 (archives,).
+        files: names of the files.
+        refused: why an archive can't be read, by its number.
+        imagined: the imagined file.
+    """
+
+    names: Sequence[str]
+    shapes: Sequence[Ints | None]
+    start: Column
+    payload: Column
+    file: Column
+    byte: Column
+    length: Column
+    files: tuple[str, ...]
+    refused: Mapping[int, str]
+    imagined: StoredFile
+
+    def at(self, byte: Column) -> Column:
+        """Return the numbers of the archives in which bytes of the imagined file lie, int64 (bytes,)."""
+        return np.asarray(np.searchsorted(self.start, byte, side="right") - 1, dtype=np.int64)
+
+
+def archives_of(
+    names: Sequence[str], places: Sequence[Place], shapes: Sequence[Ints | None], payload: Column
+) -> tuple[Archives, Column]:
+    """Return archives in the order in which they lie, and each given one's number there, int64 (archives,).
+
+    Args:
+        names: key of the tensor, or name of the object, of each.
+        places: where each lies.
+        shapes: of each one's tensor, None for an object.
+        payload: bytes of each tensor; objects follow after the tensors, and an object is all payload.
+
+    Raises:
+        ValueError: a place is no stretch of a file, or they are too large.
+    """
+    files = sorted({place.file for place in places})
+    for name in files:
+        name.encode()  # what can't be encoded is no name of a file; storage says which others aren't
+    numbers = {name: number for number, name in enumerate(files)}
+    file = np.array([numbers[place.file] for place in places], dtype=np.int64)
+    byte = np.array([place.byte for place in places], dtype=np.int64)
+    length = np.array([place.length for place in places], dtype=np.int64)
+    payload = np.append(payload, length[payload.size :])
+    for column in (byte, length, payload):
+        if (column < 0).any() or (column > _MOST_BYTES).any() or payload.astype(np.float64).sum() > _MOST_BYTES:
+            raise ValueError("an archive's place or size is out of range")
+    order = np.lexsort((byte, file))
+    number = np.empty_like(order)
+    number[order] = np.arange(order.size)
+    payload = payload[order]
+    end = np.cumsum(payload + 1)
+    archives = Archives(
+        names=[names[row] for row in order.tolist()],
+        shapes=[shapes[row] for row in order.tolist()],
+        start=end - payload - 1,
+        payload=payload,
+        file=file[order],
+        byte=byte[order],
+        length=length[order],
+        files=tuple(files),
+        refused={int(number[row]): place.refusal for row, place in enumerate(places) if place.refusal},
+        imagined=StoredFile("archives", int(end[-1]) if end.size else 0),
+    )
+    return archives, number
+
+
+# Flat shards as Megatron-Core 0.8 to 0.15 stored them: ranges of flattened grid cells, with their true place.
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Boxes:
+    """The chunks of one tensor: boxes of it, or flat ranges of such boxes.
+
+    Attributes:
+        global_shape: of the tensor.
+        offsets: of each box.
+        shapes: of each box.
+        starts: first element of each flat range, -1 for a whole box.
+        stops: one past its last element, -1 for a whole box.
+    """
+
+    global_shape: Ints
+    offsets: list[Ints]
+    shapes: list[Ints]
+    starts: list[int]
+    stops: list[int]
+
+
+def true_boxes(entry: TensorEntry) -> Boxes:
+    """Return where a stored tensor's chunks lie in the tensor that was sharded.
+
+    A tensor that was cut into a grid of cells, each of which ranks shared as flat ranges, was stored as one of shape
+    (grid, elements of a cell). `.metadata` says the true shape beside it.
+
+    Raises:
+        ValueError: the chunks aren't ranges of such cells.
+
+    Examples:
+        >>> entry = TensorEntry(None, (2, 1, 24), [(1, 0, 9)], [(1, 1, 15)], [], grid_shape=(8, 6))
+        >>> boxes = true_boxes(entry)
+        >>> boxes.global_shape, boxes.offsets, boxes.shapes, boxes.starts, boxes.stops
+        ((8, 6), [(4, 0)], [(4, 6)], [9], [24])
+    """
+    if entry.grid_shape is None:
+        none = [-1] * len(entry.offsets)
+        return Boxes(entry.shape, entry.offsets, entry.shapes, none, none)
+    cell = _cell(entry.shape, entry.grid_shape)
+    for offset, shape in zip(entry.offsets, entry.shapes, strict=True):
+        if shape[:-1] != (1,) * len(cell) or not 0 <= offset[-1] <= offset[-1] + shape[-1] <= entry.shape[-1]:
+            raise ValueError(f"its chunk {shape} at {offset} isn't a range of one cell of {entry.shape}")
+    offsets = [tuple(at * size for at, size in zip(offset, cell, strict=False)) for offset in entry.offsets]
+    starts = [offset[-1] for offset in entry.offsets]
+    stops = [start + shape[-1] for start, shape in zip(starts, entry.shapes, strict=True)]
+    return Boxes(entry.grid_shape, offsets, [cell] * len(offsets), starts, stops)
+
+
+def _cell(stored: Ints, shape: Ints) -> Ints:
+    """Return the shape of one cell of a grid."""
+    fits = len(stored) == len(shape) + 1 and all(
+        count > 0 and size % count == 0 for size, count in zip(shape, stored, strict=False)
+    )
+    cell = tuple(size // count for size, count in zip(shape, stored, strict=False)) if fits else ()
+    if not fits or prod(cell) != stored[-1]:
+        raise ValueError(f"it is stored as {stored}, which is no grid of flattened cells of {shape}")
+    return cell
+
+
+# The two names of one format of tensors: Megatron-Core's, and what torch.distributed.checkpoint writes by itself.
+
+TORCH_DIST, DCP = ("torch_dist", 1), ("dcp", 1)
+
 
 COMMON_OBJECT = "common_state/shard_0_1"
 """The object in which Megatron-Core keeps the common state since it writes no common.pt."""
@@ -153,3 +303,14 @@ def _kind(entry: TensorEntry, boxes: Boxes) -> TensorKind:
 
 def _int64(values: Sequence[int]) -> Column:
     return np.array(values, dtype=np.int64)
+
+
+# Which files a checkpoint of archives consists of.
+
+_DATA_FILE = re.compile(r"__\d+_\d+\.distcp")
+
+
+def list_files(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Return the names of the index, the ranks' data files, and Megatron-Core's list of hashes."""
+    own = (name for name in checkpoint.storage.names() if _DATA_FILE.fullmatch(name))
+    return INDEX_FILE, MANIFEST_FILE, *own

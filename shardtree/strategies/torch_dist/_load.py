@@ -3,33 +3,158 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
+import torch
+
+from ...codec import bit_view
 from ...errors import UnsupportedValue, error_text
+from ...geometry import Column
 from ...layouts import shard_columns
 from ...mapping import ShardedObject, ShardedTensor
-from ...plans import Prospect
-from ...storage import ReadReport
-from .._object_checks import check_objects_known
+from ...plans import LoadPlan, Prospect, ReadCost, Runs, Strided, runs_plan
+from ...storage import MemoryStorage, ReadReport, StoredFile, Stretches, fetch, fetch_cost
+from .._checks import check_objects_known
 from .._values import Checkpoint
-from ..base import StrategyAction, register_default_strategy
 from ..index import IndexMetadata, explain_from_index, plan_shards
-from ._backends import DCP, TORCH_DIST
-from ._decode import decoded
 from ._listing import Listing, is_object, read_listing
-from ._read import archives_cost, read_archives
+from ._payloads import (
+    SCATTERED,
+    Payloads,
+    archive_name,
+    check_reach,
+    check_tensor,
+    decoded,
+    decoded_at,
+    opened,
+    payloads_of,
+)
+
+# Reading tensors out of archives: what a plan says of payloads, at their places in the data files.
+
+Flags = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
 
-@register_default_strategy(StrategyAction.LOAD_METADATA, *TORCH_DIST)
-@register_default_strategy(StrategyAction.LOAD_METADATA, *DCP)
+def read_archives(
+    checkpoint: Checkpoint, listing: Listing, plan: LoadPlan, memories: Sequence[torch.Tensor]
+) -> ReadReport:
+    """Read what a plan on a listing's index says, and return how much that was; an archive counts as one block.
+
+    Args:
+        checkpoint: where the files are, and how they are read.
+        listing: what the plan was made on.
+        plan: what to read.
+        memories: for each requested shard its memory, a contiguous tensor, written in place.
+
+    Raises:
+        CorruptCheckpoint: an archive isn't what was saved.
+    """
+    run, piece = listing.archives.at(plan.runs.byte), listing.archives.at(plan.strided.byte)
+    numbers = np.union1d(run, piece)
+    payloads = payloads_of(checkpoint, listing, numbers)
+    in_order, run_in_order, piece_in_order = (payloads.begin[rows] != SCATTERED for rows in (numbers, run, piece))
+    direct = _selected(plan, run_in_order, piece_in_order)
+    moved = _moved(listing, payloads, direct, run[run_in_order], piece[piece_in_order])
+    files = _files(checkpoint, listing, payloads, numbers[in_order])
+    options = checkpoint.options
+    report = fetch(checkpoint.storage, files, moved, memories, verify=options.verify, progress=options.progress)
+    for number in numbers[~in_order].tolist():
+        report += _read_decoded(checkpoint, listing, number, _selected(plan, run == number, piece == number), memories)
+    return report
+
+
+def archives_cost(checkpoint: Checkpoint, listing: Listing, plan: LoadPlan) -> ReadCost:
+    """Return what reading a plan on a listing's index takes, as if each tensor lay in its archive as it usually does.
+
+    That is in row-major order and with a checksum. Looking up where it begins, in each archive's own directory, takes a
+    few hundred bytes more.
+
+    Args:
+        checkpoint: how the files are read.
+        listing: what the plan was made on.
+        plan: what would be read.
+
+    Raises:
+        CorruptCheckpoint: a data file is shorter than the listing says, or isn't there.
+    """
+    archives = listing.archives
+    run, piece = archives.at(plan.runs.byte), archives.at(plan.strided.byte)
+    numbers = np.union1d(run, piece)
+    for file in np.unique(archives.file[numbers]).tolist():
+        check_reach(checkpoint, listing, file, numbers[archives.file[numbers] == file].tolist())
+    # An archive that is shorter than its tensor holds a part that repeats, and is decoded as a whole.
+    repeats = archives.payload > archives.length
+    direct, begin = _selected(plan, ~repeats[run], ~repeats[piece]), archives.start[numbers]
+    stretches = Stretches(begin, begin + archives.payload[numbers], np.ones_like(begin))
+    imagined = replace(archives.imagined, stretches=stretches)
+    found = fetch_cost({0: imagined}, direct, verify=checkpoint.options.verify)
+    decoded = int(archives.length[numbers[repeats[numbers]]].sum())
+    files = np.unique(archives.file[numbers]).size
+    return replace(found, bytes_wanted=plan.bytes_read, bytes_read=found.bytes_read + decoded, files=files)
+
+
+def _selected(plan: LoadPlan, runs: Flags, pieces: Flags) -> LoadPlan:
+    """Return some rows of a plan."""
+    return replace(
+        plan,
+        runs=Runs(*(getattr(plan.runs, name)[runs] for name in Runs.__slots__)),
+        strided=Strided(*(getattr(plan.strided, name)[pieces] for name in Strided.__slots__)),
+    )
+
+
+def _moved(listing: Listing, payloads: Payloads, plan: LoadPlan, run: Column, piece: Column) -> LoadPlan:
+    """Return a plan on the imagined file as one on the real files, given the archive of each of its rows."""
+    archives = listing.archives
+    run_shift, piece_shift = (payloads.begin[rows] - archives.start[rows] for rows in (run, piece))
+    # Two tensors may share an archive, so the runs' order isn't always what it was.
+    runs = runs_plan(replace(plan.runs, file=archives.file[run], byte=plan.runs.byte + run_shift)).runs
+    strided = replace(plan.strided, file=archives.file[piece], byte=plan.strided.byte + piece_shift)
+    return replace(plan, runs=runs, strided=strided)
+
+
+def _files(checkpoint: Checkpoint, listing: Listing, payloads: Payloads, numbers: Column) -> dict[int, StoredFile]:
+    """Return the files that payloads lie in, by number, with the payloads as stretches that have a checksum."""
+    archives = listing.archives
+    found = {}
+    for file in np.unique(archives.file[numbers]).tolist():
+        inside = numbers[archives.file[numbers] == file]
+        begin = payloads.begin[inside]
+        stretches = Stretches(begin, begin + archives.payload[inside], payloads.crc32[inside])
+        name = archives.files[file]
+        length = checkpoint.storage.length(name)
+        found[file] = StoredFile(name, -1 if length is None else length, stretches=stretches)
+    return found
+
+
+def _read_decoded(
+    checkpoint: Checkpoint, listing: Listing, number: int, plan: LoadPlan, memories: Sequence[torch.Tensor]
+) -> ReadReport:
+    """Read from an archive whose tensor has to be decoded as a whole, for its bytes aren't in row-major order."""
+    archives = listing.archives
+    with opened(checkpoint, listing, int(archives.file[number]), [number]) as reader:
+        value = decoded_at(checkpoint, listing, reader, number)
+    tensor = check_tensor(listing, number, value, archive_name(checkpoint, listing, number))
+    memory = MemoryStorage()
+    bits = bit_view(tensor.detach().resolve_conj().resolve_neg().contiguous())
+    memory.write("tensor", [memoryview(bits.numpy())], durable=False)
+    start, one = archives.start[number], np.zeros_like
+    runs = replace(plan.runs, file=one(plan.runs.file), byte=plan.runs.byte - start)
+    strided = replace(plan.strided, file=one(plan.strided.file), byte=plan.strided.byte - start)
+    inner = replace(plan, runs=runs, strided=strided)
+    report = fetch(
+        memory, {0: StoredFile("tensor", bits.numel())}, inner, memories, progress=checkpoint.options.progress
+    )
+    return replace(report, blocks_checked=1, blocks_unchecked=0)
+
+
 def load_metadata(checkpoint: Checkpoint) -> Mapping[str, ShardedTensor | ShardedObject]:
     """Return every stored tensor by key, and object by unique key, whole and without data."""
     return IndexMetadata(read_listing(checkpoint).index)
 
 
-@register_default_strategy(StrategyAction.LOAD_SHARDED, *TORCH_DIST)
-@register_default_strategy(StrategyAction.LOAD_SHARDED, *DCP)
 def load_sharded(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> ReadReport:
     """Fill each shard's data, a contiguous CPU tensor, in place, and return what was read.
 
@@ -55,8 +180,6 @@ def _check_known(listing: Listing, keys: set[str]) -> None:
         )
 
 
-@register_default_strategy(StrategyAction.EXPLAIN, *TORCH_DIST)
-@register_default_strategy(StrategyAction.EXPLAIN, *DCP)
 def explain(checkpoint: Checkpoint, shards: Sequence[ShardedTensor], cast: bool) -> Prospect:
     """Return what loading shards would come to, from `.metadata` alone: archives stay closed."""
     listing = read_listing(checkpoint)
@@ -64,8 +187,6 @@ def explain(checkpoint: Checkpoint, shards: Sequence[ShardedTensor], cast: bool)
     return explain_from_index(listing.index, shards, cost, cast=cast, refused=listing.unknown)
 
 
-@register_default_strategy(StrategyAction.LOAD_OBJECTS, *TORCH_DIST)
-@register_default_strategy(StrategyAction.LOAD_OBJECTS, *DCP)
 def load_objects(checkpoint: Checkpoint, objects: Sequence[ShardedObject]) -> list[Any]:
     """Return the data of each sharded object, in order.
 

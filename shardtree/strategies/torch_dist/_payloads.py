@@ -17,6 +17,7 @@ from ...geometry import Column
 from ...storage import Buffer, Reader
 from .._manifest import check_listed
 from .._values import Checkpoint
+from ..torch import decode_with_holes
 from ._listing import Listing
 
 _UNKNOWN, SCATTERED = -1, -2
@@ -173,3 +174,36 @@ def check_kind(listing: Listing, number: int, dtype: str, shape: tuple[int, ...]
                 fix="The checkpoint was damaged; load another one.",
             )
         )
+
+
+# Archives that are decoded as a whole: objects, plain values, and tensors whose payload isn't in row-major order.
+
+
+def decoded_at(checkpoint: Checkpoint, listing: Listing, reader: Reader, number: int) -> Any:
+    """Return what an archive of an open file holds.
+
+    Raises:
+        CorruptCheckpoint: it isn't what was saved.
+        UnsafeFile: it needs code to run, and `allow_pickle` isn't given.
+    """
+    archives = listing.archives
+    data = part_of(reader, int(archives.byte[number]), 0, int(archives.length[number]))
+    what = archive_name(checkpoint, listing, number)
+    return decode_with_holes(data, what, checkpoint.options)
+
+
+def decoded(checkpoint: Checkpoint, listing: Listing, numbers: Sequence[int]) -> Iterator[tuple[int, Any]]:
+    """Yield the number of each archive and what it holds, file by file.
+
+    Raises:
+        CorruptCheckpoint: an archive isn't what was saved.
+        UnsafeFile: one needs code to run, and `allow_pickle` isn't given.
+    """
+    wanted = np.unique(np.array(numbers, dtype=np.int64))
+    check_readable(listing, wanted)
+    files = listing.archives.file[wanted]
+    for file in np.unique(files).tolist():
+        inside = wanted[files == file].tolist()
+        with opened(checkpoint, listing, file, inside) as reader:
+            for number in inside:
+                yield number, decoded_at(checkpoint, listing, reader, number)

@@ -3,33 +3,32 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
-from ...errors import StrategyError, error_text
+from ...errors import CheckpointingException, StrategyError, TreePath, error_text, render_path
 from ...mapping import ShardedObject, ShardedTensor
+from ...storage import Buffer
 from .._metadata import METADATA_FILE
 from .._values import AsyncRequest, Draft, Fields
-from ..base import StrategyAction, register_default_strategy
-from ..torch import COMMON_FILE
-from ._backends import DCP, INDEX_FILE, TORCH_DIST
-from ._common import recognize
-from ._write import Written, data_file, names_of, write_file
-from ._write_collect import collect
-from ._write_layout import file_layout
+from ..torch import COMMON_FILE, encode_with_holes
+from ..torch import save_common as save_torch_common
+from ._commit import Archive, collect, stored_by
+from ._common import VALUES, check_names, named_values, recognize, without_hollow
+from ._listing import DCP, TORCH_DIST
+from ._metadata_file import INDEX_FILE
+from ._write import Written, data_file, file_layout, names_of, note, write_file
 
 logger = logging.getLogger("shardtree")
 
 
-@register_default_strategy(StrategyAction.SAVE_OBJECTS, *TORCH_DIST)
-@register_default_strategy(StrategyAction.SAVE_SHARDED, *TORCH_DIST)
 def save_sharded(draft: Draft, shards: Sequence[ShardedTensor | ShardedObject]) -> AsyncRequest[Written]:
     """Prepare the data file of a rank's shards, and return the request that writes it."""
     return _request(draft, shards, TORCH_DIST[0])
 
 
-@register_default_strategy(StrategyAction.SAVE_OBJECTS, *DCP)
-@register_default_strategy(StrategyAction.SAVE_SHARDED, *DCP)
 def save_dcp_sharded(draft: Draft, shards: Sequence[ShardedTensor | ShardedObject]) -> AsyncRequest[Written]:
     """Prepare the data file of a rank's shards, and return the request that writes it.
 
@@ -71,3 +70,61 @@ def _abandon(draft: Draft) -> None:
     except Exception as error:
         # The save's own error is on its way.
         logger.warning("save: what a failed save wrote stays in %s: %s", storage.where(), error)
+
+
+# Saving the common state: Megatron-Core's common.pt, or a file of plain values for torch.distributed.checkpoint.
+
+
+@dataclass(frozen=True, slots=True)
+class StoredValue:
+    """A plain value of the common state.
+
+    Attributes:
+        name: its path, joined by dots.
+        path: where it stands in the common tree.
+        archive: where it is stored.
+    """
+
+    name: str
+    path: TreePath
+    archive: Archive
+
+
+def save_common(draft: Draft, common: Any) -> Fields:
+    """Write common.pt, and return that the common state is in its format."""
+    note(draft, COMMON_FILE)
+    return {**save_torch_common(draft, common), "common_backend": "torch", "common_backend_version": 1}
+
+
+def save_dcp_common(draft: Draft, common: Any) -> Fields:
+    """Write the common tree's plain values, each an archive of its own; the index will say where.
+
+    Raises:
+        UnsupportedValue: a value can't be stored.
+        TreeError: two of them, or a value and a shard, have one name.
+    """
+    stored = stored_by(draft, DCP[0])
+    taken = {*stored.columns.keys, *stored.objects}
+    named = without_hollow(named_values(common), taken)
+    check_names(named, taken)
+    encoded = {name: _encoded(path, value, draft) for name, (path, value) in named.items()}
+    file, byte, values = data_file(0, 1), 0, []
+    for name, data in encoded.items():
+        values.append(StoredValue(name, named[name][0], (file, byte, len(data))))
+        byte += len(data)
+    if values:
+        draft.storage.write(note(draft, file), _buffers(encoded), durable=draft.options.durable)
+    draft.memo[VALUES] = tuple(values)
+    return {"common_backend": DCP[0], "common_backend_version": DCP[1]}
+
+
+def _encoded(path: TreePath, value: Any, draft: Draft) -> bytes:
+    try:
+        return encode_with_holes(value, allow_pickle=draft.options.allow_pickle)
+    except CheckpointingException as error:
+        error.add_note(f"tree is the value at {render_path(path, 'common')}")
+        raise
+
+
+def _buffers(encoded: dict[str, bytes]) -> Iterator[Buffer]:
+    return map(memoryview, encoded.values())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
@@ -9,7 +11,8 @@ from typing import Any
 
 import torch
 
-from ...errors import CorruptCheckpoint, error_text
+from ...codec import dtype_from_name, dtype_name, row_major_bits
+from ...errors import CorruptCheckpoint, UnsupportedValue, error_text
 
 _MOST_AXES = 64
 _MOST_BYTES = 2**58
@@ -110,3 +113,98 @@ def checked_shapes(shapes: Iterator[Any] | tuple[Any, ...], item_size: int, what
 def _unsound(what: str, found: str, expected: str) -> CorruptCheckpoint:
     fix = "The file was damaged or made by another program; load another checkpoint."
     return CorruptCheckpoint(error_text(f"open: {what} is not sound", found=found, expected=expected, fix=fix))
+
+
+# What zarr calls the dtypes: those that it has, and the unsigned integers that carry the bits of the others.
+
+_V3 = {
+    *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    *("float16", "float32", "float64", "complex64", "complex128"),
+}
+_EXTENSIONS = {"bfloat16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"}
+"""Names that other writers have for dtypes that zarr's core lacks."""
+
+_V2_KINDS = {"b": "bool", "i": "int", "u": "uint", "f": "float", "c": "complex"}
+_V2 = re.compile(r"([<>|=])([biufc])(\d{1,2})")
+_PLAIN_BITS = {"<V2", "|V2", "bfloat16"}
+
+
+def zarr_name(dtype: torch.dtype) -> str:
+    """Return the name of the zarr v3 data type that holds a dtype, of unsigned integers where zarr lacks it.
+
+    Examples:
+        >>> zarr_name(torch.float32), zarr_name(torch.bfloat16), zarr_name(torch.float8_e4m3fn)
+        ('float32', 'uint16', 'uint8')
+    """
+    name = dtype_name(dtype)
+    return name if name in _V3 else f"uint{dtype.itemsize * 8}"
+
+
+def dtype_of_v3(name: Any) -> torch.dtype | None:
+    """Return the dtype of a zarr v3 data type, None where torch has none.
+
+    Examples:
+        >>> dtype_of_v3("int16"), dtype_of_v3("bfloat16"), dtype_of_v3({"name": "fixed_length_utf32"})
+        (torch.int16, torch.bfloat16, None)
+    """
+    known = isinstance(name, str) and (name in _V3 or name in _EXTENSIONS)
+    return _found(name) if known else None
+
+
+def dtype_of_v2(text: Any) -> tuple[torch.dtype | None, bool]:
+    """Return the dtype of a zarr v2 array, None where torch has none, and whether its items are little-endian.
+
+    Two raw bytes are a bfloat16: that is how Megatron-Core makes the array before it writes the name down.
+
+    Examples:
+        >>> dtype_of_v2("<f4"), dtype_of_v2(">i2"), dtype_of_v2("bfloat16"), dtype_of_v2("<M8[ns]")
+        ((torch.float32, True), (torch.int16, False), (torch.bfloat16, True), (None, True))
+    """
+    if not isinstance(text, str):
+        return None, True
+    if text in _PLAIN_BITS:
+        return torch.bfloat16, True
+    parts = _V2.fullmatch(text)
+    if parts is None:
+        return None, True
+    order, kind, size = parts.groups()
+    name = "bool" if kind == "b" and size == "1" else f"{_V2_KINDS[kind]}{int(size) * 8}"
+    return (_found(name) if name in _V3 else None), order != ">"
+
+
+def _found(name: str) -> torch.dtype | None:
+    try:
+        return dtype_from_name(name)
+    except UnsupportedValue:  # an older torch
+        return None
+
+
+def fill_item(value: Any, dtype: torch.dtype, what: str) -> bytes:
+    r"""Return the bytes of one item that chunks which aren't stored consist of.
+
+    Args:
+        value: the fill value as zarr's metadata has it; not None.
+        dtype: of the items.
+        what: what has the fill value, for messages.
+
+    Raises:
+        CorruptCheckpoint: the dtype has no such value.
+
+    Examples:
+        >>> [fill_item(value, torch.bfloat16, "'w'") for value in (1, "0x7fc0", "-Infinity")]
+        [b'\x80?', b'\xc0\x7f', b'\x80\xff']
+    """
+    try:
+        if isinstance(value, str) and value.startswith("0x"):
+            return int(value, 16).to_bytes(dtype.itemsize, "little")
+        if isinstance(value, list):
+            real, imaginary = (float(part) for part in value)
+            return row_major_bits(torch.tensor([complex(real, imaginary)]).to(dtype)).numpy().tobytes()
+        if isinstance(value, str):
+            value = float(value)
+        if dtype.is_floating_point:
+            return row_major_bits(torch.tensor([float(value)], dtype=torch.float64).to(dtype)).numpy().tobytes()
+        return row_major_bits(torch.tensor([value], dtype=dtype)).numpy().tobytes()
+    except (ValueError, TypeError, OverflowError, RuntimeError, struct.error) as error:
+        found, expected = f"fill value {value!r}"[:200], f"a {dtype_name(dtype)}"
+        raise CorruptCheckpoint(error_text(f"open: {what} is not sound", found=found, expected=expected)) from error

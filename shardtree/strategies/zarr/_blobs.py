@@ -10,10 +10,12 @@ import torch
 
 from ...codec import canonical_json, decode_tree, encode_tree
 from ...errors import CorruptCheckpoint, error_text
-from ...storage import BLOCK_BYTES, Buffer, Storage
+from ...storage import BLOCK_BYTES, Buffer, Storage, digest
+from .._metadata import read_checked
+from .._values import Checkpoint, Draft, Fields
 from ..index import COLUMNS, Index, index_problem, shared_bytes_problem
 from ._array import StoredArray
-from ._v3 import NODE_FILE, OURS, encode_v3
+from ._metadata import NODE_FILE, OURS, encode_v3
 
 FOLDER = "_shardtree"
 
@@ -97,3 +99,25 @@ def _blocks_problem(index: Index) -> str | None:
 def _unsound(where: str, found: str) -> CorruptCheckpoint:
     fix = "The file was damaged; load another checkpoint."
     return CorruptCheckpoint(error_text(f"open: the index {where!r} is not sound", found=found, fix=fix))
+
+
+# The common state in a zarr folder: the common codec's bytes, as an array of them.
+
+BACKEND, VERSION = "zarr", 3
+
+
+def save_common(draft: Draft, common: Any) -> Fields:
+    """Write the common tree as one array of bytes, and return what metadata.json says about it."""
+    data = encode_tree(common, allow_pickle=draft.options.allow_pickle)
+    name, document = blob("common", len(data))
+    write_blob(draft.storage, name, [memoryview(data)], document, durable=draft.options.durable)
+    return {"common": {"name": name, "length": len(data), "digest": digest(data)}}
+
+
+def load_common(checkpoint: Checkpoint) -> Any:
+    """Return the stored common tree, with holes where shards were; an empty one if another program wrote the arrays."""
+    if "common" not in checkpoint.fields:
+        return {}
+    data, _ = read_checked(checkpoint, "common")
+    options = checkpoint.options
+    return decode_tree(data, types=options.types, allow_pickle=options.allow_pickle)

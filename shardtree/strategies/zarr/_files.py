@@ -29,9 +29,9 @@ from ...storage import (
 )
 from .._checks import misfit
 from ._array import Shape, StoredArray
+from ._cells import encode_shard_index, inner_counts
 from ._group import inner_cells
 from ._layout import Placed
-from ._shard_index import encode_shard_index, inner_counts
 
 _ZEROS = bytes(64 * 1024)
 

@@ -11,16 +11,13 @@ from ...errors import CheckpointingException, UnsafeFile
 from ...mapping import ShardedObject, ShardedTensor
 from ...plans import Prospect
 from ...storage import ReadReport
-from .._archive_check import archive_unchecked
-from .._findings import Damage, Finding
-from .._object_checks import check_objects_known, old_unique_key
+from .._checks import check_objects_known, old_unique_key
+from .._findings import Damage, Finding, archive_unchecked
 from .._values import Checkpoint
-from ..base import StrategyAction, register_default_strategy
 from ..index import IndexMetadata, file_at, find_texts
-from ._chunk_files import group_findings
-from ._folder import find_arrays
-from ._group import Group, read_group
-from ._read import explain_group, load_from_group
+from ._group import Group, find_arrays, read_group
+from ._load import explain_group, load_from_group
+from ._verify import group_findings
 
 BACKEND, VERSION = "zarr", 1
 
@@ -33,14 +30,12 @@ def legacy_group(checkpoint: Checkpoint) -> Group:
     return group
 
 
-@register_default_strategy(StrategyAction.LOAD_METADATA, BACKEND, VERSION)
-def load_metadata(checkpoint: Checkpoint) -> Mapping[str, ShardedTensor | ShardedObject]:
+def load_legacy_metadata(checkpoint: Checkpoint) -> Mapping[str, ShardedTensor | ShardedObject]:
     """Return every stored tensor by key, and object by unique key, whole and without data."""
     return IndexMetadata(legacy_group(checkpoint).index)
 
 
-@register_default_strategy(StrategyAction.LOAD_SHARDED, BACKEND, VERSION)
-def load_sharded(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> ReadReport:
+def load_legacy_sharded(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> ReadReport:
     """Fill each shard's data, a contiguous CPU tensor, in place, and return what was read.
 
     Raises:
@@ -51,14 +46,12 @@ def load_sharded(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> Rea
     return load_from_group(checkpoint, legacy_group(checkpoint), shards)
 
 
-@register_default_strategy(StrategyAction.EXPLAIN, BACKEND, VERSION)
-def explain(checkpoint: Checkpoint, shards: Sequence[ShardedTensor], cast: bool) -> Prospect:
+def explain_legacy(checkpoint: Checkpoint, shards: Sequence[ShardedTensor], cast: bool) -> Prospect:
     """Return what loading shards would come to, from metadata and the lengths of files alone."""
     return explain_group(checkpoint, legacy_group(checkpoint), shards, cast=cast)
 
 
-@register_default_strategy(StrategyAction.LOAD_OBJECTS, BACKEND, VERSION)
-def load_objects(checkpoint: Checkpoint, objects: Sequence[ShardedObject]) -> list[Any]:
+def load_legacy_objects(checkpoint: Checkpoint, objects: Sequence[ShardedObject]) -> list[Any]:
     """Return the data of each sharded object, in order.
 
     Raises:
@@ -83,8 +76,7 @@ def _read_object(checkpoint: Checkpoint, name: str) -> Any:
     return decode_archive(data, what=storage.where(name), types=options.types, allow_pickle=options.allow_pickle)
 
 
-@register_default_strategy(StrategyAction.VERIFY, BACKEND, VERSION)
-def verify_files(checkpoint: Checkpoint) -> tuple[Finding, ...]:
+def verify_legacy_files(checkpoint: Checkpoint) -> tuple[Finding, ...]:
     """Return what is wrong as far as the format can tell: chunks that are missing or cut, objects with another CRC."""
     try:
         group = legacy_group(checkpoint)

@@ -2,30 +2,222 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from importlib import import_module
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 
-from ...codec import decode_tree, parse_json
-from ...errors import CheckpointingException
+from ...codec import decode_tree, dtype_name, parse_json
+from ...errors import CheckpointingException, CorruptCheckpoint, StrategyError, UnsupportedValue, error_text
+from ...geometry import Column
+from ...layouts import shard_columns
 from ...mapping import ShardedObject, ShardedTensor
-from ...plans import Prospect, Runs, runs_plan
-from ...storage import ReadReport, Storage
-from .._checked import read_checked
-from .._object_checks import check_objects_known
+from ...plans import LoadPlan, Prospect, ReadCost, Runs, Strided, runs_plan
+from ...storage import MemoryStorage, ReadReport, Storage, fetch
+from .._checks import check_objects_known
+from .._metadata import check_lengths, read_checked
 from .._values import Checkpoint, Fields
-from ..base import StrategyAction, register_default_strategy
-from ..index import Index, IndexMetadata, find_texts, read_planned
-from ._array import StoredArray
-from ._blobs import decode_columns
-from ._common import BACKEND, VERSION
-from ._folder import find_arrays
-from ._group import Group, read_group
-from ._read import explain_group, load_from_group
-from ._v3 import NODE_FILE, OURS
+from ..index import (
+    Index,
+    IndexMetadata,
+    explain_from_index,
+    file_at,
+    find_texts,
+    plan_shards,
+    planned_cost,
+    read_planned,
+)
+from ._array import Shape, StoredArray, fill_item, zarr_name
+from ._blobs import BACKEND, VERSION, decode_columns
+from ._codecs import check_expansion
+from ._group import Group, find_arrays, read_group
+from ._metadata import NODE_FILE, OURS
+
+# Chunks that aren't plain bytes: the zarr package undoes their codecs, one chunk at a time.
+
+_MOST_DECODED = 4 * 2**30
+"""Bytes of memory that decoding one chunk may take. No metadata of a few bytes may ask for more."""
+
+
+def decoded(storage: Storage, array: StoredArray, cell: Shape) -> torch.Tensor:
+    """Return the elements of one chunk file that lie in the tensor, as row-major bytes, uint8 (bytes,).
+
+    Raises:
+        StrategyError: the zarr package isn't installed.
+        CorruptCheckpoint: the chunk can't be decoded.
+        UnsupportedValue: it is too large to be decoded at once, or its compressors are in no usual order.
+    """
+    name = array.file_name(cell)
+    _check_size(array, array.file_bytes)
+    package = zarr_package(array.name)
+    data = storage.read(name)
+    check_expansion(array, data, repr(storage.where(name)))
+    try:
+        values = _values(package, array, name.removeprefix(f"{array.name}/"), data, cell)
+    except CheckpointingException:
+        raise
+    except Exception as error:  # codecs raise whatever they like
+        found = f"{type(error).__name__}: {error}"[:300]
+        fix = "The file was damaged, or made by a program whose codecs aren't installed."
+        raise CorruptCheckpoint(
+            error_text(f"load: {storage.where(name)!r} can't be decoded", found=found, fix=fix)
+        ) from error
+    return torch.from_numpy(values.reshape(-1).view(np.uint8).copy())
+
+
+def filled(array: StoredArray, length: int) -> torch.Tensor:
+    """Return so many bytes of a chunk that isn't stored, uint8 (bytes,).
+
+    Raises:
+        UnsupportedValue: it is too large to be made at once.
+        CorruptCheckpoint: the fill value doesn't fit the dtype.
+    """
+    _check_size(array, length)
+    item = torch.frombuffer(bytearray(fill_item(array.fill, array.dtype, repr(array.name))), dtype=torch.uint8)
+    return item.repeat(length // item.numel())
+
+
+def _check_size(array: StoredArray, length: int) -> None:
+    """Raise unless a whole chunk of an array may be in memory."""
+    if length > _MOST_DECODED:
+        found, expected = f"{length} bytes", f"at most {_MOST_DECODED}"
+        what = f"load: a chunk of array {array.name!r} is too large to be decoded"
+        raise UnsupportedValue(error_text(what, found=found, expected=expected, fix="Rewrite it with smaller chunks."))
+
+
+def zarr_package(what: str) -> Any:
+    """Return the zarr package, imported when something needs it.
+
+    Raises:
+        StrategyError: it isn't installed.
+    """
+    try:
+        return import_module("zarr")
+    except ImportError as error:
+        fix = "pip install 'shardtree[zarr]'"
+        text = error_text(f"load: {what!r} is compressed, which needs the zarr package", found="none", fix=fix)
+        raise StrategyError(text) from error
+
+
+def _values(package: Any, array: StoredArray, name: str, data: bytes, cell: Shape) -> np.ndarray[Any, Any]:
+    file = "zarr.json" if array.prefix or "codecs" in array.document else ".zarray"
+    buffer = package.core.buffer.default_buffer_prototype().buffer
+    document = json.dumps(_understood(array)).encode()
+    store = package.storage.MemoryStore({file: buffer.from_bytes(document), name: buffer.from_bytes(data)})
+    region = tuple(
+        slice(at * step, min(size, (at + 1) * step))
+        for at, step, size in zip(cell, array.chunk, array.shape, strict=False)
+    )
+    opened = package.open_array(store, mode="r", zarr_format=3 if file == "zarr.json" else 2)
+    found = np.asarray(opened[region])
+    expected = tuple(part.stop - part.start for part in region)
+    if found.shape != expected or found.dtype.itemsize != array.dtype.itemsize:
+        raise ValueError(f"decoded to {found.shape} {found.dtype}, expected {expected} {dtype_name(array.dtype)}")
+    return np.ascontiguousarray(found, dtype=found.dtype.newbyteorder("<"))
+
+
+def _understood(array: StoredArray) -> dict[str, Any]:
+    """Return the metadata in words that zarr-python knows: unsigned integers for dtypes that numpy lacks."""
+    document, name = dict(array.document), zarr_name(array.dtype)
+    if name == dtype_name(array.dtype):
+        return document
+    fill = document.get("fill_value")
+    bits = 0 if fill is None else int.from_bytes(fill_item(fill, array.dtype, repr(array.name)), "little")
+    is_v3 = "codecs" in document
+    words = {"data_type": name} if is_v3 else {"dtype": f"<u{array.dtype.itemsize}"}
+    if is_v3 and document.get("data_type") == name:
+        return document  # one of our own: its bits already count as integers
+    return document | words | {"fill_value": bits}
+
+
+# Reading tensors: plain chunks straight from their files, others one decoded chunk at a time.
+
+
+def load_from_group(checkpoint: Checkpoint, group: Group, shards: Sequence[ShardedTensor]) -> ReadReport:
+    """Fill each shard's data, a contiguous CPU tensor, in place, and return what was read.
+
+    Raises:
+        KeyMismatch: the checkpoint lacks a key.
+        ShapeError: a tensor is stored with another global shape or dtype, or not all of it is.
+        CorruptCheckpoint: stored bytes aren't what the metadata says.
+    """
+    plan = plan_shards(group.index, shards, shard_columns(shards, checkpoint.world.rank))
+    memories = [shard.data for shard in shards]
+    plain, made = _apart(group, plan)
+    report = read_planned(checkpoint, group.index, plain, memories)
+    for number, part in _by_file(made):
+        report += _read_made(checkpoint, group, number, part, memories)
+    return report
+
+
+def explain_group(checkpoint: Checkpoint, group: Group, shards: Sequence[ShardedTensor], cast: bool) -> Prospect:
+    """Return what loading shards would come to: of chunks that have to be decoded, the whole stored ones."""
+    return explain_from_index(group.index, shards, partial(_cost, checkpoint, group), cast=cast, refused={})
+
+
+def _cost(checkpoint: Checkpoint, group: Group, plan: LoadPlan) -> ReadCost:
+    plain, made = _apart(group, plan)
+    numbers = [
+        number for number in np.union1d(made.runs.file, made.strided.file).tolist() if group.made[number][1] is not None
+    ]
+    lengths = [checkpoint.storage.length(file_at(group.index, number).name) or 0 for number in numbers]
+    pieces = len(made.runs.file) + len(made.strided.file)
+    decoded_cost = ReadCost(made.bytes_read, sum(lengths), pieces, len(numbers))
+    return planned_cost(checkpoint, group.index, plain) + decoded_cost
+
+
+def _apart(group: Group, plan: LoadPlan) -> tuple[LoadPlan, LoadPlan]:
+    """Return what a plan reads as it is stored, and what it wants of chunks that are decoded or made."""
+    made = np.array(sorted(group.made), dtype=np.int64)
+    runs, strided = np.isin(plan.runs.file, made), np.isin(plan.strided.file, made)
+    return _part(plan, ~runs, ~strided), _part(plan, runs, strided)
+
+
+def _read_made(
+    checkpoint: Checkpoint, group: Group, number: int, plan: LoadPlan, memories: Sequence[torch.Tensor]
+) -> ReadReport:
+    """Copy what a plan wants of one chunk out of memory that lives as long as this call."""
+    array, cell = group.made[number]
+    file = file_at(group.index, number)
+    if cell is not None and checkpoint.storage.length(file.name) is None:
+        check_lengths(checkpoint, [file])
+    chunk = filled(array, file.length) if cell is None else decoded(checkpoint.storage, array, cell)
+    room = MemoryStorage()
+    room.write(file.name, [memoryview(chunk.numpy())], durable=False)
+    return fetch(room, {number: file}, plan, memories, verify=None, progress=checkpoint.options.progress)
+
+
+def _by_file(plan: LoadPlan) -> list[tuple[int, LoadPlan]]:
+    """Return a plan's rows file by file."""
+    numbers = np.union1d(plan.runs.file, plan.strided.file)
+    runs, strided = (np.argsort(rows.file, kind="stable") for rows in (plan.runs, plan.strided))
+    ends = np.append(numbers, numbers[-1:] + 1)
+    of_runs = np.searchsorted(plan.runs.file[runs], ends).tolist()
+    of_strided = np.searchsorted(plan.strided.file[strided], ends).tolist()
+    return [
+        (number, _part(plan, runs[slice(*one)], strided[slice(*other)]))
+        for number, one, other in zip(numbers.tolist(), pairwise(of_runs), pairwise(of_strided), strict=True)
+    ]
+
+
+def _part(
+    plan: LoadPlan,
+    runs: Column | np.ndarray[tuple[int], np.dtype[np.bool_]],
+    strided: Column | np.ndarray[tuple[int], np.dtype[np.bool_]],
+) -> LoadPlan:
+    return LoadPlan(
+        Runs(*(getattr(plan.runs, name)[runs] for name in Runs.__slots__)),
+        Strided(*(getattr(plan.strided, name)[strided] for name in Strided.__slots__)),
+        plan.covered,
+        plan.doubled,
+    )
+
 
 _V2_GROUP = ".zgroup"
 
@@ -53,7 +245,6 @@ def _with_fill(array: StoredArray) -> StoredArray:
     return replace(array, fill=0) if array.fill is None and array.document["zarr_format"] == 2 else array
 
 
-@register_default_strategy(StrategyAction.RECOGNIZE, BACKEND, VERSION)
 def recognize(storage: Storage) -> Fields | None:
     """Return the backends of a folder of zarr arrays that another program wrote, None if it is none.
 
@@ -75,13 +266,11 @@ def recognize(storage: Storage) -> Fields | None:
     }
 
 
-@register_default_strategy(StrategyAction.LOAD_METADATA, BACKEND, VERSION)
 def load_metadata(checkpoint: Checkpoint) -> Mapping[str, ShardedTensor | ShardedObject]:
     """Return every stored tensor by key, and object by unique key, whole and without data."""
     return IndexMetadata(read_arrays(checkpoint).index)
 
 
-@register_default_strategy(StrategyAction.LOAD_SHARDED, BACKEND, VERSION)
 def load_sharded(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> ReadReport:
     """Fill each shard's data, a contiguous CPU tensor, in place, and return what was read.
 
@@ -93,13 +282,11 @@ def load_sharded(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> Rea
     return load_from_group(checkpoint, read_arrays(checkpoint), shards)
 
 
-@register_default_strategy(StrategyAction.EXPLAIN, BACKEND, VERSION)
 def explain(checkpoint: Checkpoint, shards: Sequence[ShardedTensor], cast: bool) -> Prospect:
     """Return what loading shards would come to, from metadata and the lengths of files alone."""
     return explain_group(checkpoint, read_arrays(checkpoint), shards, cast=cast)
 
 
-@register_default_strategy(StrategyAction.LOAD_OBJECTS, BACKEND, VERSION)
 def load_objects(checkpoint: Checkpoint, objects: Sequence[ShardedObject]) -> list[Any]:
     """Return the data of each sharded object, in order.
 

@@ -4,12 +4,31 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import PurePosixPath
 
-from ...storage import Storage
-from ...strategies import OWNER_FILE
+from ...checkpoint import is_checkpoint, load_common_state_dict, load_sharded_metadata, verify
+from ...checkpoint._open import open_at
+from ...errors import AlreadyACheckpoint, CheckpointingException
+from ...storage import Exchanging, LocalStorage, MemoryStorage, Storage, storage_at
+from ...strategies import (
+    METADATA_FILE,
+    OWNER_FILE,
+    LoadOptions,
+    Recognize,
+    StrategyAction,
+    VerifyReport,
+    find_strategy,
+    is_save_folder,
+)
+from ...world import one_process
+from .._layouts import even_layout
+from .._states import GlobalState
 from .._watched import Call, WatchedStorage
+from ._layout_cases import COLUMNS, LOADS, ROWS, SHAPE, WHOLE, numbers
+from ._report import Refused
+from ._subject import Case, Layouts, Promise, Subject, Trees, check_there, saved, trees_of
 
 
 class Died(Exception):
@@ -77,3 +96,238 @@ def calls_of(storage: Storage) -> tuple[WatchedStorage, list[Call]]:
     """Return a storage that notes its calls, and the list of them."""
     calls: list[Call] = []
     return WatchedStorage(storage, before=calls.append), calls
+
+
+# Files: what is a checkpoint and what isn't yet, which files are its own, and what becomes of damaged ones.
+
+_FOREIGN = {
+    "notes.txt": b"nothing",
+    "empty": b"",
+    "config.json": b'{"a": 1}',
+    "deep/data.bin": bytes(64),
+}
+_MOST_DEATHS = 16
+_LAYOUT = {"w": ROWS, "b": ROWS}
+_ON_ONE = {"w": WHOLE, "b": WHOLE}  # the calls of several ranks come in another order each time
+
+
+def _states(first: int = 0) -> tuple[GlobalState, GlobalState]:
+    """Return a state, and the same with common values, which a format need not hold."""
+    tensors = {"w": numbers(SHAPE, first), "b": numbers(SHAPE, first + 30)}
+    return GlobalState(tensors, {}, {}), GlobalState(tensors, {}, {"step": first, "betas": (0.9, 0.95)})
+
+
+def _saved(
+    subject: Subject, first: int = 0, place: Storage | None = None, layout: Layouts = _LAYOUT, **options: bool
+) -> Storage:
+    """Return where a state was saved: one with common values if the format holds them."""
+    plain, rich = (trees_of(state, layout) for state in _states(first))
+    with_common = subject.has(StrategyAction.LOAD_COMMON) and _holds(subject.memo, subject, rich)
+    return saved(subject, rich if with_common else plain, place, **options)
+
+
+def _holds(memo: dict[str, bool], subject: Subject, trees: Trees) -> bool:
+    if "holds common values" not in memo:
+        with suppress(Refused):
+            memo["holds common values"] = False
+            saved(subject, trees)
+            memo["holds common values"] = True
+    return memo["holds common values"]
+
+
+def _check_is(subject: Subject, place: Storage, first: int = 0) -> None:
+    """Raise unless a place holds the state that counts up from `first`."""
+    rich = "common" in load_common_state_dict(place, strategies=subject.strategies)
+    check_there(subject, _states(first)[rich], {"w": COLUMNS, "b": COLUMNS}, place)
+
+
+def commits(subject: Subject) -> Iterator[Case]:
+    """Yield deaths of a save at its storage's calls: what is left is no checkpoint, or a whole one."""
+    storage, calls = calls_of(storage_at(subject.directory()))
+    _saved(subject, 0, storage, _ON_ONE)
+    for number in range(0, len(calls), -(-len(calls) // _MOST_DEATHS)):
+        call = calls[number]
+        yield Case(f"dies at {call.method} of {_last(call.name)!r}", partial(_check_death, subject, number))
+
+
+def _check_death(subject: Subject, number: int) -> None:
+    place = storage_at(subject.directory())
+    with quiet(), suppress(Died, Refused, CheckpointingException):
+        _saved(subject, 0, dying(place, number), _ON_ONE)
+    if is_checkpoint(place, strategies=subject.strategies):
+        try:
+            _check_is(subject, place)
+        except (AssertionError, CheckpointingException) as error:
+            raise AssertionError(f"what is left counts as a checkpoint, and isn't whole: {error}") from error
+
+
+def overwrites(subject: Subject) -> Iterator[Case]:
+    """Yield a save over another: refused unless asked for, whole, and without the old one's files."""
+    yield Case("a second save", partial(_check_second, subject))
+    if isinstance(storage_at(subject.directory()), Exchanging):
+        yield Case("overwrite=True", partial(_check_overwrite, subject))
+        yield Case("other tensors in their place", partial(_check_others, subject))
+
+
+def _check_second(subject: Subject) -> None:
+    place = _saved(subject)
+    try:
+        _saved(subject, 100, place)
+    except AlreadyACheckpoint:
+        return _check_is(subject, place)
+    raise AssertionError("it replaced the checkpoint without being asked to")
+
+
+def _check_overwrite(subject: Subject) -> None:
+    place, fresh = _saved(subject), _saved(subject, 100)
+    write(place, "notes.txt", b"mine")
+    _saved(subject, 100, place, overwrite=True)
+    _check_is(subject, place, 100)
+    kept = place.length("notes.txt") is not None and place.read("notes.txt") == b"mine"
+    assert kept, "a file that isn't the checkpoint's is gone"
+    left, expected = file_names(place) - {"notes.txt"}, file_names(fresh)
+    assert len(left) == len(expected), f"files after it: {sorted(left)}, of a new save: {sorted(expected)}"
+
+
+def _check_others(subject: Subject) -> None:
+    """Raise unless, once other tensors are saved over those that were read, nothing tells of the old ones."""
+    place: Storage | None = None
+    for shapes in ({"w": SHAPE, "b": (2,)}, {"w": (2, 3), "v": (3, 2)}):
+        state = GlobalState({key: numbers(shape) for key, shape in shapes.items()}, {}, {})
+        layout = {key: even_layout(shape, 1) for key, shape in shapes.items()}
+        place = saved(subject, trees_of(state, layout), place, **{} if place is None else {"overwrite": True})
+        check_there(subject, state, layout, place)
+        if subject.has(StrategyAction.LOAD_METADATA):
+            metadata = load_sharded_metadata(place, strategies=subject.strategies)
+            found = {key: getattr(leaf, "global_shape", None) for key, leaf in metadata.items()}
+            assert found == shapes, f"metadata says {found}, stored are {shapes}"
+
+
+def listings(subject: Subject) -> Iterator[Case]:
+    """Yield folders of which it must be known which files are the checkpoint's."""
+    yield Case("a checkpoint alone", partial(_check_listing, subject, ()))
+    yield Case("a checkpoint beside other files", partial(_check_listing, subject, tuple(_FOREIGN)))
+
+
+def _check_listing(subject: Subject, others: tuple[str, ...]) -> None:
+    place = _saved(subject)
+    own = file_names(place) - {METADATA_FILE}
+    for name in others:
+        write(place, name, _FOREIGN[name])
+    checkpoint = open_at(place, one_process(), LoadOptions(), subject.strategies)
+    fields = checkpoint.fields
+    backends = {(fields[f"{kind}_backend"], fields[f"{kind}_backend_version"]) for kind in ("sharded", "common")}
+    rows = [find_strategy(StrategyAction.LIST_FILES, *each, strategies=subject.strategies) for each in backends]
+    listed = {name for row in rows if row is not None for name in row(checkpoint)}
+    assert not listed & {*others}, f"lists {sorted(listed & {*others})}, which isn't the checkpoint's"
+    missing = own - listed
+    assert not missing, f"doesn't list {sorted(missing)}"
+
+
+def recognitions(subject: Subject) -> Iterator[Case]:
+    """Yield folders that are in the format, and others that aren't."""
+    recognize = subject.row(StrategyAction.RECOGNIZE)
+    assert recognize is not None
+    yield Case("an empty folder", partial(_check_stranger, recognize, {}))
+    for name, data in _FOREIGN.items():
+        yield Case(f"a folder with {name}", partial(_check_stranger, recognize, {name: data}))
+    yield Case("a single file of text", partial(_check_single, subject, recognize))
+    yield Case("a checkpoint", partial(_check_recognized, subject, recognize))
+
+
+def _check_stranger(recognize: Recognize, files: dict[str, bytes]) -> None:
+    storage = MemoryStorage()
+    for name, data in files.items():
+        write(storage, name, data)
+    found = recognize(storage)
+    assert found is None, f"takes it for {dict(found or {})}"
+
+
+def _check_single(subject: Subject, recognize: Recognize) -> None:
+    storage = storage_at(subject.directory())
+    if isinstance(storage, LocalStorage):
+        storage.make_folder()
+        write(storage, "notes.txt", b"nothing")
+        found = recognize(storage_at(f"{storage.root}/notes.txt"))
+        assert found is None, f"takes it for {dict(found or {})}"
+
+
+def _check_recognized(subject: Subject, recognize: Recognize) -> None:
+    place = _saved(subject)
+    if place.length(METADATA_FILE) is not None:
+        return  # it is known by that
+    found = recognize(place)
+    name = None if found is None else (found.get("sharded_backend"), found.get("sharded_backend_version"))
+    assert name == (subject.backend, subject.version), f"takes its own checkpoint for {name}"
+
+
+def damages(subject: Subject) -> Iterator[Case]:
+    """Yield a checkpoint as it was saved, and one with a flipped bit in each of its files."""
+    yield Case("as it was saved", partial(_check_undamaged, subject))
+    for number, file in enumerate(sorted(file_names(_saved(subject)))):
+        yield Case(f"a flipped bit in {_last(file)!r}", partial(_check_flipped, subject, number))
+
+
+def _check_undamaged(subject: Subject) -> None:
+    found = verify(_saved(subject), strategies=subject.strategies, report=lambda _: None)
+    assert found == (), f"finds {[str(damage) for damage in found]}"
+
+
+def _check_flipped(subject: Subject, number: int) -> None:
+    """Raise unless a flipped bit is found, or the report says that nothing stands for that byte."""
+    place = _saved(subject)
+    file = sorted(file_names(place))[number]
+    data = place.read(file)
+    for at in sorted({len(data) // 3, len(data) // 2, len(data) - 1}) if data else []:
+        write(place, file, data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+        reports: list[VerifyReport] = []
+        try:
+            found = verify(place, strategies=subject.strategies, report=reports.append)
+        except CheckpointingException:
+            continue  # an error of ours tells of it too
+        unsure = any(one.covers(file, at) for report in reports for one in report.unchecked)
+        assert found or unsure, f"doesn't see byte {at} of {len(data)}, and doesn't say that nothing stands for it"
+
+
+def cuts(subject: Subject) -> Iterator[Case]:
+    """Yield a checkpoint with each of its files cut short, or gone: a load must not make something of the rest."""
+    for number, file in enumerate(sorted(file_names(_saved(subject)))):
+        for name, keep in (("half of", 0.5), ("no", None)):
+            yield Case(f"{name} {_last(file)!r}", partial(_check_cut, subject, number, keep))
+
+
+def _check_cut(subject: Subject, number: int, keep: float | None) -> None:
+    place = _saved(subject)
+    file = sorted(file_names(place))[number]
+    data = place.read(file)
+    place.remove(file)
+    if keep is not None:
+        write(place, file, data[: int(len(data) * keep)])
+    try:
+        _check_is(subject, place)
+    except CheckpointingException:
+        return
+
+
+def _last(file: str) -> str:
+    """Return a file's name without the folder of its save, whose name is another one each time."""
+    last = PurePosixPath(file).name
+    return "the save's folder" if is_save_folder(last) else last
+
+
+_NO_ROW: frozenset[StrategyAction] = frozenset()
+_LISTED = frozenset({StrategyAction.LIST_FILES})
+
+PROMISES = (
+    Promise("a save that dies leaves no checkpoint, or a whole one", _NO_ROW, commits, saves=True),
+    Promise(
+        "a checkpoint is replaced as a whole, and only when asked",
+        _LISTED,
+        overwrites,
+        saves=True,
+    ),
+    Promise("the checkpoint's files are listed, and no others", _LISTED, listings),
+    Promise("the format is recognised, and nothing else", LOADS | {StrategyAction.RECOGNIZE}, recognitions),
+    Promise("verify sees flipped bits, or says that it can't", frozenset({StrategyAction.VERIFY}), damages),
+    Promise("what is left of a cut file isn't loaded as if it were whole", _NO_ROW, cuts),
+)

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.errors import NoSuchExample
 
 from .._layout import Layout
-from .._shapes import shapes
 from .._states import GlobalState, state_layouts
-from .._tensors import tensors
+from .._tensors import shapes, tensors
 from ._layout_cases import LOADS
 from ._report import Refused
 from ._subject import Case, Promise, Subject, check_reloaded

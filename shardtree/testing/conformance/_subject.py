@@ -11,10 +11,9 @@ from ...checkpoint import is_checkpoint
 from ...checkpoint import load as st_load
 from ...checkpoint import save as st_save
 from ...storage import Directory, Storage, storage_at
-from ...strategies import Strategies, StrategyAction, find_strategy
-from ...strategies.base import Strategy
+from ...strategies import Strategies, Strategy, StrategyAction, find_strategy
 from ...world import simulate
-from .._assemble import assemble, refilled
+from .._bits import assemble, refilled
 from .._layout import Layout
 from .._roundtrip import check_rest, check_tensors
 from .._states import GlobalState, rank_tree, target_tree

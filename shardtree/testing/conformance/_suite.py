@@ -8,7 +8,8 @@ from functools import partial
 from ...errors import StrategyError, error_text
 from ...storage import Directory, MemoryStorage
 from ...strategies import Strategies, StrategyAction
-from . import _contents_cases, _file_cases, _layout_cases, _random_cases, _row_cases, _tensor_cases, _value_cases
+from . import _contents_cases, _layout_cases, _random_cases, _row_cases, _tensor_cases, _value_cases
+from . import _files as _file_cases
 from ._report import Broken, Refusal, Refused, StrategyReport, failure_text, told
 from ._subject import Case, Promise, Subject, Writer, raising
 

@@ -14,10 +14,9 @@ from ...storage import ReadReport, Storage, storage_at
 from ...strategies import StrategyAction
 from ...world import simulate
 from .._bits import bits, first_difference
-from .._dtypes import STORABLE_DTYPES
 from .._layouts import even_layout
 from .._states import GlobalState
-from .._tensors import random_bits
+from .._tensors import STORABLE_DTYPES, random_bits
 from ._files import file_names, is_no_note
 from ._layout_cases import COLUMNS, FLAT_ROWS, GRID, LOADS, ROWS, SHAPE, WHOLE, numbers
 from ._subject import Case, Promise, Subject, at_once, check_reloaded, check_there, loaded, saved, saver, trees_of

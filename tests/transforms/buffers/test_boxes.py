@@ -13,9 +13,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import shardtree
+from shardtree.lenses import boxes_of, flat_of
 from shardtree.mapping import ShardedTensor
 from shardtree.testing import assemble, check_pure, first_difference, random_bits, shapes
-from shardtree.transforms import boxes_of, flat_of
 from tests.transforms.buffers.buffer_samples import assert_caught
 
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from shardtree.buffers import buffer_slices, flat_shards, flat_targets, plan_buffers, slice_views
 from shardtree.errors import CheckpointingException, KeyMismatch, MetadataError, ShapeError
 from shardtree.mapping import ShardedTensor, ShardedTensorFactory
 from shardtree.testing import glu
-from shardtree.transforms import buffer_slices, flat_shards, flat_targets, plan_buffers, slice_views
 
 SHAPES = {"w": (2, 3), "b": (3,), "norm": (4,)}
 PLAN = plan_buffers(SHAPES, data_parallel=2, bucket_size=9)  # buckets of 10 and 4 elements

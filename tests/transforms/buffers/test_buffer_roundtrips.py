@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardtree
+from shardtree.buffers import buffer_slices, flat_shards, flat_targets
 from shardtree.mapping import ShardedTensor
 from shardtree.storage import MemoryStorage
 from shardtree.testing import first_difference
-from shardtree.transforms import buffer_slices, flat_shards, flat_targets
 from shardtree.world import World, simulate
 from tests.transforms.buffers.buffer_samples import assert_caught
 from tests.transforms.buffers.zero_states import STATES, Layout, Model, check_loaded_flat, same, saved_flat

@@ -12,6 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import shardtree
+from shardtree.buffers import buffer_slices, flat_shards, flat_targets, plan_buffers, slice_views
 from shardtree.layouts import Mesh, PartitionSpec, Split, from_local
 from shardtree.lazy import LazyTensor, stored
 from shardtree.mapping import ShardedTensor, ShardedTensorFactory
@@ -22,13 +23,6 @@ from shardtree.testing import (
     glu,
     packed_slices,
     random_bits,
-)
-from shardtree.transforms import (
-    buffer_slices,
-    flat_shards,
-    flat_targets,
-    plan_buffers,
-    slice_views,
 )
 from tests.transforms.buffers.buffer_samples import assert_caught
 

@@ -8,20 +8,13 @@ from typing import Any
 
 import torch
 
+from shardtree.buffers import BufferPlan, buffer_slices, flat_shards, flat_targets, plan_buffers
 from shardtree.checkpoint import load, save
 from shardtree.layouts import Mesh, PartitionSpec, shard_at
+from shardtree.lenses import as_factory, gate_and_up
 from shardtree.mapping import ShardedTensor
 from shardtree.storage import MemoryStorage
 from shardtree.testing import first_difference, packed_slices, random_bits
-from shardtree.transforms import (
-    BufferPlan,
-    as_factory,
-    buffer_slices,
-    flat_shards,
-    flat_targets,
-    gate_and_up,
-    plan_buffers,
-)
 from shardtree.world import World, simulate
 
 STATES = ("fp32_param", "exp_avg", "exp_avg_sq")

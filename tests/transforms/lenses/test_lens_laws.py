@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from shardtree import transforms
+from shardtree.lenses import Built, Lens, as_factory, compose_factories, gate_and_up, padded_axis, transposed
 from shardtree.mapping import ShardedTensor
 from shardtree.testing import (
     LENS_CASES,
@@ -26,7 +27,6 @@ from shardtree.testing import (
     layouts,
     random_bits,
 )
-from shardtree.transforms import Built, Lens, as_factory, compose_factories, gate_and_up, padded_axis, transposed
 from tests.transforms.lenses.oracles import ORACLES
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")

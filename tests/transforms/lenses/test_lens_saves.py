@@ -12,9 +12,7 @@ import torch
 
 import shardtree as st
 from shardtree.errors import IntegrityError
-from shardtree.storage import MemoryStorage
-from shardtree.testing import first_difference
-from shardtree.transforms import (
+from shardtree.lenses import (
     Lens,
     as_factory,
     attention_qkv,
@@ -31,6 +29,8 @@ from shardtree.transforms import (
     transposed,
     unstacked_layers,
 )
+from shardtree.storage import MemoryStorage
+from shardtree.testing import first_difference
 
 Cut = Callable[[torch.Tensor, int, int], torch.Tensor]  # whole, rank, ranks -> what the rank holds
 

@@ -14,17 +14,7 @@ import torch
 import shardtree as st
 from shardtree.errors import CheckpointingException, MetadataError, ShapeError, TreeError
 from shardtree.lazy import LazyTensor, stored
-from shardtree.testing import (
-    LENS_CASES,
-    STORABLE_DTYPES,
-    check_lens,
-    check_pure,
-    cut,
-    even_layout,
-    first_difference,
-    random_bits,
-)
-from shardtree.transforms import (
+from shardtree.lenses import (
     PADDING,
     AxisRuns,
     Lens,
@@ -47,6 +37,16 @@ from shardtree.transforms import (
     tied,
     transposed,
     unstacked_layers,
+)
+from shardtree.testing import (
+    LENS_CASES,
+    STORABLE_DTYPES,
+    check_lens,
+    check_pure,
+    cut,
+    even_layout,
+    first_difference,
+    random_bits,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")

@@ -1,0 +1,315 @@
+"""An archive's only tensor: where its bytes are, and what goes around them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+import torch
+
+from ...errors import CheckpointingException, CorruptCheckpoint, error_text
+from .._dtypes import check_storable, dtype_name
+from ..pickles import Constructor, Global, Persistent, Reduced, read_pickle, write_pickle
+from ._records import open_archive
+from ._tensors import DTYPES, STORAGE_KINDS, StorageReference, Strided, storage_reference, strided
+from ._zip import ALIGNMENT, Read, Written, append, descriptor, directory, local_header, read_directory
+from ._zip import Record as ZipRecord
+
+# `tensor_place`: where the bytes of an archive's only tensor are, found from its two ends.
+
+_HEAD, _TAIL = 1024, 2048
+_USUAL = 1000
+"""Bytes that the pickle of one tensor has at most, commonly."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlace:
+    """Where a tensor's elements are in an archive.
+
+    Attributes:
+        dtype: of the elements.
+        shape: lengths.
+        stride: elements from one to the next, by axis.
+        storage_offset: elements of the payload before the first.
+        begin: the byte of the archive where the payload, a storage, begins.
+        nbytes: the payload's.
+        crc32: of the payload; 0 where none was recorded.
+        is_row_major: whether the payload is the tensor's elements in row-major order, and no more.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    storage_offset: int
+    begin: int
+    nbytes: int
+    crc32: int
+    is_row_major: bool
+
+
+def tensor_place(read: Read, length: int, *, what: str) -> TensorPlace:
+    """Return where the elements of an archive's only tensor are; only the archive's two ends are read.
+
+    The tensor may be a parameter. An archive with anything else, such as two tensors, a list, or a tensor that is
+    conjugated lazily, is for `decode_archive`.
+
+    Args:
+        read: gives the bytes from one byte of the archive up to another.
+        length: the archive's, in bytes.
+        what: the archive, for messages.
+
+    Raises:
+        CorruptCheckpoint: it isn't such an archive.
+        UnsafeFile: what it names isn't a tensor's.
+
+    Examples:
+        >>> import io
+        >>> file = io.BytesIO()
+        >>> torch.save(torch.arange(6.0).reshape(2, 3), file)
+        >>> data = file.getvalue()
+        >>> place = tensor_place(lambda begin, end: data[begin:end], len(data), what="example")
+        >>> place.shape, place.nbytes, place.is_row_major
+        ((2, 3), 24, True)
+    """
+    archive = open_archive(_ends(read, length), length, what)
+    value = _described(bytes(archive.checked("data.pkl")), what)
+    if type(value) is not _Found:
+        raise CorruptCheckpoint(error_text(f"{what}: not an archive of one tensor", found=type(value).__name__))
+    record = archive.records.get(f"data/{value.storage.key}")
+    if record is None or record.nbytes < value.storage.nbytes:
+        found = "none" if record is None else f"{record.nbytes} bytes"
+        raise CorruptCheckpoint(error_text(f"{what}: the tensor's bytes aren't there", found=found))
+    place = value.place
+    return TensorPlace(
+        place.dtype,
+        place.shape,
+        place.stride,
+        place.offset,
+        record.begin,
+        record.nbytes,
+        record.crc32,
+        _is_row_major(place, record.nbytes),
+    )
+
+
+def archive_records(read: Read, length: int, *, what: str) -> tuple[ZipRecord, ...]:
+    """Return the records of an archive, in the order of their bytes, each with its CRC32; only its ends are read.
+
+    Args:
+        read: gives the bytes from one byte of the archive up to another.
+        length: the archive's, in bytes.
+        what: the archive, for messages.
+
+    Raises:
+        CorruptCheckpoint: it is no zip, or its records are compressed, encrypted or overlap.
+
+    Examples:
+        >>> import io
+        >>> file = io.BytesIO()
+        >>> torch.save(7, file)
+        >>> data = file.getvalue()
+        >>> archive_records(lambda begin, end: data[begin:end], len(data), what="example")[0].name
+        'archive/data.pkl'
+    """
+    return read_directory(_ends(read, length), length, what)
+
+
+def _described(data: bytes, what: str) -> Any:
+    if len(data) > _USUAL:
+        return _parsed(data, what)
+    try:
+        return _parsed_before(data)
+    except CheckpointingException:
+        return _parsed(data, what)  # raises the same, of the right archive
+
+
+@lru_cache(maxsize=1024)
+def _parsed_before(data: bytes) -> Any:
+    return _parsed(data, "")  # most archives of a checkpoint differ in their tensors' elements alone
+
+
+def _parsed(data: bytes, what: str) -> Any:
+    return read_pickle(data, _CLASSES, what=what, persistent_load=storage_reference)
+
+
+def _is_row_major(place: Strided, nbytes: int) -> bool:
+    expected = place.dtype.itemsize
+    for axis in reversed(range(len(place.shape))):
+        if place.shape[axis] != 1 and place.stride[axis] * place.dtype.itemsize != expected and 0 not in place.shape:
+            return False
+        expected *= place.shape[axis]
+    return place.offset == 0 and expected == nbytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Found:
+    storage: StorageReference
+    place: Strided
+
+
+def _found(storage: Any, *arguments: Any) -> _Found:
+    if type(storage) is not StorageReference:
+        raise TypeError("a tensor without a storage")
+    return _Found(storage, strided(storage.dtype, storage.nbytes, arguments))
+
+
+def _found_v2(storage: Any, offset: Any, shape: Any, stride: Any, grad: Any, hooks: Any, extra: Any = None) -> _Found:
+    return _plain(_found(storage, offset, shape, stride), extra)
+
+
+def _found_v3(
+    storage: Any, offset: Any, shape: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, extra: Any = None
+) -> _Found:
+    return _plain(_found(storage, offset, shape, stride, dtype), extra)
+
+
+def _plain(found: _Found, extra: Any) -> _Found:
+    if extra and (type(extra) is not dict or any(extra.values())):
+        raise ValueError("a tensor that is conjugated or negated lazily")
+    return found
+
+
+def _found_parameter(data: Any, grad: Any, hooks: Any, state: Any = None) -> Any:
+    return data
+
+
+_CLASSES: dict[tuple[str, str], Any] = {
+    **STORAGE_KINDS,
+    **DTYPES,
+    ("torch._utils", "_rebuild_tensor"): Constructor(_found),
+    ("torch._utils", "_rebuild_tensor_v2"): Constructor(_found_v2),
+    ("torch._utils", "_rebuild_tensor_v3"): Constructor(_found_v3),
+    ("torch._utils", "_rebuild_parameter"): Constructor(_found_parameter),
+    ("torch._utils", "_rebuild_parameter_with_state"): Constructor(_found_parameter),
+    ("collections", "OrderedDict"): Constructor(dict),
+}
+
+
+def _ends(read: Read, length: int) -> Read:
+    """Return a reader that has both ends of the archive, and asks for the rest only when it must."""
+    whole = length <= _HEAD + _TAIL
+    head = memoryview(read(0, length if whole else _HEAD)).cast("B")
+    start = 0 if whole else length - _TAIL
+    tail = head if whole else memoryview(read(start, length)).cast("B")
+
+    def from_ends(begin: int, end: int) -> Any:
+        if end <= len(head):
+            return head[begin:end]
+        return tail[begin - start : end - start] if begin >= start else read(begin, end)
+
+    return from_ends
+
+
+# What goes around a tensor's row-major bytes to make an archive of it: as torch.save writes it, torch 2.13 at that.
+
+_NAMES_HASH = 15728199511854643026  # what torch makes of these records' names
+_STORAGE_NAMES = {kind.dtype: name for (module, name), kind in STORAGE_KINDS.items() if kind.dtype is not None}
+
+
+def archive_head(dtype: torch.dtype, shape: Sequence[int]) -> bytes:
+    """Return the bytes of an archive of one tensor that come before the tensor's own.
+
+    Head, row-major little-endian bytes and tail together are an archive that `torch.load` reads.
+
+    Args:
+        dtype: of the elements.
+        shape: lengths.
+
+    Returns:
+        A multiple of 64 bytes.
+
+    Raises:
+        UnsupportedValue: the dtype is quantised.
+
+    Examples:
+        >>> import io, zlib
+        >>> from shardtree.codec import archive_tail
+        >>> payload = bytes([1, 2, 3, 4, 5, 6])
+        >>> head = archive_head(torch.uint8, (2, 3))
+        >>> data = head + payload + archive_tail(torch.uint8, (2, 3), zlib.crc32(payload))
+        >>> torch.load(io.BytesIO(data), weights_only=True)
+        tensor([[1, 2, 3],
+                [4, 5, 6]], dtype=torch.uint8)
+    """
+    return _head(dtype, tuple(shape))[0]
+
+
+def archive_tail(dtype: torch.dtype, shape: Sequence[int], crc32: int) -> bytes:
+    """Return the bytes of an archive of one tensor that come after the tensor's own.
+
+    Args:
+        dtype: of the elements.
+        shape: lengths.
+        crc32: of the tensor's bytes, as `zlib.crc32` gives it.
+
+    Examples:
+        >>> len(archive_tail(torch.uint8, (2, 3), 0)) == len(archive_tail(torch.uint8, (2, 3), 2**32 - 1))
+        True
+    """
+    head, before = _head(dtype, tuple(shape))
+    nbytes = _nbytes(dtype, shape)
+    records = [*before[:-1], Written(before[-1].name, crc32, nbytes, before[-1].at)]
+    out = bytearray(descriptor(records[-1]))
+    start = len(head) + nbytes
+    append(out, start, records, "version", b"3\n")
+    append(out, start, records, ".data/serialization_id", _serialization_id(records))
+    return bytes(out + directory(records, start + len(out)))
+
+
+def archive_length(dtype: torch.dtype, shape: Sequence[int]) -> int:
+    """Return how many bytes an archive of one tensor has: head, the tensor's own, and tail.
+
+    Examples:
+        >>> archive_length(torch.uint8, (2, 3)) == len(archive_head(torch.uint8, (2, 3))) + 6 + len(
+        ...     archive_tail(torch.uint8, (2, 3), 0)
+        ... )
+        True
+    """
+    return _around(dtype, tuple(shape)) + _nbytes(dtype, shape)
+
+
+@lru_cache(maxsize=4096)
+def _around(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    return len(archive_head(dtype, shape)) + len(archive_tail(dtype, shape, 0))
+
+
+def _nbytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
+    return prod(shape) * dtype.itemsize
+
+
+@lru_cache(maxsize=4096)
+def _head(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, tuple[Written, ...]]:
+    """Return the head, and its records; the last is the tensor's, without its CRC32."""
+    check_storable(dtype, "archive_head")
+    out, records = bytearray(), list[Written]()
+    append(out, 0, records, "data.pkl", _pickle(dtype, shape))
+    append(out, 0, records, ".format_version", b"1")
+    append(out, 0, records, ".storage_alignment", b"%d" % ALIGNMENT)
+    append(out, 0, records, "byteorder", b"little")
+    payload = Written("archive/data/0", 0, _nbytes(dtype, shape), len(out))
+    out += local_header(payload)
+    return bytes(out), (*records, payload)
+
+
+def _pickle(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
+    name = _STORAGE_NAMES.get(dtype)
+    kind = Global("torch.storage", "UntypedStorage") if name is None else Global("torch", name)
+    count = _nbytes(dtype, shape) if name is None else prod(shape)
+    strides = tuple(prod(max(length, 1) for length in shape[axis + 1 :]) for axis in range(len(shape)))
+    hooks = Reduced(Global("collections", "OrderedDict"), ())
+    arguments = (Persistent(("storage", kind, "0", "cpu", count)), 0, shape, strides, False, hooks)
+    if name is not None:
+        return write_pickle(Reduced(Global("torch._utils", "_rebuild_tensor_v2"), arguments), protocol=2)
+    typed = (*arguments, Global("torch", dtype_name(dtype)))
+    return write_pickle(Reduced(Global("torch._utils", "_rebuild_tensor_v3"), typed), protocol=2)
+
+
+def _serialization_id(records: Sequence[Written]) -> bytes:
+    """Return the digits by which torch tells archives apart."""
+    seed = 0
+    for record in records:
+        seed ^= (record.crc32 + 0x9E3779B9 + (seed << 6) + (seed >> 2)) % 2**64
+    return b"%020d%020d" % (_NAMES_HASH, seed)

@@ -1,0 +1,340 @@
+"""Tensors and NumPy's arrays as pickles describe them: a storage, an offset, a shape and strides."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from sys import byteorder
+from typing import Any
+
+import numpy as np
+import torch
+
+from .._arrays import has_wrong_characters
+from .._dtypes import is_quantised
+from .._nodes import exactly
+from ..pickles import Constructor
+
+# Tensors as torch.save's pickles describe them: a storage, an offset, a shape and strides.
+
+_MOST_EXPANDED = 1 << 30
+"""Bytes of a tensor that is larger than its storage, as an expanded one is."""
+
+
+@dataclass(frozen=True, slots=True)
+class StorageKind:
+    """What a storage class is to its reader: the dtype of its elements; None where tensors say it."""
+
+    dtype: torch.dtype | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredStorage:
+    """A storage.
+
+    Attributes:
+        bits: uint8 (bytes,).
+        dtype: of its elements, None where tensors say it.
+    """
+
+    bits: torch.Tensor
+    dtype: torch.dtype | None
+
+
+@dataclass(frozen=True, slots=True)
+class Strided:
+    """Where a tensor's elements are in a storage.
+
+    Attributes:
+        dtype: of the elements.
+        offset: elements before the first one.
+        shape: lengths.
+        stride: elements from one to the next, by axis.
+    """
+
+    dtype: torch.dtype
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StorageReference:
+    """What a persistent id says of a storage.
+
+    Attributes:
+        key: its record is ``data/<key>``.
+        dtype: of its elements, None where tensors say it.
+        nbytes: how many bytes it has.
+    """
+
+    key: str
+    dtype: torch.dtype | None
+    nbytes: int
+
+
+def storage_reference(persistent_id: Any) -> StorageReference:
+    """Return what a persistent id says.
+
+    Raises:
+        ValueError: it isn't a storage's.
+    """
+    if type(persistent_id) is not tuple or len(persistent_id) < 5 or persistent_id[0] != "storage":
+        raise ValueError("a persistent id that isn't a storage's")
+    _, kind, key, _, count = persistent_id[:5]
+    if type(kind) is not StorageKind or type(key) is not str or exactly(int, count) < 0:
+        raise ValueError("a storage that isn't described as torch does")
+    return StorageReference(key, kind.dtype, count * (kind.dtype.itemsize if kind.dtype else 1))
+
+
+def strided(storage_dtype: torch.dtype | None, nbytes: int, arguments: tuple[Any, ...]) -> Strided:
+    """Return where a tensor is in a storage of so many bytes.
+
+    Args:
+        storage_dtype: the storage's own.
+        nbytes: the storage's.
+        arguments: offset, shape, strides, and then the dtype where it isn't the storage's.
+
+    Raises:
+        ValueError: it isn't inside of the storage.
+    """
+    offset, shape, stride = exactly(int, arguments[0]), _ints(arguments[1]), _ints(arguments[2])
+    dtype = arguments[3] if len(arguments) > 3 else storage_dtype
+    if type(dtype) is not torch.dtype or is_quantised(dtype):
+        raise ValueError("a tensor of no dtype, or of a quantised one")
+    if len(shape) != len(stride) or offset < 0 or min(shape + stride, default=0) < 0 or len(shape) > 64:
+        raise ValueError(f"a tensor of shape {shape}, strides {stride} and offset {offset}"[:200])
+    count = 1
+    for length in shape:
+        count *= length
+    last = offset + sum((length - 1) * step for length, step in zip(shape, stride, strict=True)) if count else -1
+    if (last + 1) * dtype.itemsize > nbytes:
+        raise ValueError(f"a tensor of {(last + 1) * dtype.itemsize} bytes in a storage of {nbytes}")
+    if count * dtype.itemsize > max(nbytes, _MOST_EXPANDED) or max(shape + stride, default=0) >= 2**62:
+        raise ValueError("a tensor that is much larger than its storage")
+    return Strided(dtype, offset, shape, stride)
+
+
+def _ints(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, (tuple, list)):
+        raise TypeError("a shape or strides that aren't a tuple")
+    return tuple(exactly(int, item) for item in value)
+
+
+def _tensor(storage: Any, *arguments: Any) -> torch.Tensor:
+    if type(storage) is not StoredStorage:
+        raise TypeError("a tensor without a storage")
+    place = strided(storage.dtype, storage.bits.numel(), arguments)
+    # As uint8 first: a storage may end with part of an element.
+    whole = storage.bits[: storage.bits.numel() // place.dtype.itemsize * place.dtype.itemsize]
+    return whole.view(place.dtype).as_strided(place.shape, place.stride, place.offset)
+
+
+def rebuild_v2(storage: Any, offset: Any, shape: Any, stride: Any, grad: Any, hooks: Any, extra: Any = None) -> Any:
+    """Return the tensor of `torch._utils._rebuild_tensor_v2`; hooks and the need of a gradient are left out."""
+    return _with_lazy_bits(_tensor(storage, offset, shape, stride), extra)
+
+
+def rebuild_v3(
+    storage: Any, offset: Any, shape: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, extra: Any = None
+) -> Any:
+    """Return the tensor of `torch._utils._rebuild_tensor_v3`, which names its dtype itself."""
+    return _with_lazy_bits(_tensor(storage, offset, shape, stride, dtype), extra)
+
+
+def _with_lazy_bits(tensor: torch.Tensor, extra: Any) -> torch.Tensor:
+    """Return the tensor conjugated or negated where torch has put that off, still without doing it."""
+    flags = {} if extra is None else exactly(dict, extra)
+    if flags.keys() - {"conj", "neg"} or any(type(flag) is not bool for flag in flags.values()):
+        raise ValueError("a tensor with unknown metadata")
+    conjugated = tensor.conj() if flags.get("conj") else tensor
+    return torch._neg_view(conjugated) if flags.get("neg") else conjugated
+
+
+def rebuild_parameter(data: Any, grad: Any, hooks: Any, state: Any = None) -> torch.Tensor:
+    """Return a parameter's tensor, as a plain one."""
+    return exactly(torch.Tensor, data)
+
+
+REBUILDERS: dict[tuple[str, str], Constructor] = {
+    ("torch._utils", "_rebuild_tensor"): Constructor(_tensor),
+    ("torch._utils", "_rebuild_tensor_v2"): Constructor(rebuild_v2),
+    ("torch._utils", "_rebuild_tensor_v3"): Constructor(rebuild_v3),
+    ("torch._utils", "_rebuild_parameter"): Constructor(rebuild_parameter),
+    ("torch._utils", "_rebuild_parameter_with_state"): Constructor(rebuild_parameter),
+}
+
+STORAGE_KINDS: dict[tuple[str, str], StorageKind] = {
+    ("torch", "DoubleStorage"): StorageKind(torch.float64),
+    ("torch", "FloatStorage"): StorageKind(torch.float32),
+    ("torch", "HalfStorage"): StorageKind(torch.float16),
+    ("torch", "BFloat16Storage"): StorageKind(torch.bfloat16),
+    ("torch", "LongStorage"): StorageKind(torch.int64),
+    ("torch", "IntStorage"): StorageKind(torch.int32),
+    ("torch", "ShortStorage"): StorageKind(torch.int16),
+    ("torch", "CharStorage"): StorageKind(torch.int8),
+    ("torch", "ByteStorage"): StorageKind(torch.uint8),
+    ("torch", "BoolStorage"): StorageKind(torch.bool),
+    ("torch", "ComplexDoubleStorage"): StorageKind(torch.complex128),
+    ("torch", "ComplexFloatStorage"): StorageKind(torch.complex64),
+    ("torch", "QInt8Storage"): StorageKind(torch.qint8),
+    ("torch", "QUInt8Storage"): StorageKind(torch.quint8),
+    ("torch", "QInt32Storage"): StorageKind(torch.qint32),
+    ("torch", "QUInt4x2Storage"): StorageKind(torch.quint4x2),
+    ("torch", "QUInt2x4Storage"): StorageKind(torch.quint2x4),
+    ("torch", "UntypedStorage"): StorageKind(None),
+    ("torch.storage", "UntypedStorage"): StorageKind(None),
+    ("torch.storage", "_UntypedStorage"): StorageKind(None),
+}
+
+DTYPES: dict[tuple[str, str], torch.dtype] = {
+    ("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)
+}
+
+
+NO_VALUES: frozenset[type] = frozenset({StorageKind, StoredStorage})
+"""What only a tensor is made from."""
+
+
+def loader(data: Callable[[str], memoryview]) -> Callable[[Any], StoredStorage]:
+    """Return what makes storages from persistent ids; each record is copied once, however often it is named."""
+    seen: dict[str, torch.Tensor] = {}
+
+    def load(persistent_id: Any) -> StoredStorage:
+        wanted = storage_reference(persistent_id)
+        if wanted.key not in seen:
+            stored = data(f"data/{wanted.key}")
+            seen[wanted.key] = torch.empty(len(stored), dtype=torch.uint8, device="cpu")
+            seen[wanted.key].numpy()[:] = np.asarray(stored)
+        if wanted.nbytes > seen[wanted.key].numel():
+            raise ValueError(f"a storage of {wanted.nbytes} bytes, {seen[wanted.key].numel()} are there")
+        return StoredStorage(seen[wanted.key], wanted.dtype)
+
+    return load
+
+
+# NumPy's arrays, scalars and dtypes, as its pickles describe them; of numbers, dates and text only.
+
+_NAME = re.compile(r"[biufcSU][0-9]{1,9}|[mM]8")
+_UTF32 = {"<": "utf-32-le", ">": "utf-32-be", "=": f"utf-32-{byteorder[0]}e"}
+_UNIT = re.compile(r"generic|[A-Za-z]{1,2}")
+
+
+def _dtype(name: Any, align: Any = False, copy: Any = True) -> np.dtype[Any]:
+    if not _NAME.fullmatch(exactly(str, name)):
+        raise ValueError(f"a NumPy dtype {name[:100]!r}, which isn't of numbers, dates or text")
+    # A new object each time, so that the order of its bytes can be set.
+    return _checked(np.dtype(name, False, True))
+
+
+def _set_order(dtype: np.dtype[Any], state: Any) -> None:
+    version, order, subdtype, names, fields, size = exactly(tuple, state)[:6]
+    if version not in (3, 4) or order not in ("<", ">", "|", "=") or size not in (-1, dtype.itemsize):
+        raise ValueError("a NumPy dtype that contradicts itself")
+    if subdtype is not None or names is not None or fields is not None:
+        raise ValueError("a NumPy dtype of records")
+    # Nothing of the file's but the order: wrong flags make NumPy follow bytes as if they were pointers.
+    kept = (dtype.itemsize, dtype.alignment, dtype.flags) if dtype.kind in "SU" else (-1, -1, 0)
+    if dtype.kind in "mM":
+        _set_state(dtype, (4, order, None, None, None, *kept, _unit(state)))
+    else:
+        _set_state(dtype, (3, order, None, None, None, *kept))
+
+
+def _set_state(value: Any, state: tuple[Any, ...]) -> None:
+    value.__setstate__(state)
+
+
+def _unit(state: Any) -> Any:
+    """Return the unit of a date's dtype, in the form that its state has."""
+    if len(state) < 9:
+        return ({}, ("generic", 1, 1, 1))
+    _, (unit, *numbers) = exactly(tuple, state[8])
+    name = unit.decode("ascii") if type(unit) is bytes else exactly(str, unit)
+    if not _UNIT.fullmatch(name) or len(numbers) != 3 or not all(0 < exactly(int, n) < 2**31 for n in numbers):
+        raise ValueError("a NumPy dtype of an unknown unit")
+    return ({}, (name, *numbers))
+
+
+def _checked(dtype: Any) -> np.dtype[Any]:
+    if not isinstance(dtype, np.dtype) or dtype.kind not in "biufcSUmM" or dtype.names:
+        raise ValueError("an array or scalar that isn't of numbers, dates or text")
+    return dtype
+
+
+def _raw(data: Any) -> bytes:
+    """Return an array's bytes, which Python 2 called text."""
+    return data.encode("utf-8") if type(data) is str else bytes(exactly(bytes, data))
+
+
+def _reconstruct(kind: Any, shape: Any, code: Any) -> np.ndarray[Any, Any]:
+    if kind is not _NDARRAY:
+        raise TypeError("a subclass of NumPy's array")
+    return np.empty(0, np.int8)
+
+
+def _fill(array: np.ndarray[Any, Any], state: Any) -> None:
+    shape, dtype, by_column, data = exactly(tuple, state)[-4:]
+    made = _array(_raw(data), dtype, shape)
+    if type(by_column) is not bool:
+        raise TypeError("an array of no order")
+    _set_state(array, (1, made.shape, made.dtype, by_column, made.tobytes()))
+
+
+def _array(data: bytes | bytearray, dtype: Any, shape: Any) -> np.ndarray[Any, Any]:
+    """Return the new array of these bytes, row-major."""
+    lengths = tuple(exactly(int, length) for length in exactly(tuple, shape))
+    if min(lengths, default=0) < 0 or prod(lengths) * _checked(dtype).itemsize != len(data):
+        raise ValueError(f"an array of shape {lengths}"[:200] + f" made from {len(data)} bytes")
+    if dtype.itemsize == 0:
+        raise ValueError("an array of nothing")
+    array = np.empty(lengths, dtype)
+    array.reshape(-1).view(np.uint8)[:] = np.frombuffer(data, np.uint8)
+    if has_wrong_characters(array):
+        raise ValueError("a character that Unicode doesn't have")
+    return array
+
+
+def _scalar(dtype: Any, data: Any) -> Any:
+    raw = _raw(data)
+    if _checked(dtype).itemsize != len(raw):
+        raise ValueError(f"a scalar of {len(raw)} bytes, {dtype.itemsize} make one")
+    # Text keeps its trailing zeros, which an array would drop.
+    if dtype.kind == "S":
+        return np.bytes_(raw)
+    return np.str_(raw.decode(_UTF32[dtype.byteorder])) if dtype.kind == "U" else _array(raw, dtype, ())[()]
+
+
+def _frombuffer(data: Any, dtype: Any, shape: Any, order: Any, axes: Any = None) -> np.ndarray[Any, Any]:
+    if type(data) not in (bytes, bytearray) or order not in ("C", "F", "K"):
+        raise TypeError("an array that isn't made from bytes")
+    lengths = exactly(tuple, shape)
+    array = _array(data, dtype, lengths)
+    if order == "F":
+        return array.reshape(-1).reshape(lengths, order="F")
+    return array.transpose(*exactly(tuple, axes)) if order == "K" and axes is not None else array
+
+
+def _uncalled(*args: Any) -> Any:
+    raise TypeError("a call of NumPy's array class")
+
+
+_NDARRAY = Constructor(_uncalled)
+_DTYPE = Constructor(_dtype, _set_order)
+_RECONSTRUCT = Constructor(_reconstruct, _fill)
+
+NUMPY: dict[tuple[str, str], Constructor] = {
+    ("numpy", "ndarray"): _NDARRAY,
+    ("numpy", "dtype"): _DTYPE,
+    **{
+        (f"numpy.{core}.{module}", name): constructor
+        for core in ("core", "_core")
+        for module, name, constructor in (
+            ("multiarray", "_reconstruct", _RECONSTRUCT),
+            ("multiarray", "scalar", Constructor(_scalar)),
+            ("numeric", "_frombuffer", Constructor(_frombuffer)),
+        )
+    },
+}

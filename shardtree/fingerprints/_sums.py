@@ -1,0 +1,249 @@
+"""The weighted sum over a box, in the host's memory or on an accelerator, and the weight of each index."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache, reduce
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ..geometry import slabs, slices
+
+# The weight of an index along an axis: an odd number of 64 bits that can be computed wherever it is needed.
+
+Words = NDArray[np.uint64]
+
+LOW_BITS = 16
+"""Indices of one axis that agree in all higher bits share a factor, so that a long axis needs no long table."""
+
+_LOW = 1 << LOW_BITS
+_GAMMA = 0x9E3779B97F4A7C15
+_MODULUS = 1 << 64
+
+
+def scramble(numbers: NDArray[Any]) -> Words:
+    """Return each number's image under a bijection of 64 bits in which every bit depends on every bit.
+
+    Args:
+        numbers: uint64, of any shape but ().
+
+    References:
+        The output function of SplitMix64: G. Steele, D. Lea, C. Flood, "Fast splittable pseudorandom number
+        generators", OOPSLA 2014.
+
+    Examples:
+        >>> [hex(number) for number in scramble(np.array([1, 2], dtype=np.uint64)).tolist()]
+        ['0x5692161d100b05e5', '0xdbd238973a2b148a']
+    """
+    mixed = numbers.astype(np.uint64)
+    mixed ^= mixed >> np.uint64(30)
+    mixed *= np.uint64(0xBF58476D1CE4E5B9)
+    mixed ^= mixed >> np.uint64(27)
+    mixed *= np.uint64(0x94D049BB133111EB)
+    mixed ^= mixed >> np.uint64(31)
+    return mixed
+
+
+def axis_weights(axis: int, start: int, stop: int) -> Words:
+    """Return the weights of some neighbouring indices along an axis, each an odd number.
+
+    Args:
+        axis: the axis of the global tensor, counted from 0.
+        start: the first index.
+        stop: one past the last index.
+
+    Returns:
+        uint64 (stop - start,).
+
+    Examples:
+        >>> [hex(weight) for weight in axis_weights(0, 1, 3).tolist()]
+        ['0xf18385619b73dc4f', '0xe76f54b96fe252df']
+        >>> bool((axis_weights(2, 65_000, 66_000) % 2 == 1).all())
+        True
+    """
+    if 0 <= start <= stop <= _LOW:
+        return _first_weights(axis)[start:stop]
+    low = low_weights(axis)
+    pieces = []
+    for number, high in enumerate(high_weights(axis, start, stop), start >> LOW_BITS):
+        begin, end = max(start, number * _LOW), min(stop, (number + 1) * _LOW)
+        pieces.append(low[begin - number * _LOW : end - number * _LOW] * high)
+    return pieces[0] if len(pieces) == 1 else np.concatenate([*pieces, np.zeros(0, dtype=np.uint64)])
+
+
+@lru_cache(maxsize=16)  # half a MiB each
+def _first_weights(axis: int) -> Words:
+    """Return the weights of the first indices, which most tensors have no more of: not to be written to."""
+    first = low_weights(axis) * high_weights(axis, 0, 1)
+    first.setflags(write=False)
+    return first
+
+
+def high_weights(axis: int, start: int, stop: int) -> Words:
+    """Return the factors of weights that the indices' higher bits choose, from that of `start` to that of ``stop - 1``.
+
+    Examples:
+        >>> high_weights(0, 65_535, 65_537).size
+        2
+    """
+    first, last = start >> LOW_BITS, -(-stop >> LOW_BITS)
+    return _odd(2 * axis, first, max(first, last))
+
+
+@lru_cache(maxsize=16)  # half a MiB each
+def low_weights(axis: int) -> Words:
+    """Return the factors of weights that the indices' lower bits choose: uint64 (65536,), not to be written to.
+
+    Examples:
+        >>> low_weights(0).size
+        65536
+    """
+    low = _odd(2 * axis + 1, 0, _LOW)
+    low.setflags(write=False)
+    return low
+
+
+def _odd(stream: int, start: int, stop: int) -> Words:
+    """Return some outputs of the generator that a stream's number seeds, made odd."""
+    seed = int(scramble(np.array([stream + 1], dtype=np.uint64))[0])
+    counts = np.arange(start, stop, dtype=np.uint64) * np.uint64(_GAMMA)
+    counts += np.uint64((seed + _GAMMA) % _MODULUS)
+    return scramble(counts) | np.uint64(1)
+
+
+# The weighted sum over a box in the processor's memory: slab by slab, in scratch that stays in the cache.
+
+FACTOR = 0x9E3779B97F4A7C15
+"""Odd, so that the product with it is a bijection."""
+
+CONSTANT = 0xD1B54A32D192ED03
+"""Added to each mixed word, so that a word of zeros counts too."""
+
+MODULUS = 1 << 64
+
+_WEIGHED = 1 << 18  # words whose weights are made at once
+_MIXED = 1 << 15  # words that are mixed at once: with scratch, half a MiB
+_SHORT = 64  # words of a row
+_HALF = np.uint64(32)
+
+
+def host_total(words: NDArray[Any], axes: Sequence[int], offset: Sequence[int]) -> int:
+    """Return the sum of a box's mixed words, each times the weights of its indices, modulo 2 to the 64.
+
+    Args:
+        words: the elements' bits as unsigned integers of 1, 2, 4 or 8 bytes; of any strides.
+        axes: the global axis that each axis of the box is.
+        offset: the box's first index along each.
+
+    Examples:
+        >>> zeros = np.zeros((2, 3), dtype=np.uint32)
+        >>> upper, lower = (host_total(zeros[:1], (0, 1), (row, 0)) for row in (0, 1))
+        >>> host_total(zeros, (0, 1), (0, 0)) == (upper + lower) % 2**64, upper == lower
+        (True, False)
+    """
+    if not words.ndim:
+        words, axes, offset = words.reshape(1), (0,), (0,)
+        return _slab_total(words, [np.ones(1, dtype=np.uint64)])
+    # The sum has no order: the one in which the elements lie in memory is the fastest.
+    order = sorted(range(words.ndim), key=lambda axis: -abs(words.strides[axis]))
+    words = words.transpose(order)
+    total = 0
+    for start, shape in slabs(words.shape, _WEIGHED):
+        first = [offset[axis] + begin for axis, begin in zip(order, start, strict=True)]
+        ranges = zip(order, first, shape, strict=True)
+        weights = [axis_weights(axes[axis], begin, begin + size) for axis, begin, size in ranges]
+        total += _slab_total(words[slices(start, shape)], weights)
+    return total % MODULUS
+
+
+def _slab_total(words: NDArray[Any], weights: Sequence[Words]) -> int:
+    total, scratch = 0, np.empty((2, min(words.size, _MIXED)), dtype=np.uint64)
+    for start, shape in slabs(words.shape, _MIXED):
+        place = slices(start, shape)
+        mixed = _mix(words[place], *scratch[:, : int(np.prod(shape))])
+        total += _contract(mixed, [each[part] for each, part in zip(weights, place, strict=True)])
+    of_constant = CONSTANT
+    for each in weights:
+        of_constant *= int(each.sum())
+    return (total + of_constant) % MODULUS
+
+
+def _mix(words: NDArray[Any], room: Words, other: Words) -> Words:
+    """Return each word's image under a bijection of 64 bits, in the given room."""
+    mixed, shifted = room.reshape(words.shape), other.reshape(words.shape)
+    if words.itemsize == 8:
+        np.right_shift(words, _HALF, out=shifted)
+        np.bitwise_xor(words, shifted, out=mixed)
+        words = mixed
+    np.multiply(words, np.uint64(FACTOR), out=mixed, dtype=np.uint64)
+    np.right_shift(mixed, _HALF, out=shifted)
+    return np.bitwise_xor(mixed, shifted, out=mixed)
+
+
+def _contract(mixed: Words, weights: Sequence[Words]) -> int:
+    *above, last = weights
+    if above and last.size < _SHORT:
+        # A sum along a short row costs more than its elements; columns are as long as rows are short.
+        columns = reduce(np.multiply.outer, above).reshape(-1)
+        return int((columns @ mixed.reshape(-1, last.size) * last).sum())
+    sums = np.einsum("ij,j->i", mixed.reshape(-1, last.size), last)
+    return _contract(sums, above) if above else int(sums[0])
+
+
+# The weighted sum over a box on an accelerator: computed where the tensor is, so that only a number moves.
+
+_MOST = 1 << 24  # words that are mixed at once
+_LOW_HALF = 0xFFFFFFFF
+
+
+def device_total(words: torch.Tensor, axes: Sequence[int], offset: Sequence[int]) -> int:
+    """Return what `host_total` returns, computed by torch on the device where the words are.
+
+    Args:
+        words: the elements' bits as integers of 1, 2, 4 or 8 bytes.
+        axes: the global axis that each axis of the box is.
+        offset: the box's first index along each.
+
+    Examples:
+        >>> zero, weight = torch.zeros(1, dtype=torch.int32), int(axis_weights(0, 0, 1)[0])
+        >>> device_total(zero, (0,), (0,)) == CONSTANT * weight % 2**64
+        True
+    """
+    totals = []
+    for start, shape in slabs(tuple(words.shape), _MOST):
+        total = _mix_on_device(words[slices(start, shape)]) + _signed(CONSTANT)
+        for axis in reversed(range(words.ndim)):
+            first = offset[axis] + start[axis]
+            total = (total * _weights(axes[axis], first, first + shape[axis], words.device)).sum(-1)
+        totals.append(total)
+    return int(torch.stack(totals).sum()) % MODULUS if totals else 0
+
+
+def _mix_on_device(words: torch.Tensor) -> torch.Tensor:
+    # Torch shifts signed integers alone, and copies the sign: masks take it away again.
+    wide = words.to(torch.int64)
+    if words.itemsize == 8:
+        wide = wide ^ (wide >> 32 & _LOW_HALF)
+    else:
+        wide = wide & ((1 << 8 * words.itemsize) - 1)
+    wide = wide * _signed(FACTOR)
+    return wide ^ (wide >> 32 & _LOW_HALF)
+
+
+def _weights(axis: int, start: int, stop: int, device: torch.device) -> torch.Tensor:
+    if stop - start <= 1 << LOW_BITS:
+        return _moved(axis_weights(axis, start, stop), device)
+    index = torch.arange(start, stop, device=device)
+    high = _moved(high_weights(axis, start, stop), device)[(index >> LOW_BITS) - (start >> LOW_BITS)]
+    return high * _moved(low_weights(axis), device)[index & ((1 << LOW_BITS) - 1)]
+
+
+def _moved(weights: Words, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(weights.view(np.int64).copy()).to(device)
+
+
+def _signed(number: int) -> int:
+    return number - MODULUS if number >= MODULUS // 2 else number

@@ -1,0 +1,183 @@
+"""Lenses for attention: the fused query, key and value tensor in each of its forms, and rotary embeddings' rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal, TypeAlias
+
+import numpy as np
+
+from ..errors import MetadataError, ShapeError, error_text
+from ..geometry import Column, refuse
+from ._axis_runs import AxisRuns
+from ._lens import Lens, positive
+from ._mapped import mapped_axis
+from ._renamed import check_names
+
+# A lens for the fused query, key and value tensor of attention, in each of the forms that models and files have.
+
+FusedForm: TypeAlias = Literal["interleaved", "concatenated"]
+_FORMS = ("interleaved", "concatenated")
+
+
+def attention_qkv(
+    *,
+    heads: int,
+    head_size: int,
+    query_groups: int | None = None,
+    held: FusedForm = "interleaved",
+    tensor_parallel: int = 1,
+    stored: FusedForm = "concatenated",
+    axis: int = 0,
+    part: str | None = None,
+    names: Sequence[str] | None = None,
+) -> Lens:
+    """Return the lens of attention's fused tensor: weights, whose rows it is about, or biases.
+
+    Interleaved is what Megatron-Core holds: each query group has its queries, its key and its value, one after the
+    other, so that ranks may cut anywhere. GPT-NeoX and BLOOM have the same with a group a head. Concatenated is all
+    queries, then all keys, then all values, as Phi-3 and GPT-2 have it; where a layer of that form is tensor parallel,
+    each rank holds [queries; keys; values] of its own.
+
+    Args:
+        heads: of queries, in the whole layer.
+        head_size: rows of one head.
+        query_groups: how many heads of keys, and of values, there are; as many as `heads` by default.
+        held: the form in the model.
+        tensor_parallel: over how many ranks a concatenated layer is cut. For an interleaved one it doesn't matter.
+        stored: the form under the same key, where there are no names; [queries; keys; values] by default.
+        axis: along which the rows lie.
+        part: what of the key is replaced by the names, as ``"linear_qkv"``.
+        names: of queries, keys and values, as ``("q_proj", "k_proj", "v_proj")``, if they are stored apart.
+
+    Raises:
+        MetadataError: a number isn't positive, the groups don't divide the heads, or the ranks don't divide the groups:
+            then several ranks would hold the same keys and values, which aren't pieces of one tensor.
+        TreeError: the names aren't sound, or the key has no such part.
+        ShapeError: the axis isn't as long as all heads are.
+
+    Examples:
+        >>> import torch
+        >>> from shardtree.mapping import ShardedTensor
+        >>> lens = attention_qkv(heads=4, head_size=1, query_groups=2, part="qkv", names=("q", "k", "v"))
+        >>> shard = ShardedTensor.from_rank_offsets("qkv", torch.arange(4), (0, 1, 2))  # the second of two groups
+        >>> [(each.key, each.global_shape, each.global_offset, each.data.tolist()) for each in lens(shard).shards]
+        [('q', (4,), (2,), [0, 1]), ('k', (2,), (1,), [2]), ('v', (2,), (1,), [3])]
+
+    References:
+        Megatron-Core 0.16, `SelfAttention.get_query_key_value_tensors`; transformers 5.23, `Phi3Attention`,
+        `GPTNeoXAttention`.
+    """
+    doing = "attention_qkv"
+    groups = heads if query_groups is None else query_groups
+    for field, value in (("heads", heads), ("head_size", head_size), ("query_groups", groups)):
+        positive(doing, field, value)
+    if heads % groups:
+        refuse(doing, "query_groups", groups, f"a divisor of {heads} heads", _WHOLE, error=MetadataError)
+    blocks = {"interleaved": groups, "concatenated": positive(doing, "tensor_parallel", tensor_parallel)}
+    for field, form in (("held", held), ("stored", stored)):
+        if form not in _FORMS:
+            refuse(doing, field, repr(form)[:100], f"one of {_FORMS}", "Name the form.", error=MetadataError)
+    if groups % blocks[held]:
+        expected = f"a divisor of {groups} query groups"
+        refuse(doing, "tensor_parallel", tensor_parallel, expected, _SHARED, error=MetadataError)
+    check_names(doing, part, names, 3)
+    sizes = (heads // groups * head_size, head_size, head_size)
+    ends = None if names is not None else groups if stored == "interleaved" else 1
+    return mapped_axis(axis, lambda n: _runs(n, groups, sizes, blocks[held], ends), part=part, names=names, doing=doing)
+
+
+_WHOLE = "Count those of the whole layer, not of a rank."
+_SHARED = "Ranks that share a group hold copies of its keys and values: describe those as replicas, tensor by tensor."
+
+
+def _runs(length: int, groups: int, sizes: Sequence[int], held: int, stored: int | None) -> AxisRuns:
+    """Return the runs from fused blocks of some number, to another number of blocks, or None for parts of their own."""
+    if length != groups * sum(sizes):
+        expected = f"{groups} query groups of {' + '.join(map(str, sizes))} rows"
+        raise ShapeError(error_text("an axis that isn't queries, keys and values", found=length, expected=expected))
+    block, part, within = (index.reshape(-1) for index in np.indices((held, 3, groups // held), dtype=np.int64))
+    group, rows = block * (groups // held) + within, np.array(sizes, dtype=np.int64)
+    if stored is None:
+        return AxisRuns(rows[part], part, group * rows[part], tuple(groups * size for size in sizes))
+    start = _fused_starts(group, part, rows, groups // stored)
+    return AxisRuns(rows[part], np.zeros_like(part), start, (length,))
+
+
+def _fused_starts(group: Column, part: Column, rows: Column, each: int) -> Column:
+    """Return where each group's part begins in blocks of so many groups: queries, keys, then values of all of them."""
+    before: Column = np.cumsum(rows) - rows
+    block: Column = group // each * int(rows.sum()) + before[part]
+    return each * block + group % each * rows[part]
+
+
+# Lenses for rotary embeddings: rows of a head whose two halves turn together, or whose neighbours do.
+
+
+def rotary_halves(*, head_size: int, rotary_size: int | None = None, axis: int = 0) -> Lens:
+    """Return the lens from rows of which neighbours turn together, to rows of which halves of a head do.
+
+    Meta's Llama holds the first form, Hugging Face's the second. It is about queries and keys, not about values: behind
+    `attention_qkv`, give it those keys alone, with `lenses_by_pattern`.
+
+    Args:
+        head_size: rows of one head; how many heads there are follows from the axis.
+        rotary_size: how many of a head's rows turn, from its first one; all by default.
+        axis: along which the rows lie.
+
+    Raises:
+        MetadataError: the numbers aren't positive, or an odd number of rows would turn.
+        ShapeError: the axis isn't made of such heads.
+
+    Examples:
+        >>> import torch
+        >>> from shardtree.mapping import ShardedTensor
+        >>> shard = ShardedTensor.from_rank_offsets("q", torch.arange(8))
+        >>> rotary_halves(head_size=4)(shard).shards[0].data
+        tensor([0, 2, 1, 3, 4, 6, 5, 7])
+
+    References:
+        transformers 5.23, `PermuteForRope`.
+    """
+    return _rotary("rotary_halves", _halves, head_size, rotary_size, axis)
+
+
+def rotary_pairs(*, head_size: int, rotary_size: int | None = None, axis: int = 0) -> Lens:
+    """Return the lens the other way round: from rows of which halves turn together, to rows of which neighbours do.
+
+    The arguments and errors are those of `rotary_halves`.
+
+    Examples:
+        >>> import torch
+        >>> from shardtree.mapping import ShardedTensor
+        >>> shard = ShardedTensor.from_rank_offsets("q", torch.arange(6))
+        >>> rotary_pairs(head_size=6)(shard).shards[0].data
+        tensor([0, 3, 1, 4, 2, 5])
+    """
+    return _rotary("rotary_pairs", _pairs, head_size, rotary_size, axis)
+
+
+def _halves(turning: int) -> Column:
+    """Return where each of a head's rows goes when pairs become halves."""
+    return np.arange(turning).reshape(2, -1).T.reshape(-1)
+
+
+def _pairs(turning: int) -> Column:
+    return np.arange(turning).reshape(-1, 2).T.reshape(-1)
+
+
+def _rotary(doing: str, places: Callable[[int], Column], head_size: int, rotary_size: int | None, axis: int) -> Lens:
+    size = positive(doing, "head_size", head_size)
+    turning = size if rotary_size is None else positive(doing, "rotary_size", rotary_size)
+    if turning % 2 or turning > size:
+        fix = "Rows turn in pairs."
+        refuse(doing, "rotary_size", turning, f"an even number up to {size}", fix, error=MetadataError)
+    head = np.concatenate([places(turning), np.arange(turning, size)])
+
+    def runs(length: int) -> AxisRuns:
+        if length % size:
+            raise ShapeError(error_text("an axis that isn't made of heads", found=length, expected=f"heads of {size}"))
+        start = (np.arange(0, length, size)[:, None] + head).reshape(-1)
+        return AxisRuns(np.ones_like(start), np.zeros_like(start), start, (length,))
+
+    return mapped_axis(axis, runs, doing=doing)

@@ -1,0 +1,188 @@
+"""Where the indices of one axis are stored: runs that go to consecutive places of some part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from ..errors import ShapeError, error_text
+from ..geometry import Column, integer, integers, refuse
+
+PADDING = -1
+"""The part of what isn't stored at all."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AxisRuns:
+    """Where each index of an axis, as the model holds it, is stored. Runs are in the order of the held axis, no gaps.
+
+    Each place of the stored tensors is held exactly once.
+
+    Attributes:
+        length: of each run, int64 (runs,).
+        part: which stored tensor a run lies in; `PADDING` where it isn't stored, int64 (runs,).
+        start: the first place of a run along the stored tensor's axis, int64 (runs,).
+        sizes: how long the stored tensors are along the axis, one for each part.
+
+    Raises:
+        ShapeError: the columns aren't integers or differ in length, a run leaves its part, or a place is held by no run
+            or by several.
+
+    Examples:
+        >>> rows = AxisRuns(np.array([2, 2, 2, 2]), np.array([0, 1, 0, 1]), np.array([0, 0, 2, 2]), (4, 4))
+        >>> rows.total  # gate, up, gate, up, as two ranks hold them
+        8
+    """
+
+    length: Column
+    part: Column
+    start: Column
+    sizes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        for name in ("length", "part", "start"):
+            object.__setattr__(self, name, _column(name, getattr(self, name)))
+        object.__setattr__(self, "sizes", integers("AxisRuns", "sizes", self.sizes))
+        _check_runs(self)
+
+    @property
+    def total(self) -> int:
+        """How long the held axis is."""
+        return int(self.length.sum())
+
+
+def _column(name: str, values: Any) -> Column:
+    try:
+        column = np.asarray(values)
+    except ValueError:
+        column = np.asarray("lists of other lengths")
+    if column.ndim != 1 or (column.size and column.dtype.kind not in "iu"):
+        found = f"{column.dtype} of shape {column.shape}"
+        refuse("AxisRuns", name, found, "one axis of integers", "Pass one number a run.", error=ShapeError)
+    return column.astype(np.int64)
+
+
+def _check_runs(runs: AxisRuns) -> None:
+    """Raise ShapeError unless each stored place is held exactly once."""
+    counts = {len(runs.length), len(runs.part), len(runs.start)}
+    if len(counts) > 1 or (runs.length < 0).any():
+        fix = "Pass one length, part and start for each run, none of them negative."
+        refuse("AxisRuns", "length", runs.length.tolist()[:10], "a length for each run", fix, error=ShapeError)
+    if ((runs.part < PADDING) | (runs.part >= len(runs.sizes))).any():
+        expected = f"PADDING, or 0 to {len(runs.sizes) - 1}, as there are {len(runs.sizes)} sizes"
+        refuse("AxisRuns", "part", sorted(set(runs.part.tolist()))[:10], expected, "", error=ShapeError)
+    for number, size in enumerate(runs.sizes):
+        rows = (runs.part == number) & (runs.length > 0)
+        start, length = runs.start[rows], runs.length[rows]
+        order = np.argsort(start, kind="stable")
+        ends = np.concatenate([[0], (start + length)[order]])
+        if not np.array_equal(ends, np.concatenate([start[order], [size]])):
+            pairs = zip(start[order].tolist(), ends[1:].tolist(), strict=True)
+            found = ", ".join(f"[{first}:{end}]" for first, end in list(pairs)[:10])
+            expected = f"each of its {size} places exactly once"
+            refuse("AxisRuns", f"part {number}", found or "nothing", expected, "", error=ShapeError)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Block:
+    """A stretch of a stored axis, and where the model holds it.
+
+    Attributes:
+        part: which stored tensor.
+        start: the first place along its axis.
+        places: for each of its places, where it is held, counted from the interval's begin, int64 (places,).
+    """
+
+    part: int
+    start: int
+    places: Column
+
+
+def grouped_runs(total: int, groups: int, sizes: Sequence[int]) -> AxisRuns:
+    """Return the runs of an axis of several groups, each of which has a segment of each part, one after the other.
+
+    Args:
+        total: how long the axis is: `groups` times the sum of the sizes.
+        groups: how many there are.
+        sizes: how long a part's segment is in each group.
+
+    Raises:
+        MetadataError: they aren't integers.
+        ShapeError: the axis isn't as long as that.
+
+    Examples:
+        >>> runs = grouped_runs(12, 2, (4, 1, 1))  # q q q q k v, twice
+        >>> runs.part.tolist(), runs.start.tolist(), runs.sizes
+        ([0, 1, 2, 0, 1, 2], [0, 0, 0, 4, 1, 1], (8, 2, 2))
+    """
+    doing = "grouped_runs"
+    whole, count, each = (
+        integer(doing, "total", total),
+        integer(doing, "groups", groups),
+        integers(doing, "sizes", sizes),
+    )
+    if count < 0 or count * sum(each) != whole:
+        found, expected = f"{count} groups of {sum(each)}", f"{whole} in all"
+        raise ShapeError(error_text("an axis that isn't made of such groups", found=found, expected=expected))
+    length = np.tile(np.array(each, dtype=np.int64), count)
+    part = np.tile(np.arange(len(each)), count)
+    start = length * np.repeat(np.arange(count), len(each))
+    return AxisRuns(length, part, start, tuple(size * count for size in each))
+
+
+def joined_parts(runs: AxisRuns, order: Sequence[int] | None = None) -> AxisRuns:
+    """Return the same runs with all parts in one stored tensor, one part behind the other.
+
+    Args:
+        runs: of one part or more.
+        order: of the parts; by default their own.
+
+    Raises:
+        ShapeError: the order doesn't name each part once.
+
+    Examples:
+        >>> joined_parts(grouped_runs(4, 2, (1, 1))).start.tolist()
+        [0, 2, 1, 3]
+    """
+    ordered = list(range(len(runs.sizes)) if order is None else integers("joined_parts", "order", order))
+    if sorted(ordered) != list(range(len(runs.sizes))):
+        refuse("joined_parts", "order", ordered, f"each of {len(runs.sizes)} parts once", "", error=ShapeError)
+    base = np.zeros(len(runs.sizes), dtype=np.int64)
+    base[ordered] = np.cumsum([0, *(runs.sizes[part] for part in ordered)])[:-1]
+    is_stored = runs.part != PADDING
+    start = np.where(is_stored, runs.start + base[runs.part], 0)
+    return AxisRuns(runs.length, np.where(is_stored, 0, PADDING), start, (sum(runs.sizes),))
+
+
+def stored_blocks(runs: AxisRuns, begin: int, end: int) -> list[Block]:
+    """Return where an interval of the held axis is stored: the fewest blocks, by part, then place.
+
+    Examples:
+        >>> rows = grouped_runs(8, 2, (2, 2))
+        >>> [(block.part, block.start, block.places.tolist()) for block in stored_blocks(rows, 1, 8)]
+        [(0, 1, [0, 3, 4]), (1, 0, [1, 2, 5, 6])]
+    """
+    held = np.cumsum(runs.length) - runs.length
+    first, last = np.maximum(held, begin), np.minimum(held + runs.length, end)
+    rows = np.flatnonzero((first < last) & (runs.part != PADDING))
+    part, start = runs.part[rows], runs.start[rows] + first[rows] - held[rows]
+    place, length = first[rows] - begin, last[rows] - first[rows]
+    order = np.lexsort((start, part))
+    part, start, place, length = part[order], start[order], place[order], length[order]
+    follows = (part[1:] == part[:-1]) & (start[1:] == start[:-1] + length[:-1])
+    bounds = [0, *(np.flatnonzero(~follows) + 1).tolist(), len(rows)]
+    return [
+        Block(int(part[low]), int(start[low]), _spread(place[low:high], length[low:high]))
+        for low, high in pairwise(bounds)
+        if low < high
+    ]
+
+
+def _spread(start: Column, length: Column) -> Column:
+    """Return all places of intervals, one interval after the other."""
+    before = np.cumsum(length) - length
+    return np.repeat(start - before, length) + np.arange(length.sum())

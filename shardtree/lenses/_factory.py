@@ -1,0 +1,284 @@
+"""Lenses made factories: for boxes and for flat ranges, for parameters and for the optimizer's states of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+from math import prod
+from typing import Any
+
+import torch
+
+from ..errors import MetadataError, ShapeError, TreeError, error_text, plural
+from ..geometry import box_column, check_flat_range, flat_boxes, refuse
+from ..lazy import LazyTensor
+from ..mapping import LocalNonpersistentObject, ReplicaId, ShardedTensor, ShardedTensorFactory
+from ..trees import as_integers, empty_data, join_data, leaves_with_paths, map_shards, match_key
+from ._lens import DESCRIBE, Built, Lens, built_by, check_function, checked_lenses, device_of, flat_axes
+
+# Flat ranges as the boxes that they consist of, and those boxes as the flat range again.
+
+
+def boxes_of(shard: ShardedTensor) -> tuple[ShardedTensor, ...]:
+    """Return the boxes that a flat shard consists of, at most ``2 * axes - 1``, as views, in the order of its elements.
+
+    They hold the same elements of the same global tensor, and are for what knows no flat ranges.
+
+    Args:
+        shard: a flat one, with data or without; one that is a box already is returned as it is.
+
+    Returns:
+        Boxes of an irregular grid. A range without elements has none; all of a box without elements is that box.
+
+    Raises:
+        ShapeError: it isn't a shard.
+
+    Examples:
+        >>> flat = ShardedTensor.from_rank_offsets_flat("w", torch.arange(7), (3, 4), flattened_range=slice(2, 9))
+        >>> for box in boxes_of(flat):
+        ...     print(box.global_offset, box.data.tolist())
+        (0, 2) [[0, 1]]
+        (1, 0) [[2, 3, 4, 5]]
+        (2, 0) [[6]]
+    """
+    _check_shard(shard, "boxes_of")
+    flat = shard.flattened_range
+    if flat is None:
+        return (shard,)
+    if not prod(shard.local_shape):
+        return (_box(shard, (0,) * len(shard.local_shape), shard.local_shape, 0),)
+    axes = len(shard.local_shape)
+    shape, (start, stop) = box_column([shard.local_shape], fill=1), box_column([[flat.start], [flat.stop]], fill=0)
+    _, offsets, shapes, positions = flat_boxes(shape, start, stop)
+    first = offsets.shape[1] - axes  # a scalar is a box of one axis there
+    rows = zip(offsets[:, first:].tolist(), shapes[:, first:].tolist(), positions.tolist(), strict=True)
+    return tuple(_box(shard, tuple(offset), tuple(size), position) for offset, size, position in rows)
+
+
+def flat_of(shard: ShardedTensor, tensors: Sequence[Any]) -> ShardedTensor:
+    """Return a flat shard with new data: tensors of exactly the boxes that it consists of; undoes `boxes_of`.
+
+    Args:
+        shard: the flat one, with data or without.
+        tensors: one for each of `boxes_of(shard)`, in that order.
+
+    Raises:
+        ShapeError: they aren't of these boxes, or of several dtypes; names each of them.
+
+    Examples:
+        >>> flat = ShardedTensor.from_rank_offsets_flat("w", torch.arange(3), (2, 2), flattened_range=slice(1, 4))
+        >>> flat_of(flat, [10 * box.data for box in boxes_of(flat)]).data
+        tensor([ 0, 10, 20])
+    """
+    _check_shard(shard, "flat_of")
+    given = _checked_tensors(shard, tensors)
+    if shard.flattened_range is None:
+        return replace(shard, data=given[0], dtype=given[0].dtype)
+    parts = [_flattened_part(tensor) for tensor in given]
+    if not parts:
+        return replace(shard, data=torch.empty(0, dtype=shard.dtype))
+    data = parts[0] if len(parts) == 1 else join_data(torch.cat, parts, 0)
+    return replace(shard, data=data, dtype=data.dtype)
+
+
+def _checked_tensors(shard: ShardedTensor, tensors: Any) -> list[Any]:
+    """Return a shard's tensors, once they are known to be of its boxes and of one dtype."""
+    subject, boxes = f"flat_of: {shard.key!r}", boxes_of(shard)
+    if isinstance(tensors, torch.Tensor) or not isinstance(tensors, Iterable):
+        found, expected = type(tensors).__name__, "a list of them, one for each of `boxes_of(shard)`"
+        raise ShapeError(error_text(f"{subject}: not tensors", found=found, expected=expected))
+    given = list(tensors)
+    if len(given) != len(boxes):
+        found, expected = plural(len(given), "tensor"), f"{len(boxes)}, one for each of `boxes_of(shard)`"
+        raise ShapeError(error_text(subject, found=found, expected=expected))
+    pairs = enumerate(zip(given, boxes, strict=True))
+    wrong = [f"tensor {number}: {text}" for number, (one, box) in pairs if (text := _misfit(one, box)) is not None]
+    if wrong:
+        raise ShapeError(error_text(f"{subject}: tensors of other boxes", offenders=wrong))
+    if len({tensor.dtype for tensor in given}) > 1:
+        of_each = [f"tensor {number}: {tensor.dtype}" for number, tensor in enumerate(given)]
+        fix = "Convert them to one dtype."
+        raise ShapeError(error_text(f"{subject}: tensors of several dtypes", offenders=of_each, fix=fix))
+    return given
+
+
+def _misfit(tensor: Any, box: ShardedTensor) -> str | None:
+    shape = getattr(tensor, "shape", type(tensor).__name__)
+    if shape != box.local_shape:
+        return f"{shape}, not {box.local_shape}"
+    return None if isinstance(tensor, (torch.Tensor, LazyTensor)) else f"{type(tensor).__name__}, not a tensor"
+
+
+def _box(shard: ShardedTensor, offset: tuple[int, ...], shape: tuple[int, ...], position: int) -> ShardedTensor:
+    front = shard.prepend_axis_num
+    base = shard.global_offset
+    place = tuple(first + more for first, more in zip(base[front:], offset, strict=True))
+    data = None if shard.data is None else shard.data.narrow(0, position, prod(shape)).reshape(shape)
+    return replace(
+        shard,
+        data=data,
+        local_shape=shape,
+        global_offset=(*base[:front], *place),
+        axis_fragmentations=None,
+        flattened_range=None,
+    )
+
+
+def _flattened_part(tensor: Any) -> Any:
+    if not isinstance(tensor, torch.Tensor):
+        return tensor.reshape(-1)
+    return as_integers(tensor).reshape(-1).view(tensor.dtype)
+
+
+def _check_shard(shard: Any, doing: str) -> None:
+    if not isinstance(shard, ShardedTensor):
+        fix = "Apply factories first: what they build are shards." if hasattr(shard, "build") else None
+        what = f"{doing}: not a shard"
+        raise ShapeError(error_text(what, found=type(shard).__name__, expected="a ShardedTensor", fix=fix))
+
+
+_MERGE = "merge"
+_STATES = "**.optimizer.state.*."
+
+
+def as_factory(shard: ShardedTensor, lens: Lens) -> ShardedTensorFactory:
+    """Return the factory that stores a shard through a lens.
+
+    It may be changed by `dataclasses.replace`: another key and data make it the factory of an optimizer's state, and
+    one of a flat range with `flattened_range`. A flat range is stored as the few boxes that it consists of, which any
+    layout can load.
+
+    Args:
+        shard: a box of the tensor that the model holds, or a flat range of one; with data or without.
+        lens: says what is stored of it.
+
+    Returns:
+        A factory whose built tree has the shards by their numbers, and what merging must know.
+
+    Raises:
+        MetadataError: the arguments aren't a shard and a lens; when it builds: the range leaves the box.
+        ShapeError: when it builds: data that isn't of the box's or the range's shape.
+
+    Examples:
+        >>> from shardtree.transforms import transposed
+        >>> factory = as_factory(ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3), (0, 1, 2)), transposed())
+        >>> factory.build()["0"].global_shape
+        (3, 4)
+        >>> moment = replace(factory, key="exp_avg.w", data=torch.zeros(4), flattened_range=slice(1, 5))
+        >>> [(leaf.local_shape, leaf.global_offset) for name, leaf in moment.build().items() if name != "merge"]
+        [((2, 1), (1, 2)), ((2, 1), (0, 3))]
+    """
+    check_function("as_factory", "lens", lens)
+    if not isinstance(shard, ShardedTensor):
+        refuse("as_factory", "shard", type(shard).__name__, "a ShardedTensor", DESCRIBE, error=MetadataError)
+    held = replace(shard.without_data(), flattened_range=None)
+
+    def build(key: str, data: Any, replica_id: ReplicaId, flattened_range: slice | None) -> dict[str, Any]:
+        given = _checked(key, data, _shape(held, key, flattened_range))
+        dtype = held.dtype if data is None else data.dtype
+        named = replace(held, key=key, dtype=dtype, replica_id=replica_id)
+        if flattened_range is None:
+            built = built_by(lens, replace(named, data=given))
+        else:
+            built = _built_flat(named, given, flattened_range, lens)
+        shards = {str(number): part for number, part in enumerate(built.shards)}
+        return {**shards, _MERGE: LocalNonpersistentObject(lambda tree: _merged(tree, key, built))}
+
+    return ShardedTensorFactory(shard.key, shard.data, build, _merge, shard.replica_id, shard.flattened_range)
+
+
+def _shape(held: ShardedTensor, key: str, flat: slice | None) -> tuple[int, ...]:
+    """Return the shape of the data of a box, or of a flat range of it, which lies in the box."""
+    if flat is None:
+        return held.local_shape
+    check_flat_range(f"factory of {key!r}", flat, held.local_shape)
+    return (flat.stop - flat.start,)
+
+
+def _merged(tree: Mapping[str, Any], key: str, built: Built) -> Any:
+    """Return the tensor that parts make up, where they are exactly what was built."""
+    boxes: list[Any] = [part.local_shape for part in built.shards]
+    parts: list[Any] = [tree.get(str(number)) for number in range(len(boxes))]
+    found = [tuple(part.shape) if hasattr(part, "shape") else type(part).__name__ for part in parts]
+    if found != boxes:
+        what, fix = f"factory of {key!r}: not what was built", "Merge what was loaded for the tree that it built."
+        raise ShapeError(error_text(what, found=_few(found), expected=_few(boxes), fix=fix))
+    return built.merge(parts)
+
+
+def _few(shapes: Sequence[Any]) -> str:
+    return ", ".join(map(str, shapes[:5])) + (f" and {len(shapes) - 5} more" if len(shapes) > 5 else "")
+
+
+def _merge(tree: Mapping[str, Any]) -> Any:
+    merge = tree[_MERGE]
+    call = merge.unwrap() if isinstance(merge, LocalNonpersistentObject) else merge
+    return call(tree)
+
+
+def _built_flat(held: ShardedTensor, data: Any, flat: slice, lens: Lens) -> Built:
+    """Return what is stored of a flat range of a box: what the lens makes of each of its boxes."""
+    built = [built_by(lens, box) for box in boxes_of(replace(held, data=data, flattened_range=flat))]
+
+    def merge(parts: Sequence[Any]) -> Any:
+        left = iter(parts)
+        merged = [_flattened(each.merge(list(islice(left, len(each.shards))))) for each in built]
+        if not merged:
+            return empty_data((0,), held.dtype, device_of(data))
+        return merged[0] if len(merged) == 1 else join_data(torch.cat, merged, 0)
+
+    return Built(tuple(part for each in built for part in each.shards), merge)
+
+
+def _flattened(tensor: Any) -> Any:
+    return flat_axes(tensor, 0, len(tensor.shape))
+
+
+def _checked(key: str, data: Any, shape: tuple[int, ...]) -> Any:
+    found = tuple(data.shape) if hasattr(data, "shape") else type(data).__name__
+    if data is not None and found != shape:
+        what = f"factory of {key!r}: data of another shape than its shard"
+        fix = "A state of another shape than its parameter needs a rule of its own."
+        raise ShapeError(error_text(what, found=found, expected=shape, fix=fix))
+    return data.detach() if isinstance(data, torch.Tensor) else data  # views of a parameter would be part of its graph
+
+
+def factories_by_pattern(tree: Any, lenses: Mapping[str, Lens | None], *, absent: Iterable[str] = ()) -> Any:
+    """Return the tree with factories in the place of tensors whose keys fit a pattern; the rest is shared.
+
+    Args:
+        tree: any tree of shards.
+        lenses: pattern -> lens, or None where a tensor stays as it is; ``*`` stands for one part between dots of a key,
+            ``**`` for any number. The first one that fits the key counts; in that of an optimizer's state, the
+            parameter's key behind ``optimizer.state.<name>.``. States of another shape than their parameter, such as
+            ``step``, need a pattern of their own in front.
+        absent: those of the patterns that may fit nothing here, as of other pipeline stages' layers.
+
+    Raises:
+        MetadataError: the lenses aren't patterns and lenses, or `absent` isn't a list of patterns.
+        TreeError: a pattern fits no key, so that what it is for would be stored as it lies.
+
+    Examples:
+        >>> from shardtree.transforms import transposed
+        >>> tree = {"w": ShardedTensor.from_rank_offsets("up.weight", torch.zeros(2, 3)), "step": 3}
+        >>> type(factories_by_pattern(tree, {"**.weight": transposed()})["w"]).__name__
+        'ShardedTensorFactory'
+    """
+    known = checked_lenses("factories_by_pattern", lenses)
+    if isinstance(absent, str):
+        fix = "Put it into a list."
+        refuse("factories_by_pattern", "absent", repr(absent)[:100], "a list of patterns", fix, error=MetadataError)
+    shards = [leaf for _, leaf in leaves_with_paths(tree) if isinstance(leaf, ShardedTensor)]
+    chosen = {id(leaf): next((each for each in known if _fits(each, leaf.key)), None) for leaf in shards}
+    unused = [repr(pattern) for pattern in known if pattern not in {*chosen.values(), *absent}]
+    if unused:
+        fix = "Correct them, or pass absent=[...] for tensors that other ranks hold."
+        raise TreeError(error_text("factories_by_pattern: patterns that fit no tensor", offenders=unused, fix=fix))
+    rows = {number: known[pattern] for number, pattern in chosen.items() if pattern is not None}
+    return map_shards(lambda leaf: leaf if (lens := rows.get(id(leaf))) is None else as_factory(leaf, lens), tree)
+
+
+def _fits(pattern: str, key: str) -> bool:
+    """Return whether a pattern fits a key, or that of the parameter in a state's; both must be stored alike."""
+    return any(match_key(each, key) is not None for each in (pattern, _STATES + pattern))

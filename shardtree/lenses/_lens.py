@@ -1,0 +1,225 @@
+"""A lens: a pure function from a box that a model holds to the boxes that are stored, with the way back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
+from math import prod
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+
+from ..errors import MetadataError, ShapeError, UnsupportedValue, error_text
+from ..geometry import integer, refuse
+from ..mapping import ShardedTensor
+from ..trees import as_integers, empty_data
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Built:
+    """What a lens makes of one box.
+
+    Attributes:
+        shards: what is stored, boxes; their data are views of the given data where they can be, None where it is None.
+        merge: takes tensors of exactly these boxes, in order, and returns the tensor of the given box.
+    """
+
+    shards: tuple[ShardedTensor, ...]
+    merge: Callable[[Sequence[Any]], Any]
+
+
+Lens: TypeAlias = Callable[[ShardedTensor], Built]
+"""A function from a box of a tensor, as the model holds it, to what is stored of it.
+
+Where an element is stored may depend on the tensor's global shape and the lens's own parameters, never on how the
+tensor is cut. So boxes, flat ranges, optimizer states and other numbers of ranks all meet in the same stored tensors.
+The given shard is a box; it may lack prepended axes, which axis numbers don't count.
+
+References:
+    J. N. Foster et al., Combinators for bidirectional tree transformations, TOPLAS 29(3), 2007; `jax.vjp` for the form.
+"""
+
+
+def compose_factories(*lenses: Lens) -> Lens:
+    """Return the lens that goes through all of these: the first sees what the model holds, the last what is stored.
+
+    Without any, it is the lens that changes nothing.
+
+    Raises:
+        MetadataError: one of them isn't a function.
+
+    Examples:
+        >>> import torch
+        >>> from shardtree.transforms import transposed
+        >>> twice = compose_factories(transposed(), transposed())
+        >>> built = twice(ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3), (0, 1, 2)))
+        >>> built.shards[0].global_offset
+        (2, 0)
+        >>> built.merge([torch.ones(2, 3)]).shape
+        torch.Size([2, 3])
+    """
+    for number, lens in enumerate(lenses):
+        check_function("compose_factories", f"lenses[{number}]", lens)
+    return lambda shard: _through(lenses, shard)
+
+
+def check_function(doing: str, field: str, lens: object) -> None:
+    """Raise unless a lens is a function.
+
+    Raises:
+        MetadataError: it isn't.
+    """
+    if not callable(lens):
+        fix = "Pass what `gate_and_up(...)`, `transposed()` or another such function returns."
+        refuse(doing, field, type(lens).__name__, "a lens", fix, error=MetadataError)
+
+
+def built_by(lens: Lens, shard: ShardedTensor) -> Built:
+    """Return what a lens, of whoever's making, gives for a box.
+
+    Raises:
+        MetadataError: it gives something else.
+    """
+    built = lens(shard)
+    if not isinstance(built, Built):
+        fix = "Let the lens return Built(shards, merge)."
+        refuse(f"a lens, of {shard.key!r}", "result", type(built).__name__, "a Built", fix, error=MetadataError)
+    return built
+
+
+def _through(lenses: Sequence[Lens], shard: ShardedTensor) -> Built:
+    if not lenses:
+        return Built((shard,), lambda parts: parts[0])
+    first = built_by(lenses[0], shard)
+    rest = [_through(lenses[1:], part) for part in first.shards]
+
+    def merge(parts: Sequence[Any]) -> Any:
+        left = iter(parts)
+        return first.merge([each.merge(list(islice(left, len(each.shards)))) for each in rest])
+
+    return Built(tuple(chain.from_iterable(each.shards for each in rest)), merge)
+
+
+# What all lenses ask of the shard that they are given, and the small changes to shapes that they share.
+
+Shape = tuple[int, ...]
+T = TypeVar("T")
+DESCRIBE = "Describe what the model holds with `ShardedTensor.from_rank_offsets`, say."
+
+
+def check_box(doing: str, shard: ShardedTensor) -> None:
+    """Raise unless a shard is a box.
+
+    Raises:
+        MetadataError: it isn't a ShardedTensor.
+        ShapeError: it is a flat range.
+    """
+    if not isinstance(shard, ShardedTensor):
+        refuse(doing, "shard", type(shard).__name__, "a ShardedTensor", DESCRIBE, error=MetadataError)
+    if shard.flattened_range is not None:
+        found, fix = f"the flat range {shard.flattened_range}", "Use `as_factory`, which takes flat ranges apart."
+        raise ShapeError(error_text(f"{doing}: {shard.key!r} isn't a box", found=found, expected="a box", fix=fix))
+
+
+def check_exact(doing: str, shard: ShardedTensor) -> None:
+    """Raise unless a shard is a box of a tensor whose stored shape is known, since places follow from the shape.
+
+    Raises:
+        ShapeError: it is a flat range, or its `allow_shape_mismatch` is set.
+    """
+    check_box(doing, shard)
+    if shard.allow_shape_mismatch:
+        what = f"{doing}: where {shard.key!r} is stored follows from its global shape"
+        fix = "Leave out allow_shape_mismatch. For a padded axis there is `padded_axis`."
+        raise ShapeError(error_text(what, found="allow_shape_mismatch=True", expected="the exact shape", fix=fix))
+
+
+def checked_axis(doing: str, shard: ShardedTensor, axis: int) -> int:
+    """Return an axis of the shard's own tensor, counted from the front.
+
+    Raises:
+        MetadataError: it isn't an integer.
+        ShapeError: there is no such axis.
+    """
+    axes, number = len(shard.local_shape), integer(doing, "axis", axis)
+    if not -axes <= number < axes:
+        found, expected = f"axis {number}", f"one of {axes} axes"
+        raise ShapeError(error_text(f"{doing}: {shard.key!r} has no such axis", found=found, expected=expected))
+    return number % axes
+
+
+def positive(doing: str, field: str, value: int) -> int:
+    """Return a number of things, of which there is at least one.
+
+    Raises:
+        MetadataError: it isn't an integer, or is less than 1.
+    """
+    number = integer(doing, field, value)
+    if number < 1:
+        refuse(doing, field, number, "1 or more", "Count them in what all ranks hold together.", error=MetadataError)
+    return number
+
+
+def with_values(values: tuple[T, ...], at: int, new: tuple[T, ...], count: int = 1) -> tuple[T, ...]:
+    """Return a tuple with some values, from a place on, replaced by others.
+
+    Examples:
+        >>> with_values((2, 3, 4), 1, (5, 6))
+        (2, 5, 6, 4)
+    """
+    return (*values[:at], *new, *values[at + count :])
+
+
+def reshaped(tensor: Any, shape: Shape) -> Any:
+    """Return a tensor with another shape: a view where it can be, else a copy, bit for bit, of any dtype."""
+    if not isinstance(tensor, torch.Tensor):
+        return tensor.reshape(shape)
+    return as_integers(tensor).reshape(shape).view(tensor.dtype)
+
+
+def flat_axes(tensor: Any, at: int, count: int) -> Any:
+    """Return a tensor with some axes beside each other as one, row-major.
+
+    Where they can't be one in a lazy tensor, as after a transposition, it is described as its rows joined.
+    """
+    shape = tuple(tensor.shape)
+    flat = with_values(shape, at, (prod(shape[at : at + count]),), count)
+    try:
+        return reshaped(tensor, flat)
+    except UnsupportedValue:
+        rows = [flat_axes(tensor.select(at, number), at, count - 1) for number in range(shape[at])]
+        return torch.cat(rows, dim=at)
+
+
+def nothing(shard: ShardedTensor, shape: Shape) -> torch.Tensor:
+    """Return a tensor without elements, as the shard would hold it."""
+    return empty_data(shape, shard.dtype, device_of(shard.data))
+
+
+def device_of(data: Any) -> torch.device:
+    """Return where a shard's tensor is; the CPU where there is none, or none in memory, as in targets of a load."""
+    device = getattr(data, "device", None)
+    return device if isinstance(device, torch.device) and device.type != "meta" else torch.device("cpu")
+
+
+# Lenses by patterns of keys, as those who choose among several are given them.
+
+
+def checked_lenses(doing: str, lenses: Mapping[str, Lens | None]) -> dict[str, Lens | None]:
+    """Return a mapping of its own from patterns to lenses, None where a tensor stays as it is.
+
+    Raises:
+        MetadataError: it isn't one.
+
+    Examples:
+        >>> checked_lenses("lenses_by_pattern", {"**.v_proj.**": None})
+        {'**.v_proj.**': None}
+    """
+    if not isinstance(lenses, Mapping) or not all(isinstance(pattern, str) for pattern in lenses):
+        fix = "Pass a lens for each pattern of keys."
+        refuse(doing, "lenses", type(lenses).__name__, "patterns and lenses", fix, error=MetadataError)
+    for pattern, lens in lenses.items():
+        if lens is not None:
+            check_function(doing, f"lenses[{pattern!r}]", lens)
+    return dict(lenses)

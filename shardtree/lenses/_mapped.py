@@ -1,0 +1,262 @@
+"""A lens on one axis: each of its indices is stored somewhere along the same axis of one tensor, or of several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from math import prod
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+
+from ..errors import CheckpointingException, MetadataError, ShapeError, error_text
+from ..geometry import Column, integer, refuse
+from ..lazy import LazyTensor, stored
+from ..mapping import ShardedTensor
+from ..trees import as_integers, empty_data, join_data
+from ._axis_runs import PADDING, AxisRuns, Block, grouped_runs, joined_parts, stored_blocks
+from ._lens import Built, Lens, Shape, check_box, check_exact, checked_axis, device_of, positive, with_values
+from ._renamed import check_names, replaced_part
+
+
+def mapped_axis(
+    axis: int,
+    runs: Callable[[int], AxisRuns],
+    *,
+    part: str | None = None,
+    names: Sequence[str] | None = None,
+    fill: float = 0,
+    doing: str = "mapped_axis",
+) -> Lens:
+    """Return the lens that stores each index of an axis where its run says; other axes stay as they are.
+
+    A rank's box becomes the fewest boxes. They are views of it where its rows lie in the same order, else copies.
+
+    Args:
+        axis: of the tensor that the model holds; prepended axes don't count.
+        runs: from the length of the whole axis to its runs. It must depend on nothing else.
+        part: what of the key is replaced by the parts' names.
+        names: one for each part. Without names there is one part, which keeps the key.
+        fill: what a merged tensor has where nothing is stored.
+        doing: what errors call the lens.
+
+    Raises:
+        MetadataError: `runs` isn't a function.
+        TreeError: the names aren't sound, or the key has no such part.
+        ShapeError: the tensor has no such axis, or its length doesn't fit; when it merges, a dtype without that fill.
+
+    Examples:
+        >>> from shardtree.transforms import grouped_runs
+        >>> lens = mapped_axis(0, lambda n: grouped_runs(n, 2, (n // 4,) * 2), part="w", names=("a", "b"))
+        >>> built = lens(ShardedTensor.from_rank_offsets("w", torch.arange(8)))
+        >>> {shard.key: shard.data.tolist() for shard in built.shards}
+        {'a': [0, 1, 4, 5], 'b': [2, 3, 6, 7]}
+        >>> built.merge([shard.data for shard in built.shards])
+        tensor([0, 1, 2, 3, 4, 5, 6, 7])
+    """
+    if not callable(runs):
+        fix = "Pass a function from the length of the whole axis to AxisRuns."
+        refuse(doing, "runs", type(runs).__name__, "a function", fix, error=MetadataError)
+    if names is not None or part is not None:
+        check_names(doing, part, names, len(list(names or ())) or 1)
+
+    def lens(shard: ShardedTensor) -> Built:
+        check_exact(doing, shard)
+        at = checked_axis(doing, shard, axis)
+        mapped = _runs_of(doing, shard, runs, shard.global_shape[at + shard.prepend_axis_num])
+        keys = _keys(doing, shard.key, len(mapped.sizes), part, names)
+        return _built(shard, at, mapped, keys, fill)
+
+    return lens
+
+
+def _runs_of(doing: str, shard: ShardedTensor, runs: Callable[[int], AxisRuns], length: int) -> AxisRuns:
+    try:
+        mapped = runs(length)
+    except CheckpointingException as error:
+        error.add_note(f"{doing}: of {shard.key!r}, global shape {shard.global_shape}")
+        raise
+    found = f"{mapped.total} indices" if isinstance(mapped, AxisRuns) else type(mapped).__name__
+    if not isinstance(mapped, AxisRuns) or mapped.total != length:
+        what, expected = f"{doing}: no runs for the axis of {shard.key!r}", f"AxisRuns for {length} indices"
+        raise ShapeError(error_text(what, found=found, expected=f"{expected}, of global shape {shard.global_shape}"))
+    return mapped
+
+
+def _keys(doing: str, key: str, count: int, part: str | None, names: Sequence[str] | None) -> list[str]:
+    if part is None or names is None:
+        if count != 1:
+            what, fix = f"{doing}: {count} parts and no names", "Pass part= and names=."
+            raise ShapeError(error_text(what, fix=fix))
+        return [key]
+    check_names(doing, part, names, count)
+    return [replaced_part(doing, key, part, name) for name in names]
+
+
+def _built(shard: ShardedTensor, at: int, runs: AxisRuns, keys: Sequence[str], fill: float) -> Built:
+    place = at + shard.prepend_axis_num
+    begin = shard.global_offset[place]
+    blocks = stored_blocks(runs, begin, begin + shard.local_shape[at])
+    if not shard.global_shape[place]:  # somebody must store that there is nothing
+        blocks = [Block(each, 0, np.zeros(0, dtype=np.int64)) for each in range(len(runs.sizes))]
+    shards = tuple(_stored(shard, at, block, keys[block.part], runs.sizes[block.part]) for block in blocks)
+    return Built(shards, lambda parts: _merged(shard, at, blocks, parts, fill))
+
+
+def _stored(shard: ShardedTensor, at: int, block: Block, key: str, size: int) -> ShardedTensor:
+    place = at + shard.prepend_axis_num
+    return replace(
+        shard,
+        key=key,
+        data=None if shard.data is None else _taken(shard.data, at, block.places),
+        local_shape=with_values(shard.local_shape, at, (len(block.places),)),
+        global_shape=with_values(shard.global_shape, place, (size,)),
+        global_offset=with_values(shard.global_offset, place, (block.start,)),
+        axis_fragmentations=None,  # the parts of other ranks may have other sizes
+    )
+
+
+def _taken(data: Any, at: int, index: Column) -> Any:
+    """Return the elements at these places of an axis: a view where they follow one another."""
+    cuts = [0, *(np.flatnonzero(np.diff(index) != 1) + 1).tolist(), len(index)]
+    if len(cuts) <= 2:
+        return data.narrow(at, int(index[0]) if len(index) else 0, len(index))
+    if isinstance(data, torch.Tensor):
+        places = torch.from_numpy(np.ascontiguousarray(index)).to(data.device)
+        return as_integers(data).index_select(at, places).view(data.dtype)
+    return torch.cat([data.narrow(at, int(index[low]), high - low) for low, high in pairwise(cuts)], dim=at)
+
+
+def _merged(shard: ShardedTensor, at: int, blocks: Sequence[Block], parts: Sequence[Any], fill: float) -> Any:
+    length = shard.local_shape[at]
+    held = np.concatenate([*(block.places for block in blocks), np.zeros(0, dtype=np.int64)])
+    absent = np.setdiff1d(np.arange(length), held)
+    pieces = list(parts)
+    if absent.size or not pieces:
+        pieces.append(_filled(shard, with_values(shard.local_shape, at, (len(absent),)), pieces, fill))
+    order = np.empty(length, dtype=np.int64)
+    order[np.concatenate([held, absent])] = np.arange(length)
+    joined = pieces[0] if len(pieces) == 1 else join_data(torch.cat, pieces, at)
+    return _taken(joined, at, order)
+
+
+def _filled(shard: ShardedTensor, shape: Shape, pieces: Sequence[Any], fill: float) -> Any:
+    """Return a tensor of one number, that can be joined with the pieces."""
+    like = pieces[0] if pieces else None
+    if isinstance(like, LazyTensor):
+        return stored(lambda _, box: _full(box, like.dtype, like.device, fill), shape, like.dtype, name="padding")
+    dtype, device = (shard.dtype, device_of(shard.data)) if like is None else (like.dtype, like.device)
+    return _full(shape, dtype, device, fill)
+
+
+def _full(shape: Shape, dtype: torch.dtype, device: torch.device, fill: float) -> torch.Tensor:
+    if not fill or not prod(shape):
+        return as_integers(empty_data(shape, dtype, device)).zero_().view(dtype)
+    try:
+        filled = torch.full(shape, fill, dtype=dtype, device=device)
+    except (RuntimeError, TypeError) as error:
+        _refuse_fill(fill, dtype, error)
+    is_real = dtype.is_floating_point or dtype.is_complex
+    if not is_real and device.type != "meta" and filled.reshape(-1)[0].item() != fill:
+        _refuse_fill(fill, dtype, filled.reshape(-1)[0].item())
+    return filled
+
+
+def _refuse_fill(fill: float, dtype: torch.dtype, found: object) -> NoReturn:
+    what = f"a padding of {fill} in a tensor of {dtype}"
+    raise ShapeError(error_text(what, found=found, expected="a number that torch can put there"))
+
+
+# A lens for padded axes, as that of a vocabulary: the padding isn't stored, so that it may differ between layouts.
+
+
+def padded_axis(size: int, *, axis: int = 0, fill: float = 0) -> Lens:
+    """Return the lens of a tensor that is longer along an axis than what is stored; what is behind is padding.
+
+    Megatron-Core pads a vocabulary to a multiple that depends on the number of tensor-parallel ranks. A rank may hold
+    nothing but padding: it stores nothing.
+
+    Args:
+        size: how much is stored, in elements along the axis.
+        axis: of the tensor that the model holds; prepended axes don't count.
+        fill: what the padding is when it is merged; it isn't looked at when it is built.
+
+    Raises:
+        MetadataError: the size isn't an integer of at least 0.
+        ShapeError: the tensor has no such axis, or is shorter.
+
+    Examples:
+        >>> import torch
+        >>> lens = padded_axis(5)
+        >>> built = lens(ShardedTensor.from_rank_offsets("embedding", torch.arange(4), (0, 1, 2)))  # rows 4 to 7 of 8
+        >>> [(part.global_shape, part.global_offset, part.data) for part in built.shards]
+        [((5,), (4,), tensor([0]))]
+        >>> built.merge([torch.tensor([9])])
+        tensor([9, 0, 0, 0])
+    """
+    kept = integer("padded_axis", "size", size)
+    if kept < 0:
+        refuse("padded_axis", "size", kept, "0 or more", "Pass what the axis has without padding.", error=ShapeError)
+
+    def runs(length: int) -> AxisRuns:
+        if length < kept:
+            raise ShapeError(error_text("an axis that isn't padded", found=length, expected=f"{kept} or more"))
+        return AxisRuns(np.array([kept, length - kept]), np.array([0, PADDING]), np.zeros(2, dtype=np.int64), (kept,))
+
+    inner = mapped_axis(axis, runs, fill=fill, doing="padded_axis")
+    return lambda shard: _with_any_shape(shard, inner)
+
+
+def _with_any_shape(shard: ShardedTensor, lens: Lens) -> Built:
+    """Return what the lens builds, where the stored tensor may have another shape if the held one may."""
+    check_box("padded_axis", shard)
+    if not shard.allow_shape_mismatch:
+        return lens(shard)
+    built = lens(replace(shard, allow_shape_mismatch=False))
+    return replace(built, shards=tuple(replace(part, allow_shape_mismatch=True) for part in built.shards))
+
+
+# A lens for gated layers (SwiGLU, GeGLU): gate and up rows lie together on each rank, and apart in a checkpoint.
+
+
+def gate_and_up(
+    *, tensor_parallel: int, axis: int = 0, part: str | None = None, names: Sequence[str] | None = None
+) -> Lens:
+    """Return the lens of a gated layer's fused tensor, of which each tensor-parallel rank holds [gate; up] of its own.
+
+    Cut as plain rows, such a tensor would come back with halves of other ranks in it where the ranks' number changes.
+
+    Args:
+        tensor_parallel: over how many ranks the layer is cut: so many times gate and up lie one after the other in what
+            all ranks hold together. 1 where the layer isn't cut, whatever else (FSDP, ZeRO) cuts its rows.
+        axis: along which gate and up lie.
+        part: what of the key is replaced by the names, as ``"linear_fc1"``.
+        names: of gate and of up, as ``("gate_proj", "up_proj")``. Without names both are stored in one tensor under the
+            same key, all gate rows before all up rows, as Megatron-Core does.
+
+    Raises:
+        MetadataError: `tensor_parallel` is no integer of at least 1.
+        TreeError: the names aren't sound, or the key has no such part.
+        ShapeError: the axis can't be divided like that.
+
+    Examples:
+        >>> import torch
+        >>> from shardtree.mapping import ShardedTensor
+        >>> shard = ShardedTensor.from_rank_offsets("mlp.fc1.weight", torch.arange(4), (0, 1, 2))  # rank 1 of 2
+        >>> lens = gate_and_up(tensor_parallel=2, part="fc1", names=("gate_proj", "up_proj"))
+        >>> [(part.key, part.global_shape, part.global_offset, part.data.tolist()) for part in lens(shard).shards]
+        [('mlp.gate_proj.weight', (4,), (2,), [0, 1]), ('mlp.up_proj.weight', (4,), (2,), [2, 3])]
+
+    References:
+        Megatron-Core 0.16, `apply_swiglu_sharded_factory`.
+    """
+    ranks = positive("gate_and_up", "tensor_parallel", tensor_parallel)
+    check_names("gate_and_up", part, names, 2)
+
+    def runs(length: int) -> AxisRuns:
+        both = grouped_runs(length, ranks, (length // (2 * ranks),) * 2)
+        return both if names is not None else joined_parts(both)
+
+    return mapped_axis(axis, runs, part=part, names=names, doing="gate_and_up")

@@ -1,0 +1,162 @@
+"""Lenses that change only under which key, and as whose copy, a tensor is stored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ..errors import MetadataError, TreeError, error_text
+from ..geometry import refuse
+from ..mapping import ReplicaId, ShardedTensor
+from ..trees import match_key
+from ._lens import Built, Lens, check_box, checked_lenses
+
+# Which tensors a lens stores in: a part of the key replaced by others, which works for optimizer states' keys too.
+
+
+def replaced_part(doing: str, key: str, part: str, name: str) -> str:
+    """Return a key in which one part, or several beside each other, is another.
+
+    Args:
+        doing: for the error.
+        key: names between dots.
+        part: some of them, with dots between; it is there once.
+        name: what stands in its place.
+
+    Raises:
+        TreeError: the part isn't there, or more than once.
+
+    Examples:
+        >>> replaced_part("gate_and_up", "optimizer.state.exp_avg.layers.0.fc1.weight", "fc1", "up_proj")
+        'optimizer.state.exp_avg.layers.0.up_proj.weight'
+    """
+    dotted = f".{key}."
+    count = sum(dotted.startswith(f".{part}.", at) for at in range(len(dotted)))
+    if count != 1:
+        found = f"{count} times in {key!r}"
+        fix = "Name the part of the key that is replaced, with the parts beside it where it is there twice."
+        what = f"{doing}: no place for the names"
+        raise TreeError(error_text(what, found=f"{part!r} {found}", expected="once", fix=fix))
+    return dotted.replace(f".{part}.", f".{name}.", 1)[1:-1]
+
+
+def check_names(doing: str, part: str | None, names: Sequence[str] | None, count: int) -> None:
+    """Raise unless there are a part and as many different names as needed, or neither.
+
+    Raises:
+        TreeError: says what is wrong.
+
+    Examples:
+        >>> check_names("gate_and_up", "fc1", ("gate_proj", "up_proj"), 2)
+    """
+    if part is None and names is None:
+        return
+    listed = [names] if isinstance(names, str) else list(names or ())
+    texts = [part, *listed]
+    is_sound = isinstance(names, Sequence) and not isinstance(names, str)
+    if not (
+        is_sound and all(isinstance(text, str) and text for text in texts) and len(set(listed)) == len(listed) == count
+    ):
+        found, expected = f"part={part!r}, names={names!r}"[:300], f"a part of the key, and {count} different names"
+        fix = "Pass both, or neither: then all is stored in one tensor under the same key."
+        raise TreeError(error_text(f"{doing}: not names of parts", found=found, expected=expected, fix=fix))
+
+
+def renamed(part: str, name: str) -> Lens:
+    """Return the lens that stores a tensor under another key.
+
+    Args:
+        part: what of the key is replaced, with dots between where it is more than one name.
+        name: what stands there instead.
+
+    Raises:
+        TreeError: a name isn't a text, or the key has no such part.
+
+    Examples:
+        >>> import torch
+        >>> shard = ShardedTensor.from_rank_offsets("optimizer.state.exp_avg.decoder.norm.weight", torch.zeros(2))
+        >>> renamed("decoder.norm", "model.norm")(shard).shards[0].key
+        'optimizer.state.exp_avg.model.norm.weight'
+    """
+    check_names("renamed", part, [name], 1)
+    return lambda shard: _as_it_is("renamed", shard, replaced_part("renamed", shard.key, part, name), shard.replica_id)
+
+
+def tied(part: str, name: str) -> Lens:
+    """Return the lens of a tensor that is a copy of another one: it is stored as a replica under that one's key.
+
+    So both are stored once, and each is loaded where it is held, on other pipeline stages too. Nothing compares the
+    two: as with all replicas, any of them may be written, and it is the model that keeps them equal.
+
+    Args:
+        part: what of the key is replaced.
+        name: what stands there in the other one's key; ``tied("output_layer", "embedding.word_embeddings")``, say.
+
+    Raises:
+        TreeError: a name isn't a text, or the key has no such part.
+
+    Examples:
+        >>> import torch
+        >>> shard = ShardedTensor.from_rank_offsets("output_layer.weight", torch.zeros(2))
+        >>> [stored] = tied("output_layer", "embedding")(shard).shards
+        >>> stored.key, stored.replica_id
+        ('embedding.weight', (1, 0))
+    """
+    check_names("tied", part, [name], 1)
+    return lambda shard: _as_it_is("tied", shard, replaced_part("tied", shard.key, part, name), _copy(shard.replica_id))
+
+
+def _copy(replica_id: ReplicaId) -> ReplicaId:
+    return (1, *(replica_id if isinstance(replica_id, tuple) else (replica_id,)))
+
+
+def _as_it_is(doing: str, shard: ShardedTensor, key: str, replica_id: ReplicaId) -> Built:
+    check_box(doing, shard)
+    return Built((replace(shard, key=key, replica_id=replica_id),), _only)
+
+
+def _only(parts: Sequence[Any]) -> Any:
+    return parts[0]
+
+
+def lenses_by_pattern(lenses: Mapping[str, Lens | None]) -> Lens:
+    """Return the lens that chooses by the key, as where `attention_qkv` stores apart what differs from there on.
+
+    Args:
+        lenses: pattern -> lens, or None where a tensor stays as it is; ``*`` stands for one part between dots of a key,
+            ``**`` for any number. The first one that fits the key, or what is behind some of its dots, counts: so a
+            state's key goes the way of its parameter's.
+
+    Raises:
+        MetadataError: there are no patterns, or one has no lens.
+        TreeError: no pattern fits a key.
+
+    Examples:
+        >>> import torch
+        >>> from shardtree.transforms import rotary_halves
+        >>> lens = lenses_by_pattern({"**.q.**": rotary_halves(head_size=4), "**.v.**": None})
+        >>> for key in ("h.0.q.weight", "h.0.v.weight"):
+        ...     lens(ShardedTensor.from_rank_offsets(key, torch.arange(4))).shards[0].data
+        tensor([0, 2, 1, 3])
+        tensor([0, 1, 2, 3])
+    """
+    known = checked_lenses("lenses_by_pattern", lenses)
+    if not known:
+        fix = "Pass a lens for each pattern of keys."
+        refuse("lenses_by_pattern", "lenses", "none", "patterns and lenses", fix, error=MetadataError)
+
+    def lens(shard: ShardedTensor) -> Built:
+        pattern = next((each for each in known if _fits(each, shard.key)), None)
+        if pattern is None:
+            fix = 'Add it, with None where the tensor stays as it is; {"**": None} fits all keys.'
+            what = f"lenses_by_pattern: no pattern fits {shard.key!r}"
+            raise TreeError(error_text(what, expected=", ".join(map(repr, known)), fix=fix))
+        chosen = known[pattern]
+        return Built((shard,), _only) if chosen is None else chosen(shard)
+
+    return lens
+
+
+def _fits(pattern: str, key: str) -> bool:
+    return match_key(pattern if pattern.startswith("**") else f"**.{pattern}", key) is not None

@@ -1,0 +1,200 @@
+"""Lenses between a key for each layer and one tensor with an axis that counts them; of experts or stages as well."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ..errors import ShapeError, TreeError, error_text
+from ..geometry import integer, refuse
+from ..mapping import ShardedTensor
+from ..trees import join_data
+from ._lens import Built, Lens, check_box, check_exact, checked_axis, compose_factories, nothing, positive, with_values
+from ._rearranged import transposed, unfolded
+from ._renamed import check_names, replaced_part
+
+
+def stacked_layers(part: str, layers: int, *, first: int = 0) -> Lens:
+    """Return the lens of tensors with a key for each layer, stored in one tensor with an axis in front for the layers.
+
+    The layer's number stands behind `part` in the key and is taken out: ``layers.3.norm.weight`` is entry 3 of
+    ``layers.norm.weight``, which is how Megatron-Core stores layers that are alike. The data are the very same tensors.
+
+    Args:
+        part: what of the key stands before the number, as ``"layers"``, ``"decoder.layers"`` or ``"experts"``.
+        layers: how many there are in the whole model.
+        first: what is added to the number, where keys count the layers of a pipeline stage only.
+
+    Raises:
+        MetadataError: a number isn't an integer, or there are no layers.
+        TreeError: the key doesn't have the part with a number behind it, or there aren't so many layers.
+
+    Examples:
+        >>> shard = ShardedTensor.from_rank_offsets("layers.3.norm.weight", torch.zeros(2))
+        >>> [stored] = stacked_layers("layers", 8)(shard).shards
+        >>> stored.key, stored.global_shape, stored.global_offset, stored.prepend_axis_num
+        ('layers.norm.weight', (8, 2), (3, 0), 1)
+
+    References:
+        Megatron-Core 0.16, `TransformerBlock.sharded_state_dict`.
+    """
+    doing = "stacked_layers"
+    check_names(doing, part, [part], 1)
+    count, base = positive(doing, "layers", layers), integer(doing, "first", first)
+    numbered = re.compile(rf"(?<![^.]){re.escape(part)}\.([0-9]{{1,18}})(?![^.])")
+
+    def lens(shard: ShardedTensor) -> Built:
+        check_box(doing, shard)
+        key, number = _without_number(shard.key, part, numbered)
+        if not 0 <= number + base < count:
+            expected = f"a number below {count} layers"
+            found = f"layer {number}" + (f", counted from {base}" if base else "")
+            raise TreeError(error_text(f"{doing}: {shard.key!r} has no place", found=found, expected=expected))
+        fragments = shard.axis_fragmentations
+        stored = replace(
+            shard,
+            key=key,
+            global_shape=(count, *shard.global_shape),
+            global_offset=(number + base, *shard.global_offset),
+            axis_fragmentations=None if fragments is None else (count, *fragments),
+            prepend_axis_num=shard.prepend_axis_num + 1,
+        )
+        return Built((stored,), lambda parts: parts[0])
+
+    return lens
+
+
+def _without_number(key: str, part: str, numbered: re.Pattern[str]) -> tuple[str, int]:
+    found = list(numbered.finditer(key))
+    if len(found) != 1:
+        what = f"stacked_layers: no layer's number in {key!r}"
+        fix = "Name what stands before the number, with the parts beside it where it is there twice."
+        expected = f"'{part}.<number>' once"
+        raise TreeError(error_text(what, found=f"{len(found)} times", expected=expected, fix=fix))
+    [place] = found
+    return f"{key[: place.start()]}{part}{key[place.end() :]}", int(place[1])
+
+
+def unstacked_layers(part: str) -> Lens:
+    """Return the lens of a tensor whose first axis counts layers, stored with a key for each of them; always views.
+
+    A box of it may hold some of the layers, a prepended axis one of them.
+
+    Args:
+        part: what of the key the layer's number is put behind: ``"layers"`` in ``layers.norm.weight``.
+
+    Raises:
+        TreeError: the key doesn't have the part.
+        ShapeError: the tensor has no axis.
+
+    Examples:
+        >>> held = ShardedTensor.from_rank_offsets("layers.bias", torch.zeros(2, 3), (0, 1, 2))
+        >>> [(shard.key, shard.global_shape) for shard in unstacked_layers("layers")(held).shards]
+        [('layers.2.bias', (3,)), ('layers.3.bias', (3,))]
+    """
+    check_names("unstacked_layers", part, [part], 1)
+    return lambda shard: unstacked("unstacked_layers", shard, part, 0)
+
+
+def unstacked(doing: str, shard: ShardedTensor, part: str, place: int) -> Built:
+    """Return what is stored of a box with a key for each index of a global axis: a prepended one, or the first own."""
+    check_box(doing, shard)
+    if not shard.global_shape:
+        refuse(doing, f"shape of {shard.key!r}", (), "a first axis", "Leave scalars out.", error=ShapeError)
+    begin, prepended = shard.global_offset[place], place < shard.prepend_axis_num
+    count = 1 if prepended else shard.local_shape[0]
+    if shard.allow_shape_mismatch:
+        count = max(0, min(count, shard.global_shape[place] - begin))
+    shards = [_layer(doing, shard, part, place, number) for number in range(count)]
+    if prepended:
+        return Built(tuple(shards), lambda parts: parts[0])
+    return Built(tuple(shards), lambda parts: _stacked(shard, parts))
+
+
+def _layer(doing: str, shard: ShardedTensor, part: str, place: int, number: int) -> ShardedTensor:
+    prepended, fragments = place < shard.prepend_axis_num, shard.axis_fragmentations
+    whole = shard.data is None or prepended
+    return replace(
+        shard,
+        key=replaced_part(doing, shard.key, part, f"{part}.{shard.global_offset[place] + number}"),
+        data=shard.data if whole else shard.data[number],
+        local_shape=shard.local_shape if prepended else shard.local_shape[1:],
+        global_shape=with_values(shard.global_shape, place, ()),
+        global_offset=with_values(shard.global_offset, place, ()),
+        axis_fragmentations=None if fragments is None else with_values(fragments, place, ()),
+        prepend_axis_num=shard.prepend_axis_num - prepended,
+    )
+
+
+def _stacked(shard: ShardedTensor, parts: Sequence[Any]) -> Any:
+    return join_data(torch.stack, parts, 0) if parts else nothing(shard, shard.local_shape)
+
+
+# Lenses for experts that lie one behind the other along an axis: stored with an axis of their own, or a key each.
+
+
+def expert_stack(*, experts: int, axis: int = 0) -> Lens:
+    """Return the lens of experts that share an axis, stored with an axis of their own in front; always views.
+
+    Experts with a key each are stacked by `stacked_layers`.
+
+    Args:
+        experts: how many there are on all ranks; each has as much of the axis.
+        axis: along which they lie one behind the other.
+
+    Raises:
+        MetadataError: `experts` isn't an integer of at least 1.
+        ShapeError: the tensor has no such axis, or they don't divide it.
+
+    Examples:
+        >>> import torch
+        >>> shard = ShardedTensor.from_rank_offsets("experts.fc1", torch.zeros(5, 6), (1, 1, 2))  # (h, e * f)
+        >>> [(part.global_shape, part.global_offset) for part in expert_stack(experts=4, axis=1)(shard).shards]
+        [((4, 5, 3), (2, 0, 0))]
+    """
+    count = positive("expert_stack", "experts", experts)
+    return lambda shard: _apart("expert_stack", shard, count, axis)
+
+
+def expert_keys(part: str, *, experts: int, axis: int = 0) -> Lens:
+    """Return the lens of experts that share an axis, stored with a key each; always views.
+
+    Experts that have an axis of their own, the first one, get keys by `unstacked_layers`.
+
+    Args:
+        part: what of the key the expert's number is put behind: ``"experts"`` in ``mlp.experts.fc1.weight``.
+        experts: how many there are on all ranks; each has as much of the axis.
+        axis: along which they lie one behind the other.
+
+    Raises:
+        MetadataError: `experts` isn't an integer of at least 1.
+        TreeError: the key doesn't have the part.
+        ShapeError: the tensor has no such axis, or they don't divide it.
+
+    Examples:
+        >>> import torch
+        >>> shard = ShardedTensor.from_rank_offsets("experts.fc2", torch.zeros(6, 5), (0, 1, 2))
+        >>> [(each.key, each.global_shape) for each in expert_keys("experts", experts=4)(shard).shards]
+        [('experts.2.fc2', (3, 5)), ('experts.3.fc2', (3, 5))]
+    """
+    count = positive("expert_keys", "experts", experts)
+    check_names("expert_keys", part, [part], 1)
+    return compose_factories(
+        lambda shard: _apart("expert_keys", shard, count, axis),
+        lambda shard: unstacked("expert_keys", shard, part, shard.prepend_axis_num),
+    )
+
+
+def _apart(doing: str, shard: ShardedTensor, experts: int, axis: int) -> Built:
+    check_exact(doing, shard)
+    at = checked_axis(doing, shard, axis)
+    each, left = divmod(shard.global_shape[at + shard.prepend_axis_num], experts)
+    if left:
+        found, expected = f"global shape {shard.global_shape}", f"a multiple of {experts} experts along axis {at}"
+        raise ShapeError(error_text(f"{doing}: {shard.key!r} can't be divided", found=found, expected=expected))
+    rest = [place for place in range(len(shard.local_shape) + 1) if place != at]
+    return compose_factories(unfolded(at, (experts, each)), transposed(at, *rest))(shard)

@@ -1,0 +1,258 @@
+"""The memory of leaves' tensors: whether it is what a leaf says, and may be written without aliasing another's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import gcd, prod
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..errors import ShapeError, error_text
+from ._tensor import SHAPE_FIX as SHAPE_FIX
+from ._tensor import ShardedTensor
+from ._tensor import check_has_shape as check_has_shape
+from ._tensor import without_shape as without_shape
+
+# The tensor that a leaf was given: whether it has one, whether it is still the leaf's, whether it may be written.
+
+
+def given_tensor(shard: ShardedTensor) -> torch.Tensor | None:
+    """Return a shard's tensor; None where it has no memory of its own: no data, a meta, fake or lazy tensor.
+
+    Examples:
+        >>> given_tensor(ShardedTensor.from_rank_offsets("w", torch.empty(2, device="meta"))) is None
+        True
+    """
+    data = shard.data
+    return data if isinstance(data, torch.Tensor) and has_elements(data) else None
+
+
+def has_elements(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has elements: it isn't a meta tensor, nor a fake one, as ``torch.export`` makes them.
+
+    Examples:
+        >>> has_elements(torch.zeros(2)), has_elements(torch.zeros(2, device="meta"))
+        (True, False)
+    """
+    return not tensor.is_meta and not hasattr(tensor, "fake_mode")
+
+
+def lacks_memory(data: Any) -> bool:
+    """Return whether data is a tensor whose storage was freed, as FSDP does between steps: elements without memory.
+
+    Examples:
+        >>> freed = torch.zeros(2)
+        >>> nothing = freed.untyped_storage().resize_(0)
+        >>> lacks_memory(torch.zeros(2)), lacks_memory(freed)
+        (False, True)
+    """
+    is_plain = type(data) in (torch.Tensor, torch.nn.Parameter) and data.layout is torch.strided
+    return is_plain and not data.untyped_storage().nbytes() and data.numel() > 0
+
+
+def check_unchanged(doing: str, shard: ShardedTensor, tensor: torch.Tensor) -> None:
+    """Raise unless a tensor has the shape and dtype that its shard says, and memory.
+
+    Args:
+        doing: what is being done, for the message.
+        shard: whose.
+        tensor: its data.
+
+    Raises:
+        ShapeError: it was changed since the shard was built.
+
+    Examples:
+        >>> shard = ShardedTensor.from_rank_offsets("w", torch.zeros(2))
+        >>> check_unchanged("load", shard, shard.data)
+    """
+    shape = tuple(tensor.shape)
+    freed = lacks_memory(tensor)
+    if (shape, tensor.dtype) == (shard.data_shape, shard.dtype) and not freed:
+        return
+    what = f"{doing}: the tensor of {shard.key!r} was changed after its shard was built"
+    found, expected = f"{shape} {tensor.dtype}{', freed' * freed}", f"{shard.data_shape} {shard.dtype}"
+    fix = "Build the shard from the tensor as it is now."
+    raise ShapeError(error_text(what, found=found, expected=expected, fix=fix))
+
+
+def check_writable(doing: str, shard: ShardedTensor, tensor: torch.Tensor) -> None:
+    """Raise unless each element of a tensor that is given away has a place of its own.
+
+    Args:
+        doing: what is being done, for the message.
+        shard: whose.
+        tensor: its data.
+
+    Raises:
+        ShapeError: the tensor isn't dense, or elements of it share memory.
+
+    Examples:
+        >>> shard = ShardedTensor.from_rank_offsets("w", torch.zeros(1).expand(4))
+        >>> check_writable("load", shard, shard.data)
+        Traceback (most recent call last):
+        shardtree.errors.ShapeError: load: elements of the donated tensor of 'w' share memory
+          Donate tensors with memory of their own; expand() and unfold() make views that have none.
+    """
+    if tensor.layout is not torch.strided:
+        fix = "Donate a dense tensor, as .to_dense() gives, or don't donate this one."
+        raise ShapeError(error_text(f"{doing}: the donated tensor of {shard.key!r} is {tensor.layout}", fix=fix))
+    if _may_overlap(tensor):
+        fix = "Donate tensors with memory of their own; expand() and unfold() make views that have none."
+        raise ShapeError(error_text(f"{doing}: elements of the donated tensor of {shard.key!r} share memory", fix=fix))
+
+
+def _may_overlap(tensor: torch.Tensor) -> bool:
+    """Return whether two elements may be at one place: some axis' step doesn't pass what the finer axes reach."""
+    if tensor.is_contiguous():
+        return False
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return True
+        reach += stride * (size - 1) if size > 1 else 0
+    return False
+
+
+# Whether donated tensors keep out of each other's memory: if not, one is filled over what another has got.
+
+_MOST_CELLS = 10_000_000
+
+_Bytes = tuple[int, list[tuple[int, int]]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Span:
+    """Where a donated tensor's elements are.
+
+    Attributes:
+        shard: whose tensor it is.
+        tensor: the dense tensor, with elements that don't share memory.
+        begin: address of its first byte.
+        end: address behind its last byte.
+        written: whether it is donated.
+    """
+
+    shard: ShardedTensor
+    tensor: torch.Tensor
+    begin: int
+    end: int
+    written: bool
+
+
+def check_apart(
+    doing: str,
+    donated: Sequence[tuple[ShardedTensor, torch.Tensor]],
+    read: Sequence[tuple[ShardedTensor, torch.Tensor]] = (),
+) -> None:
+    """Check that no donated tensor shares an element with another, save with one for the same box of the same key.
+
+    Elements are compared only where ranges of addresses, from a tensor's first byte to its last, intersect: tensors
+    of other libraries may have one memory in several storages.
+
+    Args:
+        doing: what is being done, for the message.
+        donated: shards with their dense tensors; each tensor's own elements are known to be apart.
+        read: shards with their dense tensors that are read meanwhile; these may share memory with each other.
+
+    Raises:
+        ShapeError: two share memory, or are interleaved in so fine a grain that it would take too long to tell.
+
+    Examples:
+        >>> matrix = torch.zeros(4, 6)
+        >>> halves = {"left": matrix[:, :3], "right": matrix[:, 3:]}
+        >>> check_apart("load", [(ShardedTensor.from_rank_offsets(key, half), half) for key, half in halves.items()])
+    """
+    clashes = [clash for group in _intersecting(donated, read) for clash in _clashes(group)]
+    if clashes:
+        fix = f"Donate tensors with memory of their own, or {doing} without donate."
+        raise ShapeError(error_text(f"{doing}: donated tensors share memory", offenders=clashes, fix=fix))
+
+
+def _intersecting(
+    donated: Sequence[tuple[ShardedTensor, torch.Tensor]], read: Sequence[tuple[ShardedTensor, torch.Tensor]]
+) -> Iterator[list[_Span]]:
+    """Yield the groups of two or more tensors whose ranges of addresses hang together, the donated ones first."""
+    every = [*donated, *read]
+    device = np.array([tensor.get_device() for _, tensor in every], dtype=np.int64)
+    begin = np.array([tensor.data_ptr() for _, tensor in every], dtype=np.int64)
+    end = begin + np.array([_reach(tensor) for _, tensor in every], dtype=np.int64)
+    for number in np.unique(device).tolist():
+        rows = np.flatnonzero((device == number) & (begin > 0) & (begin < end))
+        rows = rows[np.argsort(begin[rows], kind="stable")]
+        # What begins behind all that came before it begins another group.
+        cuts = np.flatnonzero(begin[rows][1:] >= np.maximum.accumulate(end[rows])[:-1]) + 1
+        sizes = np.diff(cuts, prepend=0, append=rows.size)
+        for first, size in zip(*(column[sizes > 1].tolist() for column in (np.append(0, cuts), sizes)), strict=True):
+            group: list[int] = sorted(rows[first : first + size].tolist())
+            yield [_Span(*every[row], int(begin[row]), int(end[row]), row < len(donated)) for row in group]
+
+
+def _reach(tensor: torch.Tensor) -> int:
+    """Return how many bytes there are from a tensor's first to its last; 0 where it has none."""
+    if tensor.is_contiguous() or not tensor.numel():
+        return tensor.nbytes
+    return (1 + sum(stride * (size - 1) for stride, size in _axes(tensor))) * tensor.itemsize
+
+
+def _axes(tensor: torch.Tensor) -> list[tuple[int, int]]:
+    """Return stride and size of each axis that is longer than one, finest first."""
+    return sorted(axis for axis in zip(tensor.stride(), tensor.shape, strict=True) if axis[1] > 1)
+
+
+def _clashes(group: Sequence[_Span]) -> Iterator[str]:
+    """Yield which tensors of a group share memory: each in turn is entered on a map of the group's bytes.
+
+    The map's cells are as large as they can be, so that every run of bytes is of whole cells. What is only read is
+    compared, but not entered.
+    """
+    named: dict[tuple[object, ...], _Span] = {}
+    for span in group:
+        named.setdefault(_identity(span), span)
+    spans = list(named.values())
+    if len(spans) == 1 or not spans[0].written:
+        return
+    begin, end = min(span.begin for span in spans), max(span.end for span in spans)
+    layouts = [_bytes(span) for span in spans]
+    cell = gcd(*(span.begin - begin for span in spans), *(number for layout in layouts for number in _lengths(layout)))
+    if (end - begin) // cell > _MOST_CELLS:
+        yield f"{_name(spans[0])} and {_name(spans[1])}, or are too finely interleaved to tell"
+        return
+    owners = torch.zeros((end - begin) // cell, dtype=torch.int32)
+    for number, (span, (run, axes)) in enumerate(zip(spans, layouts, strict=True)):
+        shape, strides = [size for _, size in axes], [stride // cell for stride, _ in axes]
+        own = owners.as_strided([*shape, run // cell], [*strides, 1], (span.begin - begin) // cell)
+        if other := int(own.max()):
+            yield f"{_name(spans[other - 1])} and {_name(span)}{'' if span.written else ', which is read'}"
+        if span.written:
+            own.fill_(number + 1)
+
+
+def _bytes(span: _Span) -> _Bytes:
+    """Return a tensor's runs of contiguous bytes: how long each is, and the axes along which they repeat."""
+    tensor = span.tensor
+    axes = [(stride * tensor.itemsize, size) for stride, size in _axes(tensor) if stride]
+    run = tensor.itemsize
+    while axes and axes[0][0] == run:
+        run = prod(axes.pop(0))
+    return run, axes
+
+
+def _lengths(layout: _Bytes) -> Iterable[int]:
+    run, axes = layout
+    return run, *(stride for stride, _ in axes)
+
+
+def _identity(span: _Span) -> tuple[object, ...]:
+    """Return what two tensors have in common that are filled alike: the same elements for the same box of one key."""
+    shard, tensor = span.shard, span.tensor
+    flat = shard.flattened_range
+    box = (shard.key, shard.global_offset, shard.local_shape, flat and (flat.start, flat.stop))
+    view = (span.begin, tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
+    return *box, *view
+
+
+def _name(span: _Span) -> str:
+    return f"{span.shard.key!r} at {span.shard.global_offset}"

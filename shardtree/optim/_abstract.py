@@ -1,0 +1,237 @@
+"""What an optimizer without states asks a checkpoint for: sharded states without data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+
+from ..errors import TreeError, error_text, render_path
+from ..mapping import ShardedObject, ShardedStateDict, ShardedTensor, ShardedTensorFactory, StateDict
+from ..trees import map_shards
+from ._convert import check_known, optim_state_to_sharding_state
+from ._groups import GROUP_PREFIX, stored_groups
+from ._leaf import PREFIX, RULES_FIX, OptimizerRules, check_rules, moment_shape, rule_of, state_leaf
+from ._per_parameter import built_shards, per_parameter
+from ._state_dict import ShardedParam, are_names, check_dict, excluded, groups_of, members, states_of
+
+Metadata = Mapping[str, ShardedTensor | ShardedObject]
+_Stored = Mapping[str, Mapping[str, ShardedTensor | ShardedObject]]  # parameter's key -> state key -> what is stored
+
+
+def abstract_optim_state(
+    optim_state_dict: StateDict,
+    id_to_sharded_param_map: Mapping[Any, ShardedParam],
+    template: Mapping[str, Any],
+    *,
+    rules: OptimizerRules | None = None,
+) -> ShardedStateDict:
+    """Return the tree that an optimizer without states asks a checkpoint for, told what states each parameter has.
+
+    Args:
+        optim_state_dict: of the fresh optimizer, for its groups; its states don't count.
+        id_to_sharded_param_map: as `optim_state_to_sharding_state` takes it.
+        template: by state key a dtype, for a tensor shaped like the parameter; a tensor without axes or a Python
+            value, for what each parameter has once; or a function from a sharded parameter to a tensor (on the meta
+            device, say), for other shapes, which have a rule.
+        rules: as `optim_state_to_sharding_state` takes them.
+
+    Raises:
+        TreeError: as `optim_state_to_sharding_state`.
+
+    Examples:
+        >>> weight = ShardedTensor.from_rank_offsets("w", torch.zeros(2), (0, 1, 4))
+        >>> fresh = {"state": {}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+        >>> template = {"step": torch.tensor(0.0), "exp_avg": torch.float32}
+        >>> abstract_optim_state(fresh, {0: weight}, template)["state"][0]["exp_avg"]
+        ShardedTensor(key='optimizer.state.exp_avg.w', data=None, dtype=torch.float32, ...)
+    """
+    doing = "abstract_optim_state"
+    states_of(doing, optim_state_dict)
+    check_dict(doing, "template", template, "{state key: dtype, tensor without axes, value or function}")
+    names = members(groups_of(doing, optim_state_dict["param_groups"]))
+    check_known(doing, names, id_to_sharded_param_map)
+    states = {
+        name: {key: _example(id_to_sharded_param_map[name], value) for key, value in template.items()} for name in names
+    }
+    full = {**optim_state_dict, "state": states}
+    tree = optim_state_to_sharding_state(full, id_to_sharded_param_map, rules=rules)
+    return {**tree, "state": map_shards(_without_data, tree["state"])}
+
+
+def abstract_optim_state_from_metadata(
+    optim_state_dict: StateDict,
+    id_to_sharded_param_map: Mapping[Any, ShardedParam],
+    metadata: Metadata,
+    exclude_keys: Sequence[str] = (),
+    *,
+    rules: OptimizerRules | None = None,
+    missing: Literal["refuse", "leave_out"] = "refuse",
+) -> ShardedStateDict:
+    """Return the tree that an optimizer without states asks a checkpoint for, told by the checkpoint's metadata.
+
+    Args:
+        optim_state_dict: of the fresh optimizer, for its groups; its states don't count.
+        id_to_sharded_param_map: as `optim_state_to_sharding_state` takes it.
+        metadata: what is stored: ``load_sharded_metadata(dir)``; or ``load_tensors_metadata(dir)``, where no state is
+            a Python value. A parameter without axes has moments that are stored as its numbers are; where it is
+            held as a flat range or in a stack, only a template tells them apart.
+        exclude_keys: state keys that aren't asked for. One text is one key.
+        rules: as `optim_state_to_sharding_state` takes them. They get a stored tensor as a whole ShardedTensor
+            without data, a stored value as a ShardedObject.
+        missing: what is done about a parameter of which no state is stored, which may be one that never had a
+            gradient, a new one, or one of another name: "refuse", or "leave_out".
+
+    Raises:
+        TreeError: no rule for a stored state, nothing stored for a parameter, or something that may be a moment or a
+            number; names each.
+
+    Examples:
+        >>> weight = ShardedTensor.from_rank_offsets("w", torch.zeros(2), (0, 1, 4))
+        >>> stored = ShardedTensor.from_rank_offsets("optimizer.state.exp_avg.w", torch.zeros(8).half())
+        >>> fresh = {"state": {}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+        >>> tree = abstract_optim_state_from_metadata(fresh, {0: weight}, {stored.key: stored})
+        >>> tree["state"][0]["exp_avg"].dtype, tree["state"][0]["exp_avg"].global_offset
+        (torch.float16, (2,))
+    """
+    doing = "abstract_optim_state_from_metadata"
+    states_of(doing, optim_state_dict)
+    groups = groups_of(doing, optim_state_dict["param_groups"])
+    check_rules(doing, rules)
+    if missing not in ("refuse", "leave_out"):
+        raise TreeError(error_text(f"{doing}: missing", found=repr(missing), expected="'refuse' or 'leave_out'"))
+    check_dict(doing, "metadata", metadata, "what `load_sharded_metadata` gives", (ShardedTensor, ShardedObject))
+    stored = _by_param(metadata, excluded(doing, exclude_keys))
+    check_known(doing, members(groups), id_to_sharded_param_map)
+    params = {name: id_to_sharded_param_map[name] for name in members(groups)}
+    found = {name: kinds for name, param in params.items() if (kinds := _found(param, stored))}
+    lost = [repr(name) for name in dict.fromkeys(members(groups)) if name not in found]
+    if lost and missing != "leave_out":
+        fix = "Rename what is stored or the parameters; or pass missing='leave_out', and they start without states."
+        raise TreeError(error_text(f"{doing}: parameters of which no state is stored", offenders=lost, fix=fix))
+    _check_kinds(doing, params, found, rules)
+    state = {
+        name: {key: _asked(params[name], key, kinds, rules) for key, kinds in own.items()}
+        for name, own in found.items()
+    }
+    named = are_names(doing, groups, {})
+    grouped = _grouped(doing, params, found, metadata) if named else params
+    tree = {**optim_state_dict, "state": map_shards(_without_data, state)}
+    return {**tree, **stored_groups(groups, grouped, named=named)}
+
+
+def _example(param: ShardedParam, value: Any) -> Any:
+    """Return a state such as the template tells, without memory where it has the parameter's shape."""
+    if isinstance(value, torch.dtype):
+        return torch.empty(moment_shape(param) or (), dtype=value, device="meta")
+    return value(param) if callable(value) else value
+
+
+def _by_param(metadata: Metadata, left_out: set[str]) -> _Stored:
+    """Return what is stored of states, by parameters' keys; a state's own key has no dots."""
+    found: dict[str, dict[str, ShardedTensor | ShardedObject]] = {}
+    for leaf in metadata.values():
+        state_key, _, key = leaf.key.removeprefix(f"{PREFIX}.").partition(".")
+        if leaf.key.startswith(f"{PREFIX}.") and state_key not in left_out:
+            found.setdefault(key, {})[state_key] = leaf
+    return found
+
+
+_Kinds = list[tuple[ShardedTensor, ShardedTensor | ShardedObject]]  # what a parameter is stored as, and its state
+
+
+def _found(param: ShardedParam, stored: _Stored) -> dict[str, _Kinds]:
+    """Return what is stored of a parameter's states, beside the shards that the parameter itself is stored as."""
+    found: dict[str, _Kinds] = {}
+    shards = built_shards(param)
+    for shard in shards:
+        for state_key, leaf in stored.get(shard.key, {}).items():
+            found.setdefault(state_key, []).append((shard, leaf))
+    if not shards:  # this rank has nothing of what is stored, as of a padded vocabulary
+        found = {state_key: [(_like(leaf), leaf)] for state_key, leaf in stored.get(param.key, {}).items()}
+    return found
+
+
+def _grouped(
+    doing: str, params: Mapping[Any, ShardedParam], found: Mapping[Any, Any], metadata: Metadata
+) -> dict[Any, ShardedParam]:
+    """Return the named parameters of which it is stored in which group they were: all but new ones."""
+    stored = {leaf.key for leaf in metadata.values() if leaf.key.startswith(f"{GROUP_PREFIX}.")}
+    keys = {name: {f"{GROUP_PREFIX}.{shard.key}" for shard in built_shards(one)} for name, one in params.items()}
+    grouped = {name: param for name, param in params.items() if keys[name] <= stored}
+    lost = [repr(name) for name in found if name not in grouped]
+    if lost:
+        fix = "Was it saved by ids? Load it by ids then. If not, pass what `load_sharded_metadata` gives: objects too."
+        raise TreeError(error_text(f"{doing}: parameters of no stored group", offenders=lost, fix=fix))
+    return grouped
+
+
+def _like(leaf: ShardedTensor | ShardedObject) -> ShardedTensor:
+    """Return a shard such as a parameter's that has this state: of the same shape, if it isn't a number."""
+    if isinstance(leaf, ShardedTensor) and leaf.global_shape:
+        return leaf
+    return ShardedTensor(leaf.key, None, torch.uint8, (0,), (1,), (0,), None)
+
+
+def _check_kinds(
+    doing: str, params: Mapping[Any, ShardedParam], found: Mapping[Any, Mapping[str, _Kinds]], rules: Any
+) -> None:
+    problems = [
+        f"{key!r} of {render_path((name,), 'state')}: {problem}"
+        for name, own in found.items()
+        for key, kinds in own.items()
+        if rule_of(rules, params[name], key) is None
+        for shard, leaf in kinds
+        if (problem := _problem(params[name], shard, leaf))
+    ]
+    if problems:
+        what = f"{doing}: stored states that aren't shaped like their parameters"
+        raise TreeError(error_text(what, offenders=problems, fix=RULES_FIX))
+
+
+def _problem(param: ShardedParam, shard: ShardedTensor, leaf: ShardedTensor | ShardedObject) -> str | None:
+    """Return why what is stored doesn't tell how a state lies, in words; None where it does."""
+    if not isinstance(leaf, ShardedTensor):
+        return None
+    kinds = [_is_moment(shard, leaf), _is_scalar(shard, leaf)]
+    if not any(kinds):
+        return f"{leaf.global_shape} stored, its parameter {shard.global_shape}"
+    if all(kinds) and moment_shape(param) != ():
+        return f"{leaf.global_shape} stored, which may be a moment or a number: `abstract_optim_state` is told which"
+    return None
+
+
+def _is_moment(shard: ShardedTensor, leaf: ShardedTensor) -> bool:
+    same_axes = len(leaf.global_shape) == len(shard.global_shape)
+    return leaf.global_shape == shard.global_shape or (shard.allow_shape_mismatch and same_axes)
+
+
+def _is_scalar(shard: ShardedTensor, leaf: ShardedTensor) -> bool:
+    return leaf.global_shape == shard.global_shape[: shard.prepend_axis_num]
+
+
+def _asked(param: ShardedParam, state_key: str, kinds: _Kinds, rules: OptimizerRules | None) -> Any:
+    """Return the leaf that asks for a stored state."""
+    shard, leaf = kinds[0]
+    if rule_of(rules, param, state_key) is not None:
+        return state_leaf(param, state_key, leaf, rules)
+    if isinstance(leaf, ShardedObject):
+        return per_parameter(param, f"{PREFIX}.{state_key}", None)
+    if _is_moment(shard, leaf):
+        shape = moment_shape(param)
+        data = None if shape is None else torch.empty(shape, dtype=leaf.dtype, device="meta")
+        if data is None:
+            return replace(param, key=f"{PREFIX}.{state_key}.{param.key}", data=None)
+        return state_leaf(param, state_key, data, None)
+    return per_parameter(param, f"{PREFIX}.{state_key}", torch.empty((), dtype=leaf.dtype, device="meta"))
+
+
+def _without_data(leaf: Any) -> Any:
+    """Return a leaf without data; a factory keeps a tensor without memory, which tells it what to build."""
+    if isinstance(leaf, (ShardedTensor, ShardedObject)):
+        return leaf.without_data()
+    if isinstance(leaf, ShardedTensorFactory) and isinstance(leaf.data, torch.Tensor) and not leaf.data.is_meta:
+        return leaf.without_data()
+    return leaf

@@ -1,0 +1,318 @@
+"""An optimizer's state dict as a sharded tree and back, by the ids or the names of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..errors import TreeError, error_text
+from ..mapping import ShardedStateDict, StateDict
+from ._groups import MEMBERS, Hyperparameters, arranged_groups, check_which, stored_groups
+from ._leaf import RULES_FIX, OptimizerRules, check_rules, problem_of, rule_of, state_leaf, state_place
+from ._state_dict import (
+    Group,
+    ParamId,
+    ShardedParam,
+    States,
+    are_names,
+    check_dict,
+    check_params,
+    excluded,
+    groups_of,
+    members,
+    states_of,
+)
+
+# An optimizer's state dict as a sharded tree, by the ids or the names of parameters.
+
+
+def optim_state_to_sharding_state(
+    optim_state_dict: StateDict,
+    id_to_sharded_param_map: Mapping[Any, ShardedParam],
+    exclude_keys: Sequence[str] = (),
+    *,
+    rules: OptimizerRules | None = None,
+) -> ShardedStateDict:
+    """Return an optimizer's state dict as a sharded tree: states lie as their parameters do. Nothing is changed.
+
+    - A tensor of its parameter's shape becomes the parameter's shard, or its factory, with that tensor as data, under
+      the key ``optimizer.state.<state key>.<parameter's key>``.
+    - A number (a tensor without axes, an int, None) is stored once for each parameter: the main replica is that of
+      the one rank that has the parameter's first element. It comes back as what it was.
+    - Anything else needs a rule.
+    - Hyperparameters of groups stay plain values. Which parameters a group has isn't stored where these are numbered:
+      then group i gets the hyperparameters of the stored group i. Named parameters keep their own: each tells which
+      group it was in, under ``optimizer.param_group.<parameter's key>``; see `sharding_state_to_optim_state`. All
+      ranks have the same groups, also those of which they have no parameters.
+
+    Args:
+        optim_state_dict: what ``optimizer.state_dict()`` gives, or the same by names (`optim_state_by_name`, or torch's
+            ``get_optimizer_state_dict``). What else is in it stays.
+        id_to_sharded_param_map: sharded parameters by id (`get_param_id_to_sharded_param_map`) or by name
+            (`sharded_params_by_name`). May have more than the optimizer.
+        exclude_keys: state keys that are left out. One text is one key.
+        rules: for states of other shapes, by patterns of state keys, or of ``<state key>.<parameter's key>`` (``*``
+            stands for one part between dots, ``**`` for any number); the first that fits counts, also for states
+            that would need none.
+
+    Returns:
+        A new tree; tensors and hyperparameters are shared.
+
+    Raises:
+        TreeError: no parameter for an id or name, no rule for a state, a state key with a dot, or not an optimizer's
+            state dict; names each.
+
+    Examples:
+        >>> import torch, shardtree as st
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+        >>> weight.grad = torch.ones(2)
+        >>> optimizer.step()
+        >>> model = {"w": st.ShardedTensor.from_rank_offsets("w", weight, (0, 1, 4))}
+        >>> params = st.get_param_id_to_sharded_param_map(model, optimizer)
+        >>> tree = optim_state_to_sharding_state(optimizer.state_dict(), params)
+        >>> tree["state"][0]["momentum_buffer"].key, tree["param_groups"][0]["lr"]
+        ('optimizer.state.momentum_buffer.w', 0.1)
+
+    References:
+        megatron.core.dist_checkpointing.optimizer, megatron-core 0.16.1, which changes its argument.
+    """
+    doing = "optim_state_to_sharding_state"
+    states = _kept(states_of(doing, optim_state_dict), excluded(doing, exclude_keys))
+    groups = groups_of(doing, optim_state_dict["param_groups"])
+    check_rules(doing, rules)
+    named = are_names(doing, groups, states)
+    check_known(doing, [*states, *(members(groups) if named else ())], id_to_sharded_param_map)
+    _check_keys(doing, states, id_to_sharded_param_map)
+    _check_shapes(doing, states, id_to_sharded_param_map, rules)
+    state = {
+        name: {key: state_leaf(id_to_sharded_param_map[name], key, value, rules) for key, value in own.items()}
+        for name, own in states.items()
+    }
+    return {**optim_state_dict, "state": state, **stored_groups(groups, id_to_sharded_param_map, named=named)}
+
+
+def _kept(states: States, left_out: set[Any]) -> States:
+    return {name: {key: value for key, value in own.items() if key not in left_out} for name, own in states.items()}
+
+
+def check_known(doing: str, names: Sequence[ParamId], params: Mapping[Any, ShardedParam]) -> None:
+    """Raise unless there is a sharded parameter for each id or name.
+
+    Raises:
+        TreeError: names those without one.
+
+    Examples:
+        >>> check_known("save", [], {})
+    """
+    check_params(doing, params)
+    lost = [repr(name) for name in dict.fromkeys(names) if name not in params]
+    if lost:
+        expected = f"one of {len(params)} sharded parameters: {', '.join(map(repr, list(params)[:4]))}, ..."
+        fix = (
+            "Give the sharded tree of the whole model, with the model's own parameters as data (keep_vars=True), and "
+            "the optimizer itself, so that ids are in its order."
+        )
+        what = f"{doing}: no sharded parameter for what the optimizer has"
+        raise TreeError(error_text(what, offenders=lost, expected=expected, fix=fix))
+
+
+def _check_keys(doing: str, states: States, params: Mapping[Any, ShardedParam]) -> None:
+    """Raise where a stored key couldn't be told from that of another state of another parameter."""
+    wrong = [
+        state_place(name, params[name], key)
+        for name, own in states.items()
+        for key in own
+        if not isinstance(key, str) or "." in key
+    ]
+    if wrong:
+        fix = "In a checkpoint it would be another parameter's. Give it another key, or leave it out with exclude_keys."
+        what = f"{doing}: state keys that aren't texts without dots"
+        raise TreeError(error_text(what, offenders=wrong, fix=fix))
+
+
+def _check_shapes(doing: str, states: States, params: Mapping[Any, ShardedParam], rules: OptimizerRules | None) -> None:
+    problems = [
+        problem
+        for name, own in states.items()
+        for key, value in own.items()
+        if rule_of(rules, params[name], key) is None and (problem := problem_of(name, params[name], key, value))
+    ]
+    if problems:
+        what = f"{doing}: states that aren't shaped like their parameters"
+        raise TreeError(error_text(what, offenders=problems, fix=RULES_FIX))
+
+
+# The way back: a loaded tree as what an optimizer's `load_state_dict` takes.
+
+
+def sharding_state_to_optim_state(loaded: StateDict, *, hyperparameters: Hyperparameters = "stored") -> StateDict:
+    """Return what was loaded for a sharded optimizer state, as what `load_state_dict` takes. Nothing is changed.
+
+    By ids this only checks: group i has the hyperparameters of the stored group i, whoever is in it. By names, groups
+    are the optimizer's own, in its order, each with the hyperparameters that its parameters had, wherever they were.
+
+    Args:
+        loaded: what `load` gave for a tree of `optim_state_to_sharding_state` or `abstract_optim_state`.
+        hyperparameters: for names, whether those are the stored ones or the optimizer's own, as its state dict had
+            them when the target was made.
+
+    Returns:
+        A state dict by ids or by names, as the target was; `optim_state_by_id` turns names into ids.
+
+    Raises:
+        TreeError: parameters that are one group now had different hyperparameters; a state is of no group's
+            parameter; parts are missing; the optimizer's own are asked for by ids. Names each.
+
+    Examples:
+        >>> import torch, shardtree as st
+        >>> params = {name: st.ShardedTensor.from_rank_offsets(name, torch.zeros(2)) for name in ("b", "w")}
+        >>> groups = [{"lr": 0.1, "params": ["w"]}, {"lr": 0.2, "params": ["b"]}]
+        >>> saved = st.optim_state_to_sharding_state({"state": {}, "param_groups": groups}, params)
+        >>> storage = st.MemoryStorage()
+        >>> st.save({"o": saved}, storage)
+        >>> fresh = {"state": {}, "param_groups": [{"lr": 0.0, "params": ["b"]}, {"lr": 0.0, "params": ["w"]}]}
+        >>> loaded = st.load({"o": st.optim_state_to_sharding_state(fresh, params)}, storage)
+        >>> sharding_state_to_optim_state(loaded["o"])["param_groups"]
+        [{'lr': 0.2, 'params': ['b']}, {'lr': 0.1, 'params': ['w']}]
+    """
+    doing = "sharding_state_to_optim_state"
+    states = states_of(doing, {"state": {}, **loaded} if isinstance(loaded, Mapping) else loaded)
+    if "own_param_groups" in loaded:
+        own = groups_of(doing, loaded["own_param_groups"])
+        groups = arranged_groups(doing, loaded["param_groups"], loaded.get("param_group_of", {}), own, hyperparameters)
+    else:
+        check_which(doing, hyperparameters)
+        if hyperparameters == "own":
+            fix = "Save and load by names, or put those of `optimizer.state_dict()` into the groups that you get."
+            raise TreeError(error_text(f"{doing}: by ids nothing tells the optimizer's own hyperparameters", fix=fix))
+        groups = [dict(group) for group in groups_of(doing, loaded["param_groups"])]
+    _check_members(doing, states, groups)
+    rest = {key: value for key, value in loaded.items() if key not in {"param_group_of", "own_param_groups"}}
+    return {**rest, "state": {name: dict(state) for name, state in states.items()}, "param_groups": groups}
+
+
+def regroup_optim_state(
+    optim_state_dict: StateDict, param_groups: Sequence[Group], *, hyperparameters: Hyperparameters = "stored"
+) -> StateDict:
+    """Return a state dict by names with the groups of another one, as that one has them and in its order.
+
+    torch binds states to parameters by their positions in groups, so an optimizer with other groups, or with other
+    places in them, needs this first.
+
+    Args:
+        optim_state_dict: by names.
+        param_groups: groups of names, such as those of ``optim_state_by_name(optimizer.state_dict(), names)``.
+        hyperparameters: "stored" takes those that the parameters had, "own" those of `param_groups`.
+
+    Raises:
+        TreeError: parameters of one new group had different hyperparameters, or a parameter is in only one of the two.
+
+    Examples:
+        >>> groups = [{"lr": 1, "params": ["w"]}, {"lr": 2, "params": ["b"]}]
+        >>> state = {"state": {"w": {"step": 1}}, "param_groups": groups}
+        >>> regroup_optim_state(state, [{"params": ["b"]}, {"params": ["w"]}])["param_groups"]
+        [{'lr': 2, 'params': ['b']}, {'lr': 1, 'params': ['w']}]
+    """
+    doing = "regroup_optim_state"
+    states, stored = states_of(doing, optim_state_dict), groups_of(doing, optim_state_dict["param_groups"])
+    own = groups_of(doing, param_groups)
+    group_of = {name: number for number, group in enumerate(stored) for name in group["params"]}
+    groups = arranged_groups(doing, stored, group_of, own, hyperparameters)
+    _check_members(doing, states, groups)
+    return {**optim_state_dict, "param_groups": groups}
+
+
+def _check_members(doing: str, states: States, groups: Sequence[Group]) -> None:
+    strangers = [repr(name) for name in states if name not in set(members(groups))]
+    if strangers:
+        fix = f"Leave these states out, or give the groups that have these parameters in {MEMBERS[0]!r}."
+        raise TreeError(error_text(f"{doing}: states of parameters that no group has", offenders=strangers, fix=fix))
+
+
+# A state dict by ids as one by names, and back.
+
+_MAP = "{id: name}"
+
+
+def optim_state_by_name(optim_state_dict: StateDict, id_to_name: Mapping[int, str]) -> StateDict:
+    """Return a state dict whose parameters are named, from one whose parameters are numbered; values are shared.
+
+    Args:
+        optim_state_dict: what ``optimizer.state_dict()`` gives.
+        id_to_name: what `get_param_id_to_name_map` gives.
+
+    Raises:
+        TreeError: an id has no name, two have one, or parameters are named already; names each.
+
+    Examples:
+        >>> state = {"state": {0: {"step": 3}}, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}
+        >>> optim_state_by_name(state, {0: "w", 1: "b"})
+        {'state': {'w': {'step': 3}}, 'param_groups': [{'lr': 0.1, 'params': ['w', 'b']}]}
+    """
+    doing = "optim_state_by_name"
+    check_dict(doing, "id_to_name", id_to_name, _MAP, str)
+    return _relabelled(doing, optim_state_dict, id_to_name, named=False)
+
+
+def optim_state_by_id(optim_state_dict: StateDict, id_to_name: Mapping[int, str]) -> StateDict:
+    """Return a state dict whose parameters are numbered, from one whose parameters are named; values are shared.
+
+    torch binds states to parameters by positions, so groups must have them in the order of their ids; else
+    `regroup_optim_state` comes first.
+
+    Args:
+        optim_state_dict: by names.
+        id_to_name: the optimizer's, as `get_param_id_to_name_map` gives it.
+
+    Raises:
+        TreeError: a name has no id, groups are in another order or lack a parameter, or parameters are numbered
+            already; names each.
+
+    Examples:
+        >>> state = {"state": {"w": {"step": 3}}, "param_groups": [{"lr": 0.1, "params": ["w", "b"]}]}
+        >>> optim_state_by_id(state, {0: "w", 1: "b"})
+        {'state': {0: {'step': 3}}, 'param_groups': [{'lr': 0.1, 'params': [0, 1]}]}
+    """
+    doing = "optim_state_by_id"
+    check_dict(doing, "id_to_name", id_to_name, _MAP, str)
+    ids = {name: number for number, name in id_to_name.items()}
+    numbered = _relabelled(doing, optim_state_dict, ids, named=True)
+    found = members(numbered["param_groups"])
+    if found != sorted(id_to_name):
+        wrong = [
+            f"place {place}: {_told(id_to_name, here)}, expected {_told(id_to_name, should)}"
+            for place, (here, should) in enumerate(_beside(found, sorted(id_to_name)))
+            if here != should
+        ]
+        what = f"{doing}: the optimizer has its parameters in another order, and torch goes by order"
+        raise TreeError(error_text(what, offenders=wrong, fix="Arrange them with `regroup_optim_state` first."))
+    return numbered
+
+
+def _beside(left: list[Any], right: list[Any]) -> list[tuple[Any, Any]]:
+    most = max(len(left), len(right))
+    return list(zip(*(side + [None] * (most - len(side)) for side in (left, right)), strict=True))
+
+
+def _told(id_to_name: Mapping[int, str], number: int | None) -> str:
+    return "nothing" if number is None else repr(id_to_name[number])
+
+
+def _relabelled(doing: str, optim_state_dict: StateDict, labels: Mapping[Any, Any], *, named: bool) -> StateDict:
+    """Return a state dict with other labels for its parameters."""
+    states = states_of(doing, optim_state_dict)
+    groups = groups_of(doing, optim_state_dict["param_groups"])
+    if members(groups) and are_names(doing, groups, states) is not named:
+        found, expected = ("ids", "names") if named else ("names", "ids")
+        raise TreeError(error_text(f"{doing}: parameters", found=found, expected=expected))
+    used = dict.fromkeys([*members(groups), *states])
+    wrong = [f"{label!r} isn't known" for label in used if label not in labels]
+    new = [labels[label] for label in used if label in labels]
+    wrong += [f"{one!r} would be several" for one in dict.fromkeys(new) if new.count(one) > 1]
+    if wrong:
+        fix = "Make the map with `get_param_id_to_name_map` from this optimizer and its model."
+        raise TreeError(error_text(f"{doing}: parameters that can't be told apart", offenders=wrong, fix=fix))
+    relabelled = [{**group, "params": [labels[label] for label in group["params"]]} for group in groups]
+    state = {labels[label]: own for label, own in states.items()}
+    return {**optim_state_dict, "state": state, "param_groups": relabelled}

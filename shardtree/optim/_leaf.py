@@ -1,0 +1,148 @@
+"""What becomes of one state of one parameter: a moment, a number, an object, what a rule says, or a reason why not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import torch
+
+from ..errors import ShapeError, TreeError, error_text, render_path
+from ..mapping import LocalNonpersistentObject, ShardedBase, ShardedTensor, ShardedTensorFactory
+from ..mapping._tensor import check_has_shape, without_shape
+from ..trees import call_at, leaves_with_paths, match_key
+from ._per_parameter import per_parameter
+from ._state_dict import ParamId, ShardedParam, check_param
+
+# States of a parameter's own shape: they lie as the parameter does, and are stored as it is.
+
+PREFIX = "optimizer.state"
+
+
+def make_sharded_optimizer_tensor(model_param: ShardedParam, optim_param: torch.Tensor, prefix: str) -> ShardedParam:
+    """Return a parameter's shard or factory with a moment in its place, under the parameter's key with a prefix.
+
+    Args:
+        model_param: the parameter's shard or factory.
+        optim_param: a tensor of the shape of its data, of any dtype; flat where that is flat.
+        prefix: put before the key, with a dot.
+
+    Raises:
+        ShapeError: the tensor has another shape than the parameter.
+        TreeError: it is a DTensor, or no tensor; or the parameter isn't sharded.
+
+    Examples:
+        >>> param = ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3), (0, 1, 4))
+        >>> moment = make_sharded_optimizer_tensor(param, torch.ones(2, 3).bfloat16(), "optimizer.state.exp_avg")
+        >>> moment.key, moment.dtype, moment.global_offset
+        ('optimizer.state.exp_avg.w', torch.bfloat16, (2, 0))
+
+    References:
+        megatron.core.dist_checkpointing.optimizer, megatron-core 0.16.1.
+    """
+    check_param("make_sharded_optimizer_tensor", model_param)
+    what = f"make_sharded_optimizer_tensor: {prefix!r} of {model_param.key!r}"
+    if not isinstance(optim_param, torch.Tensor) or hasattr(optim_param, "placements"):
+        found = "a DTensor" if isinstance(optim_param, torch.Tensor) else type(optim_param).__name__
+        fix = "For DTensors use `from_dtensors` of shardtree.interop.dtensor."
+        raise TreeError(error_text(what, found=found, expected="a local tensor", fix=fix))
+    check_has_shape(what, optim_param)
+    expected = moment_shape(model_param)
+    if expected is not None and tuple(optim_param.shape) != expected:
+        fix = "Is it another parameter's, or another rank's? Tensors of another shape need a rule."
+        raise ShapeError(error_text(what, found=tuple(optim_param.shape), expected=expected, fix=fix))
+    return moment(model_param, optim_param, prefix)
+
+
+def moment(param: ShardedParam, data: torch.Tensor, prefix: str) -> ShardedParam:
+    """Return a parameter's shard or factory with other data, where it is known that they fit."""
+    if isinstance(param, ShardedTensorFactory):
+        return replace(param, key=f"{prefix}.{param.key}", data=data)
+    return replace(param, key=f"{prefix}.{param.key}", data=data, dtype=data.dtype)
+
+
+def moment_shape(param: ShardedParam) -> tuple[int, ...] | None:
+    """Return the shape that a parameter's moments have on this rank; None for a factory that has no tensor."""
+    if isinstance(param, ShardedTensor):
+        return param.data_shape
+    shape: Any = getattr(param.data, "shape", None)
+    return None if shape is None else tuple(shape)
+
+
+OptimizerRule: TypeAlias = Callable[[ShardedParam, str, Any], Any]
+"""(parameter, state key, tensor) -> a shard, a factory, an object, or a tree of them. The tensor may be a stored one's
+metadata, a whole ShardedTensor without data, where a target is made for a checkpoint."""
+
+OptimizerRules: TypeAlias = Mapping[str, OptimizerRule]
+
+RULES_FIX = (
+    "Say how such a state lies: rules={'<state key>': rule}, with `reduced_axis` (factored second moments), "
+    "`block_scales` (8-bit states), `one_per_parameter`, `one_per_shard` or a function of your own; or leave it out "
+    "with exclude_keys. States that aren't of one parameter, such as those of LBFGS, can't be sharded by parameter."
+)
+
+
+def check_rules(doing: str, rules: OptimizerRules | None) -> None:
+    """Raise unless these are functions by pattern.
+
+    Raises:
+        TreeError: they aren't; names each.
+
+    Examples:
+        >>> check_rules("save", {"row_var": max})
+    """
+    if rules is not None and not isinstance(rules, Mapping):
+        fix = "Say which states it is for: {'row_var': rule}."
+        raise TreeError(error_text(f"{doing}: not a dict of rules", found=type(rules).__name__, fix=fix))
+    wrong = [f"{pattern!r}: {type(rule).__name__}" for pattern, rule in (rules or {}).items() if not callable(rule)]
+    if wrong:
+        raise TreeError(error_text(f"{doing}: not rules for states", offenders=wrong, fix=RULES_FIX))
+
+
+def rule_of(rules: OptimizerRules | None, param: ShardedParam, state_key: str) -> OptimizerRule | None:
+    """Return the first rule whose pattern fits a state key, or the state key, a dot and the parameter's key."""
+    names = (state_key, f"{state_key}.{param.key}")
+    for pattern, rule in (rules or {}).items():
+        if any(match_key(pattern, name) is not None for name in names):
+            return rule
+    return None
+
+
+def state_place(name: ParamId, param: ShardedParam, state_key: object) -> str:
+    """Return which state of which parameter it is, in words.
+
+    Examples:
+        >>> from shardtree.mapping import ShardedTensor
+        >>> state_place(0, ShardedTensor.from_rank_offsets("w", torch.zeros(2)), "step")
+        "'step' of state[0] ('w')"
+    """
+    return f"{state_key!r} of {render_path((name,), 'state')} ({param.key!r})"
+
+
+def problem_of(name: ParamId, param: ShardedParam, state_key: str, value: Any) -> str | None:
+    """Return why a state can't be sharded as its parameter is, in words; None where it can."""
+    at = state_place(name, param, state_key)
+    if not isinstance(value, torch.Tensor):
+        inside = [leaf for _, leaf in leaves_with_paths([value])]
+        kinds = (torch.Tensor, ShardedBase, LocalNonpersistentObject)
+        if isinstance(value, (list, tuple, dict)) and any(isinstance(leaf, kinds) for leaf in inside):
+            return f"{at}: tensors in a {type(value).__name__}"
+        return None
+    if hasattr(value, "placements"):
+        return f"{at}: a DTensor; use `from_dtensors` of shardtree.interop.dtensor"
+    if shapeless := without_shape(value):
+        return f"{at}: {shapeless}"
+    expected = moment_shape(param)
+    shape = tuple(value.shape)
+    return None if expected is None or shape in (expected, ()) else f"{at}: {shape}, the parameter has {expected}"
+
+
+def state_leaf(param: ShardedParam, state_key: str, value: Any, rules: OptimizerRules | None) -> Any:
+    """Return the leaf of a state that has no problem, or what its rule says."""
+    rule, prefix = rule_of(rules, param, state_key), f"{PREFIX}.{state_key}"
+    if rule is not None:
+        return call_at(("state", param.key, state_key), rule, param, state_key, value)
+    if isinstance(value, torch.Tensor) and (value.ndim or moment_shape(param) == ()):
+        return moment(param, value, prefix)
+    return per_parameter(param, prefix, value)

@@ -1,0 +1,157 @@
+"""What there is once of each parameter: numbers such as Adam's `step`, and tensors that all its shards share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import torch
+
+from ..errors import ShapeError, error_text
+from ..mapping import ReplicaId, ShardedObject, ShardedTensor, ShardedTensorFactory
+from ..trees import apply_factories, diff, leaves_with_paths
+from ._state_dict import ShardedParam, check_param
+
+# Which shard of a tensor has its first element: the one place for what there is once of a parameter.
+
+
+def first_element(shard: ShardedTensor) -> int:
+    """Return the number of the first element that a shard has, 0 for one shard of each tensor and its replicas alone.
+
+    Elements are counted in row-major order, behind prepended axes: each place along those is a tensor of its own. A
+    shard without elements gets a number that no element has. A tensor without elements has its first one where a shard
+    begins at index 0 and is as long as can be along all axes that have a length.
+
+    Args:
+        shard: a box, or a flat range of one; on any grid.
+
+    Examples:
+        >>> import torch
+        >>> [first_element(ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3), (0, n, 4))) for n in range(4)]
+        [0, 6, 12, 18]
+        >>> flat = ShardedTensor.from_rank_offsets_flat("w", torch.zeros(3), (2, 4), flattened_range=slice(5, 8))
+        >>> first_element(flat)
+        5
+    """
+    front = shard.prepend_axis_num
+    whole, offset, box = shard.global_shape[front:], shard.global_offset[front:], shard.local_shape
+    start, stop = (0, prod(box)) if (flat := shard.flattened_range) is None else (flat.start, flat.stop)
+    if start < stop:
+        index = [low + inside for low, inside in zip(offset, _index(start, box), strict=True)]
+        # A padded shard may reach beyond a global axis of length 0.
+        return max(_number(index, whole), int(any(index)))
+    begins = not any(offset) and all(size > 0 or length == 0 for size, length in zip(box, whole, strict=True))
+    return 0 if prod(whole) == 0 and begins and start == 0 else max(prod(whole), 1)
+
+
+def _index(number: int, shape: tuple[int, ...]) -> list[int]:
+    """Return the index of an element of a box by its number."""
+    index = []
+    for size in reversed(shape):
+        number, place = divmod(number, size)
+        index.append(place)
+    return index[::-1]
+
+
+def _number(index: list[int], shape: tuple[int, ...]) -> int:
+    number = 0
+    for place, size in zip(index, shape, strict=True):
+        number = number * size + place
+    return number
+
+
+def per_parameter(param: ShardedParam, prefix: str, value: Any) -> ShardedTensor | ShardedObject | ShardedTensorFactory:
+    """Return a leaf for what all shards of a parameter have in common, of which exactly one rank's is the main replica.
+
+    It is that of the rank whose main replica holds the parameter's first element. Along prepended axes each place is a
+    parameter of its own, with a value of its own. A factory's value is stored once for each key that it builds, so
+    that it can be loaded where those are parameters of their own, and must be the same for all of them.
+
+    Args:
+        param: the parameter's shard on this rank, or its factory.
+        prefix: put before the parameter's key, with a dot.
+        value: a tensor of any shape, which becomes a ShardedTensor; anything else becomes a ShardedObject.
+
+    Examples:
+        >>> right = ShardedTensor.from_rank_offsets("w", torch.zeros(4), (0, 1, 2))
+        >>> per_parameter(right, "optimizer.state.step", torch.tensor(3.0))
+        ShardedTensor(key='optimizer.state.step.w', data=<float32 () cpu>, dtype=torch.float32, local_shape=(), \
+global_shape=(), global_offset=(), axis_fragmentations=None, replica_id=(4, 0))
+    """
+    check_param("per_parameter", param)
+    key = f"{prefix}.{param.key}"
+    if isinstance(param, ShardedTensor):
+        return _cell(replace(param, key=key, data=None), value)
+    held = _Held(param, _kind(value))
+    return ShardedTensorFactory(key, value, held.build, held.merge, param.replica_id)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Held:
+    """A factory's parameter, and what a value of it is; its methods are the value's own build and merge."""
+
+    param: ShardedTensorFactory
+    kind: torch.Tensor | None
+
+    def build(self, key: str, data: Any, replica_id: ReplicaId, flattened_range: slice | None) -> list[Any]:
+        value = self.kind if data is None and self.kind is not None else data
+        shards = built_shards(replace(self.param, key=key, replica_id=replica_id))
+        leaves = [_cell(shard, value) for shard in _first_of_each(shards)] or [_of_nothing(key, value)]
+        return [leaf.without_data() for leaf in leaves] if data is None else leaves
+
+    def merge(self, values: Sequence[Any]) -> Any:
+        differ = [str(value)[:80] for value in values[1:] if diff(values[0], value)]
+        if differ:
+            what = f"the parts of {self.param.key!r} have different values of what one parameter has once"
+            fix = "Load them as parameters of their own: one step can't be two."
+            raise ShapeError(error_text(what, found=", ".join(differ), expected=str(values[0])[:80], fix=fix))
+        return values[0]
+
+
+def built_shards(param: ShardedParam) -> list[ShardedTensor]:
+    """Return the shards that a parameter is stored as: itself, or what its factory builds.
+
+    Examples:
+        >>> [shard.key for shard in built_shards(ShardedTensor.from_rank_offsets("w", torch.zeros(2)))]
+        ['w']
+    """
+    tree = apply_factories([param])
+    return [leaf for _, leaf in leaves_with_paths(tree) if isinstance(leaf, ShardedTensor)]
+
+
+def _first_of_each(shards: Iterable[ShardedTensor]) -> list[ShardedTensor]:
+    """Return, for each key and place along prepended axes, the shard whose elements come first."""
+    found: dict[Any, ShardedTensor] = {}
+    for shard in sorted(shards, key=first_element):
+        found.setdefault((shard.key, shard.global_offset[: shard.prepend_axis_num]), shard)
+    return [found[place] for place in sorted(found)]
+
+
+def _cell(shard: ShardedTensor, value: Any) -> ShardedTensor | ShardedObject:
+    """Return a shard's value, as replica of the one that its tensor has."""
+    front = shard.prepend_axis_num
+    count, place = shard.global_shape[:front], shard.global_offset[:front]
+    replica = (first_element(shard), *_ids(shard.replica_id))
+    if not isinstance(value, torch.Tensor):
+        return ShardedObject(shard.key, value, count or (1,), place or (0,), replica)
+    shape = tuple(value.shape)
+    zeros = (0,) * len(shape)
+    return ShardedTensor(
+        shard.key, value, value.dtype, shape, (*count, *shape), (*place, *zeros), None, replica, prepend_axis_num=front
+    )
+
+
+def _of_nothing(key: str, value: Any) -> ShardedTensor | ShardedObject:
+    """Return the value of a factory that builds nothing on this rank: never the main replica."""
+    return _cell(ShardedTensor(key, None, torch.uint8, (0,), (1,), (0,), None), value)
+
+
+def _kind(value: Any) -> torch.Tensor | None:
+    """Return a tensor's shape and dtype, as a tensor without memory."""
+    return torch.empty_like(value, device="meta") if isinstance(value, torch.Tensor) else None
+
+
+def _ids(replica_id: ReplicaId) -> tuple[int, ...]:
+    return (replica_id,) if isinstance(replica_id, int) else tuple(replica_id)

@@ -1,0 +1,120 @@
+"""How plans print: numbers, tables, and stored names that look like one that is missing."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Sequence
+from difflib import get_close_matches
+from itertools import islice
+from re import findall
+
+# Numbers and tables as lines of text.
+
+
+def size_text(count: int) -> str:
+    """Return a number of bytes in words.
+
+    Examples:
+        >>> size_text(999), size_text(16_777_216)
+        ('999 B', '16.8 MB')
+    """
+    for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= factor:
+            return f"{count / factor:.1f} {unit}"
+    return f"{count} B"
+
+
+def table_lines(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return rows as lines with aligned columns; the first row is the heading.
+
+    Examples:
+        >>> table_lines([("rank", "sent"), ("0", "7 B")])
+        ['rank  sent', '   0   7 B']
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+
+
+# Stored names that look like one that isn't stored: what a typing error was meant to be.
+
+_KEYS = 10
+_CLOSE = 10
+_COMPARED_ALL = 500
+_NEIGHBOURS = 100
+_LONGEST = 300
+
+
+def near_names(keys: Iterable[str], names: Collection[str]) -> dict[str, str]:
+    """Return, for each of the first ten keys that has one, the name that looks most like it.
+
+    Comparing with each of a million names would take minutes. Of many names only those are looked at that begin or end
+    as the key does.
+
+    Args:
+        keys: that aren't among the names.
+        names: what there is.
+
+    Examples:
+        >>> near_names(["decoder.wieght", "x"], ["decoder.weight", "decoder.bias"])
+        {'decoder.wieght': 'decoder.weight'}
+    """
+    few = [key for key in islice(keys, _KEYS) if len(key) <= _LONGEST]
+    if not few:
+        return {}
+    known = sorted(name for name in names if len(name) <= _LONGEST)
+    backwards = sorted(name[::-1] for name in known) if len(known) > _COMPARED_ALL else []
+    near = {key: get_close_matches(key, _candidates(key, known, backwards), n=_CLOSE) for key in few}
+    return {key: _same_numbers(key, names) for key, names in near.items() if names}
+
+
+def differing_prefix(keys: Sequence[str], names: Collection[str]) -> tuple[str, str] | None:
+    """Return the one prefix by which several keys differ from names: what they have too much, and what they lack.
+
+    Args:
+        keys: that aren't among the names.
+        names: what there is.
+
+    Returns:
+        ``(too much, lacking)``, of which one is empty; None if there is no such prefix, or only one key.
+
+    Examples:
+        >>> differing_prefix(["module.w", "module.b"], ["w", "b", "step"])
+        ('module.', '')
+        >>> differing_prefix(["w", "b"], ["model.w", "model.b"])
+        ('', 'model.')
+    """
+    if len(keys) < 2 or not names:
+        return None
+    known = names if isinstance(names, (set, frozenset, dict)) else frozenset(names)
+    longest = max(keys, key=len)  # ends the fewest names
+    too_much = (longest[:end] for end in range(1, len(longest)) if longest[end:] in known)
+    found = next((text for text in too_much if all(_without(key, text) in known for key in keys)), None)
+    if found is not None:
+        return found, ""
+    lacking = sorted(name.removesuffix(longest) for name in known if name.endswith(longest))
+    found = next((text for text in lacking if all(text + key in known for key in keys)), None)
+    return None if found is None else ("", found)
+
+
+def _without(key: str, prefix: str) -> str | None:
+    return key[len(prefix) :] if key.startswith(prefix) else None
+
+
+def _same_numbers(key: str, close: Sequence[str]) -> str:
+    """Return the closest name with the key's own numbers, so that no layer is taken for another; else the closest."""
+    return next((name for name in close if _numbers(name) == _numbers(key)), close[0])
+
+
+def _numbers(name: str) -> list[str]:
+    return [number.lstrip("0") for number in findall("[0-9]+", name)]
+
+
+def _candidates(key: str, known: Sequence[str], backwards: Sequence[str]) -> Sequence[str]:
+    if len(known) <= _COMPARED_ALL:
+        return known
+    return [*_neighbours(key, known), *(name[::-1] for name in _neighbours(key[::-1], backwards))]
+
+
+def _neighbours(key: str, ordered: Sequence[str]) -> Sequence[str]:
+    at = bisect_left(ordered, key)
+    return ordered[max(0, at - _NEIGHBOURS) : at + _NEIGHBOURS]

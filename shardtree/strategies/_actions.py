@@ -1,0 +1,164 @@
+"""What a format can do: the actions, and the signature of each, as protocols that a row's function has to follow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from typing import Any, Protocol
+
+from ..mapping import ShardedObject, ShardedTensor
+from ..plans import Prospect
+from ..storage import ReadReport, Storage
+from ._findings import Finding
+from ._values import AsyncRequest, Checkpoint, Draft, Fields
+
+
+class StrategyAction(Enum):
+    """What a strategy does.
+
+    Examples:
+        >>> StrategyAction.LOAD_SHARDED.value
+        'load_sharded'
+    """
+
+    LOAD_COMMON = "load_common"
+    LOAD_SHARDED = "load_sharded"
+    LOAD_OBJECTS = "load_objects"
+    LOAD_METADATA = "load_metadata"
+    EXPLAIN = "explain"
+    SAVE_COMMON = "save_common"
+    SAVE_SHARDED = "save_sharded"
+    SAVE_OBJECTS = "save_objects"
+    REMOVE_SHARDED = "remove_sharded"
+    VERIFY = "verify"
+    RECOGNIZE = "recognize"
+    COMMIT = "commit"
+    LIST_FILES = "list_files"
+
+
+Strategy = Callable[..., Any]
+Row = tuple[StrategyAction, str, int]
+Strategies = Mapping[Row, Strategy]
+
+
+class LoadCommon(Protocol):
+    """LOAD_COMMON: return the stored common tree, with `HOLE` where shards were."""
+
+    def __call__(self, checkpoint: Checkpoint, /) -> Any: ...
+
+
+class LoadSharded(Protocol):
+    """LOAD_SHARDED: fill each shard's data, a contiguous CPU tensor, in place, and return what was read.
+
+    Elements beyond the stored global shape are left as they are; the shard must have allowed that with
+    `allow_shape_mismatch`, else it is an error. Each rank calls it with its own shards.
+    """
+
+    def __call__(self, checkpoint: Checkpoint, shards: Sequence[ShardedTensor], /) -> ReadReport: ...
+
+
+class LoadObjects(Protocol):
+    """LOAD_OBJECTS: return the data of each sharded object, in order."""
+
+    def __call__(self, checkpoint: Checkpoint, objects: Sequence[ShardedObject], /) -> list[Any]: ...
+
+
+class LoadMetadata(Protocol):
+    """LOAD_METADATA: return every stored tensor by key, and object by unique key, whole and without data."""
+
+    def __call__(self, checkpoint: Checkpoint, /) -> Mapping[str, ShardedTensor | ShardedObject]: ...
+
+
+class Explain(Protocol):
+    """EXPLAIN: return what LOAD_SHARDED would make of shards, whose data counts for nothing, and reads no tensor.
+
+    That is why some of them can't be loaded, and what would be read for the others. With `cast`, dtypes that can be
+    converted are no reason.
+    """
+
+    def __call__(self, checkpoint: Checkpoint, shards: Sequence[ShardedTensor], cast: bool, /) -> Prospect: ...
+
+
+class SaveCommon(Protocol):
+    """SAVE_COMMON: write the common tree, on rank 0 alone, and return what metadata.json should say about it.
+
+    What it returns counts, so that a backend can name another one as that of the common state.
+    """
+
+    def __call__(self, draft: Draft, common: Any, /) -> Fields: ...
+
+
+class SaveSharded(Protocol):
+    """SAVE_SHARDED: prepare to write the shards that are this rank's to write, and return the request that does it.
+
+    Where the backend has a row for SAVE_OBJECTS too, sharded objects come along here.
+    """
+
+    def __call__(self, draft: Draft, shards: Sequence[ShardedTensor | ShardedObject], /) -> AsyncRequest[Any]: ...
+
+
+class SaveObjects(Protocol):
+    """SAVE_OBJECTS: prepare to write sharded objects, beside a backend that can't hold them."""
+
+    def __call__(self, draft: Draft, objects: Sequence[ShardedObject], /) -> AsyncRequest[Any]: ...
+
+
+class RemoveSharded(Protocol):
+    """REMOVE_SHARDED: remove every stored tensor and object whose key begins with a prefix; called on rank 0 alone."""
+
+    def __call__(self, checkpoint: Checkpoint, key_prefix: str, /) -> None: ...
+
+
+class VerifyFiles(Protocol):
+    """VERIFY: return what in a checkpoint isn't as it was saved, and which bytes the format keeps no checksum for.
+
+    `checkpoint.options` says by how many threads, and whom to tell how many bytes were read; any thread may tell.
+    """
+
+    def __call__(self, checkpoint: Checkpoint, /) -> tuple[Finding, ...]: ...
+
+
+class Recognize(Protocol):
+    """RECOGNIZE: return what metadata.json would say of a folder without one, None if it isn't in this format.
+
+    That is at least the backends and versions of the shards and of the common state. A format whose checkpoints have no
+    metadata.json has this row. It may be asked about any folder, and about a single file: that is then named "".
+    """
+
+    def __call__(self, storage: Storage, /) -> Fields | None: ...
+
+
+class Commit(Protocol):
+    """COMMIT: write the file that makes a folder a checkpoint; called on rank 0 alone, last of all.
+
+    A format that has no such row is committed by metadata.json. The fields are what that would say.
+    """
+
+    def __call__(self, draft: Draft, fields: Fields, /) -> None: ...
+
+
+class ListFiles(Protocol):
+    """LIST_FILES: return the names of a checkpoint's files, which go when it is replaced as a whole.
+
+    metadata.json needn't be among them, and not all of them need be there. What isn't listed is kept.
+    """
+
+    def __call__(self, checkpoint: Checkpoint, /) -> tuple[str, ...]: ...
+
+
+PROTOCOLS = {
+    StrategyAction.LOAD_COMMON: LoadCommon,
+    StrategyAction.LOAD_SHARDED: LoadSharded,
+    StrategyAction.LOAD_OBJECTS: LoadObjects,
+    StrategyAction.LOAD_METADATA: LoadMetadata,
+    StrategyAction.EXPLAIN: Explain,
+    StrategyAction.SAVE_COMMON: SaveCommon,
+    StrategyAction.SAVE_SHARDED: SaveSharded,
+    StrategyAction.SAVE_OBJECTS: SaveObjects,
+    StrategyAction.REMOVE_SHARDED: RemoveSharded,
+    StrategyAction.VERIFY: VerifyFiles,
+    StrategyAction.RECOGNIZE: Recognize,
+    StrategyAction.COMMIT: Commit,
+    StrategyAction.LIST_FILES: ListFiles,
+}
+"""The protocol of each action."""

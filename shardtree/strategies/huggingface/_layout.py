@@ -1,0 +1,186 @@
+"""Which tensor lies where in which file, as the safetensors library would write it: known before a byte is written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+
+from ...codec import Entry, encode_header, format_tag, is_tagged
+from ...errors import ShapeError, UnsupportedValue, error_text
+from ...geometry import Column, box_column, flat_boxes, row_major_strides, volumes
+from ...layouts import TensorKind
+from ...mapping import ShardedTensor
+from ...storage import Buffer, tensor_buffers
+from .._checks import misfit
+
+HEADER_BYTES = 64 * 1024 * 1024
+"""A new file begins before a header passes this; readers of safetensors refuse headers of over 100 MB."""
+
+# The library's order: larger items first, so that each lies at a multiple of its size.
+_TAGS = (
+    "U64 I64 F64 C64 F32 U32 I32 BF16 F16 U16 I16 "
+    "F8_E5M2FNUZ F8_E4M3FNUZ F8_E8M0 F8_E4M3 F8_E5M2 I8 U8 F6_E3M2 F6_E2M3 F4 BOOL"
+).split()
+_ORDER = {tag: position for position, tag in enumerate(_TAGS)}
+
+Kinds = Mapping[str, TensorKind]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFile:
+    """One file of a model.
+
+    Attributes:
+        header: its first bytes.
+        length: in bytes, with the header.
+        bytes_before: where each tensor begins in it.
+    """
+
+    header: bytes
+    length: int
+    bytes_before: Mapping[str, int]
+
+
+def model_files(kinds: Kinds, *, max_file_bytes: int, header_bytes: int = HEADER_BYTES) -> tuple[ModelFile, ...]:
+    """Return the files of a model; a single one, without tensors, where it has none.
+
+    Args:
+        kinds: of the tensors, by name, in the order in which files take them.
+        max_file_bytes: a file has no more bytes of tensors than that, unless it's one tensor.
+        header_bytes: the most that a header may take.
+
+    Raises:
+        UnsupportedValue: safetensors files can't hold a dtype, or a name.
+
+    Examples:
+        >>> import torch
+        >>> kinds = {"a": TensorKind(torch.int8, (3,), 0), "b": TensorKind(torch.int64, (), 0)}
+        >>> [dict(file.bytes_before) for file in model_files(kinds, max_file_bytes=100)]
+        [{'b': 152, 'a': 160}]
+        >>> len(model_files(kinds, max_file_bytes=8))
+        2
+    """
+    _check_storable(kinds)
+    return tuple(_file(names, kinds) for names in _groups(kinds, max_file_bytes, header_bytes))
+
+
+def tensor_bytes(kind: TensorKind) -> int:
+    """Return how many bytes a whole tensor has."""
+    return prod(kind.global_shape) * kind.dtype.itemsize
+
+
+def _check_storable(kinds: Kinds) -> None:
+    wrong = [f"{key!r}: {kind}" for key, kind in kinds.items() if not is_tagged(kind.dtype)]
+    if wrong:
+        fix = "Cast them, or save in the native format."
+        raise UnsupportedValue(error_text("save: dtypes that safetensors files don't have", offenders=wrong, fix=fix))
+    if "__metadata__" in kinds:
+        what = "save: '__metadata__' is no name of a tensor in a safetensors file"
+        raise UnsupportedValue(error_text(what, fix="Rename the tensor."))
+
+
+def _groups(kinds: Kinds, max_file_bytes: int, header_bytes: int) -> Iterator[list[str]]:
+    group, size, header = list[str](), 0, 0
+    for name, kind in kinds.items():
+        # A character takes at most six bytes in JSON; 200 leaves room for the numbers of a shape and the offsets.
+        needed, more = tensor_bytes(kind), 6 * len(name) + 24 * len(kind.global_shape) + 200
+        if group and (size + needed > max_file_bytes or header + more > header_bytes):
+            yield group
+            group, size, header = [], 0, 0
+        group.append(name)
+        size, header = size + needed, header + more
+    if group or not kinds:
+        yield group
+
+
+def _file(names: Sequence[str], kinds: Kinds) -> ModelFile:
+    entries, end = list[Entry](), 0
+    for name in sorted(names, key=lambda name: (_ORDER[format_tag(kinds[name].dtype)], name)):
+        kind = kinds[name]
+        start, end = end, end + tensor_bytes(kind)
+        entries.append(Entry(name, format_tag(kind.dtype), kind.global_shape, start, end))
+    header = encode_header(entries, {"format": "pt"}, alignment=8)
+    return ModelFile(header, len(header) + end, {entry.name: len(header) + entry.start for entry in entries})
+
+
+# A shard's bytes, cut where they part in the whole tensor: with where in its file each piece goes.
+
+_PIECE_BYTES = 1024 * 1024
+
+_STEP = 4096
+"""Runs that are computed at once."""
+
+
+def shard_pieces(shard: ShardedTensor, begin: int) -> Iterator[tuple[int, Buffer]]:
+    r"""Yield the bytes of a shard, each piece with the byte of the file that it goes to.
+
+    Args:
+        shard: with data.
+        begin: the byte of the file at which the whole tensor begins.
+
+    Raises:
+        ShapeError: the data isn't what the shard says.
+
+    Examples:
+        >>> import torch
+        >>> right = ShardedTensor.from_rank_offsets("w", torch.tensor([[1], [2]], dtype=torch.int8), (1, 1, 2))
+        >>> [(byte, bytes(piece)) for byte, piece in shard_pieces(right, 100)]
+        [(101, b'\x01'), (103, b'\x02')]
+    """
+    if misfit(shard):
+        raise ShapeError(error_text("save: a tensor was changed while it waited to be written", found=misfit(shard)))
+    buffers = tensor_buffers(shard.data)
+    buffer, at = memoryview(b""), 0
+    for byte, length in shard_runs(shard):
+        place, end = begin + byte, begin + byte + length
+        while place < end:
+            if at == buffer.nbytes:
+                buffer, at = next(buffers), 0
+            size = min(end - place, buffer.nbytes - at, _PIECE_BYTES)
+            yield place, buffer[at : at + size]
+            place, at = place + size, at + size
+
+
+def shard_runs(shard: ShardedTensor) -> Iterator[tuple[int, int]]:
+    """Yield (byte, length) of the runs that a shard has in its whole tensor, in the order of the shard's own bytes.
+
+    Examples:
+        >>> import torch
+        >>> list(shard_runs(ShardedTensor.from_rank_offsets("w", torch.zeros(2, 2), (1, 1, 2))))
+        [(8, 8), (24, 8)]
+    """
+    whole = box_column([shard.global_shape], fill=1)
+    offset = box_column([shard.global_offset], fill=0)
+    shape = box_column([(1,) * shard.prepend_axis_num + shard.local_shape], fill=1)
+    if shard.flattened_range is not None:
+        start, stop = (np.array([edge]) for edge in (shard.flattened_range.start, shard.flattened_range.stop))
+        _, inside, shapes, _ = flat_boxes(shape, start, stop)
+        offsets = offset + inside
+    else:
+        offsets, shapes = offset, shape
+    for row in range(len(offsets)):
+        yield from _box_runs(whole, offsets[row : row + 1], shapes[row : row + 1], shard.dtype.itemsize)
+
+
+def _box_runs(whole: Column, offset: Column, shape: Column, item_size: int) -> Iterator[tuple[int, int]]:
+    """Yield the runs of a box, given with its whole tensor's shape as columns of one row."""
+    if not volumes(shape)[0]:
+        return
+    strides = row_major_strides(whole)[0]
+    axes = shape.shape[1]
+    # Neighbours along an axis lie in one run while the axes below are whole.
+    whole_below = [bool((shape[0, axis + 1 :] == whole[0, axis + 1 :]).all()) for axis in range(axes)]
+    outer = whole_below.index(True)
+    length = int(shape[0, outer:].prod()) * item_size
+    first = int((offset[0] * strides).sum()) * item_size
+    rows = shape[:, :outer]
+    row_strides = row_major_strides(rows) if outer else rows
+    count = int(volumes(rows)[0])
+    for start in range(0, count, _STEP):
+        number = np.arange(start, min(start + _STEP, count))
+        at = number[:, None] // row_strides % rows if outer else np.zeros((number.size, 0), dtype=np.int64)
+        for byte in (first + (at * strides[:outer]).sum(axis=1) * item_size).tolist():
+            yield byte, length

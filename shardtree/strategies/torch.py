@@ -1,0 +1,196 @@
+"""The common state as Megatron-Core stores it: in ``common.pt``, which torch.save writes, without its shards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..codec import add_record, decode_archive, encode_archive, find_record, read_pickle, write_pickle
+from ..errors import (
+    CheckpointReplaced,
+    CorruptCheckpoint,
+    TreePath,
+    UnsafeFile,
+    UnsupportedValue,
+    error_text,
+    render_path,
+)
+from ..storage import Buffer
+from ..trees import HOLE, leaves_with_paths, map_shards, without_holes
+from ._actions import Strategies, StrategyAction
+from ._findings import Damage, Finding, archive_unchecked
+from ._manifest import check_listed
+from ._metadata import was_replaced
+from ._values import Checkpoint, Draft, Fields, LoadOptions
+
+# Holes in lists and tuples: what is stored in their place, and the record that says where they were.
+
+_HOLES = ".shardtree_holes"
+"""The archive's record that says where in lists and tuples shards were."""
+
+
+def filled(common: Any) -> tuple[Any, list[TreePath]]:
+    """Return a common tree without holes, and the paths where an empty dict stands for one.
+
+    Examples:
+        >>> filled({"w": HOLE, "groups": [HOLE, {"lr": 0.1}]})
+        ({'groups': [{}, {'lr': 0.1}]}, [('groups', 0)])
+    """
+    left = without_holes(common)
+    paths = [path for path, leaf in leaves_with_paths(left) if leaf is HOLE]
+    return (map_shards(_empty, left) if paths else left), paths
+
+
+def _empty(leaf: Any) -> Any:
+    return {} if leaf is HOLE else leaf
+
+
+def with_holes(tree: Any, paths: Sequence[TreePath], what: str) -> Any:
+    """Return the tree with holes at these paths; lists and dicts are changed in place.
+
+    Args:
+        tree: just read, and nobody else's.
+        paths: as `filled` returned them.
+        what: the file, for messages.
+
+    Raises:
+        CorruptCheckpoint: nothing stands at a path that a hole could be in the place of.
+
+    Examples:
+        >>> with_holes({"groups": ({}, 1)}, [("groups", 0)], "example")
+        {'groups': (HOLE, 1)}
+    """
+    for path in paths:
+        try:
+            tree = _put(tree, path)
+        except (LookupError, TypeError) as error:
+            found = f"no empty dict at {render_path(path)}"[:200]
+            raise CorruptCheckpoint(error_text(f"{what}: its record of shards contradicts it", found=found)) from error
+    return tree
+
+
+def _put(tree: Any, path: TreePath) -> Any:
+    if not path:
+        if type(tree) is not dict or tree:
+            raise LookupError
+        return HOLE
+    entry, inner = path[0], _put(tree[path[0]], path[1:])
+    if not isinstance(tree, tuple):
+        tree[entry] = inner
+        return tree
+    return tuple.__new__(type(tree), [inner if position == entry else item for position, item in enumerate(tree)])
+
+
+def encode_with_holes(tree: Any, *, allow_pickle: bool) -> bytes:
+    """Return torch.save's archive of a tree, with a record beside it of where holes stood in lists and tuples.
+
+    Raises:
+        UnsupportedValue: a value would have to be pickled, and `allow_pickle` isn't given.
+    """
+    plain, holes = filled(tree)
+    data = encode_archive(plain, allow_pickle=allow_pickle)
+    return add_record(data, _HOLES, encode_holes(holes)) if holes else data
+
+
+def decode_with_holes(data: Buffer, what: str, options: LoadOptions) -> Any:
+    """Return the tree that `encode_with_holes` was given, or that another program saved.
+
+    Raises:
+        CorruptCheckpoint: the bytes aren't what was saved.
+        UnsafeFile: reading it takes pickled code, and `allow_pickle` isn't given.
+    """
+    tree = decode_archive(data, what=what, types=options.types, allow_pickle=options.allow_pickle)
+    holes = find_record(data, _HOLES, what=what)
+    return tree if holes is None else with_holes(tree, decode_holes(holes, what), what)
+
+
+def encode_holes(paths: Sequence[TreePath]) -> bytes:
+    """Return paths as bytes.
+
+    Raises:
+        UnsupportedValue: a dict's key on a path isn't a number, a string or a tuple of them.
+    """
+    return write_pickle([tuple(path) for path in paths])
+
+
+def decode_holes(data: bytes, what: str) -> list[TreePath]:
+    """Return the paths that `encode_holes` was given.
+
+    Raises:
+        CorruptCheckpoint: the bytes aren't of paths.
+    """
+    paths = read_pickle(data, {}, what=f"{what}: its record of shards")
+    if type(paths) is not list or any(type(path) is not tuple or len(path) > 200 for path in paths):
+        raise CorruptCheckpoint(error_text(f"{what}: its record of shards isn't one"))
+    return paths
+
+
+BACKEND, VERSION = "torch", 1
+
+COMMON_FILE = "common.pt"
+
+
+def save_common(draft: Draft, common: Any) -> Fields:
+    """Write the common tree, and return the format that it is in.
+
+    Where a dict had a shard the key is left out, as Megatron-Core does. It leaves shards out of lists too, and then
+    what follows has another position; here an empty dict stands in the shard's place, which Megatron-Core's `load`
+    joins with a dict of shards, and refuses to join with anything else. A record beside torch's own says which of them
+    were shards.
+
+    Raises:
+        UnsupportedValue: a value would have to be pickled, and `allow_pickle` isn't given.
+    """
+    data = encode_with_holes(common, allow_pickle=draft.options.allow_pickle)
+    draft.storage.write(COMMON_FILE, [memoryview(data)], durable=draft.options.durable)
+    return {"common_backend": BACKEND, "common_backend_version": VERSION}
+
+
+def load_common(checkpoint: Checkpoint) -> Any:
+    """Return the stored common tree, with holes where lists and tuples had shards.
+
+    Raises:
+        CorruptCheckpoint: there is no such file, or it isn't what was saved.
+        UnsafeFile: reading it takes pickled code, and `allow_pickle` isn't given.
+    """
+    data, what = _read(checkpoint)
+    return decode_with_holes(data, what, checkpoint.options)
+
+
+def verify_common(checkpoint: Checkpoint) -> tuple[Finding, ...]:
+    """Return whether common.pt is damaged: a checksum differs, or it can't be read at all."""
+    try:
+        load_common(checkpoint)
+    except CorruptCheckpoint as error:
+        return (Damage(COMMON_FILE, str(error)),)
+    except (UnsafeFile, UnsupportedValue):
+        pass  # sound, as far as its checksums go; what it holds isn't the question
+    data, _ = _read(checkpoint)
+    checkpoint.options.progress(data.nbytes)
+    return archive_unchecked(COMMON_FILE, data)
+
+
+def list_files(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Return the name of the one file."""
+    return (COMMON_FILE,)
+
+
+def _read(checkpoint: Checkpoint) -> tuple[Buffer, str]:
+    where = checkpoint.storage.where(COMMON_FILE)
+    if checkpoint.storage.length(COMMON_FILE) is None:
+        if was_replaced(checkpoint):
+            raise CheckpointReplaced(error_text(f"open: {where!r} was replaced by a later save", fix="Open it again."))
+        fix = "The save wasn't finished, or the file was removed; load another checkpoint."
+        raise CorruptCheckpoint(error_text(f"open: {where!r} isn't there, the common state", fix=fix))
+    if checkpoint.options.verify is not None:
+        check_listed(checkpoint, COMMON_FILE)
+    with checkpoint.storage.open(COMMON_FILE) as reader:
+        return reader.mapped(), where
+
+
+ROWS: Strategies = {
+    (StrategyAction.SAVE_COMMON, "torch", 1): save_common,
+    (StrategyAction.LOAD_COMMON, "torch", 1): load_common,
+    (StrategyAction.VERIFY, "torch", 1): verify_common,
+    (StrategyAction.LIST_FILES, "torch", 1): list_files,
+}

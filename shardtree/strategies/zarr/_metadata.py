@@ -1,0 +1,230 @@
+"""Arrays of zarr v2 and v3: .zarray and zarr.json, read from anyone, and the latter written for our own."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, TypeGuard
+
+import torch
+
+from ...codec import dtype_from_name, dtype_name, parse_json
+from ...errors import CorruptCheckpoint, UnsupportedValue, error_text
+from ._array import StoredArray, checked_shapes, dtype_of_v2, dtype_of_v3, zarr_name
+from ._codecs import check_harmless, codec_list, codec_parts, is_plain
+
+# Arrays of zarr v2, as Megatron-Core and zarr-python before 3 write them: .zarray.
+
+ARRAY_FILE = ".zarray"
+
+
+def decode_v2(data: bytes, name: str, where: str) -> StoredArray | None:
+    """Return the array that a .zarray describes, None where torch has no such dtype.
+
+    Args:
+        data: the file's bytes.
+        name: the array's folder, and the tensor's key.
+        where: the file's name, for messages.
+
+    Raises:
+        CorruptCheckpoint: the file isn't sound.
+        UnsafeFile: a codec could run code.
+    """
+    what = repr(where)
+    fields = parse_json(data, where)
+    if not isinstance(fields, dict) or fields.get("zarr_format") != 2:
+        raise CorruptCheckpoint(error_text(f"open: {what} is not sound", expected="the metadata of a zarr v2 array"))
+    dtype, is_little = dtype_of_v2(fields.get("dtype"))
+    if dtype is None:
+        return None
+    filters = codec_list(fields.get("filters") or [], what)
+    compressor = fields.get("compressor")
+    check_harmless([*filters, *([] if compressor is None else [compressor])], what)
+    shape, chunk = checked_shapes((fields.get("shape"), fields.get("chunks")), dtype.itemsize, what)
+    plain = not filters and compressor is None and (is_little or dtype.itemsize == 1)
+    return StoredArray(
+        name,
+        name,
+        dtype,
+        shape,
+        chunk,
+        prefix="",
+        separator=_choice(fields, "dimension_separator", (".", "/"), what),
+        fill=fields.get("fill_value"),
+        raw=plain and (_choice(fields, "order", ("C", "F"), what) == "C" or len(shape) < 2),
+        document=fields,
+    )
+
+
+def _choice(fields: dict[str, Any], field: str, choices: tuple[str, ...], what: str) -> str:
+    found = fields.get(field, choices[0])
+    if found not in choices:
+        found = f"{field} {found!r}"[:200]
+        raise CorruptCheckpoint(error_text(f"open: {what} is not sound", found=found, expected=" or ".join(choices)))
+    return str(found)
+
+
+# Arrays of zarr v3: zarr.json, read from anyone and written for our own.
+
+NODE_FILE = "zarr.json"
+OURS = "shardtree"
+"""The attribute, of groups and arrays, under which zarr.json says what zarr has no word for."""
+
+
+def decode_v3(fields: Mapping[str, Any], name: str, where: str) -> StoredArray | None:
+    """Return the array that a zarr.json describes, None where torch has no such dtype.
+
+    Args:
+        fields: the file's content.
+        name: the array's folder, and the tensor's key unless the attributes have another.
+        where: the file's name, for messages.
+
+    Raises:
+        CorruptCheckpoint: the file isn't sound.
+        UnsafeFile: a codec could run code.
+    """
+    what = repr(where)
+    stored = dtype_of_v3(fields.get("data_type"))
+    if stored is None:
+        return None
+    codecs = codec_list(fields.get("codecs"), what)
+    check_harmless(codecs, what)
+    if fields.get("storage_transformers"):
+        raise UnsupportedValue(
+            error_text(f"open: {what} has storage transformers", fix="Rewrite the array without them.")
+        )
+    key, dtype = _own_words(fields, name, stored)
+    chunk = _configuration(fields, "chunk_grid", "regular", what).get("chunk_shape")
+    inner, inside = _sharding(codecs, dtype.itemsize, what)
+    shapes = checked_shapes((fields.get("shape"), chunk, *([] if inner is None else [inner])), dtype.itemsize, what)
+    if inner is not None and any(size % step for size, step in zip(shapes[1], shapes[2], strict=True)):
+        raise _unsound(what, f"chunks {shapes[1]} of {shapes[2]}", "a whole number of inner chunks in each")
+    prefix, separator = _file_names(fields, what)
+    plain = is_plain(codecs, dtype.itemsize, what)
+    return StoredArray(
+        name,
+        key,
+        dtype,
+        shapes[0],
+        shapes[1],
+        inner=shapes[2] if len(shapes) > 2 else None,
+        prefix=prefix,
+        separator=separator,
+        fill=fields.get("fill_value"),
+        raw=plain or inside is not None,
+        index_first=inside is not None and inside["first"],
+        index_checked=inside is None or inside["checked"],
+        document=dict(fields),
+    )
+
+
+def encode_v3(array: StoredArray) -> dict[str, Any]:
+    """Return the content of the zarr.json of one of our own arrays.
+
+    Axes are named by their length, so that xarray sees which tensors fit each other.
+
+    Examples:
+        >>> from dataclasses import replace
+        >>> array = StoredArray("w", "w", torch.bfloat16, (6, 6), (3, 6))
+        >>> document = encode_v3(array)
+        >>> document["data_type"], document["dimension_names"], document["attributes"]
+        ('uint16', ['size_6', 'size_6_1'], {'shardtree': {'key': 'w', 'dtype': 'bfloat16'}})
+        >>> decode_v3(document, "w", "w/zarr.json") == replace(array, fill=0, document=document)
+        True
+    """
+    seen: Counter[int] = Counter()
+    names = []
+    for size in array.shape:
+        names.append(f"size_{size}" + (f"_{seen[size]}" if seen[size] else ""))
+        seen[size] += 1
+    name = zarr_name(array.dtype)
+    zeros: dict[str, Any] = {"bool": False, "float": 0.0, "complex": [0.0, 0.0]}
+    return {
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": list(array.shape),
+        "data_type": name,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(array.chunk)}},
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": array.separator}},
+        "fill_value": zeros.get(name.rstrip("0123456789"), 0),
+        "codecs": [_bytes_codec(array) if array.inner is None else _sharding_codec(array)],
+        "dimension_names": names,
+        "attributes": {OURS: {"key": array.key, "dtype": dtype_name(array.dtype)}},
+    }
+
+
+def _bytes_codec(array: StoredArray) -> dict[str, Any]:
+    return {"name": "bytes", "configuration": {"endian": "little"} if array.dtype.itemsize > 1 else {}}
+
+
+def _sharding_codec(array: StoredArray) -> dict[str, Any]:
+    return {
+        "name": "sharding_indexed",
+        "configuration": {
+            "chunk_shape": list(array.inner or ()),
+            "codecs": [_bytes_codec(array)],
+            "index_codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}],
+            "index_location": "end",
+        },
+    }
+
+
+def _own_words(fields: Mapping[str, Any], name: str, stored: torch.dtype) -> tuple[str, torch.dtype]:
+    """Return the key and the dtype that the attributes have, where a save of ours wrote some."""
+    attributes = fields.get("attributes")
+    words = attributes.get(OURS) if isinstance(attributes, dict) else None
+    if not isinstance(words, dict):
+        return name, stored
+    key, other = words.get("key"), words.get("dtype")
+    try:
+        dtype = dtype_from_name(other) if isinstance(other, str) else stored
+    except UnsupportedValue:
+        dtype = stored
+    # Another program may have changed the array's type since, and kept the attributes.
+    return key if _is_key(key) else name, dtype if zarr_name(dtype) == zarr_name(stored) else stored
+
+
+def _is_key(key: Any) -> TypeGuard[str]:
+    if not isinstance(key, str) or not key:
+        return False
+    try:
+        key.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _sharding(codecs: list[Any], item_size: int, what: str) -> tuple[Any, dict[str, bool] | None]:
+    """Return the shape of inner chunks, None if there are none, and how to read them where they are plain bytes."""
+    name, configuration = codec_parts(codecs[0], what) if codecs else ("", {})
+    if name != "sharding_indexed" or len(codecs) != 1:
+        return None, None
+    index = codec_list(configuration.get("index_codecs"), what)
+    checked = [codec_parts(codec, what)[0] for codec in index[1:]] == ["crc32c"]
+    inside = codec_list(configuration.get("codecs"), what)
+    plain = is_plain(inside, item_size, what) and is_plain(index[:1], 8, what) and (checked or len(index) == 1)
+    first = configuration.get("index_location", "end") == "start"
+    return configuration.get("chunk_shape"), {"first": first, "checked": checked} if plain else None
+
+
+def _file_names(fields: Mapping[str, Any], what: str) -> tuple[str, str]:
+    encoding = fields.get("chunk_key_encoding")
+    name, configuration = codec_parts(encoding, what) if encoding is not None else ("default", {})
+    if name not in ("default", "v2"):
+        raise _unsound(what, f"chunk key encoding {name!r}"[:200], "'default' or 'v2'")
+    separator = configuration.get("separator", "/" if name == "default" else ".")
+    if separator not in (".", "/"):
+        raise _unsound(what, f"separator {separator!r}"[:200], "'.' or '/'")
+    return "c" if name == "default" else "", separator
+
+
+def _configuration(fields: Mapping[str, Any], field: str, expected: str, what: str) -> dict[str, Any]:
+    name, configuration = codec_parts(fields.get(field), what)
+    if name != expected:
+        raise _unsound(what, f"{field} {name!r}"[:200], repr(expected))
+    return configuration
+
+
+def _unsound(what: str, found: str, expected: str) -> CorruptCheckpoint:
+    fix = "The file was damaged or made by another program; load another checkpoint."
+    return CorruptCheckpoint(error_text(f"open: {what} is not sound", found=found, expected=expected, fix=fix))
