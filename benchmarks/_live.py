@@ -85,7 +85,7 @@ def _shape(size: int, tensors: int) -> tuple[int, int]:
 def _plan(case: _Case, size: int, tensors: int) -> st.ReshardPlan:
     whole = {f"layers.{number}": torch.empty(_shape(size, tensors), device="meta") for number in range(tensors)}
     plan = st.plan_reshard(st.layout_of(whole, *case.source), st.layout_of(whole, *case.target))
-    return st.relayed(plan) if case.relay else plan
+    return st.plans.with_relays(plan) if case.relay else plan
 
 
 def _rank(world: World, case: _Case, size: int, tensors: int, rounds: int) -> dict[str, tuple[list[float], int]]:

@@ -22,7 +22,7 @@ from rich.table import Table
 
 import shardtree as st
 from shardtree.checkpoint._consistency import check_together, describe, known_layout
-from shardtree.layouts import TensorKind, mesh_columns, mesh_parts, part_shard, tensor_shards
+from shardtree.layouts import TensorKind, mesh_columns, mesh_shards, rank_leaf, tensor_shards
 
 SPECS = (st.PartitionSpec("tp"), st.PartitionSpec("tp", "dp"), st.PartitionSpec(("dp", "tp")))
 Row = tuple[str, str, str]
@@ -37,8 +37,8 @@ def main(arguments: list[str] | None = None) -> int:
     computed, columns = _seconds(partial(mesh_columns, kinds, mesh, specs), options.rounds)
     trees: list[dict[str, Any]] = [{} for _ in range(mesh.size)]
     for key, kind in kinds.items():
-        for part in mesh_parts(kind.global_shape, mesh, specs[key]):
-            trees[part.rank][key] = part_shard(key, torch.zeros(part.shape), torch.float32, part)
+        for part in mesh_shards(kind.global_shape, mesh, specs[key]):
+            trees[part.rank][key] = rank_leaf(key, torch.zeros(part.shape), torch.float32, part)
     rows = [("computing the layout of all ranks, once", "", f"{computed * 1e3:.1f} ms")]
     rows += _of_one_rank(trees, columns, options.rounds)
     rows += [_together(what, trees, columns) for what in ("save", "load")]
@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _of_one_rank(trees: Sequence[Any], columns: st.ShardColumns, rounds: int) -> list[Row]:
+def _of_one_rank(trees: Sequence[Any], columns: st.layouts.ShardColumns, rounds: int) -> list[Row]:
     shards, ranks = [tensor_shards(tree) for tree in trees], len(trees)
     match = partial(known_layout, "save", columns, shards[0], 0, ranks)
     matched, known = _seconds(match, rounds)
@@ -67,11 +67,11 @@ def _of_one_rank(trees: Sequence[Any], columns: st.ShardColumns, rounds: int) ->
     ]
 
 
-def _together(what: str, trees: Sequence[Any], columns: st.ShardColumns) -> Row:
+def _together(what: str, trees: Sequence[Any], columns: st.layouts.ShardColumns) -> Row:
     """Return how long a save or load of all ranks takes without and with the layout."""
     seconds = []
     for layout in (None, columns):
-        folder = st.MemoryStorage()
+        folder = st.storage.MemoryStorage()
         save = partial(_save, trees, folder, layout)
         begin = time.perf_counter()
         st.simulate(len(trees), save)

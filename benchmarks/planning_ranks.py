@@ -22,13 +22,13 @@ import torch
 
 from shardtree.layouts import (
     Mesh,
-    Part,
     PartitionSpec,
+    RankShard,
     ShardColumns,
     join_agreed,
-    mesh_parts,
-    part_shard,
+    mesh_shards,
     raise_problems,
+    rank_leaf,
     select_rows,
     shard_columns,
     sharding_problems,
@@ -91,19 +91,19 @@ def rank_bars(settings: Settings) -> list[Bar]:
     return list(_bars(job, ours.seconds, theirs.seconds))
 
 
-def leaves(job: Job, mesh: Mesh, make: Callable[[str, Part], T]) -> Iterator[list[T]]:
+def leaves(job: Job, mesh: Mesh, make: Callable[[str, RankShard], T]) -> Iterator[list[T]]:
     """Yield what each rank holds, one rank at a time."""
     weight, norm = (8192, 8192), (8192,)
-    cut = mesh_parts(weight, mesh, PartitionSpec("dp", "tp")), mesh_parts(norm, mesh, PartitionSpec())
+    cut = mesh_shards(weight, mesh, PartitionSpec("dp", "tp")), mesh_shards(norm, mesh, PartitionSpec())
     for rank in range(mesh.size):
         yield [make(f"layers.{number:04}.weight", cut[number % 8 == 7][rank]) for number in range(job.tensors)]
 
 
-def shard_of(key: str, part: Part) -> Any:
-    return part_shard(key, None, DTYPE, part)
+def shard_of(key: str, part: RankShard) -> Any:
+    return rank_leaf(key, None, DTYPE, part)
 
 
-def dcp_leaf(key: str, part: Part) -> tuple[str, Any]:
+def dcp_leaf(key: str, part: RankShard) -> tuple[str, Any]:
     (box,) = part.boxes
     return key, placed_tensor(part.global_shape, box.offset, box.shape, DTYPE)
 

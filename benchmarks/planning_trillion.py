@@ -25,8 +25,8 @@ from shardtree.layouts import (
     ShardColumns,
     TensorKind,
     mesh_columns,
-    mesh_part,
-    part_shard,
+    mesh_shard,
+    rank_leaf,
     select_rows,
     shard_columns,
 )
@@ -62,8 +62,8 @@ def model(mesh: Mesh, tensors: int, spec: PartitionSpec) -> tuple[dict[str, Tens
 def _layout_bars(name: str, mesh: Mesh, kinds: dict[str, TensorKind], specs: dict[str, PartitionSpec]) -> Iterator[Bar]:
     rank, ranks = mesh.size // 2, mesh.size
     elements = sum(prod(kind.global_shape) for kind in kinds.values())
-    parts = ((key, mesh_part(kind.global_shape, mesh, specs[key], rank)) for key, kind in kinds.items())
-    own: Any = [part_shard(key, None, torch.bfloat16, part) for key, part in parts if part]
+    parts = ((key, mesh_shard(kind.global_shape, mesh, specs[key], rank)) for key, kind in kinds.items())
+    own: Any = [rank_leaf(key, None, torch.bfloat16, part) for key, part in parts if part]
     compute = partial(mesh_columns, kinds, mesh, specs)
     layout = compute()
     written = np.flatnonzero(level_writes(layout, ranks))

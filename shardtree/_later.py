@@ -1,189 +1,145 @@
-"""The public names that are loaded when the first of them is asked for: everything but leaves and tree maps."""
+"""Where the root's other names are: each is loaded from its room when it is first asked for (PEP 562).
 
-from .buffers import BufferPlace as BufferPlace
-from .buffers import BufferPlan as BufferPlan
-from .buffers import BufferRange as BufferRange
-from .buffers import buffer_slices as buffer_slices
-from .buffers import flat_shards as flat_shards
-from .buffers import flat_targets as flat_targets
-from .buffers import plan_buffers as plan_buffers
-from .buffers import slice_views as slice_views
-from .checkpoint import AsyncCallsQueue as AsyncCallsQueue
-from .checkpoint import CheckpointDifference as CheckpointDifference
-from .checkpoint import CheckpointSeries as CheckpointSeries
-from .checkpoint import ConversionReport as ConversionReport
-from .checkpoint import KindDifference as KindDifference
-from .checkpoint import OpenCheckpoint as OpenCheckpoint
-from .checkpoint import Removal as Removal
-from .checkpoint import StepFiles as StepFiles
-from .checkpoint import StrictHandling as StrictHandling
-from .checkpoint import ValueDifference as ValueDifference
-from .checkpoint import async_calls as async_calls
-from .checkpoint import compare_checkpoints as compare_checkpoints
-from .checkpoint import convert as convert
-from .checkpoint import explain as explain
-from .checkpoint import explain_ranks as explain_ranks
-from .checkpoint import fingerprint as fingerprint
-from .checkpoint import is_checkpoint as is_checkpoint
-from .checkpoint import load as load
-from .checkpoint import load_common_state_dict as load_common_state_dict
-from .checkpoint import load_content_metadata as load_content_metadata
-from .checkpoint import load_plain_tensors as load_plain_tensors
-from .checkpoint import load_sharded_metadata as load_sharded_metadata
-from .checkpoint import load_tensors_metadata as load_tensors_metadata
-from .checkpoint import open_checkpoint as open_checkpoint
-from .checkpoint import remove_sharded_tensors as remove_sharded_tensors
-from .checkpoint import save as save
-from .checkpoint import verify as verify
-from .fingerprints import FingerprintPart as FingerprintPart
-from .fingerprints import add_fingerprints as add_fingerprints
-from .fingerprints import fingerprint_parts as fingerprint_parts
-from .layouts import Coverage as Coverage
-from .layouts import Mesh as Mesh
-from .layouts import Part as Part
-from .layouts import PartBox as PartBox
-from .layouts import PartitionSpec as PartitionSpec
-from .layouts import Problem as Problem
-from .layouts import ShardColumns as ShardColumns
-from .layouts import Split as Split
-from .layouts import abstract as abstract
-from .layouts import abstract_at as abstract_at
-from .layouts import access_problems as access_problems
-from .layouts import check_access as check_access
-from .layouts import common_problems as common_problems
-from .layouts import coverage as coverage
-from .layouts import from_local as from_local
-from .layouts import join_columns as join_columns
-from .layouts import layout_of as layout_of
-from .layouts import mesh_columns as mesh_columns
-from .layouts import mesh_parts as mesh_parts
-from .layouts import object_columns as object_columns
-from .layouts import part_shard as part_shard
-from .layouts import shard as shard
-from .layouts import shard_at as shard_at
-from .layouts import shard_columns as shard_columns
-from .layouts import sharding_problems as sharding_problems
-from .layouts import specs_by_pattern as specs_by_pattern
-from .layouts import tree_columns as tree_columns
-from .layouts import unshard as unshard
-from .lenses import PADDING as PADDING
-from .lenses import AxisRuns as AxisRuns
-from .lenses import Built as Built
-from .lenses import Lens as Lens
-from .lenses import as_factory as as_factory
-from .lenses import attention_qkv as attention_qkv
-from .lenses import boxes_of as boxes_of
-from .lenses import compose_factories as compose_factories
-from .lenses import expert_keys as expert_keys
-from .lenses import expert_stack as expert_stack
-from .lenses import factories_by_pattern as factories_by_pattern
-from .lenses import flat_of as flat_of
-from .lenses import gate_and_up as gate_and_up
-from .lenses import grouped_runs as grouped_runs
-from .lenses import joined_parts as joined_parts
-from .lenses import lenses_by_pattern as lenses_by_pattern
-from .lenses import mapped_axis as mapped_axis
-from .lenses import padded_axis as padded_axis
-from .lenses import rearranged as rearranged
-from .lenses import renamed as renamed
-from .lenses import rotary_halves as rotary_halves
-from .lenses import rotary_pairs as rotary_pairs
-from .lenses import stacked_layers as stacked_layers
-from .lenses import tied as tied
-from .lenses import transposed as transposed
-from .lenses import unstacked_layers as unstacked_layers
-from .live import Exchange as Exchange
-from .live import redistribute as redistribute
-from .objects import ObjectArray as ObjectArray
-from .objects import ObjectRule as ObjectRule
-from .objects import Reshaped as Reshaped
-from .objects import concatenate_objects as concatenate_objects
-from .objects import drop_objects as drop_objects
-from .objects import fold_objects as fold_objects
-from .objects import redistribute_objects as redistribute_objects
-from .objects import replicate_cell as replicate_cell
-from .objects import replicate_objects as replicate_objects
-from .objects import reshard_objects as reshard_objects
-from .objects import rules_by_field as rules_by_field
-from .optim import OptimizerRule as OptimizerRule
-from .optim import abstract_optim_state as abstract_optim_state
-from .optim import abstract_optim_state_from_metadata as abstract_optim_state_from_metadata
-from .optim import adafactor_rules as adafactor_rules
-from .optim import block_scales as block_scales
-from .optim import get_param_id_to_name_map as get_param_id_to_name_map
-from .optim import get_param_id_to_sharded_param_map as get_param_id_to_sharded_param_map
-from .optim import make_sharded_optimizer_tensor as make_sharded_optimizer_tensor
-from .optim import one_per_parameter as one_per_parameter
-from .optim import one_per_shard as one_per_shard
-from .optim import optim_state_by_id as optim_state_by_id
-from .optim import optim_state_by_name as optim_state_by_name
-from .optim import optim_state_to_sharding_state as optim_state_to_sharding_state
-from .optim import per_parameter as per_parameter
-from .optim import reduced_axis as reduced_axis
-from .optim import regroup_optim_state as regroup_optim_state
-from .optim import sharded_params_by_name as sharded_params_by_name
-from .optim import sharding_state_to_optim_state as sharding_state_to_optim_state
-from .plans import Explanation as Explanation
-from .plans import FailedCheck as FailedCheck
-from .plans import Gap as Gap
-from .plans import LoadPlan as LoadPlan
-from .plans import Mismatch as Mismatch
-from .plans import Origin as Origin
-from .plans import Provenance as Provenance
-from .plans import RankReads as RankReads
-from .plans import ReadCost as ReadCost
-from .plans import Refused as Refused
-from .plans import ReshardPlan as ReshardPlan
-from .plans import Schedule as Schedule
-from .plans import Transfers as Transfers
-from .plans import Undecided as Undecided
-from .plans import Unexpected as Unexpected
-from .plans import level_writes as level_writes
-from .plans import main_writes as main_writes
-from .plans import peak_bytes as peak_bytes
-from .plans import plan_load as plan_load
-from .plans import plan_reshard as plan_reshard
-from .plans import relayed as relayed
-from .plans import reshard as reshard
-from .retention import RetentionPolicy as RetentionPolicy
-from .retention import SavedStep as SavedStep
-from .retention import best_step as best_step
-from .retention import keep_all as keep_all
-from .retention import keep_any as keep_any
-from .retention import keep_best as keep_best
-from .retention import keep_every as keep_every
-from .retention import keep_every_seconds as keep_every_seconds
-from .retention import keep_for as keep_for
-from .retention import keep_last as keep_last
-from .retention import keep_steps as keep_steps
-from .retention import retained as retained
-from .storage import LocalStorage as LocalStorage
-from .storage import MemoryStorage as MemoryStorage
-from .storage import ReadReport as ReadReport
-from .storage import Storage as Storage
-from .strategies import AsyncRequest as AsyncRequest
-from .strategies import Checkpoint as Checkpoint
-from .strategies import Damage as Damage
-from .strategies import Draft as Draft
-from .strategies import Region as Region
-from .strategies import Strategies as Strategies
-from .strategies import StrategyAction as StrategyAction
-from .strategies import Unchecked as Unchecked
-from .strategies import VerifyReport as VerifyReport
-from .strategies import default_strategies as default_strategies
-from .strategies import find_strategy as find_strategy
-from .strategies import get_default_strategy as get_default_strategy
-from .strategies import register_default_strategy as register_default_strategy
-from .transforms import merge_tensors as merge_tensors
-from .transforms import pad_tensors as pad_tensors
-from .transforms import partial_rename as partial_rename
-from .transforms import split_tensor as split_tensor
-from .transforms import stack_layers as stack_layers
-from .transforms import transpose_tensors as transpose_tensors
-from .transforms import unpad_tensors as unpad_tensors
-from .transforms import unstack_layers as unstack_layers
-from .world import World as World
-from .world import current_world as current_world
-from .world import distributed as distributed
-from .world import one_process as one_process
-from .world import simulate as simulate
+Loading all takes a few hundred milliseconds, so `import shardtree` brings leaves and tree maps alone.
+"""
+
+import typing
+
+ROOM_OF = {
+    "AsyncCallsQueue": "checkpoint",
+    "CheckpointSeries": "checkpoint",
+    "StrictHandling": "checkpoint",
+    "async_calls": "checkpoint",
+    "compare": "checkpoint",
+    "convert": "checkpoint",
+    "explain": "checkpoint",
+    "explain_ranks": "checkpoint",
+    "fingerprint": "checkpoint",
+    "is_checkpoint": "checkpoint",
+    "load": "checkpoint",
+    "load_common_state_dict": "checkpoint",
+    "load_content_metadata": "checkpoint",
+    "load_plain_tensors": "checkpoint",
+    "load_sharded_metadata": "checkpoint",
+    "load_tensors_metadata": "checkpoint",
+    "open_checkpoint": "checkpoint",
+    "remove_sharded_tensors": "checkpoint",
+    "save": "checkpoint",
+    "verify": "checkpoint",
+    "Mesh": "layouts",
+    "P": "layouts",
+    "PartitionSpec": "layouts",
+    "abstract": "layouts",
+    "abstract_at": "layouts",
+    "coverage": "layouts",
+    "from_local": "layouts",
+    "layout_of": "layouts",
+    "shard": "layouts",
+    "shard_at": "layouts",
+    "unshard": "layouts",
+    "redistribute": "live",
+    "ReshardPlan": "plans",
+    "plan_reshard": "plans",
+    "reshard": "plans",
+    "AsyncRequest": "strategies",
+    "LoadOptions": "strategies",
+    "SaveOptions": "strategies",
+    "StrategyAction": "strategies",
+    "default_strategies": "strategies",
+    "get_default_strategy": "strategies",
+    "register_default_strategy": "strategies",
+    "World": "world",
+    "distributed": "world",
+    "simulate": "world",
+}
+"""The room of each name."""
+
+ROOMS = (
+    "buffers",
+    "checkpoint",
+    "errors",
+    "fingerprints",
+    "interop",
+    "layouts",
+    "lenses",
+    "live",
+    "mapping",
+    "objects",
+    "optim",
+    "plans",
+    "retention",
+    "storage",
+    "strategies",
+    "testing",
+    "transforms",
+    "trees",
+    "world",
+)
+"""The rooms that users see: what isn't at the root is one dot further."""
+
+# A type checker reads imports, not tables; tests/test_public_names.py holds the two against each other.
+if typing.TYPE_CHECKING:
+    from . import buffers as buffers
+    from . import checkpoint as checkpoint
+    from . import errors as errors
+    from . import fingerprints as fingerprints
+    from . import interop as interop
+    from . import layouts as layouts
+    from . import lenses as lenses
+    from . import live as live
+    from . import mapping as mapping
+    from . import objects as objects
+    from . import optim as optim
+    from . import plans as plans
+    from . import retention as retention
+    from . import storage as storage
+    from . import strategies as strategies
+    from . import testing as testing
+    from . import transforms as transforms
+    from . import trees as trees
+    from . import world as world
+    from .checkpoint import AsyncCallsQueue as AsyncCallsQueue
+    from .checkpoint import CheckpointSeries as CheckpointSeries
+    from .checkpoint import StrictHandling as StrictHandling
+    from .checkpoint import async_calls as async_calls
+    from .checkpoint import compare as compare
+    from .checkpoint import convert as convert
+    from .checkpoint import explain as explain
+    from .checkpoint import explain_ranks as explain_ranks
+    from .checkpoint import fingerprint as fingerprint
+    from .checkpoint import is_checkpoint as is_checkpoint
+    from .checkpoint import load as load
+    from .checkpoint import load_common_state_dict as load_common_state_dict
+    from .checkpoint import load_content_metadata as load_content_metadata
+    from .checkpoint import load_plain_tensors as load_plain_tensors
+    from .checkpoint import load_sharded_metadata as load_sharded_metadata
+    from .checkpoint import load_tensors_metadata as load_tensors_metadata
+    from .checkpoint import open_checkpoint as open_checkpoint
+    from .checkpoint import remove_sharded_tensors as remove_sharded_tensors
+    from .checkpoint import save as save
+    from .checkpoint import verify as verify
+    from .layouts import Mesh as Mesh
+    from .layouts import P as P
+    from .layouts import PartitionSpec as PartitionSpec
+    from .layouts import abstract as abstract
+    from .layouts import abstract_at as abstract_at
+    from .layouts import coverage as coverage
+    from .layouts import from_local as from_local
+    from .layouts import layout_of as layout_of
+    from .layouts import shard as shard
+    from .layouts import shard_at as shard_at
+    from .layouts import unshard as unshard
+    from .live import redistribute as redistribute
+    from .plans import ReshardPlan as ReshardPlan
+    from .plans import plan_reshard as plan_reshard
+    from .plans import reshard as reshard
+    from .strategies import AsyncRequest as AsyncRequest
+    from .strategies import LoadOptions as LoadOptions
+    from .strategies import SaveOptions as SaveOptions
+    from .strategies import StrategyAction as StrategyAction
+    from .strategies import default_strategies as default_strategies
+    from .strategies import get_default_strategy as get_default_strategy
+    from .strategies import register_default_strategy as register_default_strategy
+    from .world import World as World
+    from .world import distributed as distributed
+    from .world import simulate as simulate

@@ -1,4 +1,4 @@
-"""One step of a listing: what policies decide by."""
+"""Retention: which steps of a series of checkpoints are kept, as pure functions over an immutable listing."""
 
 from __future__ import annotations
 
@@ -8,6 +8,21 @@ from math import isnan
 from typing import Literal
 
 from .errors import MetadataError, error_text
+
+__all__ = [
+    "RetentionPolicy",
+    "SavedStep",
+    "best_step",
+    "keep_all",
+    "keep_any",
+    "keep_best",
+    "keep_every",
+    "keep_every_seconds",
+    "keep_for",
+    "keep_last",
+    "keep_steps",
+    "kept_steps",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,7 +342,7 @@ def _check_mode(metric: object, mode: object) -> None:
 NEWEST, PINNED = "the newest", "pinned"
 
 
-def retained(policy: Choose, steps: Sequence[SavedStep]) -> dict[int, tuple[str, ...]]:
+def kept_steps(policy: Choose, steps: Sequence[SavedStep]) -> dict[int, tuple[str, ...]]:
     """Return the numbers of the steps that stay, in order, each with all that keeps it.
 
     The newest step and pinned ones stay whatever a policy says. Numbers of steps that aren't there count for nothing.
@@ -342,7 +357,7 @@ def retained(policy: Choose, steps: Sequence[SavedStep]) -> dict[int, tuple[str,
     Examples:
         >>> from shardtree.retention import keep_any, keep_every, keep_last
         >>> steps = [SavedStep(number, pinned=number == 150) for number in (100, 150, 190, 200)]
-        >>> retained(keep_any(keep_last(1), keep_every(100)), steps)
+        >>> kept_steps(keep_any(keep_last(1), keep_every(100)), steps)
         {100: ('keep_every(100)',), 150: ('pinned',), 200: ('the newest', 'keep_last(1)', 'keep_every(100)')}
     """
     listing = sorted_steps(steps)

@@ -16,7 +16,10 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "shardtree"
 MODULES = {path.relative_to(PACKAGE).with_suffix("").as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
 
-PURE = {"errors", "geometry", "lazy", "mapping", "trees", "layouts", "transforms", "plans", "fingerprints", "retention"}
+PURE = {
+    *("errors", "geometry", "lazy", "mapping", "trees", "objects", "layouts", "lenses", "buffers", "optim"),
+    *("transforms", "plans", "fingerprints", "retention"),
+}
 EFFECT = {"world", "codec", "live", "storage", "strategies", "checkpoint", "interop", "cli"}
 IMPURE = {"os", "io", "pathlib", "random", "time", "torch.distributed", "shutil", "tempfile", "mmap", "threading"}
 
@@ -49,8 +52,10 @@ MAY_IMPORT = {
     "megatron": {"interop"},
 }
 
-LONGEST = 300
+LONGEST = 400
 LONGER_BECAUSE: dict[str, str] = {  # "package/_module": why it's one piece
+    "checkpoint/loading/_explain": "the loads of all ranks, run in one process, and what they would come to",
+    "storage/_local": "a folder's files: how they are read, written, reserved, listed and removed",
     "lazy/_tensor": "the lazy tensor and all that it answers; the functions that make one need its class",
 }
 
@@ -132,7 +137,7 @@ def test_a_library_is_imported_by_its_package_alone(library: str) -> None:
 def test_a_module_imports_from_our_packages_not_from_the_root(module: str) -> None:
     """The root imports everything, so whoever imports from it depends on everything."""
     ours = [name.split(".") for name in imports(MODULES[module].read_text(), module) if name.startswith(".")]
-    assert {name[1] for name in ours} <= PURE | EFFECT | {"testing"}
+    assert {name[1] for name in ours} <= PURE | EFFECT | {"testing"}, "a room"
     assert [name for name in ours if len(name) == 2] == [], "`from .. import trees` would load all that waits"
 
 

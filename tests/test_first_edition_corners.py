@@ -68,8 +68,8 @@ def test_the_common_state_has_all_plain_values_and_holes_at_positions(folder: Pa
     common = st.load_common_state_dict(folder, types=first.RECORDS)
     assert_holds(common, {**first.plain(), "groups": [{"lr": 0.1}]})
     if backend_of(folder) != "dcp":
-        assert common["mixed"][0] is st.HOLE and common["mixed"][1:] == [3, (st.HOLE, "x")]
-        assert common["moment"] == first.Moment(st.HOLE, 5)
+        assert common["mixed"][0] is st.trees.HOLE and common["mixed"][1:] == [3, (st.trees.HOLE, "x")]
+        assert common["moment"] == first.Moment(st.trees.HOLE, 5)
 
 
 @in_every_format

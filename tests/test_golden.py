@@ -144,11 +144,11 @@ def test_common_state(name: str) -> None:
 
 def test_records_without_their_classes() -> None:
     [kind, config, pair] = st.load_common_state_dict(FOLDER)["common"]["records"]
-    assert kind == st.Record("golden.Kind", {"name": "LARGE", "value": "two"})
-    assert config == st.Record(
-        "golden.Config", {"rate": 0.5, "kind": st.Record("golden.Kind", {"name": "SMALL", "value": 1})}
+    assert kind == st.trees.Record("golden.Kind", {"name": "LARGE", "value": "two"})
+    assert config == st.trees.Record(
+        "golden.Config", {"rate": 0.5, "kind": st.trees.Record("golden.Kind", {"name": "SMALL", "value": 1})}
     )
-    assert pair == st.Record("golden.Pair", {"left": [1], "right": 2})
+    assert pair == st.trees.Record("golden.Pair", {"left": [1], "right": 2})
 
 
 def test_content_metadata() -> None:
@@ -160,7 +160,7 @@ def test_what_is_in_it() -> None:
     assert list(metadata) == [*sorted(make.tensors()), *sorted(make.objects())]
     for key, tensor in make.tensors().items():
         assert (metadata[key].dtype, metadata[key].global_shape) == (tensor.dtype, tensor.shape)
-    with pytest.raises(st.UnsafeFile, match="allow_pickle"):
+    with pytest.raises(st.errors.UnsafeFile, match="allow_pickle"):
         st.open_checkpoint(FOLDER)["pickled/shard_0_1"]
 
 
@@ -194,7 +194,7 @@ def test_a_flipped_bit_in_any_file_is_found(name: str, tmp_path: Path) -> None:
     data = bytearray((copy / name).read_bytes())
     data[len(data) // 2] ^= 4
     (copy / name).write_bytes(data)
-    with pytest.raises(st.CorruptCheckpoint):
+    with pytest.raises(st.errors.CorruptCheckpoint):
         read_all(copy)
 
 

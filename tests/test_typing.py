@@ -45,7 +45,7 @@ def loads(which: str, anything: Any) -> None:
 
 def maps(anything: Any) -> None:
     assert_type(st.rename(shards, {"w": "v"}), dict[str, st.ShardedTensor])
-    assert_type(st.partial_rename(shards, {"*": "model.*"}), dict[str, st.ShardedTensor])
+    assert_type(st.transforms.partial_rename(shards, {"*": "model.*"}), dict[str, st.ShardedTensor])
     assert_type(st.prefix(shards, "model."), dict[str, st.ShardedTensor])
     assert_type(st.cast([*shards.values()], torch.bfloat16), list[st.ShardedTensor])
     assert_type(st.without_data(shards), dict[str, st.ShardedTensor])

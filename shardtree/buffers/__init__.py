@@ -8,3 +8,14 @@ from ._shards import buffer_slices as buffer_slices
 from ._shards import flat_shards as flat_shards
 from ._shards import flat_targets as flat_targets
 from ._shards import slice_views as slice_views
+
+__all__ = [
+    "BufferPlace",
+    "BufferPlan",
+    "BufferRange",
+    "buffer_slices",
+    "flat_shards",
+    "flat_targets",
+    "plan_buffers",
+    "slice_views",
+]

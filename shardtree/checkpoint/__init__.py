@@ -15,7 +15,7 @@ from .async_saves import async_calls as async_calls
 from .comparison import CheckpointDifference as CheckpointDifference
 from .comparison import KindDifference as KindDifference
 from .comparison import ValueDifference as ValueDifference
-from .comparison import compare_checkpoints as compare_checkpoints
+from .comparison import compare as compare
 from .conversion import ConversionReport as ConversionReport
 from .conversion import convert as convert
 from .loading import StrictHandling as StrictHandling
@@ -27,3 +27,33 @@ from .saving import save as save
 from .series import CheckpointSeries as CheckpointSeries
 from .series import Removal as Removal
 from .series import StepFiles as StepFiles
+
+__all__ = [
+    "AsyncCallsQueue",
+    "CheckpointDifference",
+    "CheckpointSeries",
+    "ConversionReport",
+    "KindDifference",
+    "OpenCheckpoint",
+    "Removal",
+    "StepFiles",
+    "StrictHandling",
+    "ValueDifference",
+    "async_calls",
+    "compare",
+    "convert",
+    "explain",
+    "explain_ranks",
+    "fingerprint",
+    "is_checkpoint",
+    "load",
+    "load_common_state_dict",
+    "load_content_metadata",
+    "load_plain_tensors",
+    "load_sharded_metadata",
+    "load_tensors_metadata",
+    "open_checkpoint",
+    "remove_sharded_tensors",
+    "save",
+    "verify",
+]

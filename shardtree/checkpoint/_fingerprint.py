@@ -11,7 +11,14 @@ import numpy as np
 import torch
 
 from ..errors import IntegrityError, StrategyError, TreeError, error_text, render_path
-from ..fingerprints import FingerprintPart, add_fingerprints, column_parts, piece_total, replica_problems, shard_totals
+from ..fingerprints import (
+    PartialFingerprint,
+    add_fingerprints,
+    column_parts,
+    piece_total,
+    replica_problems,
+    shard_totals,
+)
 from ..layouts import ShardColumns, check_access, join_columns, select_rows, shard_columns, tensor_shards
 from ..mapping import ShardedTensor
 from ..storage import Directory, Hashes, Storage, in_threads
@@ -21,7 +28,7 @@ from ..world import World, agree, current_world, gather
 from ._dispatch import DEFAULT_BACKEND, sharded_backend, strategy_of
 from ._open import open_together, sharded_metadata
 
-Parts = Mapping[str, FingerprintPart]
+Parts = Mapping[str, PartialFingerprint]
 
 
 def fingerprint(tree: Any | Directory, *, world: Any = None, strategies: Strategies | None = None) -> dict[str, int]:
@@ -56,7 +63,7 @@ def fingerprint(tree: Any | Directory, *, world: Any = None, strategies: Strateg
         >>> served = st.fingerprint({"w": st.ShardedTensor.from_rank_offsets("w", weight)})
         >>> trained == served
         True
-        >>> folder = st.MemoryStorage()
+        >>> folder = st.storage.MemoryStorage()
         >>> _ = st.simulate(2, lambda world: st.save(by_rows(world), folder, world=world))
         >>> st.fingerprint(folder) == served
         True

@@ -57,7 +57,7 @@ def verify(
 
     Examples:
         >>> import torch, shardtree as st
-        >>> folder = st.MemoryStorage()
+        >>> folder = st.storage.MemoryStorage()
         >>> st.save({"w": st.ShardedTensor.from_rank_offsets("w", torch.zeros(4))}, folder)
         >>> st.verify(folder)
         ()

@@ -15,7 +15,7 @@ from ..checkpoint import (
     KindDifference,
     OpenCheckpoint,
     ValueDifference,
-    compare_checkpoints,
+    compare,
     open_checkpoint,
 )
 from ..codec import dtype_from_name, dtype_name
@@ -251,7 +251,7 @@ def _compare(left: str, right: str, patterns: Sequence[str], only_structure: boo
         with bar(Output(stderr=True), "compare", _bytes_in_both(*(side.contents for side in sides))) as advance:
             strategies = selecting(matcher(patterns)) if patterns else default_strategies
             options: Any = {"allow_pickle": allow_pickle, "strategies": strategies, "progress": advance}
-            difference = compare_checkpoints(*(tree.checkpoint.storage for tree in trees), **options)
+            difference = compare(*(tree.checkpoint.storage for tree in trees), **options)
     return Compared(sides[0], sides[1], difference, only_structure, bool(patterns))
 
 

@@ -14,12 +14,18 @@ from ._parts import shard_pieces as shard_pieces
 from ._sums import axis_weights as axis_weights
 from ._sums import device_total as device_total
 from ._sums import host_total as host_total
-from ._tensors import FingerprintPart as FingerprintPart
+from ._tensors import PartialFingerprint as PartialFingerprint
 from ._tensors import add_fingerprints as add_fingerprints
 from ._tensors import column_parts as column_parts
-from ._tensors import fingerprint_parts as fingerprint_parts
 from ._tensors import main_shards as main_shards
+from ._tensors import partial_fingerprints as partial_fingerprints
 from ._tensors import replica_problems as replica_problems
 from ._tensors import shard_parts as shard_parts
 from ._tensors import shard_totals as shard_totals
 from ._tensors import tensor_fingerprint as tensor_fingerprint
+
+__all__ = [
+    "PartialFingerprint",
+    "add_fingerprints",
+    "partial_fingerprints",
+]

@@ -26,7 +26,7 @@ def _one_by_one(pieces: Iterable[ShardPiece]) -> Iterable[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class FingerprintPart:
+class PartialFingerprint:
     """What some shards of one tensor add to its fingerprint.
 
     Attributes:
@@ -40,7 +40,7 @@ class FingerprintPart:
     total: int
 
 
-def fingerprint_parts(tree: Any) -> dict[str, FingerprintPart]:
+def partial_fingerprints(tree: Any) -> dict[str, PartialFingerprint]:
     """Return what the shards of one rank's tree add to the fingerprint of each tensor; replicas add nothing.
 
     Only main replicas (``replica_id`` 0) count, so that over all ranks each element counts once. Ranks that share no
@@ -57,7 +57,7 @@ def fingerprint_parts(tree: Any) -> dict[str, FingerprintPart]:
         >>> import torch, shardtree as st
         >>> whole = torch.arange(4.0)
         >>> halves = [st.ShardedTensor.from_rank_offsets("w", half, (0, i, 2)) for i, half in enumerate(whole.chunk(2))]
-        >>> of_halves = st.add_fingerprints(st.fingerprint_parts([half]) for half in halves)
+        >>> of_halves = st.fingerprints.add_fingerprints(st.fingerprints.partial_fingerprints([half]) for half in halves)
         >>> of_halves == st.fingerprint([st.ShardedTensor.from_rank_offsets("w", whole)])
         True
     """
@@ -95,7 +95,7 @@ def shard_totals(shards: Sequence[ShardedTensor], totals: Totals = _one_by_one) 
     return np.array(sums, dtype=np.uint64)
 
 
-def shard_parts(shards: Sequence[ShardedTensor], totals: Totals = _one_by_one) -> dict[str, FingerprintPart]:
+def shard_parts(shards: Sequence[ShardedTensor], totals: Totals = _one_by_one) -> dict[str, PartialFingerprint]:
     """Return what shards add to the fingerprint of each tensor, whichever replicas they are.
 
     Args:
@@ -113,7 +113,7 @@ def shard_parts(shards: Sequence[ShardedTensor], totals: Totals = _one_by_one) -
     return column_parts(shard_columns(shards), shard_totals(shards, totals))
 
 
-def column_parts(columns: ShardColumns, totals: Words) -> dict[str, FingerprintPart]:
+def column_parts(columns: ShardColumns, totals: Words) -> dict[str, PartialFingerprint]:
     """Return what shards add to the fingerprint of each tensor, whichever replicas they are.
 
     Args:
@@ -123,14 +123,14 @@ def column_parts(columns: ShardColumns, totals: Words) -> dict[str, FingerprintP
     Examples:
         >>> import torch, shardtree as st
         >>> shard = st.ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3), (0, 1, 2))
-        >>> column_parts(st.shard_columns([shard]), np.array([5], dtype=np.uint64))["w"].total
+        >>> column_parts(st.layouts.shard_columns([shard]), np.array([5], dtype=np.uint64))["w"].total
         5
     """
     elements, sums = np.zeros(len(columns.keys), dtype=np.int64), np.zeros(len(columns.keys), dtype=np.uint64)
     np.add.at(elements, columns.key, columns.elements)
     np.add.at(sums, columns.key, totals)
     rows = zip(columns.keys, columns.kinds, elements.tolist(), sums.tolist(), strict=True)
-    return {key: FingerprintPart(kind, count, total) for key, kind, count, total in rows}
+    return {key: PartialFingerprint(kind, count, total) for key, kind, count, total in rows}
 
 
 def replica_problems(columns: ShardColumns, totals: Words) -> tuple[str, ...]:
@@ -143,7 +143,7 @@ def replica_problems(columns: ShardColumns, totals: Words) -> tuple[str, ...]:
     Examples:
         >>> import torch, shardtree as st
         >>> copies = [st.ShardedTensor.from_rank_offsets("w", torch.zeros(2), replica_id=number) for number in (0, 1)]
-        >>> columns = st.join_columns([st.shard_columns([copy], rank) for rank, copy in enumerate(copies)])
+        >>> columns = st.layouts.join_columns([st.layouts.shard_columns([copy], rank) for rank, copy in enumerate(copies)])
         >>> replica_problems(columns, np.array([5, 6], dtype=np.uint64))
         ("'w': rank 1 holds other elements than rank 0",)
     """
@@ -163,7 +163,7 @@ def _differing(rank: int, main_rank: int) -> str:
     return f"rank {rank} holds other elements than rank {main_rank}"
 
 
-def add_fingerprints(parts: Iterable[Mapping[str, FingerprintPart]]) -> dict[str, int]:
+def add_fingerprints(parts: Iterable[Mapping[str, PartialFingerprint]]) -> dict[str, int]:
     """Return each tensor's fingerprint, given what all its shards add to it.
 
     Args:
@@ -175,17 +175,17 @@ def add_fingerprints(parts: Iterable[Mapping[str, FingerprintPart]]) -> dict[str
     Examples:
         >>> import torch, shardtree as st
         >>> half = st.ShardedTensor.from_rank_offsets("w", torch.zeros(2), (0, 0, 2))
-        >>> add_fingerprints([fingerprint_parts([half])])
+        >>> add_fingerprints([partial_fingerprints([half])])
         Traceback (most recent call last):
         ...
         shardtree.errors.IntegrityError: fingerprint: parts that don't make a whole tensor
           'w': 2 of 4 elements
           Add up the parts of all ranks, once each.
     """
-    whole: dict[str, FingerprintPart] = {}
+    whole: dict[str, PartialFingerprint] = {}
     problems = {}
     for key, part in (item for mapping in parts for item in mapping.items()):
-        before = whole.setdefault(key, FingerprintPart(part.kind, 0, 0))
+        before = whole.setdefault(key, PartialFingerprint(part.kind, 0, 0))
         if not _alike(before.kind, part.kind):
             problems[key] = f"{before.kind} and {part.kind}"
         total = (before.total + part.total) % MODULUS

@@ -37,25 +37,65 @@ from .integrity import select_faults as select_faults
 from .integrity import sharding_faults as sharding_faults
 from .integrity import sharding_problems as sharding_problems
 from .integrity import write_problems as write_problems
+from .meshes import AxisSplit as AxisSplit
 from .meshes import KeyFunction as KeyFunction
 from .meshes import Mesh as Mesh
-from .meshes import Part as Part
-from .meshes import PartBox as PartBox
+from .meshes import P as P
 from .meshes import PartitionSpec as PartitionSpec
+from .meshes import RankBox as RankBox
+from .meshes import RankShard as RankShard
 from .meshes import SpecEntry as SpecEntry
 from .meshes import SpecFunction as SpecFunction
 from .meshes import Specs as Specs
-from .meshes import Split as Split
 from .meshes import abstract as abstract
 from .meshes import abstract_at as abstract_at
 from .meshes import check_spec as check_spec
 from .meshes import from_local as from_local
 from .meshes import layout_of as layout_of
 from .meshes import mesh_columns as mesh_columns
-from .meshes import mesh_part as mesh_part
-from .meshes import mesh_parts as mesh_parts
-from .meshes import part_data as part_data
-from .meshes import part_shard as part_shard
+from .meshes import mesh_shard as mesh_shard
+from .meshes import mesh_shards as mesh_shards
+from .meshes import rank_data as rank_data
+from .meshes import rank_leaf as rank_leaf
 from .meshes import shard as shard
 from .meshes import shard_at as shard_at
 from .meshes import specs_by_pattern as specs_by_pattern
+
+__all__ = [
+    "AxisSplit",
+    "BoxColumns",
+    "Coverage",
+    "Grid",
+    "KeyFunction",
+    "Mesh",
+    "P",
+    "PartitionSpec",
+    "Problem",
+    "RankBox",
+    "RankShard",
+    "RankTrees",
+    "ShardColumns",
+    "SpecEntry",
+    "SpecFunction",
+    "Specs",
+    "abstract",
+    "abstract_at",
+    "access_problems",
+    "check_access",
+    "common_problems",
+    "coverage",
+    "from_local",
+    "join_columns",
+    "layout_of",
+    "mesh_columns",
+    "mesh_shards",
+    "object_columns",
+    "rank_leaf",
+    "shard",
+    "shard_at",
+    "shard_columns",
+    "sharding_problems",
+    "specs_by_pattern",
+    "tree_columns",
+    "unshard",
+]

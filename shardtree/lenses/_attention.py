@@ -118,7 +118,7 @@ def rotary_halves(*, head_size: int, rotary_size: int | None = None, axis: int =
     """Return the lens from rows of which neighbours turn together, to rows of which halves of a head do.
 
     Meta's Llama holds the first form, Hugging Face's the second. It is about queries and keys, not about values: behind
-    `attention_qkv`, give it those keys alone, with `lenses_by_pattern`.
+    `attention_qkv`, give it those keys alone, with `by_pattern`.
 
     Args:
         head_size: rows of one head; how many heads there are follows from the axis.

@@ -15,7 +15,7 @@ from ..geometry import box_column, check_flat_range, flat_boxes, refuse
 from ..lazy import LazyTensor
 from ..mapping import LocalNonpersistentObject, ReplicaId, ShardedTensor, ShardedTensorFactory
 from ..trees import as_integers, empty_data, join_data, leaves_with_paths, map_shards, match_key
-from ._lens import DESCRIBE, Built, Lens, built_by, check_function, checked_lenses, device_of, flat_axes
+from ._lens import DESCRIBE, Lens, StoredForm, built_by, check_function, checked_lenses, device_of, flat_axes
 
 # Flat ranges as the boxes that they consist of, and those boxes as the flat range again.
 
@@ -196,7 +196,7 @@ def _shape(held: ShardedTensor, key: str, flat: slice | None) -> tuple[int, ...]
     return (flat.stop - flat.start,)
 
 
-def _merged(tree: Mapping[str, Any], key: str, built: Built) -> Any:
+def _merged(tree: Mapping[str, Any], key: str, built: StoredForm) -> Any:
     """Return the tensor that parts make up, where they are exactly what was built."""
     boxes: list[Any] = [part.local_shape for part in built.shards]
     parts: list[Any] = [tree.get(str(number)) for number in range(len(boxes))]
@@ -217,7 +217,7 @@ def _merge(tree: Mapping[str, Any]) -> Any:
     return call(tree)
 
 
-def _built_flat(held: ShardedTensor, data: Any, flat: slice, lens: Lens) -> Built:
+def _built_flat(held: ShardedTensor, data: Any, flat: slice, lens: Lens) -> StoredForm:
     """Return what is stored of a flat range of a box: what the lens makes of each of its boxes."""
     built = [built_by(lens, box) for box in boxes_of(replace(held, data=data, flattened_range=flat))]
 
@@ -228,7 +228,7 @@ def _built_flat(held: ShardedTensor, data: Any, flat: slice, lens: Lens) -> Buil
             return empty_data((0,), held.dtype, device_of(data))
         return merged[0] if len(merged) == 1 else join_data(torch.cat, merged, 0)
 
-    return Built(tuple(part for each in built for part in each.shards), merge)
+    return StoredForm(tuple(part for each in built for part in each.shards), merge)
 
 
 def _flattened(tensor: Any) -> Any:

@@ -17,7 +17,7 @@ from ..trees import as_integers, empty_data
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Built:
+class StoredForm:
     """What a lens makes of one box.
 
     Attributes:
@@ -29,7 +29,7 @@ class Built:
     merge: Callable[[Sequence[Any]], Any]
 
 
-Lens: TypeAlias = Callable[[ShardedTensor], Built]
+Lens: TypeAlias = Callable[[ShardedTensor], StoredForm]
 """A function from a box of a tensor, as the model holds it, to what is stored of it.
 
 Where an element is stored may depend on the tensor's global shape and the lens's own parameters, never on how the
@@ -41,7 +41,7 @@ References:
 """
 
 
-def compose_factories(*lenses: Lens) -> Lens:
+def compose(*lenses: Lens) -> Lens:
     """Return the lens that goes through all of these: the first sees what the model holds, the last what is stored.
 
     Without any, it is the lens that changes nothing.
@@ -52,7 +52,7 @@ def compose_factories(*lenses: Lens) -> Lens:
     Examples:
         >>> import torch
         >>> from shardtree.transforms import transposed
-        >>> twice = compose_factories(transposed(), transposed())
+        >>> twice = compose(transposed(), transposed())
         >>> built = twice(ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3), (0, 1, 2)))
         >>> built.shards[0].global_offset
         (2, 0)
@@ -60,7 +60,7 @@ def compose_factories(*lenses: Lens) -> Lens:
         torch.Size([2, 3])
     """
     for number, lens in enumerate(lenses):
-        check_function("compose_factories", f"lenses[{number}]", lens)
+        check_function("compose", f"lenses[{number}]", lens)
     return lambda shard: _through(lenses, shard)
 
 
@@ -75,22 +75,22 @@ def check_function(doing: str, field: str, lens: object) -> None:
         refuse(doing, field, type(lens).__name__, "a lens", fix, error=MetadataError)
 
 
-def built_by(lens: Lens, shard: ShardedTensor) -> Built:
+def built_by(lens: Lens, shard: ShardedTensor) -> StoredForm:
     """Return what a lens, of whoever's making, gives for a box.
 
     Raises:
         MetadataError: it gives something else.
     """
     built = lens(shard)
-    if not isinstance(built, Built):
-        fix = "Let the lens return Built(shards, merge)."
-        refuse(f"a lens, of {shard.key!r}", "result", type(built).__name__, "a Built", fix, error=MetadataError)
+    if not isinstance(built, StoredForm):
+        fix = "Let the lens return StoredForm(shards, merge)."
+        refuse(f"a lens, of {shard.key!r}", "result", type(built).__name__, "a StoredForm", fix, error=MetadataError)
     return built
 
 
-def _through(lenses: Sequence[Lens], shard: ShardedTensor) -> Built:
+def _through(lenses: Sequence[Lens], shard: ShardedTensor) -> StoredForm:
     if not lenses:
-        return Built((shard,), lambda parts: parts[0])
+        return StoredForm((shard,), lambda parts: parts[0])
     first = built_by(lenses[0], shard)
     rest = [_through(lenses[1:], part) for part in first.shards]
 
@@ -98,7 +98,7 @@ def _through(lenses: Sequence[Lens], shard: ShardedTensor) -> Built:
         left = iter(parts)
         return first.merge([each.merge(list(islice(left, len(each.shards)))) for each in rest])
 
-    return Built(tuple(chain.from_iterable(each.shards for each in rest)), merge)
+    return StoredForm(tuple(chain.from_iterable(each.shards for each in rest)), merge)
 
 
 # What all lenses ask of the shard that they are given, and the small changes to shapes that they share.
@@ -213,7 +213,7 @@ def checked_lenses(doing: str, lenses: Mapping[str, Lens | None]) -> dict[str, L
         MetadataError: it isn't one.
 
     Examples:
-        >>> checked_lenses("lenses_by_pattern", {"**.v_proj.**": None})
+        >>> checked_lenses("by_pattern", {"**.v_proj.**": None})
         {'**.v_proj.**': None}
     """
     if not isinstance(lenses, Mapping) or not all(isinstance(pattern, str) for pattern in lenses):

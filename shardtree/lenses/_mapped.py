@@ -17,7 +17,7 @@ from ..lazy import LazyTensor, stored
 from ..mapping import ShardedTensor
 from ..trees import as_integers, empty_data, join_data
 from ._axis_runs import PADDING, AxisRuns, Block, grouped_runs, joined_parts, stored_blocks
-from ._lens import Built, Lens, Shape, check_box, check_exact, checked_axis, device_of, positive, with_values
+from ._lens import Lens, Shape, StoredForm, check_box, check_exact, checked_axis, device_of, positive, with_values
 from ._renamed import check_names, replaced_part
 
 
@@ -62,7 +62,7 @@ def mapped_axis(
     if names is not None or part is not None:
         check_names(doing, part, names, len(list(names or ())) or 1)
 
-    def lens(shard: ShardedTensor) -> Built:
+    def lens(shard: ShardedTensor) -> StoredForm:
         check_exact(doing, shard)
         at = checked_axis(doing, shard, axis)
         mapped = _runs_of(doing, shard, runs, shard.global_shape[at + shard.prepend_axis_num])
@@ -95,14 +95,14 @@ def _keys(doing: str, key: str, count: int, part: str | None, names: Sequence[st
     return [replaced_part(doing, key, part, name) for name in names]
 
 
-def _built(shard: ShardedTensor, at: int, runs: AxisRuns, keys: Sequence[str], fill: float) -> Built:
+def _built(shard: ShardedTensor, at: int, runs: AxisRuns, keys: Sequence[str], fill: float) -> StoredForm:
     place = at + shard.prepend_axis_num
     begin = shard.global_offset[place]
     blocks = stored_blocks(runs, begin, begin + shard.local_shape[at])
     if not shard.global_shape[place]:  # somebody must store that there is nothing
         blocks = [Block(each, 0, np.zeros(0, dtype=np.int64)) for each in range(len(runs.sizes))]
     shards = tuple(_stored(shard, at, block, keys[block.part], runs.sizes[block.part]) for block in blocks)
-    return Built(shards, lambda parts: _merged(shard, at, blocks, parts, fill))
+    return StoredForm(shards, lambda parts: _merged(shard, at, blocks, parts, fill))
 
 
 def _stored(shard: ShardedTensor, at: int, block: Block, key: str, size: int) -> ShardedTensor:
@@ -209,7 +209,7 @@ def padded_axis(size: int, *, axis: int = 0, fill: float = 0) -> Lens:
     return lambda shard: _with_any_shape(shard, inner)
 
 
-def _with_any_shape(shard: ShardedTensor, lens: Lens) -> Built:
+def _with_any_shape(shard: ShardedTensor, lens: Lens) -> StoredForm:
     """Return what the lens builds, where the stored tensor may have another shape if the held one may."""
     check_box("padded_axis", shard)
     if not shard.allow_shape_mismatch:

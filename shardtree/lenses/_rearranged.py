@@ -17,12 +17,12 @@ from ..geometry import flat_boxes, integers, refuse
 from ..mapping import ShardedTensor
 from ..trees import join_data
 from ._lens import (
-    Built,
     Lens,
     Shape,
+    StoredForm,
     check_box,
     check_exact,
-    compose_factories,
+    compose,
     flat_axes,
     nothing,
     positive,
@@ -48,11 +48,11 @@ def unfolded(at: int, sizes: Shape) -> Lens:
         [((1, 3), (1, 0))]
     """
 
-    def lens(shard: ShardedTensor) -> Built:
+    def lens(shard: ShardedTensor) -> StoredForm:
         begin = shard.global_offset[at + shard.prepend_axis_num]
         boxes = _interval_boxes(sizes, begin, begin + shard.local_shape[at])
         parts = tuple(_unfolded(shard, at, sizes, *box) for box in boxes)
-        return Built(parts, lambda merged: _joined(shard, at, len(sizes), merged, shard.local_shape))
+        return StoredForm(parts, lambda merged: _joined(shard, at, len(sizes), merged, shard.local_shape))
 
     return lens
 
@@ -94,14 +94,14 @@ def folded(at: int, count: int) -> Lens:
         [((1,), (1,)), ((1,), (4,))]
     """
 
-    def lens(shard: ShardedTensor) -> Built:
+    def lens(shard: ShardedTensor) -> StoredForm:
         place = at + shard.prepend_axis_num
         sizes, box = shard.global_shape[place : place + count], shard.local_shape[at : at + count]
         single = _single_axes(sizes, box)
         holds_any = bool(prod(box)) or not prod(sizes)
         indices = product(*map(range, box[:single])) if holds_any else ()
         parts = tuple(_folded(shard, at, sizes, index) for index in indices)
-        return Built(parts, lambda merged: _joined(shard, at, 1, merged, shard.local_shape))
+        return StoredForm(parts, lambda merged: _joined(shard, at, 1, merged, shard.local_shape))
 
     return lens
 
@@ -169,7 +169,7 @@ def transposed(*axes: int) -> Lens:
     """
     given = integers("transposed", "axes", axes)
 
-    def lens(shard: ShardedTensor) -> Built:
+    def lens(shard: ShardedTensor) -> StoredForm:
         check_box("transposed", shard)
         order = _order(shard, given)
         back = [order.index(axis) for axis in range(len(order))]
@@ -186,7 +186,7 @@ def transposed(*axes: int) -> Lens:
             global_offset=moved(shard.global_offset),
             axis_fragmentations=None if shard.axis_fragmentations is None else moved(shard.axis_fragmentations),
         )
-        return Built((stored,), lambda parts: _back(parts[0], back))
+        return StoredForm((stored,), lambda parts: _back(parts[0], back))
 
     return lens
 
@@ -240,7 +240,7 @@ def rearranged(pattern: str, **sizes: int) -> Lens:
     held, stored = _parsed(pattern)
     known = _checked_sizes(pattern, held, sizes)
 
-    def lens(shard: ShardedTensor) -> Built:
+    def lens(shard: ShardedTensor) -> StoredForm:
         check_exact(f"rearranged {pattern!r}", shard)
         front = 0 if len(held) == len(shard.global_shape) else shard.prepend_axis_num
         shape = shard.global_shape[front:]
@@ -250,7 +250,7 @@ def rearranged(pattern: str, **sizes: int) -> Lens:
             raise ShapeError(error_text(what, found=found, expected=expected))
         full = _all_sizes(pattern, shard, held, shape, known)
         own = [] if front == shard.prepend_axis_num else [_own_axes]
-        return compose_factories(*own, *_steps(held, stored, full))(shard)
+        return compose(*own, *_steps(held, stored, full))(shard)
 
     return lens
 
@@ -322,7 +322,7 @@ def _steps(held: Groups, stored: Groups, sizes: Mapping[str, int]) -> Iterator[L
             yield folded(sum(map(len, stored[:axis])), len(stored[axis]))
 
 
-def _own_axes(shard: ShardedTensor) -> Built:
+def _own_axes(shard: ShardedTensor) -> StoredForm:
     """Return a box with its prepended axes as axes of its tensor."""
     local = (1,) * shard.prepend_axis_num + shard.local_shape
     data = None if shard.data is None else reshaped(shard.data, local)
@@ -331,4 +331,4 @@ def _own_axes(shard: ShardedTensor) -> Built:
     def merge(parts: Sequence[Any]) -> Any:
         return reshaped(parts[0], shard.local_shape)
 
-    return Built((own,), merge)
+    return StoredForm((own,), merge)

@@ -10,7 +10,7 @@ from ..errors import MetadataError, TreeError, error_text
 from ..geometry import refuse
 from ..mapping import ReplicaId, ShardedTensor
 from ..trees import match_key
-from ._lens import Built, Lens, check_box, checked_lenses
+from ._lens import Lens, StoredForm, check_box, checked_lenses
 
 # Which tensors a lens stores in: a part of the key replaced by others, which works for optimizer states' keys too.
 
@@ -111,16 +111,16 @@ def _copy(replica_id: ReplicaId) -> ReplicaId:
     return (1, *(replica_id if isinstance(replica_id, tuple) else (replica_id,)))
 
 
-def _as_it_is(doing: str, shard: ShardedTensor, key: str, replica_id: ReplicaId) -> Built:
+def _as_it_is(doing: str, shard: ShardedTensor, key: str, replica_id: ReplicaId) -> StoredForm:
     check_box(doing, shard)
-    return Built((replace(shard, key=key, replica_id=replica_id),), _only)
+    return StoredForm((replace(shard, key=key, replica_id=replica_id),), _only)
 
 
 def _only(parts: Sequence[Any]) -> Any:
     return parts[0]
 
 
-def lenses_by_pattern(lenses: Mapping[str, Lens | None]) -> Lens:
+def by_pattern(lenses: Mapping[str, Lens | None]) -> Lens:
     """Return the lens that chooses by the key, as where `attention_qkv` stores apart what differs from there on.
 
     Args:
@@ -135,25 +135,25 @@ def lenses_by_pattern(lenses: Mapping[str, Lens | None]) -> Lens:
     Examples:
         >>> import torch
         >>> from shardtree.transforms import rotary_halves
-        >>> lens = lenses_by_pattern({"**.q.**": rotary_halves(head_size=4), "**.v.**": None})
+        >>> lens = by_pattern({"**.q.**": rotary_halves(head_size=4), "**.v.**": None})
         >>> for key in ("h.0.q.weight", "h.0.v.weight"):
         ...     lens(ShardedTensor.from_rank_offsets(key, torch.arange(4))).shards[0].data
         tensor([0, 2, 1, 3])
         tensor([0, 1, 2, 3])
     """
-    known = checked_lenses("lenses_by_pattern", lenses)
+    known = checked_lenses("by_pattern", lenses)
     if not known:
         fix = "Pass a lens for each pattern of keys."
-        refuse("lenses_by_pattern", "lenses", "none", "patterns and lenses", fix, error=MetadataError)
+        refuse("by_pattern", "lenses", "none", "patterns and lenses", fix, error=MetadataError)
 
-    def lens(shard: ShardedTensor) -> Built:
+    def lens(shard: ShardedTensor) -> StoredForm:
         pattern = next((each for each in known if _fits(each, shard.key)), None)
         if pattern is None:
             fix = 'Add it, with None where the tensor stays as it is; {"**": None} fits all keys.'
-            what = f"lenses_by_pattern: no pattern fits {shard.key!r}"
+            what = f"by_pattern: no pattern fits {shard.key!r}"
             raise TreeError(error_text(what, expected=", ".join(map(repr, known)), fix=fix))
         chosen = known[pattern]
-        return Built((shard,), _only) if chosen is None else chosen(shard)
+        return StoredForm((shard,), _only) if chosen is None else chosen(shard)
 
     return lens
 

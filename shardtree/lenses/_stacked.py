@@ -13,7 +13,7 @@ from ..errors import ShapeError, TreeError, error_text
 from ..geometry import integer, refuse
 from ..mapping import ShardedTensor
 from ..trees import join_data
-from ._lens import Built, Lens, check_box, check_exact, checked_axis, compose_factories, nothing, positive, with_values
+from ._lens import Lens, StoredForm, check_box, check_exact, checked_axis, compose, nothing, positive, with_values
 from ._rearranged import transposed, unfolded
 from ._renamed import check_names, replaced_part
 
@@ -47,7 +47,7 @@ def stacked_layers(part: str, layers: int, *, first: int = 0) -> Lens:
     count, base = positive(doing, "layers", layers), integer(doing, "first", first)
     numbered = re.compile(rf"(?<![^.]){re.escape(part)}\.([0-9]{{1,18}})(?![^.])")
 
-    def lens(shard: ShardedTensor) -> Built:
+    def lens(shard: ShardedTensor) -> StoredForm:
         check_box(doing, shard)
         key, number = _without_number(shard.key, part, numbered)
         if not 0 <= number + base < count:
@@ -63,7 +63,7 @@ def stacked_layers(part: str, layers: int, *, first: int = 0) -> Lens:
             axis_fragmentations=None if fragments is None else (count, *fragments),
             prepend_axis_num=shard.prepend_axis_num + 1,
         )
-        return Built((stored,), lambda parts: parts[0])
+        return StoredForm((stored,), lambda parts: parts[0])
 
     return lens
 
@@ -100,7 +100,7 @@ def unstacked_layers(part: str) -> Lens:
     return lambda shard: unstacked("unstacked_layers", shard, part, 0)
 
 
-def unstacked(doing: str, shard: ShardedTensor, part: str, place: int) -> Built:
+def unstacked(doing: str, shard: ShardedTensor, part: str, place: int) -> StoredForm:
     """Return what is stored of a box with a key for each index of a global axis: a prepended one, or the first own."""
     check_box(doing, shard)
     if not shard.global_shape:
@@ -111,8 +111,8 @@ def unstacked(doing: str, shard: ShardedTensor, part: str, place: int) -> Built:
         count = max(0, min(count, shard.global_shape[place] - begin))
     shards = [_layer(doing, shard, part, place, number) for number in range(count)]
     if prepended:
-        return Built(tuple(shards), lambda parts: parts[0])
-    return Built(tuple(shards), lambda parts: _stacked(shard, parts))
+        return StoredForm(tuple(shards), lambda parts: parts[0])
+    return StoredForm(tuple(shards), lambda parts: _stacked(shard, parts))
 
 
 def _layer(doing: str, shard: ShardedTensor, part: str, place: int, number: int) -> ShardedTensor:
@@ -183,13 +183,13 @@ def expert_keys(part: str, *, experts: int, axis: int = 0) -> Lens:
     """
     count = positive("expert_keys", "experts", experts)
     check_names("expert_keys", part, [part], 1)
-    return compose_factories(
+    return compose(
         lambda shard: _apart("expert_keys", shard, count, axis),
         lambda shard: unstacked("expert_keys", shard, part, shard.prepend_axis_num),
     )
 
 
-def _apart(doing: str, shard: ShardedTensor, experts: int, axis: int) -> Built:
+def _apart(doing: str, shard: ShardedTensor, experts: int, axis: int) -> StoredForm:
     check_exact(doing, shard)
     at = checked_axis(doing, shard, axis)
     each, left = divmod(shard.global_shape[at + shard.prepend_axis_num], experts)
@@ -197,4 +197,4 @@ def _apart(doing: str, shard: ShardedTensor, experts: int, axis: int) -> Built:
         found, expected = f"global shape {shard.global_shape}", f"a multiple of {experts} experts along axis {at}"
         raise ShapeError(error_text(f"{doing}: {shard.key!r} can't be divided", found=found, expected=expected))
     rest = [place for place in range(len(shard.local_shape) + 1) if place != at]
-    return compose_factories(unfolded(at, (experts, each)), transposed(at, *rest))(shard)
+    return compose(unfolded(at, (experts, each)), transposed(at, *rest))(shard)

@@ -7,5 +7,10 @@ from ._pack import outgoing_bytes as outgoing_bytes
 from ._pack import pack_into as pack_into
 from ._pack import packed as packed
 from ._pack import unpack as unpack
-from ._redistribute import Exchange as Exchange
+from ._redistribute import Transport as Transport
 from ._redistribute import redistribute as redistribute
+
+__all__ = [
+    "Transport",
+    "redistribute",
+]

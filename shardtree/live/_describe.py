@@ -16,7 +16,7 @@ from ..errors import WorldError, error_text
 from ..layouts import ShardColumns, join_columns, shard_columns
 from ..mapping import ShardedObject
 from ..objects import ObjectRule, reshard_objects
-from ..plans import ReshardPlan, Schedule, plan_reshard, relayed
+from ..plans import ReshardPlan, Schedule, plan_reshard, with_relays
 from ..plans.moving import agreed_common
 from ..trees import HOLE, comparable, map_shards
 from ..world import World, agree, gather, on_one_rank
@@ -129,7 +129,7 @@ def agreed_plan(said: Sequence[Description], plan: ReshardPlan | None) -> tuple[
         sources = [each.source for each in said if each.source is not None]
         targets = [each.target for each in said if each.target is not None]
         plan = plan_reshard(join_columns(sources), join_columns(targets), cast=options.cast)
-        plan = relayed(plan) if options.relay else plan
+        plan = with_relays(plan) if options.relay else plan
     _check_ranks(plan.ranks, len(said))
     return plan, plan.schedule(max_bytes_in_flight=options.max_bytes_in_flight)
 

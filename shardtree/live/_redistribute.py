@@ -14,7 +14,7 @@ from ..errors import IntegrityError, MetadataError, error_text
 from ..geometry import Column, integer, refuse, widen
 from ..layouts import ShardColumns, shard_columns
 from ..mapping import ShardedObject, ShardedTensor
-from ..plans import ReshardPlan, Schedule, relayed
+from ..plans import ReshardPlan, Schedule, with_relays
 from ..world import agree, current_world, gather
 from ._describe import Options, Rules, agreed_plan, describe, resharded_objects, shared_common
 from ._memory import DOING, Buffers, Empty, Ends, check_joins, finished, make_buffers, take_ends, target_memories
@@ -23,7 +23,7 @@ from ._pack import copy_doubled, copy_own, incoming_bytes, outgoing_bytes, pack_
 # What moves bytes between ranks: the one thing that an executor of one's own has to bring.
 
 
-class Exchange(Protocol):
+class Transport(Protocol):
     """A function that sends buffers to some ranks and fills buffers with what some ranks send.
 
     It is called once a step on every rank of the world, and returns when its own buffers may be used again: `incoming`
@@ -65,7 +65,7 @@ class Route:
     buffers: Buffers
 
 
-def move(route: Route, exchange: Exchange) -> Exception | None:
+def move(route: Route, exchange: Transport) -> Exception | None:
     """Fill a rank's target shards; every rank calls it at the same time.
 
     A rank on which something fails goes on to exchange what it has, so that no other waits for it.
@@ -118,7 +118,7 @@ def own_rows(side: str, columns: ShardColumns, shards: Sequence[ShardedTensor], 
     Examples:
         >>> import torch, shardtree as st
         >>> shards = [ShardedTensor.from_rank_offsets("w", torch.zeros(2), (0, part, 2)) for part in range(2)]
-        >>> own_rows("source", st.shard_columns(shards[::-1], 3), shards, 3)
+        >>> own_rows("source", st.layouts.shard_columns(shards[::-1], 3), shards, 3)
         [1, 0]
     """
     rows = np.flatnonzero(columns.rank == rank)
@@ -187,7 +187,7 @@ def redistribute(
     max_bytes_in_flight: int = BYTES_IN_FLIGHT,
     donate: bool = False,
     rules: Rules = None,
-    exchange: Exchange | None = None,
+    exchange: Transport | None = None,
     device: torch.device | str = "cpu",
     empty: Empty = torch.empty,
 ) -> Any:
@@ -261,7 +261,7 @@ def _prepared(
     if plan is not None and not isinstance(plan, ReshardPlan):
         fix = "Pass what plan_reshard gives."
         refuse(DOING, "plan", type(plan).__name__, "a ReshardPlan", fix, error=MetadataError)
-    own = relayed(plan) if relay and plan is not None else plan
+    own = with_relays(plan) if relay and plan is not None else plan
     return take_ends(tree, target), Options(most, relay, cast), own
 
 

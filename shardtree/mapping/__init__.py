@@ -20,3 +20,18 @@ from ._object import LocalNonpersistentObject as LocalNonpersistentObject
 from ._object import ShardedObject as ShardedObject
 from ._object import ShardedTensorFactory as ShardedTensorFactory
 from ._tensor import ShardedTensor as ShardedTensor
+
+__all__ = [
+    "CommonStateDict",
+    "FactoryBuildFn",
+    "FactoryMergeFn",
+    "LocalNonpersistentObject",
+    "ReplicaId",
+    "ShardedBase",
+    "ShardedObject",
+    "ShardedStateDict",
+    "ShardedTensor",
+    "ShardedTensorFactory",
+    "StateDict",
+    "is_main_replica",
+]

@@ -19,7 +19,7 @@ OBJECT_RULES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Reshaped:
+class ShapeChange:
     """An array of objects that is asked for in another shape than it has, which takes a rule.
 
     Attributes:
@@ -112,7 +112,7 @@ def rules_by_key(doing: str, rules: Mapping[str, ObjectRule], keys: Iterable[str
     return {key: rules[pattern] for key, (pattern, _) in found.items()}
 
 
-def reshaped_arrays(held: Mapping[str, HeldArrays], targets: Iterable[ShardedObject]) -> tuple[Reshaped, ...]:
+def reshaped_arrays(held: Mapping[str, HeldArrays], targets: Iterable[ShardedObject]) -> tuple[ShapeChange, ...]:
     """Return the arrays that targets ask for in a shape that isn't there, each once.
 
     Args:
@@ -126,11 +126,11 @@ def reshaped_arrays(held: Mapping[str, HeldArrays], targets: Iterable[ShardedObj
     """
     asked = dict.fromkeys((item.key, item.global_shape) for item in targets if item.key in held)
     return tuple(
-        Reshaped(key, held[key].all_shapes, shape) for key, shape in asked if held[key].shape_as(shape) is None
+        ShapeChange(key, held[key].all_shapes, shape) for key, shape in asked if held[key].shape_as(shape) is None
     )
 
 
-def check_ruled(arrays: Iterable[Reshaped], rules: Mapping[str, ObjectRule]) -> None:
+def check_ruled(arrays: Iterable[ShapeChange], rules: Mapping[str, ObjectRule]) -> None:
     """Raise unless there is a rule for each array that changes its shape, and it is clear from which to which.
 
     Args:
@@ -141,7 +141,7 @@ def check_ruled(arrays: Iterable[Reshaped], rules: Mapping[str, ObjectRule]) -> 
         IntegrityError: names each array for which that isn't so.
 
     Examples:
-        >>> check_ruled([Reshaped("rng", ((1,),), (2,))], {"rng": max})
+        >>> check_ruled([ShapeChange("rng", ((1,),), (2,))], {"rng": max})
     """
     listed = list(arrays)
     lacking = [str(array) for array in listed if array.key not in rules]

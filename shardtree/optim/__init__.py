@@ -22,3 +22,24 @@ from ._rules import block_scales as block_scales
 from ._rules import one_per_parameter as one_per_parameter
 from ._rules import one_per_shard as one_per_shard
 from ._rules import reduced_axis as reduced_axis
+
+__all__ = [
+    "OptimizerRule",
+    "abstract_optim_state",
+    "abstract_optim_state_from_metadata",
+    "adafactor_rules",
+    "block_scales",
+    "get_param_id_to_name_map",
+    "get_param_id_to_sharded_param_map",
+    "make_sharded_optimizer_tensor",
+    "one_per_parameter",
+    "one_per_shard",
+    "optim_state_by_id",
+    "optim_state_by_name",
+    "optim_state_to_sharding_state",
+    "per_parameter",
+    "reduced_axis",
+    "regroup_optim_state",
+    "sharded_params_by_name",
+    "sharding_state_to_optim_state",
+]

@@ -69,7 +69,7 @@ def optim_state_to_sharding_state(
         >>> weight.grad = torch.ones(2)
         >>> optimizer.step()
         >>> model = {"w": st.ShardedTensor.from_rank_offsets("w", weight, (0, 1, 4))}
-        >>> params = st.get_param_id_to_sharded_param_map(model, optimizer)
+        >>> params = st.optim.get_param_id_to_sharded_param_map(model, optimizer)
         >>> tree = optim_state_to_sharding_state(optimizer.state_dict(), params)
         >>> tree["state"][0]["momentum_buffer"].key, tree["param_groups"][0]["lr"]
         ('optimizer.state.momentum_buffer.w', 0.1)
@@ -168,11 +168,11 @@ def sharding_state_to_optim_state(loaded: StateDict, *, hyperparameters: Hyperpa
         >>> import torch, shardtree as st
         >>> params = {name: st.ShardedTensor.from_rank_offsets(name, torch.zeros(2)) for name in ("b", "w")}
         >>> groups = [{"lr": 0.1, "params": ["w"]}, {"lr": 0.2, "params": ["b"]}]
-        >>> saved = st.optim_state_to_sharding_state({"state": {}, "param_groups": groups}, params)
-        >>> storage = st.MemoryStorage()
+        >>> saved = st.optim.optim_state_to_sharding_state({"state": {}, "param_groups": groups}, params)
+        >>> storage = st.storage.MemoryStorage()
         >>> st.save({"o": saved}, storage)
         >>> fresh = {"state": {}, "param_groups": [{"lr": 0.0, "params": ["b"]}, {"lr": 0.0, "params": ["w"]}]}
-        >>> loaded = st.load({"o": st.optim_state_to_sharding_state(fresh, params)}, storage)
+        >>> loaded = st.load({"o": st.optim.optim_state_to_sharding_state(fresh, params)}, storage)
         >>> sharding_state_to_optim_state(loaded["o"])["param_groups"]
         [{'lr': 0.2, 'params': ['b']}, {'lr': 0.1, 'params': ['w']}]
     """

@@ -16,7 +16,7 @@ from ._fit import Misfit as Misfit
 from ._fit import Mismatch as Mismatch
 from ._fit import Overlap as Overlap
 from ._fit import PrefixDifference as PrefixDifference
-from ._fit import Refused as Refused
+from ._fit import Refusal as Refusal
 from ._fit import Unexpected as Unexpected
 from ._fit import find_gaps as find_gaps
 from ._fit import find_mismatches as find_mismatches
@@ -50,4 +50,31 @@ from .resharding import Schedule as Schedule
 from .resharding import Transfers as Transfers
 from .resharding import peak_bytes as peak_bytes
 from .resharding import plan_reshard as plan_reshard
-from .resharding import relayed as relayed
+from .resharding import with_relays as with_relays
+
+__all__ = [
+    "ExchangePlan",
+    "Explanation",
+    "FailedCheck",
+    "Gap",
+    "LoadPlan",
+    "Misfit",
+    "Mismatch",
+    "Origin",
+    "Provenance",
+    "RankReads",
+    "ReadCost",
+    "Refusal",
+    "ReshardPlan",
+    "Schedule",
+    "Transfers",
+    "Undecided",
+    "Unexpected",
+    "level_writes",
+    "main_writes",
+    "peak_bytes",
+    "plan_load",
+    "plan_reshard",
+    "reshard",
+    "with_relays",
+]

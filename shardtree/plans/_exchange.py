@@ -56,8 +56,8 @@ def plan_exchange(columns: ShardColumns, ranks: int, *, round_bytes: int = ROUND
         >>> import torch, shardtree as st
         >>> def wanted_by(rank):
         ...     shard = st.ShardedTensor.from_rank_offsets("w", torch.zeros(4), replica_id=rank)
-        ...     return st.shard_columns([shard], rank)
-        >>> plan = plan_exchange(st.join_columns([wanted_by(0), wanted_by(1)]), 2)
+        ...     return st.layouts.shard_columns([shard], rank)
+        >>> plan = plan_exchange(st.layouts.join_columns([wanted_by(0), wanted_by(1)]), 2)
         >>> plan.reads.tolist(), plan.source.tolist(), plan.target.tolist(), plan.stop.tolist()
         ([True, False], [0], [1], [16])
     """
@@ -96,7 +96,7 @@ def read_rounds(columns: ShardColumns, *, most_bytes: int = CAST_BYTES) -> Colum
     Examples:
         >>> import torch, shardtree as st
         >>> shards = [st.ShardedTensor.from_rank_offsets(key, torch.zeros(4)) for key in "abc"]
-        >>> read_rounds(st.shard_columns(shards), most_bytes=32).tolist()
+        >>> read_rounds(st.layouts.shard_columns(shards), most_bytes=32).tolist()
         [0, 0, 1]
     """
     ranks = int(columns.rank.max(initial=-1)) + 1

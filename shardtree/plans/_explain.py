@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from ..errors import plural, rank_text, shorten
-from ..objects import Reshaped
-from ._fit import Gap, Misfit, Mismatch, Refused, Unexpected, misfit_lines
+from ..objects import ShapeChange
+from ._fit import Gap, Misfit, Mismatch, Refusal, Unexpected, misfit_lines
 from ._text import size_text, table_lines
 
 _HEADINGS = ("rank", "shards", "objects", "asked for", "read", "over-read", "pieces", "files")
@@ -152,14 +152,14 @@ class Explanation:
         return tuple(problem for problem in self.problems if isinstance(problem, Gap))
 
     @property
-    def refused(self) -> tuple[Refused, ...]:
+    def refused(self) -> tuple[Refusal, ...]:
         """Tensors that are stored in a way that can't be read."""
-        return tuple(problem for problem in self.problems if isinstance(problem, Refused))
+        return tuple(problem for problem in self.problems if isinstance(problem, Refusal))
 
     @property
-    def reshaped(self) -> tuple[Reshaped, ...]:
+    def reshaped(self) -> tuple[ShapeChange, ...]:
         """Arrays of objects that are stored in another shape, and for which there is no rule."""
-        return tuple(problem for problem in self.problems if isinstance(problem, Reshaped))
+        return tuple(problem for problem in self.problems if isinstance(problem, ShapeChange))
 
     @property
     def cost(self) -> ReadCost | None:

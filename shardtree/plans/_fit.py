@@ -13,7 +13,7 @@ from ..errors import plural
 from ..geometry import Column, intersect
 from ..layouts import TensorKind, shard_boxes, shard_columns
 from ..mapping import ShardedTensor
-from ..objects import Reshaped
+from ..objects import ShapeChange
 from ._convertible import convertible
 from ._text import differing_prefix, near_names
 
@@ -136,7 +136,7 @@ class Gap:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class Refusal:
     """A tensor that is stored in a way that can't be read here, and why."""
 
     key: str
@@ -146,7 +146,7 @@ class Refused:
         return f"{self.key!r}: {self.why}"
 
 
-Misfit = Unexpected | Mismatch | Gap | Refused | Reshaped
+Misfit = Unexpected | Mismatch | Gap | Refusal | ShapeChange
 """Why something that a target asks for can't be loaded; its text is one line."""
 
 

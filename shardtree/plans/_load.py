@@ -130,7 +130,7 @@ def plan_load(requests: ShardColumns, chunks: StoredChunks, *, shortest_run: int
         >>> right = st.ShardedTensor.from_rank_offsets("w", torch.zeros(4, 2), (1, 1, 2))
         >>> one = np.zeros(1, dtype=np.int64)
         >>> stored = StoredChunks(one, one[:, None] + [0, 0], one[:, None] + [4, 4], one - 1, one - 1, one, one + 128)
-        >>> plan = plan_load(st.shard_columns([right]), stored, shortest_run=8)
+        >>> plan = plan_load(st.layouts.shard_columns([right]), stored, shortest_run=8)
         >>> plan.runs.byte.tolist(), plan.runs.length.tolist()
         ([136, 152, 168, 184], [8, 8, 8, 8])
     """

@@ -22,7 +22,7 @@ def main_writes(columns: ShardColumns) -> Rows:
     Examples:
         >>> import torch, shardtree as st
         >>> shards = [st.ShardedTensor.from_rank_offsets("w", torch.zeros(2), replica_id=replica) for replica in (0, 1)]
-        >>> main_writes(st.shard_columns(shards)).tolist()
+        >>> main_writes(st.layouts.shard_columns(shards)).tolist()
         [True, False]
     """
     check_columns("main_writes", columns)
@@ -48,8 +48,8 @@ def level_writes(columns: ShardColumns, ranks: int) -> Rows:
         >>> import torch, shardtree as st
         >>> def held_by(rank):
         ...     shards = [st.ShardedTensor.from_rank_offsets(key, torch.zeros(4), replica_id=rank) for key in "ab"]
-        ...     return st.shard_columns(shards, rank)
-        >>> columns = st.join_columns([held_by(0), held_by(1)])
+        ...     return st.layouts.shard_columns(shards, rank)
+        >>> columns = st.layouts.join_columns([held_by(0), held_by(1)])
         >>> [(columns.keys[key], rank) for key, rank in zip(columns.key[level_writes(columns, 2)], (0, 1))]
         [('a', 0), ('b', 1)]
     """

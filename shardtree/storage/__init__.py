@@ -53,3 +53,12 @@ from ._threads import collector_paused as collector_paused
 from ._threads import in_threads as in_threads
 from ._threads import in_turn as in_turn
 from ._threads import usual_threads as usual_threads
+
+__all__ = [
+    "Directory",
+    "LocalStorage",
+    "MemoryStorage",
+    "ReadReport",
+    "Storage",
+    "Verify",
+]

@@ -52,8 +52,8 @@ from ._save_folders import remove_save as remove_save
 from ._save_folders import save_is_alive as save_is_alive
 from ._values import AsyncRequest as AsyncRequest
 from ._values import Checkpoint as Checkpoint
-from ._values import Draft as Draft
 from ._values import LoadOptions as LoadOptions
+from ._values import PendingSave as PendingSave
 from ._values import Replaced as Replaced
 from ._values import SaveOptions as SaveOptions
 from ._values import Stamp as Stamp
@@ -68,3 +68,25 @@ from .base import table_of as table_of
 from .index import stored_fingerprints as stored_fingerprints
 from .index._mapping import PairItems as PairItems
 from .index._mapping import PairValues as PairValues
+
+__all__ = [
+    "PROTOCOLS",
+    "AsyncRequest",
+    "Checkpoint",
+    "Damage",
+    "Finding",
+    "LoadOptions",
+    "PendingSave",
+    "Region",
+    "SaveOptions",
+    "Strategies",
+    "Strategy",
+    "StrategyAction",
+    "Unchecked",
+    "VerifyReport",
+    "default_strategies",
+    "find_strategy",
+    "get_default_strategy",
+    "register_default_strategy",
+    "stored_fingerprints",
+]

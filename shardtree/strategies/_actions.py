@@ -10,7 +10,7 @@ from ..mapping import ShardedObject, ShardedTensor
 from ..plans import Prospect
 from ..storage import ReadReport, Storage
 from ._findings import Finding
-from ._values import AsyncRequest, Checkpoint, Draft, Fields
+from ._values import AsyncRequest, Checkpoint, Fields, PendingSave
 
 
 class StrategyAction(Enum):
@@ -85,7 +85,7 @@ class SaveCommon(Protocol):
     What it returns counts, so that a backend can name another one as that of the common state.
     """
 
-    def __call__(self, draft: Draft, common: Any, /) -> Fields: ...
+    def __call__(self, pending: PendingSave, common: Any, /) -> Fields: ...
 
 
 class SaveSharded(Protocol):
@@ -94,13 +94,15 @@ class SaveSharded(Protocol):
     Where the backend has a row for SAVE_OBJECTS too, sharded objects come along here.
     """
 
-    def __call__(self, draft: Draft, shards: Sequence[ShardedTensor | ShardedObject], /) -> AsyncRequest[Any]: ...
+    def __call__(
+        self, pending: PendingSave, shards: Sequence[ShardedTensor | ShardedObject], /
+    ) -> AsyncRequest[Any]: ...
 
 
 class SaveObjects(Protocol):
     """SAVE_OBJECTS: prepare to write sharded objects, beside a backend that can't hold them."""
 
-    def __call__(self, draft: Draft, objects: Sequence[ShardedObject], /) -> AsyncRequest[Any]: ...
+    def __call__(self, pending: PendingSave, objects: Sequence[ShardedObject], /) -> AsyncRequest[Any]: ...
 
 
 class RemoveSharded(Protocol):
@@ -134,7 +136,7 @@ class Commit(Protocol):
     A format that has no such row is committed by metadata.json. The fields are what that would say.
     """
 
-    def __call__(self, draft: Draft, fields: Fields, /) -> None: ...
+    def __call__(self, pending: PendingSave, fields: Fields, /) -> None: ...
 
 
 class ListFiles(Protocol):

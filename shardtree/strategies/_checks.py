@@ -10,8 +10,8 @@ from ..errors import IntegrityError, KeyMismatch, ShapeError, UnsupportedValue, 
 from ..layouts import TensorKind
 from ..mapping import ShardedObject, ShardedTensor
 from ..mapping.memory import lacks_memory
-from ..objects import OBJECT_RULES, Reshaped
-from ..plans import Gap, Misfit, Mismatch, Refused, Unexpected, convertible, misfit_lines, prefix_difference
+from ..objects import OBJECT_RULES, ShapeChange
+from ..plans import Gap, Misfit, Mismatch, Refusal, Unexpected, convertible, misfit_lines, prefix_difference
 
 
 def check_fit(problems: Sequence[Misfit]) -> None:
@@ -44,7 +44,7 @@ def check_fit(problems: Sequence[Misfit]) -> None:
         error = KeyMismatch(text)
         error.unexpected = tuple(sorted({problem.key for problem in unexpected}))
         raise error
-    if all(isinstance(problem, Refused) for problem in problems):
+    if all(isinstance(problem, Refusal) for problem in problems):
         raise UnsupportedValue(text)
     raise ShapeError(text)
 
@@ -83,7 +83,7 @@ def _has_another_dtype(problem: Misfit) -> TypeGuard[Mismatch]:
 
 
 def _is_reshaped(problem: Misfit) -> bool:
-    return isinstance(problem, Reshaped)
+    return isinstance(problem, ShapeChange)
 
 
 def _is_gap(problem: Misfit) -> bool:

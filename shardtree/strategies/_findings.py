@@ -9,7 +9,7 @@ import torch
 
 from ..codec import archive_records
 from ..errors import CheckpointingException
-from ..fingerprints import FingerprintPart, piece_total, shard_parts
+from ..fingerprints import PartialFingerprint, piece_total, shard_parts
 from ..geometry import slabs
 from ..mapping import ShardedTensor
 from ..plans import grouped
@@ -207,7 +207,7 @@ Load = Callable[[Sequence[ShardedTensor]], object]
 
 def stored_parts(
     tensors: Iterable[ShardedTensor], load: Load, *, rank: int = 0, ranks: int = 1, threads: int | None = None
-) -> Iterator[dict[str, FingerprintPart]]:
+) -> Iterator[dict[str, PartialFingerprint]]:
     """Yield what stored tensors add to their fingerprints, a group of slabs at a time.
 
     Args:

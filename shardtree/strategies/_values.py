@@ -1,4 +1,4 @@
-"""The values that strategies are given: a checkpoint to read, a draft to write, and the request that writes it."""
+"""The values that strategies are given: a checkpoint to read, a pending save to write, and the request that writes it."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ class Replaced:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Draft:
+class PendingSave:
     """A checkpoint that is being written.
 
     Attributes:

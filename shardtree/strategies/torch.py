@@ -21,7 +21,7 @@ from ._actions import Strategies, StrategyAction
 from ._findings import Damage, Finding, archive_unchecked
 from ._manifest import check_listed
 from ._metadata import was_replaced
-from ._values import Checkpoint, Draft, Fields, LoadOptions
+from ._values import Checkpoint, Fields, LoadOptions, PendingSave
 
 # Holes in lists and tuples: what is stored in their place, and the record that says where they were.
 
@@ -130,7 +130,7 @@ BACKEND, VERSION = "torch", 1
 COMMON_FILE = "common.pt"
 
 
-def save_common(draft: Draft, common: Any) -> Fields:
+def save_common(pending: PendingSave, common: Any) -> Fields:
     """Write the common tree, and return the format that it is in.
 
     Where a dict had a shard the key is left out, as Megatron-Core does. It leaves shards out of lists too, and then
@@ -141,8 +141,8 @@ def save_common(draft: Draft, common: Any) -> Fields:
     Raises:
         UnsupportedValue: a value would have to be pickled, and `allow_pickle` isn't given.
     """
-    data = encode_with_holes(common, allow_pickle=draft.options.allow_pickle)
-    draft.storage.write(COMMON_FILE, [memoryview(data)], durable=draft.options.durable)
+    data = encode_with_holes(common, allow_pickle=pending.options.allow_pickle)
+    pending.storage.write(COMMON_FILE, [memoryview(data)], durable=pending.options.durable)
     return {"common_backend": BACKEND, "common_backend_version": VERSION}
 
 

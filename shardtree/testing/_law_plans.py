@@ -29,10 +29,10 @@ def check_load_plan(requests: ShardColumns, chunks: StoredChunks, plan: LoadPlan
 
     Examples:
         >>> import torch, shardtree as st
-        >>> half = st.shard_columns([st.ShardedTensor.from_rank_offsets("w", torch.zeros(2), (0, 1, 2))])
+        >>> half = st.layouts.shard_columns([st.ShardedTensor.from_rank_offsets("w", torch.zeros(2), (0, 1, 2))])
         >>> at = np.array([0])
         >>> stored = StoredChunks(at, at[:, None], at[:, None] + 4, at - 1, at - 1, at, at)
-        >>> check_load_plan(half, stored, st.plan_load(half, stored))
+        >>> check_load_plan(half, stored, st.plans.plan_load(half, stored))
     """
     expected = _expected_sources(requests, chunks)
     found: dict[tuple[int, int], tuple[int, int]] = {}
@@ -63,8 +63,8 @@ def check_writes(columns: ShardColumns, ranks: int, writes: np.ndarray[tuple[int
 
     Examples:
         >>> import torch, shardtree as st
-        >>> columns = st.shard_columns([st.ShardedTensor.from_rank_offsets("w", torch.zeros(2))])
-        >>> check_writes(columns, 1, st.level_writes(columns, 1))
+        >>> columns = st.layouts.shard_columns([st.ShardedTensor.from_rank_offsets("w", torch.zeros(2))])
+        >>> check_writes(columns, 1, st.plans.level_writes(columns, 1))
     """
     size = columns.elements * columns.item_size[columns.key]
     rows: dict[tuple[object, ...], list[int]] = {}

@@ -132,7 +132,7 @@ def shard_elements(columns: ShardColumns, row: int) -> list[_Element]:
     Examples:
         >>> import torch, shardtree as st
         >>> whole = st.ShardedTensor.from_rank_offsets("w", torch.zeros(3), (0, 1, 2))
-        >>> shard_elements(st.shard_columns([whole]), 0)
+        >>> shard_elements(st.layouts.shard_columns([whole]), 0)
         [(3,), (4,), (5,)]
     """
     begin, shape = columns.offset[row].tolist(), columns.shape[row].tolist()

@@ -123,7 +123,7 @@ def check_relayed(plan: ReshardPlan, passed_on: ReshardPlan, *, shortest_cut: in
     Args:
         plan: without relays.
         passed_on: with them.
-        shortest_cut: as `relayed` was given it.
+        shortest_cut: as `with_relays` was given it.
 
     Raises:
         AssertionError: names the ranks, or the element.
@@ -132,7 +132,7 @@ def check_relayed(plan: ReshardPlan, passed_on: ReshardPlan, *, shortest_cut: in
         >>> import torch, shardtree as st
         >>> def whole(rank): return {"w": st.ShardedTensor.from_rank_offsets("w", torch.zeros(4), replica_id=rank)}
         >>> plan = st.plan_reshard({0: whole(0)}, {1: whole(0), 2: whole(1)})
-        >>> check_relayed(plan, st.relayed(plan, shortest_cut=1))
+        >>> check_relayed(plan, st.plans.with_relays(plan, shortest_cut=1))
     """
     assert passed_on.bytes_moved == plan.bytes_moved, f"{passed_on.bytes_moved} bytes move, not {plan.bytes_moved}"
     assert passed_on.received == plan.received, f"ranks get {passed_on.received}, not {plan.received}"
@@ -179,7 +179,7 @@ def element_numbers(columns: ShardColumns, row: int, keys: tuple[str, ...]) -> C
     Examples:
         >>> import torch, shardtree as st
         >>> whole = st.ShardedTensor.from_rank_offsets("w", torch.zeros(3), (0, 1, 2))
-        >>> element_numbers(st.shard_columns([whole]), 0, ("w",)).tolist()
+        >>> element_numbers(st.layouts.shard_columns([whole]), 0, ("w",)).tolist()
         [3, 4, 5]
     """
     key = columns.keys[columns.key[row]]

@@ -8,11 +8,11 @@ from functools import partial
 from ..lenses import (
     Lens,
     attention_qkv,
-    compose_factories,
+    by_pattern,
+    compose,
     expert_keys,
     expert_stack,
     gate_and_up,
-    lenses_by_pattern,
     mapped_axis,
     padded_axis,
     rearranged,
@@ -83,16 +83,16 @@ LENS_CASES: dict[str, LensCase] = {
     "padded_axis: axis 1": LensCase(padded_axis(3, axis=1), (2, 6)),
     "tied": LensCase(tied("w", "embedding"), (3, 2)),
     "renamed": LensCase(renamed("mlp.w", "ffn"), (3, 2)),
-    "lenses_by_pattern": LensCase(compose_factories(_apart(), lenses_by_pattern(_ROTARY)), (16, 2)),
+    "by_pattern": LensCase(compose(_apart(), by_pattern(_ROTARY)), (16, 2)),
     "rearranged: experts": LensCase(rearranged("(e f) h -> e h f", e=2), (6, 2)),
     "rearranged: ranks of experts": LensCase(
         rearranged("h (p t e two f) -> (p e) (two t f) h", p=2, t=2, e=1, two=2), (2, 16)
     ),
     "rearranged: prepended too": LensCase(rearranged("l e d -> d (l e)"), (2, 2, 3), prepended=1),
     "mapped_axis": LensCase(mapped_axis(-1, lambda n: groups(n, 2, (1, 2)), part="w", names=("a", "b")), (2, 6)),
-    "compose_factories": LensCase(compose_factories(), (2, 3)),
-    "compose_factories: four deep": LensCase(
-        compose_factories(
+    "compose": LensCase(compose(), (2, 3)),
+    "compose: four deep": LensCase(
+        compose(
             expert_keys("experts", experts=2, axis=1),
             gate_and_up(tensor_parallel=2, axis=1, part="w", names=("gate", "up")),
             transposed(),

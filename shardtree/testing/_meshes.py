@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from hypothesis import strategies as st
 
-from ..layouts import Mesh, PartitionSpec, SpecEntry, Split
+from ..layouts import AxisSplit, Mesh, PartitionSpec, SpecEntry
 from ._tensors import PRINTABLE_DTYPES, shapes, tensors
 
 _NAMES = ("dp", "tp", "pp", "cp", "ep")
@@ -94,7 +94,7 @@ def _entries(names: list[str]) -> st.SearchStrategy[SpecEntry]:
     """Return a strategy for the entries that cut an axis along some axes of a mesh."""
     if not names:
         return st.none()
-    splits = st.tuples(*(st.builds(Split, st.just(name), st.sampled_from([1, 2, 3])) for name in names))
+    splits = st.tuples(*(st.builds(AxisSplit, st.just(name), st.sampled_from([1, 2, 3])) for name in names))
     joint: st.SearchStrategy[SpecEntry] = st.just(tuple(names))
     return joint | splits
 

@@ -11,3 +11,14 @@ from ._split import split_tensor as split_tensor
 from ._stack import partial_rename as partial_rename
 from ._stack import stack_layers as stack_layers
 from ._stack import unstack_layers as unstack_layers
+
+__all__ = [
+    "merge_tensors",
+    "pad_tensors",
+    "partial_rename",
+    "split_tensor",
+    "stack_layers",
+    "transpose_tensors",
+    "unpad_tensors",
+    "unstack_layers",
+]

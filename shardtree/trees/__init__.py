@@ -61,3 +61,35 @@ from ._unbox import rebox as rebox
 from ._unbox import unbox as unbox
 
 register_nodes()
+
+__all__ = [
+    "HOLE",
+    "Difference",
+    "Hole",
+    "Record",
+    "apply_factories",
+    "apply_factory_merges",
+    "bind",
+    "cast",
+    "combine",
+    "common_with_holes",
+    "compose",
+    "diff",
+    "extract_metadata",
+    "extract_nonpersistent",
+    "extract_sharded",
+    "leaves_with_paths",
+    "map_data",
+    "map_shards",
+    "merge",
+    "narrow",
+    "partition",
+    "prefix",
+    "rebox",
+    "rename",
+    "select",
+    "shard_leaves",
+    "unbox",
+    "without_data",
+    "without_holes",
+]

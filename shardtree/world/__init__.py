@@ -12,3 +12,12 @@ from ._phases import step as step
 from ._processes import run_processes as run_processes
 from ._simulated import simulate as simulate
 from ._world import World as World
+
+__all__ = [
+    "World",
+    "current_world",
+    "distributed",
+    "one_process",
+    "run_processes",
+    "simulate",
+]

@@ -30,7 +30,7 @@ def shard(key: str, data: torch.Tensor, rank: int = 0, ranks: int = 1) -> st.Sha
 
 
 def request(folder: Storage, value: float = 1.0, world: World | None = None, **options: Any) -> st.AsyncRequest[Any]:
-    own = world or st.one_process()
+    own = world or st.world.one_process()
     tree = {"w": shard("w", torch.full((2, 3), value), own.rank, own.size), "step": value}
     made = st.save(tree, folder, async_sharded_save=True, world=own, **options)
     assert made is not None
@@ -141,24 +141,26 @@ def check_each_is_the_moment_of_its_call(world: World, folders: Sequence[Storage
 
 
 def test_200_saves_of_changing_tensors_are_each_the_moment_of_their_call() -> None:
-    check_each_is_the_moment_of_its_call(st.one_process(), [st.MemoryStorage() for _ in range(200)])
+    check_each_is_the_moment_of_its_call(st.world.one_process(), [st.storage.MemoryStorage() for _ in range(200)])
 
 
 def test_so_are_those_of_two_ranks() -> None:
-    folders = [st.MemoryStorage() for _ in range(20)]
+    folders = [st.storage.MemoryStorage() for _ in range(20)]
     st.simulate(2, lambda world: check_each_is_the_moment_of_its_call(world, folders))
 
 
 def test_the_law_catches_tensors_that_are_not_copied() -> None:
     with pytest.raises(AssertionError, match="isn't the moment of its call"):
-        check_each_is_the_moment_of_its_call(st.one_process(), [st.MemoryStorage() for _ in range(40)], snapshot=False)
+        check_each_is_the_moment_of_its_call(
+            st.world.one_process(), [st.storage.MemoryStorage() for _ in range(40)], snapshot=False
+        )
 
 
 @pytest.mark.parametrize("backend", [("safetensors", 1), ("torch_dist", 1), ("dcp", 1), ("zarr", 3)])
 def test_every_format_keeps_the_moment(backend: tuple[str, int]) -> None:
     weight, rng, log = torch.zeros(3), {"state": [1]}, {"step": [1], "a": np.zeros(2), "t": torch.zeros(2)}
     tree = {"w": shard("w", weight), "rng": st.ShardedObject("rng", rng, (1,), (0,)), **log}
-    made = st.save(tree, folder := st.MemoryStorage(), backend, async_sharded_save=True)
+    made = st.save(tree, folder := st.storage.MemoryStorage(), backend, async_sharded_save=True)
     weight.add_(1), rng["state"].append(2), log["step"].append(2), log["t"].add_(1)
     log["a"] += 1
     assert made is not None
@@ -172,7 +174,7 @@ def test_common_values_are_kept_whatever_they_are() -> None:
     weight = torch.ones(4, requires_grad=True)
     product = weight * 2
     tree = {"grad": product, "part": torch.arange(10**6)[:3], "file": io.BytesIO(b"abc")}
-    made = st.save(tree, folder := st.MemoryStorage(), async_sharded_save=True)
+    made = st.save(tree, folder := st.storage.MemoryStorage(), async_sharded_save=True)
     tree["file"].write(b"xyz")
     assert made is not None
     made.execute_sync()
@@ -182,29 +184,29 @@ def test_common_values_are_kept_whatever_they_are() -> None:
 
 
 def test_what_cannot_be_copied_is_named() -> None:
-    with pytest.raises(st.UnsupportedValue, match=r"tree\['a'\]\['lock'\]: lock"):
-        st.save({"a": {"lock": threading.Lock()}}, st.MemoryStorage(), async_sharded_save=True)
+    with pytest.raises(st.errors.UnsupportedValue, match=r"tree\['a'\]\['lock'\]: lock"):
+        st.save({"a": {"lock": threading.Lock()}}, st.storage.MemoryStorage(), async_sharded_save=True)
 
 
 # The memory of a request.
 
 
 def test_a_save_that_is_written_keeps_its_memory_whoever_drops_it() -> None:
-    gate, folder = threading.Event(), st.MemoryStorage()
+    gate, folder = threading.Event(), st.storage.MemoryStorage()
     queue = st.AsyncCallsQueue()
     queue.schedule_async_request(request(held(folder, gate), 3.0))
     call = queue._calls.popleft()
     written, finish = call.written, call.request.finish
     del call
     for number in range(4):
-        request(st.MemoryStorage(), 10.0 + number)
+        request(st.storage.MemoryStorage(), 10.0 + number)
     gate.set()
     finish(written.result)
     assert value_in(folder) == 3
 
 
 def test_a_request_that_failed_is_tried_again_with_the_same_bytes() -> None:
-    folder, failures = st.MemoryStorage(), iter([True])
+    folder, failures = st.storage.MemoryStorage(), iter([True])
 
     def once(size: int) -> None:
         if next(failures, False):
@@ -214,7 +216,7 @@ def test_a_request_that_failed_is_tried_again_with_the_same_bytes() -> None:
     with pytest.raises(FullDisk):
         made.execute_sync()
     for number in range(4):
-        request(st.MemoryStorage(), 10.0 + number)
+        request(st.storage.MemoryStorage(), 10.0 + number)
     made.execute_sync()
     assert value_in(folder) == 3
 
@@ -224,7 +226,7 @@ def test_a_request_that_failed_is_tried_again_with_the_same_bytes() -> None:
 
 def test_calls_are_counted_and_committed_in_order() -> None:
     queue, seen = st.AsyncCallsQueue(persistent=True), []
-    folders = [st.MemoryStorage() for _ in range(3)]
+    folders = [st.storage.MemoryStorage() for _ in range(3)]
     for number, folder in enumerate(folders):
         made = request(folder, number).add_finalize_fn(lambda number=number: seen.append(number))
         assert queue.schedule_async_request(made) == number
@@ -233,7 +235,7 @@ def test_calls_are_counted_and_committed_in_order() -> None:
     assert queue.get_num_unfinalized_calls() == 0 and queue.maybe_finalize_async_calls() == []
     assert [value_in(folder) for folder in folders] == [0, 1, 2]
     queue.close()
-    last = queue.schedule_async_request(request(folder := st.MemoryStorage(), 5))
+    last = queue.schedule_async_request(request(folder := st.storage.MemoryStorage(), 5))
     queue.close()
     assert last == 3 and value_in(folder) == 5
 
@@ -249,7 +251,7 @@ def held(storage: Storage, gate: threading.Event) -> Storage:
 
 
 def test_nothing_is_committed_before_all_ranks_have_written() -> None:
-    folder, gate = st.MemoryStorage(), threading.Event()
+    folder, gate = st.storage.MemoryStorage(), threading.Event()
 
     def on_rank(world: World) -> list[list[int]]:
         queue = st.AsyncCallsQueue()
@@ -272,7 +274,7 @@ def test_nothing_is_committed_before_all_ranks_have_written() -> None:
 
 
 def test_without_asking_the_others_a_rank_that_has_written_waits_for_them() -> None:
-    folder = st.MemoryStorage()
+    folder = st.storage.MemoryStorage()
 
     def on_rank(world: World) -> list[int]:
         with st.AsyncCallsQueue() as queue:
@@ -286,7 +288,7 @@ def test_without_asking_the_others_a_rank_that_has_written_waits_for_them() -> N
 
 
 def test_a_rank_that_waits_meets_one_that_looks_in_passing() -> None:
-    folders = [st.MemoryStorage() for _ in range(4)]
+    folders = [st.storage.MemoryStorage() for _ in range(4)]
 
     def on_rank(world: World) -> list[int]:
         queue, done = st.AsyncCallsQueue(), []
@@ -309,7 +311,7 @@ def failing(size: int) -> None:
 
 
 def test_a_failure_surfaces_on_every_rank_and_the_old_checkpoint_stays() -> None:
-    folder, later = st.MemoryStorage(), st.MemoryStorage()
+    folder, later = st.storage.MemoryStorage(), st.storage.MemoryStorage()
     st.simulate(2, lambda world: request(folder, 1.0, world).execute_sync())
     before = folder.names()
 
@@ -318,7 +320,7 @@ def test_a_failure_surfaces_on_every_rank_and_the_old_checkpoint_stays() -> None
         options = {"progress": failing} if world.rank == 1 else {}
         queue.schedule_async_request(request(folder, 2.0, world, overwrite=True, **options))
         queue.schedule_async_request(request(later, 3.0, world))
-        with pytest.raises(st.RemoteError, match=r"rank 1: FullDisk: no space") as caught:
+        with pytest.raises(st.errors.RemoteError, match=r"rank 1: FullDisk: no space") as caught:
             queue.maybe_finalize_async_calls(blocking=True)
         assert caught.value.__notes__ == ["async save 0 to 'memory:'"]
         world.barrier()
@@ -333,7 +335,7 @@ def test_a_failure_surfaces_on_every_rank_and_the_old_checkpoint_stays() -> None
 
 
 def test_close_commits_what_it_can_and_raises_the_first_failure() -> None:
-    queue, folders = st.AsyncCallsQueue(), [st.MemoryStorage() for _ in range(4)]
+    queue, folders = st.AsyncCallsQueue(), [st.storage.MemoryStorage() for _ in range(4)]
     for number, folder in enumerate(folders):
         options = {"progress": failing} if number % 2 else {}
         queue.schedule_async_request(request(folder, number, **options))
@@ -344,7 +346,7 @@ def test_close_commits_what_it_can_and_raises_the_first_failure() -> None:
 
 
 def test_close_with_abort_drops_what_is_not_committed_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    gate, folders = threading.Event(), [st.MemoryStorage() for _ in range(3)]
+    gate, folders = threading.Event(), [st.storage.MemoryStorage() for _ in range(3)]
     queue = st.AsyncCallsQueue()
     for folder in folders:
         queue.schedule_async_request(request(held(folder, gate)))
@@ -359,14 +361,14 @@ def test_close_with_abort_drops_what_is_not_committed_and_says_so(caplog: pytest
 
 def test_a_finalizer_that_fails_is_told_and_the_checkpoint_stays() -> None:
     queue = st.AsyncCallsQueue()
-    queue.schedule_async_request(request(folder := st.MemoryStorage()).add_finalize_fn(lambda: 1 // 0))
+    queue.schedule_async_request(request(folder := st.storage.MemoryStorage()).add_finalize_fn(lambda: 1 // 0))
     with pytest.raises(ZeroDivisionError):
         queue.maybe_finalize_async_calls(blocking=True)
     assert queue.get_num_unfinalized_calls() == 0 and value_in(folder) == 1
 
 
 def test_a_finalizer_may_schedule_the_next_save() -> None:
-    queue, folders = st.AsyncCallsQueue(), [st.MemoryStorage() for _ in range(2)]
+    queue, folders = st.AsyncCallsQueue(), [st.storage.MemoryStorage() for _ in range(2)]
     later = request(folders[1], 2.0)
     queue.schedule_async_request(
         request(folders[0]).add_finalize_fn(lambda: ignored(queue.schedule_async_request(later)))
@@ -401,17 +403,17 @@ def test_an_interrupt_right_after_the_commit_leaves_the_new_checkpoint(
     with pytest.raises(KeyboardInterrupt):
         replace(made, commit=commit).execute_sync()
     assert st.load_plain_tensors(tmp_path / "it", verify="all")["w"].tolist() == [2.0] * 3
-    with pytest.raises(st.CheckpointReplaced):
+    with pytest.raises(st.errors.CheckpointReplaced):
         made.execute_sync()
     assert st.load_plain_tensors(tmp_path / "it", verify="all")["w"].tolist() == [2.0] * 3
 
 
 @pytest.mark.parametrize("ask", ["maybe_finalize_async_calls", "close"])
 def test_a_finalizer_that_finalizes_is_refused_and_nothing_else_happens(ask: str) -> None:
-    queue, folders = st.AsyncCallsQueue(), [st.MemoryStorage() for _ in range(2)]
+    queue, folders = st.AsyncCallsQueue(), [st.storage.MemoryStorage() for _ in range(2)]
     queue.schedule_async_request(request(folders[0]).add_finalize_fn(getattr(queue, ask)))
     queue.schedule_async_request(request(folders[1], 2.0))
-    with pytest.raises(st.WorldError, match="a finalizer may schedule saves, and not finalize or close"):
+    with pytest.raises(st.errors.WorldError, match="a finalizer may schedule saves, and not finalize or close"):
         queue.maybe_finalize_async_calls(blocking=True)
     assert queue.get_num_unfinalized_calls() == 1
     assert queue.maybe_finalize_async_calls(blocking=True) == [1]
@@ -429,7 +431,7 @@ def interruptible() -> Iterator[None]:
 
 def test_a_wait_that_is_interrupted_can_be_tried_again(interruptible: None) -> None:
     queue, gate = st.AsyncCallsQueue(), threading.Event()
-    queue.schedule_async_request(request(held(folder := st.MemoryStorage(), gate)))
+    queue.schedule_async_request(request(held(folder := st.storage.MemoryStorage(), gate)))
     interrupt = threading.Timer(0.1, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
     interrupt.start()
     with pytest.raises(KeyboardInterrupt):
@@ -448,7 +450,7 @@ def test_nothing_on_the_way_is_no_collective() -> None:
 
 
 def test_ranks_that_differ_in_the_number_of_saves_are_told() -> None:
-    folders = [st.MemoryStorage() for _ in range(2)]
+    folders = [st.storage.MemoryStorage() for _ in range(2)]
 
     def on_rank(world: World) -> None:
         queue = st.AsyncCallsQueue()
@@ -461,20 +463,20 @@ def test_ranks_that_differ_in_the_number_of_saves_are_told() -> None:
         finally:
             queue.close(abort=True)
 
-    with pytest.raises(st.WorldError, match="rank 1: returned"):
+    with pytest.raises(st.errors.WorldError, match="rank 1: returned"):
         st.simulate(2, on_rank)
     assert [value_in(folder) for folder in folders] == [1, None]
 
 
 def test_ranks_with_other_saves_are_told() -> None:
-    folders = [st.MemoryStorage() for _ in range(2)]
+    folders = [st.storage.MemoryStorage() for _ in range(2)]
 
     def on_rank(world: World) -> None:
         queue = st.AsyncCallsQueue()
         if world.rank:
             queue._next_index += 1  # as if it had scheduled one more
         queue.schedule_async_request(request(folders[0], 1.0, world))
-        with pytest.raises(st.WorldError, match="rank 1: async save 1"):
+        with pytest.raises(st.errors.WorldError, match="rank 1: async save 1"):
             queue.maybe_finalize_async_calls(blocking=True)
         queue.close(abort=True)
 
@@ -492,7 +494,7 @@ def test_what_is_no_request_is_refused(wrong: Any) -> None:
 
 def test_a_request_is_scheduled_once_and_not_changed_after() -> None:
     seen: list[int] = []
-    made = request(folder := st.MemoryStorage())
+    made = request(folder := st.storage.MemoryStorage())
     with st.AsyncCallsQueue() as queue:
         queue.schedule_async_request(made)
         later = made.add_finalize_fn(lambda: seen.append(1))
@@ -502,20 +504,20 @@ def test_a_request_is_scheduled_once_and_not_changed_after() -> None:
     assert seen == [] and value_in(folder) == 1
     with st.AsyncCallsQueue() as queue:
         queue.schedule_async_request(later)
-        with pytest.raises(st.CheckpointReplaced):
+        with pytest.raises(st.errors.CheckpointReplaced):
             queue.maybe_finalize_async_calls(blocking=True)
     assert value_in(folder) == 1
 
 
 @pytest.mark.parametrize("is_async", [True, False])
 def test_a_save_to_a_folder_that_one_is_on_its_way_to_is_refused(is_async: bool) -> None:
-    folder = st.MemoryStorage()
+    folder = st.storage.MemoryStorage()
 
     def on_rank(world: World) -> None:
         queue = st.AsyncCallsQueue()
         queue.schedule_async_request(request(folder, 1.0, world))
         tree = {"w": shard("w", torch.zeros(1), world.rank, world.size)}
-        with pytest.raises(st.CheckpointReplaced, match=r"async save 0 to 'memory:' isn't committed yet"):
+        with pytest.raises(st.errors.CheckpointReplaced, match=r"async save 0 to 'memory:' isn't committed yet"):
             st.save(tree, folder, async_sharded_save=is_async, overwrite=True, world=world)
         queue.maybe_finalize_async_calls(blocking=True)
         queue.schedule_async_request(request(folder, 2.0, world, overwrite=True))
@@ -536,7 +538,7 @@ def test_a_queue_is_one_threads() -> None:
         except BaseException as error:
             errors.append(error)
 
-    queue.schedule_async_request(request(held(st.MemoryStorage(), gate)))
+    queue.schedule_async_request(request(held(st.storage.MemoryStorage(), gate)))
     thread = threading.Thread(target=other)
     thread.start()
     thread.join()
@@ -549,7 +551,7 @@ def test_a_dropped_queue_is_loud_and_its_saves_stay_on_their_way(caplog: pytest.
     from shardtree.checkpoint.async_saves._exit import finalize, on_their_way
 
     queue = st.AsyncCallsQueue()
-    queue.schedule_async_request(request(folder := st.MemoryStorage()))
+    queue.schedule_async_request(request(folder := st.storage.MemoryStorage()))
     calls = queue._calls
     del queue
     assert "a queue was dropped with async save 0 to 'memory:' on the way" in caplog.text
@@ -559,7 +561,7 @@ def test_a_dropped_queue_is_loud_and_its_saves_stay_on_their_way(caplog: pytest.
 
 def test_a_fork_has_nothing_on_its_way() -> None:
     queue, gate = st.AsyncCallsQueue(), threading.Event()
-    queue.schedule_async_request(request(held(st.MemoryStorage(), gate)))
+    queue.schedule_async_request(request(held(st.storage.MemoryStorage(), gate)))
     pid = os.fork()
     if not pid:
         os._exit(queue.get_num_unfinalized_calls() + len(queue.maybe_finalize_async_calls(blocking=True)))
@@ -575,8 +577,8 @@ def watched(fn: Callable[..., st.AsyncRequest[Any]], rank: int, plan: Sequence[S
     """Return the strategy with a delay or failure on this rank for each save: milliseconds, or -1."""
     number = iter(range(len(plan)))
 
-    def save_sharded(draft: Any, shards: Any) -> st.AsyncRequest[Any]:
-        made, what = fn(draft, shards), plan[next(number)][rank]
+    def save_sharded(pending: Any, shards: Any) -> st.AsyncRequest[Any]:
+        made, what = fn(pending, shards), plan[next(number)][rank]
 
         def write() -> Any:
             if what < 0:
@@ -591,7 +593,7 @@ def watched(fn: Callable[..., st.AsyncRequest[Any]], rank: int, plan: Sequence[S
 
 def check_order(plan: Sequence[Sequence[int]], ranks: int, queue_type: type[st.AsyncCallsQueue]) -> None:
     """Raise unless saves are committed in order on every rank, all but those that failed on some rank."""
-    folders = [st.MemoryStorage() for _ in plan]
+    folders = [st.storage.MemoryStorage() for _ in plan]
     committed: list[list[int]] = [[] for _ in range(ranks)]
 
     def on_rank(world: World) -> tuple[list[int], int]:
@@ -617,7 +619,7 @@ def check_order(plan: Sequence[Sequence[int]], ranks: int, queue_type: type[st.A
 def polled(queue: st.AsyncCallsQueue, *, blocking: bool) -> int:
     try:
         queue.maybe_finalize_async_calls(blocking)
-    except (FullDisk, st.RemoteError):
+    except (FullDisk, st.errors.RemoteError):
         return 1
     return 0
 

@@ -81,7 +81,7 @@ def test_with_a_known_layout_each_shard_is_compared_with_its_own_replica(changed
     trees = [
         shardtree.map_data(torch.clone, tree) for tree in shardtree.shard(state, mesh, shardtree.PartitionSpec("tp"))
     ]
-    layout = shardtree.tree_columns(trees)
+    layout = shardtree.layouts.tree_columns(trees)
     if changed:
         trees[3]["x"].data[0, 0] = float("nan")
     try:

@@ -16,7 +16,7 @@ from hypothesis import strategies as some
 
 import shardtree as st
 from shardtree.checkpoint.comparison import _values
-from shardtree.checkpoint.comparison._compare import CheckpointDifference, KindDifference, compare_checkpoints
+from shardtree.checkpoint.comparison._compare import CheckpointDifference, KindDifference, compare
 from shardtree.checkpoint.comparison._values import ValueDifference, boxes_within
 from shardtree.errors import UnsafeFile
 from shardtree.layouts import TensorKind
@@ -42,15 +42,15 @@ def tensor(key: str, data: torch.Tensor) -> st.ShardedTensor:
     return st.ShardedTensor.from_rank_offsets(key, data)
 
 
-def compare(left: torch.Tensor, right: torch.Tensor, **options: Any) -> ValueDifference | None:
-    found = compare_checkpoints(saved_tree([tensor("w", left)]), saved_tree([tensor("w", right)]), **options)
+def compared(left: torch.Tensor, right: torch.Tensor, **options: Any) -> ValueDifference | None:
+    found = compare(saved_tree([tensor("w", left)]), saved_tree([tensor("w", right)]), **options)
     assert replace(found, values=(), nbytes=0) == CheckpointDifference()
     return found.values[0] if found.values else None
 
 
 def check_finds(state: GlobalState, left: MemoryStorage, right: MemoryStorage, changed: str | None, most: int) -> None:
     """Raise unless a comparison finds just the tensor that was changed."""
-    found = compare_checkpoints(left, right, max_bytes_in_flight=most)
+    found = compare(left, right, max_bytes_in_flight=most)
     assert [difference.key for difference in found.values] == ([changed] if changed else [])
     assert bool(found) == (changed is not None)
     assert found.nbytes == sum(whole.nbytes for whole in state.tensors.values())
@@ -129,7 +129,7 @@ VALUES: dict[str, tuple[torch.Tensor, torch.Tensor, tuple[Any, ...]]] = {
 @pytest.mark.parametrize("case", VALUES)
 def test_what_differs_is_told(case: str, most: int) -> None:
     left, right, expected = VALUES[case]
-    found = compare(left, right, max_bytes_in_flight=most)
+    found = compared(left, right, max_bytes_in_flight=most)
     assert found is not None
     assert (found.count, found.first, found.left, found.right, found.largest) == expected
     assert found.elements == left.numel()
@@ -137,21 +137,21 @@ def test_what_differs_is_told(case: str, most: int) -> None:
 
 def test_nans_are_equal_to_themselves_bit_for_bit() -> None:
     one, other = (torch.tensor([word], dtype=torch.int32).view(torch.float32) for word in (0x7FC00000, 0x7FC00001))
-    assert compare(one, one.clone()) is None
-    found = compare(one, other)
+    assert compared(one, one.clone()) is None
+    found = compared(one, other)
     assert found is not None and found.largest is None and str(found.left) == "nan"
 
 
 def test_elements_that_torch_cannot_show_are_told_by_their_bits() -> None:
     left, right = (torch.tensor([word], dtype=torch.int16).view(torch.bits16) for word in (1, 0x7FFF))
-    found = compare(left, right)
+    found = compared(left, right)
     assert found is not None and (found.left, found.right, found.largest) == ("0x0001", "0x7fff", None)
 
 
 def test_what_only_one_has_and_other_kinds_are_told() -> None:
     left = saved_tree([tensor("a", torch.ones(2)), tensor("b", torch.ones(2)), tensor("c", torch.ones(2))])
     right = saved_tree([tensor("b", torch.ones(3)), tensor("c", torch.ones(2).half()), tensor("d", torch.ones(2))])
-    found = compare_checkpoints(left, right)
+    found = compare(left, right)
     assert (found.only_left, found.only_right, found.nbytes) == (("a",), ("d",), 0)
     assert [str(kind) for kind in found.kinds] == [
         "'b': (2,) float32 and (3,) float32",
@@ -180,37 +180,37 @@ def changed(**values: Any) -> Any:
 def test_common_states_are_compared_to_the_last_field(types: tuple[type, ...]) -> None:
     left = saved_tree(COMMON)
     same, other = saved_tree(changed()), saved_tree(changed(rates=torch.tensor([0.1, 0.3]), colour=Colour.BLUE))
-    assert not compare_checkpoints(left, same, types=types)
+    assert not compare(left, same, types=types)
     path = ("args", "colour") if types else ("args", "colour", "name")
-    assert path in compare_checkpoints(left, other, types=types).common.mismatch
-    assert ("args", "rates") in compare_checkpoints(left, other, types=types).common.mismatch
-    assert compare_checkpoints(left, saved_tree({**COMMON, "buffer": BytesIO(b"abd")})).common
+    assert path in compare(left, other, types=types).common.mismatch
+    assert ("args", "rates") in compare(left, other, types=types).common.mismatch
+    assert compare(left, saved_tree({**COMMON, "buffer": BytesIO(b"abd")})).common
 
 
 def test_objects_are_compared_one_by_one() -> None:
     def objects(seed: int) -> MemoryStorage:
         return saved_tree([st.ShardedObject("rng", {"seed": seed * n, "n": n}, (2,), (n,)) for n in range(2)])
 
-    found = compare_checkpoints(objects(1), objects(2))
+    found = compare(objects(1), objects(2))
     assert {key: where.mismatch for key, where in found.objects.items()} == {"rng/shard_1_2": (("seed",),)}
-    assert not compare_checkpoints(objects(1), objects(1))
+    assert not compare(objects(1), objects(1))
 
 
 def test_a_tensor_is_never_an_object() -> None:
     left = saved_tree([tensor("rng/shard_0_1", torch.ones(1))])
-    found = compare_checkpoints(left, saved_tree([st.ShardedObject("rng", 1, (1,), (0,))]))
+    found = compare(left, saved_tree([st.ShardedObject("rng", 1, (1,), (0,))]))
     assert (found.only_left, found.only_right) == (("rng/shard_0_1",), ("rng/shard_0_1",))
 
 
 def test_nothing_is_unpickled_unless_asked_for() -> None:
     both = [saved_tree({"step": partial(int)}, allow_pickle=True) for _ in range(2)]
     with pytest.raises(UnsafeFile):
-        compare_checkpoints(*both)
-    assert compare_checkpoints(*both, allow_pickle=True).common.mismatch  # functions are equal to themselves alone
+        compare(*both)
+    assert compare(*both, allow_pickle=True).common.mismatch  # functions are equal to themselves alone
 
 
 def test_progress_adds_up_and_comes_in_pieces() -> None:
     told: list[int] = []
     folder = saved_tree([tensor("w", torch.zeros(300, 100))])
-    compare_checkpoints(folder, folder, max_bytes_in_flight=64 * 1000, progress=told.append)
+    compare(folder, folder, max_bytes_in_flight=64 * 1000, progress=told.append)
     assert sum(told) == 120_000 and max(told) == 4_000

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 import shardtree as st
-from shardtree.checkpoint.comparison._compare import compare_checkpoints
+from shardtree.checkpoint.comparison._compare import compare
 from shardtree.checkpoint.conversion import ConversionReport, convert
 from shardtree.errors import (
     AlreadyACheckpoint,
@@ -92,7 +92,7 @@ def test_a_conversion_changes_nothing(data: some.DataObject) -> None:
     st.simulate(2, lambda world: st.save(rank_tree(state, layout, world.rank), source, world=world))
     most = data.draw(some.sampled_from([1 << 8, 1 << 20]))
     folder, report = converted(source, max_bytes_in_flight=most)
-    assert not compare_checkpoints(source, folder)
+    assert not compare(source, folder)
     assert report.nbytes == report.verified_nbytes == sum(whole.nbytes for whole in state.tensors.values())
     assert (report.tensors, report.unused, report.left_out, report.resumed) == (len(state.tensors), (), (), 0)
     assert not [name for name in files(folder) if "convert" in name]
@@ -101,7 +101,7 @@ def test_a_conversion_changes_nothing(data: some.DataObject) -> None:
 def test_files_do_what_memory_does(tmp_path: Path) -> None:
     source = saved(TREE)
     convert(source, tmp_path / "new" / "folder", backend=(native, 1), durable=False)
-    assert not compare_checkpoints(source, tmp_path / "new" / "folder")
+    assert not compare(source, tmp_path / "new" / "folder")
     names = sorted(path.name for path in (tmp_path / "new" / "folder").rglob("*"))
     assert names[1:] == [
         "00001-of-00002.safetensors",
@@ -240,7 +240,7 @@ def test_records_are_passed_on(types: tuple[type, ...]) -> None:
 
 def test_pickled_values_need_to_be_allowed() -> None:
     source = saved({"w": tensor("w", W), "fn": Path.joinpath}, allow_pickle=True)
-    with pytest.raises(st.UnsafeFile):
+    with pytest.raises(st.errors.UnsafeFile):
         converted(source)
     folder, _ = converted(source, allow_pickle=True)
     assert st.load_common_state_dict(folder, allow_pickle=True) == {"fn": Path.joinpath}
@@ -264,7 +264,7 @@ def test_the_destination_is_cut_as_was_asked(name: str) -> None:
     source = saved(TREE)
     folder, _ = converted(source, layout=layout)
     assert chunks(folder)["w"] == expected
-    assert not compare_checkpoints(source, folder)
+    assert not compare(source, folder)
 
 
 def test_large_tensors_are_cut_and_small_ones_share_a_batch() -> None:
@@ -400,15 +400,15 @@ def test_a_source_that_is_damaged_is_noticed() -> None:
     data = bytearray(source.read(name))
     data[200_000] ^= 1
     source.write(name, [memoryview(data)], durable=False)
-    with pytest.raises(st.CorruptCheckpoint):
+    with pytest.raises(st.errors.CorruptCheckpoint):
         converted(source)
 
 
 def test_what_a_format_does_not_keep_is_noticed() -> None:
     row = (st.StrategyAction.SAVE_COMMON, native, 1)
 
-    def forgetful(draft: st.Draft, common: Any) -> Any:
-        return default_strategies[row](draft, {**common, "args": Namespace(lr=0.3)})
+    def forgetful(pending: st.strategies.PendingSave, common: Any) -> Any:
+        return default_strategies[row](pending, {**common, "args": Namespace(lr=0.3)})
 
     broken = {**default_strategies, row: forgetful}
     with pytest.raises(IntegrityError, match=r"the common state differs at data\['args'\]\['lr'\]"):
@@ -416,12 +416,12 @@ def test_what_a_format_does_not_keep_is_noticed() -> None:
     assert converted(saved(TREE), strategies=broken, verify=False)[1].verified_nbytes is None
 
 
-def zeroed(draft: st.Draft, shards: Any) -> Any:
+def zeroed(pending: st.strategies.PendingSave, shards: Any) -> Any:
     blank = [
         replace(leaf, data=torch.zeros(leaf.local_shape, dtype=leaf.dtype)) if leaf.key == "w" else leaf
         for leaf in shards
     ]
-    return default_strategies[st.StrategyAction.SAVE_SHARDED, native, 1](draft, blank)
+    return default_strategies[st.StrategyAction.SAVE_SHARDED, native, 1](pending, blank)
 
 
 def test_the_check_catches_a_tensor_that_was_not_kept() -> None:
@@ -434,7 +434,7 @@ def test_small_tensors_are_read_many_at_a_time() -> None:
     calls: list[int] = []
     row = (st.StrategyAction.LOAD_SHARDED, native, 1)
 
-    def counted(checkpoint: st.Checkpoint, shards: Any) -> Any:
+    def counted(checkpoint: st.strategies.Checkpoint, shards: Any) -> Any:
         calls.append(len(shards))
         return default_strategies[row](checkpoint, shards)
 
@@ -449,4 +449,4 @@ def test_any_file_system_will_do() -> None:
     pytest.importorskip("fsspec")
     source = saved(TREE)
     convert(source, "memory://converted", backend=native, max_bytes_in_flight=100)
-    assert not compare_checkpoints(source, "memory://converted")
+    assert not compare(source, "memory://converted")

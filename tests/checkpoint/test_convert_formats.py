@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import shardtree as st
-from shardtree.checkpoint.comparison._compare import CheckpointDifference, compare_checkpoints
+from shardtree.checkpoint.comparison._compare import CheckpointDifference, compare
 from shardtree.checkpoint.conversion import convert
 from shardtree.storage import LocalStorage, MemoryStorage
 from shardtree.strategies import StrategyAction, default_strategies
@@ -54,7 +54,7 @@ def run(backend: tuple[str, int], folder: Any) -> Any:
 
 
 def check_equal(backend: tuple[str, int], folder: Any) -> None:
-    found = compare_checkpoints(source(), folder)
+    found = compare(source(), folder)
     if backend[0] in HOLDS_TENSORS_ONLY:
         assert found.only_left == ("rng/shard_0_1",)
         assert not (found.only_right or found.kinds or found.values)

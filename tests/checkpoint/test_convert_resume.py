@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import shardtree as st
-from shardtree.checkpoint.comparison._compare import compare_checkpoints
+from shardtree.checkpoint.comparison._compare import compare
 from shardtree.checkpoint.conversion import ConversionReport, convert
 from shardtree.checkpoint.conversion._journal import Journal, announcer, begin_journal, begun_save, remove_others
 from shardtree.errors import AlreadyACheckpoint, IntegrityError, StorageError
@@ -76,9 +76,9 @@ def check_killed(number: int, resume: Callable[..., ConversionReport] = run) -> 
     with pytest.raises(Killed):
         run(SOURCE, WatchedStorage(folder, before=dies(number, Killed), after=first.append))
     if st.is_checkpoint(folder):
-        assert not compare_checkpoints(SOURCE, folder)
+        assert not compare(SOURCE, folder)
     report = resume(SOURCE, WatchedStorage(folder, after=second.append))
-    assert not compare_checkpoints(SOURCE, folder)
+    assert not compare(SOURCE, folder)
     assert report.verified_nbytes == report.nbytes and report.batches == 4
     done = [call.name for call in first if call.method == "replace" and call.name.endswith(".done")]
     assert report.resumed == len(done), f"{report.resumed} batches were gone on with, {len(done)} were done"
@@ -113,7 +113,7 @@ def test_a_kill_while_the_journal_is_removed_leaves_a_finished_checkpoint() -> N
     folder = MemoryStorage()
     with pytest.raises(Killed):
         run(SOURCE, WatchedStorage(folder, before=dies(REMOVAL + 1, Killed)))
-    assert not compare_checkpoints(SOURCE, folder)
+    assert not compare(SOURCE, folder)
 
 
 # The note of who writes is of use to others; a conversion does without.
@@ -129,7 +129,7 @@ def test_a_conversion_that_fails_says_so_and_is_gone_on_with(number: int) -> Non
         assert "the same call goes on with it" in caught.value.__notes__[-1]
     if number < REMOVAL:
         assert run(SOURCE, folder).verified_nbytes
-    assert not compare_checkpoints(SOURCE, folder)
+    assert not compare(SOURCE, folder)
     assert sorted({name.split("/")[0][:5] for name in files(folder)} - {".conv"}) == ["metad", "save-"]
 
 
@@ -192,7 +192,7 @@ def test_a_batch_whose_files_are_not_as_long_as_they_were_is_written_again() -> 
     folder.remove(names[1])
     folder.write(names[2], [memoryview(b"short")], durable=False)
     assert run(SOURCE, folder).resumed == 1
-    assert not compare_checkpoints(SOURCE, folder)
+    assert not compare(SOURCE, folder)
 
 
 @pytest.mark.parametrize("damage", [b"", b"nonsense", None])
@@ -203,7 +203,7 @@ def test_a_damaged_journal_means_that_the_batch_is_written_again(damage: bytes |
         data[-1] ^= 0xFF
         folder.write(name, [memoryview(data if damage is None else damage)], durable=False)
     assert run(SOURCE, folder).resumed in ((1,) if damage is not None else (1, 2, 3))
-    assert not compare_checkpoints(SOURCE, folder)
+    assert not compare(SOURCE, folder)
 
 
 def test_bytes_that_changed_while_nobody_looked_are_noticed_at_the_end() -> None:
@@ -266,7 +266,7 @@ def test_a_killed_process_is_gone_on_with_by_the_next(tmp_path: Path) -> None:
     report = convert(tmp_path / "source", storage, backend="safetensors", max_bytes_in_flight=8192)
     assert 7 <= report.resumed < 30 == report.batches
     assert len(data_files(made)) == 30 - report.resumed
-    assert not compare_checkpoints(tmp_path / "source", tmp_path / "new")
+    assert not compare(tmp_path / "source", tmp_path / "new")
 
 
 def peak(folder: Path, how: str) -> int:

@@ -21,12 +21,12 @@ from shardtree.errors import (
     ShapeError,
     StrategyError,
 )
-from shardtree.plans import _rounds, near_names
+from shardtree.plans import _exchange, near_names
 from shardtree.storage import MemoryStorage, Reader, Storage, _fetch
 from shardtree.strategies import StrategyAction, default_strategies
 from shardtree.testing import Layout, WatchedStorage, cut, layouts
 
-Explain = Callable[..., st.Explanation]
+Explain = Callable[..., st.plans.Explanation]
 BACKENDS = [("safetensors", 1), ("huggingface", 1), ("zarr", 3), ("torch_dist", 1), ("dcp", 1)]
 
 
@@ -102,7 +102,7 @@ def check_foretold(
     assert explanation.ok, str(explanation)
     assert not payload(index, folder), f"explaining read tensors: {index}"
     places = [counted(folder) for _ in targets]
-    reports: list[st.ReadReport] = [st.ReadReport()] * len(targets)
+    reports: list[st.storage.ReadReport] = [st.storage.ReadReport()] * len(targets)
 
     def load(world: st.World) -> None:
         rank = world.rank
@@ -169,7 +169,7 @@ PART = {"w": whole("w", ROWS[:, :500].contiguous(), (1, 0, 4))}
 
 
 def test_the_law_catches_checks_of_hashes_that_are_forgotten() -> None:
-    def forgetful(targets: Sequence[Any], folder: Storage, **options: Any) -> st.Explanation:
+    def forgetful(targets: Sequence[Any], folder: Storage, **options: Any) -> st.plans.Explanation:
         return st.explain_ranks(targets, folder, **{**options, "verify": None})
 
     folder = saved({"w": whole("w", ROWS)})
@@ -180,7 +180,7 @@ def test_the_law_catches_checks_of_hashes_that_are_forgotten() -> None:
 
 @pytest.mark.parametrize("exchange", ["never", "always"])
 def test_explain_foretells_conversions(exchange: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_rounds.read_rounds, "__kwdefaults__", {"most_bytes": 500_000})
+    monkeypatch.setattr(_exchange.read_rounds, "__kwdefaults__", {"most_bytes": 500_000})
     folder = saved({key: whole(key, ROWS[:100]) for key in "abcd"})
     target = {key: whole(key, torch.zeros(100, 2000, dtype=dtype)) for key, dtype in zip("abcd", DTYPES, strict=True)}
     check_foretold([target, target], folder, cast=True, exchange=exchange, verify="all")
@@ -195,7 +195,7 @@ def test_each_format_says_what_it_reads(backend: tuple[str, int]) -> None:
     st.save({"w": whole("w", ROWS), "v": whole("v", ROWS[:2])}, folder, backend)
     for target in (PART, {"w": whole("w", ROWS), "v": whole("v", ROWS[:2])}):
         (reads,) = st.explain(target, folder, validate_access_integrity=False).reads
-        reports: list[st.ReadReport] = []
+        reports: list[st.storage.ReadReport] = []
         place = counted(folder)
         st.load(target, place, report=reports.append, validate_access_integrity=False)
         assert reads.cost is not None
@@ -210,7 +210,7 @@ def test_compressed_chunks_are_read_whole(tmp_path: Any) -> None:
     group.create_array("w", data=ROWS.numpy(), chunks=(150, 2000))
     (reads,) = st.explain({"w": whole("w", ROWS[:10].contiguous(), (0, 0, 30))}, tmp_path).reads
     file = tmp_path / "w" / "c" / "0" / "0"
-    assert reads.cost == st.ReadCost(80_000, file.stat().st_size, 1, 1)
+    assert reads.cost == st.plans.ReadCost(80_000, file.stat().st_size, 1, 1)
 
 
 # What is said.
@@ -241,7 +241,7 @@ def test_all_problems_are_told_at_once_by_explain_and_load() -> None:
         ("layers.0.wieght", None),
         ("rnk/shard_0_2", "rng/shard_0_2"),
     ]
-    assert explanation.reshaped == (st.Reshaped("rng", ((2,),), (3,)),)
+    assert explanation.reshaped == (st.objects.ShapeChange("rng", ((2,),), (3,)),)
     assert {one.key: (str(one.stored), str(one.asked)) for one in explanation.mismatches} == {
         "layers.0.weight": ("(4, 2000) float32", "(4, 2000) float16"),
         "layers.1.weight": ("(4, 2000) float32", "(5, 2000) float32"),
@@ -257,7 +257,7 @@ def test_gaps_are_told_with_the_rest() -> None:
     folder = saved({"w": whole("w", ROWS[:2], (0, 0, 2)), "v": whole("v", ROWS)}, validate_access_integrity=False)
     target = {"w": whole("w", ROWS[:4]), "v": whole("v", torch.zeros(3))}
     found = st.explain(target, folder)
-    assert found.gaps == (st.Gap("w", (0, 0), 4000, 8000),)
+    assert found.gaps == (st.plans.Gap("w", (0, 0), 4000, 8000),)
     with pytest.raises(ShapeError, match=r"checkpoint has \(300, 2000\)[\s\S]*4000 of 8000 elements are stored"):
         st.load(target, folder)
 
@@ -320,7 +320,7 @@ def test_no_process_group_takes_part(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_function_of_the_callers_own_is_told_of_without_figures() -> None:
-    found = st.explain(asked(), FOLDER, lambda checkpoint, shards: st.ReadReport())
+    found = st.explain(asked(), FOLDER, lambda checkpoint, shards: st.storage.ReadReport())
     assert found.ok is None and found.cost is None and found.over_read is None
     assert [one.key for one in found.undecided] == ["sharded_strategy"]
     assert "unknown" in str(found)

@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 import shardtree as st
-from shardtree.checkpoint.loading import _checks, _verdict
+from shardtree.checkpoint.loading import _checks, _explain
 from shardtree.checkpoint.loading._checks import fit_objects
 from shardtree.plans import Unexpected
 from shardtree.storage import MemoryStorage
 from tests.checkpoint.test_explain import counted, payload
 
-Explain = Callable[..., st.Explanation]
+Explain = Callable[..., st.plans.Explanation]
 
 
 class Moments(NamedTuple):
@@ -201,7 +201,12 @@ def cases(draw: some.DrawFn) -> Case:
 
 
 MODES = [mode.value for mode in st.StrictHandling]
-RULES = [*[None] * 9, {OBJECT: st.drop_objects}, {OBJECT: st.redistribute_objects}, {"gone": st.drop_objects}]
+RULES = [
+    *[None] * 9,
+    {OBJECT: st.objects.drop_objects},
+    {OBJECT: st.objects.redistribute_objects},
+    {"gone": st.objects.drop_objects},
+]
 
 
 @some.composite
@@ -224,7 +229,7 @@ def options(draw: some.DrawFn, trees: Sequence[Any]) -> dict[str, Any]:
 def known(trees: Sequence[Any]) -> Any:
     """The columns of all ranks' shards; none where the ranks don't agree, or there is no telling."""
     try:
-        return st.join_columns([st.tree_columns(tree, rank) for rank, tree in enumerate(trees)])
+        return st.layouts.join_columns([st.layouts.tree_columns(tree, rank) for rank, tree in enumerate(trees)])
     except Exception:
         return None
 
@@ -262,10 +267,10 @@ def test_the_verdict_is_what_becomes_of_the_load(case: Case) -> None:
     assert not disagreement(case, st.explain_ranks)
 
 
-def without(name: str, faulty: Callable[..., Any], module: Any = _verdict) -> Explain:
+def without(name: str, faulty: Callable[..., Any], module: Any = _explain) -> Explain:
     """A planted fault: explain with another function in place of one of load's checks."""
 
-    def explain(*args: Any, **options: Any) -> st.Explanation:
+    def explain(*args: Any, **options: Any) -> st.plans.Explanation:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(module, name, faulty)
             return st.explain_ranks(*args, **options)
@@ -278,7 +283,7 @@ def unjoined(*_: Any) -> Any:
     return ()
 
 
-def reads_all(*args: Any, **options: Any) -> st.Explanation:
+def reads_all(*args: Any, **options: Any) -> st.plans.Explanation:
     """A planted fault: data is read."""
     st.load({"a": whole("a")}, args[1])
     return st.explain_ranks(*args, **options)
@@ -310,7 +315,7 @@ CAUGHT = {
         {"a": in_buffer(0)(whole("a")), "b": in_buffer(3)(whole("b"))}, donate=True
     ),
     "replicas aren't counted": case({"a": whole("a")}, {"a": whole("a")}),
-    "rules that name nothing pass": case({"a": whole("a")}, object_rules={"gone": st.drop_objects}),
+    "rules that name nothing pass": case({"a": whole("a")}, object_rules={"gone": st.objects.drop_objects}),
     "conversions are taken for exact": case({"n": of_dtype(torch.int32)(whole("n"))}, cast=True),
     "targets are looked at one by one": case({"a": whole("a")}, {"a": with_key("z")(whole("a"))}),
     "data is read": case({"a": whole("a")}),
@@ -331,11 +336,11 @@ def test_every_rank_that_fails_is_named_with_what_load_would_raise() -> None:
     wrong = {"step": whole("c", replica_id=1)}
     found = explained(case({"a": whole("a")}, wrong, wrong, validate_access_integrity=False))
     (failed,) = found.failed
-    assert (failed.ranks, failed.error, found.ok) == ((1, 2), st.TreeError, False)
+    assert (failed.ranks, failed.error, found.ok) == ((1, 2), st.errors.TreeError, False)
     assert "ranks 1, 2: TreeError: join: target['step'] doesn't fit common['step']" in str(found)
 
 
-def explained(case: Case) -> st.Explanation:
+def explained(case: Case) -> st.plans.Explanation:
     return st.explain_ranks(case.trees, case.folder, **case.options)
 
 
@@ -343,7 +348,7 @@ def test_all_that_is_wrong_is_told_at_once() -> None:
     target = {"step": whole("c"), "a": longer(whole("a")), "b": with_key("z")(whole("b")), "n": factory(built)(5)}
     found = explained(case(target, strict="raise_all"))
     assert [type(one).__name__ for one in found.problems] == ["Unexpected", "Mismatch", "FailedCheck", "FailedCheck"]
-    assert [one.error for one in found.failed] == [st.errors.KeyMismatch, st.TreeError]
+    assert [one.error for one in found.failed] == [st.errors.KeyMismatch, st.errors.TreeError]
     assert found.missing == ("b", "n")
 
 
@@ -363,7 +368,7 @@ def test_what_a_strict_mode_leaves_out_is_no_problem() -> None:
 
 def test_a_target_that_can_not_be_taken_apart_is_explained() -> None:
     found = explained(case({"a": factory(broken)(whole("a"))}, whole("a"), strict="raise_all"))
-    assert {one.error for one in found.failed} == {ZeroDivisionError, st.TreeError}
+    assert {one.error for one in found.failed} == {ZeroDivisionError, st.errors.TreeError}
     assert [one.cost for one in found.reads] == [None, None]
 
 

@@ -22,9 +22,9 @@ from shardtree.layouts import (
     PartitionSpec,
     TensorKind,
     mesh_columns,
-    mesh_parts,
-    part_data,
-    part_shard,
+    mesh_shards,
+    rank_data,
+    rank_leaf,
     select_rows,
     tensor_shards,
     tree_columns,
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning"
 Layouts = Mapping[str, Any]
 
 
-def told(state: GlobalState, layout: Layouts, order: int = 0) -> st.ShardColumns:
+def told(state: GlobalState, layout: Layouts, order: int = 0) -> st.layouts.ShardColumns:
     """Return what all ranks hold, rows in any order."""
     ranks = next(iter(layout.values())).ranks
     columns = tree_columns([rank_tree(state, layout, rank) for rank in range(ranks)])
@@ -142,15 +142,15 @@ MESH = Mesh(dp=2, tp=2)
 SPECS = [PartitionSpec("tp"), PartitionSpec("dp", "tp"), PartitionSpec()]
 
 
-def model(tensors: int, mesh: Mesh = MESH) -> tuple[list[dict[str, Any]], st.ShardColumns]:
+def model(tensors: int, mesh: Mesh = MESH) -> tuple[list[dict[str, Any]], st.layouts.ShardColumns]:
     """Return the trees of all ranks of a mesh, and their layout, for as many tensors."""
     kinds = {f"w{number}": TensorKind(torch.float32, (4, 6), 0) for number in range(tensors)}
     specs = {key: SPECS[number % len(SPECS)] for number, key in enumerate(kinds)}
     trees: list[dict[str, Any]] = [{"step": 3} for _ in range(mesh.size)]
     for number, key in enumerate(kinds):
         whole = torch.arange(24.0).view(4, 6) + number
-        for part in mesh_parts((4, 6), mesh, specs[key]):
-            trees[part.rank][key] = part_shard(key, part_data(whole, part), torch.float32, part)
+        for part in mesh_shards((4, 6), mesh, specs[key]):
+            trees[part.rank][key] = rank_leaf(key, rank_data(whole, part), torch.float32, part)
     return trees, mesh_columns(kinds, mesh, specs)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import shardtree as st
-from shardtree.storage import MemoryStorage, _staged_plan
+from shardtree.storage import MemoryStorage, _staged_fetch
 from shardtree.storage._buffers import copies_by_device
 from tests.storage.late_copies import LateDevice
 
@@ -32,8 +32,8 @@ def test_tensors_of_targets_without_data_are_put_on_the_device(device: Any, meta
     assert torch.equal(loaded.cpu(), W) and report.bytes_read >= W.nbytes
 
 
-def load(shard: Any, **options: Any) -> tuple[torch.Tensor, st.ReadReport]:
-    reports: list[st.ReadReport] = []
+def load(shard: Any, **options: Any) -> tuple[torch.Tensor, st.storage.ReadReport]:
+    reports: list[st.storage.ReadReport] = []
     loaded = st.load({"w": shard}, stored(), report=reports.append, **options)
     return loaded["w"], reports[0]
 
@@ -56,14 +56,14 @@ def test_a_device_without_the_host_s_memory_is_filled_part_by_part(monkeypatch: 
     device = LateDevice()
     folder = stored()
     monkeypatch.setitem(copies_by_device, "cpu", device.copies)
-    monkeypatch.setattr(_staged_plan, "PART_BYTES", 16)
+    monkeypatch.setattr(_staged_fetch, "PART_BYTES", 16)
     assert torch.equal(st.load({"w": st.without_data(SHARD)}, folder, device="cpu")["w"], W)
     assert device.log.count("start") > 1
 
 
 @pytest.mark.parametrize("device", ["meta", "tpu", "cuda:9999", 3.5, "cpu:x"])
 def test_what_is_no_device_with_memory_is_an_error_before_anything_is_read(device: Any) -> None:
-    with pytest.raises(st.MetadataError, match=r"^load: .*device"):
+    with pytest.raises(st.errors.MetadataError, match=r"^load: .*device"):
         st.load({"w": SHARD}, stored(), device=device)
 
 
@@ -75,5 +75,5 @@ def test_each_rank_says_its_own_device_and_all_fail_where_one_has_none() -> None
         mine = {"w": replace(target["w"], replica_id=world.rank)}
         return st.load(mine, folder, world=world, device="meta" if world.rank else "cpu")
 
-    with pytest.raises(st.RemoteError, match="rank 1: MetadataError: load: tensors on the meta device"):
+    with pytest.raises(st.errors.RemoteError, match="rank 1: MetadataError: load: tensors on the meta device"):
         st.simulate(2, load_on)

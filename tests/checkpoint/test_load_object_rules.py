@@ -20,12 +20,14 @@ from tests.trees.samples import assert_caught
 # Of the tensors, and of the common state and the objects where the first can't hold them.
 ALONE = [(("safetensors", 1),), (("torch_dist", 1),), (("dcp", 1),), (("zarr", 3),)]
 FORMATS = [*ALONE, (("huggingface", 1), ("safetensors", 1))]
-RULES: dict[str, st.ObjectRule] = {
-    "rng.*": st.replicate_cell((0,)),
-    "seen": st.redistribute_objects,
-    "all_seen": st.concatenate_objects,
-    "loader": st.rules_by_field({"epoch": st.replicate_objects, "consumed": st.fold_objects(operator.add)}),
-    "**": st.drop_objects,
+RULES: dict[str, st.objects.ObjectRule] = {
+    "rng.*": st.objects.replicate_cell((0,)),
+    "seen": st.objects.redistribute_objects,
+    "all_seen": st.objects.concatenate_objects,
+    "loader": st.objects.rules_by_field(
+        {"epoch": st.objects.replicate_objects, "consumed": st.objects.fold_objects(operator.add)}
+    ),
+    "**": st.objects.drop_objects,
 }
 
 
@@ -111,12 +113,12 @@ def test_without_a_rule_another_shape_is_an_error_on_every_rank(formats: Any, co
 
 
 def test_the_stored_shape_is_loaded_as_before_whatever_the_rule() -> None:
-    for rule in (None, st.drop_objects, st.concatenate_objects, st.fold_objects(operator.add)):
+    for rule in (None, st.objects.drop_objects, st.objects.concatenate_objects, st.objects.fold_objects(operator.add)):
         assert loaded(saved(), 4, rule) == [[0], [1], [2], [3]]
 
 
 def test_cells_of_one_rank_share_nothing() -> None:
-    first, second = loaded(saved(), 2, st.concatenate_objects)
+    first, second = loaded(saved(), 2, st.objects.concatenate_objects)
     first.append(4)
     assert (first, second) == ([0, 1, 2, 3, 4], [0, 1, 2, 3])
 
@@ -124,7 +126,7 @@ def test_cells_of_one_rank_share_nothing() -> None:
 def test_replicas_of_an_object_get_what_its_main_replica_gets() -> None:
     def on_rank(world: st.World) -> Any:
         item = st.ShardedObject("seen", None, (2,), (world.rank % 2,), world.rank // 2)
-        return st.load([item], folder, world=world, object_rules={"seen": st.redistribute_objects})
+        return st.load([item], folder, world=world, object_rules={"seen": st.objects.redistribute_objects})
 
     folder = saved()
     assert st.simulate(4, on_rank) == [[[0, 1]], [[2, 3]]] * 2
@@ -132,30 +134,30 @@ def test_replicas_of_an_object_get_what_its_main_replica_gets() -> None:
 
 def test_targets_still_have_to_fill_their_own_arrays() -> None:
     with pytest.raises(IntegrityError, match=r"\[1:2\] has no main replica \(1 of 2 objects\)"):
-        st.load(asked(2)["seen"][:1], saved(), object_rules={"seen": st.redistribute_objects})
+        st.load(asked(2)["seen"][:1], saved(), object_rules={"seen": st.objects.redistribute_objects})
 
 
 def test_a_pattern_that_fits_nothing_stored_or_asked_for_is_an_error() -> None:
     for pattern in ("sene", "w", "seen.*"):
         with pytest.raises(TreeError, match="load: object_rules: patterns that name nothing"):
-            st.load(asked(4), saved(), object_rules={pattern: st.drop_objects})
+            st.load(asked(4), saved(), object_rules={pattern: st.objects.drop_objects})
     with pytest.raises(TreeError, match="not rules for objects\n  'seen': list"):
-        st.load(asked(2), saved(), object_rules={"seen": [st.drop_objects]})  # type: ignore[dict-item]
+        st.load(asked(2), saved(), object_rules={"seen": [st.objects.drop_objects]})  # type: ignore[dict-item]
 
 
 def test_a_rule_may_name_what_only_the_checkpoint_or_only_the_target_has() -> None:
-    rules = {"seen": st.redistribute_objects, "new": st.drop_objects}
+    rules = {"seen": st.objects.redistribute_objects, "new": st.objects.drop_objects}
     target = {**asked(2), "new": st.ShardedObject("new", 1, (2,), (0,))}
     found = st.load(target, saved(), validate_access_integrity=False, strict="ignore_all", object_rules=rules)
     assert found == {"seen": [[0, 1], [2, 3]]}
     weight = {"w": st.ShardedTensor.from_rank_offsets("w", torch.zeros(2))}
-    assert list(st.load(weight, saved(), object_rules={"seen": st.drop_objects})) == ["w"]
+    assert list(st.load(weight, saved(), object_rules={"seen": st.objects.drop_objects})) == ["w"]
 
 
 @pytest.mark.parametrize("strict", list(st.StrictHandling))
 def test_strict_modes_count_an_array_as_stored_whatever_its_shape(strict: st.StrictHandling) -> None:
     target = {**asked(2), "w": st.ShardedTensor.from_rank_offsets("w", torch.zeros(2))}
-    found = st.load(target, saved(), strict=strict, object_rules={"seen": st.redistribute_objects})
+    found = st.load(target, saved(), strict=strict, object_rules={"seen": st.objects.redistribute_objects})
     tree, *keys = found if isinstance(found, tuple) else (found,)
     assert tree["seen"] == [[0, 1], [2, 3]] and not any(keys)
     with pytest.raises(ShapeError, match="Name a rule"):
@@ -173,10 +175,10 @@ class Unknown:
 
 def test_what_a_rule_drops_is_not_read() -> None:
     folder = saved(value=lambda rank: Unknown(), allow_pickle=True)
-    assert loaded(folder, 2, st.drop_objects) == ["own", "own"]
+    assert loaded(folder, 2, st.objects.drop_objects) == ["own", "own"]
     with pytest.raises(UnsafeFile):
-        loaded(folder, 2, st.replicate_cell((0,)))
-    assert loaded(folder, 2, st.replicate_cell((0,)), allow_pickle=True) == [Unknown(), Unknown()]
+        loaded(folder, 2, st.objects.replicate_cell((0,)))
+    assert loaded(folder, 2, st.objects.replicate_cell((0,)), allow_pickle=True) == [Unknown(), Unknown()]
 
 
 def test_cells_that_are_not_stored_are_named() -> None:
@@ -184,7 +186,7 @@ def test_cells_that_are_not_stored_are_named() -> None:
     cells = [st.ShardedObject("seen", rank, (4,), (rank,)) for rank in (0, 2)]
     st.save(cells, folder, validate_access_integrity=False)
     with pytest.raises(IntegrityError, match=r"'seen' of shape \(4,\).*\n  \(1,\)\n  \(3,\)"):
-        loaded(folder, 2, st.replicate_objects)
+        loaded(folder, 2, st.objects.replicate_objects)
     with pytest.raises(KeyMismatch, match="not stored: 'seen/shard_1_4'"):
         loaded(folder, 4)
 
@@ -200,12 +202,12 @@ def test_a_rule_needs_to_know_from_which_shape_to_which() -> None:
         (two, st.ShardedObject("rng", None, (3,), (0,)), r"of shape \(1,\) and \(2,\), asked for in shape \(3,\)"),
     ):
         with pytest.raises(IntegrityError, match=text):
-            st.load([target], store, object_rules={"rng": st.replicate_objects}, **unchecked)
+            st.load([target], store, object_rules={"rng": st.objects.replicate_objects}, **unchecked)
 
 
 def test_a_rule_that_fails_on_one_rank_fails_the_load_on_all() -> None:
     def on_rank(world: st.World) -> str:
-        def rule(array: st.ObjectArray, shape: Any) -> Any:
+        def rule(array: st.objects.ObjectArray, shape: Any) -> Any:
             if world.rank == 1:
                 raise ValueError("no such state")
             return [None, None]
@@ -222,53 +224,53 @@ def test_a_rule_that_fails_on_one_rank_fails_the_load_on_all() -> None:
 def test_explain_tells_of_another_shape_and_of_rules() -> None:
     explanation = st.explain(asked(2), saved())
     (problem,) = explanation.reshaped
-    assert explanation.problems == (problem,) == (st.Reshaped("seen", ((4,),), (2,)),)
+    assert explanation.problems == (problem,) == (st.objects.ShapeChange("seen", ((4,),), (2,)),)
     assert str(problem) == "objects 'seen': of shape (4,), asked for in shape (2,)"
-    assert st.explain(asked(2), saved(), object_rules={"seen": st.drop_objects}).ok
+    assert st.explain(asked(2), saved(), object_rules={"seen": st.objects.drop_objects}).ok
     ranks = st.explain_ranks(
-        [asked(2)["seen"][:1], asked(2)["seen"][1:]], saved(), object_rules={"**": st.drop_objects}
+        [asked(2)["seen"][:1], asked(2)["seen"][1:]], saved(), object_rules={"**": st.objects.drop_objects}
     )
     assert ranks.ok and [one.objects for one in ranks.reads] == [1, 1]
-    (failed,) = st.explain(asked(2), saved(), object_rules={"sene": st.drop_objects}).failed
+    (failed,) = st.explain(asked(2), saved(), object_rules={"sene": st.objects.drop_objects}).failed
     assert failed.error is TreeError and "name nothing" in failed.text
 
 
 def test_a_users_own_loading_of_tensors_leaves_objects_to_their_rules() -> None:
     own = st.get_default_strategy(st.StrategyAction.LOAD_SHARDED, "safetensors", 1)
-    assert loaded(saved(), 2, st.redistribute_objects, sharded_strategy=own) == [[0, 1], [2, 3]]
+    assert loaded(saved(), 2, st.objects.redistribute_objects, sharded_strategy=own) == [[0, 1], [2, 3]]
     with pytest.raises(ShapeError, match="Name a rule in object_rules"):
         loaded(saved(), 2, sharded_strategy=own)
 
 
 def test_a_format_that_tells_nothing_takes_no_rules() -> None:
     strategies = {row: fn for row, fn in st.default_strategies.items() if row[0] is not st.StrategyAction.LOAD_METADATA}
-    with pytest.raises(st.StrategyError):
-        loaded(saved(), 2, st.drop_objects, strategies=strategies)
+    with pytest.raises(st.errors.StrategyError):
+        loaded(saved(), 2, st.objects.drop_objects, strategies=strategies)
 
 
 Objects = list[st.ShardedObject]
-Load = Callable[[Objects, Objects, st.ObjectRule], list[Any]]
+Load = Callable[[Objects, Objects, st.objects.ObjectRule], list[Any]]
 SHAPES = some.one_of(some.lists(some.integers(1, 3), max_size=3).map(tuple), some.tuples(some.integers(9, 12)))
 ANY_RULE = some.sampled_from(
     [
-        st.concatenate_objects,
-        st.redistribute_objects,
-        st.drop_objects,
-        st.fold_objects(max),
-        st.fold_objects(operator.add),
+        st.objects.concatenate_objects,
+        st.objects.redistribute_objects,
+        st.objects.drop_objects,
+        st.objects.fold_objects(max),
+        st.objects.fold_objects(operator.add),
     ]
 )
 
 
-def a_load_gives_what_resharding_gives(load: Load, drawn: tuple[Any, Any, st.ObjectRule]) -> None:
+def a_load_gives_what_resharding_gives(load: Load, drawn: tuple[Any, Any, st.objects.ObjectRule]) -> None:
     shape, other, rule = drawn
     cells = [st.ShardedObject("seen", [n] * (n % 3), shape, at) for n, at in enumerate(np.ndindex(*shape))]
     targets = [st.ShardedObject("seen", "own", other, at) for at in np.ndindex(*other)]
-    expected = [item.data for item in st.reshard_objects(cells, targets, {"seen": rule})]
+    expected = [item.data for item in st.objects.reshard_objects(cells, targets, {"seen": rule})]
     assert load(cells, targets, rule) == expected
 
 
-def saved_and_loaded(cells: Objects, targets: Objects, rule: st.ObjectRule) -> list[Any]:
+def saved_and_loaded(cells: Objects, targets: Objects, rule: st.objects.ObjectRule) -> list[Any]:
     folder = MemoryStorage()
     st.save(cells, folder)
     values: list[Any] = st.load(targets, folder, object_rules={"*": rule})
@@ -277,17 +279,17 @@ def saved_and_loaded(cells: Objects, targets: Objects, rule: st.ObjectRule) -> l
 
 @settings(max_examples=40)
 @given(some.tuples(SHAPES, SHAPES, ANY_RULE))
-def test_a_load_gives_what_resharding_in_memory_gives(drawn: tuple[Any, Any, st.ObjectRule]) -> None:
+def test_a_load_gives_what_resharding_in_memory_gives(drawn: tuple[Any, Any, st.objects.ObjectRule]) -> None:
     a_load_gives_what_resharding_gives(saved_and_loaded, drawn)
 
 
 def test_the_law_catches_cells_in_the_order_of_their_names() -> None:
-    def by_name(cells: Objects, targets: Objects, rule: st.ObjectRule) -> list[Any]:
+    def by_name(cells: Objects, targets: Objects, rule: st.objects.ObjectRule) -> list[Any]:
         values = tuple(item.data for item in sorted(cells, key=lambda item: item.unique_key))
         shape = targets[0].global_shape
         if cells[0].global_shape == shape:
             return [item.data for item in cells]
-        found = rule(st.ObjectArray("seen", cells[0].global_shape, values), shape)
-        return ["own" if value is st.HOLE else value for value in found]
+        found = rule(st.objects.ObjectArray("seen", cells[0].global_shape, values), shape)
+        return ["own" if value is st.trees.HOLE else value for value in found]
 
     assert_caught(a_load_gives_what_resharding_gives, by_name, some.tuples(SHAPES, SHAPES, ANY_RULE))

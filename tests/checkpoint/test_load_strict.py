@@ -297,5 +297,5 @@ def test_a_mode_may_be_given_by_name_or_value():
 
 
 def test_an_unexpected_shard_in_a_list_is_an_error_since_positions_would_shift():
-    with pytest.raises(st.TreeError):
+    with pytest.raises(st.errors.TreeError):
         st.load({"list": [leaf("a"), leaf("d")]}, saved("a"), strict="ignore_all")

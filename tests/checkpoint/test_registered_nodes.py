@@ -84,7 +84,7 @@ def half(key: str, rank: int, size: int) -> st.ShardedTensor:
 
 def train_state(rank: int = 0, size: int = 1, step: int = 3) -> TrainState:
     adam = {"mu": half("mu", rank, size), "count": step, "lr": [0.1, st.LocalNonpersistentObject(rank)]}
-    factory = st.as_factory(half("f", rank, size), st.transposed())
+    factory = st.lenses.as_factory(half("f", rank, size), st.lenses.transposed())
     return TrainState(step, {"w": half("w", rank, size), "f": factory}, (adam, {}), W.sum)
 
 

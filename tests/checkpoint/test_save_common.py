@@ -47,7 +47,7 @@ def test_holes_stand_where_positions_matter_and_nowhere_else():
     folder = save_on(
         [{"w": shard(key="a"), "mixed": [1, shard(key="b"), {"x": shard(key="c")}], "only": [shard(key="d")]}]
     )
-    assert st.load_common_state_dict(folder) == {"mixed": [1, st.HOLE, st.HOLE]}
+    assert st.load_common_state_dict(folder) == {"mixed": [1, st.trees.HOLE, st.trees.HOLE]}
 
 
 def test_the_saved_tree_is_not_changed():
@@ -208,8 +208,8 @@ def test_classes_come_back_as_records_or_as_the_classes_that_are_given():
     folder = save_on([STATE | {"o": st.ShardedObject("o", Colour.RED, (1,), (0,))}])
     target = {"o": st.ShardedObject("o", None, (1,), (0,))}
     plain = st.load(target, folder)
-    assert type(plain["config"]) is st.Record and plain["config"].fields["lr"] == 0.1
-    assert type(plain["o"]) is st.Record and plain["o"].type_name.endswith("Colour")
+    assert type(plain["config"]) is st.trees.Record and plain["config"].fields["lr"] == 0.1
+    assert type(plain["o"]) is st.trees.Record and plain["o"].type_name.endswith("Colour")
     types = (Config, Colour, Pair)
     typed = st.load(target, folder, types=types)
     assert typed == STATE | {"o": Colour.RED}

@@ -20,7 +20,7 @@ def flat(world: st.World, bounds: list[int]) -> st.ShardedTensor:
 
 @pytest.mark.parametrize("bounds", [[0, 2, 16], [0, 16, 16], [0, 0, 16], [0, 7, 16]])
 def test_flat_shards_that_are_narrowed_to_any_number_of_pieces(bounds: list[int]) -> None:
-    storage = st.MemoryStorage()
+    storage = st.storage.MemoryStorage()
 
     def save(world: st.World) -> int:
         tree = st.narrow({"w": flat(world, bounds), "step": 3}, 1, 2, 2)
@@ -35,9 +35,9 @@ def test_flat_shards_that_are_narrowed_to_any_number_of_pieces(bounds: list[int]
 
 def test_what_only_one_rank_has_is_a_difference_still() -> None:
     def save(world: st.World) -> None:
-        st.save({"values": [1] if world.rank else []}, st.MemoryStorage(), world=world)
+        st.save({"values": [1] if world.rank else []}, st.storage.MemoryStorage(), world=world)
 
-    with pytest.raises(st.IntegrityError, match=r"tree\['values'\]"):
+    with pytest.raises(st.errors.IntegrityError, match=r"tree\['values'\]"):
         st.simulate(2, save)
 
 
@@ -47,16 +47,16 @@ def test_values_of_classes_that_nobody_else_can_import_are_compared() -> None:
         TWO = 2
 
     def save(world: st.World) -> None:
-        st.save({"mode": Local.ONE, "rank": world.rank}, st.MemoryStorage(), world=world)
+        st.save({"mode": Local.ONE, "rank": world.rank}, st.storage.MemoryStorage(), world=world)
 
-    with pytest.raises(st.IntegrityError, match=r"tree\['rank'\]: rank 0 has 0, rank 1 has 1") as caught:
+    with pytest.raises(st.errors.IntegrityError, match=r"tree\['rank'\]: rank 0 has 0, rank 1 has 1") as caught:
         st.simulate(2, save)
     assert "mode" not in str(caught.value)
 
 
 def test_a_save_that_cannot_be_planned_leaves_nothing_behind() -> None:
-    storage = st.MemoryStorage()
-    with pytest.raises(st.UnsupportedValue) as caught:
+    storage = st.storage.MemoryStorage()
+    with pytest.raises(st.errors.UnsupportedValue) as caught:
         st.save([st.ShardedObject("fn", print, (1,), (0,))], storage)
     assert "tree is the data of ShardedObject 'fn/shard_0_1'" in caught.value.__notes__
     assert storage.names() == ()

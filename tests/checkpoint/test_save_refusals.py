@@ -29,8 +29,8 @@ def transposed(weight: torch.Tensor) -> st.ShardedTensor:
 
 @pytest.mark.parametrize("change", [recast, transposed])
 def test_a_tensor_that_was_changed_after_its_shard_was_made_is_refused(change: Any) -> None:
-    folder = st.MemoryStorage()
-    with pytest.raises(st.ShapeError, match=r"tree\['layer'\]\[0\]: 'w' is \(2, 3\) float16, its data"):
+    folder = st.storage.MemoryStorage()
+    with pytest.raises(st.errors.ShapeError, match=r"tree\['layer'\]\[0\]: 'w' is \(2, 3\) float16, its data"):
         st.save({"layer": [change(torch.zeros(2, 3, dtype=torch.float16))]}, folder)
     assert not folder.names()
 
@@ -38,10 +38,10 @@ def test_a_tensor_that_was_changed_after_its_shard_was_made_is_refused(change: A
 @pytest.mark.parametrize("change", [recast, transposed])
 def test_a_tensor_that_is_changed_before_a_request_runs_is_refused(change: Any) -> None:
     weight = torch.zeros(2, 3, dtype=torch.float16)
-    folder = st.MemoryStorage()
+    folder = st.storage.MemoryStorage()
     request = st.save({"w": shard("w", weight)}, folder, async_sharded_save=True, snapshot=False)
     change(weight)
-    with pytest.raises(st.ShapeError, match="changed while it waited"):
+    with pytest.raises(st.errors.ShapeError, match="changed while it waited"):
         request.execute_sync()
     assert not st.is_checkpoint(folder)
 
@@ -55,7 +55,7 @@ def freed(weight: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("kind", [torch.Tensor.detach, torch.nn.Parameter])
 @pytest.mark.parametrize("keyword", [{}, {"sharded_strategy": ("torch_dist", 1)}, {"async_sharded_save": True}])
 def test_a_tensor_whose_storage_was_freed_is_refused(kind: Any, keyword: Any) -> None:
-    folder = st.MemoryStorage()
+    folder = st.storage.MemoryStorage()
     tree = {"v": shard("v", torch.ones(2)), "w": shard("w", freed(kind(torch.ones(2, 3))[1:]))}
     with pytest.raises(st.CheckpointingException, match=r"without data\n  'w' at tree\['w'\], whose storage is freed"):
         st.save(tree, folder, **keyword)
@@ -68,32 +68,32 @@ def test_a_tensor_whose_storage_was_freed_is_refused(kind: Any, keyword: Any) ->
 def test_a_tensor_whose_storage_is_freed_before_a_request_runs_is_refused(backend: tuple[str, int]) -> None:
     if backend[0] == "zarr":
         pytest.importorskip("zarr")
-    folder, weights = st.MemoryStorage(), [torch.ones(2, 3), torch.ones(2, 3)]
+    folder, weights = st.storage.MemoryStorage(), [torch.ones(2, 3), torch.ones(2, 3)]
     tree = {key: shard(key, weight) for key, weight in zip("vw", weights, strict=True)}
     strategy = {"sharded_strategy": backend, "async_sharded_save": True, "snapshot": False}
     request = st.save(tree, folder, **strategy)
     freed(weights[1])
-    with pytest.raises(st.ShapeError, match="the storage of 'w' is freed"):
+    with pytest.raises(st.errors.ShapeError, match="the storage of 'w' is freed"):
         request.execute_sync()
     assert not st.is_checkpoint(folder)
 
 
 def test_a_tensor_without_elements_needs_no_memory() -> None:
-    folder = st.MemoryStorage()
+    folder = st.storage.MemoryStorage()
     st.save({"w": shard("w", torch.ones(0, 3))}, folder)
     assert st.load_plain_tensors(folder)["w"].shape == (0, 3)
 
 
 def test_a_lazy_tensor_is_held_to_its_shard_too() -> None:
-    folder = st.MemoryStorage()
+    folder = st.storage.MemoryStorage()
     st.save({"w": shard("w", torch.ones(4, dtype=torch.float16))}, folder)
     lazy = dict(st.open_checkpoint(folder))
-    with pytest.raises(st.ShapeError, match="cast"):
+    with pytest.raises(st.errors.ShapeError, match="cast"):
         st.map_data(lambda data: data.to(torch.bfloat16), lazy)
-    with pytest.raises(st.ShapeError, match="dtype"):
+    with pytest.raises(st.errors.ShapeError, match="dtype"):
         replace(lazy["w"], data=lazy["w"].data.float())
     cast = st.cast(lazy, torch.bfloat16)
-    st.save(cast, copy := st.MemoryStorage())
+    st.save(cast, copy := st.storage.MemoryStorage())
     assert st.load_plain_tensors(copy)["w"].tolist() == [1.0] * 4
 
 
@@ -113,22 +113,22 @@ class Options:
 )
 @pytest.mark.parametrize("leaf", [shard("w", torch.ones(2)), st.LocalNonpersistentObject(3)])
 def test_a_shard_hidden_in_a_value_is_refused(hide: Any, leaf: Any) -> None:
-    with pytest.raises(st.UnsupportedValue, match=r"save: shards hidden in values\n.*tree\['a'\]"):
-        st.save({"a": hide(leaf)}, st.MemoryStorage())
+    with pytest.raises(st.errors.UnsupportedValue, match=r"save: shards hidden in values\n.*tree\['a'\]"):
+        st.save({"a": hide(leaf)}, st.storage.MemoryStorage())
 
 
 def test_values_without_shards_are_not_refused() -> None:
-    folder = st.MemoryStorage()
+    folder = st.storage.MemoryStorage()
     st.save({"a": argparse.Namespace(x=[1, {"b": {2}}]), "o": st.ShardedObject("o", {1: (2,)}, (1,), (0,))}, folder)
     assert st.load_common_state_dict(folder) == {"a": argparse.Namespace(x=[1, {"b": {2}}])}
 
 
 def test_a_committed_request_is_not_run_again() -> None:
-    weight, folder = torch.zeros(4), st.MemoryStorage()
+    weight, folder = torch.zeros(4), st.storage.MemoryStorage()
     request = st.save({"w": shard("w", weight)}, folder, async_sharded_save=True)
     request.execute_sync()
     weight += 1
-    with pytest.raises(st.CheckpointReplaced):
+    with pytest.raises(st.errors.CheckpointReplaced):
         request.execute_sync()
     assert st.load_plain_tensors(folder)["w"].tolist() == [0.0] * 4
     assert st.verify(folder) == ()
@@ -144,9 +144,9 @@ def beyond(part: int) -> st.ShardedTensor:
     [([beyond(0), beyond(1)], "beyond the global shape"), ([shard("w", torch.ones(2))] * 2, "more than one")],
 )
 def test_what_could_not_be_opened_is_not_committed(shards: list[st.ShardedTensor], message: str) -> None:
-    folder = st.MemoryStorage()
+    folder = st.storage.MemoryStorage()
     st.save({"old": shard("old", torch.ones(3))}, folder)
-    with pytest.raises(st.IntegrityError, match=message):
+    with pytest.raises(st.errors.IntegrityError, match=message):
         st.save(shards, folder, validate_access_integrity=False, overwrite=True)
     assert list(st.load_plain_tensors(folder)) == ["old"]
 
@@ -162,7 +162,7 @@ def test_a_failed_save_leaves_nothing_and_can_be_tried_again() -> None:
         if full[0]:
             raise FullDisk("no space left")
 
-    folder = st.MemoryStorage()
+    folder = st.storage.MemoryStorage()
     tree = {"w": shard("w", torch.arange(1000))}
     request = st.save(tree, folder, async_sharded_save=True, progress=progress)
     with pytest.raises(FullDisk):
@@ -174,7 +174,7 @@ def test_a_failed_save_leaves_nothing_and_can_be_tried_again() -> None:
 
 
 def test_a_failed_overwrite_removes_its_own_files_alone() -> None:
-    folder = st.MemoryStorage()
+    folder = st.storage.MemoryStorage()
     st.save({"w": shard("w", torch.arange(3))}, folder)
     before = folder.names()
 
@@ -187,7 +187,7 @@ def test_a_failed_overwrite_removes_its_own_files_alone() -> None:
 
 
 def test_an_async_save_takes_the_common_state_as_it_is_when_called() -> None:
-    folder = st.MemoryStorage()
+    folder = st.storage.MemoryStorage()
     common = {"tensor": torch.zeros(2), "space": argparse.Namespace(x=1), "list": [1]}
     request = st.save(common, folder, async_sharded_save=True)
     common["tensor"] += 1
@@ -205,5 +205,5 @@ def test_a_tree_that_is_too_deep_or_holds_itself_is_refused() -> None:
     loop: list[Any] = []
     loop.append(loop)
     for tree in (deep, loop):
-        with pytest.raises(st.TreeError):
-            st.save({"a": tree}, st.MemoryStorage())
+        with pytest.raises(st.errors.TreeError):
+            st.save({"a": tree}, st.storage.MemoryStorage())

@@ -23,13 +23,13 @@ def tree(world: st.World, *, filled: bool) -> dict[str, Any]:
     }
 
 
-def saved(backend: tuple[str, int], ranks: int, **options: Any) -> st.MemoryStorage:
-    folder = st.MemoryStorage()
+def saved(backend: tuple[str, int], ranks: int, **options: Any) -> st.storage.MemoryStorage:
+    folder = st.storage.MemoryStorage()
     st.simulate(ranks, lambda world: st.save(tree(world, filled=True), folder, backend, world=world, **options))
     return folder
 
 
-def names(folder: st.MemoryStorage, inside: str = "") -> list[str]:
+def names(folder: st.storage.MemoryStorage, inside: str = "") -> list[str]:
     found = []
     for name in folder.names(inside):
         path = f"{inside}/{name}" if inside else name
@@ -37,7 +37,7 @@ def names(folder: st.MemoryStorage, inside: str = "") -> list[str]:
     return found
 
 
-def data_bytes(folder: st.MemoryStorage) -> list[bytes]:
+def data_bytes(folder: st.storage.MemoryStorage) -> list[bytes]:
     """Return the bytes of all files but those that say what is in the others, in an order that knows no save's name."""
     return sorted(folder.read(name) for name in names(folder) if "index" not in name and "json" not in name)
 
@@ -63,7 +63,7 @@ def test_the_data_is_what_it_is_with_checksums(backend: tuple[str, int]) -> None
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_verify_says_that_nothing_stands_for_the_data(backend: tuple[str, int]) -> None:
-    reports: list[st.VerifyReport] = []
+    reports: list[st.strategies.VerifyReport] = []
     with_hashes, without = saved(backend, 2), saved(backend, 2, checksums=False)
     assert st.verify(with_hashes, report=reports.append) == () == st.verify(without, report=reports.append)
     assert reports[0].unchecked == ()
@@ -82,7 +82,7 @@ def test_a_file_of_another_length_is_found_all_the_same(backend: tuple[str, int]
     folder.write(name, [memoryview(data)[:-8]], durable=False)
     (damage,) = st.verify(folder)
     assert damage.file == name
-    with pytest.raises(st.CorruptCheckpoint):
+    with pytest.raises(st.errors.CorruptCheckpoint):
         st.simulate(1, lambda world: st.load(tree(world, filled=False), folder, world=world))
 
 
@@ -100,7 +100,7 @@ def test_an_index_with_hashes_of_some_blocks_only_is_refused() -> None:
 
 
 def test_tensors_can_be_removed() -> None:
-    folder = st.MemoryStorage()
+    folder = st.storage.MemoryStorage()
     kept, gone = (st.ShardedTensor.from_rank_offsets(key, torch.arange(10)) for key in ("kept", "gone"))
     st.save([kept, gone], folder, checksums=False)
     st.remove_sharded_tensors(folder, "gone")

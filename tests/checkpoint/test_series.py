@@ -63,10 +63,10 @@ def test_what_is_saved_is_listed_and_resumed_from(root: Storage) -> None:
 def test_an_empty_root_has_no_steps(root: Storage) -> None:
     series = st.CheckpointSeries(root)
     assert (series.steps(), series.latest(), series.latest_verified(), series.clean()) == ((), None, None, ())
-    with pytest.raises(st.NotACheckpoint, match="no finished step"):
+    with pytest.raises(st.errors.NotACheckpoint, match="no finished step"):
         series.load(target())
     saved(root, 7)
-    with pytest.raises(st.NotACheckpoint, match="found steps 7 to 7"):
+    with pytest.raises(st.errors.NotACheckpoint, match="found steps 7 to 7"):
         series.at(8)
 
 
@@ -82,7 +82,7 @@ def test_metrics_and_pins_are_noted_with_a_step_and_later(root: Storage) -> None
     series.unpin(second)
     first, second = series.steps()
     assert (first.metrics, first.pinned, second.pinned) == ({"loss": 0.25, "accuracy": 1.0}, True, False)
-    assert st.best_step(series.steps(), "loss") == first
+    assert st.retention.best_step(series.steps(), "loss") == first
 
 
 @pytest.mark.parametrize(
@@ -103,14 +103,14 @@ def test_folders_of_other_programs_are_steps(names: str, folders: dict[str, int]
     series.save(tree(44.0), 44, durable=False)
     assert series.load(target(), 42)["step"] == 42.0
     kept = numbers(series)[-1:]
-    series.remove(series.plan_removal(st.keep_last(1)))
+    series.remove(series.plan_removal(st.retention.keep_last(1)))
     assert numbers(series) == kept
     assert (tmp_path / "latest_checkpointed_iteration.txt").exists()
 
 
 def test_a_step_is_saved_once_unless_it_may_be_overwritten(root: Storage) -> None:
     series = saved(root, 5, metrics={"loss": 1.0})
-    with pytest.raises(st.AlreadyACheckpoint):
+    with pytest.raises(st.errors.AlreadyACheckpoint):
         series.save(tree(9.0), 5, metrics={"loss": 9.0})
     assert series.steps()[0].metrics == {"loss": 1.0}
     series.save(tree(9.0), 5, overwrite=True)
@@ -133,7 +133,7 @@ def test_a_checkpoint_of_one_file_is_listed_and_stays(tmp_path: Path) -> None:
     series = st.CheckpointSeries(tmp_path, "step_{}.safetensors")
     series.save(tree(), 2, durable=False)
     assert numbers(series) == [1, 2]
-    assert series.plan_removal(st.keep_last(1)).kept[1] == ("can't be removed: it is a single file",)
+    assert series.plan_removal(st.retention.keep_last(1)).kept[1] == ("can't be removed: it is a single file",)
 
 
 @pytest.mark.parametrize(
@@ -141,14 +141,14 @@ def test_a_checkpoint_of_one_file_is_listed_and_stays(tmp_path: Path) -> None:
     ["step", "{}{}", "{:x}", "{:+d}", "{:3d}", "a/{}", "{:,}", "{name}", "{", 3, ".{}.0123456789abcdef.removed"],
 )
 def test_names_that_do_not_tell_the_step_are_refused(names: Any, tmp_path: Path) -> None:
-    with pytest.raises(st.MetadataError, match="no names for steps"):
+    with pytest.raises(st.errors.MetadataError, match="no names for steps"):
         st.CheckpointSeries(tmp_path, names)
 
 
 def test_another_spelling_of_a_step_is_the_same_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     st.save(tree(5.0), tmp_path / "step_5", durable=False)
     series = st.CheckpointSeries(tmp_path)
-    with pytest.raises(st.AlreadyACheckpoint):
+    with pytest.raises(st.errors.AlreadyACheckpoint):
         series.save(tree(), 5)
     st.save(tree(6.0), tmp_path / "step_00000005", durable=False)
     assert [step.folder for step in series.steps()] == ["step_00000005"]
@@ -189,7 +189,7 @@ def test_a_queue_saves_in_the_background_and_removal_leaves_what_is_on_its_way(r
         for number in (3, 4):
             request = series.save(tree(float(number)), number, metrics={"loss": 1 / number}, async_sharded_save=True)
             queue.schedule_async_request(request)
-        series.remove(series.plan_removal(st.keep_last(1)))
+        series.remove(series.plan_removal(st.retention.keep_last(1)))
         assert set(numbers(series)) <= {2, 3, 4}
         queue.maybe_finalize_async_calls(blocking=True)
         assert numbers(series) == [2, 3, 4]
@@ -214,7 +214,7 @@ def test_the_dry_run_changes_nothing_and_says_what_goes(root: Storage) -> None:
     series = saved(root, 10, 20, 30, 40)
     series.pin(10)
     folder_in(root, "step_00000020").replace("notes.txt", b"mine", durable=False)
-    plan = series.plan_removal(st.keep_any(st.keep_last(1), st.keep_every(30)))
+    plan = series.plan_removal(st.retention.keep_any(st.retention.keep_last(1), st.retention.keep_every(30)))
     assert [(step.number, step.others) for step in plan.going] == [(20, ("notes.txt",))]
     assert plan.kept == {10: ("pinned",), 30: ("keep_every(30)",), 40: ("the newest", "keep_last(1)")}
     assert numbers(series) == [10, 20, 30, 40]
@@ -241,7 +241,7 @@ def test_every_formats_files_go_and_no_others(backend: tuple[str, int], root: St
     for name, data in others.items():
         root.make_folder(name.rpartition("/")[0])
         root.replace(name, data, durable=False)
-    assert series.remove(series.plan_removal(st.keep_last(1))) == (1, 2)
+    assert series.remove(series.plan_removal(st.retention.keep_last(1))) == (1, 2)
     assert root.names() == ("mine", "step_00000002", "step_00000003")
     assert {name: root.read(name) for name in others} == others
     assert root.names("step_00000002") == ("mine", "tokenizer.json")
@@ -255,7 +255,7 @@ def test_links_are_left_alone(tmp_path: Path) -> None:
     moved = tmp_path / "elsewhere" / "metadata.json"
     (tmp_path / "run" / "step_00000002" / "metadata.json").rename(moved)
     os.symlink(moved, tmp_path / "run" / "step_00000002" / "metadata.json")
-    plan = series.plan_removal(st.keep_last(1))
+    plan = series.plan_removal(st.retention.keep_last(1))
     assert plan.going == ()
     assert plan.kept[1] == ("can't be removed: its folder is a link",)
     assert plan.kept[2] == ("can't be removed: files of it are links",)
@@ -273,21 +273,21 @@ def live() -> Iterator[bytes]:
 def test_a_step_that_is_being_saved_again_stays(live: bytes) -> None:
     root = MemoryStorage()
     series = saved(root, 1, 2)
-    plan = series.plan_removal(st.keep_last(1))
+    plan = series.plan_removal(st.retention.keep_last(1))
     root.write(f"step_00000001/{SAVE_ID}/owner.json", [memoryview(live)], durable=False)
-    assert series.plan_removal(st.keep_last(1)).kept[1] == ("can't be removed: a save to it is on its way",)
+    assert series.plan_removal(st.retention.keep_last(1)).kept[1] == ("can't be removed: a save to it is on its way",)
     assert series.remove(plan) == ()
     release(SAVE_ID)
-    assert series.remove(series.plan_removal(st.keep_last(1))) == (1,)
+    assert series.remove(series.plan_removal(st.retention.keep_last(1))) == (1,)
     assert root.names() == ("step_00000002",)
 
 
 def test_what_changed_since_the_plan_stays(root: Storage, caplog: pytest.LogCaptureFixture) -> None:
     series = saved(root, 1, 2, 3, 4)
-    plan = series.plan_removal(st.keep_last(1))
+    plan = series.plan_removal(st.retention.keep_last(1))
     series.save(tree(9.0), 1, overwrite=True)
     series.pin(2)
-    series.remove(series.plan_removal(st.keep_steps([1, 2, 3])))
+    series.remove(series.plan_removal(st.retention.keep_steps([1, 2, 3])))
     assert series.remove(plan) == (3,)
     assert numbers(series) == [1, 2, 4]
     assert "changed since the plan" in caplog.text and "by now it is pinned" in caplog.text
@@ -295,7 +295,7 @@ def test_what_changed_since_the_plan_stays(root: Storage, caplog: pytest.LogCapt
 
 def test_the_newest_stays_even_if_a_plan_thought_otherwise(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     series = saved(tmp_path, 1, 2, 3)
-    plan = series.plan_removal(st.keep_last(1))
+    plan = series.plan_removal(st.retention.keep_last(1))
     (tmp_path / "step_00000003" / "metadata.json").unlink()
     assert series.remove(plan) == (1,)
     assert numbers(series) == [2]
@@ -306,8 +306,8 @@ def test_a_record_that_cannot_be_read_keeps_its_step(root: Storage, caplog: pyte
     series = saved(root, 1, 2, metrics={"loss": 1.0})
     for data in (b"{", b"[]", b'{"step_record":2,"time":1,"metrics":{},"pinned":false,"removing":[]}'):
         root.replace("step_00000001/shardtree-step.json", data, durable=False)
-        assert series.plan_removal(st.keep_last(1)).kept[1] == ("pinned",)
-        with pytest.raises(st.CorruptCheckpoint, match=r"no record of a step|not valid JSON"):
+        assert series.plan_removal(st.retention.keep_last(1)).kept[1] == ("pinned",)
+        with pytest.raises(st.errors.CorruptCheckpoint, match=r"no record of a step|not valid JSON"):
             series.note(1, {"loss": 2.0})
     assert root.read("step_00000001/shardtree-step.json").startswith(b'{"step_record":2')
 
@@ -317,24 +317,24 @@ def test_a_damaged_step_of_ours_can_go_and_one_of_others_stays(tmp_path: Path) -
     saved(tmp_path, 2, sharded_strategy=("torch_dist", 1))
     for number in (1, 2):
         (tmp_path / f"step_0000000{number}" / "metadata.json").write_bytes(b"{]")
-    plan = series.plan_removal(st.keep_last(1))
+    plan = series.plan_removal(st.retention.keep_last(1))
     assert "isn't known which files" in plan.kept[2][0]
     assert "on its way" in plan.kept[1][0], "its save may be about to be committed"
     for path in (tmp_path / "step_00000001").rglob("*"):
         os.utime(path, (1e9, 1e9))
-    assert series.remove(series.plan_removal(st.keep_last(1))) == (1,)
+    assert series.remove(series.plan_removal(st.retention.keep_last(1))) == (1,)
     assert sorted(os.listdir(tmp_path)) == ["step_00000002", "step_00000003"]
 
 
 def test_two_processes_may_remove_at_once(root: Storage) -> None:
     series = saved(root, *range(12))
-    plan = series.plan_removal(st.keep_last(2))
+    plan = series.plan_removal(st.retention.keep_last(2))
     failures: list[BaseException] = []
 
     def run() -> None:
         try:
             series.remove(plan)
-            series.remove(series.plan_removal(st.keep_last(2)))
+            series.remove(series.plan_removal(st.retention.keep_last(2)))
         except BaseException as error:
             failures.append(error)
 
@@ -350,20 +350,20 @@ def test_two_processes_may_remove_at_once(root: Storage) -> None:
 
 
 def test_a_failure_is_told_once_all_others_went(root: Storage) -> None:
-    plan = saved(root, 1, 2, 3).plan_removal(st.keep_last(1))
+    plan = saved(root, 1, 2, 3).plan_removal(st.retention.keep_last(1))
 
     def refuse(call: Call) -> None:
         if call.method == "replace" and call.name.startswith("step_00000001/"):
-            raise st.StorageError("permission denied")
+            raise st.errors.StorageError("permission denied")
 
-    with pytest.raises(st.StorageError, match="step_00000001: permission denied"):
+    with pytest.raises(st.errors.StorageError, match="step_00000001: permission denied"):
         st.CheckpointSeries(WatchedStorage(root, refuse)).remove(plan)
     assert numbers(st.CheckpointSeries(root)) == [1, 3]
 
 
 def test_a_new_save_into_a_half_removed_folder_counts(root: Storage) -> None:
     series = saved(root, 1, 2)
-    plan = series.plan_removal(st.keep_last(1))
+    plan = series.plan_removal(st.retention.keep_last(1))
     files = [[mark.name, mark.nbytes, mark.changed] for mark in plan.going[0].files]
     note = {"step_record": 1, "time": None, "metrics": {}, "pinned": False, "removing": files}
     root.replace("step_00000001/shardtree-step.json", json.dumps(note).encode(), durable=False)
@@ -393,7 +393,7 @@ def test_folders_that_only_look_like_ours_are_left_alone(root: Storage) -> None:
     series = saved(root, 1, 2)
     root.make_folder(".step_00000001.0123456789abcdef.removed")
     root.replace(".step_00000001.0123456789abcdef.removed/mine.txt", b"mine", durable=False)
-    series.remove(series.plan_removal(st.keep_last(1)))
+    series.remove(series.plan_removal(st.retention.keep_last(1)))
     series.clean()
     assert root.read(".step_00000001.0123456789abcdef.removed/mine.txt") == b"mine"
 
@@ -405,7 +405,7 @@ def test_ranks_act_together() -> None:
         series = st.CheckpointSeries(root, world=world)
         for number in (1, 2, 3):
             series.save(tree(float(number), world), number, metrics={"loss": number + world.rank})
-        gone = series.remove(series.plan_removal(st.keep_best(1, "loss")))
+        gone = series.remove(series.plan_removal(st.retention.keep_best(1, "loss")))
         found = series.load({"w": tree(0.0, world)["w"]}, 1)
         return [gone, series.steps(), found["step"], series.latest()]
 
@@ -419,7 +419,7 @@ def test_what_fails_on_rank_zero_fails_everywhere() -> None:
     def look(world: World) -> None:
         st.CheckpointSeries(MemoryStorage(), world=world).at(3 if world.rank == 0 else 4)
 
-    with pytest.raises(st.RemoteError, match="no step 3"):
+    with pytest.raises(st.errors.RemoteError, match="no step 3"):
         st.simulate(2, look)
 
 

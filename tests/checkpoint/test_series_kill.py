@@ -17,7 +17,7 @@ from shardtree.checkpoint.series import _remove
 from shardtree.storage import LocalStorage, MemoryStorage, Storage, folder_in
 from shardtree.testing import Call, WatchedStorage
 
-POLICY = st.keep_last(1)
+POLICY = st.retention.keep_last(1)
 NOTES = "step_00000002/notes.txt"
 BACKENDS = {1: ("torch_dist", 1), 2: ("safetensors", 1), 3: ("zarr", 3), 4: ("safetensors", 1), 5: ("safetensors", 1)}
 
@@ -39,7 +39,7 @@ def failing_at(number: int, seen: list[Call]) -> Callable[[Call], None]:
     def strike(call: Call) -> None:
         seen.append(call)
         if call.number == number:
-            raise st.StorageError(f"at {call}")
+            raise st.errors.StorageError(f"at {call}")
 
     return strike
 
@@ -48,7 +48,7 @@ class Stiff(WatchedStorage):
     """A storage that can't rename folders, as object stores can't."""
 
     def move_folder(self, old: str, new: str) -> None:
-        raise st.StorageError("no renaming here")
+        raise st.errors.StorageError("no renaming here")
 
 
 def series(storage: Storage) -> st.CheckpointSeries:

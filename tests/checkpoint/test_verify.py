@@ -23,7 +23,7 @@ def saved() -> dict[str, bytes]:
         }
         st.save(tree, folder, world=world)
 
-    folder = st.MemoryStorage()
+    folder = st.storage.MemoryStorage()
     st.simulate(2, save)
     (save_id,) = (name for name in folder.names() if name != "metadata.json")
     names = ["metadata.json", *(f"{save_id}/{name}" for name in folder.names(save_id))]
@@ -33,8 +33,8 @@ def saved() -> dict[str, bytes]:
 FILES = saved()
 
 
-def folder_with(changed: dict[str, bytes]) -> st.MemoryStorage:
-    folder = st.MemoryStorage()
+def folder_with(changed: dict[str, bytes]) -> st.storage.MemoryStorage:
+    folder = st.storage.MemoryStorage()
     for name, data in (FILES | changed).items():
         folder.write(name, [memoryview(data)], durable=False)
     return folder
@@ -46,13 +46,13 @@ def flipped(name: str, bit: int) -> dict[str, bytes]:
     return {name: bytes(data)}
 
 
-def finds(verify: Callable[[st.MemoryStorage], tuple[st.Damage, ...]], name: str, bit: int) -> bool:
+def finds(verify: Callable[[st.storage.MemoryStorage], tuple[st.strategies.Damage, ...]], name: str, bit: int) -> bool:
     """Whether the one damaged place is named: its file, and for a data file the block that the bit is in."""
     found = verify(folder_with(flipped(name, bit)))
     return len(found) == 1 and found[0].file == name and (not found[0].end or covers(found[0], bit // 8))
 
 
-def covers(damage: st.Damage, byte: int) -> bool:
+def covers(damage: st.strategies.Damage, byte: int) -> bool:
     return damage.begin <= byte < damage.end and damage.end - damage.begin <= BLOCK_BYTES
 
 
@@ -111,7 +111,7 @@ MIXED = [
 
 @pytest.mark.parametrize(("sharded", "common"), MIXED)
 def test_a_common_state_in_a_format_of_its_own_is_checked_too(sharded: Any, common: Any) -> None:
-    folder = st.MemoryStorage()
+    folder = st.storage.MemoryStorage()
     numbers = list(range(1000, 2000))
     shard = st.ShardedTensor.from_rank_offsets("w", torch.arange(4.0))
     st.save({"w": shard, "numbers": torch.tensor(numbers)}, folder, sharded, common)
@@ -125,6 +125,6 @@ def test_a_common_state_in_a_format_of_its_own_is_checked_too(sharded: Any, comm
     assert damage.file == name
 
 
-def walk(folder: st.MemoryStorage, top: str = "") -> list[str]:
+def walk(folder: st.storage.MemoryStorage, top: str = "") -> list[str]:
     paths = [f"{top}/{name}" if top else name for name in folder.names(top)]
     return [name for path in paths for name in ([path] if folder.length(path) is not None else walk(folder, path))]

@@ -16,9 +16,9 @@ UNCHECKED = [("huggingface", 1)]
 DEGREES: list[Any] = ["whole", "all", None]
 
 
-def damaged(backend: Any, row: int) -> st.MemoryStorage:
+def damaged(backend: Any, row: int) -> st.storage.MemoryStorage:
     """A checkpoint of one tensor, with a flipped bit in one row of it."""
-    folder = st.MemoryStorage()
+    folder = st.storage.MemoryStorage()
     st.save({"w": st.ShardedTensor.from_rank_offsets("w", WHOLE)}, folder, backend)
     needle = WHOLE[row].numpy().tobytes()
     for name in walk(folder):
@@ -29,15 +29,17 @@ def damaged(backend: Any, row: int) -> st.MemoryStorage:
     return folder
 
 
-def walk(folder: st.Storage, top: str = "") -> list[str]:
+def walk(folder: st.storage.Storage, top: str = "") -> list[str]:
     paths = [f"{top}/{name}" if top else name for name in folder.names(top)]
     return [name for path in paths for name in ([path] if folder.length(path) is not None else walk(folder, path))]
 
 
-def load(folder: st.MemoryStorage, rows: tuple[int, int], verify: Any) -> tuple[torch.Tensor, st.ReadReport]:
+def load(
+    folder: st.storage.MemoryStorage, rows: tuple[int, int], verify: Any
+) -> tuple[torch.Tensor, st.storage.ReadReport]:
     begin, end = rows
     target = st.ShardedTensor("w", None, WHOLE.dtype, (end - begin, 1024), (2048, 1024), (begin, 0), None)
-    reports: list[st.ReadReport] = []
+    reports: list[st.storage.ReadReport] = []
     options: Any = {"validate_access_integrity": False, "report": reports.append}
     return st.load({"w": target}, folder, verify=verify, **options)["w"], reports[0]
 

@@ -33,16 +33,16 @@ class Case:
     """A sound checkpoint, and what verify says that it couldn't check of it."""
 
     files: Files
-    unchecked: tuple[st.Unchecked, ...]
+    unchecked: tuple[st.strategies.Unchecked, ...]
 
 
-def walk(folder: st.Storage, top: str = "") -> list[str]:
+def walk(folder: st.storage.Storage, top: str = "") -> list[str]:
     paths = [f"{top}/{name}" if top else name for name in folder.names(top)]
     return [name for path in paths for name in ([path] if folder.length(path) is not None else walk(folder, path))]
 
 
-def folder_of(files: Files) -> st.MemoryStorage:
-    folder = st.MemoryStorage()
+def folder_of(files: Files) -> st.storage.MemoryStorage:
+    folder = st.storage.MemoryStorage()
     for name, data in files.items():
         folder.write(name, [memoryview(data)], durable=False)
     return folder
@@ -59,7 +59,7 @@ def saved(sharded: Any, common: Any = None, *, plain: bool = True) -> Files:
             tree |= {"o": st.ShardedObject("o", {"rank": world.rank}, (2,), (world.rank,)), "step": 3}
         st.save(tree, folder, sharded, common, world=world)
 
-    folder = st.MemoryStorage()
+    folder = st.storage.MemoryStorage()
     st.simulate(2, save)
     return {name: folder.read(name) for name in walk(folder)}
 
@@ -107,8 +107,8 @@ def case(name: str) -> Case:
     return Case(files, report.unchecked)
 
 
-def verified(files: Files, **options: Any) -> tuple[tuple[st.Damage, ...], st.VerifyReport]:
-    reports: list[st.VerifyReport] = []
+def verified(files: Files, **options: Any) -> tuple[tuple[st.strategies.Damage, ...], st.strategies.VerifyReport]:
+    reports: list[st.strategies.VerifyReport] = []
     damage = st.verify(folder_of(files), report=reports.append, **options)
     return damage, reports[0]
 
@@ -221,7 +221,7 @@ def all_checked(checkpoint: Any) -> tuple[Any, ...]:
     """A row that says nothing of what it can't check."""
     row = find_strategy(VERIFY, *TORCH_DIST)
     assert row is not None
-    return tuple(one for one in row(checkpoint) if isinstance(one, st.Damage))
+    return tuple(one for one in row(checkpoint) if isinstance(one, st.strategies.Damage))
 
 
 def test_the_law_of_flips_catches_a_row_that_skips_headers() -> None:
@@ -284,7 +284,7 @@ def test_chunks_of_codecs(codec: str, tmp_path: Path) -> None:
             check_flip(one, "w/c/1/0", 8 * byte)
         broken = bytes(len(one.files["w/c/1/0"]))
         ((found,), _) = verified(one.files | {"w/c/1/0": broken})
-        assert found.regions == (st.Region("w", (4, 0), (8, 6)),)
+        assert found.regions == (st.strategies.Region("w", (4, 0), (8, 6)),)
 
 
 def test_a_folder_on_disk_is_checked_as_one_in_memory(tmp_path: Path) -> None:

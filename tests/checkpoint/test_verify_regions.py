@@ -83,24 +83,24 @@ LAYOUTS = {
 
 
 def files_of(layout: Callable[[st.World], st.ShardedTensor], backend: Any) -> dict[str, bytes]:
-    folder = st.MemoryStorage()
+    folder = st.storage.MemoryStorage()
     st.simulate(2, lambda world: st.save({"w": layout(world)}, folder, backend, world=world))
     return {name: folder.read(name) for name in walk(folder)}
 
 
-def walk(folder: st.Storage, top: str = "") -> list[str]:
+def walk(folder: st.storage.Storage, top: str = "") -> list[str]:
     paths = [f"{top}/{name}" if top else name for name in folder.names(top)]
     return [name for path in paths for name in ([path] if folder.length(path) is not None else walk(folder, path))]
 
 
-def folder_of(files: dict[str, bytes]) -> st.MemoryStorage:
-    folder = st.MemoryStorage()
+def folder_of(files: dict[str, bytes]) -> st.storage.MemoryStorage:
+    folder = st.storage.MemoryStorage()
     for name, data in files.items():
         folder.write(name, [memoryview(data)], durable=False)
     return folder
 
 
-def inside(region: st.Region) -> torch.Tensor:
+def inside(region: st.strategies.Region) -> torch.Tensor:
     """Return which elements of the tensor a region names."""
     flags = torch.zeros(ROWS, COLUMNS, dtype=torch.bool)
     box = flags[tuple(slice(*ends) for ends in zip(region.begin, region.end, strict=True))]
@@ -111,7 +111,7 @@ def inside(region: st.Region) -> torch.Tensor:
     return flags
 
 
-def check_named(damage: tuple[st.Damage, ...], differs: torch.Tensor) -> None:
+def check_named(damage: tuple[st.strategies.Damage, ...], differs: torch.Tensor) -> None:
     """Every element that differs lies in a region, and regions name no more than blocks and whole chunks hold."""
     named = torch.zeros(ROWS, COLUMNS, dtype=torch.bool)
     for one in damage:
@@ -147,9 +147,11 @@ def test_the_law_of_regions_catches_another_chunks_region() -> None:
     differs = st.load_plain_tensors(folder, verify=None)["w"] != WHOLE
     (damage,) = st.verify(folder)
     check_named((damage,), differs)
-    other = st.Region("w", (599, 0), (600, 700))
+    other = st.strategies.Region("w", (599, 0), (600, 700))
     with pytest.raises(AssertionError):
-        check_named((st.Damage(damage.file, damage.what, damage.begin, damage.end, ("w",), (other,)),), differs)
+        check_named(
+            (st.strategies.Damage(damage.file, damage.what, damage.begin, damage.end, ("w",), (other,)),), differs
+        )
 
 
 def test_a_block_names_its_rows_and_a_flat_one_its_range() -> None:
@@ -230,7 +232,7 @@ def test_what_a_thread_raises_ends_the_others() -> None:
 @pytest.mark.parametrize("threads", [0, -1, 1.5, "2", True])
 def test_threads_are_a_number(threads: Any) -> None:
     with pytest.raises(st.CheckpointingException, match="no number of threads"):
-        st.verify(st.MemoryStorage(), threads=threads)
+        st.verify(st.storage.MemoryStorage(), threads=threads)
 
 
 @pytest.mark.parametrize("backend", FORMATS[:2], ids=lambda backend: str(backend[0]))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import shardtree as st
-from shardtree.checkpoint import compare_checkpoints
+from shardtree.checkpoint import compare
 from tests.cli.checkpoints import document, process, run, save_training_state, training_state
 
 Change = Callable[[dict[str, Any], int], None]
@@ -114,7 +114,7 @@ def test_a_difference_is_shown_and_has_status_1(folder: Path, tmp_path: Path, ch
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_json_says_what_the_library_says(folder: Path, tmp_path: Path, change: Change) -> None:
     other = save_changed(tmp_path / "changed", change)
-    found, expected = document("diff", folder, other, status=1), compare_checkpoints(folder, other)
+    found, expected = document("diff", folder, other, status=1), compare(folder, other)
     names = "left right equal bytes_compared only_left only_right kinds values objects common"
     assert list(found) == names.split()
     assert found["equal"] is False

@@ -65,7 +65,7 @@ pad_tensors
 transpose_tensors
 as_factory
 factories_by_pattern
-compose_factories
+compose
 Lens
 Built
 AxisRuns
@@ -75,7 +75,7 @@ expert_stack
 gate_and_up
 grouped_runs
 joined_parts
-lenses_by_pattern
+by_pattern
 mapped_axis
 padded_axis
 rearranged
@@ -139,10 +139,10 @@ unshard
 coverage
 Coverage
 mesh_columns
-mesh_parts
+mesh_shards
 Part
-PartBox
-part_shard
+RankBox
+rank_leaf
 tree_columns
 ObjectArray
 ObjectRule
@@ -154,8 +154,8 @@ redistribute_objects
 fold_objects
 drop_objects
 rules_by_field
-FingerprintPart
-fingerprint_parts
+PartialFingerprint
+partial_fingerprints
 add_fingerprints
 fingerprint
 Explanation
@@ -210,7 +210,7 @@ Record
 StrictHandling
 convert
 ConversionReport
-compare_checkpoints
+compare
 CheckpointDifference
 KindDifference
 ValueDifference
@@ -221,7 +221,7 @@ get_default_strategy
 find_strategy
 register_default_strategy
 Checkpoint
-Draft
+PendingSave
 AsyncRequest
 AsyncCallsQueue
 async_calls

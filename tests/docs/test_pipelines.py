@@ -85,7 +85,7 @@ def check_model(folder: Path, expected: Mapping[str, torch.Tensor]) -> None:
         assert difference is None, f"{name} differs: {difference}"
 
 
-def model_of(checkpoint: st.OpenCheckpoint) -> Names:
+def model_of(checkpoint: st.checkpoint.OpenCheckpoint) -> Names:
     return {key: checkpoint[key] for key in checkpoint if "weight" in key and "optimizer" not in key}
 
 

@@ -31,7 +31,7 @@ def _sound() -> tuple[bytes, Index, bytes]:
         "rng": st.ShardedObject("rng", {"seed": 1}, (1,), (0,)),
         "step": 7,
     }
-    storage = st.MemoryStorage()
+    storage = st.storage.MemoryStorage()
     st.save(tree, storage, durable=False)
     fields = json.loads(storage.read("metadata.json"))
     index = decode_index(memoryview(storage.read(fields["index"]["name"])), "index")

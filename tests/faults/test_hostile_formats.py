@@ -83,7 +83,7 @@ def entry_points(path: Path) -> Iterator[Callable[[], Any]]:
     yield lambda: [tree[key] for tree in [st.open_checkpoint(path)] for key in tree]
     yield lambda: st.open_checkpoint(path).common()
     yield partial(st.verify, path)
-    yield partial(st.compare_checkpoints, path, path)
+    yield partial(st.compare, path, path)
     yield partial(st.remove_sharded_tensors, path, "")
 
 

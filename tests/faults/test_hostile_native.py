@@ -65,7 +65,7 @@ def entry_points(folder: Path, elsewhere: Path, sound: Path) -> Iterator[tuple[s
     yield "load_plain_tensors", partial(st.load_plain_tensors, folder)
     yield "open_checkpoint", lambda: [tree[key] for tree in [st.open_checkpoint(folder)] for key in list(tree)[:100]]
     yield "verify", partial(st.verify, folder)
-    yield "compare_checkpoints", partial(st.compare_checkpoints, sound, folder)
+    yield "compare", partial(st.compare, sound, folder)
     yield "convert", partial(st.convert, folder, elsewhere, backend="zarr")
     commands = (
         ["inspect"],

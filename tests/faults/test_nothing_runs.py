@@ -87,7 +87,7 @@ def calls(folder: Path, elsewhere: Path) -> Iterator[Callable[[], Any]]:
     yield lambda: [tree[key] for tree in [st.open_checkpoint(folder)] for key in tree]
     yield lambda: st.open_checkpoint(folder).common()
     yield partial(st.verify, folder)
-    yield partial(st.compare_checkpoints, folder, folder)
+    yield partial(st.compare, folder, folder)
     yield partial(st.convert, folder, elsewhere, backend="safetensors")
     commands = (["inspect"], ["verify"], ["diff", str(folder)], ["convert", str(elsewhere), "--to", "safetensors"])
     for name, *rest in commands:

@@ -64,7 +64,7 @@ def check_torchrun(folder: Path, death: str, before: float | None) -> None:
     assert done.returncode != 0 and "SIGKILL" in done.stderr, done.stderr
     assert tensor_in(folder) == before
     if before is None:
-        with pytest.raises(shardtree.NotACheckpoint):
+        with pytest.raises(shardtree.errors.NotACheckpoint):
             shardtree.load({}, folder)
     done = torchrun(2, str(folder), str(NEXT))
     assert done.returncode == 0, done.stderr

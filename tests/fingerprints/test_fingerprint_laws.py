@@ -17,10 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardtree
-from shardtree import MemoryStorage, ShardedTensor, World
+from shardtree import ShardedTensor, World
 from shardtree.fingerprints import axis_weights, box_total, device_total, host_total, shard_pieces
 from shardtree.fingerprints._sums import FACTOR
 from shardtree.geometry import slabs
+from shardtree.storage import MemoryStorage
 from shardtree.testing import (
     STORABLE_DTYPES,
     GlobalState,
@@ -100,7 +101,7 @@ def test_layouts_make_no_difference(data: st.DataObject) -> None:
 
 def adding(tree: Any, world: World, change: Callable[[ShardedTensor], ShardedTensor | None]) -> dict[str, int]:
     """Return fingerprints by adding up shards that were changed before, without a check of the layout."""
-    shards = [change(leaf) for _, leaf in shardtree.leaves_with_paths(tree) if isinstance(leaf, ShardedTensor)]
+    shards = [change(leaf) for _, leaf in shardtree.trees.leaves_with_paths(tree) if isinstance(leaf, ShardedTensor)]
     own = [(shard.key, shard.dtype, shard.global_shape, _total(shard)) for shard in shards if shard is not None]
     sums: dict[str, int] = {}
     for key, dtype, shape, total in (row for rows in world.all_gather(own) for row in rows):
@@ -227,8 +228,8 @@ def test_zeros_that_are_missing_are_missed() -> None:
     zeros = torch.zeros(4, 2)
     half = ShardedTensor.from_rank_offsets("w", zeros[:2], (0, 0, 2))
     assert box_total(zeros, (0, 0)) != box_total(zeros[:2], (0, 0))
-    with pytest.raises(shardtree.IntegrityError, match="'w': 4 of 8 elements"):
-        shardtree.add_fingerprints([shardtree.fingerprint_parts([half])])
+    with pytest.raises(shardtree.errors.IntegrityError, match="'w': 4 of 8 elements"):
+        shardtree.fingerprints.add_fingerprints([shardtree.fingerprints.partial_fingerprints([half])])
 
 
 def test_all_weights_are_odd_and_far_from_each_other() -> None:
@@ -269,7 +270,7 @@ def test_slabs_tile_their_tensor(shape: tuple[int, ...], most: int) -> None:
 def test_pieces_add_up_to_the_tensor(tensor: torch.Tensor, most: int, data: st.DataObject) -> None:
     layout = data.draw(layouts(tuple(tensor.shape), 1))
     tree = rank_tree(GlobalState({"w": tensor}, {}, {}), {"w": layout}, 0)
-    shards = [leaf for _, leaf in shardtree.leaves_with_paths(tree) if isinstance(leaf, ShardedTensor)]
+    shards = [leaf for _, leaf in shardtree.trees.leaves_with_paths(tree) if isinstance(leaf, ShardedTensor)]
     mains = [shard for shard in shards if shardtree.is_main_replica(shard.replica_id)]
     pieces = [piece for shard in mains for piece in shard_pieces(shard, most)]
     assert sum(piece.data.numel() for piece in pieces) == tensor.numel()

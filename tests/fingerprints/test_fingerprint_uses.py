@@ -26,8 +26,8 @@ def rows(rank: int = 0, ranks: int = 1) -> list[st.ShardedTensor]:
     return [st.ShardedTensor.from_rank_offsets(key, piece, (0, rank, ranks)) for key, piece in pieces.items()]
 
 
-def saved(ranks: int = 2, **options: Any) -> st.MemoryStorage:
-    folder = st.MemoryStorage()
+def saved(ranks: int = 2, **options: Any) -> st.storage.MemoryStorage:
+    folder = st.storage.MemoryStorage()
     st.simulate(ranks, lambda world: st.save([*rows(world.rank, ranks), 7], folder, world=world, **options))
     return folder
 
@@ -36,7 +36,7 @@ def stored(folder: Any) -> dict[str, int]:
     return stored_fingerprints(st.open_checkpoint(folder).metadata)
 
 
-def forge(folder: st.MemoryStorage, **columns: Any) -> None:
+def forge(folder: st.storage.MemoryStorage, **columns: Any) -> None:
     """Give a checkpoint another index, with hashes that fit."""
     index = read_index(st.open_checkpoint(folder).checkpoint)
     before, fields = read_metadata(folder)
@@ -46,7 +46,7 @@ def forge(folder: st.MemoryStorage, **columns: Any) -> None:
     replace_metadata(folder, before, fields, durable=False)
 
 
-def index_of(folder: st.MemoryStorage) -> Index:
+def index_of(folder: st.storage.MemoryStorage) -> Index:
     return read_index(st.open_checkpoint(folder).checkpoint)
 
 
@@ -73,19 +73,19 @@ def test_replicas_that_differ_are_named() -> None:
         shards = [replace(shard, replica_id=world.rank) for shard in rows()]
         return shards if world.rank < 2 else [replace(shards[0], data=-shards[0].data), shards[1]]
 
-    with pytest.raises(st.IntegrityError, match="'a': rank 2 holds other elements than rank 0") as caught:
+    with pytest.raises(st.errors.IntegrityError, match="'a': rank 2 holds other elements than rank 0") as caught:
         st.simulate(3, lambda world: st.fingerprint(tree(world), world=world))
     assert "'b'" not in str(caught.value)
 
 
 def test_a_tensor_that_is_held_twice_on_one_rank_is_told_so() -> None:
     shard = rows()[0]
-    with pytest.raises(st.IntegrityError, match="'a': rank 0 holds it twice, with other elements"):
+    with pytest.raises(st.errors.IntegrityError, match="'a': rank 0 holds it twice, with other elements"):
         st.fingerprint([shard, replace(shard, data=-shard.data, replica_id=1)])
 
 
 def test_tensors_without_shards_have_no_fingerprint_that_could_be_taken_for_one() -> None:
-    with pytest.raises(st.TreeError, match=r"tree\['a'\]"):
+    with pytest.raises(st.errors.TreeError, match=r"tree\['a'\]"):
         st.fingerprint(WHOLE)
     assert st.fingerprint({"step": 3}) == st.fingerprint([]) == {}
     assert st.fingerprint({"a": rows()[0], "mask": torch.ones(2)}) == {"a": NUMBERS["a"]}
@@ -96,7 +96,7 @@ def test_tensors_without_shards_have_no_fingerprint_that_could_be_taken_for_one(
 def test_factories_objects_and_plain_values_are_no_hindrance() -> None:
     tree = {"g": glu("g", torch.arange(8.0).view(4, 2)), "rng": st.ShardedObject("rng", 1, (1,), (0,)), "step": 3}
     assert list(st.fingerprint(tree)) == sorted(
-        {shard.key for shard in st.extract_sharded(st.apply_factories(tree))[0]["g"]}
+        {shard.key for shard in st.trees.extract_sharded(st.apply_factories(tree))[0]["g"]}
     )
 
 
@@ -108,7 +108,7 @@ def test_nothing_is_stored_unless_asked_for() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_an_asynchronous_save_stores_what_it_writes(ranks: int) -> None:
-    folder = st.MemoryStorage()
+    folder = st.storage.MemoryStorage()
 
     def save(world: st.World) -> None:
         request = st.save(rows(world.rank, ranks), folder, async_sharded_save=True, world=world, fingerprint=True)
@@ -120,7 +120,7 @@ def test_an_asynchronous_save_stores_what_it_writes(ranks: int) -> None:
 
 
 def test_a_tensor_that_is_not_contiguous_is_written_and_summed_alike() -> None:
-    folder, data = st.MemoryStorage(), torch.arange(3000 * 1100, dtype=torch.int32).view(3000, 1100).T
+    folder, data = st.storage.MemoryStorage(), torch.arange(3000 * 1100, dtype=torch.int32).view(3000, 1100).T
     st.save([st.ShardedTensor.from_rank_offsets("w", data)], folder, fingerprint=True)
     assert stored(folder) == st.fingerprint([st.ShardedTensor.from_rank_offsets("w", data.contiguous())])
 
@@ -167,7 +167,7 @@ def test_damaged_blocks_are_reported_once() -> None:
 def test_a_column_that_does_not_fit_is_refused(column: Any) -> None:
     folder = saved(fingerprint=True)
     forge(folder, x_fingerprint=column)
-    with pytest.raises(st.CorruptCheckpoint, match="x_fingerprint"):
+    with pytest.raises(st.errors.CorruptCheckpoint, match="x_fingerprint"):
         st.open_checkpoint(folder)
 
 
@@ -178,30 +178,30 @@ def test_convert_reports_what_it_read_back(backend: str, tmp_path: Any) -> None:
 
 
 def test_convert_reports_tensors_without_elements() -> None:
-    source = st.MemoryStorage()
+    source = st.storage.MemoryStorage()
     st.save([st.ShardedTensor.from_rank_offsets("e", torch.zeros(0, 3))], source, fingerprint=True)
-    assert st.convert(source, st.MemoryStorage(), backend="safetensors").fingerprints == stored(source)
+    assert st.convert(source, st.storage.MemoryStorage(), backend="safetensors").fingerprints == stored(source)
 
 
 def test_convert_refuses_what_is_not_what_the_source_says() -> None:
     folder = saved(fingerprint=True)
     forge(folder, x_fingerprint=index_of(folder).x_fingerprint + np.array([1, 0], dtype=np.uint64))
-    with pytest.raises(st.IntegrityError, match="'a' has the fingerprint"):
-        st.convert(folder, st.MemoryStorage(), backend="safetensors")
+    with pytest.raises(st.errors.IntegrityError, match="'a' has the fingerprint"):
+        st.convert(folder, st.storage.MemoryStorage(), backend="safetensors")
 
 
 def test_convert_does_not_hold_what_was_transformed_against_the_source() -> None:
     halved = partial(st.map_data, lambda data: data.read() / 2)
-    report = st.convert(saved(fingerprint=True), st.MemoryStorage(), backend="safetensors", transform=halved)
+    report = st.convert(saved(fingerprint=True), st.storage.MemoryStorage(), backend="safetensors", transform=halved)
     assert not st.diff(list(report.fingerprints), list(NUMBERS)) and report.fingerprints != NUMBERS
 
 
 def test_an_unchecked_conversion_has_no_fingerprints() -> None:
-    assert st.convert(saved(), st.MemoryStorage(), backend="safetensors", verify=False).fingerprints == {}
+    assert st.convert(saved(), st.storage.MemoryStorage(), backend="safetensors", verify=False).fingerprints == {}
 
 
 def test_a_refused_save_leaves_nothing() -> None:
-    folder = st.MemoryStorage()
+    folder = st.storage.MemoryStorage()
     for options in ({"sharded_strategy": ("zarr", 3)}, {"validate_access_integrity": False}):
         with pytest.raises(st.CheckpointingException, match="fingerprint"):
             st.save(rows(), folder, fingerprint=True, **options)  # type: ignore[arg-type]

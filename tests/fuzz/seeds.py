@@ -31,12 +31,12 @@ def folder_files(folder: Path) -> Files:
     return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 
-def stored_files(storage: st.MemoryStorage, folder: str = "") -> Files:
+def stored_files(storage: st.storage.MemoryStorage, folder: str = "") -> Files:
     """Return the files in a storage, by name."""
     return {name: storage.read(name) for name in _names(storage, folder)}
 
 
-def _names(storage: st.MemoryStorage, folder: str) -> Iterator[str]:
+def _names(storage: st.storage.MemoryStorage, folder: str) -> Iterator[str]:
     for name in storage.names(folder):
         path = f"{folder}/{name}" if folder else name
         if storage.length(path) is None:
@@ -56,7 +56,7 @@ def saved(sharded: tuple[str, int], common: tuple[str, int] | None = None) -> Fi
         tree |= {"f": flat} if sharded[0] == "safetensors" else {}
         tree |= {"rng": st.ShardedObject("rng", {"seed": 1, "state": torch.arange(3)}, (1,), (0,))}
         tree |= {"step": 7, "betas": (0.9, 0.99), "seed": torch.arange(3), "name": b"ab", "args": _values()}
-    storage = st.MemoryStorage()
+    storage = st.storage.MemoryStorage()
     st.save(tree, storage, sharded, common, durable=False)
     return stored_files(storage)
 

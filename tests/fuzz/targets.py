@@ -66,7 +66,7 @@ def _ends_well(call: Callable[[], Any]) -> bool:
 
 def _calls(files: dict[str, bytes], *, is_bounded: bool) -> Iterator[Callable[[], Any]]:
     """Yield every way to read a checkpoint in memory, what changes it last."""
-    storage = st.MemoryStorage()
+    storage = st.storage.MemoryStorage()
     for name, data in files.items():
         storage.write(name, [memoryview(data)], durable=False)
     yield lambda: st.is_checkpoint(storage)
@@ -80,7 +80,7 @@ def _calls(files: dict[str, bytes], *, is_bounded: bool) -> Iterator[Callable[[]
     yield lambda: st.remove_sharded_tensors(storage, "")
 
 
-def _declared(storage: st.MemoryStorage) -> int:
+def _declared(storage: st.storage.MemoryStorage) -> int:
     """Return how many bytes a checkpoint's tensors have by what it says; 0 where it says nothing."""
     try:
         leaves = st.load_sharded_metadata(storage).values()
@@ -96,7 +96,7 @@ def _bytes(shard: st.ShardedTensor) -> int:
     return size
 
 
-def _read_unchecked(storage: st.MemoryStorage) -> None:
+def _read_unchecked(storage: st.storage.MemoryStorage) -> None:
     """Read the first values as they are, whatever their hashes say."""
     tree = st.open_checkpoint(storage, verify=None)
     for key in islice(tree, 8):

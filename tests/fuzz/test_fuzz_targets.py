@@ -41,7 +41,7 @@ def name(request: pytest.FixtureRequest) -> str:
 def test_the_seeds_are_sound_checkpoints_whatever_place_they_fill(name: str) -> None:
     for number, data in seed_inputs(name):
         files = checkpoint_of(name, data)
-        storage = st.MemoryStorage()
+        storage = st.storage.MemoryStorage()
         for file, content in files.items():
             storage.write(file, [memoryview(content)], durable=False)
         assert try_input(name, data) > 5, (number, slots(name)[data[0]].name)
@@ -75,7 +75,7 @@ def test_an_input_gets_past_the_checksums() -> None:
         }
         body = change.get(place, b"\xff" * len(slot.seed))
         files = checkpoint_of("safetensors", bytes([number]) + body)
-        storage = st.MemoryStorage()
+        storage = st.storage.MemoryStorage()
         for file, content in files.items():
             storage.write(file, [memoryview(content)], durable=False)
         try:

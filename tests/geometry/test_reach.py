@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardtree.geometry import _reach as module
+from shardtree.geometry import _pairs as module
 from shardtree.geometry import reach_of, row_numbers, rows_in_reach
 from tests.geometry.test_overlapping_pairs import Side, share_an_element, two_sides
 from tests.trees.samples import assert_caught

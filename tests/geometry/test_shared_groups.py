@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardtree.geometry import Column, shared_groups
-from shardtree.geometry import _shared as module
+from shardtree.geometry import _carve as module
 from tests.trees.samples import assert_caught
 
 Find = Callable[[Column, Column, Column], Column]
@@ -43,7 +43,7 @@ def check_pairs(find: Find, boxes: tuple[Column, Column, Column]) -> None:
 
 @pytest.mark.parametrize("few", [2, 64])
 def test_shared_groups_are_those_of_the_pairs_that_meet(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_FEW", few)
+    monkeypatch.setattr(module, "_FEW_TOGETHER", few)
 
     @given(grouped_boxes())
     def law(boxes: tuple[Column, Column, Column]) -> None:

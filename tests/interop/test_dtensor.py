@@ -30,7 +30,7 @@ from shardtree.errors import (
     UnsupportedValue,
 )
 from shardtree.interop.dtensor import dtensor_layout, from_dtensors, mesh_of, spec_of, to_dtensors
-from shardtree.layouts import Mesh, PartitionSpec, Split, tensor_shards, tree_columns
+from shardtree.layouts import AxisSplit, Mesh, PartitionSpec, tensor_shards, tree_columns
 from shardtree.storage import MemoryStorage
 from shardtree.testing import check_pure
 from tests.interop.dtensor_cases import Case, as_fsdp2, cases, numbered
@@ -49,7 +49,7 @@ def bits(tensor: torch.Tensor) -> tuple[Any, ...]:
 def check_shards(convert: Callable[[Any], Any], case: Case) -> None:
     """Check that the shards of all ranks have main replicas for each element once, and hold what stands there."""
     trees = {rank: convert({"w": dtensor}) for rank, dtensor in case.dtensors().items()}
-    assert st.access_problems(tree_columns(trees)) == ()
+    assert st.layouts.access_problems(tree_columns(trees)) == ()
     for tree in trees.values():
         for shard in tensor_shards(tree):
             assert torch.equal(shard.data, case.whole[shard.global_slice()])
@@ -112,13 +112,13 @@ def test_the_law_of_offsets_catches_strides_that_are_ignored() -> None:
 Rows = list[tuple[Any, ...]]
 
 
-def rows(columns: st.ShardColumns) -> Rows:
+def rows(columns: st.layouts.ShardColumns) -> Rows:
     lists = (columns.offset, columns.shape, columns.start, columns.stop, columns.rank, columns.main)
     each = zip(columns.key.tolist(), *(column.tolist() for column in lists), strict=True)
     return sorted((columns.keys[key], str(columns.kinds[key]), *rest) for key, *rest in each)
 
 
-def check_layout(layout: Callable[[Any], st.ShardColumns], case: Case) -> None:
+def check_layout(layout: Callable[[Any], st.layouts.ShardColumns], case: Case) -> None:
     dtensors = case.dtensors()
     held = rows(tree_columns({rank: from_written({"w": dtensor}) for rank, dtensor in dtensors.items()}))
     for dtensor in dtensors.values():
@@ -130,7 +130,7 @@ def test_every_rank_knows_what_all_ranks_hold(case: Case) -> None:
     check_layout(lambda tree: dtensor_layout(tree, strided="dtensor"), case)
 
 
-def own_alone(tree: Any) -> st.ShardColumns:
+def own_alone(tree: Any) -> st.layouts.ShardColumns:
     """The planted fault: a layout of one rank's shards."""
     return tree_columns([from_written(tree)])
 
@@ -246,7 +246,7 @@ def test_a_mesh_without_names_gets_some() -> None:
 
 def test_cuts_of_one_axis_follow_each_other() -> None:
     cut = on_square(numbered((8, 3)), _StridedShard(0, split_factor=2), Shard(0))
-    assert spec_of(cut) == PartitionSpec((Split("dp", 2), Split("tp")), None)
+    assert spec_of(cut) == PartitionSpec((AxisSplit("dp", 2), AxisSplit("tp")), None)
     assert spec_of(on_square(numbered((8, 3)), Replicate(), Shard(-1))) == PartitionSpec(None, "tp")
 
 
@@ -270,7 +270,7 @@ def test_a_tensor_on_a_slice_is_replicated_along_the_other_axes(axis: int) -> No
     mains = [rank for rank, tree in trees.items() if st.is_main_replica(tree["w"].replica_id)]
     assert mains == [[0, 2], [0, 1]][axis]
     assert layouts == [rows(tree_columns(trees))] * 4
-    assert st.access_problems(tree_columns(trees)) == ()
+    assert st.layouts.access_problems(tree_columns(trees)) == ()
 
 
 def test_a_flattened_axis_is_a_slice_too() -> None:
@@ -298,7 +298,7 @@ def test_what_this_rank_has_no_part_in_is_left_out_and_comes_back_as_it_was() ->
     first, second = (DTensor.from_local(numbered((3,)), mesh, [Shard(0)], shape=(6,), stride=(1,)) for mesh in stages)
     tree = {"first": {"w": first}, "second": {"w": second}, "pair": [first, second]}
     shards = from_dtensors(tree)
-    assert shards["first"] == {} and shards["pair"][0] is st.HOLE
+    assert shards["first"] == {} and shards["pair"][0] is st.trees.HOLE
     again = to_dtensors(shards, like=tree)
     assert again["first"]["w"] is first and again["pair"][0] is first
     assert torch.equal(again["second"]["w"].to_local(), second.to_local())
@@ -321,7 +321,7 @@ def check_fsdp2(convert: Callable[[Any], Any], case: Case) -> None:
         shape = {"shape": case.whole.shape, "stride": case.whole.stride()}
         held = DTensor.from_local(as_fsdp2(case, rank), case.mesh(rank), case.placements, **shape)
         trees[rank] = convert({"w": held})
-    assert st.access_problems(tree_columns(trees)) == ()
+    assert st.layouts.access_problems(tree_columns(trees)) == ()
     for tree in trees.values():
         assert torch.equal(tree["w"].data, case.whole[tree["w"].global_slice()])
 
@@ -384,7 +384,7 @@ def test_what_is_no_part_of_the_dtensor_is_refused(fault: str) -> None:
 
 def test_dtensors_are_not_taken_for_plain_values_where_shards_are_meant() -> None:
     tree = {"w": on_square(numbered((4,)), Shard(0), Replicate())}
-    st.save({"w": st.ShardedTensor.from_rank_offsets("w", numbered((4,)))}, folder := st.MemoryStorage())
+    st.save({"w": st.ShardedTensor.from_rank_offsets("w", numbered((4,)))}, folder := st.storage.MemoryStorage())
     asks: list[Callable[[Any], Any]] = [
         tree_columns,
         st.coverage,
@@ -395,7 +395,7 @@ def test_dtensors_are_not_taken_for_plain_values_where_shards_are_meant() -> Non
         lambda trees: st.redistribute(None, trees[0]),
         lambda trees: st.shard(trees[0], st.Mesh(dp=2), st.PartitionSpec("dp")),
         lambda trees: st.from_local(trees[0], st.Mesh(dp=2), st.PartitionSpec("dp"), 0),
-        lambda trees: st.save(trees[0], st.MemoryStorage()),
+        lambda trees: st.save(trees[0], st.storage.MemoryStorage()),
         lambda trees: st.load(trees[0], folder),
     ]
     for ask in asks:

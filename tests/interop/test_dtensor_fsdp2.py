@@ -87,7 +87,7 @@ def states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]
 
 def whole(tree: Any) -> dict[str, torch.Tensor]:
     """Return every tensor whole, by path."""
-    leaves = ((".".join(map(str, path)), leaf) for path, leaf in st.leaves_with_paths(tree))
+    leaves = ((".".join(map(str, path)), leaf) for path, leaf in st.trees.leaves_with_paths(tree))
     tensors = {path: leaf for path, leaf in leaves if isinstance(leaf, torch.Tensor)}
     return {path: leaf.full_tensor() if hasattr(leaf, "full_tensor") else leaf for path, leaf in tensors.items()}
 
@@ -95,7 +95,7 @@ def whole(tree: Any) -> dict[str, torch.Tensor]:
 Rows = list[tuple[Any, ...]]
 
 
-def sorted_rows(columns: st.ShardColumns) -> Rows:
+def sorted_rows(columns: st.layouts.ShardColumns) -> Rows:
     lists = (columns.offset, columns.shape, columns.start, columns.stop, columns.rank, columns.main)
     rows = zip(columns.key.tolist(), *(each.tolist() for each in lists), strict=True)
     return sorted((columns.keys[key], columns.kinds[key].global_shape, *rest) for key, *rest in rows)
@@ -106,7 +106,7 @@ def save_it(world: World, folder: str) -> tuple[dict[str, torch.Tensor], torch.T
     tree = states(model, optimizer)
     shards, layout = from_dtensors(tree, strided="fsdp2"), dtensor_layout(tree, strided="fsdp2")
     st.save(shards, folder, layout=layout, world=world)
-    held = st.join_columns(world.all_gather(st.shard_columns(tensor_shards(shards), world.rank)))
+    held = st.layouts.join_columns(world.all_gather(st.layouts.shard_columns(tensor_shards(shards), world.rank)))
     alike = sorted_rows(held) == sorted_rows(layout)
     return whole(tree), model(TOKENS).detach(), alike
 
@@ -175,7 +175,7 @@ def cut_unevenly(world: World) -> tuple[st.ShardedTensor, str]:
     parallelize_module(linear, mesh["tp"], ColwiseParallel())
     fully_shard(linear, mesh=mesh["dp"])
     tree = {"weight": linear.weight}
-    with pytest.raises(st.ShapeError) as caught:
+    with pytest.raises(st.errors.ShapeError) as caught:
         from_dtensors(tree)
     return from_dtensors(tree, strided="fsdp2")["weight"], str(caught.value)
 
@@ -184,6 +184,6 @@ def cut_unevenly(world: World) -> tuple[st.ShardedTensor, str]:
 def test_6_processes_hold_of_uneven_rows_what_fsdp2_gives_them() -> None:
     shards = run_processes(6, cut_unevenly)
     assert all("can be meant in two ways" in said for _, said in shards)
-    assert st.access_problems(st.layouts.tree_columns([[shard] for shard, _ in shards])) == ()
+    assert st.layouts.access_problems(st.layouts.tree_columns([[shard] for shard, _ in shards])) == ()
     for shard, _ in shards:
         assert torch.equal(shard.data, torch.arange(21.0).view(7, 3)[shard.global_slice()])

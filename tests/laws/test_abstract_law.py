@@ -75,11 +75,11 @@ OF_TREES: dict[str, Transform] = {
     "build_factories": lambda tree: trees.build_factories(tree)[0],
     "apply_factory_merges": lambda tree: merged(tensors_alone(tree)),
     "cast": partial(st.cast, dtype=torch.bfloat16),
-    "combine": lambda tree: st.combine(*st.extract_sharded(tree)),
-    "common_with_holes": st.common_with_holes,
+    "combine": lambda tree: st.combine(*st.trees.extract_sharded(tree)),
+    "common_with_holes": st.trees.common_with_holes,
     "extract_metadata": st.extract_metadata,
-    "extract_nonpersistent": lambda tree: list(st.extract_nonpersistent(tree)),
-    "extract_sharded": lambda tree: list(st.extract_sharded(tree)),
+    "extract_nonpersistent": lambda tree: list(st.trees.extract_nonpersistent(tree)),
+    "extract_sharded": lambda tree: list(st.trees.extract_sharded(tree)),
     "map_data": partial(st.map_data, lambda data: data.clone()),
     "map_shards": partial(st.map_shards, lambda leaf: leaf),
     "merge": lambda tree: st.merge({"a": tree}, {"b": tree}),
@@ -92,7 +92,7 @@ OF_TREES: dict[str, Transform] = {
     "select": partial(st.select, wanted="a*"),
     "unbox": lambda tree: st.unbox(tensors_alone(tree)),
     "without_data": st.without_data,
-    "without_holes": st.without_holes,
+    "without_holes": st.trees.without_holes,
 }
 
 
@@ -105,22 +105,24 @@ def test_tree_functions_give_the_same_of_meta_tensors(name: str, tree: Any) -> N
 
 NAMES = [f"{kind}.*.part" for kind in "ab"]
 FLAT: dict[str, Transform] = {
-    "partial_rename": partial(st.partial_rename, names={"h.*.w": "layers.*.w"}),
-    "stack_layers": partial(st.stack_layers, prefix="h"),
-    "unstack_layers": lambda tree: st.unstack_layers(st.stack_layers(tree, "h"), "h"),
-    "split_tensor": partial(st.split_tensor, key="h.*.w", names=NAMES, sizes=[1, 3], axis=-1),
-    "merge_tensors": lambda tree: st.merge_tensors(
-        st.split_tensor(tree, "h.*.w", NAMES, groups=2, axis=-1), NAMES, "h.*.w", groups=2, axis=-1
+    "partial_rename": partial(st.transforms.partial_rename, names={"h.*.w": "layers.*.w"}),
+    "stack_layers": partial(st.transforms.stack_layers, prefix="h"),
+    "unstack_layers": lambda tree: st.transforms.unstack_layers(st.transforms.stack_layers(tree, "h"), "h"),
+    "split_tensor": partial(st.transforms.split_tensor, key="h.*.w", names=NAMES, sizes=[1, 3], axis=-1),
+    "merge_tensors": lambda tree: st.transforms.merge_tensors(
+        st.transforms.split_tensor(tree, "h.*.w", NAMES, groups=2, axis=-1), NAMES, "h.*.w", groups=2, axis=-1
     ),
-    "pad_tensors": partial(st.pad_tensors, keys=["v"], length=7),
-    "unpad_tensors": partial(st.unpad_tensors, keys=["v"], length=1),
-    "transpose_tensors": partial(st.transpose_tensors, keys=["h.*.w"]),
-    "factories_by_pattern": lambda tree: merged(st.factories_by_pattern(tree, {"h.**": st.transposed()})),
-    "as_factory": lambda tree: merged([st.as_factory(tree["v"], st.transposed(0))]),
-    "flat_of": lambda tree: [st.flat_of(tree["flat"], [box.data for box in st.boxes_of(tree["flat"])])],
-    "boxes_of": lambda tree: list(st.boxes_of(tree["flat"])),
+    "pad_tensors": partial(st.transforms.pad_tensors, keys=["v"], length=7),
+    "unpad_tensors": partial(st.transforms.unpad_tensors, keys=["v"], length=1),
+    "transpose_tensors": partial(st.transforms.transpose_tensors, keys=["h.*.w"]),
+    "factories_by_pattern": lambda tree: merged(st.lenses.factories_by_pattern(tree, {"h.**": st.lenses.transposed()})),
+    "as_factory": lambda tree: merged([st.lenses.as_factory(tree["v"], st.lenses.transposed(0))]),
+    "flat_of": lambda tree: [st.lenses.flat_of(tree["flat"], [box.data for box in st.lenses.boxes_of(tree["flat"])])],
+    "boxes_of": lambda tree: list(st.lenses.boxes_of(tree["flat"])),
     "shard": lambda tree: st.shard({"v": tree["v"]}, st.Mesh(tp=2, dp=2), st.PartitionSpec("tp")),
-    "abstract": lambda tree: st.abstract({"v": tree["v"]}, st.Mesh(tp=2), st.PartitionSpec(st.Split("tp", 2))),
+    "abstract": lambda tree: st.abstract(
+        {"v": tree["v"]}, st.Mesh(tp=2), st.PartitionSpec(st.layouts.AxisSplit("tp", 2))
+    ),
 }
 """Functions of flat trees, where they find what they work on."""
 
@@ -153,7 +155,7 @@ def test_lenses_build_and_merge_the_same_of_meta_tensors(name: str, data: some.D
     layout = data.draw(layouts(case.shape, 2, prepended=case.prepended))
     wholes = {key: random_bits(case.shape, data.draw(dtypes()), 1) for key in case.keys}
     shards = [shard for key in case.keys for rank in (0, 1) for shard in cut(layout, key, wholes[key], rank)]
-    factories = [st.as_factory(shard, case.lens) for shard in shards]
+    factories = [st.lenses.as_factory(shard, case.lens) for shard in shards]
     gives_the_same_of_meta_tensors(st.apply_factories, factories)
     gives_the_same_of_meta_tensors(merged, factories)
 

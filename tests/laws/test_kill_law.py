@@ -18,7 +18,7 @@ from shardtree.storage import LocalStorage, MemoryStorage, Storage
 from shardtree.strategies import (
     AsyncRequest,
     Checkpoint,
-    Draft,
+    PendingSave,
     Strategies,
     StrategyAction,
     default_strategies,
@@ -154,9 +154,9 @@ def with_row(action: StrategyAction, fn: Callable[..., Any]) -> Strategies:
     return {**default_strategies, (action, safetensors.BACKEND, safetensors.VERSION): fn}
 
 
-def never_cleaning(draft: Draft, shards: Sequence[ShardedTensor | ShardedObject]) -> AsyncRequest[Any]:
+def never_cleaning(pending: PendingSave, shards: Sequence[ShardedTensor | ShardedObject]) -> AsyncRequest[Any]:
     """The planted fault: what a dead save left stays for good."""
-    return replace(safetensors.save_sharded(draft, shards), clean_up=lambda: None)
+    return replace(safetensors.save_sharded(pending, shards), clean_up=lambda: None)
 
 
 def test_the_law_catches_left_overs_that_stay() -> None:

@@ -172,7 +172,7 @@ def outcomes(scenario: Callable[[World], Any]) -> list[BaseException | None]:
         except Exception as error:
             errors[world.rank] = error
 
-    with suppress(shardtree.WorldError):  # some wait for a rank that has gone
+    with suppress(shardtree.errors.WorldError):  # some wait for a rank that has gone
         simulate(RANKS, run, timeout=20.0)
     return [errors.get(rank) for rank in range(RANKS)]
 
@@ -347,7 +347,7 @@ def check_bad_disk(save: Save, method: str, phase: str) -> None:
 
     def full(call: Call) -> None:
         if call.method == method:
-            raise shardtree.StorageError("no space left on device")
+            raise shardtree.errors.StorageError("no space left on device")
 
     def save_on_it(world: World) -> None:
         own = WatchedStorage(storage, before=full) if world.rank == 1 else storage
@@ -390,7 +390,7 @@ def check_options_that_differ(load: Callable[..., Any], option: str, values: tup
         load(tree(world), storage, world=world, **{option: values[world.rank == 1]})
 
     for rank, error in enumerate(outcomes(load_otherwise)):
-        assert isinstance(error, shardtree.WorldError), f"rank {rank}: {error!r}"
+        assert isinstance(error, shardtree.errors.WorldError), f"rank {rank}: {error!r}"
         assert "rank 1: load: " in str(error)
 
 

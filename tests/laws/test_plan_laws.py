@@ -183,7 +183,7 @@ def check_uncovered(strategies: Strategies) -> None:
 
 
 UNSTORED: dict[str, tuple[str, int, type[Exception], str]] = {
-    "key": ("v", 4, shardtree.KeyMismatch, "'v'"),
+    "key": ("v", 4, shardtree.errors.KeyMismatch, "'v'"),
     "shape": ("w", 8, ShapeError, r"checkpoint has \(4,\) float32, target asks for \(8,\)"),
 }
 

@@ -16,10 +16,28 @@ import pytest
 import torch
 
 import shardtree as st
-from shardtree import errors, fingerprints, geometry, layouts, lazy, mapping, plans, retention, transforms, trees
+from shardtree import (
+    buffers,
+    errors,
+    fingerprints,
+    geometry,
+    layouts,
+    lazy,
+    lenses,
+    mapping,
+    objects,
+    optim,
+    plans,
+    retention,
+    transforms,
+    trees,
+)
 from shardtree.testing import check_pure, glu, random_bits
 
-PURE = ("errors", "geometry", "lazy", "mapping", "trees", "layouts", "transforms", "plans", "fingerprints", "retention")
+PURE = (
+    *("errors", "geometry", "lazy", "mapping", "trees", "objects", "layouts", "lenses", "buffers", "optim"),
+    *("transforms", "plans", "fingerprints", "retention"),
+)
 EFFECTS = {"trees.register_nodes": "tells optree of our node types, which is what importing does"}
 
 WEIGHT = st.ShardedTensor.from_rank_offsets("w", torch.arange(8.0).view(4, 2), (0, 1, 2))
@@ -37,16 +55,16 @@ TREE = {
     "t": (WEIGHT, 2),
 }
 BUILT = st.apply_factories(TREE)
-STORED, SHARDS = st.extract_sharded(TREE)[1], st.extract_sharded(TREE)[0]
-COLUMNS = st.shard_columns([WEIGHT, FLAT, COPY])
+STORED, SHARDS = st.trees.extract_sharded(TREE)[1], st.trees.extract_sharded(TREE)[0]
+COLUMNS = st.layouts.shard_columns([WEIGHT, FLAT, COPY])
 KIND = layouts.TensorKind(torch.int8, (2,), 0)
 TOTALS = np.array([5, 6, 7], dtype=np.uint64)
 OBJECTS = layouts.object_columns([OBJECT])
 SOURCES = [st.ShardedObject("rng", [place], (3,), (place,)) for place in range(3)]
-HELD = layouts.held_arrays(SOURCES)
-ARRAY = layouts.ObjectArray("rng", (2,), ([1, 2], [3]))
-EQUALS = layouts.ObjectArray("rng", (2,), ({"seed": [1]}, {"seed": [1]}))
-WHOLE = st.shard_columns(
+HELD = objects.held_arrays(SOURCES)
+ARRAY = objects.ObjectArray("rng", (2,), ([1, 2], [3]))
+EQUALS = objects.ObjectArray("rng", (2,), ({"seed": [1]}, {"seed": [1]}))
+WHOLE = st.layouts.shard_columns(
     [replace(WEIGHT, local_shape=(8, 2), data=None, global_offset=(0, 0), axis_fragmentations=(1, 1))]
 )
 
@@ -57,10 +75,10 @@ def whole(key: str) -> st.ShardedTensor:
 
 RESHARD = plans.plan_reshard([{"w": whole("w")}], [{}, {"w": whole("w")}])
 FLAT_TREE = {key: whole(key) for key in ("l.0.w", "l.1.w")}
-GATED = transforms.gate_and_up(tensor_parallel=2)
+GATED = lenses.gate_and_up(tensor_parallel=2)
 QKV = st.ShardedTensor.from_rank_offsets("w", torch.arange(6.0).view(3, 2), (0, 1, 2))
-TWO_PARTS = transforms.grouped_runs(8, 2, (1, 3))
-ONE_PART = transforms.joined_parts(TWO_PARTS)
+TWO_PARTS = lenses.grouped_runs(8, 2, (1, 3))
+ONE_PART = lenses.joined_parts(TWO_PARTS)
 LAZY = lazy.stored(lambda offset, shape: torch.full(shape, 7.0), (4, 2), torch.float32, name="w")
 
 OPTIMIZER = {"state": {0: {"m": torch.ones(4, 2), "n": 3}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
@@ -92,16 +110,16 @@ RUNS = plans.Runs(column(1, 0), column(0, 8), column(0, 1), column(0, 0), column
 EXCHANGE = plans.plan_exchange(COLUMNS, 2)
 KIND = layouts.TensorKind(torch.float16, (8, 2), 0)
 STEPS = [retention.SavedStep(step, 60.0 * step, {"loss": 1 / step}, step == 2) for step in (3, 1, 2)]
-MESH, SPEC = layouts.Mesh(dp=2, tp=2), layouts.PartitionSpec((layouts.Split("dp", 2), layouts.Split("tp")))
-BUFFERS = transforms.plan_buffers({"w": WEIGHT}, data_parallel=3)
+MESH, SPEC = layouts.Mesh(dp=2, tp=2), layouts.PartitionSpec((layouts.AxisSplit("dp", 2), layouts.AxisSplit("tp")))
+BUFFERS = buffers.plan_buffers({"w": WEIGHT}, data_parallel=3)
 MATRICES = {"w": torch.arange(16.0).view(8, 2), "step": 3}
-PARTS = layouts.mesh_parts((8, 2), MESH, SPEC)
+PARTS = layouts.mesh_shards((8, 2), MESH, SPEC)
 ERROR = errors.RemoteError("save: write", {1: "OSError: full"})
 
 
 BOXES = (column(0, 0), column([0, 0], [1, 0]), column([2, 4], [2, 4]))
 LOADED = {"g": [torch.ones(2, 2), torch.ones(2, 2)]}
-ASKED = {"model": {"w": 1, "f": [2, 3]}, "rng": LOCAL, "t": (2, st.HOLE)}
+ASKED = {"model": {"w": 1, "f": [2, 3]}, "rng": LOCAL, "t": (2, st.trees.HOLE)}
 
 
 def raising(function: Callable[..., Any]) -> Callable[..., str]:
@@ -205,7 +223,7 @@ CALLS: dict[str, Call] = {
     "trees.apply_factory_merges": (trees.apply_factory_merges, LOADED, {"g": FACTORY}),
     "trees.build_factories": (merged, TREE),
     "trees.common_with_holes": (trees.common_with_holes, TREE),
-    "trees.join": (trees.join, trees.common_with_holes({**TREE, "model": {"f": [WEIGHT, st.HOLE]}}), ASKED),
+    "trees.join": (trees.join, trees.common_with_holes({**TREE, "model": {"f": [WEIGHT, st.trees.HOLE]}}), ASKED),
     "trees.comparable": (trees.comparable, trees.common_with_holes(TREE)),
     "trees.is_hollow": (trees.is_hollow, trees.common_with_holes(TREE)),
     "trees.left_out": (trees.left_out, trees.common_with_holes(TREE), {}),
@@ -214,7 +232,7 @@ CALLS: dict[str, Call] = {
     "trees.refuse_hidden": (trees.refuse_hidden, "load", trees.leaves_with_paths(TREE)),
     "trees.told_of_depth": (lambda doing: type(trees.told_of_depth(doing)), "load"),
     "trees.without_holes": (trees.without_holes, trees.common_with_holes(TREE)),
-    "trees.prune": (trees.prune, trees.common_with_holes({**TREE, "model": {"f": [WEIGHT, st.HOLE]}})),
+    "trees.prune": (trees.prune, trees.common_with_holes({**TREE, "model": {"f": [WEIGHT, st.trees.HOLE]}})),
     "trees.as_integers": (trees.as_integers, WEIGHT.data),
     "trees.empty_data": (trees.empty_data, [0, 2], torch.complex32, "cpu"),
     "trees.join_data": (trees.join_data, torch.cat, [WEIGHT.data, WEIGHT.data], 0),
@@ -235,11 +253,11 @@ CALLS: dict[str, Call] = {
     "layouts.Mesh.coordinates": (MESH.coordinates, 3),
     "layouts.Mesh.rank_at": (lambda mesh: mesh.rank_at(dp=1, tp=0), MESH),
     "layouts.check_spec": (layouts.check_spec, "w", KIND, MESH, SPEC),
-    "layouts.mesh_parts": (layouts.mesh_parts, (8, 2), MESH, SPEC),
-    "layouts.mesh_part": (layouts.mesh_part, (8, 2), MESH, SPEC, 1),
+    "layouts.mesh_shards": (layouts.mesh_shards, (8, 2), MESH, SPEC),
+    "layouts.mesh_shard": (layouts.mesh_shard, (8, 2), MESH, SPEC, 1),
     "layouts.mesh_columns": (layouts.mesh_columns, {"w": KIND}, MESH, {"w": SPEC}),
-    "layouts.part_data": (layouts.part_data, MATRICES["w"], PARTS[1]),
-    "layouts.part_shard": (layouts.part_shard, "w", torch.zeros(2, 2), torch.float32, PARTS[1]),
+    "layouts.rank_data": (layouts.rank_data, MATRICES["w"], PARTS[1]),
+    "layouts.rank_leaf": (layouts.rank_leaf, "w", torch.zeros(2, 2), torch.float32, PARTS[1]),
     "layouts.shard": (layouts.shard, MATRICES, MESH, SPEC),
     "layouts.shard_at": (layouts.shard_at, MATRICES, MESH, {"w": SPEC}, 1),
     "layouts.abstract": (layouts.abstract, MATRICES, MESH, SPEC),
@@ -274,24 +292,24 @@ CALLS: dict[str, Call] = {
     "layouts.select_faults": (layouts.select_faults, layouts.sharding_faults(COLUMNS), column(0)),
     "layouts.place_text": (layouts.place_text, (slice(0, 2),), slice(0, 1)),
     "layouts.problem_lines": (layouts.problem_lines, list(layouts.access_problems(COLUMNS))),
-    "layouts.reshard_objects": (layouts.reshard_objects, SOURCES, [OBJECT], {"rng": layouts.concatenate_objects}),
-    "layouts.replicate_objects": (layouts.replicate_objects, EQUALS, (3,)),
-    "layouts.replicate_cell": (lambda array: layouts.replicate_cell((1,))(array, (3,)), ARRAY),
-    "layouts.concatenate_objects": (layouts.concatenate_objects, ARRAY, (3,)),
-    "layouts.redistribute_objects": (layouts.redistribute_objects, ARRAY, (3,)),
-    "layouts.drop_objects": (layouts.drop_objects, ARRAY, (3,)),
-    "layouts.fold_objects": (lambda array: layouts.fold_objects(operator.iadd)(array, (3,)), ARRAY),
-    "layouts.rules_by_field": (
-        lambda rules, array: layouts.rules_by_field(rules)(array, (3,)), {"seed": layouts.drop_objects}, EQUALS
+    "objects.reshard_objects": (objects.reshard_objects, SOURCES, [OBJECT], {"rng": objects.concatenate_objects}),
+    "objects.replicate_objects": (objects.replicate_objects, EQUALS, (3,)),
+    "objects.replicate_cell": (lambda array: objects.replicate_cell((1,))(array, (3,)), ARRAY),
+    "objects.concatenate_objects": (objects.concatenate_objects, ARRAY, (3,)),
+    "objects.redistribute_objects": (objects.redistribute_objects, ARRAY, (3,)),
+    "objects.drop_objects": (objects.drop_objects, ARRAY, (3,)),
+    "objects.fold_objects": (lambda array: objects.fold_objects(operator.iadd)(array, (3,)), ARRAY),
+    "objects.rules_by_field": (
+        lambda rules, array: objects.rules_by_field(rules)(array, (3,)), {"seed": objects.drop_objects}, EQUALS
     ),
-    "layouts.ObjectArray.told": (ARRAY.told, 1),
-    "layouts.held_arrays": (lambda items: layouts.held_arrays(items)["rng"].shapes, SOURCES),
-    "layouts.HeldArrays.shape_as": (HELD["rng"].shape_as, (3,)),
-    "layouts.HeldArrays.whole": (lambda key, shape: HELD[key].whole(key, shape).values, "rng", (3,)),
-    "layouts.reshaped_arrays": (layouts.reshaped_arrays, HELD, [OBJECT]),
-    "layouts.objects_by_rule": (layouts.objects_by_rule, HELD, [OBJECT], {"rng": layouts.concatenate_objects}),
-    "layouts.rules_by_key": (layouts.rules_by_key, "load", {"r*": layouts.drop_objects}, ["rng"]),
-    "layouts.check_ruled": (layouts.check_ruled, [layouts.Reshaped("rng", ((1,),), (2,))], {"rng": max}),
+    "objects.ObjectArray.told": (ARRAY.told, 1),
+    "objects.held_arrays": (lambda items: objects.held_arrays(items)["rng"].shapes, SOURCES),
+    "objects.HeldArrays.shape_as": (HELD["rng"].shape_as, (3,)),
+    "objects.HeldArrays.whole": (lambda key, shape: HELD[key].whole(key, shape).values, "rng", (3,)),
+    "objects.reshaped_arrays": (objects.reshaped_arrays, HELD, [OBJECT]),
+    "objects.objects_by_rule": (objects.objects_by_rule, HELD, [OBJECT], {"rng": objects.concatenate_objects}),
+    "objects.rules_by_key": (objects.rules_by_key, "load", {"r*": objects.drop_objects}, ["rng"]),
+    "objects.check_ruled": (objects.check_ruled, [objects.ShapeChange("rng", ((1,),), (2,))], {"rng": max}),
     "layouts.chunk_grids": (
         layouts.chunk_grids, column(0, 0), column([0], [2]), column([2], [2]), column(-1, -1), column(1)
     ),
@@ -303,71 +321,71 @@ CALLS: dict[str, Call] = {
     "transforms.unpad_tensors": (transforms.unpad_tensors, FLAT_TREE, ["l.*.w"], 1),
     "transforms.pad_tensors": (transforms.pad_tensors, FLAT_TREE, ["l.*.w"], 30),
     "transforms.transpose_tensors": (transforms.transpose_tensors, FLAT_TREE, ["l.*.w"]),
-    "transforms.as_factory": (lambda shard: transforms.as_factory(shard, GATED).build()["0"], FLAT),
-    "transforms.factories_by_pattern": (
-        lambda tree: transforms.factories_by_pattern(tree, {"**": GATED})["w"].build()["0"], {"w": WEIGHT}
+    "lenses.as_factory": (lambda shard: lenses.as_factory(shard, GATED).build()["0"], FLAT),
+    "lenses.factories_by_pattern": (
+        lambda tree: lenses.factories_by_pattern(tree, {"**": GATED})["w"].build()["0"], {"w": WEIGHT}
     ),
-    "transforms.compose_factories": (lambda shard: transforms.compose_factories(GATED, GATED)(shard).shards, WEIGHT),
-    "transforms.lenses_by_pattern": (
-        lambda lenses, shard: transforms.lenses_by_pattern(lenses)(shard).shards, {"**": GATED}, WEIGHT
+    "lenses.compose": (lambda shard: lenses.compose(GATED, GATED)(shard).shards, WEIGHT),
+    "lenses.by_pattern": (
+        lambda lenses, shard: lenses.by_pattern(lenses)(shard).shards, {"**": GATED}, WEIGHT
     ),
-    "transforms.gate_and_up": (lambda shard: GATED(shard).shards, WEIGHT),
-    "transforms.attention_qkv": (lambda shard: transforms.attention_qkv(heads=2, head_size=1)(shard).shards, QKV),
-    "transforms.rotary_halves": (lambda shard: transforms.rotary_halves(head_size=4)(shard).shards, WEIGHT),
-    "transforms.rotary_pairs": (lambda shard: transforms.rotary_pairs(head_size=4)(shard).shards, WEIGHT),
-    "transforms.transposed": (lambda shard: transforms.transposed()(shard).shards, WEIGHT),
-    "transforms.rearranged": (lambda shard: transforms.rearranged("(a b) c -> c b a", a=2)(shard).shards, WEIGHT),
-    "transforms.stacked_layers": (
-        lambda shard: transforms.stacked_layers("l", 2)(shard).shards, FLAT_TREE["l.0.w"]
+    "lenses.gate_and_up": (lambda shard: GATED(shard).shards, WEIGHT),
+    "lenses.attention_qkv": (lambda shard: lenses.attention_qkv(heads=2, head_size=1)(shard).shards, QKV),
+    "lenses.rotary_halves": (lambda shard: lenses.rotary_halves(head_size=4)(shard).shards, WEIGHT),
+    "lenses.rotary_pairs": (lambda shard: lenses.rotary_pairs(head_size=4)(shard).shards, WEIGHT),
+    "lenses.transposed": (lambda shard: lenses.transposed()(shard).shards, WEIGHT),
+    "lenses.rearranged": (lambda shard: lenses.rearranged("(a b) c -> c b a", a=2)(shard).shards, WEIGHT),
+    "lenses.stacked_layers": (
+        lambda shard: lenses.stacked_layers("l", 2)(shard).shards, FLAT_TREE["l.0.w"]
     ),
-    "transforms.unstacked_layers": (lambda shard: transforms.unstacked_layers("w")(shard).shards, WEIGHT),
-    "transforms.expert_stack": (lambda shard: transforms.expert_stack(experts=2)(shard).shards, WEIGHT),
-    "transforms.expert_keys": (lambda shard: transforms.expert_keys("w", experts=2)(shard).shards, WEIGHT),
-    "transforms.padded_axis": (lambda shard: transforms.padded_axis(6)(shard).shards, WEIGHT),
-    "transforms.tied": (lambda shard: transforms.tied("w", "v")(shard).shards, WEIGHT),
-    "transforms.renamed": (lambda shard: transforms.renamed("w", "v")(shard).shards, WEIGHT),
-    "transforms.mapped_axis": (
-        lambda runs, shard: transforms.mapped_axis(0, lambda _: runs)(shard).shards, ONE_PART, WEIGHT
+    "lenses.unstacked_layers": (lambda shard: lenses.unstacked_layers("w")(shard).shards, WEIGHT),
+    "lenses.expert_stack": (lambda shard: lenses.expert_stack(experts=2)(shard).shards, WEIGHT),
+    "lenses.expert_keys": (lambda shard: lenses.expert_keys("w", experts=2)(shard).shards, WEIGHT),
+    "lenses.padded_axis": (lambda shard: lenses.padded_axis(6)(shard).shards, WEIGHT),
+    "lenses.tied": (lambda shard: lenses.tied("w", "v")(shard).shards, WEIGHT),
+    "lenses.renamed": (lambda shard: lenses.renamed("w", "v")(shard).shards, WEIGHT),
+    "lenses.mapped_axis": (
+        lambda runs, shard: lenses.mapped_axis(0, lambda _: runs)(shard).shards, ONE_PART, WEIGHT
     ),
-    "transforms.grouped_runs": (transforms.grouped_runs, 6, 2, [1, 2]),
-    "transforms.joined_parts": (transforms.joined_parts, TWO_PARTS, [1, 0]),
-    "transforms.plan_buffers": (partial(transforms.plan_buffers, data_parallel=3), {"w": WEIGHT}),
-    "transforms.BufferPlan.ranges": (BUFFERS.ranges, 1),
-    "transforms.BufferPlan.holders": (BUFFERS.holders, "w"),
-    "transforms.BufferPlan.explain": (BUFFERS.explain, "w"),
-    "transforms.flat_shards": (transforms.flat_shards, BUFFERS, 0, [torch.ones(3)], {"w": WEIGHT}),
-    "transforms.flat_targets": (transforms.flat_targets, BUFFERS, 0, {"w": WEIGHT}),
-    "transforms.slice_views": (transforms.slice_views, BUFFERS, 1, [torch.ones(3)]),
-    "transforms.buffer_slices": (transforms.buffer_slices, BUFFERS, 1, {"w": torch.ones(3)}),
-    "transforms.boxes_of": (transforms.boxes_of, FLAT),
-    "transforms.flat_of": (transforms.flat_of, FLAT, [box.data for box in transforms.boxes_of(FLAT)]),
-    "transforms.get_param_id_to_sharded_param_map": (
-        transforms.get_param_id_to_sharded_param_map, TREE, [WEIGHT.data]
+    "lenses.grouped_runs": (lenses.grouped_runs, 6, 2, [1, 2]),
+    "lenses.joined_parts": (lenses.joined_parts, TWO_PARTS, [1, 0]),
+    "buffers.plan_buffers": (partial(buffers.plan_buffers, data_parallel=3), {"w": WEIGHT}),
+    "buffers.BufferPlan.ranges": (BUFFERS.ranges, 1),
+    "buffers.BufferPlan.holders": (BUFFERS.holders, "w"),
+    "buffers.BufferPlan.explain": (BUFFERS.explain, "w"),
+    "buffers.flat_shards": (buffers.flat_shards, BUFFERS, 0, [torch.ones(3)], {"w": WEIGHT}),
+    "buffers.flat_targets": (buffers.flat_targets, BUFFERS, 0, {"w": WEIGHT}),
+    "buffers.slice_views": (buffers.slice_views, BUFFERS, 1, [torch.ones(3)]),
+    "buffers.buffer_slices": (buffers.buffer_slices, BUFFERS, 1, {"w": torch.ones(3)}),
+    "lenses.boxes_of": (lenses.boxes_of, FLAT),
+    "lenses.flat_of": (lenses.flat_of, FLAT, [box.data for box in lenses.boxes_of(FLAT)]),
+    "optim.get_param_id_to_sharded_param_map": (
+        optim.get_param_id_to_sharded_param_map, TREE, [WEIGHT.data]
     ),
-    "transforms.get_param_id_to_name_map": (transforms.get_param_id_to_name_map, [("w", WEIGHT.data)], [WEIGHT.data]),
-    "transforms.sharded_params_by_name": (transforms.sharded_params_by_name, TREE),
-    "transforms.make_sharded_optimizer_tensor": (
-        transforms.make_sharded_optimizer_tensor, WEIGHT, torch.ones(4, 2), "optimizer.state.m"
+    "optim.get_param_id_to_name_map": (optim.get_param_id_to_name_map, [("w", WEIGHT.data)], [WEIGHT.data]),
+    "optim.sharded_params_by_name": (optim.sharded_params_by_name, TREE),
+    "optim.make_sharded_optimizer_tensor": (
+        optim.make_sharded_optimizer_tensor, WEIGHT, torch.ones(4, 2), "optimizer.state.m"
     ),
-    "transforms.optim_state_to_sharding_state": (transforms.optim_state_to_sharding_state, OPTIMIZER, {0: WEIGHT}),
-    "transforms.sharding_state_to_optim_state": (transforms.sharding_state_to_optim_state, OPTIMIZER),
-    "transforms.abstract_optim_state": (
-        transforms.abstract_optim_state, OPTIMIZER, {0: WEIGHT}, {"m": torch.float32, "n": 0}
+    "optim.optim_state_to_sharding_state": (optim.optim_state_to_sharding_state, OPTIMIZER, {0: WEIGHT}),
+    "optim.sharding_state_to_optim_state": (optim.sharding_state_to_optim_state, OPTIMIZER),
+    "optim.abstract_optim_state": (
+        optim.abstract_optim_state, OPTIMIZER, {0: WEIGHT}, {"m": torch.float32, "n": 0}
     ),
-    "transforms.abstract_optim_state_from_metadata": (
-        transforms.abstract_optim_state_from_metadata, OPTIMIZER, {0: WEIGHT}, {"m": STORED_MOMENT}
+    "optim.abstract_optim_state_from_metadata": (
+        optim.abstract_optim_state_from_metadata, OPTIMIZER, {0: WEIGHT}, {"m": STORED_MOMENT}
     ),
-    "transforms.optim_state_by_name": (transforms.optim_state_by_name, OPTIMIZER, {0: "w"}),
-    "transforms.optim_state_by_id": (transforms.optim_state_by_id, NAMED_OPTIMIZER, {0: "w"}),
-    "transforms.regroup_optim_state": (transforms.regroup_optim_state, NAMED_OPTIMIZER, [{"params": ["w"]}]),
-    "transforms.per_parameter": (transforms.per_parameter, WEIGHT, "step", torch.tensor(3.0)),
-    "transforms.one_per_parameter": (transforms.one_per_parameter, WEIGHT, "code", torch.ones(3)),
-    "transforms.one_per_shard": (transforms.one_per_shard, WEIGHT, "seed", torch.ones(3)),
-    "transforms.reduced_axis": (lambda *args: transforms.reduced_axis(-1)(*args), WEIGHT, "row", torch.ones(4)),
-    "transforms.adafactor_rules": (
-        lambda *args: transforms.adafactor_rules()["row_var"](*args), WEIGHT, "row_var", torch.ones(4, 1)
+    "optim.optim_state_by_name": (optim.optim_state_by_name, OPTIMIZER, {0: "w"}),
+    "optim.optim_state_by_id": (optim.optim_state_by_id, NAMED_OPTIMIZER, {0: "w"}),
+    "optim.regroup_optim_state": (optim.regroup_optim_state, NAMED_OPTIMIZER, [{"params": ["w"]}]),
+    "optim.per_parameter": (optim.per_parameter, WEIGHT, "step", torch.tensor(3.0)),
+    "optim.one_per_parameter": (optim.one_per_parameter, WEIGHT, "code", torch.ones(3)),
+    "optim.one_per_shard": (optim.one_per_shard, WEIGHT, "seed", torch.ones(3)),
+    "optim.reduced_axis": (lambda *args: optim.reduced_axis(-1)(*args), WEIGHT, "row", torch.ones(4)),
+    "optim.adafactor_rules": (
+        lambda *args: optim.adafactor_rules()["row_var"](*args), WEIGHT, "row_var", torch.ones(4, 1)
     ),
-    "transforms.block_scales": (lambda *args: transforms.block_scales(4)(*args), WEIGHT, "absmax", torch.ones(2)),
+    "optim.block_scales": (lambda *args: optim.block_scales(4)(*args), WEIGHT, "absmax", torch.ones(2)),
     "plans.held_places": (plans.held_places, COLUMNS),
     "plans.plan_load": (plans.plan_load, WHOLE, CHUNKS),
     "plans.plan_exchange": (plans.plan_exchange, COLUMNS, 2),
@@ -386,7 +404,7 @@ CALLS: dict[str, Call] = {
     "plans.stored_elements": (plans.stored_elements, WEIGHT, (6, 1)),
     "plans.Overlap.of": (lambda overlap, data: overlap.of(data), plans.overlaps(WEIGHT, (6, 1))[0], WEIGHT.data),
     "plans.plan_reshard": (plans.plan_reshard, [{"w": whole("w")}], [{}, {"w": whole("w")}]),
-    "plans.relayed": (plans.relayed, RESHARD),
+    "plans.with_relays": (plans.with_relays, RESHARD),
     "plans.peak_bytes": (plans.peak_bytes, RESHARD, RESHARD.schedule()),
     "plans.ReshardPlan.leaving": (plans.ReshardPlan.leaving, RESHARD, [0]),
     "plans.ReshardPlan.schedule": (plans.ReshardPlan.schedule, RESHARD),
@@ -396,7 +414,7 @@ CALLS: dict[str, Call] = {
     "plans.reshard": (plans.reshard, [{"w": whole("w"), "g": FACTORY, "local": LOCAL, "step": 3}], [{"w": whole("w")}]),
     "plans.take_source": (plans.take_source, TREE),
     "plans.take_target": (plans.take_target, TREE),
-    "plans.agreed_common": (plans.agreed_common, {0: trees.common_with_holes(TREE), 2: st.HOLE}),
+    "plans.agreed_common": (plans.agreed_common, {0: trees.common_with_holes(TREE), 2: st.trees.HOLE}),
     "plans.complete": (plans.complete, plans.take_target({"w": WEIGHT}), {"step": 3}, [torch.zeros(4, 2)], []),
     "plans.level_writes": (plans.level_writes, COLUMNS, 2),
     "plans.main_writes": (plans.main_writes, COLUMNS),
@@ -413,11 +431,11 @@ CALLS: dict[str, Call] = {
     "fingerprints.column_parts": (fingerprints.column_parts, COLUMNS, TOTALS),
     "fingerprints.replica_problems": (fingerprints.replica_problems, COLUMNS, TOTALS),
     "fingerprints.main_shards": (fingerprints.main_shards, TREE),
-    "fingerprints.fingerprint_parts": (fingerprints.fingerprint_parts, [WEIGHT, FLAT]),
-    "fingerprints.add_fingerprints": (fingerprints.add_fingerprints, [fingerprints.fingerprint_parts([whole("w")])]),
+    "fingerprints.partial_fingerprints": (fingerprints.partial_fingerprints, [WEIGHT, FLAT]),
+    "fingerprints.add_fingerprints": (fingerprints.add_fingerprints, [fingerprints.partial_fingerprints([whole("w")])]),
     "fingerprints.tensor_fingerprint": (fingerprints.tensor_fingerprint, "w", KIND, 5),
     "retention.best_step": (retention.best_step, STEPS, "loss"),
-    "retention.retained": (lambda steps: retention.retained(retention.keep_last(1), steps), STEPS),
+    "retention.kept_steps": (lambda steps: retention.kept_steps(retention.keep_last(1), steps), STEPS),
     "retention.sorted_steps": (retention.sorted_steps, STEPS),
     "retention.keep_all": (lambda steps: retention.keep_all()(steps), STEPS),
     "retention.keep_any": (lambda steps: retention.keep_any(retention.keep_last(1))(steps), STEPS),
@@ -451,23 +469,30 @@ NUMBERS: dict[str, Call] = {
     "geometry.flat_range": (geometry.flat_range, "w", slice(2, 7)),
     "geometry.integer": (geometry.integer, "w", "offset", 3),
     "geometry.integers": (geometry.integers, "w", "offset", [1, 2]),
-    "geometry.refuse": (raising(partial(geometry.refuse, error=st.ShapeError)), "w", "offset", 3, "2", "Pass 2."),
+    "geometry.refuse": (
+        raising(partial(geometry.refuse, error=st.errors.ShapeError)),
+        "w",
+        "offset",
+        3,
+        "2",
+        "Pass 2.",
+    ),
 }
 VALUES: dict[str, Any] = {
     "lazy.Fetch": LAZY.fetches[0],
     "layouts.Mesh": MESH,
     "layouts.PartitionSpec": SPEC,
-    "layouts.Part": PARTS[1],
+    "layouts.RankShard": PARTS[1],
     "layouts.Coverage": layouts.coverage([TREE]),
-    "transforms.BufferPlan": BUFFERS,
-    "transforms.BufferPlace": BUFFERS.places[0],
-    "transforms.AxisRuns": ONE_PART,
+    "buffers.BufferPlan": BUFFERS,
+    "buffers.BufferPlace": BUFFERS.places[0],
+    "lenses.AxisRuns": ONE_PART,
     "lazy.LazyTensor": LAZY,
     "mapping.ShardedTensor": WEIGHT,
     "mapping.ShardedObject": OBJECT,
     "layouts.ShardColumns": COLUMNS,
-    "layouts.ObjectArray": ARRAY,
-    "layouts.HeldArrays": HELD["rng"],
+    "objects.ObjectArray": ARRAY,
+    "objects.HeldArrays": HELD["rng"],
     "plans.ExchangePlan": EXCHANGE,
     "plans.ReshardPlan": RESHARD,
     "plans.TargetTree": plans.take_target(TREE),

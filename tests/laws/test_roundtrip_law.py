@@ -173,5 +173,5 @@ def test_layouts_tile_their_tensor(data: st.DataObject) -> None:
 def test_the_law_catches_layouts_that_do_not_tile(fault: Callable[[tuple[Piece, ...]], tuple[Piece, ...]]) -> None:
     layout = even_layout((4, 6), 2, axis=0)
     check_layout(layout)
-    with pytest.raises(shardtree.IntegrityError):
+    with pytest.raises(shardtree.errors.IntegrityError):
         check_layout(replace(layout, pieces=fault(layout.pieces)))

@@ -11,7 +11,7 @@ from hypothesis import given
 
 import shardtree as st
 from shardtree.errors import CheckpointingException, IntegrityError, MetadataError, ShapeError, TreeError
-from shardtree.layouts import Mesh, PartitionSpec, Split, from_local, shard_at
+from shardtree.layouts import AxisSplit, Mesh, PartitionSpec, from_local, shard_at
 from shardtree.lazy import stored
 from shardtree.mapping import ShardedTensor, ShardedTensorFactory
 from shardtree.storage import MemoryStorage
@@ -78,7 +78,7 @@ def test_its_data_are_the_very_parameters() -> None:
 
 
 def test_several_boxes_are_a_factory() -> None:
-    spec = PartitionSpec((Split("tp", split_factor=2),))
+    spec = PartitionSpec((AxisSplit("tp", split_factor=2),))
     leaf = from_local({"w": torch.arange(4)}, TP, spec, 1)["w"]
     assert [(part.global_offset, part.data.tolist()) for part in leaf.build()] == [((2,), [0, 1]), ((6,), [2, 3])]
 

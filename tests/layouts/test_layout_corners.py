@@ -13,13 +13,13 @@ import torch
 
 from shardtree.errors import ShapeError
 from shardtree.layouts import (
+    AxisSplit,
     Coverage,
     Mesh,
     ObjectColumns,
     PartitionSpec,
     Problem,
     ShardColumns,
-    Split,
     TensorKind,
     abstract,
     abstract_at,
@@ -32,12 +32,12 @@ from shardtree.layouts import (
     kind_problems,
     layout_of,
     mesh_columns,
-    mesh_part,
-    mesh_parts,
+    mesh_shard,
+    mesh_shards,
     object_columns,
     object_problems,
-    part_shard,
     problem_lines,
+    rank_leaf,
     select_rows,
     shard,
     shard_columns,
@@ -243,16 +243,16 @@ def test_a_coverage_counts_tensors_that_nobody_holds() -> None:
         ((5, 6), PartitionSpec("tp"), None),
         ((0, 6), PartitionSpec("tp"), None),
         ((0, 6), PartitionSpec(), (1, 1)),
-        ((8, 6), PartitionSpec((Split("tp", 2),)), None),
-        ((8, 6), PartitionSpec((Split("tp", 1),)), (2, 1)),
-        ((8, 6), PartitionSpec((Split("dp"), Split("tp", 2))), None),
-        ((16, 6), PartitionSpec((Split("tp", 4), Split("dp"))), None),
-        ((4, 6), PartitionSpec((Split("dp", 2), Split("tp"))), (4, 1)),
+        ((8, 6), PartitionSpec((AxisSplit("tp", 2),)), None),
+        ((8, 6), PartitionSpec((AxisSplit("tp", 1),)), (2, 1)),
+        ((8, 6), PartitionSpec((AxisSplit("dp"), AxisSplit("tp", 2))), None),
+        ((16, 6), PartitionSpec((AxisSplit("tp", 4), AxisSplit("dp"))), None),
+        ((4, 6), PartitionSpec((AxisSplit("dp", 2), AxisSplit("tp"))), (4, 1)),
         ((), PartitionSpec(), ()),
     ],
 )
 def test_equal_parts_in_a_row_are_a_grid(shape: tuple[int, ...], spec: PartitionSpec, grid: Any) -> None:
-    parts = mesh_parts(shape, MESH, spec)
+    parts = mesh_shards(shape, MESH, spec)
     assert {part.grid for part in parts} == {grid}
     assert [part.rank for part in parts] == [0, 1, 2, 3]
 
@@ -275,7 +275,7 @@ def test_one_key_may_stand_for_a_tensor_with_and_without_data() -> None:
 
 
 def test_a_rank_with_several_boxes_has_no_memory_where_none_is_asked_for() -> None:
-    spec = PartitionSpec((Split("tp", 2),))
+    spec = PartitionSpec((AxisSplit("tp", 2),))
     (factory, _) = (tree["w"] for tree in abstract({"w": torch.zeros(8, 6)}, Mesh(tp=2), spec))
     assert isinstance(factory, ShardedTensorFactory)
     assert factory.data.is_meta and tuple(factory.data.shape) == (4, 6) and factory.data.dtype == torch.float32
@@ -283,15 +283,15 @@ def test_a_rank_with_several_boxes_has_no_memory_where_none_is_asked_for() -> No
 
 @pytest.mark.parametrize("padded", [False, True])
 def test_the_boxes_of_a_part_are_padded_as_the_part_is(padded: bool) -> None:
-    for spec in (PartitionSpec((Split("tp", 2),)), ROWS):
-        part = mesh_part((8, 6), Mesh(tp=2), spec, 1)
+    for spec in (PartitionSpec((AxisSplit("tp", 2),)), ROWS):
+        part = mesh_shard((8, 6), Mesh(tp=2), spec, 1)
         assert part is not None
-        made = part_shard("w", None, torch.int8, part, allow_shape_mismatch=padded)
+        made = rank_leaf("w", None, torch.int8, part, allow_shape_mismatch=padded)
         shards = made.build() if isinstance(made, ShardedTensorFactory) else [made]
         assert [(one.allow_shape_mismatch, one.dtype, one.data) for one in shards] == [
             (padded, torch.int8, None)
         ] * len(shards)
-    assert not part_shard("w", None, torch.int8, part).allow_shape_mismatch  # type: ignore[union-attr]
+    assert not rank_leaf("w", None, torch.int8, part).allow_shape_mismatch  # type: ignore[union-attr]
 
 
 def test_an_open_last_size_ends_with_its_last_object() -> None:
@@ -354,7 +354,7 @@ def test_copies_of_objects_bring_no_more_memory_along_than_they_need() -> None:
 
 
 def test_a_part_of_several_boxes_is_the_replica_that_its_rank_is() -> None:
-    spec = PartitionSpec((Split("tp", 2),))
+    spec = PartitionSpec((AxisSplit("tp", 2),))
     trees = abstract({"a": torch.zeros(8, 6)}, MESH, spec, key=lambda path: f"own.{path[0]}")
     assert [(tree["a"].key, tree["a"].replica_id) for tree in trees] == [("own.a", rank // 2) for rank in range(4)]
 
@@ -447,9 +447,9 @@ def test_a_rank_s_own_abstract_tree_has_the_keys_that_are_asked_for() -> None:
 
 
 def test_a_part_of_several_boxes_is_told_by_its_key() -> None:
-    part = mesh_part((8, 6), Mesh(tp=2), PartitionSpec((Split("tp", 2),)), 1)
+    part = mesh_shard((8, 6), Mesh(tp=2), PartitionSpec((AxisSplit("tp", 2),)), 1)
     assert part is not None
-    made = part_shard("own", None, torch.float32, part)
+    made = rank_leaf("own", None, torch.float32, part)
     with pytest.raises(ShapeError, match=r"^'own': not the rank's own part"):
         replace(made, data=torch.zeros(3, 6)).build()  # type: ignore[union-attr]
 

@@ -13,20 +13,20 @@ import pytest
 import torch
 
 from shardtree.layouts import (
+    AxisSplit,
     Mesh,
     PartitionSpec,
-    Split,
     TensorKind,
     check_access,
     check_spec,
     join_columns,
     layout_of,
     mesh_columns,
-    mesh_part,
+    mesh_shard,
     object_columns,
-    part_data,
-    part_shard,
     raise_problems,
+    rank_data,
+    rank_leaf,
     shard,
     shard_at,
     shard_columns,
@@ -100,7 +100,7 @@ class Uncopied:
         raise RuntimeError("held by another thread")
 
 
-BLOCKS = mesh_part((8, 6), Mesh(tp=2), PartitionSpec((Split("tp", 2),)), 0)
+BLOCKS = mesh_shard((8, 6), Mesh(tp=2), PartitionSpec((AxisSplit("tp", 2),)), 0)
 TALL = ShardedTensor.from_rank_offsets("w", torch.zeros(8, 6))
 KIND = TensorKind(torch.float32, (4, 6), 0)
 
@@ -205,12 +205,12 @@ CALLS: dict[str, Callable[[], Any]] = {
     "mesh: an axis too few": lambda: MESH.rank_at(dp=1),
     "mesh: a place that is no number": lambda: MESH.rank_at(dp=1, tp="1"),  # type: ignore[arg-type]
     "mesh: not a mesh": lambda: shard({"w": FULL}, ROWS, MESH),  # type: ignore[arg-type]
-    "split: not a name": lambda: Split(2),  # type: ignore[arg-type]
-    "split: no blocks": lambda: Split("tp", 0),
-    "split: not a number": lambda: Split("tp", 1.5),  # type: ignore[arg-type]
+    "split: not a name": lambda: AxisSplit(2),  # type: ignore[arg-type]
+    "split: no blocks": lambda: AxisSplit("tp", 0),
+    "split: not a number": lambda: AxisSplit("tp", 1.5),  # type: ignore[arg-type]
     "spec: an axis twice": lambda: PartitionSpec("tp", ("dp", "tp"), at={"dp": 1}),
     "spec: not an entry": lambda: PartitionSpec(3),  # type: ignore[arg-type]
-    "spec: a mix": lambda: PartitionSpec(("tp", Split("dp"))),  # type: ignore[arg-type]
+    "spec: a mix": lambda: PartitionSpec(("tp", AxisSplit("dp"))),  # type: ignore[arg-type]
     "spec: at": lambda: PartitionSpec(at=3),  # type: ignore[arg-type]
     "spec: at a number": lambda: PartitionSpec(at={3: 1}),  # type: ignore[dict-item]
     "spec: at no number": lambda: PartitionSpec(at={"pp": "1"}),  # type: ignore[dict-item]
@@ -220,8 +220,8 @@ CALLS: dict[str, Callable[[], Any]] = {
     "spec: too long": lambda: check_spec("w", KIND, MESH, PartitionSpec(None, None, "tp")),
     "spec: unknown": lambda: check_spec("w", KIND, MESH, PartitionSpec("pp", at={"dp": 2, "ep": 0})),
     "spec: a negative place": lambda: check_spec("w", KIND, MESH, PartitionSpec(at={"dp": -1})),
-    "part: unknown": lambda: mesh_part((4, 6), MESH, PartitionSpec("pp"), 0),
-    "part: not a shape": lambda: mesh_part((4, "6"), MESH, ROWS, 0),  # type: ignore[arg-type]
+    "part: unknown": lambda: mesh_shard((4, 6), MESH, PartitionSpec("pp"), 0),
+    "part: not a shape": lambda: mesh_shard((4, "6"), MESH, ROWS, 0),  # type: ignore[arg-type]
     "specs: not a dict": lambda: specs_by_pattern(ROWS),  # type: ignore[arg-type]
     "specs: not a default": lambda: specs_by_pattern({}, default="tp"),  # type: ignore[arg-type]
     "specs: not specs": lambda: specs_by_pattern({"**": "tp"}),  # type: ignore[dict-item]
@@ -252,9 +252,9 @@ CALLS: dict[str, Callable[[], Any]] = {
     "shard: different tensors": lambda: shard({"a": FULL, "b": FULL + 1}, MESH, ROWS, key=lambda path: "w"),
     "shard: different shapes": lambda: layout_of({"a": FULL, "b": FULL[:2]}, MESH, ROWS, key=lambda path: "w"),
     "shard: a rank": lambda: shard_at({"w": FULL}, MESH, ROWS, 4),
-    "parts: not the whole": lambda: part_data(FULL, BLOCKS),  # type: ignore[arg-type]
-    "parts: not the own part": lambda: part_shard("w", FULL[:3], torch.float32, BLOCKS),  # type: ignore[arg-type]
-    "parts: flat": lambda: part_shard("w", FULL, torch.float32, BLOCKS).build_fn("w", FULL, 0, slice(0, 2)),  # type: ignore[arg-type,union-attr]
+    "parts: not the whole": lambda: rank_data(FULL, BLOCKS),  # type: ignore[arg-type]
+    "parts: not the own part": lambda: rank_leaf("w", FULL[:3], torch.float32, BLOCKS),  # type: ignore[arg-type]
+    "parts: flat": lambda: rank_leaf("w", FULL, torch.float32, BLOCKS).build_fn("w", FULL, 0, slice(0, 2)),  # type: ignore[arg-type,union-attr]
 }
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 
 from shardtree.errors import MetadataError
-from shardtree.layouts import Mesh, PartitionSpec, Split
+from shardtree.layouts import AxisSplit, Mesh, PartitionSpec
 from shardtree.testing import meshes
 from tests.trees.samples import assert_caught
 
@@ -41,11 +41,11 @@ def test_a_mesh_prints_as_what_makes_it(mesh: Mesh) -> None:
 
 
 def test_specs_are_values() -> None:
-    spec = PartitionSpec(("tp",), (), None, (Split("dp", 2), Split("pp")), at={"ep": 1})
-    assert spec == PartitionSpec("tp", None, None, (Split("dp", 2), Split("pp")), at={"ep": 1})
+    spec = PartitionSpec(("tp",), (), None, (AxisSplit("dp", 2), AxisSplit("pp")), at={"ep": 1})
+    assert spec == PartitionSpec("tp", None, None, (AxisSplit("dp", 2), AxisSplit("pp")), at={"ep": 1})
     assert hash(spec) == hash(PartitionSpec(*spec.entries, at=dict(spec.at)))
     assert spec.axes == ("tp", "dp", "pp")
-    assert repr(PartitionSpec("a", Split("b"))) == "PartitionSpec('a', (Split(axis='b', split_factor=1),))"
+    assert repr(PartitionSpec("a", AxisSplit("b"))) == "PartitionSpec('a', (AxisSplit(axis='b', split_factor=1),))"
 
 
 @pytest.mark.parametrize(
@@ -68,10 +68,10 @@ def test_specs_are_values() -> None:
         (lambda: PartitionSpec("tp", at={"tp": 0}), "'tp'"),
         (lambda: PartitionSpec(3), "not an entry"),
         (lambda: PartitionSpec(["tp"]), "not an entry"),
-        (lambda: PartitionSpec(("tp", Split("dp"))), "not an entry"),
+        (lambda: PartitionSpec(("tp", AxisSplit("dp"))), "not an entry"),
         (lambda: PartitionSpec(("tp", None)), "not an entry"),
-        (lambda: Split("tp", 0), "split_factor"),
-        (lambda: Split(3), "axis"),
+        (lambda: AxisSplit("tp", 0), "split_factor"),
+        (lambda: AxisSplit(3), "axis"),
         (lambda: PartitionSpec(at={"pp": "0"}), "at"),
         (lambda: PartitionSpec(at={3: 0}), "at"),
         (lambda: PartitionSpec(at="pp"), "at"),

@@ -21,9 +21,9 @@ import shardtree as st
 from shardtree.errors import IntegrityError, KeyMismatch, ShapeError, TreeError, UnsupportedValue
 from tests.trees.samples import assert_caught
 
-Rule = st.ObjectRule
+Rule = st.objects.ObjectRule
 Reshard = Callable[..., list[st.ShardedObject]]
-Reshaping = tuple[st.ObjectArray, Any]
+Reshaping = tuple[st.objects.ObjectArray, Any]
 
 SHAPES = some.lists(some.integers(1, 3), max_size=3).map(tuple)
 ROWS: dict[str, Callable[[Sequence[int]], Any]] = {
@@ -52,10 +52,10 @@ def arrays(draw: some.DrawFn) -> Reshaping:
     shape, other = draw(SHAPES), draw(SHAPES)
     parts = draw(some.lists(some.lists(some.integers(0, 120), max_size=5), min_size=prod(shape), max_size=prod(shape)))
     kind = draw(some.sampled_from(sorted(ROWS)))
-    return st.ObjectArray("seen", shape, tuple(map(ROWS[kind], parts))), other
+    return st.objects.ObjectArray("seen", shape, tuple(map(ROWS[kind], parts))), other
 
 
-def sharded(array: st.ObjectArray) -> list[st.ShardedObject]:
+def sharded(array: st.objects.ObjectArray) -> list[st.ShardedObject]:
     cells = zip(array.cells, array.values, strict=True)
     return [st.ShardedObject(array.key, value, array.shape, cell) for cell, value in cells]
 
@@ -80,34 +80,34 @@ def everything_is_dealt_out_in_order(rule: Rule, drawn: Reshaping) -> None:
 
 @given(arrays())
 def test_redistributing_deals_everything_out_in_order(drawn: Reshaping) -> None:
-    everything_is_dealt_out_in_order(st.redistribute_objects, drawn)
+    everything_is_dealt_out_in_order(st.objects.redistribute_objects, drawn)
 
 
-def round_robin(array: st.ObjectArray, shape: Any) -> list[Any]:
-    joined = st.concatenate_objects(array, ())[0]
+def round_robin(array: st.objects.ObjectArray, shape: Any) -> list[Any]:
+    joined = st.objects.concatenate_objects(array, ())[0]
     return [joined[place :: prod(shape)] for place in range(prod(shape))]
 
 
-def equal_parts_only(array: st.ObjectArray, shape: Any) -> list[Any]:
-    joined, count = st.concatenate_objects(array, ())[0], prod(shape)
+def equal_parts_only(array: st.objects.ObjectArray, shape: Any) -> list[Any]:
+    joined, count = st.objects.concatenate_objects(array, ())[0], prod(shape)
     each = len(joined) // count
     return [joined[place * each : (place + 1) * each] for place in range(count)]
 
 
-@pytest.mark.parametrize("broken", [round_robin, equal_parts_only, st.concatenate_objects])
+@pytest.mark.parametrize("broken", [round_robin, equal_parts_only, st.objects.concatenate_objects])
 def test_the_law_of_dealing_catches(broken: Rule) -> None:
     assert_caught(everything_is_dealt_out_in_order, broken, arrays())
 
 
 def joining_the_parts_again_is_joining_the_whole(rule: Rule, drawn: Reshaping) -> None:
     array, shape = drawn
-    dealt = st.ObjectArray(array.key, shape, tuple(rule(array, shape)))
-    assert same(st.concatenate_objects(dealt, ()), st.concatenate_objects(array, ()))
+    dealt = st.objects.ObjectArray(array.key, shape, tuple(rule(array, shape)))
+    assert same(st.objects.concatenate_objects(dealt, ()), st.objects.concatenate_objects(array, ()))
 
 
 @given(arrays())
 def test_concatenating_what_was_redistributed_is_concatenating(drawn: Reshaping) -> None:
-    joining_the_parts_again_is_joining_the_whole(st.redistribute_objects, drawn)
+    joining_the_parts_again_is_joining_the_whole(st.objects.redistribute_objects, drawn)
 
 
 def test_the_law_of_joining_catches_what_is_left_over() -> None:
@@ -117,19 +117,19 @@ def test_the_law_of_joining_catches_what_is_left_over() -> None:
 def there_and_back_is_identity(rule: Rule, counts: tuple[int, int]) -> None:
     here, there = counts
     values = tuple([there * place + number for number in range(there)] for place in range(here))
-    array = st.ObjectArray("seen", (here,), values)
-    dealt = st.ObjectArray("seen", (there,), tuple(rule(array, (there,))))
+    array = st.objects.ObjectArray("seen", (here,), values)
+    dealt = st.objects.ObjectArray("seen", (there,), tuple(rule(array, (there,))))
     assert list(rule(dealt, (here,))) == list(values)
 
 
 @given(some.tuples(some.integers(1, 6), some.integers(1, 6)))
 def test_redistributing_even_lists_there_and_back_is_identity(counts: tuple[int, int]) -> None:
-    there_and_back_is_identity(st.redistribute_objects, counts)
+    there_and_back_is_identity(st.objects.redistribute_objects, counts)
 
 
 def test_the_law_of_there_and_back_catches_another_order() -> None:
-    def backwards(array: st.ObjectArray, shape: Any) -> list[Any]:
-        return list(st.redistribute_objects(array, shape))[::-1]
+    def backwards(array: st.objects.ObjectArray, shape: Any) -> list[Any]:
+        return list(st.objects.redistribute_objects(array, shape))[::-1]
 
     assert_caught(there_and_back_is_identity, backwards, some.tuples(some.integers(1, 6), some.integers(1, 6)))
 
@@ -140,20 +140,24 @@ Fold = Callable[[Callable[[Any, Any], Any]], Rule]
 def everybody_gets_the_sum(fold: Fold, drawn: tuple[Any, Any]) -> None:
     shape, other = drawn
     values = tuple(3**place for place in range(prod(shape)))
-    assert list(fold(operator.add)(st.ObjectArray("consumed", shape, values), other)) == [sum(values)] * prod(other)
+    assert list(fold(operator.add)(st.objects.ObjectArray("consumed", shape, values), other)) == [sum(values)] * prod(
+        other
+    )
 
 
 @given(some.tuples(SHAPES, SHAPES))
 def test_folding_with_plus_gives_everybody_the_sum(drawn: tuple[Any, Any]) -> None:
-    everybody_gets_the_sum(st.fold_objects, drawn)
+    everybody_gets_the_sum(st.objects.fold_objects, drawn)
 
 
 def test_the_law_of_sums_catches_a_fold_that_splits_and_one_that_forgets() -> None:
     def splitting(function: Any) -> Rule:
-        return lambda array, shape: [st.fold_objects(function)(array, ())[0] // prod(shape) for _ in range(prod(shape))]
+        return lambda array, shape: [
+            st.objects.fold_objects(function)(array, ())[0] // prod(shape) for _ in range(prod(shape))
+        ]
 
     def forgetting(function: Any) -> Rule:
-        return lambda array, shape: st.fold_objects(function)(replace(array, values=array.values[:2]), shape)
+        return lambda array, shape: st.objects.fold_objects(function)(replace(array, values=array.values[:2]), shape)
 
     for broken in (splitting, forgetting):
         assert_caught(everybody_gets_the_sum, broken, some.tuples(SHAPES, SHAPES))
@@ -162,19 +166,19 @@ def test_the_law_of_sums_catches_a_fold_that_splits_and_one_that_forgets() -> No
 def the_same_shape_is_identity(reshard: Reshard, drawn: Reshaping) -> None:
     array, _ = drawn
     objects = sharded(array)
-    found = reshard(objects[::-1], [item.without_data() for item in objects], {"seen": st.concatenate_objects})
+    found = reshard(objects[::-1], [item.without_data() for item in objects], {"seen": st.objects.concatenate_objects})
     assert same([item.data for item in found], list(array.values))
     assert [(item.key, item.global_offset) for item in found] == [(item.key, item.global_offset) for item in objects]
 
 
 @given(arrays())
 def test_the_same_shape_is_identity_whatever_the_rule(drawn: Reshaping) -> None:
-    the_same_shape_is_identity(st.reshard_objects, drawn)
+    the_same_shape_is_identity(st.objects.reshard_objects, drawn)
 
 
 def always_by_rule(sources: Any, targets: Any, rules: Any) -> list[st.ShardedObject]:
     """Reshard as if no shape ever stayed the same."""
-    array = st.ObjectArray(sources[0].key, sources[0].global_shape, tuple(item.data for item in sources[::-1]))
+    array = st.objects.ObjectArray(sources[0].key, sources[0].global_shape, tuple(item.data for item in sources[::-1]))
     values = rules["seen"](array, targets[0].global_shape)
     return [replace(item, data=value) for item, value in zip(targets, values, strict=True)]
 
@@ -216,7 +220,7 @@ def nothing_is_shared(reshard: Reshard, drawn: tuple[Any, int]) -> None:
     before = deepcopy(value)
     sources = [st.ShardedObject("state", value, (2,), (place,)) for place in range(2)]
     targets = [*asked("state", (3,)), *asked("state", (2,))][:count]
-    found = reshard(sources, targets, {"state": st.replicate_cell((1,))})
+    found = reshard(sources, targets, {"state": st.objects.replicate_cell((1,))})
     assert all(same(item.data, before) for item in found) and same(value, before)
     held = [set(changeable(one)) for one in (value, *(item.data for item in found))]
     assert sum(map(len, held)) == len(set().union(*held))
@@ -224,7 +228,7 @@ def nothing_is_shared(reshard: Reshard, drawn: tuple[Any, int]) -> None:
 
 @given(some.tuples(VALUES, some.integers(1, 5)))
 def test_targets_share_nothing_that_can_change(drawn: tuple[Any, int]) -> None:
-    nothing_is_shared(st.reshard_objects, drawn)
+    nothing_is_shared(st.objects.reshard_objects, drawn)
 
 
 def test_the_law_of_sharing_catches_silent_copies() -> None:
@@ -240,7 +244,7 @@ def test_the_law_of_sharing_catches_silent_copies() -> None:
 
 def without_a_rule_it_is_an_error(reshard: Reshard, drawn: tuple[Any, Any]) -> None:
     shape, other = drawn
-    array = st.ObjectArray("seen", shape, tuple(range(prod(shape))))
+    array = st.objects.ObjectArray("seen", shape, tuple(range(prod(shape))))
     try:
         found = reshard(sharded(array), asked("seen", other))
     except IntegrityError as error:
@@ -251,7 +255,7 @@ def without_a_rule_it_is_an_error(reshard: Reshard, drawn: tuple[Any, Any]) -> N
 
 @given(some.tuples(SHAPES, SHAPES))
 def test_another_shape_without_a_rule_is_an_error(drawn: tuple[Any, Any]) -> None:
-    without_a_rule_it_is_an_error(st.reshard_objects, drawn)
+    without_a_rule_it_is_an_error(st.objects.reshard_objects, drawn)
 
 
 def test_the_law_of_rules_catches_cells_that_happen_to_be_there() -> None:
@@ -259,51 +263,53 @@ def test_the_law_of_rules_catches_cells_that_happen_to_be_there() -> None:
         known = {item.global_offset: item.data for item in sources}
         if {item.global_offset for item in targets} <= known.keys():
             return [replace(item, data=known[item.global_offset]) for item in targets]
-        return st.reshard_objects(sources, targets)
+        return st.objects.reshard_objects(sources, targets)
 
     assert_caught(without_a_rule_it_is_an_error, by_cell, some.tuples(SHAPES, SHAPES))
 
 
 def reshaped(values: Sequence[Any], count: int, rule: Rule) -> list[Any]:
-    array = st.ObjectArray("state", (len(values),), tuple(values))
-    return [item.data for item in st.reshard_objects(sharded(array), asked("state", (count,)), {"**": rule})]
+    array = st.objects.ObjectArray("state", (len(values),), tuple(values))
+    return [item.data for item in st.objects.reshard_objects(sharded(array), asked("state", (count,)), {"**": rule})]
 
 
 def test_replicate_takes_values_that_are_equal_to_the_last_bit() -> None:
     states = [{"rng": torch.arange(3), "seed": 7} for _ in range(2)]
-    assert same(reshaped(states, 3, st.replicate_objects), [states[0]] * 3)
+    assert same(reshaped(states, 3, st.objects.replicate_objects), [states[0]] * 3)
     with pytest.raises(IntegrityError, match=r"'state' at \(1,\): value\['lr'\] is -0.0, not 0.0"):
-        reshaped([{"lr": 0.0}, {"lr": -0.0}], 1, st.replicate_objects)
+        reshaped([{"lr": 0.0}, {"lr": -0.0}], 1, st.objects.replicate_objects)
 
 
 def test_replicate_of_one_is_that_one_for_everybody() -> None:
-    assert reshaped([{"seed": 7}], 2, st.replicate_objects) == [{"seed": 7}] * 2
-    assert reshaped("abc", 2, st.replicate_cell((2,))) == ["c", "c"]
+    assert reshaped([{"seed": 7}], 2, st.objects.replicate_objects) == [{"seed": 7}] * 2
+    assert reshaped("abc", 2, st.objects.replicate_cell((2,))) == ["c", "c"]
     with pytest.raises(KeyMismatch, match=r"found \(3,\), expected an index into shape \(3,\)"):
-        reshaped("abc", 2, st.replicate_cell((3,)))
+        reshaped("abc", 2, st.objects.replicate_cell((3,)))
 
 
 def test_targets_keep_what_they_hold_where_sources_are_dropped() -> None:
     own = [{"seed": place} for place in range(3)]
     targets = [st.ShardedObject("rng", state, (3,), (place,)) for place, state in enumerate(own)]
-    found = st.reshard_objects([st.ShardedObject("rng", 1, (1,), (0,))], targets, {"rng": st.drop_objects})
+    found = st.objects.reshard_objects(
+        [st.ShardedObject("rng", 1, (1,), (0,))], targets, {"rng": st.objects.drop_objects}
+    )
     assert [item.data for item in found] == own
     assert found[0] is targets[0]
 
 
 def test_fold_may_change_its_first_argument() -> None:
     lists = [[1], [2], [3]]
-    assert reshaped(lists, 1, st.fold_objects(operator.iadd)) == [[1, 2, 3]]
+    assert reshaped(lists, 1, st.objects.fold_objects(operator.iadd)) == [[1, 2, 3]]
     assert lists == [[1], [2], [3]]
 
 
 def test_each_field_has_a_rule_and_keeps_the_dicts_kind_and_order() -> None:
-    rule = st.rules_by_field(
+    rule = st.objects.rules_by_field(
         {
-            "epoch": st.replicate_objects,
-            "consumed": st.fold_objects(operator.add),
-            "worker": st.drop_objects,
-            "shuffle": st.rules_by_field({"buffer": st.redistribute_objects}),
+            "epoch": st.objects.replicate_objects,
+            "consumed": st.objects.fold_objects(operator.add),
+            "worker": st.objects.drop_objects,
+            "shuffle": st.objects.rules_by_field({"buffer": st.objects.redistribute_objects}),
         }
     )
     states = [
@@ -320,16 +326,16 @@ def test_each_field_has_a_rule_and_keeps_the_dicts_kind_and_order() -> None:
 
 
 def test_a_dict_without_fields_takes_no_rule() -> None:
-    assert reshaped([{}, {}], 3, st.rules_by_field({})) == [{}, {}, {}]
+    assert reshaped([{}, {}], 3, st.objects.rules_by_field({})) == [{}, {}, {}]
 
 
 def test_a_rule_may_be_any_function_that_knows_both_shapes() -> None:
-    def by_columns(array: st.ObjectArray, shape: tuple[int, ...]) -> Sequence[Any]:
+    def by_columns(array: st.objects.ObjectArray, shape: tuple[int, ...]) -> Sequence[Any]:
         cells = np.array(array.values, dtype=object).reshape(array.shape)
         return list(np.repeat(cells, shape[0] // array.shape[0], axis=0).flat)
 
-    array = st.ObjectArray("rng", (1, 2), ("a", "b"))
-    found = st.reshard_objects(sharded(array), asked("rng", (2, 2)), {"rng": by_columns})
+    array = st.objects.ObjectArray("rng", (1, 2), ("a", "b"))
+    found = st.objects.reshard_objects(sharded(array), asked("rng", (2, 2)), {"rng": by_columns})
     assert [item.data for item in found] == ["a", "b", "a", "b"]
 
 
@@ -337,32 +343,34 @@ def test_main_replicas_count_and_all_replicas_of_a_target_are_filled() -> None:
     cells = [(place, replica) for place in (0, 1) for replica in (1, 0)]
     sources = [st.ShardedObject("n", "copy" if replica else place, (2,), (place,), replica) for place, replica in cells]
     targets = [st.ShardedObject("n", None, (1,), (0,), replica) for replica in range(3)]
-    found = st.reshard_objects(sources, targets, {"n": st.fold_objects(operator.add)})
+    found = st.objects.reshard_objects(sources, targets, {"n": st.objects.fold_objects(operator.add)})
     assert [item.data for item in found] == [1, 1, 1]
     assert [item.replica_id for item in found] == [0, 1, 2]
 
 
 def test_a_last_size_that_is_not_known_ends_with_the_last_object() -> None:
     sources = [st.ShardedObject("rng", place, (2, -1), (place % 2, place // 2)) for place in range(6)]
-    (same_shape,) = st.reshard_objects(sources, [st.ShardedObject("rng", None, (2, 3), (1, 2))])
-    (as_given,) = st.reshard_objects(sources, [st.ShardedObject("rng", None, (2, -1), (1, 2))])
+    (same_shape,) = st.objects.reshard_objects(sources, [st.ShardedObject("rng", None, (2, 3), (1, 2))])
+    (as_given,) = st.objects.reshard_objects(sources, [st.ShardedObject("rng", None, (2, -1), (1, 2))])
     assert (same_shape.data, as_given.data) == (5, 5)
-    (folded,) = st.reshard_objects(sources, asked("rng", ()), {"rng": st.fold_objects(max)})
+    (folded,) = st.objects.reshard_objects(sources, asked("rng", ()), {"rng": st.objects.fold_objects(max)})
     assert folded.data == 5
     with pytest.raises(IntegrityError, match=r"of shape \(2, 3\), asked for in shape \(4, -1\)"):
-        st.reshard_objects(sources, [st.ShardedObject("rng", None, (4, -1), (0, 0))], {"rng": st.replicate_objects})
+        st.objects.reshard_objects(
+            sources, [st.ShardedObject("rng", None, (4, -1), (0, 0))], {"rng": st.objects.replicate_objects}
+        )
 
 
 def test_the_first_pattern_that_fits_a_key_counts() -> None:
     sources = [st.ShardedObject(key, 1, (2,), (place,)) for key in ("rng.cpu", "rng.cuda") for place in range(2)]
     targets = [st.ShardedObject(key, "own", (1,), (0,)) for key in ("rng.cpu", "rng.cuda")]
-    rules = {"rng.cuda": st.drop_objects, "rng.*": st.fold_objects(operator.add)}
-    assert [item.data for item in st.reshard_objects(sources, targets, rules)] == [2, "own"]
+    rules = {"rng.cuda": st.objects.drop_objects, "rng.*": st.objects.fold_objects(operator.add)}
+    assert [item.data for item in st.objects.reshard_objects(sources, targets, rules)] == [2, "own"]
 
 
 def test_what_nobody_asks_for_is_ignored_even_where_it_is_damaged() -> None:
     sources = [st.ShardedObject("a", 1, (1,), (0,)), *[st.ShardedObject("b", 1, (3,), (0,))] * 2]
-    assert [item.data for item in st.reshard_objects(sources, asked("a", (1,)))] == [1]
+    assert [item.data for item in st.objects.reshard_objects(sources, asked("a", (1,)))] == [1]
 
 
 FOUR = [st.ShardedObject("rng", place, (4,), (place,)) for place in range(4)]
@@ -371,13 +379,25 @@ FOUR = [st.ShardedObject("rng", place, (4,), (place,)) for place in range(4)]
 @pytest.mark.parametrize(
     ("sources", "targets", "rules", "error", "text"),
     [
-        (FOUR[:3], asked("rng", (2,)), {"rng": st.replicate_objects}, IntegrityError, r"of these cells\n  \(3,\)"),
-        (FOUR + FOUR[1:2], asked("rng", (2,)), {"rng": st.replicate_objects}, IntegrityError, r"'rng' at \(1,\) of"),
+        (
+            FOUR[:3],
+            asked("rng", (2,)),
+            {"rng": st.objects.replicate_objects},
+            IntegrityError,
+            r"of these cells\n  \(3,\)",
+        ),
+        (
+            FOUR + FOUR[1:2],
+            asked("rng", (2,)),
+            {"rng": st.objects.replicate_objects},
+            IntegrityError,
+            r"'rng' at \(1,\) of",
+        ),
         (FOUR[:3], asked("rng", (4,)), None, IntegrityError, r"nobody has the cell \(3,\)"),
         (FOUR, asked("rgn", (4,)), None, KeyMismatch, "no such objects\n  'rgn'"),
-        (FOUR, asked("rng", (2,)), {"rgn": st.replicate_objects}, TreeError, "name nothing\n  'rgn'"),
+        (FOUR, asked("rng", (2,)), {"rgn": st.objects.replicate_objects}, TreeError, "name nothing\n  'rgn'"),
         (FOUR, asked("rng", (2,)), {"rng": "replicate"}, TreeError, "'rng': str"),
-        (FOUR, asked("rng", (2,)), st.drop_objects, TreeError, "not a dict of rules\n  found function"),
+        (FOUR, asked("rng", (2,)), st.objects.drop_objects, TreeError, "not a dict of rules\n  found function"),
         (FOUR, asked("rng", (2,)), {"rng": lambda array, shape: [1]}, ShapeError, "found 1, expected 2"),
         *(
             (FOUR, asked("rng", (2,)), {"rng": lambda array, shape, value=value: value}, UnsupportedValue, text)
@@ -391,7 +411,7 @@ FOUR = [st.ShardedObject("rng", place, (4,), (place,)) for place in range(4)]
         (
             [*FOUR, st.ShardedObject("rng", 1, (3,), (0,))],
             asked("rng", (2,)),
-            {"rng": st.replicate_objects},
+            {"rng": st.objects.replicate_objects},
             IntegrityError,
             r"of shape \(4,\) and \(3,\), asked for in shape \(2,\)",
         ),
@@ -407,10 +427,10 @@ FOUR = [st.ShardedObject("rng", place, (4,), (place,)) for place in range(4)]
 )
 def test_what_cannot_be_done_says_why(sources: Any, targets: Any, rules: Any, error: Any, text: str) -> None:
     if error is None:
-        assert len(st.reshard_objects(sources, targets, rules)) == 1
+        assert len(st.objects.reshard_objects(sources, targets, rules)) == 1
         return
     with pytest.raises(error, match=text):
-        st.reshard_objects(sources, targets, rules)
+        st.objects.reshard_objects(sources, targets, rules)
 
 
 @pytest.mark.parametrize(
@@ -425,7 +445,7 @@ def test_what_cannot_be_done_says_why(sources: Any, targets: Any, rules: Any, er
     ],
 )
 def test_what_cannot_be_joined_says_why(values: Any, text: str) -> None:
-    for rule in (st.concatenate_objects, st.redistribute_objects):
+    for rule in (st.objects.concatenate_objects, st.objects.redistribute_objects):
         with pytest.raises(UnsupportedValue, match=text):
             reshaped(values, 3, rule)
 
@@ -442,16 +462,19 @@ def test_what_cannot_be_joined_says_why(values: Any, text: str) -> None:
 )
 def test_fields_that_do_not_fit_say_why(values: Any, error: Any, text: str) -> None:
     with pytest.raises(error, match=text):
-        reshaped(values, 3, st.rules_by_field({"a": st.redistribute_objects}))
+        reshaped(values, 3, st.objects.rules_by_field({"a": st.objects.redistribute_objects}))
 
 
 @pytest.mark.parametrize(
     ("rules", "text"),
-    [([st.drop_objects], "not a dict of rules\n  found list"), ({"a": "sum"}, "not rules for objects\n  'a': str")],
+    [
+        ([st.objects.drop_objects], "not a dict of rules\n  found list"),
+        ({"a": "sum"}, "not rules for objects\n  'a': str"),
+    ],
 )
 def test_what_is_no_rule_for_a_field_is_refused_at_once(rules: Any, text: str) -> None:
     with pytest.raises(TreeError, match=text):
-        st.rules_by_field(rules)
+        st.objects.rules_by_field(rules)
 
 
 def test_an_error_of_a_users_rule_names_the_objects() -> None:

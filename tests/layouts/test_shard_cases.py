@@ -12,18 +12,18 @@ import torch
 import shardtree as st
 from shardtree.errors import CheckpointingException, IntegrityError, KeyMismatch, MetadataError, ShapeError, TreeError
 from shardtree.layouts import (
+    AxisSplit,
     Mesh,
     PartitionSpec,
-    Split,
     TensorKind,
     abstract,
     abstract_at,
     layout_of,
     mesh_columns,
-    mesh_part,
-    mesh_parts,
-    part_data,
-    part_shard,
+    mesh_shard,
+    mesh_shards,
+    rank_data,
+    rank_leaf,
     shard,
     shard_at,
     sharding_problems,
@@ -36,7 +36,7 @@ from shardtree.trees import HOLE, diff
 
 TWO = Mesh(tp=2)
 ROWS, COLUMNS, WHOLE = PartitionSpec("tp"), PartitionSpec(None, "tp"), PartitionSpec()
-FSDP_OVER_TP = PartitionSpec((Split("dp", split_factor=2), Split("tp")))
+FSDP_OVER_TP = PartitionSpec((AxisSplit("dp", split_factor=2), AxisSplit("tp")))
 
 
 def matrix(rows: int = 4, columns: int = 6) -> torch.Tensor:
@@ -135,7 +135,7 @@ def test_scalars_tensors_without_elements_and_meshes_of_one() -> None:
         trees = shard(tree, mesh, {"s": WHOLE, "e": WHOLE if mesh == Mesh() else ROWS, "w": WHOLE})
         assert not diff(unshard(trees), tree)
         assert [own["s"].replica_id for own in trees] == list(range(mesh.size))
-    empty = mesh_part((0, 8), Mesh(dp=2, tp=2), PartitionSpec(None, (Split("dp", 2), Split("tp"))), 1)
+    empty = mesh_shard((0, 8), Mesh(dp=2, tp=2), PartitionSpec(None, (AxisSplit("dp", 2), AxisSplit("tp"))), 1)
     assert empty is not None and len(empty.boxes) == 1 and empty.boxes[0].shape == empty.shape == (0, 2)
 
 
@@ -216,7 +216,7 @@ def test_keys_that_collide_are_refused() -> None:
 
 
 def test_what_is_not_read_is_one_tensor_only_where_it_is_the_same() -> None:
-    stores = st.MemoryStorage(), st.MemoryStorage()
+    stores = st.storage.MemoryStorage(), st.storage.MemoryStorage()
     for store, value in zip(stores, (0.0, 1.0), strict=True):
         st.save({"w": st.ShardedTensor.from_rank_offsets("w", torch.full((4,), value))}, store)
     left, right = (st.open_checkpoint(store)["w"] for store in stores)
@@ -266,15 +266,15 @@ def test_specs_that_do_not_fit_are_refused() -> None:
     ],
 )
 def test_parts_are_those_of_a_spec_that_fits(shape: Any, mesh: Any, spec: Any, words: str) -> None:
-    refused(MetadataError, words, mesh_parts, shape, mesh, spec)
-    refused(MetadataError, words, mesh_part, shape, mesh, spec, 0)
+    refused(MetadataError, words, mesh_shards, shape, mesh, spec)
+    refused(MetadataError, words, mesh_shard, shape, mesh, spec, 0)
 
 
 def test_a_part_takes_the_rank_own_tensor() -> None:
-    part = mesh_parts((8,), Mesh(dp=2, tp=1), FSDP_OVER_TP)[0]
-    refused(ShapeError, "(8,)", part_shard, "w", torch.zeros(8), torch.float32, part)
-    assert part_data(None, part) is None
-    refused(ShapeError, "found (9,), expected (8,)", part_data, torch.zeros(9), part)
+    part = mesh_shards((8,), Mesh(dp=2, tp=1), FSDP_OVER_TP)[0]
+    refused(ShapeError, "(8,)", rank_leaf, "w", torch.zeros(8), torch.float32, part)
+    assert rank_data(None, part) is None
+    refused(ShapeError, "found (9,), expected (8,)", rank_data, torch.zeros(9), part)
 
 
 def test_prepended_axes_are_refused() -> None:

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 
 import shardtree.layouts as layouts
-from shardtree.layouts import Mesh, PartitionSpec, Split, coverage, mesh_columns, sharding_problems, tree_columns
+from shardtree.layouts import AxisSplit, Mesh, PartitionSpec, coverage, mesh_columns, sharding_problems, tree_columns
 from shardtree.mapping import ShardedTensor, ShardedTensorFactory
 from shardtree.testing import STORABLE_DTYPES, first_difference, random_bits
 from shardtree.trees import apply_factories, diff, empty_data, leaves_with_paths, map_shards, without_data
@@ -124,18 +124,18 @@ def check_copies(parts: Callable[..., Any], case: Case) -> None:
 
 @given(CASES)
 def test_each_element_has_a_copy_for_each_place_along_what_the_spec_leaves_out(case: Case) -> None:
-    check_copies(layouts.mesh_parts, case)
+    check_copies(layouts.mesh_shards, case)
 
 
 def test_the_law_of_copies_catches_axes_that_are_forgotten() -> None:
     def of_first_ranks(shape: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
-        return layouts.mesh_parts(shape, mesh, spec)[:2]
+        return layouts.mesh_shards(shape, mesh, spec)[:2]
 
     assert_caught(check_copies, of_first_ranks, CASES)
 
 
 def test_every_dtype_comes_back_bit_for_bit() -> None:
-    spec = PartitionSpec((Split("dp", 2), Split("tp")), None)
+    spec = PartitionSpec((AxisSplit("dp", 2), AxisSplit("tp")), None)
     for dtype in STORABLE_DTYPES:
         whole = random_bits((7, 2), dtype, seed=3)
         back = layouts.unshard(layouts.shard({"w": whole}, Mesh(dp=2, tp=2), spec))["w"]

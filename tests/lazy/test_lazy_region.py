@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardtree.lazy import _region
+from shardtree.lazy import _sources
 from shardtree.lazy._sources import Box, Strided, covering, dense, narrowed
 
 Covering = Callable[[Strided, tuple[int, ...]], tuple[Box, Strided]]
@@ -69,7 +69,7 @@ def test_box_that_forgets_the_carry_is_caught(monkeypatch: pytest.MonkeyPatch) -
         return Box(start, tuple(lengths))
 
     check_holds_the_elements(covering, whole, view)
-    monkeypatch.setattr(_region, "_box", uncarried)
+    monkeypatch.setattr(_sources, "_box", uncarried)
     with pytest.raises((AssertionError, IndexError)):
         check_holds_the_elements(covering, whole, view)
 

@@ -20,17 +20,16 @@ from shardtree import (
     Mesh,
     PartitionSpec,
     ReshardPlan,
-    ShardColumns,
     World,
     abstract_at,
     layout_of,
-    peak_bytes,
     plan_reshard,
     redistribute,
-    relayed,
     shard_at,
 )
 from shardtree.errors import RemoteError, WorldError
+from shardtree.layouts import ShardColumns
+from shardtree.plans import peak_bytes, with_relays
 from shardtree.testing import outline
 from shardtree.world import run_processes
 
@@ -60,7 +59,7 @@ def plans(*, relay: bool) -> tuple[ReshardPlan, ReshardPlan]:
     trainers = layout_of(weights("meta"), TRAINERS, AT_TRAINERS)
     engines = layout_of(weights("meta"), ENGINES, AT_ENGINES)
     there, back = plan_reshard(trainers, engines), plan_reshard(engines, trainers)
-    return (relayed(there), relayed(back)) if relay else (there, back)
+    return (with_relays(there), with_relays(back)) if relay else (there, back)
 
 
 def memory(field: str) -> int:

@@ -15,7 +15,7 @@ import shardtree
 from shardtree.layouts import Mesh, PartitionSpec, shard, tensor_shards
 from shardtree.live import copy_doubled, copy_own, incoming_bytes, outgoing_bytes, pack_into, packed, unpack
 from shardtree.mapping import ShardedTensor
-from shardtree.plans import ReshardPlan, Schedule, plan_reshard, relayed
+from shardtree.plans import ReshardPlan, Schedule, plan_reshard, with_relays
 from shardtree.testing import first_difference, random_bits, rank_tree, state_layouts
 from tests.plans.recast import recast_states
 
@@ -69,7 +69,7 @@ def check_executed(trees: Mapping[int, Any], targets: Mapping[int, Any], bound: 
         for one in tensor_shards(tree)
     ]
     plan = plan_reshard(trees, targets, cast=True)
-    for each in (plan, relayed(plan, shortest_cut=1)):
+    for each in (plan, with_relays(plan, shortest_cut=1)):
         found = executed(trees, targets, each, each.schedule(max_bytes_in_flight=bound), **options)
         for row, (left, right) in enumerate(zip(found, expected, strict=True)):
             differ = first_difference(left, right)
@@ -139,7 +139,7 @@ def test_the_law_catches(fault: dict[str, Any]) -> None:
 
 def test_buffers_are_as_long_as_is_said_and_no_longer_than_allowed() -> None:
     trees, targets = replicated()
-    plan = relayed(plan_reshard(trees, targets), shortest_cut=1)
+    plan = with_relays(plan_reshard(trees, targets), shortest_cut=1)
     schedule = plan.schedule(max_bytes_in_flight=40)
     moved = 0
     for step in range(schedule.steps):
@@ -188,22 +188,24 @@ def test_targets_are_written_through_their_strides() -> None:
 def test_what_does_not_fit_is_an_error() -> None:
     plan, schedule, sources, targets = small()
     buffers = {0: packed(plan, schedule, 0, 0, sources, {})[1]}
-    with pytest.raises(shardtree.KeyMismatch, match=r"no memory for 'w' at .0,. of rank 0"):
+    with pytest.raises(shardtree.errors.KeyMismatch, match=r"no memory for 'w' at .0,. of rank 0"):
         packed(plan, schedule, 0, 0, {}, {})
-    with pytest.raises(shardtree.ShapeError, match="not the data of 'w'"):
+    with pytest.raises(shardtree.errors.ShapeError, match="not the data of 'w'"):
         packed(plan, schedule, 0, 0, {0: torch.zeros(4, dtype=torch.int16)}, {})
-    with pytest.raises(shardtree.ShapeError, match=r"found .3,. torch.float32, expected 3 elements of torch.int16"):
+    with pytest.raises(
+        shardtree.errors.ShapeError, match=r"found .3,. torch.float32, expected 3 elements of torch.int16"
+    ):
         unpack(plan, schedule, 0, 1, {0: torch.zeros(3)}, buffers)
-    with pytest.raises(shardtree.KeyMismatch, match="no buffer for ranks\n  0"):
+    with pytest.raises(shardtree.errors.KeyMismatch, match="no buffer for ranks\n  0"):
         unpack(plan, schedule, 0, 1, targets, {})
-    with pytest.raises(shardtree.ShapeError, match=r"rank 0: found .5,. torch.uint8, expected .6,."):
+    with pytest.raises(shardtree.errors.ShapeError, match=r"rank 0: found .5,. torch.uint8, expected .6,."):
         unpack(plan, schedule, 0, 1, targets, {0: buffers[0][:5]})
-    with pytest.raises(shardtree.ShapeError, match=r"rank 1: found .6,. torch.int8"):
+    with pytest.raises(shardtree.errors.ShapeError, match=r"rank 1: found .6,. torch.int8"):
         pack_into(plan, schedule, 0, 0, sources, {}, {1: torch.zeros(6, dtype=torch.int8)})
 
 
 def test_a_target_that_cannot_be_written_is_an_error() -> None:
     whole = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(2, dtype=torch.complex64))}
     plan = plan_reshard({0: whole}, {0: whole})
-    with pytest.raises(shardtree.ShapeError, match="conjugated or negated lazily"):
+    with pytest.raises(shardtree.errors.ShapeError, match="conjugated or negated lazily"):
         copy_own(plan, 0, {0: whole["w"].data}, {0: whole["w"].data.clone().conj()})

@@ -26,7 +26,6 @@ from shardtree import (
     map_shards,
     plan_reshard,
     redistribute,
-    relayed,
     reshard,
     simulate,
 )
@@ -39,6 +38,7 @@ from shardtree.errors import (
     WorldError,
 )
 from shardtree.layouts import select_rows, tree_columns
+from shardtree.plans import with_relays
 from shardtree.testing import (
     GlobalState,
     assemble,
@@ -124,7 +124,7 @@ def check_redistribute(
     for key, whole in assemble([got[rank] for rank in expected]).items():
         assert bits(whole) == bits(case.state.tensors[key])
     plan = options.get("plan", plan_reshard(case.sources, case.targets, cast=True))
-    plan = relayed(plan) if options.get("relay") else plan
+    plan = with_relays(plan) if options.get("relay") else plan
     assert dict(links) == plan.links
 
 
@@ -271,7 +271,7 @@ def test_what_comes_back_can_be_saved_and_redistributed_again() -> None:
     trees = shardtree.shard({"w": WHOLE, "step": 3}, mesh, spec)
     engines = shardtree.abstract({"w": WHOLE, "step": 0}, Mesh(tp=2), {"w": PartitionSpec(None, "tp")})
     trainers = shardtree.abstract({"w": WHOLE, "step": 0}, mesh, spec)
-    storage = shardtree.MemoryStorage()
+    storage = shardtree.storage.MemoryStorage()
 
     def on_rank(world: World) -> Any:
         there = redistribute(
@@ -307,7 +307,7 @@ def test_objects_in_another_shape_follow_a_rule() -> None:
     def on_rank(world: World) -> Any:
         source = {"seen": ShardedObject("seen", [world.rank], (2,), (world.rank,))} if world.rank < 2 else {}
         target = {"seen": ShardedObject("seen", None, (1,), (0,))} if world.rank == 2 else None
-        return redistribute(source, target, world=world, rules={"seen": shardtree.concatenate_objects})
+        return redistribute(source, target, world=world, rules={"seen": shardtree.objects.concatenate_objects})
 
     assert simulate(3, on_rank)[2]["seen"].data == [0, 1]
 

@@ -22,7 +22,7 @@ def tree(rank: int) -> dict[str, Any]:
 @pytest.mark.parametrize("persistent", [True, False], ids=["persistent", "each its own"])
 @pytest.mark.parametrize("abort", [True, False], ids=["abort", "close"])
 def test_an_async_save_is_the_same_as_a_sync_one(backend: Any, persistent: bool, abort: bool) -> None:
-    folder = st.MemoryStorage()
+    folder = st.storage.MemoryStorage()
 
     def on_rank(world: st.World) -> None:
         queue = st.AsyncCallsQueue(persistent)
@@ -50,7 +50,7 @@ def broken(size: int) -> None:
 def test_a_writer_that_fails_on_one_rank_is_an_error_on_all_that_names_it_and_commits_nothing(
     backend: Any, is_async: bool
 ) -> None:
-    folder = st.MemoryStorage()
+    folder = st.storage.MemoryStorage()
 
     def on_rank(world: st.World) -> bool:
         own = {f"key{i}": whole(f"key{i}_rank{world.rank}", torch.ones(2, 4)) for i in range(4)}
@@ -62,7 +62,7 @@ def test_a_writer_that_fails_on_one_rank_is_an_error_on_all_that_names_it_and_co
             queue.schedule_async_request(request)
             queue.maybe_finalize_async_calls(blocking=True)
 
-        with pytest.raises(st.RemoteError, match="rank 2: BrokenDisk: critical failure"):
+        with pytest.raises(st.errors.RemoteError, match="rank 2: BrokenDisk: critical failure"):
             save()
         queue.close()
         return True

@@ -22,7 +22,7 @@ class Run:
     def save(self, step: int, *, persistent: bool) -> None:
         series = self.kept if persistent else self.passing
         series.save({"w": whole("w", torch.full((4,), float(step)))}, step, durable=False)
-        self.passing.remove(self.passing.plan_removal(st.keep_last(2)))
+        self.passing.remove(self.passing.plan_removal(st.retention.keep_last(2)))
 
     def newest(self) -> float:
         series = max((self.kept, self.passing), key=lambda one: found.number if (found := one.latest()) else -1)
@@ -34,7 +34,7 @@ def steps(series: st.CheckpointSeries) -> list[int]:
 
 
 def test_the_newest_checkpoint_is_loaded_whether_it_is_kept_or_not_and_old_passing_ones_go() -> None:
-    run, newest = Run(*(st.CheckpointSeries(st.MemoryStorage()) for _ in range(2))), []
+    run, newest = Run(*(st.CheckpointSeries(st.storage.MemoryStorage()) for _ in range(2))), []
     for step, persistent in ((2, False), (3, True), (4, False), (6, True), (8, False)):
         run.save(step, persistent=persistent)
         newest.append(run.newest())
@@ -108,7 +108,7 @@ class Unsafe:
 @in_every_format
 def test_unknown_classes_are_refused_by_path_unless_pickling_is_allowed(backend: Any) -> None:
     tree = {"args": {"deep": [Unsafe(123)]}}
-    with pytest.raises(st.UnsupportedValue, match=r"tree\['args'\]\['deep'\]\[0\][\s\S]*allow_pickle"):
+    with pytest.raises(st.errors.UnsupportedValue, match=r"tree\['args'\]\['deep'\]\[0\][\s\S]*allow_pickle"):
         saved([tree], backend)
 
 

@@ -33,8 +33,8 @@ def stepped(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def sharding_state(model: dict[str, Any], optimizer: torch.optim.Optimizer, *exclude: str) -> Any:
-    by_id = st.get_param_id_to_sharded_param_map(model, optimizer)
-    return st.optim_state_to_sharding_state(optimizer.state_dict(), by_id, exclude)
+    by_id = st.optim.get_param_id_to_sharded_param_map(model, optimizer)
+    return st.optim.optim_state_to_sharding_state(optimizer.state_dict(), by_id, exclude)
 
 
 def test_states_are_stored_under_their_names_before_the_parameters_keys() -> None:
@@ -42,7 +42,7 @@ def test_states_are_stored_under_their_names_before_the_parameters_keys() -> Non
     parameters = {f"{name}.{key}": one for name, layer in layers.items() for key, one in layer.named_parameters()}
     model = {key: whole(key, parameter) for key, parameter in parameters.items()}
     tree = sharding_state(model, stepped(list(parameters.values())), "step")
-    keys = {leaf.key for _, leaf in st.leaves_with_paths(tree) if isinstance(leaf, st.ShardedBase)}
+    keys = {leaf.key for _, leaf in st.trees.leaves_with_paths(tree) if isinstance(leaf, st.ShardedBase)}
     assert keys == {f"optimizer.state.{state}.{key}" for state in ("exp_avg", "exp_avg_sq") for key in model}
 
 
@@ -92,7 +92,7 @@ def test_an_optimizer_that_is_not_stored_is_an_error_that_leaves_the_targets_ten
     target = trained(place, 5.0)
     with pytest.raises(KeyMismatch, match=r"optimizer\.mu\.w"):
         loaded([target], folder, donate=True)
-    tensors = [leaf.data for _, leaf in st.leaves_with_paths(target) if isinstance(leaf, st.ShardedTensor)]
+    tensors = [leaf.data for _, leaf in st.trees.leaves_with_paths(target) if isinstance(leaf, st.ShardedTensor)]
     assert len(tensors) == 3 and all((tensor == 5).all() for tensor in tensors)
 
 
@@ -116,11 +116,11 @@ def parameters() -> dict[str, Any]:
     return {key: whole(key, torch.zeros(shape, dtype=torch.bfloat16)) for key, shape in SHAPES.items()}
 
 
-def buffer_plan(ranks: int, options: dict[str, int]) -> st.BufferPlan:
-    return st.plan_buffers(SHAPES, data_parallel=ranks, **options)
+def buffer_plan(ranks: int, options: dict[str, int]) -> st.buffers.BufferPlan:
+    return st.buffers.plan_buffers(SHAPES, data_parallel=ranks, **options)
 
 
-def packed(plan: st.BufferPlan, rank: int, state: str) -> list[torch.Tensor]:
+def packed(plan: st.buffers.BufferPlan, rank: int, state: str) -> list[torch.Tensor]:
     """Return a rank's slices of the buffer, copied together element by element; padding is -1."""
     flat = torch.full((plan.buckets[-1][1],), -1.0)
     for place in plan.places:
@@ -133,7 +133,7 @@ def buffer_states(ranks: int, options: dict[str, int], states: tuple[str, ...]) 
     plan = buffer_plan(ranks, options)
     return [
         {
-            state: st.flat_shards(
+            state: st.buffers.flat_shards(
                 plan, rank, packed(plan, rank, state), parameters(), prefix=f"optimizer.state.{state}"
             )
             for state in states
@@ -176,9 +176,9 @@ def gated(place: Place, *, known: bool = True) -> dict[str, Any]:
     """Return a gated layer, of which each tensor rank holds gate above up, and its moments."""
     rows = torch.cat([half.chunk(place.tp_size)[place.tp] for half in (GATE, UP)])
     shard = whole("fc1.weight", rows, (0, place.tp, place.tp_size), replica_id=(place.pp, 0, place.dp))
-    layer = st.as_factory(shard, st.gate_and_up(tensor_parallel=place.tp_size if known else 1))
+    layer = st.lenses.as_factory(shard, st.lenses.gate_and_up(tensor_parallel=place.tp_size if known else 1))
     moments = {
-        state: st.make_sharded_optimizer_tensor(layer, rows + more, f"optimizer.state.{state}")
+        state: st.optim.make_sharded_optimizer_tensor(layer, rows + more, f"optimizer.state.{state}")
         for more, state in enumerate(("exp_avg", "exp_avg_sq"), 1)
     }
     return {"layer": layer, "optimizer": moments}
@@ -236,7 +236,7 @@ def test_hyperparameters_are_common_and_come_back_in_another_layout() -> None:
         moment = torch.ones(8 // ranks)
         sharded = {0: whole("w", moment, (0, rank, ranks))}
         groups = [{"lr": 0.1, "betas": (0.9, 0.95), "params": [0]}]
-        return st.optim_state_to_sharding_state({"state": {0: {"m": moment}}, "param_groups": groups}, sharded)
+        return st.optim.optim_state_to_sharding_state({"state": {0: {"m": moment}}, "param_groups": groups}, sharded)
 
     folder = saved(on_ranks(lambda rank: {"optimizer": state(rank, 2)}, 2))
     for result in loaded(on_ranks(lambda rank: {"optimizer": state(rank, 4)}, 4), folder):

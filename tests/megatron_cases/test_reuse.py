@@ -33,7 +33,7 @@ def tree(rank: int, value: float = 0.0) -> dict[str, Any]:
 @in_every_format
 @pytest.mark.parametrize("knows", [False, True], ids=["exchanged layout", "known layout"])
 def test_saves_of_one_structure_have_equal_metadata_and_each_its_own_values(backend: Any, knows: bool) -> None:
-    options = {"layout": st.tree_columns(on_ranks(tree))} if knows else {}
+    options = {"layout": st.layouts.tree_columns(on_ranks(tree))} if knows else {}
     first = st.load_sharded_metadata(saved(on_ranks(tree), backend))
     for value in (1.0, 2.0, 3.0):
         trees = on_ranks(lambda rank, value=value: tree(rank, value))
@@ -73,6 +73,6 @@ def test_a_flipped_bit_is_found_and_a_sound_checkpoint_is_sound(backend: Any) ->
     changed = bytearray(folder.read(name))
     changed[len(changed) // 2] ^= 1
     folder.write(name, [memoryview(changed)], durable=False)
-    with pytest.raises(st.CorruptCheckpoint):
+    with pytest.raises(st.errors.CorruptCheckpoint):
         loaded([{"w": whole("w", torch.zeros(4096))}], folder)
     assert len(st.verify(folder)) == 1

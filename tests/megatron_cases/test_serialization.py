@@ -57,7 +57,7 @@ def without_rank(common: dict[str, Any]) -> dict[str, Any]:
 
 @in_every_format
 def test_what_preprocessing_deletes_may_differ_and_rank_zeros_is_stored(backend: Any) -> None:
-    folder = st.MemoryStorage()
+    folder = st.storage.MemoryStorage()
     st.simulate(
         RANKS,
         lambda world: st.save(ranked(world.rank), folder, backend, None, True, False, without_rank, world=world),

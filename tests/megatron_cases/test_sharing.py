@@ -26,9 +26,9 @@ def tree(rank: int) -> dict[str, Any]:
 
 def writers(trees: list[Any]) -> dict[str, list[int]]:
     """Return the ranks that write a key's shards."""
-    columns = st.tree_columns(trees)
+    columns = st.layouts.tree_columns(trees)
     found = defaultdict(list)
-    for row in st.level_writes(columns, len(trees)).nonzero()[0]:
+    for row in st.plans.level_writes(columns, len(trees)).nonzero()[0]:
         found[columns.keys[columns.key[row]]].append(int(columns.rank[row]))
     return {key: sorted(ranks) for key, ranks in found.items()}
 

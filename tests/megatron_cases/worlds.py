@@ -42,9 +42,9 @@ def on_ranks(tree_of: Callable[[int], Any], ranks: int = RANKS) -> list[Any]:
     return [tree_of(rank) for rank in range(ranks)]
 
 
-def saved(trees: Sequence[Any], backend: tuple[str, int] | None = None, **options: Any) -> st.MemoryStorage:
+def saved(trees: Sequence[Any], backend: tuple[str, int] | None = None, **options: Any) -> st.storage.MemoryStorage:
     """Return a checkpoint of which each rank saved its tree."""
-    folder = st.MemoryStorage()
+    folder = st.storage.MemoryStorage()
     st.simulate(len(trees), lambda world: st.save(trees[world.rank], folder, backend, world=world, **options))
     return folder
 

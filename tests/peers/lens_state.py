@@ -10,12 +10,12 @@ import torch
 import shardtree as st
 from shardtree.interop.megatron import to_megatron
 
-LENSES: dict[str, tuple[tuple[int, ...], st.Lens]] = {
-    "layers.0.fc1.weight": ((8, 3), st.gate_and_up(tensor_parallel=2, part="fc1", names=("gate", "up"))),
-    "layers.0.qkv.weight": ((16, 3), st.attention_qkv(heads=4, head_size=2, query_groups=2)),
-    "layers.0.experts.fc2": ((24, 2), st.expert_keys("experts", experts=12)),
-    "embedding.weight": ((6, 3), st.padded_axis(6)),
-    "proj.weight": ((4, 3), st.transposed()),
+LENSES: dict[str, tuple[tuple[int, ...], st.lenses.Lens]] = {
+    "layers.0.fc1.weight": ((8, 3), st.lenses.gate_and_up(tensor_parallel=2, part="fc1", names=("gate", "up"))),
+    "layers.0.qkv.weight": ((16, 3), st.lenses.attention_qkv(heads=4, head_size=2, query_groups=2)),
+    "layers.0.experts.fc2": ((24, 2), st.lenses.expert_keys("experts", experts=12)),
+    "embedding.weight": ((6, 3), st.lenses.padded_axis(6)),
+    "proj.weight": ((4, 3), st.lenses.transposed()),
 }
 STORED = {
     "layers.0.gate.weight",
@@ -32,7 +32,7 @@ def lens_tree(*, zeros: bool = False) -> dict[str, Any]:
     """Return Megatron-Core's factories: parameters, a moment of each, and one in two flat ranges."""
     from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
 
-    model = to_megatron({key: st.as_factory(_shard(key), lens) for key, (_, lens) in LENSES.items()})
+    model = to_megatron({key: st.lenses.as_factory(_shard(key), lens) for key, (_, lens) in LENSES.items()})
     tree = {**model}
     for key, factory in model.items():
         tree[f"exp_avg.{key}"] = make_sharded_optimizer_tensor(factory, 2 * factory.data, "optimizer.state.exp_avg")

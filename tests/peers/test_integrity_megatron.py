@@ -45,7 +45,7 @@ def they_accept(ranks: Leaves) -> bool:
 def we_accept(ranks: Leaves) -> bool:
     columns, arrays = [], []
     for rank, items in enumerate(ranks):
-        columns.append(st.shard_columns([item for item in items if isinstance(item, st.ShardedTensor)], rank))
+        columns.append(st.layouts.shard_columns([item for item in items if isinstance(item, st.ShardedTensor)], rank))
         arrays.append(object_columns([item for item in items if isinstance(item, st.ShardedObject)], rank))
     return not sharding_problems(columns, arrays)
 
@@ -120,7 +120,7 @@ def test_flat_ranges_are_checked_here_and_are_none_there() -> None:
             for ends in ((0, 3), (3, 6), (2, 5))]  # fmt: skip
     assert we_accept([flat[:1], flat[1:2]])
     assert not we_accept([flat[:1], flat[2:]])
-    with pytest.raises(st.UnsupportedValue, match="Flat shards"):
+    with pytest.raises(st.errors.UnsupportedValue, match="Flat shards"):
         they_accept([flat])
 
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shardtree.layouts import Mesh, PartitionSpec, mesh_parts
+from shardtree.layouts import Mesh, PartitionSpec, mesh_shards
 from tests.trees.samples import assert_caught
 
 pytestmark = pytest.mark.peers
@@ -64,7 +64,7 @@ def held(shape: tuple[int, ...], mesh: Mesh, spec: PartitionSpec) -> Held | None
     counts = [prod(mesh.shape[name] for name in ((entry,) if isinstance(entry, str) else entry)) for entry in entries]
     if any(size % count for size, count in zip(shape, counts, strict=False)):
         return None
-    return [[[list(spans[0]) for spans in part.spans], part.replica_id] for part in mesh_parts(shape, mesh, spec)]
+    return [[[list(spans[0]) for spans in part.spans], part.replica_id] for part in mesh_shards(shape, mesh, spec)]
 
 
 def check_as_jax(ask: Ask, find: Callable[..., Held | None], question: tuple[Any, ...]) -> None:

@@ -16,7 +16,7 @@ from shardtree.lenses import (
     Lens,
     as_factory,
     attention_qkv,
-    compose_factories,
+    compose,
     gate_and_up,
     transposed,
     unstacked_layers,
@@ -176,9 +176,9 @@ def their_experts(ep: Group, tp: Group, weight1: torch.Tensor, weight2: torch.Te
 @pytest.mark.parametrize("apart", [False, True], ids=["stacked", "a key each"])
 def test_grouped_experts_are_stored_as_theirs(expert_ranks: int, ranks: int, apart: bool) -> None:
     local, gated = EXPERTS // expert_ranks, gate_and_up(tensor_parallel=ranks, axis=1, **(NAMES if apart else {}))
-    lenses: list[Lens] = [compose_factories(transposed(), gated), transposed()]
+    lenses: list[Lens] = [compose(transposed(), gated), transposed()]
     if apart:
-        lenses = [compose_factories(lens, unstacked_layers("mlp.experts")) for lens in lenses]
+        lenses = [compose(lens, unstacked_layers("mlp.experts")) for lens in lenses]
     for at in range(expert_ranks):
         for rank in range(ranks):
             memory = torch.randn(local, HIDDEN, 2 * FFN // ranks), torch.randn(local, FFN // ranks, HIDDEN)
@@ -199,7 +199,7 @@ NAMES: dict[str, Any] = {"part": "linear_fc1.weight", "names": ("linear_fc1.weig
 
 def test_their_experts_moments_too() -> None:
     """What Megatron-Core's own factory of these doesn't store alike, by what it says: states in another cut."""
-    lens = compose_factories(transposed(), gate_and_up(tensor_parallel=2, axis=1))
+    lens = compose(transposed(), gate_and_up(tensor_parallel=2, axis=1))
     stored = []
     for ranks in (1, 2):
         memory = torch.arange(float(EXPERTS * HIDDEN * 2 * FFN)).view(EXPERTS, HIDDEN, 2, FFN)
@@ -213,6 +213,6 @@ def test_their_experts_moments_too() -> None:
             for shard in shards
             for cut in (slice(0, 29), slice(29, shard.data.numel()))
         ]
-        lens = compose_factories(transposed(), gate_and_up(tensor_parallel=ranks, axis=1))
+        lens = compose(transposed(), gate_and_up(tensor_parallel=ranks, axis=1))
         stored.append(check_lens(lens, flat)["w"])
     assert first_difference(*stored) is None

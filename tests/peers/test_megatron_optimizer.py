@@ -108,20 +108,20 @@ def convert_alike(convert: Callable[..., Any], case: Any) -> None:
 
 @given(cases())
 def test_states_are_sharded_as_megatron_does(case: Any) -> None:
-    convert_alike(shardtree.optim_state_to_sharding_state, case)
+    convert_alike(shardtree.optim.optim_state_to_sharding_state, case)
 
 
 def with_offset_of_another(state_dict: Any, params: Any, excluded: Any) -> Any:
     first = params[0]
-    return shardtree.optim_state_to_sharding_state(state_dict, dict.fromkeys(params, first), excluded)
+    return shardtree.optim.optim_state_to_sharding_state(state_dict, dict.fromkeys(params, first), excluded)
 
 
 def without_exclusion(state_dict: Any, params: Any, excluded: Any) -> Any:
-    return shardtree.optim_state_to_sharding_state(state_dict, params)
+    return shardtree.optim.optim_state_to_sharding_state(state_dict, params)
 
 
 def with_stored_members(state_dict: Any, params: Any, excluded: Any) -> Any:
-    found = shardtree.optim_state_to_sharding_state(state_dict, params, excluded)
+    found = shardtree.optim.optim_state_to_sharding_state(state_dict, params, excluded)
     return {**found, "param_groups": state_dict["param_groups"]}
 
 
@@ -140,7 +140,7 @@ def test_states_are_sharded_as_megatron_does_catches(fault: Callable[..., Any]) 
 @given(cases())
 def test_theirs_changes_its_argument_and_ours_does_not(case: Any) -> None:
     theirs, own, state_dict, excluded = case
-    check_pure(shardtree.optim_state_to_sharding_state, fresh(state_dict), own, excluded)
+    check_pure(shardtree.optim.optim_state_to_sharding_state, fresh(state_dict), own, excluded)
     with torch.no_grad(), pytest.raises(AssertionError, match="changed its argument 0"):
         check_pure(optimizer.optim_state_to_sharding_state, fresh(state_dict), theirs, excluded)
 
@@ -151,7 +151,7 @@ def test_ids_are_megatrons(case: Any) -> None:
     others = [torch.nn.Parameter(torch.rand(1)) for _ in range(2)]
     params = [others[0], *(leaf.data for leaf in reversed(theirs.values())), others[1]]
     expected = optimizer.get_param_id_to_sharded_param_map({"model": dict(theirs)}, iter(params))
-    found = shardtree.get_param_id_to_sharded_param_map({"model": dict(own)}, iter(params))
+    found = shardtree.optim.get_param_id_to_sharded_param_map({"model": dict(own)}, iter(params))
     assert {number: leaf.key for number, leaf in found.items()} == {
         number: leaf.key for number, leaf in expected.items()
     }
@@ -160,7 +160,7 @@ def test_ids_are_megatrons(case: Any) -> None:
 def test_ids_are_megatrons_catches_an_order_of_keys() -> None:
     params = {key: torch.nn.Parameter(torch.rand(2)) for key in "ba"}
     tree = {key: ours.ShardedTensor.from_rank_offsets(key, param) for key, param in params.items()}
-    found = shardtree.get_param_id_to_sharded_param_map(tree, params.values())
+    found = shardtree.optim.get_param_id_to_sharded_param_map(tree, params.values())
     assert {number: leaf.key for number, leaf in found.items()} != dict(enumerate(sorted(params)))
 
 
@@ -168,7 +168,7 @@ def test_a_moment_is_megatrons() -> None:
     shard = megatron.ShardedTensor.from_rank_offsets("w", torch.rand(2, 4), (0, 1, 3), replica_id=(0, 1))
     moment = torch.rand(2, 4).double()
     expected = optimizer.make_sharded_optimizer_tensor(shard, moment, "optimizer.state.exp_avg")
-    assert of(shardtree.make_sharded_optimizer_tensor(ours_of(shard), moment, "optimizer.state.exp_avg")) == of(
+    assert of(shardtree.optim.make_sharded_optimizer_tensor(ours_of(shard), moment, "optimizer.state.exp_avg")) == of(
         expected
     )
 
@@ -179,5 +179,5 @@ def test_a_number_which_megatron_refuses_has_a_place() -> None:
     shard = megatron.ShardedTensor.from_rank_offsets("w", torch.rand(2, 4), (0, 1, 3))
     with pytest.raises(AssertionError, match="does not match model shape"):
         optimizer.optim_state_to_sharding_state(copy.deepcopy(state), {0: shard})
-    tree = shardtree.optim_state_to_sharding_state(state, {0: ours_of(shard)})
+    tree = shardtree.optim.optim_state_to_sharding_state(state, {0: ours_of(shard)})
     assert [leaf.key for _, leaf in leaves_with_paths(tree["state"])] == ["optimizer.state.step.w"]

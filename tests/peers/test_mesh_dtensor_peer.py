@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardtree.layouts import Mesh, Part, PartitionSpec, Split, mesh_parts
+from shardtree.layouts import AxisSplit, Mesh, PartitionSpec, RankShard, mesh_shards
 from tests.trees.samples import assert_caught
 
 pytestmark = pytest.mark.peers
@@ -27,17 +27,17 @@ def questions(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], list[C
     return shape, mesh, [(draw(axis), draw(st.integers(0, 4))) for _ in mesh]
 
 
-def parts(shape: tuple[int, ...], mesh: tuple[int, ...], cuts: Sequence[Cuts]) -> tuple[Part, ...]:
+def parts(shape: tuple[int, ...], mesh: tuple[int, ...], cuts: Sequence[Cuts]) -> tuple[RankShard, ...]:
     names = "abc"[: len(mesh)]
-    entries: list[list[Split]] = [[] for _ in shape]
+    entries: list[list[AxisSplit]] = [[] for _ in shape]
     for name, (axis, factor) in zip(names, cuts, strict=True):
         if axis is not None:
-            entries[axis].append(Split(name, factor or 1))
+            entries[axis].append(AxisSplit(name, factor or 1))
     sizes = dict(zip(names, mesh, strict=True))
-    return mesh_parts(shape, Mesh(**sizes), PartitionSpec(*(tuple(entry) or None for entry in entries)))
+    return mesh_shards(shape, Mesh(**sizes), PartitionSpec(*(tuple(entry) or None for entry in entries)))
 
 
-def check_as_dtensor(find: Callable[..., tuple[Part, ...]], question: tuple[Any, ...]) -> None:
+def check_as_dtensor(find: Callable[..., tuple[RankShard, ...]], question: tuple[Any, ...]) -> None:
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
     from torch.distributed.tensor.placement_types import _StridedShard
@@ -61,11 +61,11 @@ def test_parts_are_those_of_dtensor(question: tuple[Any, ...]) -> None:
     check_as_dtensor(parts, question)
 
 
-def without_factors(shape: Any, mesh: Any, cuts: Sequence[Cuts]) -> tuple[Part, ...]:
+def without_factors(shape: Any, mesh: Any, cuts: Sequence[Cuts]) -> tuple[RankShard, ...]:
     return parts(shape, mesh, [(axis, 0) for axis, _ in cuts])
 
 
-def with_level_pieces(shape: tuple[int, ...], mesh: Any, cuts: Sequence[Cuts]) -> tuple[Part, ...]:
+def with_level_pieces(shape: tuple[int, ...], mesh: Any, cuts: Sequence[Cuts]) -> tuple[RankShard, ...]:
     """Cut as numpy's array_split does, not as torch's chunk: pieces differ by one at most."""
     return parts(tuple(size - size % 2 for size in shape), mesh, cuts)
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 
 from shardtree.geometry import box_column
-from shardtree.layouts import Mesh, PartitionSpec, ShardColumns, TensorKind, mesh_parts
+from shardtree.layouts import Mesh, PartitionSpec, ShardColumns, TensorKind, mesh_shards
 from shardtree.testing import Piece, layouts, shapes
 
 DTYPES = {
@@ -61,7 +61,7 @@ def int64(values: Iterable[int]) -> np.ndarray:
 
 def mesh_pieces(shape: tuple[int, ...], mesh: Mesh, spec: PartitionSpec) -> tuple[Piece, ...]:
     """Return what each rank of a mesh holds."""
-    parts = mesh_parts(shape, mesh, spec)
+    parts = mesh_shards(shape, mesh, spec)
     return tuple(
         Piece(part.rank, box.offset, box.shape, None, part.replica_id)
         for part in parts

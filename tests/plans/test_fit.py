@@ -20,7 +20,7 @@ from shardtree.plans import (
     Mismatch,
     RankReads,
     ReadCost,
-    Refused,
+    Refusal,
     Unexpected,
     convertible,
     find_gaps,
@@ -156,7 +156,7 @@ def test_sizes_are_told_in_the_largest_unit_that_they_fill(count: int, text: str
 
 
 def test_an_explanation_sorts_its_problems_and_adds_its_costs() -> None:
-    problems = (Unexpected("a"), Mismatch("b", kind(1), kind(2)), Gap("c", (0,), 1, 2), Refused("d", "why"))
+    problems = (Unexpected("a"), Mismatch("b", kind(1), kind(2)), Gap("c", (0,), 1, 2), Refusal("d", "why"))
     one, other = ReadCost(100, 150, 3, 2), ReadCost(20, 30, 4, 1)
     reads = (RankReads(0, 2, 1, one), RankReads(1, 3, 0, other))
     found = Explanation(("e",), problems, reads)

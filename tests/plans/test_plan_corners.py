@@ -21,8 +21,8 @@ from shardtree.plans import (
     plan_exchange,
     plan_load,
     plan_reshard,
-    relayed,
     runs_plan,
+    with_relays,
 )
 from shardtree.plans._load import StoredChunks
 from shardtree.plans.moving import copy_transfers
@@ -107,7 +107,7 @@ def test_a_problem_holds_the_box_that_it_is_about() -> None:
 
 def test_every_reason_of_a_refusal_has_its_way_out() -> None:
     beyond = replace(ALL, global_offset=(2, 0), allow_shape_mismatch=True)
-    with pytest.raises(st.IntegrityError) as caught:
+    with pytest.raises(st.errors.IntegrityError) as caught:
         plan_reshard([[beyond], [replace(beyond)]], [[ALL]])
     assert "includes its padding.\n  Where several hold" in str(caught.value)
 
@@ -118,10 +118,10 @@ def test_sizes_are_counted_by_range_or_box(shard: ShardedTensor) -> None:
         shard, local_shape=(2**31, 2**29), global_shape=(2**31, 2**29), data=None, flattened_range=shard.flattened_range
     )
     if shard.flattened_range is None:
-        with pytest.raises(st.ShapeError, match="too large"):
+        with pytest.raises(st.errors.ShapeError, match="too large"):
             plan_reshard([[many]], [[]])
     else:
-        with pytest.raises(st.ShapeError, match="too large"):
+        with pytest.raises(st.errors.ShapeError, match="too large"):
             plan_reshard([[replace(many, flattened_range=slice(0, 2**60))]], [[]])
 
 
@@ -160,7 +160,7 @@ def deep_tree() -> Any:
     "call", [lambda: st.reshard([deep_tree()], [{"w": ALL}]), lambda: st.reshard([{"w": data_of(ALL)}], [deep_tree()])]
 )
 def test_trees_that_are_too_deep_are_refused(call: Callable[[], Any]) -> None:
-    with pytest.raises(st.TreeError, match="reshard: the tree is too deep"):
+    with pytest.raises(st.errors.TreeError, match="reshard: the tree is too deep"):
         call()
 
 
@@ -171,7 +171,7 @@ def test_dtensors_are_refused_on_both_sides(side: int) -> None:
 
     trees = [[{"w": data_of(ALL)}], [{"w": ALL}]]
     trees[side] = [{"w": data_of(ALL), "d": Cut()}]
-    with pytest.raises(st.TreeError, match=r"reshard: DTensors where shards are meant\n  tree\['d'\]\n"):
+    with pytest.raises(st.errors.TreeError, match=r"reshard: DTensors where shards are meant\n  tree\['d'\]\n"):
         st.reshard(*trees)
 
 
@@ -302,12 +302,12 @@ def test_the_largest_tensors_are_dealt_first_and_back_and_forth() -> None:
 
 def test_what_two_want_and_what_three_want_is_passed_on() -> None:
     plan = plan_reshard([[ALL], [], [], []], [[], [ALL], [COPY], [replace(TOP, replica_id=1)]])
-    passed_on = relayed(plan, shortest_cut=8)
+    passed_on = with_relays(plan, shortest_cut=8)
     assert not passed_on.check() and passed_on.sent[0] == 96
 
 
 def test_copies_within_a_rank_take_one_hop() -> None:
-    plan = relayed(plan_of("boxes of a rank overlap"), shortest_cut=8)
+    plan = with_relays(plan_of("boxes of a rank overlap"), shortest_cut=8)
     assert (
         sorted(set(plan.transfers.hop.tolist()))
         == [0, 1]
@@ -364,7 +364,9 @@ def test_the_stride_of_a_single_index_makes_no_difference() -> None:
 @pytest.mark.parametrize(("span", "size"), [(slice(0, 1000), "4e+03"), (slice(1000, 3000), "8e+03")])
 def test_too_large_flat_shards_are_told_by_their_range(span: slice, size: str) -> None:
     many = replace(flat(0, 24), local_shape=(2**31, 2**31), global_shape=(2**31, 2**31), flattened_range=span)
-    with pytest.raises(st.ShapeError, match=rf"the source's shards.*\n  'w' .* float32: {re.escape(size)} bytes"):
+    with pytest.raises(
+        st.errors.ShapeError, match=rf"the source's shards.*\n  'w' .* float32: {re.escape(size)} bytes"
+    ):
         plan_reshard([[many]], [[]])
 
 
@@ -373,9 +375,9 @@ def test_the_largest_of_those_that_are_too_large_come_first() -> None:
         shape = (rows, 2**29)
         return replace(ALL, key=key, local_shape=shape, global_shape=shape, replica_id=copy)
 
-    with pytest.raises(st.ShapeError, match=r"(?s)the source's.*'b'.*'a'"):
+    with pytest.raises(st.errors.ShapeError, match=r"(?s)the source's.*'b'.*'a'"):
         plan_reshard([[large("a", 2**10), large("b", 2**31)]], [[]])
-    with pytest.raises(st.ShapeError, match="the target's shards are too large"):
+    with pytest.raises(st.errors.ShapeError, match="the target's shards are too large"):
         plan_reshard([[large("a", 2**30)]], [[large("a", 2**30)], [large("a", 2**30, 1)]])
 
 
@@ -398,7 +400,7 @@ def test_memory_of_any_strides_is_filled_also_where_tensors_have_fewer_axes() ->
 
 def test_a_tensor_of_fewer_axes_is_named_by_its_own() -> None:
     plan = plan_reshard([[VECTOR, MATRIX]], [[VECTOR, MATRIX]])
-    with pytest.raises(st.KeyMismatch, match=r"no memory for 'v' at \(0,\) of rank 0"):
+    with pytest.raises(st.errors.KeyMismatch, match=r"no memory for 'v' at \(0,\) of rank 0"):
         copy_transfers(plan, np.arange(len(plan.transfers)), {}, {0: torch.zeros(4), 1: torch.zeros(6, 4)})
 
 

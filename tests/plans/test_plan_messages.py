@@ -22,7 +22,7 @@ from shardtree.plans import (
     Mismatch,
     RankReads,
     ReadCost,
-    Refused,
+    Refusal,
     Transfers,
     Undecided,
     Unexpected,
@@ -30,9 +30,9 @@ from shardtree.plans import (
     find_unexpected,
     peak_bytes,
     plan_reshard,
-    relayed,
     take_source,
     take_target,
+    with_relays,
 )
 from shardtree.plans.moving import copy_transfers
 from tests.plans.reshard_layouts import mesh_layout
@@ -115,7 +115,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     "plan: a tensor by another name": lambda: plan_reshard([[part(0, 1, "weight")]], [[part(0, 1, "weight")]]).explain(
         "wieght"
     ),
-    "relay: no number": lambda: relayed(rows_to_columns(), shortest_cut="1"),  # type: ignore[arg-type]
+    "relay: no number": lambda: with_relays(rows_to_columns(), shortest_cut="1"),  # type: ignore[arg-type]
     "schedule: no room": lambda: rows_to_columns().schedule(max_bytes_in_flight=3),
     "schedule: no room for a byte": lambda: rows_to_columns(1).schedule(max_bytes_in_flight=0),
     "schedule: no number": lambda: rows_to_columns().schedule(max_bytes_in_flight="3"),  # type: ignore[arg-type]
@@ -133,7 +133,9 @@ PRINTED: dict[str, Callable[[], Any]] = {
     "a schedule": lambda: rows_to_columns(3, (6, 6)).schedule(max_bytes_in_flight=16),
     "a schedule of nothing": lambda: plan_reshard(ONE, ONE).schedule(),
     "a long schedule": lambda: rows_to_columns(2, (40, 40)).schedule(max_bytes_in_flight=40),
-    "where a tensor comes from": lambda: relayed(plan_reshard([ONE[0], [], []], [[], *(ONE[0], ONE[0])])).explain("w"),
+    "where a tensor comes from": lambda: with_relays(plan_reshard([ONE[0], [], []], [[], *(ONE[0], ONE[0])])).explain(
+        "w"
+    ),
     "an explanation of a load that fits": lambda: Explanation((), (), (RankReads(0, 1, 0, COST),)),
     "an explanation of a load that doesn't": lambda: Explanation(
         tuple(f"key.{number}" for number in range(12)),
@@ -142,7 +144,7 @@ PRINTED: dict[str, Callable[[], Any]] = {
             Unexpected("rng", is_object=True),
             Mismatch("w", kind(4, 6), kind(4, 8, dtype=torch.int8)),
             Gap("v", (2, 0), 6, 12),
-            Refused("u", "is stored in another way"),
+            Refusal("u", "is stored in another way"),
         ),
         (RankReads(0, 1000, 2, COST), RankReads(1, 1, 0, COST)),
     ),

@@ -16,7 +16,7 @@ import shardtree
 from shardtree.errors import MetadataError
 from shardtree.layouts import Mesh, PartitionSpec, ShardColumns, TensorKind, join_columns, mesh_columns, shard_columns
 from shardtree.mapping import ShardedTensor
-from shardtree.plans import ReshardPlan, Transfers, plan_reshard, relayed
+from shardtree.plans import ReshardPlan, Transfers, plan_reshard, with_relays
 from shardtree.plans.resharding._transfers import Routes, as_transfers
 from shardtree.testing import check_relayed, check_schedule, cut, layouts
 
@@ -38,7 +38,7 @@ def reshards(draw: st.DrawFn) -> ReshardPlan:
 
 @given(plan=reshards(), shortest=st.sampled_from([1, 16, 4096]))
 def test_what_several_want_leaves_the_sources_once_and_all_get_what_they_got(plan: ReshardPlan, shortest: int) -> None:
-    passed_on = relayed(plan, shortest_cut=shortest)
+    passed_on = with_relays(plan, shortest_cut=shortest)
     check_relayed(plan, passed_on, shortest_cut=shortest)
     assert passed_on.check() == ()
     check_schedule(passed_on, passed_on.schedule(max_bytes_in_flight=64))
@@ -46,11 +46,11 @@ def test_what_several_want_leaves_the_sources_once_and_all_get_what_they_got(pla
 
 @given(plan=reshards())
 def test_a_plan_with_relays_has_nothing_more_to_pass_on(plan: ReshardPlan) -> None:
-    check_nothing_to_pass_on(relayed(plan, shortest_cut=1))
+    check_nothing_to_pass_on(with_relays(plan, shortest_cut=1))
 
 
 def check_nothing_to_pass_on(plan: ReshardPlan) -> None:
-    again = relayed(plan, shortest_cut=1).transfers
+    again = with_relays(plan, shortest_cut=1).transfers
     assert len(again) == len(plan.transfers), "something was passed on"
     assert all((getattr(again, name) == getattr(plan.transfers, name)).all() for name in Transfers.__slots__)
 
@@ -75,7 +75,7 @@ def test_weights_leave_trainers_once_for_four_engines() -> None:
     size, plan, trainers = 64 * 64 * 4, engines(), range(16)
     assert (plan.bytes_moved, plan.leaving(trainers)) == (4 * size, 4 * size)
     assert max(plan.sent.values()) == max(plan.received.values()) == size // 4
-    passed_on = relayed(plan, shortest_cut=1)
+    passed_on = with_relays(plan, shortest_cut=1)
     check_relayed(plan, passed_on)
     assert (passed_on.bytes_moved, passed_on.leaving(trainers)) == (4 * size, size)
     assert {passed_on.sent[rank] for rank in trainers} == {size // 16}
@@ -89,7 +89,7 @@ def many_for_several(ranks: int, engines: int, parts: int) -> ReshardPlan:
     kinds = {f"w{number}": TensorKind(torch.bfloat16, (420, 24), 0) for number in range(40)}
     sources = mesh_columns(kinds, Mesh(tp=ranks), dict.fromkeys(kinds, PartitionSpec(None, "tp")))
     mesh = Mesh(engine=engines, tp=parts).on_ranks(range(ranks, ranks + engines * parts))
-    return relayed(plan_reshard(sources, mesh_columns(kinds, mesh, dict.fromkeys(kinds, PartitionSpec("tp")))))
+    return with_relays(plan_reshard(sources, mesh_columns(kinds, mesh, dict.fromkeys(kinds, PartitionSpec("tp")))))
 
 
 @pytest.mark.parametrize(("ranks", "engines", "parts"), [(1, 8, 1), (6, 5, 7), (8, 2, 8), (4, 4, 1)])
@@ -108,7 +108,7 @@ def test_nothing_is_passed_on_before_it_came(room: int) -> None:
     kinds = {f"w{number}": TensorKind(torch.float32, (6,), 0) for number in range(24)}
     specs = dict.fromkeys(kinds, PartitionSpec())
     one, other = (mesh_columns(kinds, mesh, specs) for mesh in (Mesh(), Mesh(dp=3).on_ranks(range(1, 4))))
-    passed_on = relayed(plan_reshard(one, other), shortest_cut=1)
+    passed_on = with_relays(plan_reshard(one, other), shortest_cut=1)
     check_schedule(passed_on, passed_on.schedule(max_bytes_in_flight=room))
     check_schedule(in_halves(passed_on), in_halves(passed_on).schedule(max_bytes_in_flight=room))
 
@@ -138,7 +138,7 @@ def test_each_of_several_senders_sends_its_share() -> None:
     row, whole = np.arange(4), np.full((4, 2), [8, 4])
     routes = Routes(row * 0, np.array([0, 1, 3, 2]), row, whole * 0, whole)
     plan = ReshardPlan(source, target, as_transfers(source, target, routes))
-    passed_on = relayed(plan, shortest_cut=1)
+    passed_on = with_relays(plan, shortest_cut=1)
     check_relayed(plan, passed_on)
     assert (plan.sent, passed_on.sent) == ({0: 256, 1: 256, 2: 0, 3: 0}, dict.fromkeys(range(4), 128))
 
@@ -192,14 +192,14 @@ def broadcast(ranks: int = 4, shape: tuple[int, ...] = (12, 5)) -> ReshardPlan:
 )
 def test_the_law_of_relays_catches(fault: Callable[[ReshardPlan], Transfers], message: str) -> None:
     plan = broadcast()
-    passed_on = relayed(plan, shortest_cut=1)
+    passed_on = with_relays(plan, shortest_cut=1)
     check_relayed(plan, passed_on)
     with pytest.raises(AssertionError, match=message):
         check_relayed(plan, replace(passed_on, transfers=fault(passed_on)))
 
 
 def test_the_law_of_schedules_catches_what_is_passed_on_from_the_wrong_place() -> None:
-    passed_on = relayed(broadcast(), shortest_cut=1)
+    passed_on = with_relays(broadcast(), shortest_cut=1)
     begin = np.where(passed_on.transfers.hop == 1, 0, passed_on.transfers.source_element)
     wrong = replace(passed_on, transfers=replace(passed_on.transfers, source_element=begin))
     with pytest.raises(AssertionError, match="of target shard"):
@@ -208,7 +208,7 @@ def test_the_law_of_schedules_catches_what_is_passed_on_from_the_wrong_place() -
 
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 def test_parts_of_one_box_differ_by_one_row(ranks: int) -> None:
-    passed_on = relayed(broadcast(ranks, (16, 3)), shortest_cut=1)
+    passed_on = with_relays(broadcast(ranks, (16, 3)), shortest_cut=1)
     first = passed_on.transfers.hop == 0
     parts = np.bincount(passed_on.transfers.to_rank[first], passed_on.transfers.nbytes[first])[1:]
     assert parts.sum() == 16 * 3 * 4 and parts.max() - parts.min() <= 3 * 4
@@ -218,7 +218,9 @@ def test_uneven_parts_of_many_boxes_make_up_for_each_other() -> None:
     kinds = {f"w{number:02}": TensorKind(torch.float32, (7,), 0) for number in range(40)}
     one = mesh_columns(kinds, Mesh(tp=40), {key: PartitionSpec(at={"tp": n}) for n, key in enumerate(kinds)})
     others = mesh_columns(kinds, Mesh(dp=3).on_ranks(range(40, 43)), dict.fromkeys(kinds, PartitionSpec()))
-    passed_on = relayed(plan_reshard(one, others), shortest_cut=1)  # each box has a sender of its own, and 7 elements
+    passed_on = with_relays(
+        plan_reshard(one, others), shortest_cut=1
+    )  # each box has a sender of its own, and 7 elements
     first = passed_on.transfers.hop == 0
     parts = np.bincount(passed_on.transfers.to_rank[first], passed_on.transfers.nbytes[first])[40:]
     assert parts.sum() == 40 * 28 and parts.max() - parts.min() <= 4
@@ -228,7 +230,7 @@ def test_small_tensors_are_not_cut() -> None:
     kinds = {f"norm{number}": TensorKind(torch.float32, (10,), 0) for number in range(8)}
     specs = dict.fromkeys(kinds, PartitionSpec())
     one, other = (mesh_columns(kinds, mesh, specs) for mesh in (Mesh(), Mesh(dp=4).on_ranks(range(1, 5))))
-    passed_on = relayed(plan_reshard(one, other))
+    passed_on = with_relays(plan_reshard(one, other))
     assert len(passed_on.transfers) == 8 * 4
     first = passed_on.transfers.hop == 0
     assert np.bincount(passed_on.transfers.to_rank[first]).tolist() == [0, 2, 2, 2, 2]
@@ -242,7 +244,7 @@ def stretch(rank: int, start: int, stop: int, main: bool = True) -> dict[str, Sh
 def test_of_boxes_that_overlap_what_they_have_in_common_crosses_once() -> None:
     target = {1: stretch(1, 0, 8), 2: stretch(2, 4, 12, main=False)}
     plan = plan_reshard({0: stretch(0, 0, 12)}, target)
-    passed_on = relayed(plan, shortest_cut=1)
+    passed_on = with_relays(plan, shortest_cut=1)
     check_relayed(plan, passed_on)
     assert (plan.leaving([0]), passed_on.leaving([0])) == (64, 48)
     assert passed_on.links == {(0, 1): 24, (0, 2): 24, (1, 2): 8, (2, 1): 8}
@@ -251,7 +253,7 @@ def test_of_boxes_that_overlap_what_they_have_in_common_crosses_once() -> None:
 def test_a_second_shard_of_a_rank_is_copied_after_all_has_come() -> None:
     twice = [stretch(1, 0, 12)["w"], stretch(1, 0, 12, main=False)["w"]]
     plan = plan_reshard({0: stretch(0, 0, 12)}, {1: twice, 2: stretch(2, 0, 12, main=False)})
-    passed_on = relayed(plan, shortest_cut=1)
+    passed_on = with_relays(plan, shortest_cut=1)
     assert passed_on.transfers.hop.max() == 2 and passed_on.check() == ()
     check_schedule(passed_on, passed_on.schedule(max_bytes_in_flight=16))
     early = replace(passed_on, transfers=replace(passed_on.transfers, hop=np.minimum(passed_on.transfers.hop, 1)))
@@ -261,7 +263,7 @@ def test_a_second_shard_of_a_rank_is_copied_after_all_has_come() -> None:
 def test_a_rank_that_holds_it_already_takes_no_part() -> None:
     rows = columns_of(Mesh(dp=2, tp=2), PartitionSpec("tp"))
     plan = plan_reshard(rows, columns_of(Mesh(tp=2, dp=2), PartitionSpec("tp")))
-    passed_on = relayed(plan)
+    passed_on = with_relays(plan)
     assert all(
         (getattr(plan.transfers, name) == getattr(passed_on.transfers, name)).all() for name in ("hop", "source")
     )
@@ -270,4 +272,4 @@ def test_a_rank_that_holds_it_already_takes_no_part() -> None:
 def test_a_shortest_cut_that_is_no_number_is_refused() -> None:
     fraction: Any = 0.5
     with pytest.raises(MetadataError, match="shortest_cut"):
-        shardtree.relayed(broadcast(), shortest_cut=fraction)
+        shardtree.plans.with_relays(broadcast(), shortest_cut=fraction)

@@ -12,7 +12,7 @@ import torch
 
 import shardtree as st
 from shardtree import Mesh, PartitionSpec, ShardedTensor
-from shardtree.plans import ReshardPlan, peak_bytes, plan_reshard, relayed
+from shardtree.plans import ReshardPlan, peak_bytes, plan_reshard, with_relays
 from shardtree.testing import check_reshard_plan
 from tests.plans.reshard_layouts import mesh_layout
 from tests.trees.messages import read_messages
@@ -82,7 +82,7 @@ def told(plan: ReshardPlan) -> Iterator[str]:
 def lines(name: str) -> str:
     """Return a plan, and where there is a difference its relayed one, without empty lines."""
     plan = plan_of(name)
-    passed_on = relayed(plan, shortest_cut=8)
+    passed_on = with_relays(plan, shortest_cut=8)
     texts, others = list(told(plan)), list(told(passed_on))
     text = "\n".join([*texts, *([] if texts == others else ["relayed:", *others])])
     return "\n".join(line.rstrip() for line in text.splitlines() if line.strip())
@@ -101,7 +101,7 @@ def test_each_case_keeps_the_laws_of_plans(name: str) -> None:
     for shortest_cut in (1, 8, 64):
         plan = plan_of(name, shortest_cut)
         check_reshard_plan(plan)
-        assert not relayed(plan, shortest_cut=shortest_cut).check()
+        assert not with_relays(plan, shortest_cut=shortest_cut).check()
 
 
 def test_every_plan_has_its_text() -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardtree
-from shardtree.layouts import Mesh, PartitionSpec, Split, shard
+from shardtree.layouts import AxisSplit, Mesh, PartitionSpec, shard
 from shardtree.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
 from shardtree.storage import MemoryStorage
 from shardtree.testing import (
@@ -146,7 +146,7 @@ def test_an_integer_that_does_not_fit_is_an_error(value: int, before: torch.dtyp
     trees, target = [{"w": ShardedTensor.from_rank_offsets("w", data)}], torch.zeros(2, dtype=after)
     shardtree.reshard(trees, [{"w": ShardedTensor.from_rank_offsets("w", target)}], cast=True)
     trees = [{"w": ShardedTensor.from_rank_offsets("w", torch.tensor([1, value], dtype=before))}]
-    with pytest.raises(shardtree.ShapeError, match=f"reshard: 'w' can't be converted[\\s\\S]*{value}"):
+    with pytest.raises(shardtree.errors.ShapeError, match=f"reshard: 'w' can't be converted[\\s\\S]*{value}"):
         shardtree.reshard(trees, [{"w": ShardedTensor.from_rank_offsets("w", target)}], cast=True)
 
 
@@ -160,7 +160,7 @@ def test_a_lazy_conjugate_is_converted_as_what_it_says() -> None:
 def test_one_dtype_for_all_ranks_that_want_a_tensor() -> None:
     tree = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(2))}
     wanted = [shardtree.cast(tree, dtype) for dtype in (torch.float16, torch.bfloat16)]
-    with pytest.raises(shardtree.IntegrityError, match=r"'w'[\s\S]*float16[\s\S]*bfloat16"):
+    with pytest.raises(shardtree.errors.IntegrityError, match=r"'w'[\s\S]*float16[\s\S]*bfloat16"):
         shardtree.reshard([tree], wanted, cast=True)
 
 
@@ -189,7 +189,7 @@ def test_reshard_between_meshes(data: st.DataObject) -> None:
 def test_every_dtype_is_resharded_bit_for_bit() -> None:
     for number, dtype in enumerate(STORABLE_DTYPES):
         whole = {"w": random_bits((4, 6, 2), dtype, number + 1)}
-        strided = PartitionSpec((Split("dp", 2), Split("tp")))
+        strided = PartitionSpec((AxisSplit("dp", 2), AxisSplit("tp")))
         check_reshard(shard(whole, Mesh(dp=2, tp=2), strided), shard(whole, Mesh(tp=3), PartitionSpec(None, "tp")))
 
 
@@ -302,8 +302,8 @@ def test_results_can_be_saved_and_resharded_again() -> None:
     rows, columns = ({"w": even_layout((4, 3), ranks, axis)} for ranks, axis in ((4, 0), (3, 1)))
     found = shardtree.reshard(trees_of(state, rows), targets_of(state, columns))
     again = shardtree.reshard(found, targets_of(state, rows))
-    assert outline([shardtree.leaves_with_paths(tree) for tree in again]) == outline(
-        [shardtree.leaves_with_paths(tree) for tree in trees_of(state, rows)]
+    assert outline([shardtree.trees.leaves_with_paths(tree) for tree in again]) == outline(
+        [shardtree.trees.leaves_with_paths(tree) for tree in trees_of(state, rows)]
     )
     check_like_load(found, targets_of(state, rows))
 
@@ -373,9 +373,9 @@ def test_a_stretched_flat_source() -> None:
 def test_objects_go_by_rules() -> None:
     trees = [{"seen": ShardedObject("seen", [rank, rank + 10], (2,), (rank,))} for rank in range(2)]
     targets = [{"seen": ShardedObject("seen", None, (3,), (rank,))} for rank in range(3)]
-    found = shardtree.reshard(trees, targets, rules={"seen": shardtree.redistribute_objects})
+    found = shardtree.reshard(trees, targets, rules={"seen": shardtree.objects.redistribute_objects})
     assert [tree["seen"].data for tree in found] == [[0, 10], [1], [11]]
-    with pytest.raises(shardtree.IntegrityError, match="no rule says"):
+    with pytest.raises(shardtree.errors.IntegrityError, match="no rule says"):
         shardtree.reshard(trees, targets)
 
 
@@ -397,15 +397,15 @@ W = ShardedTensor.from_rank_offsets("w", torch.zeros(2))
 @pytest.mark.parametrize(
     ("trees", "targets", "kind", "message"),
     [
-        ({"w": W}, [{"w": W}], shardtree.TreeError, "aren't ranks\n  'w'"),
-        ([], [{"w": W}], shardtree.TreeError, "not a tree for each rank\n  found none"),
-        ([{"w": W}], W, shardtree.TreeError, "found ShardedTensor"),
-        ([W], [{"w": W}], shardtree.TreeError, "reshard: not a tree"),
+        ({"w": W}, [{"w": W}], shardtree.errors.TreeError, "aren't ranks\n  'w'"),
+        ([], [{"w": W}], shardtree.errors.TreeError, "not a tree for each rank\n  found none"),
+        ([{"w": W}], W, shardtree.errors.TreeError, "found ShardedTensor"),
+        ([W], [{"w": W}], shardtree.errors.TreeError, "reshard: not a tree"),
         ([{"w": replace(W, data=None)}], [{"w": W}], shardtree.CheckpointingException, r"'w' at tree\['w'\]"),
-        ([{"w": W, "o": {LocalNonpersistentObject(1)}}], [{}], shardtree.UnsupportedValue, r"tree\['o'\]: set"),
-        ([{"w": W, "a": 1}, {"a": 2}], [{"w": W}], shardtree.IntegrityError, "rank 0 has 1, rank 1 has 2"),
-        ([{"w": W}], [{"v": replace(W, key="v")}], shardtree.KeyMismatch, "'v'"),
-        ([{"w": W, "x": [1]}], [{"w": W, "x": W}], shardtree.TreeError, r"target\['x'\] doesn't fit"),
+        ([{"w": W, "o": {LocalNonpersistentObject(1)}}], [{}], shardtree.errors.UnsupportedValue, r"tree\['o'\]: set"),
+        ([{"w": W, "a": 1}, {"a": 2}], [{"w": W}], shardtree.errors.IntegrityError, "rank 0 has 1, rank 1 has 2"),
+        ([{"w": W}], [{"v": replace(W, key="v")}], shardtree.errors.KeyMismatch, "'v'"),
+        ([{"w": W, "x": [1]}], [{"w": W, "x": W}], shardtree.errors.TreeError, r"target\['x'\] doesn't fit"),
     ],
 )
 def test_what_does_not_fit_is_an_error(trees: Any, targets: Any, kind: type[Exception], message: str) -> None:
@@ -417,7 +417,7 @@ def test_a_tensor_that_was_changed_is_an_error() -> None:
     data = torch.zeros(2, 3)
     trees = [{"w": ShardedTensor.from_rank_offsets("w", data)}]
     data.t_()
-    with pytest.raises(shardtree.ShapeError, match="changed after its shard was built"):
+    with pytest.raises(shardtree.errors.ShapeError, match="changed after its shard was built"):
         shardtree.reshard(trees, [{"w": W}])
 
 
@@ -425,7 +425,7 @@ def test_a_tensor_that_was_changed_is_an_error() -> None:
 def test_tensors_that_are_not_plain_bits_are_an_error() -> None:
     for data in (torch.eye(2).to_sparse(), torch.quantize_per_tensor(torch.ones(2, 2), 0.1, 0, torch.qint8)):
         shard_of = ShardedTensor("w", data, data.dtype, (2, 2), (2, 2), (0, 0), None)
-        with pytest.raises(shardtree.UnsupportedValue, match="isn't a dense tensor of plain bits"):
+        with pytest.raises(shardtree.errors.UnsupportedValue, match="isn't a dense tensor of plain bits"):
             shardtree.reshard([{"w": shard_of}], [{"w": replace(shard_of, data=None)}])
 
 
@@ -451,7 +451,7 @@ class Counting(TorchDispatchMode):
 def check_copied_once(trees: Any, targets: Any, reshard: Callable[..., Any] = shardtree.reshard) -> None:
     with Counting() as counted:
         found = reshard(trees, targets)
-    held = sum(leaf.data.nbytes for tree in found for _, leaf in shardtree.leaves_with_paths(tree))
+    held = sum(leaf.data.nbytes for tree in found for _, leaf in shardtree.trees.leaves_with_paths(tree))
     assert (counted.copied, counted.made) == (held, held), f"of {held}: {counted.copied} copied, {counted.made} made"
 
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardtree.layouts import Mesh, PartitionSpec, ShardColumns, select_rows
-from shardtree.plans import ReshardPlan, Transfers, plan_reshard, relayed
+from shardtree.plans import ReshardPlan, Transfers, plan_reshard, with_relays
 from shardtree.testing import check_filled, check_reshard_plan, shard_elements
 from tests.plans.reshard_layouts import Case, mesh_layout, reshards
 from tests.trees.samples import assert_caught
@@ -108,7 +108,7 @@ def broken_plans(draw: st.DrawFn) -> ReshardPlan:
     plan = plan_of(draw(reshards()))
     if not len(plan.transfers):
         return plan
-    plan = relayed(plan, shortest_cut=1) if draw(st.booleans()) else plan
+    plan = with_relays(plan, shortest_cut=1) if draw(st.booleans()) else plan
     row = draw(st.integers(0, len(plan.transfers) - 1))
     name = draw(st.sampled_from([*(each.name for each in fields(Transfers)), "lost", "doubled"]))
     if name in ("lost", "doubled"):
@@ -131,7 +131,7 @@ def rows_to_columns() -> ReshardPlan:
 
 def passed_on() -> ReshardPlan:
     one, others = mesh_layout(Mesh(), PartitionSpec(), (6, 6)), Mesh(dp=2).on_ranks([1, 2])
-    return relayed(plan_reshard(one, mesh_layout(others, PartitionSpec(), (6, 6))), shortest_cut=1)
+    return with_relays(plan_reshard(one, mesh_layout(others, PartitionSpec(), (6, 6))), shortest_cut=1)
 
 
 @pytest.mark.parametrize("name", [each.name for each in fields(Transfers)])

@@ -57,13 +57,14 @@ def test_a_plan_explains_where_a_tensor_comes_from() -> None:
         "   1  [0:2, 2:4]   16 B  rank 0",
         "   1  [2:4, 2:4]   16 B  itself",
     ]
-    assert plan.explain("w").origins[1] == st.Origin(0, 1, (slice(2, 4), slice(0, 2)), 16, 0, "w")
+    assert plan.explain("w").origins[1] == st.plans.Origin(0, 1, (slice(2, 4), slice(0, 2)), 16, 0, "w")
 
 
 def engine(rank: int) -> dict[str, Any]:
     """Return an engine's tree: a fused tensor that is stored as two, and one under a name of its own."""
-    gate_up = st.as_factory(
-        shard("mlp.gate_up", torch.zeros(8, 2)), st.gate_and_up(tensor_parallel=1, part="gate_up", names=("gate", "up"))
+    gate_up = st.lenses.as_factory(
+        shard("mlp.gate_up", torch.zeros(8, 2)),
+        st.lenses.gate_and_up(tensor_parallel=1, part="gate_up", names=("gate", "up")),
     )
     return {"model": {"fused": gate_up, "norm.0": [shard("layers.0.norm", torch.zeros(3), replica=rank)]}}
 
@@ -88,7 +89,7 @@ def test_a_tensor_is_explained_by_the_name_under_which_the_target_holds_it() -> 
         "   1  [0:4, 0:2]   32 B  rank 0    mlp.up",
     ]
     assert plan.explain("mlp.gate_up").origins == plan.explain("model.fused").origins
-    assert st.relayed(plan).explain("model.fused").bytes_moved == 64
+    assert st.plans.with_relays(plan).explain("model.fused").bytes_moved == 64
 
 
 def test_a_tensor_s_own_key_comes_before_another_s_place() -> None:
@@ -97,7 +98,7 @@ def test_a_tensor_s_own_key_comes_before_another_s_place() -> None:
 
 
 def test_names_of_trees_are_among_those_that_look_alike() -> None:
-    with pytest.raises(st.KeyMismatch, match=r"Did you mean 'model\.fused'"):
+    with pytest.raises(st.errors.KeyMismatch, match=r"Did you mean 'model\.fused'"):
         st.plan_reshard([TRAINER], [engine(0)]).explain("model.fusde")
 
 
@@ -109,8 +110,8 @@ def finds_each_place(explain: Explain, drawn: Drawn) -> None:
     trees, targets = drawn()
     plan = st.plan_reshard(trees, targets)
     for rank, tree in enumerate(targets):
-        for path, leaf in st.leaves_with_paths(tree):
-            for _, built in st.leaves_with_paths(st.apply_factories([leaf])):
+        for path, leaf in st.trees.leaves_with_paths(tree):
+            for _, built in st.trees.leaves_with_paths(st.apply_factories([leaf])):
                 if isinstance(built, st.ShardedTensor):
                     found = explain(plan, ".".join(map(str, path)))
                     wanted = [one for one in plan.explain(built.key).origins if one.rank == rank]
@@ -123,7 +124,7 @@ def resharded(draw: some.DrawFn) -> Drawn:
     state = draw(global_states())
     ranks = draw(some.integers(1, 3))
     one, other = (draw(state_layouts(state, ranks)) for _ in range(2))
-    factory = partial(st.as_factory, lens=st.compose_factories())
+    factory = partial(st.lenses.as_factory, lens=st.lenses.compose())
     turns = draw(some.booleans())
     targets = [
         st.map_shards(lambda leaf: factory(leaf) if turns and isinstance(leaf, st.ShardedTensor) else leaf, tree)
@@ -269,14 +270,14 @@ def test_what_does_not_fit_is_refused(source: object, target: object, words: str
 def test_more_bytes_than_can_be_counted_are_refused(rows: int, ranks: int) -> None:
     layouts = mesh_layout(Mesh(tp=2), ROWS, (rows, 2**31)), mesh_layout(Mesh(dp=ranks), PartitionSpec(), (rows, 2**31))
     for one, other in (layouts, layouts[::-1]):
-        with pytest.raises(st.ShapeError, match=r"too large, together\n  'w' "):
+        with pytest.raises(st.errors.ShapeError, match=r"too large, together\n  'w' "):
             st.plan_reshard(one, other)
 
 
 @pytest.mark.parametrize("shape", [(2**29, 2**29), (1, 2**58), (2**40, 3)])
 def test_what_can_be_counted_is_planned_exactly(shape: tuple[int, int]) -> None:
     plan = st.plan_reshard(*(mesh_layout(Mesh(tp=4), spec, shape) for spec in (ROWS, COLUMNS)))
-    assert plan.check() == st.relayed(plan).check() == () and plan.bytes_moved == plan.lower_bound
+    assert plan.check() == st.plans.with_relays(plan).check() == () and plan.bytes_moved == plan.lower_bound
     assert plan.bytes_moved + plan.bytes_kept == 4 * shape[0] * shape[1]
 
 
@@ -293,7 +294,7 @@ def test_a_schedule_prints_as_a_table_of_its_steps() -> None:
 
 def test_an_unknown_key_is_refused_with_one_like_it() -> None:
     plan = st.plan_reshard([[shard("h.weight", torch.zeros(2))]], [[shard("h.weight", torch.zeros(2))]])
-    with pytest.raises(st.KeyMismatch, match=r"Did you mean 'h\.weight'"):
+    with pytest.raises(st.errors.KeyMismatch, match=r"Did you mean 'h\.weight'"):
         plan.explain("h.wieght")
 
 

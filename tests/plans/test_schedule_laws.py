@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from shardtree.errors import MetadataError
 from shardtree.layouts import Mesh, PartitionSpec, ShardColumns, TensorKind, join_columns, mesh_columns, shard_columns
-from shardtree.plans import ReshardPlan, Schedule, Transfers, peak_bytes, plan_reshard, relayed
+from shardtree.plans import ReshardPlan, Schedule, Transfers, peak_bytes, plan_reshard, with_relays
 from shardtree.plans.resharding._schedule import schedule_transfers
 from shardtree.plans.resharding._steps import fill
 from shardtree.testing import check_schedule, cut, layouts
@@ -48,7 +48,7 @@ def reshards(draw: st.DrawFn) -> ReshardPlan:
     shift = draw(st.sampled_from([0, 2, 5]))
     shortest = draw(st.sampled_from([1, 8, 10**6]))
     plan = plan_reshard(one, apart(other, shift), shortest_cut=shortest, cast=True)
-    return relayed(plan, shortest_cut=draw(st.sampled_from([1, 10**6]))) if draw(st.booleans()) else plan
+    return with_relays(plan, shortest_cut=draw(st.sampled_from([1, 10**6]))) if draw(st.booleans()) else plan
 
 
 @given(plan=reshards(), room=st.integers(16, 300))
@@ -67,7 +67,7 @@ def exchange(ranks: int = 3) -> ReshardPlan:
 
 def broadcast() -> ReshardPlan:
     whole = columns_of(Mesh(), PartitionSpec())
-    return relayed(plan_reshard(whole, columns_of(Mesh(dp=3).on_ranks([1, 2, 3]), PartitionSpec())), shortest_cut=1)
+    return with_relays(plan_reshard(whole, columns_of(Mesh(dp=3).on_ranks([1, 2, 3]), PartitionSpec())), shortest_cut=1)
 
 
 def with_rows(schedule: Schedule, rows: Any) -> Schedule:

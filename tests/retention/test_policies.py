@@ -23,7 +23,7 @@ from shardtree.retention import (
     keep_for,
     keep_last,
     keep_steps,
-    retained,
+    kept_steps,
 )
 
 losses = some.one_of(some.floats(-2, 2), some.sampled_from([0.0, math.inf, -math.inf, math.nan]))
@@ -64,7 +64,7 @@ def numbers(steps: Sequence[SavedStep]) -> set[int]:
 
 
 def stays(policy: Policy, steps: Sequence[SavedStep]) -> list[SavedStep]:
-    kept = retained(policy, steps)
+    kept = kept_steps(policy, steps)
     return [step for step in steps if step.number in kept]
 
 
@@ -81,7 +81,7 @@ def check_never_goes(decide: Decide, policy: Policy, steps: Sequence[SavedStep])
 
 @given(policies, listings())
 def test_the_newest_and_pinned_steps_stay_and_none_that_is_not_there(policy: Policy, steps: list[SavedStep]) -> None:
-    check_never_goes(retained, policy, steps)
+    check_never_goes(kept_steps, policy, steps)
 
 
 def as_the_policy_says(policy: Policy, steps: Sequence[SavedStep]) -> dict[int, tuple[str, ...]]:
@@ -219,11 +219,11 @@ def the_first(steps: Sequence[SavedStep]) -> list[int]:
 
 def test_any_function_of_a_listing_is_a_policy() -> None:
     steps = [SavedStep(1), SavedStep(2), SavedStep(3)]
-    assert retained(the_first, steps) == {1: ("the_first",), 3: ("the newest",)}
+    assert kept_steps(the_first, steps) == {1: ("the_first",), 3: ("the newest",)}
     measured_only = keep_best(1, "loss")
-    assert retained(lambda steps: measured_only([step for step in steps if "loss" in step.metrics]), steps).keys() == {
-        3
-    }
+    assert kept_steps(
+        lambda steps: measured_only([step for step in steps if "loss" in step.metrics]), steps
+    ).keys() == {3}
 
 
 @pytest.mark.parametrize(

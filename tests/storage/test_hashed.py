@@ -14,7 +14,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardtree.storage import BlockHasher, Buffer, _blocks, _hashed, hash_column, hashed, hashed_beside, in_parts
+from shardtree.storage import BlockHasher, Buffer, _blocks, hash_column, hashed, hashed_beside, in_parts
 from tests.storage.threads import torch_threads
 from tests.trees.samples import assert_caught
 
@@ -94,9 +94,9 @@ def going(way: str) -> Iterator[None]:
     count, pool = WAYS[way]
     with pytest.MonkeyPatch.context() as patch, torch_threads(count):
         patch.setattr(_blocks, "BLOCK_BYTES", BLOCK)
-        patch.setattr(_hashed, "_PART_BYTES", PART)
-        patch.setattr(_hashed, "_BESIDE_BYTES", BESIDE)
-        patch.setattr(_hashed, "ThreadPoolExecutor", pool)
+        patch.setattr(_blocks, "_PART_BYTES", PART)
+        patch.setattr(_blocks, "_BESIDE_BYTES", BESIDE)
+        patch.setattr(_blocks, "ThreadPoolExecutor", pool)
         yield
 
 
@@ -135,7 +135,7 @@ def test_bytes_and_hashes_are_the_same_whoever_hashes(on_the_way: OnTheWay, way:
 
 
 def waits_at_the_end(buffers: Iterable[Buffer], hasher: BlockHasher) -> Iterator[Buffer]:
-    with _hashed.ThreadPoolExecutor(1) as thread:
+    with _blocks.ThreadPoolExecutor(1) as thread:
         at = 0
         for buffer in buffers:
             with suppress(RuntimeError):
@@ -155,7 +155,7 @@ def forgets_where_it_is(buffers: Iterable[Buffer], hasher: BlockHasher) -> Itera
 def takes_work_for_done(buffers: Iterable[Buffer], hasher: BlockHasher) -> Iterator[Buffer]:
     for buffer in in_parts(buffers):
         with suppress(RuntimeError):
-            _hashed.ThreadPoolExecutor(1).submit(hasher.update, buffer).result()
+            _blocks.ThreadPoolExecutor(1).submit(hasher.update, buffer).result()
         yield buffer
     hasher.finish()
 

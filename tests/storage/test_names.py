@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardtree.errors import StorageError
-from shardtree.storage import _names
+from shardtree.storage import _storage
 from shardtree.storage._storage import inside
 from tests.trees.samples import assert_caught
 
@@ -34,7 +34,7 @@ def outcome(take: Inside, name: str) -> tuple[bool, str]:
 def taken_apart(name: str, root: str) -> str:
     """Return what `inside` does where it doesn't know any name at a glance."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_names, "_PLAIN", re.compile(r"(?!)"))
+        patch.setattr(_storage, "_PLAIN", re.compile(r"(?!)"))
         return inside(name, root)
 
 
@@ -58,12 +58,12 @@ def test_the_law_catches_a_glance_that_overlooks_dots_and_slashes(glance: str) -
 
 @pytest.mark.parametrize("name", ["w.safetensors", "save-1/00000-of-00002.safetensors", "a/b/c_d", "a..b", "-/0"])
 def test_names_that_are_seen_at_a_glance(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_names, "PurePosixPath", None)
+    monkeypatch.setattr(_storage, "PurePosixPath", None)
     assert inside(name, "root") == name
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "/a", "a/", "a//b", "a/.b", ".a", "a/../b", "é", "٣", "a\n", "\0"])
 def test_names_that_are_taken_apart(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_names, "PurePosixPath", None)
+    monkeypatch.setattr(_storage, "PurePosixPath", None)
     with pytest.raises(TypeError):
         inside(name, "root")

@@ -13,7 +13,7 @@ from hypothesis import strategies as some
 import shardtree as st
 from shardtree.errors import CheckpointingException, UnsupportedValue
 from shardtree.storage import MemoryStorage
-from shardtree.strategies.index import IndexMetadata, _problems, _rows, index_problem, text_columns
+from shardtree.strategies.index import IndexMetadata, _columns, _problems, index_problem, text_columns
 
 DTYPES = [torch.int8, torch.float32, torch.bfloat16]
 KEYS = [f"layers.{number:03d}.µ" for number in range(150)]
@@ -131,7 +131,7 @@ def test_the_law_catches_shapes_that_nobody_checks(monkeypatch):
 def test_a_few_are_made_at_once(monkeypatch):
     """Whoever lets go of them keeps only a few alive."""
     made = []
-    real = _rows.whole_tensors
-    monkeypatch.setattr(_rows, "whole_tensors", lambda keys, *rest: made.append(len(keys)) or real(keys, *rest))
+    real = _columns.whole_tensors
+    monkeypatch.setattr(_columns, "whole_tensors", lambda keys, *rest: made.append(len(keys)) or real(keys, *rest))
     next(iter(IndexMetadata(INDEX).items()))
-    assert made == [_rows._AT_ONCE] and len(KEYS) > _rows._AT_ONCE
+    assert made == [_columns._AT_ONCE] and len(KEYS) > _columns._AT_ONCE

@@ -18,7 +18,7 @@ from shardtree.layouts import TensorKind, select_rows, shard_columns
 from shardtree.mapping import ShardedTensor
 from shardtree.plans import StoredChunks
 from shardtree.storage import StoredFile
-from shardtree.strategies.index import Index, _rows, build_index, chunks_of, kind_at, text_columns, texts
+from shardtree.strategies.index import Index, _columns, build_index, chunks_of, kind_at, text_columns, texts
 from shardtree.strategies.index._columns import kinds_at, stored_alike
 from tests.layouts.test_shard_columns import any_shards
 from tests.trees.samples import assert_caught
@@ -199,12 +199,12 @@ def whatever_order(first: Column, count: Column) -> Column | slice:
     return span if span.stop - span.start == count.sum() else _rows_of(first, count)
 
 
-_rows_of = _rows._rows_of
+_rows_of = _columns._rows_of
 
 
 @pytest.mark.parametrize("broken", [from_the_first_to_the_last, whatever_order])
 def test_the_law_of_chunks_catches(broken: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_rows, "_rows_of", broken)
+    monkeypatch.setattr(_columns, "_rows_of", broken)
     assert_caught(are_chunks_of_each, chunks_of, asked())
 
 

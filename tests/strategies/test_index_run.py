@@ -17,7 +17,7 @@ from shardtree.errors import CheckpointReplaced, CorruptCheckpoint, KeyMismatch,
 from shardtree.layouts import shard_columns
 from shardtree.plans import plan_load
 from shardtree.storage import MemoryStorage, StoredFile
-from shardtree.strategies.index import _load, _run, build_index, chunks_of
+from shardtree.strategies.index import _load, build_index, chunks_of
 
 
 @dataclass
@@ -78,7 +78,7 @@ def check_run_is_the_plan(single_run, case):
     index, shard = index_of(case), box(case)
     run = single_run(index, shard)
     if run is not None:
-        (number,) = _run.find_texts(index.key_text, index.key_start, ["w"])
+        (number,) = _load.find_texts(index.key_text, index.key_start, ["w"])
         plan = plan_load(shard_columns([shard], 0), chunks_of(index, np.array([number])))
         assert not plan.strided.file.size and not plan.doubled.size and plan.covered.tolist() == [np.prod(case.shape)]
         rows = [getattr(plan.runs, name).tolist() for name in ("file", "byte", "target", "target_byte", "length")]
@@ -89,17 +89,17 @@ def check_run_is_the_plan(single_run, case):
 @settings(max_examples=200)
 @given(cases())
 def test_a_run_is_what_a_plan_comes_to(case):
-    check_run_is_the_plan(_run.single_run, case)
+    check_run_is_the_plan(_load.single_run, case)
 
 
 def test_there_are_runs():
     """So that the law doesn't hold for want of any."""
-    find(cases(), lambda case: check_run_is_the_plan(_run.single_run, case) is not None and len(case.shards) > 2)
+    find(cases(), lambda case: check_run_is_the_plan(_load.single_run, case) is not None and len(case.shards) > 2)
 
 
 def fails(case):
     try:
-        check_run_is_the_plan(_run.single_run, case)
+        check_run_is_the_plan(_load.single_run, case)
     except AssertionError:
         return True
     return False
@@ -113,7 +113,7 @@ def fails(case):
     ],
 )
 def test_the_law_catches(name, broken, monkeypatch):
-    monkeypatch.setattr(_run, name, broken)
+    monkeypatch.setattr(_load, name, broken)
     find(cases(), fails, settings=settings(max_examples=2000))
 
 

@@ -32,8 +32,8 @@ def manifest(contents: Files, **changes: Any) -> bytes:
 FILES: Files = PLAIN | {NAME: manifest(PLAIN)}
 
 
-def folder_of(files: Files) -> st.MemoryStorage:
-    folder = st.MemoryStorage()
+def folder_of(files: Files) -> st.storage.MemoryStorage:
+    folder = st.storage.MemoryStorage()
     for name, data in files.items():
         folder.write(name, [memoryview(data)], durable=False)
     return folder
@@ -70,8 +70,8 @@ def test_the_law_catches_a_manifest_that_leaves_a_file_out() -> None:
         check_found(flipped("__0_0.distcp", PADDING, files=PLAIN | {NAME: manifest(rest)}))
 
 
-def unchecked(files: Files) -> tuple[st.Unchecked, ...]:
-    reports: list[st.VerifyReport] = []
+def unchecked(files: Files) -> tuple[st.strategies.Unchecked, ...]:
+    reports: list[st.strategies.VerifyReport] = []
     assert st.verify(folder_of(files), report=reports.append) == ()
     return reports[0].unchecked
 
@@ -157,7 +157,7 @@ def test_the_common_state_is_checked_too() -> None:
 
 
 def test_one_of_another_program_beside_another_format_is_left_alone() -> None:
-    folder = st.MemoryStorage()
+    folder = st.storage.MemoryStorage()
     st.save({"step": 3}, folder)
     folder.write(NAME, [memoryview(b"mine")], durable=False)
     assert st.verify(folder) == ()
@@ -166,7 +166,7 @@ def test_one_of_another_program_beside_another_format_is_left_alone() -> None:
 @pytest.mark.parametrize(("backend", "version"), [("torch_dist", 1), ("zarr", 3)])
 def test_a_save_beside_a_manifest_without_its_checkpoint_is_refused(backend: str, version: int) -> None:
     folder = folder_of({NAME: manifest({})})
-    with pytest.raises(st.StorageError, match="tells of files that are there no more"):
+    with pytest.raises(st.errors.StorageError, match="tells of files that are there no more"):
         st.save({"w": st.ShardedTensor.from_rank_offsets("w", torch.zeros(2))}, folder, (backend, version))
     assert folder.names() == (NAME,)
 

@@ -16,15 +16,15 @@ from shardtree.strategies import AsyncRequest, StrategyAction, default_strategie
 TOY = ("toy", 1)
 
 
-def toy_save(draft, shards):
+def toy_save(pending, shards):
     """Each rank writes one file with all of its shards."""
     rows = [(shard.key, shard.global_shape, shard.global_offset, shard.data) for shard in shards]
-    name = f"toy-{draft.world.rank}"
+    name = f"toy-{pending.world.rank}"
 
     def write():
-        return draft.storage.write(name, [memoryview(encode_tree(rows))], durable=draft.options.durable)
+        return pending.storage.write(name, [memoryview(encode_tree(rows))], durable=pending.options.durable)
 
-    return AsyncRequest(draft.world, write, lambda lengths: {"toy_files": len(lengths)})
+    return AsyncRequest(pending.world, write, lambda lengths: {"toy_files": len(lengths)})
 
 
 def stored_rows(checkpoint):

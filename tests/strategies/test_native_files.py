@@ -95,7 +95,7 @@ def tree_of(recipes: list[tuple[int, torch.dtype]], *, filled: bool, world: st.W
 
 def comes_back(threads: int, recipes: list[tuple[int, torch.dtype]], ranks: int, **options: Any) -> int:
     """Save and load on some ranks, check all, and return how many data files there are."""
-    folder = st.MemoryStorage()
+    folder = st.storage.MemoryStorage()
 
     def save(world: st.World) -> None:
         st.save(tree_of(recipes, filled=True, world=world), folder, world=world, **options)
@@ -131,7 +131,7 @@ def test_the_law_of_trees_catches_files_in_another_order(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(("threads", "tensors", "files"), [(1, 9, 1), (2, 9, 2), (4, 9, 4), (4, 2, 1), (4, 5, 2)])
 def test_there_is_a_file_for_each_thread_that_has_enough_to_write(threads: int, tensors: int, files: int) -> None:
     """A tensor has half of what a file is worth."""
-    folder = st.MemoryStorage()
+    folder = st.storage.MemoryStorage()
     half = torch.zeros(FILE // 2, dtype=torch.uint8)
     with several_files(threads):
         st.save([st.ShardedTensor.from_rank_offsets(f"w{number}", half) for number in range(tensors)], folder)
@@ -140,7 +140,7 @@ def test_there_is_a_file_for_each_thread_that_has_enough_to_write(threads: int, 
 
 @pytest.mark.parametrize(("threads", "files"), [(1, 1), (2, 1), (4, 2)])
 def test_a_save_in_the_background_leaves_half_of_the_threads_to_the_caller(threads: int, files: int) -> None:
-    folder = st.MemoryStorage()
+    folder = st.storage.MemoryStorage()
     tensors = {f"w{number}": torch.zeros(FILE, dtype=torch.uint8) for number in range(9)}
     tree = {key: st.ShardedTensor.from_rank_offsets(key, data) for key, data in tensors.items()}
     with several_files(threads):
@@ -152,7 +152,7 @@ def test_a_save_in_the_background_leaves_half_of_the_threads_to_the_caller(threa
 
 def test_what_isnt_in_the_processors_memory_goes_to_one_file() -> None:
     """A lazy tensor's data is read when it is written: by one thread, so that there is never more of it at once."""
-    source, folder = st.MemoryStorage(), st.MemoryStorage()
+    source, folder = st.storage.MemoryStorage(), st.storage.MemoryStorage()
     tensors = {f"w{number}": torch.full((FILE,), number) for number in range(8)}
     with several_files(4):
         st.save({key: st.ShardedTensor.from_rank_offsets(key, data) for key, data in tensors.items()}, source)
@@ -165,7 +165,7 @@ def test_what_isnt_in_the_processors_memory_goes_to_one_file() -> None:
 @pytest.mark.parametrize(("rows", "files"), [(2**10, 2), (2**11, 1)])
 def test_large_views_that_have_to_be_copied_go_to_one_file(rows: int, files: int) -> None:
     """Of small ones, each thread may hold a copy."""
-    folder = st.MemoryStorage()
+    folder = st.storage.MemoryStorage()
     view = torch.zeros(rows, 2**12, dtype=torch.uint8).T
     with several_files(2):
         st.save([st.ShardedTensor.from_rank_offsets(f"w{number}", view) for number in range(2)], folder)
@@ -175,7 +175,7 @@ def test_large_views_that_have_to_be_copied_go_to_one_file(rows: int, files: int
 # What goes wrong.
 
 
-class Refusing(st.MemoryStorage):
+class Refusing(st.storage.MemoryStorage):
     """Memory in which the second file can't be written, once the first one is half written."""
 
     begun = threading.Event()
@@ -186,7 +186,7 @@ class Refusing(st.MemoryStorage):
         if name.endswith("-1.safetensors"):
             assert self.begun.wait(60)
             self.refused.set()
-            raise st.StorageError("no room")
+            raise st.errors.StorageError("no room")
         own = name.endswith("00000-of-00001.safetensors")
         return super().write(name, self._taken(buffers) if own else buffers, durable=durable)
 
@@ -202,7 +202,7 @@ class Refusing(st.MemoryStorage):
 def test_where_one_file_fails_the_others_end_and_nothing_stays() -> None:
     folder = Refusing()
     tensors = {f"w{number}": torch.zeros(20 * 2**20, dtype=torch.uint8) for number in range(2)}
-    with several_files(2), pytest.raises(st.StorageError, match="no room"):
+    with several_files(2), pytest.raises(st.errors.StorageError, match="no room"):
         st.save({key: st.ShardedTensor.from_rank_offsets(key, data) for key, data in tensors.items()}, folder)
     assert Refusing.taken < 19  # of 21 parts
     assert folder.all_names() == ()
@@ -217,7 +217,7 @@ def test_progress_is_told_by_one_thread_at_a_time() -> None:
         inside.release()
 
     with several_files(4):
-        st.save(tree_of([(FILE, torch.uint8)] * 50, filled=True), st.MemoryStorage(), progress=tell)
+        st.save(tree_of([(FILE, torch.uint8)] * 50, filled=True), st.storage.MemoryStorage(), progress=tell)
     assert sum(told) >= 50 * FILE
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from shardtree.errors import ShapeError
 from shardtree.mapping import ShardedTensor
 from shardtree.storage import Buffer, tensor_buffers
-from shardtree.strategies.safetensors import _gather, _write
+from shardtree.strategies.safetensors import _layout, _write
 from shardtree.strategies.safetensors._layout import Entries, Part, Source, entries_of, gathered, together
 from shardtree.testing import STORABLE_DTYPES, random_bits, shapes
 from tests.trees.samples import assert_caught
@@ -97,8 +97,8 @@ def written(held: Entries) -> Iterator[Buffer]:
 
 
 def small_limits(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(_gather, "_SMALL_BYTES", SMALL)
-    patch.setattr(_gather, "_TOGETHER_BYTES", TOGETHER)
+    patch.setattr(_layout, "_SMALL_BYTES", SMALL)
+    patch.setattr(_layout, "_TOGETHER_BYTES", TOGETHER)
 
 
 def are_the_bytes_of_each(gather: Gather, recipes: list[Recipe]) -> None:
@@ -152,7 +152,7 @@ def test_the_law_catches_memory_that_is_taken_as_it_lies(monkeypatch: pytest.Mon
             found += bytes(data.untyped_storage().tolist())[first : first + data.nbytes]
         return memoryview(found)
 
-    monkeypatch.setattr(_gather, "_is_plain", is_plain)
+    monkeypatch.setattr(_layout, "_is_plain", is_plain)
     assert_caught(are_the_bytes_of_each, as_it_lies, lists())
 
 
@@ -197,7 +197,7 @@ def test_there_are_groups() -> None:
 
 
 def test_as_many_go_together_as_the_limits_say() -> None:
-    most = _gather._SMALL_BYTES
+    most = _layout._SMALL_BYTES
     sizes = [most] * 5 + [most + 1] + [1, most]
     held = entries([torch.zeros(size, dtype=torch.uint8) for size in sizes])
     groups = [held.length[rows].tolist() for rows in together(held)]

@@ -231,8 +231,8 @@ def test_what_is_no_text_is_no_key(key):
 
 def test_a_tensor_named_like_an_object_is_refused():
     tree = {"t": whole("o/shard_0_1", torch.arange(2)), "o": st.ShardedObject("o", {"x": (1, None)}, (1,), (0,))}
-    storage = st.MemoryStorage()
-    with pytest.raises(st.IntegrityError, match="tensors named like objects"):
+    storage = st.storage.MemoryStorage()
+    with pytest.raises(st.errors.IntegrityError, match="tensors named like objects"):
         st.save(tree, storage)
     assert not st.is_checkpoint(storage)
 

@@ -20,7 +20,7 @@ from shardtree.strategies import (
     PROTOCOLS,
     AsyncRequest,
     Checkpoint,
-    Draft,
+    PendingSave,
     StrategyAction,
     base,
     default_strategies,
@@ -68,7 +68,7 @@ def test_a_row_may_take_more_and_return_less():
 def test_the_check_of_rows_sees_a_wrong_signature():
     def swapped(key_prefix: str, checkpoint: Checkpoint) -> None: ...
 
-    def tensors_only(draft: Draft, shards: Sequence[st.ShardedTensor]) -> AsyncRequest[Any]: ...
+    def tensors_only(pending: PendingSave, shards: Sequence[st.ShardedTensor]) -> AsyncRequest[Any]: ...
 
     def nothing(checkpoint: Checkpoint) -> None: ...
 

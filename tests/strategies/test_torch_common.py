@@ -16,7 +16,7 @@ import shardtree as st
 from shardtree.codec import add_record, encode_archive, write_pickle
 from shardtree.errors import CheckpointingException, CorruptCheckpoint, TreeError, UnsafeFile, UnsupportedValue
 from shardtree.storage import LocalStorage, MemoryStorage
-from shardtree.strategies import Checkpoint, Draft, LoadOptions, SaveOptions
+from shardtree.strategies import Checkpoint, LoadOptions, PendingSave, SaveOptions
 from shardtree.strategies.torch import COMMON_FILE, load_common, save_common
 from shardtree.testing import common_states, outline
 from shardtree.trees import HOLE, common_with_holes, leaves_with_paths, without_holes
@@ -32,8 +32,8 @@ Pair = namedtuple("Pair", "left right")
 
 def written(common: Any, **options: Any) -> MemoryStorage:
     storage = MemoryStorage()
-    draft = Draft(storage, "save-1", one_process(), options=SaveOptions(durable=False, **options))
-    assert save_common(draft, common) == {"common_backend": "torch", "common_backend_version": 1}
+    pending = PendingSave(storage, "save-1", one_process(), options=SaveOptions(durable=False, **options))
+    assert save_common(pending, common) == {"common_backend": "torch", "common_backend_version": 1}
     return storage
 
 

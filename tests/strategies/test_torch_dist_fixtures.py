@@ -194,7 +194,7 @@ def test_another_grid_of_objects_needs_a_rule():
     target = {"rng": st.ShardedObject("rng_state", None, (1, 1), (0, 0))}
     with pytest.raises(ShapeError, match=r"'rng_state': of shape \(1, 2\), asked for in shape \(1, 1\)"):
         st.load(target, FIXTURES / GPT[0])
-    found = st.load(target, FIXTURES / GPT[0], object_rules={"rng_state": st.replicate_cell((0, 1))})
+    found = st.load(target, FIXTURES / GPT[0], object_rules={"rng_state": st.objects.replicate_cell((0, 1))})
     both = [st.ShardedObject("rng_state", None, (1, 2), (0, rank)) for rank in range(2)]
     assert not st.diff(found["rng"], st.load({"rng": both}, FIXTURES / GPT[0])["rng"][1])
 

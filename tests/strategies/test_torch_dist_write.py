@@ -99,7 +99,7 @@ def load_without_local(target: dict[str, Any], directory: Any, world: World) -> 
 
 def test_the_law_catches_a_shard_that_is_not_written() -> None:
     row = (StrategyAction.SAVE_SHARDED, *TORCH_DIST)
-    table = {**default_strategies, row: lambda draft, shards: default_strategies[row](draft, shards[1:])}
+    table = {**default_strategies, row: lambda pending, shards: default_strategies[row](pending, shards[1:])}
     state = GlobalState({"w": torch.arange(4)}, {}, {"step": 7})
     layout = {"w": even_layout((4,), 2)}
     with pytest.raises((AssertionError, st.CheckpointingException), match="'w'"):
@@ -168,7 +168,7 @@ def test_the_index_is_what_torch_writes() -> None:
 
 
 def test_the_index_tells_nothing_of_where_it_was_saved(tmp_path: Any) -> None:
-    st.save(rows(st.one_process()), tmp_path, TORCH_DIST)
+    st.save(rows(st.world.one_process()), tmp_path, TORCH_DIST)
     data = (tmp_path / ".metadata").read_bytes()
     assert str(tmp_path).encode() not in data
     assert index_of(LocalStorage(str(tmp_path))).storage_meta.checkpoint_id is None
@@ -288,7 +288,7 @@ def test_lazy_tensors_of_another_checkpoint_are_copied_flat_ranges_too(backend: 
 
 
 def test_what_a_rank_wrote_is_told_to_the_others_as_plain_data() -> None:
-    request = st.save(rows(st.one_process()), MemoryStorage(), TORCH_DIST, async_sharded_save=True)
+    request = st.save(rows(st.world.one_process()), MemoryStorage(), TORCH_DIST, async_sharded_save=True)
     (written,) = request.async_fn()
     again = pickle.loads(pickle.dumps(written))
     assert (again.file, again.objects) == (written.file, written.objects)
@@ -304,7 +304,7 @@ def test_shards_that_overlap_are_found_on_rank_0(backend: Any) -> None:
         return {"w": st.ShardedTensor.from_rank_offsets("w", torch.ones(4))}
 
     storage = MemoryStorage()
-    with pytest.raises(st.RemoteError, match=r"IntegrityError(.|\n)*'w'.*more than one main replica"):
+    with pytest.raises(st.errors.RemoteError, match=r"IntegrityError(.|\n)*'w'.*more than one main replica"):
         st.simulate(
             2, lambda world: st.save(twice(world), storage, backend, validate_access_integrity=False, world=world)
         )
@@ -315,7 +315,7 @@ def test_an_object_written_twice_is_found() -> None:
     def twice(world: World) -> dict[str, Any]:
         return {"o": st.ShardedObject("o", 1, (1,), (0,))}
 
-    with pytest.raises(st.RemoteError, match=r"IntegrityError(.|\n)*'o/shard_0_1'"):
+    with pytest.raises(st.errors.RemoteError, match=r"IntegrityError(.|\n)*'o/shard_0_1'"):
         saved(twice, ranks=2, validate_access_integrity=False)
 
 
@@ -348,7 +348,7 @@ def test_the_law_catches_an_index_that_comes_first() -> None:
             super().make_folder(name, durable=durable)
 
     def save(storage: WatchedStorage) -> None:
-        st.save(tree(st.one_process(), 2.0), IndexFirst(storage.inner, storage.before), DCP)
+        st.save(tree(st.world.one_process(), 2.0), IndexFirst(storage.inner, storage.before), DCP)
 
     with pytest.raises((AssertionError, st.CheckpointingException)):
         check_kill_law(MemoryStorage(), 1, save, for_good=True)
@@ -363,7 +363,7 @@ def test_a_failed_save_removes_its_files_and_can_be_tried_again(backend: Any) ->
             raise StorageError("no space left")
 
     storage = WatchedStorage(MemoryStorage(), before=refuse)
-    request = st.save(tree(st.one_process(), 2.0), storage, backend, async_sharded_save=True)
+    request = st.save(tree(st.world.one_process(), 2.0), storage, backend, async_sharded_save=True)
     with pytest.raises(StorageError, match="no space left"):
         request.execute_sync()
     assert storage.names() == ()
@@ -388,7 +388,7 @@ def test_a_failed_save_leaves_what_others_wrote(backend: Any) -> None:
     for name, data in theirs.items():
         storage.write(name, [memoryview(data)], durable=False)
     with pytest.raises(StorageError, match="no space left"):
-        st.save(tree(st.one_process(), 2.0), WatchedStorage(storage, before=refuse), backend)
+        st.save(tree(st.world.one_process(), 2.0), WatchedStorage(storage, before=refuse), backend)
     assert {name: storage.read(name) for name in storage.names()} == theirs
 
 
@@ -396,9 +396,9 @@ def test_a_failed_save_leaves_what_others_wrote(backend: Any) -> None:
 def test_a_checkpoint_that_is_there_is_not_touched(backend: Any) -> None:
     storage = saved(lambda world: tree(world, 1.0), backend=backend)
     with pytest.raises(AlreadyACheckpoint):
-        st.save(tree(st.one_process(), 2.0), storage, backend)
+        st.save(tree(st.world.one_process(), 2.0), storage, backend)
     assert value_in(storage, 1) == 1.0
-    st.save(tree(st.one_process(), 2.0), storage, backend, overwrite=True)
+    st.save(tree(st.world.one_process(), 2.0), storage, backend, overwrite=True)
     assert value_in(storage, 1) == 2.0
 
 
@@ -417,7 +417,7 @@ def test_a_tensor_that_changes_its_shape_while_it_waits_is_found() -> None:
     shard = st.ShardedTensor.from_rank_offsets("w", weight)
     request = st.save({"w": shard}, MemoryStorage(), TORCH_DIST, async_sharded_save=True, snapshot=False)
     weight.t_()
-    with pytest.raises(st.ShapeError, match="'w'"):
+    with pytest.raises(st.errors.ShapeError, match="'w'"):
         request.execute_sync()
 
 
@@ -437,7 +437,7 @@ def test_files_and_folder_are_on_the_medium_before_the_commit() -> None:
             calls.append(f"replace {name} {durable}")
             super().replace(name, data, durable=durable)
 
-    st.save(rows(st.one_process()), Log(MemoryStorage()), TORCH_DIST)
+    st.save(rows(st.world.one_process()), Log(MemoryStorage()), TORCH_DIST)
     last = calls.index("replace .metadata True")
     assert calls[last:] == ["replace .metadata True", "replace metadata.json True"]
     assert "sync folder" in calls[:last] and "write __0_0.distcp True" in calls[: calls.index("sync folder")]
@@ -455,7 +455,7 @@ def test_progress_counts_every_byte_of_the_data_files() -> None:
 
 def test_shards_beside_a_native_common_state_are_still_a_checkpoint() -> None:
     storage = MemoryStorage()
-    st.save(rows(st.one_process()), storage, TORCH_DIST, ("safetensors", 1))
+    st.save(rows(st.world.one_process()), storage, TORCH_DIST, ("safetensors", 1))
     assert st.load_common_state_dict(storage)["step"] == 7
     assert set(st.load_plain_tensors(storage)) == {"w", "norm"}
 
@@ -476,6 +476,6 @@ def test_the_checksum_of_a_large_tensor_is_that_of_all_its_bytes(transpose: bool
 def test_a_folder_with_a_common_state_of_megatron_core_takes_no_plain_checkpoint() -> None:
     storage = MemoryStorage()
     storage.write("common.pt", [memoryview(b"theirs")], durable=False)
-    with pytest.raises(st.StrategyError, match=r"common\.pt"):
-        st.save(rows(st.one_process()), storage, DCP)
+    with pytest.raises(st.errors.StrategyError, match=r"common\.pt"):
+        st.save(rows(st.world.one_process()), storage, DCP)
     assert storage.names() == ("common.pt",)

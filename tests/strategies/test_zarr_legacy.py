@@ -224,7 +224,7 @@ def test_objects_with_the_names_of_old_releases(tmp_path: Path) -> None:
     fewer = [st.ShardedObject("rng_state", None, (1, 1), (0, 0))]
     with pytest.raises(ShapeError, match=r"'rng_state': of shape \(1, 2\), asked for in shape \(1, 1\)"):
         st.load({"rng": fewer}, copy)
-    rules = {"rng_state": st.replicate_cell((0, 1))}
+    rules = {"rng_state": st.objects.replicate_cell((0, 1))}
     assert st.load({"rng": fewer}, copy, object_rules=rules)["rng"] == [{"tp": 1}]
     st.convert(copy, tmp_path / "today", backend="torch_dist")
     assert st.load({"rng": objects}, tmp_path / "today")["rng"] == loaded["rng"]

@@ -18,7 +18,7 @@ from shardtree.storage import MemoryStorage, ReadReport
 from shardtree.strategies import (
     AsyncRequest,
     Checkpoint,
-    Draft,
+    PendingSave,
     Strategy,
     StrategyAction,
     default_strategies,
@@ -76,8 +76,8 @@ def native(action: StrategyAction) -> Strategy:
 def saving(change: Callable[[list[Any]], list[Any]]) -> Fault:
     """Return a SAVE_SHARDED that writes something else than it was given."""
 
-    def save_sharded(draft: Draft, shards: Sequence[ShardedTensor | ShardedObject]) -> AsyncRequest[Any]:
-        return native(Save)(draft, change(list(shards)))
+    def save_sharded(pending: PendingSave, shards: Sequence[ShardedTensor | ShardedObject]) -> AsyncRequest[Any]:
+        return native(Save)(pending, change(list(shards)))
 
     return save_sharded
 
@@ -129,26 +129,26 @@ def from_the_corner(shard: ShardedTensor) -> ShardedTensor:
     return replace(shard, global_offset=(0,) * len(shard.global_offset), axis_fragmentations=None)
 
 
-def hasty(draft: Draft, shards: Any) -> AsyncRequest[Any]:
+def hasty(pending: PendingSave, shards: Any) -> AsyncRequest[Any]:
     """Say that there is a checkpoint before anything is written."""
-    request = native(Save)(draft, shards)
+    request = native(Save)(pending, shards)
 
     def write() -> Any:
         fields = b'{"sharded_backend": "safetensors", "sharded_backend_version": 1, "common_backend": "safetensors", '
         early = fields + b'"common_backend_version": 1}'
-        if draft.world.rank == 0 and draft.before is None:
-            draft.storage.write("metadata.json", [memoryview(early)], durable=False)
+        if pending.world.rank == 0 and pending.before is None:
+            pending.storage.write("metadata.json", [memoryview(early)], durable=False)
         written = request.async_fn()
-        if draft.world.rank == 0 and draft.before is None:
-            draft.storage.remove("metadata.json")
+        if pending.world.rank == 0 and pending.before is None:
+            pending.storage.remove("metadata.json")
         return written
 
     return replace(request, async_fn=write)
 
 
-def eager(draft: Draft, shards: Any) -> AsyncRequest[Any]:
+def eager(pending: PendingSave, shards: Any) -> AsyncRequest[Any]:
     """Write while preparing."""
-    request = native(Save)(draft, shards)
+    request = native(Save)(pending, shards)
     written = request.async_fn()
     return replace(request, async_fn=lambda: written)
 
@@ -178,22 +178,22 @@ def greedy(checkpoint: Checkpoint, key_prefix: str) -> None:
     native(StrategyAction.REMOVE_SHARDED)(checkpoint, key_prefix[:-8])
 
 
-def mangled(draft: Draft, shards: Any) -> AsyncRequest[Any]:
+def mangled(pending: PendingSave, shards: Any) -> AsyncRequest[Any]:
     """Work in the memory of the tensors that are saved."""
     for shard in shards:
         if isinstance(shard, ShardedTensor) and shard.data.is_floating_point() and not shard.data.requires_grad:
             shard.data.mul_(1)
             shard.data.add_(1)
-    return native(Save)(draft, shards)
+    return native(Save)(pending, shards)
 
 
-def raw(draft: Draft, shards: Any) -> AsyncRequest[Any]:
+def raw(pending: PendingSave, shards: Any) -> AsyncRequest[Any]:
     if any(isinstance(shard, ShardedTensor) and shard.dtype.is_complex for shard in shards):
         raise TypeError("Got unsupported ScalarType ComplexDouble")
-    return native(Save)(draft, shards)
+    return native(Save)(pending, shards)
 
 
-def refusing(draft: Draft, shards: Any) -> AsyncRequest[Any]:
+def refusing(pending: PendingSave, shards: Any) -> AsyncRequest[Any]:
     raise UnsupportedValue("this format holds nothing")
 
 
@@ -206,10 +206,10 @@ def cut_at_64_kib(shard: ShardedTensor) -> ShardedTensor:
     return replace(shard, data=data)
 
 
-def of_rank_10(draft: Draft, shards: Any) -> AsyncRequest[Any]:
+def of_rank_10(pending: PendingSave, shards: Any) -> AsyncRequest[Any]:
     """Take the tenth rank's file for another one, as who sorts the names 1, 10, 2."""
-    flipped = [replace(shard, data=shard.data.flip(-1)) for shard in shards] if draft.world.rank == 10 else shards
-    return native(Save)(draft, flipped)
+    flipped = [replace(shard, data=shard.data.flip(-1)) for shard in shards] if pending.world.rank == 10 else shards
+    return native(Save)(pending, flipped)
 
 
 def one_for_each_memory(shards: list[Any]) -> list[Any]:
@@ -244,8 +244,8 @@ def beside(shard: ShardedTensor) -> ShardedTensor:
     return shard
 
 
-def needing_shards(draft: Draft, shards: Any) -> AsyncRequest[Any]:
-    return native(Save)(draft, [shards[0], *shards[1:]] if draft.world.size == 1 else shards)
+def needing_shards(pending: PendingSave, shards: Any) -> AsyncRequest[Any]:
+    return native(Save)(pending, [shards[0], *shards[1:]] if pending.world.size == 1 else shards)
 
 
 def without_keys(wrong: Callable[[str], bool]) -> Fault:
@@ -583,9 +583,9 @@ def test_the_report_reads_itself() -> None:
 def test_the_same_cases_run_each_time() -> None:
     seen: list[list[tuple[Any, ...]]] = []
 
-    def noted(draft: Draft, shards: Any) -> AsyncRequest[Any]:
-        seen[-1] += [(shard.key, shard.replica_id) for shard in shards if draft.world.rank == 0]
-        return native(Save)(draft, shards)
+    def noted(pending: PendingSave, shards: Any) -> AsyncRequest[Any]:
+        seen[-1] += [(shard.key, shard.replica_id) for shard in shards if pending.world.rank == 0]
+        return native(Save)(pending, shards)
 
     for _ in range(2):
         seen.append([])

@@ -39,10 +39,10 @@ def test_right_transforms_commute_with_resharding(name: str) -> None:
 
 
 def test_a_transform_that_refuses_some_layouts_commutes_in_others() -> None:
-    split = st.bind(st.split_tensor, "w", ["gate", "up"], sizes=[4, 4])
+    split = st.bind(st.transforms.split_tensor, "w", ["gate", "up"], sizes=[4, 4])
     columns = [(st.Mesh(tp=ranks), {"w": st.PartitionSpec(None, "tp")}) for ranks in (1, 2, 3)]
     check_commutes(split, {"w": STATE["w"]}, layouts=columns)
-    with pytest.raises(st.ShapeError, match="'w' is cut along axis 0"):
+    with pytest.raises(st.errors.ShapeError, match="'w' is cut along axis 0"):
         check_commutes(split, STATE)
 
 
@@ -115,7 +115,7 @@ def test_simple_specs_cut_evenly_along_one_axis_each(data: some.DataObject) -> N
     assert list(mesh.ranks) == list(range(mesh.size))
     assert not spec.at and all(axis is None or isinstance(axis, str) for axis in spec.entries)
     trees = st.shard({"w": torch.zeros(shape)}, mesh, spec)
-    shards = [leaf for tree in trees for _, leaf in st.leaves_with_paths(tree)]
+    shards = [leaf for tree in trees for _, leaf in st.trees.leaves_with_paths(tree)]
     assert all(isinstance(leaf, ShardedTensor) for leaf in shards)
     assert (len(shards), len({leaf.local_shape for leaf in shards})) == (mesh.size, 1)
 

@@ -221,7 +221,7 @@ def test_a_round_trip_goes_through_any_format(name: list[Any]) -> None:
 def test_a_round_trip_goes_through_a_table_of_ones_own() -> None:
     row = (StrategyAction.LOAD_SHARDED, "zarr", 3)
 
-    def nothing(checkpoint: Any, shards: Any) -> st.ReadReport:
+    def nothing(checkpoint: Any, shards: Any) -> st.storage.ReadReport:
         return default_strategies[row](checkpoint, [])
 
     with pytest.raises(AssertionError, match=r"'w': .* elements differ"):

@@ -95,7 +95,7 @@ def shifted_state(trainer: Trainer, lenses: Mapping[str, Lens], plan: BufferPlan
     """Return the tree of a rank that takes its buffers for ones without gaps."""
     wrong, model, rank = without_gaps(plan), sharded_model(trainer, lenses), trainer.place.dp_rank
     if rank:  # optimizers that have a tensor for each parameter know how much of it a rank has, and then it's an error
-        with pytest.raises(st.TreeError, match=r"aren't shaped like their parameters"):
+        with pytest.raises(st.errors.TreeError, match=r"aren't shaped like their parameters"):
             saved_state(trainer, lenses, wrong)
     masters = flat_shards(wrong, rank, trainer.parts, model, prefix=MASTER)
     return {**saved_state(trainer, lenses, plan), "masters": masters}
@@ -151,8 +151,10 @@ def other_moments(wanted: Any) -> Any:
 def swapped_moments(wanted: Any) -> Any:
     """Return a target in which each parameter's two moments have one another's place."""
     kinds = [f"optimizer.state.{kind}." for kind in ("exp_avg", "exp_avg_sq")]
-    keys = [leaf.key for _, leaf in st.leaves_with_paths(wanted["optimizer"]) if isinstance(leaf, st.ShardedTensor)]
-    keys += [leaf.key for _, leaf in st.leaves_with_paths(wanted) if isinstance(leaf, st.ShardedTensorFactory)]
+    keys = [
+        leaf.key for _, leaf in st.trees.leaves_with_paths(wanted["optimizer"]) if isinstance(leaf, st.ShardedTensor)
+    ]
+    keys += [leaf.key for _, leaf in st.trees.leaves_with_paths(wanted) if isinstance(leaf, st.ShardedTensorFactory)]
     pairs = {
         key: other + key.removeprefix(kind)
         for kind, other in (kinds, reversed(kinds))
@@ -236,7 +238,7 @@ def test_the_model_is_what_a_plain_one_is(tied: bool) -> None:
 def test_a_checkpoint_says_what_a_fresh_optimizer_wants() -> None:
     trainer = started(FLOAT, joined_place(Layout(1, 1), 0))
     trainer.train(1)
-    checkpoint = st.MemoryStorage()
+    checkpoint = st.storage.MemoryStorage()
     st.save(saved_state(trainer, *described(trainer)), checkpoint)
     stored = st.load_sharded_metadata(checkpoint)
     for rank in range(4):  # the last one has nothing but padding of the vocabulary
@@ -254,7 +256,7 @@ def test_a_checkpoint_says_what_a_fresh_optimizer_wants() -> None:
 
 def wanted(tree: Any) -> set[Any]:
     """Return what a target asks for."""
-    leaves = [leaf for _, leaf in st.leaves_with_paths(st.apply_factories(tree))]
+    leaves = [leaf for _, leaf in st.trees.leaves_with_paths(st.apply_factories(tree))]
     return {(leaf.key, leaf.local_shape, leaf.global_offset) for leaf in leaves if isinstance(leaf, st.ShardedTensor)}
 
 
@@ -270,7 +272,7 @@ def test_a_run_goes_on_with_the_same_losses_in_other_layouts(tmp_path: Path) -> 
     two = [Layout(tp=1, dp=2), Layout(tp=2, dp=1)]
     on_four = run_processes(4, partial(go_on, folder=folder, layouts=four))
     on_two = run_processes(2, partial(go_on_both_ways, folder=folder, layouts=two))
-    alone = go_on(st.current_world(), folder, [Layout(1, 1)])
+    alone = go_on(st.world.current_world(), folder, [Layout(1, 1)])
 
     again, again_half = on_four[0][0]
     assert (again.losses, again_half.losses) == (after.losses, half), "bit for bit in the same layout"

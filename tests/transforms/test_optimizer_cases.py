@@ -38,94 +38,94 @@ def state_dict(*, by_name: bool = False, moved: bool = False) -> dict[str, Any]:
 
 def test_parameters_are_told_by_identity() -> None:
     alike = torch.nn.Parameter(torch.ones(2, 3))
-    assert st.get_param_id_to_sharded_param_map(MODEL, [alike, B, W]) == {1: MODEL["b"], 2: MODEL["w"]}
+    assert st.optim.get_param_id_to_sharded_param_map(MODEL, [alike, B, W]) == {1: MODEL["b"], 2: MODEL["w"]}
 
 
 def test_an_optimizer_gives_its_own_order() -> None:
     optimizer = torch.optim.SGD([{"params": [B]}, {"params": [W]}])
-    assert st.get_param_id_to_sharded_param_map(MODEL, optimizer) == {0: MODEL["b"], 1: MODEL["w"]}
-    assert st.get_param_id_to_name_map([("w", W), ("b", B)], optimizer) == {0: "b", 1: "w"}
+    assert st.optim.get_param_id_to_sharded_param_map(MODEL, optimizer) == {0: MODEL["b"], 1: MODEL["w"]}
+    assert st.optim.get_param_id_to_name_map([("w", W), ("b", B)], optimizer) == {0: "b", 1: "w"}
 
 
 def test_a_detached_parameter_is_another_tensor() -> None:
     tree = {"w": st.ShardedTensor.from_rank_offsets("w", W.detach())}
     with pytest.raises(TreeError, match=r"no shard's data is a parameter of the optimizer\n.*\n.*keep_vars=True"):
-        st.get_param_id_to_sharded_param_map(tree, [W])
+        st.optim.get_param_id_to_sharded_param_map(tree, [W])
 
 
 def test_a_tied_parameter_counts_once_under_its_first_key() -> None:
     for places in (("z", "a"), ("a", "z")):
         leaves = [st.ShardedTensor.from_rank_offsets(key, W) for key in ("head", "embed")]
         tree = dict(zip(places, leaves, strict=True))
-        found = st.get_param_id_to_sharded_param_map(tree, [W, W])
+        found = st.optim.get_param_id_to_sharded_param_map(tree, [W, W])
         assert [(number, leaf.key) for number, leaf in found.items()] == [(0, "embed")]
-    assert st.get_param_id_to_name_map([("embed", W), ("head", W)], [W]) == {0: "embed"}
+    assert st.optim.get_param_id_to_name_map([("embed", W), ("head", W)], [W]) == {0: "embed"}
 
 
 def test_an_optimizer_without_parameters_has_an_empty_map() -> None:
-    assert st.get_param_id_to_sharded_param_map(MODEL, []) == {}
+    assert st.optim.get_param_id_to_sharded_param_map(MODEL, []) == {}
 
 
 def test_factories_are_found_too() -> None:
     factory = st.ShardedTensorFactory("f", W, lambda *args: [], lambda parts: parts)
-    assert st.get_param_id_to_sharded_param_map({"any": [[factory]]}, [W]) == {0: factory}
+    assert st.optim.get_param_id_to_sharded_param_map({"any": [[factory]]}, [W]) == {0: factory}
 
 
 # -- what becomes of it
 
 
 def test_it_is_saved_and_comes_back_as_it_was() -> None:
-    tree, storage = st.optim_state_to_sharding_state(state_dict(), PARAMS), st.MemoryStorage()
+    tree, storage = st.optim.optim_state_to_sharding_state(state_dict(), PARAMS), st.storage.MemoryStorage()
     st.save({"o": tree}, storage)
     assert set(st.load_sharded_metadata(storage)) == {
         "optimizer.state.m.w", "optimizer.state.m.b", "optimizer.state.step.w", "optimizer.state.n.b/shard_0_1",
     }  # fmt: skip
     assert st.load_common_state_dict(storage)["o"]["param_groups"][0] == {"lr": 0.1, "betas": (0.9, 0.99)}
-    found = st.sharding_state_to_optim_state(st.load({"o": tree}, storage)["o"])
+    found = st.optim.sharding_state_to_optim_state(st.load({"o": tree}, storage)["o"])
     assert not st.diff(found, state_dict())
     assert list(found["state"]) == [0, 1]
 
 
 def test_param_names_stay_on_their_rank() -> None:
     groups = [{"lr": 0.1, "params": [0], "param_names": ["w"]}]
-    tree = st.optim_state_to_sharding_state({"state": {}, "param_groups": groups, "extra": 1}, PARAMS)
+    tree = st.optim.optim_state_to_sharding_state({"state": {}, "param_groups": groups, "extra": 1}, PARAMS)
     assert isinstance(tree["param_groups"][0]["param_names"], st.LocalNonpersistentObject)
     assert tree["extra"] == 1
 
 
 @pytest.mark.parametrize("exclude", [("step", "n"), ["n", "step"]])
 def test_excluded_keys_are_left_out(exclude: Any) -> None:
-    tree = st.optim_state_to_sharding_state(state_dict(), PARAMS, exclude)
+    tree = st.optim.optim_state_to_sharding_state(state_dict(), PARAMS, exclude)
     assert [list(own) for own in tree["state"].values()] == [["m"], ["m"]]
 
 
 def test_one_text_excludes_one_key() -> None:
-    tree = st.optim_state_to_sharding_state(state_dict(), PARAMS, "step")
+    tree = st.optim.optim_state_to_sharding_state(state_dict(), PARAMS, "step")
     assert [list(own) for own in tree["state"].values()] == [["m"], ["m", "n"]]
 
 
 def test_states_of_excluded_keys_need_no_rule() -> None:
     state = {"state": {0: {"odd": torch.zeros(7)}}, "param_groups": [{"params": [0]}]}
-    assert st.optim_state_to_sharding_state(state, PARAMS, ("odd",))["state"] == {0: {}}
+    assert st.optim.optim_state_to_sharding_state(state, PARAMS, ("odd",))["state"] == {0: {}}
 
 
 # -- groups
 
 
-def by_name() -> tuple[Any, st.MemoryStorage]:
-    params, storage = st.sharded_params_by_name(MODEL), st.MemoryStorage()
-    st.save({"o": st.optim_state_to_sharding_state(state_dict(by_name=True), params)}, storage)
+def by_name() -> tuple[Any, st.storage.MemoryStorage]:
+    params, storage = st.optim.sharded_params_by_name(MODEL), st.storage.MemoryStorage()
+    st.save({"o": st.optim.optim_state_to_sharding_state(state_dict(by_name=True), params)}, storage)
     return params, storage
 
 
 def loaded_by_name(groups: list[dict[str, Any]]) -> Any:
     params, storage = by_name()
     target = {"state": state_dict(by_name=True)["state"], "param_groups": groups}
-    return st.load({"o": st.optim_state_to_sharding_state(target, params)}, storage)["o"]
+    return st.load({"o": st.optim.optim_state_to_sharding_state(target, params)}, storage)["o"]
 
 
 def test_by_names_groups_in_another_order_get_their_own() -> None:
-    found = st.sharding_state_to_optim_state(loaded_by_name(state_dict(by_name=True, moved=True)["param_groups"]))
+    found = st.optim.sharding_state_to_optim_state(loaded_by_name(state_dict(by_name=True, moved=True)["param_groups"]))
     first, second = state_dict(by_name=True)["param_groups"]
     assert found["param_groups"] == [second, first]
     assert found["state"]["b"]["m"][0, 0] == 2.0
@@ -136,61 +136,63 @@ def test_by_names_a_parameter_that_joined_another_group_is_told() -> None:
     with pytest.raises(
         TreeError, match=r"group 0: 'custom': 'b' had \{'a': \[1\]\}, 'w' had None\n.*'lr': 'b' had 0.2"
     ):
-        st.sharding_state_to_optim_state(loaded)
-    found = st.sharding_state_to_optim_state(loaded, hyperparameters="own")
+        st.optim.sharding_state_to_optim_state(loaded)
+    found = st.optim.sharding_state_to_optim_state(loaded, hyperparameters="own")
     assert found["param_groups"] == [{"lr": 0.7, "params": ["b", "w"]}]
     assert found["state"]["w"]["m"][0, 0] == 1.0
 
 
 def test_by_names_one_group_may_become_two() -> None:
-    params, storage = st.sharded_params_by_name(MODEL), st.MemoryStorage()
+    params, storage = st.optim.sharded_params_by_name(MODEL), st.storage.MemoryStorage()
     both = {"state": {}, "param_groups": [{"lr": 0.3, "params": ["w", "b"]}]}
-    st.save(st.optim_state_to_sharding_state(both, params), storage)
+    st.save(st.optim.optim_state_to_sharding_state(both, params), storage)
     two = {"state": {}, "param_groups": [{"lr": 0.0, "params": ["b"]}, {"lr": 0.0, "params": ["w"]}]}
-    found = st.sharding_state_to_optim_state(st.load(st.optim_state_to_sharding_state(two, params), storage))
+    found = st.optim.sharding_state_to_optim_state(
+        st.load(st.optim.optim_state_to_sharding_state(two, params), storage)
+    )
     assert found["param_groups"] == [{"lr": 0.3, "params": ["b"]}, {"lr": 0.3, "params": ["w"]}]
 
 
 def test_by_ids_moments_stay_with_their_parameters_and_groups_with_their_places() -> None:
     """Ids say nothing of groups in another order: the states are right all the same."""
-    storage = st.MemoryStorage()
-    st.save({"o": st.optim_state_to_sharding_state(state_dict(), PARAMS)}, storage)
+    storage = st.storage.MemoryStorage()
+    st.save({"o": st.optim.optim_state_to_sharding_state(state_dict(), PARAMS)}, storage)
     states = {0: state_dict()["state"][1], 1: state_dict()["state"][0]}
     target = {"state": states, "param_groups": [{"lr": 0.0, "params": [0]}, {"lr": 0.0, "params": [1]}]}
-    asked = st.optim_state_to_sharding_state(target, {0: MODEL["b"], 1: MODEL["w"]})
+    asked = st.optim.optim_state_to_sharding_state(target, {0: MODEL["b"], 1: MODEL["w"]})
     found = st.load({"o": asked}, storage)["o"]
     assert (found["state"][0]["m"][0, 0], found["param_groups"][0]["lr"]) == (2.0, 0.1)
 
 
 def test_by_ids_another_number_of_groups_is_an_error() -> None:
-    storage = st.MemoryStorage()
-    st.save({"o": st.optim_state_to_sharding_state(state_dict(), PARAMS)}, storage)
+    storage = st.storage.MemoryStorage()
+    st.save({"o": st.optim.optim_state_to_sharding_state(state_dict(), PARAMS)}, storage)
     one = {"state": {}, "param_groups": [{"lr": 0.0, "params": [0, 1]}]}
     with pytest.raises(TreeError, match=r"target\['o'\]\['param_groups'\] doesn't fit"):
-        st.load({"o": st.optim_state_to_sharding_state(one, PARAMS)}, storage)
+        st.load({"o": st.optim.optim_state_to_sharding_state(one, PARAMS)}, storage)
 
 
 def test_what_was_saved_by_names_loads_by_ids() -> None:
     _, storage = by_name()
-    found = st.load({"o": st.optim_state_to_sharding_state(state_dict(), PARAMS)}, storage)["o"]
-    assert not st.diff(st.sharding_state_to_optim_state(found), state_dict())
+    found = st.load({"o": st.optim.optim_state_to_sharding_state(state_dict(), PARAMS)}, storage)["o"]
+    assert not st.diff(st.optim.sharding_state_to_optim_state(found), state_dict())
 
 
 def test_what_was_saved_by_ids_does_not_load_by_names() -> None:
     """Nothing tells which group a parameter was in."""
-    params, storage = st.sharded_params_by_name(MODEL), st.MemoryStorage()
-    st.save({"o": st.optim_state_to_sharding_state(state_dict(), PARAMS)}, storage)
+    params, storage = st.optim.sharded_params_by_name(MODEL), st.storage.MemoryStorage()
+    st.save({"o": st.optim.optim_state_to_sharding_state(state_dict(), PARAMS)}, storage)
     named = state_dict(by_name=True)
     with pytest.raises(TreeError, match=r"parameters of no stored group\n  'w'\n  'b'\n  Was it saved by ids\?"):
-        st.abstract_optim_state_from_metadata(named, params, st.load_sharded_metadata(storage))
+        st.optim.abstract_optim_state_from_metadata(named, params, st.load_sharded_metadata(storage))
     with pytest.raises(KeyMismatch, match=r"optimizer\.param_group\.w"):
-        st.load({"o": st.optim_state_to_sharding_state(named, params)}, storage)
+        st.load({"o": st.optim.optim_state_to_sharding_state(named, params)}, storage)
 
 
 def test_a_group_without_members_keeps_its_own_by_name() -> None:
     named = {"state": {}, "param_groups": [{"lr": 1, "params": ["w"]}]}
     groups = [{"lr": 5, "params": []}, {"params": ["w"]}]
-    assert st.regroup_optim_state(named, groups)["param_groups"] == [
+    assert st.optim.regroup_optim_state(named, groups)["param_groups"] == [
         {"lr": 5, "params": []},
         {"lr": 1, "params": ["w"]},
     ]
@@ -198,7 +200,7 @@ def test_a_group_without_members_keeps_its_own_by_name() -> None:
 
 # -- what is refused
 
-convert = st.optim_state_to_sharding_state
+convert = st.optim.optim_state_to_sharding_state
 FLAT_FORM = {"state.w.m": torch.zeros(2), "param_groups.w.lr": 0.1}
 NAMED = state_dict(by_name=True)
 STORED = {"x": st.ShardedTensor("optimizer.state.m.w", None, torch.float32, (2, 1), (2, 1), (0, 0), None)}
@@ -229,42 +231,54 @@ SHORT = {"state": {0: {"m": torch.zeros(3, 2)}, 1: {"m": torch.zeros(6)}}, "para
         (lambda: convert({**NAMED, "state": {0: {}}}, PARAMS), TreeError, "some parameters are named, others numbered"),
         (lambda: convert(state_dict(), PARAMS, rules={"m": 3}), TreeError, "'m': int"),
         (lambda: convert(state_dict(), PARAMS, rules=[max]), TreeError, "not a dict of rules"),
-        (lambda: st.get_param_id_to_sharded_param_map(MODEL, [{"params": [W]}]), TreeError, "item 0: dict"),
-        (lambda: st.get_param_id_to_sharded_param_map(MODEL, W), TreeError, "a single Parameter"),
-        (lambda: st.get_param_id_to_name_map([("w", W)], [W, B]), TreeError, r"id 1: \(2, 3\)"),
-        (lambda: st.sharded_params_by_name({"a": {"b": MODEL["w"]}, "a.b": MODEL["b"]}), TreeError, "'a.b'"),
+        (lambda: st.optim.get_param_id_to_sharded_param_map(MODEL, [{"params": [W]}]), TreeError, "item 0: dict"),
+        (lambda: st.optim.get_param_id_to_sharded_param_map(MODEL, W), TreeError, "a single Parameter"),
+        (lambda: st.optim.get_param_id_to_name_map([("w", W)], [W, B]), TreeError, r"id 1: \(2, 3\)"),
+        (lambda: st.optim.sharded_params_by_name({"a": {"b": MODEL["w"]}, "a.b": MODEL["b"]}), TreeError, "'a.b'"),
         (
-            lambda: st.make_sharded_optimizer_tensor(MODEL["w"], torch.zeros(6), "m"),
+            lambda: st.optim.make_sharded_optimizer_tensor(MODEL["w"], torch.zeros(6), "m"),
             ShapeError,
             r"found \(6,\), expected \(2, 3\)",
         ),
-        (lambda: st.make_sharded_optimizer_tensor(MODEL["w"], 3, "m"), TreeError, "found int, expected a local tensor"),
         (
-            lambda: st.sharding_state_to_optim_state({"state": {3: {}}, "param_groups": [{"params": [0]}]}),
+            lambda: st.optim.make_sharded_optimizer_tensor(MODEL["w"], 3, "m"),
+            TreeError,
+            "found int, expected a local tensor",
+        ),
+        (
+            lambda: st.optim.sharding_state_to_optim_state({"state": {3: {}}, "param_groups": [{"params": [0]}]}),
             TreeError,
             "states of parameters that no group has\n  3",
         ),
-        (lambda: st.optim_state_by_name(state_dict(), {0: "w"}), TreeError, "1 isn't known"),
-        (lambda: st.optim_state_by_name(state_dict(), {0: "w", 1: "w"}), TreeError, "'w' would be several"),
-        (lambda: st.optim_state_by_name(NAMED, NAMES), TreeError, "found names, expected ids"),
-        (lambda: st.optim_state_by_id(state_dict(), NAMES), TreeError, "found ids, expected names"),
-        (lambda: st.optim_state_by_id(NAMED, {0: "b", 1: "w"}), TreeError, "place 0: 'w', expected 'b'"),
-        (lambda: st.optim_state_by_id(NAMED, {**NAMES, 2: "c"}), TreeError, "place 2: nothing, expected 'c'"),
+        (lambda: st.optim.optim_state_by_name(state_dict(), {0: "w"}), TreeError, "1 isn't known"),
+        (lambda: st.optim.optim_state_by_name(state_dict(), {0: "w", 1: "w"}), TreeError, "'w' would be several"),
+        (lambda: st.optim.optim_state_by_name(NAMED, NAMES), TreeError, "found names, expected ids"),
+        (lambda: st.optim.optim_state_by_id(state_dict(), NAMES), TreeError, "found ids, expected names"),
+        (lambda: st.optim.optim_state_by_id(NAMED, {0: "b", 1: "w"}), TreeError, "place 0: 'w', expected 'b'"),
+        (lambda: st.optim.optim_state_by_id(NAMED, {**NAMES, 2: "c"}), TreeError, "place 2: nothing, expected 'c'"),
         (
-            lambda: st.regroup_optim_state(NAMED, [{"params": ["w"]}]),
+            lambda: st.optim.regroup_optim_state(NAMED, [{"params": ["w"]}]),
             TreeError,
             "states of parameters that no group has\n  'b'",
         ),
-        (lambda: st.regroup_optim_state(NAMED, [{"params": ["w", "c"]}]), TreeError, "no stored group has\n  'c'"),
-        (lambda: st.regroup_optim_state(NAMED, [], hyperparameters="x"), TreeError, "found 'x'"),
-        (lambda: st.abstract_optim_state(state_dict(), {}, {"m": torch.float32}), TreeError, "no sharded parameter"),
         (
-            lambda: st.abstract_optim_state_from_metadata(state_dict(), PARAMS, {}),
+            lambda: st.optim.regroup_optim_state(NAMED, [{"params": ["w", "c"]}]),
+            TreeError,
+            "no stored group has\n  'c'",
+        ),
+        (lambda: st.optim.regroup_optim_state(NAMED, [], hyperparameters="x"), TreeError, "found 'x'"),
+        (
+            lambda: st.optim.abstract_optim_state(state_dict(), {}, {"m": torch.float32}),
+            TreeError,
+            "no sharded parameter",
+        ),
+        (
+            lambda: st.optim.abstract_optim_state_from_metadata(state_dict(), PARAMS, {}),
             TreeError,
             "no state is stored\n  0\n  1",
         ),
         (
-            lambda: st.abstract_optim_state_from_metadata(state_dict(), PARAMS, STORED, missing="leave_out"),
+            lambda: st.optim.abstract_optim_state_from_metadata(state_dict(), PARAMS, STORED, missing="leave_out"),
             TreeError,
             r"'m' of state\[0\]: \(2, 1\) stored",
         ),
@@ -278,15 +292,15 @@ def test_it_says_what_is_wrong(call: Callable[[], Any], kind: type, words: str) 
 def test_a_state_in_a_list_is_refused() -> None:
     state = {"state": {0: {"p": [torch.zeros(2, 3)], "q": [1, 2]}}, "param_groups": [{"params": [0]}]}
     with pytest.raises(CheckpointingException, match=r"'p' of state\[0\] \('w'\): tensors in a list") as caught:
-        st.optim_state_to_sharding_state(state, PARAMS)
+        st.optim.optim_state_to_sharding_state(state, PARAMS)
     assert "'q'" not in str(caught.value)
 
 
 def test_a_state_that_was_never_stored_is_missing_loudly() -> None:
-    storage = st.MemoryStorage()
-    st.save({"o": st.optim_state_to_sharding_state(state_dict(), PARAMS, "m")}, storage)
+    storage = st.storage.MemoryStorage()
+    st.save({"o": st.optim.optim_state_to_sharding_state(state_dict(), PARAMS, "m")}, storage)
     with pytest.raises(KeyMismatch, match=r"optimizer\.state\.m\.w"):
-        st.load({"o": st.optim_state_to_sharding_state(state_dict(), PARAMS)}, storage)
+        st.load({"o": st.optim.optim_state_to_sharding_state(state_dict(), PARAMS)}, storage)
 
 
 # -- what would be silently wrong
@@ -297,46 +311,48 @@ def test_a_state_key_with_a_dot_could_be_another_parameters() -> None:
     for key in ("m.a", 3):
         state = {"state": {0: {key: torch.zeros(2, 3), "n": 1}}, "param_groups": [{"params": [0]}]}
         with pytest.raises(TreeError, match=rf"{key!r} of state\[0\] \('w'\)\n"):
-            st.optim_state_to_sharding_state(state, PARAMS)
-        assert list(st.optim_state_to_sharding_state(state, PARAMS, [key])["state"][0]) == ["n"]
+            st.optim.optim_state_to_sharding_state(state, PARAMS)
+        assert list(st.optim.optim_state_to_sharding_state(state, PARAMS, [key])["state"][0]) == ["n"]
 
 
 def test_by_ids_nothing_tells_an_optimizers_own_hyperparameters() -> None:
-    storage = st.MemoryStorage()
-    st.save({"o": st.optim_state_to_sharding_state(state_dict(), PARAMS)}, storage)
+    storage = st.storage.MemoryStorage()
+    st.save({"o": st.optim.optim_state_to_sharding_state(state_dict(), PARAMS)}, storage)
     fresh = {"state": {}, "param_groups": [{"lr": 0.7, "params": [0]}, {"lr": 0.7, "params": [1]}]}
-    found = st.load({"o": st.optim_state_to_sharding_state(fresh, PARAMS)}, storage)["o"]
+    found = st.load({"o": st.optim.optim_state_to_sharding_state(fresh, PARAMS)}, storage)["o"]
     with pytest.raises(TreeError, match="by ids nothing tells the optimizer's own hyperparameters"):
-        st.sharding_state_to_optim_state(found, hyperparameters="own")
+        st.optim.sharding_state_to_optim_state(found, hyperparameters="own")
     with pytest.raises(TreeError, match="found 'mine'"):
-        st.sharding_state_to_optim_state(found, hyperparameters="mine")  # type: ignore[arg-type]
+        st.optim.sharding_state_to_optim_state(found, hyperparameters="mine")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("by_name", [False, True])
 def test_a_rank_without_parameters_has_its_own_hyperparameters_or_the_stored_ones(by_name: bool) -> None:
-    named, params = state_dict(by_name=by_name), st.sharded_params_by_name(MODEL) if by_name else PARAMS
+    named, params = state_dict(by_name=by_name), st.optim.sharded_params_by_name(MODEL) if by_name else PARAMS
 
     def tree(rank: int, *, fresh: bool) -> Any:
         groups = [{**group, "params": group["params"] if rank == 1 else []} for group in named["param_groups"]]
         groups = [{**group, "lr": 0.7} if fresh else group for group in groups]
-        return st.optim_state_to_sharding_state(
+        return st.optim.optim_state_to_sharding_state(
             {"state": named["state"] if rank else {}, "param_groups": groups}, params
         )
 
-    storage = st.MemoryStorage()
+    storage = st.storage.MemoryStorage()
     st.simulate(2, lambda world: st.save({"o": tree(world.rank, fresh=False)}, storage, world=world))
     found = st.simulate(2, lambda world: st.load({"o": tree(world.rank, fresh=True)}, storage, world=world)["o"])
-    rates = [[group["lr"] for group in st.sharding_state_to_optim_state(each)["param_groups"]] for each in found]
+    rates = [[group["lr"] for group in st.optim.sharding_state_to_optim_state(each)["param_groups"]] for each in found]
     assert rates == [[0.1, 0.2], [0.1, 0.2]]
-    own = st.sharding_state_to_optim_state(found[0], hyperparameters="own")["param_groups"]
+    own = st.optim.sharding_state_to_optim_state(found[0], hyperparameters="own")["param_groups"]
     assert [group["lr"] for group in own] == [0.7, 0.7]
 
 
 def test_a_rank_without_parameters_loads_other_numbers_of_groups() -> None:
     _, storage = by_name()
     one = {"state": {}, "param_groups": [{"lr": 0.7, "params": []}]}
-    found = st.load({"o": st.optim_state_to_sharding_state(one, {})}, storage, validate_access_integrity=False)["o"]
-    assert st.sharding_state_to_optim_state(found) == one
+    found = st.load({"o": st.optim.optim_state_to_sharding_state(one, {})}, storage, validate_access_integrity=False)[
+        "o"
+    ]
+    assert st.optim.sharding_state_to_optim_state(found) == one
 
 
 def test_a_new_parameter_by_name_starts_without_states() -> None:
@@ -345,12 +361,12 @@ def test_a_new_parameter_by_name_starts_without_states() -> None:
     fresh = {"state": {}, "param_groups": [{"lr": 0.7, "params": ["new", "b"]}, {"lr": 0.8, "params": ["w"]}]}
     metadata = st.load_sharded_metadata(storage)
     with pytest.raises(TreeError, match="no state is stored\n  'new'\n"):
-        st.abstract_optim_state_from_metadata(fresh, new, metadata)
-    target = st.abstract_optim_state_from_metadata(fresh, new, metadata, missing="leave_out")
+        st.optim.abstract_optim_state_from_metadata(fresh, new, metadata)
+    target = st.optim.abstract_optim_state_from_metadata(fresh, new, metadata, missing="leave_out")
     loaded = st.load({"o": target}, storage)["o"]
     with pytest.raises(TreeError, match="no stored group has\n  'new'\n  Pass hyperparameters='own'"):
-        st.sharding_state_to_optim_state(loaded)
-    found = st.sharding_state_to_optim_state(loaded, hyperparameters="own")
+        st.optim.sharding_state_to_optim_state(loaded)
+    found = st.optim.sharding_state_to_optim_state(loaded, hyperparameters="own")
     assert found["param_groups"] == fresh["param_groups"]
     assert not st.diff(found["state"], state_dict(by_name=True)["state"])
 
@@ -361,10 +377,10 @@ def test_a_number_for_each_layer_is_no_moment() -> None:
     for one in (stacked("w", torch.zeros(3)), param):
         held = torch.ones(1 if one is param else 3)
         state = {"state": {0: {"m": held, "step": torch.tensor(5.0)}}, "param_groups": [{"params": [0]}]}
-        storage = st.MemoryStorage()
-        st.save(st.optim_state_to_sharding_state(state, {0: one}), storage)
+        storage = st.storage.MemoryStorage()
+        st.save(st.optim.optim_state_to_sharding_state(state, {0: one}), storage)
         fresh = {"state": {}, "param_groups": [{"params": [0]}]}
         with pytest.raises(TreeError, match=r"'step' of state\[0\]: .* may be a moment or a number"):
-            st.abstract_optim_state_from_metadata(fresh, {0: one}, st.load_sharded_metadata(storage))
-        asked = st.abstract_optim_state(fresh, {0: one}, {"m": torch.float32, "step": torch.tensor(0.0)})
+            st.optim.abstract_optim_state_from_metadata(fresh, {0: one}, st.load_sharded_metadata(storage))
+        asked = st.optim.abstract_optim_state(fresh, {0: one}, {"m": torch.float32, "step": torch.tensor(0.0)})
         assert not st.diff(st.load(asked, storage), state)

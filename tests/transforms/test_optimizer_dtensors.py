@@ -25,14 +25,14 @@ def parameter() -> Iterator[torch.nn.Parameter]:
 
 def test_parameters_that_are_dtensors_are_refused(parameter: torch.nn.Parameter) -> None:
     tree = {"w": st.ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3), (0, 0, 2))}
-    with pytest.raises(st.TreeError, match=r"(?s)parameters that are DTensors.*from_dtensors"):
-        st.get_param_id_to_sharded_param_map(tree, [parameter])
+    with pytest.raises(st.errors.TreeError, match=r"(?s)parameters that are DTensors.*from_dtensors"):
+        st.optim.get_param_id_to_sharded_param_map(tree, [parameter])
 
 
 def test_moments_that_are_dtensors_are_refused(parameter: torch.nn.Parameter) -> None:
     params = {0: st.ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3), (0, 0, 2))}
     moments = {"state": {0: {"exp_avg": parameter.detach()}}, "param_groups": [{"params": [0]}]}
-    with pytest.raises(st.TreeError, match=r"(?s)'exp_avg'.*a DTensor; use `from_dtensors`"):
-        st.optim_state_to_sharding_state(moments, params)
-    with pytest.raises(st.TreeError, match=r"(?s)DTensor.*from_dtensors"):
-        st.make_sharded_optimizer_tensor(params[0], parameter.detach(), "optimizer.state.exp_avg")
+    with pytest.raises(st.errors.TreeError, match=r"(?s)'exp_avg'.*a DTensor; use `from_dtensors`"):
+        st.optim.optim_state_to_sharding_state(moments, params)
+    with pytest.raises(st.errors.TreeError, match=r"(?s)DTensor.*from_dtensors"):
+        st.optim.make_sharded_optimizer_tensor(params[0], parameter.detach(), "optimizer.state.exp_avg")

@@ -57,7 +57,7 @@ def check_factory_states(
     make: Make,
     saved: list[tuple[int, int, slice | None]],
     loaded: list[tuple[int, int, slice | None]],
-    convert: Callable[..., Any] = st.optim_state_to_sharding_state,
+    convert: Callable[..., Any] = st.optim.optim_state_to_sharding_state,
 ) -> None:
     """Saved on some ranks and loaded on others: each has its own elements, and all have the numbers.
 
@@ -67,7 +67,7 @@ def check_factory_states(
         loaded: likewise.
         convert: as `optim_state_to_sharding_state`.
     """
-    storage = st.MemoryStorage()
+    storage = st.storage.MemoryStorage()
 
     def data(whole: torch.Tensor, place: tuple[int, int, slice | None]) -> torch.Tensor:
         mine = held(whole, *place[:2])
@@ -124,7 +124,7 @@ def test_the_law_catches_numbers_that_each_rank_calls_its_own() -> None:
     """Main wherever a factory's own replica is."""
 
     def everywhere(state_dict: Any, params: Any) -> Any:
-        tree = st.optim_state_to_sharding_state(state_dict, params)
+        tree = st.optim.optim_state_to_sharding_state(state_dict, params)
         step = st.ShardedTensor.from_rank_offsets("optimizer.state.step.fc1.w", torch.tensor(3.0))
         return {**tree, "state": {0: {**tree["state"][0], "step": step}}}
 
@@ -133,8 +133,8 @@ def test_the_law_catches_numbers_that_each_rank_calls_its_own() -> None:
 
 
 def test_a_number_is_stored_for_each_key_and_loads_as_parameters_of_their_own() -> None:
-    tree = st.optim_state_to_sharding_state(states(MOMENT), {0: named(0, 1, WEIGHT)})
-    storage = st.MemoryStorage()
+    tree = st.optim.optim_state_to_sharding_state(states(MOMENT), {0: named(0, 1, WEIGHT)})
+    storage = st.storage.MemoryStorage()
     st.save({"o": tree}, storage)
     assert {key for key in st.load_tensors_metadata(storage) if "step" in key} == {
         "optimizer.state.step.gate.w",
@@ -142,7 +142,7 @@ def test_a_number_is_stored_for_each_key_and_loads_as_parameters_of_their_own() 
     }
     fresh = {"state": {}, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}
     params = {n: st.ShardedTensor.from_rank_offsets(f"{name}.w", WEIGHT[:12]) for n, name in enumerate(NAMES)}
-    asked = st.abstract_optim_state_from_metadata(fresh, params, st.load_sharded_metadata(storage))
+    asked = st.optim.abstract_optim_state_from_metadata(fresh, params, st.load_sharded_metadata(storage))
     found = st.load({"o": asked}, storage)["o"]["state"]
     assert [found[number]["exp_avg"][0, 0].item() for number in (0, 1)] == [0.0, 24.0]
     assert found[1]["step"].item() == 3.0
@@ -150,40 +150,45 @@ def test_a_number_is_stored_for_each_key_and_loads_as_parameters_of_their_own() 
 
 
 def test_parameters_of_different_steps_are_not_one() -> None:
-    storage = st.MemoryStorage()
+    storage = st.storage.MemoryStorage()
     params = {n: st.ShardedTensor.from_rank_offsets(f"{name}.w", WEIGHT[:12]) for n, name in enumerate(NAMES)}
     own = {n: {"step": torch.tensor(float(n))} for n in (0, 1)}
     st.save(
-        {"o": st.optim_state_to_sharding_state({"state": own, "param_groups": [{"params": [0, 1]}]}, params)}, storage
+        {"o": st.optim.optim_state_to_sharding_state({"state": own, "param_groups": [{"params": [0, 1]}]}, params)},
+        storage,
     )
     fresh = {"state": {0: {"step": torch.tensor(0.0)}}, "param_groups": [{"params": [0]}]}
-    asked = st.optim_state_to_sharding_state(fresh, {0: named(0, 1, WEIGHT)})
+    asked = st.optim.optim_state_to_sharding_state(fresh, {0: named(0, 1, WEIGHT)})
     with pytest.raises(ShapeError, match="different values of what one parameter has once"):
         st.load({"o": asked}, storage)
 
 
 @pytest.mark.parametrize("make", [named, in_one, of_the_kit])
 def test_a_fresh_optimizer_finds_them_by_metadata(make: Make) -> None:
-    storage = st.MemoryStorage()
+    storage = st.storage.MemoryStorage()
     trees = [
-        st.optim_state_to_sharding_state(states(held(MOMENT, n, 2)), {0: make(n, 2, held(WEIGHT, n, 2))})
+        st.optim.optim_state_to_sharding_state(states(held(MOMENT, n, 2)), {0: make(n, 2, held(WEIGHT, n, 2))})
         for n in (0, 1)
     ]
     st.simulate(2, lambda world: st.save({"o": trees[world.rank]}, storage, world=world))
     fresh = {"state": {}, "param_groups": [{"lr": 0.0, "params": [0]}]}
-    asked = st.abstract_optim_state_from_metadata(fresh, {0: make(0, 1, WEIGHT)}, st.load_sharded_metadata(storage))
+    asked = st.optim.abstract_optim_state_from_metadata(
+        fresh, {0: make(0, 1, WEIGHT)}, st.load_sharded_metadata(storage)
+    )
     found = st.load({"o": asked}, storage)["o"]
     assert not st.diff(found, states(MOMENT))
 
 
 def test_layers_in_one_tensor_have_a_number_each() -> None:
     """Along a prepended axis each place is a parameter of its own."""
-    storage = st.MemoryStorage()
+    storage = st.storage.MemoryStorage()
 
     def tree(layer: int) -> Any:
         param = st.ShardedTensor.from_rank_offsets("l.w", torch.zeros(2), (0, layer, 3), prepend_axis_num=1)
         own = {"step": torch.tensor(float(layer)), "count": layer}
-        return st.optim_state_to_sharding_state({"state": {0: own}, "param_groups": [{"params": [0]}]}, {0: param})
+        return st.optim.optim_state_to_sharding_state(
+            {"state": {0: own}, "param_groups": [{"params": [0]}]}, {0: param}
+        )
 
     st.simulate(3, lambda world: st.save({"o": tree(world.rank)}, storage, world=world))
     assert st.load_tensors_metadata(storage)["optimizer.state.step.l.w"].global_shape == (3,)
@@ -193,9 +198,9 @@ def test_layers_in_one_tensor_have_a_number_each() -> None:
 
 def test_a_stack_that_one_rank_holds_has_one_number() -> None:
     factory = stacked("l.w", torch.zeros(3, 2))
-    tree = st.optim_state_to_sharding_state(states(torch.ones(3, 2)), {0: factory})
+    tree = st.optim.optim_state_to_sharding_state(states(torch.ones(3, 2)), {0: factory})
     built = st.apply_factories(tree)["state"][0]
     assert [shard.global_offset for shard in built["step"]] == [(0,), (1,), (2,)]
-    storage = st.MemoryStorage()
+    storage = st.storage.MemoryStorage()
     st.save(tree, storage)
     assert st.load(tree, storage)["state"][0]["step"].item() == 3.0

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 import shardtree
 from shardtree.errors import CheckpointingException
 from shardtree.mapping import ShardedObject, ShardedTensor
-from shardtree.optim import first_element, optim_state_to_sharding_state, per_parameter, sharding_state_to_optim_state
+from shardtree.optim import optim_state_to_sharding_state, per_parameter, sharding_state_to_optim_state
+from shardtree.optim._per_parameter import first_element
 from shardtree.testing import (
     OptimizerState,
     check_optimizer_roundtrip,
@@ -212,8 +213,8 @@ def test_no_argument_is_changed_and_tensors_are_shared(data: st.DataObject) -> N
     for number, own in tree["state"].items():
         for key, leaf in own.items():
             assert leaf.data is state_dict["state"][number][key]
-    named = check_pure(shardtree.optim_state_by_name, state_dict, names)
-    back = check_pure(shardtree.optim_state_by_id, named, names)
+    named = check_pure(shardtree.optim.optim_state_by_name, state_dict, names)
+    back = check_pure(shardtree.optim.optim_state_by_id, named, names)
     assert not shardtree.diff(back, state_dict)
 
 
@@ -234,14 +235,14 @@ def test_ids_to_names_to_ids_is_the_identity(data: st.DataObject) -> None:
     state = data.draw(optimizer_states())
     state_dict, _, names = rank_optimizer(state, data.draw(optimizer_layouts(state)), 0)
     assert not shardtree.diff(
-        shardtree.optim_state_by_id(shardtree.optim_state_by_name(state_dict, names), names), state_dict
+        shardtree.optim.optim_state_by_id(shardtree.optim.optim_state_by_name(state_dict, names), names), state_dict
     )
 
 
 def test_names_to_ids_catches_states_by_order() -> None:
     named = {"state": {"b": {"n": 1}, "a": {"n": 2}}, "param_groups": [{"params": ["a", "b"]}]}
     by_order = dict(enumerate(named["state"].values()))
-    assert shardtree.diff(shardtree.optim_state_by_id(named, {0: "a", 1: "b"})["state"], by_order)
+    assert shardtree.diff(shardtree.optim.optim_state_by_id(named, {0: "a", 1: "b"})["state"], by_order)
 
 
 @given(st.data())
@@ -249,23 +250,23 @@ def test_regrouping_is_undone(data: st.DataObject) -> None:
     """Groups in another order, and parameters within them: states stay with names, and back again it is the same."""
     state = data.draw(optimizer_states())
     state_dict, _, names = rank_optimizer(state, data.draw(optimizer_layouts(state)), 0)
-    named = shardtree.optim_state_by_name(state_dict, names)
+    named = shardtree.optim.optim_state_by_name(state_dict, names)
     kept = [group for group in named["param_groups"] if group["params"]]
     named = {**named, "param_groups": kept}
     other = [
         {**group, "params": data.draw(st.permutations(group["params"]))} for group in data.draw(st.permutations(kept))
     ]
-    moved = shardtree.regroup_optim_state(named, [{"params": group["params"]} for group in other])
+    moved = shardtree.optim.regroup_optim_state(named, [{"params": group["params"]} for group in other])
     assert not shardtree.diff(moved["param_groups"], other)
     assert moved["state"] is named["state"]
-    assert not shardtree.diff(shardtree.regroup_optim_state(moved, kept), named)
+    assert not shardtree.diff(shardtree.optim.regroup_optim_state(moved, kept), named)
 
 
 def test_regrouping_catches_groups_by_position() -> None:
     named = {"state": {}, "param_groups": [{"lr": 1, "params": ["a"]}, {"lr": 2, "params": ["b"]}]}
     other = [{"params": ["b"]}, {"params": ["a"]}]
     by_position = [{**group, **own} for group, own in zip(named["param_groups"], other, strict=True)]
-    assert shardtree.diff(shardtree.regroup_optim_state(named, other)["param_groups"], by_position)
+    assert shardtree.diff(shardtree.optim.regroup_optim_state(named, other)["param_groups"], by_position)
 
 
 @given(st.data())
@@ -279,7 +280,7 @@ def test_a_fresh_optimizer_finds_its_states_by_metadata(data: st.DataObject) -> 
         if number < 0:
             return optim_state_to_sharding_state(state_dict, params)
         fresh = {"state": {}, "param_groups": [{**group, "lr": -1.0} for group in state_dict["param_groups"]]}
-        find = partial(shardtree.abstract_optim_state_from_metadata, missing="leave_out")
+        find = partial(shardtree.optim.abstract_optim_state_from_metadata, missing="leave_out")
         arguments = (fresh, params, metadata())
         return find(*arguments) if number else check_pure(find, *arguments)
 
@@ -287,18 +288,18 @@ def test_a_fresh_optimizer_finds_its_states_by_metadata(data: st.DataObject) -> 
     def metadata() -> Any:
         return shardtree.load_sharded_metadata(storage)
 
-    calls, storage = iter(range(10**6)), shardtree.MemoryStorage()
+    calls, storage = iter(range(10**6)), shardtree.storage.MemoryStorage()
     check_optimizer_roundtrip(state, saved, loaded, convert=convert, directory=storage)
 
 
 def test_the_metadata_law_catches_a_state_that_is_left_out() -> None:
-    storage, calls = shardtree.MemoryStorage(), iter(range(10**6))
+    storage, calls = shardtree.storage.MemoryStorage(), iter(range(10**6))
 
     def convert(state_dict: Any, params: Any) -> Any:
         if next(calls) < 4:
             return optim_state_to_sharding_state(state_dict, params)
         metadata = shardtree.load_sharded_metadata(storage)
-        return shardtree.abstract_optim_state_from_metadata(state_dict, params, metadata, "step")
+        return shardtree.optim.abstract_optim_state_from_metadata(state_dict, params, metadata, "step")
 
     with pytest.raises(AssertionError, match=r"missing tree\['state'\]\[0\]\['step'\]"):
         check_optimizer_roundtrip(SAMPLE, FOUR, THREE, convert=convert, directory=storage)

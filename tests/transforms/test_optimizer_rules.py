@@ -23,7 +23,7 @@ def rank_trees(
     """What each shard of a layout makes of its state, as if each were on a rank of its own."""
     shards = [shard for rank in range(layout.ranks) for shard in cut(layout, "w", whole, rank)]
     return [
-        st.optim_state_to_sharding_state(
+        st.optim.optim_state_to_sharding_state(
             {"state": {0: {key: state(shard)}}, "param_groups": GROUPS}, {0: shard}, rules=rules
         )
         for shard in shards
@@ -55,7 +55,9 @@ def test_what_all_pieces_have_of_an_axis_is_stored_once(keep: bool, data: some.D
         part = local_part(reduced, shard)
         return part if keep else part.squeeze(axis)
 
-    trees = rank_trees(layout, torch.zeros(shape), state, {"k": st.reduced_axis(axis - len(shape), where_cut="equal")})
+    trees = rank_trees(
+        layout, torch.zeros(shape), state, {"k": st.optim.reduced_axis(axis - len(shape), where_cut="equal")}
+    )
     check_held_once(trees)
     assert torch.equal(assemble(trees)["optimizer.state.k.w"], reduced if keep else reduced.squeeze(axis))
 
@@ -63,14 +65,14 @@ def test_what_all_pieces_have_of_an_axis_is_stored_once(keep: bool, data: some.D
 def test_reduced_axis_catches_what_each_reduced_on_its_own() -> None:
     """Told to be equal, and it isn't."""
     shards = [st.ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3), (0, rank, 2)) for rank in range(2)]
-    rule = st.reduced_axis(0, where_cut="equal")
+    rule = st.optim.reduced_axis(0, where_cut="equal")
     with pytest.raises(AssertionError, match=r"copies of 'optimizer\.state\.k\.w' differ"):
         assemble([{"k": rule(shard, "k", torch.full((1, 3), float(n)))} for n, shard in enumerate(shards)])
 
 
 def test_each_piece_has_its_own_column() -> None:
     shards = [st.ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3), (0, rank, 4)) for rank in range(4)]
-    rule = st.reduced_axis(-2, where_cut="own")
+    rule = st.optim.reduced_axis(-2, where_cut="own")
     trees = [{"k": rule(shard, "col_var", torch.full((1, 3), float(n)))} for n, shard in enumerate(shards)]
     check_held_once(trees)
     assert assemble(trees)["optimizer.state.col_var.w"][:, 0].tolist() == [0.0, 1.0, 2.0, 3.0]
@@ -78,7 +80,7 @@ def test_each_piece_has_its_own_column() -> None:
 
 def test_reduced_behind_prepended_axes() -> None:
     shard = st.ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3), (0, 1, 5), (1, 1, 2), prepend_axis_num=1)
-    row = st.reduced_axis(-1)(shard, "row_var", torch.zeros(2))
+    row = st.optim.reduced_axis(-1)(shard, "row_var", torch.zeros(2))
     assert (row.global_shape, row.global_offset, row.prepend_axis_num) == ((5, 4), (1, 2), 1)
 
 
@@ -106,25 +108,25 @@ def test_scales_of_aligned_ranges_are_those_of_the_whole(data: some.DataObject) 
 
     shards = [shard for rank in range(layout.ranks) for shard in cut(layout, "w", whole, rank)]
     if all(map(aligned, shards)):
-        trees = rank_trees(layout, whole, state, {"k": st.block_scales(block)})
+        trees = rank_trees(layout, whole, state, {"k": st.optim.block_scales(block)})
         check_held_once(trees)
         assert torch.equal(assemble(trees)["optimizer.state.k.w"], scales)
     else:
         with pytest.raises(TreeError, match="expected whole blocks of the whole parameter"):
-            rank_trees(layout, whole, state, {"k": st.block_scales(block)})
+            rank_trees(layout, whole, state, {"k": st.optim.block_scales(block)})
 
 
 def test_scales_catch_an_offset_in_elements() -> None:
     shards = [st.ShardedTensor.from_rank_offsets("w", torch.zeros(2, 4), (0, rank, 2)) for rank in range(2)]
-    scales = [st.block_scales(4)(shard, "absmax", torch.full((2,), float(n))) for n, shard in enumerate(shards)]
+    scales = [st.optim.block_scales(4)(shard, "absmax", torch.full((2,), float(n))) for n, shard in enumerate(shards)]
     assert assemble([{"k": scale} for scale in scales])["optimizer.state.absmax.w"].tolist() == [0, 0, 1, 1]
-    wrong = [st.block_scales(2)(shard, "absmax", torch.zeros(4)) for shard in shards]
+    wrong = [st.optim.block_scales(2)(shard, "absmax", torch.zeros(4)) for shard in shards]
     assert wrong[1].global_offset != scales[1].global_offset
 
 
 def test_a_parameter_without_elements_has_no_blocks() -> None:
     second = st.ShardedTensor.from_rank_offsets("w", torch.zeros(0, 2), (1, 1, 2))
-    assert st.block_scales(4)(second, "absmax", torch.zeros(0)).global_shape == (0,)
+    assert st.optim.block_scales(4)(second, "absmax", torch.zeros(0)).global_shape == (0,)
 
 
 # -- one of each
@@ -135,7 +137,7 @@ def test_one_per_parameter_is_held_once(data: some.DataObject) -> None:
     shape = data.draw(shapes(sizes=(2, 3, 4)))
     layout = data.draw(layouts(shape, 3))
     code = torch.arange(5.0)
-    trees = rank_trees(layout, torch.zeros(shape), lambda shard: code, {"*": st.one_per_parameter})
+    trees = rank_trees(layout, torch.zeros(shape), lambda shard: code, {"*": st.optim.one_per_parameter})
     check_held_once(trees)
     front = layout.global_shape[: layout.prepended]
     assert torch.equal(assemble(trees)["optimizer.state.k.w"], code.expand(*front, 5))
@@ -149,7 +151,7 @@ def test_one_per_shard_is_a_place_for_each_cell() -> None:
         for replica in range(2)
     ]
     for state in (torch.zeros(4), {"seed": 3}):
-        trees = [{"k": check_pure(st.one_per_shard, shard, "k", state)} for shard in shards]
+        trees = [{"k": check_pure(st.optim.one_per_shard, shard, "k", state)} for shard in shards]
         check_held_once(trees)
         assert trees[0]["k"].global_shape[:2] == (2, 3)
 
@@ -166,7 +168,7 @@ def test_the_first_rule_that_fits_counts_even_for_a_tensor_of_the_parameters_sha
 
     state = {"state": {0: {"m": torch.zeros(2, 3), "v": torch.zeros(2, 3), "u": 1}}, "param_groups": GROUPS}
     rules = {"m": rule("key"), "v.**.w": rule("param"), "v": rule("late")}
-    tree = st.optim_state_to_sharding_state(state, {0: param}, rules=rules)
+    tree = st.optim.optim_state_to_sharding_state(state, {0: param}, rules=rules)
     assert told == [("key", "m"), ("param", "v")]
     assert isinstance(tree["state"][0]["u"], st.ShardedObject)
 
@@ -175,7 +177,7 @@ def test_what_a_rule_raises_says_for_what() -> None:
     param = st.ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3))
     state = {"state": {0: {"row_var": torch.zeros(5)}}, "param_groups": GROUPS}
     with pytest.raises(ShapeError, match=r"'row_var' of 'w'\n  found \(5,\), expected \(2,\)") as caught:
-        st.optim_state_to_sharding_state(state, {0: param}, rules=st.adafactor_rules())
+        st.optim.optim_state_to_sharding_state(state, {0: param}, rules=st.optim.adafactor_rules())
     assert "at tree['state']['w']['row_var']" in caught.value.__notes__[0]
 
 
@@ -188,19 +190,22 @@ FACTORY = st.ShardedTensorFactory("w", torch.zeros(2, 3), lambda *args: [], lamb
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: st.reduced_axis(-2)(GRID, "k", torch.zeros(1, 3)), "2 of 8 indices of axis 0"),
-        (lambda: st.reduced_axis(2)(GRID, "k", torch.zeros(1, 3)), "found 2 axes, expected an axis 2"),
-        (lambda: st.reduced_axis(-2, where_cut="own")(GRID, "k", torch.zeros(3)), "found 4 pieces"),
-        (lambda: st.reduced_axis(-2, where_cut="own")(IRREGULAR, "k", torch.zeros(1, 3)), "found an irregular grid"),
-        (lambda: st.reduced_axis(-1)(FLAT, "k", torch.zeros(1)), "found a flat range, expected one box"),
-        (lambda: st.reduced_axis(-1)(FACTORY, "k", torch.zeros(2, 1)), "found a factory, expected one box"),
-        (lambda: st.reduced_axis(-1, where_cut="no"), "'refuse', 'equal' or 'own'"),
-        (lambda: st.block_scales(4)(FACTORY, "k", torch.zeros(2)), "found a factory"),
-        (lambda: st.block_scales(4)(GRID, "k", torch.zeros(2)), "blocks of 4, expected whole blocks"),
-        (lambda: st.block_scales(3)(GRID, "k", torch.zeros(3)), r"found \(3,\), expected \(2,\)"),
-        (lambda: st.block_scales(0), "block_size"),
-        (lambda: st.one_per_shard(IRREGULAR, "k", 1), "irregular grid"),
-        (lambda: st.one_per_shard(FLAT, "k", 1), "flat range"),
+        (lambda: st.optim.reduced_axis(-2)(GRID, "k", torch.zeros(1, 3)), "2 of 8 indices of axis 0"),
+        (lambda: st.optim.reduced_axis(2)(GRID, "k", torch.zeros(1, 3)), "found 2 axes, expected an axis 2"),
+        (lambda: st.optim.reduced_axis(-2, where_cut="own")(GRID, "k", torch.zeros(3)), "found 4 pieces"),
+        (
+            lambda: st.optim.reduced_axis(-2, where_cut="own")(IRREGULAR, "k", torch.zeros(1, 3)),
+            "found an irregular grid",
+        ),
+        (lambda: st.optim.reduced_axis(-1)(FLAT, "k", torch.zeros(1)), "found a flat range, expected one box"),
+        (lambda: st.optim.reduced_axis(-1)(FACTORY, "k", torch.zeros(2, 1)), "found a factory, expected one box"),
+        (lambda: st.optim.reduced_axis(-1, where_cut="no"), "'refuse', 'equal' or 'own'"),
+        (lambda: st.optim.block_scales(4)(FACTORY, "k", torch.zeros(2)), "found a factory"),
+        (lambda: st.optim.block_scales(4)(GRID, "k", torch.zeros(2)), "blocks of 4, expected whole blocks"),
+        (lambda: st.optim.block_scales(3)(GRID, "k", torch.zeros(3)), r"found \(3,\), expected \(2,\)"),
+        (lambda: st.optim.block_scales(0), "block_size"),
+        (lambda: st.optim.one_per_shard(IRREGULAR, "k", 1), "irregular grid"),
+        (lambda: st.optim.one_per_shard(FLAT, "k", 1), "flat range"),
     ],
 )
 def test_a_rule_refuses(call: Callable[[], Any], words: str) -> None:
@@ -213,10 +218,10 @@ def test_a_rule_refuses(call: Callable[[], Any], words: str) -> None:
 
 def test_states_of_other_shapes_are_asked_for_by_metadata() -> None:
     rules = {
-        **st.adafactor_rules(),
-        "absmax": st.block_scales(3),
-        "code": st.one_per_parameter,
-        "seed": st.one_per_shard,
+        **st.optim.adafactor_rules(),
+        "absmax": st.optim.block_scales(3),
+        "code": st.optim.one_per_parameter,
+        "seed": st.optim.one_per_shard,
     }
 
     def tree(rank: int, ranks: int) -> Any:
@@ -229,9 +234,9 @@ def test_states_of_other_shapes_are_asked_for_by_metadata() -> None:
         }
         return shard, {"state": {0: own}, "param_groups": GROUPS}
 
-    storage = st.MemoryStorage()
+    storage = st.storage.MemoryStorage()
     parts = [tree(rank, 4) for rank in range(4)]
-    trees = [st.optim_state_to_sharding_state(state, {0: shard}, rules=rules) for shard, state in parts]
+    trees = [st.optim.optim_state_to_sharding_state(state, {0: shard}, rules=rules) for shard, state in parts]
     st.simulate(4, lambda world: st.save({"o": trees[world.rank]}, storage, world=world))
     for ranks, kept in ((4, ()), (3, ("seed",))):
         every = [tree(rank, ranks) for rank in range(ranks)]
@@ -239,7 +244,7 @@ def test_states_of_other_shapes_are_asked_for_by_metadata() -> None:
         def load(world: st.World, every: Any = every, kept: Any = kept) -> Any:
             fresh = {"state": {}, "param_groups": GROUPS}
             params, metadata = {0: every[world.rank][0]}, st.load_sharded_metadata(storage)
-            asked = st.abstract_optim_state_from_metadata(fresh, params, metadata, kept, rules=rules)
+            asked = st.optim.abstract_optim_state_from_metadata(fresh, params, metadata, kept, rules=rules)
             return st.load({"o": asked}, storage, world=world)["o"]
 
         for (_, state), found in zip(every, st.simulate(ranks, load), strict=True):

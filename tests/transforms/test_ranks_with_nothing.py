@@ -21,7 +21,7 @@ STORED = [{"lr": 0.1, "params": ["w"]}, {"lr": 0.2, "params": ["b"]}]
 def resumed_rates(own: list[dict[str, Any]]) -> list[float]:
     """Return the learning rates of an optimizer's own groups, once it has loaded the stored ones."""
     params = {name: ShardedTensor.from_rank_offsets(name, torch.zeros(2)) for name in ("w", "b")}
-    storage = st.MemoryStorage()
+    storage = st.storage.MemoryStorage()
     st.save({"o": optim_state_to_sharding_state({"state": {}, "param_groups": STORED}, params)}, storage)
     target = optim_state_to_sharding_state({"state": {}, "param_groups": own}, params)
     groups = sharding_state_to_optim_state(st.load({"o": target}, storage)["o"])["param_groups"]
@@ -51,7 +51,7 @@ def padding(lens: Lens, device: str) -> Any:
 
 
 def test_padding_is_made_where_a_load_puts_tensors() -> None:
-    storage = st.MemoryStorage()
+    storage = st.storage.MemoryStorage()
     st.save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(4, 3)), "step": 1}, storage)
     loaded = st.load({"w": padding(padded_axis(4), "meta")}, storage, validate_access_integrity=False)
     assert loaded["w"].device.type == "cpu"
@@ -67,7 +67,7 @@ def test_a_rank_that_has_nothing_of_a_parameter_asks_for_the_states_that_others_
     fresh = {"state": {}, "param_groups": [{"lr": 0.1, "params": [0]}]}
     tree = abstract_optim_state_from_metadata(fresh, {0: padding(padded_axis(4), "cpu")}, stored)
     assert tree["state"][0].keys() == states.keys()
-    storage = st.MemoryStorage()
+    storage = st.storage.MemoryStorage()
     st.save(stored, storage)
     loaded = st.load({"o": tree}, storage, validate_access_integrity=False)
     assert loaded["o"]["state"][0]["step"] == 3

@@ -28,7 +28,7 @@ class Case(NamedTuple):
     rules: Mapping[str, Any] | None = None
 
 
-FACTORED = st.adafactor_rules(where_cut="equal")
+FACTORED = st.optim.adafactor_rules(where_cut="equal")
 CASES = [
     Case("Adam"),
     Case("Adam", {"amsgrad": True}),
@@ -114,26 +114,26 @@ def sliced(state_dict: Any, rank: int, ranks: int) -> Any:
 
 
 def convert(case: Case, rank: Rank, state_dict: Any) -> Any:
-    params = st.get_param_id_to_sharded_param_map(rank.sharded(), rank.optimizer)
-    return st.optim_state_to_sharding_state(state_dict, params, rules=case.rules)
+    params = st.optim.get_param_id_to_sharded_param_map(rank.sharded(), rank.optimizer)
+    return st.optim.optim_state_to_sharding_state(state_dict, params, rules=case.rules)
 
 
-def target(case: Case, rank: Rank, storage: st.MemoryStorage) -> Any:
-    params = st.get_param_id_to_sharded_param_map(rank.sharded(), rank.optimizer)
+def target(case: Case, rank: Rank, storage: st.storage.MemoryStorage) -> Any:
+    params = st.optim.get_param_id_to_sharded_param_map(rank.sharded(), rank.optimizer)
     missing = "leave_out" if not any("state" in key for key in st.load_sharded_metadata(storage)) else "refuse"
-    return st.abstract_optim_state_from_metadata(
+    return st.optim.abstract_optim_state_from_metadata(
         rank.optimizer.state_dict(), params, st.load_sharded_metadata(storage), rules=case.rules, missing=missing
     )
 
 
 def saved_and_loaded(case: Case, states: list[Any], save_ranks: list[Rank], load_ranks: list[Rank]) -> list[Any]:
-    storage = st.MemoryStorage()
+    storage = st.storage.MemoryStorage()
     trees = [convert(case, rank, state) for rank, state in zip(save_ranks, states, strict=True)]
     st.simulate(len(trees), lambda world: st.save({"o": trees[world.rank]}, storage, world=world))
 
     def load(world: st.World) -> Any:
         tree = {"o": target(case, load_ranks[world.rank], storage)}
-        return st.sharding_state_to_optim_state(st.load(tree, storage, world=world)["o"])
+        return st.optim.sharding_state_to_optim_state(st.load(tree, storage, world=world)["o"])
 
     return st.simulate(len(load_ranks), load)
 
@@ -200,7 +200,7 @@ def test_lbfgs_gets_a_clear_answer() -> None:
     optimizer.step(loss)
     params = {0: st.ShardedTensor.from_rank_offsets("w", param)}
     with pytest.raises(CheckpointingException, match="such as those of LBFGS, can't be sharded by parameter") as caught:
-        st.optim_state_to_sharding_state(optimizer.state_dict(), params)
+        st.optim.optim_state_to_sharding_state(optimizer.state_dict(), params)
     for words in (
         "'old_dirs' of state[0] ('w'): tensors in a list",
         "'d' of state[0] ('w'): (6,), the parameter has (3, 2)",
@@ -210,7 +210,7 @@ def test_lbfgs_gets_a_clear_answer() -> None:
 
 def test_adafactor_on_pieces_of_its_own_comes_back_on_as_many_ranks() -> None:
     """Each rank reduces its own rows: 4 ranks have 4 column factors, which no other number of ranks can use."""
-    case = Case("Adafactor", {"lr": 0.1}, elementwise=False, rules=st.adafactor_rules(where_cut="own"))
+    case = Case("Adafactor", {"lr": 0.1}, elementwise=False, rules=st.optim.adafactor_rules(where_cut="own"))
     every, again = trained(case, 4), trained(case, 4, steps=0)
     states = [rank.optimizer.state_dict() for rank in every]
     for found, state in zip(saved_and_loaded(case, states, every, again), states, strict=True):
@@ -236,19 +236,19 @@ def test_torchs_own_state_dicts_by_name() -> None:
 
     def tree(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Any:
         sharded = {name: st.ShardedTensor.from_rank_offsets(name, param) for name, param in model.named_parameters()}
-        params = st.sharded_params_by_name(sharded)
+        params = st.optim.sharded_params_by_name(sharded)
         return {
             "model": sharded,
-            "o": st.optim_state_to_sharding_state(get_optimizer_state_dict(model, optimizer), params),
+            "o": st.optim.optim_state_to_sharding_state(get_optimizer_state_dict(model, optimizer), params),
         }
 
     first, other = made(("weight", "bias")), made(("bias", "weight"))
     step(*first)
-    storage = st.MemoryStorage()
+    storage = st.storage.MemoryStorage()
     st.save(tree(*first), storage)
     loaded = st.load(tree(*other), storage)
     other[0].load_state_dict(loaded["model"])
-    set_optimizer_state_dict(*other, st.sharding_state_to_optim_state(loaded["o"]))
+    set_optimizer_state_dict(*other, st.optim.sharding_state_to_optim_state(loaded["o"]))
     assert [group["lr"] for group in other[1].param_groups] == [0.2, 0.1]
     step(*first)
     step(*other)
@@ -258,13 +258,13 @@ def test_torchs_own_state_dicts_by_name() -> None:
 
 def test_a_template_asks_for_the_same_as_the_metadata() -> None:
     case = Case("AdamW")
-    every, storage = trained(case, 4), st.MemoryStorage()
+    every, storage = trained(case, 4), st.storage.MemoryStorage()
     trees = [convert(case, rank, rank.optimizer.state_dict()) for rank in every]
     st.simulate(4, lambda world: st.save({"o": trees[world.rank]}, storage, world=world))
     [fresh] = trained(case, 1, steps=0)
-    params = st.get_param_id_to_sharded_param_map(fresh.sharded(), fresh.optimizer)
+    params = st.optim.get_param_id_to_sharded_param_map(fresh.sharded(), fresh.optimizer)
     template = {"step": torch.tensor(0.0), "exp_avg": torch.float32, "exp_avg_sq": torch.float32}
-    asked = st.abstract_optim_state(fresh.optimizer.state_dict(), params, template)
+    asked = st.optim.abstract_optim_state(fresh.optimizer.state_dict(), params, template)
     assert not st.diff(asked, target(case, fresh, storage))
     loaded = st.load({"o": asked}, storage)["o"]
     [whole] = trained(case, 1)
@@ -275,6 +275,6 @@ def test_a_template_with_a_rule() -> None:
     params = {0: st.ShardedTensor.from_rank_offsets("w", torch.zeros(3, 6), (0, 1, 4))}
     fresh = {"state": {}, "param_groups": [{"params": [0]}]}
     template = {"row_var": lambda shard: torch.empty(*shard.local_shape[:-1], 1, device="meta"), "count": 0}
-    state = st.abstract_optim_state(fresh, params, template, rules=st.adafactor_rules())["state"][0]
+    state = st.optim.abstract_optim_state(fresh, params, template, rules=st.optim.adafactor_rules())["state"][0]
     assert (state["row_var"].global_shape, state["row_var"].data) == ((12, 1), None)
     assert isinstance(state["count"], st.ShardedObject)

@@ -19,72 +19,72 @@ LEVELS = 3000
 SHARD = st.ShardedTensor.from_rank_offsets("w", torch.ones(2))
 FACTORY = st.ShardedTensorFactory("f", torch.ones(2), lambda key, data, replica_id, flat: [SHARD], lambda x: x[0])
 MESH, SPEC = st.Mesh(dp=1), st.PartitionSpec()
-SAVED = st.MemoryStorage()
+SAVED = st.storage.MemoryStorage()
 Call = Callable[[Any], object]
 
 CALLS: dict[str, Call] = {
     "abstract": lambda deep: st.abstract(deep, MESH, SPEC),
     "abstract_at": lambda deep: st.abstract_at(deep, MESH, SPEC, 0),
-    "abstract_optim_state": lambda deep: st.abstract_optim_state({"state": {}, "param_groups": deep}, {}, {}),
-    "abstract_optim_state_from_metadata": lambda deep: st.abstract_optim_state_from_metadata(
+    "abstract_optim_state": lambda deep: st.optim.abstract_optim_state({"state": {}, "param_groups": deep}, {}, {}),
+    "abstract_optim_state_from_metadata": lambda deep: st.optim.abstract_optim_state_from_metadata(
         {"state": {}, "param_groups": deep}, {}, {}
     ),
     "apply_factories": st.apply_factories,
     "apply_factory_merges": lambda deep: st.apply_factory_merges(deep, deep),
     "cast": lambda deep: st.cast(deep, torch.float64),
     "combine": lambda deep: st.combine(deep, deep),
-    "common_problems": lambda deep: st.common_problems([deep, deep]),
-    "common_with_holes": st.common_with_holes,
+    "common_problems": lambda deep: st.layouts.common_problems([deep, deep]),
+    "common_with_holes": st.trees.common_with_holes,
     "coverage": lambda deep: st.coverage([deep]),
     "diff": lambda deep: st.diff(deep, nested(deep)),
     "explain": lambda deep: st.explain(deep, SAVED),
     "explain_ranks": lambda deep: st.explain_ranks([deep], SAVED),
     "extract_metadata": st.extract_metadata,
-    "extract_nonpersistent": st.extract_nonpersistent,
-    "extract_sharded": st.extract_sharded,
-    "factories_by_pattern": lambda deep: st.factories_by_pattern(deep, {"w": st.transposed()}),
+    "extract_nonpersistent": st.trees.extract_nonpersistent,
+    "extract_sharded": st.trees.extract_sharded,
+    "factories_by_pattern": lambda deep: st.lenses.factories_by_pattern(deep, {"w": st.lenses.transposed()}),
     "fingerprint": st.fingerprint,
-    "fingerprint_parts": st.fingerprint_parts,
+    "partial_fingerprints": st.fingerprints.partial_fingerprints,
     "from_local": lambda deep: st.from_local(deep, MESH, SPEC, 0),
-    "get_param_id_to_sharded_param_map": lambda deep: st.get_param_id_to_sharded_param_map({"m": deep}, []),
-    "join": lambda deep: st.join(deep, deep),
+    "get_param_id_to_sharded_param_map": lambda deep: st.optim.get_param_id_to_sharded_param_map({"m": deep}, []),
+    "join": lambda deep: st.trees.join(deep, deep),
     "layout_of": lambda deep: st.layout_of(deep, MESH, SPEC),
-    "leaves_with_paths": st.leaves_with_paths,
+    "leaves_with_paths": st.trees.leaves_with_paths,
     "load": lambda deep: st.load(deep, SAVED),
     "map_data": lambda deep: st.map_data(torch.neg, deep),
     "map_shards": lambda deep: st.map_shards(str, deep),
     "merge": lambda deep: st.merge(deep, deep),
     "narrow": lambda deep: st.narrow(deep, 0, 0, 1),
-    "optim_state_by_id": lambda deep: st.optim_state_by_id({"state": {}, "param_groups": deep}, {}),
-    "optim_state_by_name": lambda deep: st.optim_state_by_name({"state": {}, "param_groups": deep}, {}),
-    "optim_state_to_sharding_state": lambda deep: st.optim_state_to_sharding_state(
+    "optim_state_by_id": lambda deep: st.optim.optim_state_by_id({"state": {}, "param_groups": deep}, {}),
+    "optim_state_by_name": lambda deep: st.optim.optim_state_by_name({"state": {}, "param_groups": deep}, {}),
+    "optim_state_to_sharding_state": lambda deep: st.optim.optim_state_to_sharding_state(
         {"state": {0: deep}, "param_groups": [{"params": [0], "lr": deep}]}, {0: SHARD}
     ),
-    "partial_rename": lambda deep: st.partial_rename(deep, {"w": "v"}),
+    "partial_rename": lambda deep: st.transforms.partial_rename(deep, {"w": "v"}),
     "partition": lambda deep: st.partition(deep, lambda leaf: True),
     "plan_reshard": lambda deep: st.plan_reshard([deep], [deep]),
     "prefix": lambda deep: st.prefix(deep, "model."),
     "redistribute": lambda deep: st.redistribute(deep, deep),
-    "regroup_optim_state": lambda deep: st.regroup_optim_state(
+    "regroup_optim_state": lambda deep: st.optim.regroup_optim_state(
         {"state": {}, "param_groups": [{"params": [0], "lr": deep}]}, [{"params": [0], "lr": deep}]
     ),
     "rename": lambda deep: st.rename(deep, {"w": "v"}),
     "reshard": lambda deep: st.reshard([deep], [deep]),
-    "save": lambda deep: st.save(deep, st.MemoryStorage()),
+    "save": lambda deep: st.save(deep, st.storage.MemoryStorage()),
     "select": lambda deep: st.select(deep, "w"),
     "shard": lambda deep: st.shard(deep, MESH, SPEC),
     "shard_at": lambda deep: st.shard_at(deep, MESH, SPEC, 0),
-    "shard_leaves": st.shard_leaves,
-    "sharded_params_by_name": lambda deep: st.sharded_params_by_name({"m": deep}),
-    "sharding_state_to_optim_state": lambda deep: st.sharding_state_to_optim_state(
+    "shard_leaves": st.trees.shard_leaves,
+    "sharded_params_by_name": lambda deep: st.optim.sharded_params_by_name({"m": deep}),
+    "sharding_state_to_optim_state": lambda deep: st.optim.sharding_state_to_optim_state(
         {"state": {0: deep}, "param_groups": [{"params": [0], "lr": deep}]}
     ),
-    "tree_columns": lambda deep: st.tree_columns([deep]),
+    "tree_columns": lambda deep: st.layouts.tree_columns([deep]),
     "unshard": lambda deep: st.unshard([deep]),
     "unbox": st.unbox,
     "rebox": lambda deep: st.rebox(deep, deep),
     "without_data": st.without_data,
-    "without_holes": st.without_holes,
+    "without_holes": st.trees.without_holes,
     "dtensor_layout": dtensor_layout,
     "from_dtensors": from_dtensors,
     "to_dtensors": lambda deep: to_dtensors(deep, deep),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shardtree.errors import ShapeError
-from shardtree.layouts import Mesh, PartitionSpec, Split, from_local
+from shardtree.layouts import AxisSplit, Mesh, PartitionSpec, from_local
 from shardtree.trees import join_data
 
 
@@ -22,7 +22,7 @@ def test_tensors_of_several_dtypes_are_not_joined(join: Callable[..., Any], othe
 
 
 def test_a_factory_does_not_merge_tensors_of_several_dtypes() -> None:
-    spec = PartitionSpec((Split("tp", split_factor=2),))
+    spec = PartitionSpec((AxisSplit("tp", split_factor=2),))
     factory = from_local({"w": torch.arange(4.0)}, Mesh(tp=2), spec, 1)["w"]
     with pytest.raises(ShapeError, match="several dtypes"):
         factory.merge_fn([torch.ones(2), torch.ones(2).int()])

@@ -2,5 +2,5 @@
 
 from ._compare import CheckpointDifference as CheckpointDifference
 from ._compare import KindDifference as KindDifference
-from ._compare import compare_checkpoints as compare_checkpoints
+from ._compare import compare as compare
 from ._values import ValueDifference as ValueDifference

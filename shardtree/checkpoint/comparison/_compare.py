@@ -65,7 +65,7 @@ class CheckpointDifference:
         return any(map(bool, lists))
 
 
-def compare_checkpoints(
+def compare(
     left: Directory,
     right: Directory,
     *,
@@ -100,7 +100,7 @@ def compare_checkpoints(
         ...     folder = tempfile.mkdtemp()
         ...     st.save({"w": st.ShardedTensor.from_rank_offsets("w", torch.tensor(values)), "step": 7}, folder)
         ...     return folder
-        >>> found = compare_checkpoints(saved([1.0, 2.0]), saved([1.0, 2.5]))
+        >>> found = compare(saved([1.0, 2.0]), saved([1.0, 2.5]))
         >>> [str(each) for each in found.values], bool(found.common)
         (["'w': 1 of 2 elements differ, by at most 0.5; the first at (1,): 2.0 and 2.5"], False)
     """

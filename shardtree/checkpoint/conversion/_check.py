@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ...errors import IntegrityError, error_text, render_path
-from ...fingerprints import FingerprintPart, add_fingerprints, shard_parts
+from ...fingerprints import PartialFingerprint, add_fingerprints, shard_parts
 from ...layouts import TensorKind
 from ...lazy import LazyTensor, stored
 from ...mapping import ShardedObject, ShardedTensor
@@ -36,7 +36,7 @@ class Summing:
     """
 
     reader: BoxReader
-    _parts: dict[str, FingerprintPart] = field(default_factory=dict)
+    _parts: dict[str, PartialFingerprint] = field(default_factory=dict)
 
     def whole(self, key: str) -> LazyTensor:
         """Return a tensor whose elements are read through this."""
@@ -46,7 +46,7 @@ class Summing:
     def fingerprints(self, tensors: Sequence[ShardedTensor]) -> dict[str, int]:
         """Return the fingerprints of tensors of which every element was read."""
         kinds = {shard.key: TensorKind(shard.dtype, shard.global_shape, 0) for shard in tensors}
-        none = {key: FingerprintPart(kind, 0, 0) for key, kind in kinds.items()}  # for those without elements
+        none = {key: PartialFingerprint(kind, 0, 0) for key, kind in kinds.items()}  # for those without elements
         return add_fingerprints([none, self._parts])
 
     def _read(self, key: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:

@@ -270,11 +270,11 @@ def _written(target: Destination, journal: Journal, plan: Plan) -> tuple[int, bo
     remove_others(journal)
     if save_id is None:
         begun = look(storage, target.backends, target.strategies, overwrite=False)
-        draft = draft_of(begun, storage, Turn(0, 1), target.options)
-        make_folder(draft, target.backends, target.strategies)
-        save_id = draft.save_id
-        if "folder" in draft.memo:
-            draft.memo["folder"].wait()  # each batch has a draft of its own, which knows nothing of this
+        pending = draft_of(begun, storage, Turn(0, 1), target.options)
+        make_folder(pending, target.backends, target.strategies)
+        save_id = pending.save_id
+        if "folder" in pending.memo:
+            pending.memo["folder"].wait()  # each batch has a pending save of its own, which knows nothing of this
         begin_journal(journal, save_id, durable=target.options.durable)
     try:
         with owned(storage, save_id, durable=target.options.durable):

@@ -11,7 +11,7 @@ from ...errors import StrategyError, TreeError, UnsafeFile, UnsupportedValue, Wo
 from ...layouts import ShardColumns, join_columns, shard_columns
 from ...mapping import ShardedObject, ShardedTensor
 from ...storage import MemoryStorage, Storage
-from ...strategies import AsyncRequest, Draft, SaveOptions, Strategies, StrategyAction
+from ...strategies import AsyncRequest, PendingSave, SaveOptions, Strategies, StrategyAction
 from ...trees import HOLE
 from ...world import World
 from .._dispatch import Backends, Choice, strategy_of
@@ -93,7 +93,7 @@ def rehearse_common(destination: Destination, common: Any) -> None:
     )
     options = replace(destination.options, durable=False)
     try:
-        save_common(Draft(MemoryStorage(), "save-rehearsal", Turn(0, 1), None, options), common)
+        save_common(PendingSave(MemoryStorage(), "save-rehearsal", Turn(0, 1), None, options), common)
     except StrategyError:
         return
     except (UnsupportedValue, TreeError, UnsafeFile) as error:
@@ -108,7 +108,7 @@ def rehearse_tensors(destination: Destination, tensors: Sequence[ShardedTensor])
         StrategyError: the format can't be written at all.
         UnsupportedValue: it lacks a dtype.
     """
-    save = Draft(MemoryStorage(), "save-rehearsal", Turn(0, 1), None, destination.options, shard_columns(tensors))
+    save = PendingSave(MemoryStorage(), "save-rehearsal", Turn(0, 1), None, destination.options, shard_columns(tensors))
     save_request(save, (tuple(tensors), ()), {}, destination.choices, destination.backends, destination.strategies)
 
 
@@ -154,9 +154,9 @@ def _request(
 ) -> tuple[AsyncRequest[Any], NotedStorage]:
     """Return the request that writes a batch, and what notes the files that it writes."""
     noted = NotedStorage(destination.storage, announcer(journal, rank))
-    draft = Draft(noted, save_id, Turn(rank, len(batches)), None, destination.options, columns)
+    pending = PendingSave(noted, save_id, Turn(rank, len(batches)), None, destination.options, columns)
     writes = batches[rank].tensors, tuple(map(_read, batches[rank].objects))
-    request = save_request(draft, writes, common, destination.choices, destination.backends, destination.strategies)
+    request = save_request(pending, writes, common, destination.choices, destination.backends, destination.strategies)
     return request, noted
 
 

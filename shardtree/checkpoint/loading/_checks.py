@@ -17,7 +17,7 @@ from ...layouts import TensorKind
 from ...mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor
 from ...objects import (
     ObjectRule,
-    Reshaped,
+    ShapeChange,
     check_ruled,
     drop_objects,
     held_arrays,
@@ -25,7 +25,7 @@ from ...objects import (
     reshaped_arrays,
     rules_by_key,
 )
-from ...plans import Misfit, Prospect, Refused, Unexpected, find_mismatches, find_unexpected
+from ...plans import Misfit, Prospect, Refusal, Unexpected, find_mismatches, find_unexpected
 from ...strategies import (
     Checkpoint,
     Strategies,
@@ -222,9 +222,11 @@ def check_target(
     objects = fit_objects(target.objects, listing, rules, left_out)
     if (objects.problems or not fits) and not callable(choice):
         problems = (*prospect(checkpoint, target, choice, strategies, cast=cast).problems, *objects.problems)
-        if not all(isinstance(problem, Refused) for problem in problems):
+        if not all(isinstance(problem, Refusal) for problem in problems):
             check_fit(in_common_state(problems, target, common_of))  # what is refused, loading it says better
-    check_fit([problem for problem in objects.problems if isinstance(problem, Reshaped)])  # whoever loads the tensors
+    check_fit(
+        [problem for problem in objects.problems if isinstance(problem, ShapeChange)]
+    )  # whoever loads the tensors
     return kinds, objects
 
 

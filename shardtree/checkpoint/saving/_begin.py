@@ -14,7 +14,7 @@ from ...storage import Exchanging, Storage, claim, new_folder, release
 from ...strategies import (
     MANIFEST_FILE,
     METADATA_FILE,
-    Draft,
+    PendingSave,
     Replaced,
     SaveOptions,
     Stamp,
@@ -62,8 +62,8 @@ def begin(
     backends: Backends,
     *,
     overwrite: bool,
-) -> Draft:
-    """Return the draft of a save whose folder is made; on rank 0.
+) -> PendingSave:
+    """Return the pending save whose folder is made; on rank 0.
 
     Args:
         world: who saves together.
@@ -80,10 +80,10 @@ def begin(
         StorageError: the folder can't be made, or is somebody else's.
     """
     begun = step("save: look at the folder", partial(look, storage, backends, strategies, overwrite=overwrite))
-    draft = draft_of(begun, storage, world, options)
-    undo.callback(_undo, draft)
-    step("save: make the folder", partial(make_folder, draft, backends, strategies))
-    return draft
+    pending = draft_of(begun, storage, world, options)
+    undo.callback(_undo, pending)
+    step("save: make the folder", partial(make_folder, pending, backends, strategies))
+    return pending
 
 
 def look(storage: Storage, backends: Backends, strategies: Strategies | None, *, overwrite: bool) -> Begun:
@@ -118,63 +118,63 @@ def look(storage: Storage, backends: Backends, strategies: Strategies | None, *,
     return Begun(save_id, before, None)
 
 
-def draft_of(begun: Begun, storage: Storage, world: World, options: SaveOptions) -> Draft:
-    """Return the draft of a save on this rank; its folder is made later.
+def draft_of(begun: Begun, storage: Storage, world: World, options: SaveOptions) -> PendingSave:
+    """Return the pending save on this rank; its folder is made later.
 
     Raises:
         StrategyError: a checkpoint is to be replaced as a whole, and two folders can't be exchanged there.
     """
     if begun.old is None:
-        return Draft(storage, begun.save_id, world, begun.before, options)
+        return PendingSave(storage, begun.save_id, world, begun.before, options)
     sibling = sibling_of(storage, begun.save_id)
     replaced = Replaced(storage, sibling, begun.old)
-    return Draft(sibling.storage, begun.save_id, world, begun.before, options, replaced=replaced)
+    return PendingSave(sibling.storage, begun.save_id, world, begun.before, options, replaced=replaced)
 
 
-def begun_of(draft: Draft) -> Begun:
-    """Return what the other ranks are told of a draft."""
-    return Begun(draft.save_id, draft.before, None if draft.replaced is None else draft.replaced.stamp)
+def begun_of(pending: PendingSave) -> Begun:
+    """Return what the other ranks are told of a pending save."""
+    return Begun(pending.save_id, pending.before, None if pending.replaced is None else pending.replaced.stamp)
 
 
-def make_folder(draft: Draft, backends: Backends, strategies: Strategies | None) -> None:
+def make_folder(pending: PendingSave, backends: Backends, strategies: Strategies | None) -> None:
     """Make a save's folder.
 
-    What waits for it is put into the draft's memo: that is done beside the writing, where nobody else waits.
+    What waits for it is put into the pending save's memo: that is done beside the writing, where nobody else waits.
 
     Raises:
         StrategyError: a checkpoint is to be replaced as a whole, and can't be.
         StorageError: the folder can't be made, or another save is on its way to it.
     """
-    durable = draft.options.durable
-    draft.memo["claim"] = claim(draft.save_id)  # first: whatever is made belongs to a save that is alive
-    if draft.replaced is not None:
-        make_sibling(draft.replaced.storage, draft.save_id, strategies, durable=durable)
+    durable = pending.options.durable
+    pending.memo["claim"] = claim(pending.save_id)  # first: whatever is made belongs to a save that is alive
+    if pending.replaced is not None:
+        make_sibling(pending.replaced.storage, pending.save_id, strategies, durable=durable)
         return
-    draft.memo["folder"] = new_folder(draft.storage, durable=durable)
+    pending.memo["folder"] = new_folder(pending.storage, durable=durable)
     # The commit waits for what is in the storage's own folder.
-    make_save_folder(draft.storage, draft.save_id, durable=False)
+    make_save_folder(pending.storage, pending.save_id, durable=False)
     if not _is_native(backends):
-        _check_alone(draft.storage, draft.save_id)
+        _check_alone(pending.storage, pending.save_id)
 
 
-def _undo(draft: Draft) -> None:
-    end(draft)
+def _undo(pending: PendingSave) -> None:
+    end(pending)
     # Not where a request is abandoned: its caller has had time to count on the folder.
-    if "folder" in draft.memo:
-        draft.memo["folder"].remove()
+    if "folder" in pending.memo:
+        pending.memo["folder"].remove()
 
 
-def end(draft: Draft) -> None:
+def end(pending: PendingSave) -> None:
     """Let a save count as ended, and remove the folder that it has made unless files are in it. Never raises."""
-    if "claim" not in draft.memo:  # it is rank 0 that makes one
+    if "claim" not in pending.memo:  # it is rank 0 that makes one
         return
-    release(draft.save_id)
-    storage = draft.storage if draft.replaced is None else draft.replaced.storage
+    release(pending.save_id)
+    storage = pending.storage if pending.replaced is None else pending.replaced.storage
     try:
-        if draft.replaced is None:
-            disown(storage, draft.save_id)
-        if isinstance(storage, Exchanging) and storage.sibling(draft.save_id).is_exchanged() is False:
-            storage.sibling(draft.save_id).remove()  # files or not: nothing but a draft is in it
+        if pending.replaced is None:
+            disown(storage, pending.save_id)
+        if isinstance(storage, Exchanging) and storage.sibling(pending.save_id).is_exchanged() is False:
+            storage.sibling(pending.save_id).remove()  # files or not: nothing but a pending save is in it
     except Exception as error:
         # The save's own error is on its way; what stays is removed by a later save.
         logger.warning("save: what a failed save wrote stays in or beside %s: %s", storage.where(), error)
@@ -209,13 +209,13 @@ def _check_alone(storage: Storage, save_id: str) -> None:
         raise StorageError(error_text(f"save: another save is on its way to {storage.where()!r}", fix=fix))
 
 
-def check_seen(draft: Draft) -> None:
+def check_seen(pending: PendingSave) -> None:
     """Raise unless this rank sees the folder that rank 0 made.
 
     Raises:
         StorageError: it doesn't.
     """
-    if not draft.storage.is_folder(draft.save_id):
-        where = (draft.storage if draft.replaced is None else draft.replaced.storage).where()
-        what = f"save: {where!r} is not shared: rank {draft.world.rank} doesn't see what rank 0 made in it"
+    if not pending.storage.is_folder(pending.save_id):
+        where = (pending.storage if pending.replaced is None else pending.replaced.storage).where()
+        what = f"save: {where!r} is not shared: rank {pending.world.rank} doesn't see what rank 0 made in it"
         raise StorageError(error_text(what, fix="Save to a folder on storage that all ranks share."))

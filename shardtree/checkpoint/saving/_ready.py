@@ -18,7 +18,7 @@ from ...layouts import ShardColumns, shard_columns
 from ...mapping import ShardedTensor, is_main_replica
 from ...plans import held_places, level_writes
 from ...storage import Directory, Storage, storage_at
-from ...strategies import Draft
+from ...strategies import PendingSave
 from ...trees import comparable
 from ...world import World, agree, gather, share, step
 from .._consistency import Description, KnownLayout, check_common, check_together, common_digest, describe, known_layout
@@ -84,7 +84,7 @@ class Ready:
         backends: of the shards and of the common state.
         storage: where to.
         told: what it tells the others.
-        draft: the beginning of the save; on rank 0.
+        pending: the beginning of the save; on rank 0.
     """
 
     prepared: Prepared
@@ -92,7 +92,7 @@ class Ready:
     backends: Backends
     storage: Storage
     told: Told
-    draft: Draft | None
+    pending: PendingSave | None
 
 
 def get_ready(
@@ -102,7 +102,7 @@ def get_ready(
     comparison: Comparison,
     choose: Callable[[], Backends],
     directory: Directory,
-    begin: Callable[[Storage, Backends], Draft],
+    begin: Callable[[Storage, Backends], PendingSave],
 ) -> tuple[Ready, list[Told]]:
     """Return what a rank knows by itself, and what each tells the others; collective.
 
@@ -113,7 +113,7 @@ def get_ready(
         comparison: what ranks compare.
         choose: returns the backends.
         directory: where to.
-        begin: makes a folder and returns the draft; called on rank 0, last.
+        begin: makes a folder and returns the pending save; called on rank 0, last.
     """
     alone = partial(_ready, world, take_apart, layout, comparison, choose, directory, begin)
     told = attrgetter("told")
@@ -130,15 +130,15 @@ def _ready(
     comparison: Comparison,
     choose: Callable[[], Backends],
     directory: Directory,
-    begin: Callable[[Storage, Backends], Draft],
+    begin: Callable[[Storage, Backends], PendingSave],
 ) -> Ready:
     prepared, known = step("save: prepare", partial(_matched, take_apart, layout, world))
     backends = step("save: find the format", choose)
     storage = step("save: find the folder", partial(storage_at, directory))
     description = _described(world, prepared, known, comparison) if comparison.layouts else None
-    draft = begin(storage, backends) if world.rank == 0 else None
-    begun = None if draft is None else begun_of(draft)
-    return Ready(prepared, known, backends, storage, Told(description, begun), draft)
+    pending = begin(storage, backends) if world.rank == 0 else None
+    begun = None if pending is None else begun_of(pending)
+    return Ready(prepared, known, backends, storage, Told(description, begun), pending)
 
 
 def _matched(

@@ -20,8 +20,8 @@ from ...storage import Exchanging, Sibling, Storage, is_alive, is_temporary, own
 from ...strategies import (
     METADATA_FILE,
     Checkpoint,
-    Draft,
     LoadOptions,
+    PendingSave,
     Replaced,
     Strategies,
     StrategyAction,
@@ -83,8 +83,10 @@ def check_same(replaced: Replaced) -> None:
         raise CheckpointReplaced(error_text(what, fix=fix))
 
 
-def exchange(draft: Draft, replaced: Replaced, fields: Mapping[str, Any], strategies: Strategies | None) -> None:
-    """Let a finished draft take the old checkpoint's place, with the files there that aren't a checkpoint's; on rank 0.
+def exchange(
+    pending: PendingSave, replaced: Replaced, fields: Mapping[str, Any], strategies: Strategies | None
+) -> None:
+    """Let a finished pending take the old checkpoint's place, with the files there that aren't a checkpoint's; on rank 0.
 
     Raises:
         CheckpointReplaced: another save was there first.
@@ -92,19 +94,19 @@ def exchange(draft: Draft, replaced: Replaced, fields: Mapping[str, Any], strate
     """
     check_same(replaced)
     others = _others(replaced.storage, replaced.sibling, strategies)
-    taken = replaced.sibling.share(others, durable=draft.options.durable)
+    taken = replaced.sibling.share(others, durable=pending.options.durable)
     if taken:
         what = f"save: files in {replaced.storage.where()!r} that aren't the checkpoint's have names that it needs now"
         raise StorageError(error_text(what, offenders=map(repr, taken), fix="Move them, or save to a new folder."))
-    found = read_fields(draft.storage, strategies)
+    found = read_fields(pending.storage, strategies)
     if sharded_backend(found) != sharded_backend(fields):
         what = f"save: beside other files of {replaced.storage.where()!r}, the new checkpoint is taken for another"
         raise StorageError(error_text(what, found=repr(sharded_backend(found)), fix="Move them, or save elsewhere."))
-    replaced.sibling.exchange(durable=draft.options.durable)
+    replaced.sibling.exchange(durable=pending.options.durable)
 
 
 def remove_sibling(storage: Storage, sibling: Sibling, strategies: Strategies | None, *, durable: bool) -> None:
-    """Remove a folder beside a checkpoint: a draft that was never finished, or what was replaced.
+    """Remove a folder beside a checkpoint: a pending save that was never finished, or what was replaced.
 
     Raises:
         StorageError: files of it that aren't a checkpoint's could be lost, and stay where they are.
@@ -163,42 +165,42 @@ def own_files(storage: Storage, strategies: Strategies | None) -> set[str]:
 logger = logging.getLogger("shardtree")
 
 
-def clean_up(draft: Draft, strategies: Strategies | None, *, removes_saves: bool) -> None:
+def clean_up(pending: PendingSave, strategies: Strategies | None, *, removes_saves: bool) -> None:
     """Remove what a committed save replaced, and what dead saves have left in the folder and beside it; on rank 0.
 
     Args:
-        draft: the save.
+        pending: the save.
         strategies: the dispatch table; None for the process's.
         removes_saves: whether its format removes the folders of dead saves itself.
     """
-    if draft.world.rank != 0:
+    if pending.world.rank != 0:
         return
-    release(draft.save_id)
-    storage = draft.storage if draft.replaced is None else draft.replaced.storage
+    release(pending.save_id)
+    storage = pending.storage if pending.replaced is None else pending.replaced.storage
     with _told(storage):
-        before = max((changed for *_, changed in stamp(storage)), default=0.0) - draft.options.stale_after
-        _remove_siblings(draft, storage, before, strategies)
+        before = max((changed for *_, changed in stamp(storage)), default=0.0) - pending.options.stale_after
+        _remove_siblings(pending, storage, before, strategies)
         for name in storage.names():
             if is_save_folder(name):
-                if not removes_saves and name != draft.save_id and is_left_over(storage, name, before=before):
+                if not removes_saves and name != pending.save_id and is_left_over(storage, name, before=before):
                     remove_save(storage, name)
             elif is_temporary(name) and (storage.changed(name) or 0.0) < before:
                 storage.remove(name)
 
 
-def _remove_siblings(draft: Draft, storage: Storage, before: float, strategies: Strategies | None) -> None:
+def _remove_siblings(pending: PendingSave, storage: Storage, before: float, strategies: Strategies | None) -> None:
     if not isinstance(storage, Exchanging):
         return
     for save_id in storage.siblings():
         if not is_save_folder(save_id):
             continue
         sibling = storage.sibling(save_id)
-        alive = is_alive(sibling.note()) if save_id != draft.save_id else False
+        alive = is_alive(sibling.note()) if save_id != pending.save_id else False
         if alive is None:
             alive = not (sibling.changed() or 0.0) < before
         if not alive:
             with _told(storage):
-                remove_sibling(storage, sibling, strategies, durable=draft.options.durable)
+                remove_sibling(storage, sibling, strategies, durable=pending.options.durable)
 
 
 @contextmanager

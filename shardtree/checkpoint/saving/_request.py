@@ -17,7 +17,7 @@ from ...strategies import (
     OWNER_FILE,
     AsyncRequest,
     Commit,
-    Draft,
+    PendingSave,
     Strategies,
     StrategyAction,
     check_unchanged,
@@ -36,7 +36,7 @@ Writes = tuple[tuple[ShardedTensor, ...], tuple[ShardedObject, ...]]
 
 
 def save_request(
-    draft: Draft,
+    pending: PendingSave,
     writes: Writes,
     common: Any,
     choices: tuple[Choice, Choice],
@@ -46,7 +46,7 @@ def save_request(
     """Return the request that writes this rank's part and then commits; nothing is written yet.
 
     Args:
-        draft: what the parts go to.
+        pending: what the parts go to.
         writes: the tensors and objects that are this rank's to write.
         common: the common tree, with holes where shards were.
         choices: what the caller named as strategies for the shards and the common state.
@@ -59,10 +59,10 @@ def save_request(
     save_common = strategy_of(StrategyAction.SAVE_COMMON, choices[1], common_backend, strategies)
     takes_objects = find_strategy(StrategyAction.SAVE_OBJECTS, *sharded_backend, strategies=strategies) is not None
     if takes_objects or sharded_backend == common_backend:
-        requests: tuple[AsyncRequest[Any], ...] = (save_sharded(draft, [*tensors, *objects]),)
+        requests: tuple[AsyncRequest[Any], ...] = (save_sharded(pending, [*tensors, *objects]),)
     else:
         save_objects = strategy_of(StrategyAction.SAVE_OBJECTS, None, common_backend, strategies)
-        requests = (save_sharded(draft, tensors), save_objects(draft, objects))
+        requests = (save_sharded(pending, tensors), save_objects(pending, objects))
     fields = {
         "sharded_backend": sharded_backend[0],
         "sharded_backend_version": sharded_backend[1],
@@ -71,18 +71,18 @@ def save_request(
     }
     recognizes = find_strategy(StrategyAction.RECOGNIZE, *sharded_backend, strategies=strategies) is not None
     commit = find_strategy(StrategyAction.COMMIT, *sharded_backend, strategies=strategies)
-    look = None if commit is None else partial(_check_no_other, draft, strategies)
-    finish = partial(_finish, draft, commit, strategies)
+    look = None if commit is None else partial(_check_no_other, pending, strategies)
+    finish = partial(_finish, pending, commit, strategies)
     return AsyncRequest(
-        world=draft.world,
-        async_fn=partial(_write, draft, requests, strategies, recognizes=recognizes),
-        commit=partial(_commit, requests, partial(save_common, draft, common), fields, look, finish),
+        world=pending.world,
+        async_fn=partial(_write, pending, requests, strategies, recognizes=recognizes),
+        commit=partial(_commit, requests, partial(save_common, pending, common), fields, look, finish),
         finalize_fns=tuple(fn for request in requests for fn in request.finalize_fns),
-        abandon=partial(_abandon, draft, requests),
-        folder=draft.storage if draft.replaced is None else draft.replaced.storage,
+        abandon=partial(_abandon, pending, requests),
+        folder=pending.storage if pending.replaced is None else pending.replaced.storage,
         clean_up=partial(
             _in_turn,
-            partial(clean_up, draft, strategies, removes_saves=commit is None),
+            partial(clean_up, pending, strategies, removes_saves=commit is None),
             *(request.clean_up for request in requests),
         ),
     )
@@ -125,45 +125,45 @@ def _in_turn(*fns: Callable[[], None]) -> None:
 
 
 def _write(
-    draft: Draft, requests: Sequence[AsyncRequest[Any]], strategies: Strategies | None, *, recognizes: bool
+    pending: PendingSave, requests: Sequence[AsyncRequest[Any]], strategies: Strategies | None, *, recognizes: bool
 ) -> tuple[Any, ...]:
     # Once committed, a request's files are the checkpoint: running it again would write over them.
-    check_unchanged(draft.storage, draft.before)
-    if draft.world.rank == 0:
-        _claim_again(draft)
+    check_unchanged(pending.storage, pending.before)
+    if pending.world.rank == 0:
+        _claim_again(pending)
     if recognizes:
-        _check_no_other(draft, strategies)
+        _check_no_other(pending, strategies)
     written = tuple(request.async_fn() for request in requests)
-    if "folder" in draft.memo:
-        draft.memo["folder"].wait()
+    if "folder" in pending.memo:
+        pending.memo["folder"].wait()
     return written
 
 
-def _check_no_other(draft: Draft, strategies: Strategies | None) -> None:
+def _check_no_other(pending: PendingSave, strategies: Strategies | None) -> None:
     """Raise where another checkpoint is by now, with metadata.json or without, than when the save began."""
-    check_unchanged(draft.storage, draft.before)
-    if draft.before is None and recognized(draft.storage, strategies) is not None:
+    check_unchanged(pending.storage, pending.before)
+    if pending.before is None and recognized(pending.storage, strategies) is not None:
         fix = "Let only one save at a time go to a folder, and run a request once."
-        raise CheckpointReplaced(error_text(f"save: {draft.storage.where()!r} holds a checkpoint by now", fix=fix))
+        raise CheckpointReplaced(error_text(f"save: {pending.storage.where()!r} holds a checkpoint by now", fix=fix))
 
 
-def _claim_again(draft: Draft) -> None:
+def _claim_again(pending: PendingSave) -> None:
     """Make the folder of a save that was abandoned, whose request is tried once more."""
-    if draft.replaced is not None:
-        check_same(draft.replaced)
-    if is_claimed(draft.save_id):
+    if pending.replaced is not None:
+        check_same(pending.replaced)
+    if is_claimed(pending.save_id):
         return
-    if draft.replaced is not None:
-        draft.replaced.sibling.make(owner_note(draft.save_id), durable=draft.options.durable)
-    draft.memo["claim"] = make_save_folder(draft.storage, draft.save_id, durable=draft.options.durable)
+    if pending.replaced is not None:
+        pending.replaced.sibling.make(owner_note(pending.save_id), durable=pending.options.durable)
+    pending.memo["claim"] = make_save_folder(pending.storage, pending.save_id, durable=pending.options.durable)
 
 
-def _abandon(draft: Draft, requests: Sequence[AsyncRequest[Any]]) -> None:
+def _abandon(pending: PendingSave, requests: Sequence[AsyncRequest[Any]]) -> None:
     try:
         for request in requests:
             request.abandon()
     finally:
-        end(draft)
+        end(pending)
 
 
 def _commit(
@@ -186,19 +186,19 @@ def _commit(
     return merged
 
 
-def _finish(draft: Draft, commit: Commit | None, strategies: Strategies | None, fields: Fields) -> None:
-    draft.storage.remove(f"{draft.save_id}/{OWNER_FILE}")
-    if draft.options.durable:
-        draft.storage.sync_folder(draft.save_id)
-        draft.storage.sync_folder()
+def _finish(pending: PendingSave, commit: Commit | None, strategies: Strategies | None, fields: Fields) -> None:
+    pending.storage.remove(f"{pending.save_id}/{OWNER_FILE}")
+    if pending.options.durable:
+        pending.storage.sync_folder(pending.save_id)
+        pending.storage.sync_folder()
     if commit is None:
-        _check_no_other(draft, strategies)
+        _check_no_other(pending, strategies)
     else:
-        check_unchanged(draft.storage, draft.before)
-        commit(draft, fields)
-        draft.storage.remove_folder(draft.save_id)
+        check_unchanged(pending.storage, pending.before)
+        commit(pending, fields)
+        pending.storage.remove_folder(pending.save_id)
     one_backend = fields["common_backend"] == fields["sharded_backend"]
-    if commit is None or not (one_backend or draft.storage.length(METADATA_FILE) is not None):
-        replace_metadata(draft.storage, draft.before, fields, durable=draft.options.durable)
-    if draft.replaced is not None:
-        exchange(draft, draft.replaced, fields, strategies)
+    if commit is None or not (one_backend or pending.storage.length(METADATA_FILE) is not None):
+        replace_metadata(pending.storage, pending.before, fields, durable=pending.options.durable)
+    if pending.replaced is not None:
+        exchange(pending, pending.replaced, fields, strategies)

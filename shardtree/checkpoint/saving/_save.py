@@ -10,7 +10,7 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 
 from ...layouts import ShardColumns
 from ...storage import Directory, background_threads
-from ...strategies import AsyncRequest, Draft, SaveOptions, Strategies
+from ...strategies import AsyncRequest, PendingSave, SaveOptions, Strategies
 from ...world import World, agree, current_world, step
 from .._dispatch import Backends, Choice, backends_of
 from .._fingerprint import check_can_hold
@@ -185,8 +185,8 @@ def save(
         (tensors, objects), columns = step(
             "save: check integrity", partial(shares, ranks, ready, told, comparison, sums)
         )
-        draft = step("save: see the folder", partial(_draft, ranks, ready, told[0], options))
-        known, writes = replace(draft, layout=columns), (keep(tensors), objects)
+        pending = step("save: see the folder", partial(_draft, ranks, ready, told[0], options))
+        known, writes = replace(pending, layout=columns), (keep(tensors), objects)
         return save_request(known, writes, ready.prepared.common, choices, ready.backends, strategies)
 
     with ExitStack() as undo:
@@ -205,15 +205,15 @@ def save(
 _PLAN_STEPS = ("save: check integrity", "save: see the folder")
 
 
-def _draft(world: World, ready: Ready, first: Told, options: SaveOptions) -> Draft:
-    """Return the draft of what rank 0 began."""
-    if ready.draft is not None:
-        return ready.draft
+def _draft(world: World, ready: Ready, first: Told, options: SaveOptions) -> PendingSave:
+    """Return the pending save of what rank 0 began."""
+    if ready.pending is not None:
+        return ready.pending
     if first.begun is None:
         raise TypeError("rank 0 hasn't told where the save goes")
-    draft = draft_of(first.begun, ready.storage, world, options)
-    check_seen(draft)
-    return draft
+    pending = draft_of(first.begun, ready.storage, world, options)
+    check_seen(pending)
+    return pending
 
 
 def _as_it_is(common: Any) -> Any:

@@ -55,10 +55,10 @@ class Removal:
         going: the steps that go.
 
     Examples:
-        >>> from shardtree.retention import keep_last, retained
+        >>> from shardtree.retention import keep_last, kept_steps
         >>> steps = tuple(SavedStep(number, time=1.8e9) for number in (100, 200))
         >>> going = (StepFiles(100, "step_100", (FileMark("metadata.json", 300, 1.8e9),), ("notes.txt",)),)
-        >>> print(Removal(steps, retained(keep_last(1), steps), going))
+        >>> print(Removal(steps, kept_steps(keep_last(1), steps), going))
         step  saved (UTC)
          100  2027-01-15 08:00:00  goes: 300 bytes in 1 file; 1 other file stays
          200  2027-01-15 08:00:00  stays: the newest, keep_last(1)

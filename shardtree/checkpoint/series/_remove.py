@@ -15,7 +15,7 @@ from contextlib import suppress
 from functools import partial
 
 from ...errors import CheckpointingException, MetadataError, StorageError, error_text
-from ...retention import NEWEST, PINNED, Choose, retained
+from ...retention import NEWEST, PINNED, Choose, kept_steps
 from ...storage import Renaming, Storage, folder_in, is_link, is_temporary
 from ...strategies import Strategies, is_left_over, is_save_folder, remove_save
 from .._open import is_checkpoint
@@ -40,7 +40,7 @@ logger = logging.getLogger("shardtree")
 def plan_removal(root: Storage, names: str, policy: Choose, strategies: Strategies | None) -> Removal:
     """Return what a policy comes to on the steps that are there now; nothing is changed."""
     steps = list_steps(root, names, strategies)
-    kept = retained(policy, steps)
+    kept = kept_steps(policy, steps)
     going = []
     for step in steps:
         if step.number in kept:

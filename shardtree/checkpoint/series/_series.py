@@ -31,7 +31,7 @@ class CheckpointSeries:
     """The steps of a run, each a checkpoint in a folder of its own under one root.
 
     A value: it remembers nothing, and what there is is looked up when asked for. Every rank of the world calls each
-    method; rank 0 looks and removes, and all get the same answer. ``world=st.one_process()`` is for one process alone.
+    method; rank 0 looks and removes, and all get the same answer. ``world=st.world.one_process()`` is for one process alone.
 
     Args:
         root: a path, a URL or a `Storage`; made by the first save.
@@ -45,12 +45,12 @@ class CheckpointSeries:
 
     Examples:
         >>> import torch, shardtree as st
-        >>> series = CheckpointSeries(st.MemoryStorage())
+        >>> series = CheckpointSeries(st.storage.MemoryStorage())
         >>> for step in (100, 200, 300):
         ...     series.save({"w": st.ShardedTensor.from_rank_offsets("w", torch.ones(4))}, step)
         >>> [step.number for step in series.steps()], series.latest().folder
         ([100, 200, 300], 'step_00000300')
-        >>> series.remove(series.plan_removal(st.keep_last(1)))
+        >>> series.remove(series.plan_removal(st.retention.keep_last(1)))
         (100, 200)
     """
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...errors import ShapeError, TreeError, TreePath, UnsupportedValue, error_text, render_path
-from ...layouts import KeyFunction, Mesh, ShardColumns, TensorKind, join_columns, part_shard
+from ...layouts import KeyFunction, Mesh, ShardColumns, TensorKind, join_columns, rank_leaf
 from ...layouts.meshes import Placement, placed_columns
 from ...mapping import ShardedBase, ShardedTensor, ShardedTensorFactory
 from ...trees import HOLE, Hole, join, leaves_with_paths, path_key, select, shard_leaves, without_holes
@@ -77,7 +77,7 @@ def _shard(placed: Placed, parts: Parts) -> ShardedTensor | ShardedTensorFactory
         found, expected = f"a local tensor of shape {tuple(local.shape)}", f"{part.shape} of {whole}"
         fix = "Give DTensor.from_local the global shape= and stride= where ranks hold parts of different sizes."
         raise ShapeError(error_text(what, found=found, expected=expected, fix=fix))
-    return part_shard(placed.key, local, local.dtype, part)
+    return rank_leaf(placed.key, local, local.dtype, part)
 
 
 def local_tensor(tensor: Any) -> torch.Tensor:

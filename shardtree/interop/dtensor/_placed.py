@@ -21,7 +21,7 @@ from ...errors import (
     error_text,
     render_path,
 )
-from ...layouts import KeyFunction, Mesh, Part, PartitionSpec, SpecEntry, Split, mesh_parts
+from ...layouts import AxisSplit, KeyFunction, Mesh, PartitionSpec, RankShard, SpecEntry, mesh_shards
 from ...trees import call_at, leaves_with_paths, path_key
 
 # DeviceMeshes as meshes: a sub-mesh is seen within the mesh that it is a slice of.
@@ -152,11 +152,11 @@ def spec_of(dtensor: Any) -> PartitionSpec:
     if not hasattr(dtensor, "placements"):
         what, found = "spec_of: not a DTensor", type(dtensor).__name__
         raise UnsupportedValue(error_text(what, found=found, fix="Other tensors don't say how they are cut."))
-    cuts: list[list[Split]] = [[] for _ in range(dtensor.ndim)]
+    cuts: list[list[AxisSplit]] = [[] for _ in range(dtensor.ndim)]
     for axis, placement in zip(axis_names(dtensor.device_mesh), dtensor.placements, strict=True):
         dim = _cut_dim(placement)
         if dim is not None:
-            cuts[dim].append(Split(axis, getattr(placement, "split_factor", 1)))
+            cuts[dim].append(AxisSplit(axis, getattr(placement, "split_factor", 1)))
     _check_order(dtensor)
     return PartitionSpec(*map(_entry, cuts))
 
@@ -185,7 +185,7 @@ def _check_order(dtensor: Any) -> None:
         raise UnsupportedValue(error_text(what, offenders=odd, expected="left to right", fix=fix))
 
 
-def _entry(cuts: Sequence[Split]) -> SpecEntry:
+def _entry(cuts: Sequence[AxisSplit]) -> SpecEntry:
     """Return one plain cut by its name, several as they follow each other."""
     plain = len(cuts) == 1 and cuts[0].split_factor == 1
     return cuts[0].axis if plain else tuple(cuts) or None
@@ -198,15 +198,15 @@ def as_fsdp2_cuts(spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:
     many blocks as there are pieces. Sizes that can't be cut evenly don't always come to the same in both ways.
 
     Examples:
-        >>> spec = PartitionSpec((Split("dp", split_factor=2), Split("tp")))
+        >>> spec = PartitionSpec((AxisSplit("dp", split_factor=2), AxisSplit("tp")))
         >>> as_fsdp2_cuts(spec, Mesh(dp=2, tp=2))
-        PartitionSpec((Split(axis='tp', split_factor=1), Split(axis='dp', split_factor=1)))
+        PartitionSpec((AxisSplit(axis='tp', split_factor=1), AxisSplit(axis='dp', split_factor=1)))
     """
     return PartitionSpec(*(_as_fsdp2_cuts(entry, mesh) for entry in spec.entries))
 
 
 def _as_fsdp2_cuts(entry: SpecEntry, mesh: Mesh) -> SpecEntry:
-    cuts = [cut for cut in entry if isinstance(cut, Split)] if isinstance(entry, tuple) else []
+    cuts = [cut for cut in entry if isinstance(cut, AxisSplit)] if isinstance(entry, tuple) else []
     for number, cut in enumerate(cuts):
         later = cuts[number + 1 :]
         if cut.split_factor > 1 and cut.split_factor == prod(mesh.shape[each.axis] for each in later):
@@ -217,7 +217,7 @@ def _as_fsdp2_cuts(entry: SpecEntry, mesh: Mesh) -> SpecEntry:
 Strided: TypeAlias = Literal["dtensor", "fsdp2"] | None
 """What a `_StridedShard` before a `Shard` of the same axis stands for; None: an error where that makes a difference."""
 
-Parts: TypeAlias = Callable[[tuple[int, ...], Mesh, PartitionSpec], tuple[Part, ...]]
+Parts: TypeAlias = Callable[[tuple[int, ...], Mesh, PartitionSpec], tuple[RankShard, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,5 +339,5 @@ def _chosen(
 
 
 def all_parts() -> Parts:
-    """Return `mesh_parts` that computes each kind of tensor once."""
-    return cache(mesh_parts)
+    """Return `mesh_shards` that computes each kind of tensor once."""
+    return cache(mesh_shards)

@@ -54,7 +54,7 @@ def sharding_faults(main: ShardColumns) -> Faults:
     Examples:
         >>> import torch, shardtree as st
         >>> half = st.ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3), (0, 0, 2))
-        >>> faults = sharding_faults(st.shard_columns([half]))
+        >>> faults = sharding_faults(st.layouts.shard_columns([half]))
         >>> faults.offset.tolist(), faults.shape.tolist(), faults.doubled.tolist()
         ([[2, 0]], [[2, 3]], [False])
     """
@@ -67,7 +67,7 @@ def doubled_faults(shards: ShardColumns) -> Faults:
     Examples:
         >>> import torch, shardtree as st
         >>> half = st.ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3), (0, 0, 2))
-        >>> len(doubled_faults(st.shard_columns([half]))), len(doubled_faults(st.shard_columns([half, half])))
+        >>> len(doubled_faults(st.layouts.shard_columns([half]))), len(doubled_faults(st.layouts.shard_columns([half, half])))
         (0, 1)
     """
     return _faults(shards, with_gaps=False)
@@ -197,7 +197,7 @@ def select_faults(faults: Faults, rows: Column) -> Faults:
 
     Examples:
         >>> import torch, shardtree as st
-        >>> none = sharding_faults(st.shard_columns([st.ShardedTensor.from_rank_offsets("w", torch.zeros(2))]))
+        >>> none = sharding_faults(st.layouts.shard_columns([st.ShardedTensor.from_rank_offsets("w", torch.zeros(2))]))
         >>> len(select_faults(none, np.arange(0)))
         0
     """

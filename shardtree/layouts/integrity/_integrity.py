@@ -30,7 +30,7 @@ def join_columns(parts: Sequence[ShardColumns]) -> ShardColumns:
     Examples:
         >>> import torch, shardtree as st
         >>> shards = [st.ShardedTensor.from_rank_offsets("w", torch.zeros(2), (0, rank, 2)) for rank in range(2)]
-        >>> join_columns([st.shard_columns([shard], rank) for rank, shard in enumerate(shards)]).offset.tolist()
+        >>> join_columns([st.layouts.shard_columns([shard], rank) for rank, shard in enumerate(shards)]).offset.tolist()
         [[0], [2]]
     """
     check_ranks_columns("join_columns", parts)
@@ -86,7 +86,7 @@ def sharding_problems(parts: Sequence[ShardColumns], objects: Sequence[ObjectCol
     Examples:
         >>> import torch, shardtree as st
         >>> shards = [st.ShardedTensor.from_rank_offsets("w", torch.zeros(2), (0, 0, rank + 2)) for rank in range(3)]
-        >>> for problem in sharding_problems([st.shard_columns([shard], rank) for rank, shard in enumerate(shards)]):
+        >>> for problem in sharding_problems([st.layouts.shard_columns([shard], rank) for rank, shard in enumerate(shards)]):
         ...     print(problem)
         'w' (ranks 0-2): (4,) float32 on rank 0, (6,) float32 on rank 1, (8,) float32 on rank 2
     """
@@ -107,7 +107,7 @@ def join_checked(parts: Sequence[ShardColumns], objects: Sequence[ObjectColumns]
     Examples:
         >>> import torch, shardtree as st
         >>> shards = [st.ShardedTensor.from_rank_offsets("w", torch.zeros(2), (0, rank, 2)) for rank in range(2)]
-        >>> join_checked([st.shard_columns([shard], rank) for rank, shard in enumerate(shards)]).rank.tolist()
+        >>> join_checked([st.layouts.shard_columns([shard], rank) for rank, shard in enumerate(shards)]).rank.tolist()
         [0, 1]
     """
     columns, problems = _joined(parts, objects)
@@ -139,7 +139,7 @@ def access_problems(columns: ShardColumns) -> tuple[Problem, ...]:
     Examples:
         >>> import torch, shardtree as st
         >>> half = st.ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3), (0, 0, 2))
-        >>> [str(problem) for problem in access_problems(st.shard_columns([half]))]
+        >>> [str(problem) for problem in access_problems(st.layouts.shard_columns([half]))]
         ["'w' (rank 0): [2:4, 0:3] has no main replica (6 of 12 elements); beside it: rank 0 [0:2, 0:3]"]
     """
     check_columns("access_problems", columns)
@@ -156,7 +156,7 @@ def write_problems(columns: ShardColumns) -> tuple[Problem, ...]:
     Examples:
         >>> import torch, shardtree as st
         >>> twice = [st.ShardedTensor.from_rank_offsets("w", torch.zeros(2), (0, 0, 2)) for _ in range(2)]
-        >>> [str(problem) for problem in write_problems(st.shard_columns(twice))]
+        >>> [str(problem) for problem in write_problems(st.layouts.shard_columns(twice))]
         ["'w' (rank 0): [0:2] is held by more than one main replica (2 of 4 elements): rank 0 [0:2], rank 0 [0:2]"]
     """
     written = replace(columns, main=np.ones(len(columns), dtype=np.bool_))
@@ -171,7 +171,7 @@ def check_access(columns: ShardColumns) -> None:
 
     Examples:
         >>> import torch, shardtree as st
-        >>> check_access(st.shard_columns([st.ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3))]))
+        >>> check_access(st.layouts.shard_columns([st.ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3))]))
     """
     raise_problems(access_problems(columns))
 

@@ -157,7 +157,7 @@ def kind_problems(parts: Sequence[ShardColumns], objects: Sequence[ObjectColumns
     Examples:
         >>> import torch, shardtree as st
         >>> shards = [st.ShardedTensor.from_rank_offsets("w", torch.zeros(size)) for size in (4, 5, 5)]
-        >>> for problem in kind_problems([st.shard_columns([shard], rank) for rank, shard in enumerate(shards)]):
+        >>> for problem in kind_problems([st.layouts.shard_columns([shard], rank) for rank, shard in enumerate(shards)]):
         ...     print(problem)
         'w' (ranks 0-2): (4,) float32 on rank 0, (5,) float32 on ranks 1, 2
     """
@@ -232,7 +232,7 @@ def agreed_parts(parts: Sequence[ShardColumns], disagreed: Collection[object]) -
     Examples:
         >>> import torch, shardtree as st
         >>> shards = [st.ShardedTensor.from_rank_offsets(key, torch.zeros(2)) for key in "ab"]
-        >>> agreed_parts([st.shard_columns(shards)], {"a"})[0].keys
+        >>> agreed_parts([st.layouts.shard_columns(shards)], {"a"})[0].keys
         ('b',)
     """
     return [_without(part, disagreed) if disagreed else part for part in parts]

@@ -12,7 +12,7 @@ from ...errors import IntegrityError, MetadataError, error_text
 from ...geometry import Column, box_column, refuse, widen
 from .._columns import ShardColumns, TensorKind
 from ._mesh import Mesh
-from ._shards import mesh_parts
+from ._shards import mesh_shards
 from ._specs import PartitionSpec, check_spec
 
 
@@ -46,7 +46,7 @@ class _Rows:
 def mesh_columns(kinds: Mapping[str, TensorKind], mesh: Mesh, specs: Mapping[str, PartitionSpec]) -> ShardColumns:
     """Return the shards that all ranks of a mesh hold, as columns; equal to those of the trees that `shard` makes.
 
-    Rows are ordered by key, then in the mesh's order, then as `Part.boxes` are.
+    Rows are ordered by key, then in the mesh's order, then as `RankShard.boxes` are.
 
     Args:
         kinds: the tensors, by key.
@@ -114,7 +114,7 @@ def _check_alike(placed: Iterable[Placement]) -> None:
 
 
 def _tensor_rows(global_shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh, axes: int) -> _Rows:
-    held = [(part, part.boxes) for part in mesh_parts(global_shape, mesh, spec)]
+    held = [(part, part.boxes) for part in mesh_shards(global_shape, mesh, spec)]
     counts = [len(boxes) for _, boxes in held]
     return _Rows(
         offset=widen(box_column([box.offset for _, boxes in held for box in boxes], fill=0), axes, 0),

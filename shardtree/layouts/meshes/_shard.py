@@ -17,18 +17,18 @@ from .._columns import ShardColumns, TensorKind
 from ._columns import placed_columns
 from ._keyed import KeyFunction, Placed, copies_by_path, keyed_tensors, placed_leaves
 from ._mesh import Mesh, check_mesh
-from ._shards import Part, mesh_part, part_data, part_shard
+from ._shards import RankShard, mesh_shard, rank_data, rank_leaf
 from ._specs import PartitionSpec, Specs, check_spec, spec_finder, splits
 
 # shard: a tree of whole tensors cut for the ranks of a mesh; the same with meta tensors, or in columns.
 
-_Fill = Callable[[ShardedTensor, Part], Any]
+_Fill = Callable[[ShardedTensor, RankShard], Any]
 
 
 def shard(tree: Any, mesh: Mesh, specs: Specs, *, key: KeyFunction | None = None) -> list[Any]:
     """Return the sharded tree of each rank of a mesh, in the mesh's order.
 
-    Shards are views of the given tensors; only a rank's part that is several boxes is a copy, see `part_shard`.
+    Shards are views of the given tensors; only a rank's part that is several boxes is a copy, see `rank_leaf`.
     `unshard` undoes it.
 
     Args:
@@ -128,32 +128,32 @@ def _trees(
     for rank in ranks:
         mesh.coordinates(rank)
     leaves, rebuild = placed_leaves(tree, mesh, specs, key)
-    parts: dict[Any, Part | None] = {}
+    parts: dict[Any, RankShard | None] = {}
     return [prune(rebuild([_leaf(leaf, mesh, rank, parts, fill) for leaf in leaves])) for rank in ranks or mesh.ranks]
 
 
-def _leaf(placed: Placed, mesh: Mesh, rank: int, parts: dict[Any, Part | None], fill: _Fill) -> Any:
+def _leaf(placed: Placed, mesh: Mesh, rank: int, parts: dict[Any, RankShard | None], fill: _Fill) -> Any:
     """Return what a rank has in a leaf's place."""
     leaf, placement = placed.leaf, placed.placement
     if placement is None:
         return replace(leaf, replica_id=mesh.ranks.index(rank)) if isinstance(leaf, ShardedObject) else leaf
     name = (leaf.global_shape, placement.spec, rank)
     if name not in parts:
-        parts[name] = mesh_part(leaf.global_shape, mesh, placement.spec, rank)
+        parts[name] = mesh_shard(leaf.global_shape, mesh, placement.spec, rank)
     part = parts[name]
     if part is None:
         return HOLE
     if placement.copy:
         part = replace(part, replica_id=part.replica_id + placement.copy * mesh.size)
     data = fill(leaf, part)
-    return part_shard(leaf.key, data, leaf.dtype, part, allow_shape_mismatch=leaf.allow_shape_mismatch)
+    return rank_leaf(leaf.key, data, leaf.dtype, part, allow_shape_mismatch=leaf.allow_shape_mismatch)
 
 
-def _view(leaf: ShardedTensor, part: Part) -> Any:
-    return part_data(leaf.data, part)
+def _view(leaf: ShardedTensor, part: RankShard) -> Any:
+    return rank_data(leaf.data, part)
 
 
-def _meta_data(leaf: ShardedTensor, part: Part) -> torch.Tensor:
+def _meta_data(leaf: ShardedTensor, part: RankShard) -> torch.Tensor:
     return empty_data(part.shape, leaf.dtype, "meta")
 
 
@@ -220,7 +220,7 @@ def from_local(
         check_spec(name, TensorKind(leaf.dtype, local, 0), mesh, spec)
         part = _part(name, path, local, mesh, spec, rank, shapes.get(name))
         replica = part.replica_id + copies[path] * mesh.size
-        leaves.append(part_shard(name, leaf, leaf.dtype, replace(part, replica_id=replica)))
+        leaves.append(rank_leaf(name, leaf, leaf.dtype, replace(part, replica_id=replica)))
     return rebuild(leaves)
 
 
@@ -239,12 +239,12 @@ def _part(
     spec: PartitionSpec,
     rank: int,
     given: tuple[int, ...] | None,
-) -> Part:
+) -> RankShard:
     """Return what the rank has of the global tensor, once it is known that it is of the tensor's shape."""
     entries = (*spec.entries, *(None,) * (len(local) - len(spec.entries)))
     counts = (prod(mesh.shape[split.axis] for split in splits(entry)) for entry in entries)
     whole = tuple(size * count for size, count in zip(local, counts, strict=True)) if given is None else given
-    part = mesh_part(whole, mesh, spec, rank)
+    part = mesh_shard(whole, mesh, spec, rank)
     if part is None or part.shape != local:
         expected = "nothing" if part is None else part.shape
         fix = "Correct the spec, or pass global_shapes={key: shape} for a tensor that isn't cut into equal parts."

@@ -16,13 +16,13 @@ from ...geometry import Spans, cut_spans, integers
 from ...mapping import ReplicaId, ShardedTensor, ShardedTensorFactory
 from ...trees import join_data
 from ._mesh import Mesh
-from ._specs import PartitionSpec, SpecEntry, Split, check_fits, splits
+from ._specs import AxisSplit, PartitionSpec, SpecEntry, check_fits, splits
 
 # What each rank of a mesh holds of a tensor: stretches of each axis, and the boxes that they make.
 
 
 @dataclass(frozen=True, slots=True)
-class PartBox:
+class RankBox:
     """One of the boxes that a rank's part of a tensor consists of.
 
     Attributes:
@@ -37,7 +37,7 @@ class PartBox:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RankShard:
     """What one rank holds of a tensor.
 
     Attributes:
@@ -60,16 +60,16 @@ class Part:
         return tuple(sum(stop - start for start, stop in spans) for spans in self.spans)
 
     @property
-    def boxes(self) -> tuple[PartBox, ...]:
+    def boxes(self) -> tuple[RankBox, ...]:
         """The boxes, in row-major order of the local tensor: one, for most; a part without elements is one too."""
         if 0 in self.shape:
             starts = zip(self.spans, self.global_shape, strict=True)
             # What is held of the other axes fits behind its first stretch's start, since the stretches lie apart.
             offset = tuple(spans[0][0] if spans else size for spans, size in starts)
-            return (PartBox(offset, self.shape, (0,) * len(offset)),)
+            return (RankBox(offset, self.shape, (0,) * len(offset)),)
         placed = [list(_placed(spans)) for spans in self.spans]
         return tuple(
-            PartBox(*map(tuple, zip(*box, strict=True))) if box else PartBox((), (), ()) for box in product(*placed)
+            RankBox(*map(tuple, zip(*box, strict=True))) if box else RankBox((), (), ()) for box in product(*placed)
         )
 
 
@@ -81,7 +81,7 @@ def _placed(spans: Spans) -> Iterator[tuple[int, int, int]]:
         position += stop - start
 
 
-def mesh_parts(global_shape: tuple[int, ...], mesh: Mesh, spec: PartitionSpec) -> tuple[Part, ...]:
+def mesh_shards(global_shape: tuple[int, ...], mesh: Mesh, spec: PartitionSpec) -> tuple[RankShard, ...]:
     """Return what each rank of a mesh holds of a tensor, in the mesh's order; ranks that don't hold it aren't there.
 
     Args:
@@ -93,14 +93,14 @@ def mesh_parts(global_shape: tuple[int, ...], mesh: Mesh, spec: PartitionSpec) -
         MetadataError: it doesn't.
 
     Examples:
-        >>> [(part.spans, part.replica_id) for part in mesh_parts((5,), Mesh(dp=2, tp=2), PartitionSpec("tp"))]
+        >>> [(part.spans, part.replica_id) for part in mesh_shards((5,), Mesh(dp=2, tp=2), PartitionSpec("tp"))]
         [((((0, 3),),), 0), ((((3, 5),),), 0), ((((0, 3),),), 1), ((((3, 5),),), 1)]
     """
     shape = _checked(global_shape, mesh, spec)
     return tuple(_parts(shape, mesh, spec, zip(mesh.ranks, _places(mesh), strict=True)))
 
 
-def mesh_part(global_shape: tuple[int, ...], mesh: Mesh, spec: PartitionSpec, rank: int) -> Part | None:
+def mesh_shard(global_shape: tuple[int, ...], mesh: Mesh, spec: PartitionSpec, rank: int) -> RankShard | None:
     """Return what one rank of a mesh holds of a tensor; None where it doesn't hold it.
 
     Args:
@@ -113,7 +113,7 @@ def mesh_part(global_shape: tuple[int, ...], mesh: Mesh, spec: PartitionSpec, ra
         MetadataError: the spec doesn't fit, or the rank isn't on the mesh.
 
     Examples:
-        >>> mesh_part((5,), Mesh(dp=2, tp=2), PartitionSpec("tp"), 3).shape
+        >>> mesh_shard((5,), Mesh(dp=2, tp=2), PartitionSpec("tp"), 3).shape
         (2,)
     """
     shape = _checked(global_shape, mesh, spec)
@@ -122,14 +122,14 @@ def mesh_part(global_shape: tuple[int, ...], mesh: Mesh, spec: PartitionSpec, ra
 
 def _checked(global_shape: tuple[int, ...], mesh: Mesh, spec: PartitionSpec) -> tuple[int, ...]:
     """Return a shape as ints, once it is known that the spec fits it and the mesh."""
-    shape = integers("mesh_parts", "global_shape", global_shape)
+    shape = integers("mesh_shards", "global_shape", global_shape)
     check_fits("a tensor", shape, mesh, spec)
     return shape
 
 
 def _parts(
     global_shape: tuple[int, ...], mesh: Mesh, spec: PartitionSpec, places: Iterable[tuple[int, Mapping[str, int]]]
-) -> Iterator[Part]:
+) -> Iterator[RankShard]:
     entries = (*spec.entries, *(None,) * (len(global_shape) - len(spec.entries)))
     left_out = [axis for axis in mesh.shape if axis not in spec.axes and axis not in dict(spec.at)]
     grid = _grid(global_shape, mesh, entries)
@@ -142,7 +142,7 @@ def _parts(
             name = (size, entry, *(place[split.axis] for split in splits(entry)))
             cuts[name] = cuts[name] if name in cuts else _spans(size, mesh, entry, place)
             spans.append(cuts[name])
-        yield Part(rank, tuple(spans), global_shape, _flat_index(mesh, left_out, place), grid)
+        yield RankShard(rank, tuple(spans), global_shape, _flat_index(mesh, left_out, place), grid)
 
 
 def _places(mesh: Mesh) -> Iterator[dict[str, int]]:
@@ -160,7 +160,7 @@ def _flat_index(mesh: Mesh, axes: list[str], place: Mapping[str, int]) -> int:
 
 def _spans(size: int, mesh: Mesh, entry: SpecEntry, place: Mapping[str, int]) -> Spans:
     whole: Spans = ((0, size),) if size else ()
-    if isinstance(entry, tuple) and not isinstance(entry[0], Split):
+    if isinstance(entry, tuple) and not isinstance(entry[0], AxisSplit):
         axes = [split.axis for split in splits(entry)]
         return cut_spans(whole, prod(mesh.shape[axis] for axis in axes), _flat_index(mesh, axes, place))
     for split in splits(entry):
@@ -189,8 +189,8 @@ def _is_even(mesh: Mesh, size: int, entry: SpecEntry, count: int) -> bool:
 # What a rank holds of a tensor, as a leaf of its tree: a shard, or a factory where it holds several boxes.
 
 
-def part_shard(
-    key: str, data: Any, dtype: torch.dtype, part: Part, *, allow_shape_mismatch: bool = False
+def rank_leaf(
+    key: str, data: Any, dtype: torch.dtype, part: RankShard, *, allow_shape_mismatch: bool = False
 ) -> ShardedTensor | ShardedTensorFactory:
     """Return the leaf that stands for what a rank holds of a tensor.
 
@@ -209,10 +209,10 @@ def part_shard(
         ShapeError: the data's dtype or shape isn't what the part and `dtype` say.
 
     Examples:
-        >>> from shardtree.layouts import Mesh, PartitionSpec, Split, mesh_parts
-        >>> spec = PartitionSpec((Split("dp", split_factor=2), Split("tp")))
-        >>> part = mesh_parts((8,), Mesh(dp=2, tp=1), spec)[1]
-        >>> factory = part_shard("w", torch.tensor([2, 3, 6, 7]), torch.int64, part)
+        >>> from shardtree.layouts import Mesh, PartitionSpec, AxisSplit, mesh_shards
+        >>> spec = PartitionSpec((AxisSplit("dp", split_factor=2), AxisSplit("tp")))
+        >>> part = mesh_shards((8,), Mesh(dp=2, tp=1), spec)[1]
+        >>> factory = rank_leaf("w", torch.tensor([2, 3, 6, 7]), torch.int64, part)
         >>> [(shard.global_offset, shard.data.tolist()) for shard in factory.build()]
         [((2,), [2, 3]), ((6,), [6, 7])]
     """
@@ -225,7 +225,7 @@ def part_shard(
     return ShardedTensorFactory(key, data, build, MergeBoxes(part), part.replica_id)
 
 
-def part_data(whole: Any, part: Part) -> Any:
+def rank_data(whole: Any, part: RankShard) -> Any:
     """Return a rank's part of a global tensor: a view where it is one box, else the boxes copied to one tensor.
 
     Args:
@@ -236,15 +236,15 @@ def part_data(whole: Any, part: Part) -> Any:
         ShapeError: the tensor isn't of the part's global shape.
 
     Examples:
-        >>> from shardtree.layouts import Mesh, PartitionSpec, mesh_parts
-        >>> part_data(torch.arange(5), mesh_parts((5,), Mesh(tp=2), PartitionSpec("tp"))[1])
+        >>> from shardtree.layouts import Mesh, PartitionSpec, mesh_shards
+        >>> rank_data(torch.arange(5), mesh_shards((5,), Mesh(tp=2), PartitionSpec("tp"))[1])
         tensor([3, 4])
     """
     if whole is None:
         return None
     if tuple(whole.shape) != part.global_shape:
         found, fix = tuple(whole.shape), "Pass the whole tensor that the part was computed for."
-        raise ShapeError(error_text("part_data: not the tensor", found=found, expected=part.global_shape, fix=fix))
+        raise ShapeError(error_text("rank_data: not the tensor", found=found, expected=part.global_shape, fix=fix))
     boxes = [whole[_slices(box.offset, box.shape)] for box in part.boxes]
     return boxes[0] if len(boxes) == 1 else _joined(boxes, part)
 
@@ -259,7 +259,7 @@ class BuildBoxes:
         allow_shape_mismatch: see ShardedTensor.
     """
 
-    part: Part
+    part: RankShard
     dtype: torch.dtype
     allow_shape_mismatch: bool = False
 
@@ -283,7 +283,7 @@ class BuildBoxes:
             what, fix = f"{key!r}: not the rank's own part of the tensor", "Pass the tensor that the rank holds."
             raise ShapeError(error_text(what, found=tuple(data.shape), expected=self.part.shape, fix=fix))
 
-    def _shard(self, key: str, data: Any, replica_id: ReplicaId, box: PartBox) -> ShardedTensor:
+    def _shard(self, key: str, data: Any, replica_id: ReplicaId, box: RankBox) -> ShardedTensor:
         view = None if data is None else data[_slices(box.local_offset, box.shape)]
         dtype = self.dtype if data is None else data.dtype
         place = (box.shape, self.part.global_shape, box.offset, None)
@@ -298,14 +298,14 @@ class MergeBoxes:
         part: what the rank holds.
     """
 
-    part: Part
+    part: RankShard
 
     def __call__(self, boxes: Sequence[Any]) -> Any:
         """Return the rank's tensor: what the boxes hold, copied to one."""
         return _joined(list(boxes), self.part)
 
 
-def _joined(boxes: list[Any], part: Part) -> Any:
+def _joined(boxes: list[Any], part: RankShard) -> Any:
     """Return boxes in row-major order as one tensor, joined along the last axis first."""
     for axis in reversed(range(len(part.spans))):
         count = len(part.spans[axis])

@@ -18,7 +18,7 @@ from ._mesh import Mesh, check_mesh
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class AxisSplit:
     """One cut of a tensor's axis along one axis of a mesh, applied to what the cuts before it have left.
 
     Attributes:
@@ -29,8 +29,8 @@ class Split:
         MetadataError: the axis isn't a name, or the factor no integer of at least 1.
 
     Examples:
-        >>> PartitionSpec((Split("dp", split_factor=2), Split("tp")))  # as FSDP2 over TP cuts rows
-        PartitionSpec((Split(axis='dp', split_factor=2), Split(axis='tp', split_factor=1)))
+        >>> PartitionSpec((AxisSplit("dp", split_factor=2), AxisSplit("tp")))  # as FSDP2 over TP cuts rows
+        PartitionSpec((AxisSplit(axis='dp', split_factor=2), AxisSplit(axis='tp', split_factor=1)))
 
     References:
         torch.distributed.tensor's Shard and _StridedShard, torch 2.13.
@@ -42,13 +42,13 @@ class Split:
     def __post_init__(self) -> None:
         if not isinstance(self.axis, str):
             fix = "Name an axis of the mesh."
-            refuse("Split", "axis", type(self.axis).__name__, "a name", fix, error=MetadataError)
-        if integer("Split", "split_factor", self.split_factor) < 1:
+            refuse("AxisSplit", "axis", type(self.axis).__name__, "a name", fix, error=MetadataError)
+        if integer("AxisSplit", "split_factor", self.split_factor) < 1:
             fix = "Leave it out for one block."
-            refuse("Split", "split_factor", self.split_factor, "at least 1", fix, error=MetadataError)
+            refuse("AxisSplit", "split_factor", self.split_factor, "at least 1", fix, error=MetadataError)
 
 
-SpecEntry: TypeAlias = str | tuple[str, ...] | tuple[Split, ...] | None
+SpecEntry: TypeAlias = str | tuple[str, ...] | tuple[AxisSplit, ...] | None
 """How one axis of a tensor is cut: along one axis of the mesh, along several as if they were one (the first outermost),
 by splits one after the other, or not at all."""
 
@@ -58,7 +58,7 @@ class PartitionSpec:
     """How a tensor is cut: for each of its axes the axes of a mesh, as in JAX; it is replicated along the others.
 
     Args:
-        entries: for each axis of the tensor a mesh axis, a tuple of them, a `Split`, a tuple of those, or None. Axes
+        entries: for each axis of the tensor a mesh axis, a tuple of them, a `AxisSplit`, a tuple of those, or None. Axes
             beyond the last entry aren't cut. An axis that isn't a multiple of its number of parts is cut as
             `torch.chunk` does: into equal pieces, but the last ones, which are shorter or have nothing.
         at: ranks that hold the tensor at all, by their index along axes of the mesh, as in ``at={"pp": 1}`` for the
@@ -79,7 +79,7 @@ class PartitionSpec:
     entries: tuple[SpecEntry, ...]
     at: tuple[tuple[str, int], ...]
 
-    def __init__(self, *entries: SpecEntry | Split, at: Mapping[str, int] | None = None) -> None:
+    def __init__(self, *entries: SpecEntry | AxisSplit, at: Mapping[str, int] | None = None) -> None:
         object.__setattr__(self, "entries", tuple(map(_entry, entries)))
         object.__setattr__(self, "at", _at({} if at is None else at))
         named = Counter([*(split.axis for entry in self.entries for split in splits(entry)), *dict(self.at)])
@@ -98,26 +98,30 @@ class PartitionSpec:
         return tuple(split.axis for entry in self.entries for split in splits(entry))
 
 
-def splits(entry: SpecEntry) -> Iterator[Split]:
+P = PartitionSpec
+"""The short name, as in JAX."""
+
+
+def splits(entry: SpecEntry) -> Iterator[AxisSplit]:
     """Yield the mesh axes of an entry as splits; those of a tuple of names count as one axis together.
 
     Examples:
         >>> list(splits("tp"))
-        [Split(axis='tp', split_factor=1)]
+        [AxisSplit(axis='tp', split_factor=1)]
     """
     for axis in (entry,) if isinstance(entry, str) else entry or ():
-        yield Split(axis) if isinstance(axis, str) else axis
+        yield AxisSplit(axis) if isinstance(axis, str) else axis
 
 
 def _entry(entry: Any) -> SpecEntry:
     """Return an entry as it was meant: one name for a tuple of one, None for an empty one."""
     if entry is None or isinstance(entry, str):
         return entry
-    if isinstance(entry, Split):
+    if isinstance(entry, AxisSplit):
         entry = (entry,)
     kinds = {type(item) for item in entry} if isinstance(entry, tuple) else {type(entry)}
-    if not isinstance(entry, tuple) or (kinds - {str} and kinds - {Split}):
-        expected = "a mesh axis, a tuple of them, a tuple of Split, or None"
+    if not isinstance(entry, tuple) or (kinds - {str} and kinds - {AxisSplit}):
+        expected = "a mesh axis, a tuple of them, a tuple of AxisSplit, or None"
         raise MetadataError(error_text("PartitionSpec: not an entry", found=repr(entry)[:200], expected=expected))
     return entry[0] if len(entry) == 1 and kinds == {str} else entry or None
 

@@ -3,7 +3,7 @@
 from ._plan import ReshardPlan as ReshardPlan
 from ._plan import peak_bytes as peak_bytes
 from ._plan import plan_reshard as plan_reshard
-from ._relay import relayed as relayed
+from ._relay import with_relays as with_relays
 from ._schedule import BYTES_IN_FLIGHT as BYTES_IN_FLIGHT
 from ._schedule import Schedule as Schedule
 from ._summary import Origin as Origin

@@ -102,7 +102,7 @@ def _assigned(stretches: Column, ranks: Column) -> Column:
     return member
 
 
-def relayed(plan: ReshardPlan, *, shortest_cut: int = SHORTEST_CUT) -> ReshardPlan:
+def with_relays(plan: ReshardPlan, *, shortest_cut: int = SHORTEST_CUT) -> ReshardPlan:
     """Return the plan in which what several ranks want and don't have leaves the ranks that have it only once.
 
     What k ranks get from elsewhere is divided among these k: each gets its part from the sources (hop 0), and passes
@@ -122,7 +122,7 @@ def relayed(plan: ReshardPlan, *, shortest_cut: int = SHORTEST_CUT) -> ReshardPl
         >>> import torch, shardtree as st
         >>> def whole(rank): return {"w": st.ShardedTensor.from_rank_offsets("w", torch.zeros(2**20), replica_id=rank)}
         >>> plan = st.plan_reshard({0: whole(0)}, {rank: whole(rank) for rank in range(1, 5)})
-        >>> once = relayed(plan)
+        >>> once = with_relays(plan)
         >>> plan.leaving([0]), once.leaving([0]), once.bytes_moved
         (16777216, 4194304, 16777216)
     """

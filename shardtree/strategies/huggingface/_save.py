@@ -24,7 +24,7 @@ from ...storage import Buffer
 from ...trees import HOLE, leaves_with_paths
 from .._actions import SaveSharded
 from .._metadata import METADATA_FILE, replace_metadata
-from .._values import AsyncRequest, Draft, Fields
+from .._values import AsyncRequest, Fields, PendingSave
 from ._layout import ModelFile, model_files, shard_pieces
 from ._listing import BACKEND, INDEX_FILE, SINGLE_FILE, draft_name, file_name
 
@@ -35,34 +35,34 @@ _MOVED = f"{BACKEND}.moved"
 logger = logging.getLogger("shardtree")
 
 
-def commit(draft: Draft, fields: Fields) -> None:
+def commit(pending: PendingSave, fields: Fields) -> None:
     """Make a folder a model: its files get their names, then the index is written; a single file needs none.
 
     Where another format keeps the common state, metadata.json comes before the index: with it all is there.
     """
-    files: Sequence[ModelFile] = draft.memo[BACKEND]
+    files: Sequence[ModelFile] = pending.memo[BACKEND]
     count = len(files)
     alone = fields["common_backend"] == BACKEND
     if alone and count == 1:
-        draft.storage.move(draft_name(draft.save_id, 0, 1), SINGLE_FILE)
-        _sync(draft)
+        pending.storage.move(draft_name(pending.save_id, 0, 1), SINGLE_FILE)
+        _sync(pending)
         return
-    moved: list[str] = draft.memo.setdefault(_MOVED, [])
+    moved: list[str] = pending.memo.setdefault(_MOVED, [])
     for number in range(count):
-        draft.storage.move(draft_name(draft.save_id, number, count), file_name(number, count))
+        pending.storage.move(draft_name(pending.save_id, number, count), file_name(number, count))
         moved.append(file_name(number, count))
-    _sync(draft)
+    _sync(pending)
     if not alone:
         named = {**fields, "tensor_files": list(moved)}
-        replace_metadata(draft.storage, draft.before, named, durable=draft.options.durable)
-    draft.storage.replace(INDEX_FILE, index_json(files), durable=draft.options.durable)
+        replace_metadata(pending.storage, pending.before, named, durable=pending.options.durable)
+    pending.storage.replace(INDEX_FILE, index_json(files), durable=pending.options.durable)
 
 
-def _sync(draft: Draft) -> None:
+def _sync(pending: PendingSave) -> None:
     """Wait for the files' new names, and then for the old ones to go."""
-    if draft.options.durable:
-        draft.storage.sync_folder()
-        draft.storage.sync_folder(draft.save_id)
+    if pending.options.durable:
+        pending.storage.sync_folder()
+        pending.storage.sync_folder(pending.save_id)
 
 
 def index_json(files: Sequence[ModelFile]) -> bytes:
@@ -79,33 +79,33 @@ def index_json(files: Sequence[ModelFile]) -> bytes:
     return (json.dumps(value, indent=2, sort_keys=True) + "\n").encode("ascii")
 
 
-def check_free(draft: Draft, files: Sequence[ModelFile]) -> None:
+def check_free(pending: PendingSave, files: Sequence[ModelFile]) -> None:
     """Raise where a file is in the way that belongs to no model: we write over nothing that isn't ours.
 
     Raises:
         AlreadyACheckpoint: names the files.
     """
     names = (file_name(number, len(files)) for number in range(len(files)))
-    there = [draft.storage.where(name) for name in names if draft.storage.length(name) is not None]
+    there = [pending.storage.where(name) for name in names if pending.storage.length(name) is not None]
     if there:
         what = "save: files of a model without an index are in the way"
         raise AlreadyACheckpoint(error_text(what, offenders=there, fix="Remove them, or save to another folder."))
 
 
-def abandon(draft: Draft, files: Sequence[ModelFile]) -> None:
+def abandon(pending: PendingSave, files: Sequence[ModelFile]) -> None:
     """Remove what a save that failed has written, unless it is a model already. Never raises."""
-    if draft.world.rank != 0:
+    if pending.world.rank != 0:
         return
     try:
         for number in range(len(files)):
-            draft.storage.remove(draft_name(draft.save_id, number, len(files)))
-        draft.storage.remove_folder(draft.save_id)
-        if not any(draft.storage.length(name) is not None for name in (INDEX_FILE, METADATA_FILE)):
-            for name in draft.memo.pop(_MOVED, []):
-                draft.storage.remove(name)
+            pending.storage.remove(draft_name(pending.save_id, number, len(files)))
+        pending.storage.remove_folder(pending.save_id)
+        if not any(pending.storage.length(name) is not None for name in (INDEX_FILE, METADATA_FILE)):
+            for name in pending.memo.pop(_MOVED, []):
+                pending.storage.remove(name)
     except Exception as error:
         # The save's own error is on its way; what stays is removed by a later save.
-        logger.warning("save: what a failed save wrote stays in %s: %s", draft.storage.where(draft.save_id), error)
+        logger.warning("save: what a failed save wrote stays in %s: %s", pending.storage.where(pending.save_id), error)
 
 
 MAX_FILE_BYTES = 5 * 10**9
@@ -137,7 +137,7 @@ def save_sharded_up_to(max_file_bytes: int) -> SaveSharded:
     return partial(_prepare, max_file_bytes)
 
 
-def save_sharded(draft: Draft, shards: Sequence[ShardedTensor | ShardedObject]) -> AsyncRequest[None]:
+def save_sharded(pending: PendingSave, shards: Sequence[ShardedTensor | ShardedObject]) -> AsyncRequest[None]:
     """Prepare the parts of the model's files that a rank's shards are, and return the request that writes them.
 
     Raises:
@@ -145,10 +145,10 @@ def save_sharded(draft: Draft, shards: Sequence[ShardedTensor | ShardedObject]) 
         StrategyError: ranks didn't tell each other what they hold.
         IntegrityError: shards don't tile their tensors.
     """
-    return _prepare(MAX_FILE_BYTES, draft, shards)
+    return _prepare(MAX_FILE_BYTES, pending, shards)
 
 
-def save_common(draft: Draft, common: Any) -> Fields:
+def save_common(pending: PendingSave, common: Any) -> Fields:
     """Refuse a common state, which a model's files can't hold; an empty one is fine.
 
     Raises:
@@ -161,46 +161,48 @@ def save_common(draft: Draft, common: Any) -> Fields:
     return {}
 
 
-def _prepare(max_file_bytes: int, draft: Draft, shards: Sequence[ShardedTensor | ShardedObject]) -> AsyncRequest[None]:
+def _prepare(
+    max_file_bytes: int, pending: PendingSave, shards: Sequence[ShardedTensor | ShardedObject]
+) -> AsyncRequest[None]:
     objects = [repr(shard.unique_key) for shard in shards if isinstance(shard, ShardedObject)]
     if objects:
         what = "save: a Hugging Face model holds tensors only, not these objects"
         raise UnsupportedValue(error_text(what, offenders=objects, fix=f"Leave them out of the tree, or {_BESIDE}."))
-    columns = _layout(draft)
+    columns = _layout(pending)
     files = model_files(dict(zip(columns.keys, columns.kinds, strict=True)), max_file_bytes=max_file_bytes)
-    draft.memo[BACKEND] = files
+    pending.memo[BACKEND] = files
     tensors = [shard for shard in shards if isinstance(shard, ShardedTensor)]
     return AsyncRequest(
-        world=draft.world,
-        async_fn=partial(_write, draft, files, tensors),
-        commit=partial(_check_lengths, draft, files),
-        abandon=partial(abandon, draft, files),
+        world=pending.world,
+        async_fn=partial(_write, pending, files, tensors),
+        commit=partial(_check_lengths, pending, files),
+        abandon=partial(abandon, pending, files),
     )
 
 
-def _layout(draft: Draft) -> ShardColumns:
+def _layout(pending: PendingSave) -> ShardColumns:
     """Return all ranks' shards, which are known to tile their tensors."""
-    if draft.layout is None:
+    if pending.layout is None:
         what = "save: a Hugging Face model's files are written together, and the ranks don't know each other's shards"
         raise StrategyError(error_text(what, fix="Leave validate_access_integrity on."))
-    if draft.world.size == 1:
-        check_access(draft.layout)  # more ranks have done so where they told each other
-    return draft.layout
+    if pending.world.size == 1:
+        check_access(pending.layout)  # more ranks have done so where they told each other
+    return pending.layout
 
 
-def _write(draft: Draft, files: Sequence[ModelFile], shards: Sequence[ShardedTensor]) -> None:
-    if draft.world.rank == 0:
-        check_free(draft, files)
+def _write(pending: PendingSave, files: Sequence[ModelFile], shards: Sequence[ShardedTensor]) -> None:
+    if pending.world.rank == 0:
+        check_free(pending, files)
     # A request may be tried again after its folder was removed.
-    draft.storage.make_folder(draft.save_id, durable=draft.options.durable)
+    pending.storage.make_folder(pending.save_id, durable=pending.options.durable)
     file_of = {key: number for number, file in enumerate(files) for key in file.bytes_before}
     rows = sorted(shards, key=lambda shard: (file_of[shard.key], *_place(shard, files[file_of[shard.key]])))
     own = {number: list(group) for number, group in groupby(rows, lambda shard: file_of[shard.key])}
     for number, file in enumerate(files):
-        if draft.world.rank == 0 or number in own:
-            parts = _with_progress(_parts(draft, file, own.get(number, [])), draft)
-            name = draft_name(draft.save_id, number, len(files))
-            draft.storage.write_parts(name, file.length, parts, durable=draft.options.durable)
+        if pending.world.rank == 0 or number in own:
+            parts = _with_progress(_parts(pending, file, own.get(number, [])), pending)
+            name = draft_name(pending.save_id, number, len(files))
+            pending.storage.write_parts(name, file.length, parts, durable=pending.options.durable)
 
 
 def _place(shard: ShardedTensor, file: ModelFile) -> tuple[Any, ...]:
@@ -209,32 +211,32 @@ def _place(shard: ShardedTensor, file: ModelFile) -> tuple[Any, ...]:
     return file.bytes_before[shard.key], shard.global_offset, start
 
 
-def _parts(draft: Draft, file: ModelFile, shards: Sequence[ShardedTensor]) -> Iterator[tuple[int, Buffer]]:
-    if draft.world.rank == 0:
+def _parts(pending: PendingSave, file: ModelFile, shards: Sequence[ShardedTensor]) -> Iterator[tuple[int, Buffer]]:
+    if pending.world.rank == 0:
         yield 0, memoryview(file.header)
     for shard in shards:
         yield from shard_pieces(shard, file.bytes_before[shard.key])
 
 
-def _with_progress(parts: Iterator[tuple[int, Buffer]], draft: Draft) -> Iterator[tuple[int, Buffer]]:
+def _with_progress(parts: Iterator[tuple[int, Buffer]], pending: PendingSave) -> Iterator[tuple[int, Buffer]]:
     untold = 0
     for byte, buffer in parts:
         yield byte, buffer
         untold += buffer.nbytes
         if untold >= _TOLD_BYTES:
-            draft.options.progress(untold)
+            pending.options.progress(untold)
             untold = 0
     if untold:
-        draft.options.progress(untold)
+        pending.options.progress(untold)
 
 
-def _check_lengths(draft: Draft, files: Sequence[ModelFile], results: Sequence[None]) -> Fields:
+def _check_lengths(pending: PendingSave, files: Sequence[ModelFile], results: Sequence[None]) -> Fields:
     """Raise unless rank 0 sees the files that all ranks wrote."""
     for number, file in enumerate(files):
-        name = draft_name(draft.save_id, number, len(files))
-        found = draft.storage.length(name)
+        name = draft_name(pending.save_id, number, len(files))
+        found = pending.storage.length(name)
         if found != file.length:
-            what = f"save: rank 0 doesn't see {draft.storage.where(name)!r} as it was written"
+            what = f"save: rank 0 doesn't see {pending.storage.where(name)!r} as it was written"
             fix = "Every rank must see the same folder; use shared storage."
             raise StorageError(error_text(what, found=found, expected=f"{file.length} bytes", fix=fix))
     return {}

@@ -37,7 +37,7 @@ def build_index(
 
     Examples:
         >>> import torch, shardtree as st
-        >>> columns = st.shard_columns([st.ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3))])
+        >>> columns = st.layouts.shard_columns([st.ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3))])
         >>> index = build_index(columns, np.array([0]), np.array([64]), files=[StoredFile("w.bin", 88)])
         >>> index.chunk_byte.tolist(), index.chunk_length.tolist()
         ([64], [24])

@@ -20,7 +20,7 @@ from ...plans import (
     LoadPlan,
     Prospect,
     ReadCost,
-    Refused,
+    Refusal,
     Runs,
     Unexpected,
     find_gaps,
@@ -236,7 +236,7 @@ def explain_from_index(
     keys = sorted({shard.key for shard in shards})
     numbers = find_texts(index.key_text, index.key_start, keys)
     kinds = {key: kind_at(index, number) for key, number in zip(keys, numbers, strict=True) if number >= 0}
-    unread = [Refused(key, refused[key]) for key in keys if key in refused]
+    unread = [Refusal(key, refused[key]) for key in keys if key in refused]
     wanted = [key for key in keys if key not in refused]
     absent = find_unexpected(wanted, [*texts(index.key_text, index.key_start)]) if not kinds.keys() >= {*wanted} else ()
     known = [shard for shard in shards if shard.key in kinds]
@@ -246,7 +246,7 @@ def explain_from_index(
     columns = shard_columns(fit)
     chosen = find_texts(index.key_text, index.key_start, columns.keys)
     plan = plan_load(columns, chunks_of(index, np.array(chosen, dtype=np.int64)))
-    doubled = [Refused(columns.keys[number], _CONTRADICTION) for number in plan.doubled.tolist()]
+    doubled = [Refusal(columns.keys[number], _CONTRADICTION) for number in plan.doubled.tolist()]
     return Prospect(
         (*unread, *absent, *mismatches, *doubled, *find_gaps(fit, plan.covered, kinds)), partial(cost, plan)
     )

@@ -20,7 +20,7 @@ from ...storage import STAGED_BYTES, Storage, StoredFile, collector_paused, is_i
 from .._checks import check_objects_written
 from .._metadata import METADATA_FILE, decode_metadata, metadata_bytes, write_checked
 from .._save_folders import is_left_over, is_save_folder, remove_save
-from .._values import AsyncRequest, Draft, Fields
+from .._values import AsyncRequest, Fields, PendingSave
 from ..index import Index, build_index
 from ._layout import Shard, parts
 from ._load import encode_index
@@ -112,40 +112,40 @@ BACKEND, VERSION = "safetensors", 1
 logger = logging.getLogger("shardtree")
 
 
-def save_common(draft: Draft, common: Any) -> Fields:
+def save_common(pending: PendingSave, common: Any) -> Fields:
     """Write the common tree as one file, and return what metadata.json says about it."""
-    data = encode_tree(common, allow_pickle=draft.options.allow_pickle)
-    name = f"{draft.save_id}/common.safetensors"
-    entry = write_checked(draft.storage, name, data, durable=draft.options.durable)
-    return {"save_id": draft.save_id, "common": entry}
+    data = encode_tree(common, allow_pickle=pending.options.allow_pickle)
+    name = f"{pending.save_id}/common.safetensors"
+    entry = write_checked(pending.storage, name, data, durable=pending.options.durable)
+    return {"save_id": pending.save_id, "common": entry}
 
 
-def save_sharded(draft: Draft, shards: Sequence[ShardedTensor | ShardedObject]) -> AsyncRequest[Written]:
+def save_sharded(pending: PendingSave, shards: Sequence[ShardedTensor | ShardedObject]) -> AsyncRequest[Written]:
     """Prepare the data files of a rank's shards, and return the request that writes them."""
     with collector_paused():
         tensors = [shard for shard in shards if isinstance(shard, ShardedTensor)]
-        threads = draft.options.threads or usual_threads()
+        threads = pending.options.threads or usual_threads()
         threads = threads if threads == 1 or all(map(_in_memory, tensors)) else 1
-        layout = parts(shards, allow_pickle=draft.options.allow_pickle, most_files=threads)
-        columns = shard_columns(tensors, draft.world.rank)
+        layout = parts(shards, allow_pickle=pending.options.allow_pickle, most_files=threads)
+        columns = shard_columns(tensors, pending.world.rank)
     return AsyncRequest(
-        world=draft.world,
-        async_fn=partial(write_files, draft, layout, columns, _tensor_rows(shards), threads),
-        commit=partial(_write_index, draft),
-        abandon=partial(_abandon, draft),
-        clean_up=partial(_clean_up, draft),
+        world=pending.world,
+        async_fn=partial(write_files, pending, layout, columns, _tensor_rows(shards), threads),
+        commit=partial(_write_index, pending),
+        abandon=partial(_abandon, pending),
+        clean_up=partial(_clean_up, pending),
     )
 
 
-def _abandon(draft: Draft) -> None:
+def _abandon(pending: PendingSave) -> None:
     """Remove what a save that failed has written, so that a full disk has room for the next one."""
-    if draft.world.rank != 0:
+    if pending.world.rank != 0:
         return
     try:
-        remove_unless_committed(draft.storage, draft.save_id)
+        remove_unless_committed(pending.storage, pending.save_id)
     except Exception as error:
         # The save's own error is on its way; what stays is removed by a later save.
-        logger.warning("save: what a failed save wrote stays in %s: %s", draft.storage.where(draft.save_id), error)
+        logger.warning("save: what a failed save wrote stays in %s: %s", pending.storage.where(pending.save_id), error)
 
 
 def _in_memory(shard: ShardedTensor) -> bool:
@@ -160,25 +160,29 @@ def _tensor_rows(shards: Sequence[Shard]) -> Column:
     return np.where(is_tensor, np.cumsum(is_tensor) - 1, -1)
 
 
-def _write_index(draft: Draft, written: Sequence[Written]) -> Fields:
+def _write_index(pending: PendingSave, written: Sequence[Written]) -> Fields:
     for rank, part in enumerate(written):
         for name, length in zip(part.files, part.lengths, strict=True):
-            found = draft.storage.length(name)
+            found = pending.storage.length(name)
             if found != length:
-                where = draft.storage.where(name)
+                where = pending.storage.where(name)
                 fix = "Every rank must see the same folder; use shared storage."
                 what = f"save: rank 0 doesn't see {where!r} as rank {rank} wrote it"
                 raise StorageError(error_text(what, found=found, expected=f"{length} bytes", fix=fix))
     data = encode_index(collect_index(written))
-    entry = write_checked(draft.storage, f"{draft.save_id}/index-0.safetensors", data, durable=draft.options.durable)
-    return {"save_id": draft.save_id, "index": entry}
+    entry = write_checked(
+        pending.storage, f"{pending.save_id}/index-0.safetensors", data, durable=pending.options.durable
+    )
+    return {"save_id": pending.save_id, "index": entry}
 
 
-def _clean_up(draft: Draft) -> None:
-    if draft.world.rank != 0:
+def _clean_up(pending: PendingSave) -> None:
+    if pending.world.rank != 0:
         return
     try:
-        remove_left_overs(draft.storage, keep=draft.save_id, before=draft.before, stale_after=draft.options.stale_after)
+        remove_left_overs(
+            pending.storage, keep=pending.save_id, before=pending.before, stale_after=pending.options.stale_after
+        )
     except StorageError as error:
         # The checkpoint is saved; what couldn't be removed is tried again by the next save.
-        logger.warning("save: left-overs of earlier saves stay in %s: %s", draft.storage.where(), error)
+        logger.warning("save: left-overs of earlier saves stay in %s: %s", pending.storage.where(), error)

@@ -29,7 +29,7 @@ from ...storage import (
     in_turn,
     tensor_buffers,
 )
-from .._values import Draft
+from .._values import PendingSave
 from ._layout import Entries, Part, Source, checked_data, gathered, part_name, together
 
 # Fingerprints of what a save writes: added up from the bytes on their way to the file.
@@ -109,11 +109,13 @@ class _File:
     totals: list[int]
 
 
-def write_files(draft: Draft, layout: Sequence[Part], columns: ShardColumns, row: Column, threads: int) -> Written:
+def write_files(
+    pending: PendingSave, layout: Sequence[Part], columns: ShardColumns, row: Column, threads: int
+) -> Written:
     """Write a rank's data files, and return what the index says about them.
 
     Args:
-        draft: the checkpoint.
+        pending: the checkpoint.
         layout: the files.
         columns: the rank's tensor shards.
         row: of `columns` that each shard that is laid out has, -1 for an object, int64 (shards,).
@@ -123,12 +125,14 @@ def write_files(draft: Draft, layout: Sequence[Part], columns: ShardColumns, row
         ShapeError: a tensor was changed since the save began.
         StorageError: a file can't be written.
     """
-    names = tuple(part_name(draft.save_id, draft.world.rank, draft.world.size, part) for part in range(len(layout)))
+    names = tuple(
+        part_name(pending.save_id, pending.world.rank, pending.world.size, part) for part in range(len(layout))
+    )
     # A request may be tried again after its folder was removed.
-    draft.storage.make_folder(draft.save_id, durable=draft.options.durable)
-    files = _write_all(draft, names, layout, threads)
-    if draft.options.durable and names:
-        draft.storage.sync_folder(draft.save_id)
+    pending.storage.make_folder(pending.save_id, durable=pending.options.durable)
+    files = _write_all(pending, names, layout, threads)
+    if pending.options.durable and names:
+        pending.storage.sync_folder(pending.save_id)
     rows, file_of, byte_of = _places(layout, row)
     return Written(
         files=names,
@@ -138,7 +142,7 @@ def write_files(draft: Draft, layout: Sequence[Part], columns: ShardColumns, row
         file=file_of,
         byte=byte_of,
         objects=tuple(_objects(layout)),
-        totals=_sums(files) if draft.options.fingerprint else None,
+        totals=_sums(files) if pending.options.fingerprint else None,
     )
 
 
@@ -164,20 +168,20 @@ def _sums(files: Sequence[_File]) -> Hashes:
     return np.array([*chain.from_iterable(file.totals for file in files)], dtype=np.uint64)
 
 
-def _write_all(draft: Draft, names: Sequence[str], layout: Sequence[Part], threads: int) -> list[_File]:
-    tell = in_turn(draft.options.progress)
+def _write_all(pending: PendingSave, names: Sequence[str], layout: Sequence[Part], threads: int) -> list[_File]:
+    tell = in_turn(pending.options.progress)
     # A thread is to spare for hashing only where a single one writes.
     hashing = hashed if min(threads, len(layout)) > 1 else hashed_beside
     unwanted = Event()
 
     def write(number: int) -> _File:
         part, totals = layout[number], list[int]()
-        buffers = _with_progress(_part_buffers(part, totals if draft.options.fingerprint else None), tell)
-        hasher = BlockHasher() if draft.options.checksums else None
+        buffers = _with_progress(_part_buffers(part, totals if pending.options.fingerprint else None), tell)
+        hasher = BlockHasher() if pending.options.checksums else None
         with closing(in_parts(buffers) if hasher is None else hashing(buffers, hasher)) as stream:
             try:
                 wanted = SizedBuffers(part.length, _while_wanted(stream, unwanted))
-                length = draft.storage.write(names[number], wanted, durable=draft.options.durable)
+                length = pending.storage.write(names[number], wanted, durable=pending.options.durable)
             except _Unwanted:
                 # What another thread raised is what happened.
                 return _File(0, None, [])

@@ -17,7 +17,7 @@ from ...layouts import ShardColumns, TensorKind, join_columns, select_rows, writ
 from ...storage import Storage
 from .._checks import check_objects_written
 from .._metadata import METADATA_FILE
-from .._values import Draft, Fields
+from .._values import Fields, PendingSave
 from ._common import VALUES
 from ._listing import DCP, TORCH_DIST
 from ._metadata_file import INDEX_FILE
@@ -102,13 +102,13 @@ def _objects(written: Sequence[Written], keys: Sequence[str]) -> dict[str, Archi
     return {key: (file, byte, length) for key, file, byte, length in rows}
 
 
-def stored_by(draft: Draft, backend: str) -> Stored:
+def stored_by(pending: PendingSave, backend: str) -> Stored:
     """Return what the sharded strategy of a backend remembered of its files.
 
     Raises:
         StrategyError: another strategy wrote the shards.
     """
-    stored = draft.memo.get(backend)
+    stored = pending.memo.get(backend)
     if isinstance(stored, Stored):
         return stored
     fix = f"Save the shards with ({backend!r}, 1) too, or leave the common strategy out."
@@ -229,24 +229,24 @@ def _class(module: str, name: str) -> Global:
 _MEGATRON_FIELDS = ("sharded_backend", "sharded_backend_version", "common_backend", "common_backend_version")
 
 
-def commit(draft: Draft, fields: Fields) -> None:
+def commit(pending: PendingSave, fields: Fields) -> None:
     """Write the index, then metadata.json with the four fields that Megatron-Core takes, and no more."""
-    stored, durable = stored_by(draft, TORCH_DIST[0]), draft.options.durable
-    draft.storage.remove_folder(draft.save_id)
-    draft.storage.replace(note(draft, INDEX_FILE), encode_index_file(stored, draft.save_id), durable=durable)
+    stored, durable = stored_by(pending, TORCH_DIST[0]), pending.options.durable
+    pending.storage.remove_folder(pending.save_id)
+    pending.storage.replace(note(pending, INDEX_FILE), encode_index_file(stored, pending.save_id), durable=durable)
     # With another format's common state metadata.json has to say more, and isn't Megatron-Core's then.
     if fields["common_backend"] == "torch":
         data = json.dumps({name: fields[name] for name in _MEGATRON_FIELDS}).encode()
-        draft.storage.replace(METADATA_FILE, data, durable=durable)
+        pending.storage.replace(METADATA_FILE, data, durable=durable)
 
 
-def commit_dcp(draft: Draft, fields: Fields) -> None:
+def commit_dcp(pending: PendingSave, fields: Fields) -> None:
     """Write the index, which makes the folder a checkpoint of torch.distributed.checkpoint."""
-    stored, values = stored_by(draft, DCP[0]), draft.memo.get(VALUES, ())
-    draft.storage.remove_folder(draft.save_id)
+    stored, values = stored_by(pending, DCP[0]), pending.memo.get(VALUES, ())
+    pending.storage.remove_folder(pending.save_id)
     # A sharded tensor's key is a name of its own, dots and all: it says nothing of dicts in dicts.
     paths = {key: (key,) for key in (*stored.columns.keys, *stored.objects)}
     paths |= {value.name: value.path for value in values}
     archives = {value.name: value.archive for value in values}
-    data = encode_index_file(stored, draft.save_id, archives, paths)
-    draft.storage.replace(INDEX_FILE, data, durable=draft.options.durable)
+    data = encode_index_file(stored, pending.save_id, archives, paths)
+    pending.storage.replace(INDEX_FILE, data, durable=pending.options.durable)

@@ -15,7 +15,7 @@ from ._metadata_file import INDEX_FILE
 from ._payloads import decoded
 
 VALUES = "dcp values"
-"""What the draft's memo has the plain values under."""
+"""What the pending save's memo has the plain values under."""
 
 
 _MOST_GAPS = 100_000

@@ -12,7 +12,7 @@ from ...errors import CheckpointingException, StrategyError, TreePath, error_tex
 from ...mapping import ShardedObject, ShardedTensor
 from ...storage import Buffer
 from .._metadata import METADATA_FILE
-from .._values import AsyncRequest, Draft, Fields
+from .._values import AsyncRequest, Fields, PendingSave
 from ..torch import COMMON_FILE, encode_with_holes
 from ..torch import save_common as save_torch_common
 from ._commit import Archive, collect, stored_by
@@ -24,49 +24,51 @@ from ._write import Written, data_file, file_layout, names_of, note, write_file
 logger = logging.getLogger("shardtree")
 
 
-def save_sharded(draft: Draft, shards: Sequence[ShardedTensor | ShardedObject]) -> AsyncRequest[Written]:
+def save_sharded(pending: PendingSave, shards: Sequence[ShardedTensor | ShardedObject]) -> AsyncRequest[Written]:
     """Prepare the data file of a rank's shards, and return the request that writes it."""
-    return _request(draft, shards, TORCH_DIST[0])
+    return _request(pending, shards, TORCH_DIST[0])
 
 
-def save_dcp_sharded(draft: Draft, shards: Sequence[ShardedTensor | ShardedObject]) -> AsyncRequest[Written]:
+def save_dcp_sharded(pending: PendingSave, shards: Sequence[ShardedTensor | ShardedObject]) -> AsyncRequest[Written]:
     """Prepare the data file of a rank's shards, and return the request that writes it.
 
     Raises:
         StrategyError: a common.pt is there, which would make the folder one of Megatron-Core's, and unfinished.
     """
-    if draft.storage.length(COMMON_FILE) is not None:
-        what = f"save: {draft.storage.where()!r} has the {COMMON_FILE} of a checkpoint of Megatron-Core's"
+    if pending.storage.length(COMMON_FILE) is not None:
+        what = f"save: {pending.storage.where()!r} has the {COMMON_FILE} of a checkpoint of Megatron-Core's"
         raise StrategyError(error_text(what, fix="Save to another folder, or remove it if it is left over."))
-    return _request(draft, shards, DCP[0])
+    return _request(pending, shards, DCP[0])
 
 
-def _request(draft: Draft, shards: Sequence[ShardedTensor | ShardedObject], backend: str) -> AsyncRequest[Written]:
-    layout = file_layout(shards, draft.world.rank, allow_pickle=draft.options.allow_pickle)
+def _request(
+    pending: PendingSave, shards: Sequence[ShardedTensor | ShardedObject], backend: str
+) -> AsyncRequest[Written]:
+    layout = file_layout(shards, pending.world.rank, allow_pickle=pending.options.allow_pickle)
     return AsyncRequest(
-        world=draft.world,
-        async_fn=partial(write_file, draft, layout),
-        commit=partial(_commit, draft, backend),
-        abandon=partial(_abandon, draft),
+        world=pending.world,
+        async_fn=partial(write_file, pending, layout),
+        commit=partial(_commit, pending, backend),
+        abandon=partial(_abandon, pending),
     )
 
 
-def _commit(draft: Draft, backend: str, written: Sequence[Written]) -> Fields:
+def _commit(pending: PendingSave, backend: str, written: Sequence[Written]) -> Fields:
     """Check what all ranks wrote, and keep it for the strategy's COMMIT: it writes the index."""
-    draft.memo[backend] = collect(draft.storage, written)
+    pending.memo[backend] = collect(pending.storage, written)
     return {}
 
 
-def _abandon(draft: Draft) -> None:
+def _abandon(pending: PendingSave) -> None:
     """Remove what a save that failed has written, unless there is a checkpoint: this save's, or one made meanwhile."""
-    storage, noted = draft.storage, names_of(draft)
+    storage, noted = pending.storage, names_of(pending)
     try:
         if storage.length(METADATA_FILE) is not None or (INDEX_FILE not in noted and recognize(storage) is not None):
             return
         # First what the rest could be taken for a checkpoint by.
-        for name in (*sorted(noted, key=INDEX_FILE.__ne__), data_file(draft.world.rank)):
+        for name in (*sorted(noted, key=INDEX_FILE.__ne__), data_file(pending.world.rank)):
             storage.remove(name)
-        storage.remove_folder(draft.save_id)
+        storage.remove_folder(pending.save_id)
     except Exception as error:
         # The save's own error is on its way.
         logger.warning("save: what a failed save wrote stays in %s: %s", storage.where(), error)
@@ -90,37 +92,37 @@ class StoredValue:
     archive: Archive
 
 
-def save_common(draft: Draft, common: Any) -> Fields:
+def save_common(pending: PendingSave, common: Any) -> Fields:
     """Write common.pt, and return that the common state is in its format."""
-    note(draft, COMMON_FILE)
-    return {**save_torch_common(draft, common), "common_backend": "torch", "common_backend_version": 1}
+    note(pending, COMMON_FILE)
+    return {**save_torch_common(pending, common), "common_backend": "torch", "common_backend_version": 1}
 
 
-def save_dcp_common(draft: Draft, common: Any) -> Fields:
+def save_dcp_common(pending: PendingSave, common: Any) -> Fields:
     """Write the common tree's plain values, each an archive of its own; the index will say where.
 
     Raises:
         UnsupportedValue: a value can't be stored.
         TreeError: two of them, or a value and a shard, have one name.
     """
-    stored = stored_by(draft, DCP[0])
+    stored = stored_by(pending, DCP[0])
     taken = {*stored.columns.keys, *stored.objects}
     named = without_hollow(named_values(common), taken)
     check_names(named, taken)
-    encoded = {name: _encoded(path, value, draft) for name, (path, value) in named.items()}
+    encoded = {name: _encoded(path, value, pending) for name, (path, value) in named.items()}
     file, byte, values = data_file(0, 1), 0, []
     for name, data in encoded.items():
         values.append(StoredValue(name, named[name][0], (file, byte, len(data))))
         byte += len(data)
     if values:
-        draft.storage.write(note(draft, file), _buffers(encoded), durable=draft.options.durable)
-    draft.memo[VALUES] = tuple(values)
+        pending.storage.write(note(pending, file), _buffers(encoded), durable=pending.options.durable)
+    pending.memo[VALUES] = tuple(values)
     return {"common_backend": DCP[0], "common_backend_version": DCP[1]}
 
 
-def _encoded(path: TreePath, value: Any, draft: Draft) -> bytes:
+def _encoded(path: TreePath, value: Any, pending: PendingSave) -> bytes:
     try:
-        return encode_with_holes(value, allow_pickle=draft.options.allow_pickle)
+        return encode_with_holes(value, allow_pickle=pending.options.allow_pickle)
     except CheckpointingException as error:
         error.add_note(f"tree is the value at {render_path(path, 'common')}")
         raise

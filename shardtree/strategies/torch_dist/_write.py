@@ -19,7 +19,7 @@ from ...lazy import LazyTensor
 from ...mapping import ShardedObject, ShardedTensor
 from ...storage import Buffer, SizedBuffers, tensor_buffers
 from .._checks import misfit
-from .._values import Draft
+from .._values import PendingSave
 
 # What one rank's data file looks like: which archive lies where, before a byte is written.
 
@@ -159,36 +159,36 @@ def data_file(rank: int, number: int = 0) -> str:
     return f"__{rank}_{number}.distcp"
 
 
-def note(draft: Draft, name: str) -> str:
+def note(pending: PendingSave, name: str) -> str:
     """Return a name, noted as that of a file that this save writes on rank 0 before it commits."""
-    draft.memo[_NAMES] = (*names_of(draft), name)
+    pending.memo[_NAMES] = (*names_of(pending), name)
     return name
 
 
-def names_of(draft: Draft) -> tuple[str, ...]:
+def names_of(pending: PendingSave) -> tuple[str, ...]:
     """Return the names that were noted."""
-    noted: tuple[str, ...] = draft.memo.get(_NAMES, ())
+    noted: tuple[str, ...] = pending.memo.get(_NAMES, ())
     return noted
 
 
-def write_file(draft: Draft, layout: FileLayout) -> Written:
+def write_file(pending: PendingSave, layout: FileLayout) -> Written:
     """Write a rank's data file, if it has something to write, and return what it wrote. No collective."""
     # The folder of a request that is tried again was removed.
-    draft.storage.make_folder(draft.save_id, durable=draft.options.durable)
+    pending.storage.make_folder(pending.save_id, durable=pending.options.durable)
     count = len(layout.objects)
     places = zip(layout.byte[:count].tolist(), layout.length[:count].tolist(), strict=True)
     objects = tuple((key, *place) for (key, _), place in zip(layout.objects, places, strict=True))
-    name, length = (None, 0) if not layout.byte.size else (data_file(draft.world.rank), _write(draft, layout))
+    name, length = (None, 0) if not layout.byte.size else (data_file(pending.world.rank), _write(pending, layout))
     return Written(name, length, layout.columns, layout.byte[count:], layout.length[count:], objects)
 
 
-def _write(draft: Draft, layout: FileLayout) -> int:
-    name, durable = data_file(draft.world.rank), draft.options.durable
+def _write(pending: PendingSave, layout: FileLayout) -> int:
+    name, durable = data_file(pending.world.rank), pending.options.durable
     nbytes = int(layout.byte[-1] + layout.length[-1])
-    buffers = SizedBuffers(nbytes, _with_progress(_buffers(layout), draft))
-    length = draft.storage.write(name, buffers, durable=durable)
+    buffers = SizedBuffers(nbytes, _with_progress(_buffers(layout), pending))
+    length = pending.storage.write(name, buffers, durable=durable)
     if durable:
-        draft.storage.sync_folder()
+        pending.storage.sync_folder()
     return length
 
 
@@ -248,7 +248,7 @@ def _checksum(buffer: Buffer, before: int) -> Callable[[], int]:
     return settled
 
 
-def _with_progress(buffers: Iterator[Buffer], draft: Draft) -> Iterator[Buffer]:
+def _with_progress(buffers: Iterator[Buffer], pending: PendingSave) -> Iterator[Buffer]:
     for buffer in buffers:
         yield buffer
-        draft.options.progress(buffer.nbytes)
+        pending.options.progress(buffer.nbytes)

@@ -12,7 +12,7 @@ from ...codec import canonical_json, decode_tree, encode_tree
 from ...errors import CorruptCheckpoint, error_text
 from ...storage import BLOCK_BYTES, Buffer, Storage, digest
 from .._metadata import read_checked
-from .._values import Checkpoint, Draft, Fields
+from .._values import Checkpoint, Fields, PendingSave
 from ..index import COLUMNS, Index, index_problem, shared_bytes_problem
 from ._array import StoredArray
 from ._metadata import NODE_FILE, OURS, encode_v3
@@ -106,11 +106,11 @@ def _unsound(where: str, found: str) -> CorruptCheckpoint:
 BACKEND, VERSION = "zarr", 3
 
 
-def save_common(draft: Draft, common: Any) -> Fields:
+def save_common(pending: PendingSave, common: Any) -> Fields:
     """Write the common tree as one array of bytes, and return what metadata.json says about it."""
-    data = encode_tree(common, allow_pickle=draft.options.allow_pickle)
+    data = encode_tree(common, allow_pickle=pending.options.allow_pickle)
     name, document = blob("common", len(data))
-    write_blob(draft.storage, name, [memoryview(data)], document, durable=draft.options.durable)
+    write_blob(pending.storage, name, [memoryview(data)], document, durable=pending.options.durable)
     return {"common": {"name": name, "length": len(data), "digest": digest(data)}}
 
 

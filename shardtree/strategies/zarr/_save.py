@@ -19,7 +19,7 @@ from ...plans import level_writes
 from ...storage import BlockHasher, Hashes, StoredFile, digest, hash_column, hashed
 from .._checks import check_objects_written
 from .._metadata import METADATA_FILE, replace_metadata
-from .._values import AsyncRequest, Draft, Fields
+from .._values import AsyncRequest, Fields, PendingSave
 from ..index import build_index
 from ._blobs import FOLDER, Document, blob, encode_columns, group_document, write_blob, write_document
 from ._cells import inner_counts
@@ -47,11 +47,11 @@ class Written:
     objects: tuple[tuple[str, int, int], ...]
 
 
-def write_index(draft: Draft, columns: ShardColumns, written: Sequence[Written]) -> Fields:
+def write_index(pending: PendingSave, columns: ShardColumns, written: Sequence[Written]) -> Fields:
     """Write the index, and return what metadata.json says about it; on rank 0.
 
     Args:
-        draft: what is being saved.
+        pending: what is being saved.
         columns: the shards that all ranks wrote.
         written: what each rank wrote.
 
@@ -60,7 +60,7 @@ def write_index(draft: Draft, columns: ShardColumns, written: Sequence[Written])
         IntegrityError: two ranks wrote the same object, or a tensor has the name of one.
     """
     files = {name: StoredFile(name, length, hashes) for part in written for name, length, hashes in part.files}
-    _check_seen(draft, files)
+    _check_seen(pending, files)
     number = {name: position for position, name in enumerate(files)}
     parts = sorted(placed(columns), key=lambda part: part.array.key)
     rows = [_rows(part, number) for part in parts]
@@ -77,16 +77,16 @@ def write_index(draft: Draft, columns: ShardColumns, written: Sequence[Written])
     file, byte = (np.concatenate([_none(), *(getattr(one, name) for one in rows)]) for name in ("file", "byte"))
     data = encode_columns(build_index(stored, file, byte, files=list(files.values()), objects=objects))
     name, document = blob("index", len(data))
-    write_blob(draft.storage, name, [memoryview(data)], document, durable=draft.options.durable)
-    draft.memo[_MEMO] = _members(parts, written) | {f"{FOLDER}/index": document}
-    return {"save_id": draft.save_id, "index": {"name": name, "length": len(data), "digest": digest(data)}}
+    write_blob(pending.storage, name, [memoryview(data)], document, durable=pending.options.durable)
+    pending.memo[_MEMO] = _members(parts, written) | {f"{FOLDER}/index": document}
+    return {"save_id": pending.save_id, "index": {"name": name, "length": len(data), "digest": digest(data)}}
 
 
-def _check_seen(draft: Draft, files: dict[str, StoredFile]) -> None:
+def _check_seen(pending: PendingSave, files: dict[str, StoredFile]) -> None:
     for file in files.values():
-        found = draft.storage.length(file.name)
+        found = pending.storage.length(file.name)
         if found != file.length:
-            what = f"save: rank 0 doesn't see {draft.storage.where(file.name)!r} as it was written"
+            what = f"save: rank 0 doesn't see {pending.storage.where(file.name)!r} as it was written"
             fix = "Every rank must see the same folder; use shared storage."
             raise StorageError(error_text(what, found=found, expected=f"{file.length} bytes", fix=fix))
 
@@ -116,26 +116,26 @@ def object_blob(rank: int, length: int, places: Sequence[tuple[str, int, int]]) 
     return blob(f"objects/{rank}", length, {OURS: {"objects": [list(place) for place in places]}})
 
 
-def commit(draft: Draft, fields: Fields) -> None:
+def commit(pending: PendingSave, fields: Fields) -> None:
     """Write the group's zarr.json, with the metadata of all arrays in it, and last metadata.json; on rank 0."""
-    members = dict(draft.memo.get(_MEMO, {}))
+    members = dict(pending.memo.get(_MEMO, {}))
     common = fields.get("common")
     if isinstance(common, dict) and str(common.get("name")).startswith(f"{FOLDER}/common/"):
         members[f"{FOLDER}/common"] = blob("common", int(common["length"]))[1]
     has_objects = any(name.startswith(f"{FOLDER}/objects/") for name in members)
     groups = [FOLDER, f"{FOLDER}/objects"] if has_objects else [FOLDER]
     for folder in groups:
-        write_document(draft.storage, folder, group_document(), durable=draft.options.durable)
+        write_document(pending.storage, folder, group_document(), durable=pending.options.durable)
         members[folder] = group_document()
     ordered = {name: members[name] for name in sorted(members)}
     data = canonical_json(group_document(ordered))
     # In one step: a torn one would be taken for a checkpoint that is damaged, and no save could go there.
-    draft.storage.replace(NODE_FILE, data, durable=draft.options.durable)
-    if draft.options.durable:
+    pending.storage.replace(NODE_FILE, data, durable=pending.options.durable)
+    if pending.options.durable:
         for folder in (*groups, ""):
-            draft.storage.sync_folder(folder)
+            pending.storage.sync_folder(folder)
     entry = {"name": NODE_FILE, "length": len(data), "digest": digest(data)}
-    replace_metadata(draft.storage, draft.before, {**fields, "group": entry}, durable=draft.options.durable)
+    replace_metadata(pending.storage, pending.before, {**fields, "group": entry}, durable=pending.options.durable)
 
 
 def group_files() -> tuple[str, ...]:
@@ -165,7 +165,7 @@ class Work:
     objects: tuple[tuple[str, bytes], ...]
 
 
-def save_sharded(draft: Draft, shards: Sequence[ShardedTensor | ShardedObject]) -> AsyncRequest[Written]:
+def save_sharded(pending: PendingSave, shards: Sequence[ShardedTensor | ShardedObject]) -> AsyncRequest[Written]:
     """Prepare the chunk files of a rank's shards, and return the request that writes them.
 
     Raises:
@@ -174,20 +174,20 @@ def save_sharded(draft: Draft, shards: Sequence[ShardedTensor | ShardedObject]) 
         UnsupportedValue: a dtype or an object can't be stored.
     """
     tensors = [shard for shard in shards if isinstance(shard, ShardedTensor)]
-    written, own = _all_writes(draft, tensors)
+    written, own = _all_writes(pending, tensors)
     objects = [shard for shard in shards if isinstance(shard, ShardedObject)]
-    work = _work(draft, written, own, objects)
+    work = _work(pending, written, own, objects)
     return AsyncRequest(
-        world=draft.world,
-        async_fn=partial(_write, draft, work, tensors),
-        commit=partial(write_index, draft, written),
-        abandon=partial(_abandon, draft, work),
+        world=pending.world,
+        async_fn=partial(_write, pending, work, tensors),
+        commit=partial(write_index, pending, written),
+        abandon=partial(_abandon, pending, work),
     )
 
 
-def _all_writes(draft: Draft, tensors: Sequence[ShardedTensor]) -> tuple[ShardColumns, Column]:
+def _all_writes(pending: PendingSave, tensors: Sequence[ShardedTensor]) -> tuple[ShardColumns, Column]:
     """Return what all ranks write, and for each row which of this rank's tensors it is, -1 for others'."""
-    if draft.world.size == 1:
+    if pending.world.size == 1:
         columns = shard_columns(tensors)
         problems = write_problems(columns)
         if problems:
@@ -195,11 +195,11 @@ def _all_writes(draft: Draft, tensors: Sequence[ShardedTensor]) -> tuple[ShardCo
             what = "save: shards that can't lie in one checkpoint"
             raise IntegrityError(error_text(what, offenders=map(str, problems), fix=fix))
         return columns, np.arange(len(tensors))
-    if draft.layout is None:
+    if pending.layout is None:
         fix = "Save with validate_access_integrity=True, so that ranks tell each other what they hold."
         raise StrategyError(error_text("save: how tensors are cut into zarr chunks depends on all ranks", fix=fix))
-    columns = select_rows(draft.layout, np.flatnonzero(level_writes(draft.layout, draft.world.size)))
-    mine = np.flatnonzero(columns.rank == draft.world.rank)
+    columns = select_rows(pending.layout, np.flatnonzero(level_writes(pending.layout, pending.world.size)))
+    mine = np.flatnonzero(columns.rank == pending.world.rank)
     if [columns.keys[number] for number in columns.key[mine].tolist()] != [shard.key for shard in tensors]:
         found = f"{len(tensors)} shards to write where {mine.size} are expected"
         raise IntegrityError(error_text("save: the shards aren't those that the ranks agreed on", found=found))
@@ -208,30 +208,30 @@ def _all_writes(draft: Draft, tensors: Sequence[ShardedTensor]) -> tuple[ShardCo
     return columns, own
 
 
-def _work(draft: Draft, written: ShardColumns, own: Column, objects: Sequence[ShardedObject]) -> Work:
+def _work(pending: PendingSave, written: ShardColumns, own: Column, objects: Sequence[ShardedObject]) -> Work:
     files: list[ChunkFile] = []
     documents = []
-    rank = draft.world.rank
+    rank = pending.world.rank
     for part in placed(written, rank):
         if part.keeper == rank:
             documents.append((part.array.name, encode_v3(part.array)))
         numbers = own[part.rows]
         if (numbers >= 0).any():
             files += chunk_files(part, rank, numbers)
-    encoded = tuple((item.unique_key, _encoded(item, draft)) for item in objects)
+    encoded = tuple((item.unique_key, _encoded(item, pending)) for item in objects)
     return Work(tuple(files), tuple(documents), encoded)
 
 
-def _encoded(item: ShardedObject, draft: Draft) -> bytes:
+def _encoded(item: ShardedObject, pending: PendingSave) -> bytes:
     try:
-        return encode_tree(item.data, allow_pickle=draft.options.allow_pickle)
+        return encode_tree(item.data, allow_pickle=pending.options.allow_pickle)
     except CheckpointingException as error:
         error.add_note(f"tree is the data of ShardedObject {item.unique_key!r}")
         raise
 
 
-def _write(draft: Draft, work: Work, tensors: Sequence[ShardedTensor]) -> Written:
-    storage, options = draft.storage, draft.options
+def _write(pending: PendingSave, work: Work, tensors: Sequence[ShardedTensor]) -> Written:
+    storage, options = pending.storage, pending.options
     durable = options.durable
     folders = sorted({name.rpartition("/")[0] for name in _names(work)})
     for folder in folders:
@@ -246,7 +246,7 @@ def _write(draft: Draft, work: Work, tensors: Sequence[ShardedTensor]) -> Writte
         write_document(storage, folder, document, durable=durable)
     objects: tuple[tuple[str, int, int], ...] = ()
     if work.objects:
-        entry, objects = _write_objects(draft, work)
+        entry, objects = _write_objects(pending, work)
         files.append(entry)
     if durable:
         for folder in folders:
@@ -254,17 +254,19 @@ def _write(draft: Draft, work: Work, tensors: Sequence[ShardedTensor]) -> Writte
     return Written(tuple(files), objects)
 
 
-def _write_objects(draft: Draft, work: Work) -> tuple[tuple[str, int, Hashes], tuple[tuple[str, int, int], ...]]:
+def _write_objects(
+    pending: PendingSave, work: Work
+) -> tuple[tuple[str, int, Hashes], tuple[tuple[str, int, int], ...]]:
     """Write a rank's objects as one array of bytes, and return its file, and where in it each object lies."""
     places, begin = [], 0
     for unique_key, data in work.objects:
         places.append((unique_key, begin, len(data)))
         begin += len(data)
-    name, document = object_blob(draft.world.rank, begin, places)
+    name, document = object_blob(pending.world.rank, begin, places)
     hasher = BlockHasher()
     buffers = hashed((memoryview(data) for _, data in work.objects), hasher)
-    options = draft.options
-    write_blob(draft.storage, name, told(buffers, options.progress), document, durable=options.durable)
+    options = pending.options
+    write_blob(pending.storage, name, told(buffers, options.progress), document, durable=options.durable)
     return (name, begin, hash_column(hasher)), tuple(places)
 
 
@@ -273,28 +275,28 @@ def _names(work: Work) -> list[str]:
     return [*names, *(f"{folder}/{NODE_FILE}" for folder, _ in work.documents)]
 
 
-def _abandon(draft: Draft, work: Work) -> None:
+def _abandon(pending: PendingSave, work: Work) -> None:
     """Remove what a save that failed has written, so that a full disk has room for the next one."""
-    storage = draft.storage
+    storage = pending.storage
     try:
         if storage.length(METADATA_FILE) is not None:
             return  # it is committed; what failed came after
-        own = object_blob(draft.world.rank, 0, [])[0]
-        blobs = [own, blob("common", 0)[0], blob("index", 0)[0]] if draft.world.rank == 0 else [own]
+        own = object_blob(pending.world.rank, 0, [])[0]
+        blobs = [own, blob("common", 0)[0], blob("index", 0)[0]] if pending.world.rank == 0 else [own]
         names = [*_names(work), *blobs, *(f"{name.rpartition('/')[0]}/{NODE_FILE}" for name in blobs)]
         for name in names:
             storage.remove(name)
         for folder in sorted({name.rpartition("/")[0] for name in names}, reverse=True):
             storage.remove_folder(folder)
-        _remove_groups(draft)
+        _remove_groups(pending)
     except Exception as error:
         # The save's own error is on its way; what stays is written over by the next save.
         logger.warning("save: what a failed save wrote stays in %s: %s", storage.where(), error)
 
 
-def _remove_groups(draft: Draft) -> None:
-    if draft.world.rank == 0:
+def _remove_groups(pending: PendingSave) -> None:
+    if pending.world.rank == 0:
         for name in group_files():
-            draft.storage.remove(name)
-        for folder in (f"{FOLDER}/objects", FOLDER, draft.save_id):
-            draft.storage.remove_folder(folder)
+            pending.storage.remove(name)
+        for folder in (f"{FOLDER}/objects", FOLDER, pending.save_id):
+            pending.storage.remove_folder(folder)

@@ -44,7 +44,9 @@ def say(line: str) -> None:
 
 def warm() -> None:
     """Do what else takes time only once."""
-    shardtree.save({"w": shardtree.ShardedTensor.from_rank_offsets("w", torch.ones(3))}, shardtree.MemoryStorage())
+    shardtree.save(
+        {"w": shardtree.ShardedTensor.from_rank_offsets("w", torch.ones(3))}, shardtree.storage.MemoryStorage()
+    )
     assert len(os.listdir("/proc/self/task")) == 1, "a fork has one thread: others would be missed"
 
 

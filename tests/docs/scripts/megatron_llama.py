@@ -94,7 +94,7 @@ def value(shard: st.ShardedTensor) -> torch.Tensor:
 
 
 def tensors(tree: Any) -> list[st.ShardedTensor]:
-    leaves = st.leaves_with_paths(st.apply_factories(from_megatron(tree)))
+    leaves = st.trees.leaves_with_paths(st.apply_factories(from_megatron(tree)))
     return [leaf for _, leaf in leaves if isinstance(leaf, st.ShardedTensor)]
 
 

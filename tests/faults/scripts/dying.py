@@ -32,9 +32,9 @@ class DyingAfter(LocalStorage):
             die()
 
 
-def dead_once_written(draft: Any, shards: Any) -> Any:
+def dead_once_written(pending: Any, shards: Any) -> Any:
     """Save as the native format does, and die once this rank's files are written."""
-    request = safetensors.save_sharded(draft, shards)
+    request = safetensors.save_sharded(pending, shards)
     written = request.async_fn
 
     def write_and_die() -> None:

@@ -68,7 +68,7 @@ class Deaf(LocalStorage):
         data = [bytes(buffer) for buffer in buffers]
         try:
             return super().write(name, map(memoryview, data), durable=durable)
-        except shardtree.StorageError:
+        except shardtree.errors.StorageError:
             return sum(map(len, data))
 
 

@@ -75,7 +75,7 @@ def value(shard: st.ShardedTensor) -> torch.Tensor:
 
 def fill(tree: Any) -> None:
     """Give the model's own memory, and that of its moments, their values, through the shards that view it."""
-    for _, leaf in st.leaves_with_paths(st.apply_factories(from_megatron(tree))):
+    for _, leaf in st.trees.leaves_with_paths(st.apply_factories(from_megatron(tree))):
         if isinstance(leaf, st.ShardedTensor):
             with torch.no_grad():
                 leaf.data.copy_(value(leaf))
@@ -96,8 +96,8 @@ def _loaded(leaf: Any) -> Any:
 
 def check_same(found: Any, tree: Any) -> None:
     """Raise unless what was loaded is what the tree's keys say, on this process."""
-    right = dict(st.leaves_with_paths(expected(tree)))
-    left = dict(st.leaves_with_paths(found))
+    right = dict(st.trees.leaves_with_paths(expected(tree)))
+    left = dict(st.trees.leaves_with_paths(found))
     assert left.keys() == right.keys(), left.keys() ^ right.keys()
     for path, leaf in left.items():
         same = leaf == right[path] if not isinstance(leaf, torch.Tensor) else not first_difference(leaf, right[path])
@@ -149,7 +149,7 @@ def load_swapped(folder: str, backend: str) -> None:
 
 
 def shards(gpt: Any) -> list[st.ShardedTensor]:
-    leaves = st.leaves_with_paths(st.apply_factories(from_megatron(gpt.sharded_state_dict())))
+    leaves = st.trees.leaves_with_paths(st.apply_factories(from_megatron(gpt.sharded_state_dict())))
     return [leaf for _, leaf in leaves if isinstance(leaf, st.ShardedTensor)]
 
 

@@ -102,7 +102,7 @@ def fail(folder: str, axis: int) -> None:
     good = rank_tree(state(), layout(ranks, axis), rank)
     try:
         st.save(st.without_data(good) if rank == 1 else good, Path(folder) / "failed")
-    except st.RemoteError as error:
+    except st.errors.RemoteError as error:
         assert (error.phase, list(error.failures)) == ("save: prepare", [1])
     else:
         raise AssertionError("no rank heard of the failure")

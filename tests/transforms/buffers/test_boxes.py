@@ -137,7 +137,7 @@ def test_what_is_saved_in_boxes_loads_as_the_flat_range() -> None:
     flat = [ShardedTensor.from_rank_offsets_flat("w", whole.view(-1)[cut], (5, 7), flattened_range=cut) for cut in cuts]
     trees = [{"w": list(boxes_of(shard))} for shard in flat]
     assert torch.equal(assemble(trees)["w"], whole)
-    place = shardtree.MemoryStorage()
+    place = shardtree.storage.MemoryStorage()
     shardtree.simulate(3, lambda world: shardtree.save(trees[world.rank], place, world=world))
     loaded = shardtree.load([shard.without_data() for shard in flat], place)
     assert torch.equal(torch.cat(loaded), whole.view(-1))
@@ -171,5 +171,5 @@ def test_a_box_is_its_own_box() -> None:
     ],
 )
 def test_what_does_not_fit_is_told(call: Callable[[], Any], words: str) -> None:
-    with pytest.raises(shardtree.ShapeError, match=words):
+    with pytest.raises(shardtree.errors.ShapeError, match=words):
         call()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import shardtree
 from shardtree.buffers import buffer_slices, flat_shards, flat_targets, plan_buffers, slice_views
-from shardtree.layouts import Mesh, PartitionSpec, Split, from_local
+from shardtree.layouts import AxisSplit, Mesh, PartitionSpec, from_local
 from shardtree.lazy import LazyTensor, stored
 from shardtree.mapping import ShardedTensor, ShardedTensorFactory
 from shardtree.testing import (
@@ -120,10 +120,12 @@ def all_shards(ranks: int, data_parallel: int, **options: Any) -> list[Any]:
     return trees
 
 
-def problems(trees: list[Any]) -> tuple[shardtree.Problem, ...]:
-    built = [shardtree.extract_sharded(shardtree.apply_factories(tree))[0] for tree in trees]
-    leaves = [[leaf for _, leaf in shardtree.leaves_with_paths(tree)] for tree in built]
-    return shardtree.sharding_problems([shardtree.shard_columns(own, rank) for rank, own in enumerate(leaves)])
+def problems(trees: list[Any]) -> tuple[shardtree.layouts.Problem, ...]:
+    built = [shardtree.trees.extract_sharded(shardtree.apply_factories(tree))[0] for tree in trees]
+    leaves = [[leaf for _, leaf in shardtree.trees.leaves_with_paths(tree)] for tree in built]
+    return shardtree.layouts.sharding_problems(
+        [shardtree.layouts.shard_columns(own, rank) for rank, own in enumerate(leaves)]
+    )
 
 
 @pytest.mark.parametrize(("ranks", "data_parallel"), [(1, 1), (1, 8), (2, 3), (3, 2), (2, 30)])
@@ -153,7 +155,7 @@ def test_a_number_that_does_not_say_what_is_data_parallel_is_an_error() -> None:
     held = {name: ShardedTensor.from_rank_offsets(name, torch.zeros(4), replica_id=replicas[name]) for name in "uvw"}
     plan = plan_buffers(held, data_parallel=1)
     words = r"(?s)what of them is data parallel.*\n  'v': replica_id 1.*'w': replica_id 3.*Pass replica_id=lambda"
-    with pytest.raises(shardtree.MetadataError, match=words):
+    with pytest.raises(shardtree.errors.MetadataError, match=words):
         flat_targets(plan, 0, held)
 
 
@@ -179,10 +181,10 @@ def test_a_factory_gets_the_range_and_the_key() -> None:
 
 
 def test_a_part_of_several_boxes_has_no_flat_ranges() -> None:
-    spec = PartitionSpec((Split("tp", split_factor=2),))
+    spec = PartitionSpec((AxisSplit("tp", split_factor=2),))
     held = from_local({"w": torch.zeros(4)}, Mesh(tp=2), spec, 1)
     flat = flat_shards(plan_buffers(held, data_parallel=2), 0, [torch.zeros(2)], held, replica_id=lambda replica: 0)
-    with pytest.raises(shardtree.ShapeError, match="'w': a part of several boxes is flat"):
+    with pytest.raises(shardtree.errors.ShapeError, match="'w': a part of several boxes is flat"):
         shardtree.apply_factories(flat)
 
 

@@ -105,13 +105,13 @@ ORACLES: dict[str, Oracle] = {
     "padded_axis: axis 1": one(lambda w: w[:, :3]),
     "tied": one(lambda w: w, "layers.3.mlp.embedding.weight"),
     "renamed": one(lambda w: w, "layers.3.ffn.weight"),
-    "lenses_by_pattern": lambda held: {
+    "by_pattern": lambda held: {
         key: part if ".v." in key else halves(part, 2) for key, part in zip(APART, grouped(held[0]), strict=True)
     },
     "rearranged: experts": one(lambda w: torch.stack([expert.T for expert in w.chunk(2)])),
     "rearranged: ranks of experts": one(expert_ranks),
     "rearranged: prepended too": one(lambda w: torch.cat([layer.T for layer in w], 1)),
     "mapped_axis": lambda held: mapped(held[0]),
-    "compose_factories": one(lambda w: w),
-    "compose_factories: four deep": four_deep,
+    "compose": one(lambda w: w),
+    "compose: four deep": four_deep,
 }

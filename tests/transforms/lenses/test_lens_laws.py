@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from shardtree import transforms
-from shardtree.lenses import Built, Lens, as_factory, compose_factories, gate_and_up, padded_axis, transposed
+from shardtree import lenses
+from shardtree.lenses import Lens, StoredForm, as_factory, compose, gate_and_up, padded_axis, transposed
 from shardtree.mapping import ShardedTensor
 from shardtree.testing import (
     LENS_CASES,
@@ -77,7 +77,7 @@ def test_what_is_stored_is_what_torch_makes_of_whole_tensors(name: str) -> None:
 def test_there_is_a_case_for_each_ready_lens() -> None:
     functions = {
         name
-        for name, value in vars(transforms).items()
+        for name, value in vars(lenses).items()
         if inspect.isfunction(value) and inspect.signature(value).return_annotation == "Lens"
     }
     assert len(functions) > 12
@@ -108,15 +108,15 @@ def test_composition_is_associative(data: some.DataObject) -> None:
     three = [
         gate_and_up(tensor_parallel=2, part="w", names=("gate", "up")),
         transposed(),
-        transforms.rearranged("d (a f) -> a d f", a=2),
+        lenses.rearranged("d (a f) -> a d f", a=2),
     ]
     first, second, third = three
-    case = LensCase(compose_factories(*three), (8, 4))
+    case = LensCase(compose(*three), (8, 4))
     shards = drawn_shards(data, case, 3)
     nested = (
-        compose_factories(first, compose_factories(second, third)),
-        compose_factories(compose_factories(first, second), third),
-        compose_factories(compose_factories(), first, second, third, compose_factories()),
+        compose(first, compose(second, third)),
+        compose(compose(first, second), third),
+        compose(compose(), first, second, third, compose()),
     )
     expected = [outline(as_factory(shard, case.lens).build()) for shard in shards]
     check_lens(case.lens, shards)
@@ -135,10 +135,10 @@ def outline(tree: dict[str, Any]) -> list[tuple[Any, ...]]:
 # Each a lens that breaks one law.
 
 
-def halved_by_box(shard: ShardedTensor) -> Built:
+def halved_by_box(shard: ShardedTensor) -> StoredForm:
     """Cut where the rank's own box has its middle: what a factory does that isn't told the number of ranks."""
     if shard.local_shape[0] % 2:
-        return Built((shard,), lambda parts: parts[0])
+        return StoredForm((shard,), lambda parts: parts[0])
     half, whole = shard.local_shape[0] // 2, shard.global_shape[0]
     boxes = [
         replace(
@@ -150,34 +150,34 @@ def halved_by_box(shard: ShardedTensor) -> Built:
         )
         for part in (0, 1)
     ]
-    return Built(tuple(boxes), lambda parts: torch.cat(list(parts)))
+    return StoredForm(tuple(boxes), lambda parts: torch.cat(list(parts)))
 
 
-def plain_rows(shard: ShardedTensor) -> Built:
+def plain_rows(shard: ShardedTensor) -> StoredForm:
     """Whether a rank's halves stay together depends on how the tensor is cut."""
     lens = gate_and_up(tensor_parallel=shard.global_shape[0] // shard.local_shape[0])
     return lens(shard)
 
 
-def swapped(shard: ShardedTensor) -> Built:
+def swapped(shard: ShardedTensor) -> StoredForm:
     built = gate_and_up(tensor_parallel=2)(shard)
     return replace(built, merge=lambda parts: built.merge(list(parts)[::-1]))
 
 
-def twice(shard: ShardedTensor) -> Built:
+def twice(shard: ShardedTensor) -> StoredForm:
     """What is stored under two keys, and merged from one of them."""
-    return Built((shard, replace(shard, key=f"{shard.key}.copy")), lambda parts: parts[0])
+    return StoredForm((shard, replace(shard, key=f"{shard.key}.copy")), lambda parts: parts[0])
 
 
-def by_dtype(shard: ShardedTensor) -> Built:
+def by_dtype(shard: ShardedTensor) -> StoredForm:
     return (gate_and_up(tensor_parallel=2) if shard.dtype == torch.float32 else transposed())(shard)
 
 
-def only_with_data(shard: ShardedTensor) -> Built:
-    return compose_factories(*([] if shard.data is None else [gate_and_up(tensor_parallel=2)]))(shard)
+def only_with_data(shard: ShardedTensor) -> StoredForm:
+    return compose(*([] if shard.data is None else [gate_and_up(tensor_parallel=2)]))(shard)
 
 
-def forgets_rows(shard: ShardedTensor) -> Built:
+def forgets_rows(shard: ShardedTensor) -> StoredForm:
     built = padded_axis(6)(shard)
     return replace(built, shards=tuple(replace(part, global_shape=shard.global_shape) for part in built.shards))
 
@@ -206,11 +206,11 @@ def test_the_oracle_catches_a_lens_of_other_numbers(name: str) -> None:
     """A sound lens, but not the one that is asked for."""
     other: dict[str, Callable[[], Lens]] = {
         "gate_and_up: 3 ranks": lambda: gate_and_up(tensor_parallel=2),
-        "attention_qkv: grouped": lambda: transforms.attention_qkv(
+        "attention_qkv: grouped": lambda: lenses.attention_qkv(
             heads=4, head_size=2, query_groups=2, held="concatenated", part="w", names=("q", "k", "v")
         ),
-        "rotary_halves": lambda: transforms.rotary_halves(head_size=6),
-        "expert_stack": lambda: transforms.expert_stack(experts=2, axis=1),
+        "rotary_halves": lambda: lenses.rotary_halves(head_size=6),
+        "expert_stack": lambda: lenses.expert_stack(experts=2, axis=1),
     }
     case = LENS_CASES[name]
     held = torch.randn(case.shape)

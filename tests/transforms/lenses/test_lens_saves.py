@@ -16,11 +16,11 @@ from shardtree.lenses import (
     Lens,
     as_factory,
     attention_qkv,
-    compose_factories,
+    by_pattern,
+    compose,
     expert_keys,
     factories_by_pattern,
     gate_and_up,
-    lenses_by_pattern,
     padded_axis,
     rearranged,
     rotary_halves,
@@ -89,7 +89,7 @@ _ROTARY: dict[str, Any] = {
 
 def _experts(ranks: int) -> Lens:
     held = rearranged("h (t e two f) -> e (two t f) h", t=ranks, e=3, two=2)
-    return compose_factories(held, unstacked_layers("mlp"))
+    return compose(held, unstacked_layers("mlp"))
 
 
 LAYERS = {
@@ -97,7 +97,7 @@ LAYERS = {
     "gate_and_up, transposed, stacked": Layer(
         (16, 3),
         both,
-        lambda ranks: compose_factories(
+        lambda ranks: compose(
             gate_and_up(tensor_parallel=ranks, part="w", names=("gate", "up")),
             transposed(),
             stacked_layers("layers", 1, first=-3),
@@ -105,7 +105,7 @@ LAYERS = {
     ),
     "interleaved": Layer((32, 3), by_group, lambda ranks: attention_qkv(**QKV, **APART)),
     "interleaved, rotary": Layer(
-        (32, 3), by_group, lambda ranks: compose_factories(attention_qkv(**QKV, **APART), lenses_by_pattern(_ROTARY))
+        (32, 3), by_group, lambda ranks: compose(attention_qkv(**QKV, **APART), by_pattern(_ROTARY))
     ),
     "rank by rank": Layer(
         (32, 3),
@@ -190,7 +190,7 @@ def test_the_law_catches_a_lens_that_does_not_know_the_ranks(name: str) -> None:
     layer = LAYERS[name]
     blind = replace(layer, lens=lambda ranks: layer.lens(1))
     check_other_ranks(blind, 2, 2)
-    with pytest.raises((AssertionError, st.RemoteError), match="has another 'weight'"):
+    with pytest.raises((AssertionError, st.errors.RemoteError), match="has another 'weight'"):
         check_other_ranks(blind, 2, 4)
 
 
@@ -198,7 +198,7 @@ def test_tied_weights_are_stored_once_and_loaded_on_both_pipeline_stages() -> No
     table, storage = torch.arange(12.0).reshape(6, 2), MemoryStorage()
     table[5] = 0
     padding = padded_axis(5)
-    lenses = {"embedding.**": padding, "output.**": compose_factories(padding, tied("output", "embedding"))}
+    lenses = {"embedding.**": padding, "output.**": compose(padding, tied("output", "embedding"))}
 
     def stage(world: st.World, data: torch.Tensor) -> dict[str, Any]:
         """The first stage holds the embedding, the last one the output layer; two tensor-parallel ranks each."""

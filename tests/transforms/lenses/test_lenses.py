@@ -20,14 +20,14 @@ from shardtree.lenses import (
     Lens,
     as_factory,
     attention_qkv,
-    compose_factories,
+    by_pattern,
+    compose,
     expert_keys,
     expert_stack,
     factories_by_pattern,
     gate_and_up,
     grouped_runs,
     joined_parts,
-    lenses_by_pattern,
     mapped_axis,
     padded_axis,
     rearranged,
@@ -71,7 +71,7 @@ def check_back(lens: Lens, shard: st.ShardedTensor) -> None:
 
 @pytest.mark.parametrize("dtype", STORABLE_DTYPES, ids=str)
 def test_every_dtype_goes_through_every_kind_of_lens(dtype: torch.dtype) -> None:
-    lens = compose_factories(padded_axis(6, axis=1), GATED, rearranged("(a b) c -> (b c) a", a=2), transposed())
+    lens = compose(padded_axis(6, axis=1), GATED, rearranged("(a b) c -> (b c) a", a=2), transposed())
     whole = random_bits((8, 6), dtype, 1)
     check_lens(lens, [shard for rank in (0, 1) for shard in cut(even_layout((8, 6), 2, 1), "w", whole, rank)])
 
@@ -199,7 +199,7 @@ def test_rows_of_one_box_are_views() -> None:
 
 def test_replicas_and_prepended_axes_stay() -> None:
     shard = replace(held((8, 3), prepended=2), replica_id=(0, 4))
-    for part in compose_factories(GATED, transposed(), rearranged("d (a f) -> a d f", a=2))(shard).shards:
+    for part in compose(GATED, transposed(), rearranged("d (a f) -> a d f", a=2))(shard).shards:
         assert part.replica_id == (0, 4)
         assert (part.prepend_axis_num, part.global_shape[:2]) == (2, (1, 1))
 
@@ -245,14 +245,12 @@ def test_layers_keep_the_grid_of_their_tensors() -> None:
     assert part.axis_fragmentations == (6, 4, 1)
     [back] = unstacked_layers("layers")(part).shards
     assert (back.key, back.axis_fragmentations) == ("layers.1.w", (4, 1))
-    [turned] = compose_factories(transposed(), stacked_layers("layers", 6))(shard).shards
+    [turned] = compose(transposed(), stacked_layers("layers", 6))(shard).shards
     assert turned.axis_fragmentations == (6, 1, 4)
 
 
 def test_a_state_is_stored_beside_its_parameter() -> None:
-    lens = compose_factories(
-        attention_qkv(heads=4, head_size=1, part="qkv", names=("q", "k", "v")), stacked_layers("layers", 4)
-    )
+    lens = compose(attention_qkv(heads=4, head_size=1, part="qkv", names=("q", "k", "v")), stacked_layers("layers", 4))
     factory = as_factory(held((12, 2), "layers.3.qkv.weight"), lens)
     state = replace(
         factory, key=f"optimizer.state.exp_avg.{factory.key}", data=torch.zeros(5), flattened_range=slice(3, 8)
@@ -300,7 +298,7 @@ def test_states_in_a_tree_get_their_parameter_s_lens() -> None:
 
 
 def test_a_state_goes_the_way_of_its_parameter_whatever_stands_before_its_key() -> None:
-    lens = lenses_by_pattern({"layers.*.q": rotary_halves(head_size=4), "**": None})
+    lens = by_pattern({"layers.*.q": rotary_halves(head_size=4), "**": None})
     for key in ("layers.0.q", "optimizer.state.exp_avg.layers.0.q", "ema.layers.0.q"):
         assert lens(held((4,), key)).shards[0].data.tolist() == [0, 2, 1, 3]
     assert lens(held((4,), "layers.0.qq")).shards[0].data.tolist() == [0, 1, 2, 3]
@@ -383,11 +381,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[CheckpointingException], str]] 
     },
     "padding that is no number": (lambda: filled("x", torch.float32), ShapeError, "padding of x"),  # type: ignore[arg-type]
     "a key that no pattern fits": (
-        lambda: lenses_by_pattern({"x": None})(held((2,))),
+        lambda: by_pattern({"x": None})(held((2,))),
         TreeError,
         "no pattern fits 'w'",
     ),
-    "no patterns": (lambda: lenses_by_pattern({}), MetadataError, "patterns and lenses"),
+    "no patterns": (lambda: by_pattern({}), MetadataError, "patterns and lenses"),
     "no axes": (lambda: transposed()(held((2,))), ShapeError, "no such axes"),
     "an empty name": (lambda: renamed("w", ""), TreeError, "not names"),
     "an empty part": (lambda: tied("", "w"), TreeError, "not names"),
@@ -412,10 +410,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[CheckpointingException], str]] 
     ),
     "no shard": (lambda: as_factory(torch.zeros(2), GATED), MetadataError, "a ShardedTensor"),  # type: ignore[arg-type]
     "no lens": (lambda: as_factory(held((2,)), "gate_and_up"), MetadataError, "a lens"),  # type: ignore[arg-type]
-    "no lens in a composition": (lambda: compose_factories([GATED]), MetadataError, r"lenses\[0\]"),  # type: ignore[arg-type]
+    "no lens in a composition": (lambda: compose([GATED]), MetadataError, r"lenses\[0\]"),  # type: ignore[arg-type]
     "no lens for a pattern": (lambda: factories_by_pattern({}, {"w": 3}), MetadataError, "a lens"),  # type: ignore[dict-item]
-    "no lens to choose": (lambda: lenses_by_pattern({"w": 3}), MetadataError, "a lens"),  # type: ignore[dict-item]
-    "patterns that are no texts": (lambda: lenses_by_pattern({1: None}), MetadataError, "patterns and lenses"),  # type: ignore[dict-item]
+    "no lens to choose": (lambda: by_pattern({"w": 3}), MetadataError, "a lens"),  # type: ignore[dict-item]
+    "patterns that are no texts": (lambda: by_pattern({1: None}), MetadataError, "patterns and lenses"),  # type: ignore[dict-item]
     "a list of patterns": (lambda: factories_by_pattern({}, ["w"]), MetadataError, "patterns and lenses"),  # type: ignore[arg-type]
     "an absent pattern that is a text": (
         lambda: factories_by_pattern({}, {"w": GATED}, absent="w"),
@@ -426,12 +424,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[CheckpointingException], str]] 
     "a lens that builds no Built": (
         lambda: as_factory(held((2,)), lambda shard: shard).build(),  # type: ignore[arg-type,return-value]
         MetadataError,
-        "a Built",
+        "a StoredForm",
     ),
     "a composed lens that builds no Built": (
-        lambda: compose_factories(lambda shard: None)(held((2,))),  # type: ignore[arg-type,return-value]
+        lambda: compose(lambda shard: None)(held((2,))),  # type: ignore[arg-type,return-value]
         MetadataError,
-        "a Built",
+        "a StoredForm",
     ),
     "a pattern for nothing": (lambda: factories_by_pattern({}, {"w": GATED}), TreeError, "fit no tensor"),
     "data of another shape": (
