@@ -72,7 +72,7 @@ def memcpy(mine: Work) -> None:
 def _ours(
     mine: Work, folder: Path, *, rows: Rows, queue: st.AsyncCallsQueue, snapshot: bool
 ) -> tuple[Callable[[], object], Callable[[], object]]:
-    request = st.save(rows(mine), folder, async_sharded_save=True, snapshot=snapshot)
+    request = st.save(rows(mine), folder, async_sharded_save=True, options=st.SaveOptions(snapshot=snapshot))
     assert request is not None
     queue.schedule_async_request(request)
     writing = queue._calls[0].written

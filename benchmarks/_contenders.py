@@ -182,7 +182,7 @@ def saving(strategy: tuple[str, int] | None = None, *, checksums: bool = True) -
     rows = cache(row_tree)
 
     def save(mine: Work, folder: Path) -> None:
-        st.save(rows(mine), folder, strategy, durable=False, checksums=checksums)
+        st.save(rows(mine), folder, strategy, options=st.SaveOptions(durable=False, checksums=checksums))
 
     return save
 
@@ -200,7 +200,9 @@ def loading(name: str, verify: Verify) -> dict[tuple[str, str], Load]:
         }[operation]
 
     def load(mine: Work, folder: Path, *, operation: str) -> Tensors:
-        return st.load(tree(mine, operation), folder, donate=operation != LOAD_NEW, verify=verify)
+        return st.load(
+            tree(mine, operation), folder, donate=operation != LOAD_NEW, options=st.LoadOptions(verify=verify)
+        )
 
     return {(operation, name): partial(load, operation=operation) for operation in (LOAD, LOAD_NEW, LOAD_COLUMNS)}
 

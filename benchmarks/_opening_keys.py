@@ -38,7 +38,11 @@ def key_bars(settings: Settings, folder: Path) -> list[Bar]:
     keys, rounds, tries = (200, 1, 1) if settings.quick else (KEYS, 5, 3)
     ours, theirs = folder / "keys", folder / "keys.safetensors"
     tensors = dict(sorted((f"model.layers.{number}.weight", _small(number)) for number in range(keys)))
-    st.save([st.ShardedTensor.from_rank_offsets(*item) for item in tensors.items()], ours, durable=False)
+    st.save(
+        [st.ShardedTensor.from_rank_offsets(*item) for item in tensors.items()],
+        ours,
+        options=st.SaveOptions(durable=False),
+    )
     safetensors.torch.save_file(tensors, theirs)
     expected = [(key, tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()]
     actions = _key_actions(ours, theirs)
@@ -118,7 +122,7 @@ def sparse_checkpoint(folder: Path, tensors: int, chunks: int) -> None:
         tensors: how many there are, matrices of float32.
         chunks: into which each one's rows are cut.
     """
-    st.save({"step": 1}, folder, durable=False)
+    st.save({"step": 1}, folder, options=st.SaveOptions(durable=False))
     fields = decode_metadata((folder / "metadata.json").read_bytes(), "metadata.json")
     count = tensors * chunks
     length = 4096 + -(-count // _FILES) * 128

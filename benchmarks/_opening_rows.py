@@ -20,6 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardtree as st
 from shardtree.world import one_process
+from tests.options import loading
 
 from ._bars import Bar, Settings
 from ._turns import Seconds, in_turns, ratio
@@ -44,7 +45,9 @@ def large_bars(settings: Settings, folder: Path) -> list[Bar]:
     """Return the bars of one tensor of 1 GiB: blocks of its rows, and a 64th of them loaded."""
     shape = (256, 64) if settings.quick else (ROWS, COLUMNS)
     tensor = torch.arange(shape[0] * shape[1], dtype=torch.int32).view(torch.float32).reshape(shape)
-    st.save({"w": st.ShardedTensor.from_rank_offsets("w", tensor)}, folder / "ours", durable=False)
+    st.save(
+        {"w": st.ShardedTensor.from_rank_offsets("w", tensor)}, folder / "ours", options=st.SaveOptions(durable=False)
+    )
     _save_dcp(tensor, folder / "dcp")
     return [*_block_bars(settings, folder / "ours", tensor), *_load_bars(settings, folder, tensor)]
 
@@ -53,7 +56,10 @@ def _block_bars(settings: Settings, folder: Path, tensor: torch.Tensor) -> list[
     row, found = tensor[0].nbytes, []
     counted = ((4, 2), (16, 2)) if settings.quick else ((4, 20), (64, 10), (1024, 2))
     rounds, tries = (1, 1) if settings.quick else (9, 20)
-    opened = {name: st.open_checkpoint(folder, verify=verify)["w"].data for name, verify in VERIFY.items()}
+    opened = {
+        name: st.open_checkpoint(folder, options=st.LoadOptions(verify=verify))["w"].data
+        for name, verify in VERIFY.items()
+    }
     for rows, blocks in counted:
         raw = partial(_raw_block, _place_of(folder, tensor), tensor.shape[1], rows)
         reads: dict[str, ReadRows] = {RAW: raw} | {name: partial(_block, lazy, rows) for name, lazy in opened.items()}
@@ -153,7 +159,7 @@ def _load(folder: Path, target: torch.Tensor, number: int, verify: st.Verify) ->
     shard = st.ShardedTensor.from_rank_offsets("w", target, (0, number, PARTS))
     # The other ranks' rows are nobody's here, so that shards don't tile the tensor.
     options = {"donate": True, "verify": verify, "validate_access_integrity": False, "world": one_process()}
-    loaded: torch.Tensor = st.load({"w": shard}, folder, **options)["w"]
+    loaded: torch.Tensor = st.load({"w": shard}, folder, **loading(**options))["w"]
     return loaded
 
 

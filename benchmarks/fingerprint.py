@@ -88,10 +88,10 @@ def _on_files(size: int, folder: Path) -> list[Job]:
     layers = {f"layers.{number}": _random(kind, size // kind.itemsize // 8192, 1024) for number, kind in kinds}
     shards = [st.ShardedTensor.from_rank_offsets(key, layer) for key, layer in layers.items()]
     nbytes, kept = sum(shard.data.nbytes for shard in shards), folder / "kept"
-    st.save(shards, kept, durable=False, fingerprint=True)
+    st.save(shards, kept, options=st.SaveOptions(durable=False, fingerprint=True))
 
     def save(*, fingerprint: bool) -> None:
-        st.save(shards, folder / "new", durable=False, fingerprint=fingerprint)
+        st.save(shards, folder / "new", options=st.SaveOptions(durable=False, fingerprint=fingerprint))
         shutil.rmtree(folder / "new")
 
     def save_copies(*, check_replicas: bool) -> None:
@@ -99,7 +99,12 @@ def _on_files(size: int, folder: Path) -> list[Job]:
 
         def save_rank(world: st.World) -> None:
             tree = [replace(shard, replica_id=world.rank) for shard in shards]
-            st.save(tree, folder / "copies", world=world, durable=False, check_replicas=check_replicas)
+            st.save(
+                tree,
+                folder / "copies",
+                world=world,
+                options=st.SaveOptions(durable=False, check_replicas=check_replicas),
+            )
 
         st.simulate(2, save_rank)
         shutil.rmtree(folder / "copies")

@@ -86,7 +86,7 @@ def _save(trees: Sequence[Any], folder: Any, layout: Any, world: st.World) -> No
 
 
 def _load(trees: Sequence[Any], folder: Any, layout: Any, world: st.World) -> None:
-    st.load(trees[world.rank], folder, world=world, layout=layout, exchange="always")
+    st.load(trees[world.rank], folder, world=world, layout=layout, options=st.LoadOptions(exchange="always"))
 
 
 def _seconds(job: Callable[[], Any], rounds: int) -> tuple[float, Any]:

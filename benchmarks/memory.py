@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 import shardtree as st
+from tests.options import converting
 
 from ._bars import Bar, Settings, print_bars, run
 from ._peak import Action, peak
@@ -153,7 +154,13 @@ def _save_lazy(backend: str, size: int, rank: int, ranks: int, source: Path, des
 
 def _saving(tree: Any, backend: str, destination: Path) -> Action:
     def action() -> int:
-        st.save(tree, destination, (backend, 1), durable=False, overwrite=destination.name.endswith("-tiny"))
+        st.save(
+            tree,
+            destination,
+            (backend, 1),
+            options=st.SaveOptions(durable=False),
+            overwrite=destination.name.endswith("-tiny"),
+        )
         return 0
 
     return action
@@ -182,7 +189,7 @@ def _convert(
     options: dict[str, Any] = {} if most is None else {"max_bytes_in_flight": most}
 
     def action() -> int:
-        st.convert(source, destination, backend=other, durable=False, **options)
+        st.convert(source, destination, backend=other, **converting(durable=False, **options))
         return 0
 
     return action
@@ -194,7 +201,7 @@ def _compute(
     """Convert what is computed of the checkpoint, of others and of adapters of low rank; others are it, opened anew."""
     low_rank = source.with_name(f"{source.name}-adapter-{size}")
     if not low_rank.exists():
-        st.save(_adapter(size), low_rank, durable=False)
+        st.save(_adapter(size), low_rank, options=st.SaveOptions(durable=False))
     others = [dict(st.open_checkpoint(source)) for _ in range(2)]
     adapter = dict(st.open_checkpoint(low_rank))
 
@@ -202,7 +209,14 @@ def _compute(
         return {name: replace(one, data=formula(name, one.data, *others, adapter)) for name, one in tree.items()}
 
     def action() -> int:
-        st.convert(source, destination, backend=backend, durable=False, transform=transform, max_bytes_in_flight=BATCH)
+        st.convert(
+            source,
+            destination,
+            backend=backend,
+            save_options=st.SaveOptions(durable=False),
+            transform=transform,
+            max_bytes_in_flight=BATCH,
+        )
         return 0
 
     return action

@@ -76,7 +76,7 @@ def _actions(
     load = partial(st.load, wanted, place, donate=True)
     return {
         HASH: lambda: block_hashes(memoryview(tensor.view(torch.uint8).numpy()) for tensor in tensors.values()),
-        SAVE: partial(st.save, given, place, backend, durable=False),
+        SAVE: partial(st.save, given, place, backend, options=st.SaveOptions(durable=False)),
         READ: lambda: _read(place),
         LOAD: load,
         LOAD_UNCHECKED: partial(load, verify=None),
@@ -86,7 +86,7 @@ def _actions(
 
 
 def _verify(place: Path, threads: int) -> None:
-    damage = st.verify(place, threads=threads, report=lambda _: None)
+    damage = st.verify(place, options=st.LoadOptions(threads=threads), report=lambda _: None)
     if damage:
         raise ValueError(f"a sound checkpoint was found damaged: {damage[0]}")
 

@@ -10,6 +10,7 @@ import torch
 
 import shardtree as st
 from tests.golden import first_edition as first
+from tests.options import load_keywords
 from tests.test_golden import same
 
 FOLDERS = sorted((Path(__file__).parent / "golden" / "first-edition").iterdir())
@@ -28,7 +29,9 @@ def without_data(tree: Any) -> Any:
 def loaded(folder: Path, targets: list[Any], **options: Any) -> list[Any]:
     return st.simulate(
         len(targets),
-        lambda world: st.load(targets[world.rank], folder, world=world, types=first.RECORDS, **options),
+        lambda world: st.load(
+            targets[world.rank], folder, world=world, **load_keywords(types=first.RECORDS, **options)
+        ),
     )
 
 

@@ -65,7 +65,7 @@ def test_every_tensor_of_the_corners_is_there(folder: Path) -> None:
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_the_common_state_has_all_plain_values_and_holes_at_positions(folder: Path) -> None:
-    common = st.load_common_state_dict(folder, types=first.RECORDS)
+    common = st.load_common_state_dict(folder, options=st.LoadOptions(types=first.RECORDS))
     assert_holds(common, {**first.plain(), "groups": [{"lr": 0.1}]})
     if backend_of(folder) != "dcp":
         assert common["mixed"][0] is st.trees.HOLE and common["mixed"][1:] == [3, (st.trees.HOLE, "x")]

@@ -57,7 +57,7 @@ def same(left: Any, right: Any) -> bool:
 
 
 def read_all(folder: Path) -> None:
-    st.load_plain_tensors(folder, verify="all")
+    st.load_plain_tensors(folder, options=st.LoadOptions(verify="all"))
     st.load_common_state_dict(folder)
 
 
@@ -71,7 +71,7 @@ def page_reader() -> tuple[str, Callable[[Path, str], np.ndarray[Any, Any]]]:
 
 
 def test_plain_tensors() -> None:
-    found = st.load_plain_tensors(FOLDER, verify="all")
+    found = st.load_plain_tensors(FOLDER, options=st.LoadOptions(verify="all"))
     assert list(found) == sorted(make.tensors())
     for key, tensor in make.tensors().items():
         assert same(found[key], tensor), key
@@ -125,7 +125,7 @@ def test_load_in_another_layout(ranks: int) -> None:
 def test_load_what_each_rank_saved() -> None:
     def load(world: st.World) -> Any:
         target = st.without_data(make.tree(world.rank) | {"common": 0})
-        return st.load(target, FOLDER, world=world, types=make.RECORDS, allow_pickle=True)
+        return st.load(target, FOLDER, world=world, options=st.LoadOptions(types=make.RECORDS, allow_pickle=True))
 
     for rank, found in enumerate(st.simulate(make.RANKS, load)):
         saved = make.tree(rank)
@@ -138,7 +138,7 @@ def test_load_what_each_rank_saved() -> None:
 
 @pytest.mark.parametrize("name", make.common())
 def test_common_state(name: str) -> None:
-    found = st.load_common_state_dict(FOLDER, types=make.RECORDS)
+    found = st.load_common_state_dict(FOLDER, options=st.LoadOptions(types=make.RECORDS))
     assert same(found["common"][name], make.common()[name])
 
 
@@ -166,7 +166,7 @@ def test_what_is_in_it() -> None:
 
 @pytest.mark.parametrize("key", make.objects())
 def test_objects(key: str) -> None:
-    item = st.open_checkpoint(FOLDER, allow_pickle=True)[key]
+    item = st.open_checkpoint(FOLDER, options=st.LoadOptions(allow_pickle=True))[key]
     assert same(item.data, make.objects()[key])
 
 

@@ -14,7 +14,7 @@ import torch
 from ..errors import KeyMismatch, TreeError, error_text
 from ..lazy import stored_each
 from ..mapping import ShardedObject, ShardedTensor, box_of, with_data
-from ..storage import Directory, Verify
+from ..storage import Directory
 from ..strategies import (
     Checkpoint,
     LoadOptions,
@@ -123,19 +123,15 @@ class OpenCheckpoint(Mapping[str, ShardedTensor | ShardedObject]):
 def open_checkpoint(
     checkpoint_dir: Directory,
     *,
-    verify: Verify = "whole",
-    allow_pickle: bool = False,
-    types: tuple[type, ...] = (),
     strategies: Strategies | None = None,
+    options: LoadOptions | None = None,
 ) -> OpenCheckpoint:
     """Return a checkpoint as a read-only mapping of lazy shards; not collective.
 
     Args:
         checkpoint_dir: where the checkpoint is.
-        verify: which blocks are checked when elements are read, as in `load`.
-        allow_pickle: whether pickled objects may be unpickled, which can run any code.
-        types: enum, dataclass and namedtuple classes that stored records become instances of.
         strategies: the dispatch table; None for the process's.
+        options: how elements, objects and the common state are read.
 
     Raises:
         NotACheckpoint: there is none.
@@ -150,8 +146,7 @@ def open_checkpoint(
         tensor([[3, 4],
                 [6, 7]])
     """
-    options = LoadOptions(verify, allow_pickle, types)
-    checkpoint = open_at(checkpoint_dir, one_process(), options, strategies)
+    checkpoint = open_at(checkpoint_dir, one_process(), options or LoadOptions(), strategies)
     return OpenCheckpoint(checkpoint, sharded_metadata(checkpoint, None, None, strategies), strategies)
 
 

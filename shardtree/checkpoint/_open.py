@@ -111,9 +111,8 @@ def _has_metadata(storage: Storage) -> bool:
 def load_common_state_dict(
     checkpoint_dir: Directory,
     *,
-    allow_pickle: bool = False,
-    types: tuple[type, ...] = (),
     strategies: Strategies | None = None,
+    options: LoadOptions | None = None,
 ) -> Any:
     """Return what is stored outside the shards; not collective.
 
@@ -121,9 +120,8 @@ def load_common_state_dict(
 
     Args:
         checkpoint_dir: where the checkpoint is.
-        allow_pickle: whether pickled values may be unpickled, which can run any code.
-        types: enum, dataclass and namedtuple classes that stored records become instances of.
         strategies: the dispatch table; None for the process's.
+        options: how it is read: `allow_pickle` and `types` count here.
 
     Raises:
         NotACheckpoint: there is none.
@@ -136,8 +134,7 @@ def load_common_state_dict(
         >>> st.load_common_state_dict(folder)
         {'step': 7}
     """
-    options = LoadOptions(allow_pickle=allow_pickle, types=types)
-    checkpoint = open_at(checkpoint_dir, one_process(), options, strategies)
+    checkpoint = open_at(checkpoint_dir, one_process(), options or LoadOptions(), strategies)
     return without_holes(load_common(checkpoint, None, strategies))
 
 
@@ -221,18 +218,16 @@ def load_content_metadata(
     checkpoint_dir: Directory | None = None,
     *,
     preloaded_state_dict: Mapping[str, Any] | None = None,
-    allow_pickle: bool = False,
-    types: tuple[type, ...] = (),
     strategies: Strategies | None = None,
+    options: LoadOptions | None = None,
 ) -> Any:
     """Return what a save was given as `content_metadata`, None if nothing; not collective.
 
     Args:
         checkpoint_dir: where the checkpoint is.
         preloaded_state_dict: the loaded or common state, where the caller has it already.
-        allow_pickle: whether pickled values may be unpickled, which can run any code.
-        types: enum, dataclass and namedtuple classes that stored records become instances of.
         strategies: the dispatch table; None for the process's.
+        options: how it is read: `allow_pickle` and `types` count here.
 
     Raises:
         TreeError: neither is given.
@@ -246,9 +241,7 @@ def load_content_metadata(
     if preloaded_state_dict is None:
         if checkpoint_dir is None:
             raise TreeError(error_text("load_content_metadata: give checkpoint_dir or preloaded_state_dict"))
-        preloaded_state_dict = load_common_state_dict(
-            checkpoint_dir, allow_pickle=allow_pickle, types=types, strategies=strategies
-        )
+        preloaded_state_dict = load_common_state_dict(checkpoint_dir, strategies=strategies, options=options)
     return preloaded_state_dict.get(CONTENT_METADATA) if isinstance(preloaded_state_dict, Mapping) else None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 from ..errors import CorruptCheckpoint, StorageError, error_text, plural
@@ -33,22 +34,20 @@ logger = logging.getLogger("shardtree")
 def verify(
     checkpoint_dir: Directory,
     *,
-    threads: int | None = None,
-    strategies: Strategies | None = None,
-    progress: Callable[[int], None] | None = None,
     report: Callable[[VerifyReport], None] | None = None,
+    strategies: Strategies | None = None,
+    options: LoadOptions | None = None,
 ) -> tuple[Damage, ...]:
     """Return what is damaged in a checkpoint, by file, bytes, key and region; nothing where all is as it was saved.
 
     Every file is read whole, headers and padding included. Not collective. Formats other than our own have checksums
-    for a part of their bytes, or none: `report` is told which ones nothing stands for, and without it the log is.
+    for a part of their bytes, or none: bytes without a checksum go to `report`, and without that to the log.
 
     Args:
         checkpoint_dir: where the checkpoint is.
-        threads: how many read and check at a time; None for as many as torch has, up to four.
+        report: called once, with how many bytes were read and which couldn't be checked.
         strategies: the dispatch table; None for the process's.
-        progress: is told, now and then, how many bytes were read since the last time; by one thread at a time.
-        report: is given what was read, and what couldn't be checked, once.
+        options: `threads` and `progress` of these count here.
 
     Raises:
         NotACheckpoint: there is none.
@@ -62,17 +61,17 @@ def verify(
         >>> st.verify(folder)
         ()
     """
-    _check_threads(threads)
+    options = LoadOptions() if options is None else options
+    _check_threads(options.threads)
     read = [0]
 
     def tell(size: int) -> None:
         read[0] += size
-        if progress is not None:
-            progress(size)
+        options.progress(size)
 
     # Rows check by themselves; what a load would check on its way comes apart, in their findings.
-    options = LoadOptions(verify=None, progress=in_turn(tell), threads=threads)
-    found = _findings(checkpoint_dir, options, strategies)
+    counted = replace(options, verify=None, progress=in_turn(tell))
+    found = _findings(checkpoint_dir, counted, strategies)
     unchecked = tuple(one for one in found if isinstance(one, Unchecked))
     if report is not None:
         report(VerifyReport(read[0], unchecked))

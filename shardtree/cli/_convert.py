@@ -13,7 +13,7 @@ from rich.text import Text
 from ..checkpoint import ConversionReport, convert, open_checkpoint
 from ..codec import dtype_from_name
 from ..errors import ShapeError, StrategyError, error_text, plural, shorten
-from ..strategies import Strategies, StrategyAction, default_strategies, huggingface
+from ..strategies import LoadOptions, SaveOptions, Strategies, StrategyAction, default_strategies, huggingface
 from ..transforms import partial_rename
 from ..trees import bind, cast, compose
 from ._bars import bar
@@ -70,9 +70,9 @@ def run_convert(conversion: Conversion, *, as_json: bool) -> int:
             leave_out=conversion.leave_out,
             max_bytes_in_flight=conversion.most_bytes,
             verify=conversion.verify,
-            allow_pickle=conversion.allow_pickle,
             strategies=strategies_of(conversion.backend, conversion.most_file_bytes),
-            progress=advance,
+            load_options=LoadOptions(allow_pickle=conversion.allow_pickle),
+            save_options=SaveOptions(allow_pickle=conversion.allow_pickle, progress=advance),
         )
     if as_json:
         print(json_text({"destination": conversion.destination, **_document(report)}))
@@ -126,7 +126,7 @@ def strategies_of(backend: str | tuple[str, int], most_file_bytes: int | None) -
 
 def _bytes_to_move(conversion: Conversion) -> int:
     """Return about how many bytes a conversion writes and reads back."""
-    tree = open_checkpoint(conversion.source, allow_pickle=conversion.allow_pickle)
+    tree = open_checkpoint(conversion.source, options=LoadOptions(allow_pickle=conversion.allow_pickle))
     length = sum(row.length for row in contents_at(tree).tensors)
     return length * (2 if conversion.verify else 1)
 

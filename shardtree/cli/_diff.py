@@ -21,7 +21,7 @@ from ..checkpoint import (
 from ..codec import dtype_from_name, dtype_name
 from ..errors import TreePath, plural, render_path
 from ..layouts import TensorKind
-from ..strategies import Strategies, StrategyAction, default_strategies
+from ..strategies import LoadOptions, Strategies, StrategyAction, default_strategies
 from ..trees import Difference, Record
 from ._bars import bar
 from ._contents import Contents, TensorRow, brief, check_patterns, contents_at, kind_of, matcher, plain, select
@@ -240,7 +240,7 @@ def run_diff(
 
 
 def _compare(left: str, right: str, patterns: Sequence[str], only_structure: bool, allow_pickle: bool) -> Compared:
-    trees = [open_checkpoint(where, allow_pickle=allow_pickle) for where in (left, right)]
+    trees = [open_checkpoint(where, options=LoadOptions(allow_pickle=allow_pickle)) for where in (left, right)]
     everything = [contents_at(tree) for tree in trees]
     check_patterns("diff", patterns, *everything)
     named = zip((left, right), trees, everything, strict=True)
@@ -250,8 +250,9 @@ def _compare(left: str, right: str, patterns: Sequence[str], only_structure: boo
     else:
         with bar(Output(stderr=True), "compare", _bytes_in_both(*(side.contents for side in sides))) as advance:
             strategies = selecting(matcher(patterns)) if patterns else default_strategies
-            options: Any = {"allow_pickle": allow_pickle, "strategies": strategies, "progress": advance}
-            difference = compare(*(tree.checkpoint.storage for tree in trees), **options)
+            options = LoadOptions(allow_pickle=allow_pickle, progress=advance)
+            one, other = (tree.checkpoint.storage for tree in trees)
+            difference = compare(one, other, strategies=strategies, options=options)
     return Compared(sides[0], sides[1], difference, only_structure, bool(patterns))
 
 

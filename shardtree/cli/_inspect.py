@@ -13,6 +13,7 @@ from rich.text import Text
 from ..checkpoint import OpenCheckpoint, load_content_metadata, open_checkpoint
 from ..errors import CheckpointingException, plural
 from ..layouts import Grid
+from ..strategies import LoadOptions
 from ._contents import (
     Contents,
     Files,
@@ -247,7 +248,7 @@ def run_inspect(
 
 
 def _examine(where: str, patterns: Sequence[str], sort: str, allow_pickle: bool) -> Findings:
-    tree = open_checkpoint(where, allow_pickle=allow_pickle)
+    tree = open_checkpoint(where, options=LoadOptions(allow_pickle=allow_pickle))
     everything = contents_at(tree)
     check_patterns("inspect", patterns, everything)
     chosen = select(everything, patterns)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..checkpoint import load, save
 from ..storage import ReadReport
+from ..strategies import LoadOptions, SaveOptions
 from ..world import World
 from ._encoder import Weights, embed
 from ._layout import BY_HIDDEN, BY_UNITS
@@ -85,7 +86,7 @@ def save_rank(world: World, source: Source, folder: str, counts: Counts) -> Save
     state = training_state(weights, BY_UNITS, world.rank, world.size, head_size=source.shape.head_size)
     _start(world, counts)
     began = time.monotonic()
-    save(state, folder, world=world, progress=_counter(world, counts))
+    save(state, folder, world=world, options=SaveOptions(progress=_counter(world, counts)))
     return Saved(held_bytes(state), counts[world.rank], began, time.monotonic())
 
 
@@ -97,7 +98,9 @@ def load_rank(world: World, source: Source, folder: str, counts: Counts) -> tupl
     target = training_state(meta(weights), *cut, head_size=source.shape.head_size)
     _start(world, counts)
     began = time.monotonic()
-    tree = load(target, folder, world=world, progress=_counter(world, counts), report=reports.append)
+    tree = load(
+        target, folder, world=world, options=LoadOptions(progress=_counter(world, counts), report=reports.append)
+    )
     ended = time.monotonic()
     expected = training_state(weights, *cut, head_size=source.shape.head_size)
     loaded = Loaded(held_bytes(target), reports[0], began, ended, compare(tree, expected))

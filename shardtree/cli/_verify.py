@@ -12,7 +12,7 @@ from rich.text import Text
 from ..checkpoint import verify
 from ..errors import plural, shorten
 from ..storage import storage_at
-from ..strategies import Damage, VerifyReport, by_reason
+from ..strategies import Damage, LoadOptions, VerifyReport, by_reason
 from ._bars import bar
 from ._contents import files_in
 from ._output import Output, json_text, pace, printable, size, spellable
@@ -32,7 +32,7 @@ def run_verify(checkpoint: str, *, threads: int | None, as_json: bool) -> int:
     storage, began = storage_at(checkpoint), time.monotonic()
     files, reports = files_in(storage), list[VerifyReport]()
     with bar(Output(stderr=True), "verify", files.length if files.is_all else None) as advance:
-        damage = verify(storage, threads=threads, progress=advance, report=reports.append)
+        damage = verify(storage, options=LoadOptions(threads=threads, progress=advance), report=reports.append)
     (report,) = reports
     if as_json:
         print(json_text(_document(checkpoint, report, damage)))

@@ -52,6 +52,7 @@ from ._save_folders import remove_save as remove_save
 from ._save_folders import save_is_alive as save_is_alive
 from ._values import AsyncRequest as AsyncRequest
 from ._values import Checkpoint as Checkpoint
+from ._values import Exchange as Exchange
 from ._values import LoadOptions as LoadOptions
 from ._values import PendingSave as PendingSave
 from ._values import Replaced as Replaced
@@ -74,6 +75,7 @@ __all__ = [
     "AsyncRequest",
     "Checkpoint",
     "Damage",
+    "Exchange",
     "Finding",
     "LoadOptions",
     "PendingSave",

@@ -6,11 +6,12 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from ..errors import CheckpointingException, WorldError
 from ..layouts import ShardColumns
-from ..storage import Exchanging, Sibling, Storage, Verify
+from ..objects import ObjectRule
+from ..storage import Exchanging, ReadReport, Sibling, Storage, Verify
 from ..world import World, agree, gather, on_rank_zero
 
 # What tells one checkpoint in a folder from another one that took its place there: the files that decide.
@@ -66,23 +67,41 @@ def _nothing() -> None:
     pass
 
 
+Exchange = Literal["auto", "always", "never"]
+"""Whether ranks that want the same shard read it once between them and pass it on; "auto" where storage is remote."""
+
+
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """How a checkpoint is read.
+    """How a checkpoint is read; what concerns one function alone says so.
 
     Attributes:
         verify: which blocks are checked against their hashes: "whole" those that are read whole or nearly (at most
             64 KiB missing), and in files of at most 4 MiB all that are touched; "all" touched; or none (None).
+        exchange: whether ranks of a `load` that want the same shard read it once between them and pass it on: "always",
+            "never", or "auto", which does so where storage is remote.
         allow_pickle: whether pickled values may be unpickled, which can run any code.
-        types: enum, dataclass and namedtuple classes that stored records become instances of.
-        progress: is told, now and then, how many bytes were read since the last time.
-        threads: how many check files at a time, in a verify; None for as many as torch has, up to a few.
+        types: enum, dataclass and namedtuple classes that stored records become instances of; in the common state that
+            `load` returns, the namedtuple classes in the target count too.
+        object_rules: what becomes of arrays of objects that are stored in another shape than the target of `load` has,
+            by patterns of keys (``*`` stands for one part between dots, ``**`` for any number); the first that fits a
+            key counts. Without a rule, another shape is an error.
+        progress: called with the bytes that were read since the last call, by one thread at a time.
+        report: called once, at the end of a `load`, with what this rank read.
+        threads: how many check files at a time in `verify`; None for as many as torch has, up to a few.
+
+    Examples:
+        >>> LoadOptions(verify="all", exchange="never").allow_pickle
+        False
     """
 
     verify: Verify = "whole"
+    exchange: Exchange = "auto"
     allow_pickle: bool = False
     types: tuple[type, ...] = ()
+    object_rules: Mapping[str, ObjectRule] | None = None
     progress: Callable[[int], None] = _ignore
+    report: Callable[[ReadReport], None] | None = None
     threads: int | None = None
 
 
@@ -112,21 +131,38 @@ class SaveOptions:
     """How a checkpoint is written.
 
     Attributes:
-        durable: whether files and folders are on the medium before the checkpoint counts as saved.
-        allow_pickle: whether values that the format can't hold are pickled.
-        stale_after: seconds without a change after which a save counts as dead whose process can't be seen from here.
-        progress: is told, now and then, how many bytes were written since the last time.
-        fingerprint: whether each tensor's fingerprint is stored beside it.
-        checksums: whether hashes of files' blocks are stored beside them; a format's own checksums are written anyway.
+        snapshot: whether a request holds copies of the shards' tensors. Without, as for functional training steps,
+            they are written where they lie, and mustn't change until the request is done; objects and the common
+            state are taken as they are now all the same.
+        durable: whether everything is on the medium before the checkpoint counts. Without, a power failure soon
+            after the save can leave a checkpoint whose files are incomplete; a crash of the process can't.
+        allow_pickle: whether values that the format can't hold are pickled; loading them then needs it too.
+        stale_after: seconds without a change after which another machine's save counts as interrupted, so that its
+            orphaned files are removed; one of this machine does as soon as its process is gone.
+        progress: called with the bytes that this rank wrote since the last call, by one thread at a time.
+        fingerprint: whether each tensor's `fingerprint` is stored with it, added up from the bytes as they are written;
+            `verify` then reads the tensors back and compares. Only our own format has a place for that.
+        checksums: whether the hash of each block of 256 KiB is stored, so that loads and `verify` find what was
+            changed. Without, a save is a little faster, and such checkpoints are taken on trust. The common state, the
+            index and what a format's own files carry are hashed all the same.
+        check_replicas: whether replicas of tensors that are cut alike are compared, by `fingerprint`, before anything
+            is written: a spec that forgets a cut makes every rank call its own part the whole. Each rank then looks at
+            all that it shares with another one. Objects aren't compared.
         threads: how many write at a time, in formats that write so; None for as many as torch has, up to a few.
+
+    Examples:
+        >>> SaveOptions(durable=False).checksums
+        True
     """
 
+    snapshot: bool = True
     durable: bool = True
     allow_pickle: bool = False
     stale_after: float = 3600.0
     progress: Callable[[int], None] = _ignore
     fingerprint: bool = False
     checksums: bool = True
+    check_replicas: bool = False
     threads: int | None = None
 
 

@@ -37,7 +37,9 @@ def test_the_sparse_checkpoint_is_one(tmp_path: Path) -> None:
     _opening_keys.sparse_checkpoint(tmp_path, 3, 70)
     tree = st.open_checkpoint(tmp_path)
     assert list(tree) == [f"model.layers.{number}.weight" for number in range(3)]
-    whole = st.open_checkpoint(tmp_path, verify=None)["model.layers.1.weight"]  # no file has what its hashes say
+    whole = st.open_checkpoint(tmp_path, options=st.LoadOptions(verify=None))[
+        "model.layers.1.weight"
+    ]  # no file has what its hashes say
     assert whole.global_shape == (280, 8) and not whole.data[100:200].read().isnan().any()
     assert st.load_common_state_dict(tmp_path) == {"step": 1}
 

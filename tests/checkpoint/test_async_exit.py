@@ -58,7 +58,7 @@ def whole(folder: Path) -> set[str]:
     """Return what can be loaded, having read all of it."""
     found = {path.name for path in folder.iterdir() if st.is_checkpoint(path)}
     for name in found:
-        tensors = st.load_plain_tensors(folder / name, verify="all")
+        tensors = st.load_plain_tensors(folder / name, options=st.LoadOptions(verify="all"))
         assert {*tensors["w"].unique().tolist()} == {st.load_common_state_dict(folder / name)["step"]}
     return found
 

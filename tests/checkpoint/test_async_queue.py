@@ -23,6 +23,7 @@ from shardtree.storage import Storage
 from shardtree.strategies import StrategyAction, default_strategies, safetensors
 from shardtree.testing import WatchedStorage
 from shardtree.world import World
+from tests.options import save_keywords
 
 
 def shard(key: str, data: torch.Tensor, rank: int = 0, ranks: int = 1) -> st.ShardedTensor:
@@ -32,7 +33,7 @@ def shard(key: str, data: torch.Tensor, rank: int = 0, ranks: int = 1) -> st.Sha
 def request(folder: Storage, value: float = 1.0, world: World | None = None, **options: Any) -> st.AsyncRequest[Any]:
     own = world or st.world.one_process()
     tree = {"w": shard("w", torch.full((2, 3), value), own.rank, own.size), "step": value}
-    made = st.save(tree, folder, async_sharded_save=True, world=own, **options)
+    made = st.save(tree, folder, async_sharded_save=True, world=own, **save_keywords(**options))
     assert made is not None
     return made
 
@@ -40,7 +41,9 @@ def request(folder: Storage, value: float = 1.0, world: World | None = None, **o
 def value_in(folder: Storage) -> float | None:
     if not st.is_checkpoint(folder):
         return None
-    values = {float(value) for value in st.load_plain_tensors(folder, verify="all")["w"].flatten()}
+    values = {
+        float(value) for value in st.load_plain_tensors(folder, options=st.LoadOptions(verify="all"))["w"].flatten()
+    }
     assert values == {st.load_common_state_dict(folder)["step"]}
     return values.pop()
 
@@ -98,7 +101,7 @@ def loaded(folder: Storage, world: World) -> dict[str, Any]:
         "w": shard("w", torch.empty(64, 8), world.rank, world.size),
         "t": shard("t", torch.empty(8, 64), world.rank, world.size),
     }
-    tree = st.load(target, folder, world=world, verify="all")
+    tree = st.load(target, folder, world=world, options=st.LoadOptions(verify="all"))
     rng = dict(st.open_checkpoint(folder))["rng/shard_0_1"].data["state"].tolist()
     common = repr((bytes(tree["buffer"]), tree["log"])) if world.size == 1 else None
     return {"w": tree["w"].numpy().tobytes(), "t": tree["t"].numpy().tobytes(), "rng": rng, "common": common}
@@ -122,7 +125,7 @@ def check_each_is_the_moment_of_its_call(world: World, folders: Sequence[Storage
                         async_sharded_save=True,
                         preprocess_common_before_consistancy_check=preprocess,
                         world=world,
-                        **options,
+                        **save_keywords(**options),
                     )
                 assert made is not None
                 queue.schedule_async_request(made)
@@ -391,7 +394,7 @@ def test_an_interrupt_right_after_the_commit_leaves_the_new_checkpoint(
 ) -> None:
     def save(value: float, **options: Any) -> st.AsyncRequest[Any]:
         tree = {"w": shard("w", torch.full((3,), value))}
-        return st.save(tree, tmp_path / "it", backend, async_sharded_save=True, **options)
+        return st.save(tree, tmp_path / "it", backend, async_sharded_save=True, **save_keywords(**options))
 
     def commit(written: Any) -> Any:
         made.commit(written)
@@ -402,10 +405,10 @@ def test_an_interrupt_right_after_the_commit_leaves_the_new_checkpoint(
     made = save(2.0, overwrite=overwrite)
     with pytest.raises(KeyboardInterrupt):
         replace(made, commit=commit).execute_sync()
-    assert st.load_plain_tensors(tmp_path / "it", verify="all")["w"].tolist() == [2.0] * 3
+    assert st.load_plain_tensors(tmp_path / "it", options=st.LoadOptions(verify="all"))["w"].tolist() == [2.0] * 3
     with pytest.raises(st.errors.CheckpointReplaced):
         made.execute_sync()
-    assert st.load_plain_tensors(tmp_path / "it", verify="all")["w"].tolist() == [2.0] * 3
+    assert st.load_plain_tensors(tmp_path / "it", options=st.LoadOptions(verify="all"))["w"].tolist() == [2.0] * 3
 
 
 @pytest.mark.parametrize("ask", ["maybe_finalize_async_calls", "close"])
@@ -597,7 +600,7 @@ def check_order(plan: Sequence[Sequence[int]], ranks: int, queue_type: type[st.A
     committed: list[list[int]] = [[] for _ in range(ranks)]
 
     def on_rank(world: World) -> tuple[list[int], int]:
-        row = (StrategyAction.SAVE_SHARDED, safetensors.BACKEND, safetensors.VERSION)
+        row = (StrategyAction.SAVE_SHARDED, "safetensors", 1)
         table = {**default_strategies, row: watched(safetensors.save_sharded, world.rank, plan)}
         queue, failures = queue_type(), 0
         for number, folder in enumerate(folders):

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import shardtree
 from shardtree.errors import IntegrityError
 from shardtree.storage import MemoryStorage
+from tests.options import save_keywords
 from tests.trees.samples import assert_caught
 
 WHOLE = torch.arange(48.0).reshape(8, 6)
@@ -29,7 +30,9 @@ def layouts(draw: st.DrawFn) -> tuple[shardtree.Mesh, shardtree.PartitionSpec, i
 
 
 def save_all(trees: list[Any], folder: MemoryStorage, **options: Any) -> None:
-    shardtree.simulate(len(trees), lambda world: shardtree.save(trees[world.rank], folder, world=world, **options))
+    shardtree.simulate(
+        len(trees), lambda world: shardtree.save(trees[world.rank], folder, world=world, **save_keywords(**options))
+    )
 
 
 def raises_for_differing_replicas(save: Any, drawn: Any, **options: Any) -> None:

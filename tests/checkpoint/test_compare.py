@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 import shardtree as st
+from shardtree import LoadOptions
 from shardtree.checkpoint.comparison import _values
 from shardtree.checkpoint.comparison._compare import CheckpointDifference, KindDifference, compare
 from shardtree.checkpoint.comparison._values import ValueDifference, boxes_within
@@ -22,6 +23,7 @@ from shardtree.errors import UnsafeFile
 from shardtree.layouts import TensorKind
 from shardtree.storage import MemoryStorage
 from shardtree.testing import GlobalState, bits, global_states, rank_tree, state_layouts
+from tests.options import load_keywords, save_keywords
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
@@ -34,7 +36,7 @@ def saved(state: GlobalState, layout: Any, ranks: int) -> MemoryStorage:
 
 def saved_tree(tree: Any, **options: Any) -> MemoryStorage:
     folder = MemoryStorage()
-    st.save(tree, folder, **options)
+    st.save(tree, folder, **save_keywords(**options))
     return folder
 
 
@@ -43,7 +45,7 @@ def tensor(key: str, data: torch.Tensor) -> st.ShardedTensor:
 
 
 def compared(left: torch.Tensor, right: torch.Tensor, **options: Any) -> ValueDifference | None:
-    found = compare(saved_tree([tensor("w", left)]), saved_tree([tensor("w", right)]), **options)
+    found = compare(saved_tree([tensor("w", left)]), saved_tree([tensor("w", right)]), **load_keywords(**options))
     assert replace(found, values=(), nbytes=0) == CheckpointDifference()
     return found.values[0] if found.values else None
 
@@ -180,10 +182,10 @@ def changed(**values: Any) -> Any:
 def test_common_states_are_compared_to_the_last_field(types: tuple[type, ...]) -> None:
     left = saved_tree(COMMON)
     same, other = saved_tree(changed()), saved_tree(changed(rates=torch.tensor([0.1, 0.3]), colour=Colour.BLUE))
-    assert not compare(left, same, types=types)
+    assert not compare(left, same, options=LoadOptions(types=types))
     path = ("args", "colour") if types else ("args", "colour", "name")
-    assert path in compare(left, other, types=types).common.mismatch
-    assert ("args", "rates") in compare(left, other, types=types).common.mismatch
+    assert path in compare(left, other, options=LoadOptions(types=types)).common.mismatch
+    assert ("args", "rates") in compare(left, other, options=LoadOptions(types=types)).common.mismatch
     assert compare(left, saved_tree({**COMMON, "buffer": BytesIO(b"abd")})).common
 
 
@@ -206,11 +208,13 @@ def test_nothing_is_unpickled_unless_asked_for() -> None:
     both = [saved_tree({"step": partial(int)}, allow_pickle=True) for _ in range(2)]
     with pytest.raises(UnsafeFile):
         compare(*both)
-    assert compare(*both, allow_pickle=True).common.mismatch  # functions are equal to themselves alone
+    assert compare(
+        *both, options=LoadOptions(allow_pickle=True)
+    ).common.mismatch  # functions are equal to themselves alone
 
 
 def test_progress_adds_up_and_comes_in_pieces() -> None:
     told: list[int] = []
     folder = saved_tree([tensor("w", torch.zeros(300, 100))])
-    compare(folder, folder, max_bytes_in_flight=64 * 1000, progress=told.append)
+    compare(folder, folder, max_bytes_in_flight=64 * 1000, options=LoadOptions(progress=told.append))
     assert sum(told) == 120_000 and max(told) == 4_000

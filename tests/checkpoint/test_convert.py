@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 import shardtree as st
+from shardtree import SaveOptions
 from shardtree.checkpoint.comparison._compare import compare
 from shardtree.checkpoint.conversion import ConversionReport, convert
 from shardtree.errors import (
@@ -34,6 +35,7 @@ from shardtree.strategies import default_strategies
 from shardtree.strategies.safetensors._load import read_index
 from shardtree.testing import first_difference, global_states, glu, rank_tree, state_layouts
 from shardtree.transforms import merge_tensors, partial_rename, split_tensor, stack_layers, unstack_layers
+from tests.options import convert_keywords, save_keywords
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
@@ -46,7 +48,7 @@ def tensor(key: str, data: torch.Tensor, *cut: tuple[int, int, int]) -> st.Shard
 
 def saved(tree: Any, **options: Any) -> MemoryStorage:
     folder = MemoryStorage()
-    st.save(tree, folder, **options)
+    st.save(tree, folder, **save_keywords(**options))
     return folder
 
 
@@ -65,7 +67,7 @@ TREE = {
 
 def converted(source: Any, **options: Any) -> tuple[MemoryStorage, ConversionReport]:
     folder = MemoryStorage()
-    return folder, convert(source, folder, **{"backend": native, **options})
+    return folder, convert(source, folder, **convert_keywords(**{"backend": native, **options}))
 
 
 def files(folder: MemoryStorage, inside: str = "") -> list[str]:
@@ -100,7 +102,7 @@ def test_a_conversion_changes_nothing(data: some.DataObject) -> None:
 
 def test_files_do_what_memory_does(tmp_path: Path) -> None:
     source = saved(TREE)
-    convert(source, tmp_path / "new" / "folder", backend=(native, 1), durable=False)
+    convert(source, tmp_path / "new" / "folder", backend=(native, 1), save_options=SaveOptions(durable=False))
     assert not compare(source, tmp_path / "new" / "folder")
     names = sorted(path.name for path in (tmp_path / "new" / "folder").rglob("*"))
     assert names[1:] == [
@@ -234,8 +236,8 @@ class Colour(enum.Enum):
 def test_records_are_passed_on(types: tuple[type, ...]) -> None:
     source = saved([st.ShardedObject("colour", Colour.RED, (1,), (0,)), {"colours": [Colour.RED], "a": torch.ones(2)}])
     folder, _ = converted(source, types=types)
-    assert st.open_checkpoint(folder, types=(Colour,))["colour/shard_0_1"].data is Colour.RED
-    assert st.load_common_state_dict(folder, types=(Colour,))[1]["colours"] == [Colour.RED]
+    assert st.open_checkpoint(folder, options=st.LoadOptions(types=(Colour,)))["colour/shard_0_1"].data is Colour.RED
+    assert st.load_common_state_dict(folder, options=st.LoadOptions(types=(Colour,)))[1]["colours"] == [Colour.RED]
 
 
 def test_pickled_values_need_to_be_allowed() -> None:
@@ -243,7 +245,7 @@ def test_pickled_values_need_to_be_allowed() -> None:
     with pytest.raises(st.errors.UnsafeFile):
         converted(source)
     folder, _ = converted(source, allow_pickle=True)
-    assert st.load_common_state_dict(folder, allow_pickle=True) == {"fn": Path.joinpath}
+    assert st.load_common_state_dict(folder, options=st.LoadOptions(allow_pickle=True)) == {"fn": Path.joinpath}
 
 
 LAYOUTS: dict[str, tuple[Any, list[tuple[list[int], list[int]]]]] = {
@@ -369,7 +371,7 @@ def test_what_is_wrong_is_refused_before_anything_is_written(case: str) -> None:
     options, error, message = REFUSED[case]
     source, folder = saved(TREE), MemoryStorage()
     with pytest.raises(error, match=message):
-        convert(source, folder, **{"backend": native, **options})
+        convert(source, folder, **convert_keywords(**{"backend": native, **options}))
     assert files(folder) == [] and folder.names() == ()
 
 

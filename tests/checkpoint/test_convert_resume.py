@@ -18,6 +18,7 @@ from shardtree.checkpoint.conversion._journal import Journal, announcer, begin_j
 from shardtree.errors import AlreadyACheckpoint, IntegrityError, StorageError
 from shardtree.storage import LocalStorage, MemoryStorage
 from shardtree.testing import Call, WatchedStorage
+from tests.options import convert_keywords
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -45,7 +46,9 @@ def files(folder: Any, inside: str = "") -> list[str]:
 
 
 def run(source: Any, folder: Any, **options: Any) -> ConversionReport:
-    return convert(source, folder, **{"backend": "safetensors", "max_bytes_in_flight": 600, **options})
+    return convert(
+        source, folder, **convert_keywords(**{"backend": "safetensors", "max_bytes_in_flight": 600, **options})
+    )
 
 
 def dies(number: int, error: type[BaseException]) -> Callable[[Call], None]:
@@ -280,7 +283,7 @@ def peak(folder: Path, how: str) -> int:
 def test_memory_in_use_keeps_to_the_bound(tmp_path: Path) -> None:
     big = {f"w{n}": torch.randn(3, 1024, 2048) for n in range(4)}  # 100 MB, and rows of 8 KiB
     shards = [st.ShardedTensor.from_rank_offsets(key, data) for key, data in {**big, "small": torch.ones(3)}.items()]
-    st.save(shards, tmp_path / "source", durable=False)
+    st.save(shards, tmp_path / "source", options=st.SaveOptions(durable=False))
     assert peak(tmp_path, "lazy") < 40_000_000
     assert peak(tmp_path, "read") > 100_000_000  # so the measure would show it
     halves = st.load_plain_tensors(tmp_path / "lazy")

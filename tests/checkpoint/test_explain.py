@@ -25,6 +25,7 @@ from shardtree.plans import _exchange, near_names
 from shardtree.storage import MemoryStorage, Reader, Storage, _fetch
 from shardtree.strategies import StrategyAction, default_strategies
 from shardtree.testing import Layout, WatchedStorage, cut, layouts
+from tests.options import load_keywords, save_keywords
 
 Explain = Callable[..., st.plans.Explanation]
 BACKENDS = [("safetensors", 1), ("huggingface", 1), ("zarr", 3), ("torch_dist", 1), ("dcp", 1)]
@@ -79,7 +80,7 @@ def whole(key: str, data: torch.Tensor, *cuts: Any, **fields: Any) -> st.Sharded
 
 def saved(tree: Any, **options: Any) -> MemoryStorage:
     folder = MemoryStorage()
-    st.save(tree, folder, **options)
+    st.save(tree, folder, **save_keywords(**options))
     return folder
 
 
@@ -97,7 +98,7 @@ def check_foretold(
 ) -> None:
     """Raise unless each rank reads as many bytes as was said."""
     watched = counted(folder)
-    explanation = explain(targets, watched, validate_access_integrity=False, **options)
+    explanation = explain(targets, watched, validate_access_integrity=False, **load_keywords(**options))
     index = dict(watched.counts)
     assert explanation.ok, str(explanation)
     assert not payload(index, folder), f"explaining read tensors: {index}"
@@ -111,8 +112,7 @@ def check_foretold(
             places[rank],
             world=world,
             validate_access_integrity=False,
-            report=lambda report: reports.__setitem__(rank, report),
-            **options,
+            **load_keywords(report=lambda report: reports.__setitem__(rank, report), **options),
         )
 
     st.simulate(len(targets), load)
@@ -170,7 +170,7 @@ PART = {"w": whole("w", ROWS[:, :500].contiguous(), (1, 0, 4))}
 
 def test_the_law_catches_checks_of_hashes_that_are_forgotten() -> None:
     def forgetful(targets: Sequence[Any], folder: Storage, **options: Any) -> st.plans.Explanation:
-        return st.explain_ranks(targets, folder, **{**options, "verify": None})
+        return st.explain_ranks(targets, folder, **load_keywords(**{**options, "verify": None}))
 
     folder = saved({"w": whole("w", ROWS)})
     check_foretold([PART], folder, verify="all")
@@ -197,7 +197,7 @@ def test_each_format_says_what_it_reads(backend: tuple[str, int]) -> None:
         (reads,) = st.explain(target, folder, validate_access_integrity=False).reads
         reports: list[st.storage.ReadReport] = []
         place = counted(folder)
-        st.load(target, place, report=reports.append, validate_access_integrity=False)
+        st.load(target, place, options=st.LoadOptions(report=reports.append), validate_access_integrity=False)
         assert reads.cost is not None
         assert reads.cost.bytes_wanted == reports[0].bytes_read
         found = sum(place.counts.values())
@@ -361,7 +361,7 @@ def test_a_file_that_is_gone_is_missed() -> None:
 
 def test_the_table_says_all() -> None:
     halves = [{"w": whole("layers.0.weight", ROWS[:4, :1000], (1, rank, 2))} for rank in range(2)]
-    assert str(st.explain_ranks(halves, FOLDER, verify=None)).splitlines() == [
+    assert str(st.explain_ranks(halves, FOLDER, options=st.LoadOptions(verify=None))).splitlines() == [
         "The target fits the checkpoint.",
         "2 keys:",
         "  stored, not asked for: 'layers.1.weight'",

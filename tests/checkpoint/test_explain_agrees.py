@@ -17,6 +17,7 @@ from shardtree.checkpoint.loading._checks import fit_objects
 from shardtree.plans import Unexpected
 from shardtree.storage import MemoryStorage
 from tests.checkpoint.test_explain import counted, payload
+from tests.options import load_keywords
 
 Explain = Callable[..., st.plans.Explanation]
 
@@ -241,7 +242,8 @@ def outcome(case: Case) -> bool:
     """Whether a load succeeds on every rank."""
     try:
         st.simulate(
-            len(case.trees), lambda world: st.load(case.trees[world.rank], case.folder, world=world, **case.options)
+            len(case.trees),
+            lambda world: st.load(case.trees[world.rank], case.folder, world=world, **load_keywords(**case.options)),
         )
     except (st.CheckpointingException, ZeroDivisionError):
         return False
@@ -251,7 +253,7 @@ def outcome(case: Case) -> bool:
 def disagreement(case: Case, explain: Explain) -> str:
     """How a verdict differs from what becomes of the load; nothing where it doesn't."""
     watched = counted(case.folder)
-    found = explain(case.trees, watched, **case.options)
+    found = explain(case.trees, watched, **load_keywords(**case.options))
     if payload(watched.counts, case.folder):
         return f"data was read: {watched.counts}"
     if found.ok is None:
@@ -273,7 +275,7 @@ def without(name: str, faulty: Callable[..., Any], module: Any = _explain) -> Ex
     def explain(*args: Any, **options: Any) -> st.plans.Explanation:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(module, name, faulty)
-            return st.explain_ranks(*args, **options)
+            return st.explain_ranks(*args, **load_keywords(**options))
 
     return explain
 
@@ -286,17 +288,21 @@ def unjoined(*_: Any) -> Any:
 def reads_all(*args: Any, **options: Any) -> st.plans.Explanation:
     """A planted fault: data is read."""
     st.load({"a": whole("a")}, args[1])
-    return st.explain_ranks(*args, **options)
+    return st.explain_ranks(*args, **load_keywords(**options))
 
 
 FAULTS: dict[str, Explain] = {
     "the join is skipped": without("check_join", unjoined, _checks),
-    "strict modes are skipped": lambda *args, **options: st.explain_ranks(*args, **{**options, "strict": "ignore_all"}),
+    "strict modes are skipped": lambda *args, **options: st.explain_ranks(
+        *args, **load_keywords(**{**options, "strict": "ignore_all"})
+    ),
     "donated tensors aren't looked at": without("check_given", lambda *_, **__: None),
     "replicas aren't counted": without("check_together", lambda *_, **__: None),
     "rules that name nothing pass": without("fit_objects", lambda *args: fit_objects(*args[:2], None)),
     "conversions are taken for exact": without("may_overflow", lambda *_: False),
-    "targets are looked at one by one": lambda trees, *args, **options: st.explain(trees[0], *args, **options),
+    "targets are looked at one by one": lambda trees, *args, **options: st.explain(
+        trees[0], *args, **load_keywords(**options)
+    ),
     "data is read": reads_all,
 }
 
@@ -341,7 +347,7 @@ def test_every_rank_that_fails_is_named_with_what_load_would_raise() -> None:
 
 
 def explained(case: Case) -> st.plans.Explanation:
-    return st.explain_ranks(case.trees, case.folder, **case.options)
+    return st.explain_ranks(case.trees, case.folder, **load_keywords(**case.options))
 
 
 def test_all_that_is_wrong_is_told_at_once() -> None:

@@ -86,7 +86,7 @@ def save_pickled(value: Any) -> None:
     shardtree.save(
         {"w": shardtree.ShardedTensor.from_rank_offsets("w", torch.ones(1)), "args": [value]},
         MemoryStorage(),
-        allow_pickle=True,
+        options=shardtree.SaveOptions(allow_pickle=True),
     )
 
 

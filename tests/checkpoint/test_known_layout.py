@@ -32,6 +32,7 @@ from shardtree.layouts import (
 from shardtree.storage import MemoryStorage
 from shardtree.testing import GlobalState, check_roundtrip, global_states, rank_tree, state_layouts
 from shardtree.world import World
+from tests.options import load_keywords, save_keywords
 from tests.trees.samples import assert_caught
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")
@@ -84,7 +85,7 @@ def test_a_save_that_knows_the_layout_writes_the_same_files(placed: tuple[Global
 
 def save_main_replicas(tree: Any, folder: Any, *, layout: Any, **options: Any) -> None:
     """The planted fault: a save that lets each main replica be written where it is."""
-    st.save(tree, folder, validate_access_integrity=False, **options)
+    st.save(tree, folder, validate_access_integrity=False, **save_keywords(**options))
 
 
 def test_the_law_of_files_catches_replicas_that_are_not_shared_out() -> None:
@@ -98,7 +99,9 @@ def test_what_is_loaded_by_known_layouts_is_what_was_saved(data: Any, exchange: 
     saved, loaded = (data.draw(state_layouts(state, data.draw(some.integers(1, 4)))) for _ in range(2))
     options = {"exchange": exchange, "validate_access_integrity": checked}
     save = partial(st.save, layout=told(state, saved), validate_access_integrity=checked)
-    check_roundtrip(state, saved, loaded, save=save, load=partial(st.load, layout=told(state, loaded), **options))
+    check_roundtrip(
+        state, saved, loaded, save=save, load=partial(st.load, layout=told(state, loaded), **load_keywords(**options))
+    )
 
 
 # What goes over the wire
@@ -162,8 +165,10 @@ def worlds_after(tensors: int, exchange: str = "never", *, known: bool = True) -
 
     def run(world: World) -> dict[str, CountingWorld]:
         saving, loading = CountingWorld(world), CountingWorld(world)
-        st.save(trees[world.rank], folder, world=saving, **options)
-        st.load(st.without_data(trees[world.rank]), folder, world=loading, exchange=exchange, **options)
+        st.save(trees[world.rank], folder, world=saving, **save_keywords(**options))
+        st.load(
+            st.without_data(trees[world.rank]), folder, world=loading, **load_keywords(exchange=exchange, **options)
+        )
         return {"save": saving, "load": loading}
 
     return st.simulate(MESH.size, run)
@@ -258,7 +263,9 @@ def test_a_layout_that_is_not_the_ranks_is_refused_on_all(fault: str, action: st
 def test_ranks_that_do_not_all_check_are_told_so() -> None:
     def save(world: World) -> None:
         options = {"layout": LAYOUT} if world.rank else {}
-        st.save(TREES[world.rank], MemoryStorage(), world=world, validate_access_integrity=False, **options)
+        st.save(
+            TREES[world.rank], MemoryStorage(), world=world, validate_access_integrity=False, **save_keywords(**options)
+        )
 
     for error in errors_by_rank(save):
         assert isinstance(error, WorldError) and "aren't doing the same thing" in str(error)
@@ -272,10 +279,16 @@ def test_a_key_that_a_layout_has_no_rows_of_is_not_in_it() -> None:
     def load(world: World) -> Any:
         own: dict[str, Any] = {"world": world, "layout": selected if world.rank else model(2)[1]}
         results = [
-            st.load(fewer[world.rank], folder, strict="return_all", validate_access_integrity=checked, **own)
+            st.load(
+                fewer[world.rank],
+                folder,
+                strict="return_all",
+                validate_access_integrity=checked,
+                **load_keywords(**own),
+            )
             for checked in (True, False)
         ]
-        st.save(fewer[world.rank], other, **own)
+        st.save(fewer[world.rank], other, **save_keywords(**own))
         return [result[1:] for result in results]
 
     assert st.simulate(MESH.size, load) == [[({"w2"}, set())] * 2] * MESH.size
@@ -288,7 +301,10 @@ def test_a_layout_with_a_hole_is_an_error_as_it_is_without() -> None:
         assert isinstance(error, IntegrityError) and "'w1'" in str(error) and "has no main replica" in str(error)
     folder = MemoryStorage()
     options = {"layout": layout, "validate_access_integrity": False}
-    assert errors_by_rank(lambda world: st.save(trees[world.rank], folder, world=world, **options)) == [None] * 4
+    assert (
+        errors_by_rank(lambda world: st.save(trees[world.rank], folder, world=world, **save_keywords(**options)))
+        == [None] * 4
+    )
 
 
 # Other paths
@@ -315,13 +331,13 @@ def test_what_is_left_out_converted_or_padded_is_told_where_layouts_are_known() 
 
     def load(world: World) -> tuple[Any, Any, Any]:
         own: dict[str, Any] = {"world": world, "exchange": "always"}
-        lacking = st.load(more[world.rank], folder, strict="return_all", layout=layout, **own)
-        converted = st.load(halved[world.rank], folder, cast=True, layout=as_halves, **own)
+        lacking = st.load(more[world.rank], folder, strict="return_all", layout=layout, **load_keywords(**own))
+        converted = st.load(halved[world.rank], folder, cast=True, layout=as_halves, **load_keywords(**own))
         padded = {
             key: replace(leaf, allow_shape_mismatch=world.rank == 1) if key != "step" else leaf
             for key, leaf in TREES[world.rank].items()
         }
-        return lacking, converted, st.load(padded, folder, layout=LAYOUT, **own)
+        return lacking, converted, st.load(padded, folder, layout=LAYOUT, **load_keywords(**own))
 
     for tree, ((loaded, missing, unexpected), converted, padded) in zip(
         TREES, st.simulate(MESH.size, load), strict=True

@@ -15,6 +15,7 @@ import shardtree as st
 from shardtree.errors import TreeError, UnsafeFile, UnsupportedValue
 from shardtree.storage import MemoryStorage
 from shardtree.trees import Record
+from tests.options import save_keywords
 
 
 class Moment(NamedTuple):
@@ -30,7 +31,7 @@ def shard(value=0.0, key="w"):
 
 def stored(tree, **options):
     folder = MemoryStorage()
-    st.save(tree, folder, **options)
+    st.save(tree, folder, **save_keywords(**options))
     return folder
 
 
@@ -64,7 +65,7 @@ def test_a_namedtuple_that_a_factory_builds_is_merged():
 def test_a_namedtuple_that_the_target_does_not_have_stays_a_record():
     folder = stored({"o": Moment(1, 2), "w": shard(1)})
     assert isinstance(st.load({"w": shard()}, folder)["o"], Record)
-    assert st.load({"w": shard()}, folder, types=(Moment,))["o"] == Moment(1, 2)
+    assert st.load({"w": shard()}, folder, options=st.LoadOptions(types=(Moment,)))["o"] == Moment(1, 2)
 
 
 def test_a_namedtuple_class_that_got_other_fields_leaves_its_records_as_they_are():
@@ -78,7 +79,9 @@ def test_a_namedtuple_class_that_got_other_fields_leaves_its_records_as_they_are
 def test_the_caller_s_class_counts_before_one_of_that_name_in_the_target():
     Other = namedtuple("Moment", "w step", module=__name__)
     folder = stored({"config": Moment(1, 2), "w": shard(1)})
-    loaded = st.load({"o": Other(shard(), st.LocalNonpersistentObject(2))}, folder, types=(Moment,))
+    loaded = st.load(
+        {"o": Other(shard(), st.LocalNonpersistentObject(2))}, folder, options=st.LoadOptions(types=(Moment,))
+    )
     assert type(loaded["config"]) is Moment and type(loaded["o"]) is Other
 
 
@@ -183,6 +186,10 @@ def test_content_metadata_takes_what_the_common_state_takes():
     folder = stored({"w": shard(1), "z": argparse.Namespace}, allow_pickle=True, content_metadata={"o": Moment(1, 2)})
     with pytest.raises(UnsafeFile):
         st.load_content_metadata(folder)
-    assert st.load_content_metadata(folder, allow_pickle=True, types=(Moment,)) == {"o": Moment(1, 2)}
+    assert st.load_content_metadata(folder, options=st.LoadOptions(allow_pickle=True, types=(Moment,))) == {
+        "o": Moment(1, 2)
+    }
     strategies = st.default_strategies
-    assert isinstance(st.load_content_metadata(folder, allow_pickle=True, strategies=strategies)["o"], Record)
+    assert isinstance(
+        st.load_content_metadata(folder, options=st.LoadOptions(allow_pickle=True), strategies=strategies)["o"], Record
+    )

@@ -11,6 +11,7 @@ import torch
 import shardtree as st
 from shardtree.storage import MemoryStorage, _staged_fetch
 from shardtree.storage._buffers import copies_by_device
+from tests.options import load_keywords
 from tests.storage.late_copies import LateDevice
 
 W = torch.arange(12.0).view(3, 4)
@@ -34,7 +35,7 @@ def test_tensors_of_targets_without_data_are_put_on_the_device(device: Any, meta
 
 def load(shard: Any, **options: Any) -> tuple[torch.Tensor, st.storage.ReadReport]:
     reports: list[st.storage.ReadReport] = []
-    loaded = st.load({"w": shard}, stored(), report=reports.append, **options)
+    loaded = st.load({"w": shard}, stored(), **load_keywords(report=reports.append, **options))
     return loaded["w"], reports[0]
 
 

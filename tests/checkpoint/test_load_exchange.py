@@ -11,6 +11,7 @@ import shardtree as st
 from shardtree.errors import CheckpointingException, StrategyError
 from shardtree.storage import MemoryStorage
 from shardtree.testing import WatchedStorage
+from tests.options import load_keywords
 
 SIZES = {"replicated": 4096, "rows": 512, "padded": 64, "empty": 0}
 WHOLE = {key: torch.arange(size * 2, dtype=torch.int32).view(size, 2) for key, size in SIZES.items()}
@@ -45,7 +46,10 @@ def load_on(ranks, exchange, storage=FOLDER, **options):
     def on_rank(world):
         reports = []
         loaded = st.load(
-            target(world.rank, ranks), storage, world=world, exchange=exchange, report=reports.append, **options
+            target(world.rank, ranks),
+            storage,
+            world=world,
+            **load_keywords(exchange=exchange, report=reports.append, **options),
         )
         (report,) = reports
         return loaded, report.bytes_read
@@ -100,7 +104,12 @@ def test_a_file_that_can_not_be_read_fails_every_rank():
 
     def on_rank(world):
         with pytest.raises((CheckpointingException, OSError)):
-            st.load(target(world.rank, 3), WatchedStorage(FOLDER, before=broken), world=world, exchange="always")
+            st.load(
+                target(world.rank, 3),
+                WatchedStorage(FOLDER, before=broken),
+                world=world,
+                options=st.LoadOptions(exchange="always"),
+            )
         return True
 
     assert st.simulate(3, on_rank) == [True] * 3
@@ -122,7 +131,7 @@ def test_any_choice_of_what_ranks_want_is_read_once_each(parts, wants):
         }
         reports = []
         options = {"exchange": "always", "validate_access_integrity": False, "report": reports.append, "world": world}
-        loaded = st.load(shards, folder, **options)
+        loaded = st.load(shards, folder, **load_keywords(**options))
         for part in chosen:
             assert torch.equal(loaded[str(part)], full.chunk(4)[part])
         return reports[0].bytes_read
@@ -134,4 +143,4 @@ def test_any_choice_of_what_ranks_want_is_read_once_each(parts, wants):
 @pytest.mark.parametrize("exchange", ["sometimes", None, True])
 def test_another_choice_is_refused(exchange):
     with pytest.raises(StrategyError, match="'auto', 'always' or 'never'"):
-        st.load({}, FOLDER, exchange=exchange)
+        st.load({}, FOLDER, options=st.LoadOptions(exchange=exchange))

@@ -16,6 +16,7 @@ from shardtree.errors import KeyMismatch, RemoteError, ShapeError
 from shardtree.plans import _exchange, convertible
 from shardtree.storage import MemoryStorage
 from shardtree.testing import PRINTABLE_DTYPES, Layout, Piece, bits, cut, layouts
+from tests.options import load_keywords
 
 Load = Callable[..., Any]
 FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2]
@@ -53,7 +54,9 @@ def check_overlap(
     def on_rank(world: st.World) -> None:
         shards = [replace(s, allow_shape_mismatch=True) for s in cut(layout, "w", kept.clone(), world.rank)]
         targets = shards if given_data else [shard.without_data() for shard in shards]
-        loaded = load({f"{n}": shard for n, shard in enumerate(targets)}, folder, world=world, **options)
+        loaded = load(
+            {f"{n}": shard for n, shard in enumerate(targets)}, folder, world=world, **load_keywords(**options)
+        )
         for number, shard in enumerate(cut(layout, "w", expected, world.rank)):
             found = loaded.get(f"{number}")
             assert bits(found) == bits(shard.data), f"rank {world.rank}: {found} isn't {shard.data}"
@@ -86,12 +89,12 @@ ALL = Layout(1, (5, 4), (Piece(0, (0, 0), (5, 4)),), grid=(1, 1))
 
 def zeroing(target: Any, folder: Any, **options: Any) -> Any:
     """A planted fault: the rest becomes zeros."""
-    return st.load(st.without_data(target), folder, **options)
+    return st.load(st.without_data(target), folder, **load_keywords(**options))
 
 
 def rounding_twice(target: Any, folder: Any, **options: Any) -> Any:
     """A planted fault: the target's own elements are converted there and back too."""
-    loaded = st.load(target, folder, **options)
+    loaded = st.load(target, folder, **load_keywords(**options))
     return {key: tensor.to(torch.float8_e4m3fn).to(tensor.dtype) for key, tensor in loaded.items()}
 
 
@@ -217,7 +220,7 @@ def test_on_several_ranks_all_hear_of_it(exchange: Any) -> None:
     def on_rank(world: st.World) -> None:
         half = whole("w", torch.empty(1, dtype=torch.uint8), (0, world.rank, 2))
         with pytest.raises(RemoteError, match="rank 1: ShapeError"):
-            st.load({"w": half}, folder, cast=True, world=world, exchange=exchange)
+            st.load({"w": half}, folder, cast=True, world=world, options=st.LoadOptions(exchange=exchange))
 
     st.simulate(2, on_rank)
 
@@ -231,7 +234,14 @@ def test_conversions_take_bounded_rounds(exchange: Any, monkeypatch: pytest.Monk
     def on_rank(world: st.World) -> None:
         keys = "abcde"[world.rank :]
         target = {k: whole(k, torch.empty(4, dtype=torch.bfloat16), replica_id=world.rank - (k == "a")) for k in keys}
-        loaded = st.load(target, folder, cast=True, world=world, exchange=exchange, validate_access_integrity=False)
+        loaded = st.load(
+            target,
+            folder,
+            cast=True,
+            world=world,
+            options=st.LoadOptions(exchange=exchange),
+            validate_access_integrity=False,
+        )
         assert all(bits(loaded[key]) == bits(tensors[key].to(torch.bfloat16)) for key in keys)
 
     st.simulate(3, on_rank)

@@ -15,6 +15,7 @@ from hypothesis import strategies as some
 import shardtree as st
 from shardtree.errors import IntegrityError, KeyMismatch, RemoteError, ShapeError, TreeError, UnsafeFile
 from shardtree.storage import MemoryStorage
+from tests.options import load_keywords, save_keywords
 from tests.trees.samples import assert_caught
 
 # Of the tensors, and of the common state and the objects where the first can't hold them.
@@ -51,7 +52,7 @@ def resaved(folder: Any, ranks: int, to: Any, formats: Any) -> list[Any]:
 
     def on_rank(world: st.World) -> Any:
         target = state(world.rank, ranks)
-        loaded = st.load(target, folder, world=world, object_rules=RULES)
+        loaded = st.load(target, folder, world=world, options=st.LoadOptions(object_rules=RULES))
         again = {key: st.ShardedObject(key, loaded[key], (ranks,), (world.rank,)) for key in loaded if key != "w"} | {
             "w": st.ShardedTensor.from_rank_offsets("w", loaded["w"], (0, world.rank, ranks))
         }
@@ -82,7 +83,9 @@ def test_4_ranks_then_2_then_3(formats: Any) -> None:
 def saved(count: int = 4, value: Any = lambda rank: [rank], **options: Any) -> MemoryStorage:
     folder = MemoryStorage()
     cells = [st.ShardedObject("seen", value(rank), (count,), (rank,)) for rank in range(count)]
-    st.save({"seen": cells, "w": st.ShardedTensor.from_rank_offsets("w", torch.ones(2))}, folder, **options)
+    st.save(
+        {"seen": cells, "w": st.ShardedTensor.from_rank_offsets("w", torch.ones(2))}, folder, **save_keywords(**options)
+    )
     return folder
 
 
@@ -92,7 +95,7 @@ def asked(count: int, key: str = "seen") -> dict[str, Any]:
 
 def loaded(folder: Any, count: int, rule: Any = None, **options: Any) -> list[Any]:
     rules = None if rule is None else {"seen": rule}
-    values: list[Any] = st.load(asked(count), folder, object_rules=rules, **options)["seen"]
+    values: list[Any] = st.load(asked(count), folder, **load_keywords(object_rules=rules, **options))["seen"]
     return values
 
 
@@ -126,7 +129,9 @@ def test_cells_of_one_rank_share_nothing() -> None:
 def test_replicas_of_an_object_get_what_its_main_replica_gets() -> None:
     def on_rank(world: st.World) -> Any:
         item = st.ShardedObject("seen", None, (2,), (world.rank % 2,), world.rank // 2)
-        return st.load([item], folder, world=world, object_rules={"seen": st.objects.redistribute_objects})
+        return st.load(
+            [item], folder, world=world, options=st.LoadOptions(object_rules={"seen": st.objects.redistribute_objects})
+        )
 
     folder = saved()
     assert st.simulate(4, on_rank) == [[[0, 1]], [[2, 3]]] * 2
@@ -134,30 +139,44 @@ def test_replicas_of_an_object_get_what_its_main_replica_gets() -> None:
 
 def test_targets_still_have_to_fill_their_own_arrays() -> None:
     with pytest.raises(IntegrityError, match=r"\[1:2\] has no main replica \(1 of 2 objects\)"):
-        st.load(asked(2)["seen"][:1], saved(), object_rules={"seen": st.objects.redistribute_objects})
+        st.load(
+            asked(2)["seen"][:1],
+            saved(),
+            options=st.LoadOptions(object_rules={"seen": st.objects.redistribute_objects}),
+        )
 
 
 def test_a_pattern_that_fits_nothing_stored_or_asked_for_is_an_error() -> None:
     for pattern in ("sene", "w", "seen.*"):
         with pytest.raises(TreeError, match="load: object_rules: patterns that name nothing"):
-            st.load(asked(4), saved(), object_rules={pattern: st.objects.drop_objects})
+            st.load(asked(4), saved(), options=st.LoadOptions(object_rules={pattern: st.objects.drop_objects}))
     with pytest.raises(TreeError, match="not rules for objects\n  'seen': list"):
-        st.load(asked(2), saved(), object_rules={"seen": [st.objects.drop_objects]})  # type: ignore[dict-item]
+        st.load(asked(2), saved(), options=st.LoadOptions(object_rules={"seen": [st.objects.drop_objects]}))  # type: ignore[dict-item]
 
 
 def test_a_rule_may_name_what_only_the_checkpoint_or_only_the_target_has() -> None:
     rules = {"seen": st.objects.redistribute_objects, "new": st.objects.drop_objects}
     target = {**asked(2), "new": st.ShardedObject("new", 1, (2,), (0,))}
-    found = st.load(target, saved(), validate_access_integrity=False, strict="ignore_all", object_rules=rules)
+    found = st.load(
+        target,
+        saved(),
+        validate_access_integrity=False,
+        strict="ignore_all",
+        options=st.LoadOptions(object_rules=rules),
+    )
     assert found == {"seen": [[0, 1], [2, 3]]}
     weight = {"w": st.ShardedTensor.from_rank_offsets("w", torch.zeros(2))}
-    assert list(st.load(weight, saved(), object_rules={"seen": st.objects.drop_objects})) == ["w"]
+    assert list(st.load(weight, saved(), options=st.LoadOptions(object_rules={"seen": st.objects.drop_objects}))) == [
+        "w"
+    ]
 
 
 @pytest.mark.parametrize("strict", list(st.StrictHandling))
 def test_strict_modes_count_an_array_as_stored_whatever_its_shape(strict: st.StrictHandling) -> None:
     target = {**asked(2), "w": st.ShardedTensor.from_rank_offsets("w", torch.zeros(2))}
-    found = st.load(target, saved(), strict=strict, object_rules={"seen": st.objects.redistribute_objects})
+    found = st.load(
+        target, saved(), strict=strict, options=st.LoadOptions(object_rules={"seen": st.objects.redistribute_objects})
+    )
     tree, *keys = found if isinstance(found, tuple) else (found,)
     assert tree["seen"] == [[0, 1], [2, 3]] and not any(keys)
     with pytest.raises(ShapeError, match="Name a rule"):
@@ -196,13 +215,15 @@ def test_a_rule_needs_to_know_from_which_shape_to_which() -> None:
     unchecked: Any = {"validate_access_integrity": False}
     cell = st.ShardedObject("rng", 1, (1,), (0,))
     st.save([cell], one)
-    st.save([cell, *(st.ShardedObject("rng", 1, (2,), (index,)) for index in range(2))], two, **unchecked)
+    st.save(
+        [cell, *(st.ShardedObject("rng", 1, (2,), (index,)) for index in range(2))], two, **save_keywords(**unchecked)
+    )
     for store, target, text in (
         (one, st.ShardedObject("rng", None, (2, -1), (0, 0)), r"of shape \(1,\), asked for in shape \(2, -1\)"),
         (two, st.ShardedObject("rng", None, (3,), (0,)), r"of shape \(1,\) and \(2,\), asked for in shape \(3,\)"),
     ):
         with pytest.raises(IntegrityError, match=text):
-            st.load([target], store, object_rules={"rng": st.objects.replicate_objects}, **unchecked)
+            st.load([target], store, **load_keywords(object_rules={"rng": st.objects.replicate_objects}, **unchecked))
 
 
 def test_a_rule_that_fails_on_one_rank_fails_the_load_on_all() -> None:
@@ -214,7 +235,7 @@ def test_a_rule_that_fails_on_one_rank_fails_the_load_on_all() -> None:
 
         item = st.ShardedObject("seen", None, (2,), (world.rank,))
         with pytest.raises(RemoteError) as caught:
-            st.load([item], folder, world=world, object_rules={"seen": rule})
+            st.load([item], folder, world=world, options=st.LoadOptions(object_rules={"seen": rule}))
         return str(caught.value)
 
     folder = saved()
@@ -226,12 +247,16 @@ def test_explain_tells_of_another_shape_and_of_rules() -> None:
     (problem,) = explanation.reshaped
     assert explanation.problems == (problem,) == (st.objects.ShapeChange("seen", ((4,),), (2,)),)
     assert str(problem) == "objects 'seen': of shape (4,), asked for in shape (2,)"
-    assert st.explain(asked(2), saved(), object_rules={"seen": st.objects.drop_objects}).ok
+    assert st.explain(asked(2), saved(), options=st.LoadOptions(object_rules={"seen": st.objects.drop_objects})).ok
     ranks = st.explain_ranks(
-        [asked(2)["seen"][:1], asked(2)["seen"][1:]], saved(), object_rules={"**": st.objects.drop_objects}
+        [asked(2)["seen"][:1], asked(2)["seen"][1:]],
+        saved(),
+        options=st.LoadOptions(object_rules={"**": st.objects.drop_objects}),
     )
     assert ranks.ok and [one.objects for one in ranks.reads] == [1, 1]
-    (failed,) = st.explain(asked(2), saved(), object_rules={"sene": st.objects.drop_objects}).failed
+    (failed,) = st.explain(
+        asked(2), saved(), options=st.LoadOptions(object_rules={"sene": st.objects.drop_objects})
+    ).failed
     assert failed.error is TreeError and "name nothing" in failed.text
 
 
@@ -273,7 +298,7 @@ def a_load_gives_what_resharding_gives(load: Load, drawn: tuple[Any, Any, st.obj
 def saved_and_loaded(cells: Objects, targets: Objects, rule: st.objects.ObjectRule) -> list[Any]:
     folder = MemoryStorage()
     st.save(cells, folder)
-    values: list[Any] = st.load(targets, folder, object_rules={"*": rule})
+    values: list[Any] = st.load(targets, folder, options=st.LoadOptions(object_rules={"*": rule}))
     return values
 
 

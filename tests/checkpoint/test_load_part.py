@@ -52,7 +52,7 @@ def test_the_model_loads_without_the_optimizer(backend: tuple[str, int]) -> None
     reports: list[Any] = []
     # Without the class, common.pt's pickle is refused as a whole.
     types = () if backend[0] in ("safetensors", "zarr") else (ScaleByAdam,)
-    loaded = st.load(MODEL, stored(backend), types=types, report=reports.append)
+    loaded = st.load(MODEL, stored(backend), options=st.LoadOptions(types=types, report=reports.append))
     assert loaded == {"model": {"w": loaded["model"]["w"]}, "step": 7} and loaded["model"]["w"].tolist() == [1, 1]
     assert in_order(reports[0].left_out)
 

@@ -12,6 +12,7 @@ import shardtree as st
 from shardtree.errors import KeyMismatch, ShapeError, StrategyError, TreeError
 from shardtree.storage import MemoryStorage
 from shardtree.testing import STORABLE_DTYPES, bits, random_bits, transposed
+from tests.options import load_keywords, save_keywords
 
 W = torch.arange(12.0).view(3, 4)
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
@@ -23,7 +24,7 @@ def whole(key, tensor, *cuts, **fields):
 
 def stored(tree, **options):
     folder = MemoryStorage()
-    st.save(tree, folder, **options)
+    st.save(tree, folder, **save_keywords(**options))
     return folder
 
 
@@ -31,7 +32,7 @@ FOLDER = stored({"w": whole("w", W), "o": st.ShardedObject("o", {"deep": [1, {}]
 
 
 def load(target, folder=FOLDER, **options):
-    return st.load(target, folder, **options)
+    return st.load(target, folder, **load_keywords(**options))
 
 
 # New memory.

@@ -83,7 +83,7 @@ def test_it_is_a_read_only_mapping_by_key():
 
 def test_nothing_is_read_until_it_is_asked_for():
     folder = saved()
-    opened = st.open_checkpoint(folder, verify=None)
+    opened = st.open_checkpoint(folder, options=st.LoadOptions(verify=None))
     tree = {key: opened[key] for key in ("decoder.weight", "decoder.bias")}
     assert set(st.extract_metadata(tree)) == set(tree)
     assert folder.count == []
@@ -105,7 +105,7 @@ def test_nothing_is_read_until_it_is_asked_for():
 )
 def test_only_the_asked_for_bytes_are_read(pick, most):
     folder = saved()
-    lazy = pick(st.open_checkpoint(folder, verify=None)["decoder.weight"].data)
+    lazy = pick(st.open_checkpoint(folder, options=st.LoadOptions(verify=None))["decoder.weight"].data)
     assert folder.count == []
     assert torch.equal(lazy.read(), pick(W))
     assert sum(folder.count) == most
@@ -113,13 +113,15 @@ def test_only_the_asked_for_bytes_are_read(pick, most):
 
 def test_verify_all_widens_reads_to_blocks():
     folder = saved()
-    assert torch.equal(st.open_checkpoint(folder, verify="all")["decoder.weight"].data[0:10].read(), W[:10])
+    assert torch.equal(
+        st.open_checkpoint(folder, options=st.LoadOptions(verify="all"))["decoder.weight"].data[0:10].read(), W[:10]
+    )
     assert sum(folder.count) > 10 * 64 * 4
 
 
 def test_tree_maps_and_factories_compose_over_it_before_anything_is_read():
     folder = saved()
-    opened = st.open_checkpoint(folder, verify=None)
+    opened = st.open_checkpoint(folder, options=st.LoadOptions(verify=None))
     halved = st.map_shards(
         lambda leaf: replace(leaf, data=leaf.data[:8], **EIGHT_ROWS), {"w": opened["decoder.weight"]}
     )
@@ -141,7 +143,7 @@ def test_an_open_checkpoint_can_be_saved_elsewhere():
     opened = st.open_checkpoint(saved())
     other = MemoryStorage()
     st.save({key: opened[key] for key in opened} | opened.common(), other)
-    plain = st.load_plain_tensors(other, verify="all")
+    plain = st.load_plain_tensors(other, options=st.LoadOptions(verify="all"))
     assert torch.equal(plain["decoder.weight"], W) and plain["decoder.bias"].tolist() == [0, 1, 2]
     assert st.load_common_state_dict(other) == {"step": 7}
     assert st.open_checkpoint(other)["rng/shard_3_4"].data == {"rank": 3}

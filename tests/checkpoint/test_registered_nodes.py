@@ -169,7 +169,7 @@ def test_a_class_that_is_not_registered_is_refused_with_what_to_do(
 def test_plain_values_of_a_class_that_is_not_registered_are_records() -> None:
     place = MemoryStorage()
     st.save({"config": Unknown(1)}, place)
-    assert st.load({}, place, types=(Unknown,)) == {"config": Unknown(1)}
+    assert st.load({}, place, options=st.LoadOptions(types=(Unknown,))) == {"config": Unknown(1)}
 
 
 As = Callable[[Any], Any]

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 
 import shardtree as st
-from shardtree.checkpoint.saving import _begin
+from shardtree.checkpoint.saving import _start
 from shardtree.errors import (
     CheckpointingException,
     IntegrityError,
@@ -24,6 +24,7 @@ from shardtree.errors import (
 )
 from shardtree.storage import MemoryStorage
 from shardtree.testing import common_states, outline
+from tests.options import save_keywords
 
 
 def shard(rank=0, ranks=1, key="w"):
@@ -32,7 +33,7 @@ def shard(rank=0, ranks=1, key="w"):
 
 def save_on(trees, **options):
     folder = MemoryStorage()
-    st.simulate(len(trees), lambda world: st.save(trees[world.rank], folder, world=world, **options))
+    st.simulate(len(trees), lambda world: st.save(trees[world.rank], folder, world=world, **save_keywords(**options)))
     return folder
 
 
@@ -211,10 +212,10 @@ def test_classes_come_back_as_records_or_as_the_classes_that_are_given():
     assert type(plain["config"]) is st.trees.Record and plain["config"].fields["lr"] == 0.1
     assert type(plain["o"]) is st.trees.Record and plain["o"].type_name.endswith("Colour")
     types = (Config, Colour, Pair)
-    typed = st.load(target, folder, types=types)
+    typed = st.load(target, folder, options=st.LoadOptions(types=types))
     assert typed == STATE | {"o": Colour.RED}
-    assert st.load_common_state_dict(folder, types=types) == STATE
-    opened = st.open_checkpoint(folder, types=types)
+    assert st.load_common_state_dict(folder, options=st.LoadOptions(types=types)) == STATE
+    opened = st.open_checkpoint(folder, options=st.LoadOptions(types=types))
     assert opened.common() == STATE and opened["o/shard_0_1"].data is Colour.RED
 
 
@@ -237,7 +238,7 @@ def test_pickles_are_neither_made_nor_run_without_leave(tmp_path, place):
     with pytest.raises(UnsupportedValue, match=r"Trap[\s\S]*allow_pickle"):
         st.save(tree, folder)
     assert not st.is_checkpoint(folder)
-    st.save(tree, folder, allow_pickle=True)
+    st.save(tree, folder, options=st.SaveOptions(allow_pickle=True))
     calls = [lambda: st.load(target, folder)]
     calls += (
         [lambda: st.load_common_state_dict(folder)]
@@ -250,14 +251,19 @@ def test_pickles_are_neither_made_nor_run_without_leave(tmp_path, place):
     st.load_plain_tensors(folder)
     st.load_sharded_metadata(folder)
     assert not (tmp_path / "ran").exists()
-    st.load(target, folder, allow_pickle=True)
+    st.load(target, folder, options=st.LoadOptions(allow_pickle=True))
     assert (tmp_path / "ran").exists()
 
 
 def test_ranks_that_differ_in_pickled_values_hear_of_it(tmp_path):
     def on_rank(world):
         with pytest.raises(CheckpointingException):
-            st.save({"a": {1, 2, world.rank + 7}, "b": Opaque(world.rank)}, folder, allow_pickle=True, world=world)
+            st.save(
+                {"a": {1, 2, world.rank + 7}, "b": Opaque(world.rank)},
+                folder,
+                options=st.SaveOptions(allow_pickle=True),
+                world=world,
+            )
         return True
 
     folder = MemoryStorage()
@@ -408,14 +414,14 @@ def test_an_interrupt_right_after_the_folder_is_made_leaves_none(monkeypatch, re
         st.save({"w": shard()}, folder, ("dcp", 1))
     before = folder.names()
     name = "make_sibling" if replaces else "make_save_folder"
-    make = getattr(_begin, name)
+    make = getattr(_start, name)
 
     def interrupted(*arguments, **options):
         make(*arguments, **options)
         assert folder.siblings() if replaces else folder.names()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(_begin, name, interrupted)
+    monkeypatch.setattr(_start, name, interrupted)
     with pytest.raises(KeyboardInterrupt):
         st.save({"w": shard()}, folder, overwrite=replaces)
     assert folder.names() == before and not folder.siblings()
@@ -443,9 +449,9 @@ def test_a_rank_that_fails_to_clean_up_leaves_the_others_be_unless_they_wait_for
 
 def test_progress_adds_up_to_what_is_written_and_read():
     folder, written, read = MemoryStorage(), [], []
-    st.save({"w": shard()}, folder, progress=written.append)
+    st.save({"w": shard()}, folder, options=st.SaveOptions(progress=written.append))
     assert sum(written) >= 16
-    st.load({"w": shard()}, folder, progress=read.append)
+    st.load({"w": shard()}, folder, options=st.LoadOptions(progress=read.append))
     assert sum(read) == 16
 
 

@@ -11,6 +11,7 @@ import torch
 
 import shardtree as st
 from shardtree.strategies import is_save_folder
+from tests.options import save_keywords
 
 shard = st.ShardedTensor.from_rank_offsets
 
@@ -39,7 +40,9 @@ def test_a_tensor_that_was_changed_after_its_shard_was_made_is_refused(change: A
 def test_a_tensor_that_is_changed_before_a_request_runs_is_refused(change: Any) -> None:
     weight = torch.zeros(2, 3, dtype=torch.float16)
     folder = st.storage.MemoryStorage()
-    request = st.save({"w": shard("w", weight)}, folder, async_sharded_save=True, snapshot=False)
+    request = st.save(
+        {"w": shard("w", weight)}, folder, async_sharded_save=True, options=st.SaveOptions(snapshot=False)
+    )
     change(weight)
     with pytest.raises(st.errors.ShapeError, match="changed while it waited"):
         request.execute_sync()
@@ -58,7 +61,7 @@ def test_a_tensor_whose_storage_was_freed_is_refused(kind: Any, keyword: Any) ->
     folder = st.storage.MemoryStorage()
     tree = {"v": shard("v", torch.ones(2)), "w": shard("w", freed(kind(torch.ones(2, 3))[1:]))}
     with pytest.raises(st.CheckpointingException, match=r"without data\n  'w' at tree\['w'\], whose storage is freed"):
-        st.save(tree, folder, **keyword)
+        st.save(tree, folder, **save_keywords(**keyword))
     assert not folder.names()
 
 
@@ -71,7 +74,7 @@ def test_a_tensor_whose_storage_is_freed_before_a_request_runs_is_refused(backen
     folder, weights = st.storage.MemoryStorage(), [torch.ones(2, 3), torch.ones(2, 3)]
     tree = {key: shard(key, weight) for key, weight in zip("vw", weights, strict=True)}
     strategy = {"sharded_strategy": backend, "async_sharded_save": True, "snapshot": False}
-    request = st.save(tree, folder, **strategy)
+    request = st.save(tree, folder, **save_keywords(**strategy))
     freed(weights[1])
     with pytest.raises(st.errors.ShapeError, match="the storage of 'w' is freed"):
         request.execute_sync()
@@ -164,7 +167,7 @@ def test_a_failed_save_leaves_nothing_and_can_be_tried_again() -> None:
 
     folder = st.storage.MemoryStorage()
     tree = {"w": shard("w", torch.arange(1000))}
-    request = st.save(tree, folder, async_sharded_save=True, progress=progress)
+    request = st.save(tree, folder, async_sharded_save=True, options=st.SaveOptions(progress=progress))
     with pytest.raises(FullDisk):
         request.execute_sync()
     assert not any(is_save_folder(name) for name in folder.names())
@@ -182,7 +185,7 @@ def test_a_failed_overwrite_removes_its_own_files_alone() -> None:
         raise FullDisk("no space left")
 
     with pytest.raises(FullDisk):
-        st.save({"w": shard("w", torch.arange(9))}, folder, overwrite=True, progress=fail)
+        st.save({"w": shard("w", torch.arange(9))}, folder, overwrite=True, options=st.SaveOptions(progress=fail))
     assert folder.names() == before and st.verify(folder) == ()
 
 

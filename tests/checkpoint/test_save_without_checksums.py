@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 import shardtree as st
+from tests.options import save_keywords
 
 BACKENDS = [("safetensors", 1), ("zarr", 3)]
 
@@ -25,7 +26,9 @@ def tree(world: st.World, *, filled: bool) -> dict[str, Any]:
 
 def saved(backend: tuple[str, int], ranks: int, **options: Any) -> st.storage.MemoryStorage:
     folder = st.storage.MemoryStorage()
-    st.simulate(ranks, lambda world: st.save(tree(world, filled=True), folder, backend, world=world, **options))
+    st.simulate(
+        ranks, lambda world: st.save(tree(world, filled=True), folder, backend, world=world, **save_keywords(**options))
+    )
     return folder
 
 
@@ -102,7 +105,7 @@ def test_an_index_with_hashes_of_some_blocks_only_is_refused() -> None:
 def test_tensors_can_be_removed() -> None:
     folder = st.storage.MemoryStorage()
     kept, gone = (st.ShardedTensor.from_rank_offsets(key, torch.arange(10)) for key in ("kept", "gone"))
-    st.save([kept, gone], folder, checksums=False)
+    st.save([kept, gone], folder, options=st.SaveOptions(checksums=False))
     st.remove_sharded_tensors(folder, "gone")
     assert [*st.load_tensors_metadata(folder)] == ["kept"]
     assert torch.equal(

@@ -18,6 +18,7 @@ import shardtree as st
 from shardtree.storage import LocalStorage, MemoryStorage, Storage, claim, folder_in, owner_note, release, storage_at
 from shardtree.testing import Call, WatchedStorage
 from shardtree.world import World
+from tests.options import save_keywords
 
 SAVE_ID = "save-20260102T030405-0123456789abcdef"
 
@@ -34,7 +35,7 @@ def target() -> dict[str, Any]:
 def saved(root: Any, *numbers: int, **options: Any) -> st.CheckpointSeries:
     series = st.CheckpointSeries(root)
     for number in numbers:
-        series.save(tree(float(number)), number, durable=False, **options)
+        series.save(tree(float(number)), number, **save_keywords(durable=False, **options))
     return series
 
 
@@ -95,12 +96,17 @@ def test_metrics_and_pins_are_noted_with_a_step_and_later(root: Storage) -> None
 )
 def test_folders_of_other_programs_are_steps(names: str, folders: dict[str, int], tmp_path: Path) -> None:
     for folder, number in folders.items():
-        st.save(tree(float(number)), tmp_path / folder, sharded_strategy=("torch_dist", 1), durable=False)
+        st.save(
+            tree(float(number)),
+            tmp_path / folder,
+            sharded_strategy=("torch_dist", 1),
+            options=st.SaveOptions(durable=False),
+        )
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("42")
     series = st.CheckpointSeries(tmp_path, names)
     assert {step.folder: step.number for step in series.steps()} == folders
     assert all(abs(step.time - (tmp_path / step.folder).stat().st_mtime) < 5 for step in series.steps())
-    series.save(tree(44.0), 44, durable=False)
+    series.save(tree(44.0), 44, options=st.SaveOptions(durable=False))
     assert series.load(target(), 42)["step"] == 42.0
     kept = numbers(series)[-1:]
     series.remove(series.plan_removal(st.retention.keep_last(1)))
@@ -128,10 +134,10 @@ def test_a_step_of_another_format_is_replaced_with_its_record(tmp_path: Path) ->
 
 def test_a_checkpoint_of_one_file_is_listed_and_stays(tmp_path: Path) -> None:
     weight = tree()["w"]
-    st.save([weight], tmp_path / "model", sharded_strategy=("huggingface", 1), durable=False)
+    st.save([weight], tmp_path / "model", sharded_strategy=("huggingface", 1), options=st.SaveOptions(durable=False))
     (tmp_path / "model" / "model.safetensors").rename(tmp_path / "step_1.safetensors")
     series = st.CheckpointSeries(tmp_path, "step_{}.safetensors")
-    series.save(tree(), 2, durable=False)
+    series.save(tree(), 2, options=st.SaveOptions(durable=False))
     assert numbers(series) == [1, 2]
     assert series.plan_removal(st.retention.keep_last(1)).kept[1] == ("can't be removed: it is a single file",)
 
@@ -146,11 +152,11 @@ def test_names_that_do_not_tell_the_step_are_refused(names: Any, tmp_path: Path)
 
 
 def test_another_spelling_of_a_step_is_the_same_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    st.save(tree(5.0), tmp_path / "step_5", durable=False)
+    st.save(tree(5.0), tmp_path / "step_5", options=st.SaveOptions(durable=False))
     series = st.CheckpointSeries(tmp_path)
     with pytest.raises(st.errors.AlreadyACheckpoint):
         series.save(tree(), 5)
-    st.save(tree(6.0), tmp_path / "step_00000005", durable=False)
+    st.save(tree(6.0), tmp_path / "step_00000005", options=st.SaveOptions(durable=False))
     assert [step.folder for step in series.steps()] == ["step_00000005"]
     assert "are the same step" in caplog.text
 
@@ -236,7 +242,9 @@ def test_every_formats_files_go_and_no_others(backend: tuple[str, int], root: St
     series = st.CheckpointSeries(root)
     for number in (1, 2, 3):
         whole = {"w": tree()["w"]} if backend[0] == "huggingface" else tree()
-        series.save(whole, number, sharded_strategy=backend, metrics={"loss": 1.0}, durable=False)
+        series.save(
+            whole, number, sharded_strategy=backend, metrics={"loss": 1.0}, options=st.SaveOptions(durable=False)
+        )
     others = {"step_00000002/tokenizer.json": b"{}", "step_00000002/mine/a.bin": b"a", "mine/b.bin": b"b"}
     for name, data in others.items():
         root.make_folder(name.rpartition("/")[0])
@@ -369,7 +377,7 @@ def test_a_new_save_into_a_half_removed_folder_counts(root: Storage) -> None:
     root.replace("step_00000001/shardtree-step.json", json.dumps(note).encode(), durable=False)
     assert numbers(series) == [2], "its removal was begun"
     root.remove("step_00000001/metadata.json")
-    st.save(tree(5.0), folder_in(root, "step_00000001"), durable=False)
+    st.save(tree(5.0), folder_in(root, "step_00000001"), options=st.SaveOptions(durable=False))
     assert numbers(series) == [1, 2]
     series.clean()
     assert series.load(target(), 1)["step"] == 5.0

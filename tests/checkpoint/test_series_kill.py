@@ -16,6 +16,7 @@ import shardtree as st
 from shardtree.checkpoint.series import _remove
 from shardtree.storage import LocalStorage, MemoryStorage, Storage, folder_in
 from shardtree.testing import Call, WatchedStorage
+from tests.options import load_keywords
 
 POLICY = st.retention.keep_last(1)
 NOTES = "step_00000002/notes.txt"
@@ -73,8 +74,8 @@ def copy(storage: MemoryStorage) -> MemoryStorage:
 
 def value_in(storage: Storage, **options: Any) -> float:
     """Return which checkpoint is there, having read all of it."""
-    tensors = st.load_plain_tensors(storage, verify="all")
-    value = float(st.load_common_state_dict(storage, **options)["step"])
+    tensors = st.load_plain_tensors(storage, options=st.LoadOptions(verify="all"))
+    value = float(st.load_common_state_dict(storage, **load_keywords(**options))["step"])
     assert torch.equal(tensors["w"], torch.full((2, 3), value))
     return value
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import shardtree
 from shardtree.storage import MemoryStorage
+from tests.options import save_keywords
 
 TREE = {"w": shardtree.ShardedTensor.from_rank_offsets("w", torch.arange(4.0))}
 ACTS = st.lists(st.sampled_from(["copy", "drop", "run", "abandon", "schedule"]), max_size=6)
@@ -20,7 +21,7 @@ USES = {"run", "abandon", "schedule"}
 
 
 def requested(folder: Any, **options: Any) -> Any:
-    return shardtree.save(TREE, folder, async_sharded_save=True, **options)
+    return shardtree.save(TREE, folder, async_sharded_save=True, **save_keywords(**options))
 
 
 def warnings_of(acts: list[str]) -> list[str]:

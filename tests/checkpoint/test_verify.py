@@ -58,7 +58,7 @@ def covers(damage: st.strategies.Damage, byte: int) -> bool:
 
 def test_an_undamaged_checkpoint_has_no_damage() -> None:
     seen: list[int] = []
-    assert st.verify(folder_with({}), progress=seen.append) == ()
+    assert st.verify(folder_with({}), options=st.LoadOptions(progress=seen.append)) == ()
     assert sum(seen) == sum(map(len, FILES.values()))
 
 

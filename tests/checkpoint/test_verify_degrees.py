@@ -9,6 +9,7 @@ import torch
 
 import shardtree as st
 from shardtree.errors import CorruptCheckpoint
+from tests.options import load_keywords
 
 WHOLE = torch.arange(2 * 1024 * 1024, dtype=torch.int32).reshape(2048, 1024)  # 8 MiB: no small file
 CHECKED = [("safetensors", 1), ("torch_dist", 1), ("dcp", 1), ("zarr", 3)]
@@ -41,7 +42,7 @@ def load(
     target = st.ShardedTensor("w", None, WHOLE.dtype, (end - begin, 1024), (2048, 1024), (begin, 0), None)
     reports: list[st.storage.ReadReport] = []
     options: Any = {"validate_access_integrity": False, "report": reports.append}
-    return st.load({"w": target}, folder, verify=verify, **options)["w"], reports[0]
+    return st.load({"w": target}, folder, **load_keywords(verify=verify, **options))["w"], reports[0]
 
 
 @pytest.mark.parametrize("verify", DEGREES)

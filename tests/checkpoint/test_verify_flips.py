@@ -21,6 +21,7 @@ import shardtree as st
 from shardtree.errors import CheckpointingException
 from shardtree.storage import LocalStorage
 from shardtree.strategies import default_strategies, find_strategy
+from tests.options import load_keywords
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 NATIVE, TORCH_DIST, VERIFY = ("safetensors", 1), ("torch_dist", 1), st.StrategyAction.VERIFY
@@ -109,7 +110,7 @@ def case(name: str) -> Case:
 
 def verified(files: Files, **options: Any) -> tuple[tuple[st.strategies.Damage, ...], st.strategies.VerifyReport]:
     reports: list[st.strategies.VerifyReport] = []
-    damage = st.verify(folder_of(files), report=reports.append, **options)
+    damage = st.verify(folder_of(files), report=reports.append, **load_keywords(**options))
     return damage, reports[0]
 
 
@@ -289,4 +290,4 @@ def test_chunks_of_codecs(codec: str, tmp_path: Path) -> None:
 
 def test_a_folder_on_disk_is_checked_as_one_in_memory(tmp_path: Path) -> None:
     shutil.copytree(FIXTURES / "megatron_0161_tp2", tmp_path / "copy")
-    assert st.verify(tmp_path / "copy", threads=3) == ()
+    assert st.verify(tmp_path / "copy", options=st.LoadOptions(threads=3)) == ()

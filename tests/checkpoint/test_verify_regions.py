@@ -132,7 +132,7 @@ def test_elements_that_changed_lie_in_the_regions(layout: str) -> None:
         data = bytearray(files[name])
         data[byte] ^= 16
         folder = folder_of(files | {name: bytes(data)})
-        loaded = st.load_plain_tensors(folder, verify=None)["w"]
+        loaded = st.load_plain_tensors(folder, options=st.LoadOptions(verify=None))["w"]
         check_named(st.verify(folder), loaded != WHOLE)
 
     law()
@@ -144,7 +144,7 @@ def test_the_law_of_regions_catches_another_chunks_region() -> None:
     data = bytearray(files[name])
     data[400_000] ^= 16
     folder = folder_of(files | {name: bytes(data)})
-    differs = st.load_plain_tensors(folder, verify=None)["w"] != WHOLE
+    differs = st.load_plain_tensors(folder, options=st.LoadOptions(verify=None))["w"] != WHOLE
     (damage,) = st.verify(folder)
     check_named((damage,), differs)
     other = st.strategies.Region("w", (599, 0), (600, 700))
@@ -197,7 +197,7 @@ def test_more_threads_find_the_same_and_tell_the_same(backend: Any) -> None:
         found, told = [], []
         for threads in (1, 2, 5):
             seen: list[int] = []
-            found.append(st.verify(folder_of(content), threads=threads, progress=seen.append))
+            found.append(st.verify(folder_of(content), options=st.LoadOptions(threads=threads, progress=seen.append)))
             told.append(sum(seen))
             assert min(seen) >= 0
         assert found[0] == found[1] == found[2]
@@ -213,7 +213,7 @@ def test_progress_is_told_by_one_thread_at_a_time() -> None:
         threading.Event().wait(0.001)
         inside[0] -= 1
 
-    st.verify(folder_of(files_of(rows, FORMATS[0])), threads=4, progress=progress)
+    st.verify(folder_of(files_of(rows, FORMATS[0])), options=st.LoadOptions(threads=4, progress=progress))
     assert most == [1]
 
 
@@ -232,16 +232,21 @@ def test_what_a_thread_raises_ends_the_others() -> None:
 @pytest.mark.parametrize("threads", [0, -1, 1.5, "2", True])
 def test_threads_are_a_number(threads: Any) -> None:
     with pytest.raises(st.CheckpointingException, match="no number of threads"):
-        st.verify(st.storage.MemoryStorage(), threads=threads)
+        st.verify(st.storage.MemoryStorage(), options=st.LoadOptions(threads=threads))
 
 
 @pytest.mark.parametrize("backend", FORMATS[:2], ids=lambda backend: str(backend[0]))
 def test_a_large_file_takes_little_memory(backend: Any, tmp_path: Path) -> None:
     whole = torch.zeros(48 * 2**20, dtype=torch.uint8)
-    st.save({"w": st.ShardedTensor.from_rank_offsets("w", whole)}, tmp_path / "a", backend, durable=False)
+    st.save(
+        {"w": st.ShardedTensor.from_rank_offsets("w", whole)},
+        tmp_path / "a",
+        backend,
+        options=st.SaveOptions(durable=False),
+    )
     tracemalloc.start()
     try:
-        assert st.verify(tmp_path / "a", threads=2) == ()
+        assert st.verify(tmp_path / "a", options=st.LoadOptions(threads=2)) == ()
         assert tracemalloc.get_traced_memory()[1] < 24 * 2**20
     finally:
         tracemalloc.stop()

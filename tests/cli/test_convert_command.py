@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import shardtree as st
+from shardtree import SaveOptions
 from shardtree.checkpoint import convert
 from tests.cli.checkpoints import ROOT, document, process, run, save_training_state
 
@@ -113,7 +114,13 @@ def test_the_same_command_goes_on_where_it_was_stopped(folder: Path, tmp_path: P
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        convert(folder, tmp_path / "b", backend="safetensors", max_bytes_in_flight=100, progress=stop)
+        convert(
+            folder,
+            tmp_path / "b",
+            backend="safetensors",
+            max_bytes_in_flight=100,
+            save_options=SaveOptions(progress=stop),
+        )
     assert run("inspect", tmp_path / "b").exit_code == 2
     done = run("convert", folder, tmp_path / "b", "--to", "safetensors", "--max-bytes-in-flight", "100")
     assert done.exit_code == 0
@@ -175,7 +182,11 @@ def test_what_cannot_be_done_has_status_2_and_writes_nothing(
 
 
 def test_pickled_values_are_converted_only_when_allowed(tmp_path: Path) -> None:
-    st.save({"w": st.ShardedTensor.from_rank_offsets("w", torch.zeros(2)), "f": len}, tmp_path / "a", allow_pickle=True)
+    st.save(
+        {"w": st.ShardedTensor.from_rank_offsets("w", torch.zeros(2)), "f": len},
+        tmp_path / "a",
+        options=st.SaveOptions(allow_pickle=True),
+    )
     refused = run("convert", tmp_path / "a", tmp_path / "b", "--to", "safetensors")
     assert refused.exit_code == 2
     assert "allow_pickle=True" in refused.stderr

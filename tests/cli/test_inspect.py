@@ -158,7 +158,11 @@ def test_wrong_usage_has_status_2(folder: Path, words: list[str]) -> None:
 
 
 def test_pickled_common_state_is_loaded_only_when_allowed(tmp_path: Path) -> None:
-    st.save({"w": st.ShardedTensor.from_rank_offsets("w", torch.zeros(2)), "f": prod}, tmp_path, allow_pickle=True)
+    st.save(
+        {"w": st.ShardedTensor.from_rank_offsets("w", torch.zeros(2)), "f": prod},
+        tmp_path,
+        options=st.SaveOptions(allow_pickle=True),
+    )
     refused = run("inspect", tmp_path)
     assert refused.exit_code == 1
     assert "allow_pickle=True" in refused.stderr

@@ -21,6 +21,7 @@ import shardtree as st
 from shardtree.testing import first_difference
 from tests.docs import small_llama as small
 from tests.docs.test_blocks import ROOT, fences
+from tests.options import convert_keywords
 
 PAGE = (ROOT / "docs" / "pipelines.md").read_text()
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -53,7 +54,7 @@ def save_ranks(folder: Path, *, stacked: bool) -> None:
 
     def save(world: st.World) -> None:
         tree = small.rank_tree(WEIGHTS, world.rank, stacked=stacked)
-        st.save(tree, folder, ("torch_dist", 1), world=world, durable=False)
+        st.save(tree, folder, ("torch_dist", 1), world=world, options=st.SaveOptions(durable=False))
 
     st.simulate(small.TENSOR * small.PIPELINE, save)
 
@@ -149,7 +150,9 @@ def test_streamed_it_is_the_same_and_every_key_is_accounted_for(place: Path) -> 
     names = run(PIPELINE, place)
     leave_out = ["optimizer.*", "*._extra_state*", "common"]
     options: Any = {"backend": "huggingface", "transform": names["to_hf"], "leave_out": leave_out}
-    report = st.convert(place / "iter_0042000", place / "streamed", **options, max_bytes_in_flight=4096)
+    report = st.convert(
+        place / "iter_0042000", place / "streamed", **convert_keywords(**options), max_bytes_in_flight=4096
+    )
     assert report.verified_nbytes == report.nbytes and report.batches > 10
     assert report.unused == (("embedding.word_embeddings.weight", 384), ("output_layer.weight", 384))
     check_model(place / "streamed", PHI3)

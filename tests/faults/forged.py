@@ -32,7 +32,7 @@ def _sound() -> tuple[bytes, Index, bytes]:
         "step": 7,
     }
     storage = st.storage.MemoryStorage()
-    st.save(tree, storage, durable=False)
+    st.save(tree, storage, options=st.SaveOptions(durable=False))
     fields = json.loads(storage.read("metadata.json"))
     index = decode_index(memoryview(storage.read(fields["index"]["name"])), "index")
     (data,) = (name for name in storage.names(fields["save_id"]) if "-of-" in name)

@@ -60,7 +60,7 @@ def made(name: str, folder: Path) -> Path:
     }
     if name != "huggingface":
         tree |= {"rng": st.ShardedObject("rng", {"seed": 1}, (1,), (0,)), "step": 7, "betas": (0.9, 0.99)}
-    st.save(tree, folder, sharded, common, durable=False)
+    st.save(tree, folder, sharded, common, options=st.SaveOptions(durable=False))
     return folder
 
 

@@ -79,7 +79,7 @@ def entry_points(folder: Path, elsewhere: Path, sound: Path) -> Iterator[tuple[s
     yield "remove_sharded_tensors", partial(st.remove_sharded_tensors, folder, "w")
     yield "remove_sharded_tensors, all", partial(st.remove_sharded_tensors, folder, "")
     new = {"w": st.ShardedTensor.from_rank_offsets("w", torch.zeros(2))}
-    yield "save", partial(st.save, new, folder, overwrite=True, durable=False)
+    yield "save", partial(st.save, new, folder, overwrite=True, options=st.SaveOptions(durable=False))
 
 
 def command(*arguments: str) -> None:
@@ -389,7 +389,7 @@ def test_no_link_leads_a_change_out_of_the_folder(name: str, tmp_path: Path) -> 
     before = contents(outside)
     for call in (partial(st.remove_sharded_tensors, folder, "w"), partial(st.remove_sharded_tensors, folder, "")):
         measured(call)
-    measured(partial(st.save, {"step": 8}, folder, overwrite=True, durable=False))
+    measured(partial(st.save, {"step": 8}, folder, overwrite=True, options=st.SaveOptions(durable=False)))
     if name != SAVE:  # what is in a folder that a link names, is in the checkpoint
         assert contents(outside) == before
     assert outside.exists()
@@ -405,7 +405,7 @@ def test_a_save_that_a_link_stands_for_is_not_emptied_as_a_left_over(tmp_path: P
     folder = forge(tmp_path / "checkpoint")
     link = folder / "save-20200102T030405-0123456789abcdef"
     link.symlink_to(other / SAVE)
-    st.save({"step": 8}, folder, overwrite=True, durable=False, stale_after=0.0)
+    st.save({"step": 8}, folder, overwrite=True, options=st.SaveOptions(durable=False, stale_after=0.0))
     assert not st.verify(other)
 
 
@@ -418,7 +418,7 @@ def test_nothing_that_no_save_wrote_is_removed(files: list[str], tmp_path: Path)
     (folder / "link").symlink_to(tmp_path / "far")
     for call in (
         partial(st.remove_sharded_tensors, folder, ""),
-        partial(st.save, {"step": 8}, folder, overwrite=True, durable=False, stale_after=0.0),
+        partial(st.save, {"step": 8}, folder, overwrite=True, options=st.SaveOptions(durable=False, stale_after=0.0)),
     ):
         measured(call)
     assert (folder / "notes.txt").read_bytes() == SOUND_DATA
@@ -514,7 +514,11 @@ def test_an_index_whose_chunks_share_bytes_is_refused_by_name(tmp_path: Path) ->
 
 def test_zero_size_chunks_share_no_bytes(tmp_path: Path) -> None:
     empty = {name: st.ShardedTensor.from_rank_offsets(name, torch.zeros(0, 3)) for name in ("a", "b")}
-    st.save(empty | {"c": st.ShardedTensor.from_rank_offsets("c", torch.ones(2))}, tmp_path, durable=False)
+    st.save(
+        empty | {"c": st.ShardedTensor.from_rank_offsets("c", torch.ones(2))},
+        tmp_path,
+        options=st.SaveOptions(durable=False),
+    )
     assert {key: tuple(value.shape) for key, value in st.load_plain_tensors(tmp_path).items()} == {
         "a": (0, 3),
         "b": (0, 3),

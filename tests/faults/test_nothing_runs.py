@@ -36,7 +36,7 @@ def saved(backend: tuple[str, int], *, in_object: bool, folder: Path, payload: P
     """Save what only `allow_pickle=True` can save, as somebody hostile would."""
     weight = st.ShardedTensor.from_rank_offsets("w", torch.arange(4.0))
     held: Any = st.ShardedObject("o", payload, (1,), (0,)) if in_object else payload
-    st.save({"w": weight, "held": held}, folder, backend, allow_pickle=True, durable=False)
+    st.save({"w": weight, "held": held}, folder, backend, options=st.SaveOptions(allow_pickle=True, durable=False))
 
 
 def dumped(name: str, fixture: str, folder: Path, payload: Payload) -> None:
@@ -111,8 +111,8 @@ def test_no_entry_point_runs_what_a_file_brings(place: str, tmp_path: Path) -> N
 
 def trust(folder: Path) -> None:
     """Read with leave to run what is there, all of it."""
-    st.load_common_state_dict(folder, allow_pickle=True)
-    tree = st.open_checkpoint(folder, allow_pickle=True)
+    st.load_common_state_dict(folder, options=st.LoadOptions(allow_pickle=True))
+    tree = st.open_checkpoint(folder, options=st.LoadOptions(allow_pickle=True))
     for key in tree:
         tree[key]
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as draws
 import shardtree as st
 from shardtree.storage import Buffer, MemoryStorage
 from shardtree.testing import WatchedStorage
+from tests.options import save_keywords
 
 OLD, NEW = 1.0, 2.0
 RANKS = 2
@@ -101,13 +102,16 @@ def tree(world: Any, value: float) -> dict[str, Any]:
 
 
 def save(storage: Any, value: float, form: str, **options: Any) -> None:
-    st.simulate(RANKS, lambda world: st.save(tree(world, value), storage, FORMATS[form], world=world, **options))
+    st.simulate(
+        RANKS,
+        lambda world: st.save(tree(world, value), storage, FORMATS[form], world=world, **save_keywords(**options)),
+    )
 
 
 def value_in(storage: MemoryStorage) -> float | None:
     if not st.is_checkpoint(storage):
         return None
-    ((_, tensor),) = st.load_plain_tensors(storage, verify="all").items()
+    ((_, tensor),) = st.load_plain_tensors(storage, options=st.LoadOptions(verify="all")).items()
     value = float(st.load_common_state_dict(storage)["step"])
     assert tensor.tolist() == [[value] * 3] * (2 * RANKS)
     return value

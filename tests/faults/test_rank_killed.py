@@ -76,7 +76,7 @@ def tensor_in(folder: Path) -> float | None:
     """Return the value of the one tensor of the checkpoint that is there, all of it checked; None if there is none."""
     if not shardtree.is_checkpoint(folder):
         return None
-    tensors = shardtree.load_plain_tensors(folder, verify="all")
+    tensors = shardtree.load_plain_tensors(folder, options=shardtree.LoadOptions(verify="all"))
     value = float(tensors["w"][0, 0])
     assert set(tensors) == {"w"} and torch.equal(tensors["w"], torch.full((4, 1000), value))
     assert shardtree.load_common_state_dict(folder) == {"step": value}

@@ -153,9 +153,13 @@ def check_vanished(folder: Path, ranks: int, backend: tuple[str, int], number: i
         assert not shardtree.is_checkpoint(folder)
     else:
         # Removed before the save began, or by the time it was over.
-        assert not folder.exists() or float(shardtree.load_plain_tensors(folder, verify="all")["w"][0, 0]) == NEW
+        assert (
+            not folder.exists()
+            or float(shardtree.load_plain_tensors(folder, options=shardtree.LoadOptions(verify="all"))["w"][0, 0])
+            == NEW
+        )
     simulate(ranks, lambda world: save(world, folder, NEXT))
-    assert bool((shardtree.load_plain_tensors(folder, verify="all")["w"] == NEXT).all())
+    assert bool((shardtree.load_plain_tensors(folder, options=shardtree.LoadOptions(verify="all"))["w"] == NEXT).all())
     return next(storage._numbers) > number
 
 

@@ -153,13 +153,16 @@ def value_in(job: Job) -> float | None:
     """Return the value of the checkpoint in a job's folder, having read and checked all of it, or None."""
     if not shardtree.is_checkpoint(job.folder):
         return None
-    tensors = shardtree.load_plain_tensors(job.folder, verify="all")
+    tensors = shardtree.load_plain_tensors(job.folder, options=shardtree.LoadOptions(verify="all"))
     value = float(tensors["norm"][0])
     whole = {f"w{n}": torch.full((2 * job.ranks, job.columns), value) for n in range(job.tensors)}
     assert outline(tensors) == outline({"norm": torch.full((3,), value), **whole})
     if job.backend[0] != "huggingface":
         assert shardtree.load_common_state_dict(job.folder)["step"] == value
-        assert shardtree.open_checkpoint(job.folder, verify="all")["rng/shard_0_1"].data == value
+        assert (
+            shardtree.open_checkpoint(job.folder, options=shardtree.LoadOptions(verify="all"))["rng/shard_0_1"].data
+            == value
+        )
     assert shardtree.verify(job.folder, report=lambda report: None) == ()
     return value
 

@@ -287,7 +287,9 @@ def test_a_checkpoint_has_the_fingerprints_of_its_tree(data: st.DataObject) -> N
     ranks = next(iter(layout.values())).ranks
     shardtree.simulate(
         ranks,
-        lambda world: shardtree.save(rank_tree(state, layout, world.rank), folder, world=world, fingerprint=True),
+        lambda world: shardtree.save(
+            rank_tree(state, layout, world.rank), folder, world=world, options=shardtree.SaveOptions(fingerprint=True)
+        ),
     )
     expected = {key: by_the_page(key, tensor) for key, tensor in state.tensors.items()}
     assert shardtree.fingerprint(folder) == expected

@@ -16,6 +16,7 @@ from shardtree.strategies._metadata import write_checked
 from shardtree.strategies.index import Index, text_at
 from shardtree.strategies.safetensors import encode_index, read_index
 from shardtree.testing import glu, random_bits
+from tests.options import save_keywords
 
 WHOLE = {"a": random_bits((6, 4), torch.bfloat16, 1), "b": random_bits((8,), torch.float64, 2)}
 NUMBERS = st.fingerprint([st.ShardedTensor.from_rank_offsets(key, data) for key, data in WHOLE.items()])
@@ -28,7 +29,9 @@ def rows(rank: int = 0, ranks: int = 1) -> list[st.ShardedTensor]:
 
 def saved(ranks: int = 2, **options: Any) -> st.storage.MemoryStorage:
     folder = st.storage.MemoryStorage()
-    st.simulate(ranks, lambda world: st.save([*rows(world.rank, ranks), 7], folder, world=world, **options))
+    st.simulate(
+        ranks, lambda world: st.save([*rows(world.rank, ranks), 7], folder, world=world, **save_keywords(**options))
+    )
     return folder
 
 
@@ -55,7 +58,7 @@ def index_of(folder: st.storage.MemoryStorage) -> Index:
 )
 def test_every_format_has_the_same_numbers(backend: tuple[str, int], tmp_path: Any) -> None:
     one_rank = ([*rows()], tmp_path / "checkpoint", backend)
-    st.save(*one_rank, durable=False)
+    st.save(*one_rank, options=st.SaveOptions(durable=False))
     assert st.fingerprint(tmp_path / "checkpoint") == NUMBERS
 
 
@@ -111,7 +114,13 @@ def test_an_asynchronous_save_stores_what_it_writes(ranks: int) -> None:
     folder = st.storage.MemoryStorage()
 
     def save(world: st.World) -> None:
-        request = st.save(rows(world.rank, ranks), folder, async_sharded_save=True, world=world, fingerprint=True)
+        request = st.save(
+            rows(world.rank, ranks),
+            folder,
+            async_sharded_save=True,
+            world=world,
+            options=st.SaveOptions(fingerprint=True),
+        )
         assert request is not None
         request.execute_sync()
 
@@ -121,7 +130,7 @@ def test_an_asynchronous_save_stores_what_it_writes(ranks: int) -> None:
 
 def test_a_tensor_that_is_not_contiguous_is_written_and_summed_alike() -> None:
     folder, data = st.storage.MemoryStorage(), torch.arange(3000 * 1100, dtype=torch.int32).view(3000, 1100).T
-    st.save([st.ShardedTensor.from_rank_offsets("w", data)], folder, fingerprint=True)
+    st.save([st.ShardedTensor.from_rank_offsets("w", data)], folder, options=st.SaveOptions(fingerprint=True))
     assert stored(folder) == st.fingerprint([st.ShardedTensor.from_rank_offsets("w", data.contiguous())])
 
 
@@ -179,7 +188,9 @@ def test_convert_reports_what_it_read_back(backend: str, tmp_path: Any) -> None:
 
 def test_convert_reports_tensors_without_elements() -> None:
     source = st.storage.MemoryStorage()
-    st.save([st.ShardedTensor.from_rank_offsets("e", torch.zeros(0, 3))], source, fingerprint=True)
+    st.save(
+        [st.ShardedTensor.from_rank_offsets("e", torch.zeros(0, 3))], source, options=st.SaveOptions(fingerprint=True)
+    )
     assert st.convert(source, st.storage.MemoryStorage(), backend="safetensors").fingerprints == stored(source)
 
 
@@ -204,5 +215,5 @@ def test_a_refused_save_leaves_nothing() -> None:
     folder = st.storage.MemoryStorage()
     for options in ({"sharded_strategy": ("zarr", 3)}, {"validate_access_integrity": False}):
         with pytest.raises(st.CheckpointingException, match="fingerprint"):
-            st.save(rows(), folder, fingerprint=True, **options)  # type: ignore[arg-type]
+            st.save(rows(), folder, **save_keywords(fingerprint=True, **options))  # type: ignore[arg-type]
     assert list(folder.names()) == []

@@ -57,7 +57,7 @@ def saved(sharded: tuple[str, int], common: tuple[str, int] | None = None) -> Fi
         tree |= {"rng": st.ShardedObject("rng", {"seed": 1, "state": torch.arange(3)}, (1,), (0,))}
         tree |= {"step": 7, "betas": (0.9, 0.99), "seed": torch.arange(3), "name": b"ab", "args": _values()}
     storage = st.storage.MemoryStorage()
-    st.save(tree, storage, sharded, common, durable=False)
+    st.save(tree, storage, sharded, common, options=st.SaveOptions(durable=False))
     return stored_files(storage)
 
 

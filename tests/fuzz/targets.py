@@ -98,7 +98,7 @@ def _bytes(shard: st.ShardedTensor) -> int:
 
 def _read_unchecked(storage: st.storage.MemoryStorage) -> None:
     """Read the first values as they are, whatever their hashes say."""
-    tree = st.open_checkpoint(storage, verify=None)
+    tree = st.open_checkpoint(storage, options=st.LoadOptions(verify=None))
     for key in islice(tree, 8):
         value = tree[key]
         if isinstance(value, st.ShardedTensor):

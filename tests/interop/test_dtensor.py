@@ -34,6 +34,7 @@ from shardtree.layouts import AxisSplit, Mesh, PartitionSpec, tensor_shards, tre
 from shardtree.storage import MemoryStorage
 from shardtree.testing import check_pure
 from tests.interop.dtensor_cases import Case, as_fsdp2, cases, numbered
+from tests.options import save_keywords
 from tests.trees.samples import assert_caught
 
 pytestmark = pytest.mark.peers
@@ -186,7 +187,9 @@ def check_reload(save: Callable[..., Any], saved: Case, loaded: Case) -> None:
     def load_own(world: st.World) -> Any:
         tree = {"w": target[world.rank]}
         layout = dtensor_layout(tree, strided="dtensor")
-        found = st.load(from_written(tree), folder, world=world, layout=layout, exchange="always")
+        found = st.load(
+            from_written(tree), folder, world=world, layout=layout, options=st.LoadOptions(exchange="always")
+        )
         return to_dtensors(found, like=tree)["w"].to_local()
 
     st.simulate(len(source), save_own)
@@ -211,7 +214,7 @@ def in_boxes_that_touch(tree: Any, folder: Any, **options: Any) -> None:
         return replace(shards[0], data=shards[-1].data) if len({s.local_shape for s in shards}) == 1 else leaf
 
     options["layout"] = None
-    st.save(st.map_shards(as_one, tree), folder, **options)
+    st.save(st.map_shards(as_one, tree), folder, **save_keywords(**options))
 
 
 def test_the_law_of_reloading_catches_several_boxes_that_are_taken_for_one() -> None:

@@ -26,6 +26,7 @@ from shardtree.strategies import (
 )
 from shardtree.testing import Call, WatchedStorage, outline
 from shardtree.world import World, simulate
+from tests.options import save_keywords
 
 OLD, NEW = 1.0, 2.0
 RANKS = [1, 2]
@@ -38,15 +39,15 @@ def tree(world: World, value: float) -> dict[str, Any]:
 
 
 def save(storage: Storage, ranks: int, value: float, **options: Any) -> None:
-    simulate(ranks, lambda world: shardtree.save(tree(world, value), storage, world=world, **options))
+    simulate(ranks, lambda world: shardtree.save(tree(world, value), storage, world=world, **save_keywords(**options)))
 
 
 def value_in(storage: Storage, ranks: int) -> float | None:
     """Return which checkpoint is there, having read all of it; None if there is none."""
     if not shardtree.is_checkpoint(storage):
         return None
-    opened = shardtree.open_checkpoint(storage, verify="all")
-    tensors = shardtree.load_plain_tensors(storage, verify="all")
+    opened = shardtree.open_checkpoint(storage, options=shardtree.LoadOptions(verify="all"))
+    tensors = shardtree.load_plain_tensors(storage, options=shardtree.LoadOptions(verify="all"))
     value = float(shardtree.load_common_state_dict(storage)["step"])
     expected = {"norm": torch.full((3,), value), "w": torch.full((2 * ranks, 3), value)}
     assert outline(tensors) == outline(expected)
@@ -151,7 +152,7 @@ def test_after_a_dead_save_the_next_one_works(ranks: int) -> None:
 
 
 def with_row(action: StrategyAction, fn: Callable[..., Any]) -> Strategies:
-    return {**default_strategies, (action, safetensors.BACKEND, safetensors.VERSION): fn}
+    return {**default_strategies, (action, "safetensors", 1): fn}
 
 
 def never_cleaning(pending: PendingSave, shards: Sequence[ShardedTensor | ShardedObject]) -> AsyncRequest[Any]:
@@ -175,7 +176,7 @@ def check_removals(ranks: int, **options: Any) -> None:
         storage = snapshot(begin)
         with pytest.raises((Killed, shardtree.CheckpointingException)):
             remove(WatchedStorage(storage, before=Fault(number, True)))
-        tensors = shardtree.load_plain_tensors(storage, verify="all")
+        tensors = shardtree.load_plain_tensors(storage, options=shardtree.LoadOptions(verify="all"))
         assert set(tensors) in ({"w"}, {"w", "norm"})
         assert bool((tensors["w"] == OLD).all())
 

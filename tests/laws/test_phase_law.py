@@ -22,6 +22,7 @@ from shardtree.mapping import ShardedObject, ShardedTensor
 from shardtree.storage import MemoryStorage, Storage
 from shardtree.testing import Call, WatchedStorage
 from shardtree.world import World, _phases, agree, on_rank_zero, one_process, share, simulate, step
+from tests.options import load_keywords
 
 PACKAGE = Path(shardtree.__file__).parent
 RANKS = 3
@@ -75,7 +76,7 @@ def scenarios(storage: MemoryStorage) -> dict[str, Callable[[World], Any]]:
             tree(world, 2.0), storage, world=world, overwrite=True, validate_access_integrity=False
         ),
         "save and compare replicas": lambda world: shardtree.save(
-            tree(world, 2.0), storage, world=world, overwrite=True, check_replicas=True
+            tree(world, 2.0), storage, world=world, overwrite=True, options=shardtree.SaveOptions(check_replicas=True)
         ),
         "save and finalize": lambda world: (
             shardtree.save(tree(world, 2.0), storage, world=world, overwrite=True, async_sharded_save=True)
@@ -89,12 +90,14 @@ def scenarios(storage: MemoryStorage) -> dict[str, Callable[[World], Any]]:
         "save what differs": lambda world: shardtree.save(
             {**tree(world, 2.0), "step": world.rank}, storage, world=world, overwrite=True
         ),
-        "load": lambda world: shardtree.load(tree(world), storage, world=world, strict="return_all", exchange="always"),
+        "load": lambda world: shardtree.load(
+            tree(world), storage, world=world, strict="return_all", options=shardtree.LoadOptions(exchange="always")
+        ),
         "load and convert": lambda world: shardtree.load(
-            halved(tree(world)), storage, world=world, cast=True, exchange="always"
+            halved(tree(world)), storage, world=world, cast=True, options=shardtree.LoadOptions(exchange="always")
         ),
         "load by a known layout": lambda world: shardtree.load(
-            tree(world), storage, world=world, exchange="always", layout=LAYOUT
+            tree(world), storage, world=world, options=shardtree.LoadOptions(exchange="always"), layout=LAYOUT
         ),
         "load plain": lambda world: shardtree.load_plain_tensors(storage, world=world),
         "redistribute": lambda world: shardtree.redistribute(tree(world), tree(world), world=world),
@@ -401,7 +404,7 @@ def test_options_that_differ_between_ranks_are_an_error_on_all(option: str, valu
 
 def as_rank_zero(tree: Any, storage: Storage, *, world: World, **options: Any) -> Any:
     """The planted fault: a load that takes rank 0's options, whatever the others asked for."""
-    return shardtree.load(tree, storage, world=world, **world.broadcast(options))
+    return shardtree.load(tree, storage, world=world, **load_keywords(**world.broadcast(options)))
 
 
 @pytest.mark.parametrize(("option", "values"), OPTIONS)

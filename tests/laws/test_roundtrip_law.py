@@ -27,6 +27,7 @@ from shardtree.testing import (
     random_bits,
     state_layouts,
 )
+from tests.options import load_keywords, save_keywords
 
 # What torch says, once, when it makes a tensor of half-precision complex numbers.
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
@@ -52,20 +53,20 @@ def axes(shape: tuple[int, ...]) -> list[int] | list[list[int]]:
 
 def reloaded(target: Any, place: Any, **options: Any) -> Any:
     """Return what a load gives of what was loaded, boxed again and saved in its place."""
-    again = shardtree.rebox(target, shardtree.load(target, place, **options))
-    shardtree.save(again, place, overwrite=True, **options)
-    return shardtree.load(target, place, **options)
+    again = shardtree.rebox(target, shardtree.load(target, place, **load_keywords(**options)))
+    shardtree.save(again, place, overwrite=True, **save_keywords(**options))
+    return shardtree.load(target, place, **load_keywords(**options))
 
 
 TARGETS: dict[str, dict[str, Any]] = {
     "empty": {},
     "given": {"prepare_target": zeros},
     "donated": {"prepare_target": zeros, "load": partial(shardtree.load, donate=True)},
-    "exchanged": {"load": partial(shardtree.load, exchange="always")},
+    "exchanged": {"load": partial(shardtree.load, options=shardtree.LoadOptions(exchange="always"))},
     "boxed again": {"load": reloaded},
     "unchecked": {
         "save": partial(shardtree.save, validate_access_integrity=False),
-        "load": partial(shardtree.load, validate_access_integrity=False, verify="all"),
+        "load": partial(shardtree.load, validate_access_integrity=False, options=shardtree.LoadOptions(verify="all")),
     },
 }
 
@@ -100,7 +101,12 @@ def test_every_dtype_comes_back_bit_for_bit(dtype: torch.dtype) -> None:
 @settings(max_examples=EXAMPLES // 4)
 @given(data=st.data())
 def test_files_do_what_memory_does(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
-    run(data, 3, directory=tmp_path_factory.mktemp("checkpoint"), save=partial(shardtree.save, durable=False))
+    run(
+        data,
+        3,
+        directory=tmp_path_factory.mktemp("checkpoint"),
+        save=partial(shardtree.save, options=shardtree.SaveOptions(durable=False)),
+    )
 
 
 @pytest.mark.parametrize(("save_ranks", "load_ranks"), [(1, 64), (64, 1), (64, 48)])
@@ -113,12 +119,18 @@ def test_64_ranks_reshard(save_ranks: int, load_ranks: int, tmp_path: Path) -> N
         {"w": even_layout(shape, ranks, axis), "norm": even_layout((7,), ranks)}
         for ranks, axis in ((save_ranks, 0), (load_ranks, 1))
     )
-    check_roundtrip(state, one, other, directory=tmp_path, save=partial(shardtree.save, durable=False))
+    check_roundtrip(
+        state,
+        one,
+        other,
+        directory=tmp_path,
+        save=partial(shardtree.save, options=shardtree.SaveOptions(durable=False)),
+    )
 
 
 def negated(tree: Any, directory: Any, **options: Any) -> Any:
     """Load with one element's bits flipped."""
-    loaded = shardtree.load(tree, directory, **options)
+    loaded = shardtree.load(tree, directory, **load_keywords(**options))
     for tensors in loaded.get("model", {}).values():
         for tensor in tensors:
             if tensor.numel():
@@ -134,7 +146,7 @@ def transposing(tree: Any, directory: Any, **options: Any) -> Any:
         square = isinstance(leaf, ShardedTensor) and leaf.data.ndim == 2 and len(set(leaf.data.shape)) == 1
         return shardtree.map_data(lambda tensor: tensor.T.clone(), leaf) if square else leaf
 
-    return shardtree.save(shardtree.map_shards(turned, tree), directory, **options)
+    return shardtree.save(shardtree.map_shards(turned, tree), directory, **save_keywords(**options))
 
 
 @pytest.mark.parametrize("fault", [{"load": negated}, {"save": transposing}], ids=["flipped bit", "swapped axes"])
@@ -151,7 +163,7 @@ def test_the_law_catches_a_lost_object() -> None:
     layout = {"w": even_layout((2,), 2, 0)}
 
     def first_objects_only(tree: Any, directory: Any, **options: Any) -> Any:
-        loaded = shardtree.load(tree, directory, **options)
+        loaded = shardtree.load(tree, directory, **load_keywords(**options))
         return {**loaded, "objects": [1 for _ in loaded["objects"]]}
 
     with pytest.raises(AssertionError, match="rng/shard_1_2"):

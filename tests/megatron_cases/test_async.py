@@ -9,6 +9,7 @@ import torch
 
 import shardtree as st
 from tests.megatron_cases.worlds import RANKS, assert_same, in_every_format, loaded, on_ranks, saved, whole
+from tests.options import save_keywords
 
 
 def tree(rank: int) -> dict[str, Any]:
@@ -58,7 +59,9 @@ def test_a_writer_that_fails_on_one_rank_is_an_error_on_all_that_names_it_and_co
         queue = st.AsyncCallsQueue()
 
         def save() -> None:
-            request = st.save(own, folder, backend, async_sharded_save=is_async, world=world, **options)
+            request = st.save(
+                own, folder, backend, async_sharded_save=is_async, world=world, **save_keywords(**options)
+            )
             queue.schedule_async_request(request)
             queue.maybe_finalize_async_calls(blocking=True)
 

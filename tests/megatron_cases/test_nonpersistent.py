@@ -21,7 +21,7 @@ class Run:
 
     def save(self, step: int, *, persistent: bool) -> None:
         series = self.kept if persistent else self.passing
-        series.save({"w": whole("w", torch.full((4,), float(step)))}, step, durable=False)
+        series.save({"w": whole("w", torch.full((4,), float(step)))}, step, options=st.SaveOptions(durable=False))
         self.passing.remove(self.passing.plan_removal(st.retention.keep_last(2)))
 
     def newest(self) -> float:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import shardtree as st
+from tests.options import load_keywords, save_keywords
 
 RANKS = 8
 FORMATS = {"safetensors": ("safetensors", 1), "torch_dist": ("torch_dist", 1), "zarr": ("zarr", 3)}
@@ -45,14 +46,18 @@ def on_ranks(tree_of: Callable[[int], Any], ranks: int = RANKS) -> list[Any]:
 def saved(trees: Sequence[Any], backend: tuple[str, int] | None = None, **options: Any) -> st.storage.MemoryStorage:
     """Return a checkpoint of which each rank saved its tree."""
     folder = st.storage.MemoryStorage()
-    st.simulate(len(trees), lambda world: st.save(trees[world.rank], folder, backend, world=world, **options))
+    st.simulate(
+        len(trees), lambda world: st.save(trees[world.rank], folder, backend, world=world, **save_keywords(**options))
+    )
     return folder
 
 
 def loaded(targets: Sequence[Any], folder: Any, **options: Any) -> list[Any]:
     """Return what each rank's target gives."""
     return st.simulate(
-        len(targets), lambda world: st.load(targets[world.rank], folder, world=world, **options), timeout=120
+        len(targets),
+        lambda world: st.load(targets[world.rank], folder, world=world, **load_keywords(**options)),
+        timeout=120,
     )
 
 

@@ -59,7 +59,7 @@ def theirs(target: dict[str, Any], folder: Path, strict: str) -> Any:
 
 
 def ours(target: dict[str, Any], folder: Path, strict: str) -> Any:
-    return st.load(target, folder, strict=strict, allow_pickle=True)
+    return st.load(target, folder, strict=strict, options=st.LoadOptions(allow_pickle=True))
 
 
 def outcome(load: Load, asked: tuple[str, ...], folder: Path, strict: str, caplog: Any) -> Any:
@@ -120,7 +120,12 @@ def test_missing_is_what_no_rank_asks_for(folder: Path) -> None:
     def on_rank(world: st.World) -> Any:
         target = {key: leaf(key) for key in asked[world.rank]}
         return st.load(
-            target, folder, strict="return_all", world=world, allow_pickle=True, validate_access_integrity=False
+            target,
+            folder,
+            strict="return_all",
+            world=world,
+            options=st.LoadOptions(allow_pickle=True),
+            validate_access_integrity=False,
         )
 
     for (kept, *keys), (tree, *found) in zip(expected, st.simulate(3, on_rank), strict=True):

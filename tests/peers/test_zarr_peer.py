@@ -39,7 +39,7 @@ xarray = pytest.importorskip("xarray")
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
 
 EXAMPLES = settings.default.max_examples if settings.default else 100
-save = partial(st.save, sharded_strategy=("zarr", 3), durable=False)
+save = partial(st.save, sharded_strategy=("zarr", 3), options=st.SaveOptions(durable=False))
 per_example = settings(max_examples=EXAMPLES // 3, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
@@ -267,7 +267,9 @@ def test_a_tensor_may_be_only_partly_asked_for(tmp_path: Path) -> None:
         file.write_bytes(b"damaged")
     report: list[Any] = []
     half = st.ShardedTensor("w", None, torch.int32, (6, 4), (7, 9), (0, 5), None)
-    loaded = st.load({"w": half}, tmp_path, validate_access_integrity=False, report=report.append)["w"]
+    loaded = st.load(
+        {"w": half}, tmp_path, validate_access_integrity=False, options=st.LoadOptions(report=report.append)
+    )["w"]
     assert torch.equal(loaded, WHOLE[:6, 5:])
     assert (report[0].bytes_read, report[0].files) == (6 * 4 * 4, 6)
     with pytest.raises(CorruptCheckpoint, match=r"w/c/3/"):

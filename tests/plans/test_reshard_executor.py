@@ -39,6 +39,7 @@ from shardtree.testing import (
     transposed,
 )
 from shardtree.trees import map_shards
+from tests.options import load_keywords
 from tests.plans.recast import recast_states
 
 # What torch says, once, when it makes a tensor of half-precision complex numbers.
@@ -64,7 +65,7 @@ def targets_of(state: GlobalState, layout: Layouts) -> list[Any]:
 def saved_and_loaded(trees: list[Any], targets: list[Any], **options: Any) -> list[Any]:
     place = MemoryStorage()
     shardtree.simulate(len(trees), lambda world: shardtree.save(trees[world.rank], place, world=world))
-    load = partial(shardtree.load, **options)
+    load = partial(shardtree.load, **load_keywords(**options))
     return shardtree.simulate(len(targets), lambda world: load(targets[world.rank], place, world=world))
 
 

@@ -183,11 +183,11 @@ def test_every_block_that_a_load_reads_whole_is_checked(size: int, part: int) ->
     st.save({"w": st.ShardedTensor.from_rank_offsets("w", torch.ones(5 * 2**20 + size, dtype=torch.uint8))}, storage)
     target = {"w": st.ShardedTensor.from_rank_offsets("w", torch.zeros(5 * 2**20 + size, dtype=torch.uint8))}
     reports: list[st.storage.ReadReport] = []
-    st.load(target, storage, report=reports.append)
+    st.load(target, storage, options=st.LoadOptions(report=reports.append))
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(copies_by_device, "cpu", LateDevice().copies)
         patch.setattr(_staged_fetch, "PART_BYTES", part)
-        st.load(target, storage, report=reports.append)
+        st.load(target, storage, options=st.LoadOptions(report=reports.append))
     assert reports[0] == reports[1] and reports[0].blocks_unchecked <= 1
 
 
@@ -216,7 +216,9 @@ def test_conversions_and_exchanges_stay_right_beside_it(monkeypatch: pytest.Monk
 
     def exchanged(world: st.World) -> list[float]:
         target = st.ShardedTensor.from_rank_offsets("w", torch.zeros(8), replica_id=world.rank)
-        return list(st.load({"w": target}, storage, world=world, exchange="always")["w"].tolist())
+        return list(
+            st.load({"w": target}, storage, world=world, options=st.LoadOptions(exchange="always"))["w"].tolist()
+        )
 
     assert st.simulate(2, exchanged) == [list(range(8))] * 2
 

@@ -113,7 +113,7 @@ def test_a_column_major_payload_is_read_in_its_order(tmp_path):
     folder = save_alone({"w": stored, "b": rows(3)}, tmp_path)
     halves = [st.ShardedTensor("w", None, torch.float32, (5, n), (5, 7), (0, at), None) for at, n in ((0, 3), (3, 4))]
     reports = []
-    loaded = st.load({"w": halves, "b": whole("b", rows(3))}, folder, report=reports.append)
+    loaded = st.load({"w": halves, "b": whole("b", rows(3))}, folder, options=st.LoadOptions(report=reports.append))
     assert torch.equal(torch.cat(loaded["w"], dim=1), stored)
     assert torch.equal(loaded["b"], rows(3))
     assert (reports[0].blocks_checked, reports[0].blocks_unchecked) == (2, 0)
@@ -128,7 +128,12 @@ def test_archives_that_are_read_in_part_are_counted(tmp_path):
 
     def checked(verify):
         reports = []
-        st.load(target, folder, verify=verify, validate_access_integrity=False, report=reports.append)
+        st.load(
+            target,
+            folder,
+            validate_access_integrity=False,
+            options=st.LoadOptions(verify=verify, report=reports.append),
+        )
         assert reports[0].bytes_read == 4 * (50 + 512 * 1024)
         return reports[0].blocks_checked, reports[0].blocks_unchecked
 
@@ -290,8 +295,8 @@ def test_a_value_of_an_unknown_class_needs_leave(tmp_path):
     with pytest.raises(UnsafeFile, match="'mine'"):
         st.load({"w": whole("w", rows(4))}, folder)
     assert torch.equal(st.load_plain_tensors(folder)["w"], rows(4))
-    assert st.load_common_state_dict(folder, allow_pickle=True) == {"mine": Unknown()}
-    loaded = st.load({"w": whole("w", rows(4))}, folder, allow_pickle=True)
+    assert st.load_common_state_dict(folder, options=st.LoadOptions(allow_pickle=True)) == {"mine": Unknown()}
+    loaded = st.load({"w": whole("w", rows(4))}, folder, options=st.LoadOptions(allow_pickle=True))
     assert torch.equal(loaded["w"], rows(4)) and loaded["mine"] == Unknown()
 
 

@@ -160,7 +160,7 @@ def test_its_conversion_to_one_file_gives_the_common_state_back_and_tensors_by_k
 @given(tree=trees(hs.text("abc", min_size=1, max_size=3), values | tensors, fewest=0))
 def test_its_conversion_gives_every_common_state_back(tree: dict[str, Any]) -> None:
     with TemporaryDirectory() as folder:
-        st.save(tree, f"{folder}/checkpoint", DCP, durable=False)
+        st.save(tree, f"{folder}/checkpoint", DCP, options=st.SaveOptions(durable=False))
         dcp_to_torch_save(f"{folder}/checkpoint", f"{folder}/one.pt")
         assert outline(torch.load(f"{folder}/one.pt", weights_only=False)) == outline(tree)
         assert outline(st.load_common_state_dict(f"{folder}/checkpoint")) == outline(tree)

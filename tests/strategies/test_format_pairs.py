@@ -66,7 +66,10 @@ def tree_of(state: GlobalState, layout: Layouts, rank: int) -> dict[str, Any]:
 
 def save_in(name: Format, trees: list[dict[str, Any]], place: Any) -> None:
     st.simulate(
-        len(trees), lambda world: st.save(trees[world.rank], place, name, world=world, durable=False, stale_after=0.0)
+        len(trees),
+        lambda world: st.save(
+            trees[world.rank], place, name, world=world, options=st.SaveOptions(durable=False, stale_after=0.0)
+        ),
     )
 
 

@@ -45,6 +45,7 @@ from shardtree.testing import (
     random_bits,
     shapes,
 )
+from tests.options import save_keywords
 from tests.storage.storages import STORAGES
 from tests.trees.samples import assert_caught
 
@@ -139,7 +140,7 @@ def test_the_law_catches_a_save_that_drops_a_shard():
     def dropping(tree, *rest, **options):
         shards = [shard for held in tree.get("model", {}).values() for shard in held]
         kept = [shard for shard in shards if shard.global_offset == (0,) * len(shard.global_offset)]
-        st.save({"model": kept}, *rest, validate_access_integrity=True, **options)
+        st.save({"model": kept}, *rest, validate_access_integrity=True, **save_keywords(**options))
 
     def law(save, case):
         try:
@@ -316,7 +317,7 @@ def test_left_overs_of_a_dead_save_go_with_the_next():
     dead = "save-20260102T030405-0123456789abcdef"
     theirs = "save-20260102T030405-fedcba9876543210"
     folder = folder_of({f"{dead}/model-00001-of-00001.safetensors": b"half", f"{theirs}/notes.txt": b"!"})
-    st.save([whole("w", torch.zeros(2))], folder, HF, stale_after=-1000.0)
+    st.save([whole("w", torch.zeros(2))], folder, HF, options=st.SaveOptions(stale_after=-1000.0))
     assert folder.names() == ("model.safetensors", theirs)
     assert folder.read(f"{theirs}/notes.txt") == b"!"
 
@@ -333,7 +334,9 @@ def test_a_request_runs_once():
 
 def test_a_tensor_that_changes_while_it_waits():
     tensor = torch.zeros(2, 3)
-    request = st.save([whole("w", tensor)], MemoryStorage(), HF, async_sharded_save=True, snapshot=False)
+    request = st.save(
+        [whole("w", tensor)], MemoryStorage(), HF, async_sharded_save=True, options=st.SaveOptions(snapshot=False)
+    )
     tensor.t_()
     with pytest.raises(ShapeError, match="changed while it waited"):
         request.execute_sync()
@@ -341,7 +344,12 @@ def test_a_tensor_that_changes_while_it_waits():
 
 def test_progress_tells_every_byte():
     told = []
-    st.save([whole("w", torch.zeros(2_000_000))], folder := MemoryStorage(), HF, progress=told.append)
+    st.save(
+        [whole("w", torch.zeros(2_000_000))],
+        folder := MemoryStorage(),
+        HF,
+        options=st.SaveOptions(progress=told.append),
+    )
     assert sum(told) == folder.length("model.safetensors")
     assert len(told) > 3
 

@@ -18,6 +18,7 @@ from shardtree.layouts import shard_columns
 from shardtree.plans import plan_load
 from shardtree.storage import MemoryStorage, StoredFile
 from shardtree.strategies.index import _load, build_index, chunks_of
+from tests.options import load_keywords
 
 
 @dataclass
@@ -64,7 +65,7 @@ def opened(case):
     folder = MemoryStorage()
     other = st.ShardedTensor.from_rank_offsets("a", torch.arange(3, dtype=torch.int8))
     st.save([*case.shards, other], folder, validate_access_integrity=False)
-    return st.open_checkpoint(folder, verify=None)
+    return st.open_checkpoint(folder, options=st.LoadOptions(verify=None))
 
 
 def box(case, data=None):
@@ -135,7 +136,9 @@ def everything(case, direct):
             patch.setattr(_load, "single_run", lambda *_: None)
         try:
             st.load(
-                {"w": box(case, data)}, tree.checkpoint.storage, progress=told.append, report=reports.append, **options
+                {"w": box(case, data)},
+                tree.checkpoint.storage,
+                **load_keywords(progress=told.append, report=reports.append, **options),
             )
         except ShapeError as error:
             return str(error)
@@ -163,7 +166,7 @@ class CountingStorage(MemoryStorage):
 
 def rows_of(folder, **options):
     st.save({"w": st.ShardedTensor.from_rank_offsets("w", torch.arange(4096).reshape(64, 64))}, folder)
-    return st.open_checkpoint(folder, verify=None, **options)["w"].data[3:5]
+    return st.open_checkpoint(folder, **load_keywords(verify=None, **options))["w"].data[3:5]
 
 
 def test_a_few_rows_are_planned_by_nobody_and_read_by_one_call(monkeypatch):
@@ -197,6 +200,6 @@ def test_what_does_not_fit_is_left_to_the_plan_which_says_why():
     rows_of(folder)
     options = {"verify": None, "validate_access_integrity": False}
     with pytest.raises(KeyMismatch, match="'v'"):
-        st.load({"v": st.ShardedTensor.from_rank_offsets("v", torch.zeros(64, 64))}, folder, **options)
+        st.load({"v": st.ShardedTensor.from_rank_offsets("v", torch.zeros(64, 64))}, folder, **load_keywords(**options))
     with pytest.raises(ShapeError, match="float32"):
-        st.load({"w": st.ShardedTensor.from_rank_offsets("w", torch.zeros(64, 64))}, folder, **options)
+        st.load({"w": st.ShardedTensor.from_rank_offsets("w", torch.zeros(64, 64))}, folder, **load_keywords(**options))

@@ -125,7 +125,7 @@ def test_a_huge_one_is_not_read(tmp_path: Path) -> None:
 
 
 def load(files: Files, verify: Any) -> Any:
-    opened = st.open_checkpoint(folder_of(files), verify=verify)
+    opened = st.open_checkpoint(folder_of(files), options=st.LoadOptions(verify=verify))
     return [shard.data.read() for shard in opened.values() if isinstance(shard, st.ShardedTensor)]
 
 

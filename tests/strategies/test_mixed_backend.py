@@ -180,7 +180,14 @@ def test_a_function_that_loads_may_be_combined_with_every_mode(strict, exchange)
     load = default_strategies[StrategyAction.LOAD_SHARDED, "safetensors", 1]
 
     def on_rank(world):
-        found = st.load(tree(world.rank, 2, fill=0.0), folder, load, strict=strict, exchange=exchange, world=world)
+        found = st.load(
+            tree(world.rank, 2, fill=0.0),
+            folder,
+            load,
+            strict=strict,
+            options=st.LoadOptions(exchange=exchange),
+            world=world,
+        )
         return found[0] if isinstance(found, tuple) else found
 
     assert sum(float(loaded["w"].sum()) for loaded in st.simulate(2, on_rank)) == 66

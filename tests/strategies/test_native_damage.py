@@ -61,7 +61,7 @@ def read_all(folder, verify="all"):
     """Everything that is stored: tensors, objects, the common state."""
     target = {"w": whole("w", (80_000,), torch.float32), "b": whole("b", (2,), torch.int8)}
     objects = [st.ShardedObject("o", None, (2,), (rank,)) for rank in range(2)]
-    return st.load(target | {"objects": objects}, folder, verify=verify)
+    return st.load(target | {"objects": objects}, folder, options=st.LoadOptions(verify=verify))
 
 
 def whole(key, shape, dtype):
@@ -144,7 +144,12 @@ def test_a_file_that_is_gone_is_named(kind):
 def test_damage_outside_of_what_is_read_does_no_harm():
     name = name_of("00001")
     folder = folder_of(flipped(name, 8 * len(FILES[name]) - 500))
-    assert st.load({"w": tree(0)["w"]}, folder, verify="all", validate_access_integrity=False)["step"] == 3
+    assert (
+        st.load({"w": tree(0)["w"]}, folder, options=st.LoadOptions(verify="all"), validate_access_integrity=False)[
+            "step"
+        ]
+        == 3
+    )
 
 
 # Hostile: whoever made these knew how to compute hashes.

@@ -20,6 +20,7 @@ from shardtree.geometry import Column
 from shardtree.storage import Buffer, LocalStorage
 from shardtree.strategies.safetensors import _layout, _write
 from shardtree.testing import STORABLE_DTYPES, bits, random_bits
+from tests.options import save_keywords
 from tests.storage.threads import torch_threads
 from tests.trees.samples import assert_caught
 
@@ -98,11 +99,13 @@ def comes_back(threads: int, recipes: list[tuple[int, torch.dtype]], ranks: int,
     folder = st.storage.MemoryStorage()
 
     def save(world: st.World) -> None:
-        st.save(tree_of(recipes, filled=True, world=world), folder, world=world, **options)
+        st.save(tree_of(recipes, filled=True, world=world), folder, world=world, **save_keywords(**options))
 
     def load(world: st.World) -> None:
         wanted = tree_of(recipes, filled=True, world=world)
-        found = st.load(tree_of(recipes, filled=False, world=world), folder, world=world, verify="all")
+        found = st.load(
+            tree_of(recipes, filled=False, world=world), folder, world=world, options=st.LoadOptions(verify="all")
+        )
         assert found.pop("o") == wanted.pop("o").data
         assert {key: bits(data) for key, data in found.items()} == {key: bits(w.data) for key, w in wanted.items()}
 
@@ -217,7 +220,11 @@ def test_progress_is_told_by_one_thread_at_a_time() -> None:
         inside.release()
 
     with several_files(4):
-        st.save(tree_of([(FILE, torch.uint8)] * 50, filled=True), st.storage.MemoryStorage(), progress=tell)
+        st.save(
+            tree_of([(FILE, torch.uint8)] * 50, filled=True),
+            st.storage.MemoryStorage(),
+            options=st.SaveOptions(progress=tell),
+        )
     assert sum(told) >= 50 * FILE
 
 

@@ -95,7 +95,7 @@ def test_files_that_no_save_wrote_are_never_removed(tmp_path):
     for path in mine:
         path.parent.mkdir(exist_ok=True)
         path.write_text("mine")
-    st.save(tree(2), tmp_path, overwrite=True, stale_after=0)
+    st.save(tree(2), tmp_path, overwrite=True, options=st.SaveOptions(stale_after=0))
     assert [path.read_text() for path in mine] == ["mine"] * 4
     assert not (tmp_path / old / "common.safetensors").exists()
     assert value_in(tmp_path) == 2
@@ -108,7 +108,7 @@ def test_left_overs_of_dead_saves_go_and_those_of_live_ones_stay(tmp_path):
     leave_over(tmp_path, alive, age=60)
     st.save(tree(2), tmp_path, overwrite=True)
     assert not (tmp_path / DEAD).exists() and (tmp_path / alive).exists()
-    st.save(tree(3), tmp_path, overwrite=True, stale_after=30)
+    st.save(tree(3), tmp_path, overwrite=True, options=st.SaveOptions(stale_after=30))
     assert not (tmp_path / alive).exists()
     assert value_in(tmp_path) == 3
 
@@ -218,7 +218,7 @@ def test_a_note_of_its_owner_that_a_crash_left_means_nothing(tmp_path):
     (tmp_path / kept / "owner.json").write_text("{")
     (tmp_path / ".metadata.json.0123456789abcdef.new").write_text("{")
     assert value_in(tmp_path) == 1 and st.verify(tmp_path) == ()
-    st.save(tree(2), tmp_path, overwrite=True, stale_after=-1e9)
+    st.save(tree(2), tmp_path, overwrite=True, options=st.SaveOptions(stale_after=-1e9))
     assert value_in(tmp_path) == 2 and len(list(tmp_path.iterdir())) == 2
 
 

@@ -42,7 +42,7 @@ def files(folder):
 
 def assert_loads(folder):
     """Every key that is listed can be read and has its elements, and the model is complete."""
-    plain = st.load_plain_tensors(folder, verify="all")
+    plain = st.load_plain_tensors(folder, options=st.LoadOptions(verify="all"))
     assert {"model.w", "model.v"} <= set(plain)
     for key, tensor in plain.items():
         assert set(tensor.tolist()) == {KEYS.index(key)}

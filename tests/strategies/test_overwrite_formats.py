@@ -25,6 +25,7 @@ from shardtree.errors import (
 from shardtree.storage import LocalStorage, MemoryStorage, claim, owner_note
 from shardtree.strategies import StrategyAction, default_strategies
 from shardtree.testing import Call, WatchedStorage
+from tests.options import save_keywords
 
 NATIVE = ("safetensors", 1)
 FORMATS: dict[str, tuple[Any, Any]] = {
@@ -53,7 +54,9 @@ def tree(value: float, form: str, rank: int = 0, ranks: int = 1) -> dict[str, An
 def save(storage: Any, value: float, form: str, ranks: int = 1, **options: Any) -> None:
     st.simulate(
         ranks,
-        lambda world: st.save(tree(value, form, world.rank, ranks), storage, *FORMATS[form], world=world, **options),
+        lambda world: st.save(
+            tree(value, form, world.rank, ranks), storage, *FORMATS[form], world=world, **save_keywords(**options)
+        ),
     )
 
 
@@ -61,7 +64,7 @@ def value_in(storage: Any) -> float | None:
     """Return which checkpoint is there, having read all of it; None if there is none."""
     if not st.is_checkpoint(storage):
         return None
-    tensors = st.load_plain_tensors(storage, verify="all")
+    tensors = st.load_plain_tensors(storage, options=st.LoadOptions(verify="all"))
     (value,) = {number for tensor in tensors.values() for number in tensor.flatten().tolist()}
     common = st.load_common_state_dict(storage)
     assert set(tensors) == {"w", "norm"} and common in ({}, {"step": value})
@@ -317,7 +320,14 @@ def test_a_request_that_failed_can_be_tried_again(tmp_path: Path) -> None:
             raise RuntimeError("stop")
 
     save(folder, OLD, "dcp")
-    request = st.save(tree(NEW, "dcp"), folder, ("dcp", 1), overwrite=True, async_sharded_save=True, progress=fail_once)
+    request = st.save(
+        tree(NEW, "dcp"),
+        folder,
+        ("dcp", 1),
+        overwrite=True,
+        async_sharded_save=True,
+        options=st.SaveOptions(progress=fail_once),
+    )
     with pytest.raises(RuntimeError, match="stop"):
         request.execute_sync()
     assert value_in(folder) == OLD and os.listdir(tmp_path) == ["step"]

@@ -86,11 +86,11 @@ def read_all(folder, verify="all"):
         "t": st.ShardedTensor("t", None, torch.float32, (3, 4), (3, 4), (0, 0), (1, 1)),
         "rng": st.ShardedObject("rng", None, (1,), (0,)),
     }
-    return st.load(target, folder, verify=verify)
+    return st.load(target, folder, options=st.LoadOptions(verify=verify))
 
 
 def open_all(folder):
-    opened = st.open_checkpoint(folder, verify="all")
+    opened = st.open_checkpoint(folder, options=st.LoadOptions(verify="all"))
     return st.load_plain_tensors(folder), [opened[key] for key in opened], opened.common(), st.verify(folder)
 
 
@@ -177,7 +177,9 @@ def test_without_checksums_nothing_is_checked_and_the_report_says_so():
     folder = folder_of(without_crc())
     reports = []
     target = st.ShardedTensor("big", None, torch.int64, (90_000,), (90_000,), (0,), (1,))
-    assert torch.equal(st.load({"b": target}, folder, verify="all", report=reports.append)["b"], BIG)
+    assert torch.equal(
+        st.load({"b": target}, folder, options=st.LoadOptions(verify="all", report=reports.append))["b"], BIG
+    )
     assert (reports[0].blocks_checked, reports[0].blocks_unchecked) == (0, 1)
     assert is_right(read_all(folder))
 
@@ -215,7 +217,7 @@ def test_verify_tells_of_every_file(tmp_path):
 def test_damage_outside_of_what_is_read_does_no_harm():
     folder = folder_of(flipped("__0_0.distcp", 8 * (PAYLOAD + 1000)))
     target = st.ShardedTensor("t", None, torch.float32, (3, 4), (3, 4), (0, 0), (1, 1))
-    assert torch.equal(st.load({"t": target}, folder, verify="all")["t"], WEIGHT.t())
+    assert torch.equal(st.load({"t": target}, folder, options=st.LoadOptions(verify="all"))["t"], WEIGHT.t())
 
 
 # Hostile
@@ -294,7 +296,7 @@ def test_with_leave_a_pickle_does_run(tmp_path):
     with pytest.raises(UnsafeFile, match="'step'"):
         st.load_common_state_dict(folder)
     assert not made.exists()
-    st.load_common_state_dict(folder, allow_pickle=True)
+    st.load_common_state_dict(folder, options=st.LoadOptions(allow_pickle=True))
     assert made.exists()
 
 
@@ -304,10 +306,10 @@ def test_an_index_with_unknown_classes_needs_leave():
     folder = folder_of(FILES | {".metadata": pickle.dumps(metadata, 4)})
     with pytest.raises(UnsafeFile, match="Harmless"):
         st.load_common_state_dict(folder)
-    assert st.load_common_state_dict(folder, allow_pickle=True) == {"step": 7}
+    assert st.load_common_state_dict(folder, options=st.LoadOptions(allow_pickle=True)) == {"step": 7}
     garbage = folder_of(FILES | {".metadata": FILES[".metadata"][:50]})
     with pytest.raises(CorruptCheckpoint):
-        st.load_common_state_dict(garbage, allow_pickle=True)
+        st.load_common_state_dict(garbage, options=st.LoadOptions(allow_pickle=True))
 
 
 class Harmless:

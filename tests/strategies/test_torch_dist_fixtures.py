@@ -118,7 +118,7 @@ def part_of(whole, shard):
 @pytest.mark.parametrize("name", TENSORS)
 def test_every_tensor_loads_in_another_layout(name, layout, verify):
     target = {key: layout(key, *kind) for key, kind in TENSORS[name].items()}
-    loaded = st.load(target, FIXTURES / name, validate_access_integrity=False, verify=verify)
+    loaded = st.load(target, FIXTURES / name, validate_access_integrity=False, options=st.LoadOptions(verify=verify))
     for key, shards in target.items():
         whole = value(key, *TENSORS[name][key])
         for shard, data in zip(shards, loaded[key], strict=True):
@@ -194,7 +194,9 @@ def test_another_grid_of_objects_needs_a_rule():
     target = {"rng": st.ShardedObject("rng_state", None, (1, 1), (0, 0))}
     with pytest.raises(ShapeError, match=r"'rng_state': of shape \(1, 2\), asked for in shape \(1, 1\)"):
         st.load(target, FIXTURES / GPT[0])
-    found = st.load(target, FIXTURES / GPT[0], object_rules={"rng_state": st.objects.replicate_cell((0, 1))})
+    found = st.load(
+        target, FIXTURES / GPT[0], options=st.LoadOptions(object_rules={"rng_state": st.objects.replicate_cell((0, 1))})
+    )
     both = [st.ShardedObject("rng_state", None, (1, 2), (0, rank)) for rank in range(2)]
     assert not st.diff(found["rng"], st.load({"rng": both}, FIXTURES / GPT[0])["rng"][1])
 

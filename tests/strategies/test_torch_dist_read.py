@@ -28,6 +28,7 @@ from shardtree.codec import Global, New, Reduced, write_pickle
 from shardtree.errors import CorruptCheckpoint, IntegrityError, UnsupportedValue
 from shardtree.storage import MemoryStorage
 from shardtree.testing import assemble, cut, first_difference, layouts, refilled, tensors
+from tests.options import load_keywords
 from tests.storage.threads import torch_threads
 
 # What torch.save takes; it has no storage for dtypes of fewer bits than a byte.
@@ -109,7 +110,7 @@ def loaded_in(folder, key, whole, layout, **options):
 
     def load(world):
         target = {"w": cut(layout, key, torch.zeros_like(whole), world.rank)}
-        return target, st.load(target, folder, world=world, **options)
+        return target, st.load(target, folder, world=world, **load_keywords(**options))
 
     pairs = st.simulate(layout.ranks, load)
     return assemble(refilled(target, loaded) for target, loaded in pairs)[key]
@@ -178,7 +179,7 @@ def test_a_large_tensor_loads_in_parts(large, axis, threads):
     ]
     reports = []
     with torch_threads(threads):
-        loaded = st.load({"w": parts}, writer.folder(), report=reports.append)["w"]
+        loaded = st.load({"w": parts}, writer.folder(), options=st.LoadOptions(report=reports.append))["w"]
     assert torch.equal(torch.cat(loaded, dim=axis), whole)
     # Rows are read as they lie and checked on the way; columns are copied out of a mapping.
     checked = 2 if axis == 0 else 0
@@ -198,7 +199,7 @@ def test_a_flipped_bit_of_a_large_chunk_is_found(large, place, threads):
     with torch_threads(threads):
         with pytest.raises(CorruptCheckpoint, match="checksum of 1 of its tensors"):
             st.load({"w": target}, folder)
-        st.load({"w": target}, folder, verify=None)
+        st.load({"w": target}, folder, options=st.LoadOptions(verify=None))
     assert [damage.keys for damage in st.verify(folder)] == [("w",)]
 
 
@@ -206,10 +207,10 @@ def test_progress_adds_up_to_what_is_read(large):
     writer, whole = large
     told = []
     target = st.ShardedTensor.from_rank_offsets("w", torch.empty_like(whole))
-    st.load({"w": target}, writer.folder(), progress=told.append)
+    st.load({"w": target}, writer.folder(), options=st.LoadOptions(progress=told.append))
     assert sum(told) == whole.nbytes
     told = []
-    assert st.verify(writer.folder(), progress=told.append) == ()
+    assert st.verify(writer.folder(), options=st.LoadOptions(progress=told.append)) == ()
     folder = writer.folder()
     assert sum(told) == sum(folder.length(name) for name in folder.names())
 
@@ -290,7 +291,7 @@ def test_two_tensors_may_share_an_archive(large):
         for key in ("w", "tied")
     }
     folder = writer.folder(pickle.dumps(metadata, 4))
-    loaded = st.load(target, folder, validate_access_integrity=False, verify="all")
+    loaded = st.load(target, folder, validate_access_integrity=False, options=st.LoadOptions(verify="all"))
     for parts in loaded.values():
         assert torch.equal(torch.cat(parts), torch.cat([whole[:500], whole[1500:2000]]))
 
@@ -417,7 +418,7 @@ def test_an_index_of_another_version_is_read(module, classes, allow_pickle):
     writer.add("w", (3,), (0,), torch.arange(3.0))
     folder = writer.folder(old_metadata(writer, module, **classes))
     target = st.ShardedTensor.from_rank_offsets("w", torch.zeros(3))
-    assert st.load({"w": target}, folder, allow_pickle=allow_pickle)["w"].tolist() == [0, 1, 2]
+    assert st.load({"w": target}, folder, options=st.LoadOptions(allow_pickle=allow_pickle))["w"].tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("allow_pickle", [False, True])
@@ -425,9 +426,13 @@ def test_a_dtype_that_this_torch_lacks_matters_where_it_is_asked_for(allow_pickl
     writer = Writer()
     writer.add("w", (3,), (0,), torch.arange(3.0))
     folder = writer.folder(old_metadata(writer, NEW, dtype="torch.float31"))
-    assert st.load_common_state_dict(folder, allow_pickle=allow_pickle) == {}
+    assert st.load_common_state_dict(folder, options=st.LoadOptions(allow_pickle=allow_pickle)) == {}
     with pytest.raises(UnsupportedValue, match="'w': this torch has no dtype like its own"):
-        st.load({"w": st.ShardedTensor.from_rank_offsets("w", torch.zeros(3))}, folder, allow_pickle=allow_pickle)
+        st.load(
+            {"w": st.ShardedTensor.from_rank_offsets("w", torch.zeros(3))},
+            folder,
+            options=st.LoadOptions(allow_pickle=allow_pickle),
+        )
 
 
 def test_megatrons_metadata_json_makes_the_same_files_its_own():

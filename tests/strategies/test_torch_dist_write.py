@@ -32,6 +32,7 @@ from shardtree.testing import (
 )
 from shardtree.world import World
 from tests.laws.test_kill_law import RANKS, check_kill_law, tree, value_in
+from tests.options import save_keywords
 
 TORCH_DIST, DCP = ("torch_dist", 1), ("dcp", 1)
 BACKENDS = pytest.mark.parametrize("backend", [TORCH_DIST, DCP], ids=lambda backend: backend[0])
@@ -55,7 +56,7 @@ def archived(storage: Storage, place: Any) -> Any:
 
 def saved(make: Callable[[World], Any], ranks: int = 1, backend: Any = TORCH_DIST, **options: Any) -> MemoryStorage:
     storage = MemoryStorage()
-    st.simulate(ranks, lambda world: st.save(make(world), storage, backend, world=world, **options))
+    st.simulate(ranks, lambda world: st.save(make(world), storage, backend, world=world, **save_keywords(**options)))
     return storage
 
 
@@ -415,7 +416,9 @@ def test_a_file_that_rank_0_does_not_see_is_found() -> None:
 def test_a_tensor_that_changes_its_shape_while_it_waits_is_found() -> None:
     weight = torch.ones(2, 3)
     shard = st.ShardedTensor.from_rank_offsets("w", weight)
-    request = st.save({"w": shard}, MemoryStorage(), TORCH_DIST, async_sharded_save=True, snapshot=False)
+    request = st.save(
+        {"w": shard}, MemoryStorage(), TORCH_DIST, async_sharded_save=True, options=st.SaveOptions(snapshot=False)
+    )
     weight.t_()
     with pytest.raises(st.errors.ShapeError, match="'w'"):
         request.execute_sync()

@@ -225,7 +225,7 @@ def test_objects_with_the_names_of_old_releases(tmp_path: Path) -> None:
     with pytest.raises(ShapeError, match=r"'rng_state': of shape \(1, 2\), asked for in shape \(1, 1\)"):
         st.load({"rng": fewer}, copy)
     rules = {"rng_state": st.objects.replicate_cell((0, 1))}
-    assert st.load({"rng": fewer}, copy, object_rules=rules)["rng"] == [{"tp": 1}]
+    assert st.load({"rng": fewer}, copy, options=st.LoadOptions(object_rules=rules))["rng"] == [{"tp": 1}]
     st.convert(copy, tmp_path / "today", backend="torch_dist")
     assert st.load({"rng": objects}, tmp_path / "today")["rng"] == loaded["rng"]
     (copy / "rng_state" / "shard_0.0_1.pt").unlink()
@@ -240,7 +240,7 @@ def test_an_object_that_would_run_code(tmp_path: Path) -> None:
     target = {"o": st.ShardedObject("layer._extra_state", None, (1,), (0,))}
     with pytest.raises(UnsafeFile, match="print"):
         st.load(target, copy)
-    assert st.load(target, copy, allow_pickle=True)["o"] is print
+    assert st.load(target, copy, options=st.LoadOptions(allow_pickle=True))["o"] is print
 
 
 # Arrays that the tests write themselves.

@@ -43,6 +43,7 @@ from shardtree.testing import (
     random_bits,
     state_layouts,
 )
+from tests.options import load_keywords
 
 # What torch says, once, when it makes a tensor of half-precision complex numbers.
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
@@ -50,7 +51,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimen
 ZARR = ("zarr", 3)
 QUICK = 10.0  # seconds of processors, which other work on the machine doesn't change
 EXAMPLES = settings.default.max_examples if settings.default else 100
-save = partial(st.save, sharded_strategy=ZARR, durable=False)
+save = partial(st.save, sharded_strategy=ZARR, options=st.SaveOptions(durable=False))
 
 
 def all_names(storage: Any, folder: str = "") -> Iterator[str]:
@@ -111,7 +112,7 @@ def flipped(tree: Any, directory: Any, **options: Any) -> Any:
     data = bytearray(directory.read(name))
     data[0] ^= 1
     directory.write(name, [memoryview(data)], durable=False)
-    return st.load(tree, directory, verify=None, **options)
+    return st.load(tree, directory, **load_keywords(verify=None, **options))
 
 
 def test_the_law_catches_a_flipped_bit() -> None:
@@ -233,9 +234,13 @@ def read_all(storage: Any) -> Any:
     metadata = st.load_sharded_metadata(storage)
     objects = {key: leaf for key, leaf in metadata.items() if isinstance(leaf, st.ShardedObject)}
     local = {"local": [7, st.LocalNonpersistentObject(0)]}
-    loaded = st.load({"found": objects} | local, storage, verify="all")
+    loaded = st.load({"found": objects} | local, storage, options=st.LoadOptions(verify="all"))
     return st.testing.outline(
-        (st.load_plain_tensors(storage, verify="all"), loaded, st.load_common_state_dict(storage))
+        (
+            st.load_plain_tensors(storage, options=st.LoadOptions(verify="all")),
+            loaded,
+            st.load_common_state_dict(storage),
+        )
     )
 
 
@@ -634,6 +639,6 @@ def test_a_removal_that_dies_leaves_what_loads() -> None:
 
         with pytest.raises(Killed):
             st.remove_sharded_tensors(st.testing.WatchedStorage(storage, before=fail), "w")
-        found = st.load_plain_tensors(storage, verify="all")
+        found = st.load_plain_tensors(storage, options=st.LoadOptions(verify="all"))
         assert set(found) in ({"layers", "w"}, {"layers"})
         assert all(torch.equal(found[key], STATE.tensors[key]) for key in found)

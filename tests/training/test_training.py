@@ -82,12 +82,12 @@ def train_and_save(world: World, folder: str) -> tuple[Run, Run, Losses]:
         "no gaps": shifted_state(trainer, lenses, plan),
     }
     for name, tree in saves.items():
-        st.save(tree, f"{folder}/{name}", world=world, durable=False)
+        st.save(tree, f"{folder}/{name}", world=world, options=st.SaveOptions(durable=False))
     sound = differences(trainer, st.load_plain_tensors(f"{folder}/sound"))
     before = Run(first, sound, groups(trainer))
     half = started(HALF, place)
     half.train(STEPS)
-    st.save(saved_state(half, *described(half)), f"{folder}/half", world=world, durable=False)
+    st.save(saved_state(half, *described(half)), f"{folder}/half", world=world, options=st.SaveOptions(durable=False))
     return before, Run(trainer.train(STEPS), [], groups(trainer)), half.train(STEPS)
 
 
@@ -126,7 +126,7 @@ def resumed(world: World, config: Config, folder: str, place: Any) -> Run:
     stored = st.load_plain_tensors(folder)
     wrong, held = differences(trainer, stored), groups(trainer)
     again = f"{folder} again, {place.layout}"
-    st.save(saved_state(trainer, lenses, plan), again, world=world, durable=False)
+    st.save(saved_state(trainer, lenses, plan), again, world=world, options=st.SaveOptions(durable=False))
     resaved = st.load_plain_tensors(again)
     wrong += [f"{key} saved again" for key in stored.keys() | resaved.keys() if not same_bits(key, stored, resaved)]
     return Run(trainer.train(STEPS), wrong, held)

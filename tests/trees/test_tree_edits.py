@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import optree
@@ -15,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardtree
+from shardtree._later import ROOMS
 from shardtree.errors import IntegrityError, KeyMismatch, ShapeError, TreeError
 from shardtree.mapping import LocalNonpersistentObject, ShardedBase, ShardedObject, ShardedTensor, ShardedTensorFactory
 from shardtree.trees import (

@@ -11,8 +11,8 @@ from typing import Any
 from ...layouts import TensorKind
 from ...mapping import LocalNonpersistentObject, ShardedBase, ShardedObject, ShardedTensor
 from ...plans import grouped
-from ...storage import Directory, Verify
-from ...strategies import Strategies
+from ...storage import Directory
+from ...strategies import LoadOptions, Strategies
 from ...trees import Difference, Record, diff, map_shards
 from .._lazy_tree import OpenCheckpoint, open_checkpoint
 from ._values import GROUP_BYTES, BoxReader, ValueDifference, value_difference
@@ -69,12 +69,9 @@ def compare(
     left: Directory,
     right: Directory,
     *,
-    verify: Verify = "whole",
-    allow_pickle: bool = False,
-    types: tuple[type, ...] = (),
     max_bytes_in_flight: int = MOST_BYTES,
     strategies: Strategies | None = None,
-    progress: Callable[[int], None] | None = None,
+    options: LoadOptions | None = None,
 ) -> CheckpointDifference:
     """Return where two checkpoints differ, whatever formats they are in and however they are cut; not collective.
 
@@ -83,12 +80,9 @@ def compare(
     Args:
         left: where one checkpoint is.
         right: where the other one is.
-        verify: which blocks are checked when elements are read, as in `load`.
-        allow_pickle: whether pickled values may be unpickled, which can run any code.
-        types: enum, dataclass and namedtuple classes that stored records become instances of.
         max_bytes_in_flight: about how much memory the comparison of tensors may take.
         strategies: the dispatch table; None for the process's.
-        progress: is told, now and then, how many bytes of each checkpoint were compared since the last time.
+        options: how both are read; `progress` is called with the bytes of each that were compared since the last call.
 
     Raises:
         NotACheckpoint: one of them isn't there.
@@ -104,15 +98,16 @@ def compare(
         >>> [str(each) for each in found.values], bool(found.common)
         (["'w': 1 of 2 elements differ, by at most 0.5; the first at (1,): 2.0 and 2.5"], False)
     """
-    options: Any = {"verify": verify, "allow_pickle": allow_pickle, "types": types, "strategies": strategies}
-    mine, theirs = open_checkpoint(left, **options), open_checkpoint(right, **options)
+    options = LoadOptions() if options is None else options
+    quiet = replace(options, progress=LoadOptions().progress)  # what is compared counts, not what is read for it
+    mine, theirs = (open_checkpoint(each, strategies=strategies, options=quiet) for each in (left, right))
     both = [key for key in mine if key in theirs and type(mine.metadata[key]) is type(theirs.metadata[key])]
     known = set(both)
     pairs = [(key, mine.metadata[key], theirs.metadata[key]) for key in both]
     kinds = [unlike for key, *pair in pairs if (unlike := _kind_difference(key, *pair))]
     unlike_keys = {each.key for each in kinds}
     tensors = [key for key in both if isinstance(mine.metadata[key], ShardedTensor) and key not in unlike_keys]
-    compared = _Counter(progress or (lambda nbytes: None))
+    compared = _Counter(options.progress)
     values = list(_value_differences(tensors, BoxReader(mine), BoxReader(theirs), max_bytes_in_flight, compared.add))
     objects = {key: object_difference(mine, theirs, key) for key in both if _is_object(mine.metadata[key])}
     return CheckpointDifference(

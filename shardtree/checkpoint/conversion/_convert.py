@@ -13,13 +13,23 @@ from ...errors import AlreadyACheckpoint, CheckpointingException, IntegrityError
 from ...lazy import LazyTensor
 from ...mapping import ShardedObject, ShardedTensor
 from ...storage import Directory, Storage, digest, storage_at
-from ...strategies import METADATA_FILE, Checkpoint, SaveOptions, Strategies, StrategyAction, disown, owned, table_of
+from ...strategies import (
+    METADATA_FILE,
+    Checkpoint,
+    LoadOptions,
+    SaveOptions,
+    Strategies,
+    StrategyAction,
+    disown,
+    owned,
+    table_of,
+)
 from ...trees import HOLE
 from .._dispatch import Backends, backends_of
 from .._lazy_tree import OpenCheckpoint, open_checkpoint
 from .._open import read_fields, recognized
 from ..comparison._compare import MOST_BYTES
-from ..saving._begin import draft_of, look, make_folder
+from ..saving._start import look, make_folder, pending_save
 from ._check import Checked, check_written
 from ._journal import Journal, begin_journal, begun_save, forget, has_files, journal_at, remove_others
 from ._plan import Batch, Cutting, Plan, Transform, plan_conversion
@@ -149,11 +159,9 @@ def convert(
     leave_out: Sequence[str] = (),
     max_bytes_in_flight: int = 256 * 1024 * 1024,
     verify: bool = True,
-    durable: bool = True,
-    allow_pickle: bool = False,
-    types: tuple[type, ...] = (),
     strategies: Strategies | None = None,
-    progress: Callable[[int], None] | None = None,
+    load_options: LoadOptions | None = None,
+    save_options: SaveOptions | None = None,
 ) -> ConversionReport:
     """Write a checkpoint of any format as one of another, and return what was done; not collective.
 
@@ -177,11 +185,10 @@ def convert(
             Whatever else isn't in the output is an error.
         max_bytes_in_flight: the most bytes that a batch holds. A format that can't stream has one batch in memory.
         verify: whether the destination is read back and compared.
-        durable: whether everything is on the medium before the checkpoint counts.
-        allow_pickle: whether pickled values may be unpickled, which can run any code, and pickled again.
-        types: enum, dataclass and namedtuple classes that stored records become instances of.
         strategies: the dispatch table; None for the process's.
-        progress: is told, now and then, how many bytes were written, and later compared, since the last time.
+        load_options: how the source is read, and the destination when it is compared.
+        save_options: how the destination is written; `progress` is called with the bytes that were written, and later
+            compared, since the last call.
 
     Raises:
         NotACheckpoint: there is no source.
@@ -200,23 +207,21 @@ def convert(
         >>> report.nbytes, st.load_plain_tensors(destination)
         (8, {'w': tensor([0., 1., 2., 3.], dtype=torch.bfloat16)})
     """
-    options: Any = {"allow_pickle": allow_pickle, "types": types, "strategies": strategies}
-    opened = open_checkpoint(source, **options)
-    most, tell = max_bytes_in_flight, progress or SaveOptions().progress
+    load_options, save_options = load_options or LoadOptions(), save_options or SaveOptions()
+    opened = open_checkpoint(source, strategies=strategies, options=load_options)
+    most = max_bytes_in_flight
     plan = plan_conversion(opened, transform, transform_common, leave_out=leave_out, layout=layout, most_bytes=most)
     choices = _latest(backend, strategies), None if common_backend is None else _latest(common_backend, strategies)
     backends = backends_of(*choices, strategies)
-    target = Destination(
-        storage_at(destination), choices, backends, strategies, SaveOptions(durable, allow_pickle, progress=tell)
-    )
-    digest = conversion_digest(opened.checkpoint, backends, plan.batches, allow_pickle=allow_pickle)
+    target = Destination(storage_at(destination), choices, backends, strategies, save_options)
+    digest = conversion_digest(opened.checkpoint, backends, plan.batches, allow_pickle=save_options.allow_pickle)
     journal = journal_at(target.storage, digest, strategies)
     resumed, may_be_others = _written(target, journal, plan)
     checked = None
     try:
         if verify or may_be_others:
-            written = open_checkpoint(target.storage, **options)
-            checked = check_written(written, plan, min(max(most, _LEAST_BYTES), MOST_BYTES), tell)
+            written = open_checkpoint(target.storage, strategies=strategies, options=load_options)
+            checked = check_written(written, plan, min(max(most, _LEAST_BYTES), MOST_BYTES), save_options.progress)
     except IntegrityError:
         forget(journal)
         raise
@@ -269,8 +274,8 @@ def _written(target: Destination, journal: Journal, plan: Plan) -> tuple[int, bo
     rehearse_common(target, common)
     remove_others(journal)
     if save_id is None:
-        begun = look(storage, target.backends, target.strategies, overwrite=False)
-        pending = draft_of(begun, storage, Turn(0, 1), target.options)
+        start = look(storage, target.backends, target.strategies, overwrite=False)
+        pending = pending_save(start, storage, Turn(0, 1), target.options)
         make_folder(pending, target.backends, target.strategies)
         save_id = pending.save_id
         if "folder" in pending.memo:

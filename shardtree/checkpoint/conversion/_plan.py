@@ -21,7 +21,7 @@ from ...trees import HOLE, leaves_with_paths
 from .._lazy_tree import OpenCheckpoint
 from .._open import load_common
 from ..comparison._values import BoxReader, box_shape, boxes
-from ..saving._prepare import prepare
+from ..saving._parts import take_apart
 from ._source import COMMON, Shard, SourceKey, StoredObject, left_out_keys, source_tree
 
 # What became of everything that a source holds: used, or left out on purpose, or lost, which is an error.
@@ -289,7 +289,7 @@ def plan_conversion(
     reads: list[Fetch] = []
     reader = BoxReader(opened)
     source = source_tree(reader, left_out, reads.append)
-    output = prepare(dict(source) if transform is None else transform(dict(source)))
+    output = take_apart(dict(source) if transform is None else transform(dict(source)))
     _refuse_plain_values(output.common)
     check_output(output.tensors, output.objects)
     unused = unused_elements(source, output.tensors, output.objects, tuple(reads))

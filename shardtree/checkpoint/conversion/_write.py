@@ -15,7 +15,7 @@ from ...strategies import AsyncRequest, PendingSave, SaveOptions, Strategies, St
 from ...trees import HOLE
 from ...world import World
 from .._dispatch import Backends, Choice, strategy_of
-from ..saving._request import save_request
+from ..saving._commit import save_request
 from ._journal import Journal, NotedStorage, announcer, recall, record
 from ._plan import Batch, Plan
 from ._source import StoredObject, expect_tensors

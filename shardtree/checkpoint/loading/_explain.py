@@ -13,7 +13,7 @@ import torch
 from ...errors import CheckpointReplaced, CorruptCheckpoint, NotACheckpoint, StorageError
 from ...layouts import ShardColumns, join_columns
 from ...mapping import ShardedTensor
-from ...objects import ObjectRule, drop_objects
+from ...objects import drop_objects
 from ...plans import (
     Explanation,
     FailedCheck,
@@ -27,12 +27,13 @@ from ...plans import (
     plan_exchange,
     stored_elements,
 )
-from ...storage import Directory, Verify
+from ...storage import Directory
 from ...strategies import Checkpoint, LoadOptions, Strategies, StrategyAction, find_strategy, get_default_strategy
 from ...world import one_process
 from .._consistency import KnownLayout, check_together, describe
 from .._dispatch import Choice, backend_of, sharded_backend
 from .._open import Metadata, open_at, stored_keys, stored_kinds
+from ._ask import Choices, LoadRequest, listing, matched_target, stored_common
 from ._checks import (
     CommonOf,
     Keys,
@@ -46,8 +47,7 @@ from ._checks import (
     objects_metadata,
     prospect,
 )
-from ._read import Exchange, by_dtype, columns_of, common_rounds, exchanges, may_overflow
-from ._settle import Choices, Wanted, listing, prepared, stored_common
+from ._read import by_dtype, columns_of, common_rounds, exchanges, may_overflow
 from ._strict import StrictHandling, mismatched_keys, parse_strict, raises_keys
 from ._targets import Target, check_given, usable_device
 
@@ -105,19 +105,19 @@ class _RankFit:
     left_out: tuple[str, ...]
 
 
-def explanation(checkpoint: Checkpoint, choices: Choices, wanted: Wanted, trees: Sequence[Any]) -> Explanation:
-    ranks, noted, mode = range(len(trees)), _Noted(), parse_strict(wanted.strict)
-    passes_on = exchanges(wanted.exchange, checkpoint.storage, len(trees))
-    noted.run(ranks, partial(usable_device, wanted.device), None)
-    metadata = listing(checkpoint, choices)
+def explanation(checkpoint: Checkpoint, request: LoadRequest, trees: Sequence[Any]) -> Explanation:
+    ranks, noted, mode = range(len(trees)), _Noted(), parse_strict(request.strict)
+    passes_on = exchanges(request.options.exchange, checkpoint.storage, len(trees))
+    noted.run(ranks, partial(usable_device, request.device), None)
+    choices, metadata = request.choices, listing(checkpoint, request.choices)
     stored = stored_keys(metadata)
-    own = [replace(wanted, tree=tree) for tree in trees]
-    prepare = [partial(prepared, each, rank, len(own)) for rank, each in enumerate(own)]
+    own = [replace(request, tree=tree) for tree in trees]
+    prepare = [partial(matched_target, each, rank, len(own)) for rank, each in enumerate(own)]
     tried = {rank: noted.run([rank], prepare[rank], None) for rank in ranks}
     found = {rank: part for rank, part in tried.items() if part is not None}
     complete = len(found) == len(own)
-    if complete and wanted.describes:
-        noted.run(ranks, partial(_check_together, found, tiling=wanted.validate), None)
+    if complete and request.describes:
+        noted.run(ranks, partial(_check_together, found, tiling=request.validate), None)
     asked = set[str]().union(*(target.keys for target, _ in found.values()))
     common_of = cache(partial(stored_common, checkpoint, choices))
     fits: dict[int, _RankFit] = {}
@@ -133,7 +133,7 @@ def explanation(checkpoint: Checkpoint, choices: Choices, wanted: Wanted, trees:
     groups = noted.run(ranks, partial(_groups, fitting, kinds, passes_on=passes_on), None)
     costs = _costs(checkpoint, choices, fits, groups)
     undecided = (
-        one for fit in fits.values() for one in _undecided(checkpoint, choices, fit, kinds if wanted.cast else {})
+        one for fit in fits.values() for one in _undecided(checkpoint, choices, fit, kinds if request.cast else {})
     )
     return Explanation(
         missing=tuple(sorted(stored - asked)),
@@ -178,7 +178,7 @@ def _rank_fit(
     run: Run,
     checkpoint: Checkpoint,
     choices: Choices,
-    wanted: Wanted,
+    request: LoadRequest,
     target: Target,
     keys: Keys,
     metadata: Metadata,
@@ -188,15 +188,15 @@ def _rank_fit(
     listed = objects_metadata(checkpoint, metadata, choice, strategies)
 
     def fit(target: Target) -> tuple[Prospect, ObjectsFit]:
-        tensors = partial(prospect, checkpoint, target, choice, strategies, cast=wanted.cast)
-        objects = partial(fit_objects, target.objects, listed, wanted.object_rules, keys.unexpected)
+        tensors = partial(prospect, checkpoint, target, choice, strategies, cast=request.cast)
+        objects = partial(fit_objects, target.objects, listed, request.options.object_rules, keys.unexpected)
         # A function of the caller's own may load what the format doesn't hold.
         found = Prospect() if callable(choice) else run(tensors, Prospect())
         return found, run(objects, ObjectsFit())
 
     fitted = (Prospect(), ObjectsFit())
-    kept, (found, objects), _, left = check_rank(run, wanted.tree, target, keys, fit, common_of, fitted)
-    run(partial(check_given, kept.tensors, donate=wanted.donate), None)
+    kept, (found, objects), _, left = check_rank(run, request.tree, target, keys, fit, common_of, fitted)
+    run(partial(check_given, kept.tensors, donate=request.donate), None)
     problems = in_common_state((*found.problems, *objects.problems), kept, common_of)
     return _RankFit(kept, found, objects, problems, named_unexpected(keys, target, common_of), left)
 
@@ -287,13 +287,9 @@ def explain(
     donate: bool = False,
     device: str | torch.device | None = None,
     cast: bool = False,
-    exchange: Exchange = "auto",
-    object_rules: Mapping[str, ObjectRule] | None = None,
-    verify: Verify = "whole",
-    allow_pickle: bool = False,
-    types: tuple[type, ...] = (),
-    strategies: Strategies | None = None,
     layout: ShardColumns | None = None,
+    strategies: Strategies | None = None,
+    options: LoadOptions | None = None,
 ) -> Explanation:
     """Return what `load` would do with a target, in a world of one: what is wrong, and how much would be read.
 
@@ -310,13 +306,9 @@ def explain(
         donate: whether the target's tensors would be given away.
         device: where tensors would be put whose target has none.
         cast: whether dtypes would be converted.
-        exchange: as in `load`; a single rank has none to exchange with.
-        object_rules: for objects in another shape, as in `load`.
-        verify: which blocks would be checked against their hashes.
-        allow_pickle: whether pickled values of the common state may be unpickled, which can run any code.
-        types: classes that stored records become instances of, as in `load`.
-        strategies: the dispatch table; None for the process's.
         layout: the tensor shards that all ranks ask for, as in `load`.
+        strategies: the dispatch table; None for the process's.
+        options: how the checkpoint would be read, as in `load`.
 
     Returns:
         The explanation; its text is a table.
@@ -325,7 +317,7 @@ def explain(
         NotACheckpoint: there is none.
         CorruptCheckpoint: metadata or the common state isn't what was saved, or a file isn't there, or has another
             length.
-        StrategyError: the format doesn't tell what it holds; or there is no such `verify` or `exchange`.
+        StrategyError: the format doesn't tell what it holds; or there is no such `verify` or `exchange` as in the options.
         KeyMismatch: there is no such strict mode.
 
     Examples:
@@ -342,10 +334,12 @@ def explain(
         rank  shards  objects  asked for  read  over-read  pieces  files
            0       1        0        0 B   0 B       1.00       0      0
     """
-    checkpoint = open_at(checkpoint_dir, one_process(), LoadOptions(verify, allow_pickle, types), strategies)
+    options = LoadOptions() if options is None else options
+    checkpoint = open_at(checkpoint_dir, one_process(), options, strategies)
     choices = (sharded_strategy, common_strategy, strategies)
-    wanted = Wanted(None, layout, strict, validate_access_integrity, cast, object_rules, donate, exchange, device)
-    return explanation(checkpoint, choices, wanted, [sharded_state_dict])
+    checked_alone = (layout, strict, validate_access_integrity, cast, donate, device)
+    request = LoadRequest(None, choices, *checked_alone, options)
+    return explanation(checkpoint, request, [sharded_state_dict])
 
 
 def explain_ranks(
@@ -359,13 +353,9 @@ def explain_ranks(
     donate: bool = False,
     device: str | torch.device | None = None,
     cast: bool = False,
-    exchange: Exchange = "auto",
-    object_rules: Mapping[str, ObjectRule] | None = None,
-    verify: Verify = "whole",
-    allow_pickle: bool = False,
-    types: tuple[type, ...] = (),
-    strategies: Strategies | None = None,
     layout: ShardColumns | None = None,
+    strategies: Strategies | None = None,
+    options: LoadOptions | None = None,
 ) -> Explanation:
     """Return what a `load` by several ranks would do, found out in this process, given the targets of all of them.
 
@@ -382,13 +372,9 @@ def explain_ranks(
         donate: see `explain`.
         device: see `explain`.
         cast: see `explain`.
-        exchange: whether ranks that want the same shard would read it once between them.
-        object_rules: see `explain`.
-        verify: see `explain`.
-        allow_pickle: see `explain`.
-        types: see `explain`.
-        strategies: see `explain`.
         layout: see `explain`.
+        strategies: see `explain`.
+        options: see `explain`.
 
     Returns:
         The explanation, with what each rank would read from storage.
@@ -401,11 +387,13 @@ def explain_ranks(
         >>> folder = tempfile.mkdtemp()
         >>> st.save({"w": st.ShardedTensor.from_rank_offsets("w", torch.zeros(4, 6))}, folder)
         >>> columns = [st.ShardedTensor.from_rank_offsets("w", torch.zeros(4, 2), (1, rank, 3)) for rank in range(3)]
-        >>> explanation = explain_ranks([{"w": shard} for shard in columns], folder, verify=None)
+        >>> explanation = explain_ranks([{"w": shard} for shard in columns], folder, options=st.LoadOptions(verify=None))
         >>> explanation.ok, [one.cost.bytes_wanted for one in explanation.reads], explanation.over_read
         (True, [32, 32, 32], 2.5)
     """
-    checkpoint = open_at(checkpoint_dir, one_process(), LoadOptions(verify, allow_pickle, types), strategies)
+    options = LoadOptions() if options is None else options
+    checkpoint = open_at(checkpoint_dir, one_process(), options, strategies)
     choices = (sharded_strategy, common_strategy, strategies)
-    wanted = Wanted(None, layout, strict, validate_access_integrity, cast, object_rules, donate, exchange, device)
-    return explanation(checkpoint, choices, wanted, sharded_state_dicts)
+    checked_alone = (layout, strict, validate_access_integrity, cast, donate, device)
+    request = LoadRequest(None, choices, *checked_alone, options)
+    return explanation(checkpoint, request, sharded_state_dicts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypeAlias, TypedDict, TypeVar, Unpack, overload
@@ -10,18 +10,16 @@ from typing import Any, Literal, TypeAlias, TypedDict, TypeVar, Unpack, overload
 import torch
 
 from ...layouts import ShardColumns
-from ...objects import ObjectRule
-from ...storage import Directory, ReadReport, Verify
+from ...storage import Directory, ReadReport
 from ...strategies import LoadOptions, Strategies
 from ...trees import told_of_depth
 from ...world import agree, current_world, step
 from .._dispatch import Choice
-from .._open import load_tensors_metadata, look, open_together
+from .._open import load_tensors_metadata, open_together
+from ._ask import CHECK_STEPS, CheckedLoad, LoadRequest, ask, check, compare_keys
 from ._checks import joined
-from ._read import ROOM_STEPS, Exchange, Reading, deliver, make_room, read_into
-from ._settle import Settled, Wanted, settle
+from ._read import DESTINATION_STEPS, Reading, deliver, destination_of, read_into
 from ._strict import StrictHandling, returns_keys
-from ._targets import Target
 
 _Key = TypeVar("_Key")
 
@@ -44,22 +42,16 @@ _Leaves: TypeAlias = Literal[
 ]
 
 
-class _Options(TypedDict, total=False):
+class _Keywords(TypedDict, total=False):
     """What `load` takes by name alone, for type checkers."""
 
     world: Any
     donate: bool
     cast: bool
     device: str | torch.device | None
-    exchange: Exchange
-    object_rules: Mapping[str, ObjectRule] | None
-    verify: Verify
-    allow_pickle: bool
-    types: tuple[type, ...]
-    strategies: Strategies | None
-    progress: Callable[[int], None] | None
-    report: Callable[[ReadReport], None] | None
     layout: ShardColumns | None
+    strategies: Strategies | None
+    options: LoadOptions | None
 
 
 @overload
@@ -70,7 +62,7 @@ def load(
     common_strategy: Choice = ...,
     validate_access_integrity: bool = ...,
     strict: _Leaves = ...,
-    **options: Unpack[_Options],
+    **keywords: Unpack[_Keywords],
 ) -> dict[_Key, Any]: ...
 @overload
 def load(
@@ -80,7 +72,7 @@ def load(
     common_strategy: Choice = ...,
     validate_access_integrity: bool = ...,
     strict: _Returns = ...,
-    **options: Unpack[_Options],
+    **keywords: Unpack[_Keywords],
 ) -> tuple[dict[_Key, Any], set[str], set[str]]: ...
 @overload
 def load(
@@ -90,7 +82,7 @@ def load(
     common_strategy: Choice = ...,
     validate_access_integrity: bool = ...,
     strict: str | StrictHandling = ...,
-    **options: Unpack[_Options],
+    **keywords: Unpack[_Keywords],
 ) -> Any: ...
 def load(
     sharded_state_dict: Any,
@@ -104,21 +96,22 @@ def load(
     donate: bool = False,
     cast: bool = False,
     device: str | torch.device | None = None,
-    exchange: Exchange = "auto",
-    object_rules: Mapping[str, ObjectRule] | None = None,
-    verify: Verify = "whole",
-    allow_pickle: bool = False,
-    types: tuple[type, ...] = (),
-    strategies: Strategies | None = None,
-    progress: Callable[[int], None] | None = None,
-    report: Callable[[ReadReport], None] | None = None,
     layout: ShardColumns | None = None,
+    strategies: Strategies | None = None,
+    options: LoadOptions | None = None,
 ) -> Any:
     """Return the stored common state joined by the loaded target; every rank of the world calls it with its own target.
 
     Only the bytes that the target asks for are read. Plain values in the target are ignored. Every container of the
-    target stands in the result, as `trees.join` says. Stored lists, tuples and records whose shards the target doesn't
-    ask for are left out; `report` and ``strict="raise_all"`` name the plain values that go with them.
+    target stands in the result, as `trees.join` says. Stored lists, tuples and records whose shards the target doesn't ask
+    for are left out; the report and ``strict="raise_all"`` name the plain values that go with them. The steps:
+
+    1. Open: rank 0 reads metadata.json.
+    2. Ask: ranks take their targets apart and describe them to each other. One collective, with step 1.
+    3. Compare keys, where `strict` asks for it. Usually no collective.
+    4. Check: targets fit together and what is stored; make memory. One collective; nothing was read or changed before.
+    5. Read: only what is asked for, each rank for itself or one for several. One collective.
+    6. Put together: loaded leaves join the common state, factories merge. One collective.
 
     Args:
         sharded_state_dict: the target: shards say what to load. Their data may be tensors on any device (results go
@@ -136,21 +129,10 @@ def load(
             fraction, an imaginary part or an integer that doesn't fit is an error. Without, another dtype is one.
         device: where a tensor is put whose target has no memory, since its data is None, a meta or a lazy tensor; the
             CPU by default. Each rank says its own.
-        exchange: whether ranks that want the same shard read it once between them and pass it on: "always", "never",
-            or "auto", which does so where storage is remote.
-        object_rules: what becomes of arrays of objects that are stored in another shape than the target's, by patterns
-            of keys (``*`` stands for one part between dots, ``**`` for any number); the first that fits a key counts.
-            Without a rule, another shape is an error.
-        verify: which blocks are checked against their hashes: "whole" those that are read whole or nearly (at most
-            64 KiB missing), and in files of at most 4 MiB all that are touched; "all" touched; or none (None).
-        allow_pickle: whether pickled values may be unpickled, which can run any code.
-        types: enum, dataclass and namedtuple classes that stored records become instances of; in the common
-            state, the namedtuple classes in the target count too.
-        strategies: the dispatch table; None for the process's.
-        progress: is told, now and then, how many bytes this rank read since the last time.
-        report: is given what this rank read, once.
         layout: the tensor shards that all ranks ask for, as every rank computed them by itself from a mesh and specs,
             or from DTensors: then no layouts are exchanged, only a hash of this one, which is checked in any case.
+        strategies: the dispatch table; None for the process's.
+        options: how the checkpoint is read: verification, exchange between ranks, classes, rules for objects, progress.
 
     Returns:
         The tree; with a strict mode that returns keys, ``(tree, missing, unexpected)``.
@@ -181,42 +163,45 @@ def load(
         megatron.core.dist_checkpointing.serialization.load, megatron-core 0.16.1.
     """
     ranks = current_world(world)
-    options = LoadOptions(verify, allow_pickle, types, progress or LoadOptions().progress)
+    options = LoadOptions() if options is None else options
     choices = (sharded_strategy, common_strategy, strategies)
-    wanted = Wanted(
-        sharded_state_dict, layout, strict, validate_access_integrity, cast, object_rules, donate, exchange, device
-    )
-    settled = settle(ranks, partial(look, checkpoint_dir, ranks, options, strategies), wanted, choices)
-    objects, read = read_into(settled.reading, settled.room)
-    tree = agree(ranks, "load: report", partial(_finished, settled, objects, read, report), steps=_LAST_STEPS)
-    return (tree, settled.missing, settled.unexpected) if returns_keys(settled.mode) else tree
+    checked_alone = (layout, strict, validate_access_integrity, cast, donate, device)
+    request = LoadRequest(sharded_state_dict, choices, *checked_alone, options)
+    local, messages = ask(ranks, checkpoint_dir, request)
+    missing, unexpected = compare_keys(ranks, request, local)
+    fits = partial(check, request, local, messages, missing, unexpected)
+    checked = agree(ranks, "load: check", fits, steps=CHECK_STEPS)
+    objects, read = read_into(checked.reading, checked.destination)
+    finish = partial(_put_together, checked, objects, read, options.report)
+    tree = agree(ranks, "load: report", finish, steps=_LAST_STEPS)
+    return (tree, missing, unexpected) if returns_keys(local.mode) else tree
 
 
 _LAST_STEPS = ("load: deliver", "load: join")
 
 
-def _finished(
-    settled: Settled, objects: Sequence[Any], read: ReadReport, report: Callable[[ReadReport], None] | None
+def _put_together(
+    checked: CheckedLoad, objects: Sequence[Any], read: ReadReport, report: Callable[[ReadReport], None] | None
 ) -> Any:
-    loaded = step("load: deliver", partial(deliver, settled.reading, settled.room, objects))
-    tree = step("load: join", partial(_joined, settled.common, settled.target, loaded))
+    loaded = step("load: deliver", partial(deliver, checked.reading, checked.destination, objects))
+    tree = step("load: join", partial(_joined, checked, loaded))
     if report is not None:
-        report(replace(read, left_out=settled.left_out))
+        report(replace(read, left_out=checked.left_out))
     return tree
 
 
-def _joined(common: Any, target: Target, loaded: Sequence[Any]) -> Any:
+def _joined(checked: CheckedLoad, loaded: Sequence[Any]) -> Any:
     with told_of_depth("load"):
         # Factories merge last, so that they see the plain values that they built beside their shards.
-        return target.merge(joined(common, target, loaded))
+        return checked.target.merge(joined(checked.common, checked.target, loaded))
 
 
 def load_plain_tensors(
     checkpoint_dir: Directory,
     *,
     world: Any = None,
-    verify: Verify = "whole",
     strategies: Strategies | None = None,
+    options: LoadOptions | None = None,
 ) -> dict[str, torch.Tensor]:
     """Return every stored tensor whole, by key; each rank of the world reads all of them.
 
@@ -229,9 +214,11 @@ def load_plain_tensors(
     """
     ranks = current_world(world)
     target = agree(ranks, "load: metadata", partial(load_tensors_metadata, checkpoint_dir, strategies=strategies))
-    checkpoint = open_together(checkpoint_dir, ranks, LoadOptions(verify), strategies)
+    checkpoint = open_together(checkpoint_dir, ranks, options or LoadOptions(), strategies)
     reading = Reading(checkpoint, None, strategies)
-    room = agree(ranks, "load: exchange", partial(make_room, reading, list(target.values())), steps=ROOM_STEPS[:-1])
-    objects, _ = read_into(reading, room)
-    loaded = agree(ranks, "load: deliver", partial(deliver, reading, room, objects))
+    destination = agree(
+        ranks, "load: exchange", partial(destination_of, reading, list(target.values())), steps=DESTINATION_STEPS[:-1]
+    )
+    objects, _ = read_into(reading, destination)
+    loaded = agree(ranks, "load: deliver", partial(deliver, reading, destination, objects))
     return dict(zip(target, loaded, strict=True))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +17,15 @@ from ...mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor
 from ...plans import ExchangePlan, overlaps, plan_exchange, read_rounds
 from ...plans.moving import convert
 from ...storage import LocalStorage, MemoryStorage, ReadReport, Storage, collector_paused
-from ...strategies import Checkpoint, Strategies, StrategyAction, check_unreplaced, default_strategies, find_strategy
+from ...strategies import (
+    Checkpoint,
+    Exchange,
+    Strategies,
+    StrategyAction,
+    check_unreplaced,
+    default_strategies,
+    find_strategy,
+)
 from ...trees import HOLE
 from ...world import World, agree, gather, step
 from .._consistency import KnownLayout
@@ -104,9 +112,6 @@ def _is_integer(dtype: torch.dtype) -> bool:
 
 # Passing on what one rank read to the others that want the same.
 
-Exchange = Literal["auto", "always", "never"]
-"""Whether ranks that want the same shard read it once between them."""
-
 
 def exchanges(exchange: Exchange, storage: Storage, ranks: int) -> bool:
     """Return whether ranks pass on what they read.
@@ -178,8 +183,8 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Room:
-    """Memory for what is read.
+class Destination:
+    """The memory that a load fills.
 
     Attributes:
         leaves: what is asked for.
@@ -194,11 +199,11 @@ class Room:
     together: bool
 
 
-ROOM_STEPS = ("load: make memory", "load: exchange")
+DESTINATION_STEPS = ("load: make memory", "load: exchange")
 
 
-def make_room(reading: Reading, leaves: Sequence[Any]) -> Room:
-    """Return memory for what a target's leaves ask for; its steps are `ROOM_STEPS`."""
+def destination_of(reading: Reading, leaves: Sequence[Any]) -> Destination:
+    """Return memory for what a target's leaves ask for; its steps are `DESTINATION_STEPS`."""
     shards = [leaf for leaf in leaves if isinstance(leaf, ShardedTensor)]
     choices = (reading.sharded_strategy, reading.strategies, reading.exchange, reading.kinds)
     is_staged = straight_to_device(reading.checkpoint, *choices)
@@ -206,20 +211,20 @@ def make_room(reading: Reading, leaves: Sequence[Any]) -> Room:
     make = collector_paused()(fill)
     memories = step("load: make memory", make)
     decide = partial(exchanges, reading.exchange, reading.checkpoint.storage, reading.checkpoint.world.size)
-    return Room(leaves, shards, memories, step("load: exchange", decide))
+    return Destination(leaves, shards, memories, step("load: exchange", decide))
 
 
-def read_into(reading: Reading, room: Room) -> tuple[list[Any], ReadReport]:
-    """Fill the room, and return the data of each object and how much was read; collective."""
+def read_into(reading: Reading, destination: Destination) -> tuple[list[Any], ReadReport]:
+    """Fill the destination, and return the data of each object and how much was read; collective."""
     world = reading.checkpoint.world
-    others = (leaf for leaf in room.leaves if type(leaf) is not ShardedTensor)
+    others = (leaf for leaf in destination.leaves if type(leaf) is not ShardedTensor)
     objects = [leaf for leaf in others if isinstance(leaf, ShardedObject)]
-    if room.together:
-        together = _read_together(reading, room.memories)
+    if destination.together:
+        together = _read_together(reading, destination.memories)
         return agree(world, "load: read objects", partial(_read_objects, reading, objects)), together
 
     def read() -> tuple[list[Any], ReadReport]:
-        report = step("load: read", partial(_read_alone, reading, room.memories))
+        report = step("load: read", partial(_read_alone, reading, destination.memories))
         return _read_objects(reading, objects), report
 
     return agree(world, "load: read objects", read, steps=("load: read",))
@@ -302,7 +307,7 @@ def _read_stored(reading: Reading, objects: Sequence[ShardedObject]) -> list[Any
     return loaded
 
 
-def deliver(reading: Reading, room: Room, objects: Sequence[Any]) -> list[Any]:
+def deliver(reading: Reading, destination: Destination, objects: Sequence[Any]) -> list[Any]:
     """Return what was loaded for each leaf: a tensor, a boxed object, a box as it is, a hole.
 
     Args:
@@ -312,8 +317,8 @@ def deliver(reading: Reading, room: Room, objects: Sequence[Any]) -> list[Any]:
     """
     rest = iter(objects)
     check_unreplaced(reading.checkpoint)  # all ranks have read by now
-    tensors = iter(deliver_all(room.shards, room.memories, donate=reading.donate, device=reading.device))
-    return [_loaded(leaf, tensors, rest) for leaf in room.leaves]
+    tensors = iter(deliver_all(destination.shards, destination.memories, donate=reading.donate, device=reading.device))
+    return [_loaded(leaf, tensors, rest) for leaf in destination.leaves]
 
 
 def _loaded(leaf: Any, tensors: Iterator[torch.Tensor], objects: Iterator[Any]) -> Any:

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar, overload
 from ...errors import CheckpointingException, NotACheckpoint, error_text
 from ...retention import Choose, SavedStep
 from ...storage import Directory, Storage, folder_in, storage_at
-from ...strategies import AsyncRequest, Strategies
+from ...strategies import AsyncRequest, SaveOptions, Strategies
 from ...world import World, agree, current_world, on_rank_zero
 from .._verify import verify
 from ..loading._load import load
@@ -166,7 +166,8 @@ class CheckpointSeries:
         folder = on_rank_zero(ranks, "series: find the step's folder", find)
         given: dict[str, Any] = {"world": self.world, "strategies": self.strategies, **options}
         if not async_sharded_save:
-            given["snapshot"] = False
+            # The request is run before this returns, so nothing can change under it.
+            given["options"] = replace(given.get("options") or SaveOptions(), snapshot=False)
         request = save(sharded_state_dict, folder_in(self._storage, folder), async_sharded_save=True, **given)
         place = Place(self._storage, folder, Record(None, measured, bool(pinned)), given["strategies"])
         noting = recorded(request, place)

@@ -11,7 +11,7 @@ from ...checkpoint import is_checkpoint
 from ...checkpoint import load as st_load
 from ...checkpoint import save as st_save
 from ...storage import Directory, Storage, storage_at
-from ...strategies import Strategies, Strategy, StrategyAction, find_strategy
+from ...strategies import SaveOptions, Strategies, Strategy, StrategyAction, find_strategy
 from ...world import simulate
 from .._bits import assemble, refilled
 from .._layout import Layout
@@ -110,8 +110,11 @@ def saver(subject: Subject) -> Callable[..., Any]:
     name = (subject.backend, subject.version)
     choices = (name, None) if subject.has(StrategyAction.SAVE_SHARDED) else (None, name)
 
-    def save(tree: Any, place: Directory, **options: Any) -> Any:
-        return st_save(tree, place, *choices, strategies=subject.strategies, durable=False, **options)
+    # Durability costs time and is a storage's business, not a format's.
+    fast = SaveOptions(durable=False)
+
+    def save(tree: Any, place: Directory, options: SaveOptions = fast, **keywords: Any) -> Any:
+        return st_save(tree, place, *choices, strategies=subject.strategies, options=options, **keywords)
 
     return save
 

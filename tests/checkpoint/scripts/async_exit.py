@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 import shardtree as st
+from tests.options import save_keywords
 
 FOLDER, WHAT = Path(sys.argv[1]), sys.argv[2]
 SLOW = 0.2  # seconds that each write takes
@@ -26,7 +27,7 @@ def request(value: float, name: str = "new", size: int = 1000, **options: Any) -
     rank = dist.get_rank() if dist.is_initialized() else 0
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     tree = {"w": st.ShardedTensor.from_rank_offsets("w", torch.full((size,), value), (0, rank, ranks)), "step": value}
-    made = st.save(tree, FOLDER / name, async_sharded_save=True, **options)
+    made = st.save(tree, FOLDER / name, async_sharded_save=True, **save_keywords(**options))
     assert made is not None
 
     def slowly() -> Any:

@@ -39,7 +39,7 @@ def make(folder: Path) -> None:
             return st.PartitionSpec("tp") if leaf.ndim > 1 else st.PartitionSpec()
 
         tree = st.shard_at(state, st.Mesh(tp=4), rows, world.rank)
-        st.save(tree, folder / "iter_0042000", ("torch_dist", 1), world=world, durable=False)
+        st.save(tree, folder / "iter_0042000", ("torch_dist", 1), world=world, options=st.SaveOptions(durable=False))
 
     st.simulate(4, save)
     st.save({"w": st.ShardedTensor.from_rank_offsets("w", torch.ones(2))}, folder / "little", ("torch_dist", 1))

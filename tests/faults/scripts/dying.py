@@ -50,7 +50,7 @@ def options(moment: str, folder: str) -> tuple[Any, dict[str, Any]]:
     if moment == "writing":
         return folder, {"progress": lambda size: die()}
     if moment == "written":
-        row = (StrategyAction.SAVE_SHARDED, safetensors.BACKEND, safetensors.VERSION)
+        row = (StrategyAction.SAVE_SHARDED, "safetensors", 1)
         return folder, {"strategies": {**default_strategies, row: dead_once_written}}
     storages = {"committing": DyingBefore, "committed": DyingAfter}
     return storages.get(moment, LocalStorage)(folder), {}

@@ -29,6 +29,7 @@ import shardtree
 from shardtree.mapping import ShardedObject, ShardedTensor
 from shardtree.storage import LocalStorage
 from shardtree.world import World, distributed, one_process
+from tests.options import save_keywords
 
 OBJECTS = {"safetensors", "torch_dist", "dcp", "zarr"}  # formats that hold more than tensors
 ANY_TRACER = 0x59616D61, -1  # prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY): a sibling may trace where Yama minds
@@ -81,12 +82,16 @@ def save(world: World, request: dict[str, Any]) -> None:
     if request["storage"] != "sound":
         place = STORAGES[request["storage"]](request["folder"])
     part, backend = tree(world.rank, world.size, request), tuple(request["backend"])
-    shardtree.save(part, place, backend, world=world, overwrite=request["overwrite"], stale_after=0.0, **options)
+    shardtree.save(
+        part, place, backend, world=world, overwrite=request["overwrite"], **save_keywords(stale_after=0.0, **options)
+    )
 
 
 def load(world: World, request: dict[str, Any]) -> None:
     target = tree(world.rank, world.size, {**request, "value": 0.0})
-    loaded = shardtree.load(target, request["folder"], world=world, verify=request["verify"])
+    loaded = shardtree.load(
+        target, request["folder"], world=world, options=shardtree.LoadOptions(verify=request["verify"])
+    )
     assert all(bool((loaded[key] == request["value"]).all()) for key in target if key[0] in "wn"), "silently wrong"
 
 
@@ -225,7 +230,7 @@ def warm() -> None:
     for backend in (("safetensors", 1), ("torch_dist", 1), ("dcp", 1), ("zarr", 3), ("huggingface", 1)):
         with tempfile.TemporaryDirectory() as folder:
             part = tree(0, 1, {"backend": backend, "value": 1.0, "tensors": 1, "columns": 3})
-            shardtree.save(part, folder, backend, durable=False)
+            shardtree.save(part, folder, backend, options=shardtree.SaveOptions(durable=False))
             shardtree.load(part, folder)
     until = time.monotonic() + 60
     while len(os.listdir("/proc/self/task")) > 1 and time.monotonic() < until:

@@ -108,7 +108,7 @@ def save(folder: str, backend: str) -> None:
     gpt = model()
     tree = state(gpt)
     fill(tree)
-    st.save(from_megatron(tree), Path(folder) / backend, (backend, 1), durable=False)
+    st.save(from_megatron(tree), Path(folder) / backend, (backend, 1), options=st.SaveOptions(durable=False))
 
 
 def save_theirs(folder: str, _: str) -> None:

@@ -68,7 +68,7 @@ def gated(rank: int, ranks: int) -> torch.Tensor:
 def save(folder: str, axis: int) -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     tree = rank_tree(state(), layout(ranks, axis), rank) | {"glu": glu("glu", gated(rank, ranks), rank, ranks)}
-    st.save(tree, folder, durable=False)
+    st.save(tree, folder, options=st.SaveOptions(durable=False))
 
 
 def load(folder: str, axis: int, *, verify: Verify = "all") -> None:
@@ -77,7 +77,7 @@ def load(folder: str, axis: int, *, verify: Verify = "all") -> None:
     target: dict[str, Any] = target_tree(state(), own, rank)
     for exchange in ("never", "always"):
         factory = glu("glu", torch.zeros_like(gated(rank, ranks)), rank, ranks)
-        loaded = st.load(target | {"glu": factory}, folder, verify=verify, exchange=exchange)
+        loaded = st.load(target | {"glu": factory}, folder, options=st.LoadOptions(verify=verify, exchange=exchange))
         assert first_difference(loaded.pop("glu"), gated(rank, ranks)) is None
         check_shards(refilled(target, loaded), rank_tree(state(), own, rank))
         check_rest(state(), target, loaded, rank)

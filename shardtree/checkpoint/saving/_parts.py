@@ -1,4 +1,4 @@
-"""From a sharded tree to what is saved: shards, and the common tree with holes where they were. Pure."""
+"""Step 1 of a save: a sharded tree is taken apart into shards, objects, and a common tree with holes. Pure."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .._open import CONTENT_METADATA
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Prepared:
+class TreeParts:
     """A tree, taken apart for saving.
 
     Attributes:
@@ -43,7 +43,7 @@ class Prepared:
 
 
 @collector_paused()
-def prepare(tree: Any, content_metadata: Mapping[str, Any] | None = None) -> Prepared:
+def take_apart(tree: Any, content_metadata: Mapping[str, Any] | None = None) -> TreeParts:
     """Return a tree taken apart for saving.
 
     Raises:
@@ -65,17 +65,17 @@ def prepare(tree: Any, content_metadata: Mapping[str, Any] | None = None) -> Pre
     tensors = tuple((path, leaf) for path, leaf in leaves if isinstance(leaf, ShardedTensor))
     _check_data([pair for pair in tensors if not _is_as_said(pair[1])])
     objects = tuple(leaf for _, leaf in rest if isinstance(leaf, ShardedObject))
-    return Prepared(tuple(shard for _, shard in tensors), objects, common_with_holes(built))
+    return TreeParts(tuple(shard for _, shard in tensors), objects, common_with_holes(built))
 
 
-def prepare_for_later(tree: Any, content_metadata: Mapping[str, Any] | None = None) -> Prepared:
-    """Return `prepare(tree, content_metadata)` with a common state that the caller's changes don't reach.
+def take_apart_for_later(tree: Any, content_metadata: Mapping[str, Any] | None = None) -> TreeParts:
+    """Return `take_apart(tree, content_metadata)` with a common state that the caller's changes don't reach.
 
     Raises:
-        UnsupportedValue: as `prepare`; or a value of the common state can't be copied.
+        UnsupportedValue: as `take_apart`; or a value of the common state can't be copied.
     """
-    prepared = prepare(tree, content_metadata)
-    return replace(prepared, common=_copied(prepared.common))
+    parts = take_apart(tree, content_metadata)
+    return replace(parts, common=_copied(parts.common))
 
 
 def _copied(common: Any) -> Any:
@@ -136,7 +136,7 @@ def _check_data(tensors: Sequence[tuple[TreePath, ShardedTensor]]) -> None:
     """Raise where a shard has no data, or none that can be saved.
 
     Raises:
-        CheckpointingException, UnsupportedValue, ShapeError: as `prepare`.
+        CheckpointingException, UnsupportedValue, ShapeError: as `take_apart`.
     """
     freed = ", whose storage is freed"
     empty = [

@@ -1,4 +1,4 @@
-"""The request that a save is until it is run: each rank's writes, then the commit."""
+"""Steps 5 and 6 of a save, as the request that does them: each rank writes its part, then rank 0 commits."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from ...strategies import (
 from ...world import step
 from .._dispatch import Backends, Choice, strategy_of
 from .._open import recognized
-from ._begin import end
 from ._replace import check_same, clean_up, exchange
+from ._start import end
 
 Fields = Mapping[str, Any]
 Writes = tuple[tuple[ShardedTensor, ...], tuple[ShardedObject, ...]]

@@ -1,15 +1,18 @@
-"""The beginning of a save: rank 0 looks where it goes, gives it a name, and makes a folder that every rank sees."""
+"""Step 2 of a save on rank 0: it looks where the save goes, names it, and makes the folder that every rank sees."""
 
 from __future__ import annotations
 
 import logging
 import secrets
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from ...errors import AlreadyACheckpoint, CorruptCheckpoint, StorageError, error_text
+from ...layouts import ShardColumns
 from ...storage import Exchanging, Storage, claim, new_folder, release
 from ...strategies import (
     MANIFEST_FILE,
@@ -31,16 +34,48 @@ from ...strategies import (
     stamp,
 )
 from ...world import World, step
-from .._dispatch import DEFAULT_BACKEND, Backends, common_backend, sharded_backend
+from .._dispatch import DEFAULT_BACKEND, Backends, Choice, common_backend, sharded_backend
 from .._open import recognized
 from ._replace import make_sibling, sibling_of
 
 logger = logging.getLogger("shardtree")
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class SaveCall:
+    """A call of `save`, with its defaults filled in.
+
+    Attributes:
+        world: the ranks that save together.
+        choices: what the caller named as formats of the shards and of the common state.
+        tiling: whether shards must tile their tensors, and common states agree.
+        common_view: what of the common state is compared.
+        options: how it is saved.
+        overwrite: whether a checkpoint that is already there may be replaced.
+        layout: all ranks' shards, where the caller gave them.
+        strategies: the dispatch table; None for the process's.
+        later: whether the request is returned instead of run.
+    """
+
+    world: World
+    choices: tuple[Choice, Choice]
+    tiling: bool
+    common_view: Callable[[Any], Any]
+    options: SaveOptions
+    overwrite: bool
+    layout: ShardColumns | None
+    strategies: Strategies | None
+    later: bool
+
+    @property
+    def describes(self) -> bool:
+        """Whether each rank gets a description of the others' shards."""
+        return self.tiling or self.options.check_replicas or self.layout is not None
+
+
 @dataclass(frozen=True, slots=True)
-class Begun:
-    """What rank 0 tells the others of a save's beginning.
+class SaveStart:
+    """Where a save goes, as rank 0 found it and sends it to the others.
 
     Attributes:
         save_id: the save's name.
@@ -53,40 +88,29 @@ class Begun:
     old: Stamp | None
 
 
-def begin(
-    world: World,
-    options: SaveOptions,
-    strategies: Strategies | None,
-    undo: ExitStack,
-    storage: Storage,
-    backends: Backends,
-    *,
-    overwrite: bool,
-) -> PendingSave:
+def begin(call: SaveCall, storage: Storage, backends: Backends, undo: ExitStack) -> PendingSave:
     """Return the pending save whose folder is made; on rank 0.
 
     Args:
-        world: who saves together.
-        options: how it is saved.
-        strategies: the dispatch table; None for the process's.
-        undo: takes what lets the folder go again, for as long as nothing is in it.
+        call: the call of `save`.
         storage: where to.
         backends: of the shards and of the common state.
-        overwrite: whether a checkpoint that is already there may be replaced.
+        undo: takes what lets the folder go again, for as long as nothing is in it.
 
     Raises:
-        AlreadyACheckpoint: there is a checkpoint already, and `overwrite` isn't given.
+        AlreadyACheckpoint: there is a checkpoint already, and it may not be replaced.
         StrategyError: a checkpoint is to be replaced as a whole, and can't be.
         StorageError: the folder can't be made, or is somebody else's.
     """
-    begun = step("save: look at the folder", partial(look, storage, backends, strategies, overwrite=overwrite))
-    pending = draft_of(begun, storage, world, options)
+    looking = partial(look, storage, backends, call.strategies, overwrite=call.overwrite)
+    start = step("save: look at the folder", looking)
+    pending = pending_save(start, storage, call.world, call.options)
     undo.callback(_undo, pending)
-    step("save: make the folder", partial(make_folder, pending, backends, strategies))
+    step("save: make the folder", partial(make_folder, pending, backends, call.strategies))
     return pending
 
 
-def look(storage: Storage, backends: Backends, strategies: Strategies | None, *, overwrite: bool) -> Begun:
+def look(storage: Storage, backends: Backends, strategies: Strategies | None, *, overwrite: bool) -> SaveStart:
     """Return what is known of a save before its folder is made. Nothing is changed.
 
     Args:
@@ -111,29 +135,29 @@ def look(storage: Storage, backends: Backends, strategies: Strategies | None, *,
         raise AlreadyACheckpoint(error_text(f"save: {storage.where()!r} already holds a checkpoint", fix=fix))
     save_id = f"save-{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{secrets.token_hex(8)}"
     if there and not (_is_native(backends) and _leaves_room(before, strategies)):
-        return Begun(save_id, None, stamp(storage))
+        return SaveStart(save_id, None, stamp(storage))
     if not _is_native(backends) and storage.length(MANIFEST_FILE) is not None:
         what = f"save: {storage.where(MANIFEST_FILE)!r} tells of files that are there no more, or aren't a checkpoint"
         raise StorageError(error_text(what, fix="Remove it, or save to another folder: loads would check files by it."))
-    return Begun(save_id, before, None)
+    return SaveStart(save_id, before, None)
 
 
-def draft_of(begun: Begun, storage: Storage, world: World, options: SaveOptions) -> PendingSave:
+def pending_save(start: SaveStart, storage: Storage, world: World, options: SaveOptions) -> PendingSave:
     """Return the pending save on this rank; its folder is made later.
 
     Raises:
         StrategyError: a checkpoint is to be replaced as a whole, and two folders can't be exchanged there.
     """
-    if begun.old is None:
-        return PendingSave(storage, begun.save_id, world, begun.before, options)
-    sibling = sibling_of(storage, begun.save_id)
-    replaced = Replaced(storage, sibling, begun.old)
-    return PendingSave(sibling.storage, begun.save_id, world, begun.before, options, replaced=replaced)
+    if start.old is None:
+        return PendingSave(storage, start.save_id, world, start.before, options)
+    sibling = sibling_of(storage, start.save_id)
+    replaced = Replaced(storage, sibling, start.old)
+    return PendingSave(sibling.storage, start.save_id, world, start.before, options, replaced=replaced)
 
 
-def begun_of(pending: PendingSave) -> Begun:
-    """Return what the other ranks are told of a pending save."""
-    return Begun(pending.save_id, pending.before, None if pending.replaced is None else pending.replaced.stamp)
+def start_of(pending: PendingSave) -> SaveStart:
+    """Return what rank 0 sends the others of a pending save."""
+    return SaveStart(pending.save_id, pending.before, None if pending.replaced is None else pending.replaced.stamp)
 
 
 def make_folder(pending: PendingSave, backends: Backends, strategies: Strategies | None) -> None:

@@ -1,0 +1,248 @@
+"""Steps 1 to 4 of a load: the checkpoint is opened, ranks say what they ask for, and all that can fail is checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Any, TypeVar
+
+import torch
+
+from ...codec import named_types
+from ...errors import UnsafeFile, UnsupportedValue
+from ...layouts import ShardColumns
+from ...storage import Directory
+from ...strategies import Checkpoint, LoadOptions, Strategies
+from ...world import World, agree, gather, share, step
+from .._consistency import Description, KnownLayout, check_together, describe, known_layout
+from .._dispatch import Choice
+from .._open import OPEN_STEPS, Fields, Metadata, load_common, look, sharded_metadata, stored_keys
+from ._checks import Keys, Kinds, ObjectsFit, check_rank, check_target, named_unexpected
+from ._read import DESTINATION_STEPS, Destination, Reading, destination_of
+from ._strict import (
+    StrictHandling,
+    log_keys,
+    log_left_out,
+    logs_keys,
+    looks_beforehand,
+    mismatched_keys,
+    needs_all_ranks,
+    parse_strict,
+)
+from ._targets import Target, take_apart, usable_device
+
+T = TypeVar("T")
+
+Choices = tuple[Choice, Choice, Strategies | None]
+"""What the caller named as strategies for the shards and the common state, and the dispatch table."""
+
+_ASKED_STEPS = (*OPEN_STEPS, "load: options", "load: prepare")
+CHECK_STEPS = (
+    "load: check integrity",
+    "load: strict",
+    "load: leave out",
+    "load: check the target",
+    "load: common state",
+    *DESTINATION_STEPS,
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadRequest:
+    """What a caller of `load` asks for; the attributes are its arguments.
+
+    Attributes:
+        tree: the target.
+        choices: the strategies.
+        layout: all ranks' targets, where the caller gave them.
+        strict: what to do about keys that only one side has.
+        validate: whether every element must be asked for by one main replica.
+        cast: whether dtypes are converted.
+        donate: whether the target's tensors are filled in place.
+        device: where tensors are put that have no memory in the target.
+        options: how the checkpoint is read.
+    """
+
+    tree: Any
+    choices: Choices
+    layout: ShardColumns | None
+    strict: str | StrictHandling
+    validate: bool
+    cast: bool
+    donate: bool
+    device: str | torch.device | None
+    options: LoadOptions
+
+    @property
+    def describes(self) -> bool:
+        """Whether each rank gets a description of what the others ask for."""
+        return self.validate or self.layout is not None
+
+
+Message = tuple[Fields, Description | None]
+"""What a rank sends the others: what metadata.json says, from rank 0; what it asks for, where ranks compare that."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LocalLoad:
+    """What a rank knows of a load by itself.
+
+    Attributes:
+        checkpoint: as this rank sees it.
+        mode: what is done about keys that don't match.
+        device: where tensors are put that have no memory in the target.
+        target: this rank's, taken apart.
+        known: what all ranks ask for, where the caller gave it.
+        description: of the target, None where ranks don't compare theirs.
+    """
+
+    checkpoint: Checkpoint
+    mode: StrictHandling
+    device: torch.device
+    target: Target
+    known: KnownLayout | None
+    description: Description | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CheckedLoad:
+    """A load that is known to fit: all that reading takes.
+
+    Attributes:
+        target: taken apart, without what isn't stored.
+        common: the stored common tree.
+        reading: how the target is read.
+        destination: the memory for it.
+        left_out: paths of the stored plain values that can't be returned, since containers around them lack shards.
+    """
+
+    target: Target
+    common: Any
+    reading: Reading
+    destination: Destination
+    left_out: tuple[str, ...]
+
+
+def ask(world: World, directory: Directory, request: LoadRequest) -> tuple[LocalLoad, list[Message]]:
+    """Return what a rank knows by itself, and each rank's message, by rank; one all-gather.
+
+    Args:
+        world: who loads together.
+        directory: where the checkpoint is.
+        request: what this rank asks for.
+
+    Raises:
+        NotACheckpoint, KeyMismatch, MetadataError, TreeError, UnsupportedValue, IntegrityError, RemoteError: as `load`.
+    """
+
+    def alone() -> LocalLoad:
+        checkpoint = look(directory, world, request.options, request.choices[2])
+        mode, device = step("load: options", lambda: (parse_strict(request.strict), usable_device(request.device)))
+        target, known = step("load: prepare", partial(matched_target, request, world.rank, world.size))
+        described = describe(target.tensors, target.objects, world.rank, known=known) if request.describes else None
+        return LocalLoad(checkpoint, mode, device, target, known, described)
+
+    # The phase's name differs, so that ranks that compare and ranks that don't get an error that says so.
+    phase = "load: describe target" if request.describes else "load: ask"
+    local, messages = share(world, phase, alone, _message, steps=_ASKED_STEPS)
+    # Rank 0 alone has read metadata.json, so that all ranks load one checkpoint, whatever a save does meanwhile.
+    return replace(local, checkpoint=replace(local.checkpoint, fields=messages[0][0])), messages
+
+
+def _message(local: LocalLoad) -> Message:
+    return local.checkpoint.fields, local.description
+
+
+def matched_target(request: LoadRequest, rank: int, ranks: int) -> tuple[Target, KnownLayout | None]:
+    """Return what a rank asks for, taken apart, and the layout that it was given, matched with that."""
+    target = take_apart(request.tree)
+    return target, known_layout("load", request.layout, target.tensors, rank, ranks)
+
+
+def compare_keys(world: World, request: LoadRequest, local: LocalLoad) -> tuple[set[str], set[str]]:
+    """Return the missing and the unexpected keys that a strict mode wants to know; collective where it does.
+
+    Args:
+        world: who loads together.
+        request: what this rank asks for.
+        local: what it knows by itself.
+    """
+    if not looks_beforehand(local.mode):
+        return set(), set()
+    own = local.target.keys
+    stored = agree(world, "load: metadata", lambda: stored_keys(listing(local.checkpoint, request.choices)))
+    everywhere = stored
+    if needs_all_ranks(local.mode):
+        known = set(() if local.known is None else local.known.columns.keys)
+        everywhere = known.union(*gather(world, "load: keys", lambda: own - known))
+    return mismatched_keys(local.mode, own, stored, everywhere)
+
+
+def check(
+    request: LoadRequest, local: LocalLoad, messages: Sequence[Message], missing: set[str], unexpected: set[str]
+) -> CheckedLoad:
+    """Return all that reading takes, once it is known that the load can succeed; its steps are `CHECK_STEPS`.
+
+    Args:
+        request: what this rank asks for.
+        local: what it knows by itself.
+        messages: each rank's, by rank.
+        missing: keys that no rank asks for, as far as the strict mode wants to know.
+        unexpected: keys that this rank asks for and that aren't stored, likewise.
+
+    Raises:
+        KeyMismatch, TreeError, UnsupportedValue, ShapeError, IntegrityError, UnsafeFile: as `load`.
+    """
+    checkpoint, (sharded, _, strategies) = local.checkpoint, request.choices
+    descriptions = [description for _, description in messages if description is not None]
+    if descriptions:
+        together = partial(check_together, "load", descriptions, local.known, tiling=request.validate)
+        step("load: check integrity", together)
+    common_of = cache(partial(stored_common, checkpoint, request.choices))
+
+    def fit(target: Target) -> tuple[Kinds, ObjectsFit]:
+        rules = request.options.object_rules
+        fitting = partial(check_target, checkpoint, target, sharded, strategies, cast=request.cast, rules=rules)
+        return fitting(left_out=unexpected, common_of=common_of)
+
+    keys = Keys(local.mode, missing, unexpected, lambda: stored_keys(listing(checkpoint, request.choices)))
+    if logs_keys(local.mode):
+        step("load: strict", lambda: log_keys(missing, named_unexpected(keys, local.target, common_of)))
+    unused: tuple[Kinds, ObjectsFit] = ({}, ObjectsFit())
+    target, fitted, common, lost = check_rank(_or_raise, request.tree, local.target, keys, fit, common_of, unused)
+    if logs_keys(local.mode):
+        log_left_out(lost)
+    how = (request.donate, request.options.exchange, *fitted, local.known, local.device)
+    reading = Reading(checkpoint, sharded, strategies, *how)
+    return CheckedLoad(target, common, reading, destination_of(reading, target.leaves), lost)
+
+
+def _or_raise(check: Callable[[], T], otherwise: T) -> T:
+    return check()
+
+
+def listing(checkpoint: Checkpoint, choices: Choices) -> Metadata:
+    """Return the tensors and objects that a checkpoint holds: a function that loads shards isn't one that lists them.
+
+    Raises:
+        StrategyError: the format doesn't tell what it holds.
+    """
+    sharded, common, strategies = choices
+    pair = (None if callable(sharded) else sharded, None if callable(common) else common)
+    return sharded_metadata(checkpoint, *pair, strategies)
+
+
+def stored_common(checkpoint: Checkpoint, choices: Choices, types: tuple[type, ...]) -> Any:
+    """Return the stored common tree, with instances of the target's own namedtuple classes where they fit."""
+    _, common, strategies = choices
+    # The caller's types come last, where they count.
+    options = replace(checkpoint.options, types=(*types, *named_types(checkpoint.options.types).values()))
+    try:
+        return load_common(replace(checkpoint, options=options), common, strategies)
+    except UnsupportedValue:
+        # A class that is no more what was stored: its records stay records, as they do without a target.
+        return load_common(checkpoint, common, strategies)
+    except UnsafeFile as error:
+        error.add_note("The tensors can be read without that: see load_plain_tensors and open_checkpoint.")
+        raise
