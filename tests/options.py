@@ -1,4 +1,4 @@
-"""Options as keywords, for tests that vary them one by one: `save_keywords(durable=False, world=w)` for `save`, and so on."""
+"""Options as keywords, for tests that vary them one by one: ``save(tree, folder, **save_keywords(durable=False))``."""
 
 from __future__ import annotations
 

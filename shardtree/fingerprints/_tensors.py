@@ -57,7 +57,7 @@ def partial_fingerprints(tree: Any) -> dict[str, PartialFingerprint]:
         >>> import torch, shardtree as st
         >>> whole = torch.arange(4.0)
         >>> halves = [st.ShardedTensor.from_rank_offsets("w", half, (0, i, 2)) for i, half in enumerate(whole.chunk(2))]
-        >>> of_halves = st.fingerprints.add_fingerprints(st.fingerprints.partial_fingerprints([half]) for half in halves)
+        >>> of_halves = st.fingerprints.add_fingerprints(partial_fingerprints([half]) for half in halves)
         >>> of_halves == st.fingerprint([st.ShardedTensor.from_rank_offsets("w", whole)])
         True
     """
@@ -143,7 +143,8 @@ def replica_problems(columns: ShardColumns, totals: Words) -> tuple[str, ...]:
     Examples:
         >>> import torch, shardtree as st
         >>> copies = [st.ShardedTensor.from_rank_offsets("w", torch.zeros(2), replica_id=number) for number in (0, 1)]
-        >>> columns = st.layouts.join_columns([st.layouts.shard_columns([copy], rank) for rank, copy in enumerate(copies)])
+        >>> own = [st.layouts.shard_columns([copy], rank) for rank, copy in enumerate(copies)]
+        >>> columns = st.layouts.join_columns(own)
         >>> replica_problems(columns, np.array([5, 6], dtype=np.uint64))
         ("'w': rank 1 holds other elements than rank 0",)
     """

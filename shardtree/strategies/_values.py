@@ -1,4 +1,4 @@
-"""The values that strategies are given: a checkpoint to read, a pending save to write, and the request that writes it."""
+"""The values that strategies are given: a checkpoint to read, a pending save to write, the request that writes it."""
 
 from __future__ import annotations
 

@@ -317,7 +317,7 @@ def explain(
         NotACheckpoint: there is none.
         CorruptCheckpoint: metadata or the common state isn't what was saved, or a file isn't there, or has another
             length.
-        StrategyError: the format doesn't tell what it holds; or there is no such `verify` or `exchange` as in the options.
+        StrategyError: the format doesn't tell what it holds; or an option has no such choice.
         KeyMismatch: there is no such strict mode.
 
     Examples:
@@ -387,7 +387,8 @@ def explain_ranks(
         >>> folder = tempfile.mkdtemp()
         >>> st.save({"w": st.ShardedTensor.from_rank_offsets("w", torch.zeros(4, 6))}, folder)
         >>> columns = [st.ShardedTensor.from_rank_offsets("w", torch.zeros(4, 2), (1, rank, 3)) for rank in range(3)]
-        >>> explanation = explain_ranks([{"w": shard} for shard in columns], folder, options=st.LoadOptions(verify=None))
+        >>> unchecked = st.LoadOptions(verify=None)
+        >>> explanation = explain_ranks([{"w": shard} for shard in columns], folder, options=unchecked)
         >>> explanation.ok, [one.cost.bytes_wanted for one in explanation.reads], explanation.over_read
         (True, [32, 32, 32], 2.5)
     """

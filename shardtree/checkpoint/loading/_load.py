@@ -103,8 +103,8 @@ def load(
     """Return the stored common state joined by the loaded target; every rank of the world calls it with its own target.
 
     Only the bytes that the target asks for are read. Plain values in the target are ignored. Every container of the
-    target stands in the result, as `trees.join` says. Stored lists, tuples and records whose shards the target doesn't ask
-    for are left out; the report and ``strict="raise_all"`` name the plain values that go with them. The steps:
+    target stands in the result, as `trees.join` says. Stored lists, tuples and records whose shards the target doesn't
+    ask for are left out; the report and ``strict="raise_all"`` name the plain values that go with them. The steps:
 
     1. Open: rank 0 reads metadata.json.
     2. Ask: ranks take their targets apart and describe them to each other. One collective, with step 1.

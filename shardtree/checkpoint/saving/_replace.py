@@ -86,7 +86,7 @@ def check_same(replaced: Replaced) -> None:
 def exchange(
     pending: PendingSave, replaced: Replaced, fields: Mapping[str, Any], strategies: Strategies | None
 ) -> None:
-    """Let a finished pending take the old checkpoint's place, with the files there that aren't a checkpoint's; on rank 0.
+    """Let a finished save take the old checkpoint's place, with the files there that aren't a checkpoint's; on rank 0.
 
     Raises:
         CheckpointReplaced: another save was there first.

@@ -31,7 +31,7 @@ class CheckpointSeries:
     """The steps of a run, each a checkpoint in a folder of its own under one root.
 
     A value: it remembers nothing, and what there is is looked up when asked for. Every rank of the world calls each
-    method; rank 0 looks and removes, and all get the same answer. ``world=st.world.one_process()`` is for one process alone.
+    method; rank 0 looks and removes, and all get the same answer. ``world=st.world.one_process()`` is for one process.
 
     Args:
         root: a path, a URL or a `Storage`; made by the first save.

@@ -67,8 +67,8 @@ def doubled_faults(shards: ShardColumns) -> Faults:
     Examples:
         >>> import torch, shardtree as st
         >>> half = st.ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3), (0, 0, 2))
-        >>> len(doubled_faults(st.layouts.shard_columns([half]))), len(doubled_faults(st.layouts.shard_columns([half, half])))
-        (0, 1)
+        >>> [len(doubled_faults(st.layouts.shard_columns(shards))) for shards in ([half], [half, half])]
+        [0, 1]
     """
     return _faults(shards, with_gaps=False)
 

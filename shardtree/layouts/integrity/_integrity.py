@@ -86,7 +86,8 @@ def sharding_problems(parts: Sequence[ShardColumns], objects: Sequence[ObjectCol
     Examples:
         >>> import torch, shardtree as st
         >>> shards = [st.ShardedTensor.from_rank_offsets("w", torch.zeros(2), (0, 0, rank + 2)) for rank in range(3)]
-        >>> for problem in sharding_problems([st.layouts.shard_columns([shard], rank) for rank, shard in enumerate(shards)]):
+        >>> own = [st.layouts.shard_columns([shard], rank) for rank, shard in enumerate(shards)]
+        >>> for problem in sharding_problems(own):
         ...     print(problem)
         'w' (ranks 0-2): (4,) float32 on rank 0, (6,) float32 on rank 1, (8,) float32 on rank 2
     """

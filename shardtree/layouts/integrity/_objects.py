@@ -157,7 +157,8 @@ def kind_problems(parts: Sequence[ShardColumns], objects: Sequence[ObjectColumns
     Examples:
         >>> import torch, shardtree as st
         >>> shards = [st.ShardedTensor.from_rank_offsets("w", torch.zeros(size)) for size in (4, 5, 5)]
-        >>> for problem in kind_problems([st.layouts.shard_columns([shard], rank) for rank, shard in enumerate(shards)]):
+        >>> own = [st.layouts.shard_columns([shard], rank) for rank, shard in enumerate(shards)]
+        >>> for problem in kind_problems(own):
         ...     print(problem)
         'w' (ranks 0-2): (4,) float32 on rank 0, (5,) float32 on ranks 1, 2
     """

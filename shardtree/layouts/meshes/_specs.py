@@ -58,8 +58,8 @@ class PartitionSpec:
     """How a tensor is cut: for each of its axes the axes of a mesh, as in JAX; it is replicated along the others.
 
     Args:
-        entries: for each axis of the tensor a mesh axis, a tuple of them, a `AxisSplit`, a tuple of those, or None. Axes
-            beyond the last entry aren't cut. An axis that isn't a multiple of its number of parts is cut as
+        entries: for each axis of the tensor a mesh axis, a tuple of them, an `AxisSplit`, a tuple of those, or None.
+            Axes beyond the last entry aren't cut. An axis that isn't a multiple of its number of parts is cut as
             `torch.chunk` does: into equal pieces, but the last ones, which are shorter or have nothing.
         at: ranks that hold the tensor at all, by their index along axes of the mesh, as in ``at={"pp": 1}`` for the
             layers of a pipeline's second stage.
