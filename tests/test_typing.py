@@ -26,7 +26,7 @@ strict = st.StrictHandling
 
 def saves(queue: st.AsyncCallsQueue, series: st.CheckpointSeries, later: bool) -> None:
     queue.schedule_async_request(st.save(shards, "a", async_sharded_save=True))
-    queue.schedule_async_request(st.save(shards, "a", None, None, True, True, durable=False))
+    queue.schedule_async_request(st.save(shards, "a", None, None, True, True, overwrite=True))
     queue.schedule_async_request(series.save(shards, 1, async_sharded_save=True))
     assert_type(st.save(shards, "a", async_sharded_save=later), st.AsyncRequest[Any] | None)
     assert_type(series.save(shards, 1, async_sharded_save=later), st.AsyncRequest[Any] | None)

@@ -62,7 +62,9 @@ def tree(value: float) -> dict[str, Any]:
 
 def begin(storage: Storage) -> Storage:
     for number, backend in BACKENDS.items():
-        series(storage).save(tree(float(number)), number, sharded_strategy=backend, durable=False)
+        series(storage).save(
+            tree(float(number)), number, sharded_strategy=backend, options=st.SaveOptions(durable=False)
+        )
     storage.replace(NOTES, b"mine", durable=False)
     storage.replace("readme.txt", b"mine too", durable=False)
     return storage
