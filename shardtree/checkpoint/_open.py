@@ -48,13 +48,13 @@ def open_at(directory: Directory, world: World, options: LoadOptions, strategies
         StrategyError: there is no such way to verify.
     """
     storage = find(directory, options)
-    # Before the fields: what takes its place in between is noticed.
+    # The stamp comes before the fields: a checkpoint that replaces this one in between is then noticed on a read.
     found = stamp(storage)
     return Checkpoint(storage, read_fields(storage, strategies), world, options, stamp=found)
 
 
 def find(directory: Directory, options: LoadOptions) -> Storage:
-    """Return a checkpoint's storage, once it is known that the options are some."""
+    """Return a checkpoint's storage, after checking the options."""
     if options.verify not in ("whole", "all", None):
         expected = "'whole', 'all' or None"
         raise StrategyError(error_text("open: no such verify", found=repr(options.verify)[:200], expected=expected))
@@ -74,7 +74,7 @@ def read_fields(storage: Storage, strategies: Strategies | None) -> Fields:
         return read_metadata(storage)[1]
     fields = recognized(storage, strategies)
     if fields is None:
-        return read_metadata(storage)[1]  # raises, and says what is wrong
+        return read_metadata(storage)[1]  # raises the error that fits: no file, or one that isn't ours
     return fields
 
 
@@ -83,6 +83,7 @@ def recognized(storage: Storage, strategies: Strategies | None) -> Fields | None
 
     Formats with an index of their own come first: a single safetensors file beside one is an export, say.
     """
+    # A plain DCP folder or a Hugging Face model has no metadata.json and may not get one: formats recognise their own.
     rows = [(name, fn) for (action, name, _), fn in table_of(strategies).items() if action is StrategyAction.RECOGNIZE]
     found = (recognize(storage) for _, recognize in sorted(rows, key=lambda row: row[0] in _GUESSES))
     return next((fields for fields in found if fields is not None), None)
@@ -141,6 +142,7 @@ def load_common_state_dict(
 def load_common(checkpoint: Checkpoint, choice: Choice, strategies: Strategies | None) -> Any:
     """Return a checkpoint's common tree, with holes where shards were."""
     strategy = strategy_of(StrategyAction.LOAD_COMMON, choice, common_backend(checkpoint.fields), strategies)
+    # Without this, a read that spans an overwrite could mix two checkpoints.
     with unreplaced(checkpoint):
         return strategy(checkpoint)
 
@@ -188,6 +190,7 @@ def sharded_metadata(
     """Return a checkpoint's tensors and objects; the common backend's too, where the sharded one holds no objects."""
     backend = sharded_backend(checkpoint.fields)
     metadata: Metadata = strategy_of(StrategyAction.LOAD_METADATA, sharded, backend, strategies)(checkpoint)
+    # A format without a row for objects, such as the zarr of old Megatron-Core, leaves them to the common backend.
     alone = common is None and common_backend(checkpoint.fields) == backend
     if alone or find_strategy(StrategyAction.LOAD_OBJECTS, *backend, strategies=strategies) is not None:
         return metadata
@@ -283,7 +286,7 @@ def _remove(directory: Directory, key_prefix: str, world: World, strategies: Str
     )
 
 
-# Opening a checkpoint on several ranks, so that all of them read the same one.
+# Opening on several ranks, so that all of them read the same checkpoint
 
 OPEN_STEPS = ("load: find the folder", "load: open")
 
@@ -304,9 +307,9 @@ def open_together(
 
 
 def look(directory: Directory, world: World, options: LoadOptions, strategies: Strategies | None) -> Checkpoint:
-    """Return a checkpoint as a rank knows it before it hears of the others; its steps are `OPEN_STEPS`.
+    """Return a checkpoint as this rank sees it before ranks exchange anything; its steps are `OPEN_STEPS`.
 
-    Only rank 0's has fields. It looks for all: on network storage the others may know of its last change later.
+    Only rank 0 reads the fields, for all ranks: on network storage, others may see the latest change later.
 
     Raises:
         NotACheckpoint: there is none.
