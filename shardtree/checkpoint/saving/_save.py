@@ -142,8 +142,8 @@ def save(
     tiling, later = validate_access_integrity, async_sharded_save
     if later and options.threads is None:
         options = replace(options, threads=background_threads())
-    # A process group of its own, so that a commit at the end of a process can't be paired with another rank's collective
-    # of its training step.
+    # A process group of its own: a commit at the end of one process can't be paired with a collective of another rank's
+    # training step.
     ranks = current_world(world, purpose="async save" if later else None)
     view = preprocess_common_before_consistancy_check or _unchanged
     choices = (sharded_strategy, common_strategy)
