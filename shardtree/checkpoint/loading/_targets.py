@@ -222,7 +222,7 @@ def _fillable(tensor: torch.Tensor) -> bool:
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     if target.is_conj() or target.is_neg():
         target.copy_(source)
-    else:  # as integers, so that a copy of floats keeps the bits of every NaN
+    else:  # as integers, since torch can't copy every dtype
         as_integers(target).copy_(as_integers(source))
 
 
