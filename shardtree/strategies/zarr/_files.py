@@ -31,7 +31,7 @@ from .._checks import misfit
 from ._array import Shape, StoredArray
 from ._cells import encode_shard_index, inner_counts
 from ._group import inner_cells
-from ._layout import Placed
+from ._layout import ArrayLayout
 
 _ZEROS = bytes(64 * 1024)
 
@@ -61,7 +61,7 @@ class ChunkFile:
     index: bytes = b""
 
 
-def chunk_files(part: Placed, rank: int, numbers: Column) -> Iterator[ChunkFile]:
+def chunk_files(part: ArrayLayout, rank: int, numbers: Column) -> Iterator[ChunkFile]:
     """Yield what a rank writes of a tensor's files.
 
     Args:
@@ -104,7 +104,7 @@ def _whole(array: StoredArray, columns: ShardColumns, file: Column, step: Shape)
     return Runs(number, np.zeros_like(number), file, target, columns.elements * item_size)
 
 
-def _planned(part: Placed, columns: ShardColumns, files: Column, step: Shape) -> Runs:
+def _planned(part: ArrayLayout, columns: ShardColumns, files: Column, step: Shape) -> Runs:
     """Return the runs of shards of any boxes; the target is the number of the file."""
     # Writing is planned as a load of chunks from shards: the same code finds which bytes meet.
     slots = _slots(part.array, part.cells[files])
