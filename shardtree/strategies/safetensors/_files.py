@@ -1,4 +1,4 @@
-"""A checkpoint's files: which they are, whether every byte is as its hash says, and removing tensors from them."""
+"""The files of a native checkpoint: listing them, checking every byte against its hash, and removing tensors."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from ..index import IndexMetadata, files_damage, stored_fingerprints, texts, wit
 from ._load import encode_index, load_sharded, read_index
 from ._save import BACKEND
 
-# Fingerprints that a save stored, held against the tensors as they are read back.
+# Comparing stored fingerprints with the tensors that are read back
 
 
 def fingerprint_damage(checkpoint: Checkpoint, name: str, damaged: Collection[str]) -> Iterator[Damage]:
-    """Yield the tensors that don't have the fingerprints that were stored with them; none where none was stored.
+    """Yield the tensors whose fingerprints aren't the ones that were stored with them; none if none was stored.
 
-    Their bytes may all be as they were written: this shows that they also lie where the index says.
+    All bytes may be as they were written: this shows that they also lie where the index says.
 
     Args:
         checkpoint: of the native format.
@@ -35,7 +35,7 @@ def fingerprint_damage(checkpoint: Checkpoint, name: str, damaged: Collection[st
     metadata = IndexMetadata(read_index(checkpoint))
     known = stored_fingerprints(metadata)
     tensors = [shard for key in known if key not in damaged and isinstance(shard := metadata[key], ShardedTensor)]
-    # The blocks' hashes were looked at already.
+    # Not verified a second time: the blocks' hashes were checked just before.
     load = partial(load_sharded, replace(checkpoint, options=replace(checkpoint.options, verify=None)))
     try:
         found = add_fingerprints(stored_parts(tensors, load, threads=checkpoint.options.threads))
@@ -48,7 +48,7 @@ def fingerprint_damage(checkpoint: Checkpoint, name: str, damaged: Collection[st
             yield Damage(name, what, keys=(key,))
 
 
-# Checking a whole checkpoint against its hashes: every byte of every file.
+# Checking a whole checkpoint against its hashes: every byte of every file
 
 
 def verify_files(checkpoint: Checkpoint) -> tuple[Finding, ...]:
@@ -60,7 +60,7 @@ def verify_files(checkpoint: Checkpoint) -> tuple[Finding, ...]:
         return tuple(found)
     damage = list(_whole(checkpoint, "index"))
     if damage:
-        return (*found, *damage)  # without the index nobody knows the data files' hashes
+        return (*found, *damage)  # the data files' hashes are in the index
     try:
         index = read_index(checkpoint)
     except CorruptCheckpoint as error:
@@ -84,7 +84,8 @@ def _name(checkpoint: Checkpoint, field: str) -> str:
     return str(entry.get("name")) if isinstance(entry, dict) else METADATA_FILE
 
 
-# Removing tensors and objects from a saved checkpoint: a new index first, then the files that it needs no more.
+# Removing tensors and objects from a saved checkpoint: a new index first, then the files that became unused. Data files
+# are never rewritten, so that every moment has one whole checkpoint.
 
 _INDEX = re.compile(r"index-(\d{1,9})\.safetensors")
 
@@ -103,7 +104,7 @@ def remove_sharded(checkpoint: Checkpoint, key_prefix: str) -> None:
     replace_metadata(checkpoint.storage, before, fields, durable=True)
     unused = set(texts(old.file_text, old.file_start)) - set(texts(new.file_text, new.file_start))
     for file in (*sorted(unused), old_name):
-        # An index may have been made by somebody else: what no save wrote stays.
+        # Guards against a crafted index that names other files: only names that a save gives are removed.
         if is_save_file(file):
             checkpoint.storage.remove(file)
 
@@ -116,7 +117,7 @@ def _next_name(storage: Storage, name: str) -> str:
     return f"{folder}{slash}index-{number + 1}.safetensors"
 
 
-# Which files a native checkpoint consists of.
+# Listing the files of a native checkpoint
 
 
 def list_files(checkpoint: Checkpoint) -> tuple[str, ...]:

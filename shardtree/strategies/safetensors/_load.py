@@ -35,7 +35,7 @@ from ..index import (
     text_at,
 )
 
-# The index as a safetensors file: written from columns, read back by mapping, and never trusted unchecked.
+# The index as a safetensors file: written from columns, mapped when read, and checked before it is used
 
 _TAGS = {"uint8": "U8", "int64": "I64", "uint64": "U64"}
 _NUMPY = {"U8": np.uint8, "I64": np.int64, "U64": np.uint64}
@@ -79,6 +79,7 @@ def decode_index(data: Buffer, what: str) -> Index:
     if missing:
         raise _corrupt(what, f"columns {', '.join(missing)} are missing")
     index = Index(**columns)
+    # A right hash proves nothing: whoever makes a checkpoint computes its hashes too.
     try:
         problem = index_problem(index) or _blocks_problem(index) or shared_bytes_problem(index)
     except (CheckpointingException, UnicodeDecodeError, IndexError, ValueError) as error:
@@ -126,7 +127,7 @@ def load_sharded(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> Rea
 
 
 def explain(checkpoint: Checkpoint, shards: Sequence[ShardedTensor], cast: bool) -> Prospect:
-    """Return what loading shards would come to, from the index alone."""
+    """Return what loading shards would cost, from the index alone."""
     index = read_index(checkpoint)
     return explain_from_index(index, shards, partial(planned_cost, checkpoint, index), cast=cast, refused={})
 
@@ -144,13 +145,14 @@ def load_objects(checkpoint: Checkpoint, objects: Sequence[ShardedObject]) -> li
 
 def _read_objects(checkpoint: Checkpoint, index: Index, numbers: Column) -> list[Any]:
     lengths = index.object_length[numbers]
+    # Before memory is made: an index may claim objects of any length.
     check_lengths(checkpoint, (file_at(index, file) for file in np.unique(index.object_file[numbers]).tolist()))
     memories = [torch.empty(length, dtype=torch.uint8) for length in lengths.tolist()]
     order = np.lexsort((index.object_byte[numbers], index.object_file[numbers]))
     zero = np.zeros(order.size, dtype=np.int64)
     file, byte = index.object_file[numbers], index.object_byte[numbers]
     plan = runs_plan(Runs(file[order], byte[order], order, zero, lengths[order]))
-    # A damaged object could decode to another value, so its blocks are read whole and checked, small as they are.
+    # Always whole blocks: a tensor with a flipped bit has a number that is a little wrong, an object is another one.
     options = replace(checkpoint.options, verify="all" if checkpoint.options.verify else None)
     read_planned(replace(checkpoint, options=options), index, plan, memories)
     names = [text_at(index.object_text, index.object_start, number) for number in numbers.tolist()]
@@ -164,9 +166,6 @@ def _decode(memory: torch.Tensor, unique_key: str, checkpoint: Checkpoint) -> An
     except CheckpointingException as error:
         error.add_note(f"tree is the data of ShardedObject {unique_key!r}")
         raise
-
-
-# What is in a checkpoint of the native format.
 
 
 def load_metadata(checkpoint: Checkpoint) -> Mapping[str, ShardedTensor | ShardedObject]:

@@ -26,7 +26,7 @@ from ._layout import Shard, parts
 from ._load import encode_index
 from ._write import Written, fingerprint_column, write_files
 
-# From what each rank wrote to the global index.
+# The global index, from what each rank wrote
 
 
 def collect_index(written: Sequence[Written]) -> Index:
@@ -71,29 +71,32 @@ def _joined(columns: Sequence[Column]) -> Column:
     return np.concatenate([*columns, np.zeros(0, dtype=np.int64)])
 
 
-# Removing what no checkpoint needs any more: the replaced save's files, and what dead saves left behind.
+# Removing the replaced save's files, and orphaned files of interrupted saves
 
 
-def remove_left_overs(storage: Storage, *, keep: str, before: bytes | None, stale_after: float) -> None:
-    """Remove the folder of the save that was replaced, and folders of saves that died; only files that a save writes.
+def remove_orphans(storage: Storage, *, keep: str, before: bytes | None, stale_after: float) -> None:
+    """Remove the folder of the replaced save, and those of interrupted saves; only files that a save writes.
 
     Args:
         storage: the checkpoint's folder.
         keep: the folder that metadata.json refers to now.
         before: metadata.json as it was before.
-        stale_after: seconds without a change, by the storage's clock, after which an unfinished save counts as dead.
+        stale_after: seconds without a change, by the storage's clock, after which an unfinished save counts as
+            interrupted, if its process can't be seen.
     """
     replaced = _save_id(before)
-    before_that = (storage.changed(METADATA_FILE) or 0.0) - stale_after
+    # From the time of this commit, so that only the storage's own clock counts.
+    stale = (storage.changed(METADATA_FILE) or 0.0) - stale_after
     for name in storage.names():
         if not is_save_folder(name) or name == keep:
             continue
-        if name == replaced or is_left_over(storage, name, before=before_that):
+        if name == replaced or is_left_over(storage, name, before=stale):
             remove_save(storage, name)
 
 
 def remove_unless_committed(storage: Storage, folder: str) -> None:
     """Remove a save's folder, unless metadata.json refers to it."""
+    # A metadata.json that can't be read may be this save's: then its files stay.
     metadata = metadata_bytes(storage)
     if metadata is None or _save_id(metadata) not in (None, folder):
         remove_save(storage, folder)
@@ -113,7 +116,7 @@ logger = logging.getLogger("shardtree")
 
 
 def save_common(pending: PendingSave, common: Any) -> Fields:
-    """Write the common tree as one file, and return what metadata.json says about it."""
+    """Write the common tree as one file, and return its fields of metadata.json."""
     data = encode_tree(common, allow_pickle=pending.options.allow_pickle)
     name = f"{pending.save_id}/common.safetensors"
     entry = write_checked(pending.storage, name, data, durable=pending.options.durable)
@@ -138,18 +141,18 @@ def save_sharded(pending: PendingSave, shards: Sequence[ShardedTensor | ShardedO
 
 
 def _abandon(pending: PendingSave) -> None:
-    """Remove what a save that failed has written, so that a full disk has room for the next one."""
+    """Remove the files of a failed save, so that a full disk has room for the next one. Never raises."""
     if pending.world.rank != 0:
         return
     try:
         remove_unless_committed(pending.storage, pending.save_id)
     except Exception as error:
-        # The save's own error is on its way; what stays is removed by a later save.
+        # The save's own error is being raised, and must not be hidden; a later save removes what stays.
         logger.warning("save: what a failed save wrote stays in %s: %s", pending.storage.where(pending.save_id), error)
 
 
 def _in_memory(shard: ShardedTensor) -> bool:
-    """Return whether several threads can write such data at a time: each without a large copy, or a device's stream."""
+    """Return whether several threads can write such data at a time, without a large copy or a device's stream each."""
     data = shard.data
     return isinstance(data, torch.Tensor) and data.is_cpu and (is_in_place(data) or data.nbytes <= STAGED_BYTES)
 
@@ -161,6 +164,7 @@ def _tensor_rows(shards: Sequence[Shard]) -> Column:
 
 
 def _write_index(pending: PendingSave, written: Sequence[Written]) -> Fields:
+    # Before the index names them: another save's clean-up may have removed files, or rank 0 may see another folder.
     for rank, part in enumerate(written):
         for name, length in zip(part.files, part.lengths, strict=True):
             found = pending.storage.length(name)
@@ -180,9 +184,9 @@ def _clean_up(pending: PendingSave) -> None:
     if pending.world.rank != 0:
         return
     try:
-        remove_left_overs(
+        remove_orphans(
             pending.storage, keep=pending.save_id, before=pending.before, stale_after=pending.options.stale_after
         )
     except StorageError as error:
-        # The checkpoint is saved; what couldn't be removed is tried again by the next save.
-        logger.warning("save: left-overs of earlier saves stay in %s: %s", pending.storage.where(), error)
+        # No failure of this save, whose checkpoint counts by now; the next save tries again.
+        logger.warning("save: orphaned files of earlier saves stay in %s: %s", pending.storage.where(), error)

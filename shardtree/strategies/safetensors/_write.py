@@ -1,4 +1,4 @@
-"""One rank's data files: written by as many threads as there are files, up to a few."""
+"""Writing one rank's data files, each by a thread of its own, up to a few."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from ...storage import (
 from .._values import PendingSave
 from ._layout import Entries, Part, Source, checked_data, gathered, part_name, together
 
-# Fingerprints of what a save writes: added up from the bytes on their way to the file.
+# Fingerprints of what a save writes, added up from the bytes as they are written: no second pass over memory
 
 
 def with_total(buffers: Iterator[Buffer], shard: ShardedTensor, totals: list[int]) -> Iterator[Buffer]:
-    """Yield a shard's buffers as they are, and append what they add to its tensor's fingerprint.
+    """Yield a shard's buffers unchanged, and append their share of the tensor's fingerprint to a list.
 
     Args:
         buffers: the row-major bytes of the shard, whole elements in each.
         shard: whose they are.
-        totals: what the shard adds goes to the end of this list, once the last buffer was taken.
+        totals: the shard's share is appended once the last buffer was taken.
     """
     box = (1,) * shard.prepend_axis_num + shard.local_shape
     first = 0 if shard.flattened_range is None else shard.flattened_range.start
@@ -55,11 +55,11 @@ def with_total(buffers: Iterator[Buffer], shard: ShardedTensor, totals: list[int
 
 
 def fingerprint_column(columns: ShardColumns, totals: Sequence[Hashes | None]) -> Hashes | None:
-    """Return the fingerprint of each key, uint64 (keys,), or None where no rank added up.
+    """Return the fingerprint of each key, uint64 (keys,), or None if no rank added any up.
 
     Args:
         columns: all ranks' shards, which cover their tensors once.
-        totals: what each rank's shards add, in the order of the columns' rows.
+        totals: the shares of each rank's shards, in the order of the columns' rows.
 
     Raises:
         IntegrityError: the shards don't make whole tensors.
@@ -71,7 +71,7 @@ def fingerprint_column(columns: ShardColumns, totals: Sequence[Hashes | None]) -
     return np.array([found[key] for key in columns.keys], dtype=np.uint64)
 
 
-# What one rank wrote, and tells the others before the commit.
+# What one rank wrote, sent to rank 0 for the commit
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,12 +81,12 @@ class Written:
     Attributes:
         files: names of its data files.
         lengths: theirs, in bytes.
-        hashes: of their blocks, file by file; None where none are wanted.
+        hashes: of their blocks, file by file; None without checksums.
         columns: the tensor shards that it wrote.
         file: number of the rank's file for each shard, int64 (shards,).
         byte: where each shard begins in it, int64 (shards,).
         objects: unique key, file, byte and length in bytes of each object.
-        totals: what each shard adds to its tensor's fingerprint, uint64 (shards,); None where none is asked for.
+        totals: each shard's share of its tensor's fingerprint, uint64 (shards,); None without fingerprints.
     """
 
     files: tuple[str, ...]
@@ -112,13 +112,13 @@ class _File:
 def write_files(
     pending: PendingSave, layout: Sequence[Part], columns: ShardColumns, row: Column, threads: int
 ) -> Written:
-    """Write a rank's data files, and return what the index says about them.
+    """Write a rank's data files, and return what the index needs to know of them.
 
     Args:
         pending: the checkpoint.
         layout: the files.
         columns: the rank's tensor shards.
-        row: of `columns` that each shard that is laid out has, -1 for an object, int64 (shards,).
+        row: the row of `columns` of each shard in the layout, -1 for an object, int64 (shards,).
         threads: how many files are written at a time.
 
     Raises:
@@ -128,7 +128,7 @@ def write_files(
     names = tuple(
         part_name(pending.save_id, pending.world.rank, pending.world.size, part) for part in range(len(layout))
     )
-    # A request may be tried again after its folder was removed.
+    # Made again: an abandoned request, whose folder was removed, may be run once more.
     pending.storage.make_folder(pending.save_id, durable=pending.options.durable)
     files = _write_all(pending, names, layout, threads)
     if pending.options.durable and names:
@@ -169,35 +169,35 @@ def _sums(files: Sequence[_File]) -> Hashes:
 
 
 def _write_all(pending: PendingSave, names: Sequence[str], layout: Sequence[Part], threads: int) -> list[_File]:
-    tell = in_turn(pending.options.progress)
-    # A thread is to spare for hashing only where a single one writes.
+    progress = in_turn(pending.options.progress)
+    # Hashing gets a thread of its own only if a single one writes: otherwise all threads are busy with copies.
     hashing = hashed if min(threads, len(layout)) > 1 else hashed_beside
-    unwanted = Event()
+    has_failed = Event()
 
     def write(number: int) -> _File:
         part, totals = layout[number], list[int]()
-        buffers = _with_progress(_part_buffers(part, totals if pending.options.fingerprint else None), tell)
+        buffers = _with_progress(_part_buffers(part, totals if pending.options.fingerprint else None), progress)
         hasher = BlockHasher() if pending.options.checksums else None
         with closing(in_parts(buffers) if hasher is None else hashing(buffers, hasher)) as stream:
             try:
-                wanted = SizedBuffers(part.length, _while_wanted(stream, unwanted))
+                wanted = SizedBuffers(part.length, _until_failure(stream, has_failed))
                 length = pending.storage.write(names[number], wanted, durable=pending.options.durable)
-            except _Unwanted:
-                # What another thread raised is what happened.
+            except _OtherFailed:
+                # `in_threads` raises the other thread's error, which says what happened.
                 return _File(0, None, [])
         return _File(length, None if hasher is None else hash_column(hasher), totals)
 
-    return in_threads(write, range(len(layout)), threads, stop=unwanted.set)
+    return in_threads(write, range(len(layout)), threads, stop=has_failed.set)
 
 
-class _Unwanted(Exception):
+class _OtherFailed(Exception):
     """Another file of the same save can't be written."""
 
 
-def _while_wanted(buffers: Iterable[Buffer], unwanted: Event) -> Iterator[Buffer]:
+def _until_failure(buffers: Iterable[Buffer], has_failed: Event) -> Iterator[Buffer]:
     for buffer in buffers:
-        if unwanted.is_set():
-            raise _Unwanted
+        if has_failed.is_set():
+            raise _OtherFailed
         yield buffer
 
 
@@ -233,7 +233,7 @@ def _source_buffers(source: Source) -> Iterator[Buffer]:
         yield from tensor_buffers(checked_data(source))
 
 
-def _with_progress(buffers: Iterator[Buffer], tell: Callable[[int], None]) -> Iterator[Buffer]:
+def _with_progress(buffers: Iterator[Buffer], progress: Callable[[int], None]) -> Iterator[Buffer]:
     for buffer in buffers:
         yield buffer
-        tell(buffer.nbytes)
+        progress(buffer.nbytes)
