@@ -119,7 +119,7 @@ def read_listing(checkpoint: Checkpoint) -> Listing:
     Raises:
         CorruptCheckpoint: nothing that could be a model is there (any more), or the index isn't sound.
     """
-    # With another format's common state, metadata.json is the commit and lists the files; the index is written after it.
+    # With another format's common state, metadata.json is the commit and lists the files: the index comes after it.
     named = checkpoint.fields.get("tensor_files")
     if named is not None:
         return _from_metadata(named)
