@@ -190,6 +190,7 @@ def describe(
     known: KnownLayout | None = None,
 ) -> Description:
     """Return what a rank sends the others about its shards, without what they know."""
+    # All ranks have a known layout already: only its hash travels.
     columns = shard_columns(tensors if known is None else (), rank)
     return Description(columns, object_columns(objects, rank), common, None if known is None else known.digest)
 

@@ -74,6 +74,7 @@ def fingerprint(tree: Any | Directory, *, world: Any = None, strategies: Strateg
     shards = agree(ranks, "fingerprint: find the shards", partial(_shards, tree))
     described = gather(ranks, "fingerprint: describe shards", partial(shard_columns, shards, ranks.rank))
     columns = agree(ranks, "fingerprint: check integrity", partial(_joined, described, tree))
+    # A number for each shard travels, never elements: totals of disjoint shards add up to the tensor's fingerprint.
     totals = gather(ranks, "fingerprint: add up", partial(shard_totals, shards, in_usual_threads))
     return agree(ranks, "fingerprint: join", partial(_of_columns, columns, np.concatenate(totals)))
 
@@ -92,6 +93,7 @@ def check_can_hold(backend: str, *, whole: bool) -> None:
     Examples:
         >>> check_can_hold("safetensors", whole=True)
     """
+    # Only our own format has a column that readers who don't know it pass over.
     if backend != DEFAULT_BACKEND[0]:
         what = f"save: {backend!r} has no place for fingerprints"
         fix = "Leave out fingerprint=True, and keep what st.fingerprint(tree) returns elsewhere."
@@ -142,6 +144,7 @@ def _of_columns(columns: ShardColumns, totals: Hashes) -> dict[str, int]:
 
 def _of_checkpoint(directory: Directory, world: World, strategies: Strategies | None) -> dict[str, int]:
     checkpoint = open_together(directory, world, LoadOptions(), strategies)
+    # Each rank reads its share of the groups, whatever layout was saved: an element counts once, whoever reads it.
     parts = gather(world, "fingerprint: read", partial(_own_parts, checkpoint, strategies))
     return agree(world, "fingerprint: join", partial(add_fingerprints, [part for own in parts for part in own]))
 

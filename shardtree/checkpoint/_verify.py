@@ -90,6 +90,7 @@ def _findings(directory: Directory, options: LoadOptions, strategies: Strategies
     try:
         checkpoint = open_at(directory, one_process(), options, strategies)
     except CorruptCheckpoint as error:
+        # Damage, not an error of the call: finding it is what was asked for.
         return (Damage(METADATA_FILE, str(error)),)
     sharded, common = sharded_backend(checkpoint.fields), common_backend(checkpoint.fields)
     rows = [strategy_of(StrategyAction.VERIFY, None, sharded, strategies)]

@@ -179,7 +179,7 @@ def _read(checkpoint: Checkpoint) -> tuple[Buffer, str]:
         if was_replaced(checkpoint):
             raise CheckpointReplaced(error_text(f"open: {where!r} was replaced by a later save", fix="Open it again."))
         fix = "The save wasn't finished, or the file was removed; load another checkpoint."
-        raise CorruptCheckpoint(error_text(f"open: {where!r} isn't there, the common state", fix=fix))
+        raise CorruptCheckpoint(error_text(f"open: the common state {where!r} isn't there", fix=fix))
     if checkpoint.options.verify is not None:
         check_listed(checkpoint, COMMON_FILE)
     with checkpoint.storage.open(COMMON_FILE) as reader:

@@ -129,7 +129,7 @@ def test_a_conversion_that_fails_says_so_and_is_gone_on_with(number: int) -> Non
     with pytest.raises(StorageError) as caught:
         run(SOURCE, WatchedStorage(folder, before=dies(number, StorageError)))
     if any(name.endswith(".files") for name in files(folder)) and not st.is_checkpoint(folder):
-        assert "the same call goes on with it" in caught.value.__notes__[-1]
+        assert "the same call resumes from it" in caught.value.__notes__[-1]
     if number < REMOVAL:
         assert run(SOURCE, folder).verified_nbytes
     assert not compare(SOURCE, folder)

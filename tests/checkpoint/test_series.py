@@ -147,7 +147,7 @@ def test_a_checkpoint_of_one_file_is_listed_and_stays(tmp_path: Path) -> None:
     ["step", "{}{}", "{:x}", "{:+d}", "{:3d}", "a/{}", "{:,}", "{name}", "{", 3, ".{}.0123456789abcdef.removed"],
 )
 def test_names_that_do_not_tell_the_step_are_refused(names: Any, tmp_path: Path) -> None:
-    with pytest.raises(st.errors.MetadataError, match="no names for steps"):
+    with pytest.raises(st.errors.MetadataError, match="not names for steps"):
         st.CheckpointSeries(tmp_path, names)
 
 
@@ -315,7 +315,7 @@ def test_a_record_that_cannot_be_read_keeps_its_step(root: Storage, caplog: pyte
     for data in (b"{", b"[]", b'{"step_record":2,"time":1,"metrics":{},"pinned":false,"removing":[]}'):
         root.replace("step_00000001/shardtree-step.json", data, durable=False)
         assert series.plan_removal(st.retention.keep_last(1)).kept[1] == ("pinned",)
-        with pytest.raises(st.errors.CorruptCheckpoint, match=r"no record of a step|not valid JSON"):
+        with pytest.raises(st.errors.CorruptCheckpoint, match=r"isn't a record of a step|not valid JSON"):
             series.note(1, {"loss": 2.0})
     assert root.read("step_00000001/shardtree-step.json").startswith(b'{"step_record":2')
 

@@ -427,7 +427,7 @@ def test_a_dtype_that_this_torch_lacks_matters_where_it_is_asked_for(allow_pickl
     writer.add("w", (3,), (0,), torch.arange(3.0))
     folder = writer.folder(old_metadata(writer, NEW, dtype="torch.float31"))
     assert st.load_common_state_dict(folder, options=st.LoadOptions(allow_pickle=allow_pickle)) == {}
-    with pytest.raises(UnsupportedValue, match="'w': this torch has no dtype like its own"):
+    with pytest.raises(UnsupportedValue, match="'w': this torch lacks its dtype"):
         st.load(
             {"w": st.ShardedTensor.from_rank_offsets("w", torch.zeros(3))},
             folder,

@@ -137,7 +137,7 @@ def _check_same_call(world: World, first: Call, indices: Sequence[int]) -> None:
     if len(set(indices)) > 1:
         offenders = [f"rank {rank}: async save {index}" for rank, index in enumerate(indices)]
         fix = "Schedule and finalize the same saves on every rank, in the same order."
-        what = f"{first}: rank {world.rank} would finalize it, others another one"
+        what = f"{first}: rank {world.rank} would finalize it, other ranks another one"
         raise WorldError(error_text(what, offenders=offenders, fix=fix))
 
 

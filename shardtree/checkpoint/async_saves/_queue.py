@@ -125,6 +125,7 @@ class AsyncCallsQueue:
         _check_request(async_request)
         _check_seconds(self.exit_timeout)
         index, self._next_index = self._next_index, self._next_index + 1
+        # The request is immutable, so the thread runs exactly what was scheduled.
         self._calls.append(Call(index, async_request, self._background.submit(async_request.async_fn)))
         watch(self._calls, self.exit_timeout)
         return index
@@ -172,6 +173,7 @@ class AsyncCallsQueue:
                 if failures:
                     raise failures[0]
         finally:
+            # Calls that are left couldn't be agreed on with the other ranks; the exit handler deals with them.
             self._background.stop(wait=not self._calls)
             snapshot_memory.release()
 
@@ -189,6 +191,7 @@ class AsyncCallsQueue:
 
     def _check_user(self) -> None:
         """Raise if another thread has saves in progress here; each simulated rank is a thread."""
+        # A fork inherits the queue and not its thread: it starts anew, and leaves its parent's saves alone.
         if self._pid != os.getpid():
             self._begin()
         if self._calls and self._user is not current_thread() and self._user is not None and self._user.is_alive():

@@ -106,6 +106,7 @@ def compare(
     known = set(both)
     pairs = [(key, mine.metadata[key], theirs.metadata[key]) for key in both]
     kinds = [unlike for key, *pair in pairs if (unlike := _kind_difference(key, *pair))]
+    # Elements of another dtype or shape aren't compared: the kinds already say that the tensors differ.
     unlike_keys = {each.key for each in kinds}
     tensors = [key for key in both if isinstance(mine.metadata[key], ShardedTensor) and key not in unlike_keys]
     compared = _Counter(options.progress)
@@ -127,6 +128,7 @@ def _value_differences(
 ) -> Iterator[ValueDifference]:
     pairs = ((key, left.whole(key), right.whole(key)) for key in keys)
     for group in grouped(pairs, lambda pair: pair[1].nbytes, GROUP_BYTES):
+        # Small tensors are read together: planning each read by itself would take longer than the reads.
         left.expect(fetch for _, lazy, _ in group for fetch in lazy.fetches)
         right.expect(fetch for _, _, lazy in group for fetch in lazy.fetches)
         found = (value_difference(*pair, most_bytes, progress) for pair in group)

@@ -91,6 +91,7 @@ def check_written(written: OpenCheckpoint, plan: Plan, most_bytes: int, progress
     _refuse(map(str, _value_differences(reader, plan, most_bytes, progress)))
     found = reader.fingerprints(plan.tensors)
     _refuse(_fingerprint_problems(plan, found))
+    # Kinds first, values next: elements of another dtype or shape couldn't be compared.
     pairs = [(item.unique_key, _differs(item, written)) for item in plan.objects]
     problems = [f"object {key!r} differs{_where(differs)}" for key, differs in pairs if differs]
     if plan.common is not HOLE:

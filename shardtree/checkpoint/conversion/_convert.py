@@ -296,7 +296,7 @@ def _written(target: Destination, journal: Journal, plan: Plan) -> tuple[int, bo
 
 def _clean_or_explain(storage: Storage, journal: Journal, save_id: str, error: BaseException) -> None:
     if has_files(journal):
-        error.add_note("convert: what was written stays there, and the same call goes on with it")
+        error.add_note("convert: what was written stays there, and the same call resumes from it")
         return
     forget(journal)
     disown(storage, save_id)

@@ -123,6 +123,7 @@ def recall(journal: Journal, batch: int) -> Any:
         # Decoded twice: the first time tells which classes occur, of which only those that are loaded already are used.
         found = decode_tree(data, types=_classes(decode_tree(data), journal.packages))
         lengths, result = found["lengths"], found["result"]
+        # A file may have been removed or cut since, say by a power failure without `durable`.
         is_there = all(journal.storage.length(file) == length for file, length in lengths.items())
     except (CheckpointingException, KeyError, TypeError, AttributeError):
         return HOLE
@@ -161,6 +162,7 @@ def remove_others(journal: Journal) -> None:
     for folder in journal.storage.names():
         if folder.startswith(_PREFIX) and folder != journal.folder:
             other = Journal(journal.storage, folder)
+            # They may have names that this conversion writes, and otherwise take up room for good.
             _remove_files(other)
             forget(other)
 

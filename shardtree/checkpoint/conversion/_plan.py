@@ -315,5 +315,5 @@ def _refuse_plain_values(rest: Any) -> None:
         f"{render_path(path)}: {type(leaf).__name__}" for path, leaf in leaves_with_paths(rest) if leaf is not HOLE
     ]
     if plain:
-        fix = "Give shards alone; what isn't sharded is the common state, which transform_common= changes."
-        raise TreeError(error_text("convert: the transform gave what isn't a shard", offenders=plain, fix=fix))
+        fix = "Return shards alone; what isn't sharded is the common state, which transform_common= changes."
+        raise TreeError(error_text("convert: the transform returned what isn't a shard", offenders=plain, fix=fix))

@@ -124,6 +124,7 @@ def write_batches(destination: Destination, journal: Journal, save_id: str, plan
     """
     columns = join_columns([shard_columns(batch.tensors, rank) for rank, batch in enumerate(plan.batches)])
     request_of = partial(_request, destination, journal, save_id, plan.batches, common, columns)
+    # Made first and kept: the commit belongs to rank 0's request.
     first, _ = pair = request_of(0)
     results: list[Any] = []
     resumed = 0

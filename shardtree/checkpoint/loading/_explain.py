@@ -107,6 +107,7 @@ class _RankFit:
 
 def explanation(checkpoint: Checkpoint, request: LoadRequest, trees: Sequence[Any]) -> Explanation:
     ranks, failed, mode = range(len(trees)), _Failures(), parse_strict(request.strict)
+    # The load's world isn't there: the checks of every rank run in this process, one after the other.
     exchanged = exchanges(request.options.exchange, checkpoint.storage, len(trees))
     failed.run(ranks, partial(usable_device, request.device), None)
     choices, metadata = request.choices, listing(checkpoint, request.choices)
@@ -212,6 +213,7 @@ def _undecided(checkpoint: Checkpoint, choices: Choices, fit: _RankFit, kinds: K
     """
     choice, _, strategies = choices
     row = (StrategyAction.EXPLAIN, *backend_of(choice, sharded_backend(checkpoint.fields)))
+    # Everything here can fail only while bytes are read, so neither success nor failure can be promised.
     if callable(choice):
         yield Undecided("sharded_strategy", "a function of the caller's own loads the shards")
     elif find_strategy(*row, strategies=strategies) is None:
@@ -245,6 +247,7 @@ def _each_once(parts: Iterable[Sequence[P]]) -> tuple[P, ...]:
 
 def _fitting(shards: Shards, problems: Sequence[Misfit], kinds: Kinds) -> Shards:
     """Return the shards of which something would be read."""
+    # Of a tensor with gaps, the part that is stored would still be read.
     wrong = {problem.key for problem in problems if not isinstance(problem, Gap)}
     return [shard for shard in shards if shard.key in kinds and shard.key not in wrong]
 

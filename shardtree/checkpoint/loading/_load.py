@@ -168,9 +168,11 @@ def load(
     checked_alone = (layout, strict, validate_access_integrity, cast, donate, device)
     request = LoadRequest(sharded_state_dict, choices, *checked_alone, options)
     local, messages = ask(ranks, checkpoint_dir, request)
+    # Not among the checks, which are one phase: this may be collective, and the default mode needs none of it.
     missing, unexpected = compare_keys(ranks, request, local)
     fits = partial(check, request, local, messages, missing, unexpected)
     checked = agree(ranks, "load: check", fits, steps=CHECK_STEPS)
+    # The first step that changes anything: given tensors are untouched if any rank fails before.
     objects, read = read_into(checked.reading, checked.destination)
     finish = partial(_put_together, checked, objects, read, options.report)
     tree = agree(ranks, "load: report", finish, steps=_LAST_STEPS)

@@ -169,6 +169,7 @@ def _some(unexpected: Sequence[str], missing: Sequence[str]) -> list[str]:
     """Return at most the ten lines that an error shows, some of each kind."""
     lines: list[str] = []
     for kind, own, others in (("unexpected", unexpected, missing), ("missing", missing, unexpected)):
+        # Some of each kind: ten lines of one kind would hide the other.
         most = max(5, 10 - len(others))
         more = f"and {len(own) - most + 1} more {kind} ones, all of which are in the error's `{kind}`"
         lines += own if len(own) <= most else [*own[: most - 1], more]

@@ -60,6 +60,7 @@ def take_apart(tree: Any, content_metadata: Mapping[str, Any] | None = None) -> 
             built = apply_factories(built)
             leaves = leaves_with_paths(built)
     rest = [pair for pair in leaves if type(pair[1]) is not ShardedTensor]
+    # Tree maps don't enter these values, so a shard inside one would be missed.
     refuse_hidden("save", rest)
     refuse_dtensors("save", rest)
     tensors = tuple((path, leaf) for path, leaf in leaves if isinstance(leaf, ShardedTensor))
@@ -116,7 +117,7 @@ def with_content_metadata(tree: Any, content_metadata: Mapping[str, Any] | None)
     if not isinstance(tree, dict) or CONTENT_METADATA in tree:
         found = "an entry of that name" if isinstance(tree, dict) else type(tree).__name__
         raise TreeError(
-            error_text(f"save: no room for {CONTENT_METADATA!r}", found=found, expected="a dict without it")
+            error_text(f"save: can't add {CONTENT_METADATA!r} to the tree", found=found, expected="a dict without it")
         )
     return {**tree, CONTENT_METADATA: content_metadata}
 
@@ -139,6 +140,7 @@ def _check_data(tensors: Sequence[tuple[TreePath, ShardedTensor]]) -> None:
     Raises:
         CheckpointingException, UnsupportedValue, ShapeError: as `take_apart`.
     """
+    # A tensor keeps its shape when its storage is freed.
     freed = ", whose storage is freed"
     empty = [
         f"{shard.key!r} at {render_path(path)}{freed * lacks_memory(shard.data)}"

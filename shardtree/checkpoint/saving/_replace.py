@@ -98,7 +98,7 @@ def exchange(
     others = _others(replaced.storage, replaced.sibling, strategies)
     taken = replaced.sibling.share(others, durable=pending.options.durable)
     if taken:
-        what = f"save: files in {replaced.storage.where()!r} that aren't the checkpoint's have names that it needs now"
+        what = f"save: other files in {replaced.storage.where()!r} have names that the new checkpoint needs"
         raise StorageError(error_text(what, offenders=map(repr, taken), fix="Move them, or save to a new folder."))
     # A file that was kept, say a lone safetensors file, may be what another format recognises first.
     found = read_fields(pending.storage, strategies)

@@ -36,7 +36,7 @@ def check_names(names: object) -> None:
         fine = False
     if not fine or "/" in str(names) or "\0" in str(names) or _SET_ASIDE.fullmatch(step_folder(str(names), 1)):
         expected = "text with one number in it, such as 'step_{:08d}', 'iter_{:07d}' or '{}'"
-        raise MetadataError(error_text("series: no names for steps", found=repr(names)[:200], expected=expected))
+        raise MetadataError(error_text("series: not names for steps", found=repr(names)[:200], expected=expected))
 
 
 def step_folder(names: str, number: int) -> str:
@@ -157,7 +157,8 @@ def decode_record(data: bytes, where: str) -> Record:
         return Record(_time(fields["time"]), metrics, fields["pinned"], removing)
     except (TypeError, ValueError, LookupError, AttributeError) as error:
         fix = "It was damaged, or made by another program or a later version; the step is kept."
-        raise CorruptCheckpoint(error_text(f"series: {where!r} is no record of a step", found=error, fix=fix)) from None
+        what = f"series: {where!r} isn't a record of a step"
+        raise CorruptCheckpoint(error_text(what, found=error, fix=fix)) from None
 
 
 def read_record(root: Storage, folder: str) -> Record | None:
@@ -172,7 +173,7 @@ def read_record(root: Storage, folder: str) -> Record | None:
         return None
     if length > _MOST_BYTES:
         raise CorruptCheckpoint(
-            error_text(f"series: {root.where(name)!r} is no record of a step", found=f"{length} bytes")
+            error_text(f"series: {root.where(name)!r} isn't a record of a step", found=f"{length} bytes")
         )
     try:
         return decode_record(root.read(name), root.where(name))
@@ -205,7 +206,7 @@ def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
         return {name: _metric(value) for name, value in metrics.items()}
     except (TypeError, ValueError, RuntimeError, AttributeError, OverflowError) as error:
         found, expected = str(error)[:200], "numbers by name, such as {'loss': 0.25}"
-        raise MetadataError(error_text("series: these are no metrics", found=found, expected=expected)) from error
+        raise MetadataError(error_text("series: not metrics", found=found, expected=expected)) from error
 
 
 def _metric(value: Any) -> float:

@@ -136,7 +136,9 @@ def step_files(root: Storage, folder: str, number: int, strategies: Strategies |
     if is_being_saved(storage, own):
         return "a save to it is in progress"
     found = tuple(_walk(root, folder))
+    # What a crash left of this step's own saves goes too, and only names that a save gives.
     ours = [name for name in found if name in own or is_save_file(name) or is_temporary(name.rpartition("/")[2])]
+    # Removing through a link could empty another checkpoint.
     if any(is_link(root, f"{folder}/{part}") for name in ours for part in _prefixes(name)):
         return "files of it are links"
     marks = (mark(root, folder, name) for name in sorted(ours, key=_order))

@@ -63,7 +63,7 @@ def check_removal(removal: object) -> Removal:
     if isinstance(removal, Removal):
         return removal
     found, fix = repr(removal)[:200], "Pass what plan_removal returns."
-    raise MetadataError(error_text("series: no plan of a removal", found=found, fix=fix))
+    raise MetadataError(error_text("series: not a plan of a removal", found=found, fix=fix))
 
 
 def remove_steps(root: Storage, names: str, removal: Removal, strategies: Strategies | None) -> tuple[int, ...]:
@@ -76,6 +76,7 @@ def remove_steps(root: Storage, names: str, removal: Removal, strategies: Strate
     """
     finish_removals(root, names)
     steps = list_steps(root, names, strategies)
+    # The plan may be old: what is the newest or pinned is asked again.
     held = {step.number: NEWEST for step in steps[-1:]} | {step.number: PINNED for step in steps if step.pinned}
     gone, failures = list[int](), list[str]()
     for item in sorted(removal.going, key=lambda item: item.number):
@@ -111,6 +112,7 @@ def finish_removal(root: Storage, name: str) -> bool:
 
 def _remove_step(root: Storage, item: StepFiles) -> bool:
     """Remove a step unless it has changed since the plan; return whether it was removed."""
+    # The plan lists every file with length and time, so that the dry run is what happens.
     if any(mark(root, item.folder, file.name) != file for file in item.files):
         if root.is_folder(item.folder):
             logger.warning("series: %s stays: it was changed since the plan", root.where(item.folder))
@@ -177,7 +179,7 @@ def _attempt(root: Storage, folder: str, fn: Callable[[], bool], failures: list[
 
 def _raise_failures(root: Storage, failures: Sequence[str]) -> None:
     if failures:
-        fix = "What was begun isn't listed any more; the next removal, or clean(), goes on with it."
+        fix = "Steps whose removal has begun aren't listed any more; the next removal, or clean(), finishes it."
         raise StorageError(
             error_text(f"series: steps under {root.where()!r} aren't removed", offenders=failures, fix=fix)
         )

@@ -70,6 +70,7 @@ def folder_for(root: Storage, names: str, number: int) -> str:
     """Return the folder of a step, the one that it has or else its own name; finishes an interrupted removal there."""
     own = step_folder(names, number)
     there = [folder for folder in root.names() if step_number(names, folder) == number]
+    # A step may have been saved under another number of leading zeros, by Megatron-LM, say.
     folder = own if own in there or not there else there[0]
     if there:
         finish_removal(root, folder)

@@ -162,6 +162,7 @@ class CheckpointSeries:
         """
         ranks = self._ranks()
         number, measured = agree(ranks, "series: check", lambda: (checked_step(step), checked_metrics(metrics)))
+        # Rank 0 chooses the folder for all, so that no two ranks write to different ones.
         find = partial(folder_for, self._storage, self.names, number)
         folder = on_rank_zero(ranks, "series: find the step's folder", find)
         given: dict[str, Any] = {"world": self.world, "strategies": self.strategies, **options}
@@ -184,6 +185,7 @@ class CheckpointSeries:
             MetadataError: these are no metrics.
             CorruptCheckpoint: its record can't be read.
         """
+        # Checked on all ranks, though rank 0's count, so that a value that can't be stored is an error on all of them.
         measured = agree(self._ranks(), "series: check metrics", partial(checked_metrics, metrics))
         self._change(step, lambda record: replace(record, metrics={**record.metrics, **measured}))
 
@@ -261,6 +263,7 @@ class CheckpointSeries:
         return found[-1]
 
     def _latest_verified(self) -> SavedStep | None:
+        # The newest first: usually it is whole, and then no other one is read.
         for step in reversed(self._list()):
             try:
                 damage = verify(folder_in(self._storage, step.folder), strategies=self.strategies)

@@ -160,7 +160,7 @@ def _cell(stored: Ints, shape: Ints) -> Ints:
     )
     cell = tuple(size // count for size, count in zip(shape, stored, strict=False)) if fits else ()
     if not fits or prod(cell) != stored[-1]:
-        raise ValueError(f"it is stored as {stored}, which is no grid of flattened cells of {shape}")
+        raise ValueError(f"it is stored as {stored}, which isn't a grid of flattened cells of {shape}")
     return cell
 
 
@@ -270,7 +270,7 @@ def _readable(tensors: Mapping[str, TensorEntry]) -> tuple[dict[str, Boxes], dic
         entry = tensors[key]
         try:
             if entry.dtype is None:
-                raise ValueError("this torch has no dtype like its own")
+                raise ValueError("this torch lacks its dtype")
             check_storable(entry.dtype, "its dtype")
             boxes[key] = true_boxes(entry)
         except (CheckpointingException, ValueError) as error:
@@ -283,7 +283,7 @@ def _columns(tensors: Mapping[str, TensorEntry], boxes: Mapping[str, Boxes]) -> 
     counts = [len(found.offsets) for found in boxes.values()]
     chunks = sum(counts)
     if chunks * max((len(kind.global_shape) for kind in kinds), default=0) > _MOST_NUMBERS:
-        raise ValueError(f"{chunks} chunks, and tensors of more axes than so many can have")
+        raise ValueError(f"{chunks} chunks of too many axes")
     return ShardColumns(
         keys=tuple(boxes),
         kinds=kinds,

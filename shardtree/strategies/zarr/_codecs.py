@@ -150,7 +150,7 @@ def check_expansion(array: StoredArray, data: bytes, what: str) -> None:
         >>> check_expansion(array, zlib.compress(bytes(2**22)), "'w/0'")
         Traceback (most recent call last):
         ...
-        shardtree.errors.CorruptCheckpoint: load: 'w/0' becomes longer than a chunk is
+        shardtree.errors.CorruptCheckpoint: load: 'w/0' would decode to more than a chunk holds
           expected at most 1048704 bytes
           The file was damaged, or made to fill the memory; load another checkpoint.
     """
@@ -186,8 +186,8 @@ def _check_chunk(codecs: Sequence[Any], data: bytes, nbytes: int, what: str) -> 
         raise CorruptCheckpoint(error_text(f"load: {what} can't be decoded", found=str(error)[:200])) from error
     if length > most:
         fix = "The file was damaged, or made to fill the memory; load another checkpoint."
-        expected = f"at most {most} bytes"
-        raise CorruptCheckpoint(error_text(f"load: {what} becomes longer than a chunk is", expected=expected, fix=fix))
+        text = f"load: {what} would decode to more than a chunk holds"
+        raise CorruptCheckpoint(error_text(text, expected=f"at most {most} bytes", fix=fix))
 
 
 def _decoded_length(compressor: str, data: bytes, most: int) -> int:
