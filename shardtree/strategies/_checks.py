@@ -34,6 +34,7 @@ def check_fit(problems: Sequence[Misfit]) -> None:
     """
     if not problems:
         return
+    # All problems in one error: a target with several is mended at once, not load by load.
     unexpected = [problem for problem in problems if isinstance(problem, Unexpected)]
     prefix = prefix_difference(unexpected)
     fixes = [] if prefix is None else [prefix.fix]

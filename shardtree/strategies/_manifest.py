@@ -43,6 +43,7 @@ def _read(storage: Storage) -> Mapping[str, str] | None:
     if length is None:
         return None
     where = storage.where(MANIFEST_FILE)
+    # Guards against a manifest that fills the memory: it isn't hashed itself.
     if length > _MOST_BYTES:
         raise _unsound(where, f"{length} bytes", f"at most {_MOST_BYTES}")
     fields = parse_json(storage.read(MANIFEST_FILE), where)

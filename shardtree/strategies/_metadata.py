@@ -280,6 +280,7 @@ def was_replaced(checkpoint: Checkpoint) -> bool:
     storage, digest = checkpoint.storage, checkpoint.fields.get("digest")
     # By the digest where there is one: lengths and times can agree by chance.
     if digest is not None and storage.length(METADATA_FILE) is not None:
+        # As bytes: the file may be another format's by now, and needn't parse.
         return f'"digest":"{digest}"'.encode() not in storage.read(METADATA_FILE)
     return bool(checkpoint.stamp) and any(entry not in checkpoint.stamp for entry in stamp(storage))
 

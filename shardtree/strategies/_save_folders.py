@@ -43,6 +43,7 @@ def is_save_file(name: str) -> bool:
 
 def make_save_folder(storage: Storage, folder: str, *, durable: bool) -> Claim:
     """Make a save's folder with a note of its owner, and return the claim that marks the save as alive here."""
+    # Before the folder: from its first moment on, it belongs to a save that is known to be alive.
     held = claim(folder)
     try:
         storage.make_folder(folder, durable=durable)

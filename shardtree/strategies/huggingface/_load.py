@@ -88,6 +88,7 @@ def _damage(checkpoint: Checkpoint, listing: Listing) -> tuple[Damage, ...]:
             files.append(read_header(checkpoint.storage, name))
         except CheckpointingException as error:
             found.append(Damage(name, str(error), keys=tuple(sorted(keys.get(name, ())))))
+    # The index is compared only with sound files: a damaged header would make all its tensors seem missing.
     return tuple(found) or _contradictions(listing, files)
 
 

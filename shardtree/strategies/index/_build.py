@@ -46,9 +46,11 @@ def build_index(
     order = np.lexsort((columns.start, *columns.offset.T[::-1], columns.key))
     key = columns.key[order]
     key_text, key_start = text_columns(columns.keys)
+    # Names, not numbers of ours: torch adds dtypes faster than a format adds versions.
     dtypes = sorted({dtype_name(kind.dtype) for kind in columns.kinds})
     number = {name: position for position, name in enumerate(dtypes)}
     dtype_text, dtype_start = text_columns(dtypes)
+    # Right-aligned matrices of one width: a plan handles all tensors at once, and row-major order stays as it is.
     shapes = widen(box_column([kind.global_shape for kind in columns.kinds], fill=1), columns.offset.shape[1], 1)
     offset, shape = widen(columns.offset, shapes.shape[1], 0), widen(columns.shape, shapes.shape[1], 1)
     elements = np.where(columns.start < 0, volumes(shape), columns.stop - columns.start)

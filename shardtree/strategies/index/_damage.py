@@ -215,6 +215,7 @@ def files_damage(checkpoint: Checkpoint, index: Index) -> Iterator[Finding]:
             if length:
                 yield Unchecked(file.name, "it was saved without hashes, or by several ranks", length)
         else:
+            # In pieces, so that a single large file keeps all threads busy.
             pieces += _pieces(file)
     for found in in_threads(partial(_checked, checkpoint), pieces, checkpoint.options.threads):
         piece, number = found.piece, numbers[found.piece.file.name]
@@ -242,6 +243,7 @@ def _checked(checkpoint: Checkpoint, piece: _Piece) -> _Checked:
 
 def _hashes(checkpoint: Checkpoint, piece: _Piece) -> dict[int, int]:
     hasher = BlockHasher(piece.file.length)
+    # One small buffer for each thread: memory stays at a few MiB, however large the file.
     room = memoryview(bytearray(min(_STEP_BYTES, piece.end - piece.begin)))
     with checkpoint.storage.open(piece.file.name) as reader:
         for byte in range(piece.begin, piece.end, _STEP_BYTES):

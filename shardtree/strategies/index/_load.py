@@ -145,10 +145,12 @@ def load_from_index(checkpoint: Checkpoint, index: Index, shards: Sequence[Shard
         ShapeError: a tensor is stored with another global shape or dtype.
         CorruptCheckpoint: stored bytes aren't what was saved.
     """
+    # With verification a plan is needed in any case: blocks have to be completed and hashed.
     if len(shards) == 1 and checkpoint.options.verify is None and shards[0].data.is_cpu:
         run = single_run(index, shards[0])
         if run is not None and run.length <= MOST_BYTES:
             return read_run(checkpoint, index, run, byte_buffer(shards[0].data))
+    # The collector would look through a large tree again and again while nothing is freed.
     with collector_paused():
         plan = plan_shards(index, shards, shard_columns(shards, checkpoint.world.rank))
     return read_planned(checkpoint, index, plan, [shard.data for shard in shards])
@@ -168,6 +170,7 @@ def plan_shards(index: Index, shards: Sequence[ShardedTensor], columns: ShardCol
     if not stored_alike(index, numbers, columns.kinds):
         _check_kinds(index, numbers, shards, columns)
     plan = plan_load(columns, chunks_of(index, numbers))
+    # Overlap inside one tensor isn't found when the index is opened: that would take a comparison of all chunks.
     if plan.doubled.size:
         keys = [repr(columns.keys[number]) for number in plan.doubled.tolist()]
         raise IntegrityError(

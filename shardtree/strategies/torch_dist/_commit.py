@@ -65,6 +65,7 @@ def collect(storage: Storage, written: Sequence[Written]) -> Stored:
         fix = "Give replicas different replica_ids, and keep shards inside their tensor's global shape."
         what = "save: shards that can't lie in one checkpoint"
         raise IntegrityError(error_text(what, offenders=map(str, problems), fix=fix))
+    # A rank with nothing to write has no file, and no number.
     number = np.cumsum([0, *(part.file is not None for part in written)])
     file = np.concatenate([np.full(len(part.columns), base) for part, base in zip(written, number, strict=False)])
     rows = _sorted_once(columns)

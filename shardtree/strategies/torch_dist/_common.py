@@ -57,6 +57,7 @@ def load_dcp_common(checkpoint: Checkpoint) -> Any:
     listing = read_listing(checkpoint)
     numbers = {name: number for name, number in listing.values.items() if not is_object(name)}
     values = dict(decoded(checkpoint, listing, list(numbers.values())))
+    # Tensors stay holes, which the target's shards fill: loading the common state must not read them.
     leaves = dict.fromkeys(listing.contents.tensors, HOLE) | {name: values[number] for name, number in numbers.items()}
     paths = listing.contents.paths or {}
     try:

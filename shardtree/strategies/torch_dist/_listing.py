@@ -208,6 +208,7 @@ def read_listing(checkpoint: Checkpoint) -> Listing:
         UnsafeFile: it names something that it never needs, and `allow_pickle` isn't given.
     """
     if "listing" not in checkpoint.memo:
+        # Parsed once: the safe reader of pickles handles a few million opcodes a second.
         contents = read_metadata_file(checkpoint)
         try:
             checkpoint.memo["listing"] = _listing(contents, _hidden(checkpoint))

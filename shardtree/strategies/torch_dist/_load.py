@@ -54,6 +54,7 @@ def read_archives(
     numbers = np.union1d(run, piece)
     payloads = payloads_of(checkpoint, listing, numbers)
     in_order, run_in_order, piece_in_order = (payloads.begin[rows] != SCATTERED for rows in (numbers, run, piece))
+    # Row-major payloads are read straight from the data files, as in any other format; others are decoded whole.
     direct = _selected(plan, run_in_order, piece_in_order)
     relocated = _relocated(listing, payloads, direct, run[run_in_order], piece[piece_in_order])
     files = _files(checkpoint, listing, payloads, numbers[in_order])
@@ -120,6 +121,7 @@ def _files(checkpoint: Checkpoint, listing: Listing, payloads: Payloads, numbers
     for file in np.unique(archives.file[numbers]).tolist():
         inside = numbers[archives.file[numbers] == file]
         begin = payloads.begin[inside]
+        # The CRC32 of the zip record, which torch writes and never looks at.
         stretches = Stretches(begin, begin + archives.payload[inside], payloads.crc32[inside])
         name = archives.files[file]
         length = checkpoint.storage.length(name)
@@ -136,6 +138,7 @@ def _read_decoded(
         value = decoded_at(checkpoint, listing, reader, number)
     tensor = check_tensor(listing, number, value, archive_name(checkpoint, listing, number))
     memory = MemoryStorage()
+    # From here on like a file of row-major bytes, so that the plan's rows apply unchanged.
     bits = bit_view(tensor.detach().resolve_conj().resolve_neg().contiguous())
     memory.write("tensor", [memoryview(bits.numpy())], durable=False)
     start, one = archives.start[number], np.zeros_like

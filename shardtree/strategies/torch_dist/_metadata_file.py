@@ -62,6 +62,7 @@ class _Names(dict[tuple[str, str], Any]):
 
     def __missing__(self, key: tuple[str, str]) -> Any:
         module, name = key
+        # Only names of torch itself: anything else in the file is refused as unsafe.
         if module == "torch" and name.isidentifier():
             return Stub(f"torch.{name}")
         raise KeyError(key)
@@ -83,6 +84,7 @@ def metadata_classes() -> Mapping[tuple[str, str], Any]:
         >>> metadata_classes()["torch", "float32"]
         torch.float32
     """
+    # Python 3.13 pickles paths by the name of the module pathlib._local.
     names = {(module, name): inert(f"{module}.{name}") for module, classes in _STUBS.items() for name in classes}
     names |= {(module, name): inert("path") for module in ("pathlib", "pathlib._local") for name in _PATHS}
     dtypes = {("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
@@ -238,6 +240,7 @@ def read_metadata_file(checkpoint: Checkpoint) -> MetadataFile:
     if checkpoint.storage.length(INDEX_FILE) is None:
         fix = "Name the folder that a save was given; an interrupted save leaves none."
         raise CorruptCheckpoint(error_text(f"open: {where!r} isn't there", fix=fix))
+    # Only Megatron-Core's integrity.json has a hash of the index: without it, contradictions are all that can be found.
     if checkpoint.options.verify is not None:
         check_listed(checkpoint, METADATA_FILE)
         check_listed(checkpoint, INDEX_FILE)

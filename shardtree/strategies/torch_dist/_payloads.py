@@ -63,6 +63,7 @@ def check_readable(listing: Listing, numbers: Column) -> None:
     Raises:
         UnsupportedValue: one is compressed, or in another format.
     """
+    # An error only for what is asked for: other tensors of the checkpoint still load.
     if not listing.archives.refused:
         return
     names, refused = listing.archives.names, listing.archives.refused
@@ -104,6 +105,7 @@ def opened(checkpoint: Checkpoint, listing: Listing, file: int, numbers: Sequenc
     """
     check_reach(checkpoint, listing, file, numbers)
     name = listing.archives.files[file]
+    # Only then, since a SHA-256 takes a pass over the whole file.
     if checkpoint.options.verify == "all":
         check_listed(checkpoint, name)
     with checkpoint.storage.open(name) as reader:
@@ -164,6 +166,7 @@ def check_kind(listing: Listing, number: int, dtype: str, shape: tuple[int, ...]
     Raises:
         CorruptCheckpoint: it has another dtype or shape.
     """
+    # `.metadata` has no checksum: that archives agree with it is the only check of its numbers.
     expected = listing.contents.tensors[listing.archives.names[number]].dtype
     known = "" if expected is None else dtype_name(expected)
     if (dtype, shape) != (known, listing.archives.shapes[number]):

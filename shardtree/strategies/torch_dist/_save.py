@@ -111,6 +111,7 @@ def save_dcp_common(pending: PendingSave, common: Any) -> Fields:
     named = without_hollow(named_values(common), taken)
     check_names(named, taken)
     encoded = {name: _encoded(path, value, pending) for name, (path, value) in named.items()}
+    # A second file of rank 0: its first one was written before the common state was.
     file, byte, values = data_file(0, 1), 0, []
     for name, data in encoded.items():
         values.append(StoredValue(name, named[name][0], (file, byte, len(data))))

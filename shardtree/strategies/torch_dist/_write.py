@@ -84,9 +84,11 @@ def file_layout(shards: Sequence[ShardedTensor | ShardedObject], rank: int, *, a
     objects = tuple(
         (item.unique_key, _encoded(item, allow_pickle)) for item in shards if isinstance(item, ShardedObject)
     )
+    # Objects are encoded before anything is written: one that can't be stored fails the save at its start.
     pieces, columns = _pieces(tensors, shard_columns(tensors, rank))
     lengths = [len(data) for _, data in objects]
     lengths += [archive_length(piece.shard.dtype, piece.shape) for piece in pieces]
+    # All lengths are known beforehand, which the local storage uses to reserve room in one step.
     length = np.array(lengths, dtype=np.int64)
     room = -(-length // ALIGNMENT) * ALIGNMENT
     return FileLayout(objects, pieces, columns, np.cumsum(room) - room, length)

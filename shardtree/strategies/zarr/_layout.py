@@ -94,6 +94,7 @@ def _array_layout(written: ShardColumns, number: int, rows: Column) -> ArrayLayo
     key, kind = written.keys[number], written.kinds[number]
     check_storable(kind.dtype, f"save: {key!r}")
     metadata_writer = int(written.rank[rows[0]])
+    # A tensor without elements has no chunk file, only metadata.
     rows = rows[written.elements[rows] > 0]
     columns = _own_axes(select_rows(written, rows), max(1, len(kind.global_shape)))
     box = kind.global_shape or (1,)

@@ -24,6 +24,7 @@ BACKEND, VERSION = "zarr", 1
 
 def legacy_group(checkpoint: Checkpoint) -> Group:
     """Return the content of a checkpoint's folder, listed once."""
+    # Once for each opened checkpoint: listing the chunks of thousands of arrays takes long.
     if "group" not in checkpoint.memo:
         checkpoint.memo["group"] = read_group(checkpoint.storage, *find_arrays(checkpoint.storage))
     group: Group = checkpoint.memo["group"]

@@ -57,6 +57,7 @@ def decoded(storage: Storage, array: StoredArray, cell: Shape) -> torch.Tensor:
     _check_size(array, array.file_bytes)
     package = zarr_package(array.name)
     data = storage.read(name)
+    # Measured before it is decoded: a small file could otherwise fill the memory.
     check_expansion(array, data, repr(storage.where(name)))
     try:
         values = _values(package, array, name.removeprefix(f"{array.name}/"), data, cell)
@@ -235,6 +236,7 @@ def read_arrays(checkpoint: Checkpoint) -> Group:
             group = Group(decode_columns(*read_checked(checkpoint, "index")), (), {})
         else:
             arrays, _ = find_arrays(checkpoint.storage)
+            # Not for Megatron-Core's old format, in which a missing chunk is an error.
             group = read_group(checkpoint.storage, [_with_fill(array) for array in arrays])
         checkpoint.memo["group"] = group
     found: Group = checkpoint.memo["group"]

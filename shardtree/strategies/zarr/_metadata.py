@@ -39,6 +39,7 @@ def decode_v2(data: bytes, name: str, where: str) -> StoredArray | None:
         return None
     filters = codec_list(fields.get("filters") or [], what)
     compressor = fields.get("compressor")
+    # Checked when the array is opened, not when it is decoded, so that listing names such an array too.
     check_harmless([*filters, *([] if compressor is None else [compressor])], what)
     shape, chunk = checked_shapes((fields.get("shape"), fields.get("chunks")), dtype.itemsize, what)
     plain = not filters and compressor is None and (is_little or dtype.itemsize == 1)
@@ -89,6 +90,7 @@ def decode_v3(fields: Mapping[str, Any], name: str, where: str) -> StoredArray |
         return None
     codecs = codec_list(fields.get("codecs"), what)
     check_harmless(codecs, what)
+    # The spec lets a transformer change how chunks are stored in any way.
     if fields.get("storage_transformers"):
         raise UnsupportedValue(
             error_text(f"open: {what} has storage transformers", fix="Rewrite the array without them.")

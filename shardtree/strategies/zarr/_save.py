@@ -120,6 +120,7 @@ def object_blob(rank: int, length: int, places: Sequence[tuple[str, int, int]]) 
 
 def commit(pending: PendingSave, fields: Fields) -> None:
     """Write the group's zarr.json, with the metadata of all arrays in it, and last metadata.json; on rank 0."""
+    # Consolidated metadata: other programs open all arrays by this one file.
     members = dict(pending.memo.get(_MEMO, {}))
     common = fields.get("common")
     if isinstance(common, dict) and str(common.get("name")).startswith(f"{FOLDER}/common/"):

@@ -70,6 +70,7 @@ def group_findings(checkpoint: Checkpoint, group: Group) -> tuple[Finding, ...]:
 
 
 def _absent(array: StoredArray, cells: Column) -> Iterator[Damage]:
+    # By zarr's spec a missing chunk has the fill value. Megatron-Core writes null for that, so there it is damage.
     if array.fill is not None:
         return
     absent = missing_cells(array, cells)
