@@ -8,7 +8,8 @@ from contextlib import contextmanager, suppress
 
 from ..errors import CheckpointingException, StorageError
 from ..storage import Claim, Storage, claim, is_alive, owner_note, release
-from ._metadata import METADATA_FILE, decode_metadata, metadata_bytes
+from ._metadata import decode_metadata, metadata_bytes
+from ._traits import METADATA_FILE
 
 OWNER_FILE = "owner.json"
 """The note in a save's folder that says who saves; the commit removes it, and no reader looks at it."""

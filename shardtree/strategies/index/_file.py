@@ -9,7 +9,8 @@ import numpy as np
 from ...codec import Entry, decode_header, encode_header
 from ...errors import CheckpointingException, CorruptCheckpoint, error_text
 from ...storage import BLOCK_BYTES, Buffer
-from .._metadata import METADATA_FILE, read_checked, write_checked
+from .._metadata import read_checked, write_checked
+from .._traits import METADATA_FILE
 from .._values import Checkpoint, Fields, PendingSave
 from ._columns import COLUMNS, OPTIONAL_COLUMNS, Index
 from ._problems import index_problem, shared_bytes_problem

@@ -10,7 +10,8 @@ from ...errors import CheckpointingException, CorruptCheckpoint
 from ...fingerprints import add_fingerprints
 from ...mapping import ShardedTensor
 from .._findings import Damage, Finding, stored_parts
-from .._metadata import METADATA_FILE, read_checked
+from .._metadata import read_checked
+from .._traits import METADATA_FILE
 from .._values import Checkpoint
 from ..index import IndexMetadata, index_name, load_from_index, read_index, stored_fingerprints, verify_index
 
