@@ -1,7 +1,5 @@
 """Hugging Face models: safetensors files of whole tensors, and the index JSON that lists them."""
 
-from functools import partial
-
 from .._actions import Strategies as Strategies
 from .._actions import StrategyAction as StrategyAction
 from .._traits import FormatTraits
@@ -29,7 +27,7 @@ ROWS: Strategies = {
     (StrategyAction.COMMIT, "huggingface", 1): commit,
     (StrategyAction.VERIFY, "huggingface", 1): verify_files,
     (StrategyAction.LIST_FILES, "huggingface", 1): list_files,
-    (StrategyAction.DESCRIBE, "huggingface", 1): partial(
-        FormatTraits, decided_by=("*.safetensors", "*.safetensors.index.json"), fills_devices=True, is_guess=True
+    (StrategyAction.DESCRIBE, "huggingface", 1): lambda: FormatTraits(
+        decided_by=("*.safetensors", "*.safetensors.index.json"), fills_devices=True, is_guess=True
     ),
 }

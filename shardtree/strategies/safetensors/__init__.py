@@ -1,7 +1,5 @@
 """The native format: plain safetensors files, an index in columns, block hashes, and one file that commits."""
 
-from functools import partial
-
 from .._actions import Strategies as Strategies
 from .._actions import StrategyAction as StrategyAction
 from .._traits import FormatTraits
@@ -18,5 +16,5 @@ ROWS: Strategies = {
     (StrategyAction.SAVE_SHARDED, "safetensors", 1): save_sharded,
     (StrategyAction.SAVE_OBJECTS, "safetensors", 1): save_sharded,
     (StrategyAction.VERIFY, "safetensors", 1): verify_files,
-    (StrategyAction.DESCRIBE, "safetensors", 1): partial(FormatTraits, in_save_folder=True, fills_devices=True),
+    (StrategyAction.DESCRIBE, "safetensors", 1): lambda: FormatTraits(in_save_folder=True, fills_devices=True),
 }

@@ -1,7 +1,5 @@
 """Archives of torch.save in data files: Megatron-Core's `torch_dist`, and what torch.distributed.checkpoint writes."""
 
-from functools import partial
-
 from .._actions import Strategies as Strategies
 from .._actions import StrategyAction as StrategyAction
 from .._traits import FormatTraits
@@ -50,6 +48,6 @@ ROWS: Strategies = {
     (StrategyAction.COMMIT, "dcp", 1): commit_dcp,
     (StrategyAction.VERIFY, "dcp", 1): verify_files,
     (StrategyAction.LIST_FILES, "dcp", 1): list_files,
-    (StrategyAction.DESCRIBE, "torch_dist", 1): partial(FormatTraits, decided_by=(".metadata",), has_manifest=True),
-    (StrategyAction.DESCRIBE, "dcp", 1): partial(FormatTraits, decided_by=(".metadata",)),
+    (StrategyAction.DESCRIBE, "torch_dist", 1): lambda: FormatTraits(decided_by=(".metadata",), has_manifest=True),
+    (StrategyAction.DESCRIBE, "dcp", 1): lambda: FormatTraits(decided_by=(".metadata",)),
 }

@@ -1,7 +1,5 @@
 """Zarr: Megatron-Core's old checkpoints (version 1, read only), and zarr v3 arrays, ours and others' (version 3)."""
 
-from functools import partial
-
 from .._actions import Strategies as Strategies
 from .._actions import StrategyAction as StrategyAction
 from .._traits import FormatTraits
@@ -48,6 +46,6 @@ ROWS: Strategies = {
     (StrategyAction.COMMIT, "zarr", 3): commit,
     (StrategyAction.VERIFY, "zarr", 3): verify_files,
     (StrategyAction.LIST_FILES, "zarr", 3): list_files,
-    (StrategyAction.DESCRIBE, "zarr", 1): partial(FormatTraits, decided_by=(".zgroup",), has_manifest=True),
-    (StrategyAction.DESCRIBE, "zarr", 3): partial(FormatTraits, decided_by=("zarr.json", ".zgroup"), has_manifest=True),
+    (StrategyAction.DESCRIBE, "zarr", 1): lambda: FormatTraits(decided_by=(".zgroup",), has_manifest=True),
+    (StrategyAction.DESCRIBE, "zarr", 3): lambda: FormatTraits(decided_by=("zarr.json", ".zgroup"), has_manifest=True),
 }
