@@ -54,6 +54,11 @@ def open_at(directory: Directory, world: World, options: LoadOptions, strategies
     return Checkpoint(storage, fields, world, options, stamp=found, traits=traits_together(fields, strategies))
 
 
+def with_fields(checkpoint: Checkpoint, fields: Fields, strategies: Strategies | None) -> Checkpoint:
+    """Return a checkpoint as rank 0 has read it."""
+    return replace(checkpoint, fields=fields, traits=traits_together(fields, strategies))
+
+
 def traits_together(fields: Fields, strategies: Strategies | None) -> FormatTraits:
     """Return what holds of the two formats of a checkpoint, those of its shards and of its common state."""
     backends = sharded_backend(fields), common_backend(fields)
@@ -309,8 +314,7 @@ def open_together(
     """
     alone = partial(look, directory, world, options, strategies)
     found, fields = share(world, "load: open", alone, attrgetter("fields"), steps=OPEN_STEPS)
-    opened: Checkpoint = replace(found, fields=fields[0], traits=traits_together(fields[0], strategies))
-    return opened
+    return with_fields(found, fields[0], strategies)
 
 
 def look(directory: Directory, world: World, options: LoadOptions, strategies: Strategies | None) -> Checkpoint:
