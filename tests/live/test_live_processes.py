@@ -104,7 +104,7 @@ def there_and_back(world: World, relay: bool, with_plan: bool) -> list[tuple[dic
     for target, plan in zip(targets, plans(relay=relay), strict=True):
         sent: Counter[tuple[int, int]] = Counter()
         options: dict[str, Any] = {"plan": plan} if with_plan else {"relay": relay}
-        options |= {"max_bytes_in_flight": BOUND, "donate": True, "exchange": counting(world, sent)}
+        options |= {"max_bytes_in_flight": BOUND, "donate": True, "transport": counting(world, sent)}
         got, peak = measured(partial(redistribute, held, target, world=world, **options))
         assert outline(got) == (outline(None) if target is None else outline(mine)), "other bits"
         held = {} if got is None else got
@@ -164,7 +164,7 @@ def halved(world: World) -> None:
     own["w"] = own["w"] if world.rank < 4 else replace(own["w"], data=own["w"].data.half(), dtype=torch.float16)
     tree, target = (own, None) if world.rank < 4 else ({}, {"w": replace(own["w"], data=None)})
     sent: Counter[tuple[int, int]] = Counter()
-    options = {"max_bytes_in_flight": 24, "exchange": counting(world, sent), "relay": True}
+    options = {"max_bytes_in_flight": 24, "transport": counting(world, sent), "relay": True}
     got = redistribute(tree, target, world=world, cast=True, **options)
     assert outline(got) == (outline(None) if world.rank < 4 else outline(own))
     assert sum(sent.values()) == (8 * 8 * 2 // 4 if world.rank < 4 else 0)
@@ -208,7 +208,7 @@ def dies(world: World, heard: Any) -> None:
             os._exit(9)
 
     try:
-        updated(world, exchange=exchange)
+        updated(world, transport=exchange)
     except WorldError:
         heard[world.rank] = 1
 
@@ -223,7 +223,7 @@ def test_a_process_that_dies_is_an_error_in_all_others() -> None:
 def by_torch(world: World, code: str) -> None:
     page: dict[str, Any] = {}
     exec(code, page)
-    updated(world, exchange=page["by_torch"])
+    updated(world, transport=page["by_torch"])
 
 
 def test_the_example_of_another_transport_works() -> None:
