@@ -27,7 +27,7 @@ from shardtree.testing import (
     layouts,
     random_bits,
 )
-from tests.transforms.lenses.oracles import ORACLES
+from tests.lenses.oracles import ORACLES
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
