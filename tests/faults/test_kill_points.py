@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import shardtree
+from tests.faults.sampling import sample
 from tests.faults.warm_saver import (
     NEW,
     NEXT,
@@ -25,7 +26,6 @@ from tests.faults.warm_saver import (
     inject,
     listing,
     prepared,
-    sample,
     traced_points,
     value_in,
 )
