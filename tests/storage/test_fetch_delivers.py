@@ -164,7 +164,7 @@ def test_pieces_of_every_item_size_are_cut_anywhere(item: int, far: int, monkeyp
     columns = shard_columns([ShardedTensor("w", None, dtype, (48, 3), (50, 6), (1, 2), None)])
     plan: LoadPlan = plan_load(columns, one_chunk((50, 6), 5))
     assert plan.strided.file.size == 1
-    parts: Strided = _strided.parted(plan.strided)
+    parts: Strided = _strided.split_pieces(plan.strided)
     assert (_strided.last_byte(parts) - parts.byte <= far).all()
     memory = torch.zeros(48 * 3 * item, dtype=torch.uint8)
     file = StoredFile("f", len(data), block_hashes([memoryview(data)]))
