@@ -103,6 +103,8 @@ def test_an_overload_that_lacks_an_argument_is_found() -> None:
 def missing(overload: object, function: object) -> set[str]:
     """Return the parameters that only one of the two has, by name alone or not."""
     own = inspect.signature(overload).parameters
-    hints = getattr(get_type_hints(overload).get("options"), "__args__", [None])
-    named = hints[0].__annotations__.keys() if hints[0] is not None else {"options"} & own.keys()
-    return (own.keys() - {"options"} | named) ^ inspect.signature(function).parameters.keys()
+    rest = {name for name, each in own.items() if each.kind is each.VAR_KEYWORD}
+    # What `Unpack` names counts as written out; `**keywords: Any` is a parameter of its own.
+    unpacked = {name: getattr(get_type_hints(overload)[name], "__args__", None) for name in rest}
+    named = {key for name, kinds in unpacked.items() for key in (kinds[0].__annotations__ if kinds else [name])}
+    return (own.keys() - rest | named) ^ inspect.signature(function).parameters.keys()

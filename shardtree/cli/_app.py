@@ -11,7 +11,6 @@ from typing import Annotated
 import typer
 
 from ..errors import CheckpointingException
-from ._output import parse_size
 
 app = typer.Typer(
     help="Sharded state dicts as immutable trees, saved in one layout and loaded in any other.",
@@ -66,9 +65,9 @@ def demo(
     keep: Annotated[
         Path | None, typer.Option(help="Save to this folder, and leave the checkpoint there.", metavar="DIR")
     ] = None,
-    small: Annotated[bool, typer.Option("--small", help="A tiny encoder with made-up weights: seconds less.")] = False,
+    small: Annotated[bool, typer.Option("--small", help="Tiny made-up weights: seconds less.")] = False,
 ) -> None:
-    """Save an encoder's training state from several processes, load it in another layout, and check every element."""
+    """Save a training state from several processes, load it in another layout, and compare every bit."""
     from ._demo import run_demo
 
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal may not know box characters
@@ -161,6 +160,8 @@ def _backend(text: str) -> str | tuple[str, int]:
 
 
 def _size(text: str) -> int:
+    from ._output import parse_size
+
     try:
         return parse_size(text)
     except ValueError as error:

@@ -16,9 +16,8 @@ from ..errors import ShapeError, StrategyError, error_text, plural, shorten
 from ..strategies import LoadOptions, SaveOptions, Strategies, StrategyAction, default_strategies, huggingface
 from ..transforms import partial_rename
 from ..trees import bind, cast, compose
-from ._bars import bar
 from ._contents import contents_at
-from ._output import Output, json_text, pace, printable, size, spellable
+from ._output import Output, bar, json_text, pace, printable, size, spellable
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,9 +23,8 @@ from ..errors import TreePath, plural, render_path
 from ..layouts import TensorKind
 from ..strategies import LoadOptions, Strategies, StrategyAction, default_strategies
 from ..trees import Difference, Record
-from ._bars import bar
 from ._contents import Contents, TensorRow, brief, check_patterns, contents_at, kind_of, matcher, plain, select
-from ._output import Output, json_text, printable, size, spellable
+from ._output import Output, bar, json_text, printable, size, spellable
 from ._table import Heading, show_table
 
 # How `shardtree diff` shows a difference: tables for people, a document for programs.

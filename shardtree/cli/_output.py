@@ -6,12 +6,21 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any, Literal, NoReturn
 
 import typer
 from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 from ..errors import CheckpointingException
 
@@ -39,6 +48,28 @@ class Output(Console):
     def on_broken_pipe(self) -> None:
         """Leave it to `finish`."""
         raise BrokenPipeError
+
+
+@contextmanager
+def bar(console: Console, doing: str, total: int | None) -> Iterator[Callable[[int], None]]:
+    """Yield `progress(nbytes)`, called with the bytes done since the last call; the bar is gone afterwards.
+
+    Args:
+        console: where it is drawn; nothing is where it isn't a terminal.
+        doing: what moves them.
+        total: bytes, None where that isn't known.
+    """
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(32),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(doing, total=total)
+        yield lambda nbytes: progress.advance(task, nbytes)
 
 
 def finish(command: str, work: Callable[[], int], *, interrupted: str = "interrupted") -> NoReturn:

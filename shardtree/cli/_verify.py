@@ -13,9 +13,8 @@ from ..checkpoint import verify
 from ..errors import plural, shorten
 from ..storage import storage_at
 from ..strategies import Damage, LoadOptions, VerifyReport, by_reason
-from ._bars import bar
 from ._contents import files_in
-from ._output import Output, json_text, pace, printable, size, spellable
+from ._output import Output, bar, json_text, pace, printable, size, spellable
 
 
 def run_verify(checkpoint: str, *, threads: int | None, as_json: bool) -> int:

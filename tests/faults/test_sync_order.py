@@ -30,7 +30,8 @@ def save(world, form):
     shard = st.ShardedTensor.from_rank_offsets("w", torch.ones(2, 300), (0, world.rank, ranks))
     copied = st.ShardedTensor.from_rank_offsets("norm", torch.ones(5), replica_id=world.rank)
     tree = {"w": shard, "norm": copied} | ({} if form == "huggingface" else {"step": 1})
-    st.save(tree, folder, *CHOICES[form], world=world, overwrite=bool(before), options=st.SaveOptions(durable=bool(durable)))
+    options = st.SaveOptions(durable=bool(durable))
+    st.save(tree, folder, *CHOICES[form], world=world, overwrite=bool(before), options=options)
 
 
 if before:
