@@ -232,7 +232,7 @@ def test_after_an_interrupt_the_collector_is_on(monkeypatch: pytest.MonkeyPatch)
     def interrupted() -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(_threads, "_take_as_old", interrupted)
+    monkeypatch.setattr(_threads, "_mark_as_old", interrupted)
     with real_collector(True):
         with pytest.raises(KeyboardInterrupt), collector_paused():
             pass

@@ -99,7 +99,7 @@ if libc.unshare(NAMESPACE) or libc.mount(b"none", b"/", None, PRIVATE, None):
 if libc.mount(b"proc", b"/proc", b"proc", 0, b"hidepid=2"):
     sys.exit(77)
 with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
-    fields = json.loads(_owner.owner_note("save-1")) | {"pid": other.pid, "started": _owner._started(other.pid)}
+    fields = json.loads(_owner.owner_note("save-1")) | {"pid": other.pid, "started": _owner._start_time(other.pid)}
     os.setgroups([])
     os.setgid(65534)
     os.setuid(65534)
