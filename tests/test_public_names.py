@@ -59,6 +59,7 @@ print(*[type(leaf).__name__ for leaf in optree.tree_leaves({"w": shard}, namespa
     assert fresh(code) == ["Tensor"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "code",
     [
@@ -72,6 +73,7 @@ def test_every_way_to_the_names_gives_all_of_them(code: str) -> None:
     assert fresh(code) == shardtree.__all__
 
 
+@pytest.mark.slow
 def test_a_name_that_waited_can_be_imported_first() -> None:
     assert fresh("from shardtree import save, Mesh; print(save.__name__, Mesh.__name__)") == ["save", "Mesh"]
 
@@ -104,6 +106,7 @@ def test_a_misspelt_name_is_told_with_a_guess() -> None:
     assert "AttributeError: module 'shardtree' has no attribute 'loads'. Did you mean: 'load'?" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_pickled_leaf_is_found_in_a_new_process(tmp_path: Path) -> None:
     shard = shardtree.ShardedTensor.from_rank_offsets("w", torch.ones(2))
     (tmp_path / "leaf").write_bytes(pickle.dumps([shard.without_data(), shardtree.load, shardtree.Mesh]))
@@ -111,6 +114,7 @@ def test_a_pickled_leaf_is_found_in_a_new_process(tmp_path: Path) -> None:
     assert fresh(code, str(tmp_path / "leaf")) == ["ShardedTensor", "function", "type"]
 
 
+@pytest.mark.slow
 def test_what_is_put_in_the_place_of_a_name_stays() -> None:
     code = """
 import shardtree

@@ -135,6 +135,7 @@ def template() -> MemoryStorage:
     return storage
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [killed_at, failing_at], ids=["killed", "one call fails"])
 @pytest.mark.parametrize("watch", [WatchedStorage, Stiff], ids=["renaming", "in place"])
 def test_a_removal_that_dies_leaves_nothing_half_done(

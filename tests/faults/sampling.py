@@ -36,7 +36,9 @@ def usually(points: Sequence[Point], count: int, seed: int = SEED) -> list[Any]:
     """Return all points as parameters, of which a usual run takes some; the others are for `-m exhaustive`."""
     chosen = Random(f"{seed} {len(points)}").sample(range(len(points)), count)
     return [
-        point if number in chosen else pytest.param(*(point if type(point) is tuple else (point,)), marks=EXHAUSTIVE)
+        point
+        if number in chosen
+        else pytest.param(*(point if type(point) is tuple else (point,)), marks=EXHAUSTIVE)
         if number in chosen
         else pytest.param(*(point if isinstance(point, tuple) else (point,)), marks=EXHAUSTIVE)
         for number, point in enumerate(points)

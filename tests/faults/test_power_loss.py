@@ -197,6 +197,7 @@ class Loose(Medium):
             self.steps[-1].kept = len(self.steps)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [Hasty, Loose])
 def test_the_law_catches(fault: type[Medium]) -> None:
     steps = steps_of("native", None, fault)

@@ -116,6 +116,7 @@ def held_bytes(columns: ShardColumns, rank: int) -> int:
     return int((columns.elements * columns.item_size[columns.key])[columns.rank == rank].sum())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("relay", "with_plan"), [(False, True), (True, False)])
 def test_trainers_to_disjoint_engines_and_back(relay: bool, with_plan: bool) -> None:
     """TP=2 x DP=2 on four ranks, TP=2 on two others: the bits, the bytes on each link, the memory at the peak."""
@@ -170,6 +171,7 @@ def halved(world: World) -> None:
     assert sum(sent.values()) == (8 * 8 * 2 // 4 if world.rank < 4 else 0)
 
 
+@pytest.mark.slow
 def test_what_is_cast_crosses_in_the_dtype_of_those_who_want_it() -> None:
     run_processes(6, halved, timeout=30)
 
@@ -188,6 +190,7 @@ def spoilt(world: World) -> tuple[list[str], tuple[str, dict[int, str]]]:
     return str(other_plans.value).splitlines(), (failed.value.phase, failed.value.failures)
 
 
+@pytest.mark.slow
 def test_what_is_wrong_on_one_process_is_an_error_in_all() -> None:
     for told, (phase, failures) in run_processes(6, spoilt, timeout=30):
         assert told[1] == "  ranks 0-5: WorldError: redistribute: the ranks have other plans"
@@ -213,6 +216,7 @@ def dies(world: World, heard: Any) -> None:
         heard[world.rank] = 1
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_is_an_error_in_all_others() -> None:
     heard = RawArray("b", 6)
     with pytest.raises(WorldError, match="rank 5 died without a word\n  found exit status 9"):
@@ -226,6 +230,7 @@ def by_torch(world: World, code: str) -> None:
     updated(world, transport=page["by_torch"])
 
 
+@pytest.mark.slow
 def test_the_example_of_another_transport_works() -> None:
     """What the page shows for a transport of one's own runs in real processes."""
     page = (Path(__file__).parents[2] / "docs" / "resharding.md").read_text()

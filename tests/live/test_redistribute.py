@@ -128,6 +128,7 @@ def check_redistribute(
     assert dict(links) == plan.links
 
 
+@pytest.mark.slow
 @given(cases())
 def test_a_live_reshard_gives_what_one_in_memory_gives(case: Case) -> None:
     check_redistribute(case)
@@ -162,6 +163,7 @@ def _strided(leaf: Any) -> Any:
     return leaf.init_data("cpu", lambda shape, dtype, device: random_bits(shape[::-1], dtype, 5).permute(*axes))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("donate", [False, True])
 @settings(max_examples=EXAMPLES // 3)
 @given(cases())

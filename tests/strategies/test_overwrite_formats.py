@@ -140,6 +140,7 @@ def check_kill_law(old: str, new: str, ranks: int, *, step: int = 1, storage_of:
     return len(calls)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("old", "new", "ranks"), [("torch_dist", "torch_dist", 1), ("huggingface", "native", 1), ("native", "zarr", 2)]
 )
@@ -442,6 +443,7 @@ st.save({"w": shard}, storage, (sys.argv[2], 1), overwrite=True)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["sibling.exchange", "sibling.remove"])
 def test_the_next_save_needs_not_wait_for_a_process_that_is_gone(tmp_path: Path, method: str) -> None:
     save(tmp_path / "step", OLD, "native")
