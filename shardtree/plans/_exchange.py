@@ -104,8 +104,7 @@ def read_rounds(columns: ShardColumns, *, most_bytes: int = CAST_BYTES) -> Colum
     np.add.at(held, (columns.key, columns.rank), columns.elements * columns.item_size[columns.key])
     rounds, number, room = [], 0, np.full(ranks, most_bytes, dtype=np.int64)
     for size in held:
-        # With all ranks' columns given, a round ends for all of them at once: ranks that exchange in rounds must find the
-        # rank must find the same rounds.
+        # A round ends for all ranks at once: ranks that exchange what they read must find the same rounds.
         if (size > room).any() and (room < most_bytes).any():
             number, room = number + 1, np.full(ranks, most_bytes, dtype=np.int64)
         room = room - size
