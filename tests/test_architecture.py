@@ -122,6 +122,7 @@ def test_files_are_touched_in_storage_alone(module: str) -> None:
     assert file_calls(MODULES[module].read_text()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("library", MAY_IMPORT)
 def test_a_library_is_imported_by_its_package_alone(library: str) -> None:
     users = {

@@ -87,6 +87,7 @@ def complaints(sample: str, folder: Path) -> list[str]:
     return [sample.splitlines()[line - 1] for line in sorted(set(map(int, found)))]
 
 
+@pytest.mark.slow
 def test_a_type_checker_knows_what_comes_back(tmp_path: Path) -> None:
     assert complaints(SAMPLE + WRONG, tmp_path) == WRONG.split("\n")[1:-1]
 

@@ -76,6 +76,7 @@ def run_demo(*, ranks: int, load_ranks: int, keep: Path | None, small: bool) -> 
     with _folder(keep) as folder:
         _show_facts(console, source, whole, folder)
         what = f"Save from {_processes(ranks)}, cut by attention heads, MLP units and vocabulary rows"
+        # A partial of a module's function: each process gets it pickled.
         save_each = partial(save_rank, source=source, folder=folder)
         saved = _run(console, what, save_each, _bytes_by_writer(before), then="committing")
         _show_saved(console, saved, _files(folder))
@@ -176,6 +177,7 @@ def load_rank(world: World, source: Source, folder: str, counts: Counts) -> Load
     target, reports = training_state(meta_weights(source), LOADED_AS, world.rank, world.size), list[ReadReport]()
     options = LoadOptions(progress=partial(_count, counts, world.rank), report=reports.append)
     began = _start(world, counts)
+    # Into meta tensors, so that nothing of what is expected is there before the load.
     tree = load(target, folder, world=world, options=options)
     ended = time.monotonic()
     expected = training_state(weights_of(source), LOADED_AS, world.rank, world.size)
@@ -216,6 +218,7 @@ def _bars(console: Console, expected: Sequence[int], *, then: str) -> Iterator[C
     totals = list(expected)
     if len(totals) > _MOST_BARS:
         names, totals = [f"{len(totals)} ranks"], [sum(totals)]
+    # Amounts as texts of ours: an unknown total is "starting", and a full bar isn't yet a commit.
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(24), TextColumn("{task.fields[amount]}"))
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         tasks = [progress.add_task(name, total=None, amount="starting") for name in names]
@@ -267,6 +270,7 @@ def _show_saved(console: Console, saved: Sequence[Saved], files: dict[str, int])
     for rank, report in enumerate(saved):
         own = [name for name in files if name.startswith(f"{rank:05}-of-")]
         table.add_row(rank_label(rank), size(report.held), size(report.written), Text("\n".join(own), style="dim"))
+    # Rank 0 writes what the ranks have in common: the index, the common state, and last metadata.json.
     others = {name: length for name, length in reversed(files.items()) if "-of-" not in name}
     table.add_row(rank_label(0), "", size(sum(others.values())), Text("\n".join(others), style="dim"))
     _add_total(table, saved, sum(files.values()))
@@ -291,6 +295,7 @@ def _table(*names: str) -> Table:
 
 
 def _add_total(table: Table, reports: Sequence[Saved | Loaded], moved: int) -> None:
+    # Processes of one machine share its monotonic clock, so their times can be compared.
     seconds = max(report.ended for report in reports) - min(report.began for report in reports)
     speed = Text(f"{rate(moved, seconds)}, in {seconds:.2f} s", style="bold")
     table.add_section()

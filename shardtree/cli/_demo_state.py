@@ -175,7 +175,7 @@ def group_of(key: str) -> str:
     return next((group for group, start in _PREFIXES.items() if key.startswith(start)), "weights")
 
 
-# The verdict: each element of what was loaded beside what it should be, on every rank.
+# The verdict: on every rank, each loaded element compared with what it should be.
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -188,7 +188,7 @@ class Comparison:
         same: per group, elements that are the same bit for bit, on this rank.
         main: per group, those of them in main replicas, which no other rank counts.
         different: keys of tensors with other elements.
-        different_common: places of common values that are others, or on one side only.
+        different_common: places of common values that differ, or are on one side only.
     """
 
     same: Mapping[str, int]
@@ -221,6 +221,7 @@ def compare_state(loaded: Any, expected: Any) -> Comparison:
     """
     same, main = dict.fromkeys(GROUPS, 0), dict.fromkeys(GROUPS, 0)
     different, different_common = list[str](), list[TreePath]()
+    # What is left of it in the end wasn't expected.
     found = dict(leaves_with_paths(loaded))
     for path, leaf in leaves_with_paths(expected):
         value = found.pop(path, None)

@@ -17,6 +17,7 @@ from ._renamed import check_names
 # A lens for the fused query, key and value tensor of attention, in each of the forms that models and files have.
 
 FusedForm: TypeAlias = Literal["interleaved", "concatenated"]
+"""Whether query, key and value alternate group by group, or lie one behind the other."""
 _FORMS = ("interleaved", "concatenated")
 
 

@@ -1,4 +1,4 @@
-"""Plans: who writes which shard, and which stored bytes go where, in columns that every rank computes alike."""
+"""Plans: who writes which shard, and which stored bytes go where, as columns. Every rank computes the same plan."""
 
 from ._convertible import convertible as convertible
 from ._exchange import ExchangePlan as ExchangePlan
@@ -66,7 +66,10 @@ __all__ = [
     "ReadCost",
     "Refusal",
     "ReshardPlan",
+    "Runs",
     "Schedule",
+    "StoredChunks",
+    "Strided",
     "Transfers",
     "Undecided",
     "Unexpected",

@@ -1,4 +1,4 @@
-"""What a load would do: what doesn't fit, and what each rank would read; as data, and as a table."""
+"""What a load would do: what doesn't fit, and what each rank would read. As data, and as a table."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ReadCost:
 
     Attributes:
         bytes_wanted: of the elements that are loaded.
-        bytes_read: from storage: those and what lies between them where a stretch is mapped or asked for at once,
+        bytes_read: from storage: those, what lies between them where a range is mapped or requested at once,
             compressed chunks as they are stored, and what is read once more, or wider, to check its hash.
         pieces: consecutive bytes that go to one place, and boxes that are copied row by row.
         files: opened.
@@ -41,7 +41,7 @@ class ReadCost:
 
 @dataclass(frozen=True, slots=True)
 class Prospect:
-    """What loading shards would come to, as a format says before it reads any.
+    """What loading shards would take, as a format says before it reads any.
 
     Attributes:
         problems: why some can't be loaded.
@@ -108,7 +108,7 @@ class Explanation:
     """What a load would do, found out from metadata and the common state alone. Its text is a table.
 
     Attributes:
-        missing: keys that are stored and asked for by no rank, sorted; that is no problem, but for strict modes.
+        missing: keys that are stored and asked for by no rank, sorted; only strict modes take that as a problem.
         problems: why the target can't be loaded, each once: what isn't stored, what has another global shape or dtype,
             what isn't stored whole, what can't be read, objects of another shape without a rule, checks that fail.
         reads: what each rank would read, by rank.
@@ -133,7 +133,7 @@ class Explanation:
 
     @property
     def unexpected(self) -> tuple[Unexpected, ...]:
-        """What is asked for and not stored, be it a problem or not."""
+        """What is asked for and not stored, whether the strict mode takes it as a problem or not."""
         return (*(problem for problem in self.problems if isinstance(problem, Unexpected)), *self.omitted)
 
     @property
@@ -176,7 +176,7 @@ class Explanation:
         misfits = [problem for problem in self.problems if not isinstance(problem, FailedCheck)]
         lines = [
             _VERDICTS[self.ok],
-            *_listed([*misfit_lines(misfits), *map(self._said, self.failed)], "problem", len(self.problems)),
+            *_listed([*misfit_lines(misfits), *map(self._failure_text, self.failed)], "problem", len(self.problems)),
             *_listed(map(str, self.undecided), "open question"),
             *_listed((f"asked for, not stored, left out: {one.text}" for one in self.omitted), "key"),
             *_listed((f"stored, left out: {path}" for path in self.left_out), "place"),
@@ -184,7 +184,7 @@ class Explanation:
         ]
         return "\n".join([*lines, "", *table_lines([_HEADINGS, *_rows(self)])])
 
-    def _said(self, failed: FailedCheck) -> str:
+    def _failure_text(self, failed: FailedCheck) -> str:
         return f"{rank_text(failed.ranks)}: {failed}" if len(failed.ranks) < len(self.reads) else str(failed)
 
 

@@ -1,4 +1,4 @@
-"""Whether a target fits what is stored: what doesn't, as data, in the words that errors and explanations share."""
+"""Whether a target fits what is stored. What doesn't is data, whose text errors and explanations share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..objects import ShapeChange
 from ._convertible import convertible
 from ._text import differing_prefix, near_names
 
-# What a shard has in common with a tensor that is stored with another global shape.
+# The overlap of a shard with a tensor that is stored with another global shape.
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +25,9 @@ class Overlap:
     """A box of a shard's elements.
 
     Attributes:
-        start: the element of the shard's flattened data that the box around it begins with.
-        shape: of that box.
-        part: the slices of that box that are meant.
+        start: where the enclosing box begins in the shard's flattened data, in elements.
+        shape: of the enclosing box.
+        part: slices of the enclosing box.
     """
 
     start: int
@@ -52,7 +52,7 @@ def overlaps(shard: ShardedTensor, global_shape: tuple[int, ...]) -> tuple[Overl
         [[[0, 1], [2, 3]]]
     """
     columns = shard_columns([shard])
-    # A scalar's columns have one axis, which has one index.
+    # Columns describe a scalar as one axis of one index, so the whole tensor must be described in the same way.
     whole = np.array(global_shape or (1,), dtype=np.int64)[None]
     boxes = shard_boxes(columns.offset, columns.shape, columns.start, columns.stop)
     offset, shape = intersect(boxes.offset, boxes.shape, np.zeros_like(whole), whole)
@@ -151,7 +151,7 @@ Misfit = Unexpected | Mismatch | Gap | Refusal | ShapeChange
 
 
 def find_unexpected(keys: Iterable[str], stored: Collection[str], *, is_object: bool = False) -> tuple[Unexpected, ...]:
-    """Return the keys that aren't stored, sorted, with names that look like theirs and that nobody else asks for.
+    """Return the keys that aren't stored, sorted, each with a stored key that looks like it and isn't requested itself.
 
     Args:
         keys: what is asked for.
@@ -167,6 +167,8 @@ def find_unexpected(keys: Iterable[str], stored: Collection[str], *, is_object: 
     if not absent:
         return ()
     others = {name for name in stored if name not in asked}
+    # One prefix for all keys is tried first: a wrapped model is the usual cause, and closest matches, found
+    # key by key, would point to different places.
     prefix = differing_prefix(absent, others)
     if prefix is not None:
         too_much, lacking = prefix

@@ -39,8 +39,11 @@ class StrategyAction(Enum):
 
 
 Strategy = Callable[..., Any]
+"""A function of the table; its action's protocol says what it takes and returns."""
 Row = tuple[StrategyAction, str, int]
+"""An action, a backend and its version."""
 Strategies = Mapping[Row, Strategy]
+"""The type of a dispatch table."""
 
 
 class StrategyTable(Mapping[Row, Strategy]):

@@ -77,7 +77,9 @@ from ._tensors import random_bits as random_bits
 from ._tensors import shapes as shapes
 from ._tensors import tensors as tensors
 from ._watched import Call as Call
+from ._watched import WatchedSibling as WatchedSibling
 from ._watched import WatchedStorage as WatchedStorage
+from .conformance import RefusedCase as RefusedCase
 from .conformance import StrategyReport as StrategyReport
 from .conformance import check_strategy as check_strategy
 
@@ -93,8 +95,10 @@ __all__ = [
     "MeshCase",
     "OptimizerState",
     "Piece",
+    "RefusedCase",
     "ShardedTrees",
     "StrategyReport",
+    "WatchedSibling",
     "WatchedStorage",
     "assemble",
     "bits",

@@ -168,6 +168,7 @@ def _check_whole(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch
 _SIZES = (1, 2, 3, 5, 4, 0)
 
 BufferOptions = tuple[dict[str, tuple[int, ...]], dict[str, Any]]
+"""Parameters' shapes by name, and the keywords of `plan_buffers`."""
 
 
 @st.composite

@@ -87,6 +87,7 @@ def chunks(folder: MemoryStorage) -> dict[str, list[tuple[list[int], list[int]]]
     return found
 
 
+@pytest.mark.slow
 @given(some.data())
 def test_a_conversion_changes_nothing(data: some.DataObject) -> None:
     state = data.draw(global_states())

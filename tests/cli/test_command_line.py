@@ -19,18 +19,22 @@ def run(*arguments: str, code: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
 
 
+@pytest.mark.slow
 def test_version() -> None:
     assert run("--version").stdout == f"shardtree {st.__version__}\n"
 
 
+@pytest.mark.slow
 def test_help_names_the_commands() -> None:
     assert "demo" in run("--help").stdout
 
 
+@pytest.mark.slow
 def test_an_unknown_command_is_an_error() -> None:
     assert run("dome").returncode == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("library", ["typer", "rich"])
 def test_a_missing_library_is_named_with_what_installs_it(library: str) -> None:
     code = f"import sys; sys.modules[{library!r}] = None; from shardtree.cli import main; main()"

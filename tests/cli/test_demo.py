@@ -11,6 +11,7 @@ from shardtree.cli import _demo
 from tests.cli.checkpoints import process, run
 
 
+@pytest.mark.slow
 @pytest.mark.torchrun
 def test_demo_saves_loads_and_finds_everything_the_same(tmp_path: Path) -> None:
     folder = tmp_path / "kept"
@@ -24,6 +25,7 @@ def test_demo_saves_loads_and_finds_everything_the_same(tmp_path: Path) -> None:
     assert st.open_checkpoint(folder)["optimizer.exp_avg.encoder.layer.1.output.dense.bias"].global_shape == (64,)
 
 
+@pytest.mark.slow
 @pytest.mark.torchrun
 def test_demo_replaces_no_checkpoint(tmp_path: Path) -> None:
     st.save({"step": 7}, tmp_path)

@@ -48,6 +48,7 @@ def test_made_up_weights_are_named_and_shaped_as_pretrained_ones() -> None:
     assert all(tensor.shape == pretrained[name].shape for name, tensor in made_up.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 5, 70])  # 70: more than some axes are long
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_the_ranks_shards_tile_the_state(layout: SpecFunction, ranks: int) -> None:
@@ -61,6 +62,7 @@ def test_the_layouts_are_for_pretrained_weights_too(layout: SpecFunction) -> Non
     assert set(training_state(weights, layout, 1, 3)["model"]) == set(weights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
 def test_every_matrix_is_cut_along_its_other_axis(source: Source) -> None:
     matrices = {

@@ -174,6 +174,7 @@ def test_pickled_common_state_is_loaded_only_when_allowed(tmp_path: Path) -> Non
     assert "builtin_function_or_method" in allowed.stdout
 
 
+@pytest.mark.slow
 def test_without_a_terminal_it_is_plain_and_full_width(folder: Path, tmp_path: Path) -> None:
     key = "layer." * 50
     st.save([st.ShardedTensor.from_rank_offsets(key, torch.zeros(2))], tmp_path)
@@ -184,6 +185,7 @@ def test_without_a_terminal_it_is_plain_and_full_width(folder: Path, tmp_path: P
     assert "…" not in done.stdout
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_ends_it_quietly(tmp_path: Path) -> None:
     shards = [st.ShardedTensor.from_rank_offsets(f"{'key' * 20}{n}", torch.zeros(1)) for n in range(3000)]
     st.save(shards, tmp_path)
@@ -193,6 +195,7 @@ def test_a_reader_that_leaves_ends_it_quietly(tmp_path: Path) -> None:
         assert done.stdout.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_an_encoding_without_our_signs_gets_others(folder: Path) -> None:
     done = process("inspect", folder, PYTHONIOENCODING="ascii")
     assert done.returncode == 0

@@ -241,7 +241,7 @@ def test_an_overlap_names_all_its_ranks_and_boxes() -> None:
 
 def test_a_gap_names_who_holds_replicas_of_it() -> None:
     assert described(shard((0, 0), (4, 2), (4, 2), replica_id=1)) == [
-        "'w' (rank 0): [0:4, 0:2] has no main replica (8 of 8 elements); only others: rank 0 [0:4, 0:2]"
+        "'w' (rank 0): [0:4, 0:2] has no main replica (8 of 8 elements); only other replicas: rank 0 [0:4, 0:2]"
     ]
 
 
@@ -254,7 +254,7 @@ def test_a_gap_names_its_neighbours_and_two_gaps_are_two_problems() -> None:
 
 def test_a_tensor_of_which_nobody_holds_anything_is_one_gap() -> None:
     assert described(shard((0,), (0,), (4,))) == [
-        "'w': [0:4] has no main replica (4 of 4 elements); nobody holds any of it"
+        "'w': [0:4] has no main replica (4 of 4 elements); no rank holds any of it"
     ]
 
 

@@ -257,7 +257,7 @@ def test_a_second_shard_of_a_rank_is_copied_after_all_has_come() -> None:
     assert passed_on.transfers.hop.max() == 2 and passed_on.check() == ()
     check_schedule(passed_on, passed_on.schedule(max_bytes_in_flight=16))
     early = replace(passed_on, transfers=replace(passed_on.transfers, hop=np.minimum(passed_on.transfers.hop, 1)))
-    assert "comes from a shard that doesn't have it by then" in str(early.check()[0])
+    assert "comes from a shard that doesn't have it yet" in str(early.check()[0])
 
 
 def test_a_rank_that_holds_it_already_takes_no_part() -> None:

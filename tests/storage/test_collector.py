@@ -259,6 +259,7 @@ def most_alive(pause: Pause, rounds: int) -> int:
     return most
 
 
+@pytest.mark.slow
 def test_cycles_are_found_however_often_there_is_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_threads, "_MOST_UNSEEN", 5 * MADE)
     assert most_alive(collector_paused, 40) < 10

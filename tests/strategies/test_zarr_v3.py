@@ -335,6 +335,7 @@ class Killed(Exception):
     """What a storage raises from some call on."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("for_good", [False, True])
 def test_a_save_that_dies_leaves_nothing_or_all(for_good: bool) -> None:
     calls: list[Any] = []

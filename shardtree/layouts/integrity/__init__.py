@@ -1,4 +1,4 @@
-"""Whether ranks' shards, objects and common states fit together; what doesn't is told as values."""
+"""Whether ranks' shards, objects and common states fit together; problems are returned as values."""
 
 from ._common import common_problems as common_problems
 from ._faults import Faults as Faults

@@ -13,7 +13,7 @@ from ._problems import Problem
 
 
 def common_problems(commons: Sequence[Any] | Mapping[int, Any]) -> tuple[Problem, ...]:
-    """Return the paths at which ranks' common trees differ, with each value and who has it; dicts' holes don't count.
+    """Return the paths at which ranks' common trees differ, with each value and its ranks; holes in dicts don't count.
 
     Args:
         commons: each rank's common tree, by rank: a mapping, or a sequence that begins with rank 0.
@@ -28,6 +28,7 @@ def common_problems(commons: Sequence[Any] | Mapping[int, Any]) -> tuple[Problem
         fix = "Give each rank's common tree: a list, or a dict by rank."
         refuse("common_problems", "commons", type(commons).__name__, "a sequence", fix, error=MetadataError)
     by_rank = commons if isinstance(commons, Mapping) else dict(enumerate(commons))
+    # Holes mark shards, and ranks may hold different ones.
     trees = {rank: without_holes(common) for rank, common in by_rank.items()}
     first = next(iter(trees.values()), None)
     differing: dict[TreePath, list[int]] = defaultdict(list)
@@ -45,6 +46,7 @@ def _values(trees: Mapping[int, Any], path: TreePath, ranks: Sequence[int]) -> s
     groups: dict[str, list[int]] = defaultdict(list)
     for rank in ranks:
         value = value_at(trees[rank], path)
+        # Two values may differ and print alike, as tensors that are long do.
         groups[f"another {value}" if value == first else value].append(rank)
-    told = {first: like_first} | groups
-    return ", ".join(f"{rank_text(own)} {'has' if len(own) == 1 else 'have'} {value}" for value, own in told.items())
+    values = {first: like_first} | groups
+    return ", ".join(f"{rank_text(own)} {'has' if len(own) == 1 else 'have'} {value}" for value, own in values.items())

@@ -15,7 +15,7 @@ from ._faults import doubled_faults, sharding_faults
 from ._objects import ONE_KIND, ObjectColumns, agreed_parts, join_objects, kind_problems, object_problems
 from ._problems import Problem, fault_problems, problem_lines
 
-# Several ranks' columns as one, where they agree about their tensors.
+# Joining several ranks' columns.
 
 _Keys: TypeAlias = tuple[str, ...]
 _Kinds: TypeAlias = tuple[TensorKind, ...]
@@ -42,7 +42,7 @@ def join_columns(parts: Sequence[ShardColumns]) -> ShardColumns:
 
 
 def join_agreed(parts: Sequence[ShardColumns]) -> ShardColumns:
-    """Return several ranks' columns as one, where it is known that they agree about their tensors."""
+    """Return several ranks' columns as one; the caller knows that they agree about their tensors."""
     if len(parts) == 1:
         return parts[0]
     keys, kinds, numbers = _joined_tables({part.keys: part.kinds for part in parts})
@@ -64,7 +64,7 @@ def join_agreed(parts: Sequence[ShardColumns]) -> ShardColumns:
 
 def _joined_tables(tables: dict[_Keys, _Kinds]) -> tuple[_Keys, _Kinds, dict[_Keys, Column]]:
     """Return all tables' keys, sorted as those of each are, their kinds, and where each table's keys are among them."""
-    if len(tables) == 1:  # many ranks hold shards of the same tensors
+    if len(tables) == 1:  # the usual case: all ranks hold shards of the same tensors
         ((keys, kinds),) = tables.items()
         return keys, kinds, {keys: np.arange(len(keys))}
     kind_of = {key: kind for table in tables.items() for key, kind in zip(*table, strict=True)}
@@ -75,9 +75,9 @@ def _joined_tables(tables: dict[_Keys, _Kinds]) -> tuple[_Keys, _Kinds, dict[_Ke
 
 
 def sharding_problems(parts: Sequence[ShardColumns], objects: Sequence[ObjectColumns] = ()) -> tuple[Problem, ...]:
-    """Return all that is wrong between ranks: what they disagree about, and what lacks one main replica.
+    """Return all problems between ranks: what they disagree about, and what lacks one main replica.
 
-    Tensors and objects that ranks disagree about aren't looked at further.
+    Tensors and objects that ranks disagree about aren't checked further.
 
     Args:
         parts: each rank's shards.
@@ -92,11 +92,11 @@ def sharding_problems(parts: Sequence[ShardColumns], objects: Sequence[ObjectCol
         'w' (ranks 0-2): (4,) float32 on rank 0, (6,) float32 on rank 1, (8,) float32 on rank 2
     """
     check_ranks_columns("sharding_problems", parts)
-    return _joined(parts, objects)[1]
+    return _join_and_check(parts, objects)[1]
 
 
 def join_checked(parts: Sequence[ShardColumns], objects: Sequence[ObjectColumns] = ()) -> ShardColumns:
-    """Return all ranks' shards as one, rows in the order given, once nothing is wrong between them.
+    """Return all ranks' shards as one, rows in the order given, after checking that they fit together.
 
     Args:
         parts: each rank's shards.
@@ -111,17 +111,19 @@ def join_checked(parts: Sequence[ShardColumns], objects: Sequence[ObjectColumns]
         >>> join_checked([st.layouts.shard_columns([shard], rank) for rank, shard in enumerate(shards)]).rank.tolist()
         [0, 1]
     """
-    columns, problems = _joined(parts, objects)
+    columns, problems = _join_and_check(parts, objects)
     raise_problems(problems)
     return columns
 
 
-def _joined(
+def _join_and_check(
     parts: Sequence[ShardColumns], objects: Sequence[ObjectColumns]
 ) -> tuple[ShardColumns, tuple[Problem, ...]]:
-    """Return the shards of the tensors that ranks agree about, and all that is wrong."""
+    """Return the shards of the tensors that ranks agree about, and all problems."""
     disagreed = kind_problems(parts, objects)
     keys = {problem.key for problem in disagreed}
+    # Without a common global shape there is nothing to tile: further problems of these keys would only repeat the
+    # first.
     columns = join_agreed(agreed_parts(parts, keys))
     arrays = object_problems(join_objects(objects))
     others = (problem for problem in arrays if problem.key not in keys)
@@ -132,7 +134,7 @@ def access_problems(columns: ShardColumns) -> tuple[Problem, ...]:
     """Return where the main replicas don't tile their global tensors; nothing where all is well.
 
     There is a problem for each box that no main replica holds, or more than one; the first 20 of each tensor, and one
-    that tells how many more there are.
+    that counts the others.
 
     Args:
         columns: the shards of all ranks.
@@ -145,14 +147,14 @@ def access_problems(columns: ShardColumns) -> tuple[Problem, ...]:
     """
     check_columns("access_problems", columns)
     main = select_rows(columns, np.flatnonzero(columns.main))
-    return (*_beyond(main), *fault_problems(columns, sharding_faults(main), "element"))
+    return (*_overhanging(main), *fault_problems(columns, sharding_faults(main), "element"))
 
 
 def write_problems(columns: ShardColumns) -> tuple[Problem, ...]:
     """Return why the given shards can't all be stored in one checkpoint; gaps between them are no reason.
 
     Args:
-        columns: the shards that are written, by whichever replica.
+        columns: the shards that are written, main replicas or not.
 
     Examples:
         >>> import torch, shardtree as st
@@ -161,7 +163,7 @@ def write_problems(columns: ShardColumns) -> tuple[Problem, ...]:
         ["'w' (rank 0): [0:2] is held by more than one main replica (2 of 4 elements): rank 0 [0:2], rank 0 [0:2]"]
     """
     written = replace(columns, main=np.ones(len(columns), dtype=np.bool_))
-    return (*_beyond(written), *fault_problems(written, doubled_faults(written), "element"))
+    return (*_overhanging(written), *fault_problems(written, doubled_faults(written), "element"))
 
 
 def check_access(columns: ShardColumns) -> None:
@@ -195,8 +197,9 @@ def raise_problems(problems: Sequence[Problem]) -> None:
         )
 
 
-def _beyond(main: ShardColumns) -> tuple[Problem, ...]:
-    """Return the tensors that a shard leaves, as `allow_shape_mismatch` lets it."""
+def _overhanging(main: ShardColumns) -> tuple[Problem, ...]:
+    """Return the tensors of which a shard exceeds the global shape."""
+    # Such a shard is legal with `allow_shape_mismatch`, for loading; saved, it would be stored outside of its tensor.
     whole = box_column([kind.global_shape for kind in main.kinds], fill=1, axes=main.offset.shape[1])
     leaves = np.zeros(len(main), dtype=np.bool_)
     for axis in range(whole.shape[1]):

@@ -145,7 +145,7 @@ def shard_memory(shards: ShardColumns, offset: Column) -> tuple[Column, Column]:
     Returns:
         elements int64 (boxes,), and strides int64 (boxes, axes).
     """
-    # A flat range has its elements in the order of the box that it is a range of: the strides are that box's.
+    # A flat range keeps the element order of its box, so the box's strides hold, from the range's start on.
     stride = row_major_strides(shards.shape)
     return ((offset - shards.offset) * stride).sum(axis=1) - np.maximum(shards.start, 0), stride
 

@@ -85,6 +85,13 @@ def read_index(checkpoint: Checkpoint) -> Index:
 
     Raises:
         CorruptCheckpoint: the file isn't what was saved.
+
+    Examples:
+        >>> import torch, shardtree as st
+        >>> storage = st.storage.MemoryStorage()
+        >>> st.save({"w": st.ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3))}, storage)
+        >>> read_index(st.open_checkpoint(storage).checkpoint).key_shape.tolist()
+        [[2, 3]]
     """
     if "index" not in checkpoint.memo:
         checkpoint.memo["index"] = decode_index(*read_checked(checkpoint, "index"))

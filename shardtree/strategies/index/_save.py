@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 
@@ -27,7 +26,8 @@ from ._file import write_index
 logger = logging.getLogger("shardtree")
 
 
-class StoredItem(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class StoredItem:
     """A tensor shard or an object, and where its bytes are.
 
     Attributes:
@@ -75,6 +75,14 @@ def save_with_index(pending: PendingSave, write: Callable[[], RankFiles]) -> Asy
     Args:
         pending: the checkpoint; all files go into the folder `pending.save_id`, named by `rank_file`.
         write: writes this rank's files, without any collective, and says what is where: see `rank_files`.
+
+    Examples:
+        >>> from shardtree.storage import MemoryStorage
+        >>> from shardtree.world import one_process
+        >>> pending = PendingSave(MemoryStorage(), "save-1", one_process())
+        >>> request = save_with_index(pending, lambda: rank_files(pending, []))
+        >>> sorted(request.execute_sync())
+        ['index', 'save_id']
     """
     return AsyncRequest(
         world=pending.world,
@@ -104,11 +112,20 @@ def rank_file(pending: PendingSave, suffix: str, number: int = 0) -> str:
 
 
 def item_buffers(pending: PendingSave, item: ShardedTensor | ShardedObject) -> Iterator[Buffer]:
-    """Yield the bytes to store of an item: a tensor's in row-major order, or an object's data in the common codec.
+    r"""Yield the bytes to store of an item: a tensor's in row-major order, or an object's data in the common codec.
 
     Raises:
         UnsupportedValue: the codec can't hold an object's data, and `allow_pickle` isn't given.
         ShapeError: a tensor was changed since the save began.
+
+    Examples:
+        >>> from shardtree.storage import MemoryStorage
+        >>> from shardtree.world import one_process
+        >>> pending = PendingSave(MemoryStorage(), "save-1", one_process())
+        >>> import torch
+        >>> shard = ShardedTensor.from_rank_offsets("w", torch.tensor([1, 2], dtype=torch.uint8))
+        >>> list(map(bytes, item_buffers(pending, shard)))
+        [b'\x01\x02']
     """
     if isinstance(item, ShardedTensor):
         check_storable(item.dtype, f"save: {item.key!r}")
@@ -131,6 +148,13 @@ def write_file(pending: PendingSave, name: str, buffers: Iterable[Buffer]) -> St
 
     Raises:
         StorageError: it can't be written.
+
+    Examples:
+        >>> from shardtree.storage import MemoryStorage
+        >>> from shardtree.world import one_process
+        >>> pending = PendingSave(MemoryStorage(), "save-1", one_process())
+        >>> write_file(pending, rank_file(pending, "raw"), [memoryview(b"abc")]).length
+        3
     """
     options, storage = pending.options, pending.storage
     # A request may be tried again after its folder was removed.
@@ -144,8 +168,18 @@ def write_file(pending: PendingSave, name: str, buffers: Iterable[Buffer]) -> St
 
 
 def rank_files(pending: PendingSave, files: Sequence[tuple[StoredFile, Sequence[StoredItem]]]) -> RankFiles:
-    """Return what a rank wrote, file by file, as the columns that `save_with_index` asks for."""
-    placed = [(number, *each) for number, (_, items) in enumerate(files) for each in items]
+    """Return what a rank wrote, file by file, as the columns that `save_with_index` asks for.
+
+    Examples:
+        >>> from shardtree.storage import MemoryStorage
+        >>> from shardtree.world import one_process
+        >>> pending = PendingSave(MemoryStorage(), "save-1", one_process())
+        >>> import torch
+        >>> shard = ShardedTensor.from_rank_offsets("w", torch.tensor([1, 2], dtype=torch.uint8))
+        >>> rank_files(pending, [(StoredFile("a.raw", 10), [StoredItem(shard, 8, 2)])]).byte.tolist()
+        [8]
+    """
+    placed = [(number, each.item, each.byte, each.length) for number, (_, items) in enumerate(files) for each in items]
     tensors = [(item, number, byte) for number, item, byte, _ in placed if isinstance(item, ShardedTensor)]
     return RankFiles(
         files=tuple(file.name for file, _ in files),

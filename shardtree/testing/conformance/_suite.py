@@ -10,7 +10,7 @@ from ...storage import Directory, MemoryStorage
 from ...strategies import Strategies, StrategyAction
 from . import _contents_cases, _layout_cases, _random_cases, _row_cases, _tensor_cases, _value_cases
 from . import _files as _file_cases
-from ._report import Broken, Refusal, Refused, StrategyReport, failure_reason, failure_text
+from ._report import Broken, Refused, RefusedCase, StrategyReport, failure_reason, failure_text
 from ._subject import Case, Promise, Subject, Writer, raising
 
 # Plain named cases first, Hypothesis last: it finds what nobody thought of, but that flat ranges, replicas and empty
@@ -70,7 +70,7 @@ def check_strategy(
     if not any(subject.has(action) for action in StrategyAction):
         fix = "Pass the table that has its rows as strategies=, or register them."
         raise StrategyError(error_text(f"check_strategy: no row is for {(backend, version)!r}", fix=fix))
-    kept, refused, left_out, broken = [], list[Refusal](), dict[str, str](), list[Broken]()
+    kept, refused, left_out, broken = [], list[RefusedCase](), dict[str, str](), list[Broken]()
     for promise in _selected(only):
         reason = _why_left_out(promise, subject) or _why_skipped(promise, broken)
         if reason:
@@ -130,9 +130,9 @@ def _cases(promise: Promise, subject: Subject) -> Iterator[Case]:
         yield Case("what all cases begin with", partial(raising, error))
 
 
-def _run_cases(promise: Promise, subject: Subject) -> tuple[Broken | None, list[Refusal], int]:
+def _run_cases(promise: Promise, subject: Subject) -> tuple[Broken | None, list[RefusedCase], int]:
     """Run a promise's cases; return what is broken (or None), what was refused, and the number of cases."""
-    failed, refused = list[tuple[str, str]](), list[Refusal]()
+    failed, refused = list[tuple[str, str]](), list[RefusedCase]()
     cases = list(_cases(promise, subject))
     for case in cases:
         try:
@@ -140,7 +140,7 @@ def _run_cases(promise: Promise, subject: Subject) -> tuple[Broken | None, list[
         except Refused as error:
             # Reported rather than passed over, so that nobody believes that the format keeps what it refused.
             if not case.required:
-                refused.append(Refusal(promise.name, case.name, str(error)))
+                refused.append(RefusedCase(promise.name, case.name, str(error)))
                 continue
             failed.append((case.name, failure_reason(error)))
         except Exception as error:
