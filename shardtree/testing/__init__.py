@@ -1,8 +1,8 @@
-"""Hypothesis strategies for whole sharded states, and the laws that they are checked against.
+"""Hypothesis strategies for sharded states, and laws to check functions against.
 
-For tests of one's own, with the extra ``testing``; ``import shardtree`` doesn't load it. Strategies draw plain
-descriptions (a dtype, a tensor, a `Layout`), and functions make shards of them, so that drawing runs no code that is
-under test. A law raises AssertionError and says what differs.
+For your own tests, with the extra ``testing``; ``import shardtree`` doesn't load it. Strategies draw plain
+descriptions (a dtype, a tensor, a `Layout`), and functions make shards from them, so that drawing doesn't run code that
+is under test. A law raises AssertionError and says what differs.
 """
 
 from ._bits import assemble as assemble

@@ -1,4 +1,4 @@
-"""The law of the dispatch table: a backend's functions take and return what the protocols of their rows say."""
+"""The law of the dispatch table: a backend's functions match the protocols of their rows."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ _ANYTHING = (Any, object, inspect.Parameter.empty)
 
 
 def check_rows(strategies: Strategies | None, backend: str, version: int) -> None:
-    """Raise unless the functions of a backend's rows fit `strategies.PROTOCOLS`: they may take more, and return less.
+    """Raise unless the functions of a backend's rows match `strategies.PROTOCOLS`.
 
-    What has no annotation fits, and so does one that can't be resolved.
+    They may accept wider types and return narrower ones. Missing annotations match, and so do those that can't be
+    resolved.
 
     Args:
         strategies: the dispatch table; None for the process's.
@@ -23,7 +24,7 @@ def check_rows(strategies: Strategies | None, backend: str, version: int) -> Non
         version: the format's version.
 
     Raises:
-        AssertionError: the backend has no row, or some don't fit; names each of them.
+        AssertionError: the backend has no row, or some don't match; names each of them.
 
     Examples:
         >>> from shardtree.strategies import default_strategies
@@ -60,12 +61,12 @@ def _problems(action: StrategyAction, fn: Strategy) -> Iterator[str]:
 def _signature(fn: Strategy) -> inspect.Signature:
     try:
         return inspect.signature(fn, eval_str=True)
-    except NameError:  # imported for type checkers alone
+    except NameError:  # a name that is imported for type checkers only
         return inspect.signature(fn)
 
 
 def _takes(wide: Any, narrow: Any) -> bool:
-    """Return whether each value of the narrow type is one of the wide type, as a type checker sees it."""
+    """Return whether the narrow type is a subtype of the wide one, as type checkers see it."""
     if any(kind in _ANYTHING or isinstance(kind, (str, TypeVar)) for kind in (wide, narrow)):
         return True
     return all(any(_is_kind_of(one, other) for other in _members(wide)) for one in _members(narrow))
@@ -78,7 +79,7 @@ def _members(annotation: Any) -> tuple[Any, ...]:
 def _is_kind_of(narrow: Any, wide: Any) -> bool:
     plain = [NoneType if kind is None else get_origin(kind) or kind for kind in (narrow, wide)]
     if not all(isinstance(kind, type) for kind in plain):
-        return True  # no class: nothing that can be compared
-    # Both of one kind have the same parameters; those of different kinds, as of a tuple and a sequence, need not match.
+        return True  # not classes, so that they can't be compared
+    # Not strict: different classes, such as tuple and Sequence, can have different numbers of parameters.
     pairs = zip(get_args(wide), get_args(narrow), strict=False)
     return issubclass(*plain) and all(_takes(one, other) for one, other in pairs)

@@ -1,4 +1,4 @@
-"""What is promised by the rows themselves: their signatures, and which rows need which others."""
+"""Cases about rows: their signatures, and which rows need which others."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from ...strategies import StrategyAction
 from .._rows import check_rows
 from ._subject import Case, Promise, Subject
 
+# What is saved must be loadable, and loads start from the metadata: a table without these rows would fail only when
+# somebody loads the checkpoint.
 _NEEDS = {
     StrategyAction.SAVE_SHARDED: (StrategyAction.LOAD_SHARDED,),
     StrategyAction.SAVE_OBJECTS: (StrategyAction.LOAD_OBJECTS,),
@@ -30,7 +32,7 @@ def signatures(subject: Subject) -> Iterator[Case]:
 
 
 def partners(subject: Subject) -> Iterator[Case]:
-    """Yield a case for each row that is of no use without another one."""
+    """Yield a case for each row that needs another one."""
     for action, needed in _NEEDS.items():
         if subject.has(action):
             yield Case(action.value, partial(_check_partners, subject, needed))
