@@ -10,6 +10,38 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby, islice
 from typing import Any
 
+__all__ = [
+    "AlreadyACheckpoint",
+    "CheckpointReplaced",
+    "CheckpointingException",
+    "CorruptCheckpoint",
+    "IntegrityError",
+    "KeyMismatch",
+    "MetadataError",
+    "NotACheckpoint",
+    "RemoteAlreadyACheckpoint",
+    "RemoteCheckpointReplaced",
+    "RemoteCorruptCheckpoint",
+    "RemoteError",
+    "RemoteIntegrityError",
+    "RemoteKeyMismatch",
+    "RemoteMetadataError",
+    "RemoteNotACheckpoint",
+    "RemoteShapeError",
+    "RemoteStorageError",
+    "RemoteStrategyError",
+    "RemoteTreeError",
+    "RemoteUnsafeFile",
+    "RemoteUnsupportedValue",
+    "ShapeError",
+    "StorageError",
+    "StrategyError",
+    "TreeError",
+    "UnsafeFile",
+    "UnsupportedValue",
+    "WorldError",
+]
+
 TreePath = tuple[Any, ...]
 
 _SHOWN = 10

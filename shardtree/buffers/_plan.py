@@ -158,7 +158,7 @@ class BufferPlan:
             MetadataError: there is no such rank.
 
         Examples:
-            >>> from shardtree.transforms import plan_buffers
+            >>> from shardtree.buffers import plan_buffers
             >>> plan = plan_buffers({"w": (2, 3), "b": (3,)}, data_parallel=2)
             >>> [(part.name, part.taken, part.flattened_range) for part in plan.ranges(1)]
             [('w', slice(0, 1, None), slice(5, 6, None)), ('b', slice(1, 4, None), slice(0, 3, None))]
@@ -173,7 +173,7 @@ class BufferPlan:
             KeyMismatch: it isn't in the buffer.
 
         Examples:
-            >>> from shardtree.transforms import plan_buffers
+            >>> from shardtree.buffers import plan_buffers
             >>> plan = plan_buffers({"w": (2, 3), "b": (3,)}, data_parallel=2)
             >>> [(part.rank, part.flattened_range) for part in plan.holders("w")]
             [(0, slice(0, 5, None)), (1, slice(5, 6, None))]
@@ -188,7 +188,7 @@ class BufferPlan:
             KeyMismatch: it isn't in the buffer.
 
         Examples:
-            >>> from shardtree.transforms import plan_buffers
+            >>> from shardtree.buffers import plan_buffers
             >>> print(plan_buffers({"w": (2, 3), "b": (3,)}, data_parallel=2).explain("b"))
             'b' (3,): [6:9] of the buffer, in bucket 0
             rank  of the parameter  of its slice

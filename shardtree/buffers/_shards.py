@@ -30,7 +30,7 @@ def slice_views(plan: BufferPlan, rank: int, slices: Sequence[Any]) -> dict[str,
         ShapeError: slices of another number, length or dtype; names each of them.
 
     Examples:
-        >>> from shardtree.transforms import plan_buffers
+        >>> from shardtree.buffers import plan_buffers
         >>> plan = plan_buffers({"w": (2, 3), "b": (3,)}, data_parallel=2)
         >>> slice_views(plan, 1, [torch.tensor([5, 10, 11, 12, 0])])
         {'w': tensor([5]), 'b': tensor([10, 11, 12])}
@@ -67,7 +67,7 @@ def buffer_slices(
         ShapeError: tensors of another shape or dtype, or without memory; names each of them.
 
     Examples:
-        >>> from shardtree.transforms import plan_buffers
+        >>> from shardtree.buffers import plan_buffers
         >>> plan = plan_buffers({"w": (2, 3), "b": (3,)}, data_parallel=2)
         >>> buffer_slices(plan, 1, {"w": torch.ones(1), "b": torch.ones(3)})
         [tensor([1., 1., 1., 1., 0.])]
@@ -177,7 +177,7 @@ def flat_shards(
         ShapeError: slices of another number, length or dtype, or parameters of another shape.
 
     Examples:
-        >>> from shardtree.transforms import plan_buffers
+        >>> from shardtree.buffers import plan_buffers
         >>> weight = ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3).bfloat16(), (0, 0, 4), replica_id=(0, 0, 1))
         >>> plan = plan_buffers({"w": weight}, data_parallel=2)
         >>> moment = flat_shards(plan, 1, [torch.ones(3)], {"w": weight}, prefix="optimizer.state.exp_avg")["w"]
@@ -215,7 +215,7 @@ def flat_targets(
         ShapeError: parameters of another shape.
 
     Examples:
-        >>> from shardtree.transforms import plan_buffers
+        >>> from shardtree.buffers import plan_buffers
         >>> weight = ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3))
         >>> plan = plan_buffers({"w": weight}, data_parallel=4)
         >>> [target.flattened_range for rank in range(4) for target in flat_targets(plan, rank, {"w": weight}).values()]

@@ -25,6 +25,7 @@ from .loading import load as load
 from .loading import load_plain_tensors as load_plain_tensors
 from .saving import save as save
 from .series import CheckpointSeries as CheckpointSeries
+from .series import FileMark as FileMark
 from .series import Removal as Removal
 from .series import StepFiles as StepFiles
 
@@ -33,6 +34,7 @@ __all__ = [
     "CheckpointDifference",
     "CheckpointSeries",
     "ConversionReport",
+    "FileMark",
     "KindDifference",
     "OpenCheckpoint",
     "Removal",

@@ -1,4 +1,9 @@
-"""Other libraries' shards as ours and back: one module a library, imported by name when it's wanted.
+"""Other libraries' shards as ours and back: one module a library.
 
 No module here imports its library before it has to build the library's own objects.
 """
+
+from . import dtensor as dtensor
+from . import megatron as megatron
+
+__all__ = ["dtensor", "megatron"]

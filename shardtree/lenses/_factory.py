@@ -162,7 +162,7 @@ def as_factory(shard: ShardedTensor, lens: Lens) -> ShardedTensorFactory:
         ShapeError: when it builds: data that isn't of the box's or the range's shape.
 
     Examples:
-        >>> from shardtree.transforms import transposed
+        >>> from shardtree.lenses import transposed
         >>> factory = as_factory(ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3), (0, 1, 2)), transposed())
         >>> factory.build()["0"].global_shape
         (3, 4)
@@ -265,7 +265,7 @@ def factories_by_pattern(tree: Any, lenses: Mapping[str, Lens | None], *, absent
         TreeError: a pattern fits no key, so that its tensors would be stored unchanged.
 
     Examples:
-        >>> from shardtree.transforms import transposed
+        >>> from shardtree.lenses import transposed
         >>> tree = {"w": ShardedTensor.from_rank_offsets("up.weight", torch.zeros(2, 3)), "step": 3}
         >>> type(factories_by_pattern(tree, {"**.weight": transposed()})["w"]).__name__
         'ShardedTensorFactory'

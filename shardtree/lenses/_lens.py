@@ -51,7 +51,7 @@ def compose(*lenses: Lens) -> Lens:
 
     Examples:
         >>> import torch
-        >>> from shardtree.transforms import transposed
+        >>> from shardtree.lenses import transposed
         >>> twice = compose(transposed(), transposed())
         >>> built = twice(ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3), (0, 1, 2)))
         >>> built.shards[0].global_offset

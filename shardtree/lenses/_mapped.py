@@ -48,7 +48,7 @@ def mapped_axis(
         ShapeError: the tensor has no such axis, or its length doesn't fit; when it merges, a dtype without that fill.
 
     Examples:
-        >>> from shardtree.transforms import grouped_runs
+        >>> from shardtree.lenses import grouped_runs
         >>> lens = mapped_axis(0, lambda n: grouped_runs(n, 2, (n // 4,) * 2), part="w", names=("a", "b"))
         >>> built = lens(ShardedTensor.from_rank_offsets("w", torch.arange(8)))
         >>> {shard.key: shard.data.tolist() for shard in built.shards}

@@ -135,7 +135,7 @@ def by_pattern(lenses: Mapping[str, Lens | None]) -> Lens:
 
     Examples:
         >>> import torch
-        >>> from shardtree.transforms import rotary_halves
+        >>> from shardtree.lenses import rotary_halves
         >>> lens = by_pattern({"**.q.**": rotary_halves(head_size=4), "**.v.**": None})
         >>> for key in ("h.0.q.weight", "h.0.v.weight"):
         ...     lens(ShardedTensor.from_rank_offsets(key, torch.arange(4))).shards[0].data

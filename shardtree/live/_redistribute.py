@@ -65,16 +65,16 @@ class Route:
     buffers: Buffers
 
 
-def move(route: Route, exchange: Transport) -> Exception | None:
+def move(route: Route, transport: Transport) -> Exception | None:
     """Fill a rank's target shards; every rank calls it at the same time.
 
-    A rank on which something fails goes on to exchange what it has, so that no other waits for it.
+    A rank on which something fails goes on to send what it has, so that no other waits for it.
 
     Returns:
-        What failed first on this rank, apart from the exchange itself.
+        What failed first on this rank, apart from the transport itself.
 
     Raises:
-        Exception: what the exchange raises, with the step as a note.
+        Exception: what the transport raises, with the step as a note.
     """
     failure = _tried(None, copy_own, route.plan, route.rank, route.sources, route.targets)
     for step in range(route.schedule.steps):
@@ -82,7 +82,7 @@ def move(route: Route, exchange: Transport) -> Exception | None:
         outgoing, incoming = route.buffers.cut(outgoing_bytes(*place), incoming_bytes(*place))
         failure = _tried(failure, pack_into, *place, route.sources, route.targets, outgoing)
         try:
-            exchange(outgoing, incoming)
+            transport(outgoing, incoming)
         except Exception as error:
             error.add_note(f"{DOING}: in the exchange of step {step + 1} of {route.schedule.steps}")
             raise
@@ -187,7 +187,7 @@ def redistribute(
     max_bytes_in_flight: int = BYTES_IN_FLIGHT,
     donate: bool = False,
     rules: Rules = None,
-    exchange: Transport | None = None,
+    transport: Transport | None = None,
     device: torch.device | str = "cpu",
     empty: Empty = torch.empty,
 ) -> Any:
@@ -210,7 +210,7 @@ def redistribute(
         donate: whether the target's tensors are given away: they are filled where they are, on any device, and
             returned. If it fails, their content is lost.
         rules: what becomes of sharded objects whose global shape changes, by key pattern.
-        exchange: moves the buffers, in place of the world.
+        transport: moves the buffers, in place of the world.
         device: where the buffers for it are. The world's own have to be in the CPU's memory.
         empty: makes new tensors and the buffers, called as ``empty(shape, dtype=..., device=...)``: pinned memory, say.
 
@@ -250,7 +250,7 @@ def redistribute(
     objects = resharded_objects(ranks, said, ends, rules)
     lay = partial(_laid, ends, common, full, schedule, ranks.rank, donate=donate, device=device, empty=empty)
     route, filled = agree(ranks, "redistribute: make memory", lay)
-    failure = move(route, ranks.exchange if exchange is None else exchange)
+    failure = move(route, ranks.exchange if transport is None else transport)
     return agree(ranks, "redistribute: join", partial(_joined, failure, ends, common, filled, objects))
 
 

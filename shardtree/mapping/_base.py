@@ -15,11 +15,17 @@ from ..geometry import integer, integers, refuse
 # Names for what functions take and return, as in Megatron-Core.
 
 StateDict: TypeAlias = dict[str, Any]
+"""A tree of dicts, lists and tuples with any leaves."""
 CommonStateDict: TypeAlias = dict[str, Any]
+"""What is the same on every rank."""
 ShardedStateDict: TypeAlias = dict[str, Any]
+"""A tree with shards, objects, factories and plain values as leaves."""
 ReplicaId: TypeAlias = int | tuple[int, ...]
+"""Which copy of a shard: an int, or a tuple of ints; the one with only zeros is the main one."""
 FactoryBuildFn: TypeAlias = Callable[[str, Any, ReplicaId, slice | None], Any]
+"""From key, data, replica_id and flattened_range to a tree of shards."""
 FactoryMergeFn: TypeAlias = Callable[[Any], Any]
+"""From the loaded tree, as it was built, to one tensor."""
 RankOffset: TypeAlias = tuple[int, int, int]
 
 

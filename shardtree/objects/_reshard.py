@@ -64,7 +64,7 @@ def reshard_objects(
         TreeError: a pattern fits no key.
 
     Examples:
-        >>> from shardtree.layouts import redistribute_objects
+        >>> from shardtree.objects import redistribute_objects
         >>> seen = [ShardedObject("seen", [rank, rank + 10], (2,), (rank,)) for rank in range(2)]
         >>> targets = [ShardedObject("seen", None, (3,), (rank,)) for rank in range(3)]
         >>> [item.data for item in reshard_objects(seen, targets, {"seen": redistribute_objects})]

@@ -212,7 +212,7 @@ def rules_by_field(rules: Mapping[Hashable, ObjectRule]) -> ObjectRule:
 
     Examples:
         >>> import operator
-        >>> from shardtree.layouts import fold_objects, redistribute_objects
+        >>> from shardtree.objects import fold_objects, redistribute_objects
         >>> states = ({"consumed": 8, "buffer": [1, 2, 3]}, {"consumed": 9, "buffer": [4]})
         >>> rule = rules_by_field({"consumed": fold_objects(operator.add), "buffer": redistribute_objects})
         >>> rule(ObjectArray("loader", (2,), states), (2,))

@@ -31,6 +31,7 @@ from ._folders import storage_at as storage_at
 from ._fsspec import FsspecStorage as FsspecStorage
 from ._fsspec import fsspec_storage as fsspec_storage
 from ._local import LocalStorage as LocalStorage
+from ._memory import BytesReader as BytesReader
 from ._memory import MemoryStorage as MemoryStorage
 from ._owner import Claim as Claim
 from ._owner import claim as claim
@@ -55,10 +56,18 @@ from ._threads import in_turn as in_turn
 from ._threads import usual_threads as usual_threads
 
 __all__ = [
+    "Buffer",
+    "BytesReader",
     "Directory",
+    "Exchanging",
     "LocalStorage",
     "MemoryStorage",
     "ReadReport",
+    "Reader",
+    "Sibling",
+    "SizedBuffers",
     "Storage",
+    "StoredFile",
+    "Stretches",
     "Verify",
 ]

@@ -10,7 +10,8 @@ from typing import Any
 from ..codec import canonical_json, parse_json
 from ..errors import CheckpointingException, CheckpointReplaced, CorruptCheckpoint, NotACheckpoint, error_text
 from ..storage import Buffer, Storage, StoredFile, digest
-from ._values import Checkpoint, Fields, stamp
+from ._traits import METADATA_FILE, stamp
+from ._values import Checkpoint, Fields
 
 # What a place that is no checkpoint seems to be, by the names in it: errors say so.
 
@@ -74,8 +75,6 @@ def clue(names: Iterable[str]) -> tuple[str, str] | None:
             return found, fix
     return None
 
-
-METADATA_FILE = "metadata.json"
 
 _MOST_BYTES = 2**24
 
@@ -265,8 +264,7 @@ def check_unreplaced(checkpoint: Checkpoint) -> None:
     Raises:
         CheckpointReplaced: another save took its place meanwhile.
     """
-    backends = {checkpoint.fields.get(name) for name in ("sharded_backend", "common_backend")}
-    if checkpoint.stamp and backends != {"safetensors"} and was_replaced(checkpoint):
+    if checkpoint.stamp and not checkpoint.traits.in_save_folder and was_replaced(checkpoint):
         raise _replaced(checkpoint)
 
 
@@ -280,7 +278,8 @@ def was_replaced(checkpoint: Checkpoint) -> bool:
     storage, digest = checkpoint.storage, checkpoint.fields.get("digest")
     if digest is not None and storage.length(METADATA_FILE) is not None:
         return f'"digest":"{digest}"'.encode() not in storage.read(METADATA_FILE)
-    return bool(checkpoint.stamp) and any(entry not in checkpoint.stamp for entry in stamp(storage))
+    now = stamp(storage, checkpoint.traits.decided_by) if checkpoint.stamp else ()
+    return any(entry not in checkpoint.stamp for entry in now)
 
 
 # Small files that are always checked whole: the index and the common state.

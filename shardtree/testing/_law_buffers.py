@@ -29,7 +29,7 @@ def check_buffer_plan(plan: BufferPlan) -> None:
         AssertionError: names the parameter, and the elements that none or several ranks have, or that lie elsewhere.
 
     Examples:
-        >>> from shardtree.transforms import plan_buffers
+        >>> from shardtree.buffers import plan_buffers
         >>> check_buffer_plan(plan_buffers({"w": (4, 3), "b": (), "empty": (0, 2)}, data_parallel=5, bucket_size=8))
     """
     _check_buckets(plan)
@@ -94,7 +94,7 @@ def check_flat_shards(
         AssertionError: names the rank and the bucket, or the parameter, and how it differs.
 
     Examples:
-        >>> from shardtree.transforms import plan_buffers
+        >>> from shardtree.buffers import plan_buffers
         >>> tensors = {"w": torch.arange(12.0).view(4, 3), "b": torch.ones(3)}
         >>> check_flat_shards(plan_buffers(tensors, data_parallel=4, align=4), tensors)
     """
@@ -125,7 +125,7 @@ def packed_slices(plan: BufferPlan, tensors: Mapping[str, torch.Tensor]) -> list
         tensors: the whole parameters, all of one dtype.
 
     Examples:
-        >>> from shardtree.transforms import plan_buffers
+        >>> from shardtree.buffers import plan_buffers
         >>> tensors = {"w": torch.arange(1, 4), "b": torch.tensor(4)}
         >>> packed_slices(plan_buffers(tensors, data_parallel=2, align=4), tensors)
         [[tensor([1, 2, 3])], [tensor([0, 4, 0])]]
@@ -164,6 +164,7 @@ def _check_whole(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch
 _SIZES = (1, 2, 3, 5, 4, 0)
 
 BufferOptions = tuple[dict[str, tuple[int, ...]], dict[str, Any]]
+"""Parameters' shapes by name, and the keywords of `plan_buffers`."""
 
 
 @st.composite

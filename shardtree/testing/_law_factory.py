@@ -47,7 +47,7 @@ def check_factory(
 
         A lens of one's own, as a factory; its padding is of zeros:
 
-        >>> from shardtree.transforms import as_factory, padded_axis
+        >>> from shardtree.lenses import as_factory, padded_axis
         >>> padded = torch.cat([torch.ones(5, 2), torch.zeros(3, 2)])
         >>> shard = ShardedTensor.from_rank_offsets("embedding", padded)
         >>> check_factory(as_factory(shard, padded_axis(5)), flat=[slice(3, 12)])
@@ -84,7 +84,7 @@ def stored_elements(factory: ShardedTensorFactory) -> torch.Tensor:
     """Return which elements of a factory's tensor it stores, bool of the tensor's shape.
 
     Examples:
-        >>> from shardtree.transforms import as_factory, padded_axis
+        >>> from shardtree.lenses import as_factory, padded_axis
         >>> stored_elements(as_factory(ShardedTensor.from_rank_offsets("w", torch.zeros(4)), padded_axis(3)))
         tensor([ True,  True,  True, False])
     """

@@ -39,7 +39,7 @@ def check_lens(lens: Lens, shards: Sequence[ShardedTensor]) -> dict[str, torch.T
         AssertionError: names the law, and says what differs.
 
     Examples:
-        >>> from shardtree.transforms import transposed
+        >>> from shardtree.lenses import transposed
         >>> shards = [ShardedTensor.from_rank_offsets("w", torch.full((1, 2), rank), (0, rank, 2)) for rank in (0, 1)]
         >>> check_lens(transposed(), shards)
         {'w': tensor([[0, 1],

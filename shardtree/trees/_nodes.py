@@ -38,6 +38,7 @@ class Hole(Enum):
 
 
 HOLE: Final = Hole.HOLE
+"""The only `Hole`."""
 
 Tree = Any
 SameTree = TypeVar("SameTree")

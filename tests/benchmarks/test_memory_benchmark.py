@@ -40,6 +40,7 @@ def failing(rank: int, ranks: int) -> Action:
     raise ValueError("not today")
 
 
+@pytest.mark.slow
 def test_a_passing_copy_is_seen(tmp_path: Path) -> None:
     seen = peak(partial(taking, 80 * MIB, 0), tmp_path)
     assert 60 * MIB < seen.own < 90 * MIB
@@ -68,6 +69,7 @@ def test_a_job_that_fails_is_no_figure(tmp_path: Path) -> None:
         peak(failing, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.torchrun
 def test_each_case_has_its_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "files").mkdir()

@@ -63,6 +63,7 @@ def whole(folder: Path) -> set[str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "status", "said", "saved"),
     [

@@ -143,6 +143,7 @@ def check_each_is_the_moment_of_its_call(world: World, folders: Sequence[Storage
         assert found == moment, f"save {number} isn't the moment of its call"
 
 
+@pytest.mark.slow
 def test_200_saves_of_changing_tensors_are_each_the_moment_of_their_call() -> None:
     check_each_is_the_moment_of_its_call(st.world.one_process(), [st.storage.MemoryStorage() for _ in range(200)])
 

@@ -267,6 +267,7 @@ def test_what_is_too_finely_interleaved_to_tell_is_refused():
         with_memories([whole("a", buffer[::2]), whole("b", buffer[1::2])], donate=True)
 
 
+@pytest.mark.slow
 def test_many_donated_tensors_are_checked_quickly():
     shards = [whole(f"k{number}", part) for number, part in enumerate(torch.zeros(20_000, 3).unbind())]
     pairs = [(shard, shard.data) for shard in shards]

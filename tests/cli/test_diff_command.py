@@ -171,6 +171,7 @@ def test_damage_is_trouble_not_a_difference(folder: Path, tmp_path: Path) -> Non
     assert path.name in done.stderr
 
 
+@pytest.mark.slow
 def test_as_a_process(folder: Path, tmp_path: Path) -> None:
     other = save_changed(tmp_path / "changed", another_value)
     done = process("diff", folder, f"file://{other}")

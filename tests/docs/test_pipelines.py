@@ -254,6 +254,7 @@ MODELS: dict[str, Callable[[Path], Path]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.peers
 @pytest.mark.filterwarnings("ignore")  # what importing transformers says isn't ours
 @pytest.mark.parametrize("architecture", MODELS)
@@ -334,10 +335,12 @@ def memory(folder: Path, how: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["save", "convert"])
 def test_a_pipeline_takes_little_memory(how: str, large: Path) -> None:
     assert int(memory(large, how)) < 90_000_000
 
 
+@pytest.mark.slow
 def test_the_bound_on_memory_catches_tensors_that_are_all_read(large: Path) -> None:
     assert int(memory(large, "read")) > 117_000_000  # what is written

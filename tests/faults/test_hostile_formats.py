@@ -119,6 +119,7 @@ def nothing(file: Path) -> None:
     file.write_bytes(b"")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("instead", [pipe, device, folder, link_to_itself, nothing])
 @pytest.mark.parametrize("name", PLACES)
 def test_whatever_stands_in_a_files_place_is_neither_waited_for_nor_read_without_end(
@@ -134,6 +135,7 @@ def test_whatever_stands_in_a_files_place_is_neither_waited_for_nor_read_without
         outcomes(place)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLACES)
 def test_random_damage_is_an_error_of_ours_or_changes_nothing(
     name: str, originals: dict[str, Path], tmp_path: Path
@@ -257,6 +259,7 @@ BOMBS: dict[str, tuple[dict[str, Any], Callable[[], bytes]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BOMBS)
 def test_a_chunk_that_would_fill_the_memory_is_refused(name: str, tmp_path: Path) -> None:
     pytest.importorskip("zarr")

@@ -13,8 +13,7 @@ import torch
 import shardtree as st
 from shardtree.strategies import read_metadata, replace_metadata, stored_fingerprints
 from shardtree.strategies._metadata import write_checked
-from shardtree.strategies.index import Index, text_at
-from shardtree.strategies.safetensors import encode_index, read_index
+from shardtree.strategies.index import Index, encode_index, read_index, text_at
 from shardtree.testing import glu, random_bits
 from tests.options import save_keywords
 

@@ -60,6 +60,7 @@ def from_written(tree: Any) -> Any:
     return from_dtensors(tree, strided="dtensor")
 
 
+@pytest.mark.slow
 @given(cases())
 def test_each_rank_holds_what_its_shards_say(case: Case) -> None:
     check_shards(from_written, case)
@@ -201,6 +202,7 @@ def fitting(placement: Any, axes: int) -> Any:
     return placement if placement.is_replicate() or placement.dim < axes else Replicate()
 
 
+@pytest.mark.slow
 @given(cases(), cases())
 def test_what_is_saved_on_one_mesh_is_loaded_on_another(saved: Case, loaded: Case) -> None:
     check_reload(st.save, saved, loaded)

@@ -144,6 +144,7 @@ def check_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
         assert torch.equal(found[path], tensor), path
 
 
+@pytest.mark.slow
 def test_4_processes_save_fsdp2_with_tp_and_2_load_it_on_other_meshes(tmp_path: Path) -> None:
     saved: Sequence[Any] = run_processes(4, partial(save_it, folder=str(tmp_path)))
     expected, output, _ = saved[0]

@@ -269,11 +269,13 @@ def run(code: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_importing_and_from_megatron_do_not_import_megatron() -> None:
     code = "import sys, shardtree.interop.megatron as m; m.from_megatron({'a': 1}); print(*sys.modules)"
     assert [name for name in run(code).split() if name.split(".")[0] in {"megatron", "hypothesis"}] == []
 
 
+@pytest.mark.slow
 def test_to_megatron_says_what_to_install() -> None:
     code = """if True:
         import sys

@@ -34,8 +34,10 @@ def phases_in(source: str) -> Iterator[str]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call) and ast.unparse(node.func) in NAMES:
             name = node.args[ast.unparse(node.func) != "step"]
-            assert isinstance(name, ast.Constant), f"line {node.lineno}: write a phase's name as a literal"
-            yield str(name.value)
+            literals = [name.body, name.orelse] if isinstance(name, ast.IfExp) else [name]
+            for each in literals:
+                assert isinstance(each, ast.Constant), f"line {node.lineno}: write a phase's name as a literal"
+                yield str(each.value)
 
 
 SOURCES = [
@@ -390,7 +392,7 @@ def check_options_that_differ(load: Callable[..., Any], option: str, values: tup
     simulate(RANKS, lambda world: shardtree.save(tree(world), storage, world=world))
 
     def load_otherwise(world: World) -> None:
-        load(tree(world), storage, world=world, **{option: values[world.rank == 1]})
+        load(tree(world), storage, world=world, **load_keywords(**{option: values[world.rank == 1]}))
 
     for rank, error in enumerate(outcomes(load_otherwise)):
         assert isinstance(error, shardtree.errors.WorldError), f"rank {rank}: {error!r}"

@@ -128,6 +128,7 @@ COMPUTED: dict[str, Callable[[LazyTensor], LazyTensor]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COMPUTED)
 @given(st.integers(0, 40), st.integers(0, 40), st.sampled_from([(41, 41), (64, 64), (40, 3)]))
 def test_an_element_has_the_same_bits_however_it_is_cut(

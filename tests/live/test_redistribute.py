@@ -128,6 +128,7 @@ def check_redistribute(
     assert dict(links) == plan.links
 
 
+@pytest.mark.slow
 @given(cases())
 def test_a_live_reshard_gives_what_one_in_memory_gives(case: Case) -> None:
     check_redistribute(case)
@@ -162,6 +163,7 @@ def _strided(leaf: Any) -> Any:
     return leaf.init_data("cpu", lambda shape, dtype, device: random_bits(shape[::-1], dtype, 5).permute(*axes))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("donate", [False, True])
 @settings(max_examples=EXAMPLES // 3)
 @given(cases())
@@ -175,7 +177,7 @@ def damaging(tree: Any, target: Any, *, exchange: Callable[..., None], **options
     def broken(outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]) -> None:
         exchange({to: data.flip(0) for to, data in outgoing.items()}, incoming)
 
-    return redistribute(tree, target, exchange=broken, **options)
+    return redistribute(tree, target, transport=broken, **options)
 
 
 def sending_twice(tree: Any, target: Any, **options: Any) -> Any:
@@ -324,7 +326,7 @@ def test_nothing_to_move_is_no_step() -> None:
             raise AssertionError
 
         mine = {"w": rows(world.rank, 2)}
-        return redistribute(mine, mine, world=world, exchange=exchange)["w"].data
+        return redistribute(mine, mine, world=world, transport=exchange)["w"].data
 
     for rank, data in enumerate(simulate(2, on_rank)):
         assert torch.equal(data, WHOLE.chunk(2)[rank])
@@ -435,7 +437,7 @@ def test_what_fails_on_one_rank_before_bytes_move_fails_on_all(fault: str) -> No
 def trying_first(*, exchange: Any, **options: Any) -> Any:
     """The planted fault: bytes move before it is known that all can take part."""
     exchange({}, {})
-    return redistribute(exchange=exchange, **options)
+    return redistribute(transport=exchange, **options)
 
 
 def test_the_law_of_failures_catches_one_that_is_found_late() -> None:
@@ -477,7 +479,7 @@ def test_a_plan_for_ranks_that_there_arent_is_an_error_on_all_before_bytes_move(
 
     def on_rank(world: World) -> Any:
         tree, target = case.sources.get(world.rank, {}), case.targets.get(world.rank)
-        return redistribute(tree, target, world=world, plan=plan, exchange=lambda *buffers: moved.append(world.rank))
+        return redistribute(tree, target, world=world, plan=plan, transport=lambda *buffers: moved.append(world.rank))
 
     for error in failures(on_rank):
         assert isinstance(error, WorldError)
@@ -493,7 +495,7 @@ def test_an_exchange_that_fails_says_in_which_step() -> None:
 
     def on_rank(world: World) -> Any:
         tree, target = case.sources.get(world.rank, {}), case.targets.get(world.rank)
-        return redistribute(tree, target, world=world, exchange=exchange, max_bytes_in_flight=8)
+        return redistribute(tree, target, world=world, transport=exchange, max_bytes_in_flight=8)
 
     for error in failures(on_rank):
         assert isinstance(error, OSError)
@@ -581,7 +583,7 @@ def test_what_fails_while_bytes_move_lets_nobody_wait() -> None:
         if world.rank == 1:
             mine = tree["w"].data.clone()
             tree = {"w": replace(tree["w"], data=mine), "step": 3}
-        return redistribute(tree, target, world=world, max_bytes_in_flight=8, exchange=exchange)
+        return redistribute(tree, target, world=world, max_bytes_in_flight=8, transport=exchange)
 
     for error in failures(on_rank):
         assert isinstance(error, RemoteError)

@@ -114,6 +114,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[s
     return folder, run_processes(2, partial(theirs, str(folder)))
 
 
+@pytest.mark.slow
 def test_each_loads_what_the_other_saved_in_its_own_layout(results: tuple[Path, list[list[str]]]) -> None:
     assert [line for lines in results[1] for line in lines if not line.startswith("damaged")] == []
 

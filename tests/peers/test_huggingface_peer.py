@@ -188,6 +188,7 @@ def test_safe_open_reads_slices(tmp_path):
     assert_same(safetensors_torch.load_file(tmp_path / "model.safetensors"), tensors)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", [MINILM, MINILM / "model.safetensors"], ids=["folder", "file"])
 def test_real_weights_open_and_load(place):
     theirs = safetensors_torch.load_file(MINILM / "model.safetensors")

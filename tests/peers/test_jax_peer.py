@@ -71,6 +71,7 @@ def check_as_jax(ask: Ask, find: Callable[..., Held | None], question: tuple[Any
     assert find(*question) == ask(*question)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(question=questions())
 def test_each_rank_holds_what_jax_gives_its_device(ask: Ask, question: tuple[Any, ...]) -> None:

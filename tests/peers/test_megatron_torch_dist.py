@@ -77,6 +77,7 @@ def damage(file: Path) -> None:
     file.write_bytes(data)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", LOADS)
 def test_megatron_core_loads_what_shardtree_saved(folder: Path, step: str) -> None:
     assert json.loads((folder / "results.json").read_text())[step] == []

@@ -102,6 +102,7 @@ def test_the_law_of_loading_catches(fault: Callable[..., Any]) -> None:
         check_like_load(trees_of(state, one), targets_of(state, other), fault)
 
 
+@pytest.mark.slow
 @settings(max_examples=EXAMPLES // 2)
 @given(data=st.data())
 def test_resharding_with_a_cast_is_saving_and_loading_with_one(data: st.DataObject) -> None:
@@ -165,6 +166,7 @@ def test_one_dtype_for_all_ranks_that_want_a_tensor() -> None:
         shardtree.reshard([tree], wanted, cast=True)
 
 
+@pytest.mark.slow
 @settings(max_examples=EXAMPLES // 2)
 @given(data=st.data())
 def test_reshard_there_and_back_is_the_identity(data: st.DataObject) -> None:
@@ -173,6 +175,7 @@ def test_reshard_there_and_back_is_the_identity(data: st.DataObject) -> None:
     check_reshard(trees_of(state, one), data.draw(st.sampled_from([targets_of, trees_of]))(state, other))
 
 
+@pytest.mark.slow
 @settings(max_examples=EXAMPLES)
 @given(data=st.data())
 def test_reshard_between_meshes(data: st.DataObject) -> None:

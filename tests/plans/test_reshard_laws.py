@@ -250,6 +250,7 @@ def boxes(plan: ReshardPlan) -> list[Any]:
     return sorted(zip(*(column.tolist() for column in columns), strict=True))
 
 
+@pytest.mark.slow
 @given(reshards(), st.integers(0, 99))
 def test_the_order_of_shards_makes_no_difference(case: Case, seed: int) -> None:
     order_makes_no_difference(plan_of, case, seed)
@@ -272,6 +273,7 @@ def test_the_law_of_order_catches_the_first_row_that_sends_all() -> None:
     assert_caught(order_makes_no_difference, first_row, reshards(odd=False), st.integers(0, 99))
 
 
+@pytest.mark.slow
 @given(reshards())
 def test_transfers_are_in_order(case: Case) -> None:
     every = plan_of(case).transfers
@@ -309,6 +311,7 @@ def both_ways(case: Case) -> bool:
     return case.source.keys == case.target.keys
 
 
+@pytest.mark.slow
 @given(reshards(odd=False).filter(both_ways))
 def test_the_inverse_brings_everything_back(case: Case) -> None:
     comes_back(ReshardPlan.inverse, case)

@@ -99,7 +99,7 @@ if libc.unshare(NAMESPACE) or libc.mount(b"none", b"/", None, PRIVATE, None):
 if libc.mount(b"proc", b"/proc", b"proc", 0, b"hidepid=2"):
     sys.exit(77)
 with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
-    fields = json.loads(_owner.owner_note("save-1")) | {"pid": other.pid, "started": _owner._started(other.pid)}
+    fields = json.loads(_owner.owner_note("save-1")) | {"pid": other.pid, "started": _owner._start_time(other.pid)}
     os.setgroups([])
     os.setgid(65534)
     os.setuid(65534)
@@ -108,6 +108,7 @@ with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) 
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount /proc so that it hides other users' processes")
 def test_of_a_process_that_is_hidden_nothing_is_said() -> None:
     done = subprocess.run([sys.executable, "-c", HIDDEN], capture_output=True, text=True, check=False)

@@ -144,11 +144,12 @@ def test_a_load_to_a_device_is_a_load(
     device = LateDevice()
     asked, storage = targets()
     plain: list[st.storage.ReadReport] = []
-    load(asked, storage, verify=verify, report=plain.append)
+    load(asked, storage, options=st.LoadOptions(verify=verify, report=plain.append))
     monkeypatch.setitem(copies_by_device, "cpu", device.copies)
     monkeypatch.setattr(_staged_fetch, "PART_BYTES", part)
     staged: list[st.storage.ReadReport] = []
-    loaded = load(asked, storage, verify=verify, donate=donate, report=staged.append)
+    options = st.LoadOptions(verify=verify, report=staged.append)
+    loaded = load(asked, storage, donate=donate, options=options)
     for name, tensor in expected().items():
         assert torch.equal(loaded[name], tensor), name
         assert (loaded[name] is asked[name].data) == donate

@@ -394,6 +394,7 @@ STORED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.torchrun
 def test_dtensors_of_several_ranks_open_directly(from_ranks):
     check_loads(from_ranks, STORED)

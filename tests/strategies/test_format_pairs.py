@@ -175,6 +175,7 @@ def cases(draw: some.DrawFn, pair: tuple[Format, Format]) -> tuple[GlobalState, 
     return held, *({key: (own | plain)[key] for key in held.tensors} for own in (first, second))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pair", PAIRS, ids=pair_name)
 @settings(max_examples=5, phases=[Phase.generate])
 @given(data=some.data())
@@ -230,6 +231,7 @@ def minilm() -> dict[str, torch.Tensor]:
     return st.load_plain_tensors(Path(package.__file__).parent / "model" / "model.safetensors")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(("huggingface", 1) not in FORMATS, reason="nothing reads the weights' format")
 def test_real_weights_go_through_a_chain_of_all_formats(tmp_path: Path) -> None:
     weights = minilm()

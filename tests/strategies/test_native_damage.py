@@ -15,8 +15,7 @@ import shardtree as st
 from shardtree.errors import CheckpointingException, CorruptCheckpoint
 from shardtree.storage import LocalStorage, MemoryStorage, digest
 from shardtree.strategies import decode_metadata, encode_metadata
-from shardtree.strategies.index import text_columns
-from shardtree.strategies.safetensors import decode_index, encode_index
+from shardtree.strategies.index import decode_index, encode_index, text_columns
 
 QUICK = 10.0  # seconds of processors, which other work on the machine doesn't change
 

@@ -143,6 +143,7 @@ def test_no_flipped_bit_of_a_data_file_is_loaded(bit):
 SMALL = [place for place in range(len(DATA)) if not PAYLOAD <= place < PAYLOAD + BIG.nbytes]
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(some.sampled_from(SMALL), some.integers(0, 7))
 def test_no_flipped_bit_around_payloads_is_loaded(place, bit):
@@ -415,6 +416,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", HOSTILE)
 def test_a_hostile_index_is_refused(row, tmp_path):
     files = changed(HOSTILE[row])
@@ -468,6 +470,7 @@ def test_bytes_that_are_no_index_are_refused(row):
     assert time.process_time() - began < QUICK
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(some.sampled_from(list(FILES)), some.data())
 def test_any_bytes_are_harmless_or_refused(name, data):

@@ -123,6 +123,7 @@ def check_any_layout(whole, stored, asked, store=store):
     assert not first_difference(found, whole)
 
 
+@pytest.mark.slow
 @settings(max_examples=120, deadline=None)
 @given(some.data())
 def test_what_is_stored_in_any_layout_loads_in_any(data):

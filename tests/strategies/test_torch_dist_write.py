@@ -73,6 +73,7 @@ def rows(world: World) -> dict[str, Any]:
 # -- round trips
 
 
+@pytest.mark.slow
 @BACKENDS
 @settings(max_examples=EXAMPLES)
 @given(data=hs.data())

@@ -198,7 +198,12 @@ def test_each_rank_writes_its_own_chunks() -> None:
         def progress(count: int) -> None:
             told[world.rank] = told.get(world.rank, 0) + count
 
-        save(st.testing.rank_tree(state, {"w": layout}, world.rank), storage, world=world, progress=progress)
+        save(
+            st.testing.rank_tree(state, {"w": layout}, world.rank),
+            storage,
+            world=world,
+            options=st.SaveOptions(progress=progress),
+        )
 
     storage = MemoryStorage()
     st.simulate(4, run)
@@ -330,6 +335,7 @@ class Killed(Exception):
     """What a storage raises from some call on."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("for_good", [False, True])
 def test_a_save_that_dies_leaves_nothing_or_all(for_good: bool) -> None:
     calls: list[Any] = []

@@ -117,7 +117,7 @@ JOINING: dict[str, Of] = {
     "refuse_hidden": lambda tree: refuse_hidden("save", leaves_with_paths(tree)),
 }
 OF_NO_TREE = {
-    *("as_integers", "call_at", "empty_data", "join_data"),
+    *("as_integers", "call_at", "empty_data", "join_data", "value_at"),
     *("check_stars", "fill_key", "key_expression", "match_key", "match_keys", "path_key", "stars", "told_of_depth"),
 }
 EVERY = NEW | SHARING | JOINING

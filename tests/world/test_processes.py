@@ -82,6 +82,7 @@ def test_a_rank_that_is_killed_is_the_error() -> None:
         run_processes(2, dies)
 
 
+@pytest.mark.slow
 def test_a_failure_does_not_wait_for_a_rank_that_hangs() -> None:
     began = time.monotonic()
     with pytest.raises(ValueError, match="on purpose"):

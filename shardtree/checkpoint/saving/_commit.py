@@ -130,7 +130,7 @@ def _write(
     # Once committed, a request's files are the checkpoint: running it again would write over them.
     check_unchanged(pending.storage, pending.before)
     if pending.world.rank == 0:
-        _claim_again(pending)
+        _claim_again(pending, strategies)
     if recognizes:
         _check_no_other(pending, strategies)
     written = tuple(request.async_fn() for request in requests)
@@ -147,10 +147,10 @@ def _check_no_other(pending: PendingSave, strategies: Strategies | None) -> None
         raise CheckpointReplaced(error_text(f"save: {pending.storage.where()!r} holds a checkpoint by now", fix=fix))
 
 
-def _claim_again(pending: PendingSave) -> None:
+def _claim_again(pending: PendingSave, strategies: Strategies | None) -> None:
     """Make the folder of a save that was abandoned, whose request is tried once more."""
     if pending.replaced is not None:
-        check_same(pending.replaced)
+        check_same(pending.replaced, strategies)
     if is_claimed(pending.save_id):
         return
     if pending.replaced is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +23,7 @@ from ...strategies import (
     Stamp,
     Strategies,
     StrategyAction,
+    deciding_files,
     decode_metadata,
     disown,
     find_strategy,
@@ -32,9 +33,10 @@ from ...strategies import (
     metadata_bytes,
     save_is_alive,
     stamp,
+    traits_of,
 )
 from ...world import World, step
-from .._dispatch import DEFAULT_BACKEND, Backends, Choice, common_backend, sharded_backend
+from .._dispatch import Backends, Choice, common_backend, sharded_backend
 from .._open import recognized
 from ._replace import make_sibling, sibling_of
 
@@ -134,9 +136,9 @@ def look(storage: Storage, backends: Backends, strategies: Strategies | None, *,
         fix = "Save to another folder, or pass overwrite=True to replace the checkpoint once the new one is complete."
         raise AlreadyACheckpoint(error_text(f"save: {storage.where()!r} already holds a checkpoint", fix=fix))
     save_id = f"save-{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{secrets.token_hex(8)}"
-    if there and not (_is_native(backends) and _leaves_room(before, strategies)):
-        return SaveStart(save_id, None, stamp(storage))
-    if not _is_native(backends) and storage.length(MANIFEST_FILE) is not None:
+    if there and not (_in_save_folder(backends, strategies) and _leaves_room(before, strategies)):
+        return SaveStart(save_id, None, stamp(storage, deciding_files(strategies)))
+    if not _in_save_folder(backends, strategies) and storage.length(MANIFEST_FILE) is not None:
         what = f"save: {storage.where(MANIFEST_FILE)!r} tells of files that are there no more, or aren't a checkpoint"
         raise StorageError(error_text(what, fix="Remove it, or save to another folder: loads would check files by it."))
     return SaveStart(save_id, before, None)
@@ -177,7 +179,7 @@ def make_folder(pending: PendingSave, backends: Backends, strategies: Strategies
     pending.memo["folder"] = new_folder(pending.storage, durable=durable)
     # The commit waits for what is in the storage's own folder.
     make_save_folder(pending.storage, pending.save_id, durable=False)
-    if not _is_native(backends):
+    if not _in_save_folder(backends, strategies):
         _check_alone(pending.storage, pending.save_id)
 
 
@@ -204,8 +206,8 @@ def end(pending: PendingSave) -> None:
         logger.warning("save: what a failed save wrote stays in or beside %s: %s", storage.where(), error)
 
 
-def _is_native(backends: Backends) -> bool:
-    return {name for name, _ in backends} == {DEFAULT_BACKEND[0]}
+def _in_save_folder(backends: Iterable[tuple[str, int]], strategies: Strategies | None) -> bool:
+    return all(traits_of(*each, strategies).in_save_folder for each in backends)
 
 
 def _leaves_room(before: bytes | None, strategies: Strategies | None) -> bool:
@@ -219,7 +221,9 @@ def _leaves_room(before: bytes | None, strategies: Strategies | None) -> bool:
         return True
     if fields is None:
         return False
-    others = {sharded_backend(fields), common_backend(fields)} - {DEFAULT_BACKEND}
+    others = [
+        each for each in {sharded_backend(fields), common_backend(fields)} if not _in_save_folder([each], strategies)
+    ]
     return not any(find_strategy(StrategyAction.LIST_FILES, *each, strategies=strategies) for each in others)
 
 

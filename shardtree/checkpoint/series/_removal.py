@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 
 from ...errors import CorruptCheckpoint, NotACheckpoint, StrategyError, plural
 from ...retention import SavedStep
@@ -13,6 +14,7 @@ from ...storage import Exchanging, Storage, folder_in, is_alive, is_link, is_tem
 from ...strategies import (
     METADATA_FILE,
     Strategies,
+    deciding_files,
     is_deciding,
     is_left_over,
     is_of_others,
@@ -139,7 +141,8 @@ def step_files(root: Storage, folder: str, number: int, strategies: Strategies |
     ours = [name for name in found if name in own or is_save_file(name) or is_temporary(name.rpartition("/")[2])]
     if any(is_link(root, f"{folder}/{part}") for name in ours for part in _ways(name)):
         return "files of it are links"
-    marks = (mark(root, folder, name) for name in sorted(ours, key=_order))
+    order = partial(_order, deciding_files(strategies))
+    marks = (mark(root, folder, name) for name in sorted(ours, key=order))
     others = tuple(name for name in found if name not in {*ours, RECORD_FILE} and not _is_ours(name, ours))
     return StepFiles(number, folder, tuple(one for one in marks if one is not None), others)
 
@@ -201,9 +204,9 @@ def _is_ours(name: str, ours: list[str]) -> bool:
     )
 
 
-def _order(name: str) -> tuple[int, str]:
+def _order(decided_by: tuple[str, ...], name: str) -> tuple[int, str]:
     """Return where a file comes in a removal: first what makes the folder a checkpoint."""
-    return (0 if name == METADATA_FILE else 1 if is_deciding(name) else 2), name
+    return (0 if name == METADATA_FILE else 1 if is_deciding(name, decided_by) else 2), name
 
 
 def _ways(name: str) -> Iterator[str]:

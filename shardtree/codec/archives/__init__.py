@@ -1,4 +1,4 @@
-"""torch.save's zip archives: values from and to bytes, where a lone tensor's payload is, and what goes around it."""
+"""torch.save's zip archives: encoding and decoding values, and reading or writing one tensor's payload in place."""
 
 from ._decode import decode_archive as decode_archive
 from ._encode import encode_archive as encode_archive

@@ -1,4 +1,4 @@
-"""Pickles without `pickle`: a machine that reads data and calls nothing that its caller didn't list, and a writer."""
+"""Pickles without `pickle`: a reader that calls nothing except constructors that its caller lists, and a writer."""
 
 from ._machine import read_pickle as read_pickle
 from ._state import Constructor as Constructor

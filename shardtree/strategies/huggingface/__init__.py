@@ -2,6 +2,7 @@
 
 from .._actions import Strategies as Strategies
 from .._actions import StrategyAction as StrategyAction
+from .._traits import FormatTraits
 from ._listing import list_files as list_files
 from ._listing import recognize as recognize
 from ._load import explain as explain
@@ -26,4 +27,7 @@ ROWS: Strategies = {
     (StrategyAction.COMMIT, "huggingface", 1): commit,
     (StrategyAction.VERIFY, "huggingface", 1): verify_files,
     (StrategyAction.LIST_FILES, "huggingface", 1): list_files,
+    (StrategyAction.DESCRIBE, "huggingface", 1): lambda: FormatTraits(
+        decided_by=("*.safetensors", "*.safetensors.index.json"), fills_devices=True, is_guess=True
+    ),
 }

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from functools import partial
+from typing import TypeAlias
 
 import numpy as np
 import torch
 from torch._utils import _flatten_dense_tensors
 
-from ...codec import Entry, bit_view, check_storable, encode_header, encode_tree, format_tag, is_tagged
-from ...errors import CheckpointingException, ShapeError, error_text
+from ...codec import Entry, bit_view, check_storable, encode_header, format_tag, is_tagged
 from ...geometry import Column, box_column, volumes
 from ...mapping import ShardedObject, ShardedTensor
 from ...storage import Buffer, is_in_place
-from .._checks import misfit
+from .._checks import checked_data
+from ..index import encoded_object
 
 # What a rank's shards are as entries of its data files, in columns.
 
@@ -60,7 +61,8 @@ def entries_of(shards: Sequence[Shard], *, allow_pickle: bool) -> Entries:
         UnsupportedValue: a dtype or an object can't be stored.
     """
     _check_dtypes([shard for shard in shards if isinstance(shard, ShardedTensor)])
-    sources = tuple([shard if isinstance(shard, ShardedTensor) else _payload(shard, allow_pickle) for shard in shards])
+    encoded = partial(encoded_object, allow_pickle=allow_pickle)
+    sources = tuple([shard if isinstance(shard, ShardedTensor) else encoded(shard) for shard in shards])
     # An object is a tensor of its bytes.
     dtypes = [torch.uint8 if isinstance(source, bytes) else source.dtype for source in sources]
     shapes = [(len(source),) if isinstance(source, bytes) else _shape(source) for source in sources]
@@ -93,14 +95,6 @@ def select_entries(entries: Entries, rows: Column) -> Entries:
 def _check_dtypes(tensors: Sequence[ShardedTensor]) -> None:
     for dtype in dict.fromkeys([shard.dtype for shard in tensors]):
         check_storable(dtype, f"save: {next(shard.key for shard in tensors if shard.dtype == dtype)!r}")
-
-
-def _payload(item: ShardedObject, allow_pickle: bool) -> bytes:
-    try:
-        return encode_tree(item.data, allow_pickle=allow_pickle)
-    except CheckpointingException as error:
-        error.add_note(f"tree is the data of ShardedObject {item.unique_key!r}")
-        raise
 
 
 def _shape(shard: ShardedTensor) -> tuple[int, ...]:
@@ -159,17 +153,6 @@ def parts(
         for share in _shares(length, files)
         for group in _groups(share, header_length[share], header_bytes)
     )
-
-
-def part_name(save_id: str, rank: int, ranks: int, part: int) -> str:
-    """Return the name of a rank's data file.
-
-    Examples:
-        >>> part_name("save-1", 0, 4, 0), part_name("save-1", 3, 4, 2)
-        ('save-1/00000-of-00004.safetensors', 'save-1/00003-of-00004-2.safetensors')
-    """
-    suffix = f"-{part}" if part else ""
-    return f"{save_id}/{rank:05d}-of-{ranks:05d}{suffix}.safetensors"
 
 
 def _key_order(keys: Sequence[str]) -> Column:
@@ -279,14 +262,3 @@ def gathered(shards: Sequence[ShardedTensor]) -> Buffer:
         bits = [checked_data(shard).view(integer) for shard in shards]
         # Half the calls that views and `cat` are.
         return memoryview(bit_view(_flatten_dense_tensors(bits)).numpy())  # type: ignore[no-untyped-call]
-
-
-def checked_data(shard: ShardedTensor) -> Any:
-    """Return a shard's data, which may be lazy.
-
-    Raises:
-        ShapeError: it was changed since the save began.
-    """
-    if found := misfit(shard):
-        raise ShapeError(error_text("save: a tensor was changed while it waited to be written", found=found))
-    return shard.data

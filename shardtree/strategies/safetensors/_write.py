@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ...errors import CheckpointingException, error_text
-from ...fingerprints import add_fingerprints, column_parts, piece_total, run_pieces
+from ...fingerprints import piece_total, run_pieces
 from ...geometry import Column
 from ...layouts import ShardColumns, select_rows
 from ...mapping import ShardedTensor
@@ -29,8 +29,10 @@ from ...storage import (
     in_turn,
     tensor_buffers,
 )
+from .._checks import checked_data
 from .._values import PendingSave
-from ._layout import Entries, Part, Source, checked_data, gathered, part_name, together
+from ..index import RankFiles, rank_file
+from ._layout import Entries, Part, Source, gathered, together
 
 # Fingerprints of what a save writes: added up from the bytes on their way to the file.
 
@@ -54,51 +56,6 @@ def with_total(buffers: Iterator[Buffer], shard: ShardedTensor, totals: list[int
     totals.append(total % 2**64)
 
 
-def fingerprint_column(columns: ShardColumns, totals: Sequence[Hashes | None]) -> Hashes | None:
-    """Return the fingerprint of each key, uint64 (keys,), or None where no rank added up.
-
-    Args:
-        columns: all ranks' shards, which cover their tensors once.
-        totals: what each rank's shards add, in the order of the columns' rows.
-
-    Raises:
-        IntegrityError: the shards don't make whole tensors.
-    """
-    known = [each for each in totals if each is not None]
-    if not known:
-        return None
-    found = add_fingerprints([column_parts(columns, np.concatenate(known))])
-    return np.array([found[key] for key in columns.keys], dtype=np.uint64)
-
-
-# What one rank wrote, and tells the others before the commit.
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Written:
-    """What one rank wrote.
-
-    Attributes:
-        files: names of its data files.
-        lengths: theirs, in bytes.
-        hashes: of their blocks, file by file; None where none are wanted.
-        columns: the tensor shards that it wrote.
-        file: number of the rank's file for each shard, int64 (shards,).
-        byte: where each shard begins in it, int64 (shards,).
-        objects: unique key, file, byte and length in bytes of each object.
-        totals: what each shard adds to its tensor's fingerprint, uint64 (shards,); None where none is asked for.
-    """
-
-    files: tuple[str, ...]
-    lengths: tuple[int, ...]
-    hashes: tuple[Hashes | None, ...]
-    columns: ShardColumns
-    file: Column
-    byte: Column
-    objects: tuple[tuple[str, int, int, int], ...]
-    totals: Hashes | None = None
-
-
 Hashing = Callable[[Iterable[Buffer], BlockHasher], Generator[Buffer, None, None]]
 
 
@@ -111,7 +68,7 @@ class _File:
 
 def write_files(
     pending: PendingSave, layout: Sequence[Part], columns: ShardColumns, row: Column, threads: int
-) -> Written:
+) -> RankFiles:
     """Write a rank's data files, and return what the index says about them.
 
     Args:
@@ -125,16 +82,14 @@ def write_files(
         ShapeError: a tensor was changed since the save began.
         StorageError: a file can't be written.
     """
-    names = tuple(
-        part_name(pending.save_id, pending.world.rank, pending.world.size, part) for part in range(len(layout))
-    )
+    names = tuple(rank_file(pending, "safetensors", part) for part in range(len(layout)))
     # A request may be tried again after its folder was removed.
     pending.storage.make_folder(pending.save_id, durable=pending.options.durable)
     files = _write_all(pending, names, layout, threads)
     if pending.options.durable and names:
         pending.storage.sync_folder(pending.save_id)
     rows, file_of, byte_of = _places(layout, row)
-    return Written(
+    return RankFiles(
         files=names,
         lengths=tuple(file.length for file in files),
         hashes=tuple(file.hashes for file in files),

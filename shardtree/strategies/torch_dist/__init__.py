@@ -2,6 +2,7 @@
 
 from .._actions import Strategies as Strategies
 from .._actions import StrategyAction as StrategyAction
+from .._traits import FormatTraits
 from ._commit import commit as commit
 from ._commit import commit_dcp as commit_dcp
 from ._common import load_common as load_common
@@ -47,4 +48,6 @@ ROWS: Strategies = {
     (StrategyAction.COMMIT, "dcp", 1): commit_dcp,
     (StrategyAction.VERIFY, "dcp", 1): verify_files,
     (StrategyAction.LIST_FILES, "dcp", 1): list_files,
+    (StrategyAction.DESCRIBE, "torch_dist", 1): lambda: FormatTraits(decided_by=(".metadata",), has_manifest=True),
+    (StrategyAction.DESCRIBE, "dcp", 1): lambda: FormatTraits(decided_by=(".metadata",)),
 }

@@ -16,7 +16,7 @@ from ...geometry import Column
 from ...layouts import ShardColumns, TensorKind, join_columns, select_rows, write_problems
 from ...storage import Storage
 from .._checks import check_objects_written
-from .._metadata import METADATA_FILE
+from .._traits import METADATA_FILE
 from .._values import Fields, PendingSave
 from ._common import VALUES
 from ._listing import DCP, TORCH_DIST

@@ -2,6 +2,7 @@
 
 from .._actions import Strategies as Strategies
 from .._actions import StrategyAction as StrategyAction
+from .._traits import FormatTraits
 from ._array import StoredArray as StoredArray
 from ._blobs import load_common as load_common
 from ._blobs import save_common as save_common
@@ -45,4 +46,6 @@ ROWS: Strategies = {
     (StrategyAction.COMMIT, "zarr", 3): commit,
     (StrategyAction.VERIFY, "zarr", 3): verify_files,
     (StrategyAction.LIST_FILES, "zarr", 3): list_files,
+    (StrategyAction.DESCRIBE, "zarr", 1): lambda: FormatTraits(decided_by=(".zgroup",), has_manifest=True),
+    (StrategyAction.DESCRIBE, "zarr", 3): lambda: FormatTraits(decided_by=("zarr.json", ".zgroup"), has_manifest=True),
 }

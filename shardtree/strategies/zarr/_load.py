@@ -13,22 +13,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...codec import decode_tree, dtype_name, parse_json
+from ...codec import dtype_name, parse_json
 from ...errors import CheckpointingException, CorruptCheckpoint, StrategyError, UnsupportedValue, error_text
 from ...geometry import Column
 from ...layouts import shard_columns
 from ...mapping import ShardedObject, ShardedTensor
-from ...plans import LoadPlan, Prospect, ReadCost, Runs, Strided, runs_plan
+from ...plans import LoadPlan, Prospect, ReadCost, Runs, Strided
 from ...storage import MemoryStorage, ReadReport, Storage, fetch
-from .._checks import check_objects_known
 from .._metadata import check_lengths, read_checked
 from .._values import Checkpoint, Fields
 from ..index import (
-    Index,
     IndexMetadata,
     explain_from_index,
     file_at,
-    find_texts,
+    objects_from_index,
     plan_shards,
     planned_cost,
     read_planned,
@@ -294,31 +292,4 @@ def load_objects(checkpoint: Checkpoint, objects: Sequence[ShardedObject]) -> li
         KeyMismatch: the checkpoint lacks some.
         CorruptCheckpoint: stored bytes aren't what was saved.
     """
-    if not objects:
-        return []
-    index, wanted = read_arrays(checkpoint).index, [item.unique_key for item in objects]
-    numbers = find_texts(index.object_text, index.object_start, wanted)
-    check_objects_known(wanted, [number >= 0 for number in numbers])
-    memories = _object_bytes(checkpoint, index, numbers)
-    return [_decoded(memory, key, checkpoint) for memory, key in zip(memories, wanted, strict=True)]
-
-
-def _object_bytes(checkpoint: Checkpoint, index: Index, numbers: Sequence[int]) -> list[torch.Tensor]:
-    rows = np.array(numbers, dtype=np.int64)
-    memories = [torch.empty(length, dtype=torch.uint8) for length in index.object_length[rows].tolist()]
-    order = np.lexsort((index.object_byte[rows], index.object_file[rows]))
-    file, byte, length = (getattr(index, f"object_{name}")[rows[order]] for name in ("file", "byte", "length"))
-    plan = runs_plan(Runs(file, byte, order, np.zeros(order.size, dtype=np.int64), length))
-    # A damaged object could decode to another value, so its blocks are read whole and checked, small as they are.
-    options = replace(checkpoint.options, verify="all" if checkpoint.options.verify else None)
-    read_planned(replace(checkpoint, options=options), index, plan, memories)
-    return memories
-
-
-def _decoded(memory: torch.Tensor, unique_key: str, checkpoint: Checkpoint) -> Any:
-    options = checkpoint.options
-    try:
-        return decode_tree(memoryview(memory.numpy()), types=options.types, allow_pickle=options.allow_pickle)
-    except CheckpointingException as error:
-        error.add_note(f"tree is the data of ShardedObject {unique_key!r}")
-        raise
+    return objects_from_index(checkpoint, read_arrays(checkpoint).index, objects) if objects else []

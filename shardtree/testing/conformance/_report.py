@@ -23,7 +23,7 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class RefusedCase:
     """What a format said that it can't hold.
 
     Attributes:
@@ -50,7 +50,7 @@ class StrategyReport:
 
     backend: tuple[str, int]
     kept: tuple[str, ...]
-    refused: tuple[Refusal, ...] = ()
+    refused: tuple[RefusedCase, ...] = ()
     left_out: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:

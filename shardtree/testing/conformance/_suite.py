@@ -10,7 +10,7 @@ from ...storage import Directory, MemoryStorage
 from ...strategies import Strategies, StrategyAction
 from . import _contents_cases, _layout_cases, _random_cases, _row_cases, _tensor_cases, _value_cases
 from . import _files as _file_cases
-from ._report import Broken, Refusal, Refused, StrategyReport, failure_text, told
+from ._report import Broken, Refused, RefusedCase, StrategyReport, failure_text, told
 from ._subject import Case, Promise, Subject, Writer, raising
 
 _PROMISES: tuple[Promise, ...] = (
@@ -67,7 +67,7 @@ def check_strategy(
     if not any(subject.has(action) for action in StrategyAction):
         fix = "Pass the table that has its rows as strategies=, or register them."
         raise StrategyError(error_text(f"check_strategy: no row is for {(backend, version)!r}", fix=fix))
-    kept, refused, left_out, broken = [], list[Refusal](), dict[str, str](), list[Broken]()
+    kept, refused, left_out, broken = [], list[RefusedCase](), dict[str, str](), list[Broken]()
     for promise in _chosen(only):
         reason = _no_reason(promise, subject) or _too_late(promise, broken)
         if reason:
@@ -126,16 +126,16 @@ def _cases(promise: Promise, subject: Subject) -> Iterator[Case]:
         yield Case("what all cases begin with", partial(raising, error))
 
 
-def _tried(promise: Promise, subject: Subject) -> tuple[Broken | None, list[Refusal], int]:
+def _tried(promise: Promise, subject: Subject) -> tuple[Broken | None, list[RefusedCase], int]:
     """Return what is broken of a promise, None if nothing, what was refused, and how many cases there are."""
-    failed, refused = list[tuple[str, str]](), list[Refusal]()
+    failed, refused = list[tuple[str, str]](), list[RefusedCase]()
     cases = list(_cases(promise, subject))
     for case in cases:
         try:
             case.check()
         except Refused as error:
             if not case.required:
-                refused.append(Refusal(promise.name, case.name, str(error)))
+                refused.append(RefusedCase(promise.name, case.name, str(error)))
                 continue
             failed.append((case.name, told(error)))
         except Exception as error:

@@ -11,7 +11,7 @@ import torch
 from ...errors import CheckpointingException, KeyMismatch
 from ...mapping import ShardedTensor
 from ...storage import ReadReport, Storage, storage_at
-from ...strategies import StrategyAction
+from ...strategies import LoadOptions, SaveOptions, StrategyAction
 from ...world import simulate
 from .._bits import bits, first_difference
 from .._layouts import even_layout
@@ -113,8 +113,8 @@ def _check_part(
     box = state.tensors["w"][asked.global_slice()]
     expected = box if part is None else box.reshape(-1)[part]
     read: list[ReadReport] = []
-    options: dict[str, Any] = {"validate_access_integrity": False, "verify": verify, "report": read.append}
-    (found,) = loaded(subject, [{"w": asked}], place, **options)
+    options = LoadOptions(verify=verify, report=read.append)
+    (found,) = loaded(subject, [{"w": asked}], place, validate_access_integrity=False, options=options)
     assert tuple(found["w"].shape) == size, f"has shape {tuple(found['w'].shape)}, expected {size}"
     differ = first_difference(found["w"], expected)
     assert differ is None, differ
@@ -185,9 +185,10 @@ def later(subject: Subject) -> Iterator[Case]:
 def _check_later(subject: Subject, ranks: int, layout: Any) -> None:
     state, place = GlobalState({"w": numbers(SHAPE)}, {}, {}), subject.directory()
     trees, save = trees_of(state, {"w": layout}), saver(subject)
+    options = SaveOptions(snapshot=False, durable=False)
 
     def on_rank(world: Any) -> None:
-        request = save(trees[world.rank], place, world=world, async_sharded_save=True, snapshot=False)
+        request = save(trees[world.rank], place, world=world, async_sharded_save=True, options=options)
         names = file_names(storage_at(place))
         world.barrier()
         if any(map(is_no_note, names)):

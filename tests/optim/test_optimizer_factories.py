@@ -97,6 +97,7 @@ def test_states_come_back_on_other_ranks(make: Make, save_ranks: int, load_ranks
     check_factory_states(make, boxes(save_ranks), boxes(load_ranks))
 
 
+@pytest.mark.slow
 @given(some.data())
 @pytest.mark.parametrize("make", [named, in_one, of_the_kit])
 def test_states_of_flat_ranges_come_back_too(make: Make, data: some.DataObject) -> None:

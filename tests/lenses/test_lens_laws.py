@@ -27,7 +27,7 @@ from shardtree.testing import (
     layouts,
     random_bits,
 )
-from tests.transforms.lenses.oracles import ORACLES
+from tests.lenses.oracles import ORACLES
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
@@ -43,6 +43,7 @@ def drawn_shards(data: some.DataObject, case: LensCase, ranks: int) -> list[Shar
     return [shard for key in case.keys for rank in range(ranks) for shard in cut(layout, key, wholes[key], rank)]
 
 
+@pytest.mark.slow
 @cases
 @some_examples
 @given(some.data())

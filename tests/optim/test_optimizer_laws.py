@@ -46,6 +46,7 @@ FOUR, THREE = (even_optimizer_layout(SAMPLE, ranks) for ranks in (4, 3))
 # -- round trips
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_what_is_loaded_in_another_layout_is_what_was_saved(data: st.DataObject) -> None:
     state = data.draw(optimizer_states())
@@ -53,6 +54,7 @@ def test_what_is_loaded_in_another_layout_is_what_was_saved(data: st.DataObject)
     check_optimizer_roundtrip(state, saved, loaded)
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_by_names_too(data: st.DataObject) -> None:
     state = data.draw(optimizer_states())
@@ -174,6 +176,7 @@ def test_exactly_one_main_replica_of_each_parameter(data: st.DataObject) -> None
     assert set(firsts(shape, layout.prepended, layout).values()) == {1}
 
 
+@pytest.mark.slow
 def test_exactly_one_main_replica_catches_offsets_alone() -> None:
     """Two shards begin at 0 where one of them is empty; flat ranges begin where their boxes do."""
 
@@ -269,6 +272,7 @@ def test_regrouping_catches_groups_by_position() -> None:
     assert shardtree.diff(shardtree.optim.regroup_optim_state(named, other)["param_groups"], by_position)
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_a_fresh_optimizer_finds_its_states_by_metadata(data: st.DataObject) -> None:
     """From what is stored alone, the target is the one that the state itself would give, without data."""

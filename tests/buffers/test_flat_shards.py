@@ -24,7 +24,7 @@ from shardtree.testing import (
     packed_slices,
     random_bits,
 )
-from tests.transforms.buffers.buffer_samples import assert_caught
+from tests.buffers.buffer_samples import assert_caught
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.float8_e5m2, torch.bool])
 
