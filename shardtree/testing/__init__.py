@@ -61,7 +61,6 @@ from ._optimizer_states import optimizer_layouts as optimizer_layouts
 from ._optimizer_states import optimizer_states as optimizer_states
 from ._optimizer_states import rank_optimizer as rank_optimizer
 from ._roundtrip import check_roundtrip as check_roundtrip
-from ._rows import check_rows as check_rows
 from ._states import GlobalState as GlobalState
 from ._states import ShardedTrees as ShardedTrees
 from ._states import common_states as common_states
@@ -82,6 +81,7 @@ from ._watched import WatchedStorage as WatchedStorage
 from .conformance import RefusedCase as RefusedCase
 from .conformance import StrategyReport as StrategyReport
 from .conformance import check_strategy as check_strategy
+from .conformance._row_cases import check_rows as check_rows
 
 __all__ = [
     "LENS_CASES",
