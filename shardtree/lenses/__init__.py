@@ -1,4 +1,4 @@
-"""Factories as lenses: what a model holds in one form and a checkpoint in another, and the way between, on any box."""
+"""Lenses for factories: pure functions from a model's form of a tensor to a checkpoint's, with the way back."""
 
 from ._attention import FusedForm as FusedForm
 from ._attention import attention_qkv as attention_qkv

@@ -1,4 +1,4 @@
-"""Pure functions over trees: maps, paths, parts and unions, differences, edits, factories.
+"""Pure functions over trees: maps, paths, partitions and unions, differences, edits, factories.
 
 A tree is any nesting of dicts, lists, tuples, namedtuples, deques and classes that users registered. No function here
 changes its argument; results have new containers where something changed, and share tensors.

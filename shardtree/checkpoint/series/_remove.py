@@ -117,7 +117,12 @@ def _remove_step(root: Storage, item: StepFiles) -> bool:
     if is_being_saved(folder_in(root, item.folder), [file.name for file in item.files]):
         logger.warning("series: %s stays: a save to it is on its way", root.where(item.folder))
         return False
-    write_record(root, item.folder, Record(removing=item.files))
+    try:
+        write_record(root, item.folder, Record(removing=item.files))
+    except StorageError:
+        if any(mark(root, item.folder, file.name) == file for file in item.files):
+            raise
+        return False  # another process removed the step since the first look
     _empty(root, item.folder if item.others else _set_aside(root, item.folder), item.files)
     return True
 
