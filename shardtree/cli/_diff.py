@@ -10,14 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from ..checkpoint import (
-    CheckpointDifference,
-    KindDifference,
-    OpenCheckpoint,
-    ValueDifference,
-    compare,
-    open_checkpoint,
-)
+from ..checkpoint import CheckpointDifference, KindDifference, OpenCheckpoint, ValueDifference, compare, open_checkpoint
 from ..codec import dtype_from_name, dtype_name
 from ..errors import TreePath, plural, render_path
 from ..layouts import TensorKind

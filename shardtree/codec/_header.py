@@ -156,7 +156,8 @@ def _utf8(text: str) -> bytes:
 
 
 def _not_tiled(entry: Entry, end: int, length: int) -> str:
-    what = f"safetensors header: entry {_shown(entry.name)} leaves a gap, overlaps, or lacks bytes of its shape"
+    problem = "leaves a gap, overlaps, or doesn't have the bytes of its shape"
+    what = f"safetensors header: entry {_shown(entry.name)} {problem}"
     return error_text(what, found=f"bytes {entry.start} to {entry.stop}", expected=f"{end} to {end + length}")
 
 

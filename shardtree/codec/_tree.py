@@ -135,7 +135,7 @@ def _pickle_node(value: Any, path: TreePath, allow_pickle: bool) -> Node:
 
 _FIX = (
     "Store plain values made from it, or wrap it in LocalNonpersistentObject if it needn't be stored; "
-    "allow_pickle=True stores it as a pickle, which runs code when it is loaded."
+    "SaveOptions(allow_pickle=True) stores it as a pickle, which runs code when it is loaded."
 )
 
 
@@ -284,7 +284,7 @@ def _unpickled(fields: dict[str, Any], path: TreePath, reader: _Reader) -> Any:
     where = render_path(path_to(path))
     _, _, data = reader.take(fields["entry"])
     if not reader.allow_pickle:
-        fix = "Pass allow_pickle=True if you trust whoever wrote it."
+        fix = "Pass options=LoadOptions(allow_pickle=True) if you trust its writer."
         raise UnsafeFile(error_text(f"decode_tree: {where} is a pickle, which runs code when it is loaded", fix=fix))
     try:
         return pickle.loads(data)

@@ -1,4 +1,4 @@
-"""Other libraries' shards as ours and back: one module a library.
+"""Conversion between other libraries' shards and ours: one module for each library.
 
 No module here imports its library before it has to build the library's own objects.
 """

@@ -1,8 +1,8 @@
-"""Hypothesis strategies for whole sharded states, and the laws that they are checked against.
+"""Hypothesis strategies for sharded states, and laws to check functions against.
 
-For tests of one's own, with the extra ``testing``; ``import shardtree`` doesn't load it. Strategies draw plain
-descriptions (a dtype, a tensor, a `Layout`), and functions make shards of them, so that drawing runs no code that is
-under test. A law raises AssertionError and says what differs.
+For your own tests, with the extra ``testing``; ``import shardtree`` doesn't load it. Strategies draw plain
+descriptions (a dtype, a tensor, a `Layout`), and functions make shards from them, so that drawing doesn't run code that
+is under test. A law raises AssertionError and says what differs.
 """
 
 from ._bits import assemble as assemble
@@ -61,7 +61,6 @@ from ._optimizer_states import optimizer_layouts as optimizer_layouts
 from ._optimizer_states import optimizer_states as optimizer_states
 from ._optimizer_states import rank_optimizer as rank_optimizer
 from ._roundtrip import check_roundtrip as check_roundtrip
-from ._rows import check_rows as check_rows
 from ._states import GlobalState as GlobalState
 from ._states import ShardedTrees as ShardedTrees
 from ._states import common_states as common_states
@@ -82,6 +81,7 @@ from ._watched import WatchedStorage as WatchedStorage
 from .conformance import RefusedCase as RefusedCase
 from .conformance import StrategyReport as StrategyReport
 from .conformance import check_strategy as check_strategy
+from .conformance._row_cases import check_rows as check_rows
 
 __all__ = [
     "LENS_CASES",

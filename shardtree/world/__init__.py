@@ -1,4 +1,4 @@
-"""Who takes part: one process, simulated ranks, or the ranks of torch.distributed, and how they agree."""
+"""Ranks and their collectives: one process, simulated ranks, or the ranks of torch.distributed; and phases."""
 
 from ._current import current_world as current_world
 from ._current import one_process as one_process

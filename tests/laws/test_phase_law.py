@@ -130,7 +130,9 @@ SCENARIOS = [
     "fingerprint",
     "fingerprint of files",
 ]
-RUNNERS = {inspect.unwrap(function).__code__ for function in (agree, share, step, on_rank_zero, _phases._tell)}
+RUNNERS = {
+    inspect.unwrap(function).__code__ for function in (agree, share, step, on_rank_zero, _phases._run_and_broadcast)
+}
 
 
 def is_world(frame: FrameType) -> bool:

@@ -219,7 +219,7 @@ def dies(world: World, heard: Any) -> None:
 @pytest.mark.slow
 def test_a_process_that_dies_is_an_error_in_all_others() -> None:
     heard = RawArray("b", 6)
-    with pytest.raises(WorldError, match="rank 5 died without a word\n  found exit status 9"):
+    with pytest.raises(WorldError, match="rank 5 ended without a result\n  found exit status 9"):
         run_processes(6, partial(dies, heard=heard), timeout=60)
     assert list(heard) == [1, 1, 1, 1, 1, 0]
 

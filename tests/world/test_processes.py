@@ -78,7 +78,7 @@ def test_a_phase_that_fails_is_one_error() -> None:
 
 
 def test_a_rank_that_is_killed_is_the_error() -> None:
-    with pytest.raises(WorldError, match=r"rank 1 died without a word\n  found killed by SIGKILL"):
+    with pytest.raises(WorldError, match=r"rank 1 ended without a result\n  found killed by SIGKILL"):
         run_processes(2, dies)
 
 

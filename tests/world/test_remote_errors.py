@@ -339,11 +339,11 @@ def test_an_error_without_a_text_reaches_the_others() -> None:
         raise Untellable
 
     def run(world: World) -> Any:
-        with pytest.raises(RemoteNotACheckpoint, match="Untellable, whose text is a ValueError") as caught:
+        with pytest.raises(RemoteNotACheckpoint, match="Untellable, whose text raises a ValueError") as caught:
             agree(world, "work", work if world.rank else int)
         return caught.value.failures
 
-    assert simulate(2, run) == [{1: "Untellable, whose text is a ValueError"}] * 2
+    assert simulate(2, run) == [{1: "Untellable, whose text raises a ValueError"}] * 2
 
 
 @pytest.mark.parametrize(("ranks", "bad"), [(1, {0}), (2, {1}), (3, {0, 2}), (3, {0, 1, 2})])

@@ -316,7 +316,7 @@ def test_no_ranks_are_an_error() -> None:
 
 def test_what_cannot_be_pickled_is_named_before_anything_is_sent() -> None:
     def send(world: World) -> list[int]:
-        with pytest.raises(UnsupportedValue, match="all_gather: a function can't go to another rank"):
+        with pytest.raises(UnsupportedValue, match="all_gather: a function can't be sent to another rank"):
             world.all_gather(lambda: None)
         return world.all_gather(world.rank)
 

@@ -158,7 +158,7 @@ def is_named(record: Record) -> bool:
 
 def _refused(what: str, instead: str) -> Callable[..., Any]:
     def make(*args: Any) -> Any:
-        fix = f"{instead} allow_pickle=True reads it with torch.load, and runs whatever code it brings."
+        fix = f"{instead} LoadOptions(allow_pickle=True) reads it with torch.load, and runs whatever code it brings."
         raise UnsupportedValue(error_text(what, fix=fix))
 
     return make

@@ -194,8 +194,8 @@ VALUES: dict[tuple[str, str], Any] = {
 _CLASSES: dict[tuple[str, str], Any] = {**VALUES, **NAMED, **NUMPY, **REBUILDERS, **STORAGE_KINDS, **DTYPES}
 
 _FIX = (
-    "If it is an enum, a dataclass or a named tuple, pass the class in types=(...); otherwise allow_pickle=True is the "
-    "only way to read it, and runs whatever code it brings; only if you trust its writer."
+    "If it is an enum, a dataclass or a named tuple, pass the class in LoadOptions(types=(...)); otherwise "
+    "LoadOptions(allow_pickle=True) is the only way to read it, and runs whatever code it brings: only if you trust it."
 )
 
 

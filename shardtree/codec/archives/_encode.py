@@ -140,7 +140,7 @@ REBUILDS: dict[type, Callable[[Any, Child], Any]] = {
 
 _FIX = (
     "Store plain values made from it, or wrap it in LocalNonpersistentObject if it needn't be stored; "
-    "allow_pickle=True stores it as a pickle, which runs code when it is loaded."
+    "SaveOptions(allow_pickle=True) stores it as a pickle, which runs code when it is loaded."
 )
 
 

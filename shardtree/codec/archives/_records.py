@@ -10,7 +10,7 @@ from ...errors import CheckpointingException, CorruptCheckpoint, UnsafeFile, err
 from ._zip import Read, Record, WrittenRecord, append, directory, read_directory
 
 _OLD_MAGIC = bytes.fromhex("80028a0a6cfc9c46f9206aa85019")  # how torch.save's files began before it wrote zips
-_TRUST = "Pass allow_pickle=True if you trust whoever wrote it."
+_TRUST = "Pass options=LoadOptions(allow_pickle=True) if you trust its writer."
 
 
 @dataclass(frozen=True, slots=True, eq=False)

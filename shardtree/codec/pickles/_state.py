@@ -247,7 +247,9 @@ def _batch_contents(batch: list[Any], kinds: set[type]) -> list[Any]:
     return gc.get_referents(*plain) + others
 
 
-FIX = "allow_pickle=True is the only way to read it, and runs whatever code it brings; only if you trust its writer."
+FIX = (
+    "LoadOptions(allow_pickle=True) is the only way to read it, and runs whatever code it brings: only if you trust it."
+)
 
 _LONGEST_LINE = 10_000
 

@@ -1,4 +1,4 @@
-"""DTensors as our shards, and back: what FSDP2 and tensor parallelism hold, without communication.
+"""Conversion between DTensors, as in FSDP2 and tensor parallelism, and our shards; without communication.
 
 torch.distributed.tensor is imported when a function is called, not before.
 """

@@ -1,12 +1,12 @@
 """Whether ranks' shards, objects and common states fit together; problems are returned as values."""
 
-from ._common import common_problems as common_problems
 from ._faults import Faults as Faults
 from ._faults import doubled_faults as doubled_faults
 from ._faults import select_faults as select_faults
 from ._faults import sharding_faults as sharding_faults
 from ._integrity import access_problems as access_problems
 from ._integrity import check_access as check_access
+from ._integrity import common_problems as common_problems
 from ._integrity import join_agreed as join_agreed
 from ._integrity import join_checked as join_checked
 from ._integrity import join_columns as join_columns
