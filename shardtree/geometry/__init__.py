@@ -1,4 +1,4 @@
-"""Boxes, flat ranges and overlaps as columns of int64: geometry that knows nothing of tensors or keys."""
+"""Geometry of boxes, flat ranges and overlaps, as columns of int64, without any notion of tensors or keys."""
 
 from ._boxes import Column as Column
 from ._boxes import begins as begins

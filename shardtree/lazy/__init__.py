@@ -1,4 +1,4 @@
-"""Tensors that are described now and read later: views, casts and sums of what storage holds."""
+"""Lazy tensors: views, casts and arithmetic on stored tensors, recorded now and computed when they are read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Live resharding: tensors go from the ranks that hold them to the ranks that want them, with no file in between."""
+"""Live resharding: tensors move from ranks that hold them to ranks that want them, without files."""
 
 from ._pack import copy_doubled as copy_doubled
 from ._pack import copy_own as copy_own

@@ -1,7 +1,7 @@
-"""An optimizer's state dict as a sharded tree, and back: states lie as their parameters do.
+"""An optimizer's state dict as a sharded tree, and back: states are sharded as their parameters are.
 
-Nothing here changes what it is given. States bind to parameters by identity or by name, and are stored under the
-parameters' own keys, so that their order doesn't count.
+No function here changes its arguments. States belong to parameters by identity or name, and are stored under the
+parameters' keys, so that the order of parameters doesn't matter.
 """
 
 from ._abstract import abstract_optim_state as abstract_optim_state

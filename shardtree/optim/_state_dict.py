@@ -1,4 +1,4 @@
-"""Whether something is an optimizer's state dict, by ids or by names, and the parts that it has."""
+"""The parts of an optimizer's state dict, by ids or by names, and checks that it is one."""
 
 from __future__ import annotations
 
@@ -98,12 +98,12 @@ def are_names(doing: str, groups: Sequence[Group], states: States) -> bool:
 
 
 def _not_a(part: str, doing: str, found: str | None, expected: str, wrong: Sequence[str] = ()) -> TreeError:
-    what = f"{doing}: {part!r} isn't that of an optimizer's state dict"
+    what = f"{doing}: not the {part!r} of an optimizer's state dict"
     fix = "Pass what `optimizer.state_dict()` gives."
     return TreeError(error_text(what, found=found, expected=expected, offenders=wrong, fix=fix))
 
 
-# Whether arguments are of their kinds, before anything looks into them.
+# Checks of arguments' types.
 
 
 def check_dict(doing: str, name: str, value: object, expected: str, kinds: Any = object) -> None:
@@ -154,7 +154,7 @@ def excluded(doing: str, exclude_keys: object) -> set[Any]:
     """Return the state keys that are left out; one text is one key.
 
     Raises:
-        TreeError: these aren't several.
+        TreeError: it isn't iterable.
 
     Examples:
         >>> excluded("save", "step"), sorted(excluded("save", ("step", "m")))

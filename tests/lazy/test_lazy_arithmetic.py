@@ -211,7 +211,7 @@ def test_a_first_window_that_shows_nothing_is_not_the_last_that_is_tried(
 
 def test_the_law_of_first_windows_catches_a_map_that_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_computed, "WINDOW_BYTES", 2**24)
-    monkeypatch.setattr(_computed, "elements_shown", lambda values: 1)
+    monkeypatch.setattr(_computed, "elements_tested", lambda values: 1)
     with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
         catches_after(FIRST[0], half_constant())
 

@@ -11,7 +11,7 @@ import torch
 from ...codec import as_integers
 from ...errors import CheckpointingException, KeyMismatch, MetadataError, error_text, render_path
 from ...mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
-from ...mapping.memory import check_apart, check_unchanged, check_writable, given_tensor, lacks_memory
+from ...mapping.memory import check_no_aliases, check_unchanged, check_writable, given_tensor, lacks_memory
 from ...storage import collector_paused, copies_of, empty_tensor
 from ...trees import (
     HOLE,
@@ -133,7 +133,7 @@ def with_memories(
         staged = can_be_staged(shard, given, place, donate=donate) and is_staged(shard)
         memories.append(with_memory(shard, given, donate=donate, on_device=place if staged else None))
     if donate:
-        check_apart("load", [(shard, given) for shard, given in pairs if given is not None])
+        check_no_aliases("load", [(shard, given) for shard, given in pairs if given is not None])
     return memories
 
 
@@ -155,7 +155,7 @@ def check_given(shards: Sequence[ShardedTensor], *, donate: bool) -> None:
     for shard, tensor in given:
         _check_given(shard, tensor, donate=donate)
     if donate:
-        check_apart("load", given)
+        check_no_aliases("load", given)
 
 
 def _check_given(shard: ShardedTensor, given: torch.Tensor, *, donate: bool) -> None:
