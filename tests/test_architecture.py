@@ -117,6 +117,7 @@ def test_the_core_imports_no_effect(module: str) -> None:
     assert impurities(MODULES[module].read_text(), module) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", [name for name in MODULES if package(name) not in MAY_TOUCH_FILES])
 def test_files_are_touched_in_storage_alone(module: str) -> None:
     assert file_calls(MODULES[module].read_text()) == []
@@ -157,6 +158,7 @@ def test_a_module_is_short(module: str) -> None:
         assert lines <= LONGEST
 
 
+@pytest.mark.slow
 def test_importing_is_light_and_silent() -> None:
     code = "import sys, torch; before = set(sys.modules); import shardtree; print(*set(sys.modules) - before)"
     command = [sys.executable, "-W", "error:::shardtree", "-c", code]

@@ -41,15 +41,18 @@ def checked_names(module: str) -> list[str]:
     return [alias.name for alias in found if alias.name == alias.asname]
 
 
+@pytest.mark.slow
 def test_importing_loads_leaves_and_tree_maps_alone() -> None:
     assert rooms(fresh("import sys, shardtree; print(*sys.modules)")) == AT_ONCE
 
 
+@pytest.mark.slow
 def test_looking_for_what_is_private_loads_nothing() -> None:
     code = "import sys, shardtree; hasattr(shardtree, '__wrapped__'), hasattr(shardtree, '_x'); print(*sys.modules)"
     assert rooms(fresh(code)) - {"_later"} == AT_ONCE
 
 
+@pytest.mark.slow
 def test_our_leaves_are_nodes_at_once() -> None:
     code = """
 import torch, optree, shardtree as st
@@ -78,6 +81,7 @@ def test_a_name_that_waited_can_be_imported_first() -> None:
     assert fresh("from shardtree import save, Mesh; print(save.__name__, Mesh.__name__)") == ["save", "Mesh"]
 
 
+@pytest.mark.slow
 def test_rooms_are_attributes_as_after_any_import() -> None:
     assert fresh("import shardtree; print(shardtree.storage.__name__)") == ["shardtree.storage"]
 
@@ -100,6 +104,7 @@ def test_each_name_is_that_of_its_room() -> None:
     assert [name for name in shardtree.__all__ if getattr(shardtree, name) is not vars(shardtree)[name]] == []
 
 
+@pytest.mark.slow
 def test_a_misspelt_name_is_told_with_a_guess() -> None:
     code = "import shardtree\nshardtree.loads"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)

@@ -47,6 +47,7 @@ def test_a_passing_copy_is_seen(tmp_path: Path) -> None:
     assert 79 * MIB < seen.mapped < 90 * MIB
 
 
+@pytest.mark.slow
 def test_what_is_returned_is_not_counted(tmp_path: Path) -> None:
     seen = peak(partial(taking, 80 * MIB, 80 * MIB), tmp_path)
     assert abs(seen.own) < 10 * MIB
@@ -59,6 +60,7 @@ def test_pages_of_a_mapped_file_are_told_apart(tmp_path: Path) -> None:
     assert seen.mapped > 45 * MIB
 
 
+@pytest.mark.slow
 @pytest.mark.torchrun
 def test_the_rank_that_takes_most_counts(tmp_path: Path) -> None:
     assert peak(partial(taking, 40 * MIB, 0), tmp_path, ranks=2).own > 30 * MIB

@@ -55,6 +55,7 @@ def check_journey(functions: dict[str, Callable[..., Any]], journey: tuple[Model
     check_loaded_flat(model, after, saved_flat(model, before, **functions), **functions)
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(journeys())
 def test_what_is_saved_by_some_ranks_is_loaded_by_others(journey: tuple[Model, Layout, Layout]) -> None:

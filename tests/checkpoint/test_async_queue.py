@@ -631,6 +631,7 @@ def polled(queue: st.AsyncCallsQueue, *, blocking: bool) -> int:
 WHATS = draw.sampled_from([0, 0, 1, 5, -1])
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(draw.data())
 def test_saves_commit_in_order_on_every_rank_whatever_is_slow_or_fails(data: draw.DataObject) -> None:

@@ -182,6 +182,7 @@ TRANSFORMS: dict[str, tuple[Callable[[Any], Any], dict[str, torch.Tensor]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("most", [40, 1 << 20])
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_tree_functions_compose_on_lazy_data(name: str, most: int) -> None:

@@ -153,6 +153,7 @@ def test_a_removal_that_dies_at_any_call_leaves_nothing_half_done(
     check_removals(lambda: copy(template), remove, watch, fault)
 
 
+@pytest.mark.slow
 def test_files_do_what_memory_does(tmp_path: Path) -> None:
     begin(LocalStorage(str(tmp_path / "begin")))
     numbers = count()
@@ -170,6 +171,7 @@ def interrupted(template: MemoryStorage, number: int) -> MemoryStorage:
     return storage
 
 
+@pytest.mark.slow
 def test_finishing_a_removal_may_die_too(template: MemoryStorage) -> None:
     calls: list[Call] = []
     remove(WatchedStorage(copy(template), calls.append))

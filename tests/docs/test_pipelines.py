@@ -128,6 +128,7 @@ FAULTS: dict[str, tuple[str, str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_comparison_catches(fault: str, place: Path) -> None:
     right, wrong = FAULTS[fault]
@@ -146,6 +147,7 @@ def test_the_comparison_catches_stacked_layers_split_without_groups(place: Path)
         check_model(place / "llama", LLAMA)
 
 
+@pytest.mark.slow
 def test_streamed_it_is_the_same_and_every_key_is_accounted_for(place: Path) -> None:
     names = run(PIPELINE, place)
     leave_out = ["optimizer.*", "*._extra_state*", "common"]

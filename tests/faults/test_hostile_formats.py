@@ -182,6 +182,7 @@ NONSENSE = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("field", ["common", "index", "group", "save_id", "sharded_backend", "common_backend_version"])
 @pytest.mark.parametrize("name", ["safetensors", "zarr", "safetensors and common.pt"])
 def test_nonsense_in_metadata_json_is_an_error_of_ours(
@@ -216,6 +217,7 @@ def test_a_file_name_that_no_file_system_takes_is_an_error_of_ours(tmp_path: Pat
         assert outcomes(tmp_path)
 
 
+@pytest.mark.slow
 def test_an_index_of_many_files_that_are_missing_is_checked_in_linear_time(tmp_path: Path) -> None:
     index = {"weight_map": {f"w{number}": f"f{number}" for number in range(20_000)}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))

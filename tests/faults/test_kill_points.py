@@ -170,6 +170,7 @@ def of_metadata(points: Sequence[Point]) -> list[Point]:
     return [point for point in points if "metadata.json" in point.line]
 
 
+@pytest.mark.slow
 def test_the_law_catches_a_metadata_file_written_in_place(saver: Saver, tmp_path: Path) -> None:
     with pytest.raises((AssertionError, shardtree.CheckpointingException)):
         check_points(saver, Job(overwrite=True, storage="in place"), tmp_path, of_metadata)

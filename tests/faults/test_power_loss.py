@@ -158,6 +158,7 @@ def check_power_law(steps: list[Step], before: float | None, draw: Any) -> None:
     assert found in ((NEW,) if done else (before, NEW)), f"{found} is there after {moment} steps of {len(steps)}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("form", "before"), [("native", None), ("native", "native"), ("torch_dist", None)])
 def test_a_power_failure_leaves_the_old_checkpoint_or_the_new(form: str, before: str | None) -> None:
     steps = steps_of(form, before)

@@ -219,6 +219,7 @@ def in_boxes_that_touch(tree: Any, folder: Any, **options: Any) -> None:
     st.save(st.map_shards(as_one, tree), folder, **save_keywords(**options))
 
 
+@pytest.mark.slow
 def test_the_law_of_reloading_catches_several_boxes_that_are_taken_for_one() -> None:
     assert_caught(check_reload, in_boxes_that_touch, cases(), cases())
 

@@ -119,6 +119,7 @@ def beginning(ranks: int) -> MemoryStorage:
     return storage
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("for_good", [True, False], ids=["killed", "one call fails"])
 @pytest.mark.parametrize("ranks", RANKS)
 def test_a_save_that_dies_leaves_the_old_checkpoint_or_the_new(ranks: int, for_good: bool) -> None:

@@ -223,6 +223,7 @@ def check_every_rank_hears(errors: list[BaseException | None], phase: str, culpr
         assert not any("OutOfMemory" in text for other, text in error.failures.items() if other != culprit)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "phase"), CASES)
 def test_a_rank_that_fails_in_a_phase_fails_every_rank(name: str, phase: str) -> None:
     scenario, culprit = scenarios(MemoryStorage())[name], max(SEEN[name][phase])

@@ -93,6 +93,7 @@ def test_up_to_64_ranks_save_and_load(data: st.DataObject) -> None:
     run(data, 64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", STORABLE_DTYPES, ids=str)
 def test_every_dtype_comes_back_bit_for_bit(dtype: torch.dtype) -> None:
     state = GlobalState({"w": random_bits((4, 6, 2), dtype, 1)}, {}, {"t": random_bits((3,), dtype, 2)})

@@ -110,6 +110,7 @@ def test_every_container_stands_after_a_load(
     stands(lambda *ends: by_disk(backend, *ends), plan, held, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("move", [in_memory, live])
 @settings(max_examples=EXAMPLES // 2)
 @given(plan=ROOTS, held=HOLDERS, wanted=HOLDERS)

@@ -168,6 +168,7 @@ def without_the_last(main: ShardColumns) -> Faults:
     return select_faults(faults, np.arange(max(0, len(faults) - 1)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("broken", [by_volume, without_flat_offsets, only_regular, without_the_last])
 def test_the_law_catches(broken: Faulty) -> None:
     assert_caught(faults_are_what_counting_finds, broken, damaged())
@@ -212,6 +213,7 @@ def test_the_law_of_problems_catches_one_that_is_left_out() -> None:
     assert_caught(problems_tell_all_faults, lambda columns: access_problems(columns)[1:], damaged())
 
 
+@pytest.mark.slow
 def test_the_law_of_problems_catches_one_pair_of_ranks_for_all() -> None:
     def first_pair(columns: ShardColumns) -> tuple[Problem, ...]:
         return tuple(replace(problem, ranks=problem.ranks[:2]) for problem in access_problems(columns))

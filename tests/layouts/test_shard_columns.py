@@ -246,6 +246,7 @@ def pickled(columns: ShardColumns) -> ShardColumns:
     return sent
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(SHARDS)
 def test_columns_that_are_sent_are_the_same(shards: list[ShardedTensor]) -> None:

@@ -67,6 +67,7 @@ def test_arithmetic_reads_what_torch_computes(drawn: Any) -> None:
     reads_what_torch_computes(LazyTensor.read, drawn)
 
 
+@pytest.mark.slow
 def test_the_law_of_arithmetic_catches_another_dtype() -> None:
     assert_caught(reads_what_torch_computes, lambda lazy: lazy.read().double().to(lazy.dtype) + 0, formulas())
 

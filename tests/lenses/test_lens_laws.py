@@ -86,6 +86,7 @@ def test_there_is_a_case_for_each_ready_lens() -> None:
     assert LENS_CASES.keys() == ORACLES.keys()
 
 
+@pytest.mark.slow
 @cases
 @some_examples
 @given(some.data())
@@ -103,6 +104,7 @@ def test_merge_undoes_build_on_flat_ranges_and_states(name: str, data: some.Data
         check_factory(as_factory(shard, case.lens), flat=[slice(start, stop), slice(0, volume)])
 
 
+@pytest.mark.slow
 @some_examples
 @given(some.data())
 def test_composition_is_associative(data: some.DataObject) -> None:

@@ -114,7 +114,7 @@ def check_redistribute(
     def on_rank(world: World) -> Any:
         exchange = counting(world, links, case.bound)
         tree, target = case.sources.get(world.rank, {}), make(case.targets.get(world.rank))
-        bounded = {"max_bytes_in_flight": case.bound, "exchange": exchange}
+        bounded = {"max_bytes_in_flight": case.bound, "transport": exchange}
         return run(tree, target, world=world, cast=True, **bounded, **options)
 
     got = simulate(RANKS, on_rank)
@@ -134,6 +134,7 @@ def test_a_live_reshard_gives_what_one_in_memory_gives(case: Case) -> None:
     check_redistribute(case)
 
 
+@pytest.mark.slow
 @settings(max_examples=EXAMPLES // 2)
 @given(cases())
 def test_a_relayed_one_gives_the_same(case: Case) -> None:
@@ -171,11 +172,11 @@ def test_targets_may_have_memory_of_any_strides(donate: bool, case: Case) -> Non
     check_redistribute(case, make=strided, donate=donate)
 
 
-def damaging(tree: Any, target: Any, *, exchange: Callable[..., None], **options: Any) -> Any:
+def damaging(tree: Any, target: Any, *, transport: Callable[..., None], **options: Any) -> Any:
     """The planted fault: a transport that turns bytes round."""
 
     def broken(outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]) -> None:
-        exchange({to: data.flip(0) for to, data in outgoing.items()}, incoming)
+        transport({to: data.flip(0) for to, data in outgoing.items()}, incoming)
 
     return redistribute(tree, target, transport=broken, **options)
 
@@ -418,7 +419,7 @@ def check_all_hear(fault: str, run: Run = redistribute) -> None:
         normal = {
             "tree": case.sources.get(world.rank, {}),
             "target": {"w": columns(0, 2)} if world.rank in (0, 3) else None,
-            "exchange": lambda outgoing, incoming: moved.append(world.rank),
+            "transport": lambda outgoing, incoming: moved.append(world.rank),
         }
         return run(**(normal | (spoil(case, 0) if world.rank == 0 else {})), world=world)
 
@@ -434,10 +435,10 @@ def test_what_fails_on_one_rank_before_bytes_move_fails_on_all(fault: str) -> No
     check_all_hear(fault)
 
 
-def trying_first(*, exchange: Any, **options: Any) -> Any:
+def trying_first(*, transport: Any, **options: Any) -> Any:
     """The planted fault: bytes move before it is known that all can take part."""
-    exchange({}, {})
-    return redistribute(transport=exchange, **options)
+    transport({}, {})
+    return redistribute(transport=transport, **options)
 
 
 def test_the_law_of_failures_catches_one_that_is_found_late() -> None:

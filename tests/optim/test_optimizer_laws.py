@@ -115,6 +115,7 @@ def whole_numbers(loaded: Any) -> Any:
     return {**found, "state": states}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
@@ -207,6 +208,7 @@ def test_padding_of_a_tensor_without_elements_has_one_first_shard() -> None:
 # -- purity
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_no_argument_is_changed_and_tensors_are_shared(data: st.DataObject) -> None:
     state = data.draw(optimizer_states())
@@ -233,6 +235,7 @@ def test_no_argument_is_changed_catches_megatrons_way() -> None:
 # -- names and ids
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_ids_to_names_to_ids_is_the_identity(data: st.DataObject) -> None:
     state = data.draw(optimizer_states())

@@ -122,6 +122,7 @@ def outputs(model):
         return model(input_ids=torch.arange(24).view(2, 12)).last_hidden_state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_file_bytes", [20_000, 10**9])
 @pytest.mark.parametrize("lie", LAYOUTS.values(), ids=LAYOUTS)
 def test_transformers_loads_what_ranks_save(model, lie, max_file_bytes, tmp_path):
@@ -141,6 +142,7 @@ def test_transformers_loads_what_ranks_save(model, lie, max_file_bytes, tmp_path
     assert torch.equal(outputs(loaded.eval()), outputs(model))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", ["20KB", "1GB"])
 @pytest.mark.parametrize("lie", LAYOUTS.values(), ids=LAYOUTS)
 def test_what_transformers_saves_loads_in_any_layout(model, lie, size, tmp_path):

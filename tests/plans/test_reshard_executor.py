@@ -77,6 +77,7 @@ def check_like_load(
         assert outline(left) == outline(shardtree.unbox(right)), f"rank {rank}: found {right!r}, expected {left!r}"
 
 
+@pytest.mark.slow
 @settings(max_examples=EXAMPLES // 2)
 @given(data=st.data())
 def test_reshard_is_saving_and_loading(data: st.DataObject) -> None:
@@ -190,6 +191,7 @@ def test_reshard_between_meshes(data: st.DataObject) -> None:
     check_reshard(*ends)
 
 
+@pytest.mark.slow
 def test_every_dtype_is_resharded_bit_for_bit() -> None:
     for number, dtype in enumerate(STORABLE_DTYPES):
         whole = {"w": random_bits((4, 6, 2), dtype, number + 1)}

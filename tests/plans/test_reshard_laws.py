@@ -41,6 +41,7 @@ def fills_with_the_fewest_bytes(planner: Planner, case: Case) -> None:
     check_reshard_plan(planner(case))
 
 
+@pytest.mark.slow
 @given(reshards())
 def test_every_element_is_written_once_and_the_fewest_bytes_move(case: Case) -> None:
     fills_with_the_fewest_bytes(plan_of, case)
@@ -85,6 +86,7 @@ FAULTS: dict[str, Planner] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_law_of_filling_catches(fault: str) -> None:
     assert_caught(fills_with_the_fewest_bytes, FAULTS[fault], reshards())
@@ -213,6 +215,7 @@ def loads_are_level(planner: Planner, case: Case) -> None:
     assert most <= least + more, f"a rank sends {most} bytes, {least} would do, and {more} more may be"
 
 
+@pytest.mark.slow
 @given(reshards())
 def test_no_rank_sends_more_than_it_must_but_for_a_box(case: Case) -> None:
     loads_are_level(plan_of, case)

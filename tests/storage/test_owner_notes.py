@@ -34,6 +34,7 @@ def test_a_save_of_this_process_is_alive_while_it_is_in_hand() -> None:
     assert is_alive(note) is False
 
 
+@pytest.mark.slow
 def test_a_save_of_another_process_is_alive_as_long_as_that() -> None:
     code = f"{NOTE}; sys.stdout.flush(); sys.stdin.read()"
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:

@@ -135,6 +135,7 @@ def expected() -> dict[str, torch.Tensor]:
 load = partial(st.load, validate_access_integrity=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verify", ["whole", "all", None])
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("part", [64, 1000, 2**20])

@@ -198,6 +198,7 @@ def test_every_format_but_that_of_models_holds_objects_and_common_values(name: F
     assert held_by([(name, {"ballast": even_layout((6,), 3, axis=0)})], state).common == state.common
 
 
+@pytest.mark.slow
 def test_the_law_catches_a_load_that_gives_neighbours_each_others_rows() -> None:
     def swapped(place: Any, targets: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return st.map_shards(

@@ -186,6 +186,7 @@ def are_chunks_of_each(take: Take, case: tuple[Index, list[int]]) -> None:
     assert {name: column.tolist() for name, column in columns.items()} == chunks_key_by_key(index, numbers)
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(asked())
 def test_chunks_of_many_are_the_chunks_of_each(case: tuple[Index, list[int]]) -> None:

@@ -270,6 +270,7 @@ def harmless_or_refused(read, files):
     return False
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(some.lists(some.tuples(some.sampled_from(COLUMNS), some.integers(0, 99), NUMBERS), min_size=1, max_size=2))
 def test_any_number_in_the_index_is_harmless_or_refused(changes):

@@ -225,6 +225,7 @@ def run_with_package(tmp_path, package, use):
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.slow
 def test_the_first_look_up_that_misses_reads_what_packages_bring(tmp_path):
     done = run_with_package(tmp_path, PACKAGE, USE)
     assert done.returncode == 0, done.stderr
@@ -232,6 +233,7 @@ def test_the_first_look_up_that_misses_reads_what_packages_bring(tmp_path):
     assert "('cards', 1), " in done.stdout and "('safetensors', 1)" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_package_that_can_not_be_imported_is_named(tmp_path):
     use = """
     from shardtree.errors import StrategyError

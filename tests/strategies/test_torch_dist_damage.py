@@ -132,6 +132,7 @@ DATA = FILES["__0_0.distcp"]
 PAYLOAD = DATA.index(BIG.numpy().tobytes()[:4096])
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(some.integers(0, 8 * len(DATA) - 1))
 @example(8 * PAYLOAD)
@@ -185,6 +186,7 @@ def test_without_checksums_nothing_is_checked_and_the_report_says_so():
     assert is_right(read_all(folder))
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(some.integers(0, 8 * len(FILES[".metadata"]) - 1))
 def test_a_flipped_bit_of_the_index_is_harmless_or_refused(bit):
@@ -277,6 +279,7 @@ def with_archive(key, content):
     return FILES | {".metadata": pickle.dumps(metadata, 4), "__1_0.distcp": content}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(list(evil_pickles("x")))))
 @pytest.mark.parametrize("place", [".metadata", "rng/shard_0_1", "step", "t"])
 def test_nothing_in_a_file_runs(place, number, tmp_path):

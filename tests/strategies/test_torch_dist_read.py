@@ -188,6 +188,7 @@ def test_a_large_tensor_loads_in_parts(large, axis, threads):
     assert reports[0].bytes_read == whole.nbytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 4])
 @pytest.mark.parametrize("place", [704, 17_000_000, 31_999_999])
 def test_a_flipped_bit_of_a_large_chunk_is_found(large, place, threads):
@@ -446,6 +447,7 @@ def test_megatrons_metadata_json_makes_the_same_files_its_own():
         st.load_common_state_dict(folder)
 
 
+@pytest.mark.slow
 def test_many_chunks_open_quickly_and_alike():
     """Ten thousand chunks in a hundred files: what is asked for is found among them."""
     writer = Writer(files=100)

@@ -76,6 +76,7 @@ def chunks(storage: Any, key: str) -> list[str]:
     return [name for name in storage.names(array_name(key)) if name != "zarr.json"]
 
 
+@pytest.mark.slow
 @settings(max_examples=EXAMPLES)
 @given(data=some.data())
 def test_what_is_loaded_in_another_layout_is_what_was_saved(data: some.DataObject) -> None:

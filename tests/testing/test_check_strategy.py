@@ -576,6 +576,7 @@ def test_a_writer_that_writes_something_else_is_caught() -> None:
         check_strategy("zarr", 1, save=flipped, only=["regular layouts come back"])
 
 
+@pytest.mark.slow
 def test_the_report_reads_itself() -> None:
     only = ["scalars come back", "every dtype comes back bit for bit", "objects come back, each as itself"]
     text = str(check_strategy(*HUGGING_FACE, only=only))

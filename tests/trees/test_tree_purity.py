@@ -130,6 +130,7 @@ def changes_no_argument(f: Of, tree: Any) -> None:
     assert frozen(tree) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EVERY)
 @given(tree=trees())
 def test_no_argument_is_changed(name: str, tree: Any) -> None:

@@ -159,6 +159,7 @@ def test_all_ranks_raise_one_class_which_one_rank_alone_would_raise(
     check_one_class(phase, faults)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("kind", MAKERS)
 def test_each_error_is_caught_as_on_one_rank(phase: Phase, kind: Kind) -> None:
@@ -377,6 +378,7 @@ def fail_with_step(world: World) -> None:
     agree(world, "look", work)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", [simulate, run_processes])
 def test_except_catches_a_simulation_and_real_processes(engine: Callable[..., Any]) -> None:
     with pytest.raises(NotACheckpoint) as caught:

@@ -113,6 +113,7 @@ def check_exchange(kind: type[SimulatedWorld], counts: Mapping[tuple[int, int], 
     simulate(7, talk)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [SimulatedWorld, ByAllToAll])
 @given(byte_counts())
 def test_an_exchange_fills_each_buffer_with_what_its_peer_sent(
