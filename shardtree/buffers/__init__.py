@@ -1,4 +1,4 @@
-"""ZeRO-1: parameters in contiguous buffers, of which each data-parallel rank has an equal range; and their shards."""
+"""ZeRO-1 buffers: parameters in contiguous memory, of which each data-parallel rank has an equal range; as shards."""
 
 from ._pack import plan_buffers as plan_buffers
 from ._plan import BufferPlace as BufferPlace

@@ -1,4 +1,4 @@
-"""Fingerprints: one number a tensor, the sum of what its elements add, whoever holds which of them.
+"""Fingerprints: one number for each tensor, a sum over its elements, independent of which rank holds which.
 
 The number depends on key, dtype, global shape and the elements' bits, so that it is the same in every layout and
 format. docs/fingerprints.md defines it to the bit.

@@ -1,4 +1,4 @@
-"""State that isn't a tensor, in another shape: rules that say what becomes of an array of objects."""
+"""Arrays of objects in another shape: rules for state that isn't a tensor."""
 
 from ._array import HeldArrays as HeldArrays
 from ._array import ObjectArray as ObjectArray

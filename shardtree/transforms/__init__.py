@@ -1,6 +1,6 @@
-"""Pure functions from one naming of tensors to another: layers stacked, tensors cut, joined, padded, keys renamed.
+"""Pure functions on flat trees: stacking layers, splitting, merging and padding tensors, renaming keys.
 
-They take and give flat trees, as an open checkpoint is one, and only record what they do to lazy tensors.
+An open checkpoint is a flat tree. Lazy tensors aren't read: operations on them are recorded.
 """
 
 from ._pad import pad_tensors as pad_tensors

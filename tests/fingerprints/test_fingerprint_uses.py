@@ -82,7 +82,7 @@ def test_replicas_that_differ_are_named() -> None:
 
 def test_a_tensor_that_is_held_twice_on_one_rank_is_told_so() -> None:
     shard = rows()[0]
-    with pytest.raises(st.errors.IntegrityError, match="'a': rank 0 holds it twice, with other elements"):
+    with pytest.raises(st.errors.IntegrityError, match="'a': rank 0 holds it twice, with different elements"):
         st.fingerprint([shard, replace(shard, data=-shard.data, replica_id=1)])
 
 
