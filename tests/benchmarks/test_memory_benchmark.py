@@ -53,6 +53,7 @@ def test_what_is_returned_is_not_counted(tmp_path: Path) -> None:
     assert abs(seen.own) < 10 * MIB
 
 
+@pytest.mark.slow
 def test_pages_of_a_mapped_file_are_told_apart(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(50 * MIB))
     seen = peak(partial(mapping, tmp_path / "file"), tmp_path)

@@ -266,6 +266,7 @@ def test_transformers_answers_as_the_logical_weights_do(architecture: str, place
     torch.testing.assert_close(found, right, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.peers
 @pytest.mark.filterwarnings("ignore")
 def test_transformers_answers_otherwise_where_groups_are_ignored(place: Path) -> None:

@@ -176,6 +176,7 @@ def test_the_law_catches_a_metadata_file_written_in_place(saver: Saver, tmp_path
         check_points(saver, Job(overwrite=True, storage="in place"), tmp_path, of_metadata)
 
 
+@pytest.mark.slow
 def test_the_law_catches_left_overs(saver: Saver, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="left over"):
         check_points(saver, Job(overwrite=True, storage="untidy"), tmp_path, partial(sample, count=2))

@@ -193,6 +193,7 @@ def test_all_is_on_the_medium_before_the_checkpoint_counts(tmp_path: Path) -> No
     check_order(events, folder, commit_of(events, folder))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("form", "ranks"),
     usually([(form, n) for form in ("native", "torch_dist", "dcp", "zarr", "huggingface", "both") for n in (1, 2)], 1),
@@ -202,6 +203,7 @@ def test_of_every_format_all_is_on_the_medium_before_it_counts(tmp_path: Path, f
     check_order(events, folder, commit_of(events, folder))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "form"),
     usually([("native", "native"), ("dcp", "torch_dist"), ("native", "zarr"), ("zarr", "huggingface")], 1),

@@ -101,6 +101,7 @@ def stands(move: Callable[[list[Any], list[Any]], list[Any]], plan: Any, held: l
         assert_stands(result, target)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", FORMATS, ids=lambda backend: backend[0])
 @settings(max_examples=EXAMPLES // 4)
 @given(plan=ROOTS, held=HOLDERS, wanted=HOLDERS)

@@ -141,6 +141,7 @@ def test_a_relayed_one_gives_the_same(case: Case) -> None:
     check_redistribute(case, relay=True)
 
 
+@pytest.mark.slow
 @settings(max_examples=EXAMPLES // 3)
 @given(cases(), st.booleans())
 def test_with_a_plan_it_gives_the_same(case: Case, relay: bool) -> None:

@@ -251,6 +251,7 @@ def test_names_to_ids_catches_states_by_order() -> None:
     assert shardtree.diff(shardtree.optim.optim_state_by_id(named, {0: "a", 1: "b"})["state"], by_order)
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_regrouping_is_undone(data: st.DataObject) -> None:
     """Groups in another order, and parameters within them: states stay with names, and back again it is the same."""

@@ -142,6 +142,7 @@ def test_a_parameter_without_elements_has_no_blocks() -> None:
 # -- one of each
 
 
+@pytest.mark.slow
 @given(some.data())
 def test_one_per_parameter_is_held_once(data: some.DataObject) -> None:
     shape = data.draw(shapes(sizes=(2, 3, 4)))

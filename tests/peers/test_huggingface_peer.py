@@ -155,6 +155,7 @@ def test_what_transformers_saves_loads_in_any_layout(model, lie, size, tmp_path)
     assert st.load_common_state_dict(tmp_path) == {}
 
 
+@pytest.mark.slow
 def test_the_index_is_the_one_that_transformers_writes(model, tmp_path):
     model.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
     (tmp_path / "ours").mkdir()

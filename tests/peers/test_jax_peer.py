@@ -92,6 +92,7 @@ def without_replicas(shape: tuple[int, ...], mesh: Mesh, spec: PartitionSpec) ->
     return None if found is None else [[box, 0] for box, _ in found]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [with_axes_reversed, with_joint_axes_reversed, without_replicas])
 def test_the_law_catches(ask: Ask, fault: Callable[..., Any]) -> None:
     assert_caught(lambda find, question: check_as_jax(ask, find, question), fault, questions())

@@ -121,6 +121,7 @@ def broken_plans(draw: st.DrawFn) -> ReshardPlan:
     return changed(plan, **{name: column})
 
 
+@pytest.mark.slow
 @given(broken_plans())
 def test_check_finds_what_walking_over_every_element_finds(plan: ReshardPlan) -> None:
     finds_what_walking_finds(ReshardPlan.check, plan)

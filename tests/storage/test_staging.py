@@ -178,6 +178,7 @@ def test_a_load_to_a_device_has_two_parts_in_the_host_s_memory(monkeypatch: pyte
     assert device.most <= 2 * 2**14 and device.log[:4] == ["start", "start", "wait", "start"]
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(draw.integers(1, 4 * 2**18), draw.sampled_from([2**18, 2**19]))
 def test_every_block_that_a_load_reads_whole_is_checked(size: int, part: int) -> None:

@@ -604,6 +604,7 @@ def test_tensor_files_of_metadata_that_climb_out():
 # Parts of it
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(states(max_tensors=1))
 def test_the_pieces_of_all_shards_tile_the_tensor(case):

@@ -206,12 +206,14 @@ def whatever_order(first: Column, count: Column) -> Column | slice:
 _rows_of = _columns._rows_of
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("broken", [from_the_first_to_the_last, whatever_order])
 def test_the_law_of_chunks_catches(broken: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_columns, "_rows_of", broken)
     assert_caught(are_chunks_of_each, chunks_of, asked())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sliced", [True, False])
 def test_chunks_are_taken_in_both_ways(sliced: bool) -> None:
     """So that the law doesn't hold for want of one."""

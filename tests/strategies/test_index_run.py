@@ -87,6 +87,7 @@ def check_run_is_the_plan(single_run, case):
     return run
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(cases())
 def test_a_run_is_what_a_plan_comes_to(case):
@@ -107,6 +108,7 @@ def fails(case):
     return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "broken"),
     [

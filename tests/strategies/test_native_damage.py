@@ -283,6 +283,7 @@ def test_any_number_in_the_index_is_harmless_or_refused(changes):
         harmless_or_refused(read, files)
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(some.sampled_from(["index", "common"]), some.data())
 def test_any_bytes_with_the_right_hash_are_harmless_or_refused(kind, data):

@@ -86,6 +86,7 @@ def test_what_is_loaded_in_another_layout_is_what_was_saved(data: some.DataObjec
     check_roundtrip(state, one, other, save=save)
 
 
+@pytest.mark.slow
 @settings(max_examples=EXAMPLES // 4)
 @given(data=some.data())
 def test_files_do_what_memory_does(data: some.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:

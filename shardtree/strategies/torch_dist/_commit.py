@@ -67,6 +67,7 @@ def collect(storage: Storage, written: Sequence[Written]) -> Stored:
         raise IntegrityError(error_text(what, offenders=map(str, problems), fix=fix))
     number = np.cumsum([0, *(part.file is not None for part in written)])
     file = np.concatenate([np.full(len(part.columns), base) for part, base in zip(written, number, strict=False)])
+    # Readers of DCP look archives up by key and offset: two of the same would be one of them, by chance.
     rows = _sorted_once(columns)
     return Stored(
         select_rows(columns, rows),
@@ -173,6 +174,7 @@ def _tensors(columns: ShardColumns, offsets: list[Reduced], sizes: list[Reduced]
     chunks: list[list[New]] = [[] for _ in columns.keys]
     for key, offset, size in zip(columns.key.tolist(), offsets, sizes, strict=True):
         chunks[key].append(_new("ChunkStorageMetadata", offsets=offset, sizes=size))
+    # One value for all tensors of a dtype: pickle writes it once, and a million chunks stay a small file.
     properties = {kind.dtype: _properties(kind) for kind in columns.kinds}
     return {
         name: _new(
@@ -233,6 +235,7 @@ def commit(pending: PendingSave, fields: Fields) -> None:
     """Write the index, then metadata.json with the four fields that Megatron-Core takes, and no more."""
     stored, durable = stored_by(pending, TORCH_DIST[0]), pending.options.durable
     pending.storage.remove_folder(pending.save_id)
+    # The index first: with metadata.json alone, Megatron-Core would open a folder that it can't read.
     pending.storage.replace(note(pending, INDEX_FILE), encode_index_file(stored, pending.save_id), durable=durable)
     # With another format's common state metadata.json has to say more, and isn't Megatron-Core's then.
     if fields["common_backend"] == "torch":

@@ -50,6 +50,7 @@ def pieces(offset: Column, chunk: Shape, box: Shape) -> Pieces:
     """
     whole = np.array(chunk, dtype=np.int64)
     shape = np.minimum(whole, np.array(box, dtype=np.int64) - offset)
+    # A chunk is stored whole, also where it reaches beyond the tensor: there, each row is a run of its own.
     before = _before_last_cut(shape < whole)
     rows = np.where(before, shape, 1)
     count = rows.prod(axis=1)
@@ -115,6 +116,7 @@ def _nested(storage: Storage, folder: str, axes: int) -> Iterator[Shape]:
 
 
 def _is_number(text: str) -> bool:
+    # isdigit() alone takes other scripts' digits too, and int() would read 007 as another file's 7.
     return text.isascii() and text.isdigit() and len(text) < 20 and (text == "0" or text[0] != "0")
 
 
@@ -129,6 +131,7 @@ def missing_cells(array: StoredArray, stored: Column, most: int = MOST_CELLS) ->
     Raises:
         UnsupportedValue: there are too many to count them out.
     """
+    # A few bytes of metadata may describe a grid of 2**60 places; only as many as fit the memory are counted out.
     total = prod(array.counts)
     most //= len(array.box)
     if total - len(stored) > most:
@@ -185,6 +188,7 @@ def read_shard_index(storage: Storage, array: StoredArray, name: str) -> tuple[C
     Raises:
         CorruptCheckpoint: the file is too short, the index isn't what was written, or a chunk isn't whole.
     """
+    # Numbers of Python, not of numpy: what the metadata says may be beyond 64 bits, and must not wrap round.
     length, size = storage.length(name) or 0, index_bytes(array)
     if size > length:
         raise _unsound(storage, name, f"{length} bytes", f"an index of {size} bytes")
@@ -199,6 +203,7 @@ def read_shard_index(storage: Storage, array: StoredArray, name: str) -> tuple[C
     stored = np.flatnonzero((entries != _NOT_STORED).any(axis=1))
     begin, count = entries[stored].T
     whole = int(np.prod(array.inner or (), dtype=object)) * array.dtype.itemsize
+    # Inner chunks are plain bytes here, so each has the same length: any other is damage, or a codec unseen.
     wrong = (count != whole) | (begin > max(0, length - whole))
     if wrong.any() or whole > length:
         found = f"an inner chunk at byte {begin[wrong][:1]} of {count[wrong][:1]} bytes" if wrong.any() else "none"
@@ -216,6 +221,7 @@ def crc32c(data: bytes) -> int:
     References:
         RFC 3720, appendix B.4.
     """
+    # An index has a few hundred bytes, so that a loop is quick enough, and no package is needed for it.
     table, crc = _table(), 0xFFFFFFFF
     for byte in data:
         crc = table[(crc ^ byte) & 0xFF] ^ (crc >> 8)

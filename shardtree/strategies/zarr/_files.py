@@ -73,6 +73,7 @@ def chunk_files(part: Placed, rank: int, numbers: Column) -> Iterator[ChunkFile]
     files, file = np.unique(part.file[own], return_inverse=True)
     step = array.inner or array.step
     columns = select_rows(part.columns, own)
+    # Most shards are whole chunks, for which no plan is needed; that is where a save of many shards spends its time.
     at_edge = (columns.shape != np.array(step, dtype=np.int64)).any()
     runs = _planned(part, columns, files, step) if at_edge else _whole(array, columns, file.reshape(-1), step)
     order = np.lexsort((runs.target_byte, runs.target))
@@ -155,6 +156,7 @@ def write_chunk_file(
     if any(wrong):
         found = next(filter(None, wrong))
         raise ShapeError(error_text("save: a tensor was changed while it waited to be written", found=found))
+    # No rank sees all bytes of a file that several write, so that none could hash its blocks.
     if file.is_shared:
         storage.write_parts(file.name, file.length, _told_parts(_parts(file, shards), progress), durable=durable)
         return None
@@ -172,6 +174,7 @@ def _buffers(file: ChunkFile, shards: Sequence[ShardedTensor]) -> Iterator[Buffe
     rows = (column.tolist() for column in (file.shard, file.byte, file.target, file.count))
     for number, byte, target, count in zip(*rows, strict=True):
         yield from _zeros(target - end)
+        # A whole shard is yielded in place, or staged in parts; only one that is cut up is made row-major in memory.
         if byte == 0 and count == shards[number].data.nbytes:
             yield from tensor_buffers(shards[number].data)
         else:
@@ -186,6 +189,7 @@ def _buffers(file: ChunkFile, shards: Sequence[ShardedTensor]) -> Iterator[Buffe
 
 def _parts(file: ChunkFile, shards: Sequence[ShardedTensor]) -> Iterator[tuple[int, Buffer]]:
     """Yield what a rank writes of a shared file, one shard after the other."""
+    # In the shards' order one is in memory at a time; the bytes go to their own places in any order.
     order = np.argsort(file.shard, kind="stable")
     last, memory = -1, memoryview(b"")
     rows = (column[order].tolist() for column in (file.shard, file.byte, file.target, file.count))

@@ -85,6 +85,7 @@ def read_group(storage: Storage, arrays: Sequence[StoredArray], objects: Sequenc
     """
     # All boxes are held with as many axes as the tensor with most of them has.
     files = _Files(MOST_CELLS // max((len(array.box) for array in arrays), default=1))
+    # Two folders may decode to one key, where names are escaped otherwise than we would.
     ordered = sorted(arrays, key=lambda array: array.key)
     twice = [repr(one.key) for one, other in pairwise(ordered) if one.key == other.key]
     if twice:
@@ -120,6 +121,7 @@ def array_columns(arrays: Sequence[StoredArray], rows: Sequence[Rows]) -> ShardC
 def _array_rows(storage: Storage, array: StoredArray, files: _Files) -> Rows:
     cells = stored_cells(storage, array)
     too_fine = count_pieces(cells * np.array(array.step), array.step, array.box) > MOST_CELLS
+    # Edges may cut a chunk into as many runs as it has elements; one decoded in memory is then the cheaper plan.
     if not array.raw or too_fine:
         parts = [_decoded_rows(array, cells, files)]
     elif array.inner is not None:
@@ -171,6 +173,7 @@ def _sharded_rows(storage: Storage, array: StoredArray, cells: Column, files: _F
         numbers, begin = read_shard_index(storage, array, name)
         file = files.add([name], [storage.length(name) or 0])
         places = inner_cells(array, cell, numbers)
+        # A file at an edge has inner chunks that lie beyond the tensor as a whole.
         inside = (places < counts).all(axis=1)
         parts.append(chunk_rows(array, places[inside], inner, np.repeat(file, inside.sum()), begin[inside]))
         if array.fill is not None:

@@ -108,6 +108,7 @@ def _values(package: Any, array: StoredArray, name: str, data: bytes, cell: Shap
     buffer = package.core.buffer.default_buffer_prototype().buffer
     document = json.dumps(_understood(array)).encode()
     store = package.storage.MemoryStore({file: buffer.from_bytes(document), name: buffer.from_bytes(data)})
+    # By the package's own reader, over a store of this one chunk: so its codecs run as it means them to.
     region = tuple(
         slice(at * step, min(size, (at + 1) * step))
         for at, step, size in zip(cell, array.chunk, array.shape, strict=False)
@@ -186,6 +187,7 @@ def _read_made(
     if cell is not None and checkpoint.storage.length(file.name) is None:
         check_lengths(checkpoint, [file])
     chunk = filled(array, file.length) if cell is None else decoded(checkpoint.storage, array, cell)
+    # Decoded chunks go through the same fetch as files do, so that there is one way from a plan to memory.
     room = MemoryStorage()
     room.write(file.name, [memoryview(chunk.numpy())], durable=False)
     return fetch(room, {number: file}, plan, memories, verify=None, progress=checkpoint.options.progress)
@@ -248,6 +250,7 @@ def recognize(storage: Storage) -> Fields | None:
 
     A folder of ours has metadata.json; without, its save wasn't finished.
     """
+    # Ours have metadata.json: a zarr.json with our mark and without that is a save that was cut off.
     if storage.length(_V2_GROUP) is None:
         if storage.length(NODE_FILE) is None:
             return None
