@@ -80,6 +80,7 @@ def _check_dtypes(parameters: Mapping[str, Any]) -> None:
     names: dict[Any, list[str]] = {}
     for name, value in parameters.items():
         names.setdefault(_dtype(value), []).append(name)
+    # Shapes have no dtype, and go with any.
     names.pop(None, None)
     if len(names) > 1:
         of_each = [f"{dtype}: {', '.join(map(repr, own[:3]))}, {len(own)} in all" for dtype, own in names.items()]
@@ -181,6 +182,7 @@ def plan_buffers(
     shapes = parameter_shapes(parameters)
     ranks = _count("data_parallel", data_parallel, "Pass the size of the data-parallel group.")
     fix = "Pass 1 for no alignment."
+    # The least common multiple: the end of a bucket must suit the collective's alignment and divide into equal ranges.
     start_at, end_at = _count("align", align, fix), lcm(ranks, _count("bucket_align", bucket_align, fix))
     limit = None if bucket_size is None else _count("bucket_size", bucket_size, "Pass None for one bucket.")
     names = _ordered(shapes, order)
@@ -194,6 +196,7 @@ def plan_buffers(
         position = places[-1].stop
         is_full = limit is not None and position - begin >= limit
         following = names[number + 1 : number + 2]
+        # A parameter with a bucket of its own also closes the bucket before it.
         if is_full or not following or name in groups or following[0] in groups:
             position = _round_up(position, end_at)
             buckets.append((begin, position))

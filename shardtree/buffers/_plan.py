@@ -127,6 +127,8 @@ class BufferPlan:
         buckets: (start, stop) of each bucket in the buffer; they are consecutive.
     """
 
+    # Tuples of values, and not columns: a buffer has thousands of parameters, not millions of chunks, and a plan is
+    # compared, hashed and printed whole.
     data_parallel: int
     places: tuple[BufferPlace, ...]
     buckets: tuple[tuple[int, int], ...]
@@ -209,6 +211,7 @@ class BufferPlan:
 
     def _held(self) -> Column:
         """Return of how many parameters each rank has elements, and how many elements, int64 (ranks, 2)."""
+        # Computed from each parameter's first and last rank, without listing the ranges of all ranks in between.
         held = np.zeros((self.data_parallel, 2), dtype=np.int64)
         for place in self.places:
             ranks, (first, length) = self._ranks(place), self._share(place)
@@ -235,6 +238,7 @@ class BufferPlan:
         first, length = self._share(place)
         if not length:  # a bucket without elements
             return range(1)
+        # A parameter without elements at the end of its bucket would belong to a rank that doesn't exist.
         begin = min((place.start - first) // length, self.data_parallel - 1)
         return range(begin, max(begin + 1, -(-(place.stop - first) // length)))
 

@@ -76,6 +76,7 @@ def buffer_slices(
     check_dtype(dtype, "buffer_slices")
     ranges = plan.ranges(rank)
     held = _checked_tree(rank, tree, {part.name: part.taken.stop - part.taken.start for part in ranges}, dtype)
+    # As integers, since torch has no fill for some dtypes; zero bits are zeros of every dtype.
     slices = [as_integers(empty_data((length,), dtype, device)).zero_() for length in plan.slice_lengths]
     for part in ranges:
         slices[part.bucket][part.taken].copy_(as_integers(held[part.name]))
@@ -254,6 +255,7 @@ def _shards(
 def _shard(parameter: Parameter, part: BufferRange, data: Any, prefix: str, change: ReplicaFunction) -> Parameter:
     key = f"{prefix}.{parameter.key}" if prefix else parameter.key
     replica, flat = change(parameter.replica_id), part.flattened_range
+    # A factory has no dtype of its own: it takes that of its data.
     if isinstance(parameter, ShardedTensor):
         return replace(parameter, key=key, data=data, dtype=data.dtype, replica_id=replica, flattened_range=flat)
     return replace(parameter, key=key, data=data, replica_id=replica, flattened_range=flat)

@@ -180,6 +180,7 @@ def _from_zero(column: Column) -> tuple[Column, int]:
 
 def _ranks(values: Column) -> tuple[Column, int]:
     """Return each value's rank among the distinct values, and how many of those there are."""
+    # Any order of equal values will do, so the default sort, which isn't stable but faster, is enough.
     order = np.argsort(values)
     new = begins(values[order])
     number = np.empty(values.size, dtype=np.int64)

@@ -237,6 +237,7 @@ def _merge_neighbours(begin: Column, end: Column) -> Boxes:
         order = np.lexsort((begin[:, axis], *others.T))
         begin, end, others = begin[order], end[order], others[order]
         is_first = np.ones(len(begin), dtype=np.bool_)
+        # Neighbours along an axis are merged if they agree on all other axes, and one begins where the other ends.
         is_first[1:] = (others[1:] != others[:-1]).any(axis=1) | (begin[1:, axis] != end[:-1, axis])
         first = np.flatnonzero(is_first)
         joined = end[first]

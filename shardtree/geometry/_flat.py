@@ -47,6 +47,7 @@ def flat_boxes(shape: Column, start: Column, stop: Column) -> tuple[Column, Colu
         rows = np.flatnonzero(until > cursor)
         if rows.size:
             pieces.append(_axis_boxes(shape[rows], strides[rows], axis, rows, cursor[rows], until[rows], start[rows]))
+            # All ranges advance together, axis by axis: the loop is over axes, and not over ranges.
             cursor = np.maximum(cursor, until)
     return _in_order(pieces, axes)
 

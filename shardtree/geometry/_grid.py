@@ -212,6 +212,7 @@ def cut_spans(spans: Spans, parts: int, index: int, split_factor: int = 1) -> Sp
 
 
 def _piece(length: int, parts: int, index: int) -> tuple[int, int]:
+    # As `torch.chunk`, DTensor and FSDP cut; JAX refuses axes that aren't a multiple.
     size = ceil(length / parts)
     return min(index * size, length), min((index + 1) * size, length)
 

@@ -95,6 +95,7 @@ def _packed_kinds(kinds: Sequence[TensorKind]) -> _PackedKinds:
 
 def _from_packed(keys: tuple[str, ...], packed: _PackedKinds, others: tuple[Any, ...]) -> ShardColumns:
     number, dtypes, axes, prepended, boxes = packed
+    # Shapes are right-aligned: the leading fill isn't part of them.
     skipped = (boxes.shape[1] - axes).tolist()
     shapes = [box[skip:] for box, skip in zip(zip(*boxes.T.tolist(), strict=True), skipped, strict=True)]
     kinds = list(map(TensorKind, dtypes, shapes, prepended.tolist()))
@@ -144,6 +145,7 @@ def shard_columns(shards: Sequence[ShardedTensor], rank: int = 0) -> ShardColumn
 
 def _flat_ranges(parts: list[slice | None]) -> tuple[Column, Column]:
     """Return where flat ranges start and stop, -1 for what isn't one."""
+    # Most trees have no flat ranges.
     if not any(parts):
         return np.full(len(parts), -1, dtype=np.int64), np.full(len(parts), -1, dtype=np.int64)
     return (

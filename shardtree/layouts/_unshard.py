@@ -184,6 +184,7 @@ def unshard(trees: RankTrees, *, rules: Mapping[str, ObjectRule] | None = None) 
         {'w': tensor([0, 1, 2, 3, 4]), 'step': 3}
     """
     by_rank = trees_by_rank(trees, "unshard")
+    # Before any tensor is assembled, which may take long and much memory.
     _check_plain(by_rank)
     held = {rank: _flatten(tree) for rank, tree in by_rank.items()}
     columns = join_columns([shard_columns(own.tensors, rank) for rank, own in held.items()])

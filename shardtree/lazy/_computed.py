@@ -64,6 +64,7 @@ class Elementwise:
             place = tuple(map(sum, zip(offset, start, strict=True)))
             values = [each.read_box(place, window) if isinstance(each, Source) else each for each in self.operands]
             result = self._value(values, window)
+            # The usual case of a small read: no copy into a larger result.
             if window == shape:
                 return result.contiguous()
             found[slices(start, window)] = result
@@ -254,6 +255,7 @@ class Product:
         found, inner = torch.zeros(shape, dtype=self.dtype), self.left.shape[1]
         height, width = self._block()
         for column, columns in _spans(offset[1], shape[1], width, self.shape[1]) if inner else ():
+            # Each column of the right is read once; rows of the left are read again for each block of columns.
             right = self.right.read_box((0, column), (inner, columns))
             for row, rows in _spans(offset[0], shape[0], height, self.shape[0]):
                 block = torch.matmul(self.left.read_box((row, 0), (rows, inner)), right)
@@ -273,6 +275,7 @@ class Product:
     def _block(self) -> tuple[int, int]:
         """Return how many rows and columns a block has."""
         inner, most = max(1, self.left.shape[1]), WINDOW_BYTES // self.dtype.itemsize
+        # Half of the memory is for the right's columns, which stay while blocks of the left's rows pass.
         width = max(1, min(self.shape[1], most // 2 // inner))
         return max(1, (most - width * inner) // (inner + width)), width
 

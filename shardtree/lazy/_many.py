@@ -51,6 +51,7 @@ def stored_each(
         names: of each tensor, for errors and ``repr``.
     """
     count = len(shapes)
+    # A model has few different shapes: each view is computed once, and shared.
     places = {shape: dense(shape) for shape in set(shapes)}
     sources = frozen_values(Stored, count, {"reader": readers, "shape": shapes, "dtype": dtypes, "name": names})
     place = map(places.__getitem__, shapes)

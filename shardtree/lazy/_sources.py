@@ -181,6 +181,7 @@ class Stored:
     name: str
 
     def read_box(self, offset: Shape, shape: Shape) -> torch.Tensor:
+        # Readers are written by formats and users: a wrong box would otherwise be copied into tensors silently.
         box = self.reader(offset, shape)
         if (tuple(box.shape), box.dtype) != (shape, self.dtype):
             what = f"read: storage returned something else than the box at {offset} of {self.name!r}"

@@ -192,6 +192,7 @@ class LazyTensor:
         return _apply(func, tuple(args), dict(kwargs or {}))
 
     def __getattr__(self, name: str) -> Any:
+        # Python's and NumPy's protocols probe for private names, and mustn't find torch's methods there.
         method = None if name.startswith("_") else getattr(torch.Tensor, name, None)
         if not callable(method):
             raise AttributeError(f"LazyTensor {self.name!r} has no attribute {name!r}; call read() for a tensor")
@@ -285,6 +286,7 @@ def _apply(func: Callable[..., Any], args: Args, kwargs: dict[str, Any]) -> Any:
         return _matmul(func, args, kwargs)
     operands = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor | LazyTensor)]
     lazy = next((value for value in operands if isinstance(value, LazyTensor)), None)
+    # Views, casts and inquiries take one tensor; what takes more, and isn't listed above, needs elements.
     if lazy is None or len(operands) > 1:
         raise refusal("?" if lazy is None else lazy.name, name)
     if name in VIEWS:
@@ -427,6 +429,7 @@ def _elements_of_view(box: torch.Tensor, view: Strided) -> torch.Tensor:
     picked = flat.as_strided(view.size, view.stride, flat.storage_offset() + view.offset)
     if picked.is_contiguous() and picked.numel() == flat.numel():
         return flat.as_strided(view.size, row_major(view.size), flat.storage_offset())
+    # Copied, so that the rest of the box is freed.
     return picked.clone(memory_format=torch.contiguous_format)
 
 

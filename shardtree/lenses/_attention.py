@@ -85,6 +85,7 @@ def attention_qkv(
         refuse(doing, "tensor_parallel", tensor_parallel, expected, _SHARED, error=MetadataError)
     check_names(doing, part, names, 3)
     sizes = (heads // groups * head_size, head_size, head_size)
+    # With names, queries, keys and values are tensors of their own, and there are no fused blocks to be stored.
     ends = None if names is not None else groups if stored == "interleaved" else 1
     return mapped_axis(axis, lambda n: _runs(n, groups, sizes, blocks[held], ends), part=part, names=names, doing=doing)
 

@@ -29,6 +29,9 @@ class StoredForm:
     merge: Callable[[Sequence[Any]], Any]
 
 
+# One function that returns the way back along with what is stored, as `jax.vjp` does: the way back may use what was
+# found on the way there. Megatron-Core's factories are two functions, of which the second has to guess what the first
+# was given.
 Lens: TypeAlias = Callable[[ShardedTensor], StoredForm]
 """A function from a box of a tensor, as the model holds it, to what is stored of it.
 
@@ -147,6 +150,7 @@ def checked_axis(doing: str, shard: ShardedTensor, axis: int) -> int:
     if not -axes <= number < axes:
         found, expected = f"axis {number}", f"one of {axes} axes"
         raise ShapeError(error_text(f"{doing}: {shard.key!r} has no such axis", found=found, expected=expected))
+    # Prepended axes aren't counted: the lens of one layer is that of stacked layers too.
     return number % axes
 
 

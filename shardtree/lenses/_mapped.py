@@ -91,6 +91,7 @@ def _keys(doing: str, key: str, count: int, part: str | None, names: Sequence[st
             what, fix = f"{doing}: {count} parts and no names", "Pass part= and names=."
             raise ShapeError(error_text(what, fix=fix))
         return [key]
+    # The number of parts is known only with the axis's length.
     check_names(doing, part, names, count)
     return [replaced_part(doing, key, part, name) for name in names]
 
@@ -216,6 +217,7 @@ def _with_any_shape(shard: ShardedTensor, lens: Lens) -> StoredForm:
     check_box("padded_axis", shard)
     if not shard.allow_shape_mismatch:
         return lens(shard)
+    # Other lenses refuse this flag, since places follow from the exact shape. Here they follow from `size` alone.
     built = lens(replace(shard, allow_shape_mismatch=False))
     return replace(built, shards=tuple(replace(part, allow_shape_mismatch=True) for part in built.shards))
 
@@ -259,6 +261,7 @@ def gate_and_up(
 
     def runs(length: int) -> AxisRuns:
         both = grouped_runs(length, ranks, (length // (2 * ranks),) * 2)
+        # Megatron-Core's form: one tensor, all gate rows first.
         return both if names is not None else joined_parts(both)
 
     return mapped_axis(axis, runs, part=part, names=names, doing="gate_and_up")

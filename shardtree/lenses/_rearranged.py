@@ -98,6 +98,7 @@ def folded(at: int, count: int) -> Lens:
         place = at + shard.prepend_axis_num
         sizes, box = shard.global_shape[place : place + count], shard.local_shape[at : at + count]
         single = _single_axes(sizes, box)
+        # A rank without elements stores nothing, unless the whole tensor has none.
         holds_any = bool(prod(box)) or not prod(sizes)
         indices = product(*map(range, box[:single])) if holds_any else ()
         parts = tuple(_folded(shard, at, sizes, index) for index in indices)
@@ -242,6 +243,8 @@ def rearranged(pattern: str, **sizes: int) -> Lens:
 
     def lens(shard: ShardedTensor) -> StoredForm:
         check_exact(f"rearranged {pattern!r}", shard)
+        # Prepended axes stay in front where the pattern doesn't name them: one layer's lens is that of stacked layers
+        # too.
         front = 0 if len(held) == len(shard.global_shape) else shard.prepend_axis_num
         shape = shard.global_shape[front:]
         if len(held) != len(shape):

@@ -31,6 +31,7 @@ def replaced_part(doing: str, key: str, part: str, name: str) -> str:
         >>> replaced_part("gate_and_up", "optimizer.state.exp_avg.layers.0.fc1.weight", "fc1", "up_proj")
         'optimizer.state.exp_avg.layers.0.up_proj.weight'
     """
+    # With dots at both ends, so that a part never matches within a name.
     dotted = f".{key}."
     count = sum(dotted.startswith(f".{part}.", at) for at in range(len(dotted)))
     if count != 1:

@@ -199,5 +199,6 @@ def _split_experts(doing: str, shard: ShardedTensor, experts: int, axis: int) ->
     if left:
         found, expected = f"global shape {shard.global_shape}", f"a multiple of {experts} experts along axis {at}"
         raise ShapeError(error_text(f"{doing}: {shard.key!r} can't be divided", found=found, expected=expected))
+    # The experts' axis goes to the front, where keys or a prepended axis can count it.
     rest = [place for place in range(len(shard.local_shape) + 1) if place != at]
     return compose(unfolded(at, (experts, each)), transposed(at, *rest))(shard)

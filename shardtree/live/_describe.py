@@ -132,6 +132,7 @@ def agreed_plan(descriptions: Sequence[Description], plan: ReshardPlan | None) -
         sources = [each.source for each in descriptions if each.source is not None]
         targets = [each.target for each in descriptions if each.target is not None]
         plan = plan_reshard(join_columns(sources), join_columns(targets), cast=options.cast)
+        # Every rank plans from the same columns, and gets the same plan: none has to be sent.
         plan = with_relays(plan) if options.relay else plan
     _check_ranks(plan.ranks, len(descriptions))
     return plan, plan.schedule(max_bytes_in_flight=options.max_bytes_in_flight)

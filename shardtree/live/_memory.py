@@ -60,6 +60,7 @@ def take_ends(tree: Any, target: Any) -> Ends:
         >>> ends.given.common, ends.wanted
         (HOLE, None)
     """
+    # An engine beside trainers has no state, and mustn't be asked for plain values that equal theirs.
     gives_nothing = tree is None or (isinstance(tree, (dict, list, tuple)) and not tree)
     given = SourceTree((), (), HOLE) if gives_nothing else take_source(tree, DOING)
     return Ends(given, None if target is None else take_target(target, DOING))
@@ -126,6 +127,7 @@ def target_memories(
         if data.is_conj() or data.is_neg():
             fix = "Donate .resolve_conj().resolve_neg() of it."
             raise ShapeError(error_text(f"{DOING}: the donated tensor of {shard.key!r} is a lazy conjugate", fix=fix))
+    # Sources are read while targets are filled: an alias would be overwritten before it was sent.
     read = [(shard, shard.data) for shard in sources if shard.data.layout is torch.strided]
     check_no_aliases(DOING, donated, read)
     return [_new(shard, None, empty) if data is None else data for shard, data in zip(shards, given, strict=True)]

@@ -116,6 +116,7 @@ def buffer_regions(
         shape: int64 (boxes, axes).
         buffers: by peer.
     """
+    # One view for each peer and item size: pieces then differ only in where they begin.
     views: dict[tuple[int, int], torch.Tensor] = {}
     keys = list(zip(pieces.peer[piece].tolist(), pieces.item_size[piece].tolist(), strict=True))
     for peer, size in dict.fromkeys(keys):

@@ -135,6 +135,8 @@ def own_rows(side: str, columns: ShardColumns, shards: Sequence[ShardedTensor], 
     axes = max(columns.offset.shape[1], own.offset.shape[1])
     mine = _places(own, np.array([number[key] for key in own.keys], dtype=np.int64)[own.key], axes)
     planned = _places(columns, columns.key, axes)[rows]
+    # Both sorted by place, so that the trees may have their leaves in any order, and several shards of one place match
+    # up.
     order, planned_order = _sorted(mine), _sorted(planned)
     if not np.array_equal(mine[order], planned[planned_order]):
         _refuse(side, rank, _differences(columns.keys, mine, planned, axes))
@@ -251,6 +253,8 @@ def redistribute(
     objects = resharded_objects(ranks, descriptions, ends, rules)
     allocate = partial(_allocate, ends, common, full, schedule, ranks.rank, donate=donate, device=device, empty=empty)
     route, filled = agree(ranks, "redistribute: make memory", allocate)
+    # Failures of the steps are raised by the agreement below: raised at once, they would leave the other ranks waiting
+    # in their next step.
     failure = move(route, ranks.exchange if transport is None else transport)
     return agree(ranks, "redistribute: join", partial(_join, failure, ends, common, filled, objects))
 
@@ -262,6 +266,7 @@ def _prepare(
     if plan is not None and not isinstance(plan, ReshardPlan):
         fix = "Pass what plan_reshard gives."
         refuse(DOING, "plan", type(plan).__name__, "a ReshardPlan", fix, error=MetadataError)
+    # Before descriptions are exchanged, so that the hashes compared are of the plan that is executed.
     own = with_relays(plan) if relay and plan is not None else plan
     return take_ends(tree, target), Options(most, relay, cast), own
 

@@ -82,6 +82,7 @@ class ShardedBase(ABC):
     def __eq__(self, other: object) -> bool:
         if type(other) is not type(self):
             return NotImplemented
+        # Comparing elements would read lazy tensors, and wait for accelerators.
         return self.data is other.data and metadata_of(self) == metadata_of(other)
 
     def __hash__(self) -> int:
@@ -128,6 +129,7 @@ def check_key(leaf: ShardedBase) -> None:
         found, fix = repr(key) if isinstance(key, str) else type(key).__name__, "Name the global tensor or object."
         refuse(type(leaf).__name__, "key", found, "a string that isn't empty", fix, error=MetadataError)
     try:
+        # Formats store keys as UTF-8, which has no lone surrogates.
         key.encode()
     except UnicodeEncodeError:
         fix = "Leave lone surrogates out."

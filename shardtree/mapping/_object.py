@@ -103,6 +103,7 @@ class ShardedObject(ShardedBase):
         except ValueError:
             expected, fix = "'<key>/shard_<offset>_<shape>', as in 'rng/shard_1.3_2.4'", "Pass what `unique_key` gave."
             refuse(cls.__name__, "unique key", repr(unique_key), expected, fix, error=MetadataError)
+        # Old checkpoints left out the last size: there is one number less than indices.
         return cls(key, None, (*shape, -1) if len(shape) + 1 == len(offset) else shape, offset, replica_id)
 
 

@@ -49,6 +49,7 @@ def lacks_memory(data: Any) -> bool:
         >>> lacks_memory(torch.zeros(2)), lacks_memory(freed)
         (False, True)
     """
+    # Wrapper subclasses have no storage of their own, and would look freed.
     is_plain = type(data) in (torch.Tensor, torch.nn.Parameter) and data.layout is torch.strided
     return is_plain and not data.untyped_storage().nbytes() and data.numel() > 0
 
@@ -96,6 +97,7 @@ def check_writable(doing: str, shard: ShardedTensor, tensor: torch.Tensor) -> No
         shardtree.errors.ShapeError: load: elements of the donated tensor of 'w' share memory
           Donate tensors with memory of their own; expand() and unfold() make views that have none.
     """
+    # A load writes through views, which sparse layouts don't have.
     if tensor.layout is not torch.strided:
         fix = "Donate a dense tensor, as .to_dense() gives, or don't donate this one."
         raise ShapeError(error_text(f"{doing}: the donated tensor of {shard.key!r} is {tensor.layout}", fix=fix))

@@ -79,6 +79,7 @@ def apply_rule(array: ObjectArray, rule: ObjectRule, shape: Shape) -> Sequence[A
     except Exception as error:
         error.add_note(f"from the rule for the objects {array.key!r}, from shape {array.shape} to {shape}")
         raise
+    # Any other iterable is most likely one value: a text for one cell would become its characters.
     if not isinstance(values, (list, tuple)):
         what, found = f"the rule for the objects {array.key!r} returned no list of values", type(values).__name__
         expected, fix = f"a list of {cell_count(shape)}", "Return a list with a value for each cell, also for one."

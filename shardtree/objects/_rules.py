@@ -107,6 +107,8 @@ def fold_objects(function: Callable[[Any, Any], Any]) -> ObjectRule:
     def fold(array: ObjectArray, shape: Shape) -> Sequence[Any]:
         # Copied, since functions like operator.iadd change their first argument.
         first = own_copy(array.values[0], array.told(0))
+        # Every cell gets the whole fold, and not a share of it: for most state, as the largest step or the samples
+        # seen, that is what new ranks want. Dividing it again takes a rule of the user's.
         return [reduce(function, array.values[1:], first)] * cell_count(shape)
 
     return fold
@@ -250,6 +252,7 @@ def _check_fields(array: ObjectArray, rules: Mapping[Hashable, ObjectRule]) -> N
     wrong = [
         f"{array.told(position)} {'has' if field in value else 'lacks'} {field!r}"
         for position, value in enumerate(array.values)
+        # In the dicts' order: a set's differs from process to process, and so would the error.
         for field in dict.fromkeys((*value, *first))
         if (field in value) != (field in first)
     ]

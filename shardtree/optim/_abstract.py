@@ -113,6 +113,7 @@ def abstract_optim_state_from_metadata(
     if lost and missing != "leave_out":
         fix = "Rename what is stored or the parameters; or pass missing='leave_out', and they start without states."
         raise TreeError(error_text(f"{doing}: parameters of which no state is stored", offenders=lost, fix=fix))
+    # All offenders before the first leaf is made, so that one error names them.
     _check_kinds(doing, params, found, rules)
     state = {
         name: {key: _target_leaf(params[name], key, kinds, rules) for key, kinds in own.items()}

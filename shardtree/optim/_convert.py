@@ -184,6 +184,7 @@ def sharding_state_to_optim_state(loaded: StateDict, *, hyperparameters: Hyperpa
         groups = arranged_groups(doing, loaded["param_groups"], loaded.get("param_group_of", {}), own, hyperparameters)
     else:
         check_which(doing, hyperparameters)
+        # Ids are positions in groups, so the stored groups are all that there is.
         if hyperparameters == "own":
             fix = "Save and load by names, or put those of `optimizer.state_dict()` into the groups that you get."
             raise TreeError(error_text(f"{doing}: by ids nothing tells the optimizer's own hyperparameters", fix=fix))

@@ -102,6 +102,7 @@ def check_rules(doing: str, rules: OptimizerRules | None) -> None:
 
 def rule_of(rules: OptimizerRules | None, param: ShardedParam, state_key: str) -> OptimizerRule | None:
     """Return the first rule whose pattern fits a state key, or the state key, a dot and the parameter's key."""
+    # With the parameter's key, so that a rule can be for some parameters only.
     names = (state_key, f"{state_key}.{param.key}")
     for pattern, rule in (rules or {}).items():
         if any(match_key(pattern, name) is not None for name in names):

@@ -54,6 +54,7 @@ def get_param_id_to_sharded_param_map(
     for leaf in sorted(leaves, key=lambda leaf: leaf.key):
         if id(leaf.data) in numbers:
             found.setdefault(numbers[id(leaf.data)], leaf)
+    # Megatron-Core only warns here, and then fails on the first state, far from the cause: detached data.
     if params and not found:
         what = f"{doing}: no shard's data is a parameter of the optimizer"
         counts = f"{len(leaves)} shards", f"the data of some to be one of {len(params)} parameters"
@@ -146,6 +147,7 @@ def _numbers(params: Iterable[torch.Tensor]) -> dict[int, int]:
 def _listed(doing: str, optim_params_iter: Any) -> list[torch.Tensor]:
     """Return an optimizer's parameters in its order."""
     groups = getattr(optim_params_iter, "param_groups", None)
+    # Ids are positions in the optimizer's groups. `model.parameters()` has that order only with a single group.
     given = optim_params_iter if groups is None else [param for group in groups for param in group["params"]]
     many = isinstance(given, Iterable) and not isinstance(given, (torch.Tensor, str))
     params = list(given) if many else []

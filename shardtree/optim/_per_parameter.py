@@ -98,6 +98,7 @@ class _FactoryValue:
     def build(self, key: str, data: Any, replica_id: ReplicaId, flattened_range: slice | None) -> list[Any]:
         value = self.kind if data is None and self.kind is not None else data
         shards = built_shards(replace(self.param, key=key, replica_id=replica_id))
+        # One for each key: where a factory's parts are parameters of their own, each finds its value.
         leaves = [_value_leaf(shard, value) for shard in _first_of_each(shards)] or [_without_shard(key, value)]
         return [leaf.without_data() for leaf in leaves] if data is None else leaves
 
@@ -134,6 +135,7 @@ def _value_leaf(shard: ShardedTensor, value: Any) -> ShardedTensor | ShardedObje
     front = shard.prepend_axis_num
     count, place = shard.global_shape[:front], shard.global_offset[:front]
     replica = (first_element(shard), *_ids(shard.replica_id))
+    # An object, so that an int comes back as an int.
     if not isinstance(value, torch.Tensor):
         return ShardedObject(shard.key, value, count or (1,), place or (0,), replica)
     shape = tuple(value.shape)

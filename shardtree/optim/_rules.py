@@ -159,6 +159,7 @@ def block_scales(block_size: int) -> OptimizerRule:
             raise unfit("block_scales", param, state_key, "a factory", "one box, or a flat range of one")
         front = param.prepend_axis_num
         whole, begin, count = prod(param.global_shape[front:]), first_element(param), prod(param.data_shape)
+        # A shard without elements goes to the end, where it overlaps nothing.
         begin = begin if count else whole
         aligned = begin % block_size == 0 and (count % block_size == 0 or begin + count == whole)
         if count and not (_are_consecutive(param, begin, count) and aligned):

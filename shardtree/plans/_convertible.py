@@ -26,6 +26,7 @@ def convertible(stored: torch.dtype, asked: torch.dtype) -> bool:
         >>> convertible(torch.float32, torch.int64), convertible(torch.complex64, torch.float32)
         (False, False)
     """
+    # Ranks of kinds order what can hold what: a conversion upwards keeps every value up to rounding.
     return stored == asked or (
         _rank(stored) <= _rank(asked) and asked not in _SCALES and _torch_converts(stored, asked)
     )

@@ -62,6 +62,7 @@ def plan_exchange(columns: ShardColumns, ranks: int, *, round_bytes: int = ROUND
         ([True, False], [0], [1], [16])
     """
     place, places = held_places(columns)
+    # Readers are chosen as writers are: by the same function, so that ranks read about as many bytes each.
     reads = balanced_rows(columns, ranks, place, np.ones(places, dtype=np.bool_))
     reader = np.zeros(places, dtype=np.int64)
     reader[place[reads]] = np.flatnonzero(reads)

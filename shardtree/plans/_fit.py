@@ -265,6 +265,7 @@ def find_mismatches(
         kind = stored[shard.key]
         same_dtype = shard.dtype == kind.dtype or (cast and convertible(kind.dtype, shard.dtype))
         if not (same_dtype and _shape_fits(shard, kind.global_shape)):
+            # Without prepended axes: which axes a shard's data lacks makes no difference to what is stored.
             asked = TensorKind(shard.dtype, shard.global_shape, 0)
             found.setdefault(shard.key, Mismatch(shard.key, TensorKind(kind.dtype, kind.global_shape, 0), asked))
     return tuple(found.values())

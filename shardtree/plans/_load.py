@@ -145,6 +145,7 @@ def plan_load(requests: ShardColumns, chunks: StoredChunks, *, shortest_run: int
         requests.key[wanted.shard], wanted.offset, wanted.shape, chunks.key[stored.shard], stored.offset, stored.shape
     )
     pieces = _pieces(requests, chunks, wanted, stored, left, right)
+    # Weights are floats, exact for fewer than 2**53 elements of a shard.
     covered = np.bincount(pieces.target, weights=volumes(pieces.shape), minlength=len(requests)).astype(np.int64)
     runs, strided = _split(pieces, shortest_run)
     return LoadPlan(_merge(runs), strided, covered, _overlapping_keys(chunks, stored, distinct(right)))
@@ -244,6 +245,7 @@ def _runs(pieces: Strided, rows: Column, count: Column, run: Column) -> Runs:
 
 def _merge(runs: Runs) -> Runs:
     """Return runs in file order, with neighbours in both file and memory joined: one call reads them together."""
+    # In file order, so that storage is read forwards, and neighbours to be joined become adjacent rows.
     order = np.lexsort((runs.byte, runs.file))
     file, byte, target, target_byte, length = (
         column[order] for column in (runs.file, runs.byte, runs.target, runs.target_byte, runs.length)

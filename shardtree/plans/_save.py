@@ -117,6 +117,7 @@ class _Holders:
 
 def _holders(place: Column, rank: Column, wanted: Rows) -> _Holders:
     ranks = int(rank.max(initial=0)) + 1
+    # Place and rank as one integer sort many times faster than as two columns.
     pairs = distinct((place * ranks + rank)[wanted[place]])
     of = pairs // ranks
     first = np.flatnonzero(begins(of))

@@ -90,6 +90,8 @@ def differing_prefix(keys: Sequence[str], names: Collection[str]) -> tuple[str, 
         return None
     known = names if isinstance(names, (set, frozenset, dict)) else frozenset(names)
     longest = max(keys, key=len)  # the fewest names end in it
+    # Candidates come from a single key, and only those are tried on the others: with millions of names, comparing each
+    # key with each name would take minutes.
     too_much = (longest[:end] for end in range(1, len(longest)) if longest[end:] in known)
     found = next((text for text in too_much if all(_without(key, text) in known for key in keys)), None)
     if found is not None:

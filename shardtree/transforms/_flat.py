@@ -204,5 +204,6 @@ def resized(shard: ShardedTensor, key: str, axis: int, size: int, data: Any) -> 
     def sized(shape: tuple[int, ...]) -> tuple[int, ...]:
         return (*shape[:axis], size, *shape[axis + 1 :])
 
+    # Offset and fragmentation don't change, since the shard is whole along this axis.
     local_shape, global_shape = sized(shard.local_shape), sized(shard.global_shape)
     return replace(shard, key=key, data=data, local_shape=local_shape, global_shape=global_shape)

@@ -88,6 +88,8 @@ def _pad(shard: ShardedTensor, length: int, axis: int) -> ShardedTensor:
 
 def _with_zeros(data: Any, at: int, length: int) -> Any:
     shape = (*data.shape[:at], length - data.shape[at], *data.shape[at + 1 :])
+    # Zeros, since what was cut off isn't known any more, and Megatron-Core's own loading of a vocabulary without
+    # padding puts zeros there.
     if isinstance(data, LazyTensor):
         zeros: Any = stored(lambda _, box: _zeros(box, data.dtype, "cpu"), shape, data.dtype, name="zeros")
     else:

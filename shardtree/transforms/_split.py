@@ -101,6 +101,8 @@ def _cut(
 ) -> list[ShardedTensor]:
     at = whole_axis("split_tensor", shard, axis)
     lengths = _lengths(shard, len(names), sizes, at, groups)
+    # Sizes are those of the whole new tensors, as a model's config has them; within a group each is divided by their
+    # number.
     starts = accumulate((size // groups for size in lengths), initial=0)
     return [
         resized(shard, name, at, size, None if shard.data is None else _gather(shard.data, at, start, size, groups))

@@ -45,6 +45,7 @@ def stack_layers(tree: Flat, prefix: str) -> dict[str, Any]:
                 [1, 1],
                 [2, 2]])
     """
+    # Without leading zeros: unstacking must give back the same keys.
     pattern = re.compile(rf"({key_expression(prefix)})\.(0|[1-9][0-9]*)\.(.+)", re.DOTALL)
     groups: dict[str, _Group] = defaultdict(dict)
     for entry, shard in flat_tensors("stack_layers", tree).items():

@@ -64,6 +64,7 @@ def _refuse_tree_second(function: Callable[..., Any], options: dict[str, Any]) -
         first, *later = inspect.signature(function).parameters
     except ValueError:  # a builtin without a signature, or a function without parameters, whose call will fail anyway
         return
+    # By parameters' names, which works for users' functions too.
     late = [name for name in later if name in _TREE_NAMES and name not in options]
     if first in _TREE_NAMES or not late:
         return

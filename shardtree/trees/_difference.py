@@ -83,6 +83,7 @@ def _findings(left: Tree, right: Tree, path: TreePath) -> Iterator[_Finding]:
 
 def _same_value(left: Any, right: Any) -> bool:
     """Return whether two leaves are bit for bit the same."""
+    # A tree and its edited copy share most leaves.
     if left is right:
         return True
     if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):

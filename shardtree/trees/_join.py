@@ -271,6 +271,7 @@ def _rebuild(node: Tree, new: Mapping[Any, Tree], path: TreePath, *, named: bool
     Raises:
         TreeError: it is named, and isn't a dict.
     """
+    # A dict with holes counts as complete, since they are simply absent: formats that keep none in dicts give the same.
     holes = [entry for entry, child in new.items() if child is HOLE]
     if not holes or isinstance(node, dict):
         return like(node, _drop_holes(new))

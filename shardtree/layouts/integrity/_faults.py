@@ -120,6 +120,8 @@ def _reported_in_ranges(shards: ShardColumns, areas: ShardColumns, regions: Colu
     key = np.concatenate([areas.key, shards.key[whole]])
     offset = np.concatenate([areas.offset, shards.offset[whole]])
     shape = np.concatenate([areas.shape, shards.shape[whole]])
+    # Flat ranges and boxes may hold a tensor together, each element once, in areas that overlap: reported in ranges, a
+    # legal layout would lack elements.
     overlap = overlapping_groups(key, *_clipped(key, offset, shape, regions), _sizes(regions))
     return np.asarray(in_ranges & ~overlap)
 

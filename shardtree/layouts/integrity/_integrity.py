@@ -150,6 +150,8 @@ def access_problems(columns: ShardColumns) -> tuple[Problem, ...]:
         ["'w' (rank 0): [2:4, 0:3] has no main replica (6 of 12 elements); beside it: rank 0 [0:2, 0:3]"]
     """
     check_columns("access_problems", columns)
+    # Boxes are compared as they are. Counting the cells of regular grids, as Megatron-Core does, would leave uneven
+    # ones unchecked.
     main = select_rows(columns, np.flatnonzero(columns.main))
     return (*_overhanging(main), *fault_problems(columns, sharding_faults(main), "element"))
 
@@ -241,6 +243,7 @@ def common_problems(commons: Sequence[Any] | Mapping[int, Any]) -> tuple[Problem
     by_rank = commons if isinstance(commons, Mapping) else dict(enumerate(commons))
     # Holes mark shards, and ranks may hold different ones.
     trees = {rank: without_holes(common) for rank, common in by_rank.items()}
+    # All are compared with the first: equality is transitive, and all pairs would be too many.
     first = next(iter(trees.values()), None)
     differing: dict[TreePath, list[int]] = defaultdict(list)
     for rank, tree in trees.items():

@@ -88,6 +88,7 @@ def placed_columns(placements: Iterable[Placement], mesh: Mesh) -> ShardColumns:
     kinds = {each.key: each.kind for each in placed}
     number = {key: position for position, key in enumerate(kinds)}
     counts = np.array([len(each.rank) for each in rows], dtype=np.int64)
+    # Of tied tensors only the first has main replicas.
     is_first = np.array([each.copy == 0 for each in placed], dtype=np.bool_)
     no_range = np.full(counts.sum(), -1, dtype=np.int64)
     return ShardColumns(

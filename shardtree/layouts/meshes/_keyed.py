@@ -54,6 +54,7 @@ def _why_not_dense(leaf: Any) -> str:
 
 
 def _keyed(key: str, leaf: Any) -> ShardedTensor:
+    # Detached, since views of a parameter would require gradients.
     data, shape = leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, tuple(leaf.shape)
     return ShardedTensor(key, data, leaf.dtype, shape, shape, (0,) * len(shape), (1,) * len(shape))
 

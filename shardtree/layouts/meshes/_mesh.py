@@ -40,6 +40,7 @@ class Mesh:
     ranks: tuple[int, ...]
 
     def __init__(self, /, *sizes_alone: Never, **axes: int) -> None:
+        # JAX and torch take sizes, then names. Accepted only to raise an error that shows the call with names.
         if sizes_alone:
             found, expected = f"{plural(len(sizes_alone), 'argument')} without a name", "each axis's size by its name"
             fix = f"Write {_by_name(sizes_alone)}; `on_ranks` puts other ranks on it."
@@ -81,6 +82,7 @@ class Mesh:
         if not isinstance(ranks, Iterable):
             fix = "Name the rank of each place: range(4, 8), say."
             refuse(repr(self), "ranks", type(ranks).__name__, f"{self.size} ranks", fix, error=MetadataError)
+        # Converted, since ranks often come from NumPy, whose integers print and pickle differently.
         chosen = tuple(integer("Mesh", f"ranks[{place}]", rank) for place, rank in enumerate(ranks))
         if len(chosen) != self.size or len(set(chosen)) != self.size or min(chosen) < 0:
             expected, fix = f"{self.size} different ranks, from 0", "Name the rank of each place, in row-major order."

@@ -130,6 +130,7 @@ def _at(at: Any) -> tuple[tuple[str, int], ...]:
     if not isinstance(at, Mapping) or not all(isinstance(axis, str) for axis in at):
         found, expected = repr(at)[:200], "indices by the mesh's axes"
         refuse("PartitionSpec", "at", found, expected, "Pass at={'pp': 1}, say.", error=MetadataError)
+    # Sorted, so that equal specs compare equal, in whatever order `at` was written.
     return tuple((axis, integer("PartitionSpec", f"at[{axis!r}]", index)) for axis, index in sorted(at.items()))
 
 
@@ -222,6 +223,7 @@ def specs_by_pattern(patterns: Mapping[str, PartitionSpec], default: PartitionSp
         raise MetadataError(error_text("specs_by_pattern: not a dict of specs", found=found, fix=fix))
     if default is not None:
         checked_spec("default", default)
+    # Compiled once: the function is called for each tensor of a tree.
     rows = [
         (re.compile(key_expression(pattern), re.DOTALL), checked_spec(f"pattern {pattern!r}", spec))
         for pattern, spec in patterns.items()

@@ -221,6 +221,7 @@ def write_boxes(plan: ReshardPlan, rows: Column, shape: Column, source: Regions,
     if not casts:
         return copy_boxes(shape, source, target)
     key = plan.transfers.key[rows]
+    # What is passed on was converted before its first hop.
     converted = (plan.transfers.hop[rows] == 0) & np.isin(key, list(casts))
     own, rest = np.flatnonzero(converted), np.flatnonzero(~converted)
     ends = (region_views(shape[own], select_regions(one, own)) for one in (source, target))

@@ -314,6 +314,7 @@ def _copy_into_new(
     moved = plan.transfers
     # All copies out of one shard in a row, while it is in the processor's cache: a fourth faster from rows to columns.
     order = np.lexsort((moved.target, moved.source, moved.key))
+    # Hop by hop, since later ones read what earlier ones have written.
     for hop in np.unique(moved.hop).tolist():
         copy_transfers(plan, order[moved.hop[order] == hop], held, filled)
     return new
@@ -321,5 +322,6 @@ def _copy_into_new(
 
 def first_sources(plan: ReshardPlan) -> dict[int, int]:
     """Return, for each target shard that something comes to from a source shard, the row of the first of these."""
+    # Reversed, so that of several sources the first one stays in the dict.
     rows = np.flatnonzero(plan.transfers.hop == 0)[::-1]
     return dict(zip(plan.transfers.target[rows].tolist(), plan.transfers.source[rows].tolist(), strict=True))

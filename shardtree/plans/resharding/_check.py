@@ -30,6 +30,7 @@ def transfer_problems(source: ShardColumns, target: ShardColumns, transfers: Tra
         transfers: what goes where.
     """
     rows = np.where(transfers.hop > 0, len(target), len(source))
+    # First of all: every other check indexes columns with these rows.
     strays = (transfers.hop < 0) | (transfers.source < 0) | (transfers.source >= rows)
     strays |= (transfers.target < 0) | (transfers.target >= len(target))
     if strays.any():
@@ -204,6 +205,7 @@ def check_mains(source: ShardColumns, target: ShardColumns) -> None:
         IntegrityError: names keys, ranks and boxes.
     """
     asked = set(target.keys)
+    # Faults of tensors that nobody asks for don't matter: they aren't moved.
     wanted = np.array([key in asked for key in source.keys], dtype=np.bool_)[source.key]
     problems = write_problems(select_rows(source, np.flatnonzero(source.main & wanted)))
     _raise("plan_reshard: main replicas of the source don't tile their tensors", problems)

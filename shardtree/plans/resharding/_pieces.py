@@ -40,6 +40,7 @@ class Places:
     def row_at(self, place: Column, rank: Column) -> Column:
         """Return the source row of the shard that a rank has at a place, -1 where it has none."""
         ranks = int(max(self.holder.max(initial=0), rank.max(initial=0))) + 1
+        # Holders are ascending by place, then rank: as one number, the pair is found by binary search.
         known = np.repeat(np.arange(len(self.main)), self.holders) * ranks + self.holder
         asked = place * ranks + rank
         at = np.minimum(np.searchsorted(known, asked), max(known.size - 1, 0))
@@ -203,6 +204,7 @@ def repeat_routes(target: ShardColumns, pieces: Pieces) -> tuple[Routes, Pieces]
     if not order.size:
         return as_routes(select_pieces(pieces, order), order), pieces
     some, group = select_pieces(pieces, order), group[order]
+    # In this order, of several shards the same one receives the elements on every rank that plans.
     left, right = overlapping_pairs(group, some.offset, some.shape, group, some.offset, some.shape)
     later = (right < left) & (some.target[left] != some.target[right])
     left, right = left[later], right[later]

@@ -129,7 +129,10 @@ def with_relays(plan: ReshardPlan, *, shortest_cut: int = SHORTEST_CUT) -> Resha
     """
     check_type("with_relays", "plan", plan, ReshardPlan, "Pass what `plan_reshard` returns.")
     shortest = max(1, integer("with_relays", "shortest_cut", shortest_cut))
+    # Made from any plan, and not by the planner: whether relays pay depends on links that a plan doesn't know of, and
+    # the result can be printed, checked and scheduled like the plan itself.
     every = plan.transfers
+    # Later hops and copies within a rank cross no link from the sources.
     moving = np.flatnonzero((every.hop == 0) & (every.from_rank != every.to_rank) & (every.nbytes > 0))
     boxes = aligned_boxes(every.key[moving], every.offset[moving], every.shape[moving])
     row = moving[boxes.row]

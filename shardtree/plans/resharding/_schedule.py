@@ -180,6 +180,8 @@ def _pieces(
     in_turn = np.lexsort((step, pair))
     end, chunk_end = np.cumsum(transfers.nbytes[moving]), np.cumsum(amount[in_turn])
     stop = np.sort(np.concatenate([end, chunk_end]), kind="stable")  # union1d is much slower: it hashes
+    # Ends of transfers and of a pair's bytes in a step often coincide, and an empty piece would be a message of no
+    # bytes.
     stop = stop[np.flatnonzero(np.diff(stop, prepend=0))]
     begin = np.concatenate([stop[:0], [0], stop[:-1]])[: stop.size]
     row, chunk = np.searchsorted(end, begin, side="right"), np.searchsorted(chunk_end, begin, side="right")

@@ -100,6 +100,7 @@ def _lines(places: Places, target: ShardColumns, pieces: Pieces, size: Column, r
 def _canonical(pieces: Pieces, group: Column, target: ShardColumns) -> Column:
     """Return the order of pieces by group, place, box and rank: places are numbered by key, then box."""
     boxes = (*pieces.shape.T[::-1], *pieces.offset.T[::-1])
+    # Columns with one value decide nothing, and a sort by them takes as long as by any other.
     vary = [column for column in boxes if (column != column[0]).any()]
     return np.lexsort((target.rank[pieces.target], *vary, pieces.place, group))
 

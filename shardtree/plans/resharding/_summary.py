@@ -241,6 +241,7 @@ def tensor_origins(
         raise KeyMismatch(error_text(f"explain: no tensor {name!r} in the target", fix=fix))
     kinds = {key: target.kinds[target.keys.index(key)] for key in keys}
     origins = tuple(one for key in keys for one in _origins(target, transfers, key))
+    # Several keys share a name where a factory stores one tensor as several.
     return Provenance(name, kinds, origins, {key: casts[key] for key in keys if key in casts})
 
 

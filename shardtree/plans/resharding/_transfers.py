@@ -121,6 +121,7 @@ def sending_shards(source: ShardColumns, target: ShardColumns, hop: Column, row:
     if not after.size:
         return sources
     targets = select_rows(target, row[after])
+    # The argsort of a permutation is its inverse: rows come back in the order of the transfers.
     place = np.argsort(np.concatenate([before, after]))
     columns: dict[str, Any] = {
         name: np.concatenate([getattr(sources, name), getattr(targets, name)])[place] for name in _SHARD
