@@ -14,15 +14,15 @@ import torch
 from ...codec import dtype_from_name, dtype_name, row_major_bits
 from ...errors import CorruptCheckpoint, UnsupportedValue, error_text
 
-_MOST_AXES = 64
-_MOST_BYTES = 2**58
+_MOST_AXES = 64  # more than NumPy's arrays can have
+_MOST_BYTES = 2**58  # so that sums of offsets and sizes stay within int64
 
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class StoredArray:
-    """What the metadata of one array says.
+    """One array, by its metadata.
 
     Attributes:
         name: the array's folder in the checkpoint.
@@ -32,8 +32,8 @@ class StoredArray:
         chunk: shape of what one file holds; files at an edge are as long as others.
         inner: shape of the chunks inside of a file, None where it holds one.
         prefix: what chunk files' names begin with: "c" in zarr v3, nothing in v2.
-        separator: what stands between the numbers in a chunk file's name.
-        fill: the value of elements that aren't stored, as JSON; None where there is none.
+        separator: between the numbers in a chunk file's name.
+        fill: the value of elements that aren't stored, as JSON; None if there is none.
         raw: whether files are plain row-major bytes.
         index_first: whether a file with inner chunks begins with the index of these, rather than ends with it.
         index_checked: whether that index is followed by its CRC.
@@ -101,6 +101,7 @@ def checked_shapes(shapes: Iterator[Any] | tuple[Any, ...], item_size: int, what
     found: list[Shape] = []
     for number, shape in enumerate(shapes):
         least = 1 if number else 0
+        # bool is an int to isinstance, and JSON's true no size: hence type().
         sound = isinstance(shape, list) and len(shape) <= _MOST_AXES
         if not (sound and all(type(size) is int and least <= size <= _MOST_BYTES for size in shape)):
             raise _unsound(what, f"shape {shape!r}"[:200], f"at most {_MOST_AXES} sizes of {least} or more")
@@ -117,7 +118,7 @@ def _unsound(what: str, found: str, expected: str) -> CorruptCheckpoint:
     return CorruptCheckpoint(error_text(f"open: {what} is not sound", found=found, expected=expected, fix=fix))
 
 
-# What zarr calls the dtypes: those that it has, and the unsigned integers that carry the bits of the others.
+# Names of dtypes: zarr's own, and unsigned integers that hold the bits of those that zarr lacks
 
 _V3 = {
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
@@ -132,7 +133,7 @@ _PLAIN_BITS = {"<V2", "|V2", "bfloat16"}
 
 
 def zarr_name(dtype: torch.dtype) -> str:
-    """Return the name of the zarr v3 data type that holds a dtype, of unsigned integers where zarr lacks it.
+    """Return the name of the zarr v3 data type that holds a dtype; an unsigned integer for those that zarr lacks.
 
     Examples:
         >>> zarr_name(torch.float32), zarr_name(torch.bfloat16), zarr_name(torch.float8_e4m3fn)
@@ -143,7 +144,7 @@ def zarr_name(dtype: torch.dtype) -> str:
 
 
 def dtype_of_v3(name: Any) -> torch.dtype | None:
-    """Return the dtype of a zarr v3 data type, None where torch has none.
+    """Return the dtype of a zarr v3 data type, None if torch has none.
 
     Examples:
         >>> dtype_of_v3("int16"), dtype_of_v3("bfloat16"), dtype_of_v3({"name": "fixed_length_utf32"})
@@ -154,9 +155,9 @@ def dtype_of_v3(name: Any) -> torch.dtype | None:
 
 
 def dtype_of_v2(text: Any) -> tuple[torch.dtype | None, bool]:
-    """Return the dtype of a zarr v2 array, None where torch has none, and whether its items are little-endian.
+    """Return the dtype of a zarr v2 array, None if torch has none, and whether its items are little-endian.
 
-    Two raw bytes are a bfloat16: that is how Megatron-Core makes the array before it writes the name down.
+    Two raw bytes are a bfloat16: Megatron-Core creates the array with them, and puts the metadata right afterwards.
 
     Examples:
         >>> dtype_of_v2("<f4"), dtype_of_v2(">i2"), dtype_of_v2("bfloat16"), dtype_of_v2("<M8[ns]")
@@ -178,12 +179,12 @@ def dtype_of_v2(text: Any) -> tuple[torch.dtype | None, bool]:
 def _found(name: str) -> torch.dtype | None:
     try:
         return dtype_from_name(name)
-    except UnsupportedValue:  # an older torch
+    except UnsupportedValue:  # a torch that is older than the dtype
         return None
 
 
 def fill_item(value: Any, dtype: torch.dtype, what: str) -> bytes:
-    r"""Return the bytes of one item that chunks which aren't stored consist of.
+    r"""Return the bytes of one item of a chunk that isn't stored.
 
     Args:
         value: the fill value as zarr's metadata has it; not None.
@@ -198,6 +199,7 @@ def fill_item(value: Any, dtype: torch.dtype, what: str) -> bytes:
         [b'\x80?', b'\xc0\x7f', b'\x80\xff']
     """
     try:
+        # Zarr's spec writes the bits of a NaN as hexadecimal text, complex values as pairs, infinities as words.
         if isinstance(value, str) and value.startswith("0x"):
             return int(value, 16).to_bytes(dtype.itemsize, "little")
         if isinstance(value, list):

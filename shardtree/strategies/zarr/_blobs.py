@@ -1,4 +1,4 @@
-"""What has no place in a tensor (objects, the common state, the index), as arrays of bytes in a folder of our own."""
+"""Objects, the common state and the index, as arrays of bytes in a folder of our own: other readers see valid zarr."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Document = dict[str, Any]
 
 
 def group_document(members: dict[str, Document] | None = None) -> Document:
-    """Return the zarr.json of a group; of the outermost one, with that of all members in it.
+    """Return the zarr.json of a group; the outermost one consolidates that of all members.
 
     Examples:
         >>> group_document()
@@ -80,6 +80,7 @@ def decode_columns(data: Buffer, where: str) -> Index:
     if not isinstance(columns, dict) or not all(isinstance(columns.get(name), np.ndarray) for name in COLUMNS):
         raise _unsound(where, "other columns than an index has")
     index = Index(**{name: columns[name] for name in COLUMNS})
+    # Its digest says only that the file is what its writer made: whoever makes a checkpoint computes its hashes too.
     try:
         problem = index_problem(index) or blocks_problem(index) or shared_bytes_problem(index)
     except (UnicodeDecodeError, IndexError, ValueError) as error:
@@ -94,13 +95,13 @@ def _unsound(where: str, found: str) -> CorruptCheckpoint:
     return CorruptCheckpoint(error_text(f"open: the index {where!r} is not sound", found=found, fix=fix))
 
 
-# The common state in a zarr folder: the common codec's bytes, as an array of them.
+# The common state, encoded by the common codec
 
 BACKEND, VERSION = "zarr", 3
 
 
 def save_common(pending: PendingSave, common: Any) -> Fields:
-    """Write the common tree as one array of bytes, and return what metadata.json says about it."""
+    """Write the common tree as one array of bytes, and return its fields of metadata.json."""
     data = encode_tree(common, allow_pickle=pending.options.allow_pickle)
     name, document = blob("common", len(data))
     write_blob(pending.storage, name, [memoryview(data)], document, durable=pending.options.durable)

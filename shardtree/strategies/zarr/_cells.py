@@ -1,4 +1,4 @@
-"""The places of an array's grid: which of them have a file, and which boxes of the tensor lie where in it."""
+"""The cells of an array's grid: which have a file, and which boxes of the tensor lie where in it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ...storage import Storage
 from ._array import Shape, StoredArray
 
 MOST_CELLS = 2**21
-"""An array may lie in more files, but places without a file are counted out one by one, on each axis."""
+"""The most cells without a file, which are listed one by one: guards against a tiny file that names a huge grid."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pieces:
-    """Boxes of a tensor that are consecutive bytes of a chunk: the chunk itself, or, at an edge, what of it counts.
+    """Boxes of a tensor that are consecutive bytes of a chunk: the chunk itself, or rows of one at an edge.
 
     Attributes:
         row: the chunk that a piece is of, int64 (pieces,).
@@ -50,7 +50,7 @@ def pieces(offset: Column, chunk: Shape, box: Shape) -> Pieces:
     """
     whole = np.array(chunk, dtype=np.int64)
     shape = np.minimum(whole, np.array(box, dtype=np.int64) - offset)
-    # A chunk is stored whole, also where it reaches beyond the tensor: there, each row is a run of its own.
+    # An edge chunk is stored at full length with padding: only within its last cut axis are its elements adjacent.
     before = _before_last_cut(shape < whole)
     rows = np.where(before, shape, 1)
     count = rows.prod(axis=1)
@@ -71,17 +71,15 @@ def count_pieces(offset: Column, chunk: Shape, box: Shape) -> float:
 def _before_last_cut(
     cut: np.ndarray[tuple[int, ...], np.dtype[np.bool_]],
 ) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
-    """Return, for each chunk, the axes before the last one that an edge cuts: only after it are rows adjacent."""
+    """Return, for each chunk, the axes before the last one that an edge cuts."""
     after: np.ndarray[tuple[int, ...], np.dtype[np.bool_]] = np.zeros_like(cut)
     after[:, :-1] = np.logical_or.accumulate(cut[:, :0:-1], axis=1)[:, ::-1]
     return after
 
 
 def stored_cells(storage: Storage, array: StoredArray) -> Column:
-    """Return the places of the grid that have a file, int64 (cells, axes), in row-major order.
-
-    Files are listed rather than asked for one by one, so that a grid may be as large as it likes.
-    """
+    """Return the cells that have a file, int64 (cells, axes), in row-major order."""
+    # By a listing, not a question for each cell: the cost follows the files, whatever grid the metadata claims.
     if not array.shape:
         return np.zeros((int(storage.length(array.file_name((0,))) is not None), 1), dtype=np.int64)
     found = [
@@ -121,15 +119,15 @@ def _is_number(text: str) -> bool:
 
 
 def missing_cells(array: StoredArray, stored: Column, most: int = MOST_CELLS) -> Column:
-    """Return the places of the grid that have no file, int64 (cells, axes).
+    """Return the cells that have no file, int64 (cells, axes).
 
     Args:
         array: whose grid it is.
-        stored: the places that have one, int64 (stored, axes).
-        most: how many numbers the places may come to.
+        stored: the cells that have one, int64 (stored, axes).
+        most: the most numbers that the result may have.
 
     Raises:
-        UnsupportedValue: there are too many to count them out.
+        UnsupportedValue: there are too many to list them.
     """
     # A few bytes of metadata may describe a grid of 2**60 places; only as many as fit the memory are counted out.
     total = prod(array.counts)
@@ -148,11 +146,11 @@ def missing_cells(array: StoredArray, stored: Column, most: int = MOST_CELLS) ->
     return cells
 
 
-# The index inside a file that holds several chunks: zarr's sharding codec, chunks as plain bytes.
+# The index of a file with several chunks: zarr's sharding codec, with chunks as plain bytes
 
 _CRC_BYTES = 4
 _ENTRY_BYTES = 16
-_NOT_STORED = 2**64 - 1
+_NOT_STORED = 2**64 - 1  # offset and length of a chunk that isn't stored, by zarr's spec
 
 
 def inner_counts(array: StoredArray) -> tuple[int, ...]:
@@ -190,6 +188,7 @@ def read_shard_index(storage: Storage, array: StoredArray, name: str) -> tuple[C
     """
     # Numbers of Python, not of numpy: what the metadata says may be beyond 64 bits, and must not wrap round.
     length, size = storage.length(name) or 0, index_bytes(array)
+    # Before any memory is made: the size comes from metadata, which can claim any number of inner chunks.
     if size > length:
         raise _unsound(storage, name, f"{length} bytes", f"an index of {size} bytes")
     data = bytearray(size)
@@ -204,6 +203,7 @@ def read_shard_index(storage: Storage, array: StoredArray, name: str) -> tuple[C
     begin, count = entries[stored].T
     whole = int(np.prod(array.inner or (), dtype=object)) * array.dtype.itemsize
     # Inner chunks are plain bytes here, so each has the same length: any other is damage, or a codec unseen.
+    # "begin + count > length" could overflow uint64.
     wrong = (count != whole) | (begin > max(0, length - whole))
     if wrong.any() or whole > length:
         found = f"an inner chunk at byte {begin[wrong][:1]} of {count[wrong][:1]} bytes" if wrong.any() else "none"
@@ -212,7 +212,7 @@ def read_shard_index(storage: Storage, array: StoredArray, name: str) -> tuple[C
 
 
 def crc32c(data: bytes) -> int:
-    """Return the CRC-32C of bytes, of which there are few: the zlib of Python has only the other CRC-32.
+    """Return the CRC-32C of a few bytes: slow, and written out here since Python's zlib has only the other CRC-32.
 
     Examples:
         >>> hex(crc32c(b"123456789"))

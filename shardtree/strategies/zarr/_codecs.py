@@ -1,4 +1,4 @@
-"""Codecs: whether chunks are plain bytes, and which others may be undone by the zarr package."""
+"""Codecs: whether chunks are plain bytes, and which other codecs the zarr package may decode."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _HARMLESS = {
     *("zlib", "bz2", "lzma", "lz4", "shuffle", "delta", "fixedscaleoffset", "quantize", "bitround", "packbits"),
     *("crc32", "adler32", "fletcher32", "jenkins_lookup3", "astype"),
 }
-"""A filter of numcodecs can be anything, pickle among them; these turn bytes into bytes and numbers into numbers."""
+"""An allowlist, since a filter of numcodecs can be anything, pickle too; these only convert bytes and numbers."""
 
 
 def check_harmless(codecs: Iterable[Any], what: str) -> None:
-    """Raise unless undoing these codecs runs no code that the file brings.
+    """Raise unless decoding with these codecs is known to run no code from the file.
 
     Args:
         codecs: as v2 or v3 metadata describes them, each with its "id" or "name"; those inside of others too.
@@ -83,7 +83,7 @@ def codec_parts(codec: Any, what: str) -> tuple[str, dict[str, Any]]:
         return codec, {}
     if isinstance(codec, dict):
         configuration = codec.get("configuration", {})
-        # By which of two names it is called would be for its reader to say, so it may have but one.
+        # Exactly one name: of two, we might check one, and the zarr package decode by the other.
         names = [codec[field] for field in ("name", "id") if field in codec]
         sound = len(names) == 1 and isinstance(names[0], str) and isinstance(configuration, dict)
         if sound and "id" not in configuration:
@@ -108,12 +108,12 @@ def _no_codec(found: Any, what: str) -> CorruptCheckpoint:
     return CorruptCheckpoint(error_text(f"open: {what} is not sound", found=f"{found!r}"[:200], expected="a codec"))
 
 
-# How long a compressed chunk becomes: found out before it is decoded, so that a small file can't fill the memory.
+# Guard against decompression bombs: a chunk's decoded length is found before it is decoded
 
 _STEP_BYTES = 1024 * 1024
 _SLACK_BYTES = 1024 * 1024
 _TIMES_WIDER = 16
-"""A filter may store elements as wider ones."""
+"""A filter may store elements in a wider type."""
 
 _ZSTD_BLOCK_BYTES = 128 * 1024
 _CHECKSUM_BYTES = 4
@@ -126,7 +126,7 @@ _STREAMS: dict[str, Callable[[], Any]] = {
     "lzma": partial(lzma.LZMADecompressor, memlimit=2**30),
 }
 _HEADED = {"blosc": 4, "lz4": 0}
-"""Where these write the length, in four bytes."""
+"""The byte at which these store the decoded length, in four bytes."""
 
 _COMPRESSORS = {*_STREAMS, *_HEADED, "zstd"}
 
@@ -140,8 +140,8 @@ def check_expansion(array: StoredArray, data: bytes, what: str) -> None:
         what: the file, for messages.
 
     Raises:
-        CorruptCheckpoint: it becomes much longer, or isn't what its compressor writes.
-        UnsupportedValue: it went through several compressors, or one that something else follows.
+        CorruptCheckpoint: it would become much longer, or its compressor can't have written it.
+        UnsupportedValue: there are several compressors, or a codec after the compressor.
 
     Examples:
         >>> import torch
@@ -195,7 +195,7 @@ def _check_chunk(codecs: Sequence[Any], data: bytes, nbytes: int, what: str) -> 
 
 
 def _decoded_length(compressor: str, data: bytes, most: int) -> int:
-    """Return how many bytes compressed ones become; where that is more than `most`, any number above it."""
+    """Return the length of the decoded bytes; if that is more than `most`, any number above it."""
     if compressor in _STREAMS:
         return _streamed_length(_STREAMS[compressor], data, most)
     if compressor == "zstd":
@@ -205,6 +205,7 @@ def _decoded_length(compressor: str, data: bytes, most: int) -> int:
 
 
 def _streamed_length(stream: Callable[[], Any], data: bytes, most: int) -> int:
+    # These formats don't store their length, or can lie about it: decode in steps, and keep nothing.
     length = 0
     # A gzip file may be several streams, one after the other.
     while data and length <= most:
@@ -213,14 +214,14 @@ def _streamed_length(stream: Callable[[], Any], data: bytes, most: int) -> int:
             step = len(one.decompress(data, _STEP_BYTES))
             data = one.unconsumed_tail if hasattr(one, "unconsumed_tail") else b""
             if not step and not data and not one.eof:
-                return length  # it is cut off: decoding it says so
+                return length  # the data is cut off, which the decoding itself will report
             length += step
         data = one.unused_data.lstrip(b"\0")  # gzip may be padded
     return length
 
 
 def _zstd_length(data: bytes) -> int:
-    """Return what a zstd frame's header says, or else the most that its blocks can have.
+    """Return the length in a zstd frame's header, or else the most that its blocks can decode to.
 
     References:
         RFC 8878, section 3.1.1.
@@ -233,7 +234,7 @@ def _zstd_length(data: bytes) -> int:
     at = 5 + (not is_single) + (0, 1, 2, 4)[flags & 3]
     if size:
         return int.from_bytes(data[at : at + size], "little") + (256 if size == 2 else 0)
-    # The header may leave out the length: then no block becomes longer than 128 KiB.
+    # No length in the header: a raw or repeated block has its length in its own header, others at most 128 KiB.
     length = 0
     while at + 3 <= len(data):
         header = int.from_bytes(data[at : at + 3], "little")
@@ -246,7 +247,8 @@ def _zstd_length(data: bytes) -> int:
 
 
 def _check_inner(array: StoredArray, configuration: dict[str, Any], data: bytes, what: str) -> None:
-    """Check each chunk inside of a file."""
+    """Check each inner chunk of a file."""
+    # Only an index that we can read as the zarr package does: else chunks would be decoded unchecked.
     index, inside = (codec_list(configuration.get(name), what) for name in ("index_codecs", "codecs"))
     names = [codec_parts(codec, what)[0] for codec in index]
     if names not in (["bytes"], ["bytes", "crc32c"]) or any(

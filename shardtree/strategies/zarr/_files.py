@@ -1,4 +1,4 @@
-"""One rank's part of chunk files: which bytes of which shards go where in them."""
+"""Writing one rank's part of chunk files: which bytes of which shards go where in them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from .._checks import misfit
 from ._array import Shape, StoredArray
 from ._cells import encode_shard_index, inner_counts
 from ._group import inner_cells
-from ._layout import Placed
+from ._layout import ArrayLayout
 
 _ZEROS = bytes(64 * 1024)
 
@@ -44,11 +44,11 @@ class ChunkFile:
         name: of the file.
         length: of the whole file, in bytes.
         is_shared: whether other ranks write other parts of it.
-        shard: for each run, the number of the rank's shard that it is of, int64 (runs,).
+        shard: for each run, the number of its shard among the rank's, int64 (runs,).
         byte: where each begins in the shard's row-major bytes, int64 (runs,).
         target: where each begins in the file, ascending, int64 (runs,).
         count: bytes in each, int64 (runs,).
-        index: what the file ends with.
+        index: the bytes at the end of the file.
     """
 
     name: str
@@ -61,7 +61,7 @@ class ChunkFile:
     index: bytes = b""
 
 
-def chunk_files(part: Placed, rank: int, numbers: Column) -> Iterator[ChunkFile]:
+def chunk_files(part: ArrayLayout, rank: int, numbers: Column) -> Iterator[ChunkFile]:
     """Yield what a rank writes of a tensor's files.
 
     Args:
@@ -73,7 +73,7 @@ def chunk_files(part: Placed, rank: int, numbers: Column) -> Iterator[ChunkFile]
     files, file = np.unique(part.file[own], return_inverse=True)
     step = array.inner or array.step
     columns = select_rows(part.columns, own)
-    # Most shards are whole chunks, for which no plan is needed; that is where a save of many shards spends its time.
+    # Shards that are whole chunks, the usual case, need no plan.
     at_edge = (columns.shape != np.array(step, dtype=np.int64)).any()
     runs = _planned(part, columns, files, step) if at_edge else _whole(array, columns, file.reshape(-1), step)
     order = np.lexsort((runs.target_byte, runs.target))
@@ -95,7 +95,7 @@ def chunk_files(part: Placed, rank: int, numbers: Column) -> Iterator[ChunkFile]
 
 
 def _whole(array: StoredArray, columns: ShardColumns, file: Column, step: Shape) -> Runs:
-    """Return where shards go whose boxes are whole chunks: each is one run; the target is the number of the file."""
+    """Return the runs of shards whose boxes are whole chunks, one each; the target is the number of the file."""
     place = columns.offset // np.array(step, dtype=np.int64) % np.array(inner_counts(array) or (1,), dtype=np.int64)
     strides = row_major_strides(np.array([inner_counts(array) or (1,)], dtype=np.int64))
     item_size = array.dtype.itemsize
@@ -104,8 +104,9 @@ def _whole(array: StoredArray, columns: ShardColumns, file: Column, step: Shape)
     return Runs(number, np.zeros_like(number), file, target, columns.elements * item_size)
 
 
-def _planned(part: Placed, columns: ShardColumns, files: Column, step: Shape) -> Runs:
-    """Return where shards go, the target being the number of the file, whatever boxes they are."""
+def _planned(part: ArrayLayout, columns: ShardColumns, files: Column, step: Shape) -> Runs:
+    """Return the runs of shards of any boxes; the target is the number of the file."""
+    # Writing is planned as a load of chunks from shards: the same code finds which bytes meet.
     slots = _slots(part.array, part.cells[files])
     each = len(slots) // len(files)
     wanted = replace(
@@ -150,20 +151,21 @@ def write_chunk_file(
     """Write a file, or a rank's part of it, and return its block hashes; None where other ranks write it too.
 
     Raises:
-        ShapeError: a tensor isn't any more what its shard says.
+        ShapeError: a tensor no longer has the dtype or shape of its shard.
     """
+    # An asynchronous save without a snapshot may see a tensor that was replaced since the call.
     wrong = [misfit(shards[number]) for number in np.unique(file.shard).tolist()]
     if any(wrong):
         found = next(filter(None, wrong))
         raise ShapeError(error_text("save: a tensor was changed while it waited to be written", found=found))
     # No rank sees all bytes of a file that several write, so that none could hash its blocks.
     if file.is_shared:
-        storage.write_parts(file.name, file.length, _told_parts(_parts(file, shards), progress), durable=durable)
+        storage.write_parts(file.name, file.length, _reported_parts(_parts(file, shards), progress), durable=durable)
         return None
     hasher = BlockHasher() if checksums else None
     buffers = _buffers(file, shards)
     with closing(in_parts(buffers) if hasher is None else hashed_beside(buffers, hasher)) as stream:
-        storage.write(file.name, SizedBuffers(file.length, told(stream, progress)), durable=durable)
+        storage.write(file.name, SizedBuffers(file.length, reported(stream, progress)), durable=durable)
     return None if hasher is None else hash_column(hasher)
 
 
@@ -174,7 +176,7 @@ def _buffers(file: ChunkFile, shards: Sequence[ShardedTensor]) -> Iterator[Buffe
     rows = (column.tolist() for column in (file.shard, file.byte, file.target, file.count))
     for number, byte, target, count in zip(*rows, strict=True):
         yield from _zeros(target - end)
-        # A whole shard is yielded in place, or staged in parts; only one that is cut up is made row-major in memory.
+        # A whole tensor is passed on in parts, so that a lazy one or a view is never whole in memory.
         if byte == 0 and count == shards[number].data.nbytes:
             yield from tensor_buffers(shards[number].data)
         else:
@@ -188,8 +190,7 @@ def _buffers(file: ChunkFile, shards: Sequence[ShardedTensor]) -> Iterator[Buffe
 
 
 def _parts(file: ChunkFile, shards: Sequence[ShardedTensor]) -> Iterator[tuple[int, Buffer]]:
-    """Yield what a rank writes of a shared file, one shard after the other."""
-    # In the shards' order one is in memory at a time; the bytes go to their own places in any order.
+    """Yield a rank's parts of a shared file, one shard after the other, so that one is in memory at a time."""
     order = np.argsort(file.shard, kind="stable")
     last, memory = -1, memoryview(b"")
     rows = (column[order].tolist() for column in (file.shard, file.byte, file.target, file.count))
@@ -210,12 +211,12 @@ def _zeros(count: int) -> Iterator[Buffer]:
         count -= len(_ZEROS)
 
 
-def told(buffers: Iterator[Buffer], progress: Callable[[int], None]) -> Iterator[Buffer]:
-    """Yield buffers as they are, and say of each, once it is written, how many bytes it had.
+def reported(buffers: Iterator[Buffer], progress: Callable[[int], None]) -> Iterator[Buffer]:
+    """Yield buffers unchanged, and call `progress` with the length of each once it is written.
 
     Examples:
         >>> sizes = []
-        >>> _ = list(told(iter([memoryview(b"ab"), memoryview(b"c")]), sizes.append))
+        >>> _ = list(reported(iter([memoryview(b"ab"), memoryview(b"c")]), sizes.append))
         >>> sizes
         [2, 1]
     """
@@ -224,7 +225,9 @@ def told(buffers: Iterator[Buffer], progress: Callable[[int], None]) -> Iterator
         progress(buffer.nbytes)
 
 
-def _told_parts(parts: Iterator[tuple[int, Buffer]], progress: Callable[[int], None]) -> Iterator[tuple[int, Buffer]]:
+def _reported_parts(
+    parts: Iterator[tuple[int, Buffer]], progress: Callable[[int], None]
+) -> Iterator[tuple[int, Buffer]]:
     for byte, buffer in parts:
         yield byte, buffer
         progress(buffer.nbytes)

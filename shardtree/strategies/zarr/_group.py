@@ -1,4 +1,4 @@
-"""A folder of zarr arrays, as an index that loads can plan on."""
+"""A folder of zarr arrays as an index, on which loads are planned as for any other format."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ Object = tuple[str, str, int]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Group:
-    """What a folder of arrays holds.
+    """The content of a folder of arrays.
 
     Attributes:
-        index: of its tensors and objects; some of its files are made when they are read.
+        index: of its tensors and objects; some of its files are virtual.
         arrays: all of them.
-        made: for each file that has to be decoded, or that isn't stored, by its number: array and place in its grid,
-            None for a place that has the fill value.
+        made: for each virtual file, by its number: the array, and the cell whose file has to be decoded, None for bytes
+            of the fill value.
     """
 
     index: Index
@@ -61,7 +61,7 @@ class Rows:
 
 @dataclass(slots=True, eq=False)
 class _Files:
-    room: int  # how many places without a file there may be
+    room: int  # how many cells without a file there may be in all arrays together
     files: list[StoredFile] = field(default_factory=list)
     made: dict[int, tuple[StoredArray, Shape | None]] = field(default_factory=dict)
 
@@ -73,15 +73,15 @@ class _Files:
 
 
 def read_group(storage: Storage, arrays: Sequence[StoredArray], objects: Sequence[Object] = ()) -> Group:
-    """Return what a folder holds, after a look at which chunk files are there.
+    """Return the content of a folder; lists its chunk files.
 
     Args:
         storage: the folder.
-        arrays: what the metadata of its arrays says.
+        arrays: by their metadata.
         objects: files that each hold one object.
 
     Raises:
-        CorruptCheckpoint: two arrays say that they are the same tensor, or a file with several chunks isn't sound.
+        CorruptCheckpoint: two arrays have the same tensor's key, or a file with several chunks isn't sound.
     """
     # All boxes are held with as many axes as the tensor with most of them has.
     files = _Files(MOST_CELLS // max((len(array.box) for array in arrays), default=1))
@@ -120,6 +120,7 @@ def array_columns(arrays: Sequence[StoredArray], rows: Sequence[Rows]) -> ShardC
 
 def _array_rows(storage: Storage, array: StoredArray, files: _Files) -> Rows:
     cells = stored_cells(storage, array)
+    # Where edge chunks fall into millions of pieces, files are made whole in memory, as compressed ones are.
     too_fine = count_pieces(cells * np.array(array.step), array.step, array.box) > MOST_CELLS
     # Edges may cut a chunk into as many runs as it has elements; one decoded in memory is then the cheaper plan.
     if not array.raw or too_fine:
@@ -173,7 +174,7 @@ def _sharded_rows(storage: Storage, array: StoredArray, cells: Column, files: _F
         numbers, begin = read_shard_index(storage, array, name)
         file = files.add([name], [storage.length(name) or 0])
         places = inner_cells(array, cell, numbers)
-        # A file at an edge has inner chunks that lie beyond the tensor as a whole.
+        # A file at an edge has inner chunks beyond it, which zarr may store or not: no element of the tensor is there.
         inside = (places < counts).all(axis=1)
         parts.append(chunk_rows(array, places[inside], inner, np.repeat(file, inside.sum()), begin[inside]))
         if array.fill is not None:
@@ -194,7 +195,7 @@ def _decoded_rows(array: StoredArray, cells: Column, files: _Files) -> Rows:
 
 
 def _filled_rows(array: StoredArray, cells: Column, files: _Files, step: Shape) -> Rows:
-    """Return the boxes of chunks that aren't stored: all lie in one file, which is made of the fill value."""
+    """Return the boxes of chunks that aren't stored: all lie in one virtual file of the fill value."""
     offset = cells * np.array(step, dtype=np.int64)
     shape = np.minimum(np.array(step), np.array(array.box) - offset)
     file = np.zeros(len(cells), dtype=np.int64)
@@ -218,9 +219,9 @@ def _none() -> Column:
     return np.zeros(0, dtype=np.int64)
 
 
-# Finding the arrays in a folder: those of zarr v2 and v3, in groups however deep, and Megatron-Core's object files.
+# Finding the arrays of zarr v2 and v3 in a folder, in nested groups, and Megatron-Core's object files
 
-_DEEPEST = 32
+_DEEPEST = 32  # levels of groups
 _LOCKS = ".sync"
 _METADATA_FILES = frozenset({ARRAY_FILE, NODE_FILE, ".zattrs", ".zgroup", ".zmetadata"})
 _OBJECT_SUFFIX = ".pt"
@@ -229,9 +230,9 @@ logger = logging.getLogger("shardtree")
 
 
 def find_arrays(storage: Storage) -> tuple[list[StoredArray], list[Object]]:
-    """Return the arrays in a folder and the folders in it, and the objects that lie in files of their own.
+    """Return the arrays in a folder and the folders in it, and the objects in files of their own.
 
-    Arrays of what torch has no dtype for, such as texts and dates, are left out, with a warning in the log.
+    Arrays of types that torch lacks, such as texts and dates, are left out, with a warning in the log.
 
     Raises:
         CorruptCheckpoint: the metadata of an array isn't sound.
@@ -320,9 +321,9 @@ def _objects(storage: Storage, folder: str, names: tuple[str, ...]) -> list[Obje
 
 
 def whole_keys(unique_keys: Sequence[str]) -> dict[str, str]:
-    """Return each unique key as it was meant: old releases left out the grid's last size.
+    """Return the full unique key of each: old releases left out the grid's last size.
 
-    The cells tell it, where all of them are there.
+    It follows from the cells, if all of them are there.
 
     Args:
         unique_keys: of all cells of one object.

@@ -1,4 +1,4 @@
-"""How a save cuts tensors into chunk files: along the ranks' shards where these are a regular grid."""
+"""How a save cuts tensors into chunk files: along the ranks' shards, if these are a regular grid."""
 
 from __future__ import annotations
 
@@ -18,17 +18,15 @@ from ...layouts import ShardColumns, select_rows
 from ...storage import digest
 from ._array import Shape, StoredArray
 
-# From a tensor's key to the name of its array's folder.
-
-_AS_THEY_ARE = "+=@,()[]"
-_LONGEST = 200
-_TAKEN = {"zarr.json", "metadata.json"}
+_UNQUOTED = "+=@,()[]"
+_LONGEST = 200  # file systems allow 255 bytes in a name, and a temporary name is longer
+_RESERVED = {"zarr.json", "metadata.json"}
 
 
 def array_name(key: str) -> str:
-    """Return the folder that the array of a key goes to: the key itself where its characters are harmless.
+    """Return the folder of a key's array: the key itself if its characters are harmless.
 
-    Other characters are percent-encoded, as in a URL, and so is the first one of a name that is taken or hidden. A
+    Other characters are percent-encoded, as in a URL, and so is the first one of a name that is reserved or hidden. A
     name longer than 200 characters is cut, and ends with a hash of the key.
 
     Examples:
@@ -37,8 +35,8 @@ def array_name(key: str) -> str:
         >>> array_name("x" * 300)[170:]
         'xxxxxxxxxxxxx~a5d1b4607dc83554'
     """
-    name = quote(key, safe=_AS_THEY_ARE)
-    if name[0] in "._" or name in _TAKEN:
+    name = quote(key, safe=_UNQUOTED)
+    if name[0] in "._" or name in _RESERVED:
         name = f"%{ord(name[0]):02X}{name[1:]}"
     if len(name) <= _LONGEST:
         return name
@@ -46,17 +44,17 @@ def array_name(key: str) -> str:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Placed:
+class ArrayLayout:
     """One tensor's array, and which shard goes to which of its files.
 
     Attributes:
-        array: what its metadata will say.
+        array: as its metadata will describe it.
         rows: of its shards among all that are written, those with elements, int64 (shards,).
         columns: these shards, on the tensor's own axes.
-        cells: places of the grid that get a file, in row-major order, int64 (files, axes).
+        cells: the cells of the grid that get a file, in row-major order, int64 (files, axes).
         file: the number of each shard's file, int64 (shards,).
-        writer: the rank that writes each file, -1 where several do, int64 (files,).
-        keeper: the rank that writes the metadata.
+        writer: the rank that writes each file, -1 if several do, int64 (files,).
+        metadata_writer: the rank that writes the metadata.
     """
 
     array: StoredArray
@@ -65,15 +63,15 @@ class Placed:
     cells: Column
     file: Column
     writer: Column
-    keeper: int
+    metadata_writer: int
 
 
-def placed(written: ShardColumns, rank: int | None = None) -> Iterator[Placed]:
-    """Yield where each tensor's shards go.
+def array_layouts(written: ShardColumns, rank: int | None = None) -> Iterator[ArrayLayout]:
+    """Yield the layout of each tensor's array. Every rank computes the same one, so that none is exchanged.
 
     Args:
-        written: the shards of all ranks, each once, in whatever replica is written.
-        rank: only tensors that this rank writes something of; None for all.
+        written: the shards of all ranks, each once, in the replica that is written.
+        rank: only tensors of which this rank writes something; None for all.
 
     Raises:
         IntegrityError: a file would have gaps, or two keys would have one name.
@@ -89,27 +87,28 @@ def placed(written: ShardColumns, rank: int | None = None) -> Iterator[Placed]:
             if other != key:
                 what = f"save: tensors {other!r} and {key!r} would lie in the same folder"
                 raise IntegrityError(error_text(what, fix="Rename one."))
-            yield _placed(written, number, order[begin:end])
+            yield _array_layout(written, number, order[begin:end])
 
 
-def _placed(written: ShardColumns, number: int, rows: Column) -> Placed:
+def _array_layout(written: ShardColumns, number: int, rows: Column) -> ArrayLayout:
     key, kind = written.keys[number], written.kinds[number]
     check_storable(kind.dtype, f"save: {key!r}")
-    keeper = int(written.rank[rows[0]])
+    metadata_writer = int(written.rank[rows[0]])
     rows = rows[written.elements[rows] > 0]
     columns = _own_axes(select_rows(written, rows), max(1, len(kind.global_shape)))
     box = kind.global_shape or (1,)
     cell = _regular_cell(columns, box)
-    step, inner = _together(columns, box, cell) if cell else (tuple(max(1, size) for size in box), None)
+    # No regular grid: one chunk that is the whole tensor, to which each rank writes its bytes.
+    step, inner = _file_shape(columns, box, cell) if cell else (tuple(max(1, size) for size in box), None)
     shapes = (step, inner) if kind.global_shape else ((), None)
     array = StoredArray(array_name(key), key, kind.dtype, kind.global_shape, shapes[0], inner=shapes[1])
     cells, file = _cells(columns, step, array.counts)
     _check_filled(array, columns, cells, file)
-    return Placed(array, rows, columns, cells, file, _writers(columns.rank, file, len(cells)), keeper)
+    return ArrayLayout(array, rows, columns, cells, file, _writers(columns.rank, file, len(cells)), metadata_writer)
 
 
 def _cells(columns: ShardColumns, step: Shape, counts: Shape) -> tuple[Column, Column]:
-    """Return the places of the files that shards go to, in row-major order, and the number of each shard's file."""
+    """Return the cells of the files that shards go to, in row-major order, and the number of each shard's file."""
     place = columns.offset // np.array(step, dtype=np.int64)
     strides = row_major_strides(np.array([counts], dtype=np.int64))
     _, first, file = np.unique((place * strides).sum(axis=1), return_index=True, return_inverse=True)
@@ -122,7 +121,7 @@ def _own_axes(columns: ShardColumns, axes: int) -> ShardColumns:
 
 
 def _regular_cell(columns: ShardColumns, box: Shape) -> Shape | None:
-    """Return the shape of the cells, if all shards, or the boxes that they are ranges of, are a regular grid's."""
+    """Return the shape of the cells if all shards, or the boxes of flat ones, are a regular grid's; else None."""
     if not len(columns):
         return None
     cell = columns.shape.max(axis=0)
@@ -131,8 +130,9 @@ def _regular_cell(columns: ShardColumns, box: Shape) -> Shape | None:
     return tuple(cell.tolist()) if regular else None
 
 
-def _together(columns: ShardColumns, box: Shape, cell: Shape) -> tuple[Shape, Shape | None]:
-    """Return the shape of a file and of the chunks in it, None for one: cells that one rank writes share a file."""
+def _file_shape(columns: ShardColumns, box: Shape, cell: Shape) -> tuple[Shape, Shape | None]:
+    """Return the shape of a file and of its inner chunks, None for a single one."""
+    # Neighbouring cells of one rank share a file: stacked layers would be a small file for each layer otherwise.
     counts = tuple(-(-size // step) for size, step in zip(box, cell, strict=True))
     whole = (columns.start < 0) | (columns.stop - columns.start == volumes(columns.shape))
     if len(columns) < 2 or not whole.all() or prod(counts) != len(columns):
@@ -166,6 +166,7 @@ def _common_blocks(writers: np.ndarray[Any, np.dtype[np.int64]]) -> Shape:
 
 def _check_filled(array: StoredArray, columns: ShardColumns, cells: Column, file: Column) -> None:
     """Raise unless every file that is written is written whole."""
+    # To other readers a gap would be zeros, without an error.
     step = np.array(array.step, dtype=np.int64)
     room = volumes(np.minimum(step, np.array(array.box, dtype=np.int64) - cells * step))
     found = np.bincount(file, weights=columns.elements, minlength=len(cells)).astype(np.int64)

@@ -1,4 +1,4 @@
-"""Megatron-Core's old format: one zarr v2 array a tensor, one file an object. It is read, never written."""
+"""Megatron-Core's old format: a zarr v2 array for each tensor, a file for each object. It is read, never written."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BACKEND, VERSION = "zarr", 1
 
 
 def legacy_group(checkpoint: Checkpoint) -> Group:
-    """Return what a checkpoint's folder holds, looked up once."""
+    """Return the content of a checkpoint's folder, listed once."""
     if "group" not in checkpoint.memo:
         checkpoint.memo["group"] = read_group(checkpoint.storage, *find_arrays(checkpoint.storage))
     group: Group = checkpoint.memo["group"]
@@ -47,7 +47,7 @@ def load_legacy_sharded(checkpoint: Checkpoint, shards: Sequence[ShardedTensor])
 
 
 def explain_legacy(checkpoint: Checkpoint, shards: Sequence[ShardedTensor], cast: bool) -> Prospect:
-    """Return what loading shards would come to, from metadata and the lengths of files alone."""
+    """Return what loading shards would cost, from metadata and the lengths of files alone."""
     return explain_group(checkpoint, legacy_group(checkpoint), shards, cast=cast)
 
 
@@ -61,6 +61,7 @@ def load_legacy_objects(checkpoint: Checkpoint, objects: Sequence[ShardedObject]
     """
     index = legacy_group(checkpoint).index
     keys, old_keys = [item.unique_key for item in objects], [old_unique_key(item) for item in objects]
+    # By both names: old releases of Megatron-Core left out the last number.
     exact, old = (find_texts(index.object_text, index.object_start, names) for names in (keys, old_keys))
     numbers = [one if one >= 0 else other for one, other in zip(exact, old, strict=True)]
     check_objects_known(keys, [number >= 0 for number in numbers])
@@ -77,7 +78,7 @@ def _read_object(checkpoint: Checkpoint, name: str) -> Any:
 
 
 def verify_legacy_files(checkpoint: Checkpoint) -> tuple[Finding, ...]:
-    """Return what is wrong as far as the format can tell: chunks that are missing or cut, objects with another CRC."""
+    """Return the damage that the format can show: chunks that are missing or cut, objects with another CRC."""
     try:
         group = legacy_group(checkpoint)
     except CheckpointingException as error:
@@ -90,7 +91,7 @@ def _object_findings(checkpoint: Checkpoint, group: Group) -> Iterator[Finding]:
     for number in group.index.object_file.tolist():
         name = file_at(group.index, number).name
         try:
-            with suppress(UnsafeFile):  # whole, as far as it was read
+            with suppress(UnsafeFile):  # a class that we won't make: the bytes may still be what was saved
                 _read_object(checkpoint, name)
             with storage.open(name) as reader:
                 yield from archive_unchecked(name, reader.mapped())

@@ -37,10 +37,10 @@ from ._codecs import check_expansion
 from ._group import Group, find_arrays, read_group
 from ._metadata import NODE_FILE, OURS
 
-# Chunks that aren't plain bytes: the zarr package undoes their codecs, one chunk at a time.
+# Chunks that aren't plain bytes: the zarr package decodes them, one at a time
 
 _MOST_DECODED = 4 * 2**30
-"""Bytes of memory that decoding one chunk may take. No metadata of a few bytes may ask for more."""
+"""The most bytes that one decoded chunk may take: guards against metadata of a few bytes that claims a huge chunk."""
 
 
 def decoded(storage: Storage, array: StoredArray, cell: Shape) -> torch.Tensor:
@@ -49,7 +49,7 @@ def decoded(storage: Storage, array: StoredArray, cell: Shape) -> torch.Tensor:
     Raises:
         StrategyError: the zarr package isn't installed.
         CorruptCheckpoint: the chunk can't be decoded.
-        UnsupportedValue: it is too large to be decoded at once, or its compressors are in no usual order.
+        UnsupportedValue: it is too large to be decoded at once, or its compressor isn't the last codec.
     """
     name = array.file_name(cell)
     _check_size(array, array.file_bytes)
@@ -60,7 +60,7 @@ def decoded(storage: Storage, array: StoredArray, cell: Shape) -> torch.Tensor:
         values = _values(package, array, name.removeprefix(f"{array.name}/"), data, cell)
     except CheckpointingException:
         raise
-    except Exception as error:  # codecs raise whatever they like
+    except Exception as error:  # codecs raise exceptions of any class
         found = f"{type(error).__name__}: {error}"[:300]
         fix = "The file was damaged, or made by a program whose codecs aren't installed."
         raise CorruptCheckpoint(
@@ -70,7 +70,7 @@ def decoded(storage: Storage, array: StoredArray, cell: Shape) -> torch.Tensor:
 
 
 def filled(array: StoredArray, length: int) -> torch.Tensor:
-    """Return so many bytes of a chunk that isn't stored, uint8 (bytes,).
+    """Return a number of bytes of a chunk that isn't stored, uint8 (bytes,).
 
     Raises:
         UnsupportedValue: it is too large to be made at once.
@@ -82,7 +82,7 @@ def filled(array: StoredArray, length: int) -> torch.Tensor:
 
 
 def _check_size(array: StoredArray, length: int) -> None:
-    """Raise unless a whole chunk of an array may be in memory."""
+    """Raise if a chunk of an array is too large to be in memory whole."""
     if length > _MOST_DECODED:
         found, expected = f"{length} bytes", f"at most {_MOST_DECODED}"
         what = f"load: a chunk of array {array.name!r} is too large to be decoded"
@@ -90,7 +90,7 @@ def _check_size(array: StoredArray, length: int) -> None:
 
 
 def zarr_package(what: str) -> Any:
-    """Return the zarr package, imported when something needs it.
+    """Return the zarr package, imported only when a chunk needs it.
 
     Raises:
         StrategyError: it isn't installed.
@@ -104,9 +104,10 @@ def zarr_package(what: str) -> Any:
 
 
 def _values(package: Any, array: StoredArray, name: str, data: bytes, cell: Shape) -> np.ndarray[Any, Any]:
+    # The package gets an array in memory with this one chunk, so that the file can come from any storage of ours.
     file = "zarr.json" if array.prefix or "codecs" in array.document else ".zarray"
     buffer = package.core.buffer.default_buffer_prototype().buffer
-    document = json.dumps(_understood(array)).encode()
+    document = json.dumps(_numpy_document(array)).encode()
     store = package.storage.MemoryStore({file: buffer.from_bytes(document), name: buffer.from_bytes(data)})
     # By the package's own reader, over a store of this one chunk: so its codecs run as it means them to.
     region = tuple(
@@ -121,8 +122,8 @@ def _values(package: Any, array: StoredArray, name: str, data: bytes, cell: Shap
     return np.ascontiguousarray(found, dtype=found.dtype.newbyteorder("<"))
 
 
-def _understood(array: StoredArray) -> dict[str, Any]:
-    """Return the metadata in words that zarr-python knows: unsigned integers for dtypes that numpy lacks."""
+def _numpy_document(array: StoredArray) -> dict[str, Any]:
+    """Return the metadata with unsigned integers in place of dtypes that NumPy, and so zarr-python, lacks."""
     document, name = dict(array.document), zarr_name(array.dtype)
     if name == dtype_name(array.dtype):
         return document
@@ -135,7 +136,7 @@ def _understood(array: StoredArray) -> dict[str, Any]:
     return document | words | {"fill_value": bits}
 
 
-# Reading tensors: plain chunks straight from their files, others one decoded chunk at a time.
+# Reading tensors: plain chunks straight from their files into the target, others one decoded chunk at a time
 
 
 def load_from_group(checkpoint: Checkpoint, group: Group, shards: Sequence[ShardedTensor]) -> ReadReport:
@@ -148,7 +149,7 @@ def load_from_group(checkpoint: Checkpoint, group: Group, shards: Sequence[Shard
     """
     plan = plan_shards(group.index, shards, shard_columns(shards, checkpoint.world.rank))
     memories = [shard.data for shard in shards]
-    plain, made = _apart(group, plan)
+    plain, made = _split(group, plan)
     report = read_planned(checkpoint, group.index, plain, memories)
     for number, part in _by_file(made):
         report += _read_made(checkpoint, group, number, part, memories)
@@ -156,12 +157,12 @@ def load_from_group(checkpoint: Checkpoint, group: Group, shards: Sequence[Shard
 
 
 def explain_group(checkpoint: Checkpoint, group: Group, shards: Sequence[ShardedTensor], cast: bool) -> Prospect:
-    """Return what loading shards would come to: of chunks that have to be decoded, the whole stored ones."""
+    """Return what loading shards would cost; a chunk that has to be decoded counts with its whole file."""
     return explain_from_index(group.index, shards, partial(_cost, checkpoint, group), cast=cast, refused={})
 
 
 def _cost(checkpoint: Checkpoint, group: Group, plan: LoadPlan) -> ReadCost:
-    plain, made = _apart(group, plan)
+    plain, made = _split(group, plan)
     numbers = [
         number for number in np.union1d(made.runs.file, made.strided.file).tolist() if group.made[number][1] is not None
     ]
@@ -171,8 +172,8 @@ def _cost(checkpoint: Checkpoint, group: Group, plan: LoadPlan) -> ReadCost:
     return planned_cost(checkpoint, group.index, plain) + decoded_cost
 
 
-def _apart(group: Group, plan: LoadPlan) -> tuple[LoadPlan, LoadPlan]:
-    """Return what a plan reads as it is stored, and what it wants of chunks that are decoded or made."""
+def _split(group: Group, plan: LoadPlan) -> tuple[LoadPlan, LoadPlan]:
+    """Return the part of a plan that is read as it is stored, and the part from virtual files."""
     made = np.array(sorted(group.made), dtype=np.int64)
     runs, strided = np.isin(plan.runs.file, made), np.isin(plan.strided.file, made)
     return _part(plan, ~runs, ~strided), _part(plan, runs, strided)
@@ -181,7 +182,7 @@ def _apart(group: Group, plan: LoadPlan) -> tuple[LoadPlan, LoadPlan]:
 def _read_made(
     checkpoint: Checkpoint, group: Group, number: int, plan: LoadPlan, memories: Sequence[torch.Tensor]
 ) -> ReadReport:
-    """Copy what a plan wants of one chunk out of memory that lives as long as this call."""
+    """Decode or make one chunk, and copy the plan's part of it; its memory is freed with this call."""
     array, cell = group.made[number]
     file = file_at(group.index, number)
     if cell is not None and checkpoint.storage.length(file.name) is None:
@@ -228,7 +229,7 @@ def is_own(fields: Fields) -> bool:
 
 
 def read_arrays(checkpoint: Checkpoint) -> Group:
-    """Return what a checkpoint's folder holds, looked up once."""
+    """Return the content of a checkpoint's folder, listed once."""
     if "group" not in checkpoint.memo:
         if is_own(checkpoint.fields):
             group = Group(decode_columns(*read_checked(checkpoint, "index")), (), {})
@@ -241,16 +242,13 @@ def read_arrays(checkpoint: Checkpoint) -> Group:
 
 
 def _with_fill(array: StoredArray) -> StoredArray:
-    """Return a v2 array without a fill value as one of zeros: zarr-python leaves out such chunks of it."""
+    """Return a v2 array without a fill value as one of zeros: zarr-python doesn't write its chunks of zeros."""
     return replace(array, fill=0) if array.fill is None and array.document["zarr_format"] == 2 else array
 
 
 def recognize(storage: Storage) -> Fields | None:
-    """Return the backends of a folder of zarr arrays that another program wrote, None if it is none.
-
-    A folder of ours has metadata.json; without, its save wasn't finished.
-    """
-    # Ours have metadata.json: a zarr.json with our mark and without that is a save that was cut off.
+    """Return the backends of a folder of zarr arrays that another program wrote, None if it isn't one."""
+    # A group of ours without metadata.json is a save that wasn't finished, and must not open as another program's.
     if storage.length(_V2_GROUP) is None:
         if storage.length(NODE_FILE) is None:
             return None
@@ -284,7 +282,7 @@ def load_sharded(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> Rea
 
 
 def explain(checkpoint: Checkpoint, shards: Sequence[ShardedTensor], cast: bool) -> Prospect:
-    """Return what loading shards would come to, from metadata and the lengths of files alone."""
+    """Return what loading shards would cost, from metadata and the lengths of files alone."""
     return explain_group(checkpoint, read_arrays(checkpoint), shards, cast=cast)
 
 

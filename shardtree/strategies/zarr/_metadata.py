@@ -1,4 +1,4 @@
-"""Arrays of zarr v2 and v3: .zarray and zarr.json, read from anyone, and the latter written for our own."""
+"""The metadata of arrays: .zarray (v2) and zarr.json (v3) of any writer, and the zarr.json of our own."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ...errors import CorruptCheckpoint, UnsupportedValue, error_text
 from ._array import StoredArray, checked_shapes, dtype_of_v2, dtype_of_v3, zarr_name
 from ._codecs import check_harmless, codec_list, codec_parts, is_plain
 
-# Arrays of zarr v2, as Megatron-Core and zarr-python before 3 write them: .zarray.
+# .zarray, as Megatron-Core and zarr-python before version 3 write it
 
 ARRAY_FILE = ".zarray"
 
 
 def decode_v2(data: bytes, name: str, where: str) -> StoredArray | None:
-    """Return the array that a .zarray describes, None where torch has no such dtype.
+    """Return the array that a .zarray describes, None if torch has no such dtype.
 
     Args:
         data: the file's bytes.
@@ -64,15 +64,15 @@ def _choice(fields: dict[str, Any], field: str, choices: tuple[str, ...], what: 
     return str(found)
 
 
-# Arrays of zarr v3: zarr.json, read from anyone and written for our own.
+# zarr.json, of any writer
 
 NODE_FILE = "zarr.json"
 OURS = "shardtree"
-"""The attribute, of groups and arrays, under which zarr.json says what zarr has no word for."""
+"""The attribute of groups and arrays that holds what zarr's own metadata has no field for."""
 
 
 def decode_v3(fields: Mapping[str, Any], name: str, where: str) -> StoredArray | None:
-    """Return the array that a zarr.json describes, None where torch has no such dtype.
+    """Return the array that a zarr.json describes, None if torch has no such dtype.
 
     Args:
         fields: the file's content.
@@ -93,7 +93,7 @@ def decode_v3(fields: Mapping[str, Any], name: str, where: str) -> StoredArray |
         raise UnsupportedValue(
             error_text(f"open: {what} has storage transformers", fix="Rewrite the array without them.")
         )
-    key, dtype = _own_words(fields, name, stored)
+    key, dtype = _own_attributes(fields, name, stored)
     chunk = _configuration(fields, "chunk_grid", "regular", what).get("chunk_shape")
     inner, inside = _sharding(codecs, dtype.itemsize, what)
     shapes = checked_shapes((fields.get("shape"), chunk, *([] if inner is None else [inner])), dtype.itemsize, what)
@@ -121,7 +121,7 @@ def decode_v3(fields: Mapping[str, Any], name: str, where: str) -> StoredArray |
 def encode_v3(array: StoredArray) -> dict[str, Any]:
     """Return the content of the zarr.json of one of our own arrays.
 
-    Axes are named by their length, so that xarray sees which tensors fit each other.
+    Axes are named after their lengths, since xarray wants axes of equal names to have equal lengths.
 
     Examples:
         >>> from dataclasses import replace
@@ -138,6 +138,7 @@ def encode_v3(array: StoredArray) -> dict[str, Any]:
         names.append(f"size_{size}" + (f"_{seen[size]}" if seen[size] else ""))
         seen[size] += 1
     name = zarr_name(array.dtype)
+    # The spec demands a fill value of the data type: false, 0.0 or a pair, not 0 for all.
     zeros: dict[str, Any] = {"bool": False, "float": 0.0, "complex": [0.0, 0.0]}
     return {
         "zarr_format": 3,
@@ -169,13 +170,13 @@ def _sharding_codec(array: StoredArray) -> dict[str, Any]:
     }
 
 
-def _own_words(fields: Mapping[str, Any], name: str, stored: torch.dtype) -> tuple[str, torch.dtype]:
-    """Return the key and the dtype that the attributes have, where a save of ours wrote some."""
+def _own_attributes(fields: Mapping[str, Any], name: str, stored: torch.dtype) -> tuple[str, torch.dtype]:
+    """Return the key and the dtype in the attributes, if a save of ours wrote some; else the given ones."""
     attributes = fields.get("attributes")
-    words = attributes.get(OURS) if isinstance(attributes, dict) else None
-    if not isinstance(words, dict):
+    own = attributes.get(OURS) if isinstance(attributes, dict) else None
+    if not isinstance(own, dict):
         return name, stored
-    key, other = words.get("key"), words.get("dtype")
+    key, other = own.get("key"), own.get("dtype")
     try:
         dtype = dtype_from_name(other) if isinstance(other, str) else stored
     except UnsupportedValue:
@@ -195,7 +196,7 @@ def _is_key(key: Any) -> TypeGuard[str]:
 
 
 def _sharding(codecs: list[Any], item_size: int, what: str) -> tuple[Any, dict[str, bool] | None]:
-    """Return the shape of inner chunks, None if there are none, and how to read them where they are plain bytes."""
+    """Return the shape of inner chunks, None if there are none, and how to read them if they are plain bytes."""
     name, configuration = codec_parts(codecs[0], what) if codecs else ("", {})
     if name != "sharding_indexed" or len(codecs) != 1:
         return None, None

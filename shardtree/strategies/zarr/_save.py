@@ -24,12 +24,12 @@ from .._values import AsyncRequest, Fields, PendingSave
 from ..index import build_index
 from ._blobs import FOLDER, Document, blob, encode_columns, group_document, write_blob, write_document
 from ._cells import inner_counts
-from ._files import ChunkFile, chunk_files, told, write_chunk_file
+from ._files import ChunkFile, chunk_files, reported, write_chunk_file
 from ._group import Rows, array_columns, chunk_rows, inner_cells
-from ._layout import Placed, placed
+from ._layout import ArrayLayout, array_layouts
 from ._metadata import NODE_FILE, OURS, encode_v3
 
-# The end of a save, on rank 0: the index of all chunk files, then the group, then metadata.json.
+# The commit, on rank 0: the index of all chunk files, then the group, then metadata.json
 
 _MEMO = "zarr"
 
@@ -39,8 +39,8 @@ class Written:
     """What one rank wrote.
 
     Attributes:
-        files: name, length in bytes and block hashes of each file, no hashes where others wrote it too; the file of
-            the rank's objects comes last, if there is one.
+        files: name, length in bytes and block hashes of each file, no hashes if others wrote it too; the file of the
+            rank's objects comes last, if there is one.
         objects: unique key of each object, where it begins in that file, and its length in bytes.
     """
 
@@ -49,7 +49,7 @@ class Written:
 
 
 def write_index(pending: PendingSave, columns: ShardColumns, written: Sequence[Written]) -> Fields:
-    """Write the index, and return what metadata.json says about it; on rank 0.
+    """Write the index, and return its fields of metadata.json; on rank 0.
 
     Args:
         pending: what is being saved.
@@ -63,7 +63,7 @@ def write_index(pending: PendingSave, columns: ShardColumns, written: Sequence[W
     files = {name: StoredFile(name, length, hashes) for part in written for name, length, hashes in part.files}
     _check_seen(pending, files)
     number = {name: position for position, name in enumerate(files)}
-    parts = sorted(placed(columns), key=lambda part: part.array.key)
+    parts = sorted(array_layouts(columns), key=lambda part: part.array.key)
     rows = [_rows(part, number) for part in parts]
     arrays = [part.array for part in parts]
     objects = [
@@ -84,6 +84,8 @@ def write_index(pending: PendingSave, columns: ShardColumns, written: Sequence[W
 
 
 def _check_seen(pending: PendingSave, files: dict[str, StoredFile]) -> None:
+    # Before the index: a file that another save's clean-up has removed, or that lies in another folder on another
+    # machine, must not be named by a checkpoint that counts.
     for file in files.values():
         found = pending.storage.length(file.name)
         if found != file.length:
@@ -92,7 +94,7 @@ def _check_seen(pending: PendingSave, files: dict[str, StoredFile]) -> None:
             raise StorageError(error_text(what, found=found, expected=f"{file.length} bytes", fix=fix))
 
 
-def _rows(part: Placed, number: dict[str, int]) -> Rows:
+def _rows(part: ArrayLayout, number: dict[str, int]) -> Rows:
     array, cells = part.array, part.cells
     file = np.array([number[array.file_name(tuple(cell))] for cell in cells.tolist()], dtype=np.int64)
     if array.inner is None:
@@ -104,7 +106,7 @@ def _rows(part: Placed, number: dict[str, int]) -> Rows:
     return chunk_rows(array, places, array.inner, np.repeat(file, each), begin)
 
 
-def _members(parts: Sequence[Placed], written: Sequence[Written]) -> dict[str, Document]:
+def _members(parts: Sequence[ArrayLayout], written: Sequence[Written]) -> dict[str, Document]:
     members = {part.array.name: encode_v3(part.array) for part in parts}
     for rank, part in enumerate(written):
         if part.objects:
@@ -130,7 +132,7 @@ def commit(pending: PendingSave, fields: Fields) -> None:
         members[folder] = group_document()
     ordered = {name: members[name] for name in sorted(members)}
     data = canonical_json(group_document(ordered))
-    # In one step: a torn one would be taken for a checkpoint that is damaged, and no save could go there.
+    # Replaced atomically: a torn file would be recognised as a damaged checkpoint, and no save could go there.
     pending.storage.replace(NODE_FILE, data, durable=pending.options.durable)
     if pending.options.durable:
         for folder in (*groups, ""):
@@ -140,7 +142,7 @@ def commit(pending: PendingSave, fields: Fields) -> None:
 
 
 def group_files() -> tuple[str, ...]:
-    """Return the names of the files that say which folders are groups."""
+    """Return the names of the groups' metadata files."""
     return NODE_FILE, f"{FOLDER}/{NODE_FILE}", f"{FOLDER}/objects/{NODE_FILE}"
 
 
@@ -170,7 +172,7 @@ def save_sharded(pending: PendingSave, shards: Sequence[ShardedTensor | ShardedO
     """Prepare the chunk files of a rank's shards, and return the request that writes them.
 
     Raises:
-        StrategyError: the ranks didn't tell each other what they hold, so that none knows the chunks.
+        StrategyError: the ranks didn't exchange what they hold, so that none knows the chunks.
         IntegrityError: shards can't lie in one checkpoint, or leave gaps in a chunk.
         UnsupportedValue: a dtype or an object can't be stored.
     """
@@ -187,7 +189,7 @@ def save_sharded(pending: PendingSave, shards: Sequence[ShardedTensor | ShardedO
 
 
 def _all_writes(pending: PendingSave, tensors: Sequence[ShardedTensor]) -> tuple[ShardColumns, Column]:
-    """Return what all ranks write, and for each row which of this rank's tensors it is, -1 for others'."""
+    """Return what all ranks write, and for each row the number of this rank's tensor, -1 for other ranks'."""
     if pending.world.size == 1:
         columns = shard_columns(tensors)
         problems = write_problems(columns)
@@ -197,8 +199,9 @@ def _all_writes(pending: PendingSave, tensors: Sequence[ShardedTensor]) -> tuple
             raise IntegrityError(error_text(what, offenders=map(str, problems), fix=fix))
         return columns, np.arange(len(tensors))
     if pending.layout is None:
-        fix = "Save with validate_access_integrity=True, so that ranks tell each other what they hold."
+        fix = "Save with validate_access_integrity=True, so that ranks exchange what they hold."
         raise StrategyError(error_text("save: how tensors are cut into zarr chunks depends on all ranks", fix=fix))
+    # The same sharing out as in `save`, computed again: every rank has to know who writes which file.
     columns = select_rows(pending.layout, np.flatnonzero(level_writes(pending.layout, pending.world.size)))
     mine = np.flatnonzero(columns.rank == pending.world.rank)
     if [columns.keys[number] for number in columns.key[mine].tolist()] != [shard.key for shard in tensors]:
@@ -213,8 +216,8 @@ def _work(pending: PendingSave, written: ShardColumns, own: Column, objects: Seq
     files: list[ChunkFile] = []
     documents = []
     rank = pending.world.rank
-    for part in placed(written, rank):
-        if part.keeper == rank:
+    for part in array_layouts(written, rank):
+        if part.metadata_writer == rank:
             documents.append((part.array.name, encode_v3(part.array)))
         numbers = own[part.rows]
         if (numbers >= 0).any():
@@ -267,7 +270,7 @@ def _write_objects(
     hasher = BlockHasher()
     buffers = hashed((memoryview(data) for _, data in work.objects), hasher)
     options = pending.options
-    write_blob(pending.storage, name, told(buffers, options.progress), document, durable=options.durable)
+    write_blob(pending.storage, name, reported(buffers, options.progress), document, durable=options.durable)
     return (name, begin, hash_column(hasher)), tuple(places)
 
 
@@ -277,11 +280,11 @@ def _names(work: Work) -> list[str]:
 
 
 def _abandon(pending: PendingSave, work: Work) -> None:
-    """Remove what a save that failed has written, so that a full disk has room for the next one."""
+    """Remove the files of a failed save, so that a full disk has room for the next one. Never raises."""
     storage = pending.storage
     try:
         if storage.length(METADATA_FILE) is not None:
-            return  # it is committed; what failed came after
+            return  # committed: what failed came after, and the files are the checkpoint's
         own = object_blob(pending.world.rank, 0, [])[0]
         blobs = [own, blob("common", 0)[0], blob("index", 0)[0]] if pending.world.rank == 0 else [own]
         names = [*_names(work), *blobs, *(f"{name.rpartition('/')[0]}/{NODE_FILE}" for name in blobs)]
@@ -291,7 +294,7 @@ def _abandon(pending: PendingSave, work: Work) -> None:
             storage.remove_folder(folder)
         _remove_groups(pending)
     except Exception as error:
-        # The save's own error is on its way; what stays is written over by the next save.
+        # The save's own error is being raised, and must not be hidden; the next save overwrites what stays.
         logger.warning("save: what a failed save wrote stays in %s: %s", storage.where(), error)
 
 

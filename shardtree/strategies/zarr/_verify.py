@@ -1,4 +1,4 @@
-"""A zarr folder's files: which they are, whether their bytes are as hashes and codecs say, and removing tensors."""
+"""The files of a zarr folder: checking them against hashes and codecs, listing them, and removing tensors."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from ._layout import array_name
 from ._load import decoded, is_own, read_arrays
 from ._metadata import NODE_FILE
 
-# Checking the chunk files of arrays that another program wrote: their lengths, and whatever checksum a codec keeps.
+# Checking arrays of other programs: the lengths of chunk files, and checksums of codecs
 
 _MOST_SHOWN = 1000
-"""How many missing chunk files of one array are named."""
+"""How many missing chunk files of one array are listed."""
 
 _CHECKSUMS = frozenset({"crc32c", "crc32", "adler32", "fletcher32", "jenkins_lookup3"})
 
@@ -99,19 +99,19 @@ def _check_chunk(checkpoint: Checkpoint, chunk: _Chunk) -> list[Finding]:
 
 
 def _index_span(array: StoredArray, length: int) -> tuple[tuple[int, int], ...]:
-    """Return where in a file with inner chunks its index lies, where that has a CRC."""
+    """Return the byte range of the index in a file with inner chunks, if it has a CRC."""
     size = index_bytes(array)
     return (((0, size) if array.index_first else (length - size, length)),) if array.index_checked else ()
 
 
 def _check_packed(checkpoint: Checkpoint, chunk: _Chunk, length: int) -> list[Finding]:
-    """Return what is wrong with a file that has to be decoded, which checks what checksums its codecs keep."""
+    """Return what is wrong with a file that has to be decoded; decoding checks the checksums of its codecs."""
     storage, array = checkpoint.storage, chunk.array
     unread = [Unchecked(chunk.name, "chunks that can't be decoded here", length)]
     try:
         decoded(storage, array, chunk.cell)
     except (StrategyError, UnsupportedValue):
-        return list(unread)  # no zarr package, or too large at once: the bytes may be as they were saved
+        return list(unread)  # no zarr package, or a chunk that is too large: the bytes may be what was saved
     checkpoint.options.progress(length)
     return [] if has_checksum(array) else list(uncovered(chunk.name, _PLAIN, length, ()))
 
@@ -141,7 +141,7 @@ def _metadata(storage: Storage) -> Iterator[Unchecked]:
             yield Unchecked(name, _METADATA, length)
 
 
-# Removing tensors and objects from a zarr folder of ours: a new index first, then the arrays that it needs no more.
+# Removing tensors and objects from a folder of ours: a new index first, then the arrays that became unused
 
 _CHUNK_FILE = re.compile(r"(?P<folder>.+)/c(\.\d+)*")
 _INDEX_FOLDER = re.compile(rf"{FOLDER}/index(-(?P<number>\d{{1,9}}))?")
@@ -175,7 +175,8 @@ def remove_sharded(checkpoint: Checkpoint, key_prefix: str) -> None:
     group = canonical_json(group_document({folder: kept[folder] for folder in sorted(kept)}))
     fields["index"] = {"name": name, "length": len(data), "digest": digest(data)}
     fields["group"] = {"name": NODE_FILE, "length": len(group), "digest": digest(group)}
-    # Other programs find all arrays that they are told of, whenever this ends.
+    # metadata.json first, which we go by, then the group, which other programs go by, then the files: wherever this is
+    # interrupted, every array that is listed anywhere is there.
     replace_metadata(storage, before, fields, durable=True)
     storage.replace(NODE_FILE, group, durable=True)
     _remove(storage, unused, gone)
@@ -193,7 +194,7 @@ def _folders(old: Index, new: Index) -> set[str]:
 
 
 def group_members(checkpoint: Checkpoint) -> dict[str, Document]:
-    """Return the metadata of all arrays and groups, by folder, as the group's zarr.json has it.
+    """Return the metadata of all arrays and groups, by folder, from the group's zarr.json.
 
     Raises:
         CorruptCheckpoint: the file isn't what was saved.
@@ -208,7 +209,7 @@ def group_members(checkpoint: Checkpoint) -> dict[str, Document]:
 
 
 def folders_of(files: Iterable[str]) -> set[str]:
-    """Return the folders of those files whose names are those of chunks.
+    """Return the folders of the files that are named like chunks.
 
     Examples:
         >>> sorted(folders_of(["w/c.0.1", "w/c.0.0", "s/c", "notes/cat.0"]))
@@ -224,7 +225,7 @@ def _next_index(folder: str) -> str:
 
 
 def _remove(storage: Storage, files: Iterable[str], folders: Iterable[str]) -> None:
-    # An index may have been made by somebody else: what no save wrote stays.
+    # Guards against a crafted index that names other files: only names that a save gives are removed.
     for name in sorted(name for name in files if _CHUNK_FILE.fullmatch(name)):
         storage.remove(name)
     for folder in sorted(folders):
@@ -234,14 +235,14 @@ def _remove(storage: Storage, files: Iterable[str], folders: Iterable[str]) -> N
         storage.remove_folder(folder)
 
 
-# Checking a zarr folder of ours: every chunk file against its hashes, every zarr.json against the group's.
+# Checking a folder of ours: every chunk file against its hashes, every zarr.json against the group's
 
 
 def verify_files(checkpoint: Checkpoint) -> tuple[Finding, ...]:
     """Return what is damaged: small files as wholes, chunk files block by block.
 
-    A file that several ranks wrote has no hashes, and neither have arrays of other programs: there what is missing or
-    cut is seen, what can't be decoded, and what a codec's own checksum tells.
+    A file that several ranks wrote has no hashes, and neither have arrays of other programs: of these, files that are
+    missing or cut, that can't be decoded, or that a codec's own checksum finds wrong are reported.
     """
     if not is_own(checkpoint.fields):
         try:
@@ -252,7 +253,7 @@ def verify_files(checkpoint: Checkpoint) -> tuple[Finding, ...]:
     try:
         index = read_arrays(checkpoint).index
     except CheckpointingException as error:
-        # Without the index nobody knows the chunk files' hashes.
+        # The chunk files' hashes are in the index.
         return (*found, Damage(_name(checkpoint, "index"), str(error)))
     checkpoint.options.progress(int(checkpoint.fields["index"]["length"]))
     return (*found, *files_damage(checkpoint, index))
@@ -287,7 +288,7 @@ def _documents(checkpoint: Checkpoint) -> Iterator[Damage]:
         checkpoint.options.progress(length or 0)
 
 
-# Which files a folder of zarr arrays consists of.
+# Listing the files of a folder of zarr arrays
 
 _NODES = (NODE_FILE, ".zarray", ".zattrs", ".zgroup", ".zmetadata")
 _CHUNK_PART = re.compile(r"c|(c\.)?\d+(\.\d+)*")
