@@ -233,7 +233,7 @@ def gate_and_up(
     Saved as plain rows, such a tensor would be loaded with gate and up rows mixed where the number of ranks changes.
 
     Args:
-        tensor_parallel: over how many ranks the layer is cut: so many times gate and up lie one after the other in what
+        tensor_parallel: over how many ranks the layer is cut: so many times gate and up alternate in what
             all ranks hold together. 1 where the layer isn't cut, even if FSDP or ZeRO cuts its rows.
         axis: along which gate and up lie.
         part: what of the key is replaced by the names, as ``"linear_fc1"``.

@@ -277,7 +277,7 @@ def _rebuild(node: Tree, new: Mapping[Any, Tree], path: TreePath, *, named: bool
         return like(node, _drop_holes(new))
     if not named:
         return HOLE
-    what = f"join: a {type(node).__name__} can't be put together without the places that the target doesn't fill"
+    what = f"join: a {type(node).__name__} can't be completed: the target doesn't fill all its places"
     fix = "Put shards for these places in the target, or take the whole container out of it."
     raise TreeError(error_text(what, fix=fix, offenders=[render_path((*path, entry)) for entry in holes]))
 

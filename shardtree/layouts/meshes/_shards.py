@@ -260,7 +260,7 @@ class BuildBoxes:
 
     Attributes:
         part: what the rank holds.
-        dtype: the tensor's, where it isn't there to tell.
+        dtype: the tensor's, used where there is no data.
         allow_shape_mismatch: see ShardedTensor.
     """
 

@@ -187,7 +187,7 @@ def _name(columns: ShardColumns, row: int) -> str:
 
 
 def copy_transfers(plan: ReshardPlan, rows: Column, sources: Memories, targets: Memories) -> None:
-    """Write transfers into target shards, straight from where they come from.
+    """Write transfers into target shards, directly from their sources.
 
     Args:
         plan: what moves.

@@ -131,7 +131,7 @@ def _add_load(load: Column, parts: _Parts, sign: int) -> Column:
 
 
 def _assign_line(line: _Line, load: Column, shortest_cut: int) -> _Parts:
-    """Return a line's pieces with their senders: each holder gets a stretch whose length levels its load."""
+    """Return a line's pieces with their senders: each holder gets a interval whose length levels its load."""
     end = np.cumsum(line.size)
     begin = end - line.size
     bounds = np.cumsum(_shares(load, int(end[-1])))[:-1]
@@ -250,12 +250,12 @@ def _cuts(key: Column, offset: Column, shape: Column) -> list[tuple[Column, Colu
 
 
 def _cut_along(number: Column, offset: Column, shape: Column, box: Column, at: Column) -> tuple[Column, Column, Column]:
-    """Return what stretches are cut into: the row, the begin within it, and the size of each piece.
+    """Return what intervals are cut into: the row, the begin within it, and the size of each piece.
 
     Args:
         number: which box each row is, int64 (rows,).
-        offset: of the stretch, int64 (rows,).
-        shape: of the stretch, int64 (rows,).
+        offset: of the interval, int64 (rows,).
+        shape: of the interval, int64 (rows,).
         box: what is cut, ascending, int64 (cuts,).
         at: where, ascending within a box, int64 (cuts,).
     """
