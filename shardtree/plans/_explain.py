@@ -49,6 +49,7 @@ class Prospect:
     """
 
     problems: tuple[Misfit, ...] = ()
+    # A function, since problems are looked for first, and a cost takes a plan of all reads.
     cost: Callable[[], ReadCost] | None = None
 
 
@@ -165,6 +166,7 @@ class Explanation:
     def cost(self) -> ReadCost | None:
         """What all ranks read together; None where the format doesn't know."""
         costs = [one.cost for one in self.reads if one.cost is not None]
+        # A total without some ranks would look like a cheap load.
         return sum(costs, ReadCost()) if len(costs) == len(self.reads) else None
 
     @property
