@@ -160,7 +160,7 @@ def _full(shape: Shape, dtype: torch.dtype, device: torch.device, fill: float) -
         filled = torch.full(shape, fill, dtype=dtype, device=device)
     except (RuntimeError, TypeError) as error:
         _refuse_fill(fill, dtype, error)
-    # Integers wrap around without an error, so what was written is compared.
+    # For integers torch drops fractions without an error, so what was written is compared.
     is_real = dtype.is_floating_point or dtype.is_complex
     if not is_real and device.type != "meta" and filled.reshape(-1)[0].item() != fill:
         _refuse_fill(fill, dtype, filled.reshape(-1)[0].item())

@@ -218,7 +218,7 @@ def _missing_paths(stored: Tree, joined: Tree, path: TreePath) -> Iterator[TreeP
 def _join(stored: Tree, target: Tree, path: TreePath) -> Tree:
     """Return the join at one path: a hole where neither tree has anything, or what they have can't be completed."""
     if stored is HOLE:
-        # Most places of a target are leaves, and asking optree about each takes longer than the rest of the join.
+        # Most places of a target are leaves, and optree's own lookup of types takes longer.
         return target if is_known_leaf(target) else _finish_target(target, path)
     if target is HOLE:
         return _keep_whole(stored)

@@ -112,7 +112,7 @@ def _assign_lines(lines: list[_Line], load: Column, shortest_cut: int) -> list[_
         assigned.append(_assign_line(line, load[line.holders], shortest_cut))
         load = _add_load(load, assigned[-1], 1)
     # The first pass sees only the loads of lines before. Sweeps assign each line anew under all others' loads, until
-    # nothing changes; with very many sets the loads are level enough, and sweeps would take long.
+    # nothing changes; with very many sets that would take long.
     for _ in range(_SWEEPS if 1 < len(lines) <= _MANY_SETS else 0):
         before = load
         for number, line in enumerate(lines):
@@ -226,7 +226,7 @@ def numbered_rows(columns: Column) -> tuple[Column, Column]:
         >>> numbered_rows(np.array([[2, 1], [3, 0], [2, 1]]))[0].tolist()
         [1, 0, 1]
     """
-    # Several times faster than `np.unique` with an axis, which compares rows as bytes.
+    # By a sort of columns: `np.unique` with an axis sorts rows as structured values, which is slower.
     order = np.lexsort(columns.T)
     new = np.ones(order.size, dtype=np.bool_)
     new[1:] = (columns[order[1:]] != columns[order[:-1]]).any(axis=1)
