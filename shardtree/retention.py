@@ -297,7 +297,7 @@ def keep_best(count: int, metric: str, *, mode: Literal["min", "max"] = "min") -
     _check_mode(metric, mode)
 
     def choose(steps: Sequence[SavedStep]) -> set[int]:
-        # Who evaluates after saving would else find a step gone before it was measured.
+        # A step that is evaluated after it was saved would otherwise be removed before it is measured.
         unmeasured = [step for step in steps if metric not in step.metrics]
         best = _ranked(steps, metric, mode)[:count]
         return {step.number for step in (*best, *unmeasured, *sorted_steps(steps)[-1:])}

@@ -179,6 +179,7 @@ def plan_buffers(
         Megatron-Core 0.16, `_ParamAndGradBuffer`: with its distributed optimizer it has align=64, bucket_align=128 (or
         2**16 with `pad_buckets_for_high_nccl_busbw`) and order=reversed(parameters), and shared embeddings alone.
     """
+    # Shapes alone decide, so that each rank of the group computes the same plan, with or without data.
     shapes = parameter_shapes(parameters)
     ranks = _count("data_parallel", data_parallel, "Pass the size of the data-parallel group.")
     fix = "Pass 1 for no alignment."

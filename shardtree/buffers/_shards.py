@@ -246,6 +246,8 @@ def _shards(
     if replica_id is not None and not callable(replica_id):
         what, fix = "flat_shards: replica_id doesn't fit", "Pass lambda replica: ..., from a replica id to another."
         raise MetadataError(error_text(what, found=type(replica_id).__name__, expected="a function", fix=fix))
+    # Data-parallel ranks hold copies of a parameter, but ranges of their own: each range is its only, and so main,
+    # replica.
     change = _without_data_parallel if replica_id is None else replica_id
     ranges = plan.ranges(rank)
     _check_replicas(parameters, ranges, replica_id)

@@ -63,6 +63,7 @@ def shard_pieces(shard: ShardedTensor, most: int = PIECE) -> Iterator[ShardPiece
     if not isinstance(shard.data, (torch.Tensor, LazyTensor)):
         what = f"fingerprint: {shard.key!r} has no tensor"
         raise CheckpointingException(error_text(what, found=type(shard.data).__name__, fix="Give the shard its data."))
+    # Data may have been resized or replaced in place since the shard was built.
     shard.validate_metadata_integrity()
     _check_dense(shard.key, shard.data)
     prepended, flat = shard.prepend_axis_num, shard.flattened_range
@@ -119,6 +120,7 @@ def run_total(data: torch.Tensor, offset: Sequence[int], box: Sequence[int], fir
         box: the box's shape, (axes,).
         first: the run's first element in the flattened box.
     """
+    # A run that is all of its box needs no division into boxes.
     if first == 0 and data.numel() == prod(box):
         return box_total(data.reshape(tuple(box)), offset)
     if not len(box):

@@ -88,6 +88,7 @@ def shard_totals(shards: Sequence[ShardedTensor], totals: Totals = _one_by_one) 
         >>> shard_totals([st.ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3), (0, 1, 2))]).size
         1
     """
+    # All pieces of all shards in one list, so that threads share one large shard as well as many small ones.
     numbered = [(number, piece) for number, shard in enumerate(shards) for piece in shard_pieces(shard)]
     sums = [0] * len(shards)
     for (number, _), total in zip(numbered, totals([piece for _, piece in numbered]), strict=True):
@@ -149,6 +150,7 @@ def replica_problems(columns: ShardColumns, totals: Words) -> tuple[str, ...]:
         ("'w': rank 1 holds other elements than rank 0",)
     """
     places = (columns.key, *columns.offset.T, *columns.shape.T, columns.start, columns.stop)
+    # Main replicas first within each place: the others are compared with the one that is saved.
     order = np.lexsort((columns.rank, ~columns.main, *places))
     first = np.ones(len(order), dtype=np.bool_)
     first[1:] = np.any([column[order][1:] != column[order][:-1] for column in places], axis=0)
@@ -192,6 +194,7 @@ def add_fingerprints(parts: Iterable[Mapping[str, PartialFingerprint]]) -> dict[
         total = (before.total + part.total) % MODULUS
         whole[key] = replace(before, elements=before.elements + part.elements, total=total)
     for key, part in whole.items():
+        # Counted, since a sum that lacks a part is a number like any other.
         needed = prod(part.kind.global_shape)
         if part.elements != needed:
             problems.setdefault(key, f"{part.elements} of {needed} elements")

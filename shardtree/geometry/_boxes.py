@@ -32,7 +32,7 @@ def box_column(rows: Sequence[Sequence[int]], fill: int, axes: int = 0) -> Colum
     """
     lengths = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
     width = max(1, axes, int(lengths.max(initial=0)))
-    # One pass over all numbers: making a row of each would take several times as long.
+    # One pass over all numbers, instead of an array for each row.
     numbers = np.fromiter(chain.from_iterable(rows), dtype=np.int64, count=int(lengths.sum()))
     if numbers.size == len(rows) * width:
         return numbers.reshape(-1, width)

@@ -68,6 +68,7 @@ def _shared(begin: Column, end: Column) -> bool:
         return len(begin) > 1
     crossings = [_crossings(begin[:, axis], end[:, axis]) for axis in range(begin.shape[1])]
     axis = int(np.argmin(crossings))
+    # Along some axis few boxes are side by side, as in grids: their pairs are cheaper than further cuts.
     if crossings[axis] <= _FEW_TOGETHER * len(begin):
         return _any_pair_meets(begin, end, axis)
     cut = _cut(begin, end)
@@ -237,6 +238,7 @@ def _divide(boxes: _Boxes, node: Column, cuts: _Boxes) -> tuple[_Boxes, Column, 
     parts, nodes, members = [_select(boxes, cut[:0])], [cut[:0]], [cut[:0]]
     while boxes[0].size:
         axis, at, divides = _middles(boxes, node, cuts[1][cut], cuts[2][cut])
+        # A box with few cuts is carved by them one after the other: dividing it would only make more pieces.
         divides &= np.bincount(node, minlength=boxes[0].size) > _FEW
         number, stays = np.cumsum(~divides) - 1, ~divides[node]
         parts.append(_select(boxes, np.flatnonzero(~divides)))

@@ -260,6 +260,7 @@ def slabs(shape: tuple[int, ...], most: int) -> Iterator[Box]:
     if size <= most:
         yield (0,) * len(shape), shape
         return
+    # As many whole rows as fit. Where not even one does, each row is divided in the same way.
     rows = max(1, most * shape[0] // size)
     for start in range(0, shape[0], rows):
         count = min(rows, shape[0] - start)

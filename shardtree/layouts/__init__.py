@@ -1,4 +1,4 @@
-"""How a global tensor lies over the ranks: shards in columns, and whether they tile it."""
+"""Layouts of global tensors over ranks: shards as columns, and whether they tile their tensors."""
 
 from ._columns import BoxColumns as BoxColumns
 from ._columns import ShardColumns as ShardColumns

@@ -71,7 +71,7 @@ def assembled(columns: ShardColumns, shards: Sequence[ShardedTensor]) -> dict[st
     ]
     if absent:
         fix = "Load the shards, or shard a tree that has its tensors."
-        raise ShapeError(error_text("unshard: shards without elements to put together", offenders=absent, fix=fix))
+        raise ShapeError(error_text("unshard: shards without elements to assemble", offenders=absent, fix=fix))
     return {key: _whole(columns, shards, number, rows[number]) for number, key in enumerate(columns.keys)}
 
 

@@ -242,7 +242,7 @@ class Product:
 
     @property
     def made_of(self) -> tuple[Any, ...]:
-        """What tells it from others."""
+        """What identifies it."""
         return "matmul", self.left, self.right
 
     @property

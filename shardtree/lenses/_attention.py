@@ -17,7 +17,7 @@ from ._renamed import check_names
 # Fused query, key and value tensors.
 
 FusedForm: TypeAlias = Literal["interleaved", "concatenated"]
-"""Whether query, key and value alternate group by group, or lie one behind the other."""
+"""Whether query, key and value alternate group by group, or are concatenated."""
 _FORMS = ("interleaved", "concatenated")
 
 

@@ -175,6 +175,7 @@ def stored_blocks(runs: AxisRuns, begin: int, end: int) -> list[Block]:
     place, length = first[rows] - begin, last[rows] - first[rows]
     order = np.lexsort((start, part))
     part, start, place, length = part[order], start[order], place[order], length[order]
+    # Runs that are neighbours in storage become one block: the fewest boxes, wherever the model has their indices.
     follows = (part[1:] == part[:-1]) & (start[1:] == start[:-1] + length[:-1])
     bounds = [0, *(np.flatnonzero(~follows) + 1).tolist(), len(rows)]
     return [

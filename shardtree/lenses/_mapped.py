@@ -160,7 +160,7 @@ def _full(shape: Shape, dtype: torch.dtype, device: torch.device, fill: float) -
         filled = torch.full(shape, fill, dtype=dtype, device=device)
     except (RuntimeError, TypeError) as error:
         _refuse_fill(fill, dtype, error)
-    # Integers wrap around without an error, so what was written is compared.
+    # For integers torch drops fractions without an error, so what was written is compared.
     is_real = dtype.is_floating_point or dtype.is_complex
     if not is_real and device.type != "meta" and filled.reshape(-1)[0].item() != fill:
         _refuse_fill(fill, dtype, filled.reshape(-1)[0].item())
@@ -233,7 +233,7 @@ def gate_and_up(
     Saved as plain rows, such a tensor would be loaded with gate and up rows mixed where the number of ranks changes.
 
     Args:
-        tensor_parallel: over how many ranks the layer is cut: so many times gate and up lie one after the other in what
+        tensor_parallel: over how many ranks the layer is cut: so many times gate and up alternate in what
             all ranks hold together. 1 where the layer isn't cut, even if FSDP or ZeRO cuts its rows.
         axis: along which gate and up lie.
         part: what of the key is replaced by the names, as ``"linear_fc1"``.

@@ -15,7 +15,7 @@ from ..mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor
 from ..mapping.memory import check_no_aliases, check_unchanged, check_writable, given_tensor
 from ..plans import Schedule
 from ..plans.moving import SourceTree, TargetTree, complete, take_source, take_target
-from ..trees import HOLE, join, told_of_depth
+from ..trees import HOLE, join, refuse_too_deep
 
 # A rank's source and target trees, either of which may be missing.
 
@@ -76,7 +76,7 @@ def check_joins(ends: Ends, common: Any) -> None:
         return
     filled = (ShardedTensor, ShardedObject, LocalNonpersistentObject)
     leaves = [leaf if isinstance(leaf, filled) else HOLE for leaf in ends.wanted.leaves]
-    with told_of_depth(DOING):
+    with refuse_too_deep(DOING):
         join(common, ends.wanted.rebuild(leaves))
 
 

@@ -206,7 +206,7 @@ def redistribute(
         plan: of all ranks' layouts, which then aren't exchanged, only compared by a hash. Its ranks are the world's.
         relay: whether ranks that want the same elements get them once and pass them on among themselves: for trainers
             that feed several engines over narrow links.
-        cast: whether tensors get the targets' dtypes, as `load` converts them: before they are sent, straight into the
+        cast: whether tensors get the targets' dtypes, as `load` converts them: before they are sent, directly into the
             buffers. A plan that is passed has its own dtypes.
         world: the ranks that take part; torch.distributed's default group, or else this process alone.
         max_bytes_in_flight: what a rank sends and gets in one step; the memory that its buffers take.

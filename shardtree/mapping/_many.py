@@ -67,7 +67,7 @@ def box_of(key: str, data: Any, dtype: torch.dtype, whole: Shape, offset: Shape,
         >>> box_of("w", None, torch.int8, (4, 3), (2, 0), (1, 3)).global_slice()
         (slice(2, 3, None), slice(0, 3, None))
     """
-    # Called for each piece of a read: the constructor's checks would take several times as long.
+    # The constructor would normalise and check each field again, for every box.
     shard = object.__new__(ShardedTensor)
     for put, value in zip(_PUTS, (key, data, dtype, shape, whole, offset, None), strict=False):
         put(shard, value)

@@ -106,6 +106,7 @@ def narrowed_box(
         >>> narrowed_box("narrow 'w'", (4, 2), (32, 2), (12, 0), 0, 1)
         ((1, 2), (8, 2), (3, 0))
     """
+    # Prepended axes come first in global shapes, and aren't in local ones.
     axis, size = dim + len(global_shape) - len(local_shape), local_shape[dim]
     return (
         (*local_shape[:dim], length, *local_shape[dim + 1 :]),
@@ -139,6 +140,7 @@ def narrowed_pieces(
 
 
 def _narrow_data(subject: str, data: Any, dim: int, start: int, length: int) -> Any:
+    # Lazy tensors have `narrow` too, and stay unread.
     if data is not None and not hasattr(data, "narrow"):
         fix = "Narrow `shard.without_data()` if only metadata matters."
         refuse(subject, "data", type(data).__name__, "a tensor or None", fix, error=ShapeError)
@@ -199,6 +201,7 @@ class ShardedTensor(ShardedBase):
     def validate_metadata_integrity(self) -> None:
         """Raise MetadataError or ShapeError where a field contradicts another, or the data."""
         subject, box = leaf_name(self), (1,) * self.prepend_axis_num + self.local_shape
+        # In this order: later checks go through shapes and offsets together, and need them of one length.
         check_type(subject, "dtype", self.dtype, torch.dtype, "Pass `data.dtype`.")
         check_type(subject, "allow_shape_mismatch", self.allow_shape_mismatch, bool, "Pass a bool.")
         check_ranks(subject, self.local_shape, self.global_shape, self.prepend_axis_num)
@@ -241,6 +244,7 @@ class ShardedTensor(ShardedBase):
 global_shape=(32,), global_offset=(12,), axis_fragmentations=(8,))
         """
         subject = f"{cls.__name__} {key!r}"
+        # The parameter is in Megatron-Core's signature, where it must be None too.
         if flattened_range is not None:
             fix = "Use `from_rank_offsets_flat` for flat shards."
             refuse(subject, "flattened_range", flattened_range, "None", fix, error=MetadataError)

@@ -78,6 +78,7 @@ def reshard_objects(
         raise MetadataError(error_text(what, found=others[0], expected="sharded objects", fix=fix))
     chosen = rules_by_key("reshard_objects", rules or {}, (item.key for item in (*listed, *targets)))
     asked = {item.key for item in targets}
+    # Arrays that no target wants may be incomplete, or ambiguous.
     held = held_arrays(item for item in listed if item.key in asked)
     absent = sorted(asked.difference(held))
     if absent:
@@ -178,6 +179,7 @@ def objects_by_rule(
     filled = []
     for item in targets:
         array = (item.key, item.global_shape)
+        # A rule runs once for each array, and not for each target: it may be slow, and fold with a user's function.
         if array not in values:
             values[array] = _values(held[item.key], *array, rules)
         value = values[array].get(item.global_offset, _MISSING)

@@ -162,7 +162,7 @@ def sharding_state_to_optim_state(loaded: StateDict, *, hyperparameters: Hyperpa
 
     Raises:
         TreeError: parameters that are one group now had different hyperparameters; a state is of no group's
-            parameter; parts are missing; the optimizer's own are asked for by ids. Names each.
+            parameter; parts are missing; the optimizer's own are requested by ids. Names each.
 
     Examples:
         >>> import torch, shardtree as st
@@ -187,7 +187,7 @@ def sharding_state_to_optim_state(loaded: StateDict, *, hyperparameters: Hyperpa
         # Ids are positions in groups, so the stored groups are all that there is.
         if hyperparameters == "own":
             fix = "Save and load by names, or put those of `optimizer.state_dict()` into the groups that you get."
-            raise TreeError(error_text(f"{doing}: by ids nothing tells the optimizer's own hyperparameters", fix=fix))
+            raise TreeError(error_text(f"{doing}: by ids the optimizer's own hyperparameters aren't known", fix=fix))
         groups = [dict(group) for group in groups_of(doing, loaded["param_groups"])]
     _check_members(doing, states, groups)
     rest = {key: value for key, value in loaded.items() if key not in {"param_group_of", "own_param_groups"}}
@@ -316,7 +316,7 @@ def _relabelled(doing: str, optim_state_dict: StateDict, labels: Mapping[Any, An
     wrong += [f"{one!r} would be several" for one in dict.fromkeys(new) if new.count(one) > 1]
     if wrong:
         fix = "Make the map with `get_param_id_to_name_map` from this optimizer and its model."
-        raise TreeError(error_text(f"{doing}: parameters that can't be told apart", offenders=wrong, fix=fix))
+        raise TreeError(error_text(f"{doing}: parameters that can't be distinguished", offenders=wrong, fix=fix))
     relabelled = [{**group, "params": [labels[label] for label in group["params"]]} for group in groups]
     state = {labels[label]: own for label, own in states.items()}
     return {**optim_state_dict, "state": state, "param_groups": relabelled}

@@ -56,7 +56,7 @@ def named_groups(groups: Sequence[Group], params: Mapping[Any, ShardedParam]) ->
 
 
 def hyperparameters(group: Group) -> dict[str, Any]:
-    """Return what a group has beside its members."""
+    """Return what a group has besides its members."""
     return {key: value for key, value in group.items() if key not in MEMBERS}
 
 

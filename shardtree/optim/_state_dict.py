@@ -28,6 +28,7 @@ def states_of(doing: str, optim_state_dict: Any) -> States:
     """
     if not isinstance(optim_state_dict, Mapping) or not {"state", "param_groups"} <= optim_state_dict.keys():
         keys = optim_state_dict.keys() if isinstance(optim_state_dict, Mapping) else ()
+        # torch's `get_optimizer_state_dict` can return a flat dict, which its keys show.
         flat = any(isinstance(key, str) and key.startswith(("state.", "param_groups.")) for key in keys)
         fix = "Take it nested: flatten_optimizer_state_dict=False." if flat else "Pass `optimizer.state_dict()`."
         found = "a flat dict" if flat else type(optim_state_dict).__name__

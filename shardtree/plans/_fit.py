@@ -76,7 +76,7 @@ def stored_elements(shard: ShardedTensor, global_shape: tuple[int, ...]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Unexpected:
-    """Something that is asked for and not stored.
+    """Something that is requested and not stored.
 
     Attributes:
         key: the tensor's, or the object's unique key.
@@ -105,7 +105,7 @@ class Unexpected:
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """A tensor that is stored with another global shape or dtype than is asked for."""
+    """A tensor that is stored with another global shape or dtype than requested."""
 
     key: str
     stored: TensorKind
@@ -154,7 +154,7 @@ def find_unexpected(keys: Iterable[str], stored: Collection[str], *, is_object: 
     """Return the keys that aren't stored, sorted, each with a stored key that looks like it and isn't requested itself.
 
     Args:
-        keys: what is asked for.
+        keys: what is requested.
         stored: what is stored.
         is_object: whether these are unique keys of objects.
 
@@ -182,10 +182,10 @@ class PrefixDifference:
     """Several keys that aren't stored, and of which each is stored with, or without, one prefix.
 
     Attributes:
-        keys: what is asked for.
+        keys: what is requested.
         near: what each is stored as, in the same order.
-        too_much: the prefix that is asked for and not stored; else empty.
-        lacking: the prefix that is stored and not asked for; else empty.
+        too_much: the prefix that is requested and not stored; else empty.
+        lacking: the prefix that is stored and not requested; else empty.
     """
 
     keys: tuple[str, ...]
@@ -250,7 +250,7 @@ def find_mismatches(
     be converted and can be.
 
     Args:
-        shards: what is asked for.
+        shards: what is requested.
         stored: for each of their keys, what is stored.
         cast: whether dtypes are converted.
 
@@ -279,7 +279,7 @@ def find_gaps(shards: Sequence[ShardedTensor], covered: Column, stored: Mapping[
     """Return the shards of which not all elements are stored; those beyond the stored global shape don't count.
 
     Args:
-        shards: what is asked for; they fit what is stored.
+        shards: what is requested; they fit what is stored.
         covered: how many elements of each are stored, int64 (shards,).
         stored: for each of their keys, what is stored.
 

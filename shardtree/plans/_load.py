@@ -97,7 +97,7 @@ class LoadPlan:
     """What a rank reads. A value: nothing has been read yet.
 
     Attributes:
-        runs: read straight into the targets' memory.
+        runs: read directly into the targets' memory.
         strided: copied out of the mapped file.
         covered: how many elements of each requested shard the stored chunks hold, int64 (shards,).
         doubled: requested keys of which stored chunks overlap, int64, ascending.

@@ -95,6 +95,7 @@ def check_same(doing: str, shards: Sequence[ShardedTensor], fields: Sequence[str
         for name in fields
         if getattr(shard, name) != getattr(first, name)
     ]
+    # Data of some and not of others would give a tensor that is there in part.
     wrong += [
         f"{shard.key!r}: {_has(shard)}, but {first.key!r}: {_has(first)}"
         for shard in shards

@@ -182,8 +182,8 @@ def merge_tensors(tree: Flat, names: Sequence[str], key: str, *, axis: int = 0, 
 
 def _add(own: dict[str, tuple[str, ShardedTensor]], name: str, entry: str, shard: ShardedTensor) -> None:
     if name in own:
-        fix = "Join whole tensors: several boxes of one tensor can't be told apart."
-        raise TreeError(error_text(f"merge_tensors: {shard.key!r} is there twice", fix=fix))
+        fix = "Join whole tensors: several boxes of one tensor can't be distinguished."
+        raise TreeError(error_text(f"merge_tensors: {shard.key!r} occurs twice", fix=fix))
     own[name] = entry, shard
 
 

@@ -64,8 +64,8 @@ def stack_layers(tree: Flat, prefix: str) -> dict[str, Any]:
 def _add(group: _Group, number: int, entry: str, shard: ShardedTensor) -> None:
     check_plain("stack_layers", shard)
     if number in group:
-        fix = "Stack whole tensors: several boxes of one tensor can't be told apart."
-        raise TreeError(error_text(f"stack_layers: {shard.key!r} is there twice", fix=fix))
+        fix = "Stack whole tensors: several boxes of one tensor can't be distinguished."
+        raise TreeError(error_text(f"stack_layers: {shard.key!r} occurs twice", fix=fix))
     group[number] = entry, shard
 
 

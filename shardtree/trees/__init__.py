@@ -7,7 +7,7 @@ changes its argument; results have new containers where something changed, and s
 from ._checks import check_is_tree as check_is_tree
 from ._checks import refuse_dtensors as refuse_dtensors
 from ._checks import refuse_hidden as refuse_hidden
-from ._checks import told_of_depth as told_of_depth
+from ._checks import refuse_too_deep as refuse_too_deep
 from ._compose import bind as bind
 from ._compose import compose as compose
 from ._difference import Difference as Difference

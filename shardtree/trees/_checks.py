@@ -45,7 +45,7 @@ def check_is_tree(doing: str, tree: Any) -> None:
 
 
 @contextmanager
-def told_of_depth(doing: str) -> Iterator[None]:
+def refuse_too_deep(doing: str) -> Iterator[None]:
     """Name the operation in errors about trees that are too deep.
 
     Args:

@@ -112,7 +112,7 @@ def _same_tensor(left: torch.Tensor, right: torch.Tensor) -> bool:
         return not has_elements(left) and not has_elements(right)
     if left.layout != torch.strided:
         return _same_tensor(left.to_dense(), right.to_dense())
-    # Compared as bytes: `torch.equal` takes NaN for unequal, and 0.0 for -0.0.
+    # Compared as bytes: for `torch.equal` NaN differs from itself, and 0.0 equals -0.0.
     return torch.equal(left, right) if left.is_quantized else torch.equal(_bits(left), _bits(right))
 
 

@@ -65,7 +65,7 @@ def _build(tree: Tree, built: dict[int, Tree], depth: int) -> Tree:
                     fix="Let build_fn return shards in the end; it seems to return its own factory again.",
                 )
             )
-        # By id: factories hold tensors, and can't be hashed. The tree keeps them alive, so ids stay unique.
+        # By id, since equal factories may stand in several places. The tree keeps them alive, so ids stay unique.
         built[id(leaf)] = leaf.build()
         return _build(built[id(leaf)], built, depth + 1)
 

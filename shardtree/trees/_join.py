@@ -218,7 +218,7 @@ def _missing_paths(stored: Tree, joined: Tree, path: TreePath) -> Iterator[TreeP
 def _join(stored: Tree, target: Tree, path: TreePath) -> Tree:
     """Return the join at one path: a hole where neither tree has anything, or what they have can't be completed."""
     if stored is HOLE:
-        # Most places of a target are leaves, and asking optree about each takes longer than the rest of the join.
+        # Most places of a target are leaves, and optree's own lookup of types takes longer.
         return target if is_known_leaf(target) else _finish_target(target, path)
     if target is HOLE:
         return _keep_whole(stored)
@@ -277,7 +277,7 @@ def _rebuild(node: Tree, new: Mapping[Any, Tree], path: TreePath, *, named: bool
         return like(node, _drop_holes(new))
     if not named:
         return HOLE
-    what = f"join: a {type(node).__name__} can't be put together without the places that the target doesn't fill"
+    what = f"join: a {type(node).__name__} can't be completed: the target doesn't fill all its places"
     fix = "Put shards for these places in the target, or take the whole container out of it."
     raise TreeError(error_text(what, fix=fix, offenders=[render_path((*path, entry)) for entry in holes]))
 

@@ -100,6 +100,7 @@ def _rebox(tree: Tree, data: Tree, path: TreePath, places: list[str], shapes: li
     new = {
         entry: _rebox(child, held.get(entry, HOLE), (*path, entry), places, shapes) for entry, child in wanted.items()
     }
+    # Only what changed makes a new container; everything else is shared.
     changed = {entry: child for entry, child in new.items() if entry in held and child is not held[entry]}
     return like(data, {**held, **changed}) if changed else data
 

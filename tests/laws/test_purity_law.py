@@ -231,7 +231,7 @@ CALLS: dict[str, Call] = {
     "trees.check_is_tree": (trees.check_is_tree, "load", TREE),
     "trees.refuse_dtensors": (trees.refuse_dtensors, "load", trees.leaves_with_paths(TREE)),
     "trees.refuse_hidden": (trees.refuse_hidden, "load", trees.leaves_with_paths(TREE)),
-    "trees.told_of_depth": (lambda doing: type(trees.told_of_depth(doing)), "load"),
+    "trees.refuse_too_deep": (lambda doing: type(trees.refuse_too_deep(doing)), "load"),
     "trees.without_holes": (trees.without_holes, trees.common_with_holes(TREE)),
     "trees.prune": (trees.prune, trees.common_with_holes({**TREE, "model": {"f": [WEIGHT, st.trees.HOLE]}})),
     "trees.as_integers": (trees.as_integers, WEIGHT.data),

@@ -171,7 +171,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     "a layer without data": (lambda: stack_layers(flat(A, B.without_data()), "h"), TreeError, "'h.1.w': no data"),
     "a flat layer": (lambda: stack_layers(flat(FLAT), "h"), TreeError, "a flat range"),
-    "one layer twice": (lambda: stack_layers({"x": A, "y": A}, "h"), TreeError, "'h.0.w' is there twice"),
+    "one layer twice": (lambda: stack_layers({"x": A, "y": A}, "h"), TreeError, "'h.0.w' occurs twice"),
     "a name that is taken": (
         lambda: stack_layers({"h.0.w": A, "h.w": whole("other", torch.ones(2))}, "h"),
         TreeError,

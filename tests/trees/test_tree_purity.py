@@ -118,7 +118,7 @@ JOINING: dict[str, Of] = {
 }
 OF_NO_TREE = {
     *("as_integers", "call_at", "empty_data", "join_data", "value_at"),
-    *("check_stars", "fill_key", "key_expression", "match_key", "match_keys", "path_key", "stars", "told_of_depth"),
+    *("check_stars", "fill_key", "key_expression", "match_key", "match_keys", "path_key", "stars", "refuse_too_deep"),
 }
 EVERY = NEW | SHARING | JOINING
 

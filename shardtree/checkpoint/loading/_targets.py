@@ -23,8 +23,8 @@ from ...trees import (
     namedtuple_types,
     refuse_dtensors,
     refuse_hidden,
+    refuse_too_deep,
     shard_leaves,
-    told_of_depth,
     with_data,
 )
 
@@ -264,7 +264,7 @@ def take_apart(tree: Any) -> Target:
         UnsupportedValue: a shard is hidden in a value that isn't entered.
     """
     check_is_tree("load", tree)
-    with told_of_depth("load"):
+    with refuse_too_deep("load"):
         built = tree
         merge: Callable[[Any], Any] = _unmerged
         pairs, rebuild = shard_leaves(tree)

@@ -119,6 +119,7 @@ def object_problems(columns: ObjectColumns) -> tuple[Problem, ...]:
 
 def _as_cells(columns: ObjectColumns) -> ShardColumns:
     """Return objects as shards of one element, of an arbitrary dtype: tensors' checks then serve objects too."""
+    # A last size of -1 is unknown, as in old checkpoints: it is as long as the objects make it.
     ends = np.zeros(len(columns.keys), dtype=np.int64)
     np.maximum.at(ends, columns.key, columns.offset[:, -1] + 1)
     shapes = (

@@ -80,6 +80,7 @@ def placed_columns(placements: Iterable[Placement], mesh: Mesh) -> ShardColumns:
     _check_kinds(placed)
     for each in placed:
         check_spec(each.key, each.kind, mesh, each.spec)
+    # One width for all tensors, so that their rows can be concatenated without padding each again.
     width = max((len(each.kind.global_shape) for each in placed), default=1)
     names = [(each.kind.global_shape, each.spec) for each in placed]
     # A model has few shapes and specs, repeated in its layers, and a mesh may have thousands of ranks.

@@ -93,7 +93,7 @@ def copies_by_path(
             fix = "Pass key=, or rename one of them."
             raise TreeError(error_text(f"{doing}: two paths have the key {shard.key!r}", offenders=offenders, fix=fix))
         if not _same_tensor(other, shard):
-            fix = "Give each tensor a key of its own; one key is for one tensor that is there twice"
+            fix = "Give each tensor a key of its own; one key is for one tensor that occurs twice"
             fix += ", and a lazy one, which isn't read to compare, for the same lazy tensor."
             what = f"{doing}: different tensors have the key {shard.key!r}"
             raise IntegrityError(error_text(what, offenders=offenders, fix=fix))

@@ -183,7 +183,7 @@ def from_local(
         mesh: the ranks.
         specs: how the global tensors are cut, as for `shard`.
         rank: one that is on the mesh.
-        key: names a tensor by its path; by default the path's entries are joined by dots. A tensor that is there twice
+        key: names a tensor by its path; by default the path's entries are joined by dots. A tensor that occurs twice
             may have one key; then the first is the main one.
         global_shapes: by key, those of tensors that aren't cut into equal parts.
 

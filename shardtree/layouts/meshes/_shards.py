@@ -180,7 +180,7 @@ def _grid(global_shape: tuple[int, ...], mesh: Mesh, entries: tuple[SpecEntry, .
 
 
 def _is_even(mesh: Mesh, size: int, entry: SpecEntry, count: int) -> bool:
-    # Only equal pieces may be stated as a regular grid: savers derive the others' offsets from it.
+    # Only equal pieces make a regular grid, and a wrong claim would be worse than none.
     if not size or size % count:
         return count == 1
     if all(split.split_factor == 1 for split in splits(entry)):
@@ -260,7 +260,7 @@ class BuildBoxes:
 
     Attributes:
         part: what the rank holds.
-        dtype: the tensor's, where it isn't there to tell.
+        dtype: the tensor's, used where there is no data.
         allow_shape_mismatch: see ShardedTensor.
     """
 

@@ -176,7 +176,7 @@ def _integer_view(columns: ShardColumns, row: int, elements: int, memories: Memo
         raise UnsupportedValue(
             error_text(f"reshard: {_name(columns, row)} isn't a dense tensor of plain bits", found=found, fix=fix)
         )
-    # Integers: torch can't copy some dtypes between devices, and a copy of floats may change the bits of a NaN.
+    # As integers, which torch copies bit for bit; some other dtypes it can't copy.
     return memory.detach().resolve_conj().resolve_neg().view(CARRIERS[memory.itemsize])
 
 
@@ -187,7 +187,7 @@ def _name(columns: ShardColumns, row: int) -> str:
 
 
 def copy_transfers(plan: ReshardPlan, rows: Column, sources: Memories, targets: Memories) -> None:
-    """Write transfers into target shards, straight from where they come from.
+    """Write transfers into target shards, directly from their sources.
 
     Args:
         plan: what moves.

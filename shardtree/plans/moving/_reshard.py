@@ -28,8 +28,8 @@ from ...trees import (
     map_shards,
     refuse_dtensors,
     refuse_hidden,
+    refuse_too_deep,
     shard_leaves,
-    told_of_depth,
     with_data,
 )
 from ..resharding import ReshardPlan, plan_reshard
@@ -99,7 +99,7 @@ def take_source(tree: Any, doing: str = "reshard") -> SourceTree:
         {'w': HOLE, 'step': 3}
     """
     check_is_tree(doing, tree)
-    with told_of_depth(doing):
+    with refuse_too_deep(doing):
         built = apply_factories(tree)
         pairs = leaves_with_paths(built)
     refuse_hidden(doing, pairs)
@@ -162,7 +162,7 @@ def take_target(tree: Any, doing: str = "reshard") -> TargetTree:
         ['w']
     """
     check_is_tree(doing, tree)
-    with told_of_depth(doing):
+    with refuse_too_deep(doing):
         factories = {path for path, leaf in leaves_with_paths(tree) if isinstance(leaf, ShardedTensorFactory)}
         built, merge = build_factories(map_shards(_keep_factory, tree))
         pairs, rebuild = shard_leaves(built)
@@ -211,7 +211,7 @@ def complete(
     pairs = zip(target.leaves, target.inner, strict=True)
     tree = target.rebuild([_leaf_with_data(leaf, data, held, inner=inner) for leaf, inner in pairs])
     own = HOLE if common is HOLE else own_copy(common, f"{doing}: a plain value")
-    with told_of_depth(doing):
+    with refuse_too_deep(doing):
         return target.merge(join(own, tree))
 
 
@@ -236,7 +236,7 @@ def reshard(
 ) -> Any:
     """Return the targets filled from the trees of all ranks: what saving those and loading these would give.
 
-    Each byte is copied once, straight from the source's tensor into new memory. Nothing that is given is changed, and
+    Each byte is copied once, directly from the source's tensor into new memory. Nothing that is given is changed, and
     nothing that can change is shared.
 
     Args:

@@ -38,8 +38,8 @@ def relay_parts(shape: Column, item: Column, ranks: Column, senders: Column, sho
     """Return boxes that several ranks want, in parts, each for one of these ranks.
 
     Boxes that the same ranks want and would get from the same senders are laid one behind the other, and that line is
-    divided into one equal stretch for each of these ranks. So few boxes are cut, and a sender that would send a box to
-    n of k ranks sends n / k of it. Where stretches can't be quite equal, those that have least get the longest.
+    divided into one equal interval for each of these ranks. So few boxes are cut, and a sender that would send a box to
+    n of k ranks sends n / k of it. Where intervals can't be quite equal, those that have least get the longest.
 
     Args:
         shape: int64 (boxes, axes), without zeros.
@@ -68,15 +68,15 @@ def relay_parts(shape: Column, item: Column, ranks: Column, senders: Column, sho
     edges = edges[(np.diff(edges, prepend=-1) > 0) & (edges < end[-1])]
     place = np.searchsorted(begin, edges, side="right") - 1
     length = np.append(edges[1:], end[-1]) - edges
-    stretch = np.searchsorted(cuts, edges, side="right") - group[place] * (members - 1)
-    stretches = np.zeros((len(first), members), dtype=np.int64)
-    np.add.at(stretches, (group[place], stretch), length)
-    member = _assigned(stretches, ranks[first])[group[place], stretch]
+    interval = np.searchsorted(cuts, edges, side="right") - group[place] * (members - 1)
+    intervals = np.zeros((len(first), members), dtype=np.int64)
+    np.add.at(intervals, (group[place], interval), length)
+    member = _assigned(intervals, ranks[first])[group[place], interval]
     return Parts(line[place], axis[place], (edges - begin[place]) // row[place], length // row[place], member)
 
 
 def _cuts(group: Column, begin: Column, end: Column, row: Column, members: int, shortest_cut: int) -> Column:
-    """Return where the lines of groups, one behind the other, are cut into stretches, ascending."""
+    """Return where the lines of groups, one behind the other, are cut into intervals, ascending."""
     first = np.flatnonzero(np.diff(group, prepend=-1))
     last = np.append(first[1:], group.size) - 1
     total = end[last] - begin[first]
@@ -85,18 +85,18 @@ def _cuts(group: Column, begin: Column, end: Column, row: Column, members: int, 
     return snapped(bounds, begin[inside], (end - begin)[inside], row[inside], shortest_cut)
 
 
-def _assigned(stretches: Column, ranks: Column) -> Column:
-    """Return which member gets each stretch: of all groups of the same ranks, each about as much.
+def _assigned(intervals: Column, ranks: Column) -> Column:
+    """Return which member gets each interval: of all groups of the same ranks, each about as much.
 
-    The longest stretch goes to the rank with least: so ranks never get further apart than the stretches of one group.
+    The longest interval goes to the rank with least: so ranks never get further apart than the intervals of one group.
 
     Args:
-        stretches: bytes, int64 (groups, members).
+        intervals: bytes, int64 (groups, members).
         ranks: int64 (groups, members).
     """
     number, first = numbered_rows(ranks)
-    got, member = np.zeros_like(ranks[first]), np.empty_like(stretches)
-    for group, (lengths, together) in enumerate(zip(stretches, number.tolist(), strict=True)):
+    got, member = np.zeros_like(ranks[first]), np.empty_like(intervals)
+    for group, (lengths, together) in enumerate(zip(intervals, number.tolist(), strict=True)):
         longest, least = np.argsort(-lengths, kind="stable"), np.argsort(got[together], kind="stable")
         member[group, longest] = least
         got[together, least] += lengths[longest]

@@ -112,7 +112,7 @@ def _assign_lines(lines: list[_Line], load: Column, shortest_cut: int) -> list[_
         assigned.append(_assign_line(line, load[line.holders], shortest_cut))
         load = _add_load(load, assigned[-1], 1)
     # The first pass sees only the loads of lines before. Sweeps assign each line anew under all others' loads, until
-    # nothing changes; with very many sets the loads are level enough, and sweeps would take long.
+    # nothing changes; with very many sets that would take long.
     for _ in range(_SWEEPS if 1 < len(lines) <= _MANY_SETS else 0):
         before = load
         for number, line in enumerate(lines):
@@ -131,7 +131,7 @@ def _add_load(load: Column, parts: _Parts, sign: int) -> Column:
 
 
 def _assign_line(line: _Line, load: Column, shortest_cut: int) -> _Parts:
-    """Return a line's pieces with their senders: each holder gets a stretch whose length levels its load."""
+    """Return a line's pieces with their senders: each holder gets a interval whose length levels its load."""
     end = np.cumsum(line.size)
     begin = end - line.size
     bounds = np.cumsum(_shares(load, int(end[-1])))[:-1]
@@ -226,7 +226,7 @@ def numbered_rows(columns: Column) -> tuple[Column, Column]:
         >>> numbered_rows(np.array([[2, 1], [3, 0], [2, 1]]))[0].tolist()
         [1, 0, 1]
     """
-    # Several times faster than `np.unique` with an axis, which compares rows as bytes.
+    # By a sort of columns: `np.unique` with an axis sorts rows as structured values, which is slower.
     order = np.lexsort(columns.T)
     new = np.ones(order.size, dtype=np.bool_)
     new[1:] = (columns[order[1:]] != columns[order[:-1]]).any(axis=1)
@@ -250,12 +250,12 @@ def _cuts(key: Column, offset: Column, shape: Column) -> list[tuple[Column, Colu
 
 
 def _cut_along(number: Column, offset: Column, shape: Column, box: Column, at: Column) -> tuple[Column, Column, Column]:
-    """Return what stretches are cut into: the row, the begin within it, and the size of each piece.
+    """Return what intervals are cut into: the row, the begin within it, and the size of each piece.
 
     Args:
         number: which box each row is, int64 (rows,).
-        offset: of the stretch, int64 (rows,).
-        shape: of the stretch, int64 (rows,).
+        offset: of the interval, int64 (rows,).
+        shape: of the interval, int64 (rows,).
         box: what is cut, ascending, int64 (cuts,).
         at: where, ascending within a box, int64 (cuts,).
     """

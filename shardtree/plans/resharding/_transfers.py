@@ -132,6 +132,7 @@ def sending_shards(source: ShardColumns, target: ShardColumns, hop: Column, row:
 def renumbered(source: ShardColumns, target: ShardColumns) -> ShardColumns:
     """Return the source with its keys numbered as in the target; -1 is the number of those that the target hasn't."""
     number = {key: position for position, key in enumerate(target.keys)}
+    # Keys that the target lacks stay in the columns, so that rows keep their numbers.
     key = np.array([number.get(key, -1) for key in source.keys], dtype=np.int64)[source.key]
     return replace(source, keys=target.keys, kinds=target.kinds, key=key)
 

@@ -75,7 +75,7 @@ def _corrupt(what: str, found: str) -> CorruptCheckpoint:
 def blocks_problem(index: Index) -> str | None:
     """Return what is wrong with the blocks of an index's files, None if nothing is."""
     blocks = np.diff(index.file_block)
-    # A file that several ranks wrote has no hashes, since no rank saw all bytes of a block; nor has one without checksums.
+    # A file that several ranks wrote has no hashes: no rank saw all bytes of a block. Nor has one without checksums.
     tiled = (blocks == -(-index.file_length // BLOCK_BYTES)) | (blocks == 0)
     return None if tiled.all() else "a file's blocks don't tile it"
 
