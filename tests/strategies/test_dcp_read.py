@@ -272,7 +272,7 @@ def test_the_law_sees_positions_that_close_up():
     ],
 )
 def test_paths_that_contradict_each_other_are_refused(leaves):
-    with pytest.raises(ValueError, match=r"lies inside|is there twice|no positions|nothing is stored for"):
+    with pytest.raises(ValueError, match=r"lies inside|is there twice|both names and positions|without a stored value"):
         nested(leaves)
 
 

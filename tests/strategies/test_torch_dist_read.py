@@ -313,7 +313,7 @@ def test_an_archive_with_another_tensor_is_refused():
         entry = writer.metadata.state_dict_metadata["w"]
         entry.properties = TensorProperties(dtype=torch.float32)
         entry.chunks[:] = [ChunkStorageMetadata(torch.Size((0, 0)), torch.Size((2, 3)))]
-        with pytest.raises(CorruptCheckpoint, match=r"'w'.*not the tensor that \.metadata says"):
+        with pytest.raises(CorruptCheckpoint, match=r"'w'.*not the tensor that \.metadata lists"):
             st.load_plain_tensors(writer.folder())
 
 

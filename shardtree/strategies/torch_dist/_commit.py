@@ -1,4 +1,4 @@
-"""The last step: the index, and the file that makes a folder a checkpoint."""
+"""The commit: the index, and the file that makes a folder a checkpoint."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ._listing import DCP, TORCH_DIST
 from ._metadata_file import INDEX_FILE
 from ._write import Written, note
 
-# What all ranks wrote, put together and checked on rank 0 before anything says that it is there.
+# What all ranks wrote, combined and checked on rank 0 before any file refers to it
 
 Archive = tuple[str, int, int]
 """A file's name, the archive's first byte there, and its length in bytes."""
@@ -51,7 +51,7 @@ class Stored:
 
 
 def collect(storage: Storage, written: Sequence[Written]) -> Stored:
-    """Return what the ranks wrote, by rank, as one.
+    """Return what all ranks wrote, given by rank, as one value.
 
     Raises:
         StorageError: a file isn't there as its rank wrote it.
@@ -89,7 +89,8 @@ def _check_files(storage: Storage, written: Sequence[Written]) -> None:
 
 
 def _sorted_once(columns: ShardColumns) -> Column:
-    """Return the rows by key, then offset, without a second of the same: empty chunks may lie where others do."""
+    """Return the rows by key, then offset, each place once."""
+    # Only chunks without elements can repeat a place, and readers look archives up by place.
     order = np.lexsort((*columns.offset.T[::-1], columns.key))
     place = np.column_stack([columns.key, columns.offset])[order]
     again = np.zeros(order.size, dtype=np.bool_)
@@ -104,7 +105,7 @@ def _objects(written: Sequence[Written], keys: Sequence[str]) -> dict[str, Archi
 
 
 def stored_by(pending: PendingSave, backend: str) -> Stored:
-    """Return what the sharded strategy of a backend remembered of its files.
+    """Return what the sharded strategy of a backend left in the memo about its files.
 
     Raises:
         StrategyError: another strategy wrote the shards.
@@ -116,14 +117,15 @@ def stored_by(pending: PendingSave, backend: str) -> Stored:
     raise StrategyError(error_text(f"save: no shards were written in the format {backend!r}", fix=fix))
 
 
-# `.metadata` as bytes: the pickle that torch.distributed.checkpoint reads, made without importing it.
+# `.metadata`: the pickle that torch.distributed.checkpoint reads. It is written by an emitter, not by pickling torch's
+# classes: that needs no import of torch.distributed, and the bytes don't depend on torch's version.
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
 _SIZE = Global("torch", "Size")
 
 DCP_VERSION = "1.0.0"
-"""What torch.distributed.checkpoint calls this version of its format."""
+"""The format's version, as torch.distributed.checkpoint names it."""
 
 Paths = Mapping[str, TreePath]
 
@@ -133,13 +135,13 @@ def encode_index_file(
 ) -> bytes:
     """Return `.metadata`'s bytes: a pickle of protocol 4 of a `Metadata` of torch.distributed.checkpoint.
 
-    It says nothing of where the checkpoint was saved to, as that library's own does.
+    Unlike that library's own, it doesn't contain the path of the folder: a checkpoint may be copied and published.
 
     Args:
         stored: the archives of tensors and objects.
         save_id: the save's name.
         values: the archives of plain values, by name.
-        paths: each name's place in the nested dict that was saved; None where the format keeps none.
+        paths: each name's place in the nested dict that was saved; None if the format keeps none.
 
     References:
         torch.distributed.checkpoint.metadata, torch 2.13.
@@ -174,7 +176,7 @@ def _tensors(columns: ShardColumns, offsets: list[Reduced], sizes: list[Reduced]
     chunks: list[list[New]] = [[] for _ in columns.keys]
     for key, offset, size in zip(columns.key.tolist(), offsets, sizes, strict=True):
         chunks[key].append(_new("ChunkStorageMetadata", offsets=offset, sizes=size))
-    # One value for all tensors of a dtype: pickle writes it once, and a million chunks stay a small file.
+    # One object for each dtype: pickle then refers back to it, and the file stays small.
     properties = {kind.dtype: _properties(kind) for kind in columns.kinds}
     return {
         name: _new(
@@ -195,7 +197,7 @@ def _chunk_places(stored: Stored, offsets: list[Reduced]) -> Iterator[tuple[New,
 
 
 def _index(name: str, offset: Reduced | None = None, number: int | None = None) -> New:
-    """Return what an archive is looked up by; the number among its tensor's chunks is a hint that saves a search."""
+    """Return the key by which DCP looks an archive up; the number among its tensor's chunks saves DCP a search."""
     return _new("MetadataIndex", fqn=name, index=number, offset=offset)
 
 
@@ -219,7 +221,7 @@ def _size(shape: list[int] | tuple[int, ...]) -> Reduced:
 
 
 def _new(name: str, module: str = _METADATA, **state: Any) -> New:
-    """Return an instance as pickle makes it: without its constructor's help, so that fields may come and go."""
+    """Return an instance as pickle makes it: the constructor isn't called, so versions with other fields read it."""
     return New(_class(module, name), (), state or None)
 
 
@@ -232,12 +234,14 @@ _MEGATRON_FIELDS = ("sharded_backend", "sharded_backend_version", "common_backen
 
 
 def commit(pending: PendingSave, fields: Fields) -> None:
-    """Write the index, then metadata.json with the four fields that Megatron-Core takes, and no more."""
+    """Write the index, then metadata.json with the four fields that Megatron-Core knows."""
+    # No field of our own: Megatron-Core refuses a metadata.json with any other.
     stored, durable = stored_by(pending, TORCH_DIST[0]), pending.options.durable
     pending.storage.remove_folder(pending.save_id)
     # The index first: with metadata.json alone, Megatron-Core would open a folder that it can't read.
     pending.storage.replace(note(pending, INDEX_FILE), encode_index_file(stored, pending.save_id), durable=durable)
-    # With another format's common state metadata.json has to say more, and isn't Megatron-Core's then.
+    # Otherwise the caller writes metadata.json: with another format's common state it needs more fields, and the
+    # checkpoint can't be Megatron-Core's in any case.
     if fields["common_backend"] == "torch":
         data = json.dumps({name: fields[name] for name in _MEGATRON_FIELDS}).encode()
         pending.storage.replace(METADATA_FILE, data, durable=durable)
@@ -247,7 +251,7 @@ def commit_dcp(pending: PendingSave, fields: Fields) -> None:
     """Write the index, which makes the folder a checkpoint of torch.distributed.checkpoint."""
     stored, values = stored_by(pending, DCP[0]), pending.memo.get(VALUES, ())
     pending.storage.remove_folder(pending.save_id)
-    # A sharded tensor's key is a name of its own, dots and all: it says nothing of dicts in dicts.
+    # A path of one entry: a key with dots may be a dict in a dict or a parameter's name, and doesn't say which.
     paths = {key: (key,) for key in (*stored.columns.keys, *stored.objects)}
     paths |= {value.name: value.path for value in values}
     archives = {value.name: value.archive for value in values}

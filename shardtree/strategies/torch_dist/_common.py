@@ -1,4 +1,4 @@
-"""The common state: in an object of its own, or each value for itself, with its place in the nested state beside it."""
+"""The common state: in one object, as Megatron-Core has it, or an archive for each value, as DCP has it."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from ._metadata_file import INDEX_FILE
 from ._payloads import decoded
 
 VALUES = "dcp values"
-"""What the pending save's memo has the plain values under."""
+"""The key of the plain values in a pending save's memo."""
 
 
 _MOST_GAPS = 100_000
-"""How many places of lists may be empty: a list's own length isn't stored."""
+"""The most empty positions in lists. A list's length isn't stored: guards against a path with a huge position."""
 
 
 def recognize(storage: Storage) -> Fields | None:
     """Return the backends of a folder that torch.distributed.checkpoint wrote, None if it isn't one."""
-    # With a common.pt beside it, it is Megatron-Core's, and was never finished: its last file is missing.
+    # With a common.pt it is a checkpoint of Megatron-Core without its last file, metadata.json: never finished.
     if storage.length(INDEX_FILE) is None or storage.length("common.pt") is not None:
         return None
     sharded = {"sharded_backend": DCP[0], "sharded_backend_version": DCP[1]}
@@ -32,7 +32,7 @@ def recognize(storage: Storage) -> Fields | None:
 
 
 def load_common(checkpoint: Checkpoint) -> Any:
-    """Return the common state that Megatron-Core keeps as an object since it writes no common.pt.
+    """Return the common state, which newer releases of Megatron-Core keep as an object, without a common.pt.
 
     Raises:
         CorruptCheckpoint: there is none.
@@ -68,10 +68,10 @@ def load_dcp_common(checkpoint: Checkpoint) -> Any:
 
 
 def nested(leaves: Mapping[tuple[str | int, ...], Any]) -> Any:
-    """Return leaves as nested dicts and lists: where an entry of a path is a number, it is a position in a list.
+    """Return leaves as nested dicts and lists: a number in a path is a position in a list.
 
-    What holds nothing but holes is a hole itself, save the outermost dict. Positions of a list that nothing is stored
-    for are None, as torch.distributed.checkpoint has it.
+    A container of nothing but holes becomes a hole itself, except for the outermost dict. Positions of a list without a
+    stored value are None, as in torch.distributed.checkpoint.
 
     Raises:
         ValueError: paths contradict each other.
@@ -100,17 +100,18 @@ class _Node(dict[str | int, Any]):
 
 
 def _check_lists(root: _Node) -> None:
-    """Raise unless each container has names or positions alone, and its positions leave few places empty."""
+    """Raise unless each container has either names or positions, and its positions leave few places empty."""
+    # With a list of nodes, not by recursion: paths come from a file.
     gaps, nodes = 0, [root]
     while nodes:
         node = nodes.pop()
         nodes += [child for child in node.values() if isinstance(child, _Node)]
         positions = [entry for entry in node if isinstance(entry, int)]
         if positions and (len(positions) != len(node) or min(positions) < 0):
-            raise ValueError("a container has entries that are no positions beside some that are")
+            raise ValueError("a container has both names and positions as entries")
         gaps += max(positions, default=-1) + 1 - len(positions)
     if gaps > _MOST_GAPS:
-        raise ValueError(f"lists with {gaps} places that nothing is stored for")
+        raise ValueError(f"lists with {gaps} positions without a stored value")
 
 
 def _container(node: _Node) -> dict[Any, Any] | list[Any]:
@@ -122,13 +123,13 @@ def _container(node: _Node) -> dict[Any, Any] | list[Any]:
 
 
 def _closed(node: _Node) -> Any:
-    """Return a container within another one, a hole where it holds nothing but holes."""
+    """Return a container that lies in another one: a hole if it holds nothing but holes."""
     container = _container(node)
     inside = container.values() if isinstance(container, dict) else container
     return HOLE if all(value is HOLE for value in inside) else container
 
 
-# The common state as torch.distributed.checkpoint's entries: each plain value with its name and its path.
+# Writing the common state as torch.distributed.checkpoint's entries: each plain value with its name and its path
 
 Value = tuple[TreePath, Any]
 
@@ -136,11 +137,10 @@ Value = tuple[TreePath, Any]
 def named_values(common: Any) -> dict[str, Value]:
     """Return the plain values of a common tree by name, each with its path: the name is the path, joined by dots.
 
-    Dicts are taken apart, and lists that hold such dicts; anything else is one value, stored whole. That is how
-    torch.distributed.checkpoint does it, with three exceptions: an empty dict and a dict whose keys aren't all texts
-    are stored whole, since there the one is lost and the other's keys become texts; so is a list of tensors, since
-    there the names of plain values in it aren't found again when a checkpoint is converted, and a list that shards
-    stood in, since there the places before a value are lost.
+    Dicts are flattened, and lists that hold such dicts; anything else is one value, stored whole. That is DCP's own
+    rule but for what it would lose, which is stored whole too: an empty dict (DCP forgets it), a dict whose keys aren't
+    all texts (DCP makes texts of them), a list of tensors (DCP doesn't find the names of plain values in it again when
+    a checkpoint is converted), and a list that shards stood in (DCP loses the positions before a value).
 
     Args:
         common: as `common_with_holes` gives it.
@@ -194,16 +194,16 @@ def _has_texts(node: dict[Any, Any]) -> bool:
 
 
 def _is_one_value(node: Any) -> bool:
-    """Return whether a node is stored whole: it is no dict to take apart, nor a list that such a dict lies in."""
+    """Return whether a node is stored whole: it is neither a dict to flatten nor a list with such a dict in it."""
     if isinstance(node, dict):
         return not node or not _has_texts(node)
     return not isinstance(node, list) or any(child is HOLE for child in node) or all(map(_is_one_value, node))
 
 
 def without_hollow(named: dict[str, Value], taken: Set[str]) -> dict[str, Value]:
-    """Return values by name without the empty containers in the place of a tensor or an object.
+    """Return values by name without empty containers in the place of a tensor or an object.
 
-    Where one rank has no shards at all, its container of them is an empty one.
+    A rank that has no shards at all has an empty container of them, which is no value.
 
     Examples:
         >>> without_hollow({"w": (("w",), []), "step": (("step",), 3)}, {"w"})

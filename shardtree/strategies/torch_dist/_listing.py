@@ -1,4 +1,4 @@
-"""What `.metadata` says, checked and in columns: an index that loads plan on, and where each archive lies."""
+"""The content of `.metadata`, checked and in columns: an index for planning loads, and where each archive lies."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from .._values import Checkpoint
 from ..index import Index, build_index, index_problem
 from ._metadata_file import INDEX_FILE, Ints, MetadataFile, Place, TensorEntry, read_metadata_file
 
-# Archives of torch.save in data files: where each lies, numbered in the order of files and bytes.
+# Archives of torch.save in data files, numbered in the order of files and bytes
 
-_MOST_BYTES = 2.0**60
+_MOST_BYTES = 2.0**60  # so that sums of places and sizes stay within int64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,14 +32,14 @@ class Archives:
     Attributes:
         names: the key of each one's tensor, or the name of its object.
         shapes: of each one's tensor, None for an object.
-        start: where each one's payload begins in an imagined file that holds nothing else, int64 (archives,).
+        start: where each one's payload begins in a virtual file of nothing but payloads, int64 (archives,).
         payload: in bytes; an object is all payload, int64 (archives,).
         file: number of the file, int64 (archives,).
         byte: where the archive begins in the file, int64 (archives,).
         length: of the archive, in bytes, int64 (archives,).
         files: names of the files.
         refused: why an archive can't be read, by its number.
-        imagined: the imagined file.
+        virtual: the virtual file.
     """
 
     names: Sequence[str]
@@ -51,10 +51,10 @@ class Archives:
     length: Column
     files: tuple[str, ...]
     refused: Mapping[int, str]
-    imagined: StoredFile
+    virtual: StoredFile
 
     def at(self, byte: Column) -> Column:
-        """Return the numbers of the archives in which bytes of the imagined file lie, int64 (bytes,)."""
+        """Return the numbers of the archives in which bytes of the virtual file lie, int64 (bytes,)."""
         return np.asarray(np.searchsorted(self.start, byte, side="right") - 1, dtype=np.int64)
 
 
@@ -70,11 +70,11 @@ def archives_of(
         payload: bytes of each tensor; objects follow after the tensors, and an object is all payload.
 
     Raises:
-        ValueError: a place is no stretch of a file, or they are too large.
+        ValueError: a place isn't a range of a file, or they are too large.
     """
     files = sorted({place.file for place in places})
     for name in files:
-        name.encode()  # what can't be encoded is no name of a file; storage says which others aren't
+        name.encode()  # raises UnicodeEncodeError, a ValueError; the storage refuses other bad names
     numbers = {name: number for number, name in enumerate(files)}
     file = np.array([numbers[place.file] for place in places], dtype=np.int64)
     byte = np.array([place.byte for place in places], dtype=np.int64)
@@ -98,12 +98,12 @@ def archives_of(
         length=length[order],
         files=tuple(files),
         refused={int(number[row]): place.refusal for row, place in enumerate(places) if place.refusal},
-        imagined=StoredFile("archives", int(end[-1]) if end.size else 0),
+        virtual=StoredFile("archives", int(end[-1]) if end.size else 0),
     )
     return archives, number
 
 
-# Flat shards as Megatron-Core 0.8 to 0.15 stored them: ranges of flattened grid cells, with their true place.
+# Flat shards as Megatron-Core 0.8 to 0.15 stored them: ranges of flattened grid cells
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -126,10 +126,10 @@ class Boxes:
 
 
 def true_boxes(entry: TensorEntry) -> Boxes:
-    """Return where a stored tensor's chunks lie in the tensor that was sharded.
+    """Return the boxes of a stored tensor's chunks in the tensor that was sharded.
 
     A tensor that was cut into a grid of cells, each of which ranks shared as flat ranges, was stored as one of shape
-    (grid, elements of a cell). `.metadata` says the true shape beside it.
+    (grid, elements of a cell), with the true shape beside it in `.metadata`.
 
     Raises:
         ValueError: the chunks aren't ranges of such cells.
@@ -164,30 +164,31 @@ def _cell(stored: Ints, shape: Ints) -> Ints:
     return cell
 
 
-# The two names of one format of tensors: Megatron-Core's, and what torch.distributed.checkpoint writes by itself.
+# Two backends with one format of tensors: Megatron-Core's, and that of torch.distributed.checkpoint (DCP) itself. They
+# differ in what isn't sharded, and in the file that commits.
 
 TORCH_DIST, DCP = ("torch_dist", 1), ("dcp", 1)
 
 
 COMMON_OBJECT = "common_state/shard_0_1"
-"""The object in which Megatron-Core keeps the common state since it writes no common.pt."""
+"""The object in which newer releases of Megatron-Core keep the common state."""
 
 
 _MOST_NUMBERS = 2**25
-"""How many numbers a column may have: all boxes are held with as many axes as the tensor with most of them has."""
+"""The most numbers in a column: boxes get as many axes as the widest tensor, so one crafted entry could fill memory."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Listing:
     """What is in a checkpoint and where.
 
-    A plan is made as if all payloads lay in one file, one after the other with a byte between two of them: where a
-    payload begins in its archive is known only when that is looked at.
+    Loads are planned on one virtual file of all payloads, with a byte between two of them so that no run spans both:
+    where a payload begins in its archive isn't known before the archive is opened.
 
     Attributes:
-        index: of tensors and objects; its only file is that imagined one.
+        index: of tensors and objects; its only file is the virtual one.
         archives: that hold them.
-        contents: what `.metadata` says.
+        contents: of `.metadata`.
         unknown: why a tensor can't be read, by its key; such tensors aren't in the index.
         values: the numbers of archives of plain values and objects, by name.
     """
@@ -234,7 +235,7 @@ def is_object(name: str) -> bool:
 
 
 def _hidden(checkpoint: Checkpoint) -> frozenset[str]:
-    """Return the objects that aren't the user's: the one with the common state, where that has no file of its own."""
+    """Return the objects that aren't the user's: the one with the common state, if that has no file of its own."""
     fields = checkpoint.fields
     in_object = (fields.get("common_backend"), fields.get("common_backend_version")) == TORCH_DIST
     return frozenset({COMMON_OBJECT} if in_object else ())
@@ -256,7 +257,7 @@ def _listing(contents: MetadataFile, hidden: frozenset[str]) -> Listing:
         if name not in hidden and is_object(name)
     ]
     start = archives.start[number[: len(columns)]]
-    index = build_index(columns, np.zeros_like(start), start, files=[archives.imagined], objects=objects)
+    index = build_index(columns, np.zeros_like(start), start, files=[archives.virtual], objects=objects)
     if problem := index_problem(index):
         raise ValueError(problem)
     return Listing(index, archives, contents, unknown, values)

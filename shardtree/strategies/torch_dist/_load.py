@@ -1,4 +1,4 @@
-"""Loading tensors and objects from archives of torch.save, and what is in a checkpoint of them."""
+"""Loading tensors and objects from archives of torch.save."""
 
 from __future__ import annotations
 
@@ -33,19 +33,17 @@ from ._payloads import (
     payloads_of,
 )
 
-# Reading tensors out of archives: what a plan says of payloads, at their places in the data files.
-
 Flags = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
 
 def read_archives(
     checkpoint: Checkpoint, listing: Listing, plan: LoadPlan, memories: Sequence[torch.Tensor]
 ) -> ReadReport:
-    """Read what a plan on a listing's index says, and return how much that was; an archive counts as one block.
+    """Execute a plan that was made on a listing's index, and return how much was read; an archive counts as a block.
 
     Args:
         checkpoint: where the files are, and how they are read.
-        listing: what the plan was made on.
+        listing: on which the plan was made.
         plan: what to read.
         memories: for each requested shard its memory, a contiguous tensor, written in place.
 
@@ -57,24 +55,24 @@ def read_archives(
     payloads = payloads_of(checkpoint, listing, numbers)
     in_order, run_in_order, piece_in_order = (payloads.begin[rows] != SCATTERED for rows in (numbers, run, piece))
     direct = _selected(plan, run_in_order, piece_in_order)
-    moved = _moved(listing, payloads, direct, run[run_in_order], piece[piece_in_order])
+    relocated = _relocated(listing, payloads, direct, run[run_in_order], piece[piece_in_order])
     files = _files(checkpoint, listing, payloads, numbers[in_order])
     options = checkpoint.options
-    report = fetch(checkpoint.storage, files, moved, memories, verify=options.verify, progress=options.progress)
+    report = fetch(checkpoint.storage, files, relocated, memories, verify=options.verify, progress=options.progress)
     for number in numbers[~in_order].tolist():
         report += _read_decoded(checkpoint, listing, number, _selected(plan, run == number, piece == number), memories)
     return report
 
 
 def archives_cost(checkpoint: Checkpoint, listing: Listing, plan: LoadPlan) -> ReadCost:
-    """Return what reading a plan on a listing's index takes, as if each tensor lay in its archive as it usually does.
+    """Return the cost of a plan on a listing's index, assuming each tensor in row-major order and with a checksum.
 
-    That is in row-major order and with a checksum. Looking up where it begins, in each archive's own directory, takes a
-    few hundred bytes more.
+    Archives stay closed, so that another order isn't known. Looking up where a tensor begins, in each archive's own
+    directory, takes a few hundred bytes more.
 
     Args:
         checkpoint: how the files are read.
-        listing: what the plan was made on.
+        listing: on which the plan was made.
         plan: what would be read.
 
     Raises:
@@ -85,12 +83,12 @@ def archives_cost(checkpoint: Checkpoint, listing: Listing, plan: LoadPlan) -> R
     numbers = np.union1d(run, piece)
     for file in np.unique(archives.file[numbers]).tolist():
         check_reach(checkpoint, listing, file, numbers[archives.file[numbers] == file].tolist())
-    # An archive that is shorter than its tensor holds a part that repeats, and is decoded as a whole.
+    # An archive that is shorter than its tensor holds an expanded one (stride 0), and is decoded whole.
     repeats = archives.payload > archives.length
     direct, begin = _selected(plan, ~repeats[run], ~repeats[piece]), archives.start[numbers]
     stretches = Stretches(begin, begin + archives.payload[numbers], np.ones_like(begin))
-    imagined = replace(archives.imagined, stretches=stretches)
-    found = fetch_cost({0: imagined}, direct, verify=checkpoint.options.verify)
+    virtual = replace(archives.virtual, stretches=stretches)
+    found = fetch_cost({0: virtual}, direct, verify=checkpoint.options.verify)
     decoded = int(archives.length[numbers[repeats[numbers]]].sum())
     files = np.unique(archives.file[numbers]).size
     return replace(found, bytes_wanted=plan.bytes_read, bytes_read=found.bytes_read + decoded, files=files)
@@ -105,18 +103,18 @@ def _selected(plan: LoadPlan, runs: Flags, pieces: Flags) -> LoadPlan:
     )
 
 
-def _moved(listing: Listing, payloads: Payloads, plan: LoadPlan, run: Column, piece: Column) -> LoadPlan:
-    """Return a plan on the imagined file as one on the real files, given the archive of each of its rows."""
+def _relocated(listing: Listing, payloads: Payloads, plan: LoadPlan, run: Column, piece: Column) -> LoadPlan:
+    """Return a plan on the virtual file as one on the real files, given the archive of each of its rows."""
     archives = listing.archives
     run_shift, piece_shift = (payloads.begin[rows] - archives.start[rows] for rows in (run, piece))
-    # Two tensors may share an archive, so the runs' order isn't always what it was.
+    # Sorted again: two tensors may share an archive, and then rows change their order.
     runs = runs_plan(replace(plan.runs, file=archives.file[run], byte=plan.runs.byte + run_shift)).runs
     strided = replace(plan.strided, file=archives.file[piece], byte=plan.strided.byte + piece_shift)
     return replace(plan, runs=runs, strided=strided)
 
 
 def _files(checkpoint: Checkpoint, listing: Listing, payloads: Payloads, numbers: Column) -> dict[int, StoredFile]:
-    """Return the files that payloads lie in, by number, with the payloads as stretches that have a checksum."""
+    """Return the files of some payloads, by number, with the payloads as byte ranges that have a checksum."""
     archives = listing.archives
     found = {}
     for file in np.unique(archives.file[numbers]).tolist():
@@ -132,7 +130,7 @@ def _files(checkpoint: Checkpoint, listing: Listing, payloads: Payloads, numbers
 def _read_decoded(
     checkpoint: Checkpoint, listing: Listing, number: int, plan: LoadPlan, memories: Sequence[torch.Tensor]
 ) -> ReadReport:
-    """Read from an archive whose tensor has to be decoded as a whole, for its bytes aren't in row-major order."""
+    """Read from an archive whose tensor has to be decoded whole, since its bytes aren't in row-major order."""
     archives = listing.archives
     with opened(checkpoint, listing, int(archives.file[number]), [number]) as reader:
         value = decoded_at(checkpoint, listing, reader, number)
@@ -176,12 +174,12 @@ def _check_known(listing: Listing, keys: set[str]) -> None:
     if unknown:
         fix = "Load them with the program that wrote them, or leave them out of the target."
         raise UnsupportedValue(
-            error_text("load: tensors are stored in no way that can be read", offenders=unknown, fix=fix)
+            error_text("load: tensors are stored in ways that can't be read", offenders=unknown, fix=fix)
         )
 
 
 def explain(checkpoint: Checkpoint, shards: Sequence[ShardedTensor], cast: bool) -> Prospect:
-    """Return what loading shards would come to, from `.metadata` alone: archives stay closed."""
+    """Return what loading shards would cost, from `.metadata` alone: archives stay closed."""
     listing = read_listing(checkpoint)
     cost = partial(archives_cost, checkpoint, listing)
     return explain_from_index(listing.index, shards, cost, cast=cast, refused=listing.unknown)
@@ -203,5 +201,5 @@ def load_objects(checkpoint: Checkpoint, objects: Sequence[ShardedObject]) -> li
 
 
 def unboxed(value: Any) -> Any:
-    """Return an object's data: Megatron-Core stores it as a list of one, its early versions as it is."""
+    """Return an object's data: Megatron-Core stores it in a list of one, its early releases without."""
     return value[0] if type(value) is list and len(value) == 1 else value

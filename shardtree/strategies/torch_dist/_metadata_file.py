@@ -1,4 +1,4 @@
-"""`.metadata`: a pickle of torch.distributed.checkpoint, read without running it into what it says of each tensor."""
+"""`.metadata`: a pickle of torch.distributed.checkpoint, parsed without running any code that it names."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from .._traits import METADATA_FILE
 from .._values import Checkpoint
 
 INDEX_FILE = ".metadata"
-"""The file that says which archive lies where."""
+"""The file that lists which archive lies where."""
 
 
-# The names that `.metadata` may contain, of all the versions that wrote it: none is imported, each becomes a stub.
+# An allowlist of the names in `.metadata`, of all versions that wrote it: none is imported, each becomes a stub
 
 _CHECKPOINT = "torch.distributed.checkpoint"
 _OLD = "torch.distributed._shard.sharded_tensor.metadata"
@@ -58,7 +58,7 @@ _PATHS = ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath", "Path"
 
 
 class _Names(dict[tuple[str, str], Any]):
-    """What names stand for. A dtype that this torch lacks is a stub: it only matters where its tensor is asked for."""
+    """Values by name. A dtype that this torch lacks is a stub: it only matters if its tensor is asked for."""
 
     def __missing__(self, key: tuple[str, str]) -> Any:
         module, name = key
@@ -77,7 +77,7 @@ def _size(*arguments: Any) -> tuple[Any, ...]:
 
 @cache
 def metadata_classes() -> Mapping[tuple[str, str], Any]:
-    """Return what each name that `.metadata` may contain stands for: a dtype, a plain tuple, or a stub.
+    """Return the value of each name that `.metadata` may contain: a dtype, a plain tuple, or a stub.
 
     Examples:
         >>> metadata_classes()["torch", "float32"]
@@ -90,7 +90,7 @@ def metadata_classes() -> Mapping[tuple[str, str], Any]:
 
 
 def is_a(value: Any, name: str) -> bool:
-    """Return whether a value of `.metadata` is of a class of that name, whichever module it once was in.
+    """Return whether a value of `.metadata` is of a class of that name, in whichever module a version of torch had it.
 
     Examples:
         >>> is_a(Stub("torch.distributed.checkpoint.metadata.Metadata"), "Metadata")
@@ -100,7 +100,7 @@ def is_a(value: Any, name: str) -> bool:
 
 
 def field_of(value: Any, name: str) -> Any:
-    """Return a field of an object of `.metadata`, None where it has none.
+    """Return a field of an object of `.metadata`, None if it has none.
 
     Examples:
         >>> field_of(Stub("some.Class", state={"size": (2, 3)}), "size")
@@ -110,7 +110,7 @@ def field_of(value: Any, name: str) -> Any:
     return state.get(name) if isinstance(state, dict) else None
 
 
-# A `.metadata` that names classes nobody knows, where its writer is trusted: those are imported, the others aren't.
+# Unpickling with `allow_pickle`, when the writer is trusted: unknown classes are imported, known ones stay stubs
 
 
 def read_trusted(data: bytes, classes: Mapping[tuple[str, str], Any], *, what: str) -> Any:
@@ -118,11 +118,11 @@ def read_trusted(data: bytes, classes: Mapping[tuple[str, str], Any], *, what: s
 
     Args:
         data: the pickle.
-        classes: what names stand for that aren't imported.
+        classes: values of names that aren't imported.
         what: the file, for messages.
 
     Raises:
-        CorruptCheckpoint: it isn't a pickle, or what it runs fails.
+        CorruptCheckpoint: it isn't a pickle, or code that it runs fails.
     """
     try:
         return _Unpickler(io.BytesIO(data), classes).load()
@@ -132,14 +132,14 @@ def read_trusted(data: bytes, classes: Mapping[tuple[str, str], Any], *, what: s
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes stubs of the classes that are known, so that whoever looks at them finds what the safe reader gives."""
+    """Makes stubs of known classes, so that the caller gets the same values as from the safe reader."""
 
     def __init__(self, file: io.BytesIO, classes: Mapping[tuple[str, str], Any]) -> None:
         super().__init__(file)
         self.classes = classes
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return what a name stands for."""
+        """Return the value of a name."""
         try:
             known = self.classes[module, name]
         except KeyError:
@@ -150,7 +150,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Known(Stub):
-    """A stub as a class, which is what `pickle` makes instances of."""
+    """A stub as a class, of which `pickle` can make instances."""
 
     __slots__ = ()
     made: Constructor
@@ -170,7 +170,7 @@ class _Known(Stub):
 
 Ints = tuple[int, ...]
 
-_MOST_AXES = 64  # what numpy takes; torch hardly more
+_MOST_AXES = 64  # NumPy's limit
 _DEEPEST = 100
 
 
@@ -182,7 +182,7 @@ class Place:
         file: the file's name.
         byte: where the archive begins in it.
         length: in bytes.
-        refusal: why it can't be read, in words; nothing where it can.
+        refusal: why it can't be read, as text; empty if it can.
     """
 
     file: str
@@ -193,15 +193,15 @@ class Place:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorEntry:
-    """What `.metadata` says of one tensor; numbers are ints, and not checked further.
+    """The entry of one tensor in `.metadata`; numbers are ints, and not checked further.
 
     Attributes:
-        dtype: None where this torch has none like it.
+        dtype: None if this torch lacks it.
         shape: global shape.
         offsets: of its chunks.
         shapes: of its chunks.
         places: of its chunks.
-        grid_shape: the shape of the whole tensor, where `shape` is a grid of flattened cells; None where it isn't.
+        grid_shape: the shape of the whole tensor, if `shape` is a grid of flattened cells; else None.
     """
 
     dtype: torch.dtype | None
@@ -214,12 +214,12 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MetadataFile:
-    """What `.metadata` says.
+    """The content of `.metadata`.
 
     Attributes:
         tensors: by key.
         values: where the archive of each pickled value is, by name.
-        paths: where in the nested state each name was; None where that isn't stored.
+        paths: where in the nested state each name was; None if that isn't stored.
     """
 
     tensors: dict[str, TensorEntry]
@@ -228,7 +228,7 @@ class MetadataFile:
 
 
 def read_metadata_file(checkpoint: Checkpoint) -> MetadataFile:
-    """Return what a checkpoint's `.metadata` says.
+    """Return the content of a checkpoint's `.metadata`.
 
     Raises:
         CorruptCheckpoint: it isn't there, or isn't what torch.distributed.checkpoint writes.
@@ -236,7 +236,7 @@ def read_metadata_file(checkpoint: Checkpoint) -> MetadataFile:
     """
     where = checkpoint.storage.where(INDEX_FILE)
     if checkpoint.storage.length(INDEX_FILE) is None:
-        fix = "Name the folder that a save was given; a save that died leaves none."
+        fix = "Name the folder that a save was given; an interrupted save leaves none."
         raise CorruptCheckpoint(error_text(f"open: {where!r} isn't there", fix=fix))
     if checkpoint.options.verify is not None:
         check_listed(checkpoint, METADATA_FILE)
@@ -263,7 +263,7 @@ def _parse(root: Any) -> MetadataFile:
     tensors, values = {}, {}
     for key, entry in entries.items():
         if type(key) is not str or not key:
-            raise ValueError(f"a key that is no text, but {_kind(key)}")
+            raise ValueError(f"a key that isn't a text, but {_kind(key)}")
         if is_a(entry, "TensorStorageMetadata"):
             tensors[key] = _tensor(key, entry, places, flat)
         elif is_a(entry, "BytesStorageMetadata"):
@@ -277,7 +277,7 @@ def _tensor(key: str, entry: Any, places: Mapping[Any, Place], flat: Any) -> Ten
     chunks = field_of(entry, "chunks")
     if not isinstance(chunks, list) or not all(is_a(chunk, "ChunkStorageMetadata") for chunk in chunks):
         raise ValueError(f"{key!r}: its chunks are {_kind(chunks)}")
-    # A chunk that is listed twice is stored once. Those without elements may begin where another one does.
+    # A chunk that is listed twice is stored once. One without elements may have another one's offset, which is kept.
     boxes: dict[Ints, Ints] = {}
     for chunk in chunks:
         offset, size = chunk.state["offsets"], chunk.state["sizes"]
@@ -327,7 +327,7 @@ def _places(stored: dict[Any, Any]) -> dict[tuple[Any, Any], Place]:
         state = info.state
         file, byte, length = state["relative_path"], state["offset"], state["length"]
         if type(file) is not str or type(byte) is not int or type(length) is not int:
-            raise ValueError("a place that is no file name with two numbers")
+            raise ValueError("a place that isn't a file name with two numbers")
         refusal = _refusal(file, state.get("transform_descriptors"))
         places[index.state["fqn"], index.state.get("offset")] = Place(file, byte, length, refusal)
     return places

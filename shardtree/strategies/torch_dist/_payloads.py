@@ -1,4 +1,4 @@
-"""Where the payloads of tensors' archives are: what a load has to look up before it can read."""
+"""Where the payloads of tensors' archives begin, looked up in the archives themselves before a load can read."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from ..torch import decode_with_holes
 from ._listing import Listing
 
 _UNKNOWN, SCATTERED = -1, -2
-"""In place of where a payload begins: nobody has looked yet; its bytes aren't in row-major order."""
+"""In place of a payload's first byte: it hasn't been looked up; its bytes aren't in row-major order."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Payloads:
-    """What is known of the payloads of a checkpoint's archives so far; filled as they are looked up.
+    """What is known of the payloads of a checkpoint's archives; filled as they are looked up.
 
     Attributes:
-        begin: where each begins in its file, `SCATTERED` where it has to be decoded, int64 (archives,).
-        crc32: of its bytes, 0 where none is recorded, int64 (archives,).
+        begin: where each begins in its file, `SCATTERED` if it has to be decoded, int64 (archives,).
+        crc32: of its bytes, 0 if none is recorded, int64 (archives,).
     """
 
     begin: Column
@@ -38,7 +38,7 @@ class Payloads:
 
 
 def payloads_of(checkpoint: Checkpoint, listing: Listing, numbers: Column) -> Payloads:
-    """Return where payloads are, those of the given archives among them.
+    """Return where payloads begin, with those of the given archives looked up.
 
     Raises:
         CorruptCheckpoint: an archive isn't there, or holds another tensor than `.metadata` says.
@@ -73,7 +73,7 @@ def check_readable(listing: Listing, numbers: Column) -> None:
 
 
 def check_reach(checkpoint: Checkpoint, listing: Listing, file: int, numbers: Sequence[int]) -> None:
-    """Raise unless a data file reaches as far as the given archives of it do.
+    """Raise unless a data file is long enough for the given archives.
 
     Raises:
         CorruptCheckpoint: it doesn't, or isn't there.
@@ -97,7 +97,7 @@ def check_reach(checkpoint: Checkpoint, listing: Listing, file: int, numbers: Se
 
 @contextmanager
 def opened(checkpoint: Checkpoint, listing: Listing, file: int, numbers: Sequence[int]) -> Iterator[Reader]:
-    """Open a data file, once it is known to reach as far as the given archives of it do.
+    """Open a data file, after checking that it is long enough for the given archives.
 
     Raises:
         CorruptCheckpoint: it doesn't, or isn't there.
@@ -111,7 +111,7 @@ def opened(checkpoint: Checkpoint, listing: Listing, file: int, numbers: Sequenc
 
 
 def archive_name(checkpoint: Checkpoint, listing: Listing, number: int) -> str:
-    """Return what messages call an archive."""
+    """Return an archive's name in messages."""
     archives = listing.archives
     path = checkpoint.storage.where(archives.files[archives.file[number]])
     return f"load: {archives.names[number]!r} in {path!r}, at byte {archives.byte[number]}"
@@ -139,13 +139,14 @@ def _look_up(checkpoint: Checkpoint, listing: Listing, reader: Reader, number: i
     try:
         place = tensor_place(partial(part_of, reader, byte), length, what=what)
     except (CorruptCheckpoint, UnsafeFile):
-        return SCATTERED, 0  # whoever decodes it as a whole knows more kinds of tensors, or what is wrong with it
+        # Not in the usual form: decoding it whole handles more kinds of tensors, or raises the error that fits.
+        return SCATTERED, 0
     check_kind(listing, number, dtype_name(place.dtype), tuple(place.shape), what)
     return (byte + place.begin, place.crc32) if place.is_row_major else (SCATTERED, 0)
 
 
 def check_tensor(listing: Listing, number: int, value: Any, what: str) -> torch.Tensor:
-    """Return what an archive holds, once it is known to be the tensor that `.metadata` says.
+    """Return an archive's value, after checking that it is the tensor that `.metadata` lists.
 
     Raises:
         CorruptCheckpoint: it is something else.
@@ -158,7 +159,7 @@ def check_tensor(listing: Listing, number: int, value: Any, what: str) -> torch.
 
 
 def check_kind(listing: Listing, number: int, dtype: str, shape: tuple[int, ...], what: str) -> None:
-    """Raise unless an archive's tensor is what `.metadata` says.
+    """Raise unless an archive's tensor is the one that `.metadata` lists.
 
     Raises:
         CorruptCheckpoint: it has another dtype or shape.
@@ -168,7 +169,7 @@ def check_kind(listing: Listing, number: int, dtype: str, shape: tuple[int, ...]
     if (dtype, shape) != (known, listing.archives.shapes[number]):
         raise CorruptCheckpoint(
             error_text(
-                f"{what}: not the tensor that .metadata says",
+                f"{what}: not the tensor that .metadata lists",
                 found=f"{shape} {dtype}",
                 expected=f"{listing.archives.shapes[number]} {known}",
                 fix="The checkpoint was damaged; load another one.",
@@ -176,7 +177,7 @@ def check_kind(listing: Listing, number: int, dtype: str, shape: tuple[int, ...]
         )
 
 
-# Archives that are decoded as a whole: objects, plain values, and tensors whose payload isn't in row-major order.
+# Archives that are decoded whole: objects, plain values, and tensors whose payload isn't in row-major order
 
 
 def decoded_at(checkpoint: Checkpoint, listing: Listing, reader: Reader, number: int) -> Any:

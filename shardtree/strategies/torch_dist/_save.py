@@ -1,4 +1,4 @@
-"""Saving shards as archives in one file a rank: for Megatron-Core's `torch_dist` and for plain DCP."""
+"""Saving shards as archives in one file for each rank: for Megatron-Core's `torch_dist` and for plain DCP."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def save_dcp_sharded(pending: PendingSave, shards: Sequence[ShardedTensor | Shar
     """Prepare the data file of a rank's shards, and return the request that writes it.
 
     Raises:
-        StrategyError: a common.pt is there, which would make the folder one of Megatron-Core's, and unfinished.
+        StrategyError: a common.pt is there, with which the folder would look like an unfinished one of Megatron-Core.
     """
     if pending.storage.length(COMMON_FILE) is not None:
         what = f"save: {pending.storage.where()!r} has the {COMMON_FILE} of a checkpoint of Megatron-Core's"
@@ -60,21 +60,22 @@ def _commit(pending: PendingSave, backend: str, written: Sequence[Written]) -> F
 
 
 def _abandon(pending: PendingSave) -> None:
-    """Remove what a save that failed has written, unless there is a checkpoint: this save's, or one made meanwhile."""
+    """Remove the files of a failed save, unless the folder has a checkpoint: this save's, or one made meanwhile."""
+    # File names are fixed: with a checkpoint there, they may be its own.
     storage, noted = pending.storage, names_of(pending)
     try:
         if storage.length(METADATA_FILE) is not None or (INDEX_FILE not in noted and recognize(storage) is not None):
             return
-        # First what the rest could be taken for a checkpoint by.
+        # The index first: as long as it is there, the folder may be recognised as a checkpoint.
         for name in (*sorted(noted, key=INDEX_FILE.__ne__), data_file(pending.world.rank)):
             storage.remove(name)
         storage.remove_folder(pending.save_id)
     except Exception as error:
-        # The save's own error is on its way.
+        # The save's own error is being raised, and must not be hidden.
         logger.warning("save: what a failed save wrote stays in %s: %s", storage.where(), error)
 
 
-# Saving the common state: Megatron-Core's common.pt, or a file of plain values for torch.distributed.checkpoint.
+# Saving the common state: Megatron-Core's common.pt, or a file of plain values for torch.distributed.checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +94,13 @@ class StoredValue:
 
 
 def save_common(pending: PendingSave, common: Any) -> Fields:
-    """Write common.pt, and return that the common state is in its format."""
+    """Write common.pt, and return the fields of metadata.json that name its format."""
     note(pending, COMMON_FILE)
     return {**save_torch_common(pending, common), "common_backend": "torch", "common_backend_version": 1}
 
 
 def save_dcp_common(pending: PendingSave, common: Any) -> Fields:
-    """Write the common tree's plain values, each an archive of its own; the index will say where.
+    """Write the common tree's plain values, each an archive of its own; the index will list them.
 
     Raises:
         UnsupportedValue: a value can't be stored.

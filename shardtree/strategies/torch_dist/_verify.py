@@ -1,4 +1,4 @@
-"""Checking all archives of a checkpoint: every byte that a checksum is recorded for, many archives at a time."""
+"""Checking all archives of a checkpoint: every byte that has a checksum, many archives at a time."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from ._listing import Listing, read_listing
 from ._metadata_file import INDEX_FILE
 from ._payloads import archive_name, check_kind, check_tensor, part_of
 
-# Checking one archive: the CRC32 of each of its records, and whether it holds what `.metadata` says.
+# Checking one archive: the CRC32 of each of its records, and its value against `.metadata`
 
 _LARGE_BYTES = 64 * 1024 * 1024
-"""A record of more bytes is left to several threads."""
+"""A record of more bytes is read by several threads."""
 
 _DECODED_BYTES = 16 * 1024 * 1024
-"""An archive of more isn't taken into memory to look at what it holds: its records' checksums have to do."""
+"""An archive of more isn't decoded, which takes memory: the checksums of its records have to do."""
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
-    """A record that is yet to be read.
+class LargeRecord:
+    """A large record that hasn't been read yet.
 
     Attributes:
         file: number of the file.
@@ -37,7 +37,7 @@ class Stretch:
         begin: its first byte in the file.
         end: one past its last byte.
         crc32: that was recorded.
-        what: what to say if it has another one.
+        what: the message if its bytes have another one.
     """
 
     file: int
@@ -54,13 +54,13 @@ class ArchiveCheck:
 
     Attributes:
         wrong: what is wrong with it, and from which byte of the file up to which.
-        compared: the stretches of the file that a CRC32 was recorded of.
-        large: those of them that are yet to be read.
+        compared: the byte ranges of the file that have a CRC32.
+        large: records among them that haven't been read yet.
     """
 
     wrong: list[tuple[str, int, int]] = field(default_factory=list)
     compared: list[tuple[int, int]] = field(default_factory=list)
-    large: list[Stretch] = field(default_factory=list)
+    large: list[LargeRecord] = field(default_factory=list)
 
 
 def check_archive(checkpoint: Checkpoint, listing: Listing, reader: Reader, number: int) -> ArchiveCheck:
@@ -75,7 +75,7 @@ def check_archive(checkpoint: Checkpoint, listing: Listing, reader: Reader, numb
         if not found.wrong:
             _check_value(checkpoint, listing, reader, number, what)
     except (UnsafeFile, UnsupportedValue):
-        pass  # what it holds may be as it was saved: it just isn't read here
+        pass  # a value that can't be read here may still be what was saved
     except CheckpointingException as error:
         found.wrong.append((str(error), begin, begin + length))
     return found
@@ -87,7 +87,7 @@ def _check_records(listing: Listing, reader: Reader, number: int, what: str, fou
     try:
         records = archive_records(partial(part_of, reader, byte), length, what=what)
     except CorruptCheckpoint:
-        return  # whoever decodes it says what is wrong, or that torch wrote it in another form
+        return  # torch may have written it in another form: decoding, which follows, raises if it is damaged
     for record in records:
         begin, end = byte + record.begin, byte + record.begin + record.nbytes
         wrong = f"the CRC32 of record {record.name[:100]!r} of an archive differs"
@@ -95,20 +95,20 @@ def _check_records(listing: Listing, reader: Reader, number: int, what: str, fou
             continue  # none was recorded
         found.compared.append((begin, end))
         if record.nbytes > _LARGE_BYTES:
-            found.large.append(Stretch(file, number, begin, end, record.crc32, wrong))
+            found.large.append(LargeRecord(file, number, begin, end, record.crc32, wrong))
         elif read_crc32(reader, begin, end) != record.crc32:
             found.wrong.append((wrong, begin, end))
 
 
 def _check_value(checkpoint: Checkpoint, listing: Listing, reader: Reader, number: int, what: str) -> None:
-    """Raise unless an archive holds what `.metadata` says."""
+    """Raise unless an archive's value is what `.metadata` lists."""
     archives, is_tensor = listing.archives, listing.archives.shapes[number] is not None
     byte, length = int(archives.byte[number]), int(archives.length[number])
     if is_tensor:
         try:
             place = tensor_place(partial(part_of, reader, byte), length, what=what)
         except (CorruptCheckpoint, UnsafeFile):
-            pass  # whoever decodes it as a whole knows more kinds of tensors
+            pass  # not in the usual form: decoding it whole, below, handles more kinds of tensors
         else:
             check_kind(listing, number, dtype_name(place.dtype), tuple(place.shape), what)
             return
@@ -127,7 +127,7 @@ _MOST_REGIONS = 10_000
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Batch:
-    """Archives of one file that one thread takes."""
+    """Archives of one file that one thread checks."""
 
     file: int
     numbers: list[int]
@@ -135,18 +135,18 @@ class _Batch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Checked:
-    """What was found in a batch: damage, stretches that have a CRC32, and large ones that are yet to be read."""
+    """The results of a batch: damage, byte ranges that have a CRC32, and large records that haven't been read yet."""
 
     file: int
     damage: list[Damage] = field(default_factory=list)
     compared: list[tuple[int, int]] = field(default_factory=list)
-    large: list[Stretch] = field(default_factory=list)
+    large: list[LargeRecord] = field(default_factory=list)
 
 
 def verify_files(checkpoint: Checkpoint) -> tuple[Finding, ...]:
     """Return what is damaged: `.metadata` as a whole, each data file archive by archive; and what has no checksum.
 
-    `.metadata` has none: it is found damaged where it contradicts itself or the archives.
+    `.metadata` has none: it is reported as damaged if it contradicts itself or the archives.
     """
     try:
         listing = read_listing(checkpoint)
@@ -158,7 +158,7 @@ def verify_files(checkpoint: Checkpoint) -> tuple[Finding, ...]:
     found.append(Unchecked(INDEX_FILE, "a pickle, which is compared with the archives alone", length))
     checkpoint.options.progress(length)
     for file in range(len(listing.archives.files)):
-        damage, inside = _look(checkpoint, listing, file)
+        damage, inside = _check_file(checkpoint, listing, file)
         found += damage
         batches += _batches(listing, file, inside)
     checked = in_threads(partial(_check_batch, checkpoint, listing), batches, checkpoint.options.threads)
@@ -168,8 +168,8 @@ def verify_files(checkpoint: Checkpoint) -> tuple[Finding, ...]:
     return (*found, *_unchecked(checkpoint, listing, checked))
 
 
-def _look(checkpoint: Checkpoint, listing: Listing, file: int) -> tuple[list[Damage], list[int]]:
-    """Return what is wrong with a file as a whole, and the archives that are there to be checked."""
+def _check_file(checkpoint: Checkpoint, listing: Listing, file: int) -> tuple[list[Damage], list[int]]:
+    """Return what is wrong with a file as a whole, and the archives in it that can be checked."""
     archives, storage = listing.archives, checkpoint.storage
     name = archives.files[file]
     inside = np.flatnonzero(archives.file == file).tolist()
@@ -189,10 +189,9 @@ def _look(checkpoint: Checkpoint, listing: Listing, file: int) -> tuple[list[Dam
 
 
 def _begins_an_archive(reader: Reader, byte: int) -> bool:
-    """Return whether an archive begins at a byte, one that `.metadata` doesn't list.
-
-    Of chunks that begin at the same element, as those without elements do, Megatron-Core 0.11 lists the last.
-    """
+    """Return whether an archive begins at a byte."""
+    # One that `.metadata` doesn't list is no damage: of chunks without elements at one offset, Megatron-Core 0.11 lists
+    # the last alone.
     end = min(byte + len(_ARCHIVE), reader.length)
     return bytes(part_of(reader, byte, 0, end - byte)) == _ARCHIVE
 
@@ -244,6 +243,7 @@ def _file_damage(listing: Listing, file: int, what: str, numbers: Sequence[int])
     archives = listing.archives
     begin, end = int(archives.byte[numbers].min()), int((archives.byte + archives.length)[numbers].max())
     keys = tuple(sorted({archives.names[number] for number in numbers}))
+    # Left out for very many archives, since each one's regions are looked up by themselves.
     regions = _regions(listing, numbers) if len(numbers) <= _MOST_REGIONS else ()
     return Damage(archives.files[file], what, begin, end, keys, regions)
 
@@ -255,23 +255,24 @@ def _regions(listing: Listing, numbers: Sequence[int]) -> tuple[Region, ...]:
     return tuple(region for regions in found for region in regions)
 
 
-def _wrong_large(checkpoint: Checkpoint, listing: Listing, checked: Iterable[_Checked]) -> Iterator[Stretch]:
-    """Yield the large stretches whose CRC32 differs; several threads read each."""
-    large = [stretch for one in checked for stretch in one.large]
+def _wrong_large(checkpoint: Checkpoint, listing: Listing, checked: Iterable[_Checked]) -> Iterator[LargeRecord]:
+    """Yield the large records whose CRC32 differs; several threads read each."""
+    large = [record for one in checked for record in one.large]
+    # A CRC32 can be joined from those of pieces, so that one huge tensor keeps all threads busy.
     pieces = [
-        (stretch.file, begin, min(stretch.end, begin + _PIECE_BYTES))
-        for stretch in large
-        for begin in range(stretch.begin, stretch.end, _PIECE_BYTES)
+        (record.file, begin, min(record.end, begin + _PIECE_BYTES))
+        for record in large
+        for begin in range(record.begin, record.end, _PIECE_BYTES)
     ]
     read = partial(_piece_crc32, checkpoint, listing)
     found = iter(zip(pieces, in_threads(read, pieces, checkpoint.options.threads), strict=True))
-    for stretch in large:
-        crc32, at = 0, stretch.begin
-        while at < stretch.end:
+    for record in large:
+        crc32, at = 0, record.begin
+        while at < record.end:
             (_, begin, at), part = next(found)
             crc32 = joined_crc32(crc32, part, at - begin)
-        if crc32 != stretch.crc32:
-            yield stretch
+        if crc32 != record.crc32:
+            yield record
 
 
 def _piece_crc32(checkpoint: Checkpoint, listing: Listing, piece: tuple[int, int, int]) -> int:
@@ -283,7 +284,7 @@ def _piece_crc32(checkpoint: Checkpoint, listing: Listing, piece: tuple[int, int
 
 
 def _unchecked(checkpoint: Checkpoint, listing: Listing, checked: Iterable[_Checked]) -> Iterator[Unchecked]:
-    """Yield what of each file lies in no stretch with a CRC32."""
+    """Yield the bytes of each file that have no CRC32."""
     compared: dict[int, list[tuple[int, int]]] = {}
     for one in checked:
         compared.setdefault(one.file, []).extend(one.compared)

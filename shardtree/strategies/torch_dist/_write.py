@@ -21,18 +21,18 @@ from ...storage import Buffer, SizedBuffers, tensor_buffers
 from .._checks import misfit
 from .._values import PendingSave
 
-# What one rank's data file looks like: which archive lies where, before a byte is written.
+# The layout of one rank's data file, known before a byte is written
 
 ALIGNMENT = 64
-"""Archives begin at multiples of this, and their tensors' bytes too: archives keep them at multiples inside."""
+"""Archives begin at multiples of this, and so do their tensors' bytes, which archives align too."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
-    """A box of a shard on its way into a file, where it becomes an archive of one tensor.
+    """A box of a shard, which is written as an archive of one tensor.
 
     Attributes:
-        shard: what it is part of.
+        shard: of which it is a part.
         shape: of the box and of the archived tensor, prepended axes included.
         begin: the first element of a flat shard's data that belongs to it, -1 for a shard that is a box itself.
     """
@@ -101,7 +101,8 @@ def _encoded(item: ShardedObject, allow_pickle: bool) -> bytes:
 
 
 def _pieces(shards: Sequence[ShardedTensor], columns: ShardColumns) -> tuple[tuple[Piece, ...], ShardColumns]:
-    """Return the boxes that shards consist of, a flat range taken apart, and the columns of these."""
+    """Return the boxes of shards, several for a flat range, and their columns."""
+    # Flat ranges are written as boxes: megatron-core 0.16 has no flat ranges any more, and older releases read both.
     boxes = shard_boxes(columns.offset, columns.shape, columns.start, columns.stop)
     no_range = np.full(boxes.shard.size, -1, dtype=np.int64)
     whole = replace(
@@ -118,19 +119,19 @@ def _pieces(shards: Sequence[ShardedTensor], columns: ShardColumns) -> tuple[tup
 
 
 def _is_empty(columns: ShardColumns) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """Return which tensors have no elements: they have nothing but empty chunks to be known by, bool (keys,)."""
+    """Return which tensors have no elements, bool (keys,): of these, empty chunks are stored, as nothing else is."""
     shapes = widen(box_column([kind.global_shape for kind in columns.kinds], fill=1), columns.offset.shape[1], 1)
     return np.asarray(volumes(shapes) == 0)
 
 
 _ZEROS = memoryview(bytes(64))
 _NAMES = "files to remove"
-_WORTH_A_THREAD = 1024 * 1024  # bytes; fewer are summed in less time than a thread takes to begin
+_LEAST_THREAD_BYTES = 1024 * 1024  # fewer are summed in less time than a thread takes to start
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Written:
-    """What one rank wrote, and tells the others before the commit.
+    """What one rank wrote, sent to rank 0 for the commit.
 
     Attributes:
         file: the name of its data file, None if it had nothing to write.
@@ -160,20 +161,20 @@ def data_file(rank: int, number: int = 0) -> str:
 
 
 def note(pending: PendingSave, name: str) -> str:
-    """Return a name, noted as that of a file that this save writes on rank 0 before it commits."""
+    """Record the name of a file that this save writes on rank 0 before it commits, and return the name."""
     pending.memo[_NAMES] = (*names_of(pending), name)
     return name
 
 
 def names_of(pending: PendingSave) -> tuple[str, ...]:
-    """Return the names that were noted."""
+    """Return the recorded names."""
     noted: tuple[str, ...] = pending.memo.get(_NAMES, ())
     return noted
 
 
 def write_file(pending: PendingSave, layout: FileLayout) -> Written:
     """Write a rank's data file, if it has something to write, and return what it wrote. No collective."""
-    # The folder of a request that is tried again was removed.
+    # Made again: an abandoned request, whose folder was removed, may be run once more.
     pending.storage.make_folder(pending.save_id, durable=pending.options.durable)
     count = len(layout.objects)
     places = zip(layout.byte[:count].tolist(), layout.length[:count].tolist(), strict=True)
@@ -205,7 +206,7 @@ def _buffers(layout: FileLayout) -> Iterator[Buffer]:
 
 
 def _piece_buffers(piece: Piece, length: int) -> Iterator[Buffer]:
-    """Yield the bytes of a piece's archive; the sum is computed beside the writing, one buffer behind at most."""
+    """Yield the bytes of a piece's archive; its CRC32 is computed by another thread, one buffer behind at most."""
     if misfit(piece.shard):
         raise ShapeError(
             error_text("save: a tensor was changed while it waited to be written", found=misfit(piece.shard))
@@ -227,7 +228,7 @@ def _piece_buffers(piece: Piece, length: int) -> Iterator[Buffer]:
 
 
 def _checksum(buffer: Buffer, before: int) -> Callable[[], int]:
-    """Return what gives the sum with one more buffer: for a large one another thread computes while this one writes."""
+    """Return a function that returns the CRC32 with one more buffer; for a large one, another thread computes it."""
     found: list[int] = []
 
     def compute() -> None:
@@ -235,17 +236,17 @@ def _checksum(buffer: Buffer, before: int) -> Callable[[], int]:
 
     # No pool: an asynchronous save may go on while the interpreter ends, and pools take no work then.
     thread = Thread(target=compute, name="crc32")
-    if buffer.nbytes < _WORTH_A_THREAD:
+    if buffer.nbytes < _LEAST_THREAD_BYTES:
         compute()
     else:
         thread.start()
 
-    def settled() -> int:
+    def result() -> int:
         if thread.ident is not None:
             thread.join()
         return found[0]
 
-    return settled
+    return result
 
 
 def _with_progress(buffers: Iterator[Buffer], pending: PendingSave) -> Iterator[Buffer]:
