@@ -1,4 +1,4 @@
-"""What the ranks tell each other before a save or load, and whether it fits together."""
+"""What ranks exchange before a save or load, and whether it fits together."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from ..mapping import ShardedObject, ShardedTensor
 from ..storage import digest
 from ..trees import without_holes
 
-# A layout of all ranks that every rank was given, so that none has to be exchanged: matched, and told in one hash.
+# Layouts of all ranks that the caller passed: only their hash is exchanged
 
 _Row: TypeAlias = tuple[str, TensorKind, tuple[int, ...], tuple[int, ...], int, int, bool]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KnownLayout:
-    """All ranks' shards, as this rank was told, once its own ones are known to be among them.
+    """All ranks' shards, as passed to this rank, once its own ones are known to be among them.
 
     Attributes:
         columns: all ranks' shards: by rank, of one rank by key and place.
@@ -79,12 +79,12 @@ def known_layout(doing: str, layout: Any, shards: Sequence[ShardedTensor], rank:
     columns = _ordered(_held(join_columns([layout])))
     own = shard_columns(shards, rank)
     order = _place_order(own)
-    told = _rows(select_rows(columns, np.flatnonzero(columns.rank == rank)))
+    given = _rows(select_rows(columns, np.flatnonzero(columns.rank == rank)))
     held = _rows(select_rows(own, order))
-    if told != held:
+    if given != held:
         fix = "Compute the layout for this tree, on this number of ranks, and number the ranks as the world does."
         what = f"{doing}: the layout isn't that of the tree on rank {rank}"
-        raise IntegrityError(error_text(what, offenders=_differences(told, held), fix=fix))
+        raise IntegrityError(error_text(what, offenders=_differences(given, held), fix=fix))
     return KnownLayout(columns, order, _digest(columns))
 
 
@@ -98,14 +98,16 @@ def check_alike(doing: str, digests: Sequence[str | None]) -> None:
     Raises:
         IntegrityError: some were given another one, or none.
     """
+    # Known layouts need no exchange, but this hash stays: a rank with another mesh in its configuration would write
+    # other replicas than the rest expect, and the checkpoint would lack them.
     if len(set(digests)) == 1:
         return
     ranks: dict[str | None, list[int]] = defaultdict(list)
     for rank, each in enumerate(digests):
         ranks[each].append(rank)
-    said = [f"{rank_text(own)}: {'none' if each is None else f'layout {each[:12]}'}" for each, own in ranks.items()]
+    lines = [f"{rank_text(own)}: {'none' if each is None else f'layout {each[:12]}'}" for each, own in ranks.items()]
     fix = "Compute it from the same mesh and specs, or from the same DTensors, on every rank."
-    raise IntegrityError(error_text(f"{doing}: the ranks were given different layouts", offenders=said, fix=fix))
+    raise IntegrityError(error_text(f"{doing}: the ranks were given different layouts", offenders=lines, fix=fix))
 
 
 def _held(columns: ShardColumns) -> ShardColumns:
@@ -144,8 +146,8 @@ def _row(
     return columns.keys[number], kind, tuple(offset[first:]), tuple(shape[first:]), start, stop, main
 
 
-def _differences(told: list[_Row], held: list[_Row]) -> Iterator[str]:
-    for where, left, right in (("tree", held, told), ("layout", told, held)):
+def _differences(given: list[_Row], held: list[_Row]) -> Iterator[str]:
+    for where, left, right in (("tree", held, given), ("layout", given, held)):
         for key, kind, offset, shape, start, stop, main in (Counter(left) - Counter(right)).elements():
             box = tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True))
             place = place_text(box, None if start < 0 else slice(start, stop))
@@ -155,6 +157,7 @@ def _differences(told: list[_Row], held: list[_Row]) -> Iterator[str]:
 
 def _digest(columns: ShardColumns) -> str:
     width = max((len(kind.global_shape) for kind in columns.kinds), default=0)
+    # Without the leading axes that only pad: layouts of the same shards may come with wider matrices.
     first = columns.offset.shape[1] - width
     boxes = columns.offset[:, first:], columns.shape[:, first:]
     names = repr([(key, str(kind)) for key, kind in zip(columns.keys, columns.kinds, strict=True)])
@@ -186,7 +189,7 @@ def describe(
     common: str | None = None,
     known: KnownLayout | None = None,
 ) -> Description:
-    """Return what a rank tells the others about its shards, without what they know."""
+    """Return what a rank sends the others about its shards, without what they know."""
     columns = shard_columns(tensors if known is None else (), rank)
     return Description(columns, object_columns(objects, rank), common, None if known is None else known.digest)
 
@@ -227,6 +230,7 @@ def check_common(commons: Sequence[Any]) -> None:
     Raises:
         IntegrityError: names every path, the ranks and all values.
     """
+    # An error, where Megatron-Core logs a warning on the rank that differs and stores rank 0's state.
     problems = common_problems(commons)
     if problems:
         fix = (

@@ -51,6 +51,7 @@ def backends_of(sharded: Choice, common: Choice, strategies: Strategies | None) 
         (('punch cards', 1), ('safetensors', 1))
     """
     sharded_backend = backend_of(sharded, DEFAULT_BACKEND)
+    # A save as `torch_dist` is expected to hold a common.pt that Megatron-Core reads, not a native file.
     saves_common = find_strategy(StrategyAction.SAVE_COMMON, *sharded_backend, strategies=strategies) is not None
     return sharded_backend, backend_of(common, sharded_backend if saves_common else DEFAULT_BACKEND)
 
@@ -58,7 +59,7 @@ def backends_of(sharded: Choice, common: Choice, strategies: Strategies | None) 
 def strategy_of(
     action: StrategyAction, choice: Choice, default: tuple[str, int], strategies: Strategies | None
 ) -> Strategy:
-    """Return the function that a choice stands for.
+    """Return the function that a choice names.
 
     Raises:
         StrategyError: the table has no such row.

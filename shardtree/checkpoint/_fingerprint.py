@@ -35,8 +35,8 @@ def fingerprint(tree: Any | Directory, *, world: Any = None, strategies: Strateg
     """Return one number for each tensor of a tree, or of a checkpoint; every rank of the world calls it.
 
     The number depends on the tensor's key, dtype, global shape and elements, bit for bit, and on nothing else: not on
-    how the tensor is cut, replicated or stored. A single changed element always changes it. Nothing but these numbers,
-    and which shards there are, is told between ranks. Objects and the common state have no fingerprint.
+    how the tensor is cut, replicated or stored. A single changed element always changes it. Ranks exchange nothing but
+    these numbers and which shards there are. Objects and the common state have no fingerprint.
 
     Args:
         tree: dicts, lists and tuples of shards, factories and plain values, each rank's own. Tensors are looked at
@@ -102,14 +102,15 @@ def check_can_hold(backend: str, *, whole: bool) -> None:
 
 
 def in_usual_threads(pieces: Iterable[Any]) -> Sequence[int]:
-    """Return the pieces' totals, worked out by several threads."""
+    """Return the pieces' totals, computed by several threads."""
     return in_threads(piece_total, pieces)
 
 
 def _shards(tree: Any) -> list[ShardedTensor]:
     if not isinstance(tree, (dict, list, tuple)):
         expected = "a dict, list or tuple of shards, or where a checkpoint is"
-        raise TreeError(error_text("fingerprint: of what?", found=type(tree).__name__, expected=expected))
+        what = "fingerprint: neither a tree nor a place"
+        raise TreeError(error_text(what, found=type(tree).__name__, expected=expected))
     return tensor_shards(tree)
 
 
@@ -130,6 +131,7 @@ def _check_no_tensors(tree: Any) -> None:
 
 
 def _of_columns(columns: ShardColumns, totals: Hashes) -> dict[str, int]:
+    # Checked before main replicas alone are counted: which of two unequal ones is the main one is arbitrary.
     problems = replica_problems(columns, totals)
     if problems:
         fix = "Copy the main replicas' elements to the others: a save could store either."

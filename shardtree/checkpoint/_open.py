@@ -48,7 +48,7 @@ def open_at(directory: Directory, world: World, options: LoadOptions, strategies
         StrategyError: there is no such way to verify.
     """
     storage = find(directory, options)
-    # Before the fields: what takes its place in between is noticed.
+    # The stamp comes before the fields: a checkpoint that replaces this one in between is then noticed on a read.
     found = stamp(storage, deciding_files(strategies))
     fields = read_fields(storage, strategies)
     return Checkpoint(storage, fields, world, options, stamp=found, traits=traits_together(fields, strategies))
@@ -68,7 +68,7 @@ def traits_together(fields: Fields, strategies: Strategies | None) -> FormatTrai
 
 
 def find(directory: Directory, options: LoadOptions) -> Storage:
-    """Return a checkpoint's storage, once it is known that the options are some."""
+    """Return a checkpoint's storage, after checking the options."""
     if options.verify not in ("whole", "all", None):
         expected = "'whole', 'all' or None"
         raise StrategyError(error_text("open: no such verify", found=repr(options.verify)[:200], expected=expected))
@@ -88,7 +88,7 @@ def read_fields(storage: Storage, strategies: Strategies | None) -> Fields:
         return read_metadata(storage)[1]
     fields = recognized(storage, strategies)
     if fields is None:
-        return read_metadata(storage)[1]  # raises, and says what is wrong
+        return read_metadata(storage)[1]  # raises the error that fits: no file, or one that isn't ours
     return fields
 
 
@@ -97,6 +97,7 @@ def recognized(storage: Storage, strategies: Strategies | None) -> Fields | None
 
     Formats with an index of their own come first: a single safetensors file beside one is an export, say.
     """
+    # A plain DCP folder or a Hugging Face model has no metadata.json and may not get one: formats recognise their own.
     table, recognizes = table_of(strategies), StrategyAction.RECOGNIZE
     rows = [(traits_of(*row[1:], strategies).is_guess, fn) for row, fn in table.items() if row[0] is recognizes]
     found = (recognize(storage) for _, recognize in sorted(rows, key=itemgetter(0)))
@@ -156,6 +157,7 @@ def load_common_state_dict(
 def load_common(checkpoint: Checkpoint, choice: Choice, strategies: Strategies | None) -> Any:
     """Return a checkpoint's common tree, with holes where shards were."""
     strategy = strategy_of(StrategyAction.LOAD_COMMON, choice, common_backend(checkpoint.fields), strategies)
+    # Without this, a read that spans an overwrite could mix two checkpoints.
     with unreplaced(checkpoint):
         return strategy(checkpoint)
 
@@ -203,6 +205,7 @@ def sharded_metadata(
     """Return a checkpoint's tensors and objects; the common backend's too, where the sharded one holds no objects."""
     backend = sharded_backend(checkpoint.fields)
     metadata: Metadata = strategy_of(StrategyAction.LOAD_METADATA, sharded, backend, strategies)(checkpoint)
+    # A format without a row for objects, such as the zarr of old Megatron-Core, leaves them to the common backend.
     alone = common is None and common_backend(checkpoint.fields) == backend
     if alone or find_strategy(StrategyAction.LOAD_OBJECTS, *backend, strategies=strategies) is not None:
         return metadata
@@ -298,7 +301,7 @@ def _remove(directory: Directory, key_prefix: str, world: World, strategies: Str
     )
 
 
-# Opening a checkpoint on several ranks, so that all of them read the same one.
+# Opening on several ranks, so that all of them read the same checkpoint
 
 OPEN_STEPS = ("load: find the folder", "load: open")
 
@@ -318,9 +321,9 @@ def open_together(
 
 
 def look(directory: Directory, world: World, options: LoadOptions, strategies: Strategies | None) -> Checkpoint:
-    """Return a checkpoint as a rank knows it before it hears of the others; its steps are `OPEN_STEPS`.
+    """Return a checkpoint as this rank sees it before ranks exchange anything; its steps are `OPEN_STEPS`.
 
-    Only rank 0's has fields. It looks for all: on network storage the others may know of its last change later.
+    Only rank 0 reads the fields, for all ranks: on network storage, others may see the latest change later.
 
     Raises:
         NotACheckpoint: there is none.

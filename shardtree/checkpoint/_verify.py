@@ -65,12 +65,12 @@ def verify(
     _check_threads(options.threads)
     read = [0]
 
-    def tell(size: int) -> None:
+    def count(size: int) -> None:
         read[0] += size
         options.progress(size)
 
-    # Rows check by themselves; what a load would check on its way comes apart, in their findings.
-    counted = replace(options, verify=None, progress=in_turn(tell))
+    # No check in the reads themselves: a strategy returns all findings, where a load's check raises at the first one.
+    counted = replace(options, verify=None, progress=in_turn(count))
     found = _findings(checkpoint_dir, counted, strategies)
     unchecked = tuple(one for one in found if isinstance(one, Unchecked))
     if report is not None:
@@ -83,7 +83,7 @@ def verify(
 def _check_threads(threads: Any) -> None:
     if threads is not None and (type(threads) is not int or threads < 1):
         found, expected = repr(threads)[:200], "an int, 1 at least"
-        raise StorageError(error_text("verify: no number of threads", found=found, expected=expected))
+        raise StorageError(error_text("verify: not a number of threads", found=found, expected=expected))
 
 
 def _findings(directory: Directory, options: LoadOptions, strategies: Strategies | None) -> tuple[Finding, ...]:
@@ -93,9 +93,10 @@ def _findings(directory: Directory, options: LoadOptions, strategies: Strategies
         return (Damage(METADATA_FILE, str(error)),)
     sharded, common = sharded_backend(checkpoint.fields), common_backend(checkpoint.fields)
     rows = [strategy_of(StrategyAction.VERIFY, None, sharded, strategies)]
-    beside = find_strategy(StrategyAction.VERIFY, *common, strategies=strategies)
-    if common != sharded and beside is not None:
-        rows.append(beside)
+    verify_common = find_strategy(StrategyAction.VERIFY, *common, strategies=strategies)
+    if common != sharded and verify_common is not None:
+        rows.append(verify_common)
+    # A file whose hash is in the manifest was checked whole, whatever its own format can't check of it.
     by_manifest, whole = manifest_findings(checkpoint)
     found = (*by_manifest, *_metadata(checkpoint), *(finding for row in rows for finding in row(checkpoint)))
     return tuple(one for one in found if not (isinstance(one, Unchecked) and one.file in whole))

@@ -503,7 +503,7 @@ def test_a_request_is_scheduled_once_and_not_changed_after() -> None:
         queue.schedule_async_request(made)
         later = made.add_finalize_fn(lambda: seen.append(1))
         for again in (made, later):
-            with pytest.raises(st.CheckpointingException, match="on its way already"):
+            with pytest.raises(st.CheckpointingException, match="is scheduled already"):
                 queue.schedule_async_request(again)
     assert seen == [] and value_in(folder) == 1
     with st.AsyncCallsQueue() as queue:
@@ -552,14 +552,14 @@ def test_a_queue_is_one_threads() -> None:
 
 
 def test_a_dropped_queue_is_loud_and_its_saves_stay_on_their_way(caplog: pytest.LogCaptureFixture) -> None:
-    from shardtree.checkpoint.async_saves._exit import finalize, on_their_way
+    from shardtree.checkpoint.async_saves._exit import calls_in_progress, finalize
 
     queue = st.AsyncCallsQueue()
     queue.schedule_async_request(request(folder := st.storage.MemoryStorage()))
     calls = queue._calls
     del queue
-    assert "a queue was dropped with async save 0 to 'memory:' on the way" in caplog.text
-    assert [call.request.folder for call in on_their_way()] == [folder]
+    assert "a queue was dropped with async save 0 to 'memory:' in progress" in caplog.text
+    assert [call.request.folder for call in calls_in_progress()] == [folder]
     assert finalize(calls, blocking=True) == [0] and value_in(folder) == 1
 
 

@@ -283,7 +283,7 @@ def test_a_step_that_is_being_saved_again_stays(live: bytes) -> None:
     series = saved(root, 1, 2)
     plan = series.plan_removal(st.retention.keep_last(1))
     root.write(f"step_00000001/{SAVE_ID}/owner.json", [memoryview(live)], durable=False)
-    assert series.plan_removal(st.retention.keep_last(1)).kept[1] == ("can't be removed: a save to it is on its way",)
+    assert series.plan_removal(st.retention.keep_last(1)).kept[1] == ("can't be removed: a save to it is in progress",)
     assert series.remove(plan) == ()
     release(SAVE_ID)
     assert series.remove(series.plan_removal(st.retention.keep_last(1))) == (1,)
@@ -327,7 +327,7 @@ def test_a_damaged_step_of_ours_can_go_and_one_of_others_stays(tmp_path: Path) -
         (tmp_path / f"step_0000000{number}" / "metadata.json").write_bytes(b"{]")
     plan = series.plan_removal(st.retention.keep_last(1))
     assert "isn't known which files" in plan.kept[2][0]
-    assert "on its way" in plan.kept[1][0], "its save may be about to be committed"
+    assert "in progress" in plan.kept[1][0], "its save may be about to be committed"
     for path in (tmp_path / "step_00000001").rglob("*"):
         os.utime(path, (1e9, 1e9))
     assert series.remove(series.plan_removal(st.retention.keep_last(1))) == (1,)

@@ -231,7 +231,7 @@ def test_what_a_thread_raises_ends_the_others() -> None:
 
 @pytest.mark.parametrize("threads", [0, -1, 1.5, "2", True])
 def test_threads_are_a_number(threads: Any) -> None:
-    with pytest.raises(st.CheckpointingException, match="no number of threads"):
+    with pytest.raises(st.CheckpointingException, match="not a number of threads"):
         st.verify(st.storage.MemoryStorage(), options=st.LoadOptions(threads=threads))
 
 

@@ -1,4 +1,4 @@
-"""The end of the process: saves on their way are committed before it, or it fails and says which are not."""
+"""The end of the process: saves in progress are committed first, or the process fails and names those that aren't."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ...storage import Directory, is_same_place, storage_at
 from ...strategies import AsyncRequest
 from ...world import World, gather
 
-# Saves on their way: what was scheduled, and isn't committed yet.
+# Saves in progress: scheduled, and not committed yet
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,18 +45,18 @@ class Call:
 
 
 class Calls(deque[Call]):
-    """A queue's saves on their way, in order.
+    """A queue's saves in progress, in order.
 
     Attributes:
-        is_committing: whether the first one is being committed: its finalizers may schedule others meanwhile, no more.
+        is_committing: whether the first one is being committed; its finalizers may schedule others, and nothing else.
     """
 
     is_committing = False
 
 
-# The end of scheduled saves: in order, and each only when every rank has written its part.
+# Committing scheduled saves: in order, and each only once every rank has written its part
 
-_LONGEST_WAIT = 60.0  # seconds after which ranks tell each other that they live, however long they write
+_LONGEST_WAIT = 60.0  # seconds between two collectives of ranks that wait: a long write isn't taken for a dead rank
 
 
 def finalize(calls: Calls, *, blocking: bool, no_dist: bool = False) -> list[int]:
@@ -76,7 +76,7 @@ def finalize(calls: Calls, *, blocking: bool, no_dist: bool = False) -> list[int
     done: list[int] = []
     while calls:
         together = _leading(calls)
-        ready = _ready(together, blocking=blocking, no_dist=no_dist)
+        ready = _written_count(together, blocking=blocking, no_dist=no_dist)
         for _ in range(ready):
             done.append(_finalize_first(calls, done))
         if ready < len(together) and not blocking:
@@ -110,12 +110,12 @@ def check_idle(calls: Calls) -> None:
 
 
 def _leading(calls: Calls) -> list[Call]:
-    """Return the first calls, as far as they are of one world, which can be asked for all of them at once."""
+    """Return the first calls that are of one world: one collective asks about all of them."""
     world = calls[0].request.world
     return list(takewhile(lambda call: call.request.world is world, calls))
 
 
-def _ready(calls: Sequence[Call], *, blocking: bool, no_dist: bool) -> int:
+def _written_count(calls: Sequence[Call], *, blocking: bool, no_dist: bool) -> int:
     """Return how many of the calls, from the first on, are written on every rank."""
     world = calls[0].request.world
 
@@ -126,10 +126,11 @@ def _ready(calls: Sequence[Call], *, blocking: bool, no_dist: bool) -> int:
 
     if no_dist:
         return written()[1]
-    # Ranks that wait and ranks that don't meet here: one that is at its end waits for those that still look in passing.
-    told = gather(world, "async save: look how far ranks are", written)
-    _check_same_call(world, calls[0], [index for index, _ in told])
-    return min(count for _, count in told)
+    # One collective for ranks that wait and ranks that don't: a rank at the end of its process can so commit together
+    # with ranks that still train and only poll.
+    progress = gather(world, "async save: look how far ranks are", written)
+    _check_same_call(world, calls[0], [index for index, _ in progress])
+    return min(count for _, count in progress)
 
 
 def _check_same_call(world: World, first: Call, indices: Sequence[int]) -> None:
@@ -159,17 +160,17 @@ def _finalize_first(calls: Calls, before: Sequence[int]) -> int:
 STATUS = 1
 """The exit status of a process that could not commit a save."""
 
-_AFTER_A_FAILURE = 60.0  # seconds that a rank waits for others at its end, when an exception ended it
+_AFTER_A_FAILURE = 60.0  # seconds that a rank which an exception ended waits for others, which may not have seen it
 
 
 @dataclass(slots=True, eq=False)
 class _Process:
-    """What one process has on its way; a fork of it has nothing of its own.
+    """The saves in progress of one process; a fork of it has none.
 
     Attributes:
-        pid: whose it is.
+        pid: the process.
         queues: each queue's calls and the seconds to wait for them at exit, in the order of their first call.
-        limits: what the guard hears: seconds from now, or that there is no limit any more.
+        limits: messages to the watchdog: a limit in seconds from now, or None to lift it.
     """
 
     pid: int = field(default_factory=os.getpid)
@@ -182,7 +183,7 @@ _changing = Lock()  # simulated ranks are threads
 
 
 def watch(calls: Calls, timeout: float) -> None:
-    """See to it that a queue's calls are committed before the process ends, or that it ends with an error.
+    """Register a queue's calls to be committed before the process ends, or to end it with an error.
 
     Args:
         calls: looked at again at the end.
@@ -192,12 +193,12 @@ def watch(calls: Calls, timeout: float) -> None:
         own = _own() or _begin()
         others = [(kept, limit) for kept, limit in own.queues if kept and kept is not calls]
         own.queues = [*others, (calls, timeout)]
-        # What was registered last runs first: while the process groups are there that others take down.
+        # Functions registered last run first: so this one runs before those that destroy process groups.
         atexit.unregister(_at_exit)
         atexit.register(_at_exit)
 
 
-def on_their_way() -> Iterator[Call]:
+def calls_in_progress() -> Iterator[Call]:
     """Yield every call of this process that isn't committed."""
     own = _own()
     for calls, _ in own.queues if own else ():
@@ -211,15 +212,15 @@ def _own() -> _Process | None:
 def _begin() -> _Process:
     global _process
     _process = _Process()
-    # Started now: no thread can be at the end.
-    Thread(target=_guard, args=(_process,), name="shardtree: exit", daemon=True).start()
+    # Started now, since no thread can be started once the interpreter is ending.
+    Thread(target=_watchdog, args=(_process,), name="shardtree: exit", daemon=True).start()
     if multiprocessing.parent_process() is not None:
-        # A forked child of multiprocessing's leaves without what is registered with atexit.
+        # A child of multiprocessing ends by os._exit, which skips atexit's functions.
         Finalize(None, _at_exit, exitpriority=1000)
     return _process
 
 
-def _guard(own: _Process) -> None:
+def _watchdog(own: _Process) -> None:
     """End the process once a limit has passed."""
     limit = own.limits.get()
     while limit is not None:
@@ -247,7 +248,7 @@ def _at_exit() -> None:
 
 
 def _wait_for_writing(own: _Process) -> None:
-    """Wait for this process's own part; whoever fails alone doesn't wait as long for others that may not come."""
+    """Wait for this process's own writing; after an exception, set a short limit, as other ranks may not come."""
     for calls, _ in own.queues:
         for call in tuple(calls):
             call.written.exception()
@@ -256,6 +257,7 @@ def _wait_for_writing(own: _Process) -> None:
 
 
 def _is_failing() -> bool:
+    # Set by the interpreter for an exception that nothing caught; SystemExit doesn't set it.
     return getattr(sys, "last_value", None) is not None
 
 
@@ -264,7 +266,7 @@ def _text(error: BaseException) -> str:
 
 
 def _fail(own: _Process, reasons: list[str]) -> None:
-    """End the process here, with an error status: at exit, to raise would change nothing."""
+    """End the process here with an error status: an exception raised at exit doesn't change the status."""
     lost = [str(call) for calls, _ in own.queues for call in calls]
     lines = ["shardtree: the process ends with saves that were not committed", *reasons, *lost]
     sys.stderr.write("\n  ".join("\n".join(lines).split("\n")) + "\n")
@@ -274,20 +276,21 @@ def _fail(own: _Process, reasons: list[str]) -> None:
     os._exit(STATUS)
 
 
-# Two saves to one folder: the second has to wait for the first one's commit.
+# Two saves to one folder
 
 
 def refuse_overlap(directory: Directory, rank: int) -> None:
-    """Raise where a save of this rank to the same folder is on its way.
+    """Raise if a save of this rank to the same folder is in progress.
 
-    Whichever of the two is committed last would find another checkpoint than the one that it was to replace. That is
-    noticed then too, but after everything was written.
+    Whichever of the two is committed last would find another checkpoint than the one it was to replace. The commit
+    would notice that too, but only after everything was written. Nor is the second save chained to the first: a
+    checkpoint would then depend on a save that may still fail.
 
     Raises:
         CheckpointReplaced: names the save.
     """
-    # Simulated ranks are in one process, and each answers for itself alone.
-    own = [call for call in on_their_way() if call.request.world.rank == rank]
+    # Simulated ranks share one process, where every rank's saves to the folder would be found.
+    own = [call for call in calls_in_progress() if call.request.world.rank == rank]
     for call in own:
         if call.request.folder is not None and is_same_place(call.request.folder, storage_at(directory)):
             fix = "Finalize it first, with maybe_finalize_async_calls(blocking=True), or save to another folder."

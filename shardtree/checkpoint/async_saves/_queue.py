@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 
 from ...errors import CheckpointingException, WorldError, error_text, plural
 from ...strategies import AsyncRequest
-from ._exit import Call, Calls, check_idle, finalize, finalize_all, on_their_way, watch
+from ._exit import Call, Calls, calls_in_progress, check_idle, finalize, finalize_all, watch
 from ._snapshot import snapshot_memory
 
-# The thread that writes: one function after the other, in the order in which they were handed in.
+# The writing thread
 
 T = TypeVar("T")
 
@@ -25,10 +25,11 @@ _Jobs = SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
 
 
 class Background:
-    """A thread, started when there is something to do.
+    """A thread that runs functions one after the other, in the order of their submission; started at the first.
 
-    It is a daemon, which the interpreter doesn't wait for at its end: that is the exit's business, which knows how
-    long to wait and what to say.
+    A thread, where Megatron-Core forks a process: what takes time (copies, hashes, writes) runs without Python's lock,
+    the snapshot is shared, and a failure is an exception that every rank gets at the commit. It is a daemon, which the
+    interpreter doesn't wait for at its end: the exit handler does, with a time limit.
     """
 
     def __init__(self, name: str) -> None:
@@ -37,7 +38,7 @@ class Background:
         self._thread: Thread | None = None
 
     def submit(self, fn: Callable[[], T]) -> Future[T]:
-        """Return what will hold what fn returns or raises; it may be cancelled before it begins."""
+        """Return the future of fn's result; it may be cancelled before fn begins."""
         if self._thread is None:
             self._thread = Thread(target=_work, args=(self._jobs,), name=self._name, daemon=True)
             self._thread.start()
@@ -46,7 +47,7 @@ class Background:
         return future
 
     def stop(self, *, wait: bool = True) -> None:
-        """Let the thread end once it has done what was handed in."""
+        """Let the thread end once it has run what was submitted."""
         if self._thread is not None:
             self._jobs.put(None)
             if wait:
@@ -62,27 +63,26 @@ def _work(jobs: _Jobs) -> None:
                 future.set_result(fn())
             except BaseException as error:
                 future.set_exception(error)
-        # A snapshot's memory is free for the next one when nothing leads to it.
+        # Without this, the loop would keep the last snapshot's memory from the next save.
         del job, future, fn
 
 
 logger = logging.getLogger("shardtree")
 
 EXIT_TIMEOUT = 600.0
-"""Seconds that saves on their way may take at the end of the process."""
+"""Seconds that saves in progress may take at the end of the process."""
 
 
 class AsyncCallsQueue:
-    """Saves on their way: written by a thread, one after the other, and committed in the order of their calls.
+    """A queue of saves: written by a thread, one after the other, and committed in the order of their calls.
 
     Every rank schedules and finalizes the same saves in the same order; each process has a queue of its own, and each
     simulated rank too. One thread uses it. As a context manager, it is closed at the end of the block; if an exception
-    ends that, saves stay on their way until the end of the process.
+    ends that, saves stay in progress until the end of the process.
 
     Args:
-        persistent: of no account, and there for who comes from Megatron-Core: the thread always stays for the next
-            save.
-        exit_timeout: seconds that saves on their way may take at the end of the process.
+        persistent: unused, accepted as in Megatron-Core: the thread always stays for the next save.
+        exit_timeout: seconds that saves in progress may take at the end of the process.
 
     Examples:
         >>> import torch, shardtree as st
@@ -118,7 +118,7 @@ class AsyncCallsQueue:
         The request is run as it is now: `add_finalize_fn` makes another one, and a request is scheduled once.
 
         Raises:
-            CheckpointingException: it isn't a request, or is on its way already; or `exit_timeout` is no time.
+            CheckpointingException: it isn't a request, or is scheduled already; or `exit_timeout` is no time.
             WorldError: another thread uses this queue.
         """
         self._check_user()
@@ -142,17 +142,17 @@ class AsyncCallsQueue:
 
         Raises:
             CheckpointingException: writing, the commit or a finalizer failed on some rank.
-            WorldError: a rank can't be reached, or has other saves on their way.
+            WorldError: a rank can't be reached, or has other saves in progress.
         """
         self._check_user()
         return finalize(self._calls, blocking=blocking, no_dist=no_dist)
 
     def get_num_unfinalized_calls(self) -> int:
-        """Return how many saves are on their way."""
+        """Return how many saves are in progress."""
         return len(self._calls) if self._pid == os.getpid() else 0
 
     def close(self, abort: bool = False) -> None:
-        """Commit what is on its way, end the thread and give the memory of snapshots back; every rank calls it.
+        """Commit what is in progress, end the thread and free the memory of snapshots; every rank calls it.
 
         Args:
             abort: whether to give up what isn't committed instead, without waiting for other ranks. What is being
@@ -182,16 +182,17 @@ class AsyncCallsQueue:
             call.written.cancel()
         for call in given_up:
             if not call.written.cancelled():
-                call.written.exception()  # it can't be stopped, and would go on after its files are removed
+                # A write can't be stopped: without this wait it would go on after its files were removed.
+                call.written.exception()
             call.request.abandon()
             logger.warning("%s was given up before it was committed", call)
 
     def _check_user(self) -> None:
-        """Raise if another thread has saves on their way here: each of several simulated ranks is one."""
+        """Raise if another thread has saves in progress here; each simulated rank is a thread."""
         if self._pid != os.getpid():
             self._begin()
         if self._calls and self._user is not current_thread() and self._user is not None and self._user.is_alive():
-            found = f"{plural(len(self._calls), 'save')} on their way of thread {self._user.name!r}"
+            found = f"{plural(len(self._calls), 'save')} in progress of thread {self._user.name!r}"
             fix = "Make an AsyncCallsQueue for each thread, and each simulated rank."
             raise WorldError(error_text("async save: two threads use one queue", found=found, fix=fix))
         self._user = current_thread()
@@ -205,15 +206,16 @@ class AsyncCallsQueue:
         if kind is None:
             self.close()
         elif self._calls:
+            # One rank alone can't commit them: the others may not have seen the exception.
             logger.warning(
-                "an exception leaves %s on the way, to be committed at the end of the process", self._names()
+                "an exception leaves %s in progress, to be committed at the end of the process", self._names()
             )
 
     def __del__(self) -> None:
         if sys is None or sys.is_finalizing() or getattr(self, "_pid", None) != os.getpid():
-            return  # the exit was heard, or it is a fork's copy
+            return  # the exit handler sees to the calls, or this is a fork's copy
         if self._calls:
-            logger.warning("a queue was dropped with %s on the way, to be committed at the end", self._names())
+            logger.warning("a queue was dropped with %s in progress, to be committed at the end", self._names())
         self._background.stop(wait=False)
 
     def _names(self) -> str:
@@ -225,14 +227,14 @@ def _check_request(request: object) -> None:
         fix = "Pass what `save(..., async_sharded_save=True)` returns."
         found = type(request).__name__
         raise CheckpointingException(error_text("async save: nothing to schedule", found=found, fix=fix))
-    for call in on_their_way():
+    for call in calls_in_progress():
         if call.request.async_fn is request.async_fn:
             fix = "Schedule a request once; add finalizers before."
-            raise CheckpointingException(error_text(f"{call}: the same request is on its way already", fix=fix))
+            raise CheckpointingException(error_text(f"{call}: the same request is scheduled already", fix=fix))
 
 
 def _check_seconds(timeout: object) -> None:
-    """Raise here rather than at the end of the process, where nothing could be done about it."""
+    """Raise unless it is a time limit: here rather than at the end of the process, where it is too late to change."""
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout <= TIMEOUT_MAX:
         expected = f"seconds, more than 0 and at most {TIMEOUT_MAX:g}"
         raise CheckpointingException(error_text("async save: exit_timeout", found=repr(timeout), expected=expected))

@@ -17,20 +17,19 @@ from ...mapping import ShardedTensor
 from ...storage import empty_tensor, in_threads
 from ...trees import with_data
 
-# The memory that snapshots lie in, kept between saves: to get new memory takes many times longer than to fill it.
-#
-# What is lent out comes back when no tensor lies in it any more, so nothing can be overwritten that somebody still
-# reads.
+# The memory of snapshots is kept between saves: getting new memory takes many times longer than filling it. A lent
+# block comes back when the last tensor in it is collected, so nothing is overwritten while somebody may read it.
 
 _UNIT = 2 * 1024 * 1024  # a huge page
 
 
 class SnapshotMemory:
-    """Blocks of host memory. They never take more than what was lent out at once, at the most, since `release`."""
+    """Blocks of host memory; all together never more than was lent out at one time since `release`."""
 
     def __init__(self) -> None:
         self._idle: list[torch.Tensor] = []
-        # Filled by whichever thread drops the last tensor, in the midst of anything: it may not wait for a lock.
+        # Filled by a finalizer, which may interrupt any code of any thread, also one that holds the lock: a deque needs
+        # none.
         self._back: deque[torch.Tensor] = deque()
         self._lent = 0
         self._most = 0
@@ -38,17 +37,17 @@ class SnapshotMemory:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are lent out, and that wait for the next save."""
+        """Bytes that are lent out or kept for the next save."""
         with self._lock:
             self._take_back()
             return self._lent + sum(block.nbytes for block in self._idle)
 
     def lend(self, nbytes: int, *, pinned: bool = False) -> torch.Tensor:
-        """Return at least that many bytes of memory, uint8, with anything in them.
+        """Return at least that many bytes of memory, uint8, uninitialised.
 
         Args:
             nbytes: how many.
-            pinned: whether an accelerator shall copy to it without waiting.
+            pinned: whether it is page-locked, so that an accelerator can copy to it asynchronously.
         """
         with self._lock:
             self._take_back()
@@ -57,6 +56,7 @@ class SnapshotMemory:
                 block = self._new(-(-nbytes // _UNIT) * _UNIT, pinned)
             self._lent += block.nbytes
             self._most = max(self._most, self._lent)
+        # Tensors made from an array keep the array alive, not the block: its finalizer knows when the last one is gone.
         array = block.numpy()
         finalize(array, self._back.append, block).atexit = False
         return torch.from_numpy(array)
@@ -75,7 +75,7 @@ class SnapshotMemory:
             self._idle.append(block)
 
     def _fitting(self, nbytes: int, pinned: bool) -> torch.Tensor | None:
-        """Return the smallest idle block that is large enough, unless all of those are much too large."""
+        """Return the smallest idle block that is large enough, None if there is none or it is much too large."""
         fitting = [
             number
             for number, block in enumerate(self._idle)
@@ -101,13 +101,13 @@ _PART_BYTES = 4 * 1024 * 1024
 """What one of several threads copies at a time."""
 
 _LEAST_PART_BYTES = 256 * 1024
-"""Less isn't worth another thread's attention."""
+"""Less isn't worth handing to another thread."""
 
 _Pair = tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]
 """Where bytes go to, and where they come from."""
 
-# What a copy is made of: the same memory, seen in the same way, is copied once.
 _Identity = tuple[Any, ...]
+"""The memory of a copy's source and how it is viewed: equal ones are copied once."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,27 +115,27 @@ class _Source:
     """What has to be copied of a tensor.
 
     Attributes:
-        elements: a stretch of memory, uint8 of (bytes,); or the tensor itself, where its elements don't fill one, but
-            in a dtype that torch can copy.
-        is_stretch: which of the two.
+        elements: a contiguous range of memory, uint8 of (bytes,); or the tensor itself, if its elements don't fill one,
+            but in a dtype that torch can copy.
+        is_range: which of the two.
     """
 
     elements: torch.Tensor
-    is_stretch: bool
+    is_range: bool
 
     @property
     def identity(self) -> _Identity:
         own = self.elements
-        view = () if self.is_stretch else (own.dtype, own.shape, own.stride(), own.is_conj(), own.is_neg())
+        view = () if self.is_range else (own.dtype, own.shape, own.stride(), own.is_conj(), own.is_neg())
         return (own.device, own.data_ptr(), own.nbytes, *view)
 
 
 def snapshot_shards(
     shards: Sequence[ShardedTensor], memory: SnapshotMemory = snapshot_memory
 ) -> tuple[ShardedTensor, ...]:
-    """Return the shards with copies of their tensors, in host memory; what is lazy stays as it is.
+    """Return the shards with copies of their tensors, in host memory; lazy tensors stay as they are.
 
-    Memory that several tensors share is copied once, and an expanded tensor isn't blown up.
+    Memory that several tensors share is copied once, and an expanded tensor isn't materialised.
 
     Args:
         shards: with data.
@@ -152,15 +152,15 @@ def snapshot_shards(
     sources = [_source(tensor) for tensor in tensors]
     copies = _copied({source.identity: source for source in sources}, memory)
     made = iter(
-        [_seen(copies[source.identity], tensor, source) for tensor, source in zip(tensors, sources, strict=True)]
+        [_as_tensor(copies[source.identity], tensor, source) for tensor, source in zip(tensors, sources, strict=True)]
     )
     return tuple(with_data(shard, next(made)) if _is_copied(shard.data) else _cloned(shard) for shard in shards)
 
 
-def _seen(copy: torch.Tensor, tensor: torch.Tensor, source: _Source) -> torch.Tensor:
+def _as_tensor(copy: torch.Tensor, tensor: torch.Tensor, source: _Source) -> torch.Tensor:
     """Return copied bytes as the tensor that they were copied from."""
     typed = copy.view(tensor.dtype)
-    return typed.as_strided(tensor.shape, tensor.stride()) if source.is_stretch else typed.view(tensor.shape)
+    return typed.as_strided(tensor.shape, tensor.stride()) if source.is_range else typed.view(tensor.shape)
 
 
 def _cloned(shard: ShardedTensor) -> ShardedTensor:
@@ -190,7 +190,7 @@ def _copied(sources: dict[_Identity, _Source], memory: SnapshotMemory) -> dict[_
             if part:
                 copies |= _copied_together(part, memory, pinned)
     finally:
-        # Also after an exception: the memory is lent again by then, and a copy still on its way would go into that.
+        # Also after an exception: the block may be lent again at once, and a running copy would write into it.
         for device in {source.elements.device for source in sources.values() if source.elements.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
     return copies
@@ -201,23 +201,23 @@ def _copied_together(
 ) -> dict[_Identity, torch.Tensor]:
     room = [-(-source.elements.nbytes // _ALIGNMENT) * _ALIGNMENT for source in sources.values()]
     block = memory.lend(sum(room), pinned=pinned)
-    copies, begin, stretches = {}, 0, list[_Pair]()
+    copies, begin, ranges = {}, 0, list[_Pair]()
     for (name, source), size in zip(sources.items(), room, strict=True):
         elements = source.elements
         copies[name] = block[begin : begin + elements.nbytes]
         begin += size
-        if source.is_stretch and elements.is_cpu:
-            stretches.append((copies[name].numpy(), elements.numpy()))
+        if source.is_range and elements.is_cpu:
+            ranges.append((copies[name].numpy(), elements.numpy()))
         else:
             copies[name].view(elements.dtype).view(elements.shape).copy_(elements, non_blocking=pinned)
-    _copy_stretches(stretches)
+    _copy_ranges(ranges)
     return copies
 
 
-def _copy_stretches(pairs: Sequence[_Pair]) -> None:
+def _copy_ranges(pairs: Sequence[_Pair]) -> None:
     """Copy bytes by a few threads, each of which takes the next part when it is done with one.
 
-    Torch's own threads meet after every tensor, and wait there for one that another program keeps from running.
+    Torch's own threads meet after every tensor, and wait there for a thread whose core another program keeps busy.
     """
     parts: list[_Pair] = []
     for target, source in pairs:

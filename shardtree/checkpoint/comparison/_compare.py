@@ -99,7 +99,8 @@ def compare(
         (["'w': 1 of 2 elements differ, by at most 0.5; the first at (1,): 2.0 and 2.5"], False)
     """
     options = LoadOptions() if options is None else options
-    quiet = replace(options, progress=LoadOptions().progress)  # what is compared counts, not what is read for it
+    # Progress counts what is compared, not what is read for it: a format may read more, or twice.
+    quiet = replace(options, progress=LoadOptions().progress)
     mine, theirs = (open_checkpoint(each, strategies=strategies, options=quiet) for each in (left, right))
     both = [key for key in mine if key in theirs and type(mine.metadata[key]) is type(theirs.metadata[key])]
     known = set(both)
@@ -133,15 +134,15 @@ def _value_differences(
 
 
 class _Counter:
-    """Adds up what a function is told, and tells it."""
+    """Adds up the bytes that it passes to `progress`."""
 
-    def __init__(self, tell: Callable[[int], None]) -> None:
+    def __init__(self, progress: Callable[[int], None]) -> None:
         self.total = 0
-        self._tell = tell
+        self._progress = progress
 
     def add(self, nbytes: int) -> None:
         self.total += nbytes
-        self._tell(nbytes)
+        self._progress(nbytes)
 
 
 def _is_object(shard: ShardedBase) -> bool:
@@ -161,27 +162,31 @@ def object_difference(left: OpenCheckpoint, right: OpenCheckpoint, unique_key: s
 
 
 def plain_difference(left: Any, right: Any) -> Difference:
-    """Return where two trees of plain values differ, looking into records and other values with fields.
+    """Return where two trees of plain values differ, entering records and other values with fields.
 
     Examples:
         >>> plain_difference({"args": Namespace(lr=0.1, seed=1)}, {"args": Namespace(lr=0.1, seed=2)}).mismatch
         (('args', 'seed'),)
     """
-    return diff(_opened(left), _opened(right))
+    return diff(_as_fields(left), _as_fields(right))
 
 
-def _opened(tree: Any) -> Any:
-    return map_shards(_opened_leaf, tree)
+def _as_fields(tree: Any) -> Any:
+    return map_shards(_as_fields_leaf, tree)
 
 
-def _opened_leaf(leaf: Any) -> Any:
-    """Return a value as dicts of its fields; its kind is the entry "", which no field is called."""
+def _as_fields_leaf(leaf: Any) -> Any:
+    """Return a value as dicts of its fields; its kind is the entry "", a name that no field has."""
+    # A class that isn't imported comes back as a Record: only so do two checkpoints compare alike in every program.
     if isinstance(leaf, Record):
-        return {"": leaf.type_name, **_opened(dict(leaf.fields))}
+        return {"": leaf.type_name, **_as_fields(dict(leaf.fields))}
     if isinstance(leaf, Namespace):
-        return {"": "Namespace", **_opened(vars(leaf))}
+        return {"": "Namespace", **_as_fields(vars(leaf))}
     if isinstance(leaf, BytesIO):
         return {"": "BytesIO", "bytes": leaf.getvalue(), "position": leaf.tell()}
     if is_dataclass(leaf) and not isinstance(leaf, (type, ShardedBase, LocalNonpersistentObject)):
-        return {"": type(leaf).__qualname__, **{each.name: _opened(getattr(leaf, each.name)) for each in fields(leaf)}}
+        return {
+            "": type(leaf).__qualname__,
+            **{each.name: _as_fields(getattr(leaf, each.name)) for each in fields(leaf)},
+        }
     return leaf

@@ -1,4 +1,4 @@
-"""Whether two tensors are equal bit for bit, found out piece by piece, and how they differ."""
+"""How two tensors differ, bit for bit, read piece by piece in bounded memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .._dispatch import sharded_backend, strategy_of
 from .._lazy_tree import OpenCheckpoint
 from ..loading._targets import new_memory
 
-# Work taken apart: a tensor into boxes that follow each other in row-major order, many things into groups.
+# Cutting a tensor into boxes that follow each other in row-major order
 
 T = TypeVar("T")
 
@@ -90,9 +90,9 @@ class ValueDifference:
         count: how many elements differ in a bit.
         elements: how many there are.
         first: index of the first one that differs, in row-major order.
-        left: what the left one has there; its bits in hexadecimal where torch can't make a number of them.
-        right: what the right one has there.
-        largest: the largest absolute difference of two numbers; None where there are none, as for NaNs.
+        left: the left one's element there; its bits in hexadecimal if torch can't convert them to a number.
+        right: the right one's.
+        largest: the largest absolute difference of two numbers; None if there is none, as for NaNs.
     """
 
     key: str
@@ -122,8 +122,8 @@ def value_difference(
         key: the tensor's.
         left: read piece by piece where it is lazy.
         right: likewise.
-        most_bytes: how much memory that may take, but for at least an element.
-        progress: is told how many bytes of each were compared since the last time.
+        most_bytes: how much memory that may take, but at least enough for an element.
+        progress: called with the bytes of each that were compared since the last call.
 
     Examples:
         >>> left, right = torch.tensor([1.0, float("nan")]), torch.tensor([1.5, float("nan")])
@@ -133,7 +133,7 @@ def value_difference(
     shape, found = tuple(left.shape), None
     for offset, size in boxes_within(shape, max(1, most_bytes // _BYTES_PER_ELEMENT)):
         part = _part_difference(key, shape, offset, _box(left, offset, size), _box(right, offset, size))
-        found = part if found is None else _together(found, part)
+        found = part if found is None else _combined(found, part)
         progress(int(np.prod(size, dtype=np.int64)) * left.dtype.itemsize)
     return found
 
@@ -160,7 +160,7 @@ def _part_difference(
     return ValueDifference(key, count, elements, first, lefts[0].item(), rights[0].item(), _largest(lefts, rights))
 
 
-def _together(found: ValueDifference, later: ValueDifference | None) -> ValueDifference:
+def _combined(found: ValueDifference, later: ValueDifference | None) -> ValueDifference:
     if later is None:
         return found
     known = [each.largest for each in (found, later) if each.largest is not None]
@@ -169,12 +169,13 @@ def _together(found: ValueDifference, later: ValueDifference | None) -> ValueDif
 
 def _words(tensor: torch.Tensor) -> Any:
     """Return the bits of a tensor's elements as integers, a row each: (elements, words)."""
+    # As integers: as floats, NaN wouldn't equal itself, and 0.0 would equal -0.0.
     word = _WORDS.get(tensor.dtype.itemsize, np.uint64)
     return row_major_bits(tensor).numpy().view(word).reshape(tensor.numel(), -1)
 
 
 def _numbers(words: Any, dtype: torch.dtype) -> Any:
-    """Return elements, given their bits, as the widest numbers of their kind; or as texts where torch can't."""
+    """Return elements, given their bits, as the widest numbers of their kind; as texts if torch can't convert them."""
     raw = torch.from_numpy(words.view(np.uint8).reshape(-1).copy()).view(dtype)
     wide = torch.complex128 if dtype.is_complex else torch.float64 if dtype.is_floating_point else None
     try:
@@ -198,13 +199,13 @@ def _largest(left: Any, right: Any) -> float | int | None:
 
 
 def _largest_of_integers(left: Any, right: Any) -> int:
-    # Differences of 64 bits don't fit in one: as unsigned ones, taken from the larger number, they do.
+    # The difference of two int64 may overflow; the larger minus the smaller, as unsigned integers, always fits.
     wide = np.uint64 if left.dtype.kind == "u" else np.int64
     high, low = np.maximum(left, right).astype(wide), np.minimum(left, right).astype(wide)
     return int((high.view(np.uint64) - low.view(np.uint64)).max())
 
 
-# Boxes of a checkpoint's tensors, read when asked for: small ones many at a time, where they were announced.
+# Reading boxes of a checkpoint's tensors: small ones many at a time, if they were announced
 
 TensorBox = tuple[str, tuple[int, ...], tuple[int, ...]]
 """A tensor's key, and offset and shape of a box of it."""
@@ -215,7 +216,7 @@ _SMALL_BYTES = GROUP_BYTES // 32  # larger ones gain nothing from being read tog
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BoxReader:
-    """Reads boxes of a checkpoint. Planning a read takes longer than a small read, so small ones are planned together.
+    """Reads boxes of a checkpoint. Planning takes longer than a small read, so small reads are planned together.
 
     Attributes:
         opened: the checkpoint.
@@ -223,12 +224,12 @@ class BoxReader:
 
     opened: OpenCheckpoint
     _group_of: dict[TensorBox, tuple[TensorBox, ...]] = field(default_factory=dict)
-    _ready: dict[TensorBox, torch.Tensor] = field(default_factory=dict)
+    _read_ahead: dict[TensorBox, torch.Tensor] = field(default_factory=dict)
 
     def expect(self, fetches: Iterable[Fetch]) -> None:
         """Announce boxes that will be read, and forget what was announced before; nothing is read yet."""
         self._group_of.clear()
-        self._ready.clear()
+        self._read_ahead.clear()
         small = dict.fromkeys(fetch for fetch in fetches if fetch.nbytes <= _SMALL_BYTES)
         for group in grouped(small, lambda fetch: fetch.nbytes, GROUP_BYTES):
             boxes = tuple((str(fetch.name), fetch.offset, fetch.shape) for fetch in group)
@@ -236,13 +237,14 @@ class BoxReader:
 
     def read(self, key: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
         """Return a box's elements, in memory that is the caller's."""
+        # A box that is asked for twice is read again: nothing is kept once it was handed out.
         box = (str(key), offset, shape)
         group = self._group_of.get(box)
         if group is not None:
             for each, data in zip(group, read_boxes(self.opened, group), strict=True):
-                self._ready[each] = data
+                self._read_ahead[each] = data
                 del self._group_of[each]
-        found = self._ready.pop(box, None)
+        found = self._read_ahead.pop(box, None)
         return read_boxes(self.opened, [box])[0] if found is None else found
 
     def whole(self, key: str) -> LazyTensor:
@@ -252,7 +254,7 @@ class BoxReader:
 
 
 def read_boxes(opened: OpenCheckpoint, boxes: Sequence[TensorBox]) -> list[torch.Tensor]:
-    """Return the elements of boxes of a checkpoint's tensors, planned in one go.
+    """Return the elements of boxes of a checkpoint's tensors, with one plan for all.
 
     Args:
         opened: the checkpoint.

@@ -1,4 +1,4 @@
-"""The end of a conversion: whether what was written reads back as what should be there, bit for bit."""
+"""The last step of a conversion: check that the destination reads back as what should be there, bit for bit."""
 
 from __future__ import annotations
 
@@ -24,11 +24,9 @@ from ..comparison._values import GROUP_BYTES, BoxReader, ValueDifference, value_
 from ._plan import Plan
 from ._source import StoredObject, expect_tensors
 
-# Boxes of a destination, and the fingerprints that its tensors have by what was read.
-
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Summing:
+class FingerprintReader:
     """Reads boxes of a checkpoint, each element once, and adds up their tensors' fingerprints.
 
     Attributes:
@@ -62,7 +60,7 @@ class Summing:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """What a check of a destination found out.
+    """The results of checking a destination.
 
     Attributes:
         nbytes: bytes of tensors that were compared with what was to be written, and found equal.
@@ -76,20 +74,20 @@ class Checked:
 def check_written(written: OpenCheckpoint, plan: Plan, most_bytes: int, progress: Callable[[int], None]) -> Checked:
     """Return what was compared with what was to be written, and found equal.
 
-    Fingerprints are added up from the same bytes. A tensor that the transform passed on as it was must have the one
-    that the source stores, where it stores any.
+    Fingerprints are added up from the same bytes. A tensor that the transform returned unchanged must have the one that
+    the source stores, if it stores any.
 
     Args:
         written: the destination, opened again.
         plan: what should be in it, lazily read once more.
         most_bytes: about how much memory the comparison may take.
-        progress: is told how many bytes were compared since the last time.
+        progress: called with the bytes that were compared since the last call.
 
     Raises:
         IntegrityError: something differs; names every key.
     """
     _refuse(_key_problems(written, plan.tensors, plan.objects))
-    reader = Summing(BoxReader(written))
+    reader = FingerprintReader(BoxReader(written))
     _refuse(map(str, _value_differences(reader, plan, most_bytes, progress)))
     found = reader.fingerprints(plan.tensors)
     _refuse(_fingerprint_problems(plan, found))
@@ -103,7 +101,7 @@ def check_written(written: OpenCheckpoint, plan: Plan, most_bytes: int, progress
 
 
 def _value_differences(
-    reader: Summing, plan: Plan, most_bytes: int, progress: Callable[[int], None]
+    reader: FingerprintReader, plan: Plan, most_bytes: int, progress: Callable[[int], None]
 ) -> Iterator[ValueDifference]:
     for group in grouped(plan.tensors, lambda shard: shard.data.nbytes, GROUP_BYTES):
         boxes = [_box(reader, shard) for shard in group]
@@ -117,7 +115,8 @@ def _value_differences(
 
 
 def _fingerprint_problems(plan: Plan, found: Mapping[str, int]) -> list[str]:
-    """Return the tensors that went through as they were, and haven't the fingerprint that the source stores."""
+    """Return the unchanged tensors whose fingerprint isn't the one that the source stores."""
+    # An independent check: comparing reads the source twice in the same way, and would repeat a mistake of that.
     stored = stored_fingerprints(plan.reader.opened.metadata)
     return [
         f"{key!r} has the fingerprint {found[key]:016x}, not {stored[key]:016x} as the source says"
@@ -126,7 +125,7 @@ def _fingerprint_problems(plan: Plan, found: Mapping[str, int]) -> list[str]:
     ]
 
 
-def _box(reader: Summing, shard: ShardedTensor) -> LazyTensor:
+def _box(reader: FingerprintReader, shard: ShardedTensor) -> LazyTensor:
     whole = reader.whole(shard.key)
     box: LazyTensor = whole if shard.local_shape == shard.global_shape else whole[shard.global_slice()]
     return box

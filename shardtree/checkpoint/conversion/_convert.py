@@ -36,7 +36,7 @@ from ._plan import Batch, Cutting, Plan, Transform, plan_conversion
 from ._source import StoredObject
 from ._write import Destination, Turn, rehearse_common, rehearse_tensors, write_batches
 
-# What makes two conversions the same one: the source's bytes, the format, and how each piece is made of the source.
+# The identity of a conversion: the source's bytes, the format, and how each piece is made of the source
 
 _VERSION = 1  # of the journal and of what is hashed here
 
@@ -61,7 +61,7 @@ def conversion_digest(source: Checkpoint, backends: Backends, batches: Sequence[
 
 
 def _identity(source: Checkpoint) -> Any:
-    """Return what changes when a checkpoint's files do: its own digest, or else names, lengths and times of change."""
+    """Return a checkpoint's own digest, or else the names, lengths and times of change of its files."""
     known = source.fields.get("digest")
     return known if isinstance(known, str) else [source.storage.where(), *_files(source.storage, "")]
 
@@ -88,10 +88,10 @@ def _data(data: Any, known: dict[int, str]) -> Any:
 
 
 def _source(source: Any, known: dict[int, str]) -> str:
-    """Return the hash of what a lazy tensor is a view of; once for all views, since a tensor is cut into many."""
+    """Return the hash of what a lazy tensor is a view of, computed once for all views."""
     if id(source) not in known:
         made_of = source.made_of
-        # A caller's function can't be told from another one: such a conversion begins anew each time.
+        # A caller's function can't be hashed: such a conversion begins anew each time.
         made = [secrets.token_hex()] if made_of is None else [_part(part, known) for part in made_of]
         known[id(source)] = digest(canonical_json([source.shape, dtype_name(source.dtype), *made, *_origin(source)]))
     return known[id(source)]
@@ -102,7 +102,7 @@ def _part(part: Any, known: dict[int, str]) -> Any:
 
 
 def _origin(source: Any) -> list[Any]:
-    """Return what changes when another checkpoint's files do, if a transform reads this tensor from one."""
+    """Return the identity of another checkpoint, if a transform reads this tensor from one."""
     reader = getattr(source, "reader", None)
     opened = reader.args[0] if isinstance(reader, partial) and reader.args else None
     return [_identity(opened.checkpoint)] if isinstance(opened, OpenCheckpoint) else []
@@ -114,10 +114,10 @@ def _object(item: ShardedObject, allow_pickle: bool) -> Any:
     try:
         return [item.unique_key, digest(encode_tree(item.data, allow_pickle=allow_pickle))]
     except CheckpointingException:
-        return [item.unique_key, secrets.token_hex()]  # like nothing else, so that it's written anew each time
+        return [item.unique_key, secrets.token_hex()]  # can't be hashed: equal to nothing, so it's written anew
 
 
-_LEAST_BYTES = 1024 * 1024  # that reading back may take: less would be a read for every few elements
+_LEAST_BYTES = 1024 * 1024  # of memory for reading back: less would be a read for every few elements
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,9 +165,9 @@ def convert(
 ) -> ConversionReport:
     """Write a checkpoint of any format as one of another, and return what was done; not collective.
 
-    Tensors stream in batches of bounded size. A call that was killed is gone on with by the same call: batches that are
-    finished aren't written again. What is written counts as a checkpoint only when all of it is there; then it is read
-    back and compared with the source, bit for bit.
+    Tensors stream in batches of bounded size. After a call that was killed, the same call resumes: finished batches
+    aren't written again. The destination becomes a checkpoint only when all of it is written; then it is read back and
+    compared with the source, bit for bit.
 
     Args:
         source: where the checkpoint is.
@@ -175,7 +175,7 @@ def convert(
         backend: the format, as (backend, version) or a name, which means its latest version.
         transform: a pure function from the flat dict of whole shards, by key and with lazy data, to the tree of shards
             that is written. The keys of the dict don't matter, those of the shards do. It records what it does to lazy
-            data; what it reads it keeps in memory.
+            data; elements that it reads itself stay in memory.
         transform_common: a pure function from the common state, with holes where shards were, to the one that is
             written.
         common_backend: the format of the common state; the one that a save would choose by default.
@@ -252,11 +252,11 @@ def _latest(backend: str | tuple[str, int], strategies: Strategies | None) -> tu
         for action, name, version in table_of(strategies)
         if action is StrategyAction.SAVE_SHARDED and name == backend
     ]
-    return backend, max(versions, default=1)  # where there is none, the save says which there are
+    return backend, max(versions, default=1)  # if there is none, the save's error lists the backends
 
 
 def _written(target: Destination, journal: Journal, plan: Plan) -> tuple[int, bool]:
-    """Write what isn't written, and return how many batches were, and whether a checkpoint that was there isn't ours.
+    """Write what isn't written yet, and return how many batches were, and whether an existing checkpoint isn't ours.
 
     Raises:
         AlreadyACheckpoint: there is one that this conversion hasn't begun.
@@ -267,9 +267,10 @@ def _written(target: Destination, journal: Journal, plan: Plan) -> tuple[int, bo
             raise AlreadyACheckpoint(
                 error_text(f"convert: {storage.where()!r} already holds a checkpoint", fix="Convert to another folder.")
             )
-        # It was killed after the commit.
+        # An earlier call was killed after its commit, or another save has committed since: a comparison tells.
         return len(plan.batches), read_fields(storage, target.strategies).get("save_id") != save_id
     common = {} if plan.common is HOLE else plan.common
+    # What the format can't hold should fail now, not after hours of writing.
     rehearse_tensors(target, plan.tensors)
     rehearse_common(target, common)
     remove_others(journal)
@@ -279,21 +280,21 @@ def _written(target: Destination, journal: Journal, plan: Plan) -> tuple[int, bo
         make_folder(pending, target.backends, target.strategies)
         save_id = pending.save_id
         if "folder" in pending.memo:
-            pending.memo["folder"].wait()  # each batch has a pending save of its own, which knows nothing of this
+            pending.memo["folder"].wait()  # here, since each batch has a pending save of its own without this memo
         begin_journal(journal, save_id, durable=target.options.durable)
     try:
         with owned(storage, save_id, durable=target.options.durable):
             return write_batches(target, journal, save_id, plan, common), False
     except Exception as error:
-        # There are no other ranks that the failure of one would have to be told of.
+        # One process plays all ranks: its own error says more than a RemoteError around it.
         own = error.__cause__ if isinstance(error, RemoteError) and error.__cause__ is not None else error
-        _clean_or_tell(storage, journal, save_id, own)
+        _clean_or_explain(storage, journal, save_id, own)
         if own is not error:
             raise own from None
         raise
 
 
-def _clean_or_tell(storage: Storage, journal: Journal, save_id: str, error: BaseException) -> None:
+def _clean_or_explain(storage: Storage, journal: Journal, save_id: str, error: BaseException) -> None:
     if has_files(journal):
         error.add_note("convert: what was written stays there, and the same call goes on with it")
         return

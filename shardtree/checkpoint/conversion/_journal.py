@@ -1,7 +1,7 @@
-"""What a conversion remembers in its destination, so that one that was killed goes on where it stopped.
+"""The journal that a conversion keeps in its destination, so that it can resume after it was killed.
 
-Beside the files that are written lies a hidden folder with the conversion's hash in its name. For each batch it holds
-the names of its files, written before they are, and then what the batch's writing returned, with the files' lengths.
+It is a hidden folder with the conversion's hash in its name. For each batch it holds the names of its files, written
+before they are, and then what writing the batch returned, with the files' lengths.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _NAMES_IN_A_LIST = 64  # since the list is written again for each name
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Journal:
-    """The folder in which a conversion remembers what is done.
+    """The folder in which a conversion records what is done.
 
     Attributes:
         storage: the destination.
         folder: the journal's own, in there.
-        packages: those whose classes may be in it.
+        packages: whose classes may be in it.
     """
 
     storage: Storage
@@ -63,7 +63,7 @@ def begun_save(journal: Journal) -> str | None:
 
 
 def begin_journal(journal: Journal, save_id: str, *, durable: bool) -> None:
-    """Begin to remember a conversion."""
+    """Make the journal of a conversion, with the name of its save."""
     journal.storage.make_folder(journal.folder)
     journal.storage.replace(f"{journal.folder}/{_BEGUN}", canonical_json({"save_id": save_id}), durable=durable)
 
@@ -74,7 +74,8 @@ def has_files(journal: Journal) -> bool:
 
 
 def announcer(journal: Journal, batch: int) -> Callable[[str], None]:
-    """Return what remembers the name of each file that a batch writes, before it does, so that it can be removed."""
+    """Return a callback that records each file's name before a batch writes it, so that the file can be removed."""
+    # Not durable: a lost name leaves at most a file that no index names.
     numbers, names = count(), list[str]()
 
     def announce(name: str) -> None:
@@ -88,14 +89,14 @@ def announcer(journal: Journal, batch: int) -> Callable[[str], None]:
 
 
 def record(journal: Journal, batch: int, result: Any, lengths: Mapping[str, int], *, durable: bool) -> None:
-    """Remember that a batch is written; one whose result can't be stored will be written again.
+    """Record that a batch is written; one whose result can't be stored will be written again.
 
     Args:
-        journal: where.
-        batch: which.
-        result: what the commit wants to know of it.
+        journal: the conversion's.
+        batch: its number.
+        result: what writing returned, which the commit needs.
         lengths: of its files, by name.
-        durable: whether that is on the medium before this returns.
+        durable: whether the record is on the medium before this returns.
     """
     try:
         data = encode_tree({"lengths": dict(lengths), "result": result})
@@ -119,6 +120,7 @@ def recall(journal: Journal, batch: int) -> Any:
         return HOLE
     data = journal.storage.read(name)
     try:
+        # Decoded twice: the first time tells which classes occur, of which only those that are loaded already are used.
         found = decode_tree(data, types=_classes(decode_tree(data), journal.packages))
         lengths, result = found["lengths"], found["result"]
         is_there = all(journal.storage.length(file) == length for file, length in lengths.items())
@@ -128,7 +130,7 @@ def recall(journal: Journal, batch: int) -> Any:
 
 
 def _classes(tree: Any, packages: frozenset[str]) -> tuple[type, ...]:
-    """Return the classes of the records in a tree, as far as the program has loaded them; none is imported."""
+    """Return the classes of the records in a tree, as far as they are loaded; a file must not make us import any."""
     found = []
     for name in set(_type_names(tree)):
         module, _, qualified = name.rpartition(".")
@@ -155,7 +157,7 @@ def forget(journal: Journal) -> None:
 
 
 def remove_others(journal: Journal) -> None:
-    """Remove what other conversions to the same place have left: their journals, and the files that they announced."""
+    """Remove orphaned files of other conversions to the same place: their journals, and the files listed there."""
     for folder in journal.storage.names():
         if folder.startswith(_PREFIX) and folder != journal.folder:
             other = Journal(journal.storage, folder)
@@ -178,7 +180,7 @@ def _remove_files(journal: Journal) -> None:
 
 
 def _remove(storage: Storage, folder: str) -> None:
-    # The beginning last, so that a journal that is half removed is still known as one.
+    # The name of the save goes last, so that a half-removed journal is still recognised as one.
     for name in sorted(storage.names(folder), key=lambda name: name == _BEGUN):
         storage.remove(f"{folder}/{name}")
     storage.remove_folder(folder)
@@ -193,25 +195,22 @@ def _read_json(storage: Storage, name: str) -> Any:
         return None
 
 
-# A storage that notes which files are written through it, so that they can be checked or removed later.
-
-
 def _nothing(_: str) -> None:
     pass
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class NotedStorage:
-    """A storage that does what another one does, and notes what is written.
+class RecordingStorage:
+    """A wrapper around a storage that records the files written through it, so that they can be checked or removed.
 
     Attributes:
         inner: where the files are.
-        announce: is told a file's name before it is written for the first time.
+        announce: called with a file's name before it is written for the first time.
         lengths: name → length in bytes of each file that was written.
 
     Examples:
         >>> from shardtree.storage import MemoryStorage
-        >>> storage = NotedStorage(MemoryStorage())
+        >>> storage = RecordingStorage(MemoryStorage())
         >>> storage.write("a.bin", [memoryview(b"abc")], durable=True), storage.lengths
         (3, {'a.bin': 3})
     """
@@ -221,25 +220,25 @@ class NotedStorage:
     lengths: dict[str, int] = field(default_factory=dict)
 
     def write(self, name: str, buffers: Iterable[Buffer], *, durable: bool) -> int:
-        """Write a new file and note its length."""
+        """Write a new file and record its length."""
         self._announce(name)
         self.lengths[name] = self.inner.write(name, buffers, durable=durable)
         return self.lengths[name]
 
     def write_parts(self, name: str, length: int, parts: Iterable[tuple[int, Buffer]], *, durable: bool) -> None:
-        """Write parts of a file and note its length."""
+        """Write parts of a file and record its length."""
         self._announce(name)
         self.inner.write_parts(name, length, parts, durable=durable)
         self.lengths[name] = length
 
     def replace(self, name: str, data: bytes, *, durable: bool) -> None:
-        """Give a file new content and note its length."""
+        """Give a file new content and record its length."""
         self._announce(name)
         self.inner.replace(name, data, durable=durable)
         self.lengths[name] = len(data)
 
     def move(self, old: str, new: str) -> None:
-        """Give a file another name, and note that."""
+        """Give a file another name, and record that."""
         self._announce(new)
         self.inner.move(old, new)
         self.lengths.pop(old, None)
@@ -248,7 +247,7 @@ class NotedStorage:
             self.lengths[new] = found
 
     def remove(self, name: str) -> None:
-        """Remove a file, and note that."""
+        """Remove a file, and record that."""
         self.inner.remove(name)
         self.lengths.pop(name, None)
 
@@ -289,7 +288,7 @@ class NotedStorage:
         return self.inner.changed(name)
 
     def where(self, name: str = "") -> str:
-        """Return a name as people should see it."""
+        """Return a name as it is shown in messages."""
         return self.inner.where(name)
 
     def _announce(self, name: str) -> None:

@@ -1,4 +1,4 @@
-"""What a conversion will do: which shards are written, in which batches, and what of the source they leave unused."""
+"""The plan of a conversion: which shards are written, in which batches, and what of the source stays unused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ..comparison._values import BoxReader, box_shape, boxes
 from ..saving._parts import take_apart
 from ._source import COMMON, Shard, SourceKey, StoredObject, left_out_keys, source_tree
 
-# What became of everything that a source holds: used, or left out on purpose, or lost, which is an error.
+# Accounting for all of a source: used, left out on purpose, or lost, which is an error
 
 _Boxes = dict[str, set[tuple[tuple[int, ...], tuple[int, ...], int]]]
 
@@ -35,13 +35,13 @@ def unused_elements(
     objects: Sequence[ShardedObject],
     reads: Iterable[Fetch],
 ) -> dict[str, int]:
-    """Return how many elements of each tensor of the source don't reach the output, where it is some but not all.
+    """Return how many elements of each source tensor don't reach the output, for tensors that are used in part.
 
     Args:
-        source: what the transform was given.
-        tensors: what it gave.
+        source: the transform's input.
+        tensors: its output.
         objects: likewise.
-        reads: what it read meanwhile.
+        reads: the boxes that it has read itself.
 
     Raises:
         KeyMismatch: a key isn't used at all.
@@ -63,6 +63,7 @@ def check_output(tensors: Sequence[ShardedTensor], objects: Sequence[ShardedObje
     Raises:
         IntegrityError: names every key, and what is missing or there twice; flat shards are refused too.
     """
+    # Flat shards: batches are cut as boxes, and a flat range of a box isn't one.
     problems = [f"{problem.key!r}: {problem.what}" for problem in access_problems(shard_columns(tensors))]
     names = Counter(item.unique_key for item in objects)
     keys = {shard.key for shard in tensors}
@@ -86,7 +87,7 @@ def _used_boxes(tensors: Sequence[ShardedTensor], reads: Iterable[Fetch]) -> _Bo
     for shard in tensors:
         if isinstance(shard.data, LazyTensor):
             fetches = shard.data.fetches
-            # The box around a view can hold more than the view, as that of every second row does.
+            # The box around a view can hold more elements than the view: that of every second row does.
             most = shard.data.numel() if len(fetches) == 1 else None
             for fetch in fetches:
                 _add(boxes, fetch, prod(fetch.shape) if most is None else min(most, prod(fetch.shape)))
@@ -100,6 +101,7 @@ def _add(boxes: _Boxes, fetch: Fetch, count: int) -> None:
 
 def _covered(boxes: set[tuple[tuple[int, ...], tuple[int, ...], int]]) -> int:
     """Return how many elements lie in some box, as far as their counts allow."""
+    # The smaller of two upper bounds: boxes may overlap, and a view may use fewer elements than its box has.
     listed = sorted({(offset, shape) for offset, shape, _ in boxes})
     begin, shape = (np.array(column, dtype=np.int64).reshape(len(listed), -1) for column in zip(*listed, strict=True))
     return min(_union(begin, begin + shape), sum(count for *_, count in boxes))
@@ -113,26 +115,26 @@ def _union(begin: Column, end: Column) -> int:
     total, before, volume = 0, b"", 0
     for low, high in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
         inside = (begin[:, 0] <= low) & (end[:, 0] > low)
-        if inside.tobytes() != before:
+        if inside.tobytes() != before:  # neighbouring slabs mostly meet the same boxes: one recursion for all
             before = inside.tobytes()
             volume = _union(begin[inside, 1:], end[inside, 1:]) if inside.any() else 0
         total += (high - low) * volume
     return total
 
 
-# How a destination is cut: pieces of tensors, and batches of pieces that are written one after the other.
+# Cutting a destination: tensors into pieces, pieces into batches
 
 Counts = Sequence[int]
 Cutting = Callable[[ShardedTensor], Counts | None] | Mapping[str, Counts] | None
 """Into how many pieces each axis is cut: a function from a whole tensor, or patterns of keys; None to leave it open."""
 
-_OBJECTS = 64  # in a batch: how large they are isn't known before they are read
-_MOST_PIECES = 2**20  # of a tensor: one that a file says is larger than any storage isn't planned on piece by piece
+_OBJECTS = 64  # in a batch: their size isn't known before they are read
+_MOST_PIECES = 2**20  # of a tensor: guards against a file whose tensor of 2**57 elements would be planned without end
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """What is written in one go.
+    """What is written at a time, as one rank of a save would.
 
     Attributes:
         tensors: pieces of tensors.
@@ -151,12 +153,12 @@ class Batch:
 def batches_of(
     tensors: Sequence[ShardedTensor], objects: Sequence[ShardedObject], layout: Cutting, most_bytes: int
 ) -> list[Batch]:
-    """Return what is written one after the other, at least one batch.
+    """Return the batches, in the order in which they are written; at least one.
 
     Args:
         tensors: boxes of tensors, in the order in which they are written.
-        objects: come first, some at a time, so that a format that can't hold them says so before anything is written.
-        layout: how whole tensors are cut; those that it leaves open are cut where they are larger than a batch.
+        objects: come first, so that a format that can't hold them fails before anything is written.
+        layout: how whole tensors are cut; those that it doesn't name are cut if they are larger than a batch.
         most_bytes: in a batch, unless a piece that `layout` asks for is larger.
 
     Raises:
@@ -243,7 +245,7 @@ Transform = Callable[[dict[str, Any]], Any]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """What a conversion will do.
+    """The plan of a conversion.
 
     Attributes:
         reader: reads the source.
@@ -251,9 +253,9 @@ class Plan:
         objects: what is written.
         common: the common tree that is written, with holes where shards were; `HOLE` where it is left out.
         batches: pieces of the tensors, and the objects, in the order in which they are written.
-        left_out: keys and unique keys that the transform wasn't given.
+        left_out: keys and unique keys that the transform didn't get.
         unused: (key, elements) of tensors of which the output has only a part.
-        unchanged: keys of tensors that go through as they are.
+        unchanged: keys of tensors that the transform returned as they were.
     """
 
     reader: BoxReader
@@ -275,12 +277,12 @@ def plan_conversion(
     layout: Cutting,
     most_bytes: int,
 ) -> Plan:
-    """Return what a conversion will do; of the source only metadata and the common state are read.
+    """Return the plan of a conversion; of the source only metadata and the common state are read.
 
     Raises:
         KeyMismatch: a key is neither used nor left out, or a pattern names nothing.
         IntegrityError: the output's shards don't tile their tensors.
-        TreeError: the transform gave something that isn't a shard.
+        TreeError: the transform returned something that isn't a shard.
     """
     if type(most_bytes) is not int or most_bytes < 1:
         what = "convert: max_bytes_in_flight"
@@ -300,11 +302,11 @@ def plan_conversion(
     batches = batches_of(output.tensors, output.objects, layout, most_bytes)
     listed = (*left_out, *([COMMON] if COMMON in leave_out else []))
     listed_unused = tuple(sorted(unused.items()))
-    unchanged = frozenset(shard.key for shard in output.tensors if _went_through(shard, source.get(shard.key)))
+    unchanged = frozenset(shard.key for shard in output.tensors if _is_unchanged(shard, source.get(shard.key)))
     return Plan(reader, output.tensors, output.objects, common, tuple(batches), listed, listed_unused, unchanged)
 
 
-def _went_through(shard: ShardedTensor, given: Shard | None) -> bool:
+def _is_unchanged(shard: ShardedTensor, given: Shard | None) -> bool:
     return given is not None and shard.data is given.data and shard.global_shape == given.global_shape
 
 

@@ -24,7 +24,7 @@ Note = Callable[[Fetch], None]
 
 
 class SourceKey(str):
-    """The key of a tensor of the source; a lazy tensor that was made of something else has another name."""
+    """The key of a source tensor: another class than str, so that a lazy tensor from elsewhere isn't taken for one."""
 
     __slots__ = ()
 
@@ -48,7 +48,7 @@ def source_tree(reader: BoxReader, left_out: Sequence[str], note: Note) -> dict[
     Args:
         reader: of the checkpoint.
         left_out: keys and unique keys that don't belong to the tree.
-        note: is told of every box that is read, and of every object as a box of no axes.
+        note: called with every box that is read, and for every object with a box of no axes.
     """
     absent = set(left_out)
     return {key: _shard(reader, key, note) for key in reader.opened if key not in absent}

@@ -1,4 +1,4 @@
-"""Writing a destination batch by batch, as ranks of a save that take turns, and committing it."""
+"""Writing a destination batch by batch, each as one rank of a save, and committing it."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from ...trees import HOLE
 from ...world import World
 from .._dispatch import Backends, Choice, strategy_of
 from ..saving._commit import save_request
-from ._journal import Journal, NotedStorage, announcer, recall, record
+from ._journal import Journal, RecordingStorage, announcer, recall, record
 from ._plan import Batch, Plan
 from ._source import StoredObject, expect_tensors
 
-# A world whose ranks one process plays, one after the other: each writes its part when it has its turn.
+# One process plays the ranks of a save in turn, a batch each: so every format streams with its ordinary save functions.
 
 
 class Turn(World):
-    """One rank's turn; every other rank would say the same, so that collectives are identities.
+    """One rank's turn. All ranks would send the same values, so collectives are identities.
 
     Examples:
         >>> turn = Turn(2, 4)
@@ -49,7 +49,7 @@ class Turn(World):
         """Do nothing."""
 
     def all_to_all(self, values: Sequence[Any]) -> list[Any]:
-        """Return what each rank would have for this one, were it to say the same."""
+        """Return what this rank would receive if all ranks sent the same."""
         return [values[self.rank]] * self.size
 
     def send(self, value: Any, to: int) -> NoReturn:
@@ -63,7 +63,7 @@ class Turn(World):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Destination:
-    """Where a conversion goes to, and in which form.
+    """Where a conversion writes to, and in which format.
 
     Attributes:
         storage: the folder.
@@ -81,9 +81,9 @@ class Destination:
 
 
 def rehearse_common(destination: Destination, common: Any) -> None:
-    """Raise where the destination's format can't hold a common state; it is written to memory alone.
+    """Raise if the destination's format can't hold a common state, which is written to memory alone.
 
-    A format whose common state can't be written alone says so only at the commit, which can be tried again without.
+    A format whose common state can't be written alone raises only at the commit, which can be tried again without it.
 
     Raises:
         UnsupportedValue: it can't, or can't without pickling.
@@ -102,7 +102,7 @@ def rehearse_common(destination: Destination, common: Any) -> None:
 
 
 def rehearse_tensors(destination: Destination, tensors: Sequence[ShardedTensor]) -> None:
-    """Raise where the destination's format can't hold one of the tensors; their save is prepared and not run.
+    """Raise if the destination's format can't hold one of the tensors; their save is prepared and not run.
 
     Raises:
         StrategyError: the format can't be written at all.
@@ -117,7 +117,7 @@ def write_batches(destination: Destination, journal: Journal, save_id: str, plan
 
     Args:
         destination: where to, and how.
-        journal: what was done before, and is done now.
+        journal: has what earlier calls have written, and records what this one writes.
         save_id: the name of the save.
         plan: what is written, batch by batch.
         common: the common tree, with holes where shards were.
@@ -132,6 +132,7 @@ def write_batches(destination: Destination, journal: Journal, save_id: str, plan
         resumed += known is not HOLE
         if known is HOLE:
             request, noted = request_of(rank) if rank else pair
+            # Small reads of the batch are planned together, before the request makes them one by one.
             expect_tensors(plan.reader, batch.tensors)
             known = request.async_fn()
             record(journal, rank, known, noted.lengths, durable=destination.options.durable)
@@ -151,9 +152,9 @@ def _request(
     common: Any,
     columns: ShardColumns,
     rank: int,
-) -> tuple[AsyncRequest[Any], NotedStorage]:
-    """Return the request that writes a batch, and what notes the files that it writes."""
-    noted = NotedStorage(destination.storage, announcer(journal, rank))
+) -> tuple[AsyncRequest[Any], RecordingStorage]:
+    """Return the request that writes a batch, and the storage that records its files."""
+    noted = RecordingStorage(destination.storage, announcer(journal, rank))
     pending = PendingSave(noted, save_id, Turn(rank, len(batches)), None, destination.options, columns)
     writes = batches[rank].tensors, tuple(map(_read, batches[rank].objects))
     request = save_request(pending, writes, common, destination.choices, destination.backends, destination.strategies)

@@ -1,4 +1,4 @@
-"""Steps 1 to 4 of a load: the checkpoint is opened, ranks say what they ask for, and all that can fail is checked."""
+"""Steps 1 to 4 of a load: open the checkpoint, exchange what ranks ask for, check all that can fail before reading."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ Message = tuple[Fields, Description | None]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalLoad:
-    """What a rank knows of a load by itself.
+    """What a rank knows of a load before ranks exchange anything.
 
     Attributes:
         checkpoint: as this rank sees it.
@@ -143,11 +143,11 @@ def ask(world: World, directory: Directory, request: LoadRequest) -> tuple[Local
         described = describe(target.tensors, target.objects, world.rank, known=known) if request.describes else None
         return LocalLoad(checkpoint, mode, device, target, known, described)
 
-    # The phase's name differs, so that ranks that compare and ranks that don't get an error that says so.
+    # Two names for the phase, so that a mix of ranks that compare and ranks that don't is an error that says so.
     local, messages = share(
         world, "load: describe target" if request.describes else "load: ask", alone, _message, steps=_ASKED_STEPS
     )
-    # Rank 0 alone has read metadata.json, so that all ranks load one checkpoint, whatever a save does meanwhile.
+    # From rank 0 alone, so that all ranks load the same checkpoint even while a save replaces it.
     return replace(local, checkpoint=with_fields(local.checkpoint, messages[0][0], request.choices[2])), messages
 
 
@@ -162,7 +162,7 @@ def matched_target(request: LoadRequest, rank: int, ranks: int) -> tuple[Target,
 
 
 def compare_keys(world: World, request: LoadRequest, local: LocalLoad) -> tuple[set[str], set[str]]:
-    """Return the missing and the unexpected keys that a strict mode wants to know; collective where it does.
+    """Return the missing and the unexpected keys, as far as a strict mode needs them; collective only if it does.
 
     Args:
         world: who loads together.
@@ -175,6 +175,7 @@ def compare_keys(world: World, request: LoadRequest, local: LocalLoad) -> tuple[
     stored = agree(world, "load: metadata", lambda: stored_keys(listing(local.checkpoint, request.choices)))
     everywhere = stored
     if needs_all_ranks(local.mode):
+        # Only what no known layout covers travels: every rank has the keys of that already.
         known = set(() if local.known is None else local.known.columns.keys)
         everywhere = known.union(*gather(world, "load: keys", lambda: own - known))
     return mismatched_keys(local.mode, own, stored, everywhere)
@@ -189,7 +190,7 @@ def check(
         request: what this rank asks for.
         local: what it knows by itself.
         messages: each rank's, by rank.
-        missing: keys that no rank asks for, as far as the strict mode wants to know.
+        missing: keys that no rank asks for, as far as the strict mode needs them.
         unexpected: keys that this rank asks for and that aren't stored, likewise.
 
     Raises:
@@ -198,6 +199,7 @@ def check(
     checkpoint, (sharded, _, strategies) = local.checkpoint, request.choices
     descriptions = [description for _, description in messages if description is not None]
     if descriptions:
+        # As for a save: a rank that forgot a tensor or an object should learn of it before it goes on without.
         together = partial(check_together, "load", descriptions, local.known, tiling=request.validate)
         step("load: check integrity", together)
     common_of = cache(partial(stored_common, checkpoint, request.choices))
@@ -224,12 +226,13 @@ def _or_raise(check: Callable[[], T], otherwise: T) -> T:
 
 
 def listing(checkpoint: Checkpoint, choices: Choices) -> Metadata:
-    """Return the tensors and objects that a checkpoint holds: a function that loads shards isn't one that lists them.
+    """Return the tensors and objects that a checkpoint holds.
 
     Raises:
-        StrategyError: the format doesn't tell what it holds.
+        StrategyError: the format doesn't list what it holds.
     """
     sharded, common, strategies = choices
+    # A caller's function loads shards and can't list them: the format's own row does.
     pair = (None if callable(sharded) else sharded, None if callable(common) else common)
     return sharded_metadata(checkpoint, *pair, strategies)
 
@@ -237,12 +240,13 @@ def listing(checkpoint: Checkpoint, choices: Choices) -> Metadata:
 def stored_common(checkpoint: Checkpoint, choices: Choices, types: tuple[type, ...]) -> Any:
     """Return the stored common tree, with instances of the target's own namedtuple classes where they fit."""
     _, common, strategies = choices
-    # The caller's types come last, where they count.
+    # The caller's types come last, so that they win over the target's of the same name.
     options = replace(checkpoint.options, types=(*types, *named_types(checkpoint.options.types).values()))
     try:
         return load_common(replace(checkpoint, options=options), common, strategies)
     except UnsupportedValue:
-        # A class that is no more what was stored: its records stay records, as they do without a target.
+        # A class whose fields have changed since the save: its instances come back as plain records, as without a
+        # target.
         return load_common(checkpoint, common, strategies)
     except UnsafeFile as error:
         error.add_note("The tensors can be read without that: see load_plain_tensors and open_checkpoint.")

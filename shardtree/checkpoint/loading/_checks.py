@@ -1,6 +1,6 @@
-"""What a load of one rank's target checks before it reads: `load` and `explain` run the same checks.
+"""The checks of a load of one rank's target before it reads: `load` and `explain` run the same ones.
 
-None is collective. Each either gives what the next one needs, or raises what `load` raises.
+None is collective. Each returns what the next one needs, or raises what `load` raises.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from .._open import Metadata, stored_kinds
 from ._strict import StrictHandling, raises_keys, refuse_keys, refuse_left_out
 from ._targets import Target, is_sharded, without_unexpected
 
-# Sharded objects that are asked for in another shape than is stored: which those are, and what rules make of them.
+# Sharded objects that are asked for in another shape than is stored, and the rules for them
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,7 +75,7 @@ class ObjectsFit:
 def objects_metadata(
     checkpoint: Checkpoint, metadata: Metadata, choice: Choice, strategies: Strategies | None
 ) -> Metadata | None:
-    """Return what the format holds that a checkpoint's objects are in; None where it doesn't tell.
+    """Return what is in the format that holds a checkpoint's objects; None if it can't list that.
 
     Args:
         checkpoint: what is loaded.
@@ -97,13 +97,13 @@ def fit_objects(
     rules: Mapping[str, ObjectRule] | None,
     others: Iterable[str] = (),
 ) -> ObjectsFit:
-    """Return how a target's objects fit those that are stored, as far as the format that holds them tells.
+    """Return how a target's objects fit those that are stored, as far as the format can list those.
 
     Args:
         objects: what is asked for.
-        metadata: what is stored, None where nobody knows.
+        metadata: what is stored, None if that isn't known.
         rules: by patterns of keys.
-        others: keys that rules may name beside those that are stored and asked for.
+        others: further keys that rules may name, beside those that are stored or asked for.
 
     Raises:
         TreeError: a rule's pattern fits no key.
@@ -122,6 +122,7 @@ def fit_objects(
     unexpected = [
         item.unique_key
         for item in absent
+        # Old Megatron-Core lost part of an object's name; one that is stored by that name isn't unexpected.
         if (item.key, item.global_shape) not in reshaped and old_unique_key(item) not in metadata
     ]
     problems = find_unexpected(unexpected, metadata, is_object=True) if unexpected else ()
@@ -164,7 +165,7 @@ def reshaped_values(fit: ObjectsFit, objects: Sequence[ShardedObject], read: Seq
     return [item.data for item in objects_by_rule(held_arrays([*filled, *dropped]), objects, fit.rules)]
 
 
-# Whether a target can be loaded from a checkpoint: asked of its metadata before any memory is made.
+# Whether a target can be loaded, by metadata alone: checked before any memory is made
 
 P = TypeVar("P", bound=Misfit)
 
@@ -188,9 +189,8 @@ def check_target(
 ) -> tuple[Kinds, ObjectsFit]:
     """Return what is stored of a target's tensors, and how its objects fit, once it is known that all do.
 
-    Not collective.
-
-    Nothing is said of a format that doesn't tell what it holds, nor against a function of the caller's own.
+    Not collective. Nothing is checked of a format that can't list what it holds, nor if a function of the caller's
+    loads the shards.
 
     Args:
         checkpoint: what is loaded.
@@ -200,13 +200,13 @@ def check_target(
         cast: whether dtypes are converted.
         rules: for objects that change their shape, by patterns of keys.
         left_out: keys that the target asked for too, and that aren't stored.
-        common_of: the stored common state, asked where a tensor that isn't stored as shards may be in it.
+        common_of: returns the stored common state, in which a tensor may be that isn't stored as shards.
 
     Raises:
-        KeyMismatch: something isn't stored; all else that is wrong is told too.
+        KeyMismatch: something isn't stored; all else that is wrong is in the error too.
         ShapeError: something is stored with another global shape or dtype, or not whole; objects of another shape
             have no rule.
-        StrategyError: dtypes are to be converted, or objects resharded, and the format doesn't tell what it holds.
+        StrategyError: dtypes are to be converted, or objects resharded, and the format can't list what it holds.
         TreeError: the pattern of a rule fits no key.
     """
     backend = backend_of(choice, sharded_backend(checkpoint.fields))
@@ -222,29 +222,30 @@ def check_target(
     objects = fit_objects(target.objects, listing, rules, left_out)
     if (objects.problems or not fits) and not callable(choice):
         problems = (*prospect(checkpoint, target, choice, strategies, cast=cast).problems, *objects.problems)
+        # What the format itself refuses is left to the load, whose own error explains it better.
         if not all(isinstance(problem, Refusal) for problem in problems):
-            check_fit(in_common_state(problems, target, common_of))  # what is refused, loading it says better
-    check_fit(
-        [problem for problem in objects.problems if isinstance(problem, ShapeChange)]
-    )  # whoever loads the tensors
+            check_fit(in_common_state(problems, target, common_of))
+    # Objects are read by the format even where a caller's function loads the tensors.
+    check_fit([problem for problem in objects.problems if isinstance(problem, ShapeChange)])
     return kinds, objects
 
 
 def in_common_state(problems: Sequence[P], target: Target, common_of: CommonOf) -> tuple[P, ...]:
-    """Return problems, those tensors named by their path that the common state has instead, at their path or by name.
+    """Return problems, with the path of each missing tensor that the common state holds, at its path or by its name.
 
     Args:
         problems: what is wrong with the target.
         target: what is asked for.
-        common_of: the stored common state; what can't be read has nothing to name.
+        common_of: returns the stored common state; if that can't be read, problems stay as they are.
     """
+    # Only where something is missing: decoding the common state may be most of a small load.
     if not any(isinstance(problem, Unexpected) and not problem.is_object for problem in problems):
         return tuple(problems)
     try:
         leaves = leaves_with_paths(common_of(target.types))
         plain = {path for path, leaf in leaves if isinstance(leaf, torch.Tensor)}
         found = {path_key(path): path for path in plain}
-    except (CheckpointingException, ValueError):  # it has an integer of more digits than Python writes
+    except (CheckpointingException, ValueError):  # ValueError: an integer of more digits than Python converts to text
         return tuple(problems)
     pairs = shard_leaves(target.rebuild(target.leaves))[0] if plain else []
     found |= {leaf.key: path for path, leaf in pairs if isinstance(leaf, ShardedTensor) and path in plain}
@@ -260,10 +261,10 @@ def _in_common_state(problem: P, found: Mapping[str, TreePath]) -> P:
 def prospect(
     checkpoint: Checkpoint, target: Target, choice: Choice, strategies: Strategies | None, *, cast: bool
 ) -> Prospect:
-    """Return what loading a target's tensors would come to, without figures where the format gives none.
+    """Return what loading a target's tensors would cost, and its problems; no costs if the format gives none.
 
     Raises:
-        StrategyError: the format doesn't tell what it holds.
+        StrategyError: the format can't list what it holds.
     """
     backend = backend_of(choice, sharded_backend(checkpoint.fields))
     explain = None if callable(choice) else find_strategy(StrategyAction.EXPLAIN, *backend, strategies=strategies)
@@ -281,14 +282,14 @@ T = TypeVar("T")
 
 
 class Run(Protocol):
-    """How a check is run: a load raises what it raises; an explanation notes that, and goes on with something else."""
+    """How a check is run: a load lets its error through; an explanation records it and goes on with `otherwise`."""
 
     def __call__(self, check: Callable[[], T], otherwise: T) -> T: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Keys:
-    """How the keys of a rank's target compare with those that are stored, as far as a mode wants to know.
+    """How the keys of a rank's target compare with those that are stored, as far as a mode needs that.
 
     Attributes:
         mode: what is done about keys that don't match.
@@ -306,7 +307,7 @@ class Keys:
 def check_rank(
     run: Run, tree: Any, target: Target, keys: Keys, fit: Callable[[Target], T], common_of: CommonOf, otherwise: T
 ) -> tuple[Target, T, Any, tuple[str, ...]]:
-    """Return what a load of one rank's target comes to before it makes memory, once its checks are run.
+    """Run the checks of one rank's target, in the order of a load, and return what comes of them.
 
     Args:
         run: runs each check.
@@ -315,12 +316,14 @@ def check_rank(
         keys: how its keys compare with those that are stored.
         fit: checks that tensors and objects are stored as they are asked for.
         common_of: returns the stored common tree for a target's namedtuple classes.
-        otherwise: what counts as the outcome of `fit` where it fails.
+        otherwise: taken in place of the result of `fit` where that fails.
 
     Returns:
         The target without what isn't stored, what `fit` returned, the stored common tree, and the paths of what the
         join leaves out of that.
     """
+    # Keys first, since the other checks are of what is left once unexpected ones are dropped. On every rank a mode that
+    # raises does so in this phase: Megatron-Core raises on one rank, and the others wait in the next collective.
     run(lambda: step("load: strict", partial(_refuse, keys, target, common_of)), None)
     kept = run(lambda: step("load: leave out", partial(without_unexpected, target, tree, keys.unexpected)), target)
     fitted = run(lambda: step("load: check the target", partial(fit, kept)), otherwise)
@@ -335,24 +338,26 @@ def _refuse(keys: Keys, target: Target, common_of: CommonOf) -> None:
 
 
 def named_unexpected(keys: Keys, target: Target, common_of: CommonOf) -> tuple[Unexpected, ...]:
-    """Return the keys of a target that a mode finds unexpected, with what may be meant by them."""
+    """Return the unexpected keys of a target, each with the stored name that may be meant."""
     absent = find_unexpected(target.keys, keys.stored()) if keys.unexpected else ()
     return in_common_state(absent, target, common_of)
 
 
 def _common(common_of: CommonOf, target: Target, mode: StrictHandling) -> tuple[Any, tuple[str, ...]]:
-    """Return the stored common tree, once it is known that the target fits it, and what is left out of it."""
+    """Return the stored common tree, after checking that the target fits it, and what is left out of it."""
     common = common_of(target.types)
     return common, check_join(common, target, mode)
 
 
 def check_join(common: Any, target: Target, mode: StrictHandling) -> tuple[str, ...]:
-    """Return the paths of what a load leaves out of the stored common tree: before a tensor is read.
+    """Return the paths of what a load leaves out of the stored common tree; called before a tensor is read.
 
     Raises:
         TreeError: the target doesn't fit it.
         KeyMismatch: something is left out, and the mode raises for all that isn't loaded.
     """
+    # A trial of the last step's join, with the target's own leaves. An optimizer's state in tuples, or a list with
+    # shards beside values, can't come back without its shards: it is left out, so that a load of a part can succeed.
     found = joined(common, target, [leaf if _is_filled(leaf) else HOLE for leaf in target.leaves])
     paths = tuple(map(render_path, left_out(common, found)))
     refuse_left_out(mode, paths)

@@ -51,7 +51,7 @@ from ._read import by_dtype, columns_of, common_rounds, exchanges, may_overflow
 from ._strict import StrictHandling, mismatched_keys, parse_strict, raises_keys
 from ._targets import Target, check_given, usable_device
 
-# What a load would do: its own checks, run for all ranks in one process, and what they raise noted instead.
+# The checks of a load, run for all ranks in one process, with their errors recorded
 
 Shards = Sequence[ShardedTensor]
 T = TypeVar("T")
@@ -59,29 +59,29 @@ P = TypeVar("P", bound=Misfit)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Noted:
-    """What checks raise, noted instead.
+class _Failures:
+    """Errors of checks, recorded instead of raised.
 
     Attributes:
-        failures: on which ranks, by class and text of what is raised.
+        ranks: on which ranks, by class and text of the error.
     """
 
-    failures: dict[tuple[type[Exception], str], list[int]] = field(default_factory=dict)
+    ranks: dict[tuple[type[Exception], str], list[int]] = field(default_factory=dict)
 
     def run(self, ranks: Sequence[int], check: Callable[[], T], otherwise: T) -> T:
-        """Return what a check gives, or something else where it raises; for some ranks this is a `Run`."""
+        """Return what a check returns, or `otherwise` if it raises; with the ranks bound, this is a `Run`."""
         try:
             return check()
         except (NotACheckpoint, CorruptCheckpoint, CheckpointReplaced, StorageError):
-            raise  # this is about what is stored, not about a target
-        except Exception as error:  # also what factories raise when they build: it fails the load
+            raise  # what is stored is at fault, not the target: nothing can be explained
+        except Exception as error:  # any class: a factory's build function may raise what it likes, and fails the load
             text = "\n".join([str(error), *getattr(error, "__notes__", ())])
-            self.failures.setdefault((type(error), text), []).extend(ranks)
+            self.ranks.setdefault((type(error), text), []).extend(ranks)
             return otherwise
 
     @property
     def checks(self) -> tuple[FailedCheck, ...]:
-        return tuple(FailedCheck(tuple(ranks), error, text) for (error, text), ranks in self.failures.items())
+        return tuple(FailedCheck(tuple(ranks), error, text) for (error, text), ranks in self.ranks.items())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,7 +90,7 @@ class _RankFit:
 
     Attributes:
         target: without what isn't stored, where a strict mode leaves that out.
-        prospect: what loading its tensors comes to.
+        prospect: what loading its tensors would cost.
         objects: how its objects fit.
         problems: why what it asks for can't be loaded.
         unexpected: what isn't stored, where a strict mode looks for that beforehand.
@@ -106,38 +106,38 @@ class _RankFit:
 
 
 def explanation(checkpoint: Checkpoint, request: LoadRequest, trees: Sequence[Any]) -> Explanation:
-    ranks, noted, mode = range(len(trees)), _Noted(), parse_strict(request.strict)
-    passes_on = exchanges(request.options.exchange, checkpoint.storage, len(trees))
-    noted.run(ranks, partial(usable_device, request.device), None)
+    ranks, failed, mode = range(len(trees)), _Failures(), parse_strict(request.strict)
+    exchanged = exchanges(request.options.exchange, checkpoint.storage, len(trees))
+    failed.run(ranks, partial(usable_device, request.device), None)
     choices, metadata = request.choices, listing(checkpoint, request.choices)
     stored = stored_keys(metadata)
     own = [replace(request, tree=tree) for tree in trees]
     prepare = [partial(matched_target, each, rank, len(own)) for rank, each in enumerate(own)]
-    tried = {rank: noted.run([rank], prepare[rank], None) for rank in ranks}
+    tried = {rank: failed.run([rank], prepare[rank], None) for rank in ranks}
     found = {rank: part for rank, part in tried.items() if part is not None}
     complete = len(found) == len(own)
     if complete and request.describes:
-        noted.run(ranks, partial(_check_together, found, tiling=request.validate), None)
+        failed.run(ranks, partial(_check_together, found, tiling=request.validate), None)
     asked = set[str]().union(*(target.keys for target, _ in found.values()))
     common_of = cache(partial(stored_common, checkpoint, choices))
     fits: dict[int, _RankFit] = {}
     for rank, (target, _) in found.items():
-        # Where a rank's target can't be taken apart, no key is known to be asked for by no rank.
+        # If any rank's target failed above, a missing key may be one that this rank asks for: none is reported.
         keys = Keys(mode, *mismatched_keys(mode, target.keys, stored, asked if complete else stored), lambda: stored)
-        run = partial(noted.run, [rank])
+        run = partial(failed.run, [rank])
         fits[rank] = _rank_fit(run, checkpoint, choices, own[rank], target, keys, metadata, common_of)
     unexpected = _each_once(fit.unexpected for fit in fits.values())
     problems = _each_once([*(fit.problems for fit in fits.values()), unexpected if raises_keys(mode) else ()])
     kinds = stored_kinds(metadata, sorted({shard.key for fit in fits.values() for shard in fit.target.tensors}))
     fitting = [_fitting(fit.target.tensors, problems, kinds) for fit in fits.values()]
-    groups = noted.run(ranks, partial(_groups, fitting, kinds, passes_on=passes_on), None)
+    groups = failed.run(ranks, partial(_groups, fitting, kinds, exchanged=exchanged), None)
     costs = _costs(checkpoint, choices, fits, groups)
     undecided = (
         one for fit in fits.values() for one in _undecided(checkpoint, choices, fit, kinds if request.cast else {})
     )
     return Explanation(
         missing=tuple(sorted(stored - asked)),
-        problems=(*problems, *noted.checks),
+        problems=(*problems, *failed.checks),
         reads=tuple(_rank_reads(rank, fits.get(rank), costs.get(rank)) for rank in ranks),
         undecided=tuple(dict.fromkeys(undecided)),
         omitted=() if raises_keys(mode) else unexpected,
@@ -169,9 +169,9 @@ def _sum_of_costs(checkpoint: Checkpoint, choices: Choices, parts: Sequence[Shar
 
 
 def _check_together(found: Mapping[int, tuple[Target, KnownLayout | None]], *, tiling: bool) -> None:
-    told = [describe(target.tensors, target.objects, rank, known=known) for rank, (target, known) in found.items()]
+    described = [describe(target.tensors, target.objects, rank, known=known) for rank, (target, known) in found.items()]
     known = next((known for _, known in found.values()), None)
-    check_together("load", told, known, tiling=tiling)
+    check_together("load", described, known, tiling=tiling)
 
 
 def _rank_fit(
@@ -190,7 +190,7 @@ def _rank_fit(
     def fit(target: Target) -> tuple[Prospect, ObjectsFit]:
         tensors = partial(prospect, checkpoint, target, choice, strategies, cast=request.cast)
         objects = partial(fit_objects, target.objects, listed, request.options.object_rules, keys.unexpected)
-        # A function of the caller's own may load what the format doesn't hold.
+        # A caller's function may load what the format doesn't hold, so missing keys are no problems then.
         found = Prospect() if callable(choice) else run(tensors, Prospect())
         return found, run(objects, ObjectsFit())
 
@@ -249,25 +249,26 @@ def _fitting(shards: Shards, problems: Sequence[Misfit], kinds: Kinds) -> Shards
     return [shard for shard in shards if shard.key in kinds and shard.key not in wrong]
 
 
-def _groups(ranks: Sequence[Shards], kinds: Kinds, *, passes_on: bool) -> list[list[Shards]] | None:
+def _groups(ranks: Sequence[Shards], kinds: Kinds, *, exchanged: bool) -> list[list[Shards]] | None:
     """Return what each rank reads at once, group by group; None where each reads all at once, by itself.
 
-    A load reads what it converts in rounds of its own.
+    A load reads what it converts in separate rounds.
     """
+    # The same plans as the load's, made for all ranks at once, so that the bytes foretold are the bytes read.
     split = [by_dtype(shards, kinds) for shards in ranks]
-    if not passes_on and not any(others for _, others in split):
+    if not exchanged and not any(others for _, others in split):
         return None
     groups: list[list[Shards]] = [[alike for alike, _ in split]]
     described = [columns_of(others, kinds, rank) for rank, (_, others) in enumerate(split)]
-    rounds = [common_rounds(described if passes_on else [one], rank)[0] for rank, one in enumerate(described)]
+    rounds = [common_rounds(described if exchanged else [one], rank)[0] for rank, one in enumerate(described)]
     for number in range(max((max(own, default=-1) for own in rounds), default=-1) + 1):
         pairs = zip(split, rounds, strict=True)
         groups.append([[s for s, its in zip(others, own, strict=True) if its == number] for (_, others), own in pairs])
-    return [_shares(group, kinds) for group in groups] if passes_on else groups
+    return [_shares(group, kinds) for group in groups] if exchanged else groups
 
 
 def _shares(ranks: Sequence[Shards], kinds: Kinds) -> list[Shards]:
-    """Return what each rank reads of a group itself, where ranks pass on what several of them want."""
+    """Return what each rank reads of a group itself, where ranks send each other what several of them want."""
     alike = [[shard for shard in shards if not shard.allow_shape_mismatch] for shards in ranks]
     columns = join_columns([columns_of(shards, kinds, rank) for rank, shards in enumerate(alike)])
     reads = iter(plan_exchange(columns, len(ranks)).reads.tolist())

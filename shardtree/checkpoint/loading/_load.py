@@ -107,7 +107,7 @@ def load(
     ask for are left out; the report and ``strict="raise_all"`` name the plain values that go with them. The steps:
 
     1. Open: rank 0 reads metadata.json.
-    2. Ask: ranks take their targets apart and describe them to each other. One collective, with step 1.
+    2. Ask: ranks take their targets apart and exchange descriptions of them. One collective, with step 1.
     3. Compare keys, where `strict` asks for it. Usually no collective.
     4. Check: targets fit together and what is stored; make memory. One collective; nothing was read or changed before.
     5. Read: only what is asked for, each rank for itself or one for several. One collective.
@@ -128,7 +128,7 @@ def load(
         cast: whether what is stored in another dtype than the target's is converted, as `torch.Tensor.to` does; a
             fraction, an imaginary part or an integer that doesn't fit is an error. Without, another dtype is one.
         device: where a tensor is put whose target has no memory, since its data is None, a meta or a lazy tensor; the
-            CPU by default. Each rank says its own.
+            CPU by default. Ranks may pass different devices.
         layout: the tensor shards that all ranks ask for, as every rank computed them by itself from a mesh and specs,
             or from DTensors: then no layouts are exchanged, only a hash of this one, which is checked in any case.
         strategies: the dispatch table; None for the process's.
@@ -192,7 +192,7 @@ def _put_together(
 
 def _joined(checked: CheckedLoad, loaded: Sequence[Any]) -> Any:
     with refuse_too_deep("load"):
-        # Factories merge last, so that they see the plain values that they built beside their shards.
+        # Factories merge after the join, so that they see the plain values that they built beside their shards.
         return checked.target.merge(joined(checked.common, checked.target, loaded))
 
 

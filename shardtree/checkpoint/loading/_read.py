@@ -34,11 +34,12 @@ from .._dispatch import Choice, backend_of, common_backend, sharded_backend, str
 from ._checks import Kinds, ObjectsFit, reshaped_values
 from ._targets import CPU, deliver_all, new_memory, with_memories
 
-# Converting what is stored in another dtype: read beside the target, a bounded part at a time, and copied over.
+# Conversion from another dtype: read into staging memory, a bounded round at a time, and copied to the target
 
 
 def by_dtype(shards: Sequence[ShardedTensor], kinds: Kinds) -> tuple[list[ShardedTensor], list[ShardedTensor]]:
     """Return the shards that are stored in their own dtype, as far as is known, and the others."""
+    # By identity: shards of one key in a target may ask for different dtypes.
     others = [shard for shard in shards if shard.key in kinds and kinds[shard.key].dtype != shard.dtype]
     chosen = set(map(id, others))
     return [shard for shard in shards if id(shard) not in chosen], others
@@ -79,7 +80,7 @@ def _described(shard: ShardedTensor, kinds: Kinds) -> ShardedTensor:
 
 
 def convert_all(shards: Sequence[ShardedTensor], read: Sequence[ShardedTensor], kinds: Kinds) -> None:
-    """Copy what was read into shards' memory, in their dtype; what wasn't stored of a padded one stays as it is.
+    """Copy what was read into shards' memory, converted to their dtype; unstored parts of a padded one stay.
 
     Args:
         shards: with contiguous memory, written in place.
@@ -111,13 +112,14 @@ def _is_integer(dtype: torch.dtype) -> bool:
     return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
 
 
-# Passing on what one rank read to the others that want the same.
+# Exchange: one rank reads what several ask for, and sends it to the others
 
 
 def exchanges(exchange: Exchange, storage: Storage, ranks: int) -> bool:
-    """Return whether ranks pass on what they read.
+    """Return whether ranks send each other what they read.
 
-    "auto" does so where storage is remote: from a local file system's cache, a read is faster than a message.
+    "auto" means remote storage: from a local file system a second read comes from the page cache, which is faster than
+    a message with its extra copy.
 
     Raises:
         StrategyError: no such choice.
@@ -143,6 +145,7 @@ def pass_on(world: World, plan: ExchangePlan, columns: ShardColumns, memories: S
         columns: all ranks' shards, each rank's rows together and in the order of its memories.
         memories: this rank's tensors, contiguous and on the CPU.
     """
+    # Bytes, not elements: any dtype can be sent, also those that NumPy lacks.
     first = int(np.searchsorted(columns.rank, world.rank))
     views = [bit_view(memory).numpy() for memory in memories]
     source_rank, target_rank = columns.rank[plan.source], columns.rank[plan.target]
@@ -165,10 +168,10 @@ class Reading:
         sharded_strategy: the caller's choice.
         strategies: the dispatch table; None for the process's.
         donate: whether the target's tensors are filled in place.
-        exchange: whether ranks pass on what several of them want.
+        exchange: whether ranks send each other what several of them want.
         kinds: what is stored of tensors, by key; of another dtype than a target's, it is converted.
         objects: how the target's objects fit those that are stored.
-        known: what all ranks ask for, where this rank was told.
+        known: what all ranks ask for, if the caller passed it.
         device: where tensors are put whose target has none.
     """
 
@@ -191,7 +194,7 @@ class Destination:
         leaves: what is asked for.
         shards: the tensors among them.
         memories: the same shards with memory to be filled.
-        together: whether ranks pass on what several of them want.
+        together: whether ranks send each other what several of them want.
     """
 
     leaves: Sequence[Any]
@@ -207,7 +210,7 @@ def destination_of(reading: Reading, leaves: Sequence[Any]) -> Destination:
     """Return memory for what a target's leaves ask for; its steps are `DESTINATION_STEPS`."""
     shards = [leaf for leaf in leaves if isinstance(leaf, ShardedTensor)]
     choices = (reading.sharded_strategy, reading.strategies, reading.exchange, reading.kinds)
-    is_staged = straight_to_device(reading.checkpoint, *choices)
+    is_staged = reads_to_device(reading.checkpoint, *choices)
     fill = partial(with_memories, shards, donate=reading.donate, device=reading.device, is_staged=is_staged)
     make = collector_paused()(fill)
     memories = step("load: make memory", make)
@@ -235,9 +238,9 @@ def _read_alone(reading: Reading, shards: Sequence[ShardedTensor]) -> ReadReport
     alike, others = by_dtype(shards, reading.kinds)
     report = _read(reading, alike)
     for part in rounds_of(others, own_rounds(others, reading.kinds)):
-        beside = as_stored(part, reading.kinds)
-        report += _read(reading, beside)
-        convert_all(part, beside, reading.kinds)
+        staged = as_stored(part, reading.kinds)
+        report += _read(reading, staged)
+        convert_all(part, staged, reading.kinds)
     return report
 
 
@@ -246,12 +249,13 @@ def _read_together(reading: Reading, shards: Sequence[ShardedTensor]) -> ReadRep
     alike, others = agree(world, "load: compare dtypes", partial(by_dtype, shards, reading.kinds))
     report = _read_once(reading, alike, reading.known)
     described = gather(world, "load: describe conversions", partial(columns_of, others, reading.kinds, world.rank))
+    # Rounds are planned from all ranks' shards: what one rank reads for several has to be in the same round of each.
     rounds, count = agree(world, "load: plan conversions", partial(common_rounds, described, world.rank))
     for number in range(count):
         part = [shard for shard, its in zip(others, rounds, strict=True) if its == number]
-        beside = agree(world, "load: make room", partial(as_stored, part, reading.kinds))
-        report += _read_once(reading, beside)
-        agree(world, "load: convert", partial(convert_all, part, beside, reading.kinds))
+        staged = agree(world, "load: make room", partial(as_stored, part, reading.kinds))
+        report += _read_once(reading, staged)
+        agree(world, "load: convert", partial(convert_all, part, staged, reading.kinds))
     return report
 
 
@@ -260,7 +264,7 @@ def _read(reading: Reading, shards: Sequence[ShardedTensor]) -> ReadReport:
     load_sharded = strategy_of(StrategyAction.LOAD_SHARDED, reading.sharded_strategy, backend, reading.strategies)
     report = load_sharded(reading.checkpoint, shards)
     if not isinstance(report, ReadReport):
-        # One that returns tensors, as other libraries have it, left the shards' memory as it was.
+        # A function that returns tensors, as in other libraries, has left the shards' memory unfilled.
         what, found = "load: not what a function that loads shards returns", type(report).__name__
         fix = "Fill the data of each shard in place, and return how much was read."
         raise StrategyError(error_text(what, found=found, expected="a ReadReport", fix=fix))
@@ -268,12 +272,12 @@ def _read(reading: Reading, shards: Sequence[ShardedTensor]) -> ReadReport:
 
 
 def _read_once(reading: Reading, shards: Sequence[ShardedTensor], known: KnownLayout | None = None) -> ReadReport:
-    """Read this rank's share of what several ranks want, and let the others have it."""
+    """Read this rank's share of what several ranks want, and send it to the others; collective."""
     world = reading.checkpoint.world
-    # Where not all of a shard may be stored, what it holds beside that is each rank's own.
+    # Not exchanged: where a shape mismatch is allowed, elements that aren't stored keep each rank's own values.
     own = [shard for shard in shards if shard.allow_shape_mismatch]
     alike = [shard for shard in shards if not shard.allow_shape_mismatch]
-    # A known layout is of use where no rank leaves out or converts any of it.
+    # A known layout saves the exchange of columns, but only if no rank has left out or converts any of it.
     if known is not None and all(gather(world, "load: compare reads", lambda: len(alike) == known.order.size)):
         columns, alike = known.columns, [alike[number] for number in known.order.tolist()]
     else:
@@ -309,15 +313,16 @@ def _read_stored(reading: Reading, objects: Sequence[ShardedObject]) -> list[Any
 
 
 def deliver(reading: Reading, destination: Destination, objects: Sequence[Any]) -> list[Any]:
-    """Return what was loaded for each leaf: a tensor, a boxed object, a box as it is, a hole.
+    """Return what was loaded for each leaf: a tensor, a boxed object, a local box unchanged, or a hole.
 
     Args:
         reading: how the target was read.
-        room: filled, on all ranks.
+        destination: the filled memory.
         objects: the data of the objects among the leaves.
     """
     rest = iter(objects)
-    check_unreplaced(reading.checkpoint)  # all ranks have read by now
+    # Only now, when all ranks have read: a save that replaced the files earlier would have mixed two checkpoints.
+    check_unreplaced(reading.checkpoint)
     tensors = iter(deliver_all(destination.shards, destination.memories, donate=reading.donate, device=reading.device))
     return [_loaded(leaf, tensors, rest) for leaf in destination.leaves]
 
@@ -326,21 +331,21 @@ def _loaded(leaf: Any, tensors: Iterator[torch.Tensor], objects: Iterator[Any]) 
     if isinstance(leaf, ShardedTensor):
         return next(tensors)
     if isinstance(leaf, ShardedObject):
-        # Boxed, because a loaded object may be a container, which the join would look into.
+        # Boxed: a loaded object may be a container, which the join would enter.
         return LocalNonpersistentObject(next(objects))
     return leaf if isinstance(leaf, LocalNonpersistentObject) else HOLE
 
 
-def straight_to_device(
+def reads_to_device(
     checkpoint: Checkpoint, choice: Choice, strategies: Strategies | None, exchange: Exchange, kinds: Kinds
 ) -> Callable[[ShardedTensor], bool]:
-    """Return what says of a shard whose target is on a device whether it is read there part by part.
+    """Return a predicate: whether a shard whose target is on a device is read there part by part.
 
-    It isn't where something is done in the host's memory: a conversion, an exchange between ranks, or a load by a
-    function that isn't known to do without.
+    It isn't if something needs the host's memory: a conversion, an exchange between ranks, or a load by a function that
+    isn't known to do without.
     """
 
-    @cache
+    @cache  # looked up only once a shard is on a device, and then once for all
     def is_possible() -> bool:
         backend = sharded_backend(checkpoint.fields)
         load_sharded = strategy_of(StrategyAction.LOAD_SHARDED, choice, backend, strategies)
@@ -350,7 +355,7 @@ def straight_to_device(
         fills = load_sharded is own is registered and traits_of(*backend, strategies).fills_devices
         return fills and not exchanges(exchange, checkpoint.storage, checkpoint.world.size)
 
-    def is_straight(shard: ShardedTensor) -> bool:
+    def is_direct(shard: ShardedTensor) -> bool:
         return is_possible() and (shard.key not in kinds or kinds[shard.key].dtype == shard.dtype)
 
-    return is_straight
+    return is_direct

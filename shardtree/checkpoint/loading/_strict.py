@@ -17,7 +17,7 @@ class StrictHandling(Enum):
     """What to do about mismatched keys; the modes and their meaning are Megatron-Core's.
 
     *Unexpected* keys are asked for by this rank's target and not stored. *Missing* keys are stored and asked for by no
-    rank; the ``*_ALL`` modes look for them too, for which the ranks tell each other their keys.
+    rank; the ``*_ALL`` modes look for them too, for which ranks exchange their keys.
 
     Attributes:
         ASSUME_OK_UNEXPECTED: don't look beforehand; an unexpected key is an error when it is read.
@@ -51,7 +51,7 @@ _WITH_MISSING = {_S.LOG_ALL, _S.RAISE_ALL, _S.RETURN_ALL, _S.IGNORE_ALL}
 
 
 def parse_strict(strict: str | StrictHandling) -> StrictHandling:
-    """Return the mode that a name stands for.
+    """Return the mode of a name.
 
     Raises:
         KeyMismatch: there is no such mode.
@@ -87,13 +87,13 @@ def returns_keys(strict: StrictHandling) -> bool:
 def mismatched_keys(
     strict: StrictHandling, own: set[str], stored: set[str], everywhere: set[str]
 ) -> tuple[set[str], set[str]]:
-    """Return the missing and the unexpected keys, as far as a mode wants to know them.
+    """Return the missing and the unexpected keys, as far as a mode needs them.
 
     Args:
         strict: the mode.
         own: what this rank asks for.
         stored: what is stored.
-        everywhere: what all ranks ask for; of no account where a mode doesn't need it.
+        everywhere: what all ranks ask for; unused if the mode doesn't need it.
 
     Examples:
         >>> mismatched_keys(StrictHandling.RETURN_ALL, {"a", "x"}, {"a", "b"}, {"a", "x"})
@@ -117,7 +117,7 @@ def logs_keys(strict: StrictHandling) -> bool:
 def log_keys(missing: Iterable[str], unexpected: Sequence[Unexpected]) -> None:
     """Log keys that differ, if there are any, each on a line of one message."""
     absent = sorted(missing)
-    # Each line by itself, since an error's text is shortened.
+    # Each line is an error's text of its own: one text for all would be cut to its first ten.
     lines = [_differing(absent, unexpected), *map(error_text, [*map(_unexpected, unexpected), *map(_missing, absent)])]
     if absent or unexpected:
         logger.warning("\n  ".join(lines))
@@ -140,7 +140,7 @@ def refuse_keys(missing: Iterable[str], unexpected: Sequence[Unexpected]) -> Non
     absent, prefix = sorted(missing), prefix_difference(unexpected)
     if not absent and not unexpected:
         return
-    # What is missing because it is asked for by another name is said once.
+    # If all keys differ by one prefix, each missing key is the near one of an unexpected key: one line says so for all.
     meant = set() if prefix is None else set(prefix.near)
     others = [_missing(key) for key in absent if key not in meant]
     lines = _some(list(map(_unexpected, unexpected)) if prefix is None else [str(prefix)], others)

@@ -32,7 +32,7 @@ CPU: Final = torch.device("cpu")
 
 
 def usable_device(device: str | torch.device | None) -> torch.device:
-    """Return where tensors are put whose target has none: the CPU where nothing is said.
+    """Return where tensors are put whose target has none: the CPU by default.
 
     Raises:
         MetadataError: there is no such device here, or its memory holds nothing, as the meta device's.
@@ -46,8 +46,8 @@ def usable_device(device: str | torch.device | None) -> torch.device:
     fix = "Pass the name of a device with memory, as 'cpu' or 'cuda:0'; None is the CPU."
     try:
         found = torch.device(device)
-        torch.empty(1, device=found)  # whether this machine has it: torch has no function that says so of any device
-    # torch raises what it likes: RuntimeError, AssertionError without CUDA, NotImplementedError, TypeError.
+        torch.empty(1, device=found)  # torch has no function that says of any device whether this machine has it
+    # torch raises RuntimeError, AssertionError (without CUDA), NotImplementedError or TypeError.
     except Exception as error:
         reason = (str(error).splitlines() or [""])[0]
         raise MetadataError(error_text(f"load: no device {device!r}", found=reason, fix=fix)) from error
@@ -57,7 +57,7 @@ def usable_device(device: str | torch.device | None) -> torch.device:
 
 
 def can_be_staged(shard: ShardedTensor, given: torch.Tensor | None, device: torch.device, *, donate: bool) -> bool:
-    """Return whether memory on the device where a shard's tensor is put can be filled part by part.
+    """Return whether a shard's tensor can be filled on its device part by part, through staged copies.
 
     Args:
         shard: the target's.
@@ -75,8 +75,8 @@ def with_memory(
 ) -> ShardedTensor:
     """Return a shard whose data is contiguous memory to be filled, the CPU's or that of a device.
 
-    That is the target's own tensor only where it is given away and fits. Where a shape mismatch is allowed, the memory
-    begins with the target's elements, or zeros, since not all of it may be filled.
+    That is the target's own tensor only if it is donated and fits. If a shape mismatch is allowed, the memory starts
+    with the target's elements, or zeros, since not all of it may be filled.
 
     Args:
         shard: the target's.
@@ -85,7 +85,7 @@ def with_memory(
         on_device: the device where the memory is: that of `given`, if there is one. None for the CPU.
 
     Raises:
-        ShapeError: a tensor isn't the shard's any more, or elements of a donated one share memory.
+        ShapeError: a tensor isn't the shard's any more, or elements of a donated one are aliases.
     """
     if given is not None:
         _check_given(shard, given, donate=donate)
@@ -121,7 +121,7 @@ def with_memories(
         is_staged: whether a shard is read to its device part by part; asked of those for which that can be done.
 
     Raises:
-        ShapeError: as `with_memory`, or donated tensors share memory with each other.
+        ShapeError: as `with_memory`, or donated tensors are aliases of each other.
     """
     pairs = [(shard, given_tensor(shard)) for shard in shards]
     memories = []
@@ -133,12 +133,13 @@ def with_memories(
         staged = can_be_staged(shard, given, place, donate=donate) and is_staged(shard)
         memories.append(with_memory(shard, given, donate=donate, on_device=place if staged else None))
     if donate:
+        # Two shards that alias would be filled one over the other, and the second would silently win.
         check_no_aliases("load", [(shard, given) for shard, given in pairs if given is not None])
     return memories
 
 
 def check_given(shards: Sequence[ShardedTensor], *, donate: bool) -> None:
-    """Raise where `with_memories` would, without making memory.
+    """Raise what `with_memories` would, without making memory.
 
     Args:
         shards: the target's.
@@ -166,7 +167,7 @@ def _check_given(shard: ShardedTensor, given: torch.Tensor, *, donate: bool) -> 
 
 
 def _is_memory(shard: ShardedTensor, given: torch.Tensor) -> bool:
-    """Return whether a shard's own tensor is what `with_memory` gives: a shortcut for most that are donated."""
+    """Return whether a shard's own tensor is what `with_memory` returns: a shortcut for most donated tensors."""
     unchanged = given.dtype is shard.dtype and given.shape == shard.data_shape and given.layout is torch.strided
     return unchanged and not given.requires_grad and _fillable(given) and not lacks_memory(given)
 
@@ -177,19 +178,19 @@ def new_memory(
     """Return a new tensor to be filled.
 
     Raises:
-        CheckpointingException: there is no memory for it, as for a shape that a damaged checkpoint tells of.
+        CheckpointingException: there is no memory for it, say because a damaged checkpoint has an absurd shape.
     """
     try:
         return empty_tensor(shape, dtype=dtype, device=device)
     except RuntimeError as error:
-        # torch has no error of its own for this.
+        # torch raises a plain RuntimeError when it is out of memory on the CPU.
         raise CheckpointingException(error_text(f"load: no memory for {key!r}", found=f"{shape} {dtype}")) from error
 
 
 def deliver_all(
     shards: Sequence[ShardedTensor], memories: Sequence[ShardedTensor], *, donate: bool, device: torch.device = CPU
 ) -> list[torch.Tensor]:
-    """Return what the caller gets for each shard: the donated tensor, or the filled one, on the target's device.
+    """Return each shard's result: the donated tensor, or the filled one, on the target's device.
 
     Args:
         shards: the target's.
@@ -205,7 +206,7 @@ def deliver_all(
             delivered.append(filled.to(device if given is None else given.device))
             continue
         if filled is given or filled.data_ptr() == given.data_ptr():
-            # The bytes were written behind torch's back; autograd must know.
+            # The bytes were written without torch: autograd has to notice that tensors saved for backward have changed.
             torch.autograd.graph.increment_version(given)
         else:
             with torch.no_grad():
@@ -221,14 +222,11 @@ def _fillable(tensor: torch.Tensor) -> bool:
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     if target.is_conj() or target.is_neg():
         target.copy_(source)
-    else:
+    else:  # as integers, since torch can't copy every dtype
         as_integers(target).copy_(as_integers(source))
 
 
-# Which shards are read to their devices part by part, and not as a whole in the host's memory first.
-
-
-# A load's target, taken apart: the shards that it asks for, and the way back to a tree.
+# The target taken apart: the shards that it asks for, and the functions that put a tree together again
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -268,7 +266,7 @@ def take_apart(tree: Any) -> Target:
     check_is_tree("load", tree)
     with refuse_too_deep("load"):
         built = tree
-        merge: Callable[[Any], Any] = _as_it_is
+        merge: Callable[[Any], Any] = _unmerged
         pairs, rebuild = shard_leaves(tree)
         if any(issubclass(kind, ShardedTensorFactory) for kind in {type(leaf) for _, leaf in pairs}):
             built, merge = build_factories(tree)
@@ -283,7 +281,7 @@ def take_apart(tree: Any) -> Target:
     return Target(leaves, tensors, objects, rebuild, merge, types)
 
 
-def _as_it_is(loaded: Any) -> Any:
+def _unmerged(loaded: Any) -> Any:
     return loaded
 
 

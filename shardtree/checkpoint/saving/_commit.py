@@ -81,7 +81,7 @@ def save_request(
         abandon=partial(_abandon, pending, requests),
         folder=pending.storage if pending.replaced is None else pending.replaced.storage,
         clean_up=partial(
-            _in_turn,
+            _call_each,
             partial(clean_up, pending, strategies, removes_saves=commit is None),
             *(request.clean_up for request in requests),
         ),
@@ -89,7 +89,7 @@ def save_request(
 
 
 class _Unused:
-    """What every copy of a request shares: collected before the save was begun or abandoned, it warns.
+    """Shared by all copies of a request: warns when it is collected before the save was begun or abandoned.
 
     Nothing is removed then: other ranks may be writing.
     """
@@ -100,7 +100,7 @@ class _Unused:
         self.is_used = False
 
     def __del__(self) -> None:
-        if self.is_used or self.process != os.getpid():  # a fork has a copy, and no save of its own
+        if self.is_used or self.process != os.getpid():  # a fork has a copy of the object, but no save
             return
         what = f"an asynchronous save to {self.where!r} was never begun: its request was dropped"
         fix = "Pass it to an AsyncCallsQueue, call execute_sync() on it, or give it up by abandon()."
@@ -119,7 +119,7 @@ def warns_unused(request: AsyncRequest[Any]) -> AsyncRequest[Any]:
     return replace(request, async_fn=partial(used, request.async_fn), abandon=partial(used, request.abandon))
 
 
-def _in_turn(*fns: Callable[[], None]) -> None:
+def _call_each(*fns: Callable[[], None]) -> None:
     for fn in fns:
         fn()
 
@@ -127,7 +127,7 @@ def _in_turn(*fns: Callable[[], None]) -> None:
 def _write(
     pending: PendingSave, requests: Sequence[AsyncRequest[Any]], strategies: Strategies | None, *, recognizes: bool
 ) -> tuple[Any, ...]:
-    # Once committed, a request's files are the checkpoint: running it again would write over them.
+    # Guards against running a committed request again: its files are the checkpoint by then.
     check_unchanged(pending.storage, pending.before)
     if pending.world.rank == 0:
         _claim_again(pending, strategies)
@@ -135,12 +135,13 @@ def _write(
         _check_no_other(pending, strategies)
     written = tuple(request.async_fn() for request in requests)
     if "folder" in pending.memo:
+        # The new folder's entry was synced by another thread meanwhile: it must be on the medium before the commit.
         pending.memo["folder"].wait()
     return written
 
 
 def _check_no_other(pending: PendingSave, strategies: Strategies | None) -> None:
-    """Raise where another checkpoint is by now, with metadata.json or without, than when the save began."""
+    """Raise if another checkpoint has appeared since the save began, with metadata.json or without."""
     check_unchanged(pending.storage, pending.before)
     if pending.before is None and recognized(pending.storage, strategies) is not None:
         fix = "Let only one save at a time go to a folder, and run a request once."
@@ -148,7 +149,7 @@ def _check_no_other(pending: PendingSave, strategies: Strategies | None) -> None
 
 
 def _claim_again(pending: PendingSave, strategies: Strategies | None) -> None:
-    """Make the folder of a save that was abandoned, whose request is tried once more."""
+    """Make the folder again for an abandoned save whose request is run once more."""
     if pending.replaced is not None:
         check_same(pending.replaced, strategies)
     if is_claimed(pending.save_id):
@@ -177,7 +178,7 @@ def _commit(
     """Make the checkpoint count: the strategies' own commits, the common state, and last what makes it a checkpoint."""
     merged = dict(fields)
     if look is not None:
-        # Before more is written to names that another save's files may have by now.
+        # Fixed names may by now be another save's files, which the index and the common state would overwrite.
         step("save: look for another checkpoint", look)
     for number, request in enumerate(requests):
         merged |= step("save: index", partial(request.commit, [part[number] for part in written]))
@@ -188,6 +189,8 @@ def _commit(
 
 def _finish(pending: PendingSave, commit: Commit | None, strategies: Strategies | None, fields: Fields) -> None:
     pending.storage.remove(f"{pending.save_id}/{OWNER_FILE}")
+    # Every name has to be on the medium before the rename that commits: after a power failure the file system may
+    # keep that rename and lose what came before it.
     if pending.options.durable:
         pending.storage.sync_folder(pending.save_id)
         pending.storage.sync_folder()
@@ -197,6 +200,7 @@ def _finish(pending: PendingSave, commit: Commit | None, strategies: Strategies 
         check_unchanged(pending.storage, pending.before)
         commit(pending, fields)
         pending.storage.remove_folder(pending.save_id)
+    # A format with a commit of its own needs no metadata.json, unless a second backend has to be named somewhere.
     one_backend = fields["common_backend"] == fields["sharded_backend"]
     if commit is None or not (one_backend or pending.storage.length(METADATA_FILE) is not None):
         replace_metadata(pending.storage, pending.before, fields, durable=pending.options.durable)

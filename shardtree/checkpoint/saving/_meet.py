@@ -75,7 +75,7 @@ def meet(
         call: the call of `save`.
         parts_of: takes this rank's tree apart.
         directory: where to.
-        undo: takes what lets the folder go again that rank 0 makes.
+        undo: gets a callback that removes the folder that rank 0 makes.
     """
 
     def alone() -> LocalSave:
@@ -83,7 +83,7 @@ def meet(
         backends = step("save: find the format", partial(_backends, call, directory))
         storage = step("save: find the folder", partial(storage_at, directory))
         description = _describe(call, parts, known) if call.describes else None
-        # Last: of all that can fail before the ranks meet, only this changes something.
+        # Last: of the steps that can fail before ranks meet, only this one changes anything on the storage.
         pending = begin(call, storage, backends, undo) if call.world.rank == 0 else None
         return LocalSave(parts, known, backends, storage, description, pending)
 
@@ -91,7 +91,7 @@ def meet(
         parts = parts_of()
         return parts, known_layout("save", call.layout, parts.tensors, call.world.rank, call.world.size)
 
-    # The phase's name differs, so that ranks that compare and ranks that don't get an error that says so.
+    # Two names for the phase, so that a mix of ranks that compare and ranks that don't is an error that says so.
     return share(
         call.world, "save: describe shards" if call.describes else "save: get ready", alone, _message, steps=_STEPS
     )
@@ -116,6 +116,7 @@ def _describe(call: SaveCall, parts: TreeParts, known: KnownLayout | None) -> De
 
 def _compared(call: SaveCall, parts: TreeParts) -> Any:
     """Return what must be the same on all ranks."""
+    # `comparable` drops empty containers: a list of shards is empty on a rank that holds none of them.
     return call.common_view(comparable(parts.common)) if call.tiling else None
 
 
@@ -132,8 +133,9 @@ def compare_common(call: SaveCall, local: LocalSave, messages: Sequence[Message]
     """
     if len({description.common for description, _ in messages if description is not None}) < 2:
         return
+    # Hashes were compared first; whole states travel only in this case, to name what differs.
     allow_pickle = call.options.allow_pickle
-    # Not pickled: ranks may hold instances of classes that others can't import.
+    # Encoded, not pickled: ranks may hold instances of classes that others can't import.
     encode = partial(encode_tree, allow_pickle=allow_pickle)
     encoded = gather(call.world, "save: compare common states", lambda: encode(_compared(call, local.parts)))
     decode = partial(decode_tree, allow_pickle=allow_pickle)
@@ -162,6 +164,7 @@ def sum_replicas(call: SaveCall, local: LocalSave, messages: Sequence[Message]) 
         columns = _checked_columns(call, local, messages)
         own = np.flatnonzero(columns.rank == call.world.rank)
         place, places = held_places(columns)
+        # A shard that no other rank holds has nothing to be compared with: no pass over its memory.
         shared = np.flatnonzero(np.bincount(place, minlength=places)[place[own]] > 1)
         order = np.arange(own.size) if local.known is None else local.known.order
         sums = np.zeros(own.size, dtype=np.uint64)
@@ -174,7 +177,7 @@ def sum_replicas(call: SaveCall, local: LocalSave, messages: Sequence[Message]) 
 def share_out(
     call: SaveCall, local: LocalSave, messages: Sequence[Message], sums: Sequence[Sums]
 ) -> tuple[Writes, ShardColumns | None]:
-    """Return what this rank writes, and all ranks' shards where it knows them.
+    """Return what this rank writes, and all ranks' shards if it has them.
 
     Args:
         call: the call of `save`.
@@ -196,6 +199,7 @@ def share_out(
         fix = "If each rank has a part of the tensor, cut it in its spec; else copy the main replica to the others."
         raise IntegrityError(error_text("save: replicas differ", offenders=problems, fix=fix))
     own = np.flatnonzero(columns.rank == call.world.rank)
+    # Each rank computes all ranks' shares alike, from the same columns, so that no further exchange is needed.
     writes = level_writes(columns, call.world.size)[own]
     chosen = np.flatnonzero(writes) if local.known is None else np.sort(local.known.order[writes])
     return (tuple(parts.tensors[number] for number in chosen.tolist()), objects), columns

@@ -63,7 +63,8 @@ def take_apart(tree: Any, content_metadata: Mapping[str, Any] | None = None) -> 
     refuse_hidden("save", rest)
     refuse_dtensors("save", rest)
     tensors = tuple((path, leaf) for path, leaf in leaves if isinstance(leaf, ShardedTensor))
-    _check_data([pair for pair in tensors if not _is_as_said(pair[1])])
+    # The quick test first: with thousands of small tensors, a close look at each would be most of the step's time.
+    _check_data([pair for pair in tensors if not _is_as_described(pair[1])])
     objects = tuple(leaf for _, leaf in rest if isinstance(leaf, ShardedObject))
     return TreeParts(tuple(shard for _, shard in tensors), objects, common_with_holes(built))
 
@@ -80,7 +81,7 @@ def take_apart_for_later(tree: Any, content_metadata: Mapping[str, Any] | None =
 
 def _copied(common: Any) -> Any:
     leaves = leaves_with_paths(common)
-    # Beside deepcopy: it refuses what a gradient flows through, and copies all that a view is a part of.
+    # Tensors aren't left to deepcopy: it refuses those with a gradient graph, and copies a view's whole storage.
     memo = {id(leaf): leaf.detach().clone() for _, leaf in leaves if type(leaf) is torch.Tensor}
     try:
         return deepcopy(common, memo)
@@ -120,8 +121,8 @@ def with_content_metadata(tree: Any, content_metadata: Mapping[str, Any] | None)
     return {**tree, CONTENT_METADATA: content_metadata}
 
 
-def _is_as_said(shard: ShardedTensor) -> bool:
-    """Return whether data plainly is a dense tensor as its shard says; other data may be fine too."""
+def _is_as_described(shard: ShardedTensor) -> bool:
+    """Return whether data is, at a glance, a dense tensor as its shard says; data that isn't gets a closer look."""
     data = shard.data
     return (
         type(data) in (torch.Tensor, torch.nn.Parameter)

@@ -1,4 +1,4 @@
-"""Replacing a checkpoint as a whole: the new one is written beside it, and then the two folders are exchanged."""
+"""Replacing a checkpoint as a whole: the new one is written to a sibling folder, then the two are exchanged."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ _ELSEWHERE = "Save to a new folder, then remove the old one."
 
 
 def sibling_of(storage: Storage, save_id: str) -> Sibling:
-    """Return the folder that a save takes beside a checkpoint that it replaces.
+    """Return the sibling folder to which a save writes when it replaces a checkpoint.
 
     Raises:
-        StrategyError: this storage has no such thing.
+        StrategyError: this storage can't exchange folders.
     """
     if not isinstance(storage, Exchanging):
         what = f"save: {storage.where()!r} already holds a checkpoint, and its storage can't exchange two folders"
@@ -64,7 +64,7 @@ def make_sibling(storage: Storage, save_id: str, strategies: Strategies | None, 
         sibling.check_shareable(_others(storage, sibling, strategies))
         sibling.storage.make_folder(save_id, durable=durable)
     except BaseException as error:
-        with suppress(CheckpointingException):  # what stood in the way may still do
+        with suppress(CheckpointingException):  # the same cause may prevent this too
             sibling.remove()
         if isinstance(error, CorruptCheckpoint):
             error.add_note("save: so it isn't known which files are the old checkpoint's; save to a new folder")
@@ -93,30 +93,34 @@ def exchange(
         StorageError: a file that isn't a checkpoint's has a name that the new one needs.
     """
     check_same(replaced, strategies)
+    # A model's folder has a config.json and a tokenizer, a run's has logs. They get second names in the new folder
+    # before the exchange: moving them after it would leave a moment, or after a crash an hour, without them.
     others = _others(replaced.storage, replaced.sibling, strategies)
     taken = replaced.sibling.share(others, durable=pending.options.durable)
     if taken:
         what = f"save: files in {replaced.storage.where()!r} that aren't the checkpoint's have names that it needs now"
         raise StorageError(error_text(what, offenders=map(repr, taken), fix="Move them, or save to a new folder."))
+    # A file that was kept, say a lone safetensors file, may be what another format recognises first.
     found = read_fields(pending.storage, strategies)
     if sharded_backend(found) != sharded_backend(fields):
-        what = f"save: beside other files of {replaced.storage.where()!r}, the new checkpoint is taken for another"
+        what = f"save: other files in {replaced.storage.where()!r} make the new checkpoint look like another format's"
         raise StorageError(error_text(what, found=repr(sharded_backend(found)), fix="Move them, or save elsewhere."))
     replaced.sibling.exchange(durable=pending.options.durable)
 
 
 def remove_sibling(storage: Storage, sibling: Sibling, strategies: Strategies | None, *, durable: bool) -> None:
-    """Remove a folder beside a checkpoint: a pending save that was never finished, or what was replaced.
+    """Remove a sibling folder: of a save that was never finished, or with the checkpoint that was replaced.
 
     Raises:
-        StorageError: files of it that aren't a checkpoint's could be lost, and stay where they are.
+        StorageError: files in it that aren't a checkpoint's could be lost, so they stay where they are.
     """
     exchanged = sibling.is_exchanged()
     if exchanged is None and sibling.storage.names():
-        what = f"save: what a save left beside {storage.where()!r} may be the old checkpoint, or half of a new one"
+        what = f"save: an interrupted save beside {storage.where()!r} may hold the old checkpoint, or half of a new one"
         fix = f"Look at {sibling.storage.where()!r}, and remove it."
         raise StorageError(error_text(what, fix=fix))
     if exchanged:
+        # Looked through once more: files may have been made in the old folder between the links and the exchange.
         others = _others(sibling.storage, sibling, strategies)
         if taken := sibling.share(others, durable=durable):
             what = f"save: files that were in {storage.where()!r} before it was replaced stay beside it"
@@ -160,24 +164,26 @@ def own_files(storage: Storage, strategies: Strategies | None) -> set[str]:
     return own
 
 
-# What dead saves left behind: found and removed by the next save that is committed, never those of a live one.
+# Orphaned files of interrupted saves, removed by the next committed save; never those of a save in progress
 
 logger = logging.getLogger("shardtree")
 
 
 def clean_up(pending: PendingSave, strategies: Strategies | None, *, removes_saves: bool) -> None:
-    """Remove what a committed save replaced, and what dead saves have left in the folder and beside it; on rank 0.
+    """Remove what a committed save replaced, and orphaned files in the folder and beside it; on rank 0.
 
     Args:
         pending: the save.
         strategies: the dispatch table; None for the process's.
-        removes_saves: whether its format removes the folders of dead saves itself.
+        removes_saves: whether its format removes the folders of interrupted saves itself.
     """
     if pending.world.rank != 0:
         return
     release(pending.save_id)
     storage = pending.storage if pending.replaced is None else pending.replaced.storage
-    with _told(storage):
+    # Never a failure of the save: the checkpoint counts by now.
+    with _logging_failure(storage):
+        # By the storage's clock, the time of this commit: this machine's clock may differ by more than an hour.
         changes = (changed for *_, changed in stamp(storage, deciding_files(strategies)))
         before = max(changes, default=0.0) - pending.options.stale_after
         _remove_siblings(pending, storage, before, strategies)
@@ -196,18 +202,20 @@ def _remove_siblings(pending: PendingSave, storage: Storage, before: float, stra
         if not is_save_folder(save_id):
             continue
         sibling = storage.sibling(save_id)
+        # By its process where that can be seen. By age alone, a save that waits an hour for its commit would count as
+        # interrupted, and one that was killed a minute ago as alive.
         alive = is_alive(sibling.note()) if save_id != pending.save_id else False
         if alive is None:
             alive = not (sibling.changed() or 0.0) < before
         if not alive:
-            with _told(storage):
+            with _logging_failure(storage):
                 remove_sibling(storage, sibling, strategies, durable=pending.options.durable)
 
 
 @contextmanager
-def _told(storage: Storage) -> Iterator[None]:
+def _logging_failure(storage: Storage) -> Iterator[None]:
     try:
         yield
     except CheckpointingException as error:
-        # The checkpoint is saved; what couldn't be removed is tried again by the next save.
-        logger.warning("save: left-overs of earlier saves stay in or beside %s: %s", storage.where(), error)
+        # The next save tries again.
+        logger.warning("save: orphaned files of earlier saves stay in or beside %s: %s", storage.where(), error)

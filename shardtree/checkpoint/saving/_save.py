@@ -142,9 +142,10 @@ def save(
     tiling, later = validate_access_integrity, async_sharded_save
     if later and options.threads is None:
         options = replace(options, threads=background_threads())
-    # A group of its own, so that what is committed at the end of a process never meets another's training step.
+    # A process group of its own: a commit at the end of one process can't be paired with a collective of another rank's
+    # training step.
     ranks = current_world(world, purpose="async save" if later else None)
-    view = preprocess_common_before_consistancy_check or _all_of_it
+    view = preprocess_common_before_consistancy_check or _unchanged
     choices = (sharded_strategy, common_strategy)
     call = SaveCall(ranks, choices, tiling, view, options, overwrite, layout, strategies, later)
     parts_of = partial(take_apart_for_later if later else take_apart, sharded_state_dict, content_metadata)
@@ -153,7 +154,7 @@ def save(
         compare_common(call, local, messages)
         sums = sum_replicas(call, local, messages)
         request = agree(ranks, "save: plan", partial(_plan, call, local, messages, sums), steps=_PLAN_STEPS)
-        undo.pop_all()  # from here on the folder is the request's
+        undo.pop_all()  # from here on the request removes the folder if it is abandoned
     if later:
         return warns_unused(request)
     request.execute_sync()
@@ -186,5 +187,5 @@ def _pending(call: SaveCall, local: LocalSave, first: Message) -> PendingSave:
     return pending
 
 
-def _all_of_it(common: Any) -> Any:
+def _unchanged(common: Any) -> Any:
     return common

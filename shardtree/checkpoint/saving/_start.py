@@ -1,4 +1,4 @@
-"""Step 2 of a save on rank 0: it looks where the save goes, names it, and makes the folder that every rank sees."""
+"""Step 2 of a save on rank 0: look at the destination, name the save, make the folder that every rank must see."""
 
 from __future__ import annotations
 
@@ -77,12 +77,12 @@ class SaveCall:
 
 @dataclass(frozen=True, slots=True)
 class SaveStart:
-    """Where a save goes, as rank 0 found it and sends it to the others.
+    """The destination of a save, as rank 0 found it and sends it to the others.
 
     Attributes:
         save_id: the save's name.
         before: metadata.json as it is, None if there is none.
-        old: the stamp of the checkpoint whose place is taken in the end, None where the save has its place.
+        old: the stamp of the checkpoint whose folder is exchanged in the end, None if the save writes into the folder.
     """
 
     save_id: str
@@ -97,12 +97,12 @@ def begin(call: SaveCall, storage: Storage, backends: Backends, undo: ExitStack)
         call: the call of `save`.
         storage: where to.
         backends: of the shards and of the common state.
-        undo: takes what lets the folder go again, for as long as nothing is in it.
+        undo: gets a callback that removes the folder again, as long as nothing is in it.
 
     Raises:
         AlreadyACheckpoint: there is a checkpoint already, and it may not be replaced.
         StrategyError: a checkpoint is to be replaced as a whole, and can't be.
-        StorageError: the folder can't be made, or is somebody else's.
+        StorageError: the folder can't be made, or belongs to another program.
     """
     looking = partial(look, storage, backends, call.strategies, overwrite=call.overwrite)
     start = step("save: look at the folder", looking)
@@ -135,11 +135,14 @@ def look(storage: Storage, backends: Backends, strategies: Strategies | None, *,
     if there and not overwrite:
         fix = "Save to another folder, or pass overwrite=True to replace the checkpoint once the new one is complete."
         raise AlreadyACheckpoint(error_text(f"save: {storage.where()!r} already holds a checkpoint", fix=fix))
+    # The form of the name is what makes a folder one that cleaning up may remove; random digits keep saves of one
+    # second apart.
     save_id = f"save-{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{secrets.token_hex(8)}"
-    if there and not (_in_save_folder(backends, strategies) and _leaves_room(before, strategies)):
+    # Files with fixed names can't be replaced one by one without a moment at which neither checkpoint is whole.
+    if there and not (_in_save_folder(backends, strategies) and _goes_with_metadata(before, strategies)):
         return SaveStart(save_id, None, stamp(storage, deciding_files(strategies)))
     if not _in_save_folder(backends, strategies) and storage.length(MANIFEST_FILE) is not None:
-        what = f"save: {storage.where(MANIFEST_FILE)!r} tells of files that are there no more, or aren't a checkpoint"
+        what = f"save: {storage.where(MANIFEST_FILE)!r} lists files that no longer exist, or aren't a checkpoint"
         raise StorageError(error_text(what, fix="Remove it, or save to another folder: loads would check files by it."))
     return SaveStart(save_id, before, None)
 
@@ -165,34 +168,36 @@ def start_of(pending: PendingSave) -> SaveStart:
 def make_folder(pending: PendingSave, backends: Backends, strategies: Strategies | None) -> None:
     """Make a save's folder.
 
-    What waits for it is put into the pending save's memo: that is done beside the writing, where nobody else waits.
+    What still has to reach the medium is put into the pending save's memo: rank 0 waits for it after its own writing,
+    not here, where all other ranks would wait too.
 
     Raises:
         StrategyError: a checkpoint is to be replaced as a whole, and can't be.
-        StorageError: the folder can't be made, or another save is on its way to it.
+        StorageError: the folder can't be made, or another save to it is in progress.
     """
     durable = pending.options.durable
-    pending.memo["claim"] = claim(pending.save_id)  # first: whatever is made belongs to a save that is alive
+    # Before any file: another save's clean-up removes what belongs to a save that isn't known to be alive.
+    pending.memo["claim"] = claim(pending.save_id)
     if pending.replaced is not None:
         make_sibling(pending.replaced.storage, pending.save_id, strategies, durable=durable)
         return
     pending.memo["folder"] = new_folder(pending.storage, durable=durable)
-    # The commit waits for what is in the storage's own folder.
+    # Not synced here: the commit syncs the storage's own folder.
     make_save_folder(pending.storage, pending.save_id, durable=False)
     if not _in_save_folder(backends, strategies):
-        _check_alone(pending.storage, pending.save_id)
+        _check_no_other_save(pending.storage, pending.save_id)
 
 
 def _undo(pending: PendingSave) -> None:
     end(pending)
-    # Not where a request is abandoned: its caller has had time to count on the folder.
+    # Only here, in a failed call: by the time a request is abandoned, its caller may rely on the folder.
     if "folder" in pending.memo:
         pending.memo["folder"].remove()
 
 
 def end(pending: PendingSave) -> None:
-    """Let a save count as ended, and remove the folder that it has made unless files are in it. Never raises."""
-    if "claim" not in pending.memo:  # it is rank 0 that makes one
+    """Mark a save as ended, and remove the folder that it made unless files are in it. Never raises."""
+    if "claim" not in pending.memo:  # only rank 0 has one
         return
     release(pending.save_id)
     storage = pending.storage if pending.replaced is None else pending.replaced.storage
@@ -200,9 +205,9 @@ def end(pending: PendingSave) -> None:
         if pending.replaced is None:
             disown(storage, pending.save_id)
         if isinstance(storage, Exchanging) and storage.sibling(pending.save_id).is_exchanged() is False:
-            storage.sibling(pending.save_id).remove()  # files or not: nothing but a pending save is in it
+            storage.sibling(pending.save_id).remove()  # with all files: they are this save's alone
     except Exception as error:
-        # The save's own error is on its way; what stays is removed by a later save.
+        # The save's own error is being raised, and must not be hidden; a later save removes what stays.
         logger.warning("save: what a failed save wrote stays in or beside %s: %s", storage.where(), error)
 
 
@@ -210,10 +215,10 @@ def _in_save_folder(backends: Iterable[tuple[str, int]], strategies: Strategies 
     return all(traits_of(*each, strategies).in_save_folder for each in backends)
 
 
-def _leaves_room(before: bytes | None, strategies: Strategies | None) -> bool:
-    """Return whether the checkpoint that is there goes when metadata.json does: its files are in its save's folder.
+def _goes_with_metadata(before: bytes | None, strategies: Strategies | None) -> bool:
+    """Return whether replacing metadata.json replaces the whole checkpoint, as its files are in its save's folder.
 
-    That is taken for granted of formats that don't list their files, and of what can't be read anyway.
+    That is assumed of formats that don't list their files, and of what can't be read anyway.
     """
     try:
         fields = decode_metadata(before, METADATA_FILE) if before is not None else None
@@ -227,14 +232,14 @@ def _leaves_room(before: bytes | None, strategies: Strategies | None) -> bool:
     return not any(find_strategy(StrategyAction.LIST_FILES, *each, strategies=strategies) for each in others)
 
 
-def _check_alone(storage: Storage, save_id: str) -> None:
-    """Raise where another save is on its way to the folder, and would write to files of the same names."""
+def _check_no_other_save(storage: Storage, save_id: str) -> None:
+    """Raise if another save to the folder is in progress: both would write to files of the same names."""
     others = (name for name in storage.names() if is_save_folder(name) and name != save_id)
     if any(save_is_alive(storage, name) for name in others):
         release(save_id)
         disown(storage, save_id)
         fix = "Let only one save at a time go to a folder; wait for the other one, or abandon it."
-        raise StorageError(error_text(f"save: another save is on its way to {storage.where()!r}", fix=fix))
+        raise StorageError(error_text(f"save: another save to {storage.where()!r} is in progress", fix=fix))
 
 
 def check_seen(pending: PendingSave) -> None:

@@ -1,4 +1,4 @@
-"""Which steps there are: finished checkpoints under a root, each with what its record says."""
+"""The listing of a series: finished checkpoints under a root, each with its record."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from ...storage import Storage, folder_in
 from ...strategies import METADATA_FILE, Strategies, deciding_files, is_deciding
 from .._open import is_checkpoint
 
-# How steps' folders are named, and a folder that is on its way out.
+# Names of steps' folders, and of folders that are being removed
 
 _SET_ASIDE = re.compile(r"\.(?P<folder>.+)\.[0-9a-f]{16}\.removed", re.DOTALL)
 
 
 def check_names(names: object) -> None:
-    """Raise unless a format gives each step a folder's name of its own, which tells the step.
+    """Raise unless a format gives each step a name of its own from which the step can be read back.
 
     Raises:
         MetadataError: it doesn't.
@@ -66,12 +66,12 @@ def _pattern(names: str) -> re.Pattern[str]:
     if name is None or any(field is not None for _, field, *_ in rest):
         raise ValueError("not one number")
     after = "".join(text for text, *_ in rest)
-    # Longer numbers than anybody's would only cost time.
+    # A limit on digits: parsing a number takes time that grows with the square of its length.
     return re.compile(f"{re.escape(before)}([0-9]{{1,18}}){re.escape(after)}")
 
 
 def aside_name(folder: str) -> str:
-    """Return a name that nobody else has, for a folder that is on its way out.
+    """Return a unique hidden name for a folder that is being removed.
 
     Examples:
         >>> set_aside_from(aside_name("step_00000042"))
@@ -81,12 +81,13 @@ def aside_name(folder: str) -> str:
 
 
 def set_aside_from(name: str) -> str | None:
-    """Return what a folder was called that is on its way out, None for any other name."""
+    """Return the original name of a folder that is being removed, None for any other name."""
     found = _SET_ASIDE.fullmatch(name)
     return found["folder"] if found else None
 
 
-# What a series knows of a step beside the checkpoint itself: a small file in the step's folder.
+# The record of a step: a file beside the checkpoint's, not in the checkpoint, where only our own format would have a
+# place for it, nor under the root, where it would stay behind when the folder is copied or moved.
 
 RECORD_FILE = "shardtree-step.json"
 
@@ -97,7 +98,7 @@ _NOT_FINITE = {"nan", "inf", "-inf"}
 
 @dataclass(frozen=True, slots=True)
 class FileMark:
-    """A file as it was when a removal was planned: what has changed since is another file, and stays.
+    """A file as it was when a removal was planned; one that has changed since stays.
 
     Attributes:
         name: in the step's folder.
@@ -112,12 +113,12 @@ class FileMark:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What the file says.
+    """The content of a step's record.
 
     Attributes:
-        time: when the step was saved, in seconds since 1970; None where that isn't known.
+        time: when the step was saved, in seconds since 1970; None if that isn't known.
         metrics: what was measured of it.
-        pinned: whether it is kept whatever a policy says.
+        pinned: whether it is kept whatever a policy returns.
         removing: the files that are being removed, those that make it a checkpoint first; else none.
     """
 
@@ -134,6 +135,7 @@ def encode_record(record: Record) -> bytes:
         >>> encode_record(Record(12.5, {"loss": float("nan")}))
         b'{"metrics":{"loss":"nan"},"pinned":false,"removing":[],"step_record":1,"time":12.5}'
     """
+    # JSON has no NaN and no infinity.
     metrics = {name: value if isfinite(value) else str(value) for name, value in record.metrics.items()}
     removing = [[mark.name, mark.nbytes, mark.changed] for mark in record.removing]
     fields = {"time": record.time, "metrics": metrics, "pinned": record.pinned, "removing": removing}
@@ -144,7 +146,7 @@ def decode_record(data: bytes, where: str) -> Record:
     """Return the record of a file's bytes.
 
     Raises:
-        CorruptCheckpoint: they are no record, or a later version's.
+        CorruptCheckpoint: they aren't a record, or are a later version's.
     """
     fields = parse_json(data, where)
     try:
@@ -181,7 +183,7 @@ def read_record(root: Storage, folder: str) -> Record | None:
 
 
 def write_record(root: Storage, folder: str, record: Record) -> None:
-    """Write the record of a step, in one step; the folder is there."""
+    """Replace the record of a step atomically; its folder must exist."""
     root.replace(f"{folder}/{RECORD_FILE}", encode_record(record), durable=True)
 
 
@@ -240,13 +242,15 @@ logger = logging.getLogger("shardtree")
 
 
 def list_steps(root: Storage, names: str, strategies: Strategies | None) -> tuple[SavedStep, ...]:
-    """Return the finished steps under a root, in the order of their numbers; unfinished and failed ones aren't there.
+    """Return the finished steps under a root, in the order of their numbers, without unfinished and failed ones.
 
     Args:
         root: the folder of all steps.
         names: the format of their folders' names.
         strategies: the dispatch table; None for the process's.
     """
+    # Listed anew each time: a listing that is kept would miss other processes' saves, and a thousand steps take some
+    # tenths of a second.
     found: dict[int, SavedStep] = {}
     for folder in root.names():
         number = step_number(names, folder)
@@ -261,7 +265,7 @@ def list_steps(root: Storage, names: str, strategies: Strategies | None) -> tupl
 
 
 def saved_step(root: Storage, folder: str, number: int, strategies: Strategies | None) -> SavedStep | None:
-    """Return a step if its folder holds a finished checkpoint that nobody has begun to remove."""
+    """Return a step if its folder holds a finished checkpoint whose removal hasn't begun."""
     try:
         if not is_checkpoint(folder_in(root, folder), strategies=strategies):
             return None
@@ -274,12 +278,12 @@ def saved_step(root: Storage, folder: str, number: int, strategies: Strategies |
             raise
         return None  # removed in between
     if record.removing:
-        record = Record()  # of the checkpoint that another one has replaced since
+        record = Record()  # that one was of a checkpoint which another save has replaced since
     return SavedStep(number, time, record.metrics, record.pinned, folder)
 
 
 def sound_record(root: Storage, folder: str) -> Record:
-    """Return what is known of a step; one whose record can't be read counts as pinned, which it may have been."""
+    """Return a step's record; one that can't be read counts as pinned, which the step may have been."""
     try:
         return read_record(root, folder) or Record()
     except CorruptCheckpoint as error:
@@ -290,8 +294,8 @@ def sound_record(root: Storage, folder: str) -> Record:
 def is_being_removed(root: Storage, folder: str, record: Record) -> bool:
     """Return whether a removal of the checkpoint that is in a folder was begun, and wasn't finished.
 
-    Where the file that decides is another one by now, a save that knew nothing of the removal has put a new checkpoint
-    there.
+    If the file that makes it a checkpoint is another one by now, a save that didn't know of the removal has put a new
+    checkpoint there.
     """
     if not record.removing:
         return False
@@ -300,14 +304,14 @@ def is_being_removed(root: Storage, folder: str, record: Record) -> bool:
 
 
 def mark(root: Storage, folder: str, name: str) -> FileMark | None:
-    """Return what tells a file from one that took its place, None if it isn't there."""
+    """Return a file's length and time, which differ from those of a file that replaced it; None if it isn't there."""
     full = f"{folder}/{name}"
     length = root.length(full)
     return None if length is None else FileMark(name, length, root.changed(full))
 
 
 def _changed(root: Storage, folder: str, strategies: Strategies | None) -> float:
-    """Return when a checkpoint without a record was saved: when the files by which it is found were changed."""
+    """Return when a checkpoint without a record was saved: the time of the files by which it is recognised."""
     decider = root.changed(f"{folder}/{METADATA_FILE}")
     if decider is not None:
         return decider

@@ -1,4 +1,4 @@
-"""What a removal would do, as a value: it prints as the dry run, and is run as it is."""
+"""The plan of a removal, as a value: printed, it is the dry run; executed, it does that and no more."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ._listing import RECORD_FILE, FileMark, mark
 
 @dataclass(frozen=True, slots=True)
 class StepFiles:
-    """What there is of a step that goes.
+    """The files of a step that is to be removed.
 
     Attributes:
         number: the step's.
@@ -49,10 +49,10 @@ class StepFiles:
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """Which steps go, and which stay, and why; printed, it is the dry run.
+    """A plan of which steps go, which stay, and why; printed, it is the dry run.
 
     Attributes:
-        steps: the listing that was decided on, by number.
+        steps: the listing from which the policy chose, by number.
         kept: by the number of each step that stays, all that keeps it.
         going: the steps that go.
 
@@ -105,12 +105,12 @@ def _moment(time: float) -> str:
         return f"{time!r:>19}"
 
 
-# Which files of a step's folder a removal may take: the checkpoint's own, and no others.
+# The files of a step's folder that a removal may take: the checkpoint's own, and no others
 
 STALE_AFTER = 3600.0
-"""Seconds without a change after which a save of which nothing else is known counts as dead."""
+"""Seconds without a change after which a save counts as interrupted, if its process can't be seen."""
 
-_DEEPEST = 64
+_DEEPEST = 64  # levels of folders that are entered, so that the recursion is bounded
 
 
 def step_files(root: Storage, folder: str, number: int, strategies: Strategies | None) -> StepFiles | str:
@@ -136,10 +136,10 @@ def step_files(root: Storage, folder: str, number: int, strategies: Strategies |
     except NotACheckpoint:
         return "it is gone"
     if is_being_saved(storage, own):
-        return "a save to it is on its way"
+        return "a save to it is in progress"
     found = tuple(_walk(root, folder))
     ours = [name for name in found if name in own or is_save_file(name) or is_temporary(name.rpartition("/")[2])]
-    if any(is_link(root, f"{folder}/{part}") for name in ours for part in _ways(name)):
+    if any(is_link(root, f"{folder}/{part}") for name in ours for part in _prefixes(name)):
         return "files of it are links"
     order = partial(_order, deciding_files(strategies))
     marks = (mark(root, folder, name) for name in sorted(ours, key=order))
@@ -148,22 +148,22 @@ def step_files(root: Storage, folder: str, number: int, strategies: Strategies |
 
 
 def is_being_saved(storage: Storage, own: Iterable[str] = ()) -> bool:
-    """Return whether a save to a folder is on its way, or may be.
+    """Return whether a save to a folder is in progress, or may be.
 
     Args:
         storage: the folder.
-        own: the files of the checkpoint that is in it, whose save is over.
+        own: the files of the checkpoint that is in it, whose save is finished.
     """
     before = time.time() - STALE_AFTER
-    over = {name.partition("/")[0] for name in own}
-    inside = (name for name in storage.names() if is_save_folder(name) and name not in over)
+    finished = {name.partition("/")[0] for name in own}
+    inside = (name for name in storage.names() if is_save_folder(name) and name not in finished)
     if any(not is_left_over(storage, name, before=before) for name in inside):
         return True
     return isinstance(storage, Exchanging) and any(_is_live(storage, name, before) for name in storage.siblings())
 
 
 def _is_live(storage: Exchanging, name: str, before: float) -> bool:
-    """Return whether what a save has beside a folder is still needed."""
+    """Return whether a save that has a sibling of a folder is, or may be, in progress."""
     if not is_save_folder(name):
         return False
     sibling = storage.sibling(name)
@@ -175,7 +175,7 @@ def _own(storage: Storage, strategies: Strategies | None) -> set[str]:
     try:
         own = own_files(storage, strategies)
     except CorruptCheckpoint:
-        # Ours are known by their names, too.
+        # A native checkpoint's files are known by their names, even if its metadata or index is damaged.
         if not any(is_save_folder(name) for name in storage.names()):
             raise
         return {METADATA_FILE}
@@ -185,7 +185,7 @@ def _own(storage: Storage, strategies: Strategies | None) -> set[str]:
 
 
 def _walk(root: Storage, folder: str, inside: str = "", depth: int = 0) -> Iterator[str]:
-    """Yield the names of all files in a folder, of links, which aren't followed, and of empty folders with a slash."""
+    """Yield the names of all files in a folder, of links without following them, and of empty folders with a slash."""
     for last in root.names(f"{folder}/{inside}"):
         name = f"{inside}{last}"
         if depth == _DEEPEST or is_link(root, f"{folder}/{name}") or not root.is_folder(f"{folder}/{name}"):
@@ -205,11 +205,11 @@ def _is_ours(name: str, ours: list[str]) -> bool:
 
 
 def _order(decided_by: tuple[str, ...], name: str) -> tuple[int, str]:
-    """Return where a file comes in a removal: first what makes the folder a checkpoint."""
+    """Return a file's place in a removal: what makes the folder a checkpoint goes first, so that nothing opens it."""
     return (0 if name == METADATA_FILE else 1 if is_deciding(name, decided_by) else 2), name
 
 
-def _ways(name: str) -> Iterator[str]:
-    """Yield a name and the folders on the way to it."""
+def _prefixes(name: str) -> Iterator[str]:
+    """Yield a name and all folders above it."""
     parts = name.split("/")
     yield from ("/".join(parts[: count + 1]) for count in range(len(parts)))

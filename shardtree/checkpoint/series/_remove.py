@@ -1,9 +1,10 @@
-"""Removing steps so that none is ever half there.
+"""Removing steps all or nothing, as far as a listing shows.
 
-A note in the step's folder names the files that go, which takes the step out of the listing in one step. Where nothing
-else is in the folder and the storage can rename one, it gets a hidden name then, and is out of everybody's sight. Files
-go one by one, those that make it a checkpoint first, and the note last. Whatever cuts that short, the note says what is
-left to do.
+First a note in the step's folder names the files that go: one atomic write takes the step out of the listing. If
+nothing else is in the folder and the storage can rename folders, it then gets a hidden name, which other programs don't
+read either. Files go one by one, those that make it a checkpoint first, and the note last. If that is interrupted, the
+note says what is left to do. A rename alone wouldn't do: folders that keep other files can't be renamed away with
+them, and object stores can't rename.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ logger = logging.getLogger("shardtree")
 
 
 def plan_removal(root: Storage, names: str, policy: Choose, strategies: Strategies | None) -> Removal:
-    """Return what a policy comes to on the steps that are there now; nothing is changed."""
+    """Return the plan of removing what a policy doesn't keep of the steps that are there now; nothing is changed."""
     steps = list_steps(root, names, strategies)
     kept = kept_steps(policy, steps)
     going = []
@@ -54,7 +55,7 @@ def plan_removal(root: Storage, names: str, policy: Choose, strategies: Strategi
 
 
 def check_removal(removal: object) -> Removal:
-    """Return a plan, once it is known to be one.
+    """Return the argument if it is a plan.
 
     Raises:
         MetadataError: it isn't.
@@ -66,9 +67,9 @@ def check_removal(removal: object) -> Removal:
 
 
 def remove_steps(root: Storage, names: str, removal: Removal, strategies: Strategies | None) -> tuple[int, ...]:
-    """Remove what a plan says, after what earlier removals left; return the numbers of the steps that went.
+    """Finish earlier removals, then execute a plan; return the numbers of the steps that were removed.
 
-    A step stays that was saved anew since, pinned, or left as the newest, or that a save is on its way to.
+    A step stays if it was saved anew or pinned since the plan, is the newest by now, or if a save to it is in progress.
 
     Raises:
         StorageError: some can't be removed; all others were.
@@ -87,7 +88,7 @@ def remove_steps(root: Storage, names: str, removal: Removal, strategies: Strate
 
 
 def finish_removals(root: Storage, names: str) -> None:
-    """Finish what removals left that were cut short."""
+    """Finish all removals that were interrupted."""
     failures: list[str] = []
     for name in root.names():
         if set_aside_from(name) is not None or step_number(names, name) is not None:
@@ -96,10 +97,10 @@ def finish_removals(root: Storage, names: str) -> None:
 
 
 def finish_removal(root: Storage, name: str) -> bool:
-    """Finish the removal of a step, if one was begun in this folder; return whether there was."""
+    """Finish the removal of a step, if one was begun in this folder; return whether it was."""
     if root.length(f"{name}/{RECORD_FILE}") is None:
         if root.is_folder(name) and not root.names(name):
-            root.remove_folder(name)  # cut short after the note was gone
+            root.remove_folder(name)  # interrupted between the removal of the note and that of the folder
         return False
     record = sound_record(root, name)
     begun = is_being_removed(root, name, record)
@@ -109,13 +110,13 @@ def finish_removal(root: Storage, name: str) -> bool:
 
 
 def _remove_step(root: Storage, item: StepFiles) -> bool:
-    """Remove a step, unless it isn't any more what was planned; return whether it went."""
+    """Remove a step unless it has changed since the plan; return whether it was removed."""
     if any(mark(root, item.folder, file.name) != file for file in item.files):
         if root.is_folder(item.folder):
             logger.warning("series: %s stays: it was changed since the plan", root.where(item.folder))
         return False
     if is_being_saved(folder_in(root, item.folder), [file.name for file in item.files]):
-        logger.warning("series: %s stays: a save to it is on its way", root.where(item.folder))
+        logger.warning("series: %s stays: a save to it is in progress", root.where(item.folder))
         return False
     try:
         write_record(root, item.folder, Record(removing=item.files))
@@ -128,20 +129,21 @@ def _remove_step(root: Storage, item: StepFiles) -> bool:
 
 
 def _set_aside(root: Storage, folder: str) -> str:
-    """Return the hidden name that a folder has now, or its own where folders can't be renamed."""
+    """Give a folder a hidden name and return that, or its own name if folders can't be renamed."""
     if not isinstance(root, Renaming):
         return folder
     name = aside_name(folder)
     try:
         root.move_folder(folder, name)
     except StorageError:
-        return folder  # where its files lie, the note does too
+        return folder  # removed in place: the note in the folder says the same there
+    # Before any file goes: after a power failure the folder must not be back under its name with half of its files.
     root.sync_folder()
     return name
 
 
 def _empty(root: Storage, folder: str, files: Sequence[FileMark]) -> None:
-    """Remove files that are what they were, then the note, then the folders that are empty."""
+    """Remove the files that haven't changed, then the note, then the folders that are empty."""
     for file in files:
         if mark(root, folder, file.name) == file:
             root.remove(f"{folder}/{file.name}")
@@ -154,13 +156,13 @@ def _empty(root: Storage, folder: str, files: Sequence[FileMark]) -> None:
     root.remove_folder(folder)
     original = set_aside_from(folder)
     if original is not None and root.names(folder) and isinstance(root, Renaming):
-        # What somebody put there meanwhile stays, where they put it.
+        # A file that another program has written meanwhile stays, under the path at which it was written.
         with suppress(StorageError):
             root.move_folder(folder, original)
 
 
 def _folders(root: Storage, folder: str, files: Sequence[FileMark]) -> list[str]:
-    """Return the folders that a checkpoint's files lie in and those of dead saves, inner ones first."""
+    """Return the folders of a checkpoint's files and of interrupted saves, inner ones first."""
     found = {name for name in root.names(folder) if is_save_folder(name)}
     for file in files:
         parts = file.name.split("/")
@@ -169,7 +171,7 @@ def _folders(root: Storage, folder: str, files: Sequence[FileMark]) -> list[str]
 
 
 def _attempt(root: Storage, folder: str, fn: Callable[[], bool], failures: list[str]) -> bool:
-    """Return what fn returns; what goes wrong is noted, unless it is that somebody else removed the folder."""
+    """Return what fn returns; False after an error, which is added to `failures` unless the folder is gone."""
     try:
         return fn()
     except CheckpointingException as error:
@@ -186,21 +188,20 @@ def _raise_failures(root: Storage, failures: Sequence[str]) -> None:
         )
 
 
-# What steps that were never finished left behind.
+# Orphaned files of steps that were never finished
 
 
 def clean(root: Storage, names: str, strategies: Strategies | None, *, stale_after: float) -> tuple[str, ...]:
-    """Finish removals that were cut short, remove what dead saves of unfinished steps left, and return what stays.
+    """Finish interrupted removals, remove orphaned files of unfinished steps, and return what stays.
 
     Args:
         root: the folder of all steps.
         names: the format of their folders' names.
         strategies: the dispatch table; None for the process's.
-        stale_after: seconds without a change after which a save of which nothing else is known counts as dead.
+        stale_after: seconds without a change after which a save counts as interrupted, if its process can't be seen.
 
     Returns:
-        The folders of unfinished steps that are still there: saves on their way, and files that nobody can tell the
-        owner of.
+        The folders of unfinished steps that are still there: of saves in progress, and with files of unknown owners.
     """
     finish_removals(root, names)
     before = time.time() - stale_after

@@ -1,4 +1,4 @@
-"""Saving a step: the checkpoint, and the record of it, which is there with it and says nothing of another one."""
+"""Saving a step: the checkpoint and its record, which begin to count together."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Place:
     Attributes:
         root: the folder of all steps.
         folder: the step's.
-        record: what the step's record says in the end.
+        record: the step's record once the save is committed.
         strategies: the dispatch table; None for the process's.
         memo: the record that was there before, once another one is written.
     """
@@ -51,7 +51,7 @@ class Place:
 
 
 def checked_step(number: object) -> int:
-    """Return the number of a step, once it is known to be one.
+    """Return the argument if it is the number of a step.
 
     Raises:
         MetadataError: it isn't.
@@ -67,7 +67,7 @@ def checked_step(number: object) -> int:
 
 
 def folder_for(root: Storage, names: str, number: int) -> str:
-    """Return the folder of a step, free of a removal that was cut short: the one that it has, or else its own name."""
+    """Return the folder of a step, the one that it has or else its own name; finishes an interrupted removal there."""
     own = step_folder(names, number)
     there = [folder for folder in root.names() if step_number(names, folder) == number]
     folder = own if own in there or not there else there[0]
@@ -79,7 +79,7 @@ def folder_for(root: Storage, names: str, number: int) -> str:
 def recorded(request: AsyncRequest[T], place: Place) -> AsyncRequest[T]:
     """Return a save that leaves a record of its step, written on rank 0."""
     if request.world.rank != 0:
-        return request.add_finalize_fn(_nothing)  # ranks finalize together
+        return request.add_finalize_fn(_nothing)  # ranks finalize together: each has as many functions
 
     def write() -> T:
         written = request.async_fn()
@@ -99,10 +99,11 @@ def _nothing() -> None:
 
 
 def _announce(place: Place) -> None:
-    """Write the record before the checkpoint counts; while it may still be another one's, it has the pins of both."""
+    """Write the record before the checkpoint counts; while an old checkpoint is there, it has the pins of both."""
     before = place.root.read(place.name) if place.root.length(place.name) is not None else None
     record = replace(place.record, time=time.time())
     if place.is_finished():
+        # Without metrics and time: a crash before the commit must not leave the old checkpoint with the new one's.
         pinned = record.pinned or sound_record(place.root, place.folder).pinned
         record = Record(pinned=pinned)
     place.memo["before"] = before
@@ -114,7 +115,7 @@ def _confirm(place: Place) -> None:
 
 
 def _take_back(place: Place) -> None:
-    """Leave the record as it was. Never raises."""
+    """Restore the record that was there before. Never raises."""
     if "before" not in place.memo:
         return
     before = place.memo.pop("before")

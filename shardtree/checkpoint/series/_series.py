@@ -30,8 +30,8 @@ T = TypeVar("T")
 class CheckpointSeries:
     """The steps of a run, each a checkpoint in a folder of its own under one root.
 
-    A value: it remembers nothing, and what there is is looked up when asked for. Every rank of the world calls each
-    method; rank 0 looks and removes, and all get the same answer. ``world=st.world.one_process()`` is for one process.
+    A value without a cache: the storage is listed at each call. Every rank of the world calls each method; rank 0 lists
+    and removes, and all get the same answer. ``world=st.world.one_process()`` is for one process.
 
     Args:
         root: a path, a URL or a `Storage`; made by the first save.
@@ -41,7 +41,7 @@ class CheckpointSeries:
 
     Raises:
         StorageError: the root is no place.
-        MetadataError: the names don't tell the step.
+        MetadataError: the step can't be read back from the names.
 
     Examples:
         >>> import torch, shardtree as st
@@ -60,12 +60,12 @@ class CheckpointSeries:
     strategies: Strategies | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        """Check the names, and have the root where it is now, wherever the process goes later."""
+        """Check the names, and make the root absolute, so that a later change of directory doesn't matter."""
         check_names(self.names)
         object.__setattr__(self, "root", storage_at(self.root))
 
     def steps(self) -> tuple[SavedStep, ...]:
-        """Return the finished steps, by number; none that is unfinished, has failed, or is on its way out."""
+        """Return the finished steps, by number; none that is unfinished, has failed, or is being removed."""
         return on_rank_zero(self._ranks(), "series: list", self._list)
 
     def latest(self) -> SavedStep | None:
@@ -89,7 +89,7 @@ class CheckpointSeries:
         return folder_in(self._storage, on_rank_zero(self._ranks(), "series: find", partial(self._find, step)).folder)
 
     def load(self, sharded_state_dict: Any, step: int | SavedStep | None = None, **keywords: Any) -> Any:
-        """Return what `load` does, of a finished step, the newest by default.
+        """Load a finished step, the newest by default.
 
         Args:
             sharded_state_dict: the target.
@@ -145,7 +145,7 @@ class CheckpointSeries:
         async_sharded_save: bool = False,
         **keywords: Any,
     ) -> AsyncRequest[Any] | None:
-        """Save a step; with `async_sharded_save`, return the request that does, for an `AsyncCallsQueue`.
+        """Save a step; with `async_sharded_save`, return the request that saves it, for an `AsyncCallsQueue`.
 
         Args:
             sharded_state_dict: as `save` takes it.
@@ -166,7 +166,7 @@ class CheckpointSeries:
         folder = on_rank_zero(ranks, "series: find the step's folder", find)
         given: dict[str, Any] = {"world": self.world, "strategies": self.strategies, **keywords}
         if not async_sharded_save:
-            # The request is run before this returns, so nothing can change under it.
+            # Run before this returns, so the caller can't change the tensors meanwhile: a copy would be wasted.
             given["options"] = replace(given.get("options") or SaveOptions(), snapshot=False)
         request = save(sharded_state_dict, folder_in(self._storage, folder), async_sharded_save=True, **given)
         place = Place(self._storage, folder, Record(None, measured, bool(pinned)), given["strategies"])
@@ -177,18 +177,18 @@ class CheckpointSeries:
         return None
 
     def note(self, step: int | SavedStep, metrics: Mapping[str, Any]) -> None:
-        """Note what was measured of a finished step, beside what is known of it; rank 0's metrics count.
+        """Add metrics to the record of a finished step; rank 0's count.
 
         Raises:
             NotACheckpoint: there is no such step.
             MetadataError: these are no metrics.
-            CorruptCheckpoint: what is known of it can't be read.
+            CorruptCheckpoint: its record can't be read.
         """
         measured = agree(self._ranks(), "series: check metrics", partial(checked_metrics, metrics))
         self._change(step, lambda record: replace(record, metrics={**record.metrics, **measured}))
 
     def pin(self, step: int | SavedStep) -> None:
-        """Let no policy remove a finished step.
+        """Pin a finished step: no policy removes it.
 
         Raises:
             NotACheckpoint: there is no such step.
@@ -196,7 +196,7 @@ class CheckpointSeries:
         self._change(step, lambda record: replace(record, pinned=True))
 
     def unpin(self, step: int | SavedStep) -> None:
-        """Let policies decide over a finished step again.
+        """Unpin a finished step: policies may remove it again.
 
         Raises:
             NotACheckpoint: there is no such step.
@@ -204,7 +204,7 @@ class CheckpointSeries:
         self._change(step, lambda record: replace(record, pinned=False))
 
     def plan_removal(self, policy: Choose) -> Removal:
-        """Return which steps a policy lets go, and which stay, and why: the dry run, which prints.
+        """Return the plan of what a policy removes and keeps, and why; printed, it is the dry run.
 
         Args:
             policy: from the listing to the numbers of the steps to keep, as `keep_last(3)`; rank 0's counts. The
@@ -214,11 +214,11 @@ class CheckpointSeries:
         return on_rank_zero(self._ranks(), "series: plan a removal", plan)
 
     def remove(self, removal: Removal) -> tuple[int, ...]:
-        """Remove what a plan says, and what earlier removals left; return the numbers of the steps that went.
+        """Execute a plan, after finishing interrupted removals; return the numbers of the steps that were removed.
 
         Of a step, only the checkpoint's own files go, as they were planned. A crash leaves a step whole, or out of the
-        listing, with what is left of it to be removed the next time. A step stays that was saved anew meanwhile, or
-        pinned, or is the newest by now.
+        listing, with the rest of it to be removed the next time. A step stays if it was saved anew or pinned since the
+        plan, or is the newest by now.
 
         Raises:
             StorageError: some can't be removed; all others were.
@@ -228,11 +228,11 @@ class CheckpointSeries:
         return on_rank_zero(self._ranks(), "series: remove", run)
 
     def clean(self, *, stale_after: float = STALE_AFTER) -> tuple[str, ...]:
-        """Finish removals that were cut short, and remove what dead saves of steps that never were finished left.
+        """Finish interrupted removals, and remove orphaned files of steps that were never finished.
 
         Args:
-            stale_after: seconds without a change after which a save of another machine counts as dead; one of this
-                machine does once its process is gone.
+            stale_after: seconds without a change after which a save of another machine counts as interrupted; one of
+                this machine does once its process is gone.
 
         Returns:
             The folders of unfinished steps that are still there.

@@ -195,7 +195,7 @@ _CLASSES: dict[tuple[str, str], Any] = {**VALUES, **NAMED, **NUMPY, **REBUILDERS
 
 _FIX = (
     "If it is an enum, a dataclass or a named tuple, pass the class in LoadOptions(types=(...)); otherwise "
-    "LoadOptions(allow_pickle=True) is the only way to read it, and runs whatever code it brings: only if you trust it."
+    "LoadOptions(allow_pickle=True) alone reads it, and runs whatever code it brings: only if you trust it."
 )
 
 

@@ -56,7 +56,7 @@ def read_pickle(
         Traceback (most recent call last):
         ...
         shardtree.errors.UnsafeFile: example: it names os.system, which is neither data nor known to be harmless
-          LoadOptions(allow_pickle=True) is the only way to read it, and runs whatever code it brings: only if you trust it.
+          LoadOptions(allow_pickle=True) alone reads it, and runs whatever code it brings: only if you trust it.
     """
     # Not pickle.Unpickler with find_class overridden: the C machine can be made to allocate 64 GB by twenty bytes, and
     # to hash nested tuples for ever, and forbidding classes doesn't change that. This one is slower, at a few million

@@ -247,9 +247,7 @@ def _batch_contents(batch: list[Any], kinds: set[type]) -> list[Any]:
     return gc.get_referents(*plain) + others
 
 
-FIX = (
-    "LoadOptions(allow_pickle=True) is the only way to read it, and runs whatever code it brings: only if you trust it."
-)
+FIX = "LoadOptions(allow_pickle=True) alone reads it, and runs whatever code it brings: only if you trust it."
 
 _LONGEST_LINE = 10_000
 
