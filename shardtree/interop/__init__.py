@@ -3,7 +3,6 @@
 No module here imports its library before it has to build the library's own objects.
 """
 
-from . import dtensor as dtensor
-from . import megatron as megatron
+from . import dtensor, megatron
 
 __all__ = ["dtensor", "megatron"]

@@ -1,13 +1,10 @@
 """The native format: plain safetensors files, an index in columns, block hashes, and one file that commits."""
 
-from .._actions import Strategies as Strategies
-from .._actions import StrategyAction as StrategyAction
+from .._actions import Strategies, StrategyAction
 from .._traits import FormatTraits
 from ..index import rows_of_saves
-from ._verify import verify_files as verify_files
-from ._write import load_common as load_common
-from ._write import save_common as save_common
-from ._write import save_sharded as save_sharded
+from ._verify import verify_files
+from ._write import load_common, save_common, save_sharded
 
 ROWS: Strategies = {
     **rows_of_saves("safetensors", 1),  # loads, metadata, explain, removal, files: from the index
