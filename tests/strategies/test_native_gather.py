@@ -98,7 +98,7 @@ def written(held: Entries) -> Iterator[Buffer]:
 
 def small_limits(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(_layout, "_SMALL_BYTES", SMALL)
-    patch.setattr(_layout, "_TOGETHER_BYTES", TOGETHER)
+    patch.setattr(_layout, "_GATHERED_BYTES", TOGETHER)
 
 
 def are_the_bytes_of_each(gather: Gather, recipes: list[Recipe]) -> None:

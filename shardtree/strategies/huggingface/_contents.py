@@ -1,4 +1,4 @@
-"""From a model's headers to the columns that loads are planned on."""
+"""The headers of a model's files as an index, on which loads are planned."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from .._values import Checkpoint
 from ..index import Index, build_index
 from ._listing import BACKEND, Listing, read_listing
 
-# The header of a safetensors file that anyone may have written, read from storage.
+# Reading the header of a safetensors file of any writer
 
-_FIRST_BYTES = 64 * 1024
+_FIRST_BYTES = 64 * 1024  # enough for most headers: one read in place of two
 _POINTER = b"version https://git-lfs"
 
 
 @dataclass(frozen=True, slots=True)
 class WeightFile:
-    """What the header of a file says.
+    """The header of a file.
 
     Attributes:
         name: in the checkpoint's storage.
         length: in bytes.
-        data_start: the byte at which `Entry.start` 0 lies.
+        data_start: the byte from which `Entry.start` counts.
         entries: in the order of their bytes.
         texts: the strings beside the tensors.
     """
@@ -42,7 +42,7 @@ class WeightFile:
 
 
 def read_header(storage: Storage, name: str) -> WeightFile:
-    """Return what the header of a file says.
+    """Return the header of a file.
 
     Raises:
         CorruptCheckpoint: there is no such file, or its header isn't one or doesn't fit the file.
@@ -71,6 +71,7 @@ def _bytes(reader: Reader, begin: int, end: int) -> bytearray:
 
 
 def _found(first: bytearray, error: CorruptCheckpoint) -> str:
+    # A model that was cloned without git-lfs has these in place of its files.
     return "a pointer of git-lfs" if first.startswith(_POINTER) else str(error)
 
 
@@ -80,8 +81,10 @@ def _fix(first: bytearray) -> str:
     return "It was damaged, or not fetched to its end; fetch it again, or load another checkpoint."
 
 
-_MOST_AXES = 64  # what numpy takes; torch hardly more
-_MOST_NUMBERS = 2**25
+_MOST_AXES = 64  # NumPy's limit
+_MOST_NUMBERS = (
+    2**25
+)  # in a column: boxes get as many axes as the widest tensor, so one crafted entry could fill memory
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,8 +93,8 @@ class Contents:
 
     Attributes:
         index: its tensors, each as one chunk.
-        refused: why a tensor can't be loaded, for those that no shard can be.
-        texts: the strings that the files keep beside their tensors, but for the framework's name.
+        refused: why a tensor can't be loaded, for those that can't be.
+        texts: the strings that the files keep beside their tensors, without the framework's name.
     """
 
     index: Index
@@ -137,7 +140,7 @@ def contents(listing: Listing, files: Sequence[WeightFile]) -> Contents:
 
 
 def _rows(listing: Listing, files: Sequence[WeightFile]) -> list[tuple[int, Entry]]:
-    """Return the entries that count, each with the number of its file."""
+    """Return the entries that belong to the model, each with the number of its file."""
     rows: dict[str, tuple[int, Entry]] = {}
     for number, file in enumerate(files):
         for entry in file.entries:
@@ -158,7 +161,8 @@ def _rows(listing: Listing, files: Sequence[WeightFile]) -> list[tuple[int, Entr
 
 
 def _refusal(entry: Entry) -> str:
-    """Return why a tensor can't be loaded; nothing where it can."""
+    """Return why a tensor can't be loaded; an empty text if it can."""
+    # An error of this tensor alone: the others of the model still load.
     if not entry.name:
         return "it has no name"
     if len(entry.shape) > _MOST_AXES:

@@ -1,4 +1,4 @@
-"""Which tensor lies where in which file, as the safetensors library would write it: known before a byte is written."""
+"""The layout of a model's files, as the safetensors library would write them: known before a byte is written."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class ModelFile:
 
 
 def model_files(kinds: Kinds, *, max_file_bytes: int, header_bytes: int = HEADER_BYTES) -> tuple[ModelFile, ...]:
-    """Return the files of a model; a single one, without tensors, where it has none.
+    """Return the files of a model; a single one without tensors if it has none.
 
     Args:
         kinds: of the tensors, by name, in the order in which files take them.
@@ -78,7 +78,7 @@ def _check_storable(kinds: Kinds) -> None:
         fix = "Cast them, or save in the native format."
         raise UnsupportedValue(error_text("save: dtypes that safetensors files don't have", offenders=wrong, fix=fix))
     if "__metadata__" in kinds:
-        what = "save: '__metadata__' is no name of a tensor in a safetensors file"
+        what = "save: a tensor in a safetensors file can't be named '__metadata__'"
         raise UnsupportedValue(error_text(what, fix="Rename the tensor."))
 
 
@@ -106,23 +106,23 @@ def _file(names: Sequence[str], kinds: Kinds) -> ModelFile:
     return ModelFile(header, len(header) + end, {entry.name: len(header) + entry.start for entry in entries})
 
 
-# A shard's bytes, cut where they part in the whole tensor: with where in its file each piece goes.
+# A shard's bytes, cut into the runs that are adjacent in the whole tensor, each with its place in the file
 
 _PIECE_BYTES = 1024 * 1024
 
 _STEP = 4096
-"""Runs that are computed at once."""
+"""Runs that are computed at a time: a shard of columns has one for each row, which may be millions."""
 
 
 def shard_pieces(shard: ShardedTensor, begin: int) -> Iterator[tuple[int, Buffer]]:
-    r"""Yield the bytes of a shard, each piece with the byte of the file that it goes to.
+    r"""Yield the bytes of a shard, each piece with its place in the file.
 
     Args:
         shard: with data.
         begin: the byte of the file at which the whole tensor begins.
 
     Raises:
-        ShapeError: the data isn't what the shard says.
+        ShapeError: the data no longer has the dtype or shape of the shard.
 
     Examples:
         >>> import torch
@@ -171,7 +171,7 @@ def _box_runs(whole: Column, offset: Column, shape: Column, item_size: int) -> I
         return
     strides = row_major_strides(whole)[0]
     axes = shape.shape[1]
-    # Neighbours along an axis lie in one run while the axes below are whole.
+    # A run spans an axis if all axes below it are whole.
     whole_below = [bool((shape[0, axis + 1 :] == whole[0, axis + 1 :]).all()) for axis in range(axes)]
     outer = whole_below.index(True)
     length = int(shape[0, outer:].prod()) * item_size

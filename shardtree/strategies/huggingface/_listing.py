@@ -1,4 +1,4 @@
-"""Which files a model consists of, and which of its tensors is in which: the index JSON, never trusted unchecked."""
+"""The files of a model, and which tensor is in which: the index JSON, checked before it is used."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ...errors import CorruptCheckpoint, error_text
 from ...storage import Storage
 from .._values import Checkpoint, Fields
 
-# The names of a Hugging Face model's files, and which of them a folder is read by.
+# The names of a Hugging Face model's files, and the choice of the one by which a folder is read
 
 BACKEND, VERSION = "huggingface", 1
 
@@ -27,7 +27,7 @@ _ONE_OF_SEVERAL = re.compile(r"(.*-)?\d+-of-\d+\.safetensors", re.DOTALL)
 
 
 def recognize(storage: Storage) -> Fields | None:
-    """Return what metadata.json would say of a model's folder, or of one safetensors file; None of anything else.
+    """Return the fields of metadata.json for a model's folder or a single safetensors file; None for anything else.
 
     Examples:
         >>> from shardtree.storage import MemoryStorage
@@ -45,10 +45,10 @@ def recognize(storage: Storage) -> Fields | None:
 
 
 def find_weights(storage: Storage) -> str | None:
-    """Return the name of the file that a model is read by, None where there is none or a choice.
+    """Return the name of the file by which a model is read, None if there is none, or several that could be meant.
 
-    In this order, as transformers has it: the single file of a usual name, the index of a usual name, the only index,
-    the only safetensors file. One of several files, as ``model-00001-of-00003.safetensors``, is no model by itself.
+    In this order, as in transformers: the single file of a usual name, the index of a usual name, the only index, the
+    only safetensors file. One of several files, such as ``model-00001-of-00003.safetensors``, isn't a model by itself.
 
     Args:
         storage: a folder, or a single file, whose name in it is "".
@@ -84,7 +84,7 @@ def file_name(number: int, count: int) -> str:
 
 
 def draft_name(save_id: str, number: int, count: int) -> str:
-    """Return the name that a file has until the commit; nobody takes that for a model, nor its folder.
+    """Return the name that a file has until the commit, by which no program takes it for a model.
 
     Examples:
         >>> draft_name("save-1", 0, 3)
@@ -93,18 +93,18 @@ def draft_name(save_id: str, number: int, count: int) -> str:
     return f"{save_id}/{file_name(number, count)}"
 
 
-_MOST_BYTES = 512 * 1024 * 1024
+_MOST_BYTES = 512 * 1024 * 1024  # of an index: guards against one that fills the memory
 
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """What a model consists of, before a file is opened.
+    """The files of a model, known before one is opened.
 
     Attributes:
-        name: of the file that says it: the index, or the single file.
+        name: of the file that lists them: the index, or the single file.
         files: names in the checkpoint's storage, each once.
-        weight_map: the file of each tensor; None where all tensors of all files count.
-        total_size: bytes of all tensors, as the index has it; None where it doesn't say.
+        weight_map: the file of each tensor; None if all tensors of all files belong to the model.
+        total_size: bytes of all tensors, from the index; None if it isn't there.
     """
 
     name: str
@@ -114,11 +114,12 @@ class Listing:
 
 
 def read_listing(checkpoint: Checkpoint) -> Listing:
-    """Return what a model consists of.
+    """Return the files of a model.
 
     Raises:
-        CorruptCheckpoint: nothing that could be one is there (any more), or the index isn't sound.
+        CorruptCheckpoint: nothing that could be a model is there (any more), or the index isn't sound.
     """
+    # With another format's common state, metadata.json is the commit and lists the files: the index comes after it.
     named = checkpoint.fields.get("tensor_files")
     if named is not None:
         return _from_metadata(named)
@@ -131,7 +132,7 @@ def read_listing(checkpoint: Checkpoint) -> Listing:
 
 
 def read_index_json(storage: Storage, name: str) -> Listing:
-    """Return what an index file says.
+    """Return the content of an index file.
 
     Raises:
         CorruptCheckpoint: it isn't JSON of the form ``{"weight_map": {tensor: file}}``, or a file isn't in the folder.
@@ -144,6 +145,7 @@ def read_index_json(storage: Storage, name: str) -> Listing:
     weight_map = value.get("weight_map") if isinstance(value, dict) else None
     if not isinstance(weight_map, dict):
         raise _unsound(where, "no weight_map", '{"weight_map": {tensor: file}}')
+    # Each file's name is checked once, not once for each of its tensors.
     inside = {file for file in {each for each in weight_map.values() if isinstance(each, str)} if _is_inside(file)}
     for key, file in weight_map.items():
         if not isinstance(file, str) or file not in inside:
@@ -164,6 +166,7 @@ def _from_metadata(named: Any) -> Listing:
 
 
 def _is_inside(name: Any) -> bool:
+    """Return whether a name stays inside the folder: an index of another program may try to name any file."""
     if not isinstance(name, str) or not name or "\0" in name or "\\" in name:
         return False
     path = PurePosixPath(name)
@@ -175,11 +178,11 @@ def _unsound(where: str, found: str, expected: str) -> CorruptCheckpoint:
     return CorruptCheckpoint(error_text(f"open: {where!r} is not sound", found=found, expected=expected, fix=fix))
 
 
-# Which files a model's weights are.
+# Listing the files of a model's weights
 
 
 def list_files(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Return the names of the weights' files and of their index; what else a model's folder holds isn't weights.
+    """Return the names of the weights' files and of their index; a config or tokenizer isn't the checkpoint's own.
 
     Raises:
         CorruptCheckpoint: the index isn't sound.

@@ -1,4 +1,4 @@
-"""Loading from a Hugging Face model only the bytes that are needed, and checking it as far as its format allows."""
+"""Loading from a Hugging Face model, and checking one as far as its format allows."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from ..index import IndexMetadata, explain_from_index, load_from_index, planned_
 from ._contents import Contents, WeightFile, contents, read_contents, read_header
 from ._listing import Listing, find_weights, read_listing
 
-# Loading from a Hugging Face model: only the bytes that are needed, straight into the targets' memory.
-
 
 def load_sharded(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> ReadReport:
     """Fill each shard's data, a contiguous CPU tensor, in place, and return what was read.
@@ -35,19 +33,19 @@ def load_sharded(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> Rea
 
 
 def explain(checkpoint: Checkpoint, shards: Sequence[ShardedTensor], cast: bool) -> Prospect:
-    """Return what loading shards would come to, from the files' headers alone."""
+    """Return what loading shards would cost, from the files' headers alone."""
     found = read_contents(checkpoint)
     cost = partial(planned_cost, checkpoint, found.index)
     return explain_from_index(found.index, shards, cost, cast=cast, refused=found.refused)
 
 
 def load_metadata(checkpoint: Checkpoint) -> Mapping[str, ShardedTensor | ShardedObject]:
-    """Return every stored tensor by its name, whole and without data; not those that no shard can be."""
+    """Return every stored tensor by its name, whole and without data; not those that can't be loaded."""
     return IndexMetadata(read_contents(checkpoint).index)
 
 
 def load_common(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the strings that the files keep beside their tensors, as ``__metadata__``; {} where they say nothing."""
+    """Return the strings that the files keep beside their tensors, as ``__metadata__``; {} if there are none."""
     texts = read_contents(checkpoint).texts
     return {"__metadata__": dict(texts)} if texts else {}
 
@@ -59,16 +57,15 @@ def _check_loadable(found: Contents, keys: Sequence[str]) -> None:
         raise UnsupportedValue(error_text("load: tensors that torch can't hold", offenders=wrong, fix=fix))
 
 
-# Checking a Hugging Face model as far as its format allows: lengths, headers and what the index says.
+# Checking a Hugging Face model as far as its format allows: lengths, headers and the index
 
 _WHY = "this format carries no checksums: lengths, headers and the index are compared"
 
 
 def verify_files(checkpoint: Checkpoint) -> tuple[Finding, ...]:
-    """Return what is wrong with a model's files, each looked at, and that none of their bytes has a checksum.
+    """Return what is wrong with a model's files, and that none of their bytes has a checksum.
 
-    A changed value isn't found: a file's length, its header, and whether the index fits the files are all that can be
-    checked.
+    A changed value isn't found: only lengths, headers, and whether the index fits the files can be checked.
     """
     try:
         listing = read_listing(checkpoint)

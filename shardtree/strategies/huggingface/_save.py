@@ -1,4 +1,7 @@
-"""Saving as a Hugging Face model: all ranks write whole tensors together, each the runs of its shards."""
+"""Saving as a Hugging Face model: all ranks write to the same files, each the runs of its own shards.
+
+The alternatives were a rank that gathers whole tensors, or files that are written twice.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ from .._values import AsyncRequest, Fields, PendingSave
 from ._layout import ModelFile, model_files, shard_pieces
 from ._listing import BACKEND, INDEX_FILE, SINGLE_FILE, draft_name, file_name
 
-# The end of a save: files get the names by which a model is recognised, the one that decides last of all.
+# The commit: files get the names by which a model is recognised, the one that makes it a model last
 
 _MOVED = f"{BACKEND}.moved"
 
@@ -39,7 +42,7 @@ logger = logging.getLogger("shardtree")
 def commit(pending: PendingSave, fields: Fields) -> None:
     """Make a folder a model: its files get their names, then the index is written; a single file needs none.
 
-    Where another format keeps the common state, metadata.json comes before the index: with it all is there.
+    If another format keeps the common state, metadata.json comes before the index: it is the commit then.
     """
     files: Sequence[ModelFile] = pending.memo[BACKEND]
     count = len(files)
@@ -60,7 +63,8 @@ def commit(pending: PendingSave, fields: Fields) -> None:
 
 
 def _sync(pending: PendingSave) -> None:
-    """Wait for the files' new names, and then for the old ones to go."""
+    """Sync the files' new names, and then the removal of the old ones."""
+    # In this order: after a power failure a file may have both names, and must not have none.
     if pending.options.durable:
         pending.storage.sync_folder()
         pending.storage.sync_folder(pending.save_id)
@@ -81,11 +85,12 @@ def index_json(files: Sequence[ModelFile]) -> bytes:
 
 
 def check_free(pending: PendingSave, files: Sequence[ModelFile]) -> None:
-    """Raise where a file is in the way that belongs to no model: we write over nothing that isn't ours.
+    """Raise if a file has a name that the model needs, and belongs to no model that `overwrite` replaces.
 
     Raises:
         AlreadyACheckpoint: names the files.
     """
+    # They may be another program's, or what a save left that was killed between its renames: that can't be told.
     names = (file_name(number, len(files)) for number in range(len(files)))
     there = [pending.storage.where(name) for name in names if pending.storage.length(name) is not None]
     if there:
@@ -94,7 +99,7 @@ def check_free(pending: PendingSave, files: Sequence[ModelFile]) -> None:
 
 
 def abandon(pending: PendingSave, files: Sequence[ModelFile]) -> None:
-    """Remove what a save that failed has written, unless it is a model already. Never raises."""
+    """Remove the files of a failed save, unless it is a model already. Never raises."""
     if pending.world.rank != 0:
         return
     try:
@@ -105,16 +110,16 @@ def abandon(pending: PendingSave, files: Sequence[ModelFile]) -> None:
             for name in pending.memo.pop(_MOVED, []):
                 pending.storage.remove(name)
     except Exception as error:
-        # The save's own error is on its way; what stays is removed by a later save.
+        # The save's own error is being raised, and must not be hidden; a later save removes what stays.
         logger.warning("save: what a failed save wrote stays in %s: %s", pending.storage.where(pending.save_id), error)
 
 
 MAX_FILE_BYTES = 5 * 10**9
-"""The most bytes of tensors in one file, as the tools of the Hub have it."""
+"""The most bytes of tensors in one file, as in the tools of the Hub."""
 
-_TOLD_BYTES = 1024 * 1024
+_PROGRESS_BYTES = 1024 * 1024
 
-_BESIDE = "name common_strategy=('safetensors', 1), which keeps them in files of their own beside the model"
+_NATIVE_COMMON = "name common_strategy=('safetensors', 1), which keeps them in files of their own beside the model"
 
 
 def save_sharded_up_to(max_file_bytes: int) -> SaveSharded:
@@ -124,7 +129,7 @@ def save_sharded_up_to(max_file_bytes: int) -> SaveSharded:
         max_file_bytes: a file with a single tensor may be larger.
 
     Raises:
-        MetadataError: that is no number of bytes.
+        MetadataError: that isn't a number of bytes.
 
     Examples:
         >>> import shardtree as st
@@ -139,11 +144,11 @@ def save_sharded_up_to(max_file_bytes: int) -> SaveSharded:
 
 
 def save_sharded(pending: PendingSave, shards: Sequence[ShardedTensor | ShardedObject]) -> AsyncRequest[None]:
-    """Prepare the parts of the model's files that a rank's shards are, and return the request that writes them.
+    """Prepare a rank's parts of the model's files, and return the request that writes them.
 
     Raises:
         UnsupportedValue: there are objects, or dtypes that safetensors files don't have.
-        StrategyError: ranks didn't tell each other what they hold.
+        StrategyError: ranks didn't exchange what they hold.
         IntegrityError: shards don't tile their tensors.
     """
     return _prepare(MAX_FILE_BYTES, pending, shards)
@@ -158,7 +163,9 @@ def save_common(pending: PendingSave, common: Any) -> Fields:
     paths = [render_path(path) for path, leaf in leaves_with_paths(common) if leaf is not HOLE]
     if paths:
         what = "save: a Hugging Face model holds tensors only, not these values"
-        raise UnsupportedValue(error_text(what, offenders=paths, fix=f"Leave them out of the tree, or {_BESIDE}."))
+        raise UnsupportedValue(
+            error_text(what, offenders=paths, fix=f"Leave them out of the tree, or {_NATIVE_COMMON}.")
+        )
     return {}
 
 
@@ -168,7 +175,9 @@ def _prepare(
     objects = [repr(shard.unique_key) for shard in shards if isinstance(shard, ShardedObject)]
     if objects:
         what = "save: a Hugging Face model holds tensors only, not these objects"
-        raise UnsupportedValue(error_text(what, offenders=objects, fix=f"Leave them out of the tree, or {_BESIDE}."))
+        raise UnsupportedValue(
+            error_text(what, offenders=objects, fix=f"Leave them out of the tree, or {_NATIVE_COMMON}.")
+        )
     columns = _layout(pending)
     files = model_files(dict(zip(columns.keys, columns.kinds, strict=True)), max_file_bytes=max_file_bytes)
     pending.memo[BACKEND] = files
@@ -187,15 +196,16 @@ def _layout(pending: PendingSave) -> ShardColumns:
         what = "save: a Hugging Face model's files are written together, and the ranks don't know each other's shards"
         raise StrategyError(error_text(what, fix="Leave validate_access_integrity on."))
     if pending.world.size == 1:
-        check_access(pending.layout)  # more ranks have done so where they told each other
+        check_access(pending.layout)  # several ranks have checked this when they exchanged their layouts
     return pending.layout
 
 
 def _write(pending: PendingSave, files: Sequence[ModelFile], shards: Sequence[ShardedTensor]) -> None:
     if pending.world.rank == 0:
         check_free(pending, files)
-    # A request may be tried again after its folder was removed.
+    # Made again: an abandoned request, whose folder was removed, may be run once more.
     pending.storage.make_folder(pending.save_id, durable=pending.options.durable)
+    # Sorted by place, so that each file is written from front to back.
     file_of = {key: number for number, file in enumerate(files) for key in file.bytes_before}
     rows = sorted(shards, key=lambda shard: (file_of[shard.key], *_place(shard, files[file_of[shard.key]])))
     own = {number: list(group) for number, group in groupby(rows, lambda shard: file_of[shard.key])}
@@ -207,7 +217,7 @@ def _write(pending: PendingSave, files: Sequence[ModelFile], shards: Sequence[Sh
 
 
 def _place(shard: ShardedTensor, file: ModelFile) -> tuple[Any, ...]:
-    """Return what shards of a file are sorted by: where their first element lies."""
+    """Return the sort key of a file's shards: where their first element lies."""
     start = 0 if shard.flattened_range is None else shard.flattened_range.start
     return file.bytes_before[shard.key], shard.global_offset, start
 
@@ -220,15 +230,16 @@ def _parts(pending: PendingSave, file: ModelFile, shards: Sequence[ShardedTensor
 
 
 def _with_progress(parts: Iterator[tuple[int, Buffer]], pending: PendingSave) -> Iterator[tuple[int, Buffer]]:
-    untold = 0
+    # Not a call for each part: a shard of columns has one for every row.
+    done = 0
     for byte, buffer in parts:
         yield byte, buffer
-        untold += buffer.nbytes
-        if untold >= _TOLD_BYTES:
-            pending.options.progress(untold)
-            untold = 0
-    if untold:
-        pending.options.progress(untold)
+        done += buffer.nbytes
+        if done >= _PROGRESS_BYTES:
+            pending.options.progress(done)
+            done = 0
+    if done:
+        pending.options.progress(done)
 
 
 def _check_lengths(pending: PendingSave, files: Sequence[ModelFile], results: Sequence[None]) -> Fields:
