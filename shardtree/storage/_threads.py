@@ -144,7 +144,7 @@ def collector_paused() -> Iterator[None]:
     # The collector scans all objects each time their number has grown by a quarter. A step that makes a few for each of
     # 100,000 tensors, and frees none, would spend as much time in these scans as in its own work.
     was_on = gc.isenabled()
-    if was_on:  # else whoever turned it off turns it on again: simulated ranks are threads, and end in any order
+    if was_on:  # else another thread turned it off, and turns it on again: simulated ranks end in any order
         gc.disable()
     try:
         yield

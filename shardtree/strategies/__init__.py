@@ -39,7 +39,7 @@ from ._metadata import (
 from ._save_folders import (
     OWNER_FILE,
     disown,
-    is_left_over,
+    is_orphaned,
     is_save_file,
     is_save_folder,
     make_save_folder,

@@ -175,7 +175,7 @@ class RemoveSharded(Protocol):
 class VerifyFiles(Protocol):
     """VERIFY: return what in a checkpoint isn't as it was saved, and which bytes the format keeps no checksum for.
 
-    `checkpoint.options` says by how many threads, and whom to tell how many bytes were read; any thread may tell.
+    `checkpoint.options` says how many threads to use; its `progress` is called with the bytes read, by any thread.
     """
 
     def __call__(self, checkpoint: Checkpoint, /) -> tuple[Finding, ...]: ...

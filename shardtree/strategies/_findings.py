@@ -160,7 +160,7 @@ class VerifyReport:
 
     Attributes:
         bytes_read: of all files; those with two kinds of checksums are read twice.
-        unchecked: what no checksum stands for.
+        unchecked: bytes without a checksum.
     """
 
     bytes_read: int
@@ -168,7 +168,7 @@ class VerifyReport:
 
     @property
     def unchecked_nbytes(self) -> int:
-        """How many bytes no checksum stands for.
+        """How many bytes have no checksum.
 
         Examples:
             >>> VerifyReport(100, (Unchecked("f", "no checksum", 7),)).unchecked_nbytes

@@ -94,13 +94,13 @@ def save_is_alive(storage: Storage, folder: str) -> bool | None:
         return None  # it is being removed
 
 
-def is_left_over(storage: Storage, folder: str, *, before: float) -> bool:
+def is_orphaned(storage: Storage, folder: str, *, before: float) -> bool:
     """Return whether a save is dead: its process is gone, or, where that can't be told, it stood still for long.
 
     Args:
         storage: the checkpoint's folder.
         folder: the save's folder in it.
-        before: when the newest change of a dead save was, at the latest, in seconds by the storage's clock.
+        before: when the newest change of an interrupted save was, at the latest, in seconds by the storage's clock.
     """
     alive = save_is_alive(storage, folder)
     return newest_change(storage, folder) < before if alive is None else not alive
@@ -126,7 +126,7 @@ def remove_orphaned(storage: Storage, *, keep: str, before: bytes | None, stale_
     for name in storage.names():
         if not is_save_folder(name) or name == keep:
             continue
-        if name == replaced or is_left_over(storage, name, before=before_that):
+        if name == replaced or is_orphaned(storage, name, before=before_that):
             remove_save(storage, name)
 
 

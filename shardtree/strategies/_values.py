@@ -47,7 +47,7 @@ class LoadOptions:
         types: enum, dataclass and namedtuple classes that stored records become instances of; in the common state that
             `load` returns, the namedtuple classes in the target count too.
         object_rules: what becomes of arrays of objects that are stored in another shape than the target of `load` has,
-            by patterns of keys (``*`` stands for one part between dots, ``**`` for any number); the first that fits a
+            by patterns of keys (``*`` matches one part between dots, ``**`` for any number); the first that fits a
             key counts. Without a rule, another shape is an error.
         progress: called with the bytes that were read since the last call, by one thread at a time.
         report: called once, at the end of a `load`, with what this rank read.
@@ -182,12 +182,12 @@ class AsyncRequest(Generic[T]):
         async_fn: writes this rank's files, without any collective; may run in another thread.
         commit: given every rank's result, by rank, makes the checkpoint count, and returns what metadata.json says of
             it; called on rank 0, without any collective.
-        finalize_fns: called on every rank after the commit, in order; if one fails, all ranks hear of it.
+        finalize_fns: called on every rank after the commit, in order; if one fails, all ranks raise.
         abandon: called on every rank that knows that writing or the commit failed; removes what was written. Never
             raises.
-        folder: where it is saved, None if that is nobody's business.
+        folder: where it is saved; None if the queue needn't know.
         clean_up: called on every rank right after the commit; removes what isn't needed any more. What it raises is
-            heard of on that rank alone, unless there are `finalize_fns`.
+            raised on that rank alone, unless there are `finalize_fns`.
     """
 
     world: World

@@ -155,7 +155,7 @@ def deciding_files(strategies: Strategies | None = None) -> tuple[str, ...]:
 
 
 def table_of(strategies: Strategies | None) -> Strategies:
-    """Return the dispatch table that an argument stands for: the process's where none is given.
+    """Return the dispatch table that an argument means: the process's if it is None.
 
     Raises:
         StrategyError: it isn't a table.

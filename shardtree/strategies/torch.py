@@ -30,7 +30,7 @@ _HOLES = ".shardtree_holes"
 
 
 def filled(common: Any) -> tuple[Any, list[TreePath]]:
-    """Return a common tree without holes, and the paths where an empty dict stands for one.
+    """Return a common tree without holes, and the paths where an empty dict takes the place of one.
 
     Examples:
         >>> filled({"w": HOLE, "groups": [HOLE, {"lr": 0.1}]})
@@ -54,7 +54,7 @@ def with_holes(tree: Any, paths: Sequence[TreePath], what: str) -> Any:
         what: the file, for messages.
 
     Raises:
-        CorruptCheckpoint: nothing stands at a path that a hole could be in the place of.
+        CorruptCheckpoint: there is nothing at a path where a hole should be.
 
     Examples:
         >>> with_holes({"groups": ({}, 1)}, [("groups", 0)], "example")

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from shardtree.storage import MemoryStorage, claim, is_alive, is_claimed, is_temporary, owner_note, release
-from shardtree.strategies import OWNER_FILE, is_left_over, make_save_folder, remove_save
+from shardtree.strategies import OWNER_FILE, is_orphaned, make_save_folder, remove_save
 
 SAVE = "save-20260102T030405-0123456789abcdef"
 NOTE = "from shardtree.storage import owner_note; import sys; sys.stdout.buffer.write(owner_note('save-1'))"
@@ -74,11 +74,11 @@ def test_a_torn_note_says_nothing(note: bytes | None) -> None:
 def test_the_dead_go_at_once_the_unknown_when_they_are_old_and_the_living_never() -> None:
     storage = MemoryStorage()
     held = make_save_folder(storage, SAVE, durable=False)
-    assert not is_left_over(storage, SAVE, before=1e9)
+    assert not is_orphaned(storage, SAVE, before=1e9)
     release(SAVE)
-    assert is_left_over(storage, SAVE, before=-1.0)
+    assert is_orphaned(storage, SAVE, before=-1.0)
     storage.replace(f"{SAVE}/{OWNER_FILE}", b"torn", durable=False)
-    assert is_left_over(storage, SAVE, before=1e9) and not is_left_over(storage, SAVE, before=-1.0)
+    assert is_orphaned(storage, SAVE, before=1e9) and not is_orphaned(storage, SAVE, before=-1.0)
     storage.replace(f"{SAVE}/notes.txt", b"mine", durable=False)
     remove_save(storage, SAVE)
     assert storage.names(SAVE) == ("notes.txt",)

@@ -26,7 +26,7 @@ from ...strategies import (
     StrategyAction,
     deciding_files,
     find_strategy,
-    is_left_over,
+    is_orphaned,
     is_save_file,
     is_save_folder,
     remove_save,
@@ -189,7 +189,7 @@ def clean_up(pending: PendingSave, strategies: Strategies | None, *, removes_sav
         _remove_siblings(pending, storage, before, strategies)
         for name in storage.names():
             if is_save_folder(name):
-                if not removes_saves and name != pending.save_id and is_left_over(storage, name, before=before):
+                if not removes_saves and name != pending.save_id and is_orphaned(storage, name, before=before):
                     remove_save(storage, name)
             elif is_temporary(name) and (storage.changed(name) or 0.0) < before:
                 storage.remove(name)

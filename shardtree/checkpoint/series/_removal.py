@@ -16,8 +16,8 @@ from ...strategies import (
     Strategies,
     deciding_files,
     is_deciding,
-    is_left_over,
     is_of_others,
+    is_orphaned,
     is_save_file,
     is_save_folder,
 )
@@ -157,7 +157,7 @@ def is_being_saved(storage: Storage, own: Iterable[str] = ()) -> bool:
     before = time.time() - STALE_AFTER
     finished = {name.partition("/")[0] for name in own}
     inside = (name for name in storage.names() if is_save_folder(name) and name not in finished)
-    if any(not is_left_over(storage, name, before=before) for name in inside):
+    if any(not is_orphaned(storage, name, before=before) for name in inside):
         return True
     return isinstance(storage, Exchanging) and any(_is_live(storage, name, before) for name in storage.siblings())
 

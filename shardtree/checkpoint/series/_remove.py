@@ -18,7 +18,7 @@ from functools import partial
 from ...errors import CheckpointingException, MetadataError, StorageError, error_text
 from ...retention import NEWEST, PINNED, Choose, kept_steps
 from ...storage import Renaming, Storage, folder_in, is_link, is_temporary
-from ...strategies import Strategies, is_left_over, is_save_folder, remove_save
+from ...strategies import Strategies, is_orphaned, is_save_folder, remove_save
 from .._open import is_checkpoint
 from ._listing import (
     RECORD_FILE,
@@ -220,7 +220,7 @@ def _is_unfinished(root: Storage, folder: str, names: str, strategies: Strategie
 def _clean_step(root: Storage, folder: str, before: float) -> None:
     storage = folder_in(root, folder)
     for name in storage.names():
-        if is_save_folder(name) and is_left_over(storage, name, before=before):
+        if is_save_folder(name) and is_orphaned(storage, name, before=before):
             remove_save(storage, name)
     if is_being_saved(storage):
         return

@@ -1,4 +1,4 @@
-"""The rows that an index gives: whoever can say which box lies where gets loads, metadata, explain and verify."""
+"""The rows that follow from an index of which box lies where: loads, metadata, explain and verify."""
 
 from __future__ import annotations
 
@@ -158,8 +158,8 @@ def remove_sharded(checkpoint: Checkpoint, key_prefix: str) -> None:
         return
     old_name = fields["index"]["name"]
     name = _next_name(checkpoint.storage, old_name)
-    # The new index is whole on the medium before metadata.json names it, and only then do files go: whoever is cut off
-    # in between leaves a checkpoint that is as before, or as it should be with a few files too many.
+    # The new index is whole on the medium before metadata.json names it, and only then do files go: a crash in
+    # between leaves a checkpoint that is as before, or as it should be with a few files too many.
     fields["index"] = write_checked(checkpoint.storage, name, encode_index(new), durable=True)
     checkpoint.storage.sync_folder(name.rpartition("/")[0])
     replace_metadata(checkpoint.storage, before, fields, durable=True)

@@ -26,7 +26,7 @@ Source: TypeAlias = ShardedTensor | bytes
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Entries:
-    """Shards on their way into files, one a row.
+    """Shards to be written to files, one a row.
 
     Attributes:
         sources: where each one's bytes come from: a tensor shard, or an object's encoded data.
@@ -217,7 +217,7 @@ def _free_name(key: str, position: int, taken: set[str]) -> str:
     return name
 
 
-# Small tensors on their way to a file: copied together, so that they are hashed and written as one buffer.
+# Small tensors are copied together, so that they are hashed and written as one buffer.
 
 _SMALL_BYTES = 64 * 1024
 """Of larger tensors the copy would cost more than a buffer of their own."""
@@ -230,7 +230,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def together(entries: Entries) -> Iterator[slice]:
     """Yield rows of entries, in order: small tensors with items of one size together, each other entry by itself."""
-    start, size, joined = 0, 0, 0  # what may be joined is told by its item size, what may not by 0
+    start, size, joined = 0, 0, 0  # the item size of what may be joined, 0 for what may not
     columns = (entries.sources, entries.item_size.tolist(), entries.length.tolist())
     for row, (source, item_size, length) in enumerate(zip(*columns, strict=True)):
         joins = item_size if length <= _SMALL_BYTES and _is_plain(source, item_size) else 0

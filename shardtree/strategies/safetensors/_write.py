@@ -42,9 +42,7 @@ from .._values import AsyncRequest, Checkpoint, Fields, PendingSave
 from ..index import RankFiles, rank_file, save_with_index
 from ._layout import Entries, Part, Shard, Source, gathered, parts, together
 
-# One rank's data files: written by as many threads as there are files, up to a few.
-
-# Fingerprints of what a save writes: added up from the bytes on their way to the file.
+# Fingerprints of what a save writes: added up from the bytes while they are written.
 
 
 def with_total(buffers: Iterator[Buffer], shard: ShardedTensor, totals: list[int]) -> Iterator[Buffer]:

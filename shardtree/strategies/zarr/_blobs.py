@@ -80,7 +80,7 @@ def decode_columns(data: Buffer, where: str) -> Index:
     if not isinstance(columns, dict) or not all(isinstance(columns.get(name), np.ndarray) for name in COLUMNS):
         raise _unsound(where, "other columns than an index has")
     index = Index(**{name: columns[name] for name in COLUMNS})
-    # Its digest says only that the file is what its writer made: whoever makes a checkpoint computes its hashes too.
+    # Its digest says only that the file is what its writer made: an attacker computes the hashes too.
     try:
         problem = index_problem(index) or blocks_problem(index) or shared_bytes_problem(index)
     except (UnicodeDecodeError, IndexError, ValueError) as error:
