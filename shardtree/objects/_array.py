@@ -30,7 +30,7 @@ class ObjectArray:
 
     Examples:
         >>> array = ObjectArray("rng", (2, 2), ("a", "b", "c", "d"))
-        >>> array.cells[1], array.told(1)
+        >>> array.cells[1], array.cell_text(1)
         ((0, 1), "'rng' at (0, 1)")
     """
 
@@ -43,7 +43,7 @@ class ObjectArray:
         """The index of each value."""
         return cells_of(self.shape)
 
-    def told(self, position: int) -> str:
+    def cell_text(self, position: int) -> str:
         """Return a value's name in messages."""
         return f"{self.key!r} at {self.cells[position]}"
 

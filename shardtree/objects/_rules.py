@@ -37,7 +37,7 @@ def replicate_objects(array: ObjectArray, shape: Shape) -> Sequence[Any]:
     differing = [line for position, value in enumerate(array.values) for line in _differing(array, position, value)]
     if differing:
         fix = "Say which one counts with replicate_cell, or use another rule."
-        what = f"replicate_objects: values that should be equal differ from that of {array.told(0)}"
+        what = f"replicate_objects: values that should be equal differ from that of {array.cell_text(0)}"
         raise IntegrityError(error_text(what, offenders=differing, fix=fix))
     return [first] * cell_count(shape)
 
@@ -47,7 +47,7 @@ def _differing(array: ObjectArray, position: int, value: Any) -> Iterator[str]:
     found = diff(array.values[0], value)
     for path in (*found.only_left, *found.only_right, *found.mismatch):
         own, other = value_at(value, path), value_at(array.values[0], path)
-        yield f"{array.told(position)}: {render_path(path, 'value')} is {own}, not {other if own != other else 'equal'}"
+        yield f"{array.cell_text(position)}: {render_path(path, 'value')} is {own}, not {other if own != other else 'equal'}"
 
 
 def replicate_cell(cell: tuple[int, ...]) -> ObjectRule:
@@ -106,7 +106,7 @@ def fold_objects(function: Callable[[Any, Any], Any]) -> ObjectRule:
 
     def fold(array: ObjectArray, shape: Shape) -> Sequence[Any]:
         # Copied, since functions like operator.iadd change their first argument.
-        first = own_copy(array.values[0], array.told(0))
+        first = own_copy(array.values[0], array.cell_text(0))
         # Every cell gets the whole fold, and not a share of it: for most state, as the largest step or the samples
         # seen, that is what new ranks want. Dividing it again takes a rule of the user's.
         return [reduce(function, array.values[1:], first)] * cell_count(shape)
@@ -161,13 +161,13 @@ def redistribute_objects(array: ObjectArray, shape: Shape) -> Sequence[Any]:
 def _concatenate(doing: str, array: ObjectArray) -> Any:
     first = array.values[0]
     wrong = [
-        f"{array.told(position)}: {_kind(value)}"
+        f"{array.cell_text(position)}: {_kind(value)}"
         for position, value in enumerate(array.values)
         if _kind(value) != _kind(first)
     ]
     if wrong:
         what = f"{doing}: values of different kinds can't be joined"
-        raise UnsupportedValue(error_text(what, expected=f"{_kind(first)}, as {array.told(0)}", offenders=wrong))
+        raise UnsupportedValue(error_text(what, expected=f"{_kind(first)}, as {array.cell_text(0)}", offenders=wrong))
     join = _JOINS.get(type(first))
     if join is None or (isinstance(first, (torch.Tensor, np.ndarray)) and not first.ndim):
         expected = ", ".join(kind.__name__ for kind in _JOINS) + ", with at least one axis"
@@ -246,18 +246,18 @@ def _items(rules: Any) -> Iterable[tuple[Hashable, Any]]:
 def _check_fields(array: ObjectArray, rules: Mapping[Hashable, ObjectRule]) -> None:
     for position, value in enumerate(array.values):
         if not isinstance(value, dict):
-            what, found = f"rules_by_field: {array.told(position)} isn't a dict", type(value).__name__
+            what, found = f"rules_by_field: {array.cell_text(position)} isn't a dict", type(value).__name__
             raise UnsupportedValue(error_text(what, found=found, fix="Give its key a rule for whole values."))
     first = array.values[0]
     wrong = [
-        f"{array.told(position)} {'has' if field in value else 'lacks'} {field!r}"
+        f"{array.cell_text(position)} {'has' if field in value else 'lacks'} {field!r}"
         for position, value in enumerate(array.values)
         # In the dicts' order: a set's differs from process to process, and so would the error.
         for field in dict.fromkeys((*value, *first))
         if (field in value) != (field in first)
     ]
     if wrong:
-        what, fix = f"rules_by_field: dicts have other fields than {array.told(0)}", "Write a rule of your own."
+        what, fix = f"rules_by_field: dicts have other fields than {array.cell_text(0)}", "Write a rule of your own."
         raise TreeError(error_text(what, offenders=wrong, fix=fix))
     wrong = [f"no rule for the field {field!r}" for field in first if field not in rules]
     wrong += [f"a rule for {field!r}, which no value has" for field in rules if field not in first]

@@ -304,7 +304,7 @@ CALLS: dict[str, Call] = {
     "objects.rules_by_field": (
         lambda rules, array: objects.rules_by_field(rules)(array, (3,)), {"seed": objects.drop_objects}, EQUALS
     ),
-    "objects.ObjectArray.told": (ARRAY.told, 1),
+    "objects.ObjectArray.cell_text": (ARRAY.cell_text, 1),
     "objects.held_arrays": (lambda items: objects.held_arrays(items)["rng"].shapes, SOURCES),
     "objects.HeldArrays.shape_as": (HELD["rng"].shape_as, (3,)),
     "objects.HeldArrays.whole": (lambda key, shape: HELD[key].whole(key, shape).values, "rng", (3,)),
