@@ -47,7 +47,8 @@ def _differing(array: ObjectArray, position: int, value: Any) -> Iterator[str]:
     found = diff(array.values[0], value)
     for path in (*found.only_left, *found.only_right, *found.mismatch):
         own, other = value_at(value, path), value_at(array.values[0], path)
-        yield f"{array.cell_text(position)}: {render_path(path, 'value')} is {own}, not {other if own != other else 'equal'}"
+        difference = f"{own}, not {other if own != other else 'equal'}"
+        yield f"{array.cell_text(position)}: {render_path(path, 'value')} is {difference}"
 
 
 def replicate_cell(cell: tuple[int, ...]) -> ObjectRule:

@@ -131,28 +131,27 @@ class LoadMetadata(Protocol):
 
 
 class Explain(Protocol):
-    """EXPLAIN: return what LOAD_SHARDED would make of shards, whose data counts for nothing, and reads no tensor.
+    """EXPLAIN: return why LOAD_SHARDED would refuse shards, and what it would read for the others; reads no tensor.
 
-    That is why some of them can't be loaded, and what would be read for the others. With `cast`, dtypes that can be
-    converted are no reason.
+    The shards' data isn't looked at. With `cast`, a dtype that can be converted is no reason to refuse.
     """
 
     def __call__(self, checkpoint: Checkpoint, shards: Sequence[ShardedTensor], cast: bool, /) -> Prospect: ...
 
 
 class SaveCommon(Protocol):
-    """SAVE_COMMON: write the common tree, on rank 0 alone, and return what metadata.json should say about it.
+    """SAVE_COMMON: write the common tree, on rank 0 alone, and return fields of metadata.json.
 
-    What it returns counts, so that a backend can name another one as that of the common state.
+    They replace the fields that the save has chosen, so that a backend can name another one for the common state.
     """
 
     def __call__(self, pending: PendingSave, common: Any, /) -> Fields: ...
 
 
 class SaveSharded(Protocol):
-    """SAVE_SHARDED: prepare to write the shards that are this rank's to write, and return the request that does it.
+    """SAVE_SHARDED: prepare to write this rank's share of the shards, and return the request that writes them.
 
-    Where the backend has a row for SAVE_OBJECTS too, sharded objects come along here.
+    If the backend has a row for SAVE_OBJECTS too, sharded objects are passed here as well.
     """
 
     def __call__(
@@ -173,19 +172,19 @@ class RemoveSharded(Protocol):
 
 
 class VerifyFiles(Protocol):
-    """VERIFY: return what in a checkpoint isn't as it was saved, and which bytes the format keeps no checksum for.
+    """VERIFY: return what in a checkpoint isn't what was saved, and which bytes have no checksum.
 
-    `checkpoint.options` says how many threads to use; its `progress` is called with the bytes read, by any thread.
+    `checkpoint.options` has the number of threads, and `progress`, which any thread may call.
     """
 
     def __call__(self, checkpoint: Checkpoint, /) -> tuple[Finding, ...]: ...
 
 
 class Recognize(Protocol):
-    """RECOGNIZE: return what metadata.json would say of a folder without one, None if it isn't in this format.
+    """RECOGNIZE: return the fields of metadata.json for a folder without one, None if it isn't in this format.
 
-    That is at least the backends and versions of the shards and of the common state. A format whose checkpoints have no
-    metadata.json has this row. It may be asked about any folder, and about a single file: that is then named "".
+    These are at least the backends and versions of the shards and of the common state. A format whose checkpoints have
+    no metadata.json has this row. It may be called for any folder, and for a single file, whose name is then "".
     """
 
     def __call__(self, storage: Storage, /) -> Fields | None: ...
@@ -194,7 +193,7 @@ class Recognize(Protocol):
 class Commit(Protocol):
     """COMMIT: write the file that makes a folder a checkpoint; called on rank 0 alone, last of all.
 
-    A format that has no such row is committed by metadata.json. The fields are what that would say.
+    A format that has no such row is committed by metadata.json. The fields are those of that file.
     """
 
     def __call__(self, pending: PendingSave, fields: Fields, /) -> None: ...

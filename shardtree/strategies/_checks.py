@@ -1,4 +1,4 @@
-"""What every format checks before it reads: that the checkpoint has what the target asks for, in the same kind."""
+"""Checks that all formats share: that a checkpoint has what a target asks for, in the same kind."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..plans import Gap, Misfit, Mismatch, Refusal, Unexpected, convertible, mis
 
 
 def check_fit(problems: Sequence[Misfit]) -> None:
-    """Raise if a target doesn't fit the checkpoint, with all that is wrong with it.
+    """Raise if a target doesn't fit the checkpoint, with all problems at once.
 
     Raises:
         KeyMismatch: something isn't stored.
@@ -108,7 +108,7 @@ _LAST = "`explain` lists all, without reading."
 
 
 def misfit(shard: ShardedTensor) -> str:
-    """Return how a shard's data differs from what the shard says of it; nothing where it doesn't.
+    """Return how a shard's data differs from the shard's dtype and shape; an empty text if it doesn't.
 
     The constructor has checked that, but tensors can be changed in place after it, and lazy ones replaced.
 
@@ -126,7 +126,7 @@ def misfit(shard: ShardedTensor) -> str:
     return f"{shard.key!r} is {said}, its data {found}"
 
 
-# What every format checks of sharded objects: that those asked for are stored, and that each was written once.
+# Checks of sharded objects: that those asked for are stored, and that each was written once
 
 
 def check_objects_known(unique_keys: Sequence[str], found: Sequence[bool]) -> None:
@@ -146,7 +146,7 @@ def check_objects_known(unique_keys: Sequence[str], found: Sequence[bool]) -> No
 
 
 def old_unique_key(item: ShardedObject) -> str:
-    """Return the name that old releases of Megatron-Core gave an object: what followed the last dot was lost.
+    """Return the name that old releases of Megatron-Core gave an object, without what follows its last dot.
 
     Examples:
         >>> old_unique_key(ShardedObject("rng", None, (2, 4), (1, 3)))

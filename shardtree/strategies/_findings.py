@@ -1,4 +1,4 @@
-"""What a look at a checkpoint's files finds: bytes that aren't what was saved, and bytes that nothing can vouch for."""
+"""Findings of `verify`: bytes that aren't what was saved, and bytes without a checksum."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ class Damage:
 
     Attributes:
         file: the file's name in the checkpoint.
-        what: what is wrong, in words.
-        begin: first byte of the damaged stretch of the file.
-        end: one past its last byte; 0 where the file is damaged as a whole.
+        what: what is wrong, as text.
+        begin: first byte of the damaged range of the file.
+        end: one past its last byte; 0 if the file is damaged as a whole.
         keys: tensors' keys and objects' unique keys that have bytes there.
         regions: for each chunk of a tensor that has bytes there, the smallest box that holds their elements.
     """
@@ -69,7 +69,7 @@ class Damage:
 
     @property
     def holds(self) -> tuple[str, ...]:
-        """What lies there, in words: the regions, then the keys that have none, as objects do.
+        """What lies there, as texts: the regions, then the keys that have none, such as objects.
 
         Examples:
             >>> Damage("f", "cut", 0, 9, ("w", "rng/shard_0_1"), (Region("w", (0,), (2,)),)).holds
@@ -91,11 +91,11 @@ class Damage:
 
 @dataclass(frozen=True, slots=True)
 class Unchecked:
-    """Bytes of a checkpoint for which its format keeps no checksum: what is wrong with them may go unseen.
+    """Bytes of a checkpoint without a checksum: a change in them may go unnoticed.
 
     Attributes:
         file: the file's name in the checkpoint.
-        why: what there is to check by instead, in words.
+        why: the reason, and what is checked instead, as text.
         nbytes: how many there are.
         spans: which they are, as pairs of the first byte and one past the last; () for the whole file.
     """
@@ -120,7 +120,7 @@ Finding = Damage | Unchecked
 
 
 def gaps(length: int, covered: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Return the stretches of a file that lie in none of some spans.
+    """Return the ranges of a file that lie in none of the given spans.
 
     Examples:
         >>> gaps(10, [(4, 6), (1, 4)])
@@ -135,7 +135,7 @@ def gaps(length: int, covered: Iterable[tuple[int, int]]) -> tuple[tuple[int, in
 
 
 def uncovered(file: str, why: str, length: int, covered: Iterable[tuple[int, int]]) -> tuple[Unchecked, ...]:
-    """Return the bytes of a file that lie in none of some spans as what couldn't be checked; maybe none."""
+    """Return the bytes of a file that lie in none of the given spans as an `Unchecked`; () if there are none."""
     spans = gaps(length, covered)
     nbytes = sum(end - begin for begin, end in spans)
     return (Unchecked(file, why, nbytes, spans if nbytes < length else ()),) if spans else ()
@@ -156,7 +156,7 @@ def by_reason(unchecked: Iterable[Unchecked]) -> dict[str, list[Unchecked]]:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What a verify looked at.
+    """How much a `verify` has read, and what it couldn't check.
 
     Attributes:
         bytes_read: of all files; those with two kinds of checksums are read twice.
@@ -177,7 +177,7 @@ class VerifyReport:
         return sum(one.nbytes for one in self.unchecked)
 
 
-# What a lone archive of torch.save says of its own bytes: which of them have a CRC32.
+# A single archive of torch.save: which of its bytes have a CRC32
 
 HEADERS = "headers, names and padding of zip archives: compared where they say a thing twice"
 
@@ -197,7 +197,7 @@ def archive_unchecked(name: str, data: Buffer) -> tuple[Unchecked, ...]:
     return uncovered(name, HEADERS, data.nbytes, covered)
 
 
-# What stored tensors add to their fingerprints: read back slab by slab, by whatever loads their format.
+# Fingerprints of stored tensors, which are read back slab by slab through their format's LOAD_SHARDED
 
 _GROUP_BYTES = 32 * 1024 * 1024  # about the most that is in memory at a time
 _SLAB_BYTES = _GROUP_BYTES // 2
@@ -209,14 +209,14 @@ Load = Callable[[Sequence[ShardedTensor]], object]
 def stored_parts(
     tensors: Iterable[ShardedTensor], load: Load, *, rank: int = 0, ranks: int = 1, threads: int | None = None
 ) -> Iterator[dict[str, PartialFingerprint]]:
-    """Yield what stored tensors add to their fingerprints, a group of slabs at a time.
+    """Yield shares of stored tensors' fingerprints, a group of slabs at a time.
 
     Args:
         tensors: whole ones, without data.
         load: reads them.
         rank: which share of the groups to read.
         ranks: how many shares there are.
-        threads: how many add up at a time; None for the usual number.
+        threads: how many compute at a time; None for the usual number.
     """
     for number, group in enumerate(_groups(tensors)):
         if number % ranks == rank:
@@ -226,7 +226,8 @@ def stored_parts(
 
 
 def _groups(tensors: Iterable[ShardedTensor]) -> Iterator[list[ShardedTensor]]:
-    """Return slabs in groups that fit in memory: to plan a read takes longer than to read a small tensor."""
+    """Return slabs in groups that fit in memory."""
+    # Groups, since planning a read takes longer than reading a small tensor.
     slabs = (slab for tensor in tensors for slab in _slabs(tensor))
     return grouped(slabs, lambda slab: torch.Size(slab.local_shape).numel() * slab.dtype.itemsize, _GROUP_BYTES)
 

@@ -1,4 +1,4 @@
-"""Megatron-Core's `integrity.json`: the SHA-256 of each file of a checkpoint, where its save was told to write one."""
+"""Megatron-Core's `integrity.json`: the SHA-256 of each file of a checkpoint, which its saves can write."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _STEP_BYTES = 1024 * 1024
 
 
 def read_manifest(checkpoint: Checkpoint) -> Mapping[str, str] | None:
-    """Return the SHA-256 of each file by its name, as hexadecimal digits; None where no such manifest was written.
+    """Return the SHA-256 of each file by its name, as hexadecimal digits; None if there is no such manifest.
 
     Raises:
         CorruptCheckpoint: the manifest isn't one, or has hashes of another kind.
@@ -33,6 +33,7 @@ def read_manifest(checkpoint: Checkpoint) -> Mapping[str, str] | None:
 
 
 def _may_have_one(checkpoint: Checkpoint) -> bool:
+    # In other formats' folders a file of that name is somebody else's. Only our own metadata.json has a digest.
     return checkpoint.traits.has_manifest and "digest" not in checkpoint.fields
 
 
@@ -74,9 +75,9 @@ def check_listed(checkpoint: Checkpoint, name: str) -> None:
 
 
 def manifest_findings(checkpoint: Checkpoint) -> tuple[tuple[Finding, ...], frozenset[str]]:
-    """Return what is wrong by a checkpoint's manifest, the files that it doesn't list, and those it shows to be whole.
+    """Return the findings of a checkpoint's manifest, files that it doesn't list among them, and the files it confirms.
 
-    The manifest itself needs no checksum: whatever changes in it makes it unsound, or some file another than listed.
+    The manifest itself needs no checksum: any change makes it unsound, or makes some file differ from its entry.
     """
     try:
         manifest = read_manifest(checkpoint)
@@ -92,13 +93,13 @@ def manifest_findings(checkpoint: Checkpoint) -> tuple[tuple[Finding, ...], froz
 
 
 def _wrong(checkpoint: Checkpoint, name: str, expected: str) -> str:
-    """Return what is wrong with a listed file, in words; nothing where it is whole."""
+    """Return what is wrong with a listed file, as text; empty if it is whole."""
     try:
         length = checkpoint.storage.length(name)
         if length is None:
             return f"no such file, which {MANIFEST_FILE} lists"
         found = file_sha256(checkpoint.storage, name)
-    except CheckpointingException as error:  # such as a name that climbs out of the folder
+    except CheckpointingException as error:  # say for a name that leads out of the folder
         return str(error)
     checkpoint.options.progress(length)
     return "" if found == expected else f"its SHA-256 isn't the one in {MANIFEST_FILE}"

@@ -13,7 +13,7 @@ from ..storage import Buffer, Storage, StoredFile, digest
 from ._traits import METADATA_FILE, stamp
 from ._values import Checkpoint, Fields
 
-# What a place that is no checkpoint seems to be, by the names in it: errors say so.
+# Guesses at what a folder without a checkpoint is, by the names in it, for error messages
 
 _PICKLES = r".*\.(bin|pt|pth|ckpt|pkl)(\.index\.json)?"
 
@@ -25,12 +25,12 @@ _CLUES = (
     ),
     (
         r"mp_rank_\d+(_\d+)*",
-        "Megatron-LM's checkpoint of before torch_dist: a pickle for each rank",
+        "a checkpoint of Megatron-LM from before torch_dist: a pickle for each rank",
         "Convert it to torch_dist with Megatron-LM.",
     ),
     (
         r"__\d+\.metadata",
-        "torch.distributed.checkpoint's, saved with use_collectives=False: an index for each rank, none of all",
+        "a checkpoint of torch.distributed.checkpoint, saved with use_collectives=False: an index for each rank only",
         "Load it with as many ranks there, and save it with collectives.",
     ),
     (
@@ -58,7 +58,7 @@ _CLUES = (
 
 
 def clue(names: Iterable[str]) -> tuple[str, str] | None:
-    """Return what a folder seems to be and what to do about it, None where its names tell nothing.
+    """Return what a folder seems to be and what to do about it, None if no name in it is known.
 
     Args:
         names: in the folder; of a file, its own.
@@ -76,7 +76,7 @@ def clue(names: Iterable[str]) -> tuple[str, str] | None:
     return None
 
 
-_MOST_BYTES = 2**24
+_MOST_BYTES = 2**24  # guards against a metadata.json of 1 TB with holes
 
 _KINDS = {
     "sharded_backend": str,
@@ -124,7 +124,7 @@ def decode_metadata(data: bytes, where: str) -> dict[str, Any]:
 
 
 def is_of_others(data: bytes) -> bool:
-    """Return whether a metadata.json is some other program's: a JSON object without any field of ours.
+    """Return whether a metadata.json is another program's: a JSON object without any field of ours.
 
     Examples:
         >>> is_of_others(b'{"license": "mit"}'), is_of_others(b'{"sharded_backend": 3}'), is_of_others(b"{")
@@ -152,14 +152,14 @@ def read_metadata(storage: Storage) -> tuple[bytes, dict[str, Any]]:
 
 
 def metadata_bytes(storage: Storage) -> bytes | None:
-    """Return metadata.json's bytes, None where there is no such file.
+    """Return metadata.json's bytes, None if there is no such file.
 
     Raises:
-        CorruptCheckpoint: it is larger than any that a save writes, and isn't read for that.
+        CorruptCheckpoint: it is larger than any that a save writes, so it isn't read.
     """
     length = storage.length(METADATA_FILE)
     if length is not None and length > _MOST_BYTES:
-        what = f"open: {storage.where(METADATA_FILE)!r} is no save's"
+        what = f"open: {storage.where(METADATA_FILE)!r} is larger than any that a save writes"
         raise CorruptCheckpoint(error_text(what, found=f"{length} bytes", expected=f"at most {_MOST_BYTES}"))
     return None if length is None else storage.read(METADATA_FILE)
 
@@ -179,7 +179,7 @@ def not_a_checkpoint(storage: Storage) -> NotACheckpoint:
 
 
 def replace_metadata(storage: Storage, before: bytes | None, fields: Mapping[str, Any], *, durable: bool) -> None:
-    """Write metadata.json, unless it isn't any more what it was when the save began.
+    """Write metadata.json, unless it has changed since the save began.
 
     Raises:
         CheckpointReplaced: another save went to the same folder meanwhile.
@@ -189,7 +189,7 @@ def replace_metadata(storage: Storage, before: bytes | None, fields: Mapping[str
 
 
 def check_unchanged(storage: Storage, before: bytes | None) -> None:
-    """Raise unless metadata.json is still what it was when the save began.
+    """Raise if metadata.json has changed since the save began.
 
     Raises:
         CheckpointReplaced: another save went to the same folder meanwhile, or the same one was committed already.
@@ -201,7 +201,7 @@ def check_unchanged(storage: Storage, before: bytes | None) -> None:
         )
 
 
-# Files that aren't there as a checkpoint describes them: replaced by a later save, or damaged.
+# Files that aren't as a checkpoint describes them: replaced by a later save, or damaged
 
 
 def check_lengths(checkpoint: Checkpoint, files: Iterable[StoredFile]) -> None:
@@ -217,7 +217,7 @@ def check_lengths(checkpoint: Checkpoint, files: Iterable[StoredFile]) -> None:
 
 
 def missing_file(checkpoint: Checkpoint, name: str, length: int) -> Exception:
-    """Return the error for a file that isn't there as described.
+    """Return the error for a file that is missing or has another length than described.
 
     Args:
         checkpoint: what describes it.
@@ -240,7 +240,7 @@ def missing_file(checkpoint: Checkpoint, name: str, length: int) -> Exception:
 
 @contextmanager
 def unreplaced(checkpoint: Checkpoint) -> Iterator[None]:
-    """Raise after reading, and instead of what is raised meanwhile, if another save replaced the checkpoint.
+    """Raise after reading, and in place of any error of the reads, if another save replaced the checkpoint.
 
     Raises:
         CheckpointReplaced: it did.
@@ -257,13 +257,13 @@ def unreplaced(checkpoint: Checkpoint) -> Iterator[None]:
 
 
 def check_unreplaced(checkpoint: Checkpoint) -> None:
-    """Raise unless what was read until now is of the checkpoint that was opened.
-
-    Where files have fixed names, those of a later save would be read as if they were the opened one's.
+    """Raise unless everything read so far is of the checkpoint that was opened.
 
     Raises:
         CheckpointReplaced: another save took its place meanwhile.
     """
+    # Files with fixed names would be read from a later save as if they were the opened one's. Files in a folder that
+    # is named after their save need no check.
     if checkpoint.stamp and not checkpoint.traits.in_save_folder and was_replaced(checkpoint):
         raise _replaced(checkpoint)
 
@@ -276,17 +276,18 @@ def _replaced(checkpoint: Checkpoint) -> CheckpointReplaced:
 def was_replaced(checkpoint: Checkpoint) -> bool:
     """Return whether the folder now holds another checkpoint than the one that was opened."""
     storage, digest = checkpoint.storage, checkpoint.fields.get("digest")
+    # By the digest where there is one: lengths and times can agree by chance.
     if digest is not None and storage.length(METADATA_FILE) is not None:
         return f'"digest":"{digest}"'.encode() not in storage.read(METADATA_FILE)
     now = stamp(storage, checkpoint.traits.decided_by) if checkpoint.stamp else ()
     return any(entry not in checkpoint.stamp for entry in now)
 
 
-# Small files that are always checked whole: the index and the common state.
+# Small files that are always checked whole: the index and the common state
 
 
 def write_checked(storage: Storage, name: str, data: bytes, *, durable: bool) -> dict[str, Any]:
-    """Write a file and return what metadata.json says of it: name, length in bytes and hash."""
+    """Write a file and return its entry in metadata.json: name, length in bytes and hash."""
     storage.write(name, [memoryview(data)], durable=durable)
     return {"name": name, "length": len(data), "digest": digest(data)}
 

@@ -1,4 +1,4 @@
-"""The folder that is one save's alone: how it and the files in it are named, whose it is, and how it is removed."""
+"""The folder of a single save: the names of it and its files, its owner, and its removal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ._metadata import decode_metadata, metadata_bytes
 from ._traits import METADATA_FILE
 
 OWNER_FILE = "owner.json"
-"""The note in a save's folder that says who saves; the commit removes it, and no reader looks at it."""
+"""The note in a save's folder that names the saving process; the commit removes it, and no reader looks at it."""
 
 _SAVE_FOLDER = re.compile(r"save-\d{8}T\d{6}-[0-9a-f]{16}")
 _OUR_FILE = re.compile(
@@ -45,15 +45,15 @@ def is_save_file(name: str) -> bool:
 
 
 def make_save_folder(storage: Storage, folder: str, *, durable: bool) -> Claim:
-    """Make a save's folder with a note of who saves, and return what keeps that save alive in this process."""
+    """Make a save's folder with a note of its owner, and return the claim that marks the save as alive here."""
     held = claim(folder)
     try:
         storage.make_folder(folder, durable=durable)
-        with suppress(StorageError):  # without the note, its age tells
+        with suppress(StorageError):  # without the note, the save is judged by its age
             storage.replace(f"{folder}/{OWNER_FILE}", owner_note(folder), durable=False)
     except BaseException:
         release(folder)
-        with suppress(CheckpointingException):  # what stood in the way may still do
+        with suppress(CheckpointingException):  # the same cause may prevent this too
             disown(storage, folder)
         raise
     return held
@@ -61,7 +61,7 @@ def make_save_folder(storage: Storage, folder: str, *, durable: bool) -> Claim:
 
 @contextmanager
 def owned(storage: Storage, folder: str, *, durable: bool) -> Iterator[None]:
-    """Be the owner of a save's folder for a while; it is made if it isn't there."""
+    """Own a save's folder inside the block; it is made if it isn't there."""
     held = make_save_folder(storage, folder, durable=durable)
     try:
         yield
@@ -71,14 +71,14 @@ def owned(storage: Storage, folder: str, *, durable: bool) -> Iterator[None]:
 
 
 def disown(storage: Storage, folder: str) -> None:
-    """Remove the note of who saves, and the folder if nothing else is in it."""
+    """Remove the note of the owner, and the folder if nothing else is in it."""
     storage.remove(f"{folder}/{OWNER_FILE}")
     storage.remove_folder(folder)
 
 
 def remove_save(storage: Storage, folder: str) -> None:
-    """Remove a save's folder, unless somebody else's files are in it."""
-    # Last whose it is: what is left if this is cut short is known to be dead still.
+    """Remove a save's files, and its folder unless other files are in it."""
+    # The owner's note goes last: if this is interrupted, the rest is still known to be of an interrupted save.
     for name in sorted(storage.names(folder), key=OWNER_FILE.__eq__):
         if _OUR_FILE.fullmatch(name):
             storage.remove(f"{folder}/{name}")
@@ -86,22 +86,24 @@ def remove_save(storage: Storage, folder: str) -> None:
 
 
 def save_is_alive(storage: Storage, folder: str) -> bool | None:
-    """Return whether the save that made a folder can still be finished; None where that can't be told from here."""
+    """Return whether the save that made a folder can still be finished; None if its process can't be seen from here."""
     name = f"{folder}/{OWNER_FILE}"
     try:
         return is_alive(storage.read(name) if storage.length(name) is not None else None)
     except StorageError:
-        return None  # it is being removed
+        return None  # the note is being removed at this moment
 
 
 def is_orphaned(storage: Storage, folder: str, *, before: float) -> bool:
-    """Return whether a save is dead: its process is gone, or, where that can't be told, it stood still for long.
+    """Return whether a save was interrupted: its process is gone, or, if that can't be seen, nothing changed for long.
 
     Args:
         storage: the checkpoint's folder.
         folder: the save's folder in it.
-        before: when the newest change of an interrupted save was, at the latest, in seconds by the storage's clock.
+        before: the latest time of an interrupted save's newest change, in seconds by the storage's clock.
     """
+    # Age is for other machines and containers alone: a save that waits long for its commit isn't interrupted, and one
+    # that was killed a minute ago is.
     alive = save_is_alive(storage, folder)
     return newest_change(storage, folder) < before if alive is None else not alive
 

@@ -1,4 +1,4 @@
-"""The values that strategies are given: a checkpoint to read, a pending save to write, the request that writes it."""
+"""The values that strategies get: a checkpoint to read, a pending save to write, and the request that writes it."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ def _nothing() -> None:
 
 
 Exchange = Literal["auto", "always", "never"]
-"""Whether ranks that want the same shard read it once between them and pass it on; "auto" where storage is remote."""
+"""Whether of ranks that want the same shard one reads it and sends it to the others; "auto" if storage is remote."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """How a checkpoint is read; what concerns one function alone says so.
+    """How a checkpoint is read; options of one function alone say so.
 
     Attributes:
         verify: which blocks are checked against their hashes: "whole" those that are read whole or nearly (at most
             64 KiB missing), and in files of at most 4 MiB all that are touched; "all" touched; or none (None).
-        exchange: whether ranks of a `load` that want the same shard read it once between them and pass it on: "always",
-            "never", or "auto", which does so where storage is remote.
+        exchange: whether of ranks of a `load` that want the same shard one reads it and sends it to the others:
+            "always", "never", or "auto", which does so if storage is remote.
         allow_pickle: whether pickled values may be unpickled, which can run any code.
         types: enum, dataclass and namedtuple classes that stored records become instances of; in the common state that
             `load` returns, the namedtuple classes in the target count too.
-        object_rules: what becomes of arrays of objects that are stored in another shape than the target of `load` has,
-            by patterns of keys (``*`` matches one part between dots, ``**`` for any number); the first that fits a
+        object_rules: how arrays of objects are converted that are stored in another shape than the target of `load`
+            has, by patterns of keys (``*`` matches one part between dots, ``**`` any number); the first that matches a
             key counts. Without a rule, another shape is an error.
         progress: called with the bytes that were read since the last call, by one thread at a time.
         report: called once, at the end of a `load`, with what this rank read.
@@ -74,11 +74,11 @@ class Checkpoint:
 
     Attributes:
         storage: the folder that it is in.
-        fields: what metadata.json says.
-        world: who reads it together.
+        fields: of metadata.json.
+        world: the ranks that read it together.
         options: how it is read.
-        memo: what strategies remember of it, such as the parsed index.
-        stamp: by which it is known that another one took its place.
+        memo: what strategies keep of it, such as the parsed index.
+        stamp: with which a checkpoint that took its place is noticed.
         traits: of the formats that it is in, together.
     """
 
@@ -97,8 +97,8 @@ class SaveOptions:
 
     Attributes:
         snapshot: whether a request holds copies of the shards' tensors. Without, as for functional training steps,
-            they are written where they lie, and mustn't change until the request is done; objects and the common
-            state are taken as they are now all the same.
+            they are written from their own memory, and mustn't change until the request is done; objects and the
+            common state are copied in any case.
         durable: whether everything is on the medium before the checkpoint counts. Without, a power failure soon
             after the save can leave a checkpoint whose files are incomplete; a crash of the process can't.
         allow_pickle: whether values that the format can't hold are pickled; loading them then needs it too.
@@ -111,9 +111,9 @@ class SaveOptions:
             changed. Without, a save is a little faster, and such checkpoints are taken on trust. The common state, the
             index and what a format's own files carry are hashed all the same.
         check_replicas: whether replicas of tensors that are cut alike are compared, by `fingerprint`, before anything
-            is written: a spec that forgets a cut makes every rank call its own part the whole. Each rank then looks at
+            is written: a spec that forgets a cut makes every rank call its own part the whole. Each rank then reads
             all that it shares with another one. Objects aren't compared.
-        threads: how many write at a time, in formats that write so; None for as many as torch has, up to a few.
+        threads: how many write at a time, in formats that can; None for as many as torch has, up to a few.
 
     Examples:
         >>> SaveOptions(durable=False).checksums
@@ -133,11 +133,11 @@ class SaveOptions:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Replaced:
-    """A checkpoint whose folder is exchanged, in the end, for the one that a save goes to.
+    """A checkpoint whose folder is exchanged, in the end, for the one that a save writes.
 
     Attributes:
         storage: the folder, of the old files before and of the new ones after.
-        sibling: the folder beside it.
+        sibling: the folder beside it, which is written.
         stamp: of the old checkpoint.
     """
 
@@ -151,14 +151,14 @@ class PendingSave:
     """A checkpoint that is being written.
 
     Attributes:
-        storage: the folder that it goes to.
+        storage: the folder that is written.
         save_id: the name of this save, and of the folder inside `storage` that is this save's alone.
-        world: who writes it together.
+        world: the ranks that write it together.
         before: metadata.json as it was when the save began, None if there was none.
         options: how it is written.
-        layout: all ranks' shards, None where they didn't tell each other.
-        memo: what the strategies of one save remember on their rank until the commit.
-        replaced: the checkpoint whose place the folder takes in the end; None where it has its place.
+        layout: all ranks' shards, None if the ranks didn't exchange them.
+        memo: what the strategies of one save keep on their rank until the commit.
+        replaced: the checkpoint whose place the folder takes in the end; None if the folder has its place already.
     """
 
     storage: Storage
@@ -175,19 +175,21 @@ class PendingSave:
 class AsyncRequest(Generic[T]):
     """A save that is prepared and not yet done: a value until `execute_sync` or an `AsyncCallsQueue` runs it.
 
-    It never changes, so a queue runs exactly what it was given: a finalizer that is added later is in another request.
+    It is immutable, so a queue runs exactly what was scheduled: a finalizer that is added later is in another request.
+    Megatron-Core's has functions that write and functions that finalise. Whether the checkpoint counts is decided from
+    all ranks' results, which a finaliser doesn't have: hence `commit`.
 
     Attributes:
-        world: who saves; used by the thread that commits alone.
+        world: the ranks that save; used only by the thread that commits.
         async_fn: writes this rank's files, without any collective; may run in another thread.
-        commit: given every rank's result, by rank, makes the checkpoint count, and returns what metadata.json says of
-            it; called on rank 0, without any collective.
-        finalize_fns: called on every rank after the commit, in order; if one fails, all ranks raise.
+        commit: called on rank 0 with every rank's result, by rank, without any collective: makes the checkpoint count,
+            and returns the fields of metadata.json.
+        finalize_fns: called on every rank after the commit, in order; if one fails, it is an error on all ranks.
         abandon: called on every rank that knows that writing or the commit failed; removes what was written. Never
             raises.
-        folder: where it is saved; None if the queue needn't know.
-        clean_up: called on every rank right after the commit; removes what isn't needed any more. What it raises is
-            raised on that rank alone, unless there are `finalize_fns`.
+        folder: where it is saved, None if unknown.
+        clean_up: called on every rank right after the commit; removes what isn't needed any more. Its error is raised
+            on that rank alone, unless there are `finalize_fns`.
     """
 
     world: World
@@ -203,9 +205,9 @@ class AsyncRequest(Generic[T]):
         return replace(self, finalize_fns=(*self.finalize_fns, fn))
 
     def execute_sync(self) -> Fields:
-        """Write, commit and finalize now, and return what metadata.json says; collective.
+        """Write, commit and finalize now, and return the fields of metadata.json; collective.
 
-        It may be tried again after a failure; once it has succeeded, a second call is refused.
+        After a failure it may be called again; once it has succeeded, a second call is refused.
 
         Raises:
             CheckpointingException: some rank failed; nothing was committed unless a finalizer is what failed.
@@ -213,10 +215,10 @@ class AsyncRequest(Generic[T]):
         return self.finish(self.async_fn)
 
     def finish(self, written: Callable[[], T]) -> Fields:
-        """Commit and finalize what was written, and return what metadata.json says; collective.
+        """Commit and finalize what was written, and return the fields of metadata.json; collective.
 
         Args:
-            written: gives what `async_fn` returned on this rank, or raises what it raised.
+            written: returns the result of `async_fn` on this rank, or raises its error.
 
         Raises:
             CheckpointingException: as `execute_sync`.
@@ -233,14 +235,15 @@ class AsyncRequest(Generic[T]):
             results = gather(self.world, "save: write", write)
             fields = on_rank_zero(self.world, "save: commit", partial(self.commit, results), steps=COMMIT_STEPS)
         except BaseException as error:
-            # Who was cut off after it wrote doesn't know whether rank 0 commits: then its files are the checkpoint's.
-            # A RemoteError, though a kind of WorldError, is what all have heard.
+            # A rank that lost contact after it wrote doesn't know whether rank 0 commits: its files may be the
+            # checkpoint's. A RemoteError is a kind of WorldError too, but then all ranks know of the failure.
             is_cut_off = type(error) is WorldError or not isinstance(error, CheckpointingException)
             if wrote and self.world.rank != 0 and is_cut_off:
                 error.add_note("save: rank 0 may have committed, so what this rank wrote stays")
             else:
                 self.abandon()
             raise
+        # No phase of its own: the checkpoint counts by now, so nobody waits while rank 0 removes what it replaced.
         if not self.finalize_fns:
             self.clean_up()
             return fields

@@ -1,8 +1,8 @@
 """The dispatch table: strategies are plain functions, keyed by (action, backend, version).
 
-What Megatron-Core's strategy classes say with attributes and compatibility checks, a row says by being there: a backend
-can do what it has a row for. A table is a value: pass ``strategies=default_strategies | {row: function}`` to one call,
-or register a row for the whole process.
+Megatron-Core's strategy classes have attributes and compatibility checks for what a backend can do; here it can do what
+it has a row for. A table is a value: pass ``strategies=default_strategies | {row: function}`` to one call, or register
+a row for the whole process.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def register_default_strategy(
         action: what the function does; its signature is the protocol of that action in `shardtree.strategies`.
         backend: the format's name.
         version: the format's version.
-        strategy: the function; None where this is used as a decorator.
+        strategy: the function; None if this is used as a decorator.
         override: replace a row that is taken.
 
     Raises:
@@ -126,7 +126,7 @@ def find_strategy(
         True
     """
     row = (action, backend, version)
-    # A table may lack a row on purpose, so what it lacks comes from installed packages or not at all.
+    # Never from the process's table: the caller's may lack a row on purpose.
     return table_of(strategies).get(row) or _rows_of_packages().get(row)
 
 
@@ -155,7 +155,7 @@ def deciding_files(strategies: Strategies | None = None) -> tuple[str, ...]:
 
 
 def table_of(strategies: Strategies | None) -> Strategies:
-    """Return the dispatch table that an argument means: the process's if it is None.
+    """Return the dispatch table of an argument: the process's for None.
 
     Raises:
         StrategyError: it isn't a table.
@@ -172,7 +172,7 @@ def table_of(strategies: Strategies | None) -> Strategies:
 
 @cache
 def _rows_of_packages() -> Strategies:
-    """Return the rows that installed packages bring: each entry point registers its own while it is imported."""
+    """Return the rows of installed packages: each entry point registers its own while it is imported."""
     before = set(_rows)
     for entry_point in entry_points(group=ENTRY_POINT_GROUP):
         try:

@@ -1,4 +1,4 @@
-"""The common state as Megatron-Core stores it: in ``common.pt``, which torch.save writes, without its shards."""
+"""The common state as Megatron-Core stores it: ``common.pt``, an archive of torch.save, without the shards."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from ._manifest import check_listed
 from ._metadata import was_replaced
 from ._values import Checkpoint, Fields, LoadOptions, PendingSave
 
-# Holes in lists and tuples: what is stored in their place, and the record that says where they were.
+# Holes in lists and tuples: empty dicts are stored in their place, and a record lists where they were
 
 _HOLES = ".shardtree_holes"
-"""The archive's record that says where in lists and tuples shards were."""
+"""The archive's record of the places in lists and tuples where shards were; other readers pass it over."""
 
 
 def filled(common: Any) -> tuple[Any, list[TreePath]]:
-    """Return a common tree without holes, and the paths where an empty dict takes the place of one.
+    """Return a common tree without holes, and the paths at which an empty dict replaces one.
 
     Examples:
         >>> filled({"w": HOLE, "groups": [HOLE, {"lr": 0.1}]})
@@ -49,12 +49,12 @@ def with_holes(tree: Any, paths: Sequence[TreePath], what: str) -> Any:
     """Return the tree with holes at these paths; lists and dicts are changed in place.
 
     Args:
-        tree: just read, and nobody else's.
+        tree: just read, so that nobody else holds it.
         paths: as `filled` returned them.
         what: the file, for messages.
 
     Raises:
-        CorruptCheckpoint: there is nothing at a path where a hole should be.
+        CorruptCheckpoint: there is no empty dict at one of the paths.
 
     Examples:
         >>> with_holes({"groups": ({}, 1)}, [("groups", 0)], "example")
@@ -82,7 +82,7 @@ def _put(tree: Any, path: TreePath) -> Any:
 
 
 def encode_with_holes(tree: Any, *, allow_pickle: bool) -> bytes:
-    """Return torch.save's archive of a tree, with a record beside it of where holes stood in lists and tuples.
+    """Return torch.save's archive of a tree, with a record of the holes in lists and tuples.
 
     Raises:
         UnsupportedValue: a value would have to be pickled, and `allow_pickle` isn't given.
@@ -121,7 +121,7 @@ def decode_holes(data: bytes, what: str) -> list[TreePath]:
     """
     paths = read_pickle(data, {}, what=f"{what}: its record of shards")
     if type(paths) is not list or any(type(path) is not tuple or len(path) > 200 for path in paths):
-        raise CorruptCheckpoint(error_text(f"{what}: its record of shards isn't one"))
+        raise CorruptCheckpoint(error_text(f"{what}: its record of shards isn't a list of paths"))
     return paths
 
 
@@ -131,16 +131,14 @@ COMMON_FILE = "common.pt"
 
 
 def save_common(pending: PendingSave, common: Any) -> Fields:
-    """Write the common tree, and return the format that it is in.
-
-    Where a dict had a shard the key is left out, as Megatron-Core does. It leaves shards out of lists too, and then
-    what follows has another position; here an empty dict stands in the shard's place, which Megatron-Core's `load`
-    joins with a dict of shards, and refuses to join with anything else. A record beside torch's own says which of them
-    were shards.
+    """Write the common tree, and return the fields of metadata.json that name its format.
 
     Raises:
         UnsupportedValue: a value would have to be pickled, and `allow_pickle` isn't given.
     """
+    # A dict's key is left out where a shard was, as in Megatron-Core. It leaves shards out of lists too, and what
+    # follows gets another position: here an empty dict keeps the place. Megatron-Core's `load` joins that with a dict
+    # of shards, and refuses to join it with anything else.
     data = encode_with_holes(common, allow_pickle=pending.options.allow_pickle)
     pending.storage.write(COMMON_FILE, [memoryview(data)], durable=pending.options.durable)
     return {"common_backend": BACKEND, "common_backend_version": VERSION}
@@ -164,7 +162,7 @@ def verify_common(checkpoint: Checkpoint) -> tuple[Finding, ...]:
     except CorruptCheckpoint as error:
         return (Damage(COMMON_FILE, str(error)),)
     except (UnsafeFile, UnsupportedValue):
-        pass  # sound, as far as its checksums go; what it holds isn't the question
+        pass  # its checksums are right; whether we can read its values isn't the question here
     data, _ = _read(checkpoint)
     checkpoint.options.progress(data.nbytes)
     return archive_unchecked(COMMON_FILE, data)

@@ -1,4 +1,4 @@
-"""From shards and where they lie to an index: how every format's metadata becomes the columns that loads plan on."""
+"""Building an index from shards and their places: any format's metadata becomes columns on which loads are planned."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def build_index(
     """Return the index of stored shards and objects.
 
     Args:
-        columns: the shards, in any order; who holds them doesn't matter.
+        columns: the shards, in any order; their ranks don't matter.
         file: the number of each one's file, int64 (shards,).
         byte: where each begins in its file, int64 (shards,).
-        files: the files, with their block hashes where there are any.
+        files: the files, with their block hashes if they have any.
         objects: the objects, in any order.
 
     Examples:
@@ -42,6 +42,7 @@ def build_index(
         >>> index.chunk_byte.tolist(), index.chunk_length.tolist()
         ([64], [24])
     """
+    # Sorted by key, so that a tensor's chunks are neighbours: they are found by bisection.
     order = np.lexsort((columns.start, *columns.offset.T[::-1], columns.key))
     key = columns.key[order]
     key_text, key_start = text_columns(columns.keys)
@@ -90,13 +91,13 @@ def _int64(values: Sequence[int]) -> Column:
     return np.array(values, dtype=np.int64)
 
 
-# An index without some of its tensors and objects, and without the files that nothing needs then.
+# Removing tensors and objects from an index, and the files that become unused
 
 Rows = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
 
 def without_prefix(index: Index, key_prefix: str) -> Index:
-    """Return the index without the tensors, objects and files that a prefix takes away; itself if that is nothing."""
+    """Return the index without the tensors and objects of a key prefix, and their files; itself if there are none."""
     keys = texts(index.key_text, index.key_start)
     objects = texts(index.object_text, index.object_start)
     keep_key = np.array([not key.startswith(key_prefix) for key in keys], dtype=np.bool_)

@@ -1,4 +1,7 @@
-"""The global index in columns: which tensor, which box, which file, which byte; its texts, and what its rows say."""
+"""The global index in columns: which tensor, which box, which file, which byte; its texts, and lookups in its rows.
+
+Columns, since a checkpoint may have a million chunks: they stay in the mapped file, and nothing is made for each row.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,6 @@ from ...layouts import TensorKind
 from ...mapping import ShardedTensor, whole_tensors
 from ...plans import StoredChunks
 from ...storage import Hashes, StoredFile
-
-# The global index in columns: which tensor, which box, which file, which byte.
 
 Bytes = NDArray[np.uint8]
 
@@ -55,7 +56,7 @@ class Index:
         file_length: in bytes, int64 (files,).
         file_block: number of each file's first block hash, int64 (files + 1,).
         block_hash: XXH3-64 of each block, file by file, uint64 (blocks,).
-        x_fingerprint: of each tensor, uint64 (keys,); None where the save was asked for none.
+        x_fingerprint: of each tensor, uint64 (keys,); None if the save stored none.
     """
 
     key_text: Bytes
@@ -91,7 +92,7 @@ OPTIONAL_COLUMNS = ("x_fingerprint",)
 COLUMNS = tuple(field.name for field in fields(Index) if field.name not in OPTIONAL_COLUMNS)
 
 
-# Texts as one utf-8 column and where each starts: made, read and looked up.
+# Texts as one utf-8 column, with where each starts
 
 
 def text_columns(texts: Sequence[str]) -> tuple[Bytes, Column]:
@@ -126,7 +127,7 @@ def texts(text: Bytes, start: Column) -> list[str]:
         ['ab', 'c']
     """
     joined, places = text.tobytes(), start.tolist()
-    if joined.isascii():
+    if joined.isascii():  # one decode for all: characters are bytes then
         whole = joined.decode("ascii")
         return [whole[begin:end] for begin, end in pairwise(places)]
     return [joined[begin:end].decode("utf-8") for begin, end in pairwise(places)]
@@ -162,14 +163,15 @@ def _bisect(text: Bytes, start: Column, name: bytes) -> int:
     return low if found else -1
 
 
-# What the rows of an index say of a tensor, its chunks and its files.
+# Lookups in the rows of an index: a tensor, its chunks and its files
 
 _AT_ONCE = 64
-"""So few that a loop which lets go of shards never wakes the garbage collector, so many that a call for all pays."""
+"""So few that a loop which drops the shards as it goes doesn't trigger the garbage collector, so many that one call for
+all of them pays."""
 
 
 def item_sizes(index: Index) -> Column:
-    """Return how many bytes an element of each of an index's dtypes has, -1 where this torch can't read it."""
+    """Return how many bytes an element of each of an index's dtypes has, -1 if this torch can't read it."""
     return np.array([_item_size(name) for name in texts(index.dtype_text, index.dtype_start)], dtype=np.int64)
 
 
@@ -192,7 +194,7 @@ def _readable(name: str) -> torch.dtype:
 
 
 def kind_at(index: Index, number: int) -> TensorKind:
-    """Return what all shards of a stored tensor agree on.
+    """Return the kind of a stored tensor.
 
     Raises:
         UnsupportedValue: this torch lacks the tensor's dtype; others can be read.
@@ -208,7 +210,7 @@ def kind_at(index: Index, number: int) -> TensorKind:
 
 
 def kinds_at(index: Index, numbers: Sequence[int]) -> list[TensorKind]:
-    """Return what all shards of each of some stored tensors agree on.
+    """Return the kinds of several stored tensors.
 
     Raises:
         UnsupportedValue: as `kind_at`.
@@ -225,12 +227,12 @@ def kinds_at(index: Index, numbers: Sequence[int]) -> list[TensorKind]:
 
 
 def stored_alike(index: Index, numbers: Column, kinds: Sequence[TensorKind]) -> bool:
-    """Return whether some tensors are stored in certain global shapes and dtypes: a look at columns.
+    """Return whether tensors are stored in the given global shapes and dtypes, by comparing columns.
 
     Args:
         index: the checkpoint's index.
         numbers: the tensors' numbers in the index, -1 for one that isn't there, int64 (tensors,).
-        kinds: what each is to be; prepended axes don't count.
+        kinds: the expected kind of each; prepended axes aren't compared.
     """
     if (numbers < 0).any():
         return False
@@ -248,7 +250,7 @@ def stored_alike(index: Index, numbers: Column, kinds: Sequence[TensorKind]) -> 
 
 
 def chunks_of(index: Index, numbers: Column) -> StoredChunks:
-    """Return the stored chunks of some tensors.
+    """Return the stored chunks of the given tensors.
 
     Args:
         index: the checkpoint's index.
@@ -257,7 +259,7 @@ def chunks_of(index: Index, numbers: Column) -> StoredChunks:
     first = np.searchsorted(index.chunk_key, numbers, side="left")
     count = np.searchsorted(index.chunk_key, numbers, side="right") - first
     rows = _rows_of(first, count)
-    # Most loads ask for all: then the index's own column says it.
+    # Most loads ask for all tensors: then the index's own column is the result, without a copy.
     all_of_them = isinstance(rows, slice) and (numbers == np.arange(numbers.size)).all()
     return StoredChunks(
         key=index.chunk_key[rows] if all_of_them else np.repeat(np.arange(numbers.size), count),
@@ -271,7 +273,7 @@ def chunks_of(index: Index, numbers: Column) -> StoredChunks:
 
 
 def _rows_of(first: Column, count: Column) -> Column | slice:
-    """Return the rows of stretches, one after the other; a slice where they lie so, which copies nothing."""
+    """Return the rows of several ranges; a slice if they are adjacent, since indexing by a slice copies nothing."""
     if first.size and (first[1:] == first[:-1] + count[:-1]).all():
         return slice(int(first[0]), int(first[-1] + count[-1]))
     return np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count) + np.repeat(first, count)
@@ -311,7 +313,7 @@ def whole_shards(index: Index) -> Iterator[ShardedTensor]:
 def _shapes(index: Index, rows: Column) -> list[tuple[int, ...]]:
     """Return the global shape of each of some tensors."""
     axes = index.key_shape.shape[1]
-    # By columns: a list for each row would keep the garbage collector busy.
+    # Converted column by column: a list for each row would keep the garbage collector busy.
     shapes = list(zip(*index.key_shape[rows].T.tolist(), strict=True))
     skipped = (axes - index.key_axes[rows]).tolist()
     return [shape[skip:] for shape, skip in zip(shapes, skipped, strict=True)] if any(skipped) else shapes

@@ -1,4 +1,4 @@
-"""Files checked against the hashes of their blocks, many blocks at a time."""
+"""Checking files against the hashes of their blocks, many blocks at a time."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from .._findings import Damage, Finding, Region, Unchecked
 from .._values import Checkpoint
 from ._columns import Index, file_at, item_sizes, text_at
 
-# What lies in a stretch of a file: which tensors and objects, and which of their elements.
+# The tensors, objects and elements in a byte range of a file
 
 _MOST_REGIONS = 10_000
-"""Where more chunks than this lie in one stretch, as in a file that isn't there, keys alone are named."""
+"""If more chunks lie in one range, say in a file that isn't there, only keys are named."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FileRows:
-    """The rows of one group of an index that have bytes in one file, in the order of these.
+    """The rows of one group of an index that have bytes in one file, in the order of their bytes.
 
     Attributes:
         row: numbers in the index, int64 (rows,).
@@ -38,7 +38,8 @@ class FileRows:
     furthest: Column
 
     def between(self, begin: int, end: int) -> Column:
-        """Return the numbers of those that have bytes in a stretch, int64 (rows,)."""
+        """Return the numbers of those that have bytes in a range, int64 (rows,)."""
+        # By `furthest`, which ascends even where rows overlap in a damaged index; `end` need not.
         first = np.searchsorted(self.furthest, begin, side="right")
         last = np.searchsorted(self.begin, end, side="left")
         rows: Column = self.row[first:last][self.end[first:last] > begin]
@@ -47,7 +48,7 @@ class FileRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FileContents:
-    """What one file of an index holds.
+    """The contents of one file of an index.
 
     Attributes:
         chunks: of tensors.
@@ -59,7 +60,7 @@ class FileContents:
 
     @property
     def begin(self) -> int | None:
-        """The first byte that is a tensor's or an object's, None where there is none."""
+        """The first byte that is a tensor's or an object's, None if there is none."""
         return min((int(rows.begin[0]) for rows in (self.chunks, self.objects) if rows.row.size), default=None)
 
     @property
@@ -69,7 +70,7 @@ class FileContents:
 
 
 def file_contents(index: Index, number: int) -> FileContents:
-    """Return what lies where in one of an index's files."""
+    """Return the contents of one of an index's files."""
     return FileContents(_file_rows(index, "chunk", number), _file_rows(index, "object", number))
 
 
@@ -82,7 +83,7 @@ def _file_rows(index: Index, group: str, number: int) -> FileRows:
 
 
 def keys_between(index: Index, contents: FileContents, begin: int, end: int) -> tuple[str, ...]:
-    """Return the keys of tensors, and unique keys of objects, that have bytes in a stretch of a file."""
+    """Return the keys of tensors, and unique keys of objects, that have bytes in a range of a file."""
     numbers = np.unique(index.chunk_key[contents.chunks.between(begin, end)]).tolist()
     objects = np.sort(contents.objects.between(begin, end)).tolist()
     keys = [text_at(index.key_text, index.key_start, number) for number in numbers]
@@ -90,7 +91,7 @@ def keys_between(index: Index, contents: FileContents, begin: int, end: int) -> 
 
 
 def regions_between(index: Index, contents: FileContents, begin: int, end: int) -> tuple[Region, ...]:
-    """Return the part of each chunk that lies in a stretch of a file; nothing where these are too many to name."""
+    """Return the part of each chunk that lies in a byte range of a file; () if these are too many to name."""
     rows = contents.chunks.between(begin, end).tolist()
     return tuple(_region(index, row, begin, end) for row in rows) if len(rows) <= _MOST_REGIONS else ()
 
@@ -101,7 +102,7 @@ def _region(index: Index, row: int, begin: int, end: int) -> Region:
     offset, shape = (getattr(index, f"chunk_{name}")[row, first_axis:].tolist() for name in ("offset", "shape"))
     key = text_at(index.key_text, index.key_start, number)
     item = int(item_sizes(index)[index.key_dtype[number]])
-    if item < 0:
+    if item < 0:  # a dtype that this torch lacks: the whole chunk
         return Region(key, tuple(offset), _moved(offset, tuple(shape)))
     first = (max(begin, byte) - byte) // item
     last = -(-(min(end, byte + int(index.chunk_length[row])) - byte) // item) - 1
@@ -118,10 +119,10 @@ def _moved(offset: list[int], place: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def bounding_box(shape: tuple[int, ...], first: int, last: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the smallest box that holds a range of a row-major flattened box: its first indices and one past its last.
+    """Return the smallest box around a range of a row-major flattened box: its first indices and one past its last.
 
-    Up to the axis along which the two ends differ it is one element wide, and whole after that one: a range that goes
-    on from one row to the next takes the end of the one and the beginning of the other.
+    Before the axis on which the two ends differ it is one element wide, and after that axis it is whole: a range that
+    continues in the next row has the end of one row and the beginning of the other.
 
     Args:
         shape: the flattened box's.
@@ -147,7 +148,7 @@ _PIECE_BYTES = 32 * _STEP_BYTES
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Piece:
-    """A part of a file that one thread takes; its first block is the file's `first`."""
+    """A part of a file that one thread checks; its first block is the file's `first`."""
 
     file: StoredFile
     first: int
@@ -157,7 +158,7 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Checked:
-    """What was found in a piece: the numbers of blocks with another hash, or why it can't be read."""
+    """The result of a piece: the numbers of blocks with another hash, or why it can't be read."""
 
     piece: _Piece
     blocks: Sequence[int] = ()
@@ -166,7 +167,7 @@ class _Checked:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Describer:
-    """Says what is damaged in stretches of an index's files; looks up what a file holds once."""
+    """Describes damage in byte ranges of an index's files; each file's contents are looked up once."""
 
     index: Index
     contents: dict[int, FileContents] = field(default_factory=dict)
@@ -182,7 +183,7 @@ class _Describer:
         return Damage(name, what, begin, end, keys, regions)
 
     def block_damage(self, number: int, begin: int, end: int) -> Damage:
-        """Return the damage of one block, which may hold a header or padding too."""
+        """Return the damage of one block, which may contain a header or padding too."""
         found = self.damage(number, "the hash of a block differs", begin, end)
         contents = self.contents[number]
         first = end if contents.begin is None else contents.begin
@@ -192,13 +193,13 @@ class _Describer:
 
 
 def files_damage(checkpoint: Checkpoint, index: Index) -> Iterator[Finding]:
-    """Yield what is wrong with an index's files: their lengths, or blocks whose hashes differ; and those without any.
+    """Yield the findings of an index's files: wrong lengths, blocks whose hashes differ, and files without hashes.
 
-    As many threads as the options say read, each a part of a file at a time.
+    Several threads read, as many as in the options, each a part of a file at a time.
 
     Args:
         checkpoint: where the files are.
-        index: what describes them.
+        index: describes them.
     """
     describer = _Describer(index)
     pieces: list[_Piece] = []

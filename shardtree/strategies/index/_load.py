@@ -1,4 +1,4 @@
-"""Loading by an index: only the bytes that are needed, straight into the targets' memory; and what that would cost."""
+"""Loading by an index: only the bytes that are needed, straight into the targets' memory; and the cost of that."""
 
 from __future__ import annotations
 
@@ -35,10 +35,11 @@ from .._metadata import check_lengths, missing_file
 from .._values import Checkpoint
 from ._columns import Index, chunks_of, file_at, find_texts, kind_at, kinds_at, stored_alike, text_at, texts
 
-# One box that is one run of one stored chunk, such as a few rows of a large tensor: found and read without a plan.
+# A box that is one run of one stored chunk, such as a few rows of a large tensor: found and read without a plan, which
+# would take longer than the read
 
 MOST_BYTES = 4 * 1024 * 1024
-"""A longer run is left to several threads."""
+"""A longer run is read by several threads."""
 
 
 class Run(NamedTuple):
@@ -56,7 +57,7 @@ class Run(NamedTuple):
 
 
 def single_run(index: Index, shard: ShardedTensor) -> Run | None:
-    """Return where a requested box lies, if that is one run of one chunk and nothing is wrong with it, else None.
+    """Return where a requested box lies if it is one run of one chunk and fits what is stored, else None.
 
     Args:
         index: what is stored.
@@ -85,7 +86,7 @@ def single_run(index: Index, shard: ShardedTensor) -> Run | None:
 
 
 def _only_chunk(index: Index, number: int, offset: tuple[int, ...], box: tuple[int, ...]) -> int | None:
-    """Return the one chunk of a tensor that has anything of a box, None where there are more, or none."""
+    """Return the one chunk of a tensor that has elements of a box, None if several have, or none."""
     first, last = index.chunk_key.searchsorted((number, number + 1)).tolist()
     if last - first == 1:
         return int(first)
@@ -97,7 +98,7 @@ def _only_chunk(index: Index, number: int, offset: tuple[int, ...], box: tuple[i
 
 
 def _is_run(begin: list[int], box: tuple[int, ...], shape: list[int]) -> bool:
-    """Return whether a box with elements lies inside of a row-major box, its elements one after the other."""
+    """Return whether a box with elements lies inside a row-major box with its elements adjacent."""
     inside = all(at >= 0 and at + size <= whole for at, size, whole in zip(begin, box, shape, strict=True))
     cut = max((axis for axis in range(len(box)) if box[axis] != shape[axis]), default=0)
     return inside and all(size == 1 for size in box[:cut]) and 0 not in box
@@ -111,7 +112,7 @@ def run_plan(run: Run) -> LoadPlan:
 
 
 def read_run(checkpoint: Checkpoint, index: Index, run: Run, memory: Buffer) -> ReadReport:
-    """Read a run into memory by one call; nothing is checked but that the file is as long as it was.
+    """Read a run into memory by one call; only the file's length is checked.
 
     Raises:
         CorruptCheckpoint: it isn't.
@@ -123,20 +124,21 @@ def read_run(checkpoint: Checkpoint, index: Index, run: Run, memory: Buffer) -> 
                 raise missing_file(checkpoint, name, length)
             reader.read_into(run.byte, [memory])
     except StorageError:
-        check_lengths(checkpoint, [StoredFile(name, length)])  # that it isn't there is damage, or another save's doing
+        # A file that is gone is damage, or was replaced by another save, rather than a fault of the storage.
+        check_lengths(checkpoint, [StoredFile(name, length)])
         raise
     checkpoint.options.progress(run.length)
     blocks = (run.byte + run.length - 1) // BLOCK_BYTES - run.byte // BLOCK_BYTES + 1
     return ReadReport(run.length, 0, blocks, 1)
 
 
-# Loading by an index: only the bytes that are needed, straight into the targets' memory.
+# Loading through a plan
 
 
 def load_from_index(checkpoint: Checkpoint, index: Index, shards: Sequence[ShardedTensor]) -> ReadReport:
-    """Fill each shard's data, a contiguous tensor on the CPU or where copies are staged, and return what was read.
+    """Fill each shard's data, a contiguous tensor on the CPU or a device with staged copies; return what was read.
 
-    All that LOAD_SHARDED needs of a format whose chunks are row-major bytes in files.
+    This is LOAD_SHARDED of any format whose chunks are row-major bytes in files.
 
     Raises:
         KeyMismatch: the checkpoint lacks a key.
@@ -179,7 +181,7 @@ def plan_shards(index: Index, shards: Sequence[ShardedTensor], columns: ShardCol
 
 
 def _check_kinds(index: Index, numbers: Column, shards: Sequence[ShardedTensor], columns: ShardColumns) -> None:
-    """Raise with all that is asked for and not stored, or stored otherwise."""
+    """Raise with all tensors that are asked for and not stored, or stored in another shape or dtype."""
     known = _stored_kinds(index, numbers, columns)
     absent: tuple[Unexpected, ...] = ()
     if len(known) < len(columns.keys):
@@ -189,18 +191,18 @@ def _check_kinds(index: Index, numbers: Column, shards: Sequence[ShardedTensor],
 
 
 def _stored_kinds(index: Index, numbers: Column, columns: ShardColumns) -> dict[str, TensorKind]:
-    """Return what is stored of each key that is."""
+    """Return the kinds of those keys that are stored."""
     found = numbers.tolist()
     stored = [key for key, number in zip(columns.keys, found, strict=True) if number >= 0]
     return dict(zip(stored, kinds_at(index, [number for number in found if number >= 0]), strict=True))
 
 
 def read_planned(checkpoint: Checkpoint, index: Index, plan: LoadPlan, memories: Sequence[torch.Tensor]) -> ReadReport:
-    """Read what a plan says, once the files that it needs are known to be as long as the index says.
+    """Execute a plan, after checking that its files have the lengths in the index.
 
     Args:
         checkpoint: where the files are, and how they are read.
-        index: what the plan was made on.
+        index: on which the plan was made.
         plan: what to read.
         memories: for each requested shard its memory, a contiguous tensor, written in place.
     """
@@ -211,7 +213,7 @@ def read_planned(checkpoint: Checkpoint, index: Index, plan: LoadPlan, memories:
     return fetch(checkpoint.storage, files, plan, memories, verify=options.verify, progress=options.progress)
 
 
-# What a load by an index would come to: problems and bytes, from the index alone.
+# Explaining a load: problems and bytes, from the index alone
 
 _CONTRADICTION = "its stored chunks overlap; the checkpoint contradicts itself"
 
@@ -224,12 +226,12 @@ def explain_from_index(
     cast: bool,
     refused: Mapping[str, str],
 ) -> Prospect:
-    """Return what loading shards would come to: all that EXPLAIN needs of a format with an index.
+    """Return the problems and the cost of loading shards: EXPLAIN of any format with an index.
 
     Args:
         index: what is stored.
         shards: what is asked for.
-        cost: gives what reading a plan takes.
+        cost: returns the cost of a plan.
         cast: whether dtypes are converted.
         refused: why a tensor that isn't in the index can't be read, by its key.
     """
@@ -257,11 +259,11 @@ def _as_stored(shard: ShardedTensor, dtype: torch.dtype) -> ShardedTensor:
 
 
 def planned_cost(checkpoint: Checkpoint, index: Index, plan: LoadPlan) -> ReadCost:
-    """Return what reading a plan takes, once the files that it needs are known to be as long as the index says.
+    """Return the cost of a plan, after checking that its files have the lengths in the index.
 
     Args:
         checkpoint: where the files are, and how they are read.
-        index: what the plan was made on.
+        index: on which the plan was made.
         plan: what would be read.
 
     Raises:

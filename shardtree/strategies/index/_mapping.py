@@ -1,4 +1,4 @@
-"""What is in a checkpoint, as a mapping whose values are made when asked for."""
+"""The tensors and objects of a checkpoint, as a mapping whose values are made when asked for."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from ...layouts import TensorKind
 from ...mapping import ShardedObject, ShardedTensor
 from ._columns import Index, find_texts, kinds_at, texts, whole_shard, whole_shards
 
-# Views of a mapping that makes its values when asked for, many of them faster together than each by its key.
+# Views of such a mapping that make many values together, which is faster than each by its key
 
 Value = TypeVar("Value")
 
 
 class PairItems(ItemsView[str, Value]):
-    """What `items()` of such a mapping returns.
+    """The `items()` of such a mapping.
 
     Args:
         mapping: whose pairs they are.
@@ -35,7 +35,7 @@ class PairItems(ItemsView[str, Value]):
 
 
 class PairValues(ValuesView[Value]):
-    """What `values()` of such a mapping returns.
+    """The `values()` of such a mapping.
 
     Args:
         mapping: whose values they are.
@@ -54,7 +54,7 @@ class PairValues(ValuesView[Value]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class IndexMetadata(Mapping[str, ShardedTensor | ShardedObject]):
-    """Stored tensors by key and objects by unique key, whole and without data, so that a million open at once."""
+    """Stored tensors by key and objects by unique key, whole and without data; made when asked for."""
 
     index: Index
 
@@ -99,7 +99,7 @@ class IndexMetadata(Mapping[str, ShardedTensor | ShardedObject]):
         return chain(tensors, ((name, ShardedObject.empty_from_unique_key(name)) for name in names))
 
     def kinds(self, keys: Sequence[str]) -> dict[str, TensorKind]:
-        """Return what each tensor is, by key, of those that are stored."""
+        """Return the kind of each tensor, by key, of those that are stored."""
         numbers = find_texts(self.index.key_text, self.index.key_start, keys)
         stored = {key: number for key, number in zip(keys, numbers, strict=True) if number >= 0}
         return dict(zip(stored, kinds_at(self.index, list(stored.values())), strict=True))
@@ -113,7 +113,7 @@ class IndexMetadata(Mapping[str, ShardedTensor | ShardedObject]):
         return {_key_of(name) for name in texts(self.index.object_text, self.index.object_start)}
 
     def objects(self, keys: Collection[str]) -> list[ShardedObject]:
-        """Return all cells of the arrays of objects that have some keys."""
+        """Return all cells of the arrays of objects with the given keys."""
         names = texts(self.index.object_text, self.index.object_start)
         return [ShardedObject.empty_from_unique_key(name) for name in names if _key_of(name) in keys]
 
@@ -123,7 +123,7 @@ def _key_of(unique_key: str) -> str:
 
 
 def stored_fingerprints(metadata: object) -> dict[str, int]:
-    """Return the fingerprints that a checkpoint's metadata brings along, by key; none where the save stored none."""
+    """Return the fingerprints in a checkpoint's metadata, by key; {} if the save stored none."""
     if not isinstance(metadata, IndexMetadata) or metadata.index.x_fingerprint is None:
         return {}
     index = metadata.index

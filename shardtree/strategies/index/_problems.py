@@ -1,4 +1,4 @@
-"""Whether the columns of an index fit each other: nothing that a file says is planned on before that is known."""
+"""Checking an index: its columns come from a file and aren't used before it is known that they fit each other."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from ._columns import COLUMNS, Index, item_sizes, texts
 
 _MATRICES = {"key_shape", "chunk_offset", "chunk_shape"}
 _MOST_AXES = 256
-_MOST_BYTES = 2.0**62
+_MOST_BYTES = 2.0**62  # in all files together, so that sums of lengths stay within int64
 
 
 def index_problem(index: Index) -> str | None:
-    """Return what is wrong with an index, None if it can be planned on without a further check.
+    """Return what is wrong with an index, None if loads can be planned on it without further checks.
 
-    Whether hashes are there for all blocks is for the format to know.
+    Whether all blocks need hashes is checked by each format.
     """
+    # In this order: each check relies on what the ones before it have made sure of.
     tables = _kinds(index) or _lengths(index) or _texts(index) or _keys(index) or _files(index) or _places(index)
     return tables or _fingerprints(index)
 
@@ -66,10 +67,11 @@ def _texts(index: Index) -> str | None:
         if not start.size or start[0] != 0 or start[-1] != text.size or (np.diff(start) < 1).any():
             return f"the texts of {group!r} don't tile their column"
         names = texts(text, start)
-        # Keys are found by bisection, so each must stand once and in its place.
+        # Keys are found by bisection, which needs them sorted and each once.
         if group in ("key", "object") and any(map(ge, names, islice(names, 1, None))):
             return f"the texts of {group!r} aren't sorted, each once"
-    texts(index.dtype_text, index.dtype_start)  # raises where they are no text; what they name is a tensor's own matter
+    # Raises if they aren't text. An unknown dtype is an error of its own tensor alone: the others still load.
+    texts(index.dtype_text, index.dtype_start)
     return None
 
 
@@ -117,10 +119,9 @@ def _places(index: Index) -> str | None:
 
 
 def shared_bytes_problem(index: Index) -> str | None:
-    """Return what is wrong where a file's bytes belong to more than one chunk or object, or a file is there twice.
-
-    No save stores them so; and a small file must not become large tensors.
-    """
+    """Return what is wrong if bytes of a file belong to more than one chunk or object, or a file is listed twice."""
+    # No save writes that, and it guards against a small file that becomes gigabytes of tensors. Names are compared by
+    # their parts: "a//b" is the same file as "a/b".
     names = texts(index.file_text, index.file_start)
     if len({"/".join(PurePosixPath(name).parts) for name in names}) != len(names):
         return "a file is there twice"
@@ -133,7 +134,7 @@ def shared_bytes_problem(index: Index) -> str | None:
 
 
 def overlap(file_length: Column, file: Column, begin: Column, length: Column) -> bool:
-    """Return whether any of some stretches of files overlap; each lies in its file, int64 (stretches,) each.
+    """Return whether any byte ranges of files overlap; each lies in its file, int64 (ranges,) each.
 
     Examples:
         >>> ten, zero = np.array([10, 10]), np.array([0, 0])
@@ -143,7 +144,8 @@ def overlap(file_length: Column, file: Column, begin: Column, length: Column) ->
     base = np.cumsum(file_length) - file_length
     rows = np.flatnonzero(length)
     place = (base[file] + begin)[rows]
-    # Those that are apart begin and end by turns; two sorts of numbers take a fraction of one of rows.
+    # Disjoint ranges begin and end alternately, so starts and ends can be sorted apart: two sorts of plain numbers take
+    # a fraction of the time of one sort of rows.
     return bool((np.sort(place)[1:] < np.sort(place + length[rows])[:-1]).any())
 
 
