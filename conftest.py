@@ -2,8 +2,10 @@
 
 It stands in the root because the doctests in shardtree/ need it too.
 
-    SHARDTREE_PROFILE   ci (default): 30 examples, always the same; dev: 100, new ones each run; thorough: 2000;
+    SHARDTREE_PROFILE   ci (default): 30 examples, always the same; dev: 100, new ones each run; full: 300 (.ci/full);
+                        thorough: 2000;
                         mutation: 10, always the same, and the first failure ends it (docs/mutation.md).
+    SHARDTREE_FAULT_SEED  which points of the fault matrices are tried (0 by default; .ci/run draws one and prints it).
     SHARDTREE_BEARTYPE  1: every call in shardtree checks its types, before shardtree's own checks; 0 (default): none.
 """
 
@@ -38,6 +40,7 @@ torch.set_num_threads(1)
 _EVERYWHERE = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "print_blob": True}
 settings.register_profile("ci", max_examples=30, derandomize=True, database=None, **_EVERYWHERE)
 settings.register_profile("dev", max_examples=100, **_EVERYWHERE)
+settings.register_profile("full", max_examples=300, derandomize=True, database=None, **_EVERYWHERE)
 settings.register_profile("thorough", max_examples=2000, **_EVERYWHERE)
 settings.register_profile(
     "mutation",
@@ -51,6 +54,11 @@ settings.register_profile(
 settings.load_profile(os.environ.get("SHARDTREE_PROFILE", "ci"))
 
 import shardtree._later  # noqa: E402, F401  a doctest of one file is to find the same modules as all of them
+
+
+def pytest_report_header() -> str:
+    """Return what is needed to repeat a run."""
+    return f"fault matrices: sampled by SHARDTREE_FAULT_SEED={os.environ.get('SHARDTREE_FAULT_SEED', '0')}"
 
 
 @pytest.fixture(autouse=True)

@@ -16,8 +16,7 @@ import shardtree as st
 from shardtree.layouts import ShardColumns, TensorKind
 from shardtree.storage import BLOCK_BYTES, StoredFile, digest
 from shardtree.strategies import decode_metadata, encode_metadata
-from shardtree.strategies.index import build_index
-from shardtree.strategies.safetensors import encode_index
+from shardtree.strategies.index import build_index, encode_index
 
 from ._bars import Bar, Settings
 from ._turns import Seconds, in_turns, ratio

@@ -20,7 +20,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardtree as st
 from shardtree.world import one_process
-from tests.options import loading
 
 from ._bars import Bar, Settings
 from ._turns import Seconds, in_turns, ratio
@@ -158,8 +157,8 @@ def _load_dcp(folder: Path, sharded: DTensor) -> torch.Tensor:
 def _load(folder: Path, target: torch.Tensor, number: int, verify: st.Verify) -> torch.Tensor:
     shard = st.ShardedTensor.from_rank_offsets("w", target, (0, number, PARTS))
     # The other ranks' rows are nobody's here, so that shards don't tile the tensor.
-    options = {"donate": True, "verify": verify, "validate_access_integrity": False, "world": one_process()}
-    loaded: torch.Tensor = st.load({"w": shard}, folder, **loading(**options))["w"]
+    keywords = {"donate": True, "validate_access_integrity": False, "world": one_process()}
+    loaded: torch.Tensor = st.load({"w": shard}, folder, options=st.LoadOptions(verify=verify), **keywords)["w"]
     return loaded
 
 

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 import shardtree as st
-from tests.options import converting
 
 from ._bars import Bar, Settings, print_bars, run
 from ._peak import Action, peak
@@ -189,7 +188,7 @@ def _convert(
     options: dict[str, Any] = {} if most is None else {"max_bytes_in_flight": most}
 
     def action() -> int:
-        st.convert(source, destination, backend=other, **converting(durable=False, **options))
+        st.convert(source, destination, backend=other, save_options=st.SaveOptions(durable=False), **options)
         return 0
 
     return action

@@ -31,7 +31,7 @@ from shardtree.layouts import (
     shard_columns,
 )
 from shardtree.plans import level_writes
-from shardtree.strategies.safetensors._write import Written
+from shardtree.strategies.index import RankFiles
 
 from ._bars import Bar, Settings
 from .planning_chunks import peak_bytes
@@ -134,4 +134,4 @@ def _commit(layout: ShardColumns, written: Any, rank: int) -> bytes:
     held = _own(select_rows(layout, written[layout.rank[written] == rank]))
     none = np.zeros(len(held), dtype=np.int64)
     name = f"save-0123456789abcdef/{rank:05}-of-{layout.rank.max() + 1:05}.safetensors"
-    return pickle.dumps(Written((name,), (1,), (None,), held, none, none, ()))
+    return pickle.dumps(RankFiles((name,), (1,), (None,), held, none, none, ()))

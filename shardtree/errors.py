@@ -1,7 +1,7 @@
-"""Every error that shardtree raises, and the one form in which errors are written.
+"""Every error that shardtree raises, and the form of their texts.
 
-An error says what was being done, on what, what was found, what was expected and what to do. Trees are named by
-the Python that reaches the leaf: ``tree['model']['layers'][3]``.
+An error says what was being done, on what, what was found, what was expected and what to do. A place in a tree is
+written as the Python expression that reaches it: ``tree['model']['layers'][3]``.
 """
 
 from __future__ import annotations
@@ -10,10 +10,42 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby, islice
 from typing import Any
 
+__all__ = [
+    "AlreadyACheckpoint",
+    "CheckpointReplaced",
+    "CheckpointingException",
+    "CorruptCheckpoint",
+    "IntegrityError",
+    "KeyMismatch",
+    "MetadataError",
+    "NotACheckpoint",
+    "RemoteAlreadyACheckpoint",
+    "RemoteCheckpointReplaced",
+    "RemoteCorruptCheckpoint",
+    "RemoteError",
+    "RemoteIntegrityError",
+    "RemoteKeyMismatch",
+    "RemoteMetadataError",
+    "RemoteNotACheckpoint",
+    "RemoteShapeError",
+    "RemoteStorageError",
+    "RemoteStrategyError",
+    "RemoteTreeError",
+    "RemoteUnsafeFile",
+    "RemoteUnsupportedValue",
+    "ShapeError",
+    "StorageError",
+    "StrategyError",
+    "TreeError",
+    "UnsafeFile",
+    "UnsupportedValue",
+    "WorldError",
+]
+
 TreePath = tuple[Any, ...]
 
 _SHOWN = 10
-_LONGEST = 4000  # characters of a line: a name from a file may be as long as the file
+_LONGEST = 4000  # characters of a line: a guard, since a name from a file may be as long as the file
 
 
 class CheckpointingException(Exception):
@@ -25,26 +57,26 @@ class MetadataError(CheckpointingException, ValueError):
 
 
 class ShapeError(CheckpointingException, ValueError):
-    """A shape, offset or dtype doesn't fit the place that it was put in."""
+    """A shape, offset or dtype doesn't fit its place."""
 
 
 class TreeError(CheckpointingException, ValueError):
-    """Two trees don't fit together, or a tree map met what it can't hold."""
+    """Two trees don't fit together, or a tree has something that it can't contain."""
 
 
 class KeyMismatch(CheckpointingException, KeyError):
-    """A key was asked for that isn't there.
+    """A key was requested that doesn't exist.
 
     Attributes:
-        missing: all keys that are stored and asked for by no rank, sorted, where a strict mode of `load` raises them.
-        unexpected: all keys that are asked for of `load` and not stored, sorted; where no strict mode looks beforehand,
-            of objects the unique keys.
+        missing: all keys that are stored and requested by no rank, sorted, where a strict mode of `load` raises them.
+        unexpected: all keys that `load` was asked for and that aren't stored, sorted; unless a strict mode found them,
+            unique keys of objects.
     """
 
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
 
-    # KeyError shows repr(args[0]), which would put a whole message on one line in quotes.
+    # KeyError shows repr(args[0]), which would quote the message and put it on one line.
     __str__ = Exception.__str__
 
 
@@ -73,7 +105,7 @@ class AlreadyACheckpoint(CheckpointingException, FileExistsError):
 
 
 class CorruptCheckpoint(CheckpointingException, ValueError):
-    """Bytes on storage aren't what the checkpoint says that they are."""
+    """Stored bytes aren't what the checkpoint's metadata says."""
 
 
 class CheckpointReplaced(CheckpointingException):
@@ -81,7 +113,7 @@ class CheckpointReplaced(CheckpointingException):
 
 
 class StorageError(CheckpointingException, OSError):
-    """Storage refused or broke off a read or a write."""
+    """Storage refused or aborted a read or a write."""
 
 
 class WorldError(CheckpointingException, RuntimeError):
@@ -92,7 +124,7 @@ class RemoteError(WorldError):
     """Something failed on some rank, so that no rank goes on.
 
     Where all failing ranks' errors share a class of this module below `CheckpointingException`, every rank raises that
-    class's twin (`RemoteNotACheckpoint` for `NotACheckpoint`), so that one ``except`` serves one rank and a thousand.
+    class's twin (`RemoteNotACheckpoint` for `NotACheckpoint`), so that one ``except`` works for one rank and for many.
     A twin also has the attributes of the lowest failing rank's error, as far as they can be pickled.
 
     Attributes:
@@ -100,7 +132,7 @@ class RemoteError(WorldError):
         failures: rank -> what went wrong there.
     """
 
-    # Neither KeyError's, which quotes the text, nor OSError's, which has its errno instead.
+    # Not KeyError's, which quotes the text, nor OSError's, which shows the errno instead.
     __str__ = Exception.__str__
 
     def __init__(self, phase: str, failures: dict[int, str]) -> None:
@@ -109,11 +141,12 @@ class RemoteError(WorldError):
         ranks: dict[str, list[int]] = {}
         for rank, text in sorted(failures.items()):
             ranks.setdefault(text, []).append(rank)
-        # What went wrong has lines of its own, which are set in.
+        # A rank's text may have several lines, which are indented.
         lines = (f"{rank_text(own)}: {text}".replace("\n", "\n  ") for text, own in ranks.items())
         super().__init__(error_text(f"{phase}: failed on {plural(len(failures), 'rank')}", offenders=lines))
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # Exceptions pickle by `args`, which hold the finished text here, and not this constructor's arguments.
         return type(self), (self.phase, self.failures), attributes_of(self)
 
 
@@ -122,15 +155,15 @@ class RemoteMetadataError(RemoteError, MetadataError):
 
 
 class RemoteShapeError(RemoteError, ShapeError):
-    """A shape, offset or dtype didn't fit the place that it was put in, on some rank."""
+    """A shape, offset or dtype didn't fit its place, on some rank."""
 
 
 class RemoteTreeError(RemoteError, TreeError):
-    """Two trees didn't fit together, or a tree map met what it can't hold, on some rank."""
+    """Two trees didn't fit together, or a tree had something that it can't contain, on some rank."""
 
 
 class RemoteKeyMismatch(RemoteError, KeyMismatch):
-    """A key was asked for that isn't there, on some rank."""
+    """A key was requested that doesn't exist, on some rank."""
 
 
 class RemoteIntegrityError(RemoteError, IntegrityError):
@@ -158,7 +191,7 @@ class RemoteAlreadyACheckpoint(RemoteError, AlreadyACheckpoint):
 
 
 class RemoteCorruptCheckpoint(RemoteError, CorruptCheckpoint):
-    """Some rank met bytes that aren't what the checkpoint says that they are."""
+    """Some rank read bytes that aren't what the checkpoint's metadata says."""
 
 
 class RemoteCheckpointReplaced(RemoteError, CheckpointReplaced):
@@ -166,17 +199,17 @@ class RemoteCheckpointReplaced(RemoteError, CheckpointReplaced):
 
 
 class RemoteStorageError(RemoteError, StorageError):
-    """Storage refused or broke off some rank's read or write."""
+    """Storage refused or aborted some rank's read or write."""
 
 
-# Each class's twin. Made before any user's subclass of RemoteError, which is no twin.
+# Each class's twin. Collected now, since a user's later subclass of RemoteError isn't one.
 REMOTE_TWINS: dict[type[BaseException], type[RemoteError]] = {
     twin.__bases__[1]: twin for twin in RemoteError.__subclasses__()
 }
 
 
 def attributes_of(error: BaseException) -> dict[str, Any]:
-    """Return an exception's attributes, with those that an OSError doesn't keep in its dict.
+    """Return an exception's attributes, and those that an OSError doesn't keep in its `__dict__`.
 
     Examples:
         >>> attributes_of(FileNotFoundError(2, "No such file", "a.bin"))
@@ -195,7 +228,7 @@ def error_text(
     fix: str | None = None,
     offenders: Iterable[str] = (),
 ) -> str:
-    r"""Return an error's text in the form that all of them have, without characters that would steer a terminal.
+    r"""Return an error's text in the common form, without characters that would control a terminal.
 
     Args:
         what: what was being done, on which key or path, and what is wrong.
@@ -221,7 +254,7 @@ def error_text(
 
 
 def _printable(line: str) -> str:
-    """Return a line of bounded length without what would steer a terminal: names may come from files."""
+    """Return a line of bounded length without control characters: names may come from untrusted files."""
     if len(line) > _LONGEST:
         line = f"{line[: _LONGEST // 2]} ({len(line) - _LONGEST} characters) {line[-_LONGEST // 2 :]}"
     if line.isprintable():
@@ -253,7 +286,7 @@ def plural(count: int, noun: str) -> str:
 
 
 def rank_text(ranks: Sequence[int]) -> str:
-    """Return ranks in words, those in a row as one range.
+    """Return ranks as text, consecutive ones as a range.
 
     Examples:
         >>> rank_text([0]), rank_text([0, 1, 4]), rank_text([0, 2, 3, 4, 5])
@@ -271,7 +304,7 @@ def _run_text(run: list[int]) -> list[str]:
 
 
 def render_path(path: TreePath, root: str = "tree") -> str:
-    """Return a tree path as the Python that reaches the leaf.
+    """Return a tree path as the Python expression that reaches the leaf.
 
     Examples:
         >>> render_path(("model", "layers", 3, "bias"))
@@ -283,5 +316,5 @@ def render_path(path: TreePath, root: str = "tree") -> str:
 def _entry(entry: object) -> str:
     try:
         return repr(entry)
-    except ValueError:  # an integer of more digits than Python writes
+    except ValueError:  # an integer of more digits than Python converts to text
         return f"a {type(entry).__name__} of very many digits"

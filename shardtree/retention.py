@@ -27,13 +27,13 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class SavedStep:
-    """A finished checkpoint of a series, as far as a listing tells.
+    """A finished checkpoint of a series, as a listing describes it.
 
     Attributes:
         number: of the training step, 0 or more.
         time: when it was saved, in seconds since 1970.
-        metrics: what was measured of it, by name.
-        pinned: whether it is kept whatever a policy says.
+        metrics: its measured metrics, by name.
+        pinned: whether it is kept regardless of the policy.
         folder: its name under the series' root.
 
     Examples:
@@ -48,7 +48,7 @@ class SavedStep:
     folder: str = ""
 
 
-# What a policy is, and the policies that don't look at a step: all, some by number, any of several.
+# Policies, and the simplest: all steps, given steps, and unions.
 
 Choose = Callable[[Sequence[SavedStep]], Iterable[int]]
 """From a listing to the numbers of the steps to keep."""
@@ -56,12 +56,12 @@ Choose = Callable[[Sequence[SavedStep]], Iterable[int]]
 
 @dataclass(frozen=True, slots=True)
 class RetentionPolicy:
-    """A pure function from a listing to the steps to keep, that shows how it was made.
+    """A pure function from a listing to the steps to keep, with a repr.
 
-    Any function of that form is a policy; this one has a name for the dry run, and tells the members of a union apart.
+    Any function of that form is a policy; this class adds a name for dry runs, and lists the members of a union.
 
     Attributes:
-        name: the Python that makes it.
+        name: the Python expression that makes it.
         choose: the function.
         members: of a union, its policies.
 
@@ -94,10 +94,10 @@ def keep_all() -> RetentionPolicy:
 
 
 def keep_steps(numbers: Iterable[int]) -> RetentionPolicy:
-    """Return the policy that keeps steps by their numbers, those that are there.
+    """Return the policy that keeps steps by their numbers, where they exist.
 
     Raises:
-        MetadataError: one is no step's number.
+        MetadataError: one can't be a step's number.
 
     Examples:
         >>> policy = keep_steps([1, 5])
@@ -111,7 +111,7 @@ def keep_steps(numbers: Iterable[int]) -> RetentionPolicy:
 
 
 def keep_any(*policies: Choose) -> RetentionPolicy:
-    """Return the policy that keeps what any of several keeps; without any, it keeps nothing by itself.
+    """Return the policy that keeps what any of several keeps; without any, nothing.
 
     Examples:
         >>> policy = keep_any(keep_steps([1]), keep_steps([3]))
@@ -125,7 +125,7 @@ def keep_any(*policies: Choose) -> RetentionPolicy:
 
 
 def policy_name(policy: Choose) -> str:
-    """Return what a policy is called in a dry run."""
+    """Return a policy's name in a dry run."""
     return policy.name if isinstance(policy, RetentionPolicy) else getattr(policy, "__name__", type(policy).__name__)
 
 
@@ -147,7 +147,7 @@ def sorted_steps(steps: Iterable[SavedStep]) -> tuple[SavedStep, ...]:
 
 
 def whole_number(policy: str, what: str, value: object, *, least: int) -> int:
-    """Return a policy's argument, once it is known to be an int of at least so much.
+    """Return a policy's argument, after checking that it is an int of at least `least`.
 
     Raises:
         MetadataError: it isn't.
@@ -159,7 +159,7 @@ def whole_number(policy: str, what: str, value: object, *, least: int) -> int:
 
 
 def duration(policy: str, value: object) -> float:
-    """Return a policy's argument, once it is known to be a number of seconds, 0 at least.
+    """Return a policy's argument, after checking that it is a number of seconds, at least 0.
 
     Raises:
         MetadataError: it isn't.
@@ -170,7 +170,7 @@ def duration(policy: str, value: object) -> float:
     raise MetadataError(error_text(f"{policy}: no number of seconds", found=repr(value)[:200], expected=expected))
 
 
-# Policies by number: the last few steps, and every so manieth.
+# Policies by number: the last few steps, and every n-th.
 
 
 def keep_last(count: int) -> RetentionPolicy:
@@ -195,10 +195,10 @@ def keep_last(count: int) -> RetentionPolicy:
 
 
 def keep_every(count: int) -> RetentionPolicy:
-    """Return the policy that keeps the steps whose number is a multiple of another one.
+    """Return the policy that keeps every n-th step: those whose number is a multiple of n.
 
     Args:
-        count: the other one.
+        count: n.
 
     Raises:
         MetadataError: that is no number of steps.
@@ -213,7 +213,7 @@ def keep_every(count: int) -> RetentionPolicy:
     )
 
 
-# Policies by time, which is what the listing says: none of them looks at a clock.
+# Policies by time, computed from the listing alone: none of them reads a clock.
 
 
 def keep_for(seconds: float, *, now: float | None = None) -> RetentionPolicy:
@@ -221,7 +221,7 @@ def keep_for(seconds: float, *, now: float | None = None) -> RetentionPolicy:
 
     Args:
         seconds: how long, from when a step was saved.
-        now: the time that it ends at, in seconds since 1970; None for when the newest step was saved, so that a run
+        now: the end of that time, in seconds since 1970; None for when the newest step was saved, so that a run
             that stands still loses nothing.
 
     Raises:
@@ -243,7 +243,7 @@ def keep_for(seconds: float, *, now: float | None = None) -> RetentionPolicy:
 
 
 def keep_every_seconds(seconds: float) -> RetentionPolicy:
-    """Return the policy that keeps the first step, and then each that was saved so long after the one kept before it.
+    """Return the policy that keeps the first step, and each that was saved `seconds` or more after the last one kept.
 
     Args:
         seconds: how long.
@@ -268,14 +268,14 @@ def _spaced(steps: Sequence[SavedStep], length: float) -> Iterator[int]:
             yield step.number
 
 
-# The policy by what was measured.
+# Policies by metric.
 
 
 def keep_best(count: int, metric: str, *, mode: Literal["min", "max"] = "min") -> RetentionPolicy:
-    """Return the policy that keeps the best steps by a metric, the newest step, and those that weren't measured.
+    """Return the policy that keeps the best steps by a metric, the newest step, and those without the metric.
 
-    Of equally good ones the newer is better. A NaN is no measure of good: such a step is never among the best. A step
-    without the metric can't be judged, as before its evaluation, and stays.
+    Among equals the newer is better. A step with NaN is never among the best. A step
+    without the metric, as before its evaluation, stays.
 
     Args:
         count: how many of the best.
@@ -297,6 +297,7 @@ def keep_best(count: int, metric: str, *, mode: Literal["min", "max"] = "min") -
     _check_mode(metric, mode)
 
     def choose(steps: Sequence[SavedStep]) -> set[int]:
+        # A step that is evaluated after it was saved would otherwise be removed before it is measured.
         unmeasured = [step for step in steps if metric not in step.metrics]
         best = _ranked(steps, metric, mode)[:count]
         return {step.number for step in (*best, *unmeasured, *sorted_steps(steps)[-1:])}
@@ -306,7 +307,7 @@ def keep_best(count: int, metric: str, *, mode: Literal["min", "max"] = "min") -
 
 
 def best_step(steps: Sequence[SavedStep], metric: str, *, mode: Literal["min", "max"] = "min") -> SavedStep | None:
-    """Return the best step by a metric, the newer one of equals; None if none was measured, or all that were gave NaN.
+    """Return the best step by a metric, the newer one of equals; None if no step has the metric, or all have NaN.
 
     Args:
         steps: the listing.
@@ -325,7 +326,7 @@ def best_step(steps: Sequence[SavedStep], metric: str, *, mode: Literal["min", "
 
 
 def _ranked(steps: Sequence[SavedStep], metric: str, mode: str) -> list[SavedStep]:
-    """Return the steps that were measured, the best first."""
+    """Return the steps with the metric, the best first."""
     sign = 1.0 if mode == "min" else -1.0
     judged = [step for step in steps if metric in step.metrics and not isnan(step.metrics[metric])]
     return sorted(judged, key=lambda step: (sign * step.metrics[metric], -step.number))
@@ -334,18 +335,18 @@ def _ranked(steps: Sequence[SavedStep], metric: str, mode: str) -> list[SavedSte
 def _check_mode(metric: object, mode: object) -> None:
     if not isinstance(metric, str) or mode not in ("min", "max"):
         found, expected = f"{metric!r}, mode={mode!r}"[:200], "a metric's name and mode='min' or 'max'"
-        raise MetadataError(error_text("best in what?", found=found, expected=expected))
+        raise MetadataError(error_text("not a metric and a mode", found=found, expected=expected))
 
 
-# What a policy comes to on a listing, and why: the decision that a removal runs.
+# A policy's decision on a listing, with reasons, which a removal executes.
 
 NEWEST, PINNED = "the newest", "pinned"
 
 
 def kept_steps(policy: Choose, steps: Sequence[SavedStep]) -> dict[int, tuple[str, ...]]:
-    """Return the numbers of the steps that stay, in order, each with all that keeps it.
+    """Return the numbers of the steps that stay, in order, each with all reasons.
 
-    The newest step and pinned ones stay whatever a policy says. Numbers of steps that aren't there count for nothing.
+    The newest step and pinned ones stay regardless of the policy. Numbers of steps that don't exist are ignored.
 
     Args:
         policy: from a listing to the numbers to keep; of a union, each member is a reason of its own.
@@ -360,9 +361,10 @@ def kept_steps(policy: Choose, steps: Sequence[SavedStep]) -> dict[int, tuple[st
         >>> kept_steps(keep_any(keep_last(1), keep_every(100)), steps)
         {100: ('keep_every(100)',), 150: ('pinned',), 200: ('the newest', 'keep_last(1)', 'keep_every(100)')}
     """
+    # A policy is a user's function, and what it leaves out is deleted: the newest step is never its decision.
     listing = sorted_steps(steps)
-    wishes = [(policy_name(member), _wanted(member, listing)) for member in _members(policy)]
-    reasons = {step.number: tuple(_reasons(step, listing, wishes)) for step in listing}
+    wanted_by = [(policy_name(member), _wanted(member, listing)) for member in _members(policy)]
+    reasons = {step.number: tuple(_reasons(step, listing, wanted_by)) for step in listing}
     return {number: found for number, found in reasons.items() if found}
 
 
@@ -378,7 +380,7 @@ def _wanted(policy: Choose, listing: Sequence[SavedStep]) -> frozenset[int]:
 
 
 def _members(policy: Choose) -> Iterator[Choose]:
-    """Yield the policies that a union comes to."""
+    """Yield a union's policies, those of nested unions too."""
     if isinstance(policy, RetentionPolicy) and policy.members:
         for member in policy.members:
             yield from _members(member)
@@ -387,12 +389,12 @@ def _members(policy: Choose) -> Iterator[Choose]:
 
 
 def _reasons(
-    step: SavedStep, listing: Sequence[SavedStep], wishes: Sequence[tuple[str, frozenset[int]]]
+    step: SavedStep, listing: Sequence[SavedStep], wanted_by: Sequence[tuple[str, frozenset[int]]]
 ) -> Iterator[str]:
     if step.number == listing[-1].number:
         yield NEWEST
     if step.pinned:
         yield PINNED
-    for name, wanted in wishes:
+    for name, wanted in wanted_by:
         if step.number in wanted:
             yield name

@@ -168,6 +168,7 @@ def test_narrowed_flat_shards_put_together_are_the_narrowed_pieces(case):
     narrowed_shards_tile(ShardedTensor.narrow, case)
 
 
+@pytest.mark.slow
 def test_tiling_catches_a_lost_run():
     find(
         grid_narrowings(),

@@ -127,6 +127,7 @@ def test_equal_means_equal_metadata_and_the_same_data(case):
     assert case[0] != case[0].data.numel()
 
 
+@pytest.mark.slow
 def test_that_law_catches_equality_by_elements():
     def by_elements(a, b):
         return a.data is not None and b.data is not None and values(a) == values(b) and torch.equal(a.data, b.data)

@@ -26,7 +26,7 @@ def test_a_signature_fits_on_a_screen(name: str) -> None:
 
 
 def test_a_long_signature_is_found() -> None:
-    def planted(tree: object, strategies: object = default_strategies) -> None:
+    def planted(tree: object, strategies: object = dict(default_strategies)) -> None:
         """Show the whole table as its default."""
 
     assert len(signature(planted)) > SCREEN

@@ -1,4 +1,4 @@
-"""plan_buffers: parameters packed one after the other into buckets, each of which ranks can cut into equal ranges."""
+"""plan_buffers: parameters packed consecutively into buckets, each of which is cut into equal ranges for ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..mapping import ShardedTensor, ShardedTensorFactory
 from ..mapping._tensor import check_has_shape
 from ._plan import BufferPlace, BufferPlan
 
-# The parameters of a buffer: their names and shapes, told from whatever describes them.
+# Names and shapes of parameters, from shapes, tensors or shards.
 
 Parameter = ShardedTensor | ShardedTensorFactory
 
@@ -24,7 +24,7 @@ def parameter_shapes(parameters: Mapping[str, Any]) -> dict[str, tuple[int, ...]
     """Return the shape of each parameter, by name.
 
     Args:
-        parameters: shapes, or what has one, by name.
+        parameters: shapes, or values that have one, by name.
 
     Raises:
         MetadataError: something has no shape, is a flat range, or dtypes are mixed; names each of them.
@@ -37,15 +37,15 @@ def parameter_shapes(parameters: Mapping[str, Any]) -> dict[str, tuple[int, ...]
         fix = "Pass {name: shape, tensor or shard}; dict(module.named_parameters()), say."
         what, found = "plan_buffers: not parameters by name", type(parameters).__name__
         raise MetadataError(error_text(what, found=found, expected="a mapping", fix=fix))
-    wrong = [text for name, value in parameters.items() if (text := _wrong(name, value))]
+    wrong = [text for name, value in parameters.items() if (text := _problem(name, value))]
     if wrong:
         fix = "Pass shapes, tensors, or shards of whole boxes; of a factory without data its tensor's shape."
-        raise MetadataError(error_text("plan_buffers: parameters that have no place", offenders=wrong, fix=fix))
+        raise MetadataError(error_text("plan_buffers: parameters that can't be placed", offenders=wrong, fix=fix))
     _check_dtypes(parameters)
     return {name: _shape(value) or () for name, value in parameters.items()}
 
 
-def _wrong(name: Any, value: Any) -> str | None:
+def _problem(name: Any, value: Any) -> str | None:
     """Return what is wrong with a parameter."""
     if not isinstance(name, str) or not name:
         return f"{name!r}: not a name"
@@ -62,7 +62,7 @@ def _wrong(name: Any, value: Any) -> str | None:
 
 
 def _shape(value: Any) -> tuple[int, ...] | None:
-    """Return the shape of what has one, None for what hasn't."""
+    """Return a value's shape, None for one without."""
     if isinstance(value, ShardedTensor):
         return value.local_shape
     held = value.data if isinstance(value, ShardedTensorFactory) else value
@@ -80,6 +80,7 @@ def _check_dtypes(parameters: Mapping[str, Any]) -> None:
     names: dict[Any, list[str]] = {}
     for name, value in parameters.items():
         names.setdefault(_dtype(value), []).append(name)
+    # Shapes have no dtype, and go with any.
     names.pop(None, None)
     if len(names) > 1:
         of_each = [f"{dtype}: {', '.join(map(repr, own[:3]))}, {len(own)} in all" for dtype, own in names.items()]
@@ -141,9 +142,9 @@ def plan_buffers(
     order: Iterable[str] | None = None,
     alone: Collection[str] = (),
 ) -> BufferPlan:
-    """Return how parameters lie in one contiguous buffer, and which range of each bucket every rank has.
+    """Return the plan of parameters in one contiguous buffer, with each rank's range of every bucket.
 
-    They lie one after the other, never across the end of a bucket. A bucket is closed behind the parameter with which
+    They are consecutive, and never span two buckets. A bucket is closed after the parameter with which
     it has `bucket_size` elements or more, and padded so that all ranks' ranges are equally long. All numbers count
     elements.
 
@@ -155,7 +156,7 @@ def plan_buffers(
         align: each parameter starts at a multiple of this, counted from the beginning of the buffer.
         bucket_align: each bucket ends at a multiple of this and of `data_parallel`.
         order: the names in the buffer's order; by default as `parameters` has them.
-        alone: names of those that get a bucket of their own.
+        alone: names of parameters that get a bucket of their own.
 
     Raises:
         MetadataError: a number is too small; something has no shape, or is a flat range; dtypes are mixed.
@@ -178,9 +179,11 @@ def plan_buffers(
         Megatron-Core 0.16, `_ParamAndGradBuffer`: with its distributed optimizer it has align=64, bucket_align=128 (or
         2**16 with `pad_buckets_for_high_nccl_busbw`) and order=reversed(parameters), and shared embeddings alone.
     """
+    # Shapes alone decide, so that each rank of the group computes the same plan, with or without data.
     shapes = parameter_shapes(parameters)
     ranks = _count("data_parallel", data_parallel, "Pass the size of the data-parallel group.")
     fix = "Pass 1 for no alignment."
+    # The least common multiple: the end of a bucket must suit the collective's alignment and divide into equal ranges.
     start_at, end_at = _count("align", align, fix), lcm(ranks, _count("bucket_align", bucket_align, fix))
     limit = None if bucket_size is None else _count("bucket_size", bucket_size, "Pass None for one bucket.")
     names = _ordered(shapes, order)
@@ -189,19 +192,20 @@ def plan_buffers(
     buckets: list[tuple[int, int]] = []
     begin = position = 0
     for number, name in enumerate(names):
-        start = _next(position, start_at)
+        start = _round_up(position, start_at)
         places.append(BufferPlace(name, shapes[name], len(buckets), start))
         position = places[-1].stop
         is_full = limit is not None and position - begin >= limit
         following = names[number + 1 : number + 2]
+        # A parameter with a bucket of its own also closes the bucket before it.
         if is_full or not following or name in groups or following[0] in groups:
-            position = _next(position, end_at)
+            position = _round_up(position, end_at)
             buckets.append((begin, position))
             begin = position
     return BufferPlan(ranks, tuple(places), tuple(buckets))
 
 
-def _next(position: int, multiple: int) -> int:
+def _round_up(position: int, multiple: int) -> int:
     return -(-position // multiple) * multiple
 
 

@@ -1,4 +1,4 @@
-"""BufferPlan: where each parameter lies in a contiguous buffer, and which ranges of it each rank has."""
+"""BufferPlan: each parameter's place in a contiguous buffer, and each rank's ranges of it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from ..errors import KeyMismatch, MetadataError, error_text, plural, shorten
 from ..geometry import Column, integer, refuse
 
-# Plans of buffers as lines of text.
+# Plans as text.
 
 _SHOWN = 32
 
@@ -20,11 +20,11 @@ _SHOWN = 32
 def plan_lines(
     parameters: int, padding: int, buckets: Sequence[Sequence[int]], held: Sequence[Sequence[int]]
 ) -> list[str]:
-    """Return a plan as two tables: its buckets, and what each rank has; up to 32 lines of each.
+    """Return a plan as two tables, of buckets and of ranks, up to 32 lines each.
 
     Args:
         parameters: how many there are.
-        padding: elements of no parameter.
+        padding: elements that belong to no parameter.
         buckets: start, stop, parameters, elements of them, and elements of one rank's slice.
         held: for each rank, how many parameters it has something of, and how many elements of them.
 
@@ -50,7 +50,7 @@ def plan_lines(
 
 
 def place_lines(rows: Sequence[tuple[int, slice, slice]]) -> list[str]:
-    """Return who has what of a parameter, up to 32 lines.
+    """Return each rank's range of a parameter, up to 32 lines.
 
     Args:
         rows: rank, slice of the parameter, slice of the rank's own slice of the bucket.
@@ -76,12 +76,12 @@ def _lines(head: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class BufferPlace:
-    """Where one parameter lies in the buffer.
+    """One parameter's place in the buffer.
 
     Attributes:
         name: the parameter's.
         shape: of the tensor that is flattened, row-major.
-        bucket: which bucket it lies in, as a whole.
+        bucket: the bucket that contains all of it.
         start: its first element in the buffer.
     """
 
@@ -98,12 +98,12 @@ class BufferPlace:
 
 @dataclass(frozen=True, slots=True)
 class BufferRange:
-    """What one rank has of one parameter.
+    """One rank's range of one parameter.
 
     Attributes:
         name: the parameter's.
         rank: the data-parallel rank.
-        bucket: which bucket the parameter lies in.
+        bucket: the parameter's bucket.
         taken: the slice of the rank's own slice of that bucket.
         flattened_range: the slice of the row-major flattened parameter that this is.
     """
@@ -117,16 +117,18 @@ class BufferRange:
 
 @dataclass(frozen=True, slots=True)
 class BufferPlan:
-    """Where parameters lie in a contiguous buffer, whose buckets are cut into one range a rank; prints as a table.
+    """Places of parameters in a contiguous buffer, whose buckets are cut into one range a rank; prints as a table.
 
     All numbers count elements. `plan_buffers` makes it.
 
     Attributes:
         data_parallel: how many ranks share each bucket, in equal ranges.
         places: the parameters, in the buffer's order.
-        buckets: (start, stop) of each bucket in the buffer; they follow one another.
+        buckets: (start, stop) of each bucket in the buffer; they are consecutive.
     """
 
+    # Tuples of values, and not columns: a buffer has thousands of parameters, not millions of chunks, and a plan is
+    # compared, hashed and printed whole.
     data_parallel: int
     places: tuple[BufferPlace, ...]
     buckets: tuple[tuple[int, int], ...]
@@ -147,9 +149,9 @@ class BufferPlan:
         return tuple((stop - start) // self.data_parallel for start, stop in self.buckets)
 
     def ranges(self, rank: int) -> tuple[BufferRange, ...]:
-        """Return what a rank has, in the buffer's order; parameters that it has nothing of are left out.
+        """Return a rank's ranges, in the buffer's order; parameters that it has nothing of are left out.
 
-        A parameter without elements is had by one rank, as an empty range: somebody must store that it is there.
+        A parameter without elements is on one rank, as an empty range, so that it is stored at all.
 
         Args:
             rank: the data-parallel rank.
@@ -158,7 +160,7 @@ class BufferPlan:
             MetadataError: there is no such rank.
 
         Examples:
-            >>> from shardtree.transforms import plan_buffers
+            >>> from shardtree.buffers import plan_buffers
             >>> plan = plan_buffers({"w": (2, 3), "b": (3,)}, data_parallel=2)
             >>> [(part.name, part.taken, part.flattened_range) for part in plan.ranges(1)]
             [('w', slice(0, 1, None), slice(5, 6, None)), ('b', slice(1, 4, None), slice(0, 3, None))]
@@ -167,13 +169,13 @@ class BufferPlan:
         return tuple(self._range(place, rank) for place in self.places if rank in self._ranks(place))
 
     def holders(self, name: str) -> tuple[BufferRange, ...]:
-        """Return who has what of a parameter, by rank.
+        """Return a parameter's ranges, by rank.
 
         Raises:
             KeyMismatch: it isn't in the buffer.
 
         Examples:
-            >>> from shardtree.transforms import plan_buffers
+            >>> from shardtree.buffers import plan_buffers
             >>> plan = plan_buffers({"w": (2, 3), "b": (3,)}, data_parallel=2)
             >>> [(part.rank, part.flattened_range) for part in plan.holders("w")]
             [(0, slice(0, 5, None)), (1, slice(5, 6, None))]
@@ -182,13 +184,13 @@ class BufferPlan:
         return tuple(self._range(place, rank) for rank in self._ranks(place))
 
     def explain(self, name: str) -> str:
-        """Return in words where a parameter lies, and who has what of it.
+        """Return a text with a parameter's place, and each rank's range of it.
 
         Raises:
             KeyMismatch: it isn't in the buffer.
 
         Examples:
-            >>> from shardtree.transforms import plan_buffers
+            >>> from shardtree.buffers import plan_buffers
             >>> print(plan_buffers({"w": (2, 3), "b": (3,)}, data_parallel=2).explain("b"))
             'b' (3,): [6:9] of the buffer, in bucket 0
             rank  of the parameter  of its slice
@@ -208,7 +210,8 @@ class BufferPlan:
         return "\n".join(plan_lines(len(self.places), self.padding, buckets, self._held().tolist()))
 
     def _held(self) -> Column:
-        """Return how many parameters each rank has something of, and how many elements, int64 (ranks, 2)."""
+        """Return of how many parameters each rank has elements, and how many elements, int64 (ranks, 2)."""
+        # Computed from each parameter's first and last rank, without listing the ranges of all ranks in between.
         held = np.zeros((self.data_parallel, 2), dtype=np.int64)
         for place in self.places:
             ranks, (first, length) = self._ranks(place), self._share(place)
@@ -226,15 +229,16 @@ class BufferPlan:
         raise KeyMismatch(error_text(what, expected=f"one of {len(self.places)}", fix=fix))
 
     def _share(self, place: BufferPlace) -> tuple[int, int]:
-        """Return where a parameter's bucket starts, and how much of it each rank has."""
+        """Return where a parameter's bucket starts, and the length of each rank's range."""
         start, stop = self.buckets[place.bucket]
         return start, (stop - start) // self.data_parallel
 
     def _ranks(self, place: BufferPlace) -> range:
-        """Return who has something of a parameter."""
+        """Return the ranks that have elements of a parameter."""
         first, length = self._share(place)
         if not length:  # a bucket without elements
             return range(1)
+        # A parameter without elements at the end of its bucket would belong to a rank that doesn't exist.
         begin = min((place.start - first) // length, self.data_parallel - 1)
         return range(begin, max(begin + 1, -(-(place.stop - first) // length)))
 
@@ -247,7 +251,7 @@ class BufferPlan:
 
 
 def checked_rank(plan: BufferPlan, rank: int) -> int:
-    """Return a rank as an int, once it is known to be one of the plan's.
+    """Return a rank as an int, after checking that the plan has it.
 
     Raises:
         MetadataError: it isn't.

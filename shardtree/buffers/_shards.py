@@ -1,4 +1,4 @@
-"""Flat-range shards: what a rank's slices are of the parameters' global tensors, with data and without."""
+"""Flat-range shards: a rank's slices as ranges of the parameters' global tensors, with data and without."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ..trees import as_integers, empty_data
 from ._pack import Parameter, check_parameters
 from ._plan import BufferPlan, BufferRange, check_dtype, check_plan, checked_rank
 
-# A rank's flat slices of the buckets, one tensor a bucket: taken apart into parameters' ranges, and made of them.
+# A rank's slices, one tensor a bucket, divided into parameters' ranges, and assembled from them.
 
 
 def slice_views(plan: BufferPlan, rank: int, slices: Sequence[Any]) -> dict[str, Any]:
-    """Return what a rank's slices hold of each parameter, as views; what it has nothing of is left out.
+    """Return each parameter's range in a rank's slices, as views; parameters without one are left out.
 
     Args:
         plan: the buffer's.
@@ -30,7 +30,7 @@ def slice_views(plan: BufferPlan, rank: int, slices: Sequence[Any]) -> dict[str,
         ShapeError: slices of another number, length or dtype; names each of them.
 
     Examples:
-        >>> from shardtree.transforms import plan_buffers
+        >>> from shardtree.buffers import plan_buffers
         >>> plan = plan_buffers({"w": (2, 3), "b": (3,)}, data_parallel=2)
         >>> slice_views(plan, 1, [torch.tensor([5, 10, 11, 12, 0])])
         {'w': tensor([5]), 'b': tensor([10, 11, 12])}
@@ -52,13 +52,13 @@ def buffer_slices(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> list[torch.Tensor]:
-    """Return a rank's slices, newly made, one a bucket: what a load gave, with zeros as padding; undoes `slice_views`.
+    """Return a rank's slices in new memory, one a bucket: loaded ranges, and zeros as padding; undoes `slice_views`.
 
     Args:
         plan: the buffer's.
         rank: the data-parallel rank.
         tree: for each parameter that the rank has something of, by name, its range: a 1-D tensor, or a shard with data.
-        dtype: of the slices, and of what is given. A rank may have nothing but padding, which doesn't tell its dtype.
+        dtype: of the slices, and of what is given. A rank may have only padding, which has no dtype of its own.
         device: where the slices are made.
 
     Raises:
@@ -67,7 +67,7 @@ def buffer_slices(
         ShapeError: tensors of another shape or dtype, or without memory; names each of them.
 
     Examples:
-        >>> from shardtree.transforms import plan_buffers
+        >>> from shardtree.buffers import plan_buffers
         >>> plan = plan_buffers({"w": (2, 3), "b": (3,)}, data_parallel=2)
         >>> buffer_slices(plan, 1, {"w": torch.ones(1), "b": torch.ones(3)})
         [tensor([1., 1., 1., 1., 0.])]
@@ -76,6 +76,7 @@ def buffer_slices(
     check_dtype(dtype, "buffer_slices")
     ranges = plan.ranges(rank)
     held = _checked_tree(rank, tree, {part.name: part.taken.stop - part.taken.start for part in ranges}, dtype)
+    # As integers, since torch has no fill for some dtypes; zero bits are zeros of every dtype.
     slices = [as_integers(empty_data((length,), dtype, device)).zero_() for length in plan.slice_lengths]
     for part in ranges:
         slices[part.bucket][part.taken].copy_(as_integers(held[part.name]))
@@ -106,7 +107,7 @@ def _check_slices(plan: BufferPlan, rank: int, slices: Sequence[Any]) -> None:
 
 
 def _checked_tree(rank: int, tree: Any, lengths: Mapping[str, int], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Return the tensors of a rank's parameters, once they are known to be all that it has, and of its lengths."""
+    """Return the tensors of a rank's parameters, after checking that they are all of its ranges, with their lengths."""
     subject = f"buffer_slices: rank {rank}"
     if not isinstance(tree, Mapping):
         found, fix = type(tree).__name__, "Pass {name: tensor}, as a load of `flat_targets` gives it."
@@ -154,7 +155,7 @@ def flat_shards(
     prefix: str = "",
     replica_id: ReplicaFunction | None = None,
 ) -> dict[str, Parameter]:
-    """Return the shards that a rank's slices are, by name, as views; parameters that it has nothing of are left out.
+    """Return a rank's slices as shards by name, views; parameters that it has nothing of are left out.
 
     Each is its parameter's shard, or factory, with the range's data and `flattened_range`. So it can be saved, and any
     layout loads it: other ranks' ranges, another number of ranks, or boxes.
@@ -164,20 +165,20 @@ def flat_shards(
         rank: the data-parallel rank.
         slices: one tensor a bucket: of the main parameters, or of one kind of state, of any dtype.
         parameters: the shards that the buffer was planned for, by name: boxes or factories. Others may be among them.
-        prefix: stands before the keys, with a dot: "optimizer.state.exp_avg".
+        prefix: put before the keys, with a dot: "optimizer.state.exp_avg".
         replica_id: from a parameter's replica id to that of its ranges. Data-parallel ranks hold copies of a parameter,
-            but ranges of their own, so what told these copies apart must go. By default that is the last of a tuple's
-            numbers, which becomes 0, as Megatron-Core has (pipeline, tensor, data parallel). Of a single number other
-            than 0 it can't be told, and it is an error. Where parameters are described without the data-parallel axis,
-            pass ``lambda replica: replica``.
+            but ranges of their own, so the number that distinguished the copies must become 0. By default that is the
+            last of a tuple's numbers, as Megatron-Core's are (pipeline, tensor, data parallel). A single number other
+            than 0 is ambiguous, and an error. Where parameters are described without the data-parallel axis, pass
+            ``lambda replica: replica``.
 
     Raises:
-        MetadataError: there is no such rank, or a replica id doesn't say what is data parallel.
+        MetadataError: there is no such rank, or a replica id has no data-parallel part.
         KeyMismatch: parameters aren't there.
         ShapeError: slices of another number, length or dtype, or parameters of another shape.
 
     Examples:
-        >>> from shardtree.transforms import plan_buffers
+        >>> from shardtree.buffers import plan_buffers
         >>> weight = ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3).bfloat16(), (0, 0, 4), replica_id=(0, 0, 1))
         >>> plan = plan_buffers({"w": weight}, data_parallel=2)
         >>> moment = flat_shards(plan, 1, [torch.ones(3)], {"w": weight}, prefix="optimizer.state.exp_avg")["w"]
@@ -210,12 +211,12 @@ def flat_targets(
         replica_id: as for `flat_shards`.
 
     Raises:
-        MetadataError: there is no such rank, or a replica id doesn't say what is data parallel.
+        MetadataError: there is no such rank, or a replica id has no data-parallel part.
         KeyMismatch: parameters aren't there.
         ShapeError: parameters of another shape.
 
     Examples:
-        >>> from shardtree.transforms import plan_buffers
+        >>> from shardtree.buffers import plan_buffers
         >>> weight = ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3))
         >>> plan = plan_buffers({"w": weight}, data_parallel=4)
         >>> [target.flattened_range for rank in range(4) for target in flat_targets(plan, rank, {"w": weight}).values()]
@@ -225,6 +226,7 @@ def flat_targets(
     check_parameters(plan, parameters, "flat_targets")
     check_dtype(dtype, "flat_targets")
 
+    # Meta tensors and not None: most factories look at their data's shape.
     def empty(part: BufferRange) -> torch.Tensor:
         return empty_data((part.taken.stop - part.taken.start,), dtype, "meta")
 
@@ -244,6 +246,8 @@ def _shards(
     if replica_id is not None and not callable(replica_id):
         what, fix = "flat_shards: replica_id doesn't fit", "Pass lambda replica: ..., from a replica id to another."
         raise MetadataError(error_text(what, found=type(replica_id).__name__, expected="a function", fix=fix))
+    # Data-parallel ranks hold copies of a parameter, but ranges of their own: each range is its only, and so main,
+    # replica.
     change = _without_data_parallel if replica_id is None else replica_id
     ranges = plan.ranges(rank)
     _check_replicas(parameters, ranges, replica_id)
@@ -253,6 +257,7 @@ def _shards(
 def _shard(parameter: Parameter, part: BufferRange, data: Any, prefix: str, change: ReplicaFunction) -> Parameter:
     key = f"{prefix}.{parameter.key}" if prefix else parameter.key
     replica, flat = change(parameter.replica_id), part.flattened_range
+    # A factory has no dtype of its own: it takes that of its data.
     if isinstance(parameter, ShardedTensor):
         return replace(parameter, key=key, data=data, dtype=data.dtype, replica_id=replica, flattened_range=flat)
     return replace(parameter, key=key, data=data, replica_id=replica, flattened_range=flat)
@@ -265,13 +270,15 @@ def _without_data_parallel(replica: ReplicaId) -> ReplicaId:
 def _check_replicas(
     parameters: Mapping[str, Parameter], ranges: Sequence[BufferRange], replica_id: ReplicaFunction | None
 ) -> None:
-    """Raise where a replica id doesn't say which part of it is data parallel, and the caller doesn't either."""
+    """Raise where it is unknown which part of a replica id is data parallel."""
     if replica_id is not None:
         return
+    # In pure data parallelism the number should become 0, beside tensor parallelism it may have to stay. A wrong guess
+    # would be found by the next save only, on other ranks.
     unclear = [part.name for part in ranges if isinstance(number := parameters[part.name].replica_id, int) and number]
     if unclear:
         lines = [f"{name!r}: replica_id {parameters[name].replica_id}" for name in unclear]
-        what = "flat_shards: replica ids that don't say what of them is data parallel"
+        what = "flat_shards: replica ids without a known data-parallel part"
         fix = (
             "Pass replica_id=lambda replica: 0 where only data-parallel ranks hold copies, or lambda replica: replica "
             "where shards are described without them; or give parameters (..., data-parallel rank) as replica_id."

@@ -96,10 +96,10 @@ def check_can_hold(backend: str, *, whole: bool) -> None:
     # Only our own format has a column that readers who don't know it pass over.
     if backend != DEFAULT_BACKEND[0]:
         what = f"save: {backend!r} has no place for fingerprints"
-        fix = "Leave out fingerprint=True, and keep what st.fingerprint(tree) returns elsewhere."
+        fix = "Leave out SaveOptions(fingerprint=True), and keep what st.fingerprint(tree) returns elsewhere."
         raise StrategyError(error_text(what, fix=fix))
     if not whole:
-        what = "save: fingerprint=True needs validate_access_integrity=True"
+        what = "save: SaveOptions(fingerprint=True) needs validate_access_integrity=True"
         raise IntegrityError(error_text(what, fix="A tensor with gaps has no fingerprint: leave out one of the two."))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 from ..errors import CorruptCheckpoint, KeyMismatch, StrategyError, TreeError, error_text
@@ -14,15 +14,18 @@ from ..mapping import ShardedObject, ShardedTensor
 from ..storage import Directory, Storage, storage_at
 from ..strategies import (
     Checkpoint,
+    FormatTraits,
     LoadOptions,
     Strategies,
     StrategyAction,
+    deciding_files,
     find_strategy,
     is_of_others,
     metadata_bytes,
     read_metadata,
     stamp,
     table_of,
+    traits_of,
     unreplaced,
 )
 from ..strategies.index import IndexMetadata
@@ -32,9 +35,6 @@ from ._dispatch import Choice, common_backend, sharded_backend, strategy_of
 
 Metadata = Mapping[str, ShardedTensor | ShardedObject]
 Fields = Mapping[str, Any]
-
-_GUESSES = frozenset({"huggingface"})
-"""Backends that recognise any file of their kind, whatever it is there for; others go by an index of their own."""
 
 CONTENT_METADATA = "content_metadata"
 
@@ -49,8 +49,22 @@ def open_at(directory: Directory, world: World, options: LoadOptions, strategies
     """
     storage = find(directory, options)
     # The stamp comes before the fields: a checkpoint that replaces this one in between is then noticed on a read.
-    found = stamp(storage)
-    return Checkpoint(storage, read_fields(storage, strategies), world, options, stamp=found)
+    found = stamp(storage, deciding_files(strategies))
+    fields = read_fields(storage, strategies)
+    return Checkpoint(storage, fields, world, options, stamp=found, traits=traits_together(fields, strategies))
+
+
+def with_fields(checkpoint: Checkpoint, fields: Fields, strategies: Strategies | None) -> Checkpoint:
+    """Return a checkpoint as rank 0 has read it."""
+    return replace(checkpoint, fields=fields, traits=traits_together(fields, strategies))
+
+
+def traits_together(fields: Fields, strategies: Strategies | None) -> FormatTraits:
+    """Return what holds of the two formats of a checkpoint, those of its shards and of its common state."""
+    backends = sharded_backend(fields), common_backend(fields)
+    sharded, common = (traits_of(*backend, strategies) for backend in backends)
+    in_save_folder = sharded.in_save_folder and common.in_save_folder
+    return replace(sharded, decided_by=deciding_files(strategies), in_save_folder=in_save_folder)
 
 
 def find(directory: Directory, options: LoadOptions) -> Storage:
@@ -84,8 +98,9 @@ def recognized(storage: Storage, strategies: Strategies | None) -> Fields | None
     Formats with an index of their own come first: a single safetensors file beside one is an export, say.
     """
     # A plain DCP folder or a Hugging Face model has no metadata.json and may not get one: formats recognise their own.
-    rows = [(name, fn) for (action, name, _), fn in table_of(strategies).items() if action is StrategyAction.RECOGNIZE]
-    found = (recognize(storage) for _, recognize in sorted(rows, key=lambda row: row[0] in _GUESSES))
+    table, recognizes = table_of(strategies), StrategyAction.RECOGNIZE
+    rows = [(traits_of(*row[1:], strategies).is_guess, fn) for row, fn in table.items() if row[0] is recognizes]
+    found = (recognize(storage) for _, recognize in sorted(rows, key=itemgetter(0)))
     return next((fields for fields in found if fields is not None), None)
 
 
@@ -302,8 +317,7 @@ def open_together(
     """
     alone = partial(look, directory, world, options, strategies)
     found, fields = share(world, "load: open", alone, attrgetter("fields"), steps=OPEN_STEPS)
-    opened: Checkpoint = replace(found, fields=fields[0])
-    return opened
+    return with_fields(found, fields[0], strategies)
 
 
 def look(directory: Directory, world: World, options: LoadOptions, strategies: Strategies | None) -> Checkpoint:
@@ -319,5 +333,4 @@ def look(directory: Directory, world: World, options: LoadOptions, strategies: S
     storage = step("load: find the folder", partial(find, directory, options))
     if world.rank != 0:
         return Checkpoint(storage, {}, world, options)
-    found, fields = step("load: open", lambda: (stamp(storage), read_fields(storage, strategies)))
-    return Checkpoint(storage, fields, world, options, stamp=found)
+    return step("load: open", partial(open_at, storage, world, options, strategies))

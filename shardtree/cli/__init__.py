@@ -1,3 +1,21 @@
 """The command line: `python -m shardtree`, or `shardtree`."""
 
-from ._main import main as main
+import sys
+from importlib.util import find_spec
+
+_LIBRARIES = ("typer", "rich")
+
+
+def main() -> None:
+    """Run the command that the arguments name, and leave with its exit status.
+
+    Where the command line's libraries are missing, it says what to install.
+    """
+    missing = [library for library in _LIBRARIES if find_spec(library) is None]
+    if missing:
+        needed = " and ".join(missing)
+        sys.exit(f"shardtree: the command line needs {needed}. Install what it needs: pip install 'shardtree[cli]'")
+    # Imported here, since it imports what may be missing.
+    from ._app import app
+
+    app(prog_name="shardtree")

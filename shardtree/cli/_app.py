@@ -1,4 +1,4 @@
-"""The commands and their options."""
+"""The commands and their options; each command imports what it runs, so that `--help` needn't load it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Annotated
 import typer
 
 from ..errors import CheckpointingException
-from ._output import parse_size
 
 app = typer.Typer(
     help="Sharded state dicts as immutable trees, saved in one layout and loaded in any other.",
@@ -45,6 +44,7 @@ class Sort(StrEnum):
 
 def _print_version(wanted: bool) -> None:
     if wanted:
+        # Not `from .. import`: no module imports the root, which imports all others.
         root = __name__.partition(".")[0]
         typer.echo(f"{root} {sys.modules[root].__version__}")
         raise typer.Exit
@@ -66,15 +66,17 @@ def demo(
     keep: Annotated[
         Path | None, typer.Option(help="Save to this folder, and leave the checkpoint there.", metavar="DIR")
     ] = None,
-    small: Annotated[bool, typer.Option("--small", help="A tiny encoder with made-up weights: seconds less.")] = False,
+    small: Annotated[bool, typer.Option("--small", help="Tiny made-up weights: seconds less.")] = False,
 ) -> None:
-    """Save an encoder's training state from several processes, load it in another layout, and check every element."""
+    """Save a training state from several processes, load it in another layout, and compare every bit."""
     from ._demo import run_demo
 
-    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal may not know box characters
+    # Its tables have characters that a terminal's encoding may lack; a question mark in a frame is no loss.
+    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     try:
         passed = run_demo(ranks=ranks, load_ranks=load_ranks, keep=keep, small=small)
     except CheckpointingException as error:
+        # Status 1, unlike the other commands' 2: a save or load that fails is what the demo is to find.
         typer.echo(f"shardtree demo: {error}", err=True)
         raise typer.Exit(1) from error
     if not passed:
@@ -109,11 +111,11 @@ def inspect(
 def verify(
     checkpoint: Annotated[str, typer.Argument(metavar="CKPT", help="A checkpoint's folder, file or URL.")],
     threads: Annotated[
-        int | None, typer.Option(min=1, help="How many read and check at a time.", show_default="cores, up to 4")
+        int | None, typer.Option(min=1, help="Threads that read and check.", show_default="cores, up to 4")
     ] = None,
     as_json: _Json = False,
 ) -> None:
-    """Read a checkpoint whole, and show every stretch of a file that isn't what was saved."""
+    """Read every byte of a checkpoint, and show each damaged region of a file."""
     from ._output import finish
     from ._verify import run_verify
 
@@ -143,24 +145,30 @@ def diff(
     finish("diff", partial(work, as_json=as_json, allow_pickle=allow_pickle))
 
 
+# What can't be parsed is a BadParameter: typer shows the usage with it, and exits with status 2.
+
+
 def _names(texts: list[str]) -> dict[str, str]:
     names: dict[str, str] = {}
     for text in texts:
         old, _, new = text.partition("=")
         if not old or not new or old in names:
-            raise typer.BadParameter(f"{text!r} is not OLD=NEW, with an OLD of its own")
+            raise typer.BadParameter(f"{text!r} is not OLD=NEW, or its OLD is given twice")
         names[old] = new
     return names
 
 
 def _backend(text: str) -> str | tuple[str, int]:
     name, sign, version = text.partition(":")
+    # int() would also take digits of other scripts, signs and underscores.
     if not name or (sign and not (version.isascii() and version.isdecimal())):
         raise typer.BadParameter(f"{text!r} is not BACKEND or BACKEND:VERSION")
     return (name, int(version)) if sign else name
 
 
 def _size(text: str) -> int:
+    from ._output import parse_size
+
     try:
         return parse_size(text)
     except ValueError as error:
@@ -169,7 +177,7 @@ def _size(text: str) -> int:
 
 @app.command(
     epilog="Example: shardtree convert step-100 hf --to huggingface --cast bfloat16 --leave-out 'optimizer.*'\n\n"
-    "Exit status: 0 converted; 2 trouble. Run again, the same command goes on where it was stopped."
+    "Exit status: 0 converted; 2 trouble. Run the same command again to resume one that was stopped."
 )
 def convert(
     source: Annotated[str, typer.Argument(metavar="A", help="A checkpoint's folder, file or URL.")],
@@ -219,5 +227,5 @@ def convert(
         verify=not no_verify,
         allow_pickle=allow_pickle,
     )
-    interrupted = "interrupted; the same command goes on with what is written"
+    interrupted = "interrupted; run the same command again to resume"
     finish("convert", partial(run_convert, conversion, as_json=as_json), interrupted=interrupted)

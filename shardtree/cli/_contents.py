@@ -1,4 +1,4 @@
-"""What is in a checkpoint, as rows: tensors and how they are cut, objects, and the common state in short."""
+"""A checkpoint's contents, as rows: tensors and how they are cut, objects, and the common state in short."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class TensorRow:
         dtype: the dtype's name.
         shape: of the whole tensor.
         length: bytes of all its elements.
-        grid: how it is cut, None where the format doesn't say.
+        grid: how it is cut; None where the format doesn't say.
     """
 
     key: str
@@ -59,7 +59,7 @@ class ObjectRow:
         unique_key: the cell's own.
         shape: of the array; -1 for a length that an old checkpoint left out.
         offset: of the cell.
-        length: bytes that it takes, None where the format doesn't say.
+        length: bytes that it takes; None where the format doesn't say.
     """
 
     key: str
@@ -71,7 +71,7 @@ class ObjectRow:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """Everything but the common state.
+    """The tensors and objects of a checkpoint.
 
     Attributes:
         tensors: by key.
@@ -83,7 +83,7 @@ class Contents:
 
 
 def contents_of(metadata: Mapping[str, ShardedTensor | ShardedObject]) -> Contents:
-    """Return the rows of what a format says is stored, whichever format it is.
+    """Return the rows of a checkpoint's metadata, whatever its format.
 
     Examples:
         >>> import torch
@@ -99,20 +99,21 @@ def contents_of(metadata: Mapping[str, ShardedTensor | ShardedObject]) -> Conten
 
 
 def contents_at(tree: OpenCheckpoint) -> Contents:
-    """Return the rows of an open checkpoint, with how tensors are cut where its format keeps an index of any kind."""
+    """Return the rows of an open checkpoint; they say how tensors are cut where its format keeps an index."""
     fields = tree.checkpoint.fields
     backend = fields["sharded_backend"], fields["sharded_backend_version"]
+    # From the format, not the tree: where two formats are joined, the tree's is a plain dict without the index.
     metadata = get_default_strategy(StrategyAction.LOAD_METADATA, *backend, strategies=tree.strategies)(tree.checkpoint)
     if not isinstance(metadata, IndexMetadata):
         return contents_of(tree.metadata)
-    # Where that format holds no objects, the common state's format does.
+    # A format that holds no objects leaves them to the common state's format.
     rest = {} if len(metadata) == len(tree.metadata) else {k: v for k, v in tree.metadata.items() if k not in metadata}
     indexed, others = contents_of(metadata), contents_of(rest)
     return Contents((*indexed.tensors, *others.tensors), (*indexed.objects, *others.objects))
 
 
 def select(contents: Contents, patterns: Sequence[str]) -> Contents:
-    """Return the tensors and objects whose key matches one of the patterns; everything where there is none."""
+    """Return the tensors and objects whose key matches one of the patterns; all of them if there are no patterns."""
     matches = matcher(patterns)
     return Contents(
         tuple(row for row in contents.tensors if matches(row.key)),
@@ -121,7 +122,7 @@ def select(contents: Contents, patterns: Sequence[str]) -> Contents:
 
 
 def matcher(patterns: Sequence[str]) -> Callable[[str], bool]:
-    """Return whether a key matches one of a shell's patterns; every key does where there is none.
+    """Return the predicate that says whether a key matches one of the shell patterns; without patterns, each does.
 
     Examples:
         >>> matches = matcher(["*.bias", "step"])
@@ -130,15 +131,16 @@ def matcher(patterns: Sequence[str]) -> Callable[[str], bool]:
     """
     if not patterns:
         return lambda _: True
+    # One expression for all patterns: there may be millions of keys.
     expression = re.compile("|".join(map(translate, patterns)))
     return lambda key: expression.match(key) is not None
 
 
 def check_patterns(command: str, patterns: Sequence[str], *checkpoints: Contents) -> None:
-    """Raise where a pattern matches no key of any of the checkpoints: a misspelt one would show that all is well.
+    """Raise if a pattern matches no key of any checkpoint: with a misspelt one, all would seem to be well.
 
     Raises:
-        KeyMismatch: names each such pattern, and the key that looks most like it.
+        KeyMismatch: names each such pattern, and the most similar key.
 
     Examples:
         >>> check_patterns("inspect", ["*.bias"], Contents((TensorRow("fc.bias", "float32", (4,), 16, None),), ()))
@@ -149,12 +151,12 @@ def check_patterns(command: str, patterns: Sequence[str], *checkpoints: Contents
     if unmatched:
         near = near_names(unmatched, names)
         lines = [f"{one!r}" + (f" (did you mean {near[one]!r}?)" if one in near else "") for one in unmatched]
-        fix = "Leave out --key to see all keys; quote a pattern, so that the shell leaves its stars alone."
+        fix = "Leave out --key to see all keys; quote patterns, so that the shell doesn't expand them."
         raise KeyMismatch(error_text(f"{command}: --key matches nothing", offenders=lines, fix=fix))
 
 
 def _indexed_tensors(index: Index) -> tuple[TensorRow, ...]:
-    # By columns: a shard a key would take most of the time where there are very many.
+    # By columns: making a shard of each key would take most of the time where there are very many.
     grids = chunk_grids(index.chunk_key, index.chunk_offset, index.chunk_shape, index.chunk_start, index.key_axes)
     names = texts(index.dtype_text, index.dtype_start)
     sizes = item_sizes(index).tolist()
@@ -168,7 +170,7 @@ def _indexed_tensors(index: Index) -> tuple[TensorRow, ...]:
 
 
 def _length(shape: list[int], size: int, stored: float) -> int:
-    """Return a tensor's length in bytes, of what is stored where this torch doesn't know the dtype."""
+    """Return a tensor's length in bytes; where this torch doesn't know the dtype, that of its stored chunks."""
     return prod(shape) * size if size >= 0 else int(stored)
 
 
@@ -189,7 +191,7 @@ def _object(item: ShardedObject, length: int | None) -> ObjectRow:
     return ObjectRow(item.key, item.unique_key, item.global_shape, item.global_offset, length)
 
 
-# A value of the common state in a few words, and as JSON.
+# Values of the common state: in a few words, and as JSON.
 
 _LONGEST = 60  # characters of a value
 _NAMES = 6  # of a mapping's entries
@@ -212,12 +214,12 @@ def entries_of(common: Any) -> dict[str, Any]:
 def _name(key: object) -> str:
     try:
         return str(key)
-    except ValueError:  # an integer of more digits than Python writes
+    except ValueError:  # an integer of more digits than Python converts to text
         return f"({kind_of(key)} of very many digits)"
 
 
 def kind_of(value: Any) -> str:
-    """Return the name of a value's type; of a record that of the class that it was.
+    """Return the name of a value's type; for a record, that of the class that was stored.
 
     Examples:
         >>> kind_of(7), kind_of(Record("train.Config", {}))
@@ -227,7 +229,7 @@ def kind_of(value: Any) -> str:
 
 
 def brief(value: Any) -> str:
-    """Return a value in a few words, without looking far into it.
+    """Return a value in a few words; of what it holds, the names at most.
 
     Examples:
         >>> brief(7), brief({"lr": 0.1, "eps": 1e-8}), brief(torch.zeros(2, 3))
@@ -242,7 +244,7 @@ def brief(value: Any) -> str:
         shown = ", ".join(names[:_NAMES]) + (", ..." if len(names) > _NAMES else "")
         return _short(f"{plural(len(names), 'entry').replace('entrys', 'entries')}{': ' * bool(names)}{shown}")
     if isinstance(value, str | bytes | bytearray):
-        return _short(repr(value[:_LONGEST]))
+        return _short(repr(value[:_LONGEST]))  # cut first: a text may have megabytes
     if isinstance(value, bool | int | float | complex | None | np.generic | torch.dtype | torch.device):
         return _short(_number(value))
     if isinstance(value, list | tuple | set | frozenset):
@@ -251,7 +253,7 @@ def brief(value: Any) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Return a value as JSON can hold it; what JSON doesn't know becomes a few words.
+    """Return a value as JSON can hold it; what JSON has no form for becomes a few words.
 
     Examples:
         >>> plain({"a": (1, None), 2: float("inf")})
@@ -259,6 +261,7 @@ def plain(value: Any) -> Any:
     """
     if value is None or isinstance(value, bool | int | str):
         return value
+    # json.dumps would write NaN and Infinity, which isn't JSON.
     if isinstance(value, float) and abs(value) < float("inf"):
         return value
     if isinstance(value, Mapping):
@@ -289,17 +292,17 @@ def _short(words: str) -> str:
     return words if len(words) <= _LONGEST else words[: _LONGEST - 3] + "..."
 
 
-# What a folder takes up: how many files, and how many bytes.
+# The files of a folder: how many, and how long.
 
-_MOST, _MOST_REMOTE = 20_000, 500  # files that are looked at; a remote one takes a request
+_MOST, _MOST_REMOTE = 20_000, 500  # files that are counted; each remote one takes a request
 
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """What is in a folder.
+    """How many files a folder holds.
 
     Attributes:
-        count: how many files were looked at.
+        count: how many files were counted.
         length: bytes in them.
         is_all: whether there are no more.
     """
@@ -310,7 +313,7 @@ class Files:
 
 
 def files_in(storage: Storage) -> Files:
-    """Return how many files a folder holds, and how long they are together; of very many, only so many are looked at.
+    """Return how many files a folder holds, and how long they are together; it stops counting at a limit.
 
     Examples:
         >>> storage = MemoryStorage()
@@ -320,11 +323,13 @@ def files_in(storage: Storage) -> Files:
         Files(count=1, length=3, is_all=True)
     """
     most = _MOST if isinstance(storage, LocalStorage | MemoryStorage) else _MOST_REMOTE
+    # One more than are counted, to know whether there are more.
     found = list(islice(_lengths(storage, ""), most + 1))
     return Files(min(len(found), most), sum(found[:most]), len(found) <= most)
 
 
 def _lengths(storage: Storage, name: str) -> Iterator[int]:
+    # Only files have a length; other names are folders.
     length = storage.length(name)
     if length is not None:
         yield length

@@ -1,4 +1,4 @@
-"""`shardtree convert`: a checkpoint of any format written as one of another, in bounded memory."""
+"""`shardtree convert`: a checkpoint of any format written in another, in bounded memory."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ from ..errors import ShapeError, StrategyError, error_text, plural, shorten
 from ..strategies import LoadOptions, SaveOptions, Strategies, StrategyAction, default_strategies, huggingface
 from ..transforms import partial_rename
 from ..trees import bind, cast, compose
-from ._bars import bar
 from ._contents import contents_at
-from ._output import Output, json_text, pace, printable, size, spellable
+from ._output import Output, bar, json_text, pace, printable, size, spellable
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +28,12 @@ class Conversion:
         source: a path or URL.
         destination: likewise.
         backend: the format's name, or name and version.
-        common_backend: the common state's; None for that which goes with the other.
+        common_backend: the common state's format; None for the default beside `backend`.
         names: old key → new key, in patterns.
-        dtype: of floating-point tensors; None for their own.
+        dtype: of floating-point tensors in the copy; None leaves them as they are.
         leave_out: patterns of keys that aren't converted.
-        most_bytes: that a batch holds.
-        most_file_bytes: that a file of a Hugging Face model holds; None for what the format does by itself.
+        most_bytes: the limit of a batch.
+        most_file_bytes: the limit of a file of a Hugging Face model; None for the format's default.
         verify: whether what was written is read back and compared.
         allow_pickle: whether pickled values may be unpickled.
     """
@@ -82,7 +81,7 @@ def run_convert(conversion: Conversion, *, as_json: bool) -> int:
 
 
 def transform_of(names: Mapping[str, str], dtype: str | None) -> Callable[[Any], Any] | None:
-    """Return the function from a checkpoint's shards to those that are written; None where they stay as they are.
+    """Return the function from a checkpoint's shards to those that are written; None if nothing changes.
 
     Raises:
         ShapeError: there is no such floating-point dtype.
@@ -98,6 +97,7 @@ def transform_of(names: Mapping[str, str], dtype: str | None) -> Callable[[Any],
     steps: list[Callable[[Any], Any]] = [bind(partial_rename, names)] if names else []
     if dtype is not None:
         found = dtype_from_name(dtype)
+        # `cast` changes floating-point tensors alone, and to integers it would cut off their fractions.
         if not found.is_floating_point:
             raise ShapeError(error_text("convert: --cast", found=dtype, expected="a floating-point dtype, as bfloat16"))
         steps.append(bind(cast, found))
@@ -108,7 +108,7 @@ def strategies_of(backend: str | tuple[str, int], most_file_bytes: int | None) -
     """Return the dispatch table that writes files of at most a given size.
 
     Raises:
-        StrategyError: the format has one file a rank, or a chunk.
+        StrategyError: the format can't limit its files: they hold a rank's shards, or a chunk.
 
     Examples:
         >>> strategies_of("huggingface", 10**9) == default_strategies
@@ -120,12 +120,13 @@ def strategies_of(backend: str | tuple[str, int], most_file_bytes: int | None) -
     if name != "huggingface":
         expected = "--to huggingface"
         raise StrategyError(error_text("convert: --max-file-size", found=f"--to {name}", expected=expected))
+    # A table of this call's own: the process's table is left as it is.
     row = (StrategyAction.SAVE_SHARDED, "huggingface", 1)
     return {**default_strategies, row: huggingface.save_sharded_up_to(most_file_bytes)}
 
 
 def _bytes_to_move(conversion: Conversion) -> int:
-    """Return about how many bytes a conversion writes and reads back."""
+    """Return about how many bytes a conversion writes and reads back: the bar's end."""
     tree = open_checkpoint(conversion.source, options=LoadOptions(allow_pickle=conversion.allow_pickle))
     length = sum(row.length for row in contents_at(tree).tensors)
     return length * (2 if conversion.verify else 1)
@@ -144,7 +145,7 @@ def _remarks(report: ConversionReport) -> list[str]:
     lines = []
     if report.resumed:
         batches = plural(report.batches, "batch").replace("batchs", "batches")
-        lines.append(f"gone on with: {report.resumed} of {batches} had been written by an earlier run")
+        lines.append(f"resumed: {report.resumed} of {batches} had been written by an earlier run")
     if report.verified_nbytes is None:
         lines.append("not read back, as --no-verify asks")
     else:
@@ -157,5 +158,6 @@ def _remarks(report: ConversionReport) -> list[str]:
 def _document(report: ConversionReport) -> dict[str, Any]:
     """Return what docs/command-line.md describes."""
     fields = asdict(report)
+    # Hexadecimal text: many JSON readers take numbers for floats, which hold 53 bits of the 64.
     fields["fingerprints"] = {key: f"{number:016x}" for key, number in report.fingerprints.items()}
     return {"bytes" if name == "nbytes" else name.replace("nbytes", "bytes"): fields[name] for name in fields}

@@ -1,4 +1,4 @@
-"""`shardtree diff`: whether two checkpoints hold the same, whatever formats they are in and however they are cut."""
+"""`shardtree diff`: where two checkpoints differ, whatever their formats and cuts."""
 
 from __future__ import annotations
 
@@ -10,25 +10,17 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from ..checkpoint import (
-    CheckpointDifference,
-    KindDifference,
-    OpenCheckpoint,
-    ValueDifference,
-    compare,
-    open_checkpoint,
-)
+from ..checkpoint import CheckpointDifference, KindDifference, OpenCheckpoint, ValueDifference, compare, open_checkpoint
 from ..codec import dtype_from_name, dtype_name
 from ..errors import TreePath, plural, render_path
 from ..layouts import TensorKind
 from ..strategies import LoadOptions, Strategies, StrategyAction, default_strategies
 from ..trees import Difference, Record
-from ._bars import bar
 from ._contents import Contents, TensorRow, brief, check_patterns, contents_at, kind_of, matcher, plain, select
-from ._output import Output, json_text, printable, size, spellable
+from ._output import Output, bar, json_text, printable, size, spellable
 from ._table import Heading, show_table
 
-# How `shardtree diff` shows a difference: tables for people, a document for programs.
+# The output: tables for people, a document for programs.
 
 _VALUES = (
     Heading("other values", style="bold"),
@@ -48,7 +40,7 @@ class Side:
     Attributes:
         where: the checkpoint, as it was named.
         tree: the checkpoint.
-        contents: what of it was compared.
+        contents: its tensors and objects that were compared.
     """
 
     where: str
@@ -57,15 +49,15 @@ class Side:
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
+class Outcome:
     """Two checkpoints, and where they differ.
 
     Attributes:
         left: the left one.
         right: the right one.
         difference: where they differ.
-        only_structure: whether values weren't looked at.
-        is_selection: whether only some keys were looked at, and no common state.
+        only_structure: whether values were left out.
+        is_selection: whether only some keys were compared, and no common state.
     """
 
     left: Side
@@ -75,37 +67,37 @@ class Compared:
     is_selection: bool
 
 
-def show_difference(console: Console, compared: Compared) -> None:
-    """Print where two checkpoints differ, a table for each kind of difference, and a line that sums it up."""
-    found = compared.difference
-    _show_only(console, "A", found.only_left, compared.left.contents)
-    _show_only(console, "B", found.only_right, compared.right.contents)
+def show_difference(console: Console, outcome: Outcome) -> None:
+    """Print where two checkpoints differ: a table for each kind of difference, and a summary."""
+    found = outcome.difference
+    _show_only(console, "A", found.only_left, outcome.left.contents)
+    _show_only(console, "B", found.only_right, outcome.right.contents)
     kinds = [(each.key, _kind_text(each.left), _kind_text(each.right)) for each in found.kinds]
     _show_pairs(console, "other dtype or shape", kinds)
     if found.values:
         show_table(console, _VALUES, [_value_cells(each) for each in found.values])
         console.print()
     for unique_key, difference in found.objects.items():
-        sides = [side.tree[unique_key].data for side in (compared.left, compared.right)]
+        sides = [side.tree[unique_key].data for side in (outcome.left, outcome.right)]
         _show_pairs(console, "other object", list(_places(unique_key, difference, *sides)))
     if found.common:
-        sides = [side.tree.common() for side in (compared.left, compared.right)]
+        sides = [side.tree.common() for side in (outcome.left, outcome.right)]
         _show_pairs(console, "other common state", list(_places("common", found.common, *sides)))
     mark, colour = ("✗ ", "bold red") if found else ("✓ ", "bold green")
-    console.print(Text.assemble((spellable(console)(mark), colour), printable(_summary(compared))))
+    console.print(Text.assemble((spellable(console)(mark), colour), printable(_summary(outcome))))
 
 
-def document(compared: Compared) -> dict[str, Any]:
+def document(outcome: Outcome) -> dict[str, Any]:
     """Return what docs/command-line.md describes."""
-    found = compared.difference
+    found = outcome.difference
     return {
-        "left": compared.left.where,
-        "right": compared.right.where,
+        "left": outcome.left.where,
+        "right": outcome.right.where,
         "equal": not found,
         "bytes_compared": found.nbytes,
         "only_left": list(found.only_left),
         "only_right": list(found.only_right),
-        "kinds": [{"key": each.key, "left": _shown(each.left), "right": _shown(each.right)} for each in found.kinds],
+        "kinds": [_kinds_record(each) for each in found.kinds],
         "values": [_value_record(each) for each in found.values],
         "objects": [{"unique_key": key, **_paths(difference)} for key, difference in found.objects.items()],
         "common": _paths(found.common),
@@ -113,7 +105,7 @@ def document(compared: Compared) -> dict[str, Any]:
 
 
 def value_at(tree: Any, path: TreePath) -> Any:
-    """Return what a path of a difference leads to, through the fields of values that have some.
+    """Return the value at a path of a difference, which may lead through fields of objects.
 
     Examples:
         >>> from argparse import Namespace
@@ -121,6 +113,7 @@ def value_at(tree: Any, path: TreePath) -> Any:
         0.1
     """
     for entry in path:
+        # A record represents an object whose class isn't imported: its fields are entries, and "" is its type's name.
         if isinstance(tree, Record):
             tree = tree.type_name if entry == "" else tree.fields[entry]
         elif isinstance(tree, Mapping | list | tuple):
@@ -149,6 +142,7 @@ def _show_pairs(console: Console, name: str, rows: list[tuple[str, str, str]]) -
 
 def _value_cells(found: ValueDifference) -> tuple[str, ...]:
     left, right = (f"{side:.9g}" if isinstance(side, float) else str(side) for side in (found.left, found.right))
+    # Nine digits tell any two float32 numbers apart; others may need all of theirs.
     if left == right:
         left, right = repr(found.left), repr(found.right)
     largest = f"{found.largest:.3g}" if isinstance(found.largest, float) else str(found.largest or "")
@@ -165,14 +159,15 @@ def _brief(tree: Any, path: TreePath) -> str:
     try:
         value = value_at(tree, path)
     except (LookupError, AttributeError, TypeError):
-        return "?"
+        return "?"  # the difference is shown all the same
     return brief(value) or kind_of(value)
 
 
-def _summary(compared: Compared) -> str:
-    found, sides = compared.difference, f"{compared.left.where} and {compared.right.where}"
+def _summary(outcome: Outcome) -> str:
+    # Only kinds of difference that there are, so that the line stays short.
+    found, sides = outcome.difference, f"{outcome.left.where} and {outcome.right.where}"
     if not found:
-        return f"{sides} {_equality(compared)}"
+        return f"{sides} {_equality(outcome)}"
     common = sum(map(len, (found.common.only_left, found.common.only_right, found.common.mismatch)))
     counts = {
         f"{plural(len(found.only_left), 'key')} only in A": found.only_left,
@@ -185,21 +180,23 @@ def _summary(compared: Compared) -> str:
     return f"{sides} differ: " + ", ".join(words for words, there in counts.items() if there)
 
 
-def _equality(compared: Compared) -> str:
-    contents = compared.left.contents
+def _equality(outcome: Outcome) -> str:
+    contents = outcome.left.contents
     tensors, objects = plural(len(contents.tensors), "tensor"), plural(len(contents.objects), "object")
-    if compared.only_structure:
+    if outcome.only_structure:
         return f"have the same keys, dtypes and shapes: {tensors}, {objects}; no value was compared"
-    common = "" if compared.is_selection else ", the common state"
-    return f"are equal, bit for bit: {tensors}, {size(compared.difference.nbytes)}, {objects}{common}"
+    common = "" if outcome.is_selection else ", the common state"
+    return f"are equal, bit for bit: {tensors}, {size(outcome.difference.nbytes)}, {objects}{common}"
 
 
 def _kind_text(kind: TensorKind) -> str:
     return f"{dtype_name(kind.dtype)} {kind.global_shape}"
 
 
-def _shown(kind: TensorKind) -> dict[str, Any]:
-    return {"dtype": dtype_name(kind.dtype), "shape": kind.global_shape}
+def _kinds_record(found: KindDifference) -> dict[str, Any]:
+    sides = {"left": found.left, "right": found.right}
+    kinds = {side: {"dtype": dtype_name(kind.dtype), "shape": kind.global_shape} for side, kind in sides.items()}
+    return {"key": found.key, **kinds}
 
 
 def _value_record(found: ValueDifference) -> dict[str, Any]:
@@ -231,15 +228,15 @@ def run_diff(
     Raises:
         CheckpointingException: one of them can't be read.
     """
-    compared = _compare(left, right, patterns, only_structure, allow_pickle)
+    outcome = _compare(left, right, patterns, only_structure, allow_pickle)
     if as_json:
-        print(json_text(document(compared)))
+        print(json_text(document(outcome)))
     else:
-        show_difference(Output(), compared)
-    return 1 if compared.difference else 0
+        show_difference(Output(), outcome)
+    return 1 if outcome.difference else 0
 
 
-def _compare(left: str, right: str, patterns: Sequence[str], only_structure: bool, allow_pickle: bool) -> Compared:
+def _compare(left: str, right: str, patterns: Sequence[str], only_structure: bool, allow_pickle: bool) -> Outcome:
     trees = [open_checkpoint(where, options=LoadOptions(allow_pickle=allow_pickle)) for where in (left, right)]
     everything = [contents_at(tree) for tree in trees]
     check_patterns("diff", patterns, *everything)
@@ -253,10 +250,11 @@ def _compare(left: str, right: str, patterns: Sequence[str], only_structure: boo
             options = LoadOptions(allow_pickle=allow_pickle, progress=advance)
             one, other = (tree.checkpoint.storage for tree in trees)
             difference = compare(one, other, strategies=strategies, options=options)
-    return Compared(sides[0], sides[1], difference, only_structure, bool(patterns))
+    return Outcome(sides[0], sides[1], difference, only_structure, bool(patterns))
 
 
 def _bytes_in_both(left: Contents, right: Contents) -> int:
+    # The bar's end: where dtype or shape differ, no values are read.
     kinds = {row.key: (row.dtype, row.shape) for row in right.tensors}
     return sum(row.length for row in left.tensors if kinds.get(row.key) == (row.dtype, row.shape))
 
@@ -270,7 +268,7 @@ def structure_difference(left: Contents, right: Contents) -> CheckpointDifferenc
         ('w',)
     """
     mine, theirs = ({row.key: row for row in contents.tensors} for contents in (left, right))
-    # A tensor's key can be an object's unique key, and is another thing then.
+    # Apart from tensors: an object's unique key may equal a tensor's key.
     objects = [dict.fromkeys(row.unique_key for row in contents.objects) for contents in (left, right)]
     both = [(mine[key], theirs[key]) for key in mine if key in theirs]
     kinds = [
@@ -290,7 +288,10 @@ def _missing(names: Mapping[str, Any], others: Mapping[str, Any]) -> tuple[str, 
 
 
 def selecting(matches: Callable[[str], bool]) -> Strategies:
-    """Return a table whose formats show nothing but the tensors and objects of some keys, and no common state."""
+    """Return a table whose formats hold only the tensors and objects of some keys, and no common state.
+
+    So `compare` itself needs no selection: what isn't in the metadata is neither read nor compared.
+    """
     return {row: _selecting(row[0], strategy, matches) for row, strategy in default_strategies.items()}
 
 

@@ -1,4 +1,4 @@
-"""`shardtree inspect`: what is in a checkpoint, as a table or as JSON, without reading one tensor."""
+"""`shardtree inspect`: a checkpoint's contents, as tables or as JSON, without reading a tensor."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from ._contents import (
 from ._output import Output, complain, json_text, printable, size, spellable
 from ._table import Heading, show_table
 
-# How `shardtree inspect` shows what is in a checkpoint: tables for people, a document for programs.
+# The output: tables for people, a document for programs.
 
 _TENSOR = (
     Heading("tensor", style="bold"),
@@ -51,16 +51,16 @@ _COMMON = (Heading("common state", style="bold"), Heading("type", style="cyan"),
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What was found out about a checkpoint.
+    """What `inspect` shows of a checkpoint.
 
     Attributes:
         where: the checkpoint, as it was named.
-        fields: what its metadata.json says, or what recognizing it found out.
+        fields: those of its metadata.json, or what recognizing its format gave.
         everything: all of its tensors and objects.
-        selected: those that were asked for, sorted.
-        common: top-level entries of the common state, but for the content metadata; None where that can't be read.
-        content_metadata: what the save was given as such.
-        files: what the folder takes up.
+        selected: those whose keys match, sorted.
+        common: top-level entries of the common state, without the content metadata; None where it can't be read.
+        content_metadata: the save's `content_metadata`.
+        files: the folder's files.
     """
 
     where: str
@@ -73,7 +73,7 @@ class Findings:
 
 
 def show_findings(console: Console, found: Findings, limit: int | None, *, is_selection: bool) -> None:
-    """Print a table each of tensors, objects and common state, and then the totals; of a selection no common state."""
+    """Print tables of tensors, objects and, unless keys were selected, the common state; then the totals."""
     console.print(Text(printable(found.where), style="bold"))
     _show_rows(console, _TENSOR, [_tensor_cells(row) for row in found.selected.tensors], limit)
     _show_rows(console, _OBJECT, _object_rows(found.selected.objects), limit)
@@ -105,7 +105,7 @@ def _tensor_cells(row: TensorRow) -> tuple[str, ...]:
 
 
 def _cut(grid: Grid | None) -> str:
-    if grid is None:
+    if grid is None:  # a format of others may not say it
         return "?"
     if grid.kind in ("regular", "uneven"):
         return _product(grid.counts) + " uneven" * (grid.kind == "uneven")
@@ -118,6 +118,7 @@ def _object_rows(rows: Sequence[ObjectRow]) -> list[tuple[str, ...]]:
     for row in rows:
         arrays.setdefault((row.key, row.shape), []).append(row)
     return [
+        # Old checkpoints left the lengths of arrays of objects out: -1.
         (key, _product(shape).replace("-1", "?") or "1", f"{len(cells):,}", _length(cells))
         for (key, shape), cells in arrays.items()
     ]
@@ -141,6 +142,7 @@ def _facts(found: Findings) -> Iterable[tuple[str, str]]:
         yield "elements", ", ".join(f"{count:,} {name}" for name, count in by_dtype.most_common())
     if found.everything.objects:
         yield "objects", _count(Contents((), found.everything.objects))
+    # The count of files stops at a limit.
     beyond = "" if found.files.is_all else "more than "
     yield "files", f"{beyond}{plural(found.files.count, 'file')}, {beyond}{size(found.files.length)}"
     sharded, common = (_format(found.fields, part) for part in ("sharded", "common"))
@@ -220,6 +222,7 @@ def _object_record(row: ObjectRow) -> dict[str, Any]:
     return {"key": row.key, "unique_key": row.unique_key, **place, "bytes": row.length}
 
 
+# Keys break ties, so that the order is the same each time.
 _SORTS = {"key": lambda row: row.key, "bytes": lambda row: (-(row.length or 0), row.key)}
 
 
@@ -255,6 +258,7 @@ def _examine(where: str, patterns: Sequence[str], sort: str, allow_pickle: bool)
     order = _SORTS[sort]
     ordered = Contents(tuple(sorted(chosen.tensors, key=order)), tuple(sorted(chosen.objects, key=order)))
     common = _common(tree)
+    # The save stored it as an entry of the common state; it is shown apart.
     content = load_content_metadata(preloaded_state_dict=common or {})
     if common is not None:
         common = {name: value for name, value in common.items() if name != "content_metadata"}
@@ -267,5 +271,6 @@ def _common(tree: OpenCheckpoint) -> dict[str, Any] | None:
     try:
         return entries_of(tree.common())
     except CheckpointingException as error:
+        # Tensors can be shown without it, as where it holds pickled values that may not be loaded.
         complain("inspect", error)
         return None

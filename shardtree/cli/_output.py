@@ -1,4 +1,4 @@
-"""Where commands print to, and how they end: exit statuses, errors as text, and a reader that has heard enough."""
+"""Where commands print to, and how they end: exit statuses, errors as text, broken pipes; sizes as text."""
 
 from __future__ import annotations
 
@@ -6,31 +6,42 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any, Literal, NoReturn
 
 import typer
 from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 from ..errors import CheckpointingException
 
 TROUBLE = 2
-"""The exit status of what couldn't be done."""
+"""The exit status where something couldn't be done."""
 
-_NOBODY_READS, _INTERRUPTED = 141, 130  # what a shell shows for programs that SIGPIPE and SIGINT ended
+_BROKEN_PIPE, _INTERRUPTED = 141, 130  # what a shell shows for programs that SIGPIPE and SIGINT ended
 
 _PICKLE_WARNING = (
     "warning: --allow-pickle: loading pickled values can run any code that the checkpoint's writer put there"
 )
 
+# Our own signs alone: keys may hold any character, and are escaped where the encoding lacks it.
 _ASCII = str.maketrans({"\N{MULTIPLICATION SIGN}": "x", "─": "-", "✓": "+", "✗": "!", "→": ">"})
 
 
 class Output(Console):
-    """A console that is plain wherever it isn't shown to a person, and never cuts a line."""
+    """A console that never cuts a line, and has colours on a terminal only."""
 
     def __init__(self, *, stderr: bool = False) -> None:
+        # NO_COLOR counts if it isn't empty, as no-color.org says. Keys may look like rich's markup or emoji codes.
         colours: Literal["auto"] | None = None if os.environ.get("NO_COLOR") else "auto"
         super().__init__(
             stderr=stderr, color_system=colours, highlight=False, markup=False, emoji=False, soft_wrap=True
@@ -38,7 +49,30 @@ class Output(Console):
 
     def on_broken_pipe(self) -> None:
         """Leave it to `finish`."""
+        # rich would exit with status 1, which says "damaged" or "different" here.
         raise BrokenPipeError
+
+
+@contextmanager
+def bar(console: Console, doing: str, total: int | None) -> Iterator[Callable[[int], None]]:
+    """Yield `progress(nbytes)`, called with the bytes done since the last call; the bar is gone afterwards.
+
+    Args:
+        console: where it is drawn; nothing is where it isn't a terminal.
+        doing: what moves them.
+        total: bytes, None where that isn't known.
+    """
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(32),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(doing, total=total)
+        yield lambda nbytes: progress.advance(task, nbytes)
 
 
 def finish(command: str, work: Callable[[], int], *, interrupted: str = "interrupted") -> NoReturn:
@@ -47,19 +81,21 @@ def finish(command: str, work: Callable[[], int], *, interrupted: str = "interru
     Args:
         command: its name.
         work: prints, and returns the status.
-        interrupted: what is said on Ctrl-C.
+        interrupted: the message on Ctrl-C.
     """
     try:
-        for stream in (sys.stdout, sys.stderr):  # a terminal may not know box characters, or those in a key
+        # Backslashes, since a key with a character that the encoding lacks must still be told from others.
+        for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
         status = work()
+        # Here, so that a closed pipe is found now; at the interpreter's exit it would print an error.
         sys.stdout.flush()
     except CheckpointingException as error:
         complain(command, error)
         status = TROUBLE
     except BrokenPipeError:
-        _read_no_more()
-        status = _NOBODY_READS
+        _discard_output()
+        status = _BROKEN_PIPE
     except KeyboardInterrupt:
         typer.echo(f"shardtree {command}: {interrupted}", err=True)
         status = _INTERRUPTED
@@ -68,6 +104,7 @@ def finish(command: str, work: Callable[[], int], *, interrupted: str = "interru
 
 def complain(command: str, error: Exception) -> None:
     """Print an error's text, with its notes."""
+    # Errors of a function that is called as the command is begin with its name already.
     text = "\n".join([str(error), *getattr(error, "__notes__", [])]).removeprefix(f"{command}: ")
     typer.echo(f"shardtree {command}: " + "\n".join(map(printable, text.split("\n"))), err=True)
 
@@ -79,7 +116,7 @@ def warn_of_pickle(allowed: bool) -> None:
 
 
 def printable(text: str) -> str:
-    r"""Return text on one line and without what would steer a terminal: such characters as Python writes them.
+    r"""Return text with control characters escaped as in Python: it stays on one line, and can't steer a terminal.
 
     Examples:
         >>> printable("a.b ü"), printable("a\x1b[2J\n")
@@ -91,14 +128,14 @@ def printable(text: str) -> str:
 
 
 def spellable(console: Console) -> Callable[[str], str]:
-    """Return what replaces our own signs where the console's encoding lacks them."""
+    """Return the function that replaces our own signs where the console's encoding may lack them."""
     if console.encoding.lower().startswith("utf"):
         return lambda words: words
     return lambda words: words.translate(_ASCII)
 
 
 def json_text(document: Mapping[str, Any]) -> str:
-    """Return a document as JSON in ASCII, every name of it and every item of its lists on a line of its own.
+    """Return a document as JSON in ASCII: a line for each name, and for each item of a list, so that grep can be used.
 
     Examples:
         >>> print(json_text({"sound": False, "damage": [{"file": "a"}, {"file": "b"}], "more": []}))
@@ -120,14 +157,15 @@ def _value(value: Any) -> str:
     return json.dumps(value)
 
 
-def _read_no_more() -> None:
-    """Let what is left in the buffers go nowhere, so that closing them at the end fails no more."""
+def _discard_output() -> None:
+    """Send what is still buffered to /dev/null, so that closing stdout at the interpreter's exit doesn't fail."""
+    # The descriptor is replaced, not sys.stdout: the buffer that is flushed last belongs to the old object.
     nowhere = os.open(os.devnull, os.O_WRONLY)
     with suppress(OSError, ValueError):
         os.dup2(nowhere, sys.stdout.fileno())
 
 
-# Bytes, rates and counts as people read them.
+# Sizes, rates and lengths as text.
 
 _UNITS = {"": 1, "B": 1} | {
     f"{letter}{form}": base**power
@@ -150,35 +188,36 @@ def size(count: int) -> str:
 
 
 def parse_size(text: str) -> int:
-    """Return the number of bytes that a person writes: MB and its like are decimal, MiB and its like binary.
+    """Return the number of bytes that a text says: MB and its like are decimal, MiB and its like binary.
 
     Raises:
-        ValueError: it is no such number, or below one.
+        ValueError: it isn't such a number, or is below one.
 
     Examples:
         >>> parse_size("256MB"), parse_size("1.5 GiB"), parse_size("4096")
         (256000000, 1610612736, 4096)
     """
+    # Fifteen digits are what a float holds exactly.
     found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?) ?([A-Za-z]*)", text.strip(), re.ASCII)
     unit = _UNITS.get(found[2].upper()) if found else None
     if found is None or unit is None or float(found[1]) * unit < 1:
-        raise ValueError(f"{text!r} is no number of bytes, as 256MB or 1GiB are")
+        raise ValueError(f"{text!r} is not a number of bytes, such as 256MB or 1GiB")
     return int(float(found[1]) * unit)
 
 
 def rate(count: int, seconds: float) -> str:
-    """Return bytes in seconds as GB/s, or MB/s where that says more.
+    """Return a rate in GB/s, or in MB/s below 0.1 GB/s.
 
     Examples:
         >>> rate(272_000_000, 0.5), rate(2_000_000, 0.1)
         ('0.54 GB/s', '20.00 MB/s')
     """
-    a_second = count / max(seconds, 1e-9)
+    a_second = count / max(seconds, 1e-9)  # a clock may not have moved
     return f"{a_second / 1e9:.2f} GB/s" if a_second >= 1e8 else f"{a_second / 1e6:.2f} MB/s"
 
 
 def pace(count: int, seconds: float) -> str:
-    """Return how long moving bytes took, and how fast that was where there were enough of them to tell.
+    """Return how long moving bytes took, and the rate from 10 MB on: below, opening files takes most of the time.
 
     Examples:
         >>> pace(2_000, 0.1), pace(272_000_000, 0.5)
@@ -188,7 +227,7 @@ def pace(count: int, seconds: float) -> str:
 
 
 def lengths(pieces: list[int]) -> str:
-    """Return how long pieces are, equal neighbours together.
+    """Return the lengths of pieces, equal neighbours together.
 
     Examples:
         >>> lengths([7631, 7631, 7630, 7630]), lengths([5])

@@ -1,13 +1,21 @@
-"""A picture of how a matrix lies on ranks, as characters: pure, so that colour is the printer's business."""
+"""Pictures of how a matrix lies on ranks: in the ranks' colours, or where there are none in their digits."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..mapping import ShardedTensor
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
+from ..errors import plural
+from ..mapping import ShardedTensor
+from ._output import lengths
+
+_COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red", "bright_cyan", "bright_magenta")
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
+_WIDTH, _HEIGHT = 28, 12  # of a picture, in characters
 
 Box = tuple[int, int, int, int]  # first row, first column, one past the last row, one past the last column
 
@@ -43,7 +51,7 @@ def draw(shards: Sequence[ShardedTensor], *, width: int, height: int) -> Picture
     """
     boxes = [_box(shard, width, height) for shard in shards]
     owner = tuple(tuple(_owner(boxes, line, column) for column in range(width)) for line in range(height))
-    # Where replicas lie on each other, only the first can be seen.
+    # Replicas cover each other: only the first one's name is written.
     seen = {rank for ranks in owner for rank in ranks}
     return Picture(owner, tuple(_label(rank, box) for rank, box in enumerate(boxes) if rank in seen))
 
@@ -54,7 +62,7 @@ def filled(picture: Picture) -> tuple[str, ...]:
 
 
 def blank(picture: Picture) -> tuple[str, ...]:
-    """Return a picture's lines with nothing but the ranks' names, to be put on coloured ground."""
+    """Return a picture's lines with nothing but the ranks' names, for a coloured background."""
     return _labelled([" " * len(ranks) for ranks in picture.owner], picture)
 
 
@@ -87,8 +95,59 @@ def _digit(rank: int | None) -> str:
 
 
 def _label(rank: int, box: Box) -> tuple[int, int, str]:
-    """Return the line and column at which a rank's name stands in its block, and the name, empty if it has no room."""
+    """Return the line and column of a rank's name in its block, and the name, empty if it has no room."""
     top, left, bottom, right = box
     room = right - left if bottom > top else 0
     label = next((text for text in (f" rank {rank} ", f" {rank} ") if len(text) <= room), "")
     return (top + bottom - 1) // 2, left + (room - len(label)) // 2, label
+
+
+# Printing it.
+
+
+def show_layouts(console: Console, before: Sequence[ShardedTensor], after: Sequence[ShardedTensor]) -> None:
+    """Print how a matrix lay on the ranks that saved it, and how it lies on those that loaded it."""
+    table = Table.grid(padding=(0, 1))
+    titles = (f"saved by {plural(len(before), 'rank')}", f"loaded by {plural(len(after), 'rank')}")
+    table.add_row(Text(titles[0], style="dim"), "", Text(titles[1], style="dim"))
+    pictures = [draw(shards, width=_WIDTH, height=_height(before, after)) for shards in (before, after)]
+    left, right = (_painted(console, picture) for picture in pictures)
+    arrow = Text("\n" * (len(pictures[0].owner) // 2) + " → ")
+    table.add_row(left, arrow, right)
+    table.add_row(Text(_cut(before), style="dim"), "", Text(_cut(after), style="dim"))
+    console.print(table)
+
+
+def rank_label(rank: int) -> Text:
+    """Return a rank's number on its colour."""
+    return Text(f" {rank} ", style=_style(rank))
+
+
+def _style(rank: int) -> str:
+    return f"black on {_COLOURS[rank % len(_COLOURS)]}"
+
+
+def _height(*layouts: Sequence[ShardedTensor]) -> int:
+    """Return enough lines for every piece to have one."""
+    return max(_HEIGHT, *(len({shard.global_offset[0] for shard in shards}) for shards in layouts))
+
+
+def _painted(console: Console, picture: Picture) -> Text:
+    """Return a picture in the ranks' colours, or filled with their digits where the console has no colours."""
+    if console.color_system is None:
+        return Text("\n".join(filled(picture)))
+    lines = []
+    for owners, characters in zip(picture.owner, blank(picture), strict=True):
+        text = Text(characters)
+        for column, rank in enumerate(owners):
+            if rank is not None:
+                text.stylize(_style(rank), column, column + 1)
+        lines.append(text)
+    return Text("\n").join(lines)
+
+
+def _cut(shards: Sequence[ShardedTensor]) -> str:
+    axis = next((axis for axis in (0, 1) if len({shard.global_offset[axis] for shard in shards}) > 1), None)
+    if axis is None:
+        return "whole on every rank"
+    return f"{('rows', 'columns')[axis]}: {lengths([shard.local_shape[axis] for shard in shards])}"

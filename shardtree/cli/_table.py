@@ -1,4 +1,4 @@
-"""Tables of any length: columns that line up, printed line by line, and folded where a terminal is too narrow."""
+"""Tables of any length: aligned columns, and long keys folded where a terminal is too narrow."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from rich.style import Style
 from ._output import printable, spellable
 
 _GAP = "  "
+# Not rich.table, which renders all rows before it prints the first: a checkpoint may have millions of keys.
 _LEAST = 16  # characters that a folded column keeps
-_BATCH = 2000  # lines that are given to rich at once
+_BATCH = 2000  # lines of one call of rich, which renders all that it is passed before it prints
 
 Row = Sequence[str]
 
 
 @dataclass(frozen=True, slots=True)
 class Heading:
-    """A column's name and how it is set.
+    """A column's name and format.
 
     Attributes:
-        name: what stands above it.
-        right: whether cells end at its right side, as numbers do.
-        style: rich's name of a style.
+        name: the text above it.
+        right: whether it is right-aligned, as numbers are.
+        style: a style of rich, by name.
     """
 
     name: str
@@ -42,9 +43,10 @@ def show_table(console: Console, headings: Sequence[Heading], rows: Sequence[Row
         console: where to.
         headings: the columns.
         rows: a text for each column.
-        limit: how many rows to print; None for all. It is said how many more there are.
+        limit: how many rows to print; None for all. A last line says how many are left out.
     """
     spell = spellable(console)
+    # The first column holds keys, which are shown as they are: a sign of ours in one isn't ours to replace.
     shown = [(printable(first), *(spell(printable(cell)) for cell in rest)) for first, *rest in rows[:limit]]
     widths = _widths(console, headings, shown)
     styles = [Style.parse(heading.style) for heading in headings]
@@ -58,10 +60,11 @@ def show_table(console: Console, headings: Sequence[Heading], rows: Sequence[Row
 
 
 def _widths(console: Console, headings: Sequence[Heading], rows: Sequence[Row]) -> list[int]:
-    """Return how wide each column is, with the gap after it."""
+    """Return each column's width, with the gap after it."""
     columns = zip([heading.name for heading in headings], *rows, strict=True)
     widths = [max(map(_width, column)) + len(_GAP) for column in columns]
     widths[-1] -= len(_GAP)
+    # Elsewhere nothing is folded: programs expect a row on one line.
     if console.is_terminal:
         widths[0] = min(widths[0], max(_LEAST, console.width - sum(widths[1:])))
     return widths
@@ -87,6 +90,7 @@ def _line(cells: Row, headings: Sequence[Heading], widths: Sequence[int], styles
 
 
 def _print_lines(console: Console, lines: Sequence[list[Segment]]) -> None:
+    # Plain lines end without the spaces that fill the last column.
     if console.color_system is None:
         pieces = [Segment("".join(piece.text for piece in line).rstrip() + "\n") for line in lines]
     else:
@@ -95,4 +99,5 @@ def _print_lines(console: Console, lines: Sequence[list[Segment]]) -> None:
 
 
 def _width(cell: str) -> int:
+    # cell_len knows characters that take two cells; len is quicker, and most keys are ASCII.
     return len(cell) if cell.isascii() else cell_len(cell)

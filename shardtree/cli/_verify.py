@@ -1,4 +1,4 @@
-"""`shardtree verify`: whether every byte of a checkpoint is what was saved."""
+"""`shardtree verify`: every byte of a checkpoint compared with its checksum."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from ..checkpoint import verify
 from ..errors import plural, shorten
 from ..storage import storage_at
 from ..strategies import Damage, LoadOptions, VerifyReport, by_reason
-from ._bars import bar
 from ._contents import files_in
-from ._output import Output, json_text, pace, printable, size, spellable
+from ._output import Output, bar, json_text, pace, printable, size, spellable
 
 
 def run_verify(checkpoint: str, *, threads: int | None, as_json: bool) -> int:
@@ -23,7 +22,7 @@ def run_verify(checkpoint: str, *, threads: int | None, as_json: bool) -> int:
 
     Args:
         checkpoint: a path or URL.
-        threads: how many read and check at a time; None for the usual number.
+        threads: how many read and check; None for the usual number.
         as_json: whether to print JSON.
 
     Raises:
@@ -31,6 +30,7 @@ def run_verify(checkpoint: str, *, threads: int | None, as_json: bool) -> int:
     """
     storage, began = storage_at(checkpoint), time.monotonic()
     files, reports = files_in(storage), list[VerifyReport]()
+    # The bar is on stderr, so that stdout can be piped; without the length of all files it has no end to show.
     with bar(Output(stderr=True), "verify", files.length if files.is_all else None) as advance:
         damage = verify(storage, options=LoadOptions(threads=threads, progress=advance), report=reports.append)
     (report,) = reports
@@ -44,6 +44,7 @@ def run_verify(checkpoint: str, *, threads: int | None, as_json: bool) -> int:
             f"{size(report.bytes_read)} read {pace(report.bytes_read, time.monotonic() - began)}",
         )
         _show_unchecked(Output(), report)
+    # Bytes without a checksum aren't damage: most formats of other programs have some.
     return 1 if damage else 0
 
 
@@ -60,6 +61,7 @@ def _show(console: Console, where: str, damage: Sequence[Damage], amount: str) -
 
 
 def _show_one(console: Console, one: Damage) -> None:
+    # An end of 0: the file is damaged or missing as a whole.
     place = f", bytes {one.begin:,} to {one.end:,}" if one.end else ""
     console.print(Text.assemble((printable(one.file), "bold red"), place))
     lines = one.what.split("\n")
@@ -68,7 +70,7 @@ def _show_one(console: Console, one: Damage) -> None:
 
 
 def _show_unchecked(console: Console, report: VerifyReport) -> None:
-    """Print how many bytes no checksum stands for, by what there is instead."""
+    """Print how many bytes have no checksum, by the reason."""
     for why, found in by_reason(report.unchecked).items():
         amount = f"{size(sum(one.nbytes for one in found))} in {plural(len(found), 'file')}"
         console.print(Text(f"  no checksum for {amount}: {printable(why)}"))

@@ -1,7 +1,7 @@
-"""Nodes of values that are mostly bytes: tensors, NumPy arrays and scalars, bytes and buffers.
+"""Nodes of tensors, NumPy arrays and scalars, bytes and buffers.
 
-What safetensors has a dtype for is an entry of that dtype and shape, so that other readers see it as it is;
-the rest are plain bytes, with dtype and shape in the node.
+A value whose dtype safetensors has is an entry of that dtype and shape, so that other readers see it too; others are
+plain bytes, with dtype and shape in the node.
 """
 
 from __future__ import annotations
@@ -91,12 +91,12 @@ def _array(dtype: np.dtype[Any], shape: tuple[int, ...], data: memoryview) -> np
     array = np.empty(shape, dtype)
     array.reshape(-1).view(np.uint8)[:] = np.asarray(data)
     if has_wrong_characters(array):
-        raise ValueError("a character that Unicode doesn't have")
+        raise ValueError("a code point beyond Unicode's last")
     return array
 
 
 def has_wrong_characters(array: np.ndarray[Any, Any]) -> bool:
-    """Return whether a row-major array of text has a character that Unicode doesn't, from which no string can be made.
+    """Return whether a row-major array of text has a code point beyond Unicode's last, which Python strings can't have.
 
     Examples:
         >>> has_wrong_characters(np.array(["a"])), has_wrong_characters(np.array([2**32 - 1], "u4").view("U1"))
@@ -117,7 +117,7 @@ def _decode_scalar(fields: dict[str, Any], child: Child, take: Take) -> Any:
 
 
 def _encode_text(value: np.str_ | np.bytes_, child: Child) -> Node:
-    # Not by their bits: these are strings in Python too, and an array would drop their trailing zeros.
+    # Not by their bits: an array would drop trailing zeros, which these strings keep.
     return {
         "$": f"numpy.{type(value).__name__}",
         "value": child(str.__str__(value) if isinstance(value, str) else bytes(value)),
@@ -134,7 +134,7 @@ def _decode_bytes_scalar(fields: dict[str, Any], child: Child, take: Take) -> np
 
 def _numpy_dtype(fields: dict[str, Any]) -> np.dtype[Any]:
     name = exactly(str, fields["dtype"])
-    # NumPy's own parser also knows objects, records and deprecated names.
+    # Matched first: NumPy's own parser also accepts objects, which are pointers, records and deprecated names.
     if not NUMPY_NAME.fullmatch(name) or np.dtype(name).str != name or np.dtype(name).itemsize == 0:
         raise ValueError("not a NumPy dtype of numbers, dates or text")
     return np.dtype(name)
@@ -164,7 +164,7 @@ def _encode_buffer(value: BytesIO, child: Child) -> Node:
 
 def _decode_buffer(fields: dict[str, Any], child: Child, take: Take) -> BytesIO:
     if not 0 <= exactly(int, fields["position"]) <= MAX_INT:
-        raise ValueError("a position outside of any file")
+        raise ValueError("a position that no file has")
     value = BytesIO(_take_bytes(fields, take))
     value.seek(fields["position"])
     return value
@@ -173,7 +173,7 @@ def _decode_buffer(fields: dict[str, Any], child: Child, take: Take) -> BytesIO:
 def _take_bytes(fields: dict[str, Any], take: Take, length: int | None = None) -> memoryview:
     tag, shape, data = take(fields["entry"])
     if tag != "U8" or len(shape) != 1 or (length is not None and len(data) != length):
-        raise ValueError("the entry isn't the bytes that it should be")
+        raise ValueError("the entry isn't plain bytes of the expected length")
     return data
 
 

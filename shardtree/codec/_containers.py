@@ -1,4 +1,4 @@
-"""Nodes of values that hold others: lists, tuples, sets, dicts and their kin."""
+"""Nodes of containers: lists, tuples, sets, dicts and similar ones."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ from typing import Any, TypeVar
 from ._nodes import Blob, Child, Decoder, Encoder, Node, Take, exactly, step_of
 from ._scalars import is_unicode
 
-# Whether keys can be put in a dict or a set quickly, whoever chose them.
+# Guard against hash collisions: hashes of numbers, and of tuples of them, are predictable, so that a file can choose
+# keys that all collide.
 
 _COLLISIONS = 1_000
 
 
-def check_spread(keys: Iterable[Hashable]) -> None:
-    """Raise ValueError where so many different keys have one hash that each look-up becomes a search.
-
-    Hashes of numbers, and of tuples of them, are known beforehand: a file can choose keys that share one.
+def check_collisions(keys: Iterable[Hashable]) -> None:
+    """Raise ValueError if so many different keys have the same hash that each look-up becomes a search.
 
     Examples:
-        >>> check_spread([1, 1.5, (2, "a")])
-        >>> check_spread(number * (2**61 - 1) for number in range(2000))
+        >>> check_collisions([1, 1.5, (2, "a")])
+        >>> check_collisions(number * (2**61 - 1) for number in range(2000))
         Traceback (most recent call last):
         ...
         ValueError: too many different keys have the same hash
@@ -73,7 +72,7 @@ def _decode_deque(fields: dict[str, Any], child: Child, take: Take) -> deque[Any
 
 
 def _encode_set(value: set[Any] | frozenset[Any], child: Child) -> Node:
-    # Sorted, since a set's own order differs from process to process.
+    # Sorted: a set's order differs from process to process, and ranks compare their common states by hash.
     items = sorted((child(item) for item in value), key=_text)
     return {"$": type(value).__name__, "items": items}
 
@@ -89,7 +88,7 @@ def _blob_text(blob: Blob) -> str:
 def _decode_set_of(kind: type[A]) -> Callable[[dict[str, Any], Child, Take], A]:
     def decode(fields: dict[str, Any], child: Child, take: Take) -> A:
         items = [child(item) for item in exactly(list, fields["items"])]
-        check_spread(items)
+        check_collisions(items)
         value = kind(items)
         if len(value) != len(items):
             raise ValueError("an item occurs twice in a set")
@@ -121,10 +120,10 @@ def _encode_pairs(value: dict[Any, Any], child: Child) -> list[Node]:
 
 
 def _fill(value: D, fields: dict[str, Any], child: Child) -> D:
-    """Return the new, empty dict `value` with a node's items."""
+    """Fill the empty dict `value` with a node's items, and return it."""
     pairs = [_pair(*exactly(list, pair)) for pair in exactly(list, fields["items"])]
     keys = [child(key) for key, _ in pairs]
-    check_spread(keys)
+    check_collisions(keys)
     for key, (_, item) in zip(keys, pairs, strict=True):
         value[key] = child(item, step_of(key))
     if len(value) != len(pairs):
@@ -154,15 +153,15 @@ def _encode_namespace(value: Namespace, child: Child) -> Node:
 
 def _decode_namespace(fields: dict[str, Any], child: Child, take: Take) -> Namespace:
     value = Namespace()
-    vars(value).update(decode_fields(fields["fields"], child))  # not by keywords: a name may be "self"
+    vars(value).update(decode_fields(fields["fields"], child))  # not as keyword arguments: a name may be "self"
     return value
 
 
 def decode_fields(node: Node, child: Child) -> dict[str, Any]:
-    """Return the decoded fields of an object, whose names are strings.
+    """Decode the fields of an object, whose names must be strings.
 
     Raises:
-        TypeError: they aren't; `decode_tree` says where.
+        TypeError: they aren't; `decode_tree` adds where.
 
     Examples:
         >>> decode_fields({"lr": 0.1}, lambda node: node)

@@ -1,4 +1,4 @@
-"""CRC32, the checksum of zip archives, by isal where that is installed: several times faster than zlib."""
+"""CRC32, the checksum of zip archives; by isal if that is installed, which is several times faster than zlib."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Buffer = bytes | bytearray | memoryview
 
 
 def crc32(data: Buffer, before: int = 0) -> int:
-    """Return the CRC32 of bytes, of all so far if that of those before them is given.
+    """Return the CRC32 of bytes; `before` is that of the bytes before them, for a checksum in parts.
 
     Examples:
         >>> hex(crc32(b"123456789")), crc32(b"789", crc32(b"123456")) == crc32(b"123456789")

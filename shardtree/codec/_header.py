@@ -1,4 +1,4 @@
-"""The header of a safetensors file: 8 bytes of length, JSON that says which bytes are which tensor, spaces."""
+"""The header of a safetensors file: 8 bytes of length, JSON that lists the tensors and their bytes, spaces."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 from ..errors import CorruptCheckpoint, MetadataError, error_text
 from ._json import parse_json
 
-# One tensor of a safetensors file, and how many bytes it must have.
+# Entries, and the bytes that each must have.
 
 MAX_INT = 2**63 - 1
 
-# Readers of the format know these; what they mean as a torch dtype is `dtype_from_tag`'s business.
+# All tags of the format, also those that torch has no dtype for: a file with such a tensor is still valid.
 _TAGS_BY_BITS = {
     4: ("F4",),
     6: ("F6_E2M3", "F6_E3M2"),
@@ -30,10 +30,10 @@ class Entry(NamedTuple):
 
     Attributes:
         name: its name in the file.
-        tag: its dtype, in the format's words: `"BF16"`.
+        tag: its dtype, as the format names it: `"BF16"`.
         shape: its lengths, in elements.
         start: its first byte, counted from where the data starts.
-        stop: the byte after its last.
+        stop: one past its last byte.
     """
 
     name: str
@@ -44,10 +44,10 @@ class Entry(NamedTuple):
 
 
 def byte_length(tag: str, shape: Iterable[int]) -> int:
-    """Return the number of bytes that a tag and a shape make, either of which may come from a file.
+    """Return the number of bytes of a tensor with a tag and a shape, both of which may come from a file.
 
     Raises:
-        ValueError: no such tag, more elements than 64 bits count, or a last byte that is half used.
+        ValueError: no such tag, more elements than 64 bits can count, or a last byte that is used in part.
 
     Examples:
         >>> byte_length("BF16", (2, 3)), byte_length("F64", ()), byte_length("F4", (2, 0))
@@ -65,7 +65,7 @@ def element_count(shape: Iterable[int]) -> int:
     """Return the number of elements of a shape, which may come from a file.
 
     Raises:
-        ValueError: a negative length, or more elements than 64 bits count, also where another length is zero.
+        ValueError: a negative length, or more elements than 64 bits can count, lengths of zero left out.
 
     Examples:
         >>> element_count((2, 3)), element_count((2, 0)), element_count(())
@@ -75,18 +75,18 @@ def element_count(shape: Iterable[int]) -> int:
     for length in shape:
         count *= length or 1
         is_empty |= length == 0
-        if not 0 < count <= MAX_INT:  # stop here: the whole product of a hostile shape would itself be large
-            raise ValueError("a shape with a negative length, or more elements than 64 bits count")
+        if not 0 < count <= MAX_INT:  # inside the loop: the whole product of a hostile shape could fill the memory
+            raise ValueError("a shape with a negative length, or more elements than 64 bits can count")
     return 0 if is_empty else count
 
 
 _LENGTH_BYTES = 8
-_MAX_HEADER = 100_000_000  # bytes; readers of the format refuse more
+_MAX_HEADER = 100_000_000  # bytes; the safetensors package refuses more
 _METADATA = "__metadata__"
 
 
 def encode_header(entries: Iterable[Entry], metadata: Mapping[str, str] | None = None, *, alignment: int = 64) -> bytes:
-    """Return the bytes that stand before the data of a safetensors file.
+    """Return the bytes before the data of a safetensors file.
 
     Args:
         entries: in the order of their bytes, without gaps.
@@ -97,13 +97,14 @@ def encode_header(entries: Iterable[Entry], metadata: Mapping[str, str] | None =
         An 8-byte little-endian length, JSON in UTF-8, and spaces up to the alignment.
 
     Raises:
-        MetadataError: the entries don't tile the data, or names clash, or the header would be larger than 100 MB.
+        MetadataError: the entries don't tile the data, names occur twice, or the header would be larger than 100 MB.
 
     Examples:
         >>> header = encode_header([Entry("w", "F32", (2, 3), 0, 24)])
         >>> len(header), header[8:65]
         (128, b'{"w":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]}}')
     """
+    # Put together by hand rather than by json.dumps of a dict: a checkpoint has a header entry for each tensor.
     parts = _entry_texts(list(entries))
     if metadata:
         pairs = (f"{encode_basestring(name)}:{encode_basestring(text)}" for name, text in metadata.items())
@@ -118,11 +119,11 @@ def encode_header(entries: Iterable[Entry], metadata: Mapping[str, str] | None =
 
 
 def _entry_texts(entries: list[Entry]) -> list[str]:
-    """Return each entry as a member of the JSON object, once the entries tile their bytes and names differ."""
+    """Return each entry as a member of the JSON object; raises unless names differ and the entries tile their bytes."""
     if len({_METADATA, *(entry.name for entry in entries)}) != len(entries) + 1:
-        what = f"safetensors header: two entries have one name, or one is named {_METADATA!r}"
+        what = f"safetensors header: two entries have the same name, or one is named {_METADATA!r}"
         raise MetadataError(error_text(what))
-    known: dict[tuple[str, tuple[int, ...]], tuple[int, str]] = {}  # a model repeats few shapes in many layers
+    known: dict[tuple[str, tuple[int, ...]], tuple[int, str]] = {}  # models repeat few shapes in many layers
     texts, end = [], 0
     for entry in entries:
         kind = (entry.tag, entry.shape)
@@ -155,7 +156,8 @@ def _utf8(text: str) -> bytes:
 
 
 def _not_tiled(entry: Entry, end: int, length: int) -> str:
-    what = f"safetensors header: entry {_shown(entry.name)} leaves a gap, overlaps, or hasn't the bytes of its shape"
+    problem = "leaves a gap, overlaps, or doesn't have the bytes of its shape"
+    what = f"safetensors header: entry {_shown(entry.name)} {problem}"
     return error_text(what, found=f"bytes {entry.start} to {entry.stop}", expected=f"{end} to {end + length}")
 
 
@@ -164,14 +166,14 @@ def _shown(name: str) -> str:
 
 
 def header_length(data: bytes | bytearray | memoryview, file_length: int) -> int:
-    """Return how many bytes of JSON follow a safetensors file's first eight.
+    """Return how many bytes of JSON follow the first 8 bytes of a safetensors file.
 
     Args:
         data: the file's beginning, at least 8 bytes.
-        file_length: bytes in the whole file.
+        file_length: of the whole file, in bytes.
 
     Raises:
-        CorruptCheckpoint: no file of this length has such a header.
+        CorruptCheckpoint: no file of this length can have such a header.
 
     Examples:
         >>> header_length(encode_header([]), 64)
@@ -183,6 +185,7 @@ def header_length(data: bytes | bytearray | memoryview, file_length: int) -> int
             error_text("safetensors header: the file is too short", found=found, expected="8 or more")
         )
     length = int.from_bytes(data[:_LENGTH_BYTES], "little")
+    # Checked before the header is read: the number is the file's, and could claim 2**63 bytes.
     limit = min(file_length - _LENGTH_BYTES, _MAX_HEADER)
     if not 2 <= length <= limit:
         what = "safetensors header: its length doesn't fit the file"
@@ -195,13 +198,13 @@ def decode_header(data: bytes | bytearray | memoryview, file_length: int) -> tup
 
     Args:
         data: the file's beginning, at least its header; the rest is ignored.
-        file_length: bytes in the whole file.
+        file_length: of the whole file, in bytes.
 
     Returns:
-        The entries in the order of their bytes, and the byte of the file at which `start` 0 lies.
+        The entries in the order of their bytes, and the byte of the file at which the data starts.
 
     Raises:
-        CorruptCheckpoint: the header isn't one, or its entries don't tile the rest of the file exactly.
+        CorruptCheckpoint: the header isn't valid, or its entries don't tile the rest of the file exactly.
 
     Examples:
         >>> entries = (Entry("w", "F32", (2, 3), 0, 24),)
@@ -211,6 +214,7 @@ def decode_header(data: bytes | bytearray | memoryview, file_length: int) -> tup
     fields, data_start = _parse_header(data, file_length)
     entries = [_entry(name, spec) for name, spec in fields.items() if name != _METADATA]
     entries.sort(key=lambda entry: (entry.start, entry.stop))
+    # No gaps and no overlaps: bytes that no entry names could hide data, and shared ones make a small file large.
     end = 0
     for entry in entries:
         if entry.start != end:
@@ -223,14 +227,14 @@ def decode_header(data: bytes | bytearray | memoryview, file_length: int) -> tup
 
 
 def decode_header_metadata(data: bytes | bytearray | memoryview, file_length: int) -> dict[str, str]:
-    """Return the strings that a safetensors file keeps beside its tensors.
+    """Return the metadata of a safetensors file: strings beside its tensors.
 
     Args:
         data: the file's beginning, at least its header.
-        file_length: bytes in the whole file.
+        file_length: of the whole file, in bytes.
 
     Raises:
-        CorruptCheckpoint: the header isn't one.
+        CorruptCheckpoint: the header isn't valid.
 
     Examples:
         >>> decode_header_metadata(encode_header([], {"format": "pt"}), 64)
@@ -262,7 +266,7 @@ def _entry(name: str, spec: Any) -> Entry:
         if len(spec) != 3 or type(tag) is not str or type(shape) is not list:
             raise ValueError("not a dtype, a shape and two data_offsets, and nothing else")
         if not all(type(number) is int and 0 <= number <= MAX_INT for number in (start, stop, *shape)):
-            raise ValueError("a number that is no length")
+            raise ValueError("a number that can't be a length")
         if stop - start != byte_length(tag, shape):
             raise ValueError(f"{stop - start} bytes of {tag} aren't those of its shape")
     except (TypeError, ValueError, KeyError) as error:

@@ -1,4 +1,4 @@
-"""JSON that is written in one way only, and read with suspicion."""
+"""Canonical JSON for writing, and strict JSON for reading."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _ZERO = re.compile(b"\0")
 
 
 def canonical_json(value: Any) -> bytes:
-    """Return the one JSON text of a value: sorted keys, no spaces, ASCII.
+    """Return the canonical JSON text of a value: sorted keys, no spaces, ASCII.
 
     Args:
         value: None, bools, ints, finite floats, strings, lists, tuples and dicts with string keys.
 
     Raises:
-        UnsupportedValue: the value holds something else.
+        UnsupportedValue: the value contains something else.
 
     Examples:
         >>> canonical_json({"b": [1, 2.5], "a": None})
@@ -32,11 +32,11 @@ def canonical_json(value: Any) -> bytes:
 
 
 def parse_json(data: bytes | bytearray | memoryview, what: str) -> Any:
-    """Return the value of a JSON text that may have been written by anyone.
+    """Parse an untrusted JSON text.
 
     Args:
         data: UTF-8.
-        what: what the text is, for the message.
+        what: the text's name, for messages.
 
     Raises:
         CorruptCheckpoint: not UTF-8, not JSON, a name twice in one object, a number that isn't finite, or nested
@@ -47,7 +47,8 @@ def parse_json(data: bytes | bytearray | memoryview, what: str) -> Any:
         {'a': [1, 2.5]}
     """
     try:
-        if _ZERO.search(data):  # as in a file with holes, which is as long as it says and takes no space
+        # Before the bytes become text: a file with holes can be terabytes long, takes no space, and reads as zeros.
+        if _ZERO.search(data):
             raise ValueError("a zero byte")
         text = str(data, "utf-8")
         return json.loads(
@@ -60,6 +61,7 @@ def parse_json(data: bytes | bytearray | memoryview, what: str) -> Any:
 
 
 def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    # json keeps the last of two members of one name, other readers the first: they would see different checkpoints.
     fields = dict(pairs)
     if len(fields) != len(pairs):
         raise ValueError("a name occurs twice in one object")

@@ -1,6 +1,6 @@
-"""What encoders and decoders of values share: nodes of JSON, and the bytes that stand beside it.
+"""What encoders and decoders of values share: nodes of JSON, entries of bytes, and records.
 
-A node is either a JSON value that means itself or an object with the member `"$"`, which names the kind of value.
+A node is either a plain JSON value or an object with the member `"$"`, which names the kind of value.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..trees import Record
 
 T = TypeVar("T")
 
-MAX_DEPTH = 100  # containers in containers; each is up to three levels of JSON and four Python frames
+MAX_DEPTH = 100  # of nested containers; each takes up to three levels of JSON and four Python frames
 
 Node = Any
 Take = Callable[[Any], tuple[str, tuple[int, ...], memoryview]]
@@ -24,7 +24,7 @@ Take = Callable[[Any], tuple[str, tuple[int, ...], memoryview]]
 
 
 class Child(Protocol):
-    """Encodes or decodes what a value holds; `steps` lead from the value's path to the child's."""
+    """Encodes or decodes a child of a value; `steps` lead from the value's path to the child's."""
 
     def __call__(self, value: Any, /, *steps: Any) -> Any: ...
 
@@ -38,13 +38,13 @@ Decoder = tuple[tuple[str, ...], Callable[[dict[str, Any], Child, Take], Any]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Blob:
-    """Bytes that become an entry of the file; in a node it stands where the entry's name will.
+    """Bytes that become an entry of the file; in a node it is a placeholder for the entry's name.
 
     Attributes:
-        data: the bytes, as a contiguous buffer of them.
+        data: the bytes, as a contiguous buffer.
         tag: safetensors' dtype.
         shape: lengths, in elements of the tag.
-        item_size: bytes, to which the entry should be aligned.
+        item_size: bytes to which the entry should be aligned.
     """
 
     data: Any
@@ -54,7 +54,7 @@ class Blob:
 
 
 def plain_blob(data: Any) -> Blob:
-    """Return bytes as an entry without a shape of their own.
+    """Return bytes as an entry with one axis.
 
     Examples:
         >>> plain_blob(b"abc").shape
@@ -64,22 +64,23 @@ def plain_blob(data: Any) -> Blob:
 
 
 def exactly(expected: type[T], value: Any) -> T:
-    """Return the value, once it is of this very type.
+    """Return the value; raises unless it is of exactly this type.
 
     Raises:
-        TypeError: it isn't; `decode_tree` says where.
+        TypeError: it isn't; `decode_tree` adds where.
 
     Examples:
         >>> exactly(int, 3)
         3
     """
+    # Not isinstance: True is an int, and a subclass from an allowed constructor may behave differently.
     if type(value) is not expected:
         raise TypeError(f"found {type(value).__name__}, expected {expected.__name__}")
     return value
 
 
 def step_of(key: Any) -> Any:
-    """Return a dict's key in a form that is short enough for a path in a message.
+    """Return a dict's key as a step of a path, shortened for error messages.
 
     Examples:
         >>> step_of("weight"), step_of(7), step_of((1, 2))
@@ -90,7 +91,7 @@ def step_of(key: Any) -> Any:
 
 
 def path_to(path: TreePath) -> TreePath:
-    """Return a path in a form that is short enough for a message.
+    """Return a path, shortened for error messages.
 
     Examples:
         >>> len(path_to(tuple(range(100))))
@@ -99,11 +100,11 @@ def path_to(path: TreePath) -> TreePath:
     return path if len(path) <= 11 else (*path[:10], f"… {len(path) - 10} more")
 
 
-# Records: what enum members, dataclasses and named tuples are in a file, where no class is named to be imported.
+# Records: how enum members, dataclasses and named tuples are stored. Their class's name is data, and never imported.
 
 
 def type_name(cls: type) -> str:
-    """Return the name under which a class's instances are stored.
+    """Return the name of a class that is stored with its instances.
 
     Examples:
         >>> import collections
@@ -114,7 +115,7 @@ def type_name(cls: type) -> str:
 
 
 def record_of(value: Any) -> Record | None:
-    """Return a value as a record; None where it is no enum member, dataclass or named tuple.
+    """Return a value as a record; None if it isn't an enum member, dataclass or named tuple.
 
     Examples:
         >>> from http import HTTPStatus
@@ -131,10 +132,10 @@ def record_of(value: Any) -> Record | None:
 
 
 def named_types(types: Iterable[type]) -> dict[str, type]:
-    """Return classes by the names under which their instances are stored.
+    """Return classes by the names that are stored with their instances.
 
     Raises:
-        UnsupportedValue: one is no enum, dataclass or named tuple.
+        UnsupportedValue: one isn't an enum, dataclass or named tuple.
 
     Examples:
         >>> from http import HTTPStatus
@@ -152,10 +153,10 @@ def named_types(types: Iterable[type]) -> dict[str, type]:
 
 
 def instance_of(record: Record, cls: type) -> Any:
-    """Return the instance of a class that a record describes, without running the class's `__init__`.
+    """Return the instance of a class that a record describes, without running `__init__`.
 
     Args:
-        record: of an instance of this class, perhaps of an older version of it.
+        record: of an instance of this class, perhaps of an older version of the class.
         cls: an enum, a dataclass or a named tuple.
 
     Raises:
@@ -173,7 +174,7 @@ def instance_of(record: Record, cls: type) -> Any:
         return _member(record, cls)
     if issubclass(cls, tuple):
         return tuple.__new__(cls, (record.fields[name] for name in expected))
-    # What the constructor would do to the fields it has already done once.
+    # Without __init__ and __post_init__: they ran when the instance was first made, and may change fields again.
     value: Any = object.__new__(cls)
     for name in expected:
         object.__setattr__(value, name, record.fields[name])
@@ -203,7 +204,7 @@ def _has_fields(cls: object) -> bool:
         return True
     if issubclass(cls, tuple):
         return cls.__new__ is not tuple.__new__ and isinstance(getattr(cls, "_fields", None), tuple)
-    # A dataclass that also is a dict, a tensor or an exception holds more than its fields.
+    # A dataclass that is also a dict, a tensor or an exception contains more than its fields.
     return dataclasses.is_dataclass(cls) and cls.__new__ is object.__new__
 
 

@@ -1,4 +1,4 @@
-"""Nodes of values that hold no others: numbers, strings, ranges, dtypes, devices, paths."""
+"""Nodes of numbers, strings, ranges, dtypes, devices and paths."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def _itself(value: Any, child: Child) -> Node:
 
 
 def _encode_int(value: int, child: Child) -> Node:
-    # Other readers of JSON hold 64 bits; and decimal text of any length takes quadratic time to read.
+    # Many JSON readers support 64 bits only; and parsing long decimal numbers takes quadratic time, hexadecimal
+    # doesn't.
     return value if -(2**63) <= value < 2**63 else {"$": "int", "hex": f"{value:x}"}
 
 
@@ -34,6 +35,7 @@ def _decode_int(fields: dict[str, Any], child: Child, take: Take) -> int:
 
 
 def _encode_float(value: float, child: Child) -> Node:
+    # JSON has no infinities and NaNs, and the bits keep a NaN's payload.
     return value if math.isfinite(value) else {"$": "float", "bits": struct.pack(">d", value).hex()}
 
 
@@ -66,7 +68,7 @@ def _decode_str(fields: dict[str, Any], child: Child, take: Take) -> str:
 
 
 def is_unicode(text: str) -> bool:
-    """Return whether a string has no lone surrogates, which JSON may join to one character.
+    """Return whether a string has no lone surrogates; two of them in a row could become one character in JSON.
 
     Examples:
         >>> is_unicode("π"), is_unicode(chr(0xD800))
@@ -115,7 +117,7 @@ def _decode_device(fields: dict[str, Any], child: Child, take: Take) -> torch.de
 
 
 def device_of(name: str) -> torch.device:
-    """Return the device of a name that may come from anyone.
+    """Return the device of an untrusted name.
 
     Raises:
         ValueError: it isn't the name of a device.
@@ -143,7 +145,7 @@ def _encode_path(value: PurePath, child: Child) -> Node:
 
 def _decode_path(fields: dict[str, Any], child: Child, take: Take) -> PurePath:
     kind = _PATHS[exactly(str, fields["type"])]
-    if issubclass(kind, Path) and kind is not type(Path()):  # another platform's files can only be named here
+    if issubclass(kind, Path) and kind is not type(Path()):  # a path of another platform can't be made
         kind = PurePosixPath if issubclass(kind, PurePosixPath) else PureWindowsPath
     return kind(exactly(str, child(fields["text"])))
 

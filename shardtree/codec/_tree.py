@@ -1,4 +1,4 @@
-"""`encode_tree` and `decode_tree`: a tree of plain values as the bytes of a safetensors file, and back."""
+"""`encode_tree` and `decode_tree`: trees of plain values to and from the bytes of a safetensors file."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ from ._nodes import (
     step_of,
 )
 
-# `encode_tree`: a tree of plain values as the bytes of a safetensors file.
+# Encoding.
 
 _ENCODERS: dict[type, Encoder] = {**_scalars.ENCODERS, **_containers.ENCODERS, **_arrays.ENCODERS}
 
 
 def encode_tree(tree: Any, *, allow_pickle: bool = False) -> bytes:
-    """Return a tree of plain values as the bytes of a safetensors file, from which `decode_tree` makes it again.
+    """Encode a tree of plain values as the bytes of a safetensors file, which `decode_tree` decodes.
 
-    Each value comes back as what it was: None, numbers of any size, strings, bytes, ranges and slices, lists,
+    Each value comes back unchanged: None, numbers of any size, strings, bytes, ranges and slices, lists,
     tuples, sets, deques and dicts of any keys with their order, tensors, NumPy arrays and scalars, dtypes, devices,
     `io.BytesIO` with its position, paths, `argparse.Namespace`, `HOLE`. Tensors and parameters come back as plain
-    tensors on the CPU that need no gradient, and OrderedDicts without their attributes. What stands in two places
+    tensors on the CPU that need no gradient, and OrderedDicts without their attributes. A value that occurs twice
     is stored twice. Enum members, dataclasses and named tuples are stored as `Record`s.
 
     Args:
@@ -73,19 +73,23 @@ def encode_tree(tree: Any, *, allow_pickle: bool = False) -> bytes:
     try:
         node = _node(tree, (), (), allow_pickle)
         blobs: list[Blob] = []
-        text = json.dumps(node, default=lambda blob: _name(blob, blobs), separators=(",", ":"), check_circular=False)
+        text = json.dumps(
+            node, default=lambda blob: _entry_name(blob, blobs), separators=(",", ":"), check_circular=False
+        )
     except RecursionError:
-        raise TreeError(error_text("encode_tree: no stack is left", fix="Call it from fewer nested calls.")) from None
+        fix = "Call it from fewer nested calls."
+        raise TreeError(error_text("encode_tree: too little of Python's recursion limit is left", fix=fix)) from None
     return _file({**{str(n): blob for n, blob in enumerate(blobs)}, "structure": plain_blob(text.encode("ascii"))})
 
 
-def _name(blob: Blob, blobs: list[Blob]) -> str:
+def _entry_name(blob: Blob, blobs: list[Blob]) -> str:
     blobs.append(blob)
     return str(len(blobs) - 1)
 
 
 def _file(blobs: dict[str, Blob]) -> bytes:
-    """Return the file of these entries: wide items first, so that each is aligned."""
+    """Return the bytes of a file of these entries."""
+    # Wide items first: then each entry is aligned to its items, without padding between entries.
     entries, start = [], 0
     ordered = dict(sorted(blobs.items(), key=lambda pair: -pair[1].item_size))
     for name, blob in ordered.items():
@@ -96,7 +100,7 @@ def _file(blobs: dict[str, Blob]) -> bytes:
 
 
 def _node(value: Any, path: TreePath, parents: tuple[Any, ...], allow_pickle: bool) -> Node:
-    """Return a value's node; `parents` are the values that hold it, outermost first."""
+    """Return a value's node; `parents` are the values that contain it, outermost first."""
     if len(parents) > MAX_DEPTH:
         raise _too_deep(path, parents)
     if value is HOLE:
@@ -108,15 +112,15 @@ def _node(value: Any, path: TreePath, parents: tuple[Any, ...], allow_pickle: bo
     encoder = _ENCODERS.get(type(value))
     if encoder is not None:
         node = encoder(value, child)
-        return _foreign(value, path, allow_pickle) if node is NotImplemented else node
+        return _pickle_node(value, path, allow_pickle) if node is NotImplemented else node
     record = record_of(value)
     if record is None:
-        return _foreign(value, path, allow_pickle)
+        return _pickle_node(value, path, allow_pickle)
     return {"$": "record", "type": child(record.type_name), "fields": child(dict(record.fields))}
 
 
-def _foreign(value: Any, path: TreePath, allow_pickle: bool) -> Node:
-    """Return the node of a value that only pickle can store."""
+def _pickle_node(value: Any, path: TreePath, allow_pickle: bool) -> Node:
+    """Return the node of a value that only pickle can store, or raise if that isn't allowed."""
     what = f"encode_tree: {render_path(path_to(path))}"
     if not allow_pickle:
         if isinstance(value, torch.Tensor):
@@ -131,12 +135,12 @@ def _foreign(value: Any, path: TreePath, allow_pickle: bool) -> Node:
 
 _FIX = (
     "Store plain values made from it, or wrap it in LocalNonpersistentObject if it needn't be stored; "
-    "allow_pickle=True stores it as a pickle, which runs code when it is loaded."
+    "SaveOptions(allow_pickle=True) stores it as a pickle, which runs code when it is loaded."
 )
 
 
 def _described(value: Any) -> str:
-    """Return a value's type and what it is that can't be stored about it."""
+    """Return a value's type, and what about it can't be stored."""
     name = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
     factory = getattr(value, "default_factory", None)
     if isinstance(value, torch.Tensor):
@@ -153,11 +157,11 @@ def _too_deep(path: TreePath, parents: tuple[Any, ...]) -> TreeError:
         where = render_path(path_to(path[: again[1]]))
         what = f"encode_tree: a {type(innermost).__name__} contains itself at {where}"
         return TreeError(error_text(what, fix="Break the cycle; a stored tree has none."))
-    what = f"encode_tree: containers in containers, more than {MAX_DEPTH} deep, at {render_path(path_to(path))}"
+    what = f"encode_tree: containers nested more than {MAX_DEPTH} deep, at {render_path(path_to(path))}"
     return TreeError(error_text(what, fix="Flatten the tree."))
 
 
-# `decode_tree`: the bytes of a safetensors file, perhaps a hostile one, as the tree that `encode_tree` was given.
+# Decoding, of bytes that may be hostile.
 
 _DECODERS: dict[str, Decoder] = {
     **_scalars.DECODERS,
@@ -171,7 +175,7 @@ _HOLE = {"$": "hole"}
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """What stays the same throughout a file."""
+    """What all nodes of a file share while it is decoded."""
 
     take: Take
     types: dict[str, type]
@@ -179,14 +183,14 @@ class _Reader:
 
 
 def decode_tree(data: bytes | bytearray | memoryview, *, types: Iterable[type] = (), allow_pickle: bool = False) -> Any:
-    """Return the tree that `encode_tree` was given; the bytes may come from anyone.
+    """Decode what `encode_tree` returned; the bytes may be untrusted.
 
-    Nothing is imported because the bytes name it, and no code in them runs unless `allow_pickle` is given.
+    Nothing that the bytes name is imported, and no code in them runs unless `allow_pickle` is given.
 
     Args:
         data: a whole file. The tree shares no memory with it.
-        types: enums, dataclasses and named tuples whose instances become instances again, as they were and without
-            running `__init__`; those of other classes become `Record`s.
+        types: enums, dataclasses and named tuples whose instances are restored, without running `__init__`; those of
+            other classes become `Record`s.
         allow_pickle: unpickle what was stored as a pickle. Only for files whose writer you trust.
 
     Raises:
@@ -218,8 +222,9 @@ def decode_tree(data: bytes | bytearray | memoryview, *, types: Iterable[type] =
 
 
 def _take_once(left: dict[str, tuple[str, tuple[int, ...], memoryview]]) -> Take:
-    """Return what hands out each entry once: a small file must not become a large tree."""
+    """Return a function that returns each entry once."""
 
+    # Once: else a small file could refer to one entry a million times, and become a tree that fills the memory.
     def take(name: Any) -> tuple[str, tuple[int, ...], memoryview]:
         if exactly(str, name) not in left:
             raise ValueError("an entry that isn't there, or is used twice")
@@ -234,10 +239,10 @@ def _value(node: Node, path: TreePath, depth: int, reader: _Reader) -> Any:
     if kind is not dict and kind is not list:
         return node
     if node == _HOLE and depth <= MAX_DEPTH:
-        return HOLE  # what most of a model's tree is
+        return HOLE  # the fast path: most of a model's tree is holes
     try:
         if depth > MAX_DEPTH:
-            raise ValueError(f"containers in containers, more than {MAX_DEPTH} deep")
+            raise ValueError(f"containers nested more than {MAX_DEPTH} deep")
         return _container(node, path, lambda inner, *steps: _value(inner, path + steps, depth + 1, reader), reader)
     except CheckpointingException:
         raise
@@ -250,7 +255,7 @@ def _container(node: Node, path: TreePath, child: Child, reader: _Reader) -> Any
     if type(node) is list:
         return [child(item, position) for position, item in enumerate(node)]
     if "$" not in node:
-        # Holes at once: they are what most of a model's tree is.
+        # Holes are handled here, without a call each: most of a model's tree is holes.
         return {key: HOLE if item == _HOLE else child(item, step_of(key)) for key, item in node.items()}
     kind = exactly(str, node["$"])
     if kind == "record":
@@ -279,7 +284,7 @@ def _unpickled(fields: dict[str, Any], path: TreePath, reader: _Reader) -> Any:
     where = render_path(path_to(path))
     _, _, data = reader.take(fields["entry"])
     if not reader.allow_pickle:
-        fix = "Pass allow_pickle=True if you trust whoever wrote it."
+        fix = "Pass options=LoadOptions(allow_pickle=True) if you trust its writer."
         raise UnsafeFile(error_text(f"decode_tree: {where} is a pickle, which runs code when it is loaded", fix=fix))
     try:
         return pickle.loads(data)

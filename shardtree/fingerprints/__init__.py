@@ -1,28 +1,22 @@
-"""Fingerprints: one number a tensor, the sum of what its elements add, whoever holds which of them.
+"""Fingerprints: one number for each tensor, a sum over its elements, independent of which rank holds which.
 
 The number depends on key, dtype, global shape and the elements' bits, so that it is the same in every layout and
 format. docs/fingerprints.md defines it to the bit.
 """
 
-from ._parts import PIECE as PIECE
-from ._parts import ShardPiece as ShardPiece
-from ._parts import box_total as box_total
-from ._parts import piece_total as piece_total
-from ._parts import run_pieces as run_pieces
-from ._parts import run_total as run_total
-from ._parts import shard_pieces as shard_pieces
-from ._sums import axis_weights as axis_weights
-from ._sums import device_total as device_total
-from ._sums import host_total as host_total
-from ._tensors import PartialFingerprint as PartialFingerprint
-from ._tensors import add_fingerprints as add_fingerprints
-from ._tensors import column_parts as column_parts
-from ._tensors import main_shards as main_shards
-from ._tensors import partial_fingerprints as partial_fingerprints
-from ._tensors import replica_problems as replica_problems
-from ._tensors import shard_parts as shard_parts
-from ._tensors import shard_totals as shard_totals
-from ._tensors import tensor_fingerprint as tensor_fingerprint
+from ._parts import PIECE, ShardPiece, box_total, piece_total, run_pieces, run_total, shard_pieces
+from ._sums import axis_weights, device_total, host_total
+from ._tensors import (
+    PartialFingerprint,
+    add_fingerprints,
+    column_parts,
+    main_shards,
+    partial_fingerprints,
+    replica_problems,
+    shard_parts,
+    shard_totals,
+    tensor_fingerprint,
+)
 
 __all__ = [
     "PartialFingerprint",

@@ -1,4 +1,4 @@
-"""What a box, a run or a shard adds to its tensor's fingerprint, wherever it lies and however it is stored."""
+"""The contribution of a box, a run or a shard to its tensor's fingerprint, independent of memory and format."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ..mapping.memory import has_elements
 from ._sums import MODULUS, device_total, host_total
 
 PIECE = 1 << 20
-"""Elements that a shard's pieces have at most: what a lazy one reads at once, and a thread's share of the work."""
+"""The most elements of a piece: what is read of a lazy tensor at once, and a thread's unit of work."""
 
-_ON_DEVICE = 64  # times as many where it is an accelerator that has them
+_ON_DEVICE = 64  # times as many on an accelerator, where small kernels cost most
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MOST_AXES = 60  # NumPy's arrays have 64, and a complex number's parts take one
@@ -28,7 +28,7 @@ _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShardPiece:
-    """Some elements of a shard, not looked at yet.
+    """Some elements of a shard, not read yet.
 
     Attributes:
         data: the elements: a box, or one axis of a run.
@@ -63,6 +63,7 @@ def shard_pieces(shard: ShardedTensor, most: int = PIECE) -> Iterator[ShardPiece
     if not isinstance(shard.data, (torch.Tensor, LazyTensor)):
         what = f"fingerprint: {shard.key!r} has no tensor"
         raise CheckpointingException(error_text(what, found=type(shard.data).__name__, fix="Give the shard its data."))
+    # Data may have been resized or replaced in place since the shard was built.
     shard.validate_metadata_integrity()
     _check_dense(shard.key, shard.data)
     prepended, flat = shard.prepend_axis_num, shard.flattened_range
@@ -97,7 +98,7 @@ def run_pieces(
 
 
 def piece_total(piece: ShardPiece) -> int:
-    """Return what a piece adds to its tensor's sum, modulo 2 to the 64; lazy data is read for that.
+    """Return a piece's contribution to its tensor's sum, modulo 2 to the 64; lazy data is read for that.
 
     Examples:
         >>> whole = torch.arange(6.0).reshape(2, 3)
@@ -111,7 +112,7 @@ def piece_total(piece: ShardPiece) -> int:
 
 
 def run_total(data: torch.Tensor, offset: Sequence[int], box: Sequence[int], first: int) -> int:
-    """Return what a run of a row-major flattened box adds to its tensor's sum.
+    """Return the contribution of a run of a row-major flattened box to its tensor's sum.
 
     Args:
         data: the run's elements, (elements,).
@@ -119,6 +120,7 @@ def run_total(data: torch.Tensor, offset: Sequence[int], box: Sequence[int], fir
         box: the box's shape, (axes,).
         first: the run's first element in the flattened box.
     """
+    # A run that is all of its box needs no division into boxes.
     if first == 0 and data.numel() == prod(box):
         return box_total(data.reshape(tuple(box)), offset)
     if not len(box):
@@ -133,7 +135,7 @@ def run_total(data: torch.Tensor, offset: Sequence[int], box: Sequence[int], fir
 
 
 def box_total(data: torch.Tensor, offset: Sequence[int]) -> int:
-    """Return what a box adds to its tensor's sum; computed on the device where it is.
+    """Return a box's contribution to its tensor's sum, computed on the box's device.
 
     Args:
         data: the box's elements; it may lack leading axes of size 1.
@@ -142,7 +144,7 @@ def box_total(data: torch.Tensor, offset: Sequence[int]) -> int:
     if max(data.ndim, len(offset)) > _MOST_AXES:
         found, expected = max(data.ndim, len(offset)), f"at most {_MOST_AXES}"
         raise UnsupportedValue(error_text("fingerprint: too many axes", found=found, expected=expected))
-    words = _words(data)
+    words = _integer_words(data)
     places = (*offset, *(0,) * (words.ndim - data.ndim))
     words = words[(None,) * (len(places) - words.ndim)]
     axes = range(len(places))
@@ -160,7 +162,7 @@ def _check_dense(key: str, data: torch.Tensor | LazyTensor) -> None:
         raise UnsupportedValue(error_text(what, found=found, fix="Give the shard a dense tensor of its elements."))
 
 
-def _words(data: torch.Tensor) -> torch.Tensor:
+def _integer_words(data: torch.Tensor) -> torch.Tensor:
     """Return a tensor's bits as integers that share its memory; 16 bytes are two words along one more axis."""
     plain = data.detach().resolve_conj().resolve_neg()
     if plain.itemsize not in _WORDS:

@@ -1,4 +1,4 @@
-"""The weighted sum over a box, in the host's memory or on an accelerator, and the weight of each index."""
+"""Weights of indices, and the weighted sum over a box, in the host's memory or on an accelerator."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 
 from ..geometry import slabs, slices
 
-# The weight of an index along an axis: an odd number of 64 bits that can be computed wherever it is needed.
+# Weights of indices along an axis: odd numbers of 64 bits, which any rank computes for any index.
 
 Words = NDArray[np.uint64]
 
 LOW_BITS = 16
-"""Indices of one axis that agree in all higher bits share a factor, so that a long axis needs no long table."""
+"""Indices of one axis with equal higher bits share a factor, so that a long axis needs no long table."""
 
 _LOW = 1 << LOW_BITS
 _GAMMA = 0x9E3779B97F4A7C15
@@ -25,7 +25,7 @@ _MODULUS = 1 << 64
 
 
 def scramble(numbers: NDArray[Any]) -> Words:
-    """Return each number's image under a bijection of 64 bits in which every bit depends on every bit.
+    """Return each number's image under a bijection of 64 bits in which each output bit depends on all input bits.
 
     Args:
         numbers: uint64, of any shape but ().
@@ -48,7 +48,7 @@ def scramble(numbers: NDArray[Any]) -> Words:
 
 
 def axis_weights(axis: int, start: int, stop: int) -> Words:
-    """Return the weights of some neighbouring indices along an axis, each an odd number.
+    """Return the weights of consecutive indices along an axis, each an odd number.
 
     Args:
         axis: the axis of the global tensor, counted from 0.
@@ -76,37 +76,37 @@ def axis_weights(axis: int, start: int, stop: int) -> Words:
 
 @lru_cache(maxsize=16)  # half a MiB each
 def _first_weights(axis: int) -> Words:
-    """Return the weights of the first indices, which most tensors have no more of: not to be written to."""
+    """Return the weights of the first 65,536 indices, enough for most tensors; read-only."""
     first = low_weights(axis) * high_weights(axis, 0, 1)
     first.setflags(write=False)
     return first
 
 
 def high_weights(axis: int, start: int, stop: int) -> Words:
-    """Return the factors of weights that the indices' higher bits choose, from that of `start` to that of ``stop - 1``.
+    """Return the factors of weights for the indices' higher bits, from those of `start` to those of ``stop - 1``.
 
     Examples:
         >>> high_weights(0, 65_535, 65_537).size
         2
     """
     first, last = start >> LOW_BITS, -(-stop >> LOW_BITS)
-    return _odd(2 * axis, first, max(first, last))
+    return _odd_outputs(2 * axis, first, max(first, last))
 
 
 @lru_cache(maxsize=16)  # half a MiB each
 def low_weights(axis: int) -> Words:
-    """Return the factors of weights that the indices' lower bits choose: uint64 (65536,), not to be written to.
+    """Return the factors of weights for the indices' lower bits, uint64 (65536,), read-only.
 
     Examples:
         >>> low_weights(0).size
         65536
     """
-    low = _odd(2 * axis + 1, 0, _LOW)
+    low = _odd_outputs(2 * axis + 1, 0, _LOW)
     low.setflags(write=False)
     return low
 
 
-def _odd(stream: int, start: int, stop: int) -> Words:
+def _odd_outputs(stream: int, start: int, stop: int) -> Words:
     """Return some outputs of the generator that a stream's number seeds, made odd."""
     seed = int(scramble(np.array([stream + 1], dtype=np.uint64))[0])
     counts = np.arange(start, stop, dtype=np.uint64) * np.uint64(_GAMMA)
@@ -114,18 +114,18 @@ def _odd(stream: int, start: int, stop: int) -> Words:
     return scramble(counts) | np.uint64(1)
 
 
-# The weighted sum over a box in the processor's memory: slab by slab, in scratch that stays in the cache.
+# The sum on the host, slab by slab, in buffers that stay in the processor's cache.
 
 FACTOR = 0x9E3779B97F4A7C15
 """Odd, so that the product with it is a bijection."""
 
 CONSTANT = 0xD1B54A32D192ED03
-"""Added to each mixed word, so that a word of zeros counts too."""
+"""Added to each mixed word: otherwise missing zeros wouldn't change the sum."""
 
 MODULUS = 1 << 64
 
-_WEIGHED = 1 << 18  # words whose weights are made at once
-_MIXED = 1 << 15  # words that are mixed at once: with scratch, half a MiB
+_WEIGHED = 1 << 18  # words whose weights are computed at once
+_MIXED = 1 << 15  # words that are mixed at once: with buffers, half a MiB
 _SHORT = 64  # words of a row
 _HALF = np.uint64(32)
 
@@ -147,7 +147,7 @@ def host_total(words: NDArray[Any], axes: Sequence[int], offset: Sequence[int]) 
     if not words.ndim:
         words, axes, offset = words.reshape(1), (0,), (0,)
         return _slab_total(words, [np.ones(1, dtype=np.uint64)])
-    # The sum has no order: the one in which the elements lie in memory is the fastest.
+    # The sum doesn't depend on the order, so elements are taken in that of memory, which is fastest.
     order = sorted(range(words.ndim), key=lambda axis: -abs(words.strides[axis]))
     words = words.transpose(order)
     total = 0
@@ -172,7 +172,7 @@ def _slab_total(words: NDArray[Any], weights: Sequence[Words]) -> int:
 
 
 def _mix(words: NDArray[Any], room: Words, other: Words) -> Words:
-    """Return each word's image under a bijection of 64 bits, in the given room."""
+    """Return each word's image under a bijection of 64 bits, in the given buffers."""
     mixed, shifted = room.reshape(words.shape), other.reshape(words.shape)
     if words.itemsize == 8:
         np.right_shift(words, _HALF, out=shifted)
@@ -186,14 +186,14 @@ def _mix(words: NDArray[Any], room: Words, other: Words) -> Words:
 def _contract(mixed: Words, weights: Sequence[Words]) -> int:
     *above, last = weights
     if above and last.size < _SHORT:
-        # A sum along a short row costs more than its elements; columns are as long as rows are short.
+        # Sums of many short rows cost more than their elements, so columns are summed first, which are long.
         columns = reduce(np.multiply.outer, above).reshape(-1)
         return int((columns @ mixed.reshape(-1, last.size) * last).sum())
     sums = np.einsum("ij,j->i", mixed.reshape(-1, last.size), last)
     return _contract(sums, above) if above else int(sums[0])
 
 
-# The weighted sum over a box on an accelerator: computed where the tensor is, so that only a number moves.
+# The sum on an accelerator, so that only one number is copied to the host.
 
 _MOST = 1 << 24  # words that are mixed at once
 _LOW_HALF = 0xFFFFFFFF
@@ -223,7 +223,7 @@ def device_total(words: torch.Tensor, axes: Sequence[int], offset: Sequence[int]
 
 
 def _mix_on_device(words: torch.Tensor) -> torch.Tensor:
-    # Torch shifts signed integers alone, and copies the sign: masks take it away again.
+    # torch has shifts for signed integers only, which copy the sign bit: masks remove it.
     wide = words.to(torch.int64)
     if words.itemsize == 8:
         wide = wide ^ (wide >> 32 & _LOW_HALF)
@@ -235,13 +235,13 @@ def _mix_on_device(words: torch.Tensor) -> torch.Tensor:
 
 def _weights(axis: int, start: int, stop: int, device: torch.device) -> torch.Tensor:
     if stop - start <= 1 << LOW_BITS:
-        return _moved(axis_weights(axis, start, stop), device)
+        return _to_device(axis_weights(axis, start, stop), device)
     index = torch.arange(start, stop, device=device)
-    high = _moved(high_weights(axis, start, stop), device)[(index >> LOW_BITS) - (start >> LOW_BITS)]
-    return high * _moved(low_weights(axis), device)[index & ((1 << LOW_BITS) - 1)]
+    high = _to_device(high_weights(axis, start, stop), device)[(index >> LOW_BITS) - (start >> LOW_BITS)]
+    return high * _to_device(low_weights(axis), device)[index & ((1 << LOW_BITS) - 1)]
 
 
-def _moved(weights: Words, device: torch.device) -> torch.Tensor:
+def _to_device(weights: Words, device: torch.device) -> torch.Tensor:
     return torch.from_numpy(weights.view(np.int64).copy()).to(device)
 
 

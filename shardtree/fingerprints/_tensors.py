@@ -1,4 +1,4 @@
-"""From shards to one number a tensor: parts that ranks work out alone, and their sum."""
+"""From shards to one number for each tensor: contributions that ranks compute alone, and their sum."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def _one_by_one(pieces: Iterable[ShardPiece]) -> Iterable[int]:
 
 @dataclass(frozen=True, slots=True)
 class PartialFingerprint:
-    """What some shards of one tensor add to its fingerprint.
+    """The contribution of some shards of one tensor to its fingerprint.
 
     Attributes:
         kind: the tensor's dtype and global shape.
         elements: how many elements these are.
-        total: the sum of what each of them adds, modulo 2 to the 64.
+        total: the sum of their contributions, modulo 2 to the 64.
     """
 
     kind: TensorKind
@@ -41,10 +41,10 @@ class PartialFingerprint:
 
 
 def partial_fingerprints(tree: Any) -> dict[str, PartialFingerprint]:
-    """Return what the shards of one rank's tree add to the fingerprint of each tensor; replicas add nothing.
+    """Return the contribution of one rank's tree to the fingerprint of each tensor; replicas are ignored.
 
     Only main replicas (``replica_id`` 0) count, so that over all ranks each element counts once. Ranks that share no
-    process group can hand these values on, which pickle, to wherever `add_fingerprints` adds them up.
+    process group can pickle these values and send them to wherever `add_fingerprints` is called.
 
     Args:
         tree: dicts, lists and tuples of shards, factories and other values, which don't count.
@@ -77,7 +77,7 @@ def main_shards(tree: Any) -> tuple[ShardedTensor, ...]:
 
 
 def shard_totals(shards: Sequence[ShardedTensor], totals: Totals = _one_by_one) -> Words:
-    """Return what each shard adds to its tensor's sum, uint64 (shards,).
+    """Return each shard's contribution to its tensor's sum, uint64 (shards,).
 
     Args:
         shards: with data.
@@ -88,6 +88,7 @@ def shard_totals(shards: Sequence[ShardedTensor], totals: Totals = _one_by_one) 
         >>> shard_totals([st.ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3), (0, 1, 2))]).size
         1
     """
+    # All pieces of all shards in one list, so that threads share one large shard as well as many small ones.
     numbered = [(number, piece) for number, shard in enumerate(shards) for piece in shard_pieces(shard)]
     sums = [0] * len(shards)
     for (number, _), total in zip(numbered, totals([piece for _, piece in numbered]), strict=True):
@@ -96,7 +97,7 @@ def shard_totals(shards: Sequence[ShardedTensor], totals: Totals = _one_by_one) 
 
 
 def shard_parts(shards: Sequence[ShardedTensor], totals: Totals = _one_by_one) -> dict[str, PartialFingerprint]:
-    """Return what shards add to the fingerprint of each tensor, whichever replicas they are.
+    """Return the contribution of shards to the fingerprint of each tensor, replicas or not.
 
     Args:
         shards: with data.
@@ -114,7 +115,7 @@ def shard_parts(shards: Sequence[ShardedTensor], totals: Totals = _one_by_one) -
 
 
 def column_parts(columns: ShardColumns, totals: Words) -> dict[str, PartialFingerprint]:
-    """Return what shards add to the fingerprint of each tensor, whichever replicas they are.
+    """Return the contribution of shards to the fingerprint of each tensor, replicas or not.
 
     Args:
         columns: the shards.
@@ -137,7 +138,7 @@ def replica_problems(columns: ShardColumns, totals: Words) -> tuple[str, ...]:
     """Return the shards that should hold the same elements, by key and ranks, and don't.
 
     Args:
-        columns: all ranks' shards, replicas too; those that are cut alike are compared.
+        columns: all ranks' shards, replicas too; shards of the same box are compared.
         totals: what each of them adds to its tensor's sum, uint64 (shards,).
 
     Examples:
@@ -149,6 +150,7 @@ def replica_problems(columns: ShardColumns, totals: Words) -> tuple[str, ...]:
         ("'w': rank 1 holds other elements than rank 0",)
     """
     places = (columns.key, *columns.offset.T, *columns.shape.T, columns.start, columns.stop)
+    # Main replicas first within each place: the others are compared with the one that is saved.
     order = np.lexsort((columns.rank, ~columns.main, *places))
     first = np.ones(len(order), dtype=np.bool_)
     first[1:] = np.any([column[order][1:] != column[order][:-1] for column in places], axis=0)
@@ -160,12 +162,12 @@ def replica_problems(columns: ShardColumns, totals: Words) -> tuple[str, ...]:
 
 def _differing(rank: int, main_rank: int) -> str:
     if rank == main_rank:
-        return f"rank {rank} holds it twice, with other elements"
+        return f"rank {rank} holds it twice, with different elements"
     return f"rank {rank} holds other elements than rank {main_rank}"
 
 
 def add_fingerprints(parts: Iterable[Mapping[str, PartialFingerprint]]) -> dict[str, int]:
-    """Return each tensor's fingerprint, given what all its shards add to it.
+    """Return each tensor's fingerprint, given the contributions of all its shards.
 
     Args:
         parts: of any number of ranks, in any order.
@@ -187,11 +189,12 @@ def add_fingerprints(parts: Iterable[Mapping[str, PartialFingerprint]]) -> dict[
     problems = {}
     for key, part in (item for mapping in parts for item in mapping.items()):
         before = whole.setdefault(key, PartialFingerprint(part.kind, 0, 0))
-        if not _alike(before.kind, part.kind):
+        if not _same_kind(before.kind, part.kind):
             problems[key] = f"{before.kind} and {part.kind}"
         total = (before.total + part.total) % MODULUS
         whole[key] = replace(before, elements=before.elements + part.elements, total=total)
     for key, part in whole.items():
+        # Counted, since a sum that lacks a part is a number like any other.
         needed = prod(part.kind.global_shape)
         if part.elements != needed:
             problems.setdefault(key, f"{part.elements} of {needed} elements")
@@ -207,7 +210,7 @@ def add_fingerprints(parts: Iterable[Mapping[str, PartialFingerprint]]) -> dict[
 
 
 def tensor_fingerprint(key: str, kind: TensorKind, total: int) -> int:
-    """Return a tensor's fingerprint, given the sum over all its elements: what it is called and is comes to that.
+    """Return a tensor's fingerprint: the sum over all its elements, plus a hash of its key, dtype and global shape.
 
     Examples:
         >>> import torch
@@ -220,6 +223,6 @@ def tensor_fingerprint(key: str, kind: TensorKind, total: int) -> int:
     return (name + total) % MODULUS
 
 
-def _alike(one: TensorKind, other: TensorKind) -> bool:
-    """Return whether tensors are of one kind; which axes are prepended says how they are held, not what they are."""
+def _same_kind(one: TensorKind, other: TensorKind) -> bool:
+    """Return whether tensors have one dtype and global shape; prepended axes are about how they are held."""
     return (one.dtype, one.global_shape) == (other.dtype, other.global_shape)

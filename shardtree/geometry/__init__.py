@@ -1,43 +1,35 @@
-"""Boxes, flat ranges and overlaps as columns of int64: geometry that knows nothing of tensors or keys."""
+"""Geometry of boxes, flat ranges and overlaps, as columns of int64, without any notion of tensors or keys."""
 
-from ._boxes import Column as Column
-from ._boxes import begins as begins
-from ._boxes import box_column as box_column
-from ._boxes import box_slices as box_slices
-from ._boxes import distinct as distinct
-from ._boxes import intersect as intersect
-from ._boxes import row_major_strides as row_major_strides
-from ._boxes import row_numbers as row_numbers
-from ._boxes import volumes as volumes
-from ._boxes import widen as widen
-from ._carve import Carved as Carved
-from ._carve import carve_boxes as carve_boxes
-from ._carve import shared_groups as shared_groups
-from ._coverage import coverage_faults as coverage_faults
-from ._coverage import held_elements as held_elements
-from ._coverage import overlapping_groups as overlapping_groups
-from ._coverage import tiled_groups as tiled_groups
-from ._flat import flat_boxes as flat_boxes
-from ._flat import narrow_flat_range as narrow_flat_range
-from ._grid import Spans as Spans
-from ._grid import cell_index as cell_index
-from ._grid import cell_shape as cell_shape
-from ._grid import check_box as check_box
-from ._grid import check_cell as check_cell
-from ._grid import check_flat_range as check_flat_range
-from ._grid import check_lengths as check_lengths
-from ._grid import check_ranks as check_ranks
-from ._grid import cut_spans as cut_spans
-from ._grid import grid_cell as grid_cell
-from ._grid import narrow_axis as narrow_axis
-from ._grid import narrow_place as narrow_place
-from ._grid import slabs as slabs
-from ._grid import slices as slices
-from ._numbers import check_type as check_type
-from ._numbers import flat_range as flat_range
-from ._numbers import integer as integer
-from ._numbers import integers as integers
-from ._numbers import refuse as refuse
-from ._pairs import overlapping_pairs as overlapping_pairs
-from ._pairs import reach_of as reach_of
-from ._pairs import rows_in_reach as rows_in_reach
+from ._boxes import (
+    Column,
+    begins,
+    box_column,
+    box_slices,
+    distinct,
+    intersect,
+    row_major_strides,
+    row_numbers,
+    volumes,
+    widen,
+)
+from ._carve import Carved, carve_boxes, shared_groups
+from ._coverage import coverage_faults, held_elements, overlapping_groups, tiled_groups
+from ._flat import flat_boxes, narrow_flat_range
+from ._grid import (
+    Spans,
+    cell_index,
+    cell_shape,
+    check_box,
+    check_cell,
+    check_flat_range,
+    check_lengths,
+    check_ranks,
+    cut_spans,
+    grid_cell,
+    narrow_axis,
+    narrow_place,
+    slabs,
+    slices,
+)
+from ._numbers import check_type, flat_range, integer, integers, refuse
+from ._pairs import overlapping_pairs, reach_of, rows_in_reach

@@ -20,7 +20,7 @@ def box_column(rows: Sequence[Sequence[int]], fill: int, axes: int = 0) -> Colum
 
     Args:
         rows: shapes or offsets, each of any number of axes.
-        fill: what stands for an axis that a row doesn't have: 0 for offsets, 1 for shapes.
+        fill: the value for axes that a row doesn't have: 0 for offsets, 1 for shapes.
         axes: the least number of axes of the result.
 
     Returns:
@@ -32,6 +32,7 @@ def box_column(rows: Sequence[Sequence[int]], fill: int, axes: int = 0) -> Colum
     """
     lengths = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
     width = max(1, axes, int(lengths.max(initial=0)))
+    # One pass over all numbers, instead of an array for each row.
     numbers = np.fromiter(chain.from_iterable(rows), dtype=np.int64, count=int(lengths.sum()))
     if numbers.size == len(rows) * width:
         return numbers.reshape(-1, width)
@@ -52,7 +53,7 @@ def widen(column: Column, axes: int, fill: int) -> Column:
 
 
 def box_slices(offset: Column, shape: Column, axes: int) -> tuple[slice, ...]:
-    """Return one row's box as slices, without what `widen` put before its own axes.
+    """Return one row's box as slices, without the axes that `widen` added.
 
     Args:
         offset: int64 (axes or more,).
@@ -75,7 +76,7 @@ def volumes(shape: Column) -> Column:
         [8, 0]
     """
     product = np.ones(shape.shape[0], dtype=np.int64)
-    for axis in range(shape.shape[1]):  # NumPy's own product takes ten times as long for rows of two or three
+    for axis in range(shape.shape[1]):  # NumPy's `prod` takes ten times as long for rows of two or three
         product *= shape[:, axis]
     return product
 
@@ -109,7 +110,8 @@ def intersect(
     return offset, np.maximum(shape, 0)
 
 
-# Different values and rows, found by sorting: NumPy's `unique` hashes, which is many times slower for integers.
+# Distinct values and rows, found by sorting: since 2.4 NumPy's `unique` hashes, which is a hundred times slower for a
+# million integers.
 
 _ROOM = 2**62
 
@@ -144,12 +146,12 @@ def begins(*columns: Column) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
 
 
 def row_numbers(columns: Iterable[Column]) -> tuple[Column, int]:
-    """Return the number of each row among all different rows in their order, and how many different ones there are.
+    """Return the number of each row among all distinct rows in order, and how many distinct ones there are.
 
     The columns of a row become one integer, which sorts many times faster than several.
 
     Args:
-        columns: of one length, the first counts most.
+        columns: of one length, the most significant first.
 
     Returns:
         int64 (rows,), and the count.
@@ -162,20 +164,23 @@ def row_numbers(columns: Iterable[Column]) -> tuple[Column, int]:
     for column in columns:
         column, width = _from_zero(column)
         code, size = (code, size) if size else (np.zeros(column.size, dtype=np.int64), 1)
+        # Before the code would overflow, values are replaced by their ranks, of which there are at most as many as
+        # rows.
         if size * width > _ROOM:
-            (code, size), (column, width) = _ranked(code), _ranked(column)
+            (code, size), (column, width) = _ranks(code), _ranks(column)
         code, size = code * width + column if width > 1 else code, size * width
-    return _ranked(code)
+    return _ranks(code)
 
 
 def _from_zero(column: Column) -> tuple[Column, int]:
     """Return a column that begins at 0, and one more than its largest value."""
     low, high = (int(column.min()), int(column.max())) if column.size else (0, 0)
-    return (column - low, high - low + 1) if high - low < _ROOM else _ranked(column)
+    return (column - low, high - low + 1) if high - low < _ROOM else _ranks(column)
 
 
-def _ranked(values: Column) -> tuple[Column, int]:
-    """Return for each value how many smaller ones there are, each counted once, and how many there are at all."""
+def _ranks(values: Column) -> tuple[Column, int]:
+    """Return each value's rank among the distinct values, and how many of those there are."""
+    # Any order of equal values will do, so the default sort, which isn't stable but faster, is enough.
     order = np.argsort(values)
     new = begins(values[order])
     number = np.empty(values.size, dtype=np.int64)

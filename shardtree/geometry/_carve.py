@@ -1,4 +1,4 @@
-"""Boxes cut out of boxes: what one list takes of another, and what is left, as boxes that don't overlap."""
+"""Boxes cut out of boxes: the pieces that one list takes of another, and the rest, as disjoint boxes."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from ._boxes import Column, begins, distinct, intersect, volumes
 from ._coverage import held_elements, tiled_groups
 from ._pairs import overlapping_pairs, rows_with_elements
 
-# Which groups of boxes have two that share an element, whoever made the boxes: without looking at all pairs.
+# Groups in which two boxes share an element. Input may be adversarial, so no number of boxes may lead to all pairs.
 
 _FEW_TOGETHER = 64
-"""Boxes in a group. So few are compared in pairs, all such groups at once; for each box more, so many pairs are."""
+"""Groups of at most so many boxes are compared in pairs, all groups at once; larger ones, if so many pairs for each
+box suffice."""
 _MOST_PAIRS = 1 << 18
-"""That are tried at once."""
+"""Pairs that are tried at once, which bounds memory."""
 
 
 def shared_groups(group: Column, offset: Column, shape: Column) -> Column:
     """Return the groups in which two boxes share an element, ascending.
 
-    A group of many boxes is cut in two until the boxes in each part tell: by their volumes, which are more than what
-    is around them has, or by few enough pairs. So a million equal boxes take no more than a million that tile.
+    A group of many boxes is cut in two until each part is decided: by volumes that exceed the smallest box around
+    them, or by trying its pairs, once they are few. So a million equal boxes take no longer than a million that tile.
 
     Args:
         group: the group that each box belongs to, int64 (boxes,).
@@ -36,7 +37,7 @@ def shared_groups(group: Column, offset: Column, shape: Column) -> Column:
     """
     rows = rows_with_elements(shape)
     rows = rows[np.argsort(group[rows], kind="stable")]
-    rows = rows[_untold(group[rows], offset.take(rows, axis=0), shape.take(rows, axis=0))]
+    rows = rows[_untiled(group[rows], offset.take(rows, axis=0), shape.take(rows, axis=0))]
     group, offset, shape = group[rows], offset.take(rows, axis=0), shape.take(rows, axis=0)
     first = np.flatnonzero(begins(group))
     names, count = group[first], np.diff(first, append=group.size)
@@ -53,8 +54,8 @@ def shared_groups(group: Column, offset: Column, shape: Column) -> Column:
     return distinct(np.concatenate([group[small][left[left != right]], np.array(large, dtype=np.int64)]))
 
 
-def _untold(group: Column, offset: Column, shape: Column) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """Return the boxes, sorted by group, of groups that don't tile what is around them: those may share elements."""
+def _untiled(group: Column, offset: Column, shape: Column) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """Return which boxes, sorted by group, are of groups that don't tile a box: only those may share elements."""
     number = np.cumsum(begins(group)) - 1
     groups = int(number[-1]) + 1 if number.size else 0
     is_tiled = tiled_groups(number, offset, shape, groups)
@@ -67,11 +68,12 @@ def _shared(begin: Column, end: Column) -> bool:
         return len(begin) > 1
     crossings = [_crossings(begin[:, axis], end[:, axis]) for axis in range(begin.shape[1])]
     axis = int(np.argmin(crossings))
+    # Along some axis few boxes are side by side, as in grids: their pairs are cheaper than further cuts.
     if crossings[axis] <= _FEW_TOGETHER * len(begin):
-        return _meet(begin, end, axis)
+        return _any_pair_meets(begin, end, axis)
     cut = _cut(begin, end)
     if cut is None:
-        return _meet(begin, end, axis)
+        return _any_pair_meets(begin, end, axis)
     axis, at = cut
     low, high = begin[:, axis] < at, end[:, axis] > at
     before, after = end[low].copy(), begin[high].copy()
@@ -80,8 +82,9 @@ def _shared(begin: Column, end: Column) -> bool:
 
 
 def _overfull(begin: Column, end: Column) -> bool:
-    """Return whether boxes hold more elements together than the smallest box around all of them, by a clear margin."""
+    """Return whether boxes hold more elements than the smallest box around them."""
     around = (end.max(axis=0) - begin.min(axis=0)).astype(np.float64).prod()
+    # By a margin, since these are sums of floats; what is within it is decided by pairs.
     return bool((end - begin).astype(np.float64).prod(axis=1).sum() > around * 1.001)
 
 
@@ -91,7 +94,7 @@ def _crossings(begin: Column, end: Column) -> int:
 
 
 def _cut(begin: Column, end: Column) -> tuple[int, int] | None:
-    """Return the axis and the place on it at which a cut leaves the fewest boxes in the larger part, if any helps."""
+    """Return the axis and place of the cut that leaves the fewest boxes in the larger part; None if no cut helps."""
     best, most = None, len(begin)
     for axis in range(begin.shape[1]):
         at = int(np.median(np.concatenate([begin[:, axis], end[:, axis]])))
@@ -101,12 +104,13 @@ def _cut(begin: Column, end: Column) -> tuple[int, int] | None:
     return best
 
 
-def _meet(begin: Column, end: Column, axis: int) -> bool:
-    """Return whether two boxes meet, trying those that do so on one axis: first a few, which are often enough."""
+def _any_pair_meets(begin: Column, end: Column, axis: int) -> bool:
+    """Return whether two boxes meet, trying pairs that do so on one axis."""
     order = np.argsort(begin[:, axis], kind="stable")
     begin, end = begin[order], end[order]
     count = np.searchsorted(begin[:, axis], end[:, axis], side="left") - np.arange(len(begin)) - 1
     before = np.concatenate([[0], np.cumsum(count)])
+    # Few pairs at first, then more at a time: where boxes overlap, one of the first pairs mostly does.
     row, most = 0, _FEW_TOGETHER * _FEW_TOGETHER
     while row < len(begin):
         stop = max(row + 1, int(np.searchsorted(before, before[row] + most, side="right")) - 1)
@@ -127,10 +131,10 @@ def _any_meets(begin: Column, end: Column, one: Column, other: Column) -> bool:
 
 
 _FEW = 16
-"""Pairs of a box. With more of them it is divided, so that not all that is left of it is compared with each."""
+"""A box with more pairs is divided first: else each pair would be compared with all pieces left of the box."""
 
 _Boxes = tuple[Column, Column, Column]
-"""What names a box, int64 (boxes,), and its offset and shape, int64 (boxes, axes) each."""
+"""Identifiers of boxes, int64 (boxes,), and their offsets and shapes, int64 (boxes, axes) each."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -141,7 +145,7 @@ class Carved:
         pair: the number of the pair that cut the piece out, int64 (taken,).
         offset: of the piece, int64 (taken, axes).
         shape: int64 (taken, axes).
-        row: of which box it is left, int64 (left,).
+        row: the box that a remaining piece belongs to, int64 (left,).
         rest_offset: int64 (left, axes).
         rest_shape: int64 (left, axes).
     """
@@ -157,13 +161,13 @@ class Carved:
 def carve_boxes(offset: Column, shape: Column, left: Column, cut_offset: Column, cut_shape: Column) -> Carved:
     """Return what other boxes cut out of some boxes, one after the other, and what they leave.
 
-    A box's pairs take their turns in the order given: an element goes to the first that has it. Pairs whose cuts don't
-    meet get them whole.
+    A box's pairs are applied in the order given: an element goes to the first that has it. Cuts of a box that don't
+    overlap each other stay whole.
 
     Args:
         offset: of the boxes, int64 (boxes, axes).
         shape: int64 (boxes, axes).
-        left: the box that each pair is about, int64 (pairs,).
+        left: the box of each pair, int64 (pairs,).
         cut_offset: of the pair's other box, int64 (pairs, axes).
         cut_shape: int64 (pairs, axes).
 
@@ -179,49 +183,50 @@ def carve_boxes(offset: Column, shape: Column, left: Column, cut_offset: Column,
     hits = pair, hit_offset[pair], hit_shape[pair]
     apart = np.ones(len(offset), dtype=np.bool_)
     apart[shared_groups(left[pair], *hits[1:])] = False
+    # Boxes that their cuts tile need no carving: nothing remains of them, and the cuts stay whole.
     tiled = apart & (held_elements(left[pair], hits[2], len(offset)) == volumes(shape))
     waits = np.flatnonzero(~tiled[left[pair]])
     row = np.flatnonzero(~tiled)
-    taken, rest = _carved_in_turn((row, offset[row], shape[row]), left[pair[waits]], _select(hits, waits))
+    taken, rest = _carve_in_order((row, offset[row], shape[row]), left[pair[waits]], _select(hits, waits))
     whole = _select(hits, np.flatnonzero(apart[left[pair]]))
     parts = _select(taken, np.flatnonzero(~apart[left[taken[0]]]))
-    return Carved(*_joined([whole, parts]), *_in_order(*rest))
+    return Carved(*_concatenate([whole, parts]), *_in_order(*rest))
 
 
-def _carved_in_turn(boxes: _Boxes, left: Column, cuts: _Boxes) -> tuple[_Boxes, _Boxes]:
-    """Return what cuts take of the boxes that they are within, by turns, and what is left.
+def _carve_in_order(boxes: _Boxes, left: Column, cuts: _Boxes) -> tuple[_Boxes, _Boxes]:
+    """Return what cuts take of the boxes that they lie in, in order, and the rest.
 
     Args:
-        boxes: named by their rows, ascending.
+        boxes: identified by their rows, ascending.
         left: the row that each cut is of, int64 (cuts,).
-        cuts: named by their pairs.
+        cuts: identified by their pairs.
     """
-    (number, *places), node, cut = _divided(boxes, np.searchsorted(boxes[0], left), cuts)
+    (number, *places), node, cut = _divide(boxes, np.searchsorted(boxes[0], left), cuts)
     order = np.argsort(node, kind="stable")
     count = np.bincount(node, minlength=number.size)
     first = np.cumsum(count) - count
     live: _Boxes = (np.arange(number.size), places[0], places[1])
-    taken, rest, turn = [_select(cuts, order[:0])], [_select(live, order[:0])], 0
+    taken, rest, step = [_select(cuts, order[:0])], [_select(live, order[:0])], 0
     while live[0].size:
-        waits = turn < count[live[0]]
+        waits = step < count[live[0]]
         rest.append(_select(live, np.flatnonzero(~waits)))
         live = row, offset, shape = _select(live, np.flatnonzero(waits))
-        now = cut[order[first[row] + turn]]
+        now = cut[order[first[row] + step]]
         hit_offset, hit_shape = intersect(offset, shape, cuts[1][now], cuts[2][now])
         hit, missed = np.flatnonzero((hit_shape > 0).all(axis=1)), np.flatnonzero((hit_shape <= 0).any(axis=1))
         taken.append((cuts[0][now[hit]], hit_offset[hit], hit_shape[hit]))
-        around = _around(*_select(live, hit), hit_offset[hit], hit_shape[hit])
-        live = _joined([_select(live, missed), *around])
-        turn += 1
-    left_over = _joined(rest)
-    return _joined(taken), (number[left_over[0]], *left_over[1:])
+        around = _rest_of_box(*_select(live, hit), hit_offset[hit], hit_shape[hit])
+        live = _concatenate([_select(live, missed), *around])
+        step += 1
+    left_over = _concatenate(rest)
+    return _concatenate(taken), (number[left_over[0]], *left_over[1:])
 
 
-def _divided(boxes: _Boxes, node: Column, cuts: _Boxes) -> tuple[_Boxes, Column, Column]:
+def _divide(boxes: _Boxes, node: Column, cuts: _Boxes) -> tuple[_Boxes, Column, Column]:
     """Return boxes divided along edges of cuts until each has few of them.
 
     Args:
-        boxes: to be divided; a part keeps its box's name.
+        boxes: to be divided; a part keeps its box's identifier.
         node: the place of the box that each cut is in, int64 (cuts,).
         cuts: each within its box.
 
@@ -233,6 +238,7 @@ def _divided(boxes: _Boxes, node: Column, cuts: _Boxes) -> tuple[_Boxes, Column,
     parts, nodes, members = [_select(boxes, cut[:0])], [cut[:0]], [cut[:0]]
     while boxes[0].size:
         axis, at, divides = _middles(boxes, node, cuts[1][cut], cuts[2][cut])
+        # A box with few cuts is carved by them one after the other: dividing it would only make more pieces.
         divides &= np.bincount(node, minlength=boxes[0].size) > _FEW
         number, stays = np.cumsum(~divides) - 1, ~divides[node]
         parts.append(_select(boxes, np.flatnonzero(~divides)))
@@ -244,13 +250,13 @@ def _divided(boxes: _Boxes, node: Column, cuts: _Boxes) -> tuple[_Boxes, Column,
         rows = np.flatnonzero(divides)
         boxes = _halves(_select(boxes, rows), axis[rows], at[rows])
         node, cut = np.append(number[node[low]], number[node[high]] + rows.size), np.append(cut[low], cut[high])
-    return _joined(parts), np.concatenate(nodes), np.concatenate(members)
+    return _concatenate(parts), np.concatenate(nodes), np.concatenate(members)
 
 
 def _middles(
     boxes: _Boxes, node: Column, offset: Column, shape: Column
 ) -> tuple[Column, Column, np.ndarray[tuple[int], np.dtype[np.bool_]]]:
-    """Return, for each box, the axis along which most cuts have an edge inside, the middle one, and if there is any."""
+    """Return, for each box, the axis along which most cuts have an edge inside, the middle edge, and if any exists."""
     count, axes = boxes[0].size, range(offset.shape[1])
     edges, twice = np.concatenate([offset, offset + shape]), np.tile(node, 2)
     inside = (edges > boxes[1][twice]) & (edges < (boxes[1] + boxes[2])[twice])
@@ -271,17 +277,17 @@ def _halves(boxes: _Boxes, axis: Column, at: Column) -> _Boxes:
     upper[rows, axis] = at
     size[rows, axis] -= at - offset[rows, axis]
     shape[rows, axis] = at - offset[rows, axis]
-    return _joined([(row, offset, shape), (row, upper, size)])
+    return _concatenate([(row, offset, shape), (row, upper, size)])
 
 
 def _select(boxes: _Boxes, rows: Column) -> _Boxes:
     return boxes[0][rows], boxes[1][rows], boxes[2][rows]
 
 
-def _around(
+def _rest_of_box(
     row: Column, offset: Column, shape: Column, inner_offset: Column, inner_shape: Column
 ) -> list[tuple[Column, Column, Column]]:
-    """Return what lies around a box within another: slabs below and above it, along one axis after the other."""
+    """Return a box without an inner one: slabs below and above it, along one axis after the other."""
     offset, end = offset.copy(), offset + shape
     inner_end = inner_offset + inner_shape
     slabs = []
@@ -295,7 +301,7 @@ def _around(
     return slabs
 
 
-def _joined(parts: list[tuple[Column, Column, Column]]) -> tuple[Column, Column, Column]:
+def _concatenate(parts: list[tuple[Column, Column, Column]]) -> tuple[Column, Column, Column]:
     row, offset, shape = (np.concatenate(column) for column in zip(*parts, strict=True))
     return row, offset, shape
 

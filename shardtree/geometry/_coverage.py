@@ -1,4 +1,4 @@
-"""How often boxes cover the elements of a region: where not at all, and where more than once, as boxes themselves."""
+"""How often boxes cover the elements of a region: where not at all, and where more than once, as boxes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from ._boxes import Column, distinct, volumes
 from ._pairs import overlapping_pairs, rows_with_elements
 
-# Whether boxes tile what is around them, each box looked at once: by a sum that hardly anything else adds up to.
+# Tiling, tested in one pass over the boxes by a randomised sum.
 
 _Weights = NDArray[np.uint64]
 
@@ -20,18 +20,18 @@ _FACTORS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 """Shifts, and odd numbers with as many ones as zeros: those of SplitMix64, whose mixing this is."""
 
 _MOST_AXES = 4
-"""Half of all weights are even, and a product of many even numbers is zero modulo 2**64, whatever the boxes are."""
+"""Half of all weights are even, and a product of many even numbers is 0 modulo 2**64, whatever the boxes."""
 
 
 def tiled_groups(group: Column, offset: Column, shape: Column, groups: int) -> NDArray[np.bool_]:
     """Return which groups have boxes that tile the smallest box around them, without gap and without overlap.
 
-    Each index of each axis has a weight that looks like chance, an element has the product of its indices' weights
-    modulo 2**64, and a box the sum of its elements', which its corners tell. Boxes that tile another box have the same
-    sum as that. Others have it with a chance of about 2**-60 for boxes that differ along one axis or two, and 2**-52
-    for four: the difference is a polynomial of the weights that isn't zero. So a group that is said to tile can be
-    taken to do so; any other has a gap or an overlap, or its boxes differ along more axes. The weights follow from all
-    the boxes by a cryptographic hash, so that boxes can't be chosen to fit them.
+    Each index of each axis has a pseudorandom weight, an element has the product of its indices' weights modulo 2**64,
+    and a box the sum of its elements', which follows from its corners. Boxes that tile another box have the same sum as
+    that. Others have it with a probability of about 2**-60 for boxes that differ along one axis or two, and 2**-52 for
+    four: the difference is a nonzero polynomial of the weights. So a positive result can be relied on; after a negative
+    one there is a gap or an overlap, or boxes differ along more axes. The weights follow from all the boxes by a
+    cryptographic hash, so that nobody can choose boxes to fit them.
 
     Args:
         group: the group that each box belongs to, from 0, int64 (boxes,).
@@ -51,7 +51,7 @@ def tiled_groups(group: Column, offset: Column, shape: Column, groups: int) -> N
         J. T. Schwartz, Fast probabilistic algorithms for verification of polynomial identities, 1980.
         A. Fiat, A. Shamir, How to prove yourself, 1986.
     """
-    empty, axes = np.bincount(group, minlength=groups) == 0, _telling_axes(offset, shape)
+    empty, axes = np.bincount(group, minlength=groups) == 0, _differing_axes(offset, shape)
     if len(axes) > _MOST_AXES:
         return np.asarray(empty)
     boxes = blake2b(np.concatenate([group[:, None], offset, shape], axis=1, dtype=np.int64).data, digest_size=32)
@@ -69,8 +69,8 @@ def tiled_groups(group: Column, offset: Column, shape: Column, groups: int) -> N
     return np.asarray((total == around) | empty)
 
 
-def _telling_axes(offset: Column, shape: Column) -> list[int]:
-    """Return the axes along which boxes differ, or all where they are few."""
+def _differing_axes(offset: Column, shape: Column) -> list[int]:
+    """Return the axes along which boxes differ, or all where there are few."""
     axes = range(offset.shape[1])
     if len(axes) <= _MOST_AXES:
         return list(axes)
@@ -82,7 +82,7 @@ def _seed(boxes: bytes, axis: int) -> np.uint64:
 
 
 def _weight(place: Column, seed: np.uint64) -> _Weights:
-    """Return the weight of all indices before a place together: its bits, mixed."""
+    """Return the sum of the weights of all indices before a place: the place's bits, mixed as SplitMix64 does."""
     mixed = place.astype(np.uint64)
     mixed += seed
     for shift, factor in _FACTORS:
@@ -101,7 +101,7 @@ _MOST_CELLS = 1 << 18
 def overlapping_groups(group: Column, offset: Column, shape: Column, size: Column) -> np.ndarray:
     """Return which groups have boxes that share an element.
 
-    Pairs of boxes are only looked for where neither equal boxes nor volumes tell: a thousand equal boxes make half a
+    Pairs are searched only where neither equal boxes nor volumes decide: a thousand equal boxes make half a
     million pairs.
 
     Args:
@@ -146,7 +146,8 @@ def held_elements(group: Column, shape: Column, groups: int) -> Column:
 def coverage_faults(offset: Column, shape: Column, whole: tuple[int, ...]) -> tuple[Boxes, Boxes]:
     """Return the boxes of a region that no given box covers, and those that more than one covers.
 
-    Both are maximal along the last axis first; those of one kind don't overlap. What leaves the region doesn't count.
+    Both are maximal along the last axis first; those of one kind don't overlap. What lies outside of the region is
+    ignored.
 
     Args:
         offset: int64 (boxes, axes).
@@ -160,7 +161,7 @@ def coverage_faults(offset: Column, shape: Column, whole: tuple[int, ...]) -> tu
     """
     low, high = np.zeros(len(whole), dtype=np.int64), np.array(whole, dtype=np.int64)
     missing, doubled = _faults_between(offset, offset + shape, low, high)
-    return _as_boxes(*_joined(*missing)), _as_boxes(*_joined(*doubled))
+    return _as_boxes(*_merge_neighbours(*missing)), _as_boxes(*_merge_neighbours(*doubled))
 
 
 def _as_boxes(begin: Column, end: Column) -> Boxes:
@@ -177,6 +178,8 @@ def _faults_between(begin: Column, end: Column, low: Column, high: Column) -> tu
         return none, none
     ends = (np.concatenate([begin[:, axis], end[:, axis], [low[axis], high[axis]]]) for axis in range(low.size))
     edges = [distinct(places) for places in ends]
+    # Cells grow with the product of all edges. Beyond a bound the region is halved instead, and halves that are tiled
+    # need no cells.
     if prod(len(places) - 1 for places in edges) <= _MOST_CELLS:
         count = _cell_counts(begin, end, edges)
         return _cells_where(count == 0, edges), _cells_where(count > 1, edges)
@@ -184,7 +187,7 @@ def _faults_between(begin: Column, end: Column, low: Column, high: Column) -> tu
     middle = edges[axis][len(edges[axis]) // 2]
     halves = (_faults_between(begin, end, *corners) for corners in _halves(low, high, axis, middle))
     (one, other), (more, others) = halves
-    return _together(one, more), _together(other, others)
+    return _concatenate(one, more), _concatenate(other, others)
 
 
 def _tiles(begin: Column, end: Column, low: Column, high: Column) -> bool:
@@ -199,18 +202,18 @@ def _halves(low: Column, high: Column, axis: int, middle: int) -> tuple[tuple[Co
     return (low, inner_high), (inner_low, high)
 
 
-def _together(one: Boxes, other: Boxes) -> Boxes:
+def _concatenate(one: Boxes, other: Boxes) -> Boxes:
     return np.concatenate([one[0], other[0]]), np.concatenate([one[1], other[1]])
 
 
 def _cell_counts(begin: Column, end: Column, edges: list[Column]) -> Column:
-    """Return how many boxes cover each cell between the edges: summed up from what changes at the boxes' corners."""
+    """Return how many boxes cover each cell between the edges, by cumulative sums of changes at the boxes' corners."""
     count = np.zeros([len(places) for places in edges], dtype=np.int64)
     sides = [
         (np.searchsorted(places, begin[:, axis]), np.searchsorted(places, end[:, axis]))
         for axis, places in enumerate(edges)
     ]
-    # Along an axis that isn't cut, all boxes begin at the first edge: nothing changes there.
+    # Along an axis that isn't cut, all boxes begin at the first edge and end at the last: half of the corners suffice.
     choices = [(0,) if len(places) == 2 else (0, 1) for places in edges]
     for corner in product(*choices):
         place = tuple(side[which] for side, which in zip(sides, corner, strict=True))
@@ -224,16 +227,17 @@ def _cells_where(wanted: np.ndarray, edges: list[Column]) -> Boxes:
     cells = np.nonzero(wanted)
     begin = [places[cell] for places, cell in zip(edges, cells, strict=True)]
     end = [places[cell + 1] for places, cell in zip(edges, cells, strict=True)]
-    return _joined(np.stack(begin, axis=1), np.stack(end, axis=1))
+    return _merge_neighbours(np.stack(begin, axis=1), np.stack(end, axis=1))
 
 
-def _joined(begin: Column, end: Column) -> Boxes:
-    """Return boxes joined with their neighbours, along the last axis first, in row-major order."""
+def _merge_neighbours(begin: Column, end: Column) -> Boxes:
+    """Return boxes merged with their neighbours, along the last axis first, in row-major order."""
     for axis in reversed(range(begin.shape[1])):
         others = np.delete(np.concatenate([begin, end], axis=1), [axis, begin.shape[1] + axis], axis=1)
         order = np.lexsort((begin[:, axis], *others.T))
         begin, end, others = begin[order], end[order], others[order]
         is_first = np.ones(len(begin), dtype=np.bool_)
+        # Neighbours along an axis are merged if they agree on all other axes, and one begins where the other ends.
         is_first[1:] = (others[1:] != others[:-1]).any(axis=1) | (begin[1:, axis] != end[:-1, axis])
         first = np.flatnonzero(is_first)
         joined = end[first]
@@ -244,7 +248,7 @@ def _joined(begin: Column, end: Column) -> Boxes:
 
 
 def _repeats(rows: Column) -> Column:
-    """Return the numbers of rows that are the same as another one; all of those but one."""
+    """Return the numbers of rows that repeat another one."""
     order = np.lexsort(rows.T)
     same = (rows[order[1:]] == rows[order[:-1]]).all(axis=1)
     return np.asarray(order[1:][same])

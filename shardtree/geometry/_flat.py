@@ -1,4 +1,4 @@
-"""Flat ranges: a slice of a row-major flattened box, taken apart into boxes."""
+"""Flat ranges, slices of a row-major flattened box, divided into boxes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ._boxes import Column, row_major_strides
 def flat_boxes(shape: Column, start: Column, stop: Column) -> tuple[Column, Column, Column, Column]:
     """Return the boxes that flat ranges consist of: at most ``2 * axes - 1`` a range, each contiguous in its range.
 
-    Climbing from the start, each axis takes what is left of its current row, until whole rows of the axis above fit;
-    coming down again, each axis takes the whole rows that the end still allows.
+    From the last axis to the first, each completes its current row, until whole rows of the axis before it fit;
+    back from the first to the last, each takes the whole rows that fit before the end.
 
     Args:
         shape: the flattened boxes, int64 (ranges, axes).
@@ -33,6 +33,7 @@ def flat_boxes(shape: Column, start: Column, stop: Column) -> tuple[Column, Colu
         [2, 0] [1, 1] 6
     """
     axes = shape.shape[1]
+    # Boxes without elements have strides of 0, by which nothing can be divided.
     strides = np.maximum(row_major_strides(shape), 1)
     cursor = np.array(start, dtype=np.int64)
     pieces: list[tuple[Column, Column, Column, Column]] = []
@@ -46,6 +47,7 @@ def flat_boxes(shape: Column, start: Column, stop: Column) -> tuple[Column, Colu
         rows = np.flatnonzero(until > cursor)
         if rows.size:
             pieces.append(_axis_boxes(shape[rows], strides[rows], axis, rows, cursor[rows], until[rows], start[rows]))
+            # All ranges advance together, axis by axis: the loop is over axes, and not over ranges.
             cursor = np.maximum(cursor, until)
     return _in_order(pieces, axes)
 
@@ -70,7 +72,7 @@ def _in_order(pieces: list[tuple[Column, Column, Column, Column]], axes: int) ->
     return row[order], offset[order], part[order], position[order]
 
 
-# What is left of a flat range when the box that it flattens is narrowed along one axis.
+# Flat ranges of narrowed boxes.
 
 Run = tuple[slice, slice]
 
@@ -105,7 +107,7 @@ def narrow_flat_range(
     """
     if start >= stop or length == 0:
         return ()
-    if length == local_shape[dim]:  # nothing is cut, so the rows join into one run
+    if length == local_shape[dim]:  # nothing is cut: one run, where rows would each give one
         return ((slice(0, stop - start), slice(start, stop)),)
     return tuple(_row_runs(prod(local_shape[dim + 1 :]), local_shape[dim], start, stop, narrow_start, length))
 

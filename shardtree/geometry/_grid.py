@@ -9,7 +9,7 @@ from typing import Any
 from ..errors import MetadataError, ShapeError
 from ._numbers import integers, refuse
 
-# Boxes as cells of a regular grid: where a cell lies, whether it can, and what narrowing every cell does to it.
+# Cells of regular grids: their place, its checks, and narrowing.
 
 Shape = tuple[int, ...]
 
@@ -108,7 +108,7 @@ def check_cell(subject: str, box: Shape, offset: Shape, counts: Shape) -> None:
 
 
 def cell_index(subject: str, box: Shape, offset: Shape, counts: Shape | None) -> Shape:
-    """Return a cell's place in its grid, or raise ShapeError where the offset can't tell it.
+    """Return a cell's place in its grid, or raise ShapeError where the offset doesn't determine it.
 
     Examples:
         >>> cell_index("ShardedTensor 'w'", (4, 2), (12, 0), (8, 1))
@@ -172,14 +172,14 @@ def narrow_axis(subject: str, field: str, values: Shape, axis: int, size: int, l
     return (*values[:axis], value // size * length if size else 0, *values[axis + 1 :])
 
 
-# One axis cut into parts, and parts cut again: which stretches of it a part is.
+# One axis cut into parts, and parts cut again.
 
 Spans = tuple[tuple[int, int], ...]
-"""Stretches of an axis, as (start, stop), in the order in which a local tensor has them; no two of them adjoin."""
+"""Intervals of an axis, as (start, stop), in the order of the local tensor; no two are adjacent."""
 
 
 def cut_spans(spans: Spans, parts: int, index: int, split_factor: int = 1) -> Spans:
-    """Return the part of some stretches that is cut off for one of several holders.
+    """Return the part of some intervals that one of several holders gets.
 
     The indices are divided into `split_factor` blocks, each block into `parts` pieces, and the part is piece `index`
     of every block. Blocks and pieces are as `torch.chunk` makes them: all as long as the first, but the last ones,
@@ -208,16 +208,17 @@ def cut_spans(spans: Spans, parts: int, index: int, split_factor: int = 1) -> Sp
         begin, end = _piece(length, split_factor, block)
         start, stop = _piece(end - begin, parts, index)
         found += _between(spans, begin + start, begin + stop)
-    return _joined(found)
+    return _merge_adjacent(found)
 
 
 def _piece(length: int, parts: int, index: int) -> tuple[int, int]:
+    # As `torch.chunk`, DTensor and FSDP cut; JAX refuses axes that aren't a multiple.
     size = ceil(length / parts)
     return min(index * size, length), min((index + 1) * size, length)
 
 
 def _between(spans: Spans, start: int, stop: int) -> Spans:
-    """Return what lies between two positions, counted along the stretches."""
+    """Return what lies between two positions, counted along the intervals."""
     found, position = [], 0
     for begin, end in spans:
         low, high = max(start - position, 0), min(stop - position, end - begin)
@@ -227,7 +228,7 @@ def _between(spans: Spans, start: int, stop: int) -> Spans:
     return tuple(found)
 
 
-def _joined(spans: list[tuple[int, int]]) -> Spans:
+def _merge_adjacent(spans: list[tuple[int, int]]) -> Spans:
     joined: list[tuple[int, int]] = []
     for start, stop in spans:
         if joined and joined[-1][1] == start:
@@ -236,7 +237,7 @@ def _joined(spans: list[tuple[int, int]]) -> Spans:
     return tuple(joined)
 
 
-# Windows: boxes that tile a tensor, each small enough for a cache or for the memory that a read may take.
+# Windows: boxes that tile a tensor, each small enough for a cache, or for a read's bound of memory.
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """A first index and a shape."""
@@ -259,6 +260,7 @@ def slabs(shape: tuple[int, ...], most: int) -> Iterator[Box]:
     if size <= most:
         yield (0,) * len(shape), shape
         return
+    # As many whole rows as fit. Where not even one does, each row is divided in the same way.
     rows = max(1, most * shape[0] // size)
     for start in range(0, shape[0], rows):
         count = min(rows, shape[0] - start)

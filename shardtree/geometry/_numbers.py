@@ -1,4 +1,4 @@
-"""Numbers as users write them, turned into ints and tuples of ints, or refused by name."""
+"""Numbers in arguments, converted to ints and tuples of ints, or refused by the argument's name."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from ..errors import CheckpointingException, MetadataError, error_text
 def refuse(
     subject: str, field: str, found: object, expected: str, fix: str, *, error: type[CheckpointingException]
 ) -> NoReturn:
-    """Raise `error`, saying which field of what doesn't fit, what was found and expected, and what to do."""
+    """Raise `error` with the field that doesn't fit, what was found and expected, and what to do."""
     raise error(error_text(f"{subject}: {field} doesn't fit", found=found, expected=expected, fix=fix))
 
 
 def check_type(subject: str, field: str, value: object, kind: type, fix: str) -> None:
-    """Raise MetadataError unless a value is of its kind.
+    """Raise MetadataError unless a value has the type.
 
     Examples:
         >>> check_type("ShardedTensor 'w'", "allow_shape_mismatch", True, bool, "Pass a bool.")
@@ -34,8 +34,10 @@ def integer(subject: str, field: str, value: Any) -> int:
         4
     """
     try:
+        # A bool is an int to Python; as a size or index it is most likely a misplaced argument.
         if isinstance(value, bool):
             raise TypeError
+        # By `__index__`, which NumPy's integers have, and floats and texts don't.
         return int(operator.index(value))
     except TypeError:
         fix = "Convert it with int() where that loses nothing."

@@ -1,4 +1,4 @@
-"""Which boxes of two columns overlap, found by sorting rather than by trying all pairs."""
+"""Overlapping boxes of two columns, found by sorting instead of trying all pairs."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from ._boxes import Column, begins, distinct
 
-# What boxes of a group reach between them, and which other boxes lie in that: a look at each, without sorting.
+# A filter before any sorting: boxes outside of the bounding box of their group's requests.
 
 _AT_ONCE = 1 << 15
-"""Boxes that are looked at together: so few that what is computed of them stays in the processor's cache."""
+"""Boxes at a time: few enough that intermediate columns stay in the processor's cache."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,7 +36,7 @@ class Reach:
 
 
 def reach_of(group: Column, offset: Column, shape: Column) -> Reach:
-    """Return what the boxes of each group reach; boxes without elements don't count.
+    """Return the bounding box of each group; boxes without elements are ignored.
 
     Examples:
         >>> reach = reach_of(np.array([4, 4]), np.array([[0], [6]]), np.array([[2], [3]]))
@@ -60,7 +60,7 @@ def reach_of(group: Column, offset: Column, shape: Column) -> Reach:
 
 
 def rows_in_reach(reach: Reach, group: Column, offset: Column, shape: Column) -> tuple[Column, Column]:
-    """Return the boxes that have an element in what their group reaches, by group, and the number of the group.
+    """Return the boxes that have an element in their group's bounding box, by group, and the number of the group.
 
     Args:
         reach: of some groups.
@@ -82,7 +82,7 @@ def rows_in_reach(reach: Reach, group: Column, offset: Column, shape: Column) ->
     found = [(none, none)]
     for rows, groups, count in _group_runs(reach.group, group if order is None else group[order]):
         near = rows if order is None else order[rows]
-        # The first axis is compared for all, beside edges that are repeated for each; it leaves few.
+        # The first axis is compared for all boxes, with edges repeated for each; the others only for what is left.
         low, high = np.repeat(reach.low[groups, 0], count), np.repeat(reach.high[groups, 0], count)
         places = np.flatnonzero(_meet(offset[:, 0][near], shape[:, 0][near], low, high))
         number = groups.start + np.searchsorted(np.cumsum(count), places, side="right")
@@ -111,7 +111,7 @@ def rows_with_elements(shape: Column) -> Column:
 
 
 def _group_runs(groups: Column, ordered: Column) -> Iterator[tuple[Column | slice, slice, Column]]:
-    """Yield the rows of some groups a few at a time, as a slice where nothing is between, and how many of which."""
+    """Yield rows of some groups a few at a time, as a slice where they are consecutive; the groups; their counts."""
     first, last = np.searchsorted(ordered, groups, side="left"), np.searchsorted(ordered, groups, side="right")
     for low in range(int(first.min(initial=0)), int(last.max(initial=0)), _AT_ONCE):
         begin = int(np.searchsorted(last, low, side="right"))
@@ -126,8 +126,8 @@ def _group_runs(groups: Column, ordered: Column) -> Iterator[tuple[Column | slic
 
 
 def _meet(begin: Column, size: Column, low: Column, high: Column) -> NDArray[np.bool_]:
-    """Return which ranges meet those between two edges; one without elements does where it lies inside."""
-    end = begin.copy()  # its own memory, in one piece, is quicker to compare than a column of a table
+    """Return which ranges overlap the interval between two edges; an empty one does where it lies inside."""
+    end = begin.copy()  # contiguous memory compares faster than a strided column
     flags = end < high
     end += size
     flags &= end > low
@@ -138,10 +138,10 @@ def _numbers(rows: Column | slice) -> Column:
     return np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
 
 
-# Groups of boxes divided into slabs, so that in each only few boxes lie side by side.
+# Groups divided into slabs, so that a sort along another axis has fewer boxes side by side.
 
 _MOST_COPIES = 3
-"""Slabs are so thick that all boxes together are in at most so many times their number."""
+"""Slabs are so thick that boxes, counted once for each slab that they are in, are at most so many times as many."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -149,7 +149,7 @@ class GroupedBoxes:
     """Boxes, none of them empty, each of one group.
 
     Attributes:
-        row: what names a box, int64 (boxes,).
+        row: the number of each box, int64 (boxes,).
         group: int64 (boxes,).
         offset: int64 (boxes, axes).
         shape: int64 (boxes, axes).
@@ -171,12 +171,12 @@ class GroupedBoxes:
 
 
 def in_slabs(left: GroupedBoxes, right: GroupedBoxes, axis: Column) -> tuple[GroupedBoxes, GroupedBoxes]:
-    """Return boxes with slabs for groups, each box once for every slab that it is in: two that meet do so in one.
+    """Return boxes with slabs as groups, each box once for every slab that it is in; two that overlap do so in one.
 
     Args:
         left: of groups from 0.
         right: likewise; slabs begin where some of these do.
-        axis: for each group, across which its slabs are, int64 (groups,).
+        axis: for each group, the axis that is divided into slabs, int64 (groups,).
 
     Examples:
         >>> row, zero = np.arange(4), np.zeros(4, dtype=np.int64)
@@ -187,7 +187,7 @@ def in_slabs(left: GroupedBoxes, right: GroupedBoxes, axis: Column) -> tuple[Gro
         ([0, 1], [0, 1, 2, 3], [0, 0, 1, 1])
     """
     places = distinct(np.concatenate([*left.interval(axis[left.group]), *right.interval(axis[right.group])]))
-    one, other = _coded(left, axis, places), _coded(right, axis, places)
+    one, other = _group_places(left, axis, places), _group_places(right, axis, places)
     groups, begins = np.arange(axis.size) * places.size, np.sort(other[0])
     thickness = max(1, int(np.sqrt(len(right) / axis.size)))
     while thickness < len(right):
@@ -199,8 +199,8 @@ def in_slabs(left: GroupedBoxes, right: GroupedBoxes, axis: Column) -> tuple[Gro
     return left, right
 
 
-def _coded(boxes: GroupedBoxes, axis: Column, places: Column) -> tuple[Column, Column]:
-    """Return where boxes begin and end, as one number for the group and the rank of the place among all places."""
+def _group_places(boxes: GroupedBoxes, axis: Column, places: Column) -> tuple[Column, Column]:
+    """Return where boxes begin and end, as one number of the group and the place's rank among all places."""
     begin, end = boxes.interval(axis[boxes.group])
     base = boxes.group * places.size
     return base + np.searchsorted(places, begin), base + np.searchsorted(places, end)
@@ -219,9 +219,9 @@ def _copied(boxes: GroupedBoxes, first: Column, count: Column) -> GroupedBoxes:
 
 
 _PLENTY = 8
-"""So many times as many candidates as boxes are too many."""
+"""More candidates than so many times the number of boxes are too many."""
 _FEW = 2
-"""So many times as many pairs as boxes are compared at once: to sort the boxes would take longer."""
+"""Up to so many times as many pairs as boxes are compared at once: sorting the boxes would take longer."""
 
 
 def overlapping_pairs(
@@ -235,8 +235,8 @@ def overlapping_pairs(
     """Return the pairs of rows (left, right) of one group whose boxes share an element.
 
     Within each group the right boxes are sorted along the axis on which they begin at the most different places; a left
-    box then meets one stretch of them, which the other axes thin out. Where that leaves many boxes side by side, groups
-    are divided into slabs across another axis first.
+    box's candidates are then one interval of them, filtered by the other axes. Where that leaves too many candidates,
+    groups are first divided into slabs along another axis.
 
     Args:
         left_group: the group (tensor) that each left box belongs to, int64 (lefts,).
@@ -258,7 +258,7 @@ def overlapping_pairs(
     """
     reach = reach_of(left_group, left_offset, left_shape)
     near, number = rows_in_reach(reach, right_group, right_offset, right_shape)
-    # What a group's only left box reaches is that box itself: whatever lies in it, meets it.
+    # A group with a single left box has that as its bounding box: whatever passed the filter overlaps it.
     is_only = reach.count.take(number) == 1
     one, other = reach.row.take(number[is_only]), near[is_only]
     if not is_only.all():
@@ -267,7 +267,7 @@ def overlapping_pairs(
         more, others = _pairs_to_try(left, right)
         meets = _meets(left_offset, left_shape, more, right_offset, right_shape, others)
         one, other = np.concatenate([one, more[meets]]), np.concatenate([other, others[meets]])
-    # In several slabs a pair is found several times.
+    # A pair that shares several slabs is found several times.
     pairs = distinct(one * len(right_group) + other)
     one = pairs // max(len(right_group), 1)
     return one, pairs - one * len(right_group)
@@ -316,14 +316,14 @@ def _few_pairs(left: GroupedBoxes, right: GroupedBoxes) -> tuple[Column, Column]
 
 
 def _each_with(first: Column, counts: Column) -> tuple[Column, Column]:
-    """Return pairs: each row with each number of its own stretch."""
+    """Return pairs: each row with each number of its own interval."""
     one = np.repeat(np.arange(counts.size), counts)
     within = np.arange(one.size) - np.repeat(np.cumsum(counts) - counts, counts)
     return one, np.repeat(first, counts) + within
 
 
 def _numbered(left: GroupedBoxes, right: GroupedBoxes) -> tuple[GroupedBoxes, GroupedBoxes]:
-    """Return boxes of groups that both sides have, whose numbers count from 0."""
+    """Return the boxes of groups that both sides have, with groups renumbered from 0."""
     both = np.sort(np.concatenate([distinct(left.group), distinct(right.group)]))
     groups = both[1:][both[1:] == both[:-1]]
     one, other = (_of_groups(side, groups) for side in (left, right))
@@ -337,7 +337,7 @@ def _of_groups(boxes: GroupedBoxes, groups: Column) -> GroupedBoxes:
 
 
 def _thinned(left: GroupedBoxes, right: GroupedBoxes) -> tuple[GroupedBoxes, GroupedBoxes]:
-    """Return boxes in slabs, where otherwise there are too many candidates."""
+    """Return boxes in slabs, as long as there are too many candidates."""
     for number in range(1, right.offset.shape[1]):
         _, _, counts = _candidate_runs(left, right)
         if counts.sum() <= _PLENTY * (len(left) + len(right)):
@@ -348,7 +348,7 @@ def _thinned(left: GroupedBoxes, right: GroupedBoxes) -> tuple[GroupedBoxes, Gro
 
 
 def _candidates(left: GroupedBoxes, right: GroupedBoxes) -> tuple[Column, Column]:
-    """Return the pairs that meet on their group's sorting axis."""
+    """Return the pairs that overlap on their group's sorting axis."""
     order, first, counts = _candidate_runs(left, right)
     one, place = _each_with(first, counts)
     other = order[place]
@@ -357,18 +357,20 @@ def _candidates(left: GroupedBoxes, right: GroupedBoxes) -> tuple[Column, Column
 
 
 def _candidate_runs(left: GroupedBoxes, right: GroupedBoxes) -> tuple[Column, Column, Column]:
-    """Return the order of right boxes along the sorting axes, and for each left box the stretch that it meets."""
+    """Return the order of right boxes along the sorting axes, and for each left box the interval of its candidates."""
     if not len(left):
         return left.row, left.row, left.row
     axis = _sorting_axes(right)[0]
     left_begin, left_end = left.interval(axis[left.group])
     right_begin, right_end = right.interval(axis[right.group])
 
-    # Coordinates become ranks, so that (group, coordinate) fits one int64 whatever the tensors' sizes.
+    # Coordinates become ranks, so that group and coordinate together fit an int64, whatever the tensors' sizes.
     places = distinct(np.concatenate([left_begin, left_end, right_begin, right_end]))
     left_low, left_high = (left.group * places.size + np.searchsorted(places, at) for at in (left_begin, left_end))
     right_low, right_high = (right.group * places.size + np.searchsorted(places, at) for at in (right_begin, right_end))
     order = np.lexsort((right_high, right_low))
+    # Ends aren't sorted where boxes differ in length; their running maximum is, and skips only boxes that end too
+    # early.
     first = np.searchsorted(np.maximum.accumulate(right_high[order]), left_low, side="right")
     last = np.searchsorted(right_low[order], left_high, side="left")
     return order, first, np.maximum(last - first, 0)

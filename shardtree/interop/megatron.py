@@ -1,4 +1,4 @@
-"""from_megatron: a tree with Megatron-Core's leaves becomes one with ours."""
+"""`from_megatron` and `to_megatron`: conversion between trees with Megatron-Core's leaves and trees with ours."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ from ..mapping import (
 )
 from ..trees import apply_factories, apply_factory_merges, map_shards, shard_leaves
 
-# Which kind of Megatron-Core's leaves a value is, and what is said of a leaf that has no counterpart.
+# Recognising Megatron-Core's leaves.
 
-# Other libraries have a ShardedTensor too (torch.distributed has), so a name alone doesn't tell.
-_TOLD_BY: Final = {
+# By name and attributes rather than by isinstance: trees of any version are read without importing Megatron-Core. The
+# name alone isn't enough, since torch.distributed has a ShardedTensor too.
+_ATTRIBUTES: Final = {
     "ShardedTensor": ("key", "data", "local_shape", "global_shape", "global_offset"),
     "ShardedObject": ("key", "data", "global_shape", "global_offset"),
     "ShardedTensorFactory": ("key", "data", "build_fn", "merge_fn"),
@@ -33,7 +34,7 @@ _TOLD_BY: Final = {
 
 
 def kind_of(leaf: Any) -> str | None:
-    """Return the name of the Megatron-Core class that a leaf is of, or None: it's ours, or anything else.
+    """Return the name of a leaf's Megatron-Core class, or None if it is ours or anything else.
 
     Examples:
         >>> kind_of(LocalNonpersistentObject(3)), kind_of(3.5)
@@ -42,58 +43,63 @@ def kind_of(leaf: Any) -> str | None:
     if isinstance(leaf, (ShardedBase, LocalNonpersistentObject, type)):
         return None
     names = (base.__name__ for base in type(leaf).__mro__)
-    return next((name for name in names if name in _TOLD_BY and all(hasattr(leaf, a) for a in _TOLD_BY[name])), None)
+    return next(
+        (name for name in names if name in _ATTRIBUTES and all(hasattr(leaf, a) for a in _ATTRIBUTES[name])), None
+    )
 
 
 def describe_failure(doing: str, kind: str, leaf: Any, path: TreePath, error: Exception, fix: str | None = None) -> str:
-    """Return an error's text for a leaf that can't be turned into the other library's."""
+    """Return an error's text for a leaf that can't be converted."""
     what = f"{doing}: {kind} {getattr(leaf, 'key', '')!r} at {render_path(path)}"
     return error_text(what, offenders=[line.strip() for line in str(error).splitlines()], fix=fix)
 
 
-# The two functions of a factory for the other library: what they build is converted, what they merge is plain.
+# Wrapping a factory's two functions for the other library: what `build_fn` returns is converted; `merge_fn` gets plain
+# tensors, and needs no conversion.
 #
-# Each is a `functools.partial` of a function of this module, so that the way back finds the function inside.
+# Each wrapper is a `functools.partial` of a function of this module, so that converting back unwraps it, and factories
+# that go back and forth don't collect layers.
 
 Convert = Callable[[Any], Any]
 
 
-def build_for_us(theirs: Any, convert: Convert) -> FactoryBuildFn:
+def build_from_theirs(theirs: Any, convert: Convert) -> FactoryBuildFn:
     """Return the build function of a Megatron-Core factory, for one of ours."""
     function: Any = theirs.build_fn
-    if _is(function, _build_ours):
+    if _wraps(function, _build_ours):
         return function.args[0]  # type: ignore[no-any-return]
     empty = copy(theirs)
-    empty.data = None  # a function shouldn't keep a tensor alive
+    empty.data = None  # else the function would keep the tensor alive
     return partial(_build_theirs, empty, convert)
 
 
-def merge_for_us(theirs: Any) -> FactoryMergeFn:
+def merge_from_theirs(theirs: Any) -> FactoryMergeFn:
     """Return the merge function of a Megatron-Core factory, for one of ours."""
     function = theirs.merge_fn
-    return function.args[0].merge_fn if _is(function, _merge_ours) else partial(_merge_theirs, function)
+    return function.args[0].merge_fn if _wraps(function, _merge_ours) else partial(_merge_theirs, function)
 
 
-def build_for_them(ours: ShardedTensorFactory, convert: Convert) -> Callable[..., Any]:
+def build_from_ours(ours: ShardedTensorFactory, convert: Convert) -> Callable[..., Any]:
     """Return the build function of one of our factories, for Megatron-Core's."""
     function: Any = ours.build_fn
-    return function.args[0].build_fn if _is(function, _build_theirs) else partial(_build_ours, function, convert)
+    return function.args[0].build_fn if _wraps(function, _build_theirs) else partial(_build_ours, function, convert)
 
 
-def merge_for_them(ours: ShardedTensorFactory) -> Callable[..., Any]:
+def merge_from_ours(ours: ShardedTensorFactory) -> Callable[..., Any]:
     """Return the merge function of one of our factories, for Megatron-Core's."""
     function: Any = ours.merge_fn
-    return function.args[0] if _is(function, _merge_theirs) else partial(_merge_ours, ours)
+    return function.args[0] if _wraps(function, _merge_theirs) else partial(_merge_ours, ours)
 
 
-def _is(function: Any, inner: Callable[..., Any]) -> bool:
+def _wraps(function: Any, inner: Callable[..., Any]) -> bool:
     return isinstance(function, partial) and function.func is inner
 
 
 def _build_theirs(
     empty: Any, convert: Convert, key: str, data: Any, replica_id: ReplicaId, flattened_range: slice | None
 ) -> Any:
-    """Let a factory like theirs, with these fields, build: versions differ in what they hand to their function."""
+    """Build by a copy of their factory with these fields."""
+    # By their own build() rather than by calling build_fn: versions differ in the arguments that they pass to it.
     theirs = copy(empty)
     theirs.key, theirs.data, theirs.replica_id = key, data, replica_id
     if flattened_range is not None and not hasattr(empty, "flattened_range"):
@@ -105,7 +111,8 @@ def _build_theirs(
 
 
 def _merge_theirs(merge_fn: FactoryMergeFn, loaded: Any) -> Any:
-    """Merge new containers: Megatron-Core's functions may change what they are given."""
+    """Merge by their function."""
+    # It gets new containers, since Megatron-Core's functions may change their argument.
     return merge_fn(map_shards(lambda leaf: leaf, loaded))
 
 
@@ -117,20 +124,22 @@ def _build_ours(
     replica_id: ReplicaId = 0,
     flattened_range: slice | None = None,
 ) -> Any:
-    """Build with the factories inside applied: Megatron-Core doesn't look for any."""
+    """Build by our function."""
+    # With nested factories applied, since Megatron-Core doesn't look for any in what a factory builds.
     return convert(apply_factories(build_fn(key, data, replica_id, flattened_range)))
 
 
 def _merge_ours(ours: ShardedTensorFactory, loaded: Any) -> Any:
-    """Merge the factories inside too, which the factory is asked to build again for."""
+    """Merge by our function."""
+    # Nested factories are merged first; to find them, the factory builds again.
     return apply_factory_merges(loaded, ours)
 
 
 def from_megatron(tree: Any) -> Any:
-    """Return a tree like Megatron-Core's `sharded_state_dict()`, with shards, objects and factories of ours.
+    """Convert a tree such as Megatron-Core's `sharded_state_dict()` to one with our shards, objects and factories.
 
-    Containers are new, subclasses of dict and list are plain ones; tensors are shared. Leaves that aren't
-    Megatron-Core's stay as they are. The leaves may be of any version: what a version hasn't takes its default.
+    Containers are new, subclasses of dict and list become plain ones; tensors are shared. Other leaves are unchanged.
+    Leaves of any version are accepted: fields that a version lacks get their defaults.
 
     Args:
         tree: dicts, lists and tuples of Megatron-Core's leaves and plain values.
@@ -195,13 +204,13 @@ def _object(theirs: Any) -> ShardedObject:
 
 def _factory(theirs: Any) -> ShardedTensorFactory:
     replica_id, flat = _numbers(theirs, "replica_id", 0), getattr(theirs, "flattened_range", None)
-    # Checked before its functions are wrapped: what wraps them can be called in any case.
+    # Made with their functions first, so that these are checked: a wrapper is always callable.
     ours = ShardedTensorFactory(theirs.key, theirs.data, theirs.build_fn, theirs.merge_fn, replica_id, flat)
-    return replace(ours, build_fn=build_for_us(theirs, from_megatron), merge_fn=merge_for_us(theirs))
+    return replace(ours, build_fn=build_from_theirs(theirs, from_megatron), merge_fn=merge_from_theirs(theirs))
 
 
 def _numbers(theirs: Any, field: str, default: Any = None) -> Any:
-    """Return a field that may be a list there, and is a tuple here."""
+    """Return a field; lists, which some versions have, become tuples."""
     value = getattr(theirs, field, default)
     return tuple(value) if isinstance(value, list) else value
 
@@ -214,15 +223,15 @@ _FROM: dict[str, Callable[[Any], Any]] = {
 }
 
 
-# to_megatron: a tree with our leaves becomes one with Megatron-Core's.
+# Converting our leaves to Megatron-Core's.
 
-_FLAT = "Flat shards went with Megatron-Core 0.16: save the tree here, whose formats hold them, or unflatten it first."
+_FLAT = "Megatron-Core 0.16 removed flat shards: save the tree with shardtree, or unflatten it first."
 
 
 def to_megatron(tree: Any, *, mapping: Any = None) -> Any:
-    """Return the tree with Megatron-Core's shards, objects and factories in the place of ours.
+    """Convert a tree with our shards, objects and factories to one with Megatron-Core's.
 
-    Containers are new; tensors are shared. The factories build with factories inside applied, and merge those too.
+    Containers are new; tensors are shared. The factories also apply and merge nested factories.
 
     Args:
         tree: dicts and lists of our leaves and plain values.
@@ -230,8 +239,8 @@ def to_megatron(tree: Any, *, mapping: Any = None) -> Any:
             `megatron.core.dist_checkpointing.mapping` by default, which only this function imports.
 
     Raises:
-        UnsupportedValue: that version of Megatron-Core can't hold a shard: it is flat, or stands in a tuple, which
-            Megatron-Core doesn't look into. Names its key and path.
+        UnsupportedValue: this version of Megatron-Core doesn't support a shard: it is flat, or in a tuple, where
+            Megatron-Core doesn't look for shards. Names its key and path.
         CheckpointingException: Megatron-Core isn't installed.
 
     Examples:
@@ -260,14 +269,14 @@ def _to_leaf(classes: Any, tree: Any, path: TreePath, leaf: Any) -> Any:
         return leaf
     kind = type(leaf).__name__
     try:
-        _check_place(tree, path)
-        return _like(getattr(classes, kind), leaf, partial(to_megatron, mapping=classes))
-    except Exception as error:  # Megatron-Core's errors have no base in common with ours
+        _check_containers(tree, path)
+        return _make_theirs(getattr(classes, kind), leaf, partial(to_megatron, mapping=classes))
+    except Exception as error:  # Megatron-Core's own checks raise errors of many classes
         fix = _FLAT if getattr(leaf, "flattened_range", None) is not None else None
         raise UnsupportedValue(describe_failure("to_megatron", kind, leaf, path, error, fix)) from error
 
 
-def _check_place(tree: Any, path: TreePath) -> None:
+def _check_containers(tree: Any, path: TreePath) -> None:
     for depth, entry in enumerate(path):
         if not isinstance(tree, (dict, list)):
             what = f"Megatron-Core looks for shards in dicts and lists alone: {render_path(path[:depth])}"
@@ -275,16 +284,17 @@ def _check_place(tree: Any, path: TreePath) -> None:
         tree = tree[entry]
 
 
-def _like(cls: type, ours: Any, convert: Any) -> Any:
-    """Return Megatron-Core's leaf with the fields of one of ours."""
+def _make_theirs(cls: type, ours: Any, convert: Any) -> Any:
+    """Return Megatron-Core's leaf with the fields of ours."""
     if isinstance(ours, LocalNonpersistentObject):
         return cls(ours.obj)
     values = {field.name: getattr(ours, field.name) for field in fields(ours)}
     if isinstance(ours, ShardedTensorFactory):
-        values |= {"build_fn": build_for_them(ours, convert), "merge_fn": merge_for_them(ours)}
+        values |= {"build_fn": build_from_ours(ours, convert), "merge_fn": merge_from_ours(ours)}
+    # A field that their version lacks may be left out only if it has its default; else it would be lost in silence.
     known = {field.name for field in fields(cls)}
     for field in fields(ours):
         if field.name not in known and (field.default is MISSING or values[field.name] != field.default):
             what = f"{cls.__module__}.{cls.__name__} has no field {field.name!r}"
-            raise UnsupportedValue(error_text(what, found=values[field.name], expected="nothing to say there"))
+            raise UnsupportedValue(error_text(what, found=values[field.name], expected="the default"))
     return cls(**{name: value for name, value in values.items() if name in known})

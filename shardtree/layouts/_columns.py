@@ -1,4 +1,4 @@
-"""Many ranks' shards as columns: what a plan and an integrity check compute on, and all that ranks tell each other."""
+"""Shards of many ranks as columns: what plans and integrity checks compute on, and what ranks send each other."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ class ShardColumns:
         return len(self.key)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return how to pickle columns, as ranks send them to each other: kinds as columns too, not each by itself."""
+        """Return how to pickle columns, as ranks send them to each other."""
+        # Kinds are packed as columns too: pickled one by one they would be most of the message.
         others = (self.key, self.offset, self.shape, self.start, self.stop, self.rank, self.main)
         return _from_packed, (self.keys, _packed_kinds(self.kinds), others)
 
@@ -80,7 +81,7 @@ _PackedKinds: TypeAlias = tuple[Column, tuple[torch.dtype, ...], Column, Column,
 
 def _packed_kinds(kinds: Sequence[TensorKind]) -> _PackedKinds:
     """Return the number of each key's kind, and of the different kinds dtype, axes, prepended axes and global shape."""
-    few = {id(kind): kind for kind in kinds}  # equal ones mostly are one object, whose number is soon found
+    few = {id(kind): kind for kind in kinds}  # equal kinds mostly are one object, and ids hash faster than kinds
     number = {kind: position for position, kind in enumerate(dict.fromkeys(few.values()))}
     number_of = {each: number[kind] for each, kind in few.items()}
     return (
@@ -94,6 +95,7 @@ def _packed_kinds(kinds: Sequence[TensorKind]) -> _PackedKinds:
 
 def _from_packed(keys: tuple[str, ...], packed: _PackedKinds, others: tuple[Any, ...]) -> ShardColumns:
     number, dtypes, axes, prepended, boxes = packed
+    # Shapes are right-aligned: the leading fill isn't part of them.
     skipped = (boxes.shape[1] - axes).tolist()
     shapes = [box[skip:] for box, skip in zip(zip(*boxes.T.tolist(), strict=True), skipped, strict=True)]
     kinds = list(map(TensorKind, dtypes, shapes, prepended.tolist()))
@@ -120,7 +122,7 @@ def shard_columns(shards: Sequence[ShardedTensor], rank: int = 0) -> ShardColumn
     try:
         kinds = _kinds(shards, rank)
     except (AttributeError, TypeError):
-        # Only now: looking at each beforehand would take as long as the columns.
+        # Types are checked only after a failure: checking each beforehand would take as long as making the columns.
         one_by_one = shards if isinstance(shards, Sequence) else [shards]
         found = next((type(shard).__name__ for shard in one_by_one if not isinstance(shard, ShardedTensor)), "others")
         fix = "Give the shards alone; `tree_columns` takes trees."
@@ -143,6 +145,7 @@ def shard_columns(shards: Sequence[ShardedTensor], rank: int = 0) -> ShardColumn
 
 def _flat_ranges(parts: list[slice | None]) -> tuple[Column, Column]:
     """Return where flat ranges start and stop, -1 for what isn't one."""
+    # Most trees have no flat ranges.
     if not any(parts):
         return np.full(len(parts), -1, dtype=np.int64), np.full(len(parts), -1, dtype=np.int64)
     return (
@@ -152,32 +155,32 @@ def _flat_ranges(parts: list[slice | None]) -> tuple[Column, Column]:
 
 
 def _kinds(shards: Sequence[ShardedTensor], rank: int) -> dict[str, TensorKind]:
-    """Return what each key's shards agree on, or raise with all of which they don't."""
-    known: dict[_Fields, TensorKind] = {}  # a model repeats few kinds in many layers; each is one object
-    said: dict[str, TensorKind] = {}
+    """Return what each key's shards agree on, or raise an error that names all keys of which they don't agree."""
+    known: dict[_Fields, TensorKind] = {}  # a model repeats few kinds; as one object each, they compare by identity
+    kinds_of: dict[str, TensorKind] = {}
     agree = True
     for shard in shards:
         fields = (shard.dtype, shard.global_shape, shard.prepend_axis_num)
         kind = known.get(fields)
         if kind is None:
             kind = known[fields] = TensorKind(*fields)
-        agree = said.setdefault(shard.key, kind) is kind and agree
+        agree = kinds_of.setdefault(shard.key, kind) is kind and agree
     if not agree:
         raise _disagreement(shards, rank)
-    return said
+    return kinds_of
 
 
 def _disagreement(shards: Sequence[ShardedTensor], rank: int) -> IntegrityError:
-    said: dict[str, dict[TensorKind, None]] = defaultdict(dict)
+    kinds_of: dict[str, dict[TensorKind, None]] = defaultdict(dict)
     for shard in shards:
-        said[shard.key][TensorKind(shard.dtype, shard.global_shape, shard.prepend_axis_num)] = None
-    wrong = [f"{key!r}: {', '.join(map(str, kinds))}" for key, kinds in sorted(said.items()) if len(kinds) > 1]
+        kinds_of[shard.key][TensorKind(shard.dtype, shard.global_shape, shard.prepend_axis_num)] = None
+    wrong = [f"{key!r}: {', '.join(map(str, kinds))}" for key, kinds in sorted(kinds_of.items()) if len(kinds) > 1]
     fix = "Give all shards of a key one global shape, dtype and number of prepended axes."
     return IntegrityError(error_text(f"shards of one key differ on rank {rank}", offenders=wrong, fix=fix))
 
 
 def check_columns(doing: str, columns: object) -> None:
-    """Raise MetadataError for what isn't shards in columns, such as the tree that they are to be taken from.
+    """Raise MetadataError for what isn't columns of shards, such as a tree.
 
     Examples:
         >>> check_columns("access_problems", shard_columns([]))
@@ -187,7 +190,7 @@ def check_columns(doing: str, columns: object) -> None:
 
 
 def check_ranks_columns(doing: str, parts: object) -> None:
-    """Raise MetadataError for what isn't a list of each rank's shards in columns.
+    """Raise MetadataError for what isn't a list of columns, one for each rank.
 
     Examples:
         >>> check_ranks_columns("join_columns", [shard_columns([])])
@@ -211,7 +214,7 @@ def select_rows(columns: ShardColumns, rows: Column) -> ShardColumns:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BoxColumns:
-    """Shards taken apart into boxes, each contiguous within its shard.
+    """Shards divided into boxes, each contiguous within its shard.
 
     Attributes:
         shard: the row of the shard that the box belongs to, int64 (boxes,).
@@ -246,6 +249,7 @@ def shard_boxes(offset: Column, shape: Column, start: Column, stop: Column) -> B
         return BoxColumns(whole, offset, shape, np.zeros(whole.size, dtype=np.int64))
     row, inside, part, position = flat_boxes(shape[flat], start[flat], stop[flat])
     shard = np.concatenate([whole, flat[row]])
+    # Back into the order of the shards: plans and messages don't depend on which of them are flat.
     order = np.argsort(shard, kind="stable")
     return BoxColumns(
         shard[order],

@@ -17,7 +17,7 @@ from ..trees import apply_factories, leaves_with_paths, refuse_dtensors
 from ._columns import ShardColumns, TensorKind, select_rows, shard_columns
 from .integrity import Faults, Problem, access_problems, join_columns, problem_lines, sharding_faults
 
-# Whole trees of several ranks as columns: what layouts, coverage and plans are computed on.
+# Trees of several ranks as columns.
 
 RankTrees: TypeAlias = Sequence[Any] | Mapping[int, Any]
 """A tree for each rank: a sequence that begins with rank 0's, or a mapping."""
@@ -78,7 +78,7 @@ def tensor_shards(tree: Any) -> list[ShardedTensor]:
     """Return a tree's tensor shards, factories applied, in the order of its leaves.
 
     Raises:
-        TreeError: a leaf is a DTensor: it is cut, and would count as a plain value.
+        TreeError: a leaf is a DTensor: it is a part of a tensor, and would count as a plain value.
 
     Examples:
         >>> import torch
@@ -104,7 +104,8 @@ class Coverage:
         twice: elements with more than one, int64 (keys,).
         missing: elements with none, int64 (keys,).
         copies: how many shards hold an element, replicas included, on average, float64 (keys,).
-        problems: the places that are held twice or not at all, with who holds them; the first 20 of each tensor.
+        problems: the places that are held twice or not at all, with the ranks that hold them; the first 20 of each
+            tensor.
     """
 
     keys: tuple[str, ...]
@@ -125,7 +126,8 @@ class Coverage:
         rows = [_HEAD, *map(self._row, [*np.flatnonzero(wrong).tolist(), *np.flatnonzero(~wrong).tolist()])]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(_cells(row, widths)).rstrip() for row in rows]
-        return "\n".join([lines[0], *shorten(lines[1:], shown=max(10, int(wrong.sum()))), *self._told()])
+        # Tensors with problems come first and are never shortened away.
+        return "\n".join([lines[0], *shorten(lines[1:], shown=max(10, int(wrong.sum()))), *self._problem_lines()])
 
     def _row(self, number: int) -> tuple[str, ...]:
         counts = (self.once[number], self.twice[number], self.missing[number])
@@ -136,7 +138,7 @@ class Coverage:
             f"{self.copies[number]:.3g}",
         )
 
-    def _told(self) -> list[str]:
+    def _problem_lines(self) -> list[str]:
         return ["", *problem_lines(list(self.problems))] if self.problems else []
 
 
@@ -166,6 +168,7 @@ def coverage(trees: RankTrees | ShardColumns) -> Coverage:
     twice, missing = (_elements(faults, which, size.size) for which in (faults.doubled, ~faults.doubled))
     held, shards = np.zeros_like(size), np.bincount(columns.key, minlength=size.size)
     np.add.at(held, columns.key, columns.elements)
+    # A tensor without elements has no average; its shards are counted.
     copies = np.where(size > 0, held / np.maximum(size, 1), shards)
     problems = access_problems(columns)
     return Coverage(columns.keys, columns.kinds, size - twice - missing, twice, missing, copies, problems)

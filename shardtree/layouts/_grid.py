@@ -1,4 +1,4 @@
-"""How stored tensors are cut, told from their chunks: a grid of equal or unequal cells, loose boxes, or flat ranges."""
+"""How stored tensors are cut, found from their chunks: grids of equal or unequal cells, other boxes, or flat ranges."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Grid:
 def chunk_grids(key: Column, offset: Column, shape: Column, start: Column, axes: Column) -> list[Grid]:
     """Return how each tensor is cut, for all tensors at once.
 
-    A grid is what its chunks make of it: chunks that don't overlap, and are as many as there are ways to pick one of
-    the stretches that occur along each axis.
+    Chunks that don't overlap make a grid if there are as many of them as ways to pick one of the intervals that occur
+    along each axis.
 
     Args:
         key: the tensor that each chunk belongs to, ascending, int64 (chunks,).
@@ -53,8 +53,8 @@ def chunk_grids(key: Column, offset: Column, shape: Column, start: Column, axes:
     """
     keys, width = axes.size, offset.shape[1]
     chunks = np.bincount(key, minlength=keys)
-    counts = np.stack([_stretches(key, offset[:, axis], shape[:, axis], keys) for axis in range(width)], axis=1)
-    # Products of counts can pass what an int64 holds only where they are far from the number of chunks.
+    counts = np.stack([_interval_counts(key, offset[:, axis], shape[:, axis], keys) for axis in range(width)], axis=1)
+    # In floats, since products can exceed an int64. They are exact up to 2**53, far more than there can be chunks.
     is_grid = np.prod(counts.astype(np.float64), axis=1) == chunks
     first = np.searchsorted(key, np.arange(keys))
     differs = (shape != shape[first[key]]).any(axis=1) if key.size else np.zeros(0, dtype=np.bool_)
@@ -69,8 +69,8 @@ def chunk_grids(key: Column, offset: Column, shape: Column, start: Column, axes:
     ]
 
 
-def _stretches(key: Column, begin: Column, length: Column, keys: int) -> Column:
-    """Return how many different stretches of one axis the chunks of each tensor occupy."""
+def _interval_counts(key: Column, begin: Column, length: Column, keys: int) -> Column:
+    """Return how many different intervals of one axis the chunks of each tensor occupy."""
     order = np.lexsort((length, begin, key))
     ordered = np.stack([key[order], begin[order], length[order]])
     is_new = np.ones(key.size, dtype=np.bool_)

@@ -1,4 +1,4 @@
-"""unshard: the global tree that several ranks' sharded trees make up."""
+"""unshard: sharded trees of all ranks into the global tree."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from .integrity import (
     sharding_faults,
 )
 
-# Shards put together to the global tensors that they are of.
+# Global tensors assembled from shards.
 
 
 def assembled(columns: ShardColumns, shards: Sequence[ShardedTensor]) -> dict[str, Any]:
@@ -56,32 +56,33 @@ def assembled(columns: ShardColumns, shards: Sequence[ShardedTensor]) -> dict[st
         shards: the same, row by row.
 
     Raises:
-        IntegrityError: nobody holds a place, or it has two main replicas.
+        IntegrityError: no rank holds some element, or it has two main replicas.
         ShapeError: a shard that is needed has no data.
     """
     check_covered(columns)
     ordered = np.argsort(columns.key, kind="stable")
     of_each = np.split(ordered, np.searchsorted(columns.key[ordered], np.arange(1, len(columns.keys))))
-    rows = [_needed(columns, number, of_each[number]) for number in range(len(columns.keys))]
+    rows = [_rows_to_copy(columns, number, of_each[number]) for number in range(len(columns.keys))]
     absent = [
         f"{shards[row].key!r} on rank {columns.rank[row]}"
         for needed in rows
         for row in needed
-        if not _is_there(shards[row].data)
+        if not _has_elements(shards[row].data)
     ]
     if absent:
         fix = "Load the shards, or shard a tree that has its tensors."
-        raise ShapeError(error_text("unshard: shards without elements to put together", offenders=absent, fix=fix))
+        raise ShapeError(error_text("unshard: shards without elements to assemble", offenders=absent, fix=fix))
     return {key: _whole(columns, shards, number, rows[number]) for number, key in enumerate(columns.keys)}
 
 
 def check_covered(columns: ShardColumns) -> None:
-    """Raise IntegrityError where nobody holds a place, or more than one main replica does."""
+    """Raise IntegrityError where no rank holds an element, or more than one main replica does."""
     mains = select_rows(columns, np.flatnonzero(columns.main))
     doubled = fault_problems(columns, doubled_faults(mains), "element")
-    everybody = replace(columns, main=np.ones(len(columns), dtype=np.bool_))
-    faults = sharding_faults(everybody)
-    missing = fault_problems(everybody, select_faults(faults, np.flatnonzero(~faults.doubled)), "element")
+    # Where main replicas are missing a copy will do, so gaps are looked for among all shards.
+    all_main = replace(columns, main=np.ones(len(columns), dtype=np.bool_))
+    faults = sharding_faults(all_main)
+    missing = fault_problems(all_main, select_faults(faults, np.flatnonzero(~faults.doubled)), "element")
     problems: Sequence[Problem] = (*missing, *doubled)
     if problems:
         fixes = dict.fromkeys(problem.fix for problem in problems if problem.fix)
@@ -89,16 +90,17 @@ def check_covered(columns: ShardColumns) -> None:
         raise IntegrityError(error_text(what, offenders=problem_lines(problems), fix="\n  ".join(fixes)))
 
 
-def _needed(columns: ShardColumns, number: int, rows: Column) -> list[int]:
-    """Return the rows that make up a tensor, those that count last: main replicas, and before them lower ranks."""
+def _rows_to_copy(columns: ShardColumns, number: int, rows: Column) -> list[int]:
+    """Return the rows that make up a tensor, in ascending precedence: later ones overwrite what they share."""
     rows = rows[columns.elements[rows] > 0]
     mains = rows[columns.main[rows]]
+    # Main replicas don't overlap here, so as many elements as the tensor has mean all of them.
     are_all = columns.elements[mains].sum() == prod(columns.kinds[number].global_shape)
     needed: list[int] = (mains if are_all else rows[np.lexsort((-columns.rank[rows], columns.main[rows]))]).tolist()
     return needed
 
 
-def _is_there(data: Any) -> bool:
+def _has_elements(data: Any) -> bool:
     return isinstance(data, LazyTensor) or (isinstance(data, torch.Tensor) and has_elements(data))
 
 
@@ -111,6 +113,7 @@ def _whole(columns: ShardColumns, shards: Sequence[ShardedTensor], number: int, 
     whole = empty_data(kind.global_shape, kind.dtype, pieces[0].device if pieces else "cpu")
     mine = select_rows(columns, np.array(rows, dtype=np.int64))
     boxes = shard_boxes(mine.offset, mine.shape, mine.start, mine.stop)
+    # As integers: torch can't copy some packed dtypes.
     _fill(as_integers(whole), list(map(as_integers, pieces)), boxes, (mine.start >= 0).tolist())
     return whole
 
@@ -125,7 +128,7 @@ def _fill(whole: torch.Tensor, pieces: Sequence[torch.Tensor], boxes: BoxColumns
     axes = whole.dim()
     rows = zip(boxes.shard.tolist(), boxes.offset.tolist(), boxes.shape.tolist(), boxes.position.tolist(), strict=True)
     for shard, offset, shape, position in rows:
-        # Columns are widened on the left: a scalar is a box of one axis.
+        # Columns are widened on the left, so a tensor's own axes are the last ones; a scalar has none.
         box = zip(offset[len(offset) - axes :], shape[len(shape) - axes :], strict=True)
         place = whole[tuple(slice(first, first + size) for first, size in box)]
         piece = pieces[shard]
@@ -135,24 +138,24 @@ def _fill(whole: torch.Tensor, pieces: Sequence[torch.Tensor], boxes: BoxColumns
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a global tensor or object goes."""
+class _Slot:
+    """The place of a global tensor or object in a tree, by its key."""
 
     key: str
     is_tensor: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Held:
-    """What a rank holds: its shards and objects, and its tree of places."""
+class _RankTree:
+    """A rank's tree, flattened: its shards and objects, and the tree with slots in their places."""
 
     tensors: tuple[ShardedTensor, ...]
     objects: tuple[ShardedObject, ...]
-    places: Any
+    slots: Any
 
 
 def unshard(trees: RankTrees, *, rules: Mapping[str, ObjectRule] | None = None) -> Any:
-    """Return the global tree that ranks' sharded trees make up; undoes `shard`.
+    """Return the global tree of ranks' sharded trees; undoes `shard`.
 
     Where a shard stood there is the global tensor, as a checkpoint would hold it: a factory's place has what it builds,
     and one tensor where that is all of one key. A tensor that a shard holds whole isn't copied. Where copies differ
@@ -168,8 +171,8 @@ def unshard(trees: RankTrees, *, rules: Mapping[str, ObjectRule] | None = None) 
         The tree. Plain values, which must be the same on all ranks, are as they were; objects are copies of their data.
 
     Raises:
-        IntegrityError: nobody holds a place, or it has two main replicas; plain values differ between ranks; ranks
-            disagree about a tensor; there are several objects and no rule.
+        IntegrityError: no rank holds some element, or it has two main replicas; plain values differ between ranks;
+            ranks disagree about a tensor; there are several objects and no rule.
         ShapeError: a shard that is needed has no data.
         TreeError: it isn't a tree for each rank, or they don't fit together.
 
@@ -181,30 +184,31 @@ def unshard(trees: RankTrees, *, rules: Mapping[str, ObjectRule] | None = None) 
         {'w': tensor([0, 1, 2, 3, 4]), 'step': 3}
     """
     by_rank = trees_by_rank(trees, "unshard")
+    # Before any tensor is assembled, which may take long and much memory.
     _check_plain(by_rank)
-    held = {rank: _held(tree) for rank, tree in by_rank.items()}
+    held = {rank: _flatten(tree) for rank, tree in by_rank.items()}
     columns = join_columns([shard_columns(own.tensors, rank) for rank, own in held.items()])
     tensors = assembled(columns, [shard for own in held.values() for shard in own.tensors])
     objects = _objects([item for own in held.values() for item in own.objects], rules)
 
     def value(leaf: Any) -> Any:
-        if not isinstance(leaf, _Place):
+        if not isinstance(leaf, _Slot):
             return leaf
         return tensors[leaf.key] if leaf.is_tensor else objects[leaf.key]
 
-    return prune(map_shards(value, _joined([own.places for own in held.values()])))
+    return prune(map_shards(value, _joined([own.slots for own in held.values()])))
 
 
-def _held(tree: Any) -> _Held:
+def _flatten(tree: Any) -> _RankTree:
     pairs, rebuild = shard_leaves(tree)
     built = [apply_factories(leaf) for _, leaf in pairs]
     leaves = [leaf for part in built for _, leaf in leaves_with_paths(part)]
-    places = [
-        _one_place(part) if isinstance(leaf, ShardedTensorFactory) else _place(leaf)
+    slots = [
+        _factory_slot(part) if isinstance(leaf, ShardedTensorFactory) else _slot(leaf)
         for (_, leaf), part in zip(pairs, built, strict=True)
     ]
     tensors = tuple(leaf for leaf in leaves if isinstance(leaf, ShardedTensor))
-    return _Held(tensors, tuple(leaf for leaf in leaves if isinstance(leaf, ShardedObject)), rebuild(places))
+    return _RankTree(tensors, tuple(leaf for leaf in leaves if isinstance(leaf, ShardedObject)), rebuild(slots))
 
 
 def _check_plain(trees: Mapping[int, Any]) -> None:
@@ -222,30 +226,31 @@ def _objects(objects: Sequence[ShardedObject], rules: Mapping[str, ObjectRule] |
     for key, held in held_arrays(objects).items():
         shape = held.all_shapes[0]
         single = shape if len(held.all_shapes) == 1 and prod(shape) == 1 else (1,) * len(shape)
-        targets.append(ShardedObject(key, HOLE, single, (0,) * len(single)))  # a hole is what a rule drops
+        targets.append(ShardedObject(key, HOLE, single, (0,) * len(single)))  # where a rule drops one, the hole stays
     return {found.key: found.data for found in reshard_objects(objects, targets, rules)}
 
 
-def _one_place(built: Any) -> Any:
-    """Return the one place of all that a factory built, where that is all of one key; else the places of its leaves."""
-    places = map_shards(_place, built)
-    leaves = [leaf for _, leaf in leaves_with_paths(places)]
-    kinds = {leaf for leaf in leaves if isinstance(leaf, _Place)}
-    return kinds.pop() if len(kinds) == 1 and all(isinstance(leaf, _Place) for leaf in leaves) else places
+def _factory_slot(built: Any) -> Any:
+    """Return one slot for all that a factory built, where that has one key; else the slots of its leaves."""
+    slots = map_shards(_slot, built)
+    leaves = [leaf for _, leaf in leaves_with_paths(slots)]
+    kinds = {leaf for leaf in leaves if isinstance(leaf, _Slot)}
+    return kinds.pop() if len(kinds) == 1 and all(isinstance(leaf, _Slot) for leaf in leaves) else slots
 
 
-def _place(leaf: Any) -> Any:
-    """Return what says which global value takes a leaf's place."""
-    return _Place(leaf.key, isinstance(leaf, ShardedTensor)) if isinstance(leaf, ShardedBase) else leaf
+def _slot(leaf: Any) -> Any:
+    """Return the slot for a shard's global value; another leaf as it is."""
+    return _Slot(leaf.key, isinstance(leaf, ShardedTensor)) if isinstance(leaf, ShardedBase) else leaf
 
 
 def _joined(trees: Iterable[Any]) -> Any:
-    """Return several trees of places as one."""
+    """Return several trees of slots, merged."""
     whole: Any = HOLE
     known: dict[TreePath, Any] = {}
     for tree in trees:
         pairs, rebuild = shard_leaves(tree)
         _check_same(known, pairs)
+        # Merging refuses a place that two trees fill, and replicated tensors and plain values are on many ranks.
         new = [leaf if path not in known else HOLE for path, leaf in pairs]
         known |= {path: leaf for path, leaf in pairs if leaf is not HOLE and path not in known}
         whole = merge(whole, rebuild(new))
@@ -260,7 +265,7 @@ def _check_same(known: Mapping[TreePath, Any], pairs: Iterable[tuple[TreePath, A
     wrong = [
         f"{render_path(path)}: {_name(known[path])} and {_name(leaf)}"
         for path, leaf in pairs
-        if path in known and leaf is not HOLE and {type(leaf), type(known[path])} >= {_Place} and leaf != known[path]
+        if path in known and leaf is not HOLE and {type(leaf), type(known[path])} >= {_Slot} and leaf != known[path]
     ]
     if wrong:
         fix = "Where ranks have other tensors at one path, pass {shard.key: shard} for each rank."
@@ -268,4 +273,4 @@ def _check_same(known: Mapping[TreePath, Any], pairs: Iterable[tuple[TreePath, A
 
 
 def _name(leaf: Any) -> str:
-    return repr(leaf.key) if isinstance(leaf, _Place) else type(leaf).__name__
+    return repr(leaf.key) if isinstance(leaf, _Slot) else type(leaf).__name__

@@ -1,4 +1,4 @@
-"""Sources that are computed from others, window by window: elementwise arithmetic and products of matrices."""
+"""Sources computed from other sources, window by window: elementwise arithmetic and matrix products."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ..geometry import slabs, slices
 from ._sources import Fetch, Shape, Source
 
 WINDOW_BYTES = 16 * 2**20
-"""What the operands' parts and the result's of one window take together."""
+"""Memory of one window: its parts of the operands and of the result."""
 
-_FIX = "Give a function of each element alone: what needs the whole tensor, such as a norm, is computed before."
+_FIX = "Give a function of each element alone, and compute what needs the whole tensor, such as a norm, beforehand."
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Elementwise:
-    """A tensor each of whose elements is a function of the elements at the same index of others.
+    """A tensor of which each element is a function of other tensors' elements at the same index.
 
     Attributes:
         function: from the operands, in order, to a tensor of their shape.
@@ -29,9 +29,9 @@ class Elementwise:
         shape: of the sources and the result.
         dtype: of the result.
         name: for errors and ``repr``.
-        is_checked: whether the function is a caller's, which is tried on the first window that is read, and on later
-            ones that show more.
-        tried: how many elements the windows showed on which it was; a memo that changes nothing else.
+        is_checked: whether the function is a caller's. Then it is tested on the first window that is read, and on
+            later ones that have more distinct elements to test.
+        tried: how many elements were tested so far: a memo that changes no result.
     """
 
     function: Callable[..., torch.Tensor]
@@ -45,7 +45,7 @@ class Elementwise:
 
     @property
     def made_of(self) -> tuple[Any, ...] | None:
-        """What tells it from others: names, numbers and sources; None where a caller's function can't be told."""
+        """What identifies it: names, numbers and sources; None with a caller's function, which has no identity."""
         if self.is_checked:
             return None
         values = (each if isinstance(each, Source) else scalar_text(each) for each in self.operands)
@@ -64,13 +64,14 @@ class Elementwise:
             place = tuple(map(sum, zip(offset, start, strict=True)))
             values = [each.read_box(place, window) if isinstance(each, Source) else each for each in self.operands]
             result = self._value(values, window)
+            # The usual case of a small read: no copy into a larger result.
             if window == shape:
                 return result.contiguous()
             found[slices(start, window)] = result
         return found
 
     def box_fetches(self, offset: Shape, shape: Shape) -> Iterator[Fetch]:
-        """Yield what reading the box would ask storage for, in that order."""
+        """Yield what reading the box would fetch from storage, in that order."""
         for start, window in self._windows(shape):
             place = tuple(map(sum, zip(offset, start, strict=True)))
             for each in self.sources:
@@ -82,26 +83,26 @@ class Elementwise:
 
     def _value(self, values: Sequence[Any], window: Shape) -> torch.Tensor:
         if self.is_checked:
-            shown = elements_shown(values)
+            shown = elements_tested(values)
             if not self.tried or shown > max(self.tried):
                 check_elementwise(self.function, values)
                 self.tried.append(shown)
-            # Torch's promotion counts a tensor without axes for less, but the description's dtype was of one axis.
+            # As tensors of one axis, since torch promotes dtypes of tensors without axes differently.
             values = [value.reshape(-1) for value in values]
-        # Sums, products and quotients of real numbers are rounded alike wherever an element lies. What else torch
-        # computes one by one at the end of a row, and by the processor's vectors elsewhere, isn't.
+        # Sums, products and quotients of real numbers are rounded the same everywhere. Others may not be: torch
+        # computes the end of a row element by element, and the rest by vector instructions.
         is_exact = not (self.is_checked or self.options or self.dtype.is_complex)
         if is_exact or not (window or self.is_checked):
             return self.function(*values, **self.options)
-        return self._in_stretches(values).view(window)
+        return self._in_chunks(values).view(window)
 
-    def _in_stretches(self, values: Sequence[Any]) -> torch.Tensor:
+    def _in_chunks(self, values: Sequence[Any]) -> torch.Tensor:
         """Return a window's elements along one axis, each computed as all others are, however the window is cut."""
         flat = [value.reshape(-1) if isinstance(value, torch.Tensor) and value.ndim else value for value in values]
         count = next(value.numel() for value in flat if isinstance(value, torch.Tensor) and value.ndim)
         found = torch.empty(count, dtype=self.dtype)
-        for start in range(0, count, _STRETCH):
-            stop = min(count, start + _STRETCH)
+        for start in range(0, count, _CHUNK):
+            stop = min(count, start + _CHUNK)
             parts = [
                 _padded(each[start:stop]) if isinstance(each, torch.Tensor) and each.ndim else each for each in flat
             ]
@@ -111,20 +112,20 @@ class Elementwise:
         return found
 
 
-_STRETCH = 32_768
-"""Elements that torch computes in one thread."""
+_CHUNK = 32_768
+"""So many elements torch computes in one thread: with several, each one's share would have an end of its own."""
 _VECTOR = 64
-"""Elements of which the processor's vectors hold a divisor."""
+"""A multiple of the elements in a processor's vector, whatever the processor."""
 
 
-def _padded(stretch: torch.Tensor) -> torch.Tensor:
-    """Return a stretch of whole vectors, its last element repeated."""
-    missing = -len(stretch) % _VECTOR
-    return torch.cat([stretch, stretch[-1:].expand(missing)]) if missing else stretch.contiguous()
+def _padded(chunk: torch.Tensor) -> torch.Tensor:
+    """Return a chunk padded to whole vectors with its last element."""
+    missing = -len(chunk) % _VECTOR
+    return torch.cat([chunk, chunk[-1:].expand(missing)]) if missing else chunk.contiguous()
 
 
 def scalar_text(value: Any) -> str:
-    """Return what tells a number, a tensor of one or an option from others: all digits, of which torch prints four.
+    """Return the type and all digits of a number, a tensor of one, or an option; torch's own text has four digits.
 
     Examples:
         >>> scalar_text(0.5), scalar_text(torch.tensor(2, dtype=torch.int8))
@@ -134,7 +135,7 @@ def scalar_text(value: Any) -> str:
 
 
 def check_kind(result: Any, shape: Shape | None, dtype: torch.dtype | None) -> None:
-    """Raise unless a function returned a tensor of the shape and dtype that it has to have, where these are known.
+    """Raise unless a function returned a tensor of the expected shape and dtype, where these are known.
 
     Raises:
         UnsupportedValue: it didn't.
@@ -144,14 +145,14 @@ def check_kind(result: Any, shape: Shape | None, dtype: torch.dtype | None) -> N
         return
     found = f"{tuple(result.shape)} {result.dtype}" if is_tensor else type(result).__name__
     expected = f"{shape} {dtype}" if dtype else f"a tensor of shape {shape}"
-    what = "lazy_map: the function returned something else for a stretch of its operands"
+    what = "lazy_map: the function returned something else for a part of its operands"
     raise UnsupportedValue(error_text(what, found=found, expected=expected, fix=_FIX))
 
 
 def check_elementwise(function: Callable[..., Any], values: Sequence[torch.Tensor]) -> None:
-    """Raise unless a function gives the same bits for a window whole, in two other cuts, and transposed.
+    """Raise unless a function gives the same bits for a whole window, for it cut in two ways, and transposed.
 
-    At most 16,384 elements are tried, as tensors of one axis and whole vectors.
+    At most 16,384 elements are tested, as tensors of one axis and whole vectors.
 
     Args:
         function: the caller's.
@@ -182,11 +183,11 @@ def check_elementwise(function: Callable[..., Any], values: Sequence[torch.Tenso
             raise _not_elementwise("transposed")
 
 
-def elements_shown(values: Sequence[torch.Tensor]) -> int:
-    """Return how many elements of a window are tried; 0 if each operand's are alike, from which little can be seen.
+def elements_tested(values: Sequence[torch.Tensor]) -> int:
+    """Return how many elements of a window are tested; 0 if each operand's are all equal, which shows too little.
 
     Examples:
-        >>> elements_shown([torch.tensor([3.0, 4.0])]), elements_shown([torch.zeros(2)])
+        >>> elements_tested([torch.tensor([3.0, 4.0])]), elements_tested([torch.zeros(2)])
         (2, 0)
     """
     samples = [_sample(value) for value in values]
@@ -223,7 +224,7 @@ def _not_elementwise(how: str) -> UnsupportedValue:
 class Product:
     """The product of two matrices, computed in blocks: whole rows of the left by whole columns of the right.
 
-    Blocks lie on one grid, whatever is read, so that each element has the same bits however the product is cut. Where
+    Blocks are on one grid, whatever is read, so that each element has the same bits however the product is cut. Where
     one block holds all of it, these are what ``torch.matmul`` gives. Else sums may be rounded differently: within
     ``K * eps * (abs(left) @ abs(right))``, K the length of the sums.
 
@@ -241,7 +242,7 @@ class Product:
 
     @property
     def made_of(self) -> tuple[Any, ...]:
-        """What tells it from others."""
+        """What identifies it."""
         return "matmul", self.left, self.right
 
     @property
@@ -254,6 +255,7 @@ class Product:
         found, inner = torch.zeros(shape, dtype=self.dtype), self.left.shape[1]
         height, width = self._block()
         for column, columns in _spans(offset[1], shape[1], width, self.shape[1]) if inner else ():
+            # Each column of the right is read once; rows of the left are read again for each block of columns.
             right = self.right.read_box((0, column), (inner, columns))
             for row, rows in _spans(offset[0], shape[0], height, self.shape[0]):
                 block = torch.matmul(self.left.read_box((row, 0), (rows, inner)), right)
@@ -263,7 +265,7 @@ class Product:
         return found
 
     def box_fetches(self, offset: Shape, shape: Shape) -> Iterator[Fetch]:
-        """Yield what reading the box would ask storage for, in that order."""
+        """Yield what reading the box would fetch from storage, in that order."""
         inner, (height, width) = self.left.shape[1], self._block()
         for column, columns in _spans(offset[1], shape[1], width, self.shape[1]) if inner else ():
             yield from self.right.box_fetches((0, column), (inner, columns))
@@ -273,18 +275,19 @@ class Product:
     def _block(self) -> tuple[int, int]:
         """Return how many rows and columns a block has."""
         inner, most = max(1, self.left.shape[1]), WINDOW_BYTES // self.dtype.itemsize
+        # Half of the memory is for the right's columns, which stay while blocks of the left's rows pass.
         width = max(1, min(self.shape[1], most // 2 // inner))
         return max(1, (most - width * inner) // (inner + width)), width
 
 
 def _spans(start: int, count: int, step: int, length: int) -> Iterator[tuple[int, int]]:
-    """Yield where the grid's spans begin that meet a range, and how long they are, the last one shorter."""
+    """Yield begin and length of the grid's intervals that overlap a range; the last one of the grid may be shorter."""
     first = start // step * step
     return ((low, min(step, length - low)) for low in range(first, start + count, step))
 
 
 def check_one_shape(name: str, operation: str, shapes: Sequence[Shape]) -> None:
-    """Raise unless operands have one shape: what is broadcast has none of its own to be cut by.
+    """Raise unless operands have one shape: a box of the result wouldn't be a box of what is broadcast.
 
     Raises:
         ShapeError: they haven't.

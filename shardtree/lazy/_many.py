@@ -1,4 +1,4 @@
-"""Many frozen values at once, column by column: what a constructor does for each, without its calls and checks."""
+"""Many instances of frozen classes at once, set column by column, without their constructors' calls and checks."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Value = TypeVar("Value")
 def frozen_values(kind: type[Value], count: int, columns: Mapping[str, Iterable[Any]]) -> list[Value]:
     """Return instances of a frozen dataclass with slots whose constructor isn't called.
 
-    For a hundred thousand values that have been checked as columns, where one call for each would be most of the time.
+    For hundreds of thousands of values that were checked as columns: constructors' calls would take most of the time.
 
     Args:
         kind: the class.
         count: how many.
-        columns: for each of its slots a value of each instance, at least `count`; nothing of them is checked.
+        columns: for each of its slots a value of each instance, at least `count`; they aren't checked.
 
     Examples:
         >>> from shardtree.lazy import Fetch
@@ -34,7 +34,7 @@ def frozen_values(kind: type[Value], count: int, columns: Mapping[str, Iterable[
     """
     values = list(map(object.__new__, repeat(kind, count)))
     for name, column in columns.items():
-        # The slot itself: what a frozen class forbids is only its `__setattr__`.
+        # By the slot's descriptor: a frozen class only forbids `__setattr__`. The deque of length 0 runs the map in C.
         deque(map(getattr(kind, name).__set__, values, column), maxlen=0)
     return values
 
@@ -48,9 +48,10 @@ def stored_each(
         readers: what reads boxes of each tensor.
         shapes: of each tensor.
         dtypes: of each tensor.
-        names: what errors and ``repr`` call each.
+        names: of each tensor, for errors and ``repr``.
     """
     count = len(shapes)
+    # A model has few different shapes: each view is computed once, and shared.
     places = {shape: dense(shape) for shape in set(shapes)}
     sources = frozen_values(Stored, count, {"reader": readers, "shape": shapes, "dtype": dtypes, "name": names})
     place = map(places.__getitem__, shapes)

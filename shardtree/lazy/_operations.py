@@ -1,4 +1,4 @@
-"""Which torch operations a lazy tensor records, which it answers, and how it refuses the others."""
+"""The torch operations that a lazy tensor records or answers, and the refusal of all others."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ VIEWS = {
     *("transpose", "swapaxes", "swapdims", "t", "permute", "movedim", "moveaxis", "unsqueeze", "squeeze"),
     *("reshape", "view", "flatten", "ravel", "unflatten", "expand", "broadcast_to"),
 }
-# A lazy tensor is immutable and on the CPU, so that these, without options, change nothing.
+# These, without options, return the tensor itself, which is immutable and on the CPU.
 UNCHANGED: dict[str, torch.dtype | None] = {"clone": None, "contiguous": None, "cpu": None, "detach": None}
 JOINS = {"cat", "concat", "concatenate", "stack"}
 ARITHMETIC = {
@@ -58,7 +58,7 @@ _OTHER = (
 _OPERATORS = [*_BINARY, *(f"r{word}" for word in _BINARY), *_OTHER]
 
 
-_FIX = """Call read() first and do it to the tensor.
+_FIX = """Call read() first, and apply it to the result.
   Recorded before that: indexing, narrow, split, chunk, transpose, permute, reshape that keeps
   runs, cat, stack, dtype casts, + - * / with scalars and lazy tensors of one shape, products of
   two matrices, and by `lazy_map` any function of each element."""
@@ -70,7 +70,7 @@ def refusal(name: str, operation: str, why: str = "isn't recorded") -> Unsupport
     Examples:
         >>> print(refusal("w", "add"))  # doctest: +ELLIPSIS
         LazyTensor 'w': add isn't recorded
-          Call read() first and do it to the tensor.
+          Call read() first, and apply it to the result.
           Recorded before that: indexing, ...
     """
     return UnsupportedValue(error_text(f"LazyTensor {name!r}: {operation} {why}", fix=_FIX))
@@ -93,13 +93,13 @@ def _refuser(operation: str) -> Callable[..., Any]:
 
 def is_view(result: torch.Tensor, operand: torch.Tensor) -> bool:
     """Return whether an operation gave a view of its operand, with the same elements read as the same dtype."""
-    # The storage itself tells views from copies: meta tensors have no address to compare.
+    # Storages are compared, since meta tensors have no addresses.
     shared = result.untyped_storage()._cdata == operand.untyped_storage()._cdata
     return result.dtype == operand.dtype and (shared or not result.numel())
 
 
 def strided(tensor: torch.Tensor) -> Strided:
-    """Return where in its storage a tensor's elements lie."""
+    """Return the places of a tensor's elements in its storage."""
     return Strided(int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
 
 
@@ -126,7 +126,7 @@ def requested_dtype(
     """Return the dtype that an operation casts to, None where it changes nothing.
 
     Raises:
-        UnsupportedValue: neither is so, or it names a device other than the CPU or an option without a meaning here.
+        UnsupportedValue: it does something else, or names a device other than the CPU, or an unsupported option.
     """
     if operation == "to":
         return _to(name, args, kwargs)
@@ -140,7 +140,7 @@ def requested_dtype(
 def _to(name: str, args: Sequence[object], kwargs: Mapping[str, object]) -> torch.dtype | None:
     if unknown := kwargs.keys() - {"dtype", "device", "copy", "non_blocking"}:
         raise refusal(name, f"to({', '.join(sorted(unknown))}=...)")
-    # A bool is non_blocking or copy, which mean nothing to what is immutable.
+    # A positional bool is `non_blocking` or `copy`, which make no difference for an immutable tensor.
     wanted = [value for value in (*args, kwargs.get("dtype"), kwargs.get("device")) if not _is_option(value)]
     dtypes = [value for value in wanted if isinstance(value, torch.dtype)]
     for place in wanted:

@@ -1,4 +1,4 @@
-"""What lazy tensors are views of: dense tensors that read any box of themselves, and strided views of those."""
+"""Sources of lazy tensors: dense tensors that read any box of themselves, and strided views of those."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 from ..errors import ShapeError, error_text, shorten
 
-# Strided views of a dense row-major tensor, and the smallest box of it that holds a view's elements.
+# Strided views of dense row-major tensors, and the boxes that contain their elements.
 
 Shape = tuple[int, ...]
 
@@ -54,7 +54,7 @@ def dense(shape: Shape) -> Strided:
 
 
 def narrowed(view: Strided, box: Box) -> Strided:
-    """Return the part of a view that a box of its own indices picks.
+    """Return the part of a view at a box of its indices.
 
     Examples:
         >>> narrowed(dense((4, 6)), Box((1, 2), (2, 3)))
@@ -64,7 +64,7 @@ def narrowed(view: Strided, box: Box) -> Strided:
 
 
 def rows(view: Strided, first: int, last: int) -> Strided:
-    """Return the part of a view that a range of its first dimension's indices picks.
+    """Return the part of a view at a range of its first dimension.
 
     Examples:
         >>> rows(dense((4, 6)), 1, 3)
@@ -76,9 +76,9 @@ def rows(view: Strided, first: int, last: int) -> Strided:
 def covering(view: Strided, shape: Shape) -> tuple[Box, Strided]:
     """Return the box of a dense tensor that holds a view's elements, and the view as one of that box.
 
-    Each stride is written in the tensor's own strides, so that it becomes a step along some dimensions. A dimension
-    that the steps leave (one that a reshape merged into the one before it) is taken whole, which keeps the step
-    into the one before it right. The box is the smallest one, but for steps across such merged dimensions.
+    Each stride is decomposed into the tensor's own strides, which makes it a step along some dimensions. A dimension
+    that steps run over the end of (one that a reshape merged into the one before it) is taken whole, so that the carry
+    into the one before it stays right. The box is the smallest one, except for such merged dimensions.
 
     Args:
         view: the elements, at least one of them.
@@ -93,7 +93,7 @@ def covering(view: Strided, shape: Shape) -> tuple[Box, Strided]:
     strides = row_major(shape)
     start = _steps(view.offset, strides)
     if view.stride == strides and all(map(le, map(add, start, view.size), shape)):
-        return Box(start, view.size), dense(view.size)  # a box itself, as most are
+        return Box(start, view.size), dense(view.size)  # most views are boxes
     steps = [_steps(stride, strides) if size > 1 else (0,) * len(shape) for size, stride in zip(*view[1:], strict=True)]
     spans = [sum((size - 1) * step[dim] for size, step in zip(view.size, steps, strict=True)) for dim in _dims(shape)]
     box = _box(start, spans, shape)
@@ -103,7 +103,7 @@ def covering(view: Strided, shape: Shape) -> tuple[Box, Strided]:
 
 
 def _box(start: Shape, spans: Sequence[int], shape: Shape) -> Box:
-    """Return the box from a first index, how far each dimension goes from there, and what overflows leftwards."""
+    """Return the box from a first index and its extents; what overflows a dimension is carried to the one before it."""
     carry = 0
     ranges: list[tuple[int, int]] = []
     for dim in reversed(_dims(shape)):
@@ -114,7 +114,7 @@ def _box(start: Shape, spans: Sequence[int], shape: Shape) -> Box:
 
 
 def _steps(flat: int, strides: Shape) -> Shape:
-    """Return a flat distance as one along each dimension."""
+    """Return a flat distance as distances along each dimension."""
     steps = []
     for stride in strides:
         step, flat = divmod(flat, stride)
@@ -130,13 +130,13 @@ def _dot(left: Sequence[int], right: Sequence[int]) -> int:
     return sum(map(mul, left, right))
 
 
-# What lazy tensors are views of: dense tensors that read any box of themselves.
+# Dense tensors that read any box of themselves.
 
 ReadBox = Callable[[Shape, Shape], torch.Tensor]
 
 
 class Fetch(NamedTuple):
-    """One box of one stored tensor that a read asks its storage for."""
+    """One box of a stored tensor that a read fetches."""
 
     name: str
     dtype: torch.dtype
@@ -181,9 +181,10 @@ class Stored:
     name: str
 
     def read_box(self, offset: Shape, shape: Shape) -> torch.Tensor:
+        # Readers are written by formats and users: a wrong box would otherwise be copied into tensors silently.
         box = self.reader(offset, shape)
         if (tuple(box.shape), box.dtype) != (shape, self.dtype):
-            what = f"read: storage gave something else than the box at {offset} of {self.name!r}"
+            what = f"read: storage returned something else than the box at {offset} of {self.name!r}"
             raise ShapeError(
                 error_text(what, found=_kind(tuple(box.shape), box.dtype), expected=_kind(shape, self.dtype))
             )
@@ -198,7 +199,7 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Joined:
+class Concatenated:
     """A concatenation of tensors of one dtype along a dimension."""
 
     parts: tuple[Source, ...]
@@ -219,6 +220,7 @@ class Joined:
         if len(pieces) == 1:
             part, box, _ = pieces[0]
             return part.read_box(*box)
+        # Read piece by piece into the result: a `cat` would hold all pieces beside it.
         whole = torch.empty(shape, dtype=self.dtype)
         for part, box, at in pieces:
             whole.narrow(self.dim, at, box.shape[self.dim]).copy_(part.read_box(*box))
@@ -229,7 +231,7 @@ class Joined:
             yield from part.box_fetches(*box)
 
     def _pieces(self, box: Box) -> Iterator[tuple[Source, Box, int]]:
-        """Yield each part that a box meets, the box in it, and where along the dimension that goes in the result."""
+        """Yield each part that a box overlaps, the box within it, and its place along the dimension of the result."""
         low, high = box.offset[self.dim], box.offset[self.dim] + box.shape[self.dim]
         ends = accumulate(part.shape[self.dim] for part in self.parts)
         for part, end in zip(self.parts, ends, strict=True):

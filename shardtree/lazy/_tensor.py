@@ -30,8 +30,8 @@ from ._operations import (
 )
 from ._sources import (
     Box,
+    Concatenated,
     Fetch,
-    Joined,
     ReadBox,
     Shape,
     Source,
@@ -52,10 +52,10 @@ def stored(read_box: ReadBox, shape: Sequence[int], dtype: torch.dtype, *, name:
 
     Args:
         read_box: from a box's offset and shape, both (dims,), to its elements: a new tensor that the caller owns.
-            It is asked only for boxes that have elements and lie inside.
+            It is only called for boxes that have elements and lie inside.
         shape: the whole tensor's.
         dtype: the whole tensor's.
-        name: what errors and ``repr`` call it, its key for one.
+        name: for errors and ``repr``, as its key.
 
     Raises:
         MetadataError: a negative length.
@@ -117,7 +117,7 @@ class LazyTensor:
 
     @property
     def nbytes(self) -> int:
-        """The length in bytes of what ``read()`` gives."""
+        """The length in bytes of what ``read()`` returns."""
         return prod(self.place.size) * self.itemsize
 
     @property
@@ -142,7 +142,7 @@ class LazyTensor:
 
     @property
     def fetches(self) -> tuple[Fetch, ...]:
-        """The boxes of stored tensors that ``read()`` asks for."""
+        """The boxes of stored tensors that ``read()`` fetches."""
         return tuple(self.box_fetches((0,) * self.ndim, self.place.size))
 
     @property
@@ -173,10 +173,10 @@ class LazyTensor:
         if 0 in part.size:
             return torch.empty(part.size, dtype=self.dtype)
         box, inner = covering(part, self.source.shape)
-        return _cast(_picked(self.source.read_box(*box), inner), self.casts)
+        return _cast(_elements_of_view(self.source.read_box(*box), inner), self.casts)
 
     def box_fetches(self, offset: Shape, shape: Shape) -> Iterator[Fetch]:
-        """Yield the boxes of stored tensors that reading a box asks for."""
+        """Yield the boxes of stored tensors that reading a box fetches."""
         if prod(shape):
             box, _ = covering(narrowed(self.place, Box(offset, shape)), self.source.shape)
             yield from self.source.box_fetches(*box)
@@ -189,9 +189,10 @@ class LazyTensor:
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        return _applied(func, tuple(args), dict(kwargs or {}))
+        return _apply(func, tuple(args), dict(kwargs or {}))
 
     def __getattr__(self, name: str) -> Any:
+        # Python's and NumPy's protocols probe for private names, and mustn't find torch's methods there.
         method = None if name.startswith("_") else getattr(torch.Tensor, name, None)
         if not callable(method):
             raise AttributeError(f"LazyTensor {self.name!r} has no attribute {name!r}; call read() for a tensor")
@@ -199,57 +200,57 @@ class LazyTensor:
 
     def __getitem__(self, index: Any) -> LazyTensor:
         if type(index) is slice and index.step is None and self.place.size:
-            # A few rows, as most are asked for: torch would say the same, and take longer than the read of them.
+            # A few rows, the most frequent request: torch's algebra of views would take longer than the read.
             first, last, _ = index.indices(self.place.size[0])
             return LazyTensor(self.source, rows(self.place, first, max(first, last)), self.casts)
-        return _viewed(self, torch.Tensor.__getitem__, (self, index), {})  # type: ignore[no-any-return]
+        return _view(self, torch.Tensor.__getitem__, (self, index), {})  # type: ignore[no-any-return]
 
     def __len__(self) -> int:
-        if not self.ndim:  # torch.as_tensor and torch.tensor take us for a sequence, and ask each element
+        if not self.ndim:  # torch.as_tensor and torch.tensor take it for a sequence, and would read element by element
             raise refusal(self.name, "__len__ of a 0-dim tensor")
         return self.shape[0]
 
-    __array_ufunc__ = None  # a NumPy scalar on the left leaves arithmetic to us
+    __array_ufunc__ = None  # a NumPy scalar on the left leaves arithmetic to this class
 
     def __add__(self, other: Any) -> LazyTensor:
-        return _applied(add, (self, other), {})  # type: ignore[no-any-return]
+        return _apply(add, (self, other), {})  # type: ignore[no-any-return]
 
     def __radd__(self, other: Any) -> LazyTensor:
-        return _applied(add, (other, self), {})  # type: ignore[no-any-return]
+        return _apply(add, (other, self), {})  # type: ignore[no-any-return]
 
     def __sub__(self, other: Any) -> LazyTensor:
-        return _applied(sub, (self, other), {})  # type: ignore[no-any-return]
+        return _apply(sub, (self, other), {})  # type: ignore[no-any-return]
 
     def __rsub__(self, other: Any) -> LazyTensor:
-        return _applied(sub, (other, self), {})  # type: ignore[no-any-return]
+        return _apply(sub, (other, self), {})  # type: ignore[no-any-return]
 
     def __mul__(self, other: Any) -> LazyTensor:
-        return _applied(mul, (self, other), {})  # type: ignore[no-any-return]
+        return _apply(mul, (self, other), {})  # type: ignore[no-any-return]
 
     def __rmul__(self, other: Any) -> LazyTensor:
-        return _applied(mul, (other, self), {})  # type: ignore[no-any-return]
+        return _apply(mul, (other, self), {})  # type: ignore[no-any-return]
 
     def __truediv__(self, other: Any) -> LazyTensor:
-        return _applied(truediv, (self, other), {})  # type: ignore[no-any-return]
+        return _apply(truediv, (self, other), {})  # type: ignore[no-any-return]
 
     def __rtruediv__(self, other: Any) -> LazyTensor:
-        return _applied(truediv, (other, self), {})  # type: ignore[no-any-return]
+        return _apply(truediv, (other, self), {})  # type: ignore[no-any-return]
 
     def __neg__(self) -> LazyTensor:
-        return _applied(neg, (self,), {})  # type: ignore[no-any-return]
+        return _apply(neg, (self,), {})  # type: ignore[no-any-return]
 
     def __matmul__(self, other: Any) -> LazyTensor:
-        return _applied(matmul, (self, other), {})  # type: ignore[no-any-return]
+        return _apply(matmul, (self, other), {})  # type: ignore[no-any-return]
 
     def __rmatmul__(self, other: Any) -> LazyTensor:
-        return _applied(matmul, (other, self), {})  # type: ignore[no-any-return]
+        return _apply(matmul, (other, self), {})  # type: ignore[no-any-return]
 
     def __iter__(self) -> Iterator[LazyTensor]:
         len(self)  # refuses a 0-dim tensor
         return iter(self.unbind(0))
 
     def __eq__(self, other: object) -> bool:
-        # Elementwise, as torch would; what can't be had must not come out as False.
+        # torch compares elementwise, which would need elements; False would be a wrong answer.
         if isinstance(other, torch.Tensor | np.ndarray | Number):
             raise refusal(self.name, "__eq__")
         return self is other
@@ -271,54 +272,57 @@ def _whole(source: Source) -> LazyTensor:
 
 
 def _method(func: Callable[..., Any], lazy: LazyTensor, /, *args: Any, **kwargs: Any) -> Any:
-    return _applied(func, (lazy, *args), kwargs)
+    return _apply(func, (lazy, *args), kwargs)
 
 
-def _applied(func: Callable[..., Any], args: Args, kwargs: dict[str, Any]) -> Any:
-    """Return an operation's result on a lazy tensor: the one gate that functions and methods come through."""
+def _apply(func: Callable[..., Any], args: Args, kwargs: dict[str, Any]) -> Any:
+    """Return an operation's result on a lazy tensor; all functions and methods go through here."""
     name = func.__name__
     if name in JOINS:
-        return _joined(func, *args, **kwargs)
+        return _concatenate(func, *args, **kwargs)
     if name in ARITHMETIC:
-        return _computed(func, args, kwargs)
+        return _elementwise(func, args, kwargs)
     if name in PRODUCTS:
-        return _multiplied(func, args, kwargs)
+        return _matmul(func, args, kwargs)
     operands = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor | LazyTensor)]
     lazy = next((value for value in operands if isinstance(value, LazyTensor)), None)
+    # Views, casts and inquiries take one tensor; what takes more, and isn't listed above, needs elements.
     if lazy is None or len(operands) > 1:
         raise refusal("?" if lazy is None else lazy.name, name)
     if name in VIEWS:
-        return _viewed(lazy, func, args, kwargs)
+        return _view(lazy, func, args, kwargs)
     if name in INQUIRIES:
-        return _called(lazy, _meta(lazy), func, args, kwargs)
+        return _call_with_meta(lazy, _meta(lazy), func, args, kwargs)
     options = {word: value for word, value in kwargs.items() if value is not lazy}
-    return _changed(lazy, name, tuple(value for value in args if value is not lazy), options)
+    return _cast_or_same(lazy, name, tuple(value for value in args if value is not lazy), options)
 
 
-def _changed(lazy: LazyTensor, name: str, args: Args, kwargs: dict[str, Any]) -> LazyTensor:
+def _cast_or_same(lazy: LazyTensor, name: str, args: Args, kwargs: dict[str, Any]) -> LazyTensor:
     """Return the lazy tensor after an operation that moves no element: a cast, or one that changes nothing."""
     dtype = requested_dtype(lazy.name, name, args, kwargs)
     return lazy if dtype in (None, lazy.dtype) else replace(lazy, casts=(*lazy.casts, dtype))
 
 
 def _meta(lazy: LazyTensor) -> torch.Tensor:
-    """Return the view as torch's own, of a tensor that has no elements, so that torch does the algebra of views."""
+    """Return the view as a meta tensor: torch's own algebra of views, shapes and dtypes then applies to it."""
     return torch.empty(lazy.source.shape, dtype=lazy.dtype, device="meta").as_strided(
         *lazy.place[1:], lazy.place.offset
     )
 
 
-def _called(lazy: LazyTensor, meta: torch.Tensor, func: Callable[..., Any], args: Args, kwargs: dict[str, Any]) -> Any:
-    """Return what the operation gives for the meta tensor in the lazy tensor's place."""
+def _call_with_meta(
+    lazy: LazyTensor, meta: torch.Tensor, func: Callable[..., Any], args: Args, kwargs: dict[str, Any]
+) -> Any:
+    """Return the operation's result with the meta tensor instead of the lazy one."""
     words = {word: meta if value is lazy else value for word, value in kwargs.items()}
     return func(*(meta if value is lazy else value for value in args), **words)
 
 
-def _viewed(lazy: LazyTensor, func: Callable[..., Any], args: Args, kwargs: dict[str, Any]) -> Any:
+def _view(lazy: LazyTensor, func: Callable[..., Any], args: Args, kwargs: dict[str, Any]) -> Any:
     if func.__name__ == "__getitem__":
         check_index(lazy.name, args[1])
     meta = _meta(lazy)
-    result = _called(lazy, meta, func, args, kwargs)
+    result = _call_with_meta(lazy, meta, func, args, kwargs)
     pieces = (result,) if isinstance(result, torch.Tensor) else tuple(result)
     if not all(is_view(piece, meta) for piece in pieces):
         raise refusal(lazy.name, func.__name__, f"of this {tuple(meta.shape)} view can't be a view itself")
@@ -326,10 +330,10 @@ def _viewed(lazy: LazyTensor, func: Callable[..., Any], args: Args, kwargs: dict
     return views[0] if isinstance(result, torch.Tensor) else views
 
 
-def _joined(
+def _concatenate(
     func: Callable[..., Any], tensors: Sequence[Any], dim: int = 0, *, axis: int | None = None, out: Any = None
 ) -> LazyTensor:
-    """Return a cat or a stack, which is a cat of unsqueezed tensors; torch says which shape and dtype come of it."""
+    """Return a cat, or a stack as a cat of unsqueezed tensors; torch computes the shape and dtype from meta tensors."""
     name = next((part.name for part in tensors if isinstance(part, LazyTensor)), "?")
     if out is not None or not all(isinstance(part, LazyTensor) for part in tensors):
         raise refusal(name, f"{func.__name__} with a tensor that isn't lazy")
@@ -337,12 +341,12 @@ def _joined(
     result = func([_meta(part) for part in tensors], dim=along)
     along %= max(result.ndim, 1)
     parts = [part.unsqueeze(along) if func.__name__ == "stack" else part for part in tensors]
-    # Empty parts add nothing, and one of shape (0,) may stand beside parts of any shape.
+    # Empty parts add nothing, and torch takes one of shape (0,) with parts of any shape.
     kept = tuple(part.to(result.dtype) for part in parts if prod(part.shape))
-    return _whole(Joined(kept, along, tuple(result.shape), result.dtype))
+    return _whole(Concatenated(kept, along, tuple(result.shape), result.dtype))
 
 
-def _computed(func: Callable[..., Any], args: Args, kwargs: dict[str, Any]) -> LazyTensor:
+def _elementwise(func: Callable[..., Any], args: Args, kwargs: dict[str, Any]) -> LazyTensor:
     """Return a sum, difference, product or quotient of elements, or their negative."""
     named = [kwargs.pop(word) for word in ("input", "other") if word in kwargs]
     lazies = [value for value in (*args, *named) if isinstance(value, LazyTensor)]
@@ -351,7 +355,7 @@ def _computed(func: Callable[..., Any], args: Args, kwargs: dict[str, Any]) -> L
     if kwargs.get("out") is not None:
         raise refusal(lazies[0].name, f"{func.__name__} with out=")
     check_one_shape(lazies[0].name, func.__name__, [one.shape for one in lazies])
-    # Torch's own promotion: a 0-dim tensor or a Python number counts for less than a tensor.
+    # On meta tensors, for torch's own promotion of tensors, 0-dim tensors and Python numbers.
     result = func(*(_meta(value) if isinstance(value, LazyTensor) else value for value in operands), **kwargs)
     return _whole(Elementwise(func, operands, kwargs, tuple(result.shape), result.dtype, name))
 
@@ -360,12 +364,12 @@ def _operand(name: str, func: Callable[..., Any], value: Any) -> Any:
     if isinstance(value, LazyTensor | Number):
         return value
     if isinstance(value, torch.Tensor) and value.ndim == 0 and value.device.type == "cpu":
-        return value.detach().clone()  # the caller may change its own
+        return value.detach().clone()  # the caller may write to its own
     kind = "a tensor that isn't lazy" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
     raise refusal(name, f"{func.__name__} with {kind}")
 
 
-def _multiplied(func: Callable[..., Any], args: Args, kwargs: dict[str, Any]) -> LazyTensor:
+def _matmul(func: Callable[..., Any], args: Args, kwargs: dict[str, Any]) -> LazyTensor:
     named = [kwargs.pop(word) for word in ("input", "other", "mat2") if word in kwargs]
     operands = [*args, *named]
     lazy = next(value for value in (*operands, *kwargs.values()) if isinstance(value, LazyTensor))
@@ -386,10 +390,10 @@ def lazy_map(function: Callable[..., torch.Tensor], *lazies: LazyTensor) -> Lazy
 
     Args:
         function: from tensors of one axis, in order, to a tensor of their shape; pure, and elementwise: an element of
-            the result depends on the elements at its index alone. It is tried at once on tensors of one element, for
-            the result's dtype; and on the first window that is read also in other cuts, and transposed where there are
-            two axes: it must give the same bits. A window of one element, or of equal ones, shows little, so that
-            larger and varied ones that follow are tried, too.
+            the result depends on the elements at its index alone. It is called at once with tensors of one element,
+            for the result's dtype. The first window that is read is also computed cut in other ways, and transposed
+            where it has two axes: the bits must be the same. Later windows that are larger, or whose elements vary
+            more, are tested too.
         lazies: of one shape, at least one.
 
     Raises:
@@ -417,14 +421,15 @@ def lazy_map(function: Callable[..., torch.Tensor], *lazies: LazyTensor) -> Lazy
     return _whole(Elementwise(function, lazies, {}, shape, sample.dtype, name, is_checked=True))
 
 
-def _picked(box: torch.Tensor, view: Strided) -> torch.Tensor:
-    """Return a view's elements, dense: the box itself where they are all of it in order, else a copy of them."""
+def _elements_of_view(box: torch.Tensor, view: Strided) -> torch.Tensor:
+    """Return a view's elements, dense: the box itself where the view is all of it in order, else a copy."""
     if view == (0, tuple(box.shape), box.stride()) and box.is_contiguous():
         return box
     flat = box.contiguous()
     picked = flat.as_strided(view.size, view.stride, flat.storage_offset() + view.offset)
     if picked.is_contiguous() and picked.numel() == flat.numel():
         return flat.as_strided(view.size, row_major(view.size), flat.storage_offset())
+    # Copied, so that the rest of the box is freed.
     return picked.clone(memory_format=torch.contiguous_format)
 
 

@@ -14,9 +14,10 @@ from ._lens import Lens, positive
 from ._mapped import mapped_axis
 from ._renamed import check_names
 
-# A lens for the fused query, key and value tensor of attention, in each of the forms that models and files have.
+# Fused query, key and value tensors.
 
 FusedForm: TypeAlias = Literal["interleaved", "concatenated"]
+"""Whether query, key and value alternate group by group, or are concatenated."""
 _FORMS = ("interleaved", "concatenated")
 
 
@@ -32,7 +33,7 @@ def attention_qkv(
     part: str | None = None,
     names: Sequence[str] | None = None,
 ) -> Lens:
-    """Return the lens of attention's fused tensor: weights, whose rows it is about, or biases.
+    """Return the lens of attention's fused tensor: of weights, whose rows it moves, or biases.
 
     Interleaved is what Megatron-Core holds: each query group has its queries, its key and its value, one after the
     other, so that ranks may cut anywhere. GPT-NeoX and BLOOM have the same with a group a head. Concatenated is all
@@ -48,12 +49,12 @@ def attention_qkv(
         stored: the form under the same key, where there are no names; [queries; keys; values] by default.
         axis: along which the rows lie.
         part: what of the key is replaced by the names, as ``"linear_qkv"``.
-        names: of queries, keys and values, as ``("q_proj", "k_proj", "v_proj")``, if they are stored apart.
+        names: of queries, keys and values, as ``("q_proj", "k_proj", "v_proj")``, if they are stored separately.
 
     Raises:
         MetadataError: a number isn't positive, the groups don't divide the heads, or the ranks don't divide the groups:
             then several ranks would hold the same keys and values, which aren't pieces of one tensor.
-        TreeError: the names aren't sound, or the key has no such part.
+        TreeError: the names are unusable, or the key has no such part.
         ShapeError: the axis isn't as long as all heads are.
 
     Examples:
@@ -78,11 +79,13 @@ def attention_qkv(
     for field, form in (("held", held), ("stored", stored)):
         if form not in _FORMS:
             refuse(doing, field, repr(form)[:100], f"one of {_FORMS}", "Name the form.", error=MetadataError)
+    # Ranks that share a query group hold copies of its keys and values. Those would be stored twice, at the same place.
     if groups % blocks[held]:
         expected = f"a divisor of {groups} query groups"
         refuse(doing, "tensor_parallel", tensor_parallel, expected, _SHARED, error=MetadataError)
     check_names(doing, part, names, 3)
     sizes = (heads // groups * head_size, head_size, head_size)
+    # With names, queries, keys and values are tensors of their own, and there are no fused blocks to be stored.
     ends = None if names is not None else groups if stored == "interleaved" else 1
     return mapped_axis(axis, lambda n: _runs(n, groups, sizes, blocks[held], ends), part=part, names=names, doing=doing)
 
@@ -92,7 +95,7 @@ _SHARED = "Ranks that share a group hold copies of its keys and values: describe
 
 
 def _runs(length: int, groups: int, sizes: Sequence[int], held: int, stored: int | None) -> AxisRuns:
-    """Return the runs from fused blocks of some number, to another number of blocks, or None for parts of their own."""
+    """Return the runs from one number of fused blocks to another, or to separate tensors where `stored` is None."""
     if length != groups * sum(sizes):
         expected = f"{groups} query groups of {' + '.join(map(str, sizes))} rows"
         raise ShapeError(error_text("an axis that isn't queries, keys and values", found=length, expected=expected))
@@ -111,22 +114,22 @@ def _fused_starts(group: Column, part: Column, rows: Column, each: int) -> Colum
     return each * block + group % each * rows[part]
 
 
-# Lenses for rotary embeddings: rows of a head whose two halves turn together, or whose neighbours do.
+# Rotary embeddings rotate pairs of rows: neighbours, or a row of each half of a head.
 
 
 def rotary_halves(*, head_size: int, rotary_size: int | None = None, axis: int = 0) -> Lens:
-    """Return the lens from rows of which neighbours turn together, to rows of which halves of a head do.
+    """Return the lens from rows rotated as neighbouring pairs, to rows rotated as pairs of a head's two halves.
 
-    Meta's Llama holds the first form, Hugging Face's the second. It is about queries and keys, not about values: behind
+    Meta's Llama holds the first form, Hugging Face's the second. It is for queries and keys, not for values: after
     `attention_qkv`, give it those keys alone, with `by_pattern`.
 
     Args:
         head_size: rows of one head; how many heads there are follows from the axis.
-        rotary_size: how many of a head's rows turn, from its first one; all by default.
+        rotary_size: how many of a head's rows are rotated, from its first one; all by default.
         axis: along which the rows lie.
 
     Raises:
-        MetadataError: the numbers aren't positive, or an odd number of rows would turn.
+        MetadataError: the numbers aren't positive, or an odd number of rows would be rotated.
         ShapeError: the axis isn't made of such heads.
 
     Examples:
@@ -143,7 +146,7 @@ def rotary_halves(*, head_size: int, rotary_size: int | None = None, axis: int =
 
 
 def rotary_pairs(*, head_size: int, rotary_size: int | None = None, axis: int = 0) -> Lens:
-    """Return the lens the other way round: from rows of which halves turn together, to rows of which neighbours do.
+    """Return the opposite lens: from rows rotated as pairs of halves, to rows rotated as neighbouring pairs.
 
     The arguments and errors are those of `rotary_halves`.
 
@@ -157,22 +160,22 @@ def rotary_pairs(*, head_size: int, rotary_size: int | None = None, axis: int = 
     return _rotary("rotary_pairs", _pairs, head_size, rotary_size, axis)
 
 
-def _halves(turning: int) -> Column:
-    """Return where each of a head's rows goes when pairs become halves."""
-    return np.arange(turning).reshape(2, -1).T.reshape(-1)
+def _halves(rotated: int) -> Column:
+    """Return the new place of each of a head's rows when pairs become halves."""
+    return np.arange(rotated).reshape(2, -1).T.reshape(-1)
 
 
-def _pairs(turning: int) -> Column:
-    return np.arange(turning).reshape(-1, 2).T.reshape(-1)
+def _pairs(rotated: int) -> Column:
+    return np.arange(rotated).reshape(-1, 2).T.reshape(-1)
 
 
 def _rotary(doing: str, places: Callable[[int], Column], head_size: int, rotary_size: int | None, axis: int) -> Lens:
     size = positive(doing, "head_size", head_size)
-    turning = size if rotary_size is None else positive(doing, "rotary_size", rotary_size)
-    if turning % 2 or turning > size:
-        fix = "Rows turn in pairs."
-        refuse(doing, "rotary_size", turning, f"an even number up to {size}", fix, error=MetadataError)
-    head = np.concatenate([places(turning), np.arange(turning, size)])
+    rotated = size if rotary_size is None else positive(doing, "rotary_size", rotary_size)
+    if rotated % 2 or rotated > size:
+        fix = "Rows are rotated in pairs."
+        refuse(doing, "rotary_size", rotated, f"an even number up to {size}", fix, error=MetadataError)
+    head = np.concatenate([places(rotated), np.arange(rotated, size)])
 
     def runs(length: int) -> AxisRuns:
         if length % size:

@@ -1,4 +1,4 @@
-"""Where the indices of one axis are stored: runs that go to consecutive places of some part."""
+"""The mapping of one axis: runs of its indices, each stored at consecutive places of some part."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ..errors import ShapeError, error_text
 from ..geometry import Column, integer, integers, refuse
 
 PADDING = -1
-"""The part of what isn't stored at all."""
+"""The part number of indices that aren't stored."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AxisRuns:
-    """Where each index of an axis, as the model holds it, is stored. Runs are in the order of the held axis, no gaps.
+    """Where each index of an axis, as the model holds it, is stored. Runs follow the held axis, without gaps.
 
     Each place of the stored tensors is held exactly once.
 
@@ -75,6 +75,8 @@ def _check_runs(runs: AxisRuns) -> None:
     if ((runs.part < PADDING) | (runs.part >= len(runs.sizes))).any():
         expected = f"PADDING, or 0 to {len(runs.sizes) - 1}, as there are {len(runs.sizes)} sizes"
         refuse("AxisRuns", "part", sorted(set(runs.part.tolist()))[:10], expected, "", error=ShapeError)
+    # What makes a lens invertible, checked here for all lenses of an axis: stored places held twice would lose
+    # elements, and places that aren't held would be written by no rank.
     for number, size in enumerate(runs.sizes):
         rows = (runs.part == number) & (runs.length > 0)
         start, length = runs.start[rows], runs.length[rows]
@@ -89,7 +91,7 @@ def _check_runs(runs: AxisRuns) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Block:
-    """A stretch of a stored axis, and where the model holds it.
+    """An interval of a stored axis, and where the model holds it.
 
     Attributes:
         part: which stored tensor.
@@ -103,7 +105,7 @@ class Block:
 
 
 def grouped_runs(total: int, groups: int, sizes: Sequence[int]) -> AxisRuns:
-    """Return the runs of an axis of several groups, each of which has a segment of each part, one after the other.
+    """Return the runs of an axis of several groups, each with one segment of every part in turn.
 
     Args:
         total: how long the axis is: `groups` times the sum of the sizes.
@@ -135,7 +137,7 @@ def grouped_runs(total: int, groups: int, sizes: Sequence[int]) -> AxisRuns:
 
 
 def joined_parts(runs: AxisRuns, order: Sequence[int] | None = None) -> AxisRuns:
-    """Return the same runs with all parts in one stored tensor, one part behind the other.
+    """Return the same runs with all parts concatenated in one stored tensor.
 
     Args:
         runs: of one part or more.
@@ -173,16 +175,17 @@ def stored_blocks(runs: AxisRuns, begin: int, end: int) -> list[Block]:
     place, length = first[rows] - begin, last[rows] - first[rows]
     order = np.lexsort((start, part))
     part, start, place, length = part[order], start[order], place[order], length[order]
+    # Runs that are neighbours in storage become one block: the fewest boxes, wherever the model has their indices.
     follows = (part[1:] == part[:-1]) & (start[1:] == start[:-1] + length[:-1])
     bounds = [0, *(np.flatnonzero(~follows) + 1).tolist(), len(rows)]
     return [
-        Block(int(part[low]), int(start[low]), _spread(place[low:high], length[low:high]))
+        Block(int(part[low]), int(start[low]), _interval_places(place[low:high], length[low:high]))
         for low, high in pairwise(bounds)
         if low < high
     ]
 
 
-def _spread(start: Column, length: Column) -> Column:
-    """Return all places of intervals, one interval after the other."""
+def _interval_places(start: Column, length: Column) -> Column:
+    """Return all places of the intervals, in their order."""
     before = np.cumsum(length) - length
     return np.repeat(start - before, length) + np.arange(length.sum())

@@ -1,4 +1,4 @@
-"""Lenses made factories: for boxes and for flat ranges, for parameters and for the optimizer's states of them."""
+"""Factories from lenses: for boxes and flat ranges, for parameters and their optimizer states."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from ..mapping import LocalNonpersistentObject, ReplicaId, ShardedTensor, Sharde
 from ..trees import as_integers, empty_data, join_data, leaves_with_paths, map_shards, match_key
 from ._lens import DESCRIBE, Lens, StoredForm, built_by, check_function, checked_lenses, device_of, flat_axes
 
-# Flat ranges as the boxes that they consist of, and those boxes as the flat range again.
+# Flat ranges to boxes, and back.
 
 
 def boxes_of(shard: ShardedTensor) -> tuple[ShardedTensor, ...]:
     """Return the boxes that a flat shard consists of, at most ``2 * axes - 1``, as views, in the order of its elements.
 
-    They hold the same elements of the same global tensor, and are for what knows no flat ranges.
+    They hold the same elements of the same global tensor, for code that doesn't support flat ranges.
 
     Args:
         shard: a flat one, with data or without; one that is a box already is returned as it is.
 
     Returns:
-        Boxes of an irregular grid. A range without elements has none; all of a box without elements is that box.
+        Boxes of an irregular grid. A range without elements has none; that of a box without elements is the box.
 
     Raises:
         ShapeError: it isn't a shard.
@@ -46,12 +46,13 @@ def boxes_of(shard: ShardedTensor) -> tuple[ShardedTensor, ...]:
     flat = shard.flattened_range
     if flat is None:
         return (shard,)
+    # Some rank must store an empty tensor, or it would be missing.
     if not prod(shard.local_shape):
         return (_box(shard, (0,) * len(shard.local_shape), shard.local_shape, 0),)
     axes = len(shard.local_shape)
     shape, (start, stop) = box_column([shard.local_shape], fill=1), box_column([[flat.start], [flat.stop]], fill=0)
     _, offsets, shapes, positions = flat_boxes(shape, start, stop)
-    first = offsets.shape[1] - axes  # a scalar is a box of one axis there
+    first = offsets.shape[1] - axes  # columns describe a scalar by one axis
     rows = zip(offsets[:, first:].tolist(), shapes[:, first:].tolist(), positions.tolist(), strict=True)
     return tuple(_box(shard, tuple(offset), tuple(size), position) for offset, size, position in rows)
 
@@ -83,7 +84,7 @@ def flat_of(shard: ShardedTensor, tensors: Sequence[Any]) -> ShardedTensor:
 
 
 def _checked_tensors(shard: ShardedTensor, tensors: Any) -> list[Any]:
-    """Return a shard's tensors, once they are known to be of its boxes and of one dtype."""
+    """Return a shard's tensors, after checking that they are its boxes', and of one dtype."""
     subject, boxes = f"flat_of: {shard.key!r}", boxes_of(shard)
     if isinstance(tensors, torch.Tensor) or not isinstance(tensors, Iterable):
         found, expected = type(tensors).__name__, "a list of them, one for each of `boxes_of(shard)`"
@@ -151,17 +152,17 @@ def as_factory(shard: ShardedTensor, lens: Lens) -> ShardedTensorFactory:
 
     Args:
         shard: a box of the tensor that the model holds, or a flat range of one; with data or without.
-        lens: says what is stored of it.
+        lens: from it to what is stored.
 
     Returns:
-        A factory whose built tree has the shards by their numbers, and what merging must know.
+        A factory whose built tree has the shards by number, and the function that merges them.
 
     Raises:
         MetadataError: the arguments aren't a shard and a lens; when it builds: the range leaves the box.
         ShapeError: when it builds: data that isn't of the box's or the range's shape.
 
     Examples:
-        >>> from shardtree.transforms import transposed
+        >>> from shardtree.lenses import transposed
         >>> factory = as_factory(ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3), (0, 1, 2)), transposed())
         >>> factory.build()["0"].global_shape
         (3, 4)
@@ -181,9 +182,11 @@ def as_factory(shard: ShardedTensor, lens: Lens) -> ShardedTensorFactory:
         if flattened_range is None:
             built = built_by(lens, replace(named, data=given))
         else:
-            built = _built_flat(named, given, flattened_range, lens)
+            built = _flat_form(named, given, flattened_range, lens)
         shards = {str(number): part for number, part in enumerate(built.shards)}
-        return {**shards, _MERGE: LocalNonpersistentObject(lambda tree: _merged(tree, key, built))}
+        # What merging needs travels in the tree: `merge_fn` must be one function for a parameter, its moments and each
+        # flat range, whose boxes differ, and only the tree reaches both build and merge.
+        return {**shards, _MERGE: LocalNonpersistentObject(lambda tree: _merge_checked(tree, key, built))}
 
     return ShardedTensorFactory(shard.key, shard.data, build, _merge, shard.replica_id, shard.flattened_range)
 
@@ -196,18 +199,18 @@ def _shape(held: ShardedTensor, key: str, flat: slice | None) -> tuple[int, ...]
     return (flat.stop - flat.start,)
 
 
-def _merged(tree: Mapping[str, Any], key: str, built: StoredForm) -> Any:
-    """Return the tensor that parts make up, where they are exactly what was built."""
+def _merge_checked(tree: Mapping[str, Any], key: str, built: StoredForm) -> Any:
+    """Return the merged tensor, after checking that the parts are what was built."""
     boxes: list[Any] = [part.local_shape for part in built.shards]
     parts: list[Any] = [tree.get(str(number)) for number in range(len(boxes))]
     found = [tuple(part.shape) if hasattr(part, "shape") else type(part).__name__ for part in parts]
     if found != boxes:
         what, fix = f"factory of {key!r}: not what was built", "Merge what was loaded for the tree that it built."
-        raise ShapeError(error_text(what, found=_few(found), expected=_few(boxes), fix=fix))
+        raise ShapeError(error_text(what, found=_shapes_text(found), expected=_shapes_text(boxes), fix=fix))
     return built.merge(parts)
 
 
-def _few(shapes: Sequence[Any]) -> str:
+def _shapes_text(shapes: Sequence[Any]) -> str:
     return ", ".join(map(str, shapes[:5])) + (f" and {len(shapes) - 5} more" if len(shapes) > 5 else "")
 
 
@@ -217,8 +220,10 @@ def _merge(tree: Mapping[str, Any]) -> Any:
     return call(tree)
 
 
-def _built_flat(held: ShardedTensor, data: Any, flat: slice, lens: Lens) -> StoredForm:
-    """Return what is stored of a flat range of a box: what the lens makes of each of its boxes."""
+def _flat_form(held: ShardedTensor, data: Any, flat: slice, lens: Lens) -> StoredForm:
+    """Return the stored form of a flat range of a box: that of each of its boxes."""
+    # Stored as boxes: where a lens moves rows, a range of what is held is no range of what is stored, and any layout
+    # can load boxes.
     built = [built_by(lens, box) for box in boxes_of(replace(held, data=data, flattened_range=flat))]
 
     def merge(parts: Sequence[Any]) -> Any:
@@ -241,26 +246,26 @@ def _checked(key: str, data: Any, shape: tuple[int, ...]) -> Any:
         what = f"factory of {key!r}: data of another shape than its shard"
         fix = "A state of another shape than its parameter needs a rule of its own."
         raise ShapeError(error_text(what, found=found, expected=shape, fix=fix))
-    return data.detach() if isinstance(data, torch.Tensor) else data  # views of a parameter would be part of its graph
+    return data.detach() if isinstance(data, torch.Tensor) else data  # views of a parameter would require gradients
 
 
 def factories_by_pattern(tree: Any, lenses: Mapping[str, Lens | None], *, absent: Iterable[str] = ()) -> Any:
-    """Return the tree with factories in the place of tensors whose keys fit a pattern; the rest is shared.
+    """Return the tree with factories instead of tensors whose keys match a pattern; the rest is shared.
 
     Args:
         tree: any tree of shards.
-        lenses: pattern -> lens, or None where a tensor stays as it is; ``*`` stands for one part between dots of a key,
-            ``**`` for any number. The first one that fits the key counts; in that of an optimizer's state, the
-            parameter's key behind ``optimizer.state.<name>.``. States of another shape than their parameter, such as
-            ``step``, need a pattern of their own in front.
-        absent: those of the patterns that may fit nothing here, as of other pipeline stages' layers.
+        lenses: pattern -> lens, or None where a tensor stays as it is; ``*`` matches one part between dots of a key,
+            ``**`` any number. The first one that matches the key counts; for an optimizer's state, the parameter's
+            key after ``optimizer.state.<name>.``. States of another shape than their parameter, such as ``step``, need
+            a pattern of their own before it.
+        absent: patterns that may match nothing on this rank, as those of other pipeline stages' layers.
 
     Raises:
         MetadataError: the lenses aren't patterns and lenses, or `absent` isn't a list of patterns.
-        TreeError: a pattern fits no key, so that what it is for would be stored as it lies.
+        TreeError: a pattern fits no key, so that its tensors would be stored unchanged.
 
     Examples:
-        >>> from shardtree.transforms import transposed
+        >>> from shardtree.lenses import transposed
         >>> tree = {"w": ShardedTensor.from_rank_offsets("up.weight", torch.zeros(2, 3)), "step": 3}
         >>> type(factories_by_pattern(tree, {"**.weight": transposed()})["w"]).__name__
         'ShardedTensorFactory'
@@ -280,5 +285,5 @@ def factories_by_pattern(tree: Any, lenses: Mapping[str, Lens | None], *, absent
 
 
 def _fits(pattern: str, key: str) -> bool:
-    """Return whether a pattern fits a key, or that of the parameter in a state's; both must be stored alike."""
+    """Return whether a pattern matches a key, or that of a state's parameter: both must be stored in one form."""
     return any(match_key(each, key) is not None for each in (pattern, _STATES + pattern))

@@ -1,4 +1,4 @@
-"""A lens: a pure function from a box that a model holds to the boxes that are stored, with the way back."""
+"""Lens: a pure function from a box that a model holds to the boxes that are stored, with the way back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..trees import as_integers, empty_data
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredForm:
-    """What a lens makes of one box.
+    """What a lens returns for one box.
 
     Attributes:
         shards: what is stored, boxes; their data are views of the given data where they can be, None where it is None.
@@ -29,6 +29,9 @@ class StoredForm:
     merge: Callable[[Sequence[Any]], Any]
 
 
+# One function that returns the way back along with what is stored, as `jax.vjp` does: the way back may use what was
+# found on the way there. Megatron-Core's factories are two functions, of which the second has to guess what the first
+# was given.
 Lens: TypeAlias = Callable[[ShardedTensor], StoredForm]
 """A function from a box of a tensor, as the model holds it, to what is stored of it.
 
@@ -51,7 +54,7 @@ def compose(*lenses: Lens) -> Lens:
 
     Examples:
         >>> import torch
-        >>> from shardtree.transforms import transposed
+        >>> from shardtree.lenses import transposed
         >>> twice = compose(transposed(), transposed())
         >>> built = twice(ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3), (0, 1, 2)))
         >>> built.shards[0].global_offset
@@ -61,7 +64,7 @@ def compose(*lenses: Lens) -> Lens:
     """
     for number, lens in enumerate(lenses):
         check_function("compose", f"lenses[{number}]", lens)
-    return lambda shard: _through(lenses, shard)
+    return lambda shard: _apply_in_order(lenses, shard)
 
 
 def check_function(doing: str, field: str, lens: object) -> None:
@@ -76,7 +79,7 @@ def check_function(doing: str, field: str, lens: object) -> None:
 
 
 def built_by(lens: Lens, shard: ShardedTensor) -> StoredForm:
-    """Return what a lens, of whoever's making, gives for a box.
+    """Return what a lens returns for a box, after checking its type: users write lenses too.
 
     Raises:
         MetadataError: it gives something else.
@@ -84,15 +87,16 @@ def built_by(lens: Lens, shard: ShardedTensor) -> StoredForm:
     built = lens(shard)
     if not isinstance(built, StoredForm):
         fix = "Let the lens return StoredForm(shards, merge)."
-        refuse(f"a lens, of {shard.key!r}", "result", type(built).__name__, "a StoredForm", fix, error=MetadataError)
+        refuse(f"the lens of {shard.key!r}", "result", type(built).__name__, "a StoredForm", fix, error=MetadataError)
     return built
 
 
-def _through(lenses: Sequence[Lens], shard: ShardedTensor) -> StoredForm:
+def _apply_in_order(lenses: Sequence[Lens], shard: ShardedTensor) -> StoredForm:
     if not lenses:
         return StoredForm((shard,), lambda parts: parts[0])
+    # Each box of the first lens goes through the rest by itself, so no lens needs to know about several boxes.
     first = built_by(lenses[0], shard)
-    rest = [_through(lenses[1:], part) for part in first.shards]
+    rest = [_apply_in_order(lenses[1:], part) for part in first.shards]
 
     def merge(parts: Sequence[Any]) -> Any:
         left = iter(parts)
@@ -101,7 +105,7 @@ def _through(lenses: Sequence[Lens], shard: ShardedTensor) -> StoredForm:
     return StoredForm(tuple(chain.from_iterable(each.shards for each in rest)), merge)
 
 
-# What all lenses ask of the shard that they are given, and the small changes to shapes that they share.
+# Checks and reshapes that lenses share.
 
 Shape = tuple[int, ...]
 T = TypeVar("T")
@@ -146,11 +150,12 @@ def checked_axis(doing: str, shard: ShardedTensor, axis: int) -> int:
     if not -axes <= number < axes:
         found, expected = f"axis {number}", f"one of {axes} axes"
         raise ShapeError(error_text(f"{doing}: {shard.key!r} has no such axis", found=found, expected=expected))
+    # Prepended axes aren't counted: the lens of one layer is that of stacked layers too.
     return number % axes
 
 
 def positive(doing: str, field: str, value: int) -> int:
-    """Return a number of things, of which there is at least one.
+    """Return a count, which is at least 1.
 
     Raises:
         MetadataError: it isn't an integer, or is less than 1.
@@ -179,9 +184,9 @@ def reshaped(tensor: Any, shape: Shape) -> Any:
 
 
 def flat_axes(tensor: Any, at: int, count: int) -> Any:
-    """Return a tensor with some axes beside each other as one, row-major.
+    """Return a tensor with some adjacent axes merged to one, row-major.
 
-    Where they can't be one in a lazy tensor, as after a transposition, it is described as its rows joined.
+    Where a lazy tensor's axes can't be merged, as after a transposition, its rows are concatenated.
     """
     shape = tuple(tensor.shape)
     flat = with_values(shape, at, (prod(shape[at : at + count]),), count)
@@ -192,8 +197,8 @@ def flat_axes(tensor: Any, at: int, count: int) -> Any:
         return torch.cat(rows, dim=at)
 
 
-def nothing(shard: ShardedTensor, shape: Shape) -> torch.Tensor:
-    """Return a tensor without elements, as the shard would hold it."""
+def no_elements(shard: ShardedTensor, shape: Shape) -> torch.Tensor:
+    """Return a tensor without elements, of the shard's dtype and device."""
     return empty_data(shape, shard.dtype, device_of(shard.data))
 
 
@@ -203,11 +208,11 @@ def device_of(data: Any) -> torch.device:
     return device if isinstance(device, torch.device) and device.type != "meta" else torch.device("cpu")
 
 
-# Lenses by patterns of keys, as those who choose among several are given them.
+# Mappings from patterns of keys to lenses.
 
 
 def checked_lenses(doing: str, lenses: Mapping[str, Lens | None]) -> dict[str, Lens | None]:
-    """Return a mapping of its own from patterns to lenses, None where a tensor stays as it is.
+    """Return a copy of a mapping from patterns to lenses, None where a tensor stays as it is.
 
     Raises:
         MetadataError: it isn't one.

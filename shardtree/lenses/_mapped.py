@@ -1,4 +1,4 @@
-"""A lens on one axis: each of its indices is stored somewhere along the same axis of one tensor, or of several."""
+"""Lenses that permute, split or pad one axis: each of its indices goes to a place of that axis in a stored tensor."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def mapped_axis(
     fill: float = 0,
     doing: str = "mapped_axis",
 ) -> Lens:
-    """Return the lens that stores each index of an axis where its run says; other axes stay as they are.
+    """Return the lens that stores each index of an axis at its run's place; other axes stay as they are.
 
     A rank's box becomes the fewest boxes. They are views of it where its rows lie in the same order, else copies.
 
@@ -40,7 +40,7 @@ def mapped_axis(
         part: what of the key is replaced by the parts' names.
         names: one for each part. Without names there is one part, which keeps the key.
         fill: what a merged tensor has where nothing is stored.
-        doing: what errors call the lens.
+        doing: the lens's name in errors.
 
     Raises:
         MetadataError: `runs` isn't a function.
@@ -48,7 +48,7 @@ def mapped_axis(
         ShapeError: the tensor has no such axis, or its length doesn't fit; when it merges, a dtype without that fill.
 
     Examples:
-        >>> from shardtree.transforms import grouped_runs
+        >>> from shardtree.lenses import grouped_runs
         >>> lens = mapped_axis(0, lambda n: grouped_runs(n, 2, (n // 4,) * 2), part="w", names=("a", "b"))
         >>> built = lens(ShardedTensor.from_rank_offsets("w", torch.arange(8)))
         >>> {shard.key: shard.data.tolist() for shard in built.shards}
@@ -67,7 +67,7 @@ def mapped_axis(
         at = checked_axis(doing, shard, axis)
         mapped = _runs_of(doing, shard, runs, shard.global_shape[at + shard.prepend_axis_num])
         keys = _keys(doing, shard.key, len(mapped.sizes), part, names)
-        return _built(shard, at, mapped, keys, fill)
+        return _stored_form(shard, at, mapped, keys, fill)
 
     return lens
 
@@ -91,59 +91,61 @@ def _keys(doing: str, key: str, count: int, part: str | None, names: Sequence[st
             what, fix = f"{doing}: {count} parts and no names", "Pass part= and names=."
             raise ShapeError(error_text(what, fix=fix))
         return [key]
+    # The number of parts is known only with the axis's length.
     check_names(doing, part, names, count)
     return [replaced_part(doing, key, part, name) for name in names]
 
 
-def _built(shard: ShardedTensor, at: int, runs: AxisRuns, keys: Sequence[str], fill: float) -> StoredForm:
+def _stored_form(shard: ShardedTensor, at: int, runs: AxisRuns, keys: Sequence[str], fill: float) -> StoredForm:
     place = at + shard.prepend_axis_num
     begin = shard.global_offset[place]
     blocks = stored_blocks(runs, begin, begin + shard.local_shape[at])
-    if not shard.global_shape[place]:  # somebody must store that there is nothing
+    if not shard.global_shape[place]:  # an empty tensor must be stored too, or it would be missing
         blocks = [Block(each, 0, np.zeros(0, dtype=np.int64)) for each in range(len(runs.sizes))]
-    shards = tuple(_stored(shard, at, block, keys[block.part], runs.sizes[block.part]) for block in blocks)
-    return StoredForm(shards, lambda parts: _merged(shard, at, blocks, parts, fill))
+    shards = tuple(_stored_box(shard, at, block, keys[block.part], runs.sizes[block.part]) for block in blocks)
+    return StoredForm(shards, lambda parts: _merge_blocks(shard, at, blocks, parts, fill))
 
 
-def _stored(shard: ShardedTensor, at: int, block: Block, key: str, size: int) -> ShardedTensor:
+def _stored_box(shard: ShardedTensor, at: int, block: Block, key: str, size: int) -> ShardedTensor:
     place = at + shard.prepend_axis_num
     return replace(
         shard,
         key=key,
-        data=None if shard.data is None else _taken(shard.data, at, block.places),
+        data=None if shard.data is None else _gather(shard.data, at, block.places),
         local_shape=with_values(shard.local_shape, at, (len(block.places),)),
         global_shape=with_values(shard.global_shape, place, (size,)),
         global_offset=with_values(shard.global_offset, place, (block.start,)),
-        axis_fragmentations=None,  # the parts of other ranks may have other sizes
+        axis_fragmentations=None,  # all ranks' cuts decide whether the grid is regular
     )
 
 
-def _taken(data: Any, at: int, index: Column) -> Any:
-    """Return the elements at these places of an axis: a view where they follow one another."""
+def _gather(data: Any, at: int, index: Column) -> Any:
+    """Return the elements at these places of an axis: a view where they are consecutive."""
     cuts = [0, *(np.flatnonzero(np.diff(index) != 1) + 1).tolist(), len(index)]
     if len(cuts) <= 2:
         return data.narrow(at, int(index[0]) if len(index) else 0, len(index))
     if isinstance(data, torch.Tensor):
+        # As integers, bit for bit: torch has no `index_select` for some dtypes.
         places = torch.from_numpy(np.ascontiguousarray(index)).to(data.device)
         return as_integers(data).index_select(at, places).view(data.dtype)
     return torch.cat([data.narrow(at, int(index[low]), high - low) for low, high in pairwise(cuts)], dim=at)
 
 
-def _merged(shard: ShardedTensor, at: int, blocks: Sequence[Block], parts: Sequence[Any], fill: float) -> Any:
+def _merge_blocks(shard: ShardedTensor, at: int, blocks: Sequence[Block], parts: Sequence[Any], fill: float) -> Any:
     length = shard.local_shape[at]
     held = np.concatenate([*(block.places for block in blocks), np.zeros(0, dtype=np.int64)])
     absent = np.setdiff1d(np.arange(length), held)
     pieces = list(parts)
     if absent.size or not pieces:
-        pieces.append(_filled(shard, with_values(shard.local_shape, at, (len(absent),)), pieces, fill))
+        pieces.append(_padding(shard, with_values(shard.local_shape, at, (len(absent),)), pieces, fill))
     order = np.empty(length, dtype=np.int64)
     order[np.concatenate([held, absent])] = np.arange(length)
     joined = pieces[0] if len(pieces) == 1 else join_data(torch.cat, pieces, at)
-    return _taken(joined, at, order)
+    return _gather(joined, at, order)
 
 
-def _filled(shard: ShardedTensor, shape: Shape, pieces: Sequence[Any], fill: float) -> Any:
-    """Return a tensor of one number, that can be joined with the pieces."""
+def _padding(shard: ShardedTensor, shape: Shape, pieces: Sequence[Any], fill: float) -> Any:
+    """Return padding that can be concatenated with the pieces: lazy where they are."""
     like = pieces[0] if pieces else None
     if isinstance(like, LazyTensor):
         return stored(lambda _, box: _full(box, like.dtype, like.device, fill), shape, like.dtype, name="padding")
@@ -158,6 +160,7 @@ def _full(shape: Shape, dtype: torch.dtype, device: torch.device, fill: float) -
         filled = torch.full(shape, fill, dtype=dtype, device=device)
     except (RuntimeError, TypeError) as error:
         _refuse_fill(fill, dtype, error)
+    # For integers torch drops fractions without an error, so what was written is compared.
     is_real = dtype.is_floating_point or dtype.is_complex
     if not is_real and device.type != "meta" and filled.reshape(-1)[0].item() != fill:
         _refuse_fill(fill, dtype, filled.reshape(-1)[0].item())
@@ -169,11 +172,11 @@ def _refuse_fill(fill: float, dtype: torch.dtype, found: object) -> NoReturn:
     raise ShapeError(error_text(what, found=found, expected="a number that torch can put there"))
 
 
-# A lens for padded axes, as that of a vocabulary: the padding isn't stored, so that it may differ between layouts.
+# Padded axes, as that of a vocabulary: padding isn't stored, so that it may differ between layouts.
 
 
 def padded_axis(size: int, *, axis: int = 0, fill: float = 0) -> Lens:
-    """Return the lens of a tensor that is longer along an axis than what is stored; what is behind is padding.
+    """Return the lens of a tensor with padding at the end of an axis, which isn't stored.
 
     Megatron-Core pads a vocabulary to a multiple that depends on the number of tensor-parallel ranks. A rank may hold
     nothing but padding: it stores nothing.
@@ -181,7 +184,7 @@ def padded_axis(size: int, *, axis: int = 0, fill: float = 0) -> Lens:
     Args:
         size: how much is stored, in elements along the axis.
         axis: of the tensor that the model holds; prepended axes don't count.
-        fill: what the padding is when it is merged; it isn't looked at when it is built.
+        fill: the value of the padding in a merged tensor; padding that is saved may have any.
 
     Raises:
         MetadataError: the size isn't an integer of at least 0.
@@ -210,15 +213,16 @@ def padded_axis(size: int, *, axis: int = 0, fill: float = 0) -> Lens:
 
 
 def _with_any_shape(shard: ShardedTensor, lens: Lens) -> StoredForm:
-    """Return what the lens builds, where the stored tensor may have another shape if the held one may."""
+    """Return what the lens builds; if the held tensor may have another shape, so may the stored one."""
     check_box("padded_axis", shard)
     if not shard.allow_shape_mismatch:
         return lens(shard)
+    # Other lenses refuse this flag, since places follow from the exact shape. Here they follow from `size` alone.
     built = lens(replace(shard, allow_shape_mismatch=False))
     return replace(built, shards=tuple(replace(part, allow_shape_mismatch=True) for part in built.shards))
 
 
-# A lens for gated layers (SwiGLU, GeGLU): gate and up rows lie together on each rank, and apart in a checkpoint.
+# Gated layers (SwiGLU, GeGLU): each rank holds gate and up rows together, a checkpoint separately.
 
 
 def gate_and_up(
@@ -226,11 +230,11 @@ def gate_and_up(
 ) -> Lens:
     """Return the lens of a gated layer's fused tensor, of which each tensor-parallel rank holds [gate; up] of its own.
 
-    Cut as plain rows, such a tensor would come back with halves of other ranks in it where the ranks' number changes.
+    Saved as plain rows, such a tensor would be loaded with gate and up rows mixed where the number of ranks changes.
 
     Args:
-        tensor_parallel: over how many ranks the layer is cut: so many times gate and up lie one after the other in what
-            all ranks hold together. 1 where the layer isn't cut, whatever else (FSDP, ZeRO) cuts its rows.
+        tensor_parallel: over how many ranks the layer is cut: so many times gate and up alternate in what
+            all ranks hold together. 1 where the layer isn't cut, even if FSDP or ZeRO cuts its rows.
         axis: along which gate and up lie.
         part: what of the key is replaced by the names, as ``"linear_fc1"``.
         names: of gate and of up, as ``("gate_proj", "up_proj")``. Without names both are stored in one tensor under the
@@ -257,6 +261,7 @@ def gate_and_up(
 
     def runs(length: int) -> AxisRuns:
         both = grouped_runs(length, ranks, (length // (2 * ranks),) * 2)
+        # Megatron-Core's form: one tensor, all gate rows first.
         return both if names is not None else joined_parts(both)
 
     return mapped_axis(axis, runs, part=part, names=names, doing="gate_and_up")

@@ -1,4 +1,4 @@
-"""A lens written as a pattern, as einops writes it: axes taken apart, put in another order, and put together."""
+"""Lenses that split, reorder and merge axes, written as patterns like einops'."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from ._lens import (
     check_exact,
     compose,
     flat_axes,
-    nothing,
+    no_elements,
     positive,
     reshaped,
     with_values,
 )
 
-# Lenses that store one axis as several, row-major, or several as one: what einops writes with parentheses.
+# One axis stored as several, row-major, or several as one: parentheses in einops.
 
 
 def unfolded(at: int, sizes: Shape) -> Lens:
     """Return the lens that stores an axis as several of these sizes; their product is its length.
 
-    An interval of the axis becomes the few boxes that a flat range consists of; always views.
+    An interval of the axis becomes a few boxes, as a flat range does; always views.
 
     Args:
         at: the axis, counted from the front, without prepended ones.
@@ -52,7 +52,7 @@ def unfolded(at: int, sizes: Shape) -> Lens:
         begin = shard.global_offset[at + shard.prepend_axis_num]
         boxes = _interval_boxes(sizes, begin, begin + shard.local_shape[at])
         parts = tuple(_unfolded(shard, at, sizes, *box) for box in boxes)
-        return StoredForm(parts, lambda merged: _joined(shard, at, len(sizes), merged, shard.local_shape))
+        return StoredForm(parts, lambda merged: _merge_axes(shard, at, len(sizes), merged, shard.local_shape))
 
     return lens
 
@@ -60,7 +60,7 @@ def unfolded(at: int, sizes: Shape) -> Lens:
 def _interval_boxes(sizes: Shape, begin: int, end: int) -> list[tuple[Shape, Shape, int]]:
     """Return offset, shape and first place of each box that an interval of a folded axis consists of."""
     if not prod(sizes):
-        return [((0,) * len(sizes), sizes, 0)]  # somebody must store that there is nothing
+        return [((0,) * len(sizes), sizes, 0)]  # an empty tensor must be stored too
     columns = flat_boxes(*map(np.array, ([sizes], [begin], [end])))
     rows = zip(*(column.tolist() for column in columns[1:]), strict=True)
     return [(tuple(offset), tuple(shape), position) for offset, shape, position in rows]
@@ -80,9 +80,9 @@ def _unfolded(shard: ShardedTensor, at: int, sizes: Shape, offset: Shape, shape:
 
 
 def folded(at: int, count: int) -> Lens:
-    """Return the lens that stores several axes beside each other as one.
+    """Return the lens that stores several adjacent axes as one.
 
-    A box becomes a box for each of its indices along those axes behind which it hasn't all of the tensor.
+    A box becomes one box for each index along the leading axes, up to the last axis of which it lacks a part.
 
     Args:
         at: the first of the axes, counted from the front, without prepended ones.
@@ -98,16 +98,17 @@ def folded(at: int, count: int) -> Lens:
         place = at + shard.prepend_axis_num
         sizes, box = shard.global_shape[place : place + count], shard.local_shape[at : at + count]
         single = _single_axes(sizes, box)
+        # A rank without elements stores nothing, unless the whole tensor has none.
         holds_any = bool(prod(box)) or not prod(sizes)
         indices = product(*map(range, box[:single])) if holds_any else ()
         parts = tuple(_folded(shard, at, sizes, index) for index in indices)
-        return StoredForm(parts, lambda merged: _joined(shard, at, 1, merged, shard.local_shape))
+        return StoredForm(parts, lambda merged: _merge_axes(shard, at, 1, merged, shard.local_shape))
 
     return lens
 
 
 def _single_axes(sizes: Shape, box: Shape) -> int:
-    """Return how many of the first axes a box is taken apart along; behind them it is one interval."""
+    """Return along how many leading axes a box is split; for fixed indices there, the rest is one interval."""
     if not prod(sizes):
         return 0
     return next((axis for axis in reversed(range(len(sizes))) if box[axis] != sizes[axis]), 0)
@@ -139,15 +140,15 @@ def _row_major(index: Shape, sizes: Shape) -> int:
     return number if prod(sizes) else 0
 
 
-def _joined(shard: ShardedTensor, at: int, count: int, parts: Sequence[Any], shape: Shape) -> Any:
-    """Return pieces, which have some axes where their join has one, joined and shaped as the box that they make up."""
+def _merge_axes(shard: ShardedTensor, at: int, count: int, parts: Sequence[Any], shape: Shape) -> Any:
+    """Return pieces concatenated along an axis, of which they have several, and reshaped to the box."""
     if not parts:
-        return nothing(shard, shape)
+        return no_elements(shard, shape)
     rows = [flat_axes(part, at, count) for part in parts]
     return reshaped(rows[0] if len(rows) == 1 else join_data(torch.cat, rows, at), shape)
 
 
-# A lens that stores a tensor with its axes in another order.
+# Axes in another order.
 
 
 def transposed(*axes: int) -> Lens:
@@ -213,7 +214,7 @@ _AXIS = re.compile(r"\(([^()]*)\)|([^\s()]+)")
 def rearranged(pattern: str, **sizes: int) -> Lens:
     """Return the lens that rearranges axes as a pattern says: on the left what the model holds, then what is stored.
 
-    A name stands for an axis; names in parentheses for axes that lie in one, row-major. The names on both sides are the
+    A name is an axis; names in parentheses are axes merged into one, row-major. The names on both sides are the
     same. A pattern that names the prepended axes too makes them axes of the tensor; else they stay in front.
 
     A box that cuts through an axis in parentheses becomes several boxes: a few on the left, and on the right one for
@@ -242,6 +243,8 @@ def rearranged(pattern: str, **sizes: int) -> Lens:
 
     def lens(shard: ShardedTensor) -> StoredForm:
         check_exact(f"rearranged {pattern!r}", shard)
+        # Prepended axes stay in front where the pattern doesn't name them: one layer's lens is that of stacked layers
+        # too.
         front = 0 if len(held) == len(shard.global_shape) else shard.prepend_axis_num
         shape = shard.global_shape[front:]
         if len(held) != len(shape):
@@ -310,7 +313,7 @@ def _all_sizes(
 
 
 def _steps(held: Groups, stored: Groups, sizes: Mapping[str, int]) -> Iterator[Lens]:
-    """Yield the lenses, from the last axis to the first so that the numbers of those before it stay."""
+    """Yield the lenses, from the last axis to the first, so that the numbers of axes still to come don't change."""
     for axis in reversed(range(len(held))):
         if len(held[axis]) > 1:
             yield unfolded(axis, tuple(sizes[name] for name in held[axis]))

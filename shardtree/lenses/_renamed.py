@@ -1,4 +1,4 @@
-"""Lenses that change only under which key, and as whose copy, a tensor is stored."""
+"""Lenses that change only the key or replica id under which a tensor is stored."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from ..mapping import ReplicaId, ShardedTensor
 from ..trees import match_key
 from ._lens import Lens, StoredForm, check_box, checked_lenses
 
-# Which tensors a lens stores in: a part of the key replaced by others, which works for optimizer states' keys too.
+# Replacing a part of a key, which works for optimizer states' keys too.
 
 
 def replaced_part(doing: str, key: str, part: str, name: str) -> str:
-    """Return a key in which one part, or several beside each other, is another.
+    """Return a key with one part, or several adjacent ones, replaced.
 
     Args:
         doing: for the error.
         key: names between dots.
-        part: some of them, with dots between; it is there once.
-        name: what stands in its place.
+        part: some of them, with dots between; it occurs once.
+        name: what replaces it.
 
     Raises:
         TreeError: the part isn't there, or more than once.
@@ -31,12 +31,13 @@ def replaced_part(doing: str, key: str, part: str, name: str) -> str:
         >>> replaced_part("gate_and_up", "optimizer.state.exp_avg.layers.0.fc1.weight", "fc1", "up_proj")
         'optimizer.state.exp_avg.layers.0.up_proj.weight'
     """
+    # With dots at both ends, so that a part never matches within a name.
     dotted = f".{key}."
     count = sum(dotted.startswith(f".{part}.", at) for at in range(len(dotted)))
     if count != 1:
         found = f"{count} times in {key!r}"
-        fix = "Name the part of the key that is replaced, with the parts beside it where it is there twice."
-        what = f"{doing}: no place for the names"
+        fix = "Name the part of the key that is replaced, with adjacent parts where it occurs twice."
+        what = f"{doing}: the part of the key to replace"
         raise TreeError(error_text(what, found=f"{part!r} {found}", expected="once", fix=fix))
     return dotted.replace(f".{part}.", f".{name}.", 1)[1:-1]
 
@@ -68,7 +69,7 @@ def renamed(part: str, name: str) -> Lens:
 
     Args:
         part: what of the key is replaced, with dots between where it is more than one name.
-        name: what stands there instead.
+        name: what replaces it.
 
     Raises:
         TreeError: a name isn't a text, or the key has no such part.
@@ -80,18 +81,18 @@ def renamed(part: str, name: str) -> Lens:
         'optimizer.state.exp_avg.model.norm.weight'
     """
     check_names("renamed", part, [name], 1)
-    return lambda shard: _as_it_is("renamed", shard, replaced_part("renamed", shard.key, part, name), shard.replica_id)
+    return lambda shard: _with_key("renamed", shard, replaced_part("renamed", shard.key, part, name), shard.replica_id)
 
 
 def tied(part: str, name: str) -> Lens:
-    """Return the lens of a tensor that is a copy of another one: it is stored as a replica under that one's key.
+    """Return the lens of a tensor that is a copy of another one: it is stored as a replica under the other's key.
 
     So both are stored once, and each is loaded where it is held, on other pipeline stages too. Nothing compares the
     two: as with all replicas, any of them may be written, and it is the model that keeps them equal.
 
     Args:
         part: what of the key is replaced.
-        name: what stands there in the other one's key; ``tied("output_layer", "embedding.word_embeddings")``, say.
+        name: the same part of the other one's key; ``tied("output_layer", "embedding.word_embeddings")``, say.
 
     Raises:
         TreeError: a name isn't a text, or the key has no such part.
@@ -104,29 +105,30 @@ def tied(part: str, name: str) -> Lens:
         ('embedding.weight', (1, 0))
     """
     check_names("tied", part, [name], 1)
-    return lambda shard: _as_it_is("tied", shard, replaced_part("tied", shard.key, part, name), _copy(shard.replica_id))
+    return lambda shard: _with_key("tied", shard, replaced_part("tied", shard.key, part, name), _copy(shard.replica_id))
 
 
 def _copy(replica_id: ReplicaId) -> ReplicaId:
+    # A leading 1 makes every replica of the copy a replica of the other tensor: none of them is the main one.
     return (1, *(replica_id if isinstance(replica_id, tuple) else (replica_id,)))
 
 
-def _as_it_is(doing: str, shard: ShardedTensor, key: str, replica_id: ReplicaId) -> StoredForm:
+def _with_key(doing: str, shard: ShardedTensor, key: str, replica_id: ReplicaId) -> StoredForm:
     check_box(doing, shard)
-    return StoredForm((replace(shard, key=key, replica_id=replica_id),), _only)
+    return StoredForm((replace(shard, key=key, replica_id=replica_id),), _the_part)
 
 
-def _only(parts: Sequence[Any]) -> Any:
+def _the_part(parts: Sequence[Any]) -> Any:
     return parts[0]
 
 
 def by_pattern(lenses: Mapping[str, Lens | None]) -> Lens:
-    """Return the lens that chooses by the key, as where `attention_qkv` stores apart what differs from there on.
+    """Return the lens that chooses another by the key, as after `attention_qkv` with names.
 
     Args:
-        lenses: pattern -> lens, or None where a tensor stays as it is; ``*`` stands for one part between dots of a key,
-            ``**`` for any number. The first one that fits the key, or what is behind some of its dots, counts: so a
-            state's key goes the way of its parameter's.
+        lenses: pattern -> lens, or None where a tensor stays as it is; ``*`` matches one part between dots of a key,
+            ``**`` any number. The first one that matches the key, or what follows some dot in it, counts: so a state
+            gets the lens of its parameter.
 
     Raises:
         MetadataError: there are no patterns, or one has no lens.
@@ -134,7 +136,7 @@ def by_pattern(lenses: Mapping[str, Lens | None]) -> Lens:
 
     Examples:
         >>> import torch
-        >>> from shardtree.transforms import rotary_halves
+        >>> from shardtree.lenses import rotary_halves
         >>> lens = by_pattern({"**.q.**": rotary_halves(head_size=4), "**.v.**": None})
         >>> for key in ("h.0.q.weight", "h.0.v.weight"):
         ...     lens(ShardedTensor.from_rank_offsets(key, torch.arange(4))).shards[0].data
@@ -153,7 +155,7 @@ def by_pattern(lenses: Mapping[str, Lens | None]) -> Lens:
             what = f"by_pattern: no pattern fits {shard.key!r}"
             raise TreeError(error_text(what, expected=", ".join(map(repr, known)), fix=fix))
         chosen = known[pattern]
-        return StoredForm((shard,), _only) if chosen is None else chosen(shard)
+        return StoredForm((shard,), _the_part) if chosen is None else chosen(shard)
 
     return lens
 

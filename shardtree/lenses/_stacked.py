@@ -1,4 +1,4 @@
-"""Lenses between a key for each layer and one tensor with an axis that counts them; of experts or stages as well."""
+"""Lenses between a key for each layer and one tensor with an axis for them; also for experts or stages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..errors import ShapeError, TreeError, error_text
 from ..geometry import integer, refuse
 from ..mapping import ShardedTensor
 from ..trees import join_data
-from ._lens import Lens, StoredForm, check_box, check_exact, checked_axis, compose, nothing, positive, with_values
+from ._lens import Lens, StoredForm, check_box, check_exact, checked_axis, compose, no_elements, positive, with_values
 from ._rearranged import transposed, unfolded
 from ._renamed import check_names, replaced_part
 
@@ -21,17 +21,18 @@ from ._renamed import check_names, replaced_part
 def stacked_layers(part: str, layers: int, *, first: int = 0) -> Lens:
     """Return the lens of tensors with a key for each layer, stored in one tensor with an axis in front for the layers.
 
-    The layer's number stands behind `part` in the key and is taken out: ``layers.3.norm.weight`` is entry 3 of
-    ``layers.norm.weight``, which is how Megatron-Core stores layers that are alike. The data are the very same tensors.
+    The layer's number follows `part` in the key and is removed: ``layers.3.norm.weight`` is entry 3 of
+    ``layers.norm.weight``, which is how Megatron-Core stores layers of equal shapes. The data are the same tensor
+    objects.
 
     Args:
-        part: what of the key stands before the number, as ``"layers"``, ``"decoder.layers"`` or ``"experts"``.
+        part: what precedes the number in the key, as ``"layers"``, ``"decoder.layers"`` or ``"experts"``.
         layers: how many there are in the whole model.
         first: what is added to the number, where keys count the layers of a pipeline stage only.
 
     Raises:
         MetadataError: a number isn't an integer, or there are no layers.
-        TreeError: the key doesn't have the part with a number behind it, or there aren't so many layers.
+        TreeError: the key doesn't have the part followed by a number, or there are fewer layers.
 
     Examples:
         >>> shard = ShardedTensor.from_rank_offsets("layers.3.norm.weight", torch.zeros(2))
@@ -45,6 +46,7 @@ def stacked_layers(part: str, layers: int, *, first: int = 0) -> Lens:
     doing = "stacked_layers"
     check_names(doing, part, [part], 1)
     count, base = positive(doing, "layers", layers), integer(doing, "first", first)
+    # Dots or ends on both sides: `layers.1` mustn't match in `layers.12`. Eighteen digits fit an int64.
     numbered = re.compile(rf"(?<![^.]){re.escape(part)}\.([0-9]{{1,18}})(?![^.])")
 
     def lens(shard: ShardedTensor) -> StoredForm:
@@ -72,7 +74,7 @@ def _without_number(key: str, part: str, numbered: re.Pattern[str]) -> tuple[str
     found = list(numbered.finditer(key))
     if len(found) != 1:
         what = f"stacked_layers: no layer's number in {key!r}"
-        fix = "Name what stands before the number, with the parts beside it where it is there twice."
+        fix = "Name what precedes the number, with adjacent parts where it occurs twice."
         expected = f"'{part}.<number>' once"
         raise TreeError(error_text(what, found=f"{len(found)} times", expected=expected, fix=fix))
     [place] = found
@@ -85,7 +87,7 @@ def unstacked_layers(part: str) -> Lens:
     A box of it may hold some of the layers, a prepended axis one of them.
 
     Args:
-        part: what of the key the layer's number is put behind: ``"layers"`` in ``layers.norm.weight``.
+        part: after which part of the key the layer's number goes: ``"layers"`` in ``layers.norm.weight``.
 
     Raises:
         TreeError: the key doesn't have the part.
@@ -101,18 +103,19 @@ def unstacked_layers(part: str) -> Lens:
 
 
 def unstacked(doing: str, shard: ShardedTensor, part: str, place: int) -> StoredForm:
-    """Return what is stored of a box with a key for each index of a global axis: a prepended one, or the first own."""
+    """Return the stored form of a box with a key for each index of an axis: a prepended one, or the first own."""
     check_box(doing, shard)
     if not shard.global_shape:
         refuse(doing, f"shape of {shard.key!r}", (), "a first axis", "Leave scalars out.", error=ShapeError)
     begin, prepended = shard.global_offset[place], place < shard.prepend_axis_num
     count = 1 if prepended else shard.local_shape[0]
     if shard.allow_shape_mismatch:
+        # Layers beyond the global shape have no key to be stored under.
         count = max(0, min(count, shard.global_shape[place] - begin))
     shards = [_layer(doing, shard, part, place, number) for number in range(count)]
     if prepended:
         return StoredForm(tuple(shards), lambda parts: parts[0])
-    return StoredForm(tuple(shards), lambda parts: _stacked(shard, parts))
+    return StoredForm(tuple(shards), lambda parts: _stack_layers(shard, parts))
 
 
 def _layer(doing: str, shard: ShardedTensor, part: str, place: int, number: int) -> ShardedTensor:
@@ -130,11 +133,11 @@ def _layer(doing: str, shard: ShardedTensor, part: str, place: int, number: int)
     )
 
 
-def _stacked(shard: ShardedTensor, parts: Sequence[Any]) -> Any:
-    return join_data(torch.stack, parts, 0) if parts else nothing(shard, shard.local_shape)
+def _stack_layers(shard: ShardedTensor, parts: Sequence[Any]) -> Any:
+    return join_data(torch.stack, parts, 0) if parts else no_elements(shard, shard.local_shape)
 
 
-# Lenses for experts that lie one behind the other along an axis: stored with an axis of their own, or a key each.
+# Experts concatenated along an axis: stored with an axis of their own, or a key each.
 
 
 def expert_stack(*, experts: int, axis: int = 0) -> Lens:
@@ -144,7 +147,7 @@ def expert_stack(*, experts: int, axis: int = 0) -> Lens:
 
     Args:
         experts: how many there are on all ranks; each has as much of the axis.
-        axis: along which they lie one behind the other.
+        axis: along which they are concatenated.
 
     Raises:
         MetadataError: `experts` isn't an integer of at least 1.
@@ -157,7 +160,7 @@ def expert_stack(*, experts: int, axis: int = 0) -> Lens:
         [((4, 5, 3), (2, 0, 0))]
     """
     count = positive("expert_stack", "experts", experts)
-    return lambda shard: _apart("expert_stack", shard, count, axis)
+    return lambda shard: _split_experts("expert_stack", shard, count, axis)
 
 
 def expert_keys(part: str, *, experts: int, axis: int = 0) -> Lens:
@@ -166,9 +169,9 @@ def expert_keys(part: str, *, experts: int, axis: int = 0) -> Lens:
     Experts that have an axis of their own, the first one, get keys by `unstacked_layers`.
 
     Args:
-        part: what of the key the expert's number is put behind: ``"experts"`` in ``mlp.experts.fc1.weight``.
+        part: after which part of the key the expert's number goes: ``"experts"`` in ``mlp.experts.fc1.weight``.
         experts: how many there are on all ranks; each has as much of the axis.
-        axis: along which they lie one behind the other.
+        axis: along which they are concatenated.
 
     Raises:
         MetadataError: `experts` isn't an integer of at least 1.
@@ -184,17 +187,18 @@ def expert_keys(part: str, *, experts: int, axis: int = 0) -> Lens:
     count = positive("expert_keys", "experts", experts)
     check_names("expert_keys", part, [part], 1)
     return compose(
-        lambda shard: _apart("expert_keys", shard, count, axis),
+        lambda shard: _split_experts("expert_keys", shard, count, axis),
         lambda shard: unstacked("expert_keys", shard, part, shard.prepend_axis_num),
     )
 
 
-def _apart(doing: str, shard: ShardedTensor, experts: int, axis: int) -> StoredForm:
+def _split_experts(doing: str, shard: ShardedTensor, experts: int, axis: int) -> StoredForm:
     check_exact(doing, shard)
     at = checked_axis(doing, shard, axis)
     each, left = divmod(shard.global_shape[at + shard.prepend_axis_num], experts)
     if left:
         found, expected = f"global shape {shard.global_shape}", f"a multiple of {experts} experts along axis {at}"
         raise ShapeError(error_text(f"{doing}: {shard.key!r} can't be divided", found=found, expected=expected))
+    # The experts' axis goes to the front, where keys or a prepended axis can count it.
     rest = [place for place in range(len(shard.local_shape) + 1) if place != at]
     return compose(unfolded(at, (experts, each)), transposed(at, *rest))(shard)

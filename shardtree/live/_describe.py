@@ -1,4 +1,4 @@
-"""What the ranks of a redistribution tell each other before a byte moves, and the plan that follows from it."""
+"""The messages that ranks of a redistribution exchange before tensors move, and the plan that follows from them."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from ..trees import HOLE, comparable, map_shards
 from ..world import World, agree, gather, on_one_rank
 from ._memory import DOING, Ends
 
-# One hash for a value made of columns: whether ranks that computed a plan by themselves computed the same.
+# Hashes of plans, by which ranks compare a plan that they were passed.
 
 
 def value_digest(value: Any) -> str:
-    """Return the hash of a value of dataclasses, tuples, numpy columns and what has a repr of its own, as hex.
+    """Return the hash of a value of dataclasses, tuples, NumPy columns and values with a complete repr, as hex.
 
     Examples:
         >>> value_digest((1, np.arange(3))) == value_digest((1, np.arange(3)))
@@ -36,7 +36,7 @@ def value_digest(value: Any) -> str:
     """
     state = hashlib.blake2b(digest_size=16)
     for part in _parts(value):
-        # The length says where a part ends, so that two values never run together into the same bytes.
+        # With their lengths, so that parts divided otherwise never give the same bytes.
         state.update(len(part).to_bytes(8, "little"))
         state.update(part)
     return state.hexdigest()
@@ -60,11 +60,11 @@ def _parts(value: Any) -> Iterator[bytes | memoryview]:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What has to be the same on every rank.
+    """Options that must be the same on every rank.
 
     Attributes:
         max_bytes_in_flight: what a rank sends and gets in one step.
-        relay: whether ranks that want the same pass it on.
+        relay: whether ranks that want the same elements pass them on.
         cast: whether tensors get the targets' dtypes.
     """
 
@@ -75,14 +75,14 @@ class Options:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Description:
-    """What one rank tells the others.
+    """One rank's message to the others.
 
     Attributes:
         options: its own.
-        plan: the hash of the plan that it was given; None without one.
-        source: the shards that it gives; None where a plan says so.
-        target: the shards that it wants, likewise.
-        common: the hash of its common state; None from a rank that gives nothing.
+        plan: the hash of the plan that the caller passed; None without one.
+        source: its source shards; None where a plan has them.
+        target: its target shards, likewise.
+        common: the hash of its common state; None from a rank without a source.
         wants_objects: whether its target has sharded objects.
     """
 
@@ -95,13 +95,16 @@ class Description:
 
 
 def describe(ends: Ends, plan: ReshardPlan | None, options: Options, rank: int) -> Description:
-    """Return what a rank tells the others: of constant size where it has a plan."""
-    given, wanted = ends.given.tensors, () if ends.wanted is None else ends.wanted.tensors
+    """Return a rank's message to the others: of constant size where it has a plan."""
+    source_shards, target_shards = (
+        ends.given.tensors,
+        () if ends.wanted is None else ends.wanted.tensors,
+    )
     return Description(
         options,
         None if plan is None else value_digest(plan),
-        shard_columns(given, rank) if plan is None else None,
-        shard_columns(wanted, rank) if plan is None else None,
+        shard_columns(source_shards, rank) if plan is None else None,
+        shard_columns(target_shards, rank) if plan is None else None,
         None if ends.given.common is HOLE else _common_digest(ends.given.common),
         bool(ends.objects),
     )
@@ -111,64 +114,65 @@ def _common_digest(common: Any) -> str:
     return value_digest(encode_tree(comparable(common), allow_pickle=True))
 
 
-def agreed_plan(said: Sequence[Description], plan: ReshardPlan | None) -> tuple[ReshardPlan, Schedule]:
-    """Return the plan of all ranks and its schedule, once they were asked for the same.
+def agreed_plan(descriptions: Sequence[Description], plan: ReshardPlan | None) -> tuple[ReshardPlan, Schedule]:
+    """Return the plan of all ranks and its schedule, after checking that all were called with the same.
 
     Args:
-        said: every rank's description, by rank.
-        plan: this rank's own, if it was given one.
+        descriptions: every rank's description, by rank.
+        plan: this rank's own, if it was passed one.
 
     Raises:
-        WorldError: the ranks have other options or other plans, or a plan is for ranks that there aren't.
+        WorldError: the ranks have other options or other plans, or a plan has ranks that the world lacks.
         CheckpointingException: there is no plan between these layouts.
     """
-    _check_alike("options", [str(each.options) for each in said])
-    _check_alike("plans", ["none given" if each.plan is None else f"hash {each.plan}" for each in said])
-    options = said[0].options
+    _check_equal("options", [str(each.options) for each in descriptions])
+    _check_equal("plans", ["none given" if each.plan is None else f"hash {each.plan}" for each in descriptions])
+    options = descriptions[0].options
     if plan is None:
-        sources = [each.source for each in said if each.source is not None]
-        targets = [each.target for each in said if each.target is not None]
+        sources = [each.source for each in descriptions if each.source is not None]
+        targets = [each.target for each in descriptions if each.target is not None]
         plan = plan_reshard(join_columns(sources), join_columns(targets), cast=options.cast)
+        # Every rank plans from the same columns, and gets the same plan: none has to be sent.
         plan = with_relays(plan) if options.relay else plan
-    _check_ranks(plan.ranks, len(said))
+    _check_ranks(plan.ranks, len(descriptions))
     return plan, plan.schedule(max_bytes_in_flight=options.max_bytes_in_flight)
 
 
 def _check_ranks(ranks: Sequence[int], size: int) -> None:
-    strangers = [f"rank {rank}" for rank in ranks if rank >= size]
-    if strangers:
+    unknown = [f"rank {rank}" for rank in ranks if rank >= size]
+    if unknown:
         what = f"redistribute: the plan has ranks that the world, of {size}, hasn't"
         fix = "Number the plan's ranks as in the world, and let all of them call this."
-        raise WorldError(error_text(what, offenders=strangers, fix=fix))
+        raise WorldError(error_text(what, offenders=unknown, fix=fix))
 
 
-def _check_alike(what: str, texts: Sequence[str]) -> None:
+def _check_equal(what: str, texts: Sequence[str]) -> None:
     if len(set(texts)) > 1:
-        told = [f"rank {rank}: {text}" for rank, text in enumerate(texts)]
+        lines = [f"rank {rank}: {text}" for rank, text in enumerate(texts)]
         fix = "Make the same call on every rank, with plans of the same layouts."
-        raise WorldError(error_text(f"redistribute: the ranks have other {what}", offenders=told, fix=fix))
+        raise WorldError(error_text(f"redistribute: the ranks have other {what}", offenders=lines, fix=fix))
 
 
-# What goes along with the tensors: the common state that the sources agree about, and sharded objects.
+# Common state and sharded objects.
 
 Rules = Mapping[str, ObjectRule] | None
 
 
-def shared_common(world: World, said: Sequence[Description], common: Any) -> Any:
-    """Return the sources' common state, on every rank the first one's; collective. It is sent once.
+def shared_common(world: World, descriptions: Sequence[Description], common: Any) -> Any:
+    """Return the common state of the lowest source rank, on every rank; collective. Only that rank sends it.
 
     Raises:
         IntegrityError: the sources' common states differ.
     """
-    givers = [rank for rank, each in enumerate(said) if each.common is not None]
-    if len({said[rank].common for rank in givers}) > 1:
-        # Hashes may differ where values are equal: of what was pickled, say.
+    source_ranks = [rank for rank, each in enumerate(descriptions) if each.common is not None]
+    if len({descriptions[rank].common for rank in source_ranks}) > 1:
+        # Hashes may differ where values are equal, as pickles do, so now the values themselves are compared.
         commons = gather(world, "redistribute: compare common states", lambda: _portable(common))
         agree(world, "redistribute: common state", partial(_check_common, commons))
-    if not givers or world.size == 1:
+    if not source_ranks or world.size == 1:
         return common
-    sent = on_one_rank(world, "redistribute: pass on the common state", lambda: _portable(common), rank=givers[0])
-    return common if world.rank == givers[0] else _restored(sent)
+    sent = on_one_rank(world, "redistribute: pass on the common state", lambda: _portable(common), rank=source_ranks[0])
+    return common if world.rank == source_ranks[0] else _restored(sent)
 
 
 def _check_common(commons: Sequence[Any]) -> None:
@@ -176,8 +180,8 @@ def _check_common(commons: Sequence[Any]) -> None:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Bits:
-    """A tensor on its way: not every dtype of torch's can be pickled, and a view would bring its whole storage."""
+class _PortableTensor:
+    """A tensor in a message: some dtypes of torch can't be pickled, and a view would bring its whole storage along."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -185,33 +189,35 @@ class _Bits:
 
 
 def _portable(common: Any) -> Any:
-    return map_shards(_as_bits, common)
+    return map_shards(_to_portable, common)
 
 
-def _as_bits(leaf: Any) -> Any:
+def _to_portable(leaf: Any) -> Any:
     if type(leaf) is not torch.Tensor or leaf.layout is not torch.strided or leaf.is_quantized:
         return leaf
-    return _Bits(leaf.dtype, tuple(leaf.shape), row_major_bits(leaf).numpy())
+    return _PortableTensor(leaf.dtype, tuple(leaf.shape), row_major_bits(leaf).numpy())
 
 
 def _restored(common: Any) -> Any:
-    return map_shards(_as_tensor, common)
+    return map_shards(_from_portable, common)
 
 
-def _as_tensor(leaf: Any) -> Any:
-    if not isinstance(leaf, _Bits):
+def _from_portable(leaf: Any) -> Any:
+    if not isinstance(leaf, _PortableTensor):
         return leaf
     return torch.from_numpy(leaf.bits).view(leaf.dtype).view(leaf.shape)
 
 
-def resharded_objects(world: World, said: Sequence[Description], ends: Ends, rules: Rules) -> list[ShardedObject]:
-    """Return this rank's wanted objects with their data; collective. Nothing is sent where nobody wants one.
+def resharded_objects(
+    world: World, descriptions: Sequence[Description], ends: Ends, rules: Rules
+) -> list[ShardedObject]:
+    """Return this rank's target objects with their data; collective. Nothing is sent where no rank wants any.
 
     Raises:
         KeyMismatch: an object isn't there.
         IntegrityError: objects have another shape and no rule.
     """
-    if not any(each.wants_objects for each in said):
+    if not any(each.wants_objects for each in descriptions):
         return []
     parts = gather(world, "redistribute: gather objects", lambda: _with_data(ends.given.objects, _portable))
     return agree(world, "redistribute: reshard objects", partial(_resharded, parts, ends.objects, rules))

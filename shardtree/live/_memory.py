@@ -1,4 +1,4 @@
-"""The memory of a redistribution: what is read, what is filled, and the buffers of one step."""
+"""The memory of a redistribution: source tensors, target tensors, and the buffers of one step."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ import torch
 from ..errors import CheckpointingException, ShapeError, error_text
 from ..geometry import Column
 from ..mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor
-from ..mapping.memory import check_apart, check_unchanged, check_writable, given_tensor
+from ..mapping.memory import check_no_aliases, check_unchanged, check_writable, given_tensor
 from ..plans import Schedule
 from ..plans.moving import SourceTree, TargetTree, complete, take_source, take_target
-from ..trees import HOLE, join, told_of_depth
+from ..trees import HOLE, join, refuse_too_deep
 
-# A rank's two ends of a redistribution: what it gives and what it wants, either of which may be nothing.
+# A rank's source and target trees, either of which may be missing.
 
 DOING = "redistribute"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ends:
-    """What a rank gives and wants.
+    """A rank's source and target.
 
     Attributes:
-        given: its source; the common state of one that gives nothing is a hole.
-        wanted: its target; None if it only gives.
+        given: its source; without one, an empty source whose common state is a hole.
+        wanted: its target; None without one.
     """
 
     given: SourceTree
@@ -36,21 +36,21 @@ class Ends:
 
     @property
     def tensors(self) -> tuple[ShardedTensor, ...]:
-        """The shards that it wants."""
+        """The target's shards."""
         return () if self.wanted is None else self.wanted.tensors
 
     @property
     def objects(self) -> tuple[ShardedObject, ...]:
-        """The objects that it wants."""
+        """The target's objects."""
         return () if self.wanted is None else self.wanted.objects
 
 
 def take_ends(tree: Any, target: Any) -> Ends:
-    """Return a rank's trees taken apart.
+    """Return a rank's trees, flattened.
 
     Args:
-        tree: what it gives; None or an empty tree, if nothing.
-        target: what it wants; None, if nothing.
+        tree: its source; None or an empty tree for a rank without one.
+        target: its target; None for a rank without one.
 
     Raises:
         CheckpointingException: as `take_source` and `take_target`.
@@ -60,13 +60,14 @@ def take_ends(tree: Any, target: Any) -> Ends:
         >>> ends.given.common, ends.wanted
         (HOLE, None)
     """
+    # An engine beside trainers has no state, and mustn't be asked for plain values that equal theirs.
     gives_nothing = tree is None or (isinstance(tree, (dict, list, tuple)) and not tree)
     given = SourceTree((), (), HOLE) if gives_nothing else take_source(tree, DOING)
     return Ends(given, None if target is None else take_target(target, DOING))
 
 
 def check_joins(ends: Ends, common: Any) -> None:
-    """Raise unless what a rank wants fits the common state: found out before a byte moves.
+    """Raise unless a rank's target fits the common state: checked before tensors move.
 
     Raises:
         TreeError: it doesn't.
@@ -75,18 +76,18 @@ def check_joins(ends: Ends, common: Any) -> None:
         return
     filled = (ShardedTensor, ShardedObject, LocalNonpersistentObject)
     leaves = [leaf if isinstance(leaf, filled) else HOLE for leaf in ends.wanted.leaves]
-    with told_of_depth(DOING):
+    with refuse_too_deep(DOING):
         join(common, ends.wanted.rebuild(leaves))
 
 
-def finished(ends: Ends, common: Any, tensors: Sequence[torch.Tensor], objects: Sequence[ShardedObject]) -> Any:
-    """Return the tree that a rank gets.
+def joined_target(ends: Ends, common: Any, tensors: Sequence[torch.Tensor], objects: Sequence[ShardedObject]) -> Any:
+    """Return a rank's result.
 
     Args:
-        ends: what it wants.
+        ends: the rank's trees.
         common: the sources' common state.
-        tensors: for each shard that it wants.
-        objects: for each object.
+        tensors: for each target shard.
+        objects: for each target object.
 
     Raises:
         Exception: what a factory's merge raises.
@@ -94,7 +95,7 @@ def finished(ends: Ends, common: Any, tensors: Sequence[torch.Tensor], objects: 
     return None if ends.wanted is None else complete(ends.wanted, common, tensors, objects, DOING)
 
 
-_ALIGNMENT = 16  # bytes: an element of any dtype may stand at a buffer's beginning
+_ALIGNMENT = 16  # bytes: the beginning of a buffer is aligned for elements of any dtype
 
 
 Empty = Callable[..., torch.Tensor]
@@ -104,11 +105,11 @@ Empty = Callable[..., torch.Tensor]
 def target_memories(
     shards: Sequence[ShardedTensor], sources: Sequence[ShardedTensor], *, donate: bool, empty: Empty = torch.empty
 ) -> list[torch.Tensor]:
-    """Return the tensors to be filled: shards' own where they are given away, else new ones on the same devices.
+    """Return the tensors to be filled: donated ones, or new ones on the same devices.
 
     Args:
-        shards: what is wanted.
-        sources: what this rank gives, with data, which mustn't be written; they may share memory with each other.
+        shards: of the target.
+        sources: this rank's source shards with data, which mustn't be written; they may alias each other.
         donate: whether shards' own tensors are filled.
         empty: makes new ones.
 
@@ -126,8 +127,9 @@ def target_memories(
         if data.is_conj() or data.is_neg():
             fix = "Donate .resolve_conj().resolve_neg() of it."
             raise ShapeError(error_text(f"{DOING}: the donated tensor of {shard.key!r} is a lazy conjugate", fix=fix))
+    # Sources are read while targets are filled: an alias would be overwritten before it was sent.
     read = [(shard, shard.data) for shard in sources if shard.data.layout is torch.strided]
-    check_apart(DOING, donated, read)
+    check_no_aliases(DOING, donated, read)
     return [_new(shard, None, empty) if data is None else data for shard, data in zip(shards, given, strict=True)]
 
 
@@ -135,14 +137,14 @@ def _new(shard: ShardedTensor, like: torch.Tensor | None, empty: Empty) -> torch
     try:
         return empty(shard.data_shape, dtype=shard.dtype, device="cpu" if like is None else like.device)
     except RuntimeError as error:
-        # torch has no error of its own for this.
+        # torch raises a plain RuntimeError for this on the CPU.
         found = f"{shard.data_shape} {shard.dtype}"
         raise CheckpointingException(error_text(f"{DOING}: no memory for {shard.key!r}", found=found)) from error
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Buffers:
-    """Room for what a rank sends and gets in one step, reused in the next.
+    """Memory for what a rank sends and receives in one step, reused in the next.
 
     Attributes:
         memory: uint8 (bytes,).
@@ -163,7 +165,7 @@ class Buffers:
 
 
 def make_buffers(schedule: Schedule, rank: int, device: torch.device | str, empty: Empty = torch.empty) -> Buffers:
-    """Return buffers for the step in which a rank has most to send and get.
+    """Return buffers large enough for each step.
 
     Args:
         schedule: what moves when.
@@ -174,7 +176,7 @@ def make_buffers(schedule: Schedule, rank: int, device: torch.device | str, empt
     Raises:
         CheckpointingException: there is no memory.
     """
-    size = most_room(schedule, rank)
+    size = largest_step(schedule, rank)
     try:
         return Buffers(empty((size,), dtype=torch.uint8, device=device))
     except RuntimeError as error:
@@ -184,7 +186,7 @@ def make_buffers(schedule: Schedule, rank: int, device: torch.device | str, empt
         ) from error
 
 
-def most_room(schedule: Schedule, rank: int) -> int:
+def largest_step(schedule: Schedule, rank: int) -> int:
     """Return how many bytes of buffers a rank needs in the step in which it needs most."""
     out, into = schedule.from_rank == rank, schedule.to_rank == rank
     chosen = np.flatnonzero(out | into)
@@ -192,7 +194,7 @@ def most_room(schedule: Schedule, rank: int) -> int:
         return 0
     peer = np.where(out, schedule.to_rank, schedule.from_rank)[chosen]
     place: Column = np.column_stack([schedule.step[chosen], out[chosen], peer])
-    # Pieces of one buffer, then buffers of one step.
+    # First pieces are summed to buffers, since each buffer is aligned, then buffers to steps.
     one, number = np.unique(place, axis=0, return_inverse=True)
     size = np.bincount(number.ravel(), weights=schedule.nbytes[chosen]).astype(np.int64)
     return int(np.bincount(one[:, 0], weights=-(-size // _ALIGNMENT) * _ALIGNMENT).max())

@@ -1,8 +1,8 @@
-"""What executors of a plan are made of: bytes taken out of shards into buffers, and put from buffers into shards.
+"""The parts of an executor of plans: packing shards into buffers, and unpacking buffers into shards.
 
-An executor calls `copy_own`, for each step `packed`, what moves the buffers, and `unpack`, and at last `copy_doubled`.
+An executor calls `copy_own`; for each step `packed`, its transport, and `unpack`; and at last `copy_doubled`.
 A buffer holds what one rank sends to another in one step of a schedule, as bytes: tensors of large items first, else in
-the schedule's order, so that every piece is aligned. What is cast is converted straight into it: it travels in the
+the schedule's order, so that every piece is aligned. What is cast is converted while packing, and sent in the
 target's dtype. `pack_into`, `unpack`, `copy_own` and `copy_doubled` write into what they are given; nothing else here
 does.
 """
@@ -31,12 +31,12 @@ from ..plans.moving import (
     write_boxes,
 )
 
-# What a rank sends and gets in a step: pieces, and where they lie in the buffers that go from rank to rank.
+# The pieces that a rank sends and receives in a step, and their places in buffers.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BufferPieces:
-    """What one rank sends, or gets, in one step, in the order in which the buffers have it.
+    """The pieces that one rank sends, or receives, in one step, in the order of the buffers.
 
     Attributes:
         peer: the other rank, ascending, int64 (pieces,).
@@ -58,7 +58,7 @@ class BufferPieces:
     def sizes(self) -> dict[int, int]:
         """The bytes of each peer's buffer."""
         ends = self.byte + (self.stop - self.start) * self.item_size
-        return dict(zip(self.peer.tolist(), ends.tolist(), strict=True))  # of each peer the last one stays
+        return dict(zip(self.peer.tolist(), ends.tolist(), strict=True))  # a peer's last piece ends its buffer
 
 
 def sent_pieces(plan: ReshardPlan, schedule: Schedule, step: int, rank: int) -> BufferPieces:
@@ -66,22 +66,23 @@ def sent_pieces(plan: ReshardPlan, schedule: Schedule, step: int, rank: int) -> 
     return _pieces(plan, schedule, step, rank, schedule.from_rank, schedule.to_rank)
 
 
-def got_pieces(plan: ReshardPlan, schedule: Schedule, step: int, rank: int) -> BufferPieces:
-    """Return what a rank gets in a step."""
+def received_pieces(plan: ReshardPlan, schedule: Schedule, step: int, rank: int) -> BufferPieces:
+    """Return what a rank receives in a step."""
     return _pieces(plan, schedule, step, rank, schedule.to_rank, schedule.from_rank)
 
 
 def _pieces(plan: ReshardPlan, schedule: Schedule, step: int, rank: int, own: Column, other: Column) -> BufferPieces:
-    """Return the pieces of a step of which a rank is one end, with the other end as the peer."""
+    """Return the pieces of a step that a rank sends or receives, with the other rank as the peer."""
     first, last = np.searchsorted(schedule.step, [step, step + 1])
     row = first + np.flatnonzero(own[first:last] == rank)
     size = plan.target.item_size[plan.transfers.key[schedule.transfer[row]]]
+    # Large items first: each piece then begins at a multiple of its item size, without padding.
     order = np.lexsort((row, -size, other[row]))
     row, size = row[order], size[order]
     peer = other[row]
     end = np.cumsum(schedule.nbytes[row])
     begin = end - schedule.nbytes[row]
-    group = np.searchsorted(peer, peer)  # the first piece that goes into the same buffer
+    group = np.searchsorted(peer, peer)  # the first piece of the same buffer
     return BufferPieces(
         peer, schedule.transfer[row], schedule.start[row], schedule.stop[row], size, begin - begin[group]
     )
@@ -103,10 +104,10 @@ def piece_boxes(
     return piece, Boxes(shard[row], begin, stride[row], shape), position
 
 
-def buffered(
+def buffer_regions(
     pieces: BufferPieces, piece: Column, position: Column, shape: Column, buffers: Mapping[int, torch.Tensor]
 ) -> Regions:
-    """Return where the boxes of pieces lie in buffers.
+    """Return the places of pieces' boxes in buffers.
 
     Args:
         pieces: what the buffers hold.
@@ -115,6 +116,7 @@ def buffered(
         shape: int64 (boxes, axes).
         buffers: by peer.
     """
+    # One view for each peer and item size: pieces then differ only in where they begin.
     views: dict[tuple[int, int], torch.Tensor] = {}
     keys = list(zip(pieces.peer[piece].tolist(), pieces.item_size[piece].tolist(), strict=True))
     for peer, size in dict.fromkeys(keys):
@@ -149,7 +151,7 @@ def check_buffers(sizes: Mapping[int, int], buffers: Mapping[int, torch.Tensor])
 
 
 def outgoing_bytes(plan: ReshardPlan, schedule: Schedule, step: int, rank: int) -> dict[int, int]:
-    """Return how many bytes a rank sends to each other rank in a step; ranks that get none aren't there.
+    """Return how many bytes a rank sends to each other rank in a step; ranks that get none are left out.
 
     Args:
         plan: what moves.
@@ -170,7 +172,7 @@ def outgoing_bytes(plan: ReshardPlan, schedule: Schedule, step: int, rank: int) 
 
 
 def incoming_bytes(plan: ReshardPlan, schedule: Schedule, step: int, rank: int) -> dict[int, int]:
-    """Return how many bytes a rank gets from each other rank in a step; ranks that send none aren't there.
+    """Return how many bytes a rank gets from each other rank in a step; ranks that send none are left out.
 
     Args:
         plan: what moves.
@@ -187,7 +189,7 @@ def incoming_bytes(plan: ReshardPlan, schedule: Schedule, step: int, rank: int) 
         >>> incoming_bytes(plan, plan.schedule(), 0, 0)
         {1: 2}
     """
-    return got_pieces(plan, schedule, step, rank).sizes
+    return received_pieces(plan, schedule, step, rank).sizes
 
 
 def packed(
@@ -201,7 +203,7 @@ def packed(
         step: which one, from 0.
         rank: who sends.
         sources: the data of the rank's shards by their row in `plan.source`, strided in any way.
-        targets: the data of its target shards by their row in `plan.target`: what it passes on, it has got there.
+        targets: the data of its target shards by their row in `plan.target`, where it received what it passes on.
 
     Returns:
         uint8 (bytes,) for each rank that gets something, on the device of the first shard that it is from.
@@ -229,7 +231,7 @@ def packed(
         columns, memories = ends[int(moved.hop[row] > 0)]
         devices[peer] = memory_of(columns, int(moved.source[row]), memories).device
     buffers = {peer: torch.empty(size, dtype=torch.uint8, device=devices[peer]) for peer, size in pieces.sizes.items()}
-    _write(plan, pieces, sources, targets, buffers)
+    _pack(plan, pieces, sources, targets, buffers)
     return buffers
 
 
@@ -270,7 +272,7 @@ def pack_into(
     """
     pieces = sent_pieces(plan, schedule, step, rank)
     check_buffers(pieces.sizes, buffers)
-    _write(plan, pieces, sources, targets, buffers)
+    _pack(plan, pieces, sources, targets, buffers)
 
 
 def unpack(
@@ -307,16 +309,16 @@ def unpack(
         >>> target
         tensor([0, 0, 8, 9], dtype=torch.int8)
     """
-    pieces = got_pieces(plan, schedule, step, rank)
+    pieces = received_pieces(plan, schedule, step, rank)
     check_buffers(pieces.sizes, buffers)
     moved = plan.transfers
     piece, boxes, position = piece_boxes(plan, pieces, moved.target, moved.target_element, moved.target_stride)
-    came = buffered(pieces, piece, position, boxes.shape, buffers)
+    came = buffer_regions(pieces, piece, position, boxes.shape, buffers)
     copy_boxes(boxes.shape, came, target_regions(plan.target, boxes, targets))
 
 
 def copy_own(plan: ReshardPlan, rank: int, sources: Memories, targets: Memories) -> None:
-    """Write what stays on a rank into its target shards, straight from its own shards. Executors do this first.
+    """Write what stays on a rank into its target shards, directly from its source shards. Executors do this first.
 
     Args:
         plan: what moves and what stays.
@@ -345,7 +347,7 @@ def copy_own(plan: ReshardPlan, rank: int, sources: Memories, targets: Memories)
 
 
 def copy_doubled(plan: ReshardPlan, rank: int, targets: Memories) -> None:
-    """Write what several target shards of a rank want into all of them, once one has it. Executors do this last.
+    """Copy what several target shards of a rank want from the one that received it. Executors do this last.
 
     Args:
         plan: what moves and what stays.
@@ -368,21 +370,21 @@ def copy_doubled(plan: ReshardPlan, rank: int, targets: Memories) -> None:
     """
     own = _own_rows(plan, rank)
     hop = plan.transfers.hop[own]
-    for turn in np.unique(hop[hop > 0]).tolist():
-        copy_transfers(plan, own[hop == turn], {}, targets)
+    for hop_number in np.unique(hop[hop > 0]).tolist():
+        copy_transfers(plan, own[hop == hop_number], {}, targets)
 
 
 def _own_rows(plan: ReshardPlan, rank: int) -> Column:
     return np.flatnonzero((plan.transfers.from_rank == rank) & (plan.transfers.to_rank == rank))
 
 
-def _write(
+def _pack(
     plan: ReshardPlan, pieces: BufferPieces, sources: Memories, targets: Memories, buffers: Mapping[int, torch.Tensor]
 ) -> None:
     moved = plan.transfers
     for passed_on, columns, memories in ((False, plan.source, sources), (True, plan.target, targets)):
         some = select_pieces(pieces, np.flatnonzero((moved.hop[pieces.transfer] > 0) == passed_on))
         piece, boxes, position = piece_boxes(plan, some, moved.source, moved.source_element, moved.source_stride)
-        into = buffered(some, piece, position, boxes.shape, buffers)
+        into = buffer_regions(some, piece, position, boxes.shape, buffers)
         rows = some.transfer[piece]
         write_boxes(plan, rows, boxes.shape, shard_regions(columns, boxes, memories), into)

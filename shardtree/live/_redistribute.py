@@ -1,4 +1,4 @@
-"""redistribute: a sharded tree gets into another layout, or to other ranks, straight from memory to memory."""
+"""redistribute: a sharded tree moved into another layout, or to other ranks, from memory to memory."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from ..mapping import ShardedObject, ShardedTensor
 from ..plans import ReshardPlan, Schedule, with_relays
 from ..world import agree, current_world, gather
 from ._describe import Options, Rules, agreed_plan, describe, resharded_objects, shared_common
-from ._memory import DOING, Buffers, Empty, Ends, check_joins, finished, make_buffers, take_ends, target_memories
+from ._memory import DOING, Buffers, Empty, Ends, check_joins, joined_target, make_buffers, take_ends, target_memories
 from ._pack import copy_doubled, copy_own, incoming_bytes, outgoing_bytes, pack_into, unpack
 
-# What moves bytes between ranks: the one thing that an executor of one's own has to bring.
+# The transport: the one part that users replace to move bytes by other means.
 
 
 class Transport(Protocol):
@@ -41,12 +41,12 @@ class Transport(Protocol):
         """
 
 
-# The moving itself: step after step, each rank packs, exchanges and unpacks, and nobody has to be asked in between.
+# The steps: each rank packs, exchanges and unpacks. All follow from the schedule, without further agreement.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Route:
-    """All that one rank needs to take its part.
+    """What one rank needs to take part.
 
     Attributes:
         plan: of all ranks.
@@ -54,7 +54,7 @@ class Route:
         rank: which one.
         sources: the data of the rank's shards by their row in `plan.source`.
         targets: the data of its target shards by their row in `plan.target`, to be filled.
-        buffers: room for one step.
+        buffers: memory for one step.
     """
 
     plan: ReshardPlan
@@ -65,33 +65,33 @@ class Route:
     buffers: Buffers
 
 
-def move(route: Route, exchange: Transport) -> Exception | None:
+def move(route: Route, transport: Transport) -> Exception | None:
     """Fill a rank's target shards; every rank calls it at the same time.
 
-    A rank on which something fails goes on to exchange what it has, so that no other waits for it.
+    A rank that fails goes on with the transport's calls, so that no other rank waits for it.
 
     Returns:
-        What failed first on this rank, apart from the exchange itself.
+        The first failure on this rank, except in the transport itself.
 
     Raises:
-        Exception: what the exchange raises, with the step as a note.
+        Exception: what the transport raises, with the step as a note.
     """
-    failure = _tried(None, copy_own, route.plan, route.rank, route.sources, route.targets)
+    failure = _first_failure(None, copy_own, route.plan, route.rank, route.sources, route.targets)
     for step in range(route.schedule.steps):
         place = (route.plan, route.schedule, step, route.rank)
         outgoing, incoming = route.buffers.cut(outgoing_bytes(*place), incoming_bytes(*place))
-        failure = _tried(failure, pack_into, *place, route.sources, route.targets, outgoing)
+        failure = _first_failure(failure, pack_into, *place, route.sources, route.targets, outgoing)
         try:
-            exchange(outgoing, incoming)
+            transport(outgoing, incoming)
         except Exception as error:
             error.add_note(f"{DOING}: in the exchange of step {step + 1} of {route.schedule.steps}")
             raise
-        failure = _tried(failure, unpack, *place, route.targets, incoming)
-    return _tried(failure, copy_doubled, route.plan, route.rank, route.targets)
+        failure = _first_failure(failure, unpack, *place, route.targets, incoming)
+    return _first_failure(failure, copy_doubled, route.plan, route.rank, route.targets)
 
 
-def _tried(failure: Exception | None, do: Callable[..., None], *arguments: Any) -> Exception | None:
-    """Do something, unless something failed before; return what failed first."""
+def _first_failure(failure: Exception | None, do: Callable[..., None], *arguments: Any) -> Exception | None:
+    """Call a function unless there was a failure before; return the first failure."""
     if failure is None:
         try:
             do(*arguments)
@@ -100,7 +100,7 @@ def _tried(failure: Exception | None, do: Callable[..., None], *arguments: Any) 
     return failure
 
 
-# Which rows of a plan are a rank's own shards: matched by the place that they have in their tensors.
+# A rank's rows in a plan, matched by the shards' places in their tensors.
 
 
 def own_rows(side: str, columns: ShardColumns, shards: Sequence[ShardedTensor], rank: int) -> list[int]:
@@ -113,7 +113,7 @@ def own_rows(side: str, columns: ShardColumns, shards: Sequence[ShardedTensor], 
         rank: which one.
 
     Raises:
-        IntegrityError: the rank's shards aren't exactly those that the columns say it has.
+        IntegrityError: the rank's shards aren't exactly those that the columns have for it.
 
     Examples:
         >>> import torch, shardtree as st
@@ -135,6 +135,8 @@ def own_rows(side: str, columns: ShardColumns, shards: Sequence[ShardedTensor], 
     axes = max(columns.offset.shape[1], own.offset.shape[1])
     mine = _places(own, np.array([number[key] for key in own.keys], dtype=np.int64)[own.key], axes)
     planned = _places(columns, columns.key, axes)[rows]
+    # Both sorted by place, so that the trees may have their leaves in any order, and several shards of one place match
+    # up.
     order, planned_order = _sorted(mine), _sorted(planned)
     if not np.array_equal(mine[order], planned[planned_order]):
         _refuse(side, rank, _differences(columns.keys, mine, planned, axes))
@@ -144,7 +146,7 @@ def own_rows(side: str, columns: ShardColumns, shards: Sequence[ShardedTensor], 
 
 
 def _places(columns: ShardColumns, key: Column, axes: int) -> Column:
-    """Return what tells a rank's shards apart, int64 (shards, 1 + axes + axes + 2)."""
+    """Return a row that identifies each shard on its rank, int64 (shards, 1 + axes + axes + 2)."""
     offset, shape = widen(columns.offset, axes, 0), widen(columns.shape, axes, 1)
     return np.column_stack([key, offset, shape, columns.start, columns.stop])
 
@@ -157,7 +159,7 @@ def _differences(keys: Sequence[str], mine: Column, planned: Column, axes: int) 
     own, other = ({tuple(place) for place in places.tolist()} for places in (mine, planned))
     lines = [f"only in the tree: {_text(keys, place, axes)}" for place in sorted(own - other)]
     lines += [f"only in the plan: {_text(keys, place, axes)}" for place in sorted(other - own)]
-    return lines or ["some shards are there more often in one than in the other"]
+    return lines or ["some shards occur more often in one than in the other"]
 
 
 def _text(keys: Sequence[str], place: tuple[int, ...], axes: int) -> str:
@@ -173,7 +175,8 @@ def _refuse(side: str, rank: int, lines: Sequence[str]) -> None:
 
 
 BYTES_IN_FLIGHT = 32 * 1024 * 1024
-"""What a rank sends and gets in one step, unless said otherwise; over gloo, larger buffers were slower."""
+"""What a rank sends and gets in one step by default. Larger buffers were slower in every case measured over gloo: these
+stay in the processor's caches."""
 
 
 def redistribute(
@@ -187,42 +190,42 @@ def redistribute(
     max_bytes_in_flight: int = BYTES_IN_FLIGHT,
     donate: bool = False,
     rules: Rules = None,
-    exchange: Transport | None = None,
+    transport: Transport | None = None,
     device: torch.device | str = "cpu",
     empty: Empty = torch.empty,
 ) -> Any:
     """Return the target with the tensors of all ranks' trees in its own layout; every rank of the world calls it.
 
-    The world holds those that give and those that take; they may be the same ranks, others, or partly so. Each element
+    The world contains source and target ranks, which may be the same, disjoint, or overlap. Each element
     of a target comes from one rank that holds it, in steps, through buffers of bounded size; sources aren't copied.
-    All that can fail before the first byte moves fails on every rank.
+    What fails before tensors move fails on every rank.
 
     Args:
-        tree: what this rank gives; None, or an empty tree, if it only takes. It isn't changed.
-        target: what this rank wants, as for `load`; None if it only gives.
+        tree: this rank's source; None, or an empty tree, if it only receives. It isn't changed.
+        target: this rank's target, as for `load`; None if it only sends.
         plan: of all ranks' layouts, which then aren't exchanged, only compared by a hash. Its ranks are the world's.
         relay: whether ranks that want the same elements get them once and pass them on among themselves: for trainers
-            that feed several engines, whose links are the narrow ones.
-        cast: whether tensors get the targets' dtypes, as `load` converts them: before they are sent, straight into the
-            buffers. A plan says that itself.
+            that feed several engines over narrow links.
+        cast: whether tensors get the targets' dtypes, as `load` converts them: before they are sent, directly into the
+            buffers. A plan that is passed has its own dtypes.
         world: the ranks that take part; torch.distributed's default group, or else this process alone.
         max_bytes_in_flight: what a rank sends and gets in one step; the memory that its buffers take.
-        donate: whether the target's tensors are given away: they are filled where they are, on any device, and
+        donate: whether the target's tensors are donated: they are filled in place, on any device, and
             returned. If it fails, their content is lost.
         rules: what becomes of sharded objects whose global shape changes, by key pattern.
-        exchange: moves the buffers, in place of the world.
+        transport: moves the buffers, instead of the world.
         device: where the buffers for it are. The world's own have to be in the CPU's memory.
         empty: makes new tensors and the buffers, called as ``empty(shape, dtype=..., device=...)``: pinned memory, say.
 
     Returns:
-        The sources' common state joined by the target, whose shards and objects have their data and whose factories
+        The sources' common state joined with the target, whose shards and objects have their data and whose factories
         have merged theirs, on the devices of the target's tensors; it can be saved or redistributed again. None where
         the target is.
 
     Raises:
         IntegrityError: a target asks for elements that no source has, sources differ about their common state, or a
             rank's tree isn't what the plan says.
-        WorldError: ranks were given other plans or options, or a peer is silent.
+        WorldError: ranks were given other plans or options, or a peer doesn't answer.
         ShapeError: a tensor isn't its shard's any more, donated tensors share memory, or a dtype differs that isn't or
             can't be cast.
         CheckpointingException: a source shard has no data, or there is no memory.
@@ -242,30 +245,33 @@ def redistribute(
         ([[1], [3], [5], [7]], 3)
     """
     ranks = current_world(world)
-    prepare = partial(_prepared, tree, target, plan, max_bytes_in_flight, relay=relay, cast=cast)
+    prepare = partial(_prepare, tree, target, plan, max_bytes_in_flight, relay=relay, cast=cast)
     ends, options, own = agree(ranks, "redistribute: prepare", prepare)
-    said = gather(ranks, "redistribute: describe", partial(describe, ends, own, options, ranks.rank))
-    full, schedule = agree(ranks, "redistribute: plan", partial(agreed_plan, said, own))
-    common = shared_common(ranks, said, ends.given.common)
-    objects = resharded_objects(ranks, said, ends, rules)
-    lay = partial(_laid, ends, common, full, schedule, ranks.rank, donate=donate, device=device, empty=empty)
-    route, filled = agree(ranks, "redistribute: make memory", lay)
-    failure = move(route, ranks.exchange if exchange is None else exchange)
-    return agree(ranks, "redistribute: join", partial(_joined, failure, ends, common, filled, objects))
+    descriptions = gather(ranks, "redistribute: describe", partial(describe, ends, own, options, ranks.rank))
+    full, schedule = agree(ranks, "redistribute: plan", partial(agreed_plan, descriptions, own))
+    common = shared_common(ranks, descriptions, ends.given.common)
+    objects = resharded_objects(ranks, descriptions, ends, rules)
+    allocate = partial(_allocate, ends, common, full, schedule, ranks.rank, donate=donate, device=device, empty=empty)
+    route, filled = agree(ranks, "redistribute: make memory", allocate)
+    # Failures of the steps are raised by the agreement below: raised at once, they would leave the other ranks waiting
+    # in their next step.
+    failure = move(route, ranks.exchange if transport is None else transport)
+    return agree(ranks, "redistribute: join", partial(_join, failure, ends, common, filled, objects))
 
 
-def _prepared(
+def _prepare(
     tree: Any, target: Any, plan: Any, max_bytes_in_flight: Any, *, relay: bool, cast: bool
 ) -> tuple[Ends, Options, ReshardPlan | None]:
     most = integer(DOING, "max_bytes_in_flight", max_bytes_in_flight)
     if plan is not None and not isinstance(plan, ReshardPlan):
         fix = "Pass what plan_reshard gives."
         refuse(DOING, "plan", type(plan).__name__, "a ReshardPlan", fix, error=MetadataError)
+    # Before descriptions are exchanged, so that the hashes compared are of the plan that is executed.
     own = with_relays(plan) if relay and plan is not None else plan
     return take_ends(tree, target), Options(most, relay, cast), own
 
 
-def _laid(
+def _allocate(
     ends: Ends,
     common: Any,
     plan: ReshardPlan,
@@ -276,7 +282,7 @@ def _laid(
     device: torch.device | str,
     empty: Empty,
 ) -> tuple[Route, list[torch.Tensor]]:
-    """Return what this rank needs to take part, and the tensors that will be filled, in the order of its shards."""
+    """Return what this rank needs to take part, and the tensors to be filled, in the order of its shards."""
     check_joins(ends, common)
     given = own_rows("source", plan.source, ends.given.tensors, rank)
     wanted = own_rows("target", plan.target, ends.tensors, rank)
@@ -286,9 +292,9 @@ def _laid(
     return Route(plan, schedule, rank, sources, targets, make_buffers(schedule, rank, device, empty)), filled
 
 
-def _joined(
+def _join(
     failure: Exception | None, ends: Ends, common: Any, filled: Sequence[torch.Tensor], objects: Sequence[ShardedObject]
 ) -> Any:
     if failure is not None:
         raise failure
-    return finished(ends, common, filled, objects)
+    return joined_target(ends, common, filled, objects)

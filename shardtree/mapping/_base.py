@@ -1,4 +1,4 @@
-"""What the leaves have in common: their type aliases, replica ids, and how they are checked, compared and shown."""
+"""What leaves share: type aliases, replica ids, and their validation, comparison and repr."""
 
 from __future__ import annotations
 
@@ -12,18 +12,24 @@ import torch
 from ..errors import MetadataError
 from ..geometry import integer, integers, refuse
 
-# Names for what functions take and return, as in Megatron-Core.
+# Type aliases, as in Megatron-Core.
 
 StateDict: TypeAlias = dict[str, Any]
+"""A tree of dicts, lists and tuples with any leaves."""
 CommonStateDict: TypeAlias = dict[str, Any]
+"""What is the same on every rank."""
 ShardedStateDict: TypeAlias = dict[str, Any]
+"""A tree with shards, objects, factories and plain values as leaves."""
 ReplicaId: TypeAlias = int | tuple[int, ...]
+"""Which copy of a shard: an int, or a tuple of ints; the one with only zeros is the main one."""
 FactoryBuildFn: TypeAlias = Callable[[str, Any, ReplicaId, slice | None], Any]
+"""From key, data, replica_id and flattened_range to a tree of shards."""
 FactoryMergeFn: TypeAlias = Callable[[Any], Any]
+"""From the loaded tree, as it was built, to one tensor."""
 RankOffset: TypeAlias = tuple[int, int, int]
 
 
-# Replica ids: which of several equal copies of a shard counts as the main one.
+# Replica ids: which of several equal copies of a shard is the main one.
 
 
 def is_main_replica(replica_id: ReplicaId) -> bool:
@@ -44,17 +50,17 @@ def is_main_replica(replica_id: ReplicaId) -> bool:
 
 def replica(subject: str, field: str, value: Any) -> ReplicaId:
     """Return a replica id as an int or a tuple of ints; what is neither raises MetadataError."""
-    # A bool is let through as a number: replica ids are often the outcome of comparing ranks.
-    many = isinstance(value, Iterable) and not hasattr(value, "__index__")  # a tensor of one number has both
+    # Bools are accepted as numbers: replica ids are often the result of comparing ranks.
+    many = isinstance(value, Iterable) and not hasattr(value, "__index__")  # a tensor of one number is iterable too
     ids = [int(item) if isinstance(item, bool) else item for item in (value if many else (value,))]
     return integers(subject, field, ids) if many else integer(subject, field, ids[0])
 
 
-# What the leaves have in common: how they are checked, compared and shown.
+# The base class.
 
 
 class ShardedBase(ABC):
-    """What sharded leaves have in common: a key, data, a replica id, and how they are compared and shown.
+    """Base class of sharded leaves: a key, data, a replica id, comparison and repr.
 
     Equal means the same kind, equal metadata and the same data object; elements are never compared or printed.
     """
@@ -76,10 +82,11 @@ class ShardedBase(ABC):
     def __eq__(self, other: object) -> bool:
         if type(other) is not type(self):
             return NotImplemented
+        # Comparing elements would read lazy tensors, and wait for accelerators.
         return self.data is other.data and metadata_of(self) == metadata_of(other)
 
     def __hash__(self) -> int:
-        # The rest stays out: slices and some callables have no hash.
+        # Other fields are left out: slices and some callables aren't hashable.
         return hash((type(self), self.key, self.replica_id, getattr(self, "global_offset", None), id(self.data)))
 
     def __repr__(self) -> str:
@@ -89,7 +96,7 @@ class ShardedBase(ABC):
 
 
 def leaf_name(leaf: ShardedBase) -> str:
-    """Return what errors call a leaf."""
+    """Return a leaf's name in errors."""
     return f"{type(leaf).__name__} {leaf.key!r}"
 
 
@@ -99,7 +106,7 @@ def metadata_of(leaf: Any) -> dict[str, tuple[Any, Any]]:
 
 
 def describe(value: object) -> str:
-    """Return what a value is, without its elements."""
+    """Return a value's type, and a tensor's dtype, shape and device, without its elements."""
     if value is None:
         return "None"
     dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", None)
@@ -110,7 +117,7 @@ def describe(value: object) -> str:
 
 
 def normalise(leaf: ShardedBase, function: Callable[[str, str, Any], object], *names: str) -> None:
-    """Put each named field through a function: how a frozen leaf is written to, while it is being built."""
+    """Replace each named field by a function's value, while a frozen leaf is being constructed."""
     for name in names:
         object.__setattr__(leaf, name, function(leaf_name(leaf), name, getattr(leaf, name)))
 
@@ -122,6 +129,7 @@ def check_key(leaf: ShardedBase) -> None:
         found, fix = repr(key) if isinstance(key, str) else type(key).__name__, "Name the global tensor or object."
         refuse(type(leaf).__name__, "key", found, "a string that isn't empty", fix, error=MetadataError)
     try:
+        # Formats store keys as UTF-8, which has no lone surrogates.
         key.encode()
     except UnicodeEncodeError:
         fix = "Leave lone surrogates out."

@@ -1,4 +1,4 @@
-"""Many tensor shards at once, from columns that have passed what a shard's own constructor checks one by one."""
+"""Many tensor shards at once, from columns that were checked as a shard's constructor checks its arguments."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _KEPT = tuple(name for name in _NAMES if name != "data")
 def whole_tensors(keys: Sequence[str], dtypes: Iterable[torch.dtype], shapes: Sequence[Shape]) -> list[ShardedTensor]:
     """Return each tensor as one shard without data that is all of it.
 
-    It is for whoever has checked the rows as columns: they are what the constructor would accept, or hostile
-    files come through.
+    The caller has checked the rows as columns, as strictly as the constructor would: they may come from untrusted
+    files.
 
     Args:
         keys: of each tensor, not empty, and text that UTF-8 can encode.
@@ -53,7 +53,7 @@ global_offset=(0, 0), axis_fragmentations=(1, 1))]
 
 
 def box_of(key: str, data: Any, dtype: torch.dtype, whole: Shape, offset: Shape, shape: Shape) -> ShardedTensor:
-    """Return a box of a tensor as a shard of an irregular grid; nothing is checked, as little as in `whole_tensors`.
+    """Return a box of a tensor as a shard of an irregular grid; nothing is checked, as in `whole_tensors`.
 
     Args:
         key: the tensor's.
@@ -67,6 +67,7 @@ def box_of(key: str, data: Any, dtype: torch.dtype, whole: Shape, offset: Shape,
         >>> box_of("w", None, torch.int8, (4, 3), (2, 0), (1, 3)).global_slice()
         (slice(2, 3, None), slice(0, 3, None))
     """
+    # The constructor would normalise and check each field again, for every box.
     shard = object.__new__(ShardedTensor)
     for put, value in zip(_PUTS, (key, data, dtype, shape, whole, offset, None), strict=False):
         put(shard, value)

@@ -1,4 +1,4 @@
-"""The leaves that aren't shards of a tensor: sharded objects, local objects that are never saved, and factories."""
+"""Leaves that aren't shards of a tensor: sharded objects, local objects that are never saved, and factories."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ from ._base import (
 
 # ShardedObject: one cell of a global array of Python objects.
 
+# Greedy, so that a key may itself contain "/shard_": the last one counts.
 _OBJECT_KEY = re.compile(r"(?P<key>.+)/shard_(?P<offset>[0-9.]*)_(?P<shape>[-0-9.]*)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class ShardedObject(ShardedBase):
-    """One cell of a global array of Python objects; how the array is cut can't change.
+    """One cell of a global array of Python objects; its layout can't change.
 
     Args:
         key: the global object's name.
         data: the local object.
-        global_shape: the array's shape in objects; -1 as its last size says that it isn't known.
+        global_shape: the array's shape in objects; -1 as its last size if that is unknown.
         global_offset: the cell's index in the array.
         replica_id: see ShardedTensor.
 
@@ -102,15 +103,16 @@ class ShardedObject(ShardedBase):
         except ValueError:
             expected, fix = "'<key>/shard_<offset>_<shape>', as in 'rng/shard_1.3_2.4'", "Pass what `unique_key` gave."
             refuse(cls.__name__, "unique key", repr(unique_key), expected, fix, error=MetadataError)
+        # Old checkpoints left out the last size: there is one number less than indices.
         return cls(key, None, (*shape, -1) if len(shape) + 1 == len(offset) else shape, offset, replica_id)
 
 
-# LocalNonpersistentObject: what stays where it is while all else is saved and loaded.
+# LocalNonpersistentObject: a value that stays on its rank.
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class LocalNonpersistentObject:
-    """A local value that a checkpoint doesn't store: saving leaves it out, loading puts it back where it stands.
+    """A local value that a checkpoint doesn't store: a save leaves it out, and a load returns it in its place.
 
     Examples:
         >>> LocalNonpersistentObject({"step": 3}).unwrap()
@@ -133,12 +135,12 @@ class LocalNonpersistentObject:
         return self.obj
 
 
-# ShardedTensorFactory: a tensor that is stored in another form, with the pair of functions between the two.
+# ShardedTensorFactory: a tensor that is stored in another form.
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class ShardedTensorFactory(ShardedBase):
-    """A tensor that is stored in another form: `build_fn` gives the tree of shards, `merge_fn` undoes it.
+    """A tensor that is stored in another form: `build_fn` returns the tree of shards, `merge_fn` the tensor again.
 
     Args:
         key: the tensor's name.
@@ -183,7 +185,7 @@ class ShardedTensorFactory(ShardedBase):
                 refuse(leaf_name(self), field, type(function).__name__, "a function", fix, error=MetadataError)
 
     def build(self) -> Any:
-        """Return the tree of shards that stands for the tensor."""
+        """Return the tree of shards that is stored for the tensor."""
         return self.build_fn(self.key, self.data, self.replica_id, self.flattened_range)
 
     def without_data(self) -> ShardedTensorFactory:

@@ -32,14 +32,14 @@ from ..geometry import (
 from ..lazy import LazyTensor
 from ._base import RankOffset, ReplicaId, ShardedBase, check_key, leaf_name, normalise, replica
 
-# Whether a shard's data is what its metadata says.
+# Checks of a shard's data against its metadata.
 
 SHAPE_FIX = "Give each part of a nested tensor a shard of its own; run a module with lazy parameters once before."
 _RECAST = "Change a dtype with `cast`, and a shape together with its metadata with `map_shards`."
 
 
 def data_kind(subject: str, data: Any) -> tuple[torch.dtype, tuple[int, ...]]:
-    """Return the dtype and shape of a tensor, or of what describes itself like one; anything else is refused."""
+    """Return the dtype and shape of a tensor, or of anything that has both; anything else is refused."""
     check_has_shape(subject, data)
     if not isinstance(getattr(data, "dtype", None), torch.dtype) or not hasattr(data, "shape"):
         fix = "Describe a shard without data with `ShardedTensor(...)` itself."
@@ -48,9 +48,9 @@ def data_kind(subject: str, data: Any) -> tuple[torch.dtype, tuple[int, ...]]:
 
 
 def check_data(subject: str, data: object, dtype: torch.dtype, shape: tuple[int, ...], source: str) -> None:
-    """Raise ShapeError where a tensor hasn't the dtype, or the shape that the field `source` says.
+    """Raise ShapeError where a tensor has another dtype, or another shape than the field `source` states.
 
-    Only tensors are looked at, lazy ones too: tree maps also put None and shapes in their place.
+    Only tensors are checked, lazy ones too: tree maps also put None and shapes there.
     """
     if not isinstance(data, (torch.Tensor, LazyTensor)):
         return
@@ -62,7 +62,7 @@ def check_data(subject: str, data: object, dtype: torch.dtype, shape: tuple[int,
 
 
 def without_shape(data: object) -> str:
-    """Return what kind of tensor this is, if it has no one shape; nothing for any other data.
+    """Return the kind of a tensor that has no single shape; an empty text for any other data.
 
     Examples:
         >>> without_shape(torch.zeros(2)), without_shape(torch.nn.UninitializedParameter())
@@ -76,12 +76,12 @@ def without_shape(data: object) -> str:
 
 
 def check_has_shape(subject: str, data: object) -> None:
-    """Raise MetadataError for a tensor that has no one shape: nested, or not initialised yet."""
+    """Raise MetadataError for a tensor without a single shape: nested, or not initialised yet."""
     if found := without_shape(data):
         refuse(subject, "data", found, "a tensor of one shape", SHAPE_FIX, error=MetadataError)
 
 
-# What narrowing leaves of a shard: the smaller box, and the pieces of data that lie in it.
+# Narrowing: the smaller box, and the pieces of data in it.
 
 Shape = tuple[int, ...]
 
@@ -106,6 +106,7 @@ def narrowed_box(
         >>> narrowed_box("narrow 'w'", (4, 2), (32, 2), (12, 0), 0, 1)
         ((1, 2), (8, 2), (3, 0))
     """
+    # Prepended axes come first in global shapes, and aren't in local ones.
     axis, size = dim + len(global_shape) - len(local_shape), local_shape[dim]
     return (
         (*local_shape[:dim], length, *local_shape[dim + 1 :]),
@@ -117,7 +118,7 @@ def narrowed_box(
 def narrowed_pieces(
     subject: str, data: Any, local_shape: Shape, flat: slice | None, dim: int, start: int, length: int
 ) -> list[tuple[Any, slice | None]]:
-    """Return what is left of a shard's data, as views, each with its flat range of the narrowed box.
+    """Return the remaining pieces of a shard's data, as views, each with its flat range of the narrowed box.
 
     Args:
         subject: what errors are about.
@@ -139,6 +140,7 @@ def narrowed_pieces(
 
 
 def _narrow_data(subject: str, data: Any, dim: int, start: int, length: int) -> Any:
+    # Lazy tensors have `narrow` too, and stay unread.
     if data is not None and not hasattr(data, "narrow"):
         fix = "Narrow `shard.without_data()` if only metadata matters."
         refuse(subject, "data", type(data).__name__, "a tensor or None", fix, error=ShapeError)
@@ -150,7 +152,7 @@ class ShardedTensor(ShardedBase):
     """One rank's piece of a global tensor.
 
     The piece is a box of `local_shape`, behind `prepend_axis_num` axes of size 1, at `global_offset`. `data` may be
-    None or whatever stands for a tensor; where it is a tensor, its dtype and shape must fit.
+    None or any other value; where it is a tensor, its dtype and shape must fit.
 
     Args:
         key: the global tensor's name.
@@ -199,6 +201,7 @@ class ShardedTensor(ShardedBase):
     def validate_metadata_integrity(self) -> None:
         """Raise MetadataError or ShapeError where a field contradicts another, or the data."""
         subject, box = leaf_name(self), (1,) * self.prepend_axis_num + self.local_shape
+        # In this order: later checks go through shapes and offsets together, and need them of one length.
         check_type(subject, "dtype", self.dtype, torch.dtype, "Pass `data.dtype`.")
         check_type(subject, "allow_shape_mismatch", self.allow_shape_mismatch, bool, "Pass a bool.")
         check_ranks(subject, self.local_shape, self.global_shape, self.prepend_axis_num)
@@ -241,6 +244,7 @@ class ShardedTensor(ShardedBase):
 global_shape=(32,), global_offset=(12,), axis_fragmentations=(8,))
         """
         subject = f"{cls.__name__} {key!r}"
+        # The parameter is in Megatron-Core's signature, where it must be None too.
         if flattened_range is not None:
             fix = "Use `from_rank_offsets_flat` for flat shards."
             refuse(subject, "flattened_range", flattened_range, "None", fix, error=MetadataError)
@@ -317,7 +321,8 @@ global_shape=(32,), global_offset=(12,), axis_fragmentations=(8,))
         """Return the box's place in the grid of equal boxes that tiles the global tensor.
 
         Raises:
-            ShapeError: an offset isn't a multiple of the box's size, or can't tell the place since that size is 0.
+            ShapeError: an offset isn't a multiple of the box's size, or doesn't determine the place since that size is
+                0.
 
         Examples:
             >>> ShardedTensor.from_rank_offsets("w", torch.zeros(4, 2), (0, 3, 8)).local_chunk_offset_in_global()

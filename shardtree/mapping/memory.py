@@ -1,4 +1,4 @@
-"""The memory of leaves' tensors: whether it is what a leaf says, and may be written without aliasing another's."""
+"""The memory of leaves' tensors: whether it still fits the leaf, and may be written without aliasing another's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ._tensor import ShardedTensor
 from ._tensor import check_has_shape as check_has_shape
 from ._tensor import without_shape as without_shape
 
-# The tensor that a leaf was given: whether it has one, whether it is still the leaf's, whether it may be written.
+# One tensor: whether a leaf has one, whether it still fits, and whether it may be written.
 
 
 def given_tensor(shard: ShardedTensor) -> torch.Tensor | None:
@@ -49,12 +49,13 @@ def lacks_memory(data: Any) -> bool:
         >>> lacks_memory(torch.zeros(2)), lacks_memory(freed)
         (False, True)
     """
+    # Wrapper subclasses have no storage of their own, and would look freed.
     is_plain = type(data) in (torch.Tensor, torch.nn.Parameter) and data.layout is torch.strided
     return is_plain and not data.untyped_storage().nbytes() and data.numel() > 0
 
 
 def check_unchanged(doing: str, shard: ShardedTensor, tensor: torch.Tensor) -> None:
-    """Raise unless a tensor has the shape and dtype that its shard says, and memory.
+    """Raise unless a tensor has the shape and dtype of its shard, and memory.
 
     Args:
         doing: what is being done, for the message.
@@ -79,7 +80,7 @@ def check_unchanged(doing: str, shard: ShardedTensor, tensor: torch.Tensor) -> N
 
 
 def check_writable(doing: str, shard: ShardedTensor, tensor: torch.Tensor) -> None:
-    """Raise unless each element of a tensor that is given away has a place of its own.
+    """Raise unless no two elements of a donated tensor share memory.
 
     Args:
         doing: what is being done, for the message.
@@ -96,6 +97,7 @@ def check_writable(doing: str, shard: ShardedTensor, tensor: torch.Tensor) -> No
         shardtree.errors.ShapeError: load: elements of the donated tensor of 'w' share memory
           Donate tensors with memory of their own; expand() and unfold() make views that have none.
     """
+    # A load writes through views, which sparse layouts don't have.
     if tensor.layout is not torch.strided:
         fix = "Donate a dense tensor, as .to_dense() gives, or don't donate this one."
         raise ShapeError(error_text(f"{doing}: the donated tensor of {shard.key!r} is {tensor.layout}", fix=fix))
@@ -105,7 +107,7 @@ def check_writable(doing: str, shard: ShardedTensor, tensor: torch.Tensor) -> No
 
 
 def _may_overlap(tensor: torch.Tensor) -> bool:
-    """Return whether two elements may be at one place: some axis' step doesn't pass what the finer axes reach."""
+    """Return whether two elements may share memory: the stride of some axis is within the reach of finer axes."""
     if tensor.is_contiguous():
         return False
     reach = 0
@@ -116,7 +118,7 @@ def _may_overlap(tensor: torch.Tensor) -> bool:
     return False
 
 
-# Whether donated tensors keep out of each other's memory: if not, one is filled over what another has got.
+# Aliasing between donated tensors: filling one would overwrite what another has received.
 
 _MOST_CELLS = 10_000_000
 
@@ -125,13 +127,13 @@ _Bytes = tuple[int, list[tuple[int, int]]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Span:
-    """Where a donated tensor's elements are.
+    """The addresses of a tensor's elements.
 
     Attributes:
         shard: whose tensor it is.
         tensor: the dense tensor, with elements that don't share memory.
         begin: address of its first byte.
-        end: address behind its last byte.
+        end: address after its last byte.
         written: whether it is donated.
     """
 
@@ -142,28 +144,29 @@ class _Span:
     written: bool
 
 
-def check_apart(
+def check_no_aliases(
     doing: str,
     donated: Sequence[tuple[ShardedTensor, torch.Tensor]],
     read: Sequence[tuple[ShardedTensor, torch.Tensor]] = (),
 ) -> None:
-    """Check that no donated tensor shares an element with another, save with one for the same box of the same key.
+    """Check that no donated tensor shares an element with another, except with one for the same box of the same key.
 
     Elements are compared only where ranges of addresses, from a tensor's first byte to its last, intersect: tensors
     of other libraries may have one memory in several storages.
 
     Args:
         doing: what is being done, for the message.
-        donated: shards with their dense tensors; each tensor's own elements are known to be apart.
+        donated: shards with their dense tensors; no tensor's own elements share memory.
         read: shards with their dense tensors that are read meanwhile; these may share memory with each other.
 
     Raises:
-        ShapeError: two share memory, or are interleaved in so fine a grain that it would take too long to tell.
+        ShapeError: two share memory, or are interleaved so finely that a check would take too long.
 
     Examples:
         >>> matrix = torch.zeros(4, 6)
         >>> halves = {"left": matrix[:, :3], "right": matrix[:, 3:]}
-        >>> check_apart("load", [(ShardedTensor.from_rank_offsets(key, half), half) for key, half in halves.items()])
+        >>> pairs = [(ShardedTensor.from_rank_offsets(key, half), half) for key, half in halves.items()]
+        >>> check_no_aliases("load", pairs)
     """
     clashes = [clash for group in _intersecting(donated, read) for clash in _clashes(group)]
     if clashes:
@@ -174,7 +177,7 @@ def check_apart(
 def _intersecting(
     donated: Sequence[tuple[ShardedTensor, torch.Tensor]], read: Sequence[tuple[ShardedTensor, torch.Tensor]]
 ) -> Iterator[list[_Span]]:
-    """Yield the groups of two or more tensors whose ranges of addresses hang together, the donated ones first."""
+    """Yield the groups of two or more tensors with connected ranges of addresses, donated ones first."""
     every = [*donated, *read]
     device = np.array([tensor.get_device() for _, tensor in every], dtype=np.int64)
     begin = np.array([tensor.data_ptr() for _, tensor in every], dtype=np.int64)
@@ -182,7 +185,7 @@ def _intersecting(
     for number in np.unique(device).tolist():
         rows = np.flatnonzero((device == number) & (begin > 0) & (begin < end))
         rows = rows[np.argsort(begin[rows], kind="stable")]
-        # What begins behind all that came before it begins another group.
+        # A tensor that begins after the ends of all before it begins another group.
         cuts = np.flatnonzero(begin[rows][1:] >= np.maximum.accumulate(end[rows])[:-1]) + 1
         sizes = np.diff(cuts, prepend=0, append=rows.size)
         for first, size in zip(*(column[sizes > 1].tolist() for column in (np.append(0, cuts), sizes)), strict=True):
@@ -203,22 +206,24 @@ def _axes(tensor: torch.Tensor) -> list[tuple[int, int]]:
 
 
 def _clashes(group: Sequence[_Span]) -> Iterator[str]:
-    """Yield which tensors of a group share memory: each in turn is entered on a map of the group's bytes.
+    """Yield which tensors of a group share memory: each is marked on a map of the group's bytes, one after the other.
 
-    The map's cells are as large as they can be, so that every run of bytes is of whole cells. What is only read is
-    compared, but not entered.
+    The map's cells are as large as possible, so that each run of bytes is made of whole cells. Tensors that are only
+    read are compared, but not marked.
     """
-    named: dict[tuple[object, ...], _Span] = {}
+    distinct: dict[tuple[object, ...], _Span] = {}
     for span in group:
-        named.setdefault(_identity(span), span)
-    spans = list(named.values())
+        distinct.setdefault(_identity(span), span)
+    spans = list(distinct.values())
     if len(spans) == 1 or not spans[0].written:
         return
     begin, end = min(span.begin for span in spans), max(span.end for span in spans)
     layouts = [_bytes(span) for span in spans]
+    # Columns of one matrix interleave: comparing ranges of addresses would refuse them, and a map of single bytes would
+    # take as much memory as the tensors.
     cell = gcd(*(span.begin - begin for span in spans), *(number for layout in layouts for number in _lengths(layout)))
     if (end - begin) // cell > _MOST_CELLS:
-        yield f"{_name(spans[0])} and {_name(spans[1])}, or are too finely interleaved to tell"
+        yield f"{_name(spans[0])} and {_name(spans[1])}, or are too finely interleaved to check"
         return
     owners = torch.zeros((end - begin) // cell, dtype=torch.int32)
     for number, (span, (run, axes)) in enumerate(zip(spans, layouts, strict=True)):
@@ -246,7 +251,7 @@ def _lengths(layout: _Bytes) -> Iterable[int]:
 
 
 def _identity(span: _Span) -> tuple[object, ...]:
-    """Return what two tensors have in common that are filled alike: the same elements for the same box of one key."""
+    """Return what is equal for tensors that are filled with the same data: elements, and the box of one key."""
     shard, tensor = span.shard, span.tensor
     flat = shard.flattened_range
     box = (shard.key, shard.global_offset, shard.local_shape, flat and (flat.start, flat.stop))

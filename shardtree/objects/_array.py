@@ -1,4 +1,4 @@
-"""ObjectArray: all values of a global array of objects; what a rule is given."""
+"""ObjectArray: all values of a global array of objects, the argument of rules."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ObjectArray:
 
     Examples:
         >>> array = ObjectArray("rng", (2, 2), ("a", "b", "c", "d"))
-        >>> array.cells[1], array.told(1)
+        >>> array.cells[1], array.cell_text(1)
         ((0, 1), "'rng' at (0, 1)")
     """
 
@@ -43,13 +43,13 @@ class ObjectArray:
         """The index of each value."""
         return cells_of(self.shape)
 
-    def told(self, position: int) -> str:
-        """Return what messages call a value."""
+    def cell_text(self, position: int) -> str:
+        """Return a value's name in messages."""
         return f"{self.key!r} at {self.cells[position]}"
 
 
 class ObjectRule(Protocol):
-    """What becomes of an array of objects in another shape: a pure function."""
+    """A pure function that converts an array of objects to another shape."""
 
     def __call__(self, array: ObjectArray, shape: Shape, /) -> Sequence[Any]:
         """Return the values of the cells of an array of the given shape, in row-major order.
@@ -58,20 +58,20 @@ class ObjectRule(Protocol):
         """
 
 
-def ruled(array: ObjectArray, rule: ObjectRule, shape: Shape) -> Sequence[Any]:
-    """Return what a rule makes of an array, once it is known to be a value for each cell.
+def apply_rule(array: ObjectArray, rule: ObjectRule, shape: Shape) -> Sequence[Any]:
+    """Return a rule's values for an array, after checking that there is one for each cell.
 
     Args:
         array: all values of the source.
-        rule: what becomes of them.
+        rule: converts them.
         shape: of the target, in objects.
 
     Raises:
-        UnsupportedValue: it isn't a list or tuple of values: a text or a dict would be taken apart.
+        UnsupportedValue: it isn't a list or tuple of values: a text or a dict would be split into characters or keys.
         ShapeError: there are more or fewer values than cells.
 
     Examples:
-        >>> ruled(ObjectArray("seed", (2,), (3, 4)), lambda array, shape: [sum(array.values)], (1,))
+        >>> apply_rule(ObjectArray("seed", (2,), (3, 4)), lambda array, shape: [sum(array.values)], (1,))
         (7,)
     """
     try:
@@ -79,12 +79,13 @@ def ruled(array: ObjectArray, rule: ObjectRule, shape: Shape) -> Sequence[Any]:
     except Exception as error:
         error.add_note(f"from the rule for the objects {array.key!r}, from shape {array.shape} to {shape}")
         raise
+    # Any other iterable is most likely one value: a text for one cell would become its characters.
     if not isinstance(values, (list, tuple)):
-        what, found = f"the rule for the objects {array.key!r} gave no values by cell", type(values).__name__
+        what, found = f"the rule for the objects {array.key!r} returned no list of values", type(values).__name__
         expected, fix = f"a list of {cell_count(shape)}", "Return a list with a value for each cell, also for one."
         raise UnsupportedValue(error_text(what, found=found, expected=expected, fix=fix))
     if len(values) != cell_count(shape):
-        what = f"the rule for the objects {array.key!r} gave a wrong number of values"
+        what = f"the rule for the objects {array.key!r} returned a wrong number of values"
         expected, fix = f"{cell_count(shape)}, for shape {shape}", "Return a value for each cell, in row-major order."
         raise ShapeError(error_text(what, found=len(values), expected=expected, fix=fix))
     return tuple(values)
@@ -105,15 +106,15 @@ def cell_count(shape: Shape) -> int:
     return prod(shape)
 
 
-# The arrays that objects make up: what is there of each, by shape and cell.
+# Arrays assembled from objects, by shape and cell.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldArrays:
-    """What is there of the arrays of one key: one, for most.
+    """The arrays of one key, mostly one.
 
     Attributes:
-        shapes: by a shape as objects have it, which may end in -1, the shape that it stands for.
+        shapes: from the objects' own shapes, which may end in -1, to shapes with all sizes known.
         mains: by a shape with all sizes known, the main replicas by cell.
     """
 
@@ -122,11 +123,11 @@ class HeldArrays:
 
     @property
     def all_shapes(self) -> tuple[Shape, ...]:
-        """The shapes that there are, all sizes known."""
+        """The arrays' shapes, all sizes known."""
         return tuple(dict.fromkeys(self.shapes.values()))
 
     def shape_as(self, shape: Shape) -> Shape | None:
-        """Return the shape, all sizes known, that a given one stands for; None where nothing of that shape is there."""
+        """Return a shape with all sizes known; None where there is no array of that shape."""
         return self.shapes.get(shape, shape if shape in self.all_shapes else None)
 
     def whole(self, key: str, shape: Shape) -> ObjectArray:
@@ -138,13 +139,13 @@ class HeldArrays:
         cells, mains = cells_of(shape), self.mains.get(shape, {})
         missing = [str(cell) for cell in cells if cell not in mains]
         if missing:
-            what = f"the objects {key!r} of shape {shape} aren't all there: no main replica of these cells"
+            what = f"the objects {key!r} of shape {shape} are incomplete: no main replica of these cells"
             raise IntegrityError(error_text(what, offenders=missing, fix="Pass the objects of all ranks."))
         return ObjectArray(key, shape, tuple(mains[cell].data for cell in cells))
 
 
 def held_arrays(objects: Iterable[ShardedObject]) -> Mapping[str, HeldArrays]:
-    """Return what is there, by key; a last size that isn't known ends with the last object that is there.
+    """Return the arrays of objects, by key; an unknown last size ends with the last object.
 
     Raises:
         IntegrityError: a cell has two main replicas.
@@ -163,11 +164,11 @@ def held_arrays(objects: Iterable[ShardedObject]) -> Mapping[str, HeldArrays]:
             found[item.key].shapes[shape] = (*shape[:-1], max(end, item.global_offset[-1] + 1))
         else:
             found[item.key].shapes[shape] = shape
-    _enter_mains(found, [item for item in listed if is_main_replica(item.replica_id)])
+    _add_mains(found, [item for item in listed if is_main_replica(item.replica_id)])
     return dict(found)
 
 
-def _enter_mains(found: Mapping[str, HeldArrays], mains: Iterable[ShardedObject]) -> None:
+def _add_mains(found: Mapping[str, HeldArrays], mains: Iterable[ShardedObject]) -> None:
     twice = []
     for item in mains:
         arrays = found[item.key]
@@ -180,15 +181,15 @@ def _enter_mains(found: Mapping[str, HeldArrays], mains: Iterable[ShardedObject]
         raise IntegrityError(error_text("objects with two main replicas", offenders=dict.fromkeys(twice), fix=fix))
 
 
-# Own copies of values, so that no two places share something that can change.
+# Copies of values, so that no two places share mutable state.
 
 
 def own_copy(value: Any, what: str) -> Any:
-    """Return a value that shares nothing that can change with the given one.
+    """Return a copy of a value that shares no mutable state with it.
 
     Args:
-        value: anything that can be copied; of a view of a tensor, only what it shows is.
-        what: what messages call it.
+        value: anything that can be copied; of a view of a tensor, only its own elements are.
+        what: its name in messages.
 
     Raises:
         UnsupportedValue: it can't be copied.
@@ -201,12 +202,15 @@ def own_copy(value: Any, what: str) -> Any:
     """
     try:
         leaves = [leaf for _, leaf in leaves_with_paths(value)]
-        # Copied deeply, a view would bring all of its storage along, and a tensor with a gradient's history refuses.
+        # `deepcopy` would copy a view's whole storage, and refuses tensors that are part of an autograd graph.
         tensors = {id(leaf): _cloned(leaf) for leaf in leaves if type(leaf) is torch.Tensor}
         return deepcopy(value, tensors)
     except Exception as error:
-        # What a value's own __deepcopy__ raises can be anything.
-        found, fix = f"{type(error).__name__}: {error}"[:200], "Keep what can be copied: a state, not what holds it."
+        # A value's own __deepcopy__ may raise anything.
+        found, fix = (
+            f"{type(error).__name__}: {error}"[:200],
+            "Keep state that can be copied, not the object that has it.",
+        )
         raise UnsupportedValue(error_text(f"{what} can't be copied", found=found, fix=fix)) from error
 
 

@@ -1,4 +1,4 @@
-"""reshard_objects: arrays of objects from one shape to another."""
+"""reshard_objects: arrays of objects converted from one shape to another."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 from ..errors import IntegrityError, KeyMismatch, MetadataError, TreeError, error_text
 from ..mapping import ShardedObject
 from ..trees import HOLE, match_keys
-from ._array import HeldArrays, ObjectRule, Shape, cells_of, held_arrays, own_copy, ruled
+from ._array import HeldArrays, ObjectRule, Shape, apply_rule, cells_of, held_arrays, own_copy
 
 OBJECT_RULES = (
     "replicate_objects, replicate_cell, concatenate_objects, redistribute_objects, fold_objects, drop_objects, "
     "rules_by_field, or a function of your own"
 )
-"""The rules that there are, in the words of messages."""
+"""The library's rules, for messages."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShapeChange:
-    """An array of objects that is asked for in another shape than it has, which takes a rule.
+    """An array of objects that is requested in another shape than it has, which requires a rule.
 
     Attributes:
         key: the array.
@@ -50,7 +50,7 @@ def reshard_objects(
     Args:
         sources: all ranks' objects; the main replicas count. What no target asks for is ignored.
         targets: objects with or without data, which counts only where a rule drops the sources.
-        rules: by patterns of keys, in which ``*`` stands for one part between dots, ``**`` for any number of them; the
+        rules: by patterns of keys, in which ``*`` matches one part between dots, ``**`` any number of them; the
             first that fits a key counts.
 
     Returns:
@@ -64,7 +64,7 @@ def reshard_objects(
         TreeError: a pattern fits no key.
 
     Examples:
-        >>> from shardtree.layouts import redistribute_objects
+        >>> from shardtree.objects import redistribute_objects
         >>> seen = [ShardedObject("seen", [rank, rank + 10], (2,), (rank,)) for rank in range(2)]
         >>> targets = [ShardedObject("seen", None, (3,), (rank,)) for rank in range(3)]
         >>> [item.data for item in reshard_objects(seen, targets, {"seen": redistribute_objects})]
@@ -78,6 +78,7 @@ def reshard_objects(
         raise MetadataError(error_text(what, found=others[0], expected="sharded objects", fix=fix))
     chosen = rules_by_key("reshard_objects", rules or {}, (item.key for item in (*listed, *targets)))
     asked = {item.key for item in targets}
+    # Arrays that no target wants may be incomplete, or ambiguous.
     held = held_arrays(item for item in listed if item.key in asked)
     absent = sorted(asked.difference(held))
     if absent:
@@ -88,15 +89,15 @@ def reshard_objects(
 
 
 def rules_by_key(doing: str, rules: Mapping[str, ObjectRule], keys: Iterable[str]) -> dict[str, ObjectRule]:
-    """Return the rule of each key that a pattern fits.
+    """Return the rule of each key that a pattern matches.
 
     Args:
         doing: for the error.
         rules: by pattern.
-        keys: of all objects that there are.
+        keys: of all objects.
 
     Raises:
-        TreeError: a pattern is the first that fits for no key, a rule isn't a function, or there is no dict of them.
+        TreeError: no key has a pattern as the first that matches, a rule isn't a function, or `rules` isn't a dict.
 
     Examples:
         >>> list(rules_by_key("reshard_objects", {"rng.*": max}, ["rng.0", "loader"]))
@@ -113,10 +114,10 @@ def rules_by_key(doing: str, rules: Mapping[str, ObjectRule], keys: Iterable[str
 
 
 def reshaped_arrays(held: Mapping[str, HeldArrays], targets: Iterable[ShardedObject]) -> tuple[ShapeChange, ...]:
-    """Return the arrays that targets ask for in a shape that isn't there, each once.
+    """Return the arrays that targets request in a shape that the source lacks, each once.
 
     Args:
-        held: what is there; targets of other keys don't count.
+        held: the source's arrays; targets of other keys are ignored.
         targets: what is asked for.
 
     Examples:
@@ -131,14 +132,14 @@ def reshaped_arrays(held: Mapping[str, HeldArrays], targets: Iterable[ShardedObj
 
 
 def check_ruled(arrays: Iterable[ShapeChange], rules: Mapping[str, ObjectRule]) -> None:
-    """Raise unless there is a rule for each array that changes its shape, and it is clear from which to which.
+    """Raise unless there is a rule for each array that changes its shape, and both shapes are known.
 
     Args:
         arrays: those that change their shape.
         rules: by key.
 
     Raises:
-        IntegrityError: names each array for which that isn't so.
+        IntegrityError: names each other array.
 
     Examples:
         >>> check_ruled([ShapeChange("rng", ((1,),), (2,))], {"rng": max})
@@ -146,11 +147,11 @@ def check_ruled(arrays: Iterable[ShapeChange], rules: Mapping[str, ObjectRule]) 
     listed = list(arrays)
     lacking = [str(array) for array in listed if array.key not in rules]
     if lacking:
-        what, fix = "objects change their shape, and no rule says what becomes of them", f"Name a rule: {OBJECT_RULES}."
+        what, fix = "objects change their shape, and there is no rule for them", f"Name a rule: {OBJECT_RULES}."
         raise IntegrityError(error_text(what, offenders=lacking, fix=fix))
     unclear = [str(array) for array in listed if len(array.stored) > 1 or min(array.asked, default=0) < 0]
     if unclear:
-        what, fix = "objects change their shape, but it isn't clear from which to which", "Give one shape, all of it."
+        what, fix = "objects change their shape, but from which or to which is ambiguous", "Give one shape, all of it."
         raise IntegrityError(error_text(what, offenders=unclear, fix=fix))
 
 
@@ -160,7 +161,7 @@ def objects_by_rule(
     """Return targets with own copies of their data, by the rules of their keys where the shape changes.
 
     Args:
-        held: what is there, of each target's key something.
+        held: the source's arrays; each target's key has some.
         targets: what is asked for.
         rules: for each key that changes its shape, one.
 
@@ -178,14 +179,16 @@ def objects_by_rule(
     filled = []
     for item in targets:
         array = (item.key, item.global_shape)
+        # A rule runs once for each array, and not for each target: it may be slow, and fold with a user's function.
         if array not in values:
             values[array] = _values(held[item.key], *array, rules)
         value = values[array].get(item.global_offset, _MISSING)
         if value is _MISSING:
-            what, fix = f"objects {item.key!r}: nobody has the cell {item.global_offset}", "Pass all ranks' objects."
+            what, fix = f"objects {item.key!r}: no rank has the cell {item.global_offset}", "Pass all ranks' objects."
             raise IntegrityError(error_text(what, found=f"no main replica in shape {item.global_shape}", fix=fix))
-        told = f"the object {item.key!r} at {item.global_offset}"
-        filled.append(item if value is HOLE else replace(item, data=own_copy(value, told)))
+        name = f"the object {item.key!r} at {item.global_offset}"
+        # Copied for each target: replicas and a rule's repeated values would share mutable state.
+        filled.append(item if value is HOLE else replace(item, data=own_copy(value, name)))
     return filled
 
 
@@ -193,9 +196,9 @@ _MISSING = object()
 
 
 def _values(held: HeldArrays, key: str, shape: Shape, rules: Mapping[str, ObjectRule]) -> Mapping[Shape, Any]:
-    """Return the values of an array in a shape, by cell: as they are there, or by a rule."""
+    """Return the values of an array in a shape, by cell: the source's own, or a rule's."""
     same = held.shape_as(shape)
     if same is not None:
         return {cell: item.data for cell, item in held.mains.get(same, {}).items()}
     (source,) = held.all_shapes
-    return dict(zip(cells_of(shape), ruled(held.whole(key, source), rules[key], shape), strict=True))
+    return dict(zip(cells_of(shape), apply_rule(held.whole(key, source), rules[key], shape), strict=True))

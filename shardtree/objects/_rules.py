@@ -14,9 +14,9 @@ import torch
 
 from ..errors import IntegrityError, KeyMismatch, TreeError, UnsupportedValue, error_text, render_path
 from ..trees import HOLE, diff, join_data, value_at
-from ._array import ObjectArray, ObjectRule, Shape, cell_count, own_copy, ruled
+from ._array import ObjectArray, ObjectRule, Shape, apply_rule, cell_count, own_copy
 
-# Rules that treat a value as one thing: replicate it, drop it, or fold all of them to one.
+# Rules for whole values: replicate, drop, or fold them to one.
 
 
 def replicate_objects(array: ObjectArray, shape: Shape) -> Sequence[Any]:
@@ -27,7 +27,7 @@ def replicate_objects(array: ObjectArray, shape: Shape) -> Sequence[Any]:
         shape: of the target, in objects.
 
     Raises:
-        IntegrityError: the values aren't equal to the last bit; says where which cells differ from the first.
+        IntegrityError: the values aren't equal bit for bit; names the cells, and where they differ from the first.
 
     Examples:
         >>> replicate_objects(ObjectArray("seed", (2,), (7, 7)), (3,))
@@ -37,17 +37,18 @@ def replicate_objects(array: ObjectArray, shape: Shape) -> Sequence[Any]:
     differing = [line for position, value in enumerate(array.values) for line in _differing(array, position, value)]
     if differing:
         fix = "Say which one counts with replicate_cell, or use another rule."
-        what = f"replicate_objects: values that should be equal differ from that of {array.told(0)}"
+        what = f"replicate_objects: values that should be equal differ from that of {array.cell_text(0)}"
         raise IntegrityError(error_text(what, offenders=differing, fix=fix))
     return [first] * cell_count(shape)
 
 
 def _differing(array: ObjectArray, position: int, value: Any) -> Iterator[str]:
-    """Yield where a value isn't what the first one is."""
+    """Yield where a value differs from the first one."""
     found = diff(array.values[0], value)
     for path in (*found.only_left, *found.only_right, *found.mismatch):
         own, other = value_at(value, path), value_at(array.values[0], path)
-        yield f"{array.told(position)}: {render_path(path, 'value')} is {own}, not {other if own != other else 'equal'}"
+        difference = f"{own}, not {other if own != other else 'equal'}"
+        yield f"{array.cell_text(position)}: {render_path(path, 'value')} is {difference}"
 
 
 def replicate_cell(cell: tuple[int, ...]) -> ObjectRule:
@@ -76,7 +77,7 @@ def drop_objects(array: ObjectArray, shape: Shape) -> Sequence[Any]:
     """Return holes, so that targets keep what they hold: a rule.
 
     Args:
-        array: counts for nothing.
+        array: ignored.
         shape: of the target, in objects.
 
     Examples:
@@ -105,14 +106,16 @@ def fold_objects(function: Callable[[Any, Any], Any]) -> ObjectRule:
         raise TreeError(error_text("fold_objects: not a function", found=found, expected="a function", fix=fix))
 
     def fold(array: ObjectArray, shape: Shape) -> Sequence[Any]:
-        # A copy, for functions like operator.iadd, which change their first argument.
-        first = own_copy(array.values[0], array.told(0))
+        # Copied, since functions like operator.iadd change their first argument.
+        first = own_copy(array.values[0], array.cell_text(0))
+        # Every cell gets the whole fold, and not a share of it: for most state, as the largest step or the samples
+        # seen, that is what new ranks want. Dividing it again takes a rule of the user's.
         return [reduce(function, array.values[1:], first)] * cell_count(shape)
 
     return fold
 
 
-# Rules that join values along their first axis: everybody gets all, or it is dealt out again in order.
+# Rules that concatenate values along their first axis, for every cell, or redistributed in order.
 
 
 def concatenate_objects(array: ObjectArray, shape: Shape) -> Sequence[Any]:
@@ -130,13 +133,13 @@ def concatenate_objects(array: ObjectArray, shape: Shape) -> Sequence[Any]:
         >>> concatenate_objects(ObjectArray("seen", (2,), ([1, 2], [3])), (1,))
         [[1, 2, 3]]
     """
-    return [_joined("concatenate_objects", array)] * cell_count(shape)
+    return [_concatenate("concatenate_objects", array)] * cell_count(shape)
 
 
 def redistribute_objects(array: ObjectArray, shape: Shape) -> Sequence[Any]:
-    """Return all values joined along their first axis and dealt out again in order: a rule.
+    """Return all values joined along their first axis and redistributed in order: a rule.
 
-    Sizes are as even as can be: where they aren't equal, the first cells get one more.
+    Sizes are as even as possible: where they can't be equal, the first cells get one more.
 
     Args:
         array: its values are as for `concatenate_objects`.
@@ -149,23 +152,23 @@ def redistribute_objects(array: ObjectArray, shape: Shape) -> Sequence[Any]:
         >>> redistribute_objects(ObjectArray("buffer", (2,), ([1, 2, 3], [4, 5])), (3,))
         [[1, 2], [3, 4], [5]]
     """
-    joined = _joined("redistribute_objects", array)
+    joined = _concatenate("redistribute_objects", array)
     each, more = divmod(len(joined), cell_count(shape))
     sizes = (each + (position < more) for position in range(cell_count(shape)))
     bounds = pairwise(accumulate(sizes, initial=0))
     return [joined[start:stop] for start, stop in bounds]
 
 
-def _joined(doing: str, array: ObjectArray) -> Any:
+def _concatenate(doing: str, array: ObjectArray) -> Any:
     first = array.values[0]
     wrong = [
-        f"{array.told(position)}: {_kind(value)}"
+        f"{array.cell_text(position)}: {_kind(value)}"
         for position, value in enumerate(array.values)
         if _kind(value) != _kind(first)
     ]
     if wrong:
         what = f"{doing}: values of different kinds can't be joined"
-        raise UnsupportedValue(error_text(what, expected=f"{_kind(first)}, as {array.told(0)}", offenders=wrong))
+        raise UnsupportedValue(error_text(what, expected=f"{_kind(first)}, as {array.cell_text(0)}", offenders=wrong))
     join = _JOINS.get(type(first))
     if join is None or (isinstance(first, (torch.Tensor, np.ndarray)) and not first.ndim):
         expected = ", ".join(kind.__name__ for kind in _JOINS) + ", with at least one axis"
@@ -177,7 +180,7 @@ def _joined(doing: str, array: ObjectArray) -> Any:
 
 
 def _kind(value: Any) -> str:
-    """Return what values have to have in common to be joined."""
+    """Return what values must share to be concatenated."""
     name = type(value).__name__
     if not isinstance(value, (torch.Tensor, np.ndarray)):
         return name
@@ -196,7 +199,7 @@ _JOINS: dict[type, Callable[[Sequence[Any]], Any]] = {
 }
 
 
-# Rules for dicts, a rule for each field: a data loader's state, say.
+# Rules for dicts, one for each field, as for a data loader's state.
 
 
 def rules_by_field(rules: Mapping[Hashable, ObjectRule]) -> ObjectRule:
@@ -212,7 +215,7 @@ def rules_by_field(rules: Mapping[Hashable, ObjectRule]) -> ObjectRule:
 
     Examples:
         >>> import operator
-        >>> from shardtree.layouts import fold_objects, redistribute_objects
+        >>> from shardtree.objects import fold_objects, redistribute_objects
         >>> states = ({"consumed": 8, "buffer": [1, 2, 3]}, {"consumed": 9, "buffer": [4]})
         >>> rule = rules_by_field({"consumed": fold_objects(operator.add), "buffer": redistribute_objects})
         >>> rule(ObjectArray("loader", (2,), states), (2,))
@@ -229,7 +232,7 @@ def rules_by_field(rules: Mapping[Hashable, ObjectRule]) -> ObjectRule:
         first = array.values[0]
         columns = [_column(array, field, known[field], shape) for field in first]
         rows = zip(*columns, strict=True) if columns else [()] * cell_count(shape)
-        return [_filled(first, values) for values in rows]
+        return [_dict_like(first, values) for values in rows]
 
     return apply
 
@@ -244,20 +247,21 @@ def _items(rules: Any) -> Iterable[tuple[Hashable, Any]]:
 def _check_fields(array: ObjectArray, rules: Mapping[Hashable, ObjectRule]) -> None:
     for position, value in enumerate(array.values):
         if not isinstance(value, dict):
-            what, found = f"rules_by_field: {array.told(position)} isn't a dict", type(value).__name__
+            what, found = f"rules_by_field: {array.cell_text(position)} isn't a dict", type(value).__name__
             raise UnsupportedValue(error_text(what, found=found, fix="Give its key a rule for whole values."))
     first = array.values[0]
     wrong = [
-        f"{array.told(position)} {'has' if field in value else 'lacks'} {field!r}"
+        f"{array.cell_text(position)} {'has' if field in value else 'lacks'} {field!r}"
         for position, value in enumerate(array.values)
+        # In the dicts' order: a set's differs from process to process, and so would the error.
         for field in dict.fromkeys((*value, *first))
         if (field in value) != (field in first)
     ]
     if wrong:
-        what, fix = f"rules_by_field: dicts have other fields than {array.told(0)}", "Write a rule of your own."
+        what, fix = f"rules_by_field: dicts have other fields than {array.cell_text(0)}", "Write a rule of your own."
         raise TreeError(error_text(what, offenders=wrong, fix=fix))
     wrong = [f"no rule for the field {field!r}" for field in first if field not in rules]
-    wrong += [f"a rule for {field!r}, which isn't there" for field in rules if field not in first]
+    wrong += [f"a rule for {field!r}, which no value has" for field in rules if field not in first]
     if wrong:
         fix = "Give a rule for each field; drop_objects leaves one out."
         raise TreeError(error_text(f"rules_by_field: rules don't fit {array.key!r}", offenders=wrong, fix=fix))
@@ -266,11 +270,12 @@ def _check_fields(array: ObjectArray, rules: Mapping[Hashable, ObjectRule]) -> N
 def _column(array: ObjectArray, field: Hashable, rule: ObjectRule, shape: Shape) -> Sequence[Any]:
     """Return the values of one field, one for each cell of the target."""
     own = replace(array, key=f"{array.key}[{field!r}]", values=tuple(value[field] for value in array.values))
-    return ruled(own, rule, shape)
+    return apply_rule(own, rule, shape)
 
 
-def _filled(first: dict[Hashable, Any], values: Sequence[Any]) -> dict[Hashable, Any]:
+def _dict_like(first: dict[Hashable, Any], values: Sequence[Any]) -> dict[Hashable, Any]:
     """Return a dict of the same kind, with other values."""
+    # By copying, so that subclasses of dict keep their attributes, as a defaultdict its factory.
     new = copy(first)
     new.clear()
     new.update((field, value) for field, value in zip(first, values, strict=True) if value is not HOLE)

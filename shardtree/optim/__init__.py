@@ -1,27 +1,21 @@
-"""An optimizer's state dict as a sharded tree, and back: states lie as their parameters do.
+"""An optimizer's state dict as a sharded tree, and back: states are sharded as their parameters are.
 
-Nothing here changes what it is given. States bind to parameters by identity or by name, and are stored under the
-parameters' own keys, so that their order doesn't count.
+No function here changes its arguments. States belong to parameters by identity or name, and are stored under the
+parameters' keys, so that the order of parameters doesn't matter.
 """
 
-from ._abstract import abstract_optim_state as abstract_optim_state
-from ._abstract import abstract_optim_state_from_metadata as abstract_optim_state_from_metadata
-from ._convert import optim_state_by_id as optim_state_by_id
-from ._convert import optim_state_by_name as optim_state_by_name
-from ._convert import optim_state_to_sharding_state as optim_state_to_sharding_state
-from ._convert import regroup_optim_state as regroup_optim_state
-from ._convert import sharding_state_to_optim_state as sharding_state_to_optim_state
-from ._leaf import OptimizerRule as OptimizerRule
-from ._leaf import make_sharded_optimizer_tensor as make_sharded_optimizer_tensor
-from ._params import get_param_id_to_name_map as get_param_id_to_name_map
-from ._params import get_param_id_to_sharded_param_map as get_param_id_to_sharded_param_map
-from ._params import sharded_params_by_name as sharded_params_by_name
-from ._per_parameter import per_parameter as per_parameter
-from ._rules import adafactor_rules as adafactor_rules
-from ._rules import block_scales as block_scales
-from ._rules import one_per_parameter as one_per_parameter
-from ._rules import one_per_shard as one_per_shard
-from ._rules import reduced_axis as reduced_axis
+from ._abstract import abstract_optim_state, abstract_optim_state_from_metadata
+from ._convert import (
+    optim_state_by_id,
+    optim_state_by_name,
+    optim_state_to_sharding_state,
+    regroup_optim_state,
+    sharding_state_to_optim_state,
+)
+from ._leaf import OptimizerRule, make_sharded_optimizer_tensor
+from ._params import get_param_id_to_name_map, get_param_id_to_sharded_param_map, sharded_params_by_name
+from ._per_parameter import per_parameter
+from ._rules import adafactor_rules, block_scales, one_per_parameter, one_per_shard, reduced_axis
 
 __all__ = [
     "OptimizerRule",

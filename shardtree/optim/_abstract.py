@@ -1,4 +1,4 @@
-"""What an optimizer without states asks a checkpoint for: sharded states without data."""
+"""Targets for an optimizer that has no states yet: sharded states without data."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def abstract_optim_state(
     *,
     rules: OptimizerRules | None = None,
 ) -> ShardedStateDict:
-    """Return the tree that an optimizer without states asks a checkpoint for, told what states each parameter has.
+    """Return the tree with which an optimizer without states loads a checkpoint, from a template of its states.
 
     Args:
-        optim_state_dict: of the fresh optimizer, for its groups; its states don't count.
+        optim_state_dict: of the fresh optimizer, for its groups; its states are ignored.
         id_to_sharded_param_map: as `optim_state_to_sharding_state` takes it.
         template: by state key a dtype, for a tensor shaped like the parameter; a tensor without axes or a Python
-            value, for what each parameter has once; or a function from a sharded parameter to a tensor (on the meta
-            device, say), for other shapes, which have a rule.
+            value, for what exists once for each parameter; or a function from a sharded parameter to a tensor (on the
+            meta device, say), for other shapes, which have a rule.
         rules: as `optim_state_to_sharding_state` takes them.
 
     Raises:
@@ -54,8 +54,10 @@ def abstract_optim_state(
     names = members(groups_of(doing, optim_state_dict["param_groups"]))
     check_known(doing, names, id_to_sharded_param_map)
     states = {
-        name: {key: _example(id_to_sharded_param_map[name], value) for key, value in template.items()} for name in names
+        name: {key: _template_state(id_to_sharded_param_map[name], value) for key, value in template.items()}
+        for name in names
     }
+    # Built with examples and emptied afterwards: targets then have the structure of a save, whatever rules do.
     full = {**optim_state_dict, "state": states}
     tree = optim_state_to_sharding_state(full, id_to_sharded_param_map, rules=rules)
     return {**tree, "state": map_shards(_without_data, tree["state"])}
@@ -70,14 +72,14 @@ def abstract_optim_state_from_metadata(
     rules: OptimizerRules | None = None,
     missing: Literal["refuse", "leave_out"] = "refuse",
 ) -> ShardedStateDict:
-    """Return the tree that an optimizer without states asks a checkpoint for, told by the checkpoint's metadata.
+    """Return the tree with which an optimizer without states loads a checkpoint, from the checkpoint's metadata.
 
     Args:
-        optim_state_dict: of the fresh optimizer, for its groups; its states don't count.
+        optim_state_dict: of the fresh optimizer, for its groups; its states are ignored.
         id_to_sharded_param_map: as `optim_state_to_sharding_state` takes it.
         metadata: what is stored: ``load_sharded_metadata(dir)``; or ``load_tensors_metadata(dir)``, where no state is
-            a Python value. A parameter without axes has moments that are stored as its numbers are; where it is
-            held as a flat range or in a stack, only a template tells them apart.
+            a Python value. Moments of a parameter without axes are stored like its numbers; where it is held as a
+            flat range or in a stack, only a template distinguishes them.
         exclude_keys: state keys that aren't asked for. One text is one key.
         rules: as `optim_state_to_sharding_state` takes them. They get a stored tensor as a whole ShardedTensor
             without data, a stored value as a ShardedObject.
@@ -106,31 +108,32 @@ def abstract_optim_state_from_metadata(
     stored = _by_param(metadata, excluded(doing, exclude_keys))
     check_known(doing, members(groups), id_to_sharded_param_map)
     params = {name: id_to_sharded_param_map[name] for name in members(groups)}
-    found = {name: kinds for name, param in params.items() if (kinds := _found(param, stored))}
+    found = {name: kinds for name, param in params.items() if (kinds := _stored_kinds(param, stored))}
     lost = [repr(name) for name in dict.fromkeys(members(groups)) if name not in found]
     if lost and missing != "leave_out":
         fix = "Rename what is stored or the parameters; or pass missing='leave_out', and they start without states."
         raise TreeError(error_text(f"{doing}: parameters of which no state is stored", offenders=lost, fix=fix))
+    # All offenders before the first leaf is made, so that one error names them.
     _check_kinds(doing, params, found, rules)
     state = {
-        name: {key: _asked(params[name], key, kinds, rules) for key, kinds in own.items()}
+        name: {key: _target_leaf(params[name], key, kinds, rules) for key, kinds in own.items()}
         for name, own in found.items()
     }
     named = are_names(doing, groups, {})
-    grouped = _grouped(doing, params, found, metadata) if named else params
+    grouped = _with_stored_group(doing, params, found, metadata) if named else params
     tree = {**optim_state_dict, "state": map_shards(_without_data, state)}
     return {**tree, **stored_groups(groups, grouped, named=named)}
 
 
-def _example(param: ShardedParam, value: Any) -> Any:
-    """Return a state such as the template tells, without memory where it has the parameter's shape."""
+def _template_state(param: ShardedParam, value: Any) -> Any:
+    """Return a state as the template describes it, on the meta device where it has the parameter's shape."""
     if isinstance(value, torch.dtype):
         return torch.empty(moment_shape(param) or (), dtype=value, device="meta")
     return value(param) if callable(value) else value
 
 
 def _by_param(metadata: Metadata, left_out: set[str]) -> _Stored:
-    """Return what is stored of states, by parameters' keys; a state's own key has no dots."""
+    """Return the stored states by parameter key. A state's own key has no dots, so the first dot ends it."""
     found: dict[str, dict[str, ShardedTensor | ShardedObject]] = {}
     for leaf in metadata.values():
         state_key, _, key = leaf.key.removeprefix(f"{PREFIX}.").partition(".")
@@ -139,25 +142,25 @@ def _by_param(metadata: Metadata, left_out: set[str]) -> _Stored:
     return found
 
 
-_Kinds = list[tuple[ShardedTensor, ShardedTensor | ShardedObject]]  # what a parameter is stored as, and its state
+_Kinds = list[tuple[ShardedTensor, ShardedTensor | ShardedObject]]  # a parameter's stored shard, and its state
 
 
-def _found(param: ShardedParam, stored: _Stored) -> dict[str, _Kinds]:
-    """Return what is stored of a parameter's states, beside the shards that the parameter itself is stored as."""
+def _stored_kinds(param: ShardedParam, stored: _Stored) -> dict[str, _Kinds]:
+    """Return the stored states of a parameter, each with the shard that the parameter itself is stored as."""
     found: dict[str, _Kinds] = {}
     shards = built_shards(param)
     for shard in shards:
         for state_key, leaf in stored.get(shard.key, {}).items():
             found.setdefault(state_key, []).append((shard, leaf))
-    if not shards:  # this rank has nothing of what is stored, as of a padded vocabulary
-        found = {state_key: [(_like(leaf), leaf)] for state_key, leaf in stored.get(param.key, {}).items()}
+    if not shards:  # this rank stores nothing of the parameter, as with only the padding of a vocabulary
+        found = {state_key: [(_shard_for(leaf), leaf)] for state_key, leaf in stored.get(param.key, {}).items()}
     return found
 
 
-def _grouped(
+def _with_stored_group(
     doing: str, params: Mapping[Any, ShardedParam], found: Mapping[Any, Any], metadata: Metadata
 ) -> dict[Any, ShardedParam]:
-    """Return the named parameters of which it is stored in which group they were: all but new ones."""
+    """Return the named parameters whose group is stored: all but new ones."""
     stored = {leaf.key for leaf in metadata.values() if leaf.key.startswith(f"{GROUP_PREFIX}.")}
     keys = {name: {f"{GROUP_PREFIX}.{shard.key}" for shard in built_shards(one)} for name, one in params.items()}
     grouped = {name: param for name, param in params.items() if keys[name] <= stored}
@@ -168,8 +171,8 @@ def _grouped(
     return grouped
 
 
-def _like(leaf: ShardedTensor | ShardedObject) -> ShardedTensor:
-    """Return a shard such as a parameter's that has this state: of the same shape, if it isn't a number."""
+def _shard_for(leaf: ShardedTensor | ShardedObject) -> ShardedTensor:
+    """Return a shard like that of the state's parameter: of the same shape, if the state isn't a number."""
     if isinstance(leaf, ShardedTensor) and leaf.global_shape:
         return leaf
     return ShardedTensor(leaf.key, None, torch.uint8, (0,), (1,), (0,), None)
@@ -192,14 +195,14 @@ def _check_kinds(
 
 
 def _problem(param: ShardedParam, shard: ShardedTensor, leaf: ShardedTensor | ShardedObject) -> str | None:
-    """Return why what is stored doesn't tell how a state lies, in words; None where it does."""
+    """Return why a stored state's sharding can't be derived from its parameter's; None where it can."""
     if not isinstance(leaf, ShardedTensor):
         return None
     kinds = [_is_moment(shard, leaf), _is_scalar(shard, leaf)]
     if not any(kinds):
         return f"{leaf.global_shape} stored, its parameter {shard.global_shape}"
     if all(kinds) and moment_shape(param) != ():
-        return f"{leaf.global_shape} stored, which may be a moment or a number: `abstract_optim_state` is told which"
+        return f"{leaf.global_shape} stored, which may be a moment or a number: use `abstract_optim_state`"
     return None
 
 
@@ -212,7 +215,7 @@ def _is_scalar(shard: ShardedTensor, leaf: ShardedTensor) -> bool:
     return leaf.global_shape == shard.global_shape[: shard.prepend_axis_num]
 
 
-def _asked(param: ShardedParam, state_key: str, kinds: _Kinds, rules: OptimizerRules | None) -> Any:
+def _target_leaf(param: ShardedParam, state_key: str, kinds: _Kinds, rules: OptimizerRules | None) -> Any:
     """Return the leaf that asks for a stored state."""
     shard, leaf = kinds[0]
     if rule_of(rules, param, state_key) is not None:
@@ -229,7 +232,7 @@ def _asked(param: ShardedParam, state_key: str, kinds: _Kinds, rules: OptimizerR
 
 
 def _without_data(leaf: Any) -> Any:
-    """Return a leaf without data; a factory keeps a tensor without memory, which tells it what to build."""
+    """Return a leaf without data; a factory keeps a meta tensor, from whose shape it builds."""
     if isinstance(leaf, (ShardedTensor, ShardedObject)):
         return leaf.without_data()
     if isinstance(leaf, ShardedTensorFactory) and isinstance(leaf.data, torch.Tensor) and not leaf.data.is_meta:

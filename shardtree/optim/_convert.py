@@ -1,4 +1,4 @@
-"""An optimizer's state dict as a sharded tree and back, by the ids or the names of parameters."""
+"""Conversions of an optimizer's state dict: to a sharded tree and back, and between ids and names of parameters."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ._state_dict import (
     states_of,
 )
 
-# An optimizer's state dict as a sharded tree, by the ids or the names of parameters.
+# To a sharded tree.
 
 
 def optim_state_to_sharding_state(
@@ -33,17 +33,17 @@ def optim_state_to_sharding_state(
     *,
     rules: OptimizerRules | None = None,
 ) -> ShardedStateDict:
-    """Return an optimizer's state dict as a sharded tree: states lie as their parameters do. Nothing is changed.
+    """Return an optimizer's state dict as a sharded tree: states are sharded as their parameters. Nothing is changed.
 
     - A tensor of its parameter's shape becomes the parameter's shard, or its factory, with that tensor as data, under
       the key ``optimizer.state.<state key>.<parameter's key>``.
     - A number (a tensor without axes, an int, None) is stored once for each parameter: the main replica is that of
       the one rank that has the parameter's first element. It comes back as what it was.
     - Anything else needs a rule.
-    - Hyperparameters of groups stay plain values. Which parameters a group has isn't stored where these are numbered:
-      then group i gets the hyperparameters of the stored group i. Named parameters keep their own: each tells which
-      group it was in, under ``optimizer.param_group.<parameter's key>``; see `sharding_state_to_optim_state`. All
-      ranks have the same groups, also those of which they have no parameters.
+    - Hyperparameters of groups stay plain values. With numbered parameters, a group's members aren't stored, and group
+      i gets the hyperparameters of the stored group i. Named parameters keep their own: the number of each one's
+      group is stored under ``optimizer.param_group.<parameter's key>``; see `sharding_state_to_optim_state`. All
+      ranks have the same groups, even those of which they have no parameters.
 
     Args:
         optim_state_dict: what ``optimizer.state_dict()`` gives, or the same by names (`optim_state_by_name`, or torch's
@@ -52,7 +52,7 @@ def optim_state_to_sharding_state(
             (`sharded_params_by_name`). May have more than the optimizer.
         exclude_keys: state keys that are left out. One text is one key.
         rules: for states of other shapes, by patterns of state keys, or of ``<state key>.<parameter's key>`` (``*``
-            stands for one part between dots, ``**`` for any number); the first that fits counts, also for states
+            matches one part between dots, ``**`` any number); the first that matches counts, also for states
             that would need none.
 
     Returns:
@@ -78,7 +78,7 @@ def optim_state_to_sharding_state(
         megatron.core.dist_checkpointing.optimizer, megatron-core 0.16.1, which changes its argument.
     """
     doing = "optim_state_to_sharding_state"
-    states = _kept(states_of(doing, optim_state_dict), excluded(doing, exclude_keys))
+    states = _without_keys(states_of(doing, optim_state_dict), excluded(doing, exclude_keys))
     groups = groups_of(doing, optim_state_dict["param_groups"])
     check_rules(doing, rules)
     named = are_names(doing, groups, states)
@@ -92,7 +92,7 @@ def optim_state_to_sharding_state(
     return {**optim_state_dict, "state": state, **stored_groups(groups, id_to_sharded_param_map, named=named)}
 
 
-def _kept(states: States, left_out: set[Any]) -> States:
+def _without_keys(states: States, left_out: set[Any]) -> States:
     return {name: {key: value for key, value in own.items() if key not in left_out} for name, own in states.items()}
 
 
@@ -118,7 +118,7 @@ def check_known(doing: str, names: Sequence[ParamId], params: Mapping[Any, Shard
 
 
 def _check_keys(doing: str, states: States, params: Mapping[Any, ShardedParam]) -> None:
-    """Raise where a stored key couldn't be told from that of another state of another parameter."""
+    """Raise where a stored key would be ambiguous: a dot in a state key could begin another parameter's key."""
     wrong = [
         state_place(name, params[name], key)
         for name, own in states.items()
@@ -143,14 +143,14 @@ def _check_shapes(doing: str, states: States, params: Mapping[Any, ShardedParam]
         raise TreeError(error_text(what, offenders=problems, fix=RULES_FIX))
 
 
-# The way back: a loaded tree as what an optimizer's `load_state_dict` takes.
+# Back to an optimizer's state dict.
 
 
 def sharding_state_to_optim_state(loaded: StateDict, *, hyperparameters: Hyperparameters = "stored") -> StateDict:
-    """Return what was loaded for a sharded optimizer state, as what `load_state_dict` takes. Nothing is changed.
+    """Return a loaded sharded optimizer state in the form that `load_state_dict` takes. Nothing is changed.
 
-    By ids this only checks: group i has the hyperparameters of the stored group i, whoever is in it. By names, groups
-    are the optimizer's own, in its order, each with the hyperparameters that its parameters had, wherever they were.
+    By ids this only checks: group i has the hyperparameters of the stored group i, whatever its members. By names,
+    groups are the optimizer's own, in its order, each with the hyperparameters that its parameters had when saved.
 
     Args:
         loaded: what `load` gave for a tree of `optim_state_to_sharding_state` or `abstract_optim_state`.
@@ -162,7 +162,7 @@ def sharding_state_to_optim_state(loaded: StateDict, *, hyperparameters: Hyperpa
 
     Raises:
         TreeError: parameters that are one group now had different hyperparameters; a state is of no group's
-            parameter; parts are missing; the optimizer's own are asked for by ids. Names each.
+            parameter; parts are missing; the optimizer's own are requested by ids. Names each.
 
     Examples:
         >>> import torch, shardtree as st
@@ -178,14 +178,16 @@ def sharding_state_to_optim_state(loaded: StateDict, *, hyperparameters: Hyperpa
     """
     doing = "sharding_state_to_optim_state"
     states = states_of(doing, {"state": {}, **loaded} if isinstance(loaded, Mapping) else loaded)
+    # Only a tree by names has the optimizer's own groups.
     if "own_param_groups" in loaded:
         own = groups_of(doing, loaded["own_param_groups"])
         groups = arranged_groups(doing, loaded["param_groups"], loaded.get("param_group_of", {}), own, hyperparameters)
     else:
         check_which(doing, hyperparameters)
+        # Ids are positions in groups, so the stored groups are all that there is.
         if hyperparameters == "own":
             fix = "Save and load by names, or put those of `optimizer.state_dict()` into the groups that you get."
-            raise TreeError(error_text(f"{doing}: by ids nothing tells the optimizer's own hyperparameters", fix=fix))
+            raise TreeError(error_text(f"{doing}: by ids the optimizer's own hyperparameters aren't known", fix=fix))
         groups = [dict(group) for group in groups_of(doing, loaded["param_groups"])]
     _check_members(doing, states, groups)
     rest = {key: value for key, value in loaded.items() if key not in {"param_group_of", "own_param_groups"}}
@@ -224,13 +226,13 @@ def regroup_optim_state(
 
 
 def _check_members(doing: str, states: States, groups: Sequence[Group]) -> None:
-    strangers = [repr(name) for name in states if name not in set(members(groups))]
-    if strangers:
+    unknown = [repr(name) for name in states if name not in set(members(groups))]
+    if unknown:
         fix = f"Leave these states out, or give the groups that have these parameters in {MEMBERS[0]!r}."
-        raise TreeError(error_text(f"{doing}: states of parameters that no group has", offenders=strangers, fix=fix))
+        raise TreeError(error_text(f"{doing}: states of parameters that no group has", offenders=unknown, fix=fix))
 
 
-# A state dict by ids as one by names, and back.
+# Between ids and names.
 
 _MAP = "{id: name}"
 
@@ -277,12 +279,14 @@ def optim_state_by_id(optim_state_dict: StateDict, id_to_name: Mapping[int, str]
     doing = "optim_state_by_id"
     check_dict(doing, "id_to_name", id_to_name, _MAP, str)
     ids = {name: number for number, name in id_to_name.items()}
+    # torch's `load_state_dict` ignores the ids and goes by order, so an order that differs would mix up states
+    # silently.
     numbered = _relabelled(doing, optim_state_dict, ids, named=True)
     found = members(numbered["param_groups"])
     if found != sorted(id_to_name):
         wrong = [
-            f"place {place}: {_told(id_to_name, here)}, expected {_told(id_to_name, should)}"
-            for place, (here, should) in enumerate(_beside(found, sorted(id_to_name)))
+            f"place {place}: {_name_text(id_to_name, here)}, expected {_name_text(id_to_name, should)}"
+            for place, (here, should) in enumerate(_zip_longest(found, sorted(id_to_name)))
             if here != should
         ]
         what = f"{doing}: the optimizer has its parameters in another order, and torch goes by order"
@@ -290,12 +294,12 @@ def optim_state_by_id(optim_state_dict: StateDict, id_to_name: Mapping[int, str]
     return numbered
 
 
-def _beside(left: list[Any], right: list[Any]) -> list[tuple[Any, Any]]:
+def _zip_longest(left: list[Any], right: list[Any]) -> list[tuple[Any, Any]]:
     most = max(len(left), len(right))
     return list(zip(*(side + [None] * (most - len(side)) for side in (left, right)), strict=True))
 
 
-def _told(id_to_name: Mapping[int, str], number: int | None) -> str:
+def _name_text(id_to_name: Mapping[int, str], number: int | None) -> str:
     return "nothing" if number is None else repr(id_to_name[number])
 
 
@@ -312,7 +316,7 @@ def _relabelled(doing: str, optim_state_dict: StateDict, labels: Mapping[Any, An
     wrong += [f"{one!r} would be several" for one in dict.fromkeys(new) if new.count(one) > 1]
     if wrong:
         fix = "Make the map with `get_param_id_to_name_map` from this optimizer and its model."
-        raise TreeError(error_text(f"{doing}: parameters that can't be told apart", offenders=wrong, fix=fix))
+        raise TreeError(error_text(f"{doing}: parameters that can't be distinguished", offenders=wrong, fix=fix))
     relabelled = [{**group, "params": [labels[label] for label in group["params"]]} for group in groups]
     state = {labels[label]: own for label, own in states.items()}
     return {**optim_state_dict, "state": state, "param_groups": relabelled}

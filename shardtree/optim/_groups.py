@@ -1,4 +1,4 @@
-"""Parameter groups: hyperparameters as they are stored, and put together again for an optimizer's own groups."""
+"""Parameter groups: their stored form, and the stored hyperparameters arranged by an optimizer's own groups."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ._state_dict import Group, ShardedParam, members
 
 Hyperparameters: TypeAlias = Literal["stored", "own"]
 
-MEMBERS = ("params", "param_names")  # which parameters a group has on this rank: others may have others
+MEMBERS = ("params", "param_names")  # members aren't stored: with pipelines or ZeRO each rank has others
 GROUP_PREFIX = "optimizer.param_group"
 
 
 def numbered_groups(groups: Sequence[Group]) -> dict[str, Any]:
-    """Return groups of ids as they are stored: hyperparameters by the group's position, members on this rank alone."""
+    """Return the stored form of groups of ids: hyperparameters by the group's position; members stay on the rank."""
     local = [
         {key: LocalNonpersistentObject(value) if key in MEMBERS else value for key, value in group.items()}
         for group in groups
@@ -27,13 +27,14 @@ def numbered_groups(groups: Sequence[Group]) -> dict[str, Any]:
 
 
 def stored_groups(groups: Sequence[Group], params: Mapping[Any, ShardedParam], *, named: bool) -> dict[str, Any]:
-    """Return groups as they are stored; where a rank has no parameters, nothing tells whether others' are named."""
+    """Return the stored form of groups."""
+    # Without parameters a rank can't know whether the other ranks' are named, so its form fits both.
     if not members(groups):
-        return _hyperparameters_alone(groups)
+        return _without_members(groups)
     return named_groups(groups, params) if named else numbered_groups(groups)
 
 
-def _hyperparameters_alone(groups: Sequence[Group]) -> dict[str, Any]:
+def _without_members(groups: Sequence[Group]) -> dict[str, Any]:
     return {
         "param_groups": [hyperparameters(group) for group in groups],
         "own_param_groups": LocalNonpersistentObject(groups),
@@ -41,9 +42,9 @@ def _hyperparameters_alone(groups: Sequence[Group]) -> dict[str, Any]:
 
 
 def named_groups(groups: Sequence[Group], params: Mapping[Any, ShardedParam]) -> dict[str, Any]:
-    """Return groups of names as they are stored: hyperparameters, and for each parameter which of them are its own.
+    """Return the stored form of groups of names: hyperparameters, and each parameter's group number.
 
-    Of parameters that aren't among `params` nothing is stored, so that nothing is asked for.
+    For parameters that aren't among `params`, no group number is stored or requested.
     """
     of = {
         name: per_parameter(params[name], GROUP_PREFIX, number)
@@ -51,11 +52,11 @@ def named_groups(groups: Sequence[Group], params: Mapping[Any, ShardedParam]) ->
         for name in group["params"]
         if name in params
     }
-    return {**_hyperparameters_alone(groups), "param_group_of": of}
+    return {**_without_members(groups), "param_group_of": of}
 
 
 def hyperparameters(group: Group) -> dict[str, Any]:
-    """Return what a group has beside its members."""
+    """Return what a group has besides its members."""
     return {key: value for key, value in group.items() if key not in MEMBERS}
 
 
@@ -70,7 +71,7 @@ def arranged_groups(
 
     Args:
         doing: for the error.
-        stored: groups; their members don't count.
+        stored: groups; their members are ignored.
         group_of: the number of each parameter's stored group.
         own: the optimizer's groups, of names.
         which: "own" keeps the optimizer's hyperparameters. A group without members keeps them too, unless the groups
@@ -91,12 +92,16 @@ def arranged_groups(
         what = f"{doing}: parameters of one group had different hyperparameters when they were stored"
         fix = "Pass hyperparameters='own' to keep the optimizer's, or group the parameters as they were."
         raise TreeError(error_text(what, offenders=conflicts, fix=fix))
-    alike = len(own) == len(stored) and all(_is_from(number, group, group_of) for number, group in enumerate(own))
-    return [_filled(group, stored, group_of, number if alike else None) for number, group in enumerate(own)]
+    # A group without members on this rank can't be matched by them; by position it can, where all others are in place.
+    same_groups = len(own) == len(stored) and all(_is_from(number, group, group_of) for number, group in enumerate(own))
+    return [
+        _with_hyperparameters(group, stored, group_of, number if same_groups else None)
+        for number, group in enumerate(own)
+    ]
 
 
 def check_which(doing: str, which: object) -> None:
-    """Raise unless this says whose hyperparameters count.
+    """Raise unless this is a valid choice of hyperparameters.
 
     Raises:
         TreeError: it doesn't.
@@ -112,7 +117,9 @@ def _is_from(number: int, group: Group, group_of: Mapping[Any, int]) -> bool:
     return all(group_of[name] == number for name in group["params"])
 
 
-def _filled(group: Group, stored: Sequence[Group], group_of: Mapping[Any, int], place: int | None) -> dict[str, Any]:
+def _with_hyperparameters(
+    group: Group, stored: Sequence[Group], group_of: Mapping[Any, int], place: int | None
+) -> dict[str, Any]:
     number = group_of[group["params"][0]] if group["params"] else place
     if number is None:
         return dict(group)
@@ -121,7 +128,7 @@ def _filled(group: Group, stored: Sequence[Group], group_of: Mapping[Any, int], 
 
 
 def _conflicts(number: int, group: Group, stored: Sequence[Group], group_of: Mapping[Any, int]) -> list[str]:
-    """Return, for each hyperparameter of a group on which its parameters differ, two that do."""
+    """Return, for each hyperparameter in which a group's parameters differ, two that do."""
     names = {group_of[name]: name for name in reversed(group["params"])}
     lines: list[str] = []
     first: int | None = None

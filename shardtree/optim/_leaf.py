@@ -1,4 +1,4 @@
-"""What becomes of one state of one parameter: a moment, a number, an object, what a rule says, or a reason why not."""
+"""One state of one parameter as a leaf: a moment, a number, an object, or a rule's result; or why it can't be one."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ..trees import call_at, leaves_with_paths, match_key
 from ._per_parameter import per_parameter
 from ._state_dict import ParamId, ShardedParam, check_param
 
-# States of a parameter's own shape: they lie as the parameter does, and are stored as it is.
+# Moments: states of the parameter's shape, sharded as the parameter is.
 
 PREFIX = "optimizer.state"
 
 
 def make_sharded_optimizer_tensor(model_param: ShardedParam, optim_param: torch.Tensor, prefix: str) -> ShardedParam:
-    """Return a parameter's shard or factory with a moment in its place, under the parameter's key with a prefix.
+    """Return a parameter's shard or factory with a moment as data, under the parameter's key with a prefix.
 
     Args:
         model_param: the parameter's shard or factory.
@@ -56,7 +56,7 @@ def make_sharded_optimizer_tensor(model_param: ShardedParam, optim_param: torch.
 
 
 def moment(param: ShardedParam, data: torch.Tensor, prefix: str) -> ShardedParam:
-    """Return a parameter's shard or factory with other data, where it is known that they fit."""
+    """Return a parameter's shard or factory with other data, which the caller has checked."""
     if isinstance(param, ShardedTensorFactory):
         return replace(param, key=f"{prefix}.{param.key}", data=data)
     return replace(param, key=f"{prefix}.{param.key}", data=data, dtype=data.dtype)
@@ -77,7 +77,7 @@ metadata, a whole ShardedTensor without data, where a target is made for a check
 OptimizerRules: TypeAlias = Mapping[str, OptimizerRule]
 
 RULES_FIX = (
-    "Say how such a state lies: rules={'<state key>': rule}, with `reduced_axis` (factored second moments), "
+    "Say how such a state is sharded: rules={'<state key>': rule}, with `reduced_axis` (factored second moments), "
     "`block_scales` (8-bit states), `one_per_parameter`, `one_per_shard` or a function of your own; or leave it out "
     "with exclude_keys. States that aren't of one parameter, such as those of LBFGS, can't be sharded by parameter."
 )
@@ -102,6 +102,7 @@ def check_rules(doing: str, rules: OptimizerRules | None) -> None:
 
 def rule_of(rules: OptimizerRules | None, param: ShardedParam, state_key: str) -> OptimizerRule | None:
     """Return the first rule whose pattern fits a state key, or the state key, a dot and the parameter's key."""
+    # With the parameter's key, so that a rule can be for some parameters only.
     names = (state_key, f"{state_key}.{param.key}")
     for pattern, rule in (rules or {}).items():
         if any(match_key(pattern, name) is not None for name in names):
@@ -110,7 +111,7 @@ def rule_of(rules: OptimizerRules | None, param: ShardedParam, state_key: str) -
 
 
 def state_place(name: ParamId, param: ShardedParam, state_key: object) -> str:
-    """Return which state of which parameter it is, in words.
+    """Return a text that names a state and its parameter.
 
     Examples:
         >>> from shardtree.mapping import ShardedTensor
@@ -121,7 +122,7 @@ def state_place(name: ParamId, param: ShardedParam, state_key: object) -> str:
 
 
 def problem_of(name: ParamId, param: ShardedParam, state_key: str, value: Any) -> str | None:
-    """Return why a state can't be sharded as its parameter is, in words; None where it can."""
+    """Return why a state can't be sharded as its parameter is; None where it can."""
     at = state_place(name, param, state_key)
     if not isinstance(value, torch.Tensor):
         inside = [leaf for _, leaf in leaves_with_paths([value])]
@@ -129,6 +130,7 @@ def problem_of(name: ParamId, param: ShardedParam, state_key: str, value: Any) -
         if isinstance(value, (list, tuple, dict)) and any(isinstance(leaf, kinds) for leaf in inside):
             return f"{at}: tensors in a {type(value).__name__}"
         return None
+    # Recognised by an attribute: importing DTensor would load torch.distributed.
     if hasattr(value, "placements"):
         return f"{at}: a DTensor; use `from_dtensors` of shardtree.interop.dtensor"
     if shapeless := without_shape(value):
@@ -139,7 +141,7 @@ def problem_of(name: ParamId, param: ShardedParam, state_key: str, value: Any) -
 
 
 def state_leaf(param: ShardedParam, state_key: str, value: Any, rules: OptimizerRules | None) -> Any:
-    """Return the leaf of a state that has no problem, or what its rule says."""
+    """Return the leaf of a state for which `problem_of` found nothing, or its rule's result."""
     rule, prefix = rule_of(rules, param, state_key), f"{PREFIX}.{state_key}"
     if rule is not None:
         return call_at(("state", param.key, state_key), rule, param, state_key, value)

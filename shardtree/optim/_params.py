@@ -1,4 +1,4 @@
-"""Which sharded parameter belongs to which id or name of an optimizer: told by identity, never by order or shape."""
+"""The sharded parameter of each id or name of an optimizer: found by identity, never by order or shape."""
 
 from __future__ import annotations
 
@@ -50,9 +50,11 @@ def get_param_id_to_sharded_param_map(
     numbers = _numbers(params)
     leaves = [leaf for _, leaf in leaves_with_paths(model_sharded_state_dict) if _is_param(leaf)]
     found: dict[int, ShardedParam] = {}
+    # By key and not by position: ranks' dicts may have other orders, and all must choose the same of tied parameters.
     for leaf in sorted(leaves, key=lambda leaf: leaf.key):
         if id(leaf.data) in numbers:
             found.setdefault(numbers[id(leaf.data)], leaf)
+    # Megatron-Core only warns here, and then fails on the first state, far from the cause: detached data.
     if params and not found:
         what = f"{doing}: no shard's data is a parameter of the optimizer"
         counts = f"{len(leaves)} shards", f"the data of some to be one of {len(params)} parameters"
@@ -145,6 +147,7 @@ def _numbers(params: Iterable[torch.Tensor]) -> dict[int, int]:
 def _listed(doing: str, optim_params_iter: Any) -> list[torch.Tensor]:
     """Return an optimizer's parameters in its order."""
     groups = getattr(optim_params_iter, "param_groups", None)
+    # Ids are positions in the optimizer's groups. `model.parameters()` has that order only with a single group.
     given = optim_params_iter if groups is None else [param for group in groups for param in group["params"]]
     many = isinstance(given, Iterable) and not isinstance(given, (torch.Tensor, str))
     params = list(given) if many else []
@@ -153,7 +156,7 @@ def _listed(doing: str, optim_params_iter: Any) -> list[torch.Tensor]:
     if wrong:
         fix = "Pass the optimizer, or the parameters in its order."
         raise TreeError(error_text(f"{doing}: not an optimizer's parameters", offenders=wrong, fix=fix))
-    # Told by an attribute: importing the class would load torch.distributed.
+    # Recognised by an attribute: importing the class would load torch.distributed.
     cut = [f"item {place}: {tuple(param.shape)}" for place, param in enumerate(params) if hasattr(param, "placements")]
     if cut:
         fix = "Use `from_dtensors` of shardtree.interop.dtensor on the optimizer's state: DTensors know their layout."

@@ -1,4 +1,4 @@
-"""What there is once of each parameter: numbers such as Adam's `step`, and tensors that all its shards share."""
+"""Values that exist once for each parameter: numbers such as Adam's `step`, and tensors that all its shards share."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from ..mapping import ReplicaId, ShardedObject, ShardedTensor, ShardedTensorFact
 from ..trees import apply_factories, diff, leaves_with_paths
 from ._state_dict import ShardedParam, check_param
 
-# Which shard of a tensor has its first element: the one place for what there is once of a parameter.
+# The shard with the parameter's first element holds the main replica of such values.
 
 
 def first_element(shard: ShardedTensor) -> int:
-    """Return the number of the first element that a shard has, 0 for one shard of each tensor and its replicas alone.
+    """Return the number of a shard's first element: 0 for exactly one shard of each tensor, and its replicas.
 
-    Elements are counted in row-major order, behind prepended axes: each place along those is a tensor of its own. A
-    shard without elements gets a number that no element has. A tensor without elements has its first one where a shard
-    begins at index 0 and is as long as can be along all axes that have a length.
+    Elements are counted in row-major order, without prepended axes: each index of those is a tensor of its own. A
+    shard without elements gets a number that no element has. In a tensor without elements, 0 goes to the shard that
+    begins at index 0 and has elements along all axes of nonzero length.
 
     Args:
         shard: a box, or a flat range of one; on any grid.
@@ -63,9 +63,9 @@ def _number(index: list[int], shape: tuple[int, ...]) -> int:
 
 
 def per_parameter(param: ShardedParam, prefix: str, value: Any) -> ShardedTensor | ShardedObject | ShardedTensorFactory:
-    """Return a leaf for what all shards of a parameter have in common, of which exactly one rank's is the main replica.
+    """Return a leaf for a value that all shards of a parameter share; exactly one rank has its main replica.
 
-    It is that of the rank whose main replica holds the parameter's first element. Along prepended axes each place is a
+    It is that of the rank whose main replica holds the parameter's first element. Along prepended axes each index is a
     parameter of its own, with a value of its own. A factory's value is stored once for each key that it builds, so
     that it can be loaded where those are parameters of their own, and must be the same for all of them.
 
@@ -83,14 +83,14 @@ global_shape=(), global_offset=(), axis_fragmentations=None, replica_id=(4, 0))
     check_param("per_parameter", param)
     key = f"{prefix}.{param.key}"
     if isinstance(param, ShardedTensor):
-        return _cell(replace(param, key=key, data=None), value)
-    held = _Held(param, _kind(value))
-    return ShardedTensorFactory(key, value, held.build, held.merge, param.replica_id)
+        return _value_leaf(replace(param, key=key, data=None), value)
+    factory_value = _FactoryValue(param, _kind(value))
+    return ShardedTensorFactory(key, value, factory_value.build, factory_value.merge, param.replica_id)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Held:
-    """A factory's parameter, and what a value of it is; its methods are the value's own build and merge."""
+class _FactoryValue:
+    """The build and merge functions of a factory's value: the parameter's factory, and the value as a meta tensor."""
 
     param: ShardedTensorFactory
     kind: torch.Tensor | None
@@ -98,13 +98,14 @@ class _Held:
     def build(self, key: str, data: Any, replica_id: ReplicaId, flattened_range: slice | None) -> list[Any]:
         value = self.kind if data is None and self.kind is not None else data
         shards = built_shards(replace(self.param, key=key, replica_id=replica_id))
-        leaves = [_cell(shard, value) for shard in _first_of_each(shards)] or [_of_nothing(key, value)]
+        # One for each key: where a factory's parts are parameters of their own, each finds its value.
+        leaves = [_value_leaf(shard, value) for shard in _first_of_each(shards)] or [_without_shard(key, value)]
         return [leaf.without_data() for leaf in leaves] if data is None else leaves
 
     def merge(self, values: Sequence[Any]) -> Any:
         differ = [str(value)[:80] for value in values[1:] if diff(values[0], value)]
         if differ:
-            what = f"the parts of {self.param.key!r} have different values of what one parameter has once"
+            what = f"the parts of {self.param.key!r} have different values, and one parameter has only one"
             fix = "Load them as parameters of their own: one step can't be two."
             raise ShapeError(error_text(what, found=", ".join(differ), expected=str(values[0])[:80], fix=fix))
         return values[0]
@@ -129,11 +130,12 @@ def _first_of_each(shards: Iterable[ShardedTensor]) -> list[ShardedTensor]:
     return [found[place] for place in sorted(found)]
 
 
-def _cell(shard: ShardedTensor, value: Any) -> ShardedTensor | ShardedObject:
-    """Return a shard's value, as replica of the one that its tensor has."""
+def _value_leaf(shard: ShardedTensor, value: Any) -> ShardedTensor | ShardedObject:
+    """Return the leaf of a shard's value. Its replica id begins with 0 only at the tensor's first element."""
     front = shard.prepend_axis_num
     count, place = shard.global_shape[:front], shard.global_offset[:front]
     replica = (first_element(shard), *_ids(shard.replica_id))
+    # An object, so that an int comes back as an int.
     if not isinstance(value, torch.Tensor):
         return ShardedObject(shard.key, value, count or (1,), place or (0,), replica)
     shape = tuple(value.shape)
@@ -143,13 +145,13 @@ def _cell(shard: ShardedTensor, value: Any) -> ShardedTensor | ShardedObject:
     )
 
 
-def _of_nothing(key: str, value: Any) -> ShardedTensor | ShardedObject:
-    """Return the value of a factory that builds nothing on this rank: never the main replica."""
-    return _cell(ShardedTensor(key, None, torch.uint8, (0,), (1,), (0,), None), value)
+def _without_shard(key: str, value: Any) -> ShardedTensor | ShardedObject:
+    """Return the leaf for a factory that builds nothing on this rank: never the main replica."""
+    return _value_leaf(ShardedTensor(key, None, torch.uint8, (0,), (1,), (0,), None), value)
 
 
 def _kind(value: Any) -> torch.Tensor | None:
-    """Return a tensor's shape and dtype, as a tensor without memory."""
+    """Return a meta tensor of a tensor's shape and dtype."""
     return torch.empty_like(value, device="meta") if isinstance(value, torch.Tensor) else None
 
 

@@ -1,4 +1,4 @@
-"""Rules for states of another shape than their parameter's: one for each parameter, shard or block; reduced axes."""
+"""Rules for states that aren't shaped like their parameter: one for each parameter, shard or block; reduced axes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ._leaf import PREFIX, OptimizerRule
 from ._per_parameter import built_shards, first_element, per_parameter
 from ._state_dict import ShardedParam, check_param
 
-# What rules for states of other shapes have in common: a state's kind, the leaf that it becomes, and refusals.
+# What rules share.
 
 
 def own_leaf(
@@ -31,14 +31,14 @@ def own_leaf(
 
 
 def axes_of(shard: ShardedTensor, tensor: Any) -> int:
-    """Return how many axes a state has, told by itself or by what is stored of it."""
+    """Return how many axes a state has, given itself or the metadata of what is stored."""
     if isinstance(tensor, ShardedTensor):
         return len(tensor.global_shape) - shard.prepend_axis_num
     return len(getattr(tensor, "shape", ()))
 
 
 def value_of(param: ShardedParam, tensor: Any) -> Any:
-    """Return a state, or a stand-in for one of which only the metadata is known."""
+    """Return a state, or a meta tensor where only its metadata is known."""
     if isinstance(tensor, ShardedTensor):
         front = next((shard.prepend_axis_num for shard in built_shards(param)), 0)
         return torch.empty(tensor.global_shape[front:], dtype=tensor.dtype, device="meta")
@@ -68,7 +68,7 @@ def unfit(rule: str, param: ShardedBase, state_key: str, found: str, expected: s
     return TreeError(error_text(f"{rule}: {state_key!r} of {param.key!r}", found=found, expected=expected, fix=fix))
 
 
-# Rules for what there is one of: one for each parameter, one for each shard.
+# One value for each parameter, or for each shard.
 
 
 def one_per_parameter(param: ShardedParam, state_key: str, tensor: Any) -> Any:
@@ -90,7 +90,7 @@ def one_per_parameter(param: ShardedParam, state_key: str, tensor: Any) -> Any:
 
 
 def one_per_shard(param: ShardedParam, state_key: str, tensor: Any) -> ShardedTensor | ShardedObject:
-    """Return a leaf for what each shard of a parameter has of its own: it can't be loaded in another layout.
+    """Return a leaf for a state that each shard has of its own. It can't be loaded in another layout.
 
     It is stored as an array with a place for each piece of the grid; another layout asks for another array, which is
     an error.
@@ -124,20 +124,20 @@ def one_per_shard(param: ShardedParam, state_key: str, tensor: Any) -> ShardedTe
     return ShardedTensor(key, tensor, tensor.dtype, shape, whole, offset, None, shard.replica_id, len(count))
 
 
-# The rule for states with one value for each block of a parameter: scales of 8-bit states.
+# One value for each block: scales of 8-bit states.
 
 
 def block_scales(block_size: int) -> OptimizerRule:
     """Return the rule for states with one value for each block of a parameter's row-major elements, as 8-bit ones have.
 
-    Blocks begin anew at each rank's first element. They are those of the whole parameter, and can be loaded in another
-    layout, where each rank's elements follow each other in the whole parameter, and begin and end where a block does.
+    Optimizers count blocks from each rank's first element. Those are blocks of the whole parameter, and can be loaded
+    in another layout, where each rank's elements are consecutive in the parameter, and begin and end with a block.
 
     Args:
         block_size: in elements.
 
     Raises:
-        TreeError: the parameter is a factory; its elements don't follow each other, or blocks lie across ranks.
+        TreeError: the parameter is a factory; its elements aren't consecutive, or blocks span ranks.
         ShapeError: there are more or fewer values than blocks.
 
     Examples:
@@ -159,9 +159,10 @@ def block_scales(block_size: int) -> OptimizerRule:
             raise unfit("block_scales", param, state_key, "a factory", "one box, or a flat range of one")
         front = param.prepend_axis_num
         whole, begin, count = prod(param.global_shape[front:]), first_element(param), prod(param.data_shape)
+        # A shard without elements goes to the end, where it overlaps nothing.
         begin = begin if count else whole
         aligned = begin % block_size == 0 and (count % block_size == 0 or begin + count == whole)
-        if count and not (_follow(param, begin, count) and aligned):
+        if count and not (_are_consecutive(param, begin, count) and aligned):
             found = f"{param.local_shape} at {param.global_offset} of {param.global_shape}, blocks of {block_size}"
             raise unfit("block_scales", param, state_key, found, "whole blocks of the whole parameter")
         shape = (-(-count // block_size),)
@@ -173,14 +174,14 @@ def block_scales(block_size: int) -> OptimizerRule:
     return rule
 
 
-def _follow(shard: ShardedTensor, begin: int, count: int) -> bool:
-    """Return whether a shard's elements follow each other in the whole tensor: then the last one tells."""
+def _are_consecutive(shard: ShardedTensor, begin: int, count: int) -> bool:
+    """Return whether a shard's elements are consecutive in the tensor: then the last one's number shows it."""
     flat = shard.flattened_range or slice(0, count)
     last = replace(shard, data=None, flattened_range=slice(flat.stop - 1, flat.stop))
     return first_element(last) == begin + count - 1
 
 
-# The rule for states that are a parameter reduced along an axis: factored second moments.
+# States reduced along an axis: factored second moments.
 
 WhereCut: TypeAlias = Literal["refuse", "equal", "own"]
 
@@ -192,7 +193,7 @@ def reduced_axis(axis: int, *, where_cut: WhereCut = "refuse") -> OptimizerRule:
 
     Args:
         axis: of the parameter's own shape; negative ones count from its end.
-        where_cut: what holds where several shards share the axis. "equal": ranks reduced together, so that all of
+        where_cut: what to assume where several shards share the axis. "equal": ranks reduced together, so that all of
             them have the same, and it is stored once. "own": each reduced its own piece; the axis, which must have
             size 1, gets an element for each piece, and another number of pieces is an error on load. "refuse": an
             error.
@@ -209,6 +210,8 @@ def reduced_axis(axis: int, *, where_cut: WhereCut = "refuse") -> OptimizerRule:
     References:
         Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost", 2018.
     """
+    # No default guesses: moments that are equal on several shards can't be told from each shard's own before one
+    # overwrites the other.
     if where_cut not in ("refuse", "equal", "own"):
         expected = "'refuse', 'equal' or 'own'"
         raise TreeError(error_text("reduced_axis: where_cut", found=repr(where_cut), expected=expected))
@@ -250,7 +253,7 @@ def adafactor_rules(*, where_cut: WhereCut = "refuse") -> dict[str, OptimizerRul
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a shard's state lies on the reduced axis.
+    """A shard's place on the reduced axis of a state.
 
     Attributes:
         pieces: how long the axis is in the whole state.
@@ -270,7 +273,7 @@ def _place(shard: ShardedTensor, local: int, state_key: str, where_cut: WhereCut
     if size == whole:
         return _Place(1, 0, replica)
     if where_cut == "equal":
-        # One piece begins at 0 and has a length: its replicas count.
+        # Only one piece has index 0 and elements: its replicas become the state's, all others are further copies.
         return _Place(1, 0, (offset if size else whole, *replica))
     if where_cut == "refuse":
         found = f"{size} of {whole} indices of axis {at}"
@@ -281,5 +284,5 @@ def _place(shard: ShardedTensor, local: int, state_key: str, where_cut: WhereCut
 
 
 def _with_axis(values: tuple[int, ...], at: int, value: int | None) -> tuple[int, ...]:
-    """Return values with another one at an axis, or without that axis."""
+    """Return values with the one at an axis replaced, or removed."""
     return (*values[:at], *(() if value is None else (value,)), *values[at + 1 :])

@@ -1,4 +1,4 @@
-"""Whether something is an optimizer's state dict, by ids or by names, and the parts that it has."""
+"""The parts of an optimizer's state dict, by ids or by names, and checks that it is one."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ def states_of(doing: str, optim_state_dict: Any) -> States:
     """
     if not isinstance(optim_state_dict, Mapping) or not {"state", "param_groups"} <= optim_state_dict.keys():
         keys = optim_state_dict.keys() if isinstance(optim_state_dict, Mapping) else ()
+        # torch's `get_optimizer_state_dict` can return a flat dict, which its keys show.
         flat = any(isinstance(key, str) and key.startswith(("state.", "param_groups.")) for key in keys)
         fix = "Take it nested: flatten_optimizer_state_dict=False." if flat else "Pass `optimizer.state_dict()`."
         found = "a flat dict" if flat else type(optim_state_dict).__name__
@@ -98,12 +99,12 @@ def are_names(doing: str, groups: Sequence[Group], states: States) -> bool:
 
 
 def _not_a(part: str, doing: str, found: str | None, expected: str, wrong: Sequence[str] = ()) -> TreeError:
-    what = f"{doing}: {part!r} isn't that of an optimizer's state dict"
+    what = f"{doing}: not the {part!r} of an optimizer's state dict"
     fix = "Pass what `optimizer.state_dict()` gives."
     return TreeError(error_text(what, found=found, expected=expected, offenders=wrong, fix=fix))
 
 
-# Whether arguments are of their kinds, before anything looks into them.
+# Checks of arguments' types.
 
 
 def check_dict(doing: str, name: str, value: object, expected: str, kinds: Any = object) -> None:
@@ -154,7 +155,7 @@ def excluded(doing: str, exclude_keys: object) -> set[Any]:
     """Return the state keys that are left out; one text is one key.
 
     Raises:
-        TreeError: these aren't several.
+        TreeError: it isn't iterable.
 
     Examples:
         >>> excluded("save", "step"), sorted(excluded("save", ("step", "m")))

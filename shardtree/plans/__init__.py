@@ -1,56 +1,29 @@
-"""Plans: who writes which shard, and which stored bytes go where, in columns that every rank computes alike."""
+"""Plans: who writes which shard, and which stored bytes go where, as columns. Every rank computes the same plan."""
 
-from ._convertible import convertible as convertible
-from ._exchange import ExchangePlan as ExchangePlan
-from ._exchange import grouped as grouped
-from ._exchange import plan_exchange as plan_exchange
-from ._exchange import read_rounds as read_rounds
-from ._explain import Explanation as Explanation
-from ._explain import FailedCheck as FailedCheck
-from ._explain import Prospect as Prospect
-from ._explain import RankReads as RankReads
-from ._explain import ReadCost as ReadCost
-from ._explain import Undecided as Undecided
-from ._fit import Gap as Gap
-from ._fit import Misfit as Misfit
-from ._fit import Mismatch as Mismatch
-from ._fit import Overlap as Overlap
-from ._fit import PrefixDifference as PrefixDifference
-from ._fit import Refusal as Refusal
-from ._fit import Unexpected as Unexpected
-from ._fit import find_gaps as find_gaps
-from ._fit import find_mismatches as find_mismatches
-from ._fit import find_unexpected as find_unexpected
-from ._fit import misfit_lines as misfit_lines
-from ._fit import overlaps as overlaps
-from ._fit import prefix_difference as prefix_difference
-from ._fit import stored_elements as stored_elements
-from ._load import LoadPlan as LoadPlan
-from ._load import Runs as Runs
-from ._load import StoredChunks as StoredChunks
-from ._load import Strided as Strided
-from ._load import plan_load as plan_load
-from ._load import runs_plan as runs_plan
-from ._save import held_places as held_places
-from ._save import level_writes as level_writes
-from ._save import main_writes as main_writes
-from ._text import differing_prefix as differing_prefix
-from ._text import near_names as near_names
-from .moving import SourceTree as SourceTree
-from .moving import TargetTree as TargetTree
-from .moving import agreed_common as agreed_common
-from .moving import complete as complete
-from .moving import reshard as reshard
-from .moving import take_source as take_source
-from .moving import take_target as take_target
-from .resharding import Origin as Origin
-from .resharding import Provenance as Provenance
-from .resharding import ReshardPlan as ReshardPlan
-from .resharding import Schedule as Schedule
-from .resharding import Transfers as Transfers
-from .resharding import peak_bytes as peak_bytes
-from .resharding import plan_reshard as plan_reshard
-from .resharding import with_relays as with_relays
+from ._convertible import convertible
+from ._exchange import ExchangePlan, grouped, plan_exchange, read_rounds
+from ._explain import Explanation, FailedCheck, Prospect, RankReads, ReadCost, Undecided
+from ._fit import (
+    Gap,
+    Misfit,
+    Mismatch,
+    Overlap,
+    PrefixDifference,
+    Refusal,
+    Unexpected,
+    find_gaps,
+    find_mismatches,
+    find_unexpected,
+    misfit_lines,
+    overlaps,
+    prefix_difference,
+    stored_elements,
+)
+from ._load import LoadPlan, Runs, StoredChunks, Strided, plan_load, runs_plan
+from ._save import held_places, level_writes, main_writes
+from ._text import differing_prefix, near_names
+from .moving import SourceTree, TargetTree, agreed_common, complete, reshard, take_source, take_target
+from .resharding import Origin, Provenance, ReshardPlan, Schedule, Transfers, peak_bytes, plan_reshard, with_relays
 
 __all__ = [
     "ExchangePlan",
@@ -66,7 +39,10 @@ __all__ = [
     "ReadCost",
     "Refusal",
     "ReshardPlan",
+    "Runs",
     "Schedule",
+    "StoredChunks",
+    "Strided",
     "Transfers",
     "Undecided",
     "Unexpected",

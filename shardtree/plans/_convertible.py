@@ -1,4 +1,4 @@
-"""Which dtypes a load or a reshard converts into which, when it is asked to, and the converting itself."""
+"""Which dtypes a load or a reshard converts into which, when it is asked to, and the conversion."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch
 from ..errors import ShapeError, error_text
 
 _SCALES = {torch.float8_e8m0fnu}
-"""Powers of two alone: a sign would be lost, and zero isn't one."""
+"""They hold powers of two only: a sign would be lost, and zero can't be represented."""
 
 
 def convertible(stored: torch.dtype, asked: torch.dtype) -> bool:
-    """Return whether values of one dtype may be converted to another: by rounding at most, never by leaving parts out.
+    """Return whether values of one dtype may be converted to another: at most rounded, never with parts left out.
 
     Between floating-point dtypes, and between complex ones, as `torch.Tensor.to` does, which rounds, and makes
     infinities of what is too large. From bools to integers to floating-point to complex dtypes, not the other way:
-    a fraction or an imaginary part would be lost without a word. Between integers, where each value fits.
+    a fraction or an imaginary part would be lost silently. Between integers, where each value fits.
 
     Examples:
         >>> convertible(torch.float32, torch.bfloat16), convertible(torch.int64, torch.int32)
@@ -26,6 +26,7 @@ def convertible(stored: torch.dtype, asked: torch.dtype) -> bool:
         >>> convertible(torch.float32, torch.int64), convertible(torch.complex64, torch.float32)
         (False, False)
     """
+    # Ranks of kinds order what can hold what: a conversion upwards keeps every value up to rounding.
     return stored == asked or (
         _rank(stored) <= _rank(asked) and asked not in _SCALES and _torch_converts(stored, asked)
     )
@@ -40,8 +41,9 @@ def _rank(dtype: torch.dtype) -> int:
 @cache
 def _torch_converts(stored: torch.dtype, asked: torch.dtype) -> bool:
     try:
+        # Tried out instead of listed: torch adds dtypes from release to release, and which ones convert changes too.
         torch.zeros(stored.itemsize, dtype=torch.uint8).view(stored).to(asked)
-    except (RuntimeError, TypeError):  # packed dtypes have no conversions
+    except (RuntimeError, TypeError):  # packed dtypes, as float4, have no conversions
         return False
     return True
 
@@ -64,6 +66,7 @@ def convert(key: str, stored: torch.Tensor, target: torch.Tensor, *, doing: str 
         >>> target
         tensor([1., 2.], dtype=torch.bfloat16)
     """
+    # Checked beforehand, since `copy_` wraps integers that are too large around without an error.
     if _rank(stored.dtype) == _rank(target.dtype) == 1 and stored.numel():
         _check_range(key, stored, target.dtype, doing)
     with torch.no_grad():
@@ -72,7 +75,7 @@ def convert(key: str, stored: torch.Tensor, target: torch.Tensor, *, doing: str 
 
 def _check_range(key: str, stored: torch.Tensor, dtype: torch.dtype, doing: str) -> None:
     most = torch.iinfo(dtype)
-    values = stored.cpu().numpy()  # torch finds no extremes of unsigned integers of two bytes and more
+    values = stored.cpu().numpy()  # torch has no min and max for uint16, uint32 and uint64
     low, high = int(np.min(values)), int(np.max(values))
     if low < most.min or high > most.max:
         found, expected = f"values from {low} to {high}", f"{most.min} to {most.max}, which {dtype} can hold"

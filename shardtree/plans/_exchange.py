@@ -1,4 +1,4 @@
-"""Which rank reads for others, and in which bounded rounds and groups."""
+"""Which rank reads for others, in rounds of bounded size; and other work grouped so that memory stays bounded."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import numpy as np
 
 from ..geometry import Column
 from ..layouts import ShardColumns
-from ._save import Rows, deal_rows, held_places
+from ._save import Rows, balanced_rows, held_places
 
-# Which rank reads for others: shards that several ranks want alike are read once and passed on in bounded rounds.
+# Shards that several ranks want are read once and passed on, in rounds of bounded size.
 
 ROUND_BYTES = 64 * 1024 * 1024
 """The most bytes that all ranks together pass on in one round."""
@@ -20,7 +20,7 @@ ROUND_BYTES = 64 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExchangePlan:
-    """Who reads which shard, and which bytes of it go to whom in which round.
+    """Which rank reads which shard, and which bytes of it go to which rank in which round.
 
     Attributes:
         reads: the shards that are read from storage, bool (shards,), rows as in the columns of all ranks.
@@ -62,32 +62,33 @@ def plan_exchange(columns: ShardColumns, ranks: int, *, round_bytes: int = ROUND
         ([True, False], [0], [1], [16])
     """
     place, places = held_places(columns)
-    reads = deal_rows(columns, ranks, place, np.ones(places, dtype=np.bool_))
+    # Readers are chosen as writers are: by the same function, so that ranks read about as many bytes each.
+    reads = balanced_rows(columns, ranks, place, np.ones(places, dtype=np.bool_))
     reader = np.zeros(places, dtype=np.int64)
     reader[place[reads]] = np.flatnonzero(reads)
     target = np.flatnonzero(~reads)
     size = (columns.elements * columns.item_size[columns.key])[target]
-    # All that is passed on stands in one line; every `round_bytes` of it are a round, and what spans two is cut.
+    # The transfers are laid end to end and cut every `round_bytes`: rounds are full, however the shards are sized.
     end = np.cumsum(size)
     begin = end - size
     pieces = np.where(size > 0, -(-end // round_bytes) - begin // round_bytes, 0)
     row = np.repeat(np.arange(target.size), pieces)
-    turn = (begin // round_bytes)[row] + np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-    start = np.maximum(turn * round_bytes, begin[row]) - begin[row]
-    stop = np.minimum((turn + 1) * round_bytes, end[row]) - begin[row]
-    return ExchangePlan(reads, reader[place[target]][row], target[row], start, stop, turn)
+    number = (begin // round_bytes)[row] + np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    start = np.maximum(number * round_bytes, begin[row]) - begin[row]
+    stop = np.minimum((number + 1) * round_bytes, end[row]) - begin[row]
+    return ExchangePlan(reads, reader[place[target]][row], target[row], start, stop, number)
 
 
-# In which order tensors are read that need room beside their target: a bounded number of bytes at a time.
+# Rounds of reads that need a buffer besides their target.
 
 CAST_BYTES = 256 * 1024 * 1024
-"""The most bytes of memory that a rank takes for stored elements that are to be converted; one tensor may take more."""
+"""The most bytes that a rank buffers of stored elements that are to be converted; a single tensor may take more."""
 
 
 def read_rounds(columns: ShardColumns, *, most_bytes: int = CAST_BYTES) -> Column:
-    """Return the round in which each shard is read, int64 (shards,): all of a tensor in one, and none without any.
+    """Return the round in which each shard is read, int64 (shards,): all of a tensor in one.
 
-    In each round no rank reads more than `most_bytes`, but where one tensor alone has more.
+    In each round no rank reads more than `most_bytes`, unless a single tensor is larger.
 
     Args:
         columns: what one rank reads, or all of them.
@@ -104,6 +105,7 @@ def read_rounds(columns: ShardColumns, *, most_bytes: int = CAST_BYTES) -> Colum
     np.add.at(held, (columns.key, columns.rank), columns.elements * columns.item_size[columns.key])
     rounds, number, room = [], 0, np.full(ranks, most_bytes, dtype=np.int64)
     for size in held:
+        # A round ends for all ranks at once: ranks that exchange what they read must find the same rounds.
         if (size > room).any() and (room < most_bytes).any():
             number, room = number + 1, np.full(ranks, most_bytes, dtype=np.int64)
         room = room - size
@@ -111,7 +113,7 @@ def read_rounds(columns: ShardColumns, *, most_bytes: int = CAST_BYTES) -> Colum
     return np.array(rounds, dtype=np.int64)[columns.key] if rounds else columns.key
 
 
-# Items in groups of bounded size: what is done at once keeps to a bound.
+# Groups of bounded size.
 
 T = TypeVar("T")
 

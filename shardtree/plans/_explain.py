@@ -1,4 +1,4 @@
-"""What a load would do: what doesn't fit, and what each rank would read; as data, and as a table."""
+"""What a load would do: what doesn't fit, and what each rank would read. As data, and as a table."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ReadCost:
 
     Attributes:
         bytes_wanted: of the elements that are loaded.
-        bytes_read: from storage: those and what lies between them where a stretch is mapped or asked for at once,
+        bytes_read: from storage: those, what lies between them where a range is mapped or requested at once,
             compressed chunks as they are stored, and what is read once more, or wider, to check its hash.
         pieces: consecutive bytes that go to one place, and boxes that are copied row by row.
         files: opened.
@@ -41,14 +41,15 @@ class ReadCost:
 
 @dataclass(frozen=True, slots=True)
 class Prospect:
-    """What loading shards would come to, as a format says before it reads any.
+    """What loading shards would take, as a format says before it reads any.
 
     Attributes:
         problems: why some can't be loaded.
-        cost: finds out what loading the others takes; None where the format can't tell.
+        cost: finds out what loading the others takes; None where the format doesn't know.
     """
 
     problems: tuple[Misfit, ...] = ()
+    # A function, since problems are looked for first, and a cost takes a plan of all reads.
     cost: Callable[[], ReadCost] | None = None
 
 
@@ -60,7 +61,7 @@ class RankReads:
         rank: which.
         shards: how many tensor shards its target has.
         objects: how many sharded objects.
-        cost: of those shards that can be loaded; None where the format can't tell.
+        cost: of those shards that can be loaded; None where the format doesn't know.
     """
 
     rank: int
@@ -89,11 +90,11 @@ class FailedCheck:
 
 @dataclass(frozen=True, slots=True)
 class Undecided:
-    """Something that may fail when values are read, which metadata can't tell.
+    """Something that may fail when values are read, and can't be decided from metadata.
 
     Attributes:
         key: the tensor's, or the object's; or the name of an argument of `load`.
-        why: what only values can tell.
+        why: what only values can decide.
     """
 
     key: str
@@ -108,12 +109,12 @@ class Explanation:
     """What a load would do, found out from metadata and the common state alone. Its text is a table.
 
     Attributes:
-        missing: keys that are stored and asked for by no rank, sorted; that is no problem, but for strict modes.
+        missing: keys that are stored and requested by no rank, sorted; only strict modes take that as a problem.
         problems: why the target can't be loaded, each once: what isn't stored, what has another global shape or dtype,
             what isn't stored whole, what can't be read, objects of another shape without a rule, checks that fail.
         reads: what each rank would read, by rank.
         undecided: what may fail when values are read.
-        omitted: what is asked for, not stored, and left out by the strict mode, which makes it no problem.
+        omitted: requested and not stored, but left out by the strict mode, so that it is no problem.
         left_out: the paths of plain values and containers that are stored, and that a load leaves out.
     """
 
@@ -126,14 +127,14 @@ class Explanation:
 
     @property
     def ok(self) -> bool | None:
-        """Whether the load would succeed; None where only values can tell."""
+        """Whether the load would succeed; None where only values can decide it."""
         if self.problems:
             return False
         return None if self.undecided else True
 
     @property
     def unexpected(self) -> tuple[Unexpected, ...]:
-        """What is asked for and not stored, be it a problem or not."""
+        """What is requested and not stored, whether the strict mode takes it as a problem or not."""
         return (*(problem for problem in self.problems if isinstance(problem, Unexpected)), *self.omitted)
 
     @property
@@ -163,20 +164,21 @@ class Explanation:
 
     @property
     def cost(self) -> ReadCost | None:
-        """What all ranks read together; None where the format can't tell."""
+        """What all ranks read together; None where the format doesn't know."""
         costs = [one.cost for one in self.reads if one.cost is not None]
+        # A total without some ranks would look like a cheap load.
         return sum(costs, ReadCost()) if len(costs) == len(self.reads) else None
 
     @property
     def over_read(self) -> float | None:
-        """How many bytes all ranks read for each one that they ask for; None where the format can't tell."""
+        """How many bytes all ranks read for each one that they ask for; None where the format doesn't know."""
         return None if self.cost is None else self.cost.over_read
 
     def __str__(self) -> str:
         misfits = [problem for problem in self.problems if not isinstance(problem, FailedCheck)]
         lines = [
             _VERDICTS[self.ok],
-            *_listed([*misfit_lines(misfits), *map(self._said, self.failed)], "problem", len(self.problems)),
+            *_listed([*misfit_lines(misfits), *map(self._failure_text, self.failed)], "problem", len(self.problems)),
             *_listed(map(str, self.undecided), "open question"),
             *_listed((f"asked for, not stored, left out: {one.text}" for one in self.omitted), "key"),
             *_listed((f"stored, left out: {path}" for path in self.left_out), "place"),
@@ -184,7 +186,7 @@ class Explanation:
         ]
         return "\n".join([*lines, "", *table_lines([_HEADINGS, *_rows(self)])])
 
-    def _said(self, failed: FailedCheck) -> str:
+    def _failure_text(self, failed: FailedCheck) -> str:
         return f"{rank_text(failed.ranks)}: {failed}" if len(failed.ranks) < len(self.reads) else str(failed)
 
 

@@ -1,4 +1,4 @@
-"""Whether a target fits what is stored: what doesn't, as data, in the words that errors and explanations share."""
+"""Whether a target fits what is stored. What doesn't is data, whose text errors and explanations share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..objects import ShapeChange
 from ._convertible import convertible
 from ._text import differing_prefix, near_names
 
-# What a shard has in common with a tensor that is stored with another global shape.
+# The overlap of a shard with a tensor that is stored with another global shape.
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +25,9 @@ class Overlap:
     """A box of a shard's elements.
 
     Attributes:
-        start: the element of the shard's flattened data that the box around it begins with.
-        shape: of that box.
-        part: the slices of that box that are meant.
+        start: where the enclosing box begins in the shard's flattened data, in elements.
+        shape: of the enclosing box.
+        part: slices of the enclosing box.
     """
 
     start: int
@@ -52,7 +52,7 @@ def overlaps(shard: ShardedTensor, global_shape: tuple[int, ...]) -> tuple[Overl
         [[[0, 1], [2, 3]]]
     """
     columns = shard_columns([shard])
-    # A scalar's columns have one axis, which has one index.
+    # Columns describe a scalar as one axis of one index, so the whole tensor must be described in the same way.
     whole = np.array(global_shape or (1,), dtype=np.int64)[None]
     boxes = shard_boxes(columns.offset, columns.shape, columns.start, columns.stop)
     offset, shape = intersect(boxes.offset, boxes.shape, np.zeros_like(whole), whole)
@@ -76,7 +76,7 @@ def stored_elements(shard: ShardedTensor, global_shape: tuple[int, ...]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Unexpected:
-    """Something that is asked for and not stored.
+    """Something that is requested and not stored.
 
     Attributes:
         key: the tensor's, or the object's unique key.
@@ -105,7 +105,7 @@ class Unexpected:
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """A tensor that is stored with another global shape or dtype than is asked for."""
+    """A tensor that is stored with another global shape or dtype than requested."""
 
     key: str
     stored: TensorKind
@@ -151,10 +151,10 @@ Misfit = Unexpected | Mismatch | Gap | Refusal | ShapeChange
 
 
 def find_unexpected(keys: Iterable[str], stored: Collection[str], *, is_object: bool = False) -> tuple[Unexpected, ...]:
-    """Return the keys that aren't stored, sorted, with names that look like theirs and that nobody else asks for.
+    """Return the keys that aren't stored, sorted, each with a stored key that looks like it and isn't requested itself.
 
     Args:
-        keys: what is asked for.
+        keys: what is requested.
         stored: what is stored.
         is_object: whether these are unique keys of objects.
 
@@ -167,6 +167,8 @@ def find_unexpected(keys: Iterable[str], stored: Collection[str], *, is_object: 
     if not absent:
         return ()
     others = {name for name in stored if name not in asked}
+    # One prefix for all keys is tried first: a wrapped model is the usual cause, and closest matches, found
+    # key by key, would point to different places.
     prefix = differing_prefix(absent, others)
     if prefix is not None:
         too_much, lacking = prefix
@@ -180,10 +182,10 @@ class PrefixDifference:
     """Several keys that aren't stored, and of which each is stored with, or without, one prefix.
 
     Attributes:
-        keys: what is asked for.
+        keys: what is requested.
         near: what each is stored as, in the same order.
-        too_much: the prefix that is asked for and not stored; else empty.
-        lacking: the prefix that is stored and not asked for; else empty.
+        too_much: the prefix that is requested and not stored; else empty.
+        lacking: the prefix that is stored and not requested; else empty.
     """
 
     keys: tuple[str, ...]
@@ -248,7 +250,7 @@ def find_mismatches(
     be converted and can be.
 
     Args:
-        shards: what is asked for.
+        shards: what is requested.
         stored: for each of their keys, what is stored.
         cast: whether dtypes are converted.
 
@@ -263,6 +265,7 @@ def find_mismatches(
         kind = stored[shard.key]
         same_dtype = shard.dtype == kind.dtype or (cast and convertible(kind.dtype, shard.dtype))
         if not (same_dtype and _shape_fits(shard, kind.global_shape)):
+            # Without prepended axes: which axes a shard's data lacks makes no difference to what is stored.
             asked = TensorKind(shard.dtype, shard.global_shape, 0)
             found.setdefault(shard.key, Mismatch(shard.key, TensorKind(kind.dtype, kind.global_shape, 0), asked))
     return tuple(found.values())
@@ -276,7 +279,7 @@ def find_gaps(shards: Sequence[ShardedTensor], covered: Column, stored: Mapping[
     """Return the shards of which not all elements are stored; those beyond the stored global shape don't count.
 
     Args:
-        shards: what is asked for; they fit what is stored.
+        shards: what is requested; they fit what is stored.
         covered: how many elements of each are stored, int64 (shards,).
         stored: for each of their keys, what is stored.
 

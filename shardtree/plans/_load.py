@@ -1,4 +1,4 @@
-"""Which stored bytes go where: requested shards meet stored chunks, and become runs and strided pieces."""
+"""Which stored bytes go where: requested shards are intersected with stored chunks, giving runs and strided pieces."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class LoadPlan:
     """What a rank reads. A value: nothing has been read yet.
 
     Attributes:
-        runs: read straight into the targets' memory.
+        runs: read directly into the targets' memory.
         strided: copied out of the mapped file.
         covered: how many elements of each requested shard the stored chunks hold, int64 (shards,).
         doubled: requested keys of which stored chunks overlap, int64, ascending.
@@ -138,21 +138,24 @@ def plan_load(requests: ShardColumns, chunks: StoredChunks, *, shortest_run: int
     check_type("plan_load", "chunks", chunks, StoredChunks, "Give what is stored, in columns.")
     axes = max(requests.offset.shape[1], chunks.offset.shape[1])
     wanted = shard_boxes(widen(requests.offset, axes, 0), widen(requests.shape, axes, 1), requests.start, requests.stop)
-    chunks = _near(requests.key[wanted.shard], wanted, chunks, axes)
+    # Most of planning a million chunks was sorting them, so chunks far from the request are dropped before that.
+    chunks = _reachable_chunks(requests.key[wanted.shard], wanted, chunks, axes)
     stored = shard_boxes(chunks.offset, chunks.shape, chunks.start, chunks.stop)
     left, right = overlapping_pairs(
         requests.key[wanted.shard], wanted.offset, wanted.shape, chunks.key[stored.shard], stored.offset, stored.shape
     )
     pieces = _pieces(requests, chunks, wanted, stored, left, right)
+    # Weights are floats, exact for fewer than 2**53 elements of a shard.
     covered = np.bincount(pieces.target, weights=volumes(pieces.shape), minlength=len(requests)).astype(np.int64)
     runs, strided = _split(pieces, shortest_run)
-    return LoadPlan(_merge(runs), strided, covered, _doubled(chunks, stored, distinct(right)))
+    return LoadPlan(_merge(runs), strided, covered, _overlapping_keys(chunks, stored, distinct(right)))
 
 
-def _near(key: Column, wanted: BoxColumns, chunks: StoredChunks, axes: int) -> StoredChunks:
+def _reachable_chunks(key: Column, wanted: BoxColumns, chunks: StoredChunks, axes: int) -> StoredChunks:
     """Return the chunks that may be needed: most ranks need few of all that are stored."""
     offset, shape = widen(chunks.offset, axes, 0), widen(chunks.shape, axes, 1)
     rows, _ = rows_in_reach(reach_of(key, wanted.offset, wanted.shape), chunks.key, offset, shape)
+    # Taking all rows would copy every column.
     if rows.size == len(chunks.key):
         return replace(chunks, offset=offset, shape=shape)
     numbers = (column.take(rows) for column in (chunks.start, chunks.stop, chunks.file, chunks.byte))
@@ -209,7 +212,7 @@ def _split(pieces: Strided, shortest_run: int) -> tuple[Runs, Strided]:
     run = np.ones(len(pieces.file), dtype=np.int64)
     rows = pieces.shape.copy()
     for axis in range(pieces.shape.shape[1] - 1, -1, -1):
-        # An axis lengthens the run while neighbours along it are exactly one run apart on both sides.
+        # An axis lengthens the run while neighbours along it are exactly one run apart in the file and in the target.
         joins = (pieces.shape[:, axis] == 1) | (
             (pieces.stride[:, axis] == run)
             & (pieces.target_stride[:, axis] == run)
@@ -218,6 +221,8 @@ def _split(pieces: Strided, shortest_run: int) -> tuple[Runs, Strided]:
         run = np.where(joins, run * pieces.shape[:, axis], run)
         rows[:, axis] = np.where(joins, 1, pieces.shape[:, axis])
     count = volumes(rows)
+    # Many short runs are read as one strided piece: beyond some number of calls, a read for each row costs more than
+    # mapping the file and copying the rows out of it.
     direct = (count == 1) | (run * pieces.item_size >= shortest_run)
     chosen, others = np.flatnonzero(direct), np.flatnonzero(~direct)
     runs = _runs(_rows(pieces, chosen), rows.take(chosen, axis=0), count[chosen], run[chosen])
@@ -239,7 +244,8 @@ def _runs(pieces: Strided, rows: Column, count: Column, run: Column) -> Runs:
 
 
 def _merge(runs: Runs) -> Runs:
-    """Return runs in file order, those joined that are neighbours both in file and in memory."""
+    """Return runs in file order, with neighbours in both file and memory joined: one call reads them together."""
+    # In file order, so that storage is read forwards, and neighbours to be joined become adjacent rows.
     order = np.lexsort((runs.byte, runs.file))
     file, byte, target, target_byte, length = (
         column[order] for column in (runs.file, runs.byte, runs.target, runs.target_byte, runs.length)
@@ -252,12 +258,13 @@ def _merge(runs: Runs) -> Runs:
         | (target_byte[1:] != target_byte[:-1] + length[:-1])
     )
     first = np.flatnonzero(new)
+    # `reduceat` fails for no indices.
     total = np.add.reduceat(length, first) if first.size else length
     return Runs(file[first], byte[first], target[first], target_byte[first], total)
 
 
-def _doubled(chunks: StoredChunks, stored: BoxColumns, used: Column) -> Column:
-    """Return the keys of which stored boxes that would be read overlap: such a checkpoint contradicts itself."""
+def _overlapping_keys(chunks: StoredChunks, stored: BoxColumns, used: Column) -> Column:
+    """Return the keys of which stored boxes to be read overlap: such a checkpoint contradicts itself."""
     key = chunks.key.take(stored.shard.take(used))
     return shared_groups(key, stored.offset.take(used, axis=0), stored.shape.take(used, axis=0))
 

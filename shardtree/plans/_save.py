@@ -1,4 +1,4 @@
-"""Who writes what: replicas of a shard are written once, the work spread over the ranks that hold them."""
+"""Which rank writes which shard: each is written once, and the work is spread over the ranks that hold its replicas."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def main_writes(columns: ShardColumns) -> Rows:
 
 
 def level_writes(columns: ShardColumns, ranks: int) -> Rows:
-    """Return which shards are written when every rank knows all layouts, so that bytes per writer are level.
+    """Return which shards are written when every rank knows all layouts, so that writers have about as many bytes each.
 
-    Shards that lie on the same set of ranks are sorted by size and dealt to these ranks to and fro ("snake order"), so
-    that within a set no rank writes more than the mean plus the largest shard. Sets with fewer ranks, which leave
-    less choice, come first; each begins with the rank that has least to write so far. Ties break by key, then place:
-    every rank computes the same answer from the same columns.
+    Shards that lie on the same set of ranks are sorted by size and assigned to these ranks in snake order (0 1 2 2 1
+    0), so that within a set no rank writes more than the mean plus the largest shard. Sets with fewer ranks, which
+    leave less choice, come first; each begins with the rank that has least to write so far. Ties break by key, then
+    place: every rank computes the same answer from the same columns.
 
     Args:
         columns: the shards of all ranks; those without any main replica aren't written.
@@ -56,11 +56,11 @@ def level_writes(columns: ShardColumns, ranks: int) -> Rows:
     check_columns("level_writes", columns)
     place, places = held_places(columns)
     wanted = np.bincount(place[columns.main], minlength=places) > 0
-    return deal_rows(columns, ranks, place, wanted)
+    return balanced_rows(columns, ranks, place, wanted)
 
 
-def deal_rows(columns: ShardColumns, ranks: int, place: Column, wanted: Rows) -> Rows:
-    """Return one row for each wanted place, chosen so that the bytes of each rank's rows are level.
+def balanced_rows(columns: ShardColumns, ranks: int, place: Column, wanted: Rows) -> Rows:
+    """Return one row for each wanted place, chosen so that ranks have about as many bytes each.
 
     Args:
         columns: the shards of all ranks.
@@ -72,15 +72,17 @@ def deal_rows(columns: ShardColumns, ranks: int, place: Column, wanted: Rows) ->
     size[place] = columns.elements * columns.item_size[columns.key]
     chosen = np.full(wanted.size, -1, dtype=np.int64)
     held = _holders(place, columns.rank, wanted)
+    # Places with a single holder leave no choice: their bytes count as load before the others are assigned.
     alone = held.count == 1
     only = held.rank[held.first[alone]]
     chosen[held.place[alone]] = only
+    # Weights are floats, exact up to 2**53 bytes; beyond that the balance is a little off, alike on every rank.
     load = np.bincount(only, weights=size[held.place[alone]], minlength=ranks).astype(np.int64)
     for places, holders in _holder_sets(held):
         order = holders[np.argsort(load[holders], kind="stable")]
-        dealt = places[np.argsort(-size[places], kind="stable")]
-        chosen[dealt] = order[_snake(dealt.size, order.size)]
-        np.add.at(load, chosen[dealt], size[dealt])
+        by_size = places[np.argsort(-size[places], kind="stable")]
+        chosen[by_size] = order[_snake(by_size.size, order.size)]
+        np.add.at(load, chosen[by_size], size[by_size])
     return _first_row_of(place, columns.rank, chosen)
 
 
@@ -115,6 +117,7 @@ class _Holders:
 
 def _holders(place: Column, rank: Column, wanted: Rows) -> _Holders:
     ranks = int(rank.max(initial=0)) + 1
+    # Place and rank as one integer sort many times faster than as two columns.
     pairs = distinct((place * ranks + rank)[wanted[place]])
     of = pairs // ranks
     first = np.flatnonzero(begins(of))
@@ -140,6 +143,7 @@ def _snake(count: int, ranks: int) -> Column:
 
 def _first_row_of(place: Column, rank: Column, writer: Column) -> Rows:
     rows = np.flatnonzero(writer[place] == rank)
+    # A rank may hold a place twice, as replicas on one rank do, and must write it once.
     _, first = np.unique(place[rows], return_index=True)
     writes = np.zeros(place.size, dtype=np.bool_)
     writes[rows[first]] = True

@@ -1,4 +1,4 @@
-"""How plans print: numbers, tables, and stored names that look like one that is missing."""
+"""Plans as text: numbers, tables, and stored names that look like a missing one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from itertools import islice
 from re import findall
 
-# Numbers and tables as lines of text.
+# Numbers and tables.
 
 
 def size_text(count: int) -> str:
@@ -35,7 +35,7 @@ def table_lines(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
 
 
-# Stored names that look like one that isn't stored: what a typing error was meant to be.
+# Suggestions for a mistyped name.
 
 _KEYS = 10
 _CLOSE = 10
@@ -58,17 +58,20 @@ def near_names(keys: Iterable[str], names: Collection[str]) -> dict[str, str]:
         >>> near_names(["decoder.wieght", "x"], ["decoder.weight", "decoder.bias"])
         {'decoder.wieght': 'decoder.weight'}
     """
+    # Names come from files, and the time of a comparison grows with the product of both lengths: a guard against
+    # names of megabytes.
     few = [key for key in islice(keys, _KEYS) if len(key) <= _LONGEST]
     if not few:
         return {}
     known = sorted(name for name in names if len(name) <= _LONGEST)
+    # Sorted by their ends as well: a typing error near the beginning would hide the name from a search by prefix alone.
     backwards = sorted(name[::-1] for name in known) if len(known) > _COMPARED_ALL else []
     near = {key: get_close_matches(key, _candidates(key, known, backwards), n=_CLOSE) for key in few}
     return {key: _same_numbers(key, names) for key, names in near.items() if names}
 
 
 def differing_prefix(keys: Sequence[str], names: Collection[str]) -> tuple[str, str] | None:
-    """Return the one prefix by which several keys differ from names: what they have too much, and what they lack.
+    """Return the one prefix by which several keys differ from names: a prefix to remove, and one to add.
 
     Args:
         keys: that aren't among the names.
@@ -86,7 +89,9 @@ def differing_prefix(keys: Sequence[str], names: Collection[str]) -> tuple[str, 
     if len(keys) < 2 or not names:
         return None
     known = names if isinstance(names, (set, frozenset, dict)) else frozenset(names)
-    longest = max(keys, key=len)  # ends the fewest names
+    longest = max(keys, key=len)  # the fewest names end in it
+    # Candidates come from a single key, and only those are tried on the others: with millions of names, comparing each
+    # key with each name would take minutes.
     too_much = (longest[:end] for end in range(1, len(longest)) if longest[end:] in known)
     found = next((text for text in too_much if all(_without(key, text) in known for key in keys)), None)
     if found is not None:

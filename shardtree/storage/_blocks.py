@@ -51,7 +51,7 @@ def block_hash(block: bytes | Buffer) -> int:
 
 
 def touched(begin: Column, end: Column, length: int, unit: int) -> Flags:
-    """Return which units of a file hold a byte of some spans.
+    """Return which units of a file contain a byte of some spans.
 
     Args:
         begin: int64 (spans,).
@@ -66,6 +66,7 @@ def touched(begin: Column, end: Column, length: int, unit: int) -> Flags:
         >>> touched(np.array([5, 9]), np.array([15, 9]), length=32, unit=10)
         array([ True,  True, False, False])
     """
+    # Sums of +1 where a span begins and -1 after it ends: a plan can have a million spans, so no loop over them.
     rows = begin < end
     count = -(-length // unit)
     opened = np.bincount(begin[rows] // unit, minlength=count + 1)
@@ -106,21 +107,21 @@ def covered(begin: Column, end: Column, edges: Column) -> Column:
         [0, 6, 20]
     """
     reached = np.maximum.accumulate(end)
-    # Each span without what those before it hold: these overlap no more.
+    # Cut from each span what earlier ones cover; after that none overlap, and their lengths can be summed.
     begin = np.maximum(begin, np.concatenate((begin[:1], reached[:-1])))
     end = np.maximum(begin, end)
     sums = np.concatenate(([0], np.cumsum(end - begin)))
     opened, closed = (np.searchsorted(column, edges, side="left") for column in (begin, reached))
-    # Up to an edge lie the spans that ended before it, and of one that goes on beyond it the beginning.
+    # Before an edge lie all spans that ended by then, and the beginning of the one that reaches across it.
     return np.asarray(sums[closed] + np.where(opened > closed, edges - np.append(begin, 0)[closed], 0))
 
 
 class BlockHasher:
-    """Hashes the blocks of a file, or of stretches of it, as its bytes go by.
+    """Hashes the blocks of a file, or of stretches of it, while its bytes are read or written.
 
-    Blocks that were seen whole are in `hashes`, by number; -1 of one that was seen more than once, not each time the
-    same. A stretch that begins or ends inside of a block leaves that block out, unless the next stretch goes on where
-    it ended.
+    Blocks that were seen whole are in `hashes`, by number. A stretch that begins or ends inside a block leaves that
+    block out, unless the next stretch continues where it ended. A block that was seen twice with different bytes has
+    the hash -1, which equals none.
     """
 
     __slots__ = ("_at", "_file_length", "_open", "hashes")
@@ -139,6 +140,7 @@ class BlockHasher:
         start, length = 0, buffer.nbytes
         while start < length:
             into = self._at % BLOCK_BYTES
+            # One call for each whole block: a streaming hash object costs two more, and copies into its own buffer.
             if not into and length - start >= BLOCK_BYTES:
                 start += self._take_blocks(buffer[start:])
             else:
@@ -174,6 +176,7 @@ class BlockHasher:
         return part.nbytes
 
     def _note(self, number: int, found: int) -> None:
+        # A disk that returns other bytes on a second read delivered some of them to a tensor: fail either way.
         if self.hashes.setdefault(number, found) != found:
             self.hashes[number] = -1
 
@@ -183,16 +186,15 @@ def hash_column(hasher: BlockHasher) -> Hashes:
     return np.array([hasher.hashes[number] for number in sorted(hasher.hashes)], dtype=np.uint64)
 
 
-# The ends of what is read that are parts of blocks: their hashes need the whole blocks.
+# Blocks of which only a part is read: to check their hashes they are read again, whole.
 
 _STRETCH_BLOCKS = 4
 
 
-def loose_ends(runs: Runs, length: int, blocks: Flags) -> Runs:
-    """Return the parts of runs that lie in blocks of which they are no whole, each in one block, in the file's order.
+def incomplete_reads(runs: Runs, length: int, blocks: Flags) -> Runs:
+    """Return the parts of runs that don't fill their block, each within one block, in file order.
 
-    Runs that follow each other in the file, one right behind the other, are looked at together, as a `BlockHasher`
-    that they go through does.
+    Adjacent runs count as one, as they do for the `BlockHasher` that sees them.
 
     Args:
         runs: of one file, in its order; they may overlap.
@@ -203,8 +205,8 @@ def loose_ends(runs: Runs, length: int, blocks: Flags) -> Runs:
         >>> column = lambda *numbers: np.array(numbers)
         >>> begin, size, zeros = column(5, 10), column(5, BLOCK_BYTES), column(0, 0)
         >>> runs = Runs(file=zeros, byte=begin, target=column(0, 1), target_byte=zeros, length=size)
-        >>> loose = loose_ends(runs, 2 * BLOCK_BYTES, np.array([False, True]))
-        >>> loose.byte.tolist(), loose.target_byte.tolist(), loose.length.tolist()
+        >>> incomplete = incomplete_reads(runs, 2 * BLOCK_BYTES, np.array([False, True]))
+        >>> incomplete.byte.tolist(), incomplete.target_byte.tolist(), incomplete.length.tolist()
         ([262144], [262134], [10])
     """
     runs = _rows(runs, np.flatnonzero(runs.length))
@@ -220,7 +222,7 @@ def loose_ends(runs: Runs, length: int, blocks: Flags) -> Runs:
 
 
 def _chains(begin: Column, end: Column) -> tuple[Column, Column]:
-    """Return, for each span, where the chain of spans begins and ends that it is part of."""
+    """Return, for each span, where the chain of adjacent spans that it is part of begins and ends."""
     is_first = np.append(True, begin[1:] != end[:-1])
     chain = is_first.cumsum() - 1
     first = np.flatnonzero(is_first)
@@ -229,7 +231,7 @@ def _chains(begin: Column, end: Column) -> tuple[Column, Column]:
 
 
 def _clipped(runs: Runs, low: Column, high: Column) -> Runs:
-    """Return what of each run lies between two places; those of which nothing does are left out."""
+    """Return the part of each run that lies between two positions; runs without such a part are left out."""
     begin, end = np.maximum(runs.byte, low), np.minimum(runs.byte + runs.length, high)
     clipped = Runs(runs.file, begin, runs.target, runs.target_byte + begin - runs.byte, end - begin)
     return _rows(clipped, np.flatnonzero(begin < end))
@@ -239,29 +241,31 @@ def _rows(runs: Runs, rows: Column) -> Runs:
     return Runs(*(getattr(runs, name)[rows] for name in Runs.__slots__))
 
 
-def read_rest(reader: Reader, loose: Runs, views: Sequence[Buffer], hasher: BlockHasher) -> None:
-    """Read the blocks once more, and whole, that were read in part: what is delivered is what was hashed.
+def reread_blocks(reader: Reader, incomplete: Runs, views: Sequence[Buffer], hasher: BlockHasher) -> None:
+    """Read again, whole, the blocks that were read in part, and copy those parts from there.
 
     Args:
         reader: of the file.
-        loose: the parts, as `loose_ends` gives them.
+        incomplete: the parts, as `incomplete_reads` returns them.
         views: for each requested shard its bytes.
-        hasher: of the file; is given all that is read.
+        hasher: of the file; sees all bytes that are read.
     """
+    # The parts are copied again although they were read before: a disk may return other bytes the second time, and
+    # the bytes that are delivered must be those that were hashed.
     scratch = memoryview(bytearray(_STRETCH_BLOCKS * BLOCK_BYTES))
-    for first, last in _stretches(np.unique(loose.byte // BLOCK_BYTES).tolist()):
+    for first, last in _stretches(np.unique(incomplete.byte // BLOCK_BYTES).tolist()):
         begin = first * BLOCK_BYTES
         stretch = scratch[: min((last + 1) * BLOCK_BYTES, reader.length) - begin]
         reader.read_into(begin, [stretch])
         hasher.update(stretch, begin)
-        rows = np.searchsorted(loose.byte, [begin, begin + stretch.nbytes])
-        columns = (loose.byte, loose.target, loose.target_byte, loose.length)
+        rows = np.searchsorted(incomplete.byte, [begin, begin + stretch.nbytes])
+        columns = (incomplete.byte, incomplete.target, incomplete.target_byte, incomplete.length)
         for byte, target, at, length in zip(*(column[slice(*rows)].tolist() for column in columns), strict=True):
             views[target][at : at + length] = stretch[byte - begin : byte - begin + length]
 
 
 def _stretches(numbers: list[int]) -> Iterator[tuple[int, int]]:
-    """Yield the first and the last of numbers that follow each other, a few at a time: they come in one request."""
+    """Yield first and last of up to `_STRETCH_BLOCKS` consecutive numbers, which are then read by one request."""
     start = 0
     for stop, number in enumerate(numbers, start=1):
         goes_on = stop < len(numbers) and numbers[stop] == number + 1
@@ -270,21 +274,21 @@ def _stretches(numbers: list[int]) -> Iterator[tuple[int, int]]:
             start = stop
 
 
-# A file's bytes on their way to it, and their block hashes.
+# Hashing a file's bytes while they are written.
 
 _PART_BYTES = 4 * BLOCK_BYTES
 
-_BESIDE_BYTES = 16 * BLOCK_BYTES
-"""Smaller buffers aren't worth another thread's attention."""
+_BACKGROUND_BYTES = 16 * BLOCK_BYTES
+"""Smaller buffers are hashed at once: waking another thread takes about as long as hashing a MiB."""
 
 
 def hashed(buffers: Iterable[Buffer], hasher: BlockHasher) -> Generator[Buffer, None, None]:
-    """Yield a file's bytes as they are, hashing them on their way.
+    """Yield a file's bytes unchanged, hashing each part right before it is yielded.
 
-    Large buffers come in parts that end at the same places of the file whatever lies where, since the system keeps a
-    file in larger pages when it is written in aligned pieces. Each is hashed right before it is written, when it is
-    then in the processor's cache.
+    Large buffers come in parts that end at multiples of a MiB of the file: the system caches a file in larger pages
+    when it is written in aligned pieces.
     """
+    # Hashing right before the write brings the part into the processor's cache, where the write finds it.
     for part in in_parts(buffers):
         hasher.update(part)
         yield part
@@ -292,34 +296,34 @@ def hashed(buffers: Iterable[Buffer], hasher: BlockHasher) -> Generator[Buffer, 
 
 
 def hashed_beside(buffers: Iterable[Buffer], hasher: BlockHasher) -> Generator[Buffer, None, None]:
-    """Yield a file's bytes as `hashed` does; where this process has another thread to spend, that one hashes.
+    """Yield a file's bytes as `hashed` does; where this process has a second thread, that one hashes large buffers.
 
-    It hashes a large buffer while it is written. Whoever doesn't take all of them closes it, which ends that thread.
+    It does so while they are written. A caller that stops early closes the generator, which ends the thread.
     """
     if usual_threads() < 2:
         yield from hashed(buffers, hasher)
     else:
-        yield from _hashed_beside(buffers, hasher)
+        yield from _hashed_in_background(buffers, hasher)
         hasher.finish()
 
 
-def _hashed_beside(buffers: Iterable[Buffer], hasher: BlockHasher) -> Iterator[Buffer]:
+def _hashed_in_background(buffers: Iterable[Buffer], hasher: BlockHasher) -> Iterator[Buffer]:
     with ThreadPoolExecutor(1) as thread:
         at = 0
         for buffer in buffers:
-            if buffer.nbytes < _BESIDE_BYTES:
+            if buffer.nbytes < _BACKGROUND_BYTES:
                 hasher.update(buffer)
                 yield from in_parts([buffer], at)
             else:
-                # Done before the next buffer is asked for, which may lie in the same memory.
-                wait = _beside(thread, hasher, buffer)
+                # Wait before asking for the next buffer: the source may reuse the same memory for it.
+                wait = _hash_in_background(thread, hasher, buffer)
                 yield from in_parts([buffer], at)
                 wait()
             at += buffer.nbytes
 
 
-def _beside(thread: ThreadPoolExecutor, hasher: BlockHasher, buffer: Buffer) -> Callable[[], None]:
-    """Have another thread hash a buffer, and return what waits for it."""
+def _hash_in_background(thread: ThreadPoolExecutor, hasher: BlockHasher, buffer: Buffer) -> Callable[[], None]:
+    """Let another thread hash a buffer, and return a function that waits for it."""
     left = [buffer]
 
     def catch_up() -> None:
@@ -329,13 +333,13 @@ def _beside(thread: ThreadPoolExecutor, hasher: BlockHasher, buffer: Buffer) -> 
     try:
         return thread.submit(catch_up).result
     except RuntimeError:
-        # An asynchronous save may go on while the interpreter ends, and no thread takes work then. Where one couldn't
-        # be begun for another reason, a later one may find this work too, when there is nothing left of it.
+        # An asynchronous save may continue while the interpreter ends, and threads take no work then: hash it here. If
+        # the submitted call runs later after all, it finds an empty list, so that nothing is hashed twice.
         return catch_up
 
 
 def in_parts(buffers: Iterable[Buffer], at: int = 0) -> Generator[Buffer, None, None]:
-    """Yield buffers in parts that end at multiples of a MiB of the file that they begin in at a byte.
+    """Yield buffers in parts that end at multiples of a MiB of their file; `at` is the byte at which they begin.
 
     Examples:
         >>> [part.nbytes for part in in_parts([memoryview(bytes(10)), memoryview(bytes(1024 * 1024))])]

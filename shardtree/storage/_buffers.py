@@ -1,4 +1,4 @@
-"""Memory that bytes pass through: new pages for a load, a tensor's row-major bytes, copies to and from devices."""
+"""Memory for reads and writes: huge pages for loads, tensors' row-major bytes, copies to and from devices."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from ..codec import byte_buffer, device_bits, row_major_bits
 from ..lazy import LazyTensor
 from ._storage import Buffer
 
-# Copies between a device's memory and the host's, one of which is on its way while the host does something else.
+# Asynchronous copies between a device's memory and the host's.
 
 Pair = tuple[torch.Tensor, torch.Tensor]
-"""What a copy fills, and what it is made of: alike in dtype and shape."""
+"""Target and source of a copy, of the same dtype and shape."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceCopies:
-    """How a device's memory is copied from and to. Whoever starts a copy keeps its tensors until he has waited for it.
+    """How to copy to and from a device's memory. The caller keeps a copy's tensors until it has waited for the copy.
 
     Attributes:
-        host_memory: returns so many bytes of the host's memory, uint8, that nobody else has.
-        start: begins copies, once all is done that the calling thread has asked of the device, and returns a token.
+        host_memory: returns that many bytes of host memory, uint8, that nothing else uses.
+        start: starts copies, ordered after all that the calling thread has queued on the device; returns a token.
         wait: waits until the copies of a token are done.
     """
 
@@ -38,7 +38,7 @@ class DeviceCopies:
 
 
 def plain_copies(device: torch.device) -> DeviceCopies:
-    """Return copies that are done when they are asked for."""
+    """Return synchronous copies."""
 
     def start(pairs: Sequence[Pair]) -> None:
         for target, source in pairs:
@@ -48,6 +48,7 @@ def plain_copies(device: torch.device) -> DeviceCopies:
 
 
 def _cuda_copies(device: torch.device) -> DeviceCopies:
+    # A stream of its own, so that copies overlap with the program's kernels.
     stream = _side_stream(device.index)
 
     def start(pairs: Sequence[Pair]) -> torch.cuda.Event:
@@ -56,12 +57,13 @@ def _cuda_copies(device: torch.device) -> DeviceCopies:
         with torch.cuda.stream(stream):
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
-                # What is dropped early isn't given to somebody else before the copy.
+                # torch's allocator then doesn't reuse the tensor's memory before this copy, even if it is freed early.
                 (target if target.is_cuda else source).record_stream(stream)
             done.record(stream)
         return done
 
-    # Torch keeps what was pinned for the next time, since to pin memory takes long.
+    # Pinned: a copy from pageable memory would block. Pinning is slow, but torch caches pinned memory for the next
+    # call.
     pinned = lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)  # noqa: E731
     return DeviceCopies(pinned, start, lambda done: done.synchronize())
 
@@ -72,17 +74,17 @@ def _side_stream(index: int) -> torch.cuda.Stream:
 
 
 copies_by_device: dict[str, Callable[[torch.device], DeviceCopies]] = {"cuda": _cuda_copies}
-"""By kind of device; memory of others is copied as a whole, where it isn't the CPU's."""
+"""By kind of device; memory of other accelerators is copied whole, by torch."""
 
 
 def copies_of(device: torch.device) -> DeviceCopies | None:
-    """Return how a device's memory is staged, None where it isn't."""
+    """Return how a device's memory is staged, None if it isn't."""
     make = copies_by_device.get(device.type)
     return None if make is None else make(device)
 
 
 def staged_buffers(parts: Iterable[torch.Tensor], copies: DeviceCopies) -> Iterator[Buffer]:
-    r"""Yield the row-major bytes of parts, each in memory of its own; the next one is on its way meanwhile.
+    r"""Yield the row-major bytes of parts, each in its own memory; the next one is copied meanwhile.
 
     Args:
         parts: in a device's memory.
@@ -93,38 +95,39 @@ def staged_buffers(parts: Iterable[torch.Tensor], copies: DeviceCopies) -> Itera
         >>> [bytes(buffer) for buffer in staged_buffers(parts, plain_copies(parts.device))]
         [b'\x01\x02', b'\x03\x04']
     """
-    started: deque[tuple[torch.Tensor, torch.Tensor, Any]] = deque()
+    in_flight: deque[tuple[torch.Tensor, torch.Tensor, Any]] = deque()
     try:
         for part in parts:
             bits = device_bits(part)
             memory = copies.host_memory(bits.numel())
-            started.append((memory, bits, copies.start([(memory, bits)])))
-            if len(started) == 2:
-                yield _arrived(started, copies)
-        while started:
-            yield _arrived(started, copies)
+            in_flight.append((memory, bits, copies.start([(memory, bits)])))
+            if len(in_flight) == 2:
+                yield _wait_for_first(in_flight, copies)
+        while in_flight:
+            yield _wait_for_first(in_flight, copies)
     finally:
-        # Also after an exception: nothing may come to memory that is somebody else's by then.
-        for _, _, token in started:
+        # Also after an exception: a copy still in progress would write to host memory that was freed and reused.
+        for _, _, token in in_flight:
             copies.wait(token)
 
 
-def _arrived(started: deque[tuple[torch.Tensor, torch.Tensor, Any]], copies: DeviceCopies) -> Buffer:
-    copies.wait(started[0][2])
-    return memoryview(started.popleft()[0].numpy())
+def _wait_for_first(in_flight: deque[tuple[torch.Tensor, torch.Tensor, Any]], copies: DeviceCopies) -> Buffer:
+    copies.wait(in_flight[0][2])
+    return memoryview(in_flight.popleft()[0].numpy())
 
 
-# A tensor's row-major bytes as buffers, without a copy of the whole wherever its memory isn't already that.
+# A tensor's row-major bytes as buffers.
 
+# In parts: a copy of the whole tensor would double the memory that saving it takes.
 STAGED_BYTES = 4 * 1024 * 1024
-"""The most that is copied at once of a tensor whose memory can't be written as it is."""
+"""The most that is copied at once of a tensor whose memory can't be written in place."""
 
 
 def tensor_buffers(tensor: torch.Tensor | LazyTensor) -> Iterator[Buffer]:
     r"""Yield the bytes of a tensor, in row-major order.
 
-    A contiguous tensor in the CPU's memory is yielded in place. Another (transposed, on an accelerator, lazy) is staged
-    in parts of at most `STAGED_BYTES`; on CUDA, one part is on its way while the one before is used.
+    A contiguous tensor in the CPU's memory is yielded in place. Others (transposed, on an accelerator, lazy) are staged
+    in parts of at most `STAGED_BYTES`; on CUDA, the next part is copied while one is used.
 
     Examples:
         >>> b"".join(tensor_buffers(torch.tensor([[1, 2], [3, 4]], dtype=torch.uint8).T))
@@ -150,27 +153,28 @@ def _parts(tensor: torch.Tensor | LazyTensor) -> Iterator[torch.Tensor | LazyTen
     rows = max(1, STAGED_BYTES * tensor.shape[0] // tensor.nbytes)
     for start in range(0, tensor.shape[0], rows):
         stop = min(start + rows, tensor.shape[0])
-        # A single row may still be too much: it loses its axis and is taken apart along the next.
+        # A single row may still be too large: without its first axis it is split along the next one.
         yield from _parts(tensor[start] if rows == 1 else tensor[start:stop])
 
 
 def is_in_place(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's memory is its row-major bytes, where the CPU can read them.
+    """Return whether a tensor's memory holds its row-major bytes, readable by the CPU.
 
     Examples:
         >>> is_in_place(torch.ones(2, 3)), is_in_place(torch.ones(2, 3).T)
         (True, False)
     """
+    # torch conjugates and negates lazily: with these bits set, the memory holds other values than the tensor.
     return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
-# New memory for a load, in huge pages where the system has them: first contact is what costs, and it is per page.
+# New memory for loads. Most of its cost is the first access to each page, so large tensors get huge pages.
 
 _LEAST_BYTES = 4 * 1024 * 1024
 
 
 def empty_tensor(*shape: Any, **options: Any) -> torch.Tensor:
-    """Return what ``torch.empty`` returns, its memory in huge pages if there is much of it in the CPU's memory.
+    """Return what ``torch.empty`` returns; large tensors in the CPU's memory get huge pages.
 
     Examples:
         >>> empty_tensor((2, 3), dtype=torch.bfloat16).shape
@@ -186,7 +190,7 @@ def _prefer_huge_pages(address: int, length: int) -> None:
     call = _madvise()
     begin = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
     if call is not None:
-        # A refusal changes nothing but speed.
+        # The result is ignored: a system that refuses only makes this slower.
         call(begin, address + length - begin, mmap.MADV_HUGEPAGE)
 
 

@@ -1,4 +1,4 @@
-"""What running a load plan takes, found out without reading: the same choices that `fetch` makes."""
+"""The cost of running a load plan, computed without reading, by the same choices that `fetch` makes."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ import numpy as np
 
 from ..geometry import Column
 from ..plans import LoadPlan, ReadCost, Runs, Strided
-from ._blocks import BLOCK_BYTES, loose_ends
+from ._blocks import BLOCK_BYTES, incomplete_reads
 from ._fetch import (
     StoredFile,
     Verify,
     blocks_to_check,
     in_file_order,
     of_file,
+    read_modes,
     stretches_to_check,
     touched_blocks,
-    ways_of,
 )
 from ._runs import clipped, windows_of
 from ._stretches import Stretches, stretch_crc32
-from ._strided import hashed_stretches, parted, strided_stretches
+from ._strided import hashed_stretches, split_pieces, strided_stretches
 
 
 def fetch_cost(files: Mapping[int, StoredFile], plan: LoadPlan, *, verify: Verify = "whole") -> ReadCost:
     """Return what `fetch` would read for a plan.
 
-    A stretch that is mapped counts as read whole, as it is where the storage is remote.
+    A stretch that would be mapped counts as read whole, which is what happens on remote storage.
 
     Args:
         files: by their number in the plan.
@@ -46,16 +46,16 @@ def fetch_cost(files: Mapping[int, StoredFile], plan: LoadPlan, *, verify: Verif
     strided = in_file_order(plan.strided)
     numbers = np.union1d(plan.runs.file, strided.file).tolist()
     extra = sum(
-        _beside(files[number], of_file(plan.runs, number), of_file(strided, number), verify) for number in numbers
+        _extra_bytes(files[number], of_file(plan.runs, number), of_file(strided, number), verify) for number in numbers
     )
     runs = int(plan.runs.length.sum())
     return ReadCost(plan.bytes_read, runs + extra, len(plan.runs.file) + len(strided.file), len(numbers))
 
 
-def _beside(file: StoredFile, runs: Runs, strided: Strided, verify: Verify) -> int:
-    """Return how many bytes of a file are read beside its runs."""
+def _extra_bytes(file: StoredFile, runs: Runs, strided: Strided, verify: Verify) -> int:
+    """Return how many bytes of a file are read in addition to its runs."""
     extra = sum(
-        _stretched(pieces, file.length, whole_blocks) for pieces, whole_blocks in ways_of(file, strided, verify)
+        _strided_bytes(pieces, file.length, whole_blocks) for pieces, whole_blocks in read_modes(file, strided, verify)
     )
     if verify is None:
         return extra
@@ -63,29 +63,32 @@ def _beside(file: StoredFile, runs: Runs, strided: Strided, verify: Verify) -> i
         return extra + _stretches_read_again(file.stretches, runs, file.length, verify)
     if file.hashes is None:
         return extra
-    loose = loose_ends(runs, file.length, blocks_to_check(file, touched_blocks(file, runs, strided), runs, verify))
-    again = np.unique(loose.byte // BLOCK_BYTES) * BLOCK_BYTES
+    incomplete = incomplete_reads(
+        runs, file.length, blocks_to_check(file, touched_blocks(file, runs, strided), runs, verify)
+    )
+    again = np.unique(incomplete.byte // BLOCK_BYTES) * BLOCK_BYTES
     return extra + int((np.minimum(again + BLOCK_BYTES, file.length) - again).sum())
 
 
-def _stretched(pieces: Strided, length: int, whole_blocks: bool | None) -> int:
-    """Return how many bytes are read for strided pieces, or mapped."""
+def _strided_bytes(pieces: Strided, length: int, whole_blocks: bool | None) -> int:
+    """Return how many bytes are read or mapped for strided pieces."""
     if whole_blocks is None:
         stretches = strided_stretches(pieces)
     else:
-        stretches = hashed_stretches(parted(pieces), length, whole_blocks=whole_blocks)
+        stretches = hashed_stretches(split_pieces(pieces), length, whole_blocks=whole_blocks)
     return sum(end - begin for _, begin, end in stretches)
 
 
 def _chains(begin: Column, end: Column) -> list[tuple[int, int]]:
-    """Return the stretches that spans come to, in their order, where each begins at the end of the one before it."""
+    """Return (begin, end) of each chain of adjacent spans."""
     first = np.flatnonzero(np.append(True, begin[1:] != end[:-1])) if begin.size else begin
     last = np.append(first[1:], begin.size) - 1 if begin.size else begin
     return list(zip(begin[first].tolist(), end[last].tolist(), strict=True))
 
 
 def _stretches_read_again(stretches: Stretches, runs: Runs, length: int, verify: Verify) -> int:
-    """Return how many bytes of stretches that are to be checked don't go by whole."""
+    """Return how many bytes are in stretches that are to be checked but aren't read whole."""
+    # The windows of `read_runs`, since each thread's parts begin with its window.
     parts: dict[int, tuple[int, int]] = {}
     for window in windows_of(runs, length):
         part = clipped(runs, window)
@@ -99,7 +102,7 @@ def _stretches_read_again(stretches: Stretches, runs: Runs, length: int, verify:
 
 
 def _cut(stretches: Stretches, chains: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return chains cut where a stretch begins."""
+    """Return chains cut where stretches begin."""
     pieces = []
     for low, high in chains:
         first, last = np.searchsorted(stretches.begin, [low, high], side="right").tolist()

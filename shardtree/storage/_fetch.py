@@ -1,4 +1,4 @@
-"""Runs a load plan: bytes go from files straight into the targets' memory, and their block hashes are checked."""
+"""Runs a load plan: reads bytes from files straight into the targets' memory, and checks their block hashes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..codec import bit_view, byte_buffer
 from ..errors import CorruptCheckpoint, error_text
 from ..geometry import Column
 from ..plans import LoadPlan, Runs, Strided
-from ._blocks import BLOCK_BYTES, BlockHasher, Flags, Hashes, loose_ends, missing, read_rest, touched
+from ._blocks import BLOCK_BYTES, BlockHasher, Flags, Hashes, incomplete_reads, missing, reread_blocks, touched
 from ._runs import read_runs
 from ._staged_fetch import any_staged, fetch_to_devices, memory_bytes
 from ._storage import Buffer, Reader, Storage
@@ -23,11 +23,16 @@ from ._strided import copy_hashed, copy_strided, is_contiguous, last_byte
 from ._threads import collector_paused
 
 Verify = Literal["whole", "all"] | None
-"""Which blocks are checked: those that are read whole or nearly, and in small files all touched; all touched; none."""
+"""Which blocks are checked: "whole": those that are read nearly whole, and in small files all that are touched; "all":
+all that are touched; None: none."""
 
+# Checking only the blocks that happen to be read whole would check nothing in a file that is smaller than a block: a
+# flipped bit there was loaded in silence, and so were files of one length that had changed places. In large files it
+# left out the first block, which begins with a header that no load reads, and the ends of tensors. These blocks are
+# few.
 _SMALL_FILE_BYTES = 4 * 1024 * 1024
 _NEARLY_WHOLE_BYTES = 64 * 1024
-"""As much may be missing from a block that counts as read whole: it is read once more, and delivered from there."""
+"""A block of which no more than this is missing is read again, whole, and delivered from there."""
 
 Rows = TypeVar("Rows", Runs, Strided)
 T = TypeVar("T")
@@ -41,8 +46,7 @@ class StoredFile:
         name: in the checkpoint's storage.
         length: in bytes.
         hashes: of its blocks, uint64 (blocks,); None where the format has none.
-        stretches: that the format has CRC32s of, in place of block hashes; all runs and pieces that are read lie in
-            them, each in one.
+        stretches: of which the format has CRC32s, in place of block hashes; each run and piece lies within one.
     """
 
     name: str
@@ -53,14 +57,15 @@ class StoredFile:
 
 @dataclass(frozen=True, slots=True)
 class ReadReport:
-    """What a load read.
+    """What a load has read.
 
     Attributes:
         bytes_read: of tensors and objects.
-        blocks_checked: blocks, or stretches with a checksum of their own, whose hash was compared.
-        blocks_unchecked: those of which only a part was read, or not to be checked, or that have no hash.
+        blocks_checked: blocks whose hash was compared, or stretches whose checksum was.
+        blocks_unchecked: those that were read only in part, weren't to be checked, or have no hash.
         files: files opened.
-        left_out: paths of stored plain values that the tree can't hold, since the target leaves out shards beside them.
+        left_out: paths of stored plain values that couldn't be put into the tree, since the target omits shards beside
+            them.
     """
 
     bytes_read: int = 0
@@ -91,7 +96,7 @@ def fetch(
         memories: for each requested shard a contiguous tensor of its bytes in any dtype, written in place; some on
             devices that are staged.
         verify: which blocks are checked against their hashes.
-        progress: is told, now and then, how many bytes were read since the last time; by one thread at a time.
+        progress: called with the bytes read since the last call, by one thread at a time.
 
     Raises:
         CorruptCheckpoint: a file's length or a block's hash isn't what the index says.
@@ -114,21 +119,21 @@ def _fetch_to_host(
     progress: Callable[[int], None],
 ) -> ReadReport:
     runs, strided = plan.runs, in_file_order(plan.strided)
-    # Whole shards mostly come as runs alone, columns of what is stored as rows as pieces alone; and a plan may be a
-    # small part of another one.
+    # Only targets that are read into get a view: most have either runs or strided pieces, and the plan may be a small
+    # part of a larger one.
     with collector_paused():
-        views = _of_targets(runs.target, memories, byte_buffer, memoryview(b""))
-        bits = _of_targets(strided.target, memories, bit_view, torch.empty(0, dtype=torch.uint8))
+        views = _target_views(runs.target, memories, byte_buffer, memoryview(b""))
+        bits = _target_views(strided.target, memories, bit_view, torch.empty(0, dtype=torch.uint8))
     read = partial(_fetch_file, storage, views=views, memories=bits, verify=verify, progress=progress)
     numbers = np.union1d(runs.file, strided.file).tolist()
     reports = (read(files[number], of_file(runs, number), of_file(strided, number)) for number in numbers)
     return sum(reports, ReadReport())
 
 
-def _of_targets(
+def _target_views(
     target: Column, memories: Sequence[torch.Tensor], view: Callable[[torch.Tensor], T], none: T
 ) -> list[T]:
-    """Return the view of each memory that is a target, and for others `none`."""
+    """Return a view of each memory that is a target, and `none` for the others."""
     wanted = np.zeros(len(memories), dtype=np.bool_)
     wanted[target] = True
     return [view(memory) if named else none for memory, named in zip(memories, wanted.tolist(), strict=True)]
@@ -155,14 +160,14 @@ def _fetch_file(
         done = read_runs(storage, file.name, runs, views, hashes=hashes, length=file.length, progress=progress)
         blocks = touched_blocks(file, runs, strided)
         hasher = BlockHasher(file.length, hashes)
-        for pieces, whole_blocks in ways_of(file, strided, verify):
+        for pieces, whole_blocks in read_modes(file, strided, verify):
             if whole_blocks is None:
                 done += copy_strided(reader, pieces, memories, progress=progress)
             else:
                 done += copy_hashed(reader, pieces, memories, hasher, whole_blocks=whole_blocks, progress=progress)
         if hashes is not None:
-            loose = loose_ends(runs, file.length, blocks_to_check(file, blocks, runs, verify))
-            read_rest(reader, loose, views, hasher)
+            incomplete = incomplete_reads(runs, file.length, blocks_to_check(file, blocks, runs, verify))
+            reread_blocks(reader, incomplete, views, hasher)
     if known is not None and hashes is not None:
         _compare(storage.where(file.name), hashes, known, file.length)
     checked = len(hashes or ())
@@ -181,7 +186,7 @@ def _fetch_stretches(
     verify: Verify,
     progress: Callable[[int], None],
 ) -> ReadReport:
-    """Read a file of which stretches have CRC32s, each of which is read from."""
+    """Read a file that has CRC32s of stretches, and check those of the stretches that are read from."""
     parts: dict[int, tuple[int, int]] | None = None if verify is None else {}
     hasher = partial(_stretch_hasher, stretches)
     with storage.open(file.name) as reader:
@@ -203,7 +208,7 @@ def _stretch_hasher(stretches: Stretches, _: int) -> StretchHasher:
 
 
 def stretches_to_check(stretches: Stretches, runs: Runs, *, everything: bool) -> list[int]:
-    """Return the stretches that count as read whole, and small ones; all of them if asked; those with a CRC32."""
+    """Return those stretches with a CRC32 that are read nearly whole or are small; with `everything`, all of them."""
     enough = stretches.end - stretches.begin <= BLOCK_BYTES
     if runs.byte.size:
         enough = enough | (unread(stretches, runs.byte, runs.byte + runs.length) <= _NEARLY_WHOLE_BYTES)
@@ -214,7 +219,7 @@ def stretches_to_check(stretches: Stretches, runs: Runs, *, everything: bool) ->
 def _compare_crc32(
     reader: Reader, path: str, stretches: Stretches, chosen: Sequence[int], parts: dict[int, tuple[int, int]]
 ) -> int:
-    """Raise unless the chosen stretches have their CRC32s, and return how many these are."""
+    """Raise unless the chosen stretches have their CRC32s, and return how many were compared."""
     wrong = []
     for number in chosen:
         begin, end = int(stretches.begin[number]), int(stretches.end[number])
@@ -245,7 +250,7 @@ def touched_blocks(file: StoredFile, runs: Runs, strided: Strided) -> Flags:
 
 
 def blocks_to_check(file: StoredFile, blocks: Flags, runs: Runs, verify: Verify) -> Flags:
-    """Return, of the touched blocks of a file, those whose hash is to be compared, bool (blocks,)."""
+    """Return which of the touched blocks of a file are to be checked, bool (blocks,)."""
     if _checks_all(file, verify):
         return blocks
     flags: Flags = missing(runs.byte, runs.byte + runs.length, file.length) <= _NEARLY_WHOLE_BYTES
@@ -256,8 +261,11 @@ def _checks_all(file: StoredFile, verify: Verify) -> bool:
     return verify == "all" or file.length <= _SMALL_FILE_BYTES
 
 
-def ways_of(file: StoredFile, strided: Strided, verify: Verify) -> Iterator[tuple[Strided, bool | None]]:
-    """Yield a file's strided pieces by how they come: mapped (None), hashed as they are, or in whole blocks (True)."""
+def read_modes(file: StoredFile, strided: Strided, verify: Verify) -> Iterator[tuple[Strided, bool | None]]:
+    """Yield a file's strided pieces by how they are read: mapped (None), hashed (False), hashed in whole blocks (True).
+
+    Pieces that are to be hashed aren't mapped: another program could change a mapped file between hash and copy.
+    """
     if verify is None or file.hashes is None:
         parts: list[tuple[Flags, bool | None]] = [(np.ones(strided.file.size, dtype=np.bool_), None)]
     elif _checks_all(file, verify):

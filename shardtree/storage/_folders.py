@@ -1,4 +1,4 @@
-"""From what a caller calls a directory to the storage that keeps it, and folders within one."""
+"""The storage of a path or URL, and folders within a storage."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from ._fsspec import FsspecStorage, fsspec_storage
 from ._local import LocalStorage
 from ._memory import MemoryStorage
 from ._storage import Buffer, Reader, Storage, inside
-from ._sync import parents_to_be
+from ._sync import parents_of_missing
 
-# Folders of a storage as storages of their own, and what some storages can do with a folder as a whole.
+# Folders within a storage.
 
 
 @runtime_checkable
 class Renaming(Protocol):
-    """A storage that can rename a folder in one step, and knows links. Errors are those of `Storage`."""
+    """A storage that can rename a folder in one step, and has symbolic links. Errors are those of `Storage`."""
 
     def move_folder(self, old: str, new: str) -> None:
-        """Give a folder another name, which nothing has, in one step."""
+        """Rename a folder in one step; nothing may have the new name."""
 
     def is_link(self, name: str) -> bool:
-        """Return whether a name is a symbolic link's."""
+        """Return whether a name is a symbolic link."""
 
 
 def is_link(storage: Storage, name: str) -> bool:
-    """Return whether a name is a symbolic link's, where there are such.
+    """Return whether a name is a symbolic link; False on storages without links.
 
     Examples:
         >>> from shardtree.storage import MemoryStorage
@@ -42,12 +42,14 @@ def is_link(storage: Storage, name: str) -> bool:
 
 
 def folder_in(storage: Storage, name: str) -> Storage:
-    """Return a folder of a storage as a storage; it needn't be there yet.
+    """Return a folder of a storage as a storage; it needn't exist yet.
 
     Examples:
         >>> folder_in(LocalStorage("/runs"), "step_10")
         LocalStorage(root='/runs/step_10')
     """
+    # The same kind rather than a `Subfolder`, so that the folder keeps what that kind can do beyond `Storage`: exchange
+    # whole folders, map files, fetch ranges side by side.
     if isinstance(storage, LocalStorage):
         return LocalStorage(os.path.join(storage.root, name))
     if isinstance(storage, FsspecStorage):
@@ -57,7 +59,7 @@ def folder_in(storage: Storage, name: str) -> Storage:
 
 @dataclass(frozen=True, slots=True)
 class Subfolder:
-    """A folder of any storage: every name gets the folder's before it.
+    """A folder of any storage: every name is prefixed by the folder's.
 
     Args:
         whole: the storage.
@@ -135,18 +137,18 @@ class Subfolder:
         return self.whole.where(self._full(name))
 
     def _full(self, name: str) -> str:
-        plain = inside(name, self.folder)  # the storage itself would let a name climb out of the folder
+        plain = inside(name, self.folder)  # the storage would check its own root only, and let "../" leave this folder
         return f"{self.folder}/{plain}" if plain else self.folder
 
 
-# From what a caller calls a directory to the storage that keeps it.
+# The storage of a path or URL.
 
 Directory = str | os.PathLike[str] | Storage
-"""A checkpoint's place: a path, a URL of a file system that fsspec knows, or a storage."""
+"""Where a checkpoint is: a path, a URL of a file system that fsspec supports, or a storage."""
 
 
 def storage_at(directory: Directory) -> Storage:
-    """Return the storage of a directory; a relative path is that of now, wherever the process goes later.
+    """Return the storage of a directory; a relative path is made absolute now, in case the process changes directory.
 
     Raises:
         StorageError: the directory is neither a path, nor a URL, nor a storage.
@@ -168,7 +170,7 @@ def storage_at(directory: Directory) -> Storage:
 
 
 def is_same_place(one: Storage, other: Storage) -> bool:
-    """Return whether two storages are one folder, by whatever path or link.
+    """Return whether two storages are the same folder, links resolved.
 
     Examples:
         >>> is_same_place(storage_at("/runs/step_10"), storage_at("/runs/step_9/../step_10/"))
@@ -180,7 +182,7 @@ def is_same_place(one: Storage, other: Storage) -> bool:
 
 
 def _absolute(path: str) -> str:
-    # Not abspath: it takes "link/.." for nothing, although a link leads elsewhere.
+    # Not os.path.abspath: it drops "link/..", which is another folder where the link leads elsewhere.
     try:
         return path if os.path.isabs(path) else os.path.join(os.getcwd(), path)
     except FileNotFoundError as error:
@@ -188,17 +190,17 @@ def _absolute(path: str) -> str:
         raise StorageError(error_text(f"where is {path!r}?", found=found, fix="Name an absolute path.")) from error
 
 
-# A folder that is made at once, waited for beside other work, and removed again where nothing came of it.
+# Making a checkpoint's folder, which is synced later and removed again if the save fails.
 
 
 @dataclass(frozen=True, slots=True)
 class NewFolder:
-    """What can be done about a folder that was made.
+    """A folder that was made for a save.
 
     Attributes:
-        wait: waits until it is on the medium, if it shall be; raises StorageError where that fails.
-        remove: removes it, unless it was there before or something is in it by now. What was made above it
-            stays: another save may be about to make its own folder there.
+        wait: waits until it is on the medium, if the save is durable; raises StorageError where that fails.
+        remove: removes it, unless it existed before or isn't empty. Parents that were made stay: another save may be
+            about to make its own folder there.
     """
 
     wait: Callable[[], None]
@@ -206,9 +208,9 @@ class NewFolder:
 
 
 def new_folder(storage: Storage, *, durable: bool) -> NewFolder:
-    """Make a storage's own folder; in memory and on object stores the first file in it does that.
+    """Make a storage's own folder; in memory and on object stores it begins to exist with its first file.
 
-    A storage of another kind than a local one waits here, and its folder stays.
+    Other storages than local ones wait here, and their folder isn't removed again.
 
     Raises:
         StorageError: it can't be made.
@@ -224,18 +226,19 @@ def new_folder(storage: Storage, *, durable: bool) -> NewFolder:
         False
     """
     if isinstance(storage, MemoryStorage | FsspecStorage):
-        return NewFolder(_nothing, _nothing)
+        return NewFolder(_do_nothing, _do_nothing)
     if not isinstance(storage, LocalStorage):
         storage.make_folder(durable=durable)
-        return NewFolder(_nothing, _nothing)
-    parents = parents_to_be(storage.root)
+        return NewFolder(_do_nothing, _do_nothing)
+    parents = parents_of_missing(storage.root)
     storage.make_folder(durable=False)
-    # The folder itself may be of a moment ago, and made by somebody who didn't wait.
+    # Not synced here: that is waited for while the data is written, and before the commit. Also if the folder exists:
+    # it may have just been made by a process that didn't sync its parent.
     waited_for = (parents or [os.path.dirname(os.path.realpath(storage.root))]) if durable else ()
-    return NewFolder(partial(_wait_for, waited_for), partial(storage.remove_folder, "") if parents else _nothing)
+    return NewFolder(partial(_wait_for, waited_for), partial(storage.remove_folder, "") if parents else _do_nothing)
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     pass
 
 
@@ -244,6 +247,6 @@ def _wait_for(folders: Sequence[str]) -> None:
         try:
             LocalStorage(folder).sync_folder()
         except StorageError as error:
-            # Other people's: one that can't be listed can't be waited for.
+            # Parents can belong to other users: a folder that may not be opened can't be synced.
             if not isinstance(error.__cause__, PermissionError):
                 raise

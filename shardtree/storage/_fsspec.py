@@ -1,4 +1,4 @@
-"""Files behind a URL: object stores and whatever else fsspec has a file system for."""
+"""Files behind a URL: object stores and all other file systems of fsspec."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _RANGE_BYTES = 16 * 1024 * 1024
 def fsspec_storage(url: str) -> Storage:
     """Return the storage behind a URL.
 
-    Files go up when they are closed, and are on the medium then. `replace` is one upload: object stores make that one
-    step; on ftp and its like a crash at that moment can leave half of metadata.json, which then can't be loaded.
+    Files are uploaded, and durable, once they are closed. `replace` is one upload, which is atomic on object stores; on
+    ftp and the like, a crash at that moment can leave half of metadata.json, which then can't be loaded.
 
     Args:
         url: ``protocol://path``, as fsspec reads it; ``file://`` is the local file system.
@@ -49,6 +49,7 @@ def fsspec_storage(url: str) -> Storage:
     except (ImportError, ValueError) as error:
         fix = "Install the package that fsspec names for this protocol, or name a local path without '://'."
         raise StorageError(error_text(f"no file system for {url!r}", found=error, fix=fix)) from error
+    # fsspec's local file system neither syncs nor exchanges folders.
     if isinstance(files, LocalFileSystem):
         return LocalStorage(root)
     return FsspecStorage(files, root.rstrip("/"), url.rstrip("/"))
@@ -73,35 +74,35 @@ class FsspecStorage:
         return "/".join(filter(None, (self.url, inside(name, self.url))))
 
     def write(self, name: str, buffers: Iterable[Buffer], *, durable: bool) -> int:
-        """Write a new file from buffers, in order, and return its length; it is on the medium then."""
+        """Write a new file from buffers, in order, and return its length; it is durable afterwards."""
         length = 0
-        with self._failures("write", name):
+        with self._storage_errors("write", name):
             file = self.files.open(self._path(name), "wb")
         try:
             for buffer in buffers:
-                with self._failures("write", name):
+                with self._storage_errors("write", name):
                     file.write(buffer)
                 length += buffer.nbytes
         finally:
-            with self._failures("write", name):
+            with self._storage_errors("write", name):
                 file.close()
         return length
 
     def write_parts(self, name: str, length: int, parts: Iterable[tuple[int, Buffer]], *, durable: bool) -> None:
-        """Write a file from parts that are all of it, in order: nothing here can write into a file."""
+        """Write a file from parts that make up all of it, in order: object stores can't write into a file."""
         buffers = whole(parts, length, self.where(name))
-        # An error about the first part comes before anything is uploaded.
+        # Taken first, so that an error about it is raised before anything is uploaded.
         first = list(islice(buffers, 1))
         try:
             self.write(name, chain(first, buffers), durable=durable)
         except BaseException:
             with suppress(StorageError):
-                self.remove(name)  # what breaks off is uploaded as far as it got
+                self.remove(name)  # closing the file uploaded what was written before the error
             raise
 
     def move(self, old: str, new: str) -> None:
-        """Give a file another name; most stores copy it and remove the old one."""
-        with self._failures("move", old):
+        """Rename a file; most stores copy it and remove the old one."""
+        with self._storage_errors("move", old):
             self.files.mv(self._path(old), self._path(new))
 
     @contextmanager
@@ -114,19 +115,19 @@ class FsspecStorage:
 
     def replace(self, name: str, data: bytes, *, durable: bool) -> None:
         """Give a file new content in one upload."""
-        with self._failures("replace", name):
+        with self._storage_errors("replace", name):
             self.files.pipe_file(self._path(name), data)
 
     def read(self, name: str) -> bytes:
         """Return a file's bytes."""
-        with self._failures("read", name):
+        with self._storage_errors("read", name):
             return bytes(self.files.cat_file(self._path(name)))
 
     def read_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        """Return the bytes of ranges (begin, end) of a file; a file system that can fetches them side by side."""
+        """Return the bytes of ranges (begin, end) of a file, fetched concurrently where the file system can."""
         begins, ends = ([span[side] for span in ranges] for side in (0, 1))
         paths = [self._path(name)] * len(ranges)
-        with self._failures("read", name):
+        with self._storage_errors("read", name):
             return list(self.files.cat_ranges(paths, begins, ends, on_error="raise"))
 
     def length(self, name: str) -> int | None:
@@ -139,9 +140,10 @@ class FsspecStorage:
         return tuple(name for name in self._everything(folder) if name != MARKER)
 
     def make_folder(self, name: str = "", *, durable: bool = True) -> None:
-        """Make a folder: an object in it that every rank sees, since object stores have no folders."""
-        with self._failures("make the folder", name):
+        """Make a folder, as an object in it that every rank sees, since object stores have no folders."""
+        with self._storage_errors("make the folder", name):
             marker = f"{self._path(name)}/{MARKER}"
+            # Object stores need no parent folders; file systems that do report it by FileNotFoundError.
             try:
                 self.files.pipe_file(marker, b"")
             except FileNotFoundError:
@@ -153,11 +155,11 @@ class FsspecStorage:
         return bool(self._everything(name))
 
     def sync_folder(self, name: str = "") -> None:
-        """Do nothing: what is uploaded is on the medium."""
+        """Do nothing: what is uploaded is durable."""
 
     def remove(self, name: str) -> None:
         """Remove a file; nothing happens if it isn't there."""
-        with self._failures("remove", name):
+        with self._storage_errors("remove", name):
             try:
                 self.files.rm_file(self._path(name))
             except FileNotFoundError:
@@ -171,10 +173,10 @@ class FsspecStorage:
                 self.files.rmdir(self._path(name))
 
     def changed(self, name: str) -> float | None:
-        """Return when a file was changed last, or a folder made, in seconds since 1970 by the store's clock."""
+        """Return when a file was last changed, or a folder made, in seconds since 1970 by the store's clock."""
         info = self._info(name)
         file = name if info is None or info["type"] == "file" else f"{name}/{MARKER}"
-        with self._failures("look at", name):
+        with self._storage_errors("look at", name):
             try:
                 return float(self.files.modified(self._path(file)).timestamp())
             except (FileNotFoundError, NotImplementedError):
@@ -184,8 +186,8 @@ class FsspecStorage:
         return "/".join((self.root, *filter(None, [inside(name, self.url)])))
 
     def _info(self, name: str) -> dict[str, Any] | None:
-        with self._failures("look at", name):
-            # What other ranks wrote counts too, so that nothing may be remembered.
+        with self._storage_errors("look at", name):
+            # fsspec caches listings, and would miss what other ranks have written since.
             self.files.invalidate_cache()
             try:
                 return dict(self.files.info(self._path(name)))
@@ -195,19 +197,19 @@ class FsspecStorage:
     def _everything(self, folder: str) -> tuple[str, ...]:
         """Return all names directly inside a folder, the marker too."""
         path = self._path(folder)
-        with self._failures("list", folder):
+        with self._storage_errors("list", folder):
             self.files.invalidate_cache()
             try:
                 found = self.files.ls(path, detail=False)
             except (FileNotFoundError, NotADirectoryError):
                 return ()
-        # Some stores list the folder itself, and some give folders a slash at their end.
+        # Some stores list the folder itself, and some end folders' names with a slash.
         names = (entry.rstrip("/").removeprefix(path).strip("/") for entry in found)
         return tuple(sorted(name for name in names if name and "/" not in name))
 
     @contextmanager
-    def _failures(self, doing: str, name: str) -> Iterator[None]:
-        # File systems raise whatever their client libraries do, mostly no OSError.
+    def _storage_errors(self, doing: str, name: str) -> Iterator[None]:
+        # Any exception: fsspec passes on those of the stores' client libraries, and few of them are OSErrors.
         try:
             yield
         except CheckpointingException:
@@ -233,8 +235,9 @@ class _RangeReader:
         return memoryview(self._bytes(begin, self.length if end is None else end))
 
     def _bytes(self, begin: int, end: int) -> bytearray:
-        """Return bytes of the file, asked for in ranges that one request each brings."""
+        """Return bytes of the file, requested in ranges of at most `_RANGE_BYTES`."""
         data = bytearray()
+        # Stores answer a range beyond the end with the bytes that there are, so that lengths are compared below.
         if end <= self.length:
             ranges = [(at, min(at + _RANGE_BYTES, end)) for at in range(begin, end, _RANGE_BYTES)]
             data = bytearray().join(self.storage.read_ranges(self.name, ranges))

@@ -16,10 +16,10 @@ from threading import Thread
 
 from ..errors import StorageError, error_text
 from ._local_sibling import LocalSibling, sibling_names
-from ._storage import Buffer, SizedBuffers, checked, inside, neighbours, temporary_name
-from ._sync import parents_to_be, sync, sync_above
+from ._storage import Buffer, SizedBuffers, adjacent, checked, inside, temporary_name
+from ._sync import parents_of_missing, sync, sync_above
 
-# Reading a file of a local or mounted file system: in parts, or mapped.
+# Reading a local file.
 
 MOST_BUFFERS = 1024  # IOV_MAX on Linux and macOS
 
@@ -43,6 +43,8 @@ class LocalReader:
         """Fill the buffers from consecutive bytes; raises where the file ends first."""
         pending = [buffer for buffer in buffers if buffer.nbytes]
         while pending:
+            # preadv rather than a copy out of a mapping: if another program cuts the file short, that is an error here,
+            # and a bus error, which ends the process, there. It also has no file position that threads would share.
             try:
                 count = os.preadv(self.descriptor, pending[:MOST_BUFFERS], byte)
             except OSError as error:
@@ -53,10 +55,10 @@ class LocalReader:
                 missing = sum(buffer.nbytes for buffer in pending)
                 raise StorageError(error_text(f"{self.path!r} ends at byte {byte}", expected=f"{missing} bytes more"))
             byte += count
-            pending = rest(pending, count)
+            pending = remaining(pending, count)
 
     def mapped(self, begin: int = 0, end: int | None = None) -> Buffer:
-        """Return a stretch of the file as memory that can be written to and stays its own."""
+        """Return a stretch of the file as writable memory; writing to it doesn't change the file."""
         stretch = self._mapping[begin:end]
         if end is not None and stretch.nbytes < end - begin:
             what = f"{self.path!r} ends at byte {self._mapping.nbytes}"
@@ -75,11 +77,11 @@ class LocalReader:
         return memoryview(mapped)
 
 
-def rest(buffers: list[Buffer], count: int) -> list[Buffer]:
+def remaining(buffers: list[Buffer], count: int) -> list[Buffer]:
     """Return what is left of buffers when their first `count` bytes are done.
 
     Examples:
-        >>> [bytes(buffer) for buffer in rest([memoryview(b"abc"), memoryview(b"de")], 2)]
+        >>> [bytes(buffer) for buffer in remaining([memoryview(b"abc"), memoryview(b"de")], 2)]
         [b'c', b'de']
     """
     for position, buffer in enumerate(buffers):
@@ -89,22 +91,19 @@ def rest(buffers: list[Buffer], count: int) -> list[Buffer]:
     return []
 
 
-# Room for a new file, reserved before it is written: its blocks are then found at once and lie together.
+# Reserving disk space for a new file.
 
 _LEAST_BYTES = 4 * 1024 * 1024
-_KEEP_SIZE = 1
-"""The file is as long as what was written of it, so that what a dead process left is seen to be short."""
+_KEEP_SIZE = 1  # FALLOC_FL_KEEP_SIZE: the length stays that of what was written, so that a file cut short shows
 
 
 def reserve(descriptor: int, length: int) -> int:
-    """Reserve room at the beginning of a file and return how many bytes; 0 where there is no need or no way.
-
-    All at once: while dirty pages wait for the disk, each further call takes milliseconds.
-    """
+    """Reserve disk space at the beginning of a file and return how many bytes; 0 if it is small or can't be done."""
     call = _fallocate()
     if length < _LEAST_BYTES or call is None:
         return 0
-    # What doesn't work here (no room, a file system without it) is no failure yet: the write will tell.
+    # One call for the whole file: while dirty pages wait for the disk, each further call takes milliseconds. If it
+    # fails (no space, a file system without it), that is no error yet: the write itself will report one.
     return 0 if call(descriptor, _KEEP_SIZE, 0, length) else length
 
 
@@ -120,25 +119,26 @@ def _fallocate() -> Callable[..., int] | None:
     return call
 
 
-# Removing a file without waiting for what its file system does with its blocks.
+# Removing a file without waiting until its blocks are freed.
 
 _SMALL_BYTES = 64 * 1024
 _YOUNG_SECONDS = 60.0
 
 
 def unlink(path: str) -> None:
-    """Remove a file; of a small one of a moment ago, another thread waits for the blocks to be given back.
+    """Remove a file; the blocks of a small one that was just written are freed by another thread.
 
-    These may be on their way to a disk that has gigabytes of something else to write first. Of large files the room is
-    wanted when this returns.
+    Freeing them waits until they are written, and the disk may have gigabytes of other data to write first. The space
+    of a large file has to be free when this returns.
     """
+    # While a descriptor is open, removing the name doesn't free the blocks: closing it does, in the thread below.
     descriptor = _opened_if_young(path)
     try:
         os.remove(path)
     except BaseException:
         _close(descriptor)
         raise
-    # At the end of the process no thread can be begun, and Python 3.11 would wait for it forever.
+    # While the interpreter ends no thread can start, and Python 3.11 would wait for it forever.
     if descriptor is None or sys.is_finalizing() or _has_a_name(descriptor):
         _close(descriptor)
         return
@@ -149,16 +149,17 @@ def unlink(path: str) -> None:
 
 
 def _has_a_name(descriptor: int) -> bool:
-    """Return whether a removed file is still there: on a network, an open one stays in its folder by another name."""
+    """Return whether a removed file is still there: NFS keeps an open one in its folder under another name."""
     try:
         return os.fstat(descriptor).st_nlink > 0
     except OSError:
-        return True  # it can't be told, and the file is gone
+        return True  # unknown: close it now, which is always safe
 
 
 def _opened_if_young(path: str) -> int | None:
     try:
         found = os.lstat(path)
+        # A file with further links keeps its blocks, so that removing one name never waits.
         small = stat.S_ISREG(found.st_mode) and found.st_nlink == 1 and found.st_size <= _SMALL_BYTES
         if not small or abs(time.time() - found.st_mtime) > _YOUNG_SECONDS:
             return None
@@ -201,7 +202,7 @@ class LocalStorage:
 
     def write(self, name: str, buffers: Iterable[Buffer], *, durable: bool) -> int:
         """Write a new file from buffers, in order, and return its length."""
-        with self._failures("write", name):
+        with self._storage_errors("write", name):
             descriptor = _new_file(self.where(name))
             try:
                 length = _write_new(descriptor, buffers)
@@ -213,12 +214,12 @@ class LocalStorage:
 
     def write_parts(self, name: str, length: int, parts: Iterable[tuple[int, Buffer]], *, durable: bool) -> None:
         """Write parts of a file of `length` bytes, of which other processes may write other parts."""
-        with self._failures("write", name):
+        with self._storage_errors("write", name):
             descriptor = os.open(self.where(name), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
             try:
                 # All writers ask for the same length, so that it doesn't matter who comes first.
                 os.ftruncate(descriptor, length)
-                groups = neighbours(
+                groups = adjacent(
                     checked(parts, length, self.where(name)), most_bytes=_BATCH_BYTES, most_buffers=MOST_BUFFERS
                 )
                 for byte, buffers in groups:
@@ -230,18 +231,18 @@ class LocalStorage:
 
     def move(self, old: str, new: str) -> None:
         """Give a file another name, in one step."""
-        with self._failures("move", old):
+        with self._storage_errors("move", old):
             os.replace(self.where(old), self.where(new))
 
     @contextmanager
     def open(self, name: str) -> Iterator[LocalReader]:
         """Open a file for reading."""
         path = self.where(name)
-        with self._failures("open", name):
-            # A pipe would be waited for, and a device read without end.
+        with self._storage_errors("open", name):
+            # O_NONBLOCK: opening a pipe that somebody put here would otherwise wait for its writer for ever.
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
-            with self._failures("open", name):
+            with self._storage_errors("open", name):
                 mode = os.fstat(descriptor).st_mode
             if not stat.S_ISREG(mode):
                 raise StorageError(error_text(f"cannot open {path!r}", found="no regular file"))
@@ -252,32 +253,33 @@ class LocalStorage:
     def replace(self, name: str, data: bytes, *, durable: bool) -> None:
         """Give a file new content in one step: a temporary file beside it, renamed over it."""
         folder, _, last = inside(name, self.root).rpartition("/")
-        # A name of its own: of two that write at a time, each renames what it wrote.
+        # A random name: if two processes replace the file at the same time, each renames what it wrote itself.
         temporary = "/".join(filter(None, (folder, temporary_name(last))))
         try:
             self.write(temporary, [memoryview(data)], durable=durable)
-            with self._failures("replace", name):
+            with self._storage_errors("replace", name):
                 os.replace(self.where(temporary), self.where(name))
         except BaseException:
             with suppress(StorageError):
                 self.remove(temporary)
             raise
+        # The rename is an entry of the folder: without this, a power failure could bring the old file back.
         if durable:
             self.sync_folder(folder)
 
     def read(self, name: str) -> bytes:
         """Return a file's bytes."""
         opened = self.open(name)
-        with opened as reader, self._failures("read", name), open(reader.descriptor, "rb", closefd=False) as file:
+        with opened as reader, self._storage_errors("read", name), open(reader.descriptor, "rb", closefd=False) as file:
             try:
                 return file.read()
-            except MemoryError:
+            except MemoryError:  # a file with holes can claim any length, and costs its author nothing
                 found = "more bytes than there is memory for"
                 raise StorageError(error_text(f"cannot read {self.where(name)!r}", found=found)) from None
 
     def length(self, name: str) -> int | None:
         """Return a file's length in bytes, None if there is no such file."""
-        with self._failures("look at", name):
+        with self._storage_errors("look at", name):
             try:
                 found = os.stat(self.where(name))
                 # A folder or a pipe isn't a file, whatever its size is.
@@ -287,7 +289,7 @@ class LocalStorage:
 
     def names(self, folder: str = "") -> tuple[str, ...]:
         """Return the names of what is directly inside a folder, sorted."""
-        with self._failures("list", folder):
+        with self._storage_errors("list", folder):
             try:
                 return tuple(sorted(os.listdir(self.where(folder))))
             except (FileNotFoundError, NotADirectoryError):
@@ -295,31 +297,32 @@ class LocalStorage:
 
     def make_folder(self, name: str = "", *, durable: bool = True) -> None:
         """Make a folder and those above it."""
-        with self._failures("make the folder", name):
+        with self._storage_errors("make the folder", name):
             path = self.where(name)
-            parents = parents_to_be(path)
+            parents = parents_of_missing(path)
             try:
                 os.makedirs(path, exist_ok=True)
-            except FileNotFoundError:  # a save that failed took a folder back on the way
+            except FileNotFoundError:  # another save that failed removed a parent folder meanwhile
                 os.makedirs(path, exist_ok=True)
             if durable:
-                # The checkpoint's own folder may be of a moment ago, and made by somebody who didn't wait.
+                # The checkpoint's own folder may have just been made by a process that didn't sync its parent.
                 sync_above(parents if name or parents else [os.path.dirname(os.path.realpath(path))])
 
     def is_folder(self, name: str = "") -> bool:
-        """Return whether there is a folder of that name, other than a link back to one that it lies in."""
+        """Return whether there is a folder of that name; a link to a folder that contains it doesn't count."""
         path = self.where(name)
-        return os.path.isdir(path) and not (name and os.path.islink(path) and _leads_back(path, self.root))
+        return os.path.isdir(path) and not (name and os.path.islink(path) and _is_cycle(path, self.root))
 
     def sync_folder(self, name: str = "") -> None:
         """Wait until what was made or removed in a folder is on the medium."""
-        with self._failures("sync", name):
+        with self._storage_errors("sync", name):
             sync(self.where(name))
 
     def remove(self, name: str) -> None:
-        """Remove a file; nothing happens if it isn't there, or is so only by a link to another folder."""
-        with self._failures("remove", name), suppress(FileNotFoundError):
-            if not self._is_elsewhere(name):
+        """Remove a file; nothing happens if it isn't there, or lies behind a link to another folder."""
+        with self._storage_errors("remove", name), suppress(FileNotFoundError):
+            # Guard: cleaning up a checkpoint must never remove files that a linked folder keeps elsewhere.
+            if not self._is_behind_link(name):
                 unlink(self.where(name))
 
     def remove_folder(self, name: str) -> None:
@@ -329,7 +332,7 @@ class LocalStorage:
 
     def changed(self, name: str) -> float | None:
         """Return when a file or folder was changed last, in seconds since 1970 by the file system's clock."""
-        with self._failures("look at", name):
+        with self._storage_errors("look at", name):
             try:
                 return os.stat(self.where(name)).st_mtime
             except (FileNotFoundError, NotADirectoryError):
@@ -345,20 +348,20 @@ class LocalStorage:
 
     def move_folder(self, old: str, new: str) -> None:
         """Give a folder another name, in one step."""
-        with self._failures("move", old):
+        with self._storage_errors("move", old):
             os.rename(self.where(old), self.where(new))
 
     def is_link(self, name: str) -> bool:
         """Return whether a name is a symbolic link's."""
         return os.path.islink(self.where(name))
 
-    def _is_elsewhere(self, name: str) -> bool:
-        """Return whether a folder on the way to a name is a link: what lies behind it isn't this storage's own."""
+    def _is_behind_link(self, name: str) -> bool:
+        """Return whether a parent folder of a name is a link: what lies behind it doesn't belong to this storage."""
         folders = inside(name, self.root).split("/")[:-1]
         return any(os.path.islink(self.where("/".join(folders[: end + 1]))) for end in range(len(folders)))
 
     @contextmanager
-    def _failures(self, doing: str, name: str) -> Iterator[None]:
+    def _storage_errors(self, doing: str, name: str) -> Iterator[None]:
         try:
             yield
         except StorageError:
@@ -369,8 +372,8 @@ class LocalStorage:
             ) from error
 
 
-def _leads_back(path: str, root: str) -> bool:
-    """Return whether a link leads to a folder on the way to it: whoever walked through it would go round in circles."""
+def _is_cycle(path: str, root: str) -> bool:
+    """Return whether a link leads to one of its own parent folders: a recursive walk through it would never end."""
     target, folder = os.path.realpath(path), os.path.dirname(path)
     while len(folder) >= len(root):
         if os.path.realpath(folder) == target:
@@ -380,23 +383,22 @@ def _leads_back(path: str, root: str) -> bool:
 
 
 def _new_file(path: str) -> int:
-    """Return the descriptor of a new file; one of that name that a dead save left makes room.
-
-    Nothing is ever written into a file that is there: it may have other names, or be a link to one elsewhere.
-    """
+    """Return the descriptor of a new file; a file of that name, left by an interrupted save, is removed first."""
+    # Never truncate and rewrite an existing file: it may be hard-linked into a backup, or be a link to a file
+    # elsewhere.
     flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
     try:
         return os.open(path, flags | os.O_EXCL, 0o666)
     except FileExistsError:
         mode = os.lstat(path).st_mode
-        if stat.S_ISREG(mode) or stat.S_ISLNK(mode):  # a device, which nobody may remove, can be written to
+        if stat.S_ISREG(mode) or stat.S_ISLNK(mode):  # a device such as /dev/null is written to, not removed
             os.remove(path)
-            flags |= os.O_EXCL
+            flags |= os.O_EXCL  # again: between the two calls another process may have put a link here
         return os.open(path, flags, 0o666)
 
 
 def _batches(buffers: Iterable[Buffer]) -> Iterator[list[Buffer]]:
-    """Yield the buffers in groups that make one system call each."""
+    """Yield the buffers in groups, each of which is written by one system call."""
     batch: list[Buffer] = []
     size = 0
     for buffer in buffers:
@@ -410,15 +412,16 @@ def _batches(buffers: Iterable[Buffer]) -> Iterator[list[Buffer]]:
 
 
 def _write_new(descriptor: int, buffers: Iterable[Buffer]) -> int:
-    """Write to an empty file, with room reserved where its length is known, and return how much was written."""
+    """Write to an empty file, reserving space where its length is known, and return how much was written."""
     reserved = reserve(descriptor, buffers.nbytes) if isinstance(buffers, SizedBuffers) else 0
     length = 0
     try:
         for batch in _batches(buffers):
             length += _write_all(descriptor, batch)
     except BaseException:
+        # Space beyond the file's end stays reserved until a truncate: a full disk would stay full.
         if reserved:
-            with suppress(OSError):  # the write's own error is on its way
+            with suppress(OSError):  # the error of the write itself is the one to report
                 os.ftruncate(descriptor, os.fstat(descriptor).st_size)
         raise
     if reserved > length:
@@ -430,12 +433,13 @@ def _write_all(descriptor: int, batch: list[Buffer]) -> int:
     pending = [buffer for buffer in batch if buffer.nbytes]
     total = sum(buffer.nbytes for buffer in pending)
     while pending:
-        pending = rest(pending, os.writev(descriptor, pending))
+        pending = remaining(pending, os.writev(descriptor, pending))
     return total
 
 
 def _write_at(descriptor: int, byte: int, buffers: list[Buffer]) -> None:
+    # One call may write less than it was given: at a limit of 2 GiB, on a nearly full disk, after a signal.
     while buffers:
         count = os.pwritev(descriptor, buffers, byte) if len(buffers) > 1 else os.pwrite(descriptor, buffers[0], byte)
         byte += count
-        buffers = rest(buffers, count)
+        buffers = remaining(buffers, count)

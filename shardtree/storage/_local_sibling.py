@@ -1,4 +1,4 @@
-"""A folder of a local file system beside another one, whose place it takes by renameat2."""
+"""A temporary folder beside a local one, with which it is exchanged atomically by renameat2."""
 
 from __future__ import annotations
 
@@ -19,38 +19,39 @@ from ..errors import StorageError, StrategyError, error_text
 from ._storage import Storage
 from ._sync import sync, sync_above
 
-# Linux's renameat2, which exchanges two folders in one step; Python has no name for it.
+# Linux's renameat2, which exchanges two folders in one step; Python's os module doesn't have it.
 
-_HERE = -100  # AT_FDCWD
-_EXCHANGE = 2
-_NUMBERS = {"x86_64": 316, "aarch64": 276, "ppc64le": 357, "s390x": 347, "riscv64": 276, "loongarch64": 276}
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+_SYSCALL_NUMBERS = {"x86_64": 316, "aarch64": 276, "ppc64le": 357, "s390x": 347, "riscv64": 276, "loongarch64": 276}
 
 
 def exchange_folders(one: str, other: str) -> None:
     """Give two folders each other's name, in one step.
 
     Raises:
-        OSError: that can't be had: ENOSYS on a system without such a call, EINVAL on a file system that lacks it.
+        OSError: ENOSYS on a system without this call, EINVAL on a file system that doesn't support it.
     """
     call = _renameat2()
     if call is None:
         raise OSError(errno.ENOSYS, "there is no renameat2 on this system", one)
-    if call(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _EXCHANGE):
+    if call(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE):
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number), one, None, other)
 
 
 @cache
 def _renameat2() -> Any:
-    """Return the call of the C library, or by its number where that lacks a name for it, or None."""
+    """Return the C library's function, or a call by number if the library lacks it, or None."""
     if not sys.platform.startswith("linux"):
         return None
+    # The kernel's call is older than the function: C libraries that lack one can still make the other.
     library = ctypes.CDLL(None, use_errno=True)
     arguments: list[Any] = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint]
     if (named := getattr(library, "renameat2", None)) is not None:
         named.argtypes = arguments
         return named
-    number = _NUMBERS.get(platform.machine())
+    number = _SYSCALL_NUMBERS.get(platform.machine())
     if number is None:
         return None
     library.syscall.argtypes = [ctypes.c_long, *arguments]
@@ -58,28 +59,29 @@ def _renameat2() -> Any:
     return lambda *given: library.syscall(number, *given)
 
 
-# Whose a folder is and who may do what in it, taken over from another folder.
+# Copying owner, permissions and extended attributes from one folder to another.
 
 
-def take_after(folder: str, other: str) -> None:
-    """Let a folder be whose another one is, and open to whom that is, with its extended attributes.
+def copy_ownership(folder: str, other: str) -> None:
+    """Give a folder the owner, group, permissions and extended attributes of another one, as far as allowed.
 
     Raises:
-        OSError: one of them isn't there, or the folder is somebody else's.
+        OSError: one of them isn't there, or the folder belongs to another user.
     """
     like = os.stat(other)
-    for owner in (-1, like.st_uid):  # whoever may not give it away may still give it to a group of theirs
+    # Only root may change the owner, but every user may choose a group that they are in: so the group comes first.
+    for owner in (-1, like.st_uid):
         with suppress(OSError):
             os.chown(folder, owner, like.st_gid)
     os.chmod(folder, stat.S_IMODE(like.st_mode))
     for name in _attributes(other):
-        with suppress(OSError):  # some are the system's own
+        with suppress(OSError):  # attributes of the system (security.*) can't be set by users
             os.setxattr(folder, name, os.getxattr(other, name))
 
 
 def _attributes(folder: str) -> list[str]:
-    """Return the names of a folder's extended attributes; lists of who may do what are among them."""
-    with suppress(OSError, AttributeError):  # not every file system has such, nor every system
+    """Return the names of a folder's extended attributes, access control lists included."""
+    with suppress(OSError, AttributeError):  # not every file system has them, and macOS's Python lacks the function
         return os.listxattr(folder)
     return []
 
@@ -90,12 +92,12 @@ _ELSEWHERE = "Save to a new folder, then remove the old one."
 
 @dataclass(frozen=True, slots=True)
 class LocalSibling:
-    """A folder ``.<folder>.<name>`` beside a folder, in which ``checkpoint`` is what takes that one's place.
+    """A folder ``.<folder>.<name>`` beside a folder; its subfolder ``checkpoint`` replaces that one.
 
     Args:
-        root: the folder, maybe by a link, which stays.
+        root: the folder to replace; if it is a link, the link stays and its target is replaced.
         name: of the save.
-        open_folder: makes a storage of a path.
+        open_folder: returns the storage of a path.
 
     Examples:
         >>> import pathlib, tempfile
@@ -117,20 +119,23 @@ class LocalSibling:
 
     @property
     def storage(self) -> Storage:
-        """The folder that takes the place."""
+        """The replacing folder."""
         return self.open_folder(self._inside(_FILES))
 
     def make(self, note: bytes, *, durable: bool) -> None:
-        """Make the folder with a note of who did; raises unless it can be exchanged later."""
-        self._check_place()
-        with self._failures("make a folder beside"):
+        """Make the folder with a note of its owner; raises unless it can be exchanged later."""
+        self._check_replaceable()
+        with self._storage_errors("make a folder beside"):
             os.makedirs(self._folder, exist_ok=True)
+            # Before anything else: a save that finds this folder must be able to tell whether its owner is alive.
             _write(self._inside(_OWNER), note, durable=durable)
             self._try_exchange()
             os.makedirs(self._inside(_FILES), exist_ok=True)
+            # After a crash, the inode's number says on which side of the exchange it happened: it moves with the
+            # folder.
             number = os.stat(self._inside(_FILES)).st_ino
             _write(self._inside(_INODE), f"{number}\n".encode(), durable=durable)
-            take_after(self._inside(_FILES), self._target)
+            copy_ownership(self._inside(_FILES), self._target)
             if durable:
                 sync(self._folder)
                 sync_above([os.path.dirname(self._folder)])
@@ -140,12 +145,12 @@ class LocalSibling:
         return _read(self._inside(_OWNER))
 
     def is_exchanged(self) -> bool | None:
-        """Return whether the old files are in it; None if they are being removed, or that can't be told."""
+        """Return whether the old files are in it; None if they are being removed, or it is unknown."""
         if os.path.isdir(self._inside(_PROBE)):
-            return False  # it was still being tried whether folders can be exchanged, on empty ones
+            return False  # interrupted during the trial exchange of two empty folders, before anything was written
         number = _read(self._inside(_INODE)) or b""
         with suppress(OSError):
-            if number.endswith(b"\n"):
+            if number.endswith(b"\n"):  # without it the note was cut short, and its number may lack digits
                 return os.stat(self._inside(_FILES)).st_ino != int(number)
         return None
 
@@ -156,11 +161,13 @@ class LocalSibling:
 
     def old_names(self) -> tuple[str, ...]:
         """Return the names of all old files and links, and of empty folders, which end in a slash."""
-        with self._failures("list"):
+        with self._storage_errors("list"):
             return tuple(sorted(_walk(self._old, "")))
 
     def check_shareable(self, names: Sequence[str]) -> None:
-        """Raise unless old files can get a second name."""
+        """Raise unless old files can be hard-linked."""
+        # Tried on each file: who may link a file depends on its owner and mode (fs.protected_hardlinks), and finding
+        # out only after the checkpoint was written would waste the save.
         refused = []
         second = self._inside(_PROBE)
         for name in names:
@@ -177,28 +184,32 @@ class LocalSibling:
             raise StrategyError(error_text(what, offenders=refused, fix=_ELSEWHERE))
 
     def share(self, names: Sequence[str], *, durable: bool) -> tuple[str, ...]:
-        """Let the new folder have old files too; return the names that are another file's there."""
+        """Link old files into the new folder too; return the names that another file has there."""
+        # Links rather than moves: until the exchange the old folder keeps its files, and a file that a program has open
+        # is the same file afterwards.
         taken, folders, made = [], set(), set[str]()
-        with self._failures("link the other files of"):
+        with self._storage_errors("link the other files of"):
             for name in names:
                 folder, _, last = name.rpartition("/")
-                made |= _make_ways(self._new, folder)
+                made |= _make_parents(self._new, folder)
                 if last and not _link(os.path.join(self._old, name), os.path.join(self._new, name)):
                     taken.append(name)
-                folders |= _ways(name.rstrip("/"))
-            # Last: into a folder that nobody may change nothing could be linked.
+                folders |= _parents(name.rstrip("/"))
+            # Permissions come last, innermost folder first: nothing could be linked into a read-only folder.
             for folder in sorted(made, reverse=True):
                 with suppress(FileNotFoundError):  # removed meanwhile
-                    take_after(os.path.join(self._new, folder), os.path.join(self._old, folder))
+                    copy_ownership(os.path.join(self._new, folder), os.path.join(self._old, folder))
             if durable:
                 for folder in sorted(folders):
                     sync(os.path.join(self._new, folder))
         return tuple(taken)
 
     def exchange(self, *, durable: bool) -> None:
-        """Give the two folders each other's place, in one step."""
-        with self._failures("exchange"):
+        """Exchange the two folders in one step."""
+        with self._storage_errors("exchange"):
             exchange_folders(self._inside(_FILES), self._target)
+            # Both parents have a changed entry; with only one of them on the medium a power failure could lose a
+            # folder.
             if durable:
                 sync(self._folder)
                 sync(os.path.dirname(self._folder))
@@ -206,14 +217,16 @@ class LocalSibling:
     def remove(self) -> None:
         """Remove the folder with all that is in it."""
         rest = self._inside(_REST)
-        with self._failures("remove the folder beside"):
-            # What is half removed mustn't be taken for a checkpoint.
+        with self._storage_errors("remove the folder beside"):
+            # Renamed before it is removed: if a crash interrupts the removal, what is left isn't taken for a
+            # checkpoint.
             with suppress(FileNotFoundError):
                 shutil.rmtree(rest)
             with suppress(FileNotFoundError):
                 os.rename(self._inside(_FILES), rest)
             with suppress(FileNotFoundError):
                 shutil.rmtree(rest)
+            # The owner's note goes last: by it the next save knows at once that a removal was interrupted by a crash.
             for name in (_PROBE, _INODE, _OWNER):
                 _remove(self._inside(name))
             with suppress(FileNotFoundError):
@@ -239,7 +252,7 @@ class LocalSibling:
     def _new(self) -> str:
         return self._target if self.is_exchanged() else self._inside(_FILES)
 
-    def _check_place(self) -> None:
+    def _check_replaceable(self) -> None:
         target, here = self._target, _current_directory()
         what = f"save: {self.root!r} can't be replaced as a whole"
         if os.path.ismount(target):
@@ -249,7 +262,8 @@ class LocalSibling:
             raise StrategyError(error_text(what, found=found, fix="Save from another directory, or to a new folder."))
 
     def _try_exchange(self) -> None:
-        """Raise unless folders can be exchanged here; two empty ones are, which nobody takes for anything."""
+        """Raise unless folders can be exchanged here; tried with two empty ones."""
+        # Tried rather than asked: only the call itself knows whether kernel and file system support the exchange.
         one, other = (os.path.join(self._inside(_PROBE), name) for name in ("one", "other"))
         os.makedirs(one, exist_ok=True)
         os.makedirs(other, exist_ok=True)
@@ -262,7 +276,7 @@ class LocalSibling:
             shutil.rmtree(self._inside(_PROBE))
 
     @contextmanager
-    def _failures(self, doing: str) -> Iterator[None]:
+    def _storage_errors(self, doing: str) -> Iterator[None]:
         try:
             yield
         except OSError as error:
@@ -274,7 +288,7 @@ class LocalSibling:
 
 
 def sibling_names(root: str) -> tuple[str, ...]:
-    """Return the names of the saves that have taken a folder beside one, sorted."""
+    """Return the names of the saves that have a folder beside a folder, sorted."""
     above, last = os.path.split(os.path.realpath(root))
     start = f".{last}."
     with suppress(OSError):
@@ -287,6 +301,7 @@ def _walk(top: str, folder: str) -> Iterator[str]:
         entries = list(found)
     if not entries and folder:
         yield folder
+    # Files can't be linked across file systems, and removing the old folder would remove what is mounted in it.
     if folder and os.path.ismount(os.path.join(top, folder)):
         what = f"save: {top!r} can't be replaced as a whole: a file system is mounted in it"
         raise StrategyError(error_text(what, found=folder, fix=_ELSEWHERE))
@@ -298,30 +313,31 @@ def _walk(top: str, folder: str) -> Iterator[str]:
 
 
 def _link(old: str, new: str) -> bool:
-    """Give a file a second name; return whether it has that now."""
+    """Hard-link a file; return False if the new name belongs to another file."""
     try:
         os.link(old, new, follow_symlinks=False)
     except FileNotFoundError:
         return not os.path.lexists(old)  # removed meanwhile
     except FileExistsError:
-        one, other = os.lstat(old), os.lstat(new)
+        one, other = os.lstat(old), os.lstat(new)  # files are linked again after the exchange, for late ones
         return (one.st_ino, one.st_dev) == (other.st_ino, other.st_dev)
     return True
 
 
-def _ways(name: str) -> set[str]:
-    """Return the folders on the way to a name."""
+def _parents(name: str) -> set[str]:
+    """Return the parent folders of a name, the top one ("") included."""
     parts = name.split("/")[:-1]
     return {"/".join(parts[:count]) for count in range(len(parts) + 1)}
 
 
-def _make_ways(top: str, folder: str) -> set[str]:
-    """Make a folder and those on the way to it, as far as they aren't there, and return which those were."""
+def _make_parents(top: str, folder: str) -> set[str]:
+    """Make a folder and its parents, as far as they aren't there, and return which were made."""
     made = set()
-    for way in sorted({*_ways(folder), folder} - {""}):
+    for parent in sorted({*_parents(folder), folder} - {""}):
         with suppress(FileExistsError):
-            os.mkdir(os.path.join(top, way), 0o700)
-            made.add(way)
+            # For the owner alone until its permissions are copied: its files may be secret.
+            os.mkdir(os.path.join(top, parent), 0o700)
+            made.add(parent)
     return made
 
 

@@ -1,4 +1,4 @@
-"""Files that live in this process's memory: for tests, and for passing a checkpoint on without a disk."""
+"""Files in this process's memory: for tests, and for passing on a checkpoint without a disk."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
-class Beside:
-    """What there is of a sibling; as a path, the same for all that know its name, whether it is made or not.
+class SiblingState:
+    """The state of a sibling, shared by all `MemorySibling` objects of its name, whether it was made or not.
 
     Attributes:
         storage: its files.
-        note: of who made it.
+        note: of its owner.
         exchanged: whether its files are the old ones.
     """
 
@@ -33,11 +33,11 @@ class Beside:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MemoryStorage:
-    """A folder in memory, shared by the threads that hold the same object. Its clock ticks at every change.
+    """A folder in memory, shared by the threads that hold the same object. Its clock counts changes.
 
     Attributes:
         lock: held while something changes.
-        beside: folders that saves have taken beside this one, by the saves' names.
+        beside: folders that saves have made beside this one, by the saves' names.
 
     Examples:
         >>> storage = MemoryStorage()
@@ -51,8 +51,8 @@ class MemoryStorage:
     _folders: dict[str, float] = field(default_factory=dict)
     _ticks: Iterator[int] = field(default_factory=count)
     lock: threading.RLock = field(default_factory=threading.RLock)
-    beside: dict[str, Beside] = field(default_factory=dict)
-    _places: WeakValueDictionary[str, Beside] = field(default_factory=WeakValueDictionary, repr=False)
+    beside: dict[str, SiblingState] = field(default_factory=dict)
+    _states: WeakValueDictionary[str, SiblingState] = field(default_factory=WeakValueDictionary, repr=False)
 
     def where(self, name: str = "") -> str:
         """Return the name, marked as being in memory."""
@@ -60,6 +60,7 @@ class MemoryStorage:
 
     def write(self, name: str, buffers: Iterable[Buffer], *, durable: bool) -> int:
         """Write a new file from buffers, in order, and return its length."""
+        # Joined before the lock is taken: a save may produce its buffers slowly, and others write meanwhile.
         plain, data = _plain(name), bytearray().join(buffers)
         with self.lock:
             self._files[plain] = (data, next(self._ticks))
@@ -94,9 +95,9 @@ class MemoryStorage:
         return False
 
     @contextmanager
-    def open(self, name: str) -> Iterator[_MemoryReader]:
+    def open(self, name: str) -> Iterator[BytesReader]:
         """Open a file for reading."""
-        yield _MemoryReader(memoryview(self._data(name)), self.where(name))
+        yield BytesReader(memoryview(self._data(name)), self.where(name))
 
     def replace(self, name: str, data: bytes, *, durable: bool) -> None:
         """Give a file new content in one step."""
@@ -129,7 +130,7 @@ class MemoryStorage:
         return _plain(name) in {"", *self._folders} or bool(self.names(name))
 
     def sync_folder(self, name: str = "") -> None:
-        """Do nothing: memory is as durable as it will ever be."""
+        """Do nothing: memory can't be made more durable."""
 
     def remove(self, name: str) -> None:
         """Remove a file; nothing happens if it isn't there."""
@@ -143,23 +144,24 @@ class MemoryStorage:
                 self._folders.pop(_plain(name), None)
 
     def changed(self, name: str) -> float | None:
-        """Return at which tick a file or folder was changed last."""
+        """Return the tick of the last change to a file or folder."""
         with self.lock:
             entry = self._files.get(_plain(name))
             return self._folders.get(_plain(name)) if entry is None else entry[1]
 
     def sibling(self, name: str) -> Sibling:
-        """Return the folder beside this one that a save of that name takes."""
+        """Return the folder beside this one that a save of that name makes."""
         return MemorySibling(self, name)
 
     def siblings(self) -> tuple[str, ...]:
-        """Return the names of the saves that have taken a folder beside this one, sorted."""
+        """Return the names of the saves that have made a folder beside this one, sorted."""
         return tuple(sorted(self.beside))
 
-    def place_beside(self, name: str) -> Beside:
-        """Return the place of the folder beside this one that a save of that name takes."""
+    def sibling_state(self, name: str) -> SiblingState:
+        """Return the state of the folder beside this one that a save of that name makes."""
+        # Weak references: the state of a save that never made its folder goes with the save.
         with self.lock:
-            return self._places.setdefault(name, Beside(self.empty()))
+            return self._states.setdefault(name, SiblingState(self.empty()))
 
     def clear(self) -> None:
         """Remove all files and folders."""
@@ -177,7 +179,7 @@ class MemoryStorage:
             return tuple(sorted(self._files))
 
     def share(self, name: str, other: MemoryStorage) -> bool:
-        """Have another folder's file too, by the same name; return whether this is so now, or it has no such file."""
+        """Share another folder's file by the same name; return False if another file has that name here."""
         with self.lock:
             entry = other._files.get(_plain(name))
             return entry is None or self._files.setdefault(_plain(name), entry)[0] is entry[0]
@@ -189,11 +191,11 @@ class MemoryStorage:
             _swap(self._folders, other._folders)
 
     def _resize(self, plain: str, length: int) -> bytearray:
-        """Return a file's bytes, as many as wanted."""
+        """Give a file a length, and return its bytes."""
         with self.lock:
             data = self._files.get(plain, (bytearray(), 0.0))[0]
             if len(data) != length:
-                # A new one: a file that is being read can't change its size.
+                # A new bytearray: one that a reader has a memoryview of can't change its size.
                 data = bytearray(data[:length]).ljust(length, b"\0")
             self._files[plain] = (data, next(self._ticks))
         return data
@@ -224,15 +226,30 @@ def _plain(name: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _MemoryReader:
+class BytesReader:
+    """An open file whose bytes are all in memory: a `Reader` for storages that read files as wholes.
+
+    Attributes:
+        data: the bytes.
+        path: as error messages name the file.
+
+    Examples:
+        >>> part = bytearray(2)
+        >>> BytesReader(memoryview(b"abcd"), "letters").read_into(1, [memoryview(part)])
+        >>> part
+        bytearray(b'bc')
+    """
+
     data: Buffer
     path: str
 
     @property
     def length(self) -> int:
+        """The file's length in bytes."""
         return self.data.nbytes
 
     def read_into(self, byte: int, buffers: Sequence[Buffer]) -> None:
+        """Fill the buffers, one after the other, from consecutive bytes."""
         for buffer in buffers:
             part = self.data[byte : byte + buffer.nbytes]
             if part.nbytes < buffer.nbytes:
@@ -243,20 +260,21 @@ class _MemoryReader:
             byte += buffer.nbytes
 
     def mapped(self, begin: int = 0, end: int | None = None) -> Buffer:
+        """Return a copy of a stretch of the file."""
         stretch = memoryview(bytearray((self.length if end is None else end) - begin))
         self.read_into(begin, [stretch])
         return stretch
 
 
-# A folder in memory beside another one, whose place it takes.
+# Replacing a folder in memory as a whole.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MemorySibling:
-    """A folder in memory that takes another one's place.
+    """A folder in memory that replaces another one.
 
     Args:
-        target: the other one.
+        target: the folder to replace.
         name: of the save.
 
     Examples:
@@ -273,59 +291,59 @@ class MemorySibling:
 
     target: MemoryStorage
     name: str
-    _beside: Beside = field(init=False)
+    _state: SiblingState = field(init=False)
 
     def __post_init__(self) -> None:
-        """Have something to write to even before it is made, as a path is."""
-        object.__setattr__(self, "_beside", self.target.place_beside(self.name))
+        """Share the state with other objects of this name: each rank has one, and only rank 0 calls `make`."""
+        object.__setattr__(self, "_state", self.target.sibling_state(self.name))
 
     @property
     def storage(self) -> MemoryStorage:
-        """The folder that takes the place."""
-        return self._beside.storage
+        """The replacing folder."""
+        return self._state.storage
 
     def make(self, note: bytes, *, durable: bool) -> None:
-        """Make the folder with a note of who did."""
+        """Make the folder with a note of its owner."""
         with self.target.lock:
-            self.target.beside[self.name] = self._beside
-            self._beside.note = note
+            self.target.beside[self.name] = self._state
+            self._state.note = note
 
     def note(self) -> bytes | None:
         """Return the note, None if there is none."""
-        return self._beside.note
+        return self._state.note
 
     def is_exchanged(self) -> bool | None:
         """Return whether the old files are in it."""
-        return self._beside.exchanged if self.name in self.target.beside else None
+        return self._state.exchanged if self.name in self.target.beside else None
 
     def changed(self) -> float | None:
-        """Return at which tick something in it was changed last."""
+        """Return the tick of the last change in it."""
         names = self.storage.all_names()
         return max((self.storage.changed(name) or 0.0 for name in names), default=None)
 
     def old_names(self) -> tuple[str, ...]:
         """Return the names of all old files."""
-        return (self._beside.storage if self._beside.exchanged else self.target).all_names()
+        return (self._state.storage if self._state.exchanged else self.target).all_names()
 
     def check_shareable(self, names: Sequence[str]) -> None:
         """Do nothing: memory can be shared."""
 
     def share(self, names: Sequence[str], *, durable: bool) -> tuple[str, ...]:
-        """Let the new folder have old files too; return the names that are another file's there."""
-        pair = (self.target, self._beside.storage)
-        new, old = pair if self._beside.exchanged else pair[::-1]
+        """Share old files with the new folder; return the names that another file has there."""
+        pair = (self.target, self._state.storage)
+        new, old = pair if self._state.exchanged else pair[::-1]
         return tuple(name for name in names if not new.share(name, old))
 
     def exchange(self, *, durable: bool) -> None:
-        """Give the two folders each other's files."""
+        """Exchange the files of the two folders."""
         with self.target.lock:
-            beside = self._beside
-            self.target.swap(beside.storage)
-            beside.exchanged = not beside.exchanged
+            state = self._state
+            self.target.swap(state.storage)
+            state.exchanged = not state.exchanged
 
     def remove(self) -> None:
         """Remove the folder with all that is in it."""
         with self.target.lock:
             self.target.beside.pop(self.name, None)
-            self._beside.storage.clear()
-            self._beside.note, self._beside.exchanged = None, False
+            self._state.storage.clear()
+            self._state.note, self._state.exchanged = None, False

@@ -1,4 +1,4 @@
-"""Who is saving: a note that a save leaves with its files, by which others can tell whether it is still alive."""
+"""The owner's note that a save leaves with its files, by which other saves can tell whether it is still alive."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
-_STARTED = 18
-"""Which of the fields behind the state in /proc/<pid>/stat says when the process was started."""
+_START_FIELD = 18
+"""Index of the process's start time among the fields after the state in /proc/<pid>/stat."""
 
 _PLACE = ("host", "boot", "processes")
-"""What is alike in the notes of two processes that can see each other."""
+"""Fields that are equal in the notes of two processes that can see each other."""
 
 
 class Claim:
-    """What a process holds as long as a save of its own may still be finished."""
+    """An object that a process holds as long as a save of its own may still be finished."""
 
     __slots__ = ("__weakref__",)
 
@@ -28,18 +28,19 @@ _claims: WeakValueDictionary[tuple[int, str], Claim] = WeakValueDictionary()
 
 
 def claim(save_id: str) -> Claim:
-    """Return what keeps a save alive in the eyes of this process's other saves, until it is released or forgotten.
+    """Return the object that marks a save of this process as alive, until it is released or garbage-collected.
 
     Examples:
         >>> held = claim("save-1")
         >>> is_claimed("save-1"), release("save-1"), is_claimed("save-1")
         (True, None, False)
     """
+    # With the process's number: a forked child inherits this table, but not the saves.
     return _claims.setdefault((os.getpid(), save_id), Claim())
 
 
 def release(save_id: str) -> None:
-    """Let a save of this process count as ended."""
+    """Mark a save of this process as ended."""
     _claims.pop((os.getpid(), save_id), None)
 
 
@@ -55,42 +56,44 @@ def owner_note(save_id: str) -> bytes:
         >>> sorted(json.loads(owner_note("save-1")))
         ['boot', 'host', 'pid', 'processes', 'save_id', 'started']
     """
-    fields = {"save_id": save_id, "pid": os.getpid(), "started": _started(os.getpid()), **_place()}
+    fields = {"save_id": save_id, "pid": os.getpid(), "started": _start_time(os.getpid()), **_place()}
     return json.dumps(fields, sort_keys=True).encode() + b"\n"
 
 
 def is_alive(note: bytes | None) -> bool | None:
-    """Return whether the save that left a note can still be finished; None where that can't be told from here.
+    """Return whether the save that left a note can still be finished; None if that is unknown.
 
-    On the same machine that is whether its process is there, and has the save in hand if it is this one. Of another
-    machine's, or another container's, processes nothing is known.
+    On the same machine a save is alive if its process runs and, where that is this process, still has its claim. About
+    processes of another machine or container nothing is known.
 
     Examples:
         >>> held = claim("save-1")
         >>> is_alive(owner_note("save-1")), is_alive(owner_note("save-2")), is_alive(b"torn")
         (True, False, None)
     """
+    # By its process rather than by its age: a save that waits longer than an hour for its commit would be taken for
+    # dead, and one that was killed a minute ago for alive.
     fields = _decoded(note)
     place = _place()
     if fields is None or None in place.values() or any(fields.get(name) != place[name] for name in _PLACE):
         return None
     pid, started = fields.get("pid"), fields.get("started")
-    if type(pid) is not int or type(started) is not int or _started(os.getpid()) is None:
+    if type(pid) is not int or type(started) is not int or _start_time(os.getpid()) is None:
         return None
-    if _started(pid) != started:
-        return None if _is_hidden(pid) else False  # it is gone, whoever has its number now
+    if _start_time(pid) != started:
+        return None if _is_hidden(pid) else False  # it has ended, even if another process has its number now
     return is_claimed(str(fields.get("save_id"))) if pid == os.getpid() else True
 
 
 def _decoded(note: bytes | None) -> Mapping[str, Any] | None:
-    with suppress(ValueError, RecursionError):
+    with suppress(ValueError, RecursionError):  # a crash may have cut it short, and nested lists exhaust the stack
         fields = json.loads(note) if note else None
         return fields if isinstance(fields, dict) else None
     return None
 
 
 def _place() -> dict[str, str | None]:
-    """Return the machine since its start, and the numbering of its processes, which each container has of its own."""
+    """Return the host's name, the id of its boot and that of its pid namespace, which each container has its own."""
     boot = processes = None
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -99,7 +102,7 @@ def _place() -> dict[str, str | None]:
 
 
 def _is_hidden(pid: int) -> bool:
-    """Return whether a process is there of which nothing is shown: /proc can be mounted so for other users' ones."""
+    """Return whether a process runs but isn't in /proc, which can be mounted to hide other users' processes."""
     if pid <= 0 or os.path.exists(f"/proc/{pid}"):
         return False
     with suppress(ProcessLookupError, OverflowError):
@@ -109,9 +112,10 @@ def _is_hidden(pid: int) -> bool:
     return False
 
 
-def _started(pid: int) -> int | None:
-    """Return when a process was started, in ticks since the machine was; None if it is gone or only waits to be."""
+def _start_time(pid: int) -> int | None:
+    """Return when a process was started, in ticks since boot; None if it has ended or is a zombie."""
     with suppress(OSError, ValueError, IndexError):
+        # The process's name comes before and may contain spaces and brackets: so split after the last bracket.
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return None if state in "ZX" else int(fields[_STARTED])
+        return None if state in "ZX" else int(fields[_START_FIELD])
     return None

@@ -1,4 +1,4 @@
-"""Reads runs straight into the targets' memory, window by window of a file, by a few threads, hashing what has come."""
+"""Reads runs of a file straight into the targets' memory, in windows shared among a few threads, and hashes them."""
 
 from __future__ import annotations
 
@@ -12,28 +12,29 @@ import numpy as np
 from ..plans import Runs
 from ._blocks import BLOCK_BYTES, BlockHasher, touched
 from ._storage import Buffer, Reader, Storage
-from ._threads import in_company, in_turn, usual_threads
+from ._threads import in_turn, run_workers, usual_threads
 
 _STEP_BYTES = 4 * BLOCK_BYTES
-"""What is hashed is read in such steps, each hashed right after it was read. No block lies in two of them."""
+"""What is hashed is read in steps of this size, each hashed at once, while it is in the processor's cache. Steps end
+where blocks end."""
 
 _WINDOW_BYTES = 16 * _STEP_BYTES
 
 Window = tuple[int, int, int, int]
-"""First row and one past the last one of the runs that touch it; its first byte and one past its last one."""
+"""Of the runs that touch it, the first row and one past the last; its first byte and one past its last."""
 
 
 class Hasher(Protocol):
-    """What the bytes of one thread go through.
+    """Hashes the bytes that one thread reads.
 
     Attributes:
-        hashes: what it has found, by a number that no other window's bytes have.
+        hashes: the hashes found, by a number that no other window uses.
     """
 
     hashes: dict[int, Any]
 
     def update(self, buffer: Buffer, byte: int) -> None:
-        """Take the file's bytes that begin at `byte`."""
+        """Hash the file's bytes that begin at `byte`."""
 
 
 def read_runs(
@@ -47,27 +48,26 @@ def read_runs(
     progress: Callable[[int], None],
     hasher: Callable[[int], Hasher] = BlockHasher,
 ) -> int:
-    """Read a file's runs, and return how many bytes these were.
-
-    As many threads read as torch has for its own work, up to a few: copying out of the page cache is bound by memory.
+    """Read a file's runs, and return how many bytes were read.
 
     Args:
         storage: where the file is.
         name: of the file.
-        runs: all of that file, in its order.
+        runs: all of that file, in file order.
         views: for each requested shard its bytes.
-        hashes: gets what the hashers found: of blocks, the hash of each that is read whole; None to hash nothing.
+        hashes: filled with what the hashers found: the hash of each block that is read whole; None to hash nothing.
         length: of the file, in bytes.
-        progress: is told how many bytes were read since the last time, never by two threads at once.
-        hasher: makes one for a file of that length.
+        progress: called with the bytes read since the last call, never by two threads at once.
+        hasher: returns a hasher for a file of that length.
     """
+    # Few threads: copies out of the page cache are bound by memory, so that more would gain nothing.
     windows = deque(windows_of(runs, length))
     new_hasher = None if hashes is None else partial(hasher, length)
     work = partial(_drain, windows, storage, name, runs, views, hashes, new_hasher, in_turn(progress))
     threads = min(usual_threads(), len(windows))
     if threads < 2:
         return work() if windows else 0
-    return sum(in_company(work, threads, stop=windows.clear))
+    return sum(run_workers(work, threads, stop=windows.clear))
 
 
 def _drain(
@@ -80,10 +80,11 @@ def _drain(
     new_hasher: Callable[[], Hasher] | None,
     progress: Callable[[int], None],
 ) -> int:
-    """Read the windows that no other thread has taken, until none is left."""
+    """Take windows from the shared queue and read them, until none is left."""
+    # Each thread opens the file itself: the protocol doesn't promise that threads may share a reader.
     total = 0
     with storage.open(name) as reader:
-        for window in _taken(windows):
+        for window in _remaining_windows(windows):
             hasher = None if new_hasher is None else new_hasher()
             size = _read_window(reader, clipped(runs, window), views, hasher)
             if hashes is not None and hasher is not None:
@@ -93,7 +94,7 @@ def _drain(
     return total
 
 
-def _taken(windows: deque[Window]) -> Iterator[Window]:
+def _remaining_windows(windows: deque[Window]) -> Iterator[Window]:
     while True:
         try:
             window = windows.popleft()
@@ -106,14 +107,14 @@ def windows_of(runs: Runs, length: int) -> list[Window]:
     """Return the windows that a file's runs touch."""
     end, size = runs.byte + runs.length, _window_bytes(int(runs.length.sum()))
     begin = np.flatnonzero(touched(runs.byte, end, length, size)) * size
-    # Runs may overlap in the file, where several targets want the same bytes, so their ends needn't ascend.
+    # Runs overlap in the file where several targets read the same bytes, so their ends may not ascend.
     first = np.searchsorted(np.maximum.accumulate(end), begin, side="right")
     last = np.searchsorted(runs.byte, begin + size, side="left")
     return list(zip(first.tolist(), last.tolist(), begin.tolist(), (begin + size).tolist(), strict=True))
 
 
 def _window_bytes(total: int) -> int:
-    """Return how much a thread takes at a time: less than usual of what is little, so that each has its part."""
+    """Return the size of a window: smaller than usual if there is little to read, so that each thread gets a share."""
     share = -(-total // (usual_threads() * _STEP_BYTES)) * _STEP_BYTES
     return min(_WINDOW_BYTES, max(_WINDOW_BYTES // 4, share))
 
@@ -145,7 +146,7 @@ def _read_window(reader: Reader, runs: Runs, views: Sequence[Buffer], hasher: Ha
 
 
 def _steps(runs: Runs, views: Sequence[Buffer], size: int) -> Iterator[tuple[int, list[Buffer]]]:
-    """Yield (byte, buffers): stretches of a file between multiples of a size, and what they fill."""
+    """Yield (byte, buffers): stretches of a file that end at multiples of a size, and the buffers to fill with them."""
     begin, end, buffers = 0, 0, list[Buffer]()
     rows = zip(runs.byte.tolist(), runs.target.tolist(), runs.target_byte.tolist(), runs.length.tolist(), strict=True)
     for byte, target, at, length in rows:

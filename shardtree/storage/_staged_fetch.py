@@ -1,4 +1,4 @@
-"""Runs a load plan of which something belongs on a device: one part is copied there while the next one is read."""
+"""Runs a load plan with targets on a device: one part is copied there while the next one is read."""
 
 from __future__ import annotations
 
@@ -18,28 +18,29 @@ from ._buffers import DeviceCopies, Pair, copies_of
 from ._runs import clipped
 from ._strided import cut, piece_in, row_major_piece_in
 
-# A load plan in parts: what each part reads for a device lies together in the host's memory first.
+# Splitting a load plan into parts, whose bytes are staged in the host's memory.
 
+# Parts of the plan rather than whole shards: one large tensor then takes no more host memory than many small ones.
 PART_BYTES = 128 * BLOCK_BYTES
-"""How much of a file a part reads. Parts end where blocks do, so that a block that is read whole is in one part."""
+"""How much of a file a part reads. Parts end where blocks do, so that the same blocks are checked as on the CPU."""
 
-_ALIGNMENT = 64
+_ALIGNMENT = 64  # bytes; what is copied is viewed as items of up to 8 bytes, which torch wants aligned
 
 Rows = TypeVar("Rows", Runs, Strided)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StagedPart:
-    """What is read at once.
+    """A part of a load plan, read as one.
 
     Attributes:
-        plan: its first target is memory for all that goes to devices, the rest are `others`.
-        others: the targets in the host's memory that are read into, int64, ascending.
-        nbytes: that the first target has.
-        runs: what goes from there to devices, with the targets that it belongs to.
-        run_byte: where each run lies, int64 (runs,).
-        strided: likewise, pieces that lie there as row-major boxes.
-        strided_byte: where each piece lies, int64 (pieces,).
+        plan: its first target is the staging memory for all that goes to devices, the others are `others`.
+        others: the targets in the host's memory, int64, ascending.
+        nbytes: of the staging memory.
+        runs: what is copied from there to devices, with the final targets.
+        run_byte: where each run lies in the staging memory, int64 (runs,).
+        strided: likewise pieces, which lie there as row-major boxes.
+        strided_byte: where each piece lies in the staging memory, int64 (pieces,).
     """
 
     plan: LoadPlan
@@ -52,7 +53,7 @@ class StagedPart:
 
 
 def staged_parts(plan: LoadPlan, on_device: Flags) -> Iterator[StagedPart]:
-    """Yield a plan in parts, of a file's runs and of its strided pieces.
+    """Yield a plan in parts: first each file's runs, then each file's strided pieces.
 
     Args:
         plan: what to read.
@@ -60,7 +61,7 @@ def staged_parts(plan: LoadPlan, on_device: Flags) -> Iterator[StagedPart]:
     """
     for number in np.unique(plan.runs.file).tolist():
         yield from _run_parts(plan, on_device, number)
-    pieces = _bounded(plan.strided)
+    pieces = _split_large(plan.strided)
     order = np.lexsort((pieces.byte, pieces.file))
     for number in np.unique(pieces.file).tolist():
         rows = order[pieces.file[order] == number]
@@ -72,14 +73,14 @@ def staged_parts(plan: LoadPlan, on_device: Flags) -> Iterator[StagedPart]:
 def _run_parts(plan: LoadPlan, on_device: Flags, number: int) -> Iterator[StagedPart]:
     runs = rows_of(plan.runs, slice(*np.searchsorted(plan.runs.file, [number, number + 1]).tolist()))
     end = runs.byte + runs.length
-    # Runs may overlap in the file, where several targets want the same bytes, so their ends needn't ascend.
+    # Runs overlap in the file where several targets read the same bytes, so their ends may not ascend.
     ends = np.maximum.accumulate(end)
     none = rows_of(plan.strided, slice(0))
     for low in (np.flatnonzero(touched(runs.byte, end, int(ends[-1]), PART_BYTES)) * PART_BYTES).tolist():
         first, last = ends.searchsorted(low, "right"), runs.byte.searchsorted(low + PART_BYTES)
         part = clipped(runs, (int(first), int(last), low, low + PART_BYTES))
         staged = on_device[part.target]
-        at, nbytes = _places(part.length, staged)
+        at, nbytes = _staging_offsets(part.length, staged)
         target, others = _renumbered(part.target, staged)
         read = replace(part, target=target, target_byte=np.where(staged, at, part.target_byte))
         whole = replace(plan, runs=read, strided=none)
@@ -88,7 +89,7 @@ def _run_parts(plan: LoadPlan, on_device: Flags, number: int) -> Iterator[Staged
 
 def _strided_part(plan: LoadPlan, pieces: Strided, on_device: Flags) -> StagedPart:
     staged = on_device[pieces.target]
-    at, nbytes = _places(_nbytes(pieces), staged)
+    at, nbytes = _staging_offsets(_nbytes(pieces), staged)
     target, others = _renumbered(pieces.target, staged)
     read = replace(
         pieces,
@@ -102,21 +103,21 @@ def _strided_part(plan: LoadPlan, pieces: Strided, on_device: Flags) -> StagedPa
 
 
 def _renumbered(target: Column, staged: Flags) -> tuple[Column, Column]:
-    """Return the targets in a part's plan, and which targets the second and the further ones are."""
+    """Return target numbers for a part's plan (0: staged), and the original targets of numbers 1 and up."""
     others, number = np.unique(target[~staged], return_inverse=True)
     numbered = np.zeros_like(target)
     numbered[~staged] = number + 1
     return numbered, others
 
 
-def _places(sizes: Column, staged: Flags) -> tuple[Column, int]:
-    """Return where each of the staged rows lies, and how much memory they take together."""
+def _staging_offsets(sizes: Column, staged: Flags) -> tuple[Column, int]:
+    """Return where each staged row lies in the staging memory, and the length of that memory."""
     room = np.where(staged, -(-sizes // _ALIGNMENT) * _ALIGNMENT, 0)
     return np.cumsum(room) - room, int(room.sum())
 
 
-def _bounded(pieces: Strided) -> Strided:
-    """Return pieces cut along their first axes until none has more than `PART_BYTES`, or it is a single element."""
+def _split_large(pieces: Strided) -> Strided:
+    """Return pieces, cut along their first axes until each has at most `PART_BYTES` or is a single element."""
     while (large := np.flatnonzero((_nbytes(pieces) > PART_BYTES) & (volumes(pieces.shape) > 1))).size:
         row = int(large[0])
         piece = rows_of(pieces, slice(row, row + 1))
@@ -140,12 +141,12 @@ def rows_of(columns: Rows, rows: Column | Flags | slice) -> Rows:
 
 Report = TypeVar("Report")
 
-_Arriving = deque[tuple[torch.Tensor, list[tuple[DeviceCopies, Any]]]]
-"""Host memory that copies are being made from, and what waits for them."""
+_Transfers = deque[tuple[torch.Tensor, list[tuple[DeviceCopies, Any]]]]
+"""Copies in progress: their host memory, and what to wait for."""
 
 
 def memory_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a contiguous tensor's memory, uint8 (bytes,), on the CPU or where copies are staged.
+    """Return the bytes of a contiguous tensor's memory, uint8 (bytes,), on the CPU or on a device with staging.
 
     Examples:
         >>> memory_bytes(torch.tensor([1, 256], dtype=torch.int16))
@@ -155,7 +156,7 @@ def memory_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def any_staged(memories: Iterable[torch.Tensor]) -> bool:
-    """Return whether any memory is on a device whose copies are staged.
+    """Return whether any memory is on a device with staging.
 
     Examples:
         >>> any_staged([torch.empty(2)])
@@ -169,9 +170,9 @@ def fetch_to_devices(
     plan: LoadPlan,
     memories: Sequence[torch.Tensor],
 ) -> list[Report]:
-    """Run a plan part by part, and return what each part's reading returned.
+    """Run a plan part by part, and return what `read` returned for each.
 
-    Two parts are in the host's memory at most: one that is read, and one on its way. All have arrived at the end.
+    At most two parts are in the host's memory: one being read, and one being copied. All copies are done at the end.
 
     Args:
         read: runs a plan whose targets are all in the host's memory.
@@ -182,33 +183,33 @@ def fetch_to_devices(
     copies = {device: staged for device in set(devices) if (staged := copies_of(device)) is not None}
     host_memory = next(iter(copies.values())).host_memory
     reports: list[Report] = []
-    arriving: _Arriving = deque()
+    in_flight: _Transfers = deque()
     try:
         for part in staged_parts(plan, np.array([device in copies for device in devices], dtype=np.bool_)):
-            _wait(arriving, most=1)
+            _wait(in_flight, most=1)
             memory = host_memory(part.nbytes)
             reports.append(read(part.plan, [memory, *(memories[number] for number in part.others.tolist())]))
-            arriving.append((memory, _started(part, memory, memories, copies)))
+            in_flight.append((memory, _start_copies(part, memory, memories, copies)))
     finally:
-        # Also after an exception: a copy may not go on in memory that is somebody else's by then.
-        _wait(arriving, most=0)
+        # Also after an exception: a copy still in progress would read host memory that was freed and reused.
+        _wait(in_flight, most=0)
     return reports
 
 
-def _wait(arriving: _Arriving, *, most: int) -> None:
-    while len(arriving) > most:
-        for copies, token in arriving[0][1]:
+def _wait(in_flight: _Transfers, *, most: int) -> None:
+    while len(in_flight) > most:
+        for copies, token in in_flight[0][1]:
             copies.wait(token)
-        arriving.popleft()
+        in_flight.popleft()
 
 
-def _started(
+def _start_copies(
     part: StagedPart,
     memory: torch.Tensor,
     memories: Sequence[torch.Tensor],
     copies: Mapping[torch.device, DeviceCopies],
 ) -> list[tuple[DeviceCopies, Any]]:
-    """Begin to copy a part to where it belongs."""
+    """Start copying a part to its devices, with one call for each device."""
     pairs: dict[torch.device, list[Pair]] = {}
     for target, source in _pairs(part, memory, memories):
         pairs.setdefault(target.device, []).append((target, source))

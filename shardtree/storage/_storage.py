@@ -1,4 +1,4 @@
-"""What shardtree needs of a place that keeps files: the protocol that every storage follows."""
+"""The protocol that every storage implements, and names and parts of files within one."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Buffer = memoryview
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SizedBuffers:
-    """Buffers of which it is known beforehand how many bytes they have, so that a storage can reserve room for them.
+    """Buffers whose total length is known beforehand, so that a storage can reserve space for them.
 
     Attributes:
-        nbytes: of all buffers together; a storage that is given more or fewer writes those.
+        nbytes: of all buffers together; a hint only: a storage that gets more or fewer bytes writes those.
         buffers: in order.
 
     Examples:
@@ -49,9 +49,9 @@ class Reader(Protocol):
         """Fill the buffers, one after the other, from consecutive bytes; raises where the file ends first."""
 
     def mapped(self, begin: int = 0, end: int | None = None) -> Buffer:
-        """Return a stretch of the file, up to its end if need be, as memory that can be written to and stays its own.
+        """Return a stretch of the file, by default up to its end, as memory; writing to it doesn't change the file.
 
-        A local file is mapped, another is asked for these bytes only. Raises where the file ends first.
+        A local file is mapped; of a remote one only these bytes are fetched. Raises where the file ends first.
         """
 
 
@@ -59,32 +59,32 @@ class Reader(Protocol):
 class Storage(Protocol):
     """A folder of files with ``/`` in their names; every name is relative to the folder.
 
-    Errors: whatever goes wrong is a `StorageError` that names the file.
+    Every failure is a `StorageError` that names the file.
     """
 
     def write(self, name: str, buffers: Iterable[Buffer], *, durable: bool) -> int:
         """Write a new file from buffers, in order, and return its length; `durable` waits until it is on the medium.
 
-        Where the length of a large file is known before, the buffers come as `SizedBuffers`. Several threads may write
-        files of different names at a time.
+        Where the length of a large file is known beforehand, the buffers come as `SizedBuffers`. Several threads may
+        write files of different names at the same time.
         """
 
     def write_parts(self, name: str, length: int, parts: Iterable[tuple[int, Buffer]], *, durable: bool) -> None:
         """Write parts of a file that several ranks may write together, each its own parts, at the same time.
 
-        The file has `length` bytes afterwards, whatever it had before; bytes that nobody writes are zero in a new file
-        and else what they were. A storage that can't write into a file, as an object store, takes one writer's parts if
-        these are the whole file in order.
+        The file has `length` bytes afterwards, whatever it had before; bytes that no rank writes are zero in a new
+        file, and unchanged in an old one. A storage that can't write into a file, such as an object store, accepts
+        parts from one writer only, if they are the whole file in order.
 
         Args:
             name: of the file; all who write it give the same `length`.
             length: of the whole file, in bytes.
-            parts: pairs of the byte that a part begins at and its bytes; neighbours are written together.
+            parts: pairs of the byte that a part begins at and its bytes; adjacent parts are written together.
             durable: waits until the parts are on the medium.
         """
 
     def move(self, old: str, new: str) -> None:
-        """Give a file another name, in place of the file that had it; one step where the storage has such a step."""
+        """Rename a file, replacing the file of that name; in one step where the storage can do that."""
 
     def open(self, name: str) -> AbstractContextManager[Reader]:
         """Open a file for reading."""
@@ -123,21 +123,21 @@ class Storage(Protocol):
         """Return a name as people and error messages should see it."""
 
 
-# What a storage can have beside the protocol of all storages: another folder that takes its own one's place.
+# An optional capability: replacing the whole folder atomically.
 
 
 class Sibling(Protocol):
-    """A folder that one save takes beside a storage's own, and that takes its place in one step.
+    """A folder that a save makes beside a storage's own, and exchanges with it in one step.
 
-    Before that it holds the new files, and after it the old ones. Errors are those of `Storage`.
+    Before the exchange it holds the new files, and afterwards the old ones. Errors are those of `Storage`.
     """
 
     @property
     def storage(self) -> Storage:
-        """The folder: of the new files, and once it was exchanged, of the old ones."""
+        """The folder: of the new files, and after the exchange of the old ones."""
 
     def make(self, note: bytes, *, durable: bool) -> None:
-        """Make the folder, empty, with a note of who did; raises unless it can be exchanged later.
+        """Make the folder, empty, with a note of its owner; raises unless it can be exchanged later.
 
         Raises:
             StrategyError: the two can't be exchanged here.
@@ -148,32 +148,32 @@ class Sibling(Protocol):
         """Return the note, None if there is none."""
 
     def is_exchanged(self) -> bool | None:
-        """Return whether the old files are in it; None if they are being removed, or that can't be told."""
+        """Return whether the old files are in it; None if they are being removed, or it is unknown."""
 
     def changed(self) -> float | None:
-        """Return when something was made or removed in it last, by the storage's clock."""
+        """Return when something was last made or removed in it, by the storage's clock."""
 
     def old_names(self) -> tuple[str, ...]:
-        """Return the names of all old files, links too and not followed, and of empty folders, which end in ``/``."""
+        """Return the names of all old files, of links (not followed), and of empty folders, which end in ``/``."""
 
     def check_shareable(self, names: Sequence[str]) -> None:
-        """Raise unless old files can get a second name in the new folder.
+        """Raise unless old files can be linked into the new folder.
 
         Raises:
-            StrategyError: the file system has no such thing, or doesn't allow it.
+            StrategyError: the file system doesn't support links, or doesn't allow one.
         """
 
     def share(self, names: Sequence[str], *, durable: bool) -> tuple[str, ...]:
-        """Let the new folder have old files too, by the same names; return the names that are another file's there.
+        """Link old files into the new folder, by the same names; return the names that another file has there.
 
-        An old file that is gone meanwhile is left out.
+        An old file that was removed meanwhile is left out.
         """
 
     def exchange(self, *, durable: bool) -> None:
-        """Give the two folders each other's place, in one step."""
+        """Exchange the two folders in one step."""
 
     def remove(self) -> None:
-        """Remove the folder with all that is in it; files that are shared stay where else they are."""
+        """Remove the folder with all that is in it; files that were linked keep their other names."""
 
 
 @runtime_checkable
@@ -181,20 +181,20 @@ class Exchanging(Protocol):
     """A storage whose folder can be exchanged with one beside it."""
 
     def sibling(self, name: str) -> Sibling:
-        """Return the folder that a save of that name takes, or has taken, beside this one."""
+        """Return the folder beside this one that a save of that name makes, or has made."""
 
     def siblings(self) -> tuple[str, ...]:
-        """Return the names of the saves that have taken one, sorted."""
+        """Return the names of the saves that have made one, sorted."""
 
 
-# Names within a storage: relative to its folder, with `/` between their parts, never out of it.
+# Names within a storage: relative paths that stay inside its folder.
 
 _PLAIN = re.compile(r"(?:[\w-][\w.-]*/)*[\w-][\w.-]*", re.ASCII)
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.new", re.DOTALL)
 
 
 def temporary_name(name: str) -> str:
-    """Return a name that nobody else has, for what will be renamed to a file's own.
+    """Return a unique name for a temporary file, which will be renamed to `name`.
 
     Examples:
         >>> is_temporary(temporary_name("metadata.json"))
@@ -214,14 +214,14 @@ def is_temporary(name: str) -> bool:
 
 
 def inside(name: str, root: str) -> str:
-    """Return a name in its plain form; one that would leave the folder raises.
+    """Return a name in its normal form, or raise if it would leave the folder.
 
     Args:
         name: of a file or folder; "" is the storage's own folder.
         root: what errors call that folder.
 
     Raises:
-        StorageError: the name is absolute, climbs up, or is no text that a file system takes.
+        StorageError: the name is absolute, contains "..", or can't be the name of a file.
 
     Examples:
         >>> inside("a/./b//c", "checkpoint")
@@ -232,6 +232,7 @@ def inside(name: str, root: str) -> str:
         shardtree.errors.StorageError: '../a' would leave the folder 'checkpoint'
           expected a name inside it
     """
+    # Names come from files that anybody may have made, so each is checked; nearly all are plain, and this is faster.
     if _PLAIN.fullmatch(name):
         return name
     path = PurePosixPath(name)
@@ -248,11 +249,11 @@ def _is_nameable(name: str) -> bool:
     return "\0" not in name
 
 
-# Parts of a file, each with the byte that it begins at: checked, joined to neighbours, put into a whole.
+# Parts of a file that several ranks write together.
 
 
 def checked(parts: Iterable[tuple[int, Buffer]], length: int, where: str) -> Iterator[tuple[int, Buffer]]:
-    """Yield the parts that aren't empty; one that reaches beyond the file raises.
+    """Yield the parts that aren't empty, and raise for one that reaches beyond the file.
 
     Args:
         parts: pairs of the byte that a part begins at and its bytes.
@@ -274,19 +275,19 @@ def checked(parts: Iterable[tuple[int, Buffer]], length: int, where: str) -> Ite
             yield byte, buffer
 
 
-def neighbours(
+def adjacent(
     parts: Iterable[tuple[int, Buffer]], *, most_bytes: int, most_buffers: int
 ) -> Iterator[tuple[int, list[Buffer]]]:
-    """Yield parts in groups without a gap, each group with the byte that it begins at.
+    """Yield adjacent parts in groups, each group with the byte that it begins at.
 
     Args:
         parts: pairs of the byte that a part begins at and its bytes.
-        most_bytes: a group of that many bytes takes no further part.
-        most_buffers: how many parts a group has at most.
+        most_bytes: a group that has reached this length is complete.
+        most_buffers: the most parts that a group may have.
 
     Examples:
         >>> parts = [(0, memoryview(b"ab")), (2, memoryview(b"c")), (9, memoryview(b"d"))]
-        >>> [(byte, len(group)) for byte, group in neighbours(parts, most_bytes=100, most_buffers=100)]
+        >>> [(byte, len(group)) for byte, group in adjacent(parts, most_bytes=100, most_buffers=100)]
         [(0, 2), (9, 1)]
     """
     begin, end, group = 0, 0, list[Buffer]()
@@ -303,10 +304,10 @@ def neighbours(
 
 
 def whole(parts: Iterable[tuple[int, Buffer]], length: int, where: str) -> Iterator[Buffer]:
-    """Yield the buffers of parts that are all of a file, in order; others raise.
+    """Yield the buffers of parts that make up a whole file in order, and raise for others.
 
     Raises:
-        StorageError: the parts leave gaps or aren't in order, as those of one of several writers.
+        StorageError: the parts leave gaps or aren't in order, as with several writers.
 
     Examples:
         >>> [bytes(buffer) for buffer in whole([(0, memoryview(b"ab")), (2, memoryview(b"c"))], 3, "f")]

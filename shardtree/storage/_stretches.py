@@ -1,4 +1,4 @@
-"""Stretches of a file that a format recorded a CRC32 for, checked as their bytes go by."""
+"""CRC32s of stretches of a file, checked while the file is read."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _POLYNOMIAL = 0xEDB88320
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stretches:
-    """Stretches of a file, ascending, and what is known of their bytes.
+    """Stretches of a file, ascending, with their CRC32s.
 
     Attributes:
         begin: first byte of each, int64 (stretches,).
         end: one past its last byte, int64 (stretches,).
-        crc32: of its bytes, 0 where none was recorded, int64 (stretches,).
+        crc32: of its bytes, 0 if the format recorded none, int64 (stretches,).
     """
 
     begin: Column
@@ -30,7 +30,7 @@ class Stretches:
 
 
 class StretchHasher:
-    """The CRC32s of bytes that go by, in parts that never reach from one stretch into the next.
+    """Computes CRC32s of the bytes that are read, in parts each of which lies within one stretch.
 
     Each part is in `hashes`: its first byte → (one past its last byte, its CRC32).
     """
@@ -44,18 +44,18 @@ class StretchHasher:
         self._crc32 = 0
 
     def update(self, buffer: Buffer, byte: int) -> None:
-        """Take the file's bytes that begin at `byte`; they lie in one stretch."""
+        """Hash the file's bytes that begin at `byte`; they lie in one stretch."""
         if byte != self._at or byte in self._begin:
             self._first, self._crc32 = byte, 0
         self._at = byte + buffer.nbytes
         self._crc32 = crc32(buffer, self._crc32)
-        # Where several targets want the same bytes these come more than once; the longest part is kept.
+        # Where several targets read the same bytes these come more than once; the longest part is kept.
         if self._at > self.hashes.get(self._first, (0, 0))[0]:
             self.hashes[self._first] = (self._at, self._crc32)
 
 
 def stretch_crc32(hashes: dict[int, tuple[int, int]], begin: int, end: int) -> int | None:
-    """Return the CRC32 of a stretch of which parts went by, None where these don't tile it.
+    """Return the CRC32 of a stretch from those of its parts, None if the parts don't tile it.
 
     Args:
         hashes: first byte of a part → (one past its last byte, its CRC32).
@@ -67,6 +67,7 @@ def stretch_crc32(hashes: dict[int, tuple[int, int]], begin: int, end: int) -> i
         >>> stretch_crc32(parts, 8, 14) == crc32(b"someth"), stretch_crc32(parts, 8, 15)
         (True, None)
     """
+    # CRC32s of adjacent parts can be combined, so that threads that read parts of one stretch needn't read them twice.
     found, at = 0, begin
     while at < end:
         until, known = hashes.get(at, (0, 0))
@@ -78,7 +79,7 @@ def stretch_crc32(hashes: dict[int, tuple[int, int]], begin: int, end: int) -> i
 
 
 def read_crc32(reader: Reader, begin: int, end: int) -> int:
-    """Return the CRC32 of a stretch of a file, read for that alone."""
+    """Read a stretch of a file and return its CRC32."""
     scratch = memoryview(bytearray(min(_STEP_BYTES, end - begin)))
     found = 0
     for byte in range(begin, end, _STEP_BYTES):
@@ -89,12 +90,12 @@ def read_crc32(reader: Reader, begin: int, end: int) -> int:
 
 
 def joined_crc32(left: int, right: int, length: int) -> int:
-    """Return the CRC32 of bytes whose two halves' CRC32s are known.
+    """Return the CRC32 of two byte strings joined, from the CRC32 of each.
 
     Args:
-        left: of the first half.
-        right: of the second half.
-        length: of the second half, in bytes.
+        left: of the first.
+        right: of the second.
+        length: of the second, in bytes.
 
     Examples:
         >>> joined_crc32(crc32(b"check"), crc32(b"sum"), 3) == crc32(b"checksum")
@@ -108,7 +109,8 @@ def joined_crc32(left: int, right: int, length: int) -> int:
 
 @lru_cache(maxsize=64)
 def _shift(length: int) -> int:
-    """Return x to the power of `length` bytes, modulo the polynomial; the bit of x^0 is the highest."""
+    """Return x to the power of 8 * `length`, modulo the polynomial; the highest bit is that of x^0."""
+    # Square and multiply: the length can have 40 bits, and one step for each byte would take longer than reading it.
     power, square = 1 << 31, 1 << 23
     while length:
         if length & 1:
@@ -129,7 +131,7 @@ def _times(left: int, right: int) -> int:
 
 
 def unread(stretches: Stretches, begin: Column, end: Column) -> Column:
-    """Return how many bytes of each stretch lie in none of some spans.
+    """Return how many bytes of each stretch lie outside some spans.
 
     Args:
         stretches: of a file.

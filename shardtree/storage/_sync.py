@@ -1,4 +1,4 @@
-"""Waiting until folders are on the medium."""
+"""Syncing folders to the medium."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from contextlib import suppress
 
 def sync(folder: str) -> None:
     """Wait until what was made, renamed or removed in a folder is on the medium."""
+    # Syncing a file doesn't sync its name: that is an entry of the folder.
     descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -17,17 +18,17 @@ def sync(folder: str) -> None:
 
 
 def sync_above(folders: Iterable[str]) -> None:
-    """Wait for folders that may be other people's: one that can't be listed can't be waited for."""
+    """Sync folders, except those that belong to another user and may not be opened."""
     for folder in folders:
         with suppress(PermissionError):
             sync(folder)
 
 
-def parents_to_be(path: str) -> list[str]:
-    """Return the parents of those folders on a path that aren't there yet.
+def parents_of_missing(path: str) -> list[str]:
+    """Return the parents of those folders on a path that don't exist yet: making the path adds entries to them.
 
     Examples:
-        >>> parents_to_be("/"), parents_to_be("/nowhere/at/all")
+        >>> parents_of_missing("/"), parents_of_missing("/nowhere/at/all")
         ([], ['/nowhere/at', '/nowhere', '/'])
     """
     parents = []

@@ -1,4 +1,4 @@
-"""A few threads that take work from one list: for reads and checksums, which leave other threads the interpreter."""
+"""A few threads that take work from one list, for reads and checksums, which run without Python's global lock."""
 
 from __future__ import annotations
 
@@ -19,17 +19,19 @@ _MOST_THREADS = 4
 
 
 def usual_threads() -> int:
-    """Return how many threads read by default: as many as torch has for its own work, up to a few."""
+    """Return how many threads read by default: as many as torch uses for its own work, up to `_MOST_THREADS`."""
     return min(torch.get_num_threads(), _MOST_THREADS)
 
 
 def background_threads() -> int:
-    """Return how many threads write while their caller goes on, which half of the usual ones are left to.
+    """Return how many threads write in the background: half of the usual ones, at least one.
 
     Examples:
         >>> 1 <= background_threads() <= usual_threads()
         True
     """
+    # With all threads, on two cores, the training step after the call took 0.19 s in place of 0.05 s, for a save that
+    # finished hardly earlier.
     return max(1, usual_threads() // 2)
 
 
@@ -40,16 +42,16 @@ def in_threads(
     *,
     stop: Callable[[], None] = lambda: None,
 ) -> list[Result]:
-    """Return what a function gives for each piece of work, in their order.
+    """Return what a function returns for each piece of work, in their order.
 
     Args:
         do: called by several threads at once.
-        work: pieces of it, which are begun in this order.
+        work: pieces of it, which are started in this order.
         threads: how many; None for the usual number.
-        stop: called after the first error or an interrupt, so that pieces on their way can end early.
+        stop: called after the first error or an interrupt, so that pieces in progress can end early.
 
     Raises:
-        Exception: the first that `do` raised; pieces that nobody has begun by then are left.
+        Exception: the first that `do` raised; pieces that weren't started by then are dropped.
 
     Examples:
         >>> in_threads(abs, [-1, 2, -3], threads=2)
@@ -70,22 +72,21 @@ def in_threads(
                 return
             found[number] = do(piece)
 
-    def leave() -> None:
+    def abandon() -> None:
         waiting.clear()
         stop()
 
-    in_company(drain, count, stop=leave)
+    run_workers(drain, count, stop=abandon)
     return [found[number] for number in range(len(pieces))]
 
 
-def in_company(work: Callable[[], Result], threads: int, *, stop: Callable[[], None]) -> list[Result]:
-    """Return what each of some threads gives that do the same work, this one among them.
+def run_workers(work: Callable[[], Result], threads: int, *, stop: Callable[[], None]) -> list[Result]:
+    """Call a function in several threads, the calling one among them, and return what each call returned.
 
     Args:
-        work: what each does until nothing is left to do.
-        threads: how many at the most. At the end of the process, while a save is still on its way, no other thread can
-            be begun; then this one is alone.
-        stop: leaves nothing to do for the others, after an error or an interrupt.
+        work: called by each thread; returns when there is nothing left to do.
+        threads: how many at most.
+        stop: called after an error or an interrupt; leaves nothing to do for the others.
 
     Raises:
         Exception: the first that a thread raised.
@@ -100,6 +101,7 @@ def in_company(work: Callable[[], Result], threads: int, *, stop: Callable[[], N
 
     others: list[Future[Result]] = []
     with ThreadPoolExecutor(max(1, threads - 1)) as pool:
+        # While the interpreter ends, with a save still in progress, no thread can start: this one does all the work.
         with suppress(RuntimeError):
             for _ in range(threads - 1):
                 others.append(pool.submit(work_or_stop))
@@ -111,27 +113,26 @@ def in_company(work: Callable[[], Result], threads: int, *, stop: Callable[[], N
 
 
 def in_turn(progress: Callable[[int], None]) -> Callable[[int], None]:
-    """Return a progress function that several threads may call: one at a time."""
+    """Return a progress function that several threads may call; a lock makes their calls take turns."""
     lock = Lock()
 
-    def tell(size: int) -> None:
+    def locked_progress(size: int) -> None:
         with lock:
             progress(size)
 
-    return tell
+    return locked_progress
 
 
-# A pause of Python's garbage collector, for steps that make many objects which all stay.
+# Pausing Python's garbage collector in steps that make many objects and free none.
 
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Let no search for garbage begin until the block ends, and then search as before; what was made counts as old.
+    """Turn off the garbage collector until the block ends; what was made in the block counts as old afterwards.
 
-    The collector looks at all objects again each time their number has grown by a quarter. A step that makes a few for
-    each of 100,000 tensors, and lets go of none, would wait for that as long as it takes itself. Only for steps that
-    neither read nor write: what other threads drop meanwhile stays until they end. Where several threads are in such a
-    step, the one that turned it off turns it on again, maybe before the others are done.
+    Only for steps that neither read nor write: garbage of other threads stays in memory until the step ends. Where
+    several threads are in such a step, the one that turned the collector off turns it on again, maybe before the others
+    are done.
 
     Examples:
         >>> with collector_paused():
@@ -140,38 +141,45 @@ def collector_paused() -> Iterator[None]:
         >>> gc.isenabled()
         True
     """
+    # The collector scans all objects each time their number has grown by a quarter. A step that makes a few for each of
+    # 100,000 tensors, and frees none, would spend as much time in these scans as in its own work.
     was_on = gc.isenabled()
-    if was_on:  # else it stays as whoever turned it off leaves it: simulated ranks are threads, and end in any order
+    if was_on:  # else another thread turned it off, and turns it on again: simulated ranks end in any order
         gc.disable()
     try:
         yield
     finally:
         if was_on:
             try:
-                _take_as_old()
+                _mark_as_old()
             finally:
                 gc.enable()
 
 
 _MANY = 10_000
-"""Objects. Fewer are looked at in no time."""
+"""Fewer new objects than this are scanned in no time."""
 
 _MOST_UNSEEN = 1_000_000
-"""Objects that are taken as old before there is a look at everything: else cycles among them would stay for good."""
+"""How many objects are marked as old before a full collection: without one, cycles among them would never be freed."""
 
 _unseen = {"objects": 0, "full collections": 0}
 
 
-def _take_as_old() -> None:
-    """Have many new objects taken as old ones without a look: else they would soon bring one at everything."""
+def _mark_as_old() -> None:
+    """Move many new objects to the oldest generation without scanning them.
+
+    A pause alone would only put the work off: the next collection would scan everything, 0.13 s in a load of 20,000
+    tensors that takes 0.4 s.
+    """
     made, full = gc.get_count()[0], gc.get_stats()[2]["collections"]
-    if made <= _MANY or gc.get_freeze_count():  # what a program has frozen stays so
+    if made <= _MANY or gc.get_freeze_count():  # a program's own frozen objects must stay frozen
         return
     if full != _unseen["full collections"]:
         _unseen.update({"objects": 0, "full collections": full})
     if _unseen["objects"] > _MOST_UNSEEN:
         gc.collect()
         return
+    # freeze and unfreeze together move all objects to the oldest generation; Python has no direct call for that.
     _unseen["objects"] += made
     try:
         gc.freeze()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any, Protocol
 
@@ -10,6 +10,7 @@ from ..mapping import ShardedObject, ShardedTensor
 from ..plans import Prospect
 from ..storage import ReadReport, Storage
 from ._findings import Finding
+from ._traits import FormatTraits
 from ._values import AsyncRequest, Checkpoint, Fields, PendingSave
 
 
@@ -34,11 +35,71 @@ class StrategyAction(Enum):
     RECOGNIZE = "recognize"
     COMMIT = "commit"
     LIST_FILES = "list_files"
+    DESCRIBE = "describe"
 
 
 Strategy = Callable[..., Any]
+"""A function of the table; its action's protocol says what it takes and returns."""
 Row = tuple[StrategyAction, str, int]
+"""An action, a backend and its version."""
 Strategies = Mapping[Row, Strategy]
+"""The type of a dispatch table."""
+
+
+class StrategyTable(Mapping[Row, Strategy]):
+    """A dispatch table that prints as one: an action a line, a backend a column. Read-only; ``|`` makes a new one.
+
+    Args:
+        rows: from (action, backend, version) to a function; looked at, not copied.
+
+    Examples:
+        >>> table = StrategyTable({(StrategyAction.LOAD_COMMON, "cards", 1): print})
+        >>> print(table | {(StrategyAction.SAVE_COMMON, "cards", 2): print})
+                     cards 1  cards 2
+        load_common     x
+        save_common              x
+    """
+
+    __slots__ = ("_rows",)
+
+    def __init__(self, rows: Strategies) -> None:
+        self._rows = rows
+
+    def __getitem__(self, row: Row) -> Strategy:
+        """Return the function of a row."""
+        return self._rows[row]
+
+    def __iter__(self) -> Iterator[Row]:
+        """Return all rows."""
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        """Return how many rows there are."""
+        return len(self._rows)
+
+    def __or__(self, other: Strategies) -> StrategyTable:
+        """Return a table with the other's rows in it, which win."""
+        return StrategyTable({**self, **other})
+
+    def __ror__(self, other: Strategies) -> StrategyTable:
+        """Return a table of both, in which these rows win."""
+        return StrategyTable({**other, **self})
+
+    def __repr__(self) -> str:
+        backends = sorted({row[1:] for row in self})
+        return f"StrategyTable({len(self)} rows: {', '.join(f'{name} {version}' for name, version in backends)})"
+
+    def __str__(self) -> str:
+        backends = sorted({row[1:] for row in self})
+        actions = [action for action in StrategyAction if any(row[0] is action for row in self)]
+        heads = [f"{name} {version}" for name, version in backends]
+        width = max((len(action.value) for action in actions), default=0)
+        lines = ["  ".join([" " * width, *heads])]
+        for action in actions:
+            marks = ["x" if (action, *each) in self else " " for each in backends]
+            cells = (mark.center(len(head)) for mark, head in zip(marks, heads, strict=True))
+            lines.append("  ".join([action.value.ljust(width), *cells]).rstrip())
+        return "\n".join(lines)
 
 
 class LoadCommon(Protocol):
@@ -147,6 +208,12 @@ class ListFiles(Protocol):
     def __call__(self, checkpoint: Checkpoint, /) -> tuple[str, ...]: ...
 
 
+class Describe(Protocol):
+    """DESCRIBE: return what the rest of the library has to know of the format."""
+
+    def __call__(self) -> FormatTraits: ...
+
+
 PROTOCOLS = {
     StrategyAction.LOAD_COMMON: LoadCommon,
     StrategyAction.LOAD_SHARDED: LoadSharded,
@@ -161,5 +228,6 @@ PROTOCOLS = {
     StrategyAction.RECOGNIZE: Recognize,
     StrategyAction.COMMIT: Commit,
     StrategyAction.LIST_FILES: ListFiles,
+    StrategyAction.DESCRIBE: Describe,
 }
 """The protocol of each action."""

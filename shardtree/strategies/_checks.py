@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from itertools import pairwise
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 from ..errors import IntegrityError, KeyMismatch, ShapeError, UnsupportedValue, error_text
 from ..layouts import TensorKind
@@ -180,3 +180,14 @@ def check_objects_written(unique_keys: Sequence[str], tensor_keys: Collection[st
     if shared:
         fix = "Rename the tensors: '<key>/shard_<offset>_<shape>' is how an object is named."
         raise IntegrityError(error_text("save: tensors named like objects", offenders=map(repr, shared), fix=fix))
+
+
+def checked_data(shard: ShardedTensor) -> Any:
+    """Return a shard's data, which may be lazy.
+
+    Raises:
+        ShapeError: it was changed since the save began.
+    """
+    if found := misfit(shard):
+        raise ShapeError(error_text("save: a tensor was changed while it waited to be written", found=found))
+    return shard.data

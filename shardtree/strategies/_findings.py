@@ -116,6 +116,7 @@ class Unchecked:
 
 
 Finding = Damage | Unchecked
+"""What `verify` may find."""
 
 
 def gaps(length: int, covered: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:

@@ -15,7 +15,6 @@ from ._values import Checkpoint
 
 MANIFEST_FILE = "integrity.json"
 
-_BACKENDS = frozenset({"torch_dist", "zarr"})  # those that Megatron-Core writes
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _MOST_BYTES = 64 * 1024 * 1024
 _STEP_BYTES = 1024 * 1024
@@ -35,7 +34,7 @@ def read_manifest(checkpoint: Checkpoint) -> Mapping[str, str] | None:
 
 def _may_have_one(checkpoint: Checkpoint) -> bool:
     # In other formats' folders a file of that name is somebody else's. Only our own metadata.json has a digest.
-    return checkpoint.fields.get("sharded_backend") in _BACKENDS and "digest" not in checkpoint.fields
+    return checkpoint.traits.has_manifest and "digest" not in checkpoint.fields
 
 
 def _read(storage: Storage) -> Mapping[str, str] | None:

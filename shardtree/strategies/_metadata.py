@@ -10,7 +10,8 @@ from typing import Any
 from ..codec import canonical_json, parse_json
 from ..errors import CheckpointingException, CheckpointReplaced, CorruptCheckpoint, NotACheckpoint, error_text
 from ..storage import Buffer, Storage, StoredFile, digest
-from ._values import Checkpoint, Fields, stamp
+from ._traits import METADATA_FILE, stamp
+from ._values import Checkpoint, Fields
 
 # Guesses at what a folder without a checkpoint is, by the names in it, for error messages
 
@@ -74,8 +75,6 @@ def clue(names: Iterable[str]) -> tuple[str, str] | None:
             return found, fix
     return None
 
-
-METADATA_FILE = "metadata.json"
 
 _MOST_BYTES = 2**24  # guards against a metadata.json of 1 TB with holes
 
@@ -263,10 +262,9 @@ def check_unreplaced(checkpoint: Checkpoint) -> None:
     Raises:
         CheckpointReplaced: another save took its place meanwhile.
     """
-    # Files with fixed names would be read from a later save as if they were the opened one's. The native format needs
-    # no check: its files lie in a folder that is named after the save.
-    backends = {checkpoint.fields.get(name) for name in ("sharded_backend", "common_backend")}
-    if checkpoint.stamp and backends != {"safetensors"} and was_replaced(checkpoint):
+    # Files with fixed names would be read from a later save as if they were the opened one's. Files in a folder that
+    # is named after their save need no check.
+    if checkpoint.stamp and not checkpoint.traits.in_save_folder and was_replaced(checkpoint):
         raise _replaced(checkpoint)
 
 
@@ -282,7 +280,8 @@ def was_replaced(checkpoint: Checkpoint) -> bool:
     if digest is not None and storage.length(METADATA_FILE) is not None:
         # As bytes: the file may be another format's by now, and needn't parse.
         return f'"digest":"{digest}"'.encode() not in storage.read(METADATA_FILE)
-    return bool(checkpoint.stamp) and any(entry not in checkpoint.stamp for entry in stamp(storage))
+    now = stamp(storage, checkpoint.traits.decided_by) if checkpoint.stamp else ()
+    return any(entry not in checkpoint.stamp for entry in now)
 
 
 # Small files that are always checked whole: the index and the common state

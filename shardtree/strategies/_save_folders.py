@@ -8,13 +8,16 @@ from contextlib import contextmanager, suppress
 
 from ..errors import CheckpointingException, StorageError
 from ..storage import Claim, Storage, claim, is_alive, owner_note, release
+from ._metadata import decode_metadata, metadata_bytes
+from ._traits import METADATA_FILE
 
 OWNER_FILE = "owner.json"
 """The note in a save's folder that names the saving process; the commit removes it, and no reader looks at it."""
 
 _SAVE_FOLDER = re.compile(r"save-\d{8}T\d{6}-[0-9a-f]{16}")
 _OUR_FILE = re.compile(
-    r"(\d{5,}-of-\d{5,}(-\d+)?|common|index-\d+|model-\d{5,}-of-\d{5,})\.safetensors"
+    r"(common|index-\d+|model-\d{5,}-of-\d{5,})\.safetensors"
+    r"|\d{5,}-of-\d{5,}(-\d+)?\.[a-z0-9]+"  # a rank's data file, in any format
     r"|owner\.json|\.owner\.json\.[0-9a-f]{16}\.new"
 )
 
@@ -92,7 +95,7 @@ def save_is_alive(storage: Storage, folder: str) -> bool | None:
         return None  # the note is being removed at this moment
 
 
-def is_left_over(storage: Storage, folder: str, *, before: float) -> bool:
+def is_orphaned(storage: Storage, folder: str, *, before: float) -> bool:
     """Return whether a save was interrupted: its process is gone, or, if that can't be seen, nothing changed for long.
 
     Args:
@@ -110,3 +113,36 @@ def newest_change(storage: Storage, folder: str) -> float:
     """Return when a folder or a file in it was changed last, in seconds by the storage's clock."""
     inside = (f"{folder}/{name}" for name in storage.names(folder))
     return max(storage.changed(name) or 0.0 for name in (folder, *inside))
+
+
+def remove_orphaned(storage: Storage, *, keep: str, before: bytes | None, stale_after: float) -> None:
+    """Remove the folder of the save that was replaced, and those of interrupted saves; only files that a save writes.
+
+    Args:
+        storage: the checkpoint's folder.
+        keep: the folder that metadata.json refers to now.
+        before: metadata.json as it was before.
+        stale_after: seconds without a change, by the storage's clock, after which a save counts as interrupted.
+    """
+    replaced = _save_id(before)
+    before_that = (storage.changed(METADATA_FILE) or 0.0) - stale_after
+    for name in storage.names():
+        if not is_save_folder(name) or name == keep:
+            continue
+        if name == replaced or is_orphaned(storage, name, before=before_that):
+            remove_save(storage, name)
+
+
+def remove_unless_committed(storage: Storage, folder: str) -> None:
+    """Remove a save's folder, unless metadata.json refers to it."""
+    metadata = metadata_bytes(storage)
+    if metadata is None or _save_id(metadata) not in (None, folder):
+        remove_save(storage, folder)
+
+
+def _save_id(metadata: bytes | None) -> str | None:
+    try:
+        save_id = decode_metadata(metadata, METADATA_FILE).get("save_id") if metadata else None
+    except CheckpointingException:
+        return None
+    return save_id if isinstance(save_id, str) else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -11,45 +10,9 @@ from typing import Any, Generic, Literal, TypeVar
 from ..errors import CheckpointingException, WorldError
 from ..layouts import ShardColumns
 from ..objects import ObjectRule
-from ..storage import Exchanging, ReadReport, Sibling, Storage, Verify
+from ..storage import ReadReport, Sibling, Storage, Verify
 from ..world import World, agree, gather, on_rank_zero
-
-# The stamp of a checkpoint, which changes when another one takes its place: the files that make it a checkpoint
-
-Stamp = tuple[tuple[str, int, float], ...]
-"""Name, length in bytes and time of the last change of each."""
-
-_DECIDING = re.compile(r"metadata\.json|\.metadata|zarr\.json|\.zgroup|.*\.safetensors(\.index\.json)?", re.DOTALL)
-
-
-def stamp(storage: Storage) -> Stamp:
-    """Return the stamp of the checkpoint in a folder; () on storage where checkpoints can't be exchanged as a whole.
-
-    Formats without a metadata.json of ours have no hash that would name one save; their files have fixed names, and
-    only length and time differ from another save's.
-
-    Examples:
-        >>> from shardtree.storage import MemoryStorage
-        >>> storage = MemoryStorage()
-        >>> storage.replace("zarr.json", b"{}", durable=False)
-        >>> [name for name, *_ in stamp(storage)]
-        ['zarr.json']
-    """
-    if not isinstance(storage, Exchanging):
-        return ()
-    found = ((name, storage.length(name), storage.changed(name)) for name in storage.names() if is_deciding(name))
-    return tuple((name, length, changed or 0.0) for name, length, changed in found if length is not None)
-
-
-def is_deciding(name: str) -> bool:
-    """Return whether a file's name is one by which some format's checkpoints are found.
-
-    Examples:
-        >>> is_deciding(".metadata"), is_deciding("config.json")
-        (True, False)
-    """
-    return _DECIDING.fullmatch(name) is not None
-
+from ._traits import FormatTraits, Stamp
 
 Fields = Mapping[str, Any]
 """JSON fields of metadata.json."""
@@ -116,6 +79,7 @@ class Checkpoint:
         options: how it is read.
         memo: what strategies keep of it, such as the parsed index.
         stamp: with which a checkpoint that took its place is noticed.
+        traits: of the formats that it is in, together.
     """
 
     storage: Storage
@@ -124,6 +88,7 @@ class Checkpoint:
     options: LoadOptions = field(default_factory=LoadOptions)
     memo: dict[str, Any] = field(default_factory=dict, repr=False)
     stamp: Stamp = ()
+    traits: FormatTraits = field(default_factory=FormatTraits)
 
 
 @dataclass(frozen=True, slots=True)

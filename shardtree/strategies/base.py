@@ -10,17 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import cache
 from importlib.metadata import entry_points
-from types import MappingProxyType
 from typing import TypeVar
 
 from ..errors import StrategyError, error_text
 from . import huggingface, safetensors, torch, torch_dist, zarr
-from ._actions import Row, Strategies, Strategy, StrategyAction
+from ._actions import Row, Strategies, Strategy, StrategyAction, StrategyTable
+from ._traits import METADATA_FILE, FormatTraits
 
 Fn = TypeVar("Fn", bound=Strategy)
 
 ENTRY_POINT_GROUP = "shardtree.strategies"
 
+# The union of each format's own literal: a row is looked up here, and written there.
 _rows: dict[Row, Strategy] = {
     **safetensors.ROWS,
     **huggingface.ROWS,
@@ -29,8 +30,8 @@ _rows: dict[Row, Strategy] = {
     **zarr.ROWS,
 }
 
-default_strategies: Strategies = MappingProxyType(_rows)
-"""Every registered row. Read-only; ``default_strategies | {...}`` makes a table of its own."""
+default_strategies = StrategyTable(_rows)
+"""Every registered row: prints as a table. Read-only; ``default_strategies | {...}`` makes a table of its own."""
 
 
 def register_default_strategy(
@@ -127,6 +128,30 @@ def find_strategy(
     row = (action, backend, version)
     # Never from the process's table: the caller's may lack a row on purpose.
     return table_of(strategies).get(row) or _rows_of_packages().get(row)
+
+
+def traits_of(backend: str, version: int, strategies: Strategies | None = None) -> FormatTraits:
+    """Return what a format's DESCRIBE row says of it, the defaults where it has none.
+
+    Examples:
+        >>> traits_of("huggingface", 1).is_guess, traits_of("punch cards", 1).is_guess
+        (True, False)
+    """
+    describe = find_strategy(StrategyAction.DESCRIBE, backend, version, strategies=strategies)
+    traits: FormatTraits = FormatTraits() if describe is None else describe()
+    return traits
+
+
+def deciding_files(strategies: Strategies | None = None) -> tuple[str, ...]:
+    """Return the patterns of all formats' deciding files.
+
+    Examples:
+        >>> ".metadata" in deciding_files()
+        True
+    """
+    rows = {(name, version) for _, name, version in table_of(strategies)}
+    patterns = {pattern for row in rows for pattern in traits_of(*row, strategies).decided_by}
+    return tuple(sorted(patterns | {METADATA_FILE}))
 
 
 def table_of(strategies: Strategies | None) -> Strategies:

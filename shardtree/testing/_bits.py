@@ -1,4 +1,4 @@
-"""Tensors and trees as what they hold, bit for bit, and all ranks' shards put together again element by element."""
+"""Comparing tensors and trees bit for bit, and assembling all ranks' shards."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from ..mapping import ShardedTensor
 from ..trees import leaves_with_paths, map_shards
 
-# Tensors and trees as what they hold, bit for bit: NaN payloads and signed zeros count.
+# Comparing bits rather than values: NaNs equal themselves, and NaN payloads and signed zeros count.
 
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
@@ -21,7 +21,7 @@ _NUMPY_FLOATS = {torch.float16: np.float16, torch.float32: np.float32, torch.flo
 
 
 def carried(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's bits as a dtype that torch can copy and index, of the same item size; a view.
+    """Return a view of a tensor's bits, in a dtype of the same item size that torch can copy and index.
 
     Examples:
         >>> carried(torch.tensor([-1.0]).bfloat16())
@@ -37,13 +37,13 @@ def bits(tensor: torch.Tensor) -> bytes:
         >>> bits(torch.tensor([[1, 2], [3, 4]], dtype=torch.int8).T)
         b'\x01\x03\x02\x04'
     """
-    # as_strided, since a single element may keep any stride and still be contiguous.
+    # as_strided: a tensor of one element counts as contiguous with any strides, but view refuses them.
     whole = carried(tensor).cpu().contiguous()
     return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8).numpy().tobytes()
 
 
 def first_difference(found: torch.Tensor, expected: torch.Tensor) -> str | None:
-    """Return in words where two tensors differ first, None if they are equal bit for bit.
+    """Describe the first difference of two tensors, None if they are equal bit for bit.
 
     Examples:
         >>> first_difference(torch.tensor([[1, 2], [3, 5]]), torch.tensor([[1, 2], [3, 4]]))
@@ -64,7 +64,7 @@ def first_difference(found: torch.Tensor, expected: torch.Tensor) -> str | None:
 def _element(tensor: torch.Tensor, number: int) -> str:
     size = tensor.itemsize
     raw = bits(tensor)[number * size : (number + 1) * size]
-    # Two NaNs, and dtypes that torch can't print, differ only in their bits.
+    # Floats are shown with their bits: two NaNs differ only in these, and torch can't print some dtypes.
     if not tensor.dtype.is_floating_point and not tensor.dtype.is_complex and tensor.dtype is not torch.bool:
         return str(int.from_bytes(raw, "little", signed=tensor.dtype.is_signed))
     shown = f"0x{raw[::-1].hex()}"
@@ -74,9 +74,9 @@ def _element(tensor: torch.Tensor, number: int) -> str:
 
 
 def outline(value: Any) -> Any:
-    """Return what a value holds, in a form that `==` compares: types, order and bits count, identity doesn't.
+    """Return a value's content in a form that `==` compares: types, order and bits count, identity doesn't.
 
-    Containers, dataclasses, tensors and numpy arrays are looked into; of anything else its type and repr are kept.
+    Containers, dataclasses, tensors and numpy arrays are compared by content, anything else by its type and repr.
 
     Examples:
         >>> outline({"a": [1, float("nan")]}) == outline({"a": [1, float("nan")]})
@@ -104,14 +104,15 @@ def _shown_bits(tensor: torch.Tensor) -> bytes | None:
     return None if tensor.is_meta else bits(tensor)
 
 
-# All ranks' shards put together again, element by element: slow, simple, and independent of what it checks.
+# Assembling all ranks' shards, element by element: slow and simple, since it has to be independent of the code that it
+# checks.
 
 
 def assemble(trees: Iterable[Any]) -> dict[str, torch.Tensor]:
-    """Return the global tensors, by key, that all ranks' shards make up.
+    """Return the global tensors, by key, assembled from all ranks' shards.
 
     Raises:
-        AssertionError: an element is held by none, or copies of one differ in a bit.
+        AssertionError: an element is on no rank, or replicas of one differ in a bit.
 
     Examples:
         >>> shards = [ShardedTensor.from_rank_offsets("w", torch.full((2,), rank), (0, rank, 2)) for rank in (0, 1)]
@@ -143,11 +144,11 @@ def _whole(key: str, shards: list[ShardedTensor]) -> torch.Tensor:
 
 
 def refilled(target: Any, loaded: Any) -> Any:
-    """Return the target with each shard's data replaced by what was loaded at its path.
+    """Return the target with each shard's data replaced by the tensor that was loaded at its path.
 
     Args:
         target: a tree of shards.
-        loaded: what `load` gave for it.
+        loaded: what `load` returned for it.
 
     Examples:
         >>> target = {"w": [ShardedTensor("w", None, torch.int64, (2,), (2,), (0,), None)]}

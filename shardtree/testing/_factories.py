@@ -1,4 +1,4 @@
-"""Factories of the kinds that models have: gated halves, a transposed tensor, layers stacked in one tensor."""
+"""Factories like those of models: gated halves, transposed tensors, stacked layers; and strategies for them."""
 
 from __future__ import annotations
 
@@ -20,16 +20,19 @@ from ._layouts import layouts
 from ._lens_cases import LENS_CASES
 from ._tensors import PRINTABLE_DTYPES, random_bits
 
+# Written as in Megatron-Core, with a build and a merge function, rather than as lenses: the laws of factories must hold
+# for such ones too.
+
 
 def glu(key: str, data: Any, rank: int = 0, ranks: int = 1, *, replica_id: ReplicaId = 0) -> ShardedTensorFactory:
-    """Return the factory of a gated layer's weight: both halves are stored apart, so that the ranks' number may change.
+    """Return the factory of a gated layer's weight, which stores both halves separately.
 
-    Builds from flat ranges too.
+    Then the number of ranks may change. It also builds from flat ranges.
 
     Args:
         key: the tensor's name.
         data: gate rows above value rows, shape (2 * rows, ...).
-        rank: the rank's place among those that share the rows.
+        rank: the rank's number among those that share the rows.
         ranks: how many share them.
         replica_id: see ShardedTensor.
 
@@ -57,7 +60,7 @@ def glu(key: str, data: Any, rank: int = 0, ranks: int = 1, *, replica_id: Repli
 
 
 def _halves(flat: slice, volume: int) -> list[tuple[slice, slice]]:
-    """Return, for each half, the slice of the flat data that lies in it, and the slice of the half that it is."""
+    """Return, for each half, the slice of the flat data that belongs to it, and the corresponding slice of the half."""
     parts = []
     for begin in (0, volume):
         first, last = (min(max(at, begin), begin + volume) for at in (flat.start, flat.stop))
@@ -80,13 +83,13 @@ def transposed(key: str, data: Any, *cuts: tuple[int, int, int], replica_id: Rep
 
 
 def stacked(key: str, data: Any, first: int = 0, layers: int | None = None) -> ShardedTensorFactory:
-    """Return the factory of stacked layers that are stored one by one, as entries of an axis of the global tensor.
+    """Return the factory of stacked layers that are stored one by one, along an axis of the global tensor.
 
     Args:
         key: the tensor's name.
-        data: shape (layers here, ...).
-        first: number of the first layer here.
-        layers: of the whole model; those here by default.
+        data: shape (local layers, ...).
+        first: the number of the first local layer.
+        layers: of the whole model; the local ones by default.
 
     Examples:
         >>> [shard.global_offset for shard in stacked("w", torch.zeros(2, 3), first=1, layers=4).build()]
@@ -108,12 +111,12 @@ KINDS: tuple[Callable[[str, torch.Tensor], ShardedTensorFactory], ...] = (glu, t
 
 
 def factories(*, dtype: SearchStrategy[torch.dtype] | None = None) -> SearchStrategy[ShardedTensorFactory]:
-    """Return a strategy for factories: of the kinds above, and of every ready lens on any box of a tensor.
+    """Return a strategy for factories: of the kinds above, and of every predefined lens on any box of a tensor.
 
-    What a lens doesn't store, as padding, is zero in the tensors.
+    Elements that a lens doesn't store, such as padding, are zero in the tensors.
 
     Args:
-        dtype: a strategy for dtypes; by default all of which torch can print a tensor, so that failures can be shown.
+        dtype: a strategy for dtypes; by default those that torch can print, so that failures can be shown.
 
     Examples:
         >>> from hypothesis import find
@@ -135,12 +138,12 @@ def _plain_factories(draw: st.DrawFn, dtype: SearchStrategy[torch.dtype]) -> Sha
 def lens_factories(
     draw: st.DrawFn, name: str, *, dtype: SearchStrategy[torch.dtype] | None = None
 ) -> ShardedTensorFactory:
-    """Return a strategy for the factories of a ready lens, on any box of the tensor that it is shown with.
+    """Return a strategy for the factories of a predefined lens, on any box of its example's tensor.
 
     Args:
         draw: Hypothesis's own.
-        name: of the lens's case in `LENS_CASES`.
-        dtype: as `factories` takes it.
+        name: of the example in `LENS_CASES`.
+        dtype: as for `factories`.
 
     Examples:
         >>> from hypothesis import find
@@ -155,6 +158,7 @@ def lens_factories(
     piece = replace(draw(st.sampled_from(layout.pieces)), rank=0, flat=None)
     (shard,) = cut(replace(layout, pieces=(piece,)), case.keys[0], whole, 0)
     factory = as_factory(shard, case.lens)
+    # Padding comes back as zeros, so that random values there could never pass the laws.
     stored = stored_elements(factory)
     if bool(stored.all()):
         return factory

@@ -1,4 +1,4 @@
-"""The laws of contiguous buffers: each element has one holder, and slices, shards and parameters are one another."""
+"""The laws of contiguous buffers: plans, and conversions between slices, shards and parameters."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from ._tensors import shapes
 
 
 def check_buffer_plan(plan: BufferPlan) -> None:
-    """Raise unless each element of each parameter is in exactly one rank's range, and lies where the plan says.
+    """Raise unless each element of each parameter is in exactly one rank's range, at the position in the plan.
 
     Counts element by element, so keep shapes small.
 
     Args:
-        plan: as `plan_buffers` gives it.
+        plan: what `plan_buffers` returned.
 
     Raises:
-        AssertionError: names the parameter, and the elements that none or several ranks have, or that lie elsewhere.
+        AssertionError: names the parameter, and the elements on no rank or several, or at another position.
 
     Examples:
-        >>> from shardtree.transforms import plan_buffers
+        >>> from shardtree.buffers import plan_buffers
         >>> check_buffer_plan(plan_buffers({"w": (4, 3), "b": (), "empty": (0, 2)}, data_parallel=5, bucket_size=8))
     """
     _check_buckets(plan)
@@ -46,14 +46,16 @@ def check_buffer_plan(plan: BufferPlan) -> None:
         held[part.name] += in_parameter
     for name, numbers in held.items():
         elements = list(range(prod(places[name].shape)))
-        assert sorted(numbers) == elements, f"{name!r}: elements on no rank or several: {_uneven(numbers, elements)}"
+        assert sorted(numbers) == elements, (
+            f"{name!r}: elements on no rank or several: {_wrong_counts(numbers, elements)}"
+        )
         known = [part for part in ranges if part.name == name]
         assert list(plan.holders(name)) == known, f"{name!r}: found holders {plan.holders(name)}, expected {known}"
         assert elements or len(known) == 1, f"{name!r} has no elements, and is on {len(known)} ranks"
 
 
 def _check_buckets(plan: BufferPlan) -> None:
-    """Raise unless buckets follow one another, can be cut, and hold their parameters, one behind the other."""
+    """Raise unless buckets are adjacent, can be cut evenly, and contain their parameters in order, without overlaps."""
     end = 0
     for number, (start, stop) in enumerate(plan.buckets):
         assert start == end, f"bucket {number} starts at {start}, expected {end}"
@@ -69,7 +71,7 @@ def _check_buckets(plan: BufferPlan) -> None:
     assert not lost, f"{lost} elements are neither parameters nor padding"
 
 
-def _uneven(found: Sequence[int], expected: Sequence[int]) -> list[int]:
+def _wrong_counts(found: Sequence[int], expected: Sequence[int]) -> list[int]:
     return [number for number in {*found, *expected} if list(found).count(number) != 1][:10]
 
 
@@ -80,21 +82,21 @@ def check_flat_shards(
     shards: Callable[..., Any] = flat_shards,
     slices: Callable[..., Any] = buffer_slices,
 ) -> None:
-    """Raise unless all ranks' flat shards make up the parameters, bit for bit, and give the slices that they came from.
+    """Raise unless all ranks' flat shards make up the parameters, bit for bit, and can be packed into the same slices.
 
-    The reference packs the buffer element by element. Arguments must stay as they are, and shards be views of slices.
+    The reference packs the buffer element by element. Arguments must not change, and shards must be views of slices.
 
     Args:
         plan: of these tensors.
-        tensors: the whole parameters, all of one dtype; or one state of each.
+        tensors: the whole parameters, all of one dtype; or one state of each parameter.
         shards: called as ``shards(plan, rank, slices, parameters, prefix=...)``.
         slices: called as ``slices(plan, rank, tree, dtype=...)``.
 
     Raises:
-        AssertionError: names the rank and the bucket, or the parameter, and how it differs.
+        AssertionError: names the rank and the bucket, or the parameter, and the difference.
 
     Examples:
-        >>> from shardtree.transforms import plan_buffers
+        >>> from shardtree.buffers import plan_buffers
         >>> tensors = {"w": torch.arange(12.0).view(4, 3), "b": torch.ones(3)}
         >>> check_flat_shards(plan_buffers(tensors, data_parallel=4, align=4), tensors)
     """
@@ -118,18 +120,19 @@ def check_flat_shards(
 
 
 def packed_slices(plan: BufferPlan, tensors: Mapping[str, torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Return each rank's slices, one a bucket, of a buffer that is filled element by element; padding is 0.
+    """Return each rank's slices, one for each bucket, of a buffer that is filled element by element; padding is 0.
 
     Args:
         plan: of these tensors.
         tensors: the whole parameters, all of one dtype.
 
     Examples:
-        >>> from shardtree.transforms import plan_buffers
+        >>> from shardtree.buffers import plan_buffers
         >>> tensors = {"w": torch.arange(1, 4), "b": torch.tensor(4)}
         >>> packed_slices(plan_buffers(tensors, data_parallel=2, align=4), tensors)
         [[tensor([1, 2, 3])], [tensor([0, 4, 0])]]
     """
+    # As a list of Python numbers: the code under test uses views and slices, so the reference uses neither.
     elements = [0] * (plan.buckets[-1][1] if plan.buckets else 0)
     for place in plan.places:
         for number, element in enumerate(carried(tensors[place.name]).reshape(-1).tolist()):
@@ -147,6 +150,7 @@ def packed_slices(plan: BufferPlan, tensors: Mapping[str, torch.Tensor]) -> list
 
 
 def _check_views(rank: int, slices: Sequence[torch.Tensor], tree: Mapping[str, Any]) -> None:
+    # Copies would double the memory of an optimizer's state while it is saved.
     memory = {part.untyped_storage().data_ptr() for part in slices}
     copies = [name for name, leaf in tree.items() if leaf.data.untyped_storage().data_ptr() not in memory]
     assert not copies, f"rank {rank}: copies, not views: {', '.join(copies)}"
@@ -159,18 +163,19 @@ def _check_whole(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch
         assert differ is None, f"{key!r}: {differ}"
 
 
-# Strategies for contiguous buffers: parameters' shapes, and how they are packed, as plain data.
+# Strategies for contiguous buffers, as plain data: parameters' shapes, and options.
 
 _SIZES = (1, 2, 3, 5, 4, 0)
 
 BufferOptions = tuple[dict[str, tuple[int, ...]], dict[str, Any]]
+"""Parameters' shapes by name, and the keywords of `plan_buffers`."""
 
 
 @st.composite
 def buffer_options(draw: st.DrawFn, most_ranks: int = 8) -> BufferOptions:
-    """Return a strategy for what `plan_buffers` takes: shapes by name, and its options; it shrinks to no parameters.
+    """Return a strategy for arguments of `plan_buffers`: shapes by name, and options; it shrinks to no parameters.
 
-    Scalars, parameters without elements, more ranks than elements, and none at all are among them.
+    These include scalars, parameters without elements, more ranks than elements, and no parameters at all.
 
     Args:
         draw: Hypothesis's own.

@@ -1,4 +1,4 @@
-"""The laws of factories: each way undoes the other, for parameters, optimizer states and flat ranges of both."""
+"""The laws of factories: build and merge undo each other, for parameters, optimizer states and flat ranges."""
 
 from __future__ import annotations
 
@@ -21,38 +21,40 @@ _MOMENT_DTYPES = (torch.float32, torch.bfloat16)
 def check_factory(
     factory: ShardedTensorFactory, *, states: Sequence[torch.Tensor] | None = None, flat: Sequence[slice] = ()
 ) -> None:
-    """Raise unless a factory is a lens, for its tensor, for optimizer states of it and for flat ranges of them.
+    """Raise unless a factory obeys the laws of lenses, for its tensor, for optimizer states and for flat ranges.
 
-    - *Merge undoes build*: what is built, stored and read back merges to the tensor that was given.
-    - *Build undoes merge*: any tensors in the place of the stored ones, once merged, are built again as they are.
-    - *States are cut alike*: a tensor of the same shape and maybe another dtype, under another key, becomes the same
-      boxes of tensors of the same global shapes.
+    - *Merge undoes build*: what is built, stored and read back merges to the original tensor.
+    - *Build undoes merge*: any tensors in place of the stored ones, after merging, are built again unchanged.
+    - *States are cut alike*: a tensor of the same shape and any dtype, under another key, is built as the same boxes of
+      tensors of the same global shapes.
     - *Flat ranges are parts of the whole*: each element of a flat range is stored where the whole tensor stores it.
-    - Building changes nothing.
+    - Building doesn't change its argument.
 
     Args:
-        factory: one with data.
-        states: optimizer states to try; by default two of random bits, float32 and bfloat16. What a factory doesn't
-            store, as a vocabulary's padding, merges to its fill: the factory's own tensor must have that there, random
-            states have what that tensor has, and others are yours to fill.
-        flat: slices of the row-major flattened tensor that the factory should also build from, as ZeRO needs it.
+        factory: with data.
+        states: optimizer states to try; by default two of random bits, float32 and bfloat16. Elements that a factory
+            doesn't store, such as a vocabulary's padding, merge to its fill: the factory's tensor must have the fill
+            there; the default states copy it from that tensor, and states that you pass must have it too.
+        flat: slices of the row-major flattened tensor that the factory should also build from, as needed for ZeRO.
 
     Raises:
-        AssertionError: names the law, the tensor and how it differs.
+        AssertionError: names the law, the tensor and the difference.
 
     Examples:
         >>> from shardtree.testing import glu, transposed
         >>> check_factory(transposed("w", torch.arange(6).reshape(2, 3)))
         >>> check_factory(glu("w", torch.arange(12).reshape(4, 3)), flat=[slice(2, 7)])
 
-        A lens of one's own, as a factory; its padding is of zeros:
+        Your own lens, as a factory; its padding is zeros:
 
-        >>> from shardtree.transforms import as_factory, padded_axis
+        >>> from shardtree.lenses import as_factory, padded_axis
         >>> padded = torch.cat([torch.ones(5, 2), torch.zeros(3, 2)])
         >>> shard = ShardedTensor.from_rank_offsets("embedding", padded)
         >>> check_factory(as_factory(shard, padded_axis(5)), flat=[slice(3, 12)])
     """
     given = _states(factory) if states is None else states
+    # States go through the same factory under another key: an optimizer's state must be found wherever the parameter
+    # is.
     every = [factory, *(_state_of(factory, number, state) for number, state in enumerate(given))]
     for each in every:
         check_merge_undoes_build(each)
@@ -75,7 +77,7 @@ def _states(factory: ShardedTensorFactory) -> list[torch.Tensor]:
 
 
 def _filled(state: torch.Tensor, stored: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
-    """Return a state that has, where nothing is stored, what the parameter has there: the fill."""
+    """Return a state with the parameter's values, which are the fill, at elements that aren't stored."""
     fill = data.to(state.dtype) if bool(carried(data)[~stored].any()) else torch.zeros_like(state)
     return torch.where(stored, state, fill)
 
@@ -84,14 +86,14 @@ def stored_elements(factory: ShardedTensorFactory) -> torch.Tensor:
     """Return which elements of a factory's tensor it stores, bool of the tensor's shape.
 
     Examples:
-        >>> from shardtree.transforms import as_factory, padded_axis
+        >>> from shardtree.lenses import as_factory, padded_axis
         >>> stored_elements(as_factory(ShardedTensor.from_rank_offsets("w", torch.zeros(4)), padded_axis(3)))
         tensor([ True,  True,  True, False])
     """
     shape = tuple(factory.data.shape)
     stored = torch.zeros(factory.data.numel(), dtype=torch.bool)
     numbers = torch.arange(stored.numel(), dtype=torch.int64).view(shape)
-    stored[list(_places(replace(factory, data=numbers)).values())] = True
+    stored[list(_stored_elements(replace(factory, data=numbers)).values())] = True
     return stored.view(shape)
 
 
@@ -100,8 +102,8 @@ def _state_of(factory: ShardedTensorFactory, number: int, state: torch.Tensor) -
 
 
 def check_merge_undoes_build(factory: ShardedTensorFactory) -> None:
-    """Raise unless the factory merges what it builds, read back into new memory, to the tensor that it was given."""
-    before = bits(factory.data)
+    """Raise unless the factory merges what it builds, copied to new memory, to its original tensor."""
+    before = bits(factory.data)  # the parameter itself, which training goes on with
     built = _built(factory)
     assert bits(factory.data) == before, f"building {factory.key!r}{_range(factory)} changed what it was given"
     wrong = first_difference(_merged(factory, map_shards(_reloaded, built)), factory.data)
@@ -109,10 +111,8 @@ def check_merge_undoes_build(factory: ShardedTensorFactory) -> None:
 
 
 def check_build_undoes_merge(factory: ShardedTensorFactory) -> None:
-    """Raise unless random tensors in the place of the built ones, once merged, are built again as they are.
-
-    Two shards of one box, as of tied weights, get the same tensor.
-    """
+    """Raise unless random tensors in place of the built ones, after merging, are built again unchanged."""
+    # Shards of the same box, as of tied weights, get the same tensor: a checkpoint stores it once.
     built = _built(factory)
     put: dict[Any, torch.Tensor] = {}
     for _, shard in _shards(built):
@@ -132,20 +132,21 @@ def check_cut_alike(factory: ShardedTensorFactory, state: ShardedTensorFactory) 
 
 
 def _check_part_of_whole(factory: ShardedTensorFactory, part: slice) -> None:
-    """Raise unless a flat range's elements, known by number, are stored where the whole tensor stores them."""
+    """Raise unless a flat range's elements are stored where the whole tensor stores them."""
+    # Data are the elements' numbers, so that each stored value says which element it is.
     numbers = torch.arange(factory.data.numel(), dtype=torch.int64)
-    whole = _places(replace(factory, data=numbers.view(tuple(factory.data.shape))))
-    found = _places(replace(factory, data=numbers[part], flattened_range=part))
+    whole = _stored_elements(replace(factory, data=numbers.view(tuple(factory.data.shape))))
+    found = _stored_elements(replace(factory, data=numbers[part], flattened_range=part))
     inside = range(part.start, part.stop)
     expected = {place: number for place, number in whole.items() if number in inside}
     what = f"{factory.key!r} on {part} isn't the part of the whole that it should be"
     for place in {**found, **expected}:
         there, right = found.get(place), whole.get(place)
-        assert there == right, f"{what}: {_shown(place)} is element {there}, of the whole it is element {right}"
+        assert there == right, f"{what}: {_element_name(place)} is element {there}, of the whole it is element {right}"
 
 
-def _places(factory: ShardedTensorFactory) -> dict[tuple[str, tuple[int, ...]], int]:
-    """Return, for each stored place, which element of the tensor it holds: key and index in the global tensor."""
+def _stored_elements(factory: ShardedTensorFactory) -> dict[tuple[str, tuple[int, ...]], int]:
+    """Return, for each stored element (key, global index), the number of the tensor's element that it is."""
     found: dict[tuple[str, tuple[int, ...]], int] = {}
     for _, shard in _shards(_built(factory)):
         sizes = (*(1,) * shard.prepend_axis_num, *shard.local_shape)
@@ -156,7 +157,7 @@ def _places(factory: ShardedTensorFactory) -> dict[tuple[str, tuple[int, ...]], 
     return found
 
 
-def _shown(place: tuple[str, tuple[int, ...]]) -> str:
+def _element_name(place: tuple[str, tuple[int, ...]]) -> str:
     return f"{place[0]!r}{list(place[1])}"
 
 

@@ -1,4 +1,4 @@
-"""The laws of lenses: what is stored depends on the tensor alone, not on how it is cut, and comes back as it was."""
+"""The laws of lenses: what is stored depends only on the tensor, not on how it is cut, and comes back unchanged."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ _STATE = "optimizer.state.exp_avg."
 
 
 def check_lens(lens: Lens, shards: Sequence[ShardedTensor]) -> dict[str, torch.Tensor]:
-    """Return the stored tensors, by key, after checking the laws of lenses on tensors that are cut in some way.
+    """Check the laws of lenses for shards of a tensor, and return the stored tensors, by key.
 
-    - *Boxes agree*: all ranks' stored boxes together are what is stored of the whole tensor, bit for bit.
-    - *Merge undoes build*, for each of them. What the lens doesn't store (padding) must merge to one and the same.
-    - *Build undoes merge*: whatever is loaded, is stored again as it was.
-    - *States are cut alike*: an optimizer's state of another dtype has the same boxes, under its own key.
+    - *Boxes agree*: all ranks' stored boxes together equal what is stored for the whole tensor, bit for bit.
+    - *Merge undoes build*, for each shard. Elements that the lens doesn't store (padding) must merge to equal values.
+    - *Build undoes merge*: any tensors that are loaded are stored again unchanged.
+    - *States are cut alike*: an optimizer state of another dtype has the same boxes, under its own key.
     - *Data don't matter*: without data the boxes are the same.
 
     Args:
         lens: any.
-        shards: all ranks' shards of a tensor as the model holds it, with data; boxes or flat ranges, replicas too. Of
-            several tensors, where those are stored in one.
+        shards: all ranks' shards of a tensor as the model has it, with data; boxes or flat ranges, also replicas. Of
+            several tensors, if the lens stores them as one.
 
     Raises:
         AssertionError: names the law, and says what differs.
 
     Examples:
-        >>> from shardtree.transforms import transposed
+        >>> from shardtree.lenses import transposed
         >>> shards = [ShardedTensor.from_rank_offsets("w", torch.full((1, 2), rank), (0, rank, 2)) for rank in (0, 1)]
         >>> check_lens(transposed(), shards)
         {'w': tensor([[0, 1],
@@ -50,12 +50,13 @@ def check_lens(lens: Lens, shards: Sequence[ShardedTensor]) -> dict[str, torch.T
     built = [(factory, factory.build()) for factory in (as_factory(whole, lens) for whole in wholes)]
     expected = _stored([tree for _, tree in built])
     held = assemble([[replace(whole, data=_merged(*each)) for whole, each in zip(wholes, built, strict=True)]])
+    # A lens that drops padding can't give it back: then only ranks are compared with each other, below.
     if _elements(expected) == _elements(given):
         _check_same("merge doesn't undo build on the whole", held, given)
     factories = [as_factory(shard, lens) for shard in shards]
     trees = [factory.build() for factory in factories]
     for shard, factory, tree in zip(shards, factories, trees, strict=True):
-        what = f"merge doesn't undo build on {_place(shard)}"
+        what = f"merge doesn't undo build on {_describe(shard)}"
         _check_same(what, {shard.key: _merged(factory, tree)}, {shard.key: _part(held[shard.key], shard)})
         _check_state(factory, tree)
     _check_same("boxes don't agree: assembled, they aren't what is stored of the whole", _stored(trees), expected)
@@ -64,7 +65,8 @@ def check_lens(lens: Lens, shards: Sequence[ShardedTensor]) -> dict[str, torch.T
 
 
 def check_build_undoes_merge(factories: Sequence[ShardedTensorFactory], stored: Mapping[str, torch.Tensor]) -> None:
-    """Raise unless tensors of these shapes, once merged, are built again as they were."""
+    """Raise unless other tensors of the stored shapes, after merging, are built again unchanged."""
+    # Other bits than before: a lens that remembers what it built would pass with the same ones.
     sizes = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in stored.items()}
     other = {key: random_bits(*size, seed=number) for number, (key, size) in enumerate(sizes.items(), start=7)}
     for factory in factories:
@@ -74,10 +76,11 @@ def check_build_undoes_merge(factories: Sequence[ShardedTensorFactory], stored: 
         pairs = zip(_shards(built), _shards(again), strict=True)
         for put, found in pairs:
             wrong = first_difference(found.data, put.data)
-            assert wrong is None, f"build doesn't undo merge on {_place(put)}: {wrong}"
+            assert wrong is None, f"build doesn't undo merge on {_describe(put)}: {wrong}"
 
 
 def _check_state(factory: ShardedTensorFactory, tree: Any) -> None:
+    # Of another dtype, as the moments of a bfloat16 parameter are: boxes must not depend on it.
     empty = torch.zeros(tuple(factory.data.shape), dtype=torch.float64)
     state = replace(factory, key=_STATE + factory.key, data=empty)
     boxes = [_box(shard) for shard in _shards(tree)]
@@ -89,7 +92,7 @@ def _check_state(factory: ShardedTensorFactory, tree: Any) -> None:
 
 
 def _wholes(tensors: Mapping[str, torch.Tensor], prepended: Mapping[str, int]) -> list[ShardedTensor]:
-    """Return each tensor as one shard, or as one for each place along its prepended axes."""
+    """Return each tensor as one shard, or as one for each index along its prepended axes."""
     wholes = []
     for key, tensor in tensors.items():
         front = prepended[key]
@@ -120,7 +123,7 @@ def _merged(factory: ShardedTensorFactory, tree: Any) -> torch.Tensor:
 
 
 def _data(leaf: Any) -> Any:
-    """Return a copy, as it would be loaded."""
+    """Return a copy, as a load would: a merge that relies on getting the built tensor itself fails."""
     return carried(leaf.data).clone().view(leaf.dtype) if isinstance(leaf, ShardedTensor) else leaf
 
 
@@ -144,7 +147,7 @@ def _box(shard: ShardedTensor) -> tuple[Any, ...]:
     return shard.key, shard.global_shape, shard.global_offset, shard.local_shape, shard.replica_id
 
 
-def _place(shard: ShardedTensor) -> str:
+def _describe(shard: ShardedTensor) -> str:
     flat = "" if shard.flattened_range is None else f", {shard.flattened_range} of it"
     return f"{shard.key!r}, box {shard.local_shape} at {shard.global_offset}{flat}"
 
@@ -156,7 +159,7 @@ def _check_same(what: str, found: Mapping[str, torch.Tensor], expected: Mapping[
         assert wrong is None, f"{what}: {key}: {wrong}"
 
 
-# The law of factories across layouts: what any number of ranks save, any other number of ranks load.
+# The law of layouts: what any number of ranks save, any other number of ranks can load.
 
 Whole = TypeVar("Whole")
 Hold = Callable[[Whole, int], Sequence[torch.Tensor]]
@@ -164,23 +167,23 @@ Build = Callable[[torch.Tensor, int, int], Any]
 
 
 def check_layouts_agree(whole: Whole, hold: Hold[Whole], build: Build, *, ranks: Sequence[int] = (1, 2, 4)) -> None:
-    """Raise unless what any number of ranks store of a tensor is what any other number of ranks should get.
+    """Raise unless a tensor that is saved on any number of ranks is loaded correctly on any other number.
 
-    That is the law that finds a tensor described as another one than it is: such a description comes back unchanged on
-    as many ranks as saved it, and elsewhere without any error, with elements of other ranks in it.
+    This law finds wrong descriptions of a tensor: those come back unchanged on the same number of ranks, so that round
+    trips pass, but on other numbers ranks get each other's elements without any error.
 
     Args:
-        whole: the logical tensor, or whatever `hold` understands; use numbers that are all different.
-        hold: ``hold(whole, ranks)`` says what the model holds on each of so many ranks: the oracle, written without
-            any library. A tensor each.
-        build: ``build(local, rank, ranks)`` describes that to be saved: a ShardedTensor or a ShardedTensorFactory.
+        whole: the logical tensor, or any value that `hold` accepts; use numbers that are all different.
+        hold: ``hold(whole, ranks)`` returns the model's local tensor for each of that many ranks: the oracle, written
+            without this library.
+        build: ``build(local, rank, ranks)`` describes one for saving: a ShardedTensor or a ShardedTensorFactory.
         ranks: the numbers of ranks. Each saves, and each loads what each saved.
 
     Raises:
         AssertionError: names the numbers of ranks, the rank and the first element that differs.
 
     Examples:
-        Gate and up rows, fused on each rank, and described as rows of one tensor:
+        Gate and up rows, fused on each rank, but described as rows of one tensor:
 
         >>> def hold(whole, ranks):
         ...     halves = [half.chunk(ranks) for half in whole.chunk(2)]
@@ -192,7 +195,7 @@ def check_layouts_agree(whole: Whole, hold: Hold[Whole], build: Build, *, ranks:
         AssertionError: saved on 1 rank, loaded on 2: rank 0 gets other elements than it should hold
           2 of 4 elements differ, the first one at (2,): found 2, expected 4
     """
-    held = {count: _held(whole, hold, count) for count in ranks}
+    held = {count: _assert_one_per_rank(whole, hold, count) for count in ranks}
     stored = {count: _stored_by_ranks(tensors, build) for count, tensors in held.items()}
     for saved in ranks:
         for loaded in ranks:
@@ -204,14 +207,14 @@ def check_layouts_agree(whole: Whole, hold: Hold[Whole], build: Build, *, ranks:
                     raise AssertionError(f"{what}: rank {rank} gets other elements than it should hold\n  {differ}")
 
 
-def _held(whole: Any, hold: Hold[Any], count: int) -> list[torch.Tensor]:
+def _assert_one_per_rank(whole: Any, hold: Hold[Any], count: int) -> list[torch.Tensor]:
     tensors = list(hold(whole, count))
     assert len(tensors) == count, f"hold(whole, {count}) gave {len(tensors)} tensors, expected one for each rank"
     return tensors
 
 
 def _stored_by_ranks(tensors: Sequence[torch.Tensor], build: Build) -> dict[str, torch.Tensor]:
-    """Return the stored tensors, by key, that all ranks' trees make up."""
+    """Return the stored tensors, by key, assembled from all ranks' trees."""
     count = len(tensors)
     trees = [apply_factories([build(tensor, rank, count)]) for rank, tensor in enumerate(tensors)]
     try:
@@ -221,7 +224,7 @@ def _stored_by_ranks(tensors: Sequence[torch.Tensor], build: Build) -> dict[str,
 
 
 def _loaded(described: Any, stored: Mapping[str, torch.Tensor], what: str) -> torch.Tensor:
-    """Return what a rank gets of the stored tensors."""
+    """Return what a rank loads from the stored tensors."""
 
     def fill(leaf: Any) -> Any:
         if isinstance(leaf, LocalNonpersistentObject):

@@ -1,4 +1,4 @@
-"""The laws of plans, by counting: each requested byte is read once, and each shard is written once."""
+"""The laws of load plans, writes and layouts, checked by counting bytes and elements."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ._tensors import random_bits
 
 
 def check_load_plan(requests: ShardColumns, chunks: StoredChunks, plan: LoadPlan) -> None:
-    """Raise unless a plan fills every requested byte once, from the byte of the file that holds it, and reads no more.
+    """Raise unless a plan fills every requested byte once, from the right byte of the right file, and reads no more.
 
-    The reference walks over every element, so keep shapes small.
+    The reference visits every element, so keep shapes small.
 
     Args:
         requests: the shards to fill.
         chunks: what is stored; chunks may not overlap.
-        plan: what `plan_load` gave.
+        plan: what `plan_load` returned.
 
     Raises:
         AssertionError: names the shard and the byte.
@@ -49,13 +49,13 @@ def check_load_plan(requests: ShardColumns, chunks: StoredChunks, plan: LoadPlan
 
 
 def check_writes(columns: ShardColumns, ranks: int, writes: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> None:
-    """Raise unless each shard with a main replica is written once, by a rank that holds it, and writers are level.
+    """Raise unless each shard with a main replica is written once, by a rank that holds it, and writes are balanced.
 
-    Level: among the shards that lie on one set of ranks, no rank writes more than the mean plus the largest shard.
+    Balanced: of the shards that are held by the same ranks, no rank writes more than the mean plus the largest shard.
 
     Args:
         columns: all ranks' shards.
-        ranks: how many there are.
+        ranks: the number of ranks.
         writes: which rows are written.
 
     Raises:
@@ -66,10 +66,11 @@ def check_writes(columns: ShardColumns, ranks: int, writes: np.ndarray[tuple[int
         >>> columns = st.layouts.shard_columns([st.ShardedTensor.from_rank_offsets("w", torch.zeros(2))])
         >>> check_writes(columns, 1, st.plans.level_writes(columns, 1))
     """
+    # The limit is what dealing out shards greedily guarantees; an optimal balance would be a packing problem.
     size = columns.elements * columns.item_size[columns.key]
     rows: dict[tuple[object, ...], list[int]] = {}
     for row in range(len(columns)):
-        rows.setdefault(_place(columns, row), []).append(row)
+        rows.setdefault(_shard_id(columns, row), []).append(row)
     loads: dict[frozenset[int], list[np.ndarray[tuple[int], np.dtype[np.int64]]]] = {}
     for place, held in rows.items():
         written = [row for row in held if writes[row]]
@@ -84,13 +85,13 @@ def check_writes(columns: ShardColumns, ranks: int, writes: np.ndarray[tuple[int
         assert load.max() <= limit, f"ranks {sorted(holders)} write {load[sorted(holders)].tolist()}, at most {limit}"
 
 
-def _place(columns: ShardColumns, row: int) -> tuple[object, ...]:
+def _shard_id(columns: ShardColumns, row: int) -> tuple[object, ...]:
     box = (columns.offset[row].tolist(), columns.shape[row].tolist(), int(columns.start[row]), int(columns.stop[row]))
     return columns.keys[int(columns.key[row])], *map(str, box)
 
 
 def _elements(columns: ShardColumns | StoredChunks, row: int, axes: int) -> list[tuple[int, ...]]:
-    """Return the indices of a shard's or chunk's elements, in the order of its memory."""
+    """Return the indices of a shard's or chunk's elements, in memory order."""
     offset, shape = columns.offset[row].tolist(), columns.shape[row].tolist()
     offset, shape = [0] * (axes - len(offset)) + offset, [1] * (axes - len(shape)) + shape
     inside = list(product(*(range(low, low + size) for low, size in zip(offset, shape, strict=True))))
@@ -99,8 +100,9 @@ def _elements(columns: ShardColumns | StoredChunks, row: int, axes: int) -> list
 
 
 def _expected_sources(requests: ShardColumns, chunks: StoredChunks) -> dict[tuple[int, int], tuple[int, int]]:
-    """Return, for each byte (shard, byte) that is stored, the (file, byte) that holds it."""
+    """Return, for each requested byte (shard, byte) that is stored, its (file, byte)."""
     axes = max(requests.offset.shape[1], chunks.offset.shape[1])
+    # A table of every stored element: no arithmetic on boxes and strides, which is what is under test.
     stored: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}
     for row in range(len(chunks.key)):
         size = int(requests.item_size[chunks.key[row]])
@@ -133,18 +135,18 @@ def _strided_bytes(pieces: Strided) -> list[tuple[tuple[int, int], tuple[int, in
     return found
 
 
-# The law of a layout: it says of each element who holds it.
+# The law of layouts.
 
 
 def check_layout(layout: Layout) -> None:
-    """Raise unless main replicas tile the tensor, and all pieces hold what is at their place.
+    """Raise unless main replicas tile the tensor, and all pieces have the right elements.
 
     Args:
-        layout: of a tensor that is small enough to be looked at element by element.
+        layout: of a tensor that is small enough to be checked element by element.
 
     Raises:
         IntegrityError: an element has no main replica, or several.
-        AssertionError: a piece holds something else.
+        AssertionError: a piece has other elements.
 
     Examples:
         >>> from shardtree.testing import even_layout

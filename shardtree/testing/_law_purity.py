@@ -1,4 +1,4 @@
-"""The law of purity: a function leaves its arguments as they were, to the last container and bit."""
+"""The laws of purity and of commuting: a function doesn't change its arguments; a transform doesn't see layouts."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ T = TypeVar("T")
 
 
 def check_pure(fn: Callable[..., T], *args: Any, **options: Any) -> T:
-    """Return what a function returns, after checking that it changed none of its arguments.
+    """Call a function, check that it changed none of its arguments, and return its result.
 
-    Containers must hold the very same objects in the same order; arrays and tensors must keep their bits, and tensors
-    their version counter, which counts writes that change nothing too. So a container that the result shares with an
-    argument is one that didn't change. Called again, the function must give the same.
+    Containers must contain the same objects in the same order; arrays and tensors must keep their bits, and tensors
+    their version counter, which also counts writes that change nothing. Called again, the function must return an equal
+    result.
 
     Args:
         fn: any function.
@@ -44,6 +44,7 @@ def check_pure(fn: Callable[..., T], *args: Any, **options: Any) -> T:
     """
     called = getattr(fn, "__name__", type(fn).__name__)
     given: dict[Any, Any] = dict([*enumerate(args), *options.items()])
+    # Content and identities: a container that is replaced by an equal copy has changed too, for others that hold it.
     before = {name: (outline(value), _identities(value)) for name, value in given.items()}
     result = fn(*args, **options)
     for name, value in given.items():
@@ -59,7 +60,7 @@ def _check_unchanged(what: str, value: Any, outline_before: Any, identities_befo
 
 
 def _same(left: Any, right: Any) -> bool:
-    # Functions that make functions make new ones each time.
+    # Functions are left out: a function that returns functions makes new ones each time.
     return callable(left) or _without_functions(outline(left)) == _without_functions(outline(right))
 
 
@@ -70,7 +71,8 @@ def _without_functions(shape: Any) -> Any:
 
 
 def _identities(value: Any, path: tuple[Any, ...] = ()) -> dict[tuple[Any, ...], Any]:
-    """Return what stands at each path: which object, and a tensor's version."""
+    """Return, for each path, the object's id and a tensor's version counter."""
+    # Inference tensors have no version counter, and raise when asked for it.
     version = value._version if isinstance(value, torch.Tensor) and not value.is_inference() else None
     found = {path: (id(value), version)}
     for entry, child in _children(value):
@@ -93,26 +95,26 @@ def _first_change(before: Mapping[Any, Any], after: Mapping[Any, Any]) -> tuple[
     return next(iter(changed), None) if list(before.items()) != list(after.items()) else None
 
 
-# The law of transforms: transforming commutes with resharding, so that no layout can be seen in what they give.
+# The law of transforms: they commute with resharding, so that results don't depend on the layout.
 
 
 def check_commutes(
     transform: Callable[[Any], Any], state: Any, *, layouts: Sequence[tuple[Mesh, Any]] | None = None
 ) -> None:
-    """Raise unless transforming what was resharded is resharding what was transformed, between any two of the layouts.
+    """Raise unless a transform commutes with resharding, between any two of the layouts.
 
-    So a transform that looks only at its own shard (that subtracts the local mean, or takes the first half of a shard
-    for the first half of the tensor) is caught. Metadata, elements and plain values must be the same, to the last bit;
+    This catches a transform that looks only at its own shard (one that subtracts the local mean, or takes the first
+    half of a shard for the first half of the tensor). Metadata, elements and plain values must be equal, bit for bit,
     and no argument may change. Everything is moved from each layout to each other one, so keep tensors small.
 
     Args:
         transform: from a rank's tree to its new tree.
-        state: a tree of global tensors and plain values, as `shard` takes it.
-        layouts: pairs of a mesh and specs, as `shard` takes them; by default all of it on one rank, and each tensor
-            cut by rows, by columns and by both. Where the transform refuses some, give those that it takes.
+        state: a tree of global tensors and plain values, as for `shard`.
+        layouts: pairs of a mesh and specs, as for `shard`; by default one rank, and each tensor cut by rows, by columns
+            and by both. If the transform refuses some of them, pass those that it supports.
 
     Raises:
-        AssertionError: names the two layouts, the rank and the key, and how they differ.
+        AssertionError: names the two layouts, the rank and the key, and the difference.
 
     Examples:
         >>> import functools, torch, shardtree as st
@@ -122,13 +124,15 @@ def check_commutes(
         Traceback (most recent call last):
         AssertionError: from one rank to 2 ranks by rows: rank 0: 'w' at tree['w']: 12 of 12 elements differ, ...
     """
-    named = _usual(state) if layouts is None else {f"{mesh} {specs}": (mesh, specs) for mesh, specs in layouts}
+    named = (
+        _default_layouts(state) if layouts is None else {f"{mesh} {specs}": (mesh, specs) for mesh, specs in layouts}
+    )
     held = {name: dict(zip(mesh.ranks, shard(state, mesh, spec), strict=True)) for name, (mesh, spec) in named.items()}
     for one, other in permutations(held, 2):
         _check_pair(f"from {one} to {other}", transform, held[one], held[other])
 
 
-def _usual(state: Any) -> dict[str, tuple[Mesh, Any]]:
+def _default_layouts(state: Any) -> dict[str, tuple[Mesh, Any]]:
     """Return layouts of several kinds, by name."""
     rows, columns = (Mesh(**{name: 2}) for name in ("rows", "columns"))
     return {
@@ -167,6 +171,6 @@ def _check_same(where: str, found: Any, expected: Any) -> None:
             assert got[path].without_data() == leaf.without_data(), f"{place}: found {got[path]}, expected {leaf}"
             differ = first_difference(got[path].data, leaf.data)
             assert differ is None, f"{place}: {differ}"
-        elif not isinstance(leaf, LocalNonpersistentObject):  # which is the rank's own
+        elif not isinstance(leaf, LocalNonpersistentObject):  # local values belong to a rank, and aren't resharded
             same = outline(got[path]) == outline(leaf)
             assert same, f"{where}: {render_path(path)}: found {got[path]!r}, expected {leaf!r}"

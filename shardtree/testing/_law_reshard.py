@@ -1,4 +1,4 @@
-"""The law of resharding in memory: each element goes where its target wants it, and nothing that is given changes."""
+"""The laws of resharding: plans, checked element by element, and resharded trees."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from ._bits import assemble, first_difference, outline
 from ._law_purity import check_pure
 from ._layout import flattened
 
-# The laws of resharding plans, element by element: each is written once, with itself, and as few move as can be.
+# Plans.
 
 _Element = tuple[int, ...]
 _Filled = dict[tuple[int, int], int]
 
 
 def check_reshard_plan(plan: ReshardPlan) -> None:
-    """Raise unless a plan fills its target, and moves no more than it must; and unless it says so itself.
+    """Raise unless a plan fills its target, moves no more than it must, and reports its own totals correctly.
 
-    Filling: each element of each target shard is written once, with that element, from a shard that has it by then,
-    on the rank that is said to have it. No more than it must: the bytes that go from rank to rank are those of the
-    elements that ranks hold after and not before. The reference walks over every element, so keep shapes small.
+    Each element of each target shard must be written once, with that element, from a shard that has it at that time, on
+    the rank that the plan names. The bytes that move between ranks must be those of the elements that ranks hold
+    afterwards and not before. The reference visits every element, so keep shapes small.
 
     Args:
-        plan: what moves.
+        plan: the plan.
 
     Raises:
         AssertionError: names the shard and the element, or the numbers that differ.
@@ -45,6 +45,7 @@ def check_reshard_plan(plan: ReshardPlan) -> None:
         >>> check_reshard_plan(st.plan_reshard({0: whole}, {0: whole, 1: whole}))
     """
     check_filled(plan)
+    # The plan's own check is under test too, so it must agree with the reference.
     assert plan.check() == (), f"nothing is wrong, but the plan says {plan.check()[0]}"
     lacking = wanted_bytes(plan)
     least = sum(lacking.values())
@@ -62,10 +63,10 @@ def check_reshard_plan(plan: ReshardPlan) -> None:
 
 
 def check_filled(plan: ReshardPlan) -> None:
-    """Raise unless each element of each target shard is written once, with that element, from where it is by then.
+    """Raise unless each element of each target shard is written once, with that element, from a shard that has it.
 
     Args:
-        plan: what moves.
+        plan: the plan.
 
     Raises:
         AssertionError: names the transfer, or the shard and the element.
@@ -79,12 +80,13 @@ def check_filled(plan: ReshardPlan) -> None:
     targets = [shard_elements(plan.target, row) for row in range(len(plan.target))]
     hops: _Filled = {}
     every = plan.transfers
+    # By hop: a relay may only read what an earlier hop has written.
     for row in np.argsort(every.hop, kind="stable").tolist():
         hop, source, target = int(every.hop[row]), int(every.source[row]), int(every.target[row])
         columns, elements = (plan.target, targets) if hop else (plan.source, sources)
         assert hop >= 0 and 0 <= source < len(columns) and 0 <= target < len(plan.target), f"{row} has no such shard"
-        _check_said(plan, row, columns)
-        places = _places(plan, row)
+        _check_transfer_fields(plan, row, columns)
+        places = _element_positions(plan, row)
         assert places, f"transfer {row} is empty"
         for element, at, to in places:
             assert 0 <= at < len(elements[source]), f"transfer {row} reads beyond shard {source}"
@@ -98,8 +100,8 @@ def check_filled(plan: ReshardPlan) -> None:
     assert len(hops) == count, f"{len(hops)} elements are written, of {count}"
 
 
-def _check_said(plan: ReshardPlan, row: int, columns: ShardColumns) -> None:
-    """Raise unless ranks, key and bytes of a transfer are those of the shards and the box."""
+def _check_transfer_fields(plan: ReshardPlan, row: int, columns: ShardColumns) -> None:
+    """Raise unless the ranks, key and bytes of a transfer match its shards and box."""
     every, source, target = plan.transfers, int(plan.transfers.source[row]), int(plan.transfers.target[row])
     ranks = (int(every.from_rank[row]), int(every.to_rank[row]))
     expected = (int(columns.rank[source]), int(plan.target.rank[target]))
@@ -108,15 +110,15 @@ def _check_said(plan: ReshardPlan, row: int, columns: ShardColumns) -> None:
     key, kind = plan.target.keys[number], plan.target.kinds[number]
     one = int(columns.key[source])
     assert columns.keys[one] == key, f"transfer {row} mixes tensors"
-    # At hop 0 what has another dtype is converted as it is taken; a target shard has its own already.
+    # At hop 0 elements may be converted to the target's dtype; at later hops they have it already.
     assert convertible(columns.kinds[one].dtype, kind.dtype), f"transfer {row} mixes dtypes"
     assert int(every.key[row]) == number, f"transfer {row} is said to be of another tensor"
     size = int(np.prod(every.shape[row])) * kind.dtype.itemsize
     assert int(every.nbytes[row]) == size, f"transfer {row} has {size} bytes, not {every.nbytes[row]}"
 
 
-def _places(plan: ReshardPlan, row: int) -> list[tuple[_Element, int, int]]:
-    """Return each element of a transfer with its positions in the data of both shards."""
+def _element_positions(plan: ReshardPlan, row: int) -> list[tuple[_Element, int, int]]:
+    """Return each element of a transfer with its positions in both shards' data."""
     every = plan.transfers
     found = []
     for place in product(*map(range, every.shape[row].tolist())):
@@ -127,7 +129,7 @@ def _places(plan: ReshardPlan, row: int) -> list[tuple[_Element, int, int]]:
 
 
 def shard_elements(columns: ShardColumns, row: int) -> list[_Element]:
-    """Return the indices of a shard's elements in the global tensor, in the order of its memory.
+    """Return the global indices of a shard's elements, in memory order.
 
     Examples:
         >>> import torch, shardtree as st
@@ -142,7 +144,7 @@ def shard_elements(columns: ShardColumns, row: int) -> list[_Element]:
 
 
 def wanted_bytes(plan: ReshardPlan) -> Counter[int]:
-    """Return how many bytes each rank holds after and not before, for those that lack any."""
+    """Return how many bytes each rank holds after resharding and not before, for ranks with any."""
     held = {(rank, key, one) for rank, key, one in _held(plan.source)}
     lacking: Counter[int] = Counter()
     sizes = {key: kind.dtype.itemsize for key, kind in zip(plan.target.keys, plan.target.kinds, strict=True)}
@@ -173,23 +175,23 @@ def check_reshard(trees: RankTrees, targets: RankTrees, /, *, reshard: Callable[
 def check_reshard(
     plan_or_trees: Any, targets: RankTrees | None = None, /, *, reshard: Callable[..., Any] = st_reshard
 ) -> None:
-    """Raise unless resharding trees gives each target what the trees hold at its place, bit for bit, and can be undone.
+    """Raise unless resharding gives each target the trees' elements, bit for bit, and can be undone.
 
-    Given a plan alone, it is `check_reshard_plan`: each element of each target is written once, with itself, and no
-    more moves than must.
+    Given only a plan, it is `check_reshard_plan`: each element of each target is written once, with that element, and
+    no more moves than must.
 
-    The trees must hold whole tensors among them; the reference puts these together element by element, so keep shapes
-    small. Where the targets hold all of it too, resharding back must give the trees again. Arguments must stay as they
-    are, and results share no memory with them, nor with each other. The trees' objects must keep their shapes.
+    The trees together must hold whole tensors; the reference assembles them element by element, so keep shapes small.
+    If the targets hold all elements too, resharding back must give the trees again. Arguments must not change, and
+    results must not share memory with them or with each other. Objects must keep their shapes.
 
     Args:
         plan_or_trees: a plan; or each rank's tree, by rank: a mapping, or a list that begins with rank 0.
-        targets: likewise what is wanted.
-        reshard: called as ``reshard(trees, targets)``. Where one casts, `torch.Tensor.to` says what is expected, and
-            there and back isn't asked for.
+        targets: likewise the targets.
+        reshard: called as ``reshard(trees, targets)``. If it casts, `torch.Tensor.to` gives the expected values, and
+            resharding back isn't checked.
 
     Raises:
-        AssertionError: names the rank and the place, and how it differs.
+        AssertionError: names the rank and the path, and the difference.
 
     Examples:
         >>> from shardtree.layouts import Mesh, PartitionSpec, shard
@@ -200,6 +202,8 @@ def check_reshard(
         >>> check_reshard(by_rows, by_columns)
         >>> check_reshard(plan_reshard(by_rows, by_columns))
     """
+    # One name for both: a plan's law is about which elements move, that of trees about their values, which is one
+    # question to a caller.
     if isinstance(plan_or_trees, ReshardPlan):
         return check_reshard_plan(plan_or_trees)
     assert targets is not None, "trees are resharded to targets: check_reshard(trees, targets)"
@@ -213,8 +217,9 @@ def _check_trees(trees: RankTrees, targets: RankTrees, reshard: Callable[..., An
     wanted, got = _built(targets), _built(found)
     for rank, tree in wanted.items():
         _check_rank(rank, tree, got[rank], wholes)
-    _check_apart(got, [_built(trees), wanted])
-    if _hold_all(got.values(), wholes):  # in their own dtypes: what was cast isn't the same again
+    _check_no_aliases(got, [_built(trees), wanted])
+    # Only if the targets have all elements in the same dtypes: what a cast has rounded doesn't come back.
+    if _hold_all(got.values(), wholes):
         back = _built(reshard(found, _by_rank(trees)))
         for rank, tree in _built(trees).items():
             _check_back(rank, tree, back[rank])
@@ -237,7 +242,7 @@ def _shards(tree: Any) -> dict[TreePath, ShardedTensor]:
 
 
 def _check_rank(rank: int, target: Any, found: Any, wholes: Mapping[str, torch.Tensor]) -> None:
-    """Raise unless a rank's shards are where its target has them, and hold what is at their place."""
+    """Raise unless a rank's shards are at the paths of its target, with the right elements."""
     wanted, got = _shards(target), _shards(found)
     assert wanted.keys() == got.keys(), f"rank {rank}: found shards at {list(got)}, expected {list(wanted)}"
     for path, shard in wanted.items():
@@ -250,8 +255,9 @@ def _check_rank(rank: int, target: Any, found: Any, wholes: Mapping[str, torch.T
         assert differ is None, f"{where}: {differ}"
 
 
-def _check_apart(found: Mapping[int, Any], given: Sequence[Mapping[int, Any]]) -> None:
-    """Raise if tensors of different ranks, or those that were given, share memory."""
+def _check_no_aliases(found: Mapping[int, Any], given: Sequence[Mapping[int, Any]]) -> None:
+    """Raise if results of different ranks share memory, with each other or with the arguments."""
+    # Ranks in one process could: real ranks can't, so that a test on simulated ones would pass for the wrong reason.
     owners = {_address(shard.data): "what was given" for trees in given for shard in _with_memory(trees.values())}
     for rank, tree in found.items():
         own = {_address(shard.data) for shard in _with_memory([tree])}
@@ -274,7 +280,7 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def _hold_all(trees: Any, wholes: Mapping[str, torch.Tensor]) -> bool:
-    """Return whether trees hold all elements of all tensors, in their dtypes."""
+    """Return whether trees hold all elements of all tensors, in the same dtypes."""
     listed = list(trees)
     try:
         found = assemble(listed)
@@ -284,7 +290,7 @@ def _hold_all(trees: Any, wholes: Mapping[str, torch.Tensor]) -> bool:
 
 
 def _check_back(rank: int, before: Any, after: Any) -> None:
-    """Raise unless a rank's tree is what it was, but for the order of its keys."""
+    """Raise unless a rank's tree is unchanged, apart from the order of its keys."""
     left, right = ({path: outline(leaf) for path, leaf in leaves_with_paths(tree)} for tree in (before, after))
     wrong = [path for path in left.keys() | right.keys() if left.get(path) != right.get(path)]
     assert not wrong, f"rank {rank}: there and back, {render_path(min(wrong, key=str))} is another"

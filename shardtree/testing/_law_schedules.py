@@ -1,4 +1,4 @@
-"""The laws of schedules and relays, by moving numbered elements piece by piece."""
+"""The laws of schedules and relays, checked by moving numbered elements piece by piece."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from ..layouts import ShardColumns
 from ..plans import ReshardPlan, Schedule, Transfers
 
 _NOTHING = -1
-_Wants = dict[tuple[int, int], dict[int, int]]  # (key, element): from whom each rank that wants it would get it
+_Wants = dict[tuple[int, int], dict[int, int]]  # (key, element) -> rank that needs it -> rank that sends it
 
 
 def check_schedule(plan: ReshardPlan, schedule: Schedule) -> None:
-    """Raise unless a schedule moves each element that a plan moves once, in time, and in as few steps as it says.
+    """Raise unless a schedule moves each element of its plan once, in the right order, and in few steps.
 
-    No rank sends and gets more in a step than it may; where a pair of ranks has something left that is ready, one of
-    the two has no room for an element of it; what is passed on has arrived in an earlier step; and in the end every
-    target shard holds what it should. The reference walks over every element, so keep shapes small.
+    No rank sends and receives more in a step than the limit; no pair of ranks waits although both have room; a relay
+    passes on only what arrived in an earlier step; and in the end every target shard has the right elements. The
+    reference visits every element, so keep shapes small.
 
     Args:
-        plan: what moves.
-        schedule: that plan's.
+        plan: the plan.
+        schedule: of that plan.
 
     Raises:
         AssertionError: names the transfer, or the rank and the step.
@@ -39,7 +39,7 @@ def check_schedule(plan: ReshardPlan, schedule: Schedule) -> None:
     used = _used(schedule)
     for (step, rank), nbytes in used.items():
         assert nbytes <= schedule.max_bytes_in_flight, f"rank {rank} has {nbytes} bytes in flight in step {step}"
-    _check_no_one_waits(plan, schedule, used)
+    _check_no_idle_pairs(plan, schedule, used)
     load: Counter[int] = Counter()
     for (_, rank), nbytes in used.items():
         load[rank] += nbytes
@@ -51,16 +51,14 @@ def check_schedule(plan: ReshardPlan, schedule: Schedule) -> None:
 
 
 def moved(plan: ReshardPlan, schedule: Schedule) -> list[Column]:
-    """Return the target shards that a plan and its schedule make of source shards whose elements are numbered.
-
-    In each step all is read before anything is written, as it is when ranks exchange buffers.
+    """Run a plan and its schedule on source shards with numbered elements, and return the target shards.
 
     Args:
-        plan: what moves.
-        schedule: that plan's.
+        plan: the plan.
+        schedule: of that plan.
 
     Returns:
-        for each target shard the numbers of its elements, -1 where nothing came, int64 (elements,).
+        for each target shard the numbers of its elements, -1 where nothing arrived, int64 (elements,).
 
     Examples:
         >>> import torch, shardtree as st
@@ -76,6 +74,8 @@ def moved(plan: ReshardPlan, schedule: Schedule) -> list[Column]:
         source, target = _positions(transfers, row)
         after[transfers.target[row]][target] = before[transfers.source[row]][source]
     for step in range(schedule.steps):
+        # All reads of a step come before its writes, as with ranks that exchange buffers: a relay that reads what
+        # arrives in the same step is a bug that this finds.
         writes = []
         for piece in np.flatnonzero(schedule.step == step):
             row = int(schedule.transfer[piece])
@@ -91,7 +91,7 @@ def moved(plan: ReshardPlan, schedule: Schedule) -> list[Column]:
 
 
 def check_moved(plan: ReshardPlan, after: list[Column]) -> None:
-    """Raise unless target shards hold the elements that they should, by number.
+    """Raise unless target shards have the right elements, by number.
 
     Args:
         plan: whose target shards they are.
@@ -114,16 +114,16 @@ def check_moved(plan: ReshardPlan, after: list[Column]) -> None:
 
 
 def check_relayed(plan: ReshardPlan, passed_on: ReshardPlan, *, shortest_cut: int = 1) -> None:
-    """Raise unless a plan with relays moves what the plan without them does, each element once from the sources.
+    """Raise unless a plan with relays moves the same elements as the plan without, each once from the sources.
 
-    Every rank gets as many bytes as before. Of ranks that want the same elements together none gets more of them from
-    the sources than another, and a source that would send something to n of k ranks sends n / k of it; but for some
-    rows of a box, or some times `shortest_cut`. The reference walks over every element, so keep shapes small.
+    Every rank receives as many bytes as before. Ranks that need the same elements get equal parts of them from the
+    sources, and a source that would send something to n of k ranks sends n / k of it; apart from a few rows of a box,
+    or a few times `shortest_cut`. The reference visits every element, so keep shapes small.
 
     Args:
         plan: without relays.
-        passed_on: with them.
-        shortest_cut: as `with_relays` was given it.
+        passed_on: with relays.
+        shortest_cut: as for `with_relays`.
 
     Raises:
         AssertionError: names the ranks, or the element.
@@ -143,11 +143,11 @@ def check_relayed(plan: ReshardPlan, passed_on: ReshardPlan, *, shortest_cut: in
     crossed = Counter(element for _, elements in _moving_elements(passed_on, hop=0) for element in elements)
     for element in wants:
         assert crossed[element] == 1, f"element {element} leaves the sources {crossed[element]} times"
-    _check_level(plan, passed_on, wants, shortest_cut)
+    _check_balanced(plan, passed_on, wants, shortest_cut)
 
 
-def _check_level(plan: ReshardPlan, passed_on: ReshardPlan, wants: _Wants, shortest_cut: int) -> None:
-    """Raise unless those that want the same get equal parts of it, and those that have it send their part."""
+def _check_balanced(plan: ReshardPlan, passed_on: ReshardPlan, wants: _Wants, shortest_cut: int) -> None:
+    """Raise unless ranks that need the same elements get equal parts of them, and each source sends its share."""
     gets: dict[frozenset[int], Counter[int]] = defaultdict(Counter)
     sends, shares, groups = Counter[int](), defaultdict[int, float](float), set[frozenset[tuple[int, int]]]()
     for row, elements in _moving_elements(passed_on, hop=0):
@@ -159,6 +159,7 @@ def _check_level(plan: ReshardPlan, passed_on: ReshardPlan, wants: _Wants, short
             for sender in wants[element].values():
                 shares[sender] += item / len(wants[element])
     rows = [plan.transfers.nbytes[row] // plan.transfers.shape[row].max() for row, _ in _moving_elements(plan, hop=0)]
+    # Boxes are cut at whole rows, and not into parts smaller than `shortest_cut`: so parts are only about equal.
     tolerance = 2 * (max(rows, default=0) + 1) + (4 * shortest_cut if shortest_cut > 1 else 0)
     for together, nbytes in gets.items():
         parts = [nbytes[rank] for rank in together]
@@ -169,12 +170,12 @@ def _check_level(plan: ReshardPlan, passed_on: ReshardPlan, wants: _Wants, short
 
 
 def element_numbers(columns: ShardColumns, row: int, keys: tuple[str, ...]) -> Column:
-    """Return a number for each element of a shard, the same wherever that element lies, int64 (elements,).
+    """Return a number for each element of a shard, the same in every shard that has it, int64 (elements,).
 
     Args:
         columns: the shards.
-        row: which one.
-        keys: in which tensors are numbered; one that isn't there counts as the one behind the last.
+        row: of the shard.
+        keys: the order in which tensors are numbered; others get the next number.
 
     Examples:
         >>> import torch, shardtree as st
@@ -191,13 +192,15 @@ def element_numbers(columns: ShardColumns, row: int, keys: tuple[str, ...]) -> C
 
 
 def _numbers(key: int, offset: Column, shape: Column) -> Column:
-    """Return numbers of a box's elements, in row-major order; shards may leave the global shape, so that isn't used."""
+    """Return numbers of a box's elements, in row-major order."""
+    # Not their row-major index in the global tensor: a wrong shard may reach beyond it, and would get the numbers of
+    # other elements.
     places = np.indices(shape.tolist()).reshape(len(shape), -1) + offset[:, None]
     return np.asarray(key * 10**15 + (places * 1000 ** np.arange(len(shape))[::-1, None]).sum(axis=0))
 
 
 def _positions(transfers: Transfers, row: int) -> tuple[Column, Column]:
-    """Return where the elements of a transfer's box lie in the shard that it comes from, and in the other."""
+    """Return the positions of a transfer's elements in its source shard and in its target shard."""
     inside = np.indices(transfers.shape[row].tolist()).reshape(transfers.shape.shape[1], -1)
     source = transfers.source_element[row] + (inside * transfers.source_stride[row][:, None]).sum(axis=0)
     target = transfers.target_element[row] + (inside * transfers.target_stride[row][:, None]).sum(axis=0)
@@ -213,7 +216,7 @@ def _moving_elements(plan: ReshardPlan, hop: int) -> Iterator[tuple[int, list[tu
 
 
 def _check_pieces(transfers: Transfers, schedule: Schedule) -> None:
-    """Raise unless the pieces of each transfer between ranks tile it, and say of it what it says."""
+    """Raise unless the pieces of each transfer between ranks tile it, with its ranks and bytes."""
     ends: dict[int, int] = {}
     for piece in np.lexsort((schedule.start, schedule.transfer)).tolist():
         row, start, stop = (int(column[piece]) for column in (schedule.transfer, schedule.start, schedule.stop))
@@ -243,8 +246,8 @@ def _largest(plan: ReshardPlan, schedule: Schedule) -> int:
     return int(plan.target.item_size[plan.transfers.key[schedule.transfer]].max(initial=1))
 
 
-def _check_no_one_waits(plan: ReshardPlan, schedule: Schedule, used: Counter[tuple[int, int]]) -> None:
-    """Raise unless in each step, of each pair that has something ready, one rank has no room for an element of it."""
+def _check_no_idle_pairs(plan: ReshardPlan, schedule: Schedule, used: Counter[tuple[int, int]]) -> None:
+    """Raise unless, whenever a pair of ranks has elements ready in a step, one of the two has no room for another."""
     hop, size = plan.transfers.hop[schedule.transfer], plan.target.item_size[plan.transfers.key[schedule.transfer]]
     last: dict[tuple[int, int, int], tuple[int, int]] = {}  # (hop, from, to): the last step, the largest element
     for piece in range(len(schedule)):

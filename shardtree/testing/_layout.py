@@ -1,4 +1,4 @@
-"""A layout: which rank holds which pieces of one global tensor, as plain data."""
+"""`Layout` and `Piece`: which rank holds which pieces of a global tensor, as plain data."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 from ..mapping import ReplicaId, ShardedTensor
 from ._bits import carried
 
-# How Hypothesis and IPython show our values: by their own repr, not by walking through dataclass fields.
+# Printing by Hypothesis and IPython: by a value's own repr, which is much shorter than all of a dataclass's fields.
 
 
 def pretty_repr(value: Any, printer: Any, cycle: bool) -> None:
-    """Print a value's repr: as a class's ``_repr_pretty_``, which Hypothesis asks before it prints fields.
+    """Print a value's repr; for use as a class's ``_repr_pretty_``, which Hypothesis prefers to printing fields.
 
     Examples:
         >>> from hypothesis.vendor.pretty import pretty
@@ -31,7 +31,7 @@ class Piece:
     """A box of a global tensor, or a flat range of it, held by one rank.
 
     Attributes:
-        rank: who holds it.
+        rank: that holds it.
         offset: the box's first index, prepended axes included.
         shape: the box's, 1 along prepended axes.
         flat: (start, stop) in the flattened box; None for the whole box.
@@ -47,7 +47,7 @@ class Piece:
     _repr_pretty_ = pretty_repr
 
     def __repr__(self) -> str:
-        """Return the call that makes it, as short as can be: failing examples are full of them."""
+        """Return the call that makes it, without defaults: failing examples contain many of them."""
         named = [("flat", self.flat, None), ("replica", self.replica, 0)]
         rest = "".join(f", {name}={value!r}" for name, value, default in named if value != default)
         return f"Piece({self.rank}, {self.offset}, {self.shape}{rest})"
@@ -55,14 +55,14 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How one global tensor lies over ranks.
+    """The pieces of a global tensor on all ranks.
 
     Attributes:
-        ranks: how many there are, with and without pieces.
-        global_shape: the tensor's.
-        pieces: main replicas tile the tensor.
+        ranks: the number of ranks, including those without pieces.
+        global_shape: of the tensor.
+        pieces: of all ranks; main replicas tile the tensor.
         prepended: how many leading axes the local tensors lack.
-        grid: into how many equal pieces each axis is cut; None if irregular.
+        grid: how many equal pieces each axis is cut into; None if irregular.
     """
 
     ranks: int
@@ -74,20 +74,20 @@ class Layout:
     _repr_pretty_ = pretty_repr
 
     def __repr__(self) -> str:
-        """Return the call that makes it, without what is as usual."""
+        """Return the call that makes it, without defaults."""
         named = [("prepended", self.prepended, 0), ("grid", self.grid, None)]
         rest = "".join(f", {name}={value!r}" for name, value, default in named if value != default)
         return f"Layout(ranks={self.ranks}, global_shape={self.global_shape}, pieces={self.pieces}{rest})"
 
 
 def cut(layout: Layout, key: str, whole: torch.Tensor, rank: int) -> list[ShardedTensor]:
-    """Return the shards of a global tensor that a rank holds; boxes are views of it.
+    """Return a rank's shards of a global tensor; boxes are views of it.
 
     Args:
         layout: of a tensor of that shape.
         key: the tensor's name.
         whole: the global tensor.
-        rank: whose shards.
+        rank: the rank.
 
     Examples:
         >>> halves = Layout(2, (4,), (Piece(0, (0,), (2,)), Piece(1, (2,), (2,), flat=(1, 2))))
@@ -119,5 +119,6 @@ def _shard(layout: Layout, key: str, whole: torch.Tensor, piece: Piece) -> Shard
 
 
 def flattened(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's elements in row-major order, with one axis; of dtypes that torch can't copy, too."""
+    """Return a tensor's elements in row-major order, with one axis."""
+    # By way of integers, since torch can't copy every dtype.
     return carried(tensor).contiguous().view(math.prod(tensor.shape)).view(tensor.dtype)

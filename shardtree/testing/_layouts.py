@@ -1,4 +1,4 @@
-"""Layouts of every kind: regular, uneven and irregular grids, prepended axes, flat ranges, replicas, idle ranks."""
+"""Strategies for layouts: regular, uneven and irregular grids, prepended axes, flat ranges, replicas, idle ranks."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from hypothesis.strategies import SearchStrategy
 from ..mapping import ReplicaId
 from ._layout import Layout, Piece
 
-# Ways to cut a box into boxes: regular grids, uneven ones, and boxes of no grid.
+# Cutting a box into boxes: regular grids, uneven grids, and boxes without a grid.
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset, shape
-Cells = tuple[list[Box], tuple[int, ...] | None]  # the boxes, and into how many each axis is cut if that is regular
+Cells = tuple[list[Box], tuple[int, ...] | None]  # boxes; for a regular grid also the number of cuts of each axis
 
 
 def places(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -31,7 +31,7 @@ def _grid_cells(edges: list[list[int]]) -> list[Box]:
 
 @st.composite
 def regular_cells(draw: st.DrawFn, shape: tuple[int, ...]) -> Cells:
-    """Return a strategy for equal cuts of each axis; it shrinks to none."""
+    """Return a strategy for equal cuts of each axis; it shrinks to no cuts."""
     counts = [draw(st.sampled_from([n for n in (1, 2, 3, 4) if size % n == 0] if size else [1])) for size in shape]
     edges = [[size // n * i for i in range(n + 1)] for size, n in zip(shape, counts, strict=True)]
     return _grid_cells(edges), tuple(counts)
@@ -39,14 +39,14 @@ def regular_cells(draw: st.DrawFn, shape: tuple[int, ...]) -> Cells:
 
 @st.composite
 def uneven_cells(draw: st.DrawFn, shape: tuple[int, ...]) -> Cells:
-    """Return a strategy for cuts of each axis anywhere; two at one place give boxes without elements."""
+    """Return a strategy for cuts of each axis anywhere; two cuts at the same index give boxes without elements."""
     cuts = [draw(st.lists(st.integers(0, size), max_size=2).map(sorted)) for size in shape]
     return _grid_cells([[0, *inner, size] for inner, size in zip(cuts, shape, strict=True)]), None
 
 
 @st.composite
 def irregular_cells(draw: st.DrawFn, shape: tuple[int, ...]) -> Cells:
-    """Return a strategy for cuts of some box in two, several times."""
+    """Return a strategy for boxes made by cutting one of them in two, several times."""
     boxes: list[Box] = [((0,) * len(shape), shape)]
     for _ in range(draw(st.integers(0, 5)) if shape else 0):
         offset, size = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
@@ -63,13 +63,13 @@ _MOST_PREPENDED = 12
 
 @st.composite
 def layouts(draw: st.DrawFn, global_shape: tuple[int, ...], ranks: int, *, prepended: int | None = None) -> Layout:
-    """Return a strategy for layouts of every kind of a tensor over ranks; it shrinks to one whole box on rank 0.
+    """Return a strategy for layouts of every kind; it shrinks to one whole box on rank 0.
 
     Args:
         draw: Hypothesis's own.
-        global_shape: the tensor's.
-        ranks: how many there are; some may hold nothing.
-        prepended: how many leading axes are prepended ones; any number by default.
+        global_shape: of the tensor.
+        ranks: the number of ranks; some may hold nothing.
+        prepended: how many leading axes are prepended; any number by default.
 
     Examples:
         >>> from hypothesis import find
@@ -92,35 +92,35 @@ def layouts(draw: st.DrawFn, global_shape: tuple[int, ...], ranks: int, *, prepe
 
 
 def regular_layouts(global_shape: tuple[int, ...], ranks: int) -> SearchStrategy[Layout]:
-    """Return a strategy for layouts of equal boxes in a grid, on any ranks, each once; it shrinks to one box on rank 0.
+    """Return a strategy for layouts of equal boxes in a grid, without replicas; it shrinks to one box on rank 0.
 
     Examples:
         >>> from hypothesis import find
         >>> find(regular_layouts((4, 6), 2), lambda layout: layout.grid == (2, 1))
         Layout(ranks=2, global_shape=(4, 6), pieces=(Piece(0, (0, 0), (2, 6)), Piece(0, (2, 0), (2, 6))), grid=(2, 1))
     """
-    return _spread(regular_cells(global_shape), global_shape, ranks)
+    return _layouts_of_cells(regular_cells(global_shape), global_shape, ranks)
 
 
 def irregular_layouts(global_shape: tuple[int, ...], ranks: int) -> SearchStrategy[Layout]:
-    """Return a strategy for layouts of boxes that make no regular grid: uneven cuts, boxes cut in two, empty ones.
+    """Return a strategy for layouts that aren't a regular grid: uneven cuts, boxes cut in two, empty boxes.
 
     Examples:
         >>> from hypothesis import find
         >>> find(irregular_layouts((4,), 1), lambda layout: len(layout.pieces) == 2).pieces
         (Piece(0, (0,), (0,)), Piece(0, (0,), (4,)))
     """
-    return _spread(uneven_cells(global_shape) | irregular_cells(global_shape), global_shape, ranks)
+    return _layouts_of_cells(uneven_cells(global_shape) | irregular_cells(global_shape), global_shape, ranks)
 
 
 @st.composite
 def flat_layouts(draw: st.DrawFn, global_shape: tuple[int, ...], ranks: int) -> Layout:
-    """Return a strategy for layouts of flat ranges of equal boxes, as ZeRO has them; ranges may be empty.
+    """Return a strategy for layouts of flat ranges of equal boxes, as with ZeRO; ranges may be empty.
 
     Args:
         draw: Hypothesis's own.
-        global_shape: the tensor's.
-        ranks: how many there are.
+        global_shape: of the tensor.
+        ranks: the number of ranks.
 
     Examples:
         >>> from hypothesis import find
@@ -139,11 +139,11 @@ def flat_layouts(draw: st.DrawFn, global_shape: tuple[int, ...], ranks: int) -> 
 
 @st.composite
 def replicas(draw: st.DrawFn, layout: Layout) -> Layout:
-    """Return a strategy for layouts that have copies of pieces on other ranks beside; it shrinks to none.
+    """Return a strategy for a layout with replicas of its pieces on other ranks added; it shrinks to none.
 
     Args:
         draw: Hypothesis's own.
-        layout: with one holder for each piece.
+        layout: without replicas.
 
     Examples:
         >>> from hypothesis import find
@@ -159,19 +159,21 @@ def replicas(draw: st.DrawFn, layout: Layout) -> Layout:
 
 
 @st.composite
-def _spread(draw: st.DrawFn, cells: SearchStrategy[Cells], global_shape: tuple[int, ...], ranks: int) -> Layout:
+def _layouts_of_cells(
+    draw: st.DrawFn, cells: SearchStrategy[Cells], global_shape: tuple[int, ...], ranks: int
+) -> Layout:
     boxes, grid = draw(cells)
     pieces = (Piece(draw(st.integers(0, ranks - 1)), *box) for box in boxes)
     return Layout(ranks, global_shape, tuple(pieces), grid=grid)
 
 
 def even_layout(global_shape: tuple[int, ...], ranks: int, axis: int | None = None) -> Layout:
-    """Return the layout that cuts one axis into a piece for each rank, or replicates the tensor on all of them.
+    """Return the layout that cuts one axis into a piece for each rank, or replicates the tensor on all ranks.
 
     Args:
-        global_shape: the tensor's.
-        ranks: how many there are; they must divide the axis.
-        axis: which one is cut; None for replicas.
+        global_shape: of the tensor.
+        ranks: the number of ranks; must divide the axis.
+        axis: the one that is cut; None for replicas.
 
     Examples:
         >>> [piece.offset for piece in even_layout((4, 6), 2, axis=1).pieces]
@@ -190,7 +192,8 @@ def even_layout(global_shape: tuple[int, ...], ranks: int, axis: int | None = No
 
 
 def _prependable(shape: tuple[int, ...]) -> int:
-    """Return how many leading axes may be prepended ones: each of their places takes a shard of its own."""
+    """Return how many leading axes may be prepended."""
+    # Limited, since each index along prepended axes is a separate shard.
     most = 0
     while most < len(shape) and 0 < math.prod(shape[: most + 1]) <= _MOST_PREPENDED:
         most += 1
@@ -198,6 +201,7 @@ def _prependable(shape: tuple[int, ...]) -> int:
 
 
 def _flat_ranges(volume: int) -> SearchStrategy[list[tuple[int, int] | None]]:
+    # Whole boxes twice, so that they are drawn about two times in three: they are the common kind.
     whole: SearchStrategy[list[tuple[int, int] | None]] = st.just([None])
     cuts = st.lists(st.integers(0, volume), max_size=2).map(sorted)
     return whole | whole | cuts.map(lambda inner: list(pairwise([0, *inner, volume])))
@@ -205,7 +209,8 @@ def _flat_ranges(volume: int) -> SearchStrategy[list[tuple[int, int] | None]]:
 
 @st.composite
 def _holders(draw: st.DrawFn, pieces: int, ranks: int) -> list[list[tuple[int, ReplicaId]]]:
-    """Return, for each piece, who holds it as which replica; the main one isn't always the lowest rank."""
+    """Return, for each piece, the ranks that hold it and their replica numbers."""
+    # The main replica isn't always on the lowest rank, so that code which assumes that fails.
     mains = draw(st.lists(st.integers(0, ranks - 1), min_size=pieces, max_size=pieces))
     copies, stride = draw(st.integers(1, min(ranks, 3))), draw(st.sampled_from([1, ranks - 1]))
     as_tuple = draw(st.booleans())

@@ -1,4 +1,4 @@
-"""An example of each ready lens, with a tensor that it fits: what laws of lenses run over."""
+"""Examples of all predefined lenses, each with a tensor that it fits, for the laws of lenses."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from ..lenses import grouped_runs as groups
 
 @dataclass(frozen=True, slots=True)
 class LensCase:
-    """A lens, and tensors as the model holds them.
+    """A lens, and tensors as the model has them.
 
     Attributes:
         lens: the lens.
-        shape: the global tensors'.
-        keys: the global tensors': all those that are stored together.
-        prepended: how many leading axes are prepended ones.
+        shape: of the global tensors.
+        keys: of the global tensors that the lens stores together.
+        prepended: how many leading axes are prepended.
     """
 
     lens: Lens
@@ -48,6 +48,8 @@ _grouped = partial(attention_qkv, heads=4, head_size=2, query_groups=2)
 _apart = partial(_grouped, part="w", names=("q", "k", "v"))
 _ROTARY = {"**.q.**": rotary_halves(head_size=2), "**.k.**": rotary_halves(head_size=2), "**.v.**": None}
 
+# Axes mostly of different lengths, so that an exchange of axes shows in the shape; few elements, since the laws visit
+# each of them for many layouts.
 LENS_CASES: dict[str, LensCase] = {
     "transposed": LensCase(transposed(), (3, 4)),
     "transposed: a prepended axis": LensCase(transposed(), (2, 3, 4), prepended=1),
@@ -103,4 +105,4 @@ LENS_CASES: dict[str, LensCase] = {
         ("layers.0.experts.w", "layers.1.experts.w"),
     ),
 }
-"""By name: the ready lens's own, and what is special about the case."""
+"""By name: that of the predefined lens, and what is special about the example."""

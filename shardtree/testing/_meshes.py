@@ -1,4 +1,4 @@
-"""Meshes, and partition specs that fit a tensor and a mesh: of every kind that there is."""
+"""Strategies for meshes, and for partition specs of every kind that fit a tensor and a mesh."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _SIZES = (2, 1, 3, 4)
 def meshes(draw: st.DrawFn, *, max_ranks: int = 8, max_axes: int = 3, simple: bool = False) -> Mesh:
     """Return a strategy for meshes; it shrinks to one axis of one rank.
 
-    Ranks need not be in order, nor begin with 0.
+    Ranks may be in any order, and begin with any number.
 
     Args:
         draw: Hypothesis's own.
         max_ranks: the most ranks.
         max_axes: the most axes, up to five.
-        simple: whether ranks are in order, from 0.
+        simple: whether ranks count up from 0.
 
     Examples:
         >>> from hypothesis import find
@@ -41,6 +41,7 @@ def meshes(draw: st.DrawFn, *, max_ranks: int = 8, max_axes: int = 3, simple: bo
     mesh = Mesh(**sizes)
     if simple:
         return mesh
+    # A mesh of some of a job's ranks, such as one stage of a pipeline, doesn't begin with rank 0.
     first = draw(st.sampled_from([0, 0, size, 3]))
     ranks = list(range(first, first + size))
     return mesh.on_ranks(draw(st.just(ranks) | st.permutations(ranks)))
@@ -50,14 +51,14 @@ def meshes(draw: st.DrawFn, *, max_ranks: int = 8, max_axes: int = 3, simple: bo
 def partition_specs(draw: st.DrawFn, shape: tuple[int, ...], mesh: Mesh, *, simple: bool = False) -> PartitionSpec:
     """Return a strategy for specs that fit a tensor and a mesh; it shrinks to one that cuts nothing.
 
-    Axes are cut along none, one or several of the mesh's, as one axis or one after the other, also strided, and
-    need not be multiples of their parts. A tensor may also be on only some of the ranks, by `at`.
+    An axis is cut by no mesh axis, one or several, jointly or one after the other, also strided; its size needn't be a
+    multiple of the cuts. A tensor may be on only some of the ranks, by `at`.
 
     Args:
         draw: Hypothesis's own.
-        shape: the tensor's.
+        shape: of the tensor.
         mesh: the ranks.
-        simple: whether each axis is cut along at most one axis of the mesh, into equal parts, on all ranks.
+        simple: whether each axis is cut by at most one mesh axis, into equal parts, on all ranks.
 
     Examples:
         >>> from hypothesis import find
@@ -79,7 +80,7 @@ def partition_specs(draw: st.DrawFn, shape: tuple[int, ...], mesh: Mesh, *, simp
 
 @st.composite
 def _simple_specs(draw: st.DrawFn, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
-    """Return a strategy for specs without joint, strided or uneven cuts, of tensors that all ranks have parts of."""
+    """Return a strategy for specs without joint, strided or uneven cuts, and without `at`."""
     entries: list[SpecEntry] = []
     left = dict(mesh.shape)
     for size in shape:
@@ -91,7 +92,7 @@ def _simple_specs(draw: st.DrawFn, shape: tuple[int, ...], mesh: Mesh) -> Partit
 
 
 def _entries(names: list[str]) -> st.SearchStrategy[SpecEntry]:
-    """Return a strategy for the entries that cut an axis along some axes of a mesh."""
+    """Return a strategy for the entries that cut a tensor axis by some mesh axes."""
     if not names:
         return st.none()
     splits = st.tuples(*(st.builds(AxisSplit, st.just(name), st.sampled_from([1, 2, 3])) for name in names))
@@ -99,17 +100,17 @@ def _entries(names: list[str]) -> st.SearchStrategy[SpecEntry]:
     return joint | splits
 
 
-# Tensors, a mesh and specs that cut them for it: what laws of layouts that follow from a mesh run over.
+# Tensors with a mesh and specs.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MeshCase:
-    """Tensors by key, the mesh that they are cut for, and how.
+    """Tensors by key, a mesh, and partition specs.
 
     Attributes:
-        whole: global tensors by key, the oracle of what `shard` cuts.
+        whole: global tensors by key, the oracle for `shard`.
         mesh: the ranks.
-        specs: how each tensor is cut.
+        specs: by key.
     """
 
     whole: Mapping[str, torch.Tensor]
@@ -121,7 +122,7 @@ class MeshCase:
 def mesh_cases(draw: st.DrawFn, *, max_ranks: int = 12, max_axes: int = 2) -> MeshCase:
     """Return a strategy for one or two tensors of any shape and dtype, a mesh, and specs that fit both.
 
-    Ranks hold a box of a tensor, several, or none.
+    A rank may hold one box of a tensor, several, or none.
 
     Args:
         draw: Hypothesis's own.

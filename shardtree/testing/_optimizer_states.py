@@ -1,4 +1,4 @@
-"""Optimizers' states: what all ranks hold of one together, and the state dict that a rank has of it in a layout."""
+"""Optimizer states: global values, each rank's state dict in a layout, and the law of round trips."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ _HYPER = st.fixed_dictionaries(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OptimizerState:
-    """What all ranks hold together of an optimizer: the oracle that a conversion or a load is compared with.
+    """The global state of an optimizer: the oracle for conversions and loads.
 
-    Along prepended axes each place is a parameter of its own, on a rank of its own.
+    Each index along prepended axes is a separate parameter, on a separate rank.
 
     Attributes:
         params: global parameters by name, in order.
-        prepended: how many of each one's leading axes are prepended.
+        prepended: how many leading axes of each one are prepended.
         moments: by parameter and state key, tensors of the parameter's global shape and any dtype.
-        numbers: likewise, of the shape of the prepended axes: without any, a tensor without axes.
-        values: likewise Python values, one for each place along prepended axes.
+        numbers: likewise, tensors of the shape of the prepended axes; scalars if there are none.
+        values: likewise Python values, one for each index along prepended axes.
         groups: hyperparameters, with the names of their parameters as ``params``.
     """
 
@@ -58,9 +58,9 @@ class OptimizerState:
 
 @st.composite
 def optimizer_states(draw: st.DrawFn, *, max_params: int = 3) -> OptimizerState:
-    """Return a strategy for optimizers' states: moments of any dtype, numbers, Python values, groups.
+    """Return a strategy for optimizer states: moments of any dtype, numbers, Python values, groups.
 
-    Parameters often have one shape, so that states of two of them could be mistaken for each other.
+    Parameters often have the same shape, so that mixing up their states isn't an error by itself.
 
     Args:
         draw: Hypothesis's own.
@@ -98,7 +98,7 @@ def optimizer_states(draw: st.DrawFn, *, max_params: int = 3) -> OptimizerState:
 
 
 def _prependable(shape: tuple[int, ...]) -> int:
-    """Return how many leading axes may be prepended: none of them may be empty, and each place takes a rank."""
+    """Return how many leading axes may be prepended: none may be empty, and each index needs a rank."""
     return next((n for n in range(len(shape), 0, -1) if 0 < prod(shape[:n]) <= _MOST_PIECES // 2), 0)
 
 
@@ -112,14 +112,14 @@ def _groups(draw: st.DrawFn, names: tuple[str, ...]) -> tuple[Mapping[str, Any],
 
 @st.composite
 def optimizer_layouts(draw: st.DrawFn, state: OptimizerState) -> dict[str, Layout]:
-    """Return a strategy for a layout of each of an optimizer's parameters: a rank has at most one piece of each.
+    """Return a strategy for layouts of an optimizer's parameters, with at most one piece of each on a rank.
 
-    An optimizer has one tensor for a parameter, and so a rank one shard. Some ranks lack some parameters, as they do
-    with pipelines.
+    An optimizer has one tensor for each parameter, so a rank has one shard. Some ranks lack some parameters, as with
+    pipeline parallelism.
 
     Args:
         draw: Hypothesis's own.
-        state: whose parameters.
+        state: the optimizer state.
 
     Examples:
         >>> from hypothesis import given, settings
@@ -130,7 +130,9 @@ def optimizer_layouts(draw: st.DrawFn, state: OptimizerState) -> dict[str, Layou
         ...     assert [piece.rank for piece in layout["w"].pieces] == list(range(layout["w"].ranks))
         >>> check_pieces()
     """
-    drawn = {name: draw(_spread(tuple(param.shape), state.prepended[name])) for name, param in state.params.items()}
+    drawn = {
+        name: draw(_layout_of_pieces(tuple(param.shape), state.prepended[name])) for name, param in state.params.items()
+    }
     ranks = max(len(pieces.pieces) for pieces in drawn.values())
     return {
         name: Layout(ranks, layout.global_shape, layout.pieces, layout.prepended, layout.grid)
@@ -139,21 +141,19 @@ def optimizer_layouts(draw: st.DrawFn, state: OptimizerState) -> dict[str, Layou
 
 
 @st.composite
-def _spread(draw: st.DrawFn, shape: tuple[int, ...], prepended: int) -> Layout:
-    """Return a layout with each piece on a rank of its own."""
-    drawn = draw(layouts(shape, 3, prepended=prepended).filter(_is_told_apart))
+def _layout_of_pieces(draw: st.DrawFn, shape: tuple[int, ...], prepended: int) -> Layout:
+    """Return a strategy for layouts with each piece on a separate rank."""
+    drawn = draw(layouts(shape, 3, prepended=prepended).filter(_is_unambiguous))
     pieces = tuple(
         Piece(rank, piece.offset, piece.shape, piece.flat, piece.replica) for rank, piece in enumerate(drawn.pieces)
     )
     return Layout(len(pieces), shape, pieces, prepended, drawn.grid)
 
 
-def _is_told_apart(layout: Layout) -> bool:
-    """Return whether there are few pieces, and nothing that a shard alone can't tell.
-
-    Of tensors without elements one main piece each, or several would be the first; and no flat ranges of tensors
-    without axes, whose moments are stored as numbers are.
-    """
+def _is_unambiguous(layout: Layout) -> bool:
+    """Return whether there are few pieces, and shards determine how states are stored."""
+    # Excluded: several main pieces of a tensor without elements, each of which looks like the first one; and flat
+    # ranges of tensors without axes, whose moments are stored like numbers.
     mains = sum(piece.replica in (0, (0, 0)) for piece in layout.pieces)
     front, rest = layout.global_shape[: layout.prepended], layout.global_shape[layout.prepended :]
     once = prod(rest) > 0 or mains == prod(front)
@@ -163,11 +163,11 @@ def _is_told_apart(layout: Layout) -> bool:
 
 
 def even_optimizer_layout(state: OptimizerState, ranks: int) -> dict[str, Layout]:
-    """Return the layout that cuts each parameter's first axis for the ranks, where they divide it, else replicates it.
+    """Return the layout that cuts each parameter's first axis evenly, or replicates parameters that can't be cut so.
 
     Args:
-        state: whose parameters; none has prepended axes.
-        ranks: how many there are.
+        state: the optimizer state, without prepended axes.
+        ranks: the number of ranks.
 
     Examples:
         >>> state = OptimizerState({"w": torch.zeros(4)}, {"w": 0}, {"w": {}}, {"w": {}}, {"w": {}}, ())
@@ -184,12 +184,12 @@ def even_optimizer_layout(state: OptimizerState, ranks: int) -> dict[str, Layout
 def rank_optimizer(
     state: OptimizerState, layout: Mapping[str, Layout], rank: int
 ) -> tuple[dict[str, Any], dict[int, ShardedTensor], dict[int, str]]:
-    """Return what a rank holds of an optimizer: its state dict by ids, the sharded parameter and the name of each id.
+    """Return a rank's part of an optimizer: its state dict by ids, and the sharded parameter and name of each id.
 
     Args:
         state: the global values.
-        layout: for each parameter's name, how it lies over the ranks; at most one piece a rank.
-        rank: whose.
+        layout: by parameter name; at most one piece on each rank.
+        rank: the rank.
 
     Examples:
         >>> whole = {"w": {"exp_avg": torch.arange(4)}}
@@ -199,6 +199,7 @@ def rank_optimizer(
         >>> state_dict["state"][0], params[0].global_offset, names
         ({'exp_avg': tensor([2, 3]), 'count': 3}, (2,), {0: 'w'})
     """
+    # Ids are indices in the rank's own groups, as torch numbers them: with pipelines they differ from rank to rank.
     held = {name for name in state.params if any(piece.rank == rank for piece in layout[name].pieces)}
     order = [name for group in state.groups for name in group["params"] if name in held]
     ids = {name: number for number, name in enumerate(order)}
@@ -220,7 +221,7 @@ def _rank_states(state: OptimizerState, layout: Layout, name: str, rank: int) ->
     return {**moments, **numbers, **values}
 
 
-# The law of optimizer states: converted, saved, loaded in another layout and taken back, they are what they were.
+# The law of round trips.
 
 
 def check_optimizer_roundtrip(
@@ -233,23 +234,22 @@ def check_optimizer_roundtrip(
     convert: Callable[..., Any] = optim_state_to_sharding_state,
     back: Callable[..., Any] = sharding_state_to_optim_state,
 ) -> None:
-    """Raise unless an optimizer's state that is saved in one layout and loaded in the other is what it was.
+    """Raise unless an optimizer state that is saved in one layout and loaded in another is unchanged.
 
-    Every rank converts its own state dict, and gets back the one that it would have in the other layout, bit for bit;
-    of what there is once for each parameter, exactly one rank's is the main replica. Each layout is run on as many
-    simulated ranks as it has.
+    Every rank converts its own state dict, and must get back the one that it would have in the other layout, bit for
+    bit; each element and object must have exactly one main replica. Each layout is run on simulated ranks.
 
     Args:
         state: the global values.
-        save_layout: for each parameter's name, how it lies when it is saved; a rank has at most one piece of each.
-        load_layout: likewise when it is loaded.
-        by_name: whether state dicts are by names rather than ids.
+        save_layout: by parameter name, for saving; a rank has at most one piece of each parameter.
+        load_layout: likewise, for loading.
+        by_name: whether state dicts use names rather than ids.
         directory: where the checkpoint goes; memory by default.
         convert: as `optim_state_to_sharding_state`.
         back: as `sharding_state_to_optim_state`.
 
     Raises:
-        AssertionError: names the rank and the state that differs, or what isn't held once.
+        AssertionError: names the rank and the state that differs, or what doesn't have one main replica.
 
     Examples:
         >>> import torch
@@ -271,6 +271,7 @@ def check_optimizer_roundtrip(
         return optim_state_by_id(loaded, rank_optimizer(state, load_layout, world.rank)[2]) if by_name else loaded
 
     trees = [tree_of(save_layout, rank) for rank in range(_ranks(save_layout))]
+    # Before saving, so that a failure names the shards: a save would report it as an integrity error of its own.
     check_held_once(trees)
     simulate(len(trees), lambda world: save({"o": trees[world.rank]}, place, world=world))
     for rank, found in enumerate(simulate(_ranks(load_layout), load_rank)):
@@ -278,13 +279,13 @@ def check_optimizer_roundtrip(
 
 
 def check_held_once(trees: list[Any]) -> None:
-    """Raise unless, of all that ranks hold, each element and each object has exactly one main replica.
+    """Raise unless each element and each object has exactly one main replica over all ranks.
 
     Args:
-        trees: each rank's, without factories.
+        trees: of all ranks, without factories.
 
     Raises:
-        AssertionError: names what isn't.
+        AssertionError: names what doesn't.
 
     Examples:
         >>> import torch
@@ -302,15 +303,15 @@ def check_held_once(trees: list[Any]) -> None:
 
 
 def check_same_state(found: Any, expected: Any, rank: int) -> None:
-    """Raise unless a state dict is the one that is expected, bit for bit; empty states don't count.
+    """Raise unless a state dict equals the expected one, bit for bit; empty states are ignored.
 
     Args:
-        found: what a rank got.
-        expected: what it should have.
-        rank: which.
+        found: a rank's state dict.
+        expected: what it should be.
+        rank: the rank, for the message.
 
     Raises:
-        AssertionError: names the first places that differ.
+        AssertionError: names the first paths that differ.
 
     Examples:
         >>> check_same_state({"state": {0: {"step": 1}}}, {"state": {0: {"step": 1}}}, 0)

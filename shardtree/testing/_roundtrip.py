@@ -1,4 +1,4 @@
-"""The law of round trips: saved in one layout, loaded in another, put together, a state is what it was, bit for bit."""
+"""The law of round trips: a state that is saved in one layout and loaded in another is unchanged, bit for bit."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ def check_roundtrip(
     load: Callable[..., Any] = st_load,
     prepare_target: Callable[[Any], Any] = lambda target: target,
 ) -> None:
-    """Raise unless a state that is saved in one layout and loaded in the other is what it was, bit for bit.
+    """Raise unless a state that is saved in one layout and loaded in another is unchanged, bit for bit.
 
     Each layout is run on as many simulated ranks as it has.
 
     Args:
         state: the global values.
-        save_layout: for each tensor's key, how it lies when it is saved.
-        load_layout: likewise when it is loaded.
+        save_layout: by tensor key, for saving.
+        load_layout: likewise, for loading.
         backend: the format; the native one by default.
         version: the format's version.
         strategies: the dispatch table that has its rows.
         directory: where the checkpoint goes; memory by default.
         save: called as ``save(tree, directory, world=world)`` on each rank, with the format as third argument and with
-            ``strategies`` where these are given.
+            ``strategies`` if they are passed.
         load: called as ``load(target, directory, world=world)`` on each rank, with ``strategies`` likewise.
         prepare_target: applied to each rank's target, whose shards have no data.
 
     Raises:
-        AssertionError: names the tensor, object or rank that differs, and how.
+        AssertionError: names the tensor, object or rank, and the difference.
 
     Examples:
         >>> import torch
@@ -67,6 +67,7 @@ def check_roundtrip(
     simulate(_ranks(save_layout), lambda world: save(rank_tree(state, save_layout, world.rank), *to, world=world))
     load_rank = partial(_load_rank, state, load_layout, place, load, prepare_target)
     pairs = simulate(_ranks(load_layout), load_rank)
+    # Assembled rather than compared shard by shard: that finds replicas that differ, and elements on no rank, too.
     check_tensors(state, assemble(refilled(target, loaded) for target, loaded in pairs))
     for rank, (target, loaded) in enumerate(pairs):
         check_rest(state, target, loaded, rank)
@@ -91,7 +92,7 @@ def _ranks(layout: Mapping[str, Layout]) -> int:
 
 
 def check_tensors(state: GlobalState, found: Mapping[str, Any]) -> None:
-    """Raise unless these are the state's tensors, bit for bit."""
+    """Raise unless tensors equal those of a state, bit for bit."""
     assert found.keys() == state.tensors.keys(), f"found {sorted(found)}, expected {sorted(state.tensors)}"
     wrong = {key: first_difference(found[key], whole) for key, whole in state.tensors.items()}
     lines = [f"{key!r}: {difference}" for key, difference in wrong.items() if difference]
@@ -99,7 +100,7 @@ def check_tensors(state: GlobalState, found: Mapping[str, Any]) -> None:
 
 
 def check_rest(state: GlobalState, target: Any, loaded: Any, rank: int) -> None:
-    """Raise unless a rank got its objects, the common state and its own values."""
+    """Raise unless a rank loaded its objects, the common state and its local values."""
     if state.common:
         same = outline(loaded["common"]) == outline(dict(state.common))
         assert same, f"rank {rank}: the common state differs: {loaded['common']!r}, expected {state.common!r}"

@@ -1,4 +1,4 @@
-"""Whole states: global tensors and objects, common states, and the sharded trees that ranks hold of them."""
+"""States: global tensors, objects and common values, and each rank's sharded tree in a layout."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from ._layout import Layout, cut, pretty_repr
 from ._layouts import layouts
 from ._tensors import PRINTABLE_DTYPES, tensors
 
-# Common states: what is stored beside shards.
+# Common states.
 
 
-@cache  # it takes longer to make than to draw from
+@cache  # making the strategy takes longer than drawing from it
 def common_states() -> st.SearchStrategy[dict[str, Any]]:
-    """Return a strategy for what a common state holds: nested containers of numbers, text, bytes and tensors.
+    """Return a strategy for common states: nested containers of numbers, text, bytes and tensors.
 
     Examples:
         >>> from hypothesis import find
@@ -49,17 +49,17 @@ def _containers(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     return st.one_of(many, named, many.map(tuple), named.map(OrderedDict), many.map(deque))
 
 
-# Whole states: global tensors and objects, and the sharded trees that ranks hold of them in some layout.
+# Global states, and a rank's tree of one.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GlobalState:
-    """What all ranks hold together: the oracle that a load is compared with.
+    """The state of all ranks together: the oracle that loads are compared with.
 
     Attributes:
         tensors: global tensors by key.
         objects: for each key of sharded objects, the array's objects in order.
-        common: what is the same on every rank.
+        common: values that are the same on every rank.
     """
 
     tensors: Mapping[str, torch.Tensor]
@@ -69,13 +69,14 @@ class GlobalState:
     _repr_pretty_ = pretty_repr
 
     def __repr__(self) -> str:
-        """Return the tensors' shapes and dtypes, and the rest as it is: torch can't print tensors of some dtypes."""
+        """Return the tensors' shapes and dtypes, and the objects and common values themselves."""
+        # Not the tensors' values: torch can't print tensors of some dtypes.
         kinds = {key: f"{str(whole.dtype)[6:]} {tuple(whole.shape)}" for key, whole in self.tensors.items()}
         return f"GlobalState(tensors={kinds}, objects={self.objects}, common={self.common})"
 
 
 def global_states(*, max_tensors: int = 3) -> st.SearchStrategy[GlobalState]:
-    """Return a strategy for states of one or more tensors of any shape and dtype, objects and a common state.
+    """Return a strategy for states: one or more tensors of any shape and dtype, objects and common values.
 
     Examples:
         >>> from hypothesis import given, settings
@@ -104,15 +105,15 @@ def state_layouts(draw: st.DrawFn, state: GlobalState, ranks: int) -> dict[str, 
 
 
 def rank_tree(state: GlobalState, layout: Mapping[str, Layout], rank: int) -> dict[str, Any]:
-    """Return the sharded tree that a rank holds of a state: what it would save.
+    """Return a rank's sharded tree of a state, as it would save it.
 
-    Without common values it is shards and objects alone, which formats of nothing but tensors hold too; with some,
-    a local value stands beside them.
+    Without common values it has only shards and objects, so that formats of nothing but tensors can be tested too; with
+    common values it also has a local one.
 
     Args:
         state: the global values.
-        layout: for each tensor's key, how it lies over the ranks.
-        rank: whose tree.
+        layout: by tensor key.
+        rank: the rank.
 
     Examples:
         >>> from shardtree.testing import even_layout
@@ -130,7 +131,7 @@ def rank_tree(state: GlobalState, layout: Mapping[str, Layout], rank: int) -> di
 
 
 def target_tree(state: GlobalState, layout: Mapping[str, Layout], rank: int) -> dict[str, Any]:
-    """Return the tree that a rank asks for: `rank_tree` without data.
+    """Return a rank's load target: `rank_tree` without data.
 
     Examples:
         >>> from shardtree.testing import even_layout
@@ -144,7 +145,7 @@ def target_tree(state: GlobalState, layout: Mapping[str, Layout], rank: int) -> 
 
 
 def _objects(key: str, values: Sequence[Any], rank: int, ranks: int) -> list[ShardedObject]:
-    """Return the objects that a rank holds: each lies on two ranks where there are two."""
+    """Return a rank's objects; each object is on two ranks, if there are two."""
     shape, holders = (len(values),), range(min(ranks, 2))
     return [
         ShardedObject(key, value, shape, (number,), replica)
@@ -154,17 +155,17 @@ def _objects(key: str, values: Sequence[Any], rank: int, ranks: int) -> list[Sha
     ]
 
 
-# Whole sharded trees of all ranks, together with what they are trees of.
+# All ranks' trees of a state.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShardedTrees:
-    """The trees that all ranks hold of one state: what a function of trees is tried on, and what it must come to.
+    """All ranks' trees of a state: arguments for the function under test, together with the oracle.
 
     Attributes:
         state: the global values, the oracle.
-        layout: for each tensor's key, how it lies over the ranks.
-        trees: each rank's, by rank.
+        layout: by tensor key.
+        trees: by rank.
     """
 
     state: GlobalState
@@ -173,13 +174,13 @@ class ShardedTrees:
 
     @property
     def targets(self) -> tuple[Any, ...]:
-        """What each rank would ask for: its tree without data."""
+        """Each rank's load target: its tree without data."""
         return tuple(target_tree(self.state, self.layout, rank) for rank in range(len(self.trees)))
 
     _repr_pretty_ = pretty_repr
 
     def __repr__(self) -> str:
-        """Return the state and its layout, of which the trees are made."""
+        """Return the state and its layout, which determine the trees."""
         return f"ShardedTrees({self.state}, {dict(self.layout)})"
 
 
@@ -191,7 +192,7 @@ def sharded_trees(
 
     Args:
         draw: Hypothesis's own.
-        ranks: how many there are; 1 to 4 by default.
+        ranks: the number of ranks; 1 to 4 by default.
         state: a strategy for the state; tensors of any shape and dtype, objects and a common state by default.
 
     Examples:

@@ -1,4 +1,4 @@
-"""Tensors of any dtype whose bits are random."""
+"""Strategies for dtypes, shapes, and tensors of random bits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ..trees import empty_data
 
-# Every torch dtype whose tensors can be stored bit for bit.
+# Dtypes: all of this torch, by name, so that a new release's dtypes are tested without a change here.
 
 _WITH_SCALES = {"qint8", "quint8", "qint32", "quint4x2", "quint2x4"}
 
@@ -24,13 +24,13 @@ STORABLE_DTYPES: tuple[torch.dtype, ...] = tuple(
         key=str,
     )
 )
-"""All dtypes of this torch but the quantised ones, of which a scale is part."""
+"""All dtypes of this torch except quantised ones, whose values depend on a scale beside their bits."""
 
 
 PRINTABLE_DTYPES: tuple[torch.dtype, ...] = tuple(
     dtype for dtype in STORABLE_DTYPES if not re.fullmatch(r"torch\.(u?int[1-7]|bits\w+|float4\w+)", str(dtype))
 )
-"""Those of which torch can print a tensor, which matters where Hypothesis shows a failing example."""
+"""Dtypes whose tensors torch can print, which Hypothesis does for a failing example."""
 
 
 def dtypes() -> st.SearchStrategy[torch.dtype]:
@@ -45,7 +45,7 @@ def dtypes() -> st.SearchStrategy[torch.dtype]:
     return st.sampled_from([first, *(dtype for dtype in STORABLE_DTYPES if dtype != first)])
 
 
-# Shapes of global tensors.
+# Shapes and tensors.
 
 _SIZES = (1, 2, 3, 4, 6, 8, 5, 7, 12, 0)
 
@@ -55,7 +55,7 @@ def shapes(*, max_axes: int = 4, sizes: tuple[int, ...] = _SIZES) -> st.SearchSt
 
     Args:
         max_axes: the most axes.
-        sizes: what an axis may measure; the first one is what it shrinks to.
+        sizes: of an axis; it shrinks to the first one.
 
     Examples:
         >>> from hypothesis import find
@@ -69,9 +69,9 @@ def random_bits(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> to
     """Return a tensor of random bits, the same for the same arguments; a quarter of floats are NaNs with payloads.
 
     Args:
-        shape: the tensor's.
+        shape: of the tensor.
         dtype: any that isn't quantised.
-        seed: with 0, bytes count up instead, so that a failure is easy to read.
+        seed: with 0, bytes count up instead of being random, so that a failure is easy to read.
 
     Examples:
         >>> random_bits((2, 2), torch.int16)
@@ -80,23 +80,23 @@ def random_bits(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> to
         >>> random_bits((1000,), torch.float64, seed=1).isnan().any()
         tensor(True)
     """
-    _let_torch_warn(dtype)
+    _trigger_warnings(dtype)
     length = math.prod(shape) * dtype.itemsize
     generator = np.random.default_rng(seed)
     counting = bytes(number % 256 for number in range(length))
     raw = np.frombuffer(generator.bytes(length) if seed else counting, dtype=np.uint8).copy()
     if dtype == torch.bool:
-        raw &= 1  # other bytes aren't bools
+        raw &= 1  # a bool with another byte is undefined behaviour
     elif seed and dtype.is_floating_point:
         high = raw.reshape(-1, dtype.itemsize)
         high[generator.random(len(high)) < 0.25, -2:] |= np.array([0xF0, 0x7F], dtype=np.uint8)[-dtype.itemsize :]
-    # Without elements there is nothing to view, and some dtypes' views refuse that.
+    # Some dtypes refuse a view of no elements.
     return torch.from_numpy(raw).view(dtype).view(shape) if length else empty_data(shape, dtype, "cpu")
 
 
 @cache
-def _let_torch_warn(dtype: torch.dtype) -> None:
-    """Make a tensor, so that what torch says once in a process about its dtype isn't said in the middle of a test."""
+def _trigger_warnings(dtype: torch.dtype) -> None:
+    """Make a tensor, so that torch's warning about its dtype, once in each process, doesn't appear during a test."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.empty(0, dtype=dtype)

@@ -1,4 +1,4 @@
-"""A storage that counts what is asked of it: to fail on purpose, or to look at what is there after every step."""
+"""A storage that numbers its calls: to fail at a chosen one, or to inspect the files after each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Rest = ParamSpec("Rest")
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One thing that was asked of a storage.
+    """A call of a storage's method.
 
     Attributes:
         number: counted from 0.
@@ -31,17 +31,17 @@ class Call:
     name: str
 
 
-def _nothing(_: Call) -> None:
+def _do_nothing(_: Call) -> None:
     pass
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WatchedStorage:
-    """A storage that calls a function before and after each call of another one, one call at a time.
+    """A storage that passes calls on to another one, and calls functions before and after each; one call at a time.
 
     Args:
-        inner: where the files are.
-        before: may raise; then the call isn't made, but a write leaves half of its bytes, as one that breaks off does.
+        inner: the storage with the files.
+        before: may raise; then the call isn't made, except that a write leaves half of its bytes, as if interrupted.
         after: may raise.
 
     Examples:
@@ -54,9 +54,10 @@ class WatchedStorage:
     """
 
     inner: Storage
-    before: Callable[[Call], None] = _nothing
-    after: Callable[[Call], None] = _nothing
+    before: Callable[[Call], None] = _do_nothing
+    after: Callable[[Call], None] = _do_nothing
     _numbers: Any = field(default_factory=count)
+    # Reentrant: `before` and `after` may look at the storage themselves.
     _lock: Any = field(default_factory=RLock)
 
     def write(self, name: str, buffers: Iterable[Buffer], *, durable: bool) -> int:
@@ -66,6 +67,7 @@ class WatchedStorage:
             try:
                 self.before(call)
             except BaseException:
+                # Half of the file, since that is what a process leaves that is killed while it writes.
                 data = b"".join(buffers)
                 self.inner.write(name, [memoryview(data[: len(data) // 2])], durable=False)
                 raise
@@ -81,7 +83,7 @@ class WatchedStorage:
                 self.before(call)
             except BaseException:
                 pairs = list(parts)
-                with suppress(CheckpointingException):  # a store that takes whole files only is left without one
+                with suppress(CheckpointingException):  # storages that accept only whole files write nothing
                     self.inner.write_parts(name, length, pairs[: len(pairs) // 2], durable=False)
                 raise
             self.inner.write_parts(name, length, parts, durable=durable)
@@ -136,11 +138,11 @@ class WatchedStorage:
         return self.watched(self.inner.changed, name)
 
     def sibling(self, name: str) -> WatchedSibling:
-        """Return the folder beside this one that a save of that name takes, watched too."""
+        """Return the folder beside this one that a save of that name makes, watched too."""
         return WatchedSibling(self, self._exchanging.sibling(name), name)
 
     def siblings(self) -> tuple[str, ...]:
-        """Return the names of the saves that have taken a folder beside this one."""
+        """Return the names of the saves that have made a folder beside this one."""
         return self._exchanging.siblings()
 
     def move_folder(self, old: str, new: str) -> None:
@@ -150,7 +152,7 @@ class WatchedStorage:
         self.watched(self.inner.move_folder, old, new)
 
     def is_link(self, name: str) -> bool:
-        """Return whether a name is a symbolic link's."""
+        """Return whether a name is a symbolic link."""
         return isinstance(self.inner, Renaming) and self.watched(self.inner.is_link, name)
 
     @property
@@ -166,7 +168,7 @@ class WatchedStorage:
     def watched(
         self, method: Callable[Concatenate[str, Rest], T], name: str, *args: Rest.args, **options: Rest.kwargs
     ) -> T:
-        """Call a method of the inner storage, or of what belongs to it, between `before` and `after`."""
+        """Call a method of the inner storage or its sibling, between `before` and `after`."""
         with self._lock:
             call = self._call(method.__name__, name)
             self.before(call)
@@ -180,12 +182,12 @@ class WatchedStorage:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WatchedSibling:
-    """A folder beside a watched storage, whose calls count among that one's.
+    """A folder beside a watched storage; its calls are numbered together with the storage's.
 
     Args:
         owner: the watched storage.
         inner: the folder.
-        name: of the save that takes it, and of the calls.
+        name: of the save that makes it, and of the calls.
     """
 
     owner: WatchedStorage
@@ -202,7 +204,7 @@ class WatchedSibling:
         self._call("make", lambda: self.inner.make(note, durable=durable))
 
     def note(self) -> bytes | None:
-        """Return the note of who made it."""
+        """Return the owner's note."""
         return self._call("note", self.inner.note)
 
     def is_exchanged(self) -> bool | None:
@@ -218,15 +220,15 @@ class WatchedSibling:
         return self._call("old_names", self.inner.old_names)
 
     def check_shareable(self, names: Sequence[str]) -> None:
-        """Raise unless old files can get a second name."""
+        """Raise unless old files can be linked."""
         self._call("check_shareable", lambda: self.inner.check_shareable(names))
 
     def share(self, names: Sequence[str], *, durable: bool) -> tuple[str, ...]:
-        """Let the new folder have old files too."""
+        """Link old files into the new folder."""
         return self._call("share", lambda: self.inner.share(names, durable=durable))
 
     def exchange(self, *, durable: bool) -> None:
-        """Give the two folders each other's place."""
+        """Exchange the two folders."""
         self._call("exchange", lambda: self.inner.exchange(durable=durable))
 
     def remove(self) -> None:

@@ -1,4 +1,4 @@
-"""Flat trees, as an open checkpoint is: their tensors, and entries replaced by others under their own keys."""
+"""Flat trees, such as open checkpoints: their tensors, and entries replaced by shards under their own keys."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..mapping import ShardedTensor
 from ..trees import check_stars, match_keys
 
 Flat = Mapping[str, Any]
-"""A dict of shards; what else is in it stays as it is. The shards' own keys count, not those of the dict."""
+"""A dict of shards; other values in it stay as they are. The shards' own keys count, not those of the dict."""
 
 
 def flat_tensors(doing: str, tree: Flat) -> dict[str, ShardedTensor]:
@@ -34,12 +34,12 @@ def flat_tensors(doing: str, tree: Flat) -> dict[str, ShardedTensor]:
 
 
 def replace_entries(doing: str, tree: Flat, new: Mapping[str, Sequence[ShardedTensor]]) -> dict[str, Any]:
-    """Return a new dict in which shards, by their keys, stand in the place of entries.
+    """Return a new dict in which entries are replaced by shards, by their keys.
 
     Args:
         doing: for the error.
         tree: what stays is shared.
-        new: entry -> the shards that take its place, possibly none.
+        new: entry -> the shards that replace it, possibly none.
 
     Raises:
         TreeError: two entries would have one name.
@@ -58,7 +58,7 @@ def replace_entries(doing: str, tree: Flat, new: Mapping[str, Sequence[ShardedTe
         names = [name for name, _ in pairs]
         twice = [repr(name) for name in dict.fromkeys(names) if names.count(name) > 1]
         fix = "Rename one of them first, or leave it out."
-        raise TreeError(error_text(f"{doing}: there would be two entries of one name", offenders=twice, fix=fix))
+        raise TreeError(error_text(f"{doing}: two entries would have one name", offenders=twice, fix=fix))
     return result
 
 
@@ -95,29 +95,30 @@ def check_same(doing: str, shards: Sequence[ShardedTensor], fields: Sequence[str
         for name in fields
         if getattr(shard, name) != getattr(first, name)
     ]
+    # Data of some and not of others would give a tensor that is there in part.
     wrong += [
         f"{shard.key!r}: {_has(shard)}, but {first.key!r}: {_has(first)}"
         for shard in shards
         if (shard.data is None) != (first.data is None)
     ]
     if wrong:
-        raise TreeError(error_text(f"{doing}: tensors that don't go together", offenders=wrong))
+        raise TreeError(error_text(f"{doing}: tensors that can't be combined", offenders=wrong))
 
 
 def _has(shard: ShardedTensor) -> str:
     return "no data" if shard.data is None else "data"
 
 
-# What the functions on one axis of tensors share: that they have all of it, and shards of another length along it.
+# Functions on one axis, of which shards must be whole.
 
 
 def map_tensors(
     doing: str, tree: Flat, keys: Sequence[str], change: Callable[[ShardedTensor], ShardedTensor]
 ) -> dict[str, Any]:
-    """Return the tree with the tensors that patterns name changed, each in the place of its entry.
+    """Return the tree with the tensors whose keys match patterns changed, each at its entry.
 
     Raises:
-        TreeError: a pattern names nothing, or two entries would have one name.
+        TreeError: a pattern matches nothing, or two entries would have one name.
 
     Examples:
         >>> import torch
@@ -137,7 +138,7 @@ def checked_keys(doing: str, keys: Sequence[str]) -> list[str]:
     """Return keys or patterns of keys as a list.
 
     Raises:
-        TreeError: there are none, one is there twice, or they are one text.
+        TreeError: there are none, one occurs twice, or they are one text.
 
     Examples:
         >>> checked_keys("split", ["h.*.q", "h.*.k"])
@@ -193,7 +194,7 @@ def whole_axis(doing: str, shard: ShardedTensor, axis: int) -> int:
 
 
 def resized(shard: ShardedTensor, key: str, axis: int, size: int, data: Any) -> ShardedTensor:
-    """Return a shard of another length along an axis of which it has all, with these data.
+    """Return a shard with another length along an axis that it has whole, and other data.
 
     Examples:
         >>> import torch
@@ -204,5 +205,6 @@ def resized(shard: ShardedTensor, key: str, axis: int, size: int, data: Any) -> 
     def sized(shape: tuple[int, ...]) -> tuple[int, ...]:
         return (*shape[:axis], size, *shape[axis + 1 :])
 
+    # Offset and fragmentation don't change, since the shard is whole along this axis.
     local_shape, global_shape = sized(shard.local_shape), sized(shard.global_shape)
     return replace(shard, key=key, data=data, local_shape=local_shape, global_shape=global_shape)

@@ -1,4 +1,4 @@
-"""Padding cut off and put back, and axes in another order: one tensor stays one tensor."""
+"""Transforms of single tensors: removing and adding padding, and reordering axes."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from ..mapping import ShardedTensor
 from ..trees import as_integers, empty_data, join_data
 from ._flat import Flat, check_plain, map_tensors, resized, whole_axis
 
-# Padding at the end of an axis cut off and put back, as that of a vocabulary is.
+# Padding at the end of an axis, as that of a vocabulary.
 
 
 def unpad_tensors(tree: Flat, keys: Sequence[str], length: int, *, axis: int = 0) -> dict[str, Any]:
     """Return the tree with tensors cut off at a length along an axis, as views.
 
-    What is cut off isn't looked at. Undoes `pad_tensors`.
+    What is cut off isn't read. Undoes `pad_tensors`.
 
     Args:
         tree: shards by key.
-        keys: of the tensors; each ``*`` stands for one part between dots.
+        keys: of the tensors; each ``*`` matches one part between dots.
         length: what is kept, in elements.
         axis: of the tensors; other axes may be sharded.
 
     Raises:
-        TreeError: a pattern names nothing.
+        TreeError: a pattern matches nothing.
         ShapeError: a tensor is shorter, or the shard isn't whole along the axis.
 
     Examples:
@@ -40,10 +40,10 @@ def unpad_tensors(tree: Flat, keys: Sequence[str], length: int, *, axis: int = 0
         >>> unpad_tensors({"embedding.weight": table}, ["embedding.weight"], 100)["embedding.weight"].global_shape
         (100, 4)
     """
-    return map_tensors("unpad_tensors", tree, keys, partial(_unpadded, length=length, axis=axis))
+    return map_tensors("unpad_tensors", tree, keys, partial(_unpad, length=length, axis=axis))
 
 
-def _unpadded(shard: ShardedTensor, length: int, axis: int) -> ShardedTensor:
+def _unpad(shard: ShardedTensor, length: int, axis: int) -> ShardedTensor:
     at = whole_axis("unpad_tensors", shard, axis)
     kept = integer(f"unpad_tensors: {shard.key!r}", "length", length)
     if not 0 <= kept <= shard.local_shape[at]:
@@ -59,12 +59,12 @@ def pad_tensors(tree: Flat, keys: Sequence[str], length: int, *, axis: int = 0) 
 
     Args:
         tree: shards by key.
-        keys: of the tensors; each ``*`` stands for one part between dots.
+        keys: of the tensors; each ``*`` matches one part between dots.
         length: the new one, in elements.
         axis: of the tensors; other axes may be sharded.
 
     Raises:
-        TreeError: a pattern names nothing.
+        TreeError: a pattern matches nothing.
         ShapeError: a tensor is longer, or the shard isn't whole along the axis.
 
     Examples:
@@ -72,10 +72,10 @@ def pad_tensors(tree: Flat, keys: Sequence[str], length: int, *, axis: int = 0) 
         >>> pad_tensors({"b": ShardedTensor.from_rank_offsets("b", torch.ones(2))}, ["b"], 3)["b"].data
         tensor([1., 1., 0.])
     """
-    return map_tensors("pad_tensors", tree, keys, partial(_padded, length=length, axis=axis))
+    return map_tensors("pad_tensors", tree, keys, partial(_pad, length=length, axis=axis))
 
 
-def _padded(shard: ShardedTensor, length: int, axis: int) -> ShardedTensor:
+def _pad(shard: ShardedTensor, length: int, axis: int) -> ShardedTensor:
     at = whole_axis("pad_tensors", shard, axis)
     wanted = integer(f"pad_tensors: {shard.key!r}", "length", length)
     if wanted < shard.local_shape[at]:
@@ -83,11 +83,13 @@ def _padded(shard: ShardedTensor, length: int, axis: int) -> ShardedTensor:
         raise ShapeError(error_text(f"pad_tensors: {shard.key!r} is longer", found=wanted, expected=expected))
     if wanted == shard.local_shape[at]:
         return shard
-    return resized(shard, shard.key, at, wanted, None if shard.data is None else _extended(shard.data, at, wanted))
+    return resized(shard, shard.key, at, wanted, None if shard.data is None else _with_zeros(shard.data, at, wanted))
 
 
-def _extended(data: Any, at: int, length: int) -> Any:
+def _with_zeros(data: Any, at: int, length: int) -> Any:
     shape = (*data.shape[:at], length - data.shape[at], *data.shape[at + 1 :])
+    # Zeros, since what was cut off isn't known any more, and Megatron-Core's own loading of a vocabulary without
+    # padding puts zeros there.
     if isinstance(data, LazyTensor):
         zeros: Any = stored(lambda _, box: _zeros(box, data.dtype, "cpu"), shape, data.dtype, name="zeros")
     else:
@@ -96,11 +98,11 @@ def _extended(data: Any, at: int, length: int) -> Any:
 
 
 def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
-    """Return zeros of any dtype; torch can't fill all."""
+    """Return zeros of any dtype: torch has no fill for some, and integers of zeros are zeros of every dtype."""
     return torch.zeros_like(as_integers(empty_data(shape, dtype, device))).view(dtype)
 
 
-# Tensors with their axes in another order, as where one program stores a matrix the other way round.
+# Axes in another order, as where a program stores matrices transposed.
 
 
 def transpose_tensors(tree: Flat, keys: Sequence[str], axes: Sequence[int] | None = None) -> dict[str, Any]:
@@ -108,11 +110,11 @@ def transpose_tensors(tree: Flat, keys: Sequence[str], axes: Sequence[int] | Non
 
     Args:
         tree: shards by key; boxes of any kind.
-        keys: of the tensors; each ``*`` stands for one part between dots.
+        keys: of the tensors; each ``*`` matches one part between dots.
         axes: the old axis for each new one, as in ``torch.permute``; the other way round by default.
 
     Raises:
-        TreeError: a pattern names nothing, or a shard isn't a box with all its axes.
+        TreeError: a pattern matches nothing, or a shard isn't a box with all its axes.
         ShapeError: that isn't an order of a tensor's axes.
 
     Examples:
@@ -122,10 +124,10 @@ def transpose_tensors(tree: Flat, keys: Sequence[str], axes: Sequence[int] | Non
         >>> transpose_tensors({"w": left}, ["w"])["w"].global_shape
         (12, 2)
     """
-    return map_tensors("transpose_tensors", tree, keys, partial(_transposed, axes=axes))
+    return map_tensors("transpose_tensors", tree, keys, partial(_transpose, axes=axes))
 
 
-def _transposed(shard: ShardedTensor, axes: Sequence[int] | None) -> ShardedTensor:
+def _transpose(shard: ShardedTensor, axes: Sequence[int] | None) -> ShardedTensor:
     check_plain("transpose_tensors", shard)
     count = len(shard.local_shape)
     given = range(count)[::-1] if axes is None else integers(f"transpose_tensors: {shard.key!r}", "axes", axes)

@@ -1,4 +1,4 @@
-"""One tensor cut into several with names of their own, and several joined to one: QKV, gate and up."""
+"""Splitting one tensor into several named ones, and merging several into one: QKV, gate and up."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..mapping import ShardedTensor
 from ..trees import fill_key, join_data, match_key
 from ._flat import Flat, check_same, checked_names, flat_tensors, replace_entries, resized, whole_axis
 
-# An axis as equal groups, one after the other: how many there are, and where each begins.
+# Groups of equal length along an axis.
 
 
 def checked_groups(doing: str, groups: int) -> int:
@@ -44,7 +44,7 @@ def group_starts(length: int, groups: int) -> list[int]:
     return [number * (length // groups) for number in range(groups)]
 
 
-# One tensor cut into several with names of their own, such as QKV and the gate above the up projection.
+# Splitting.
 
 
 def split_tensor(
@@ -62,16 +62,16 @@ def split_tensor(
 
     Args:
         tree: shards by key.
-        key: of the tensor; each ``*`` in it stands for one part between dots, so that all layers are cut at once.
+        key: of the tensor; each ``*`` in it matches one part between dots, so that all layers are cut at once.
         names: the new keys, in order, with as many ``*``.
         sizes: how long each new tensor is along the axis; equal by default.
         axis: of the tensor; other axes may be sharded.
-        groups: into how many equal groups the axis falls, each with its part of every new tensor. Megatron-Core's QKV
-            has one for each query group: ``[q q k v, q q k v, ...]``.
+        groups: into how many equal groups the axis is divided, each with its part of every new tensor. Megatron-Core's
+            QKV has one for each query group: ``[q q k v, q q k v, ...]``.
 
     Raises:
-        TreeError: no key is like that, or patterns have different numbers of stars.
-        ShapeError: the sizes don't add up or don't fall into groups, or the shard isn't whole along the axis.
+        TreeError: no key matches, or patterns have different numbers of stars.
+        ShapeError: the sizes don't add up or aren't divisible into groups, or the shard isn't whole along the axis.
 
     Examples:
         >>> from shardtree.mapping import ShardedTensor
@@ -92,7 +92,7 @@ def split_tensor(
         if parts is not None:
             new[entry] = _cut(shard, [fill_key(name, parts) for name in names], sizes, axis, count)
     if not new:
-        raise TreeError(error_text("split_tensor: no key is like that", expected=repr(key)))
+        raise TreeError(error_text("split_tensor: no key matches", expected=repr(key)))
     return replace_entries("split_tensor", tree, new)
 
 
@@ -101,9 +101,11 @@ def _cut(
 ) -> list[ShardedTensor]:
     at = whole_axis("split_tensor", shard, axis)
     lengths = _lengths(shard, len(names), sizes, at, groups)
+    # Sizes are those of the whole new tensors, as a model's config has them; within a group each is divided by their
+    # number.
     starts = accumulate((size // groups for size in lengths), initial=0)
     return [
-        resized(shard, name, at, size, None if shard.data is None else _taken(shard.data, at, start, size, groups))
+        resized(shard, name, at, size, None if shard.data is None else _gather(shard.data, at, start, size, groups))
         for name, start, size in zip(names, starts, lengths, strict=False)
     ]
 
@@ -121,13 +123,14 @@ def _lengths(shard: ShardedTensor, count: int, sizes: Sequence[int] | None, at: 
     return lengths
 
 
-def _taken(data: Any, at: int, start: int, size: int, groups: int) -> Any:
-    """Return what one new tensor holds: of each group, the elements from a start on."""
+def _gather(data: Any, at: int, start: int, size: int, groups: int) -> Any:
+    """Return the data of one new tensor: of each group, the elements from a start on."""
+    # A concatenation of intervals and not a reshape: lazy tensors record it, and read each element once.
     pieces = [data.narrow(at, first + start, size // groups) for first in group_starts(data.shape[at], groups)]
     return pieces[0] if groups == 1 else join_data(torch.cat, pieces, at)
 
 
-# Several tensors joined to one: Q, K and V, or the gate and the up projection.
+# Merging.
 
 _ALIKE = ("dtype", "replica_id", "allow_shape_mismatch", "prepend_axis_num")
 
@@ -139,16 +142,16 @@ def merge_tensors(tree: Flat, names: Sequence[str], key: str, *, axis: int = 0, 
 
     Args:
         tree: shards by key.
-        names: the keys of the tensors, in the order in which they are joined; each ``*`` stands for one part between
+        names: the keys of the tensors, in the order in which they are joined; each ``*`` matches one part between
             dots, so that all layers are joined at once.
         key: the new one, with as many ``*``.
         axis: of the tensors; other axes may be sharded, all alike.
-        groups: into how many equal groups each tensor falls along the axis; the first ones of all come first, then the
-            second ones, as in Megatron-Core's QKV.
+        groups: into how many equal groups each tensor is divided along the axis; the first ones of all come first, then
+            the second ones, as in Megatron-Core's QKV.
 
     Raises:
-        TreeError: no keys are like that, some are missing, or tensors don't go together.
-        ShapeError: a shard isn't whole along the axis, or doesn't fall into groups.
+        TreeError: no keys match, some are missing, or tensors can't be combined.
+        ShapeError: a shard isn't whole along the axis, or isn't divisible into groups.
 
     Examples:
         >>> from shardtree.mapping import ShardedTensor
@@ -166,21 +169,21 @@ def merge_tensors(tree: Flat, names: Sequence[str], key: str, *, axis: int = 0, 
         for name in names:
             parts = match_key(name, shard.key)
             if parts is not None:
-                _put(found.setdefault(parts, {}), name, entry, shard)
+                _add(found.setdefault(parts, {}), name, entry, shard)
     if not found:
-        raise TreeError(error_text("merge_tensors: no keys are like that", expected=", ".join(map(repr, names))))
+        raise TreeError(error_text("merge_tensors: no keys match", expected=", ".join(map(repr, names))))
     new: dict[str, list[ShardedTensor]] = {}
     for parts, own in found.items():
         named = _complete(fill_key(key, parts), {name: fill_key(name, parts) for name in names}, own)
         new |= {entry: [] for entry, _ in own.values()}
-        new[next(iter(own.values()))[0]] = [_joined(fill_key(key, parts), named, axis, count)]
+        new[next(iter(own.values()))[0]] = [_merge(fill_key(key, parts), named, axis, count)]
     return replace_entries("merge_tensors", tree, new)
 
 
-def _put(own: dict[str, tuple[str, ShardedTensor]], name: str, entry: str, shard: ShardedTensor) -> None:
+def _add(own: dict[str, tuple[str, ShardedTensor]], name: str, entry: str, shard: ShardedTensor) -> None:
     if name in own:
-        fix = "Join whole tensors: several boxes of one tensor can't be told apart."
-        raise TreeError(error_text(f"merge_tensors: {shard.key!r} is there twice", fix=fix))
+        fix = "Join whole tensors: several boxes of one tensor can't be distinguished."
+        raise TreeError(error_text(f"merge_tensors: {shard.key!r} occurs twice", fix=fix))
     own[name] = entry, shard
 
 
@@ -191,7 +194,7 @@ def _complete(key: str, keys: dict[str, str], own: dict[str, tuple[str, ShardedT
     return [own[name][1] for name in keys]
 
 
-def _joined(key: str, shards: Sequence[ShardedTensor], axis: int, groups: int) -> ShardedTensor:
+def _merge(key: str, shards: Sequence[ShardedTensor], axis: int, groups: int) -> ShardedTensor:
     at = {whole_axis("merge_tensors", shard, axis) for shard in shards}.pop()
     check_same("merge_tensors", shards, _ALIKE)
     size = sum(shard.local_shape[at] for shard in shards)
@@ -206,7 +209,7 @@ def _joined(key: str, shards: Sequence[ShardedTensor], axis: int, groups: int) -
 
 
 def _pieces(datas: Sequence[Any], at: int, groups: int) -> list[Any]:
-    """Return what is joined, in order: of each group, every tensor's part."""
+    """Return the pieces to concatenate, in order: of each group, every tensor's part."""
     if groups == 1:
         return list(datas)
     lengths = [data.shape[at] // groups for data in datas]

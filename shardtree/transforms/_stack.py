@@ -1,4 +1,4 @@
-"""Layers stacked to one tensor with a leading axis, and taken apart again."""
+"""Stacking layers to one tensor with a leading axis, unstacking them, and renaming by patterns."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def stack_layers(tree: Flat, prefix: str) -> dict[str, Any]:
 
     Args:
         tree: shards by key; each layer's the same box of a tensor of the same shape and dtype.
-        prefix: of the keys; each ``*`` in it stands for one part between dots, as in ``"layers.*.experts"``.
+        prefix: of the keys; each ``*`` in it matches one part between dots, as in ``"layers.*.experts"``.
 
     Raises:
-        TreeError: no key is like that, a layer is missing, or layers differ.
+        TreeError: no key matches, a layer is missing, or layers differ.
 
     Examples:
         >>> from shardtree.mapping import ShardedTensor
@@ -45,32 +45,34 @@ def stack_layers(tree: Flat, prefix: str) -> dict[str, Any]:
                 [1, 1],
                 [2, 2]])
     """
+    # Without leading zeros: unstacking must give back the same keys.
     pattern = re.compile(rf"({key_expression(prefix)})\.(0|[1-9][0-9]*)\.(.+)", re.DOTALL)
     groups: dict[str, _Group] = defaultdict(dict)
     for entry, shard in flat_tensors("stack_layers", tree).items():
         found = pattern.fullmatch(shard.key)
         if found is not None:
-            _put(groups[f"{found[1]}.{found.groups()[-1]}"], int(found.groups()[-2]), entry, shard)
+            _add(groups[f"{found[1]}.{found.groups()[-1]}"], int(found.groups()[-2]), entry, shard)
     if not groups:
-        raise _nothing("stack_layers", f"{prefix}.<number>.<name>", tree)
+        raise _no_match("stack_layers", f"{prefix}.<number>.<name>", tree)
     new: dict[str, list[ShardedTensor]] = {}
     for key, group in groups.items():
         new |= {entry: [] for entry, _ in group.values()}
-        new[next(iter(group.values()))[0]] = [_stacked(key, group)]
+        new[next(iter(group.values()))[0]] = [_stack(key, group)]
     return replace_entries("stack_layers", tree, new)
 
 
-def _put(group: _Group, number: int, entry: str, shard: ShardedTensor) -> None:
+def _add(group: _Group, number: int, entry: str, shard: ShardedTensor) -> None:
     check_plain("stack_layers", shard)
     if number in group:
-        fix = "Stack whole tensors: several boxes of one tensor can't be told apart."
-        raise TreeError(error_text(f"stack_layers: {shard.key!r} is there twice", fix=fix))
+        fix = "Stack whole tensors: several boxes of one tensor can't be distinguished."
+        raise TreeError(error_text(f"stack_layers: {shard.key!r} occurs twice", fix=fix))
     group[number] = entry, shard
 
 
-def _stacked(key: str, group: Mapping[int, tuple[str, ShardedTensor]]) -> ShardedTensor:
+def _stack(key: str, group: Mapping[int, tuple[str, ShardedTensor]]) -> ShardedTensor:
     count = max(group) + 1
     if count != len(group):
+        # Bounded: one key with a huge number, as a hostile file may have, would list as many missing layers.
         missing = [f"layer {number}" for number in range(min(count, 10_000)) if number not in group]
         raise TreeError(error_text(f"stack_layers: {key!r} lacks layers", found=len(group), offenders=missing))
     layers = [group[number][1] for number in range(count)]
@@ -89,17 +91,17 @@ def _stacked(key: str, group: Mapping[int, tuple[str, ShardedTensor]]) -> Sharde
 
 
 def unstack_layers(tree: Flat, prefix: str) -> dict[str, Any]:
-    """Return the tree with each ``<prefix>.<name>`` taken apart along its first axis: ``<prefix>.<number>.<name>``.
+    """Return the tree with each ``<prefix>.<name>`` unstacked along its first axis: ``<prefix>.<number>.<name>``.
 
-    The new tensors are views. A box that holds some of the layers gives those, by their own numbers. Undone by
+    The new tensors are views. A box of some layers gives those, by their own numbers. Undone by
     `stack_layers`.
 
     Args:
-        tree: shards by key. Keys that have a number behind the prefix already stay.
-        prefix: of the keys; each ``*`` in it stands for one part between dots.
+        tree: shards by key. Keys that have a number after the prefix already stay.
+        prefix: of the keys; each ``*`` in it matches one part between dots.
 
     Raises:
-        TreeError: no key is like that, or a tensor has no first axis.
+        TreeError: no key matches, or a tensor has no first axis.
 
     Examples:
         >>> from shardtree.mapping import ShardedTensor
@@ -114,7 +116,7 @@ def unstack_layers(tree: Flat, prefix: str) -> dict[str, Any]:
         if found is not None:
             new[entry] = _layers(shard, found[1], found.groups()[-1])
     if not new:
-        raise _nothing("unstack_layers", f"{prefix}.<name>", tree)
+        raise _no_match("unstack_layers", f"{prefix}.<name>", tree)
     return replace_entries("unstack_layers", tree, new)
 
 
@@ -148,28 +150,28 @@ def _rows(shard: ShardedTensor) -> list[Any]:
     return [None if shard.data is None else shard.data[number] for number in range(count)]
 
 
-def _nothing(doing: str, expected: str, tree: Flat) -> TreeError:
+def _no_match(doing: str, expected: str, tree: Flat) -> TreeError:
     keys = [repr(shard.key) for shard in flat_tensors(doing, tree).values()]
     found = ", ".join(shorten(keys, shown=3)) or "no tensors"
-    return TreeError(error_text(f"{doing}: no key is like that", found=found, expected=expected))
+    return TreeError(error_text(f"{doing}: no key matches", found=found, expected=expected))
 
 
-# Keys renamed by patterns, so that one line renames a tensor of every layer.
+# Renaming by patterns.
 
 SameTree = TypeVar("SameTree")
 
 
 def partial_rename(tree: SameTree, names: Mapping[str, str]) -> SameTree:
-    """Return the tree with other shard keys, by patterns; keys that none fits stay, and so does the tree's structure.
+    """Return the tree with other shard keys, by patterns; other keys stay, and so does the tree's structure.
 
     Args:
         tree: any tree.
-        names: old key -> new key. Each ``*`` stands for one part between dots, and is filled in again in order. The
+        names: old key -> new key. Each ``*`` matches one part between dots, and is filled in again in order. The
             first pattern that fits a key counts.
 
     Raises:
         MetadataError: `names` isn't a mapping.
-        TreeError: a pattern fits no key, patterns have different numbers of stars, or two keys would become one.
+        TreeError: a pattern matches no key, patterns have different numbers of stars, or two keys would become one.
 
     Examples:
         >>> import torch

@@ -1,4 +1,4 @@
-"""Whether something is a tree whose shards are found: what is done with whole trees asks this first."""
+"""Checks of whole trees: that a value is a tree, and that no shard or DTensor in it would be overlooked."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ..errors import TreeError, TreePath, UnsupportedValue, error_text, render_p
 from ..mapping import LocalNonpersistentObject, ShardedBase, ShardedObject
 from ._nodes import NAMESPACE, TOO_DEEP, entries
 
-_DEEPEST = 100  # levels that are searched for hidden shards; the codec stores no deeper ones
+_DEEPEST = 100  # levels that are searched for hidden shards; the codec refuses deeper values anyway
 _PLAIN = frozenset((type(None), bool, int, float, complex, str, bytes, torch.Tensor, torch.Size, torch.dtype))
 _CLOSED = (type, ModuleType, FunctionType, BuiltinFunctionType, torch.Tensor, np.ndarray, np.generic)
-"""What holds no shards, or is pickled by its name."""
+"""Values that hold no shards, or are pickled by name."""
 _REGISTER = (
-    "Of a class of yours, pass a dict of its fields (`vars` gives one), or have the class entered: "
+    "Of a class of yours, pass a dict of its fields (`vars` gives one), or register the class: "
     f"`optree.register_pytree_node(cls, flatten, unflatten, namespace={NAMESPACE!r})`."
 )
 
@@ -45,14 +45,14 @@ def check_is_tree(doing: str, tree: Any) -> None:
 
 
 @contextmanager
-def told_of_depth(doing: str) -> Iterator[None]:
-    """Say what was being done where a tree is too deep.
+def refuse_too_deep(doing: str) -> Iterator[None]:
+    """Name the operation in errors about trees that are too deep.
 
     Args:
         doing: what is being done, for the message.
 
     Raises:
-        TreeError: there was no stack left.
+        TreeError: the tree exceeded Python's recursion limit.
     """
     try:
         yield
@@ -65,7 +65,7 @@ def told_of_depth(doing: str) -> Iterator[None]:
 
 
 def refuse_hidden(doing: str, leaves: Sequence[tuple[TreePath, Any]]) -> None:
-    """Raise where a shard or local object lies in a value that trees don't enter: it would be taken for a plain value.
+    """Raise where a shard or local object lies in a value that tree maps don't enter: it would count as plain.
 
     Raises:
         UnsupportedValue: names every such place.
@@ -82,7 +82,7 @@ def refuse_hidden(doing: str, leaves: Sequence[tuple[TreePath, Any]]) -> None:
 
 
 def refuse_dtensors(doing: str, leaves: Sequence[tuple[TreePath, Any]]) -> None:
-    """Raise where a leaf is a DTensor: it is a part of a tensor, and would be taken for a plain value.
+    """Raise where a leaf is a DTensor: it is a part of a tensor, and would be saved as a plain value.
 
     Raises:
         TreeError: names every such place.
@@ -90,7 +90,7 @@ def refuse_dtensors(doing: str, leaves: Sequence[tuple[TreePath, Any]]) -> None:
     Examples:
         >>> refuse_dtensors("save", [(("step",), torch.tensor(3))])
     """
-    # Told by an attribute: importing the class would load torch.distributed.
+    # Recognised by an attribute: importing the class would load torch.distributed.
     cut = [render_path(path) for path, leaf in leaves if isinstance(leaf, torch.Tensor) and hasattr(leaf, "placements")]
     if cut:
         fix = "Use `from_dtensors` of shardtree.interop.dtensor on each rank's tree: DTensors know their own layout."
@@ -98,7 +98,7 @@ def refuse_dtensors(doing: str, leaves: Sequence[tuple[TreePath, Any]]) -> None:
 
 
 def _inside(value: Any) -> Iterable[Any]:
-    """Return what a value holds that trees don't enter: its items, or whatever a pickle of it would take along."""
+    """Return what a value that tree maps don't enter holds: its items, or what a pickle of it would include."""
     if type(value) in _PLAIN or isinstance(value, _CLOSED):
         return ()
     if isinstance(value, Mapping):
@@ -108,7 +108,7 @@ def _inside(value: Any) -> Iterable[Any]:
     if isinstance(value, ShardedObject):
         return (value.data,)
     slots = (name for kind in type(value).__mro__ for name in _slot_names(kind))
-    # Not by hasattr and getattr alone: a property may run any code, a slot's descriptor runs none.
+    # Only slots' descriptors are read by getattr: a property may run any code.
     return [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in slots)]
 
 
@@ -119,7 +119,7 @@ def _slot_names(kind: type) -> Iterable[str]:
 
 
 def _holds_shards(values: Iterable[Any], seen: set[int], depth: int = 0) -> bool:
-    """Return whether a shard lies anywhere below; `seen` are the ids of what was looked into, for cycles end here."""
+    """Return whether a shard lies anywhere below; `seen` holds the ids of visited values, which ends cycles."""
     if depth > _DEEPEST:
         return False
     for value in values:

@@ -1,4 +1,4 @@
-"""Pipelines of tree functions: compose joins them, bind binds a function's options.
+"""Pipelines of tree functions: `compose` chains them, `bind` sets a function's options.
 
 Functions take the tree first; only maps take their function first, as `jax.tree.map` does. So one `bind` serves them
 all, users' own too, and no function needs a second signature for pipelines.
@@ -18,7 +18,7 @@ _Options = ParamSpec("_Options")
 _Result = TypeVar("_Result")
 
 _TREE_NAMES = ("tree", "pytree", "sharded_state_dict", "state_dict")
-"""What functions that take a tree call it: ours, Megatron-Core's, jax's and optree's."""
+"""What parameters for a tree are called: here, in Megatron-Core, in JAX and optree."""
 
 
 def compose(*functions: Callable[[Any], Any]) -> Callable[[Tree], Any]:
@@ -54,6 +54,7 @@ def bind(
         >>> for_serving({"w": ShardedTensor.from_rank_offsets("w", torch.ones(1))})["w"]
         ShardedTensor(key='model.w', data=<bfloat16 (1,) cpu>, dtype=torch.bfloat16, ...)
     """
+    # Checked when it is bound: the call, perhaps much later in a pipeline, would pass the tree as the function.
     _refuse_tree_second(function, options)
     return lambda tree: function(tree, *args, **options)
 
@@ -61,8 +62,9 @@ def bind(
 def _refuse_tree_second(function: Callable[..., Any], options: dict[str, Any]) -> None:
     try:
         first, *later = inspect.signature(function).parameters
-    except ValueError:  # a builtin without a signature, or a function without parameters, whose call will say so
+    except ValueError:  # a builtin without a signature, or a function without parameters, whose call will fail anyway
         return
+    # By parameters' names, which works for users' functions too.
     late = [name for name in later if name in _TREE_NAMES and name not in options]
     if first in _TREE_NAMES or not late:
         return

@@ -1,4 +1,4 @@
-"""How two trees differ: what only one of them has, and where values aren't the same to the last bit."""
+"""Differences of two trees: what only one of them has, and where values aren't bit for bit the same."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def diff(x1: Tree, x2: Tree, prefix: TreePath = ()) -> Difference:
     Args:
         x1: the left tree.
         x2: the right one.
-        prefix: where the two are in a larger tree: what the paths begin with.
+        prefix: path of the two in a larger tree, with which the paths begin.
 
     Examples:
         >>> diff({"a": 1, "b": [2, 3]}, {"b": [2, 4], "c": 5})
@@ -82,7 +82,8 @@ def _findings(left: Tree, right: Tree, path: TreePath) -> Iterator[_Finding]:
 
 
 def _same_value(left: Any, right: Any) -> bool:
-    """Return whether two leaves are the same to the last bit."""
+    """Return whether two leaves are bit for bit the same."""
+    # A tree and its edited copy share most leaves.
     if left is right:
         return True
     if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
@@ -106,16 +107,18 @@ def _same_tensor(left: torch.Tensor, right: torch.Tensor) -> bool:
         return left.is_nested == right.is_nested and left.size(0) == right.size(0) and all(starmap(_same_tensor, parts))
     if left.dtype != right.dtype or left.shape != right.shape or left.layout != right.layout:
         return False
+    # Meta tensors have no bits to compare.
     if not has_elements(left) or not has_elements(right):
         return not has_elements(left) and not has_elements(right)
     if left.layout != torch.strided:
         return _same_tensor(left.to_dense(), right.to_dense())
+    # Compared as bytes: for `torch.equal` NaN differs from itself, and 0.0 equals -0.0.
     return torch.equal(left, right) if left.is_quantized else torch.equal(_bits(left), _bits(right))
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     plain = as_integers(tensor).cpu().contiguous()
-    # A single element may keep any stride and still be contiguous; view refuses that.
+    # A tensor of one element is contiguous with any strides, and `view` refuses some of them.
     return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
 
 
@@ -138,7 +141,7 @@ def _same_shard(left: ShardedBase, right: ShardedBase) -> bool:
 
 
 def _equal(left: Any, right: Any) -> bool:
-    """Return what a type's own `==` says; what can't be compared isn't equal."""
+    """Return the result of a type's own `==`; what can't be compared isn't equal."""
     try:
         return bool(left == right)
     except Exception:
@@ -164,7 +167,7 @@ _NUMBERS = {
 
 
 def value_at(tree: Any, path: TreePath) -> str:
-    """Return what messages say of the value at a path of a tree.
+    """Return a short text for the value at a path of a tree, for messages.
 
     Examples:
         >>> value_at({"lr": 0.1}, ("lr",)), value_at({"lr": 0.1}, ("step",))
@@ -180,7 +183,7 @@ def value_at(tree: Any, path: TreePath) -> str:
 
 
 def _value_text(value: Any) -> str:
-    """Return a plain value or a few numbers as they are, of anything else what it is."""
+    """Return a plain value or a few numbers in full, and only the type of anything else."""
     if isinstance(value, (bool, int, float, complex, str, bytes, type(None))):
         return repr(value)
     if isinstance(value, (torch.Tensor, np.ndarray)):

@@ -1,4 +1,4 @@
-"""Edits of a tree's shards: their keys, dtypes, boxes and data. What an edit leaves as it was is shared."""
+"""Edits of a tree's shards: their keys, dtypes, boxes and data. What an edit doesn't change is shared."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..mapping import ShardedBase, ShardedObject, ShardedTensor, ShardedTensorFa
 from ._nodes import SameTree, Tree, check_function, flatten, map_sharing
 from ._registry import described_kind, with_data
 
-# Tensors made and joined bit for bit, of any dtype: torch can't join all, but integers of every size.
+# Creating and concatenating tensors of any dtype. Torch lacks operators for some, and has all for integers.
 
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -44,7 +44,7 @@ def empty_data(shape: Sequence[int], dtype: torch.dtype, device: torch.device | 
 
 
 def join_data(join: Callable[..., Any], parts: Sequence[Any], axis: int) -> Any:
-    """Return tensors joined along an axis, or the description of that, where they are lazy.
+    """Return tensors joined along an axis; of lazy tensors a lazy one.
 
     Args:
         join: `torch.cat` or `torch.stack`.
@@ -72,9 +72,9 @@ Renaming = Mapping[str, str] | Callable[[str], str]
 
 
 def rename(tree: SameTree, names: Renaming) -> SameTree:
-    """Return the tree with other shard keys; where the shards stand in the tree doesn't change.
+    """Return the tree with other shard keys; the tree's structure doesn't change.
 
-    Where nothing collides, renaming is undone by renaming with the inverse mapping. Factories hand their new key to
+    Where nothing collides, renaming is undone by renaming with the inverse mapping. Factories pass their new key to
     what they build.
 
     Args:
@@ -105,7 +105,7 @@ def _check_names(names: Mapping[str, str], keys: Collection[str]) -> None:
     unknown = [name for name in names if name not in keys]
     if not unknown:
         return
-    # Comparing with every key takes long, so only the names that are shown are compared.
+    # Comparing with every key takes long, so only the names that the error shows are compared.
     near = {name: get_close_matches(name, keys, n=1) for name in unknown[:10] if isinstance(name, str)}
     lines = [f"{name!r}" + "".join(f" (did you mean {one!r}?)" for one in near.get(name, ())) for name in unknown]
     fix = "Correct them; where ranks hold different keys, pass a function, such as lambda key: names.get(key, key)."
@@ -166,6 +166,7 @@ def _cast(leaf: Any, dtype: torch.dtype) -> Any:
     old_dtype = getattr(old, "dtype", dtype)
     if old_dtype == dtype or not old_dtype.is_floating_point:
         return leaf
+    # A factory has no dtype of its own: that of its data counts.
     data = None if leaf.data is None else leaf.data.to(dtype)
     return replace(leaf, dtype=dtype, data=data) if isinstance(leaf, ShardedTensor) else replace(leaf, data=data)
 
@@ -207,8 +208,9 @@ def _narrow(leaf: Any, dim: int, start: int, length: int) -> Any:
 def without_data(tree: SameTree, *, meta: bool = False) -> SameTree:
     """Return the tree with None as the data of each shard, factory and sharded object, or with meta tensors.
 
-    With meta tensors, what doesn't look at elements gives what it gives of the tree itself: the same metadata, shapes
-    and dtypes, as with `jax.eval_shape`; factories still build. Without, factories may not know what they hold.
+    With meta tensors, functions that don't read elements return what they return for the tree itself: the same
+    metadata, shapes and dtypes, as with `jax.eval_shape`; factories still build. With None, a factory may not know the
+    shape of its tensor.
 
     Args:
         tree: any tree. Plain values, tensors among them, stay as they are.

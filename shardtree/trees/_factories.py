@@ -1,4 +1,4 @@
-"""Factories applied and merged, and the metadata of what a tree's checkpoint will hold once they are applied."""
+"""Applying factories and merging what was loaded for them, and the metadata of the checkpoint that results."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ._edit import without_data
 from ._maps import leaves_with_paths
 from ._nodes import Tree, call_at, depth_error, describe, entries, is_sequence, like, map_sharing
 
-# Factories applied and merged: a tensor becomes the subtree that is stored, and a loaded subtree a tensor again.
+# From a tensor to the subtree that is stored, and from a loaded subtree to the tensor.
 #
 # The two are a lens. `apply_factories` builds, `apply_factory_merges` merges, and `build_factories` gives both at once.
 
@@ -49,11 +49,11 @@ def build_factories(tree: Tree) -> tuple[Tree, Callable[[Tree], Tree]]:
     """
     built: dict[int, Tree] = {}
     expanded = _build(tree, built, 0)
-    return expanded, lambda loaded: _merged(loaded, tree, (), lambda factory: built[id(factory)])
+    return expanded, lambda loaded: _merge_from_root(loaded, tree, (), lambda factory: built[id(factory)])
 
 
 def _build(tree: Tree, built: dict[int, Tree], depth: int) -> Tree:
-    """Return the tree with its factories applied, noting in `built` what each of them (by id) built."""
+    """Return the tree with its factories applied, adding what each built to `built`, by the factory's id."""
 
     def on_leaf(leaf: Any) -> Any:
         if not isinstance(leaf, ShardedTensorFactory):
@@ -65,6 +65,7 @@ def _build(tree: Tree, built: dict[int, Tree], depth: int) -> Tree:
                     fix="Let build_fn return shards in the end; it seems to return its own factory again.",
                 )
             )
+        # By id, since equal factories may stand in several places. The tree keeps them alive, so ids stay unique.
         built[id(leaf)] = leaf.build()
         return _build(built[id(leaf)], built, depth + 1)
 
@@ -72,7 +73,7 @@ def _build(tree: Tree, built: dict[int, Tree], depth: int) -> Tree:
 
 
 def apply_factory_merges(x1: Tree, x2: Tree, key: TreePath = ()) -> Tree:
-    """Return what was loaded, with each factory's merge applied to what stands at its path.
+    """Return what was loaded, with each factory's merge applied to the subtree at its path.
 
     Args:
         x1: what was loaded, in the structure that `apply_factories` gives. Subtrees with nothing to merge are shared.
@@ -81,8 +82,8 @@ def apply_factory_merges(x1: Tree, x2: Tree, key: TreePath = ()) -> Tree:
         key: where the two are in a larger tree, for errors.
 
     Returns:
-        A new tree. A factory with data is asked again what it builds, to find factories inside; one without data
-        is taken to build none.
+        A new tree. A factory with data builds once more, to find factories inside; one without data
+        is assumed to build none.
 
     Raises:
         TreeError: no place in `x1` for a factory, named by its path.
@@ -95,14 +96,14 @@ def apply_factory_merges(x1: Tree, x2: Tree, key: TreePath = ()) -> Tree:
         >>> apply_factory_merges({"w": [torch.zeros(1), torch.ones(1)], "step": 3}, {"w": factory})
         {'w': tensor([0., 1.]), 'step': 3}
     """
-    return _merged(x1, x2, tuple(key), _rebuilt)
+    return _merge_from_root(x1, x2, tuple(key), _build_again)
 
 
-def _rebuilt(factory: ShardedTensorFactory) -> Tree:
+def _build_again(factory: ShardedTensorFactory) -> Tree:
     return None if factory.data is None else factory.build()
 
 
-def _merged(loaded: Tree, tree: Tree, path: TreePath, inner: _Inner) -> Tree:
+def _merge_from_root(loaded: Tree, tree: Tree, path: TreePath, inner: _Inner) -> Tree:
     try:
         return _merge(loaded, tree, path, inner)
     except RecursionError as error:
@@ -115,7 +116,7 @@ def _merge(loaded: Tree, tree: Tree, path: TreePath, inner: _Inner) -> Tree:
     wanted = {entry: child for entry, child in (entries(tree) or {}).items() if _holds_factory(child)}
     if not wanted:
         return loaded
-    places = _places(loaded, tree, wanted, path)
+    places = _checked_entries(loaded, tree, wanted, path)
     merged = {entry: _merge(places[entry], child, (*path, entry), inner) for entry, child in wanted.items()}
     return like(loaded, {**places, **merged})
 
@@ -127,8 +128,8 @@ def _holds_factory(tree: Tree) -> bool:
     return children is not None and any(map(_holds_factory, children.values()))
 
 
-def _places(loaded: Tree, tree: Tree, wanted: Mapping[Any, Tree], path: TreePath) -> Mapping[Any, Tree]:
-    """Return what was loaded by entry, when it has a place for each wanted one."""
+def _checked_entries(loaded: Tree, tree: Tree, wanted: Mapping[Any, Tree], path: TreePath) -> Mapping[Any, Tree]:
+    """Return the entries of what was loaded, after checking that it has each wanted one."""
     places = entries(loaded)
     if places is None or not _fits(loaded, tree):
         raise _misfit("has another structure", path, describe(loaded), describe(tree))
@@ -142,7 +143,7 @@ def _places(loaded: Tree, tree: Tree, wanted: Mapping[Any, Tree], path: TreePath
 
 
 def _fits(loaded: Tree, tree: Tree) -> bool:
-    """Return whether the entries of one tree name places of the other: keys in keys, positions or keys in positions."""
+    """Return whether entries of `tree` can name entries of `loaded`: keys in a dict, positions in a sequence."""
     if isinstance(loaded, dict):
         return isinstance(tree, dict)
     return is_sequence(tree) or isinstance(tree, dict) or type(loaded) is type(tree)
@@ -156,16 +157,16 @@ def _misfit(
     return TreeError(error_text(text, found=found, expected=expected, fix=fix, offenders=offenders))
 
 
-# A tree's metadata by shard key: what a checkpoint of it will hold.
+# Metadata by key.
 
 
 def extract_metadata(tree: Tree) -> dict[str, ShardedTensor | ShardedObject]:
     """Return a tree's first shard of each tensor and every sharded object, without data, flat by key.
 
-    Factories are applied first. Sharded objects stand under their `unique_key`.
+    Factories are applied first. Sharded objects have their `unique_key` as key.
 
     Raises:
-        IntegrityError: two shards of one key say different global shapes or dtypes; every such pair is named.
+        IntegrityError: two shards of one key have different global shapes or dtypes; names every such pair.
 
     Examples:
         >>> import torch
@@ -182,18 +183,18 @@ def extract_metadata(tree: Tree) -> dict[str, ShardedTensor | ShardedObject]:
             continue
         key = leaf.unique_key if isinstance(leaf, ShardedObject) else leaf.key
         first = found.setdefault(key, leaf)
-        if _whole(first) != _whole(leaf):
-            conflicts.append(f"{key!r} at {render_path(path)}: found {_outline(leaf)}, before {_outline(first)}")
+        if _global_kind(first) != _global_kind(leaf):
+            conflicts.append(f"{key!r} at {render_path(path)}: found {_kind_text(leaf)}, before {_kind_text(first)}")
     if conflicts:
         fix = "Give each global tensor a key of its own."
         raise IntegrityError(error_text("shards of one key describe different tensors", offenders=conflicts, fix=fix))
     return dict(without_data(found))
 
 
-def _whole(leaf: ShardedTensor | ShardedObject) -> tuple[Any, ...]:
+def _global_kind(leaf: ShardedTensor | ShardedObject) -> tuple[Any, ...]:
     return leaf.global_shape, leaf.dtype if isinstance(leaf, ShardedTensor) else None
 
 
-def _outline(leaf: ShardedTensor | ShardedObject) -> str:
-    shape, dtype = _whole(leaf)
+def _kind_text(leaf: ShardedTensor | ShardedObject) -> str:
+    shape, dtype = _global_kind(leaf)
     return f"{shape} {dtype or 'object'}"

@@ -1,8 +1,7 @@
-"""The common tree that is stored, with holes where shards were, and its join with what a load's target got.
+"""The common tree that is stored, with holes where shards were, and its join with what was loaded for a target.
 
-A place keeps its position from save to load because it is stored as a hole. Which rank's tree is stored decides where
-holes and empty containers stand in it, so the join never lets that show on paths of the target: every container of
-the target stands in the result.
+Holes keep the positions of shards from save to load. Where holes and empty containers are depends on the rank whose
+tree is stored, so a join doesn't depend on them: every container of the target is in the result.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from ..errors import TreeError, TreePath, error_text, render_path
 from ..mapping import LocalNonpersistentObject, ShardedBase
 from ._nodes import HOLE, Tree, depth_error, describe, entries, flatten, is_known_leaf, is_sequence, like, stored_like
 
-# Records: what stands in a stored tree for an instance of a class that isn't imported.
+# Records replace instances of classes, since no file may name a class to import.
 
 _SIMPLE = (str, int, bool, float, type(None))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Record:
-    """An enum member, dataclass or named tuple, as a file holds it.
+    """An enum member, dataclass or named tuple as it was stored.
 
     Two records are equal if their types and fields are; tensors and arrays in them are equal if they are the same
     object.
@@ -64,9 +63,9 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def common_with_holes(tree: Tree) -> Tree:
-    """Return what is stored of a tree outside its shards: each sharded leaf and nonpersistent object is a hole.
+    """Return the part of a tree that is stored as common state: sharded leaves and nonpersistent objects become holes.
 
-    A container with nothing but holes becomes a hole itself, save the outermost. An empty container stays as it is. A
+    A container of holes only becomes a hole itself, except the outermost. An empty container stays as it is. A
     node of a class that users registered with optree becomes a dict of its entries.
 
     Examples:
@@ -93,6 +92,7 @@ def _stored(tree: Tree) -> Tree:
     if children is None:
         return _hole_or_leaf(tree)
     new = {entry: _stored(child) for entry, child in children.items()}
+    # Large subtrees of shards, as a model, then cost the common state nothing.
     return HOLE if new and all(child is HOLE for child in new.values()) else stored_like(tree, new)
 
 
@@ -116,51 +116,52 @@ def _without_holes(tree: Tree) -> Tree:
     if children is None:
         return tree
     new = {entry: _without_holes(child) for entry, child in children.items()}
-    return like(tree, _filled(new)) if isinstance(tree, dict) else like(tree, new)
+    return like(tree, _drop_holes(new)) if isinstance(tree, dict) else like(tree, new)
 
 
 def comparable(common: Any) -> Any:
-    """Return what must be the same on all ranks of a common tree: not where shards were, nor how many. New containers.
+    """Return what of a common tree must be the same on all ranks: without traces of shards. Containers are new.
 
     Examples:
         >>> comparable({"w": HOLE, "step": 1, "none here": []}), comparable([HOLE, HOLE])
         ({'step': 1}, [])
     """
-    rest = _without_traces(common)
+    rest = _values_only(common)
     if rest is HOLE:
         return like(common, {}) if isinstance(common, (dict, list)) else []
     return rest
 
 
-def _without_traces(tree: Tree) -> Tree:
-    """Return a tree without holes and without what holds nothing else: a hole where nothing is left."""
+def _values_only(tree: Tree) -> Tree:
+    """Return a tree without holes, and without containers that hold nothing else; a hole if nothing is left."""
     children = entries(tree)
     if children is None:
         return tree
-    new = {entry: _without_traces(child) for entry, child in children.items() if child is not HOLE}
-    left = _filled(new)
-    # An empty container doesn't count: a list of shards is empty on a rank that holds none of them.
+    new = {entry: _values_only(child) for entry, child in children.items() if child is not HOLE}
+    left = _drop_holes(new)
+    # An empty container doesn't count: a list of shards is empty on a rank that holds none, as `narrow` leaves it
+    # where a flat shard lies outside of the range.
     if not left:
         return HOLE
     return like(tree, left if isinstance(tree, dict) else {**dict.fromkeys(children, HOLE), **left})
 
 
 def join(common: Tree, target: Tree) -> Tree:
-    """Return the stored common tree joined by what was loaded for a target.
+    """Return the stored common tree joined with what was loaded for a target.
 
     Dicts are joined by key, lists and tuples of equal length by position, a stored record of fields by the target's
-    fields of the same names. Every container of the target stands in the result, of the target's type, whatever holes
+    fields of the same names. Every container of the target is in the result, of the target's type, whatever holes
     and empty containers are stored there; a dict may gain stored keys, after which come the target's new ones. A
-    container of the target that names nothing to load gives way to what is stored whole where the two can't be joined.
+    container of the target without anything to load is replaced by a complete stored one that it can't be joined with.
 
-    What can't be whole is left out: a hole that the target doesn't fill goes from its dict, and a list, tuple or
-    record with such a hole goes as a whole, unless the target names something in it. `left_out` says what went.
+    What can't be complete is left out: a hole that the target doesn't fill, from its dict, and a list, tuple or record
+    with such a hole, as a whole, unless the target has something to load in it. `left_out` returns those paths.
 
     Args:
         common: as `common_with_holes` gave it.
         target: the target's tree with each shard replaced by what was loaded and each plain value by a hole.
-            `LocalNonpersistentObject` is a box that is unwrapped here, and what it holds isn't looked into: put loaded
-            objects in one too, for they may be containers.
+            `LocalNonpersistentObject` is unwrapped here, and what it holds isn't entered: wrap loaded
+            objects in one too, since they may be containers.
 
     Returns:
         A tree without holes; subtrees of the target that hold none are shared.
@@ -197,87 +198,91 @@ def left_out(common: Tree, joined: Tree) -> tuple[TreePath, ...]:
         >>> left_out(common, join(common, {}))
         (('ema', 1),)
     """
-    return tuple(_lost(common, joined, ()))
+    return tuple(_missing_paths(common, joined, ()))
 
 
-def _lost(stored: Tree, joined: Tree, path: TreePath) -> Iterator[TreePath]:
+def _missing_paths(stored: Tree, joined: Tree, path: TreePath) -> Iterator[TreePath]:
     if joined is stored or stored is HOLE:
         return
     mine = _entries(stored)
     if mine is None:
-        # A leaf is replaced by nothing but an absence or a container of the target's.
+        # A stored leaf is in the result unless it was left out, or a container of the target replaced it.
         if joined is HOLE or _entries(joined) is not None:
             yield path
         return
     pair = None if joined is HOLE else _aligned(stored, joined)
     for (entry, child), key in zip(mine.items(), (mine if pair is None else pair[0]), strict=True):
-        yield from _lost(child, HOLE if pair is None else pair[1].get(key, HOLE), (*path, entry))
+        yield from _missing_paths(child, HOLE if pair is None else pair[1].get(key, HOLE), (*path, entry))
 
 
 def _join(stored: Tree, target: Tree, path: TreePath) -> Tree:
-    """Return the join at one path: a hole where neither tree has anything, or what they have can't be whole."""
+    """Return the join at one path: a hole where neither tree has anything, or what they have can't be completed."""
     if stored is HOLE:
-        return target if is_known_leaf(target) else _settled(target, path)
+        # Most places of a target are leaves, and optree's own lookup of types takes longer.
+        return target if is_known_leaf(target) else _finish_target(target, path)
     if target is HOLE:
-        return _left(stored)
+        return _keep_whole(stored)
     if (pair := _aligned(stored, target)) is not None:
         mine, theirs = pair
         order = dict.fromkeys([*mine, *theirs]) if isinstance(target, dict) else theirs
         new = {entry: _join(mine.get(entry, HOLE), theirs.get(entry, HOLE), (*path, entry)) for entry in order}
-        return _closed(target, new, path, named=_names(target))
+        return _rebuild(target, new, path, named=_holds_any(target))
+    # Whether rank 0's tree has a hole or an empty container here says nothing about the other ranks.
     if is_hollow(stored):
-        return _settled(target, path)
-    if _names(target):
+        return _finish_target(target, path)
+    if _holds_any(target):
         raise _conflict(stored, target, path)
-    kept = _left(stored)
-    return _settled(target, path) if kept is HOLE else kept
+    # Plain values of a target are ignored, as in Megatron-Core: a tuple of other defaults in it isn't an error.
+    kept = _keep_whole(stored)
+    return _finish_target(target, path) if kept is HOLE else kept
 
 
-def _settled(target: Tree, path: TreePath) -> Tree:
-    """Return a tree of the target's with its boxes unwrapped and its unfilled holes left out."""
+def _finish_target(target: Tree, path: TreePath) -> Tree:
+    """Return a subtree of the target with local objects unwrapped and unfilled holes left out."""
     children = entries(target)
     if children is None:
         return target.unwrap() if isinstance(target, LocalNonpersistentObject) else target
-    new = {entry: _settled(child, (*path, entry)) for entry, child in children.items()}
+    new = {entry: _finish_target(child, (*path, entry)) for entry, child in children.items()}
     if all(new[entry] is child is not HOLE for entry, child in children.items()):
         return target
-    return _closed(target, new, path, named=_names(target))
+    return _rebuild(target, new, path, named=_holds_any(target))
 
 
-def _left(stored: Tree) -> Tree:
-    """Return what is left of a stored tree of which the target names nothing."""
+def _keep_whole(stored: Tree) -> Tree:
+    """Return what is complete of a stored tree in which the target has nothing to load."""
     children = _entries(stored)
     if children is None:
         return stored
-    new = {entry: _left(child) for entry, child in children.items()}
+    new = {entry: _keep_whole(child) for entry, child in children.items()}
     if all(new[entry] is child is not HOLE for entry, child in children.items()):
         return stored
-    return _closed(stored, new, (), named=False)
+    return _rebuild(stored, new, (), named=False)
 
 
-def _closed(node: Tree, new: Mapping[Any, Tree], path: TreePath, *, named: bool) -> Tree:
-    """Return a container like the node without holes; a hole where only a dict could do without them.
+def _rebuild(node: Tree, new: Mapping[Any, Tree], path: TreePath, *, named: bool) -> Tree:
+    """Return a container like the node, without holes; a hole if it has some and isn't a dict.
 
     Args:
         node: the container.
         new: its entries, some of them holes.
         path: where it stands.
-        named: whether the target names something in it: then leaving it out isn't an option.
+        named: whether the target has something to load in it: then it can't be left out.
 
     Raises:
         TreeError: it is named, and isn't a dict.
     """
+    # A dict with holes counts as complete, since they are simply absent: formats that keep none in dicts give the same.
     holes = [entry for entry, child in new.items() if child is HOLE]
     if not holes or isinstance(node, dict):
-        return like(node, _filled(new))
+        return like(node, _drop_holes(new))
     if not named:
         return HOLE
-    what = f"join: a {type(node).__name__} can't be put together without the places that the target doesn't fill"
+    what = f"join: a {type(node).__name__} can't be completed: the target doesn't fill all its places"
     fix = "Put shards for these places in the target, or take the whole container out of it."
     raise TreeError(error_text(what, fix=fix, offenders=[render_path((*path, entry)) for entry in holes]))
 
 
-def _filled(children: Mapping[Any, Tree]) -> dict[Any, Tree]:
+def _drop_holes(children: Mapping[Any, Tree]) -> dict[Any, Tree]:
     return {entry: child for entry, child in children.items() if child is not HOLE}
 
 
@@ -290,7 +295,7 @@ def _aligned(stored: Tree, target: Tree) -> tuple[Mapping[Any, Tree], Mapping[An
         return (mine, theirs) if isinstance(stored, dict) else None
     if is_sequence(target) and is_sequence(stored):
         return (mine, theirs) if len(mine) == len(theirs) else None
-    # Nodes of other kinds, and namedtuples whose class wasn't known, are stored by the names of their fields.
+    # Registered nodes, and namedtuples whose class wasn't known to the save, are stored by field names.
     if type(stored) is not type(target) and not isinstance(stored, (Record, dict)):
         return None
     names = dict(zip(target._fields if optree.is_namedtuple(target) else theirs, theirs, strict=True))
@@ -318,7 +323,7 @@ def is_hollow(stored: Tree) -> bool:
     return stored is HOLE if children is None else all(map(is_hollow, children.values()))
 
 
-def _names(target: Tree) -> bool:
+def _holds_any(target: Tree) -> bool:
     """Return whether a target's tree holds anything that was loaded, or that stays with the rank."""
     return any(leaf is not HOLE for leaf in flatten(target)[0])
 

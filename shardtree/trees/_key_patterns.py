@@ -1,4 +1,4 @@
-"""Patterns of keys: plain text in which ``*`` stands for one part between dots, and ``**`` for any number of them."""
+"""Patterns of keys: plain text in which ``*`` matches one part between dots, and ``**`` any number of them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from itertools import zip_longest
 from ..errors import TreeError, error_text
 
 _STAR = re.compile(r"\*\*\.|\.\*\*$|\*\*?")
-# What stars stand for, with the dot that isn't there either where ** stands for no part.
-_STANDS_FOR = {"*": r"([^.]+)", "**.": r"((?:[^.]+\.)*)", ".**": r"((?:\.[^.]+)*)", "**": r"(.+)"}
+# What stars match. With ** goes the dot beside it, which is absent too where ** matches no part.
+_EXPRESSIONS = {"*": r"([^.]+)", "**.": r"((?:[^.]+\.)*)", ".**": r"((?:\.[^.]+)*)", "**": r"(.+)"}
 
 
 def key_expression(pattern: str) -> str:
@@ -29,8 +29,8 @@ def key_expression(pattern: str) -> str:
         found, fix = repr(pattern)[:200], "Write a key, with * for parts that differ: 'model.layers.*.mlp.weight'."
         raise TreeError(error_text("not a pattern of keys", found=found, expected="a text", fix=fix))
     texts = [re.escape(text) for text in _STAR.split(pattern)]
-    stood = [_STANDS_FOR[star] for star in _STAR.findall(pattern)]
-    return "".join(text + star for text, star in zip_longest(texts, stood, fillvalue=""))
+    expressions = [_EXPRESSIONS[star] for star in _STAR.findall(pattern)]
+    return "".join(text + star for text, star in zip_longest(texts, expressions, fillvalue=""))
 
 
 def stars(pattern: str) -> int:
@@ -44,7 +44,7 @@ def stars(pattern: str) -> int:
 
 
 def match_key(pattern: str, key: str) -> tuple[str, ...] | None:
-    """Return what stands in a key for each star of a pattern, None where the key doesn't match.
+    """Return what each star of a pattern matches in a key, None where the key doesn't match.
 
     Examples:
         >>> match_key("layers.*.weight", "layers.11.weight"), match_key("layers.*.weight", "layers.11.bias")
@@ -86,27 +86,28 @@ def check_stars(doing: str, pattern: str, others: Sequence[str]) -> None:
     wrong = [f"{other!r} has {stars(other)}" for other in others if stars(other) != stars(pattern)]
     if wrong:
         expected = f"as many * as {pattern!r}, which has {stars(pattern)}"
-        fix = "Each * is filled in with what stood there in the key."
+        fix = "Each * is filled in with what it matched in the key."
         raise TreeError(
             error_text(f"{doing}: patterns that can't be filled in", expected=expected, offenders=wrong, fix=fix)
         )
 
 
 def match_keys(doing: str, patterns: Iterable[str], keys: Iterable[str]) -> dict[str, tuple[str, tuple[str, ...]]]:
-    """Return, for each key that a pattern fits, the first one that does, and what stands there for its stars.
+    """Return, for each key that a pattern matches, the first one that does, and what its stars match.
 
     Args:
         doing: for the error.
         patterns: the order counts.
-        keys: those that no pattern fits are left out.
+        keys: those that no pattern matches are left out.
 
     Raises:
-        TreeError: a pattern is the first that fits for no key.
+        TreeError: no key has a pattern as the first that matches.
 
     Examples:
         >>> match_keys("rename", ["layers.*.bias", "layers.*.*"], ["layers.3.bias", "layers.3.weight", "step"])
         {'layers.3.bias': ('layers.*.bias', ('3',)), 'layers.3.weight': ('layers.*.*', ('3', 'weight'))}
     """
+    # An unused pattern is most likely a typing error, and what it was meant for would silently go without.
     known = list(patterns)
     chosen = {key: found for key in keys if (found := _first_match(known, key)) is not None}
     used = {pattern for pattern, _ in chosen.values()}

@@ -1,4 +1,4 @@
-"""Maps over a tree in its two views, shards as leaves or through them to their tensors; and trees as lists of paths."""
+"""Maps over trees, with shards as leaves or through them to their tensors; and trees as lists of paths and leaves."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..mapping import ShardedTensor, ShardedTensorFactory
 from ._nodes import SameTree, Tree, call_on_leaves, check_function, flatten
 from ._registry import with_data
 
-# Maps over a tree in its two views: shards as leaves, and through shards to their tensors.
+# Maps.
 
 _Key = TypeVar("_Key")
 
@@ -29,7 +29,7 @@ def map_shards(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     f is called in the order of sorted dict keys; the result keeps each dict's own order. Every container is new.
 
     Args:
-        f: takes one leaf of each tree. What it returns is put in the leaf's place.
+        f: takes one leaf of each tree. What it returns replaces the leaf.
         tree: any tree; None is a leaf.
         rest: trees with the first one's structure; where the first has a leaf, theirs may have a subtree.
 
@@ -98,11 +98,11 @@ def map_data(f: Callable[[Any], Any], tree: SameTree) -> SameTree:
     return mapped
 
 
-# A tree as a flat list of leaves with their paths, and back.
+# Leaves with paths.
 
 
 def path_key(path: TreePath) -> str:
-    """Return a path's entries joined by dots: the key of what stands there.
+    """Return a path's entries joined by dots: the default key of the leaf there.
 
     Examples:
         >>> path_key(("layers", 0, "weight"))

@@ -1,4 +1,4 @@
-"""What a node of a tree is where shards are leaves: its entries, a node like it, and trees flattened and mapped.
+"""Nodes of trees in which shards are leaves: a node's entries, a node like it, and trees flattened and mapped.
 
 Nodes are dict, OrderedDict, defaultdict, list, tuple, namedtuple and deque, and the classes that users registered with
 optree in the namespace ``"shardtree"`` (or for all namespaces). None is a leaf. Subclasses of dict, list and deque are
@@ -19,7 +19,7 @@ from ..errors import MetadataError, TreeError, TreePath, error_text, plural, ren
 from ..geometry import refuse
 from ..mapping import ShardedTensor, ShardedTensorFactory
 
-# The hole: what stands in a tree where a leaf was taken out. Never None, which is a value.
+# The hole takes the place of a leaf that was removed. None won't do: it is a value.
 
 
 class Hole(Enum):
@@ -38,6 +38,7 @@ class Hole(Enum):
 
 
 HOLE: Final = Hole.HOLE
+"""The only `Hole`."""
 
 Tree = Any
 SameTree = TypeVar("SameTree")
@@ -51,7 +52,7 @@ _DEEP = 100  # levels; the codec stores no deeper values
 _SHOWN = 4  # of them, in an error
 
 _LEAVES = frozenset((ShardedTensor, ShardedTensorFactory, torch.Tensor, type(HOLE), type(None), bool, int, float, str))
-"""Types that are known without asking: ours, which are nodes in the other view, and those that nobody registers."""
+"""Types that aren't looked up in optree's registry: plain values, and shards, which are nodes there."""
 
 
 def entries(node: Tree) -> Mapping[Any, Tree] | None:
@@ -84,9 +85,9 @@ def like(node: Tree, new: Mapping[Any, Tree]) -> Tree:
 
 
 def stored_like(node: Tree, new: Mapping[Any, Tree]) -> Tree:
-    """Return what is stored of a container with these children: a dict of its entries, for a node that users register.
+    """Return the stored form of a container with these children: for a registered class, a dict of its entries.
 
-    A file names no class to be imported, so what knows the node's class is the target that is loaded into.
+    A file names no class to be imported, so only a load's target knows the node's class.
     """
     return like(node, new) if isinstance(node, (dict, list, tuple, deque)) else dict(new)
 
@@ -110,7 +111,7 @@ def same_kind(left: Tree, right: Tree) -> bool:
 
 
 def namedtuple_types(tree: Tree) -> tuple[type, ...]:
-    """Return the namedtuple classes of a tree's nodes, each once, in the order in which they are met.
+    """Return the namedtuple classes of a tree's nodes, each once, in the order of the tree.
 
     Examples:
         >>> from collections import namedtuple
@@ -135,7 +136,7 @@ def _namedtuple_types(tree: Tree) -> Iterator[type]:
 
 
 def describe(node: Tree) -> str:
-    """Return what a node is, for an error: its type and size, never its contents.
+    """Return a node's type and size, for errors; never its contents.
 
     Examples:
         >>> describe({"a": 1}), describe([]), describe(1.5)
@@ -150,9 +151,12 @@ def describe(node: Tree) -> str:
 def flatten(tree: Tree) -> tuple[list[Any], optree.PyTreeSpec]:
     """Return a tree's leaves, shards among them, and its structure."""
     try:
+        # The spec sorts dict keys, so that ranks whose dicts have other orders agree on the order of leaves.
         leaves, spec = optree.tree_flatten(tree, is_leaf=is_known_leaf, none_is_leaf=True, namespace=NAMESPACE)
     except RecursionError as error:
         raise depth_error(error, tree) from None
+    # To optree a subclass of dict, list or deque is a leaf. Such ones are replaced by the type that they derive from,
+    # until none is left below them.
     while any(issubclass(kind, _OPEN_KINDS) for kind in set(map(type, leaves))):
         again = spec.unflatten(map(_plain, leaves))
         leaves, spec = optree.tree_flatten(again, is_leaf=is_known_leaf, none_is_leaf=True, namespace=NAMESPACE)
@@ -160,12 +164,12 @@ def flatten(tree: Tree) -> tuple[list[Any], optree.PyTreeSpec]:
 
 
 def is_known_leaf(node: Any) -> bool:
-    """Return whether a node is a leaf without asking optree, whose own look at what it doesn't know takes longer."""
+    """Return whether a node's type is a known leaf; optree's own lookup of types takes longer."""
     return type(node) in _LEAVES
 
 
 def _plain(leaf: Any) -> Tree:
-    """Return a container that optree doesn't know as one that it does."""
+    """Return a subclass of a container as that container; another leaf as it is."""
     return like(leaf, entries(leaf) or {}) if isinstance(leaf, _OPEN_KINDS) else leaf
 
 
@@ -187,9 +191,9 @@ def _map_sharing(f: Callable[[Any], Tree], tree: Tree, path: TreePath) -> Tree:
 
 
 def depth_error(error: RecursionError, *trees: Tree) -> Exception:
-    """Return what to raise where there was no stack left: a TreeError where one of the trees is deep.
+    """Return what to raise after a RecursionError: a TreeError if one of the trees is deep.
 
-    Otherwise it is the error itself, of a caller's function that calls itself.
+    Otherwise the error itself, since then the caller's function recurses.
 
     Examples:
         >>> depth_error(RecursionError("too deep"), {"a": [1]})
@@ -203,7 +207,7 @@ def depth_error(error: RecursionError, *trees: Tree) -> Exception:
 
 
 def _deep_path(tree: Tree) -> TreePath | None:
-    """Return the path of a node that is deep down, found without a stack: the tree may contain itself."""
+    """Return the path of a node that is deep down, found without recursion, since the tree may contain itself."""
     left: list[tuple[TreePath, Tree]] = [((), tree)]
     while left:
         path, node = left.pop()
@@ -214,7 +218,7 @@ def _deep_path(tree: Tree) -> TreePath | None:
 
 
 def check_function(doing: str, field: str, value: object, expected: str = "a function") -> None:
-    """Raise MetadataError for what can't be called, such as a tree that was given in a function's place.
+    """Raise MetadataError for what can't be called, such as a tree passed instead of a function.
 
     Examples:
         >>> check_function("map_shards", "f", len)
@@ -225,7 +229,7 @@ def check_function(doing: str, field: str, value: object, expected: str = "a fun
 
 
 def call_at(path: TreePath, f: Callable[..., Any], *arguments: Any) -> Any:
-    """Return f's value; what f raises says the path that it was called for.
+    """Return f's value; what f raises gets a note of the path.
 
     Examples:
         >>> call_at(("layers", 0), max, [1, 2])
@@ -239,10 +243,10 @@ def call_at(path: TreePath, f: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def call_on_leaves(f: Callable[..., Any], spec: optree.PyTreeSpec, *columns: list[Any]) -> list[Any]:
-    """Return f's value for each leaf of a structure; what f raises says the path that it was called for."""
+    """Return f's value for each leaf of a structure; what f raises gets a note of the leaf's path."""
     done: list[Any] = []
     try:
-        done.extend(map(f, *columns))  # keeps what came before an exception, and so counts to the leaf
+        done.extend(map(f, *columns))  # `extend` keeps what came before an exception: its length says which leaf
     except Exception as error:
         error.add_note(f"at {render_path(spec.paths()[len(done)])}")
         raise

@@ -1,4 +1,4 @@
-"""Trees taken apart and put together: partition and its inverse combine, select, merge, and trees without holes."""
+"""Splitting and uniting trees: partition and its inverse combine, merge, select, and prune."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ._nodes import (
     same_kind,
 )
 
-# A tree taken apart and put together: partition and combine are inverses, and a hole stands for what was taken out.
+# partition: two trees of the same structure, with holes for each other's leaves.
 
 
 def partition(tree: Tree, predicate: Callable[[Any], object]) -> tuple[Tree, Tree]:
@@ -75,13 +75,13 @@ def extract_nonpersistent(sharded_state_dict: Tree) -> tuple[Tree, Tree]:
     return partition(sharded_state_dict, lambda leaf: isinstance(leaf, LocalNonpersistentObject))
 
 
-# Trees put together: combine fills holes in trees of one structure, merge unites the entries of two trees.
+# combine fills holes in trees of one structure; merge unites the entries of two trees.
 
 _Check = Callable[[Tree, Tree, TreePath], None]
 
 
 def combine(*trees: Tree) -> Tree:
-    """Return the one tree that parts with holes make together; the inverse of `partition`.
+    """Return the tree that parts with holes make together; the inverse of `partition`.
 
     Where every part has a hole, the whole has one. A part may hold a subtree where the others have a hole.
 
@@ -89,13 +89,13 @@ def combine(*trees: Tree) -> Tree:
         trees: trees of the same structure, where each place is filled in at most one of them.
 
     Raises:
-        TreeError: a place is filled twice, or the structures differ; the path is named.
+        TreeError: a place is filled twice, or the structures differ; names the path.
 
     Examples:
         >>> combine({"a": 1, "b": [HOLE, 3]}, {"a": HOLE, "b": [2, HOLE]})
         {'a': 1, 'b': [2, 3]}
     """
-    return reduce(lambda left, right: _united(left, right, (), _check_combine), trees, HOLE)
+    return reduce(lambda left, right: _unite_from_root(left, right, (), _check_combine), trees, HOLE)
 
 
 def merge(x1: Tree, x2: Tree, key: TreePath = ()) -> Tree:
@@ -110,16 +110,16 @@ def merge(x1: Tree, x2: Tree, key: TreePath = ()) -> Tree:
         key: where the two are in a larger tree, for errors.
 
     Raises:
-        TreeError: both trees have a leaf at a path, or containers that can't be united; the path is named.
+        TreeError: both trees have a leaf at a path, or containers that can't be united; names the path.
 
     Examples:
         >>> merge({"a": 1, "b": {"c": 2}}, {"b": {"d": 3}})
         {'a': 1, 'b': {'c': 2, 'd': 3}}
     """
-    return _united(x1, x2, tuple(key), _check_merge)
+    return _unite_from_root(x1, x2, tuple(key), _check_merge)
 
 
-def _united(left: Tree, right: Tree, path: TreePath, check: _Check) -> Tree:
+def _unite_from_root(left: Tree, right: Tree, path: TreePath, check: _Check) -> Tree:
     try:
         return _unite(left, right, path, check)
     except RecursionError as error:
@@ -152,6 +152,7 @@ def _check_merge(left: Tree, right: Tree, path: TreePath) -> None:
 
 def _check_combine(left: Tree, right: Tree, path: TreePath) -> None:
     _check_merge(left, right, path)
+    # Stricter than a merge: parts of one partition have one structure, so anything else is a mistake.
     if type(left) is not type(right) or (entries(left) or {}).keys() != (entries(right) or {}).keys():
         raise _conflict(left, right, path)
 
@@ -164,7 +165,7 @@ def _conflict(left: Tree, right: Tree, path: TreePath) -> TreeError:
     return TreeError(error_text(f"{what} at {render_path(path)}", found=found, fix=fix))
 
 
-# Trees without their holes.
+# prune: trees without holes.
 
 
 def prune(tree: Tree) -> Tree:
@@ -178,7 +179,7 @@ def prune(tree: Tree) -> Tree:
         {'d': [HOLE, 1], 'f': {}}
     """
     try:
-        pruned, children = _pruned(tree), entries(tree)
+        pruned, children = _prune(tree), entries(tree)
     except RecursionError as error:
         raise depth_error(error, tree) from None
     if pruned is not HOLE or children is None:
@@ -186,23 +187,23 @@ def prune(tree: Tree) -> Tree:
     return like(tree, {} if isinstance(tree, dict) else dict.fromkeys(children, HOLE))
 
 
-def _pruned(tree: Tree) -> Tree:
+def _prune(tree: Tree) -> Tree:
     children = entries(tree)
     if children is None:
         return tree
-    new = {entry: _pruned(child) for entry, child in children.items()}
+    new = {entry: _prune(child) for entry, child in children.items()}
     if new and all(child is HOLE for child in new.values()):
         return HOLE
     if all(new[entry] is child is not HOLE for entry, child in children.items()):
         return tree
-    return like(tree, _filled(new) if isinstance(tree, dict) else new)
+    return like(tree, _drop_holes(new) if isinstance(tree, dict) else new)
 
 
-def _filled(children: dict[object, Tree]) -> dict[object, Tree]:
+def _drop_holes(children: dict[object, Tree]) -> dict[object, Tree]:
     return {entry: child for entry, child in children.items() if child is not HOLE}
 
 
-# A tree cut down to the leaves that are wanted.
+# select: the leaves that are wanted.
 
 Wanted: TypeAlias = str | re.Pattern[str] | Callable[[TreePath, Any], object]
 

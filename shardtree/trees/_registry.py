@@ -1,7 +1,7 @@
-"""The node types that optree learns from us: a shard or factory is a node whose only child is its data.
+"""Shards and factories as nodes of optree, whose only child is their data.
 
-They are nodes in the namespace ``"shardtree"`` alone, for what looks through them; our own functions stop at them all
-the same, so that one tree has two views. Registering them is the one effect that importing shardtree has.
+They are registered in the namespace ``"shardtree"`` only, for users' own tree maps; functions of shardtree treat them
+as leaves. So one tree has two views. This registration is the only side effect of importing shardtree.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _Access: TypeAlias = tuple[Callable[[Any], tuple[Any, ...]], list[Callable[[Any,
 
 
 def _access(kind: type[Boxed]) -> _Access:
-    """Return what reads all fields but data in one call, and the setters of their slots, then of data's."""
+    """Return a reader of all fields but data in one call, and the setters of their slots, followed by data's."""
     names = [name for name in kind.__dataclass_fields__ if name != "data"]
     return attrgetter(*names), [getattr(kind, name).__set__ for name in [*names, "data"]]
 
@@ -39,7 +39,7 @@ _ACCESS: Final[dict[type, _Access]] = {kind: _access(kind) for kind in _KINDS}
 
 
 def with_data(leaf: Leaf, data: Any) -> Leaf:
-    """Return the leaf with other data, when that fits its metadata.
+    """Return the leaf with other data, after checking that it fits the metadata.
 
     The metadata was validated when the leaf was built, so only the data is looked at: the constructor would take
     three times as long as the rest of a tree map.
@@ -74,7 +74,7 @@ def _check_data(leaf: Boxed, data: torch.Tensor | LazyTensor) -> None:
     kind = described_kind(leaf)
     if kind is None:
         return
-    with suppress(RuntimeError):  # of a tensor without a shape
+    with suppress(RuntimeError):  # nested tensors have no shape; the check below names them
         if (data.dtype, tuple(data.shape)) == kind:
             return
     check_has_shape(f"map_data: the function's value for {leaf.key!r}", data)
@@ -84,17 +84,17 @@ def _check_data(leaf: Boxed, data: torch.Tensor | LazyTensor) -> None:
     raise ShapeError(error_text(what, found=found, expected=expected, fix=fix))
 
 
-def _take_out(leaf: Boxed) -> tuple[tuple[Any, ...], Boxed, tuple[str, ...]]:
-    """Return the data, and the leaf without it: equal and hashable as optree asks of a node's metadata."""
+def _flatten_leaf(leaf: Boxed) -> tuple[tuple[Any, ...], Boxed, tuple[str, ...]]:
+    """Return the data, and the leaf without it, which is comparable and hashable, as optree requires of metadata."""
     return (leaf.data,), with_data(leaf, None), ("data",)
 
 
-def _put_back(empty: Boxed, children: tuple[Any, ...]) -> Boxed:
+def _unflatten_leaf(empty: Boxed, children: tuple[Any, ...]) -> Boxed:
     return with_data(empty, children[0])
 
 
 def register_nodes() -> None:
-    """Tell optree of our node types; `shardtree.trees` does so once, when it is imported."""
-    register: Any = optree.register_pytree_node  # it asks for collections, and a leaf isn't one
+    """Register the node types with optree; `shardtree.trees` does so once, when it is imported."""
+    register: Any = optree.register_pytree_node  # its annotations ask for collections, and a leaf isn't one
     for kind in _KINDS:
-        register(kind, _take_out, _put_back, path_entry_type=optree.GetAttrEntry, namespace=NAMESPACE)
+        register(kind, _flatten_leaf, _unflatten_leaf, path_entry_type=optree.GetAttrEntry, namespace=NAMESPACE)

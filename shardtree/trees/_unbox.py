@@ -1,6 +1,6 @@
-"""unbox and rebox: a sharded tree without its boxes, and data put back into them; Flax's `unbox` and `replace_boxed`.
+"""unbox and rebox: a sharded tree's data without its boxes, and data put into boxes, as Flax does.
 
-A box is a leaf that holds data beside metadata: a shard, a factory, a sharded object, or a local object.
+A box is a leaf with data and metadata: a shard, a factory, a sharded object, or a local object.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def unbox(tree: Tree) -> Tree:
     References:
         flax.core.meta.unbox.
     """
-    return map_sharing(_held, tree)
+    return map_sharing(_unwrap, tree)
 
 
-def _held(leaf: Any) -> Any:
+def _unwrap(leaf: Any) -> Any:
     if isinstance(leaf, LocalNonpersistentObject):
         return leaf.unwrap()
     return leaf.data if isinstance(leaf, ShardedBase) else leaf
@@ -51,16 +51,16 @@ def rebox(tree: Tree, data: Tree) -> Tree:
     So what was loaded becomes a sharded tree again, ready to be saved: ``rebox(target, load(target, folder))``.
 
     Args:
-        tree: says where boxes are. Its plain values and the data in its boxes aren't looked at.
-        data: has a place for each box. All that stands there goes into the box, be it a container. What stands
-            elsewhere stays as it is: a load's result has common values of which the target says nothing.
+        tree: its boxes are used. Its plain values and the data in its boxes are ignored.
+        data: has a place for each box. What is there goes into the box, even a container. The rest stays as it is: a
+            load's result has common values that the target lacks.
 
     Returns:
         A tree with the containers, the order and the plain values of `data`; subtrees without boxes are shared.
 
     Raises:
         ShapeError: tensors aren't of their shards' shapes and dtypes; each is named by its path.
-        TreeError: there is no place for a box, or no tensor where a shard stands; each is named by its path.
+        TreeError: there is no place for a box, or no tensor for a shard; each is named by its path.
 
     Examples:
         >>> from shardtree.mapping import ShardedTensor
@@ -75,7 +75,7 @@ def rebox(tree: Tree, data: Tree) -> Tree:
     places: list[str] = []
     shapes: list[str] = []
     try:
-        boxed = _boxed(tree, data, (), places, shapes)
+        boxed = _rebox(tree, data, (), places, shapes)
     except RecursionError as error:
         raise depth_error(error, tree, data) from None
     if places or shapes:
@@ -85,10 +85,10 @@ def rebox(tree: Tree, data: Tree) -> Tree:
     return boxed
 
 
-def _boxed(tree: Tree, data: Tree, path: TreePath, places: list[str], shapes: list[str]) -> Tree:
-    """Return the data at one path, boxed; what doesn't fit is noted in the two lists."""
+def _rebox(tree: Tree, data: Tree, path: TreePath, places: list[str], shapes: list[str]) -> Tree:
+    """Return the data at one path, boxed; adds what doesn't fit to the two lists, so that one error names all."""
     if isinstance(tree, _BOXES):
-        return _box(tree, data, path, places, shapes)
+        return _rebox_leaf(tree, data, path, places, shapes)
     wanted, held = entries(tree), entries(data)
     if wanted is None:
         return data
@@ -98,8 +98,9 @@ def _boxed(tree: Tree, data: Tree, path: TreePath, places: list[str], shapes: li
         places += [f"{render_path(box)}: {found}, expected a place in a {describe(tree)}" for box in boxes]
         return data
     new = {
-        entry: _boxed(child, held.get(entry, HOLE), (*path, entry), places, shapes) for entry, child in wanted.items()
+        entry: _rebox(child, held.get(entry, HOLE), (*path, entry), places, shapes) for entry, child in wanted.items()
     }
+    # Only what changed makes a new container; everything else is shared.
     changed = {entry: child for entry, child in new.items() if entry in held and child is not held[entry]}
     return like(data, {**held, **changed}) if changed else data
 
@@ -108,7 +109,7 @@ def _fits(tree: Tree, data: Tree) -> bool:
     return same_kind(tree, data) and (not is_sequence(tree) or len(tree) == len(data))
 
 
-def _box(leaf: Any, data: Any, path: TreePath, places: list[str], shapes: list[str]) -> Any:
+def _rebox_leaf(leaf: Any, data: Any, path: TreePath, places: list[str], shapes: list[str]) -> Any:
     if data is HOLE:
         places.append(f"{render_path(path)}: missing")
         return leaf
@@ -117,7 +118,7 @@ def _box(leaf: Any, data: Any, path: TreePath, places: list[str], shapes: list[s
     if isinstance(leaf, ShardedObject):
         return replace(leaf, data=data)
     expected = described_kind(leaf)
-    # A factory without a tensor merges to what it likes; None is what a shard without data holds.
+    # A factory without a tensor may merge to anything, and a shard without data holds None.
     if expected is None or data is None or data is leaf.data:
         return with_data(leaf, data)
     if not isinstance(data, _TENSORS):

@@ -1,17 +1,11 @@
-"""Who takes part: one process, simulated ranks, or the ranks of torch.distributed, and how they agree."""
+"""Ranks and their collectives: one process, simulated ranks, or the ranks of torch.distributed; and phases."""
 
-from ._current import current_world as current_world
-from ._current import one_process as one_process
-from ._distributed import distributed as distributed
-from ._phases import agree as agree
-from ._phases import gather as gather
-from ._phases import on_one_rank as on_one_rank
-from ._phases import on_rank_zero as on_rank_zero
-from ._phases import share as share
-from ._phases import step as step
-from ._processes import run_processes as run_processes
-from ._simulated import simulate as simulate
-from ._world import World as World
+from ._current import current_world, one_process
+from ._distributed import distributed
+from ._phases import agree, gather, on_one_rank, on_rank_zero, share, step
+from ._processes import run_processes
+from ._simulated import simulate
+from ._world import World
 
 __all__ = [
     "World",

@@ -1,4 +1,4 @@
-"""The world that a call takes part in: that of the caller, of torch.distributed, or of a program that runs alone."""
+"""The default world of a call: the caller's, that of torch.distributed, or one process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..errors import WorldError, error_text
 from ._distributed import distributed, is_initialised
 from ._world import DEFAULT_TIMEOUT, T, World, check_one_each, check_rank
 
-# The world of a program that runs alone.
+# The world of one process.
 
 
 class OneProcess(World):
@@ -51,16 +51,16 @@ def one_process() -> World:
     return OneProcess(0, 1, DEFAULT_TIMEOUT)
 
 
-# The world that a call takes part in.
+# The default world.
 
 
 def current_world(world: World | torch.distributed.ProcessGroup | None = None, *, purpose: str | None = None) -> World:
-    """Return the world that a caller named, or the one that this process is in.
+    """Return the world that the caller passed, or the one that this process is in.
 
     Args:
-        world: a world, which is returned as it is; a process group of torch.distributed; or None, for the default
-            group where it is initialised, and one process where it isn't.
-        purpose: as in `distributed`; of no account where the world is given, or is one process.
+        world: a world, which is returned unchanged; a process group of torch.distributed; or None, for the default
+            group if it is initialised, else one process.
+        purpose: as in `distributed`; ignored if a world is passed, or it is one process.
 
     Examples:
         >>> current_world(None).size

@@ -1,11 +1,11 @@
-"""Phases: steps that either work on every rank, or raise on every rank.
+"""Phases: work that either succeeds on every rank, or raises on every rank.
 
-Whatever can fail (a file call, the caller's code, a check) runs inside a phase, so that no rank waits in a collective
-for one that gave up. A phase must not run inside another one, nor may its function call a collective: a rank that
-fails before it would skip it.
+Everything that can fail (a file call, the caller's code, a check) runs inside a phase, so that no rank waits in a
+collective for one that has failed. A phase must not run inside another one, and its function must not call a
+collective, which a rank that fails earlier would skip.
 
-Steps that touch nothing which others see can share one collective: a phase then lists them, in order, and its function
-calls `step` for each. A rank that fails in a step is heard of as if the step had been a phase of its own.
+Steps without effects that other ranks see can share one collective: a phase then lists them, in order, and its function
+calls `step` for each. A failure in a step is reported as if the step had been a phase of its own.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ U = TypeVar("U")
 class _Failure:
     twins: tuple[type[RemoteError], ...]  # of the exception's classes, the most specific first; pickled by name
     text: str  # "TypeName: message", and its notes
-    step: str  # in which it came about; empty where that wasn't said
-    has_attributes: bool  # that other ranks' twins should have too
+    step: str  # in which it occurred; empty if not in a named one
+    has_attributes: bool  # which the twins on other ranks get too
 
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """What a rank tells the others at the end of a phase."""
+    """What a rank sends to the others at the end of a phase."""
 
     phase: str
     failure: _Failure | None = None
@@ -42,10 +42,10 @@ _STEP = "_shardtree_step"
 
 
 def step(phase: str, fn: Callable[[], T]) -> T:
-    """Return what fn returns; if it fails, the phase around it tells the others that it was this step.
+    """Return what fn returns; if it fails, the enclosing phase reports this step as the place.
 
     Args:
-        phase: what is being done, one of the `steps` of the phase around it.
+        phase: what is being done, one of the `steps` of the enclosing phase.
         fn: as for `agree`.
 
     Examples:
@@ -64,24 +64,24 @@ def step(phase: str, fn: Callable[[], T]) -> T:
     try:
         return fn()
     except BaseException as error:
-        error.__dict__[_STEP] = phase  # not by setattr, which an exception that is a frozen dataclass refuses
+        error.__dict__[_STEP] = phase  # not setattr: an exception that is a frozen dataclass refuses that
         raise
 
 
 def agree(world: World, phase: str, fn: Callable[[], T], *, steps: Sequence[str] = ()) -> T:
-    """Return what fn returns on this rank, once it worked on every rank.
+    """Return what fn returns on this rank, after it succeeded on every rank.
 
     Args:
         world: the ranks that take part.
         phase: what is being done, for the error.
-        fn: takes nothing and runs on every rank. It must not call a collective or start a phase.
-        steps: the names of the steps that fn takes, in order. Where ranks fail in several, all hear of the first one.
+        fn: takes no arguments and runs on every rank. It must not call a collective or start a phase.
+        steps: the names of the steps in fn, in order. Where ranks fail in several, the first one is reported.
 
     Raises:
         RemoteError: on every rank, if fn failed on some or all; on a failing rank the cause is its own exception. It is
             the twin of the most specific class of `shardtree.errors` that all failing ranks' exceptions share:
-            ``except NotACheckpoint`` catches a `RemoteNotACheckpoint`. A world of one raises its own exception as it
-            is. What isn't an ``Exception`` (``KeyboardInterrupt``) is raised as it is where it occurred.
+            ``except NotACheckpoint`` catches a `RemoteNotACheckpoint`. In a world of one, fn's own exception is raised.
+            What isn't an ``Exception`` (``KeyboardInterrupt``) is raised unchanged on the rank where it occurred.
 
     Examples:
         >>> from shardtree.errors import RemoteError
@@ -100,16 +100,16 @@ def agree(world: World, phase: str, fn: Callable[[], T], *, steps: Sequence[str]
     try:
         value = fn()
     except BaseException as error:
-        _meet(world, _Outcome(phase, _failure(error)), error, steps)
+        _gather_outcomes(world, _Outcome(phase, _failure(error)), error, steps)
         raise
-    _meet(world, _Outcome(phase), None, steps)
+    _gather_outcomes(world, _Outcome(phase), None, steps)
     return value
 
 
 def gather(world: World, phase: str, fn: Callable[[], T], *, steps: Sequence[str] = ()) -> list[T]:
-    """Return what fn returns on each rank, by rank, once it worked on every rank; one all-gather in total.
+    """Return what fn returns on each rank, by rank, after it succeeded on every rank; one all-gather in total.
 
-    A rank's own value is in the list as it is, those of others as copies.
+    The list has this rank's own value itself, and copies of the others.
 
     Raises:
         RemoteError: as `agree`; a value that can't be pickled is a failure too.
@@ -119,17 +119,17 @@ def gather(world: World, phase: str, fn: Callable[[], T], *, steps: Sequence[str
         >>> simulate(2, lambda world: gather(world, "count", lambda: 10 + world.rank))
         [[10, 11], [10, 11]]
     """
-    return share(world, phase, fn, _itself, steps=steps)[1]
+    return share(world, phase, fn, _identity, steps=steps)[1]
 
 
-def _itself(value: T) -> T:
+def _identity(value: T) -> T:
     return value
 
 
 def share(
     world: World, phase: str, fn: Callable[[], T], tell: Callable[[T], U], *, steps: Sequence[str] = ()
 ) -> tuple[T, list[U]]:
-    """Return what fn returns on this rank, and what `tell` takes of that on each rank, by rank; one all-gather.
+    """Return what fn returns on this rank, and what `tell` returns for that on each rank, by rank; one all-gather.
 
     Raises:
         RemoteError: as `gather`.
@@ -144,14 +144,14 @@ def share(
         return value, [tell(value)]
     try:
         value = fn()
-        told = tell(value)
-        # Packed here, so that a value that can't be pickled fails inside the phase.
-        packed = pack(phase, told)
+        own = tell(value)
+        # Packed here, so that a value that can't be pickled is a failure inside the phase, reported on every rank.
+        packed = pack(phase, own)
     except BaseException as error:
-        _meet(world, _Outcome(phase, _failure(error)), error, steps)
+        _gather_outcomes(world, _Outcome(phase, _failure(error)), error, steps)
         raise
-    outcomes = _meet(world, _Outcome(phase, packed=packed), None, steps)
-    return value, [told if rank == world.rank else unpack(phase, each.packed) for rank, each in enumerate(outcomes)]
+    outcomes = _gather_outcomes(world, _Outcome(phase, packed=packed), None, steps)
+    return value, [own if rank == world.rank else unpack(phase, each.packed) for rank, each in enumerate(outcomes)]
 
 
 def on_rank_zero(world: World, phase: str, fn: Callable[[], T], *, steps: Sequence[str] = ()) -> T:
@@ -189,42 +189,44 @@ def on_one_rank(world: World, phase: str, fn: Callable[[], T], *, rank: int, ste
     if world.size == 1:
         return fn()
     if world.rank == rank:
-        return _tell(world, phase, fn, steps)
-    told = world.broadcast(_Outcome(phase), rank)
-    _check_phases({rank: told, world.rank: _Outcome(phase)})
-    _raise(world, phase, _failures(world, rank, told.failure), None, steps)
-    value: T = unpack(phase, told.packed)
+        return _run_and_broadcast(world, phase, fn, steps)
+    outcome = world.broadcast(_Outcome(phase), rank)
+    _check_phases({rank: outcome, world.rank: _Outcome(phase)})
+    _raise_on_failure(world, phase, _failures(world, rank, outcome.failure), None, steps)
+    value: T = unpack(phase, outcome.packed)
     return value
 
 
-def _tell(world: World, phase: str, fn: Callable[[], T], steps: Sequence[str]) -> T:
-    """Return what fn returns, and let every rank know it, or why there is nothing."""
+def _run_and_broadcast(world: World, phase: str, fn: Callable[[], T], steps: Sequence[str]) -> T:
+    """Return what fn returns, and broadcast it, or the failure, to every rank."""
     try:
         value = fn()
         packed = pack(phase, value)
     except BaseException as error:
         world.broadcast(_Outcome(phase, _failure(error)), world.rank)
-        _raise(world, phase, _failures(world, world.rank, _failure(error)), error, steps)
+        _raise_on_failure(world, phase, _failures(world, world.rank, _failure(error)), error, steps)
         raise
     world.broadcast(_Outcome(phase, packed=packed), world.rank)
     return value
 
 
 def _failures(world: World, rank: int, failure: _Failure | None) -> list[_Failure | None]:
-    """Return what failed by rank, where only one rank did anything."""
+    """Return a list of failures by rank, for a phase in which only one rank did anything."""
     return [failure if each == rank else None for each in range(world.size)]
 
 
-def _meet(world: World, outcome: _Outcome, error: BaseException | None, steps: Sequence[str]) -> list[_Outcome]:
-    """Return every rank's outcome, unless some rank failed."""
+def _gather_outcomes(
+    world: World, outcome: _Outcome, error: BaseException | None, steps: Sequence[str]
+) -> list[_Outcome]:
+    """Return every rank's outcome; raises if some rank failed."""
     outcomes = world.all_gather(outcome)
     _check_phases(dict(enumerate(outcomes)))
-    _raise(world, outcome.phase, [each.failure for each in outcomes], error, steps)
+    _raise_on_failure(world, outcome.phase, [each.failure for each in outcomes], error, steps)
     return outcomes
 
 
 def _check_phases(outcomes: Mapping[int, object]) -> None:
-    """Raise where ranks aren't in one phase; they would take each other's answers for something else."""
+    """Raise unless all ranks are in the same phase; they would misread each other's values."""
     phases = {rank: getattr(each, "phase", "no phase") for rank, each in outcomes.items()}
     if len(set(phases.values())) > 1:
         what = "the ranks aren't doing the same thing"
@@ -238,20 +240,20 @@ def _failure(error: BaseException) -> _Failure:
     twins = tuple(REMOTE_TWINS[kind] for kind in type(error).__mro__ if kind in REMOTE_TWINS)
     try:
         text = f"{type(error).__name__}: {error}"
-    except Exception as failed:  # the other ranks wait for this one, whatever a caller's class does
-        text = f"{type(error).__name__}, whose text is a {type(failed).__name__}"
+    except Exception as failed:  # the other ranks are waiting for this one, even if an exception's __str__ raises
+        text = f"{type(error).__name__}, whose text raises a {type(failed).__name__}"
     lines = [text, *getattr(error, "__notes__", ())]
     return _Failure(twins, "\n".join(lines), getattr(error, _STEP, ""), bool(_public_attributes(error)))
 
 
-def _raise(
+def _raise_on_failure(
     world: World, phase: str, failures: list[_Failure | None], error: BaseException | None, steps: Sequence[str]
 ) -> None:
-    """Raise the same error on every rank, unless nothing failed, or this rank's own goes first."""
+    """Raise the same error on every rank if any failed, except where this rank's own isn't an ``Exception``."""
     failed = {rank: failure for rank, failure in enumerate(failures) if failure is not None}
     where = {rank: failure.step if failure.step in steps else phase for rank, failure in failed.items()}
     phase = min(where.values(), key=[*steps, phase].index, default=phase)
-    # As far as the others got beyond that, they would have waited.
+    # Later failures are dropped: had the step been a phase of its own, those ranks wouldn't have got there.
     failed = {rank: failure for rank, failure in failed.items() if where[rank] == phase}
     if not failed:
         return
@@ -260,27 +262,27 @@ def _raise(
     twin = next(shared, RemoteError)
     remote = twin(phase, {rank: failure.text for rank, failure in failed.items()})
     if twin is not RemoteError and first.has_attributes:
-        # From one rank, and only where there are any: they may be long, and ten thousand ranks may have failed.
+        # From one rank only, and only if it has any: attributes can be long, and ten thousand ranks may have failed.
         own = _packed_attributes(error) if world.rank == lowest and error is not None else {}
         for name, packed in world.broadcast(own, lowest).items():
-            with suppress(Exception):  # of a class that can't be found here, say
+            with suppress(Exception):  # such as a class that can't be imported here
                 setattr(remote, name, unpack(phase, packed))
     if error is None or isinstance(error, Exception):
         raise remote from error
 
 
 def _public_attributes(error: BaseException) -> dict[str, Any]:
-    kept = ("args", "phase", "failures")  # a twin has its own
-    return {
-        name: value for name, value in attributes_of(error).items() if not name.startswith("_") and name not in kept
-    }
+    own = ("args", "phase", "failures")  # a twin sets these itself
+    return {name: value for name, value in attributes_of(error).items() if not name.startswith("_") and name not in own}
 
 
-_MOST_BYTES = 16 * 2**20  # of all attributes together: the names of a hundred thousand keys, and no large tensor
+_MOST_BYTES = (
+    16 * 2**20
+)  # of all attributes together: enough for the names of a hundred thousand keys, not for a large tensor
 
 
 def _packed_attributes(error: BaseException) -> dict[str, bytes]:
-    """Return what can be pickled of an exception's attributes, as long as there is room."""
+    """Return an exception's attributes, pickled; leaves out those that can't be pickled, or exceed the limit."""
     found: dict[str, bytes] = {}
     for name, value in _public_attributes(error).items():
         with suppress(UnsupportedValue):

@@ -1,4 +1,4 @@
-"""Ranks as processes of this machine, started here and joined by gloo."""
+"""Ranks as new processes on this machine, connected by gloo."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _Outcome:
     value: Any = None
     error: BaseException | None = None
     trace: str = ""
-    was_told: bool = True  # False for a process that died without a word
+    reported: bool = True  # False for a process that ended without a result
 
 
 def run_processes(
@@ -39,7 +39,7 @@ def run_processes(
     timeout: float = DEFAULT_TIMEOUT,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> list[T]:
-    """Return what fn returns in each of several processes of this machine, by rank.
+    """Run fn in several processes on this machine, and return its results, by rank.
 
     Each runs ``fn(world)`` with torch.distributed's default group initialised, over gloo. Once one fails the others
     have a few seconds to end; all processes have ended when this returns or raises. As with any started process, a
@@ -47,13 +47,13 @@ def run_processes(
 
     Args:
         size: how many processes.
-        fn: what each does. It is pickled, so it is a function of a module, or a `functools.partial` of one.
+        fn: called in each process. It is pickled, so it is a function of a module, or a `functools.partial` of one.
         timeout: seconds that a rank waits for the others.
-        meanwhile: called here about ten times a second while they run, to show progress.
+        meanwhile: called in this process about ten times a second while they run, to show progress.
 
     Raises:
-        BaseException: what fn raised, by the first rank that failed, with the rank and its traceback as notes.
-        WorldError: a process died without a word.
+        BaseException: what fn raised on the first rank that failed, with the rank and its traceback as notes.
+        WorldError: a process ended without a result.
 
     Examples:
         >>> from operator import methodcaller
@@ -62,31 +62,31 @@ def run_processes(
     """
     if size < 1:
         raise WorldError(error_text("run_processes: no ranks", found=size, expected="at least 1"))
-    with _started(size, fn, timeout) as ends:
+    with _started_ranks(size, fn, timeout) as ends:
         outcomes = _outcomes(ends, meanwhile)
         for process, _ in ends:
             process.join(0 if len(outcomes) < size else _GRACE)
-    # Whoever died without a word is the cause of what the others say; else it is the first that was heard.
-    for rank, outcome in sorted(outcomes.items(), key=lambda item: item[1].was_told):
+    # A process that ended without a result is the cause of the others' errors, so it goes first; else the first error.
+    for rank, outcome in sorted(outcomes.items(), key=lambda item: item[1].reported):
         if outcome.error is not None:
-            raise _placed(outcome.error, f"on rank {rank} of {size}", outcome.trace)
+            raise _with_notes(outcome.error, f"on rank {rank} of {size}", outcome.trace)
     return [outcomes[rank].value for rank in range(size)]
 
 
-def _placed(error: BaseException, *notes: str) -> BaseException:
+def _with_notes(error: BaseException, *notes: str) -> BaseException:
     for note in filter(None, notes):
         error.add_note(note)
     return error
 
 
 @contextmanager
-def _started(size: int, fn: Callable[[World], T], timeout: float) -> Iterator[list[tuple[Any, Any]]]:
-    """Yield each rank's process and the pipe that it reports through; none is left running."""
+def _started_ranks(size: int, fn: Callable[[World], T], timeout: float) -> Iterator[list[tuple[Any, Any]]]:
+    """Yield each rank's process and the pipe for its result; at the end all processes are killed."""
     from torch._C._distributed_c10d import TCPStore
 
-    # The system chooses the port, and this process keeps it: nobody else can take it in between.
+    # Port 0: the system chooses a free one, and this process keeps it open, so that no other program can take it.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    # One process imports torch, and each rank is forked from it: that takes a tenth of the time.
+    # A server process imports torch once, and each rank is forked from it: that takes a tenth of the time.
     context = get_context("forkserver")
     context.set_forkserver_preload([__package__])
     _start_server()
@@ -102,13 +102,14 @@ def _started(size: int, fn: Callable[[World], T], timeout: float) -> Iterator[li
         yield ends
     finally:
         for process, receiver in ends:
-            process.kill()  # nothing happens to one that has ended
+            process.kill()  # does nothing if it has ended
             process.join()
             receiver.close()
 
 
 def _start_server() -> None:
-    """Start the process that ranks are forked from, deaf to the Ctrl-C that would show where its imports are."""
+    """Start the process that ranks are forked from."""
+    # With Ctrl-C blocked, which it inherits: otherwise it would print a traceback of its imports.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         forkserver.ensure_running()
@@ -117,16 +118,16 @@ def _start_server() -> None:
 
 
 def _outcomes(ends: Sequence[tuple[Any, Any]], meanwhile: Callable[[], None]) -> Mapping[int, _Outcome]:
-    """Return how the ranks ended, in the order in which they did; those that hang after a failure are left out."""
+    """Return how the ranks ended, in the order in which they did; ranks that hang after a failure are left out."""
     waiting = {receiver: rank for rank, (_, receiver) in enumerate(ends)}
     outcomes: dict[int, _Outcome] = {}
-    give_up = float("inf")
-    while waiting and time.monotonic() < give_up:
+    deadline = float("inf")
+    while waiting and time.monotonic() < deadline:
         for receiver in connection.wait(list(waiting), _TICK):
             rank = waiting.pop(receiver)
             outcomes[rank] = _outcome(rank, *ends[rank])
             if outcomes[rank].error is not None:
-                give_up = min(give_up, time.monotonic() + _GRACE)
+                deadline = min(deadline, time.monotonic() + _GRACE)
         meanwhile()
     return outcomes
 
@@ -136,8 +137,8 @@ def _outcome(rank: int, process: Any, receiver: Any) -> _Outcome:
         outcome: _Outcome = receiver.recv()
     except EOFError:
         process.join()
-        died = error_text(f"run_processes: rank {rank} died without a word", found=_exit(process.exitcode))
-        return _Outcome(error=WorldError(died), was_told=False)
+        died = error_text(f"run_processes: rank {rank} ended without a result", found=_exit(process.exitcode))
+        return _Outcome(error=WorldError(died), reported=False)
     return outcome
 
 
@@ -152,7 +153,7 @@ def _run_rank(rank: int, size: int, port: int, timeout: float, fn: Callable[[Wor
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C reaches the parent too, which ends all ranks
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     sender.send_bytes(_packed_outcome(rank, size, port, timeout, fn))
-    # Only now, so that whoever fails because this rank is gone is heard after it.
+    # After reporting: peers fail once this rank's connections close, and its own error should come before theirs.
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -174,7 +175,7 @@ def _packed_error(error: BaseException) -> bytes:
     trace = "".join(traceback.format_exception(error)).rstrip()
     try:
         packed = pickle.dumps(_Outcome(error=error, trace=trace))
-        pickle.loads(packed)  # some exceptions can be pickled and not be rebuilt
+        pickle.loads(packed)  # some exceptions can be pickled but not unpickled
     except Exception:
         lost = WorldError(f"{type(error).__name__}: {error}")
         packed = pickle.dumps(_Outcome(error=lost, trace=trace))

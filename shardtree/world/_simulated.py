@@ -1,4 +1,4 @@
-"""Ranks as threads of this process, over the same code path as real ones."""
+"""Simulated ranks: threads of this process, which run the same code as real ranks."""
 
 from __future__ import annotations
 
@@ -13,47 +13,47 @@ import torch
 from ..errors import WorldError, error_text
 from ._world import T, World, check_buffers, check_one_each, check_peer, check_rank, pack, unpack
 
-# Where simulated ranks meet: the one object that their threads share.
+# The rendezvous of simulated ranks: the one object that their threads share.
 #
-# A rank that comes says what it calls and sleeps. Whoever comes last, or makes a pair of a sender and a receiver, hands
-# the results out and wakes those concerned. When no rank runs any more and nobody can be woken, the ranks called
-# different things, which is found at once and not by waiting.
+# A rank that calls a collective registers its call and sleeps. The last rank to call, or the second of a sender and a
+# receiver, delivers the results and wakes the others. If every rank sleeps or has returned, and none can be woken, the
+# ranks called different collectives: that is detected at once rather than after a timeout.
 
 
 class Stopped(BaseException):
-    """Tells a simulated rank that the others are gone. No ``except Exception`` should hold it up."""
+    """Raised in the other ranks after one failed. A BaseException, so that ``except Exception`` doesn't catch it."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    what: str  # as it reads in an error; ranks that meet have equal ones
-    brought: Any
-    sends_to: int = -1  # -1: to nobody in particular
+    what: str  # as errors name it; equal on all ranks of a collective
+    value: Any
+    sends_to: int = -1  # -1: not a message to one rank
     receives_from: int = -1
 
 
 class Meeting:
-    """Ranks that wait for each other."""
+    """The shared state of ranks that wait for each other."""
 
     def __init__(self, size: int, timeout: float) -> None:
         self.size = size
         self.timeout = timeout
         self.error: WorldError | None = None
-        self.told: set[int] = set()  # the ranks that were stopped, so that what they raise is no news
+        self.stopped: set[int] = set()  # ranks in which Stopped was raised: what they raise isn't reported
         self._stopped = False
         self._ended: set[int] = set()
         self._waiting: dict[int, _Call] = {}
         self._results: dict[int, Any] = {}
         self._lock = Lock()
-        # A rank sleeps by taking its own bell, which is taken already; to release it is to wake the rank.
-        self._bells = [Lock() for _ in range(size)]
-        for bell in self._bells:
-            bell.acquire()
+        # Each rank has a lock that is always held: a rank sleeps by acquiring its own, and is woken by a release.
+        self._wake_locks = [Lock() for _ in range(size)]
+        for lock in self._wake_locks:
+            lock.acquire()
 
     def collect(self, rank: int, what: str, value: Any) -> list[Any]:
-        """Return what every rank brought, by rank, once all of them call the same thing."""
-        brought: list[Any] = self._wait(rank, _Call(what, value))
-        return brought
+        """Return every rank's value, by rank, once all of them make the same call."""
+        values: list[Any] = self._wait(rank, _Call(what, value))
+        return values
 
     def send(self, rank: int, to: int, value: Any) -> None:
         """Return once rank ``to`` has received the value."""
@@ -64,59 +64,59 @@ class Meeting:
         return self._wait(rank, _Call(f"recv(source={source})", None, receives_from=source))
 
     def end(self, rank: int) -> None:
-        """Let the others know that a rank has returned."""
+        """Register that a rank has returned."""
         with self._lock:
             self._ended.add(rank)
             self._stop_if_stuck()
 
     def stop(self) -> None:
-        """Make every rank that waits here, or comes here from now on, raise `Stopped`."""
+        """Raise `Stopped` in every rank that waits now or calls a collective later."""
         with self._lock:
             self._stop(None)
 
     def _wait(self, rank: int, call: _Call) -> Any:
         with self._lock:
             if self._stopped:
-                self._tell(rank)
+                self._raise_stopped(rank)
             self._waiting[rank] = call
             if not self._complete(rank, call):
                 self._stop_if_stuck()
-        if not self._bells[rank].acquire(timeout=self.timeout):
+        if not self._wake_locks[rank].acquire(timeout=self.timeout):
             self._give_up(rank)
-            self._bells[rank].acquire()
+            self._wake_locks[rank].acquire()
         if rank not in self._results:
-            self._tell(rank)
+            self._raise_stopped(rank)
         return self._results.pop(rank)
 
-    def _tell(self, rank: int) -> NoReturn:
-        self.told.add(rank)
+    def _raise_stopped(self, rank: int) -> NoReturn:
+        self.stopped.add(rank)
         raise Stopped
 
     def _complete(self, rank: int, call: _Call) -> bool:
-        """Hand out results if the call that just came is what others waited for."""
+        """Deliver results if this call is the one that the others waited for."""
         peer = max(call.sends_to, call.receives_from)
         if peer >= 0:
             return self._pair(rank, call, peer)
         if len(self._waiting) < self.size or any(other.what != call.what for other in self._waiting.values()):
             return False
-        brought = [self._waiting[rank].brought for rank in range(self.size)]
-        self._hand_out(dict.fromkeys(range(self.size), brought))
+        values = [self._waiting[rank].value for rank in range(self.size)]
+        self._deliver(dict.fromkeys(range(self.size), values))
         return True
 
     def _pair(self, rank: int, call: _Call, peer: int) -> bool:
-        """Hand a message over if its sender and its receiver are both here."""
+        """Deliver a message if both its sender and its receiver are waiting."""
         other = self._waiting.get(peer)
         if other is None or (other.receives_from if call.sends_to >= 0 else other.sends_to) != rank:
             return False
-        # The receiver brought None, which is what the sender gets.
-        self._hand_out({rank: other.brought, peer: call.brought})
+        # Values are swapped: the receiver's is None, which the sender gets.
+        self._deliver({rank: other.value, peer: call.value})
         return True
 
-    def _hand_out(self, results: dict[int, Any]) -> None:
+    def _deliver(self, results: dict[int, Any]) -> None:
         self._results.update(results)
         for rank in results:
             del self._waiting[rank]
-            self._bells[rank].release()
+            self._wake_locks[rank].release()
 
     def _stop_if_stuck(self) -> None:
         if self._waiting and not self._stopped and len(self._waiting) + len(self._ended) == self.size:
@@ -133,7 +133,7 @@ class Meeting:
         self._stopped = True
         self.error = self.error or error
         for rank in self._waiting:
-            self._bells[rank].release()
+            self._wake_locks[rank].release()
         self._waiting.clear()
 
     def _calls(self) -> list[str]:
@@ -146,8 +146,8 @@ class Meeting:
 class SimulatedWorld(World):
     """One of several ranks that are threads.
 
-    Values are pickled on their way, as between processes: ranks can't share mutable state by accident, and what
-    couldn't be sent in earnest can't be sent here. It costs microseconds, once a sender and once a receiver.
+    Values are pickled, as between processes: ranks can't share mutable state by accident, and what real ranks couldn't
+    send can't be sent here either. It costs microseconds, once for each sender and receiver.
     """
 
     __slots__ = ("_meeting",)
@@ -191,19 +191,19 @@ class SimulatedWorld(World):
 
     def exchange(self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]) -> None:
         check_buffers(self, outgoing, incoming)
-        brought = self._meeting.collect(self.rank, "exchange", (dict(outgoing), dict(incoming)))
-        _check_sizes(brought)
+        buffers = self._meeting.collect(self.rank, "exchange", (dict(outgoing), dict(incoming)))
+        _check_sizes(buffers)
         for source, buffer in incoming.items():
             if buffer.numel():
-                buffer.copy_(brought[source][0][self.rank])
-        # The buffers are the senders' own, who may change them once they return.
+                buffer.copy_(buffers[source][0][self.rank])
+        # Wait for all copies: buffers aren't pickled, and senders may change theirs after they return.
         self._meeting.collect(self.rank, "exchange: the end", None)
 
 
-def _check_sizes(brought: Sequence[tuple[Mapping[int, torch.Tensor], Mapping[int, torch.Tensor]]]) -> None:
+def _check_sizes(buffers: Sequence[tuple[Mapping[int, torch.Tensor], Mapping[int, torch.Tensor]]]) -> None:
     """Raise, on every rank alike, unless each buffer has a counterpart of its size."""
-    sent = {(rank, to): data.numel() for rank, (outgoing, _) in enumerate(brought) for to, data in outgoing.items()}
-    room = {(source, rank): part.numel() for rank, (_, rooms) in enumerate(brought) for source, part in rooms.items()}
+    sent = {(rank, to): data.numel() for rank, (outgoing, _) in enumerate(buffers) for to, data in outgoing.items()}
+    room = {(source, rank): part.numel() for rank, (_, rooms) in enumerate(buffers) for source, part in rooms.items()}
     wrong = [
         f"rank {pair[0]} sends rank {pair[1]} {sent.get(pair, 0)} bytes, which has room for {room.get(pair, 0)}"
         for pair in sorted(sent.keys() | room.keys())
@@ -214,21 +214,21 @@ def _check_sizes(brought: Sequence[tuple[Mapping[int, torch.Tensor], Mapping[int
 
 
 def simulate(size: int, fn: Callable[[World], T], *, timeout: float = 60.0) -> list[T]:
-    """Return what fn returns on each of several simulated ranks, by rank.
+    """Run fn on several simulated ranks, and return its results, by rank.
 
-    Each rank is a thread that runs ``fn(world)``, in the caller's context variables. Once a rank raises, the others
-    stop in their next collective; all threads have ended when this returns or raises.
+    Each rank is a thread that runs ``fn(world)``, with a copy of the caller's context variables. Once a rank raises,
+    the others stop in their next collective; all threads have ended when this returns or raises.
 
     Args:
         size: how many ranks.
-        fn: what each rank does; its world tells it which one it is.
+        fn: called by each rank with its world.
         timeout: seconds that a rank waits for the others.
 
     Raises:
-        BaseException: what fn raised, with its rank as a note. Where several ranks raised before they could hear of
-            each other it is the lowest one's, so that a test fails in the same way each time.
-        WorldError: if the ranks called different collectives, or wait for each other in a circle; it names who called
-            what.
+        BaseException: what fn raised, with its rank as a note. Where several ranks raised before they were stopped,
+            it is the lowest one's, so that a test fails in the same way each time.
+        WorldError: if the ranks called different collectives, or wait for each other in a circle; it names each rank's
+            call.
 
     Examples:
         >>> simulate(3, lambda world: world.all_gather(world.rank * 10))
@@ -260,7 +260,7 @@ def _run(
     try:
         results[world.rank] = fn(world)
     except BaseException as error:
-        if world.rank not in meeting.told:
+        if world.rank not in meeting.stopped:
             errors[world.rank] = error
         meeting.stop()
     else:
@@ -268,7 +268,7 @@ def _run(
 
 
 def _run_all(size: int, run: Callable[[int], None], stop: Callable[[], None]) -> None:
-    """Run every rank in a thread, and return when all of them have ended."""
+    """Run every rank in a thread, and wait for all of them."""
     threads = [
         Thread(target=contextvars.copy_context().run, args=(run, rank), name=f"rank {rank} of {size}")
         for rank in range(size)
@@ -281,7 +281,7 @@ def _run_all(size: int, run: Callable[[int], None], stop: Callable[[], None]) ->
         for thread in started:
             thread.join()
     except BaseException:
-        # A KeyboardInterrupt, or no more threads to be had.
+        # A KeyboardInterrupt, or no more threads can be started.
         stop()
         for thread in started:
             thread.join()

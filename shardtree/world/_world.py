@@ -1,4 +1,4 @@
-"""The one interface through which ranks talk to each other."""
+"""The interface through which ranks communicate."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ DEFAULT_TIMEOUT = 600.0  # seconds
 
 
 class World(ABC):
-    """The ranks that take part in something, seen from one of them.
+    """A group of ranks, as one of them sees it.
 
-    Every rank calls the same collectives in the same order. A rank's own value comes back to it as it is; what comes
-    from another rank is always a copy, so whatever is passed must be picklable. A collective that raises
-    ``UnsupportedValue`` hasn't sent anything.
+    Every rank calls the same collectives in the same order. A rank gets its own value back unchanged; values of other
+    ranks are always copies, so all values must be picklable. A collective that raises ``UnsupportedValue`` hasn't sent
+    anything.
 
     Attributes:
-        rank: which one this is, from 0.
-        size: how many there are.
+        rank: of this process or thread, from 0.
+        size: the number of ranks.
         timeout: seconds after which a silent peer counts as dead.
     """
 
@@ -45,7 +45,7 @@ class World(ABC):
         """Return every rank's value, by rank.
 
         Raises:
-            WorldError: if a peer is silent, or calls something else where that can be noticed.
+            WorldError: if a peer is silent, or calls another collective and that can be detected.
             UnsupportedValue: if the value can't be pickled.
         """
 
@@ -59,14 +59,14 @@ class World(ABC):
 
     @abstractmethod
     def all_to_all(self, values: Sequence[T]) -> list[T]:
-        """Return what each rank has for this one, by rank; ``values[i]`` goes to rank i."""
+        """Send ``values[i]`` to rank i, and return what each rank sent to this one, by rank."""
 
     @abstractmethod
     def send(self, value: Any, to: int) -> None:
-        """Hand a value to another rank, which receives values in the order in which they were sent.
+        """Send a value to another rank, which receives values in the order in which they were sent.
 
-        It may wait until the other rank receives, so two ranks that both send before they receive are stuck;
-        `all_to_all` is what exchanges.
+        It may wait until the other rank receives, so two ranks that both send before they receive are in a deadlock;
+        use `all_to_all` to exchange values.
         """
 
     @abstractmethod
@@ -76,25 +76,25 @@ class World(ABC):
     def exchange(self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]) -> None:
         """Send bytes to some ranks and fill buffers with what some ranks send; every rank calls it.
 
-        Nothing is pickled. A world whose transport can should override it, and neither copy nor let ranks that have
-        nothing for each other wait; this one goes by `all_to_all`.
+        This default uses `all_to_all`. Worlds should override it if their transport can do without pickling and copies,
+        and without making ranks wait that exchange nothing with each other.
 
         Args:
             outgoing: for each peer the bytes that it gets, uint8 (bytes,), contiguous, in the CPU's memory.
-            incoming: for each peer the buffer for its bytes, likewise; as many as the peer sends.
+            incoming: for each peer the buffer for its bytes, likewise; of the length that the peer sends.
 
         Raises:
-            WorldError: if a buffer is something else or a peer this rank, before anything is sent; if ranks don't agree
-                about what is sent, where that can be noticed; if a peer is silent.
+            WorldError: if a buffer is something else or a peer is this rank, before anything is sent; if ranks don't
+                agree about what is sent, where that can be detected; if a peer is silent.
         """
         check_buffers(self, outgoing, incoming)
-        # Arrays are pickled without the rest of the memory that they are a part of; tensors aren't.
+        # As arrays: a pickled array contains its own elements only, a pickled tensor the whole storage that it views.
         rows = [outgoing[rank].numpy() if rank in outgoing else None for rank in range(self.size)]
         received = {rank: data for rank, data in enumerate(self.all_to_all(rows)) if data is not None and data.size}
         sizes = {rank: data.size for rank, data in received.items()}
         expected = {rank: buffer.numel() for rank, buffer in incoming.items() if buffer.numel()}
         if sizes != expected:
-            what = f"exchange: rank {self.rank} gets other bytes than it has room for, by rank"
+            what = f"exchange: rank {self.rank} gets other numbers of bytes than its buffers have, by rank"
             raise WorldError(error_text(what, found=sizes, expected=expected))
         for rank, data in received.items():
             np.copyto(incoming[rank].numpy(), data)
@@ -107,14 +107,14 @@ def check_rank(world: World, what: str, rank: int) -> None:
 
 
 def check_peer(world: World, what: str, rank: int) -> None:
-    """Raise unless the world has such a rank, and it is another one."""
+    """Raise unless the world has such a rank, and it isn't this one."""
     check_rank(world, what, rank)
     if rank == world.rank:
         raise WorldError(error_text(f"{what}: rank {rank} can't exchange messages with itself"))
 
 
 def check_buffers(world: World, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]) -> None:
-    """Raise unless peers are other ranks of the world, and buffers what can be sent as it lies in memory."""
+    """Raise unless all peers are other ranks of the world, and all buffers contiguous bytes in the CPU's memory."""
     for peer, buffer in (*outgoing.items(), *incoming.items()):
         check_peer(world, "exchange", peer)
         plain = buffer.is_cpu and buffer.dtype == torch.uint8 and buffer.ndim == 1 and buffer.is_contiguous()
@@ -134,17 +134,17 @@ def check_one_each(world: World, values: Sequence[object]) -> None:
         )
 
 
-# Values on their way between ranks, as bytes.
+# Values as bytes, for sending them between ranks.
 #
-# Unpickling runs what the bytes say. These bytes come from the ranks of the job itself, which already run its code, and
-# never from a file; files have the codec.
+# Unpickling runs code that the bytes contain. That is safe here, since the bytes come from ranks of the same job, which
+# run its code anyway, and never from a file: files are read by the codec.
 
 
 def pack(what: str, value: object) -> bytes:
     """Return a value as bytes.
 
     Args:
-        what: the collective that wants it, for the error.
+        what: the collective, for the error.
 
     Raises:
         UnsupportedValue: if it can't be pickled.
@@ -154,7 +154,7 @@ def pack(what: str, value: object) -> bytes:
     except Exception as error:
         raise UnsupportedValue(
             error_text(
-                f"{what}: a {type(value).__qualname__} can't go to another rank",
+                f"{what}: a {type(value).__qualname__} can't be sent to another rank",
                 found=f"{type(error).__name__}: {error}",
                 expected="a picklable value",
             )
@@ -162,7 +162,7 @@ def pack(what: str, value: object) -> bytes:
 
 
 def unpack(what: str, data: bytes | bytearray | memoryview) -> Any:
-    """Return the value that some rank packed, always a new one.
+    """Return a new copy of the value that a rank packed.
 
     Raises:
         WorldError: if its class can't be found or rebuilt here.

@@ -16,6 +16,7 @@ from benchmarks.async_save import COPY, MOST_COPIES, Job, Measured, bars_of, mai
 TINY = Job(2000, 2, 2, 2, ())
 
 
+@pytest.mark.slow
 @pytest.mark.torchrun
 def test_it_prints_a_row_for_everybody(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--quick", "--dir", str(tmp_path)]) == 0
@@ -65,6 +66,7 @@ def test_who_saves_nothing_is_found_out(tmp_path: Path) -> None:
     assert measured_here(tmp_path, {"nothing": nothing}).errors.keys() == {"nothing"}
 
 
+@pytest.mark.slow
 @pytest.mark.torchrun
 def test_megatron_takes_part(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core")

@@ -11,6 +11,7 @@ import pytest
 from benchmarks import imports
 
 
+@pytest.mark.slow
 def test_it_tells_each_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert imports.main(["--quick", "--json", str(tmp_path / "numbers.json")]) == 0
     whole, own, rest = json.loads((tmp_path / "numbers.json").read_text())

@@ -40,17 +40,20 @@ def failing(rank: int, ranks: int) -> Action:
     raise ValueError("not today")
 
 
+@pytest.mark.slow
 def test_a_passing_copy_is_seen(tmp_path: Path) -> None:
     seen = peak(partial(taking, 80 * MIB, 0), tmp_path)
     assert 60 * MIB < seen.own < 90 * MIB
     assert 79 * MIB < seen.mapped < 90 * MIB
 
 
+@pytest.mark.slow
 def test_what_is_returned_is_not_counted(tmp_path: Path) -> None:
     seen = peak(partial(taking, 80 * MIB, 80 * MIB), tmp_path)
     assert abs(seen.own) < 10 * MIB
 
 
+@pytest.mark.slow
 def test_pages_of_a_mapped_file_are_told_apart(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(50 * MIB))
     seen = peak(partial(mapping, tmp_path / "file"), tmp_path)
@@ -58,6 +61,7 @@ def test_pages_of_a_mapped_file_are_told_apart(tmp_path: Path) -> None:
     assert seen.mapped > 45 * MIB
 
 
+@pytest.mark.slow
 @pytest.mark.torchrun
 def test_the_rank_that_takes_most_counts(tmp_path: Path) -> None:
     assert peak(partial(taking, 40 * MIB, 0), tmp_path, ranks=2).own > 30 * MIB
@@ -68,6 +72,7 @@ def test_a_job_that_fails_is_no_figure(tmp_path: Path) -> None:
         peak(failing, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.torchrun
 def test_each_case_has_its_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "files").mkdir()

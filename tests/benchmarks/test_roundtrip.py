@@ -45,6 +45,7 @@ def asked(ranks: int) -> set[tuple[str, str]]:
     return {(operation, name) for operation, name in places(ranks) if operation in BARS.get(name, {})}
 
 
+@pytest.mark.slow
 @pytest.mark.torchrun
 def test_it_prints_a_row_for_everybody_and_every_bar(tmp_path: Path) -> None:
     numbers = tmp_path / "numbers.json"
@@ -96,6 +97,7 @@ def test_checksums_are_compared_with_none_in_one_process_and_with_raw_and_the_ha
         assert (alone.passed, both.passed) == ((False, None) if ranks == 1 else (None, True))
 
 
+@pytest.mark.slow
 def test_a_contender_that_loads_something_else_is_found(tmp_path: Path) -> None:
     def lazy(mine: Work, folder: Path) -> dict[str, torch.Tensor]:
         return mine.targets

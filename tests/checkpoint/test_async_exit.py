@@ -63,6 +63,7 @@ def whole(folder: Path) -> set[str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "status", "said", "saved"),
     [
@@ -104,6 +105,7 @@ def value_in(folder: Path) -> float:
     return float(st.load_plain_tensors(folder / "new")["w"][0])
 
 
+@pytest.mark.slow
 @pytest.mark.torchrun
 def test_ranks_that_end_together_commit(tmp_path: Path, run: Run) -> None:
     old_checkpoint(tmp_path)

@@ -143,6 +143,7 @@ def check_each_is_the_moment_of_its_call(world: World, folders: Sequence[Storage
         assert found == moment, f"save {number} isn't the moment of its call"
 
 
+@pytest.mark.slow
 def test_200_saves_of_changing_tensors_are_each_the_moment_of_their_call() -> None:
     check_each_is_the_moment_of_its_call(st.world.one_process(), [st.storage.MemoryStorage() for _ in range(200)])
 
@@ -630,6 +631,7 @@ def polled(queue: st.AsyncCallsQueue, *, blocking: bool) -> int:
 WHATS = draw.sampled_from([0, 0, 1, 5, -1])
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(draw.data())
 def test_saves_commit_in_order_on_every_rank_whatever_is_slow_or_fails(data: draw.DataObject) -> None:

@@ -32,6 +32,7 @@ def test_a_copy_is_the_tensor(dtype: torch.dtype) -> None:
         assert bits(copy.data) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 3])
 def test_large_tensors_are_cut_for_threads_and_whole_again(threads: int) -> None:
     cut = _snapshot._PART_BYTES

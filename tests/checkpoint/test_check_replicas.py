@@ -52,6 +52,7 @@ def raises_for_differing_replicas(save: Any, drawn: Any, **options: Any) -> None
         assert not (changes and is_shared)
 
 
+@pytest.mark.slow
 @given(layouts())
 def test_it_raises_where_replicas_differ_and_nowhere_else(drawn: Any) -> None:
     raises_for_differing_replicas(lambda *ends: save_all(*ends, check_replicas=True), drawn)

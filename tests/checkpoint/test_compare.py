@@ -58,6 +58,7 @@ def check_finds(state: GlobalState, left: MemoryStorage, right: MemoryStorage, c
     assert found.nbytes == sum(whole.nbytes for whole in state.tensors.values())
 
 
+@pytest.mark.slow
 @given(some.data())
 def test_layouts_make_no_difference_and_each_bit_does(data: some.DataObject) -> None:
     state = data.draw(global_states())

@@ -32,7 +32,7 @@ from shardtree.errors import (
 )
 from shardtree.storage import MemoryStorage
 from shardtree.strategies import default_strategies
-from shardtree.strategies.safetensors._load import read_index
+from shardtree.strategies.index import read_index
 from shardtree.testing import first_difference, global_states, glu, rank_tree, state_layouts
 from shardtree.transforms import merge_tensors, partial_rename, split_tensor, stack_layers, unstack_layers
 from tests.options import convert_keywords, save_keywords
@@ -87,6 +87,7 @@ def chunks(folder: MemoryStorage) -> dict[str, list[tuple[list[int], list[int]]]
     return found
 
 
+@pytest.mark.slow
 @given(some.data())
 def test_a_conversion_changes_nothing(data: some.DataObject) -> None:
     state = data.draw(global_states())
@@ -181,6 +182,7 @@ TRANSFORMS: dict[str, tuple[Callable[[Any], Any], dict[str, torch.Tensor]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("most", [40, 1 << 20])
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_tree_functions_compose_on_lazy_data(name: str, most: int) -> None:

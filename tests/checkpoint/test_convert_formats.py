@@ -80,6 +80,7 @@ def test_there_and_back_is_the_same(backend: tuple[str, int], tmp_path: Path) ->
     check_equal(backend, tmp_path / "back")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS, ids=str)
 def test_one_that_was_killed_is_gone_on_with(backend: tuple[str, int]) -> None:
     complete = MemoryStorage()

@@ -251,6 +251,7 @@ def test_a_journal_that_is_not_sound_is_none(content: bytes) -> None:
     assert begun_save(Journal(folder, ".convert-0")) is None
 
 
+@pytest.mark.slow
 def test_a_killed_process_is_gone_on_with_by_the_next(tmp_path: Path) -> None:
     tensors = [st.ShardedTensor.from_rank_offsets(f"w{n}", torch.full((1024,), n)) for n in range(30)]
     st.save(tensors, tmp_path / "source")
@@ -280,6 +281,7 @@ def peak(folder: Path, how: str) -> int:
     return int(done.stdout)
 
 
+@pytest.mark.slow
 def test_memory_in_use_keeps_to_the_bound(tmp_path: Path) -> None:
     big = {f"w{n}": torch.randn(3, 1024, 2048) for n in range(4)}  # 100 MB, and rows of 8 KiB
     shards = [st.ShardedTensor.from_rank_offsets(key, data) for key, data in {**big, "small": torch.ones(3)}.items()]

@@ -153,6 +153,7 @@ def save_as(layout: Layout, tensor: torch.Tensor) -> MemoryStorage:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verify", ["whole", "all", None])
 @settings(max_examples=12)
 @given(data=some.data())

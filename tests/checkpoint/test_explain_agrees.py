@@ -262,6 +262,7 @@ def disagreement(case: Case, explain: Explain) -> str:
     return "" if found.ok == loads else f"the load {'succeeds' if loads else 'fails'}:\n{found}"
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(cases())
 @pytest.mark.filterwarnings("ignore")

@@ -77,6 +77,7 @@ def placed_states(draw: some.DrawFn) -> tuple[GlobalState, Layouts]:
     return state, layout
 
 
+@pytest.mark.slow
 @settings(max_examples=settings().max_examples // 2)
 @given(placed_states())
 def test_a_save_that_knows_the_layout_writes_the_same_files(placed: tuple[GlobalState, Layouts]) -> None:
@@ -92,6 +93,7 @@ def test_the_law_of_files_catches_replicas_that_are_not_shared_out() -> None:
     assert_caught(lambda save, placed: check_same_files(save, *placed), save_main_replicas, placed_states())
 
 
+@pytest.mark.slow
 @settings(max_examples=settings().max_examples // 2)
 @given(some.data(), some.sampled_from(["never", "always"]), some.booleans())
 def test_what_is_loaded_by_known_layouts_is_what_was_saved(data: Any, exchange: Any, checked: bool) -> None:

@@ -108,6 +108,7 @@ class Folder(dict):
     """A dict that optree doesn't know."""
 
 
+@pytest.mark.slow
 def test_a_target_of_another_kind_of_dict_that_contains_itself_is_refused():
     tree = Folder(w=shard())
     tree["self"] = tree

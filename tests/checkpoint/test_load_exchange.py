@@ -115,6 +115,7 @@ def test_a_file_that_can_not_be_read_fails_every_rank():
     assert st.simulate(3, on_rank) == [True] * 3
 
 
+@pytest.mark.slow
 @given(some.integers(1, 5), some.lists(some.sets(some.integers(0, 3)), min_size=1, max_size=5))
 def test_any_choice_of_what_ranks_want_is_read_once_each(parts, wants):
     """Rank r asks for the parts wants[r]; integrity isn't checked, for nobody need ask for all of them."""

@@ -64,6 +64,7 @@ def check_overlap(
     st.simulate(layout.ranks, on_rank)
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(data=some.data())
 def test_of_another_shape_the_overlap_is_loaded_and_the_rest_is_kept(data: some.DataObject) -> None:

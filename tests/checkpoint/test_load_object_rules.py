@@ -302,6 +302,7 @@ def saved_and_loaded(cells: Objects, targets: Objects, rule: st.objects.ObjectRu
     return values
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(some.tuples(SHAPES, SHAPES, ANY_RULE))
 def test_a_load_gives_what_resharding_in_memory_gives(drawn: tuple[Any, Any, st.objects.ObjectRule]) -> None:

@@ -73,6 +73,7 @@ def expected(stored, asked, mode):
 keys = some.sets(some.sampled_from(NAMES))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.filterwarnings("ignore")
 def test_each_mode_does_what_its_name_says_on_every_rank(mode):
@@ -90,6 +91,7 @@ def test_the_law_sees_one_mode_taken_for_another():
     assert found != expected(stored, asked, st.StrictHandling.RETURN_ALL)
 
 
+@pytest.mark.slow
 @pytest.mark.peers
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode is not st.StrictHandling.ASSUME_OK_UNEXPECTED])
 def test_keys_are_those_that_megatron_finds(mode):

@@ -215,6 +215,7 @@ def saves(draw: some.DrawFn) -> Callable[[], tuple[list[Any], list[Any]]]:
     return lambda: (trees, targets)  # torch can't print some dtypes, as Hypothesis would
 
 
+@pytest.mark.slow
 @settings(max_examples=max(10, settings.default.max_examples // 4))
 @given(saves())
 def test_a_tree_of_nodes_loads_what_a_tree_of_dicts_does(drawn: Any) -> None:

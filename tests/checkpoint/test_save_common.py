@@ -37,6 +37,7 @@ def save_on(trees, **options):
     return folder
 
 
+@pytest.mark.slow
 @given(common_states())
 def test_the_common_state_comes_back_as_it_was(state):
     folder = save_on([{"state": state, "w": shard()}])

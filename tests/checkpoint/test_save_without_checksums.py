@@ -91,15 +91,15 @@ def test_a_file_of_another_length_is_found_all_the_same(backend: tuple[str, int]
 
 def test_an_index_with_hashes_of_some_blocks_only_is_refused() -> None:
     """No writer makes one: hashes are there for all blocks of a file, or for none."""
-    from shardtree.strategies.safetensors._load import _blocks_problem
+    from shardtree.strategies.index import blocks_problem
 
     class Index:
         file_length = torch.tensor([300_000, 10, 0]).numpy()
         file_block = torch.tensor([0, 1, 2, 2]).numpy()
 
-    assert _blocks_problem(Index()) == "a file's blocks don't tile it"  # type: ignore[arg-type]
+    assert blocks_problem(Index()) == "a file's blocks don't tile it"  # type: ignore[arg-type]
     Index.file_block = torch.tensor([0, 0, 1, 1]).numpy()
-    assert _blocks_problem(Index()) is None  # type: ignore[arg-type]
+    assert blocks_problem(Index()) is None  # type: ignore[arg-type]
 
 
 def test_tensors_can_be_removed() -> None:

@@ -16,6 +16,7 @@ import shardtree as st
 from shardtree.checkpoint.series import _remove
 from shardtree.storage import LocalStorage, MemoryStorage, Storage, folder_in
 from shardtree.testing import Call, WatchedStorage
+from tests.faults.sampling import first
 from tests.options import load_keywords
 
 POLICY = st.retention.keep_last(1)
@@ -107,7 +108,7 @@ def check_removals(
     stride: int = 1,
 ) -> int:
     """Raise unless, whichever call is the last, nothing is half there, and the next run finishes; return the calls."""
-    number = 0
+    number = first(stride)
     while number < 2000:
         storage, seen = start(), list[Call]()
         with suppress(Killed, st.CheckpointingException):
@@ -134,6 +135,7 @@ def template() -> MemoryStorage:
     return storage
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [killed_at, failing_at], ids=["killed", "one call fails"])
 @pytest.mark.parametrize("watch", [WatchedStorage, Stiff], ids=["renaming", "in place"])
 def test_a_removal_that_dies_leaves_nothing_half_done(
@@ -151,6 +153,7 @@ def test_a_removal_that_dies_at_any_call_leaves_nothing_half_done(
     check_removals(lambda: copy(template), remove, watch, fault)
 
 
+@pytest.mark.slow
 def test_files_do_what_memory_does(tmp_path: Path) -> None:
     begin(LocalStorage(str(tmp_path / "begin")))
     numbers = count()
@@ -168,6 +171,7 @@ def interrupted(template: MemoryStorage, number: int) -> MemoryStorage:
     return storage
 
 
+@pytest.mark.slow
 def test_finishing_a_removal_may_die_too(template: MemoryStorage) -> None:
     calls: list[Call] = []
     remove(WatchedStorage(copy(template), calls.append))
@@ -211,7 +215,7 @@ def saved_once() -> MemoryStorage:
 
 def check_saves(start: Callable[[], MemoryStorage], run: Callable[[Storage], object], stride: int = 1) -> int:
     """Raise unless, at whichever call a save dies, a listed step has no metrics but its own; return the calls."""
-    number, at_the_start = 0, len(series(start()).steps())
+    number, at_the_start = first(stride), len(series(start()).steps())
     while number < 200:
         storage, seen = start(), list[Call]()
         with suppress(Killed):

@@ -59,11 +59,13 @@ def warns_once_if_unused(warned: Any, acts: list[str]) -> None:
     assert len(warned(acts)) == (0 if begun else 1)
 
 
+@pytest.mark.slow
 @given(ACTS)
 def test_only_the_last_copy_that_goes_unused_warns(acts: list[str]) -> None:
     warns_once_if_unused(warnings_of, acts)
 
 
+@pytest.mark.slow
 def test_the_law_of_requests_catches_a_copy_with_a_warning_of_its_own() -> None:
     with pytest.raises(AssertionError):
         warns_once_if_unused(lambda acts: warnings_of(acts) * 2, ["copy"])

@@ -140,6 +140,7 @@ def places(one: Case) -> some.SearchStrategy[tuple[str, int]]:
     return some.sampled_from([name for name, data in sorted(one.files.items()) if data]).flatmap(bits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_flipped_bit_of_any_file_is_found_or_known_to_be_unchecked(name: str) -> None:
     one = case(name)
@@ -186,6 +187,7 @@ def changes(one: Case, name: str) -> dict[str, Files]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_file_of_another_length_or_none_is_found(name: str) -> None:
     one = case(name)

@@ -195,6 +195,7 @@ def test_pickled_values_are_converted_only_when_allowed(tmp_path: Path) -> None:
     assert allowed.stderr.startswith("warning: --allow-pickle")
 
 
+@pytest.mark.slow
 def test_as_a_process(folder: Path, tmp_path: Path) -> None:
     done = process("convert", folder, tmp_path / "b", "--to", "safetensors")
     assert (done.returncode, done.stderr) == (0, "")

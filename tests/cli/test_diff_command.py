@@ -99,6 +99,7 @@ def test_another_cut_is_no_difference(folder: Path, tmp_path: Path) -> None:
     assert run("diff", folder, tmp_path, "--structure-only").exit_code == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_a_difference_is_shown_and_has_status_1(folder: Path, tmp_path: Path, change: Change) -> None:
     other = save_changed(tmp_path / "changed", change)
@@ -111,6 +112,7 @@ def test_a_difference_is_shown_and_has_status_1(folder: Path, tmp_path: Path, ch
     assert run("diff", folder, other, "--key", "model.uneven").exit_code == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_json_says_what_the_library_says(folder: Path, tmp_path: Path, change: Change) -> None:
     other = save_changed(tmp_path / "changed", change)
@@ -171,6 +173,7 @@ def test_damage_is_trouble_not_a_difference(folder: Path, tmp_path: Path) -> Non
     assert path.name in done.stderr
 
 
+@pytest.mark.slow
 def test_as_a_process(folder: Path, tmp_path: Path) -> None:
     other = save_changed(tmp_path / "changed", another_value)
     done = process("diff", folder, f"file://{other}")

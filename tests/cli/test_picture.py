@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardtree.cli._layout import Rule, piece
+import shardtree as st
 from shardtree.cli._picture import Picture, blank, draw, filled
-from shardtree.mapping import ShardedTensor
+
+SPECS = {0: st.P("tp"), 1: st.P(None, "tp"), None: st.P()}
 
 
-def shards(axis: int | None, count: int, *, rows: int = 10) -> list[ShardedTensor]:
-    return [piece("w", torch.empty(rows, 8), Rule("w", axis), rank, count) for rank in range(count)]
+def shards(axis: int | None, count: int, *, rows: int = 10) -> list[st.ShardedTensor]:
+    return [tree["w"] for tree in st.shard({"w": torch.empty(rows, 8)}, st.Mesh(tp=count), SPECS[axis])]
 
 
 def picture(axis: int | None, count: int, *, rows: int = 10) -> Picture:

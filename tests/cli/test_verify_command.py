@@ -99,6 +99,7 @@ def test_no_checkpoint_has_status_2(tmp_path: Path) -> None:
     assert run("verify").exit_code == 2
 
 
+@pytest.mark.slow
 def test_as_a_process_with_a_url(folder: Path) -> None:
     done = process("verify", f"file://{folder}")
     assert (done.returncode, done.stderr) == (0, "")

@@ -964,6 +964,7 @@ def test_bad_zips_are_corrupt(case: str) -> None:
             read(data)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["builtins.set", "collections.Counter", "collections.defaultdict", f"{__name__}.Color", "builtins.dict"]
 )

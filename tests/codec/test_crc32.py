@@ -6,6 +6,7 @@ import subprocess
 import sys
 import zlib
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
@@ -24,6 +25,7 @@ def test_the_sum_of_parts_is_the_sum_of_the_whole(left: bytes, right: bytes) -> 
     assert crc32(memoryview(right), crc32(left)) == zlib.crc32(left + right)
 
 
+@pytest.mark.slow
 def test_zlib_computes_it_where_isal_is_missing() -> None:
     done = subprocess.run([sys.executable, "-c", WITHOUT_ISAL], capture_output=True, text=True, timeout=120)
     assert done.stdout.split() == [str(zlib.crc32(b"123456789"))], done.stderr

@@ -424,6 +424,7 @@ BOMBS: dict[str, Callable[[], bytes]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", BOMBS)
 def test_bombs_are_refused_quickly(case: str) -> None:
     data = BOMBS[case]()

@@ -41,6 +41,7 @@ def printed(command: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_every_command_prints_what_the_page_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for code in PYTHON.findall(PAGE):

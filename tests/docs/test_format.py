@@ -13,8 +13,7 @@ from shardtree.codec import dtype_from_name, dtype_name, format_tag, is_tagged
 from shardtree.codec._dtypes import _TAGS
 from shardtree.codec._tree import _DECODERS
 from shardtree.storage import BLOCK_BYTES
-from shardtree.strategies.index import COLUMNS
-from shardtree.strategies.safetensors import read_index
+from shardtree.strategies.index import COLUMNS, read_index
 
 PAGE = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import shardtree
+from shardtree._later import ROOMS
 
 PAGE = Path(__file__).parents[2] / "docs" / "from-megatron.md"
 NOT_ABOUT_CHECKPOINTS = {"logger"}
@@ -47,8 +48,11 @@ def defined(body: list[ast.stmt]) -> set[str]:
     return {name for name in names if not any(part.startswith("_") for part in name.split("."))}
 
 
+ROOM_OF = {name: getattr(shardtree, room) for room in reversed(ROOMS) for name in getattr(shardtree, room).__all__}
+
+
 def ours(name: str) -> object:
-    value: object = shardtree
+    value: object = shardtree if hasattr(shardtree, name.split(".")[0]) else ROOM_OF.get(name.split(".")[0], shardtree)
     for part in name.split("."):
         value = inspect.getattr_static(value, part) if isinstance(value, type) else getattr(value, part)
     return value

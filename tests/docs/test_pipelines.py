@@ -128,6 +128,7 @@ FAULTS: dict[str, tuple[str, str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_comparison_catches(fault: str, place: Path) -> None:
     right, wrong = FAULTS[fault]
@@ -146,6 +147,7 @@ def test_the_comparison_catches_stacked_layers_split_without_groups(place: Path)
         check_model(place / "llama", LLAMA)
 
 
+@pytest.mark.slow
 def test_streamed_it_is_the_same_and_every_key_is_accounted_for(place: Path) -> None:
     names = run(PIPELINE, place)
     leave_out = ["optimizer.*", "*._extra_state*", "common"]
@@ -254,6 +256,7 @@ MODELS: dict[str, Callable[[Path], Path]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.peers
 @pytest.mark.filterwarnings("ignore")  # what importing transformers says isn't ours
 @pytest.mark.parametrize("architecture", MODELS)
@@ -263,6 +266,7 @@ def test_transformers_answers_as_the_logical_weights_do(architecture: str, place
     torch.testing.assert_close(found, right, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.peers
 @pytest.mark.filterwarnings("ignore")
 def test_transformers_answers_otherwise_where_groups_are_ignored(place: Path) -> None:
@@ -334,10 +338,12 @@ def memory(folder: Path, how: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["save", "convert"])
 def test_a_pipeline_takes_little_memory(how: str, large: Path) -> None:
     assert int(memory(large, how)) < 90_000_000
 
 
+@pytest.mark.slow
 def test_the_bound_on_memory_catches_tensors_that_are_all_read(large: Path) -> None:
     assert int(memory(large, "read")) > 117_000_000  # what is written

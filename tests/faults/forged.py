@@ -14,8 +14,7 @@ import shardtree as st
 from shardtree.codec import Entry, encode_header
 from shardtree.storage import BLOCK_BYTES, digest
 from shardtree.strategies import encode_metadata
-from shardtree.strategies.index import Index, text_columns
-from shardtree.strategies.safetensors import decode_index, encode_index
+from shardtree.strategies.index import Index, decode_index, encode_index, text_columns
 
 SAVE = "save-20260102T030405-0123456789abcdef"
 DATA = f"{SAVE}/00000-of-00001.safetensors"

@@ -119,6 +119,7 @@ def nothing(file: Path) -> None:
     file.write_bytes(b"")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("instead", [pipe, device, folder, link_to_itself, nothing])
 @pytest.mark.parametrize("name", PLACES)
 def test_whatever_stands_in_a_files_place_is_neither_waited_for_nor_read_without_end(
@@ -134,6 +135,7 @@ def test_whatever_stands_in_a_files_place_is_neither_waited_for_nor_read_without
         outcomes(place)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLACES)
 def test_random_damage_is_an_error_of_ours_or_changes_nothing(
     name: str, originals: dict[str, Path], tmp_path: Path
@@ -180,6 +182,7 @@ NONSENSE = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("field", ["common", "index", "group", "save_id", "sharded_backend", "common_backend_version"])
 @pytest.mark.parametrize("name", ["safetensors", "zarr", "safetensors and common.pt"])
 def test_nonsense_in_metadata_json_is_an_error_of_ours(
@@ -214,6 +217,7 @@ def test_a_file_name_that_no_file_system_takes_is_an_error_of_ours(tmp_path: Pat
         assert outcomes(tmp_path)
 
 
+@pytest.mark.slow
 def test_an_index_of_many_files_that_are_missing_is_checked_in_linear_time(tmp_path: Path) -> None:
     index = {"weight_map": {f"w{number}": f"f{number}" for number in range(20_000)}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -257,6 +261,7 @@ BOMBS: dict[str, tuple[dict[str, Any], Callable[[], bytes]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BOMBS)
 def test_a_chunk_that_would_fill_the_memory_is_refused(name: str, tmp_path: Path) -> None:
     pytest.importorskip("zarr")

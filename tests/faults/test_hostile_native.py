@@ -313,6 +313,7 @@ CHECKPOINTS: dict[str, Callable[[Path], Path]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_every_entry_point_ends_within_bounds(name: str, sound: Path, tmp_path: Path) -> None:
     beside = tmp_path / "beside.txt"
@@ -359,6 +360,7 @@ def busy(seconds: float) -> None:
         pass
 
 
+@pytest.mark.slow
 def test_the_measures_catch_what_is_slow_and_what_is_large(sound: Path) -> None:
     """The planted faults."""
     assert measured(lambda: busy(MOST_SECONDS))[1] > MOST_SECONDS
@@ -474,6 +476,7 @@ def untouched_is_as_it_was(read: Callable[[Path], dict[str, torch.Tensor]], fold
     return all(key in about or torch.equal(found[key], whole) for key, whole in WHOLE.items() if key in found)
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(CHANGES)
 def test_changed_columns_are_refused_or_leave_the_rest_as_it_was(

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import shardtree
+from tests.faults.sampling import sample
 from tests.faults.warm_saver import (
     NEW,
     NEXT,
@@ -25,7 +26,6 @@ from tests.faults.warm_saver import (
     inject,
     listing,
     prepared,
-    sample,
     traced_points,
     value_in,
 )
@@ -116,11 +116,13 @@ def counts(points: list[Point], left: list[float | None]) -> str:
     return f"{len(points)} points {dict(calls)} left {dict(found)}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["over an old one, ranks 1", "into an empty folder, ranks 1"])
 def test_a_save_killed_at_a_call_leaves_the_old_checkpoint_or_the_new(name: str, saver: Saver, tmp_path: Path) -> None:
     check_points(saver, SCENARIOS[name], tmp_path, partial(sample, count=8))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["over an old one, ranks 2", "into an empty folder, ranks 2"])
 def test_a_save_of_two_ranks_killed_at_a_call_leaves_the_old_checkpoint_or_the_new(
     name: str, saver: Saver, tmp_path: Path
@@ -147,6 +149,7 @@ def check_torn(saver: Saver, job: Job, old: Path, length: int, folder: Path) -> 
     check_next_save(saver, replace(there, file_bytes=None), f"a file torn at {length} bytes")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [0, 7, 200, 400, 1000])
 def test_a_save_killed_inside_a_write_leaves_the_old_checkpoint(length: int, saver: Saver, tmp_path: Path) -> None:
     job = Job(overwrite=True)
@@ -167,11 +170,13 @@ def of_metadata(points: Sequence[Point]) -> list[Point]:
     return [point for point in points if "metadata.json" in point.line]
 
 
+@pytest.mark.slow
 def test_the_law_catches_a_metadata_file_written_in_place(saver: Saver, tmp_path: Path) -> None:
     with pytest.raises((AssertionError, shardtree.CheckpointingException)):
         check_points(saver, Job(overwrite=True, storage="in place"), tmp_path, of_metadata)
 
 
+@pytest.mark.slow
 def test_the_law_catches_left_overs(saver: Saver, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="left over"):
         check_points(saver, Job(overwrite=True, storage="untidy"), tmp_path, partial(sample, count=2))

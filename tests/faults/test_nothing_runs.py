@@ -95,6 +95,7 @@ def calls(folder: Path, elsewhere: Path) -> Iterator[Callable[[], Any]]:
     yield partial(st.remove_sharded_tensors, folder, "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
 def test_no_entry_point_runs_what_a_file_brings(place: str, tmp_path: Path) -> None:
     folder, marker = tmp_path / "checkpoint", tmp_path / "marker"

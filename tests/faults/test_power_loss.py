@@ -14,6 +14,7 @@ from hypothesis import strategies as draws
 import shardtree as st
 from shardtree.storage import Buffer, MemoryStorage
 from shardtree.testing import WatchedStorage
+from tests.faults.sampling import usually
 from tests.options import save_keywords
 
 OLD, NEW = 1.0, 2.0
@@ -157,6 +158,7 @@ def check_power_law(steps: list[Step], before: float | None, draw: Any) -> None:
     assert found in ((NEW,) if done else (before, NEW)), f"{found} is there after {moment} steps of {len(steps)}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("form", "before"), [("native", None), ("native", "native"), ("torch_dist", None)])
 def test_a_power_failure_leaves_the_old_checkpoint_or_the_new(form: str, before: str | None) -> None:
     steps = steps_of(form, before)
@@ -169,8 +171,7 @@ def test_a_power_failure_leaves_the_old_checkpoint_or_the_new(form: str, before:
     check()
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("form", usually(list(FORMATS), 1))
 def test_of_every_format_a_power_failure_leaves_none_or_all_of_it(form: str) -> None:
     steps = steps_of(form, None)
 
@@ -197,6 +198,7 @@ class Loose(Medium):
             self.steps[-1].kept = len(self.steps)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [Hasty, Loose])
 def test_the_law_catches(fault: type[Medium]) -> None:
     steps = steps_of("native", None, fault)

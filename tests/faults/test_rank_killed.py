@@ -30,6 +30,7 @@ DEATHS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("over_an_old_one", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("death", DEATHS)
 def test_the_others_end_with_an_error_in_time(death: str, over_an_old_one: bool, saver: Saver, tmp_path: Path) -> None:
@@ -84,6 +85,7 @@ def tensor_in(folder: Path) -> float | None:
     return value
 
 
+@pytest.mark.slow
 @pytest.mark.torchrun
 def test_a_rank_killed_in_a_torchrun_save_leaves_nothing_that_loads(tmp_path: Path) -> None:
     check_torchrun(tmp_path / "step", "0:writing", None)

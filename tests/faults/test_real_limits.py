@@ -49,6 +49,7 @@ def mounted(folder: Path, size: str) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("backend", "ranks"), [(BACKENDS[0], 1), (BACKENDS[0], 2), (BACKENDS[1], 1)])
 def test_a_full_disk_is_an_error_and_the_old_checkpoint_stays(
     backend: tuple[str, int], ranks: int, saver: Saver, tmp_path: Path
@@ -82,6 +83,7 @@ def test_a_file_system_that_was_made_read_only_is_an_error(saver: Saver, tmp_pat
         assert value_in(there) == OLD
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "ranks"),
     [
@@ -163,6 +165,7 @@ def check_vanished(folder: Path, ranks: int, backend: tuple[str, int], number: i
     return next(storage._numbers) > number
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_folder_that_vanishes_is_an_error_on_every_rank(ranks: int, tmp_path: Path) -> None:
     number = 0

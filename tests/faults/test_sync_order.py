@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults.sampling import usually
+
 SAVE = """
 import sys
 import torch
@@ -30,7 +32,8 @@ def save(world, form):
     shard = st.ShardedTensor.from_rank_offsets("w", torch.ones(2, 300), (0, world.rank, ranks))
     copied = st.ShardedTensor.from_rank_offsets("norm", torch.ones(5), replica_id=world.rank)
     tree = {"w": shard, "norm": copied} | ({} if form == "huggingface" else {"step": 1})
-    st.save(tree, folder, *CHOICES[form], world=world, overwrite=bool(before), options=st.SaveOptions(durable=bool(durable)))
+    options = st.SaveOptions(durable=bool(durable))
+    st.save(tree, folder, *CHOICES[form], world=world, overwrite=bool(before), options=options)
 
 
 if before:
@@ -183,29 +186,34 @@ def traced(tmp_path: Path, form: str, ranks: int, *, before: str = "", durable: 
     return events[names.index(f"{folder}.begin") + 1 : names.index(f"{folder}.end")], folder
 
 
+@pytest.mark.slow
 def test_all_is_on_the_medium_before_the_checkpoint_counts(tmp_path: Path) -> None:
     events, folder = traced(tmp_path, "native", 2)
     assert sum(event.kind == "sync" for event in events) > 5
     check_order(events, folder, commit_of(events, folder))
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("form", ["native", "torch_dist", "dcp", "zarr", "huggingface", "both"])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("form", "ranks"),
+    usually([(form, n) for form in ("native", "torch_dist", "dcp", "zarr", "huggingface", "both") for n in (1, 2)], 1),
+)
 def test_of_every_format_all_is_on_the_medium_before_it_counts(tmp_path: Path, form: str, ranks: int) -> None:
     events, folder = traced(tmp_path, form, ranks)
     check_order(events, folder, commit_of(events, folder))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("before", "form"), [("native", "native"), ("dcp", "torch_dist"), ("native", "zarr"), ("zarr", "huggingface")]
+    ("before", "form"),
+    usually([("native", "native"), ("dcp", "torch_dist"), ("native", "zarr"), ("zarr", "huggingface")], 1),
 )
 def test_of_every_overwrite_all_is_on_the_medium_before_it_counts(tmp_path: Path, before: str, form: str) -> None:
     events, folder = traced(tmp_path, form, 2, before=before)
     check_order(events, folder, commit_of(events, folder))
 
 
+@pytest.mark.slow
 def test_what_is_exchanged_is_on_the_medium_before(tmp_path: Path) -> None:
     events, folder = traced(tmp_path, "native", 1, before="dcp")
     commit = commit_of(events, folder)
@@ -213,6 +221,7 @@ def test_what_is_exchanged_is_on_the_medium_before(tmp_path: Path) -> None:
     check_order(events, folder, commit)
 
 
+@pytest.mark.slow
 def test_nothing_is_waited_for_without_durable(tmp_path: Path) -> None:
     events, _ = traced(tmp_path, "dcp", 1, durable=False, before="native")
     assert not [event for event in events if event.kind == "sync"]

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import shardtree
+from tests.faults.sampling import sample
 from tests.faults.warm_saver import (
     NEW,
     NEXT,
@@ -27,7 +28,6 @@ from tests.faults.warm_saver import (
     inject,
     listing,
     prepared,
-    sample,
     traced_points,
     value_in,
     was_injected,
@@ -116,6 +116,7 @@ JOBS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("strace")
 @pytest.mark.parametrize(("name", "most"), [("over an old one, ranks 1", 10), ("over an old one, ranks 2", 3)])
 def test_a_refused_call_is_an_error_and_the_old_checkpoint_stays(
@@ -132,6 +133,7 @@ def test_every_refused_call_is_an_error_and_the_old_checkpoint_stays(name: str, 
     print(f"\n{name}: {dict(check_refusals(saver, JOBS[name], tmp_path, 100_000))}")  # noqa: T201
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("strace")
 def test_the_law_catches_a_refused_write_that_is_taken_for_one(saver: Saver, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"\d of 10"):

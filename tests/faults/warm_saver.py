@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -181,10 +181,3 @@ def prepared(saver: Saver, job: Job, folder: Path) -> Path:
         ends = saver(replace(job, folder=str(folder), backend=backend, value=OLD, overwrite=False, storage="sound"))
         assert not any(end["error"] for end in ends), ends
     return folder
-
-
-def sample(points: Sequence[Point], count: int) -> list[Point]:
-    """Return some of the points, the first and the last among them, the same ones each time."""
-    if len(points) <= count:
-        return list(points)
-    return [points[round(n * (len(points) - 1) / (count - 1))] for n in range(count)]

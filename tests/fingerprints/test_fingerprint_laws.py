@@ -91,6 +91,7 @@ def check_layout(state: GlobalState, layout: Mapping[str, Layout], fingerprint: 
     assert [dict(each) for each in found] == [expected] * ranks
 
 
+@pytest.mark.slow
 @settings(max_examples=EXAMPLES // 2)
 @given(data=st.data())
 def test_layouts_make_no_difference(data: st.DataObject) -> None:
@@ -279,6 +280,7 @@ def test_pieces_add_up_to_the_tensor(tensor: torch.Tensor, most: int, data: st.D
     assert total % 2**64 == (box_total(tensor, (0,) * tensor.ndim) if tensor.numel() else 0)
 
 
+@pytest.mark.slow
 @settings(max_examples=EXAMPLES // 4)
 @given(data=st.data())
 def test_a_checkpoint_has_the_fingerprints_of_its_tree(data: st.DataObject) -> None:

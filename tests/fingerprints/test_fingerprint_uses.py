@@ -13,8 +13,7 @@ import torch
 import shardtree as st
 from shardtree.strategies import read_metadata, replace_metadata, stored_fingerprints
 from shardtree.strategies._metadata import write_checked
-from shardtree.strategies.index import Index, text_at
-from shardtree.strategies.safetensors import encode_index, read_index
+from shardtree.strategies.index import Index, encode_index, read_index, text_at
 from shardtree.testing import glu, random_bits
 from tests.options import save_keywords
 
@@ -83,7 +82,7 @@ def test_replicas_that_differ_are_named() -> None:
 
 def test_a_tensor_that_is_held_twice_on_one_rank_is_told_so() -> None:
     shard = rows()[0]
-    with pytest.raises(st.errors.IntegrityError, match="'a': rank 0 holds it twice, with other elements"):
+    with pytest.raises(st.errors.IntegrityError, match="'a': rank 0 holds it twice, with different elements"):
         st.fingerprint([shard, replace(shard, data=-shard.data, replica_id=1)])
 
 

@@ -19,8 +19,7 @@ from shardtree.codec.archives._zip import append, directory
 from shardtree.errors import CheckpointingException
 from shardtree.storage import BLOCK_BYTES, digest
 from shardtree.strategies._metadata import encode_metadata
-from shardtree.strategies.index import Index
-from shardtree.strategies.safetensors import decode_index, encode_index
+from shardtree.strategies.index import Index, decode_index, encode_index
 
 from . import seeds
 from .seeds import Files

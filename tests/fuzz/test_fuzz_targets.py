@@ -38,6 +38,7 @@ def name(request: pytest.FixtureRequest) -> str:
     return found
 
 
+@pytest.mark.slow
 def test_the_seeds_are_sound_checkpoints_whatever_place_they_fill(name: str) -> None:
     for number, data in seed_inputs(name):
         files = checkpoint_of(name, data)
@@ -49,6 +50,7 @@ def test_the_seeds_are_sound_checkpoints_whatever_place_they_fill(name: str) -> 
             assert not st.verify(storage)
 
 
+@pytest.mark.slow
 def test_changed_seeds_end_well(name: str) -> None:
     random = Random(crc32(name.encode()))
     seeds = [data for _, data in seed_inputs(name)]
@@ -103,6 +105,7 @@ def touch(name: str, data: bytes) -> None:
     Path("/etc/hosts").open().close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [read_without_checks, leak, spend, touch])
 def test_a_target_catches_planted_faults(fault: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(targets, "_calls", lambda files, is_bounded: [lambda: fault("safetensors", b"\0{}")])

@@ -41,6 +41,7 @@ def check_pairs(find: Find, boxes: tuple[Column, Column, Column]) -> None:
     assert find(*boxes).tolist() == sorted(met)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("few", [2, 64])
 def test_shared_groups_are_those_of_the_pairs_that_meet(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_FEW_TOGETHER", few)

@@ -108,6 +108,7 @@ def test_the_law_catches(fault: Find, boxes: st.SearchStrategy[Boxes]) -> None:
     assert_caught(finds_what_tiles, fault, boxes)
 
 
+@pytest.mark.slow
 def test_many_equal_boxes_do_not_tile_one() -> None:
     """Sums of 2**20 equal numbers modulo 2**64 have twenty bits less to tell them apart; that is enough."""
     count = 2**20

@@ -38,6 +38,7 @@ def check(done: subprocess.CompletedProcess[str]) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_a_gpt_saved_on_2_processes_is_loaded_on_1_and_4(tmp_path: Path) -> None:
     check(torchrun(2, tmp_path, "save:safetensors"))
     keys = shardtree.load_plain_tensors(tmp_path / "safetensors")
@@ -47,12 +48,14 @@ def test_a_gpt_saved_on_2_processes_is_loaded_on_1_and_4(tmp_path: Path) -> None
     check(torchrun(4, tmp_path, "load:safetensors", "load swapped:safetensors"))  # the latter is the planted fault
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not TORCH_DIST, reason="torch_dist can't be saved")
 def test_a_gpt_that_we_save_as_torch_dist_is_loaded_by_both(tmp_path: Path) -> None:
     check(torchrun(2, tmp_path, "save:torch_dist", "load theirs:torch_dist"))
     check(torchrun(1, tmp_path, "load:torch_dist", "load theirs:torch_dist"))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not TORCH_DIST, reason="torch_dist can't be loaded")
 def test_a_gpt_that_megatron_saves_is_loaded_by_us(tmp_path: Path) -> None:
     check(torchrun(2, tmp_path, "save theirs:theirs"))

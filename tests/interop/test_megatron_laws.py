@@ -79,6 +79,7 @@ def test_both_laws_catch_forgotten_fields() -> None:
     assert_caught(to_then_from_is_identity, forgetful, OURS)
 
 
+@pytest.mark.slow
 def test_both_laws_catch_functions_that_are_wrapped_twice() -> None:
     def wrapped(leaf: Any) -> Any:
         return replace(leaf, build_fn=lambda *a: leaf.build_fn(*a)) if hasattr(leaf, "build_fn") else leaf

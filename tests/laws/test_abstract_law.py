@@ -147,6 +147,7 @@ def test_transforms_give_the_same_of_meta_tensors(name: str, tree: dict[str, Sha
     gives_the_same_of_meta_tensors(FLAT[name], tree)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LENS_CASES)
 @some_examples
 @given(data=some.data())

@@ -24,6 +24,7 @@ from shardtree.strategies import (
     default_strategies,
     safetensors,
 )
+from shardtree.strategies.index import remove_sharded
 from shardtree.testing import Call, WatchedStorage, outline
 from shardtree.world import World, simulate
 from tests.options import save_keywords
@@ -118,6 +119,7 @@ def beginning(ranks: int) -> MemoryStorage:
     return storage
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("for_good", [True, False], ids=["killed", "one call fails"])
 @pytest.mark.parametrize("ranks", RANKS)
 def test_a_save_that_dies_leaves_the_old_checkpoint_or_the_new(ranks: int, for_good: bool) -> None:
@@ -146,6 +148,7 @@ def check_next_save(ranks: int, **options: Any) -> None:
         assert len(storage.names()) == 2, f"left over: {storage.names()}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", RANKS)
 def test_after_a_dead_save_the_next_one_works(ranks: int) -> None:
     check_next_save(ranks)
@@ -194,7 +197,7 @@ def files_first(checkpoint: Checkpoint, key_prefix: str) -> None:
         def replace(self, name: str, data: bytes, *, durable: bool) -> None:
             flips.append((name, data))
 
-    safetensors.remove_sharded(replace(checkpoint, storage=Late(checkpoint.storage)), key_prefix)
+    remove_sharded(replace(checkpoint, storage=Late(checkpoint.storage)), key_prefix)
     for name, data in flips:
         checkpoint.storage.replace(name, data, durable=True)
 

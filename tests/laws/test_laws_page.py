@@ -6,6 +6,8 @@ import ast
 import re
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "laws.md").read_text()
 
@@ -25,6 +27,7 @@ def functions(path: Path) -> set[str]:
     return {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)}
 
 
+@pytest.mark.slow
 def test_each_named_test_exists() -> None:
     assert named(PAGE)
     assert missing(named(PAGE)) == []

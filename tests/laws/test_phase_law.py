@@ -34,8 +34,10 @@ def phases_in(source: str) -> Iterator[str]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call) and ast.unparse(node.func) in NAMES:
             name = node.args[ast.unparse(node.func) != "step"]
-            assert isinstance(name, ast.Constant), f"line {node.lineno}: write a phase's name as a literal"
-            yield str(name.value)
+            literals = [name.body, name.orelse] if isinstance(name, ast.IfExp) else [name]
+            for each in literals:
+                assert isinstance(each, ast.Constant), f"line {node.lineno}: write a phase's name as a literal"
+                yield str(each.value)
 
 
 SOURCES = [
@@ -128,7 +130,9 @@ SCENARIOS = [
     "fingerprint",
     "fingerprint of files",
 ]
-RUNNERS = {inspect.unwrap(function).__code__ for function in (agree, share, step, on_rank_zero, _phases._tell)}
+RUNNERS = {
+    inspect.unwrap(function).__code__ for function in (agree, share, step, on_rank_zero, _phases._run_and_broadcast)
+}
 
 
 def is_world(frame: FrameType) -> bool:
@@ -219,6 +223,7 @@ def check_every_rank_hears(errors: list[BaseException | None], phase: str, culpr
         assert not any("OutOfMemory" in text for other, text in error.failures.items() if other != culprit)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "phase"), CASES)
 def test_a_rank_that_fails_in_a_phase_fails_every_rank(name: str, phase: str) -> None:
     scenario, culprit = scenarios(MemoryStorage())[name], max(SEEN[name][phase])
@@ -390,7 +395,7 @@ def check_options_that_differ(load: Callable[..., Any], option: str, values: tup
     simulate(RANKS, lambda world: shardtree.save(tree(world), storage, world=world))
 
     def load_otherwise(world: World) -> None:
-        load(tree(world), storage, world=world, **{option: values[world.rank == 1]})
+        load(tree(world), storage, world=world, **load_keywords(**{option: values[world.rank == 1]}))
 
     for rank, error in enumerate(outcomes(load_otherwise)):
         assert isinstance(error, shardtree.errors.WorldError), f"rank {rank}: {error!r}"

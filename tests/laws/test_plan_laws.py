@@ -20,7 +20,8 @@ from shardtree.layouts import ShardColumns, join_columns, select_rows, shard_col
 from shardtree.mapping import ShardedTensor
 from shardtree.plans import LoadPlan, Runs, StoredChunks, level_writes, main_writes, plan_load
 from shardtree.storage import MemoryStorage, ReadReport
-from shardtree.strategies import Checkpoint, Strategies, StrategyAction, default_strategies, safetensors
+from shardtree.strategies import Checkpoint, Strategies, StrategyAction, default_strategies
+from shardtree.strategies.index import load_from_index, read_index
 from shardtree.testing import Layout, check_load_plan, check_writes, cut, even_layout, layouts
 from shardtree.world import simulate
 
@@ -211,7 +212,7 @@ def filling(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> ReadRepo
     for shard in shards:
         shard.data.zero_()
         with suppress(CheckpointingException):
-            report += safetensors.load_sharded(checkpoint, [shard])
+            report += load_from_index(checkpoint, read_index(checkpoint), [shard])
     return report
 
 

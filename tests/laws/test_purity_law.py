@@ -208,6 +208,7 @@ CALLS: dict[str, Call] = {
     "lazy.LazyTensor.read": (LAZY.read,),
     "lazy.LazyTensor.read_box": (LAZY.read_box, (0, 0), (1, 2)),
     "lazy.LazyTensor.box_fetches": (lambda: list(LAZY.box_fetches((0, 0), (1, 2))),),
+    "trees.value_at": (trees.value_at, {"lr": 0.1}, ("lr",)),
     "trees.compose": (lambda tree: trees.compose(trees.unbox, trees.without_data)(tree), TREE),
     "trees.bind": (lambda tree: trees.bind(trees.prefix, "p.")(tree), TREE),
     "trees.diff": (trees.diff, TREE, BUILT),
@@ -230,7 +231,7 @@ CALLS: dict[str, Call] = {
     "trees.check_is_tree": (trees.check_is_tree, "load", TREE),
     "trees.refuse_dtensors": (trees.refuse_dtensors, "load", trees.leaves_with_paths(TREE)),
     "trees.refuse_hidden": (trees.refuse_hidden, "load", trees.leaves_with_paths(TREE)),
-    "trees.told_of_depth": (lambda doing: type(trees.told_of_depth(doing)), "load"),
+    "trees.refuse_too_deep": (lambda doing: type(trees.refuse_too_deep(doing)), "load"),
     "trees.without_holes": (trees.without_holes, trees.common_with_holes(TREE)),
     "trees.prune": (trees.prune, trees.common_with_holes({**TREE, "model": {"f": [WEIGHT, st.trees.HOLE]}})),
     "trees.as_integers": (trees.as_integers, WEIGHT.data),
@@ -297,12 +298,13 @@ CALLS: dict[str, Call] = {
     "objects.replicate_cell": (lambda array: objects.replicate_cell((1,))(array, (3,)), ARRAY),
     "objects.concatenate_objects": (objects.concatenate_objects, ARRAY, (3,)),
     "objects.redistribute_objects": (objects.redistribute_objects, ARRAY, (3,)),
+    "objects.own_copy": (objects.own_copy, [ARRAY], "an object"),
     "objects.drop_objects": (objects.drop_objects, ARRAY, (3,)),
     "objects.fold_objects": (lambda array: objects.fold_objects(operator.iadd)(array, (3,)), ARRAY),
     "objects.rules_by_field": (
         lambda rules, array: objects.rules_by_field(rules)(array, (3,)), {"seed": objects.drop_objects}, EQUALS
     ),
-    "objects.ObjectArray.told": (ARRAY.told, 1),
+    "objects.ObjectArray.cell_text": (ARRAY.cell_text, 1),
     "objects.held_arrays": (lambda items: objects.held_arrays(items)["rng"].shapes, SOURCES),
     "objects.HeldArrays.shape_as": (HELD["rng"].shape_as, (3,)),
     "objects.HeldArrays.whole": (lambda key, shape: HELD[key].whole(key, shape).values, "rng", (3,)),
@@ -326,9 +328,7 @@ CALLS: dict[str, Call] = {
         lambda tree: lenses.factories_by_pattern(tree, {"**": GATED})["w"].build()["0"], {"w": WEIGHT}
     ),
     "lenses.compose": (lambda shard: lenses.compose(GATED, GATED)(shard).shards, WEIGHT),
-    "lenses.by_pattern": (
-        lambda lenses, shard: lenses.by_pattern(lenses)(shard).shards, {"**": GATED}, WEIGHT
-    ),
+    "lenses.by_pattern": (lambda each, shard: lenses.by_pattern(each)(shard).shards, {"**": GATED}, WEIGHT),
     "lenses.gate_and_up": (lambda shard: GATED(shard).shards, WEIGHT),
     "lenses.attention_qkv": (lambda shard: lenses.attention_qkv(heads=2, head_size=1)(shard).shards, QKV),
     "lenses.rotary_halves": (lambda shard: lenses.rotary_halves(head_size=4)(shard).shards, WEIGHT),
@@ -436,6 +436,9 @@ CALLS: dict[str, Call] = {
     "fingerprints.tensor_fingerprint": (fingerprints.tensor_fingerprint, "w", KIND, 5),
     "retention.best_step": (retention.best_step, STEPS, "loss"),
     "retention.kept_steps": (lambda steps: retention.kept_steps(retention.keep_last(1), steps), STEPS),
+    "retention.policy_name": (retention.policy_name, retention.keep_all()),
+    "retention.whole_number": (lambda count: retention.whole_number("keep_last", "count", count, least=1), 2),
+    "retention.duration": (retention.duration, "keep_for", 60),
     "retention.sorted_steps": (retention.sorted_steps, STEPS),
     "retention.keep_all": (lambda steps: retention.keep_all()(steps), STEPS),
     "retention.keep_any": (lambda steps: retention.keep_any(retention.keep_last(1))(steps), STEPS),
@@ -481,6 +484,7 @@ NUMBERS: dict[str, Call] = {
 VALUES: dict[str, Any] = {
     "lazy.Fetch": LAZY.fetches[0],
     "layouts.Mesh": MESH,
+    "layouts.P": SPEC,
     "layouts.PartitionSpec": SPEC,
     "layouts.RankShard": PARTS[1],
     "layouts.Coverage": layouts.coverage([TREE]),

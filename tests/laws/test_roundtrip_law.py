@@ -78,6 +78,7 @@ def run(data: st.DataObject, most_ranks: int, **options: Any) -> None:
     check_roundtrip(state, one, other, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 @settings(max_examples=EXAMPLES // 2)
 @given(data=st.data())
@@ -85,12 +86,14 @@ def test_what_is_loaded_in_another_layout_is_what_was_saved(target: str, data: s
     run(data, 6, **TARGETS[target])
 
 
+@pytest.mark.slow
 @settings(max_examples=EXAMPLES // 4)
 @given(data=st.data())
 def test_up_to_64_ranks_save_and_load(data: st.DataObject) -> None:
     run(data, 64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", STORABLE_DTYPES, ids=str)
 def test_every_dtype_comes_back_bit_for_bit(dtype: torch.dtype) -> None:
     state = GlobalState({"w": random_bits((4, 6, 2), dtype, 1)}, {}, {"t": random_bits((3,), dtype, 2)})
@@ -109,6 +112,7 @@ def test_files_do_what_memory_does(data: st.DataObject, tmp_path_factory: pytest
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("save_ranks", "load_ranks"), [(1, 64), (64, 1), (64, 48)])
 def test_64_ranks_reshard(save_ranks: int, load_ranks: int, tmp_path: Path) -> None:
     shape = (64, 48 * 64)

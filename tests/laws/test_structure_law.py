@@ -101,6 +101,7 @@ def stands(move: Callable[[list[Any], list[Any]], list[Any]], plan: Any, held: l
         assert_stands(result, target)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", FORMATS, ids=lambda backend: backend[0])
 @settings(max_examples=EXAMPLES // 4)
 @given(plan=ROOTS, held=HOLDERS, wanted=HOLDERS)
@@ -110,6 +111,7 @@ def test_every_container_stands_after_a_load(
     stands(lambda *ends: by_disk(backend, *ends), plan, held, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("move", [in_memory, live])
 @settings(max_examples=EXAMPLES // 2)
 @given(plan=ROOTS, held=HOLDERS, wanted=HOLDERS)

@@ -29,6 +29,7 @@ def check(done: subprocess.CompletedProcess[str]) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_4_processes_save_and_2_load_in_another_layout(tmp_path: Path) -> None:
     check(torchrun(4, tmp_path, "save:0", "fail:0"))
     assert len(list(tmp_path.glob("save-*/*-of-00004.safetensors"))) == 4, "each process writes a file of its own"

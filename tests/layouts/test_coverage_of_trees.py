@@ -75,5 +75,5 @@ def test_the_table_begins_with_what_is_wrong() -> None:
     broken = coverage(replace(columns, main=columns.main & ((columns.key != 20) | (columns.rank == 0))))
     lines = str(broken).splitlines()
     assert lines[1].split() == ["w", "(4,", "3)", "float32", "6", "0", "6", "1"]
-    assert "[2:4, 0:3] has no main replica (6 of 12 elements); only others: rank 1" in lines[-1]
+    assert "[2:4, 0:3] has no main replica (6 of 12 elements); only other replicas: rank 1" in lines[-1]
     assert str(coverage([{}])) == "tensor  shape  once  twice  not  copies"

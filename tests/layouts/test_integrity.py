@@ -168,6 +168,7 @@ def without_the_last(main: ShardColumns) -> Faults:
     return select_faults(faults, np.arange(max(0, len(faults) - 1)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("broken", [by_volume, without_flat_offsets, only_regular, without_the_last])
 def test_the_law_catches(broken: Faulty) -> None:
     assert_caught(faults_are_what_counting_finds, broken, damaged())
@@ -212,6 +213,7 @@ def test_the_law_of_problems_catches_one_that_is_left_out() -> None:
     assert_caught(problems_tell_all_faults, lambda columns: access_problems(columns)[1:], damaged())
 
 
+@pytest.mark.slow
 def test_the_law_of_problems_catches_one_pair_of_ranks_for_all() -> None:
     def first_pair(columns: ShardColumns) -> tuple[Problem, ...]:
         return tuple(replace(problem, ranks=problem.ranks[:2]) for problem in access_problems(columns))
@@ -241,7 +243,7 @@ def test_an_overlap_names_all_its_ranks_and_boxes() -> None:
 
 def test_a_gap_names_who_holds_replicas_of_it() -> None:
     assert described(shard((0, 0), (4, 2), (4, 2), replica_id=1)) == [
-        "'w' (rank 0): [0:4, 0:2] has no main replica (8 of 8 elements); only others: rank 0 [0:4, 0:2]"
+        "'w' (rank 0): [0:4, 0:2] has no main replica (8 of 8 elements); only other replicas: rank 0 [0:4, 0:2]"
     ]
 
 
@@ -254,7 +256,7 @@ def test_a_gap_names_its_neighbours_and_two_gaps_are_two_problems() -> None:
 
 def test_a_tensor_of_which_nobody_holds_anything_is_one_gap() -> None:
     assert described(shard((0,), (0,), (4,))) == [
-        "'w': [0:4] has no main replica (4 of 4 elements); nobody holds any of it"
+        "'w': [0:4] has no main replica (4 of 4 elements); no rank holds any of it"
     ]
 
 

@@ -215,7 +215,7 @@ def test_the_table_of_a_coverage_reads_like_this() -> None:
         "embedding  (2000, 3) float32  3,000      0  3,000       2",
         "b          (3,) float32           3      0      0       4",
         "",
-        "'embedding' (ranks 1, 3): [1000:2000, 0:3] has no main replica (3000 of 6000 elements); only others: "
+        "'embedding' (ranks 1, 3): [1000:2000, 0:3] has no main replica (3000 of 6000 elements); only other replicas: "
         "rank 1 [1000:2000, 0:3], rank 3 [1000:2000, 0:3]",
     ]
     assert coverage(layout).is_complete and not coverage(broken).is_complete

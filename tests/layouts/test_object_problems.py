@@ -81,7 +81,8 @@ def test_a_missing_object_is_named_with_its_neighbours() -> None:
 def test_an_object_that_only_has_other_replicas_and_one_with_two_mains() -> None:
     ranks = [[ShardedObject("rng", None, (2,), (0,)), ShardedObject("rng", None, (2,), (1,), 1)]] * 2
     assert list(map(str, problems_of(ranks))) == [
-        "'rng' (ranks 0, 1): [1:2] has no main replica (1 of 2 objects); only others: rank 0 [1:2], rank 1 [1:2]",
+        "'rng' (ranks 0, 1): [1:2] has no main replica (1 of 2 objects); "
+        "only other replicas: rank 0 [1:2], rank 1 [1:2]",
         "'rng' (ranks 0, 1): [0:1] is held by more than one main replica (1 of 2 objects): rank 0 [0:1], rank 1 [0:1]",
     ]
 

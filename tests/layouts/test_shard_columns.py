@@ -196,6 +196,7 @@ def are_made_shard_by_shard(describe: Callable[..., ShardColumns], shards: list[
     assert shown(describe(shards, rank)) == slowly(shards, rank)
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(SHARDS, st.integers(0, 5))
 def test_columns_are_what_is_made_shard_by_shard(shards: list[ShardedTensor], rank: int) -> None:
@@ -246,6 +247,7 @@ def pickled(columns: ShardColumns) -> ShardColumns:
     return sent
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(SHARDS)
 def test_columns_that_are_sent_are_the_same(shards: list[ShardedTensor]) -> None:

@@ -87,6 +87,7 @@ def check_alone(shard: Shard, case: Case) -> None:
         assert not diff(tree, alone)
 
 
+@pytest.mark.slow
 @given(CASES)
 def test_each_rank_can_cut_for_itself(case: Case) -> None:
     check_alone(layouts.shard, case)

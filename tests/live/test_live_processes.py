@@ -104,7 +104,7 @@ def there_and_back(world: World, relay: bool, with_plan: bool) -> list[tuple[dic
     for target, plan in zip(targets, plans(relay=relay), strict=True):
         sent: Counter[tuple[int, int]] = Counter()
         options: dict[str, Any] = {"plan": plan} if with_plan else {"relay": relay}
-        options |= {"max_bytes_in_flight": BOUND, "donate": True, "exchange": counting(world, sent)}
+        options |= {"max_bytes_in_flight": BOUND, "donate": True, "transport": counting(world, sent)}
         got, peak = measured(partial(redistribute, held, target, world=world, **options))
         assert outline(got) == (outline(None) if target is None else outline(mine)), "other bits"
         held = {} if got is None else got
@@ -116,6 +116,7 @@ def held_bytes(columns: ShardColumns, rank: int) -> int:
     return int((columns.elements * columns.item_size[columns.key])[columns.rank == rank].sum())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("relay", "with_plan"), [(False, True), (True, False)])
 def test_trainers_to_disjoint_engines_and_back(relay: bool, with_plan: bool) -> None:
     """TP=2 x DP=2 on four ranks, TP=2 on two others: the bits, the bytes on each link, the memory at the peak."""
@@ -164,12 +165,13 @@ def halved(world: World) -> None:
     own["w"] = own["w"] if world.rank < 4 else replace(own["w"], data=own["w"].data.half(), dtype=torch.float16)
     tree, target = (own, None) if world.rank < 4 else ({}, {"w": replace(own["w"], data=None)})
     sent: Counter[tuple[int, int]] = Counter()
-    options = {"max_bytes_in_flight": 24, "exchange": counting(world, sent), "relay": True}
+    options = {"max_bytes_in_flight": 24, "transport": counting(world, sent), "relay": True}
     got = redistribute(tree, target, world=world, cast=True, **options)
     assert outline(got) == (outline(None) if world.rank < 4 else outline(own))
     assert sum(sent.values()) == (8 * 8 * 2 // 4 if world.rank < 4 else 0)
 
 
+@pytest.mark.slow
 def test_what_is_cast_crosses_in_the_dtype_of_those_who_want_it() -> None:
     run_processes(6, halved, timeout=30)
 
@@ -188,6 +190,7 @@ def spoilt(world: World) -> tuple[list[str], tuple[str, dict[int, str]]]:
     return str(other_plans.value).splitlines(), (failed.value.phase, failed.value.failures)
 
 
+@pytest.mark.slow
 def test_what_is_wrong_on_one_process_is_an_error_in_all() -> None:
     for told, (phase, failures) in run_processes(6, spoilt, timeout=30):
         assert told[1] == "  ranks 0-5: WorldError: redistribute: the ranks have other plans"
@@ -208,14 +211,15 @@ def dies(world: World, heard: Any) -> None:
             os._exit(9)
 
     try:
-        updated(world, exchange=exchange)
+        updated(world, transport=exchange)
     except WorldError:
         heard[world.rank] = 1
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_is_an_error_in_all_others() -> None:
     heard = RawArray("b", 6)
-    with pytest.raises(WorldError, match="rank 5 died without a word\n  found exit status 9"):
+    with pytest.raises(WorldError, match="rank 5 ended without a result\n  found exit status 9"):
         run_processes(6, partial(dies, heard=heard), timeout=60)
     assert list(heard) == [1, 1, 1, 1, 1, 0]
 
@@ -223,9 +227,10 @@ def test_a_process_that_dies_is_an_error_in_all_others() -> None:
 def by_torch(world: World, code: str) -> None:
     page: dict[str, Any] = {}
     exec(code, page)
-    updated(world, exchange=page["by_torch"])
+    updated(world, transport=page["by_torch"])
 
 
+@pytest.mark.slow
 def test_the_example_of_another_transport_works() -> None:
     """What the page shows for a transport of one's own runs in real processes."""
     page = (Path(__file__).parents[2] / "docs" / "resharding.md").read_text()

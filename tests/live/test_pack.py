@@ -76,6 +76,7 @@ def check_executed(trees: Mapping[int, Any], targets: Mapping[int, Any], bound: 
             assert differ is None, f"target shard {row}: {differ}"
 
 
+@pytest.mark.slow
 @settings(max_examples=EXAMPLES // 2)
 @given(data=st.data())
 def test_executing_a_schedule_is_resharding(data: st.DataObject) -> None:

@@ -114,7 +114,7 @@ def check_redistribute(
     def on_rank(world: World) -> Any:
         exchange = counting(world, links, case.bound)
         tree, target = case.sources.get(world.rank, {}), make(case.targets.get(world.rank))
-        bounded = {"max_bytes_in_flight": case.bound, "exchange": exchange}
+        bounded = {"max_bytes_in_flight": case.bound, "transport": exchange}
         return run(tree, target, world=world, cast=True, **bounded, **options)
 
     got = simulate(RANKS, on_rank)
@@ -128,17 +128,20 @@ def check_redistribute(
     assert dict(links) == plan.links
 
 
+@pytest.mark.slow
 @given(cases())
 def test_a_live_reshard_gives_what_one_in_memory_gives(case: Case) -> None:
     check_redistribute(case)
 
 
+@pytest.mark.slow
 @settings(max_examples=EXAMPLES // 2)
 @given(cases())
 def test_a_relayed_one_gives_the_same(case: Case) -> None:
     check_redistribute(case, relay=True)
 
 
+@pytest.mark.slow
 @settings(max_examples=EXAMPLES // 3)
 @given(cases(), st.booleans())
 def test_with_a_plan_it_gives_the_same(case: Case, relay: bool) -> None:
@@ -162,6 +165,7 @@ def _strided(leaf: Any) -> Any:
     return leaf.init_data("cpu", lambda shape, dtype, device: random_bits(shape[::-1], dtype, 5).permute(*axes))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("donate", [False, True])
 @settings(max_examples=EXAMPLES // 3)
 @given(cases())
@@ -169,13 +173,13 @@ def test_targets_may_have_memory_of_any_strides(donate: bool, case: Case) -> Non
     check_redistribute(case, make=strided, donate=donate)
 
 
-def damaging(tree: Any, target: Any, *, exchange: Callable[..., None], **options: Any) -> Any:
+def damaging(tree: Any, target: Any, *, transport: Callable[..., None], **options: Any) -> Any:
     """The planted fault: a transport that turns bytes round."""
 
     def broken(outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]) -> None:
-        exchange({to: data.flip(0) for to, data in outgoing.items()}, incoming)
+        transport({to: data.flip(0) for to, data in outgoing.items()}, incoming)
 
-    return redistribute(tree, target, exchange=broken, **options)
+    return redistribute(tree, target, transport=broken, **options)
 
 
 def sending_twice(tree: Any, target: Any, **options: Any) -> Any:
@@ -324,7 +328,7 @@ def test_nothing_to_move_is_no_step() -> None:
             raise AssertionError
 
         mine = {"w": rows(world.rank, 2)}
-        return redistribute(mine, mine, world=world, exchange=exchange)["w"].data
+        return redistribute(mine, mine, world=world, transport=exchange)["w"].data
 
     for rank, data in enumerate(simulate(2, on_rank)):
         assert torch.equal(data, WHOLE.chunk(2)[rank])
@@ -416,7 +420,7 @@ def check_all_hear(fault: str, run: Run = redistribute) -> None:
         normal = {
             "tree": case.sources.get(world.rank, {}),
             "target": {"w": columns(0, 2)} if world.rank in (0, 3) else None,
-            "exchange": lambda outgoing, incoming: moved.append(world.rank),
+            "transport": lambda outgoing, incoming: moved.append(world.rank),
         }
         return run(**(normal | (spoil(case, 0) if world.rank == 0 else {})), world=world)
 
@@ -432,10 +436,10 @@ def test_what_fails_on_one_rank_before_bytes_move_fails_on_all(fault: str) -> No
     check_all_hear(fault)
 
 
-def trying_first(*, exchange: Any, **options: Any) -> Any:
+def trying_first(*, transport: Any, **options: Any) -> Any:
     """The planted fault: bytes move before it is known that all can take part."""
-    exchange({}, {})
-    return redistribute(exchange=exchange, **options)
+    transport({}, {})
+    return redistribute(transport=transport, **options)
 
 
 def test_the_law_of_failures_catches_one_that_is_found_late() -> None:
@@ -477,7 +481,7 @@ def test_a_plan_for_ranks_that_there_arent_is_an_error_on_all_before_bytes_move(
 
     def on_rank(world: World) -> Any:
         tree, target = case.sources.get(world.rank, {}), case.targets.get(world.rank)
-        return redistribute(tree, target, world=world, plan=plan, exchange=lambda *buffers: moved.append(world.rank))
+        return redistribute(tree, target, world=world, plan=plan, transport=lambda *buffers: moved.append(world.rank))
 
     for error in failures(on_rank):
         assert isinstance(error, WorldError)
@@ -493,7 +497,7 @@ def test_an_exchange_that_fails_says_in_which_step() -> None:
 
     def on_rank(world: World) -> Any:
         tree, target = case.sources.get(world.rank, {}), case.targets.get(world.rank)
-        return redistribute(tree, target, world=world, exchange=exchange, max_bytes_in_flight=8)
+        return redistribute(tree, target, world=world, transport=exchange, max_bytes_in_flight=8)
 
     for error in failures(on_rank):
         assert isinstance(error, OSError)
@@ -581,7 +585,7 @@ def test_what_fails_while_bytes_move_lets_nobody_wait() -> None:
         if world.rank == 1:
             mine = tree["w"].data.clone()
             tree = {"w": replace(tree["w"], data=mine), "step": 3}
-        return redistribute(tree, target, world=world, max_bytes_in_flight=8, exchange=exchange)
+        return redistribute(tree, target, world=world, max_bytes_in_flight=8, transport=exchange)
 
     for error in failures(on_rank):
         assert isinstance(error, RemoteError)

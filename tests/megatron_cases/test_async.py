@@ -19,6 +19,7 @@ def tree(rank: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @in_every_format
 @pytest.mark.parametrize("persistent", [True, False], ids=["persistent", "each its own"])
 @pytest.mark.parametrize("abort", [True, False], ids=["abort", "close"])

@@ -28,6 +28,7 @@ def tree(place: Place, values: torch.Tensor = GLOBAL) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @in_every_format
 @pytest.mark.parametrize(("source", "target"), LAYOUTS, ids=str)
 def test_flat_ranges_and_boxes_load_in_any_other_layout(backend: Any, source: Any, target: Any) -> None:

@@ -142,6 +142,7 @@ def buffer_states(ranks: int, options: dict[str, int], states: tuple[str, ...]) 
     ]
 
 
+@pytest.mark.slow
 @in_every_format
 @pytest.mark.parametrize("states", [("exp_avg", "exp_avg_sq"), ("exp_avg",)], ids=["two moments", "one moment"])
 @pytest.mark.parametrize(("source", "target"), [(4, 4), (4, 2), (2, 3)], ids=str)
@@ -188,6 +189,7 @@ def held(tree: Any) -> Any:
     return st.map_shards(lambda leaf: leaf.data, tree)
 
 
+@pytest.mark.slow
 @in_every_format
 @pytest.mark.parametrize(("source", "target"), LAYOUTS, ids=str)
 def test_a_gated_layer_and_its_moments_load_in_any_layout(backend: Any, source: Any, target: Any) -> None:
@@ -222,6 +224,7 @@ def flat_vector(place: Place) -> dict[str, Any]:
     return {"moment": shard}
 
 
+@pytest.mark.slow
 @in_every_format
 @pytest.mark.parametrize(("source", "target"), LAYOUTS, ids=str)
 def test_a_vectors_flat_ranges_load_in_any_layout(backend: Any, source: Any, target: Any) -> None:

@@ -70,6 +70,7 @@ def trees(name: str, *, experts: bool) -> list[dict[str, Any]]:
     return [rank_tree(place, chunks, experts=experts) for place in places(tp_size, pp_size)]
 
 
+@pytest.mark.slow
 @in_every_format
 @pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
 @pytest.mark.parametrize(("source", "target"), PAIRS, ids=str)

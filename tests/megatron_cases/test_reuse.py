@@ -30,6 +30,7 @@ def tree(rank: int, value: float = 0.0) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @in_every_format
 @pytest.mark.parametrize("knows", [False, True], ids=["exchanged layout", "known layout"])
 def test_saves_of_one_structure_have_equal_metadata_and_each_its_own_values(backend: Any, knows: bool) -> None:

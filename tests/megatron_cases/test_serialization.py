@@ -179,6 +179,7 @@ def check_pieces(source: list[list[int]], target: list[list[int]], backend: Any)
         assert_same(result, {number: torch.full((size,), rank) for number, size in enumerate(target[rank])})
 
 
+@pytest.mark.slow
 @in_every_format
 @pytest.mark.parametrize(("source", "target"), UNEVEN, ids=str)
 def test_uneven_and_empty_pieces_load_in_other_ones(backend: Any, source: list[int], target: list[int]) -> None:

@@ -77,6 +77,7 @@ def test_a_tensor_is_written_by_one_of_its_holders_and_the_least_busy(
     assert max(counts) == busiest
 
 
+@pytest.mark.slow
 @in_every_format
 @pytest.mark.parametrize("exchange", ["never", "always"])
 @pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS)

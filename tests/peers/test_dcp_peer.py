@@ -13,7 +13,7 @@ import shardtree as st
 from shardtree.testing import first_difference, outline
 from shardtree.world import World, run_processes
 
-pytestmark = [pytest.mark.peers, pytest.mark.torchrun]
+pytestmark = [pytest.mark.peers, pytest.mark.torchrun, pytest.mark.slow]
 
 WHOLE = {
     "model.weight": torch.arange(48.0).view(8, 6),
@@ -114,10 +114,12 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[s
     return folder, run_processes(2, partial(theirs, str(folder)))
 
 
+@pytest.mark.slow
 def test_each_loads_what_the_other_saved_in_its_own_layout(results: tuple[Path, list[list[str]]]) -> None:
     assert [line for lines in results[1] for line in lines if not line.startswith("damaged")] == []
 
 
+@pytest.mark.slow
 def test_the_comparison_catches_a_flipped_bit(results: tuple[Path, list[list[str]]]) -> None:
     damaged = [line for lines in results[1] for line in lines if line.startswith("damaged")]
     assert any("weight" in line for line in damaged)

@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shardtree.buffers import BufferPlan, plan_buffers, slice_views
-from tests.transforms.buffers.buffer_samples import assert_caught
+from tests.buffers.buffer_samples import assert_caught
 
 pytestmark = pytest.mark.peers
 

@@ -122,6 +122,7 @@ def outputs(model):
         return model(input_ids=torch.arange(24).view(2, 12)).last_hidden_state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_file_bytes", [20_000, 10**9])
 @pytest.mark.parametrize("lie", LAYOUTS.values(), ids=LAYOUTS)
 def test_transformers_loads_what_ranks_save(model, lie, max_file_bytes, tmp_path):
@@ -141,6 +142,7 @@ def test_transformers_loads_what_ranks_save(model, lie, max_file_bytes, tmp_path
     assert torch.equal(outputs(loaded.eval()), outputs(model))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", ["20KB", "1GB"])
 @pytest.mark.parametrize("lie", LAYOUTS.values(), ids=LAYOUTS)
 def test_what_transformers_saves_loads_in_any_layout(model, lie, size, tmp_path):
@@ -153,6 +155,7 @@ def test_what_transformers_saves_loads_in_any_layout(model, lie, size, tmp_path)
     assert st.load_common_state_dict(tmp_path) == {}
 
 
+@pytest.mark.slow
 def test_the_index_is_the_one_that_transformers_writes(model, tmp_path):
     model.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
     (tmp_path / "ours").mkdir()
@@ -188,6 +191,7 @@ def test_safe_open_reads_slices(tmp_path):
     assert_same(safetensors_torch.load_file(tmp_path / "model.safetensors"), tensors)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", [MINILM, MINILM / "model.safetensors"], ids=["folder", "file"])
 def test_real_weights_open_and_load(place):
     theirs = safetensors_torch.load_file(MINILM / "model.safetensors")

@@ -71,6 +71,7 @@ def check_as_jax(ask: Ask, find: Callable[..., Held | None], question: tuple[Any
     assert find(*question) == ask(*question)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(question=questions())
 def test_each_rank_holds_what_jax_gives_its_device(ask: Ask, question: tuple[Any, ...]) -> None:
@@ -91,6 +92,7 @@ def without_replicas(shape: tuple[int, ...], mesh: Mesh, spec: PartitionSpec) ->
     return None if found is None else [[box, 0] for box, _ in found]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [with_axes_reversed, with_joint_axes_reversed, without_replicas])
 def test_the_law_catches(ask: Ask, fault: Callable[..., Any]) -> None:
     assert_caught(lambda find, question: check_as_jax(ask, find, question), fault, questions())

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from shardtree.buffers import BufferPlan, flat_shards, plan_buffers
 from shardtree.mapping import ShardedTensor
-from tests.transforms.buffers.buffer_samples import assert_caught
+from tests.buffers.buffer_samples import assert_caught
 
 pytestmark = pytest.mark.peers
 

@@ -125,6 +125,7 @@ def with_stored_members(state_dict: Any, params: Any, excluded: Any) -> Any:
     return {**found, "param_groups": state_dict["param_groups"]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [with_offset_of_another, without_exclusion, with_stored_members])
 def test_states_are_sharded_as_megatron_does_catches(fault: Callable[..., Any]) -> None:
     def caught(case: Any) -> bool:

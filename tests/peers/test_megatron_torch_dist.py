@@ -18,7 +18,7 @@ from tests.peers.lens_state import STORED, lens_tree
 from tests.peers.model_state import CONTENT, KINDS, cleared, common, differences, rank_tree, whole
 
 pytest.importorskip("megatron.core.dist_checkpointing")
-pytestmark = [pytest.mark.peers, pytest.mark.torchrun]
+pytestmark = [pytest.mark.peers, pytest.mark.torchrun, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).parent / "scripts" / "megatron_torch_dist.py"
@@ -77,11 +77,13 @@ def damage(file: Path) -> None:
     file.write_bytes(data)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", LOADS)
 def test_megatron_core_loads_what_shardtree_saved(folder: Path, step: str) -> None:
     assert json.loads((folder / "results.json").read_text())[step] == []
 
 
+@pytest.mark.slow
 def test_the_comparison_catches_a_flipped_bit(folder: Path) -> None:
     (difference,) = json.loads((folder / "results.json").read_text())["load:1:1:damaged"]
     assert "embedding.weight" in difference

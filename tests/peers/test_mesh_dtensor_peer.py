@@ -55,6 +55,7 @@ def check_as_dtensor(find: Callable[..., tuple[RankShard, ...]], question: tuple
         assert 0 in local_shape or part.boxes[0].offset == offset
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(questions())
 def test_parts_are_those_of_dtensor(question: tuple[Any, ...]) -> None:

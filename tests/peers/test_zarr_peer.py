@@ -166,6 +166,7 @@ def load_cut(folder: Path, key: str, whole: torch.Tensor, layout: Any) -> torch.
     return assemble(refilled(*pair) for pair in st.simulate(layout.ranks, load))[key]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_what_zarr_python_wrote_loads(name: str, ranks: int, tmp_path: Path) -> None:

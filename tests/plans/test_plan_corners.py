@@ -80,7 +80,7 @@ def test_twenty_shards_that_are_not_filled_are_told(ranks: int, more: int) -> No
     assert lines[20:] == ([f"'transfers': and {more} more shards aren't written once"] if more else [])
     wrong = told(plan, nbytes=7)
     assert [line for line in wrong if "transfers" in line] == (
-        [f"'transfers': and {more} more has another number of bytes than is said"] if more else []
+        [f"'transfers': and {more} more has another number of bytes than stated"] if more else []
     )
 
 
@@ -90,7 +90,7 @@ def test_tensors_of_another_kind_are_told() -> None:
     (problem,) = other.check()
     assert str(problem) == "'w': is (6, 4) float32 in the source and (6, 4) int32 in the target"
     stray = told(plan, source=-1), told(plan, target=2), told(plan, hop=-1), told(plan, target=-1)
-    assert {tuple(lines) for lines in stray} == {("'transfers': 2 transfers of shards that there aren't",)}
+    assert {tuple(lines) for lines in stray} == {("'transfers': 2 transfers of shards that don't exist",)}
 
 
 def test_a_problem_holds_the_box_that_it_is_about() -> None:

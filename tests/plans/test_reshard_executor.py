@@ -77,6 +77,7 @@ def check_like_load(
         assert outline(left) == outline(shardtree.unbox(right)), f"rank {rank}: found {right!r}, expected {left!r}"
 
 
+@pytest.mark.slow
 @settings(max_examples=EXAMPLES // 2)
 @given(data=st.data())
 def test_reshard_is_saving_and_loading(data: st.DataObject) -> None:
@@ -102,6 +103,7 @@ def test_the_law_of_loading_catches(fault: Callable[..., Any]) -> None:
         check_like_load(trees_of(state, one), targets_of(state, other), fault)
 
 
+@pytest.mark.slow
 @settings(max_examples=EXAMPLES // 2)
 @given(data=st.data())
 def test_resharding_with_a_cast_is_saving_and_loading_with_one(data: st.DataObject) -> None:
@@ -165,6 +167,7 @@ def test_one_dtype_for_all_ranks_that_want_a_tensor() -> None:
         shardtree.reshard([tree], wanted, cast=True)
 
 
+@pytest.mark.slow
 @settings(max_examples=EXAMPLES // 2)
 @given(data=st.data())
 def test_reshard_there_and_back_is_the_identity(data: st.DataObject) -> None:
@@ -173,6 +176,7 @@ def test_reshard_there_and_back_is_the_identity(data: st.DataObject) -> None:
     check_reshard(trees_of(state, one), data.draw(st.sampled_from([targets_of, trees_of]))(state, other))
 
 
+@pytest.mark.slow
 @settings(max_examples=EXAMPLES)
 @given(data=st.data())
 def test_reshard_between_meshes(data: st.DataObject) -> None:
@@ -187,6 +191,7 @@ def test_reshard_between_meshes(data: st.DataObject) -> None:
     check_reshard(*ends)
 
 
+@pytest.mark.slow
 def test_every_dtype_is_resharded_bit_for_bit() -> None:
     for number, dtype in enumerate(STORABLE_DTYPES):
         whole = {"w": random_bits((4, 6, 2), dtype, number + 1)}

@@ -41,6 +41,7 @@ def fills_with_the_fewest_bytes(planner: Planner, case: Case) -> None:
     check_reshard_plan(planner(case))
 
 
+@pytest.mark.slow
 @given(reshards())
 def test_every_element_is_written_once_and_the_fewest_bytes_move(case: Case) -> None:
     fills_with_the_fewest_bytes(plan_of, case)
@@ -85,6 +86,7 @@ FAULTS: dict[str, Planner] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_law_of_filling_catches(fault: str) -> None:
     assert_caught(fills_with_the_fewest_bytes, FAULTS[fault], reshards())
@@ -119,6 +121,7 @@ def broken_plans(draw: st.DrawFn) -> ReshardPlan:
     return changed(plan, **{name: column})
 
 
+@pytest.mark.slow
 @given(broken_plans())
 def test_check_finds_what_walking_over_every_element_finds(plan: ReshardPlan) -> None:
     finds_what_walking_finds(ReshardPlan.check, plan)
@@ -213,6 +216,7 @@ def loads_are_level(planner: Planner, case: Case) -> None:
     assert most <= least + more, f"a rank sends {most} bytes, {least} would do, and {more} more may be"
 
 
+@pytest.mark.slow
 @given(reshards())
 def test_no_rank_sends_more_than_it_must_but_for_a_box(case: Case) -> None:
     loads_are_level(plan_of, case)
@@ -250,6 +254,7 @@ def boxes(plan: ReshardPlan) -> list[Any]:
     return sorted(zip(*(column.tolist() for column in columns), strict=True))
 
 
+@pytest.mark.slow
 @given(reshards(), st.integers(0, 99))
 def test_the_order_of_shards_makes_no_difference(case: Case, seed: int) -> None:
     order_makes_no_difference(plan_of, case, seed)
@@ -272,6 +277,7 @@ def test_the_law_of_order_catches_the_first_row_that_sends_all() -> None:
     assert_caught(order_makes_no_difference, first_row, reshards(odd=False), st.integers(0, 99))
 
 
+@pytest.mark.slow
 @given(reshards())
 def test_transfers_are_in_order(case: Case) -> None:
     every = plan_of(case).transfers
@@ -309,6 +315,7 @@ def both_ways(case: Case) -> bool:
     return case.source.keys == case.target.keys
 
 
+@pytest.mark.slow
 @given(reshards(odd=False).filter(both_ways))
 def test_the_inverse_brings_everything_back(case: Case) -> None:
     comes_back(ReshardPlan.inverse, case)

@@ -134,6 +134,7 @@ def resharded(draw: some.DrawFn) -> Drawn:
     return lambda: (trees, targets)  # torch can't print some dtypes, as Hypothesis would
 
 
+@pytest.mark.slow
 @given(resharded())
 def test_each_place_of_the_target_is_explained(drawn: Drawn) -> None:
     finds_each_place(lambda plan, name: plan.explain(name), drawn)

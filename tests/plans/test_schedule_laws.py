@@ -51,6 +51,7 @@ def reshards(draw: st.DrawFn) -> ReshardPlan:
     return with_relays(plan, shortest_cut=draw(st.sampled_from([1, 10**6]))) if draw(st.booleans()) else plan
 
 
+@pytest.mark.slow
 @given(plan=reshards(), room=st.integers(16, 300))
 def test_each_element_moves_once_in_time_and_no_rank_has_too_much_or_waits(plan: ReshardPlan, room: int) -> None:
     check_schedule(plan, plan.schedule(max_bytes_in_flight=room))
@@ -143,6 +144,7 @@ def steps_and_least(transfers: Transfers, item: Any, room: int) -> tuple[int, in
     return schedule.steps, -(-int(load.max()) // room)
 
 
+@pytest.mark.slow
 def test_random_traffic_takes_about_as_few_steps_as_any_schedule_could() -> None:
     random, extra, ratios = np.random.default_rng(0), [], []
     for _ in range(200):
@@ -181,6 +183,7 @@ def test_in_a_step_of_an_all_to_all_different_senders_have_different_receivers(s
         assert sorted(schedule.to_rank[schedule.step == step]) == list(range(shift, shift + 8))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("room", [2**28 + 5, 2**31 + 1, 2**36 - 3])
 def test_bounds_hold_for_ranks_that_move_terabytes(room: int) -> None:
     """The bound times what a rank moves is more than an int64 holds."""
@@ -252,6 +255,7 @@ def test_an_element_fits_a_bound_of_its_size() -> None:
     assert set(schedule.nbytes) == {4}
 
 
+@pytest.mark.slow
 @given(plan=reshards(), room=st.integers(16, 300))
 def test_peak_bytes_are_shards_and_the_buffers_of_the_fullest_step(plan: ReshardPlan, room: int) -> None:
     schedule = plan.schedule(max_bytes_in_flight=room)

@@ -232,7 +232,7 @@ def test_after_an_interrupt_the_collector_is_on(monkeypatch: pytest.MonkeyPatch)
     def interrupted() -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(_threads, "_take_as_old", interrupted)
+    monkeypatch.setattr(_threads, "_mark_as_old", interrupted)
     with real_collector(True):
         with pytest.raises(KeyboardInterrupt), collector_paused():
             pass
@@ -259,6 +259,7 @@ def most_alive(pause: Pause, rounds: int) -> int:
     return most
 
 
+@pytest.mark.slow
 def test_cycles_are_found_however_often_there_is_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_threads, "_MOST_UNSEEN", 5 * MADE)
     assert most_alive(collector_paused, 40) < 10

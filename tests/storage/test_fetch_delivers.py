@@ -28,7 +28,7 @@ from shardtree.storage import (
     fetch,
     fetch_cost,
 )
-from shardtree.storage._blocks import loose_ends
+from shardtree.storage._blocks import incomplete_reads
 from shardtree.testing import random_bits
 from tests.storage.test_fetch import (
     COLUMNS,
@@ -127,16 +127,16 @@ def test_so_it_is_where_pieces_reach_far(parts: Any, shortest: int, byte: int, h
         delivers_what_was_checked(parts, shortest, byte, honest, "all", b"the end")
 
 
-def hashed_alone(reader: Any, loose: Runs, views: Any, hasher: Any) -> None:
+def hashed_alone(reader: Any, incomplete: Runs, views: Any, hasher: Any) -> None:
     """The planted fault: a second read is hashed, and the first one delivered."""
-    for number in np.unique(loose.byte // BLOCK_BYTES).tolist():
+    for number in np.unique(incomplete.byte // BLOCK_BYTES).tolist():
         block = memoryview(bytearray(min(BLOCK_BYTES, reader.length - number * BLOCK_BYTES)))
         reader.read_into(number * BLOCK_BYTES, [block])
         hasher.update(block, number * BLOCK_BYTES)
 
 
 def test_the_law_catches_a_second_read_that_is_only_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_fetch, "read_rest", hashed_alone)
+    monkeypatch.setattr(_fetch, "reread_blocks", hashed_alone)
 
     def law(end: bytes, parts: Any, shortest: int, byte: int, honest: int) -> None:
         delivers_what_was_checked(parts, shortest, byte, honest, "all", end)
@@ -164,7 +164,7 @@ def test_pieces_of_every_item_size_are_cut_anywhere(item: int, far: int, monkeyp
     columns = shard_columns([ShardedTensor("w", None, dtype, (48, 3), (50, 6), (1, 2), None)])
     plan: LoadPlan = plan_load(columns, one_chunk((50, 6), 5))
     assert plan.strided.file.size == 1
-    parts: Strided = _strided.parted(plan.strided)
+    parts: Strided = _strided.split_pieces(plan.strided)
     assert (_strided.last_byte(parts) - parts.byte <= far).all()
     memory = torch.zeros(48 * 3 * item, dtype=torch.uint8)
     file = StoredFile("f", len(data), block_hashes([memoryview(data)]))
@@ -177,6 +177,6 @@ def test_what_makes_whole_blocks_together_has_no_loose_ends() -> None:
     size = np.array([100, BLOCK_BYTES + 7 - 100, BLOCK_BYTES - 7])
     zeros = np.zeros(3, dtype=np.int64)
     runs = Runs(zeros, begin, zeros, begin, size)
-    assert loose_ends(runs, 2 * BLOCK_BYTES, np.ones(2, dtype=np.bool_)).byte.size == 0
-    loose = loose_ends(runs, 3 * BLOCK_BYTES, np.ones(3, dtype=np.bool_))
-    assert loose.byte.size == 0
+    assert incomplete_reads(runs, 2 * BLOCK_BYTES, np.ones(2, dtype=np.bool_)).byte.size == 0
+    incomplete = incomplete_reads(runs, 3 * BLOCK_BYTES, np.ones(3, dtype=np.bool_))
+    assert incomplete.byte.size == 0

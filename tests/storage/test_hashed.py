@@ -95,7 +95,7 @@ def going(way: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch, torch_threads(count):
         patch.setattr(_blocks, "BLOCK_BYTES", BLOCK)
         patch.setattr(_blocks, "_PART_BYTES", PART)
-        patch.setattr(_blocks, "_BESIDE_BYTES", BESIDE)
+        patch.setattr(_blocks, "_BACKGROUND_BYTES", BESIDE)
         patch.setattr(_blocks, "ThreadPoolExecutor", pool)
         yield
 

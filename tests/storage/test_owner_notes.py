@@ -11,7 +11,7 @@ import time
 import pytest
 
 from shardtree.storage import MemoryStorage, claim, is_alive, is_claimed, is_temporary, owner_note, release
-from shardtree.strategies import OWNER_FILE, is_left_over, make_save_folder, remove_save
+from shardtree.strategies import OWNER_FILE, is_orphaned, make_save_folder, remove_save
 
 SAVE = "save-20260102T030405-0123456789abcdef"
 NOTE = "from shardtree.storage import owner_note; import sys; sys.stdout.buffer.write(owner_note('save-1'))"
@@ -34,6 +34,7 @@ def test_a_save_of_this_process_is_alive_while_it_is_in_hand() -> None:
     assert is_alive(note) is False
 
 
+@pytest.mark.slow
 def test_a_save_of_another_process_is_alive_as_long_as_that() -> None:
     code = f"{NOTE}; sys.stdout.flush(); sys.stdin.read()"
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
@@ -73,11 +74,11 @@ def test_a_torn_note_says_nothing(note: bytes | None) -> None:
 def test_the_dead_go_at_once_the_unknown_when_they_are_old_and_the_living_never() -> None:
     storage = MemoryStorage()
     held = make_save_folder(storage, SAVE, durable=False)
-    assert not is_left_over(storage, SAVE, before=1e9)
+    assert not is_orphaned(storage, SAVE, before=1e9)
     release(SAVE)
-    assert is_left_over(storage, SAVE, before=-1.0)
+    assert is_orphaned(storage, SAVE, before=-1.0)
     storage.replace(f"{SAVE}/{OWNER_FILE}", b"torn", durable=False)
-    assert is_left_over(storage, SAVE, before=1e9) and not is_left_over(storage, SAVE, before=-1.0)
+    assert is_orphaned(storage, SAVE, before=1e9) and not is_orphaned(storage, SAVE, before=-1.0)
     storage.replace(f"{SAVE}/notes.txt", b"mine", durable=False)
     remove_save(storage, SAVE)
     assert storage.names(SAVE) == ("notes.txt",)
@@ -99,7 +100,7 @@ if libc.unshare(NAMESPACE) or libc.mount(b"none", b"/", None, PRIVATE, None):
 if libc.mount(b"proc", b"/proc", b"proc", 0, b"hidepid=2"):
     sys.exit(77)
 with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
-    fields = json.loads(_owner.owner_note("save-1")) | {"pid": other.pid, "started": _owner._started(other.pid)}
+    fields = json.loads(_owner.owner_note("save-1")) | {"pid": other.pid, "started": _owner._start_time(other.pid)}
     os.setgroups([])
     os.setgid(65534)
     os.setuid(65534)
@@ -108,6 +109,7 @@ with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) 
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount /proc so that it hides other users' processes")
 def test_of_a_process_that_is_hidden_nothing_is_said() -> None:
     done = subprocess.run([sys.executable, "-c", HIDDEN], capture_output=True, text=True, check=False)

@@ -135,6 +135,7 @@ def expected() -> dict[str, torch.Tensor]:
 load = partial(st.load, validate_access_integrity=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verify", ["whole", "all", None])
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("part", [64, 1000, 2**20])
@@ -144,11 +145,12 @@ def test_a_load_to_a_device_is_a_load(
     device = LateDevice()
     asked, storage = targets()
     plain: list[st.storage.ReadReport] = []
-    load(asked, storage, verify=verify, report=plain.append)
+    load(asked, storage, options=st.LoadOptions(verify=verify, report=plain.append))
     monkeypatch.setitem(copies_by_device, "cpu", device.copies)
     monkeypatch.setattr(_staged_fetch, "PART_BYTES", part)
     staged: list[st.storage.ReadReport] = []
-    loaded = load(asked, storage, verify=verify, donate=donate, report=staged.append)
+    options = st.LoadOptions(verify=verify, report=staged.append)
+    loaded = load(asked, storage, donate=donate, options=options)
     for name, tensor in expected().items():
         assert torch.equal(loaded[name], tensor), name
         assert (loaded[name] is asked[name].data) == donate
@@ -176,6 +178,7 @@ def test_a_load_to_a_device_has_two_parts_in_the_host_s_memory(monkeypatch: pyte
     assert device.most <= 2 * 2**14 and device.log[:4] == ["start", "start", "wait", "start"]
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(draw.integers(1, 4 * 2**18), draw.sampled_from([2**18, 2**19]))
 def test_every_block_that_a_load_reads_whole_is_checked(size: int, part: int) -> None:

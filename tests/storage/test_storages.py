@@ -86,6 +86,7 @@ def test_a_file_of_thousands_of_buffers(storage: Storage) -> None:
     gives_back(storage, [bytes([number % 256]) * (number % 7) for number in range(5000)], list(range(0, 15000, 3)))
 
 
+@pytest.mark.slow
 def test_a_large_file_in_few_buffers(storage: Storage) -> None:
     gives_back(storage, [os.urandom(3_000_000), b"", os.urandom(17_000_001)], [1, 2_999_999, 20_000_000])
 

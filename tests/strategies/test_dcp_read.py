@@ -394,6 +394,7 @@ STORED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.torchrun
 def test_dtensors_of_several_ranks_open_directly(from_ranks):
     check_loads(from_ranks, STORED)
@@ -401,6 +402,7 @@ def test_dtensors_of_several_ranks_open_directly(from_ranks):
     assert st.load_common_state_dict(from_ranks) == {"nested": {"list": [HOLE, {"step": 5}], "seed": 3}}
 
 
+@pytest.mark.slow
 @pytest.mark.torchrun
 def test_dtensors_load_in_other_layouts(from_ranks):
     def load(world):

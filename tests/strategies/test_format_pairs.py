@@ -175,6 +175,7 @@ def cases(draw: some.DrawFn, pair: tuple[Format, Format]) -> tuple[GlobalState, 
     return held, *({key: (own | plain)[key] for key in held.tensors} for own in (first, second))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pair", PAIRS, ids=pair_name)
 @settings(max_examples=5, phases=[Phase.generate])
 @given(data=some.data())
@@ -197,6 +198,7 @@ def test_every_format_but_that_of_models_holds_objects_and_common_values(name: F
     assert held_by([(name, {"ballast": even_layout((6,), 3, axis=0)})], state).common == state.common
 
 
+@pytest.mark.slow
 def test_the_law_catches_a_load_that_gives_neighbours_each_others_rows() -> None:
     def swapped(place: Any, targets: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return st.map_shards(
@@ -230,6 +232,7 @@ def minilm() -> dict[str, torch.Tensor]:
     return st.load_plain_tensors(Path(package.__file__).parent / "model" / "model.safetensors")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(("huggingface", 1) not in FORMATS, reason="nothing reads the weights' format")
 def test_real_weights_go_through_a_chain_of_all_formats(tmp_path: Path) -> None:
     weights = minilm()

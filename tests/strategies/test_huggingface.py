@@ -128,6 +128,7 @@ def check_reloaded(case, save=st.save, storage=None):
     assert st.verify(folder) == ()
 
 
+@pytest.mark.slow
 @quiet
 @settings(deadline=None, max_examples=60)
 @given(states())
@@ -135,6 +136,7 @@ def test_saved_in_one_layout_loads_in_another(case):
     check_reloaded(case)
 
 
+@pytest.mark.slow
 @quiet
 def test_the_law_catches_a_save_that_drops_a_shard():
     def dropping(tree, *rest, **options):
@@ -366,6 +368,7 @@ def two_ranks_save(storage, common=None):
     st.simulate(2, write)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("common", [None, ("safetensors", 1)])
 @pytest.mark.parametrize("after", [False, True])
 def test_killed_anywhere_it_is_a_model_or_none(common, after):
@@ -601,6 +604,7 @@ def test_tensor_files_of_metadata_that_climb_out():
 # Parts of it
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(states(max_tensors=1))
 def test_the_pieces_of_all_shards_tile_the_tensor(case):
@@ -669,6 +673,7 @@ print(save(sys.argv[1] + "/large", torch.randn(12_800, 4096)))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_four_ranks_save_200_megabytes_in_little_memory(tmp_path):
     try:

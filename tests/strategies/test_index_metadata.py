@@ -113,6 +113,7 @@ def sure(index):
         return str(error)
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(changes)
 def test_any_number_is_refused_or_sound(places):

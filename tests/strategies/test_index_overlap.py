@@ -25,6 +25,7 @@ def check_counts_bytes(overlapping, rows):
     assert overlapping(np.array(LENGTHS), *columns) == (len(set(held)) < len(held))
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(some.lists(stretches(), max_size=4))
 def test_stretches_overlap_where_a_byte_is_in_two(rows):

@@ -66,6 +66,7 @@ def are_kinds_of_each(kinds: Kinds, case: tuple[Index, list[int]]) -> None:
     assert outcome(kinds, *case) == outcome(each_by_itself, *case)
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(asked_of_the_future())
 def test_kinds_of_many_are_the_kinds_of_each(case: tuple[Index, list[int]]) -> None:
@@ -121,6 +122,7 @@ def tells_what_is_alike(alike: Alike, case: tuple[Index, list[int], list[TensorK
     assert alike(index, np.array(numbers, dtype=np.int64), kinds) == (whole and same)
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(compared())
 def test_what_is_stored_alike_is_told_by_columns(case: tuple[Index, list[int], list[TensorKind]]) -> None:
@@ -144,6 +146,7 @@ def whatever_isnt_there(index: Index, numbers: Column, kinds: list[TensorKind]) 
     return stored_alike(index, numbers[there], [kinds[number] for number in there.tolist()])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("broken", [whatever_axes, whatever_dtype, whatever_isnt_there])
 def test_the_law_of_what_is_alike_catches(broken: Alike) -> None:
     assert_caught(tells_what_is_alike, broken, compared())
@@ -183,6 +186,7 @@ def are_chunks_of_each(take: Take, case: tuple[Index, list[int]]) -> None:
     assert {name: column.tolist() for name, column in columns.items()} == chunks_key_by_key(index, numbers)
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(asked())
 def test_chunks_of_many_are_the_chunks_of_each(case: tuple[Index, list[int]]) -> None:
@@ -202,12 +206,14 @@ def whatever_order(first: Column, count: Column) -> Column | slice:
 _rows_of = _columns._rows_of
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("broken", [from_the_first_to_the_last, whatever_order])
 def test_the_law_of_chunks_catches(broken: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_columns, "_rows_of", broken)
     assert_caught(are_chunks_of_each, chunks_of, asked())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sliced", [True, False])
 def test_chunks_are_taken_in_both_ways(sliced: bool) -> None:
     """So that the law doesn't hold for want of one."""

@@ -87,12 +87,14 @@ def check_run_is_the_plan(single_run, case):
     return run
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(cases())
 def test_a_run_is_what_a_plan_comes_to(case):
     check_run_is_the_plan(_load.single_run, case)
 
 
+@pytest.mark.slow
 def test_there_are_runs():
     """So that the law doesn't hold for want of any."""
     find(cases(), lambda case: check_run_is_the_plan(_load.single_run, case) is not None and len(case.shards) > 2)
@@ -106,6 +108,7 @@ def fails(case):
     return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "broken"),
     [

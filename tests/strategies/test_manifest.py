@@ -53,6 +53,7 @@ def check_found(files: Files) -> None:
     assert damage
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(some.data())
 def test_a_flipped_bit_of_any_file_is_found(data: some.DataObject) -> None:

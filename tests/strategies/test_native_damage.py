@@ -15,8 +15,7 @@ import shardtree as st
 from shardtree.errors import CheckpointingException, CorruptCheckpoint
 from shardtree.storage import LocalStorage, MemoryStorage, digest
 from shardtree.strategies import decode_metadata, encode_metadata
-from shardtree.strategies.index import text_columns
-from shardtree.strategies.safetensors import decode_index, encode_index
+from shardtree.strategies.index import decode_index, encode_index, text_columns
 
 QUICK = 10.0  # seconds of processors, which other work on the machine doesn't change
 
@@ -271,6 +270,7 @@ def harmless_or_refused(read, files):
     return False
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(some.lists(some.tuples(some.sampled_from(COLUMNS), some.integers(0, 99), NUMBERS), min_size=1, max_size=2))
 def test_any_number_in_the_index_is_harmless_or_refused(changes):
@@ -283,6 +283,7 @@ def test_any_number_in_the_index_is_harmless_or_refused(changes):
         harmless_or_refused(read, files)
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(some.sampled_from(["index", "common"]), some.data())
 def test_any_bytes_with_the_right_hash_are_harmless_or_refused(kind, data):

@@ -116,6 +116,7 @@ def comes_back(threads: int, recipes: list[tuple[int, torch.dtype]], ranks: int,
     return len(data_files(folder))
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(some.integers(1, 4), RECIPES, some.integers(1, 2), some.booleans(), some.booleans())
 def test_a_tree_is_the_same_from_any_number_of_files(

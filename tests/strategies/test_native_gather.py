@@ -111,6 +111,7 @@ def are_the_bytes_of_each(gather: Gather, recipes: list[Recipe]) -> None:
     assert b"".join(found) == b"".join(buffer for tensor in held for buffer in tensor_buffers(tensor))
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(lists())
 def test_what_is_gathered_are_the_bytes_of_each(recipes: list[Recipe]) -> None:
@@ -130,6 +131,7 @@ def test_the_law_catches_tensors_in_another_order() -> None:
     assert_caught(are_the_bytes_of_each, lambda shards: gathered([*shards][::-1]), lists())
 
 
+@pytest.mark.slow
 def test_the_law_catches_buffers_that_share_their_memory() -> None:
     room = bytearray(TOGETHER)
 
@@ -141,6 +143,7 @@ def test_the_law_catches_buffers_that_share_their_memory() -> None:
     assert_caught(are_the_bytes_of_each, into_one_room, lists())
 
 
+@pytest.mark.slow
 def test_the_law_catches_memory_that_is_taken_as_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:
     def is_plain(source: Source, item_size: int) -> bool:
         return item_size <= 8
@@ -175,6 +178,7 @@ def groups_keep_order_and_limits(group: Groups, recipes: list[Recipe]) -> None:
         assert len(lengths) == 1 or (sum(lengths) <= TOGETHER and max(lengths) <= SMALL)
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(lists())
 def test_groups_keep_the_order_and_their_limits(recipes: list[Recipe]) -> None:
@@ -185,6 +189,7 @@ def test_the_law_of_groups_catches_one_for_all() -> None:
     assert_caught(groups_keep_order_and_limits, lambda held: [slice(0, len(held))] if len(held) else [], lists())
 
 
+@pytest.mark.slow
 def test_there_are_groups() -> None:
     """So that the laws don't hold for want of any."""
 

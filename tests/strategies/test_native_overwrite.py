@@ -12,7 +12,7 @@ import shardtree as st
 from shardtree.errors import AlreadyACheckpoint, CheckpointReplaced, StorageError
 from shardtree.storage import LocalStorage, MemoryStorage
 from shardtree.strategies import remove_save
-from shardtree.strategies.safetensors._save import remove_orphans
+from shardtree.strategies._save_folders import remove_orphaned
 from shardtree.testing import WatchedStorage
 
 DEAD = "save-20200101T000000-0123456789abcdef"
@@ -130,7 +130,7 @@ def test_the_first_save_removes_left_overs_too(tmp_path):
 def test_the_save_that_counts_is_kept_however_old_it_is(tmp_path):
     st.save(tree(1), tmp_path)
     (kept,) = save_folders(tmp_path)
-    remove_orphans(LocalStorage(str(tmp_path)), keep=kept, before=None, stale_after=-1e9)
+    remove_orphaned(LocalStorage(str(tmp_path)), keep=kept, before=None, stale_after=-1e9)
     assert value_in(tmp_path) == 1
 
 

@@ -49,6 +49,7 @@ def header_of(data):
     return json.loads(data[8 : 8 + length]), 8 + length
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", STORABLE_DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(5, 3), (), (0, 4)], ids=str)
 def test_save_then_load_keeps_every_bit(dtype, shape):
@@ -82,6 +83,7 @@ def in_the_middle(tensor):
     return tensor[1:3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", STORABLE_DTYPES, ids=str)
 @pytest.mark.parametrize("view", [transposed, stepped, expanded, in_the_middle])
 def test_a_tensor_is_stored_as_it_reads_and_not_as_it_lies(dtype, view):

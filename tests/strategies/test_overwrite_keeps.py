@@ -98,6 +98,7 @@ def test_whoever_owns_a_folder_still_does_when_root_saves(tmp_path: Path) -> Non
 # -- checkpoints in checkpoints
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("outer", ["native", "dcp", "zarr"])
 @pytest.mark.parametrize("new", ["native", "zarr"])
 def test_checkpoints_inside_a_checkpoint_stay(tmp_path: Path, outer: str, new: str) -> None:

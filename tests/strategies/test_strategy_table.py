@@ -7,7 +7,6 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Sequence
-from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -20,6 +19,7 @@ from shardtree.strategies import (
     PROTOCOLS,
     AsyncRequest,
     Checkpoint,
+    FormatTraits,
     PendingSave,
     StrategyAction,
     base,
@@ -138,9 +138,25 @@ def test_a_missing_row_lists_what_exists():
 
 
 def test_the_default_table_is_read_only():
-    assert isinstance(default_strategies, MappingProxyType)
     with pytest.raises(TypeError):
         default_strategies[StrategyAction.LOAD_COMMON, "x", 1] = len
+
+
+def test_tables_are_joined_from_either_side():
+    rows = {(StrategyAction.LOAD_COMMON, *NATIVE): len, (StrategyAction.LOAD_COMMON, "x", 1): len}
+    ours, theirs = default_strategies | rows, rows | default_strategies
+    assert ours[StrategyAction.LOAD_COMMON, *NATIVE] is len and ours[StrategyAction.LOAD_COMMON, "x", 1] is len
+    assert theirs[StrategyAction.LOAD_COMMON, *NATIVE] is not len and len(ours) == len(theirs)
+    assert "x 1" in str(ours) and "x 1" not in str(default_strategies)
+
+
+def test_a_format_without_a_description_has_the_plain_traits():
+    table = {row: fn for row, fn in default_strategies.items() if row[0] is not StrategyAction.DESCRIBE}
+    assert base.traits_of(*NATIVE, table) == FormatTraits() != base.traits_of(*NATIVE)
+    folder, tree = MemoryStorage(), {"w": st.ShardedTensor.from_rank_offsets("w", torch.arange(3))}
+    for _ in range(2):  # the second is written beside the first and exchanged, as of a format that nothing is known of
+        st.save(tree, folder, strategies=table, overwrite=True)
+    assert st.load(tree, folder, strategies=table)["w"].tolist() == [0, 1, 2]
 
 
 def test_a_table_is_a_value_and_a_wrapper_a_function_from_strategy_to_strategy():
@@ -155,7 +171,8 @@ def test_a_table_is_a_value_and_a_wrapper_a_function_from_strategy_to_strategy()
         return wrapped
 
     before = dict(default_strategies)
-    table = default_strategies | {row: logged(fn) for row, fn in default_strategies.items() if row[1:] == NATIVE}
+    own = {row: fn for row, fn in before.items() if row[1:] == NATIVE and row[0] is not StrategyAction.DESCRIBE}
+    table = default_strategies | {row: logged(fn) for row, fn in own.items()}
     folder = MemoryStorage()
     tree = {"w": st.ShardedTensor.from_rank_offsets("w", torch.arange(3)), "o": st.ShardedObject("o", 1, (1,), (0,))}
     st.save(tree, folder, strategies=table)
@@ -166,9 +183,7 @@ def test_a_table_is_a_value_and_a_wrapper_a_function_from_strategy_to_strategy()
     st.remove_sharded_tensors(folder, "w", strategies=table)
     st.save({"step": 1}, folder, ("dcp", 1), strategies=table, overwrite=True)
     assert calls[:2] == ["save_sharded", "save_common"]
-    assert sorted(set(calls)) == sorted(
-        fn.__name__ for row, fn in before.items() if row != SAVE_OBJECTS and row[1:] == NATIVE
-    )
+    assert sorted(set(calls)) == sorted(fn.__name__ for row, fn in own.items() if row != SAVE_OBJECTS)
     assert dict(default_strategies) == before
     count = len(calls)
     st.load_common_state_dict(folder)
@@ -210,6 +225,7 @@ def run_with_package(tmp_path, package, use):
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.slow
 def test_the_first_look_up_that_misses_reads_what_packages_bring(tmp_path):
     done = run_with_package(tmp_path, PACKAGE, USE)
     assert done.returncode == 0, done.stderr
@@ -217,6 +233,7 @@ def test_the_first_look_up_that_misses_reads_what_packages_bring(tmp_path):
     assert "('cards', 1), " in done.stdout and "('safetensors', 1)" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_package_that_can_not_be_imported_is_named(tmp_path):
     use = """
     from shardtree.errors import StrategyError

@@ -132,6 +132,7 @@ DATA = FILES["__0_0.distcp"]
 PAYLOAD = DATA.index(BIG.numpy().tobytes()[:4096])
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(some.integers(0, 8 * len(DATA) - 1))
 @example(8 * PAYLOAD)
@@ -143,6 +144,7 @@ def test_no_flipped_bit_of_a_data_file_is_loaded(bit):
 SMALL = [place for place in range(len(DATA)) if not PAYLOAD <= place < PAYLOAD + BIG.nbytes]
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(some.sampled_from(SMALL), some.integers(0, 7))
 def test_no_flipped_bit_around_payloads_is_loaded(place, bit):
@@ -184,6 +186,7 @@ def test_without_checksums_nothing_is_checked_and_the_report_says_so():
     assert is_right(read_all(folder))
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(some.integers(0, 8 * len(FILES[".metadata"]) - 1))
 def test_a_flipped_bit_of_the_index_is_harmless_or_refused(bit):
@@ -276,6 +279,7 @@ def with_archive(key, content):
     return FILES | {".metadata": pickle.dumps(metadata, 4), "__1_0.distcp": content}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(list(evil_pickles("x")))))
 @pytest.mark.parametrize("place", [".metadata", "rng/shard_0_1", "step", "t"])
 def test_nothing_in_a_file_runs(place, number, tmp_path):
@@ -415,6 +419,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", HOSTILE)
 def test_a_hostile_index_is_refused(row, tmp_path):
     files = changed(HOSTILE[row])
@@ -468,6 +473,7 @@ def test_bytes_that_are_no_index_are_refused(row):
     assert time.process_time() - began < QUICK
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(some.sampled_from(list(FILES)), some.data())
 def test_any_bytes_are_harmless_or_refused(name, data):

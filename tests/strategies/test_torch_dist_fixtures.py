@@ -113,6 +113,7 @@ def part_of(whole, shard):
     return data.reshape(-1)[shard.flattened_range] if shard.flattened_range is not None else data
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verify", ["whole", "all", None])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", TENSORS)

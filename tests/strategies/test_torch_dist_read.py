@@ -123,6 +123,7 @@ def check_any_layout(whole, stored, asked, store=store):
     assert not first_difference(found, whole)
 
 
+@pytest.mark.slow
 @settings(max_examples=120, deadline=None)
 @given(some.data())
 def test_what_is_stored_in_any_layout_loads_in_any(data):
@@ -187,6 +188,7 @@ def test_a_large_tensor_loads_in_parts(large, axis, threads):
     assert reports[0].bytes_read == whole.nbytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 4])
 @pytest.mark.parametrize("place", [704, 17_000_000, 31_999_999])
 def test_a_flipped_bit_of_a_large_chunk_is_found(large, place, threads):
@@ -445,6 +447,7 @@ def test_megatrons_metadata_json_makes_the_same_files_its_own():
         st.load_common_state_dict(folder)
 
 
+@pytest.mark.slow
 def test_many_chunks_open_quickly_and_alike():
     """Ten thousand chunks in a hundred files: what is asked for is found among them."""
     writer = Writer(files=100)

@@ -73,6 +73,7 @@ def rows(world: World) -> dict[str, Any]:
 # -- round trips
 
 
+@pytest.mark.slow
 @BACKENDS
 @settings(max_examples=EXAMPLES)
 @given(data=hs.data())
@@ -329,6 +330,7 @@ def test_a_tensor_named_like_an_object_is_refused() -> None:
 # -- failures and retries
 
 
+@pytest.mark.slow
 @BACKENDS
 @pytest.mark.parametrize("for_good", [True, False], ids=["killed", "one call fails"])
 @pytest.mark.parametrize("ranks", RANKS)

@@ -76,6 +76,7 @@ def chunks(storage: Any, key: str) -> list[str]:
     return [name for name in storage.names(array_name(key)) if name != "zarr.json"]
 
 
+@pytest.mark.slow
 @settings(max_examples=EXAMPLES)
 @given(data=some.data())
 def test_what_is_loaded_in_another_layout_is_what_was_saved(data: some.DataObject) -> None:
@@ -85,6 +86,7 @@ def test_what_is_loaded_in_another_layout_is_what_was_saved(data: some.DataObjec
     check_roundtrip(state, one, other, save=save)
 
 
+@pytest.mark.slow
 @settings(max_examples=EXAMPLES // 4)
 @given(data=some.data())
 def test_files_do_what_memory_does(data: some.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -198,7 +200,12 @@ def test_each_rank_writes_its_own_chunks() -> None:
         def progress(count: int) -> None:
             told[world.rank] = told.get(world.rank, 0) + count
 
-        save(st.testing.rank_tree(state, {"w": layout}, world.rank), storage, world=world, progress=progress)
+        save(
+            st.testing.rank_tree(state, {"w": layout}, world.rank),
+            storage,
+            world=world,
+            options=st.SaveOptions(progress=progress),
+        )
 
     storage = MemoryStorage()
     st.simulate(4, run)
@@ -330,6 +337,7 @@ class Killed(Exception):
     """What a storage raises from some call on."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("for_good", [False, True])
 def test_a_save_that_dies_leaves_nothing_or_all(for_good: bool) -> None:
     calls: list[Any] = []

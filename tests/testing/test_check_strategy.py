@@ -42,6 +42,7 @@ Save, Load, Common, Metadata = (
 # -- every format
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS, ids=str)
 def test_every_registered_format_keeps_its_promises(name: tuple[str, int]) -> None:
     report = check_strategy(*name, save=WRITERS.get(name))
@@ -437,6 +438,7 @@ def caught(name: tuple[str, int], action: StrategyAction, fault: Fault, promise:
     return str(failure.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAULTS)
 def test_it_catches_a_backend_that(name: str) -> None:
     action, fault, promise, said = FAULTS[name]
@@ -478,6 +480,7 @@ def test_an_error_of_ours_comes_without_lines() -> None:
     assert "File" not in caught(NATIVE, Save, refusing, "regular layouts come back")
 
 
+@pytest.mark.slow
 def test_all_that_is_broken_is_told_at_once() -> None:
     table = default_strategies | {(Save, *NATIVE): saving(swapped), (Common, *NATIVE): lambda checkpoint: {}}
     with pytest.raises(AssertionError) as failure:
@@ -490,6 +493,7 @@ def test_all_that_is_broken_is_told_at_once() -> None:
     assert "random states" not in text
 
 
+@pytest.mark.slow
 def test_what_the_plain_cases_do_not_show_random_ones_find_and_shrink() -> None:
     """A fault that needs three axes, of which the cases have none."""
 
@@ -522,6 +526,7 @@ def test_deaths_on_purpose_are_not_logged(caplog: pytest.LogCaptureFixture) -> N
 # -- other tables, other names
 
 
+@pytest.mark.slow
 def test_rows_may_be_wrapped_and_go_by_another_name() -> None:
     """A table that only this call knows: the zarr rows under a name of their own, each counted."""
     counts: dict[StrategyAction, int] = {}
@@ -571,6 +576,7 @@ def test_a_writer_that_writes_something_else_is_caught() -> None:
         check_strategy("zarr", 1, save=flipped, only=["regular layouts come back"])
 
 
+@pytest.mark.slow
 def test_the_report_reads_itself() -> None:
     only = ["scalars come back", "every dtype comes back bit for bit", "objects come back, each as itself"]
     text = str(check_strategy(*HUGGING_FACE, only=only))
@@ -580,6 +586,7 @@ def test_the_report_reads_itself() -> None:
     assert isinstance(StrategyReport(("x", 1), ()).left_out, dict)
 
 
+@pytest.mark.slow
 def test_the_same_cases_run_each_time() -> None:
     seen: list[list[tuple[Any, ...]]] = []
 

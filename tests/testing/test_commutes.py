@@ -33,6 +33,7 @@ RIGHT: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RIGHT)
 def test_right_transforms_commute_with_resharding(name: str) -> None:
     check_commutes(RIGHT[name], STATE)

@@ -130,6 +130,7 @@ SHRUNK: dict[str, tuple[st.SearchStrategy[Any], Any, str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHRUNK)
 def test_it_shrinks_to_a_small_example_that_shows_itself(name: str) -> None:
     strategy, condition, expected = SHRUNK[name]
@@ -152,6 +153,7 @@ def test_sharded_trees_come_with_their_oracle(drawn: ShardedTrees) -> None:
     assert wanted == asked and len(wanted) == sum(len(layout.pieces) for layout in drawn.layout.values())
 
 
+@pytest.mark.slow
 def test_sharded_trees_of_a_state_of_ones_own() -> None:
     state = global_states(max_tensors=1)
     assert len(find(sharded_trees(ranks=3, state=state), lambda drawn: True).trees) == 3

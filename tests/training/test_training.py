@@ -260,6 +260,7 @@ def wanted(tree: Any) -> set[Any]:
     return {(leaf.key, leaf.local_shape, leaf.global_offset) for leaf in leaves if isinstance(leaf, st.ShardedTensor)}
 
 
+@pytest.mark.slow
 @pytest.mark.torchrun
 def test_a_run_goes_on_with_the_same_losses_in_other_layouts(tmp_path: Path) -> None:
     folder = str(tmp_path)

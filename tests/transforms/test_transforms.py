@@ -171,11 +171,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     "a layer without data": (lambda: stack_layers(flat(A, B.without_data()), "h"), TreeError, "'h.1.w': no data"),
     "a flat layer": (lambda: stack_layers(flat(FLAT), "h"), TreeError, "a flat range"),
-    "one layer twice": (lambda: stack_layers({"x": A, "y": A}, "h"), TreeError, "'h.0.w' is there twice"),
+    "one layer twice": (lambda: stack_layers({"x": A, "y": A}, "h"), TreeError, "'h.0.w' occurs twice"),
     "a name that is taken": (
         lambda: stack_layers({"h.0.w": A, "h.w": whole("other", torch.ones(2))}, "h"),
         TreeError,
-        "two entries of one name\n  'h.w'",
+        "two entries would have one name\n  'h.w'",
     ),
     "nothing to take apart": (lambda: unstack_layers(flat(A), "h"), TreeError, r"expected h\.<name>"),
     "a scalar to take apart": (lambda: unstack_layers(flat(whole("h.w", torch.ones(()))), "h"), TreeError, "no axis"),
@@ -189,7 +189,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no such axis": (lambda: split_tensor(flat(A), "h.0.w", ["a", "b"], axis=1), ShapeError, "no such axis"),
     "other stars": (lambda: split_tensor(flat(A), "h.*.w", ["a", "b"]), TreeError, "'a' has 0"),
     "one name as a text": (lambda: split_tensor(flat(A), "h.0.w", "ab"), TreeError, "not names of parts"),
-    "no such tensor": (lambda: split_tensor(flat(A), "g.*.w", ["a.*"]), TreeError, "no key is like that"),
+    "no such tensor": (lambda: split_tensor(flat(A), "g.*.w", ["a.*"]), TreeError, "no key matches"),
     "a missing part": (
         lambda: merge_tensors(flat(A), ["h.*.w", "h.*.b"], "h.*.wb"),
         TreeError,

@@ -135,6 +135,7 @@ def saved() -> None:
     st.save({"a": {"w": SHARD}}, SAVED)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("make", [nested, lambda leaf: nested(leaf, lists=True)], ids=["dicts", "lists"])
 def test_a_deep_tree_is_an_error_of_ours_or_none(name: str, make: Call) -> None:

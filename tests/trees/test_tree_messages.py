@@ -30,9 +30,9 @@ from shardtree.trees import (
     narrow,
     refuse_dtensors,
     refuse_hidden,
+    refuse_too_deep,
     rename,
     shard_leaves,
-    told_of_depth,
 )
 from tests.trees.messages import read_messages, said
 from tests.trees.samples import halves, join_halves
@@ -56,7 +56,7 @@ class Cut(torch.Tensor):
 
 
 def deep() -> None:
-    with told_of_depth("save"):
+    with refuse_too_deep("save"):
         raise RecursionError
 
 

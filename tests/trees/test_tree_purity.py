@@ -117,8 +117,8 @@ JOINING: dict[str, Of] = {
     "refuse_hidden": lambda tree: refuse_hidden("save", leaves_with_paths(tree)),
 }
 OF_NO_TREE = {
-    *("as_integers", "call_at", "empty_data", "join_data"),
-    *("check_stars", "fill_key", "key_expression", "match_key", "match_keys", "path_key", "stars", "told_of_depth"),
+    *("as_integers", "call_at", "empty_data", "join_data", "value_at"),
+    *("check_stars", "fill_key", "key_expression", "match_key", "match_keys", "path_key", "stars", "refuse_too_deep"),
 }
 EVERY = NEW | SHARING | JOINING
 
@@ -130,6 +130,7 @@ def changes_no_argument(f: Of, tree: Any) -> None:
     assert frozen(tree) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EVERY)
 @given(tree=trees())
 def test_no_argument_is_changed(name: str, tree: Any) -> None:

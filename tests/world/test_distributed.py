@@ -26,12 +26,14 @@ def torchrun(processes: int, script: str, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.torchrun
 def test_collectives_between_processes() -> None:
     # "fake" can't do a collective: the world has to make a gloo group beside it, as beside nccl.
     torchrun(4, "collectives.py", "gloo", "fake")
 
 
+@pytest.mark.slow
 @pytest.mark.torchrun
 def test_lost_peer_is_a_world_error_after_the_timeout() -> None:
     assert "saw both" in torchrun(2, "lost_peers.py")

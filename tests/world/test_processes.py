@@ -78,10 +78,11 @@ def test_a_phase_that_fails_is_one_error() -> None:
 
 
 def test_a_rank_that_is_killed_is_the_error() -> None:
-    with pytest.raises(WorldError, match=r"rank 1 died without a word\n  found killed by SIGKILL"):
+    with pytest.raises(WorldError, match=r"rank 1 ended without a result\n  found killed by SIGKILL"):
         run_processes(2, dies)
 
 
+@pytest.mark.slow
 def test_a_failure_does_not_wait_for_a_rank_that_hangs() -> None:
     began = time.monotonic()
     with pytest.raises(ValueError, match="on purpose"):

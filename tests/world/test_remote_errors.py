@@ -159,6 +159,7 @@ def test_all_ranks_raise_one_class_which_one_rank_alone_would_raise(
     check_one_class(phase, faults)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("kind", MAKERS)
 def test_each_error_is_caught_as_on_one_rank(phase: Phase, kind: Kind) -> None:
@@ -339,11 +340,11 @@ def test_an_error_without_a_text_reaches_the_others() -> None:
         raise Untellable
 
     def run(world: World) -> Any:
-        with pytest.raises(RemoteNotACheckpoint, match="Untellable, whose text is a ValueError") as caught:
+        with pytest.raises(RemoteNotACheckpoint, match="Untellable, whose text raises a ValueError") as caught:
             agree(world, "work", work if world.rank else int)
         return caught.value.failures
 
-    assert simulate(2, run) == [{1: "Untellable, whose text is a ValueError"}] * 2
+    assert simulate(2, run) == [{1: "Untellable, whose text raises a ValueError"}] * 2
 
 
 @pytest.mark.parametrize(("ranks", "bad"), [(1, {0}), (2, {1}), (3, {0, 2}), (3, {0, 1, 2})])
@@ -377,6 +378,7 @@ def fail_with_step(world: World) -> None:
     agree(world, "look", work)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", [simulate, run_processes])
 def test_except_catches_a_simulation_and_real_processes(engine: Callable[..., Any]) -> None:
     with pytest.raises(NotACheckpoint) as caught:

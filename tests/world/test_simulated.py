@@ -113,6 +113,7 @@ def check_exchange(kind: type[SimulatedWorld], counts: Mapping[tuple[int, int], 
     simulate(7, talk)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [SimulatedWorld, ByAllToAll])
 @given(byte_counts())
 def test_an_exchange_fills_each_buffer_with_what_its_peer_sent(
@@ -316,7 +317,7 @@ def test_no_ranks_are_an_error() -> None:
 
 def test_what_cannot_be_pickled_is_named_before_anything_is_sent() -> None:
     def send(world: World) -> list[int]:
-        with pytest.raises(UnsupportedValue, match="all_gather: a function can't go to another rank"):
+        with pytest.raises(UnsupportedValue, match="all_gather: a function can't be sent to another rank"):
             world.all_gather(lambda: None)
         return world.all_gather(world.rank)
 

@@ -3,5 +3,4 @@
 Plan (which shards, accounted for, in which batches), write (batch by batch, remembered in a journal), commit, check.
 """
 
-from ._convert import ConversionReport as ConversionReport
-from ._convert import convert as convert
+from ._convert import ConversionReport, convert

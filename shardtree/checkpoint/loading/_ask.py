@@ -17,7 +17,7 @@ from ...strategies import Checkpoint, LoadOptions, Strategies
 from ...world import World, agree, gather, share, step
 from .._consistency import Description, KnownLayout, check_together, describe, known_layout
 from .._dispatch import Choice
-from .._open import OPEN_STEPS, Fields, Metadata, load_common, look, sharded_metadata, stored_keys
+from .._open import OPEN_STEPS, Fields, Metadata, load_common, look, sharded_metadata, stored_keys, with_fields
 from ._checks import Keys, Kinds, ObjectsFit, check_rank, check_target, named_unexpected
 from ._read import DESTINATION_STEPS, Destination, Reading, destination_of
 from ._strict import (
@@ -144,10 +144,11 @@ def ask(world: World, directory: Directory, request: LoadRequest) -> tuple[Local
         return LocalLoad(checkpoint, mode, device, target, known, described)
 
     # Two names for the phase, so that a mix of ranks that compare and ranks that don't is an error that says so.
-    phase = "load: describe target" if request.describes else "load: ask"
-    local, messages = share(world, phase, alone, _message, steps=_ASKED_STEPS)
+    local, messages = share(
+        world, "load: describe target" if request.describes else "load: ask", alone, _message, steps=_ASKED_STEPS
+    )
     # From rank 0 alone, so that all ranks load the same checkpoint even while a save replaces it.
-    return replace(local, checkpoint=replace(local.checkpoint, fields=messages[0][0])), messages
+    return replace(local, checkpoint=with_fields(local.checkpoint, messages[0][0], request.choices[2])), messages
 
 
 def _message(local: LocalLoad) -> Message:

@@ -36,7 +36,7 @@ from ...strategies import (
     old_unique_key,
 )
 from ...strategies.index import IndexMetadata
-from ...trees import HOLE, join, leaves_with_paths, left_out, path_key, shard_leaves, told_of_depth
+from ...trees import HOLE, join, leaves_with_paths, left_out, path_key, refuse_too_deep, shard_leaves
 from ...world import step
 from .._dispatch import Choice, backend_of, common_backend, sharded_backend
 from .._open import Metadata, stored_kinds
@@ -375,5 +375,5 @@ def joined(common: Any, target: Target, loaded: Sequence[Any]) -> Any:
         TreeError: they don't fit.
     """
     tree = target.rebuild(loaded)
-    with told_of_depth("load"):
+    with refuse_too_deep("load"):
         return join(common, tree)

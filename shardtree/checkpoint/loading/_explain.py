@@ -51,8 +51,6 @@ from ._read import by_dtype, columns_of, common_rounds, exchanges, may_overflow
 from ._strict import StrictHandling, mismatched_keys, parse_strict, raises_keys
 from ._targets import Target, check_given, usable_device
 
-# The checks of a load, run for all ranks in one process, with their errors recorded
-
 Shards = Sequence[ShardedTensor]
 T = TypeVar("T")
 P = TypeVar("P", bound=Misfit)

@@ -12,7 +12,7 @@ import torch
 from ...layouts import ShardColumns
 from ...storage import Directory, ReadReport
 from ...strategies import LoadOptions, Strategies
-from ...trees import told_of_depth
+from ...trees import refuse_too_deep
 from ...world import agree, current_world, step
 from .._dispatch import Choice
 from .._open import load_tensors_metadata, open_together
@@ -193,7 +193,7 @@ def _put_together(
 
 
 def _joined(checked: CheckedLoad, loaded: Sequence[Any]) -> Any:
-    with told_of_depth("load"):
+    with refuse_too_deep("load"):
         # Factories merge after the join, so that they see the plain values that they built beside their shards.
         return checked.target.merge(joined(checked.common, checked.target, loaded))
 

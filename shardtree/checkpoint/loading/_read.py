@@ -25,6 +25,7 @@ from ...strategies import (
     check_unreplaced,
     default_strategies,
     find_strategy,
+    traits_of,
 )
 from ...trees import HOLE
 from ...world import World, agree, gather, step
@@ -335,10 +336,6 @@ def _loaded(leaf: Any, tensors: Iterator[torch.Tensor], objects: Iterator[Any]) 
     return leaf if isinstance(leaf, LocalNonpersistentObject) else HOLE
 
 
-_FORMATS = ("safetensors", "huggingface")
-"""Backends whose own functions can fill a device's memory through staged copies."""
-
-
 def reads_to_device(
     checkpoint: Checkpoint, choice: Choice, strategies: Strategies | None, exchange: Exchange, kinds: Kinds
 ) -> Callable[[ShardedTensor], bool]:
@@ -352,8 +349,11 @@ def reads_to_device(
     def is_possible() -> bool:
         backend = sharded_backend(checkpoint.fields)
         load_sharded = strategy_of(StrategyAction.LOAD_SHARDED, choice, backend, strategies)
-        own = {default_strategies.get((StrategyAction.LOAD_SHARDED, name, backend[1])) for name in _FORMATS}
-        return load_sharded in own and not exchanges(exchange, checkpoint.storage, checkpoint.world.size)
+        # The traits are those of the format's own function, not of one that was put into its place for this call.
+        own = find_strategy(StrategyAction.LOAD_SHARDED, *backend, strategies=strategies)
+        registered = default_strategies.get((StrategyAction.LOAD_SHARDED, *backend), own)
+        fills = load_sharded is own is registered and traits_of(*backend, strategies).fills_devices
+        return fills and not exchanges(exchange, checkpoint.storage, checkpoint.world.size)
 
     def is_direct(shard: ShardedTensor) -> bool:
         return is_possible() and (shard.key not in kinds or kinds[shard.key].dtype == shard.dtype)

@@ -11,7 +11,7 @@ import torch
 from ...codec import as_integers
 from ...errors import CheckpointingException, KeyMismatch, MetadataError, error_text, render_path
 from ...mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
-from ...mapping.memory import check_apart, check_unchanged, check_writable, given_tensor, lacks_memory
+from ...mapping.memory import check_no_aliases, check_unchanged, check_writable, given_tensor, lacks_memory
 from ...storage import collector_paused, copies_of, empty_tensor
 from ...trees import (
     HOLE,
@@ -23,8 +23,8 @@ from ...trees import (
     namedtuple_types,
     refuse_dtensors,
     refuse_hidden,
+    refuse_too_deep,
     shard_leaves,
-    told_of_depth,
     with_data,
 )
 
@@ -134,7 +134,7 @@ def with_memories(
         memories.append(with_memory(shard, given, donate=donate, on_device=place if staged else None))
     if donate:
         # Two shards that alias would be filled one over the other, and the second would silently win.
-        check_apart("load", [(shard, given) for shard, given in pairs if given is not None])
+        check_no_aliases("load", [(shard, given) for shard, given in pairs if given is not None])
     return memories
 
 
@@ -156,7 +156,7 @@ def check_given(shards: Sequence[ShardedTensor], *, donate: bool) -> None:
     for shard, tensor in given:
         _check_given(shard, tensor, donate=donate)
     if donate:
-        check_apart("load", given)
+        check_no_aliases("load", given)
 
 
 def _check_given(shard: ShardedTensor, given: torch.Tensor, *, donate: bool) -> None:
@@ -264,7 +264,7 @@ def take_apart(tree: Any) -> Target:
         UnsupportedValue: a shard is hidden in a value that isn't entered.
     """
     check_is_tree("load", tree)
-    with told_of_depth("load"):
+    with refuse_too_deep("load"):
         built = tree
         merge: Callable[[Any], Any] = _unmerged
         pairs, rebuild = shard_leaves(tree)

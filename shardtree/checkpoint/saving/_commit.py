@@ -130,7 +130,7 @@ def _write(
     # Guards against running a committed request again: its files are the checkpoint by then.
     check_unchanged(pending.storage, pending.before)
     if pending.world.rank == 0:
-        _claim_again(pending)
+        _claim_again(pending, strategies)
     if recognizes:
         _check_no_other(pending, strategies)
     written = tuple(request.async_fn() for request in requests)
@@ -148,10 +148,10 @@ def _check_no_other(pending: PendingSave, strategies: Strategies | None) -> None
         raise CheckpointReplaced(error_text(f"save: {pending.storage.where()!r} holds a checkpoint by now", fix=fix))
 
 
-def _claim_again(pending: PendingSave) -> None:
+def _claim_again(pending: PendingSave, strategies: Strategies | None) -> None:
     """Make the folder again for an abandoned save whose request is run once more."""
     if pending.replaced is not None:
-        check_same(pending.replaced)
+        check_same(pending.replaced, strategies)
     if is_claimed(pending.save_id):
         return
     if pending.replaced is not None:

@@ -92,8 +92,9 @@ def meet(
         return parts, known_layout("save", call.layout, parts.tensors, call.world.rank, call.world.size)
 
     # Two names for the phase, so that a mix of ranks that compare and ranks that don't is an error that says so.
-    phase = "save: describe shards" if call.describes else "save: get ready"
-    return share(call.world, phase, alone, _message, steps=_STEPS)
+    return share(
+        call.world, "save: describe shards" if call.describes else "save: get ready", alone, _message, steps=_STEPS
+    )
 
 
 def _message(local: LocalSave) -> Message:

@@ -22,7 +22,7 @@ from ...trees import (
     leaves_with_paths,
     refuse_dtensors,
     refuse_hidden,
-    told_of_depth,
+    refuse_too_deep,
 )
 from .._open import CONTENT_METADATA
 
@@ -53,7 +53,7 @@ def take_apart(tree: Any, content_metadata: Mapping[str, Any] | None = None) -> 
         ShapeError: a shard's data was changed since, or replaced by something of another dtype or shape.
     """
     check_is_tree("save", tree)
-    with told_of_depth("save"):
+    with refuse_too_deep("save"):
         built = with_content_metadata(tree, content_metadata)
         leaves = leaves_with_paths(built)
         if any(issubclass(kind, ShardedTensorFactory) for kind in {type(leaf) for _, leaf in leaves}):

@@ -20,13 +20,13 @@ from ...storage import Exchanging, Sibling, Storage, is_alive, is_temporary, own
 from ...strategies import (
     METADATA_FILE,
     Checkpoint,
-    LoadOptions,
     PendingSave,
     Replaced,
     Strategies,
     StrategyAction,
+    deciding_files,
     find_strategy,
-    is_left_over,
+    is_orphaned,
     is_save_file,
     is_save_folder,
     remove_save,
@@ -34,7 +34,7 @@ from ...strategies import (
 )
 from ...world import one_process
 from .._dispatch import common_backend, sharded_backend
-from .._open import read_fields
+from .._open import read_fields, traits_together
 
 _ELSEWHERE = "Save to a new folder, then remove the old one."
 
@@ -71,13 +71,13 @@ def make_sibling(storage: Storage, save_id: str, strategies: Strategies | None, 
         raise
 
 
-def check_same(replaced: Replaced) -> None:
+def check_same(replaced: Replaced, strategies: Strategies | None) -> None:
     """Raise unless the checkpoint that is to be replaced is still the one that was there when the save began.
 
     Raises:
         CheckpointReplaced: another save replaced it meanwhile, or the same one did already.
     """
-    if stamp(replaced.storage) != replaced.stamp:
+    if stamp(replaced.storage, deciding_files(strategies)) != replaced.stamp:
         fix = "Let only one save at a time go to a folder, and run a request once."
         what = f"save: {replaced.storage.where()!r} was changed by another save meanwhile"
         raise CheckpointReplaced(error_text(what, fix=fix))
@@ -92,7 +92,7 @@ def exchange(
         CheckpointReplaced: another save was there first.
         StorageError: a file that isn't a checkpoint's has a name that the new one needs.
     """
-    check_same(replaced)
+    check_same(replaced, strategies)
     # A model's folder has a config.json and a tokenizer, a run's has logs. They get second names in the new folder
     # before the exchange: moving them after it would leave a moment, or after a crash an hour, without them.
     others = _others(replaced.storage, replaced.sibling, strategies)
@@ -153,7 +153,7 @@ def own_files(storage: Storage, strategies: Strategies | None) -> set[str]:
         StrategyError: its format doesn't say.
     """
     fields = read_fields(storage, strategies)
-    checkpoint = Checkpoint(storage, fields, one_process(), LoadOptions())
+    checkpoint = Checkpoint(storage, fields, one_process(), traits=traits_together(fields, strategies))
     own = {METADATA_FILE}
     for backend in {sharded_backend(fields), common_backend(fields)}:
         list_files = find_strategy(StrategyAction.LIST_FILES, *backend, strategies=strategies)
@@ -184,11 +184,12 @@ def clean_up(pending: PendingSave, strategies: Strategies | None, *, removes_sav
     # Never a failure of the save: the checkpoint counts by now.
     with _logging_failure(storage):
         # By the storage's clock, the time of this commit: this machine's clock may differ by more than an hour.
-        before = max((changed for *_, changed in stamp(storage)), default=0.0) - pending.options.stale_after
+        changes = (changed for *_, changed in stamp(storage, deciding_files(strategies)))
+        before = max(changes, default=0.0) - pending.options.stale_after
         _remove_siblings(pending, storage, before, strategies)
         for name in storage.names():
             if is_save_folder(name):
-                if not removes_saves and name != pending.save_id and is_left_over(storage, name, before=before):
+                if not removes_saves and name != pending.save_id and is_orphaned(storage, name, before=before):
                     remove_save(storage, name)
             elif is_temporary(name) and (storage.changed(name) or 0.0) < before:
                 storage.remove(name)

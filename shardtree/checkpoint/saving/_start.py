@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +23,7 @@ from ...strategies import (
     Stamp,
     Strategies,
     StrategyAction,
+    deciding_files,
     decode_metadata,
     disown,
     find_strategy,
@@ -32,9 +33,10 @@ from ...strategies import (
     metadata_bytes,
     save_is_alive,
     stamp,
+    traits_of,
 )
 from ...world import World, step
-from .._dispatch import DEFAULT_BACKEND, Backends, Choice, common_backend, sharded_backend
+from .._dispatch import Backends, Choice, common_backend, sharded_backend
 from .._open import recognized
 from ._replace import make_sibling, sibling_of
 
@@ -137,9 +139,9 @@ def look(storage: Storage, backends: Backends, strategies: Strategies | None, *,
     # second apart.
     save_id = f"save-{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{secrets.token_hex(8)}"
     # Files with fixed names can't be replaced one by one without a moment at which neither checkpoint is whole.
-    if there and not (_is_native(backends) and _goes_with_metadata(before, strategies)):
-        return SaveStart(save_id, None, stamp(storage))
-    if not _is_native(backends) and storage.length(MANIFEST_FILE) is not None:
+    if there and not (_in_save_folder(backends, strategies) and _goes_with_metadata(before, strategies)):
+        return SaveStart(save_id, None, stamp(storage, deciding_files(strategies)))
+    if not _in_save_folder(backends, strategies) and storage.length(MANIFEST_FILE) is not None:
         what = f"save: {storage.where(MANIFEST_FILE)!r} lists files that no longer exist, or aren't a checkpoint"
         raise StorageError(error_text(what, fix="Remove it, or save to another folder: loads would check files by it."))
     return SaveStart(save_id, before, None)
@@ -182,7 +184,7 @@ def make_folder(pending: PendingSave, backends: Backends, strategies: Strategies
     pending.memo["folder"] = new_folder(pending.storage, durable=durable)
     # Not synced here: the commit syncs the storage's own folder.
     make_save_folder(pending.storage, pending.save_id, durable=False)
-    if not _is_native(backends):
+    if not _in_save_folder(backends, strategies):
         _check_no_other_save(pending.storage, pending.save_id)
 
 
@@ -209,8 +211,8 @@ def end(pending: PendingSave) -> None:
         logger.warning("save: what a failed save wrote stays in or beside %s: %s", storage.where(), error)
 
 
-def _is_native(backends: Backends) -> bool:
-    return {name for name, _ in backends} == {DEFAULT_BACKEND[0]}
+def _in_save_folder(backends: Iterable[tuple[str, int]], strategies: Strategies | None) -> bool:
+    return all(traits_of(*each, strategies).in_save_folder for each in backends)
 
 
 def _goes_with_metadata(before: bytes | None, strategies: Strategies | None) -> bool:
@@ -224,7 +226,9 @@ def _goes_with_metadata(before: bytes | None, strategies: Strategies | None) -> 
         return True
     if fields is None:
         return False
-    others = {sharded_backend(fields), common_backend(fields)} - {DEFAULT_BACKEND}
+    others = [
+        each for each in {sharded_backend(fields), common_backend(fields)} if not _in_save_folder([each], strategies)
+    ]
     return not any(find_strategy(StrategyAction.LIST_FILES, *each, strategies=strategies) for each in others)
 
 

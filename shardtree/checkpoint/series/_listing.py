@@ -16,7 +16,7 @@ from ...codec import canonical_json, parse_json
 from ...errors import CorruptCheckpoint, MetadataError, StorageError, error_text
 from ...retention import SavedStep, sorted_steps
 from ...storage import Storage, folder_in
-from ...strategies import METADATA_FILE, Strategies, is_deciding
+from ...strategies import METADATA_FILE, Strategies, deciding_files, is_deciding
 from .._open import is_checkpoint
 
 # Names of steps' folders, and of folders that are being removed
@@ -273,7 +273,7 @@ def saved_step(root: Storage, folder: str, number: int, strategies: Strategies |
         record = sound_record(root, folder)
         if is_being_removed(root, folder, record):
             return None
-        time = _changed(root, folder) if record.time is None or record.removing else record.time
+        time = _changed(root, folder, strategies) if record.time is None or record.removing else record.time
     except StorageError:
         if root.is_folder(folder):
             raise
@@ -311,10 +311,11 @@ def mark(root: Storage, folder: str, name: str) -> FileMark | None:
     return None if length is None else FileMark(name, length, root.changed(full))
 
 
-def _changed(root: Storage, folder: str) -> float:
+def _changed(root: Storage, folder: str, strategies: Strategies | None) -> float:
     """Return when a checkpoint without a record was saved: the time of the files by which it is recognised."""
     decider = root.changed(f"{folder}/{METADATA_FILE}")
     if decider is not None:
         return decider
-    times = [root.changed(f"{folder}/{name}") for name in root.names(folder) if is_deciding(name)]
+    decided_by = deciding_files(strategies)
+    times = [root.changed(f"{folder}/{name}") for name in root.names(folder) if is_deciding(name, decided_by)]
     return max((time for time in times if time is not None), default=0.0)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 
 from ...errors import CorruptCheckpoint, NotACheckpoint, StrategyError, plural
 from ...retention import SavedStep
@@ -13,9 +14,10 @@ from ...storage import Exchanging, Storage, folder_in, is_alive, is_link, is_tem
 from ...strategies import (
     METADATA_FILE,
     Strategies,
+    deciding_files,
     is_deciding,
-    is_left_over,
     is_of_others,
+    is_orphaned,
     is_save_file,
     is_save_folder,
 )
@@ -141,7 +143,8 @@ def step_files(root: Storage, folder: str, number: int, strategies: Strategies |
     # Removing through a link could empty another checkpoint.
     if any(is_link(root, f"{folder}/{part}") for name in ours for part in _prefixes(name)):
         return "files of it are links"
-    marks = (mark(root, folder, name) for name in sorted(ours, key=_order))
+    order = partial(_order, deciding_files(strategies))
+    marks = (mark(root, folder, name) for name in sorted(ours, key=order))
     others = tuple(name for name in found if name not in {*ours, RECORD_FILE} and not _is_ours(name, ours))
     return StepFiles(number, folder, tuple(one for one in marks if one is not None), others)
 
@@ -156,7 +159,7 @@ def is_being_saved(storage: Storage, own: Iterable[str] = ()) -> bool:
     before = time.time() - STALE_AFTER
     finished = {name.partition("/")[0] for name in own}
     inside = (name for name in storage.names() if is_save_folder(name) and name not in finished)
-    if any(not is_left_over(storage, name, before=before) for name in inside):
+    if any(not is_orphaned(storage, name, before=before) for name in inside):
         return True
     return isinstance(storage, Exchanging) and any(_is_live(storage, name, before) for name in storage.siblings())
 
@@ -203,9 +206,9 @@ def _is_ours(name: str, ours: list[str]) -> bool:
     )
 
 
-def _order(name: str) -> tuple[int, str]:
+def _order(decided_by: tuple[str, ...], name: str) -> tuple[int, str]:
     """Return a file's place in a removal: what makes the folder a checkpoint goes first, so that nothing opens it."""
-    return (0 if name == METADATA_FILE else 1 if is_deciding(name) else 2), name
+    return (0 if name == METADATA_FILE else 1 if is_deciding(name, decided_by) else 2), name
 
 
 def _prefixes(name: str) -> Iterator[str]:

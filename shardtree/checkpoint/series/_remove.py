@@ -18,7 +18,7 @@ from functools import partial
 from ...errors import CheckpointingException, MetadataError, StorageError, error_text
 from ...retention import NEWEST, PINNED, Choose, kept_steps
 from ...storage import Renaming, Storage, folder_in, is_link, is_temporary
-from ...strategies import Strategies, is_left_over, is_save_folder, remove_save
+from ...strategies import Strategies, is_orphaned, is_save_folder, remove_save
 from .._open import is_checkpoint
 from ._listing import (
     RECORD_FILE,
@@ -120,7 +120,12 @@ def _remove_step(root: Storage, item: StepFiles) -> bool:
     if is_being_saved(folder_in(root, item.folder), [file.name for file in item.files]):
         logger.warning("series: %s stays: a save to it is in progress", root.where(item.folder))
         return False
-    write_record(root, item.folder, Record(removing=item.files))
+    try:
+        write_record(root, item.folder, Record(removing=item.files))
+    except StorageError:
+        if any(mark(root, item.folder, file.name) == file for file in item.files):
+            raise
+        return False  # another process removed the step since the first look
     _empty(root, item.folder if item.others else _set_aside(root, item.folder), item.files)
     return True
 
@@ -217,7 +222,7 @@ def _is_unfinished(root: Storage, folder: str, names: str, strategies: Strategie
 def _clean_step(root: Storage, folder: str, before: float) -> None:
     storage = folder_in(root, folder)
     for name in storage.names():
-        if is_save_folder(name) and is_left_over(storage, name, before=before):
+        if is_save_folder(name) and is_orphaned(storage, name, before=before):
             remove_save(storage, name)
     if is_being_saved(storage):
         return

@@ -88,18 +88,18 @@ class CheckpointSeries:
         """
         return folder_in(self._storage, on_rank_zero(self._ranks(), "series: find", partial(self._find, step)).folder)
 
-    def load(self, sharded_state_dict: Any, step: int | SavedStep | None = None, **options: Any) -> Any:
+    def load(self, sharded_state_dict: Any, step: int | SavedStep | None = None, **keywords: Any) -> Any:
         """Load a finished step, the newest by default.
 
         Args:
             sharded_state_dict: the target.
             step: which one.
-            options: of `load`.
+            keywords: of `load`.
 
         Raises:
             NotACheckpoint: there is no such step.
         """
-        given: dict[str, Any] = {"world": self.world, "strategies": self.strategies, **options}
+        given: dict[str, Any] = {"world": self.world, "strategies": self.strategies, **keywords}
         return load(sharded_state_dict, self.at(step), **given)
 
     @overload
@@ -111,7 +111,7 @@ class CheckpointSeries:
         metrics: Mapping[str, Any] | None = ...,
         pinned: bool = ...,
         async_sharded_save: Literal[False] = ...,
-        **options: Any,
+        **keywords: Any,
     ) -> None: ...
     @overload
     def save(
@@ -122,7 +122,7 @@ class CheckpointSeries:
         metrics: Mapping[str, Any] | None = ...,
         pinned: bool = ...,
         async_sharded_save: Literal[True],
-        **options: Any,
+        **keywords: Any,
     ) -> AsyncRequest[Any]: ...
     @overload
     def save(
@@ -133,7 +133,7 @@ class CheckpointSeries:
         metrics: Mapping[str, Any] | None = ...,
         pinned: bool = ...,
         async_sharded_save: bool = ...,
-        **options: Any,
+        **keywords: Any,
     ) -> AsyncRequest[Any] | None: ...
     def save(
         self,
@@ -143,7 +143,7 @@ class CheckpointSeries:
         metrics: Mapping[str, Any] | None = None,
         pinned: bool = False,
         async_sharded_save: bool = False,
-        **options: Any,
+        **keywords: Any,
     ) -> AsyncRequest[Any] | None:
         """Save a step; with `async_sharded_save`, return the request that saves it, for an `AsyncCallsQueue`.
 
@@ -153,7 +153,7 @@ class CheckpointSeries:
             metrics: numbers by name, for policies; rank 0's count. `note` adds what is measured later.
             pinned: whether no policy ever removes it.
             async_sharded_save: whether to return the request.
-            options: of `save`.
+            keywords: of `save`.
 
         Raises:
             AlreadyACheckpoint: the step is there already, and `overwrite` isn't given.
@@ -165,7 +165,7 @@ class CheckpointSeries:
         # Rank 0 chooses the folder for all, so that no two ranks write to different ones.
         find = partial(folder_for, self._storage, self.names, number)
         folder = on_rank_zero(ranks, "series: find the step's folder", find)
-        given: dict[str, Any] = {"world": self.world, "strategies": self.strategies, **options}
+        given: dict[str, Any] = {"world": self.world, "strategies": self.strategies, **keywords}
         if not async_sharded_save:
             # Run before this returns, so the caller can't change the tensors meanwhile: a copy would be wasted.
             given["options"] = replace(given.get("options") or SaveOptions(), snapshot=False)

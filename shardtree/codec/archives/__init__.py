@@ -1,12 +1,6 @@
-"""torch.save's zip archives: values from and to bytes, where a lone tensor's payload is, and what goes around it."""
+"""torch.save's zip archives: encoding and decoding values, and reading or writing one tensor's payload in place."""
 
-from ._decode import decode_archive as decode_archive
-from ._encode import encode_archive as encode_archive
-from ._payload import TensorPlace as TensorPlace
-from ._payload import archive_head as archive_head
-from ._payload import archive_length as archive_length
-from ._payload import archive_records as archive_records
-from ._payload import archive_tail as archive_tail
-from ._payload import tensor_place as tensor_place
-from ._records import add_record as add_record
-from ._records import find_record as find_record
+from ._decode import decode_archive
+from ._encode import encode_archive
+from ._payload import TensorPlace, archive_head, archive_length, archive_records, archive_tail, tensor_place
+from ._records import add_record, find_record

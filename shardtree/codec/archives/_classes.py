@@ -1,4 +1,4 @@
-"""Classes that a pickle may name: those a caller lets it have, and those known to be plain data."""
+"""Classes that a pickle may name: those that the caller allows, and those known to be plain data."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ...trees import Record
 from .._nodes import Child, exactly, named_types, type_name
 from ..pickles import Constructor, Global
 
-# Enums, named tuples and dataclasses that a caller lets an archive have.
+# Classes that the caller allows.
 
 
 def constructors(types: Iterable[type]) -> dict[tuple[str, str], Constructor]:
-    """Return what a pickle may call to make instances of these classes.
+    """Return constructors for instances of these classes.
 
     No `__init__` runs, and of a dataclass only its fields are set.
 
@@ -29,7 +29,7 @@ def constructors(types: Iterable[type]) -> dict[tuple[str, str], Constructor]:
         types: enums, dataclasses and named tuples.
 
     Raises:
-        UnsupportedValue: one is none of these.
+        UnsupportedValue: a class is none of these.
 
     Examples:
         >>> from http import HTTPStatus
@@ -57,7 +57,7 @@ def _member_of(cls: type[Enum]) -> Callable[..., Enum]:
             return cls(value)
         except (ValueError, TypeError, KeyError):
             shown = repr(value)[:200] if type(value) in (int, str) else f"a {type(value).__name__}"
-            raise _misfit(cls, f"value {shown}", "one of a member") from None
+            raise _mismatch_error(cls, f"value {shown}", "one of a member") from None
 
     return make
 
@@ -67,7 +67,7 @@ def _tuple_of(cls: type[tuple[Any, ...]]) -> Callable[..., Any]:
 
     def make(*items: Any) -> Any:
         if len(items) != len(names):
-            raise _misfit(cls, f"{len(items)} fields", f"{len(names)}")
+            raise _mismatch_error(cls, f"{len(items)} fields", f"{len(names)}")
         return tuple.__new__(cls, items)
 
     return make
@@ -77,6 +77,7 @@ def _empty_of(cls: type) -> Callable[..., Any]:
     def make(*args: Any) -> Any:
         if args:
             raise TypeError(f"arguments for {type_name(cls)}")
+        # Not cls(...): __init__ could do anything, with arguments that the file chooses.
         return object.__new__(cls)
 
     return make
@@ -87,9 +88,9 @@ def _fill(value: Any, state: Any) -> None:
     found = _fields(state, expected)
     missing = [name for name in expected if name not in found]
     if missing:
-        raise _misfit(type(value), f"no field {missing[0]!r}", f"{expected}"[:200])
+        raise _mismatch_error(type(value), f"no field {missing[0]!r}", f"{expected}"[:200])
     for name in expected:
-        object.__setattr__(value, name, found[name])
+        object.__setattr__(value, name, found[name])  # the class's own would refuse it where the class is frozen
 
 
 def _fields(state: Any, names: list[str]) -> dict[str, Any]:
@@ -100,12 +101,13 @@ def _fields(state: Any, names: list[str]) -> dict[str, Any]:
     return exactly(dict, state)
 
 
-def _misfit(cls: type, found: str, expected: str) -> UnsupportedValue:
+def _mismatch_error(cls: type, found: str, expected: str) -> UnsupportedValue:
     what = f"{type_name(cls)}: the class given in types isn't what was stored"
     return UnsupportedValue(error_text(what, found=found, expected=expected))
 
 
-# Names that pickles of training programs have beside data: classes known to be plain, and tensors that aren't read.
+# Other names in the checkpoints of training programs: plain classes of Megatron-Core, and kinds of tensors that aren't
+# supported, each with an error that says what to do.
 
 _MEGATRON_ENUMS = {
     "enums": ("ModelType", "Fp8Recipe", "Fp4Recipe"),
@@ -115,20 +117,20 @@ _MEGATRON_ENUMS = {
 _MEGATRON_RECORDS = {"optimizer.optimizer_config": ("OptimizerConfig",)}
 
 
-def _full(modules: Mapping[str, tuple[str, ...]]) -> frozenset[str]:
+def _qualified(modules: Mapping[str, tuple[str, ...]]) -> frozenset[str]:
     return frozenset(f"megatron.core.{module}.{name}" for module, names in modules.items() for name in names)
 
 
-_ENUMS, _RECORDS = _full(_MEGATRON_ENUMS), _full(_MEGATRON_RECORDS)
+_ENUMS, _RECORDS = _qualified(_MEGATRON_ENUMS), _qualified(_MEGATRON_RECORDS)
 
 
-def _place(type_name: str) -> tuple[str, str]:
+def _module_and_name(type_name: str) -> tuple[str, str]:
     module, _, name = type_name.rpartition(".")
     return module, name
 
 
 def _member(type_name: str) -> Constructor:
-    """Return what makes an enum's member a `Record`; only its value is in a pickle, not its name."""
+    """Return the constructor of an enum's member as a `Record`; a pickle has only its value, not its name."""
     return Constructor(lambda value: Record(type_name, {"name": None, "value": value}))
 
 
@@ -141,7 +143,7 @@ def _fill_record(record: Any, state: Any) -> None:
 
 
 def is_named(record: Record) -> bool:
-    """Return whether a record is what this module makes of a pickle, so that it can be pickled again.
+    """Return whether this module makes such a record from a pickle, so that it can be pickled again.
 
     Examples:
         >>> is_named(Record("megatron.core.enums.ModelType", {"name": None, "value": 1}))
@@ -156,7 +158,7 @@ def is_named(record: Record) -> bool:
 
 def _refused(what: str, instead: str) -> Callable[..., Any]:
     def make(*args: Any) -> Any:
-        fix = f"{instead} allow_pickle=True reads it with torch.load, and runs whatever code it brings."
+        fix = f"{instead} LoadOptions(allow_pickle=True) reads it with torch.load, and runs whatever code it brings."
         raise UnsupportedValue(error_text(what, fix=fix))
 
     return make
@@ -169,8 +171,8 @@ _META = Constructor(_refused("a tensor without elements, on the meta device", "S
 _SUBCLASS = Constructor(_refused("a subclass of torch.Tensor", "Store plain tensors;"))
 
 NAMED: dict[tuple[str, str], Any] = {
-    **{_place(name): _member(name) for name in _ENUMS},
-    **{_place(name): _record(name) for name in _RECORDS},
+    **{_module_and_name(name): _member(name) for name in _ENUMS},
+    **{_module_and_name(name): _record(name) for name in _RECORDS},
     ("signal", "Signals"): Constructor(lambda number: signal.Signals(exactly(int, number))),
     ("torch._utils", "_rebuild_sparse_tensor"): _SPARSE,
     ("torch._utils", "_rebuild_sparse_csr_tensor"): _SPARSE,
@@ -182,15 +184,15 @@ NAMED: dict[tuple[str, str], Any] = {
 }
 
 
-# Members of Megatron-Core's enums and its configurations, pickled by the names of their classes as it does itself.
+# Pickling such records again, by the names of their classes, as Megatron-Core itself does.
 
 
 def named_record(value: Any, child: Child) -> Any:
-    """Return the copy of a record that can be pickled, `NotImplemented` for anything else.
+    """Return a copy of a record that can be pickled, `NotImplemented` for any other value.
 
     Args:
         value: any value.
-        child: copies a field.
+        child: copies a field's value.
 
     Examples:
         >>> record = Record("megatron.core.enums.ModelType", {"name": None, "value": 1})
@@ -205,7 +207,7 @@ def named_record(value: Any, child: Child) -> Any:
 
 
 def save_named(value: Any, file: BinaryIO) -> None:
-    """Write an archive as torch.save does, of a value that may hold what `named_record` returns."""
+    """Write an archive as torch.save does; the value may contain records that `named_record` returned."""
     torch.save(value, file, pickle_module=_MODULE)
 
 
@@ -226,7 +228,7 @@ def _save_record(pickler: Any, record: Record) -> None:
 
 
 class _Pickler(pickle._Pickler):
-    """Writes the names of classes that needn't be importable here, which pickle's own doesn't."""
+    """Also writes names of classes that can't be imported here; pickle's own pickler imports each to check it."""
 
     dispatch: ClassVar[dict[type, Callable[[Any, Any], None]]] = {
         **pickle._Pickler.dispatch,

@@ -1,4 +1,4 @@
-"""`decode_archive`: the bytes of a torch.save archive, perhaps a hostile one, as a value."""
+"""`decode_archive`: reads torch.save's archives, hostile ones included."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ from ._classes import NAMED, constructors
 from ._records import Archive, open_archive, slices
 from ._tensors import DTYPES, NO_VALUES, NUMPY, REBUILDERS, STORAGE_KINDS, loader
 
-# What an archive's pickle may make beside tensors: containers, numbers, buffers, paths, namespaces, dtypes.
+# Constructors beside those of tensors: containers, numbers, buffers, paths, namespaces, dtypes. Each checks the types
+# of its arguments, since these come from the file and can be anything.
 
 FACTORIES: tuple[type, ...] = (bool, int, float, complex, str, bytes, bytearray, list, tuple, set, frozenset, dict)
-"""What a defaultdict's items may be made by."""
+"""Allowed factories of a defaultdict."""
 
 _LAYOUTS = {str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)}
 
 
-def _uncalled(name: str) -> Callable[..., Any]:
+def _not_callable(name: str) -> Callable[..., Any]:
     def make(*args: Any) -> Any:
         raise TypeError(f"a call of {name} with {len(args)} arguments")
 
@@ -38,6 +39,7 @@ def _uncalled(name: str) -> Callable[..., Any]:
 
 def _items(items: Any = ()) -> list[Any]:
     """Return the items of a call such as ``set([1, 2])``."""
+    # Lists and tuples only: a range of a few bytes can have more items than memory.
     if type(items) not in (list, tuple):
         raise TypeError(f"a container made from a {type(items).__name__}")
     return list(items)
@@ -67,8 +69,8 @@ def _ordered(pairs: Any = ()) -> OrderedDict[Any, Any]:
     return OrderedDict(_dict(pairs))
 
 
-def _ignored(value: Any, state: Any) -> None:
-    """Leave attributes out that a dict has beside its items, as a module's state dict has ``_metadata``."""
+def _ignore_state(value: Any, state: Any) -> None:
+    """Ignore the attributes of a dict, such as ``_metadata`` of a module's state dict."""
 
 
 def _layout(name: Any) -> torch.layout:
@@ -142,7 +144,7 @@ def _device(kind: Any, index: Any = None) -> torch.device:
 
 
 _BUILTINS: dict[str, Constructor] = {
-    **{kind.__name__: Constructor(_uncalled(kind.__name__)) for kind in FACTORIES},
+    **{kind.__name__: Constructor(_not_callable(kind.__name__)) for kind in FACTORIES},
     "set": Constructor(_set, keys=_items),
     "frozenset": Constructor(_frozenset, keys=_items),
     "list": Constructor(_items),
@@ -171,7 +173,7 @@ _PATHS: dict[str, type[PurePath]] = {
 VALUES: dict[tuple[str, str], Any] = {
     **{(module, name): value for name, value in _BUILTINS.items() for module in ("builtins", "__builtin__")},
     ("_codecs", "encode"): Constructor(_bytes),
-    ("collections", "OrderedDict"): Constructor(_ordered, _ignored, _keys),
+    ("collections", "OrderedDict"): Constructor(_ordered, _ignore_state, _keys),
     ("collections", "defaultdict"): Constructor(_defaultdict, keys=lambda factory=None, pairs=(): _keys(pairs)),
     ("collections", "Counter"): Constructor(_counter, keys=_keys),
     ("collections", "deque"): Constructor(_deque),
@@ -192,17 +194,17 @@ VALUES: dict[tuple[str, str], Any] = {
 _CLASSES: dict[tuple[str, str], Any] = {**VALUES, **NAMED, **NUMPY, **REBUILDERS, **STORAGE_KINDS, **DTYPES}
 
 _FIX = (
-    "If it is an enum, a dataclass or a named tuple, pass the class in types=(...); otherwise allow_pickle=True is the "
-    "only way to read it, and runs whatever code it brings; only if you trust its writer."
+    "If it is an enum, a dataclass or a named tuple, pass the class in LoadOptions(types=(...)); otherwise "
+    "LoadOptions(allow_pickle=True) alone reads it, and runs whatever code it brings: only if you trust it."
 )
 
 
 def decode_archive(
     data: bytes | bytearray | memoryview, *, what: str, types: Iterable[type] = (), allow_pickle: bool = False
 ) -> Any:
-    """Return the value that torch.save was given; the bytes may come from anyone.
+    """Return the value that was saved by torch.save; the bytes may be untrusted.
 
-    Nothing is imported because the bytes name it. Members of Megatron-Core's enums and its `OptimizerConfig` come back
+    Nothing that the bytes name is imported. Members of Megatron-Core's enums and its `OptimizerConfig` come back
     as `Record`s, unless `types` has the class. Tensors and parameters come back as plain tensors on the CPU that
     need no gradient, with their strides, and share memory where they did. Every record's CRC32 is checked.
 
@@ -210,10 +212,10 @@ def decode_archive(
         data: a whole archive. The value shares no memory with it.
         what: the archive, for messages.
         types: enums, dataclasses and named tuples that may be in it; their `__init__` isn't run.
-        allow_pickle: where that isn't enough, unpickle it. Only for files whose writer you trust.
+        allow_pickle: unpickle archives that can't be read otherwise. Only for files whose writer you trust.
 
     Raises:
-        CorruptCheckpoint: the bytes aren't such an archive, or not those that were written.
+        CorruptCheckpoint: the bytes aren't such an archive, or were damaged.
         UnsafeFile: it names something that isn't data, and `allow_pickle` isn't given.
         UnsupportedValue: a class in `types` isn't what was stored, or a tensor is quantised, sparse or nested.
 
@@ -224,7 +226,7 @@ def decode_archive(
     """
     classes = {**_CLASSES, **constructors(types)}
     try:
-        archive = _checked(data, what)
+        archive = _verified_archive(data, what)
     except UnsafeFile:
         if not allow_pickle:
             raise
@@ -239,7 +241,7 @@ def decode_archive(
     return _unpickled(data, what)
 
 
-def _checked(data: bytes | bytearray | memoryview, what: str) -> Archive:
+def _verified_archive(data: bytes | bytearray | memoryview, what: str) -> Archive:
     archive = open_archive(slices(data), memoryview(data).nbytes, what)
     for name in archive.records:
         archive.checked(name)

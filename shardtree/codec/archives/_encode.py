@@ -1,4 +1,4 @@
-"""`encode_archive`: a value as torch.save writes it, once it is sure that reading it takes no pickled code."""
+"""`encode_archive`: writes archives as torch.save does, of values that can be read without running code."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .._nodes import MAX_DEPTH, Child, path_to, record_of, step_of, type_name
 from ._classes import named_record, save_named
 from ._decode import FACTORIES, decode_archive
 
-# The values that an archive holds without pickled code: leaves as they are, containers and tensors as plain copies.
+# Values that can be stored: leaves unchanged, containers and tensors as plain copies.
 
 LEAVES: frozenset[type] = frozenset(
     {
@@ -34,8 +34,9 @@ LEAVES: frozenset[type] = frozenset(
 
 
 @cache
-def _is_saved(dtype: torch.dtype) -> bool:
-    """Return whether torch.save writes tensors of a dtype; it has none of fewer than 8 bits, for one."""
+def _is_supported(dtype: torch.dtype) -> bool:
+    """Return whether torch.save can write tensors of a dtype."""
+    # Tried rather than listed: dtypes of fewer than 8 bits fail today, and torch adds dtypes with each release.
     if is_quantised(dtype):
         return False
     try:
@@ -46,8 +47,10 @@ def _is_saved(dtype: torch.dtype) -> bool:
 
 
 def _tensor(value: torch.Tensor, child: Child) -> Any:
-    if value.layout is not torch.strided or value.is_meta or value.is_nested or not _is_saved(value.dtype):
+    if value.layout is not torch.strided or value.is_meta or value.is_nested or not _is_supported(value.dtype):
         return NotImplemented
+    # torch.save writes a tensor's whole storage: a view of one row of a large tensor must be copied, or all of it goes
+    # into the file.
     plain = value.detach()
     if plain.is_cpu and not plain.is_conj() and not plain.is_neg() and plain.untyped_storage().nbytes() == plain.nbytes:
         return plain
@@ -137,20 +140,20 @@ REBUILDS: dict[type, Callable[[Any, Child], Any]] = {
 
 _FIX = (
     "Store plain values made from it, or wrap it in LocalNonpersistentObject if it needn't be stored; "
-    "allow_pickle=True stores it as a pickle, which runs code when it is loaded."
+    "SaveOptions(allow_pickle=True) stores it as a pickle, which runs code when it is loaded."
 )
 
 
 def encode_archive(value: Any, *, allow_pickle: bool = False) -> bytes:
     """Return the bytes that torch.save writes for a value, which `decode_archive` and torch.load read.
 
-    Tensors are stored as plain ones that need no gradient, without the rest of a storage that they are a part of; what
-    stands in two places is stored twice. Enum members, dataclasses and named tuples are stored as pickle does, by the
-    name of their class: who reads them passes the class in ``types``.
+    Tensors are stored as plain ones that need no gradient, each without the rest of its storage; a value that occurs
+    twice is stored twice. Enum members, dataclasses and named tuples are stored as pickle does, by the name of their
+    class: readers pass the class in ``types``.
 
     Args:
-        value: what `encode_tree` takes too, but for `HOLE`, and of `Record`s only those that `decode_archive` makes;
-            and `types.SimpleNamespace`, `Counter`.
+        value: what `encode_tree` takes except `HOLE`, of `Record`s only those that `decode_archive` makes; and
+            `types.SimpleNamespace` and `Counter`.
         allow_pickle: store other values too, which run code when they are loaded.
 
     Raises:
@@ -163,7 +166,7 @@ def encode_archive(value: Any, *, allow_pickle: bool = False) -> bytes:
         {'step': 7, 'betas': (0.9, 0.95)}
     """
     classes: set[type] = set()
-    plain = _plain(value, (), (), allow_pickle, classes)
+    plain = _plain_copy(value, (), (), allow_pickle, classes)
     file = BytesIO()
     try:
         save_named(plain, file) if Record in classes else torch.save(plain, file)
@@ -174,13 +177,13 @@ def encode_archive(value: Any, *, allow_pickle: bool = False) -> bytes:
         ) from error
     data = file.getvalue()
     if classes - {Record} and not allow_pickle:
-        # Such a class may have its own way of being pickled.
+        # Read it once: a class can define how it is pickled (__reduce__), and the result may not be readable.
         decode_archive(data, what="encode_archive: what was just encoded", types=classes - {Record})
     return data
 
 
-def _plain(value: Any, path: TreePath, parents: tuple[Any, ...], allow_pickle: bool, classes: set[type]) -> Any:
-    """Return a value's copy to be pickled; `parents` are the values that hold it, outermost first."""
+def _plain_copy(value: Any, path: TreePath, parents: tuple[Any, ...], allow_pickle: bool, classes: set[type]) -> Any:
+    """Return a plain copy of a value for pickling; `parents` are the values that contain it, outermost first."""
     if len(parents) > MAX_DEPTH:
         what = f"encode_archive: more than {MAX_DEPTH} deep, or a value that contains itself"
         raise TreeError(error_text(f"{what}, at {render_path(path_to(path))}", fix="Flatten it, and break cycles."))
@@ -189,7 +192,7 @@ def _plain(value: Any, path: TreePath, parents: tuple[Any, ...], allow_pickle: b
         return value
 
     def child(inner: Any, *steps: Any) -> Any:
-        return _plain(inner, path + steps, (*parents, value), allow_pickle, classes)
+        return _plain_copy(inner, path + steps, (*parents, value), allow_pickle, classes)
 
     rebuild = REBUILDS.get(kind)
     plain = _record(value, child, classes) if rebuild is None else rebuild(value, child)

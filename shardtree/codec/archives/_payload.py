@@ -1,4 +1,4 @@
-"""An archive's only tensor: where its bytes are, and what goes around them."""
+"""Archives of one tensor: where the tensor's bytes are, and the bytes before and after them."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ from ...errors import CheckpointingException, CorruptCheckpoint, error_text
 from .._dtypes import check_storable, dtype_name
 from ..pickles import Constructor, Global, Persistent, Reduced, read_pickle, write_pickle
 from ._records import open_archive
-from ._tensors import DTYPES, STORAGE_KINDS, StorageReference, Strided, storage_reference, strided
-from ._zip import ALIGNMENT, Read, Written, append, descriptor, directory, local_header, read_directory
+from ._tensors import DTYPES, STORAGE_KINDS, StorageReference, TensorLayout, storage_reference, tensor_layout
+from ._zip import ALIGNMENT, Read, WrittenRecord, append, descriptor, directory, local_header, read_directory
 from ._zip import Record as ZipRecord
 
-# `tensor_place`: where the bytes of an archive's only tensor are, found from its two ends.
+# Finding the tensor's bytes.
 
+# Enough for the pickle at the beginning and the zip directory at the end of an archive of one tensor: two small reads
+# in place of the whole archive, whose payload can then be read straight into its target.
 _HEAD, _TAIL = 1024, 2048
-_USUAL = 1000
-"""Bytes that the pickle of one tensor has at most, commonly."""
+_MOST_CACHED = 1000
+"""Bytes; longer pickles aren't cached. That of one tensor is commonly shorter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +37,9 @@ class TensorPlace:
         stride: elements from one to the next, by axis.
         storage_offset: elements of the payload before the first.
         begin: the byte of the archive where the payload, a storage, begins.
-        nbytes: the payload's.
-        crc32: of the payload; 0 where none was recorded.
-        is_row_major: whether the payload is the tensor's elements in row-major order, and no more.
+        nbytes: of the payload.
+        crc32: of the payload; 0 if none was recorded.
+        is_row_major: whether the payload consists of the tensor's elements in row-major order.
     """
 
     dtype: torch.dtype
@@ -51,19 +53,19 @@ class TensorPlace:
 
 
 def tensor_place(read: Read, length: int, *, what: str) -> TensorPlace:
-    """Return where the elements of an archive's only tensor are; only the archive's two ends are read.
+    """Return where the elements of an archive's only tensor are; only the archive's beginning and end are read.
 
-    The tensor may be a parameter. An archive with anything else, such as two tensors, a list, or a tensor that is
-    conjugated lazily, is for `decode_archive`.
+    The tensor may be a parameter. Archives of anything else, such as two tensors, a list, or a lazily conjugated
+    tensor, need `decode_archive`.
 
     Args:
-        read: gives the bytes from one byte of the archive up to another.
-        length: the archive's, in bytes.
+        read: returns the bytes from one byte of the archive up to another.
+        length: of the archive, in bytes.
         what: the archive, for messages.
 
     Raises:
         CorruptCheckpoint: it isn't such an archive.
-        UnsafeFile: what it names isn't a tensor's.
+        UnsafeFile: it names something that doesn't belong to a tensor.
 
     Examples:
         >>> import io
@@ -74,9 +76,9 @@ def tensor_place(read: Read, length: int, *, what: str) -> TensorPlace:
         >>> place.shape, place.nbytes, place.is_row_major
         ((2, 3), 24, True)
     """
-    archive = open_archive(_ends(read, length), length, what)
-    value = _described(bytes(archive.checked("data.pkl")), what)
-    if type(value) is not _Found:
+    archive = open_archive(_cached_ends(read, length), length, what)
+    value = _read_description(bytes(archive.checked("data.pkl")), what)
+    if type(value) is not _DescribedTensor:
         raise CorruptCheckpoint(error_text(f"{what}: not an archive of one tensor", found=type(value).__name__))
     record = archive.records.get(f"data/{value.storage.key}")
     if record is None or record.nbytes < value.storage.nbytes:
@@ -96,15 +98,15 @@ def tensor_place(read: Read, length: int, *, what: str) -> TensorPlace:
 
 
 def archive_records(read: Read, length: int, *, what: str) -> tuple[ZipRecord, ...]:
-    """Return the records of an archive, in the order of their bytes, each with its CRC32; only its ends are read.
+    """Return the records of an archive, in the order of their bytes, each with its CRC32; payloads aren't read.
 
     Args:
-        read: gives the bytes from one byte of the archive up to another.
-        length: the archive's, in bytes.
+        read: returns the bytes from one byte of the archive up to another.
+        length: of the archive, in bytes.
         what: the archive, for messages.
 
     Raises:
-        CorruptCheckpoint: it is no zip, or its records are compressed, encrypted or overlap.
+        CorruptCheckpoint: it isn't a zip, or its records are compressed, encrypted or overlap.
 
     Examples:
         >>> import io
@@ -114,28 +116,28 @@ def archive_records(read: Read, length: int, *, what: str) -> tuple[ZipRecord, .
         >>> archive_records(lambda begin, end: data[begin:end], len(data), what="example")[0].name
         'archive/data.pkl'
     """
-    return read_directory(_ends(read, length), length, what)
+    return read_directory(_cached_ends(read, length), length, what)
 
 
-def _described(data: bytes, what: str) -> Any:
-    if len(data) > _USUAL:
-        return _parsed(data, what)
+def _read_description(data: bytes, what: str) -> Any:
+    if len(data) > _MOST_CACHED:
+        return _parse(data, what)
     try:
-        return _parsed_before(data)
+        return _cached_parse(data)
     except CheckpointingException:
-        return _parsed(data, what)  # raises the same, of the right archive
+        return _parse(data, what)  # raises the same error, with the name of this archive
 
 
 @lru_cache(maxsize=1024)
-def _parsed_before(data: bytes) -> Any:
-    return _parsed(data, "")  # most archives of a checkpoint differ in their tensors' elements alone
+def _cached_parse(data: bytes) -> Any:
+    return _parse(data, "")  # cached: most archives of a checkpoint differ only in their tensors' elements
 
 
-def _parsed(data: bytes, what: str) -> Any:
+def _parse(data: bytes, what: str) -> Any:
     return read_pickle(data, _CLASSES, what=what, persistent_load=storage_reference)
 
 
-def _is_row_major(place: Strided, nbytes: int) -> bool:
+def _is_row_major(place: TensorLayout, nbytes: int) -> bool:
     expected = place.dtype.itemsize
     for axis in reversed(range(len(place.shape))):
         if place.shape[axis] != 1 and place.stride[axis] * place.dtype.itemsize != expected and 0 not in place.shape:
@@ -145,51 +147,53 @@ def _is_row_major(place: Strided, nbytes: int) -> bool:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Found:
+class _DescribedTensor:
     storage: StorageReference
-    place: Strided
+    place: TensorLayout
 
 
-def _found(storage: Any, *arguments: Any) -> _Found:
+def _describe(storage: Any, *arguments: Any) -> _DescribedTensor:
     if type(storage) is not StorageReference:
         raise TypeError("a tensor without a storage")
-    return _Found(storage, strided(storage.dtype, storage.nbytes, arguments))
+    return _DescribedTensor(storage, tensor_layout(storage.dtype, storage.nbytes, arguments))
 
 
-def _found_v2(storage: Any, offset: Any, shape: Any, stride: Any, grad: Any, hooks: Any, extra: Any = None) -> _Found:
-    return _plain(_found(storage, offset, shape, stride), extra)
+def _describe_v2(
+    storage: Any, offset: Any, shape: Any, stride: Any, grad: Any, hooks: Any, extra: Any = None
+) -> _DescribedTensor:
+    return _check_not_lazy(_describe(storage, offset, shape, stride), extra)
 
 
-def _found_v3(
+def _describe_v3(
     storage: Any, offset: Any, shape: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, extra: Any = None
-) -> _Found:
-    return _plain(_found(storage, offset, shape, stride, dtype), extra)
+) -> _DescribedTensor:
+    return _check_not_lazy(_describe(storage, offset, shape, stride, dtype), extra)
 
 
-def _plain(found: _Found, extra: Any) -> _Found:
+def _check_not_lazy(found: _DescribedTensor, extra: Any) -> _DescribedTensor:
     if extra and (type(extra) is not dict or any(extra.values())):
         raise ValueError("a tensor that is conjugated or negated lazily")
     return found
 
 
-def _found_parameter(data: Any, grad: Any, hooks: Any, state: Any = None) -> Any:
+def _describe_parameter(data: Any, grad: Any, hooks: Any, state: Any = None) -> Any:
     return data
 
 
 _CLASSES: dict[tuple[str, str], Any] = {
     **STORAGE_KINDS,
     **DTYPES,
-    ("torch._utils", "_rebuild_tensor"): Constructor(_found),
-    ("torch._utils", "_rebuild_tensor_v2"): Constructor(_found_v2),
-    ("torch._utils", "_rebuild_tensor_v3"): Constructor(_found_v3),
-    ("torch._utils", "_rebuild_parameter"): Constructor(_found_parameter),
-    ("torch._utils", "_rebuild_parameter_with_state"): Constructor(_found_parameter),
+    ("torch._utils", "_rebuild_tensor"): Constructor(_describe),
+    ("torch._utils", "_rebuild_tensor_v2"): Constructor(_describe_v2),
+    ("torch._utils", "_rebuild_tensor_v3"): Constructor(_describe_v3),
+    ("torch._utils", "_rebuild_parameter"): Constructor(_describe_parameter),
+    ("torch._utils", "_rebuild_parameter_with_state"): Constructor(_describe_parameter),
     ("collections", "OrderedDict"): Constructor(dict),
 }
 
 
-def _ends(read: Read, length: int) -> Read:
-    """Return a reader that has both ends of the archive, and asks for the rest only when it must."""
+def _cached_ends(read: Read, length: int) -> Read:
+    """Return a reader that has cached both ends of the archive, and reads only what lies between them."""
     whole = length <= _HEAD + _TAIL
     head = memoryview(read(0, length if whole else _HEAD)).cast("B")
     start = 0 if whole else length - _TAIL
@@ -203,14 +207,14 @@ def _ends(read: Read, length: int) -> Read:
     return from_ends
 
 
-# What goes around a tensor's row-major bytes to make an archive of it: as torch.save writes it, torch 2.13 at that.
+# Writing an archive around a tensor's row-major bytes, byte for byte as torch.save of torch 2.13 does.
 
-_NAMES_HASH = 15728199511854643026  # what torch makes of these records' names
+_NAMES_HASH = 15728199511854643026  # torch's hash of these records' names, which never change
 _STORAGE_NAMES = {kind.dtype: name for (module, name), kind in STORAGE_KINDS.items() if kind.dtype is not None}
 
 
 def archive_head(dtype: torch.dtype, shape: Sequence[int]) -> bytes:
-    """Return the bytes of an archive of one tensor that come before the tensor's own.
+    """Return the bytes of an archive of one tensor that come before the tensor's bytes.
 
     Head, row-major little-endian bytes and tail together are an archive that `torch.load` reads.
 
@@ -238,20 +242,22 @@ def archive_head(dtype: torch.dtype, shape: Sequence[int]) -> bytes:
 
 
 def archive_tail(dtype: torch.dtype, shape: Sequence[int], crc32: int) -> bytes:
-    """Return the bytes of an archive of one tensor that come after the tensor's own.
+    """Return the bytes of an archive of one tensor that come after the tensor's bytes.
 
     Args:
         dtype: of the elements.
         shape: lengths.
-        crc32: of the tensor's bytes, as `zlib.crc32` gives it.
+        crc32: of the tensor's bytes, as `zlib.crc32` returns it.
 
     Examples:
         >>> len(archive_tail(torch.uint8, (2, 3), 0)) == len(archive_tail(torch.uint8, (2, 3), 2**32 - 1))
         True
     """
+    # The CRC32 is in the tail only, in a descriptor and in the directory: so a writer can hash the bytes while it
+    # writes them, and never goes back.
     head, before = _head(dtype, tuple(shape))
     nbytes = _nbytes(dtype, shape)
-    records = [*before[:-1], Written(before[-1].name, crc32, nbytes, before[-1].at)]
+    records = [*before[:-1], WrittenRecord(before[-1].name, crc32, nbytes, before[-1].at)]
     out = bytearray(descriptor(records[-1]))
     start = len(head) + nbytes
     append(out, start, records, "version", b"3\n")
@@ -260,7 +266,7 @@ def archive_tail(dtype: torch.dtype, shape: Sequence[int], crc32: int) -> bytes:
 
 
 def archive_length(dtype: torch.dtype, shape: Sequence[int]) -> int:
-    """Return how many bytes an archive of one tensor has: head, the tensor's own, and tail.
+    """Return the length of an archive of one tensor: head, the tensor's bytes and tail.
 
     Examples:
         >>> archive_length(torch.uint8, (2, 3)) == len(archive_head(torch.uint8, (2, 3))) + 6 + len(
@@ -268,11 +274,11 @@ def archive_length(dtype: torch.dtype, shape: Sequence[int]) -> int:
         ... )
         True
     """
-    return _around(dtype, tuple(shape)) + _nbytes(dtype, shape)
+    return _framing_length(dtype, tuple(shape)) + _nbytes(dtype, shape)
 
 
 @lru_cache(maxsize=4096)
-def _around(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+def _framing_length(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
     return len(archive_head(dtype, shape)) + len(archive_tail(dtype, shape, 0))
 
 
@@ -281,20 +287,21 @@ def _nbytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
 
 
 @lru_cache(maxsize=4096)
-def _head(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, tuple[Written, ...]]:
-    """Return the head, and its records; the last is the tensor's, without its CRC32."""
+def _head(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, tuple[WrittenRecord, ...]]:
+    """Return the head, and its records; the last one is the tensor's, without its CRC32."""
     check_storable(dtype, "archive_head")
-    out, records = bytearray(), list[Written]()
+    out, records = bytearray(), list[WrittenRecord]()
     append(out, 0, records, "data.pkl", _pickle(dtype, shape))
     append(out, 0, records, ".format_version", b"1")
     append(out, 0, records, ".storage_alignment", b"%d" % ALIGNMENT)
     append(out, 0, records, "byteorder", b"little")
-    payload = Written("archive/data/0", 0, _nbytes(dtype, shape), len(out))
+    payload = WrittenRecord("archive/data/0", 0, _nbytes(dtype, shape), len(out))
     out += local_header(payload)
     return bytes(out), (*records, payload)
 
 
 def _pickle(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
+    # Newer dtypes have no storage class: torch writes an untyped storage, counted in bytes, and names the dtype itself.
     name = _STORAGE_NAMES.get(dtype)
     kind = Global("torch.storage", "UntypedStorage") if name is None else Global("torch", name)
     count = _nbytes(dtype, shape) if name is None else prod(shape)
@@ -307,8 +314,8 @@ def _pickle(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
     return write_pickle(Reduced(Global("torch._utils", "_rebuild_tensor_v3"), typed), protocol=2)
 
 
-def _serialization_id(records: Sequence[Written]) -> bytes:
-    """Return the digits by which torch tells archives apart."""
+def _serialization_id(records: Sequence[WrittenRecord]) -> bytes:
+    """Return the id of an archive: torch's hash of the records' names, then one of their CRC32s."""
     seed = 0
     for record in records:
         seed ^= (record.crc32 + 0x9E3779B9 + (seed << 6) + (seed >> 2)) % 2**64

@@ -1,4 +1,4 @@
-"""The records of one archive, checked: the pickle, and the storages beside it."""
+"""The records of an archive, checked: the pickle and its storages."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...errors import CheckpointingException, CorruptCheckpoint, UnsafeFile, error_text
-from ._zip import Read, Record, Written, append, directory, read_directory
+from ._zip import Read, Record, WrittenRecord, append, directory, read_directory
 
-_OLD = bytes.fromhex("80028a0a6cfc9c46f9206aa85019")  # the number that torch.save began with before its zips
-_TRUST = "Pass allow_pickle=True if you trust whoever wrote it."
+_OLD_MAGIC = bytes.fromhex("80028a0a6cfc9c46f9206aa85019")  # how torch.save's files began before it wrote zips
+_TRUST = "Pass options=LoadOptions(allow_pickle=True) if you trust its writer."
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -18,7 +18,7 @@ class Archive:
     """An archive's records by name.
 
     Attributes:
-        read: gives a stretch of the archive.
+        read: returns a stretch of the archive.
         records: name without the archive's folder -> record.
         what: the archive, for messages.
     """
@@ -35,7 +35,8 @@ class Archive:
         return memoryview(self.read(record.begin, record.begin + record.nbytes)).cast("B")
 
     def checked(self, name: str) -> memoryview:
-        """Return a record's bytes, once their CRC32 is what was recorded; 0 means that none was."""
+        """Return a record's bytes after checking their CRC32, if one was recorded."""
+        # 0 means that none was: torch writes that with its option of no checksums.
         data = self.data(name)
         found, expected = zlib.crc32(data), self.records[name].crc32
         if expected and found != expected:
@@ -50,16 +51,17 @@ def open_archive(read: Read, length: int, what: str) -> Archive:
 
     Raises:
         CorruptCheckpoint: it isn't an archive.
-        UnsafeFile: torch wrote it in a way that only unpickling can read.
+        UnsafeFile: it is in a form that only unpickling can read.
     """
     if length < 2 or bytes(read(0, 2)) != b"PK":
-        raise _not_a_zip(bytes(read(0, min(length, len(_OLD)))), what)
+        raise _not_a_zip(bytes(read(0, min(length, len(_OLD_MAGIC)))), what)
     listed = read_directory(read, length, what)
+    # torch names the folder after the file, or "archive": so it is found by the pickle in it.
     pickles = [record.name for record in listed if record.name.rpartition("/")[2] == "data.pkl"]
     folder = min(pickles, key=len, default="").removesuffix("data.pkl")
     records = {record.name.removeprefix(folder): record for record in listed}
     if len(records) < len(listed):
-        raise CorruptCheckpoint(error_text(f"{what}: two records of one name in an archive"))
+        raise CorruptCheckpoint(error_text(f"{what}: two records of the archive have the same name"))
     if "constants.pkl" in records:
         raise UnsafeFile(error_text(f"{what}: it is a TorchScript program", fix="Load it with torch.jit.load."))
     archive = Archive(read, records, what)
@@ -72,14 +74,14 @@ def open_archive(read: Read, length: int, what: str) -> Archive:
 
 
 def _not_a_zip(begin: bytes, what: str) -> Exception:
-    if begin == _OLD:
+    if begin == _OLD_MAGIC:
         old = "torch before 1.6 wrote it, or torch.save with _use_new_zipfile_serialization=False"
         return UnsafeFile(error_text(f"{what}: only pickle can read this form: {old}", fix=_TRUST))
     return CorruptCheckpoint(error_text(f"{what}: not an archive of torch.save", found=f"it begins with {begin[:8]!r}"))
 
 
 def slices(data: Any) -> Read:
-    """Return the function that gives stretches of bytes that are in memory."""
+    """Return a `Read` of bytes in memory."""
     view = memoryview(data).cast("B")
 
     def read(begin: int, end: int) -> memoryview:
@@ -88,7 +90,7 @@ def slices(data: Any) -> Read:
     return read
 
 
-# Records beside those of torch.save, which other readers of an archive pass over.
+# Additional records, which torch and other readers ignore.
 
 
 def add_record(data: bytes, name: str, content: bytes) -> bytes:
@@ -105,8 +107,8 @@ def add_record(data: bytes, name: str, content: bytes) -> bytes:
         >>> decode_archive(data, what="example"), find_record(data, "note", what="example")
         ({'step': 7}, b'seven')
     """
-    archive = _opened(data, "add_record")
-    out, written = bytearray(), list[Written]()
+    archive = _open(data, "add_record")
+    out, written = bytearray(), list[WrittenRecord]()
     for known in archive.records:
         append(out, 0, written, known, archive.data(known))
     append(out, 0, written, name, content)
@@ -114,17 +116,17 @@ def add_record(data: bytes, name: str, content: bytes) -> bytes:
 
 
 def find_record(data: bytes | bytearray | memoryview, name: str, *, what: str) -> bytes | None:
-    """Return the bytes of an archive's record, None where it has none of this name or isn't such an archive.
+    """Return the bytes of an archive's record, None if it has none of this name or isn't such an archive.
 
     Raises:
-        CorruptCheckpoint: the record isn't what was written.
+        CorruptCheckpoint: the record's bytes don't have its CRC32.
     """
     try:
-        archive = _opened(data, what)
+        archive = _open(data, what)
     except CheckpointingException:
         return None
     return bytes(archive.checked(name)) if name in archive.records else None
 
 
-def _opened(data: bytes | bytearray | memoryview, what: str) -> Archive:
+def _open(data: bytes | bytearray | memoryview, what: str) -> Archive:
     return open_archive(slices(data), memoryview(data).nbytes, what)

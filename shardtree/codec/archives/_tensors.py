@@ -1,4 +1,4 @@
-"""Tensors and NumPy's arrays as pickles describe them: a storage, an offset, a shape and strides."""
+"""Constructors for the tensors and NumPy arrays in torch.save's pickles."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from .._dtypes import is_quantised
 from .._nodes import exactly
 from ..pickles import Constructor
 
-# Tensors as torch.save's pickles describe them: a storage, an offset, a shape and strides.
+# Tensors: a storage, an offset, a shape and strides.
 
+# Guard: strides of 0 make a tensor of any size from a few bytes, and whatever copies it later needs memory for all.
 _MOST_EXPANDED = 1 << 30
-"""Bytes of a tensor that is larger than its storage, as an expanded one is."""
+"""The most bytes that a tensor larger than its storage, such as an expanded one, may have."""
 
 
 @dataclass(frozen=True, slots=True)
 class StorageKind:
-    """What a storage class is to its reader: the dtype of its elements; None where tensors say it."""
+    """A storage class, represented by the dtype of its elements; None if each tensor names its own."""
 
     dtype: torch.dtype | None
 
@@ -36,7 +37,7 @@ class StoredStorage:
 
     Attributes:
         bits: uint8 (bytes,).
-        dtype: of its elements, None where tensors say it.
+        dtype: of its elements, None if each tensor names its own.
     """
 
     bits: torch.Tensor
@@ -44,7 +45,7 @@ class StoredStorage:
 
 
 @dataclass(frozen=True, slots=True)
-class Strided:
+class TensorLayout:
     """Where a tensor's elements are in a storage.
 
     Attributes:
@@ -62,12 +63,12 @@ class Strided:
 
 @dataclass(frozen=True, slots=True)
 class StorageReference:
-    """What a persistent id says of a storage.
+    """A persistent id, which describes a storage.
 
     Attributes:
         key: its record is ``data/<key>``.
-        dtype: of its elements, None where tensors say it.
-        nbytes: how many bytes it has.
+        dtype: of its elements, None if each tensor names its own.
+        nbytes: its length in bytes.
     """
 
     key: str
@@ -76,7 +77,7 @@ class StorageReference:
 
 
 def storage_reference(persistent_id: Any) -> StorageReference:
-    """Return what a persistent id says.
+    """Decode a persistent id.
 
     Raises:
         ValueError: it isn't a storage's.
@@ -89,23 +90,25 @@ def storage_reference(persistent_id: Any) -> StorageReference:
     return StorageReference(key, kind.dtype, count * (kind.dtype.itemsize if kind.dtype else 1))
 
 
-def strided(storage_dtype: torch.dtype | None, nbytes: int, arguments: tuple[Any, ...]) -> Strided:
-    """Return where a tensor is in a storage of so many bytes.
+def tensor_layout(storage_dtype: torch.dtype | None, nbytes: int, arguments: tuple[Any, ...]) -> TensorLayout:
+    """Return where a tensor's elements are in its storage.
 
     Args:
-        storage_dtype: the storage's own.
-        nbytes: the storage's.
-        arguments: offset, shape, strides, and then the dtype where it isn't the storage's.
+        storage_dtype: of the storage.
+        nbytes: of the storage.
+        arguments: offset, shape, strides, and then the dtype if it isn't the storage's.
 
     Raises:
-        ValueError: it isn't inside of the storage.
+        ValueError: the tensor doesn't lie inside the storage.
     """
+    # Everything is checked here, before torch sees it: as_strided trusts its arguments, and would read other memory.
     offset, shape, stride = exactly(int, arguments[0]), _ints(arguments[1]), _ints(arguments[2])
     dtype = arguments[3] if len(arguments) > 3 else storage_dtype
     if type(dtype) is not torch.dtype or is_quantised(dtype):
-        raise ValueError("a tensor of no dtype, or of a quantised one")
+        raise ValueError("a tensor without a dtype, or of a quantised one")
     if len(shape) != len(stride) or offset < 0 or min(shape + stride, default=0) < 0 or len(shape) > 64:
         raise ValueError(f"a tensor of shape {shape}, strides {stride} and offset {offset}"[:200])
+    # In Python's integers, which don't overflow; the lengths are checked to fit 64 bits below.
     count = 1
     for length in shape:
         count *= length
@@ -114,7 +117,7 @@ def strided(storage_dtype: torch.dtype | None, nbytes: int, arguments: tuple[Any
         raise ValueError(f"a tensor of {(last + 1) * dtype.itemsize} bytes in a storage of {nbytes}")
     if count * dtype.itemsize > max(nbytes, _MOST_EXPANDED) or max(shape + stride, default=0) >= 2**62:
         raise ValueError("a tensor that is much larger than its storage")
-    return Strided(dtype, offset, shape, stride)
+    return TensorLayout(dtype, offset, shape, stride)
 
 
 def _ints(value: Any) -> tuple[int, ...]:
@@ -126,26 +129,26 @@ def _ints(value: Any) -> tuple[int, ...]:
 def _tensor(storage: Any, *arguments: Any) -> torch.Tensor:
     if type(storage) is not StoredStorage:
         raise TypeError("a tensor without a storage")
-    place = strided(storage.dtype, storage.bits.numel(), arguments)
-    # As uint8 first: a storage may end with part of an element.
+    place = tensor_layout(storage.dtype, storage.bits.numel(), arguments)
+    # Cut to whole elements: a storage may end with part of one, and a view as the dtype would refuse that.
     whole = storage.bits[: storage.bits.numel() // place.dtype.itemsize * place.dtype.itemsize]
     return whole.view(place.dtype).as_strided(place.shape, place.stride, place.offset)
 
 
 def rebuild_v2(storage: Any, offset: Any, shape: Any, stride: Any, grad: Any, hooks: Any, extra: Any = None) -> Any:
-    """Return the tensor of `torch._utils._rebuild_tensor_v2`; hooks and the need of a gradient are left out."""
+    """Return the tensor of `torch._utils._rebuild_tensor_v2`; hooks and `requires_grad` are ignored."""
     return _with_lazy_bits(_tensor(storage, offset, shape, stride), extra)
 
 
 def rebuild_v3(
     storage: Any, offset: Any, shape: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, extra: Any = None
 ) -> Any:
-    """Return the tensor of `torch._utils._rebuild_tensor_v3`, which names its dtype itself."""
+    """Return the tensor of `torch._utils._rebuild_tensor_v3`, which has its own dtype."""
     return _with_lazy_bits(_tensor(storage, offset, shape, stride, dtype), extra)
 
 
 def _with_lazy_bits(tensor: torch.Tensor, extra: Any) -> torch.Tensor:
-    """Return the tensor conjugated or negated where torch has put that off, still without doing it."""
+    """Return the tensor with torch's bits for lazy conjugation and negation set as they were."""
     flags = {} if extra is None else exactly(dict, extra)
     if flags.keys() - {"conj", "neg"} or any(type(flag) is not bool for flag in flags.values()):
         raise ValueError("a tensor with unknown metadata")
@@ -195,11 +198,13 @@ DTYPES: dict[tuple[str, str], torch.dtype] = {
 
 
 NO_VALUES: frozenset[type] = frozenset({StorageKind, StoredStorage})
-"""What only a tensor is made from."""
+"""Types that are arguments of tensors' constructors only, and never values themselves."""
 
 
 def loader(data: Callable[[str], memoryview]) -> Callable[[Any], StoredStorage]:
-    """Return what makes storages from persistent ids; each record is copied once, however often it is named."""
+    """Return the function that loads the storage of a persistent id."""
+    # Each record is copied once, however often it is named: tensors share memory as they did, and a pickle that names
+    # one record a million times takes no more of it.
     seen: dict[str, torch.Tensor] = {}
 
     def load(persistent_id: Any) -> StoredStorage:
@@ -209,13 +214,13 @@ def loader(data: Callable[[str], memoryview]) -> Callable[[Any], StoredStorage]:
             seen[wanted.key] = torch.empty(len(stored), dtype=torch.uint8, device="cpu")
             seen[wanted.key].numpy()[:] = np.asarray(stored)
         if wanted.nbytes > seen[wanted.key].numel():
-            raise ValueError(f"a storage of {wanted.nbytes} bytes, {seen[wanted.key].numel()} are there")
+            raise ValueError(f"a storage of {wanted.nbytes} bytes, but its record has {seen[wanted.key].numel()}")
         return StoredStorage(seen[wanted.key], wanted.dtype)
 
     return load
 
 
-# NumPy's arrays, scalars and dtypes, as its pickles describe them; of numbers, dates and text only.
+# NumPy's arrays, scalars and dtypes, of numbers, dates and text only.
 
 _NAME = re.compile(r"[biufcSU][0-9]{1,9}|[mM]8")
 _UTF32 = {"<": "utf-32-le", ">": "utf-32-be", "=": f"utf-32-{byteorder[0]}e"}
@@ -225,17 +230,17 @@ _UNIT = re.compile(r"generic|[A-Za-z]{1,2}")
 def _dtype(name: Any, align: Any = False, copy: Any = True) -> np.dtype[Any]:
     if not _NAME.fullmatch(exactly(str, name)):
         raise ValueError(f"a NumPy dtype {name[:100]!r}, which isn't of numbers, dates or text")
-    # A new object each time, so that the order of its bytes can be set.
-    return _checked(np.dtype(name, False, True))
+    # A copy, whose byte order the pickle may then set: NumPy's own dtype objects are shared by the whole process.
+    return _check_dtype(np.dtype(name, False, True))
 
 
 def _set_order(dtype: np.dtype[Any], state: Any) -> None:
     version, order, subdtype, names, fields, size = exactly(tuple, state)[:6]
     if version not in (3, 4) or order not in ("<", ">", "|", "=") or size not in (-1, dtype.itemsize):
-        raise ValueError("a NumPy dtype that contradicts itself")
+        raise ValueError("a NumPy dtype whose fields contradict each other")
     if subdtype is not None or names is not None or fields is not None:
         raise ValueError("a NumPy dtype of records")
-    # Nothing of the file's but the order: wrong flags make NumPy follow bytes as if they were pointers.
+    # Only the byte order is taken from the file: wrong flags would make NumPy use the array's bytes as pointers.
     kept = (dtype.itemsize, dtype.alignment, dtype.flags) if dtype.kind in "SU" else (-1, -1, 0)
     if dtype.kind in "mM":
         _set_state(dtype, (4, order, None, None, None, *kept, _unit(state)))
@@ -258,14 +263,14 @@ def _unit(state: Any) -> Any:
     return ({}, (name, *numbers))
 
 
-def _checked(dtype: Any) -> np.dtype[Any]:
+def _check_dtype(dtype: Any) -> np.dtype[Any]:
     if not isinstance(dtype, np.dtype) or dtype.kind not in "biufcSUmM" or dtype.names:
         raise ValueError("an array or scalar that isn't of numbers, dates or text")
     return dtype
 
 
 def _raw(data: Any) -> bytes:
-    """Return an array's bytes, which Python 2 called text."""
+    """Return an array's bytes, which pickles of Python 2 store as text."""
     return data.encode("utf-8") if type(data) is str else bytes(exactly(bytes, data))
 
 
@@ -279,29 +284,29 @@ def _fill(array: np.ndarray[Any, Any], state: Any) -> None:
     shape, dtype, by_column, data = exactly(tuple, state)[-4:]
     made = _array(_raw(data), dtype, shape)
     if type(by_column) is not bool:
-        raise TypeError("an array of no order")
+        raise TypeError("an array whose order isn't a bool")
     _set_state(array, (1, made.shape, made.dtype, by_column, made.tobytes()))
 
 
 def _array(data: bytes | bytearray, dtype: Any, shape: Any) -> np.ndarray[Any, Any]:
-    """Return the new array of these bytes, row-major."""
+    """Return a new row-major array with a copy of these bytes."""
     lengths = tuple(exactly(int, length) for length in exactly(tuple, shape))
-    if min(lengths, default=0) < 0 or prod(lengths) * _checked(dtype).itemsize != len(data):
+    if min(lengths, default=0) < 0 or prod(lengths) * _check_dtype(dtype).itemsize != len(data):
         raise ValueError(f"an array of shape {lengths}"[:200] + f" made from {len(data)} bytes")
     if dtype.itemsize == 0:
-        raise ValueError("an array of nothing")
+        raise ValueError("an array whose items have no bytes")  # such items make arrays of any shape from no data
     array = np.empty(lengths, dtype)
     array.reshape(-1).view(np.uint8)[:] = np.frombuffer(data, np.uint8)
     if has_wrong_characters(array):
-        raise ValueError("a character that Unicode doesn't have")
+        raise ValueError("a code point beyond Unicode's last")
     return array
 
 
 def _scalar(dtype: Any, data: Any) -> Any:
     raw = _raw(data)
-    if _checked(dtype).itemsize != len(raw):
-        raise ValueError(f"a scalar of {len(raw)} bytes, {dtype.itemsize} make one")
-    # Text keeps its trailing zeros, which an array would drop.
+    if _check_dtype(dtype).itemsize != len(raw):
+        raise ValueError(f"a scalar of {len(raw)} bytes, where its dtype has {dtype.itemsize}")
+    # Not through an array, which drops trailing zeros of text.
     if dtype.kind == "S":
         return np.bytes_(raw)
     return np.str_(raw.decode(_UTF32[dtype.byteorder])) if dtype.kind == "U" else _array(raw, dtype, ())[()]
@@ -317,11 +322,11 @@ def _frombuffer(data: Any, dtype: Any, shape: Any, order: Any, axes: Any = None)
     return array.transpose(*exactly(tuple, axes)) if order == "K" and axes is not None else array
 
 
-def _uncalled(*args: Any) -> Any:
-    raise TypeError("a call of NumPy's array class")
+def _not_callable(*args: Any) -> Any:
+    raise TypeError("a call of NumPy's array class")  # pickles only pass it, as the first argument of _reconstruct
 
 
-_NDARRAY = Constructor(_uncalled)
+_NDARRAY = Constructor(_not_callable)
 _DTYPE = Constructor(_dtype, _set_order)
 _RECONSTRUCT = Constructor(_reconstruct, _fill)
 

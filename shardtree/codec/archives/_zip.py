@@ -1,4 +1,4 @@
-"""A zip's directory and records, read and written byte for byte as torch.save's are: entries are stored as they are."""
+"""The zips of torch.save, without compression: reading the directory, and writing records byte for byte as it does."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from typing import Any
 
 from ...errors import CorruptCheckpoint, error_text
 
-# The directory of a zip whose entries are stored as they are: which record is where.
+# Reading a zip's directory. Not by zipfile, which trusts it: records that overlap, or of which header and directory say
+# different things, would make a small file large, or look different to different readers.
 
 Read = Callable[[int, int], Any]
-"""(begin, end) -> the bytes of that stretch of an archive."""
+"""(begin, end) -> these bytes of an archive."""
 
 END = Struct("<4s4H2IH")
 LOCATOR = Struct("<4sIQI")
@@ -32,10 +33,10 @@ class Record:
     """One entry of an archive.
 
     Attributes:
-        name: in the archive, without the folder that all records are in.
-        crc32: of its bytes; 0 where none was recorded.
-        begin: the byte of the archive where its own begin.
-        nbytes: how many there are.
+        name: in the archive, with the folder that all records are in.
+        crc32: of its bytes; 0 if none was recorded.
+        begin: the byte of the archive where its bytes begin, after its header.
+        nbytes: its length.
     """
 
     name: str
@@ -48,18 +49,18 @@ def read_directory(read: Read, length: int, what: str) -> tuple[Record, ...]:
     """Return an archive's records, in the order of their bytes.
 
     Args:
-        read: gives a stretch of the archive.
-        length: the archive's, in bytes.
+        read: returns a stretch of the archive.
+        length: of the archive, in bytes.
         what: the archive, for messages.
 
     Raises:
-        CorruptCheckpoint: it is no zip, or a record in it is compressed, encrypted, overlaps another one or ends
+        CorruptCheckpoint: it isn't a zip, or a record in it is compressed, encrypted, overlaps another one or ends
             beyond the archive.
     """
     try:
-        count, begin, end = _extent(read, length)
+        count, begin, end = _directory_extent(read, length)
         entries = _entries(bytes(read(begin, end)), count)
-        records = [_located(read, entry, begin) for entry in sorted(entries, key=lambda entry: entry[-1])]
+        records = [_record_at(read, entry, begin) for entry in sorted(entries, key=lambda entry: entry[-1])]
         for first, second in pairwise([*records, Record("the directory", 0, begin, 0)]):
             if first.begin + first.nbytes > second.begin:
                 raise ValueError(f"{first.name!r} and {second.name!r} overlap")
@@ -77,8 +78,9 @@ def _unpack(struct: Struct, data: Any, at: int, signature: bytes, name: str) -> 
     return fields
 
 
-def _extent(read: Read, length: int) -> tuple[int, int, int]:
+def _directory_extent(read: Read, length: int) -> tuple[int, int, int]:
     """Return how many entries the directory has, and where it begins and ends."""
+    # At its very end, never searched for: torch writes no comment, and a search could find a planted directory.
     last = length - END.size
     if last < 0:
         raise ValueError("it is shorter than the end of a zip")
@@ -90,10 +92,10 @@ def _extent(read: Read, length: int) -> tuple[int, int, int]:
         last = place - END64.size
         *_, count, size, begin = _unpack(END64, read(last, place), 0, b"PK\6\6", "end of a large zip's directory")
     elif count == _FULL16 or size == _FULL32 or begin == _FULL32:
-        raise ValueError("no locator of a large zip's directory")
+        raise ValueError("a large zip's directory without its locator")
     if begin + size != last:
         raise ValueError("the directory isn't where the zip ends; something was put before or behind it")
-    if count * ENTRY.size > size:
+    if count * ENTRY.size > size:  # before the loop over the entries, whose number the file chooses
         raise ValueError("a directory that is too short for its entries")
     return count, begin, begin + size
 
@@ -119,20 +121,21 @@ def _entry(data: bytes, at: int) -> tuple[Entry, int]:
     if end > len(data):
         raise ValueError("an entry of the directory is cut off")
     name = data[start : start + name_length].decode("utf-8")
-    if flags & 0x2041 or method:
+    if flags & 0x2041 or method:  # bits 0, 6 and 13: encryption
         raise ValueError(f"{name!r} is compressed or encrypted")
     extra = data[start + name_length : start + name_length + extra_length]
-    nbytes, packed, begin = _wide([nbytes, packed, begin], extra)
+    nbytes, packed, begin = _zip64_values([nbytes, packed, begin], extra)
     if nbytes != packed:
-        raise ValueError(f"{name!r} has two lengths")
+        raise ValueError(f"{name!r} has two different lengths")
     return (name, crc32, nbytes, begin), end
 
 
-def _wide(fields: list[int], extra: bytes) -> list[int]:
-    """Return the fields, those that don't fit 32 bits from the extra field that zip64 has for them."""
+def _zip64_values(fields: list[int], extra: bytes) -> list[int]:
+    """Return the fields, with those that don't fit 32 bits taken from zip64's extra field."""
+    # The extra field has only those values, in this order, whose 32-bit field is full.
     if _FULL32 not in fields:
         return fields
-    values = _zip64(extra)
+    values = _find_zip64(extra)
     wide = []
     for field in fields:
         if field == _FULL32:
@@ -141,18 +144,20 @@ def _wide(fields: list[int], extra: bytes) -> list[int]:
     return wide
 
 
-def _zip64(extra: bytes) -> bytes:
+def _find_zip64(extra: bytes) -> bytes:
     at = 0
     while at + 4 <= len(extra):
         kind, size = _U16_PAIR.unpack_from(extra, at)
         if kind == 1:
             return extra[at + 4 : at + 4 + size]
         at += 4 + size
-    raise ValueError("a length over 32 bits that is nowhere")
+    raise ValueError("a length of over 32 bits without zip64's extra field")
 
 
-def _located(read: Read, entry: Entry, directory: int) -> Record:
-    """Return an entry as a record, its bytes found behind its local header."""
+def _record_at(read: Read, entry: Entry, directory: int) -> Record:
+    """Return the record of an entry, whose bytes follow its local header."""
+    # The header is read too: its name and extra field can have other lengths than in the directory, and torch pads the
+    # extra field so that the bytes are aligned.
     name, crc32, nbytes, at = entry
     if at + LOCAL.size > directory:
         raise ValueError(f"{name!r} begins after the archive's records")
@@ -164,27 +169,27 @@ def _located(read: Read, entry: Entry, directory: int) -> Record:
     if begin + nbytes > directory:
         raise ValueError(f"{name!r} ends after the archive's records")
     if bytes(read(at + LOCAL.size, at + LOCAL.size + name_length)) != name.encode("utf-8"):
-        raise ValueError(f"{name!r} has two names")
+        raise ValueError(f"{name!r} has two different names")
     return Record(name, crc32, begin, nbytes)
 
 
-# Records and directory of a zip, written byte for byte as torch.save's are.
+# Writing records and directory.
 
 ALIGNMENT = 64
-"""A record's bytes begin at a multiple of it."""
+"""A record's bytes begin at a multiple of this, so that they can be mapped as tensors."""
 
 _FULL = 0xFFFFFFFF
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
-    """A record in the directory.
+class WrittenRecord:
+    """A record that was written, for the directory.
 
     Attributes:
         name: in the archive.
         crc32: of its bytes.
-        nbytes: how many there are.
-        at: the byte where its header begins.
+        nbytes: its length.
+        at: the byte of the archive where its header begins.
     """
 
     name: str
@@ -193,48 +198,50 @@ class Written:
     at: int
 
 
-def append(out: bytearray, start: int, records: list[Written], name: str, data: bytes | memoryview) -> None:
-    """Write a record, with header and descriptor, and note it down.
+def append(out: bytearray, start: int, records: list[WrittenRecord], name: str, data: bytes | memoryview) -> None:
+    """Append a record, with header and descriptor, to an archive.
 
     Args:
-        out: what is written of the archive.
+        out: bytes of the archive; extended in place.
         start: the byte of the archive where `out` begins.
-        records: those that are written; the new one is added.
+        records: those written before; the new one is added.
         name: without the archive's folder.
         data: the record's bytes.
     """
-    record = Written(f"archive/{name}", zlib.crc32(data), len(data), start + len(out))
+    record = WrittenRecord(f"archive/{name}", zlib.crc32(data), len(data), start + len(out))
     records.append(record)
     out += local_header(record)
     out += data
     out += descriptor(record)
 
 
-def local_header(record: Written) -> bytes:
-    """Return what comes before a record's bytes; pads so that they begin at a multiple of `ALIGNMENT`."""
+def local_header(record: WrittenRecord) -> bytes:
+    """Return the header before a record's bytes, padded so that they begin at a multiple of `ALIGNMENT`."""
+    # Lengths and CRC32 are 0 here, and flag 3 says that they follow in a descriptor, as in torch's own archives.
     name = record.name.encode()
-    extra = _wide_fields(record)
+    extra = _zip64_field(record)
     begin = record.at + LOCAL.size + len(name) + len(extra) + 4
     padding = -begin % ALIGNMENT
     extra += pack("<2sH", b"FB", padding) + b"Z" * padding
     return LOCAL.pack(b"PK\3\4", 0, 0x808, 0, 0, 0, 0, 0, 0, len(name), len(extra)) + name + extra
 
 
-def descriptor(record: Written) -> bytes:
-    """Return what comes after a record's bytes."""
-    form = "<4sIQQ" if _wide_fields(record) else "<4sIII"
+def descriptor(record: WrittenRecord) -> bytes:
+    """Return the descriptor after a record's bytes: CRC32 and lengths."""
+    form = "<4sIQQ" if _zip64_field(record) else "<4sIII"
     return pack(form, b"PK\7\b", record.crc32, record.nbytes, record.nbytes)
 
 
-def _directory_entry(record: Written) -> bytes:
-    name, extra = record.name.encode(), _wide_fields(record)
+def _directory_entry(record: WrittenRecord) -> bytes:
+    name, extra = record.name.encode(), _zip64_field(record)
     length, at = min(record.nbytes, _FULL), min(record.at, _FULL)
     lengths = (record.crc32, length, length, len(name), len(extra), 0, 0, 0, 0, at)
     return ENTRY.pack(b"PK\1\2", 0, 0, 0x808, 0, 0, 0, *lengths) + name + extra
 
 
-def directory(records: Sequence[Written], at: int) -> bytes:
-    """Return the end of an archive: the directory of its records, which begins at byte `at`, and where to find it."""
+def directory(records: Sequence[WrittenRecord], at: int) -> bytes:
+    """Return the end of an archive: the directory of its records, which begins at byte `at`, and its locators."""
+    # With zip64's locator even where 32 bits are enough, as torch writes it.
     entries = b"".join(_directory_entry(record) for record in records)
     count, size = len(records), len(entries)
     end64 = END64.pack(b"PK\6\6", 44, 0x031E, 45, 0, 0, count, count, size, at)
@@ -243,8 +250,8 @@ def directory(records: Sequence[Written], at: int) -> bytes:
     return entries + end64 + locator + end
 
 
-def _wide_fields(record: Written) -> bytes:
-    """Return zip64's extra field with what doesn't fit 32 bits, empty where all does."""
+def _zip64_field(record: WrittenRecord) -> bytes:
+    """Return zip64's extra field with the values that don't fit 32 bits, empty if all do."""
     wide = [record.nbytes, record.nbytes] if record.nbytes >= _FULL else []
     wide += [record.at] if record.at >= _FULL else []
     return pack(f"<HH{len(wide)}Q", 1, 8 * len(wide), *wide) if wide else b""

@@ -1,4 +1,4 @@
-"""Opcodes of values that hold no others: numbers, text, bytes."""
+"""Opcodes of numbers, text and bytes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _long(machine: Machine, at: int) -> int:
 
 
 def _decimal(text: bytes) -> int:
-    if len(text) > 4_000:  # decimal digits take quadratic time
+    if len(text) > 4_000:  # parsing decimal digits takes quadratic time
         raise ValueError("an integer of too many digits")
     return int(text)
 
@@ -78,13 +78,13 @@ def _binfloat(machine: Machine, at: int) -> int:
 def _short_text(machine: Machine, at: int) -> int:
     end = at + 1 + machine.data[at]
     if end > len(machine.data):
-        raise ValueError("text that ends after the pickle")
+        raise ValueError("text that reaches beyond the pickle's end")
     machine.stack.append(str(machine.data[at + 1 : end], "utf-8", "surrogatepass"))
     return end
 
 
 def _counted(size: Struct, make: Any) -> Handler:
-    """Return the handler of bytes after their length."""
+    """Return the handler of an opcode with a length followed by that many bytes."""
     width, unpack = size.size, size.unpack
 
     def push(machine: Machine, at: int) -> int:
@@ -100,7 +100,7 @@ def _text(data: bytes) -> str:
 
 
 def _text_or_bytes(data: bytes) -> str | bytes:
-    """Return what Python 2 called a string: text where it can be, else the bytes."""
+    """Return a string of Python 2, which could be either: as text if it is UTF-8, else as bytes."""
     try:
         return str(data, "utf-8")
     except UnicodeDecodeError:

@@ -1,4 +1,4 @@
-"""Opcodes of the stack, the memo, and of what holds values: lists, tuples, dicts, sets."""
+"""Opcodes of the stack, the memo, and of containers: lists, tuples, dicts, sets."""
 
 from __future__ import annotations
 
@@ -125,6 +125,7 @@ def _appends(machine: Machine, at: int) -> int:
 
 
 def _sequence(target: Any) -> list[Any] | deque[Any]:
+    # Exact types only: calling append of any other object would call whatever its class has under that name.
     if type(target) is list or type(target) is deque:
         return target
     raise TypeError(f"items for a {type(target).__name__}")
@@ -151,7 +152,7 @@ def _dict(machine: Machine, at: int) -> int:
 
 
 def _fill(machine: Machine, target: Any, keys: list[Any], items: list[Any]) -> None:
-    machine.guard.admit(keys)
+    machine.guard.check_keys(keys)  # first: hashing a key is what can take for ever
     if type(target) is dict:
         target.update(zip(keys, items, strict=True))
     elif isinstance(target, dict):
@@ -165,14 +166,14 @@ def _additems(machine: Machine, at: int) -> int:
     items = machine.since_mark()
     if type(machine.stack[-1]) is not set:
         raise TypeError(f"members for a {type(machine.stack[-1]).__name__}")
-    machine.guard.admit(items)
+    machine.guard.check_keys(items)
     machine.stack[-1].update(items)
     return at
 
 
 def _frozenset(machine: Machine, at: int) -> int:
     items = machine.since_mark()
-    machine.guard.admit(items)
+    machine.guard.check_keys(items)
     machine.stack.append(frozenset(items))
     return at
 

@@ -1,4 +1,4 @@
-"""Opcodes that name classes and functions, call them and fill what they made; and those that frame the pickle."""
+"""Opcodes that name and call classes and functions and set the state of objects, and opcodes of the framing."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def _stop(machine: Machine, at: int) -> int:
 
 
 def _global(machine: Machine, at: int) -> int:
-    value, end = _named(machine, at)
+    value, end = _find_global(machine, at)
     machine.stack.append(value)
     return end
 
 
-def _named(machine: Machine, at: int) -> tuple[Any, int]:
+def _find_global(machine: Machine, at: int) -> tuple[Any, int]:
     module, at = line(machine, at)
     name, at = line(machine, at)
     return machine.find(str(module, "utf-8"), str(name, "utf-8")), at
@@ -50,7 +50,7 @@ def _stack_global(machine: Machine, at: int) -> int:
 
 def _reduce(machine: Machine, at: int) -> int:
     args = machine.stack.pop()
-    machine.stack[-1] = _made(machine, machine.stack[-1], args)
+    machine.stack[-1] = _call(machine, machine.stack[-1], args)
     return at
 
 
@@ -61,15 +61,16 @@ def _newobj_ex(machine: Machine, at: int) -> int:
     return _reduce(machine, at)
 
 
-def _made(machine: Machine, constructor: Any, args: Any) -> Any:
+def _call(machine: Machine, constructor: Any, args: Any) -> Any:
     if type(constructor) is not Constructor:
         raise machine.unsafe(f"calls a {type(constructor).__name__}")
     if type(args) is not tuple:
         raise TypeError("arguments that aren't a tuple")
+    # An argument can be a reference to a large value: a million calls that each copy it are a few megabytes of pickle.
     if args:
-        machine.guard.spend(args)
+        machine.guard.charge(args)
     if constructor.keys is not None:
-        machine.guard.admit(constructor.keys(*args))
+        machine.guard.check_keys(constructor.keys(*args))
     value = constructor.make(*args)
     if constructor.build is not None:
         machine.made[id(value)] = constructor, value
@@ -78,17 +79,18 @@ def _made(machine: Machine, constructor: Any, args: Any) -> Any:
 
 def _build(machine: Machine, at: int) -> int:
     state = machine.stack.pop()
+    # Popped: a value is built once, as pickle itself does, so that no file makes a constructor repeat its work.
     constructor, value = machine.made.pop(id(machine.stack[-1]), (None, None))
     if constructor is None or constructor.build is None:
         raise machine.unsafe(f"fills a {type(machine.stack[-1]).__name__}")
-    machine.guard.spend(state if type(state) is tuple else (state,))
+    machine.guard.charge(state if type(state) is tuple else (state,))
     constructor.build(value, state)
     return at
 
 
 def _inst(machine: Machine, at: int) -> int:
-    _named(machine, at)
-    raise machine.unsafe("makes an object in the way of protocol 0 (INST)")
+    _find_global(machine, at)
+    raise machine.unsafe("makes an object by an opcode of protocol 0 (INST)")
 
 
 def _refused(wrong: str) -> Handler:
@@ -118,11 +120,11 @@ HANDLERS: dict[int, Handler] = {
     ord("c"): _global,
     0x93: _stack_global,
     ord("R"): _reduce,
-    0x81: _reduce,  # NEWOBJ: whether a class or its __new__ is called is the constructor's affair
+    0x81: _reduce,  # NEWOBJ: the constructor decides how instances are made, so it is the same as a call
     0x92: _newobj_ex,
     ord("b"): _build,
     ord("i"): _inst,
-    ord("o"): _refused("makes an object in the way of protocol 1 (OBJ)"),
+    ord("o"): _refused("makes an object by an opcode of protocol 1 (OBJ)"),
     0x82: _refused("names a class by a number (EXT1)"),
     0x83: _refused("names a class by a number (EXT2)"),
     0x84: _refused("names a class by a number (EXT4)"),

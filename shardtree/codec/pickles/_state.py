@@ -1,4 +1,4 @@
-"""What the machine has while it reads: bytes, stack, marks, memo; and what its handlers share."""
+"""The state of the pickle machine, its limits, and helpers that its handlers share."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ from typing import Any
 
 from ...errors import UnsafeFile, error_text
 
-# What a pickle may call: constructors that its reader lists, and stubs for what needn't be made at all.
+# Constructors: the only things that a pickle may call.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Constructor:
-    r"""What a name in a pickle stands for where the pickle may call it.
+    r"""The function that a reader calls for a class or function that a pickle names.
 
     Attributes:
-        make: called with the pickle's arguments, whatever they are; returns the value. What it raises makes the file
-            corrupt.
-        build: called with the value and the pickle's state for it; changes the value in place. None: no state is
-            accepted. It is called at most once for a value.
-        keys: called with the arguments first; returns what `make` is going to hash.
+        make: called with the pickle's arguments, of any types; returns the value. An exception makes the file corrupt.
+        build: called with the value and the pickle's state for it; changes the value in place, at most once. None: no
+            state is accepted.
+        keys: called with the arguments before `make`; returns what `make` will hash.
 
     Examples:
         >>> from shardtree.codec import read_pickle
@@ -40,12 +39,12 @@ class Constructor:
 
 @dataclass(slots=True, eq=False)
 class Stub:
-    """An object of a class that wasn't imported: what the pickle says of it. Compared and hashed by identity.
+    """Represents an object of a class that isn't imported. Compared and hashed by identity.
 
     Attributes:
         type_name: module and qualified name of its class.
-        args: what its constructor was to be called with.
-        state: what it was to be filled with; None where the pickle has none.
+        args: the arguments of its constructor.
+        state: the state that it was to be filled with; None if the pickle has none.
     """
 
     type_name: str
@@ -74,13 +73,13 @@ def _fill(stub: Stub, state: Any) -> None:
     stub.state = state
 
 
-# Bounds on what a pickle makes: how much a key hashes, and how large and deep a value is when nothing in it is shared.
+# Limits on the work that a pickle causes: how much is hashed, and how large and deep a value is without sharing.
 #
-# A few bytes can make a tuple that holds another one twice, which holds another one twice. It takes little memory, but
-# hashing it, or copying it without its sharing, takes time and memory without end.
+# A few bytes can make a tuple that contains another one twice, which contains another one twice, and so on. It takes
+# little memory, but hashing it, or copying it without its sharing, takes endless time and memory.
 
 DEEPEST = 250
-"""Containers in containers; our own writers stop at 100."""
+"""How deep containers may be nested; our own writers stop at 100."""
 
 _LEAST_NODES = 1_000_000
 _TIMES_LENGTH = 8
@@ -93,36 +92,38 @@ _SIZED = frozenset({*_CONTAINERS, str, bytes, bytearray})
 
 
 class Guard:
-    """Counts the work that one pickle asks for beyond its own length, and refuses what would take too long.
+    """Limits the work that a pickle causes beyond its own length.
 
-    That is hashing keys, and calling constructors with arguments that are referred to again and again.
+    This is hashing keys, and calling constructors with arguments that the pickle refers to again and again.
     """
 
-    __slots__ = ("_collisions", "_first", "_left")
+    __slots__ = ("_budget", "_collisions", "_first")
 
     def __init__(self, length: int) -> None:
-        self._left = max(_LEAST_NODES, _TIMES_LENGTH * length)
+        self._budget = max(_LEAST_NODES, _TIMES_LENGTH * length)
         self._first: dict[int, Any] = {}
         self._collisions = 0
 
-    def spend(self, arguments: Iterable[Any]) -> None:
-        """Raise ValueError if what was copied so far, with these arguments, is too much."""
-        left = self._left - 1
+    def charge(self, arguments: Iterable[Any]) -> None:
+        """Charge for the arguments of a call; raise ValueError if too much was copied by all calls together."""
+        left = self._budget - 1
         for value in arguments:
             if type(value) in _SIZED:
                 left -= len(value)
-        self._left = left
+        self._budget = left
         if left < 0:
             raise ValueError("it copies the same values too often")
 
-    def admit(self, keys: Iterable[Any]) -> None:
-        """Raise ValueError unless all keys can be hashed quickly, and don't all have the same hash."""
+    def check_keys(self, keys: Iterable[Any]) -> None:
+        """Raise ValueError if keys would take too long to hash, or too many have the same hash."""
         for key in keys:
             kind: Any = type(key)
+            # Hashes of strings depend on a random seed, and those of objects on their addresses: no file can choose
+            # them.
             if kind is str or kind.__hash__ is object.__hash__:
                 continue
-            self._left -= _hashed_size(key, self._left)
-            if self._left < 0:
+            self._budget -= _hashed_size(key, self._budget)
+            if self._budget < 0:
                 raise ValueError("keys that take too long to hash")
             self._compare(key)
 
@@ -130,20 +131,22 @@ class Guard:
         first = self._first.setdefault(hash(key), key)
         if first is key or first == key:
             return
-        # Hashes of numbers are known beforehand: a file can choose keys that make each look-up a search.
+        # Hashes of numbers are predictable: a file can choose keys that collide, so that each look-up is a search.
         self._collisions += 1
         if self._collisions > _COLLISIONS:
             raise ValueError("too many different keys have the same hash")
 
 
 def _hashed_size(key: Any, most: int) -> int:
-    """Return how many nodes a key has, and its depth is bounded too: hashing recurses without a limit."""
+    """Return how many nodes a key has; raise ValueError if they are too many or it is too deep."""
+    # By levels rather than by recursion: hash() of nested tuples recurses in C without a limit, and overflows the
+    # stack.
     size, level = 0, [key]
     for _ in range(DEEPEST):
         size += len(level) + sum(item.bit_length() >> 9 for item in level if type(item) is int)
         below: list[Any] = []
         for item in level:
-            below.extend(parts(item))
+            below.extend(contents(item))
             if size + len(below) > most:
                 raise ValueError("a key that takes too long to hash")
         if not below:
@@ -152,11 +155,11 @@ def _hashed_size(key: Any, most: int) -> int:
     raise ValueError(f"a key more than {DEEPEST} deep")
 
 
-def parts(value: Any) -> Collection[Any]:
-    """Return what a value holds: items, keys and values, attributes.
+def contents(value: Any) -> Collection[Any]:
+    """Return what a value contains: items, keys and values, attributes.
 
     Examples:
-        >>> list(parts({"a": [1]}))
+        >>> list(contents({"a": [1]}))
         ['a', [1]]
     """
     kind: Any = type(value)
@@ -178,12 +181,12 @@ def _slots(kind: type) -> tuple[str, ...]:
 
 
 def check_bounded(value: Any, length: int, refused: frozenset[type] = frozenset()) -> None:
-    """Raise unless a value has no cycle, and isn't too deep, or too large without its sharing.
+    """Raise if a value has a cycle, is too deep, or would be too large without sharing.
 
     Args:
         value: what a pickle made.
-        length: the pickle's, in bytes.
-        refused: types of what stands for something in a pickle and is no value.
+        length: of the pickle, in bytes.
+        refused: types of helper objects that may be arguments of constructors, but not part of the value.
 
     Raises:
         ValueError: it is; says which.
@@ -195,28 +198,29 @@ def check_bounded(value: Any, length: int, refused: frozenset[type] = frozenset(
         >>> check_bounded(pair, 10)
         Traceback (most recent call last):
         ...
-        ValueError: containers in containers, more than 250 deep, or one that contains itself
+        ValueError: containers nested more than 250 deep, or one that contains itself
     """
-    # Nothing remembers where this walk was, so it meets what is shared as often as it stands somewhere.
+    # The walk doesn't mark what it has visited: shared values count each time, as they would cost each later walk.
     left = max(_LEAST_NODES, _TIMES_LENGTH * length)
     refused |= {Constructor}
     todo = [([value], 0)]
     while todo:
         batch, depth = todo.pop()
         if depth > DEEPEST:
-            raise ValueError(f"containers in containers, more than {DEEPEST} deep, or one that contains itself")
+            raise ValueError(f"containers nested more than {DEEPEST} deep, or one that contains itself")
         kinds = set(map(type, batch))
         if kinds & refused:
-            raise ValueError("a class, a function or a storage stands where a value should")
+            raise ValueError("a class, a function or a storage in place of a value")
         size = _size(batch, kinds)
         if size > left:
-            raise ValueError("too many values in it without their sharing")
+            raise ValueError("too many values in it, counting shared ones each time")
+        # In halves: the contents of a whole level at once could take more memory than the value itself.
         if size > _MOST_AT_ONCE and len(batch) > 1:
             middle = len(batch) // 2
             todo += [(batch[:middle], depth), (batch[middle:], depth)]
             continue
         left -= size
-        held = _held(batch, kinds)
+        held = _batch_contents(batch, kinds)
         leaves = {kind for kind in set(map(type, held)) if _is_leaf(kind)}
         inner = [part for part in held if type(part) not in leaves]
         if inner:
@@ -224,40 +228,41 @@ def check_bounded(value: Any, length: int, refused: frozenset[type] = frozenset(
 
 
 def _size(batch: list[Any], kinds: set[type]) -> int:
-    """Return how many values those of a batch hold, about."""
+    """Return about how many values those of a batch contain."""
     sized = {kind for kind in kinds if issubclass(kind, _CONTAINERS)}
     return len(batch) + sum([len(value) for value in batch if type(value) in sized])
 
 
 def _is_leaf(kind: type) -> bool:
-    # A class, or a member of an enum, leads to the whole of its module.
+    # Not entered: a class, or a member of an enum, refers to its whole module.
     return kind in _ATOMS or issubclass(kind, (type, Enum))
 
 
-def _held(batch: list[Any], kinds: set[type]) -> list[Any]:
-    """Return what the values of a batch hold, one after the other."""
+def _batch_contents(batch: list[Any], kinds: set[type]) -> list[Any]:
+    """Return what the values of a batch contain, one after the other."""
     if kinds <= _PLAIN:
-        return gc.get_referents(*batch)  # the parts of each, and ten times as fast
+        return gc.get_referents(*batch)  # for these types the same as `contents`, and ten times as fast
     plain = [value for value in batch if type(value) in _PLAIN]
-    others = [part for value in batch if type(value) not in _PLAIN for part in parts(value)]
+    others = [part for value in batch if type(value) not in _PLAIN for part in contents(value)]
     return gc.get_referents(*plain) + others
 
 
-FIX = "allow_pickle=True is the only way to read it, and runs whatever code it brings; only if you trust its writer."
+FIX = "LoadOptions(allow_pickle=True) alone reads it, and runs whatever code it brings: only if you trust it."
 
 _LONGEST_LINE = 10_000
 
 
 class Machine:
-    """The state of one reading.
+    """The state while a pickle is read.
 
     Attributes:
         data: the pickle.
         stack: what was pushed since the last mark.
-        marks: the stacks that wait below it.
+        marks: the stacks below it, one for each earlier mark.
         memo: number -> value.
-        made: id -> constructor and value, of values that may be built.
-        guard: what was hashed so far.
+        made: id -> constructor and value, of values that may still be built. The value is kept, so that its id isn't
+            reused.
+        guard: limits the work.
     """
 
     __slots__ = ("classes", "data", "fix", "guard", "made", "marks", "memo", "persistent_load", "stack", "what")
@@ -282,7 +287,7 @@ class Machine:
         self.fix = fix
 
     def find(self, module: str, name: str) -> Any:
-        """Return what a name stands for."""
+        """Return the constructor or value of a name."""
         try:
             return self.classes[module, name]
         except KeyError:
@@ -291,22 +296,23 @@ class Machine:
             ) from None
 
     def unsafe(self, wrong: str) -> UnsafeFile:
-        """Return the error for a pickle that asks for more than data."""
+        """Return the error for a pickle that contains more than data."""
         return UnsafeFile(error_text(f"{self.what}: it {wrong}", fix=self.fix))
 
     def since_mark(self) -> list[Any]:
-        """Return what was pushed since the last mark, and go back to below it."""
+        """Pop and return what was pushed since the last mark, and the mark."""
         items = self.stack
         self.stack = self.marks.pop()
         return items
 
 
 Handler = Callable[[Machine, int], int]
-"""Given the machine and the byte after the opcode; returns the byte of the next opcode."""
+"""(machine, position after the opcode) -> position of the next opcode."""
 
 
 def take(machine: Machine, begin: int, length: int) -> bytes:
-    """Return a stretch of the pickle; raises unless it is all there."""
+    """Return a stretch of the pickle; raises if the pickle ends before it does."""
+    # Every announced length is checked here before memory is allocated: C's unpickler allocates 64 GB for 20 bytes.
     found = machine.data[begin : begin + length]
     if len(found) != length or length < 0:
         raise ValueError(f"{length} bytes are announced, {len(found)} are left")
@@ -314,7 +320,7 @@ def take(machine: Machine, begin: int, length: int) -> bytes:
 
 
 def line(machine: Machine, begin: int) -> tuple[bytes, int]:
-    """Return the bytes up to the end of a line, and the byte after it."""
+    """Return the bytes up to the end of a line, and the position after it."""
     end = machine.data.find(b"\n", begin, begin + _LONGEST_LINE)
     if end < 0:
         raise ValueError("a line without an end")

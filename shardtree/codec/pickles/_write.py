@@ -1,4 +1,8 @@
-"""`write_pickle`: plain values, and calls of things that are only named, as a pickle."""
+"""`write_pickle`: writes pickles of plain values, and of calls of classes and functions given by name.
+
+Not by pickling torch's own classes: so writing needs no import of torch.distributed, the bytes don't depend on the
+version of torch, and the path of the machine that saved isn't among them.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ _U32, _U64 = Struct("<I"), Struct("<Q")
 
 @dataclass(frozen=True, slots=True)
 class Global:
-    """A class or function by its name; it needn't exist here.
+    """The name of a class or function, which needn't exist here.
 
     Attributes:
         module: the module.
@@ -28,13 +32,13 @@ class Global:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reduced:
-    """What a call returns when the pickle is loaded.
+    """The result of a call that is made when the pickle is loaded.
 
     Attributes:
         callable: what is called.
         args: its arguments.
-        state: what the result is filled with then; None for nothing.
-        items: what is set in it then, as key and value.
+        state: set on the result afterwards; None for no state.
+        items: keys and values to set in the result.
     """
 
     callable: Global
@@ -45,12 +49,12 @@ class Reduced:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class New:
-    """What a class's ``__new__`` returns when the pickle is loaded; ``__init__`` isn't called.
+    """An object that a class's ``__new__`` makes when the pickle is loaded; ``__init__`` isn't called.
 
     Attributes:
         cls: the class.
         args: arguments of its ``__new__``.
-        state: what the result is filled with then; None for nothing.
+        state: set on the object afterwards; None for no state.
     """
 
     cls: Global
@@ -60,7 +64,7 @@ class New:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Persistent:
-    """What the reader's `persistent_load` returns for an id.
+    """A value that the reader's `persistent_load` returns for an id.
 
     Attributes:
         id: any value.
@@ -70,10 +74,10 @@ class Persistent:
 
 
 def write_pickle(value: Any, *, protocol: int = 4) -> bytes:
-    r"""Return a pickle of plain values and of calls of what is only named.
+    r"""Return a pickle of plain values and calls.
 
-    Nothing that is named needs to be importable here. Equal strings and names are written once; a container that
-    stands in two places is written twice.
+    Classes and functions that it names needn't be importable here. Equal strings and names are written once; a
+    container that occurs twice is written twice.
 
     Args:
         value: None, bool, int, float, str, bytes, tuple, list or dict (of exactly these types), `Global`, `Reduced`,
@@ -90,7 +94,7 @@ def write_pickle(value: Any, *, protocol: int = 4) -> bytes:
         [1, 'a', (1+2j)]
     """
     if protocol not in (2, 4):
-        raise UnsupportedValue(error_text("write_pickle: not a protocol", found=protocol, expected="2 or 4"))
+        raise UnsupportedValue(error_text("write_pickle: unsupported protocol", found=protocol, expected="2 or 4"))
     writer = _Writer(protocol)
     try:
         writer.write(value, 0)
@@ -174,6 +178,8 @@ def _str(writer: _Writer, value: str, depth: int) -> None:
 
 
 def _bytes(writer: _Writer, value: bytes, depth: int) -> None:
+    # Protocol 2 has no opcode for bytes: pickle itself writes a call of _codecs.encode there, and torch uses protocol
+    # 2.
     if writer.protocol < 4:
         _reduced(writer, Reduced(Global("_codecs", "encode"), (value.decode("latin-1"), "latin1")), depth)
     elif len(value) < 256:

@@ -1,4 +1,4 @@
-"""from_dtensors and to_dtensors: trees with DTensors, trees with our shards; dtensor_layout: what every rank holds."""
+"""`from_dtensors` and `to_dtensors` convert trees; `dtensor_layout` computes the shards of all ranks."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ...layouts import KeyFunction, Mesh, ShardColumns, TensorKind, join_columns
 from ...layouts.meshes import Placement, placed_columns
 from ...mapping import ShardedBase, ShardedTensor, ShardedTensorFactory
 from ...trees import HOLE, Hole, join, leaves_with_paths, path_key, select, shard_leaves, without_holes
-from ._placed import Parts, Placed, Reading, Strided, all_parts, is_dtensor, placed_tensors
+from ._placed import Parts, PlacedTensor, ReadOptions, Strided, all_parts, is_dtensor, placed_tensors
 
-# from_dtensors: a tree with DTensors becomes one with our shards.
+# DTensors to shards.
 
 
 def from_dtensors(
@@ -26,29 +26,29 @@ def from_dtensors(
     strided: Strided = None,
     replicated: Callable[[str, torch.Tensor], bool] | None = None,
 ) -> Any:
-    """Return the tree with what this rank holds of each DTensor as a shard, for `save` and as a target of `load`.
+    """Return the tree with this rank's local part of each DTensor as a shard, for `save` and as a target of `load`.
 
     Nothing is communicated or copied. A local tensor that is one box of the global one becomes a ShardedTensor, one
-    that is several a ShardedTensorFactory. Other values stay as they are: plain tensors are common values. A DTensor
+    of several boxes a ShardedTensorFactory. Other values are unchanged: plain tensors are common values. A DTensor
     on a mesh that this rank isn't in is left out.
 
     Args:
-        tree: dicts, lists and tuples with DTensors of any placements but `Partial`, such as torch's
+        tree: dicts, lists and tuples with DTensors of any placements except `Partial`, such as torch's
             `get_model_state_dict` and `get_optimizer_state_dict` return.
-        key: names the tensor at a path; joins it by dots by default.
+        key: returns the key of the tensor at a path; by default the path joined by dots.
         within: the DeviceMesh whose ranks all hold this tree. A DTensor on a slice of it is replicated along its
             other axes. By default it is each DTensor's root mesh; with pipeline parallelism pass that of the stage, as
             in ``root["dp", "tp"]``.
-        strided: "fsdp2" where a `_StridedShard` is FSDP2's, which cuts what tensor parallelism left; "dtensor" where
-            it is to be read left to right. By default sizes for which that makes a difference are an error.
-        replicated: says of a key and a plain tensor whether it is the same on all ranks of `within`, and a shard to be
-            saved or loaded, as for parameters that tensor parallelism alone leaves plain. By default none is.
+        strided: "fsdp2" if a `_StridedShard` is FSDP2's, which cuts tensor-parallel shards further; "dtensor" if
+            placements apply left to right. By default, sizes for which that makes a difference are an error.
+        replicated: returns for a key and a plain tensor whether it is the same on all ranks of `within` and should be a
+            shard, as for parameters that tensor parallelism alone leaves plain. By default none is.
 
     Raises:
         UnsupportedValue: a DTensor is `Partial`.
-        ShapeError: a local tensor isn't what the placements say, or these can be meant in two ways.
-        TreeError: two paths are the same once they are joined by dots.
-        MetadataError: a DTensor's mesh isn't a slice of `within`; an option isn't one, or lacks `within`.
+        ShapeError: a local tensor doesn't match the placements, or these are ambiguous.
+        TreeError: two paths have the same key.
+        MetadataError: a DTensor's mesh isn't a slice of `within`; an option is invalid, or needs `within`.
 
     Examples:
         >>> from_dtensors({"step": torch.tensor(3)})
@@ -58,14 +58,14 @@ def from_dtensors(
         torch.distributed.tensor.DTensor, torch 2.13.
     """
     parts = all_parts()
-    reading = Reading(key, within, strided, replicated)
+    reading = ReadOptions(key, within, strided, replicated)
     shards = {each.path: _shard(each, parts) for each in placed_tensors(tree, reading, parts)}
     pairs, rebuild = shard_leaves(tree)
     built = rebuild([shards.get(path, leaf) for path, leaf in pairs])
     return without_holes(built) if any(shard is HOLE for shard in shards.values()) else built
 
 
-def _shard(placed: Placed, parts: Parts) -> ShardedTensor | ShardedTensorFactory | Hole:
+def _shard(placed: PlacedTensor, parts: Parts) -> ShardedTensor | ShardedTensorFactory | Hole:
     place = placed.device_mesh.get_coordinate()
     if place is None:
         return HOLE
@@ -73,15 +73,17 @@ def _shard(placed: Placed, parts: Parts) -> ShardedTensor | ShardedTensorFactory
     part = next(part for part in parts(whole, placed.mesh, placed.spec) if part.rank == rank)
     local = local_tensor(placed.tensor)
     if tuple(local.shape) != part.shape:
-        what = f"from_dtensors: {placed.key!r} at {render_path(placed.path)}: not what its placements say"
+        what = f"from_dtensors: {placed.key!r} at {render_path(placed.path)}: it doesn't match its placements"
         found, expected = f"a local tensor of shape {tuple(local.shape)}", f"{part.shape} of {whole}"
-        fix = "Give DTensor.from_local the global shape= and stride= where ranks hold parts of different sizes."
+        # from_local assumes that all ranks' local tensors have the same shape, and guesses the global one from it.
+        fix = "Pass the global shape= and stride= to DTensor.from_local if ranks hold shards of different sizes."
         raise ShapeError(error_text(what, found=found, expected=expected, fix=fix))
     return rank_leaf(placed.key, local, local.dtype, part)
 
 
 def local_tensor(tensor: Any) -> torch.Tensor:
-    """Return what this rank holds of a tensor, without a graph, once what it comes from has arrived."""
+    """Return this rank's local part of a tensor, detached from autograd."""
+    # to_local may return the result of a collective that is still in progress: wait for it.
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
     with torch.no_grad():
@@ -91,23 +93,23 @@ def local_tensor(tensor: Any) -> torch.Tensor:
         return local.detach()
 
 
-# to_dtensors: what was loaded, or a tree of shards, becomes DTensors again.
+# Shards, or loaded tensors, to DTensors.
 
 
 def to_dtensors(tree: Any, like: Any) -> Any:
-    """Return the tree with a DTensor wherever another one has one: with its mesh, placements, shape and stride.
+    """Return the tree with a DTensor wherever `like` has one: with its mesh, placements, shape and stride.
 
-    Nothing is communicated, and what is on the mesh's kind of device isn't copied. The result wants a gradient where
-    the other one does, if its dtype can have one; it is a DTensor, not a parameter.
+    Nothing is communicated, and tensors on the mesh's kind of device aren't copied. The result requires a gradient if
+    that of `like` does and its dtype can have one; it is a DTensor, not a parameter.
 
     Args:
         tree: what `load` returned for the target `from_dtensors(like)`, or that target itself.
         like: the tree with DTensors. Its other leaves are ignored.
 
     Raises:
-        TreeError: there is nothing where a DTensor should be.
-        ShapeError: a tensor isn't of the shape that this rank holds of the DTensor.
-        UnsupportedValue: what stands there isn't a tensor, or a shard without one.
+        TreeError: the tree has nothing at the path of a DTensor.
+        ShapeError: a tensor doesn't have the shape of this rank's local part of the DTensor.
+        UnsupportedValue: the value at that path isn't a tensor, or is a shard without data.
 
     Examples:
         >>> to_dtensors({"step": 3}, like={"step": 0})
@@ -115,7 +117,7 @@ def to_dtensors(tree: Any, like: Any) -> Any:
     """
     wanted = {path: leaf for path, leaf in leaves_with_paths(like) if is_dtensor(leaf)}
     pairs, rebuild = shard_leaves(tree)
-    # What this rank isn't in the mesh of is a DTensor without elements, and stays as it is.
+    # A DTensor on a mesh without this rank has no elements here: there is nothing to load, so it is taken from `like`.
     absent = {path for path, leaf in wanted.items() if leaf.device_mesh.get_coordinate() is None}
     lacking = wanted.keys() - {path for path, _ in pairs}
     if lacking - absent:
@@ -128,7 +130,7 @@ def to_dtensors(tree: Any, like: Any) -> Any:
 
 
 def _dtensor(path: TreePath, leaf: Any, like: Any) -> Any:
-    """Return a leaf as a DTensor like another one, or as it is where there is no other one."""
+    """Return a leaf as a DTensor like another one, or unchanged if `like` is None."""
     if like is None:
         return leaf
     local = leaf.data if isinstance(leaf, ShardedBase) else leaf
@@ -138,28 +140,30 @@ def _dtensor(path: TreePath, leaf: Any, like: Any) -> Any:
         raise UnsupportedValue(error_text(what, found=type(local).__name__, expected="this rank's own tensor", fix=fix))
     held = local_tensor(like)
     if local.shape != held.shape:
-        fix = "Load into from_dtensors(like), which asks for this rank's own part."
+        fix = "Load into from_dtensors(like), whose shards are this rank's local parts."
         raise ShapeError(error_text(what, found=tuple(local.shape), expected=tuple(held.shape), fix=fix))
     with torch.no_grad():
-        return _built(local.detach(), held, like).requires_grad_(like.requires_grad and _can_learn(local))
+        return _make_dtensor(local.detach(), held, like).requires_grad_(
+            like.requires_grad and _can_have_gradient(local)
+        )
 
 
-def _can_learn(tensor: torch.Tensor) -> bool:
+def _can_have_gradient(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def _built(local: torch.Tensor, held: torch.Tensor, like: Any) -> Any:
-    """Return the DTensor, on the mesh's kind of device; or on the other one's own, as FSDP2's offload has it."""
+def _make_dtensor(local: torch.Tensor, held: torch.Tensor, like: Any) -> Any:
+    """Return the DTensor, on the mesh's kind of device, or on that of `like` if it differs, as with CPU offload."""
     from torch.distributed.tensor import DTensor
 
     mesh = like.device_mesh
     if held.is_meta or held.device.type == mesh.device_type:
         return DTensor.from_local(local, mesh, like.placements, shape=like.shape, stride=like.stride())
-    make: Any = DTensor  # from_local would move it
+    make: Any = DTensor  # not from_local, which would move it to the mesh's kind of device
     return make(local.to(held.device), like._spec, requires_grad=False)
 
 
-# dtensor_layout: from one rank's DTensors, what every rank holds.
+# All ranks' shards, computed from one rank's DTensors.
 
 
 def dtensor_layout(
@@ -170,10 +174,10 @@ def dtensor_layout(
     strided: Strided = None,
     replicated: Callable[[str, torch.Tensor], bool] | None = None,
 ) -> ShardColumns:
-    """Return the shards that all ranks hold of a tree's DTensors, as columns: every rank computes the same by itself.
+    """Return all ranks' shards of a tree's DTensors, as columns; every rank computes the same without communication.
 
-    With ``layout=`` of this, `save` and `load` exchange no layouts. The arguments and errors are those of
-    `from_dtensors`, of whose trees on all ranks these are the shards; local tensors aren't looked at.
+    Passed as ``layout=``, it lets `save` and `load` do without exchanging layouts. The arguments and errors are those
+    of `from_dtensors`, whose trees on all ranks have these shards; local tensors aren't accessed.
 
     Args:
         tree: with DTensors, also on the meta device.
@@ -187,7 +191,7 @@ def dtensor_layout(
         0
     """
     by_mesh: dict[Mesh, list[Placement]] = defaultdict(list)
-    for each in placed_tensors(tree, Reading(key, within, strided, replicated), all_parts()):
+    for each in placed_tensors(tree, ReadOptions(key, within, strided, replicated), all_parts()):
         kind = TensorKind(each.tensor.dtype, tuple(each.tensor.shape), 0)
         by_mesh[each.mesh].append(Placement(each.key, kind, each.spec))
     return join_columns([placed_columns(placements, mesh) for mesh, placements in by_mesh.items()])

@@ -1,4 +1,4 @@
-"""Where a tensor of a tree lies: the mesh of all ranks that hold some of it, and how it is cut there."""
+"""The layout of a DTensor: the mesh of all ranks that hold shards of it, and its partition spec on that mesh."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from ...errors import (
 from ...layouts import AxisSplit, KeyFunction, Mesh, PartitionSpec, RankShard, SpecEntry, mesh_shards
 from ...trees import call_at, leaves_with_paths, path_key
 
-# DeviceMeshes as meshes: a sub-mesh is seen within the mesh that it is a slice of.
+# DeviceMeshes as meshes; sub-meshes as part of the mesh that they are a slice of.
 
 
 def mesh_of(device_mesh: Any) -> Mesh:
     """Return a DeviceMesh as a mesh: the same axes, and the same global ranks on them.
 
-    Axes without names are called "axis0", "axis1", and so on. Of a sub-mesh, this process is told of its own slice.
+    Axes without names are called "axis0", "axis1", and so on. For a sub-mesh it is this process's own slice.
 
     Args:
         device_mesh: torch.distributed's.
 
     Raises:
-        MetadataError: it isn't a mesh, or a slice that this process isn't in, so that nobody knows which.
+        MetadataError: it isn't a mesh, or is a slice that this process isn't in: torch doesn't know its ranks.
 
     Examples:
         >>> import torch
@@ -57,25 +57,25 @@ def mesh_of(device_mesh: Any) -> Mesh:
 
 
 def axis_names(device_mesh: Any) -> tuple[str, ...]:
-    """Return the names of a DeviceMesh's axes, made up where it has none."""
+    """Return the names of a DeviceMesh's axes; "axis0" and so on if it has none."""
     return tuple(device_mesh.mesh_dim_names or (f"axis{number}" for number in range(device_mesh.mesh.ndim)))
 
 
 def outer_mesh(device_mesh: Any, within: Any = None) -> Mesh:
-    """Return the mesh of all ranks that hold tensors like this one: a slice and its likes, the outer axes first.
+    """Return the mesh of all ranks that hold a tensor: its slice and all parallel ones, the outer axes first.
 
     Args:
-        device_mesh: the tensor's own mesh.
+        device_mesh: of the tensor.
         within: the mesh that it is a slice of; its root mesh by default.
 
     Raises:
-        MetadataError: it isn't a slice of that.
+        MetadataError: it isn't a slice of that mesh.
     """
     return widened(mesh_of(device_mesh), mesh_of(root_of(device_mesh) if within is None else within))
 
 
 def root_of(device_mesh: Any) -> Any:
-    """Return the mesh that a sub-mesh was taken from; any other mesh itself."""
+    """Return the mesh that a sub-mesh is a slice of; any other mesh itself."""
     if hasattr(device_mesh, "_get_root_mesh"):
         return device_mesh._get_root_mesh()
     from torch.distributed.device_mesh import _mesh_resources  # before torch 2.6 or so
@@ -84,9 +84,7 @@ def root_of(device_mesh: Any) -> Any:
 
 
 def widened(own: Mesh, outer: Mesh) -> Mesh:
-    """Return a slice of a mesh with that mesh's other axes in front, on the ranks of all slices like it.
-
-    A flattened axis is one that varies along several axes of the outer mesh.
+    """Return a slice of a mesh, extended by that mesh's other axes in front, on the ranks of all parallel slices.
 
     Raises:
         MetadataError: the one isn't a slice of the other.
@@ -98,45 +96,49 @@ def widened(own: Mesh, outer: Mesh) -> Mesh:
     names, sizes = list(outer.shape), list(outer.shape.values())
     place = {rank: number for number, rank in enumerate(outer.ranks)}
     if not place.keys() >= set(own.ranks):
-        raise _no_slice(own, outer)
+        raise _not_a_slice(own, outer)
     places = np.stack(np.unravel_index([place[rank] for rank in own.ranks], [*sizes, 1]))[:-1]
+    # By ranks rather than by names: an axis of the slice may be several axes of the outer mesh, flattened.
     varies = [bool((row != row[0]).any()) for row in places]
     inner = [axis for axis, does in enumerate(varies) if does]
     if prod(sizes[axis] for axis in inner) != own.size:
-        raise _no_slice(own, outer)
+        raise _not_a_slice(own, outer)
     others = [axis for axis, does in enumerate(varies) if not does]
     slices = np.array(outer.ranks).reshape(sizes).transpose([*others, *inner]).reshape(-1, own.size)
     order = np.zeros(own.size, dtype=np.int64)
     for axis in inner:
         order = order * sizes[axis] + places[axis]
-    left = {_free(names[axis], own): sizes[axis] for axis in others if sizes[axis] > 1}
+    left = {_unused_name(names[axis], own): sizes[axis] for axis in others if sizes[axis] > 1}
     return Mesh(**left, **own.shape).on_ranks(slices[:, order].flatten().tolist())
 
 
-def _free(name: str, own: Mesh) -> str:
-    """Return a name that a mesh doesn't have."""
+def _unused_name(name: str, own: Mesh) -> str:
+    """Return a name that no axis of the mesh has."""
     while name in own.shape:
         name = f"outer_{name}"
     return name
 
 
-def _no_slice(own: Mesh, outer: Mesh) -> MetadataError:
-    what, fix = "a DTensor's mesh isn't a slice of the mesh that it should be in", "Pass that mesh as within=..."
+def _not_a_slice(own: Mesh, outer: Mesh) -> MetadataError:
+    what, fix = (
+        "a DTensor's mesh isn't a slice of the expected mesh",
+        "Pass the mesh that it is a slice of as within=...",
+    )
     return MetadataError(error_text(what, found=own, expected=f"a slice of {outer}", fix=fix))
 
 
-# DTensor's placements as partition specs: each tensor axis with its cuts, left to right.
+# DTensor's placements as partition specs: for each tensor axis the mesh axes that cut it, left to right.
 
 
 def spec_of(dtensor: Any) -> PartitionSpec:
-    """Return how a DTensor is cut, in the axes of its own mesh.
+    """Return a DTensor's partition spec, on the axes of its own mesh.
 
     Args:
-        dtensor: of any placements but `Partial`; its elements aren't looked at.
+        dtensor: with any placements except `Partial`; its elements aren't accessed.
 
     Raises:
-        UnsupportedValue: it isn't a DTensor, or a placement is `Partial`, of an unknown kind, or cuts in another order
-            than left to right.
+        UnsupportedValue: it isn't a DTensor, or a placement is `Partial` or of an unknown kind, or an axis isn't cut in
+            the order of the mesh axes.
 
     Examples:
         >>> import torch
@@ -162,10 +164,10 @@ def spec_of(dtensor: Any) -> PartitionSpec:
 
 
 def _cut_dim(placement: Any) -> int | None:
-    """Return the axis that a placement cuts; None where it replicates."""
+    """Return the tensor axis that a placement cuts; None if it replicates."""
     if placement.is_partial():
-        fix = "Call .redistribute() with Replicate() or Shard() in its place: that puts together what ranks hold."
-        what = f"a DTensor is Partial, {placement}: what a rank holds of an element is a part of its value"
+        fix = "Call .redistribute() with Replicate() or Shard() in its place, which reduces it."
+        what = f"a DTensor is Partial, {placement}: its values have to be reduced over ranks first"
         raise UnsupportedValue(error_text(what, fix=fix))
     if placement.is_replicate():
         return None
@@ -177,7 +179,8 @@ def _cut_dim(placement: Any) -> int | None:
 
 
 def _check_order(dtensor: Any) -> None:
-    """Raise where torch was told of an order of cuts that the placements alone don't tell of."""
+    """Raise if an axis is cut by mesh axes in another order than theirs."""
+    # Newer versions of torch record the order of cuts separately: the placements alone don't show it.
     order = getattr(getattr(dtensor, "_spec", None), "shard_order", None) or ()
     odd = [f"axis {tensor_dim}: {mesh_dims}" for tensor_dim, mesh_dims in order if list(mesh_dims) != sorted(mesh_dims)]
     if odd:
@@ -186,16 +189,16 @@ def _check_order(dtensor: Any) -> None:
 
 
 def _entry(cuts: Sequence[AxisSplit]) -> SpecEntry:
-    """Return one plain cut by its name, several as they follow each other."""
+    """Return a single plain cut as its axis' name, several as a tuple."""
     plain = len(cuts) == 1 and cuts[0].split_factor == 1
     return cuts[0].axis if plain else tuple(cuts) or None
 
 
 def as_fsdp2_cuts(spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:
-    """Return the spec of what FSDP2 holds, for the spec that its placements name.
+    """Return the spec of FSDP2's actual shards, for the spec of its placements.
 
-    It cuts what tensor parallelism has left on each rank, and names that by a cut that comes first and interleaves as
-    many blocks as there are pieces. Sizes that can't be cut evenly don't always come to the same in both ways.
+    FSDP2 cuts the tensor-parallel shards further, but its placements describe that as an earlier cut, with interleaved
+    blocks. Where a size isn't divisible, the two can differ.
 
     Examples:
         >>> spec = PartitionSpec((AxisSplit("dp", split_factor=2), AxisSplit("tp")))
@@ -215,20 +218,20 @@ def _as_fsdp2_cuts(entry: SpecEntry, mesh: Mesh) -> SpecEntry:
 
 
 Strided: TypeAlias = Literal["dtensor", "fsdp2"] | None
-"""What a `_StridedShard` before a `Shard` of the same axis stands for; None: an error where that makes a difference."""
+"""The meaning of a `_StridedShard` before a `Shard` of the same axis; None: an error where that makes a difference."""
 
 Parts: TypeAlias = Callable[[tuple[int, ...], Mesh, PartitionSpec], tuple[RankShard, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
-    """How a tree's tensors are read; the options of `from_dtensors`, with the same names.
+class ReadOptions:
+    """The options of `from_dtensors`, with the same names.
 
     Attributes:
-        key: names the tensor at a path.
+        key: returns the key of the tensor at a path.
         within: the DeviceMesh whose ranks all hold the tree; or None.
-        strided: what a `_StridedShard` stands for.
-        replicated: says of a key and a plain tensor whether all these ranks hold the same; or None.
+        strided: the meaning of a `_StridedShard`.
+        replicated: returns for a key and a plain tensor whether all these ranks hold the same; or None.
     """
 
     key: KeyFunction
@@ -238,7 +241,7 @@ class Reading:
 
     def __post_init__(self) -> None:
         if self.strided not in (None, "dtensor", "fsdp2"):
-            what, expected = "from_dtensors: no such meaning of a strided cut", "'dtensor', 'fsdp2' or None"
+            what, expected = "from_dtensors: unknown value of strided", "'dtensor', 'fsdp2' or None"
             raise MetadataError(error_text(what, found=repr(self.strided), expected=expected))
         for name, given in (("key", self.key), ("replicated", self.replicated)):
             if given is not None and not callable(given):
@@ -250,16 +253,16 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Placed:
-    """A tensor of a tree, and where it lies.
+class PlacedTensor:
+    """A tensor of a tree and its layout.
 
     Attributes:
         path: in the tree.
         key: its name.
-        tensor: itself, a DTensor or one that is replicated.
-        device_mesh: its own.
-        mesh: all ranks that hold some of it.
-        spec: how it is cut there.
+        tensor: a DTensor, or a plain tensor that is replicated.
+        device_mesh: of the tensor.
+        mesh: all ranks that hold shards of it.
+        spec: its partition spec on that mesh.
     """
 
     path: TreePath
@@ -279,17 +282,18 @@ def is_dtensor(leaf: Any) -> bool:
     """
     if not isinstance(leaf, torch.Tensor) or type(leaf) is torch.Tensor:
         return False
+    # Imported here only: torch.distributed.tensor takes long to import, and most trees have plain tensors.
     from torch.distributed.tensor import DTensor
 
     return isinstance(leaf, DTensor)
 
 
-def placed_tensors(tree: Any, reading: Reading, parts: Parts) -> Iterator[Placed]:
-    """Yield the DTensors of a tree, and the plain tensors that are replicated, each with the place that it has.
+def placed_tensors(tree: Any, reading: ReadOptions, parts: Parts) -> Iterator[PlacedTensor]:
+    """Yield the DTensors of a tree, and the plain tensors that are replicated, each with its layout.
 
     Raises:
-        CheckpointingException: one has no place, or one that isn't clear; names its key and path.
-        TreeError: two paths are the same once they are joined.
+        CheckpointingException: a layout isn't supported, or is ambiguous; names its key and path.
+        TreeError: two paths have the same key.
     """
     outer, seen = cache(outer_mesh), dict[str, TreePath]()
     for path, leaf in leaves_with_paths(tree):
@@ -297,31 +301,34 @@ def placed_tensors(tree: Any, reading: Reading, parts: Parts) -> Iterator[Placed
             key = call_at(path, reading.key, path)
             try:
                 mesh = outer(leaf.device_mesh, reading.within)
-                spec = _chosen(tuple(leaf.shape), mesh, spec_of(leaf), reading.strided, parts)
+                spec = _resolve_strided(tuple(leaf.shape), mesh, spec_of(leaf), reading.strided, parts)
             except CheckpointingException as error:
                 error.add_note(f"of {key!r} at {render_path(path)}")
                 raise
             _check_key(key, path, reading, seen)
-            yield Placed(path, key, leaf, leaf.device_mesh, mesh, spec)
+            yield PlacedTensor(path, key, leaf, leaf.device_mesh, mesh, spec)
         elif reading.replicated is not None and isinstance(leaf, torch.Tensor):
             key = call_at(path, reading.key, path)
             if call_at(path, reading.replicated, key, leaf):
                 _check_key(key, path, reading, seen)
-                yield Placed(path, key, leaf, reading.within, mesh_of(reading.within), PartitionSpec())
+                yield PlacedTensor(path, key, leaf, reading.within, mesh_of(reading.within), PartitionSpec())
 
 
-def _check_key(key: str, path: TreePath, reading: Reading, seen: dict[str, TreePath]) -> None:
-    """Enter a key; raise TreeError where another path has it that nobody gave it to."""
+def _check_key(key: str, path: TreePath, reading: ReadOptions, seen: dict[str, TreePath]) -> None:
+    """Register a key; raise TreeError if another path has the same default key."""
+    # With a key function of the caller, two paths may have the same key on purpose.
     other = seen.setdefault(key, path)
     if other != path and reading.key is path_key:
         offenders, fix = [render_path(other), render_path(path)], "Pass key=, or rename one of them."
         raise TreeError(error_text(f"from_dtensors: two paths have the key {key!r}", offenders=offenders, fix=fix))
 
 
-def _chosen(
+def _resolve_strided(
     global_shape: tuple[int, ...], mesh: Mesh, spec: PartitionSpec, strided: Strided, parts: Parts
 ) -> PartitionSpec:
-    """Return the spec that a strided cut stands for."""
+    """Return the spec that is meant by a strided cut."""
+    # Both meanings give the same shards unless a size isn't a multiple of the ranks in certain ways. A rank can't tell
+    # from its own shard which was meant, since only other ranks' shards may differ: so every rank compares all of them.
     other = as_fsdp2_cuts(spec, mesh)
     if strided == "dtensor" or other == spec:
         return spec
@@ -329,15 +336,15 @@ def _chosen(
         return other
     pairs = zip(parts(global_shape, mesh, spec), parts(global_shape, mesh, other), strict=True)
     if any(left.shape != right.shape or (left.spans != right.spans and 0 not in left.shape) for left, right in pairs):
-        what = f"a DTensor of shape {global_shape} on {mesh}, cut by {spec}, can be meant in two ways"
+        what = f"a DTensor of shape {global_shape} on {mesh}, cut by {spec}, is ambiguous"
         fix = (
             "Pass strided='fsdp2' for what fully_shard made of a parallelised module, strided='dtensor' for what "
             "distribute_tensor made: for a size that isn't a multiple of all ranks these differ."
         )
         raise ShapeError(error_text(what, fix=fix))
-    return other  # where all is alike, the one of fewer boxes
+    return other  # both give the same shards; this spec describes them by fewer boxes
 
 
 def all_parts() -> Parts:
-    """Return `mesh_shards` that computes each kind of tensor once."""
+    """Return a cached `mesh_shards`: models have many tensors of the same shape and spec."""
     return cache(mesh_shards)

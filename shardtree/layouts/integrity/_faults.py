@@ -1,4 +1,4 @@
-"""Where main replicas don't tile their tensors, in columns: a fault is a box, or a flat range of it, as a shard is."""
+"""Where main replicas don't tile their tensors, as columns: a fault is a box, or a flat range of one, like a shard."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .._columns import ShardColumns, select_rows, shard_boxes
 
 _MOST = 2**63 - 1
 _ROUNDED = 2.0**62
-"""As floats, products of small ones are close enough to stay below this."""
+"""Products that are this large as floats are computed again as Python ints: an int64 could overflow."""
 _COLUMNS = ("key", "offset", "shape", "start", "stop", "doubled")
 
 Mask = np.ndarray[tuple[int], np.dtype[np.bool_]]
@@ -28,7 +28,7 @@ class Faults:
         shape: int64 (faults, axes).
         start: first element of the flat range, -1 for a whole box, int64 (faults,).
         stop: one past its last element, -1 for a whole box, int64 (faults,).
-        doubled: whether it is held more than once, and not not at all, bool (faults,).
+        doubled: True where it is held more than once, False where not at all, bool (faults,).
     """
 
     key: Column
@@ -45,8 +45,8 @@ class Faults:
 def sharding_faults(main: ShardColumns) -> Faults:
     """Return every place that doesn't belong to exactly one of the given shards.
 
-    A tensor whose flat ranges are all of boxes that lie apart is told in flat ranges, since its user thinks in
-    them; any other in boxes.
+    Faults of a tensor whose flat ranges belong to disjoint boxes are flat ranges, since its user thinks in them; those
+    of any other are boxes.
 
     Args:
         main: the main replicas of all ranks.
@@ -76,13 +76,13 @@ def doubled_faults(shards: ShardColumns) -> Faults:
 def _faults(shards: ShardColumns, *, with_gaps: bool) -> Faults:
     regions = box_column([kind.global_shape for kind in shards.kinds], fill=1, axes=shards.offset.shape[1])
     areas, of_shard = _flat_areas(shards)
-    in_ranges = _told_in_ranges(shards, areas, regions)
+    in_ranges = _reported_in_ranges(shards, areas, regions)
     key, offset, shape = _boxes(shards, areas, in_ranges)
     found = [_box_faults(key, offset, shape, regions, with_gaps=with_gaps)]
     ranges = np.flatnonzero((shards.start >= 0) & in_ranges[shards.key])
     if ranges.size:
         parts = select_rows(shards, ranges)
-        # The areas of other keys are told as boxes: here they have no elements, and so lack none.
+        # Areas of other keys are reported as boxes: here they get no elements, and so lack none.
         sizes = np.where(in_ranges[areas.key], volumes(areas.shape), 0)
         lines = _box_faults(
             of_shard[ranges],
@@ -91,7 +91,7 @@ def _faults(shards: ShardColumns, *, with_gaps: bool) -> Faults:
             sizes[:, None],
             with_gaps=with_gaps,
         )
-        # A flat range is a box of the line that its area becomes when it is flattened.
+        # A flattened area is a box of one axis, and a flat range an interval of it: the same check serves both.
         start, stop = lines.offset[:, 0], lines.offset[:, 0] + lines.shape[:, 0]
         area = select_rows(areas, lines.key)
         found.append(Faults(area.key, area.offset, area.shape, start, stop, lines.doubled))
@@ -108,24 +108,26 @@ def _flat_areas(shards: ShardColumns) -> tuple[ShardColumns, Column]:
     return select_rows(shards, flat[first]), of_shard
 
 
-def _told_in_ranges(shards: ShardColumns, areas: ShardColumns, regions: Column) -> Mask:
+def _reported_in_ranges(shards: ShardColumns, areas: ShardColumns, regions: Column) -> Mask:
     """Return which tensors have flat ranges, of boxes that lie in the tensor and apart from others."""
-    told = np.zeros(len(shards.keys), dtype=np.bool_)
+    in_ranges = np.zeros(len(shards.keys), dtype=np.bool_)
     if not areas.key.size:
-        return told
-    told[areas.key] = True
+        return in_ranges
+    in_ranges[areas.key] = True
     leaves = (areas.offset + areas.shape > regions[areas.key]).any(axis=1)
-    told[areas.key[leaves]] = False
-    whole = np.flatnonzero((shards.start < 0) & told[shards.key])
+    in_ranges[areas.key[leaves]] = False
+    whole = np.flatnonzero((shards.start < 0) & in_ranges[shards.key])
     key = np.concatenate([areas.key, shards.key[whole]])
     offset = np.concatenate([areas.offset, shards.offset[whole]])
     shape = np.concatenate([areas.shape, shards.shape[whole]])
+    # Flat ranges and boxes may hold a tensor together, each element once, in areas that overlap: reported in ranges, a
+    # legal layout would lack elements.
     overlap = overlapping_groups(key, *_clipped(key, offset, shape, regions), _sizes(regions))
-    return np.asarray(told & ~overlap)
+    return np.asarray(in_ranges & ~overlap)
 
 
 def _boxes(shards: ShardColumns, areas: ShardColumns, in_ranges: Mask) -> tuple[Column, Column, Column]:
-    """Return the boxes of all shards; where flat ranges are told as such, those that they are of."""
+    """Return the boxes of all shards; where flat ranges are reported as such, the boxes that contain them."""
     rows = np.flatnonzero((shards.start < 0) | ~in_ranges[shards.key])
     others = select_rows(shards, rows)
     boxes = shard_boxes(others.offset, others.shape, others.start, others.stop)
@@ -138,9 +140,10 @@ def _boxes(shards: ShardColumns, areas: ShardColumns, in_ranges: Mask) -> tuple[
 
 
 def _box_faults(group: Column, offset: Column, shape: Column, regions: Column, *, with_gaps: bool) -> Faults:
-    """Return where the boxes of each group don't tile its region; groups that are well cost no more than a look."""
+    """Return where the boxes of each group don't tile its region."""
     sizes = _sizes(regions)
     offset, shape = _clipped(group, offset, shape, regions)
+    # One vectorised pass over all groups finds which are wrong. Only those are carved up box by box, to name places.
     wrong = overlapping_groups(group, offset, shape, sizes)
     if with_gaps:
         wrong |= held_elements(group, shape, sizes.size) != sizes
@@ -166,7 +169,7 @@ def _clipped(group: Column, offset: Column, shape: Column, regions: Column) -> t
 
 
 def _sizes(regions: Column) -> Column:
-    """Return how many elements each region has, or `_MOST` where an int64 can't tell."""
+    """Return how many elements each region has, at most `_MOST`."""
     sizes = volumes(regions)
     for row in np.flatnonzero(regions.prod(axis=1, dtype=np.float64) >= _ROUNDED).tolist():
         sizes[row] = min(prod(regions[row].tolist()), _MOST)

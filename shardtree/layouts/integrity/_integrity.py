@@ -1,21 +1,25 @@
-"""Whether all ranks' shards tile their global tensors: every element has exactly one main replica."""
+"""Integrity: what all ranks hold together, checked as a whole, and common states against each other."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from ...errors import IntegrityError, error_text
-from ...geometry import Column, box_column, widen
+from ...errors import IntegrityError, MetadataError, TreePath, error_text, rank_text
+from ...geometry import Column, box_column, refuse, widen
+from ...trees import diff, value_at, without_holes
 from .._columns import ShardColumns, TensorKind, check_columns, check_ranks_columns, select_rows
 from ._faults import doubled_faults, sharding_faults
 from ._objects import ONE_KIND, ObjectColumns, agreed_parts, join_objects, kind_problems, object_problems
 from ._problems import Problem, fault_problems, problem_lines
 
-# Several ranks' columns as one, where they agree about their tensors.
+# Whether all ranks' shards tile their global tensors: every element has exactly one main replica.
+
+# Joining several ranks' columns.
 
 _Keys: TypeAlias = tuple[str, ...]
 _Kinds: TypeAlias = tuple[TensorKind, ...]
@@ -42,7 +46,7 @@ def join_columns(parts: Sequence[ShardColumns]) -> ShardColumns:
 
 
 def join_agreed(parts: Sequence[ShardColumns]) -> ShardColumns:
-    """Return several ranks' columns as one, where it is known that they agree about their tensors."""
+    """Return several ranks' columns as one; the caller knows that they agree about their tensors."""
     if len(parts) == 1:
         return parts[0]
     keys, kinds, numbers = _joined_tables({part.keys: part.kinds for part in parts})
@@ -64,7 +68,7 @@ def join_agreed(parts: Sequence[ShardColumns]) -> ShardColumns:
 
 def _joined_tables(tables: dict[_Keys, _Kinds]) -> tuple[_Keys, _Kinds, dict[_Keys, Column]]:
     """Return all tables' keys, sorted as those of each are, their kinds, and where each table's keys are among them."""
-    if len(tables) == 1:  # many ranks hold shards of the same tensors
+    if len(tables) == 1:  # the usual case: all ranks hold shards of the same tensors
         ((keys, kinds),) = tables.items()
         return keys, kinds, {keys: np.arange(len(keys))}
     kind_of = {key: kind for table in tables.items() for key, kind in zip(*table, strict=True)}
@@ -75,9 +79,9 @@ def _joined_tables(tables: dict[_Keys, _Kinds]) -> tuple[_Keys, _Kinds, dict[_Ke
 
 
 def sharding_problems(parts: Sequence[ShardColumns], objects: Sequence[ObjectColumns] = ()) -> tuple[Problem, ...]:
-    """Return all that is wrong between ranks: what they disagree about, and what lacks one main replica.
+    """Return all problems between ranks: what they disagree about, and what lacks one main replica.
 
-    Tensors and objects that ranks disagree about aren't looked at further.
+    Tensors and objects that ranks disagree about aren't checked further.
 
     Args:
         parts: each rank's shards.
@@ -92,11 +96,11 @@ def sharding_problems(parts: Sequence[ShardColumns], objects: Sequence[ObjectCol
         'w' (ranks 0-2): (4,) float32 on rank 0, (6,) float32 on rank 1, (8,) float32 on rank 2
     """
     check_ranks_columns("sharding_problems", parts)
-    return _joined(parts, objects)[1]
+    return _join_and_check(parts, objects)[1]
 
 
 def join_checked(parts: Sequence[ShardColumns], objects: Sequence[ObjectColumns] = ()) -> ShardColumns:
-    """Return all ranks' shards as one, rows in the order given, once nothing is wrong between them.
+    """Return all ranks' shards as one, rows in the order given, after checking that they fit together.
 
     Args:
         parts: each rank's shards.
@@ -111,17 +115,19 @@ def join_checked(parts: Sequence[ShardColumns], objects: Sequence[ObjectColumns]
         >>> join_checked([st.layouts.shard_columns([shard], rank) for rank, shard in enumerate(shards)]).rank.tolist()
         [0, 1]
     """
-    columns, problems = _joined(parts, objects)
+    columns, problems = _join_and_check(parts, objects)
     raise_problems(problems)
     return columns
 
 
-def _joined(
+def _join_and_check(
     parts: Sequence[ShardColumns], objects: Sequence[ObjectColumns]
 ) -> tuple[ShardColumns, tuple[Problem, ...]]:
-    """Return the shards of the tensors that ranks agree about, and all that is wrong."""
+    """Return the shards of the tensors that ranks agree about, and all problems."""
     disagreed = kind_problems(parts, objects)
     keys = {problem.key for problem in disagreed}
+    # Without a common global shape there is nothing to tile: further problems of these keys would only repeat the
+    # first.
     columns = join_agreed(agreed_parts(parts, keys))
     arrays = object_problems(join_objects(objects))
     others = (problem for problem in arrays if problem.key not in keys)
@@ -132,7 +138,7 @@ def access_problems(columns: ShardColumns) -> tuple[Problem, ...]:
     """Return where the main replicas don't tile their global tensors; nothing where all is well.
 
     There is a problem for each box that no main replica holds, or more than one; the first 20 of each tensor, and one
-    that tells how many more there are.
+    that counts the others.
 
     Args:
         columns: the shards of all ranks.
@@ -144,15 +150,17 @@ def access_problems(columns: ShardColumns) -> tuple[Problem, ...]:
         ["'w' (rank 0): [2:4, 0:3] has no main replica (6 of 12 elements); beside it: rank 0 [0:2, 0:3]"]
     """
     check_columns("access_problems", columns)
+    # Boxes are compared as they are. Counting the cells of regular grids, as Megatron-Core does, would leave uneven
+    # ones unchecked.
     main = select_rows(columns, np.flatnonzero(columns.main))
-    return (*_beyond(main), *fault_problems(columns, sharding_faults(main), "element"))
+    return (*_overhanging(main), *fault_problems(columns, sharding_faults(main), "element"))
 
 
 def write_problems(columns: ShardColumns) -> tuple[Problem, ...]:
     """Return why the given shards can't all be stored in one checkpoint; gaps between them are no reason.
 
     Args:
-        columns: the shards that are written, by whichever replica.
+        columns: the shards that are written, main replicas or not.
 
     Examples:
         >>> import torch, shardtree as st
@@ -161,7 +169,7 @@ def write_problems(columns: ShardColumns) -> tuple[Problem, ...]:
         ["'w' (rank 0): [0:2] is held by more than one main replica (2 of 4 elements): rank 0 [0:2], rank 0 [0:2]"]
     """
     written = replace(columns, main=np.ones(len(columns), dtype=np.bool_))
-    return (*_beyond(written), *fault_problems(written, doubled_faults(written), "element"))
+    return (*_overhanging(written), *fault_problems(written, doubled_faults(written), "element"))
 
 
 def check_access(columns: ShardColumns) -> None:
@@ -195,8 +203,9 @@ def raise_problems(problems: Sequence[Problem]) -> None:
         )
 
 
-def _beyond(main: ShardColumns) -> tuple[Problem, ...]:
-    """Return the tensors that a shard leaves, as `allow_shape_mismatch` lets it."""
+def _overhanging(main: ShardColumns) -> tuple[Problem, ...]:
+    """Return the tensors of which a shard exceeds the global shape."""
+    # Such a shard is legal with `allow_shape_mismatch`, for loading; saved, it would be stored outside of its tensor.
     whole = box_column([kind.global_shape for kind in main.kinds], fill=1, axes=main.offset.shape[1])
     leaves = np.zeros(len(main), dtype=np.bool_)
     for axis in range(whole.shape[1]):
@@ -211,3 +220,47 @@ def _beyond(main: ShardColumns) -> tuple[Problem, ...]:
         )
         for number in np.unique(main.key[leaves]).tolist()
     )
+
+
+# Whether all ranks have the same common state, which only one of them stores.
+
+
+def common_problems(commons: Sequence[Any] | Mapping[int, Any]) -> tuple[Problem, ...]:
+    """Return the paths at which ranks' common trees differ, with each value and its ranks; holes in dicts don't count.
+
+    Args:
+        commons: each rank's common tree, by rank: a mapping, or a sequence that begins with rank 0.
+
+    Examples:
+        >>> for problem in common_problems([{"step": 7}, {"step": 8}, {"step": 8}, {"step": 7, "lr": 0.1}]):
+        ...     print(problem)
+        tree['step']: ranks 0, 3 have 7, ranks 1, 2 have 8
+        tree['lr']: ranks 0-2 have nothing, rank 3 has 0.1
+    """
+    if not isinstance(commons, Mapping | Sequence):
+        fix = "Give each rank's common tree: a list, or a dict by rank."
+        refuse("common_problems", "commons", type(commons).__name__, "a sequence", fix, error=MetadataError)
+    by_rank = commons if isinstance(commons, Mapping) else dict(enumerate(commons))
+    # Holes mark shards, and ranks may hold different ones.
+    trees = {rank: without_holes(common) for rank, common in by_rank.items()}
+    # All are compared with the first: equality is transitive, and all pairs would be too many.
+    first = next(iter(trees.values()), None)
+    differing: dict[TreePath, list[int]] = defaultdict(list)
+    for rank, tree in trees.items():
+        found = diff(first, tree)
+        for path in (*found.only_left, *found.only_right, *found.mismatch):
+            differing[path].append(rank)
+    return tuple(Problem(path, (), _values(trees, path, ranks)) for path, ranks in differing.items())
+
+
+def _values(trees: Mapping[int, Any], path: TreePath, ranks: Sequence[int]) -> str:
+    """Return each value at a path with the ranks that have it; `ranks` are those that differ from the first one."""
+    like_first = [rank for rank in trees if rank not in ranks]
+    first = value_at(trees[like_first[0]], path)
+    groups: dict[str, list[int]] = defaultdict(list)
+    for rank in ranks:
+        value = value_at(trees[rank], path)
+        # Two values may differ and print alike, as tensors that are long do.
+        groups[f"another {value}" if value == first else value].append(rank)
+    values = {first: like_first} | groups
+    return ", ".join(f"{rank_text(own)} {'has' if len(own) == 1 else 'have'} {value}" for value, own in values.items())

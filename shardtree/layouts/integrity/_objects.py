@@ -1,4 +1,4 @@
-"""Whether ranks agree about what each key names, and whether their objects fill their global arrays."""
+"""Whether ranks agree on each key's kind, and whether their objects fill their global arrays."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .._columns import ShardColumns, TensorKind, select_rows
 from ._faults import sharding_faults
 from ._problems import Problem, fault_problems
 
-# Whether all ranks' objects fill their global arrays: every object has exactly one main replica.
+# Completeness: each object of a global array has exactly one main replica.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,7 +25,7 @@ class ObjectColumns:
     """Sharded objects, one a row: a cell of the array ``keys[key[row]]``.
 
     Attributes:
-        keys: the arrays' keys, sorted; a key of which several shapes are given is there once for each.
+        keys: the arrays' keys, sorted; a key with several shapes appears once for each.
         shapes: for each of them, its global shape in objects.
         key: which array, int64 (objects,).
         offset: the cell, int64 (objects, axes), right-aligned.
@@ -100,7 +100,7 @@ def join_objects(parts: Sequence[ObjectColumns]) -> ObjectColumns:
 def object_problems(columns: ObjectColumns) -> tuple[Problem, ...]:
     """Return which cells of the global arrays don't have exactly one main replica.
 
-    Where an array's last size is unknown (-1), it ends with the last object that anybody holds.
+    Where an array's last size is unknown (-1), it ends with the last object that any rank holds.
 
     Args:
         columns: the objects of all ranks.
@@ -118,7 +118,8 @@ def object_problems(columns: ObjectColumns) -> tuple[Problem, ...]:
 
 
 def _as_cells(columns: ObjectColumns) -> ShardColumns:
-    """Return objects as shards of one element; of which dtype doesn't matter here."""
+    """Return objects as shards of one element, of an arbitrary dtype: tensors' checks then serve objects too."""
+    # A last size of -1 is unknown, as in old checkpoints: it is as long as the objects make it.
     ends = np.zeros(len(columns.keys), dtype=np.int64)
     np.maximum.at(ends, columns.key, columns.offset[:, -1] + 1)
     shapes = (
@@ -139,7 +140,7 @@ def _as_cells(columns: ObjectColumns) -> ShardColumns:
     )
 
 
-# Whether ranks agree about what each key names: a tensor of which shape and dtype, or an array of objects.
+# Agreement: a key names one tensor, of one shape and dtype, or one array of objects.
 
 ONE_KIND = (
     "Give all shards of a key one global shape, dtype and number of prepended axes. from_rank_offsets is for equal "
@@ -148,7 +149,7 @@ ONE_KIND = (
 
 
 def kind_problems(parts: Sequence[ShardColumns], objects: Sequence[ObjectColumns] = ()) -> tuple[Problem, ...]:
-    """Return the keys that ranks disagree about, each with all that is said of it and by whom.
+    """Return the keys that ranks disagree about, each with the kinds that it has and on which ranks.
 
     Args:
         parts: each rank's shards.
@@ -163,11 +164,11 @@ def kind_problems(parts: Sequence[ShardColumns], objects: Sequence[ObjectColumns
         'w' (ranks 0-2): (4,) float32 on rank 0, (5,) float32 on ranks 1, 2
     """
     wrong = _disagreed(parts, objects)
-    said: dict[str, dict[str, list[int]]] = {key: defaultdict(list) for key in sorted(wrong)}
-    everybody: list[ShardColumns | ObjectColumns] = [*parts, *objects] if wrong else []
-    for held in everybody:
+    kinds_of: dict[str, dict[str, list[int]]] = {key: defaultdict(list) for key in sorted(wrong)}
+    columns: list[ShardColumns | ObjectColumns] = [*parts, *objects] if wrong else []
+    for held in columns:
         for number, rank in _held_by(held, wrong):
-            said[held.keys[number]][_kind_text(held, number)].append(rank)
+            kinds_of[held.keys[number]][_kind_text(held, number)].append(rank)
     return tuple(
         Problem(
             key,
@@ -175,41 +176,42 @@ def kind_problems(parts: Sequence[ShardColumns], objects: Sequence[ObjectColumns
             ", ".join(f"{kind} on {rank_text(ranks)}" for kind, ranks in kinds.items()),
             fix=ONE_KIND,
         )
-        for key, kinds in said.items()
+        for key, kinds in kinds_of.items()
     )
 
 
 def _disagreed(parts: Sequence[ShardColumns], objects: Sequence[ObjectColumns]) -> set[str]:
-    """Return the keys of which two things are said, at the cost of a comparison for each key of each rank."""
+    """Return the keys with more than one kind."""
+    # Alone, a rank's columns already agree with themselves.
     if sum(bool(keys) for keys in (*(part.keys for part in parts), *(each.keys for each in objects))) < 2:
         return set()
     same: dict[TensorKind, TensorKind] = {}
     known: dict[str, TensorKind | tuple[int, ...]] = {}
     wrong: set[str] = set()
     for part in parts:
-        _compare(known, part.keys, _as_few(part.kinds, same), wrong)
+        _compare(known, part.keys, _interned(part.kinds, same), wrong)
     for each in objects:
         _compare(known, each.keys, each.shapes, wrong)
     return wrong
 
 
-_Said = TypeVar("_Said", bound=TensorKind | tuple[int, ...])
+_Kind = TypeVar("_Kind", bound=TensorKind | tuple[int, ...])
 
 
-def _compare(known: dict[str, Any], keys: tuple[str, ...], kinds: tuple[_Said, ...], wrong: set[str]) -> None:
-    """Learn what is said of keys that aren't known, and add those of which something else was said."""
+def _compare(known: dict[str, Any], keys: tuple[str, ...], kinds: tuple[_Kind, ...], wrong: set[str]) -> None:
+    """Add the kinds of new keys to `known`, and to `wrong` the keys that are known with another kind."""
     if not known and len(set(keys)) == len(keys):
         known.update(zip(keys, kinds, strict=True))
         return
-    if tuple(map(known.get, keys)) == kinds:
+    if tuple(map(known.get, keys)) == kinds:  # one comparison in C, by identity first: most ranks agree
         return
     for key, kind in zip(keys, kinds, strict=True):
         if known.setdefault(key, kind) != kind:
             wrong.add(key)
 
 
-def _as_few(kinds: tuple[TensorKind, ...], same: dict[TensorKind, TensorKind]) -> tuple[TensorKind, ...]:
-    """Return kinds with one object for all that are equal, which compare at once."""
+def _interned(kinds: tuple[TensorKind, ...], same: dict[TensorKind, TensorKind]) -> tuple[TensorKind, ...]:
+    """Return kinds with one object for all that are equal, so that they compare by identity."""
     few = {id(kind): kind for kind in kinds}
     ours = {number: same.setdefault(kind, kind) for number, kind in few.items()}
     return tuple([ours[id(kind)] for kind in kinds])

@@ -1,4 +1,4 @@
-"""A problem of a layout as a value, and its text: where, how much of the tensor, and which ranks hold what there."""
+"""Problems of layouts as values, and their text: where, how much of the tensor, and which ranks hold what there."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ...geometry import Column, box_slices, overlapping_pairs
 from .._columns import ShardColumns, select_rows, shard_boxes
 from ._faults import Faults, select_faults
 
-# A problem of a layout as a value, and how boxes, flat ranges and ranks are written in it.
+# The value, and how boxes, flat ranges and ranks are written in its text.
 
 _SHOWN_OF_ONE_KIND = 3
 
@@ -25,11 +25,11 @@ class Problem:
 
     Attributes:
         key: the key of the tensor or object; of a common value, its path.
-        ranks: who is concerned, ascending.
-        what: what is wrong, in words.
+        ranks: those concerned, ascending.
+        what: what is wrong, as text.
         box: where in the global tensor or array of objects, as slices; None where it isn't about a place.
         flat: which elements of the flattened box, where shards are flat ranges; None for all of it.
-        fix: what to do about it, in words; nothing where that isn't known.
+        fix: what to do about it, as text; empty where that isn't known.
     """
 
     key: str | TreePath
@@ -46,7 +46,7 @@ class Problem:
 
 
 def problem_lines(problems: Iterable[Problem]) -> list[str]:
-    """Return problems as lines, of which each key has a few, so that one key doesn't hide the others.
+    """Return problems as lines, at most a few for each key, so that one key doesn't hide the others.
 
     Examples:
         >>> problem_lines([Problem(key, (0,), str(n)) for key in "ab" for n in range(5)])[2:5]
@@ -62,7 +62,7 @@ def problem_lines(problems: Iterable[Problem]) -> list[str]:
 
 
 def place_text(box: tuple[slice, ...], flat: slice | None = None) -> str:
-    """Return a box, or a flat range of it, in words.
+    """Return a box, or a flat range of it, as text.
 
     Examples:
         >>> place_text((slice(0, 2), slice(3, 6))), place_text((slice(0, 4),), slice(1, 3))
@@ -73,7 +73,7 @@ def place_text(box: tuple[slice, ...], flat: slice | None = None) -> str:
 
 
 def holder_text(holders: Iterable[tuple[int, tuple[slice, ...], slice | None]], more: int = 0) -> str:
-    """Return who holds what.
+    """Return which rank holds which box.
 
     Args:
         holders: rank, box and flat range of each shard.
@@ -87,14 +87,14 @@ def holder_text(holders: Iterable[tuple[int, tuple[slice, ...], slice | None]], 
     return ", ".join([*texts, *([f"and {more} more"] if more else [])])
 
 
-# Faults of a layout in words: where, how much of the tensor, and who holds what there or beside it.
+# Faults as problems.
 
 _SHOWN_OF_ONE = 20
 _SHOWN_HOLDERS = 4
 
-_NOBODY = "; nobody holds any of it"
-_BESIDE = "; beside it: "
-_OTHERS = "; only others: "
+_NO_RANK = "; no rank holds any of it"
+_NEXT_TO = "; beside it: "
+_OTHERS = "; only other replicas: "
 _HELD = ": "
 
 _FILL = (
@@ -102,11 +102,11 @@ _FILL = (
     "ranks take part, with all of their shards."
 )
 _FIXES = {
-    _NOBODY: _FILL,
-    _BESIDE: _FILL,
+    _NO_RANK: _FILL,
+    _NEXT_TO: _FILL,
     _OTHERS: (
-        "Where only others hold a place, give one of them replica_id 0, or zeros alone: the ids tell apart who holds "
-        "the same box."
+        "Where only other replicas hold a place, give one of them replica_id 0, or a tuple of zeros: replica ids tell "
+        "apart the ranks that hold the same box."
     ),
     _HELD: (
         "Where several hold the same elements, give all but one of them a replica_id that isn't 0; where these are "
@@ -116,7 +116,7 @@ _FIXES = {
 
 
 def fault_problems(columns: ShardColumns, faults: Faults, noun: str) -> tuple[Problem, ...]:
-    """Return faults as problems: the first 20 of each key, and one that tells how many more there are.
+    """Return faults as problems: the first 20 of each key, and one that counts the others.
 
     Args:
         columns: all shards, replicas too.
@@ -128,13 +128,14 @@ def fault_problems(columns: ShardColumns, faults: Faults, noun: str) -> tuple[Pr
         >>> columns = st.layouts.shard_columns([st.ShardedTensor.from_rank_offsets("w", torch.zeros(2), replica_id=1)])
         >>> faults = st.layouts.sharding_faults(select_rows(columns, np.flatnonzero(columns.main)))
         >>> [str(problem) for problem in fault_problems(columns, faults, "element")]
-        ["'w' (rank 0): [0:2] has no main replica (2 of 2 elements); only others: rank 0 [0:2]"]
+        ["'w' (rank 0): [0:2] has no main replica (2 of 2 elements); only other replicas: rank 0 [0:2]"]
     """
     if not len(faults):
         return ()
     place = np.arange(len(faults)) - np.searchsorted(faults.key, faults.key)
     left = np.searchsorted(faults.key, faults.key, side="right") - np.arange(len(faults)) - 1
     shown = np.flatnonzero(place < _SHOWN_OF_ONE)
+    # Only shards of tensors with faults: pairs are searched among few rows of many.
     concerned = np.zeros(len(columns.keys), dtype=np.bool_)
     concerned[faults.key] = True
     shards = select_rows(columns, np.flatnonzero(concerned[columns.key]))
@@ -164,21 +165,22 @@ def _problem(shards: ShardColumns, faults: Faults, row: int, held: tuple[str, Co
 
 
 def _holders(shards: ShardColumns, faults: Faults) -> list[tuple[str, Column]]:
-    """Return, for each fault, how shards have to do with it, and which: those in it, or else those beside it."""
+    """Return, for each fault, how shards relate to it, and which: those in it, or else those next to it."""
     mains, others = np.flatnonzero(shards.main), np.flatnonzero(~shards.main)
     doubled, gaps = np.flatnonzero(faults.doubled), np.flatnonzero(~faults.doubled)
-    found = [(_NOBODY, np.zeros(0, dtype=np.int64))] * len(faults)
-    for relation, rows, near, reach in (
-        (_BESIDE, gaps, mains, 1),
+    found = [(_NO_RANK, np.zeros(0, dtype=np.int64))] * len(faults)
+    for relation, rows, candidates, reach in (
+        # Later rows replace earlier ones: a copy that could become the main replica says more than a neighbour.
+        (_NEXT_TO, gaps, mains, 1),
         (_OTHERS, gaps, others, 0),
         (_HELD, doubled, mains, 0),
     ):
-        for row, held in _meeting(select_rows(shards, near), select_faults(faults, rows), reach=reach):
-            found[int(rows[row])] = relation, near[held]
+        for row, held in _within_reach(select_rows(shards, candidates), select_faults(faults, rows), reach=reach):
+            found[int(rows[row])] = relation, candidates[held]
     return found
 
 
-def _meeting(shards: ShardColumns, faults: Faults, *, reach: int) -> Iterator[tuple[int, Column]]:
+def _within_reach(shards: ShardColumns, faults: Faults, *, reach: int) -> Iterator[tuple[int, Column]]:
     """Return faults with the shards that have an element in them, or no further than `reach` from them."""
     places = shard_boxes(faults.offset, faults.shape, faults.start, faults.stop)
     boxes = shard_boxes(shards.offset, shards.shape, shards.start, shards.stop)

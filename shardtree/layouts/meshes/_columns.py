@@ -1,4 +1,4 @@
-"""The shards of all ranks of a mesh in columns, without building one of them: computed once for each shape and spec."""
+"""The shards of all ranks of a mesh as columns, computed once for each shape and spec without building a shard."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Placement:
         key: the tensor's name.
         kind: what it is.
         spec: how it is cut.
-        copy: 0 for the main one; tensors that are there more than once under one key are numbered.
+        copy: 0 for the main one; tensors that occur more than once under one key are numbered.
     """
 
     key: str
@@ -54,7 +54,7 @@ def mesh_columns(kinds: Mapping[str, TensorKind], mesh: Mesh, specs: Mapping[str
         specs: how each is cut, by the same keys.
 
     Raises:
-        MetadataError: a tensor has no spec, or one that doesn't fit it or the mesh; or isn't told as a TensorKind.
+        MetadataError: a tensor has no spec, or one that doesn't fit it or the mesh; or its kind isn't a TensorKind.
 
     Examples:
         >>> import torch
@@ -75,18 +75,21 @@ def mesh_columns(kinds: Mapping[str, TensorKind], mesh: Mesh, specs: Mapping[str
 
 
 def placed_columns(placements: Iterable[Placement], mesh: Mesh) -> ShardColumns:
-    """Return the shards of all ranks of a mesh, as `mesh_columns` does; of one key possibly several tensors."""
+    """Return the shards of all ranks of a mesh, as `mesh_columns` does; several tensors may have one key."""
     placed = sorted(placements, key=lambda each: (each.key, each.copy))
-    _check_alike(placed)
+    _check_kinds(placed)
     for each in placed:
         check_spec(each.key, each.kind, mesh, each.spec)
+    # One width for all tensors, so that their rows can be concatenated without padding each again.
     width = max((len(each.kind.global_shape) for each in placed), default=1)
     names = [(each.kind.global_shape, each.spec) for each in placed]
+    # A model has few shapes and specs, repeated in its layers, and a mesh may have thousands of ranks.
     of_each = {name: _tensor_rows(*name, mesh, width) for name in dict.fromkeys(names)}
     rows = [of_each[name] for name in names]
     kinds = {each.key: each.kind for each in placed}
     number = {key: position for position, key in enumerate(kinds)}
     counts = np.array([len(each.rank) for each in rows], dtype=np.int64)
+    # Of tied tensors only the first has main replicas.
     is_first = np.array([each.copy == 0 for each in placed], dtype=np.bool_)
     no_range = np.full(counts.sum(), -1, dtype=np.int64)
     return ShardColumns(
@@ -102,12 +105,12 @@ def placed_columns(placements: Iterable[Placement], mesh: Mesh) -> ShardColumns:
     )
 
 
-def _check_alike(placed: Iterable[Placement]) -> None:
+def _check_kinds(placed: Iterable[Placement]) -> None:
     """Raise IntegrityError where tensors of one key are of different kinds."""
     kinds: dict[str, dict[TensorKind, None]] = defaultdict(dict)
     for each in placed:
         kinds[each.key][each.kind] = None
-    wrong = [f"{key!r}: {', '.join(map(str, said))}" for key, said in kinds.items() if len(said) > 1]
+    wrong = [f"{key!r}: {', '.join(map(str, found))}" for key, found in kinds.items() if len(found) > 1]
     if wrong:
         fix = "Give each tensor a key of its own."
         raise IntegrityError(error_text("different tensors have one key", offenders=wrong, fix=fix))

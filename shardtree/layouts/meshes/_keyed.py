@@ -1,4 +1,4 @@
-"""A tree's tensors, each under its key, and which of them are one tensor that is there several times."""
+"""A tree's tensors by key, and which of them are one tensor that occurs several times."""
 
 from __future__ import annotations
 
@@ -38,22 +38,23 @@ def keyed_tensors(
     if key is not None and not callable(key):
         fix = "Pass a function from a leaf's path, a tuple, to its key."
         raise MetadataError(error_text(f"{doing}: key isn't a function", found=type(key).__name__, fix=fix))
-    strange = [f"{render_path(path)}: {found}" for path, leaf in pairs if (found := _strange(leaf))]
-    if strange:
+    problems = [f"{render_path(path)}: {found}" for path, leaf in pairs if (found := _why_not_dense(leaf))]
+    if problems:
         dense = "Shard dense tensors, as .to_dense() and .dequantize() give them."
         fix = SHAPE_FIX if any(without_shape(leaf) for _, leaf in pairs) else dense
-        raise TreeError(error_text(f"{doing}: not dense", offenders=strange, fix=fix))
+        raise TreeError(error_text(f"{doing}: not dense", offenders=problems, fix=fix))
     tensors = [(path, leaf) for path, leaf in pairs if isinstance(leaf, (torch.Tensor, LazyTensor))]
     return {path: _keyed(call_at(path, key or path_key, path), leaf) for path, leaf in tensors}
 
 
-def _strange(leaf: Any) -> str:
+def _why_not_dense(leaf: Any) -> str:
     if not isinstance(leaf, torch.Tensor) or (shapeless := without_shape(leaf)):
         return shapeless if isinstance(leaf, torch.Tensor) else ""
     return str(leaf.layout) if leaf.layout != torch.strided or leaf.is_quantized else ""
 
 
 def _keyed(key: str, leaf: Any) -> ShardedTensor:
+    # Detached, since views of a parameter would require gradients.
     data, shape = leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, tuple(leaf.shape)
     return ShardedTensor(key, data, leaf.dtype, shape, shape, (0,) * len(shape), (1,) * len(shape))
 
@@ -61,7 +62,7 @@ def _keyed(key: str, leaf: Any) -> ShardedTensor:
 def copies_by_path(
     doing: str, keyed: Iterable[tuple[TreePath, ShardedTensor]], given: Mapping[TreePath, Any], key: KeyFunction | None
 ) -> dict[TreePath, int]:
-    """Return how many tensors with its key come before each; it is an error where nobody gave them that key.
+    """Return how many tensors with its key come before each; only keys that the caller chose may be shared.
 
     Args:
         doing: named in the error.
@@ -70,7 +71,7 @@ def copies_by_path(
         key: the user's function, if there is one.
 
     Raises:
-        TreeError: two paths have one key, and neither shards nor `key` say so.
+        TreeError: two paths have one key, and neither shards nor `key` chose it.
         IntegrityError: tensors of one key aren't the same tensor.
 
     Examples:
@@ -91,28 +92,29 @@ def copies_by_path(
         if key is None and not all(isinstance(given[each], ShardedTensor) for each in (other_path, path)):
             fix = "Pass key=, or rename one of them."
             raise TreeError(error_text(f"{doing}: two paths have the key {shard.key!r}", offenders=offenders, fix=fix))
-        if not _same(other, shard):
-            fix = "Give each tensor a key of its own; one key is for one tensor that is there twice"
+        if not _same_tensor(other, shard):
+            fix = "Give each tensor a key of its own; one key is for one tensor that occurs twice"
             fix += ", and a lazy one, which isn't read to compare, for the same lazy tensor."
             what = f"{doing}: different tensors have the key {shard.key!r}"
             raise IntegrityError(error_text(what, offenders=offenders, fix=fix))
     return copies
 
 
-def _same(left: ShardedTensor, right: ShardedTensor) -> bool:
-    """Return whether shards are of one tensor, as far as can be told where there is nothing to compare."""
+def _same_tensor(left: ShardedTensor, right: ShardedTensor) -> bool:
+    """Return whether shards are of one tensor; without data, whether they may be."""
     if (left.dtype, left.global_shape) != (right.dtype, right.global_shape):
         return False
     one, other = left.data, right.data
     if one is None or other is None:
         return True
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
-        return one is other  # lazy: what they would read may differ
+        return one is other  # lazy tensors aren't read to compare
+    # Tied weights mostly are one memory: comparing addresses first spares comparing their elements.
     is_one_view = (one.device, one.data_ptr(), one.stride()) == (other.device, other.data_ptr(), other.stride())
     return is_one_view or not diff(one, other)
 
 
-# A tree's whole tensors, each under its key, with how it is cut.
+# A tree's leaves with their placements.
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +140,7 @@ def placed_leaves(
         MetadataError: a tensor has no spec, or one that doesn't fit it or the mesh; or `key` isn't a function.
         IntegrityError: leaves were given one key, and aren't the same tensor.
     """
+    # A mapping that isn't a dict would be a leaf.
     tree = dict(tree) if isinstance(tree, Mapping) and not isinstance(tree, dict) else tree
     pairs, rebuild = shard_leaves(tree)
     _check_leaves(pairs)
@@ -163,14 +166,14 @@ def _check_leaves(pairs: Sequence[tuple[TreePath, Any]]) -> None:
     if factories:
         fix = "Call `apply_factories` on the tree first: specs are for the tensors that are stored."
         raise TreeError(error_text("shard: factories can't be cut", offenders=factories, fix=fix))
-    parts = [f"{render_path(path)}: {leaf.key!r}" for path, leaf in pairs if _is_part(leaf)]
+    parts = [f"{render_path(path)}: {leaf.key!r}" for path, leaf in pairs if _is_partial(leaf)]
     if parts:
         fix = "Shard whole tensors: `unshard` puts shards together, and DTensors know their own layout."
         raise TreeError(error_text("shard: not whole", offenders=parts, fix=fix))
     refuse_dtensors("shard", pairs)
 
 
-def _is_part(leaf: Any) -> bool:
+def _is_partial(leaf: Any) -> bool:
     if isinstance(leaf, ShardedObject):
         return any(size != 1 for size in leaf.global_shape)
     is_flat = isinstance(leaf, ShardedTensor) and leaf.flattened_range is not None

@@ -23,7 +23,7 @@ class Mesh:
 
     Attributes:
         axes: (name, size) of each axis.
-        ranks: who is where, in row-major order; 0, 1, 2 ... unless `on_ranks` says otherwise.
+        ranks: the rank at each place, in row-major order; 0, 1, 2 ... unless set by `on_ranks`.
 
     Raises:
         MetadataError: a size isn't an integer of at least 1, or has no name.
@@ -40,6 +40,7 @@ class Mesh:
     ranks: tuple[int, ...]
 
     def __init__(self, /, *sizes_alone: Never, **axes: int) -> None:
+        # JAX and torch take sizes, then names. Accepted only to raise an error that shows the call with names.
         if sizes_alone:
             found, expected = f"{plural(len(sizes_alone), 'argument')} without a name", "each axis's size by its name"
             fix = f"Write {_by_name(sizes_alone)}; `on_ranks` puts other ranks on it."
@@ -69,10 +70,10 @@ class Mesh:
         """Return the mesh of the same axes with other ranks on it.
 
         Args:
-            ranks: who is where, in row-major order, each once.
+            ranks: the rank of each place, in row-major order, each once.
 
         Raises:
-            MetadataError: there are more or fewer than places, or one is there twice, or negative.
+            MetadataError: there are more or fewer than places, or one occurs twice, or is negative.
 
         Examples:
             >>> Mesh(tp=2, dp=2).on_ranks(range(4, 8)).rank_at(tp=1, dp=0)
@@ -81,6 +82,7 @@ class Mesh:
         if not isinstance(ranks, Iterable):
             fix = "Name the rank of each place: range(4, 8), say."
             refuse(repr(self), "ranks", type(ranks).__name__, f"{self.size} ranks", fix, error=MetadataError)
+        # Converted, since ranks often come from NumPy, whose integers print and pickle differently.
         chosen = tuple(integer("Mesh", f"ranks[{place}]", rank) for place, rank in enumerate(ranks))
         if len(chosen) != self.size or len(set(chosen)) != self.size or min(chosen) < 0:
             expected, fix = f"{self.size} different ranks, from 0", "Name the rank of each place, in row-major order."
@@ -131,7 +133,7 @@ def check_mesh(mesh: Any) -> None:
 
 
 def _by_name(sizes: tuple[Any, ...]) -> str:
-    """Return how a mesh is written that was given as JAX and torch do: as sizes, then names.
+    """Return the call that makes a mesh given in the style of JAX and torch: sizes, then names.
 
     Examples:
         >>> _by_name(((2, 4), ("dp", "tp"))), _by_name((8,))
@@ -144,7 +146,7 @@ def _by_name(sizes: tuple[Any, ...]) -> str:
 
 
 def _text(ranks: tuple[int, ...]) -> str:
-    """Return ranks in a few words where they are consecutive."""
+    """Return ranks as text, briefly where they are consecutive."""
     if all(right == left + 1 for left, right in pairwise(ranks)):
         return f"range({ranks[0]}, {ranks[-1] + 1})"
     return str(ranks)

@@ -1,4 +1,4 @@
-"""shard: a tree of whole tensors cut for the ranks of a mesh; from_local: tensors that a rank already holds."""
+"""shard: a tree of whole tensors, cut for the ranks of a mesh. from_local: a tree of tensors that a rank holds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ._mesh import Mesh, check_mesh
 from ._shards import RankShard, mesh_shard, rank_data, rank_leaf
 from ._specs import PartitionSpec, Specs, check_spec, spec_finder, splits
 
-# shard: a tree of whole tensors cut for the ranks of a mesh; the same with meta tensors, or in columns.
+# shard, abstract and layout_of: from whole tensors.
 
 _Fill = Callable[[ShardedTensor, RankShard], Any]
 
@@ -36,7 +36,7 @@ def shard(tree: Any, mesh: Mesh, specs: Specs, *, key: KeyFunction | None = None
             their keys, and may have no data). A whole `ShardedObject` becomes a replica on each rank. Other values stay
             as they are, on all ranks.
         mesh: the ranks.
-        specs: how tensors are cut: a PartitionSpec for all of them, a tree of specs (one holds for all that stands at
+        specs: how tensors are cut: a PartitionSpec for all of them, a tree of specs (one holds for all tensors at
             its place and below, as in JAX), or a function ``(key, leaf) -> PartitionSpec`` as `specs_by_pattern` makes.
         key: names a tensor by its path; by default the path's entries are joined by dots. Where two tensors get one
             key they must be the same, and the first is the main one.
@@ -79,7 +79,7 @@ def shard_at(tree: Any, mesh: Mesh, specs: Specs, rank: int, *, key: KeyFunction
 def abstract(tree: Any, mesh: Mesh, specs: Specs, *, key: KeyFunction | None = None) -> list[Any]:
     """Return what `shard` does, with meta tensors as data: targets for a load, which puts tensors on its `device`.
 
-    Meta tensors have a shape and a dtype and hold no elements; `without_data` puts None in their place.
+    Meta tensors have a shape and a dtype and hold no elements; `without_data` puts None instead.
 
     Args:
         tree: as for `shard`; shards without data and meta tensors do, as `load_tensors_metadata` gives them.
@@ -133,17 +133,19 @@ def _trees(
 
 
 def _leaf(placed: Placed, mesh: Mesh, rank: int, parts: dict[Any, RankShard | None], fill: _Fill) -> Any:
-    """Return what a rank has in a leaf's place."""
+    """Return a rank's leaf for a leaf of the whole tree."""
     leaf, placement = placed.leaf, placed.placement
     if placement is None:
         return replace(leaf, replica_id=mesh.ranks.index(rank)) if isinstance(leaf, ShardedObject) else leaf
     name = (leaf.global_shape, placement.spec, rank)
+    # Computed once for all tensors of a shape and spec: layers repeat them.
     if name not in parts:
         parts[name] = mesh_shard(leaf.global_shape, mesh, placement.spec, rank)
     part = parts[name]
     if part is None:
         return HOLE
     if placement.copy:
+        # A tied tensor's further occurrences are replicas: only the first one is written.
         part = replace(part, replica_id=part.replica_id + placement.copy * mesh.size)
     data = fill(leaf, part)
     return rank_leaf(leaf.key, data, leaf.dtype, part, allow_shape_mismatch=leaf.allow_shape_mismatch)
@@ -157,7 +159,7 @@ def _meta_data(leaf: ShardedTensor, part: RankShard) -> torch.Tensor:
     return empty_data(part.shape, leaf.dtype, "meta")
 
 
-# from_local: the tensors that a rank holds, described as parts of global ones by a mesh and specs.
+# from_local: from tensors that a rank holds.
 
 
 def from_local(
@@ -171,17 +173,17 @@ def from_local(
 ) -> Any:
     """Return a rank's sharded tree of the tensors that it holds; `shard_at` is the same for whole tensors.
 
-    The shards' data are the very tensors, parameters too, so that optimizer states find them. Nothing is communicated:
-    an axis that is cut is taken to be as long as all parts of this rank's size together. Where that isn't so, ranks
-    don't agree on the global shape, and `save` and `load` raise an error that says so and names `global_shapes`, which
-    such tensors need.
+    The shards' data are the same tensor objects, parameters too, so that optimizer states find them. Nothing is
+    communicated: an axis that is cut is taken to be as long as all parts of this rank's size together. Where that isn't
+    so, ranks don't agree on the global shape, and `save` and `load` raise an error that says so and names
+    `global_shapes`, which such tensors need.
 
     Args:
         tree: its tensors are what this rank holds, lazy ones too; shards and other values stay as they are.
         mesh: the ranks.
         specs: how the global tensors are cut, as for `shard`.
         rank: one that is on the mesh.
-        key: names a tensor by its path; by default the path's entries are joined by dots. A tensor that is there twice
+        key: names a tensor by its path; by default the path's entries are joined by dots. A tensor that occurs twice
             may have one key; then the first is the main one.
         global_shapes: by key, those of tensors that aren't cut into equal parts.
 
@@ -240,9 +242,11 @@ def _part(
     rank: int,
     given: tuple[int, ...] | None,
 ) -> RankShard:
-    """Return what the rank has of the global tensor, once it is known that it is of the tensor's shape."""
+    """Return the rank's part of the global tensor, after checking that the local tensor has its shape."""
     entries = (*spec.entries, *(None,) * (len(local) - len(spec.entries)))
     counts = (prod(mesh.shape[split.axis] for split in splits(entry)) for entry in entries)
+    # Ranks can't tell from their own part whether it is a last, shorter one: where parts differ in size, ranks compute
+    # different global shapes, which saves and loads compare.
     whole = tuple(size * count for size, count in zip(local, counts, strict=True)) if given is None else given
     part = mesh_shard(whole, mesh, spec, rank)
     if part is None or part.shape != local:

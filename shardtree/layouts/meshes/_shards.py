@@ -1,4 +1,4 @@
-"""What each rank of a mesh holds of a tensor: ranges of each axis, the boxes that they make, and the leaf of them."""
+"""What each rank of a mesh holds of a tensor: intervals along each axis, the boxes they form, and the tree's leaf."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ...trees import join_data
 from ._mesh import Mesh
 from ._specs import AxisSplit, PartitionSpec, SpecEntry, check_fits, splits
 
-# What each rank of a mesh holds of a tensor: stretches of each axis, and the boxes that they make.
+# Intervals and boxes.
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class RankShard:
 
     Attributes:
         rank: who holds it.
-        spans: the stretches of each axis, in the order in which the local tensor has them.
+        spans: the intervals of each axis, in the order of the local tensor.
         global_shape: the tensor's.
         replica_id: 0 for the main replica; the copies are numbered row-major over the axes that the spec leaves out.
         grid: into how many equal pieces each axis is cut; None where they aren't equal, or parts are several boxes.
@@ -64,17 +64,18 @@ class RankShard:
         """The boxes, in row-major order of the local tensor: one, for most; a part without elements is one too."""
         if 0 in self.shape:
             starts = zip(self.spans, self.global_shape, strict=True)
-            # What is held of the other axes fits behind its first stretch's start, since the stretches lie apart.
+            # The box of the local shape, from the first intervals' starts, stays within the tensor, since intervals are
+            # disjoint.
             offset = tuple(spans[0][0] if spans else size for spans, size in starts)
             return (RankBox(offset, self.shape, (0,) * len(offset)),)
-        placed = [list(_placed(spans)) for spans in self.spans]
+        placed = [list(_local_spans(spans)) for spans in self.spans]
         return tuple(
             RankBox(*map(tuple, zip(*box, strict=True))) if box else RankBox((), (), ()) for box in product(*placed)
         )
 
 
-def _placed(spans: Spans) -> Iterator[tuple[int, int, int]]:
-    """Yield start, length and local start of each stretch."""
+def _local_spans(spans: Spans) -> Iterator[tuple[int, int, int]]:
+    """Yield start, length and local start of each interval."""
     position = 0
     for start, stop in spans:
         yield start, stop - start, position
@@ -82,7 +83,7 @@ def _placed(spans: Spans) -> Iterator[tuple[int, int, int]]:
 
 
 def mesh_shards(global_shape: tuple[int, ...], mesh: Mesh, spec: PartitionSpec) -> tuple[RankShard, ...]:
-    """Return what each rank of a mesh holds of a tensor, in the mesh's order; ranks that don't hold it aren't there.
+    """Return what each rank of a mesh holds of a tensor, in the mesh's order; ranks that don't hold it are left out.
 
     Args:
         global_shape: the tensor's.
@@ -121,7 +122,7 @@ def mesh_shard(global_shape: tuple[int, ...], mesh: Mesh, spec: PartitionSpec, r
 
 
 def _checked(global_shape: tuple[int, ...], mesh: Mesh, spec: PartitionSpec) -> tuple[int, ...]:
-    """Return a shape as ints, once it is known that the spec fits it and the mesh."""
+    """Return a shape as ints, after checking that the spec fits it and the mesh."""
     shape = integers("mesh_shards", "global_shape", global_shape)
     check_fits("a tensor", shape, mesh, spec)
     return shape
@@ -133,6 +134,7 @@ def _parts(
     entries = (*spec.entries, *(None,) * (len(global_shape) - len(spec.entries)))
     left_out = [axis for axis in mesh.shape if axis not in spec.axes and axis not in dict(spec.at)]
     grid = _grid(global_shape, mesh, entries)
+    # Many ranks share their intervals along an axis: each is computed once.
     cuts: dict[tuple[object, ...], Spans] = {}
     for rank, place in places:
         if any(place[axis] != index for axis, index in spec.at):
@@ -151,7 +153,7 @@ def _places(mesh: Mesh) -> Iterator[dict[str, int]]:
 
 
 def _flat_index(mesh: Mesh, axes: list[str], place: Mapping[str, int]) -> int:
-    """Return a place's number, row-major over some axes."""
+    """Return the number of a place, row-major over the given axes."""
     number = 0
     for axis in axes:
         number = number * mesh.shape[axis] + place[axis]
@@ -160,6 +162,8 @@ def _flat_index(mesh: Mesh, axes: list[str], place: Mapping[str, int]) -> int:
 
 def _spans(size: int, mesh: Mesh, entry: SpecEntry, place: Mapping[str, int]) -> Spans:
     whole: Spans = ((0, size),) if size else ()
+    # Names in a tuple count as one axis, as in JAX: one cut into the product of their sizes. Cutting by one after the
+    # other would give other parts where sizes aren't multiples.
     if isinstance(entry, tuple) and not isinstance(entry[0], AxisSplit):
         axes = [split.axis for split in splits(entry)]
         return cut_spans(whole, prod(mesh.shape[axis] for axis in axes), _flat_index(mesh, axes, place))
@@ -169,13 +173,14 @@ def _spans(size: int, mesh: Mesh, entry: SpecEntry, place: Mapping[str, int]) ->
 
 
 def _grid(global_shape: tuple[int, ...], mesh: Mesh, entries: tuple[SpecEntry, ...]) -> tuple[int, ...] | None:
-    """Return into how many equal pieces each axis is cut, if all are equal and none is in several stretches."""
+    """Return into how many equal pieces each axis is cut, if all are equal and none is several intervals."""
     counts = tuple(prod(mesh.shape[split.axis] for split in splits(entry)) for entry in entries)
     even = all(map(partial(_is_even, mesh), global_shape, entries, counts))
     return counts if even else None
 
 
 def _is_even(mesh: Mesh, size: int, entry: SpecEntry, count: int) -> bool:
+    # Only equal pieces make a regular grid, and a wrong claim would be worse than none.
     if not size or size % count:
         return count == 1
     if all(split.split_factor == 1 for split in splits(entry)):
@@ -186,13 +191,13 @@ def _is_even(mesh: Mesh, size: int, entry: SpecEntry, count: int) -> bool:
     return all(len(piece) == 1 and piece[0][1] - piece[0][0] == size // count for piece in pieces)
 
 
-# What a rank holds of a tensor, as a leaf of its tree: a shard, or a factory where it holds several boxes.
+# The tree's leaf: a shard, or a factory where the rank holds several boxes.
 
 
 def rank_leaf(
     key: str, data: Any, dtype: torch.dtype, part: RankShard, *, allow_shape_mismatch: bool = False
 ) -> ShardedTensor | ShardedTensorFactory:
-    """Return the leaf that stands for what a rank holds of a tensor.
+    """Return the leaf for a rank's part of a tensor.
 
     One box is a shard. Several are a factory: it builds a list of one shard a box, in the order of `part.boxes`, whose
     data are views of the rank's tensor, and merges tensors of the boxes to one that is new. A part without elements is
@@ -246,7 +251,7 @@ def rank_data(whole: Any, part: RankShard) -> Any:
         found, fix = tuple(whole.shape), "Pass the whole tensor that the part was computed for."
         raise ShapeError(error_text("rank_data: not the tensor", found=found, expected=part.global_shape, fix=fix))
     boxes = [whole[_slices(box.offset, box.shape)] for box in part.boxes]
-    return boxes[0] if len(boxes) == 1 else _joined(boxes, part)
+    return boxes[0] if len(boxes) == 1 else _concatenate(boxes, part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +260,7 @@ class BuildBoxes:
 
     Attributes:
         part: what the rank holds.
-        dtype: the tensor's, where it isn't there to tell.
+        dtype: the tensor's, used where there is no data.
         allow_shape_mismatch: see ShardedTensor.
     """
 
@@ -302,11 +307,11 @@ class MergeBoxes:
 
     def __call__(self, boxes: Sequence[Any]) -> Any:
         """Return the rank's tensor: what the boxes hold, copied to one."""
-        return _joined(list(boxes), self.part)
+        return _concatenate(list(boxes), self.part)
 
 
-def _joined(boxes: list[Any], part: RankShard) -> Any:
-    """Return boxes in row-major order as one tensor, joined along the last axis first."""
+def _concatenate(boxes: list[Any], part: RankShard) -> Any:
+    """Return boxes in row-major order, concatenated to one tensor, along the last axis first."""
     for axis in reversed(range(len(part.spans))):
         count = len(part.spans[axis])
         rows = [boxes[first : first + count] for first in range(0, len(boxes), count)]

@@ -1,4 +1,4 @@
-"""PartitionSpec: along which axes of a mesh each axis of a tensor is cut; and specs for all tensors of a tree."""
+"""PartitionSpec: the mesh axes that cut each axis of a tensor; and specs for all tensors of a tree."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ...trees import call_at, key_expression, leaves_with_paths
 from .._columns import TensorKind
 from ._mesh import Mesh, check_mesh
 
-# PartitionSpec: along which axes of a mesh each axis of a tensor is cut.
+# The spec of one tensor.
 
 
 @dataclass(frozen=True, slots=True)
 class AxisSplit:
-    """One cut of a tensor's axis along one axis of a mesh, applied to what the cuts before it have left.
+    """One cut of a tensor's axis along one axis of a mesh, applied to what the cuts before it left.
 
     Attributes:
         axis: the mesh's axis.
@@ -114,7 +114,7 @@ def splits(entry: SpecEntry) -> Iterator[AxisSplit]:
 
 
 def _entry(entry: Any) -> SpecEntry:
-    """Return an entry as it was meant: one name for a tuple of one, None for an empty one."""
+    """Return an entry normalised: a name for a tuple of one name, None for an empty tuple."""
     if entry is None or isinstance(entry, str):
         return entry
     if isinstance(entry, AxisSplit):
@@ -130,6 +130,7 @@ def _at(at: Any) -> tuple[tuple[str, int], ...]:
     if not isinstance(at, Mapping) or not all(isinstance(axis, str) for axis in at):
         found, expected = repr(at)[:200], "indices by the mesh's axes"
         refuse("PartitionSpec", "at", found, expected, "Pass at={'pp': 1}, say.", error=MetadataError)
+    # Sorted, so that equal specs compare equal, in whatever order `at` was written.
     return tuple((axis, integer("PartitionSpec", f"at[{axis!r}]", index)) for axis, index in sorted(at.items()))
 
 
@@ -186,13 +187,13 @@ def checked_spec(subject: str, spec: Any) -> PartitionSpec:
     return spec
 
 
-# Partition specs for the tensors of a tree: one for all, a tree of them, by patterns of keys, or by a function.
+# Specs for all tensors of a tree: one, a tree of them, patterns of keys, or a function.
 
 SpecFunction: TypeAlias = Callable[[str, Any], PartitionSpec]
 """From a tensor's key and its leaf to how it is cut."""
 
 Specs: TypeAlias = Any
-"""A PartitionSpec for all tensors, a tree of them, or a function. In a tree each spec holds for all that stands at its
+"""A PartitionSpec for all tensors, a tree of them, or a function. In a tree each spec holds for all tensors at its
 place and below, as in JAX; plain values need none."""
 
 
@@ -200,7 +201,7 @@ def specs_by_pattern(patterns: Mapping[str, PartitionSpec], default: PartitionSp
     """Return the function that gives a tensor the spec of the first pattern that fits its key.
 
     Args:
-        patterns: keys, in which ``*`` stands for one part between dots and ``**`` for any number of them.
+        patterns: keys, in which ``*`` matches one part between dots and ``**`` any number of them.
         default: for keys that no pattern matches; without, they are an error.
 
     Returns:
@@ -208,7 +209,7 @@ def specs_by_pattern(patterns: Mapping[str, PartitionSpec], default: PartitionSp
 
     Raises:
         TreeError: a pattern isn't a text, or is empty.
-        MetadataError: what stands beside a pattern, or the default, isn't a PartitionSpec; or there is no dict of them.
+        MetadataError: a pattern's value, or the default, isn't a PartitionSpec; or `patterns` isn't a dict.
 
     Examples:
         >>> specs = specs_by_pattern({"layers.*.up.weight": PartitionSpec("tp")}, default=PartitionSpec())
@@ -222,6 +223,7 @@ def specs_by_pattern(patterns: Mapping[str, PartitionSpec], default: PartitionSp
         raise MetadataError(error_text("specs_by_pattern: not a dict of specs", found=found, fix=fix))
     if default is not None:
         checked_spec("default", default)
+    # Compiled once: the function is called for each tensor of a tree.
     rows = [
         (re.compile(key_expression(pattern), re.DOTALL), checked_spec(f"pattern {pattern!r}", spec))
         for pattern, spec in patterns.items()
@@ -269,6 +271,7 @@ def _reaches(tree: Any, path: TreePath) -> bool:
 
 
 def _spec_at(places: Mapping[TreePath, PartitionSpec], path: TreePath, key: str) -> PartitionSpec:
+    # Specs don't nest, since a spec is a leaf: at most one of these places has one.
     found = next((places[path[:depth]] for depth in range(len(path) + 1) if path[:depth] in places), None)
     if found is None:
         fix = "Give a PartitionSpec at its place, or at one above it; PartitionSpec() where it isn't cut."

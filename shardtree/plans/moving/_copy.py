@@ -1,4 +1,4 @@
-"""Transfers copied or converted: boxes of shards into other shards, or into buffers, in this process's memory."""
+"""Transfers within this process's memory: boxes of shards are copied or converted into other shards, or buffers."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from ...layouts import ShardColumns, select_rows
 from .._convertible import convert
 from ..resharding import ReshardPlan
 
-# Where boxes of elements lie in memory, whatever its strides, and copies from one to another.
+# Boxes of elements in memory of any strides, and copies between them.
 
 Memories = Mapping[int, torch.Tensor]
 """The tensor of each shard, by its row in a plan's `source` or `target`."""
 
 CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-"""Dtypes that torch copies bit for bit, by item size; of others it can't copy some."""
+"""Dtypes that torch copies bit for bit, by item size; some others it can't copy."""
 
 _AT_ONCE = 65_536
-"""Boxes whose numbers are Python objects at one time."""
+"""For so many boxes at a time numbers become Python objects, which take several times the memory of columns."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,7 +46,7 @@ class Boxes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Regions:
-    """Boxes of elements where they really are.
+    """Boxes of elements, located in storages.
 
     Attributes:
         memory: for each box, a tensor that shares the storage.
@@ -60,7 +60,7 @@ class Regions:
 
 
 def copy_boxes(shape: Column, source: Regions, target: Regions) -> None:
-    """Copy each box from one region to the other: every byte once, straight, also between devices.
+    """Copy each box from one region to the other: every byte once, without a buffer, also between devices.
 
     Args:
         shape: int64 (boxes, axes).
@@ -104,11 +104,13 @@ def shard_regions(columns: ShardColumns, boxes: Boxes, memories: Memories) -> Re
     """
     rows, number = np.unique(boxes.row, return_inverse=True)
     sizes = select_rows(columns, rows).elements.tolist()
-    words = [_words(columns, row, elements, memories) for row, elements in zip(rows.tolist(), sizes, strict=True)]
+    pairs = zip(rows.tolist(), sizes, strict=True)
+    words = [_integer_view(columns, row, elements, memories) for row, elements in pairs]
     first = np.array([memory.storage_offset() for memory in words], dtype=np.int64)[number]
     plain = np.array([memory.is_contiguous() for memory in words], dtype=np.bool_)[number]
     flat = columns.start[boxes.row] >= 0
-    # Data with one axis is stretched, if it isn't contiguous; a box's own strides stand for the row-major ones.
+    # Contiguous memory, or memory of one axis, keeps a box's row-major strides, times the distance of neighbours. What
+    # has strides of its own is located index by index below.
     scale = np.array([memory.stride(0) if memory.ndim == 1 else 1 for memory in words], dtype=np.int64)[number]
     scale = np.where(plain, 1, scale)
     strided = np.flatnonzero(~plain & ~flat)
@@ -140,7 +142,7 @@ def _is_lazy(tensor: torch.Tensor) -> bool:
 
 
 def _indices(columns: ShardColumns, row: Column, element: Column, axes: int) -> Column:
-    """Return the index of an element along each axis of its shard's box."""
+    """Return the index along each axis of its shard's box of an element."""
     shape = widen(columns.shape, axes, 1)[row]
     return element[:, None] // row_major_strides(shape) % shape
 
@@ -162,7 +164,7 @@ def memory_of(columns: ShardColumns, row: int, memories: Memories) -> torch.Tens
     return memories[row]
 
 
-def _words(columns: ShardColumns, row: int, elements: int, memories: Memories) -> torch.Tensor:
+def _integer_view(columns: ShardColumns, row: int, elements: int, memories: Memories) -> torch.Tensor:
     """Return a shard's tensor as integers of its item size, after checking that it is the shard's."""
     memory = memory_of(columns, row, memories)
     kind = columns.kinds[int(columns.key[row])]
@@ -174,6 +176,7 @@ def _words(columns: ShardColumns, row: int, elements: int, memories: Memories) -
         raise UnsupportedValue(
             error_text(f"reshard: {_name(columns, row)} isn't a dense tensor of plain bits", found=found, fix=fix)
         )
+    # As integers, which torch copies bit for bit; some other dtypes it can't copy.
     return memory.detach().resolve_conj().resolve_neg().view(CARRIERS[memory.itemsize])
 
 
@@ -184,7 +187,7 @@ def _name(columns: ShardColumns, row: int) -> str:
 
 
 def copy_transfers(plan: ReshardPlan, rows: Column, sources: Memories, targets: Memories) -> None:
-    """Write transfers into target shards, straight from where they come from.
+    """Write transfers into target shards, directly from their sources.
 
     Args:
         plan: what moves.
@@ -209,7 +212,7 @@ def write_boxes(plan: ReshardPlan, rows: Column, shape: Column, source: Regions,
         rows: the transfer that each box is of, int64 (boxes,).
         shape: int64 (boxes, axes).
         source: where they are, in the dtype that they have there.
-        target: where they go, as the target's dtype: a shard, or a buffer on the way to one.
+        target: where they go, as the target's dtype: a shard, or a send buffer.
 
     Raises:
         ShapeError: an integer doesn't fit the target's dtype.
@@ -218,6 +221,7 @@ def write_boxes(plan: ReshardPlan, rows: Column, shape: Column, source: Regions,
     if not casts:
         return copy_boxes(shape, source, target)
     key = plan.transfers.key[rows]
+    # What is passed on was converted before its first hop.
     converted = (plan.transfers.hop[rows] == 0) & np.isin(key, list(casts))
     own, rest = np.flatnonzero(converted), np.flatnonzero(~converted)
     ends = (region_views(shape[own], select_regions(one, own)) for one in (source, target))
@@ -230,7 +234,7 @@ def write_boxes(plan: ReshardPlan, rows: Column, shape: Column, source: Regions,
 def _casts(plan: ReshardPlan, rows: Column) -> dict[int, tuple[torch.dtype, torch.dtype]]:
     """Return the dtypes before and after of the tensors that change theirs in the given transfers, by number."""
     moved = plan.transfers
-    first = rows[moved.hop[rows] == 0]  # what comes from a target shard has the target's dtype
+    first = rows[moved.hop[rows] == 0]  # at later hops data comes from target shards, which have the target's dtype
     key, at = np.unique(moved.key[first], return_index=True)
     had = plan.source.key[moved.source[first[at]]]
     pairs = zip(key.tolist(), had.tolist(), strict=True)

@@ -1,6 +1,6 @@
-"""Whether transfers do what a plan is for: each element of each target shard is written once, with what it should be.
+"""Whether transfers fill the target: each element of each target shard is written once, with the right element.
 
-Nothing is taken from how plans are made: all follows from the two layouts.
+Written without the planner's functions, from the two layouts alone, so that a planner's mistake isn't repeated here.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ def transfer_problems(source: ShardColumns, target: ShardColumns, transfers: Tra
         transfers: what goes where.
     """
     rows = np.where(transfers.hop > 0, len(target), len(source))
+    # First of all: every other check indexes columns with these rows.
     strays = (transfers.hop < 0) | (transfers.source < 0) | (transfers.source >= rows)
     strays |= (transfers.target < 0) | (transfers.target >= len(target))
     if strays.any():
         count = plural(int(strays.sum()), "transfer")
-        return (Problem("transfers", (), f"{count} of shards that there aren't"),)
+        return (Problem("transfers", (), f"{count} of shards that don't exist"),)
     found = [*_wrong_kinds(source, target), *_wrong_transfers(source, target, transfers)]
     return (*found, *_wrong_counts(target, transfers), *_too_early(target, transfers))
 
@@ -47,16 +48,16 @@ def _wrong_kinds(source: ShardColumns, target: ShardColumns) -> Iterator[Problem
 
 
 def _wrong_transfers(source: ShardColumns, target: ShardColumns, transfers: Transfers) -> Iterator[Problem]:
-    """Yield what is wrong with single transfers: tensors, ranks, bytes, boxes."""
+    """Yield what is wrong with single transfers: their tensors, ranks, bytes and boxes."""
     before = sending_shards(source, target, transfers.hop, transfers.source)
     after = select_rows(target, transfers.target)
     wrong = {
         "has no elements": (transfers.shape <= 0).any(axis=1),
         "comes from a shard of another tensor": before.key != after.key,
-        "is said to be of another tensor": transfers.key != after.key,
-        "comes from another rank than is said": before.rank != transfers.from_rank,
-        "goes to another rank than is said": after.rank != transfers.to_rank,
-        "has another number of bytes than is said": (
+        "is stated to be of another tensor": transfers.key != after.key,
+        "comes from another rank than stated": before.rank != transfers.from_rank,
+        "goes to another rank than stated": after.rank != transfers.to_rank,
+        "has another number of bytes than stated": (
             volumes(transfers.shape) * target.item_size[after.key] != transfers.nbytes
         ),
     }
@@ -65,26 +66,26 @@ def _wrong_transfers(source: ShardColumns, target: ShardColumns, transfers: Tran
     at_target = (transfers.target_element, transfers.target_stride)
     wrong |= _wrong_places(after, transfers, at_target, "that it goes to")
     for what, found in wrong.items():
-        yield from _told(target, transfers, np.flatnonzero(found), what)
+        yield from _problems_shown(target, transfers, np.flatnonzero(found), what)
 
 
 def _wrong_places(
     shard: ShardColumns, transfers: Transfers, memory: tuple[Column, Column], which: str
 ) -> dict[str, Rows]:
-    """Return which boxes aren't in the shards given for them, and which aren't where in their memory is said."""
+    """Return which boxes aren't in the shards given for them, and which aren't where their memory is stated to be."""
     last = transfers.offset + transfers.shape
     outside = ((transfers.offset < shard.offset) | (last > shard.offset + shard.shape)).any(axis=1)
     first_element, stride = shard_memory(shard, transfers.offset)
     last_element, _ = shard_memory(shard, last - 1)
-    # Along a row-major box, a box's first corner comes first and its last corner last.
+    # In row-major order an inner box's first corner comes first and its last corner last: these two decide for a range.
     outside |= (shard.start >= 0) & ((first_element < 0) | (last_element >= shard.stop - shard.start))
     element, strides = memory
     elsewhere = (element != first_element) | ((strides != stride) & (transfers.shape > 1)).any(axis=1)
     return {f"isn't in the shard {which}": outside, f"lies elsewhere in the shard {which}": elsewhere & ~outside}
 
 
-def _told(target: ShardColumns, transfers: Transfers, rows: Column, what: str) -> Iterator[Problem]:
-    """Yield a problem for each of the first transfers, and one that tells how many more there are."""
+def _problems_shown(target: ShardColumns, transfers: Transfers, rows: Column, what: str) -> Iterator[Problem]:
+    """Yield a problem for each of the first transfers, and one that counts the others."""
     for row in rows[:_SHOWN].tolist():
         key = int(target.key[transfers.target[row]])
         box = box_slices(transfers.offset[row], transfers.shape[row], len(target.kinds[key].global_shape))
@@ -97,6 +98,7 @@ def _told(target: ShardColumns, transfers: Transfers, rows: Column, what: str) -
 def _wrong_counts(target: ShardColumns, transfers: Transfers) -> Iterator[Problem]:
     """Yield the shards that aren't written once: as many elements as they have, and none of them twice."""
     written = held_elements(transfers.target, np.maximum(transfers.shape, 0), len(target))
+    # As many elements as the shard has isn't enough: one written twice would hide another that is missing.
     doubled = np.zeros(len(target), dtype=np.bool_)
     doubled[shared_groups(transfers.target, transfers.offset, transfers.shape)] = True
     wrong = np.flatnonzero(doubled | (written != target.elements))
@@ -122,14 +124,14 @@ def _too_early(target: ShardColumns, transfers: Transfers) -> Iterator[Problem]:
     left, right = left[earlier], right[earlier]
     _, common = intersect(offset[later[left]], shape[later[left]], offset[right], shape[right])
     lacks = held_elements(left, common, later.size) < volumes(shape[later])
-    yield from _told(target, transfers, later[lacks], "comes from a shard that doesn't have it by then")
+    yield from _problems_shown(target, transfers, later[lacks], "comes from a shard that doesn't have it yet")
 
 
-# Layouts that don't fit: what can't be resharded, and why.
+# Layouts between which nothing can be planned.
 
 _ALL = "Give the plan the shards of all ranks."
 _MOST = 2.0**62
-"""Bytes: sums of a few such numbers are int64s."""
+"""Bytes: a sum of a few such numbers fits an int64."""
 _PADDED = "save and load handle what is padded."
 
 
@@ -184,10 +186,8 @@ def check_sizes(source: ShardColumns, target: ShardColumns) -> None:
         ShapeError: names the largest tensors.
     """
     for side, columns in (("source", source), ("target", target)):
-        item, box = (
-            columns.item_size[columns.key],
-            columns.shape.astype(np.float64).prod(axis=1),
-        )  # floats don't overflow
+        # In floats, which don't overflow: an int64 product would wrap around and pass the check.
+        item, box = columns.item_size[columns.key], columns.shape.astype(np.float64).prod(axis=1)
         held = np.where(columns.start < 0, box, columns.stop - columns.start) * item
         if max((box * item).max(initial=0), held.sum()) < _MOST:
             continue
@@ -199,19 +199,20 @@ def check_sizes(source: ShardColumns, target: ShardColumns) -> None:
 
 
 def check_mains(source: ShardColumns, target: ShardColumns) -> None:
-    """Raise if main replicas of what is wanted overlap, for which one is right can't be told, or leave their tensor.
+    """Raise if main replicas of what is wanted overlap, so that none is known to be right, or leave their tensor.
 
     Raises:
         IntegrityError: names keys, ranks and boxes.
     """
     asked = set(target.keys)
+    # Faults of tensors that nobody asks for don't matter: they aren't moved.
     wanted = np.array([key in asked for key in source.keys], dtype=np.bool_)[source.key]
     problems = write_problems(select_rows(source, np.flatnonzero(source.main & wanted)))
     _raise("plan_reshard: main replicas of the source don't tile their tensors", problems)
 
 
 def check_held(target: ShardColumns, pieces: Pieces) -> None:
-    """Raise if somebody wants what nobody holds.
+    """Raise if a rank wants elements that no rank holds.
 
     Raises:
         IntegrityError: names keys, ranks and boxes.

@@ -1,4 +1,4 @@
-"""What each rank wants, cut where it is held: what a rank has itself, and what others have."""
+"""What each rank wants, cut along what is held: by the rank itself, or by others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...layouts import BoxColumns, ShardColumns, select_rows, shard_boxes
 from .._save import Rows, held_places
 from ._transfers import Routes, renumbered
 
-# Where shards lie before resharding: places that replicas share, and who holds each.
+# Places before resharding: each box once, with all ranks that hold a replica.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,6 +40,7 @@ class Places:
     def row_at(self, place: Column, rank: Column) -> Column:
         """Return the source row of the shard that a rank has at a place, -1 where it has none."""
         ranks = int(max(self.holder.max(initial=0), rank.max(initial=0))) + 1
+        # Holders are ascending by place, then rank: as one number, the pair is found by binary search.
         known = np.repeat(np.arange(len(self.main)), self.holders) * ranks + self.holder
         asked = place * ranks + rank
         at = np.minimum(np.searchsorted(known, asked), max(known.size - 1, 0))
@@ -95,7 +96,7 @@ def place_boxes(shards: ShardColumns) -> BoxColumns:
     return shard_boxes(shards.offset, shards.shape, shards.start, shards.stop)
 
 
-def of_equal_width(source: ShardColumns, target: ShardColumns) -> tuple[ShardColumns, ShardColumns]:
+def with_equal_axes(source: ShardColumns, target: ShardColumns) -> tuple[ShardColumns, ShardColumns]:
     """Return both with as many axes as the one that has more."""
     axes = max(source.offset.shape[1], target.offset.shape[1])
     one, other = (
@@ -162,22 +163,23 @@ def own_routes(places: Places, target: ShardColumns, pieces: Pieces) -> tuple[Ro
     pieces = select_pieces(pieces, others)
     if places.main.all() or not len(pieces):
         return routes, pieces
-    # Replicas that are cut otherwise than the main ones: whoever holds one has what is in it.
+    # Replicas may be cut otherwise than the main ones. Pieces follow the main ones, so a rank may hold a piece in part.
     held = find_holdings(places, ~places.main)
     taken, box, rest = carved_pieces(pieces, wanted_by(target, pieces), held.boxes, rank_groups(held.key, held.rank))
     return joined_routes([routes, as_routes(taken, places.row[held.boxes.shard[box]])]), rest
 
 
-def settled_pieces(places: Places, target: ShardColumns, pieces: Pieces) -> Pieces:
-    """Return pieces of which those at place -1 are cut along whatever other places hold them.
+def located_pieces(places: Places, target: ShardColumns, pieces: Pieces) -> Pieces:
+    """Return pieces of which those at place -1 are cut along the other replicas' places that hold them.
 
     Args:
         places: where the source's shards lie.
         target: the shards of all ranks after.
-        pieces: that their ranks don't hold; at place -1 still, where nobody does.
+        pieces: that their ranks don't hold; place -1 remains where no rank holds one.
     """
     lost = np.flatnonzero(pieces.place == NOWHERE)
     others = np.flatnonzero(~places.main)
+    # The usual case: main replicas hold everything.
     if not lost.size or not others.size:
         return pieces
     boxes = place_boxes(select_rows(places.shards, others))
@@ -189,7 +191,7 @@ def settled_pieces(places: Places, target: ShardColumns, pieces: Pieces) -> Piec
 
 
 def repeat_routes(target: ShardColumns, pieces: Pieces) -> tuple[Routes, Pieces]:
-    """Return what ranks want once more, in another of their shards, as routes of hop 1, and the pieces without that.
+    """Return what ranks want a second time, in another of their shards, as routes of hop 1; and the remaining pieces.
 
     Args:
         target: the shards of all ranks after.
@@ -197,11 +199,12 @@ def repeat_routes(target: ShardColumns, pieces: Pieces) -> tuple[Routes, Pieces]
     """
     group = wanted_by(target, pieces)
     order = np.lexsort((pieces.target, *pieces.shape.T[::-1], *pieces.offset.T[::-1], group))
-    several = _of_several(group[order], pieces.target[order])
+    several = _in_mixed_groups(group[order], pieces.target[order])
     order = order[several]
     if not order.size:
         return as_routes(select_pieces(pieces, order), order), pieces
     some, group = select_pieces(pieces, order), group[order]
+    # In this order, of several shards the same one receives the elements on every rank that plans.
     left, right = overlapping_pairs(group, some.offset, some.shape, group, some.offset, some.shape)
     later = (right < left) & (some.target[left] != some.target[right])
     left, right = left[later], right[later]
@@ -213,15 +216,15 @@ def repeat_routes(target: ShardColumns, pieces: Pieces) -> tuple[Routes, Pieces]
     return routes, joined_pieces([select_pieces(pieces, single), rest])
 
 
-def _of_several(group: Column, target: Column) -> Column:
-    """Return the rows of groups, which are sorted, that are about more than one target."""
+def _in_mixed_groups(group: Column, target: Column) -> Column:
+    """Return the rows of groups, which are sorted, that have more than one target."""
     first = np.searchsorted(group, group)
     differs = target != target[first]
     return np.flatnonzero(np.isin(group, group[differs]))
 
 
 def carved_pieces(pieces: Pieces, group: Column, boxes: BoxColumns, box_group: Column) -> tuple[Pieces, Column, Pieces]:
-    """Return what boxes take of pieces of their group, the first that has it; by which box; and what is left."""
+    """Return what boxes cover of pieces of their group, each by the first that does; by which box; and the rest."""
     left, right = overlapping_pairs(group, pieces.offset, pieces.shape, box_group, boxes.offset, boxes.shape)
     carved = carve_boxes(pieces.offset, pieces.shape, left, boxes.offset[right], boxes.shape[right])
     row = left[carved.pair]
@@ -236,7 +239,7 @@ def wanted_by(target: ShardColumns, pieces: Pieces) -> Column:
 
 
 def rank_groups(key: Column, rank: Column) -> Column:
-    """Return a number for each key and rank together."""
+    """Return a number for each key and rank together; keys have 32 bits of it."""
     return rank << 32 | key
 
 
@@ -260,7 +263,7 @@ def select_pieces(pieces: Pieces, rows: Column) -> Pieces:
     return Pieces(*(getattr(pieces, name)[rows] for name in Pieces.__slots__))
 
 
-# The fewest bytes that any plan can move between two layouts.
+# The lower bound of bytes to move between two layouts.
 
 
 def least_bytes(source: ShardColumns, target: ShardColumns) -> int:
@@ -272,6 +275,7 @@ def least_bytes(source: ShardColumns, target: ShardColumns) -> int:
     """
     boxes = place_boxes(target)
     asked = Pieces(boxes.shard, np.full(boxes.shard.size, NOWHERE), boxes.offset, boxes.shape)
+    # A rank that wants an element in several shards receives it once, and copies it.
     _, wanted = repeat_routes(target, asked)
     places = find_places(source, target)
     held = find_holdings(places, np.ones(len(places.main), dtype=np.bool_))

@@ -1,4 +1,4 @@
-"""ReshardPlan: what moves from whom to whom when tensors change their layout, in columns."""
+"""ReshardPlan: which bytes move from which rank to which when tensors change their layout, in columns."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from ._pieces import (
     find_places,
     joined_routes,
     least_bytes,
-    of_equal_width,
+    located_pieces,
     own_routes,
     repeat_routes,
-    settled_pieces,
+    with_equal_axes,
 )
 from ._schedule import BYTES_IN_FLIGHT, Schedule, schedule_transfers
 from ._senders import sent_routes
@@ -31,15 +31,15 @@ from ._transfers import Transfers as Transfers
 from ._transfers import as_transfers
 
 SHORTEST_CUT = 64 * 1024
-"""Bytes. A box is cut between several senders where each part is at least so long: shorter ones aren't worth it."""
+"""Bytes. No part of a box that is cut is shorter: level to the byte would mean a message for each few elements."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReshardPlan:
     """How tensors get from one layout into another. A value: nothing has moved yet.
 
-    Every rank computes the same plan from the same layouts. Where a tensor has another dtype in the target, whoever has
-    it converts it before it is sent: bytes are counted in the target's dtype.
+    Every rank computes the same plan from the same layouts. Where a tensor has another dtype in the target, its sender
+    converts it before sending: bytes are counted in the target's dtype.
 
     Attributes:
         source: the shards of all ranks before.
@@ -93,7 +93,7 @@ class ReshardPlan:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """All who hold something before or after, ascending."""
+        """All ranks that hold something before or after, ascending."""
         return tuple(np.union1d(self.source.rank, self.target.rank).tolist())
 
     @property
@@ -140,7 +140,7 @@ class ReshardPlan:
         return int(self.transfers.nbytes[leaves].sum())
 
     def schedule(self, *, max_bytes_in_flight: int = BYTES_IN_FLIGHT) -> Schedule:
-        """Return the transfers in steps in which no rank sends and gets, together, more than so many bytes.
+        """Return the transfers in steps in which no rank sends and gets, in total, more than `max_bytes_in_flight`.
 
         Args:
             max_bytes_in_flight: at least the largest element.
@@ -162,9 +162,9 @@ class ReshardPlan:
     def check(self) -> tuple[Problem, ...]:
         """Return all that is wrong with the plan: nothing, where each element of each target shard is written once.
 
-        It follows from the layouts and the transfers alone, whoever made them: that each box lies in the shards, and
-        at the places in their memory, that it comes from and goes to, on the ranks that are said; that the boxes that
-        go to a shard have as many elements as it and none in common; and that what is passed on is there by then.
+        Checked from the layouts and the transfers alone, however they were made: that each box lies in the stated
+        shards, at the stated places in their memory, on the stated ranks; that the boxes that go to a shard have as
+        many elements as it and none in common; and that what is passed on has arrived before.
         """
         return transfer_problems(self.source, self.target, self.transfers)
 
@@ -195,6 +195,8 @@ class ReshardPlan:
             ShapeError: a tensor's dtype can't be converted back, as integers that became fractions.
             IntegrityError: the target doesn't hold all that the source does.
         """
+        # Planned anew, not with the arrows turned round: where several ranks got an element, one is enough to give it
+        # back, and none where its owner still has it.
         return plan_reshard(self.target, self.source, cast=bool(self.casts))
 
 
@@ -208,7 +210,7 @@ def plan_reshard(
     """Return what has to move so that tensors get from one layout into another.
 
     What a rank holds already stays there. All else comes from a rank that has it, chosen among the replicas so that
-    all send about as much; where that takes it, a box is cut and comes from several. Each element is received once by
+    all send about as much; where needed for that, a box is cut and comes from several. Each element is received once by
     each rank that wants it, however many of its shards do. Ties break by key, place and rank, never by the order of
     rows, so that every rank computes the same plan, and none is exchanged.
 
@@ -228,7 +230,7 @@ def plan_reshard(
         ShapeError: a tensor's global shape differs between them, or its dtype, and it isn't or can't be cast; or a
             side has 2**62 bytes or more.
         MetadataError: `shortest_cut` isn't an integer.
-        IntegrityError: main replicas of the source overlap or leave their tensor, or nobody holds what is asked for.
+        IntegrityError: main replicas of the source overlap or leave their tensor, or no rank holds what is asked for.
 
     Examples:
         >>> import torch, shardtree as st
@@ -248,14 +250,15 @@ def plan_reshard(
         trees = trees_by_rank(target, "plan_reshard")
         target = {rank: apply_factories(tree) for rank, tree in trees.items()}
         names = names_of_tensors((tree, target[rank]) for rank, tree in trees.items())
-    before, after = of_equal_width(_columns(source), _columns(target))
+    before, after = with_equal_axes(_columns(source), _columns(target))
     check_kinds(before, after, cast=cast)
     check_sizes(before, after)
     check_mains(before, after)
     places = find_places(before, after)
     own, pieces = own_routes(places, after, cut_pieces(places, after))
-    pieces = settled_pieces(places, after, pieces)
+    pieces = located_pieces(places, after, pieces)
     check_held(after, pieces)
+    # After the check, and before senders are chosen: what a rank gets once mustn't count as a sender's load twice.
     repeats, pieces = repeat_routes(after, pieces)
     sent = sent_routes(places, after, pieces, shortest)
     return ReshardPlan(before, after, as_transfers(before, after, joined_routes([own, repeats, sent])), names)
@@ -265,7 +268,7 @@ def _columns(layout: ShardColumns | RankTrees) -> ShardColumns:
     return layout if isinstance(layout, ShardColumns) else tree_columns(layout)
 
 
-# How much memory a reshard takes on each rank.
+# Peak memory of each rank.
 
 
 def peak_bytes(plan: ReshardPlan, schedule: Schedule) -> dict[int, int]:
@@ -299,7 +302,7 @@ def peak_bytes(plan: ReshardPlan, schedule: Schedule) -> dict[int, int]:
     ranks = np.array(plan.ranks, dtype=np.int64)
     held = _shard_bytes(plan.source, ranks) + _shard_bytes(plan.target, ranks)
     places = [np.searchsorted(ranks, column) for column in (schedule.from_rank, schedule.to_rank)]
-    # Rows of (step, rank), without a table of all steps by all ranks: there may be many of both.
+    # Sparse rows of (step, rank): a table of all steps by all ranks would be far larger than the schedule.
     at, number = np.unique(schedule.step * ranks.size + np.stack(places), return_inverse=True)
     flying = np.zeros(at.size, dtype=np.int64)
     np.add.at(flying, number.ravel(), np.tile(schedule.nbytes, 2))
@@ -310,7 +313,7 @@ def peak_bytes(plan: ReshardPlan, schedule: Schedule) -> dict[int, int]:
 
 
 def _check_schedule(plan: ReshardPlan, schedule: Schedule) -> None:
-    """Raise unless pieces are of transfers that are there, between the ranks that are said."""
+    """Raise unless pieces belong to transfers of the plan, between the same ranks."""
     transfers, rows = plan.transfers, schedule.transfer
     if not rows.size or (
         rows.max() < len(transfers)

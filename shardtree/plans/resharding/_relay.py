@@ -1,4 +1,4 @@
-"""Relays: what several ranks want crosses from the sources once, and they pass it on among themselves."""
+"""Relays: what several ranks want leaves the sources once, and the receivers pass it on among themselves."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import numpy as np
 from ...geometry import Column, check_type, integer, volumes
 from ._pieces import joined_routes
 from ._plan import SHORTEST_CUT, ReshardPlan
-from ._senders import alike_boxes, numbered_rows, snapped
+from ._senders import aligned_boxes, numbered_rows, snapped
 from ._transfers import Routes, Transfers, as_transfers, select_transfers
 
-# Who of those that want the same gets which part of it from the sources.
+# Which receiver gets which part from the sources.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,12 +34,12 @@ class Parts:
     member: Column
 
 
-def dealt_parts(shape: Column, item: Column, ranks: Column, senders: Column, shortest_cut: int) -> Parts:
+def relay_parts(shape: Column, item: Column, ranks: Column, senders: Column, shortest_cut: int) -> Parts:
     """Return boxes that several ranks want, in parts, each for one of these ranks.
 
     Boxes that the same ranks want and would get from the same senders are laid one behind the other, and that line is
-    divided into one equal stretch for each of these ranks. So few boxes are cut, and a sender that would send a box to
-    n of k ranks sends n / k of it. Where stretches can't be quite equal, those that have least get the longest.
+    divided into one equal interval for each of these ranks. So few boxes are cut, and a sender that would send a box to
+    n of k ranks sends n / k of it. Where intervals can't be quite equal, those that have least get the longest.
 
     Args:
         shape: int64 (boxes, axes), without zeros.
@@ -50,7 +50,7 @@ def dealt_parts(shape: Column, item: Column, ranks: Column, senders: Column, sho
 
     Examples:
         >>> ones = np.ones((1, 2), dtype=np.int64)
-        >>> parts = dealt_parts(np.array([[8, 3]]), np.array([4]), ones * [1, 2], ones * 0, 1)
+        >>> parts = relay_parts(np.array([[8, 3]]), np.array([4]), ones * [1, 2], ones * 0, 1)
         >>> parts.begin.tolist(), parts.size.tolist(), parts.member.tolist()
         ([0, 4], [4, 4], [0, 1])
     """
@@ -62,20 +62,21 @@ def dealt_parts(shape: Column, item: Column, ranks: Column, senders: Column, sho
     row = size // shape[line, axis]
     end = np.cumsum(size)
     begin = end - size
+    # Whole boxes go to one receiver where they are too short to cut: a row of 0 bytes marks them.
     cuts = _cuts(group, begin, end, np.where(size >= 2 * shortest_cut, row, 0), members, shortest_cut)
     edges = np.sort(np.concatenate([begin, cuts]), kind="stable")  # union1d is much slower
     edges = edges[(np.diff(edges, prepend=-1) > 0) & (edges < end[-1])]
     place = np.searchsorted(begin, edges, side="right") - 1
     length = np.append(edges[1:], end[-1]) - edges
-    stretch = np.searchsorted(cuts, edges, side="right") - group[place] * (members - 1)
-    stretches = np.zeros((len(first), members), dtype=np.int64)
-    np.add.at(stretches, (group[place], stretch), length)
-    member = _assigned(stretches, ranks[first])[group[place], stretch]
+    interval = np.searchsorted(cuts, edges, side="right") - group[place] * (members - 1)
+    intervals = np.zeros((len(first), members), dtype=np.int64)
+    np.add.at(intervals, (group[place], interval), length)
+    member = _assigned(intervals, ranks[first])[group[place], interval]
     return Parts(line[place], axis[place], (edges - begin[place]) // row[place], length // row[place], member)
 
 
 def _cuts(group: Column, begin: Column, end: Column, row: Column, members: int, shortest_cut: int) -> Column:
-    """Return where the lines of groups, one behind the other, are cut into stretches, ascending."""
+    """Return where the lines of groups, one behind the other, are cut into intervals, ascending."""
     first = np.flatnonzero(np.diff(group, prepend=-1))
     last = np.append(first[1:], group.size) - 1
     total = end[last] - begin[first]
@@ -84,18 +85,18 @@ def _cuts(group: Column, begin: Column, end: Column, row: Column, members: int, 
     return snapped(bounds, begin[inside], (end - begin)[inside], row[inside], shortest_cut)
 
 
-def _assigned(stretches: Column, ranks: Column) -> Column:
-    """Return which member gets each stretch: of all groups of the same ranks, each about as much.
+def _assigned(intervals: Column, ranks: Column) -> Column:
+    """Return which member gets each interval: of all groups of the same ranks, each about as much.
 
-    Longest to least is what keeps it level: it never takes ranks further apart than the stretches of one group are.
+    The longest interval goes to the rank with least: so ranks never get further apart than the intervals of one group.
 
     Args:
-        stretches: bytes, int64 (groups, members).
+        intervals: bytes, int64 (groups, members).
         ranks: int64 (groups, members).
     """
     number, first = numbered_rows(ranks)
-    got, member = np.zeros_like(ranks[first]), np.empty_like(stretches)
-    for group, (lengths, together) in enumerate(zip(stretches, number.tolist(), strict=True)):
+    got, member = np.zeros_like(ranks[first]), np.empty_like(intervals)
+    for group, (lengths, together) in enumerate(zip(intervals, number.tolist(), strict=True)):
         longest, least = np.argsort(-lengths, kind="stable"), np.argsort(got[together], kind="stable")
         member[group, longest] = least
         got[together, least] += lengths[longest]
@@ -107,9 +108,9 @@ def with_relays(plan: ReshardPlan, *, shortest_cut: int = SHORTEST_CUT) -> Resha
 
     What k ranks get from elsewhere is divided among these k: each gets its part from the sources (hop 0), and passes
     it on to the others (hop 1). So each gets as many bytes as before, a k-th of them from the sources, and sends k - 1
-    times that k-th; who sent a box to n of them sends n / k of it; and all together no more bytes move. What one rank
-    wants moves as before. Boxes that overlap and are different are cut, so that what they have in common is a box of
-    its own. Parts are equal up to an index of an axis, or to `shortest_cut`.
+    times that k-th; a rank that sent a box to n of them sends n / k of it; and in total no more bytes move. What one
+    rank wants moves as before. Boxes that overlap and are different are cut, so that what they have in common is a box
+    of its own. Parts are equal up to an index of an axis, or to `shortest_cut`.
 
     Args:
         plan: what moves without relays.
@@ -126,11 +127,14 @@ def with_relays(plan: ReshardPlan, *, shortest_cut: int = SHORTEST_CUT) -> Resha
         >>> plan.leaving([0]), once.leaving([0]), once.bytes_moved
         (16777216, 4194304, 16777216)
     """
-    check_type("relayed", "plan", plan, ReshardPlan, "Pass what `plan_reshard` returns.")
-    shortest = max(1, integer("relayed", "shortest_cut", shortest_cut))
+    check_type("with_relays", "plan", plan, ReshardPlan, "Pass what `plan_reshard` returns.")
+    shortest = max(1, integer("with_relays", "shortest_cut", shortest_cut))
+    # Made from any plan, and not by the planner: whether relays pay depends on links that a plan doesn't know of, and
+    # the result can be printed, checked and scheduled like the plan itself.
     every = plan.transfers
+    # Later hops and copies within a rank cross no link from the sources.
     moving = np.flatnonzero((every.hop == 0) & (every.from_rank != every.to_rank) & (every.nbytes > 0))
-    boxes = alike_boxes(every.key[moving], every.offset[moving], every.shape[moving])
+    boxes = aligned_boxes(every.key[moving], every.offset[moving], every.shape[moving])
     row = moving[boxes.row]
     wanted = _wanted_by_several(boxes.number, every.to_rank[row])
     shared, cut = np.zeros(row.size, dtype=np.bool_), np.zeros(len(every), dtype=np.bool_)
@@ -139,9 +143,9 @@ def with_relays(plan: ReshardPlan, *, shortest_cut: int = SHORTEST_CUT) -> Resha
     pieces = Routes(every.hop[row], every.source[row], every.target[row], boxes.offset, boxes.shape)
     wholes = Routes(every.hop, every.source, every.target, every.offset, every.shape)
     unchanged = [_select(wholes, stays), _select(pieces, rest)]
-    passed_on = _passed_on(plan, _select(pieces, wanted), boxes.number[wanted], shortest)
+    passed_on = _relay_routes(plan, _select(pieces, wanted), boxes.number[wanted], shortest)
     routes = joined_routes([*unchanged, *passed_on])
-    return replace(plan, transfers=_in_time(as_transfers(plan.source, plan.target, routes)))
+    return replace(plan, transfers=_order_local_copies(as_transfers(plan.source, plan.target, routes)))
 
 
 def _wanted_by_several(number: Column, to_rank: Column) -> Column:
@@ -152,7 +156,7 @@ def _wanted_by_several(number: Column, to_rank: Column) -> Column:
     return np.asarray(first[ranks[number[first]] > 1])
 
 
-def _passed_on(plan: ReshardPlan, pieces: Routes, number: Column, shortest_cut: int) -> list[Routes]:
+def _relay_routes(plan: ReshardPlan, pieces: Routes, number: Column, shortest_cut: int) -> list[Routes]:
     """Return the routes of both hops by which equal pieces reach all who want them.
 
     Args:
@@ -168,13 +172,13 @@ def _passed_on(plan: ReshardPlan, pieces: Routes, number: Column, shortest_cut: 
         box = _select(pieces, member[:, 0])
         item = plan.target.item_size[plan.target.key[box.target]]
         ranks, senders = plan.target.rank[pieces.target[member]], plan.source.rank[pieces.source[member]]
-        parts = dealt_parts(box.shape, item, ranks, senders, shortest_cut)
+        parts = relay_parts(box.shape, item, ranks, senders, shortest_cut)
         found += _both_hops(pieces, member[parts.box], parts)
     return found
 
 
 def _both_hops(pieces: Routes, member: Column, parts: Parts) -> list[Routes]:
-    """Return each part on its way to the one that passes it on, and from there to the others.
+    """Return the routes of each part to the rank that passes it on, and from there to the others.
 
     Args:
         pieces: of which the parts are made.
@@ -186,18 +190,20 @@ def _both_hops(pieces: Routes, member: Column, parts: Parts) -> list[Routes]:
     offset, shape = first.offset.copy(), first.shape.copy()
     offset[row, parts.axis] += parts.begin
     shape[row, parts.axis] = parts.size
+    # Rotated, so that in each round of the second hop every rank sends to a different one.
     others = [(parts.member + turn) % member.shape[1] for turn in range(1, member.shape[1])]
     targets = [pieces.target[member[row, other]] for other in others]
     onwards = [Routes(np.ones_like(first.hop), first.target, target, offset, shape) for target in targets]
     return [Routes(first.hop, first.source, first.target, offset, shape), *onwards]
 
 
-def _in_time(transfers: Transfers) -> Transfers:
-    """Return transfers of which a rank's own copies out of its target shards come after what those shards get."""
+def _order_local_copies(transfers: Transfers) -> Transfers:
+    """Return transfers of which copies within a rank, out of target shards, come after what those shards receive."""
     own = (transfers.from_rank == transfers.to_rank) & (transfers.hop > 0)
     if not own.any():
         return transfers
     late = np.isin(transfers.source, transfers.target[(transfers.hop == 1) & ~own])
+    # Such a copy had hop 1, when its source was filled at hop 0. Now parts of that source arrive at hop 1 as well.
     later = replace(transfers, hop=np.where(own & late, 2, transfers.hop))
     order = np.argsort(later.hop, kind="stable")
     return select_transfers(later, order)

@@ -1,4 +1,4 @@
-"""Schedule: a plan's transfers in steps, so that no rank has more than so many bytes in flight."""
+"""Schedule: a plan's transfers in steps, so that each rank's bytes in flight stay bounded."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from ._steps import Pairs, pair_steps
 from ._summary import steps_table
 from ._transfers import Transfers, select_transfers
 
-# In which order transfers take their turns, so that what is passed on needn't wait for all that comes.
+# Priorities: what is passed on needn't wait for everything that its rank receives.
 
 _WAVES = 8
-"""Into so many parts is divided what comes to a rank that passes it on: it begins when the first part is there."""
+"""What comes to a relaying rank is divided into so many parts; it begins to send when the first has arrived."""
 
 
-def turns(transfers: Transfers) -> tuple[Column, Column]:
-    """Return each transfer's turn, and for which turns of what comes to its sender it waits.
+def priorities(transfers: Transfers) -> tuple[Column, Column]:
+    """Return each transfer's priority, and for which priorities of what comes to its sender it waits.
 
     Args:
         transfers: between ranks, ordered as in a plan.
 
     Returns:
-        ``(turn, needs)``, int64 (transfers,): lower turns are taken first; and a transfer is ready when all that comes
-        to its sender at turns up to `needs` has arrived, at once where that is -1.
+        ``(priority, needs)``, int64 (transfers,): lower ones go first; and a transfer is ready when all that comes
+        to its sender at priorities up to `needs` has arrived; at once where that is -1.
     """
     first, later = (np.flatnonzero(transfers.hop == hop) for hop in (0, 1))
     passes_on = np.concatenate([transfers.target[first], transfers.source[later]])
@@ -38,13 +38,13 @@ def turns(transfers: Transfers) -> tuple[Column, Column]:
     came = np.full(number.max(initial=-1) + 1, -1)
     came[number[: first.size]] = first
     origin = came[number[first.size :]]
-    if rows.size < len(transfers) or (origin < 0).any():  # what is passed on isn't what came, box by box
+    if rows.size < len(transfers) or (origin < 0).any():  # a user's plan may pass on other boxes than came
         return transfers.hop, transfers.hop - 1
-    turn, needs = np.full(len(transfers), _WAVES), np.full(len(transfers), -1)
+    priority, needs = np.full(len(transfers), _WAVES), np.full(len(transfers), -1)
     relays = first[np.isin(first, origin)]
-    turn[relays] = _waves(transfers.to_rank[relays], transfers.nbytes[relays])
-    turn[later], needs[later] = _WAVES + 1, turn[origin]
-    return turn, needs
+    priority[relays] = _waves(transfers.to_rank[relays], transfers.nbytes[relays])
+    priority[later], needs[later] = _WAVES + 1, priority[origin]
+    return priority, needs
 
 
 def _waves(rank: Column, nbytes: Column) -> Column:
@@ -58,7 +58,7 @@ def _waves(rank: Column, nbytes: Column) -> Column:
 
 
 BYTES_IN_FLIGHT = 256 * 1024 * 1024
-"""What a rank sends and gets in one step, unless said otherwise."""
+"""What a rank sends and gets in one step by default. A bound this high leaves a schedule few steps."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,8 +117,7 @@ def schedule_transfers(
     """Return transfers in steps in which each rank sends and gets, together, at most so many bytes.
 
     Transfers are cut, between elements, where that helps. Every rank computes the same schedule. What a rank passes on
-    goes out in later steps than it comes in, and no two ranks that have something ready for each other both keep room
-    for it.
+    leaves in later steps than it arrives in, and no two ranks that both have room left have data ready for each other.
 
     From that follows a bound. Let L be the most that one rank sends and gets in all, and R what it can at least have
     in a step that is full: `max_bytes_in_flight`, less one element, plus 1. Then there are at most ``1 + 2 L / R``
@@ -145,14 +144,14 @@ def schedule_transfers(
     moving = np.flatnonzero((transfers.from_rank != transfers.to_rank) & (transfers.nbytes > 0))
     most = _checked_bound(max_bytes_in_flight, int(item_size[moving].max(initial=1)))
     ranks, place = np.unique(np.stack([transfers.from_rank, transfers.to_rank])[:, moving], return_inverse=True)
-    (one, other), (turn, needs) = place.reshape(2, -1), turns(select_transfers(transfers, moving))
-    # Large elements first: so an amount that is a multiple of a pair's largest element never ends within one.
-    order = np.lexsort((-item_size[moving], other, one, needs, turn))
-    moving, columns = moving[order], np.stack([turn, needs, one, other])[:, order]
+    (one, other), (priority, needs) = place.reshape(2, -1), priorities(select_transfers(transfers, moving))
+    # Large elements first: a cut at a multiple of a pair's largest element then never falls inside a smaller one.
+    order = np.lexsort((-item_size[moving], other, one, needs, priority))
+    moving, columns = moving[order], np.stack([priority, needs, one, other])[:, order]
     first = np.flatnonzero(np.any(np.diff(columns, prepend=-2) != 0, axis=0))
     nbytes = np.add.reduceat(transfers.nbytes[moving], first) if first.size else first
-    turn, needs, one, other = columns[:, first]
-    pairs = Pairs(turn, needs, one, other, nbytes, item_size[moving][first], ranks.size)
+    priority, needs, one, other = columns[:, first]
+    pairs = Pairs(priority, needs, one, other, nbytes, item_size[moving][first], ranks.size)
     step, pair, amount = pair_steps(pairs, most)
     return _pieces(transfers, item_size, most, moving, pairs, step, pair, amount)
 
@@ -180,7 +179,9 @@ def _pieces(
     """Return transfers cut where they end, or a pair's bytes of one step do: both are laid one after the other."""
     in_turn = np.lexsort((step, pair))
     end, chunk_end = np.cumsum(transfers.nbytes[moving]), np.cumsum(amount[in_turn])
-    stop = np.sort(np.concatenate([end, chunk_end]), kind="stable")  # union1d is much slower
+    stop = np.sort(np.concatenate([end, chunk_end]), kind="stable")  # union1d is much slower: it hashes
+    # Ends of transfers and of a pair's bytes in a step often coincide, and an empty piece would be a message of no
+    # bytes.
     stop = stop[np.flatnonzero(np.diff(stop, prepend=0))]
     begin = np.concatenate([stop[:0], [0], stop[:-1]])[: stop.size]
     row, chunk = np.searchsorted(end, begin, side="right"), np.searchsorted(chunk_end, begin, side="right")

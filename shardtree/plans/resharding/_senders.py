@@ -1,4 +1,4 @@
-"""Who sends what: among the ranks that hold a box, so that the bytes that each one sends are level."""
+"""Which rank sends what, among those that hold a box: chosen so that ranks send about as many bytes each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MANY_SETS = 2000
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Line:
-    """Pieces that one set of ranks holds, one behind the other, and where the line may be cut.
+    """Pieces that one set of ranks holds, laid end to end as a line, and where the line may be cut.
 
     Attributes:
         item: the numbers of the pieces, int64 (items,).
@@ -35,7 +35,7 @@ class _Line:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Parts:
-    """Parts of a line's pieces, with who sends each: item, first and last byte of it, rank, int64 (parts,) each."""
+    """Parts of a line's pieces, each with its sender: item, first byte, end, rank, int64 (parts,) each."""
 
     item: Column
     begin: Column
@@ -60,7 +60,7 @@ def sent_routes(places: Places, target: ShardColumns, pieces: Pieces, shortest_c
     load = np.bincount(sender, weights=size[alone], minlength=ranks).astype(np.int64)
     row = np.where(size >= 2 * shortest_cut, size // pieces.shape.max(axis=1, initial=1), 0)
     lines = list(_lines(places, target, pieces, size, row))
-    parts = [_Parts(alone, np.zeros_like(alone), size[alone], sender), *_levelled(lines, load, shortest_cut)]
+    parts = [_Parts(alone, np.zeros_like(alone), size[alone], sender), *_assign_lines(lines, load, shortest_cut)]
     item, begin, end, chosen = (
         np.concatenate([getattr(part, name) for part in parts]) for name in ("item", "begin", "end", "sender")
     )
@@ -79,7 +79,7 @@ def _cut_pieces(pieces: Pieces, item: Column, begin: Column, end: Column, size: 
 
 
 def _lines(places: Places, target: ShardColumns, pieces: Pieces, size: Column, row: Column) -> Iterator[_Line]:
-    """Yield the pieces of each set of several holders, small sets first, pieces by place, then box, then who wants."""
+    """Yield the pieces of each set of several holders, small sets first, pieces by place, then box, then receiver."""
     used = np.unique(pieces.place)
     for count in np.unique(places.holders[used]).tolist():
         if count == 1:
@@ -100,35 +100,38 @@ def _lines(places: Places, target: ShardColumns, pieces: Pieces, size: Column, r
 def _canonical(pieces: Pieces, group: Column, target: ShardColumns) -> Column:
     """Return the order of pieces by group, place, box and rank: places are numbered by key, then box."""
     boxes = (*pieces.shape.T[::-1], *pieces.offset.T[::-1])
+    # Columns with one value decide nothing, and a sort by them takes as long as by any other.
     vary = [column for column in boxes if (column != column[0]).any()]
     return np.lexsort((target.rank[pieces.target], *vary, pieces.place, group))
 
 
-def _levelled(lines: list[_Line], load: Column, shortest_cut: int) -> list[_Parts]:
-    """Return who sends what of each line, so that loads are level; each line is dealt again as the others change."""
-    dealt: list[_Parts] = []
+def _assign_lines(lines: list[_Line], load: Column, shortest_cut: int) -> list[_Parts]:
+    """Return who sends what of each line, so that loads are level."""
+    assigned: list[_Parts] = []
     for line in lines:
-        dealt.append(_dealt(line, load[line.holders], shortest_cut))
-        load = _with(load, dealt[-1], 1)
+        assigned.append(_assign_line(line, load[line.holders], shortest_cut))
+        load = _add_load(load, assigned[-1], 1)
+    # The first pass sees only the loads of lines before. Sweeps assign each line anew under all others' loads, until
+    # nothing changes; with very many sets that would take long.
     for _ in range(_SWEEPS if 1 < len(lines) <= _MANY_SETS else 0):
         before = load
         for number, line in enumerate(lines):
-            load = _with(load, dealt[number], -1)
-            dealt[number] = _dealt(line, load[line.holders], shortest_cut)
-            load = _with(load, dealt[number], 1)
+            load = _add_load(load, assigned[number], -1)
+            assigned[number] = _assign_line(line, load[line.holders], shortest_cut)
+            load = _add_load(load, assigned[number], 1)
         if np.array_equal(before, load):
             break
-    return dealt
+    return assigned
 
 
-def _with(load: Column, parts: _Parts, sign: int) -> Column:
+def _add_load(load: Column, parts: _Parts, sign: int) -> Column:
     changed = load.copy()
     np.add.at(changed, parts.sender, sign * (parts.end - parts.begin))
     return changed
 
 
-def _dealt(line: _Line, load: Column, shortest_cut: int) -> _Parts:
-    """Return a line's pieces with their senders: each holder gets a stretch, as long as levels its load."""
+def _assign_line(line: _Line, load: Column, shortest_cut: int) -> _Parts:
+    """Return a line's pieces with their senders: each holder gets a interval whose length levels its load."""
     end = np.cumsum(line.size)
     begin = end - line.size
     bounds = np.cumsum(_shares(load, int(end[-1])))[:-1]
@@ -143,7 +146,7 @@ def _dealt(line: _Line, load: Column, shortest_cut: int) -> _Parts:
 
 
 def snapped(bounds: Column, begin: Column, size: Column, row: Column, shortest_cut: int) -> Column:
-    """Return where a line is cut: at a row of the piece that a bound is in, or at its nearer end."""
+    """Return where a line is cut: at the row nearest to a bound inside its piece, or at the piece's nearer end."""
     at = bounds - begin
     whole = np.where(2 * at > size, size, 0)
     rows = np.maximum(row, 1)
@@ -153,7 +156,7 @@ def snapped(bounds: Column, begin: Column, size: Column, row: Column, shortest_c
 
 
 def _shares(load: Column, total: int) -> Column:
-    """Return how a number of bytes is added to loads, so that the highest is as low as can be."""
+    """Return how a number of bytes is added to loads, so that the highest becomes as low as possible."""
     order = np.argsort(load, kind="stable")
     above = load[order] - load.min()
     needed = above * np.arange(load.size) - (np.cumsum(above) - above)
@@ -164,12 +167,12 @@ def _shares(load: Column, total: int) -> Column:
     return share
 
 
-# Boxes cut so that those that overlap are the same.
+# Boxes cut until they are equal or disjoint.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class AlikeBoxes:
-    """Boxes of which two of one tensor are the same, or have nothing in common.
+class AlignedBoxes:
+    """Boxes of which any two of one tensor are equal or disjoint.
 
     Attributes:
         row: the box that each is a piece of, int64 (pieces,).
@@ -184,7 +187,7 @@ class AlikeBoxes:
     number: Column
 
 
-def alike_boxes(key: Column, offset: Column, shape: Column) -> AlikeBoxes:
+def aligned_boxes(key: Column, offset: Column, shape: Column) -> AlignedBoxes:
     """Return boxes cut along the edges of those that they overlap, until no edge is inside of a box.
 
     Args:
@@ -193,13 +196,14 @@ def alike_boxes(key: Column, offset: Column, shape: Column) -> AlikeBoxes:
         shape: without zeros, int64 (boxes, axes).
 
     Examples:
-        >>> boxes = alike_boxes(np.array([0, 0]), np.array([[0], [2]]), np.array([[4], [4]]))
+        >>> boxes = aligned_boxes(np.array([0, 0]), np.array([[0], [2]]), np.array([[4], [4]]))
         >>> boxes.row.tolist(), boxes.offset.ravel().tolist(), boxes.number.tolist()
         ([0, 0, 1, 1], [0, 2, 2, 4], [0, 1, 1, 2])
     """
     row = np.arange(len(key))
     number, first = numbered_rows(_boxes(key, offset, shape))
     cuts = _cuts(key[first], offset[first], shape[first])
+    # Repeated, since the pieces of a box that was cut may overlap others that the box's own cuts didn't meet.
     while any(box.size for box, _ in cuts):
         for axis, (box, at) in enumerate(cuts):
             piece, begin, size = _cut_along(number, offset[:, axis], shape[:, axis], box, at)
@@ -208,7 +212,7 @@ def alike_boxes(key: Column, offset: Column, shape: Column) -> AlikeBoxes:
             shape[:, axis] = size
         number, first = numbered_rows(_boxes(key[row], offset, shape))
         cuts = _cuts(key[row[first]], offset[first], shape[first])
-    return AlikeBoxes(row, offset, shape, number)
+    return AlignedBoxes(row, offset, shape, number)
 
 
 def _boxes(key: Column, offset: Column, shape: Column) -> Column:
@@ -216,12 +220,13 @@ def _boxes(key: Column, offset: Column, shape: Column) -> Column:
 
 
 def numbered_rows(columns: Column) -> tuple[Column, Column]:
-    """Return a number for each distinct row, in no order that means anything, and where each occurs first.
+    """Return a number for each distinct row, in an arbitrary order, and where each occurs first.
 
     Examples:
         >>> numbered_rows(np.array([[2, 1], [3, 0], [2, 1]]))[0].tolist()
         [1, 0, 1]
     """
+    # By a sort of columns: `np.unique` with an axis sorts rows as structured values, which is slower.
     order = np.lexsort(columns.T)
     new = np.ones(order.size, dtype=np.bool_)
     new[1:] = (columns[order[1:]] != columns[order[:-1]]).any(axis=1)
@@ -245,12 +250,12 @@ def _cuts(key: Column, offset: Column, shape: Column) -> list[tuple[Column, Colu
 
 
 def _cut_along(number: Column, offset: Column, shape: Column, box: Column, at: Column) -> tuple[Column, Column, Column]:
-    """Return what stretches are cut into: the row, the begin within it, and the size of each piece.
+    """Return what intervals are cut into: the row, the begin within it, and the size of each piece.
 
     Args:
         number: which box each row is, int64 (rows,).
-        offset: of the stretch, int64 (rows,).
-        shape: of the stretch, int64 (rows,).
+        offset: of the interval, int64 (rows,).
+        shape: of the interval, int64 (rows,).
         box: what is cut, ascending, int64 (cuts,).
         at: where, ascending within a box, int64 (cuts,).
     """

@@ -8,7 +8,7 @@ import numpy as np
 
 from ...geometry import Column
 
-# How much of each of many amounts goes through, when each passes two places that have only so much room.
+# Amounts that pass two places each, and places with limited room.
 
 
 def fill(amount: Column, one: Column, other: Column, room: Column, item: Column) -> Column:
@@ -41,7 +41,7 @@ def fill(amount: Column, one: Column, other: Column, room: Column, item: Column)
         first = _first(ends, room.size) & ~fits
         taken[live[fits]] = amount[live[fits]]
         _use(room, ends[fits], amount[live[fits]])
-        rows = live[first]  # nothing stands before them, and what fitted behind them has left room for them
+        rows = live[first]  # nothing precedes them, and what fitted after them has left them their room
         least = room[ends[first]].min(axis=1)
         taken[rows] = np.minimum(amount[rows], least // item[rows] * item[rows])
         _use(room, ends[first], taken[rows])
@@ -78,11 +78,11 @@ def _use(room: Column, ends: Column, amount: Column) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pairs:
-    """What ranks have for each other, a row for each turn, sender and receiver.
+    """What ranks have for each other, a row for each priority, sender and receiver.
 
     Attributes:
-        turn: the lower, the sooner, int64 (pairs,).
-        needs: it is ready when all that comes to the sender at turns up to this has arrived, int64 (pairs,).
+        priority: the lower, the earlier, int64 (pairs,).
+        needs: ready when all that comes to the sender at priorities up to this has arrived, int64 (pairs,).
         one: the sender, in [0, ranks), int64 (pairs,).
         other: the receiver, in [0, ranks), int64 (pairs,).
         nbytes: int64 (pairs,).
@@ -90,7 +90,7 @@ class Pairs:
         ranks: how many there are.
     """
 
-    turn: Column
+    priority: Column
     needs: Column
     one: Column
     other: Column
@@ -100,9 +100,9 @@ class Pairs:
 
     @property
     def distance(self) -> Column:
-        """How many places further the receiver is, when senders stand in a circle and receivers too, int64 (pairs,).
+        """How far the receiver is from the sender when both are numbered round a circle, int64 (pairs,).
 
-        Those who pass on have circles of their own. So all pairs at one distance have different ranks, and where ranks
+        Relaying pairs have circles of their own. So all pairs at one distance have different ranks, and where ranks
         give to as many others, as trainers do to engines, each rank is in one of them.
         """
         distance = np.zeros_like(self.one)
@@ -116,10 +116,10 @@ class Pairs:
 def pair_steps(pairs: Pairs, room: int) -> tuple[Column, Column, Column]:
     """Return in which step how many bytes of which pair move, so that no rank sends and gets more than there is room.
 
-    Each step goes through the pairs that are ready and takes all that fits: by turn; at the same one first of those
-    whose ranks have most left to do, in whole steps; among equals by distance, so that
-    in one step different senders have different receivers. A rank that sends and gets divides its room between both,
-    as what is left of each asks for, and in a second pass whatever still fits is taken.
+    Each step goes through the pairs that are ready and takes all that fits: by priority; at equal priority first those
+    whose ranks have most left to do, in whole steps; among equals by distance, so that in one step different senders
+    have different receivers. A rank that sends and receives divides its room between both, in proportion to what is
+    left of each, and in a second pass all that still fits is taken.
 
     Args:
         pairs: what there is to move.
@@ -141,7 +141,7 @@ def pair_steps(pairs: Pairs, room: int) -> tuple[Column, Column, Column]:
         rows = np.flatnonzero(amount)
         found.append((np.full(rows.size, len(found)), rows, amount[rows]))
         left -= amount
-    columns = [np.concatenate(column) for column in zip(*found, strict=True)] or [pairs.turn[:0]] * 3
+    columns = [np.concatenate(column) for column in zip(*found, strict=True)] or [pairs.priority[:0]] * 3
     return columns[0], columns[1], columns[2]
 
 
@@ -151,6 +151,7 @@ def _one_step(pairs: Pairs, distance: Column, left: Column, room: int) -> Column
     one, other, item, wanted = pairs.one[rows], pairs.other[rows], pairs.item[rows], left[rows]
     sends, gets = _sums(one, wanted, pairs.ranks), _sums(other, wanted, pairs.ranks)
     taken = np.zeros_like(left)
+    # The last step, and the only one of small plans: nothing has to be chosen.
     if (sends + gets).max() <= room:
         taken[rows] = wanted
         return taken
@@ -166,15 +167,15 @@ def _one_step(pairs: Pairs, distance: Column, left: Column, room: int) -> Column
 
 def _share(room: int, part: Column, whole: Column) -> Column:
     """Return about as much of the room as a part is of the whole: never more than it, however many bytes there are."""
-    # room * part has to be an int64.
+    # Both are shifted until room * part fits an int64.
     shift = max(0, room.bit_length() + int(whole.max()).bit_length() - 63)
     return np.asarray(room * (part >> shift) // np.maximum(whole >> shift, 1))
 
 
 def _ready(pairs: Pairs, left: Column) -> Column:
     """Return the pairs that have bytes left of which the sender has all."""
-    comes = np.full(pairs.ranks, pairs.turn.max(initial=0))
-    np.minimum.at(comes, pairs.other[left > 0], pairs.turn[left > 0])
+    comes = np.full(pairs.ranks, pairs.priority.max(initial=0))
+    np.minimum.at(comes, pairs.other[left > 0], pairs.priority[left > 0])
     return np.flatnonzero((left > 0) & (pairs.needs < comes[pairs.one]))
 
 
@@ -182,11 +183,12 @@ def _order(pairs: Pairs, distance: Column, left: Column, room: int, rows: Column
     """Return in which order pairs are gone through."""
     load = _sums(pairs.one, left, pairs.ranks) + _sums(pairs.other, left, pairs.ranks)
     urgent = -(-(load[pairs.one[rows]] + load[pairs.other[rows]]) // room)
-    return np.lexsort((pairs.one[rows], distance[rows], -urgent, pairs.needs[rows], pairs.turn[rows]))
+    return np.lexsort((pairs.one[rows], distance[rows], -urgent, pairs.needs[rows], pairs.priority[rows]))
 
 
 def _sums(rank: Column, nbytes: Column, ranks: int) -> Column:
-    """Return the bytes of each rank: exact, as weights of a bincount, which are floats, wouldn't be."""
+    """Return the bytes of each rank."""
     sums = np.zeros(ranks, dtype=np.int64)
+    # Exact, unlike `bincount`, whose weights are floats.
     np.add.at(sums, rank, nbytes)
     return sums

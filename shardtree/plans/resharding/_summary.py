@@ -1,4 +1,4 @@
-"""A plan as tables: what each rank sends, gets and keeps, and where each tensor's bytes come from."""
+"""A plan as text: what each rank sends, gets and keeps, and where each tensor's bytes come from."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ...trees import leaves_with_paths, path_key
 from .._text import near_names, size_text, table_lines
 from ._transfers import Transfers
 
-# Totals as tables: what each rank sends, gets and keeps, the links that carry most, and what moves in each step.
+# Totals of ranks, links and steps.
 
 _SHOWN_RANKS = 32
 _SHOWN_LINKS = 5
@@ -119,7 +119,7 @@ def steps_table(step: Column, from_rank: Column, to_rank: Column, nbytes: Column
     return [*table_lines(rows), *([f"and {more} more"] if more > 0 else [])]
 
 
-# Where a tensor's bytes come from, box by box: as data, and as a table.
+# The origin of each box of a tensor.
 
 _SHOWN = 40
 
@@ -208,7 +208,7 @@ def names_of_tensors(trees: Iterable[tuple[Any, Any]]) -> dict[str, tuple[str, .
         for path, leaf in leaves_with_paths(applied):
             if not isinstance(leaf, ShardedTensor):
                 continue
-            # What a factory builds has the factory's place, and its key.
+            # Users know a factory's place and key, and not those of the shards that it builds.
             place = next((path[:depth] for depth in depths if path[:depth] in factories), path)
             for name in {path_key(place), factories.get(place, leaf.key)} - {leaf.key}:
                 names.setdefault(name, {})[leaf.key] = None
@@ -241,6 +241,7 @@ def tensor_origins(
         raise KeyMismatch(error_text(f"explain: no tensor {name!r} in the target", fix=fix))
     kinds = {key: target.kinds[target.keys.index(key)] for key in keys}
     origins = tuple(one for key in keys for one in _origins(target, transfers, key))
+    # Several keys share a name where a factory stores one tensor as several.
     return Provenance(name, kinds, origins, {key: casts[key] for key in keys if key in casts})
 
 

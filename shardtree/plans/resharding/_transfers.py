@@ -121,6 +121,7 @@ def sending_shards(source: ShardColumns, target: ShardColumns, hop: Column, row:
     if not after.size:
         return sources
     targets = select_rows(target, row[after])
+    # The argsort of a permutation is its inverse: rows come back in the order of the transfers.
     place = np.argsort(np.concatenate([before, after]))
     columns: dict[str, Any] = {
         name: np.concatenate([getattr(sources, name), getattr(targets, name)])[place] for name in _SHARD
@@ -131,6 +132,7 @@ def sending_shards(source: ShardColumns, target: ShardColumns, hop: Column, row:
 def renumbered(source: ShardColumns, target: ShardColumns) -> ShardColumns:
     """Return the source with its keys numbered as in the target; -1 is the number of those that the target hasn't."""
     number = {key: position for position, key in enumerate(target.keys)}
+    # Keys that the target lacks stay in the columns, so that rows keep their numbers.
     key = np.array([number.get(key, -1) for key in source.keys], dtype=np.int64)[source.key]
     return replace(source, keys=target.keys, kinds=target.kinds, key=key)
 
@@ -145,7 +147,7 @@ def shard_memory(shards: ShardColumns, offset: Column) -> tuple[Column, Column]:
     Returns:
         elements int64 (boxes,), and strides int64 (boxes, axes).
     """
-    # A flat range has its elements in the order of the box that it is a range of: the strides are that box's.
+    # A flat range keeps the element order of its box, so the box's strides hold, from the range's start on.
     stride = row_major_strides(shards.shape)
     return ((offset - shards.offset) * stride).sum(axis=1) - np.maximum(shards.start, 0), stride
 

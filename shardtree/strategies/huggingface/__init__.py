@@ -1,19 +1,10 @@
 """Hugging Face models: safetensors files of whole tensors, and the index JSON that lists them."""
 
-from .._actions import Strategies as Strategies
-from .._actions import StrategyAction as StrategyAction
-from ._listing import list_files as list_files
-from ._listing import recognize as recognize
-from ._load import explain as explain
-from ._load import load_common as load_common
-from ._load import load_metadata as load_metadata
-from ._load import load_sharded as load_sharded
-from ._load import verify_files as verify_files
-from ._save import MAX_FILE_BYTES as MAX_FILE_BYTES
-from ._save import commit as commit
-from ._save import save_common as save_common
-from ._save import save_sharded as save_sharded
-from ._save import save_sharded_up_to as save_sharded_up_to
+from .._actions import Strategies, StrategyAction
+from .._traits import FormatTraits
+from ._listing import list_files, recognize
+from ._load import explain, load_common, load_metadata, load_sharded, verify_files
+from ._save import MAX_FILE_BYTES, commit, save_common, save_sharded, save_sharded_up_to
 
 ROWS: Strategies = {
     (StrategyAction.RECOGNIZE, "huggingface", 1): recognize,
@@ -26,4 +17,7 @@ ROWS: Strategies = {
     (StrategyAction.COMMIT, "huggingface", 1): commit,
     (StrategyAction.VERIFY, "huggingface", 1): verify_files,
     (StrategyAction.LIST_FILES, "huggingface", 1): list_files,
+    (StrategyAction.DESCRIBE, "huggingface", 1): lambda: FormatTraits(
+        decided_by=("*.safetensors", "*.safetensors.index.json"), fills_devices=True, is_guess=True
+    ),
 }

@@ -11,7 +11,7 @@ from ...mapping import ShardedObject, ShardedTensor
 from ...plans import Prospect
 from ...storage import ReadReport
 from .._findings import Damage, Finding, Unchecked
-from .._metadata import METADATA_FILE
+from .._traits import METADATA_FILE
 from .._values import Checkpoint
 from ..index import IndexMetadata, explain_from_index, load_from_index, planned_cost
 from ._contents import Contents, WeightFile, contents, read_contents, read_header

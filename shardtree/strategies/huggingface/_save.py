@@ -26,7 +26,8 @@ from ...mapping import ShardedObject, ShardedTensor
 from ...storage import Buffer
 from ...trees import HOLE, leaves_with_paths
 from .._actions import SaveSharded
-from .._metadata import METADATA_FILE, replace_metadata
+from .._metadata import replace_metadata
+from .._traits import METADATA_FILE
 from .._values import AsyncRequest, Fields, PendingSave
 from ._layout import ModelFile, model_files, shard_pieces
 from ._listing import BACKEND, INDEX_FILE, SINGLE_FILE, draft_name, file_name

@@ -1,30 +1,43 @@
 """The index: what is in a checkpoint and where, in columns. Formats fill it; loads plan on it."""
 
-from ._build import build_index as build_index
-from ._build import without_prefix as without_prefix
-from ._columns import COLUMNS as COLUMNS
-from ._columns import OPTIONAL_COLUMNS as OPTIONAL_COLUMNS
-from ._columns import Index as Index
-from ._columns import chunks_of as chunks_of
-from ._columns import file_at as file_at
-from ._columns import find_texts as find_texts
-from ._columns import item_sizes as item_sizes
-from ._columns import kind_at as kind_at
-from ._columns import text_at as text_at
-from ._columns import text_columns as text_columns
-from ._columns import texts as texts
-from ._columns import whole_shard as whole_shard
-from ._columns import whole_shards as whole_shards
-from ._damage import bounding_box as bounding_box
-from ._damage import file_contents as file_contents
-from ._damage import files_damage as files_damage
-from ._damage import regions_between as regions_between
-from ._load import explain_from_index as explain_from_index
-from ._load import load_from_index as load_from_index
-from ._load import plan_shards as plan_shards
-from ._load import planned_cost as planned_cost
-from ._load import read_planned as read_planned
-from ._mapping import IndexMetadata as IndexMetadata
-from ._mapping import stored_fingerprints as stored_fingerprints
-from ._problems import index_problem as index_problem
-from ._problems import shared_bytes_problem as shared_bytes_problem
+from ._build import build_index, without_prefix
+from ._columns import (
+    COLUMNS,
+    OPTIONAL_COLUMNS,
+    Index,
+    chunks_of,
+    file_at,
+    find_texts,
+    item_sizes,
+    kind_at,
+    text_at,
+    text_columns,
+    texts,
+    whole_shard,
+    whole_shards,
+)
+from ._damage import bounding_box, file_contents, files_damage, regions_between
+from ._file import blocks_problem, decode_index, encode_index, index_name, read_index
+from ._load import explain_from_index, load_from_index, plan_shards, planned_cost, read_planned
+from ._mapping import IndexMetadata, stored_fingerprints
+from ._problems import index_problem, shared_bytes_problem
+from ._rows import (
+    ReadIndex,
+    list_files,
+    objects_from_index,
+    remove_sharded,
+    rows_from_index,
+    rows_of_saves,
+    verify_index,
+)
+from ._save import (
+    RankFiles,
+    StoredItem,
+    collect_index,
+    encoded_object,
+    item_buffers,
+    rank_file,
+    rank_files,
+    save_with_index,
+    write_file,
+)

@@ -1,24 +1,24 @@
-"""The layout of one rank's data files: which entry lies where, known before a byte is written."""
+"""What one rank's data files look like: which entry lies where, before a byte is written."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from functools import partial
+from typing import TypeAlias
 
 import numpy as np
 import torch
 from torch._utils import _flatten_dense_tensors
 
-from ...codec import Entry, bit_view, check_storable, encode_header, encode_tree, format_tag, is_tagged
-from ...errors import CheckpointingException, ShapeError, error_text
+from ...codec import Entry, bit_view, check_storable, encode_header, format_tag, is_tagged
 from ...geometry import Column, box_column, volumes
 from ...mapping import ShardedObject, ShardedTensor
 from ...storage import Buffer, is_in_place
-from .._checks import misfit
+from .._checks import checked_data
+from ..index import encoded_object
 
-# A rank's shards as entries of its data files. In columns: 20,000 tensors are laid out in 28 ms, and with an object for
-# each entry it took 75.
+# What a rank's shards are as entries of its data files, in columns.
 
 Shard: TypeAlias = ShardedTensor | ShardedObject
 Source: TypeAlias = ShardedTensor | bytes
@@ -26,15 +26,15 @@ Source: TypeAlias = ShardedTensor | bytes
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Entries:
-    """Shards as entries of files, one in each row.
+    """Shards to be written to files, one a row.
 
     Attributes:
-        sources: of each one's bytes: a tensor shard, or an object's encoded data.
+        sources: where each one's bytes come from: a tensor shard, or an object's encoded data.
         number: its position among the rank's shards, int64 (entries,).
         keys: the tensors' keys and the objects' unique keys.
         tags: safetensors' dtypes.
-        shapes: as in the files' headers.
-        item_size: of which the first byte of each should be a multiple, int64 (entries,).
+        shapes: as the files' headers have them.
+        item_size: what the first byte of each should be a multiple of, int64 (entries,).
         length: in bytes, int64 (entries,).
     """
 
@@ -61,8 +61,9 @@ def entries_of(shards: Sequence[Shard], *, allow_pickle: bool) -> Entries:
         UnsupportedValue: a dtype or an object can't be stored.
     """
     _check_dtypes([shard for shard in shards if isinstance(shard, ShardedTensor)])
-    sources = tuple([shard if isinstance(shard, ShardedTensor) else _payload(shard, allow_pickle) for shard in shards])
-    # An object is stored as a tensor of its bytes.
+    encoded = partial(encoded_object, allow_pickle=allow_pickle)
+    sources = tuple([shard if isinstance(shard, ShardedTensor) else encoded(shard) for shard in shards])
+    # An object is a tensor of its bytes.
     dtypes = [torch.uint8 if isinstance(source, bytes) else source.dtype for source in sources]
     shapes = [(len(source),) if isinstance(source, bytes) else _shape(source) for source in sources]
     keys = tuple([shard.key if isinstance(shard, ShardedTensor) else shard.unique_key for shard in shards])
@@ -96,14 +97,6 @@ def _check_dtypes(tensors: Sequence[ShardedTensor]) -> None:
         check_storable(dtype, f"save: {next(shard.key for shard in tensors if shard.dtype == dtype)!r}")
 
 
-def _payload(item: ShardedObject, allow_pickle: bool) -> bytes:
-    try:
-        return encode_tree(item.data, allow_pickle=allow_pickle)
-    except CheckpointingException as error:
-        error.add_note(f"tree is the data of ShardedObject {item.unique_key!r}")
-        raise
-
-
 def _shape(shard: ShardedTensor) -> tuple[int, ...]:
     flat = shard.flattened_range
     return (1,) * shard.prepend_axis_num + shard.local_shape if flat is None else (flat.stop - flat.start,)
@@ -113,7 +106,7 @@ HEADER_BYTES = 64 * 1024 * 1024
 """A new part begins before a header passes this; readers of safetensors refuse headers of over 100 MB."""
 
 FILE_BYTES = 64 * 1024 * 1024
-"""Less isn't worth a file of its own with a thread that writes it."""
+"""Less isn't worth a file, and a thread that writes it, of its own."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -144,17 +137,15 @@ def parts(
     Args:
         shards: tensor shards with data, and objects.
         allow_pickle: whether objects that the codec can't hold are pickled.
-        most_files: the number of files of about equal length among which shards are shared out; long headers may need
-            more.
+        most_files: over so many, of about the same length, large shards are spread; headers may ask for more.
         header_bytes: the most that a header may take.
 
     Raises:
         UnsupportedValue: a dtype or an object can't be stored.
     """
     entries = entries_of(shards, allow_pickle=allow_pickle)
-    # Falling item sizes align every entry to its items without gaps, which the format forbids.
+    # Falling item sizes keep every entry aligned to its items without gaps, which the format forbids.
     order = np.lexsort((_key_order(entries.keys), -entries.item_size))
-    # Two threads that write one file wait for each other in the kernel; two that write two take half the time.
     files = min(most_files, int(entries.length.sum()) // FILE_BYTES)
     length, header_length = entries.length[order], _header_lengths(entries)[order]
     return tuple(
@@ -164,17 +155,6 @@ def parts(
     )
 
 
-def part_name(save_id: str, rank: int, ranks: int, part: int) -> str:
-    """Return the name of a rank's data file.
-
-    Examples:
-        >>> part_name("save-1", 0, 4, 0), part_name("save-1", 3, 4, 2)
-        ('save-1/00000-of-00004.safetensors', 'save-1/00003-of-00004-2.safetensors')
-    """
-    suffix = f"-{part}" if part else ""
-    return f"{save_id}/{rank:05d}-of-{ranks:05d}{suffix}.safetensors"
-
-
 def _key_order(keys: Sequence[str]) -> Column:
     """Return the position of each key among all of them, sorted."""
     position = {key: number for number, key in enumerate(sorted(dict.fromkeys(keys)))}
@@ -182,7 +162,7 @@ def _key_order(keys: Sequence[str]) -> Column:
 
 
 def _shares(length: Column, files: int) -> list[Column]:
-    """Return rows, in order, in a number of groups of about equal bytes: a row belongs where its middle lies."""
+    """Return rows, in order, in at most so many groups of about as many bytes: each goes where its middle lies."""
     rows = np.arange(len(length))
     if files < 2 or not len(length):
         return [rows] if len(length) else []
@@ -193,14 +173,14 @@ def _shares(length: Column, files: int) -> list[Column]:
 
 
 def _header_lengths(entries: Entries) -> Column:
-    """Return an upper bound of the bytes of each entry in a header."""
+    """Return the most that each entry takes in a header."""
     # A character takes at most six bytes in JSON; 200 leaves room for the numbers of a shape and the offsets.
     most = [6 * len(key) + 24 * len(shape) + 200 for key, shape in zip(entries.keys, entries.shapes, strict=True)]
     return np.array(most, dtype=np.int64)
 
 
 def _groups(rows: Column, length: Column, most: int) -> Iterator[Column]:
-    """Yield rows, in order, in groups of bounded length; a single row may be longer."""
+    """Yield rows, in order, in groups of bounded length; only a single row is a longer one."""
     ends = np.cumsum(length)
     start = 0
     while start < len(rows):
@@ -219,8 +199,7 @@ def _part(entries: Entries) -> Part:
 
 
 def _names(keys: Sequence[str]) -> Sequence[str]:
-    """Return the names of a file's entries: their keys, or others if these are taken."""
-    # Names are for people and other readers: our own go by the index alone.
+    """Return the names of a file's entries: their keys, or others where these are taken."""
     taken = {"__metadata__"}
     if len(taken.union(keys)) == len(keys) + 1:
         return keys
@@ -238,24 +217,24 @@ def _free_name(key: str, position: int, taken: set[str]) -> str:
     return name
 
 
-# Gathering small tensors, so that a group is copied by one call, hashed and written as one buffer
+# Small tensors are copied together, so that they are hashed and written as one buffer.
 
 _SMALL_BYTES = 64 * 1024
-"""For larger tensors the copy would cost more than a buffer of their own."""
-_GATHERED_BYTES = 256 * 1024
-"""So few that they are still in the processor's cache when they are hashed and written."""
+"""Of larger tensors the copy would cost more than a buffer of their own."""
+_TOGETHER_BYTES = 256 * 1024
+"""So few that the processor still has them in its cache when they are hashed and written."""
 
-# Bits are copied as integers: a copy of floats may change the bits of a NaN.
+# Bits are copied as integers, which have no NaN to be changed on the way.
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def together(entries: Entries) -> Iterator[slice]:
     """Yield rows of entries, in order: small tensors with items of one size together, each other entry by itself."""
-    start, size, joined = 0, 0, 0  # item size of the current group, 0 if it can't be joined
+    start, size, joined = 0, 0, 0  # the item size of what may be joined, 0 for what may not
     columns = (entries.sources, entries.item_size.tolist(), entries.length.tolist())
     for row, (source, item_size, length) in enumerate(zip(*columns, strict=True)):
         joins = item_size if length <= _SMALL_BYTES and _is_plain(source, item_size) else 0
-        if row and not (joins and joins == joined and size + length <= _GATHERED_BYTES):
+        if row and not (joins and joins == joined and size + length <= _TOGETHER_BYTES):
             yield slice(start, row)
             start, size = row, 0
         joined = joins
@@ -265,7 +244,7 @@ def together(entries: Entries) -> Iterator[slice]:
 
 
 def _is_plain(source: Source, item_size: int) -> bool:
-    """Return whether an entry is a tensor whose memory is its bytes; others need `tensor_buffers`."""
+    """Return whether an entry is a tensor whose memory is its bytes; `tensor_buffers` knows those of others."""
     if isinstance(source, bytes) or item_size not in _INTEGERS:
         return False
     data = source.data
@@ -281,16 +260,5 @@ def gathered(shards: Sequence[ShardedTensor]) -> Buffer:
     integer = _INTEGERS[shards[0].dtype.itemsize]
     with torch.no_grad():
         bits = [checked_data(shard).view(integer) for shard in shards]
-        # One C++ call in place of a view for each and a `cat`.
+        # Half the calls that views and `cat` are.
         return memoryview(bit_view(_flatten_dense_tensors(bits)).numpy())  # type: ignore[no-untyped-call]
-
-
-def checked_data(shard: ShardedTensor) -> Any:
-    """Return a shard's data, which may be lazy.
-
-    Raises:
-        ShapeError: it was changed since the save began.
-    """
-    if found := misfit(shard):
-        raise ShapeError(error_text("save: a tensor was changed while it waited to be written", found=found))
-    return shard.data

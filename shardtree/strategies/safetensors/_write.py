@@ -1,47 +1,57 @@
-"""Writing one rank's data files, each by a thread of its own, up to a few."""
+"""Saving in the native format: a rank's data files, written by as many threads as there are files, up to a few."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from threading import Event
+from typing import Any
 
 import numpy as np
 import torch
 
+from ...codec import decode_tree, encode_tree
 from ...errors import CheckpointingException, error_text
-from ...fingerprints import add_fingerprints, column_parts, piece_total, run_pieces
+from ...fingerprints import piece_total, run_pieces
 from ...geometry import Column
-from ...layouts import ShardColumns, select_rows
-from ...mapping import ShardedTensor
+from ...layouts import ShardColumns, select_rows, shard_columns
+from ...mapping import ShardedObject, ShardedTensor
 from ...storage import (
+    STAGED_BYTES,
     BlockHasher,
     Buffer,
     Hashes,
     SizedBuffers,
+    collector_paused,
     hash_column,
     hashed,
     hashed_beside,
     in_parts,
     in_threads,
     in_turn,
+    is_in_place,
     tensor_buffers,
+    usual_threads,
 )
-from .._values import PendingSave
-from ._layout import Entries, Part, Source, checked_data, gathered, part_name, together
+from .._checks import checked_data
+from .._metadata import read_checked, write_checked
+from .._values import AsyncRequest, Checkpoint, Fields, PendingSave
+from ..index import RankFiles, rank_file, save_with_index
+from ._layout import Entries, Part, Shard, Source, gathered, parts, together
 
-# Fingerprints of what a save writes, added up from the bytes as they are written: no second pass over memory
+# Fingerprints of what a save writes: added up from the bytes while they are written.
 
 
 def with_total(buffers: Iterator[Buffer], shard: ShardedTensor, totals: list[int]) -> Iterator[Buffer]:
-    """Yield a shard's buffers unchanged, and append their share of the tensor's fingerprint to a list.
+    """Yield a shard's buffers as they are, and append what they add to its tensor's fingerprint.
 
     Args:
         buffers: the row-major bytes of the shard, whole elements in each.
         shard: whose they are.
-        totals: the shard's share is appended once the last buffer was taken.
+        totals: what the shard adds goes to the end of this list, once the last buffer was taken.
     """
     box = (1,) * shard.prepend_axis_num + shard.local_shape
     first = 0 if shard.flattened_range is None else shard.flattened_range.start
@@ -52,51 +62,6 @@ def with_total(buffers: Iterator[Buffer], shard: ShardedTensor, totals: list[int
         first += elements.numel()
         yield buffer
     totals.append(total % 2**64)
-
-
-def fingerprint_column(columns: ShardColumns, totals: Sequence[Hashes | None]) -> Hashes | None:
-    """Return the fingerprint of each key, uint64 (keys,), or None if no rank added any up.
-
-    Args:
-        columns: all ranks' shards, which cover their tensors once.
-        totals: the shares of each rank's shards, in the order of the columns' rows.
-
-    Raises:
-        IntegrityError: the shards don't make whole tensors.
-    """
-    known = [each for each in totals if each is not None]
-    if not known:
-        return None
-    found = add_fingerprints([column_parts(columns, np.concatenate(known))])
-    return np.array([found[key] for key in columns.keys], dtype=np.uint64)
-
-
-# What one rank wrote, sent to rank 0 for the commit
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Written:
-    """What one rank wrote.
-
-    Attributes:
-        files: names of its data files.
-        lengths: theirs, in bytes.
-        hashes: of their blocks, file by file; None without checksums.
-        columns: the tensor shards that it wrote.
-        file: number of the rank's file for each shard, int64 (shards,).
-        byte: where each shard begins in it, int64 (shards,).
-        objects: unique key, file, byte and length in bytes of each object.
-        totals: each shard's share of its tensor's fingerprint, uint64 (shards,); None without fingerprints.
-    """
-
-    files: tuple[str, ...]
-    lengths: tuple[int, ...]
-    hashes: tuple[Hashes | None, ...]
-    columns: ShardColumns
-    file: Column
-    byte: Column
-    objects: tuple[tuple[str, int, int, int], ...]
-    totals: Hashes | None = None
 
 
 Hashing = Callable[[Iterable[Buffer], BlockHasher], Generator[Buffer, None, None]]
@@ -111,30 +76,28 @@ class _File:
 
 def write_files(
     pending: PendingSave, layout: Sequence[Part], columns: ShardColumns, row: Column, threads: int
-) -> Written:
-    """Write a rank's data files, and return what the index needs to know of them.
+) -> RankFiles:
+    """Write a rank's data files, and return what the index says about them.
 
     Args:
         pending: the checkpoint.
         layout: the files.
         columns: the rank's tensor shards.
-        row: the row of `columns` of each shard in the layout, -1 for an object, int64 (shards,).
+        row: of `columns` that each shard that is laid out has, -1 for an object, int64 (shards,).
         threads: how many files are written at a time.
 
     Raises:
         ShapeError: a tensor was changed since the save began.
         StorageError: a file can't be written.
     """
-    names = tuple(
-        part_name(pending.save_id, pending.world.rank, pending.world.size, part) for part in range(len(layout))
-    )
-    # Made again: an abandoned request, whose folder was removed, may be run once more.
+    names = tuple(rank_file(pending, "safetensors", part) for part in range(len(layout)))
+    # A request may be tried again after its folder was removed.
     pending.storage.make_folder(pending.save_id, durable=pending.options.durable)
     files = _write_all(pending, names, layout, threads)
     if pending.options.durable and names:
         pending.storage.sync_folder(pending.save_id)
     rows, file_of, byte_of = _places(layout, row)
-    return Written(
+    return RankFiles(
         files=names,
         lengths=tuple(file.length for file in files),
         hashes=tuple(file.hashes for file in files),
@@ -169,35 +132,35 @@ def _sums(files: Sequence[_File]) -> Hashes:
 
 
 def _write_all(pending: PendingSave, names: Sequence[str], layout: Sequence[Part], threads: int) -> list[_File]:
-    progress = in_turn(pending.options.progress)
-    # Hashing gets a thread of its own only if a single one writes: otherwise all threads are busy with copies.
+    tell = in_turn(pending.options.progress)
+    # A thread is to spare for hashing only where a single one writes.
     hashing = hashed if min(threads, len(layout)) > 1 else hashed_beside
-    has_failed = Event()
+    unwanted = Event()
 
     def write(number: int) -> _File:
         part, totals = layout[number], list[int]()
-        buffers = _with_progress(_part_buffers(part, totals if pending.options.fingerprint else None), progress)
+        buffers = _with_progress(_part_buffers(part, totals if pending.options.fingerprint else None), tell)
         hasher = BlockHasher() if pending.options.checksums else None
         with closing(in_parts(buffers) if hasher is None else hashing(buffers, hasher)) as stream:
             try:
-                wanted = SizedBuffers(part.length, _until_failure(stream, has_failed))
+                wanted = SizedBuffers(part.length, _while_wanted(stream, unwanted))
                 length = pending.storage.write(names[number], wanted, durable=pending.options.durable)
-            except _OtherFailed:
-                # `in_threads` raises the other thread's error, which says what happened.
+            except _Unwanted:
+                # What another thread raised is what happened.
                 return _File(0, None, [])
         return _File(length, None if hasher is None else hash_column(hasher), totals)
 
-    return in_threads(write, range(len(layout)), threads, stop=has_failed.set)
+    return in_threads(write, range(len(layout)), threads, stop=unwanted.set)
 
 
-class _OtherFailed(Exception):
+class _Unwanted(Exception):
     """Another file of the same save can't be written."""
 
 
-def _until_failure(buffers: Iterable[Buffer], has_failed: Event) -> Iterator[Buffer]:
+def _while_wanted(buffers: Iterable[Buffer], unwanted: Event) -> Iterator[Buffer]:
     for buffer in buffers:
-        if has_failed.is_set():
-            raise _OtherFailed
+        if unwanted.is_set():
+            raise _Unwanted
         yield buffer
 
 
@@ -233,7 +196,48 @@ def _source_buffers(source: Source) -> Iterator[Buffer]:
         yield from tensor_buffers(checked_data(source))
 
 
-def _with_progress(buffers: Iterator[Buffer], progress: Callable[[int], None]) -> Iterator[Buffer]:
+def _with_progress(buffers: Iterator[Buffer], tell: Callable[[int], None]) -> Iterator[Buffer]:
     for buffer in buffers:
         yield buffer
-        progress(buffer.nbytes)
+        tell(buffer.nbytes)
+
+
+# Saving in the native format: each rank its data files, rank 0 the index; and the common state, which is one file.
+
+
+def save_common(pending: PendingSave, common: Any) -> Fields:
+    """Write the common tree as one file, and return what metadata.json says about it."""
+    data = encode_tree(common, allow_pickle=pending.options.allow_pickle)
+    name = f"{pending.save_id}/common.safetensors"
+    entry = write_checked(pending.storage, name, data, durable=pending.options.durable)
+    return {"save_id": pending.save_id, "common": entry}
+
+
+def load_common(checkpoint: Checkpoint) -> Any:
+    """Return the stored common tree, with holes where shards were."""
+    data, _ = read_checked(checkpoint, "common")
+    options = checkpoint.options
+    return decode_tree(data, types=options.types, allow_pickle=options.allow_pickle)
+
+
+def save_sharded(pending: PendingSave, shards: Sequence[ShardedTensor | ShardedObject]) -> AsyncRequest[RankFiles]:
+    """Prepare the data files of a rank's shards, and return the request that writes them."""
+    with collector_paused():
+        tensors = [shard for shard in shards if isinstance(shard, ShardedTensor)]
+        threads = pending.options.threads or usual_threads()
+        threads = threads if threads == 1 or all(map(_in_memory, tensors)) else 1
+        layout = parts(shards, allow_pickle=pending.options.allow_pickle, most_files=threads)
+        columns = shard_columns(tensors, pending.world.rank)
+    return save_with_index(pending, partial(write_files, pending, layout, columns, _tensor_rows(shards), threads))
+
+
+def _in_memory(shard: ShardedTensor) -> bool:
+    """Return whether several threads can write such data at a time: each without a large copy, or a device's stream."""
+    data = shard.data
+    return isinstance(data, torch.Tensor) and data.is_cpu and (is_in_place(data) or data.nbytes <= STAGED_BYTES)
+
+
+def _tensor_rows(shards: Sequence[Shard]) -> Column:
+    """Return, for each shard, the row that it has among the tensors; -1 for an object."""
+    is_tensor = np.array([isinstance(shard, ShardedTensor) for shard in shards], dtype=np.bool_)
+    return np.where(is_tensor, np.cumsum(is_tensor) - 1, -1)

@@ -1,27 +1,14 @@
 """Archives of torch.save in data files: Megatron-Core's `torch_dist`, and what torch.distributed.checkpoint writes."""
 
-from .._actions import Strategies as Strategies
-from .._actions import StrategyAction as StrategyAction
-from ._commit import commit as commit
-from ._commit import commit_dcp as commit_dcp
-from ._common import load_common as load_common
-from ._common import load_dcp_common as load_dcp_common
-from ._common import recognize as recognize
-from ._listing import DCP as DCP
-from ._listing import TORCH_DIST as TORCH_DIST
-from ._listing import Listing as Listing
-from ._listing import list_files as list_files
-from ._listing import read_listing as read_listing
-from ._load import explain as explain
-from ._load import load_metadata as load_metadata
-from ._load import load_objects as load_objects
-from ._load import load_sharded as load_sharded
-from ._metadata_file import INDEX_FILE as INDEX_FILE
-from ._save import save_common as save_common
-from ._save import save_dcp_common as save_dcp_common
-from ._save import save_dcp_sharded as save_dcp_sharded
-from ._save import save_sharded as save_sharded
-from ._verify import verify_files as verify_files
+from .._actions import Strategies, StrategyAction
+from .._traits import FormatTraits
+from ._commit import commit, commit_dcp
+from ._common import load_common, load_dcp_common, recognize
+from ._listing import DCP, TORCH_DIST, Listing, list_files, read_listing
+from ._load import explain, load_metadata, load_objects, load_sharded
+from ._metadata_file import INDEX_FILE
+from ._save import save_common, save_dcp_common, save_dcp_sharded, save_sharded
+from ._verify import verify_files
 
 ROWS: Strategies = {
     (StrategyAction.LOAD_COMMON, "torch_dist", 1): load_common,
@@ -47,4 +34,6 @@ ROWS: Strategies = {
     (StrategyAction.COMMIT, "dcp", 1): commit_dcp,
     (StrategyAction.VERIFY, "dcp", 1): verify_files,
     (StrategyAction.LIST_FILES, "dcp", 1): list_files,
+    (StrategyAction.DESCRIBE, "torch_dist", 1): lambda: FormatTraits(decided_by=(".metadata",), has_manifest=True),
+    (StrategyAction.DESCRIBE, "dcp", 1): lambda: FormatTraits(decided_by=(".metadata",)),
 }

@@ -16,7 +16,7 @@ from ...geometry import Column
 from ...layouts import ShardColumns, TensorKind, join_columns, select_rows, write_problems
 from ...storage import Storage
 from .._checks import check_objects_written
-from .._metadata import METADATA_FILE
+from .._traits import METADATA_FILE
 from .._values import Fields, PendingSave
 from ._common import VALUES
 from ._listing import DCP, TORCH_DIST
@@ -68,6 +68,7 @@ def collect(storage: Storage, written: Sequence[Written]) -> Stored:
     # A rank with nothing to write has no file, and no number.
     number = np.cumsum([0, *(part.file is not None for part in written)])
     file = np.concatenate([np.full(len(part.columns), base) for part, base in zip(written, number, strict=False)])
+    # Readers of DCP look archives up by key and offset: two of the same would be one of them, by chance.
     rows = _sorted_once(columns)
     return Stored(
         select_rows(columns, rows),
@@ -238,6 +239,7 @@ def commit(pending: PendingSave, fields: Fields) -> None:
     # No field of our own: Megatron-Core refuses a metadata.json with any other.
     stored, durable = stored_by(pending, TORCH_DIST[0]), pending.options.durable
     pending.storage.remove_folder(pending.save_id)
+    # The index first: with metadata.json alone, Megatron-Core would open a folder that it can't read.
     pending.storage.replace(note(pending, INDEX_FILE), encode_index_file(stored, pending.save_id), durable=durable)
     # Otherwise the caller writes metadata.json: with another format's common state it needs more fields, and the
     # checkpoint can't be Megatron-Core's in any case.

@@ -15,7 +15,7 @@ import torch
 from ...codec import Constructor, Stub, inert, read_pickle
 from ...errors import CorruptCheckpoint, error_text
 from .._manifest import check_listed
-from .._metadata import METADATA_FILE
+from .._traits import METADATA_FILE
 from .._values import Checkpoint
 
 INDEX_FILE = ".metadata"

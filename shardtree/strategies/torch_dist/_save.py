@@ -11,7 +11,7 @@ from typing import Any
 from ...errors import CheckpointingException, StrategyError, TreePath, error_text, render_path
 from ...mapping import ShardedObject, ShardedTensor
 from ...storage import Buffer
-from .._metadata import METADATA_FILE
+from .._traits import METADATA_FILE
 from .._values import AsyncRequest, Fields, PendingSave
 from ..torch import COMMON_FILE, encode_with_holes
 from ..torch import save_common as save_torch_common

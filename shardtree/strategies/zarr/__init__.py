@@ -1,29 +1,22 @@
 """Zarr: Megatron-Core's old checkpoints (version 1, read only), and zarr v3 arrays, ours and others' (version 3)."""
 
-from .._actions import Strategies as Strategies
-from .._actions import StrategyAction as StrategyAction
-from ._array import StoredArray as StoredArray
-from ._blobs import load_common as load_common
-from ._blobs import save_common as save_common
-from ._group import Group as Group
-from ._layout import array_name as array_name
-from ._legacy import explain_legacy as explain_legacy
-from ._legacy import legacy_group as legacy_group
-from ._legacy import load_legacy_metadata as load_legacy_metadata
-from ._legacy import load_legacy_objects as load_legacy_objects
-from ._legacy import load_legacy_sharded as load_legacy_sharded
-from ._legacy import verify_legacy_files as verify_legacy_files
-from ._load import explain as explain
-from ._load import load_metadata as load_metadata
-from ._load import load_objects as load_objects
-from ._load import load_sharded as load_sharded
-from ._load import read_arrays as read_arrays
-from ._load import recognize as recognize
-from ._save import commit as commit
-from ._save import save_sharded as save_sharded
-from ._verify import list_files as list_files
-from ._verify import remove_sharded as remove_sharded
-from ._verify import verify_files as verify_files
+from .._actions import Strategies, StrategyAction
+from .._traits import FormatTraits
+from ._array import StoredArray
+from ._blobs import load_common, save_common
+from ._group import Group
+from ._layout import array_name
+from ._legacy import (
+    explain_legacy,
+    legacy_group,
+    load_legacy_metadata,
+    load_legacy_objects,
+    load_legacy_sharded,
+    verify_legacy_files,
+)
+from ._load import explain, load_metadata, load_objects, load_sharded, read_arrays, recognize
+from ._save import commit, save_sharded
+from ._verify import list_files, remove_sharded, verify_files
 
 ROWS: Strategies = {
     (StrategyAction.LOAD_SHARDED, "zarr", 1): load_legacy_sharded,
@@ -45,4 +38,6 @@ ROWS: Strategies = {
     (StrategyAction.COMMIT, "zarr", 3): commit,
     (StrategyAction.VERIFY, "zarr", 3): verify_files,
     (StrategyAction.LIST_FILES, "zarr", 3): list_files,
+    (StrategyAction.DESCRIBE, "zarr", 1): lambda: FormatTraits(decided_by=(".zgroup",), has_manifest=True),
+    (StrategyAction.DESCRIBE, "zarr", 3): lambda: FormatTraits(decided_by=("zarr.json", ".zgroup"), has_manifest=True),
 }

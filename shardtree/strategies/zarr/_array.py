@@ -82,6 +82,7 @@ class StoredArray:
             'w/c.0.1'
         """
         numbers = [str(number) for number in (cell if self.shape else ())]
+        # zarr v2 calls the only file of a scalar 0, where v3 calls it c.
         prefix = [self.prefix] if self.prefix else []
         return f"{self.name}/{self.separator.join([*prefix, *numbers]) or '0'}"
 
@@ -96,6 +97,7 @@ def checked_shapes(shapes: Iterator[Any] | tuple[Any, ...], item_size: int, what
         >>> checked_shapes(([4, 6], [2, 3]), 4, "w")
         [(4, 6), (2, 3)]
     """
+    # Checked before any arithmetic: sizes come from a file, and their product must stay within 64 bits.
     found: list[Shape] = []
     for number, shape in enumerate(shapes):
         least = 1 if number else 0
@@ -163,6 +165,7 @@ def dtype_of_v2(text: Any) -> tuple[torch.dtype | None, bool]:
     """
     if not isinstance(text, str):
         return None, True
+    # Megatron-Core makes the array as raw bytes, and writes bfloat16 into the metadata afterwards, if it gets that far.
     if text in _PLAIN_BITS:
         return torch.bfloat16, True
     parts = _V2.fullmatch(text)

@@ -10,10 +10,10 @@ import torch
 
 from ...codec import canonical_json, decode_tree, encode_tree
 from ...errors import CorruptCheckpoint, error_text
-from ...storage import BLOCK_BYTES, Buffer, Storage, digest
+from ...storage import Buffer, Storage, digest
 from .._metadata import read_checked
 from .._values import Checkpoint, Fields, PendingSave
-from ..index import COLUMNS, Index, index_problem, shared_bytes_problem
+from ..index import COLUMNS, Index, blocks_problem, index_problem, shared_bytes_problem
 from ._array import StoredArray
 from ._metadata import NODE_FILE, OURS, encode_v3
 
@@ -80,21 +80,14 @@ def decode_columns(data: Buffer, where: str) -> Index:
     if not isinstance(columns, dict) or not all(isinstance(columns.get(name), np.ndarray) for name in COLUMNS):
         raise _unsound(where, "other columns than an index has")
     index = Index(**{name: columns[name] for name in COLUMNS})
-    # Its digest says only that the file is what its writer made: whoever makes a checkpoint computes its hashes too.
+    # Its digest says only that the file is what its writer made: an attacker computes the hashes too.
     try:
-        problem = index_problem(index) or _blocks_problem(index) or shared_bytes_problem(index)
+        problem = index_problem(index) or blocks_problem(index) or shared_bytes_problem(index)
     except (UnicodeDecodeError, IndexError, ValueError) as error:
         problem = str(error)
     if problem:
         raise _unsound(where, problem)
     return index
-
-
-def _blocks_problem(index: Index) -> str | None:
-    blocks = np.diff(index.file_block)
-    # A file that several ranks wrote has none: no rank has seen all bytes of a block.
-    sound = (blocks == 0) | (blocks == -(-index.file_length // BLOCK_BYTES))
-    return None if sound.all() else "a file's blocks don't tile it"
 
 
 def _unsound(where: str, found: str) -> CorruptCheckpoint:

@@ -114,6 +114,7 @@ def _nested(storage: Storage, folder: str, axes: int) -> Iterator[Shape]:
 
 
 def _is_number(text: str) -> bool:
+    # isdigit() alone takes other scripts' digits too, and int() would read 007 as another file's 7.
     return text.isascii() and text.isdigit() and len(text) < 20 and (text == "0" or text[0] != "0")
 
 
@@ -128,6 +129,7 @@ def missing_cells(array: StoredArray, stored: Column, most: int = MOST_CELLS) ->
     Raises:
         UnsupportedValue: there are too many to list them.
     """
+    # A few bytes of metadata may describe a grid of 2**60 places; only as many as fit the memory are counted out.
     total = prod(array.counts)
     most //= len(array.box)
     if total - len(stored) > most:
@@ -184,6 +186,7 @@ def read_shard_index(storage: Storage, array: StoredArray, name: str) -> tuple[C
     Raises:
         CorruptCheckpoint: the file is too short, the index isn't what was written, or a chunk isn't whole.
     """
+    # Numbers of Python, not of numpy: what the metadata says may be beyond 64 bits, and must not wrap round.
     length, size = storage.length(name) or 0, index_bytes(array)
     # Before any memory is made: the size comes from metadata, which can claim any number of inner chunks.
     if size > length:
@@ -199,6 +202,7 @@ def read_shard_index(storage: Storage, array: StoredArray, name: str) -> tuple[C
     stored = np.flatnonzero((entries != _NOT_STORED).any(axis=1))
     begin, count = entries[stored].T
     whole = int(np.prod(array.inner or (), dtype=object)) * array.dtype.itemsize
+    # Inner chunks are plain bytes here, so each has the same length: any other is damage, or a codec unseen.
     # "begin + count > length" could overflow uint64.
     wrong = (count != whole) | (begin > max(0, length - whole))
     if wrong.any() or whole > length:
@@ -217,6 +221,7 @@ def crc32c(data: bytes) -> int:
     References:
         RFC 3720, appendix B.4.
     """
+    # An index has a few hundred bytes, so that a loop is quick enough, and no package is needed for it.
     table, crc = _table(), 0xFFFFFFFF
     for byte in data:
         crc = table[(crc ^ byte) & 0xFF] ^ (crc >> 8)

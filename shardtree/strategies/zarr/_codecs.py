@@ -53,6 +53,7 @@ def check_harmless(codecs: Iterable[Any], what: str) -> None:
             raise UnsafeFile(
                 error_text(f"open: {what} has a codec that isn't known to be harmless", found=found, fix=fix)
             )
+        # Sharding nests codecs, and the harmful one may be inside.
         for group in ("codecs", "index_codecs"):
             check_harmless(codec_list(configuration.get(group, []), what), what)
 
@@ -176,9 +177,12 @@ def _check_chunk(codecs: Sequence[Any], data: bytes, nbytes: int, what: str) -> 
         names, data = names[:-1], data[:-_CHECKSUM_BYTES]
     if not _COMPRESSORS.intersection(names):
         return
+    # What a second compressor makes of the first one's output can't be known without decoding that.
     if _COMPRESSORS.intersection(names[:-1]):
         found, fix = ", ".join(names)[:200], "Rewrite it with one compressor, as the last codec."
         raise UnsupportedValue(error_text(f"load: {what} has compressors among its codecs", found=found, fix=fix))
+    # Decoders are asked how long the result is, or run in steps, before anything allocates that much: a guard against
+    # decompression bombs.
     most = _TIMES_WIDER * nbytes + _SLACK_BYTES
     try:
         length = _decoded_length(names[-1], data, most)
@@ -203,6 +207,7 @@ def _decoded_length(compressor: str, data: bytes, most: int) -> int:
 def _streamed_length(stream: Callable[[], Any], data: bytes, most: int) -> int:
     # These formats don't store their length, or can lie about it: decode in steps, and keep nothing.
     length = 0
+    # A gzip file may be several streams, one after the other.
     while data and length <= most:
         one = stream()
         while not one.eof and length <= most:

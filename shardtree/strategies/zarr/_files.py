@@ -158,7 +158,7 @@ def write_chunk_file(
     if any(wrong):
         found = next(filter(None, wrong))
         raise ShapeError(error_text("save: a tensor was changed while it waited to be written", found=found))
-    # Other ranks write their bytes at their places: that needs a file system, and no rank could hash a whole block.
+    # No rank sees all bytes of a file that several write, so that none could hash its blocks.
     if file.is_shared:
         storage.write_parts(file.name, file.length, _reported_parts(_parts(file, shards), progress), durable=durable)
         return None

@@ -85,8 +85,8 @@ def read_group(storage: Storage, arrays: Sequence[StoredArray], objects: Sequenc
     """
     # All boxes are held with as many axes as the tensor with most of them has.
     files = _Files(MOST_CELLS // max((len(array.box) for array in arrays), default=1))
+    # Two folders may decode to one key, where names are escaped otherwise than we would.
     ordered = sorted(arrays, key=lambda array: array.key)
-    # Our own arrays have their key in an attribute, which another program may copy.
     twice = [repr(one.key) for one, other in pairwise(ordered) if one.key == other.key]
     if twice:
         raise CorruptCheckpoint(error_text(f"open: {storage.where()!r} has tensors twice", offenders=twice))
@@ -120,9 +120,9 @@ def array_columns(arrays: Sequence[StoredArray], rows: Sequence[Rows]) -> ShardC
 
 def _array_rows(storage: Storage, array: StoredArray, files: _Files) -> Rows:
     cells = stored_cells(storage, array)
-    # Where edge chunks fall into millions of pieces, files are made whole in memory, as compressed ones are.
+    # Edges may cut a chunk into as many runs as it has elements: such files are made whole in memory, like compressed
+    # ones, and count as virtual files of plain bytes, so that plans needn't know of codecs.
     too_fine = count_pieces(cells * np.array(array.step), array.step, array.box) > MOST_CELLS
-    # Such files count as virtual ones of plain bytes, so that plans needn't know of codecs.
     if not array.raw or too_fine:
         parts = [_decoded_rows(array, cells, files)]
     elif array.inner is not None:

@@ -13,22 +13,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...codec import decode_tree, dtype_name, parse_json
+from ...codec import dtype_name, parse_json
 from ...errors import CheckpointingException, CorruptCheckpoint, StrategyError, UnsupportedValue, error_text
 from ...geometry import Column
 from ...layouts import shard_columns
 from ...mapping import ShardedObject, ShardedTensor
-from ...plans import LoadPlan, Prospect, ReadCost, Runs, Strided, runs_plan
+from ...plans import LoadPlan, Prospect, ReadCost, Runs, Strided
 from ...storage import MemoryStorage, ReadReport, Storage, fetch
-from .._checks import check_objects_known
 from .._metadata import check_lengths, read_checked
 from .._values import Checkpoint, Fields
 from ..index import (
-    Index,
     IndexMetadata,
     explain_from_index,
     file_at,
-    find_texts,
+    objects_from_index,
     plan_shards,
     planned_cost,
     read_planned,
@@ -112,6 +110,7 @@ def _values(package: Any, array: StoredArray, name: str, data: bytes, cell: Shap
     buffer = package.core.buffer.default_buffer_prototype().buffer
     document = json.dumps(_numpy_document(array)).encode()
     store = package.storage.MemoryStore({file: buffer.from_bytes(document), name: buffer.from_bytes(data)})
+    # By the package's own reader, over a store of this one chunk: so its codecs run as it means them to.
     region = tuple(
         slice(at * step, min(size, (at + 1) * step))
         for at, step, size in zip(cell, array.chunk, array.shape, strict=False)
@@ -190,6 +189,7 @@ def _read_made(
     if cell is not None and checkpoint.storage.length(file.name) is None:
         check_lengths(checkpoint, [file])
     chunk = filled(array, file.length) if cell is None else decoded(checkpoint.storage, array, cell)
+    # Decoded chunks go through the same fetch as files do, so that there is one way from a plan to memory.
     room = MemoryStorage()
     room.write(file.name, [memoryview(chunk.numpy())], durable=False)
     return fetch(room, {number: file}, plan, memories, verify=None, progress=checkpoint.options.progress)
@@ -295,31 +295,4 @@ def load_objects(checkpoint: Checkpoint, objects: Sequence[ShardedObject]) -> li
         KeyMismatch: the checkpoint lacks some.
         CorruptCheckpoint: stored bytes aren't what was saved.
     """
-    if not objects:
-        return []
-    index, wanted = read_arrays(checkpoint).index, [item.unique_key for item in objects]
-    numbers = find_texts(index.object_text, index.object_start, wanted)
-    check_objects_known(wanted, [number >= 0 for number in numbers])
-    memories = _object_bytes(checkpoint, index, numbers)
-    return [_decoded(memory, key, checkpoint) for memory, key in zip(memories, wanted, strict=True)]
-
-
-def _object_bytes(checkpoint: Checkpoint, index: Index, numbers: Sequence[int]) -> list[torch.Tensor]:
-    rows = np.array(numbers, dtype=np.int64)
-    memories = [torch.empty(length, dtype=torch.uint8) for length in index.object_length[rows].tolist()]
-    order = np.lexsort((index.object_byte[rows], index.object_file[rows]))
-    file, byte, length = (getattr(index, f"object_{name}")[rows[order]] for name in ("file", "byte", "length"))
-    plan = runs_plan(Runs(file, byte, order, np.zeros(order.size, dtype=np.int64), length))
-    # Always whole blocks: a tensor with a flipped bit has a number that is a little wrong, an object is another one.
-    options = replace(checkpoint.options, verify="all" if checkpoint.options.verify else None)
-    read_planned(replace(checkpoint, options=options), index, plan, memories)
-    return memories
-
-
-def _decoded(memory: torch.Tensor, unique_key: str, checkpoint: Checkpoint) -> Any:
-    options = checkpoint.options
-    try:
-        return decode_tree(memoryview(memory.numpy()), types=options.types, allow_pickle=options.allow_pickle)
-    except CheckpointingException as error:
-        error.add_note(f"tree is the data of ShardedObject {unique_key!r}")
-        raise
+    return objects_from_index(checkpoint, read_arrays(checkpoint).index, objects) if objects else []

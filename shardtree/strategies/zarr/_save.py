@@ -18,7 +18,8 @@ from ...mapping import ShardedObject, ShardedTensor
 from ...plans import level_writes
 from ...storage import BlockHasher, Hashes, StoredFile, digest, hash_column, hashed
 from .._checks import check_objects_written
-from .._metadata import METADATA_FILE, replace_metadata
+from .._metadata import replace_metadata
+from .._traits import METADATA_FILE
 from .._values import AsyncRequest, Fields, PendingSave
 from ..index import build_index
 from ._blobs import FOLDER, Document, blob, encode_columns, group_document, write_blob, write_document

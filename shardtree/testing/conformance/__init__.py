@@ -1,4 +1,4 @@
-"""Everything that a backend's rows promise, tried case by case: `check_strategy` for whoever registers one."""
+"""`check_strategy`: tests for backends, which try case by case everything that a backend's rows promise."""
 
-from ._report import StrategyReport as StrategyReport
-from ._suite import check_strategy as check_strategy
+from ._report import RefusedCase, StrategyReport
+from ._suite import check_strategy

@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself: its metadata, what a load would do, and what is left once a part is removed."""
+"""Cases about metadata: shapes and dtypes, objects, `explain`, and removing tensors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _METADATA = LOADS | {StrategyAction.LOAD_METADATA}
 
 
 def metadata(subject: Subject) -> Iterator[Case]:
-    """Yield tensors in layouts of each kind, of which the metadata must say the same."""
+    """Yield tensors in layouts of each kind, all of which must have the same metadata."""
     kinds = {"whole": WHOLE, "rows": ROWS, "a grid": GRID, "a scalar": even_layout((), 2), "layers": LAYERS}
     kinds |= {"boxes of no grid": IRREGULAR, "flat ranges": FLAT_ROWS}
     kinds |= {name: one for name, (one, _) in ZERO_SIZE.items()}
@@ -32,6 +32,7 @@ def metadata(subject: Subject) -> Iterator[Case]:
 
 def _check_metadata(subject: Subject, layout: Layout) -> None:
     shape = layout.global_shape
+    # Two tensors that differ only in key and dtype, so that metadata of the wrong one shows.
     state = GlobalState({"w": numbers(shape), "b.w": numbers(shape).int()}, {}, {})
     place = saved(subject, trees_of(state, dict.fromkeys(state.tensors, layout)))
     found = load_sharded_metadata(place, strategies=subject.strategies)
@@ -52,7 +53,7 @@ def _described(said: Any) -> str:
 
 
 def object_metadata(subject: Subject) -> Iterator[Case]:
-    """Yield an array of objects, of which the metadata must name every cell."""
+    """Yield an array of objects, each of which the metadata must name."""
     yield Case("objects of 2 ranks", partial(_check_object_metadata, subject))
 
 
@@ -67,21 +68,21 @@ def _check_object_metadata(subject: Subject) -> None:
     assert said == expected, f"lists objects {said}, stored are {expected}"
 
 
-def prospects(subject: Subject) -> Iterator[Case]:
-    """Yield targets of which it must be known beforehand whether they can be loaded."""
+def explanations(subject: Subject) -> Iterator[Case]:
+    """Yield targets for which `explain` must predict whether they can be loaded."""
     fits = ShardedTensor.from_rank_offsets("w", torch.zeros(4, 3), (1, 1, 2))
     unknown = ShardedTensor.from_rank_offsets("v", torch.zeros(2))
-    yield Case("a target that fits", partial(_check_prospect, subject, fits, None))
-    yield Case("a key that isn't stored", partial(_check_prospect, subject, unknown, Unexpected))
-    yield Case("another shape", partial(_check_prospect, subject, _zeros(4, 7), Mismatch))
-    yield Case("another dtype", partial(_check_prospect, subject, _zeros(*SHAPE, dtype=torch.int32), Mismatch))
+    yield Case("a target that fits", partial(_check_explanation, subject, fits, None))
+    yield Case("a key that isn't stored", partial(_check_explanation, subject, unknown, Unexpected))
+    yield Case("another shape", partial(_check_explanation, subject, _zeros(4, 7), Mismatch))
+    yield Case("another dtype", partial(_check_explanation, subject, _zeros(*SHAPE, dtype=torch.int32), Mismatch))
 
 
 def _zeros(*shape: int, dtype: torch.dtype = torch.float32) -> ShardedTensor:
     return ShardedTensor.from_rank_offsets("w", torch.zeros(shape, dtype=dtype))
 
 
-def _check_prospect(subject: Subject, target: ShardedTensor, kind: type | None) -> None:
+def _check_explanation(subject: Subject, target: ShardedTensor, kind: type | None) -> None:
     place = saved(subject, trees_of(GlobalState({"w": numbers(SHAPE)}, {}, {}), {"w": GRID}))
     found = explain({"t": target}, place, validate_access_integrity=False, strategies=subject.strategies)
     kinds = [type(problem) for problem in found.problems]
@@ -90,7 +91,7 @@ def _check_prospect(subject: Subject, target: ShardedTensor, kind: type | None) 
 
 
 def removals(subject: Subject) -> Iterator[Case]:
-    """Yield prefixes of keys, after whose removal all the rest must be as it was."""
+    """Yield prefixes of keys to remove; everything else must be unchanged."""
     yield Case("a prefix of two keys", partial(_check_removal, subject, "exp_avg.", ("exp_avg.b", "exp_avg.w")))
     yield Case("one key", partial(_check_removal, subject, "w", ("w",)))
     yield Case("a prefix of none", partial(_check_removal, subject, "v", ()))
@@ -99,10 +100,12 @@ def removals(subject: Subject) -> Iterator[Case]:
 
 
 def _check_removal(subject: Subject, prefix: str, gone: tuple[str, ...]) -> None:
+    # "exp_avg." must not match "exp_avg_sq.w", nor "avg." the middle of a key.
     keys = ("b", "exp_avg.b", "exp_avg.w", "exp_avg_sq.w", "w")
     state = GlobalState({key: numbers(SHAPE, 50 * number) for number, key in enumerate(keys)}, {}, {})
     place = saved(subject, trees_of(state, dict.fromkeys(keys, ROWS)))
     remove_sharded_tensors(place, prefix, strategies=subject.strategies)
+    # Loaded as well as listed: removing tensors must not move or damage the bytes of the others.
     found, stay = load_sharded_metadata(place, strategies=subject.strategies), [key for key in keys if key not in gone]
     assert sorted(found) == stay, f"removing {prefix!r} leaves {sorted(found)}, expected {stay}"
     check_there(subject, only(state, *stay), dict.fromkeys(stay, COLUMNS), place)
@@ -122,6 +125,6 @@ def _check_object_removal(subject: Subject) -> None:
 PROMISES = (
     Promise("metadata says what was saved", _METADATA, metadata),
     Promise("metadata names every object", _METADATA | {StrategyAction.LOAD_OBJECTS}, object_metadata),
-    Promise("explain says what a load would do", LOADS | {StrategyAction.EXPLAIN}, prospects),
+    Promise("explain says what a load would do", LOADS | {StrategyAction.EXPLAIN}, explanations),
     Promise("removal takes what has the prefix, and no more", LOADS | {StrategyAction.REMOVE_SHARDED}, removals),
 )

@@ -1,4 +1,4 @@
-"""The files of a storage as plain bytes: listed, damaged, cut short, and left by a save that dies."""
+"""Cases about files: interrupted saves, overwriting, listing, recognition, damage and truncation."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from ._report import Refused
 from ._subject import Case, Layouts, Promise, Subject, Trees, check_there, saved, trees_of
 
 
-class Died(Exception):
-    """What a storage raises from the call on at which its process is dead."""
+class ProcessDied(Exception):
+    """Raised by a storage from the call on at which its process is supposed to be dead."""
 
 
 def file_names(storage: Storage, folder: str = "") -> set[str]:
@@ -52,13 +52,13 @@ def file_names(storage: Storage, folder: str = "") -> set[str]:
     return found
 
 
-def is_no_note(name: str) -> bool:
-    """Return whether a file is more than a save's note of who makes it."""
+def is_not_owner_note(name: str) -> bool:
+    """Return whether a file isn't the owner's note of a save."""
     return PurePosixPath(name).name != OWNER_FILE
 
 
 def write(storage: Storage, name: str, data: bytes) -> None:
-    """Put bytes in the place of a file."""
+    """Write a file, replacing one of that name."""
     folder = PurePosixPath(name).parent.as_posix()
     if storage.length(name) is not None:
         storage.remove(name)
@@ -67,38 +67,39 @@ def write(storage: Storage, name: str, data: bytes) -> None:
     storage.write(name, [memoryview(data)], durable=False)
 
 
-def dying(storage: Storage, number: int) -> WatchedStorage:
-    """Return a storage whose calls fail, from one on: for a save that dies there and cleans up nothing."""
+def failing_storage(storage: Storage, number: int) -> WatchedStorage:
+    """Return a storage whose calls fail from a certain one on."""
 
-    def strike(call: Call) -> None:
+    # All later calls fail too: a process that was killed doesn't clean up, while an exception alone would let it.
+    def fail(call: Call) -> None:
         if call.number >= number:
-            raise Died(f"at {call.method} of {call.name!r}")
+            raise ProcessDied(f"at {call.method} of {call.name!r}")
 
-    return WatchedStorage(storage, before=strike)
+    return WatchedStorage(storage, before=fail)
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """Log nothing of what a save that dies on purpose leaves behind."""
+def silenced_log() -> Iterator[None]:
+    """Silence the log: a save that is interrupted on purpose warns about files that it can't remove."""
     logger = logging.getLogger("shardtree")
-    logger.addFilter(_nothing)
+    logger.addFilter(_drop)
     try:
         yield
     finally:
-        logger.removeFilter(_nothing)
+        logger.removeFilter(_drop)
 
 
-def _nothing(record: logging.LogRecord) -> bool:
+def _drop(record: logging.LogRecord) -> bool:
     return False
 
 
 def calls_of(storage: Storage) -> tuple[WatchedStorage, list[Call]]:
-    """Return a storage that notes its calls, and the list of them."""
+    """Return a storage that records its calls, and the list of them."""
     calls: list[Call] = []
     return WatchedStorage(storage, before=calls.append), calls
 
 
-# Files: what is a checkpoint and what isn't yet, which files are its own, and what becomes of damaged ones.
+# The cases.
 
 _FOREIGN = {
     "notes.txt": b"nothing",
@@ -108,11 +109,11 @@ _FOREIGN = {
 }
 _MOST_DEATHS = 16
 _LAYOUT = {"w": ROWS, "b": ROWS}
-_ON_ONE = {"w": WHOLE, "b": WHOLE}  # the calls of several ranks come in another order each time
+_ON_ONE = {"w": WHOLE, "b": WHOLE}  # one rank: the order of several ranks' calls differs each time
 
 
 def _states(first: int = 0) -> tuple[GlobalState, GlobalState]:
-    """Return a state, and the same with common values, which a format need not hold."""
+    """Return a state, and the same with common values, which a format may refuse."""
     tensors = {"w": numbers(SHAPE, first), "b": numbers(SHAPE, first + 30)}
     return GlobalState(tensors, {}, {}), GlobalState(tensors, {}, {"step": first, "betas": (0.9, 0.95)})
 
@@ -120,13 +121,13 @@ def _states(first: int = 0) -> tuple[GlobalState, GlobalState]:
 def _saved(
     subject: Subject, first: int = 0, place: Storage | None = None, layout: Layouts = _LAYOUT, **options: bool
 ) -> Storage:
-    """Return where a state was saved: one with common values if the format holds them."""
+    """Save a state, with common values if the format supports them, and return the storage."""
     plain, rich = (trees_of(state, layout) for state in _states(first))
-    with_common = subject.has(StrategyAction.LOAD_COMMON) and _holds(subject.memo, subject, rich)
+    with_common = subject.has(StrategyAction.LOAD_COMMON) and _supports_common(subject.memo, subject, rich)
     return saved(subject, rich if with_common else plain, place, **options)
 
 
-def _holds(memo: dict[str, bool], subject: Subject, trees: Trees) -> bool:
+def _supports_common(memo: dict[str, bool], subject: Subject, trees: Trees) -> bool:
     if "holds common values" not in memo:
         with suppress(Refused):
             memo["holds common values"] = False
@@ -136,15 +137,16 @@ def _holds(memo: dict[str, bool], subject: Subject, trees: Trees) -> bool:
 
 
 def _check_is(subject: Subject, place: Storage, first: int = 0) -> None:
-    """Raise unless a place holds the state that counts up from `first`."""
+    """Raise unless a place has the state that counts up from `first`."""
     rich = "common" in load_common_state_dict(place, strategies=subject.strategies)
     check_there(subject, _states(first)[rich], {"w": COLUMNS, "b": COLUMNS}, place)
 
 
 def commits(subject: Subject) -> Iterator[Case]:
-    """Yield deaths of a save at its storage's calls: what is left is no checkpoint, or a whole one."""
+    """Yield interruptions of a save, each at a call of its storage: what is left is no checkpoint, or a whole one."""
     storage, calls = calls_of(storage_at(subject.directory()))
     _saved(subject, 0, storage, _ON_ONE)
+    # A sample: a save can make hundreds of calls, and each needs a save of its own.
     for number in range(0, len(calls), -(-len(calls) // _MOST_DEATHS)):
         call = calls[number]
         yield Case(f"dies at {call.method} of {_last(call.name)!r}", partial(_check_death, subject, number))
@@ -152,8 +154,9 @@ def commits(subject: Subject) -> Iterator[Case]:
 
 def _check_death(subject: Subject, number: int) -> None:
     place = storage_at(subject.directory())
-    with quiet(), suppress(Died, Refused, CheckpointingException):
-        _saved(subject, 0, dying(place, number), _ON_ONE)
+    # A save may survive the failed calls, for instance of cleaning up; only what is in the folder counts.
+    with silenced_log(), suppress(ProcessDied, Refused, CheckpointingException):
+        _saved(subject, 0, failing_storage(place, number), _ON_ONE)
     if is_checkpoint(place, strategies=subject.strategies):
         try:
             _check_is(subject, place)
@@ -162,7 +165,7 @@ def _check_death(subject: Subject, number: int) -> None:
 
 
 def overwrites(subject: Subject) -> Iterator[Case]:
-    """Yield a save over another: refused unless asked for, whole, and without the old one's files."""
+    """Yield saves over a checkpoint: refused unless requested, complete, and without the old one's files."""
     yield Case("a second save", partial(_check_second, subject))
     if isinstance(storage_at(subject.directory()), Exchanging):
         yield Case("overwrite=True", partial(_check_overwrite, subject))
@@ -185,12 +188,14 @@ def _check_overwrite(subject: Subject) -> None:
     _check_is(subject, place, 100)
     kept = place.length("notes.txt") is not None and place.read("notes.txt") == b"mine"
     assert kept, "a file that isn't the checkpoint's is gone"
+    # By their number: names can contain the save's id, which differs.
     left, expected = file_names(place) - {"notes.txt"}, file_names(fresh)
     assert len(left) == len(expected), f"files after it: {sorted(left)}, of a new save: {sorted(expected)}"
 
 
 def _check_others(subject: Subject) -> None:
-    """Raise unless, once other tensors are saved over those that were read, nothing tells of the old ones."""
+    """Raise unless nothing of the old tensors is found after others were saved over them."""
+    # The old ones are loaded first, so that a backend that caches metadata by path fails here.
     place: Storage | None = None
     for shapes in ({"w": SHAPE, "b": (2,)}, {"w": (2, 3), "v": (3, 2)}):
         state = GlobalState({key: numbers(shape) for key, shape in shapes.items()}, {}, {})
@@ -204,7 +209,7 @@ def _check_others(subject: Subject) -> None:
 
 
 def listings(subject: Subject) -> Iterator[Case]:
-    """Yield folders of which it must be known which files are the checkpoint's."""
+    """Yield folders in which the backend must list the checkpoint's own files."""
     yield Case("a checkpoint alone", partial(_check_listing, subject, ()))
     yield Case("a checkpoint beside other files", partial(_check_listing, subject, tuple(_FOREIGN)))
 
@@ -225,17 +230,18 @@ def _check_listing(subject: Subject, others: tuple[str, ...]) -> None:
 
 
 def recognitions(subject: Subject) -> Iterator[Case]:
-    """Yield folders that are in the format, and others that aren't."""
+    """Yield folders that are in the format, and folders that aren't."""
     recognize = subject.row(StrategyAction.RECOGNIZE)
     assert recognize is not None
-    yield Case("an empty folder", partial(_check_stranger, recognize, {}))
+    yield Case("an empty folder", partial(_check_not_recognized, recognize, {}))
     for name, data in _FOREIGN.items():
-        yield Case(f"a folder with {name}", partial(_check_stranger, recognize, {name: data}))
+        yield Case(f"a folder with {name}", partial(_check_not_recognized, recognize, {name: data}))
     yield Case("a single file of text", partial(_check_single, subject, recognize))
     yield Case("a checkpoint", partial(_check_recognized, subject, recognize))
 
 
-def _check_stranger(recognize: Recognize, files: dict[str, bytes]) -> None:
+def _check_not_recognized(recognize: Recognize, files: dict[str, bytes]) -> None:
+    # In memory, whatever storage is being tested: recognition must go by content, not by paths.
     storage = MemoryStorage()
     for name, data in files.items():
         write(storage, name, data)
@@ -255,14 +261,14 @@ def _check_single(subject: Subject, recognize: Recognize) -> None:
 def _check_recognized(subject: Subject, recognize: Recognize) -> None:
     place = _saved(subject)
     if place.length(METADATA_FILE) is not None:
-        return  # it is known by that
+        return  # metadata.json names the format, so that recognition isn't needed
     found = recognize(place)
     name = None if found is None else (found.get("sharded_backend"), found.get("sharded_backend_version"))
     assert name == (subject.backend, subject.version), f"takes its own checkpoint for {name}"
 
 
 def damages(subject: Subject) -> Iterator[Case]:
-    """Yield a checkpoint as it was saved, and one with a flipped bit in each of its files."""
+    """Yield an undamaged checkpoint, and one with a flipped bit for each file."""
     yield Case("as it was saved", partial(_check_undamaged, subject))
     for number, file in enumerate(sorted(file_names(_saved(subject)))):
         yield Case(f"a flipped bit in {_last(file)!r}", partial(_check_flipped, subject, number))
@@ -274,7 +280,7 @@ def _check_undamaged(subject: Subject) -> None:
 
 
 def _check_flipped(subject: Subject, number: int) -> None:
-    """Raise unless a flipped bit is found, or the report says that nothing stands for that byte."""
+    """Raise unless a flipped bit is found, or the report lists that byte as unchecked."""
     place = _saved(subject)
     file = sorted(file_names(place))[number]
     data = place.read(file)
@@ -284,19 +290,19 @@ def _check_flipped(subject: Subject, number: int) -> None:
         try:
             found = verify(place, strategies=subject.strategies, report=reports.append)
         except CheckpointingException:
-            continue  # an error of ours tells of it too
+            continue  # an error of ours reports it too
         unsure = any(one.covers(file, at) for report in reports for one in report.unchecked)
-        assert found or unsure, f"doesn't see byte {at} of {len(data)}, and doesn't say that nothing stands for it"
+        assert found or unsure, f"doesn't see byte {at} of {len(data)}, and doesn't report it as unchecked"
 
 
-def cuts(subject: Subject) -> Iterator[Case]:
-    """Yield a checkpoint with each of its files cut short, or gone: a load must not make something of the rest."""
+def truncations(subject: Subject) -> Iterator[Case]:
+    """Yield a checkpoint with each of its files cut short, or missing: a load must fail, or give the whole state."""
     for number, file in enumerate(sorted(file_names(_saved(subject)))):
         for name, keep in (("half of", 0.5), ("no", None)):
-            yield Case(f"{name} {_last(file)!r}", partial(_check_cut, subject, number, keep))
+            yield Case(f"{name} {_last(file)!r}", partial(_check_truncated, subject, number, keep))
 
 
-def _check_cut(subject: Subject, number: int, keep: float | None) -> None:
+def _check_truncated(subject: Subject, number: int, keep: float | None) -> None:
     place = _saved(subject)
     file = sorted(file_names(place))[number]
     data = place.read(file)
@@ -310,7 +316,7 @@ def _check_cut(subject: Subject, number: int, keep: float | None) -> None:
 
 
 def _last(file: str) -> str:
-    """Return a file's name without the folder of its save, whose name is another one each time."""
+    """Return a file's name without its folder; a save's folder has another name each time, so it gets a fixed one."""
     last = PurePosixPath(file).name
     return "the save's folder" if is_save_folder(last) else last
 
@@ -329,5 +335,5 @@ PROMISES = (
     Promise("the checkpoint's files are listed, and no others", _LISTED, listings),
     Promise("the format is recognised, and nothing else", LOADS | {StrategyAction.RECOGNIZE}, recognitions),
     Promise("verify sees flipped bits, or says that it can't", frozenset({StrategyAction.VERIFY}), damages),
-    Promise("what is left of a cut file isn't loaded as if it were whole", _NO_ROW, cuts),
+    Promise("what is left of a cut file isn't loaded as if it were whole", _NO_ROW, truncations),
 )

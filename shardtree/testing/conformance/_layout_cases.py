@@ -1,4 +1,4 @@
-"""Layouts that every format meets, each kind in a few plain cases: saved in one, loaded in others."""
+"""Cases about layouts: each kind in a few plain cases, saved in one layout and loaded in others."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LOADS = frozenset({StrategyAction.LOAD_SHARDED})
 
 
 def numbers(shape: tuple[int, ...], first: int = 0) -> torch.Tensor:
-    """Return float32 numbers that count up from one more than the first, so that none is 0.
+    """Return float32 numbers that count up from ``first + 1``: none is 0, which memory that wasn't filled may have.
 
     Examples:
         >>> numbers((3,), 10)
@@ -30,7 +30,7 @@ def numbers(shape: tuple[int, ...], first: int = 0) -> torch.Tensor:
 
 
 def in_ranges(layout: Layout, *, parts: int = 2) -> Layout:
-    """Return a layout whose boxes are cut into flat ranges, dealt to more ranks: as ZeRO deals out what others hold.
+    """Return a layout whose boxes are cut into flat ranges on more ranks, as with ZeRO.
 
     Examples:
         >>> [piece.flat for piece in in_ranges(even_layout((4,), 1, 0)).pieces]
@@ -39,7 +39,8 @@ def in_ranges(layout: Layout, *, parts: int = 2) -> Layout:
     pieces = []
     for piece in layout.pieces:
         volume = math.prod(piece.shape)
-        edges = [0, *(volume * part // parts - 1 for part in range(1, parts)), volume]  # not where rows end
+        # One less than an even cut, so that ranges don't end where rows do, which is the easy case.
+        edges = [0, *(volume * part // parts - 1 for part in range(1, parts)), volume]
         for part in range(parts):
             flat = (max(edges[part], 0), max(edges[part + 1], 0))
             pieces.append(replace(piece, rank=piece.rank * parts + part, flat=flat))
@@ -47,7 +48,7 @@ def in_ranges(layout: Layout, *, parts: int = 2) -> Layout:
 
 
 def boxes(ranks: int, shape: tuple[int, ...], *pieces: tuple[int, tuple[int, ...], tuple[int, ...]]) -> Layout:
-    """Return a layout of boxes that make no regular grid, each as (rank, offset, shape)."""
+    """Return a layout of boxes that don't form a regular grid, each given as (rank, offset, shape)."""
     return Layout(ranks, shape, tuple(Piece(*piece) for piece in pieces))
 
 
@@ -77,6 +78,7 @@ IDLE = replace(ROWS, ranks=3)
 
 Pairs = Mapping[str, tuple[Layout, Layout]]
 
+# Saved in one layout and loaded in another: with the same layout twice, many wrong descriptions come back unchanged.
 REGULAR: Pairs = {
     "whole on 1 rank": (WHOLE, WHOLE),
     "2 ranks' rows": (ROWS, ROWS),
@@ -116,6 +118,7 @@ REPLICAS: Pairs = {
 }
 SCALAR, SCALARS = even_layout((), 1), even_layout((), 3)
 SCALAR_CASES: Pairs = {"on 1 rank": (SCALAR, SCALAR), "3 replicas, loaded on 1 rank": (SCALARS, SCALAR)}
+# Zero-size chunks must be stored too: without them the tensor's shape would be lost.
 NOTHING, NO_ROWS = even_layout((0,), 1, 0), even_layout((0, 4), 2, 1)
 ZERO_SIZE: Pairs = {
     "a tensor without elements": (NOTHING, NOTHING),
@@ -128,6 +131,8 @@ ZERO_SIZE: Pairs = {
     ),
 }
 
+# Ranks with two digits, whose names sort otherwise than their numbers; many axes; and more bytes than a block of 256
+# KiB or a buffer of 1 MiB, with a length that is a multiple of neither.
 _TWELVE, _AXES, _LONG = (12, 2), (2,) * 8, (300_002,)
 LARGE: Pairs = {
     "12 ranks' rows, loaded whole": (even_layout(_TWELVE, 12, 0), even_layout(_TWELVE, 1)),
@@ -138,14 +143,15 @@ LARGE: Pairs = {
 
 
 def of_pairs(pairs: Pairs, required: int, subject: Subject) -> Iterator[Case]:
-    """Yield a case for each pair of layouts of one tensor; the first few no format may refuse."""
+    """Yield a case for each pair of layouts of one tensor; the first `required` ones may not be refused."""
     for number, (name, (one, other)) in enumerate(pairs.items()):
         state = GlobalState({"w": numbers(one.global_shape)}, {}, {})
         yield Case(name, partial(check_reloaded, subject, state, {"w": one}, {"w": other}), number < required)
 
 
 def several_tensors(subject: Subject) -> Iterator[Case]:
-    """Yield states of several tensors of one shape, where it would be easy to take one for another."""
+    """Yield states of several tensors of the same shape, which a backend could mix up without an error."""
+    # Not in alphabetical order, and one key is a prefix of another.
     whole = {key: numbers(SHAPE, 100 * number) for number, key in enumerate(("b", "a", "a.b"))}
     state = GlobalState(whole, {}, {})
 
@@ -160,7 +166,7 @@ def several_tensors(subject: Subject) -> Iterator[Case]:
 
 
 def replicas(subject: Subject) -> Iterator[Case]:
-    """Yield tensors that several ranks hold; where there are several of them, each rank writes some."""
+    """Yield replicated tensors; of several such tensors, each rank writes some."""
     yield from of_pairs(REPLICAS, 2, subject)
     state = GlobalState({key: numbers(SHAPE, 100 * number) for number, key in enumerate("abc")}, {}, {})
     for name, one in (("3 tensors, 3 replicas each", COPIES), ("3 tensors' rows, 2 replicas each", ROWS_TWICE)):

@@ -1,4 +1,4 @@
-"""Random states in random layouts, for what the plain cases don't think of; what fails is shrunk."""
+"""Random states in random layouts, for what the plain cases miss; failures are shrunk."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ._subject import Case, Promise, Subject, check_reloaded
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reload:
-    """A state, how it lies when it is saved, and how when it is loaded."""
+    """A state, its layout when it is saved, and its layout when it is loaded."""
 
     state: GlobalState
     saved: dict[str, Layout]
@@ -39,12 +39,13 @@ def reloads(draw: st.DrawFn) -> Reload:
 
 
 def states(subject: Subject) -> Iterator[Case]:
-    """Yield the search for a state and two layouts that don't go through the format."""
+    """Yield the search for a state and two layouts for which the round trip fails."""
     if subject.examples:
         yield Case(f"{subject.examples} random states", partial(_check_random, subject))
 
 
 def _check_random(subject: Subject) -> None:
+    # A fixed seed and no database: the same states are tried each time, in other people's test suites too.
     options = settings(
         max_examples=subject.examples, deadline=None, database=None, phases=[Phase.generate, Phase.shrink]
     )
@@ -53,7 +54,7 @@ def _check_random(subject: Subject) -> None:
     except NoSuchExample:
         return
     with suppress(Refused):
-        _say(subject, worst)
+        _raise_with_case(subject, worst)
 
 
 def _fails(subject: Subject, case: Reload) -> bool:
@@ -66,8 +67,8 @@ def _fails(subject: Subject, case: Reload) -> bool:
     return False
 
 
-def _say(subject: Subject, case: Reload) -> None:
-    """Raise what a failing case raises, with the case."""
+def _raise_with_case(subject: Subject, case: Reload) -> None:
+    """Raise the error of a failing case, with a description of the case."""
     try:
         check_reloaded(subject, case.state, case.saved, case.loaded)
     except Refused:

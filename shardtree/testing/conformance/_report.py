@@ -1,4 +1,4 @@
-"""What a backend was asked, and how it answered: the report of a suite, and the text of its failure."""
+"""The report of `check_strategy`, and the texts of its failures."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _PYTHON = sysconfig.get_path("stdlib")
 
 
 class Refused(Exception):
-    """A backend said, with an error of ours and before anything counted, that it can't hold what it was given."""
+    """A backend refused a state that its format can't represent, with an error of ours and without a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
-    """What a format said that it can't hold.
+class RefusedCase:
+    """A case that a format can't represent.
 
     Attributes:
-        promise: whose case it is.
+        promise: of the case.
         case: its name.
         why: the first line of the error.
     """
@@ -39,22 +39,22 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class StrategyReport:
-    """What a backend was asked. Its text is a list.
+    """The result of `check_strategy`; `str` returns it as a list.
 
     Attributes:
         backend: the format's name and version.
         kept: the promises that it keeps, in order.
-        refused: what it said it can't hold.
-        left_out: the promises that it doesn't make, with why.
+        refused: the cases that it can't represent.
+        left_out: the promises that it doesn't make, with the reason.
     """
 
     backend: tuple[str, int]
     kept: tuple[str, ...]
-    refused: tuple[Refusal, ...] = ()
+    refused: tuple[RefusedCase, ...] = ()
     left_out: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """Return what was kept, refused and left out, a line each.
+        """Return what was kept, refused and left out, one line for each.
 
         Examples:
             >>> print(StrategyReport(("cards", 1), ("scalars come back",), left_out={"objects come back": "no row"}))
@@ -94,13 +94,13 @@ class Broken:
 
 
 def failure_text(backend: tuple[str, int], broken: Sequence[Broken], promises: int) -> str:
-    """Return the text that names every broken promise, each with its simplest cases."""
+    """Return the error's text: every broken promise, each with its simplest cases."""
     head = f"{backend} breaks {len(broken)} of {plural(promises, 'promise')}"
     return "\n  ".join([head, *map(str, broken)])
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Return whether a save said that a format can't hold something, on this rank or another.
+    """Return whether a save was refused, on this rank or another, since the format can't represent something.
 
     Examples:
         >>> is_refusal(UnsupportedValue("complex128")), is_refusal(TypeError("complex128"))
@@ -109,40 +109,40 @@ def is_refusal(error: BaseException) -> bool:
     return isinstance(error, _REFUSALS)
 
 
-def told(error: BaseException) -> str:
-    """Return what is wrong in words: what a law says, or what was raised in place of an answer."""
+def failure_reason(error: BaseException) -> str:
+    """Return what is wrong, in words: a law's message, or the exception that was raised."""
     if isinstance(error, Refused):
         return f"was refused, which no format may: {error}"
     if isinstance(error, AssertionError):
         return str(error) or "a check failed"
     if isinstance(error, RemoteError) and error.__cause__ is not None:
-        error = error.__cause__  # this rank's own
-    kind, raw = "our" if isinstance(error, CheckpointingException) else "a raw", _raw(error)
+        error = error.__cause__  # the exception of this rank itself
+    kind, raw = "our" if isinstance(error, CheckpointingException) else "a raw", _foreign_error(error)
     text = f"raised {kind} {type(error).__name__}: {str(error)[:_LONGEST]}"
-    return text if raw is None else f"{text}\n{_where(raw)}"
+    return text if raw is None else f"{text}\n{_traceback_of(raw)}"
 
 
-def _raw(error: BaseException) -> BaseException | None:
-    """Return what was raised, or what a rank raised before all of them said so, if it isn't an error of ours."""
+def _foreign_error(error: BaseException) -> BaseException | None:
+    """Return the original exception, of this or another rank, if it isn't an error of ours."""
     while isinstance(error, RemoteError) and error.__cause__ is not None:
         error = error.__cause__
     return None if isinstance(error, CheckpointingException) else error
 
 
-def _where(error: BaseException) -> str:
-    """Return the end of an error's traceback, from the first frame that is neither ours nor Python's: the backend's."""
+def _traceback_of(error: BaseException) -> str:
+    """Return the end of a traceback, from the backend's first frame: that is what its author has to look at."""
     frames = traceback.extract_tb(error.__traceback__)
-    first = next((number for number, frame in enumerate(frames) if not _is_on_the_way(frame.filename)), 0)
+    first = next((number for number, frame in enumerate(frames) if not _is_internal(frame.filename)), 0)
     return "".join(traceback.format_list(frames[max(first, len(frames) - _FRAMES) :])).rstrip()
 
 
-def _is_on_the_way(filename: str) -> bool:
+def _is_internal(filename: str) -> bool:
     is_format = filename.startswith(str(_PACKAGE / "strategies")) or "site-packages" in filename
     return filename.startswith((str(_PACKAGE), _PYTHON)) and not is_format
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text; of another rank's error where only that one failed."""
+    """Return the first line of an error's text; for a RemoteError, that of the first rank that failed."""
     if isinstance(error, RemoteError) and error.failures:
         return next(iter(error.failures.values())).splitlines()[0]
     return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,4 +1,4 @@
-"""The backend that is tried, and how trees are saved and loaded with it."""
+"""The backend under test, and functions that save and load trees with it."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ Writer = Callable[[Trees, Directory], None]
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A backend that is tried.
+    """A backend under test.
 
     Attributes:
         backend: the format's name.
         version: the format's version.
         strategies: the dispatch table; None for the process's.
-        directory: gives a place for one more checkpoint.
-        save: writes all ranks' trees to a place, for a format that is only read; None for one that is saved.
+        directory: returns a new place for a checkpoint.
+        save: writes all ranks' trees to a place, for a format without a row for saving; else None.
         examples: how many random states are tried.
-        memo: what was found out about it.
+        memo: facts about it that were found by trying.
     """
 
     backend: str
@@ -57,12 +57,12 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One thing that is tried.
+    """A single test.
 
     Attributes:
-        name: says what.
-        check: raises AssertionError where it isn't as it should be, and Refused where the format can't hold it.
-        required: whether every format must hold it.
+        name: describes it.
+        check: raises AssertionError if it fails, and Refused if the format can't represent the state.
+        required: whether no format may refuse it.
     """
 
     name: str
@@ -72,13 +72,13 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """What must hold of a backend that has some rows.
+    """A property that a backend must have if it has certain rows.
 
     Attributes:
-        name: says it in words.
-        rows: the backend's, without which nothing is promised.
-        cases: what is tried, simple cases first.
-        saves: whether it is about saving, so that a format that is only read doesn't make it.
+        name: the property, in words.
+        rows: the rows that a backend needs to make this promise.
+        cases: yields its tests, simple ones first.
+        saves: whether it is about saving, so that a format without a row for saving doesn't make it.
     """
 
     name: str
@@ -87,8 +87,9 @@ class Promise:
     saves: bool = False
 
 
-def at_once(together: Callable[[], None], cases: Iterator[Case]) -> Iterator[Case]:
-    """Yield one case where all of them pass together, and otherwise each, which says more."""
+def together_or_each(together: Callable[[], None], cases: Iterator[Case]) -> Iterator[Case]:
+    """Yield a single case if all pass together, otherwise each case."""
+    # One save and load of everything is much faster; only if it fails, the single cases show which values are to blame.
     try:
         together()
     except Refused:
@@ -101,16 +102,16 @@ def at_once(together: Callable[[], None], cases: Iterator[Case]) -> Iterator[Cas
 
 
 def raising(error: Exception) -> None:
-    """Raise an error, for a case that failed before it was asked."""
+    """Raise an error, for a case that failed before its check."""
     raise error
 
 
 def saver(subject: Subject) -> Callable[..., Any]:
-    """Return the `save` that goes through the backend: its shards, and the common state where it has a row for that."""
+    """Return a `save` that uses the backend, for the shards if it has a row for them, else for the common state."""
     name = (subject.backend, subject.version)
     choices = (name, None) if subject.has(StrategyAction.SAVE_SHARDED) else (None, name)
 
-    # Durability costs time and is a storage's business, not a format's.
+    # Durability takes time, and is a property of the storage, not of the format.
     fast = SaveOptions(durable=False)
 
     def save(tree: Any, place: Directory, options: SaveOptions = fast, **keywords: Any) -> Any:
@@ -120,16 +121,16 @@ def saver(subject: Subject) -> Callable[..., Any]:
 
 
 def loader(subject: Subject) -> Callable[..., Any]:
-    """Return the `load` that knows the backend."""
+    """Return a `load` that uses the backend's table."""
     return partial(st_load, strategies=subject.strategies)
 
 
 def saved(subject: Subject, trees: Trees, place: Directory | None = None, **options: Any) -> Storage:
-    """Return where the ranks' trees were saved.
+    """Save the ranks' trees, and return the storage.
 
     Raises:
-        Refused: the format can't hold them.
-        AssertionError: it refused them, and left a checkpoint all the same.
+        Refused: the format can't represent them.
+        AssertionError: it refused them, but left a checkpoint.
     """
     to = storage_at(subject.directory() if place is None else place)
     try:
@@ -141,6 +142,7 @@ def saved(subject: Subject, trees: Trees, place: Directory | None = None, **opti
     except Exception as error:
         if not is_refusal(error):
             raise
+        # A refusal must come before the commit, or the checkpoint would count without what was refused.
         left = place is None and is_checkpoint(to, strategies=subject.strategies)
         assert not left, f"it was refused ({first_line(error)}), and there is a checkpoint"
         raise Refused(first_line(error)) from error
@@ -165,7 +167,7 @@ def targets_of(state: GlobalState, layout: Layouts) -> list[Any]:
 
 
 def check_there(subject: Subject, state: GlobalState, layout: Layouts, place: Directory, **options: Any) -> None:
-    """Raise unless what is loaded from a place in a layout is a state."""
+    """Raise unless loading from a place, in a layout, gives a state."""
     targets = targets_of(state, layout)
     found = loaded(subject, targets, place, **options)
     check_tensors(state, assemble(map(refilled, targets, found)))
@@ -174,7 +176,7 @@ def check_there(subject: Subject, state: GlobalState, layout: Layouts, place: Di
 
 
 def check_reloaded(subject: Subject, state: GlobalState, one: Layouts, other: Layouts) -> None:
-    """Raise unless a state that is saved in one layout is loaded in the other as it was."""
+    """Raise unless a state that is saved in one layout and loaded in another is unchanged."""
     check_there(subject, state, other, saved(subject, trees_of(state, one)))
 
 

@@ -1,4 +1,4 @@
-"""check_strategy: every promise of a backend's rows, tried, and all that are broken told at once."""
+"""`check_strategy`: tries every promise of a backend's rows, and reports all that are broken at once."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from ...storage import Directory, MemoryStorage
 from ...strategies import Strategies, StrategyAction
 from . import _contents_cases, _layout_cases, _random_cases, _row_cases, _tensor_cases, _value_cases
 from . import _files as _file_cases
-from ._report import Broken, Refusal, Refused, StrategyReport, failure_text, told
+from ._report import Broken, Refused, RefusedCase, StrategyReport, failure_reason, failure_text
 from ._subject import Case, Promise, Subject, Writer, raising
 
+# Plain named cases first, Hypothesis last: it finds what nobody thought of, but that flat ranges, replicas and empty
+# shards are where formats break is known. Named cases run in the same order each time, fail with a name, and need no
+# shrinking.
 _PROMISES: tuple[Promise, ...] = (
     *_row_cases.PROMISES,
     *_layout_cases.PROMISES,
@@ -33,25 +36,25 @@ def check_strategy(
     examples: int = 10,
     only: Collection[str] = (),
 ) -> StrategyReport:
-    """Return what a backend was asked, after checking that it keeps every promise that its rows make.
+    """Check that a backend keeps every promise that its rows make, and return a report.
 
-    A backend promises what it has rows for. What a format can't hold it may refuse, with `UnsupportedValue` (or
-    `StrategyError`, `StorageError`) while it saves; it may not hold it as something else. A few plain tensors no
-    format may refuse. Cases are plain and fixed, simple ones first; where all of them pass, random states in random
-    layouts are tried, and what fails is shrunk. The same cases run each time.
+    A backend promises what it has rows for. It may refuse what its format can't represent, with `UnsupportedValue` (or
+    `StrategyError`, `StorageError`) while it saves; it may not change it. A few plain tensors may not be refused.
+    Cases are plain and fixed, simple ones first; if all of them pass, random states in random layouts are tried, and
+    failures are shrunk. The same cases run each time.
 
     Args:
         backend: the format's name.
         version: the format's version.
         strategies: the dispatch table; also one that was made for this, such as ``default_strategies | {row: fn}``.
-        directory: gives a place for a checkpoint, a new one each time: a path, a URL or a `Storage`.
-        save: writes trees, one a rank, to a place, for a format without a row for saving; without it such a format's
-            loads aren't tried.
+        directory: returns a new place for a checkpoint on each call: a path, a URL or a `Storage`.
+        save: writes trees, one for each rank, to a place, for a format without a row for saving; without it such a
+            format's loads aren't tried.
         examples: how many random states are tried.
-        only: the names of the promises to try, while one of them is repaired; all by default.
+        only: the names of the promises to try, for example while one of them is being fixed; all by default.
 
     Returns:
-        The report: what was kept, what was refused, and what was left out since there is no row.
+        The report: promises that are kept, cases that were refused, and promises that were left out, with reasons.
 
     Raises:
         AssertionError: names each broken promise, with its simplest cases.
@@ -67,13 +70,13 @@ def check_strategy(
     if not any(subject.has(action) for action in StrategyAction):
         fix = "Pass the table that has its rows as strategies=, or register them."
         raise StrategyError(error_text(f"check_strategy: no row is for {(backend, version)!r}", fix=fix))
-    kept, refused, left_out, broken = [], list[Refusal](), dict[str, str](), list[Broken]()
-    for promise in _chosen(only):
-        reason = _no_reason(promise, subject) or _too_late(promise, broken)
+    kept, refused, left_out, broken = [], list[RefusedCase](), dict[str, str](), list[Broken]()
+    for promise in _selected(only):
+        reason = _why_left_out(promise, subject) or _why_skipped(promise, broken)
         if reason:
             left_out[promise.name] = reason
             continue
-        failed, said, tried = _tried(promise, subject)
+        failed, said, tried = _run_cases(promise, subject)
         refused += said
         if failed is not None:
             broken.append(failed)
@@ -86,8 +89,8 @@ def check_strategy(
     return StrategyReport((backend, version), tuple(kept), tuple(refused), left_out)
 
 
-def _chosen(names: Collection[str]) -> list[Promise]:
-    """Return the promises of these names, all for none.
+def _selected(names: Collection[str]) -> list[Promise]:
+    """Return the promises of these names; all if there are no names.
 
     Raises:
         StrategyError: there is no such promise.
@@ -101,8 +104,8 @@ def _chosen(names: Collection[str]) -> list[Promise]:
     return [promise for promise in every if not names or promise.name in names]
 
 
-def _no_reason(promise: Promise, subject: Subject) -> str:
-    """Return why a backend doesn't make a promise, nothing if it does."""
+def _why_left_out(promise: Promise, subject: Subject) -> str:
+    """Return why a backend doesn't make a promise, "" if it does."""
     missing = sorted(action.value for action in promise.rows if not subject.has(action))
     if missing:
         return f"no row for {', '.join(missing)}"
@@ -114,30 +117,32 @@ def _no_reason(promise: Promise, subject: Subject) -> str:
     return ""
 
 
-def _too_late(promise: Promise, broken: list[Broken]) -> str:
+def _why_skipped(promise: Promise, broken: list[Broken]) -> str:
+    # Random states would fail for the same reasons, take longer and say less.
     return "plain cases fail already" if promise in _random_cases.PROMISES and broken else ""
 
 
 def _cases(promise: Promise, subject: Subject) -> Iterator[Case]:
-    """Yield a promise's cases; what goes wrong before there are any is one too."""
+    """Yield a promise's cases; an error before the first one becomes a case."""
     try:
         yield from promise.cases(subject)
     except Exception as error:
         yield Case("what all cases begin with", partial(raising, error))
 
 
-def _tried(promise: Promise, subject: Subject) -> tuple[Broken | None, list[Refusal], int]:
-    """Return what is broken of a promise, None if nothing, what was refused, and how many cases there are."""
-    failed, refused = list[tuple[str, str]](), list[Refusal]()
+def _run_cases(promise: Promise, subject: Subject) -> tuple[Broken | None, list[RefusedCase], int]:
+    """Run a promise's cases; return what is broken (or None), what was refused, and the number of cases."""
+    failed, refused = list[tuple[str, str]](), list[RefusedCase]()
     cases = list(_cases(promise, subject))
     for case in cases:
         try:
             case.check()
         except Refused as error:
+            # Reported rather than passed over, so that nobody believes that the format keeps what it refused.
             if not case.required:
-                refused.append(Refusal(promise.name, case.name, str(error)))
+                refused.append(RefusedCase(promise.name, case.name, str(error)))
                 continue
-            failed.append((case.name, told(error)))
+            failed.append((case.name, failure_reason(error)))
         except Exception as error:
-            failed.append((case.name, told(error)))
+            failed.append((case.name, failure_reason(error)))
     return (Broken(promise.name, len(cases), tuple(failed)) if failed else None), refused, len(cases)

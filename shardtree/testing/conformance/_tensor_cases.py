@@ -1,4 +1,4 @@
-"""Tensors of every dtype, stride and name, and loads that ask for a part of them."""
+"""Cases about tensors: dtypes, strides, keys, partial loads, donated memory and mismatches."""
 
 from __future__ import annotations
 
@@ -11,17 +11,30 @@ import torch
 from ...errors import CheckpointingException, KeyMismatch
 from ...mapping import ShardedTensor
 from ...storage import ReadReport, Storage, storage_at
-from ...strategies import StrategyAction
+from ...strategies import LoadOptions, SaveOptions, StrategyAction
 from ...world import simulate
 from .._bits import bits, first_difference
 from .._layouts import even_layout
 from .._states import GlobalState
 from .._tensors import STORABLE_DTYPES, random_bits
-from ._files import file_names, is_no_note
+from ._files import file_names, is_not_owner_note
 from ._layout_cases import COLUMNS, FLAT_ROWS, GRID, LOADS, ROWS, SHAPE, WHOLE, numbers
-from ._subject import Case, Promise, Subject, at_once, check_reloaded, check_there, loaded, saved, saver, trees_of
+from ._subject import (
+    Case,
+    Promise,
+    Subject,
+    check_reloaded,
+    check_there,
+    loaded,
+    saved,
+    saver,
+    together_or_each,
+    trees_of,
+)
 
 _EVERY_FORMAT_HOLDS = (torch.float32,)
+# Keys that would climb out of the folder, collide on file systems that ignore case or normalise Unicode, are too long
+# for a file's name, or are names that some format uses itself.
 _KEYS = (
     "a.weight", "a/weight", "../w", "/w", "w w", "é\u4e2d", "metadata.json", "zarr.json", "w#1", "%41", "shard_0_1",
     "k" * 300, "W", "w/w", "w ", "w\n", "w:w", "w\\w", "e\u0301", "__metadata__",
@@ -29,10 +42,10 @@ _KEYS = (
 
 
 def dtypes(subject: Subject) -> Iterator[Case]:
-    """Yield a case for each dtype, with random bits: NaNs with payloads, signed zeros and numbers that a cast loses."""
+    """Yield a case for each dtype, with random bits: NaNs with payloads, signed zeros, numbers that a cast rounds."""
     kinds = sorted(STORABLE_DTYPES, key=lambda kind: kind not in _EVERY_FORMAT_HOLDS)
     each = (Case(str(kind)[6:], partial(_check_dtypes, subject, kind), kind in _EVERY_FORMAT_HOLDS) for kind in kinds)
-    yield from at_once(partial(_check_dtypes, subject, *kinds), each)
+    yield from together_or_each(partial(_check_dtypes, subject, *kinds), each)
 
 
 def _check_dtypes(subject: Subject, *kinds: torch.dtype) -> None:
@@ -42,7 +55,7 @@ def _check_dtypes(subject: Subject, *kinds: torch.dtype) -> None:
 
 
 def views(subject: Subject) -> Iterator[Case]:
-    """Yield tensors whose memory isn't contiguous, and one that wants gradients."""
+    """Yield tensors whose memory isn't contiguous, and one that requires gradients."""
     whole = numbers((6, 4))
     wide = torch.stack([whole, whole + 100], dim=-1)
     kinds = {
@@ -58,6 +71,7 @@ def views(subject: Subject) -> Iterator[Case]:
 
 
 def _check_view(subject: Subject, tensor: torch.Tensor) -> None:
+    # Views are saved from memory that the program goes on using: a backend must not reorder it in place.
     before = bits(tensor)
     place = saved(subject, [{"w": ShardedTensor.from_rank_offsets("w", tensor)}])
     assert bits(tensor) == before, "saving changed the tensor that it was given"
@@ -66,7 +80,8 @@ def _check_view(subject: Subject, tensor: torch.Tensor) -> None:
 
 
 def _check_shared(subject: Subject) -> None:
-    """Raise unless tensors that begin where another one does come back, each as itself."""
+    """Raise unless tensors that share memory come back, each as itself."""
+    # They begin at the same address, so that a backend that identifies tensors by it would mix them up.
     whole = numbers(SHAPE)
     state = GlobalState({"w": whole, "rows": whole[:2], "tied": whole, "columns": whole[:, :3]}, {}, {})
     layout = {key: even_layout(tuple(tensor.shape), 1) for key, tensor in state.tensors.items()}
@@ -74,9 +89,9 @@ def _check_shared(subject: Subject) -> None:
 
 
 def keys(subject: Subject) -> Iterator[Case]:
-    """Yield names that are no names of files, or are those of files that formats have."""
+    """Yield keys that can't be names of files, or that are names of files that formats have."""
     each = (Case(repr(key[:20]), partial(_check_keys, subject, key, "w")) for key in _KEYS)
-    yield from at_once(partial(_check_keys, subject, "w", *_KEYS), each)
+    yield from together_or_each(partial(_check_keys, subject, "w", *_KEYS), each)
 
 
 def _check_keys(subject: Subject, *keys: str) -> None:
@@ -86,7 +101,8 @@ def _check_keys(subject: Subject, *keys: str) -> None:
 
 
 def parts(subject: Subject) -> Iterator[Case]:
-    """Yield loads of one part of one tensor, from what was saved in many."""
+    """Yield loads of a part of a tensor that was saved in many parts."""
+    # Boxes that cross the edges of what is stored: those are where plans and formats go wrong.
     boxes = {
         "one element": ((1, 4), (1, 1), None),
         "a box across all chunks": ((1, 2), (2, 3), None),
@@ -113,16 +129,16 @@ def _check_part(
     box = state.tensors["w"][asked.global_slice()]
     expected = box if part is None else box.reshape(-1)[part]
     read: list[ReadReport] = []
-    options: dict[str, Any] = {"validate_access_integrity": False, "verify": verify, "report": read.append}
-    (found,) = loaded(subject, [{"w": asked}], place, **options)
+    options = LoadOptions(verify=verify, report=read.append)
+    (found,) = loaded(subject, [{"w": asked}], place, validate_access_integrity=False, options=options)
     assert tuple(found["w"].shape) == size, f"has shape {tuple(found['w'].shape)}, expected {size}"
     differ = first_difference(found["w"], expected)
     assert differ is None, differ
     assert isinstance(read[0], ReadReport), f"load_sharded returned {read[0]!r}, expected a ReadReport"
 
 
-def given_memory(subject: Subject) -> Iterator[Case]:
-    """Yield loads into tensors that are given away, and into a tensor that is larger than what is stored."""
+def donated_memory(subject: Subject) -> Iterator[Case]:
+    """Yield loads into donated tensors, and into a tensor that is larger than the stored one."""
     yield Case("donated tensors are filled in place", partial(_check_donated, subject, SHAPE))
     yield Case("what lies beyond the stored tensor stays", partial(_check_donated, subject, (6, 8)))
 
@@ -130,7 +146,7 @@ def given_memory(subject: Subject) -> Iterator[Case]:
 def _check_donated(subject: Subject, shape: tuple[int, int]) -> None:
     state = GlobalState({"w": numbers(SHAPE)}, {}, {})
     place = saved(subject, trees_of(state, {"w": ROWS}))
-    memory = torch.full(shape, -1.0)
+    memory = torch.full(shape, -1.0)  # a value that isn't stored, so that every write shows
     target = ShardedTensor("w", memory, torch.float32, shape, shape, (0, 0), None, allow_shape_mismatch=shape != SHAPE)
     (found,) = loaded(subject, [{"w": target}], place, donate=True)
     assert found["w"].data_ptr() == memory.data_ptr(), "the tensor that was given away isn't what was returned"
@@ -140,8 +156,8 @@ def _check_donated(subject: Subject, shape: tuple[int, int]) -> None:
     assert beyond, "wrote where nothing is stored"
 
 
-def strangers(subject: Subject) -> Iterator[Case]:
-    """Yield targets that don't fit what is stored."""
+def mismatched_targets(subject: Subject) -> Iterator[Case]:
+    """Yield targets that don't match what is stored."""
     state = GlobalState({"w": numbers(SHAPE)}, {}, {})
     kinds = {
         "a key that isn't stored": ShardedTensor.from_rank_offsets("v", torch.zeros(SHAPE)),
@@ -150,10 +166,10 @@ def strangers(subject: Subject) -> Iterator[Case]:
         "another number of axes": ShardedTensor.from_rank_offsets("w", torch.zeros(24)),
     }
     for name, target in kinds.items():
-        yield Case(name, partial(_check_stranger, subject, state, target))
+        yield Case(name, partial(_check_mismatch, subject, state, target))
 
 
-def _check_stranger(subject: Subject, state: GlobalState, target: ShardedTensor) -> None:
+def _check_mismatch(subject: Subject, state: GlobalState, target: ShardedTensor) -> None:
     place = saved(subject, trees_of(state, {"w": WHOLE}))
     try:
         (found,) = loaded(subject, [{"t": target}], place)
@@ -164,33 +180,35 @@ def _check_stranger(subject: Subject, state: GlobalState, target: ShardedTensor)
     raise AssertionError(f"it was loaded, as {found['t']!r}")
 
 
-def untold(subject: Subject) -> Iterator[Case]:
-    """Yield saves of ranks that don't tell each other what they hold: such a save may be refused."""
+def without_metadata_exchange(subject: Subject) -> Iterator[Case]:
+    """Yield saves in which ranks don't exchange what they hold; these may be refused."""
     state = GlobalState({"w": numbers(SHAPE)}, {}, {})
     for name, layout in (("1 rank", WHOLE), ("2 ranks' rows", ROWS), ("4 ranks' flat ranges", FLAT_ROWS)):
-        yield Case(name, partial(_check_untold, subject, state, layout))
+        yield Case(name, partial(_check_without_metadata_exchange, subject, state, layout))
 
 
-def _check_untold(subject: Subject, state: GlobalState, layout: Any) -> None:
+def _check_without_metadata_exchange(subject: Subject, state: GlobalState, layout: Any) -> None:
     place = saved(subject, trees_of(state, {"w": layout}), validate_access_integrity=False)
     check_there(subject, state, {"w": COLUMNS}, place)
 
 
-def later(subject: Subject) -> Iterator[Case]:
-    """Yield saves that are prepared now and done later."""
+def deferred_saves(subject: Subject) -> Iterator[Case]:
+    """Yield saves that are prepared first and executed later."""
     for ranks, layout in ((1, WHOLE), (2, ROWS)):
-        yield Case(f"on {ranks} of {ranks} ranks", partial(_check_later, subject, ranks, layout))
+        yield Case(f"on {ranks} of {ranks} ranks", partial(_check_deferred, subject, ranks, layout))
 
 
-def _check_later(subject: Subject, ranks: int, layout: Any) -> None:
+def _check_deferred(subject: Subject, ranks: int, layout: Any) -> None:
     state, place = GlobalState({"w": numbers(SHAPE)}, {}, {}), subject.directory()
     trees, save = trees_of(state, {"w": layout}), saver(subject)
+    options = SaveOptions(snapshot=False, durable=False)
 
     def on_rank(world: Any) -> None:
-        request = save(trees[world.rank], place, world=world, async_sharded_save=True, snapshot=False)
+        request = save(trees[world.rank], place, world=world, async_sharded_save=True, options=options)
         names = file_names(storage_at(place))
-        world.barrier()
-        if any(map(is_no_note, names)):
+        world.barrier()  # else another rank, which found nothing, could begin to write before this one has looked
+        # The folder and the owner's note may be there already: other saves have to see them.
+        if any(map(is_not_owner_note, names)):
             request.abandon()
             raise AssertionError(f"preparing wrote {sorted(names)}")
         request.execute_sync()
@@ -204,8 +222,10 @@ PROMISES = (
     Promise("any strides are saved", LOADS, views, saves=True),
     Promise("any key comes back", LOADS, keys),
     Promise("a part is loaded as it is in the whole", LOADS, parts),
-    Promise("loads write what is asked for, and no more", LOADS, given_memory),
-    Promise("what doesn't fit is an error", LOADS, strangers),
-    Promise("ranks need not know each other's shards", LOADS, untold, saves=True),
-    Promise("nothing is written before the request runs", LOADS | {StrategyAction.SAVE_SHARDED}, later, saves=True),
+    Promise("loads write what is asked for, and no more", LOADS, donated_memory),
+    Promise("what doesn't fit is an error", LOADS, mismatched_targets),
+    Promise("ranks need not know each other's shards", LOADS, without_metadata_exchange, saves=True),
+    Promise(
+        "nothing is written before the request runs", LOADS | {StrategyAction.SAVE_SHARDED}, deferred_saves, saves=True
+    ),
 )

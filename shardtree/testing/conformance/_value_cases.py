@@ -1,4 +1,4 @@
-"""What isn't a tensor: sharded objects, and the common state with its holes."""
+"""Cases about other values: sharded objects, and the common state with its holes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from ...mapping import ShardedObject, ShardedTensor
 from ...strategies import StrategyAction
 from .._bits import outline
 from ._layout_cases import LOADS, SHAPE, numbers
-from ._subject import Case, Promise, Subject, at_once, loaded, saved
+from ._subject import Case, Promise, Subject, loaded, saved, together_or_each
 
 _COMMON = frozenset({StrategyAction.LOAD_COMMON})
 
+# Values that formats tend to change without an error: tuples to lists, keys to strings, large integers to floats. Each
+# is made anew for each use, since a backend could change it in place.
 VALUES: dict[str, Callable[[], Any]] = {
     "an int": lambda: 3,
     "a string": lambda: "é",
@@ -40,9 +42,9 @@ VALUES: dict[str, Callable[[], Any]] = {
 
 
 def objects(subject: Subject) -> Iterator[Case]:
-    """Yield sharded objects of 2 ranks, one value after the other."""
+    """Yield sharded objects of 2 ranks, for each kind of value."""
     each = (Case(name, partial(_check_objects, subject, value)) for name, value in VALUES.items())
-    yield from at_once(partial(_check_objects, subject, *VALUES.values()), each)
+    yield from together_or_each(partial(_check_objects, subject, *VALUES.values()), each)
 
 
 def _check_objects(subject: Subject, *values: Callable[[], Any]) -> None:
@@ -57,6 +59,7 @@ def _check_objects(subject: Subject, *values: Callable[[], Any]) -> None:
     trees: list[Any] = [{"own": asked(rank, 0, filled=True), "w": _tensor(rank)} for rank in (0, 1)]
     trees[1]["replicas"] = asked(0, 1, filled=True)
     place = saved(subject, trees)
+    # Fewer ranks than saved and more, and in another order: objects must be found by their index, not by their rank.
     for ranks in (1, 3):
         targets = [[asked(cell, rank, filled=False) for cell in (1, 0)] for rank in range(ranks)]
         for rank, found in enumerate(loaded(subject, targets, place)):
@@ -70,7 +73,7 @@ def _check_objects(subject: Subject, *values: Callable[[], Any]) -> None:
 def common_values(subject: Subject) -> Iterator[Case]:
     """Yield common states of one value each."""
     each = (Case(name, partial(_check_common, subject, {name: value})) for name, value in VALUES.items())
-    yield from at_once(partial(_check_common, subject, VALUES), each)
+    yield from together_or_each(partial(_check_common, subject, VALUES), each)
 
 
 def _check_common(subject: Subject, values: Mapping[str, Callable[[], Any]]) -> None:
@@ -83,8 +86,8 @@ def _check_common(subject: Subject, values: Mapping[str, Callable[[], Any]]) -> 
             assert right, f"rank {rank} found {found['values'].get(name)!r}, expected {value()!r}"
 
 
-def common_places(subject: Subject) -> Iterator[Case]:
-    """Yield common states with shards between their values, and with content metadata."""
+def common_positions(subject: Subject) -> Iterator[Case]:
+    """Yield common states with shards between values, without shards, and with content metadata."""
     yield Case("a list of values around a shard", partial(_check_hole, subject))
     yield Case("nothing but values", partial(_check_alone, subject))
     yield Case("content_metadata", partial(_check_content, subject))
@@ -118,5 +121,5 @@ def _tensor(replica: int = 0) -> ShardedTensor:
 PROMISES = (
     Promise("objects come back, each as itself", LOADS, objects),
     Promise("the common state comes back as it was", _COMMON, common_values),
-    Promise("common values keep their places", _COMMON, common_places, saves=True),
+    Promise("common values keep their places", _COMMON, common_positions, saves=True),
 )

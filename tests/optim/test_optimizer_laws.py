@@ -46,6 +46,7 @@ FOUR, THREE = (even_optimizer_layout(SAMPLE, ranks) for ranks in (4, 3))
 # -- round trips
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_what_is_loaded_in_another_layout_is_what_was_saved(data: st.DataObject) -> None:
     state = data.draw(optimizer_states())
@@ -53,6 +54,7 @@ def test_what_is_loaded_in_another_layout_is_what_was_saved(data: st.DataObject)
     check_optimizer_roundtrip(state, saved, loaded)
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_by_names_too(data: st.DataObject) -> None:
     state = data.draw(optimizer_states())
@@ -113,6 +115,7 @@ def whole_numbers(loaded: Any) -> Any:
     return {**found, "state": states}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
@@ -174,6 +177,7 @@ def test_exactly_one_main_replica_of_each_parameter(data: st.DataObject) -> None
     assert set(firsts(shape, layout.prepended, layout).values()) == {1}
 
 
+@pytest.mark.slow
 def test_exactly_one_main_replica_catches_offsets_alone() -> None:
     """Two shards begin at 0 where one of them is empty; flat ranges begin where their boxes do."""
 
@@ -204,6 +208,7 @@ def test_padding_of_a_tensor_without_elements_has_one_first_shard() -> None:
 # -- purity
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_no_argument_is_changed_and_tensors_are_shared(data: st.DataObject) -> None:
     state = data.draw(optimizer_states())
@@ -230,6 +235,7 @@ def test_no_argument_is_changed_catches_megatrons_way() -> None:
 # -- names and ids
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_ids_to_names_to_ids_is_the_identity(data: st.DataObject) -> None:
     state = data.draw(optimizer_states())
@@ -245,6 +251,7 @@ def test_names_to_ids_catches_states_by_order() -> None:
     assert shardtree.diff(shardtree.optim.optim_state_by_id(named, {0: "a", 1: "b"})["state"], by_order)
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_regrouping_is_undone(data: st.DataObject) -> None:
     """Groups in another order, and parameters within them: states stay with names, and back again it is the same."""
@@ -269,6 +276,7 @@ def test_regrouping_catches_groups_by_position() -> None:
     assert shardtree.diff(shardtree.optim.regroup_optim_state(named, other)["param_groups"], by_position)
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_a_fresh_optimizer_finds_its_states_by_metadata(data: st.DataObject) -> None:
     """From what is stored alone, the target is the one that the state itself would give, without data."""

@@ -159,6 +159,7 @@ def check_case(case: Case, *, spoil: Callable[[Any], Any] = lambda state: state,
                 assert bits(param.detach()) == bits(expected), f"{name} on rank {rank.rank}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.kind}{dict(case.options)}")
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_it_goes_on_as_if_nothing_was(case: Case, ranks: int) -> None:

@@ -7,12 +7,22 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as some
 
 import shardtree as st
 from shardtree.errors import CheckpointingException, ShapeError, TreeError
-from shardtree.testing import Layout, assemble, check_held_once, check_pure, cut, layouts, shapes
+from shardtree.testing import (
+    Layout,
+    assemble,
+    check_held_once,
+    check_pure,
+    cut,
+    irregular_layouts,
+    layouts,
+    regular_layouts,
+    shapes,
+)
 
 GROUPS = [{"params": [0]}]
 
@@ -42,13 +52,13 @@ def local_part(whole: torch.Tensor, shard: st.ShardedTensor) -> torch.Tensor:
 # -- reduced axes
 
 
+@pytest.mark.slow
 @given(some.data())
 @pytest.mark.parametrize("keep", [True, False])
 def test_what_all_pieces_have_of_an_axis_is_stored_once(keep: bool, data: some.DataObject) -> None:
     shape = data.draw(shapes(sizes=(2, 3, 4)).filter(bool))
     axis = data.draw(some.integers(0, len(shape) - 1))
-    layout = data.draw(layouts(shape, 3, prepended=0))
-    assume(all(piece.flat is None for piece in layout.pieces))
+    layout = data.draw(regular_layouts(shape, 3) | irregular_layouts(shape, 3))
     reduced = torch.arange(float(torch.Size(shape).numel())).view(shape).sum(axis, keepdim=True)
 
     def state(shard: st.ShardedTensor) -> torch.Tensor:
@@ -132,6 +142,7 @@ def test_a_parameter_without_elements_has_no_blocks() -> None:
 # -- one of each
 
 
+@pytest.mark.slow
 @given(some.data())
 def test_one_per_parameter_is_held_once(data: some.DataObject) -> None:
     shape = data.draw(shapes(sizes=(2, 3, 4)))

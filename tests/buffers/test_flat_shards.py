@@ -24,7 +24,7 @@ from shardtree.testing import (
     packed_slices,
     random_bits,
 )
-from tests.transforms.buffers.buffer_samples import assert_caught
+from tests.buffers.buffer_samples import assert_caught
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.float8_e5m2, torch.bool])
 
@@ -154,7 +154,7 @@ def test_a_number_that_does_not_say_what_is_data_parallel_is_an_error() -> None:
     replicas = {"u": 0, "v": 1, "w": 3}
     held = {name: ShardedTensor.from_rank_offsets(name, torch.zeros(4), replica_id=replicas[name]) for name in "uvw"}
     plan = plan_buffers(held, data_parallel=1)
-    words = r"(?s)what of them is data parallel.*\n  'v': replica_id 1.*'w': replica_id 3.*Pass replica_id=lambda"
+    words = r"(?s)without a known data-parallel part.*\n  'v': replica_id 1.*'w': replica_id 3.*Pass replica_id=lambda"
     with pytest.raises(shardtree.errors.MetadataError, match=words):
         flat_targets(plan, 0, held)
 

@@ -16,7 +16,7 @@ import shardtree
 from shardtree.lenses import boxes_of, flat_of
 from shardtree.mapping import ShardedTensor
 from shardtree.testing import assemble, check_pure, first_difference, random_bits, shapes
-from tests.transforms.buffers.buffer_samples import assert_caught
+from tests.buffers.buffer_samples import assert_caught
 
 
 @st.composite

@@ -421,12 +421,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[CheckpointingException], str]] 
         "a list of patterns",
     ),
     "a lens of a tensor": (lambda: GATED(torch.zeros(8)), MetadataError, "a ShardedTensor"),  # type: ignore[arg-type]
-    "a lens that builds no Built": (
+    "a lens that builds no StoredForm": (
         lambda: as_factory(held((2,)), lambda shard: shard).build(),  # type: ignore[arg-type,return-value]
         MetadataError,
         "a StoredForm",
     ),
-    "a composed lens that builds no Built": (
+    "a composed lens that builds no StoredForm": (
         lambda: compose(lambda shard: None)(held((2,))),  # type: ignore[arg-type,return-value]
         MetadataError,
         "a StoredForm",

@@ -393,7 +393,7 @@ FOUR = [st.ShardedObject("rng", place, (4,), (place,)) for place in range(4)]
             IntegrityError,
             r"'rng' at \(1,\) of",
         ),
-        (FOUR[:3], asked("rng", (4,)), None, IntegrityError, r"nobody has the cell \(3,\)"),
+        (FOUR[:3], asked("rng", (4,)), None, IntegrityError, r"no rank has the cell \(3,\)"),
         (FOUR, asked("rgn", (4,)), None, KeyMismatch, "no such objects\n  'rgn'"),
         (FOUR, asked("rng", (2,)), {"rgn": st.objects.replicate_objects}, TreeError, "name nothing\n  'rgn'"),
         (FOUR, asked("rng", (2,)), {"rng": "replicate"}, TreeError, "'rng': str"),
@@ -402,7 +402,7 @@ FOUR = [st.ShardedObject("rng", place, (4,), (place,)) for place in range(4)]
         *(
             (FOUR, asked("rng", (2,)), {"rng": lambda array, shape, value=value: value}, UnsupportedValue, text)
             for value, text in (
-                ("ab", "'rng' gave no values by cell\n  found str, expected a list of 2"),
+                ("ab", "'rng' returned no list of values\n  found str, expected a list of 2"),
                 ({"seed": 1, "step": 2}, "found dict, expected a list of 2"),
                 (torch.zeros(2), "found Tensor, expected a list of 2"),
                 (None, "found NoneType"),
@@ -455,7 +455,7 @@ def test_what_cannot_be_joined_says_why(values: Any, text: str) -> None:
     [
         ([{"a": 1}, {"b": 1}], TreeError, r"'state' at \(1,\) (lacks 'a'|has 'b')"),
         ([{"a": 1, "b": 2}], TreeError, "no rule for the field 'b'"),
-        ([{}], TreeError, "a rule for 'a', which isn't there"),
+        ([{}], TreeError, "a rule for 'a', which no value has"),
         ([{"a": 1}, [1]], UnsupportedValue, r"'state' at \(1,\) isn't a dict\n  found list"),
         ([{"a": 1}], UnsupportedValue, r"\"state\['a'\]\" can't be joined"),
     ],

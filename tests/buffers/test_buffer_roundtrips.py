@@ -17,8 +17,8 @@ from shardtree.mapping import ShardedTensor
 from shardtree.storage import MemoryStorage
 from shardtree.testing import first_difference
 from shardtree.world import World, simulate
-from tests.transforms.buffers.buffer_samples import assert_caught
-from tests.transforms.buffers.zero_states import STATES, Layout, Model, check_loaded_flat, same, saved_flat
+from tests.buffers.buffer_samples import assert_caught
+from tests.buffers.zero_states import STATES, Layout, Model, check_loaded_flat, same, saved_flat
 
 MEGATRON = {"align": 64, "bucket_align": 128, "bucket_size": 100}
 
@@ -55,6 +55,7 @@ def check_journey(functions: dict[str, Callable[..., Any]], journey: tuple[Model
     check_loaded_flat(model, after, saved_flat(model, before, **functions), **functions)
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(journeys())
 def test_what_is_saved_by_some_ranks_is_loaded_by_others(journey: tuple[Model, Layout, Layout]) -> None:
@@ -72,6 +73,7 @@ def reversed_data(plan: Any, rank: int, slices: Any, parameters: Any, **options:
     return flat_shards(plan, rank, [part.flip(0) for part in slices], parameters, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("broken", [{"buffer_slices": of_the_last_rank}, {"flat_shards": reversed_data}])
 def test_the_law_catches(broken: dict[str, Callable[..., Any]]) -> None:
     assert_caught(check_journey, broken, journeys())
@@ -84,6 +86,7 @@ MODEL = Model(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"),
     [

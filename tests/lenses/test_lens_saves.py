@@ -159,6 +159,7 @@ def check_other_ranks(layer: Layer, save_ranks: int, load_ranks: int) -> None:
     st.simulate(3 * load_ranks, load)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize(("save_ranks", "load_ranks"), [(2, 4), (4, 1), (1, 2)])
 def test_each_rank_gets_its_rows_at_another_number_of_ranks(name: str, save_ranks: int, load_ranks: int) -> None:

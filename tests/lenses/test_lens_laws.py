@@ -27,7 +27,7 @@ from shardtree.testing import (
     layouts,
     random_bits,
 )
-from tests.transforms.lenses.oracles import ORACLES
+from tests.lenses.oracles import ORACLES
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
@@ -43,6 +43,7 @@ def drawn_shards(data: some.DataObject, case: LensCase, ranks: int) -> list[Shar
     return [shard for key in case.keys for rank in range(ranks) for shard in cut(layout, key, wholes[key], rank)]
 
 
+@pytest.mark.slow
 @cases
 @some_examples
 @given(some.data())
@@ -85,6 +86,7 @@ def test_there_is_a_case_for_each_ready_lens() -> None:
     assert LENS_CASES.keys() == ORACLES.keys()
 
 
+@pytest.mark.slow
 @cases
 @some_examples
 @given(some.data())
@@ -102,6 +104,7 @@ def test_merge_undoes_build_on_flat_ranges_and_states(name: str, data: some.Data
         check_factory(as_factory(shard, case.lens), flat=[slice(start, stop), slice(0, volume)])
 
 
+@pytest.mark.slow
 @some_examples
 @given(some.data())
 def test_composition_is_associative(data: some.DataObject) -> None:

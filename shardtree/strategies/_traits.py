@@ -1,0 +1,76 @@
+"""What the rest of the library has to know of a format: data beside its rows, alike for ours and for others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from ..storage import Exchanging, Storage
+
+METADATA_FILE = "metadata.json"
+
+
+@dataclass(frozen=True, slots=True)
+class FormatTraits:
+    """What a format's DESCRIBE row returns; the defaults hold for a format without such a row.
+
+    Attributes:
+        decided_by: patterns (as in `fnmatch`) of the names of the files that make a folder a checkpoint of the format:
+            where one of them changes, it is another checkpoint.
+        in_save_folder: whether all files of a save are in the folder `pending.save_id`. No other save's files have
+            their names then, so that saves overwrite beside each other, and what was opened is never another save's.
+        fills_devices: whether LOAD_SHARDED fills memory on any device of which copies are staged, CUDA's say; without,
+            shards on devices are loaded into the host's memory first.
+        is_guess: whether RECOGNIZE takes any file of its kind, whatever it is there for; other formats, which go by an
+            index of their own, are asked before.
+        has_manifest: whether Megatron-Core may have written its `integrity.json` beside such a checkpoint.
+
+    Examples:
+        >>> FormatTraits(decided_by=("catalog.json",)).fills_devices
+        False
+    """
+
+    decided_by: tuple[str, ...] = (METADATA_FILE,)
+    in_save_folder: bool = False
+    fills_devices: bool = False
+    is_guess: bool = False
+    has_manifest: bool = False
+
+
+Stamp = tuple[tuple[str, int, float], ...]
+"""Name, length in bytes and time of the last change of each file that decides which checkpoint is in a folder."""
+
+
+def stamp(storage: Storage, decided_by: Iterable[str]) -> Stamp:
+    """Return the stamp of the checkpoint in a folder, as far as it is one that can be exchanged for another as a whole.
+
+    Formats without a metadata.json of ours have no hash that would name one save; their files have fixed names, and
+    nothing else says that they are another save's.
+
+    Args:
+        storage: the folder.
+        decided_by: patterns of the names of the files that decide.
+
+    Examples:
+        >>> from shardtree.storage import MemoryStorage
+        >>> storage = MemoryStorage()
+        >>> storage.replace("zarr.json", b"{}", durable=False)
+        >>> [name for name, *_ in stamp(storage, ["zarr.json"])]
+        ['zarr.json']
+    """
+    if not isinstance(storage, Exchanging):
+        return ()
+    names = [name for name in storage.names() if is_deciding(name, decided_by)]
+    found = ((name, storage.length(name), storage.changed(name)) for name in names)
+    return tuple((name, length, changed or 0.0) for name, length, changed in found if length is not None)
+
+
+def is_deciding(name: str, decided_by: Iterable[str]) -> bool:
+    """Return whether a file's name is one by which checkpoints are found.
+
+    Examples:
+        >>> is_deciding(".metadata", [".metadata"]), is_deciding("config.json", ["*.safetensors"])
+        (True, False)
+    """
+    return any(fnmatchcase(name, pattern) for pattern in decided_by)

@@ -1,0 +1,185 @@
+"""The rows that follow from an index of which box lies where: loads, metadata, explain and verify."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...codec import decode_tree
+from ...errors import CheckpointingException, CorruptCheckpoint
+from ...mapping import ShardedObject, ShardedTensor
+from ...plans import Prospect, Runs, runs_plan
+from ...storage import ReadReport, Storage
+from .._actions import Strategies, StrategyAction
+from .._checks import check_objects_known
+from .._findings import Damage, Finding
+from .._metadata import read_metadata, replace_metadata, write_checked
+from .._save_folders import is_save_file
+from .._values import Checkpoint
+from ._build import without_prefix
+from ._columns import Index, find_texts, texts
+from ._damage import files_damage
+from ._file import encode_index, index_name, read_index
+from ._load import explain_from_index, load_from_index, planned_cost, read_planned
+from ._mapping import IndexMetadata
+
+ReadIndex = Callable[[Checkpoint], Index]
+"""Returns what is stored and where; raises CorruptCheckpoint where that can't be known."""
+
+
+def rows_from_index(backend: str, version: int, read_index: ReadIndex) -> Strategies:
+    """Return the rows of a format that can say where its bytes are: LOAD_SHARDED, _OBJECTS, _METADATA, EXPLAIN, VERIFY.
+
+    Loads read only the bytes that are needed, straight into the targets' memory; each stored chunk has to be row-major
+    bytes at one place in one file. Objects are stored as `item_bytes` encodes them.
+
+    Args:
+        backend: the format's name.
+        version: the format's version.
+        read_index: called once for an open checkpoint.
+
+    Examples:
+        >>> rows = rows_from_index("tar", 1, read_index)
+        >>> sorted(action.value for action, *_ in rows)
+        ['explain', 'load_metadata', 'load_objects', 'load_sharded', 'verify']
+    """
+
+    def index_of(checkpoint: Checkpoint) -> Index:
+        if "index" not in checkpoint.memo:
+            checkpoint.memo["index"] = read_index(checkpoint)
+        index: Index = checkpoint.memo["index"]
+        return index
+
+    def load_sharded(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> ReadReport:
+        """Fill each shard's data, a contiguous tensor, in place, and return what was read."""
+        return load_from_index(checkpoint, index_of(checkpoint), shards)
+
+    def load_objects(checkpoint: Checkpoint, objects: Sequence[ShardedObject]) -> list[Any]:
+        """Return the data of each sharded object, in order."""
+        return objects_from_index(checkpoint, index_of(checkpoint), objects) if objects else []
+
+    def load_metadata(checkpoint: Checkpoint) -> Mapping[str, ShardedTensor | ShardedObject]:
+        """Return every stored tensor by key, and object by unique key, whole and without data."""
+        return IndexMetadata(index_of(checkpoint))
+
+    def explain(checkpoint: Checkpoint, shards: Sequence[ShardedTensor], cast: bool) -> Prospect:
+        """Return what loading shards would come to, from the index alone."""
+        index = index_of(checkpoint)
+        return explain_from_index(index, shards, partial(planned_cost, checkpoint, index), cast=cast, refused={})
+
+    def verify(checkpoint: Checkpoint) -> tuple[Finding, ...]:
+        """Return which blocks of the indexed files aren't as they were saved, and which have no hash."""
+        return verify_index(checkpoint, index_of)
+
+    return {
+        (StrategyAction.LOAD_SHARDED, backend, version): load_sharded,
+        (StrategyAction.LOAD_OBJECTS, backend, version): load_objects,
+        (StrategyAction.LOAD_METADATA, backend, version): load_metadata,
+        (StrategyAction.EXPLAIN, backend, version): explain,
+        (StrategyAction.VERIFY, backend, version): verify,
+    }
+
+
+def rows_of_saves(backend: str, version: int) -> Strategies:
+    """Return the rows of a format that saves by `save_with_index`: `rows_from_index`'s, REMOVE_SHARDED and LIST_FILES.
+
+    Examples:
+        >>> rows = rows_of_saves("tar", 1)
+        >>> (StrategyAction.LIST_FILES, "tar", 1) in rows, (StrategyAction.SAVE_SHARDED, "tar", 1) in rows
+        (True, False)
+    """
+    return {
+        **rows_from_index(backend, version, read_index),
+        (StrategyAction.REMOVE_SHARDED, backend, version): remove_sharded,
+        (StrategyAction.LIST_FILES, backend, version): list_files,
+    }
+
+
+def objects_from_index(checkpoint: Checkpoint, index: Index, objects: Sequence[ShardedObject]) -> list[Any]:
+    """Return the data of each sharded object, in order.
+
+    Raises:
+        KeyMismatch: the checkpoint lacks some.
+        CorruptCheckpoint: stored bytes aren't what was saved.
+        UnsafeFile: one was pickled, and `allow_pickle` isn't given.
+    """
+    wanted = [item.unique_key for item in objects]
+    found = find_texts(index.object_text, index.object_start, wanted)
+    check_objects_known(wanted, [number >= 0 for number in found])
+    rows = np.array(found, dtype=np.int64)
+    memories = [torch.empty(length, dtype=torch.uint8) for length in index.object_length[rows].tolist()]
+    order = np.lexsort((index.object_byte[rows], index.object_file[rows]))
+    file, byte, length = (getattr(index, f"object_{name}")[rows[order]] for name in ("file", "byte", "length"))
+    plan = runs_plan(Runs(file, byte, order, np.zeros(order.size, dtype=np.int64), length))
+    # A damaged object could decode to another value, so its blocks are read whole and checked, small as they are.
+    options = replace(checkpoint.options, verify="all" if checkpoint.options.verify else None)
+    read_planned(replace(checkpoint, options=options), index, plan, memories)
+    return [_decoded(memory, key, checkpoint) for memory, key in zip(memories, wanted, strict=True)]
+
+
+def _decoded(memory: torch.Tensor, unique_key: str, checkpoint: Checkpoint) -> Any:
+    options = checkpoint.options
+    try:
+        return decode_tree(memoryview(memory.numpy()), types=options.types, allow_pickle=options.allow_pickle)
+    except CheckpointingException as error:
+        error.add_note(f"tree is the data of ShardedObject {unique_key!r}")
+        raise
+
+
+def verify_index(checkpoint: Checkpoint, read_index: ReadIndex) -> tuple[Finding, ...]:
+    """Return which blocks of the indexed files aren't as they were saved, and which have no hash.
+
+    Args:
+        checkpoint: what is checked.
+        read_index: its index; what it raises is the one finding, since hashes are known from the index alone.
+    """
+    try:
+        index = read_index(checkpoint)
+    except CorruptCheckpoint as error:
+        return (Damage(index_name(checkpoint), str(error)),)
+    return tuple(files_damage(checkpoint, index))
+
+
+_INDEX_FILE = re.compile(r"index-(\d{1,9})\.safetensors")
+
+
+def remove_sharded(checkpoint: Checkpoint, key_prefix: str) -> None:
+    """Remove every stored tensor and object whose key begins with a prefix, and the data files that become unused."""
+    before, fields = read_metadata(checkpoint.storage)
+    old = read_index(replace(checkpoint, fields=fields))
+    new = without_prefix(old, key_prefix)
+    if new is old:
+        return
+    old_name = fields["index"]["name"]
+    name = _next_name(checkpoint.storage, old_name)
+    # The new index is whole on the medium before metadata.json names it, and only then do files go: a crash in
+    # between leaves a checkpoint that is as before, or as it should be with a few files too many.
+    fields["index"] = write_checked(checkpoint.storage, name, encode_index(new), durable=True)
+    checkpoint.storage.sync_folder(name.rpartition("/")[0])
+    replace_metadata(checkpoint.storage, before, fields, durable=True)
+    unused = set(texts(old.file_text, old.file_start)) - set(texts(new.file_text, new.file_start))
+    for file in (*sorted(unused), old_name):
+        # An index may have been made by another program: what no save of ours wrote stays.
+        if is_save_file(file):
+            checkpoint.storage.remove(file)
+
+
+def _next_name(storage: Storage, name: str) -> str:
+    """Return the name of the index that follows the one of this name."""
+    folder, slash, _ = name.rpartition("/")
+    numbers = (_INDEX_FILE.fullmatch(other) for other in storage.names(folder))
+    number = max((int(found[1]) for found in numbers if found), default=0)
+    return f"{folder}{slash}index-{number + 1}.safetensors"
+
+
+def list_files(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Return the names of the files of a save's folder that a save writes."""
+    folder = checkpoint.fields.get("save_id")
+    names = checkpoint.storage.names(folder) if isinstance(folder, str) and folder else ()
+    return tuple(name for name in (f"{folder}/{last}" for last in names) if is_save_file(name))

@@ -1,0 +1,287 @@
+"""Saving with an index: each rank says what it wrote where, and rank 0 makes the index of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+
+from ...codec import check_storable, encode_tree
+from ...errors import CheckpointingException, IntegrityError, StorageError, error_text
+from ...fingerprints import add_fingerprints, column_parts
+from ...geometry import Column
+from ...layouts import ShardColumns, join_columns, shard_columns, write_problems
+from ...mapping import ShardedObject, ShardedTensor
+from ...storage import BlockHasher, Buffer, Hashes, StoredFile, hash_column, hashed, tensor_buffers
+from .._checks import check_objects_written, checked_data
+from .._save_folders import remove_orphaned, remove_unless_committed
+from .._values import AsyncRequest, Fields, PendingSave
+from ._build import build_index
+from ._columns import Index
+from ._file import write_index
+
+logger = logging.getLogger("shardtree")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredItem:
+    """A tensor shard or an object, and where its bytes are.
+
+    Attributes:
+        item: what is stored.
+        byte: where it begins in its file.
+        length: in bytes.
+    """
+
+    item: ShardedTensor | ShardedObject
+    byte: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankFiles:
+    """What one rank wrote, in columns; ranks send it to rank 0 before the commit.
+
+    Attributes:
+        files: names of its data files.
+        lengths: theirs, in bytes.
+        hashes: of their blocks, file by file; None where none are wanted.
+        columns: the tensor shards that it wrote.
+        file: number of the rank's file for each shard, int64 (shards,).
+        byte: where each shard begins in it, int64 (shards,).
+        objects: unique key, file, byte and length in bytes of each object.
+        totals: what each shard adds to its tensor's fingerprint, uint64 (shards,); None where none is asked for.
+    """
+
+    files: tuple[str, ...]
+    lengths: tuple[int, ...]
+    hashes: tuple[Hashes | None, ...]
+    columns: ShardColumns
+    file: Column
+    byte: Column
+    objects: tuple[tuple[str, int, int, int], ...]
+    totals: Hashes | None = None
+
+
+def save_with_index(pending: PendingSave, write: Callable[[], RankFiles]) -> AsyncRequest[RankFiles]:
+    """Return the request of a format that keeps its shards as bytes in files: what SAVE_SHARDED returns.
+
+    The commit writes the index and says where it is; what a failed save wrote is removed, and so are, after a commit,
+    the folders of the save that was replaced and of interrupted ones.
+
+    Args:
+        pending: the checkpoint; all files go into the folder `pending.save_id`, named by `rank_file`.
+        write: writes this rank's files, without any collective, and says what is where: see `rank_files`.
+
+    Examples:
+        >>> from shardtree.storage import MemoryStorage
+        >>> from shardtree.world import one_process
+        >>> pending = PendingSave(MemoryStorage(), "save-1", one_process())
+        >>> request = save_with_index(pending, lambda: rank_files(pending, []))
+        >>> sorted(request.execute_sync())
+        ['index', 'save_id']
+    """
+    return AsyncRequest(
+        world=pending.world,
+        async_fn=write,
+        commit=partial(_commit, pending),
+        abandon=partial(_abandon, pending),
+        clean_up=partial(_clean_up, pending),
+    )
+
+
+def rank_file(pending: PendingSave, suffix: str, number: int = 0) -> str:
+    """Return the name of a rank's data file, in the save's folder.
+
+    Args:
+        pending: the checkpoint.
+        suffix: the format's, lower-case letters and digits.
+        number: counts the rank's files.
+
+    Examples:
+        >>> from shardtree.storage import MemoryStorage
+        >>> from shardtree.world import one_process
+        >>> rank_file(PendingSave(MemoryStorage(), "save-1", one_process()), "tar")
+        'save-1/00000-of-00001.tar'
+    """
+    part = f"-{number}" if number else ""
+    return f"{pending.save_id}/{pending.world.rank:05d}-of-{pending.world.size:05d}{part}.{suffix}"
+
+
+def item_buffers(pending: PendingSave, item: ShardedTensor | ShardedObject) -> Iterator[Buffer]:
+    r"""Yield the bytes to store of an item: a tensor's in row-major order, or an object's data in the common codec.
+
+    Raises:
+        UnsupportedValue: the codec can't hold an object's data, and `allow_pickle` isn't given.
+        ShapeError: a tensor was changed since the save began.
+
+    Examples:
+        >>> from shardtree.storage import MemoryStorage
+        >>> from shardtree.world import one_process
+        >>> pending = PendingSave(MemoryStorage(), "save-1", one_process())
+        >>> import torch
+        >>> shard = ShardedTensor.from_rank_offsets("w", torch.tensor([1, 2], dtype=torch.uint8))
+        >>> list(map(bytes, item_buffers(pending, shard)))
+        [b'\x01\x02']
+    """
+    if isinstance(item, ShardedTensor):
+        check_storable(item.dtype, f"save: {item.key!r}")
+        yield from tensor_buffers(checked_data(item))
+    else:
+        yield memoryview(encoded_object(item, allow_pickle=pending.options.allow_pickle))
+
+
+def encoded_object(item: ShardedObject, *, allow_pickle: bool) -> bytes:
+    """Return an object's data in the common codec; an error names the object."""
+    try:
+        return encode_tree(item.data, allow_pickle=allow_pickle)
+    except CheckpointingException as error:
+        error.add_note(f"tree is the data of ShardedObject {item.unique_key!r}")
+        raise
+
+
+def write_file(pending: PendingSave, name: str, buffers: Iterable[Buffer]) -> StoredFile:
+    """Write a data file with the hashes of its blocks, as the save's options say.
+
+    Raises:
+        StorageError: it can't be written.
+
+    Examples:
+        >>> from shardtree.storage import MemoryStorage
+        >>> from shardtree.world import one_process
+        >>> pending = PendingSave(MemoryStorage(), "save-1", one_process())
+        >>> write_file(pending, rank_file(pending, "raw"), [memoryview(b"abc")]).length
+        3
+    """
+    options, storage = pending.options, pending.storage
+    # A request may be tried again after its folder was removed.
+    storage.make_folder(pending.save_id, durable=options.durable)
+    hasher = BlockHasher()
+    length = storage.write(name, hashed(buffers, hasher) if options.checksums else buffers, durable=options.durable)
+    if options.durable:
+        storage.sync_folder(pending.save_id)
+    options.progress(length)
+    return StoredFile(name, length, hash_column(hasher) if options.checksums else None)
+
+
+def rank_files(pending: PendingSave, files: Sequence[tuple[StoredFile, Sequence[StoredItem]]]) -> RankFiles:
+    """Return what a rank wrote, file by file, as the columns that `save_with_index` asks for.
+
+    Examples:
+        >>> from shardtree.storage import MemoryStorage
+        >>> from shardtree.world import one_process
+        >>> pending = PendingSave(MemoryStorage(), "save-1", one_process())
+        >>> import torch
+        >>> shard = ShardedTensor.from_rank_offsets("w", torch.tensor([1, 2], dtype=torch.uint8))
+        >>> rank_files(pending, [(StoredFile("a.raw", 10), [StoredItem(shard, 8, 2)])]).byte.tolist()
+        [8]
+    """
+    placed = [(number, each.item, each.byte, each.length) for number, (_, items) in enumerate(files) for each in items]
+    tensors = [(item, number, byte) for number, item, byte, _ in placed if isinstance(item, ShardedTensor)]
+    return RankFiles(
+        files=tuple(file.name for file, _ in files),
+        lengths=tuple(file.length for file, _ in files),
+        hashes=tuple(file.hashes for file, _ in files),
+        columns=shard_columns([item for item, *_ in tensors], pending.world.rank),
+        file=np.array([number for _, number, _ in tensors], dtype=np.int64),
+        byte=np.array([byte for *_, byte in tensors], dtype=np.int64),
+        objects=tuple(
+            (item.unique_key, number, byte, length)
+            for number, item, byte, length in placed
+            if isinstance(item, ShardedObject)
+        ),
+    )
+
+
+def collect_index(written: Sequence[RankFiles]) -> Index:
+    """Return the index of a checkpoint, given what its ranks wrote.
+
+    Raises:
+        IntegrityError: ranks disagree about a tensor, two wrote the same object, or a tensor is named like one.
+    """
+    columns = join_columns([part.columns for part in written])
+    problems = write_problems(columns)
+    if problems:
+        fix = "Give replicas different replica_ids, and keep shards inside their tensor's global shape."
+        what = "save: shards that can't lie in one checkpoint"
+        raise IntegrityError(error_text(what, offenders=map(str, problems), fix=fix))
+    first_file = np.cumsum([0, *(len(part.files) for part in written)])
+    files = [
+        StoredFile(name, length, hashes)
+        for part in written
+        for name, length, hashes in zip(part.files, part.lengths, part.hashes, strict=True)
+    ]
+    objects = sorted(
+        (key, file + int(base), byte, length)
+        for part, base in zip(written, first_file, strict=False)
+        for key, file, byte, length in part.objects
+    )
+    check_objects_written([row[0] for row in objects], columns.keys)
+    index = build_index(
+        columns,
+        _joined([part.file + base for part, base in zip(written, first_file, strict=False)]),
+        _joined([part.byte for part in written]),
+        files=files,
+        objects=objects,
+    )
+    return replace(index, x_fingerprint=_fingerprints(columns, [part.totals for part in written]))
+
+
+def _fingerprints(columns: ShardColumns, totals: Sequence[Hashes | None]) -> Hashes | None:
+    """Return the fingerprint of each key, uint64 (keys,), or None where no rank added up.
+
+    Args:
+        columns: all ranks' shards, which cover their tensors once.
+        totals: what each rank's shards add, in the order of the columns' rows.
+
+    Raises:
+        IntegrityError: the shards don't make whole tensors.
+    """
+    known = [each for each in totals if each is not None]
+    if not known:
+        return None
+    found = add_fingerprints([column_parts(columns, np.concatenate(known))])
+    return np.array([found[key] for key in columns.keys], dtype=np.uint64)
+
+
+def _joined(columns: Sequence[Column]) -> Column:
+    return np.concatenate([*columns, np.zeros(0, dtype=np.int64)])
+
+
+def _commit(pending: PendingSave, written: Sequence[RankFiles]) -> Fields:
+    for rank, part in enumerate(written):
+        for name, length in zip(part.files, part.lengths, strict=True):
+            found = pending.storage.length(name)
+            # Each node may have mounted a disk of its own at the same path.
+            if found != length:
+                where = pending.storage.where(name)
+                fix = "Every rank must see the same folder; use shared storage."
+                what = f"save: rank 0 doesn't see {where!r} as rank {rank} wrote it"
+                raise StorageError(error_text(what, found=found, expected=f"{length} bytes", fix=fix))
+    return write_index(pending, collect_index(written))
+
+
+def _abandon(pending: PendingSave) -> None:
+    """Remove what a save that failed has written, so that a full disk has room for the next one."""
+    if pending.world.rank != 0:
+        return
+    try:
+        remove_unless_committed(pending.storage, pending.save_id)
+    except Exception as error:
+        # The save's own error is about to be raised, and says more; a later save removes what stays.
+        logger.warning("save: what a failed save wrote stays in %s: %s", pending.storage.where(pending.save_id), error)
+
+
+def _clean_up(pending: PendingSave) -> None:
+    if pending.world.rank != 0:
+        return
+    try:
+        remove_orphaned(
+            pending.storage, keep=pending.save_id, before=pending.before, stale_after=pending.options.stale_after
+        )
+    except StorageError as error:
+        # The checkpoint is saved; what couldn't be removed is tried again by the next save.
+        logger.warning("save: orphaned files of earlier saves stay in %s: %s", pending.storage.where(), error)

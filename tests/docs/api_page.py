@@ -1,0 +1,113 @@
+"""docs/api.md, made of the library itself: `python -m tests.docs.api_page` writes it anew."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import pkgutil
+import re
+from collections.abc import Iterator
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType
+
+import shardtree
+from shardtree._later import ROOM_OF, ROOMS
+
+PAGE = Path(__file__).parents[2] / "docs" / "api.md"
+
+INTRODUCTION = """# Every public name
+
+One line for each, as its docstring begins; `help(st.save)` says the rest. What the main story needs is at the root,
+`import shardtree as st`; the rest is one dot further, in the room that is named. A room's name that is at the root too
+stands there alone.
+
+Signatures, arguments and examples of all of them are in the [reference](reference.md).
+"""
+
+GROUPS = {
+    "Leaves": ("mapping",),
+    "Trees": ("trees", "lazy"),
+    "Layouts": ("layouts",),
+    "Saving and loading": ("checkpoint",),
+    "Resharding in memory": ("plans", "live"),
+    "Strategies and options": ("strategies",),
+    "Worlds and errors": ("world", "errors"),
+}
+"""Headings of the root's names, by the rooms that these are of."""
+
+
+def package_modules(room: str) -> Iterator[str]:
+    """Yield the names of a room's modules."""
+    module = importlib.import_module(f"shardtree.{room}")
+    yield module.__name__
+    for found in pkgutil.walk_packages(getattr(module, "__path__", []), f"{module.__name__}."):
+        yield found.name
+
+
+@cache
+def texts_of_values(room: str) -> dict[str, str]:
+    """Return the text below each assignment of a room's modules, by its name: what a constant has for a docstring."""
+    found = dict[str, str]()
+    for name in package_modules(room):
+        spec = importlib.util.find_spec(name)
+        body = ast.parse(Path(str(spec and spec.origin)).read_text()).body
+        for line, below in pairwise(body):
+            targets = line.targets if isinstance(line, ast.Assign) else [getattr(line, "target", None)]
+            if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+                for target in targets:
+                    if isinstance(target, ast.Name):
+                        found.setdefault(target.id, str(below.value.value))
+    return found
+
+
+def text_of(room: str, name: str) -> str:
+    """Return what is said of a public name, in one sentence."""
+    value = getattr(importlib.import_module(f"shardtree.{room}"), name)
+    own = inspect.isroutine(value) or inspect.isclass(value) or isinstance(value, ModuleType)
+    text = texts_of_values(room).get(name) or (inspect.getdoc(value) if own else None) or ""
+    paragraph = " ".join(text.split("\n\n")[0].split())
+    sentence = re.match(r".*?[.:;](?= [A-Z]|$)", paragraph)
+    return (sentence[0] if sentence else paragraph).rstrip(":;.")
+
+
+def names_of(room: str) -> list[str]:
+    """Return a room's public names."""
+    return list(importlib.import_module(f"shardtree.{room}").__all__)
+
+
+def room_of(name: str) -> str:
+    """Return the room that one of the root's names is of."""
+    rooms = ("mapping", "trees", "lazy", "errors")
+    return ROOM_OF.get(name) or next(
+        room for room in rooms if hasattr(importlib.import_module(f"shardtree.{room}"), name)
+    )
+
+
+def lines() -> Iterator[str]:
+    """Yield the page."""
+    yield INTRODUCTION
+    root = [name for name in shardtree.__all__ if not isinstance(getattr(shardtree, name), ModuleType)]
+    yield "## The root: `st`"
+    for heading, rooms in GROUPS.items():
+        yield f"\n### {heading}\n"
+        yield from (f"- `{name}`: {text_of(room_of(name), name)}." for name in root if room_of(name) in rooms)
+    for room in ROOMS:
+        module = importlib.import_module(f"shardtree.{room}")
+        rest = [name for name in names_of(room) if name not in root]
+        if rest:
+            yield f"\n## `st.{room}`\n"
+            first = " ".join((module.__doc__ or "").split("\n\n")[0].split())
+            yield f"{first}\n"
+            yield from (f"- `{name}`: {text_of(room, name)}." for name in rest)
+
+
+def page() -> str:
+    """Return the whole page."""
+    return "\n".join(lines()) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

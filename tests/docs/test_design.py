@@ -1,0 +1,119 @@
+"""docs/design.md is a map that is true: its rooms are there, and a save and a load walk as it says."""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+import shardtree as st
+
+PACKAGE = Path(st.__file__).parent
+PAGE = (Path(__file__).parents[2] / "docs" / "design.md").read_text()
+TREE = {"w": st.ShardedTensor.from_rank_offsets("w", torch.arange(24.0).view(4, 6)), "step": 1}
+
+Place = tuple[str, str]
+
+
+def section(title: str) -> str:
+    """Return the page's text under a heading."""
+    return PAGE.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+
+
+def steps_of(title: str) -> list[list[Place]]:
+    """Return, for each numbered step of a walk, the (module, function) pairs that it names."""
+    found = []
+    for step in re.split(r"^\d\. ", section(title), flags=re.MULTILINE)[1:]:
+        module, places = "", list[Place]()
+        for path, function in re.findall(r"`([\w/]+\.py)`|`(\w+)`", step):
+            module = path or module
+            if function and module and (PACKAGE / module).exists() and defines(module, function):
+                places.append((module, function))
+        found.append(places)
+    return found
+
+
+def defines(module: str, function: str) -> bool:
+    """Return whether a module has a function of that name."""
+    return re.search(rf"^ *def {function}\(", (PACKAGE / module).read_text(), re.MULTILINE) is not None
+
+
+def walked(action: Callable[[], Any]) -> dict[Place, int]:
+    """Return which of our functions are called, each with the number of calls before its first one."""
+    seen: dict[Place, int] = {}
+
+    def watch(frame: FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(str(PACKAGE)):
+            seen.setdefault((Path(code.co_filename).relative_to(PACKAGE).as_posix(), code.co_name), len(seen))
+
+    before = sys.getprofile()
+    threading.setprofile(watch)
+    sys.setprofile(watch)
+    try:
+        action()
+    finally:
+        sys.setprofile(before)
+        threading.setprofile(None)  # type: ignore[arg-type]
+    return seen
+
+
+def check_walk(title: str, seen: dict[Place, int]) -> None:
+    """Raise unless every function that a walk names is called, and each step begins after the one before."""
+    steps = steps_of(title)
+    assert len(steps) == 6
+    missing = [place for places in steps for place in places if place not in seen]
+    assert missing == [], "the walk doesn't come by"
+    firsts = [seen[places[0]] for places in steps]
+    assert firsts == sorted(firsts), "steps come in another order"
+
+
+@pytest.fixture(scope="module")
+def walks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[Place, int]]:
+    folder = tmp_path_factory.mktemp("walk")
+    st.load(TREE, saved(folder / "before"))  # what is imported late is no part of the walk
+    save = walked(lambda: saved(folder / "one"))
+    load = walked(lambda: st.load(TREE, folder / "one"))
+    return {"The walk of a save": save, "The walk of a load": load}
+
+
+def saved(folder: Path) -> Path:
+    st.save(TREE, folder)
+    return folder
+
+
+@pytest.mark.parametrize("title", ["The walk of a save", "The walk of a load"])
+def test_a_walk_is_as_the_page_says(title: str, walks: dict[str, dict[Place, int]]) -> None:
+    check_walk(title, walks[title])
+
+
+@pytest.mark.parametrize("title", ["The walk of a save", "The walk of a load"])
+def test_every_module_of_a_walk_is_there(title: str) -> None:
+    paths = set(re.findall(r"`((?!tests/)[\w/]+\.py)`", section(title)))
+    assert {path for path in paths if not (PACKAGE / path).exists()} == set()
+
+
+def test_a_walk_that_goes_elsewhere_is_found(walks: dict[str, dict[Place, int]]) -> None:
+    with pytest.raises(AssertionError):
+        check_walk("The walk of a save", walks["The walk of a load"])
+
+
+def rooms() -> Iterator[str]:
+    """Yield what is directly inside of the package, as the page's table names it."""
+    for path in PACKAGE.iterdir():
+        if path.is_dir() and (path / "__init__.py").exists():
+            yield f"{path.name}/"
+        elif path.suffix == ".py" and path.stem[0] != "_":
+            yield path.name
+
+
+def test_the_table_has_every_room() -> None:
+    listed = re.findall(r"^\| `([\w./]+)` \| ", section("The rooms"), re.MULTILINE)
+    assert sorted(listed) == sorted(rooms())
