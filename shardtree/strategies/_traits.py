@@ -1,4 +1,4 @@
-"""What the rest of the library has to know of a format: data beside its rows, alike for ours and for others."""
+"""Traits of a format: what the rest of the library has to know of it, the same data for our formats and others'."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class FormatTraits:
 
     Attributes:
         decided_by: patterns (as in `fnmatch`) of the names of the files that make a folder a checkpoint of the format:
-            where one of them changes, it is another checkpoint.
+            if one of them changes, it is another checkpoint.
         in_save_folder: whether all files of a save are in the folder `pending.save_id`. No other save's files have
-            their names then, so that saves overwrite beside each other, and what was opened is never another save's.
-        fills_devices: whether LOAD_SHARDED fills memory on any device of which copies are staged, CUDA's say; without,
+            their names then: a save overwrites by writing beside the old one, and open files are never another save's.
+        fills_devices: whether LOAD_SHARDED can fill memory on any device with staged copies, such as CUDA; without,
             shards on devices are loaded into the host's memory first.
-        is_guess: whether RECOGNIZE takes any file of its kind, whatever it is there for; other formats, which go by an
-            index of their own, are asked before.
+        is_guess: whether RECOGNIZE accepts any file of its kind, whatever its purpose; formats with an index of their
+            own are tried first.
         has_manifest: whether Megatron-Core may have written its `integrity.json` beside such a checkpoint.
 
     Examples:
@@ -43,10 +43,10 @@ Stamp = tuple[tuple[str, int, float], ...]
 
 
 def stamp(storage: Storage, decided_by: Iterable[str]) -> Stamp:
-    """Return the stamp of the checkpoint in a folder, as far as it is one that can be exchanged for another as a whole.
+    """Return the stamp of the checkpoint in a folder; () on storage where checkpoints can't be exchanged as a whole.
 
     Formats without a metadata.json of ours have no hash that would name one save; their files have fixed names, and
-    nothing else says that they are another save's.
+    only length and time differ from another save's.
 
     Args:
         storage: the folder.
@@ -67,7 +67,7 @@ def stamp(storage: Storage, decided_by: Iterable[str]) -> Stamp:
 
 
 def is_deciding(name: str, decided_by: Iterable[str]) -> bool:
-    """Return whether a file's name is one by which checkpoints are found.
+    """Return whether a file's name is one by which checkpoints are recognised.
 
     Examples:
         >>> is_deciding(".metadata", [".metadata"]), is_deciding("config.json", ["*.safetensors"])

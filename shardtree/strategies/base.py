@@ -131,7 +131,7 @@ def find_strategy(
 
 
 def traits_of(backend: str, version: int, strategies: Strategies | None = None) -> FormatTraits:
-    """Return what a format's DESCRIBE row says of it, the defaults where it has none.
+    """Return the traits from a format's DESCRIBE row, or the defaults if it has none.
 
     Examples:
         >>> traits_of("huggingface", 1).is_guess, traits_of("punch cards", 1).is_guess

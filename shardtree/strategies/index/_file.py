@@ -1,4 +1,4 @@
-"""The index as a file: columns written as safetensors, mapped back, and never trusted unchecked."""
+"""The index as a file: columns written as safetensors, mapped when read, and checked before they are used."""
 
 from __future__ import annotations
 
@@ -58,6 +58,7 @@ def decode_index(data: Buffer, what: str) -> Index:
     if missing:
         raise _corrupt(what, f"columns {', '.join(missing)} are missing")
     index = Index(**columns)
+    # A right hash proves nothing: anyone who makes a checkpoint computes its hashes too.
     try:
         problem = index_problem(index) or blocks_problem(index) or shared_bytes_problem(index)
     except (CheckpointingException, UnicodeDecodeError, IndexError, ValueError) as error:
@@ -100,13 +101,13 @@ def read_index(checkpoint: Checkpoint) -> Index:
 
 
 def write_index(pending: PendingSave, index: Index) -> Fields:
-    """Write the index into the save's folder, and return what metadata.json says of it."""
+    """Write the index into the save's folder, and return its fields of metadata.json."""
     name = f"{pending.save_id}/index-0.safetensors"
     entry = write_checked(pending.storage, name, encode_index(index), durable=pending.options.durable)
     return {"save_id": pending.save_id, "index": entry}
 
 
 def index_name(checkpoint: Checkpoint) -> str:
-    """Return the name of the index file; that of metadata.json where this names none."""
+    """Return the name of the index file; that of metadata.json if this names none."""
     entry = checkpoint.fields.get("index")
     return str(entry.get("name")) if isinstance(entry, dict) else METADATA_FILE

@@ -30,7 +30,7 @@ from ._load import explain_from_index, load_from_index, planned_cost, read_plann
 from ._mapping import IndexMetadata
 
 ReadIndex = Callable[[Checkpoint], Index]
-"""Returns what is stored and where; raises CorruptCheckpoint where that can't be known."""
+"""Returns the index of a checkpoint; raises CorruptCheckpoint if that can't be read."""
 
 
 def rows_from_index(backend: str, version: int, read_index: ReadIndex) -> Strategies:
@@ -69,7 +69,7 @@ def rows_from_index(backend: str, version: int, read_index: ReadIndex) -> Strate
         return IndexMetadata(index_of(checkpoint))
 
     def explain(checkpoint: Checkpoint, shards: Sequence[ShardedTensor], cast: bool) -> Prospect:
-        """Return what loading shards would come to, from the index alone."""
+        """Return what loading shards would cost, from the index alone."""
         index = index_of(checkpoint)
         return explain_from_index(index, shards, partial(planned_cost, checkpoint, index), cast=cast, refused={})
 
@@ -117,7 +117,7 @@ def objects_from_index(checkpoint: Checkpoint, index: Index, objects: Sequence[S
     order = np.lexsort((index.object_byte[rows], index.object_file[rows]))
     file, byte, length = (getattr(index, f"object_{name}")[rows[order]] for name in ("file", "byte", "length"))
     plan = runs_plan(Runs(file, byte, order, np.zeros(order.size, dtype=np.int64), length))
-    # A damaged object could decode to another value, so its blocks are read whole and checked, small as they are.
+    # Always whole blocks: a tensor with a flipped bit has a number that is a little wrong, an object is another one.
     options = replace(checkpoint.options, verify="all" if checkpoint.options.verify else None)
     read_planned(replace(checkpoint, options=options), index, plan, memories)
     return [_decoded(memory, key, checkpoint) for memory, key in zip(memories, wanted, strict=True)]
@@ -137,7 +137,7 @@ def verify_index(checkpoint: Checkpoint, read_index: ReadIndex) -> tuple[Finding
 
     Args:
         checkpoint: what is checked.
-        read_index: its index; what it raises is the one finding, since hashes are known from the index alone.
+        read_index: returns its index; its error is the only finding, since the hashes are in the index.
     """
     try:
         index = read_index(checkpoint)
@@ -165,7 +165,7 @@ def remove_sharded(checkpoint: Checkpoint, key_prefix: str) -> None:
     replace_metadata(checkpoint.storage, before, fields, durable=True)
     unused = set(texts(old.file_text, old.file_start)) - set(texts(new.file_text, new.file_start))
     for file in (*sorted(unused), old_name):
-        # An index may have been made by another program: what no save of ours wrote stays.
+        # Guards against a crafted index that names other files: only names that a save gives are removed.
         if is_save_file(file):
             checkpoint.storage.remove(file)
 

@@ -1,4 +1,4 @@
-"""Saving with an index: each rank says what it wrote where, and rank 0 makes the index of it."""
+"""Saving with an index: each rank reports what it wrote where, and rank 0 builds the index."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ class RankFiles:
     Attributes:
         files: names of its data files.
         lengths: theirs, in bytes.
-        hashes: of their blocks, file by file; None where none are wanted.
+        hashes: of their blocks, file by file; None without checksums.
         columns: the tensor shards that it wrote.
         file: number of the rank's file for each shard, int64 (shards,).
         byte: where each shard begins in it, int64 (shards,).
         objects: unique key, file, byte and length in bytes of each object.
-        totals: what each shard adds to its tensor's fingerprint, uint64 (shards,); None where none is asked for.
+        totals: each shard's share of its tensor's fingerprint, uint64 (shards,); None without fingerprints.
     """
 
     files: tuple[str, ...]
@@ -69,12 +69,12 @@ class RankFiles:
 def save_with_index(pending: PendingSave, write: Callable[[], RankFiles]) -> AsyncRequest[RankFiles]:
     """Return the request of a format that keeps its shards as bytes in files: what SAVE_SHARDED returns.
 
-    The commit writes the index and says where it is; what a failed save wrote is removed, and so are, after a commit,
-    the folders of the save that was replaced and of interrupted ones.
+    The commit writes the index and returns its place. The files of a failed save are removed, and so are, after a
+    commit, the folders of the save that was replaced and of interrupted ones.
 
     Args:
         pending: the checkpoint; all files go into the folder `pending.save_id`, named by `rank_file`.
-        write: writes this rank's files, without any collective, and says what is where: see `rank_files`.
+        write: writes this rank's files, without any collective, and returns what is where: see `rank_files`.
 
     Examples:
         >>> from shardtree.storage import MemoryStorage
@@ -157,7 +157,7 @@ def write_file(pending: PendingSave, name: str, buffers: Iterable[Buffer]) -> St
         3
     """
     options, storage = pending.options, pending.storage
-    # A request may be tried again after its folder was removed.
+    # Made again: an abandoned request, whose folder was removed, may be run once more.
     storage.make_folder(pending.save_id, durable=options.durable)
     hasher = BlockHasher()
     length = storage.write(name, hashed(buffers, hasher) if options.checksums else buffers, durable=options.durable)
@@ -231,11 +231,11 @@ def collect_index(written: Sequence[RankFiles]) -> Index:
 
 
 def _fingerprints(columns: ShardColumns, totals: Sequence[Hashes | None]) -> Hashes | None:
-    """Return the fingerprint of each key, uint64 (keys,), or None where no rank added up.
+    """Return the fingerprint of each key, uint64 (keys,), or None if no rank added any up.
 
     Args:
         columns: all ranks' shards, which cover their tensors once.
-        totals: what each rank's shards add, in the order of the columns' rows.
+        totals: the shares of each rank's shards, in the order of the columns' rows.
 
     Raises:
         IntegrityError: the shards don't make whole tensors.
@@ -255,7 +255,7 @@ def _commit(pending: PendingSave, written: Sequence[RankFiles]) -> Fields:
     for rank, part in enumerate(written):
         for name, length in zip(part.files, part.lengths, strict=True):
             found = pending.storage.length(name)
-            # Each node may have mounted a disk of its own at the same path.
+            # Each node may have mounted a disk of its own at the same path, or another save's clean-up removed a file.
             if found != length:
                 where = pending.storage.where(name)
                 fix = "Every rank must see the same folder; use shared storage."
@@ -265,7 +265,7 @@ def _commit(pending: PendingSave, written: Sequence[RankFiles]) -> Fields:
 
 
 def _abandon(pending: PendingSave) -> None:
-    """Remove what a save that failed has written, so that a full disk has room for the next one."""
+    """Remove the files of a failed save, so that a full disk has room for the next one. Never raises."""
     if pending.world.rank != 0:
         return
     try:
@@ -283,5 +283,5 @@ def _clean_up(pending: PendingSave) -> None:
             pending.storage, keep=pending.save_id, before=pending.before, stale_after=pending.options.stale_after
         )
     except StorageError as error:
-        # The checkpoint is saved; what couldn't be removed is tried again by the next save.
+        # No failure of this save, whose checkpoint counts by now; the next save tries again.
         logger.warning("save: orphaned files of earlier saves stay in %s: %s", pending.storage.where(), error)

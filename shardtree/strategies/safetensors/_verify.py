@@ -44,9 +44,9 @@ def _whole(checkpoint: Checkpoint, field: str) -> Iterator[Damage]:
 
 
 def _fingerprint_damage(checkpoint: Checkpoint, name: str, damaged: Collection[str]) -> Iterator[Damage]:
-    """Yield the tensors that don't have the fingerprints that were stored with them; none where none was stored.
+    """Yield the tensors whose fingerprints aren't the ones that were stored with them; none if none was stored.
 
-    Their bytes may all be as they were written: this shows that they also lie where the index says.
+    All bytes may be as they were written: this shows that they also lie where the index says.
 
     Args:
         checkpoint: of the native format.
@@ -57,7 +57,7 @@ def _fingerprint_damage(checkpoint: Checkpoint, name: str, damaged: Collection[s
     metadata = IndexMetadata(index)
     known = stored_fingerprints(metadata)
     tensors = [shard for key in known if key not in damaged and isinstance(shard := metadata[key], ShardedTensor)]
-    # The blocks' hashes were looked at already.
+    # Not verified a second time: the blocks' hashes were checked just before.
     load = partial(load_from_index, replace(checkpoint, options=replace(checkpoint.options, verify=None)), index)
     try:
         found = add_fingerprints(stored_parts(tensors, load, threads=checkpoint.options.threads))

@@ -1,4 +1,4 @@
-"""Saving in the native format: a rank's data files, written by as many threads as there are files, up to a few."""
+"""Saving in the native format: one rank's data files, each written by a thread of its own, up to a few."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ from .._values import AsyncRequest, Checkpoint, Fields, PendingSave
 from ..index import RankFiles, rank_file, save_with_index
 from ._layout import Entries, Part, Shard, Source, gathered, parts, together
 
-# Fingerprints of what a save writes: added up from the bytes while they are written.
+# Fingerprints of what a save writes, added up from the bytes as they are written: no second pass over memory
 
 
 def with_total(buffers: Iterator[Buffer], shard: ShardedTensor, totals: list[int]) -> Iterator[Buffer]:
-    """Yield a shard's buffers as they are, and append what they add to its tensor's fingerprint.
+    """Yield a shard's buffers unchanged, and append their share of the tensor's fingerprint to a list.
 
     Args:
         buffers: the row-major bytes of the shard, whole elements in each.
         shard: whose they are.
-        totals: what the shard adds goes to the end of this list, once the last buffer was taken.
+        totals: the shard's share is appended once the last buffer was taken.
     """
     box = (1,) * shard.prepend_axis_num + shard.local_shape
     first = 0 if shard.flattened_range is None else shard.flattened_range.start
@@ -77,13 +77,13 @@ class _File:
 def write_files(
     pending: PendingSave, layout: Sequence[Part], columns: ShardColumns, row: Column, threads: int
 ) -> RankFiles:
-    """Write a rank's data files, and return what the index says about them.
+    """Write a rank's data files, and return what the index needs to know of them.
 
     Args:
         pending: the checkpoint.
         layout: the files.
         columns: the rank's tensor shards.
-        row: of `columns` that each shard that is laid out has, -1 for an object, int64 (shards,).
+        row: the row of `columns` of each shard in the layout, -1 for an object, int64 (shards,).
         threads: how many files are written at a time.
 
     Raises:
@@ -91,7 +91,7 @@ def write_files(
         StorageError: a file can't be written.
     """
     names = tuple(rank_file(pending, "safetensors", part) for part in range(len(layout)))
-    # A request may be tried again after its folder was removed.
+    # Made again: an abandoned request, whose folder was removed, may be run once more.
     pending.storage.make_folder(pending.save_id, durable=pending.options.durable)
     files = _write_all(pending, names, layout, threads)
     if pending.options.durable and names:
@@ -132,35 +132,35 @@ def _sums(files: Sequence[_File]) -> Hashes:
 
 
 def _write_all(pending: PendingSave, names: Sequence[str], layout: Sequence[Part], threads: int) -> list[_File]:
-    tell = in_turn(pending.options.progress)
-    # A thread is to spare for hashing only where a single one writes.
+    progress = in_turn(pending.options.progress)
+    # Hashing gets a thread of its own only if a single one writes: otherwise all threads are busy with copies.
     hashing = hashed if min(threads, len(layout)) > 1 else hashed_beside
-    unwanted = Event()
+    has_failed = Event()
 
     def write(number: int) -> _File:
         part, totals = layout[number], list[int]()
-        buffers = _with_progress(_part_buffers(part, totals if pending.options.fingerprint else None), tell)
+        buffers = _with_progress(_part_buffers(part, totals if pending.options.fingerprint else None), progress)
         hasher = BlockHasher() if pending.options.checksums else None
         with closing(in_parts(buffers) if hasher is None else hashing(buffers, hasher)) as stream:
             try:
-                wanted = SizedBuffers(part.length, _while_wanted(stream, unwanted))
+                wanted = SizedBuffers(part.length, _until_failure(stream, has_failed))
                 length = pending.storage.write(names[number], wanted, durable=pending.options.durable)
-            except _Unwanted:
-                # What another thread raised is what happened.
+            except _OtherFailed:
+                # `in_threads` raises the other thread's error, which says what happened.
                 return _File(0, None, [])
         return _File(length, None if hasher is None else hash_column(hasher), totals)
 
-    return in_threads(write, range(len(layout)), threads, stop=unwanted.set)
+    return in_threads(write, range(len(layout)), threads, stop=has_failed.set)
 
 
-class _Unwanted(Exception):
+class _OtherFailed(Exception):
     """Another file of the same save can't be written."""
 
 
-def _while_wanted(buffers: Iterable[Buffer], unwanted: Event) -> Iterator[Buffer]:
+def _until_failure(buffers: Iterable[Buffer], has_failed: Event) -> Iterator[Buffer]:
     for buffer in buffers:
-        if unwanted.is_set():
-            raise _Unwanted
+        if has_failed.is_set():
+            raise _OtherFailed
         yield buffer
 
 
@@ -196,17 +196,17 @@ def _source_buffers(source: Source) -> Iterator[Buffer]:
         yield from tensor_buffers(checked_data(source))
 
 
-def _with_progress(buffers: Iterator[Buffer], tell: Callable[[int], None]) -> Iterator[Buffer]:
+def _with_progress(buffers: Iterator[Buffer], progress: Callable[[int], None]) -> Iterator[Buffer]:
     for buffer in buffers:
         yield buffer
-        tell(buffer.nbytes)
+        progress(buffer.nbytes)
 
 
-# Saving in the native format: each rank its data files, rank 0 the index; and the common state, which is one file.
+# The rows of the native format: data files by each rank, the index by rank 0, and the common state as one file
 
 
 def save_common(pending: PendingSave, common: Any) -> Fields:
-    """Write the common tree as one file, and return what metadata.json says about it."""
+    """Write the common tree as one file, and return its fields of metadata.json."""
     data = encode_tree(common, allow_pickle=pending.options.allow_pickle)
     name = f"{pending.save_id}/common.safetensors"
     entry = write_checked(pending.storage, name, data, durable=pending.options.durable)
@@ -225,6 +225,7 @@ def save_sharded(pending: PendingSave, shards: Sequence[ShardedTensor | ShardedO
     with collector_paused():
         tensors = [shard for shard in shards if isinstance(shard, ShardedTensor)]
         threads = pending.options.threads or usual_threads()
+        # Each thread would hold another copy of what is lazy, on a device, or a large view.
         threads = threads if threads == 1 or all(map(_in_memory, tensors)) else 1
         layout = parts(shards, allow_pickle=pending.options.allow_pickle, most_files=threads)
         columns = shard_columns(tensors, pending.world.rank)
@@ -232,7 +233,7 @@ def save_sharded(pending: PendingSave, shards: Sequence[ShardedTensor | ShardedO
 
 
 def _in_memory(shard: ShardedTensor) -> bool:
-    """Return whether several threads can write such data at a time: each without a large copy, or a device's stream."""
+    """Return whether several threads can write such data at a time, without a large copy or a device's stream each."""
     data = shard.data
     return isinstance(data, torch.Tensor) and data.is_cpu and (is_in_place(data) or data.nbytes <= STAGED_BYTES)
 
