@@ -39,7 +39,7 @@ def backend_of(choice: Choice, default: tuple[str, int]) -> tuple[str, int]:
 
 
 def backends_of(sharded: Choice, common: Choice, strategies: Strategies | None) -> Backends:
-    """Return the backends that a save's choices come to.
+    """Return the backends of a save's choices.
 
     Where no backend is named for the common state, it is that of the shards if this one can save it.
 

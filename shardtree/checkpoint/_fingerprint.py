@@ -144,7 +144,7 @@ def _of_columns(columns: ShardColumns, totals: Hashes) -> dict[str, int]:
 
 def _of_checkpoint(directory: Directory, world: World, strategies: Strategies | None) -> dict[str, int]:
     checkpoint = open_together(directory, world, LoadOptions(), strategies)
-    # Each rank reads its share of the groups, whatever layout was saved: an element counts once, whoever reads it.
+    # Each rank reads its share of the checkpoint, in whatever layout it was saved: sums don't depend on who reads what.
     parts = gather(world, "fingerprint: read", partial(_own_parts, checkpoint, strategies))
     return agree(world, "fingerprint: join", partial(add_fingerprints, [part for own in parts for part in own]))
 

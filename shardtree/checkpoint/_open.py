@@ -76,7 +76,7 @@ def find(directory: Directory, options: LoadOptions) -> Storage:
 
 
 def read_fields(storage: Storage, strategies: Strategies | None) -> Fields:
-    """Return what metadata.json says, or what it would say where a format that has none is recognised.
+    """Return the fields of metadata.json, or those that a recognised format without one would have there.
 
     A metadata.json without any field of ours is another program's: it counts as none where a format is recognised.
 
@@ -93,7 +93,7 @@ def read_fields(storage: Storage, strategies: Strategies | None) -> Fields:
 
 
 def recognized(storage: Storage, strategies: Strategies | None) -> Fields | None:
-    """Return what the first format that recognises a place without metadata.json says of it, None if none does.
+    """Return the fields from the first format that recognises a place without metadata.json, None if none does.
 
     Formats with an index of their own come first: a single safetensors file beside one is an export, say.
     """

@@ -267,7 +267,7 @@ def _written(target: Destination, journal: Journal, plan: Plan) -> tuple[int, bo
             raise AlreadyACheckpoint(
                 error_text(f"convert: {storage.where()!r} already holds a checkpoint", fix="Convert to another folder.")
             )
-        # An earlier call was killed after its commit, or another save has committed since: a comparison tells.
+        # An earlier call was killed after its commit, or another save has committed since: a comparison decides.
         return len(plan.batches), read_fields(storage, target.strategies).get("save_id") != save_id
     common = {} if plan.common is HOLE else plan.common
     # What the format can't hold should fail now, not after hours of writing.

@@ -120,7 +120,7 @@ def recall(journal: Journal, batch: int) -> Any:
         return HOLE
     data = journal.storage.read(name)
     try:
-        # Decoded twice: the first time tells which classes occur, of which only those that are loaded already are used.
+        # Decoded twice: the first time to find which classes occur, of which only those that are loaded are used.
         found = decode_tree(data, types=_classes(decode_tree(data), journal.packages))
         lengths, result = found["lengths"], found["result"]
         # A file may have been removed or cut since, say by a power failure without `durable`.

@@ -68,7 +68,7 @@ class Destination:
     Attributes:
         storage: the folder.
         choices: the formats of the shards and of the common state, as the caller named them.
-        backends: what they come to.
+        backends: the backends of these choices.
         strategies: the dispatch table; None for the process's.
         options: how it is written.
     """

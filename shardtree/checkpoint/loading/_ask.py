@@ -81,7 +81,7 @@ class LoadRequest:
 
 
 Message = tuple[Fields, Description | None]
-"""What a rank sends the others: what metadata.json says, from rank 0; what it asks for, where ranks compare that."""
+"""What a rank sends the others: the fields of metadata.json, from rank 0; what it asks for, if ranks compare that."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -319,7 +319,7 @@ def explain(
         NotACheckpoint: there is none.
         CorruptCheckpoint: metadata or the common state isn't what was saved, or a file isn't there, or has another
             length.
-        StrategyError: the format doesn't tell what it holds; or an option has no such choice.
+        StrategyError: the format can't list what it holds; or an option has no such choice.
         KeyMismatch: there is no such strict mode.
 
     Examples:

@@ -50,7 +50,7 @@ def save_request(
         writes: the tensors and objects that are this rank's to write.
         common: the common tree, with holes where shards were.
         choices: what the caller named as strategies for the shards and the common state.
-        backends: what these choices come to.
+        backends: the backends of these choices.
         strategies: the dispatch table; None for the process's.
     """
     tensors, objects = writes

@@ -76,7 +76,7 @@ def remove_steps(root: Storage, names: str, removal: Removal, strategies: Strate
     """
     finish_removals(root, names)
     steps = list_steps(root, names, strategies)
-    # The plan may be old: what is the newest or pinned is asked again.
+    # Looked up again, since the plan may be old: what is the newest by now, or pinned, stays.
     held = {step.number: NEWEST for step in steps[-1:]} | {step.number: PINNED for step in steps if step.pinned}
     gone, failures = list[int](), list[str]()
     for item in sorted(removal.going, key=lambda item: item.number):
