@@ -185,7 +185,7 @@ def test_without_content_metadata_there_is_none():
 
 def test_content_metadata_has_no_room_in_a_list_or_beside_itself():
     for tree in ([shard()], {"content_metadata": 1}):
-        with pytest.raises(TreeError, match="no room"):
+        with pytest.raises(TreeError, match="can't add"):
             save_on([tree], content_metadata={"a": 1})
 
 
