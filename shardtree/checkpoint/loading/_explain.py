@@ -111,8 +111,7 @@ def explanation(checkpoint: Checkpoint, request: LoadRequest, trees: Sequence[An
     choices, metadata = request.choices, listing(checkpoint, request.choices)
     stored = stored_keys(metadata)
     own = [replace(request, tree=tree) for tree in trees]
-    prepare = [partial(matched_target, each, rank, len(own)) for rank, each in enumerate(own)]
-    tried = {rank: failed.run([rank], prepare[rank], None) for rank in ranks}
+    tried = {rank: failed.run([rank], partial(matched_target, own[rank], rank, len(own)), None) for rank in ranks}
     found = {rank: part for rank, part in tried.items() if part is not None}
     complete = len(found) == len(own)
     if complete and request.describes:
@@ -131,21 +130,18 @@ def explanation(checkpoint: Checkpoint, request: LoadRequest, trees: Sequence[An
     fitting = [_fitting(fit.target.tensors, problems, kinds) for fit in fits.values()]
     groups = failed.run(ranks, partial(_groups, fitting, kinds, exchanged=exchanged), None)
     costs = _costs(checkpoint, choices, fits, groups)
+    asked_for = {rank: (len(fit.target.tensors), len(fit.target.objects)) for rank, fit in fits.items()}
     undecided = (
         one for fit in fits.values() for one in _undecided(checkpoint, choices, fit, kinds if request.cast else {})
     )
     return Explanation(
         missing=tuple(sorted(stored - asked)),
         problems=(*problems, *failed.checks),
-        reads=tuple(_rank_reads(rank, fits.get(rank), costs.get(rank)) for rank in ranks),
+        reads=tuple(RankReads(rank, *asked_for.get(rank, (0, 0)), costs.get(rank)) for rank in ranks),
         undecided=tuple(dict.fromkeys(undecided)),
         omitted=() if raises_keys(mode) else unexpected,
         left_out=tuple(dict.fromkeys(path for fit in fits.values() for path in fit.left_out)),
     )
-
-
-def _rank_reads(rank: int, fit: _RankFit | None, cost: ReadCost | None) -> RankReads:
-    return RankReads(rank, *((len(fit.target.tensors), len(fit.target.objects)) if fit else (0, 0)), cost)
 
 
 def _costs(
