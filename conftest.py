@@ -61,6 +61,12 @@ def pytest_report_header() -> str:
     return f"fault matrices: sampled by SHARDTREE_FAULT_SEED={os.environ.get('SHARDTREE_FAULT_SEED', '0')}"
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Make what is exhaustive slow as well, so that ``-m "not slow"`` leaves both out."""
+    if item.get_closest_marker("exhaustive"):
+        item.add_marker("slow")
+
+
 @pytest.fixture(autouse=True)
 def _doctests_run_in_an_empty_folder(request: pytest.FixtureRequest) -> Iterator[None]:
     if not isinstance(request.node, pytest.DoctestItem):
