@@ -2,7 +2,7 @@
 
 It stands in the root because the doctests in shardtree/ need it too.
 
-    SHARDTREE_PROFILE   ci (default): 30 examples, always the same; dev: 100, new ones each run; full: 300 (.ci/full);
+    SHARDTREE_PROFILE   ci (default): 20 examples, always the same; dev: 100, new ones each run; full: 300 (.ci/full);
                         thorough: 2000;
                         mutation: 10, always the same, and the first failure ends it (docs/mutation.md).
     SHARDTREE_FAULT_SEED  which points of the fault matrices are tried (0 by default; .ci/run draws one and prints it).
@@ -38,7 +38,7 @@ collect_ignore_glob = ["tests/*/scripts/*"]  # started by tests, in processes of
 torch.set_num_threads(1)
 
 _EVERYWHERE = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "print_blob": True}
-settings.register_profile("ci", max_examples=30, derandomize=True, database=None, **_EVERYWHERE)
+settings.register_profile("ci", max_examples=20, derandomize=True, database=None, **_EVERYWHERE)
 settings.register_profile("dev", max_examples=100, **_EVERYWHERE)
 settings.register_profile("full", max_examples=300, derandomize=True, database=None, **_EVERYWHERE)
 settings.register_profile("thorough", max_examples=2000, **_EVERYWHERE)

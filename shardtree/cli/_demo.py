@@ -19,7 +19,8 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from ..checkpoint import load, save
+from ..checkpoint import is_checkpoint, load, save
+from ..errors import AlreadyACheckpoint, error_text
 from ..layouts import tensor_shards, tree_columns
 from ..plans import level_writes
 from ..storage import ReadReport
@@ -66,6 +67,7 @@ def run_demo(*, ranks: int, load_ranks: int, keep: Path | None, small: bool) -> 
         small: whether to take a tiny encoder of made-up weights.
 
     Raises:
+        AlreadyACheckpoint: there is one in the folder to keep.
         CheckpointingException: a save or load failed.
     """
     began, console, source = time.monotonic(), Console(highlight=False), find_source(small=small)
@@ -97,6 +99,9 @@ def run_demo(*, ranks: int, load_ranks: int, keep: Path | None, small: bool) -> 
 @contextmanager
 def _folder(keep: Path | None) -> Iterator[str]:
     if keep is not None:
+        if is_checkpoint(keep):  # before any process starts; their save would refuse it, too
+            what = f"demo: {str(keep)!r} already holds a checkpoint"
+            raise AlreadyACheckpoint(error_text(what, fix="Name another folder."))
         yield str(keep)
         return
     with TemporaryDirectory(prefix="shardtree-demo-") as folder:

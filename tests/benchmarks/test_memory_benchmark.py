@@ -72,7 +72,7 @@ def test_a_job_that_fails_is_no_figure(tmp_path: Path) -> None:
         peak(failing, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.torchrun
 def test_each_case_has_its_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "files").mkdir()

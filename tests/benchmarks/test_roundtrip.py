@@ -45,7 +45,7 @@ def asked(ranks: int) -> set[tuple[str, str]]:
     return {(operation, name) for operation, name in places(ranks) if operation in BARS.get(name, {})}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.torchrun
 def test_it_prints_a_row_for_everybody_and_every_bar(tmp_path: Path) -> None:
     numbers = tmp_path / "numbers.json"

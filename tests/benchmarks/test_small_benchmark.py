@@ -16,7 +16,7 @@ from benchmarks.small import PEERS, bars, contenders
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_each_operation_has_a_bar_beside_each_peer(tmp_path: Path) -> None:
     found = bars(Settings(tmp_path, quick=True, console=Console(quiet=True)))
     measured = {(bar.operation, bar.beside): bar for bar in found}
