@@ -6,7 +6,8 @@ import ast
 import logging
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from importlinter.cli import lint_imports
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "shardtree"
 MODULES = {path.relative_to(PACKAGE).with_suffix("").as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
+TEXTS = {name: path.read_text() for name, path in MODULES.items()}
 
 PURE = {
     *("errors", "geometry", "lazy", "mapping", "trees", "objects", "layouts", "lenses", "buffers", "optim"),
@@ -70,8 +72,13 @@ def is_pure(module: str) -> bool:
     return package(module) in PURE or (package(module) == "testing" and "law" in module)
 
 
-def imports(source: str, module: str = "x") -> Iterator[str]:
-    """Yield the dotted name of whatever a module imports, ours as `.package.name`, wherever the import stands."""
+@cache
+def imports(source: str, module: str = "x") -> list[str]:
+    """Return the dotted name of whatever a module imports, ours as `.package.name`, wherever the import stands."""
+    return list(_imports(source, module))
+
+
+def _imports(source: str, module: str) -> Iterator[str]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name.removeprefix("shardtree") for alias in node.names)
@@ -79,7 +86,9 @@ def imports(source: str, module: str = "x") -> Iterator[str]:
             above = module.split("/")[: -node.level] if node.level else []
             base = "." * bool(node.level) + ".".join([*above, *filter(None, [node.module])])
             yield from (f"{base}.{alias.name}".removeprefix("shardtree").replace("..", ".") for alias in node.names)
-        elif isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed":
+        elif (
+            isinstance(node, ast.Attribute) and node.attr == "distributed" and ast.unparse(node) == "torch.distributed"
+        ):
             yield "torch.distributed"
 
 
@@ -112,50 +121,48 @@ def test_layers_hold(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     assert status == 0, capsys.readouterr().out
 
 
-@pytest.mark.parametrize("module", [name for name in MODULES if is_pure(name)])
-def test_the_core_imports_no_effect(module: str) -> None:
-    assert impurities(MODULES[module].read_text(), module) == []
+def offenders(found: Mapping[str, object]) -> dict[str, object]:
+    """Return the modules of which something was found."""
+    return {module: what for module, what in found.items() if what}
+
+
+def test_the_core_imports_no_effect() -> None:
+    assert offenders({name: impurities(TEXTS[name], name) for name in MODULES if is_pure(name)}) == {}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", [name for name in MODULES if package(name) not in MAY_TOUCH_FILES])
-def test_files_are_touched_in_storage_alone(module: str) -> None:
-    assert file_calls(MODULES[module].read_text()) == []
+def test_files_are_touched_in_storage_alone() -> None:
+    others = [name for name in MODULES if package(name) not in MAY_TOUCH_FILES]
+    assert offenders({name: file_calls(TEXTS[name]) for name in others}) == {}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("library", MAY_IMPORT)
 def test_a_library_is_imported_by_its_package_alone(library: str) -> None:
-    users = {
-        module
-        for module, path in MODULES.items()
-        if any(reaches(name, library) for name in imports(path.read_text(), module))
-    }
+    users = {module for module, text in TEXTS.items() if any(reaches(name, library) for name in imports(text, module))}
     assert {module for module in users if package(module) not in MAY_IMPORT[library]} == set()
 
 
-@pytest.mark.parametrize("module", [name for name in MODULES if name not in {"__init__", "_later"}])
-def test_a_module_imports_from_our_packages_not_from_the_root(module: str) -> None:
+def from_the_root(module: str) -> list[str]:
+    """Return what a module imports of ours that is no room's: the root, or a name that would load all that waits."""
+    ours = [name for name in imports(TEXTS[module], module) if name.startswith(".")]
+    return [name for name in ours if name.count(".") < 2 or name.split(".")[1] not in PURE | EFFECT | {"testing"}]
+
+
+def test_a_module_imports_from_our_packages_not_from_the_root() -> None:
     """The root imports everything, so whoever imports from it depends on everything."""
-    ours = [name.split(".") for name in imports(MODULES[module].read_text(), module) if name.startswith(".")]
-    assert {name[1] for name in ours} <= PURE | EFFECT | {"testing"}, "a room"
-    assert [name for name in ours if len(name) == 2] == [], "`from .. import trees` would load all that waits"
+    assert offenders({name: from_the_root(name) for name in MODULES if name not in {"__init__", "_later"}}) == {}
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_a_module_says_what_it_holds(module: str) -> None:
-    text = ast.get_docstring(ast.parse(MODULES[module].read_text()))
-    assert text
-    assert text.split("\n\n")[0].rstrip()[-1] in ".:", "its first paragraph is a sentence"
+def test_a_module_says_what_it_holds() -> None:
+    """Its docstring's first paragraph is a sentence."""
+    said = {name: ast.get_docstring(ast.parse(text)) or "" for name, text in TEXTS.items()}
+    assert [name for name, text in said.items() if not text.split("\n\n")[0].rstrip().endswith((".", ":"))] == []
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_a_module_is_short(module: str) -> None:
-    lines = len(MODULES[module].read_text().splitlines())
-    if module in LONGER_BECAUSE:
-        assert lines > LONGEST, f"{lines} lines: it needs no reason any more"
-    else:
-        assert lines <= LONGEST
+def test_a_module_is_short_or_says_why() -> None:
+    lines = {name: len(text.splitlines()) for name, text in TEXTS.items()}
+    assert {name for name, count in lines.items() if count > LONGEST} == set(LONGER_BECAUSE)
 
 
 @pytest.mark.slow

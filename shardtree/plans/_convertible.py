@@ -9,7 +9,7 @@ import torch
 
 from ..errors import ShapeError, error_text
 
-_SCALES = {torch.float8_e8m0fnu}
+_SCALES = {torch.float8_e8m0fnu} if hasattr(torch, "float8_e8m0fnu") else set()  # torch 2.6 hasn't
 """They hold powers of two only: a sign would be lost, and zero can't be represented."""
 
 

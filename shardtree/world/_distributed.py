@@ -73,7 +73,6 @@ def _member_of(group: torch.distributed.ProcessGroup | None) -> torch.distribute
 
 def _make(group: torch.distributed.ProcessGroup, timeout: float, purpose: str | None) -> Gloo:
     import torch.distributed as dist
-    from torch._C._distributed_c10d import PrefixStore
     from torch.distributed.distributed_c10d import _get_default_store
 
     ranks = dist.get_process_group_ranks(group)
@@ -81,12 +80,18 @@ def _make(group: torch.distributed.ProcessGroup, timeout: float, purpose: str | 
     # keys that an earlier group left in the store would confuse a new one.
     name = f"shardtree/{purpose or ''}/{'_'.join(map(str, ranks))}"
     _use_counts[name] += 1
-    store = PrefixStore(f"{name}/{_use_counts[name]}", _get_default_store())
+    store = dist.PrefixStore(f"{name}/{_use_counts[name]}", _get_default_store())
+    what = f"the {len(ranks)} ranks of a process group couldn't make a gloo group beside it"
     try:
+        # gloo of torch 2.15 ends the process where the store, as that of the backend "fake", keeps nothing.
+        store.set(f"seen by {group.rank()}", "yes")
+        if store.get(f"seen by {group.rank()}") != b"yes":
+            raise RuntimeError("the group's store doesn't return what was set")
         return dist.ProcessGroupGloo(store, group.rank(), group.size(), timedelta(seconds=timeout))
     except RuntimeError as error:
-        what = f"the {len(ranks)} ranks of a process group couldn't make a gloo group beside it"
-        raise WorldError(error_text(what, found=f"{type(error).__name__}: {error}")) from error
+        found = f"{type(error).__name__}: {error}"
+        fix = "Start the processes with torchrun, or pass world=one_process() for a process by itself."
+        raise WorldError(error_text(what, found=found, fix=fix)) from error
 
 
 # Values are sent as frames: a length, then the pickle. The first bytes of a frame, its head, have a fixed size, so that

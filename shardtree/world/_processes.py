@@ -82,7 +82,7 @@ def _with_notes(error: BaseException, *notes: str) -> BaseException:
 @contextmanager
 def _started_ranks(size: int, fn: Callable[[World], T], timeout: float) -> Iterator[list[tuple[Any, Any]]]:
     """Yield each rank's process and the pipe for its result; at the end all processes are killed."""
-    from torch._C._distributed_c10d import TCPStore
+    from torch.distributed import TCPStore
 
     # Port 0: the system chooses a free one, and this process keeps it open, so that no other program can take it.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -160,7 +160,7 @@ def _run_rank(rank: int, size: int, port: int, timeout: float, fn: Callable[[Wor
 
 def _packed_outcome(rank: int, size: int, port: int, timeout: float, fn: Callable[[World], T]) -> bytes:
     import torch.distributed as dist
-    from torch._C._distributed_c10d import TCPStore
+    from torch.distributed import TCPStore
 
     patience = timedelta(seconds=timeout)
     try:

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardtree.errors import WorldError
 from shardtree.world import distributed
@@ -42,3 +44,13 @@ def test_lost_peer_is_a_world_error_after_the_timeout() -> None:
 def test_no_process_group_is_a_world_error() -> None:
     with pytest.raises(WorldError, match="no default process group"):
         distributed()
+
+
+def test_a_group_that_cannot_be_made_is_a_world_error() -> None:
+    # gloo of torch 2.15 ends the process where the store keeps nothing, as this one does.
+    torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        with pytest.raises(WorldError, match="couldn't make a gloo group"):
+            distributed()
+    finally:
+        torch.distributed.destroy_process_group()

@@ -83,14 +83,11 @@ def _shard(placed: PlacedTensor, parts: Parts) -> ShardedTensor | ShardedTensorF
 
 def local_tensor(tensor: Any) -> torch.Tensor:
     """Return this rank's local part of a tensor, detached from autograd."""
-    # to_local may return the result of a collective that is still in progress: wait for it.
-    from torch.distributed._functional_collectives import AsyncCollectiveTensor
-
     with torch.no_grad():
-        local: torch.Tensor = tensor.to_local() if is_dtensor(tensor) else tensor
-        if isinstance(local, AsyncCollectiveTensor):
-            local = local.wait()
-        return local.detach()
+        local: Any = tensor.to_local() if is_dtensor(tensor) else tensor
+        # to_local may return the result of a collective that is still in progress, a tensor that can be waited for.
+        done: torch.Tensor = local.wait() if hasattr(local, "wait") else local
+        return done.detach()
 
 
 # Shards, or loaded tensors, to DTensors.

@@ -1,0 +1,92 @@
+"""Torch's private names that shardtree uses: each is known here, with why, and is there in the torch that runs.
+
+Where this fails, the name in the message is what broke, and on which torch; docs/dependencies.md has those that we run.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+
+PACKAGE = Path(__file__).parents[1] / "shardtree"
+
+USED = {
+    "torch._utils._flatten_dense_tensors": "small tensors are written as one: half the calls that views and cat are",
+    "torch._neg_view": "an archive's tensor with the bit for lazy negation comes back with it",
+    "torch.distributed.distributed_c10d._get_default_store": "a gloo group beside the job's needs its store, and no "
+    "public function gives it; new_group has to be called by every rank",
+}
+"""By full name: what for."""
+
+ON_OBJECTS = {"_get_root_mesh": ("torch.distributed.device_mesh", "DeviceMesh", "the mesh that a sub-mesh is cut from")}
+"""Methods that are called on torch's objects: where, on which class, and what for."""
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def chain(node: ast.expr) -> str | None:
+    """Return ``a.b.c`` of an attribute's expression, None if it doesn't begin with a name."""
+    if isinstance(node, ast.Attribute):
+        before = chain(node.value)
+        return None if before is None else f"{before}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else None
+
+
+def private_names(text: str) -> Iterator[str]:
+    """Yield torch's private names in a module's text, by full name."""
+    modules = {"torch": "torch", "dist": "torch.distributed"}
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch" and not node.level:
+            for alias in node.names:
+                if any(map(is_private, f"{node.module}.{alias.name}".split("."))):
+                    yield f"{node.module}.{alias.name}"
+        elif isinstance(node, ast.Import):
+            yield from (a.name for a in node.names if a.name.startswith("torch.") and "._" in a.name)
+        elif isinstance(node, ast.Attribute) and is_private(node.attr):
+            first, _, rest = (chain(node) or "").partition(".")
+            if first in modules:
+                yield f"{modules[first]}.{rest}"
+
+
+def found_in_package() -> set[str]:
+    return {name for file in PACKAGE.rglob("*.py") for name in private_names(file.read_text())}
+
+
+def test_no_private_name_is_used_that_is_not_known() -> None:
+    # Before torch 2.6 or so the root mesh had to be asked of this one: it needn't be there.
+    assert found_in_package() - {"torch.distributed.device_mesh._mesh_resources"} == USED.keys()
+
+
+@pytest.mark.parametrize("name", USED)
+def test_a_private_name_is_there(name: str) -> None:
+    module, _, attribute = name.rpartition(".")
+    there = hasattr(import_module(module), attribute)
+    assert there, f"torch {torch.__version__} has no {name}, which shardtree uses: {USED[name]}"
+
+
+@pytest.mark.parametrize("name", ON_OBJECTS)
+def test_a_private_method_is_there_or_its_older_way(name: str) -> None:
+    module, owner, why = ON_OBJECTS[name]
+    there = hasattr(getattr(import_module(module), owner), name) or hasattr(import_module(module), "_mesh_resources")
+    assert there, f"torch {torch.__version__} has no {module}.{owner}.{name}, which shardtree uses: {why}"
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("from torch._utils import _a, b", ["torch._utils._a", "torch._utils.b"]),
+        ("from torch.x import _a, b", ["torch.x._a"]),
+        ("import torch._C", ["torch._C"]),
+        ("dist._c10d.x(torch.nn.y)", ["torch.distributed._c10d"]),
+        ("torch.__version__; self._torch; x.torch._y; from .torch import _z", []),
+    ],
+)
+def test_private_names_are_found(text: str, names: list[str]) -> None:
+    assert list(private_names(text.replace("; ", "\n"))) == names
