@@ -1,10 +1,11 @@
-"""Run by torchrun: a GPT of Megatron-Core's, sharded over all processes, is saved or loaded through shardtree."""
+"""A GPT of Megatron-Core's, sharded over all processes, is saved or loaded through shardtree."""
 
 from __future__ import annotations
 
 import sys
 import warnings
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -162,18 +163,41 @@ def load_theirs(folder: str, backend: str) -> None:
     check_same(loaded, state(model()))
 
 
-if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=dist.get_world_size())
-    steps = {
-        "save": save,
-        "load": load,
-        "save theirs": save_theirs,
-        "load theirs": load_theirs,
-        "load swapped": load_swapped,
-    }
-    for step in sys.argv[2:]:
+STEPS = {
+    "save": save,
+    "load": load,
+    "save theirs": save_theirs,
+    "load theirs": load_theirs,
+    "load swapped": load_swapped,
+}
+
+
+def one_rank(rank: int, size: int, folder: str, group: str, steps: list[str]) -> None:
+    dist.init_process_group("gloo", init_method=group, rank=rank, world_size=size)
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)
+    for step in steps:
         name, backend = step.split(":")
-        steps[name](sys.argv[1], backend)
+        STEPS[name](folder, backend)
         dist.barrier()
     dist.destroy_process_group()
+
+
+def main(folder: str, *arguments: str) -> None:
+    """Run steps on several processes, which are forked, so that Megatron-Core is imported once: ``2,save:a,load:a``."""
+    for number, argument in enumerate(arguments):
+        size, *steps = argument.split(",")
+        group = f"file://{folder}/group-{number}"
+        jobs = [
+            get_context("fork").Process(target=one_rank, args=(rank, int(size), folder, group, steps))
+            for rank in range(int(size))
+        ]
+        for job in jobs:
+            job.start()
+        for job in jobs:
+            job.join()
+        if any(job.exitcode for job in jobs):
+            sys.exit(f"{argument}: exit codes {[job.exitcode for job in jobs]}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
