@@ -12,7 +12,7 @@ from ._blocks import (
     hashed_beside,
     in_parts,
 )
-from ._buffers import STAGED_BYTES, copies_of, empty_tensor, is_in_place, tensor_buffers
+from ._buffers import STAGED_BYTES, DeviceCopies, copies_of, empty_tensor, is_in_place, tensor_buffers
 from ._cost import fetch_cost
 from ._fetch import ReadReport, StoredFile, Verify, fetch
 from ._folders import Directory, NewFolder, Renaming, folder_in, is_link, is_same_place, new_folder, storage_at

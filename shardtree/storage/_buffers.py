@@ -47,18 +47,22 @@ def plain_copies(device: torch.device) -> DeviceCopies:
     return DeviceCopies(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8), start, lambda _: None)
 
 
-def _cuda_copies(device: torch.device) -> DeviceCopies:
-    # A stream of its own, so that copies overlap with the program's kernels.
-    stream = _side_stream(device.index)
+def _stream_copies(device: torch.device) -> DeviceCopies:
+    """Return copies on a stream of their own, so that they overlap with the program's kernels."""
+    module, stream = getattr(torch, device.type), _side_stream(device.type, device.index)
 
-    def start(pairs: Sequence[Pair]) -> torch.cuda.Event:
-        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            for target, source in pairs:
-                target.copy_(source, non_blocking=True)
-                # torch's allocator then doesn't reuse the tensor's memory before this copy, even if it is freed early.
-                (target if target.is_cuda else source).record_stream(stream)
+    def start(pairs: Sequence[Pair]) -> Any:
+        done = module.Event()
+        stream.wait_stream(module.current_stream(device))
+        with module.stream(stream):
+            try:
+                for target, source in pairs:
+                    target.copy_(source, non_blocking=True)
+                    # torch's allocator then doesn't reuse the memory before this copy, even if it is freed early.
+                    (source if target.is_cpu else target).record_stream(stream)
+            except BaseException:
+                stream.synchronize()  # nobody gets a token to wait for those that have begun
+                raise
             done.record(stream)
         return done
 
@@ -69,12 +73,14 @@ def _cuda_copies(device: torch.device) -> DeviceCopies:
 
 
 @cache
-def _side_stream(index: int) -> torch.cuda.Stream:
-    return torch.cuda.Stream(index)  # type: ignore[no-untyped-call]
+def _side_stream(kind: str, index: int) -> Any:
+    return getattr(torch, kind).Stream(index)
 
 
-copies_by_device: dict[str, Callable[[torch.device], DeviceCopies]] = {"cuda": _cuda_copies}
-"""By kind of device; memory of other accelerators is copied whole, by torch."""
+# torch.xpu has the streams and events of torch.cuda, by the same names. The others have none, or (mps) share the host's
+# memory: torch copies theirs whole.
+copies_by_device: dict[str, Callable[[torch.device], DeviceCopies]] = {"cuda": _stream_copies, "xpu": _stream_copies}
+"""By kind of device."""
 
 
 def copies_of(device: torch.device) -> DeviceCopies | None:
@@ -127,7 +133,8 @@ def tensor_buffers(tensor: torch.Tensor | LazyTensor) -> Iterator[Buffer]:
     r"""Yield the bytes of a tensor, in row-major order.
 
     A contiguous tensor in the CPU's memory is yielded in place. Others (transposed, on an accelerator, lazy) are staged
-    in parts of at most `STAGED_BYTES`; on CUDA, the next part is copied while one is used.
+    in parts of at most `STAGED_BYTES`; on a device with streams, the next part is copied while
+    one is used.
 
     Examples:
         >>> b"".join(tensor_buffers(torch.tensor([[1, 2], [3, 4]], dtype=torch.uint8).T))

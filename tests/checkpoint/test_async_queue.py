@@ -19,7 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as draw
 
 import shardtree as st
-from shardtree.storage import Storage
+from shardtree.checkpoint.async_saves import _snapshot
+from shardtree.storage import MemoryStorage, Storage
 from shardtree.strategies import StrategyAction, default_strategies, safetensors
 from shardtree.testing import WatchedStorage
 from shardtree.world import World
@@ -561,6 +562,20 @@ def test_a_dropped_queue_is_loud_and_its_saves_stay_on_their_way(caplog: pytest.
     assert "a queue was dropped with async save 0 to 'memory:' in progress" in caplog.text
     assert [call.request.folder for call in calls_in_progress()] == [folder]
     assert finalize(calls, blocking=True) == [0] and value_in(folder) == 1
+
+
+def test_a_first_save_after_warming_up_takes_no_new_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = {
+        "w": st.ShardedTensor.from_rank_offsets("w", torch.ones(2**20)),
+        "empty": st.ShardedTensor("e", None, torch.int8, (1,), (1,), (0,), None),
+        "step": 1,
+    }
+    queue = st.AsyncCallsQueue()
+    queue.warm_up(tree)
+    monkeypatch.setattr(_snapshot, "empty_tensor", None)  # a call would raise
+    del tree["empty"]
+    queue.schedule_async_request(st.save(tree, MemoryStorage(), async_sharded_save=True))
+    queue.close()
 
 
 def test_a_fork_has_nothing_on_its_way() -> None:

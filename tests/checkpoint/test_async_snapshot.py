@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ from hypothesis import strategies as draw
 import shardtree as st
 from shardtree.checkpoint.async_saves import _snapshot
 from shardtree.checkpoint.async_saves._snapshot import SnapshotMemory, snapshot_shards
+from shardtree.storage._buffers import copies_by_device, plain_copies
 from shardtree.testing import STORABLE_DTYPES, bits, random_bits
+from tests.storage.late_copies import LateDevice
 
 
 def shard(key: str, data: torch.Tensor) -> st.ShardedTensor:
@@ -30,6 +33,51 @@ def test_a_copy_is_the_tensor(dtype: torch.dtype) -> None:
     for copy, tensor, expected in zip(copies, tensors, before, strict=True):
         assert copy.data.shape == tensor.shape and copy.data.dtype == dtype
         assert bits(copy.data) == expected
+
+
+@pytest.mark.parametrize("dtype", STORABLE_DTYPES, ids=str)
+def test_a_copy_from_a_device_is_the_tensor_however_late_it_is_made(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = LateDevice()
+    monkeypatch.setitem(copies_by_device, "cpu", device.copies)
+    test_a_copy_is_the_tensor(dtype)
+    assert device.log == ["start", "wait"]
+
+
+def test_copies_that_are_not_waited_for_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = LateDevice()
+    monkeypatch.setitem(copies_by_device, "cpu", lambda _: replace(device.copies(torch.device("cpu")), wait=id))
+    with pytest.raises(AssertionError):
+        test_a_copy_is_the_tensor(torch.float32)
+
+
+def test_a_device_that_fails_leaves_no_copy_in_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copies of one device are waited for, though another's can't be begun."""
+
+    def start(pairs: Sequence[object]) -> None:
+        raise ValueError("the device is gone")
+
+    device = LateDevice()
+    monkeypatch.setitem(copies_by_device, "cpu", device.copies)
+    monkeypatch.setitem(copies_by_device, "meta", lambda its: replace(plain_copies(its), start=start))
+    with pytest.raises(ValueError, match="is gone"):
+        snapshot_shards([shard("w", torch.ones(3)), shard("m", torch.ones(3, device="meta"))])
+    assert device.log == ["start", "wait"]
+
+
+def test_pinned_memory_is_lent_again_for_its_own_kind_of_device() -> None:
+    memory, made = SnapshotMemory(), list[int]()
+
+    def new(nbytes: int) -> torch.Tensor:
+        made.append(nbytes)
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    pinned, pageable = memory.lend(5, "cuda", new), memory.lend(5)
+    del pinned, pageable
+    memory.lend(5, "cuda", new)
+    memory.lend(5, "xpu", new)
+    assert made == [2**21] * 2
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any
@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from ...mapping import ShardedTensor
-from ...storage import empty_tensor, in_threads
+from ...storage import DeviceCopies, copies_of, empty_tensor, in_threads
 from ...trees import with_data
 
 # The memory of snapshots is kept between saves: getting new memory takes many times longer than filling it. A lent
@@ -22,15 +22,22 @@ from ...trees import with_data
 
 _UNIT = 2 * 1024 * 1024  # a huge page
 
+_Block = tuple[str, torch.Tensor]
+"""The kind of its memory, and the memory, uint8 of (bytes,)."""
+
+
+def _pageable(nbytes: int) -> torch.Tensor:
+    return empty_tensor(nbytes, dtype=torch.uint8)
+
 
 class SnapshotMemory:
     """Blocks of host memory; all together never more than was lent out at one time since `release`."""
 
     def __init__(self) -> None:
-        self._idle: list[torch.Tensor] = []
+        self._idle: list[_Block] = []
         # Filled by a finalizer, which may interrupt any code of any thread, also one that holds the lock: a deque needs
         # none.
-        self._back: deque[torch.Tensor] = deque()
+        self._back: deque[_Block] = deque()
         self._lent = 0
         self._most = 0
         self._lock = Lock()
@@ -40,25 +47,26 @@ class SnapshotMemory:
         """Bytes that are lent out or kept for the next save."""
         with self._lock:
             self._take_back()
-            return self._lent + sum(block.nbytes for block in self._idle)
+            return self._lent + self._idle_bytes()
 
-    def lend(self, nbytes: int, *, pinned: bool = False) -> torch.Tensor:
+    def lend(self, nbytes: int, kind: str = "cpu", new: Callable[[int], torch.Tensor] = _pageable) -> torch.Tensor:
         """Return at least that many bytes of memory, uint8, uninitialised.
 
         Args:
             nbytes: how many.
-            pinned: whether it is page-locked, so that an accelerator can copy to it asynchronously.
+            kind: of memory: the type of the device that copies to it. A block is lent again for that kind alone.
+            new: makes memory of that kind, as `DeviceCopies.host_memory` does.
         """
         with self._lock:
             self._take_back()
-            block = self._fitting(nbytes, pinned)
+            block = self._fitting(nbytes, kind)
             if block is None:
-                block = self._new(-(-nbytes // _UNIT) * _UNIT, pinned)
+                block = self._new(-(-nbytes // _UNIT) * _UNIT, new)
             self._lent += block.nbytes
             self._most = max(self._most, self._lent)
         # Tensors made from an array keep the array alive, not the block: its finalizer knows when the last one is gone.
         array = block.numpy()
-        finalize(array, self._back.append, block).atexit = False
+        finalize(array, self._back.append, (kind, block)).atexit = False
         return torch.from_numpy(array)
 
     def release(self) -> None:
@@ -70,26 +78,27 @@ class SnapshotMemory:
 
     def _take_back(self) -> None:
         while self._back:
-            block = self._back.popleft()
+            kind, block = self._back.popleft()
             self._lent -= block.nbytes
-            self._idle.append(block)
+            self._idle.append((kind, block))
 
-    def _fitting(self, nbytes: int, pinned: bool) -> torch.Tensor | None:
+    def _idle_bytes(self) -> int:
+        return sum(block.nbytes for _, block in self._idle)
+
+    def _fitting(self, nbytes: int, kind: str) -> torch.Tensor | None:
         """Return the smallest idle block that is large enough, None if there is none or it is much too large."""
         fitting = [
-            number
-            for number, block in enumerate(self._idle)
-            if nbytes <= block.nbytes <= 2 * nbytes + _UNIT and block.is_pinned() == pinned
+            (block.nbytes, number)
+            for number, (its_kind, block) in enumerate(self._idle)
+            if nbytes <= block.nbytes <= 2 * nbytes + _UNIT and its_kind == kind
         ]
-        return self._idle.pop(min(fitting, key=lambda number: self._idle[number].nbytes)) if fitting else None
+        return self._idle.pop(min(fitting)[1])[1] if fitting else None
 
-    def _new(self, nbytes: int, pinned: bool) -> torch.Tensor:
+    def _new(self, nbytes: int, new: Callable[[int], torch.Tensor]) -> torch.Tensor:
         most = max(self._most, self._lent + nbytes)
-        while self._idle and self._lent + nbytes + sum(block.nbytes for block in self._idle) > most:
+        while self._idle and self._lent + nbytes + self._idle_bytes() > most:
             del self._idle[0]
-        if pinned:
-            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-        return empty_tensor(nbytes, dtype=torch.uint8)
+        return new(nbytes)
 
 
 snapshot_memory = SnapshotMemory()
@@ -183,33 +192,57 @@ def _source(tensor: torch.Tensor) -> _Source:
 
 def _copied(sources: dict[_Identity, _Source], memory: SnapshotMemory) -> dict[_Identity, torch.Tensor]:
     """Return the bytes of each source, uint8 of (bytes,)."""
+    by_device: dict[torch.device, dict[_Identity, _Source]] = {}
+    for name, source in sources.items():
+        by_device.setdefault(source.elements.device, {})[name] = source
     copies: dict[_Identity, torch.Tensor] = {}
+    in_progress: list[tuple[DeviceCopies, Any]] = []
     try:
-        for pinned in (False, True):
-            part = {name: source for name, source in sources.items() if source.elements.is_cuda == pinned}
-            if part:
-                copies |= _copied_together(part, memory, pinned)
+        for device, part in by_device.items():
+            staged = copies_of(device)
+            if staged is None:
+                copies |= _copied_here(part, memory)
+                continue
+            made = _room(part, memory.lend(_aligned(part), device.type, staged.host_memory))
+            in_progress.append(
+                (staged, staged.start([(_like(made[name], own), own.elements) for name, own in part.items()]))
+            )
+            copies |= made
     finally:
-        # Also after an exception: the block may be lent again at once, and a running copy would write into it.
-        for device in {source.elements.device for source in sources.values() if source.elements.is_cuda}:
-            torch.cuda.current_stream(device).synchronize()
+        # For these copies only, not for all that the device does. After an exception too: the block may be lent again
+        # at once, and a copy in progress would write into it.
+        for staged, token in in_progress:
+            staged.wait(token)
     return copies
 
 
-def _copied_together(
-    sources: dict[_Identity, _Source], memory: SnapshotMemory, pinned: bool
-) -> dict[_Identity, torch.Tensor]:
-    room = [-(-source.elements.nbytes // _ALIGNMENT) * _ALIGNMENT for source in sources.values()]
-    block = memory.lend(sum(room), pinned=pinned)
-    copies, begin, ranges = {}, 0, list[_Pair]()
-    for (name, source), size in zip(sources.items(), room, strict=True):
-        elements = source.elements
-        copies[name] = block[begin : begin + elements.nbytes]
-        begin += size
-        if source.is_range and elements.is_cpu:
-            ranges.append((copies[name].numpy(), elements.numpy()))
+def _aligned(sources: dict[_Identity, _Source]) -> int:
+    """Return the bytes of a block for all of these."""
+    return sum(-(-source.elements.nbytes // _ALIGNMENT) * _ALIGNMENT for source in sources.values())
+
+
+def _room(sources: dict[_Identity, _Source], block: torch.Tensor) -> dict[_Identity, torch.Tensor]:
+    """Return where in a block each source's bytes go, one after the other."""
+    room, begin = {}, 0
+    for name, source in sources.items():
+        room[name] = block[begin : begin + source.elements.nbytes]
+        begin += -(-source.elements.nbytes // _ALIGNMENT) * _ALIGNMENT
+    return room
+
+
+def _like(copy: torch.Tensor, source: _Source) -> torch.Tensor:
+    return copy.view(source.elements.dtype).view(source.elements.shape)
+
+
+def _copied_here(sources: dict[_Identity, _Source], memory: SnapshotMemory) -> dict[_Identity, torch.Tensor]:
+    """Return the bytes of sources in the host's memory, or in that of a device that torch copies whole."""
+    copies = _room(sources, memory.lend(_aligned(sources)))
+    ranges = list[_Pair]()
+    for name, source in sources.items():
+        if source.is_range and source.elements.is_cpu:
+            ranges.append((copies[name].numpy(), source.elements.numpy()))
         else:
-            copies[name].view(elements.dtype).view(elements.shape).copy_(elements, non_blocking=pinned)
+            _like(copies[name], source).copy_(source.elements)
     _copy_ranges(ranges)
     return copies
 
