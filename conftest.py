@@ -11,7 +11,6 @@ It stands in the root because the doctests in shardtree/ need it too.
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -66,12 +65,6 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     """Make what is exhaustive slow as well, so that ``-m "not slow"`` leaves both out."""
     if item.get_closest_marker("exhaustive"):
         item.add_marker("slow")
-
-
-def pytest_collection_finish() -> None:
-    """Leave what the imports made to itself: with the peers that is a gigabyte, which each collection would walk."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
