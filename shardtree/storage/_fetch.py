@@ -169,7 +169,7 @@ def _fetch_file(
             incomplete = incomplete_reads(runs, file.length, blocks_to_check(file, blocks, runs, verify))
             reread_blocks(reader, incomplete, views, hasher)
     if known is not None and hashes is not None:
-        _compare(storage.where(file.name), hashes, known, file.length)
+        _check_block_hashes(storage.where(file.name), hashes, known, file.length)
     checked = len(hashes or ())
     return ReadReport(done, checked, int(blocks.sum()) - checked, 1)
 
@@ -199,7 +199,7 @@ def _fetch_stretches(
         checked = 0
         if parts is not None:
             chosen = stretches_to_check(stretches, runs, everything=verify == "all")
-            checked = _compare_crc32(reader, storage.where(file.name), stretches, chosen, parts)
+            checked = _check_crc32(reader, storage.where(file.name), stretches, chosen, parts)
     return ReadReport(done, checked, stretches.begin.size - checked, 1)
 
 
@@ -216,7 +216,7 @@ def stretches_to_check(stretches: Stretches, runs: Runs, *, everything: bool) ->
     return chosen
 
 
-def _compare_crc32(
+def _check_crc32(
     reader: Reader, path: str, stretches: Stretches, chosen: Sequence[int], parts: dict[int, tuple[int, int]]
 ) -> int:
     """Raise unless the chosen stretches have their CRC32s, and return how many were compared."""
@@ -277,7 +277,7 @@ def read_modes(file: StoredFile, strided: Strided, verify: Verify) -> Iterator[t
             yield Strided(*(getattr(strided, name)[flags] for name in Strided.__slots__)), whole_blocks
 
 
-def _compare(path: str, found: dict[int, int], expected: Hashes, length: int) -> None:
+def _check_block_hashes(path: str, found: dict[int, int], expected: Hashes, length: int) -> None:
     wrong = [number for number in sorted(found) if found[number] != int(expected[number])]
     if wrong:
         spans = (f"bytes {number * BLOCK_BYTES} to {min(length, (number + 1) * BLOCK_BYTES)}" for number in wrong)

@@ -111,6 +111,9 @@ class LoadCommon(Protocol):
 class LoadSharded(Protocol):
     """LOAD_SHARDED: fill each shard's data, a contiguous CPU tensor, in place, and return what was read.
 
+    The data is new memory, which holds anything; the target's own with `donate=True`. Nobody looks whether every
+    element was filled.
+
     Elements beyond the stored global shape are left as they are; the shard must have allowed that with
     `allow_shape_mismatch`, else it is an error. Each rank calls it with its own shards.
     """
@@ -151,7 +154,8 @@ class SaveCommon(Protocol):
 class SaveSharded(Protocol):
     """SAVE_SHARDED: prepare to write this rank's share of the shards, and return the request that writes them.
 
-    If the backend has a row for SAVE_OBJECTS too, sharded objects are passed here as well.
+    If the backend has a row for SAVE_OBJECTS too, or the common state goes to it, sharded objects are passed here as
+    well.
     """
 
     def __call__(

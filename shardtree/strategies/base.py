@@ -98,7 +98,7 @@ def get_default_strategy(
         ...
         shardtree.errors.StrategyError: no strategy for save_sharded with backend 'punch cards', version 1
           save_sharded exists for ('safetensors', 1)
-          Install the package that brings this backend, or register_default_strategy a function.
+          Install the package that brings this backend, register_default_strategy a function, or pass strategies=.
     """
     row = _checked_row(action, backend, version)
     found = find_strategy(action, backend, version, strategies=strategies)
@@ -110,7 +110,8 @@ def get_default_strategy(
             error_text(
                 f"no strategy for {_shown(row)}",
                 offenders=[f"{action.value} exists for {have or 'no backend'}"],
-                fix="Install the package that brings this backend, or register_default_strategy a function.",
+                fix="Install the package that brings this backend, register_default_strategy a function, "
+                "or pass strategies=.",
             )
         )
     return found

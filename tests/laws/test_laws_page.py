@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ def missing(tests: set[tuple[str, str]]) -> list[str]:
     return sorted(f"{path}::{name}" for path, name in tests if name not in functions(ROOT / path))
 
 
+@cache
 def functions(path: Path) -> set[str]:
     if not path.exists():
         return set()
