@@ -286,7 +286,7 @@ def test_memory_in_use_keeps_to_the_bound(tmp_path: Path) -> None:
     big = {f"w{n}": torch.randn(3, 1024, 2048) for n in range(4)}  # 100 MB, and rows of 8 KiB
     shards = [st.ShardedTensor.from_rank_offsets(key, data) for key, data in {**big, "small": torch.ones(3)}.items()]
     st.save(shards, tmp_path / "source", options=st.SaveOptions(durable=False))
-    assert peak(tmp_path, "lazy") < 40_000_000
+    assert peak(tmp_path, "lazy") < 60_000_000
     assert peak(tmp_path, "read") > 100_000_000  # so the measure would show it
     halves = st.load_plain_tensors(tmp_path / "lazy")
     assert all(torch.equal(halves[key], data.bfloat16()) for key, data in big.items())
