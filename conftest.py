@@ -62,9 +62,11 @@ def pytest_report_header() -> str:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Make what is exhaustive slow as well, so that ``-m "not slow"`` leaves both out."""
+    """Make what is exhaustive slow as well, so that ``-m "not slow"`` leaves both out; skip what needs a GPU."""
     if item.get_closest_marker("exhaustive"):
         item.add_marker("slow")
+    if item.get_closest_marker("cuda") and not torch.cuda.is_available():
+        item.add_marker(pytest.mark.skip(reason="no GPU"))
 
 
 @pytest.fixture(autouse=True)

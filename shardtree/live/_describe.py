@@ -84,6 +84,7 @@ class Description:
         target: its target shards, likewise.
         common: the hash of its common state; None from a rank without a source.
         wants_objects: whether its target has sharded objects.
+        device: the kind of device that its buffers can be on; None where it has no tensors.
     """
 
     options: Options
@@ -92,10 +93,23 @@ class Description:
     target: ShardColumns | None
     common: str | None
     wants_objects: bool
+    device: str | None
 
 
-def describe(ends: Ends, plan: ReshardPlan | None, options: Options, rank: int) -> Description:
-    """Return a rank's message to the others: of constant size where it has a plan."""
+def describe(
+    ends: Ends, plan: ReshardPlan | None, options: Options, device: torch.device | None, world: World
+) -> Description:
+    """Return a rank's message to the others: of constant size where it has a plan.
+
+    Args:
+        ends: its trees.
+        plan: that the caller passed.
+        options: the caller's.
+        device: where its tensors are; None where it has none.
+        world: whose rank it is.
+    """
+    rank = world.rank
+    usable = device is None or world.device_exchange(device.type) is not None
     source_shards, target_shards = (
         ends.given.tensors,
         () if ends.wanted is None else ends.wanted.tensors,
@@ -107,6 +121,7 @@ def describe(ends: Ends, plan: ReshardPlan | None, options: Options, rank: int) 
         shard_columns(target_shards, rank) if plan is None else None,
         None if ends.given.common is HOLE else _common_digest(ends.given.common),
         bool(ends.objects),
+        None if device is None else device.type if usable else "cpu",
     )
 
 
@@ -136,6 +151,16 @@ def agreed_plan(descriptions: Sequence[Description], plan: ReshardPlan | None) -
         plan = with_relays(plan) if options.relay else plan
     _check_ranks(plan.ranks, len(descriptions))
     return plan, plan.schedule(max_bytes_in_flight=options.max_bytes_in_flight)
+
+
+def agreed_device(descriptions: Sequence[Description]) -> str:
+    """Return the kind of device where all ranks have their buffers: the CPU unless all have tensors on one other kind.
+
+    Args:
+        descriptions: every rank's description, by rank.
+    """
+    kinds = {each.device for each in descriptions if each.device is not None}
+    return kinds.pop() if len(kinds) == 1 else "cpu"
 
 
 def _check_ranks(ranks: Sequence[int], size: int) -> None:

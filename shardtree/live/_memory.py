@@ -66,6 +66,20 @@ def take_ends(tree: Any, target: Any) -> Ends:
     return Ends(given, None if target is None else take_target(target, DOING))
 
 
+def device_of_tensors(ends: Ends) -> torch.device | None:
+    """Return the device that all tensors of a rank are on, or will be: the CPU where they differ, None without any.
+
+    Examples:
+        >>> shard = ShardedTensor.from_rank_offsets("w", torch.zeros(2))
+        >>> device_of_tensors(take_ends([shard], None)), device_of_tensors(take_ends({}, None))
+        (device(type='cpu'), None)
+    """
+    given = [shard.data for shard in ends.given.tensors]
+    wanted = [given_tensor(shard) for shard in ends.tensors]
+    devices = {torch.device("cpu") if data is None else data.device for data in (*given, *wanted)}
+    return devices.pop() if len(devices) == 1 else torch.device("cpu") if devices else None
+
+
 def check_joins(ends: Ends, common: Any) -> None:
     """Raise unless a rank's target fits the common state: checked before tensors move.
 
@@ -179,11 +193,9 @@ def make_buffers(schedule: Schedule, rank: int, device: torch.device | str, empt
     size = largest_step(schedule, rank)
     try:
         return Buffers(empty((size,), dtype=torch.uint8, device=device))
-    except RuntimeError as error:
-        fix = "Let fewer bytes be in flight: max_bytes_in_flight."
-        raise CheckpointingException(
-            error_text(f"{DOING}: no memory for buffers", found=f"{size} bytes", fix=fix)
-        ) from error
+    except (RuntimeError, AssertionError) as error:  # the second: torch was built without that kind of device
+        found, fix = f"{size} bytes on {device}", "Let fewer bytes be in flight: max_bytes_in_flight."
+        raise CheckpointingException(error_text(f"{DOING}: no memory for buffers", found=found, fix=fix)) from error
 
 
 def largest_step(schedule: Schedule, rank: int) -> int:

@@ -16,8 +16,19 @@ from ..layouts import ShardColumns, shard_columns
 from ..mapping import ShardedObject, ShardedTensor
 from ..plans import ReshardPlan, Schedule, with_relays
 from ..world import agree, current_world, gather
-from ._describe import Options, Rules, agreed_plan, describe, resharded_objects, shared_common
-from ._memory import DOING, Buffers, Empty, Ends, check_joins, joined_target, make_buffers, take_ends, target_memories
+from ._describe import Options, Rules, agreed_device, agreed_plan, describe, resharded_objects, shared_common
+from ._memory import (
+    DOING,
+    Buffers,
+    Empty,
+    Ends,
+    check_joins,
+    device_of_tensors,
+    joined_target,
+    make_buffers,
+    take_ends,
+    target_memories,
+)
 from ._pack import copy_doubled, copy_own, incoming_bytes, outgoing_bytes, pack_into, unpack
 
 # The transport: the one part that users replace to move bytes by other means.
@@ -191,7 +202,7 @@ def redistribute(
     donate: bool = False,
     rules: Rules = None,
     transport: Transport | None = None,
-    device: torch.device | str = "cpu",
+    device: torch.device | str | None = None,
     empty: Empty = torch.empty,
 ) -> Any:
     """Return the target with the tensors of all ranks' trees in its own layout; every rank of the world calls it.
@@ -214,7 +225,8 @@ def redistribute(
             returned. If it fails, their content is lost.
         rules: what becomes of sharded objects whose global shape changes, by key pattern.
         transport: moves the buffers, instead of the world.
-        device: where the buffers for it are. The world's own have to be in the CPU's memory.
+        device: where the transport's buffers are: the CPU's memory by default. The world's own are where the tensors
+            of all ranks are, if that is one kind of device for which the process group has a backend (nccl for CUDA).
         empty: makes new tensors and the buffers, called as ``empty(shape, dtype=..., device=...)``: pinned memory, say.
 
     Returns:
@@ -245,30 +257,41 @@ def redistribute(
         ([[1], [3], [5], [7]], 3)
     """
     ranks = current_world(world)
-    prepare = partial(_prepare, tree, target, plan, max_bytes_in_flight, relay=relay, cast=cast)
-    ends, options, own = agree(ranks, "redistribute: prepare", prepare)
-    descriptions = gather(ranks, "redistribute: describe", partial(describe, ends, own, options, ranks.rank))
+    prepare = partial(_prepare, tree, target, plan, max_bytes_in_flight, device, relay=relay, cast=cast)
+    ends, options, own, place = agree(ranks, "redistribute: prepare", prepare)
+    descriptions = gather(ranks, "redistribute: describe", partial(describe, ends, own, options, place, ranks))
     full, schedule = agree(ranks, "redistribute: plan", partial(agreed_plan, descriptions, own))
     common = shared_common(ranks, descriptions, ends.given.common)
     objects = resharded_objects(ranks, descriptions, ends, rules)
+    if transport is None:
+        kind = agreed_device(descriptions)
+        if device is None:
+            # A rank without tensors takes part on the device that torch has as its current one.
+            device = place if place is not None and place.type == kind else kind
+        transport = ranks.device_exchange(kind) or ranks.exchange
     allocate = partial(_allocate, ends, common, full, schedule, ranks.rank, donate=donate, device=device, empty=empty)
     route, filled = agree(ranks, "redistribute: make memory", allocate)
     # Failures of the steps are raised by the agreement below: raised at once, they would leave the other ranks waiting
     # in their next step.
-    failure = move(route, ranks.exchange if transport is None else transport)
+    failure = move(route, transport)
     return agree(ranks, "redistribute: join", partial(_join, failure, ends, common, filled, objects))
 
 
 def _prepare(
-    tree: Any, target: Any, plan: Any, max_bytes_in_flight: Any, *, relay: bool, cast: bool
-) -> tuple[Ends, Options, ReshardPlan | None]:
+    tree: Any, target: Any, plan: Any, max_bytes_in_flight: Any, device: Any, *, relay: bool, cast: bool
+) -> tuple[Ends, Options, ReshardPlan | None, torch.device | None]:
     most = integer(DOING, "max_bytes_in_flight", max_bytes_in_flight)
     if plan is not None and not isinstance(plan, ReshardPlan):
         fix = "Pass what plan_reshard gives."
         refuse(DOING, "plan", type(plan).__name__, "a ReshardPlan", fix, error=MetadataError)
     # Before descriptions are exchanged, so that the hashes compared are of the plan that is executed.
     own = with_relays(plan) if relay and plan is not None else plan
-    return take_ends(tree, target), Options(most, relay, cast), own
+    ends = take_ends(tree, target)
+    try:
+        place = device_of_tensors(ends) if device is None else torch.device(device)
+    except (RuntimeError, TypeError):
+        refuse(DOING, "device", device, "a kind of device of torch's", "Leave it out.", error=MetadataError)
+    return ends, Options(most, relay, cast), own, place
 
 
 def _allocate(
@@ -279,7 +302,7 @@ def _allocate(
     rank: int,
     *,
     donate: bool,
-    device: torch.device | str,
+    device: torch.device | str | None,
     empty: Empty,
 ) -> tuple[Route, list[torch.Tensor]]:
     """Return what this rank needs to take part, and the tensors to be filled, in the order of its shards."""
@@ -289,7 +312,7 @@ def _allocate(
     filled = target_memories(ends.tensors, ends.given.tensors, donate=donate, empty=empty)
     sources = {row: shard.data for row, shard in zip(given, ends.given.tensors, strict=True)}
     targets = dict(zip(wanted, filled, strict=True))
-    return Route(plan, schedule, rank, sources, targets, make_buffers(schedule, rank, device, empty)), filled
+    return Route(plan, schedule, rank, sources, targets, make_buffers(schedule, rank, device or "cpu", empty)), filled
 
 
 def _join(

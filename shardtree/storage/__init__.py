@@ -12,11 +12,12 @@ from ._blocks import (
     hashed_beside,
     in_parts,
 )
-from ._buffers import STAGED_BYTES, DeviceCopies, copies_of, empty_tensor, is_in_place, tensor_buffers
+from ._buffers import STAGED_BYTES, DeviceCopies, copies_of, is_in_place, tensor_buffers
 from ._cost import fetch_cost
 from ._fetch import ReadReport, StoredFile, Verify, fetch
 from ._folders import Directory, NewFolder, Renaming, folder_in, is_link, is_same_place, new_folder, storage_at
 from ._fsspec import FsspecStorage, fsspec_storage
+from ._host_memory import HostMemory, empty_tensor, host_memory
 from ._local import LocalStorage
 from ._memory import BytesReader, MemoryStorage
 from ._owner import Claim, claim, is_alive, is_claimed, owner_note, release

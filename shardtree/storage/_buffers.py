@@ -1,9 +1,7 @@
-"""Memory for reads and writes: huge pages for loads, tensors' row-major bytes, copies to and from devices."""
+"""Tensors' row-major bytes as buffers, and copies to and from devices."""
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,6 +12,7 @@ import torch
 
 from ..codec import byte_buffer, device_bits, row_major_bits
 from ..lazy import LazyTensor
+from ._host_memory import host_memory
 from ._storage import Buffer
 
 # Asynchronous copies between a device's memory and the host's.
@@ -66,10 +65,19 @@ def _stream_copies(device: torch.device) -> DeviceCopies:
             done.record(stream)
         return done
 
-    # Pinned: a copy from pageable memory would block. Pinning is slow, but torch caches pinned memory for the next
-    # call.
-    pinned = lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)  # noqa: E731
-    return DeviceCopies(pinned, start, lambda done: done.synchronize())
+    def memory(nbytes: int) -> torch.Tensor:
+        return host_memory.lend(nbytes, device.type, _pinned) if nbytes >= _LEAST_LENT else _pinned(nbytes)
+
+    return DeviceCopies(memory, start, lambda done: done.synchronize())
+
+
+_LEAST_LENT = 1024 * 1024
+"""Smaller memory comes from torch, whose own cache of pinned memory keeps many sizes, but gives nothing back."""
+
+
+def _pinned(nbytes: int) -> torch.Tensor:
+    # A copy from pageable memory would block.
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
 
 @cache
@@ -173,38 +181,3 @@ def is_in_place(tensor: torch.Tensor) -> bool:
     """
     # torch conjugates and negates lazily: with these bits set, the memory holds other values than the tensor.
     return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-
-
-# New memory for loads. Most of its cost is the first access to each page, so large tensors get huge pages.
-
-_LEAST_BYTES = 4 * 1024 * 1024
-
-
-def empty_tensor(*shape: Any, **options: Any) -> torch.Tensor:
-    """Return what ``torch.empty`` returns; large tensors in the CPU's memory get huge pages.
-
-    Examples:
-        >>> empty_tensor((2, 3), dtype=torch.bfloat16).shape
-        torch.Size([2, 3])
-    """
-    tensor = torch.empty(*shape, **options)
-    if tensor.is_cpu and tensor.nbytes >= _LEAST_BYTES:
-        _prefer_huge_pages(tensor.data_ptr(), tensor.nbytes)
-    return tensor
-
-
-def _prefer_huge_pages(address: int, length: int) -> None:
-    call = _madvise()
-    begin = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
-    if call is not None:
-        # The result is ignored: a system that refuses only makes this slower.
-        call(begin, address + length - begin, mmap.MADV_HUGEPAGE)
-
-
-@cache
-def _madvise() -> Callable[..., int] | None:
-    if not hasattr(mmap, "MADV_HUGEPAGE"):
-        return None
-    call = ctypes.CDLL(None).madvise
-    call.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    return call

@@ -7,13 +7,25 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary, ref
 
 import torch
 
 from ..errors import WorldError, error_text
-from ._world import DEFAULT_TIMEOUT, T, World, check_buffers, check_one_each, check_peer, check_rank, pack, unpack
+from ._world import (
+    DEFAULT_TIMEOUT,
+    Exchange,
+    T,
+    World,
+    check_buffers,
+    check_one_each,
+    check_peer,
+    check_rank,
+    pack,
+    unpack,
+)
 
 # The gloo groups that are used for coordination.
 #
@@ -36,19 +48,16 @@ def is_initialised() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def coordination_group(group: torch.distributed.ProcessGroup | None, timeout: float, purpose: str | None) -> Gloo:
+def coordination_group(group: torch.distributed.ProcessGroup, timeout: float, purpose: str | None) -> Gloo:
     """Return a gloo group with the members of a group.
 
     It is the group itself if that uses gloo for CPU tensors and no purpose is given; else one that is made when all
     members ask for it the first time, and kept as long as the group.
 
     Raises:
-        WorldError: if there is no such group, or this process isn't in it.
+        WorldError: if it can't be made.
     """
-    import torch.distributed as dist
-
-    group = _member_of(group)
-    if purpose is None and "cpu:gloo" in dist.get_backend_config(group).split(","):
+    if purpose is None and _backends(group).get("cpu") == "gloo":
         return group
     made = _made.setdefault(group, {})
     if purpose not in made:
@@ -105,13 +114,14 @@ _VALUE, _BYTES = 0, 1  # tags, so that messages and exchanges aren't mixed up
 
 
 class DistributedWorld(World):
-    """The members of a gloo group; ranks are ranks in that group."""
+    """The members of a gloo group, and of the caller's group that it is for; ranks are ranks in both."""
 
-    __slots__ = ("_group_ref", "_head")
+    __slots__ = ("_caller_ref", "_group_ref", "_head")
 
-    def __init__(self, group: Gloo, timeout: float) -> None:
+    def __init__(self, group: Gloo, timeout: float, caller: torch.distributed.ProcessGroup) -> None:
         super().__init__(group.rank(), group.size(), timeout)
         self._group_ref = ref(group)
+        self._caller_ref = ref(caller)
         self._head = max(_LEAST_HEAD, _ALL_HEADS // self.size)
 
     def all_gather(self, value: T) -> list[T]:
@@ -175,6 +185,18 @@ class DistributedWorld(World):
             works += [group.send([data], to, _BYTES) for to, data in outgoing.items() if data.numel()]
             for work in works:
                 self._wait(work)
+
+    def device_exchange(self, kind: str) -> Exchange | None:
+        caller = self._caller_ref()
+        if kind == "cpu" or caller is None or kind not in _backends(caller):
+            return super().device_exchange(kind)
+        send = group_exchange(caller, kind)
+
+        def exchange(outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]) -> None:
+            with self._backend_errors("exchange"):
+                send(outgoing, incoming)
+
+        return exchange
 
     def _exchange_frames(self, group: Gloo, mine: torch.Tensor) -> list[torch.Tensor]:
         """Return every rank's frame, by rank."""
@@ -254,7 +276,46 @@ def distributed(
     Raises:
         WorldError: if torch.distributed isn't initialised, or this process isn't in the group.
     """
-    return DistributedWorld(coordination_group(group, timeout, purpose), timeout)
+    member = _member_of(group)
+    return DistributedWorld(coordination_group(member, timeout, purpose), timeout, member)
+
+
+def _backends(group: torch.distributed.ProcessGroup) -> dict[str, str]:
+    """Return the name of a group's backend for each kind of device."""
+    import torch.distributed as dist
+
+    pairs = (part.split(":") for part in dist.get_backend_config(group).split(","))
+    return dict(pairs)
+
+
+def group_exchange(group: torch.distributed.ProcessGroup, kind: str) -> Exchange:
+    """Return an `exchange` by the group's own backend: nccl sends from device to device.
+
+    As all that is queued on a device, it may go on after the call has returned; what is queued later waits for it.
+
+    Args:
+        group: with a backend for the kind of device; every member calls what is returned.
+        kind: of device, where the buffers are.
+    """
+    import torch.distributed as dist
+
+    have_met = False
+
+    def exchange(outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]) -> None:
+        nonlocal have_met
+        if not have_met:
+            # nccl connects a group in its first call, which all ranks have to make; later ones may be of two alone.
+            dist.all_reduce(torch.zeros(1, device=kind), group=group)
+            have_met = True
+        sent = {peer: data for peer, data in outgoing.items() if data.numel()}
+        got = {peer: room for peer, room in incoming.items() if room.numel()}
+        rank = partial(dist.get_global_rank, group)
+        operations = [dist.P2POp(dist.irecv, room, rank(peer), group) for peer, room in got.items()]
+        operations += [dist.P2POp(dist.isend, data, rank(peer), group) for peer, data in sent.items()]
+        for work in dist.batch_isend_irecv(operations) if operations else ():
+            work.wait()
+
+    return exchange
 
 
 def _length(head: torch.Tensor) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -13,6 +13,9 @@ import torch
 from ..errors import UnsupportedValue, WorldError, error_text, plural
 
 T = TypeVar("T")
+
+Exchange = Callable[[Mapping[int, torch.Tensor], Mapping[int, torch.Tensor]], None]
+"""Sends buffers to some ranks, and fills buffers with what some ranks send, by rank: `World.exchange`."""
 
 DEFAULT_TIMEOUT = 600.0  # seconds
 
@@ -98,6 +101,16 @@ class World(ABC):
             raise WorldError(error_text(what, found=sizes, expected=expected))
         for rank, data in received.items():
             np.copyto(incoming[rank].numpy(), data)
+
+    def device_exchange(self, kind: str) -> Exchange | None:
+        """Return what `exchange` is for buffers in the memory of a kind of device; None if the world has nothing.
+
+        Every rank calls the function that is returned, the same number of times, also where it has no buffers.
+
+        Args:
+            kind: of device: ``"cuda"``. For ``"cpu"`` it is `exchange`.
+        """
+        return self.exchange if kind == "cpu" else None
 
 
 def check_rank(world: World, what: str, rank: int) -> None:

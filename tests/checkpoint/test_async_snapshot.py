@@ -12,7 +12,8 @@ from hypothesis import strategies as draw
 
 import shardtree as st
 from shardtree.checkpoint.async_saves import _snapshot
-from shardtree.checkpoint.async_saves._snapshot import SnapshotMemory, snapshot_shards
+from shardtree.checkpoint.async_saves._snapshot import snapshot_shards
+from shardtree.storage import HostMemory
 from shardtree.storage._buffers import copies_by_device, plain_copies
 from shardtree.testing import STORABLE_DTYPES, bits, random_bits
 from tests.storage.late_copies import LateDevice
@@ -66,20 +67,6 @@ def test_a_device_that_fails_leaves_no_copy_in_progress(monkeypatch: pytest.Monk
     assert device.log == ["start", "wait"]
 
 
-def test_pinned_memory_is_lent_again_for_its_own_kind_of_device() -> None:
-    memory, made = SnapshotMemory(), list[int]()
-
-    def new(nbytes: int) -> torch.Tensor:
-        made.append(nbytes)
-        return torch.empty(nbytes, dtype=torch.uint8)
-
-    pinned, pageable = memory.lend(5, "cuda", new), memory.lend(5)
-    del pinned, pageable
-    memory.lend(5, "cuda", new)
-    memory.lend(5, "xpu", new)
-    assert made == [2**21] * 2
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 3])
 def test_large_tensors_are_cut_for_threads_and_whole_again(threads: int) -> None:
@@ -99,7 +86,7 @@ def test_large_tensors_are_cut_for_threads_and_whole_again(threads: int) -> None
 
 
 def test_shared_memory_is_copied_once_and_expanded_tensors_are_not_blown_up() -> None:
-    memory = SnapshotMemory()
+    memory = HostMemory()
     big = torch.arange(2**20, dtype=torch.float32)
     tensors = [big, big.view(1024, 1024), big.view(1024, 1024).t(), big[:1].expand(2**28), torch.ones(2).conj()]
     kept = snapshot_shards([shard(str(number), tensor) for number, tensor in enumerate(tensors)], memory)
@@ -113,39 +100,11 @@ def test_conjugated_and_negated_views_keep_their_values() -> None:
     assert kept[0].data.tolist() == [1 - 2j, 3 + 1j] and kept[1].data.tolist() == [-2, 1]
 
 
-def test_memory_is_kept_for_the_next_save_and_no_more_than_was_needed_at_once() -> None:
-    memory = SnapshotMemory()
-    unit = 2**21
-    first = memory.lend(5)
-    place = first.data_ptr()
-    second = memory.lend(unit)
-    assert memory.nbytes == 2 * unit
-    del first
-    assert memory.nbytes == 2 * unit and memory.lend(7).data_ptr() == place
-    del second
-    larger = memory.lend(2 * unit)  # what lies idle makes room
-    assert memory.nbytes == 2 * unit
-    memory.release()
-    assert memory.nbytes == 2 * unit
-    del larger
-    memory.release()
-    assert memory.nbytes == 0
-
-
-def test_memory_that_is_still_read_is_not_lent_again() -> None:
-    memory = SnapshotMemory()
-    kept = memory.lend(100)[10:20].view(2, 5)
-    kept.fill_(7)
-    for _ in range(3):
-        memory.lend(100).fill_(1)
-    assert kept.eq(7).all()
-
-
 # What happens to a request while others get memory: it fails or not, is tried again or not, and is dropped or not.
 FATES = draw.tuples(draw.booleans(), draw.integers(0, 2), draw.booleans())
 
 
-def check_memory(fates: Sequence[tuple[bool, int, bool]], memory: SnapshotMemory) -> None:
+def check_memory(fates: Sequence[tuple[bool, int, bool]], memory: HostMemory) -> None:
     """Raise if a snapshot's bytes change as long as something can read them, whatever happens to others."""
     kept: list[tuple[torch.Tensor, float]] = []
     for value, (is_viewed, dropped, is_given_back) in enumerate(fates):
@@ -160,17 +119,17 @@ def check_memory(fates: Sequence[tuple[bool, int, bool]], memory: SnapshotMemory
 
 @given(draw.lists(FATES, min_size=1, max_size=12))
 def test_no_snapshot_is_written_over_while_it_can_be_read(fates: list[tuple[bool, int, bool]]) -> None:
-    check_memory(fates, SnapshotMemory())
+    check_memory(fates, HostMemory())
 
 
-class Hasty(SnapshotMemory):
+class Hasty(HostMemory):
     """The planted fault: the same memory for everybody."""
 
     def __init__(self) -> None:
         super().__init__()
         self.block = torch.empty(2**21, dtype=torch.uint8)
 
-    def lend(self, nbytes: int, *, pinned: bool = False) -> torch.Tensor:
+    def lend(self, nbytes: int, kind: str = "cpu", new: object = None) -> torch.Tensor:
         return self.block
 
 

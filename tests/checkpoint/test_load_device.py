@@ -16,7 +16,7 @@ from tests.storage.late_copies import LateDevice
 
 W = torch.arange(12.0).view(3, 4)
 SHARD = st.ShardedTensor.from_rank_offsets("w", W)
-CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))
+CUDA = pytest.param("cuda", marks=pytest.mark.cuda)
 
 
 def stored() -> MemoryStorage:

@@ -392,12 +392,23 @@ SPOILT: dict[str, tuple[Spoil, str, str]] = {
         "make memory",
         "which is read",
     ),
-    "a target on a device that isn't there": (
-        lambda case, rank: {"device": "nowhere"},
+    "buffers that there is no memory for": (
+        lambda case, rank: {"empty": no_room},
         "make memory",
         "no memory for buffers",
     ),
+    "a device that isn't there": (
+        lambda case, rank: {"device": "nowhere"},
+        "prepare",
+        "device doesn't fit",
+    ),
 }
+
+
+def no_room(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
+    if dtype == torch.uint8:
+        raise RuntimeError("not enough memory")
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
 def changed(shard: ShardedTensor) -> ShardedTensor:

@@ -14,9 +14,10 @@ from typing import Any, TypeVar
 
 from ...errors import CheckpointingException, WorldError, error_text, plural
 from ...layouts import tensor_shards
+from ...storage import host_memory
 from ...strategies import AsyncRequest
 from ._exit import Call, Calls, calls_in_progress, check_idle, finalize, finalize_all, watch
-from ._snapshot import snapshot_memory, snapshot_shards
+from ._snapshot import snapshot_shards
 
 # The writing thread
 
@@ -195,7 +196,7 @@ class AsyncCallsQueue:
         finally:
             # Calls that are left couldn't be agreed on with the other ranks; the exit handler deals with them.
             self._background.stop(wait=not self._calls)
-            snapshot_memory.release()
+            host_memory.release()
 
     def _give_up(self) -> None:
         given_up = list(self._calls)

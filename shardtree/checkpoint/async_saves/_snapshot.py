@@ -2,107 +2,17 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from threading import Lock
 from typing import Any
-from weakref import finalize
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from ...mapping import ShardedTensor
-from ...storage import DeviceCopies, copies_of, empty_tensor, in_threads
+from ...storage import DeviceCopies, HostMemory, copies_of, host_memory, in_threads
 from ...trees import with_data
-
-# The memory of snapshots is kept between saves: getting new memory takes many times longer than filling it. A lent
-# block comes back when the last tensor in it is collected, so nothing is overwritten while somebody may read it.
-
-_UNIT = 2 * 1024 * 1024  # a huge page
-
-_Block = tuple[str, torch.Tensor]
-"""The kind of its memory, and the memory, uint8 of (bytes,)."""
-
-
-def _pageable(nbytes: int) -> torch.Tensor:
-    return empty_tensor(nbytes, dtype=torch.uint8)
-
-
-class SnapshotMemory:
-    """Blocks of host memory; all together never more than was lent out at one time since `release`."""
-
-    def __init__(self) -> None:
-        self._idle: list[_Block] = []
-        # Filled by a finalizer, which may interrupt any code of any thread, also one that holds the lock: a deque needs
-        # none.
-        self._back: deque[_Block] = deque()
-        self._lent = 0
-        self._most = 0
-        self._lock = Lock()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that are lent out or kept for the next save."""
-        with self._lock:
-            self._take_back()
-            return self._lent + self._idle_bytes()
-
-    def lend(self, nbytes: int, kind: str = "cpu", new: Callable[[int], torch.Tensor] = _pageable) -> torch.Tensor:
-        """Return at least that many bytes of memory, uint8, uninitialised.
-
-        Args:
-            nbytes: how many.
-            kind: of memory: the type of the device that copies to it. A block is lent again for that kind alone.
-            new: makes memory of that kind, as `DeviceCopies.host_memory` does.
-        """
-        with self._lock:
-            self._take_back()
-            block = self._fitting(nbytes, kind)
-            if block is None:
-                block = self._new(-(-nbytes // _UNIT) * _UNIT, new)
-            self._lent += block.nbytes
-            self._most = max(self._most, self._lent)
-        # Tensors made from an array keep the array alive, not the block: its finalizer knows when the last one is gone.
-        array = block.numpy()
-        finalize(array, self._back.append, (kind, block)).atexit = False
-        return torch.from_numpy(array)
-
-    def release(self) -> None:
-        """Give back to the system what isn't lent out."""
-        with self._lock:
-            self._take_back()
-            self._idle.clear()
-            self._most = self._lent
-
-    def _take_back(self) -> None:
-        while self._back:
-            kind, block = self._back.popleft()
-            self._lent -= block.nbytes
-            self._idle.append((kind, block))
-
-    def _idle_bytes(self) -> int:
-        return sum(block.nbytes for _, block in self._idle)
-
-    def _fitting(self, nbytes: int, kind: str) -> torch.Tensor | None:
-        """Return the smallest idle block that is large enough, None if there is none or it is much too large."""
-        fitting = [
-            (block.nbytes, number)
-            for number, (its_kind, block) in enumerate(self._idle)
-            if nbytes <= block.nbytes <= 2 * nbytes + _UNIT and its_kind == kind
-        ]
-        return self._idle.pop(min(fitting)[1])[1] if fitting else None
-
-    def _new(self, nbytes: int, new: Callable[[int], torch.Tensor]) -> torch.Tensor:
-        most = max(self._most, self._lent + nbytes)
-        while self._idle and self._lent + nbytes + self._idle_bytes() > most:
-            del self._idle[0]
-        return new(nbytes)
-
-
-snapshot_memory = SnapshotMemory()
-"""This process's."""
 
 _ALIGNMENT = 64
 
@@ -139,16 +49,14 @@ class _Source:
         return (own.device, own.data_ptr(), own.nbytes, *view)
 
 
-def snapshot_shards(
-    shards: Sequence[ShardedTensor], memory: SnapshotMemory = snapshot_memory
-) -> tuple[ShardedTensor, ...]:
+def snapshot_shards(shards: Sequence[ShardedTensor], memory: HostMemory = host_memory) -> tuple[ShardedTensor, ...]:
     """Return the shards with copies of their tensors, in host memory; lazy tensors stay as they are.
 
     Memory that several tensors share is copied once, and an expanded tensor isn't materialised.
 
     Args:
         shards: with data.
-        memory: where copies lie.
+        memory: where copies from the host's memory lie.
 
     Examples:
         >>> weight = torch.arange(4)
@@ -190,7 +98,7 @@ def _source(tensor: torch.Tensor) -> _Source:
     return _Source(tensor.as_strided((span,), (1,)).view(torch.uint8), True)
 
 
-def _copied(sources: dict[_Identity, _Source], memory: SnapshotMemory) -> dict[_Identity, torch.Tensor]:
+def _copied(sources: dict[_Identity, _Source], memory: HostMemory) -> dict[_Identity, torch.Tensor]:
     """Return the bytes of each source, uint8 of (bytes,)."""
     by_device: dict[torch.device, dict[_Identity, _Source]] = {}
     for name, source in sources.items():
@@ -203,7 +111,7 @@ def _copied(sources: dict[_Identity, _Source], memory: SnapshotMemory) -> dict[_
             if staged is None:
                 copies |= _copied_here(part, memory)
                 continue
-            made = _room(part, memory.lend(_aligned(part), device.type, staged.host_memory))
+            made = _room(part, staged.host_memory(_aligned(part)))
             in_progress.append(
                 (staged, staged.start([(_like(made[name], own), own.elements) for name, own in part.items()]))
             )
@@ -234,7 +142,7 @@ def _like(copy: torch.Tensor, source: _Source) -> torch.Tensor:
     return copy.view(source.elements.dtype).view(source.elements.shape)
 
 
-def _copied_here(sources: dict[_Identity, _Source], memory: SnapshotMemory) -> dict[_Identity, torch.Tensor]:
+def _copied_here(sources: dict[_Identity, _Source], memory: HostMemory) -> dict[_Identity, torch.Tensor]:
     """Return the bytes of sources in the host's memory, or in that of a device that torch copies whole."""
     copies = _room(sources, memory.lend(_aligned(sources)))
     ranges = list[_Pair]()

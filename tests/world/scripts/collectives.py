@@ -125,9 +125,9 @@ def main(backend: str) -> None:
     apart = distributed(purpose="async", timeout=20.0)
     assert apart.timeout == 20.0
     check_collectives(apart)
-    assert coordination_group(None, 20.0, "async") is coordination_group(dist.group.WORLD, 9.0, "async")
+    assert coordination_group(dist.group.WORLD, 20.0, "async") is coordination_group(dist.group.WORLD, 9.0, "async")
     if backend == "gloo":
-        assert coordination_group(None, 20.0, None) is dist.group.WORLD
+        assert coordination_group(dist.group.WORLD, 20.0, None) is dist.group.WORLD
     world.barrier()
     if backend == "fake":
         return  # A program may end without destroying its group; gloo's threads mustn't abort it then.
