@@ -7,6 +7,7 @@ is there and files are in the page cache. Of a few tries in a row the fastest co
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -61,7 +62,9 @@ def _fastest(tries: Sequence[Milliseconds]) -> Milliseconds:
 def _timed(*statements: str) -> Milliseconds:
     """Return the milliseconds of each statement in a new process, which finds shardtree where this one did."""
     command = [sys.executable, "-c", _CHILD, *statements]
-    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=True)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    root = Path(__file__).parents[1]
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=True)
     taken: Milliseconds = json.loads(done.stdout)
     return taken
 

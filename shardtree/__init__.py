@@ -5,9 +5,7 @@ The data flows one way: **leaves** (`ShardedTensor`, `ShardedObject`, `ShardedTe
 it; **bytes** land in a folder or in the target's memory. Everything before the strategy is pure.
 """
 
-import importlib
 import inspect
-import sys
 import typing
 
 from .errors import CheckpointingException as CheckpointingException
@@ -53,17 +51,14 @@ if typing.TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> object:
+        from ._deferred import import_quickly, later
         from ._later import ROOM_OF, ROOMS
 
         if name == "__all__":
             return _names()
-        if name in ROOM_OF:
-            value = getattr(importlib.import_module(f".{ROOM_OF[name]}", __name__), name)
-            # What the caller has put in the place of a name stays.
-            return globals().setdefault(name, value)
         if name in ROOMS:
-            return importlib.import_module(f".{name}", __name__)
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
+            return import_quickly(f".{name}", __name__)
+        return later(__name__, {known: f".{room}" for known, room in ROOM_OF.items()})(name)
 
     def __dir__() -> list[str]:
         from ._later import ROOMS

@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -49,7 +50,7 @@ def test_importing_loads_leaves_and_tree_maps_alone() -> None:
 @pytest.mark.slow
 def test_looking_for_what_is_private_loads_nothing() -> None:
     code = "import sys, shardtree; hasattr(shardtree, '__wrapped__'), hasattr(shardtree, '_x'); print(*sys.modules)"
-    assert rooms(fresh(code)) - {"_later"} == AT_ONCE
+    assert rooms(fresh(code)) - {"_later", "_deferred"} == AT_ONCE
 
 
 @pytest.mark.slow
@@ -84,6 +85,38 @@ def test_a_name_that_waited_can_be_imported_first() -> None:
 @pytest.mark.slow
 def test_rooms_are_attributes_as_after_any_import() -> None:
     assert fresh("import shardtree; print(shardtree.storage.__name__)") == ["shardtree.storage"]
+
+
+@pytest.mark.slow
+def test_a_save_and_a_load_bring_no_other_format_and_no_conversion(tmp_path: Path) -> None:
+    code = """
+import sys, torch, shardtree as st
+tree = {"w": st.ShardedTensor.from_rank_offsets("w", torch.ones(2)), "step": 1}
+st.save(tree, sys.argv[1])
+st.load(tree, sys.argv[1])
+print(*sys.modules)
+"""
+    loaded = fresh(code, str(tmp_path))
+    others = tuple(f"shardtree.strategies.{one}." for one in ("zarr", "torch_dist", "huggingface", "torch"))
+    assert [name for name in loaded if name.startswith(others)] == ["shardtree.strategies.huggingface._listing"]
+    rooms_of = {name for name in loaded if name.startswith("shardtree.checkpoint.")}
+    assert not {f"shardtree.checkpoint.{one}" for one in ("conversion", "comparison", "series")} & rooms_of
+
+
+@pytest.mark.parametrize("package", [shardtree.checkpoint, shardtree.strategies.huggingface])
+def test_a_type_checker_sees_the_names_that_a_package_defers(package: ModuleType) -> None:
+    tree = ast.parse(Path(str(package.__file__)).read_text())
+    (choice,) = (node for node in tree.body if isinstance(node, ast.If))
+    found = [node for node in choice.body if isinstance(node, ast.ImportFrom)]
+    seen = {alias.name: f".{node.module}" for node in found for alias in node.names}
+    (table,) = (node for node in ast.walk(ast.Module(choice.orelse, [])) if isinstance(node, ast.Dict))
+    assert ast.literal_eval(table) == seen
+    assert all(hasattr(package, name) for name in seen)
+
+
+def test_the_collector_is_as_before_after_an_import() -> None:
+    assert fresh("import gc, shardtree; shardtree.save; print(gc.isenabled())") == ["True"]
+    assert fresh("import gc; gc.disable(); import shardtree; shardtree.save; print(gc.isenabled())") == ["False"]
 
 
 def test_a_type_checker_sees_each_name_once_and_no_getattr() -> None:

@@ -1,22 +1,6 @@
 """Whole checkpoints: save, load, look inside, read lazily. Each function reads as the data flows."""
 
-from ._fingerprint import fingerprint
-from ._lazy_tree import OpenCheckpoint, open_checkpoint
-from ._open import (
-    is_checkpoint,
-    load_common_state_dict,
-    load_content_metadata,
-    load_sharded_metadata,
-    load_tensors_metadata,
-    remove_sharded_tensors,
-)
-from ._verify import verify
-from .async_saves import AsyncCallsQueue, async_calls
-from .comparison import CheckpointDifference, KindDifference, ValueDifference, compare
-from .conversion import ConversionReport, convert
-from .loading import StrictHandling, explain, explain_ranks, load, load_plain_tensors
-from .saving import save
-from .series import CheckpointSeries, FileMark, Removal, StepFiles
+import typing
 
 __all__ = [
     "AsyncCallsQueue",
@@ -48,3 +32,59 @@ __all__ = [
     "save",
     "verify",
 ]
+
+# A save needs no conversion, a load no series: each is imported when it is asked for.
+if typing.TYPE_CHECKING:
+    from ._fingerprint import fingerprint
+    from ._lazy_tree import OpenCheckpoint, open_checkpoint
+    from ._open import (
+        is_checkpoint,
+        load_common_state_dict,
+        load_content_metadata,
+        load_sharded_metadata,
+        load_tensors_metadata,
+        remove_sharded_tensors,
+    )
+    from ._verify import verify
+    from .async_saves import AsyncCallsQueue, async_calls
+    from .comparison import CheckpointDifference, KindDifference, ValueDifference, compare
+    from .conversion import ConversionReport, convert
+    from .loading import StrictHandling, explain, explain_ranks, load, load_plain_tensors
+    from .saving import save
+    from .series import CheckpointSeries, FileMark, Removal, StepFiles
+else:
+    from .._deferred import later
+
+    __getattr__ = later(
+        __name__,
+        {
+            "AsyncCallsQueue": ".async_saves",
+            "CheckpointDifference": ".comparison",
+            "CheckpointSeries": ".series",
+            "ConversionReport": ".conversion",
+            "FileMark": ".series",
+            "KindDifference": ".comparison",
+            "OpenCheckpoint": "._lazy_tree",
+            "Removal": ".series",
+            "StepFiles": ".series",
+            "StrictHandling": ".loading",
+            "ValueDifference": ".comparison",
+            "async_calls": ".async_saves",
+            "compare": ".comparison",
+            "convert": ".conversion",
+            "explain": ".loading",
+            "explain_ranks": ".loading",
+            "fingerprint": "._fingerprint",
+            "is_checkpoint": "._open",
+            "load": ".loading",
+            "load_common_state_dict": "._open",
+            "load_content_metadata": "._open",
+            "load_plain_tensors": ".loading",
+            "load_sharded_metadata": "._open",
+            "load_tensors_metadata": "._open",
+            "open_checkpoint": "._lazy_tree",
+            "remove_sharded_tensors": "._open",
+            "save": ".saving",
+            "verify": "._verify",
+        },
+    )

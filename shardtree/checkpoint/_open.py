@@ -98,8 +98,9 @@ def recognized(storage: Storage, strategies: Strategies | None) -> Fields | None
     Formats with an index of their own come first: a single safetensors file beside one is an export, say.
     """
     # A plain DCP folder or a Hugging Face model has no metadata.json and may not get one: formats recognise their own.
-    table, recognizes = table_of(strategies), StrategyAction.RECOGNIZE
-    rows = [(traits_of(*row[1:], strategies).is_guess, fn) for row, fn in table.items() if row[0] is recognizes]
+    table = table_of(strategies)
+    named = (row for row in table if row[0] is StrategyAction.RECOGNIZE)
+    rows = [(traits_of(*row[1:], strategies).is_guess, table[row]) for row in named]
     found = (recognize(storage) for _, recognize in sorted(rows, key=itemgetter(0)))
     return next((fields for fields in found if fields is not None), None)
 

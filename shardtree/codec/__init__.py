@@ -20,16 +20,3 @@ from ._header import Entry, decode_header, decode_header_metadata, encode_header
 from ._json import canonical_json, parse_json
 from ._nodes import named_types
 from ._tree import decode_tree, encode_tree
-from .archives import (
-    TensorPlace,
-    add_record,
-    archive_head,
-    archive_length,
-    archive_records,
-    archive_tail,
-    decode_archive,
-    encode_archive,
-    find_record,
-    tensor_place,
-)
-from .pickles import Constructor, Global, New, Persistent, Reduced, Stub, inert, read_pickle, write_pickle

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
+from importlib import import_module
 from typing import Any, Protocol
 
 from ..mapping import ShardedObject, ShardedTensor
@@ -44,13 +45,16 @@ Row = tuple[StrategyAction, str, int]
 """An action, a backend and its version."""
 Strategies = Mapping[Row, Strategy]
 """The type of a dispatch table."""
+StoredRows = Mapping[Row, Strategy | str]
+"""The rows of one of our formats: functions, or where they are, as "module:function" in `shardtree.strategies`."""
 
 
 class StrategyTable(Mapping[Row, Strategy]):
     """A dispatch table that prints as one: an action a line, a backend a column. Read-only; ``|`` makes a new one.
 
     Args:
-        rows: from (action, backend, version) to a function; looked at, not copied.
+        rows: from (action, backend, version) to a function; looked at, not copied. Where a row of ours is a name, its
+            module is imported when the row is looked up: a program loads the formats that it uses.
 
     Examples:
         >>> table = StrategyTable({(StrategyAction.LOAD_COMMON, "cards", 1): print})
@@ -62,12 +66,21 @@ class StrategyTable(Mapping[Row, Strategy]):
 
     __slots__ = ("_rows",)
 
-    def __init__(self, rows: Strategies) -> None:
+    def __init__(self, rows: StoredRows) -> None:
         self._rows = rows
 
     def __getitem__(self, row: Row) -> Strategy:
         """Return the function of a row."""
-        return self._rows[row]
+        found = self._rows[row]
+        if not isinstance(found, str):
+            return found
+        module, _, name = found.partition(":")
+        function: Strategy = getattr(import_module(f".{module}", __package__), name)
+        return function
+
+    def __contains__(self, row: object) -> bool:
+        """Return whether there is a row; nothing is imported."""
+        return row in self._rows
 
     def __iter__(self) -> Iterator[Row]:
         """Return all rows."""
@@ -79,11 +92,11 @@ class StrategyTable(Mapping[Row, Strategy]):
 
     def __or__(self, other: Strategies) -> StrategyTable:
         """Return a table with the other's rows in it, which win."""
-        return StrategyTable({**self, **other})
+        return StrategyTable({**self._rows, **_stored(other)})
 
     def __ror__(self, other: Strategies) -> StrategyTable:
         """Return a table of both, in which these rows win."""
-        return StrategyTable({**other, **self})
+        return StrategyTable({**_stored(other), **self._rows})
 
     def __repr__(self) -> str:
         backends = sorted({row[1:] for row in self})
@@ -100,6 +113,10 @@ class StrategyTable(Mapping[Row, Strategy]):
             cells = (mark.center(len(head)) for mark, head in zip(marks, heads, strict=True))
             lines.append("  ".join([action.value.ljust(width), *cells]).rstrip())
         return "\n".join(lines)
+
+
+def _stored(table: Strategies) -> StoredRows:
+    return table._rows if isinstance(table, StrategyTable) else table
 
 
 class LoadCommon(Protocol):

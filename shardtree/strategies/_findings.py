@@ -7,13 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from ..codec import archive_records
-from ..errors import CheckpointingException
 from ..fingerprints import PartialFingerprint, piece_total, shard_parts
 from ..geometry import slabs
 from ..mapping import ShardedTensor
 from ..plans import grouped
-from ..storage import Buffer, in_threads
+from ..storage import in_threads
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,26 +173,6 @@ class VerifyReport:
             7
         """
         return sum(one.nbytes for one in self.unchecked)
-
-
-# A single archive of torch.save: which of its bytes have a CRC32
-
-HEADERS = "headers, names and padding of zip archives: compared where they say a thing twice"
-
-
-def archive_unchecked(name: str, data: Buffer) -> tuple[Unchecked, ...]:
-    """Return which bytes of a sound archive have no CRC32.
-
-    Args:
-        name: of the file that the archive is.
-        data: its bytes.
-    """
-    try:
-        records = archive_records(lambda begin, end: data[begin:end], data.nbytes, what=name)
-    except CheckpointingException:
-        records = ()  # torch wrote it in another form, which has no checksums
-    covered = ((record.begin, record.begin + record.nbytes) for record in records if record.crc32)
-    return uncovered(name, HEADERS, data.nbytes, covered)
 
 
 # Fingerprints of stored tensors, which are read back slab by slab through their format's LOAD_SHARDED

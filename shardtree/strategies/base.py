@@ -13,7 +13,7 @@ from importlib.metadata import entry_points
 from typing import TypeVar
 
 from ..errors import StrategyError, error_text
-from . import huggingface, safetensors, torch, torch_dist, zarr
+from . import huggingface, safetensors, torch_dist, zarr
 from ._actions import Row, Strategies, Strategy, StrategyAction, StrategyTable
 from ._traits import METADATA_FILE, FormatTraits
 
@@ -22,10 +22,9 @@ Fn = TypeVar("Fn", bound=Strategy)
 ENTRY_POINT_GROUP = "shardtree.strategies"
 
 # The union of each format's own literal: a row is looked up here, and written there.
-_rows: dict[Row, Strategy] = {
+_rows: dict[Row, Strategy | str] = {
     **safetensors.ROWS,
     **huggingface.ROWS,
-    **torch.ROWS,
     **torch_dist.ROWS,
     **zarr.ROWS,
 }
@@ -60,7 +59,7 @@ def register_default_strategy(
     row = _checked_row(action, backend, version)
 
     def register(function: Fn) -> Fn:
-        taken = _rows.get(row)
+        taken = default_strategies.get(row)
         if taken is not None and taken is not function and not override:
             name = f"{taken.__module__}.{getattr(taken, '__qualname__', taken)}"
             fix = "Pass override=True to replace it, or strategies=default_strategies | {...} to one call."
@@ -174,7 +173,7 @@ def table_of(strategies: Strategies | None) -> Strategies:
 @cache
 def _rows_of_packages() -> Strategies:
     """Return the rows of installed packages: each entry point registers its own while it is imported."""
-    before = set(_rows)
+    before = set(default_strategies)
     # Only when a row is missing: a package that isn't needed can't slow down or break a program.
     for entry_point in entry_points(group=ENTRY_POINT_GROUP):
         try:
@@ -183,7 +182,7 @@ def _rows_of_packages() -> Strategies:
             found, fix = f"{type(error).__name__}: {error}", "Repair or uninstall the package that brings it."
             what = f"strategies: entry point {entry_point.name!r} ({entry_point.value}) can't be loaded"
             raise StrategyError(error_text(what, found=found, fix=fix)) from error
-    return {row: fn for row, fn in _rows.items() if row not in before}
+    return {row: default_strategies[row] for row in default_strategies if row not in before}
 
 
 def _checked_row(action: StrategyAction, backend: str, version: int) -> Row:

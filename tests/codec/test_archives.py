@@ -29,23 +29,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardtree.codec import (
-    Global,
-    Persistent,
-    Reduced,
+from shardtree.codec import decode_tree, encode_tree, row_major_bits
+from shardtree.codec.archives import (
     add_record,
     archive_head,
     archive_length,
     archive_tail,
     decode_archive,
-    decode_tree,
     encode_archive,
-    encode_tree,
     find_record,
-    row_major_bits,
     tensor_place,
-    write_pickle,
 )
+from shardtree.codec.pickles import Global, Persistent, Reduced, write_pickle
 from shardtree.errors import CheckpointingException, CorruptCheckpoint, TreeError, UnsafeFile, UnsupportedValue
 from shardtree.testing import STORABLE_DTYPES, common_states, outline, shapes, tensors
 from shardtree.trees import HOLE, Record

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardtree.codec import (
+from shardtree.codec.pickles import (
     Constructor,
     Global,
     New,

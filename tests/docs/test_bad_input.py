@@ -14,7 +14,7 @@ import shardtree as st
 PAGE = (Path(__file__).parents[2] / "docs" / "bad-input.md").read_text()
 ROW = re.compile(r"^\| `(.+?)` \| `(\w+)` \| (?:`` (.+) ``|`(.+)`) \|$", re.MULTILINE)
 ROWS = [(given, kind, spaced or plain) for given, kind, spaced, plain in ROW.findall(PAGE)]
-ENTRY_POINTS = [name for name in re.findall(r"\w+", inspect.getsource(st.checkpoint)) if hasattr(st, name)]
+ENTRY_POINTS = [name for name in st.checkpoint.__all__ if hasattr(st, name)]
 
 
 @pytest.fixture(scope="module")

@@ -18,8 +18,9 @@ import shardtree as st
 from shardtree.errors import CheckpointingException, KeyMismatch, ShapeError, UnsafeFile, UnsupportedValue
 from shardtree.storage import LocalStorage
 from shardtree.strategies import Checkpoint
-from shardtree.strategies.torch_dist import read_listing, recognize
+from shardtree.strategies.torch_dist import recognize
 from shardtree.strategies.torch_dist._common import nested
+from shardtree.strategies.torch_dist._listing import read_listing
 from shardtree.trees import HOLE
 from shardtree.world import run_processes
 

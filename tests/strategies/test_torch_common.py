@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 import shardtree as st
-from shardtree.codec import add_record, encode_archive, write_pickle
+from shardtree.codec.archives import add_record, encode_archive
+from shardtree.codec.pickles import write_pickle
 from shardtree.errors import CheckpointingException, CorruptCheckpoint, TreeError, UnsafeFile, UnsupportedValue
 from shardtree.storage import LocalStorage, MemoryStorage
 from shardtree.strategies import Checkpoint, LoadOptions, PendingSave, SaveOptions

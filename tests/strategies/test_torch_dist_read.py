@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 import shardtree as st
-from shardtree.codec import Global, New, Reduced, write_pickle
+from shardtree.codec.pickles import Global, New, Reduced, write_pickle
 from shardtree.errors import CorruptCheckpoint, IntegrityError, UnsupportedValue
 from shardtree.storage import MemoryStorage
 from shardtree.testing import assemble, cut, first_difference, layouts, refilled, tensors

@@ -21,7 +21,8 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 import shardtree as st
-from shardtree.codec import bit_view, encode_archive
+from shardtree.codec import bit_view
+from shardtree.codec.archives import encode_archive
 from shardtree.errors import (
     CheckpointingException,
     CorruptCheckpoint,

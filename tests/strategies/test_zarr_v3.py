@@ -29,8 +29,8 @@ from shardtree.errors import (
 )
 from shardtree.storage import MemoryStorage, digest
 from shardtree.strategies import default_strategies, encode_metadata
-from shardtree.strategies.zarr import array_name
 from shardtree.strategies.zarr._cells import crc32c
+from shardtree.strategies.zarr._layout import array_name
 from shardtree.testing import (
     STORABLE_DTYPES,
     GlobalState,

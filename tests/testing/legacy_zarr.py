@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from shardtree.codec import bit_view, encode_archive
+from shardtree.codec import bit_view
+from shardtree.codec.archives import encode_archive
 from shardtree.errors import UnsupportedValue
 from shardtree.mapping import ShardedObject, ShardedTensor
 from shardtree.storage import Directory, storage_at

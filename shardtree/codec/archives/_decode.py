@@ -220,7 +220,7 @@ def decode_archive(
         UnsupportedValue: a class in `types` isn't what was stored, or a tensor is quantised, sparse or nested.
 
     Examples:
-        >>> from shardtree.codec import encode_archive
+        >>> from shardtree.codec.archives import encode_archive
         >>> decode_archive(encode_archive({"step": 7, "rng": torch.arange(3)}), what="example")
         {'step': 7, 'rng': tensor([0, 1, 2])}
     """

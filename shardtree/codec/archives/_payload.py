@@ -230,7 +230,7 @@ def archive_head(dtype: torch.dtype, shape: Sequence[int]) -> bytes:
 
     Examples:
         >>> import io, zlib
-        >>> from shardtree.codec import archive_tail
+        >>> from shardtree.codec.archives import archive_tail
         >>> payload = bytes([1, 2, 3, 4, 5, 6])
         >>> head = archive_head(torch.uint8, (2, 3))
         >>> data = head + payload + archive_tail(torch.uint8, (2, 3), zlib.crc32(payload))

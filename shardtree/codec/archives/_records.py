@@ -102,7 +102,7 @@ def add_record(data: bytes, name: str, content: bytes) -> bytes:
         content: the record's bytes.
 
     Examples:
-        >>> from shardtree.codec import decode_archive, encode_archive, find_record
+        >>> from shardtree.codec.archives import decode_archive, encode_archive, find_record
         >>> data = add_record(encode_archive({"step": 7}), "note", b"seven")
         >>> decode_archive(data, what="example"), find_record(data, "note", what="example")
         ({'step': 7}, b'seven')

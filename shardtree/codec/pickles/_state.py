@@ -26,7 +26,7 @@ class Constructor:
         keys: called with the arguments before `make`; returns what `make` will hash.
 
     Examples:
-        >>> from shardtree.codec import read_pickle
+        >>> from shardtree.codec.pickles import read_pickle
         >>> data = b"cbuiltins\ncomplex\n(F1\nF2\ntR."
         >>> read_pickle(data, {("builtins", "complex"): Constructor(complex)}, what="example")
         (1+2j)

@@ -1,23 +1,31 @@
 """Hugging Face models: safetensors files of whole tensors, and the index JSON that lists them."""
 
-from .._actions import Strategies, StrategyAction
-from .._traits import FormatTraits
-from ._listing import list_files, recognize
-from ._load import explain, load_common, load_metadata, load_sharded, verify_files
-from ._save import MAX_FILE_BYTES, commit, save_common, save_sharded, save_sharded_up_to
+import typing
 
-ROWS: Strategies = {
+from .._actions import StoredRows, StrategyAction
+from .._traits import FormatTraits
+from ._listing import recognize
+
+ROWS: StoredRows = {
     (StrategyAction.RECOGNIZE, "huggingface", 1): recognize,
-    (StrategyAction.LOAD_COMMON, "huggingface", 1): load_common,
-    (StrategyAction.LOAD_SHARDED, "huggingface", 1): load_sharded,
-    (StrategyAction.LOAD_METADATA, "huggingface", 1): load_metadata,
-    (StrategyAction.EXPLAIN, "huggingface", 1): explain,
-    (StrategyAction.SAVE_COMMON, "huggingface", 1): save_common,
-    (StrategyAction.SAVE_SHARDED, "huggingface", 1): save_sharded,
-    (StrategyAction.COMMIT, "huggingface", 1): commit,
-    (StrategyAction.VERIFY, "huggingface", 1): verify_files,
-    (StrategyAction.LIST_FILES, "huggingface", 1): list_files,
+    (StrategyAction.LOAD_COMMON, "huggingface", 1): "huggingface._load:load_common",
+    (StrategyAction.LOAD_SHARDED, "huggingface", 1): "huggingface._load:load_sharded",
+    (StrategyAction.LOAD_METADATA, "huggingface", 1): "huggingface._load:load_metadata",
+    (StrategyAction.EXPLAIN, "huggingface", 1): "huggingface._load:explain",
+    (StrategyAction.SAVE_COMMON, "huggingface", 1): "huggingface._save:save_common",
+    (StrategyAction.SAVE_SHARDED, "huggingface", 1): "huggingface._save:save_sharded",
+    (StrategyAction.COMMIT, "huggingface", 1): "huggingface._save:commit",
+    (StrategyAction.VERIFY, "huggingface", 1): "huggingface._load:verify_files",
+    (StrategyAction.LIST_FILES, "huggingface", 1): "huggingface._listing:list_files",
     (StrategyAction.DESCRIBE, "huggingface", 1): lambda: FormatTraits(
         decided_by=("*.safetensors", "*.safetensors.index.json"), fills_devices=True, is_guess=True
     ),
 }
+
+if typing.TYPE_CHECKING:
+    from ._save import MAX_FILE_BYTES as MAX_FILE_BYTES
+    from ._save import save_sharded_up_to as save_sharded_up_to
+else:
+    from ..._deferred import later
+
+    __getattr__ = later(__name__, {"MAX_FILE_BYTES": "._save", "save_sharded_up_to": "._save"})

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from ...codec import Global, New, Reduced, dtype_name, write_pickle
+from ...codec import dtype_name
+from ...codec.pickles import Global, New, Reduced, write_pickle
 from ...errors import IntegrityError, StorageError, StrategyError, TreePath, error_text
 from ...geometry import Column
 from ...layouts import ShardColumns, TensorKind, join_columns, select_rows, write_problems

@@ -6,10 +6,9 @@ from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 from ...errors import CorruptCheckpoint, TreeError, TreePath, error_text, render_path
-from ...storage import Storage
 from ...trees import HOLE, is_hollow, leaves_with_paths, path_key, without_holes
-from .._values import Checkpoint, Fields
-from ._listing import COMMON_OBJECT, DCP, is_object, read_listing
+from .._values import Checkpoint
+from ._listing import COMMON_OBJECT, is_object, read_listing
 from ._load import unboxed
 from ._metadata_file import INDEX_FILE
 from ._payloads import decoded
@@ -20,15 +19,6 @@ VALUES = "dcp values"
 
 _MOST_GAPS = 100_000
 """The most empty positions in lists. A list's length isn't stored: guards against a path with a huge position."""
-
-
-def recognize(storage: Storage) -> Fields | None:
-    """Return the backends of a folder that torch.distributed.checkpoint wrote, None if it isn't one."""
-    # With a common.pt it is a checkpoint of Megatron-Core without its last file, metadata.json: never finished.
-    if storage.length(INDEX_FILE) is None or storage.length("common.pt") is not None:
-        return None
-    sharded = {"sharded_backend": DCP[0], "sharded_backend_version": DCP[1]}
-    return sharded | {"common_backend": DCP[0], "common_backend_version": DCP[1]}
 
 
 def load_common(checkpoint: Checkpoint) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ...codec import Constructor, Stub, inert, read_pickle
+from ...codec.pickles import Constructor, Stub, inert, read_pickle
 from ...errors import CorruptCheckpoint, error_text
 from .._manifest import check_listed
 from .._traits import METADATA_FILE

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...codec import dtype_name, tensor_place
+from ...codec import dtype_name
+from ...codec.archives import tensor_place
 from ...errors import CorruptCheckpoint, UnsafeFile, UnsupportedValue, error_text
 from ...geometry import Column
 from ...storage import Buffer, Reader

@@ -15,8 +15,9 @@ from .._traits import METADATA_FILE
 from .._values import AsyncRequest, Fields, PendingSave
 from ..torch import COMMON_FILE, encode_with_holes
 from ..torch import save_common as save_torch_common
+from . import recognize
 from ._commit import Archive, collect, stored_by
-from ._common import VALUES, check_names, named_values, recognize, without_hollow
+from ._common import VALUES, check_names, named_values, without_hollow
 from ._listing import DCP, TORCH_DIST
 from ._metadata_file import INDEX_FILE
 from ._write import Written, data_file, file_layout, names_of, note, write_file

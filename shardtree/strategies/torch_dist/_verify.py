@@ -8,12 +8,14 @@ from functools import partial
 
 import numpy as np
 
-from ...codec import archive_records, decode_archive, dtype_name, tensor_place
+from ...codec import dtype_name
+from ...codec.archives import archive_records, decode_archive, tensor_place
 from ...errors import CheckpointingException, CorruptCheckpoint, UnsafeFile, UnsupportedValue
 from ...storage import Reader, in_threads, joined_crc32, read_crc32
-from .._findings import HEADERS, Damage, Finding, Region, Unchecked, uncovered
+from .._findings import Damage, Finding, Region, Unchecked, uncovered
 from .._values import Checkpoint
 from ..index import file_contents, regions_between
+from ..torch import HEADERS
 from ._listing import Listing, read_listing
 from ._metadata_file import INDEX_FILE
 from ._payloads import archive_name, check_kind, check_tensor, part_of

@@ -11,7 +11,8 @@ from threading import Thread
 import numpy as np
 import torch
 
-from ...codec import archive_head, archive_length, archive_tail, check_storable, crc32, encode_archive
+from ...codec import check_storable, crc32
+from ...codec.archives import archive_head, archive_length, archive_tail, encode_archive
 from ...errors import CheckpointingException, ShapeError, error_text
 from ...geometry import Column, box_column, volumes, widen
 from ...layouts import ShardColumns, select_rows, shard_boxes, shard_columns

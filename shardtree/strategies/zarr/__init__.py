@@ -1,43 +1,51 @@
 """Zarr: Megatron-Core's old checkpoints (version 1, read only), and zarr v3 arrays, ours and others' (version 3)."""
 
-from .._actions import Strategies, StrategyAction
+from ...codec import parse_json
+from ...storage import Storage
+from .._actions import StoredRows, StrategyAction
 from .._traits import FormatTraits
-from ._array import StoredArray
-from ._blobs import load_common, save_common
-from ._group import Group
-from ._layout import array_name
-from ._legacy import (
-    explain_legacy,
-    legacy_group,
-    load_legacy_metadata,
-    load_legacy_objects,
-    load_legacy_sharded,
-    verify_legacy_files,
-)
-from ._load import explain, load_metadata, load_objects, load_sharded, read_arrays, recognize
-from ._save import commit, save_sharded
-from ._verify import list_files, remove_sharded, verify_files
+from .._values import Fields
 
-ROWS: Strategies = {
-    (StrategyAction.LOAD_SHARDED, "zarr", 1): load_legacy_sharded,
-    (StrategyAction.LOAD_OBJECTS, "zarr", 1): load_legacy_objects,
-    (StrategyAction.LOAD_METADATA, "zarr", 1): load_legacy_metadata,
-    (StrategyAction.EXPLAIN, "zarr", 1): explain_legacy,
-    (StrategyAction.VERIFY, "zarr", 1): verify_legacy_files,
-    (StrategyAction.LIST_FILES, "zarr", 1): list_files,
+
+def recognize(storage: Storage) -> Fields | None:
+    """Return the backends of a folder of zarr arrays that another program wrote, None if it isn't one."""
+    # A group of ours without metadata.json is a save that wasn't finished, and must not open as another program's.
+    if storage.length(".zgroup") is None:
+        if storage.length("zarr.json") is None:
+            return None
+        node = parse_json(storage.read("zarr.json"), storage.where("zarr.json"))
+        attributes = node.get("attributes") if isinstance(node, dict) else None
+        is_group = isinstance(node, dict) and node.get("node_type") == "group"
+        if not is_group or (isinstance(attributes, dict) and "shardtree" in attributes):
+            return None
+    return {
+        "sharded_backend": "zarr",
+        "sharded_backend_version": 3,
+        "common_backend": "zarr",
+        "common_backend_version": 3,
+    }
+
+
+ROWS: StoredRows = {
+    (StrategyAction.LOAD_SHARDED, "zarr", 1): "zarr._legacy:load_legacy_sharded",
+    (StrategyAction.LOAD_OBJECTS, "zarr", 1): "zarr._legacy:load_legacy_objects",
+    (StrategyAction.LOAD_METADATA, "zarr", 1): "zarr._legacy:load_legacy_metadata",
+    (StrategyAction.EXPLAIN, "zarr", 1): "zarr._legacy:explain_legacy",
+    (StrategyAction.VERIFY, "zarr", 1): "zarr._legacy:verify_legacy_files",
+    (StrategyAction.LIST_FILES, "zarr", 1): "zarr._verify:list_files",
     (StrategyAction.RECOGNIZE, "zarr", 3): recognize,
-    (StrategyAction.LOAD_COMMON, "zarr", 3): load_common,
-    (StrategyAction.LOAD_SHARDED, "zarr", 3): load_sharded,
-    (StrategyAction.LOAD_OBJECTS, "zarr", 3): load_objects,
-    (StrategyAction.LOAD_METADATA, "zarr", 3): load_metadata,
-    (StrategyAction.EXPLAIN, "zarr", 3): explain,
-    (StrategyAction.SAVE_COMMON, "zarr", 3): save_common,
-    (StrategyAction.SAVE_SHARDED, "zarr", 3): save_sharded,
-    (StrategyAction.SAVE_OBJECTS, "zarr", 3): save_sharded,
-    (StrategyAction.REMOVE_SHARDED, "zarr", 3): remove_sharded,
-    (StrategyAction.COMMIT, "zarr", 3): commit,
-    (StrategyAction.VERIFY, "zarr", 3): verify_files,
-    (StrategyAction.LIST_FILES, "zarr", 3): list_files,
+    (StrategyAction.LOAD_COMMON, "zarr", 3): "zarr._blobs:load_common",
+    (StrategyAction.LOAD_SHARDED, "zarr", 3): "zarr._load:load_sharded",
+    (StrategyAction.LOAD_OBJECTS, "zarr", 3): "zarr._load:load_objects",
+    (StrategyAction.LOAD_METADATA, "zarr", 3): "zarr._load:load_metadata",
+    (StrategyAction.EXPLAIN, "zarr", 3): "zarr._load:explain",
+    (StrategyAction.SAVE_COMMON, "zarr", 3): "zarr._blobs:save_common",
+    (StrategyAction.SAVE_SHARDED, "zarr", 3): "zarr._save:save_sharded",
+    (StrategyAction.SAVE_OBJECTS, "zarr", 3): "zarr._save:save_sharded",
+    (StrategyAction.REMOVE_SHARDED, "zarr", 3): "zarr._verify:remove_sharded",
+    (StrategyAction.COMMIT, "zarr", 3): "zarr._save:commit",
+    (StrategyAction.VERIFY, "zarr", 3): "zarr._verify:verify_files",
+    (StrategyAction.LIST_FILES, "zarr", 3): "zarr._verify:list_files",
     (StrategyAction.DESCRIBE, "zarr", 1): lambda: FormatTraits(decided_by=(".zgroup",), has_manifest=True),
     (StrategyAction.DESCRIBE, "zarr", 3): lambda: FormatTraits(decided_by=("zarr.json", ".zgroup"), has_manifest=True),
 }

@@ -6,15 +6,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from ...codec import decode_archive
+from ...codec.archives import decode_archive
 from ...errors import CheckpointingException, UnsafeFile
 from ...mapping import ShardedObject, ShardedTensor
 from ...plans import Prospect
 from ...storage import ReadReport
 from .._checks import check_objects_known, old_unique_key
-from .._findings import Damage, Finding, archive_unchecked
+from .._findings import Damage, Finding
 from .._values import Checkpoint
 from ..index import IndexMetadata, file_at, find_texts
+from ..torch import archive_unchecked
 from ._group import Group, find_arrays, read_group
 from ._load import explain_group, load_from_group
 from ._verify import group_findings

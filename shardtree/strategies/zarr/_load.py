@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...codec import dtype_name, parse_json
+from ...codec import dtype_name
 from ...errors import CheckpointingException, CorruptCheckpoint, StrategyError, UnsupportedValue, error_text
 from ...geometry import Column
 from ...layouts import shard_columns
@@ -32,10 +32,9 @@ from ..index import (
     read_planned,
 )
 from ._array import Shape, StoredArray, fill_item, zarr_name
-from ._blobs import BACKEND, VERSION, decode_columns
+from ._blobs import decode_columns
 from ._codecs import check_expansion
 from ._group import Group, find_arrays, read_group
-from ._metadata import NODE_FILE, OURS
 
 # Chunks that aren't plain bytes: the zarr package decodes them, one at a time
 
@@ -221,9 +220,6 @@ def _part(
     )
 
 
-_V2_GROUP = ".zgroup"
-
-
 def is_own(fields: Fields) -> bool:
     """Return whether a save of ours wrote the arrays, as metadata.json says."""
     return "index" in fields
@@ -246,25 +242,6 @@ def read_arrays(checkpoint: Checkpoint) -> Group:
 def _with_fill(array: StoredArray) -> StoredArray:
     """Return a v2 array without a fill value as one of zeros: zarr-python doesn't write its chunks of zeros."""
     return replace(array, fill=0) if array.fill is None and array.document["zarr_format"] == 2 else array
-
-
-def recognize(storage: Storage) -> Fields | None:
-    """Return the backends of a folder of zarr arrays that another program wrote, None if it isn't one."""
-    # A group of ours without metadata.json is a save that wasn't finished, and must not open as another program's.
-    if storage.length(_V2_GROUP) is None:
-        if storage.length(NODE_FILE) is None:
-            return None
-        node = parse_json(storage.read(NODE_FILE), storage.where(NODE_FILE))
-        attributes = node.get("attributes") if isinstance(node, dict) else None
-        is_group = isinstance(node, dict) and node.get("node_type") == "group"
-        if not is_group or (isinstance(attributes, dict) and OURS in attributes):
-            return None
-    return {
-        "sharded_backend": BACKEND,
-        "sharded_backend_version": VERSION,
-        "common_backend": BACKEND,
-        "common_backend_version": VERSION,
-    }
 
 
 def load_metadata(checkpoint: Checkpoint) -> Mapping[str, ShardedTensor | ShardedObject]:

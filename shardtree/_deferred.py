@@ -1,0 +1,42 @@
+"""Imports that are put off until a name is asked for (PEP 562), so that a program loads what it uses."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import sys
+import types
+import typing
+
+
+def import_quickly(module: str, package: str) -> types.ModuleType:
+    """Import a module by its name, relative to a package, with the collector paused.
+
+    Modules make many objects that stay. A collection among them would look through all of torch's, which takes as long
+    as a third of the imports themselves.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return importlib.import_module(module, package)
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def later(package: str, modules: typing.Mapping[str, str]) -> typing.Callable[[str], object]:
+    """Return a package's `__getattr__`: it loads a name from its module.
+
+    Args:
+        package: its name.
+        modules: the module of each name, relative to the package.
+    """
+
+    def load(name: str) -> object:
+        if name not in modules:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}", name=name, obj=sys.modules[package])
+        value = getattr(import_quickly(modules[name], package), name)
+        # What the caller has put in the place of a name stays.
+        return vars(sys.modules[package]).setdefault(name, value)
+
+    return load
