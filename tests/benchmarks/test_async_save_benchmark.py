@@ -16,8 +16,8 @@ from benchmarks.async_save import COPY, MOST_COPIES, Job, Measured, bars_of, mai
 TINY = Job(2000, 2, 2, 2, ())
 
 
-@pytest.mark.slow
 @pytest.mark.torchrun
+@pytest.mark.exhaustive
 def test_it_prints_a_row_for_everybody(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--quick", "--dir", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
@@ -66,8 +66,8 @@ def test_who_saves_nothing_is_found_out(tmp_path: Path) -> None:
     assert measured_here(tmp_path, {"nothing": nothing}).errors.keys() == {"nothing"}
 
 
-@pytest.mark.slow
 @pytest.mark.torchrun
+@pytest.mark.exhaustive
 def test_megatron_takes_part(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core")
     found = measured_here(tmp_path, everybody([MEGATRON]))

@@ -12,7 +12,7 @@ from benchmarks.dcp import DCP, OPERATIONS, OURS, contenders, main
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_it_prints_a_row_for_everybody(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--size", "20KB", "--tensors", "3", "--rounds", "1", "--tries", "1", "--processes", "1"]
     assert main([*sizes, "--dir", str(tmp_path)]) == 0

@@ -11,7 +11,7 @@ import shardtree as st
 from benchmarks import maps
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_it_has_every_bar(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert maps.main(["--quick", "--json", str(tmp_path / "numbers.json")]) == 0
     bars = json.loads((tmp_path / "numbers.json").read_text())

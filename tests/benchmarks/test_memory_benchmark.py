@@ -40,7 +40,7 @@ def failing(rank: int, ranks: int) -> Action:
     raise ValueError("not today")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_passing_copy_is_seen(tmp_path: Path) -> None:
     seen = peak(partial(taking, 80 * MIB, 0), tmp_path)
     assert 60 * MIB < seen.own < 90 * MIB

@@ -13,7 +13,7 @@ import shardtree as st
 from benchmarks import _opening_keys, _opening_rows, _turns, opening
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_it_has_a_row_for_every_bar(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "files").mkdir()
     numbers = tmp_path / "numbers.json"
@@ -55,7 +55,7 @@ def test_dcp_loads_one_ranks_rows_alone(tmp_path: Path) -> None:
     assert not dist.is_initialized()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_rounds_take_the_fastest_try_in_another_order_each_time() -> None:
     order: list[str] = []
     seconds = _turns.in_turns({name: lambda name=name: order.append(name) for name in "abc"}, rounds=4, tries=2)
