@@ -19,6 +19,7 @@ __all__ = [
     "KeyMismatch",
     "MetadataError",
     "NotACheckpoint",
+    "OutcomeUnknown",
     "RemoteAlreadyACheckpoint",
     "RemoteCheckpointReplaced",
     "RemoteCorruptCheckpoint",
@@ -27,6 +28,7 @@ __all__ = [
     "RemoteKeyMismatch",
     "RemoteMetadataError",
     "RemoteNotACheckpoint",
+    "RemoteOutcomeUnknown",
     "RemoteShapeError",
     "RemoteStorageError",
     "RemoteStrategyError",
@@ -116,6 +118,10 @@ class StorageError(CheckpointingException, OSError):
     """Storage refused or aborted a read or a write."""
 
 
+class OutcomeUnknown(StorageError):
+    """No answer came to the request that commits a save, and the store may still take it: nothing was removed."""
+
+
 class WorldError(CheckpointingException, RuntimeError):
     """Ranks can't reach each other, or called different collectives."""
 
@@ -200,6 +206,10 @@ class RemoteCheckpointReplaced(RemoteError, CheckpointReplaced):
 
 class RemoteStorageError(RemoteError, StorageError):
     """Storage refused or aborted some rank's read or write."""
+
+
+class RemoteOutcomeUnknown(RemoteError, OutcomeUnknown):
+    """No answer came to some rank's request that commits a save: nothing was removed."""
 
 
 # Each class's twin. Collected now, since a user's later subclass of RemoteError isn't one.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
 
-from ..errors import CheckpointingException, StorageError, error_text
+from ..errors import CheckpointingException, OutcomeUnknown, StorageError, error_text
 from ._local import LocalStorage
 from ._storage import Buffer, Storage, inside, whole
 
@@ -115,8 +115,14 @@ class FsspecStorage:
 
     def replace(self, name: str, data: bytes, *, durable: bool) -> None:
         """Give a file new content in one upload."""
-        with self._storage_errors("replace", name):
-            self.files.pipe_file(self._path(name), data)
+        try:
+            with self._storage_errors("replace", name):
+                self.files.pipe_file(self._path(name), data)
+        except StorageError as error:
+            # Only a refusal says that nothing was stored: after a cut connection the store may apply the request later.
+            if isinstance(error.__cause__, PermissionError | FileNotFoundError | NotADirectoryError):
+                raise
+            raise OutcomeUnknown(str(error)) from error.__cause__
 
     def read(self, name: str) -> bytes:
         """Return a file's bytes."""

@@ -90,7 +90,11 @@ class Storage(Protocol):
         """Open a file for reading."""
 
     def replace(self, name: str, data: bytes, *, durable: bool) -> None:
-        """Give a file new content in one step: at any moment a reader sees all of the old content or all of the new."""
+        """Give a file new content in one step: at any moment a reader sees all of the old content or all of the new.
+
+        Raises:
+            OutcomeUnknown: no answer came, so that the file may have the new content already, or get it yet.
+        """
 
     def read(self, name: str) -> bytes:
         """Return a file's bytes."""

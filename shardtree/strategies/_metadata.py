@@ -8,7 +8,14 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..codec import canonical_json, parse_json
-from ..errors import CheckpointingException, CheckpointReplaced, CorruptCheckpoint, NotACheckpoint, error_text
+from ..errors import (
+    CheckpointingException,
+    CheckpointReplaced,
+    CorruptCheckpoint,
+    NotACheckpoint,
+    OutcomeUnknown,
+    error_text,
+)
 from ..storage import Buffer, Storage, StoredFile, digest
 from ._traits import METADATA_FILE, stamp
 from ._values import Checkpoint, Fields
@@ -183,9 +190,28 @@ def replace_metadata(storage: Storage, before: bytes | None, fields: Mapping[str
 
     Raises:
         CheckpointReplaced: another save went to the same folder meanwhile.
+        OutcomeUnknown: the store didn't answer, and has what it had before: it may take the new file yet.
     """
     check_unchanged(storage, before)
-    storage.replace(METADATA_FILE, encode_metadata(fields), durable=durable)
+    data = encode_metadata(fields)
+    try:
+        storage.replace(METADATA_FILE, data, durable=durable)
+    except OutcomeUnknown as error:
+        if not _has_arrived(storage, before, data):
+            what = f"save: no answer came to the request that commits {storage.where()!r}, which may arrive yet"
+            fix = "Nothing was removed: look later whether the new checkpoint is there, or save again."
+            raise OutcomeUnknown(error_text(what, found=error.__cause__ or error, fix=fix)) from error
+
+
+def _has_arrived(storage: Storage, before: bytes | None, data: bytes) -> bool:
+    """Return whether metadata.json holds the new bytes; raises CheckpointReplaced if it holds another save's."""
+    try:
+        found = metadata_bytes(storage)
+    except CheckpointingException:
+        return False
+    if found not in (before, data):
+        check_unchanged(storage, before)
+    return found == data
 
 
 def check_unchanged(storage: Storage, before: bytes | None) -> None:

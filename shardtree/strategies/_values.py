@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Generic, Literal, TypeVar
 
-from ..errors import CheckpointingException, WorldError
+from ..errors import CheckpointingException, OutcomeUnknown, WorldError
 from ..layouts import ShardColumns
 from ..objects import ObjectRule
 from ..storage import ReadReport, Sibling, Storage, Verify
@@ -238,7 +238,9 @@ class AsyncRequest(Generic[T]):
             # A rank that lost contact after it wrote doesn't know whether rank 0 commits: its files may be the
             # checkpoint's. A RemoteError is a kind of WorldError too, but then all ranks know of the failure.
             is_cut_off = type(error) is WorldError or not isinstance(error, CheckpointingException)
-            if wrote and self.world.rank != 0 and is_cut_off:
+            if isinstance(error, OutcomeUnknown):
+                pass  # nor does rank 0: the store may take its last request after all
+            elif wrote and self.world.rank != 0 and is_cut_off:
                 error.add_note("save: rank 0 may have committed, so what this rank wrote stays")
             else:
                 self.abandon()

@@ -1,0 +1,159 @@
+"""A store that doesn't answer the request that commits: whatever became of it, a whole checkpoint is there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from uuid import uuid4
+
+import pytest
+import torch
+
+import shardtree as st
+from shardtree.storage import FsspecStorage
+from tests.storage.storages import ObjectStore
+
+METADATA = "metadata.json"
+FORMATS = [("safetensors", 1), ("torch_dist", 1), ("zarr", 3), ("dcp", 1)]
+
+
+class Silent(ObjectStore):
+    """An object store that answers no upload of metadata.json.
+
+    Attributes:
+        applies: whether it stores what it was sent at once.
+        late: what it was sent and hasn't stored, to be stored when a test says so.
+        meanwhile: called before it doesn't answer.
+        is_on: whether it is silent at all.
+    """
+
+    protocol = "silent"
+    applies = False
+    is_on = True
+    deciding = METADATA
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.late: list[tuple[str, bytes]] = []
+        self.meanwhile: Callable[[], None] = lambda: None
+
+    def pipe_file(self, path: str, value: bytes, **options: Any) -> None:
+        if not self.is_on or not path.endswith(self.deciding):
+            return super().pipe_file(path, value, **options)
+        self.is_on = False
+        self.meanwhile()
+        if self.applies:
+            super().pipe_file(path, value, **options)
+        else:
+            self.late.append((path, value))
+        raise ConnectionResetError("the connection was cut")
+
+    def apply(self) -> None:
+        for path, value in self.late:
+            super().pipe_file(path, value)
+
+
+def silent_storage(**settings: Any) -> tuple[Silent, FsspecStorage]:
+    files = Silent(skip_instance_cache=True)
+    for name, value in settings.items():
+        setattr(files, name, value)
+    root = f"/{uuid4().hex}"
+    return files, FsspecStorage(files, root, f"silent:/{root}")
+
+
+def tree(value: float, rank: int = 0, ranks: int = 1) -> dict[str, Any]:
+    return {"w": st.ShardedTensor.from_rank_offsets("w", torch.full((4,), value), (0, rank, ranks)), "step": int(value)}
+
+
+def check_is(storage: FsspecStorage, value: float) -> None:
+    loaded = st.load(tree(0.0), storage)
+    assert (loaded["w"].tolist(), loaded["step"]) == ([value] * 4, int(value))
+
+
+def save(storage: FsspecStorage, value: float) -> None:
+    st.save(tree(value), storage, overwrite=True)
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_what_was_stored_and_not_answered_is_a_save(over: bool) -> None:
+    files, storage = silent_storage(applies=True, is_on=not over)
+    if over:
+        save(storage, 1.0)
+        files.is_on = True
+    save(storage, 2.0)
+    check_is(storage, 2.0)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("over", [False, True])
+def test_what_may_be_stored_later_is_whole_then(over: bool, ranks: int) -> None:
+    files, storage = silent_storage(is_on=not over)
+    if over:
+        save(storage, 1.0)
+        files.is_on = True
+    with pytest.raises(st.errors.OutcomeUnknown, match="no answer came to the request that commits"):
+        st.simulate(
+            ranks,
+            lambda world: st.save(tree(2.0, world.rank, ranks), storage, world=world, overwrite=True),
+        )
+    if over:
+        check_is(storage, 1.0)
+    else:
+        assert not st.is_checkpoint(storage)
+    files.apply()
+    loaded = st.load({"w": st.ShardedTensor.from_rank_offsets("w", torch.zeros(4 * ranks))}, storage)
+    assert loaded["w"].tolist() == [2.0] * 4 * ranks and loaded["step"] == 2
+
+
+def test_another_saves_metadata_is_said() -> None:
+    files, storage = silent_storage()
+    other = tree(5.0)
+    files.meanwhile = lambda: st.save(other, storage, overwrite=True)
+    with pytest.raises(st.errors.CheckpointReplaced):
+        save(storage, 2.0)
+    check_is(storage, 5.0)
+
+
+def test_a_store_that_refuses_stores_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then nothing can arrive later, and what was written is removed."""
+    _, storage = silent_storage(is_on=False)
+
+    def refused(self: Any, path: str, value: bytes, **options: Any) -> None:
+        if path.endswith(METADATA):
+            raise PermissionError("403")
+        ObjectStore.pipe_file(self, path, value, **options)
+
+    monkeypatch.setattr(Silent, "pipe_file", refused)
+    with pytest.raises(st.errors.StorageError, match="403") as caught:
+        save(storage, 2.0)
+    assert not isinstance(caught.value, st.errors.OutcomeUnknown) and storage.names() == ()
+
+
+def test_a_later_save_counts_and_the_next_removes_what_stayed() -> None:
+    _, storage = silent_storage()
+    with pytest.raises(st.errors.OutcomeUnknown):
+        save(storage, 1.0)
+    stayed = {name for name in storage.names() if name.startswith("save-")}
+    assert len(stayed) == 1
+    save(storage, 2.0)
+    check_is(storage, 2.0)
+
+
+@pytest.mark.parametrize(("backend", "version"), FORMATS[1:])
+def test_formats_with_a_commit_of_their_own_remove_nothing_either(backend: str, version: int) -> None:
+    files, storage = silent_storage(deciding={"dcp": ".metadata"}.get(backend, METADATA))
+    with pytest.raises(st.errors.OutcomeUnknown):
+        st.save(tree(2.0), storage, (backend, version))
+    files.apply()
+    check_is(storage, 2.0)
+
+
+def test_the_loss_is_seen_where_files_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted fault: a failing save that removes what it wrote, as if it were sure that nothing arrived."""
+    files, storage = silent_storage()
+    monkeypatch.setattr("shardtree.strategies._values.OutcomeUnknown", KeyboardInterrupt)
+    with pytest.raises(st.errors.OutcomeUnknown):
+        save(storage, 2.0)
+    files.apply()
+    with pytest.raises(st.CheckpointingException):
+        check_is(storage, 2.0)
