@@ -83,22 +83,27 @@ class FsspecStorage:
                 with self._storage_errors("write", name):
                     file.write(buffer)
                 length += buffer.nbytes
-        finally:
             with self._storage_errors("write", name):
                 file.close()
+        except BaseException:
+            self._give_up(file, name)
+            raise
         return length
+
+    def _give_up(self, file: Any, name: str) -> None:
+        """Leave nothing of a file whose writing failed: neither a part of it, nor an upload that stays open."""
+        with suppress(Exception):
+            file.discard()
+            file.closed = True  # else it would upload what it has when it is collected
+        with suppress(StorageError):
+            self.remove(name)
 
     def write_parts(self, name: str, length: int, parts: Iterable[tuple[int, Buffer]], *, durable: bool) -> None:
         """Write a file from parts that make up all of it, in order: object stores can't write into a file."""
         buffers = whole(parts, length, self.where(name))
         # Taken first, so that an error about it is raised before anything is uploaded.
         first = list(islice(buffers, 1))
-        try:
-            self.write(name, chain(first, buffers), durable=durable)
-        except BaseException:
-            with suppress(StorageError):
-                self.remove(name)  # closing the file uploaded what was written before the error
-            raise
+        self.write(name, chain(first, buffers), durable=durable)
 
     def move(self, old: str, new: str) -> None:
         """Rename a file; most stores copy it and remove the old one."""

@@ -1,13 +1,16 @@
-"""A store that doesn't answer the request that commits: whatever became of it, a whole checkpoint is there."""
+"""Requests that are cut off: no part of a file stays, and whatever became of a commit, a whole checkpoint is there."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
 from typing import Any
 from uuid import uuid4
 
+import fsspec
 import pytest
 import torch
+from fsspec.spec import AbstractBufferedFile
 
 import shardtree as st
 from shardtree.storage import FsspecStorage
@@ -157,3 +160,58 @@ def test_the_loss_is_seen_where_files_are_removed(monkeypatch: pytest.MonkeyPatc
     files.apply()
     with pytest.raises(st.CheckpointingException):
         check_is(storage, 2.0)
+
+
+class Uploads(fsspec.AbstractFileSystem):
+    """A store that takes a file in parts, and shows it once it is closed.
+
+    Attributes:
+        uploads: names of those that have begun, and neither ended nor been given up.
+        files: what is there, by name.
+    """
+
+    cachable = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.uploads: set[str] = set()
+        self.files: dict[str, bytes] = {}
+
+    def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
+        return _Upload(self, path, mode, block_size=8, cache_type="none")
+
+    def rm_file(self, path: str) -> None:
+        self.files.pop(path, None)
+
+
+class _Upload(AbstractBufferedFile):
+    def _initiate_upload(self) -> None:
+        self.sent = b""
+        self.fs.uploads.add(self.path)
+
+    def _upload_chunk(self, final: bool = False) -> bool:
+        self.sent += self.buffer.getvalue()
+        if final:
+            self.fs.files[self.path] = self.sent
+            self.fs.uploads.discard(self.path)
+        return True
+
+    def discard(self) -> None:
+        self.fs.uploads.discard(self.path)
+
+
+def test_a_producer_that_fails_leaves_no_part_of_a_file_and_no_upload() -> None:
+    files = Uploads()
+    storage = FsspecStorage(files, "bucket", "uploads://bucket")
+
+    def producer() -> Iterator[memoryview]:
+        yield memoryview(b"x" * 20)
+        assert files.uploads
+        raise ValueError("no more")
+
+    with pytest.raises(ValueError, match="no more"):
+        storage.write("a.bin", producer(), durable=True)
+    gc.collect()
+    assert (files.uploads, files.files) == (set(), {})
+    assert storage.write("a.bin", [memoryview(b"x" * 20)], durable=True) == 20
+    assert files.files == {"bucket/a.bin": b"x" * 20} and not files.uploads
