@@ -33,7 +33,10 @@ if os.environ.get("SHARDTREE_BEARTYPE", "0") == "1":
         ),
     )
 
+from tests.lacking import lacking, modules_to_ignore
+
 collect_ignore_glob = ["tests/*/scripts/*"]  # started by tests, in processes of their own
+collect_ignore = modules_to_ignore()
 
 torch.set_num_threads(1)
 
@@ -67,6 +70,8 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker("slow")
     if item.get_closest_marker("cuda") and not torch.cuda.is_available():
         item.add_marker(pytest.mark.skip(reason="no GPU"))
+    if (missing := lacking(item.nodeid)) is not None:
+        item.add_marker(pytest.mark.skip(reason=f"needs {missing}"))
 
 
 @pytest.fixture(autouse=True)

@@ -281,7 +281,7 @@ def peak(folder: Path, how: str) -> int:
     return int(done.stdout)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_memory_in_use_keeps_to_the_bound(tmp_path: Path) -> None:
     big = {f"w{n}": torch.randn(3, 1024, 2048) for n in range(4)}  # 100 MB, and rows of 8 KiB
     shards = [st.ShardedTensor.from_rank_offsets(key, data) for key, data in {**big, "small": torch.ones(3)}.items()]

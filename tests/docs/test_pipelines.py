@@ -338,7 +338,7 @@ def memory(folder: Path, how: str) -> str:
     return done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("how", ["save", "convert"])
 def test_a_pipeline_takes_little_memory(how: str, large: Path) -> None:
     assert int(memory(large, how)) < 90_000_000

@@ -38,8 +38,6 @@ def usually(points: Sequence[Point], count: int, seed: int = SEED) -> list[Any]:
     return [
         point
         if number in chosen
-        else pytest.param(*(point if type(point) is tuple else (point,)), marks=EXHAUSTIVE)
-        if number in chosen
         else pytest.param(*(point if isinstance(point, tuple) else (point,)), marks=EXHAUSTIVE)
         for number, point in enumerate(points)
     ]

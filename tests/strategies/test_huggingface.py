@@ -673,7 +673,7 @@ print(save(sys.argv[1] + "/large", torch.randn(12_800, 4096)))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_four_ranks_save_200_megabytes_in_little_memory(tmp_path):
     try:
