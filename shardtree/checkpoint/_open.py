@@ -11,14 +11,16 @@ from typing import Any
 from ..errors import CorruptCheckpoint, KeyMismatch, StrategyError, TreeError, error_text
 from ..layouts import TensorKind
 from ..mapping import ShardedObject, ShardedTensor
-from ..storage import Directory, Storage, storage_at
+from ..storage import Directory, Storage, listed, storage_at
 from ..strategies import (
+    METADATA_FILE,
     Checkpoint,
     FormatTraits,
     LoadOptions,
     Strategies,
     StrategyAction,
     deciding_files,
+    decode_metadata,
     find_strategy,
     is_of_others,
     metadata_bytes,
@@ -84,8 +86,9 @@ def read_fields(storage: Storage, strategies: Strategies | None) -> Fields:
         NotACheckpoint: there is neither.
         CorruptCheckpoint: metadata.json isn't what was written.
     """
-    if _has_metadata(storage):
-        return read_metadata(storage)[1]
+    data = _own_metadata(storage)
+    if data is not None:
+        return decode_metadata(data, storage.where(METADATA_FILE))
     fields = recognized(storage, strategies)
     if fields is None:
         return read_metadata(storage)[1]  # raises the error that fits: no file, or one that isn't ours
@@ -101,8 +104,9 @@ def recognized(storage: Storage, strategies: Strategies | None) -> Fields | None
     table = table_of(strategies)
     named = (row for row in table if row[0] is StrategyAction.RECOGNIZE)
     rows = [(traits_of(*row[1:], strategies).is_guess, table[row]) for row in named]
-    found = (recognize(storage) for _, recognize in sorted(rows, key=itemgetter(0)))
-    return next((fields for fields in found if fields is not None), None)
+    with listed(storage, deep=False) as seen:
+        found = (recognize(seen) for _, recognize in sorted(rows, key=itemgetter(0)))
+        return next((fields for fields in found if fields is not None), None)
 
 
 def is_checkpoint(checkpoint_dir: Directory, *, strategies: Strategies | None = None) -> bool:
@@ -114,15 +118,16 @@ def is_checkpoint(checkpoint_dir: Directory, *, strategies: Strategies | None = 
         False
     """
     storage = storage_at(checkpoint_dir)
-    return _has_metadata(storage) or recognized(storage, strategies) is not None
+    return _own_metadata(storage) is not None or recognized(storage, strategies) is not None
 
 
-def _has_metadata(storage: Storage) -> bool:
+def _own_metadata(storage: Storage) -> bytes | None:
+    """Return the bytes of a metadata.json of ours, None if there is none."""
     try:
         data = metadata_bytes(storage)
     except CorruptCheckpoint:
-        return False  # too large for one of ours
-    return data is not None and not is_of_others(data)
+        return None  # too large for one of ours
+    return None if data is None or is_of_others(data) else data
 
 
 def load_common_state_dict(

@@ -13,13 +13,29 @@ from ._blocks import (
     in_parts,
 )
 from ._buffers import STAGED_BYTES, DeviceCopies, copies_of, is_in_place, tensor_buffers
+from ._capabilities import Conditional, Entry, Listing, Ranged, read_if_there
+from ._checked import ReadReport, StoredFile, Verify
 from ._cost import fetch_cost
-from ._fetch import ReadReport, StoredFile, Verify, fetch
-from ._folders import Directory, NewFolder, Renaming, folder_in, is_link, is_same_place, new_folder, storage_at
+from ._fetch import fetch
+from ._folders import (
+    Directory,
+    NewFolder,
+    Renaming,
+    abort_open_uploads,
+    folder_in,
+    is_link,
+    is_same_place,
+    new_folder,
+    storage_at,
+    takes_late_requests,
+)
 from ._fsspec import FsspecStorage, fsspec_storage
 from ._host_memory import HostMemory, empty_tensor, host_memory
+from ._listed import Listed, listed, prefetch, settle
 from ._local import LocalStorage
 from ._memory import BytesReader, MemoryStorage
+from ._object_store import ObjectStorage
+from ._object_url import object_storage
 from ._owner import Claim, claim, is_alive, is_claimed, owner_note, release
 from ._storage import Buffer, Exchanging, Reader, Sibling, SizedBuffers, Storage, is_temporary
 from ._stretches import Stretches, joined_crc32, read_crc32
@@ -40,4 +56,5 @@ __all__ = [
     "StoredFile",
     "Stretches",
     "Verify",
+    "object_storage",
 ]

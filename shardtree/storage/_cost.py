@@ -11,7 +11,7 @@ import numpy as np
 from ..geometry import Column
 from ..plans import LoadPlan, ReadCost, Runs, Strided
 from ._blocks import BLOCK_BYTES, incomplete_reads
-from ._fetch import (
+from ._checked import (
     StoredFile,
     Verify,
     blocks_to_check,

@@ -7,12 +7,19 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from typing import Protocol, runtime_checkable
+from urllib.parse import urlsplit
 
 from ..errors import StorageError, error_text
+from ._capabilities import Conditional
 from ._fsspec import FsspecStorage, fsspec_storage
+from ._listed import Listed
 from ._local import LocalStorage
 from ._memory import MemoryStorage
+from ._object_store import ObjectStorage
+from ._object_uploads import abort_uploads
+from ._object_url import SCHEMES, object_storage
 from ._storage import Buffer, Reader, Storage, inside
 from ._sync import parents_of_missing
 
@@ -54,6 +61,8 @@ def folder_in(storage: Storage, name: str) -> Storage:
         return LocalStorage(os.path.join(storage.root, name))
     if isinstance(storage, FsspecStorage):
         return FsspecStorage(storage.files, f"{storage.root}/{name}", f"{storage.url}/{name}")
+    if isinstance(storage, ObjectStorage):
+        return storage.folder(name)
     return Subfolder(storage, name)
 
 
@@ -141,6 +150,32 @@ class Subfolder:
         return f"{self.folder}/{plain}" if plain else self.folder
 
 
+def takes_late_requests(storage: Storage) -> bool:
+    """Return whether a storage may carry out a request after whoever sent it has ended.
+
+    Examples:
+        >>> takes_late_requests(LocalStorage("/runs"))
+        False
+    """
+    if isinstance(storage, Subfolder):
+        return takes_late_requests(storage.whole)
+    return isinstance(storage.inner if isinstance(storage, Listed) else storage, Conditional)
+
+
+def abort_open_uploads(storage: Storage, folder: str) -> None:
+    """Give up the uploads that an interrupted save has left open in a folder; nothing where there are no such.
+
+    Examples:
+        >>> abort_open_uploads(LocalStorage("/runs"), "step_10")
+    """
+    if isinstance(storage, Subfolder):
+        abort_open_uploads(storage.whole, f"{storage.folder}/{folder}")
+        return
+    inner = storage.inner if isinstance(storage, Listed) else storage
+    if isinstance(inner, ObjectStorage):
+        abort_uploads(inner.url, f"{inner.folder(folder).root}/", inner.secrets)
+
+
 # The storage of a path or URL.
 
 Directory = str | os.PathLike[str] | Storage
@@ -160,13 +195,21 @@ def storage_at(directory: Directory) -> Storage:
     if isinstance(directory, (str, os.PathLike)):
         path = os.fspath(directory)
         if isinstance(path, str) and path and "\0" not in path:
-            return fsspec_storage(path) if "://" in path else LocalStorage(_absolute(path))
+            return _behind(path) if "://" in path else LocalStorage(_absolute(path))
     elif isinstance(directory, Storage):
         return directory
     kind = type(directory).__name__
     raise StorageError(
         error_text("where is the checkpoint?", found=f"{directory!r} ({kind})", expected="a path, a URL or a Storage")
     )
+
+
+def _behind(url: str) -> Storage:
+    parts = urlsplit(url)
+    # A signed URL's query goes with every request, which obstore can't do.
+    if parts.scheme in SCHEMES and not parts.query and find_spec("obstore") is not None:
+        return object_storage(url)
+    return fsspec_storage(url)
 
 
 def is_same_place(one: Storage, other: Storage) -> bool:
@@ -225,7 +268,7 @@ def new_folder(storage: Storage, *, durable: bool) -> NewFolder:
         >>> storage.is_folder()
         False
     """
-    if isinstance(storage, MemoryStorage | FsspecStorage):
+    if isinstance(storage, MemoryStorage | FsspecStorage | ObjectStorage):
         return NewFolder(_do_nothing, _do_nothing)
     if not isinstance(storage, LocalStorage):
         storage.make_folder(durable=durable)

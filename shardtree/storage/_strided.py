@@ -39,7 +39,7 @@ def copy_strided(
     for rows, begin, end in strided_stretches(strided):
         mapped = reader.mapped(begin, end)
         for row in rows.tolist():
-            size = _copy_piece(mapped, begin, strided, row, memories)
+            size = copy_piece(mapped, begin, strided, row, memories[int(strided.target[row])])
             total += size
             progress(size)
     return total
@@ -73,7 +73,7 @@ def copy_hashed(
         reader.read_into(begin, [stretch])
         hasher.update(stretch, begin)
         for row in rows.tolist():
-            size = _copy_piece(stretch, begin, pieces, row, memories)
+            size = copy_piece(stretch, begin, pieces, row, memories[int(pieces.target[row])])
             total += size
             progress(size)
     return total
@@ -150,14 +150,22 @@ def is_contiguous(strided: Strided) -> Flags:
     return flags
 
 
-def _copy_piece(stored: Buffer, begin: int, strided: Strided, row: int, memories: Sequence[torch.Tensor]) -> int:
-    """Copy one piece out of the stretch that begins at `begin`, and return how many bytes it has."""
+def copy_piece(stored: Buffer, begin: int, strided: Strided, row: int, memory: torch.Tensor) -> int:
+    """Copy one piece out of the stretch that begins at `begin`, and return how many bytes it has.
+
+    Args:
+        stored: the stretch, writable though it isn't written to: torch minds other memory.
+        begin: where it begins in the file, in bytes.
+        strided: pieces.
+        row: which of them.
+        memory: its target's, uint8 (bytes,).
+    """
     # Copied as integers: a plan knows the size of items, not their dtype, and only their bits matter.
     shape, stride, target_stride, size = _items_of(strided, row)
     byte, target_byte = int(strided.byte[row]), int(strided.target_byte[row])
     items = torch.frombuffer(stored, dtype=_CARRIERS[size], count=_items(shape, stride), offset=byte - begin)
     piece = items.as_strided(shape, stride)
-    _box(memories[int(strided.target[row])][target_byte:], size, shape, target_stride).copy_(piece)
+    _box(memory[target_byte:], size, shape, target_stride).copy_(piece)
     return piece.numel() * size
 
 

@@ -159,6 +159,9 @@ def collector_paused() -> Iterator[None]:
 _MANY = 10_000
 """Fewer new objects than this are scanned in no time."""
 
+_FEW_FROZEN = 1_000
+"""Python 3.12 freezes some hundred objects itself as it starts; a program that freezes, freezes many more."""
+
 _MOST_UNSEEN = 1_000_000
 """How many objects are marked as old before a full collection: without one, cycles among them would never be freed."""
 
@@ -172,7 +175,7 @@ def _mark_as_old() -> None:
     tensors that takes 0.4 s.
     """
     made, full = gc.get_count()[0], gc.get_stats()[2]["collections"]
-    if made <= _MANY or gc.get_freeze_count():  # a program's own frozen objects must stay frozen
+    if made <= _MANY or gc.get_freeze_count() > _FEW_FROZEN:  # a program's own frozen objects must stay frozen
         return
     if full != _unseen["full collections"]:
         _unseen.update({"objects": 0, "full collections": full})

@@ -42,8 +42,10 @@ from ._save_folders import (
     is_orphaned,
     is_save_file,
     is_save_folder,
+    is_surely_orphaned,
     make_save_folder,
     owned,
+    remove_interrupted,
     remove_save,
     save_is_alive,
 )

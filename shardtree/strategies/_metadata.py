@@ -16,7 +16,7 @@ from ..errors import (
     OutcomeUnknown,
     error_text,
 )
-from ..storage import Buffer, Storage, StoredFile, digest
+from ..storage import Buffer, Conditional, Listing, Storage, StoredFile, digest, read_if_there
 from ._traits import METADATA_FILE, stamp
 from ._values import Checkpoint, Fields
 
@@ -152,9 +152,9 @@ def read_metadata(storage: Storage) -> tuple[bytes, dict[str, Any]]:
         CorruptCheckpoint: it isn't what was written.
     """
     where = storage.where(METADATA_FILE)
-    if storage.length(METADATA_FILE) is None:
+    data = metadata_bytes(storage)
+    if data is None:
         raise not_a_checkpoint(storage)
-    data = metadata_bytes(storage) or b""
     return data, decode_metadata(data, where)
 
 
@@ -164,6 +164,8 @@ def metadata_bytes(storage: Storage) -> bytes | None:
     Raises:
         CorruptCheckpoint: it is larger than any that a save writes, so it isn't read.
     """
+    if isinstance(storage, Listing):
+        return storage.content(METADATA_FILE, _MOST_BYTES)
     length = storage.length(METADATA_FILE)
     if length is not None and length > _MOST_BYTES:
         what = f"open: {storage.where(METADATA_FILE)!r} is larger than any that a save writes"
@@ -192,15 +194,23 @@ def replace_metadata(storage: Storage, before: bytes | None, fields: Mapping[str
         CheckpointReplaced: another save went to the same folder meanwhile.
         OutcomeUnknown: the store didn't answer, and has what it had before: it may take the new file yet.
     """
-    check_unchanged(storage, before)
     data = encode_metadata(fields)
+    if isinstance(storage, Conditional):
+        if storage.replace_if(METADATA_FILE, before, data) or _has_arrived(storage, before, data):
+            return
+        raise _unknown(storage, "no answer, or one that says neither yes nor no")
+    check_unchanged(storage, before)
     try:
         storage.replace(METADATA_FILE, data, durable=durable)
     except OutcomeUnknown as error:
         if not _has_arrived(storage, before, data):
-            what = f"save: no answer came to the request that commits {storage.where()!r}, which may arrive yet"
-            fix = "Nothing was removed: look later whether the new checkpoint is there, or save again."
-            raise OutcomeUnknown(error_text(what, found=error.__cause__ or error, fix=fix)) from error
+            raise _unknown(storage, error.__cause__ or error) from error
+
+
+def _unknown(storage: Storage, found: object) -> OutcomeUnknown:
+    what = f"save: no answer came to the request that commits {storage.where()!r}, which may arrive yet"
+    fix = "Nothing was removed: look later whether the new checkpoint is there, or save again."
+    return OutcomeUnknown(error_text(what, found=found, fix=fix))
 
 
 def _has_arrived(storage: Storage, before: bytes | None, data: bytes) -> bool:
@@ -303,9 +313,11 @@ def was_replaced(checkpoint: Checkpoint) -> bool:
     """Return whether the folder now holds another checkpoint than the one that was opened."""
     storage, digest = checkpoint.storage, checkpoint.fields.get("digest")
     # By the digest where there is one: lengths and times can agree by chance.
-    if digest is not None and storage.length(METADATA_FILE) is not None:
+    if digest is not None:
         # As bytes: the file may be another format's by now, and needn't parse.
-        return f'"digest":"{digest}"'.encode() not in storage.read(METADATA_FILE)
+        found = read_if_there(storage, METADATA_FILE)
+        if found is not None:
+            return f'"digest":"{digest}"'.encode() not in found
     now = stamp(storage, checkpoint.traits.decided_by) if checkpoint.stamp else ()
     return any(entry not in checkpoint.stamp for entry in now)
 
@@ -327,11 +339,18 @@ def read_checked(checkpoint: Checkpoint, field: str) -> tuple[Buffer, str]:
         CheckpointReplaced: it isn't there because a later save replaced the checkpoint.
     """
     name, length, expected = _entry(checkpoint.fields, field)
-    where = checkpoint.storage.where(name)
-    if checkpoint.storage.length(name) != length:
-        raise missing_file(checkpoint, name, length)
-    with checkpoint.storage.open(name) as reader:
-        data = reader.mapped()
+    storage = checkpoint.storage
+    where = storage.where(name)
+    if isinstance(storage, Listing):
+        found = storage.content(name, length)
+        data = memoryview(b"" if found is None else found)
+        if found is None or data.nbytes != length:
+            raise missing_file(checkpoint, name, length)
+    else:
+        if storage.length(name) != length:
+            raise missing_file(checkpoint, name, length)
+        with storage.open(name) as reader:
+            data = reader.mapped()
     if digest(data) != expected:
         fix = "The medium or a later program damaged it; load another checkpoint."
         raise CorruptCheckpoint(error_text(f"open: {where!r} isn't what was saved: its hash differs", fix=fix))

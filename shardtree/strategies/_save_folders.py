@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from ..errors import CheckpointingException, StorageError
-from ..storage import Claim, Storage, claim, is_alive, owner_note, release
+from ..storage import (
+    Claim,
+    Conditional,
+    FsspecStorage,
+    Storage,
+    abort_open_uploads,
+    claim,
+    is_alive,
+    listed,
+    owner_note,
+    read_if_there,
+    release,
+    takes_late_requests,
+)
 from ._metadata import decode_metadata, metadata_bytes
 from ._traits import METADATA_FILE
+
+logger = logging.getLogger("shardtree")
 
 OWNER_FILE = "owner.json"
 """The note in a save's folder that names the saving process; the commit removes it, and no reader looks at it."""
@@ -50,14 +66,33 @@ def make_save_folder(storage: Storage, folder: str, *, durable: bool) -> Claim:
     held = claim(folder)
     try:
         storage.make_folder(folder, durable=durable)
-        with suppress(StorageError):  # without the note, the save is judged by its age
-            storage.replace(f"{folder}/{OWNER_FILE}", owner_note(folder), durable=False)
+        _leave_note(storage, folder)
     except BaseException:
         release(folder)
         with suppress(CheckpointingException):  # the same cause may prevent this too
             disown(storage, folder)
         raise
     return held
+
+
+def _leave_note(storage: Storage, folder: str) -> None:
+    name, note = f"{folder}/{OWNER_FILE}", owner_note(folder)
+    if not isinstance(storage, Conditional):
+        with suppress(StorageError):  # without the note, the save is judged by its age
+            storage.replace(name, note, durable=False)
+        one_saver = isinstance(storage, FsspecStorage)
+    else:
+        # The note makes the folder there, so that other ranks see it: a failure of this one isn't passed over.
+        one_saver = not storage.mark(name, note)
+    place = storage.where().partition("://")[0]
+    if one_saver and place not in _warned:
+        _warned.add(place)
+        what = "save: %s replaces files without conditions, so that of two savers at once both may report success"
+        logger.warning(f"{what}; let one save at a time go to a folder", storage.where())
+
+
+_warned: set[str] = set()
+"""Kinds of storages that were named in a warning of this process."""
 
 
 @contextmanager
@@ -86,11 +121,17 @@ def remove_save(storage: Storage, folder: str) -> None:
     storage.remove_folder(folder)
 
 
+def remove_interrupted(storage: Storage, folder: str) -> None:
+    """Remove what a save has left that was never committed: its files, and uploads that it didn't finish."""
+    abort_open_uploads(storage, folder)
+    remove_save(storage, folder)
+
+
 def save_is_alive(storage: Storage, folder: str) -> bool | None:
     """Return whether the save that made a folder can still be finished; None if its process can't be seen from here."""
     name = f"{folder}/{OWNER_FILE}"
     try:
-        return is_alive(storage.read(name) if storage.length(name) is not None else None)
+        return is_alive(read_if_there(storage, name))
     except StorageError:
         return None  # the note is being removed at this moment
 
@@ -109,6 +150,17 @@ def is_orphaned(storage: Storage, folder: str, *, before: float) -> bool:
     return newest_change(storage, folder) < before if alive is None else not alive
 
 
+def is_surely_orphaned(storage: Storage, folder: str, *, before: float) -> bool:
+    """Return whether a save was interrupted, and no request of it can still arrive; arguments as of `is_orphaned`.
+
+    What a killed process has sent, an object store may carry out later: the request that commits, too. After a later
+    commit it refuses that one; whoever removes files without committing has to wait.
+    """
+    if takes_late_requests(storage) and newest_change(storage, folder) >= before:
+        return False
+    return is_orphaned(storage, folder, before=before)
+
+
 def newest_change(storage: Storage, folder: str) -> float:
     """Return when a folder or a file in it was changed last, in seconds by the storage's clock."""
     inside = (f"{folder}/{name}" for name in storage.names(folder))
@@ -125,19 +177,40 @@ def remove_orphaned(storage: Storage, *, keep: str, before: bytes | None, stale_
         stale_after: seconds without a change, by the storage's clock, after which a save counts as interrupted.
     """
     replaced = _save_id(before)
-    before_that = (storage.changed(METADATA_FILE) or 0.0) - stale_after
-    for name in storage.names():
-        if not is_save_folder(name) or name == keep:
-            continue
-        if name == replaced or is_orphaned(storage, name, before=before_that):
-            remove_save(storage, name)
+    with listed(storage) as seen:
+        before_that = (seen.changed(METADATA_FILE) or 0.0) - stale_after
+        for name in seen.names():
+            if not is_save_folder(name):
+                continue
+            if name == keep:
+                seen.remove(f"{name}/{OWNER_FILE}")
+            elif name == replaced or _was_replaced_before(storage, seen, name):
+                remove_save(seen, name)
+            elif is_orphaned(seen, name, before=before_that):
+                remove_interrupted(seen, name)
+
+
+def _was_replaced_before(storage: Storage, seen: Storage, folder: str) -> bool:
+    """Return whether a folder is of a save that was replaced by one that was killed before it removed it.
+
+    Args:
+        storage: the checkpoint's folder.
+        seen: the same, as it was listed before.
+        folder: the save's folder.
+    """
+    # On object stores a save has its note until after its commit: one that had none in the listing was committed by
+    # then. Unless it is the current one by now, it was replaced.
+    if not isinstance(storage, Conditional) or seen.length(f"{folder}/{OWNER_FILE}") is not None:
+        return False
+    return _save_id(metadata_bytes(storage)) not in (None, folder)
 
 
 def remove_unless_committed(storage: Storage, folder: str) -> None:
     """Remove a save's folder, unless metadata.json refers to it."""
     metadata = metadata_bytes(storage)
     if metadata is None or _save_id(metadata) not in (None, folder):
-        remove_save(storage, folder)
+        with listed(storage) as seen:
+            remove_interrupted(seen, folder)
 
 
 def _save_id(metadata: bytes | None) -> str | None:

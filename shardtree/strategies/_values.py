@@ -159,6 +159,7 @@ class PendingSave:
         layout: all ranks' shards, None if the ranks didn't exchange them.
         memo: what the strategies of one save keep on their rank until the commit.
         replaced: the checkpoint whose place the folder takes in the end; None if the folder has its place already.
+        overwrite: whether the caller lets a checkpoint be replaced.
     """
 
     storage: Storage
@@ -169,6 +170,7 @@ class PendingSave:
     layout: ShardColumns | None = None
     memo: dict[str, Any] = field(default_factory=dict, repr=False)
     replaced: Replaced | None = None
+    overwrite: bool = True
 
 
 @dataclass(frozen=True, slots=True, eq=False)

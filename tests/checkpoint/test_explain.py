@@ -22,7 +22,7 @@ from shardtree.errors import (
     StrategyError,
 )
 from shardtree.plans import _exchange, near_names
-from shardtree.storage import MemoryStorage, Reader, Storage, _fetch
+from shardtree.storage import MemoryStorage, Reader, Storage, _checked
 from shardtree.strategies import StrategyAction, default_strategies
 from shardtree.testing import Layout, WatchedStorage, cut, layouts
 from tests.options import load_keywords, save_keywords
@@ -87,7 +87,7 @@ def saved(tree: Any, **options: Any) -> MemoryStorage:
 @pytest.fixture(autouse=True)
 def _no_small_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Treat the small files of these tests as large ones, of which not each touched block is read whole."""
-    monkeypatch.setattr(_fetch, "_SMALL_FILE_BYTES", 0)
+    monkeypatch.setattr(_checked, "_SMALL_FILE_BYTES", 0)
 
 
 # The law: what a load reads is what was foretold.

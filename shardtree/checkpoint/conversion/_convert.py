@@ -12,7 +12,7 @@ from ...codec import canonical_json, dtype_name, encode_tree, row_major_bits
 from ...errors import AlreadyACheckpoint, CheckpointingException, IntegrityError, RemoteError, error_text
 from ...lazy import LazyTensor
 from ...mapping import ShardedObject, ShardedTensor
-from ...storage import Directory, Storage, digest, storage_at
+from ...storage import Directory, Storage, abort_open_uploads, digest, storage_at
 from ...strategies import (
     METADATA_FILE,
     Checkpoint,
@@ -275,13 +275,9 @@ def _written(target: Destination, journal: Journal, plan: Plan) -> tuple[int, bo
     rehearse_common(target, common)
     remove_others(journal)
     if save_id is None:
-        start = look(storage, target.backends, target.strategies, overwrite=False)
-        pending = pending_save(start, storage, Turn(0, 1), target.options)
-        make_folder(pending, target.backends, target.strategies)
-        save_id = pending.save_id
-        if "folder" in pending.memo:
-            pending.memo["folder"].wait()  # here, since each batch has a pending save of its own without this memo
-        begin_journal(journal, save_id, durable=target.options.durable)
+        save_id = _begin(target, journal)
+    else:
+        abort_open_uploads(storage, save_id)  # of the call that is gone on with
     try:
         with owned(storage, save_id, durable=target.options.durable):
             return write_batches(target, journal, save_id, plan, common), False
@@ -292,6 +288,17 @@ def _written(target: Destination, journal: Journal, plan: Plan) -> tuple[int, bo
         if own is not error:
             raise own from None
         raise
+
+
+def _begin(target: Destination, journal: Journal) -> str:
+    """Make the folder and the journal of a new conversion, and return the name of its save."""
+    start = look(target.storage, target.backends, target.strategies, overwrite=False)
+    pending = pending_save(start, target.storage, Turn(0, 1), target.options)
+    make_folder(pending, target.backends, target.strategies)
+    if "folder" in pending.memo:
+        pending.memo["folder"].wait()  # here, since each batch has a pending save of its own without this memo
+    begin_journal(journal, pending.save_id, durable=target.options.durable)
+    return pending.save_id
 
 
 def _clean_or_explain(storage: Storage, journal: Journal, save_id: str, error: BaseException) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from ...codec import canonical_json, decode_tree, encode_tree, parse_json
 from ...errors import CheckpointingException
-from ...storage import Buffer, Reader, Storage
+from ...storage import Buffer, Reader, Storage, abort_open_uploads
 from ...strategies import Strategies, table_of
 from ...trees import HOLE, Record
 
@@ -173,6 +173,8 @@ def _remove_files(journal: Journal) -> None:
     names = [name for listed in lists if isinstance(listed, list) for name in listed if isinstance(name, str)]
     save_id = begun_save(journal)
     folders = {save_id} if save_id else set()
+    if save_id:
+        abort_open_uploads(storage, save_id)
     for name in names:
         storage.remove(name)
         *above, _ = name.split("/")

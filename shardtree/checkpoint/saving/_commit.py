@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ...errors import CheckpointReplaced, error_text
+from ...errors import AlreadyACheckpoint, CheckpointReplaced, error_text
 from ...mapping import ShardedObject, ShardedTensor
-from ...storage import is_claimed, owner_note
+from ...storage import Conditional, is_claimed, owner_note
 from ...strategies import (
     METADATA_FILE,
     OWNER_FILE,
@@ -127,8 +128,12 @@ def _call_each(*fns: Callable[[], None]) -> None:
 def _write(
     pending: PendingSave, requests: Sequence[AsyncRequest[Any]], strategies: Strategies | None, *, recognizes: bool
 ) -> tuple[Any, ...]:
-    # Guards against running a committed request again: its files are the checkpoint by then.
-    check_unchanged(pending.storage, pending.before)
+    # Guards against running a committed request again: its files are the checkpoint by then. Where the commit itself is
+    # conditional, a first run needs no request for that.
+    if "ran" in pending.memo or not isinstance(pending.storage, Conditional):
+        with _told(pending):
+            check_unchanged(pending.storage, pending.before)
+    pending.memo["ran"] = True
     if pending.world.rank == 0:
         _claim_again(pending, strategies)
     if recognizes:
@@ -142,10 +147,24 @@ def _write(
 
 def _check_no_other(pending: PendingSave, strategies: Strategies | None) -> None:
     """Raise if another checkpoint has appeared since the save began, with metadata.json or without."""
-    check_unchanged(pending.storage, pending.before)
+    with _told(pending):
+        check_unchanged(pending.storage, pending.before)
     if pending.before is None and recognized(pending.storage, strategies) is not None:
         fix = "Let only one save at a time go to a folder, and run a request once."
         raise CheckpointReplaced(error_text(f"save: {pending.storage.where()!r} holds a checkpoint by now", fix=fix))
+
+
+@contextmanager
+def _told(pending: PendingSave) -> Iterator[None]:
+    """Tell a save that may not replace a checkpoint, and lost to another one, that there is a checkpoint already."""
+    try:
+        yield
+    except CheckpointReplaced as error:
+        if pending.overwrite or not isinstance(pending.storage, Conditional):
+            raise
+        fix = "Save to another folder, or pass overwrite=True to replace the checkpoint once the new one is complete."
+        what = f"save: {pending.storage.where()!r} holds another save's checkpoint by now"
+        raise AlreadyACheckpoint(error_text(what, fix=fix)) from error
 
 
 def _claim_again(pending: PendingSave, strategies: Strategies | None) -> None:
@@ -188,14 +207,17 @@ def _commit(
 
 
 def _finish(pending: PendingSave, commit: Commit | None, strategies: Strategies | None, fields: Fields) -> None:
-    pending.storage.remove(f"{pending.save_id}/{OWNER_FILE}")
+    # On object stores the note goes after the commit: a save that was killed in between is known to be dead by it.
+    if not isinstance(pending.storage, Conditional):
+        pending.storage.remove(f"{pending.save_id}/{OWNER_FILE}")
     # Every name has to be on the medium before the rename that commits: after a power failure the file system may
     # keep that rename and lose what came before it.
     if pending.options.durable:
         pending.storage.sync_folder(pending.save_id)
         pending.storage.sync_folder()
     if commit is None:
-        _check_no_other(pending, strategies)
+        if pending.before is None or not isinstance(pending.storage, Conditional):
+            _check_no_other(pending, strategies)
     else:
         check_unchanged(pending.storage, pending.before)
         commit(pending, fields)
@@ -203,6 +225,7 @@ def _finish(pending: PendingSave, commit: Commit | None, strategies: Strategies 
     # A format with a commit of its own needs no metadata.json, unless a second backend has to be named somewhere.
     one_backend = fields["common_backend"] == fields["sharded_backend"]
     if commit is None or not (one_backend or pending.storage.length(METADATA_FILE) is not None):
-        replace_metadata(pending.storage, pending.before, fields, durable=pending.options.durable)
+        with _told(pending):
+            replace_metadata(pending.storage, pending.before, fields, durable=pending.options.durable)
     if pending.replaced is not None:
         exchange(pending, pending.replaced, fields, strategies)

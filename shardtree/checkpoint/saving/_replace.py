@@ -16,7 +16,7 @@ from ...errors import (
     StrategyError,
     error_text,
 )
-from ...storage import Exchanging, Sibling, Storage, is_alive, is_temporary, owner_note, release
+from ...storage import Conditional, Exchanging, Sibling, Storage, is_alive, is_temporary, owner_note, release
 from ...strategies import (
     METADATA_FILE,
     Checkpoint,
@@ -181,6 +181,8 @@ def clean_up(pending: PendingSave, strategies: Strategies | None, *, removes_sav
         return
     release(pending.save_id)
     storage = pending.storage if pending.replaced is None else pending.replaced.storage
+    if isinstance(storage, Conditional) and removes_saves:
+        return  # nothing is ever written beside an object and then moved to its place
     # Never a failure of the save: the checkpoint counts by now.
     with _logging_failure(storage):
         # By the storage's clock, the time of this commit: this machine's clock may differ by more than an hour.

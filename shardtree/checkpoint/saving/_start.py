@@ -7,13 +7,13 @@ import secrets
 import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from ...errors import AlreadyACheckpoint, CorruptCheckpoint, StorageError, error_text
 from ...layouts import ShardColumns
-from ...storage import Exchanging, Storage, claim, new_folder, release
+from ...storage import Exchanging, Listing, Storage, claim, new_folder, release
 from ...strategies import (
     MANIFEST_FILE,
     METADATA_FILE,
@@ -106,7 +106,7 @@ def begin(call: SaveCall, storage: Storage, backends: Backends, undo: ExitStack)
     """
     looking = partial(look, storage, backends, call.strategies, overwrite=call.overwrite)
     start = step("save: look at the folder", looking)
-    pending = pending_save(start, storage, call.world, call.options)
+    pending = replace(pending_save(start, storage, call.world, call.options), overwrite=call.overwrite)
     undo.callback(_undo, pending)
     step("save: make the folder", partial(make_folder, pending, backends, call.strategies))
     return pending
@@ -125,9 +125,11 @@ def look(storage: Storage, backends: Backends, strategies: Strategies | None, *,
         AlreadyACheckpoint: there is a checkpoint already, and `overwrite` isn't given.
         StorageError: another program's metadata.json is there, or no folder.
     """
-    if storage.length("") is not None:
+    before = metadata_bytes(storage) if isinstance(storage, Listing) else None
+    if before is None and storage.length("") is not None:
         raise StorageError(error_text(f"save: {storage.where()!r} is a file, not a folder", fix="Save to a folder."))
-    before = metadata_bytes(storage)
+    if not isinstance(storage, Listing):
+        before = metadata_bytes(storage)
     if before is not None and is_of_others(before):
         what = f"save: {storage.where(METADATA_FILE)!r} belongs to another program"
         raise StorageError(error_text(what, fix="Save to another folder: a checkpoint has a file of that name."))

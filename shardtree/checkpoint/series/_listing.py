@@ -15,7 +15,7 @@ from typing import Any
 from ...codec import canonical_json, parse_json
 from ...errors import CorruptCheckpoint, MetadataError, StorageError, error_text
 from ...retention import SavedStep, sorted_steps
-from ...storage import Storage, folder_in
+from ...storage import Storage, folder_in, listed, prefetch
 from ...strategies import METADATA_FILE, Strategies, deciding_files, is_deciding
 from .._open import is_checkpoint
 
@@ -253,16 +253,35 @@ def list_steps(root: Storage, names: str, strategies: Strategies | None) -> tupl
     # Listed anew each time: a listing that is kept would miss other processes' saves, and a thousand steps take some
     # tenths of a second.
     found: dict[int, SavedStep] = {}
-    for folder in root.names():
-        number = step_number(names, folder)
-        step = None if number is None else saved_step(root, folder, number, strategies)
-        if step is None:
-            continue
-        if step.number in found:
-            logger.warning("series: %s and %s are the same step", *map(root.where, (found[step.number].folder, folder)))
-        if step.number not in found or folder == step_folder(names, step.number):
-            found[step.number] = step
+    with listed(root) as seen:
+        folders = [folder for folder in seen.names() if step_number(names, folder) is not None]
+        prefetch(seen, (f"{folder}/{file}" for folder in folders for file in (METADATA_FILE, RECORD_FILE)))
+        for folder in folders:
+            step = saved_step(seen, folder, step_number(names, folder) or 0, strategies)
+            if step is None:
+                continue
+            if step.number in found:
+                one, other = map(root.where, (found[step.number].folder, folder))
+                logger.warning("series: %s and %s are the same step", one, other)
+            if step.number not in found or folder == step_folder(names, step.number):
+                found[step.number] = step
     return sorted_steps(found.values())
+
+
+def newest_step(root: Storage, names: str, strategies: Strategies | None) -> SavedStep | None:
+    """Return the newest finished step, None if there is none; older ones aren't looked at.
+
+    Args:
+        root: the folder of all steps.
+        names: the format of their folders' names.
+        strategies: the dispatch table; None for the process's.
+    """
+    with listed(root) as seen:
+        numbered = [(number, folder) for folder in seen.names() if (number := step_number(names, folder)) is not None]
+        # Of two folders of one step, the one by its usual name.
+        order = sorted(numbered, key=lambda each: (each[0], each[1] == step_folder(names, each[0])), reverse=True)
+        found = (saved_step(seen, folder, number, strategies) for number, folder in order)
+        return next((step for step in found if step is not None), None)
 
 
 def saved_step(root: Storage, folder: str, number: int, strategies: Strategies | None) -> SavedStep | None:

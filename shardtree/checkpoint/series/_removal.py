@@ -17,9 +17,9 @@ from ...strategies import (
     deciding_files,
     is_deciding,
     is_of_others,
-    is_orphaned,
     is_save_file,
     is_save_folder,
+    is_surely_orphaned,
 )
 from ..saving._replace import own_files
 from ._listing import RECORD_FILE, FileMark, mark
@@ -159,7 +159,7 @@ def is_being_saved(storage: Storage, own: Iterable[str] = ()) -> bool:
     before = time.time() - STALE_AFTER
     finished = {name.partition("/")[0] for name in own}
     inside = (name for name in storage.names() if is_save_folder(name) and name not in finished)
-    if any(not is_orphaned(storage, name, before=before) for name in inside):
+    if any(not is_surely_orphaned(storage, name, before=before) for name in inside):
         return True
     return isinstance(storage, Exchanging) and any(_is_live(storage, name, before) for name in storage.siblings())
 

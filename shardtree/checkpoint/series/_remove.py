@@ -16,9 +16,9 @@ from contextlib import suppress
 from functools import partial
 
 from ...errors import CheckpointingException, MetadataError, StorageError, error_text
-from ...retention import NEWEST, PINNED, Choose, kept_steps
-from ...storage import Renaming, Storage, folder_in, is_link, is_temporary
-from ...strategies import Strategies, is_orphaned, is_save_folder, remove_save
+from ...retention import NEWEST, PINNED, Choose, SavedStep, kept_steps
+from ...storage import Renaming, Storage, folder_in, is_link, is_temporary, listed, prefetch, settle
+from ...strategies import Strategies, is_save_folder, is_surely_orphaned, remove_interrupted
 from .._open import is_checkpoint
 from ._listing import (
     RECORD_FILE,
@@ -42,6 +42,13 @@ def plan_removal(root: Storage, names: str, policy: Choose, strategies: Strategi
     """Return the plan of removing what a policy doesn't keep of the steps that are there now; nothing is changed."""
     steps = list_steps(root, names, strategies)
     kept = kept_steps(policy, steps)
+    with listed(root) as seen:
+        return _plan(seen, steps, dict(kept), strategies)
+
+
+def _plan(
+    root: Storage, steps: tuple[SavedStep, ...], kept: dict[int, tuple[str, ...]], strategies: Strategies | None
+) -> Removal:
     going = []
     for step in steps:
         if step.number in kept:
@@ -74,6 +81,11 @@ def remove_steps(root: Storage, names: str, removal: Removal, strategies: Strate
     Raises:
         StorageError: some can't be removed; all others were.
     """
+    with listed(root) as seen:
+        return _remove_steps(seen, names, removal, strategies)
+
+
+def _remove_steps(root: Storage, names: str, removal: Removal, strategies: Strategies | None) -> tuple[int, ...]:
     finish_removals(root, names)
     steps = list_steps(root, names, strategies)
     # Looked up again, since the plan may be old: what is the newest by now, or pinned, stays.
@@ -91,6 +103,7 @@ def remove_steps(root: Storage, names: str, removal: Removal, strategies: Strate
 def finish_removals(root: Storage, names: str) -> None:
     """Finish all removals that were interrupted."""
     failures: list[str] = []
+    prefetch(root, (f"{name}/{RECORD_FILE}" for name in root.names()))
     for name in root.names():
         if set_aside_from(name) is not None or step_number(names, name) is not None:
             _attempt(root, name, partial(finish_removal, root, name), failures)
@@ -149,6 +162,9 @@ def _empty(root: Storage, folder: str, files: Sequence[FileMark]) -> None:
     for file in files:
         if mark(root, folder, file.name) == file:
             root.remove(f"{folder}/{file.name}")
+        if file == files[0]:
+            settle(root)  # what makes it a checkpoint goes before the rest, and that before the note
+    settle(root)
     for name in root.names(folder):
         if is_temporary(name) and name.startswith(f".{RECORD_FILE}."):
             root.remove(f"{folder}/{name}")
@@ -205,6 +221,11 @@ def clean(root: Storage, names: str, strategies: Strategies | None, *, stale_aft
     Returns:
         The folders of unfinished steps that are still there: of saves in progress, and with files of unknown owners.
     """
+    with listed(root) as seen:
+        return _clean(seen, names, strategies, stale_after)
+
+
+def _clean(root: Storage, names: str, strategies: Strategies | None, stale_after: float) -> tuple[str, ...]:
     finish_removals(root, names)
     before = time.time() - stale_after
     unfinished = [folder for folder in root.names() if _is_unfinished(root, folder, names, strategies)]
@@ -222,8 +243,8 @@ def _is_unfinished(root: Storage, folder: str, names: str, strategies: Strategie
 def _clean_step(root: Storage, folder: str, before: float) -> None:
     storage = folder_in(root, folder)
     for name in storage.names():
-        if is_save_folder(name) and is_orphaned(storage, name, before=before):
-            remove_save(storage, name)
+        if is_save_folder(name) and is_surely_orphaned(storage, name, before=before):
+            remove_interrupted(storage, name)
     if is_being_saved(storage):
         return
     for name in storage.names():

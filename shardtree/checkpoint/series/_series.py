@@ -16,7 +16,7 @@ from ...world import World, agree, current_world, on_rank_zero
 from .._verify import verify
 from ..loading._load import load
 from ..saving._save import save
-from ._listing import Record, check_names, checked_metrics, list_steps
+from ._listing import Record, check_names, checked_metrics, list_steps, newest_step
 from ._removal import STALE_AFTER, Removal
 from ._remove import check_removal, clean, plan_removal, remove_steps
 from ._save import Place, change_record, checked_step, folder_for, recorded
@@ -70,7 +70,7 @@ class CheckpointSeries:
 
     def latest(self) -> SavedStep | None:
         """Return the newest finished step, None if there is none."""
-        return next(reversed(self.steps()), None)
+        return on_rank_zero(self._ranks(), "series: list", self._newest)
 
     def latest_verified(self) -> SavedStep | None:
         """Return the newest finished step in which every byte is what was saved, None if there is none.
@@ -252,8 +252,13 @@ class CheckpointSeries:
     def _list(self) -> tuple[SavedStep, ...]:
         return list_steps(self._storage, self.names, self.strategies)
 
+    def _newest(self) -> SavedStep | None:
+        return newest_step(self._storage, self.names, self.strategies)
+
     def _find(self, step: int | SavedStep | None) -> SavedStep:
         number = step.number if isinstance(step, SavedStep) else None if step is None else checked_step(step)
+        if number is None and (newest := self._newest()) is not None:
+            return newest
         steps = self._list()
         found = [one for one in steps if number is None or one.number == number]
         if not found:

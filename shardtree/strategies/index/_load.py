@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ...codec import byte_buffer
-from ...errors import IntegrityError, StorageError, error_text
+from ...errors import CorruptCheckpoint, IntegrityError, StorageError, error_text
 from ...geometry import Column
 from ...layouts import ShardColumns, TensorKind, shard_columns
 from ...mapping import ShardedTensor
@@ -29,7 +29,7 @@ from ...plans import (
     plan_load,
     runs_plan,
 )
-from ...storage import BLOCK_BYTES, Buffer, ReadReport, StoredFile, collector_paused, fetch, fetch_cost
+from ...storage import BLOCK_BYTES, Buffer, Ranged, ReadReport, StoredFile, collector_paused, fetch, fetch_cost
 from .._checks import check_fit
 from .._metadata import check_lengths, missing_file
 from .._values import Checkpoint
@@ -211,9 +211,17 @@ def read_planned(checkpoint: Checkpoint, index: Index, plan: LoadPlan, memories:
     """
     numbers = np.union1d(plan.runs.file, plan.strided.file).tolist()
     files = {number: file_at(index, number) for number in numbers}
-    check_lengths(checkpoint, files.values())
     options = checkpoint.options
-    return fetch(checkpoint.storage, files, plan, memories, verify=options.verify, progress=options.progress)
+    read = partial(fetch, checkpoint.storage, files, plan, memories, verify=options.verify, progress=options.progress)
+    if not isinstance(checkpoint.storage, Ranged):
+        check_lengths(checkpoint, files.values())
+        return read()
+    try:
+        return read()  # every answer tells its file's length
+    except (StorageError, CorruptCheckpoint):
+        # A file that is gone is damage, or was replaced by another save, rather than a fault of the storage.
+        check_lengths(checkpoint, files.values())
+        raise
 
 
 # Explaining a load: problems and bytes, from the index alone

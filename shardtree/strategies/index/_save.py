@@ -15,7 +15,18 @@ from ...fingerprints import add_fingerprints, column_parts
 from ...geometry import Column
 from ...layouts import ShardColumns, join_columns, shard_columns, write_problems
 from ...mapping import ShardedObject, ShardedTensor
-from ...storage import BlockHasher, Buffer, Hashes, StoredFile, hash_column, hashed, tensor_buffers
+from ...storage import (
+    BlockHasher,
+    Buffer,
+    Hashes,
+    Listing,
+    Storage,
+    StoredFile,
+    hash_column,
+    hashed,
+    listed,
+    tensor_buffers,
+)
 from .._checks import check_objects_written, checked_data
 from .._save_folders import remove_orphaned, remove_unless_committed
 from .._values import AsyncRequest, Fields, PendingSave
@@ -252,16 +263,23 @@ def _joined(columns: Sequence[Column]) -> Column:
 
 
 def _commit(pending: PendingSave, written: Sequence[RankFiles]) -> Fields:
+    # A store that took a file from this process has it; others' files are looked for with one listing.
+    if len(written) > 1 or not isinstance(pending.storage, Listing):
+        with listed(pending.storage) as seen:
+            _check_written(seen, written)
+    return write_index(pending, collect_index(written))
+
+
+def _check_written(storage: Storage, written: Sequence[RankFiles]) -> None:
     for rank, part in enumerate(written):
         for name, length in zip(part.files, part.lengths, strict=True):
-            found = pending.storage.length(name)
+            found = storage.length(name)
             # Each node may have mounted a disk of its own at the same path, or another save's clean-up removed a file.
             if found != length:
-                where = pending.storage.where(name)
+                where = storage.where(name)
                 fix = "Every rank must see the same folder; use shared storage."
                 what = f"save: rank 0 doesn't see {where!r} as rank {rank} wrote it"
                 raise StorageError(error_text(what, found=found, expected=f"{length} bytes", fix=fix))
-    return write_index(pending, collect_index(written))
 
 
 def _abandon(pending: PendingSave) -> None:

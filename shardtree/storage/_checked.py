@@ -1,0 +1,159 @@
+"""What is read of a checkpoint's files and what of it is checked: their blocks by hashes, or stretches by CRC32s."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+import numpy as np
+
+from ..errors import CorruptCheckpoint, error_text
+from ..geometry import Column
+from ..plans import Runs, Strided
+from ._blocks import BLOCK_BYTES, Flags, Hashes, missing, touched
+from ._stretches import Stretches, unread
+from ._strided import is_contiguous, last_byte
+
+Verify = Literal["whole", "all"] | None
+"""Which blocks are checked: "whole": those that are read nearly whole, and in small files all that are touched; "all":
+all that are touched; None: none."""
+
+# Checking only the blocks that happen to be read whole would check nothing in a file that is smaller than a block: a
+# flipped bit there was loaded in silence, and so were files of one length that had changed places. In large files it
+# left out the first block, which begins with a header that no load reads, and the ends of tensors. These blocks are
+# few.
+_SMALL_FILE_BYTES = 4 * 1024 * 1024
+_NEARLY_WHOLE_BYTES = 64 * 1024
+"""A block of which no more than this is missing is read again, whole, and delivered from there."""
+
+Rows = TypeVar("Rows", Runs, Strided)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredFile:
+    """A file of a checkpoint, as the index describes it.
+
+    Attributes:
+        name: in the checkpoint's storage.
+        length: in bytes.
+        hashes: of its blocks, uint64 (blocks,); None where the format has none.
+        stretches: of which the format has CRC32s, in place of block hashes; each run and piece lies within one.
+    """
+
+    name: str
+    length: int
+    hashes: Hashes | None = None
+    stretches: Stretches | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReadReport:
+    """What a load has read.
+
+    Attributes:
+        bytes_read: of tensors and objects.
+        blocks_checked: blocks whose hash was compared, or stretches whose checksum was.
+        blocks_unchecked: those that were read only in part, weren't to be checked, or have no hash.
+        files: files opened.
+        left_out: paths of stored plain values that couldn't be put into the tree, since the target omits shards beside
+            them.
+    """
+
+    bytes_read: int = 0
+    blocks_checked: int = 0
+    blocks_unchecked: int = 0
+    files: int = 0
+    left_out: tuple[str, ...] = ()
+
+    def __add__(self, other: ReadReport) -> ReadReport:
+        return ReadReport(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
+
+
+# What is checked
+
+
+def stretches_to_check(stretches: Stretches, runs: Runs, *, everything: bool) -> list[int]:
+    """Return those stretches with a CRC32 that are read nearly whole or are small; with `everything`, all of them."""
+    enough = stretches.end - stretches.begin <= BLOCK_BYTES
+    if runs.byte.size:
+        enough = enough | (unread(stretches, runs.byte, runs.byte + runs.length) <= _NEARLY_WHOLE_BYTES)
+    chosen: list[int] = np.flatnonzero((stretches.crc32 != 0) & (everything | enough)).tolist()
+    return chosen
+
+
+def touched_blocks(file: StoredFile, runs: Runs, strided: Strided) -> Flags:
+    """Return which blocks of a file a plan's rows of it touch, bool (blocks,)."""
+    by_runs = touched(runs.byte, runs.byte + runs.length, file.length, BLOCK_BYTES)
+    return by_runs | touched(strided.byte, last_byte(strided), file.length, BLOCK_BYTES)
+
+
+def blocks_to_check(file: StoredFile, blocks: Flags, runs: Runs, verify: Verify) -> Flags:
+    """Return which of the touched blocks of a file are to be checked, bool (blocks,)."""
+    if _checks_all(file, verify):
+        return blocks
+    flags: Flags = missing(runs.byte, runs.byte + runs.length, file.length) <= _NEARLY_WHOLE_BYTES
+    return blocks & flags
+
+
+def block_spans(blocks: Flags, length: int) -> tuple[Column, Column]:
+    """Return begin and end of each run of flagged blocks of a file, int64 (runs,) each."""
+    edges = np.diff(np.concatenate(([False], blocks, [False])).astype(np.int8))
+    begin, end = (np.flatnonzero(edges == sign) * BLOCK_BYTES for sign in (1, -1))
+    return begin, np.minimum(end, length)
+
+
+def _checks_all(file: StoredFile, verify: Verify) -> bool:
+    return verify == "all" or file.length <= _SMALL_FILE_BYTES
+
+
+def read_modes(file: StoredFile, strided: Strided, verify: Verify) -> Iterator[tuple[Strided, bool | None]]:
+    """Yield a file's strided pieces by how they are read: mapped (None), hashed (False), hashed in whole blocks (True).
+
+    Pieces that are to be hashed aren't mapped: another program could change a mapped file between hash and copy.
+    """
+    if verify is None or file.hashes is None:
+        parts: list[tuple[Flags, bool | None]] = [(np.ones(strided.file.size, dtype=np.bool_), None)]
+    elif _checks_all(file, verify):
+        parts = [(np.ones(strided.file.size, dtype=np.bool_), True)]
+    else:
+        parts = [(is_contiguous(strided), False), (~is_contiguous(strided), None)]
+    for flags, whole_blocks in parts:
+        if flags.any():
+            yield Strided(*(getattr(strided, name)[flags] for name in Strided.__slots__)), whole_blocks
+
+
+# Errors
+
+
+def wrong_length(file: StoredFile, length: int, path: str) -> CorruptCheckpoint:
+    """Return the error for a file that isn't as long as the index says."""
+    return CorruptCheckpoint(
+        error_text(
+            f"load: {path!r} has the wrong length",
+            found=f"{length} bytes",
+            expected=f"{file.length} bytes",
+            fix="The file was cut or replaced after it was saved; load another checkpoint.",
+        )
+    )
+
+
+def damaged(path: str, what: str, spans: Iterable[str]) -> CorruptCheckpoint:
+    """Return the error for a file whose bytes aren't those that were saved."""
+    fix = "The medium or a later program damaged it; load another checkpoint."
+    return CorruptCheckpoint(error_text(f"load: {path!r} isn't what was saved: {what}", offenders=spans, fix=fix))
+
+
+# Rows of one file
+
+
+def in_file_order(strided: Strided) -> Strided:
+    """Return pieces sorted by file."""
+    order = np.argsort(strided.file, kind="stable")
+    return Strided(*(getattr(strided, name)[order] for name in Strided.__slots__))
+
+
+def of_file(rows: Rows, number: int) -> Rows:
+    """Return the rows of one file, of rows that are sorted by file."""
+    first, last = np.searchsorted(rows.file, [number, number + 1]).tolist()
+    return type(rows)(*(getattr(rows, name)[first:last] for name in type(rows).__slots__))

@@ -1,0 +1,385 @@
+"""Files in an object store or on a web server, through obstore."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
+from typing import Any, TypeVar
+
+from ..errors import CheckpointingException, CorruptCheckpoint, OutcomeUnknown, StorageError, error_text
+from ._capabilities import Entry
+from ._object_streams import ObjectReader, noting, parts_of
+from ._secrets import without_secrets
+from ._storage import Buffer, inside, whole
+
+T = TypeVar("T")
+
+_MIB = 1024 * 1024
+_PART_BYTES = 8 * _MIB
+_MOST_PARTS = 9_000  # S3 allows 10,000
+_UNKNOWN_BYTES = 2**38  # a file that doesn't say how long it will be may have a quarter of a TB
+_IN_FLIGHT_BYTES = 4 * _PART_BYTES
+_uploads = threading.BoundedSemaphore(2)
+"""How many files of this process are uploaded at once, each with up to `_IN_FLIGHT_BYTES` on the way."""
+
+_NO_RANGES = "non-partial response when range requested"
+_READ_TRIES = 5
+_FIRST_PAUSE = 0.1  # seconds, doubled after each try
+
+_REFUSALS = (
+    "PermissionDeniedError",
+    "UnauthenticatedError",
+    "NotSupportedError",
+    "InvalidPathError",
+    "FileNotFoundError",
+)
+"""Errors that say that nothing was done."""
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectStorage:
+    """A folder of an object store: all objects whose names begin with its path.
+
+    Attributes:
+        url: the folder, as people and error messages should see it.
+        root: its path in the store.
+        store: obstore's object, which repeats requests that fail.
+        once: the same without repeats, for the request that commits.
+        secrets: settings whose values mustn't be shown.
+    """
+
+    url: str
+    root: str = field(repr=False)
+    store: Any = field(repr=False, compare=False)
+    once: Any = field(repr=False, compare=False)
+    secrets: Mapping[str, Any] = field(repr=False, compare=False, default_factory=dict)
+
+    def where(self, name: str = "") -> str:
+        """Return the URL of a name."""
+        return "/".join(filter(None, (self.url, inside(name, self.url))))
+
+    def folder(self, name: str) -> ObjectStorage:
+        """Return a folder in this one."""
+        return ObjectStorage(f"{self.url}/{name}", self._path(name), self.store, self.once, self.secrets)
+
+    # Reading
+
+    def content(self, name: str, most: int | None = None) -> bytes | None:
+        """Return a file's bytes by one request, None if there is no such file.
+
+        Raises:
+            CorruptCheckpoint: it has more than `most` bytes, which aren't fetched.
+        """
+        return self._tagged(name, most)[0]
+
+    def read(self, name: str) -> bytes:
+        """Return a file's bytes."""
+        data = self._tagged(name)[0]
+        if data is None:
+            raise self._absent("read", name)
+        return data
+
+    def _tagged(self, name: str, most: int | None = None) -> tuple[bytes | None, str | None]:
+        """Return a file's bytes and its tag; None for both if there is no such file."""
+
+        def whole_file() -> tuple[bytes | None, str | None]:
+            # From the first byte on, so that the answer tells the whole length, even if it was cut on the way.
+            found = self._get("read", name, {"offset": 0})
+            if found is None:
+                return None, None
+            size = int(found.meta["size"])
+            if most is not None and size > most:
+                what = f"open: {self.where(name)!r} is larger than any that a save writes"
+                raise CorruptCheckpoint(error_text(what, found=f"{size} bytes", expected=f"at most {most}"))
+            data = bytes(found.bytes())
+            if len(data) != size:
+                raise _TooShort(len(data), size)
+            return data, found.meta["e_tag"]
+
+        data, tag = self._again("read", name, whole_file)
+        if data is not None and len(data) <= _REMEMBERED_BYTES:
+            _tags[self.where(name)] = (data, tag)
+            if len(_tags) > _MOST_TAGS:
+                _tags.pop(next(iter(_tags)), None)
+        return data, tag
+
+    def read_range(self, name: str, begin: int, end: int) -> tuple[Buffer, int]:
+        """Return bytes `begin` to `end` of a file, as far as it has them, and the file's length."""
+        if begin >= end:
+            return memoryview(b""), self._length_or_raise(name)
+
+        def stretch() -> tuple[Buffer, int]:
+            found = self._get("read", name, (begin, end))
+            if found is None:
+                raise self._absent("read", name)
+            length = int(found.meta["size"])
+            data = memoryview(found.bytes())
+            if data.nbytes != min(end, length) - begin:
+                raise _TooShort(data.nbytes, min(end, length) - begin)
+            return data, length
+
+        return self._again("read", name, stretch)
+
+    def _get(self, doing: str, name: str, span: Any) -> Any:
+        import obstore
+
+        with self._storage_errors(doing, name):
+            try:
+                return obstore.get(self.store, self._path(name), options={"range": span})
+            except FileNotFoundError:
+                return None
+            except obstore.exceptions.BaseError as error:
+                # An empty file has no range at all; a server that knows none sends all, which is right for all.
+                if not isinstance(span, dict) or ("416" not in str(error) and _NO_RANGES not in str(error)):
+                    raise
+                return obstore.get(self.store, self._path(name))
+
+    @contextmanager
+    def open(self, name: str) -> Iterator[ObjectReader]:
+        """Open a file for reading."""
+        yield ObjectReader(partial(self.read_range, name), self.where(name), self._length_or_raise(name))
+
+    def _length_or_raise(self, name: str) -> int:
+        length = self.length(name)
+        if length is None:
+            raise self._absent("open", name)
+        return length
+
+    def length(self, name: str) -> int | None:
+        """Return a file's length in bytes, None if there is no such file."""
+        meta = self._head(name)
+        return None if meta is None else int(meta["size"])
+
+    def changed(self, name: str) -> float | None:
+        """Return when a file, or the newest one in a folder, was put, in seconds since 1970 by the store's clock."""
+        meta = self._head(name)
+        if meta is not None:
+            return float(meta["last_modified"].timestamp())
+        return max((entry.changed for entry in self.entries(name).values()), default=None)
+
+    def _head(self, name: str) -> Any:
+        import obstore
+
+        if not self._path(name):
+            return None
+        with self._storage_errors("look at", name):
+            try:
+                return obstore.head(self.store, self._path(name))
+            except FileNotFoundError:
+                return None
+
+    # Listing
+
+    def names(self, folder: str = "") -> tuple[str, ...]:
+        """Return the names of what is directly inside a folder, sorted."""
+        return tuple(sorted(name.rstrip("/") for name in self.entries(folder, deep=False)))
+
+    def entries(self, folder: str = "", *, deep: bool = True) -> dict[str, Entry]:
+        """Return the lengths and times of files in a folder by their names in it; a request for each thousand."""
+        import obstore
+
+        path = self._path(folder)
+        with self._storage_errors("list", folder):
+            if deep:
+                folders: Sequence[str] = ()
+                found = [
+                    each for page in obstore.list(self.store, prefix=path or None, chunk_size=1000) for each in page
+                ]
+            else:
+                level = obstore.list_with_delimiter(self.store, prefix=path or None)
+                folders, found = level["common_prefixes"], list(level["objects"])
+        return {each.removeprefix(path).strip("/") + "/": Entry(0, 0.0) for each in folders} | {
+            each["path"].removeprefix(path).lstrip("/"): Entry(
+                int(each["size"]), float(each["last_modified"].timestamp())
+            )
+            for each in found
+        }
+
+    def is_folder(self, name: str = "") -> bool:
+        """Return whether there is a file in a folder of that name: stores have no others."""
+        return bool(self.names(name))
+
+    # Writing
+
+    def write(self, name: str, buffers: Iterable[Buffer], *, durable: bool) -> int:
+        """Write a new file from buffers, in order, and return its length; it is durable, and seen, afterwards.
+
+        A large one is uploaded in parts, which are given up if anything fails.
+        """
+        import obstore
+
+        nbytes = getattr(buffers, "nbytes", _UNKNOWN_BYTES)
+        part = _PART_BYTES
+        if nbytes > part * _MOST_PARTS:
+            part = -(-nbytes // _MOST_PARTS // _MIB) * _MIB
+        lengths: list[int] = []
+        parts = parts_of(buffers, part, lengths)
+        first = next(parts, bytearray())
+        if len(first) < part:
+            with self._storage_errors("write", name):
+                obstore.put(self.store, self._path(name), first, use_multipart=False)
+            return len(first)
+        in_flight = max(1, _IN_FLIGHT_BYTES // part)
+        raised: list[BaseException] = []
+        with _uploads, self._storage_errors("write", name, raised):
+            stream = noting(chain([first], parts), raised)
+            obstore.put(self.store, self._path(name), stream, chunk_size=part, max_concurrency=in_flight)
+        return sum(lengths)
+
+    def write_parts(self, name: str, length: int, parts: Iterable[tuple[int, Buffer]], *, durable: bool) -> None:
+        """Write a file from parts that make up all of it, in order: object stores can't write into a file."""
+        self.write(name, whole(parts, length, self.where(name)), durable=durable)
+
+    def replace(self, name: str, data: bytes, *, durable: bool) -> None:
+        """Give a file new content in one request."""
+        self._put(name, data, "overwrite")
+
+    def replace_if(self, name: str, before: bytes | None, data: bytes) -> bool:
+        """Give a file new content if it still has the old one; see `Conditional`."""
+        if before is None:
+            return self._commits(name, data, "create")
+        # The tag that came with these bytes, if this process has read them: so a change since then is seen for sure.
+        found, tag = _tags.get(self.where(name), (None, None))
+        if found == before and tag is not None and self._commits(name, data, {"e_tag": tag}):
+            return True
+        # Equal bytes may have got another tag since, as when a bucket was copied.
+        again, newer = self._tagged(name)
+        if again != before or newer is None or newer == tag:
+            return False
+        return self._commits(name, data, {"e_tag": newer})
+
+    def _commits(self, name: str, data: bytes, mode: Any) -> bool:
+        try:
+            self._put(name, data, mode)
+        except OutcomeUnknown:
+            return False
+        return True
+
+    def mark(self, name: str, data: bytes) -> bool:
+        """Create a small file, and return whether the store honours conditions; see `Conditional`."""
+        store = self.url.split("/")[2]
+        try:
+            self._put(name, data, "create")
+        except OutcomeUnknown:  # an earlier call has left one, which names another process, or no answer came
+            self._put(name, data, "overwrite")
+            return True
+        if store not in _honours:
+            try:
+                self._put(name, data, "create")
+                _honours[store] = False
+            except OutcomeUnknown as error:
+                if not error.args or "already exists" not in str(error):
+                    return True
+                _honours[store] = True
+        return _honours[store]
+
+    def _put(self, name: str, data: bytes, mode: Any) -> None:
+        import obstore
+
+        try:
+            # Without repeats: the second of two conditional requests would be refused because of the first.
+            store = self.store if mode == "overwrite" else self.once
+            obstore.put(store, self._path(name), data, mode=mode, use_multipart=False)
+        except Exception as error:
+            failure = self._failure("replace", name, error)
+            raise (failure if type(error).__name__ in _REFUSALS else OutcomeUnknown(str(failure))) from None
+
+    def move(self, old: str, new: str) -> None:
+        """Rename a file: it is copied by the store, and the old one removed."""
+        import obstore
+
+        with self._storage_errors("move", old):
+            obstore.copy(self.store, self._path(old), self._path(new))
+        self.remove(old)
+
+    def make_folder(self, name: str = "", *, durable: bool = True) -> None:
+        """Do nothing: a folder is there as soon as a file is in it."""
+
+    def sync_folder(self, name: str = "") -> None:
+        """Do nothing: what was put is durable."""
+
+    def remove(self, name: str) -> None:
+        """Remove a file; nothing happens if it isn't there."""
+        self.remove_all([name])
+
+    def remove_all(self, names: Sequence[str]) -> None:
+        """Remove files, up to a thousand by one request."""
+        import obstore
+
+        if names:
+            with self._storage_errors("remove", names[0]):
+                try:
+                    paths = [self._path(name) for name in names]
+                    obstore.delete(self.store, paths if len(paths) > 1 else paths[0])
+                except FileNotFoundError:
+                    return
+
+    def remove_folder(self, name: str) -> None:
+        """Do nothing: a folder goes with its last file."""
+
+    # Errors
+
+    def _path(self, name: str) -> str:
+        return "/".join(filter(None, (self.root, inside(name, self.url))))
+
+    def _absent(self, doing: str, name: str) -> StorageError:
+        return StorageError(error_text(f"cannot {doing} {self.where(name)!r}", found="no such file"))
+
+    def _again(self, doing: str, name: str, request: Callable[[], T]) -> T:
+        """Return a request's answer, having repeated it where a body came short."""
+        for tried in range(1, _READ_TRIES + 1):
+            try:
+                with self._storage_errors(doing, name):
+                    return request()
+            except _TooShort as short:
+                if tried == _READ_TRIES:
+                    what = f"cannot {doing} {self.where(name)!r}: {tried} answers in a row were cut short"
+                    raise StorageError(
+                        error_text(what, found=f"{short.args[0]} bytes", expected=short.args[1])
+                    ) from None
+                time.sleep(_FIRST_PAUSE * 2 ** (tried - 1) * random.uniform(0.5, 1.5))
+        raise AssertionError
+
+    @contextmanager
+    def _storage_errors(self, doing: str, name: str, raised: Sequence[BaseException] = ()) -> Iterator[None]:
+        try:
+            yield
+        except (CheckpointingException, _TooShort):
+            raise
+        except Exception as error:
+            if raised:  # by the producer of the bytes: its own error says what happened
+                raise raised[0] from None
+            raise self._failure(doing, name, error) from None
+
+    def _failure(self, doing: str, name: str, error: Exception) -> StorageError:
+        """Return the error for a request that failed, with the store's own words but for secrets."""
+        # Not as the cause: its text holds what was sent, and stores repeat signatures in what they answer.
+        said = str(error).partition("\n\nDebug source")[0]
+        found = f"{type(error).__name__}: {without_secrets(said, self.secrets)}"
+        fix = None
+        if "ExpiredToken" in said or "expired" in said.lower():
+            fix = "The credentials have expired: renew them, or pass a credential_provider to object_storage."
+        elif "allow_http" in said or "URL scheme is not allowed" in said:
+            fix = 'Plain http has to be allowed: AWS_ALLOW_HTTP=true, or client_options={"allow_http": True}.'
+        elif _NO_RANGES in said:
+            fix = "The server doesn't honour Range requests; copy the checkpoint, or serve it by another one."
+        return StorageError(error_text(f"cannot {doing} {self.where(name)!r}", found=found, fix=fix))
+
+
+_REMEMBERED_BYTES = 64 * 1024
+_MOST_TAGS = 256
+_tags: dict[str, tuple[bytes, str | None]] = {}
+"""By the URL of small files that this process has read: their bytes, and the tags that came with them."""
+
+_honours: dict[str, bool] = {}
+"""Whether stores honour conditions, as far as this process has tried, by their host or bucket."""
+
+
+class _TooShort(Exception):
+    """An answer has fewer bytes than it should: how many, and how many it should have."""

@@ -1,0 +1,133 @@
+"""The object store behind a URL, with the settings of the environment: S3, Google Cloud Storage, Azure, HTTP."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from datetime import timedelta
+from os import environ
+from typing import Any
+from urllib.parse import urlsplit
+
+from ..errors import StorageError, error_text
+from ._object_store import ObjectStorage
+from ._secrets import plain_url, without_secrets
+from ._storage import Storage
+
+SCHEMES = frozenset({"s3", "s3a", "gs", "az", "adl", "abfs", "abfss", "azure", "http", "https"})
+"""Of the URLs that go to obstore where it is installed; fsspec takes all others."""
+
+
+def object_storage(
+    url: str,
+    *,
+    config: Mapping[str, Any] | None = None,
+    client_options: Mapping[str, Any] | None = None,
+    retry_config: Mapping[str, Any] | None = None,
+    credential_provider: Any = None,
+) -> Storage:
+    """Return the storage behind a URL of an object store or web server.
+
+    What isn't given is taken from the environment, by the stores' usual names: ``AWS_ENDPOINT_URL``,
+    ``AWS_ACCESS_KEY_ID``, ``AWS_REGION``, ``GOOGLE_SERVICE_ACCOUNT``, ``AZURE_STORAGE_ACCOUNT_NAME`` and so on; for S3
+    from boto3's profiles, where neither is there and boto3 is installed.
+
+    Args:
+        url: ``s3://bucket/path``, ``gs://…``, ``az://…``, ``abfss://…``, ``https://…``.
+        config: of the store, as obstore names its settings: ``{"endpoint": …, "region": …}``.
+        client_options: of its HTTP client: ``{"timeout": "60s", "allow_http": True}``.
+        retry_config: when requests are repeated: ``{"max_retries": 10, "retry_timeout": timedelta(minutes=3)}``.
+        credential_provider: a function that returns credentials which expire, as obstore describes it.
+
+    Raises:
+        StorageError: obstore isn't installed, or the URL or a setting isn't one that it knows.
+
+    Examples:
+        >>> object_storage("s3://runs/step_10", config={"region": "eu-central-1", "skip_signature": True})
+        ObjectStorage(url='s3://runs/step_10')
+    """
+    parts = urlsplit(url)
+    web = parts.scheme in ("http", "https")
+    if parts.scheme not in SCHEMES or not parts.netloc or (web and parts.query):
+        what = f"{plain_url(url)!r} isn't a URL that obstore can take"
+        raise StorageError(error_text(what, expected="s3://bucket/path, gs://, az://, or https:// without a query"))
+    settings = {"config": config, "client_options": client_options, "retry_config": retry_config}
+    if credential_provider is None and parts.scheme in ("s3", "s3a") and config is None:
+        credential_provider = _profile_credentials()
+    try:
+        pair = _shared_stores(f"{parts.scheme}://{parts.netloc}", settings, credential_provider)
+    except ImportError as error:
+        fix = "pip install 'shardtree[remote]'"
+        raise StorageError(error_text(f"{plain_url(url)!r} needs obstore, which isn't installed", fix=fix)) from error
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # what Rust raises
+            raise
+        found = without_secrets(str(error), config)
+        raise StorageError(error_text(f"no object store for {plain_url(url)!r}", found=found)) from None
+    return ObjectStorage(plain_url(url).rstrip("/"), parts.path.strip("/"), *pair, dict(config or {}))
+
+
+Stores = tuple[Any, Any]
+"""obstore's object for a bucket, and one that repeats no request."""
+
+_known: dict[Any, Stores] = {}
+_MOST_KNOWN = 64
+
+
+def _shared_stores(base: str, settings: Mapping[str, Mapping[str, Any] | None], credential_provider: Any) -> Stores:
+    """Return the stores of a bucket, the same ones as before where nothing has changed: they keep connections open."""
+    # A forked child has none of the threads that obstore's connections need: it makes its own.
+    relevant = sorted((name, value) for name, value in environ.items() if name.startswith(_PREFIXES))
+    key = (os.getpid(), base, repr(settings), tuple(relevant))
+    if credential_provider is not None:
+        return _stores(base, settings, credential_provider)
+    if key not in _known:
+        if len(_known) >= _MOST_KNOWN:
+            _known.clear()
+        _known[key] = _stores(base, settings, None)
+    return _known[key]
+
+
+_PREFIXES = ("AWS_", "AZURE_", "AZURITE_", "GOOGLE_", "GCS_", "HTTP_", "HTTPS_", "http_", "https_")
+
+
+def _stores(base: str, settings: Mapping[str, Mapping[str, Any] | None], credential_provider: Any) -> Stores:
+    from obstore.store import HTTPStore, from_url
+
+    scheme = base.partition(":")[0]
+    web, config = scheme in ("http", "https"), settings["config"] or {}
+    given: dict[str, Any] = {} if web else {"config": dict(config)}
+    if credential_provider is not None:
+        given["credential_provider"] = credential_provider
+    plain = scheme == "http" or _names_plain_http(config)
+    client = {**({"allow_http": True} if plain else {}), **(settings["client_options"] or {})}
+    retries = {"max_retries": 10, "retry_timeout": timedelta(minutes=3), **(settings["retry_config"] or {})}
+    make: Any = HTTPStore.from_url if web else from_url
+    pair = (
+        make(base, client_options=client, retry_config=each, **given)
+        for each in (retries, {**retries, "max_retries": 0})
+    )
+    return next(pair), next(pair)
+
+
+_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT", "GOOGLE_BASE_URL")
+
+
+def _names_plain_http(config: Mapping[str, Any]) -> bool:
+    """Return whether the settings or the environment name an endpoint with http://, which is then used as it stands."""
+    given = (value for name, value in config.items() if name.lower().endswith(("endpoint", "endpoint_url", "base_url")))
+    endpoint = next(filter(None, (*given, *(environ.get(name) for name in _ENDPOINTS))), "")
+    return str(endpoint).startswith("http://")
+
+
+def _profile_credentials() -> Any:
+    """Return a provider of the credentials in boto3's profiles, None where the environment has its own."""
+    if {"AWS_ACCESS_KEY_ID", "AWS_SKIP_SIGNATURE", "AWS_WEB_IDENTITY_TOKEN_FILE"} & environ.keys():
+        return None
+    try:
+        from boto3 import Session
+        from obstore.auth.boto3 import Boto3CredentialProvider
+    except ImportError:
+        return None
+    session = Session()
+    return Boto3CredentialProvider(session) if session.get_credentials() is not None else None

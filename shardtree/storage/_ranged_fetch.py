@@ -1,0 +1,302 @@
+"""Runs a load plan on a storage where each read is a request: many in flight, each checked and copied as it comes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..codec import crc32
+from ..plans import LoadPlan, Runs, Strided
+from ._blocks import BLOCK_BYTES, Flags, block_hash
+from ._checked import (
+    ReadReport,
+    StoredFile,
+    Verify,
+    block_spans,
+    blocks_to_check,
+    damaged,
+    in_file_order,
+    of_file,
+    stretches_to_check,
+    touched_blocks,
+    wrong_length,
+)
+from ._requests import Request, Wanted, requests_of
+from ._storage import Buffer
+from ._stretches import stretch_crc32
+from ._strided import copy_piece
+
+_IN_FLIGHT = 16
+"""Requests of a load at a time; those of a process have at most `_MOST_BYTES` together."""
+
+_MOST_BYTES = 256 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Checks:
+    """What of a file is checked while it is read.
+
+    Attributes:
+        file: which file.
+        touched: blocks that are checked if they come whole, bool (blocks,); None where there are no hashes.
+        stretches: numbers of those that are checked by their CRC32s.
+        unchecked: how many blocks or stretches aren't looked at in any case.
+    """
+
+    file: StoredFile
+    touched: Flags | None = None
+    stretches: Sequence[int] = ()
+    unchecked: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Sums:
+    """The checksums found in a file's requests.
+
+    Attributes:
+        blocks: hash of each block that came whole, by its number; -1 if it came twice, with different bytes.
+        parts: CRC32s of parts of stretches: first byte → (one past the last byte, CRC32).
+    """
+
+    blocks: dict[int, int] = field(default_factory=dict)
+    parts: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+
+def checks_of(file: StoredFile, runs: Runs, strided: Strided, verify: Verify) -> tuple[Checks, Wanted]:
+    """Return what of a file is checked, and what is fetched for that in addition.
+
+    Args:
+        file: to be read.
+        runs: all of that file.
+        strided: likewise.
+        verify: which blocks are checked.
+    """
+    none = np.zeros(0, dtype=np.int64)
+    if file.stretches is not None:
+        if verify is None:
+            return Checks(file, unchecked=file.stretches.begin.size), Wanted(none, none, False, file.length)
+        chosen = stretches_to_check(file.stretches, runs, everything=verify == "all")
+        spans = (file.stretches.begin[chosen], file.stretches.end[chosen])
+        return Checks(file, stretches=chosen, unchecked=file.stretches.begin.size - len(chosen)), Wanted(
+            *spans, False, file.length
+        )
+    touched = touched_blocks(file, runs, strided)
+    if verify is None or file.hashes is None:
+        return Checks(file, unchecked=int(touched.sum())), Wanted(none, none, False, file.length)
+    by_runs = touched_blocks(file, runs, Strided(*(getattr(strided, name)[:0] for name in Strided.__slots__)))
+    spans = block_spans(blocks_to_check(file, by_runs, runs, verify), file.length)
+    return Checks(file, touched), Wanted(*spans, True, file.length)
+
+
+def fetch_ranged(
+    storage: Any,
+    files: Mapping[int, StoredFile],
+    plan: LoadPlan,
+    views: Sequence[Buffer],
+    memories: Sequence[torch.Tensor],
+    *,
+    verify: Verify,
+    progress: Callable[[int], None],
+) -> ReadReport:
+    """Read what a plan says by requests, and return how much that was.
+
+    Args:
+        storage: a `Ranged` one.
+        files: by their number in the plan.
+        plan: what to read.
+        views: for each requested shard its bytes, for runs.
+        memories: for each requested shard its bytes, uint8 (bytes,), for pieces.
+        verify: which blocks are checked against their hashes.
+        progress: called with the bytes read since the last call, by one thread at a time.
+
+    Raises:
+        CorruptCheckpoint: a file's length, or twice a block's hash, isn't what the index says.
+        StorageError: a file can't be read.
+    """
+    checks, wanted = _checks_of_plan(files, plan, verify)
+    requests = requests_of(plan, wanted)
+    sums = {number: Sums() for number in checks}
+    run = partial(_run, storage, checks, views, memories)
+    done = _in_flight(run, requests, sums, progress)
+    # Once more before it is called damage: what came over a network may differ from what the store holds.
+    again = [each for each in requests if _touches(each, _wrong(checks[each.file], sums[each.file]))]
+    for number, check in checks.items():
+        for begin, end in _wrong(check, sums[number]):
+            sums[number] = _without(sums[number], begin, end)
+    _in_flight(run, again, sums, lambda _: None)
+    for number, check in checks.items():
+        _raise_if_wrong(storage.where(check.file.name), check, sums[number])
+    return _report(done, checks, sums)
+
+
+def _checks_of_plan(
+    files: Mapping[int, StoredFile], plan: LoadPlan, verify: Verify
+) -> tuple[dict[int, Checks], dict[int, Wanted]]:
+    strided = in_file_order(plan.strided)
+    numbers = np.union1d(plan.runs.file, strided.file).tolist()
+    both = {
+        number: checks_of(files[number], of_file(plan.runs, number), of_file(strided, number), verify)
+        for number in numbers
+    }
+    return {number: pair[0] for number, pair in both.items()}, {number: pair[1] for number, pair in both.items()}
+
+
+def ranged_bytes(files: Mapping[int, StoredFile], plan: LoadPlan, verify: Verify) -> int:
+    """Return how many bytes the requests of a plan fetch."""
+    return sum(each.end - each.begin for each in requests_of(plan, _checks_of_plan(files, plan, verify)[1]))
+
+
+def _run(
+    storage: Any,
+    checks: Mapping[int, Checks],
+    views: Sequence[Buffer],
+    memories: Sequence[torch.Tensor],
+    request: Request,
+) -> tuple[int, Sums]:
+    """Fetch what a request asks for, and copy it; return how many bytes were copied, and the checksums."""
+    check = checks[request.file]
+    with _on_the_way.taking(request.end - request.begin):
+        data, length = storage.read_range(check.file.name, request.begin, request.end)
+        if length != check.file.length:
+            raise wrong_length(check.file, length, storage.where(check.file.name))
+        if request.pieces.file.size:
+            data = memoryview(bytearray(data))  # torch minds memory that can't be written to
+        found = _sums(check, data, request)
+        return _copy(request, data, views, memories), found
+
+
+def _sums(check: Checks, data: Buffer, request: Request) -> Sums:
+    found, begin, end = Sums(), request.begin, request.end
+    if check.touched is not None:
+        first = -(-begin // BLOCK_BYTES)
+        last = end // BLOCK_BYTES if end < check.file.length else -(-end // BLOCK_BYTES)
+        for number in (np.flatnonzero(check.touched[first:last]) + first).tolist():
+            at = number * BLOCK_BYTES - begin
+            found.blocks[number] = block_hash(data[at : at + BLOCK_BYTES])
+    stretches = check.file.stretches
+    if stretches is not None:
+        for number in check.stretches:
+            low, high = max(int(stretches.begin[number]), begin), min(int(stretches.end[number]), request.own_end)
+            if low < high:
+                found.parts[low] = (high, crc32(data[low - begin : high - begin]))
+    return found
+
+
+def _copy(request: Request, data: Buffer, views: Sequence[Buffer], memories: Sequence[torch.Tensor]) -> int:
+    runs, pieces = request.runs, request.pieces
+    columns = (runs.byte - request.begin, runs.target, runs.target_byte, runs.length)
+    for byte, target, at, length in zip(*(column.tolist() for column in columns), strict=True):
+        views[target][at : at + length] = data[byte : byte + length]
+    total = int(runs.length.sum())
+    for row, target in enumerate(pieces.target.tolist()):
+        total += copy_piece(data, request.begin, pieces, row, memories[target])
+    return total
+
+
+class _Budget:
+    """Bytes that may be on their way at a time, in all loads of a process."""
+
+    def __init__(self, most: int) -> None:
+        self._left, self._most, self._changed = most, most, threading.Condition()
+
+    @contextmanager
+    def taking(self, nbytes: int) -> Iterator[None]:
+        nbytes = min(nbytes, self._most)
+        with self._changed:
+            self._changed.wait_for(lambda: self._left >= nbytes)
+            self._left -= nbytes
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._left += nbytes
+                self._changed.notify_all()
+
+
+_on_the_way = _Budget(_MOST_BYTES)
+
+
+def _in_flight(
+    run: Callable[[Request], tuple[int, Sums]],
+    requests: Sequence[Request],
+    sums: Mapping[int, Sums],
+    progress: Callable[[int], None],
+) -> int:
+    """Run requests side by side, add their checksums to the files', and return how many bytes were copied."""
+    # Threads rather than cores: they wait for the network nearly all the time.
+    total = 0
+    pool = ThreadPoolExecutor(max(1, min(_IN_FLIGHT, len(requests))))
+    try:
+        waiting = {pool.submit(run, request): request.file for request in requests}
+        for each in as_completed(waiting):
+            done, found = each.result()
+            _merge(sums[waiting[each]], found)
+            progress(done)
+            total += done
+    finally:
+        pool.shutdown(cancel_futures=True)
+    return total
+
+
+def _merge(sums: Sums, found: Sums) -> None:
+    for number, each in found.blocks.items():
+        # Of a block that came twice, bytes of either may have been delivered: if they differ, fail.
+        sums.blocks[number] = each if sums.blocks.get(number, each) == each else -1
+    sums.parts.update(found.parts)
+
+
+def _wrong(check: Checks, sums: Sums) -> list[tuple[int, int]]:
+    """Return begin and end of the blocks or stretches of a file whose checksum differs."""
+    known, stretches = check.file.hashes, check.file.stretches
+    found: list[tuple[int, int]] = []
+    if known is not None:
+        numbers = (number for number, each in sorted(sums.blocks.items()) if each != int(known[number]))
+        found += [(at * BLOCK_BYTES, min(check.file.length, (at + 1) * BLOCK_BYTES)) for at in numbers]
+    if stretches is not None:
+        places = [(number, int(stretches.begin[number]), int(stretches.end[number])) for number in check.stretches]
+        crc32s = (int(stretches.crc32[number]) for number, *_ in places)
+        found += [
+            place[1:]
+            for place, each in zip(places, crc32s, strict=True)
+            if stretch_crc32(sums.parts, *place[1:]) != each
+        ]
+    return found
+
+
+def _touches(request: Request, spans: Sequence[tuple[int, int]]) -> bool:
+    return any(begin < request.end and request.begin < end for begin, end in spans)
+
+
+def _without(sums: Sums, begin: int, end: int) -> Sums:
+    """Return checksums without those of a span."""
+    blocks = {number: each for number, each in sums.blocks.items() if not begin <= number * BLOCK_BYTES < end}
+    return Sums(blocks, {at: each for at, each in sums.parts.items() if not begin <= at < end})
+
+
+def _raise_if_wrong(where: str, check: Checks, sums: Sums) -> None:
+    if wrong := _wrong(check, sums):
+        hashes = check.file.stretches is None
+        what = f"the hash of {len(wrong)} of its blocks" if hashes else f"the checksum of {len(wrong)} of its tensors"
+        raise damaged(where, f"{what} differs", (f"bytes {begin} to {end}" for begin, end in wrong))
+
+
+def _report(done: int, checks: Mapping[int, Checks], sums: Mapping[int, Sums]) -> ReadReport:
+    report = ReadReport(done, files=len(checks))
+    for number, check in checks.items():
+        checked = len(sums[number].blocks) + len(check.stretches)
+        touched = 0 if check.touched is None else int(check.touched.sum())
+        unchecked = check.unchecked + touched - len(sums[number].blocks)
+        report = replace(
+            report,
+            blocks_checked=report.blocks_checked + checked,
+            blocks_unchecked=report.blocks_unchecked + unchecked,
+        )
+    return report

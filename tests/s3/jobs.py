@@ -1,0 +1,69 @@
+"""What processes do to a bucket while requests fail or they are killed: run by name, in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from typing import Any
+
+import torch
+
+import shardtree as st
+from shardtree.storage import _object_store, object_storage
+
+ROOT = "s3://bucket/runs"
+ROWS = 300
+_object_store._PART_BYTES = 16 * 1024  # so that files of a few KiB go in parts
+
+
+def place(path: str = "") -> Any:
+    return object_storage(f"{ROOT}/{path}" if path else ROOT, retry_config={"max_retries": 0})
+
+
+def tree(value: float) -> dict[str, Any]:
+    whole = torch.full((ROWS, 32), float(value))
+    return {"w": st.ShardedTensor.from_rank_offsets("w", whole), "step": int(value)}
+
+
+def value_of(storage: Any) -> int | None:
+    """Return what a whole checkpoint was made with, None if there is no checkpoint."""
+    if not st.is_checkpoint(storage):
+        return None
+    target = {"w": st.ShardedTensor.from_rank_offsets("w", torch.zeros(ROWS, 32)), "step": 0}
+    found = st.load(target, storage)
+    (value,) = {*found["w"].flatten().tolist(), float(found["step"])}
+    return int(value)
+
+
+def save(value: int) -> None:
+    st.save(tree(value), place(), overwrite=True)
+
+
+def remove(_: int) -> None:
+    series = st.CheckpointSeries(place("series"))
+    series.remove(series.plan_removal(st.retention.keep_last(1)))
+
+
+def save_step(value: int) -> None:
+    st.CheckpointSeries(place("series")).save(tree(value), value)
+
+
+def convert(_: int) -> None:
+    st.convert(place(), place("there"), backend="safetensors")
+
+
+JOBS = {"save": save, "remove": remove, "save_step": save_step, "convert": convert}
+
+
+def run(job: str, value: int, url: str) -> None:
+    """Run a job in a new process; it exits with 1 where the job fails in a way that it may."""
+    os.environ["AWS_ENDPOINT_URL"] = url
+    torch.set_num_threads(1)
+    try:
+        JOBS[job](value)
+    except st.errors.CheckpointingException:
+        sys.exit(1)
+    except BaseException:
+        traceback.print_exc()
+        sys.exit(2)

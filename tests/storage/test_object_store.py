@@ -1,0 +1,364 @@
+"""Storage in object stores: S3 as a server of the tests' own speaks it, with every fault that a network has."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as some
+
+import shardtree as st
+from shardtree.errors import AlreadyACheckpoint, CheckpointReplaced, CorruptCheckpoint, StorageError
+from shardtree.storage import (
+    ObjectStorage,
+    SizedBuffers,
+    _object_store,
+    _ranged_fetch,
+    _requests,
+    object_storage,
+    storage_at,
+)
+from shardtree.testing import check_strategy
+from tests.s3.environment import KEY, ROOT, SECRET, TOKEN, at, s3
+from tests.s3.server import Request, Server
+
+pytest.importorskip("obstore")
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    monkeypatch.setattr(_object_store, "_FIRST_PAUSE", 0.001)
+    with s3(monkeypatch) as running:
+        yield running
+
+
+def tree(value: float = 1.0, *, rows: int = 64, step: int = 7) -> dict[str, Any]:
+    whole = torch.arange(rows * 32, dtype=torch.float32).reshape(rows, 32) * value
+    return {"w": st.ShardedTensor.from_rank_offsets("w", whole), "step": step}
+
+
+def target(*, rows: int = 64) -> dict[str, Any]:
+    return {"w": st.ShardedTensor.from_rank_offsets("w", torch.zeros(rows, 32)), "step": 0}
+
+
+def loaded(storage: Any = ROOT, *, rows: int = 64) -> tuple[float, int]:
+    """Return what a checkpoint of `tree` was made with, having checked all of it."""
+    found = st.load(target(rows=rows), storage)
+    value = float(found["w"][0, 1])
+    assert torch.equal(found["w"], tree(value, rows=rows)["w"].data)
+    return value, found["step"]
+
+
+def first(action: str, fault: str, count: int = 1) -> Any:
+    """Return a fault for the first requests of an action."""
+    left = itertools.count(1)
+
+    def decide(request: Request) -> str | None:
+        return fault if request.action == action and next(left) <= count else None
+
+    return decide
+
+
+# -- files
+
+
+def test_files_come_and_go(server: Server) -> None:
+    storage = storage_at(ROOT)
+    assert isinstance(storage, ObjectStorage)
+    assert storage.length("a") is None and not storage.is_folder("x") and storage.names() == ()
+    assert storage.write("x/a", [memoryview(b"abc"), memoryview(b"de")], durable=True) == 5
+    assert storage.write("x/empty", [], durable=True) == 0
+    storage.replace("b", b"123", durable=True)
+    assert storage.names() == ("b", "x") and storage.names("x") == ("a", "empty") and storage.is_folder("x")
+    assert storage.read("x/a") == b"abcde" and storage.length("x/a") == 5 and (storage.changed("x") or 0) > 1e9
+    with storage.open("x/a") as reader:
+        part = bytearray(3)
+        reader.read_into(1, [memoryview(part)[:1], memoryview(part)[1:]])
+        assert bytes(part) == b"bcd" and bytes(reader.mapped(3)) == b"de"
+        with pytest.raises(StorageError, match="ends at byte 5"):
+            reader.mapped(3, 9)
+    storage.move("x/a", "y")
+    assert storage.names() == ("b", "x", "y") and storage.names("x") == ("empty",)
+    for name in ("b", "x/empty", "y", "never-there"):
+        storage.remove(name)
+    assert server.store.objects == {}
+    with pytest.raises(StorageError, match="no such file"):
+        storage.read("b")
+
+
+def test_a_large_file_goes_in_parts_and_comes_back(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_object_store, "_PART_BYTES", 1000)
+    monkeypatch.setattr(_object_store, "_IN_FLIGHT_BYTES", 4000)
+    data = np.random.default_rng(0).bytes(10_500)
+    cuts = sorted(random.Random(1).sample(range(len(data)), 7))
+    source = bytearray(len(data))
+
+    def buffers() -> Iterator[memoryview]:
+        # The same memory again and again, as staging does it: parts on their way mustn't change with it.
+        for begin, end in itertools.pairwise([0, *cuts, len(data)]):
+            source[: end - begin] = data[begin:end]
+            yield memoryview(source)[: end - begin]
+
+    assert at().write("large", SizedBuffers(len(data), buffers()), durable=True) == len(data)
+    assert server.store.objects["runs/large"].data == data
+    assert server.actions().count("UploadPart") == 11 and server.store.uploads == {}
+
+
+@pytest.mark.parametrize("when", ["the producer", "a part", "the end"])
+def test_an_upload_that_fails_is_given_up(server: Server, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    monkeypatch.setattr(_object_store, "_PART_BYTES", 1000)
+
+    def buffers() -> Iterator[memoryview]:
+        yield memoryview(bytes(5000))
+        if when == "the producer":
+            raise KeyError("no such weight")
+
+    actions = {"a part": "UploadPart", "the end": "CompleteMultipartUpload"}
+    server.fault = lambda request: "refuse" if request.action == actions.get(when) else None
+    with pytest.raises(KeyError if when == "the producer" else StorageError):
+        at().write("large", SizedBuffers(5000, buffers()), durable=True)
+    assert server.store.objects == {} and server.store.uploads == {}
+
+
+# -- checkpoints
+
+
+def test_it_keeps_a_storages_promises(server: Server) -> None:
+    numbers = itertools.count()
+    check_strategy("safetensors", 1, directory=lambda: f"{ROOT}/{next(numbers)}", examples=5)
+
+
+@pytest.mark.parametrize("form", [("huggingface", 1), ("torch_dist", 1), ("dcp", 1), ("zarr", 3)], ids=str)
+def test_other_formats_are_saved_and_loaded(server: Server, form: tuple[str, int]) -> None:
+    st.save({"w": tree()["w"]}, ROOT, form)
+    assert torch.equal(st.load({"w": target()["w"]}, ROOT)["w"], tree()["w"].data)
+    before = dict(server.store.objects)
+    with pytest.raises((AlreadyACheckpoint, st.errors.StrategyError)):  # two folders can't be exchanged there
+        st.save({"w": tree(2.0)["w"]}, ROOT, form, overwrite=True)
+    assert server.store.objects == before
+
+
+def test_async_saves_converts_series_and_slices(server: Server, tmp_path: Path) -> None:
+    with st.AsyncCallsQueue() as queue:
+        queue.schedule_async_request(st.save(tree(), ROOT, async_sharded_save=True))
+    assert loaded() == (1.0, 7)
+    st.convert(ROOT, f"{ROOT}/there", backend="zarr")
+    st.convert(f"{ROOT}/there", tmp_path / "back", backend="safetensors")
+    assert torch.equal(st.load_plain_tensors(tmp_path / "back")["w"], tree()["w"].data)
+    assert torch.equal(st.open_checkpoint(ROOT)["w"].data[3:5, 2:9].read(), tree()["w"].data[3:5, 2:9])
+    assert st.verify(ROOT) == ()
+    series = st.CheckpointSeries(f"{ROOT}/series")
+    for step in (1, 2, 3):
+        series.save(tree(float(step)), step)
+    assert series.remove(series.plan_removal(st.retention.keep_last(1))) == (1, 2)
+    assert [each.number for each in series.steps()] == [3] and loaded(series.at()) == (3.0, 7)
+    assert {name.split("/")[2] for name in server.store.objects if "/series/" in name} == {"step_00000003"}
+
+
+@given(data=some.data())
+def test_what_is_fetched_is_what_a_local_load_reads(data: some.DataObject) -> None:
+    """The law of planned reads: any boxes of any layout, with any sizes of requests and gaps."""
+    shape = data.draw(some.tuples(some.integers(1, 40), some.integers(1, 40)), "shape")
+    whole = torch.arange(shape[0] * shape[1]).reshape(shape)
+    low = [data.draw(some.integers(0, size - 1)) for size in shape]
+    high = [data.draw(some.integers(at + 1, size)) for at, size in zip(low, shape, strict=True)]
+    verify = data.draw(some.sampled_from(["whole", "all", None]))
+    ranks = data.draw(some.sampled_from([1, 2, 3]))
+    with pytest.MonkeyPatch.context() as patch, s3(patch) as server:
+        patch.setattr(_requests, "REQUEST_BYTES", data.draw(some.sampled_from([2**18, 2**20])))
+        patch.setattr(_requests, "_GAP_BYTES", data.draw(some.sampled_from([0, 8, 100, 2**20])))
+        patch.setattr(_ranged_fetch, "_IN_FLIGHT", data.draw(some.integers(1, 4)))
+
+        def save(world: Any) -> None:
+            parts = torch.tensor_split(whole, ranks)
+            begin, part = sum(len(each) for each in parts[: world.rank]), parts[world.rank]
+            shard = st.ShardedTensor("w", part, whole.dtype, tuple(part.shape), shape, (begin, 0), None)
+            st.save({"w": shard} if len(part) else {}, ROOT, world=world)
+
+        st.simulate(ranks, save)
+        size = tuple(end - begin for begin, end in zip(low, high, strict=True))
+        wanted = st.ShardedTensor("w", torch.zeros(size, dtype=whole.dtype), whole.dtype, size, shape, tuple(low), None)
+        options = st.LoadOptions(verify=verify)
+        found = st.load({"w": wanted}, ROOT, validate_access_integrity=False, options=options)["w"]
+        assert torch.equal(found, whole[tuple(map(slice, low, high))])
+        assert server.store.uploads == {}
+
+
+# -- faults on the way
+
+
+@pytest.mark.parametrize("fault", ["refuse", "busy", "cut", "short", "truncate"])
+def test_a_read_that_fails_is_repeated(server: Server, fault: str) -> None:
+    st.save(tree(), at())
+    for action in ("GetObject", "ListObjectsV2"):
+        server.reset()
+        server.fault = first(action, fault, 2)
+        if action == "GetObject" or fault not in ("short", "truncate"):
+            assert loaded(at()) == (1.0, 7)
+            assert st.is_checkpoint(at())
+
+
+def test_a_byte_that_flips_on_the_way_is_read_again(server: Server) -> None:
+    st.save(tree(rows=4096), at())
+    data = next(name for name in server.store.objects if name.endswith("of-00001.safetensors"))
+    left = itertools.count()
+    server.fault = lambda request: "flip" if request.key == data and next(left) == 0 else None
+    assert loaded(at(), rows=4096) == (1.0, 7)
+    server.fault = lambda request: "flip" if request.key == data else None
+    with pytest.raises(CorruptCheckpoint, match="the hash of 1 of its blocks differs"):
+        loaded(at(), rows=4096)
+
+
+def test_answers_that_stay_short_are_an_error(server: Server) -> None:
+    st.save(tree(), at())
+    server.fault = lambda request: "truncate" if request.action == "GetObject" else None
+    with pytest.raises(StorageError, match="5 answers in a row were cut short"):
+        loaded(at())
+
+
+def test_a_server_without_ranges_is_named(server: Server) -> None:
+    st.save(tree(rows=4096), at())
+    server.ranges = False
+    with pytest.raises(StorageError, match="doesn't honour Range"):
+        loaded(at(), rows=4096)
+
+
+def test_expired_credentials_are_named(server: Server) -> None:
+    server.fault = lambda _: "expired"
+    with pytest.raises(StorageError, match="The credentials have expired") as failure:
+        st.save(tree(), at())
+    assert "GetObject" not in str(failure.value) and "runs/metadata.json" in str(failure.value)
+
+
+# -- one winner
+
+
+def test_of_two_savers_one_wins_and_the_other_is_told(server: Server) -> None:
+    first_save = st.save(tree(1.0), at(), async_sharded_save=True)
+    second = st.save(tree(2.0), at(), async_sharded_save=True)
+    second.execute_sync()
+    with pytest.raises(AlreadyACheckpoint):
+        first_save.execute_sync()
+    assert loaded(at()) == (2.0, 7)
+    over = [st.save(tree(value), at(), async_sharded_save=True, overwrite=True) for value in (3.0, 4.0)]
+    over[0].execute_sync()
+    with pytest.raises(CheckpointReplaced):
+        over[1].execute_sync()
+    assert loaded(at()) == (3.0, 7)
+
+
+def test_a_commit_that_took_effect_is_a_success_whatever_was_answered(server: Server) -> None:
+    for number, fault in enumerate(["done-500", "done-cut"] * 2):
+        server.fault = lambda request, fault=fault: (
+            fault if request.action == "PutObject" and request.key.endswith("metadata.json") else None
+        )
+        st.save(tree(float(number + 1)), at(), overwrite=number > 0)
+        server.reset()
+        assert loaded(at()) == (number + 1.0, 7)
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_late_commit_finds_its_files(server: Server, there: bool) -> None:
+    if there:
+        st.save(tree(1.0), at())
+    server.fault = lambda request: (
+        "late" if request.action == "PutObject" and request.key.endswith("metadata.json") else None
+    )
+    with pytest.raises(st.errors.OutcomeUnknown, match="may arrive yet"):
+        st.save(tree(2.0), at(), overwrite=True)
+    server.reset()
+    assert not there or loaded(at()) == (1.0, 7)
+    server.apply_late()
+    assert loaded(at()) == (2.0, 7)
+
+
+def test_a_later_save_turns_a_late_commit_away(server: Server) -> None:
+    st.save(tree(1.0), at())
+    server.fault = lambda request: (
+        "late" if request.action == "PutObject" and request.key.endswith("metadata.json") else None
+    )
+    with pytest.raises(st.errors.OutcomeUnknown):
+        st.save(tree(2.0), at(), overwrite=True)
+    server.reset()
+    st.save(tree(3.0), at(), overwrite=True)
+    server.apply_late()
+    assert loaded(at()) == (3.0, 7)
+    folders = {name.split("/")[1] for name in server.store.objects}
+    assert len(folders) == 2, folders  # metadata.json and the one save's
+
+
+def test_a_store_that_ignores_conditions_is_found_out(
+    server: Server, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from shardtree.strategies import _save_folders
+
+    monkeypatch.setattr(_object_store, "_honours", {})
+    monkeypatch.setattr(_save_folders, "_warned", set())
+    server.store.ignores_conditions = True
+    st.save(tree(1.0), at())
+    st.save(tree(2.0), at(), overwrite=True)
+    assert loaded(at()) == (2.0, 7)
+    said = [record.message for record in caplog.records if "one save at a time" in record.message]
+    assert len(said) == 1, said
+
+
+# -- few requests
+
+
+def test_requests_are_few(server: Server) -> None:
+    st.save(tree(), at())
+    server.reset()
+    st.save(tree(2.0), at(), overwrite=True)
+    assert len(server.log) <= 8, server.actions()
+    server.reset()
+    st.open_checkpoint(at())
+    assert server.actions() == ["GetObject"] * len(server.log) and len(server.log) <= 3
+    server.reset()
+    loaded(at())
+    assert server.actions() == ["GetObject"] * 4
+    series = st.CheckpointSeries(at("series"))
+    for step in range(5):
+        server.reset()
+        series.save(tree(), step)
+        assert len(server.log) <= 19, server.actions()
+    server.reset()
+    assert series.latest().number == 4
+    assert len(server.log) <= 7, server.actions()
+
+
+# -- secrets
+
+
+def test_secrets_are_shown_nowhere(
+    server: Server, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    import traceback
+
+    caplog.set_level(0)
+    texts: list[str] = [
+        repr(at()),
+        repr(storage_at(ROOT)),
+        repr(object_storage(ROOT, config={"secret_access_key": SECRET})),
+    ]
+    actions = ["GetObject", "PutObject", "ListObjectsV2", "HeadObject", "DeleteObjects"]
+    st.save(tree(), at())
+    for action, fault in itertools.product(actions, ["expired", "refuse", "busy", "conflict", "cut"]):
+        server.reset()
+        server.fault = lambda request, action=action, fault=fault: fault if request.action == action else None
+        for work in (lambda: st.save(tree(2.0), at(retries=0), overwrite=True), lambda: loaded(at(retries=0))):
+            try:
+                work()
+            except Exception as error:
+                texts += ["".join(traceback.format_exception(error)), repr(error), str(error)]
+    texts += [record.getMessage() + str(record.exc_info) for record in caplog.records]
+    texts += [bytes(one.data).decode("latin-1") for one in server.store.objects.values()]
+    texts += list(capfd.readouterr())
+    for secret in (KEY, SECRET, TOKEN, "Signature="):
+        assert not any(secret in text.replace("Signature=…", "") for text in texts)
