@@ -15,7 +15,7 @@ from ._blocks import (
 from ._buffers import STAGED_BYTES, DeviceCopies, copies_of, is_in_place, tensor_buffers
 from ._capabilities import Conditional, Entry, Listing, Ranged, read_if_there
 from ._checked import ReadReport, StoredFile, Verify
-from ._cost import fetch_cost
+from ._cost import fetch_cost, ranged_cost
 from ._fetch import fetch
 from ._folders import (
     Directory,

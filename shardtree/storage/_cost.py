@@ -21,6 +21,7 @@ from ._checked import (
     stretches_to_check,
     touched_blocks,
 )
+from ._ranged_fetch import planned_requests
 from ._runs import clipped, windows_of
 from ._stretches import Stretches, stretch_crc32
 from ._strided import hashed_stretches, split_pieces, strided_stretches
@@ -50,6 +51,22 @@ def fetch_cost(files: Mapping[int, StoredFile], plan: LoadPlan, *, verify: Verif
     )
     runs = int(plan.runs.length.sum())
     return ReadCost(plan.bytes_read, runs + extra, len(plan.runs.file) + len(strided.file), len(numbers))
+
+
+def ranged_cost(files: Mapping[int, StoredFile], plan: LoadPlan, *, verify: Verify = "whole") -> ReadCost:
+    """Return what `fetch` would read for a plan where each read is a request, as `fetch_cost` says of others.
+
+    Examples:
+        >>> one = np.ones(1, dtype=np.int64)
+        >>> from shardtree.plans import runs_plan
+        >>> plan = runs_plan(Runs(file=one, byte=one, target=one - 1, target_byte=one - 1, length=one * 8))
+        >>> ranged_cost({1: StoredFile("a", 100)}, plan)
+        ReadCost(bytes_wanted=8, bytes_read=8, pieces=1, files=1)
+    """
+    requests = planned_requests(files, plan, verify)
+    nbytes = sum(request.end - request.begin for request in requests)
+    pieces = len(plan.runs.file) + len(plan.strided.file)
+    return ReadCost(plan.bytes_read, nbytes, pieces, len({request.file for request in requests}))
 
 
 def _extra_bytes(file: StoredFile, runs: Runs, strided: Strided, verify: Verify) -> int:

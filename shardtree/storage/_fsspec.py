@@ -10,6 +10,7 @@ from typing import Any
 
 from ..errors import CheckpointingException, OutcomeUnknown, StorageError, error_text
 from ._local import LocalStorage
+from ._secrets import plain_url, without_secrets
 from ._storage import Buffer, Storage, inside, whole
 
 MARKER = ".shardtree-folder"
@@ -52,7 +53,7 @@ def fsspec_storage(url: str) -> Storage:
     # fsspec's local file system neither syncs nor exchanges folders.
     if isinstance(files, LocalFileSystem):
         return LocalStorage(root)
-    return FsspecStorage(files, root.rstrip("/"), url.rstrip("/"))
+    return FsspecStorage(files, root.rstrip("/"), plain_url(url).rstrip("/") if "::" not in url else url.rstrip("/"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +133,9 @@ class FsspecStorage:
     def read(self, name: str) -> bytes:
         """Return a file's bytes."""
         with self._storage_errors("read", name):
-            return bytes(self.files.cat_file(self._path(name)))
+            # Around a cache: what says which checkpoint is there may have been replaced since it was cached.
+            cached = "cach" in type(self.files).__name__.lower()
+            return bytes((self.files.fs if cached else self.files).cat_file(self._path(name)))
 
     def read_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         """Return the bytes of ranges (begin, end) of a file, fetched concurrently where the file system can."""
@@ -226,8 +229,11 @@ class FsspecStorage:
         except CheckpointingException:
             raise
         except Exception as error:
-            found = f"{type(error).__name__}: {error}"
-            raise StorageError(error_text(f"cannot {doing} {self.where(name)!r}", found=found)) from error
+            plain = f"{type(error).__name__}: {error}"
+            found = without_secrets(plain)
+            # A text with secrets must not be shown as the cause either.
+            cause = error if found == plain else type(error)(found) if isinstance(error, OSError) else None
+            raise StorageError(error_text(f"cannot {doing} {self.where(name)!r}", found=found)) from cause
 
 
 @dataclass(frozen=True, slots=True)

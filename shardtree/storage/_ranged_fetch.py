@@ -34,7 +34,7 @@ from ._storage import Buffer
 from ._stretches import stretch_crc32
 from ._strided import copy_piece
 
-_IN_FLIGHT = 16
+_IN_FLIGHT = 32
 """Requests of a load at a time; those of a process have at most `_MOST_BYTES` together."""
 
 _MOST_BYTES = 256 * 1024 * 1024
@@ -149,9 +149,9 @@ def _checks_of_plan(
     return {number: pair[0] for number, pair in both.items()}, {number: pair[1] for number, pair in both.items()}
 
 
-def ranged_bytes(files: Mapping[int, StoredFile], plan: LoadPlan, verify: Verify) -> int:
-    """Return how many bytes the requests of a plan fetch."""
-    return sum(each.end - each.begin for each in requests_of(plan, _checks_of_plan(files, plan, verify)[1]))
+def planned_requests(files: Mapping[int, StoredFile], plan: LoadPlan, verify: Verify) -> list[Request]:
+    """Return the requests by which `fetch_ranged` would run a plan."""
+    return requests_of(plan, _checks_of_plan(files, plan, verify)[1])
 
 
 def _run(

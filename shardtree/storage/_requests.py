@@ -119,8 +119,13 @@ def _groups(begin: Column, end: Column) -> Column:
     """Return the number of the request that each span belongs to, ascending by their first bytes, int64 (spans,)."""
     order = np.argsort(begin, kind="stable")
     low, reached = begin[order], np.maximum.accumulate(end[order])
-    cell = low // REQUEST_BYTES
-    is_next = (low[1:] > reached[:-1] + _GAP_BYTES) | (cell[1:] != cell[:-1])
+    breaks = low[1:] > reached[:-1] + _GAP_BYTES
+    stretch = np.append(0, breaks.cumsum())[: low.size]
+    first, last = (np.searchsorted(stretch, stretch, side=side) for side in ("left", "right"))
+    # What is little in all comes by one request, wherever it lies.
+    is_long = reached[last - 1] - low[first] > REQUEST_BYTES * 3 // 2
+    cell = np.where(is_long, low // REQUEST_BYTES, -1)
+    is_next = breaks | (cell[1:] != cell[:-1])
     group = np.zeros(low.size, dtype=np.int64)
     group[order[1:]] = is_next.cumsum()
     return group

@@ -29,7 +29,17 @@ from ...plans import (
     plan_load,
     runs_plan,
 )
-from ...storage import BLOCK_BYTES, Buffer, Ranged, ReadReport, StoredFile, collector_paused, fetch, fetch_cost
+from ...storage import (
+    BLOCK_BYTES,
+    Buffer,
+    Ranged,
+    ReadReport,
+    StoredFile,
+    collector_paused,
+    fetch,
+    fetch_cost,
+    ranged_cost,
+)
 from .._checks import check_fit
 from .._metadata import check_lengths, missing_file
 from .._values import Checkpoint
@@ -283,4 +293,5 @@ def planned_cost(checkpoint: Checkpoint, index: Index, plan: LoadPlan) -> ReadCo
     numbers = np.union1d(plan.runs.file, plan.strided.file).tolist()
     files = {number: file_at(index, number) for number in numbers}
     check_lengths(checkpoint, files.values())
-    return fetch_cost(files, plan, verify=checkpoint.options.verify)
+    cost = ranged_cost if isinstance(checkpoint.storage, Ranged) else fetch_cost
+    return cost(files, plan, verify=checkpoint.options.verify)
