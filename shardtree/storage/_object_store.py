@@ -218,17 +218,17 @@ class ObjectStorage:
         part = _PART_BYTES
         if nbytes > part * _MOST_PARTS:
             part = -(-nbytes // _MOST_PARTS // _MIB) * _MIB
-        lengths: list[int] = []
-        parts = parts_of(buffers, part, lengths)
-        first = next(parts, bytearray())
-        if len(first) < part:
+        parts = parts_of(buffers, part)
+        first = next(parts, memoryview(b""))
+        if first.nbytes < part:
             with self._storage_errors("write", name):
                 obstore.put(self.store, self._path(name), first, use_multipart=False)
-            return len(first)
+            return first.nbytes
+        lengths: list[int] = []
         in_flight = max(1, _IN_FLIGHT_BYTES // part)
         raised: list[BaseException] = []
         with _uploads, self._storage_errors("write", name, raised):
-            stream = noting(chain([first], parts), raised)
+            stream = noting(chain([first], parts), lengths, raised)
             obstore.put(self.store, self._path(name), stream, chunk_size=part, max_concurrency=in_flight)
         return sum(lengths)
 

@@ -3,37 +3,71 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TypeVar
+
+import numpy as np
 
 from ..errors import StorageError, error_text
 from ._storage import Buffer
 
-T = TypeVar("T")
 
+def parts_of(buffers: Iterable[Buffer], size: int) -> Iterator[Buffer]:
+    """Yield the buffers' bytes in parts of one size, the last of which may be shorter.
 
-def parts_of(buffers: Iterable[Buffer], size: int, lengths: list[int]) -> Iterator[bytearray]:
-    """Yield the buffers' bytes in parts of one size, the last of which may be shorter; notes their lengths."""
-    # Copied: the source may use its memory again as soon as it is asked for more, while a part is still on the way.
-    part = bytearray()
+    A part keeps its bytes as long as anybody holds it, though the buffers' source may use its memory again as soon as
+    it is asked for more; then the part's memory is used again.
+
+    Examples:
+        >>> [bytes(part) for part in parts_of([memoryview(b"abc"), memoryview(b"defg")], 3)]
+        [b'abc', b'def', b'g']
+    """
+    pool: list[bytearray] = []
+    memory, filled = bytearray(), 0
     for buffer in buffers:
         at = 0
         while at < buffer.nbytes:
-            step = buffer[at : at + size - len(part)]
-            part += step
-            at += step.nbytes
-            if len(part) == size:
-                lengths.append(size)
-                yield part
-                part = bytearray()
-    if part:
-        lengths.append(len(part))
-        yield part
+            if not filled:
+                memory = _unused(pool, size)
+            step = min(size - filled, buffer.nbytes - at)
+            copy_bytes(memory, filled, buffer[at : at + step])
+            at, filled = at + step, filled + step
+            if filled == size:
+                yield memoryview(memory)
+                filled = 0
+    if filled:
+        yield memoryview(memory)[:filled]
 
 
-def noting(parts: Iterable[T], raised: list[BaseException]) -> Iterator[T]:
-    """Yield the same, and note what the source raised."""
+def _unused(pool: list[bytearray], size: int) -> bytearray:
+    """Return memory of the pool that nobody holds a view of, new memory if there is none."""
+    for memory in pool:
+        try:
+            memory.append(memory.pop())  # Python refuses to resize what has views
+        except BufferError:
+            continue
+        return memory
+    pool.append(bytearray(size))
+    return pool[-1]
+
+
+def copy_bytes(memory: bytearray | Buffer, at: int, source: Buffer) -> None:
+    r"""Copy bytes; other threads go on meanwhile.
+
+    Examples:
+        >>> memory = bytearray(4)
+        >>> copy_bytes(memory, 1, memoryview(b"ab"))
+        >>> memory
+        bytearray(b'\x00ab\x00')
+    """
+    # By NumPy: a slice of a memoryview is copied under Python's global lock.
+    np.frombuffer(memory, dtype=np.uint8, count=source.nbytes, offset=at)[:] = np.frombuffer(source, dtype=np.uint8)
+
+
+def noting(parts: Iterable[Buffer], lengths: list[int], raised: list[BaseException]) -> Iterator[Buffer]:
+    """Yield the same, and note the lengths, and what the source raised."""
     try:
-        yield from parts
+        for part in parts:
+            lengths.append(part.nbytes)
+            yield part
     except BaseException as error:
         raised.append(error)
         raise

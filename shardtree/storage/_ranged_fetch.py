@@ -29,6 +29,7 @@ from ._checked import (
     touched_blocks,
     wrong_length,
 )
+from ._object_streams import copy_bytes
 from ._requests import Request, Wanted, requests_of
 from ._storage import Buffer
 from ._stretches import stretch_crc32
@@ -38,6 +39,8 @@ _IN_FLIGHT = 32
 """Requests of a load at a time; those of a process have at most `_MOST_BYTES` together."""
 
 _MOST_BYTES = 256 * 1024 * 1024
+
+_LITTLE = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -194,7 +197,10 @@ def _copy(request: Request, data: Buffer, views: Sequence[Buffer], memories: Seq
     runs, pieces = request.runs, request.pieces
     columns = (runs.byte - request.begin, runs.target, runs.target_byte, runs.length)
     for byte, target, at, length in zip(*(column.tolist() for column in columns), strict=True):
-        views[target][at : at + length] = data[byte : byte + length]
+        if length < _LITTLE:
+            views[target][at : at + length] = data[byte : byte + length]
+        else:
+            copy_bytes(views[target], at, data[byte : byte + length])
     total = int(runs.length.sum())
     for row, target in enumerate(pieces.target.tolist()):
         total += copy_piece(data, request.begin, pieces, row, memories[target])
