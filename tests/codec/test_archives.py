@@ -47,7 +47,7 @@ from shardtree.trees import HOLE, Record
 
 pytestmark = [
     pytest.mark.timeout(120),
-    pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning"),
+    pytest.mark.filterwarnings("ignore:B?Complex(Half|32) support is experimental:UserWarning"),
 ]
 
 SAVED_DTYPES = [dtype for dtype in STORABLE_DTYPES if not re.fullmatch(r"torch.u?int[1-7]", str(dtype))]
