@@ -74,7 +74,9 @@ class Listed:
         return self._known
 
     def _beyond(self, plain: str) -> bool:
-        """Return whether a name isn't in the listing because it lies in a folder."""
+        """Return whether a name isn't in the listing because it lies in a folder, or is the place itself."""
+        if not plain:  # a file, maybe, such as a model's; of those that can be opened all have a dot in their names
+            return not self._entries() and "." in self.where().rpartition("/")[2]
         return "/" in plain and not self._deep
 
     def prefetch(self, names: Iterable[str]) -> None:

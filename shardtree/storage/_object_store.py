@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,7 +30,7 @@ _IN_FLIGHT_BYTES = 4 * _PART_BYTES
 _uploads = threading.BoundedSemaphore(2)
 """How many files of this process are uploaded at once, each with up to `_IN_FLIGHT_BYTES` on the way."""
 
-_NO_RANGES = "non-partial response when range requested"
+_NO_RANGES = re.compile("non-partial response when range requested|Range request not supported")
 _READ_TRIES = 5
 _FIRST_PAUSE = 0.1  # seconds, doubled after each try
 
@@ -80,8 +82,7 @@ class ObjectStorage:
 
     def read(self, name: str) -> bytes:
         """Return a file's bytes."""
-        data = self._tagged(name)[0]
-        if data is None:
+        if (data := self._tagged(name)[0]) is None:
             raise self._absent("read", name)
         return data
 
@@ -136,7 +137,7 @@ class ObjectStorage:
                 return None
             except obstore.exceptions.BaseError as error:
                 # An empty file has no range at all; a server that knows none sends all, which is right for all.
-                if not isinstance(span, dict) or ("416" not in str(error) and _NO_RANGES not in str(error)):
+                if not isinstance(span, dict) or ("416" not in str(error) and not _NO_RANGES.search(str(error))):
                     raise
                 return obstore.get(self.store, self._path(name))
 
@@ -146,15 +147,13 @@ class ObjectStorage:
         yield ObjectReader(partial(self.read_range, name), self.where(name), self._length_or_raise(name))
 
     def _length_or_raise(self, name: str) -> int:
-        length = self.length(name)
-        if length is None:
+        if (length := self.length(name)) is None:
             raise self._absent("open", name)
         return length
 
     def length(self, name: str) -> int | None:
         """Return a file's length in bytes, None if there is no such file."""
-        meta = self._head(name)
-        return None if meta is None else int(meta["size"])
+        return None if (meta := self._head(name)) is None else int(meta["size"])
 
     def changed(self, name: str) -> float | None:
         """Return when a file, or the newest one in a folder, was put, in seconds since 1970 by the store's clock."""
@@ -184,6 +183,8 @@ class ObjectStorage:
         """Return the lengths and times of files in a folder by their names in it; a request for each thousand."""
         import obstore
 
+        if self.url.startswith("http"):
+            return {}  # web servers don't tell what they have
         path = self._path(folder)
         with self._storage_errors("list", folder):
             if deep:
@@ -233,7 +234,7 @@ class ObjectStorage:
         return sum(lengths)
 
     def write_parts(self, name: str, length: int, parts: Iterable[tuple[int, Buffer]], *, durable: bool) -> None:
-        """Write a file from parts that make up all of it, in order: object stores can't write into a file."""
+        """Write a file from parts that make up all of it, in order: stores can't write into a file."""
         self.write(name, whole(parts, length, self.where(name)), durable=durable)
 
     def replace(self, name: str, data: bytes, *, durable: bool) -> None:
@@ -282,6 +283,7 @@ class ObjectStorage:
     def _put(self, name: str, data: bytes, mode: Any) -> None:
         import obstore
 
+        _check_process(self.url)
         try:
             # Without repeats: the second of two conditional requests would be refused because of the first.
             store = self.store if mode == "overwrite" else self.once
@@ -348,6 +350,7 @@ class ObjectStorage:
 
     @contextmanager
     def _storage_errors(self, doing: str, name: str, raised: Sequence[BaseException] = ()) -> Iterator[None]:
+        _check_process(self.url)
         try:
             yield
         except (CheckpointingException, _TooShort):
@@ -367,7 +370,7 @@ class ObjectStorage:
             fix = "The credentials have expired: renew them, or pass a credential_provider to object_storage."
         elif "allow_http" in said or "URL scheme is not allowed" in said:
             fix = 'Plain http has to be allowed: AWS_ALLOW_HTTP=true, or client_options={"allow_http": True}.'
-        elif _NO_RANGES in said:
+        elif _NO_RANGES.search(said):
             fix = "The server doesn't honour Range requests; copy the checkpoint, or serve it by another one."
         return StorageError(error_text(f"cannot {doing} {self.where(name)!r}", found=found, fix=fix))
 
@@ -379,6 +382,18 @@ _tags: dict[str, tuple[bytes, str | None]] = {}
 
 _honours: dict[str, bool] = {}
 """Whether stores honour conditions, as far as this process has tried, by their host or bucket."""
+
+
+_first_process: list[int] = []  # that made a request, of this one and those that it was forked from
+
+
+def _check_process(url: str) -> None:
+    # A forked child has none of the threads on which obstore waits: its requests would wait for ever.
+    if not _first_process:
+        _first_process.append(os.getpid())
+    if _first_process[0] != os.getpid():
+        fix = "Start processes by 'spawn' or 'forkserver', or let no process use an object store before it is forked."
+        raise StorageError(error_text(f"{url!r} can't be reached: this process was forked from one that did", fix=fix))
 
 
 class _TooShort(Exception):

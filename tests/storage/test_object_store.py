@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -230,11 +231,36 @@ def test_a_server_without_ranges_is_named(server: Server) -> None:
         loaded(at(), rows=4096)
 
 
+def test_a_web_server_is_read(server: Server) -> None:
+    st.save(tree(rows=4096), at())
+    web = f"{server.url}/bucket/runs"
+    assert loaded(web, rows=4096) == (1.0, 7) and not st.is_checkpoint(f"{server.url}/bucket/nothing")
+    st.save({"w": tree()["w"]}, at("model"), ("huggingface", 1))
+    for place in (f"{server.url}/bucket/runs/model/model.safetensors", f"{ROOT}/model/model.safetensors"):
+        assert torch.equal(st.load({"w": target()["w"]}, place)["w"], tree()["w"].data)
+
+
 def test_expired_credentials_are_named(server: Server) -> None:
     server.fault = lambda _: "expired"
     with pytest.raises(StorageError, match="The credentials have expired") as failure:
         st.save(tree(), at())
     assert "GetObject" not in str(failure.value) and "runs/metadata.json" in str(failure.value)
+
+
+def test_a_forked_child_is_told_rather_than_left_waiting(server: Server) -> None:
+    st.save(tree(), at())
+    storage = at()
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            storage.names()
+        except StorageError as error:
+            os.write(theirs, str(error).encode())
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert b"Start processes by 'spawn' or 'forkserver'" in os.read(ours, 10_000)
 
 
 # -- one winner
