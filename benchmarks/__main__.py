@@ -7,7 +7,18 @@ from importlib import import_module
 
 from ._bars import finish, parser, print_bars, settings_of
 
-BENCHMARKS = ("imports", "maps", "opening", "planning", "small", "memory", "async_save", "device", "roundtrip")
+BENCHMARKS = (
+    "imports",
+    "maps",
+    "opening",
+    "planning",
+    "small",
+    "memory",
+    "async_save",
+    "device",
+    "remote",
+    "roundtrip",
+)
 """Those that have bars, the longest last."""
 
 

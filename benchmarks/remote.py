@@ -121,16 +121,14 @@ def bars(settings: Settings) -> list[Bar]:
 def _speeds(server: Server, tensors: int, nbytes: int, rounds: int) -> Iterator[Bar]:
     whole, target = tree(tensors, nbytes), tree(tensors, nbytes, fill=0.0)
     st.save(whole, URL, overwrite=True)
-    names = [name for name in object_storage(URL).entries() if name.endswith(".safetensors")]
     ours: dict[str, Callable[[], object]] = {
         "save": lambda: st.save(whole, URL, overwrite=True),
         "load, checked": lambda: st.load(target, URL, donate=True),
     }
     raw: dict[str, Callable[[], object]] = {
         "save": partial(_raw_put, [shard.data for shard in whole.values()]),
-        "load, checked": lambda: _raw_get([n for n in object_storage(URL).entries() if n.endswith(".safetensors")]),
+        "load, checked": lambda: _raw_get(_data_files()),
     }
-    assert names
     limits = {("save", "0 ms"): 1.15, ("save", "50 ms"): 1.3}
     limits |= {("load, checked", "0 ms"): 1.15, ("load, checked", "50 ms"): 1.3}
     for link, (latency, bandwidth) in LINKS.items():
@@ -167,27 +165,57 @@ def _columns(server: Server, tensors: int, nbytes: int, rounds: int) -> Iterator
 
 
 def _peers(whole: dict[str, Any], target: dict[str, Any], rounds: int) -> Iterator[Bar]:
-    if find_spec("s3fs") is None:
-        yield Bar("load, checked, 50 ms", "s3fs, DCP", float("nan"), None, float("nan"), None, note="pip install s3fs")
-        return
-    import torch.distributed.checkpoint as dcp
+    plain = {key: shard.data for key, shard in whole.items()}
+    contenders = {
+        "zarr-python, obstore": ("zarr", _zarr),
+        "s3fs, cat_file": ("s3fs", _s3fs),
+        "DCP, s3fs": ("s3fs", _dcp),
+    }
+    for name, (package, prepare) in contenders.items():
+        if find_spec(package) is None:
+            missing = float("nan")
+            yield Bar("load, checked, 50 ms", name, missing, None, missing, None, note=f"pip install {package}")
+            continue
+        other = prepare(plain)
+        other()
+        pairs = [(_seconds(lambda: st.load(target, URL, donate=True)), _seconds(other)) for _ in range(rounds)]
+        mine, its = (median(times) for times in zip(*pairs, strict=True))
+        yield Bar("load, checked, 50 ms", name, mine, its, median(one / two for one, two in pairs), None)
+
+
+def _zarr(plain: dict[str, torch.Tensor]) -> Callable[[], object]:
+    """Return a load of arrays of one chunk each, uncompressed and unchecked."""
+    import zarr
+    from zarr.storage import ObjectStore
+
+    store = ObjectStore(object_storage(f"{URL}-zarr").store)  # type: ignore[attr-defined]
+    group = zarr.create_group(store, path="benchmark-zarr", overwrite=True)
+    for key, tensor in plain.items():
+        array = group.create_array(key, shape=tensor.shape, dtype="float32", chunks=tensor.shape, compressors=None)
+        array[:] = tensor.numpy()
+    return lambda: [group[key][:] for key in plain]
+
+
+def _s3fs(plain: dict[str, torch.Tensor]) -> Callable[[], object]:
+    """Return a fetch of our own files, whole and unchecked."""
     from s3fs import S3FileSystem
-    from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
     files = S3FileSystem(endpoint_url=os.environ["AWS_ENDPOINT_URL"], use_listings_cache=False)
-    plain = {key: shard.data for key, shard in whole.items()}
+    return lambda: [files.cat_file(name) for name in files.find(URL) if name.endswith("of-00001.safetensors")]
+
+
+def _dcp(plain: dict[str, torch.Tensor]) -> Callable[[], object]:
+    """Return a load of what DCP has saved itself, unchecked."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+
     dcp.save(plain, storage_writer=FsspecWriter(f"{URL}-dcp", sync_files=False), no_dist=True)
     filled = {key: torch.zeros_like(value) for key, value in plain.items()}
-    own = [_seconds(lambda: st.load(target, URL, donate=True)) for _ in range(rounds)]
-    others: dict[str, Callable[[], object]] = {
-        "DCP, FsspecReader": lambda: dcp.load(filled, storage_reader=FsspecReader(f"{URL}-dcp"), no_dist=True),
-        "s3fs, cat_file": lambda: [files.cat_file(name) for name in files.find(URL) if name.endswith(".safetensors")],
-    }
-    for name, other in others.items():
-        other()
-        times = [_seconds(other) for _ in range(rounds)]
-        figure = median(mine / its for mine, its in zip(own, times, strict=True))
-        yield Bar("load, checked, 50 ms", name, median(own), median(times), figure, None)
+    return lambda: dcp.load(filled, storage_reader=FsspecReader(f"{URL}-dcp"), no_dist=True)
+
+
+def _data_files() -> list[str]:
+    return [name for name in object_storage(URL).entries() if name.endswith("of-00001.safetensors")]  # type: ignore[attr-defined]
 
 
 def _raw_put(tensors: Sequence[torch.Tensor]) -> None:

@@ -264,7 +264,7 @@ class ObjectStorage:
 
     def mark(self, name: str, data: bytes) -> bool:
         """Create a small file, and return whether the store honours conditions; see `Conditional`."""
-        store = self.url.split("/")[2]
+        store = "/".join(self.url.split("/")[:3])
         try:
             self._put(name, data, "create")
         except OutcomeUnknown:  # an earlier call has left one, which names another process, or no answer came

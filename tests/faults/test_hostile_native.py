@@ -361,7 +361,7 @@ def busy(seconds: float) -> None:
         pass
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_measures_catch_what_is_slow_and_what_is_large(sound: Path) -> None:
     """The planted faults."""
     assert measured(lambda: busy(MOST_SECONDS))[1] > MOST_SECONDS

@@ -26,7 +26,7 @@ def run(folder: Path, *jobs: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_gpt_saved_on_2_processes_is_loaded_on_1_2_and_4(tmp_path: Path) -> None:
     """In our format, in Megatron-Core's by ours and by its own code."""
     saves = "2,save:safetensors,save:torch_dist,load theirs:torch_dist,save theirs:theirs"

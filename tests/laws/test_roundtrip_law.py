@@ -112,7 +112,7 @@ def test_files_do_what_memory_does(data: st.DataObject, tmp_path_factory: pytest
     )
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("save_ranks", "load_ranks"), [(1, 64), (64, 1), (64, 48)])
 def test_64_ranks_reshard(save_ranks: int, load_ranks: int, tmp_path: Path) -> None:
     shape = (64, 48 * 64)

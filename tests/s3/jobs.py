@@ -14,7 +14,7 @@ from shardtree.storage import _object_store, object_storage
 
 ROOT = "s3://bucket/runs"
 ROWS = 300
-_object_store._PART_BYTES = 16 * 1024  # so that files of a few KiB go in parts
+PART_BYTES = 16 * 1024  # so that files of a few KiB go in parts
 
 
 def place(path: str = "") -> Any:
@@ -53,13 +53,23 @@ def convert(_: int) -> None:
     st.convert(place(), place("there"), backend="safetensors")
 
 
-JOBS = {"save": save, "remove": remove, "save_step": save_step, "convert": convert}
+def remove_first(value: int) -> None:
+    """A planted fault: the old save's files go before the new one counts."""
+    storage = place()
+    for name in storage.entries():
+        if name.startswith("save-"):
+            storage.remove(name)
+    save(value)
+
+
+JOBS = {"save": save, "remove": remove, "save_step": save_step, "convert": convert, "remove_first": remove_first}
 
 
 def run(job: str, value: int, url: str) -> None:
     """Run a job in a new process; it exits with 1 where the job fails in a way that it may."""
     os.environ["AWS_ENDPOINT_URL"] = url
     torch.set_num_threads(1)
+    _object_store._PART_BYTES = PART_BYTES
     try:
         JOBS[job](value)
     except st.errors.CheckpointingException:

@@ -192,6 +192,45 @@ def test_what_is_fetched_is_what_a_local_load_reads(data: some.DataObject) -> No
         assert server.store.uploads == {}
 
 
+def without_the_last(stored: Any, begin: int, strided: Any, row: int, memory: Any) -> int:
+    return 0 if row == strided.file.size - 1 else copy_piece(stored, begin, strided, row, memory)
+
+
+def cut_one_byte_late(begin: Any, end: Any) -> Any:
+    row, low, high = cells(begin, end)
+    return row, np.where(low > begin[row], low + 1, low), high
+
+
+copy_piece, cells = _ranged_fetch.copy_piece, _requests._cells
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "fault"),
+    [(_ranged_fetch, "copy_piece", without_the_last), (_requests, "_cells", cut_one_byte_late)],
+)
+def test_the_law_of_planned_reads_catches(
+    server: Server, monkeypatch: pytest.MonkeyPatch, module: Any, name: str, fault: Any
+) -> None:
+    monkeypatch.setattr(_requests, "REQUEST_BYTES", 2**18)
+    whole = torch.randint(1, 255, (20_000, 32), dtype=torch.uint8)  # no byte is as new memory is
+    st.save({"w": st.ShardedTensor.from_rank_offsets("w", whole)}, at())
+    options = st.LoadOptions(verify=None)
+
+    def found() -> dict[str, Any]:
+        # Into memory that is known to be zero: memory that was used before may have what is expected.
+        columns = st.ShardedTensor.from_rank_offsets("w", torch.zeros(20_000, 16, dtype=whole.dtype), (1, 1, 2))
+        both = {"rows": st.ShardedTensor.from_rank_offsets("w", torch.zeros_like(whole)), "columns": columns}
+        return st.load(both, at(), validate_access_integrity=False, donate=True, options=options)
+
+    assert torch.equal(found()["rows"], whole) and torch.equal(found()["columns"], whole[:, 16:])
+    monkeypatch.setattr(module, name, fault)
+    try:
+        loaded_wrong = found()
+    except Exception:
+        return  # told rather than wrong
+    assert not (torch.equal(loaded_wrong["rows"], whole) and torch.equal(loaded_wrong["columns"], whole[:, 16:]))
+
+
 # -- faults on the way
 
 

@@ -30,7 +30,7 @@ from tests.faults.sampling import EXHAUSTIVE, sample, usually
 from tests.testing.legacy_zarr import write_legacy
 
 FORMATS = sorted({(backend, version) for _, backend, version in default_strategies})
-SOME_FORMATS = [pytest.param(each, marks=() if each in sample(FORMATS, 5) else EXHAUSTIVE) for each in FORMATS]
+SOME_FORMATS = [pytest.param(each, marks=() if each in sample(FORMATS, 3) else EXHAUSTIVE) for each in FORMATS]
 WRITERS = {("zarr", 1): write_legacy}
 NATIVE, HUGGING_FACE = ("safetensors", 1), ("huggingface", 1)
 Save, Load, Common, Metadata = (
@@ -440,7 +440,7 @@ def caught(name: tuple[str, int], action: StrategyAction, fault: Fault, promise:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", usually(list(FAULTS), 8))
+@pytest.mark.parametrize("name", usually(list(FAULTS), 5))
 def test_it_catches_a_backend_that(name: str) -> None:
     action, fault, promise, said = FAULTS[name]
     text = caught(NATIVE, action, fault, promise)

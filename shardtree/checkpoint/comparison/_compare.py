@@ -15,7 +15,7 @@ from ...storage import Directory
 from ...strategies import LoadOptions, Strategies
 from ...trees import Difference, Record, diff, map_shards
 from .._lazy_tree import OpenCheckpoint, open_checkpoint
-from ._values import GROUP_BYTES, BoxReader, ValueDifference, value_difference
+from ._values import BoxReader, ValueDifference, group_bytes, value_difference
 
 MOST_BYTES = 64 * 1024 * 1024
 
@@ -127,7 +127,8 @@ def _value_differences(
     keys: Sequence[str], left: BoxReader, right: BoxReader, most_bytes: int, progress: Callable[[int], None]
 ) -> Iterator[ValueDifference]:
     pairs = ((key, left.whole(key), right.whole(key)) for key in keys)
-    for group in grouped(pairs, lambda pair: pair[1].nbytes, GROUP_BYTES):
+    most_together = max(group_bytes(left), group_bytes(right))
+    for group in grouped(pairs, lambda pair: pair[1].nbytes, most_together):
         # Small tensors are read together: planning each read by itself would take longer than the reads.
         left.expect(fetch for _, lazy, _ in group for fetch in lazy.fetches)
         right.expect(fetch for _, _, lazy in group for fetch in lazy.fetches)

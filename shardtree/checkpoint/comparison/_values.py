@@ -16,6 +16,7 @@ from ...codec import row_major_bits
 from ...lazy import Fetch, LazyTensor, stored
 from ...mapping import ShardedTensor
 from ...plans import grouped
+from ...storage import Ranged
 from ...strategies import StrategyAction
 from .._dispatch import sharded_backend, strategy_of
 from .._lazy_tree import OpenCheckpoint
@@ -210,8 +211,19 @@ def _largest_of_integers(left: Any, right: Any) -> int:
 TensorBox = tuple[str, tuple[int, ...], tuple[int, ...]]
 """A tensor's key, and offset and shape of a box of it."""
 
-GROUP_BYTES = 8 * 1024 * 1024
-_SMALL_BYTES = GROUP_BYTES // 32  # larger ones gain nothing from being read together
+_GROUP_BYTES = 8 * 1024 * 1024
+_REMOTE_GROUP_BYTES = 8 * _GROUP_BYTES
+
+
+def group_bytes(reader: BoxReader) -> int:
+    """Return how many bytes of small boxes are read together: more of them where each read is a request."""
+    return _REMOTE_GROUP_BYTES if isinstance(reader.opened.checkpoint.storage, Ranged) else _GROUP_BYTES
+
+
+def _small_bytes(reader: BoxReader) -> int:
+    # Larger ones gain nothing from being read together.
+    most = group_bytes(reader)
+    return most // 4 if most == _REMOTE_GROUP_BYTES else most // 32
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -230,8 +242,9 @@ class BoxReader:
         """Announce boxes that will be read, and forget what was announced before; nothing is read yet."""
         self._group_of.clear()
         self._read_ahead.clear()
-        small = dict.fromkeys(fetch for fetch in fetches if fetch.nbytes <= _SMALL_BYTES)
-        for group in grouped(small, lambda fetch: fetch.nbytes, GROUP_BYTES):
+        most = _small_bytes(self)
+        small = dict.fromkeys(fetch for fetch in fetches if fetch.nbytes <= most)
+        for group in grouped(small, lambda fetch: fetch.nbytes, group_bytes(self)):
             boxes = tuple((str(fetch.name), fetch.offset, fetch.shape) for fetch in group)
             self._group_of.update(dict.fromkeys(boxes, boxes))
 

@@ -20,7 +20,7 @@ from ...trees import HOLE, Difference, without_holes
 from .._fingerprint import in_usual_threads
 from .._lazy_tree import OpenCheckpoint
 from ..comparison._compare import plain_difference
-from ..comparison._values import GROUP_BYTES, BoxReader, ValueDifference, value_difference
+from ..comparison._values import BoxReader, ValueDifference, group_bytes, value_difference
 from ._plan import Plan
 from ._source import StoredObject, expect_tensors
 
@@ -104,7 +104,8 @@ def check_written(written: OpenCheckpoint, plan: Plan, most_bytes: int, progress
 def _value_differences(
     reader: FingerprintReader, plan: Plan, most_bytes: int, progress: Callable[[int], None]
 ) -> Iterator[ValueDifference]:
-    for group in grouped(plan.tensors, lambda shard: shard.data.nbytes, GROUP_BYTES):
+    most_together = max(group_bytes(plan.reader), group_bytes(reader.reader))
+    for group in grouped(plan.tensors, lambda shard: shard.data.nbytes, most_together):
         boxes = [_box(reader, shard) for shard in group]
         expect_tensors(plan.reader, group)
         reader.reader.expect(fetch for box in boxes for fetch in box.fetches)
