@@ -201,7 +201,7 @@ def _s3fs(plain: dict[str, torch.Tensor]) -> Callable[[], object]:
     from s3fs import S3FileSystem
 
     files = S3FileSystem(endpoint_url=os.environ["AWS_ENDPOINT_URL"], use_listings_cache=False)
-    return lambda: [files.cat_file(name) for name in files.find(URL) if name.endswith("of-00001.safetensors")]
+    return lambda: [files.cat_file(name) for name in files.find(URL) if "-of-00001" in name]
 
 
 def _dcp(plain: dict[str, torch.Tensor]) -> Callable[[], object]:
@@ -215,7 +215,7 @@ def _dcp(plain: dict[str, torch.Tensor]) -> Callable[[], object]:
 
 
 def _data_files() -> list[str]:
-    return [name for name in object_storage(URL).entries() if name.endswith("of-00001.safetensors")]  # type: ignore[attr-defined]
+    return [name for name in object_storage(URL).entries() if "-of-00001" in name]  # type: ignore[attr-defined]
 
 
 def _raw_put(tensors: Sequence[torch.Tensor]) -> None:
