@@ -130,9 +130,10 @@ def fetch_ranged(
     run = partial(_run, storage, checks, views, memories)
     done = _in_flight(run, requests, sums, progress)
     # Once more before it is called damage: what came over a network may differ from what the store holds.
-    again = [each for each in requests if _touches(each, _wrong(checks[each.file], sums[each.file]))]
-    for number, check in checks.items():
-        for begin, end in _wrong(check, sums[number]):
+    wrong = {number: _wrong(check, sums[number]) for number, check in checks.items()}
+    again = [each for each in requests if _touches(each, wrong[each.file])]
+    for number, spans in wrong.items():
+        for begin, end in spans:
             sums[number] = _without(sums[number], begin, end)
     _in_flight(run, again, sums, lambda _: None)
     for number, check in checks.items():
@@ -186,10 +187,11 @@ def _sums(check: Checks, data: Buffer, request: Request) -> Sums:
             found.blocks[number] = block_hash(data[at : at + BLOCK_BYTES])
     stretches = check.file.stretches
     if stretches is not None:
-        for number in check.stretches:
-            low, high = max(int(stretches.begin[number]), begin), min(int(stretches.end[number]), request.own_end)
-            if low < high:
-                found.parts[low] = (high, crc32(data[low - begin : high - begin]))
+        lows = np.maximum(stretches.begin[check.stretches], begin)
+        highs = np.minimum(stretches.end[check.stretches], request.own_end)
+        rows = lows < highs
+        for low, high in zip(lows[rows].tolist(), highs[rows].tolist(), strict=True):
+            found.parts[low] = (high, crc32(data[low - begin : high - begin]))
     return found
 
 

@@ -77,13 +77,17 @@ def requests_of(plan: LoadPlan, wanted: Mapping[int, Wanted]) -> list[Request]:
         [(0, 262144), (5000000, 5000100)]
     """
     runs, pieces = _cut_runs(plan.runs), _cut_pieces(plan.strided)
+    pieces = _rows(pieces, np.argsort(pieces.file, kind="stable"))  # runs are sorted already
     return [
         request
         for number in np.union1d(runs.file, pieces.file).tolist()
-        for request in _of_file(
-            number, _rows(runs, runs.file == number), _rows(pieces, pieces.file == number), wanted.get(number)
-        )
+        for request in _of_file(number, _part(runs, number), _part(pieces, number), wanted.get(number))
     ]
+
+
+def _part(columns: Any, number: int) -> Any:
+    """Return the rows of one file."""
+    return _rows(columns, slice(*np.searchsorted(columns.file, [number, number + 1]).tolist()))
 
 
 def _of_file(number: int, runs: Runs, pieces: Strided, wanted: Wanted | None) -> list[Request]:
