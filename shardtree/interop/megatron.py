@@ -19,7 +19,7 @@ from ..mapping import (
     ShardedTensor,
     ShardedTensorFactory,
 )
-from ..trees import apply_factories, apply_factory_merges, map_shards, shard_leaves
+from ..trees import apply_factories, apply_factory_merges, flatten_with_paths, map_shards
 
 # Recognising Megatron-Core's leaves.
 
@@ -165,7 +165,7 @@ def from_megatron(tree: Any) -> Any:
     References:
         megatron.core.dist_checkpointing.mapping, megatron-core 0.6 to 0.16.1.
     """
-    pairs, rebuild = shard_leaves(tree)
+    pairs, rebuild = flatten_with_paths(tree)
     return rebuild([_from_leaf(leaf, path) for path, leaf in pairs])
 
 
@@ -251,7 +251,7 @@ def to_megatron(tree: Any, *, mapping: Any = None) -> Any:
         megatron.core.dist_checkpointing.mapping, megatron-core 0.16.1.
     """
     classes = _installed() if mapping is None else mapping
-    pairs, rebuild = shard_leaves(tree)
+    pairs, rebuild = flatten_with_paths(tree)
     return rebuild([_to_leaf(classes, tree, path, leaf) for path, leaf in pairs])
 
 

@@ -23,12 +23,12 @@ from ..trees import (
     common_with_holes,
     comparable,
     empty_data,
+    flatten_with_paths,
     leaves_with_paths,
     map_shards,
     merge,
     prune,
     refuse_dtensors,
-    shard_leaves,
 )
 from ._columns import BoxColumns, ShardColumns, select_rows, shard_boxes, shard_columns
 from ._coverage import RankTrees, trees_by_rank
@@ -200,7 +200,7 @@ def unshard(trees: RankTrees, *, rules: Mapping[str, ObjectRule] | None = None) 
 
 
 def _flatten(tree: Any) -> _RankTree:
-    pairs, rebuild = shard_leaves(tree)
+    pairs, rebuild = flatten_with_paths(tree)
     built = [apply_factories(leaf) for _, leaf in pairs]
     leaves = [leaf for part in built for _, leaf in leaves_with_paths(part)]
     slots = [
@@ -248,7 +248,7 @@ def _joined(trees: Iterable[Any]) -> Any:
     whole: Any = HOLE
     known: dict[TreePath, Any] = {}
     for tree in trees:
-        pairs, rebuild = shard_leaves(tree)
+        pairs, rebuild = flatten_with_paths(tree)
         _check_same(known, pairs)
         # Merging refuses a place that two trees fill, and replicated tensors and plain values are on many ranks.
         new = [leaf if path not in known else HOLE for path, leaf in pairs]

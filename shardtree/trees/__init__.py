@@ -11,7 +11,7 @@ from ._edit import as_integers, cast, empty_data, join_data, narrow, prefix, ren
 from ._factories import apply_factories, apply_factory_merges, build_factories, extract_metadata
 from ._join import Record, common_with_holes, comparable, is_hollow, join, left_out, without_holes
 from ._key_patterns import check_stars, fill_key, key_expression, match_key, match_keys, stars
-from ._maps import leaves_with_paths, map_data, map_shards, path_key, shard_leaves
+from ._maps import flatten_with_paths, leaves_with_paths, map_data, map_shards, path_key, shard_leaves
 from ._nodes import HOLE, NAMESPACE, Hole, call_at, namedtuple_types
 from ._partition import combine, extract_nonpersistent, extract_sharded, merge, partition, prune, select
 from ._registry import register_nodes, with_data
@@ -35,6 +35,7 @@ __all__ = [
     "extract_metadata",
     "extract_nonpersistent",
     "extract_sharded",
+    "flatten_with_paths",
     "leaves_with_paths",
     "map_data",
     "map_shards",

@@ -8,7 +8,7 @@ from typing import Any, TypeVar, overload
 import optree
 
 from ..errors import TreeError, TreePath, error_text, plural
-from ..mapping import ShardedTensor, ShardedTensorFactory
+from ..mapping import ShardedBase, ShardedTensor, ShardedTensorFactory
 from ._nodes import SameTree, Tree, call_on_leaves, check_function, flatten
 from ._registry import with_data
 
@@ -118,10 +118,24 @@ def leaves_with_paths(tree: Tree) -> list[tuple[TreePath, Any]]:
         >>> leaves_with_paths({"model": [1, None]})
         [(('model', 0), 1), (('model', 1), None)]
     """
-    return shard_leaves(tree)[0]
+    return flatten_with_paths(tree)[0]
 
 
-def shard_leaves(tree: Tree) -> tuple[list[tuple[TreePath, Any]], Callable[[Sequence[Any]], Tree]]:
+def shard_leaves(tree: Tree) -> list[ShardedBase]:
+    """Return a tree's tensor shards, factories and sharded objects, in the order of sorted dict keys.
+
+    Factories aren't built: `apply_factories(tree)` has their shards as leaves.
+
+    Examples:
+        >>> import torch
+        >>> from shardtree.mapping import ShardedTensor
+        >>> shard_leaves({"w": ShardedTensor.from_rank_offsets("w", torch.ones(2)), "step": 3})[0].key
+        'w'
+    """
+    return [leaf for leaf in flatten(tree)[0] if isinstance(leaf, ShardedBase)]
+
+
+def flatten_with_paths(tree: Tree) -> tuple[list[tuple[TreePath, Any]], Callable[[Sequence[Any]], Tree]]:
     """Return a tree's leaves with paths, and the function that makes a tree of this structure from other leaves.
 
     Args:
@@ -135,9 +149,12 @@ def shard_leaves(tree: Tree) -> tuple[list[tuple[TreePath, Any]], Callable[[Sequ
         TreeError: `rebuild` got more or fewer leaves than there are places.
 
     Examples:
-        >>> pairs, rebuild = shard_leaves({"b": 1, "a": (2, 3)})
+        >>> pairs, rebuild = flatten_with_paths({"b": 1, "a": (2, 3)})
         >>> rebuild([leaf * 10 for _, leaf in pairs])
         {'b': 10, 'a': (20, 30)}
+
+    References:
+        jax.tree_util.tree_flatten_with_path.
     """
     leaves, spec = flatten(tree)
 

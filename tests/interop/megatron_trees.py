@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from shardtree.mapping import LocalNonpersistentObject, ShardedBase, ShardedTensor, ShardedTensorFactory
 from shardtree.testing import global_states, rank_tree, state_layouts
-from shardtree.trees import map_shards, shard_leaves
+from shardtree.trees import flatten_with_paths, map_shards
 from tests.trees.samples import KEYS, Config, leaves, outline
 
 OPAQUE = ("data", "build_fn", "merge_fn")
@@ -33,7 +33,7 @@ def seen(leaf: Any, opaque: tuple[str, ...] = OPAQUE) -> Any:
 
 def view(tree: Any, opaque: tuple[str, ...] = OPAQUE) -> Any:
     """Return a tree as what `==` compares: its containers with their order, and each leaf at its path."""
-    pairs, rebuild = shard_leaves(tree)
+    pairs, rebuild = flatten_with_paths(tree)
     return outline(rebuild([None] * len(pairs))), [(path, seen(leaf, opaque)) for path, leaf in pairs]
 
 

@@ -165,7 +165,7 @@ def test_every_function_of_a_tree_is_held_to_this() -> None:
     of_trees = {name for name in dir(trees) if name in dir(st) and first_parameter(getattr(trees, name)) == "tree"}
     kinds = ("tree", "shard")
     of_flat = {name for name in dir(transforms) if first_parameter(getattr(transforms, name)) in kinds}
-    assert of_trees - {"leaves_with_paths", "shard_leaves"} <= OF_TREES.keys()
+    assert of_trees - {"flatten_with_paths", "leaves_with_paths", "shard_leaves"} <= OF_TREES.keys()
     assert of_flat <= FLAT.keys()
 
 

@@ -132,7 +132,7 @@ def raising(function: Callable[..., Any]) -> Callable[..., str]:
 
 
 def rebuilt(tree: Any) -> Any:
-    pairs, rebuild = trees.shard_leaves(tree)
+    pairs, rebuild = trees.flatten_with_paths(tree)
     return rebuild([leaf for _, leaf in pairs])
 
 
@@ -248,7 +248,8 @@ CALLS: dict[str, Call] = {
     "trees.namedtuple_types": (trees.namedtuple_types, {**TREE, "o": OptState(WEIGHT, [3])}),
     "trees.partition": (trees.partition, TREE, lambda leaf: leaf is None),
     "trees.leaves_with_paths": (trees.leaves_with_paths, TREE),
-    "trees.shard_leaves": (rebuilt, TREE),
+    "trees.flatten_with_paths": (rebuilt, TREE),
+    "trees.shard_leaves": (trees.shard_leaves, TREE),
     "trees.select": (trees.select, TREE, "model.*"),
     "layouts.Mesh.on_ranks": (MESH.on_ranks, range(4, 8)),
     "layouts.Mesh.coordinates": (MESH.coordinates, 3),

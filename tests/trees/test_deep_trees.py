@@ -74,6 +74,7 @@ CALLS: dict[str, Call] = {
     "select": lambda deep: st.select(deep, "w"),
     "shard": lambda deep: st.shard(deep, MESH, SPEC),
     "shard_at": lambda deep: st.shard_at(deep, MESH, SPEC, 0),
+    "flatten_with_paths": st.trees.flatten_with_paths,
     "shard_leaves": st.trees.shard_leaves,
     "sharded_params_by_name": lambda deep: st.optim.sharded_params_by_name({"m": deep}),
     "sharding_state_to_optim_state": lambda deep: st.optim.sharding_state_to_optim_state(

@@ -14,7 +14,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from shardtree.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
-from shardtree.trees import Difference, diff, leaves_with_paths, map_data, map_shards, shard_leaves
+from shardtree.trees import Difference, diff, flatten_with_paths, leaves_with_paths, map_data, map_shards
 from tests.trees.samples import Config, Pair, assert_caught, halves, join_halves, trees
 
 W = ShardedTensor.from_rank_offsets("w", torch.arange(4.0))
@@ -43,7 +43,7 @@ def test_a_copy_doesnt_differ_catches_identity() -> None:
 
 
 def finds_the_change(diff_: Diff, tree: Any, index: int) -> None:
-    pairs, rebuild = shard_leaves(tree)
+    pairs, rebuild = flatten_with_paths(tree)
     assume(pairs)
     place = index % len(pairs)
     changed = rebuild([CHANGED if i == place else leaf for i, (_, leaf) in enumerate(pairs)])

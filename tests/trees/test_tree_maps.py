@@ -13,8 +13,8 @@ import torch
 from hypothesis import given
 
 from shardtree.errors import ShapeError, TreeError
-from shardtree.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
-from shardtree.trees import NAMESPACE, leaves_with_paths, map_data, map_shards, shard_leaves
+from shardtree.mapping import LocalNonpersistentObject, ShardedBase, ShardedObject, ShardedTensor, ShardedTensorFactory
+from shardtree.trees import NAMESPACE, flatten_with_paths, leaves_with_paths, map_data, map_shards, shard_leaves
 from tests.trees.samples import Config, Pair, assert_caught, at, halves, join_halves, outline, trees
 
 W = ShardedTensor.from_rank_offsets("w", torch.arange(4.0), (0, 1, 2))
@@ -161,11 +161,18 @@ def test_two_trees_of_shards_with_other_metadata_dont_map_through() -> None:
 
 
 def test_a_rebuild_needs_as_many_leaves() -> None:
-    pairs, rebuild = shard_leaves({"b": W, "a": (None, 1)})
+    pairs, rebuild = flatten_with_paths({"b": W, "a": (None, 1)})
     assert pairs == [(("a", 0), None), (("a", 1), 1), (("b",), W)]
     assert rebuild(range(3)) == {"b": 2, "a": (0, 1)}
     with pytest.raises(TreeError, match="found 2, expected 3"):
         rebuild([1, 2])
+
+
+@given(trees())
+def test_shard_leaves_are_the_leaves_that_are_shards(tree: Any) -> None:
+    expected = [leaf for _, leaf in leaves_with_paths(tree) if isinstance(leaf, ShardedBase)]
+    assert list(map(id, shard_leaves(tree))) == list(map(id, expected))
+    assert shard_leaves({"b": W, "a": [None, 1]}) == [W]
 
 
 @given(trees())

@@ -21,6 +21,7 @@ from shardtree.trees import (
     check_stars,
     combine,
     extract_metadata,
+    flatten_with_paths,
     join,
     key_expression,
     map_data,
@@ -32,7 +33,6 @@ from shardtree.trees import (
     refuse_hidden,
     refuse_too_deep,
     rename,
-    shard_leaves,
 )
 from tests.trees.messages import read_messages, said
 from tests.trees.samples import halves, join_halves
@@ -95,7 +95,7 @@ CALLS: dict[str, Callable[[], Any]] = {
         [W, replace(W, dtype=torch.int8, data=None), replace(RNG, global_shape=(3,)), RNG]
     ),
     "metadata: a tensor and an object": lambda: extract_metadata([replace(W, key=RNG.unique_key), RNG]),
-    "rebuild": lambda: shard_leaves([1, 2])[1]([1]),
+    "rebuild": lambda: flatten_with_paths([1, 2])[1]([1]),
 }
 
 

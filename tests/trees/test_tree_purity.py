@@ -29,6 +29,7 @@ from shardtree.trees import (
     extract_metadata,
     extract_nonpersistent,
     extract_sharded,
+    flatten_with_paths,
     is_hollow,
     join,
     leaves_with_paths,
@@ -82,8 +83,11 @@ NEW: dict[str, Of] = {
     "common_with_holes": common_with_holes,
     "without_holes": without_holes,
     "extract_metadata": extract_metadata,
-    "shard_leaves": lambda tree: (lambda pairs, rebuild: rebuild([leaf for _, leaf in pairs]))(*shard_leaves(tree)),
+    "flatten_with_paths": lambda tree: (lambda pairs, rebuild: rebuild([leaf for _, leaf in pairs]))(
+        *flatten_with_paths(tree)
+    ),
     "leaves_with_paths": leaves_with_paths,
+    "shard_leaves": shard_leaves,
     "with_data": lambda tree: map_shards(lambda leaf: with_data(leaf, None) if is_boxed(leaf) else leaf, tree),
     "diff": lambda tree: diff(tree, map_shards(lambda leaf: leaf, tree)),
 }

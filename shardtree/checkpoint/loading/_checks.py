@@ -36,7 +36,7 @@ from ...strategies import (
     old_unique_key,
 )
 from ...strategies.index import IndexMetadata
-from ...trees import HOLE, join, leaves_with_paths, left_out, path_key, refuse_too_deep, shard_leaves
+from ...trees import HOLE, join, leaves_with_paths, left_out, path_key, refuse_too_deep
 from ...world import step
 from .._dispatch import Choice, backend_of, common_backend, sharded_backend
 from .._open import Metadata, stored_kinds
@@ -247,7 +247,7 @@ def in_common_state(problems: Sequence[P], target: Target, common_of: CommonOf) 
         found = {path_key(path): path for path in plain}
     except (CheckpointingException, ValueError):  # ValueError: an integer of more digits than Python converts to text
         return tuple(problems)
-    pairs = shard_leaves(target.rebuild(target.leaves))[0] if plain else []
+    pairs = leaves_with_paths(target.rebuild(target.leaves)) if plain else []
     found |= {leaf.key: path for path, leaf in pairs if isinstance(leaf, ShardedTensor) and path in plain}
     return tuple(_in_common_state(problem, found) for problem in problems)
 

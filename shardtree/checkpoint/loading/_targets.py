@@ -18,13 +18,13 @@ from ...trees import (
     apply_factories,
     build_factories,
     check_is_tree,
+    flatten_with_paths,
     leaves_with_paths,
     map_shards,
     namedtuple_types,
     refuse_dtensors,
     refuse_hidden,
     refuse_too_deep,
-    shard_leaves,
     with_data,
 )
 
@@ -267,10 +267,10 @@ def take_apart(tree: Any) -> Target:
     with refuse_too_deep("load"):
         built = tree
         merge: Callable[[Any], Any] = _unmerged
-        pairs, rebuild = shard_leaves(tree)
+        pairs, rebuild = flatten_with_paths(tree)
         if any(issubclass(kind, ShardedTensorFactory) for kind in {type(leaf) for _, leaf in pairs}):
             built, merge = build_factories(tree)
-            pairs, rebuild = shard_leaves(built)
+            pairs, rebuild = flatten_with_paths(built)
         types = namedtuple_types(built)
     others = [pair for pair in pairs if type(pair[1]) is not ShardedTensor]
     refuse_hidden("load", others)
@@ -293,7 +293,7 @@ def without_unexpected(target: Target, tree: Any, unexpected: set[str]) -> Targe
     """
     if not unexpected:
         return target
-    lacking = ((path, leaf, _keys(leaf) & unexpected) for path, leaf in shard_leaves(tree)[0])
+    lacking = ((path, leaf, _keys(leaf) & unexpected) for path, leaf in leaves_with_paths(tree))
     partly = [
         f"{leaf.key!r} at {render_path(path)} lacks {', '.join(map(repr, sorted(keys)))}"
         for path, leaf, keys in lacking

@@ -12,7 +12,7 @@ from ...errors import ShapeError, TreeError, TreePath, UnsupportedValue, error_t
 from ...layouts import KeyFunction, Mesh, ShardColumns, TensorKind, join_columns, rank_leaf
 from ...layouts.meshes import Placement, placed_columns
 from ...mapping import ShardedBase, ShardedTensor, ShardedTensorFactory
-from ...trees import HOLE, Hole, join, leaves_with_paths, path_key, select, shard_leaves, without_holes
+from ...trees import HOLE, Hole, flatten_with_paths, join, leaves_with_paths, path_key, select, without_holes
 from ._placed import Parts, PlacedTensor, ReadOptions, Strided, all_parts, is_dtensor, placed_tensors
 
 # DTensors to shards.
@@ -60,7 +60,7 @@ def from_dtensors(
     parts = all_parts()
     reading = ReadOptions(key, within, strided, replicated)
     shards = {each.path: _shard(each, parts) for each in placed_tensors(tree, reading, parts)}
-    pairs, rebuild = shard_leaves(tree)
+    pairs, rebuild = flatten_with_paths(tree)
     built = rebuild([shards.get(path, leaf) for path, leaf in pairs])
     return without_holes(built) if any(shard is HOLE for shard in shards.values()) else built
 
@@ -113,7 +113,7 @@ def to_dtensors(tree: Any, like: Any) -> Any:
         {'step': 3}
     """
     wanted = {path: leaf for path, leaf in leaves_with_paths(like) if is_dtensor(leaf)}
-    pairs, rebuild = shard_leaves(tree)
+    pairs, rebuild = flatten_with_paths(tree)
     # A DTensor on a mesh without this rank has no elements here: there is nothing to load, so it is taken from `like`.
     absent = {path for path, leaf in wanted.items() if leaf.device_mesh.get_coordinate() is None}
     lacking = wanted.keys() - {path for path, _ in pairs}

@@ -12,7 +12,7 @@ from ...errors import IntegrityError, MetadataError, TreeError, TreePath, error_
 from ...lazy import LazyTensor
 from ...mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from ...mapping._tensor import SHAPE_FIX, without_shape
-from ...trees import call_at, diff, path_key, refuse_dtensors, shard_leaves
+from ...trees import call_at, diff, flatten_with_paths, path_key, refuse_dtensors
 from .._columns import TensorKind
 from ._columns import Placement
 from ._mesh import Mesh
@@ -142,7 +142,7 @@ def placed_leaves(
     """
     # A mapping that isn't a dict would be a leaf.
     tree = dict(tree) if isinstance(tree, Mapping) and not isinstance(tree, dict) else tree
-    pairs, rebuild = shard_leaves(tree)
+    pairs, rebuild = flatten_with_paths(tree)
     _check_leaves(pairs)
     tensors = keyed_tensors("shard", pairs, key)
     named = [(path, tensors.get(path, leaf)) for path, leaf in pairs]

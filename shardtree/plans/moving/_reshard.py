@@ -23,13 +23,13 @@ from ...trees import (
     check_is_tree,
     common_with_holes,
     comparable,
+    flatten_with_paths,
     join,
     leaves_with_paths,
     map_shards,
     refuse_dtensors,
     refuse_hidden,
     refuse_too_deep,
-    shard_leaves,
     with_data,
 )
 from ..resharding import ReshardPlan, plan_reshard
@@ -165,7 +165,7 @@ def take_target(tree: Any, doing: str = "reshard") -> TargetTree:
     with refuse_too_deep(doing):
         factories = {path for path, leaf in leaves_with_paths(tree) if isinstance(leaf, ShardedTensorFactory)}
         built, merge = build_factories(map_shards(_keep_factory, tree))
-        pairs, rebuild = shard_leaves(built)
+        pairs, rebuild = flatten_with_paths(built)
     refuse_hidden(doing, pairs)
     refuse_dtensors(doing, pairs)
     inner = tuple(any(path[:length] in factories for length in range(len(path) + 1)) for path, _ in pairs)
