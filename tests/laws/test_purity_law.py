@@ -412,6 +412,8 @@ CALLS: dict[str, Call] = {
     "plans.ReshardPlan.check": (plans.ReshardPlan.check, RESHARD),
     "plans.ReshardPlan.explain": (plans.ReshardPlan.explain, RESHARD, "w"),
     "plans.ReshardPlan.inverse": (plans.ReshardPlan.inverse, RESHARD),
+    "plans.ReshardPlan.to_json": (plans.ReshardPlan.to_json, RESHARD),
+    "plans.ReshardPlan.from_json": (plans.ReshardPlan.from_json, RESHARD.to_json()),
     "plans.reshard": (plans.reshard, [{"w": whole("w"), "g": FACTORY, "local": LOCAL, "step": 3}], [{"w": whole("w")}]),
     "plans.take_source": (plans.take_source, TREE),
     "plans.take_target": (plans.take_target, TREE),

@@ -14,6 +14,7 @@ from ...layouts import Problem, RankTrees, ShardColumns, tree_columns, trees_by_
 from ...trees import apply_factories
 from .._text import size_text
 from ._check import check_held, check_kinds, check_mains, check_sizes, transfer_problems
+from ._document import Parts, plan_parts, plan_text
 from ._pieces import (
     cut_pieces,
     find_places,
@@ -186,6 +187,31 @@ class ReshardPlan:
         heading = f"{counts}: {moved} move (at least {least} must), {kept} stay"
         table = totals_table(self.sent, self.received, self.kept)
         return "\n".join([heading, *table, *link_lines(self.links), *cast_lines(self.casts.values())])
+
+    def to_json(self) -> str:
+        """Return the plan as JSON text, for another process or program to execute; `from_json` reads it.
+
+        docs/resharding.md describes the document. A field of it never changes its meaning: one that must is a new
+        version.
+
+        Examples:
+            >>> import torch, shardtree as st
+            >>> whole = st.ShardedTensor.from_rank_offsets("w", torch.zeros(4))
+            >>> plan = plan_reshard({0: [whole]}, {1: [whole]})
+            >>> ReshardPlan.from_json(plan.to_json()).links
+            {(0, 1): 16}
+        """
+        return plan_text(Parts(self.source, self.target, self.transfers, self.names))
+
+    @classmethod
+    def from_json(cls, text: str) -> ReshardPlan:
+        """Return the plan that `to_json` wrote; it is checked as by `check`.
+
+        Raises:
+            MetadataError: it isn't the text of a plan of this version, or the plan doesn't fill its target.
+            ShapeError: a side has 2**62 bytes or more.
+        """
+        return cls(*plan_parts(text))
 
     def inverse(self) -> ReshardPlan:
         """Return the plan for the way back, from the target's layout into the source's; what is cast is cast back.
