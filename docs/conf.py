@@ -9,21 +9,34 @@ author = "the shardtree authors"
 copyright = f"2025, {author}"
 version = release = installed_version("shardtree")
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_design",
+]
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
-exclude_patterns = ["_build"]
+templates_path = ["_templates"]
+exclude_patterns = ["_build", "_templates"]
 
 default_role = "code"  # docstrings write names in single backticks
 autodoc_member_order = "bysource"
-autodoc_typehints = "description"
-autodoc_typehints_description_target = "documented"
+autodoc_typehints_format = "short"
 autodoc_class_signature = "separated"
+autodoc_default_options = {"exclude-members": "__new__, __init__"}  # a class's docstring says what it is built from
+autosummary_imported_members = True  # a room's `__all__` says what it holds
+autosummary_ignore_module_all = False
+python_maximum_signature_line_length = 80
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
 
 html_theme = "furo"
 html_title = "shardtree"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sphinx = False

@@ -21,6 +21,8 @@ from ..mapping import (
 )
 from ..trees import apply_factories, apply_factory_merges, flatten_with_paths, map_shards
 
+__all__ = ["from_megatron", "to_megatron"]
+
 # Recognising Megatron-Core's leaves.
 
 # By name and attributes rather than by isinstance: trees of any version are read without importing Megatron-Core. The

@@ -5,3 +5,5 @@ torch.distributed.tensor is imported when a function is called, not before.
 
 from ._convert import dtensor_layout, from_dtensors, to_dtensors
 from ._placed import mesh_of, spec_of
+
+__all__ = ["dtensor_layout", "from_dtensors", "mesh_of", "spec_of", "to_dtensors"]
