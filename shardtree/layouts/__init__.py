@@ -1,6 +1,15 @@
 """Layouts of global tensors over ranks: shards as columns, and whether they tile their tensors."""
 
-from ._columns import BoxColumns, ShardColumns, TensorKind, check_columns, select_rows, shard_boxes, shard_columns
+from ._columns import (
+    BoxColumns,
+    ShardColumns,
+    TensorKind,
+    check_columns,
+    join_agreed,
+    select_rows,
+    shard_boxes,
+    shard_columns,
+)
 from ._coverage import Coverage, RankTrees, coverage, tensor_shards, tree_columns, trees_by_rank
 from ._grid import Grid, chunk_grids
 from ._unshard import unshard
@@ -12,7 +21,6 @@ from .integrity import (
     check_access,
     common_problems,
     doubled_faults,
-    join_agreed,
     join_checked,
     join_columns,
     join_objects,

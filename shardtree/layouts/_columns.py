@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ..errors import IntegrityError, MetadataError, error_text
-from ..geometry import Column, box_column, check_type, flat_boxes, refuse, volumes
+from ..geometry import Column, box_column, check_type, flat_boxes, refuse, volumes, widen
 from ..mapping import ShardedTensor, is_main_replica
 
 _Fields: TypeAlias = tuple[torch.dtype, tuple[int, ...], int]
@@ -210,6 +210,41 @@ def select_rows(columns: ShardColumns, rows: Column) -> ShardColumns:
     """
     names = ("key", "offset", "shape", "start", "stop", "rank", "main")
     return replace(columns, **{name: getattr(columns, name).take(rows, axis=0) for name in names})
+
+
+def join_agreed(parts: Sequence[ShardColumns]) -> ShardColumns:
+    """Return several ranks' columns as one; the caller knows that they agree about their tensors."""
+    if len(parts) == 1:
+        return parts[0]
+    keys, kinds, numbers = _joined_tables({part.keys: part.kinds for part in parts})
+    none = np.zeros(0, dtype=np.int64)
+    axes = max((part.offset.shape[1] for part in parts), default=1)
+    renumbered = [numbers[part.keys][part.key] for part in parts]
+    return ShardColumns(
+        keys=keys,
+        kinds=kinds,
+        key=np.concatenate([*renumbered, none]),
+        offset=np.concatenate([widen(part.offset, axes, 0) for part in parts] or [np.zeros((0, 1), dtype=np.int64)]),
+        shape=np.concatenate([widen(part.shape, axes, 1) for part in parts] or [np.zeros((0, 1), dtype=np.int64)]),
+        start=np.concatenate([*(part.start for part in parts), none]),
+        stop=np.concatenate([*(part.stop for part in parts), none]),
+        rank=np.concatenate([*(part.rank for part in parts), none]),
+        main=np.concatenate([*(part.main for part in parts), np.zeros(0, dtype=np.bool_)]),
+    )
+
+
+def _joined_tables(
+    tables: dict[tuple[str, ...], tuple[TensorKind, ...]],
+) -> tuple[tuple[str, ...], tuple[TensorKind, ...], dict[tuple[str, ...], Column]]:
+    """Return all tables' keys, sorted as those of each are, their kinds, and where each table's keys are among them."""
+    if len(tables) == 1:  # the usual case: all ranks hold shards of the same tensors
+        ((keys, kinds),) = tables.items()
+        return keys, kinds, {keys: np.arange(len(keys))}
+    kind_of = {key: kind for table in tables.items() for key, kind in zip(*table, strict=True)}
+    keys = tuple(sorted(kind_of))
+    number = {key: position for position, key in enumerate(keys)}
+    numbers = {table: np.array([number[key] for key in table], dtype=np.int64) for table in tables}
+    return keys, tuple([kind_of[key] for key in keys]), numbers
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -33,7 +33,7 @@ from shardtree.layouts import (
     sharding_faults,
     sharding_problems,
 )
-from shardtree.layouts.integrity._faults import _sizes
+from shardtree.layouts.integrity._problems import _sizes
 from shardtree.mapping import ShardedObject, ShardedTensor, is_main_replica
 from shardtree.testing import Layout, Piece, cut, layouts, shapes
 from tests.trees.samples import assert_caught

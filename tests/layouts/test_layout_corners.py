@@ -46,7 +46,6 @@ from shardtree.layouts import (
     unshard,
     write_problems,
 )
-from shardtree.layouts.integrity._problems import holder_text
 from shardtree.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from shardtree.objects import held_arrays, reshard_objects
 
@@ -452,9 +451,3 @@ def test_a_part_of_several_boxes_is_told_by_its_key() -> None:
     made = rank_leaf("own", None, torch.float32, part)
     with pytest.raises(ShapeError, match=r"^'own': not the rank's own part"):
         replace(made, data=torch.zeros(3, 6)).build()  # type: ignore[union-attr]
-
-
-def test_holders_are_all_there_are_unless_more_are_counted() -> None:
-    box = (slice(0, 2),)
-    assert holder_text([(1, box, None)]) == "rank 1 [0:2]"
-    assert holder_text([(1, box, None)], 2) == "rank 1 [0:2], and 2 more"

@@ -28,9 +28,8 @@ from ...strategies import (
 )
 from ...world import step
 from .._dispatch import Backends, Choice, strategy_of
-from .._open import recognized
 from ._replace import check_same, clean_up, exchange
-from ._start import end
+from ._start import end, is_recognized
 
 Fields = Mapping[str, Any]
 Writes = tuple[tuple[ShardedTensor, ...], tuple[ShardedObject, ...]]
@@ -149,7 +148,7 @@ def _check_no_other(pending: PendingSave, strategies: Strategies | None) -> None
     """Raise if another checkpoint has appeared since the save began, with metadata.json or without."""
     with _told(pending):
         check_unchanged(pending.storage, pending.before)
-    if pending.before is None and recognized(pending.storage, strategies) is not None:
+    if pending.before is None and is_recognized(pending.storage, strategies):
         fix = "Let only one save at a time go to a folder, and run a request once."
         raise CheckpointReplaced(error_text(f"save: {pending.storage.where()!r} holds a checkpoint by now", fix=fix))
 

@@ -190,14 +190,16 @@ def share_out(
     """
     parts = local.parts
     objects = tuple(item for item in parts.objects if is_main_replica(item.replica_id))
+    tensors = tuple(shard for shard in parts.tensors if is_main_replica(shard.replica_id))
     if not call.describes:
-        tensors = tuple(shard for shard in parts.tensors if is_main_replica(shard.replica_id))
         return (tensors, objects), shard_columns(parts.tensors) if call.world.size == 1 else None
     columns = _checked_columns(call, local, messages)
     problems = replica_problems(columns, np.concatenate(sums)) if sums else ()
     if problems:
         fix = "If each rank has a part of the tensor, cut it in its spec; else copy the main replica to the others."
         raise IntegrityError(error_text("save: replicas differ", offenders=problems, fix=fix))
+    if call.tiling and call.world.size == 1:  # each main replica is the only one, and no other rank could write it
+        return (tensors, objects), columns
     own = np.flatnonzero(columns.rank == call.world.rank)
     # Each rank computes all ranks' shares alike, from the same columns, so that no further exchange is needed.
     writes = level_writes(columns, call.world.size)[own]

@@ -133,7 +133,7 @@ def look(storage: Storage, backends: Backends, strategies: Strategies | None, *,
     if before is not None and is_of_others(before):
         what = f"save: {storage.where(METADATA_FILE)!r} belongs to another program"
         raise StorageError(error_text(what, fix="Save to another folder: a checkpoint has a file of that name."))
-    there = before is not None or recognized(storage, strategies) is not None
+    there = before is not None or is_recognized(storage, strategies)
     if there and not overwrite:
         fix = "Save to another folder, or pass overwrite=True to replace the checkpoint once the new one is complete."
         raise AlreadyACheckpoint(error_text(f"save: {storage.where()!r} already holds a checkpoint", fix=fix))
@@ -147,6 +147,14 @@ def look(storage: Storage, backends: Backends, strategies: Strategies | None, *,
         what = f"save: {storage.where(MANIFEST_FILE)!r} lists files that no longer exist, or aren't a checkpoint"
         raise StorageError(error_text(what, fix="Remove it, or save to another folder: loads would check files by it."))
     return SaveStart(save_id, before, None)
+
+
+def is_recognized(storage: Storage, strategies: Strategies | None) -> bool:
+    """Return whether some format recognises a folder that has no metadata.json."""
+    # Asking each format takes looks at many names, and an import of it: not for a new folder, or one of saves alone.
+    if not isinstance(storage, Listing) and all(map(is_save_folder, storage.names())):
+        return False
+    return recognized(storage, strategies) is not None
 
 
 def pending_save(start: SaveStart, storage: Storage, world: World, options: SaveOptions) -> PendingSave:

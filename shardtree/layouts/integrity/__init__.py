@@ -1,11 +1,9 @@
 """Whether ranks' shards, objects and common states fit together; problems are returned as values."""
 
-from ._faults import Faults, doubled_faults, select_faults, sharding_faults
 from ._integrity import (
     access_problems,
     check_access,
     common_problems,
-    join_agreed,
     join_checked,
     join_columns,
     raise_problems,
@@ -13,4 +11,13 @@ from ._integrity import (
     write_problems,
 )
 from ._objects import ObjectColumns, join_objects, kind_problems, object_columns, object_problems
-from ._problems import Problem, fault_problems, place_text, problem_lines
+from ._problems import (
+    Faults,
+    Problem,
+    doubled_faults,
+    fault_problems,
+    place_text,
+    problem_lines,
+    select_faults,
+    sharding_faults,
+)

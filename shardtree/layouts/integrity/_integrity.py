@@ -5,24 +5,18 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
 from ...errors import IntegrityError, MetadataError, TreePath, error_text, rank_text
-from ...geometry import Column, box_column, refuse, widen
+from ...geometry import box_column, refuse
 from ...trees import diff, value_at, without_holes
-from .._columns import ShardColumns, TensorKind, check_columns, check_ranks_columns, select_rows
-from ._faults import doubled_faults, sharding_faults
+from .._columns import ShardColumns, check_columns, check_ranks_columns, join_agreed, select_rows
 from ._objects import ONE_KIND, ObjectColumns, agreed_parts, join_objects, kind_problems, object_problems
-from ._problems import Problem, fault_problems, problem_lines
+from ._problems import Problem, doubled_faults, fault_problems, problem_lines, sharding_faults
 
-# Whether all ranks' shards tile their global tensors: every element has exactly one main replica.
-
-# Joining several ranks' columns.
-
-_Keys: TypeAlias = tuple[str, ...]
-_Kinds: TypeAlias = tuple[TensorKind, ...]
+# What ranks hold together: every element of a global tensor has exactly one main replica.
 
 
 def join_columns(parts: Sequence[ShardColumns]) -> ShardColumns:
@@ -43,39 +37,6 @@ def join_columns(parts: Sequence[ShardColumns]) -> ShardColumns:
         what = "the ranks don't agree about their tensors"
         raise IntegrityError(error_text(what, offenders=map(str, disagreed), fix=ONE_KIND))
     return join_agreed(parts)
-
-
-def join_agreed(parts: Sequence[ShardColumns]) -> ShardColumns:
-    """Return several ranks' columns as one; the caller knows that they agree about their tensors."""
-    if len(parts) == 1:
-        return parts[0]
-    keys, kinds, numbers = _joined_tables({part.keys: part.kinds for part in parts})
-    none = np.zeros(0, dtype=np.int64)
-    axes = max((part.offset.shape[1] for part in parts), default=1)
-    renumbered = [numbers[part.keys][part.key] for part in parts]
-    return ShardColumns(
-        keys=keys,
-        kinds=kinds,
-        key=np.concatenate([*renumbered, none]),
-        offset=np.concatenate([widen(part.offset, axes, 0) for part in parts] or [np.zeros((0, 1), dtype=np.int64)]),
-        shape=np.concatenate([widen(part.shape, axes, 1) for part in parts] or [np.zeros((0, 1), dtype=np.int64)]),
-        start=np.concatenate([*(part.start for part in parts), none]),
-        stop=np.concatenate([*(part.stop for part in parts), none]),
-        rank=np.concatenate([*(part.rank for part in parts), none]),
-        main=np.concatenate([*(part.main for part in parts), np.zeros(0, dtype=np.bool_)]),
-    )
-
-
-def _joined_tables(tables: dict[_Keys, _Kinds]) -> tuple[_Keys, _Kinds, dict[_Keys, Column]]:
-    """Return all tables' keys, sorted as those of each are, their kinds, and where each table's keys are among them."""
-    if len(tables) == 1:  # the usual case: all ranks hold shards of the same tensors
-        ((keys, kinds),) = tables.items()
-        return keys, kinds, {keys: np.arange(len(keys))}
-    kind_of = {key: kind for table in tables.items() for key, kind in zip(*table, strict=True)}
-    keys = tuple(sorted(kind_of))
-    number = {key: position for position, key in enumerate(keys)}
-    numbers = {table: np.array([number[key] for key in table], dtype=np.int64) for table in tables}
-    return keys, tuple([kind_of[key] for key in keys]), numbers
 
 
 def sharding_problems(parts: Sequence[ShardColumns], objects: Sequence[ObjectColumns] = ()) -> tuple[Problem, ...]:
@@ -129,7 +90,7 @@ def _join_and_check(
     # Without a common global shape there is nothing to tile: further problems of these keys would only repeat the
     # first.
     columns = join_agreed(agreed_parts(parts, keys))
-    arrays = object_problems(join_objects(objects))
+    arrays = object_problems(join_objects(objects)) if any(map(len, objects)) else ()
     others = (problem for problem in arrays if problem.key not in keys)
     return columns, (*disagreed, *access_problems(columns), *others)
 

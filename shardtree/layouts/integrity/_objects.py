@@ -14,8 +14,7 @@ from ...errors import MetadataError, rank_text
 from ...geometry import Column, box_column, refuse, widen
 from ...mapping import ShardedObject, is_main_replica
 from .._columns import ShardColumns, TensorKind, select_rows
-from ._faults import sharding_faults
-from ._problems import Problem, fault_problems
+from ._problems import Problem, fault_problems, sharding_faults
 
 # Completeness: each object of a global array has exactly one main replica.
 
