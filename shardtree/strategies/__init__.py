@@ -50,7 +50,17 @@ from ._save_folders import (
     save_is_alive,
 )
 from ._traits import METADATA_FILE, FormatTraits, Stamp, is_deciding, stamp
-from ._values import AsyncRequest, Checkpoint, Exchange, Fields, LoadOptions, PendingSave, Replaced, SaveOptions
+from ._values import (
+    AsyncRequest,
+    Checkpoint,
+    Exchange,
+    Fields,
+    LoadOptions,
+    Outcome,
+    PendingSave,
+    Replaced,
+    SaveOptions,
+)
 from .base import (
     ENTRY_POINT_GROUP,
     deciding_files,
@@ -97,6 +107,7 @@ __all__ = [
     "LoadObjects",
     "LoadOptions",
     "LoadSharded",
+    "Outcome",
     "PendingSave",
     "RankFiles",
     "Recognize",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Generic, Literal, TypeVar
 
-from ..errors import CheckpointingException, OutcomeUnknown, WorldError
+from ..errors import CheckpointingException, OutcomeUnknown, WorldError, error_text
 from ..layouts import ShardColumns
 from ..objects import ObjectRule
 from ..storage import ReadReport, Sibling, Storage, Verify
@@ -173,6 +173,21 @@ class PendingSave:
     overwrite: bool = True
 
 
+@dataclass(slots=True, eq=False)
+class Outcome:
+    """What became of a save on this rank; a request and those that are made from it share one.
+
+    Attributes:
+        fields: of metadata.json, once the save is committed and finalized.
+        error: why it isn't, where it failed.
+        commit: waits for the save and commits it, or raises; None before a queue has it.
+    """
+
+    fields: Fields | None = None
+    error: BaseException | None = None
+    commit: Callable[[], object] | None = None
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class AsyncRequest(Generic[T]):
     """A save that is prepared and not yet done: a value until `execute_sync` or an `AsyncCallsQueue` runs it.
@@ -192,6 +207,7 @@ class AsyncRequest(Generic[T]):
         folder: where it is saved, None if unknown.
         clean_up: called on every rank right after the commit; removes what isn't needed any more. Its error is raised
             on that rank alone, unless there are `finalize_fns`.
+        outcome: what became of it.
     """
 
     world: World
@@ -201,6 +217,7 @@ class AsyncRequest(Generic[T]):
     abandon: Callable[[], None] = _nothing
     folder: Storage | None = None
     clean_up: Callable[[], None] = _nothing
+    outcome: Outcome = field(default_factory=Outcome, repr=False)
 
     def add_finalize_fn(self, fn: Callable[[], None]) -> AsyncRequest[T]:
         """Return the request with one more function to call after the commit, after those that it has."""
@@ -216,6 +233,39 @@ class AsyncRequest(Generic[T]):
         """
         return self.finish(self.async_fn)
 
+    def result(self) -> Fields:
+        """Return the fields of metadata.json once the save is committed, or raise why it isn't; collective.
+
+        A scheduled save is waited for, and its queue commits it, after those that were scheduled before it. One that
+        nobody has scheduled is executed now. Later calls return or raise the same, and aren't collective.
+
+        Raises:
+            CheckpointingException: this save failed; or one before it in the queue did, which the error's notes name:
+                then call it again.
+            WorldError: another thread uses the queue, or it was forked.
+
+        Examples:
+            >>> import torch, shardtree as st
+            >>> tree = {"w": st.ShardedTensor.from_rank_offsets("w", torch.arange(4))}
+            >>> with st.AsyncCallsQueue() as queue:
+            ...     request = st.save(tree, "step-1", async_sharded_save=True)
+            ...     queue.schedule_async_request(request)
+            ...     request.result()["sharded_backend"]
+            0
+            'safetensors'
+        """
+        outcome = self.outcome
+        if outcome.fields is None and outcome.error is None:
+            commit = self.execute_sync if outcome.commit is None else outcome.commit
+            commit()
+        if outcome.error is not None:
+            raise outcome.error
+        if outcome.fields is None:
+            where = "" if self.folder is None else f" to {self.folder.where()!r}"
+            fix = "Ask in the process that scheduled it."
+            raise WorldError(error_text(f"async save{where}: it isn't in progress in this process", fix=fix))
+        return outcome.fields
+
     def finish(self, written: Callable[[], T]) -> Fields:
         """Commit and finalize what was written, and return the fields of metadata.json; collective.
 
@@ -225,6 +275,15 @@ class AsyncRequest(Generic[T]):
         Raises:
             CheckpointingException: as `execute_sync`.
         """
+        try:
+            self.outcome.fields = self._finish(written)
+        except BaseException as error:
+            self.outcome.error = error
+            raise
+        self.outcome.error = None
+        return self.outcome.fields
+
+    def _finish(self, written: Callable[[], T]) -> Fields:
         wrote = False
 
         def write() -> T:

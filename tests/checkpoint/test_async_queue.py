@@ -244,6 +244,55 @@ def test_calls_are_counted_and_committed_in_order() -> None:
     assert last == 3 and value_in(folder) == 5
 
 
+def test_the_result_is_waited_for_and_stays() -> None:
+    with st.AsyncCallsQueue() as queue:
+        first, second = (request(st.storage.MemoryStorage(), value) for value in (1, 2))
+        for each in (first, second):
+            queue.schedule_async_request(each)
+        fields = second.result()
+        assert queue.get_num_unfinalized_calls() == 0 and value_in(first.folder) == 1
+    assert fields["sharded_backend"] == "safetensors" and second.result() is fields
+    assert first.result()["save_id"] != fields["save_id"]
+
+
+def test_the_result_of_a_request_that_nobody_scheduled_is_saved_now() -> None:
+    made = request(folder := st.storage.MemoryStorage())
+    fields = made.add_finalize_fn(lambda: None).result()
+    assert value_in(folder) == 1 and made.result() is fields, "they are one save"
+
+
+def test_a_result_raises_what_failed_and_then_its_own() -> None:
+    with st.AsyncCallsQueue() as queue:
+        bad = request(st.storage.MemoryStorage(), progress=failing)
+        good = request(folder := st.storage.MemoryStorage(), 2)
+        queue.schedule_async_request(bad)
+        queue.schedule_async_request(good)
+        with pytest.raises(FullDisk) as caught:
+            good.result()
+        assert caught.value.__notes__ == ["async save 0 to 'memory:'"]
+        with pytest.raises(FullDisk):
+            bad.result()
+        assert good.result()["save_id"] and value_in(folder) == 2
+
+
+def test_every_rank_gets_the_result() -> None:
+    def on_rank(world: World) -> str:
+        with st.AsyncCallsQueue() as queue:
+            queue.schedule_async_request(made := request(folder, 1.0, world))
+            return made.result()["save_id"]
+
+    folder = st.storage.MemoryStorage()
+    assert len(set(st.simulate(2, on_rank))) == 1
+
+
+def test_the_result_of_what_was_given_up_is_an_error() -> None:
+    queue = st.AsyncCallsQueue()
+    queue.schedule_async_request(made := request(st.storage.MemoryStorage()))
+    queue.close(abort=True)
+    with pytest.raises(st.CheckpointingException, match="async save 0 to 'memory:' was given up"):
+        made.result()
+
+
 def held(storage: Storage, gate: threading.Event) -> Storage:
     """Return a storage on which a file is written when the gate is open."""
 
@@ -579,10 +628,15 @@ def test_a_first_save_after_warming_up_takes_no_new_memory(monkeypatch: pytest.M
 
 def test_a_fork_has_nothing_on_its_way() -> None:
     queue, gate = st.AsyncCallsQueue(), threading.Event()
-    queue.schedule_async_request(request(held(st.storage.MemoryStorage(), gate)))
+    queue.schedule_async_request(made := request(held(st.storage.MemoryStorage(), gate)))
     pid = os.fork()
     if not pid:
-        os._exit(queue.get_num_unfinalized_calls() + len(queue.maybe_finalize_async_calls(blocking=True)))
+        try:
+            made.result()
+        except st.errors.WorldError:
+            os._exit(queue.get_num_unfinalized_calls() + len(queue.maybe_finalize_async_calls(blocking=True)))
+        finally:
+            os._exit(9)
     assert os.waitpid(pid, 0)[1] == 0
     gate.set()
     queue.close()

@@ -202,6 +202,78 @@ def test_a_queue_saves_in_the_background_and_removal_leaves_what_is_on_its_way(r
     assert [step.metrics.get("loss") for step in series.steps()] == [None, 1 / 3, 0.25]
 
 
+KEEP_LAST = st.retention.keep_last(2)
+
+
+def test_a_series_applies_its_policy_after_each_save(root: Storage) -> None:
+    series = st.CheckpointSeries(root, keep=KEEP_LAST)
+    for number in range(4):
+        series.save(tree(), number, pinned=number == 0)
+        assert numbers(series) == [0, *range(max(1, number - 1), number + 1)][: number + 1]
+    assert str(series.plan_removal()) == str(series.plan_removal(KEEP_LAST))
+
+
+def test_with_a_queue_saves_are_scheduled_and_the_policy_is_applied_at_each_commit(root: Storage) -> None:
+    with st.AsyncCallsQueue() as queue:
+        series = st.CheckpointSeries(root, keep=KEEP_LAST, queue=queue)
+        requests = [series.save(tree(float(number)), number) for number in range(5)]
+        assert requests[-1] is not None and requests[-1].result()["save_id"]
+        assert numbers(series) == [3, 4]
+        series.save(tree(), 5)
+    assert numbers(series) == [4, 5] and series.load(target(), 4)["step"] == 4.0
+
+
+def test_a_request_of_a_series_brings_its_policy_along(root: Storage) -> None:
+    series = st.CheckpointSeries(root, keep=st.retention.keep_last(1))
+    for number in range(3):
+        series.save(tree(), number, async_sharded_save=True).execute_sync()
+    assert numbers(series) == [2]
+
+
+def test_every_rank_saves_and_one_removes() -> None:
+    def on_rank(world: World) -> list[int]:
+        with st.AsyncCallsQueue() as queue:
+            series = st.CheckpointSeries(root, keep=KEEP_LAST, queue=queue, world=world)
+            for number in range(5):
+                series.save(tree(1.0, world), number)
+        return numbers(series)
+
+    root = MemoryStorage()
+    assert st.simulate(3, on_rank) == [[3, 4]] * 3
+
+
+def test_a_removal_that_fails_after_a_save_is_a_warning_and_is_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+    def refuse(call: Call) -> None:
+        if broken and call.method == "remove" and call.name.endswith("metadata.json"):
+            raise st.errors.StorageError("permission denied")
+
+    broken = [True]
+    series = st.CheckpointSeries(WatchedStorage(MemoryStorage(), before=refuse), keep=st.retention.keep_last(1))
+    for number in range(3):
+        series.save(tree(), number)
+    assert numbers(series) == [2], "the rest isn't listed any more"
+    assert "a step is saved, and others couldn't be removed: series: steps under" in caplog.text
+    broken.clear()
+    series.save(tree(), 3)
+    assert numbers(series) == [3] and series.clean() == ()
+
+
+def test_what_a_policy_raises_is_raised_and_the_step_is_there(root: Storage) -> None:
+    series = st.CheckpointSeries(root, keep=lambda steps: [steps[0].metrics["loss"]])
+    with pytest.raises(KeyError, match="loss"):
+        series.save(tree(), 7)
+    assert numbers(series) == [7]
+
+
+def test_what_is_no_policy_and_no_queue_is_refused(root: Storage) -> None:
+    with pytest.raises(st.errors.MetadataError, match=r"CheckpointSeries: keep doesn't fit"):
+        st.CheckpointSeries(root, keep=3)  # type: ignore[arg-type]
+    with pytest.raises(st.errors.MetadataError, match=r"CheckpointSeries: queue doesn't fit"):
+        st.CheckpointSeries(root, queue=True)  # type: ignore[arg-type]
+    with pytest.raises(st.errors.MetadataError, match=r"a removal without a policy"):
+        st.CheckpointSeries(root).plan_removal()
+
+
 def test_the_newest_that_verifies_is_asked_for(root: Storage, caplog: pytest.LogCaptureFixture) -> None:
     series = saved(root, 1, 2, 3)
     third = folder_in(root, "step_00000003")

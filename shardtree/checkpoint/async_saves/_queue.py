@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from queue import SimpleQueue
 from threading import TIMEOUT_MAX, Thread, current_thread
 from types import TracebackType
@@ -146,6 +148,8 @@ class AsyncCallsQueue:
         _check_request(async_request)
         _check_seconds(self.exit_timeout)
         index, self._next_index = self._next_index, self._next_index + 1
+        # A weak reference: a queue that is dropped says so at once, though somebody keeps the request.
+        async_request.outcome.commit = partial(_commit, weakref.ref(self))
         # The request is immutable, so the thread runs exactly what was scheduled.
         self._calls.append(Call(index, async_request, self._background.submit(async_request.async_fn)))
         watch(self._calls, self.exit_timeout)
@@ -208,6 +212,7 @@ class AsyncCallsQueue:
                 # A write can't be stopped: without this wait it would go on after its files were removed.
                 call.written.exception()
             call.request.abandon()
+            call.request.outcome.error = CheckpointingException(f"{call} was given up before it was committed")
             logger.warning("%s was given up before it was committed", call)
 
     def _check_user(self) -> None:
@@ -244,6 +249,14 @@ class AsyncCallsQueue:
 
     def _names(self) -> str:
         return ", ".join(map(str, self._calls))
+
+
+def _commit(queue_of: weakref.ref[AsyncCallsQueue]) -> None:
+    queue = queue_of()
+    if queue is None:
+        fix = "Keep the queue, or close it before it is dropped."
+        raise WorldError(error_text("async save: the queue was dropped; it commits at the end of the process", fix=fix))
+    queue.maybe_finalize_async_calls(blocking=True)
 
 
 def _check_request(request: object) -> None:

@@ -37,6 +37,8 @@ from ._removal import Removal, StepFiles, is_being_saved, step_files
 
 logger = logging.getLogger("shardtree")
 
+_IRREMOVABLE = "can't be removed"
+
 
 def plan_removal(root: Storage, names: str, policy: Choose, strategies: Strategies | None) -> Removal:
     """Return the plan of removing what a policy doesn't keep of the steps that are there now; nothing is changed."""
@@ -44,6 +46,22 @@ def plan_removal(root: Storage, names: str, policy: Choose, strategies: Strategi
     kept = kept_steps(policy, steps)
     with listed(root) as seen:
         return _plan(seen, steps, dict(kept), strategies)
+
+
+def apply_policy(root: Storage, names: str, policy: Choose, strategies: Strategies | None) -> None:
+    """Remove what a policy doesn't keep, after a save; what the policy itself raises is raised.
+
+    What can't be removed is a warning in the log: the save that was just committed is whole, and the next one tries
+    again.
+    """
+    try:
+        removal = plan_removal(root, names, policy, strategies)
+        for number, reasons in removal.kept.items():
+            if reasons[0].startswith(_IRREMOVABLE):
+                logger.warning("series: step %d stays: it %s", number, reasons[0])
+        remove_steps(root, names, removal, strategies)
+    except StorageError as error:
+        logger.warning("series: a step is saved, and others couldn't be removed: %s", error)
 
 
 def _plan(
@@ -55,7 +73,7 @@ def _plan(
             continue
         found = step_files(root, step.folder, step.number, strategies)
         if isinstance(found, str):
-            kept[step.number] = (f"can't be removed: {found}",)
+            kept[step.number] = (f"{_IRREMOVABLE}: {found}",)
         else:
             going.append(found)
     return Removal(steps, kept, tuple(going))
@@ -86,11 +104,10 @@ def remove_steps(root: Storage, names: str, removal: Removal, strategies: Strate
 
 
 def _remove_steps(root: Storage, names: str, removal: Removal, strategies: Strategies | None) -> tuple[int, ...]:
-    finish_removals(root, names)
+    gone, failures = list[int](), finish_removals(root, names)
     steps = list_steps(root, names, strategies)
     # Looked up again, since the plan may be old: what is the newest by now, or pinned, stays.
     held = {step.number: NEWEST for step in steps[-1:]} | {step.number: PINNED for step in steps if step.pinned}
-    gone, failures = list[int](), list[str]()
     for item in sorted(removal.going, key=lambda item: item.number):
         if item.number in held:
             logger.warning("series: step %d stays: by now it is %s", item.number, held[item.number])
@@ -100,14 +117,14 @@ def _remove_steps(root: Storage, names: str, removal: Removal, strategies: Strat
     return tuple(gone)
 
 
-def finish_removals(root: Storage, names: str) -> None:
-    """Finish all removals that were interrupted."""
+def finish_removals(root: Storage, names: str) -> list[str]:
+    """Finish the removals that were interrupted, and return why some can't be: one mustn't keep others from going."""
     failures: list[str] = []
     prefetch(root, (f"{name}/{RECORD_FILE}" for name in root.names()))
     for name in root.names():
         if set_aside_from(name) is not None or step_number(names, name) is not None:
             _attempt(root, name, partial(finish_removal, root, name), failures)
-    _raise_failures(root, failures)
+    return failures
 
 
 def finish_removal(root: Storage, name: str) -> bool:
@@ -226,11 +243,12 @@ def clean(root: Storage, names: str, strategies: Strategies | None, *, stale_aft
 
 
 def _clean(root: Storage, names: str, strategies: Strategies | None, stale_after: float) -> tuple[str, ...]:
-    finish_removals(root, names)
+    failures = finish_removals(root, names)
     before = time.time() - stale_after
     unfinished = [folder for folder in root.names() if _is_unfinished(root, folder, names, strategies)]
     for folder in unfinished:
         _clean_step(root, folder, before)
+    _raise_failures(root, failures)
     return tuple(folder for folder in unfinished if root.is_folder(folder))
 
 

@@ -80,7 +80,7 @@ def folder_for(root: Storage, names: str, number: int) -> str:
 def recorded(request: AsyncRequest[T], place: Place) -> AsyncRequest[T]:
     """Return a save that leaves a record of its step, written on rank 0."""
     if request.world.rank != 0:
-        return request.add_finalize_fn(_nothing)  # ranks finalize together: each has as many functions
+        return request.add_finalize_fn(nothing)  # ranks finalize together: each has as many functions
 
     def write() -> T:
         written = request.async_fn()
@@ -95,8 +95,8 @@ def recorded(request: AsyncRequest[T], place: Place) -> AsyncRequest[T]:
     return replace(request, async_fn=write, finalize_fns=(*request.finalize_fns, confirm), abandon=abandon)
 
 
-def _nothing() -> None:
-    pass
+def nothing() -> None:
+    """Do nothing: a finalizer of ranks that have nothing to do then."""
 
 
 def _announce(place: Place) -> None:

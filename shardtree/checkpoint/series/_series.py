@@ -8,18 +8,20 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, TypeVar, overload
 
-from ...errors import CheckpointingException, NotACheckpoint, error_text
+from ...errors import CheckpointingException, MetadataError, NotACheckpoint, error_text
+from ...geometry import check_type, refuse
 from ...retention import Choose, SavedStep
 from ...storage import Directory, Storage, folder_in, storage_at
 from ...strategies import AsyncRequest, SaveOptions, Strategies
 from ...world import World, agree, current_world, on_rank_zero
 from .._verify import verify
+from ..async_saves._queue import AsyncCallsQueue
 from ..loading._load import load
 from ..saving._save import save
 from ._listing import Record, check_names, checked_metrics, list_steps, newest_step
 from ._removal import STALE_AFTER, Removal
-from ._remove import check_removal, clean, plan_removal, remove_steps
-from ._save import Place, change_record, checked_step, folder_for, recorded
+from ._remove import apply_policy, check_removal, clean, plan_removal, remove_steps
+from ._save import Place, change_record, checked_step, folder_for, nothing, recorded
 
 logger = logging.getLogger("shardtree")
 
@@ -38,10 +40,13 @@ class CheckpointSeries:
         names: how steps' folders are called, as a format; read with any number of leading zeros.
         world: the ranks that take part; torch.distributed's default group, or else this process alone.
         strategies: the dispatch table; None for the process's.
+        keep: the policy that is applied after each save, once it is committed. What it lets go is removed then; a
+            removal that fails is a warning in the log. None removes nothing by itself.
+        queue: an `AsyncCallsQueue`, each rank's own: `save` schedules its request there.
 
     Raises:
         StorageError: the root is no place.
-        MetadataError: the step can't be read back from the names.
+        MetadataError: the step can't be read back from the names; or `keep` isn't a function, or `queue` no queue.
 
     Examples:
         >>> import torch, shardtree as st
@@ -52,16 +57,27 @@ class CheckpointSeries:
         ([100, 200, 300], 'step_00000300')
         >>> series.remove(series.plan_removal(st.retention.keep_last(1)))
         (100, 200)
+        >>> series = CheckpointSeries(series.root, keep=st.retention.keep_last(2))
+        >>> series.save({"w": st.ShardedTensor.from_rank_offsets("w", torch.ones(4))}, 400)
+        >>> [step.number for step in series.steps()]
+        [300, 400]
     """
 
     root: Directory
     names: str = "step_{:08d}"
     world: Any = None
     strategies: Strategies | None = field(default=None, repr=False)
+    keep: Choose | None = field(default=None, kw_only=True)
+    queue: AsyncCallsQueue | None = field(default=None, kw_only=True, repr=False)
 
     def __post_init__(self) -> None:
         """Check the names, and make the root absolute, so that a later change of directory doesn't matter."""
         check_names(self.names)
+        if self.keep is not None and not callable(self.keep):
+            found, fix = type(self.keep).__name__, "Pass a policy, such as st.retention.keep_last(3)."
+            refuse("CheckpointSeries", "keep", found, "a function of a listing", fix, error=MetadataError)
+        if self.queue is not None:
+            check_type("CheckpointSeries", "queue", self.queue, AsyncCallsQueue, "Pass an AsyncCallsQueue().")
         object.__setattr__(self, "root", storage_at(self.root))
 
     def steps(self) -> tuple[SavedStep, ...]:
@@ -145,33 +161,45 @@ class CheckpointSeries:
         async_sharded_save: bool = False,
         **keywords: Any,
     ) -> AsyncRequest[Any] | None:
-        """Save a step; with `async_sharded_save`, return the request that saves it, for an `AsyncCallsQueue`.
+        """Save a step, and apply the series' policy once it is committed.
+
+        With a queue, what is written by now is committed, this save is scheduled, and its request is returned: its
+        `result()` waits for the save. With `async_sharded_save` and no queue, the request is returned as it is.
 
         Args:
             sharded_state_dict: as `save` takes it.
             step: its number, 0 or more.
             metrics: numbers by name, for policies; rank 0's count. `note` adds what is measured later.
             pinned: whether no policy ever removes it.
-            async_sharded_save: whether to return the request.
+            async_sharded_save: whether to return the request, where the series has no queue.
             keywords: of `save`.
 
         Raises:
             AlreadyACheckpoint: the step is there already, and `overwrite` isn't given.
             MetadataError: that is no step, or these are no metrics.
-            CheckpointingException: as `save`.
+            CheckpointingException: as `save`; or an earlier save of the queue failed, which the error's notes name:
+                this one isn't begun then.
         """
         ranks = self._ranks()
+        if self.queue is not None:
+            # First, so that its memory is free before this save takes as much.
+            self.queue.maybe_finalize_async_calls()
         number, measured = agree(ranks, "series: check", lambda: (checked_step(step), checked_metrics(metrics)))
         # Rank 0 chooses the folder for all, so that no two ranks write to different ones.
         find = partial(folder_for, self._storage, self.names, number)
         folder = on_rank_zero(ranks, "series: find the step's folder", find)
         given: dict[str, Any] = {"world": self.world, "strategies": self.strategies, **keywords}
-        if not async_sharded_save:
+        if not async_sharded_save and self.queue is None:
             # Run before this returns, so the caller can't change the tensors meanwhile: a copy would be wasted.
             given["options"] = replace(given.get("options") or SaveOptions(), snapshot=False)
         request = save(sharded_state_dict, folder_in(self._storage, folder), async_sharded_save=True, **given)
         place = Place(self._storage, folder, Record(None, measured, bool(pinned)), given["strategies"])
         noting = recorded(request, place)
+        if self.keep is not None:
+            noting = noting.add_finalize_fn(self._apply(self.keep) if ranks.rank == 0 else nothing)
+        if self.queue is not None:
+            self.queue.schedule_async_request(noting)
+            return noting
         if async_sharded_save:
             return noting
         noting.execute_sync()
@@ -205,14 +233,21 @@ class CheckpointSeries:
         """
         self._change(step, lambda record: replace(record, pinned=False))
 
-    def plan_removal(self, policy: Choose) -> Removal:
+    def plan_removal(self, policy: Choose | None = None) -> Removal:
         """Return the plan of what a policy removes and keeps, and why; printed, it is the dry run.
 
         Args:
             policy: from the listing to the numbers of the steps to keep, as `keep_last(3)`; rank 0's counts. The
-                newest step stays anyway, and so do pinned ones.
+                newest step stays anyway, and so do pinned ones. None for the series' own.
+
+        Raises:
+            MetadataError: neither this nor the series has a policy.
         """
-        plan = partial(plan_removal, self._storage, self.names, policy, self.strategies)
+        chosen = self.keep if policy is None else policy
+        if chosen is None:
+            fix = "Pass one, such as st.retention.keep_last(3), or make the series with keep=."
+            raise MetadataError(error_text("series: a removal without a policy", fix=fix))
+        plan = partial(plan_removal, self._storage, self.names, chosen, self.strategies)
         return on_rank_zero(self._ranks(), "series: plan a removal", plan)
 
     def remove(self, removal: Removal) -> tuple[int, ...]:
@@ -248,6 +283,9 @@ class CheckpointSeries:
 
     def _ranks(self) -> World:
         return current_world(self.world)
+
+    def _apply(self, policy: Choose) -> Callable[[], None]:
+        return partial(apply_policy, self._storage, self.names, policy, self.strategies)
 
     def _list(self) -> tuple[SavedStep, ...]:
         return list_steps(self._storage, self.names, self.strategies)
