@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..errors import KeyMismatch, TreeError, error_text
+from ..errors import KeyMismatch, error_text
 from ..lazy import stored_each
 from ..mapping import ShardedObject, ShardedTensor, box_of, with_data
 from ..storage import Directory
@@ -25,7 +25,7 @@ from ..strategies import (
     find_strategy,
     unreplaced,
 )
-from ..trees import without_holes
+from ..trees import nested, without_holes
 from ..world import one_process
 from ._dispatch import common_backend, sharded_backend, strategy_of
 from ._open import load_common, open_at, sharded_metadata
@@ -107,19 +107,8 @@ class OpenCheckpoint(Mapping[str, ShardedTensor | ShardedObject]):
         Raises:
             TreeError: a key is also the beginning of another one.
         """
-        tree: dict[str, Any] = {}
-        for key, leaf in self.items():
-            # Keys are all there is: places in the saved tree differ between ranks and layouts, and aren't stored.
-            *folders, last = key.split(separator)
-            node = tree
-            for folder in folders:
-                node = node.setdefault(folder, {})
-                if not isinstance(node, dict):
-                    raise _both_leaf_and_branch(key)
-            if last in node:
-                raise _both_leaf_and_branch(key)
-            node[last] = leaf
-        return tree
+        # Keys are all there is: places in the saved tree differ between ranks and layouts, and aren't stored.
+        return nested(dict(self.items()), separator=separator)
 
 
 def open_checkpoint(
@@ -192,8 +181,3 @@ def _read(tree: OpenCheckpoint, item: ShardedObject) -> ShardedObject:
     load_objects = strategy_of(StrategyAction.LOAD_OBJECTS, None, backend, tree.strategies)
     with unreplaced(tree.checkpoint):
         return replace(item, data=load_objects(tree.checkpoint, [item])[0])
-
-
-def _both_leaf_and_branch(key: str) -> TreeError:
-    fix = "Use the flat mapping, or another separator."
-    return TreeError(error_text(f"nested: {key!r} is both a key and the beginning of another one", fix=fix))

@@ -1,4 +1,4 @@
-"""Sources computed from other sources, window by window: elementwise arithmetic and matrix products."""
+"""Sources computed from others: elementwise arithmetic and products of matrices by windows; functions of a whole."""
 
 from __future__ import annotations
 
@@ -284,6 +284,47 @@ def _spans(start: int, count: int, step: int, length: int) -> Iterator[tuple[int
     """Yield begin and length of the grid's intervals that overlap a range; the last one of the grid may be shorter."""
     first = start // step * step
     return ((low, min(step, length - low)) for low in range(first, start + count, step))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OfWhole:
+    """What a caller's function returns for a whole tensor, computed at the first read and kept: a row of means, say.
+
+    Attributes:
+        function: from the operand's elements to a tensor of `shape` and `dtype`.
+        operand: all of it is in memory while the function runs.
+        shape: of the result.
+        dtype: of the result.
+        known: the result, once it is computed: a memo that changes no result.
+    """
+
+    function: Callable[[torch.Tensor], torch.Tensor]
+    operand: Source
+    shape: Shape
+    dtype: torch.dtype
+    known: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def made_of(self) -> None:
+        """What identifies it: nothing, since a caller's function has no identity."""
+        return None
+
+    @property
+    def name(self) -> str:
+        """For errors and ``repr``."""
+        return f"a function of {self.operand.name}"
+
+    def read_box(self, offset: Shape, shape: Shape) -> torch.Tensor:
+        """Return a box's elements in a new tensor that the caller owns."""
+        if not self.known:
+            # Whole, whatever is read of the result: cut otherwise, sums could be rounded otherwise.
+            whole = self.operand.read_box((0,) * len(self.operand.shape), self.operand.shape)
+            self.known.append(self.function(whole))
+        return self.known[0][slices(offset, shape)].clone()
+
+    def box_fetches(self, offset: Shape, shape: Shape) -> Iterator[Fetch]:
+        """Yield what reading the box would fetch from storage, in that order."""
+        return self.operand.box_fetches((0,) * len(self.operand.shape), self.operand.shape)
 
 
 def check_one_shape(name: str, operation: str, shapes: Sequence[Shape]) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ..errors import MetadataError, ShapeError, UnsupportedValue, error_text, shorten
-from ._computed import Elementwise, Product, check_kind, check_one_shape
+from ._computed import Elementwise, OfWhole, Product, check_kind, check_one_shape
 from ._operations import (
     ARITHMETIC,
     INQUIRIES,
@@ -419,6 +419,25 @@ def lazy_map(function: Callable[..., torch.Tensor], *lazies: LazyTensor) -> Lazy
     name = f"lazy_map({', '.join(shorten((one.name for one in lazies), shown=2))})"
     shape = tuple(lazies[0].shape)
     return _whole(Elementwise(function, lazies, {}, shape, sample.dtype, name, is_checked=True))
+
+
+def of_whole(
+    function: Callable[[torch.Tensor], torch.Tensor], lazy: LazyTensor, shape: Sequence[int], dtype: torch.dtype
+) -> LazyTensor:
+    """Return the lazy tensor of what a function of a whole tensor returns; it is called at the first read.
+
+    Args:
+        function: from all elements to a tensor of that shape and dtype; pure.
+        lazy: its argument.
+        shape: of the result.
+        dtype: of the result.
+
+    Examples:
+        >>> weight = stored(lambda offset, shape: torch.ones(shape), (4, 2), torch.float32, name="weight")
+        >>> of_whole(lambda table: table.sum(0), weight, (2,), torch.float32).read()
+        tensor([4., 4.])
+    """
+    return _whole(OfWhole(function, lazy, tuple(shape), dtype))
 
 
 def _elements_of_view(box: torch.Tensor, view: Strided) -> torch.Tensor:

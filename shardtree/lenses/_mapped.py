@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from math import prod
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
 
 from ..errors import CheckpointingException, MetadataError, ShapeError, error_text
 from ..geometry import Column, integer, refuse
-from ..lazy import LazyTensor, stored
 from ..mapping import ShardedTensor
-from ..trees import as_integers, empty_data, join_data
+from ..trees import as_integers, full_data, join_data, padding_like
 from ._axis_runs import PADDING, AxisRuns, Block, grouped_runs, joined_parts, stored_blocks
 from ._lens import Lens, Shape, StoredForm, check_box, check_exact, checked_axis, device_of, positive, with_values
 from ._renamed import check_names, replaced_part
@@ -146,30 +144,9 @@ def _merge_blocks(shard: ShardedTensor, at: int, blocks: Sequence[Block], parts:
 
 def _padding(shard: ShardedTensor, shape: Shape, pieces: Sequence[Any], fill: float) -> Any:
     """Return padding that can be concatenated with the pieces: lazy where they are."""
-    like = pieces[0] if pieces else None
-    if isinstance(like, LazyTensor):
-        return stored(lambda _, box: _full(box, like.dtype, like.device, fill), shape, like.dtype, name="padding")
-    dtype, device = (shard.dtype, device_of(shard.data)) if like is None else (like.dtype, like.device)
-    return _full(shape, dtype, device, fill)
-
-
-def _full(shape: Shape, dtype: torch.dtype, device: torch.device, fill: float) -> torch.Tensor:
-    if not fill or not prod(shape):
-        return as_integers(empty_data(shape, dtype, device)).zero_().view(dtype)
-    try:
-        filled = torch.full(shape, fill, dtype=dtype, device=device)
-    except (RuntimeError, TypeError) as error:
-        _refuse_fill(fill, dtype, error)
-    # For integers torch drops fractions without an error, so what was written is compared.
-    is_real = dtype.is_floating_point or dtype.is_complex
-    if not is_real and device.type != "meta" and filled.reshape(-1)[0].item() != fill:
-        _refuse_fill(fill, dtype, filled.reshape(-1)[0].item())
-    return filled
-
-
-def _refuse_fill(fill: float, dtype: torch.dtype, found: object) -> NoReturn:
-    what = f"a padding of {fill} in a tensor of {dtype}"
-    raise ShapeError(error_text(what, found=found, expected="a number that torch can put there"))
+    if pieces:
+        return padding_like(pieces[0], shape, fill)
+    return full_data(shape, shard.dtype, device_of(shard.data), fill)
 
 
 # Padded axes, as that of a vocabulary: padding isn't stored, so that it may differ between layouts.

@@ -9,7 +9,7 @@ from typing import Any
 from ..errors import ShapeError, TreeError, error_text
 from ..geometry import integer
 from ..mapping import ShardedTensor
-from ..trees import check_stars, match_keys
+from ..trees import check_stars, checked_keys, match_keys
 
 Flat = Mapping[str, Any]
 """A dict of shards; other values in it stay as they are. The shards' own keys count, not those of the dict."""
@@ -50,9 +50,29 @@ def replace_entries(doing: str, tree: Flat, new: Mapping[str, Sequence[ShardedTe
         >>> list(replace_entries("split", {"qk": None, "step": 3}, {"qk": shards}))
         ['q', 'k', 'step']
     """
+    return replace_named(
+        doing, tree, {entry: [(shard.key, shard) for shard in shards] for entry, shards in new.items()}
+    )
+
+
+def replace_named(doing: str, tree: Flat, new: Mapping[str, Sequence[tuple[str, Any]]]) -> dict[str, Any]:
+    """Return a new dict in which entries are replaced by others, each with a name.
+
+    Args:
+        doing: for the error.
+        tree: what stays is shared.
+        new: entry -> the names and leaves that replace it, possibly none.
+
+    Raises:
+        TreeError: two entries would have one name.
+
+    Examples:
+        >>> replace_named("keep", {"a": 1, "b": 2}, {"a": [("c", 3), ("d", 4)]})
+        {'c': 3, 'd': 4, 'b': 2}
+    """
     pairs: list[tuple[str, Any]] = []
     for entry, leaf in tree.items():
-        pairs += [(shard.key, shard) for shard in new[entry]] if entry in new else [(entry, leaf)]
+        pairs += new.get(entry, [(entry, leaf)])
     result = dict(pairs)
     if len(result) < len(pairs):
         names = [name for name, _ in pairs]
@@ -132,24 +152,6 @@ def map_tensors(
     return replace_entries(
         doing, tree, {entry: [change(shard)] for entry, shard in shards.items() if shard.key in chosen}
     )
-
-
-def checked_keys(doing: str, keys: Sequence[str]) -> list[str]:
-    """Return keys or patterns of keys as a list.
-
-    Raises:
-        TreeError: there are none, one occurs twice, or they are one text.
-
-    Examples:
-        >>> checked_keys("split", ["h.*.q", "h.*.k"])
-        ['h.*.q', 'h.*.k']
-    """
-    many = not isinstance(keys, str | Mapping) and hasattr(keys, "__iter__")
-    listed = list(keys) if many else []
-    if not listed or not all(isinstance(key, str) for key in listed) or len(set(listed)) < len(listed):
-        found = repr(keys)[:200]
-        raise TreeError(error_text(f"{doing}: not names of parts", found=found, expected="a list of different keys"))
-    return listed
 
 
 def checked_names(doing: str, key: str, names: Sequence[str]) -> list[str]:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from ..errors import ShapeError, error_text
-from ..geometry import integer, integers
-from ..lazy import LazyTensor, stored
+from ..errors import MetadataError, ShapeError, error_text
+from ..geometry import integer, integers, refuse
+from ..lazy import LazyTensor, of_whole
 from ..mapping import ShardedTensor
-from ..trees import as_integers, empty_data, join_data
+from ..trees import join_data, padding_like
 from ._flat import Flat, check_plain, map_tensors, resized, whole_axis
 
 # Padding at the end of an axis, as that of a vocabulary.
@@ -52,8 +52,18 @@ def _unpad(shard: ShardedTensor, length: int, axis: int) -> ShardedTensor:
     return resized(shard, shard.key, at, kept, None if shard.data is None else shard.data.narrow(at, 0, kept))
 
 
-def pad_tensors(tree: Flat, keys: Sequence[str], length: int, *, axis: int = 0) -> dict[str, Any]:
-    """Return the tree with tensors made longer along an axis, by zeros at the end; undone by `unpad_tensors`.
+_Fill = float | Callable[[torch.Tensor], torch.Tensor]
+
+
+def pad_tensors(
+    tree: Flat,
+    keys: Sequence[str],
+    length: int,
+    *,
+    axis: int = 0,
+    fill: float | Callable[[torch.Tensor], torch.Tensor] = 0,
+) -> dict[str, Any]:
+    """Return the tree with tensors made longer along an axis, at the end; undone by `unpad_tensors`.
 
     Tensors in memory are copied; lazy ones aren't read.
 
@@ -62,20 +72,34 @@ def pad_tensors(tree: Flat, keys: Sequence[str], length: int, *, axis: int = 0) 
         keys: of the tensors; each ``*`` matches one part between dots.
         length: the new one, in elements.
         axis: of the tensors; other axes may be sharded.
+        fill: what new places get: a number, or a function from the tensor to what stands at each of them, a tensor
+            without the axis. ``lambda table: table.double().mean(0)`` gives new words the mean of the old ones. The
+            result is converted to the tensor's dtype. Of a lazy tensor, the function is called with all elements
+            when the first new one is read. Where other axes are sharded it is passed a rank's own part, so it mustn't
+            depend on the rest.
 
     Raises:
         TreeError: a pattern matches nothing.
-        ShapeError: a tensor is longer, or the shard isn't whole along the axis.
+        ShapeError: a tensor is longer, the shard isn't whole along the axis, the number doesn't fit the dtype, or the
+            function returned another shape.
+        MetadataError: `fill` is neither a number nor a function.
 
     Examples:
         >>> from shardtree.mapping import ShardedTensor
-        >>> pad_tensors({"b": ShardedTensor.from_rank_offsets("b", torch.ones(2))}, ["b"], 3)["b"].data
-        tensor([1., 1., 0.])
+        >>> tree = {"b": ShardedTensor.from_rank_offsets("b", torch.tensor([1.0, 2.0]))}
+        >>> pad_tensors(tree, ["b"], 3)["b"].data
+        tensor([1., 2., 0.])
+        >>> pad_tensors(tree, ["b"], 4, fill=torch.mean)["b"].data
+        tensor([1.0000, 2.0000, 1.5000, 1.5000])
     """
-    return map_tensors("pad_tensors", tree, keys, partial(_pad, length=length, axis=axis))
+    if not (callable(fill) or (isinstance(fill, int | float | complex) and not isinstance(fill, bool))):
+        fix = "Pass fill=0, say, or a function from the tensor to what each new place gets."
+        found = type(fill).__name__
+        refuse("pad_tensors", "fill", found, "a number or a function", fix, error=MetadataError)
+    return map_tensors("pad_tensors", tree, keys, partial(_pad, length=length, axis=axis, fill=fill))
 
 
-def _pad(shard: ShardedTensor, length: int, axis: int) -> ShardedTensor:
+def _pad(shard: ShardedTensor, length: int, axis: int, fill: _Fill) -> ShardedTensor:
     at = whole_axis("pad_tensors", shard, axis)
     wanted = integer(f"pad_tensors: {shard.key!r}", "length", length)
     if wanted < shard.local_shape[at]:
@@ -83,23 +107,31 @@ def _pad(shard: ShardedTensor, length: int, axis: int) -> ShardedTensor:
         raise ShapeError(error_text(f"pad_tensors: {shard.key!r} is longer", found=wanted, expected=expected))
     if wanted == shard.local_shape[at]:
         return shard
-    return resized(shard, shard.key, at, wanted, None if shard.data is None else _with_zeros(shard.data, at, wanted))
+    return resized(shard, shard.key, at, wanted, None if shard.data is None else _padded(shard, at, wanted, fill))
 
 
-def _with_zeros(data: Any, at: int, length: int) -> Any:
+def _padded(shard: ShardedTensor, at: int, length: int, fill: _Fill) -> Any:
+    data = shard.data
     shape = (*data.shape[:at], length - data.shape[at], *data.shape[at + 1 :])
-    # Zeros, since what was cut off isn't known any more, and Megatron-Core's own loading of a vocabulary without
-    # padding puts zeros there.
-    if isinstance(data, LazyTensor):
-        zeros: Any = stored(lambda _, box: _zeros(box, data.dtype, "cpu"), shape, data.dtype, name="zeros")
-    else:
-        zeros = _zeros(shape, data.dtype, data.device)
-    return join_data(torch.cat, [data, zeros], at)
+    padding = _repeated(shard, at, fill).expand(shape) if callable(fill) else padding_like(data, shape, fill)
+    return join_data(torch.cat, [data, padding], at)
 
 
-def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
-    """Return zeros of any dtype: torch has no fill for some, and integers of zeros are zeros of every dtype."""
-    return torch.zeros_like(as_integers(empty_data(shape, dtype, device))).view(dtype)
+def _repeated(shard: ShardedTensor, at: int, fill: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return what a function gives for a shard's tensor, with an axis of length 1 in place of the one that it lacks."""
+    data = shard.data
+    shape = (*data.shape[:at], *data.shape[at + 1 :])
+
+    def checked(elements: torch.Tensor) -> torch.Tensor:
+        found: Any = fill(elements)
+        if not isinstance(found, torch.Tensor) or tuple(found.shape) != shape:
+            kind = tuple(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
+            expected = f"a tensor of {shape}, without axis {at}"
+            raise ShapeError(error_text(f"pad_tensors: fill of {shard.key!r}", found=kind, expected=expected))
+        return found.detach().to(data.dtype)
+
+    lazy = isinstance(data, LazyTensor)
+    return (of_whole(checked, data, shape, data.dtype) if lazy else checked(data.detach())).unsqueeze(at)
 
 
 # Axes in another order, as where a program stores matrices transposed.

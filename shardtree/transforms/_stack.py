@@ -1,20 +1,20 @@
-"""Stacking layers to one tensor with a leading axis, unstacking them, and renaming by patterns."""
+"""Stacking layers to one tensor with a leading axis, unstacking them, keeping some; and renaming by patterns."""
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 
 from ..errors import TreeError, error_text, shorten
-from ..geometry import check_type
+from ..geometry import check_type, integers
 from ..mapping import ShardedBase, ShardedTensor
 from ..trees import check_stars, fill_key, join_data, key_expression, leaves_with_paths, match_keys, rename
-from ._flat import Flat, check_plain, check_same, flat_tensors, replace_entries
+from ._flat import Flat, check_plain, check_same, flat_tensors, replace_entries, replace_named
 
 _ALIKE = (
     *("dtype", "local_shape", "global_shape", "global_offset", "axis_fragmentations", "replica_id"),
@@ -148,6 +148,66 @@ def _layers(shard: ShardedTensor, prefix: str, name: str) -> list[ShardedTensor]
 def _rows(shard: ShardedTensor) -> list[Any]:
     count = shard.local_shape[0]
     return [None if shard.data is None else shard.data[number] for number in range(count)]
+
+
+# Keeping some layers.
+
+_STATES = r"(?:(?:[^.]+\.)*optimizer\.(?:state\.[^.]+|param_group)\.)?"
+"""What precedes a parameter's key where an optimizer's states, or its groups, are stored."""
+
+
+def keep_layers(tree: Flat, prefix: str, layers: Sequence[int], *, absent: Iterable[int] = ()) -> dict[str, Any]:
+    """Return the tree with some layers alone, numbered anew: ``layers[0]`` becomes layer 0, ``layers[1]`` layer 1.
+
+    Of ``<prefix>.<number>`` and ``<prefix>.<number>.<name>``, tensors, objects and factories alike, sharded in any way.
+    An optimizer's states and groups (``optimizer.state.<state>.<prefix>...``) go with their parameters. Layers may be
+    listed in another order, or several times, to make a deeper model of them; data are shared.
+
+    Args:
+        tree: shards by key. An entry's name changes where its shard's key does.
+        prefix: of the keys; each ``*`` in it matches one part between dots, as in ``"layers.*.experts"``.
+        layers: the numbers of those that are kept.
+        absent: numbers that this rank may lack, as those of other pipeline stages.
+
+    Raises:
+        TreeError: no key matches, no layer has a number that is listed, or two entries would have one name.
+        MetadataError: the numbers aren't integers.
+
+    Examples:
+        >>> keys = [*(f"h.{number}.w" for number in range(4)), "optimizer.state.exp_avg.h.3.w"]
+        >>> tree = {key: ShardedTensor.from_rank_offsets(key, torch.ones(2)) for key in keys}
+        >>> list(keep_layers(tree, "h", [0, 3]))
+        ['h.0.w', 'h.1.w', 'optimizer.state.exp_avg.h.1.w']
+    """
+    doing = "keep_layers"
+    flat_tensors(doing, tree)
+    wanted, elsewhere = integers(doing, "layers", layers), integers(doing, "absent", absent)
+    pattern = re.compile(rf"({_STATES}{key_expression(prefix)})\.(0|[1-9][0-9]*)((?:\..+)?)", re.DOTALL)
+    shards = {entry: leaf for entry, leaf in tree.items() if isinstance(leaf, ShardedBase)}
+    found = {entry: match for entry, leaf in shards.items() if (match := pattern.fullmatch(leaf.key)) is not None}
+    if not found and not elsewhere:
+        raise _no_match(doing, f"{prefix}.<number>.<name>", tree)
+    known = {int(match.groups()[-2]) for match in found.values()}
+    missing = [str(number) for number in dict.fromkeys(wanted) if number not in known and number not in elsewhere]
+    if missing:
+        fix = "Correct them, or pass absent=[...] for layers that other ranks hold."
+        held = f"layers {', '.join(map(str, sorted(known)[:20]))}"
+        raise TreeError(error_text(f"{doing}: no such layers of {prefix!r}", found=held, offenders=missing, fix=fix))
+    new: dict[str, list[tuple[str, Any]]] = {}
+    for entry, match in found.items():
+        head, number, rest = match[1], int(match.groups()[-2]), match.groups()[-1]
+        keys = [f"{head}.{place}{rest}" for place, kept in enumerate(wanted) if kept == number]
+        new[entry] = [_renumbered(entry, shards[entry], key) for key in keys]
+    return replace_named(doing, tree, new)
+
+
+def _renumbered(entry: str, leaf: Any, key: str) -> tuple[str, Any]:
+    """Return an entry's new name and leaf; what precedes the key in the name, as after `flat`, stays."""
+    if leaf.key == key:
+        return entry, leaf
+    new = replace(leaf, key=key)
+    old, name = (getattr(each, "unique_key", each.key) for each in (leaf, new))
+    return entry.removesuffix(old) + name if entry.endswith(old) else name, new
 
 
 def _no_match(doing: str, expected: str, tree: Flat) -> TreeError:

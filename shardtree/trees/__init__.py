@@ -7,11 +7,23 @@ changes its argument; results have new containers where something changed, and s
 from ._checks import check_is_tree, refuse_dtensors, refuse_hidden, refuse_too_deep
 from ._compose import bind, compose
 from ._difference import Difference, diff, value_at
-from ._edit import as_integers, cast, empty_data, join_data, narrow, prefix, rename, without_data
+from ._edit import (
+    as_integers,
+    cast,
+    empty_data,
+    full_data,
+    join_data,
+    narrow,
+    padding_like,
+    prefix,
+    rename,
+    without_data,
+)
 from ._factories import apply_factories, apply_factory_merges, build_factories, extract_metadata
 from ._join import Record, common_with_holes, comparable, is_hollow, join, left_out, without_holes
-from ._key_patterns import check_stars, fill_key, key_expression, match_key, match_keys, stars
+from ._key_patterns import check_stars, checked_keys, fill_key, key_expression, match_key, match_keys, stars
 from ._maps import flatten_with_paths, leaves_with_paths, map_data, map_shards, path_key, shard_leaves
+from ._nested import flat, nested
 from ._nodes import HOLE, NAMESPACE, Hole, call_at, namedtuple_types
 from ._partition import combine, extract_nonpersistent, extract_sharded, merge, partition, prune, select
 from ._registry import register_nodes, with_data
@@ -35,12 +47,14 @@ __all__ = [
     "extract_metadata",
     "extract_nonpersistent",
     "extract_sharded",
+    "flat",
     "flatten_with_paths",
     "leaves_with_paths",
     "map_data",
     "map_shards",
     "merge",
     "narrow",
+    "nested",
     "partition",
     "prefix",
     "rebox",

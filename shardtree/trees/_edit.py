@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
-from typing import Any
+from math import prod
+from typing import Any, NoReturn
 
 import torch
 
 from ..errors import KeyMismatch, ShapeError, TreeError, error_text
 from ..geometry import check_type
+from ..lazy import LazyTensor, stored
 from ..mapping import ShardedBase, ShardedObject, ShardedTensor, ShardedTensorFactory
+from ._key_patterns import checked_keys, match_keys
 from ._nodes import SameTree, Tree, check_function, flatten, map_sharing
 from ._registry import described_kind, with_data
 
@@ -41,6 +44,50 @@ def empty_data(shape: Sequence[int], dtype: torch.dtype, device: torch.device | 
         torch.complex32
     """
     return torch.empty(tuple(shape), dtype=_CARRIERS.get(dtype.itemsize, dtype), device=device).view(dtype)
+
+
+def full_data(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str, fill: float) -> torch.Tensor:
+    """Return a tensor of one number, of any dtype where it is zero.
+
+    Raises:
+        ShapeError: torch can't put the number into a tensor of this dtype, or only a part of it.
+
+    Examples:
+        >>> full_data((2,), torch.bfloat16, "cpu", 0.5)
+        tensor([0.5000, 0.5000], dtype=torch.bfloat16)
+    """
+    if not fill or not prod(shape):
+        return as_integers(empty_data(shape, dtype, device)).zero_().view(dtype)
+    try:
+        filled = torch.full(tuple(shape), fill, dtype=dtype, device=device)
+    except (RuntimeError, TypeError) as error:
+        _refuse_fill(fill, dtype, error)
+    # For integers torch drops fractions without an error, so what was written is compared.
+    is_real = dtype.is_floating_point or dtype.is_complex
+    if not is_real and filled.device.type != "meta" and filled.reshape(-1)[0].item() != fill:
+        _refuse_fill(fill, dtype, filled.reshape(-1)[0].item())
+    return filled
+
+
+def _refuse_fill(fill: float, dtype: torch.dtype, found: object) -> NoReturn:
+    what = f"a padding of {fill} in a tensor of {dtype}"
+    raise ShapeError(error_text(what, found=found, expected="a number that torch can put there"))
+
+
+def padding_like(data: Any, shape: Sequence[int], fill: float) -> Any:
+    """Return a tensor of one number, of a tensor's dtype and where it is; a lazy one where that is lazy.
+
+    Examples:
+        >>> padding_like(torch.ones(3), (2,), 7)
+        tensor([7., 7.])
+    """
+    if not isinstance(data, LazyTensor):
+        return full_data(shape, data.dtype, data.device, fill)
+    full_data((1,), data.dtype, "cpu", fill)  # what doesn't fit is refused now, not when it is read
+    # The number is in the name: a conversion tells by it what it is made of.
+    return stored(
+        lambda _, box: full_data(box, data.dtype, "cpu", fill), shape, data.dtype, name=f"padding of {fill!r}"
+    )
 
 
 def join_data(join: Callable[..., Any], parts: Sequence[Any], axis: int) -> Any:
@@ -138,27 +185,43 @@ def prefix(tree: SameTree, text: str) -> SameTree:
     return rename(tree, lambda key: text + key)
 
 
-def cast(tree: SameTree, dtype: torch.dtype) -> SameTree:
+def cast(tree: SameTree, dtype: torch.dtype, keys: Sequence[str] | None = None) -> SameTree:
     """Return the tree with its floating-point shards in another floating-point dtype, metadata and data.
 
     Integer and bool shards, plain tensors and other values stay as they are. A factory's tensor is cast too. Data of
     the dtype already is shared, and so is the shard.
 
+    Args:
+        tree: any tree.
+        dtype: the new one.
+        keys: of the shards that are cast, all by default; ``*`` matches one part between dots, ``**`` any number of
+            them. States of an optimizer have keys of their own.
+
     Raises:
         ShapeError: `dtype` isn't a floating-point dtype.
         MetadataError: it is no dtype of torch.
+        TreeError: a pattern matches no key, or `keys` isn't a list.
 
     Examples:
         >>> from shardtree.mapping import ShardedTensor
-        >>> w = ShardedTensor.from_rank_offsets("w", torch.ones(2))
-        >>> cast({"w": w, "step": 3}, torch.bfloat16)["w"].data
-        tensor([1., 1.], dtype=torch.bfloat16)
+        >>> tree = [ShardedTensor.from_rank_offsets(key, torch.ones(2)) for key in ("norm.weight", "up.weight")]
+        >>> [shard.dtype for shard in cast(tree, torch.bfloat16)]
+        [torch.bfloat16, torch.bfloat16]
+        >>> [shard.dtype for shard in cast(tree, torch.bfloat16, ["up.*"])]
+        [torch.float32, torch.bfloat16]
     """
     check_type("cast", "dtype", dtype, torch.dtype, "Pass a dtype of torch: torch.bfloat16, say.")
     if not dtype.is_floating_point:
         fix = "Use `map_shards` to change numbers into other kinds of numbers."
         raise ShapeError(error_text("cast: not a floating-point dtype", found=dtype, fix=fix))
-    return map_sharing(lambda leaf: _cast(leaf, dtype), tree)
+    if keys is None:
+        return map_sharing(lambda leaf: _cast(leaf, dtype), tree)
+    patterns = checked_keys("cast", keys)
+    shards = (leaf for leaf in flatten(tree)[0] if isinstance(leaf, (ShardedTensor, ShardedTensorFactory)))
+    chosen = match_keys("cast", patterns, dict.fromkeys(shard.key for shard in shards))
+    return map_sharing(
+        lambda leaf: _cast(leaf, dtype) if isinstance(leaf, ShardedBase) and leaf.key in chosen else leaf, tree
+    )
 
 
 def _cast(leaf: Any, dtype: torch.dtype) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 
 from ..errors import TreeError, error_text
@@ -124,3 +124,21 @@ def _first_match(patterns: Sequence[str], key: str) -> tuple[str, tuple[str, ...
         if parts is not None:
             return pattern, parts
     return None
+
+
+def checked_keys(doing: str, keys: Sequence[str]) -> list[str]:
+    """Return keys or patterns of keys as a list.
+
+    Raises:
+        TreeError: there are none, one occurs twice, or they are one text.
+
+    Examples:
+        >>> checked_keys("split", ["h.*.q", "h.*.k"])
+        ['h.*.q', 'h.*.k']
+    """
+    many = not isinstance(keys, str | Mapping) and hasattr(keys, "__iter__")
+    listed = list(keys) if many else []
+    if not listed or not all(isinstance(key, str) for key in listed) or len(set(listed)) < len(listed):
+        found = repr(keys)[:200]
+        raise TreeError(error_text(f"{doing}: keys of tensors", found=found, expected="a list of different keys"))
+    return listed

@@ -75,6 +75,7 @@ OF_TREES: dict[str, Transform] = {
     "build_factories": lambda tree: trees.build_factories(tree)[0],
     "apply_factory_merges": lambda tree: merged(tensors_alone(tree)),
     "cast": partial(st.cast, dtype=torch.bfloat16),
+    "cast some": partial(st.cast, dtype=torch.bfloat16, keys=["**"]),
     "combine": lambda tree: st.combine(*st.trees.extract_sharded(tree)),
     "common_with_holes": st.trees.common_with_holes,
     "extract_metadata": st.extract_metadata,
@@ -113,6 +114,8 @@ FLAT: dict[str, Transform] = {
         st.transforms.split_tensor(tree, "h.*.w", NAMES, groups=2, axis=-1), NAMES, "h.*.w", groups=2, axis=-1
     ),
     "pad_tensors": partial(st.transforms.pad_tensors, keys=["v"], length=7),
+    "pad_tensors by a function": partial(st.transforms.pad_tensors, keys=["v"], length=7, fill=lambda v: v[:0].sum()),
+    "keep_layers": partial(st.transforms.keep_layers, prefix="h", layers=[0, 0], absent=[0]),
     "unpad_tensors": partial(st.transforms.unpad_tensors, keys=["v"], length=1),
     "transpose_tensors": partial(st.transforms.transpose_tensors, keys=["h.*.w"]),
     "factories_by_pattern": lambda tree: merged(st.lenses.factories_by_pattern(tree, {"h.**": st.lenses.transposed()})),

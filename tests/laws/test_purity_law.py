@@ -177,6 +177,7 @@ CALLS: dict[str, Call] = {
     "mapping.box_of": (mapping.box_of, "w", None, torch.float32, (4, 2), (2, 0), (2, 2)),
     "mapping.whole_tensors": (mapping.whole_tensors, ["w"], [torch.float32], [(4, 2)]),
     "mapping.with_data": (mapping.with_data, [WEIGHT], [None]),
+    "lazy.of_whole": (lambda whole: lazy.of_whole(torch.mean, whole, (), torch.float32).read(), LAZY),
     "lazy.frozen_values": (
         lambda columns: lazy.frozen_values(mapping.ShardedObject, 1, columns),
         {name: [getattr(OBJECT, name)] for name in ("key", "data", "global_shape", "global_offset", "replica_id")},
@@ -234,6 +235,11 @@ CALLS: dict[str, Call] = {
     "trees.refuse_too_deep": (lambda doing: type(trees.refuse_too_deep(doing)), "load"),
     "trees.without_holes": (trees.without_holes, trees.common_with_holes(TREE)),
     "trees.prune": (trees.prune, trees.common_with_holes({**TREE, "model": {"f": [WEIGHT, st.trees.HOLE]}})),
+    "trees.flat": (trees.flat, {"model": {"w": WEIGHT, "empty": {}}, "betas": [0.9]}),
+    "trees.nested": (trees.nested, {"model.w": WEIGHT, "model.empty": {}, "betas": [0.9]}),
+    "trees.checked_keys": (trees.checked_keys, "cast", ["l.*.w"]),
+    "trees.full_data": (trees.full_data, [2], torch.float16, "cpu", 3),
+    "trees.padding_like": (trees.padding_like, WEIGHT.data, [2], 3),
     "trees.as_integers": (trees.as_integers, WEIGHT.data),
     "trees.empty_data": (trees.empty_data, [0, 2], torch.complex32, "cpu"),
     "trees.join_data": (trees.join_data, torch.cat, [WEIGHT.data, WEIGHT.data], 0),
@@ -317,6 +323,7 @@ CALLS: dict[str, Call] = {
         layouts.chunk_grids, column(0, 0), column([0], [2]), column([2], [2]), column(-1, -1), column(1)
     ),
     "transforms.partial_rename": (transforms.partial_rename, FLAT_TREE, {"l.*.w": "m.*.w"}),
+    "transforms.keep_layers": (transforms.keep_layers, FLAT_TREE, "l", [1]),
     "transforms.stack_layers": (transforms.stack_layers, FLAT_TREE, "l"),
     "transforms.unstack_layers": (transforms.unstack_layers, {"s.w": whole("s.w")}, "s"),
     "transforms.split_tensor": (transforms.split_tensor, FLAT_TREE, "l.0.w", ["a", "b"]),

@@ -135,7 +135,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         MetadataError,
         "axis",
     ),
-    "names that are a number": (lambda: split_tensor(flat(whole("w", QKV)), "w", 3), TreeError, "not names of parts"),
+    "names that are a number": (
+        lambda: split_tensor(flat(whole("w", QKV)), "w", 3),
+        TreeError,
+        "a list of different keys",
+    ),
 }
 
 

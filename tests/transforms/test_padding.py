@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as some
 import shardtree as st
 from shardtree.errors import MetadataError, ShapeError, TreeError
 from shardtree.lazy import stored
-from shardtree.testing import check_pure, random_bits
+from shardtree.testing import check_pure, first_difference, random_bits
 from shardtree.transforms import pad_tensors, transpose_tensors, unpad_tensors
 from tests.transforms.flat_trees import DTYPES, Tree, check_same, check_undone, flat, lazily, whole
 
@@ -40,6 +41,61 @@ def test_unpad_undoes_pad(drawn: tuple[Tree, int], more: int) -> None:
             data = padded[key].data.narrow(axis, length, more)
             read = data if isinstance(data, torch.Tensor) else data.read()
             assert not any(read.contiguous().view(torch.uint8).flatten().tolist()), key
+
+
+FILLS: dict[str, Any] = {
+    "a number": -2.5,
+    "a mean": lambda table: table.double().mean(0),
+    "a row": lambda table: table[0],
+}
+
+
+def filled(pad: Callable[..., Tree], tree: Tree, fill: Any, length: int) -> None:
+    """Raise unless rows were added that are the fill, and nothing else has changed, of lazy tensors too."""
+    old = tree["0.table"].data
+    row = fill(old).to(old.dtype) if callable(fill) else torch.full((4,), fill, dtype=old.dtype)
+    for padded in (pad(tree, ["*.table"], length, fill=fill), pad(lazily(tree), ["*.table"], length, fill=fill)):
+        data = padded["0.table"].data
+        read = data if isinstance(data, torch.Tensor) else data.read()
+        expected = torch.cat([old, *[row[None]] * (length - len(old))])
+        assert first_difference(read, expected) is None
+        check_same(unpad_tensors(padded, ["*.table"], len(old)), tree)
+        # Read alone, a new row is what it is in the whole.
+        part = data[length - 1 :, 1:3]
+        assert first_difference(part if isinstance(part, torch.Tensor) else part.read(), expected[-1:, 1:3]) is None
+
+
+@pytest.mark.parametrize("fill", FILLS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_new_rows_are_the_fill_and_unpad_undoes_it(fill: str, dtype: torch.dtype) -> None:
+    table = torch.randn(5, 4, generator=torch.Generator().manual_seed(2)).to(dtype)
+    filled(partial(check_pure, pad_tensors), flat(whole("0.table", table)), FILLS[fill], 8)
+
+
+def test_the_law_of_fills_catches_rows_that_look_at_the_padding() -> None:
+    def one_by_one(tree: Tree, keys: list[str], length: int, fill: Any) -> Tree:
+        for more in range(6, length + 1):
+            tree = pad_tensors(tree, keys, more, fill=lambda table: table.float().mean(0))
+        return tree
+
+    with pytest.raises(AssertionError):
+        filled(one_by_one, flat(whole("0.table", torch.arange(20.0).view(5, 4).sqrt())), lambda t: t[:5].mean(0), 8)
+
+
+def test_what_a_lazy_fill_is_made_of() -> None:
+    calls: list[torch.Size] = []
+
+    def fill(table: torch.Tensor) -> torch.Tensor:
+        calls.append(table.shape)
+        return table.mean(0)
+
+    table = lazily(flat(whole("w", torch.ones(5, 4))))
+    padded = pad_tensors(table, ["w"], 8, fill=fill)["w"].data
+    assert calls == [] and {fetch.shape for fetch in padded[6:].fetches} == {(5, 4)}
+    assert padded[5:].read().eq(1).all() and padded[6:7].read().eq(1).all()
+    assert calls == [(5, 4)], "computed once, of all of it"
+    numbers = [pad_tensors(table, ["w"], 8, fill=fill)["w"].data.source.parts[1].source for fill in (0, 1)]
+    assert numbers[0].made_of != numbers[1].made_of, "a conversion with another number is another one"
 
 
 def test_the_padding_law_catches_padding_in_front() -> None:
@@ -106,6 +162,22 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a key that isn't there": (lambda: unpad_tensors(flat(W), ["w", "v"], 3), TreeError, "name nothing\n  'v'"),
     "one key as a text": (lambda: unpad_tensors(flat(W), "w", 3), TreeError, "expected a list of different keys"),
     "not a flat tree": (lambda: pad_tensors([W], ["w"], 9), TreeError, "not a flat tree"),
+    "a fraction among integers": (
+        lambda: pad_tensors(flat(whole("i", torch.ones(2).int())), ["i"], 3, fill=0.5),
+        ShapeError,
+        "a padding of 0.5 in a tensor of torch.int32",
+    ),
+    "a fraction among lazy integers": (
+        lambda: pad_tensors(lazily(flat(whole("i", torch.ones(2).int()))), ["i"], 3, fill=0.5),
+        ShapeError,
+        "a padding of 0.5 in a tensor of torch.int32",
+    ),
+    "a fill that keeps the axis": (
+        lambda: pad_tensors(flat(W), ["w"], 9, fill=lambda table: table.mean(0, keepdim=True)),
+        ShapeError,
+        r"fill of 'w'\n  found \(1, 2\), expected a tensor of \(2,\), without axis 0",
+    ),
+    "a fill that is a text": (lambda: pad_tensors(flat(W), ["w"], 9, fill="mean"), MetadataError, "a number or a func"),
     "an axis twice": (lambda: transpose_tensors(flat(W), ["w"], [0, 0]), ShapeError, "each axis of"),
     "an axis too few": (lambda: transpose_tensors(flat(W), ["w"], [0]), ShapeError, r"found \[0\]"),
     "an axis that isn't there": (lambda: transpose_tensors(flat(W), ["w"], [0, 2]), ShapeError, "each axis of"),

@@ -188,7 +188,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a cut axis": (lambda: split_tensor(flat(HALF), "h.0.w", ["a", "b"]), ShapeError, "is cut along axis 0"),
     "no such axis": (lambda: split_tensor(flat(A), "h.0.w", ["a", "b"], axis=1), ShapeError, "no such axis"),
     "other stars": (lambda: split_tensor(flat(A), "h.*.w", ["a", "b"]), TreeError, "'a' has 0"),
-    "one name as a text": (lambda: split_tensor(flat(A), "h.0.w", "ab"), TreeError, "not names of parts"),
+    "one name as a text": (lambda: split_tensor(flat(A), "h.0.w", "ab"), TreeError, "a list of different keys"),
     "no such tensor": (lambda: split_tensor(flat(A), "g.*.w", ["a.*"]), TreeError, "no key matches"),
     "a missing part": (
         lambda: merge_tensors(flat(A), ["h.*.w", "h.*.b"], "h.*.wb"),

@@ -68,6 +68,7 @@ CALLS: dict[str, Call] = {
     "regroup_optim_state": lambda deep: st.optim.regroup_optim_state(
         {"state": {}, "param_groups": [{"params": [0], "lr": deep}]}, [{"params": [0], "lr": deep}]
     ),
+    "flat": st.trees.flat,
     "rename": lambda deep: st.rename(deep, {"w": "v"}),
     "reshard": lambda deep: st.reshard([deep], [deep]),
     "save": lambda deep: st.save(deep, st.storage.MemoryStorage()),
@@ -92,9 +93,8 @@ CALLS: dict[str, Call] = {
     "from_megatron": from_megatron,
     "to_megatron": to_megatron,
 }
-FLAT = (
-    "merge_tensors pad_tensors split_tensor stack_layers transpose_tensors unpad_tensors unstack_layers buffer_slices"
-)
+FLAT = "buffer_slices keep_layers merge_tensors pad_tensors split_tensor stack_layers transpose_tensors "
+FLAT += "unpad_tensors unstack_layers"
 """Functions of flat dicts."""
 
 TREES = {"tree", "trees", "target", "x1", "sharded_state_dict", "sharded_state_dicts", "common", "commons", "loaded"}

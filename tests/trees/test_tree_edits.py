@@ -28,6 +28,7 @@ from shardtree.trees import (
     leaves_with_paths,
     map_data,
     map_shards,
+    match_key,
     narrow,
     prefix,
     rename,
@@ -94,6 +95,45 @@ def test_cast_changes_floating_point_shards_alone() -> None:
 def test_cast_of_a_lazy_or_absent_tensor() -> None:
     shapes = map_data(lambda data: tuple(data.shape), [FACTORY])
     assert cast(shapes, torch.float16) is shapes
+
+
+def casts_what_matches(cast_some: Any, drawn: tuple[Any, str]) -> None:
+    tree, pattern = drawn
+    try:
+        found = cast_some(tree, torch.float16, [pattern])
+    except TreeError:
+        return
+    for (path, leaf), (_, new) in zip(leaves_with_paths(tree), leaves_with_paths(found), strict=True):
+        matches = isinstance(leaf, (ShardedTensor, ShardedTensorFactory)) and match_key(pattern, leaf.key) is not None
+        if not matches:
+            assert new is leaf, path
+        else:
+            assert (new.data.dtype, new.data.tolist()) == (torch.float16, leaf.data.half().tolist()), path
+
+
+SOME = st.tuples(trees(), st.sampled_from(["a", "a*", "*b", "**", "c.**"]))
+
+
+@given(SOME)
+def test_cast_by_pattern_touches_what_matches_and_nothing_else(drawn: tuple[Any, str]) -> None:
+    casts_what_matches(cast, drawn)
+
+
+def test_the_law_of_patterns_catches_a_cast_of_what_only_begins_alike() -> None:
+    def by_beginning(tree: Any, dtype: torch.dtype, keys: list[str]) -> Any:
+        first = keys[0].strip("*.")
+        return cast(tree, dtype, [f"{first}**"])
+
+    assert_caught(casts_what_matches, by_beginning, SOME)
+
+
+def test_cast_of_keys_that_are_not_there_or_no_list() -> None:
+    with pytest.raises(TreeError, match="cast: patterns that name nothing\\n  'v'"):
+        cast([W], torch.float16, ["w", "v"])
+    with pytest.raises(TreeError, match="expected a list of different keys"):
+        cast([W], torch.float16, "w")
+    with pytest.raises(TreeError, match="'rng'"):
+        cast([W, RNG], torch.float16, ["rng"])
 
 
 def test_narrow_puts_a_shard_for_a_box_and_a_list_for_a_flat_one() -> None:

@@ -121,7 +121,8 @@ JOINING: dict[str, Of] = {
     "refuse_hidden": lambda tree: refuse_hidden("save", leaves_with_paths(tree)),
 }
 OF_NO_TREE = {
-    *("as_integers", "call_at", "empty_data", "join_data", "value_at"),
+    *("as_integers", "call_at", "empty_data", "full_data", "join_data", "padding_like", "value_at"),
+    *("checked_keys", "flat", "nested"),
     *("check_stars", "fill_key", "key_expression", "match_key", "match_keys", "path_key", "stars", "refuse_too_deep"),
 }
 EVERY = NEW | SHARING | JOINING
