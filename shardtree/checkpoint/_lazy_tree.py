@@ -116,6 +116,7 @@ def open_checkpoint(
     *,
     strategies: Strategies | None = None,
     options: LoadOptions | None = None,
+    parameter_names: Sequence[str] | Sequence[Sequence[str]] | None = None,
 ) -> OpenCheckpoint:
     """Return a checkpoint as a read-only mapping of lazy shards; not collective.
 
@@ -123,6 +124,7 @@ def open_checkpoint(
         checkpoint_dir: where the checkpoint is.
         strategies: the dispatch table; None for the process's.
         options: how elements, objects and the common state are read.
+        parameter_names: of `options`, which is passed so often that it has a keyword of its own.
 
     Raises:
         NotACheckpoint: there is none.
@@ -137,7 +139,10 @@ def open_checkpoint(
         tensor([[3, 4],
                 [6, 7]])
     """
-    checkpoint = open_at(checkpoint_dir, one_process(), options or LoadOptions(), strategies)
+    how = options or LoadOptions()
+    if parameter_names is not None:
+        how = replace(how, parameter_names=parameter_names)
+    checkpoint = open_at(checkpoint_dir, one_process(), how, strategies)
     return OpenCheckpoint(checkpoint, sharded_metadata(checkpoint, None, None, strategies), strategies)
 
 

@@ -169,7 +169,11 @@ def load_common(checkpoint: Checkpoint, choice: Choice, strategies: Strategies |
 
 
 def load_tensors_metadata(
-    checkpoint_dir: Directory, sharded_strategy: Choice = None, *, strategies: Strategies | None = None
+    checkpoint_dir: Directory,
+    sharded_strategy: Choice = None,
+    *,
+    strategies: Strategies | None = None,
+    options: LoadOptions | None = None,
 ) -> dict[str, ShardedTensor]:
     """Return every stored tensor by its key, as one whole shard without data; not collective.
 
@@ -180,7 +184,7 @@ def load_tensors_metadata(
         >>> {key: shard.global_shape for key, shard in st.load_tensors_metadata(folder).items()}
         {'w': (2, 3)}
     """
-    checkpoint = open_at(checkpoint_dir, one_process(), LoadOptions(), strategies)
+    checkpoint = open_at(checkpoint_dir, one_process(), options or LoadOptions(), strategies)
     metadata = sharded_metadata(checkpoint, sharded_strategy, None, strategies)
     return {key: shard for key, shard in metadata.items() if isinstance(shard, ShardedTensor)}
 
@@ -191,6 +195,7 @@ def load_sharded_metadata(
     common_strategy: Choice = None,
     *,
     strategies: Strategies | None = None,
+    options: LoadOptions | None = None,
 ) -> dict[str, ShardedTensor | ShardedObject]:
     """Return every stored tensor by its key and object by its unique key, whole and without data; not collective.
 
@@ -201,7 +206,7 @@ def load_sharded_metadata(
         >>> list(st.load_sharded_metadata(folder))
         ['rng/shard_0_1']
     """
-    checkpoint = open_at(checkpoint_dir, one_process(), LoadOptions(), strategies)
+    checkpoint = open_at(checkpoint_dir, one_process(), options or LoadOptions(), strategies)
     return dict(sharded_metadata(checkpoint, sharded_strategy, common_strategy, strategies).items())
 
 

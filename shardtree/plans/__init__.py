@@ -18,6 +18,7 @@ from ._fit import (
     overlaps,
     prefix_difference,
     stored_elements,
+    wants_names,
 )
 from ._load import LoadPlan, Runs, StoredChunks, Strided, plan_load, runs_plan
 from ._save import held_places, level_writes, main_writes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -174,7 +175,27 @@ def find_unexpected(keys: Iterable[str], stored: Collection[str], *, is_object: 
         too_much, lacking = prefix
         return tuple(Unexpected(key, lacking + key[len(too_much) :], is_object) for key in absent)
     near = near_names(absent, others)
-    return tuple(Unexpected(key, near.get(key), is_object) for key in absent)
+    return tuple(Unexpected(key, _by_number(key, others) or near.get(key), is_object) for key in absent)
+
+
+_STATE = re.compile(r"(optimizer\.state\.[^.]+)\.(.*)", re.DOTALL)
+
+
+def _by_number(key: str, stored: Collection[str]) -> str | None:
+    """Return the stored state of an optimizer's first parameter, where states stand under numbers instead of names."""
+    found = _STATE.fullmatch(key)
+    first = None if found is None or found[2].isdigit() else f"{found[1]}.0"
+    return first if first in stored else None
+
+
+def wants_names(problem: Unexpected) -> bool:
+    """Return whether an optimizer's state is asked for by its parameter's name, and stored under a number.
+
+    Examples:
+        >>> wants_names(*find_unexpected(["optimizer.state.exp_avg.w"], ["optimizer.state.exp_avg.0"]))
+        True
+    """
+    return problem.near is not None and _by_number(problem.key, {problem.near}) is not None
 
 
 @dataclass(frozen=True, slots=True)

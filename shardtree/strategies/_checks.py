@@ -11,7 +11,17 @@ from ..layouts import TensorKind
 from ..mapping import ShardedObject, ShardedTensor
 from ..mapping.memory import lacks_memory
 from ..objects import OBJECT_RULES, ShapeChange
-from ..plans import Gap, Misfit, Mismatch, Refusal, Unexpected, convertible, misfit_lines, prefix_difference
+from ..plans import (
+    Gap,
+    Misfit,
+    Mismatch,
+    Refusal,
+    Unexpected,
+    convertible,
+    misfit_lines,
+    prefix_difference,
+    wants_names,
+)
 
 
 def check_fit(problems: Sequence[Misfit]) -> None:
@@ -58,6 +68,10 @@ def _is_unknown(problem: Misfit) -> bool:
     return isinstance(problem, Unexpected) and not problem.is_object and problem.path is None
 
 
+def _wants_names(problem: Misfit) -> bool:
+    return isinstance(problem, Unexpected) and wants_names(problem)
+
+
 def _is_in_common(problem: Misfit) -> bool:
     return isinstance(problem, Unexpected) and problem.path is not None
 
@@ -96,6 +110,10 @@ IN_COMMON = "Leave plain tensors of the common state out of the target: `load` r
 
 _FIXES: Sequence[tuple[Callable[[Misfit], bool], str]] = (
     (_is_unknown, "Leave out what isn't stored, or pass a strict mode that does, as 'log_unexpected'."),
+    (
+        _wants_names,
+        "States stand under numbers there: pass LoadOptions(parameter_names=[...]), in the optimizer's order.",
+    ),
     (_is_in_common, IN_COMMON),
     (_is_object, "Ask for objects in the grid that was saved, or leave them out."),
     (_is_reshaped, f"Name a rule in object_rules: {OBJECT_RULES}."),

@@ -52,6 +52,9 @@ class LoadOptions:
         progress: called with the bytes that were read since the last call, by one thread at a time.
         report: called once, at the end of a `load`, with what this rank read.
         threads: how many check files at a time in `verify`; None for as many as torch has, up to a few.
+        parameter_names: the names of an optimizer's parameters, where a checkpoint has only their numbers: in the
+            order in which the optimizer was given them, as one sequence or one for each of its groups; or where
+            values alone don't tell them apart.
 
     Examples:
         >>> LoadOptions(verify="all", exchange="never").allow_pickle
@@ -66,6 +69,7 @@ class LoadOptions:
     progress: Callable[[int], None] = _ignore
     report: Callable[[ReadReport], None] | None = None
     threads: int | None = None
+    parameter_names: Sequence[str] | Sequence[Sequence[str]] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

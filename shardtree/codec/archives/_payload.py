@@ -78,7 +78,7 @@ def tensor_place(read: Read, length: int, *, what: str) -> TensorPlace:
     """
     archive = open_archive(_cached_ends(read, length), length, what)
     value = _read_description(bytes(archive.checked("data.pkl")), what)
-    if type(value) is not _DescribedTensor:
+    if type(value) is not DescribedTensor:
         raise CorruptCheckpoint(error_text(f"{what}: not an archive of one tensor", found=type(value).__name__))
     record = archive.records.get(f"data/{value.storage.key}")
     if record is None or record.nbytes < value.storage.nbytes:
@@ -147,30 +147,37 @@ def _is_row_major(place: TensorLayout, nbytes: int) -> bool:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _DescribedTensor:
+class DescribedTensor:
+    """A tensor in a pickle whose storage isn't read.
+
+    Attributes:
+        storage: the storage.
+        place: where the tensor's elements are in it.
+    """
+
     storage: StorageReference
     place: TensorLayout
 
 
-def _describe(storage: Any, *arguments: Any) -> _DescribedTensor:
+def _describe(storage: Any, *arguments: Any) -> DescribedTensor:
     if type(storage) is not StorageReference:
         raise TypeError("a tensor without a storage")
-    return _DescribedTensor(storage, tensor_layout(storage.dtype, storage.nbytes, arguments))
+    return DescribedTensor(storage, tensor_layout(storage.dtype, storage.nbytes, arguments))
 
 
 def _describe_v2(
     storage: Any, offset: Any, shape: Any, stride: Any, grad: Any, hooks: Any, extra: Any = None
-) -> _DescribedTensor:
+) -> DescribedTensor:
     return _check_not_lazy(_describe(storage, offset, shape, stride), extra)
 
 
 def _describe_v3(
     storage: Any, offset: Any, shape: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, extra: Any = None
-) -> _DescribedTensor:
+) -> DescribedTensor:
     return _check_not_lazy(_describe(storage, offset, shape, stride, dtype), extra)
 
 
-def _check_not_lazy(found: _DescribedTensor, extra: Any) -> _DescribedTensor:
+def _check_not_lazy(found: DescribedTensor, extra: Any) -> DescribedTensor:
     if extra and (type(extra) is not dict or any(extra.values())):
         raise ValueError("a tensor that is conjugated or negated lazily")
     return found
@@ -180,14 +187,19 @@ def _describe_parameter(data: Any, grad: Any, hooks: Any, state: Any = None) -> 
     return data
 
 
-_CLASSES: dict[tuple[str, str], Any] = {
-    **STORAGE_KINDS,
-    **DTYPES,
+DESCRIBERS: dict[tuple[str, str], Constructor] = {
     ("torch._utils", "_rebuild_tensor"): Constructor(_describe),
     ("torch._utils", "_rebuild_tensor_v2"): Constructor(_describe_v2),
     ("torch._utils", "_rebuild_tensor_v3"): Constructor(_describe_v3),
     ("torch._utils", "_rebuild_parameter"): Constructor(_describe_parameter),
     ("torch._utils", "_rebuild_parameter_with_state"): Constructor(_describe_parameter),
+}
+"""Constructors of tensors that are described in place of being read."""
+
+_CLASSES: dict[tuple[str, str], Any] = {
+    **STORAGE_KINDS,
+    **DTYPES,
+    **DESCRIBERS,
     ("collections", "OrderedDict"): Constructor(dict),
 }
 

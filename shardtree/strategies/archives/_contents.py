@@ -1,0 +1,218 @@
+"""What is in a checkpoint of torch.save's files: pieces of tensors as an index, and what is shown but not stored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ...errors import CorruptCheckpoint, error_text
+from ...geometry import Column, box_column, volumes
+from ...layouts import ShardColumns, TensorKind
+from ...storage import StoredFile, Stretches
+from ..index import Index, build_index
+from ._files import ArchiveFile
+
+_STATE = "optimizer.state"
+
+
+def state_key(state: str, parameter: str | int) -> str:
+    """Return the key of an optimizer's state of a parameter, as `optim` and Megatron-Core name it.
+
+    Examples:
+        >>> state_key("exp_avg", "head.weight")
+        'optimizer.state.exp_avg.head.weight'
+    """
+    return f"{_STATE}.{state}.{parameter}"
+
+
+class Piece(NamedTuple):
+    """Row-major bytes of a tensor in a file: a box of it, or a flat range of all of it.
+
+    Attributes:
+        key: the tensor's.
+        file: number of the file.
+        byte: where they begin in it.
+        offset: of the box; of a flat range zeros.
+        shape: of the box; of a flat range the tensor's.
+        start: first element of the flat range, -1 for a whole box.
+        stop: one past its last element, -1 for a whole box.
+    """
+
+    key: str
+    file: int
+    byte: int
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    start: int = -1
+    stop: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What shows that a state's bytes belong to its parameter.
+
+    Attributes:
+        master: the key of the parameter's master, whose bytes lie in the same files as the state's.
+        weight: the key of the parameter; the master, rounded, is equal to it.
+    """
+
+    master: str
+    weight: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Contents:
+    """What is in a checkpoint.
+
+    Attributes:
+        files: of which the index has the numbers.
+        stored: the tensors that have bytes of their own.
+        shown: all tensors: those that are stored, derived or numbers.
+        derived: the master's key, of a tensor that is its master rounded.
+        numbers: tensors without axes that files hold as Python numbers.
+        compared: by the key of a state, what shows that its bytes are the parameter's.
+        refused: why a tensor can't be loaded, by its key, though it is there.
+        objects: sharded objects by unique key, their tensors not filled.
+        common: the common state, its tensors not filled.
+    """
+
+    files: Sequence[ArchiveFile]
+    stored: Index
+    shown: Index
+    derived: Mapping[str, str]
+    numbers: Mapping[str, torch.Tensor]
+    compared: Mapping[str, Comparison]
+    refused: Mapping[str, str]
+    objects: Mapping[str, Any]
+    common: Any
+    stretches: dict[int, Stretches] = field(default_factory=dict)
+
+    def file(self, number: int) -> StoredFile:
+        """Return a file with the CRC32s of its records."""
+        if number not in self.stretches:
+            records = self.files[number].records
+            begin, nbytes, crc32 = (
+                np.array([getattr(record, name) for record in records], dtype=np.int64)
+                for name in ("begin", "nbytes", "crc32")
+            )
+            self.stretches[number] = Stretches(begin, begin + nbytes, crc32)
+        file = self.files[number]
+        return StoredFile(file.name, file.length, stretches=self.stretches[number])
+
+
+def contents_of(
+    files: Sequence[ArchiveFile],
+    kinds: Mapping[str, TensorKind],
+    pieces: Sequence[Piece],
+    *,
+    common: Any,
+    derived: Mapping[str, str] | None = None,
+    numbers: Mapping[str, torch.Tensor] | None = None,
+    compared: Mapping[str, Comparison] | None = None,
+    refused: Mapping[str, str] | None = None,
+    objects: Mapping[str, Any] | None = None,
+    where: Callable[[str], str] = str,
+) -> Contents:
+    """Return what is in a checkpoint, after checking that pieces cover their tensors.
+
+    Args:
+        files: with tensors' bytes.
+        kinds: of all tensors that are shown, by key.
+        pieces: in any order, none twice.
+        common: the common state.
+        derived: as in `Contents`, like the others.
+        numbers: likewise.
+        compared: likewise.
+        refused: likewise.
+        objects: likewise.
+        where: from a file's name to its place, for messages.
+
+    Raises:
+        CorruptCheckpoint: elements of a tensor are in no file, or in two.
+    """
+    derived, numbers, refused = derived or {}, numbers or {}, refused or {}
+    own = {key: kind for key, kind in kinds.items() if key not in derived and key not in numbers}
+    stored = [piece for piece in pieces if piece.key in own]
+    _check_tiled(files, own, [piece for piece in stored if piece.key not in refused], where)
+    places: dict[str, list[Piece]] = {}
+    for piece in stored:
+        places.setdefault(piece.key, []).append(piece)
+    # What a derived tensor or a number is shown as is never read: the rows only make the index whole.
+    shown = [piece._replace(key=key) for key, master in derived.items() for piece in places.get(master, ())]
+    shown += [Piece(key, 0, 0, (), ()) for key in numbers]
+    listed = [StoredFile(file.name, file.length) for file in files]
+    rows = [(f"{name}", 0, 0, 0) for name in objects or {}]
+    return Contents(
+        files=files,
+        stored=_index(own, stored, listed, rows),
+        shown=_index(kinds, [*stored, *shown], listed, rows),
+        derived=derived,
+        numbers=numbers,
+        compared=compared or {},
+        refused=refused,
+        objects=objects or {},
+        common=common,
+    )
+
+
+def _index(
+    kinds: Mapping[str, TensorKind],
+    pieces: Sequence[Piece],
+    files: Sequence[StoredFile],
+    objects: Sequence[tuple[str, int, int, int]],
+) -> Index:
+    keys = sorted(kinds)
+    number = {key: position for position, key in enumerate(keys)}
+    axes = max((len(kind.global_shape) for kind in kinds.values()), default=0)
+    columns = ShardColumns(
+        keys=tuple(keys),
+        kinds=tuple(kinds[key] for key in keys),
+        key=_int64([number[piece.key] for piece in pieces]),
+        offset=box_column([piece.offset for piece in pieces], fill=0, axes=axes),
+        shape=box_column([piece.shape for piece in pieces], fill=1, axes=axes),
+        start=_int64([piece.start for piece in pieces]),
+        stop=_int64([piece.stop for piece in pieces]),
+        rank=np.zeros(len(pieces), dtype=np.int64),
+        main=np.ones(len(pieces), dtype=np.bool_),
+    )
+    file, byte = _int64([piece.file for piece in pieces]), _int64([piece.byte for piece in pieces])
+    return build_index(columns, file, byte, files=files, objects=objects)
+
+
+def _int64(values: Sequence[int]) -> Column:
+    return np.array(values, dtype=np.int64)
+
+
+def _check_tiled(
+    files: Sequence[ArchiveFile], kinds: Mapping[str, TensorKind], pieces: Sequence[Piece], where: Callable[[str], str]
+) -> None:
+    """Raise unless each tensor has as many elements as its pieces; which boxes they are, formats know."""
+    held = dict.fromkeys(kinds, 0)
+    shapes = box_column([piece.shape for piece in pieces], fill=1)
+    for piece, volume in zip(pieces, volumes(shapes).tolist(), strict=True):
+        held[piece.key] += piece.stop - piece.start if piece.start >= 0 else volume
+    known = {piece.key: piece.file for piece in pieces}
+    wrong = [
+        f"{key!r}: {held[key]} of {_volume(kind)} elements{_in_file(files, known.get(key), where)}"
+        for key, kind in kinds.items()
+        if key in known and held[key] != _volume(kind)
+    ]
+    if wrong:
+        what = "open: the ranks' files don't hold these tensors exactly once"
+        fix = "A rank's file is missing, or of another save; copy all of one save's files, or load another checkpoint."
+        raise CorruptCheckpoint(error_text(what, offenders=wrong, fix=fix))
+
+
+def _in_file(files: Sequence[ArchiveFile], number: int | None, where: Callable[[str], str]) -> str:
+    return "" if number is None else f", some of them in {where(files[number].name)!r}"
+
+
+def _volume(kind: TensorKind) -> int:
+    whole = 1
+    for length in kind.global_shape:
+        whole *= length
+    return whole

@@ -1,0 +1,229 @@
+"""Loading from torch.save's files: pieces that are stored, masters that are rounded, and states that are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from math import prod
+
+import numpy as np
+import torch
+
+from ...errors import CorruptCheckpoint, UnsupportedValue, error_text
+from ...layouts import TensorKind, shard_columns
+from ...mapping import ShardedTensor
+from ...plans import Prospect, ReadCost, find_unexpected, plan_load
+from ...storage import ReadReport, fetch, fetch_cost
+from .._checks import check_fit
+from .._metadata import check_lengths
+from .._values import Checkpoint
+from ..index import chunks_of, explain_from_index, file_at, find_texts, kind_at, plan_shards, texts
+from ._contents import Comparison, Contents
+
+_PIECE_ELEMENTS = 4 * 1024 * 1024
+"""Masters are read into memory of their own, at most so many elements at a time."""
+
+
+def load_sharded(checkpoint: Checkpoint, contents: Contents, shards: Sequence[ShardedTensor]) -> ReadReport:
+    """Fill each shard's data, a contiguous CPU tensor, in place, and return what was read.
+
+    Raises:
+        KeyMismatch: the checkpoint lacks a key.
+        ShapeError: a tensor is stored with another global shape or dtype.
+        UnsupportedValue: a tensor can't be read.
+        CorruptCheckpoint: stored bytes aren't what was saved, or aren't those of their parameter.
+    """
+    check_fit(
+        find_unexpected({shard.key for shard in shards}, texts(contents.shown.key_text, contents.shown.key_start))
+    )
+    _check_loadable(contents, shards)
+    computed = [shard for shard in shards if shard.key in contents.derived or shard.key in contents.numbers]
+    if computed:  # the plan is only made for what it checks: shapes and dtypes
+        plan_shards(contents.shown, computed, shard_columns(computed))
+    own = [shard for shard in shards if shard.key not in contents.derived and shard.key not in contents.numbers]
+    report = ReadReport()
+    if checkpoint.options.verify is not None:
+        for shard in own:
+            report += _compare(checkpoint, contents, shard)
+    if own:
+        report += _read(checkpoint, contents, own)
+    for shard in computed:
+        report += _compute(checkpoint, contents, shard)
+    return report
+
+
+def _check_loadable(contents: Contents, shards: Sequence[ShardedTensor]) -> None:
+    wrong = [f"{key!r}: {contents.refused[key]}" for key in sorted({s.key for s in shards} & contents.refused.keys())]
+    if wrong:
+        fix = "Leave them out of the target; LoadOptions(verify=None) reads the first rank's where copies differ."
+        raise UnsupportedValue(error_text("load: tensors that can't be told", offenders=wrong, fix=fix))
+
+
+def _read(checkpoint: Checkpoint, contents: Contents, shards: Sequence[ShardedTensor]) -> ReadReport:
+    plan = plan_shards(contents.stored, shards, shard_columns(shards, checkpoint.world.rank))
+    files = {number: contents.file(number) for number in np.union1d(plan.runs.file, plan.strided.file).tolist()}
+    check_lengths(checkpoint, files.values())
+    options = checkpoint.options
+    memories = [shard.data for shard in shards]
+    return fetch(checkpoint.storage, files, plan, memories, verify=options.verify, progress=options.progress)
+
+
+def _compute(checkpoint: Checkpoint, contents: Contents, shard: ShardedTensor) -> ReadReport:
+    """Fill a shard that isn't stored as it is: a number, or its master rounded."""
+    if shard.key in contents.numbers:
+        shard.data.copy_(contents.numbers[shard.key])
+        return ReadReport()
+    report = ReadReport()
+    for piece in pieces_of(shard):
+        master = replace(piece, key=contents.derived[shard.key], data=_memory(piece), dtype=torch.float32)
+        report += _read(checkpoint, contents, [master])
+        piece.data.copy_(master.data)
+    return report
+
+
+def _memory(shard: ShardedTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shard.data_shape, dtype=dtype, device="cpu")
+
+
+def pieces_of(shard: ShardedTensor) -> Iterator[ShardedTensor]:
+    """Yield a shard in pieces of a few million elements, whose data are contiguous views of its data.
+
+    A padded tensor's shard is one piece.
+    """
+    if shard.allow_shape_mismatch or prod(shard.data_shape) <= _PIECE_ELEMENTS:
+        yield shard
+        return
+    if shard.flattened_range is not None:
+        start = shard.flattened_range.start
+        for at in range(0, shard.data_shape[0], _PIECE_ELEMENTS):
+            stop = min(at + _PIECE_ELEMENTS, shard.data_shape[0])
+            yield replace(
+                shard,
+                data=None if shard.data is None else shard.data[at:stop],
+                flattened_range=slice(start + at, start + stop),
+            )
+        return
+    axis = next(axis for axis, length in enumerate(shard.local_shape) if length > 1)
+    step = max(1, _PIECE_ELEMENTS // prod(shard.local_shape[axis + 1 :]))
+    for at in range(0, shard.local_shape[axis], step):
+        yield from pieces_of(_part(shard, axis, at, min(step, shard.local_shape[axis] - at)))
+
+
+def _part(shard: ShardedTensor, axis: int, start: int, length: int) -> ShardedTensor:
+    """Return a part of a box along a local axis: of the same global tensor, where `narrow` makes a smaller one."""
+    offset, shape = list(shard.global_offset), list(shard.local_shape)
+    offset[shard.prepend_axis_num + axis] += start
+    shape[axis] = length
+    data = None if shard.data is None else shard.data.narrow(axis, start, length)
+    box, begin = tuple(shape), tuple(offset)
+    return replace(shard, data=data, local_shape=box, global_offset=begin, axis_fragmentations=None)
+
+
+# Comparing masters with weights: what shows that a rank's file is the rank's
+
+
+def _compare(checkpoint: Checkpoint, contents: Contents, shard: ShardedTensor) -> ReadReport:
+    """Raise unless the master of a state, over the same box, is the weight once it is rounded; once for a box.
+
+    A rank's masters and moments lie in one file. So a file that was copied or exchanged shows in its masters, since the
+    weights lie in another one.
+    """
+    pair = contents.compared.get(shard.key)
+    box = (pair, shard.global_offset, shard.local_shape, str(shard.flattened_range))
+    seen: set[object] = checkpoint.memo.setdefault("compared", set())
+    if pair is None or box in seen:
+        return ReadReport()
+    report = ReadReport()
+    for piece in pieces_of(replace(shard, data=None)):
+        master = replace(piece, key=pair.master, dtype=torch.float32, data=_memory(piece))
+        dtype = _stored_kind(contents, pair.weight).dtype
+        weight = replace(piece, key=pair.weight, dtype=dtype, data=_memory(piece, dtype))
+        report += _read(checkpoint, contents, [master, weight])
+        wrong = _first_difference(master.data, weight.data)
+        if wrong is not None:
+            raise _not_its_own(checkpoint, contents, pair, piece, wrong)
+    seen.add(box)
+    return report
+
+
+def _stored_kind(contents: Contents, key: str) -> TensorKind:
+    (number,) = find_texts(contents.stored.key_text, contents.stored.key_start, [key])
+    return kind_at(contents.stored, number)
+
+
+def _first_difference(master: torch.Tensor, weight: torch.Tensor) -> int | None:
+    """Return the number of the first element where a master, rounded, isn't the weight; None if there is none."""
+    rounded = master.to(weight.dtype)
+    unlike = ((rounded != weight) & ~(rounded.isnan() & weight.isnan())).flatten()
+    return int(unlike.nonzero()[0]) if bool(unlike.any()) else None
+
+
+def _not_its_own(
+    checkpoint: Checkpoint, contents: Contents, pair: Comparison, piece: ShardedTensor, element: int
+) -> CorruptCheckpoint:
+    index = contents.stored
+    (number,) = find_texts(index.key_text, index.key_start, [pair.master])
+    flat = _flat_number(piece, element)
+    rows = np.flatnonzero((index.chunk_key == number) & (index.chunk_start <= flat) & (flat < index.chunk_stop))
+    rows = rows if rows.size else np.flatnonzero(index.chunk_key == number)
+    name = file_at(index, int(index.chunk_file[rows[0]])).name
+    return CorruptCheckpoint(
+        error_text(
+            f"load: {checkpoint.storage.where(name)!r} isn't the file that was saved with these weights",
+            found=f"element {flat} of the master of {pair.weight!r}, rounded, isn't the weight",
+            expected="masters that are the weights, once they are rounded",
+            fix="A rank's file was copied, exchanged or taken from another step, or the weights were edited; "
+            "load another checkpoint. LoadOptions(verify=None) skips the comparison.",
+        )
+    )
+
+
+def _flat_number(shard: ShardedTensor, element: int) -> int:
+    """Return the number of a shard's element in the row-major flattened tensor."""
+    if shard.flattened_range is not None:
+        element += shard.flattened_range.start
+    inside = np.unravel_index(element, shard.local_shape) if shard.local_shape else ()
+    flat = 0
+    for at, begin, size in zip(inside, shard.global_offset, shard.global_shape, strict=True):
+        flat = flat * size + int(at) + begin
+    return flat
+
+
+def compare_all(checkpoint: Checkpoint, contents: Contents) -> Iterator[CorruptCheckpoint]:
+    """Yield an error for each parameter whose master isn't its weight."""
+    for pair in dict.fromkeys(contents.compared.values()):
+        shape = _stored_kind(contents, pair.master).global_shape
+        whole = ShardedTensor(pair.master, None, torch.float32, shape, shape, (0,) * len(shape), None)
+        try:
+            _compare(checkpoint, contents, whole)
+        except CorruptCheckpoint as error:
+            yield error
+
+
+def explain(checkpoint: Checkpoint, contents: Contents, shards: Sequence[ShardedTensor], cast: bool) -> Prospect:
+    """Return why shards can't be loaded, and what loading the others would read, from the index alone.
+
+    What a comparison of masters with weights reads isn't counted.
+    """
+    # The index of what is shown has the masters' places in derived tensors' rows: their cost is planned anew below.
+    found = explain_from_index(contents.shown, shards, lambda plan: ReadCost(), cast=cast, refused=contents.refused)
+    wrong = {getattr(problem, "key", None) for problem in found.problems}
+
+    def cost() -> ReadCost:
+        fit = [_as_read(contents, shard) for shard in shards if shard.key not in wrong]
+        asked = [shard for shard in fit if shard.key not in contents.numbers]
+        columns = shard_columns(asked)
+        numbers = find_texts(contents.stored.key_text, contents.stored.key_start, columns.keys)
+        plan = plan_load(columns, chunks_of(contents.stored, np.array(numbers, dtype=np.int64)))
+        files = {number: contents.file(number) for number in np.union1d(plan.runs.file, plan.strided.file).tolist()}
+        check_lengths(checkpoint, files.values())
+        return fetch_cost(files, plan, verify=checkpoint.options.verify)
+
+    return replace(found, cost=cost)
+
+
+def _as_read(contents: Contents, shard: ShardedTensor) -> ShardedTensor:
+    """Return a shard without data, in the key and dtype that its bytes have."""
+    key = contents.derived.get(shard.key, shard.key)
+    dtype = shard.dtype if key in contents.numbers else _stored_kind(contents, key).dtype
+    return replace(shard, key=key, dtype=dtype, data=None)

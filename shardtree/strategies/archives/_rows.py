@@ -1,0 +1,114 @@
+"""The rows of a format that consists of torch.save's files: loads, metadata, explain, verify."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ...codec.archives import Record
+from ...errors import CheckpointingException
+from ...mapping import ShardedObject, ShardedTensor
+from ...plans import Prospect
+from ...storage import ReadReport, in_threads, read_crc32
+from .._actions import Explain, LoadCommon, LoadMetadata, LoadObjects, LoadSharded, VerifyFiles
+from .._checks import check_objects_known
+from .._findings import Damage, Finding, uncovered
+from .._values import Checkpoint
+from ..index import IndexMetadata, file_contents, regions_between
+from ..torch import HEADERS
+from ._contents import Contents
+from ._files import ArchiveFile, filled
+from ._load import compare_all, explain, load_sharded
+
+ReadContents = Callable[[Checkpoint], Contents]
+"""Returns what is in a checkpoint; raises CorruptCheckpoint if that can't be read."""
+
+
+class RowFunctions(NamedTuple):
+    """Functions of a format's rows; each field is named as its action."""
+
+    load_common: LoadCommon
+    load_sharded: LoadSharded
+    load_objects: LoadObjects
+    load_metadata: LoadMetadata
+    explain: Explain
+    verify: VerifyFiles
+
+
+def rows_from_contents(read_contents: ReadContents) -> RowFunctions:
+    """Return the functions of a format that can say what is in its files: all that load, explain and verify.
+
+    Args:
+        read_contents: called once for an open checkpoint.
+    """
+
+    def contents(checkpoint: Checkpoint) -> Contents:
+        if "contents" not in checkpoint.memo:
+            checkpoint.memo["contents"] = read_contents(checkpoint)
+        found: Contents = checkpoint.memo["contents"]
+        return found
+
+    def load_common(checkpoint: Checkpoint) -> Any:
+        """Return the stored common tree."""
+        return filled(checkpoint, contents(checkpoint).common)
+
+    def load(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> ReadReport:
+        """Fill each shard's data, a contiguous tensor, in place, and return what was read."""
+        return load_sharded(checkpoint, contents(checkpoint), shards)
+
+    def load_objects(checkpoint: Checkpoint, objects: Sequence[ShardedObject]) -> list[Any]:
+        """Return the data of each sharded object, in order."""
+        known, wanted = contents(checkpoint).objects, [item.unique_key for item in objects]
+        check_objects_known(wanted, [key in known for key in wanted])
+        return [filled(checkpoint, known[key]) for key in wanted]
+
+    def load_metadata(checkpoint: Checkpoint) -> Mapping[str, ShardedTensor | ShardedObject]:
+        """Return every stored tensor by key, and object by unique key, whole and without data."""
+        return IndexMetadata(contents(checkpoint).shown)
+
+    def explain_load(checkpoint: Checkpoint, shards: Sequence[ShardedTensor], cast: bool) -> Prospect:
+        """Return what loading shards would cost, from the index alone."""
+        return explain(checkpoint, contents(checkpoint), shards, cast)
+
+    def verify(checkpoint: Checkpoint) -> tuple[Finding, ...]:
+        """Return which records aren't as they were saved, and which parameters' masters aren't their weights."""
+        try:
+            found = contents(checkpoint)
+        except CheckpointingException as error:
+            return (Damage("", str(error)),)
+        return tuple(_verified(checkpoint, found))
+
+    return RowFunctions(load_common, load, load_objects, load_metadata, explain_load, verify)
+
+
+def _verified(checkpoint: Checkpoint, contents: Contents) -> Iterator[Finding]:
+    records = [(file, record) for file in contents.files for record in file.records if record.crc32]
+
+    def wrong(pair: tuple[ArchiveFile, Record]) -> str:
+        file, record = pair
+        try:
+            with checkpoint.storage.open(file.name) as reader:
+                found = read_crc32(reader, record.begin, record.begin + record.nbytes)
+        except CheckpointingException as error:
+            return str(error)
+        checkpoint.options.progress(record.nbytes)
+        return "" if found == record.crc32 else f"the CRC32 of record {record.name[:100]!r} of an archive differs"
+
+    problems = in_threads(wrong, records, checkpoint.options.threads)
+    numbers = {file.name: number for number, file in enumerate(contents.files)}
+    for (file, record), what in zip(records, problems, strict=True):
+        if what:
+            yield _damage(contents, numbers[file.name], record, what)
+    for file in contents.files:
+        covered = ((record.begin, record.begin + record.nbytes) for record in file.records if record.crc32)
+        yield from uncovered(file.name, HEADERS, file.length, covered)
+    if not any(problems):  # damaged masters differ from their weights in any case
+        yield from (Damage("", str(error)) for error in compare_all(checkpoint, contents))
+    yield from (Damage("", reason, keys=(key,)) for key, reason in contents.refused.items())
+
+
+def _damage(contents: Contents, number: int, record: Record, what: str) -> Damage:
+    begin, end = record.begin, record.begin + record.nbytes
+    regions = regions_between(contents.stored, file_contents(contents.stored, number), begin, end)
+    keys = tuple(sorted({region.key for region in regions}))
+    return Damage(contents.files[number].name, what, begin, end, keys, regions)

@@ -1,0 +1,225 @@
+"""What is in the ranks' files: DTensors as boxes, plain tensors as replicas, optimizer states by name or number."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ...codec.archives import StoredDTensor, StoredTensor
+from ...errors import CorruptCheckpoint, TreeError, error_text
+from ...layouts import TensorKind
+from ...mapping import ShardedObject
+from .._values import Checkpoint
+from ..archives import (
+    ArchiveFile,
+    Contents,
+    Piece,
+    contents_of,
+    read_archives,
+    rows_from_contents,
+    same_elements,
+    state_key,
+)
+from ._listing import rank_files
+from ._placement import Box, placed_box
+
+Held = tuple[int, StoredTensor | StoredDTensor]
+"""The number of the file, and what a rank has of a tensor."""
+
+
+def read_contents(checkpoint: Checkpoint) -> Contents:
+    """Return what is in the ranks' files, after comparing what several ranks have.
+
+    Raises:
+        CorruptCheckpoint: a rank's file is missing, is another rank's, or the files contradict each other.
+        UnsafeFile: a file names something that isn't data.
+        TreeError: `parameter_names` doesn't fit the optimizer.
+    """
+    storage = checkpoint.storage
+    listed = rank_files(storage.names(), storage.where())
+    kinds = list(listed.names)
+    files = read_archives(checkpoint, [name for kind in kinds for name in listed.names[kind]], {})
+    of_kind = {
+        kind: list(enumerate(files))[number * listed.world_size : (number + 1) * listed.world_size]
+        for number, kind in enumerate(kinds)
+    }
+    model = _held(checkpoint, of_kind.get("model", []), _named)
+    shapes = {key: ranks[0][1].shape for key, ranks in model.items()}
+    optimizers = of_kind.get("optim", [])
+    names = _names(checkpoint, optimizers, shapes) if optimizers else {}
+    numbers: dict[str, torch.Tensor] = {}
+    states = _held(checkpoint, optimizers, lambda file: _states(file, names, numbers))
+    pieces: list[Piece] = []
+    refused: dict[str, str] = {}
+    found: dict[str, TensorKind] = {key: TensorKind(value.dtype, (), 0) for key, value in numbers.items()}
+    for key, ranks in {**model, **states}.items():
+        tensor = ranks[0][1]
+        found[key] = TensorKind(_local(tensor).dtype, tensor.shape, 0)
+        reason = _place(checkpoint, key, ranks, pieces, files)
+        if reason:
+            refused[key] = reason
+    extra = [file.value for _, file in of_kind.get("extra_state", [])]
+    return contents_of(
+        files,
+        found,
+        pieces,
+        common=_common(optimizers, extra),
+        numbers=numbers,
+        refused=refused,
+        objects=_objects(extra),
+        where=storage.where,
+    )
+
+
+def _named(file: ArchiveFile) -> Iterator[tuple[str, Any]]:
+    yield from file.value.items()
+
+
+def _held(checkpoint: Checkpoint, files: Sequence[tuple[int, ArchiveFile]], entries: Any) -> dict[str, list[Held]]:
+    """Return what ranks have of each tensor, by rank; a rank may lack one, as of another pipeline stage."""
+    found: dict[str, list[Held]] = {}
+    for rank, (number, file) in enumerate(files):
+        where = checkpoint.storage.where(file.name)
+        if not isinstance(file.value, dict):
+            raise CorruptCheckpoint(
+                error_text(f"open: {where!r} isn't a state dict", found=type(file.value).__name__, expected="a dict")
+            )
+        for key, value in entries(file):
+            if not isinstance(key, str) or not isinstance(value, (StoredTensor, StoredDTensor)):
+                continue  # a module's extra state, say, which isn't a tensor
+            if isinstance(value, StoredDTensor) and value.parts.rank not in (None, rank):
+                what = f"open: {where!r} is another rank's file"
+                fix = "Files were renamed, exchanged or copied; copy each rank's own, or load another checkpoint."
+                found_rank = f"the part of rank {value.parts.rank} of {key[:200]!r}"
+                raise CorruptCheckpoint(error_text(what, found=found_rank, expected=f"that of rank {rank}", fix=fix))
+            found.setdefault(key, []).append((number, value))
+    return found
+
+
+def _local(tensor: StoredTensor | StoredDTensor) -> StoredTensor:
+    return tensor.local if isinstance(tensor, StoredDTensor) else tensor
+
+
+def _place(
+    checkpoint: Checkpoint, key: str, ranks: Sequence[Held], pieces: list[Piece], files: Sequence[ArchiveFile]
+) -> str:
+    """Add the pieces of a tensor, one for each box; return why it can't be read, empty if it can."""
+    boxes: dict[Box, Held] = {}
+    first = checkpoint.storage.where(files[ranks[0][0]].name)
+    for number, tensor in ranks:
+        where = checkpoint.storage.where(files[number].name)
+        if _kind(tensor) != _kind(ranks[0][1]):
+            return f"{where!r} has {_shown(tensor)}, {first!r} {_shown(ranks[0][1])}"
+        try:
+            box = _box(tensor)
+        except ValueError as error:
+            return f"{where!r} has {error}"
+        held = boxes.setdefault(box, (number, tensor))
+        if checkpoint.options.verify is None or held[0] == number or 0 in box[1]:
+            continue
+        if not same_elements(checkpoint, _local(held[1]), _local(tensor)):
+            return f"{where!r} and {checkpoint.storage.where(files[held[0]].name)!r} have different copies of it"
+    stored = [(box, held) for box, held in boxes.items() if 0 not in box[1]]
+    pieces += [Piece(key, number, _local(tensor).begin, *box) for box, (number, tensor) in stored]
+    return ""
+
+
+def _box(tensor: StoredTensor | StoredDTensor) -> Box:
+    """Return the box that a rank holds; raises ValueError where that can't be told, or isn't row-major bytes."""
+    local = _local(tensor)
+    whole = (0,) * len(tensor.shape), tensor.shape
+    box = placed_box(tensor.shape, tensor.parts) if isinstance(tensor, StoredDTensor) else whole
+    if local.shape != box[1]:
+        raise ValueError(f"a part of shape {local.shape}, where its place on the mesh has {box[1]}")
+    if not local.is_row_major:
+        raise ValueError("elements that aren't in row-major order: save tensor.contiguous()")
+    return box
+
+
+def _kind(tensor: StoredTensor | StoredDTensor) -> tuple[object, ...]:
+    return type(tensor), tensor.shape, _local(tensor).dtype
+
+
+def _shown(tensor: StoredTensor | StoredDTensor) -> str:
+    kind = "a part of" if isinstance(tensor, StoredDTensor) else "a plain tensor"
+    return f"{kind} {tensor.shape} {str(_local(tensor).dtype).removeprefix('torch.')}"
+
+
+# The optimizer: states by index, whose names no file has, or by name
+
+
+def _groups(file: ArchiveFile) -> list[Any]:
+    return list(file.value.get("param_groups", ()))
+
+
+def _states(file: ArchiveFile, names: Mapping[Any, str], numbers: dict[str, torch.Tensor]) -> Iterator[tuple[str, Any]]:
+    for parameter, states in file.value.get("state", {}).items():
+        for state, value in states.items():
+            key = state_key(state, names.get(parameter, parameter))
+            if isinstance(value, (int, float)) and not isinstance(value, bool):
+                numbers[key] = torch.tensor(float(value), dtype=torch.float32)
+            yield key, value
+
+
+def _names(
+    checkpoint: Checkpoint, optimizers: Sequence[tuple[int, ArchiveFile]], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[Any, str]:
+    """Return the parameter's name of each index, as the caller gave them; {} if he gave none.
+
+    Raises:
+        TreeError: these are more or fewer, or a state has another shape than the parameter of its name.
+    """
+    given = checkpoint.options.parameter_names
+    if given is None:
+        return {}
+    _, file = optimizers[0]
+    members = [list(group.get("params", ())) for group in _groups(file)]
+    flat = [name for group in given for name in ([group] if isinstance(group, str) else group)]
+    ids = [index for group in members for index in group]
+    doing = f"open: parameter_names for {checkpoint.storage.where(file.name)!r}"
+    if any(not isinstance(index, int) for index in ids):
+        raise TreeError(error_text(doing, found="states that have names already", fix="Leave parameter_names out."))
+    nested = [len(group) for group in given if not isinstance(group, str)]
+    sizes = [len(group) for group in members]
+    if len(flat) != len(ids) or len(set(flat)) != len(flat) or (nested and nested != sizes):
+        counts = f"{len(flat)} names, {len(set(flat))} different" + (f", in groups of {nested}" if nested else "")
+        fix = "Name each parameter once, in the order in which the optimizer was given them, tied ones under one name."
+        raise TreeError(error_text(doing, found=counts, expected=f"{len(ids)} in groups of {sizes}", fix=fix))
+    names = dict(zip(ids, flat, strict=True))
+    wrong = [
+        f"{name!r}: its state {state!r} has shape {value.shape}, the parameter {shapes.get(name, 'is not there')}"
+        for index, name in names.items()
+        for state, value in file.value.get("state", {}).get(index, {}).items()
+        if isinstance(value, StoredDTensor) and value.shape != shapes.get(name)
+    ]
+    if wrong:
+        fix = "The names are in another order than the optimizer's, or of another model."
+        raise TreeError(error_text(doing, offenders=wrong, fix=fix))
+    return names
+
+
+def _common(optimizers: Sequence[tuple[int, ArchiveFile]], extra: Sequence[Any]) -> dict[str, Any]:
+    common: dict[str, Any] = {}
+    if optimizers:
+        # Without the numbers of parameters: an optimizer has its own, and `optim` leaves them out of saves too.
+        groups = [
+            {key: value for key, value in group.items() if key != "params"} for group in _groups(optimizers[0][1])
+        ]
+        common["optimizer"] = {"param_groups": groups}
+    if extra and isinstance(extra[0], dict):
+        common |= {key: value for key, value in extra[0].items() if key != "rng"}
+    return common
+
+
+def _objects(extra: Sequence[Any]) -> dict[str, Any]:
+    """Return the state that each rank has of its own."""
+    count = len(extra)
+    states = [value.get("rng") if isinstance(value, dict) else None for value in extra]
+    if all(state is None for state in states):
+        return {}
+    return {ShardedObject("rng", None, (count,), (rank,)).unique_key: state for rank, state in enumerate(states)}
+
+
+load_common, load_sharded, load_objects, load_metadata, explain, verify = rows_from_contents(read_contents)

@@ -1,0 +1,347 @@
+"""Files of DTensors, one for each rank, open as they are: any mesh, any later layout, nothing concatenated."""
+
+from __future__ import annotations
+
+import io
+import shutil
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as some
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+import shardtree as st
+from shardtree.codec.pickles import Global, New, Persistent, Reduced, write_pickle
+from shardtree.errors import CorruptCheckpoint, KeyMismatch, TreeError, UnsafeFile, UnsupportedValue
+from shardtree.storage import MemoryStorage
+from shardtree.strategies import LoadOptions
+from shardtree.strategies.dtensor_files import _placement
+from tests.interop.dtensor_cases import Case, as_fsdp2, cases, numbered
+from tests.strategies.optimizer_formats import (
+    FIXTURES,
+    LAYOUTS,
+    parameters,
+    resumed,
+    truth,
+    wrong_in_layout,
+    wrong_states,
+)
+
+FOLDER = FIXTURES / "dtensor_fsdp2_w4"
+EXPECTED, ORDER = truth("dtensor_fsdp2_w4")
+NAMED = LoadOptions(parameter_names=ORDER)
+
+
+def saved(value: Any) -> bytes:
+    out = io.BytesIO()
+    torch.save(value, out)
+    return out.getvalue()
+
+
+def folder_of(ranks: list[dict[str, Any]], kind: str = "model") -> MemoryStorage:
+    storage = MemoryStorage()
+    for rank, state in enumerate(ranks):
+        name = f"{kind}_world_size_{len(ranks)}_rank_{rank}.pt"
+        storage.write(name, [memoryview(saved(OrderedDict(state)))], durable=False)
+    return storage
+
+
+def folder_of_case(case: Case) -> MemoryStorage:
+    return folder_of([{"w": tensor} for _, tensor in sorted(case.dtensors().items())])
+
+
+def copied(folder: Path) -> Path:
+    shutil.copytree(FOLDER, folder / "copy")
+    return folder / "copy"
+
+
+def renamed(folder: Path, **names: str) -> Path:
+    """Exchange files of a copy: each gets the bytes of the other."""
+    copy = copied(folder)
+    for new, old in names.items():
+        shutil.copy(FOLDER / f"{old}.pt", copy / f"{new}.pt")
+    return copy
+
+
+# A real folder
+
+
+def test_every_tensor_is_what_the_model_had() -> None:
+    opened = st.open_checkpoint(FOLDER, parameter_names=ORDER)
+    assert {key: opened[key].data.read().equal(tensor) for key, tensor in EXPECTED.items()} == dict.fromkeys(
+        EXPECTED, True
+    )
+    assert set(EXPECTED) == {key for key in opened if not key.startswith("rng/")}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_tensor_loads_in_another_layout(layout: str) -> None:
+    assert wrong_in_layout(FOLDER, EXPECTED, layout, NAMED) == []
+
+
+def test_a_fresh_optimizer_resumes() -> None:
+    groups = parameters(EXPECTED, ORDER)
+    optimizer = resumed(FOLDER, groups, NAMED)
+    assert wrong_states(optimizer, groups, EXPECTED) == []
+    assert [group["lr"] for group in optimizer.param_groups] == [0.0025, 0.00125]
+
+
+def test_names_may_be_one_sequence() -> None:
+    flat = [name for group in ORDER for name in group]
+    opened = st.open_checkpoint(FOLDER, parameter_names=flat)
+    assert opened["optimizer.state.step.norm.bias"].data.read().item() == 3
+
+
+def test_without_names_states_keep_their_numbers_and_the_error_says_so() -> None:
+    assert "optimizer.state.exp_avg.10" in st.open_checkpoint(FOLDER)
+    with pytest.raises(KeyMismatch, match=r"parameter_names=\[...\]"):
+        st.load({"w": st.load_tensors_metadata(FOLDER, options=NAMED)["optimizer.state.exp_avg.emb.weight"]}, FOLDER)
+
+
+WRONG_NAMES = {
+    "more": [["x"], *ORDER],
+    "another order": [ORDER[1], ORDER[0]],
+    "one twice": [ORDER[0], [*ORDER[1][:-1], ORDER[1][0]]],
+    "shapes of others": [[ORDER[0][1], ORDER[0][0], *ORDER[0][2:]], ORDER[1]],
+    "unknown": [["emb.wait", *ORDER[0][1:]], ORDER[1]],
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_NAMES)
+def test_names_that_do_not_fit_are_refused(wrong: str) -> None:
+    with pytest.raises(TreeError, match=r"parameter_names for .*optim_world_size_4_rank_0"):
+        st.open_checkpoint(FOLDER, parameter_names=WRONG_NAMES[wrong])
+
+
+def test_what_each_rank_has_of_its_own_is_an_object() -> None:
+    opened = st.open_checkpoint(FOLDER)
+    states = [opened[f"rng/shard_{rank}_4"].data for rank in range(4)]
+    assert states[0]["cpu"].dtype == torch.uint8 and len(states[3]["random"][1]) == 625
+    assert opened.common()["lr_scheduler"]["last_epoch"] == 3
+
+
+def test_a_stray_safetensors_file_makes_no_model_of_it() -> None:
+    assert (FOLDER / "truth.safetensors").exists()
+    assert st.open_checkpoint(FOLDER).checkpoint.fields["sharded_backend"] == "dtensor_files"
+
+
+def test_it_verifies_and_a_flipped_bit_is_found(tmp_path: Path) -> None:
+    copy = copied(tmp_path)
+    assert st.verify(copy, report=lambda found: None) == ()
+    path = copy / "optim_world_size_4_rank_2.pt"
+    data = bytearray(path.read_bytes())
+    data[7872] ^= 1
+    path.write_bytes(data)
+    (damage,) = st.verify(copy, report=lambda found: None)
+    assert damage.file == path.name and damage.regions[0].begin[0] == 20
+    with pytest.raises(CorruptCheckpoint):
+        st.load_plain_tensors(copy)
+
+
+def test_it_converts_to_a_model_s_files(tmp_path: Path) -> None:
+    st.convert(FOLDER, tmp_path / "hf", backend="huggingface", leave_out=["optimizer.*", "rng", "common"])
+    assert torch.equal(st.load_plain_tensors(tmp_path / "hf")["mask"], EXPECTED["mask"])
+
+
+# What mergers get wrong
+
+
+def test_plain_tensors_are_replicas_and_a_first_plain_key_says_nothing_about_others() -> None:
+    opened = st.open_checkpoint(FOLDER)
+    assert opened["a_scale"].global_shape == (1,) and opened["layers.0.seen"].global_shape == ()
+    assert opened["emb.weight"].global_shape == (40, 8) and opened["mask"].dtype == torch.bool
+
+
+def test_ranks_are_numbers() -> None:
+    rows = Case(numbered((24, 2)), torch.arange(12), ("fsdp",), (Shard(0),))
+    assert torch.equal(st.load_plain_tensors(folder_of_case(rows))["w"], rows.whole)
+
+
+# Other meshes. DTensors of all ranks are made in one process, since making them communicates nothing
+
+SQUARE = torch.arange(4).view(2, 2)
+
+
+def loads(case: Case) -> bool:
+    return torch.equal(st.load_plain_tensors(folder_of_case(case))["w"], case.whole)
+
+
+@given(cases())
+def test_any_mesh_and_placements_load_or_are_refused(case: Case) -> None:
+    try:
+        assert loads(case)
+    except UnsupportedValue:
+        # Pieces that strided cuts leave on a rank aren't one box, unless the axes to their right have cut before.
+        assert any(isinstance(placement, _StridedShard) for placement in case.placements)
+
+
+def test_the_law_catches_even_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_placement, "chunk", lambda length, pieces, at: (at * (length // pieces), length // pieces))
+    with pytest.raises(UnsupportedValue):
+        loads(Case(numbered((7, 2)), torch.arange(4), None, (Shard(0),)))
+
+
+@given(some.integers(1, 9), some.sampled_from([(2, 2), (3, 2), (2, 3)]))
+def test_fsdp2_cuts_what_tensor_parallelism_left(rows: int, sizes: tuple[int, int]) -> None:
+    placements = (_StridedShard(0, split_factor=sizes[1]), Shard(0))
+    case = Case(numbered((rows, 3)), torch.arange(sizes[0] * sizes[1]).view(sizes), ("fsdp", "tp"), placements)
+    tensors = case.dtensors()
+    for rank, tensor in tensors.items():
+        tensor._local_tensor = as_fsdp2(case, rank)
+    loaded = st.load_plain_tensors(folder_of([{"w": tensors[rank]} for rank in sorted(tensors)]))
+    assert torch.equal(loaded["w"], case.whole)
+
+
+def test_copies_of_hsdp_count_once_and_are_compared() -> None:
+    case = Case(numbered((5, 3)), SQUARE, ("ddp", "fsdp"), (Replicate(), Shard(0)))
+    assert loads(case)
+    tensors = case.dtensors()
+    tensors[3]._local_tensor = tensors[3]._local_tensor + 1
+    folder = folder_of([{"w": tensors[rank], "fine": tensors[0]._local_tensor} for rank in sorted(tensors)])
+    target = st.load_tensors_metadata(folder)
+    assert st.load({"fine": target["fine"]}, folder)["fine"].shape == (3, 3)
+    with pytest.raises(UnsupportedValue, match=r"rank_3.pt' and .*rank_1.pt' have different copies"):
+        st.load(target, folder)
+    assert torch.equal(st.load(target, folder, options=LoadOptions(verify=None))["w"], case.whole)
+
+
+def test_plain_tensors_that_differ_are_refused_by_name() -> None:
+    folder = folder_of([{"seen": torch.tensor(rank)} for rank in range(2)])
+    with pytest.raises(UnsupportedValue, match=r"'seen': .*different copies"):
+        st.load_plain_tensors(folder)
+
+
+def test_terms_of_a_sum_are_refused_by_name() -> None:
+    case = Case(numbered((4, 2)), torch.arange(2), None, (Replicate(),))
+    tensors = [tensor for _, tensor in sorted(case.dtensors().items())]
+    for tensor in tensors:
+        tensor._spec.placements = (Partial(),)
+    with pytest.raises(UnsupportedValue, match=r"'w': .*rank_0.pt' has a Partial placement"):
+        st.load_plain_tensors(folder_of([{"w": tensor} for tensor in tensors]))
+
+
+def test_a_tensor_that_is_stored_by_columns_is_refused_by_name() -> None:
+    folder = folder_of([{"w": numbered((2, 3)).t()}])
+    with pytest.raises(UnsupportedValue, match=r"'w': .*save tensor.contiguous\(\)"):
+        st.load_plain_tensors(folder)
+
+
+# Files that don't belong together
+
+
+@given(some.permutations(range(4)))
+def test_a_permuted_rank_file_is_refused(order: list[int]) -> None:
+    assume(order != [0, 1, 2, 3])
+    storage = MemoryStorage()
+    for rank, other in enumerate(order):
+        data = (FOLDER / f"model_world_size_4_rank_{other}.pt").read_bytes()
+        storage.write(f"model_world_size_4_rank_{rank}.pt", [memoryview(data)], durable=False)
+    with pytest.raises(CorruptCheckpoint, match=r"rank_\d.pt' is another rank's file\n  found the part of rank \d"):
+        st.open_checkpoint(storage)
+
+
+def test_a_copied_optimizer_file_is_refused(tmp_path: Path) -> None:
+    copy = renamed(tmp_path, optim_world_size_4_rank_1="optim_world_size_4_rank_2")
+    with pytest.raises(CorruptCheckpoint, match="expected that of rank 1"):
+        st.open_checkpoint(copy)
+
+
+def test_a_missing_rank_is_named(tmp_path: Path) -> None:
+    copy = copied(tmp_path)
+    (copy / "model_world_size_4_rank_2.pt").unlink()
+    with pytest.raises(CorruptCheckpoint, match=r"lacks ranks' files\n  model_world_size_4_rank_2.pt"):
+        st.open_checkpoint(copy)
+
+
+def test_files_of_two_world_sizes_are_refused(tmp_path: Path) -> None:
+    copy = renamed(tmp_path, model_world_size_8_rank_0="model_world_size_4_rank_0")
+    with pytest.raises(CorruptCheckpoint, match="files of 4 ranks, of 8 ranks"):
+        st.open_checkpoint(copy)
+
+
+def test_rows_that_no_rank_has_are_named() -> None:
+    case = Case(numbered((4, 2)), torch.arange(2), None, (Shard(0),))
+    with pytest.raises(CorruptCheckpoint, match="'w': 4 of 8 elements"):
+        st.open_checkpoint(folder_of([{"w": case.dtensor(0)}, {}]))
+
+
+# Pickles
+
+
+class Payload:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return exec, ("raise SystemExit('it ran')",)
+
+
+@pytest.mark.parametrize("kind", ["model", "optim", "extra_state"])
+def test_a_payload_in_any_file_is_refused_and_does_not_run(kind: str, tmp_path: Path) -> None:
+    copy = copied(tmp_path)
+    torch.save({"w": Payload()}, copy / f"{kind}_world_size_4_rank_3.pt")
+    with pytest.raises(UnsafeFile, match=rf"{kind}_world_size_4_rank_3.pt': it names __builtin__.exec"):
+        st.open_checkpoint(copy)
+
+
+def with_pickle(data: bytes, change: Callable[[bytes], bytes]) -> MemoryStorage:
+    """Return a folder of one rank's file, an archive with a changed pickle."""
+    out, storage = io.BytesIO(), MemoryStorage()
+    with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(out, "w") as new:
+        for name in old.namelist():
+            content = old.read(name)
+            new.writestr(name, change(content) if name.endswith("data.pkl") else content)
+    storage.write("model_world_size_1_rank_0.pt", [out.getbuffer()], durable=False)
+    return storage
+
+
+def tensor_of(kind: str, number: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> Reduced:
+    storage = Persistent(("storage", Global("torch", kind), number, "cpu", prod(shape)))
+    hooks = Reduced(Global("collections", "OrderedDict"), ())
+    return Reduced(Global("torch._utils", "_rebuild_tensor_v2"), (storage, 0, shape, strides, False, hooks))
+
+
+def old_dtensor(package: str, spec_module: str, dtensor_module: str) -> bytes:
+    """Return the pickle of a DTensor as torch 2.4 and 2.6 write it: the mesh has its ranks as a tensor."""
+    mesh = {"device_type": "cpu", "mesh": tensor_of("IntStorage", "1", (1, 1), (1, 1)), "_coordinate_on_dim": [0, 0]}
+    shard = New(Global(f"{package}.placement_types", "Shard"), (), {"dim": 0})
+    replicate = New(Global(f"{package}.placement_types", "Replicate"))
+    device_mesh = New(Global("torch.distributed.device_mesh", "DeviceMesh"), (), mesh)
+    fields = {"mesh": device_mesh, "placements": (replicate, shard), "_hash": 7}
+    spec = New(Global(f"{package}.{spec_module}", "DTensorSpec"), (), fields)
+    kind, local = Global(dtensor_module, "DTensor"), tensor_of("FloatStorage", "0", (3, 2), (2, 1))
+    arguments = (kind, Global("torch", "float32"), (3, 2), (2, 1), 0, None, None, False)
+    state = (None, {"_local_tensor": local, "_spec": spec})
+    wrapper = Global("torch._utils", "_rebuild_wrapper_subclass")
+    made = Reduced(Global("torch._tensor", "_rebuild_from_type_v2"), (wrapper, kind, arguments, state))
+    return write_pickle({"w": made}, protocol=2)
+
+
+OLD, NEW = "torch.distributed._tensor", "torch.distributed.tensor"
+FORMS = {"2.4": (OLD, "placement_types", f"{OLD}.api"), "2.6": (NEW, "_dtensor_spec", NEW)}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_dtensors_of_older_torch_are_read(form: str) -> None:
+    tensors = [numbered((3, 2)), torch.zeros(1, 1, dtype=torch.int32)]
+    folder = with_pickle(saved(tensors), lambda _: old_dtensor(*FORMS[form]))
+    assert torch.equal(st.load_plain_tensors(folder)["w"], tensors[0])
+
+
+def test_another_rank_of_older_torch_is_seen_by_the_ranks_of_its_mesh() -> None:
+    tensors = [numbered((3, 2)), torch.tensor([[5]], dtype=torch.int32)]
+    folder = with_pickle(saved(tensors), lambda _: old_dtensor(*FORMS["2.4"]))
+    with pytest.raises(CorruptCheckpoint, match="found the part of rank 5"):
+        st.open_checkpoint(folder)
+
+
+def test_sharded_tensors_of_fsdp1_are_named() -> None:
+    made = Reduced(Global("torch.distributed._shard.sharded_tensor.api", "ShardedTensor"), ())
+    folder = with_pickle(saved([]), lambda _: write_pickle({"w": made}, protocol=2))
+    with pytest.raises(UnsupportedValue, match="a ShardedTensor, as FSDP1 saves"):
+        st.open_checkpoint(folder)
