@@ -5,13 +5,14 @@ from __future__ import annotations
 import ast
 import logging
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
 import pytest
 from importlinter.cli import lint_imports
+
+from tests.quick_python.command import quick_python
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "shardtree"
@@ -172,7 +173,7 @@ def test_a_module_is_short_or_says_why() -> None:
 @pytest.mark.slow
 def test_importing_is_light_and_silent() -> None:
     code = "import sys, torch; before = set(sys.modules); import shardtree; print(*set(sys.modules) - before)"
-    command = [sys.executable, "-W", "error:::shardtree", "-c", code]
+    command = [*quick_python(), "-W", "error:::shardtree", "-c", code]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert {name.split(".")[0] for name in done.stdout.split()} & HEAVY == set()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import pickle
 import subprocess
-import sys
 from collections import Counter
 from importlib import import_module
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 import shardtree
 from shardtree._later import ROOM_OF, ROOMS
 from tests.faults.sampling import usually
+from tests.quick_python.command import quick_python
 
 ROOT = Path(__file__).parents[1]
 AT_ONCE = {"errors", "geometry", "lazy", "mapping", "trees"}
@@ -24,7 +24,7 @@ AT_ONCE = {"errors", "geometry", "lazy", "mapping", "trees"}
 
 def fresh(code: str, *arguments: str) -> list[str]:
     """Return the words that code prints in a new process."""
-    command = [sys.executable, "-c", code, *arguments]
+    command = [*quick_python(), "-c", code, *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout.split()
@@ -144,7 +144,7 @@ def test_each_name_is_that_of_its_room() -> None:
 @pytest.mark.slow
 def test_a_misspelt_name_is_told_with_a_guess() -> None:
     code = "import shardtree\nshardtree.loads"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run([*quick_python(), "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert "AttributeError: module 'shardtree' has no attribute 'loads'. Did you mean: 'load'?" in done.stderr
 
 

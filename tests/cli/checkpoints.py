@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from typer.testing import CliRunner, Result
 
 import shardtree as st
 from shardtree.cli._app import app
+from tests.quick_python.command import quick_python
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,7 +33,7 @@ def document(*arguments: str | Path, status: int = 0) -> dict[str, Any]:
 
 def process(*arguments: str | Path, shell: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
     """Run the command line as a process, where nothing is a terminal and warnings are errors."""
-    command = [sys.executable, "-W", "error", "-m", "shardtree", *map(str, arguments)]
+    command = [*quick_python(), "-W", "error", "-m", "shardtree", *map(str, arguments)]
     words = ["bash", "-c", f'set -o pipefail; "$@" {shell}', "bash", *command] if shell else command
     return subprocess.run(
         words, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False, env={**_environment(), **environment}

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import shardtree as st
+from tests.quick_python.command import quick_python
 
 ROOT = Path(__file__).parents[2]
 
 
 def run(*arguments: str, code: str = "") -> subprocess.CompletedProcess[str]:
     """Run the command line, or code, where nothing is a terminal and warnings are errors."""
-    command = [sys.executable, "-W", "error", *(("-c", code) if code else ("-m", "shardtree")), *arguments]
+    command = [*quick_python(), "-W", "error", *(("-c", code) if code else ("-m", "shardtree")), *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import zlib
 
 import pytest
@@ -11,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from shardtree.codec import crc32
+from tests.quick_python.command import quick_python
 
 WITHOUT_ISAL = """
 import sys
@@ -27,5 +27,5 @@ def test_the_sum_of_parts_is_the_sum_of_the_whole(left: bytes, right: bytes) -> 
 
 @pytest.mark.slow
 def test_zlib_computes_it_where_isal_is_missing() -> None:
-    done = subprocess.run([sys.executable, "-c", WITHOUT_ISAL], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*quick_python(), "-c", WITHOUT_ISAL], capture_output=True, text=True, timeout=120)
     assert done.stdout.split() == [str(zlib.crc32(b"123456789"))], done.stderr

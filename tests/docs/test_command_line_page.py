@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ import typer
 from typer.testing import CliRunner
 
 from shardtree.cli._app import app
+from tests.quick_python.command import quick_python
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "command-line.md").read_text()
@@ -33,7 +33,7 @@ def printed(command: str) -> str:
     words = shlex.split(command)
     if words[0] == "shardtree" and not set(words) & {"|", ">"}:
         return CliRunner().invoke(app, words[1:], catch_exceptions=False).stdout
-    script = f'shardtree() {{ {sys.executable} -m shardtree "$@"; }}; {command}'
+    script = f'shardtree() {{ {shlex.join(quick_python())} -m shardtree "$@"; }}; {command}'
     done = subprocess.run(
         ["bash", "-c", script], env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
     )

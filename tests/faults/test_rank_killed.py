@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,8 +10,8 @@ import torch
 
 import shardtree
 from tests.faults.warm_saver import NEW, NEXT, OLD, Job, Saver, listing, prepared, value_in
+from tests.quick_python.command import torchrun
 
-ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).parent / "scripts" / "dying_rank.py"
 TIMEOUT = 30.0  # seconds that ranks wait for each other
 SIGKILL = 9
@@ -51,23 +48,18 @@ def test_the_others_end_with_an_error_in_time(death: str, over_an_old_one: bool,
     assert len(listing(there.folder)) == 7, "the dead save's files are still there"
 
 
-def torchrun(processes: int, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Return how a real job ended, long before its ranks would give up; torchrun ends the others when one dies."""
-    command = [sys.executable, "-W", "error", "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={processes}", str(SCRIPT), *arguments]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
-
-
 def check_torchrun(folder: Path, death: str, before: float | None) -> None:
-    """Raise unless a job of which a rank dies ends in time and leaves what was there, and the next job saves."""
-    done = torchrun(2, str(folder), str(NEW), death)
+    """Raise unless a job of which a rank dies ends in time and leaves what was there, and the next job saves.
+
+    In time is long before its ranks would give up: torchrun ends the others when one dies.
+    """
+    done = torchrun(2, SCRIPT, str(folder), str(NEW), death)
     assert done.returncode != 0 and "SIGKILL" in done.stderr, done.stderr
     assert tensor_in(folder) == before
     if before is None:
         with pytest.raises(shardtree.errors.NotACheckpoint):
             shardtree.load({}, folder)
-    done = torchrun(2, str(folder), str(NEXT))
+    done = torchrun(2, SCRIPT, str(folder), str(NEXT))
     assert done.returncode == 0, done.stderr
     assert tensor_in(folder) == NEXT
     assert len(list(folder.iterdir())) == 2, "the dead save's files are still there"
@@ -95,6 +87,6 @@ def test_a_rank_killed_in_a_torchrun_save_leaves_nothing_that_loads(tmp_path: Pa
 @pytest.mark.torchrun
 @pytest.mark.parametrize("death", ["1:writing", "1:written", "0:writing", "0:committing"])
 def test_a_rank_killed_in_a_torchrun_save_leaves_the_old_checkpoint(death: str, tmp_path: Path) -> None:
-    done = torchrun(2, str(tmp_path / "step"), str(OLD))
+    done = torchrun(2, SCRIPT, str(tmp_path / "step"), str(OLD))
     assert done.returncode == 0, done.stderr
     check_torchrun(tmp_path / "step", death, OLD)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections import OrderedDict
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from shardtree.mapping import LocalNonpersistentObject, ShardedObject, ShardedTe
 from shardtree.storage import MemoryStorage
 from shardtree.trees import apply_factories
 from tests.interop import old_megatron as old
+from tests.quick_python.command import quick_python
 from tests.trees.samples import halves, join_halves
 
 ROOT = Path(__file__).parents[2]
@@ -263,7 +263,7 @@ def test_a_field_that_a_version_has_not_is_an_error_where_it_says_something() ->
 
 
 def run(code: str) -> str:
-    command = [sys.executable, "-W", "error:::shardtree", "-c", code]
+    command = [*quick_python(), "-W", "error:::shardtree", "-c", code]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout

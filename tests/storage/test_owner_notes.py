@@ -12,6 +12,7 @@ import pytest
 
 from shardtree.storage import MemoryStorage, claim, is_alive, is_claimed, is_temporary, owner_note, release
 from shardtree.strategies import OWNER_FILE, is_orphaned, make_save_folder, remove_save
+from tests.quick_python.command import quick_python
 
 SAVE = "save-20260102T030405-0123456789abcdef"
 NOTE = "from shardtree.storage import owner_note; import sys; sys.stdout.buffer.write(owner_note('save-1'))"
@@ -112,7 +113,7 @@ with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) 
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount /proc so that it hides other users' processes")
 def test_of_a_process_that_is_hidden_nothing_is_said() -> None:
-    done = subprocess.run([sys.executable, "-c", HIDDEN], capture_output=True, text=True, check=False)
+    done = subprocess.run([*quick_python(), "-c", HIDDEN], capture_output=True, text=True, check=False)
     if done.returncode == 77:
         pytest.skip("nothing can be mounted here")
     assert done.stdout.split() == ["None", "False"], done.stderr

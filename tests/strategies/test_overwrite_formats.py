@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import stat
 import subprocess
-import sys
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -27,6 +26,7 @@ from shardtree.strategies import StrategyAction, default_strategies
 from shardtree.testing import Call, WatchedStorage
 from tests.faults.sampling import SEED, first
 from tests.options import save_keywords
+from tests.quick_python.command import quick_python
 
 NATIVE = ("safetensors", 1)
 FORMATS: dict[str, tuple[Any, Any]] = {
@@ -447,7 +447,7 @@ st.save({"w": shard}, storage, (sys.argv[2], 1), overwrite=True)
 @pytest.mark.parametrize("method", ["sibling.exchange", "sibling.remove"])
 def test_the_next_save_needs_not_wait_for_a_process_that_is_gone(tmp_path: Path, method: str) -> None:
     save(tmp_path / "step", OLD, "native")
-    done = subprocess.run([sys.executable, "-c", DIES, tmp_path / "step", "dcp", method], timeout=120, check=False)
+    done = subprocess.run([*quick_python(), "-c", DIES, tmp_path / "step", "dcp", method], timeout=120, check=False)
     assert done.returncode == -9 and len(os.listdir(tmp_path)) == 2
     save(tmp_path / "step", NEW, "native", overwrite=True)
     assert os.listdir(tmp_path) == ["step"] and value_in(tmp_path / "step") == NEW

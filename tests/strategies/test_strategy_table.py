@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import subprocess
-import sys
 import textwrap
 from collections.abc import Sequence
 from typing import Any
@@ -29,6 +28,7 @@ from shardtree.strategies import (
     register_default_strategy,
 )
 from shardtree.testing import check_rows
+from tests.quick_python.command import quick_python
 
 BACKENDS = sorted({(backend, version) for _, backend, version in default_strategies})
 NATIVE = ("safetensors", 1)
@@ -222,7 +222,7 @@ def run_with_package(tmp_path, package, use):
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: card-strategies\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[shardtree.strategies]\ncards = card_strategies\n")
     program = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{textwrap.dedent(use)}"
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    return subprocess.run([*quick_python(), "-c", program], capture_output=True, text=True, timeout=120)
 
 
 @pytest.mark.slow

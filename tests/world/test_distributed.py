@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,17 +10,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardtree.errors import WorldError
 from shardtree.world import distributed
+from tests.quick_python.command import torchrun
 
-ROOT = Path(__file__).parents[2]
 SCRIPTS = Path(__file__).parent / "scripts"
 
 
-def torchrun(processes: int, script: str, *arguments: str) -> str:
-    """Run a script on several processes, warnings being errors, and return what it printed."""
-    command = [sys.executable, "-W", "error", "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={processes}", str(SCRIPTS / script), *arguments]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+def printed(processes: int, script: str, *arguments: str) -> str:
+    """Run a script on several processes, and return what it printed."""
+    done = torchrun(processes, SCRIPTS / script, *arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -32,13 +26,13 @@ def torchrun(processes: int, script: str, *arguments: str) -> str:
 @pytest.mark.torchrun
 def test_collectives_between_processes() -> None:
     # "fake" can't do a collective: the world has to make a gloo group beside it, as beside nccl.
-    torchrun(4, "collectives.py", "gloo", "fake")
+    printed(4, "collectives.py", "gloo", "fake")
 
 
 @pytest.mark.slow
 @pytest.mark.torchrun
 def test_lost_peer_is_a_world_error_after_the_timeout() -> None:
-    assert "saw both" in torchrun(2, "lost_peers.py")
+    assert "saw both" in printed(2, "lost_peers.py")
 
 
 def test_no_process_group_is_a_world_error() -> None:
