@@ -13,7 +13,7 @@ from importlib.metadata import entry_points
 from typing import TypeVar
 
 from ..errors import StrategyError, error_text
-from . import dtensor_files, huggingface, safetensors, torch_dist, zarr
+from . import deepspeed, dtensor_files, huggingface, safetensors, torch_dist, zarr
 from ._actions import Row, Strategies, Strategy, StrategyAction, StrategyTable
 from ._traits import METADATA_FILE, FormatTraits
 
@@ -28,6 +28,7 @@ _rows: dict[Row, Strategy | str] = {
     **torch_dist.ROWS,
     **zarr.ROWS,
     **dtensor_files.ROWS,
+    **deepspeed.ROWS,
 }
 
 default_strategies = StrategyTable(_rows)

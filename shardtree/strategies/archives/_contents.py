@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -104,16 +104,47 @@ class Contents:
         return StoredFile(file.name, file.length, stretches=self.stretches[number])
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Tensors:
+    """The tensors of a checkpoint, as they are found file by file.
+
+    Attributes:
+        kinds: of all tensors that are shown, by key.
+        pieces: of those that are stored, in any order, none twice.
+        derived: as in `Contents`, like the others.
+        numbers: likewise.
+        compared: likewise.
+        refused: likewise.
+    """
+
+    kinds: dict[str, TensorKind] = field(default_factory=dict)
+    pieces: list[Piece] = field(default_factory=list)
+    derived: dict[str, str] = field(default_factory=dict)
+    numbers: dict[str, torch.Tensor] = field(default_factory=dict)
+    compared: dict[str, Comparison] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+
+    def add(self, key: str, dtype: torch.dtype, shape: Sequence[int], pieces: Iterable[Piece] = ()) -> None:
+        """Add a tensor that is shown, with the pieces that are stored of it."""
+        self.kinds[key] = TensorKind(dtype, tuple(shape), 0)
+        self.pieces.extend(pieces)
+
+    def add_number(self, key: str, value: float) -> None:
+        """Add a number without axes, as torch's optimizers have their `step`."""
+        self.numbers[key] = torch.tensor(float(value), dtype=torch.float32)
+        self.add(key, torch.float32, ())
+
+    def add_derived(self, key: str, dtype: torch.dtype, shape: Sequence[int], master: str) -> None:
+        """Add a tensor that is its master, rounded to a dtype."""
+        self.derived[key] = master
+        self.add(key, dtype, shape)
+
+
 def contents_of(
     files: Sequence[ArchiveFile],
-    kinds: Mapping[str, TensorKind],
-    pieces: Sequence[Piece],
+    tensors: Tensors,
     *,
     common: Any,
-    derived: Mapping[str, str] | None = None,
-    numbers: Mapping[str, torch.Tensor] | None = None,
-    compared: Mapping[str, Comparison] | None = None,
-    refused: Mapping[str, str] | None = None,
     objects: Mapping[str, Any] | None = None,
     where: Callable[[str], str] = str,
 ) -> Contents:
@@ -121,20 +152,16 @@ def contents_of(
 
     Args:
         files: with tensors' bytes.
-        kinds: of all tensors that are shown, by key.
-        pieces: in any order, none twice.
+        tensors: what was found in them.
         common: the common state.
-        derived: as in `Contents`, like the others.
-        numbers: likewise.
-        compared: likewise.
-        refused: likewise.
-        objects: likewise.
+        objects: as in `Contents`.
         where: from a file's name to its place, for messages.
 
     Raises:
         CorruptCheckpoint: elements of a tensor are in no file, or in two.
     """
-    derived, numbers, refused = derived or {}, numbers or {}, refused or {}
+    kinds, pieces = tensors.kinds, tensors.pieces
+    derived, numbers, refused = tensors.derived, tensors.numbers, tensors.refused
     own = {key: kind for key, kind in kinds.items() if key not in derived and key not in numbers}
     stored = [piece for piece in pieces if piece.key in own]
     _check_tiled(files, own, [piece for piece in stored if piece.key not in refused], where)
@@ -152,7 +179,7 @@ def contents_of(
         shown=_index(kinds, [*stored, *shown], listed, rows),
         derived=derived,
         numbers=numbers,
-        compared=compared or {},
+        compared=tensors.compared,
         refused=refused,
         objects=objects or {},
         common=common,

@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
-
 from ...codec.archives import StoredDTensor, StoredTensor
 from ...errors import CorruptCheckpoint, TreeError, error_text
-from ...layouts import TensorKind
 from ...mapping import ShardedObject
 from .._values import Checkpoint
 from ..archives import (
     ArchiveFile,
     Contents,
     Piece,
+    Tensors,
     contents_of,
     read_archives,
     rows_from_contents,
@@ -49,28 +47,17 @@ def read_contents(checkpoint: Checkpoint) -> Contents:
     shapes = {key: ranks[0][1].shape for key, ranks in model.items()}
     optimizers = of_kind.get("optim", [])
     names = _names(checkpoint, optimizers, shapes) if optimizers else {}
-    numbers: dict[str, torch.Tensor] = {}
-    states = _held(checkpoint, optimizers, lambda file: _states(file, names, numbers))
-    pieces: list[Piece] = []
-    refused: dict[str, str] = {}
-    found: dict[str, TensorKind] = {key: TensorKind(value.dtype, (), 0) for key, value in numbers.items()}
+    tensors = Tensors()
+    states = _held(checkpoint, optimizers, lambda file: _states(file, names, tensors))
     for key, ranks in {**model, **states}.items():
         tensor = ranks[0][1]
-        found[key] = TensorKind(_local(tensor).dtype, tensor.shape, 0)
-        reason = _place(checkpoint, key, ranks, pieces, files)
+        tensors.add(key, _local(tensor).dtype, tensor.shape)
+        reason = _place(checkpoint, key, ranks, tensors.pieces, files)
         if reason:
-            refused[key] = reason
+            tensors.refused[key] = reason
     extra = [file.value for _, file in of_kind.get("extra_state", [])]
-    return contents_of(
-        files,
-        found,
-        pieces,
-        common=_common(optimizers, extra),
-        numbers=numbers,
-        refused=refused,
-        objects=_objects(extra),
-        where=storage.where,
-    )
+    common, objects = _common(optimizers, extra), _objects(extra)
+    return contents_of(files, tensors, common=common, objects=objects, where=storage.where)
 
 
 def _named(file: ArchiveFile) -> Iterator[tuple[str, Any]]:
@@ -154,12 +141,12 @@ def _groups(file: ArchiveFile) -> list[Any]:
     return list(file.value.get("param_groups", ()))
 
 
-def _states(file: ArchiveFile, names: Mapping[Any, str], numbers: dict[str, torch.Tensor]) -> Iterator[tuple[str, Any]]:
+def _states(file: ArchiveFile, names: Mapping[Any, str], tensors: Tensors) -> Iterator[tuple[str, Any]]:
     for parameter, states in file.value.get("state", {}).items():
         for state, value in states.items():
             key = state_key(state, names.get(parameter, parameter))
             if isinstance(value, (int, float)) and not isinstance(value, bool):
-                numbers[key] = torch.tensor(float(value), dtype=torch.float32)
+                tensors.add_number(key, value)
             yield key, value
 
 

@@ -1,0 +1,178 @@
+"""What is in a checkpoint of ZeRO-1, 2 or 3: masters and moments as ranges of their parameters, weights beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from ...codec.archives import StoredTensor
+from ...errors import CorruptCheckpoint, error_text
+from .._values import Checkpoint
+from ..archives import (
+    ArchiveFile,
+    Comparison,
+    Contents,
+    Piece,
+    Tensors,
+    contents_of,
+    filled,
+    read_archives,
+    rows_from_contents,
+    state_key,
+)
+from ._flat import Parameter, Vector, group_pieces, split_length, split_pieces
+from ._listing import check_count, tag_folder, zero_files
+from ._model import CLASSES, Model, check_length, plain, read_model
+from ._optimizer import Optimizer, read_optimizer
+
+
+def read_contents(checkpoint: Checkpoint) -> Contents:
+    """Return what is in the files of a save, from their pickles alone.
+
+    Raises:
+        CorruptCheckpoint: a rank's file is missing, is of another save, or the files contradict each other.
+        UnsupportedValue: the save was cut in a way that its files don't say how to join.
+        UnsafeFile: a file names something that isn't data.
+    """
+    storage = checkpoint.storage
+    listed = zero_files(storage, tag_folder(storage) or "")
+    files = read_archives(checkpoint, [*listed.models, *listed.optimizers], CLASSES)
+    models, optimizers = files[: len(listed.models)], files[len(listed.models) :]
+    tensors = Tensors()
+    if not optimizers:
+        model = read_model(checkpoint, models, None, tensors)
+        _check_whole(checkpoint, models, model)
+        return contents_of(files, tensors, common=plain(model.common), where=storage.where)
+    optimizer = read_optimizer(checkpoint, optimizers, len(models), _ranks(models[0]))
+    by = f"partition_count in {storage.where(optimizers[0].name)!r}"
+    check_count(storage, listed.folder, "optimizer", len(optimizers), optimizer.ranks, by)
+    if optimizer.is_zero3:
+        check_count(storage, listed.folder, "model", len(models), optimizer.ranks, by)
+        _check_copies(checkpoint, optimizer)
+    model = read_model(checkpoint, models, optimizer.paddings, tensors)
+    if len(optimizer.masters) != len(model.groups):
+        what = f"open: {storage.where(optimizers[0].name)!r} isn't of one save with {storage.where(models[0].name)!r}"
+        found, expected = f"{len(optimizer.masters)} groups of parameters", f"{len(model.groups)}"
+        raise CorruptCheckpoint(error_text(what, found=found, expected=expected, fix="Copy all files of one save."))
+    for number, parameters in enumerate(model.groups):
+        if parameters:
+            _add_group(checkpoint, tensors, model, optimizer, number)
+    # Without the numbers of flat vectors: an optimizer has its own numbers of parameters.
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    common = model.common | {"zero": optimizer.scaler, "optimizer": {"param_groups": groups}}
+    return contents_of(files, tensors, common=plain(common), where=storage.where)
+
+
+def _ranks(model: ArchiveFile) -> Any:
+    return model.value.get("dp_world_size") if isinstance(model.value, dict) else None
+
+
+def _check_copies(checkpoint: Checkpoint, optimizer: Optimizer) -> None:
+    """Raise where two ranks have the same masters: ZeRO-3 stores no weights with which masters could be compared."""
+    seen: dict[tuple[tuple[int, int], ...], Vector] = {}
+    for rank in range(optimizer.ranks if checkpoint.options.verify is not None else 0):
+        vectors = [group[rank] for group in optimizer.masters]
+        same = tuple((vector.tensor.record.crc32, vector.tensor.record.nbytes) for vector in vectors)
+        other = seen.setdefault(same, vectors[0])
+        if other is vectors[0] or not _has_values(checkpoint, vectors):
+            continue
+        where, known = (checkpoint.storage.where(one.tensor.file) for one in (vectors[0], other))
+        what, fix = f"open: {where!r} is a copy of {known!r}", "Copy each rank's own file, or load another checkpoint."
+        raise CorruptCheckpoint(error_text(what, found="the same masters on two ranks", fix=fix))
+
+
+def _has_values(checkpoint: Checkpoint, vectors: Sequence[Vector]) -> bool:
+    """Return whether vectors have more than one value: ranks may have equal ones of zeros and ones, or of padding."""
+    first = [replace(vector.tensor, shape=(min(_LOOKED_AT, *vector.tensor.shape),)) for vector in vectors]
+    return any(tensor.shape[0] and filled(checkpoint, tensor).unique().numel() > 2 for tensor in first)
+
+
+_LOOKED_AT = 65536
+
+
+def _check_whole(checkpoint: Checkpoint, models: Sequence[ArchiveFile], model: Model) -> None:
+    """Raise where weights would have to be derived from masters, of which there is no file."""
+    lost = [
+        repr(name)
+        for name, one in model.parameters.items()
+        if name in model.module and model.module[name].shape != one.shape
+    ]
+    if lost:
+        where = checkpoint.storage.where(models[0].name)
+        what = f"open: {where!r} has no elements of these, which ZeRO-3 keeps in the masters"
+        raise CorruptCheckpoint(error_text(what, offenders=lost, fix="Copy the optim_states files of all ranks too."))
+
+
+def _add_group(checkpoint: Checkpoint, tensors: Tensors, model: Model, optimizer: Optimizer, number: int) -> None:
+    """Add the masters and states of one group's parameters."""
+    parameters, masters = model.groups[number], optimizer.masters[number]
+    flat = {"param": masters}
+    # A vector is as long as the rank's whole partition, with its padding, or without it as its master.
+    lengths = {vector.tensor.shape for vector in masters}
+    ranks = [one.get(number, {}) for one in optimizer.states]
+    for state, value in ranks[0].items():
+        values = [one.get(state) for one in ranks]
+        vectors = [one for one in values if isinstance(one, StoredTensor) and _is_flat(one, lengths)]
+        if len(vectors) == len(values):
+            flat[state] = [Vector(master.file, one) for master, one in zip(masters, vectors, strict=True)]
+        else:
+            _add_for_each(tensors, state, parameters, value, masters[0].file)
+    for state, ranks_of in flat.items():
+        _add_flat(checkpoint, tensors, state, parameters, ranks_of, optimizer.is_zero3)
+    step = optimizer.param_group(number).get("step", optimizer.step)
+    if "step" not in ranks[0] and isinstance(step, (int, float)):  # FusedAdam has it in its group
+        _add_for_each(tensors, "step", parameters, step, masters[0].file)
+    if not optimizer.is_zero3:
+        _compare(tensors, model, parameters, list(flat))
+
+
+def _is_flat(value: StoredTensor, lengths: set[tuple[int, ...]]) -> bool:
+    return len(value.shape) == 1 and (value.shape in lengths or value.shape > max(lengths))
+
+
+def _add_flat(
+    checkpoint: Checkpoint,
+    tensors: Tensors,
+    state: str,
+    parameters: Sequence[Parameter],
+    vectors: Sequence[Vector],
+    is_zero3: bool,
+) -> None:
+    """Add a state that has an element for each of the parameters'."""
+    cut = split_pieces if is_zero3 else group_pieces
+    if is_zero3:
+        check_length(checkpoint, vectors, split_length(parameters, len(vectors)), f"the flat vector of {state!r}")
+    for parameter in parameters:
+        tensors.add(state_key(state, parameter.name), vectors[0].tensor.dtype, parameter.shape)
+    tensors.pieces.extend(cut(partial(state_key, state), parameters, vectors))
+
+
+def _add_for_each(tensors: Tensors, state: str, parameters: Sequence[Parameter], value: Any, file: int) -> None:
+    """Add for each parameter what its group has once: a number, or something that can't be told for each."""
+    for parameter in parameters:
+        key = state_key(state, parameter.name)
+        if isinstance(value, StoredTensor) and not value.shape:
+            tensors.add(key, value.dtype, (), [Piece(key, file, value.begin, (), ())])
+        elif isinstance(value, (int, float)):
+            tensors.add_number(key, value)
+        else:
+            shown = (
+                f"of shape {value.shape}" if isinstance(value, StoredTensor) else f"that is a {type(value).__name__}"
+            )
+            tensors.add(key, torch.float32, ())
+            tensors.refused[key] = f"the group has one {shown}, not one for each element"
+
+
+def _compare(tensors: Tensors, model: Model, parameters: Sequence[Parameter], states: Sequence[str]) -> None:
+    """Note for each state whose master must be the weight that ZeRO-1 and 2 store beside it."""
+    for parameter in parameters:
+        if parameter.name in model.module and 0 not in parameter.shape:
+            pair = Comparison(state_key("param", parameter.name), parameter.name)
+            tensors.compared.update((state_key(state, parameter.name), pair) for state in states)
+
+
+load_common, load_sharded, load_objects, load_metadata, explain, verify = rows_from_contents(read_contents)

@@ -1,0 +1,330 @@
+"""DeepSpeed's ZeRO-1, 2 and 3 open as they are: masters, moments and weights, in any layout, whatever was cut how."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as some
+
+import shardtree as st
+from shardtree.errors import CorruptCheckpoint, NotACheckpoint, UnsafeFile, UnsupportedValue
+from shardtree.storage import MemoryStorage
+from shardtree.strategies import LoadOptions
+from shardtree.strategies.deepspeed import _flat
+from tests.strategies.optimizer_formats import (
+    FIXTURES,
+    LAYOUTS,
+    parameters,
+    resumed,
+    truth,
+    wrong_in_layout,
+    wrong_states,
+)
+from tests.strategies.zero_folders import Save, folder_of, model_file, optimizer_file, put, saved, saves
+
+NAMES = ("deepspeed_zero1_dp2", "deepspeed_zero3_dp4")
+DECAYED = ["emb.weight", *(f"layers.{n}.fc{m}.weight" for n in range(2) for m in (1, 2))]
+REST = ["gain", *(f"layers.{n}.fc{m}.bias" for n in range(2) for m in (1, 2)), "norm.weight", "norm.bias"]
+
+
+def expected(name: str) -> dict[str, torch.Tensor]:
+    tensors, _ = truth(name)
+    step = tensors.pop("optimizer.state.step.")
+    tied = {"head.weight": tensors["emb.weight"]}
+    return tensors | tied | {f"optimizer.state.step.{one}": step for one in (*DECAYED, *REST)}
+
+
+def copied(name: str, folder: Path) -> Path:
+    shutil.copytree(FIXTURES / name, folder / "copy")
+    return folder / "copy"
+
+
+# Real folders
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_tensor_is_what_the_engine_had(name: str) -> None:
+    found = st.load_plain_tensors(FIXTURES / name)
+    known = expected(name)
+    assert found.keys() == known.keys()
+    assert [
+        key for key, one in known.items() if not torch.equal(found[key], one) or found[key].dtype != one.dtype
+    ] == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_tensor_loads_in_another_layout(name: str, layout: str) -> None:
+    assert wrong_in_layout(FIXTURES / name, expected(name), layout) == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_fresh_optimizer_resumes(name: str) -> None:
+    known = expected(name)
+    groups = parameters(known, [DECAYED, REST])
+    optimizer = resumed(FIXTURES / name, groups, LoadOptions())
+    assert wrong_states(optimizer, groups, known) == []
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_common_state_is_what_the_caller_and_deepspeed_put_beside(name: str) -> None:
+    common = st.open_checkpoint(FIXTURES / name).common()
+    assert common["note"] == {"seed": 0, "loader": [1, 2]} and common["lr_scheduler"] == {"last_batch_iteration": 2}
+    assert common["zero"]["loss_scaler"] == {"cur_scale": 1.0, "dynamic": False}
+    assert "params" not in common["optimizer"]["param_groups"][0]
+
+
+def test_a_tag_s_own_folder_opens() -> None:
+    assert "emb.weight" in st.open_checkpoint(FIXTURES / NAMES[0] / "global_step3")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_verifies_and_a_flipped_bit_is_found(name: str, tmp_path: Path) -> None:
+    copy = copied(name, tmp_path)
+    assert st.verify(copy, report=lambda found: None) == ()
+    path = copy / "global_step3" / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    opened = st.open_checkpoint(copy)
+    index = opened.checkpoint.memo["contents"].stored
+    data = bytearray(path.read_bytes())
+    data[int(index.chunk_byte[index.chunk_file == index.chunk_file.max() - (3 - 1 if "4" in name else 0)][0])] ^= 1
+    path.write_bytes(data)
+    (damage,) = st.verify(copy, report=lambda found: None)
+    assert damage.file == f"global_step3/{path.name}" and damage.regions
+
+
+# Any save
+
+
+def wrong_tensors(save: Save) -> list[str]:
+    found = st.load_plain_tensors(folder_of(save))
+    known = save.expected()
+    assert found.keys() == known.keys()
+    return [key for key, tensor in known.items() if not torch.equal(found[key], tensor)]
+
+
+@given(saves())
+def test_whatever_was_saved_how_loads_whole(save: Save) -> None:
+    assert wrong_tensors(save) == []
+
+
+@given(saves(), some.sampled_from(LAYOUTS))
+def test_whatever_was_saved_loads_in_any_layout(save: Save, layout: str) -> None:
+    known = {key: tensor for key, tensor in save.expected().items() if tensor.ndim}
+    assert wrong_in_layout(folder_of(save), known, layout) == []
+
+
+SAVE = Save([{"a": (5, 3), "b": (4,), "c": (2, 2)}, {"d": (7,), "e": ()}], ranks=3)
+
+
+def test_the_law_catches_parameters_in_the_order_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = _flat.group_pieces
+    broken = lambda key, params, vectors: kept(key, sorted(params), vectors)  # noqa: E731
+    monkeypatch.setattr("shardtree.strategies.deepspeed._contents.group_pieces", broken)
+    with pytest.raises(CorruptCheckpoint, match="rounded, isn't the weight"):
+        wrong_tensors(dataclasses.replace(SAVE, ranks=2, order="round robin"))
+
+
+def test_the_law_catches_zero3_cut_as_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardtree.strategies.deepspeed._contents.split_pieces", _flat.group_pieces)
+    assert wrong_tensors(dataclasses.replace(SAVE, stage=3)) != []
+
+
+# Files of other ranks, other saves, other steps
+
+
+def with_optimizers(save: Save, order: list[int]) -> MemoryStorage:
+    """Return a folder where each rank's optimizer file is another rank's."""
+    storage = folder_of(save)
+    for rank, other in enumerate(order):
+        name = f"step_3/bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        storage.replace(name, saved(optimizer_file(save, other)), durable=False)
+    return storage
+
+
+@given(some.lists(some.integers(0, 2), min_size=3, max_size=3))
+def test_a_permuted_or_copied_rank_file_is_refused(order: list[int]) -> None:
+    assume(order != [0, 1, 2])
+    folder = with_optimizers(SAVE, order)
+    with pytest.raises(CorruptCheckpoint):
+        st.load_plain_tensors(folder)
+
+
+def test_a_moment_is_refused_by_the_master_beside_it_and_the_file_is_named() -> None:
+    folder = with_optimizers(SAVE, [1, 0, 2])
+    target = st.load_tensors_metadata(folder)
+    with pytest.raises(CorruptCheckpoint, match=r"rank_0_.*optim_states.pt' isn't the file that was saved with these"):
+        st.load({"m": target["optimizer.state.exp_avg.a"]}, folder)
+    assert "isn't the file" in str(st.verify(folder, report=lambda found: None)[0])
+    assert st.load({"w": target["c"]}, folder)["w"].shape == (2, 2)  # weights need no masters
+
+
+def test_an_edited_weight_is_refused_once_a_state_of_it_is_read() -> None:
+    folder, file = folder_of(SAVE), model_file(SAVE, 0)
+    file["module"]["d"][6] += 1
+    folder.replace("step_3/mp_rank_00_model_states.pt", saved(file), durable=False)
+    with pytest.raises(CorruptCheckpoint, match="element 6 of the master of 'd'"):
+        st.load_plain_tensors(folder)
+    assert "d" in st.load_plain_tensors(folder, options=LoadOptions(verify=None))
+
+
+def test_a_copied_file_of_zero3_is_refused() -> None:
+    with pytest.raises(CorruptCheckpoint, match=r"rank_2_.*' is a copy of .*rank_1_"):
+        st.open_checkpoint(with_optimizers(dataclasses.replace(SAVE, stage=3), [0, 1, 1]))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_missing_rank_is_refused(stage: int, rank: int) -> None:
+    folder = folder_of(dataclasses.replace(SAVE, stage=stage))
+    folder.remove(f"step_3/bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+    with pytest.raises(CorruptCheckpoint, match=r"lacks the optim_states|hasn't one optimizer file"):
+        st.open_checkpoint(folder)
+
+
+def test_a_missing_model_file_of_zero3_is_refused() -> None:
+    folder = folder_of(dataclasses.replace(SAVE, stage=3))
+    folder.remove("step_3/zero_pp_rank_2_mp_rank_00_model_states.pt")
+    with pytest.raises(CorruptCheckpoint, match=r"hasn't one model file for each rank\n  found 2 files, expected 3"):
+        st.open_checkpoint(folder)
+
+
+def test_files_of_a_larger_world_beside_are_refused() -> None:
+    folder = folder_of(SAVE)
+    put(folder, "step_3/bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt", saved(optimizer_file(SAVE, 0)))
+    with pytest.raises(CorruptCheckpoint, match=r"found 4 files, expected 3, by partition_count"):
+        st.open_checkpoint(folder)
+
+
+def test_files_of_two_saves_are_refused() -> None:
+    folder = folder_of(SAVE)
+    put(folder, "step_3/zero_pp_rank_0_mp_rank_00_optim_states.pt", saved(optimizer_file(SAVE, 0)))
+    with pytest.raises(CorruptCheckpoint, match="has files of two saves"):
+        st.open_checkpoint(folder)
+
+
+UNJOINABLE = {
+    "mp_rank_01_model_states.pt": "tensor parallelism",
+    "zero_pp_rank_0_mp_rank_01_optim_states.pt": "tensor parallelism",
+    "layer_03-model_00-model_states.pt": "a pipeline",
+    "layer_0_expert_1_mp_rank_00_model_states.pt": "experts",
+    "expp_rank_0_mp_rank_00_optim_states.pt": "experts",
+}
+
+
+@pytest.mark.parametrize("name", UNJOINABLE)
+def test_what_files_do_not_say_how_to_join_is_refused_by_name(name: str) -> None:
+    folder = folder_of(SAVE)
+    put(folder, f"step_3/{name}", b"")
+    with pytest.raises(UnsupportedValue, match=rf"{name}': .*{UNJOINABLE[name]}"):
+        st.open_checkpoint(folder)
+
+
+def test_a_latest_that_names_nothing_is_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "latest").write_text("../elsewhere")
+    with pytest.raises(NotACheckpoint):
+        st.open_checkpoint(tmp_path)
+
+
+# What is once in a file, and what isn't a number for each element
+
+
+def with_inner(change: Any, save: Save = SAVE) -> MemoryStorage:
+    folder = folder_of(save)
+    for rank in range(save.ranks):
+        file = optimizer_file(save, rank)
+        change(file["optimizer_state_dict"])
+        folder.replace(f"step_3/bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt", saved(file), durable=False)
+    return folder
+
+
+def step_in_group(inner: dict[str, Any]) -> None:
+    for number, group in enumerate(inner["base_optimizer_state"]["param_groups"]):
+        group["step"] = 5 + number
+        del inner["base_optimizer_state"]["state"][number]["step"]
+
+
+def test_a_step_in_the_group_is_each_parameter_s() -> None:
+    found = st.load_plain_tensors(with_inner(step_in_group))
+    assert found["optimizer.state.step.c"].item() == 5 and found["optimizer.state.step.e"].item() == 6
+
+
+def factored(inner: dict[str, Any]) -> None:
+    for one in inner["base_optimizer_state"]["state"].values():
+        one["row"] = torch.ones(2, 3)
+
+
+def test_a_state_that_is_the_group_s_is_refused_by_name() -> None:
+    folder = with_inner(factored)
+    with pytest.raises(UnsupportedValue, match=r"'optimizer.state.row.a': the group has one of shape \(2, 3\)"):
+        st.load_plain_tensors(folder)
+    assert wrong_in_layout(folder, {"c": SAVE.expected()["c"]}, "rows") == []
+
+
+def test_frozen_parameters_buffers_and_tied_names_of_zero3() -> None:
+    save = dataclasses.replace(SAVE, stage=3)
+    folder, frozen = folder_of(save), torch.arange(7.0)
+    for rank in range(3):
+        file = model_file(save, rank)
+        file["module"] |= {"ice": torch.empty(0), "tied": torch.empty(0, dtype=torch.bfloat16), "seen": torch.tensor(4)}
+        padded = torch.cat([frozen, torch.zeros(2)])
+        file |= {
+            "frozen_param_shapes": {"ice": torch.Size([7])},
+            "frozen_param_fragments": {"ice": padded[3 * rank :][:3]},
+        }
+        file["shared_params"] = {"tied": "a"} if rank == 0 else {}
+        folder.replace(f"step_3/zero_pp_rank_{rank}_mp_rank_00_model_states.pt", saved(file), durable=False)
+    found = st.load_plain_tensors(folder)
+    assert torch.equal(found["ice"], frozen) and found["seen"].item() == 4 and torch.equal(found["tied"], found["a"])
+
+
+def test_copies_of_a_buffer_that_differ_are_refused_by_name() -> None:
+    save = dataclasses.replace(SAVE, stage=3)
+    folder = folder_of(save)
+    for rank in range(3):
+        file = model_file(save, rank)
+        file["module"]["seen"] = torch.tensor(rank)
+        folder.replace(f"step_3/zero_pp_rank_{rank}_mp_rank_00_model_states.pt", saved(file), durable=False)
+    with pytest.raises(UnsupportedValue, match=r"'seen': .*different copies"):
+        st.load_plain_tensors(folder)
+
+
+def test_weights_of_zero3_convert_to_a_model_s_files(tmp_path: Path) -> None:
+    st.convert(FIXTURES / NAMES[1], tmp_path / "hf", backend="huggingface", leave_out=["optimizer.*", "common"])
+    found = st.load_plain_tensors(tmp_path / "hf")
+    assert found["head.weight"].equal(expected(NAMES[1])["emb.weight"]) and found["count"].dtype == torch.int64
+
+
+def test_explain_tells_what_a_derived_weight_reads() -> None:
+    folder = folder_of(dataclasses.replace(SAVE, stage=3))
+    target = {"w": st.load_tensors_metadata(folder)["a"]}
+    assert st.explain(target, folder).problems == ()
+    wrong = {"w": dataclasses.replace(target["w"], dtype=torch.float32)}
+    assert "stored" in str(st.explain(wrong, folder))
+
+
+# Pickles
+
+
+class Payload:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return exec, ("raise SystemExit('it ran')",)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("kind", ["model", "optim"])
+def test_a_payload_in_any_file_is_refused_and_does_not_run(stage: int, kind: str) -> None:
+    folder = folder_of(dataclasses.replace(SAVE, stage=stage))
+    names = [name for name in folder.names("step_3") if f"_{kind}_" in name]
+    for name in names:
+        before = folder.read(f"step_3/{name}")
+        folder.replace(f"step_3/{name}", saved({"note": Payload()}), durable=False)
+        with pytest.raises(UnsafeFile, match=rf"{name}': it names __builtin__.exec"):
+            st.open_checkpoint(folder)
+        folder.replace(f"step_3/{name}", before, durable=False)
