@@ -94,6 +94,7 @@ def test_what_a_lazy_fill_is_made_of() -> None:
     assert calls == [] and {fetch.shape for fetch in padded[6:].fetches} == {(5, 4)}
     assert padded[5:].read().eq(1).all() and padded[6:7].read().eq(1).all()
     assert calls == [(5, 4)], "computed once, of all of it"
+    assert padded.source.parts[1].source.made_of is None, "a function has no identity"
     numbers = [pad_tensors(table, ["w"], 8, fill=fill)["w"].data.source.parts[1].source for fill in (0, 1)]
     assert numbers[0].made_of != numbers[1].made_of, "a conversion with another number is another one"
 
