@@ -1,6 +1,6 @@
 """The index: what is in a checkpoint and where, in columns. Formats fill it; loads plan on it."""
 
-from ._build import build_index, without_prefix
+from ._build import ObjectRow, build_index, without_prefix
 from ._columns import (
     COLUMNS,
     OPTIONAL_COLUMNS,
@@ -10,6 +10,7 @@ from ._columns import (
     find_texts,
     item_sizes,
     kind_at,
+    kinds_at,
     text_at,
     text_columns,
     texts,

@@ -19,8 +19,10 @@ from ...plans import LoadPlan, Prospect, ReadCost, Runs, Strided, runs_plan
 from ...storage import MemoryStorage, ReadReport, StoredFile, Stretches, fetch, fetch_cost
 from .._checks import check_objects_known
 from .._values import Checkpoint
-from ..index import IndexMetadata, explain_from_index, plan_shards
+from ..index import Index, IndexMetadata, explain_from_index, plan_shards
+from ._buckets import is_bucket, is_groups
 from ._listing import Listing, is_object, read_listing
+from ._optimizer import STEP, StatesMetadata, optimizer_index
 from ._payloads import (
     SCATTERED,
     Payloads,
@@ -152,8 +154,16 @@ def _read_decoded(
 
 
 def load_metadata(checkpoint: Checkpoint) -> Mapping[str, ShardedTensor | ShardedObject]:
-    """Return every stored tensor by key, and object by unique key, whole and without data."""
-    return IndexMetadata(read_listing(checkpoint).index)
+    """Return every stored tensor by key, and object by unique key, whole and without data.
+
+    A distributed optimizer's buckets are states of the model's parameters there.
+    """
+    listing = read_listing(checkpoint)
+    stored = IndexMetadata(listing.index)
+    if not any(map(is_bucket, listing.contents.tensors)):
+        return stored
+    states = partial(optimizer_index, checkpoint, listing, partial(_fill, checkpoint, listing, listing.index))
+    return StatesMetadata(stored, lambda: IndexMetadata(states()))
 
 
 def load_sharded(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> ReadReport:
@@ -166,9 +176,40 @@ def load_sharded(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> Rea
         CorruptCheckpoint: stored bytes aren't what was saved.
     """
     listing = read_listing(checkpoint)
-    _check_known(listing, {shard.key for shard in shards})
-    plan = plan_shards(listing.index, shards, shard_columns(shards, checkpoint.world.rank))
+    keys = {shard.key for shard in shards}
+    _check_known(listing, keys)
+    index = _index_for(checkpoint, listing, keys)
+    steps = [shard for shard in shards if shard.key.startswith(STEP) and index is not listing.index]
+    if not steps:
+        return _fill(checkpoint, listing, index, shards)
+    plan_shards(index, steps, shard_columns(steps))  # for what it checks: shapes and dtypes
+    step = _step(checkpoint, listing)
+    for shard in steps:
+        shard.data.fill_(step)
+    return _fill(checkpoint, listing, index, [shard for shard in shards if not shard.key.startswith(STEP)])
+
+
+def _step(checkpoint: Checkpoint, listing: Listing) -> float:
+    """Return the step of a distributed optimizer, which each model-parallel rank stored with its groups."""
+    names = [name for name in listing.values if is_groups(name)]
+    objects = load_objects(checkpoint, [ShardedObject.empty_from_unique_key(name) for name in names])
+    steps = {float(group["step"]) for each in objects for group in each["param_groups"] if "step" in group}
+    if len(steps) != 1:
+        fix = "Leave the steps out of the target, and set the optimizer's by hand."
+        raise UnsupportedValue(error_text("load: the optimizer has no one step", found=sorted(steps), fix=fix))
+    return steps.pop()
+
+
+def _fill(checkpoint: Checkpoint, listing: Listing, index: Index, shards: Sequence[ShardedTensor]) -> ReadReport:
+    plan = plan_shards(index, shards, shard_columns(shards, checkpoint.world.rank))
     return read_archives(checkpoint, listing, plan, [shard.data for shard in shards])
+
+
+def _index_for(checkpoint: Checkpoint, listing: Listing, keys: set[str]) -> Index:
+    """Return the index that has some keys: as `.metadata` lists them, or with states of the model's parameters."""
+    if keys <= listing.contents.tensors.keys() or not any(map(is_bucket, listing.contents.tensors)):
+        return listing.index
+    return optimizer_index(checkpoint, listing, partial(_fill, checkpoint, listing, listing.index))
 
 
 def _check_known(listing: Listing, keys: set[str]) -> None:
@@ -185,7 +226,8 @@ def explain(checkpoint: Checkpoint, shards: Sequence[ShardedTensor], cast: bool)
     """Return what loading shards would cost, from `.metadata` alone: archives stay closed."""
     listing = read_listing(checkpoint)
     cost = partial(archives_cost, checkpoint, listing)
-    return explain_from_index(listing.index, shards, cost, cast=cast, refused=listing.unknown)
+    index = _index_for(checkpoint, listing, {shard.key for shard in shards})
+    return explain_from_index(index, shards, cost, cast=cast, refused=listing.unknown)
 
 
 def load_objects(checkpoint: Checkpoint, objects: Sequence[ShardedObject]) -> list[Any]:

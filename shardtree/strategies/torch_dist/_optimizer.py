@@ -1,0 +1,286 @@
+"""A distributed optimizer's buckets as states of the model's parameters: `optimizer.state.<state>.<key of the model>`.
+
+Each stored chunk of a bucket lies within one parameter, so that it is a flat range of a box of the model: states are
+read as any flat shards are, in any layout, and only the bytes that are asked for.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from math import prod
+from operator import attrgetter
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ...codec import byte_buffer, dtype_from_name
+from ...errors import CorruptCheckpoint, error_text
+from ...geometry import Column, box_column
+from ...layouts import ShardColumns, TensorKind, join_columns
+from ...mapping import ShardedObject, ShardedTensor, box_of
+from ...storage import digest
+from .._values import Checkpoint
+from ..index import Index, IndexMetadata, ObjectRow, build_index, find_texts, kinds_at, texts
+from ._buckets import (
+    MASTER,
+    Bucket,
+    Candidate,
+    Piece,
+    Unit,
+    buckets_of,
+    halves,
+    is_bucket,
+    is_bucket_size,
+    pieces_of,
+    read_bucket,
+)
+from ._listing import Listing
+from ._parameter_order import Match, decide, full_name, known_orders
+
+Fill = Callable[[Sequence[ShardedTensor]], object]
+"""Reads stored tensors into the memory of shards."""
+
+_WINDOW = 4 * 1024 * 1024
+"""Elements that are hashed at a time, so that rounding needs little memory beside a bucket."""
+
+
+STEP = "optimizer.state.step."
+"""The beginning of keys of steps: Megatron-Core has one step, which each parameter gets as a tensor of its own."""
+
+
+def optimizer_index(checkpoint: Checkpoint, listing: Listing, fill: Fill) -> Index:
+    """Return the index of a checkpoint with its buckets as states of the model's parameters.
+
+    All weights and masters are read for that, once: values are all that says which parameter is where. Steps are rows
+    whose bytes are never read.
+
+    Raises:
+        UnsupportedValue: a bucket has no reading, or nothing tells parameters with equal weights apart.
+        CorruptCheckpoint: ranks' copies of a parameter's state differ.
+    """
+    if "optimizer" not in checkpoint.memo:
+        tensors = listing.contents.tensors
+        buckets, pieces = buckets_of(tensors), pieces_of(tensors)
+        hashed = {dtype: _candidates(fill, dtype, pieces[dtype]) for dtype in sorted({one.dtype for one in buckets})}
+        orders = known_orders(_flat(checkpoint.options.parameter_names))
+        matches = []
+        for _, group in groupby(buckets, key=attrgetter("group")):
+            units = [unit for bucket in group for unit in _units(fill, bucket, pieces, hashed[bucket.dtype])]
+            matches += decide(units, orders)
+        checkpoint.memo["optimizer"] = _index(listing, _one_of_each(fill, matches))
+    index: Index = checkpoint.memo["optimizer"]
+    return index
+
+
+def _flat(names: Sequence[str] | Sequence[Sequence[str]] | None) -> list[str] | None:
+    """Return the names that the caller gave, whether by groups or not."""
+    return names if names is None else [name for each in names for name in ([each] if isinstance(each, str) else each)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StatesMetadata(Mapping[str, ShardedTensor | ShardedObject]):
+    """The tensors and objects of a checkpoint with buckets; which states there are is looked up when it matters.
+
+    Attributes:
+        stored: as `.metadata` lists them, buckets included.
+        whole: returns them with states of the model's parameters in place of buckets, which takes reads.
+    """
+
+    stored: IndexMetadata
+    whole: Callable[[], IndexMetadata]
+
+    def __getitem__(self, key: str) -> ShardedTensor | ShardedObject:
+        """Return the tensor of a key, or the object of a unique key; that of a bucket, too."""
+        return self.stored[key] if key in self.stored else self.whole()[key]
+
+    def __contains__(self, key: object) -> bool:
+        """Return whether something has that name."""
+        return key in self.stored or key in self.whole()
+
+    def __iter__(self) -> Iterator[str]:
+        """Return all names but those of buckets."""
+        return iter(self.whole())
+
+    def __len__(self) -> int:
+        """Return how many tensors and objects there are, without buckets."""
+        return len(self.whole())
+
+
+# Values: hashes of the model's pieces, by which ranges of masters, rounded to the model's dtype, are looked up
+
+Candidates = Mapping[tuple[str, ...], Sequence[Candidate]]
+"""What has given values: by the hash of a piece, or by the hashes of two."""
+
+
+def _candidates(fill: Fill, dtype: str, pieces: Sequence[Piece]) -> Candidates:
+    """Return all that a parameter may be, by hashes of the values."""
+    known = {piece: _hash_of(fill, piece, dtype_from_name(dtype)) for piece in pieces}
+    found: dict[tuple[str, ...], list[Candidate]] = defaultdict(list)
+    for candidate in (*((piece,) for piece in pieces), *halves(pieces)):
+        found[tuple(known[piece] for piece in candidate)].append(candidate)
+    return found
+
+
+def _hash_of(fill: Fill, piece: Piece, dtype: torch.dtype) -> str:
+    data = torch.empty(piece.shape, dtype=dtype)
+    fill([box_of(piece.key, data, dtype, piece.global_shape, piece.offset, piece.shape)])
+    return _hash(data.view(-1), dtype)
+
+
+def _hash(values: torch.Tensor, dtype: torch.dtype) -> str:
+    """Return the hash of a 1-D tensor's elements as another dtype has them."""
+    windows = (values[begin : begin + _WINDOW] for begin in range(0, len(values), _WINDOW))
+    hashes = [digest(byte_buffer(window.to(dtype))) for window in windows]
+    return hashes[0] if len(hashes) == 1 else digest("".join(hashes).encode())
+
+
+def _units(fill: Fill, bucket: Bucket, pieces: Mapping[str, Sequence[Piece]], candidates: Candidates) -> list[Unit]:
+    """Return the parameters of a bucket, and what each may be by its values."""
+    masters, dtype = _state(fill, bucket, MASTER), dtype_from_name(bucket.dtype)
+
+    def matches(begin: int, end: int) -> list[Candidate]:
+        values, middle = masters[begin:end], (end - begin) // 2
+        one, two = (values,), (values[:middle], values[middle:])
+        hashes = (tuple(_hash(part, dtype) for part in parts) for parts in (one, two))
+        return [candidate for each in hashes for candidate in candidates.get(each, ())]
+
+    sizes = {prod(piece.shape) for piece in pieces[bucket.dtype]}
+    return read_bucket(bucket, sizes | {2 * size for size in sizes}, matches)
+
+
+def _state(fill: Fill, bucket: Bucket, state: str, begin: int = 0, end: int | None = None) -> torch.Tensor:
+    """Return some elements of a state of a bucket."""
+    length = bucket.edges[-1]
+    data = torch.empty((length if end is None else end) - begin)
+    fill([box_of(f"{bucket.name}.{state}", data, data.dtype, (length,), (begin,), tuple(data.shape))])
+    return data
+
+
+def _one_of_each(fill: Fill, matches: Sequence[Match]) -> list[Match]:
+    """Return one rank's match of each parameter that several hold, after comparing what they hold.
+
+    Raises:
+        CorruptCheckpoint: it isn't equal, bit for bit.
+    """
+    by_pieces: dict[Candidate, list[Match]] = defaultdict(list)
+    for match in matches:
+        by_pieces[match.pieces].append(match)
+    differing = [full_name(pieces[0]) for pieces, held in by_pieces.items() if len(held) > 1 and not _agree(fill, held)]
+    if differing:
+        fix = "The checkpoint was damaged, or its ranks had diverged when it was saved; load an earlier one."
+        what = "open: ranks' copies of optimizer states differ"
+        raise CorruptCheckpoint(error_text(what, offenders=sorted(differing), fix=fix))
+    return [held[0] for held in by_pieces.values()]
+
+
+def _agree(fill: Fill, held: Sequence[Match]) -> bool:
+    return len({tuple(_hashes(fill, match)) for match in held}) == 1
+
+
+def _hashes(fill: Fill, match: Match) -> Iterator[str]:
+    for state in sorted(match.bucket.states):
+        yield _hash(_state(fill, match.bucket, state, match.begin, match.end), torch.float32)
+
+
+# The index: each stored chunk of a bucket is a range of one or two of the model's boxes
+
+
+class _Range(NamedTuple):
+    """A stored range of a state.
+
+    Attributes:
+        key: of the state.
+        piece: of the model, whose box it is a range of.
+        start: first element in the box, row-major; -1 for the whole box.
+        stop: one past its last one; -1 for the whole box.
+        byte: where it begins in the virtual file of payloads.
+    """
+
+    key: str
+    piece: Piece
+    start: int
+    stop: int
+    byte: int
+
+
+def _index(listing: Listing, matches: Sequence[Match]) -> Index:
+    own, own_byte, objects = _without_buckets(listing.index)
+    ranges = [found for match in matches for state in match.bucket.states for found in _ranges(listing, match, state)]
+    scalar = Piece("", (), (), ())
+    ranges += [
+        _Range(STEP + key, scalar, -1, -1, 0) for key in {piece.key for match in matches for piece in match.pieces}
+    ]
+    shapes = {found.key: found.piece.global_shape for found in ranges}
+    keys = tuple(sorted(shapes))
+    number = {key: row for row, key in enumerate(keys)}
+    states = ShardColumns(
+        keys=keys,
+        kinds=tuple(TensorKind(torch.float32, shapes[key], 0) for key in keys),
+        key=_int64([number[found.key] for found in ranges]),
+        offset=box_column([found.piece.offset for found in ranges], fill=0),
+        shape=box_column([found.piece.shape for found in ranges], fill=1),
+        start=_int64([found.start for found in ranges]),
+        stop=_int64([found.stop for found in ranges]),
+        rank=_int64([0] * len(ranges)),
+        main=np.ones(len(ranges), dtype=np.bool_),
+    )
+    byte = np.concatenate([own_byte, _int64([found.byte for found in ranges])])
+    columns = join_columns([own, states])
+    return build_index(columns, np.zeros_like(byte), byte, files=[listing.archives.virtual], objects=objects)
+
+
+def _without_buckets(index: Index) -> tuple[ShardColumns, Column, list[ObjectRow]]:
+    """Return a checkpoint's other tensors, where they begin in the virtual file, and its objects."""
+    names = texts(index.key_text, index.key_start)
+    kept = [number for number, key in enumerate(names) if not is_bucket(key)]
+    chunks = np.flatnonzero(np.isin(index.chunk_key, kept))
+    columns = ShardColumns(
+        keys=tuple(names[number] for number in kept),
+        kinds=tuple(kinds_at(index, kept)),
+        key=np.searchsorted(kept, index.chunk_key[chunks]),
+        offset=index.chunk_offset[chunks],
+        shape=index.chunk_shape[chunks],
+        start=index.chunk_start[chunks],
+        stop=index.chunk_stop[chunks],
+        rank=np.zeros(chunks.size, dtype=np.int64),
+        main=np.ones(chunks.size, dtype=np.bool_),
+    )
+    objects = zip(
+        texts(index.object_text, index.object_start),
+        index.object_file.tolist(),
+        index.object_byte.tolist(),
+        index.object_length.tolist(),
+        strict=True,
+    )
+    # Their sizes say nothing of parameters that have names.
+    return columns, index.chunk_byte[chunks], [row for row in objects if not is_bucket_size(row[0])]
+
+
+def _ranges(listing: Listing, match: Match, state: str) -> Iterator[_Range]:
+    """Yield the stored ranges of a parameter's state, in order."""
+    first = match.begin
+    begins, bytes_at = _chunks(listing.index, f"{match.bucket.name}.{state}")
+    for piece in match.pieces:
+        size = prod(piece.shape)
+        for begin, byte, end in zip(begins, bytes_at, (*begins[1:], match.bucket.edges[-1]), strict=True):
+            low, high = max(begin, first), min(end, first + size)
+            if low < high:
+                whole = high - low == size
+                start, stop = (-1, -1) if whole else (low - first, high - first)
+                yield _Range(f"optimizer.state.{state}.{piece.key}", piece, start, stop, byte + 4 * (low - begin))
+        first += size
+
+
+def _chunks(index: Index, key: str) -> tuple[list[int], list[int]]:
+    """Return where the stored chunks of a 1-D tensor begin, and their bytes in the virtual file, in order."""
+    (number,) = find_texts(index.key_text, index.key_start, [key])
+    rows = slice(*index.chunk_key.searchsorted((number, number + 1)).tolist())
+    return index.chunk_offset[rows, -1].tolist(), index.chunk_byte[rows].tolist()
+
+
+def _int64(values: Sequence[int]) -> Column:
+    return np.array(values, dtype=np.int64)

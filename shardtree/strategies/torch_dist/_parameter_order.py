@@ -1,0 +1,240 @@
+"""Which parameter is which where values are equal: by the layers and cuts around it, and by the order of modules."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
+
+from ...errors import UnsupportedValue, error_text
+from ._buckets import Bucket, Candidate, Piece, Unit
+
+# Where a parameter stands in a model: by its key, and by the layer, which is a prepended axis or a part of the key
+
+
+class Place(NamedTuple):
+    """A parameter's place in the order of `named_parameters()`; places compare as they follow each other.
+
+    Attributes:
+        section: embeddings, layers, what follows them, the output.
+        layer: number of the layer, 0 outside of layers.
+        module: place among the layer's modules, or among the names that the caller gave.
+        rest: the expert, say.
+    """
+
+    section: int
+    layer: int
+    module: int
+    rest: tuple[int, ...]
+
+
+_LAYER = re.compile(r"(?P<before>.*\blayers)\.(?:(?P<number>\d+)\.)?(?P<inside>.*)")
+
+_NORM = "layer_norm_(?:weight|bias)"
+_ATTENTION = ("linear_proj", "linear_qkv", "q_layernorm", "k_layernorm")
+
+# Megatron-Core registers a layer's modules in this order. A fused norm is stored under one key by both of its layer
+# specifications, but is a module before the attention in one, and the first parameter of linear_qkv in the other.
+_LOCAL = (
+    rf"self_attention\.linear_qkv\.{_NORM}|input_layernorm\..*",
+    *(rf"self_attention\.{name}\.(?!layer_norm_).*" for name in _ATTENTION),
+    rf"mlp\.linear_fc1\.{_NORM}|pre_mlp_layernorm\..*",
+    r"mlp\.router\..*",
+    r"mlp\.experts\..*linear_fc1\..*",
+    r"mlp\.experts\..*linear_fc2\..*",
+    r"mlp\.linear_fc1\.(?!layer_norm_).*",
+    r"mlp\.linear_fc2\..*",
+    r"mlp\.shared_experts\.linear_fc1\..*",
+    r"mlp\.shared_experts\.linear_fc2\..*",
+)
+_FUSED = (_LOCAL[1], _LOCAL[0], *_LOCAL[2:])
+_SECTIONS = (r".*embedding.*", r".*\blayers\..*", r".*final_(?:layer)?norm.*", r"output_layer\..*")
+_ENDINGS = ("layer_norm_weight", "layer_norm_bias", "weight", "bias")
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """An order of modules.
+
+    Attributes:
+        modules: patterns of keys inside a layer, in order; none if the names are given.
+        names: the parameters' names in order, as the caller gave them, with their places.
+    """
+
+    modules: tuple[str, ...] = ()
+    names: Mapping[str, int] | None = None
+
+    def place(self, piece: Piece) -> Place | None:
+        """Return a parameter's place, None where this order doesn't have it."""
+        layer, inside = layer_of(piece)
+        if self.names is not None:
+            number = self.names.get(full_name(piece))
+            return None if number is None else Place(0, 0, number, ())
+        section = _first_match(_SECTIONS, piece.key)
+        if section is None or layer is None:
+            return None if section is None or section == 1 else Place(section, 0, _ending(piece.key), ())
+        module = _first_match(self.modules, inside)
+        return None if module is None else Place(1, layer, module * 4 + _ending(piece.key), piece.offset[1:])
+
+
+def known_orders(parameter_names: Sequence[str] | None) -> tuple[Order, ...]:
+    """Return the orders that a model's modules may have; the caller's names alone, if there are any."""
+    if parameter_names is not None:
+        return (Order(names={name: number for number, name in enumerate(parameter_names)}),)
+    return Order(_LOCAL), Order(_FUSED)
+
+
+def layer_of(piece: Piece) -> tuple[int | None, str]:
+    """Return the number of the layer that a parameter belongs to, None outside of layers, and its name in there.
+
+    Examples:
+        >>> layer_of(Piece("decoder.layers.mlp.linear_fc2.bias", (3, 0), (1, 16), (4, 16)))
+        (3, 'mlp.linear_fc2.bias')
+        >>> layer_of(Piece("decoder.layers.7.mlp.linear_fc2.bias", (0,), (16,), (16,)))
+        (7, 'mlp.linear_fc2.bias')
+    """
+    found = _LAYER.fullmatch(piece.key)
+    if found is None:
+        return None, piece.key
+    return (piece.offset[0] if found["number"] is None else int(found["number"])), found["inside"]
+
+
+def full_name(piece: Piece) -> str:
+    """Return a parameter's name with the number of its layer in it.
+
+    Examples:
+        >>> full_name(Piece("decoder.layers.mlp.linear_fc2.bias", (3, 0), (1, 16), (4, 16)))
+        'decoder.layers.3.mlp.linear_fc2.bias'
+    """
+    found, (layer, inside) = _LAYER.fullmatch(piece.key), layer_of(piece)
+    return piece.key if found is None else f"{found['before']}.{layer}.{inside}"
+
+
+def _first_match(patterns: Sequence[str], text: str) -> int | None:
+    return next((number for number, pattern in enumerate(patterns) if re.fullmatch(pattern, text)), None)
+
+
+def _ending(key: str) -> int:
+    return next((number for number, ending in enumerate(_ENDINGS) if key.endswith(ending)), len(_ENDINGS))
+
+
+# Deciding between candidates with equal values, for one model-parallel rank
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """A parameter of a bucket, and what it is.
+
+    Attributes:
+        bucket: that it lies in.
+        begin: its first element there.
+        end: one past its last one.
+        pieces: of the model that it holds, one after the other.
+    """
+
+    bucket: Bucket
+    begin: int
+    end: int
+    pieces: Candidate
+
+
+def decide(units: Sequence[Unit], orders: Sequence[Order]) -> list[Match]:
+    """Return what each parameter of a model-parallel rank is.
+
+    Args:
+        units: the rank's parameters, in the order of its buckets.
+        orders: the orders that modules may have; those that contradict the parameters with unique values don't count.
+
+    Raises:
+        UnsupportedValue: several parameters may be swapped with each other.
+    """
+    units = _of_one_cut(units)
+    answers = {tuple(answer) for order in orders if (answer := _in_order(units, order)) is not None}
+    if len(answers) == 1:
+        return [Match(*unit[:3], pieces) for unit, pieces in zip(units, answers.pop(), strict=True)]
+    unclear = sorted({full_name(pieces[0]) for unit in units if len(unit.candidates) > 1 for pieces in unit.candidates})
+    what = f"open: parameters of {units[0].bucket.group!r} have equal weights, and nothing tells their moments apart"
+    fix = "Pass parameter_names=, the names in the order of the model's named_parameters(), with layers' numbers."
+    raise UnsupportedValue(error_text(what, offenders=unclear, fix=fix))
+
+
+def _of_one_cut(units: Sequence[Unit]) -> list[Unit]:
+    """Return the units without candidates of another tensor-parallel rank, as the unique ones tell which that is."""
+    seen: dict[int, set[int]] = defaultdict(set)
+    for unit in units:
+        if len(unit.candidates) == 1:
+            for count, number in _cuts(unit.candidates[0]):
+                seen[count].add(number)
+    known = {count: numbers for count, numbers in seen.items() if len(numbers) == 1}
+    return [unit._replace(candidates=tuple(_fitting(unit.candidates, known))) for unit in units]
+
+
+def _fitting(candidates: Sequence[Candidate], known: Mapping[int, set[int]]) -> Iterator[Candidate]:
+    for candidate in candidates:
+        if all(number in known.get(count, {number}) for count, number in _cuts(candidate)):
+            yield candidate
+
+
+def _cuts(candidate: Candidate) -> Iterator[tuple[int, int]]:
+    """Yield into how many equal pieces each axis is cut, and which of them a rank has; not for the axis of layers."""
+    first = candidate[0]
+    axes = zip(first.offset, first.shape, first.global_shape, strict=True)
+    layers = re.search(r"\blayers\.(?!\d)", first.key) is not None
+    for at, size, whole in list(axes)[int(layers) :]:
+        if size and size < whole and whole % (size * len(candidate)) == 0 and at % size == 0:
+            yield whole // (size * len(candidate)), at // size
+
+
+def _in_order(units: Sequence[Unit], order: Order) -> list[Candidate] | None:
+    """Return a candidate for each unit in reverse order in each buffer; None unless there is just one way."""
+    chosen: list[Candidate | None] = [unit.candidates[0] if len(unit.candidates) == 1 else None for unit in units]
+    taken = {pieces for pieces in chosen if pieces is not None}
+    if len(taken) < sum(pieces is not None for pieces in chosen) or not all(unit.candidates for unit in units):
+        return None  # a tensor can't be in a rank's optimizer twice
+    for _, rows in groupby(range(len(units)), key=lambda row: units[row].bucket.buffer):
+        for run, above, below in _runs(list(rows), units, order):
+            pool = {pieces for row in run for pieces in units[row].candidates} - taken
+            between = {pieces: _between(order.place(pieces[0]), above, below) for pieces in pool}
+            places = sorted(((place, pieces) for pieces, place in between.items() if place is not None), reverse=True)
+            if len(places) != len(run):
+                return None
+            for row, (_, pieces) in zip(run, places, strict=True):
+                if pieces not in units[row].candidates:
+                    return None
+                chosen[row] = pieces
+                taken.add(pieces)
+    return [pieces for pieces in chosen if pieces is not None]
+
+
+def _runs(
+    rows: Sequence[int], units: Sequence[Unit], order: Order
+) -> Iterator[tuple[list[int], Place | None, Place | None]]:
+    """Yield the undecided units between two unique ones, with the places of these; a buffer is in reverse order."""
+    run: list[int] = []
+    above: Place | None = None
+    for row in rows:
+        if len(units[row].candidates) > 1:
+            run.append(row)
+            continue
+        place = order.place(units[row].candidates[0][0])
+        # A tied embedding's copy stands where the output layer would, so its own place says nothing.
+        if place is None or (place.section == 0 and order.names is None):
+            continue
+        if run:
+            yield run, above, place
+        run, above = [], place
+    if run:
+        yield run, above, None
+
+
+def _between(place: Place | None, above: Place | None, below: Place | None) -> Place | None:
+    """Return a place that lies between two others, and in a layer of one of them or in none; else None."""
+    bounds = [bound for bound in (above, below) if bound is not None]
+    if place is None or (above is not None and place > above) or (below is not None and place < below):
+        return None
+    # Layers between those of the bounds are in another buffer, where a rank has several stages of the pipeline.
+    near = place.section != 1 or not bounds or any(bound[:2] == place[:2] for bound in bounds)
+    return place if near else None

@@ -1,0 +1,241 @@
+"""A GPT with Megatron-Core's distributed optimizer, on CPUs: trained and saved, loaded, compared.
+
+    python megatron_optimizer.py FOLDER '{"tp": 2, "dp": 2}' train:a,save:a '{"pp": 2}' load:b,save:c
+
+Each set of processes has a layout and the steps that all of them take.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from collections.abc import Iterator
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
+
+torch.cuda.synchronize = lambda *_: None
+torch.cuda.current_device = lambda: torch.device("cpu")
+torch.cuda.current_stream = lambda *_: None
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of what isn't installed
+    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+filesystem_async._process_memory = lambda: 0  # it would log that, and needs psutil for it
+
+LAYOUT = {"tp": 1, "pp": 1, "vpp": None, "ep": 1, "dp": 1}
+MODEL = {"experts": None, "tied": False, "bias": False, "layers": 4, "bf16": True, "bucket": 4000}
+
+
+class OnCPU(TorchFunctionMode):
+    """What is asked of a GPU is done by the CPU; Megatron-Core's optimizer takes parameters on a GPU alone."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if "cuda" in str(kwargs.get("device", "")):
+            kwargs["device"] = "cpu"
+        if function is torch.Tensor.cuda:
+            return args[0]
+        if function is torch.Tensor.type and len(args) == 1:
+            return function(*args).replace("torch.", "torch.cuda.")
+        return function(*args, **kwargs)
+
+
+_set = DistributedOptimizer._set_main_param_and_optimizer_states
+
+
+def _set_but_step(self: Any, parameter: Any, tensors: dict[str, Any]) -> None:
+    """As Megatron-Core does with its own Adam: torch's has a step among the states, which that one doesn't expect."""
+    group, place = self.model_param_group_index_map[parameter]
+    step = self.optimizer.state[self.optimizer.param_groups[group]["params"][place]]["step"]
+    _set(self, parameter, {"step": step, **tensors})
+
+
+DistributedOptimizer._set_main_param_and_optimizer_states = _set_but_step
+
+
+def job(shape: dict[str, Any]) -> tuple[Any, Any]:
+    """Return this process's part of a small GPT, by chunks of layers, and its optimizer."""
+    dtype = torch.bfloat16 if shape["bf16"] else torch.float32
+    config = TransformerConfig(
+        num_layers=shape["layers"],
+        hidden_size=32,
+        num_attention_heads=4,
+        num_query_groups=2,
+        ffn_hidden_size=64,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=shape["bias"],
+        add_qkv_bias=True,
+        normalization="RMSNorm",
+        use_cpu_initialization=True,
+        tensor_model_parallel_size=shape["tp"],
+        pipeline_model_parallel_size=shape["pp"],
+        virtual_pipeline_model_parallel_size=shape["vpp"],
+        expert_model_parallel_size=shape["ep"],
+        expert_tensor_parallel_size=1 if shape["experts"] else None,
+        num_moe_experts=shape["experts"],
+        moe_router_dtype=None,
+        sequence_parallel=bool(shape["experts"]) and shape["tp"] > 1,
+        bf16=shape["bf16"],
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+    )
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm", num_experts=shape["experts"])
+    chunks = []
+    for chunk in range(shape["vpp"] or 1):
+        stage = {"vp_stage": chunk} if shape["vpp"] else {}
+        ends = {"ignore_virtual": shape["vpp"] is None, **stage}
+        chunks.append(
+            GPTModel(
+                config,
+                spec,
+                64,
+                max_sequence_length=8,
+                position_embedding_type="rope",
+                share_embeddings_and_output_weights=shape["tied"],
+                pre_process=parallel_state.is_pipeline_first_stage(**ends),
+                post_process=parallel_state.is_pipeline_last_stage(**ends),
+                **stage,
+            ).to(dtype)
+        )
+    buffers = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=True, bucket_size=shape["bucket"]
+    )
+    wrapped = [DistributedDataParallel(config, buffers, chunk) for chunk in chunks]
+    how = OptimizerConfig(
+        optimizer="adam",
+        lr=1e-4,
+        weight_decay=0.1,
+        bf16=shape["bf16"],
+        params_dtype=dtype,
+        use_distributed_optimizer=True,
+    )
+    return wrapped, get_megatron_optimizer(how, wrapped)
+
+
+def optimizers(optimizer: Any) -> list[Any]:
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
+def train(chunks: Any, optimizer: Any) -> None:
+    """Three steps with made-up gradients, the same on replicas, so that masters and moments are no plain numbers."""
+    for step in range(3):
+        for chunk in chunks:
+            for name, parameter in chunk.module.named_parameters():
+                seed = torch.Generator().manual_seed(hash_of(name, step) + (tp_rank() if is_cut(parameter) else 0))
+                parameter.main_grad.copy_(torch.randn(parameter.shape, generator=seed))
+        for inner in optimizers(optimizer):
+            inner.step()
+
+
+def hash_of(name: str, step: int) -> int:
+    return sum(map(ord, name)) * 7 + step
+
+
+def is_cut(parameter: Any) -> bool:
+    return bool(getattr(parameter, "tensor_model_parallel", False))
+
+
+def tp_rank() -> int:
+    return parallel_state.get_tensor_model_parallel_rank() + 1
+
+
+def states(chunks: Any, optimizer: Any, kind: str, *, loading: bool) -> dict[str, Any]:
+    metadata = {"distrib_optim_sharding_type": kind, "chained_optim_avoid_prefix": True}
+    metadata |= {"distrib_optim_fully_reshardable_mem_efficient": True}  # gathers over gloo
+    models = [chunk.module.sharded_state_dict(metadata=metadata) for chunk in chunks]
+    keys = ["model"] if len(models) == 1 else [f"model{number}" for number in range(len(models))]
+    tree = dict(zip(keys, models, strict=True))
+    return tree | {"optimizer": optimizer.sharded_state_dict(tree, is_loading=loading, metadata=metadata)}
+
+
+def save(place: Path, chunks: Any, optimizer: Any) -> None:
+    place.mkdir(exist_ok=True)
+    dist.barrier()
+    tree = states(chunks, optimizer, "dp_reshardable", loading=False)
+    dist_checkpointing.save(tree, str(place), content_metadata={"distrib_optim_sharding_type": "dp_reshardable"})
+
+
+def load(place: Path, chunks: Any, optimizer: Any) -> None:
+    for inner in optimizers(optimizer):
+        inner._init_optimizer_states_with_dummy_values()
+    tree = states(chunks, optimizer, "fully_reshardable", loading=True)
+    loaded = dist_checkpointing.load(tree, str(place))
+    for number, chunk in enumerate(chunks):
+        chunk.module.load_state_dict(loaded["model" if len(chunks) == 1 else f"model{number}"])
+    optimizer.load_state_dict(loaded["optimizer"])
+
+
+def local(optimizer: Any) -> Iterator[torch.Tensor]:
+    """All that a process holds of masters and moments."""
+    for inner in optimizers(optimizer):
+        for group in inner.optimizer.param_groups:
+            for parameter in group["params"]:
+                yield from (
+                    parameter.detach(),
+                    *(inner.optimizer.state[parameter][name] for name in ("exp_avg", "exp_avg_sq")),
+                )
+
+
+def one_rank(rank: int, folder: str, number: int, shape: dict[str, Any], steps: list[str]) -> None:
+    size = shape["tp"] * shape["pp"] * shape["dp"]
+    dist.init_process_group("gloo", init_method=f"file://{folder}/group-{number}", rank=rank, world_size=size)
+    parallel_state.initialize_model_parallel(
+        shape["tp"],
+        shape["pp"],
+        shape["vpp"],
+        expert_model_parallel_size=shape["ep"],
+        expert_tensor_parallel_size=1 if shape["experts"] else None,
+    )
+    warnings.simplefilter("ignore")
+    torch.manual_seed(1)
+    with OnCPU():
+        chunks, optimizer = job(shape)
+        for step in steps:
+            name, _, place = step.partition(":")
+            live = f"{folder}/live-{place}-{rank}"
+            if name == "train":
+                train(chunks, optimizer)
+                torch.save(list(local(optimizer)), live)
+            elif name == "same":  # in the layout of the save, each process must hold what it held then
+                for held, value in zip(torch.load(live), local(optimizer), strict=True):
+                    assert torch.equal(held, value)
+            else:
+                {"save": save, "load": load}[name](Path(folder) / place, chunks, optimizer)
+            dist.barrier()
+    dist.destroy_process_group()
+
+
+def main(folder: str, *arguments: str) -> None:
+    """Run steps on sets of processes, which are forked, so that Megatron-Core is imported once."""
+    for number, (layout, steps) in enumerate(zip(arguments[::2], arguments[1::2], strict=True)):
+        shape = LAYOUT | MODEL | json.loads(layout)
+        size = shape["tp"] * shape["pp"] * shape["dp"]
+        jobs = [
+            get_context("fork").Process(target=one_rank, args=(rank, folder, number, shape, steps.split(",")))
+            for rank in range(size)
+        ]
+        for each in jobs:
+            each.start()
+        for each in jobs:
+            each.join()
+        if any(each.exitcode for each in jobs):
+            sys.exit(f"{layout} {steps}: exit codes {[each.exitcode for each in jobs]}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

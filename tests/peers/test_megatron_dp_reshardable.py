@@ -1,0 +1,66 @@
+"""Megatron-Core resumes its default optimizer format in layouts in which it can't load that itself."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import shardtree as st
+from shardtree.interop.megatron_optimizer import model_space
+from tests.strategies.test_dp_reshardable_fixture import FOLDER, TRUTH
+
+pytest.importorskip("megatron.core.dist_checkpointing.mapping")
+pytestmark = [pytest.mark.peers, pytest.mark.slow]
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = Path(__file__).parent / "scripts" / "megatron_optimizer.py"
+
+OTHERS = [
+    ('{"tp": 2, "dp": 2}', '{"tp": 4}'),
+    ('{"pp": 2, "vpp": 2}', '{"tp": 2}'),
+    ('{"pp": 2, "tied": true}', '{"dp": 2, "tied": true}'),
+    ('{"dp": 2, "bias": true}', '{"tp": 2, "bias": true}'),
+    ('{"tp": 2, "bf16": false}', '{"dp": 2, "bf16": false}'),
+]
+
+
+def run(folder: Path, *jobs: str) -> None:
+    """Run the script: a layout and its steps, then another one."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, str(SCRIPT), str(folder), *jobs]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def states(folder: Path) -> dict[str, torch.Tensor]:
+    opened = st.open_checkpoint(folder)
+    return {key: opened[key].data.read() for key in opened if key.startswith("optimizer.state.")}
+
+
+def convert(source: Path, folder: Path) -> None:
+    st.convert(source, folder, backend="torch_dist", **model_space(st.open_checkpoint(source)))
+
+
+def differing(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> list[str]:
+    assert left.keys() >= right.keys()
+    return [key for key, value in right.items() if not torch.equal(left[key], value)]
+
+
+def test_tensor_parallel_ranks_become_pipeline_stages(tmp_path):
+    convert(FOLDER, tmp_path / "full")
+    run(tmp_path, '{"pp": 2}', "load:full,save:again")
+    assert differing(states(tmp_path / "again"), TRUTH) == []
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("layout", "other"), OTHERS)
+def test_a_trained_optimizer_goes_on_in_any_layout(layout, other, tmp_path):
+    run(tmp_path, layout, "train:a,save:a")
+    convert(tmp_path / "a", tmp_path / "full")
+    run(tmp_path, layout, "load:full,same:a", other, "load:full,save:b")
+    assert differing(states(tmp_path / "b"), states(tmp_path / "a")) == []

@@ -1,0 +1,56 @@
+"""A real `dp_reshardable` checkpoint of Megatron-Core 0.16.1: its states, in other layouts, and as it loads them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import shardtree as st
+from shardtree.interop.megatron_optimizer import model_space
+from tests.strategies.optimizer_formats import FIXTURES, LAYOUTS, parameters, wrong_in_layout, wrong_states
+
+NAME = "megatron_0161_dp_reshardable_tp2dp2"
+FOLDER = FIXTURES / NAME / "checkpoint"
+TRUTH = load_file(FIXTURES / NAME / "truth.safetensors")
+MODEL = [key.removeprefix("optimizer.state.param.") for key in TRUTH if key.startswith("optimizer.state.param.")]
+STEPS = {f"optimizer.state.step.{key}": torch.tensor(3.0) for key in MODEL}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_state_loads_in_other_layouts(layout):
+    assert wrong_in_layout(FOLDER, TRUTH | STEPS, layout) == []
+
+
+def test_opening_reads_no_weights(monkeypatch):
+    monkeypatch.setattr("shardtree.strategies.torch_dist._optimizer.read_bucket", None)
+    opened = st.open_checkpoint(FOLDER)
+    assert opened[MODEL[0]].data.read().dtype is torch.bfloat16
+
+
+def test_a_fresh_adamw_resumes_from_metadata_alone():
+    (group,) = groups = parameters({key: TRUTH[f"optimizer.state.param.{key}"] for key in MODEL}, [MODEL])
+    optimizer = torch.optim.AdamW(group.values())
+    shards = {name: st.ShardedTensor.from_rank_offsets(name, param) for name, param in group.items()}
+    ids = st.optim.get_param_id_to_sharded_param_map(shards, optimizer)
+    metadata = st.load_sharded_metadata(FOLDER)
+    target = st.optim.abstract_optim_state_from_metadata(optimizer.state_dict(), ids, metadata, exclude_keys=["param"])
+    loaded = st.load({"adamw": target}, FOLDER)["adamw"]
+    loaded["param_groups"] = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict(st.optim.sharding_state_to_optim_state(loaded))
+    assert wrong_states(optimizer, groups, TRUTH | STEPS) == []
+
+
+def test_explain_says_what_a_load_does():
+    target = {key: st.without_data(st.ShardedTensor.from_rank_offsets(key, value)) for key, value in TRUTH.items()}
+    assert st.explain(target, FOLDER).ok
+
+
+def test_model_space_makes_it_fully_reshardable(tmp_path):
+    st.convert(FOLDER, tmp_path / "full", backend="torch_dist", **model_space(st.open_checkpoint(FOLDER)))
+    common = st.load_common_state_dict(tmp_path / "full")
+    assert common["optimizer"]["param_state_sharding_type"] == "fully_reshardable"
+    assert common["optimizer"]["optimizer"]["param_groups"][0]["step"] == 3.0
+    stored = st.load_plain_tensors(tmp_path / "full")
+    assert all(torch.equal(stored[key], value) for key, value in TRUTH.items())
+    assert not any("bucket" in key or ".step." in key for key in stored)
