@@ -104,9 +104,7 @@ def get_default_strategy(
     row = _checked_row(action, backend, version)
     found = find_strategy(action, backend, version, strategies=strategies)
     if found is None:
-        have = ", ".join(
-            repr((name, number)) for other, name, number in sorted(table_of(strategies), key=_order) if other is action
-        )
+        have = ", ".join(map(repr, formats_with(action, strategies=strategies)))
         raise StrategyError(
             error_text(
                 f"no strategy for {_shown(row)}",
@@ -130,6 +128,19 @@ def find_strategy(
     row = (action, backend, version)
     # Never from the process's table: the caller's may lack a row on purpose.
     return table_of(strategies).get(row) or _rows_of_packages().get(row)
+
+
+def formats_with(action: StrategyAction, *, strategies: Strategies | None = None) -> tuple[tuple[str, int], ...]:
+    """Return the formats that have a row for an action, as (backend, version), sorted; installed packages' too.
+
+    Examples:
+        >>> ("safetensors", 1) in formats_with(StrategyAction.SAVE_SHARDED)
+        True
+    """
+    if strategies is None:
+        _rows_of_packages()  # which registers them
+    rows = sorted(table_of(strategies), key=_order)
+    return tuple((name, version) for other, name, version in rows if other is action)
 
 
 def traits_of(backend: str, version: int, strategies: Strategies | None = None) -> FormatTraits:

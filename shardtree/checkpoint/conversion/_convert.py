@@ -157,6 +157,7 @@ def convert(
     common_backend: str | tuple[str, int] | None = None,
     layout: Cutting = None,
     leave_out: Sequence[str] = (),
+    prune: bool = False,
     max_bytes_in_flight: int = 256 * 1024 * 1024,
     verify: bool = True,
     strategies: Strategies | None = None,
@@ -183,6 +184,7 @@ def convert(
             keys to such counts. What it leaves open is cut only where it is larger than a batch.
         leave_out: patterns (``*``, ``?``, ``[seq]``) of keys that aren't converted; ``"common"`` is the common state.
             Whatever else isn't in the output is an error.
+        prune: whether what the transform doesn't pass on is left out too, as by a transform that keeps some layers.
         max_bytes_in_flight: the most bytes that a batch holds. A format that can't stream has one batch in memory.
         verify: whether the destination is read back and compared.
         strategies: the dispatch table; None for the process's.
@@ -193,7 +195,7 @@ def convert(
     Raises:
         NotACheckpoint: there is no source.
         AlreadyACheckpoint: the destination has a checkpoint.
-        KeyMismatch: a key of the source is neither used nor left out, or a pattern names nothing.
+        KeyMismatch: a key of the source is neither used nor left out nor pruned, or a pattern names nothing.
         IntegrityError: the output's shards don't tile their tensors, or the destination isn't what was written.
         UnsupportedValue: the format can't hold something.
         StrategyError: the format can't be written.
@@ -210,7 +212,9 @@ def convert(
     load_options, save_options = load_options or LoadOptions(), save_options or SaveOptions()
     opened = open_checkpoint(source, strategies=strategies, options=load_options)
     most = max_bytes_in_flight
-    plan = plan_conversion(opened, transform, transform_common, leave_out=leave_out, layout=layout, most_bytes=most)
+    plan = plan_conversion(
+        opened, transform, transform_common, leave_out=leave_out, prune=prune, layout=layout, most_bytes=most
+    )
     choices = _latest(backend, strategies), None if common_backend is None else _latest(common_backend, strategies)
     backends = backends_of(*choices, strategies)
     target = Destination(storage_at(destination), choices, backends, strategies, save_options)

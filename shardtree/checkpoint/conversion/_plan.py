@@ -34,27 +34,28 @@ def unused_elements(
     tensors: Sequence[ShardedTensor],
     objects: Sequence[ShardedObject],
     reads: Iterable[Fetch],
-) -> dict[str, int]:
-    """Return how many elements of each source tensor don't reach the output, for tensors that are used in part.
+) -> tuple[tuple[str, ...], dict[str, int]]:
+    """Return which keys of the source don't reach the output, and how many elements of tensors that do so in part.
 
     Args:
         source: the transform's input.
         tensors: its output.
         objects: likewise.
         reads: the boxes that it has read itself.
-
-    Raises:
-        KeyMismatch: a key isn't used at all.
     """
     boxes = _used_boxes(tensors, reads)
     used = {item.data.unique_key for item in objects if isinstance(item.data, StoredObject)} | boxes.keys()
-    lost = [repr(key) for key, shard in source.items() if key not in used and _has_elements(shard)]
-    if lost:
-        fix = "Let the transform pass them on, or name them in leave_out, where * and ? are wildcards."
-        raise KeyMismatch(error_text("convert: the output lacks what the source holds", offenders=lost, fix=fix))
+    unused = tuple(key for key, shard in source.items() if key not in used and _has_elements(shard))
     whole = {key: shard for key, shard in source.items() if isinstance(shard, ShardedTensor)}
     counts = {key: prod(shard.global_shape) - _covered(boxes[key]) for key, shard in whole.items() if key in boxes}
-    return {key: count for key, count in counts.items() if count > 0}
+    return unused, {key: count for key, count in counts.items() if count > 0}
+
+
+def _refuse_unused(keys: Sequence[str]) -> None:
+    if keys:
+        what = "convert: the output lacks what the source holds"
+        fix = "Let the transform pass them on, name them by patterns with leave_out=[...], or pass prune=True."
+        raise KeyMismatch(error_text(what, offenders=map(repr, keys), fix=fix))
 
 
 def check_output(tensors: Sequence[ShardedTensor], objects: Sequence[ShardedObject]) -> None:
@@ -274,13 +275,14 @@ def plan_conversion(
     transform_common: Callable[[Any], Any] | None,
     *,
     leave_out: Sequence[str],
+    prune: bool,
     layout: Cutting,
     most_bytes: int,
 ) -> Plan:
     """Return the plan of a conversion; of the source only metadata and the common state are read.
 
     Raises:
-        KeyMismatch: a key is neither used nor left out, or a pattern names nothing.
+        KeyMismatch: a key is neither used nor left out nor pruned, or a pattern names nothing.
         IntegrityError: the output's shards don't tile their tensors.
         TreeError: the transform returned something that isn't a shard.
     """
@@ -294,13 +296,15 @@ def plan_conversion(
     output = take_apart(dict(source) if transform is None else transform(dict(source)))
     _refuse_plain_values(output.common)
     check_output(output.tensors, output.objects)
-    unused = unused_elements(source, output.tensors, output.objects, tuple(reads))
+    pruned, unused = unused_elements(source, output.tensors, output.objects, tuple(reads))
+    if not prune:
+        _refuse_unused(pruned)
     common = HOLE
     if COMMON not in leave_out:
         stored = load_common(opened.checkpoint, None, opened.strategies)
         common = stored if transform_common is None else transform_common(stored)
     batches = batches_of(output.tensors, output.objects, layout, most_bytes)
-    listed = (*left_out, *([COMMON] if COMMON in leave_out else []))
+    listed = (*left_out, *pruned, *([COMMON] if COMMON in leave_out else []))
     listed_unused = tuple(sorted(unused.items()))
     unchanged = frozenset(shard.key for shard in output.tensors if _is_unchanged(shard, source.get(shard.key)))
     return Plan(reader, output.tensors, output.objects, common, tuple(batches), listed, listed_unused, unchanged)

@@ -105,7 +105,7 @@ def left_out_keys(metadata: Mapping[str, Shard], patterns: Sequence[str]) -> tup
     }
     nothing = [repr(pattern) for pattern, keys in named.items() if not keys]
     if nothing:
-        fix = "list(open_checkpoint(source)) has all keys; take the pattern out if there is nothing to leave out."
+        fix = "Correct the pattern, or take it out if there is nothing to leave out."
         raise KeyMismatch(error_text("convert: leave_out names what isn't in the source", offenders=nothing, fix=fix))
     chosen = {key for keys in named.values() for key in keys}
     return tuple(key for key in metadata if key in chosen)
