@@ -11,14 +11,19 @@ from typing import Annotated
 import typer
 
 from ..errors import CheckpointingException
+from ._command import FORMATS, Command, Group
 
 app = typer.Typer(
+    cls=Group,
     help="Sharded state dicts as immutable trees, saved in one layout and loaded in any other.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="shardtree COMMAND --help has each command's options, an example and its exit statuses: 0, 1 where the"
+    " answer is no, 2 where something can't be done, 130 after Ctrl-C.",
 )
+_command = partial(app.command, cls=Command)
 
 _AllowPickle = Annotated[
     bool,
@@ -59,7 +64,7 @@ def _shardtree(
     del version
 
 
-@app.command(epilog="Example: shardtree demo --ranks 8 --load-ranks 3 --keep step-100")
+@_command(epilog="Example: shardtree demo --ranks 8 --load-ranks 3 --keep step-100")
 def demo(
     ranks: Annotated[int, typer.Option(min=1, max=64, help="Processes that save.")] = 4,
     load_ranks: Annotated[int, typer.Option(min=1, max=64, help="Processes that load.")] = 2,
@@ -83,28 +88,40 @@ def demo(
         raise typer.Exit(1)
 
 
-@app.command(
+@_command(
     epilog="Example: shardtree inspect step-100 --sort bytes --limit 20\n\n"
     "Exit status: 0; 1 where the common state can't be read; 2 where there is no checkpoint to read."
 )
 def inspect(
-    checkpoint: Annotated[str, typer.Argument(metavar="CKPT", help="A checkpoint's folder, file or URL.")],
+    checkpoint: Annotated[
+        str, typer.Argument(metavar="CKPT", help="A checkpoint's folder, file or URL; or the folder of a run's steps.")
+    ],
     key: _Keys = None,
+    tree: Annotated[bool, typer.Option("--tree", help="Keys as a tree; layers that are alike are one row.")] = False,
+    common: Annotated[bool, typer.Option("--common", help="The common state, with all that is in it.")] = False,
+    values: Annotated[
+        str | None, typer.Option(metavar="KEY[INDEX]", help="Elements of a tensor, as 'w[0:4]'. No others are read.")
+    ] = None,
+    layout: Annotated[str | None, typer.Option(metavar="KEY", help="Which piece of a tensor is in which file.")] = None,
     sort: Annotated[Sort, typer.Option(help="Order of the rows; the largest first, by bytes.")] = Sort.key,
-    limit: Annotated[int | None, typer.Option(min=0, help="Rows of each table.", show_default="all")] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=0, metavar="N", help="Rows of each table.", show_default="all")
+    ] = None,
     as_json: _Json = False,
     allow_pickle: _AllowPickle = False,
 ) -> None:
-    """Show what is in a checkpoint, and how each tensor is cut, without reading one."""
-    from ._inspect import run_inspect
+    """Show what is in a checkpoint, and how each tensor is cut; of a run, its steps. Only --values reads a tensor."""
+    from ._inspect import View, run_inspect
     from ._output import finish, warn_of_pickle
 
+    if sum((tree, common, values is not None, layout is not None)) > 1:
+        raise typer.BadParameter("give one of --tree, --common, --values and --layout")
     warn_of_pickle(allow_pickle)
-    work = partial(run_inspect, checkpoint, patterns=key or [], sort=sort.value, limit=limit)
-    finish("inspect", partial(work, as_json=as_json, allow_pickle=allow_pickle))
+    view = View(tuple(key or ()), sort.value, limit, tree=tree, common=common, values=values, layout=layout)
+    finish("inspect", partial(run_inspect, checkpoint, view, as_json=as_json, allow_pickle=allow_pickle))
 
 
-@app.command(
+@_command(
     epilog="Example: shardtree verify step-100\n\n"
     "Exit status: 0 no damage found; 1 damaged; 2 no checkpoint, or nothing in its format to check by."
 )
@@ -122,7 +139,7 @@ def verify(
     finish("verify", partial(run_verify, checkpoint, threads=threads, as_json=as_json))
 
 
-@app.command(
+@_command(
     epilog="Example: shardtree diff step-100 step-100-resaved --key 'model.*'\n\n"
     "Exit status, as diff's: 0 equal; 1 different; 2 trouble."
 )
@@ -158,14 +175,6 @@ def _names(texts: list[str]) -> dict[str, str]:
     return names
 
 
-def _backend(text: str) -> str | tuple[str, int]:
-    name, sign, version = text.partition(":")
-    # int() would also take digits of other scripts, signs and underscores.
-    if not name or (sign and not (version.isascii() and version.isdecimal())):
-        raise typer.BadParameter(f"{text!r} is not BACKEND or BACKEND:VERSION")
-    return (name, int(version)) if sign else name
-
-
 def _size(text: str) -> int:
     from ._output import parse_size
 
@@ -175,28 +184,46 @@ def _size(text: str) -> int:
         raise typer.BadParameter(str(error)) from error
 
 
-@app.command(
-    epilog="Example: shardtree convert step-100 hf --to huggingface --cast bfloat16 --leave-out 'optimizer.*'\n\n"
+@_command(
+    epilog="Example: shardtree convert step-100 hf --to hf --cast bf16 --leave-out 'optimizer.*'\n\n"
     "Exit status: 0 converted; 2 trouble. Run the same command again to resume one that was stopped."
 )
 def convert(
     source: Annotated[str, typer.Argument(metavar="A", help="A checkpoint's folder, file or URL.")],
     destination: Annotated[str, typer.Argument(metavar="B", help="The folder or URL to write to.")],
-    to: Annotated[str, typer.Option(metavar="BACKEND[:VERSION]", help="The format to write, such as safetensors:1.")],
-    common_to: Annotated[
-        str | None, typer.Option(metavar="BACKEND[:VERSION]", help="The common state's format, if it is another.")
+    backend: Annotated[
+        str,
+        typer.Option("--to", metavar="BACKEND[:VERSION]", help=f"The format to write: {FORMATS}. hf is huggingface."),
+    ],
+    common_backend: Annotated[
+        str | None,
+        typer.Option("--common-to", metavar="BACKEND[:VERSION]", help="The common state's format, if it is another."),
+    ] = None,
+    transform: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FILE.py:NAME",
+            help="A function of yours, from the tree of shards to the one that is written. The file is run, with"
+            " all that it does. Repeatable; applied before --rename and --cast.",
+        ),
+    ] = None,
+    transform_common: Annotated[
+        str | None, typer.Option(metavar="FILE.py:NAME", help="Likewise a function of the common state.")
     ] = None,
     rename: Annotated[
         list[str] | None,
         typer.Option(metavar="OLD=NEW", help="Other keys; each * is one part between dots. Repeatable."),
     ] = None,
     cast: Annotated[
-        str | None, typer.Option(metavar="DTYPE", help="Floating-point tensors in another dtype, such as bfloat16.")
+        str | None, typer.Option(metavar="DTYPE", help="Floating-point tensors in another dtype, such as bf16.")
     ] = None,
     leave_out: Annotated[
         list[str] | None,
         typer.Option(metavar="PATTERN", help="Keys to leave out, as in a shell; 'common' is the common state."),
     ] = None,
+    prune: Annotated[
+        bool, typer.Option("--prune", help="Leave out what the transforms don't pass on, without naming it.")
+    ] = False,
     max_bytes_in_flight: Annotated[
         str, typer.Option(metavar="SIZE", help="The most bytes of tensors that are in memory at once.")
     ] = "256MB",
@@ -211,17 +238,21 @@ def convert(
 ) -> None:
     """Write a checkpoint of any format as one of another, and compare what was written with the source."""
     from ._convert import Conversion, run_convert
+    from ._names import float_dtype_named, format_named, function_named
     from ._output import finish, warn_of_pickle
 
     warn_of_pickle(allow_pickle)
     conversion = Conversion(
         source=source,
         destination=destination,
-        backend=_backend(to),
-        common_backend=None if common_to is None else _backend(common_to),
+        backend=format_named(backend),
+        common_backend=None if common_backend is None else format_named(common_backend),
+        transforms=[function_named(one) for one in transform or []],
+        transform_common=None if transform_common is None else function_named(transform_common),
         names=_names(rename or []),
-        dtype=cast,
+        dtype=None if cast is None else float_dtype_named(cast),
         leave_out=leave_out or [],
+        prune=prune,
         most_bytes=_size(max_bytes_in_flight),
         most_file_bytes=None if max_file_size is None else _size(max_file_size),
         verify=not no_verify,
@@ -229,3 +260,86 @@ def convert(
     )
     interrupted = "interrupted; run the same command again to resume"
     finish("convert", partial(run_convert, conversion, as_json=as_json), interrupted=interrupted)
+
+
+# Layouts, as they are typed.
+
+_Mesh = Annotated[str | None, typer.Option(metavar="AXIS=SIZE,...", help="The ranks, as tp=4,dp=2.")]
+_Specs = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--spec",
+        metavar="PATTERN=SPEC",
+        help="How tensors are cut: for each axis a mesh axis, or -. As '*.weight=tp,-'. Repeatable; the first counts"
+        " that fits the key and has no more axes than the tensor. What none fits is whole on every rank.",
+    ),
+]
+_Ranks = Annotated[
+    int | None,
+    typer.Option(min=1, metavar="N", help="Instead: every tensor cut along its first axis over so many ranks."),
+]
+_Cast = Annotated[bool, typer.Option("--cast", help="Convert dtypes that differ, as load(cast=True) does.")]
+
+
+@_command(
+    epilog="Example: shardtree explain step-100 --mesh dp=2,tp=4 --spec '*.weight=tp,-'\n\n"
+    "Exit status: 0 the load would succeed; 1 it would fail; 2 trouble."
+)
+def explain(
+    checkpoint: Annotated[str, typer.Argument(metavar="CKPT", help="A checkpoint's folder, file or URL.")],
+    mesh: _Mesh = None,
+    spec: _Specs = None,
+    ranks: _Ranks = None,
+    like: Annotated[
+        str | None, typer.Option(metavar="OTHER", help="Load the tensors of another checkpoint, as that one is cut.")
+    ] = None,
+    key: _Keys = None,
+    cast: _Cast = False,
+    as_json: _Json = False,
+    allow_pickle: _AllowPickle = False,
+) -> None:
+    """Say whether a load in another layout would succeed, and what each rank would read; no tensor is read."""
+    from ._explain import run_explain
+    from ._layouts import mesh_layout
+    from ._output import finish, warn_of_pickle
+
+    warn_of_pickle(allow_pickle)
+    work = partial(run_explain, checkpoint, mesh_layout(mesh, spec or [], ranks), like=like, patterns=key or [])
+    finish("explain", partial(work, cast=cast, as_json=as_json, allow_pickle=allow_pickle))
+
+
+@_command(
+    epilog="Example: shardtree plan step-100 --from-ranks 8 --mesh dp=2,tp=4 --spec '*.weight=tp,-'\n\n"
+    "Exit status: 0; 2 trouble."
+)
+def plan(
+    source: Annotated[str, typer.Argument(metavar="A", help="The checkpoint whose tensors move.")],
+    target: Annotated[
+        str | None, typer.Argument(metavar="[B]", help="One with the tensors that are wanted; else those of A.")
+    ] = None,
+    mesh: _Mesh = None,
+    spec: _Specs = None,
+    ranks: _Ranks = None,
+    from_mesh: Annotated[
+        str | None, typer.Option(metavar="AXIS=SIZE,...", help="Likewise how they lie before.")
+    ] = None,
+    from_spec: Annotated[list[str] | None, typer.Option(metavar="PATTERN=SPEC", help="Likewise.")] = None,
+    from_ranks: Annotated[int | None, typer.Option(min=1, metavar="N", help="Likewise.")] = None,
+    key: _Keys = None,
+    origins: Annotated[bool, typer.Option("--origins", help="Show where each box of each tensor comes from.")] = False,
+    cast: _Cast = False,
+    as_json: _Json = False,
+) -> None:
+    """Show which bytes move between ranks when tensors get from one layout into another; none is moved.
+
+    A side without a layout is as it is stored: piece i of each tensor on rank i.
+    """
+    from ._layouts import mesh_layout
+    from ._output import finish
+    from ._plan import run_plan
+
+    before, after = mesh_layout(from_mesh, from_spec or [], from_ranks), mesh_layout(mesh, spec or [], ranks)
+    if target is None and before is None and after is None:
+        raise typer.BadParameter("give another checkpoint, or a layout: --ranks, or --mesh with --spec")
+    work = partial(run_plan, source, target, before=before, after=after, patterns=key or [])
+    finish("plan", partial(work, origins=origins, cast=cast, as_json=as_json))

@@ -82,6 +82,30 @@ class Contents:
     objects: tuple[ObjectRow, ...]
 
 
+def shape_text(shape: Sequence[int]) -> str:
+    """Return a shape as text.
+
+    Examples:
+        >>> shape_text((2,)), shape_text(())
+        ('2', 'scalar')
+    """
+    return product_text(shape) or "scalar"
+
+
+def product_text(numbers: Sequence[int]) -> str:
+    """Return numbers with signs of multiplication between them."""
+    return " \N{MULTIPLICATION SIGN} ".join(map(str, numbers))
+
+
+def cut_text(grid: Grid | None) -> str:
+    """Return in a few words how a tensor is cut."""
+    if grid is None:  # a format of others may not say it
+        return "?"
+    if grid.kind in ("regular", "uneven"):
+        return product_text(grid.counts) + " uneven" * (grid.kind == "uneven")
+    return grid.kind if grid.kind in ("whole", "empty") else f"{grid.kind} ({grid.chunks})"
+
+
 def contents_of(metadata: Mapping[str, ShardedTensor | ShardedObject]) -> Contents:
     """Return the rows of a checkpoint's metadata, whatever its format.
 
@@ -100,16 +124,28 @@ def contents_of(metadata: Mapping[str, ShardedTensor | ShardedObject]) -> Conten
 
 def contents_at(tree: OpenCheckpoint) -> Contents:
     """Return the rows of an open checkpoint; they say how tensors are cut where its format keeps an index."""
-    fields = tree.checkpoint.fields
-    backend = fields["sharded_backend"], fields["sharded_backend_version"]
-    # From the format, not the tree: where two formats are joined, the tree's is a plain dict without the index.
-    metadata = get_default_strategy(StrategyAction.LOAD_METADATA, *backend, strategies=tree.strategies)(tree.checkpoint)
+    metadata = _format_metadata(tree)
     if not isinstance(metadata, IndexMetadata):
         return contents_of(tree.metadata)
     # A format that holds no objects leaves them to the common state's format.
     rest = {} if len(metadata) == len(tree.metadata) else {k: v for k, v in tree.metadata.items() if k not in metadata}
     indexed, others = contents_of(metadata), contents_of(rest)
     return Contents((*indexed.tensors, *others.tensors), (*indexed.objects, *others.objects))
+
+
+def stored_index(tree: OpenCheckpoint) -> Index | None:
+    """Return where each piece of each tensor is stored; None where the format keeps no index."""
+    metadata = _format_metadata(tree)
+    return metadata.index if isinstance(metadata, IndexMetadata) else None
+
+
+def _format_metadata(tree: OpenCheckpoint) -> Mapping[str, ShardedTensor | ShardedObject]:
+    fields = tree.checkpoint.fields
+    backend = fields["sharded_backend"], fields["sharded_backend_version"]
+    # From the format, not the tree: where two formats are joined, the tree's is a plain dict without the index.
+    load_metadata = get_default_strategy(StrategyAction.LOAD_METADATA, *backend, strategies=tree.strategies)
+    metadata: Mapping[str, ShardedTensor | ShardedObject] = load_metadata(tree.checkpoint)
+    return metadata
 
 
 def select(contents: Contents, patterns: Sequence[str]) -> Contents:

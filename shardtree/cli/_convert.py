@@ -12,7 +12,7 @@ from rich.text import Text
 
 from ..checkpoint import ConversionReport, convert, open_checkpoint
 from ..codec import dtype_from_name
-from ..errors import ShapeError, StrategyError, error_text, plural, shorten
+from ..errors import StrategyError, error_text, plural, shorten
 from ..strategies import LoadOptions, SaveOptions, Strategies, StrategyAction, default_strategies, huggingface
 from ..transforms import partial_rename
 from ..trees import bind, cast, compose
@@ -29,9 +29,12 @@ class Conversion:
         destination: likewise.
         backend: the format's name, or name and version.
         common_backend: the common state's format; None for the default beside `backend`.
+        transforms: functions of the tree of shards, which are applied first.
+        transform_common: a function of the common state; None leaves it as it is.
         names: old key → new key, in patterns.
         dtype: of floating-point tensors in the copy; None leaves them as they are.
         leave_out: patterns of keys that aren't converted.
+        prune: whether what the transforms don't pass on is left out.
         most_bytes: the limit of a batch.
         most_file_bytes: the limit of a file of a Hugging Face model; None for the format's default.
         verify: whether what was written is read back and compared.
@@ -42,9 +45,12 @@ class Conversion:
     destination: str
     backend: str | tuple[str, int]
     common_backend: str | tuple[str, int] | None
+    transforms: Sequence[Callable[[Any], Any]]
+    transform_common: Callable[[Any], Any] | None
     names: Mapping[str, str]
     dtype: str | None
     leave_out: Sequence[str]
+    prune: bool
     most_bytes: int
     most_file_bytes: int | None
     verify: bool
@@ -57,7 +63,7 @@ def run_convert(conversion: Conversion, *, as_json: bool) -> int:
     Raises:
         CheckpointingException: it can't be done.
     """
-    transform = transform_of(conversion.names, conversion.dtype)
+    transform = transform_of(conversion.transforms, conversion.names, conversion.dtype)
     began = time.monotonic()
     with bar(Output(stderr=True), "convert", _bytes_to_move(conversion)) as advance:
         report = convert(
@@ -66,7 +72,9 @@ def run_convert(conversion: Conversion, *, as_json: bool) -> int:
             backend=conversion.backend,
             common_backend=conversion.common_backend,
             transform=transform,
+            transform_common=conversion.transform_common,
             leave_out=conversion.leave_out,
+            prune=conversion.prune,
             max_bytes_in_flight=conversion.most_bytes,
             verify=conversion.verify,
             strategies=strategies_of(conversion.backend, conversion.most_file_bytes),
@@ -80,27 +88,27 @@ def run_convert(conversion: Conversion, *, as_json: bool) -> int:
     return 0
 
 
-def transform_of(names: Mapping[str, str], dtype: str | None) -> Callable[[Any], Any] | None:
+def transform_of(
+    transforms: Sequence[Callable[[Any], Any]], names: Mapping[str, str], dtype: str | None
+) -> Callable[[Any], Any] | None:
     """Return the function from a checkpoint's shards to those that are written; None if nothing changes.
 
-    Raises:
-        ShapeError: there is no such floating-point dtype.
+    Args:
+        transforms: functions of a tree, in the order in which they are applied.
+        names: old key → new key, in patterns; then keys are renamed.
+        dtype: a floating-point dtype; then floating-point tensors are cast.
 
     Examples:
         >>> import torch
         >>> from shardtree.mapping import ShardedTensor
-        >>> change = transform_of({"decoder.*": "model.*"}, "bfloat16")
+        >>> change = transform_of([], {"decoder.*": "model.*"}, "bfloat16")
         >>> shard = change({"": ShardedTensor.from_rank_offsets("decoder.w", torch.ones(2))})[""]
         >>> shard.key, shard.dtype
         ('model.w', torch.bfloat16)
     """
-    steps: list[Callable[[Any], Any]] = [bind(partial_rename, names)] if names else []
-    if dtype is not None:
-        found = dtype_from_name(dtype)
-        # `cast` changes floating-point tensors alone, and to integers it would cut off their fractions.
-        if not found.is_floating_point:
-            raise ShapeError(error_text("convert: --cast", found=dtype, expected="a floating-point dtype, as bfloat16"))
-        steps.append(bind(cast, found))
+    steps = [*transforms]
+    steps += [bind(partial_rename, names)] if names else []
+    steps += [bind(cast, dtype_from_name(dtype))] if dtype is not None else []
     return compose(*steps) if steps else None
 
 

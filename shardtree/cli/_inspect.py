@@ -11,8 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ..checkpoint import OpenCheckpoint, load_content_metadata, open_checkpoint
-from ..errors import CheckpointingException, plural
-from ..layouts import Grid
+from ..errors import CheckpointingException, NotACheckpoint, error_text, plural
 from ..strategies import LoadOptions
 from ._contents import (
     Contents,
@@ -22,13 +21,19 @@ from ._contents import (
     brief,
     check_patterns,
     contents_at,
+    cut_text,
     entries_of,
     files_in,
     kind_of,
     plain,
+    product_text,
     select,
+    shape_text,
 )
+from ._one_tensor import show_pieces, show_values
+from ._outline import COMMON, KEYS, common_rows, key_rows
 from ._output import Output, complain, json_text, printable, size, spellable
+from ._series import find_steps, run_series
 from ._table import Heading, show_table
 
 # The output: tables for people, a document for programs.
@@ -101,15 +106,7 @@ def _show_facts(console: Console, facts: Iterable[tuple[str, str]]) -> None:
 
 
 def _tensor_cells(row: TensorRow) -> tuple[str, ...]:
-    return row.key, row.dtype, _product(row.shape) or "scalar", _cut(row.grid), size(row.length)
-
-
-def _cut(grid: Grid | None) -> str:
-    if grid is None:  # a format of others may not say it
-        return "?"
-    if grid.kind in ("regular", "uneven"):
-        return _product(grid.counts) + " uneven" * (grid.kind == "uneven")
-    return grid.kind if grid.kind in ("whole", "empty") else f"{grid.kind} ({grid.chunks})"
+    return row.key, row.dtype, shape_text(row.shape), cut_text(row.grid), size(row.length)
 
 
 def _object_rows(rows: Sequence[ObjectRow]) -> list[tuple[str, ...]]:
@@ -119,7 +116,7 @@ def _object_rows(rows: Sequence[ObjectRow]) -> list[tuple[str, ...]]:
         arrays.setdefault((row.key, row.shape), []).append(row)
     return [
         # Old checkpoints left the lengths of arrays of objects out: -1.
-        (key, _product(shape).replace("-1", "?") or "1", f"{len(cells):,}", _length(cells))
+        (key, product_text(shape).replace("-1", "?") or "1", f"{len(cells):,}", _length(cells))
         for (key, shape), cells in arrays.items()
     ]
 
@@ -127,10 +124,6 @@ def _object_rows(rows: Sequence[ObjectRow]) -> list[tuple[str, ...]]:
 def _length(cells: Sequence[ObjectRow]) -> str:
     lengths = [cell.length for cell in cells if cell.length is not None]
     return size(sum(lengths)) if len(lengths) == len(cells) else "?"
-
-
-def _product(numbers: Sequence[int]) -> str:
-    return " \N{MULTIPLICATION SIGN} ".join(map(str, numbers))
 
 
 def _facts(found: Findings) -> Iterable[tuple[str, str]]:
@@ -226,32 +219,82 @@ def _object_record(row: ObjectRow) -> dict[str, Any]:
 _SORTS = {"key": lambda row: row.key, "bytes": lambda row: (-(row.length or 0), row.key)}
 
 
-def run_inspect(
-    checkpoint: str, *, patterns: Sequence[str], sort: str, limit: int | None, as_json: bool, allow_pickle: bool
-) -> int:
-    """Print what is in a checkpoint, and return the exit status: 1 where its common state can't be read.
+@dataclass(frozen=True, slots=True)
+class View:
+    """Which of a checkpoint's contents are shown; only one of the last four is given.
 
-    Args:
-        checkpoint: a path or URL.
+    Attributes:
         patterns: of the keys to show; none for all.
         sort: "key" or "bytes".
         limit: rows of each table; None for all.
+        tree: whether keys are shown as a tree.
+        common: whether the common state is shown, with all that is in it.
+        values: a tensor, maybe with an index, of which elements are shown.
+        layout: a tensor whose pieces are shown.
+    """
+
+    patterns: Sequence[str] = ()
+    sort: str = "key"
+    limit: int | None = None
+    tree: bool = False
+    common: bool = False
+    values: str | None = None
+    layout: str | None = None
+
+
+def run_inspect(checkpoint: str, view: View, *, as_json: bool, allow_pickle: bool) -> int:
+    """Print what is in a checkpoint, or under a root of steps; return 1 where its common state can't be read, else 0.
+
+    Args:
+        checkpoint: a path or URL.
+        view: what is shown of it.
         as_json: whether to print JSON.
         allow_pickle: whether pickled values may be unpickled.
 
     Raises:
-        CheckpointingException: it can't be opened.
+        CheckpointingException: it can't be opened, or has no such key.
     """
-    found = _examine(checkpoint, patterns, sort, allow_pickle)
-    if as_json:
-        print(json_text(document(found, limit)))
+    try:
+        tree = open_checkpoint(checkpoint, options=LoadOptions(allow_pickle=allow_pickle))
+    except NotACheckpoint:
+        steps = find_steps(checkpoint)
+        if steps is None:
+            raise
+        if view != View(sort=view.sort, limit=view.limit):
+            what, fix = f"inspect: {checkpoint!r} is a folder of steps", f"Name one, such as {steps.newest}."
+            raise NotACheckpoint(error_text(what, expected="a checkpoint", fix=fix)) from None
+        return run_series(steps, limit=view.limit, as_json=as_json)
+    console = Output()
+    if view.values is not None:
+        show_values(console, tree, view.values, as_json=as_json)
+    elif view.layout is not None:
+        show_pieces(console, tree, view.layout, view.limit, as_json=as_json)
+    elif view.common:
+        _show_common(console, tree.common(), view.limit, as_json=as_json)
     else:
-        show_findings(Output(), found, limit, is_selection=bool(patterns))
+        return _show_contents(console, checkpoint, tree, view, as_json=as_json)
+    return 0
+
+
+def _show_common(console: Console, common: Any, limit: int | None, *, as_json: bool) -> None:
+    if as_json:
+        print(json_text({"common": plain(common)}))
+    else:
+        show_table(console, COMMON, list(common_rows(common)), limit)
+
+
+def _show_contents(console: Console, where: str, tree: OpenCheckpoint, view: View, *, as_json: bool) -> int:
+    found = _examine(where, tree, view.patterns, view.sort)
+    if as_json:
+        print(json_text(document(found, view.limit)))
+    elif view.tree:
+        show_table(console, KEYS, key_rows(found.selected.tensors), view.limit)
+    else:
+        show_findings(console, found, view.limit, is_selection=bool(view.patterns))
     return 0 if found.common is not None else 1
 
 
-def _examine(where: str, patterns: Sequence[str], sort: str, allow_pickle: bool) -> Findings:
-    tree = open_checkpoint(where, options=LoadOptions(allow_pickle=allow_pickle))
+def _examine(where: str, tree: OpenCheckpoint, patterns: Sequence[str], sort: str) -> Findings:
     everything = contents_at(tree)
     check_patterns("inspect", patterns, everything)
     chosen = select(everything, patterns)

@@ -23,6 +23,8 @@ from rich.progress import (
 )
 
 from ..errors import CheckpointingException
+from ._command import options_as_typed
+from ._hints import shell_words
 
 TROUBLE = 2
 """The exit status where something couldn't be done."""
@@ -105,7 +107,9 @@ def finish(command: str, work: Callable[[], int], *, interrupted: str = "interru
 def complain(command: str, error: Exception) -> None:
     """Print an error's text, with its notes."""
     # Errors of a function that is called as the command is begin with its name already.
-    text = "\n".join([str(error), *getattr(error, "__notes__", [])]).removeprefix(f"{command}: ")
+    texts = [str(error), *getattr(error, "__notes__", [])]
+    text = "\n  ".join(one.removeprefix(f"{command}: ") for one in texts)
+    text = shell_words(text, options_as_typed())
     typer.echo(f"shardtree {command}: " + "\n".join(map(printable, text.split("\n"))), err=True)
 
 

@@ -44,8 +44,9 @@ def printed(command: str) -> str:
 @pytest.mark.slow
 def test_every_command_prints_what_the_page_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    namespace = {"__name__": "__page__"}
     for code in PYTHON.findall(PAGE):
-        exec(code, {"__name__": "__page__"})
+        exec(code, namespace)
     steps = [found for block in CONSOLE.findall(PAGE) for found in PROMPT.findall(block)]
     assert len(steps) > 8
     for command, expected in steps:
@@ -60,7 +61,7 @@ def test_the_page_names_every_command_and_every_option() -> None:
         assert missing == [] or name == "demo"
 
 
-@pytest.mark.parametrize("command", ["inspect", "verify", "diff", "convert"])
+@pytest.mark.parametrize("command", ["inspect", "verify", "diff", "convert", "explain", "plan"])
 def test_help_shows_an_example_and_the_exit_status(command: str) -> None:
     text = CliRunner().invoke(app, [command, "--help"], catch_exceptions=False).stdout
     assert f"Example: shardtree {command} " in text

@@ -1,0 +1,165 @@
+"""Layouts that are typed or stored: a mesh with specs, a number of ranks, or the pieces of a checkpoint; as trees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import typer
+
+from ..checkpoint import OpenCheckpoint
+from ..errors import KeyMismatch, error_text
+from ..layouts import Mesh, PartitionSpec, abstract
+from ..mapping import ShardedTensor
+from ..plans import near_names
+from ..strategies.index import Index, texts
+from ._contents import matcher, stored_index
+from ._names import did_you_mean
+
+RankTree = dict[str, ShardedTensor]
+
+# Typed layouts.
+
+
+@dataclass(frozen=True, slots=True)
+class MeshLayout:
+    """How tensors lie on a mesh.
+
+    Attributes:
+        mesh: the ranks.
+        specs: patterns of keys, as in a shell, with how those tensors are cut. The first that fits a key, and has no
+            more entries than the tensor has axes, counts; a tensor that none fits is whole on every rank.
+    """
+
+    mesh: Mesh
+    specs: tuple[tuple[str, PartitionSpec], ...]
+
+
+def mesh_layout(mesh: str | None, specs: Sequence[str], ranks: int | None) -> MeshLayout | None:
+    """Return the layout that options describe, None if they describe none.
+
+    Args:
+        mesh: axes and their sizes, as tp=4,dp=2; the last one's ranks are neighbours.
+        specs: PATTERN=SPEC, where the spec has for each axis of the tensor a mesh axis, several with + between them,
+            or - if it isn't cut.
+        ranks: instead of both: every tensor is cut along its first axis over so many.
+
+    Raises:
+        typer.BadParameter: they contradict each other, or can't be parsed.
+
+    Examples:
+        >>> mesh_layout("tp=4,dp=2", ["*.weight=tp,-"], None).specs
+        (('*.weight', PartitionSpec('tp', None)),)
+    """
+    if ranks is not None:
+        if mesh is not None or specs:
+            raise typer.BadParameter("a number of ranks is a layout by itself: leave out the mesh and the specs")
+        return MeshLayout(Mesh(rank=ranks), (("*", PartitionSpec("rank")),))
+    if mesh is None:
+        if specs:
+            raise typer.BadParameter("specs need a mesh, such as tp=4,dp=2")
+        return None
+    axes = dict(_axis(part, mesh) for part in mesh.split(","))
+    if len(axes) != mesh.count(",") + 1:
+        raise typer.BadParameter(f"{mesh!r} names an axis twice")
+    return MeshLayout(Mesh(**axes), tuple(_spec(text, axes) for text in specs))
+
+
+def _axis(part: str, mesh: str) -> tuple[str, int]:
+    name, _, size = part.partition("=")
+    if not name.isidentifier() or not (size.isascii() and size.isdecimal()) or int(size) < 1:
+        raise typer.BadParameter(f"{mesh!r} is not a mesh: axes with their sizes, as in tp=4,dp=2")
+    return name, int(size)
+
+
+def _spec(text: str, axes: dict[str, int]) -> tuple[str, PartitionSpec]:
+    pattern, sign, entries = text.rpartition("=")  # a key may have the sign in it
+    if not sign or not pattern:
+        raise typer.BadParameter(f"{text!r} is not PATTERN=SPEC, as in '*.weight=tp,-'")
+    split = [tuple(entry.split("+")) if entry not in ("", "-") else () for entry in entries.split(",")]
+    for axis in {axis for entry in split for axis in entry} - axes.keys():
+        raise typer.BadParameter(f"{text!r}: the mesh has no axis {axis!r}. {did_you_mean(axis, axes.keys())}")
+    named = [axis for entry in split for axis in entry]
+    if len(set(named)) < len(named):
+        raise typer.BadParameter(f"{text!r} names an axis of the mesh twice")
+    return pattern, PartitionSpec(*(entry or None for entry in split))
+
+
+def trees_on_mesh(shards: RankTree, layout: MeshLayout) -> list[RankTree]:
+    """Return each rank's tree of the shards of whole tensors on a mesh, without data.
+
+    Raises:
+        KeyMismatch: a spec is that of no tensor.
+        MetadataError: a spec doesn't fit its tensor.
+    """
+    rows = [(pattern, matcher([pattern]), spec) for pattern, spec in layout.specs]
+
+    def fitting(key: str) -> tuple[str, PartitionSpec] | None:
+        # A spec for matrices isn't one for the vectors that its pattern fits too: '*.weight' names norms as well.
+        axes = len(shards[key].global_shape)
+        found = ((pattern, spec) for pattern, fits, spec in rows if fits(key) and len(spec.entries) <= axes)
+        return next(found, None)
+
+    found = {key: fitting(key) for key in shards}
+    used = {one[0] for one in found.values() if one is not None}
+    unused = [pattern for pattern, _ in layout.specs if pattern not in used]
+    if unused:
+        near = near_names(unused, shards)
+        lines = [f"{one!r}" + (f" (did you mean {near[one]!r}?)" if one in near else "") for one in unused]
+        fix = "Quote patterns; an earlier one may fit all keys of a later one, and one of too many axes fits none."
+        raise KeyMismatch(error_text("--spec cuts nothing", offenders=lines, fix=fix))
+    specs = {key: PartitionSpec() if one is None else one[1] for key, one in found.items()}
+    trees: list[RankTree] = abstract(shards, layout.mesh, lambda key, _: specs[key])
+    return trees
+
+
+# Stored layouts.
+
+
+def stored_trees(tree: OpenCheckpoint, matches: Callable[[str], bool]) -> list[RankTree]:
+    """Return the pieces of stored tensors as ranks' trees: piece i of each tensor, in row-major order, on rank i.
+
+    A checkpoint doesn't say which ranks held a piece, only which pieces there are.
+
+    Args:
+        tree: the checkpoint.
+        matches: which keys are meant.
+
+    Returns:
+        A tree for each rank; one with whole tensors where the format doesn't say how they are cut.
+    """
+    index, wholes = stored_index(tree), whole_tensors(tree, matches)
+    if index is None:
+        return [wholes]
+    keys = texts(index.key_text, index.key_start)
+    trees: list[RankTree] = []
+    order = np.lexsort((index.chunk_start, *index.chunk_offset.T[::-1], index.chunk_key))
+    place, last = 0, -1
+    for row in order.tolist():
+        number = int(index.chunk_key[row])
+        place, last = (place + 1 if number == last else 0), number
+        if keys[number] in wholes:
+            trees += [{}] if place == len(trees) else []
+            trees[place][keys[number]] = chunk_shard(index, row, wholes[keys[number]])
+    return trees
+
+
+def chunk_shard(index: Index, row: int, whole: ShardedTensor) -> ShardedTensor:
+    """Return a stored chunk as a shard without data.
+
+    Args:
+        index: of the checkpoint.
+        row: of the chunk.
+        whole: the tensor.
+    """
+    axes, shape = len(whole.global_shape), whole.global_shape
+    offset, local = (column[row].tolist()[-axes or None :][:axes] for column in (index.chunk_offset, index.chunk_shape))
+    start, stop = int(index.chunk_start[row]), int(index.chunk_stop[row])
+    flat = None if start < 0 else slice(start, stop)
+    return ShardedTensor(whole.key, None, whole.dtype, tuple(local), shape, tuple(offset), None, flattened_range=flat)
+
+
+def whole_tensors(tree: OpenCheckpoint, matches: Callable[[str], bool]) -> RankTree:
+    """Return the whole tensors of a checkpoint whose keys match, without data."""
+    return {key: shard for key, shard in tree.metadata.items() if isinstance(shard, ShardedTensor) and matches(key)}

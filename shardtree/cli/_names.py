@@ -1,0 +1,159 @@
+"""Names that people type for formats, dtypes and functions; a name that isn't one is told with the most similar one."""
+
+from __future__ import annotations
+
+import runpy
+import traceback
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from ..codec import dtype_name
+from ..errors import CheckpointingException, TreeError, error_text
+from ..plans import near_names
+from ..strategies import StrategyAction, formats_with
+
+ALIASES = {
+    "hf": "huggingface",
+    "transformers": "huggingface",
+    "megatron": "torch_dist",
+    "bf16": "bfloat16",
+    "f16": "float16",
+    "fp16": "float16",
+    "half": "float16",
+    "f32": "float32",
+    "float": "float32",
+    "fp32": "float32",
+    "double": "float64",
+    "f64": "float64",
+    "fp64": "float64",
+}
+"""Other names of formats and dtypes, in lower case."""
+
+# What can't be parsed is a BadParameter: typer shows the usage with it, and exits with status 2.
+
+
+def format_named(text: str) -> str | tuple[str, int]:
+    """Return the format that a text names, as BACKEND or BACKEND:VERSION.
+
+    Raises:
+        typer.BadParameter: no format of that name can be written.
+
+    Examples:
+        >>> format_named("hf"), format_named("zarr:3")
+        ('huggingface', ('zarr', 3))
+    """
+    typed, sign, version = text.partition(":")
+    # int() would also take digits of other scripts, signs and underscores.
+    if not typed or (sign and not (version.isascii() and version.isdecimal())):
+        raise typer.BadParameter(f"{text!r} is not BACKEND or BACKEND:VERSION")
+    known = formats_with(StrategyAction.SAVE_SHARDED)
+    name = known_name("format", typed, {backend for backend, _ in known})
+    if not sign:
+        return name
+    if (name, int(version)) not in known:
+        versions = ", ".join(f"{backend}:{number}" for backend, number in known if backend == name)
+        raise typer.BadParameter(f"{text!r} can't be written, but {versions} can")
+    return name, int(version)
+
+
+def formats_text() -> str:
+    """Return the formats that can be written, in the order of their names, installed packages' too.
+
+    Examples:
+        >>> "safetensors, torch_dist" in formats_text()
+        True
+    """
+    formats = formats_with(StrategyAction.SAVE_SHARDED)
+    several = {name for name, version in formats if (name, version + 1) in formats or (name, version - 1) in formats}
+    return ", ".join(f"{name}:{version}" if name in several else name for name, version in formats)
+
+
+def float_dtype_named(text: str) -> str:
+    """Return the name of the floating-point dtype that a text names.
+
+    Raises:
+        typer.BadParameter: this torch has none of that name.
+
+    Examples:
+        >>> float_dtype_named("bf16")
+        'bfloat16'
+    """
+    import torch
+
+    dtypes = {dtype_name(one) for one in vars(torch).values() if isinstance(one, torch.dtype) and one.is_floating_point}
+    return known_name("floating-point dtype", text, dtypes)
+
+
+def known_name(kind: str, typed: str, known: Collection[str]) -> str:
+    """Return the known name that a text means: itself, another case or alias of it.
+
+    Raises:
+        typer.BadParameter: it means none; names the most similar one, or all.
+
+    Examples:
+        >>> known_name("format", "HF", {"huggingface", "zarr"})
+        'huggingface'
+    """
+    plain = typed.lower().replace("-", "_").removeprefix("torch.")
+    for name in (typed, plain, ALIASES.get(plain, plain)):
+        if name in known:
+            return name
+    raise typer.BadParameter(f"no {kind} {typed!r}. {did_you_mean(typed, known)}")
+
+
+def did_you_mean(typed: str, known: Collection[str]) -> str:
+    """Return the sentence that names the most similar name, or all names if there is none."""
+    near = near_names([typed], known).get(typed)
+    return f"Did you mean {near!r}?" if near is not None else f"There is {', '.join(sorted(known)) or 'none'}."
+
+
+def function_named(text: str) -> Callable[[Any], Any]:
+    """Return a function of a Python file, named as FILE.py:NAME; the file is run.
+
+    What it raises when it is called is a TreeError that names the line.
+
+    Raises:
+        typer.BadParameter: there is no such file or function, or running the file failed.
+    """
+    file, _, name = text.rpartition(":")
+    if not file.endswith(".py") or not name.isidentifier():
+        raise typer.BadParameter(f"{text!r} is not FILE.py:NAME")
+    if not Path(file).is_file():
+        raise typer.BadParameter(f"there is no file {file!r}")
+    try:
+        found = runpy.run_path(file)
+    except Exception as error:
+        raise typer.BadParameter(f"{_place(error, file)}: {type(error).__name__}: {error}") from error
+    functions = {each for each, value in found.items() if callable(value) and not each.startswith("__")}
+    if name not in functions:
+        what = "isn't a function" if name in found else "isn't there"
+        raise typer.BadParameter(f"{file}: {name!r} {what}. {did_you_mean(name, functions)}")
+    return _located(found[name], file, name)
+
+
+def _located(function: Callable[[Any], Any], file: str, name: str) -> Callable[[Any], Any]:
+    def call(tree: Any) -> Any:
+        try:
+            return function(tree)
+        except CheckpointingException as error:
+            error.add_note(f"raised in {name}, {_place(error, file)}")
+            raise
+        except Exception as error:
+            what = f"{name} of {_place(error, file)}: {type(error).__name__}: {error}"
+            lost = error.args[0] if isinstance(error, KeyError) and error.args else None
+            near = near_names([lost], list(tree)) if isinstance(lost, str) and isinstance(tree, Mapping) else {}
+            fix = f"Did you mean {near[lost]!r}?" if lost in near else "Correct the function."
+            raise TreeError(error_text(what, fix=fix)) from error
+
+    return call
+
+
+def _place(error: Exception, file: str) -> str:
+    """Return the file with the line in it that an error comes from."""
+    if isinstance(error, SyntaxError) and error.filename == file:
+        return f"{file}, line {error.lineno}"
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    return f"{file}, line {lines[-1]}" if lines else file

@@ -1,0 +1,159 @@
+"""One stored tensor: some of its values, of which only those are read, and where its pieces lie."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.text import Text
+
+from ..checkpoint import OpenCheckpoint
+from ..codec import dtype_name
+from ..errors import KeyMismatch, ShapeError, StrategyError, error_text
+from ..mapping import ShardedTensor
+from ..plans import near_names
+from ..strategies.index import find_texts, texts
+from ._contents import plain, shape_text, stored_index
+from ._layouts import chunk_shard
+from ._output import json_text, printable, size
+from ._table import Heading, show_table
+
+_MOST = 64 * 2**20  # bytes that are printed: more is a mistake
+_INDEXED = re.compile(r"(?P<key>.+)\[(?P<index>[^\[\]]*)\]", re.DOTALL)
+_ENTRY = re.compile(r"(?P<start>-?\d{0,18}):(?P<stop>-?\d{0,18})|-?\d{1,18}")
+_PIECES = (
+    Heading("piece", style="bold"),
+    Heading("shape", right=True),
+    Heading("size", right=True, style="green"),
+    Heading("file"),
+    Heading("from byte", right=True),
+)
+
+# Values.
+
+
+def show_values(console: Console, tree: OpenCheckpoint, typed: str, *, as_json: bool) -> None:
+    """Print elements of a tensor, named as KEY or KEY[0:4] or KEY[3, :, 2]; no others are read.
+
+    Raises:
+        KeyMismatch: nothing is stored under that key.
+        ShapeError: the index doesn't fit the tensor, or so many elements aren't for reading.
+    """
+    key, index = _parsed(tree, typed)
+    data = _tensor(tree, key).data
+    if len(index) > len(data.shape):
+        what, expected = f"inspect: {typed!r} has too many indices", f"at most {len(data.shape)}"
+        raise ShapeError(error_text(what, found=len(index), expected=expected))
+    try:
+        # One index at a time, the last axis first, so that an index that drops its axis doesn't move the others.
+        for axis in reversed(range(len(index))):
+            data = data[(slice(None),) * axis + (index[axis],)]
+    except IndexError as error:
+        raise ShapeError(error_text(f"inspect: {typed!r} is outside of the tensor", found=error)) from error
+    nbytes = data.numel() * data.dtype.itemsize
+    if nbytes > _MOST:
+        fix = f"Ask for a part: '{key}[0:4]'."
+        raise ShapeError(error_text(f"inspect: {typed!r} has {size(nbytes)}, too many to print", fix=fix))
+    values: torch.Tensor = data.read()
+    if as_json:
+        record = {"key": key, "dtype": dtype_name(values.dtype), "shape": list(values.shape)}
+        print(json_text({**record, "values": _numbers(values)}))
+        return
+    shape = shape_text(tuple(values.shape))
+    console.print(Text.assemble((printable(typed), "bold"), f"  {dtype_name(values.dtype)}  {shape}  {size(nbytes)}"))
+    for line in str(values).split("\n"):
+        console.print(Text(line))
+
+
+def _parsed(tree: OpenCheckpoint, typed: str) -> tuple[str, tuple[int | slice, ...]]:
+    found = _INDEXED.fullmatch(typed)
+    # A key may end in brackets itself.
+    if found is None or typed in tree:
+        return typed, ()
+    return found["key"], tuple(_entry(one.strip(), typed) for one in found["index"].split(","))
+
+
+def _entry(text: str, typed: str) -> int | slice:
+    found = _ENTRY.fullmatch(text)
+    if found is None:
+        expected = "numbers and ranges, as in KEY[3, 0:4, :]"
+        raise ShapeError(error_text(f"inspect: {typed!r} isn't an index", found=repr(text), expected=expected))
+    if found["start"] is None:
+        return int(text)
+    start, stop = (int(one) if one not in ("", "-") else None for one in (found["start"], found["stop"]))
+    return slice(start, stop)
+
+
+def _numbers(values: torch.Tensor) -> Any:
+    """Return values as JSON can hold them: what it has no form for as text."""
+    numbers = values.tolist() if values.dtype in _LISTED or values.is_floating_point() else str(values)
+    return plain(numbers)
+
+
+_LISTED = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+def _tensor(tree: OpenCheckpoint, key: str) -> ShardedTensor:
+    shard = tree.get(key)
+    if isinstance(shard, ShardedTensor):
+        return shard
+    near = near_names([key], list(tree)).get(key)
+    fix = f"Did you mean {near!r}?" if near is not None else "`shardtree inspect` without options lists all keys."
+    raise KeyMismatch(error_text(f"inspect: no tensor {key!r}", fix=fix))
+
+
+# Where its pieces lie.
+
+
+def show_pieces(console: Console, tree: OpenCheckpoint, key: str, limit: int | None, *, as_json: bool) -> None:
+    """Print which piece of a tensor lies in which file.
+
+    Raises:
+        KeyMismatch: nothing is stored under that key.
+        StrategyError: the format doesn't say it.
+    """
+    whole, index = _tensor(tree, key), stored_index(tree)
+    if index is None:
+        raise StrategyError(error_text(f"inspect: the format doesn't say where the pieces of {key!r} lie"))
+    (number,) = find_texts(index.key_text, index.key_start, [key])
+    files = texts(index.file_text, index.file_start)
+    rows = [row for row, one in enumerate(index.chunk_key.tolist()) if one == number]
+    shards = [chunk_shard(index, row, whole) for row in rows]
+    places = [(files[index.chunk_file[row]], int(index.chunk_byte[row]), int(index.chunk_length[row])) for row in rows]
+    pairs = list(zip(shards, places, strict=True))
+    if as_json:
+        record = {"key": key, "dtype": dtype_name(whole.dtype), "shape": list(whole.global_shape)}
+        print(json_text({**record, "pieces": [_record(shard, *place) for shard, place in pairs[:limit]]}))
+        return
+    shape, folders = shape_text(whole.global_shape), {file.rpartition("/")[0] for file, *_ in places}
+    # The one folder of a save is said once: with it in each row, rows are wider than terminals.
+    folder = f"{folders.pop()}/" if len(folders) == 1 and "" not in folders else ""
+    words = f"  {dtype_name(whole.dtype)}  {shape}{'  in ' * bool(folder)}{printable(folder)}"
+    console.print(Text.assemble((printable(key), "bold"), words))
+    console.print()
+    cells = [
+        (_box(shard), shape_text(shard.data_shape), size(length), file.removeprefix(folder), f"{byte:,}")
+        for shard, (file, byte, length) in pairs
+    ]
+    show_table(console, _PIECES, cells, limit)
+
+
+def _box(shard: ShardedTensor) -> str:
+    ends = zip(shard.global_offset, shard.local_shape, strict=True)
+    box = "[" + ", ".join(f"{first}:{first + count}" for first, count in ends) + "]"
+    flat = shard.flattened_range
+    return box if flat is None else f"{box} flattened [{flat.start}:{flat.stop}]"
+
+
+def _record(shard: ShardedTensor, file: str, byte: int, length: int) -> dict[str, Any]:
+    flat = shard.flattened_range
+    return {
+        "offset": shard.global_offset,
+        "shape": shard.local_shape,
+        "flat": None if flat is None else [flat.start, flat.stop],
+        "file": file,
+        "byte": byte,
+        "bytes": length,
+    }

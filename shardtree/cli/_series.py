@@ -1,0 +1,159 @@
+"""`shardtree inspect` of a folder of steps: which are finished, how large, how good, and what stays."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from ..checkpoint import CheckpointSeries
+from ..errors import plural, shorten
+from ..retention import SavedStep
+from ..storage import Storage, folder_in, listed, storage_at
+from ..world import one_process
+from ._contents import Files, files_in
+from ._output import Output, json_text, printable, size
+from ._table import Heading, show_table
+
+_STEP = re.compile(r"([^0-9.][^0-9]*|)[0-9]{1,18}")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One finished step.
+
+    Attributes:
+        step: what the listing says.
+        files: of its folder.
+        is_newest: whether a run would resume from it.
+    """
+
+    step: SavedStep
+    files: Files
+    is_newest: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """The steps under a root.
+
+    Attributes:
+        where: the root, as it was named.
+        rows: the finished steps, by number.
+        unfinished: folders that are named like them, and aren't finished checkpoints.
+    """
+
+    where: str
+    rows: tuple[Row, ...]
+    unfinished: tuple[str, ...]
+
+    @property
+    def newest(self) -> str:
+        """The newest step, as it would be named."""
+        return f"{self.where.rstrip('/')}/{self.rows[-1].step.folder}"
+
+
+def find_steps(where: str) -> Steps | None:
+    """Return the steps under a root; None if it has no finished one.
+
+    Steps are folders whose names end in a number: step_00000100, iter_0000100, checkpoint-100 or 100.
+    """
+    root, world = storage_at(where), one_process()
+    with listed(root) as seen:
+        folders = [name for name in seen.names() if _STEP.fullmatch(name)]
+        # What stands before the number may differ: each beginning is a series of its own.
+        names = sorted({_names(folder) for folder in folders})
+        steps = [step for one in names for step in CheckpointSeries(seen, one, world=world).steps()]
+        steps.sort(key=lambda step: (step.number, step.folder))
+        if not steps:
+            return None
+        rows = tuple(Row(step, _files(seen, step), step is steps[-1]) for step in steps)
+    finished = {step.folder for step in steps}
+    return Steps(where, rows, tuple(sorted(set(folders) - finished)))
+
+
+def _names(folder: str) -> str:
+    """Return the format of the names of steps that are called as this one."""
+    found = _STEP.fullmatch(folder)
+    before = "" if found is None else found[1]
+    return before.replace("{", "{{").replace("}", "}}") + "{}"
+
+
+def _files(root: Storage, step: SavedStep) -> Files:
+    return files_in(folder_in(root, step.folder))
+
+
+def run_series(steps: Steps, *, limit: int | None, as_json: bool) -> int:
+    """Print the steps under a root, and return the exit status 0."""
+    if as_json:
+        print(json_text(_document(steps, limit)))
+    else:
+        _show(Output(), steps, limit)
+    return 0
+
+
+def _show(console: Console, steps: Steps, limit: int | None) -> None:
+    console.print(Text(printable(steps.where), style="bold"))
+    console.print()
+    metrics = list(dict.fromkeys(name for row in steps.rows for name in row.step.metrics))
+    headings = [
+        Heading("step", style="bold"),
+        Heading("saved (UTC)"),
+        Heading("size", right=True, style="green"),
+        *(Heading(printable(name), right=True) for name in metrics),
+        Heading("", style="yellow"),
+    ]
+    show_table(console, headings, [_cells(row, metrics) for row in steps.rows], limit)
+    console.print()
+    total = sum(row.files.length for row in steps.rows)
+    console.print(Text(f"{plural(len(steps.rows), 'finished step')}, {size(total)}"))
+    if steps.unfinished:
+        folders = ", ".join(map(printable, shorten(steps.unfinished)))
+        console.print(Text(f"unfinished, or not checkpoints: {folders}", style="yellow"))
+    console.print(Text(f"shardtree inspect {printable(steps.newest)} shows the newest", style="dim"))
+
+
+def _cells(row: Row, metrics: Sequence[str]) -> tuple[str, ...]:
+    step = row.step
+    values = (f"{step.metrics[name]:g}" if name in step.metrics else "" for name in metrics)
+    marks = ", ".join(["newest"] * row.is_newest + ["pinned"] * step.pinned)
+    more = "" if row.files.is_all else "more than "
+    return step.folder, _moment(step.time), more + size(row.files.length), *values, marks
+
+
+def _moment(time: float) -> str:
+    try:
+        return f"{datetime.fromtimestamp(time, UTC):%Y-%m-%d %H:%M:%S}"
+    except (ValueError, OverflowError, OSError):
+        return "?"  # a record of another program's may say anything
+
+
+def _document(steps: Steps, limit: int | None) -> dict[str, Any]:
+    """Return what docs/command-line.md describes."""
+    return {
+        "root": steps.where,
+        "steps": [
+            {
+                "step": row.step.number,
+                "folder": row.step.folder,
+                "time": row.step.time,
+                "metrics": {name: _number(value) for name, value in row.step.metrics.items()},
+                "pinned": row.step.pinned,
+                "newest": row.is_newest,
+                "files": row.files.count,
+                "bytes": row.files.length,
+                "complete": row.files.is_all,
+            }
+            for row in steps.rows[:limit]
+        ],
+        "unfinished": list(steps.unfinished),
+    }
+
+
+def _number(value: float) -> Any:
+    return value if abs(value) < float("inf") else str(value)

@@ -1,0 +1,70 @@
+"""Hints of errors in the shell's words: a keyword becomes the command's own option, and nothing else changes."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardtree.cli._app import app
+from shardtree.cli._hints import shell_words
+from tests.cli.checkpoints import run
+
+OPTIONS = {
+    "allow_pickle": "--allow-pickle",
+    "backend": "--to BACKEND",
+    "cast": "--cast DTYPE",
+    "leave_out": "--leave-out PATTERN",
+    "max_bytes": "--max-bytes SIZE",
+    "no_verify": "--no-verify",
+}
+
+
+@pytest.mark.parametrize(
+    ("library", "shell"),
+    [
+        ("Pass options=LoadOptions(allow_pickle=True) if you do.", "Pass --allow-pickle if you do."),
+        ("SaveOptions(allow_pickle=True) stores it.", "--allow-pickle stores it."),
+        ("leave_out=['common', 'a b'] does", "--leave-out common --leave-out 'a b' does"),
+        ("name them with leave_out=[...], or", "name them with --leave-out PATTERN, or"),
+        ("convert: leave_out names", "convert: --leave-out names"),
+        ("verify=False skips it", "--no-verify skips it"),
+        ("pass backend='zarr'.", "pass --to zarr."),
+        ("pass backend=('zarr', 3).", "pass --to zarr:3."),
+        ("max_bytes=100 or max_bytes=...", "--max-bytes 100 or --max-bytes SIZE"),
+    ],
+)
+def test_a_keyword_is_the_option_of_its_name(library: str, shell: str) -> None:
+    assert shell_words(library, OPTIONS) == shell
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Pass cast=True to convert.",  # the option takes a dtype, and is another thing
+        "verify=True checks it",
+        "pass strategies=.",
+        "LoadOptions(types=(...))",
+        "'a.leave_out.b' at tree['leave_out']",
+        "leave_out_names",
+    ],
+)
+def test_what_is_no_option_stays(text: str) -> None:
+    assert shell_words(text, OPTIONS) == text
+
+
+def test_outside_of_a_command_nothing_changes() -> None:
+    assert shell_words("verify=False", {}) == "verify=False"
+
+
+def test_flags_have_no_type_in_the_help() -> None:
+    for command in ("--help", "convert", "plan"):
+        text = run(*[command, "--help"][command == "--help" :]).stdout
+        assert "<bool>" not in text and "--help" in text
+    assert app.info.help
+
+
+def test_help_lists_the_formats_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    from shardtree.strategies import StrategyAction, base
+
+    monkeypatch.setitem(base._rows, (StrategyAction.SAVE_SHARDED, "punchcards", 2), print)
+    text = " ".join(run("convert", "--help").stdout.split())
+    assert "safetensors" in text and "punchcards" in text
