@@ -143,6 +143,7 @@ def merged(tree: Any) -> Any:
 
 Call = tuple[Any, ...]
 PREFIXED = plans.find_unexpected(["m.v", "m.w"], ["v", "w"])
+NUMBERED = plans.find_unexpected(["optimizer.state.m.w"], ["optimizer.state.m.0"])
 CALLS: dict[str, Call] = {
     "errors.attributes_of": (errors.attributes_of, ERROR),
     "errors.error_text": (errors.error_text, "load"),
@@ -406,6 +407,7 @@ CALLS: dict[str, Call] = {
     "plans.misfit_lines": (plans.misfit_lines, PREFIXED),
     "plans.convertible": (plans.convertible, torch.float32, torch.int8),
     "plans.find_unexpected": (plans.find_unexpected, ["v"], ["w"]),
+    "plans.wants_names": (plans.wants_names, *NUMBERED),
     "plans.find_mismatches": (plans.find_mismatches, [WEIGHT], {"w": KIND}),
     "plans.find_gaps": (plans.find_gaps, [WEIGHT], column(3), {"w": KIND}),
     "plans.overlaps": (plans.overlaps, FLAT, (2, 2)),
