@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -139,6 +139,26 @@ def folder_of(save: Save) -> MemoryStorage:
     for rank in range(save.ranks if save.stage == 3 else 1):
         name = f"zero_pp_rank_{rank}_mp_rank_00" if save.stage == 3 else "mp_rank_00"
         put(storage, f"step_3/{name}_model_states.pt", saved(model_file(save, rank)))
+    return storage
+
+
+def universal_of(save: Save, *, is_flat: bool = False) -> MemoryStorage:
+    """Return a Universal Checkpoint; flat, as from ZeRO-3, it has no steps and no weights."""
+    save = replace(save, stage=3 if is_flat else 1)
+    storage = MemoryStorage()
+    for rank in range(save.ranks if is_flat else 1):
+        name = f"zero_pp_rank_{rank}_mp_rank_00" if is_flat else "mp_rank_00"
+        put(storage, f"{name}_model_states.pt", saved(model_file(save, rank)))
+    for state in ("param", *MOMENTS):
+        for name, tensor in save.state(state).items():
+            value = tensor.flatten() if is_flat else {"param": tensor, "cat_dim": 0}
+            put(storage, f"zero/{name}/{'fp32' if state == 'param' else state}.pt", saved(value))
+            if not is_flat:
+                put(storage, f"zero/{name}/step.pt", saved(torch.tensor(3.0)))
+    groups = [{"lr": 0.1, "params": [number]} for number in range(len(save.groups))]
+    states = {number: {"step": torch.tensor(3.0)} for number in range(len(save.groups))}
+    outer = {"optimizer_state_dict": {"state": states, "param_groups": groups}}
+    put(storage, "zero/optimizer_state.pt", saved(outer if is_flat else {"param_groups": groups}))
     return storage
 
 

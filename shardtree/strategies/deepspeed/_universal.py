@@ -1,0 +1,172 @@
+"""DeepSpeed's Universal Checkpoint: a folder for each parameter, with a file for each of its states."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from math import prod
+from typing import Any
+
+from ...codec.archives import StoredTensor
+from ...errors import CorruptCheckpoint, error_text
+from ...storage import Storage
+from .._values import Checkpoint, Fields
+from ..archives import (
+    ArchiveFile,
+    Comparison,
+    Contents,
+    Piece,
+    Tensors,
+    contents_of,
+    read_archives,
+    rows_from_contents,
+    state_key,
+)
+from ._flat import Parameter
+from ._listing import LATEST, LATEST_UNIVERSAL, UNIVERSAL, fields_of, tag_folder, zero_files
+from ._model import CLASSES, Model, plain, read_model
+
+STATES = "zero"
+"""The folder of the parameters' folders."""
+OPTIMIZER_FILE = "optimizer_state.pt"
+
+MASTER, STEP = "fp32", "step"
+
+
+def recognize(storage: Storage) -> Fields | None:
+    """Return the fields of metadata.json for a Universal Checkpoint, or a folder whose `latest` names one; else None.
+
+    Examples:
+        >>> from shardtree.storage import MemoryStorage
+        >>> recognize(MemoryStorage()) is None
+        True
+    """
+    return None if universal_folder(storage) is None else fields_of(*UNIVERSAL)
+
+
+def universal_folder(storage: Storage) -> str | None:
+    """Return the folder with the parameters' folders, with a slash, or ""; None if there is none."""
+    for latest in (LATEST, LATEST_UNIVERSAL):
+        folder = tag_folder(storage, latest)
+        if folder is None:
+            continue
+        names = storage.names(folder.rstrip("/"))
+        if STATES in names and any(name.endswith("_model_states.pt") for name in names):
+            return folder
+    return None
+
+
+def read_contents(checkpoint: Checkpoint) -> Contents:
+    """Return what is in a Universal Checkpoint: states by the folders, weights and buffers by the model files.
+
+    A folder that isn't a trained parameter's isn't read: it has a buffer, a frozen parameter or a tied name as float32,
+    and the model file has the true one.
+
+    Raises:
+        CorruptCheckpoint: a parameter's folder is missing, or has something of another shape.
+        UnsupportedValue: the model files were cut in a way that they don't say how to join.
+        UnsafeFile: a file names something that isn't data.
+    """
+    storage = checkpoint.storage
+    folder = universal_folder(storage) or ""
+    listed = zero_files(storage, folder)
+    models = read_archives(checkpoint, listed.models, CLASSES)
+    tensors = Tensors()
+    model = read_model(checkpoint, models, None, tensors)
+    names = _state_files(storage, folder, model)
+    optimizer_file = f"{folder}{STATES}/{OPTIMIZER_FILE}"
+    wanted = [*names, *([optimizer_file] if storage.length(optimizer_file) is not None else [])]
+    files = [*models, *read_archives(checkpoint, wanted, CLASSES)]
+    for number, (file, place) in enumerate(zip(files[len(models) :], names.values(), strict=False), len(models)):
+        _add_state(checkpoint, tensors, model, file, number, *place)
+    optimizer = files[-1].value if len(wanted) > len(names) and isinstance(files[-1].value, dict) else {}
+    groups = _groups(optimizer)
+    _add_steps(tensors, model, optimizer, groups, len(files) - 1)
+    kept = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+    common = model.common | {"optimizer": {"param_groups": kept}}
+    return contents_of(files, tensors, common=plain(common), where=storage.where)
+
+
+def _state_files(storage: Storage, folder: str, model: Model) -> dict[str, tuple[Parameter, str]]:
+    """Return the files of all trained parameters, with the parameter and the state that each has."""
+    found: dict[str, tuple[Parameter, str]] = {}
+    missing = list[str]()
+    for parameter in model.parameters.values():
+        place = f"{folder}{STATES}/{parameter.name}"
+        states = [name.removesuffix(".pt") for name in storage.names(place) if name.endswith(".pt")]
+        if MASTER not in states:
+            missing.append(repr(f"{place}/{MASTER}.pt"))
+        found |= {f"{place}/{state}.pt": (parameter, state) for state in states}
+    if missing:
+        what = f"open: {storage.where(folder.rstrip('/'))!r} lacks masters of trained parameters"
+        raise CorruptCheckpoint(error_text(what, offenders=missing, fix="Copy the whole folder, or convert it again."))
+    return found
+
+
+def _add_state(
+    checkpoint: Checkpoint,
+    tensors: Tensors,
+    model: Model,
+    file: ArchiveFile,
+    number: int,
+    parameter: Parameter,
+    state: str,
+) -> None:
+    value = file.value.get("param") if isinstance(file.value, Mapping) else file.value
+    key = state_key("param" if state == MASTER else state, parameter.name)
+    if state == STEP and isinstance(value, (int, float)):
+        tensors.add_number(key, value)
+        return
+    shape: tuple[int, ...] = () if state == STEP else parameter.shape
+    if isinstance(value, StoredTensor) and isinstance(file.value, Mapping) and "vocab_tensor" in file.value:
+        shape = (value.shape[0], *shape[1:])  # without the rows that pad the vocabulary
+    # From ZeRO-3, tensors are flat.
+    if not isinstance(value, StoredTensor) or not _fits(value.shape, shape) or not value.is_row_major:
+        found = value.shape if isinstance(value, StoredTensor) else f"a {type(value).__name__}"
+        what = f"open: {checkpoint.storage.where(file.name)!r} isn't a state of its parameter"
+        fix = "It was converted from another model, or damaged; convert it again."
+        raise CorruptCheckpoint(error_text(what, found=found, expected=f"a tensor {shape}", fix=fix))
+    pieces = [Piece(key, number, value.begin, (0,) * len(shape), shape)] if 0 not in shape else []
+    tensors.add(key, value.dtype, shape, pieces)
+    weight = model.module.get(parameter.name)
+    if weight is not None and weight.shape == shape and 0 not in shape and parameter.name not in tensors.derived:
+        tensors.compared[key] = Comparison(state_key("param", parameter.name), parameter.name)
+
+
+def _fits(found: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    return found in (shape, (prod(shape),))
+
+
+def _groups(optimizer: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return list(_inner(optimizer).get("param_groups") or optimizer.get("param_groups") or [])
+
+
+def _inner(optimizer: Mapping[str, Any]) -> Mapping[str, Any]:
+    inner = optimizer.get("optimizer_state_dict") or optimizer.get("base_optimizer_state")
+    return inner if isinstance(inner, Mapping) else {}
+
+
+def _add_steps(
+    tensors: Tensors, model: Model, optimizer: Mapping[str, Any], groups: list[Mapping[str, Any]], file: int
+) -> None:
+    """Add the steps that aren't in files of their own, as from ZeRO-3: once for each group of the flat vectors."""
+    for parameter, step in _steps(model, optimizer, groups):
+        key = state_key(STEP, parameter.name)
+        if key in tensors.kinds:
+            continue
+        if isinstance(step, (int, float)):
+            tensors.add_number(key, step)
+        elif isinstance(step, StoredTensor) and not step.shape:
+            tensors.add(key, step.dtype, (), [Piece(key, file, step.begin, (), ())])
+
+
+def _steps(
+    model: Model, optimizer: Mapping[str, Any], groups: list[Mapping[str, Any]]
+) -> Iterator[tuple[Parameter, Any]]:
+    state = _inner(optimizer).get("state") or {}
+    for number, parameters in enumerate(model.groups):
+        step = state.get(number, {}).get(STEP) if isinstance(state, Mapping) else None
+        own = groups[number].get(STEP) if number < len(groups) else None
+        yield from ((parameter, own if step is None else step) for parameter in parameters)
+
+
+load_common, load_sharded, load_objects, load_metadata, explain, verify = rows_from_contents(read_contents)

@@ -1,0 +1,100 @@
+"""DeepSpeed's Universal Checkpoint opens as it is: states by their folders, weights and buffers by the model file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as some
+
+import shardtree as st
+from shardtree.errors import CorruptCheckpoint, UnsafeFile
+from tests.strategies.optimizer_formats import FIXTURES, LAYOUTS, wrong_in_layout
+from tests.strategies.test_deepspeed import SAVE, Payload
+from tests.strategies.zero_folders import Save, model_file, put, saved, saves, universal_of
+
+REAL = FIXTURES / "deepspeed_universal"
+
+
+def wrong_tensors(save: Save, *, is_flat: bool) -> list[str]:
+    found, known = st.load_plain_tensors(universal_of(save, is_flat=is_flat)), save.expected()
+    assert found.keys() == known.keys()
+    return [key for key, tensor in known.items() if not torch.equal(found[key], tensor)]
+
+
+@given(saves(), some.booleans())
+def test_whatever_was_converted_loads_whole(save: Save, is_flat: bool) -> None:
+    assert wrong_tensors(save, is_flat=is_flat) == []
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("is_flat", [False, True], ids=["from ZeRO-1", "from ZeRO-3"])
+def test_it_loads_in_another_layout(layout: str, is_flat: bool) -> None:
+    known = {key: tensor for key, tensor in SAVE.expected().items() if tensor.ndim}
+    assert wrong_in_layout(universal_of(SAVE, is_flat=is_flat), known, layout) == []
+
+
+def test_a_real_one_has_what_the_folder_had_that_it_was_made_of() -> None:
+    """Buffers keep their dtypes, and a tied name has its owner's values, though files beside have others."""
+    found, known = st.load_plain_tensors(REAL / "global_step3_universal"), st.load_plain_tensors(REAL)
+    assert found.keys() == known.keys() and found["count"].dtype == torch.int64
+    assert [key for key, tensor in known.items() if not torch.equal(found[key], tensor)] == []
+
+
+def test_where_both_lie_the_folder_opens_as_the_one_that_was_saved() -> None:
+    assert st.open_checkpoint(REAL).checkpoint.fields["sharded_backend"] == "deepspeed"
+    assert st.open_checkpoint(REAL / "global_step3_universal").checkpoint.fields["sharded_backend"] == "universal"
+
+
+def test_states_without_the_rows_that_pad_a_vocabulary_have_fewer_rows() -> None:
+    folder = universal_of(SAVE)
+    cut = {"param": torch.ones(4, 3), "cat_dim": 0, "vocab_tensor": True}
+    for state in ("fp32", "exp_avg", "exp_avg_sq"):
+        folder.replace(f"zero/a/{state}.pt", saved(cut), durable=False)
+    found = st.load_tensors_metadata(folder)
+    assert found["a"].global_shape == (5, 3) and found["optimizer.state.exp_avg.a"].global_shape == (4, 3)
+
+
+def test_a_state_of_another_shape_is_refused() -> None:
+    folder = universal_of(SAVE)
+    folder.replace("zero/a/exp_avg.pt", saved({"param": torch.ones(3, 5)}), durable=False)
+    with pytest.raises(CorruptCheckpoint, match=r"zero/a/exp_avg.pt' isn't a state of its parameter\n  found \(3, 5\)"):
+        st.open_checkpoint(folder)
+
+
+def test_states_of_another_parameter_are_refused_as_they_are_read() -> None:
+    folder = universal_of(Save([{"a": (4,), "b": (4,)}]))
+    folder.replace("zero/a/fp32.pt", folder.read("zero/b/fp32.pt"), durable=False)
+    with pytest.raises(CorruptCheckpoint, match=r"zero/a/fp32.pt' isn't the file that was saved with these weights"):
+        st.load_plain_tensors(folder)
+
+
+def test_a_missing_parameter_is_named() -> None:
+    folder = universal_of(SAVE)
+    for name in folder.names("zero/d"):
+        folder.remove(f"zero/d/{name}")
+    with pytest.raises(CorruptCheckpoint, match=r"lacks masters of trained parameters\n  'zero/d/fp32.pt'"):
+        st.open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("name", ["zero/a/exp_avg.pt", "zero/optimizer_state.pt", "mp_rank_00_model_states.pt"])
+def test_a_payload_in_any_file_is_refused_and_does_not_run(name: str) -> None:
+    folder = universal_of(SAVE)
+    folder.replace(name, saved({"note": Payload()}), durable=False)
+    with pytest.raises(UnsafeFile, match=rf"{name}': it names __builtin__.exec"):
+        st.open_checkpoint(folder)
+
+
+def test_a_root_opens_by_its_latest_universal(tmp_path: Path) -> None:
+    folder = universal_of(SAVE)
+    root = type(folder)()
+    put(root, "latest_universal", b"step_universal")
+    for place in ("", "zero", *(f"zero/{name}" for name in folder.names("zero") if not name.endswith(".pt"))):
+        for name in folder.names(place):
+            path = f"{place}/{name}" if place else name
+            if folder.length(path) is not None:
+                put(root, f"step_universal/{path}", folder.read(path))
+    assert torch.equal(st.load_plain_tensors(root)["a"], SAVE.expected()["a"])
+    assert model_file(SAVE, 0)["iteration"] == st.open_checkpoint(root).common()["iteration"]
