@@ -29,6 +29,7 @@ from ._metadata import (
     check_unreplaced,
     decode_metadata,
     encode_metadata,
+    fetch_checked,
     is_of_others,
     metadata_bytes,
     not_a_checkpoint,

@@ -20,6 +20,7 @@ from ..storage import (
     owner_note,
     read_if_there,
     release,
+    settle,
     takes_late_requests,
 )
 from ._metadata import decode_metadata, metadata_bytes
@@ -167,27 +168,29 @@ def newest_change(storage: Storage, folder: str) -> float:
     return max(storage.changed(name) or 0.0 for name in (folder, *inside))
 
 
-def remove_orphaned(storage: Storage, *, keep: str, before: bytes | None, stale_after: float) -> None:
+def remove_orphaned(storage: Storage, seen: Storage, *, keep: str, before: bytes | None, stale_after: float) -> None:
     """Remove the folder of the save that was replaced, and those of interrupted saves; only files that a save writes.
 
     Args:
         storage: the checkpoint's folder.
+        seen: the same, maybe as it was listed right before the commit.
         keep: the folder that metadata.json refers to now.
         before: metadata.json as it was before.
         stale_after: seconds without a change, by the storage's clock, after which a save counts as interrupted.
     """
     replaced = _save_id(before)
-    with listed(storage) as seen:
-        before_that = (seen.changed(METADATA_FILE) or 0.0) - stale_after
-        for name in seen.names():
-            if not is_save_folder(name):
-                continue
-            if name == keep:
-                seen.remove(f"{name}/{OWNER_FILE}")
-            elif name == replaced or _was_replaced_before(storage, seen, name):
-                remove_save(seen, name)
-            elif is_orphaned(seen, name, before=before_that):
-                remove_interrupted(seen, name)
+    now = max(seen.changed(name) or 0.0 for name in (METADATA_FILE, keep))
+    for name in seen.names():
+        if not is_save_folder(name):
+            continue
+        if name == keep:
+            seen.remove(f"{name}/{OWNER_FILE}")
+        elif name == replaced or _was_replaced_before(storage, seen, name):
+            remove_save(seen, name)
+        # A save that was committed since the listing has no note any more, and would be judged by its age.
+        elif is_orphaned(seen, name, before=now - stale_after) and _save_id(metadata_bytes(storage)) != name:
+            remove_interrupted(seen, name)
+    settle(seen)
 
 
 def _was_replaced_before(storage: Storage, seen: Storage, folder: str) -> bool:

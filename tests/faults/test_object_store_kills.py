@@ -72,7 +72,7 @@ MAY_BE: dict[str, list[object]] = {
     "save": [None, 2],
     "save over": [1, 2],
     "convert": [(1, None), (1, 1)],
-    "remove": [[(1, 1), (2, 2), (3, 3)], [(2, 2), (3, 3)], [(3, 3)]],
+    "remove": [[(1, 1), (2, 2), (3, 3)], [(2, 2), (3, 3)], [(1, 1), (3, 3)], [(3, 3)]],  # each step by itself
     "save_step": [[(1, 1)], [(1, 1), (2, 2)]],
 }
 

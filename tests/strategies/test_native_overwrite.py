@@ -130,7 +130,8 @@ def test_the_first_save_removes_left_overs_too(tmp_path):
 def test_the_save_that_counts_is_kept_however_old_it_is(tmp_path):
     st.save(tree(1), tmp_path)
     (kept,) = save_folders(tmp_path)
-    remove_orphaned(LocalStorage(str(tmp_path)), keep=kept, before=None, stale_after=-1e9)
+    storage = LocalStorage(str(tmp_path))
+    remove_orphaned(storage, storage, keep=kept, before=None, stale_after=-1e9)
     assert value_in(tmp_path) == 1
 
 

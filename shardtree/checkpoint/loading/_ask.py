@@ -13,7 +13,7 @@ from ...codec import named_types
 from ...errors import UnsafeFile, UnsupportedValue
 from ...layouts import ShardColumns
 from ...storage import Directory
-from ...strategies import Checkpoint, LoadOptions, Strategies
+from ...strategies import Checkpoint, LoadOptions, Strategies, fetch_checked
 from ...world import World, agree, gather, share, step
 from .._consistency import Description, KnownLayout, check_together, describe, known_layout
 from .._dispatch import Choice
@@ -197,6 +197,7 @@ def check(
         KeyMismatch, TreeError, UnsupportedValue, ShapeError, IntegrityError, UnsafeFile: as `load`.
     """
     checkpoint, (sharded, _, strategies) = local.checkpoint, request.choices
+    fetch_checked(checkpoint, "index", "common")
     descriptions = [description for _, description in messages if description is not None]
     if descriptions:
         # As for a save: a rank that forgot a tensor or an object should learn of it before it goes on without.

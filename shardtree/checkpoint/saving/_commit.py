@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -73,10 +74,11 @@ def save_request(
     commit = find_strategy(StrategyAction.COMMIT, *sharded_backend, strategies=strategies)
     look = None if commit is None else partial(_check_no_other, pending, strategies)
     finish = partial(_finish, pending, commit, strategies)
+    write_common = partial(save_common, pending, common)
     return AsyncRequest(
         world=pending.world,
-        async_fn=partial(_write, pending, requests, strategies, recognizes=recognizes),
-        commit=partial(_commit, requests, partial(save_common, pending, common), fields, look, finish),
+        async_fn=partial(_write, pending, requests, write_common, strategies, recognizes=recognizes),
+        commit=partial(_commit, pending, requests, write_common, fields, look, finish),
         finalize_fns=tuple(fn for request in requests for fn in request.finalize_fns),
         abandon=partial(_abandon, pending, requests),
         folder=pending.storage if pending.replaced is None else pending.replaced.storage,
@@ -125,7 +127,12 @@ def _call_each(*fns: Callable[[], None]) -> None:
 
 
 def _write(
-    pending: PendingSave, requests: Sequence[AsyncRequest[Any]], strategies: Strategies | None, *, recognizes: bool
+    pending: PendingSave,
+    requests: Sequence[AsyncRequest[Any]],
+    write_common: Callable[[], Fields],
+    strategies: Strategies | None,
+    *,
+    recognizes: bool,
 ) -> tuple[Any, ...]:
     # Guards against running a committed request again: its files are the checkpoint by then. Where the commit itself is
     # conditional, a first run needs no request for that.
@@ -137,7 +144,14 @@ def _write(
         _claim_again(pending, strategies)
     if recognizes:
         _check_no_other(pending, strategies)
-    written = tuple(request.async_fn() for request in requests)
+    if recognizes or pending.world.rank != 0 or not isinstance(pending.storage, Conditional):
+        written = tuple(request.async_fn() for request in requests)
+    else:
+        # A request of its own that waits for nothing: beside the uploads, it takes no time.
+        with ThreadPoolExecutor(1) as thread:
+            with suppress(RuntimeError):  # while the interpreter ends, no thread can start: the commit writes it then
+                pending.memo["common"] = thread.submit(write_common).result
+            written = tuple(request.async_fn() for request in requests)
     if "folder" in pending.memo:
         # The new folder's entry was synced by another thread meanwhile: it must be on the medium before the commit.
         pending.memo["folder"].wait()
@@ -186,8 +200,9 @@ def _abandon(pending: PendingSave, requests: Sequence[AsyncRequest[Any]]) -> Non
 
 
 def _commit(
+    pending: PendingSave,
     requests: Sequence[AsyncRequest[Any]],
-    save_common: Callable[[], Fields],
+    write_common: Callable[[], Fields],
     fields: Fields,
     look: Callable[[], None] | None,
     finish: Callable[[Fields], None],
@@ -200,7 +215,7 @@ def _commit(
         step("save: look for another checkpoint", look)
     for number, request in enumerate(requests):
         merged |= step("save: index", partial(request.commit, [part[number] for part in written]))
-    merged |= step("save: common state", save_common)
+    merged |= step("save: common state", pending.memo.pop("common", write_common))
     finish(merged)
     return merged
 

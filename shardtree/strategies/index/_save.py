@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -19,12 +20,12 @@ from ...storage import (
     BlockHasher,
     Buffer,
     Hashes,
+    Listed,
     Listing,
     Storage,
     StoredFile,
     hash_column,
     hashed,
-    listed,
     tensor_buffers,
 )
 from .._checks import check_objects_written, checked_data
@@ -263,11 +264,16 @@ def _joined(columns: Sequence[Column]) -> Column:
 
 
 def _commit(pending: PendingSave, written: Sequence[RankFiles]) -> Fields:
-    # A store that took a file from this process has it; others' files are looked for with one listing.
-    if len(written) > 1 or not isinstance(pending.storage, Listing):
-        with listed(pending.storage) as seen:
-            _check_written(seen, written)
-    return write_index(pending, collect_index(written))
+    index = partial(write_index, pending, collect_index(written))
+    if not isinstance(pending.storage, Listing):
+        _check_written(pending.storage, written)
+        return index()
+    # One listing, beside the index: it shows whether all files are there, and then what has to be removed.
+    seen = pending.memo["listed"] = Listed(pending.storage)
+    with ThreadPoolExecutor(1) as thread:
+        fields = thread.submit(index)
+        _check_written(seen, written)
+        return fields.result()
 
 
 def _check_written(storage: Storage, written: Sequence[RankFiles]) -> None:
@@ -297,9 +303,9 @@ def _clean_up(pending: PendingSave) -> None:
     if pending.world.rank != 0:
         return
     try:
-        remove_orphaned(
-            pending.storage, keep=pending.save_id, before=pending.before, stale_after=pending.options.stale_after
-        )
+        storage, options = pending.storage, pending.options
+        seen = pending.memo.pop("listed", storage)
+        remove_orphaned(storage, seen, keep=pending.save_id, before=pending.before, stale_after=options.stale_after)
     except StorageError as error:
         # No failure of this save, whose checkpoint counts by now; the next save tries again.
         logger.warning("save: orphaned files of earlier saves stay in %s: %s", pending.storage.where(), error)
