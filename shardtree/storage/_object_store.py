@@ -22,6 +22,9 @@ from ._storage import Buffer, inside, whole
 
 T = TypeVar("T")
 
+Tag = dict[str, str]
+"""What a store calls an object's content: its ETag and its version."""
+
 _MIB = 1024 * 1024
 _PART_BYTES = 8 * _MIB
 _MOST_PARTS = 9_000  # S3 allows 10,000
@@ -34,13 +37,7 @@ _NO_RANGES = re.compile("non-partial response when range requested|Range request
 _READ_TRIES = 5
 _FIRST_PAUSE = 0.1  # seconds, doubled after each try
 
-_REFUSALS = (
-    "PermissionDeniedError",
-    "UnauthenticatedError",
-    "NotSupportedError",
-    "InvalidPathError",
-    "FileNotFoundError",
-)
+_REFUSALS = re.compile("(PermissionDenied|Unauthenticated|NotSupported|InvalidPath|FileNotFound)Error")
 """Errors that say that nothing was done."""
 
 
@@ -86,10 +83,10 @@ class ObjectStorage:
             raise self._absent("read", name)
         return data
 
-    def _tagged(self, name: str, most: int | None = None) -> tuple[bytes | None, str | None]:
+    def _tagged(self, name: str, most: int | None = None) -> tuple[bytes | None, Tag | None]:
         """Return a file's bytes and its tag; None for both if there is no such file."""
 
-        def whole_file() -> tuple[bytes | None, str | None]:
+        def whole_file() -> tuple[bytes | None, Tag | None]:
             # From the first byte on, so that the answer tells the whole length, even if it was cut on the way.
             found = self._get("read", name, {"offset": 0})
             if found is None:
@@ -101,7 +98,8 @@ class ObjectStorage:
             data = bytes(found.bytes())
             if len(data) != size:
                 raise _TooShort(len(data), size)
-            return data, found.meta["e_tag"]
+            # Google Cloud Storage replaces by the version, the others by the ETag.
+            return data, {kind: tag for kind in ("e_tag", "version") if (tag := found.meta[kind]) is not None}
 
         data, tag = self._again("read", name, whole_file)
         if data is not None and len(data) <= _REMEMBERED_BYTES:
@@ -247,13 +245,13 @@ class ObjectStorage:
             return self._commits(name, data, "create")
         # The tag that came with these bytes, if this process has read them: so a change since then is seen for sure.
         found, tag = _tags.get(self.where(name), (None, None))
-        if found == before and tag is not None and self._commits(name, data, {"e_tag": tag}):
+        if found == before and tag and self._commits(name, data, tag):
             return True
         # Equal bytes may have got another tag since, as when a bucket was copied.
         again, newer = self._tagged(name)
-        if again != before or newer is None or newer == tag:
+        if again != before or not newer or newer == tag:
             return False
-        return self._commits(name, data, {"e_tag": newer})
+        return self._commits(name, data, newer)
 
     def _commits(self, name: str, data: bytes, mode: Any) -> bool:
         try:
@@ -290,7 +288,7 @@ class ObjectStorage:
             obstore.put(store, self._path(name), data, mode=mode, use_multipart=False)
         except Exception as error:
             failure = self._failure("replace", name, error)
-            raise (failure if type(error).__name__ in _REFUSALS else OutcomeUnknown(str(failure))) from None
+            raise (failure if _REFUSALS.fullmatch(type(error).__name__) else OutcomeUnknown(str(failure))) from None
 
     def move(self, old: str, new: str) -> None:
         """Rename a file: it is copied by the store, and the old one removed."""
@@ -377,7 +375,7 @@ class ObjectStorage:
 
 _REMEMBERED_BYTES = 64 * 1024
 _MOST_TAGS = 256
-_tags: dict[str, tuple[bytes, str | None]] = {}
+_tags: dict[str, tuple[bytes, Tag | None]] = {}
 """By the URL of small files that this process has read: their bytes, and the tags that came with them."""
 
 _honours: dict[str, bool] = {}

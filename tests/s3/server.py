@@ -1,5 +1,7 @@
 """An S3 server on loopback: one bucket in memory, a log of requests, latency, bandwidth, and faults at any request.
 
+It knows what Google Cloud Storage says otherwise in the requests that obstore makes: generations in place of ETags.
+
 Run by itself, ``python -m tests.s3.server``, it prints its address; benchmarks start it so, for a process of its own.
 """
 
@@ -243,6 +245,9 @@ def _chunks(stream: BinaryIO) -> Iterator[bytes]:
         pass
 
 
+_COPY_SOURCES = {"x-amz-copy-source", "x-goog-copy-source"}
+
+
 def _action(method: str, key: str, headers: dict[str, str], query: dict[str, str]) -> str:
     for name, known in (
         ("uploads", {"POST": "CreateMultipartUpload", "GET": "ListMultipartUploads"}),
@@ -253,7 +258,7 @@ def _action(method: str, key: str, headers: dict[str, str], query: dict[str, str
             return known[method]
     if method == "GET" and not key:
         return "ListObjectsV2"
-    if method == "PUT" and "x-amz-copy-source" in headers:
+    if method == "PUT" and headers.keys() & _COPY_SOURCES:
         return "CopyObject"
     return {"GET": "GetObject", "HEAD": "HeadObject", "PUT": "PutObject", "DELETE": "DeleteObject"}[method]
 
@@ -307,21 +312,24 @@ def _get(server: Server, request: Request, _: bytes) -> _Answer:
 
 
 def _object_headers(stored: Stored) -> dict[str, str]:
-    return {"ETag": stored.tag, "Last-Modified": formatdate(stored.changed, usegmt=True)}
+    changed = formatdate(stored.changed, usegmt=True)
+    return {"ETag": stored.tag, "Last-Modified": changed, "x-goog-generation": str(stored.generation)}
 
 
 def _conditions(request: Request) -> dict[str, str | None]:
-    return {"match": request.headers.get("if-match"), "none_match": request.headers.get("if-none-match")}
+    names = {"match": "if-match", "none_match": "if-none-match", "generation": "x-goog-if-generation-match"}
+    return {name: request.headers.get(header) for name, header in names.items()}
 
 
 def _put(server: Server, request: Request, body: bytes) -> _Answer:
-    return _Answer(200, b"", {"ETag": server.store.put(request.key, body, **_conditions(request))})
+    return _Answer(200, b"", _object_headers(server.store.put(request.key, body, **_conditions(request))))
 
 
 def _copy(server: Server, request: Request, _: bytes) -> _Answer:
-    source = unquote(request.headers["x-amz-copy-source"]).lstrip("/").removeprefix(BUCKET).lstrip("/")
-    tag = server.store.put(request.key, server.store.get(source).data, **_conditions(request))
-    return _Answer(200, f"<CopyObjectResult><ETag>{escape(tag)}</ETag></CopyObjectResult>".encode())
+    (named,) = (request.headers[name] for name in _COPY_SOURCES & request.headers.keys())
+    source = unquote(named).lstrip("/").removeprefix(BUCKET).lstrip("/")
+    stored = server.store.put(request.key, server.store.get(source).data, **_conditions(request))
+    return _Answer(200, f"<CopyObjectResult><ETag>{escape(stored.tag)}</ETag></CopyObjectResult>".encode())
 
 
 def _delete(server: Server, request: Request, _: bytes) -> _Answer:

@@ -18,11 +18,13 @@ class Stored:
         data: its bytes.
         tag: its ETag, with the quotation marks.
         changed: when it was put, in seconds since 1970.
+        generation: counts what was put, from 1.
     """
 
     data: bytes | bytearray
     tag: str
     changed: float
+    generation: int
 
 
 class Refused(Exception):
@@ -59,18 +61,28 @@ class Store:
                 raise Refused(404, "NoSuchKey")
             return self.objects[key]
 
-    def put(self, key: str, data: bytes | bytearray, *, match: str | None = None, none_match: str | None = None) -> str:
-        """Put an object if the conditions hold, and return its tag."""
+    def put(
+        self,
+        key: str,
+        data: bytes | bytearray,
+        *,
+        match: str | None = None,
+        none_match: str | None = None,
+        generation: str | None = None,
+    ) -> Stored:
+        """Put an object if the conditions hold, and return it; generation 0 is that of an object which isn't there."""
         with self.lock:
-            self.check(key, match, none_match)
-            tag = self._tag(data)
-            self.objects[key] = Stored(data, tag, self.now())
-            return tag
+            self.check(key, match, none_match, generation)
+            stored = Stored(data, self._tag(data), self.now(), next(self._numbers) + 1)
+            self.objects[key] = stored
+            return stored
 
-    def check(self, key: str, match: str | None, none_match: str | None) -> None:
+    def check(self, key: str, match: str | None, none_match: str | None, generation: str | None = None) -> None:
         if self.ignores_conditions:
             return
         there = self.objects.get(key)
+        if generation is not None and int(generation) != (0 if there is None else there.generation):
+            raise Refused(412, "PreconditionFailed")
         if none_match is not None and there is not None:
             raise Refused(412, "PreconditionFailed")
         if match is not None and there is None:
@@ -98,13 +110,13 @@ class Store:
             self._upload(upload)[1][number] = data
         return self._tag(data)
 
-    def complete(self, upload: str, *, match: str | None = None, none_match: str | None = None) -> tuple[str, str]:
+    def complete(self, upload: str, **conditions: str | None) -> tuple[str, str]:
         """Make an object of an upload's parts; return its key and tag."""
         with self.lock:
             key, parts = self._upload(upload)
-            tag = self.put(key, b"".join(parts[number] for number in sorted(parts)), match=match, none_match=none_match)
+            stored = self.put(key, b"".join(parts[number] for number in sorted(parts)), **conditions)
             del self.uploads[upload]
-            return key, tag
+            return key, stored.tag
 
     def abort(self, upload: str) -> None:
         with self.lock:
