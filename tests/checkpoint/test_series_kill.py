@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -192,14 +192,15 @@ def test_the_law_catches_files_that_go_one_by_one(template: MemoryStorage) -> No
         check_removals(lambda: copy(template), without_a_note)
 
 
-def the_whole_folder(root: Storage, folder: str, files: object) -> None:
+def the_whole_folder(root: Storage, folder: str, files: object) -> Iterator[None]:
     """The planted fault: whatever is in the folder goes."""
     for name in root.names(folder):
         root.remove(f"{folder}/{name}")
+    yield
 
 
 def test_the_law_catches_a_users_file_that_goes(template: MemoryStorage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_remove, "_empty", the_whole_folder)
+    monkeypatch.setattr(_remove, "_emptying", the_whole_folder)
     with pytest.raises((AssertionError, st.CheckpointingException), match="notes"):
         check_removals(lambda: copy(template), remove)
 

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from typing import Literal, TypeVar
 
 from ...errors import CheckpointingException, MetadataError, StorageError, error_text
 from ...retention import NEWEST, PINNED, Choose, SavedStep, kept_steps
-from ...storage import Renaming, Storage, folder_in, is_link, is_temporary, listed, prefetch, settle
+from ...storage import Listed, Renaming, Storage, folder_in, is_link, is_temporary, listed, prefetch, settle
 from ...strategies import Strategies, is_save_folder, is_surely_orphaned, remove_interrupted
 from .._open import is_checkpoint
 from ._listing import (
@@ -39,13 +40,14 @@ logger = logging.getLogger("shardtree")
 
 _IRREMOVABLE = "can't be removed"
 
+T = TypeVar("T")
+
 
 def plan_removal(root: Storage, names: str, policy: Choose, strategies: Strategies | None) -> Removal:
     """Return the plan of removing what a policy doesn't keep of the steps that are there now; nothing is changed."""
-    steps = list_steps(root, names, strategies)
-    kept = kept_steps(policy, steps)
     with listed(root) as seen:
-        return _plan(seen, steps, dict(kept), strategies)
+        steps = list_steps(seen, names, strategies)
+        return _plan(seen, steps, dict(kept_steps(policy, steps)), strategies)
 
 
 def apply_policy(root: Storage, names: str, policy: Choose, strategies: Strategies | None) -> None:
@@ -104,17 +106,52 @@ def remove_steps(root: Storage, names: str, removal: Removal, strategies: Strate
 
 
 def _remove_steps(root: Storage, names: str, removal: Removal, strategies: Strategies | None) -> tuple[int, ...]:
-    gone, failures = list[int](), finish_removals(root, names)
+    failures = finish_removals(root, names)
     steps = list_steps(root, names, strategies)
     # Looked up again, since the plan may be old: what is the newest by now, or pinned, stays.
     held = {step.number: NEWEST for step in steps[-1:]} | {step.number: PINNED for step in steps if step.pinned}
+    going: list[StepFiles] = []
     for item in sorted(removal.going, key=lambda item: item.number):
         if item.number in held:
             logger.warning("series: step %d stays: by now it is %s", item.number, held[item.number])
-        elif _attempt(root, item.folder, partial(_remove_step, root, item), failures):
-            gone.append(item.number)
+        else:
+            going.append(item)
+    # Where requests are dear, one listing and a few removals in batches serve all steps; else each step is done first.
+    gone: list[int] = []
+    for items in [going] if isinstance(root, Listed) else [[item] for item in going]:
+        removed = _in_phases(root, {item.folder: _removal(root, item) for item in items}, failures)
+        gone += [item.number for item in items if item.folder in removed]
     _raise_failures(root, failures)
     return tuple(gone)
+
+
+Phases = Generator[None, None, bool]
+"""Work that stops where all that it removed so far has to be gone before it goes on; returns whether it was done."""
+
+
+def _in_phases(root: Storage, removals: Mapping[str, Phases], failures: list[str]) -> set[str]:
+    """Carry out removals side by side, each phase of all before the next; return the folders where it was done."""
+    left, removed = dict(removals), set[str]()
+    while left:
+        for folder, phases in list(left.items()):
+            if (ended := _attempt(root, folder, partial(_ended, phases), failures)) is not None:
+                del left[folder]
+                removed |= {folder} if ended else set()
+        try:
+            settle(root)
+        except CheckpointingException as error:
+            failures += [f"{folder}: {str(error).splitlines()[0]}" for folder in (*left, *removed)]
+            return set()
+    return removed
+
+
+def _ended(phases: Phases) -> bool | None:
+    """Go on with a removal; return its result if that was the last phase, else None."""
+    try:
+        next(phases)
+    except StopIteration as end:
+        return bool(end.value)
+    return None
 
 
 def finish_removals(root: Storage, names: str) -> list[str]:
@@ -136,11 +173,12 @@ def finish_removal(root: Storage, name: str) -> bool:
     record = sound_record(root, name)
     begun = is_being_removed(root, name, record)
     if begun:
-        _empty(root, name, record.removing)
+        for _ in _emptying(root, name, record.removing):
+            settle(root)
     return begun
 
 
-def _remove_step(root: Storage, item: StepFiles) -> bool:
+def _removal(root: Storage, item: StepFiles) -> Phases:
     """Remove a step unless it has changed since the plan; return whether it was removed."""
     # The plan lists every file with length and time, so that the dry run is what happens.
     if any(mark(root, item.folder, file.name) != file for file in item.files):
@@ -150,14 +188,16 @@ def _remove_step(root: Storage, item: StepFiles) -> bool:
     if is_being_saved(folder_in(root, item.folder), [file.name for file in item.files]):
         logger.warning("series: %s stays: a save to it is in progress", root.where(item.folder))
         return False
+    yield  # a listing is of no use any more once something was written
     try:
         write_record(root, item.folder, Record(removing=item.files))
     except StorageError:
         if any(mark(root, item.folder, file.name) == file for file in item.files):
             raise
         return False  # another process removed the step since the first look
-    _empty(root, item.folder if item.others else _set_aside(root, item.folder), item.files)
-    return True
+    folder = item.folder if item.others else _set_aside(root, item.folder)
+    yield
+    return (yield from _emptying(root, folder, item.files))
 
 
 def _set_aside(root: Storage, folder: str) -> str:
@@ -174,14 +214,14 @@ def _set_aside(root: Storage, folder: str) -> str:
     return name
 
 
-def _empty(root: Storage, folder: str, files: Sequence[FileMark]) -> None:
-    """Remove the files that haven't changed, then the note, then the folders that are empty."""
-    for file in files:
-        if mark(root, folder, file.name) == file:
-            root.remove(f"{folder}/{file.name}")
-        if file == files[0]:
-            settle(root)  # what makes it a checkpoint goes before the rest, and that before the note
-    settle(root)
+def _emptying(root: Storage, folder: str, files: Sequence[FileMark]) -> Phases:
+    """Remove the files that haven't changed, then the note, then the folders that are empty; return True."""
+    # What makes it a checkpoint goes before the rest, and that before the note.
+    for part in (files[:1], files[1:]):
+        for file in part:
+            if mark(root, folder, file.name) == file:
+                root.remove(f"{folder}/{file.name}")
+        yield
     for name in root.names(folder):
         if is_temporary(name) and name.startswith(f".{RECORD_FILE}."):
             root.remove(f"{folder}/{name}")
@@ -194,6 +234,7 @@ def _empty(root: Storage, folder: str, files: Sequence[FileMark]) -> None:
         # A file that another program has written meanwhile stays, under the path at which it was written.
         with suppress(StorageError):
             root.move_folder(folder, original)
+    return True
 
 
 def _folders(root: Storage, folder: str, files: Sequence[FileMark]) -> list[str]:
@@ -205,7 +246,7 @@ def _folders(root: Storage, folder: str, files: Sequence[FileMark]) -> list[str]
     return sorted(found, key=lambda name: (-name.count("/"), name))
 
 
-def _attempt(root: Storage, folder: str, fn: Callable[[], bool], failures: list[str]) -> bool:
+def _attempt(root: Storage, folder: str, fn: Callable[[], T], failures: list[str]) -> T | Literal[False]:
     """Return what fn returns; False after an error, which is added to `failures` unless the folder is gone."""
     try:
         return fn()
