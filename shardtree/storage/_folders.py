@@ -159,7 +159,7 @@ def takes_late_requests(storage: Storage) -> bool:
     """
     if isinstance(storage, Subfolder):
         return takes_late_requests(storage.whole)
-    return isinstance(storage.inner if isinstance(storage, Listed) else storage, Conditional)
+    return isinstance(storage.inner if isinstance(storage, Listed) else storage, Conditional | FsspecStorage)
 
 
 def abort_open_uploads(storage: Storage, folder: str) -> None:

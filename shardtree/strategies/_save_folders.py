@@ -179,6 +179,8 @@ def remove_orphaned(storage: Storage, seen: Storage, *, keep: str, before: bytes
         stale_after: seconds without a change, by the storage's clock, after which a save counts as interrupted.
     """
     replaced = _save_id(before)
+    # Where a commit is conditional, this one has turned away whatever an interrupted save may have sent.
+    is_dead = is_orphaned if isinstance(storage, Conditional) else is_surely_orphaned
     now = max(seen.changed(name) or 0.0 for name in (METADATA_FILE, keep))
     for name in seen.names():
         if not is_save_folder(name):
@@ -188,7 +190,7 @@ def remove_orphaned(storage: Storage, seen: Storage, *, keep: str, before: bytes
         elif name == replaced or _was_replaced_before(storage, seen, name):
             remove_save(seen, name)
         # A save that was committed since the listing has no note any more, and would be judged by its age.
-        elif is_orphaned(seen, name, before=now - stale_after) and _save_id(metadata_bytes(storage)) != name:
+        elif is_dead(seen, name, before=now - stale_after) and _save_id(metadata_bytes(storage)) != name:
             remove_interrupted(seen, name)
     settle(seen)
 

@@ -11,9 +11,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ...errors import AlreadyACheckpoint, CheckpointReplaced, error_text
+from ...errors import AlreadyACheckpoint, CheckpointReplaced, OutcomeUnknown, error_text
 from ...mapping import ShardedObject, ShardedTensor
-from ...storage import Conditional, is_claimed, owner_note
+from ...storage import Conditional, is_claimed, owner_note, release
 from ...strategies import (
     METADATA_FILE,
     OWNER_FILE,
@@ -216,7 +216,13 @@ def _commit(
     for number, request in enumerate(requests):
         merged |= step("save: index", partial(request.commit, [part[number] for part in written]))
     merged |= step("save: common state", pending.memo.pop("common", write_common))
-    finish(merged)
+    try:
+        finish(merged)
+    except OutcomeUnknown:
+        release(
+            pending.save_id
+        )  # nobody goes on with it: a later save, whose commit turns this one away, may remove it
+        raise
     return merged
 
 
