@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from importlib.metadata import version as installed_version
+from pathlib import Path
 
 project = "shardtree"
 author = "the shardtree authors"
@@ -40,3 +42,11 @@ html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sphinx = False
+
+
+def setup(app: object) -> None:
+    """Make the pictures of the pages anew, by the blocks of docs/pictures.md, so that none is stale."""
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    from tests.docs import pictures
+
+    pictures.write()

@@ -26,6 +26,7 @@ ROOM_OF = {
     "remove_sharded_tensors": "checkpoint",
     "save": "checkpoint",
     "verify": "checkpoint",
+    "draw": "display",
     "Mesh": "layouts",
     "P": "layouts",
     "PartitionSpec": "layouts",
@@ -57,6 +58,7 @@ ROOM_OF = {
 ROOMS = (
     "buffers",
     "checkpoint",
+    "display",
     "errors",
     "fingerprints",
     "interop",
@@ -66,6 +68,7 @@ ROOMS = (
     "mapping",
     "objects",
     "optim",
+    "pictures",
     "plans",
     "retention",
     "storage",
@@ -81,6 +84,7 @@ ROOMS = (
 if typing.TYPE_CHECKING:
     from . import buffers as buffers
     from . import checkpoint as checkpoint
+    from . import display as display
     from . import errors as errors
     from . import fingerprints as fingerprints
     from . import interop as interop
@@ -90,6 +94,7 @@ if typing.TYPE_CHECKING:
     from . import mapping as mapping
     from . import objects as objects
     from . import optim as optim
+    from . import pictures as pictures
     from . import plans as plans
     from . import retention as retention
     from . import storage as storage
@@ -118,6 +123,7 @@ if typing.TYPE_CHECKING:
     from .checkpoint import remove_sharded_tensors as remove_sharded_tensors
     from .checkpoint import save as save
     from .checkpoint import verify as verify
+    from .display import draw as draw
     from .layouts import Mesh as Mesh
     from .layouts import P as P
     from .layouts import PartitionSpec as PartitionSpec

@@ -260,16 +260,26 @@ def error_text(
     )
     lines = [what, *shorten(offenders)]
     lines += [text for text in (facts, fix) if text]
-    return "\n".join(map(_printable, "\n  ".join(lines).split("\n")))
+    return "\n".join(map(_bounded, "\n  ".join(lines).split("\n")))
 
 
-def _printable(line: str) -> str:
+def _bounded(line: str) -> str:
     """Return a line of bounded length without control characters: names may come from untrusted files."""
     if len(line) > _LONGEST:
         line = f"{line[: _LONGEST // 2]} ({len(line) - _LONGEST} characters) {line[-_LONGEST // 2 :]}"
-    if line.isprintable():
-        return line
-    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode("ascii") for one in line)
+    return printable(line)
+
+
+def printable(text: str) -> str:
+    r"""Return text with control characters escaped as in Python: it stays on one line, and can't steer a terminal.
+
+    Examples:
+        >>> printable("a.b ü"), printable("a\x1b[2J\n")
+        ('a.b ü', 'a\\x1b[2J\\n')
+    """
+    if text.isprintable():
+        return text
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode("ascii") for one in text)
 
 
 def shorten(offenders: Iterable[str], shown: int = _SHOWN) -> list[str]:

@@ -21,9 +21,9 @@ TEXTS = {name: path.read_text() for name, path in MODULES.items()}
 
 PURE = {
     *("errors", "geometry", "lazy", "mapping", "trees", "objects", "layouts", "lenses", "buffers", "optim"),
-    *("transforms", "plans", "fingerprints", "retention"),
+    *("transforms", "plans", "fingerprints", "retention", "pictures"),
 }
-EFFECT = {"world", "codec", "live", "storage", "strategies", "checkpoint", "interop", "cli"}
+EFFECT = {"world", "codec", "live", "storage", "strategies", "checkpoint", "interop", "display", "cli"}
 IMPURE = {"os", "io", "pathlib", "random", "time", "torch.distributed", "shutil", "tempfile", "mmap", "threading"}
 
 # Files are opened in storage/ alone; the command line may write what it prints.
@@ -38,6 +38,7 @@ NO_FILE = {
     "environ",
     "cpu_count",
     "getpid",
+    "get_terminal_size",
     "sched_getaffinity",
     "urandom",
     "_exit",

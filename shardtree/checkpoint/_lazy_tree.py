@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ..errors import KeyMismatch, error_text
+from ..layouts import StoredLayout
 from ..lazy import stored_each
 from ..mapping import ShardedObject, ShardedTensor, box_of, with_data
 from ..storage import Directory
@@ -29,6 +30,7 @@ from ..trees import nested, without_holes
 from ..world import one_process
 from ._dispatch import common_backend, sharded_backend, strategy_of
 from ._open import load_common, open_at, sharded_metadata
+from ._stored import layout_in
 from .loading._targets import new_memory
 
 _SHARD_FIELDS = ("key", "dtype", "global_shape", "local_shape", "flattened_range")
@@ -96,6 +98,16 @@ class OpenCheckpoint(Mapping[str, ShardedTensor | ShardedObject]):
     def __repr__(self) -> str:
         """Return where the checkpoint is and how much is in it."""
         return f"OpenCheckpoint({self.checkpoint.storage.where()!r}, {len(self)} keys)"
+
+    def stored_layout(self, *keys: str) -> StoredLayout:
+        """Return which files hold which parts of tensors: of those named, or of all. No element is read.
+
+        Raises:
+            KeyMismatch: one of them isn't stored.
+            StrategyError: the format doesn't say where its chunks are.
+        """
+        tensors = (key for key, shard in self.metadata.items() if isinstance(shard, ShardedTensor))
+        return layout_in(self.checkpoint, self.strategies, keys or tuple(tensors))
 
     def common(self) -> Any:
         """Return what is stored outside the shards."""

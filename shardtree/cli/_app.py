@@ -122,6 +122,27 @@ def inspect(
 
 
 @_command(
+    epilog="Example: shardtree picture step-100 decoder.layers.0.mlp.linear_fc1.weight -o fc1.svg\n\n"
+    "Exit status: 0; 2 where there is no such checkpoint or tensor, or the file can't be written."
+)
+def picture(
+    checkpoint: Annotated[str, typer.Argument(metavar="CKPT", help="A checkpoint's folder, file or URL.")],
+    key: Annotated[str | None, typer.Argument(metavar="KEY", help="A tensor's key; the largest ones without.")] = None,
+    out: Annotated[
+        str | None,
+        typer.Option("--out", "-o", metavar="FILE", help="Write it: .svg, .html or .txt. Else it is printed."),
+    ] = None,
+    allow_pickle: _AllowPickle = False,
+) -> None:
+    """Draw which file holds which part of a tensor, without reading one."""
+    from ._output import finish, warn_of_pickle
+    from ._picture import run_picture
+
+    warn_of_pickle(allow_pickle)
+    finish("picture", partial(run_picture, checkpoint, key, out, allow_pickle=allow_pickle))
+
+
+@_command(
     epilog="Example: shardtree verify step-100\n\n"
     "Exit status: 0 no damage found; 1 damaged; 2 no checkpoint, or nothing in its format to check by."
 )

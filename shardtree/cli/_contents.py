@@ -15,13 +15,13 @@ import numpy as np
 import torch
 
 from ..checkpoint import OpenCheckpoint
+from ..checkpoint._stored import index_of
 from ..codec import dtype_name
 from ..errors import KeyMismatch, error_text, plural
 from ..layouts import Grid, chunk_grids
 from ..mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor
 from ..plans import near_names
 from ..storage import LocalStorage, MemoryStorage, Storage
-from ..strategies import StrategyAction, get_default_strategy
 from ..strategies.index import Index, IndexMetadata, item_sizes, texts
 from ..trees import HOLE, Record
 
@@ -124,8 +124,8 @@ def contents_of(metadata: Mapping[str, ShardedTensor | ShardedObject]) -> Conten
 
 def contents_at(tree: OpenCheckpoint) -> Contents:
     """Return the rows of an open checkpoint; they say how tensors are cut where its format keeps an index."""
-    metadata = _format_metadata(tree)
-    if not isinstance(metadata, IndexMetadata):
+    metadata = index_of(tree.checkpoint, tree.strategies)
+    if metadata is None:
         return contents_of(tree.metadata)
     # A format that holds no objects leaves them to the common state's format.
     rest = {} if len(metadata) == len(tree.metadata) else {k: v for k, v in tree.metadata.items() if k not in metadata}
@@ -135,17 +135,8 @@ def contents_at(tree: OpenCheckpoint) -> Contents:
 
 def stored_index(tree: OpenCheckpoint) -> Index | None:
     """Return where each piece of each tensor is stored; None where the format keeps no index."""
-    metadata = _format_metadata(tree)
-    return metadata.index if isinstance(metadata, IndexMetadata) else None
-
-
-def _format_metadata(tree: OpenCheckpoint) -> Mapping[str, ShardedTensor | ShardedObject]:
-    fields = tree.checkpoint.fields
-    backend = fields["sharded_backend"], fields["sharded_backend_version"]
-    # From the format, not the tree: where two formats are joined, the tree's is a plain dict without the index.
-    load_metadata = get_default_strategy(StrategyAction.LOAD_METADATA, *backend, strategies=tree.strategies)
-    metadata: Mapping[str, ShardedTensor | ShardedObject] = load_metadata(tree.checkpoint)
-    return metadata
+    metadata = index_of(tree.checkpoint, tree.strategies)
+    return None if metadata is None else metadata.index
 
 
 def select(contents: Contents, patterns: Sequence[str]) -> Contents:

@@ -23,6 +23,7 @@ from rich.progress import (
 )
 
 from ..errors import CheckpointingException
+from ..errors import printable as printable
 from ._command import options_as_typed
 from ._hints import shell_words
 
@@ -117,18 +118,6 @@ def warn_of_pickle(allowed: bool) -> None:
     """Print what `--allow-pickle` means, where it is given."""
     if allowed:
         typer.echo(_PICKLE_WARNING, err=True)
-
-
-def printable(text: str) -> str:
-    r"""Return text with control characters escaped as in Python: it stays on one line, and can't steer a terminal.
-
-    Examples:
-        >>> printable("a.b ü"), printable("a\x1b[2J\n")
-        ('a.b ü', 'a\\x1b[2J\\n')
-    """
-    if text.isprintable():
-        return text
-    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode("ascii") for one in text)
 
 
 def spellable(console: Console) -> Callable[[str], str]:

@@ -1,108 +1,48 @@
-"""Pictures of how a matrix lies on ranks: in the ranks' colours, or where there are none in their digits."""
+"""`shardtree picture`, and the layouts in the demo: pictures in a terminal, in colours where it has them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ..checkpoint import open_checkpoint
+from ..display import draw
 from ..errors import plural
+from ..layouts import tree_columns
 from ..mapping import ShardedTensor
-from ._output import lengths
+from ..pictures import COLOURS, TONES, Plane, Spans, cell_lines, layout_picture, picture_lines
+from ..storage import Directory
+from ..strategies import LoadOptions
+from ._output import Output, lengths, printable
 
-_COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red", "bright_cyan", "bright_magenta")
-_DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
-_WIDTH, _HEIGHT = 28, 12  # of a picture, in characters
-
-Box = tuple[int, int, int, int]  # first row, first column, one past the last row, one past the last column
-
-
-@dataclass(frozen=True, slots=True)
-class Picture:
-    """A matrix drawn in character cells.
-
-    Attributes:
-        owner: the rank that each cell belongs to, by line; None outside of every shard.
-        labels: (line, column, text) of each rank's name, in the middle of its block, where there is room.
-    """
-
-    owner: tuple[tuple[int | None, ...], ...]
-    labels: tuple[tuple[int, int, str], ...]
+_WIDTH, _HEIGHT = 28, 12
 
 
-def draw(shards: Sequence[ShardedTensor], *, width: int, height: int) -> Picture:
-    r"""Return a picture of one matrix.
+def run_picture(checkpoint: Directory, key: str | None, out: str | None, *, allow_pickle: bool) -> int:
+    """Draw which file holds which part of a checkpoint's tensors, print it or write it, and return the exit status.
 
     Args:
-        shards: for each rank, its shard of the same global tensor of two axes.
-        width: of the picture, in characters.
-        height: of the picture, in lines.
+        checkpoint: a path or URL.
+        key: the tensor's; None for the largest ones.
+        out: the file to write, by its ending an SVG, a page of HTML or text; None to print.
+        allow_pickle: whether pickled values may be unpickled.
 
-    Examples:
-        >>> import torch
-        >>> halves = [ShardedTensor.from_rank_offsets("w", torch.zeros(4, 2), (1, rank, 2)) for rank in range(2)]
-        >>> print(*filled(draw(halves, width=20, height=3)), sep="\n")
-        00000000001111111111
-        0 rank 0 01 rank 1 1
-        00000000001111111111
+    Raises:
+        CheckpointingException: it can't be opened, has no such tensor, or the file can't be written.
     """
-    boxes = [_box(shard, width, height) for shard in shards]
-    owner = tuple(tuple(_owner(boxes, line, column) for column in range(width)) for line in range(height))
-    # Replicas cover each other: only the first one's name is written.
-    seen = {rank for ranks in owner for rank in ranks}
-    return Picture(owner, tuple(_label(rank, box) for rank, box in enumerate(boxes) if rank in seen))
-
-
-def filled(picture: Picture) -> tuple[str, ...]:
-    """Return a picture's lines where a rank's digit fills its block: readable without colour."""
-    return _labelled(["".join(map(_digit, ranks)) for ranks in picture.owner], picture)
-
-
-def blank(picture: Picture) -> tuple[str, ...]:
-    """Return a picture's lines with nothing but the ranks' names, for a coloured background."""
-    return _labelled([" " * len(ranks) for ranks in picture.owner], picture)
-
-
-def _labelled(lines: list[str], picture: Picture) -> tuple[str, ...]:
-    for line, column, label in picture.labels:
-        lines[line] = lines[line][:column] + label + lines[line][column + len(label) :]
-    return tuple(lines)
-
-
-def _box(shard: ShardedTensor, width: int, height: int) -> Box:
-    rows, columns = shard.global_shape
-    (row, column), (row_count, column_count) = shard.global_offset, shard.local_shape
-    return (
-        round(row * height / rows),
-        round(column * width / columns),
-        round((row + row_count) * height / rows),
-        round((column + column_count) * width / columns),
-    )
-
-
-def _owner(boxes: Sequence[Box], line: int, column: int) -> int | None:
-    for rank, (top, left, bottom, right) in enumerate(boxes):
-        if top <= line < bottom and left <= column < right:
-            return rank
-    return None
-
-
-def _digit(rank: int | None) -> str:
-    return " " if rank is None else _DIGITS[rank % len(_DIGITS)]
-
-
-def _label(rank: int, box: Box) -> tuple[int, int, str]:
-    """Return the line and column of a rank's name in its block, and the name, empty if it has no room."""
-    top, left, bottom, right = box
-    room = right - left if bottom > top else 0
-    label = next((text for text in (f" rank {rank} ", f" {rank} ") if len(text) <= room), "")
-    return (top + bottom - 1) // 2, left + (room - len(label)) // 2, label
-
-
-# Printing it.
+    drawing = draw(open_checkpoint(checkpoint, options=LoadOptions(allow_pickle=allow_pickle)), key)
+    console = Output()
+    if out is not None:
+        drawing.save(out)
+        console.print(Text(f"written: {printable(out)}"))
+        return 0
+    is_plain = console.color_system is None
+    for line in picture_lines(drawing.picture, console.width, filled=is_plain):
+        console.print(_painted(line, is_plain=is_plain))
+    return 0
 
 
 def show_layouts(console: Console, before: Sequence[ShardedTensor], after: Sequence[ShardedTensor]) -> None:
@@ -110,40 +50,33 @@ def show_layouts(console: Console, before: Sequence[ShardedTensor], after: Seque
     table = Table.grid(padding=(0, 1))
     titles = (f"saved by {plural(len(before), 'rank')}", f"loaded by {plural(len(after), 'rank')}")
     table.add_row(Text(titles[0], style="dim"), "", Text(titles[1], style="dim"))
-    pictures = [draw(shards, width=_WIDTH, height=_height(before, after)) for shards in (before, after)]
-    left, right = (_painted(console, picture) for picture in pictures)
-    arrow = Text("\n" * (len(pictures[0].owner) // 2) + " → ")
+    height = max(_HEIGHT, *(len({shard.global_offset[0] for shard in shards}) for shards in (before, after)))
+    left, right = (_layout(console, shards, height) for shards in (before, after))
+    arrow = Text("\n" * (height // 2) + " → ")
     table.add_row(left, arrow, right)
     table.add_row(Text(_cut(before), style="dim"), "", Text(_cut(after), style="dim"))
     console.print(table)
 
 
+def _layout(console: Console, shards: Sequence[ShardedTensor], height: int) -> Text:
+    plane = layout_picture(tree_columns(shards)).rows[0][0]
+    assert isinstance(plane, Plane), "a layout's picture begins with the plane of its tensor"
+    is_plain = console.color_system is None
+    lines = cell_lines(plane, _WIDTH, height, filled=is_plain)
+    return Text("\n").join(_painted(line, is_plain=is_plain) for line in lines)
+
+
 def rank_label(rank: int) -> Text:
     """Return a rank's number on its colour."""
-    return Text(f" {rank} ", style=_style(rank))
+    return Text(f" {rank} ", style=_style(f"t{rank % TONES}"))
 
 
-def _style(rank: int) -> str:
-    return f"black on {_COLOURS[rank % len(_COLOURS)]}"
+def _painted(line: Spans, *, is_plain: bool) -> Text:
+    return Text.assemble(*((span.text, "" if is_plain else _style(span.tone)) for span in line))
 
 
-def _height(*layouts: Sequence[ShardedTensor]) -> int:
-    """Return enough lines for every piece to have one."""
-    return max(_HEIGHT, *(len({shard.global_offset[0] for shard in shards}) for shards in layouts))
-
-
-def _painted(console: Console, picture: Picture) -> Text:
-    """Return a picture in the ranks' colours, or filled with their digits where the console has no colours."""
-    if console.color_system is None:
-        return Text("\n".join(filled(picture)))
-    lines = []
-    for owners, characters in zip(picture.owner, blank(picture), strict=True):
-        text = Text(characters)
-        for column, rank in enumerate(owners):
-            if rank is not None:
-                text.stylize(_style(rank), column, column + 1)
-        lines.append(text)
-    return Text("\n").join(lines)
+def _style(tone: str) -> str:
+    return f"black on {COLOURS[tone]}" if tone else ""
 
 
 def _cut(shards: Sequence[ShardedTensor]) -> str:

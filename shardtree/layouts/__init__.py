@@ -12,6 +12,7 @@ from ._columns import (
 )
 from ._coverage import Coverage, RankTrees, coverage, tensor_shards, tree_columns, trees_by_rank
 from ._grid import Grid, chunk_grids
+from ._stored import StoredLayout
 from ._unshard import unshard
 from .integrity import (
     Faults,
@@ -59,6 +60,7 @@ from .meshes import (
     shard,
     shard_at,
     specs_by_pattern,
+    splits,
 )
 
 __all__ = [
@@ -79,6 +81,7 @@ __all__ = [
     "SpecEntry",
     "SpecFunction",
     "Specs",
+    "StoredLayout",
     "TensorKind",
     "abstract",
     "abstract_at",

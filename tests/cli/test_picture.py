@@ -1,62 +1,59 @@
-"""The picture of a layout, as plain text."""
+"""Pictures in a terminal: of the demo's layouts, and of a stored tensor by a command."""
 
 from __future__ import annotations
 
-import pytest
+import io
+from pathlib import Path
+
 import torch
+from rich.console import Console
 
 import shardtree as st
-from shardtree.cli._picture import Picture, blank, draw, filled
+from shardtree.cli._picture import show_layouts
+from tests.cli.checkpoints import run, save_training_state
 
 SPECS = {0: st.P("tp"), 1: st.P(None, "tp"), None: st.P()}
 
 
-def shards(axis: int | None, count: int, *, rows: int = 10) -> list[st.ShardedTensor]:
-    return [tree["w"] for tree in st.shard({"w": torch.empty(rows, 8)}, st.Mesh(tp=count), SPECS[axis])]
+def shards(axis: int | None, count: int) -> list[st.ShardedTensor]:
+    return [tree["w"] for tree in st.shard({"w": torch.empty(10, 8)}, st.Mesh(tp=count), SPECS[axis])]
 
 
-def picture(axis: int | None, count: int, *, rows: int = 10) -> Picture:
-    return draw(shards(axis, count, rows=rows), width=20, height=6)
+def shown(before: list[st.ShardedTensor], after: list[st.ShardedTensor]) -> list[str]:
+    console = Console(file=io.StringIO(), width=80, color_system=None)
+    show_layouts(console, before, after)
+    return console.file.getvalue().splitlines()  # type: ignore[attr-defined]
 
 
-def test_uneven_rows() -> None:
-    assert filled(picture(0, 4)) == (
-        "000000 rank 0 000000",
-        "00000000000000000000",
-        "111111 rank 1 111111",
-        "11111111111111111111",
-        "222222 rank 2 222222",
-        "333333 rank 3 333333",
-    )
+def test_two_layouts_stand_side_by_side() -> None:
+    lines = shown(shards(0, 2), shards(1, 2))
+    assert lines[0].split("  ")[0] == "saved by 2 ranks"
+    assert lines[3] == "0000000000 rank 0 0000000000     0000000000000011111111111111"
+    assert lines[7].startswith("1111111111111111111111111111  →  ")
+    assert lines[-1].split() == ["rows:", "2", "x", "5", "columns:", "2", "x", "4"]
 
 
-def test_columns() -> None:
-    assert filled(picture(1, 2))[1:4] == ("00000000001111111111", "0 rank 0 01 rank 1 1", "00000000001111111111")
+def test_every_line_of_many_ranks_is_one_rank_s() -> None:
+    lines = shown(shards(0, 10), shards(None, 3))
+    assert {line[0] for line in lines[1:13]} == set("0123456789")
+    assert set(lines[2][33:]) <= set("0 ")
 
 
-def test_names_shrink_and_vanish_where_there_is_no_room() -> None:
-    assert filled(picture(1, 4))[2] == "0 0 01 1 12 2 23 3 3"
-    assert filled(draw(shards(1, 8), width=16, height=1)) == ("0011223344556677",)
+def test_a_stored_tensor_is_printed_and_written(tmp_path: Path) -> None:
+    folder = tmp_path / "step-100"
+    save_training_state(folder)
+    done = run("picture", folder, "model.weight")
+    assert done.exit_code == 0 and done.stdout.startswith("'model.weight' (8, 16) float32\n")
+    assert "00003-of-00004.safetensors" in done.stdout
+    for ending in ("svg", "html", "txt"):
+        assert run("picture", folder, "model.weight", "-o", tmp_path / f"w.{ending}").exit_code == 0
+        assert "model.weight" in (tmp_path / f"w.{ending}").read_text()
+    assert run("picture", folder).stdout.startswith("5 tensors in 4 files")
 
 
-def test_only_the_first_of_replicas_is_seen() -> None:
-    assert set("".join(filled(picture(None, 3)))) == set("0 rank")
-
-
-def test_empty_pieces_are_left_out() -> None:
-    assert {rank for line in picture(0, 4, rows=2).owner for rank in line} == {0, 1}
-
-
-def test_on_colour_only_the_names_are_written() -> None:
-    assert blank(picture(0, 1)) == (*[" " * 20] * 2, "       rank 0       ", *[" " * 20] * 3)
-
-
-@pytest.mark.parametrize("axis", [0, 1])
-def test_every_cell_has_an_owner_when_the_shards_tile(axis: int) -> None:
-    assert all(rank is not None for count in range(1, 20) for line in picture(axis, count).owner for rank in line)
-
-
-def test_a_gap_is_seen() -> None:
-    seen = draw(shards(0, 4)[1:], width=20, height=6)
-    assert seen.owner[0][0] is None
-    assert filled(seen)[0] == " " * 20
+def test_what_cannot_be_drawn_is_an_error(tmp_path: Path) -> None:
+    folder = tmp_path / "step-100"
+    save_training_state(folder)
+    misspelt, unknown = run("picture", folder, "model.wieght"), run("picture", folder, "-o", tmp_path / "w.png")
+    assert (misspelt.exit_code, unknown.exit_code) == (2, 2)
+    assert "did you mean 'model.weight'" in misspelt.stderr.lower() and ".svg, .html, .txt" in unknown.stderr

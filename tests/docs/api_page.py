@@ -30,7 +30,7 @@ Signatures, arguments and examples of all of them are in the [reference](referen
 GROUPS = {
     "Leaves": ("mapping",),
     "Trees": ("trees", "lazy"),
-    "Layouts": ("layouts",),
+    "Layouts": ("layouts", "display"),
     "Saving and loading": ("checkpoint",),
     "Resharding in memory": ("plans", "live"),
     "Strategies and options": ("strategies",),

@@ -27,6 +27,7 @@ from shardtree import (
     mapping,
     objects,
     optim,
+    pictures,
     plans,
     retention,
     transforms,
@@ -36,7 +37,7 @@ from shardtree.testing import check_pure, glu, random_bits
 
 PURE = (
     *("errors", "geometry", "lazy", "mapping", "trees", "objects", "layouts", "lenses", "buffers", "optim"),
-    *("transforms", "plans", "fingerprints", "retention"),
+    *("transforms", "plans", "fingerprints", "retention", "pictures"),
 )
 EFFECTS = {"trees.register_nodes": "tells optree of our node types, which is what importing does"}
 
@@ -114,6 +115,7 @@ MESH, SPEC = layouts.Mesh(dp=2, tp=2), layouts.PartitionSpec((layouts.AxisSplit(
 BUFFERS = buffers.plan_buffers({"w": WEIGHT}, data_parallel=3)
 MATRICES = {"w": torch.arange(16.0).view(8, 2), "step": 3}
 PARTS = layouts.mesh_shards((8, 2), MESH, SPEC)
+GATED_WHOLE, DRAWN = whole("qkv"), pictures.layout_picture(WHOLE)
 ERROR = errors.RemoteError("save: write", {1: "OSError: full"})
 
 
@@ -149,6 +151,7 @@ CALLS: dict[str, Call] = {
     "errors.error_text": (errors.error_text, "load"),
     "errors.shorten": (errors.shorten, ["a", "b", "c"], 2),
     "errors.plural": (errors.plural, 2, "rank"),
+    "errors.printable": (errors.printable, "a\n"),
     "errors.rank_text": (errors.rank_text, [0, 2, 3, 4]),
     "errors.render_path": (errors.render_path, ("a", 0)),
     "geometry.check_type": (geometry.check_type, "Mesh", "tp", 2, int, "Pass an int."),
@@ -299,6 +302,7 @@ CALLS: dict[str, Call] = {
     "layouts.sharding_faults": (layouts.sharding_faults, COLUMNS),
     "layouts.doubled_faults": (layouts.doubled_faults, COLUMNS),
     "layouts.select_faults": (layouts.select_faults, layouts.sharding_faults(COLUMNS), column(0)),
+    "layouts.splits": (lambda entry: list(layouts.splits(entry)), ("dp", "tp")),
     "layouts.place_text": (layouts.place_text, (slice(0, 2),), slice(0, 1)),
     "layouts.problem_lines": (layouts.problem_lines, list(layouts.access_problems(COLUMNS))),
     "objects.reshard_objects": (objects.reshard_objects, SOURCES, [OBJECT], {"rng": objects.concatenate_objects}),
@@ -407,6 +411,7 @@ CALLS: dict[str, Call] = {
     "plans.misfit_lines": (plans.misfit_lines, PREFIXED),
     "plans.convertible": (plans.convertible, torch.float32, torch.int8),
     "plans.find_unexpected": (plans.find_unexpected, ["v"], ["w"]),
+    "plans.size_text": (plans.size_text, 4096),
     "plans.wants_names": (plans.wants_names, *NUMBERED),
     "plans.find_mismatches": (plans.find_mismatches, [WEIGHT], {"w": KIND}),
     "plans.find_gaps": (plans.find_gaps, [WEIGHT], column(3), {"w": KIND}),
@@ -492,6 +497,26 @@ NUMBERS: dict[str, Call] = {
         "2",
         "Pass 2.",
     ),
+    "pictures.layout_picture": (pictures.layout_picture, COLUMNS),
+    "pictures.tree_picture": (pictures.tree_picture, COLUMNS),
+    "pictures.shard_picture": (pictures.shard_picture, WEIGHT),
+    "pictures.stored_picture": (pictures.stored_picture, layouts.StoredLayout(COLUMNS, ("a.bin",))),
+    "pictures.mesh_picture": (pictures.mesh_picture, MESH, SPEC, (8, 2)),
+    "pictures.lens_picture": (pictures.lens_picture, GATED, [GATED_WHOLE]),
+    "pictures.factory_picture": (pictures.factory_picture, FACTORY),
+    "pictures.plan_picture": (pictures.plan_picture, RESHARD),
+    "pictures.schedule_picture": (pictures.schedule_picture, RESHARD.schedule()),
+    "pictures.series_picture": (pictures.series_picture, STEPS, retention.keep_last(1)),
+    "pictures.svg_of": (pictures.svg_of, DRAWN),
+    "pictures.text_of": (pictures.text_of, DRAWN),
+    "pictures.page_of": (pictures.page_of, DRAWN),
+    "pictures.figure_html": (pictures.figure_html, DRAWN),
+    "pictures.picture_lines": (pictures.picture_lines, DRAWN),
+    "pictures.cell_lines": (lambda plane: pictures.cell_lines(plane, 8, 4, filled=True), DRAWN.rows[0][0]),
+    "pictures.html_page": (pictures.html_page, "title", ["<p></p>"]),
+    "pictures.table_html": (pictures.table_html, ["key"], [["w"]]),
+    "pictures.element_html": (pictures.element_html, "p", "text"),
+    "pictures.text_html": (pictures.text_html, "a<b"),
 }
 VALUES: dict[str, Any] = {
     "lazy.Fetch": LAZY.fetches[0],

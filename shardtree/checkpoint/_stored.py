@@ -1,0 +1,65 @@
+"""Where stored tensors lie, from a checkpoint's index: which file holds which part, without reading any."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..errors import KeyMismatch, StrategyError, error_text
+from ..layouts import ShardColumns, StoredLayout
+from ..plans import near_names
+from ..strategies import Checkpoint, Strategies, StrategyAction
+from ..strategies.index import Index, IndexMetadata, chunks_of, find_texts, kind_at, texts
+from ._dispatch import sharded_backend, strategy_of
+
+
+def index_of(checkpoint: Checkpoint, strategies: Strategies | None) -> IndexMetadata | None:
+    """Return the metadata of a checkpoint's shards with its index; None where its format keeps none."""
+    # From the format: where two formats are joined, what they have together is a plain dict without the index.
+    backend = sharded_backend(checkpoint.fields)
+    metadata = strategy_of(StrategyAction.LOAD_METADATA, None, backend, strategies)(checkpoint)
+    return metadata if isinstance(metadata, IndexMetadata) else None
+
+
+def layout_in(checkpoint: Checkpoint, strategies: Strategies | None, keys: Sequence[str]) -> StoredLayout:
+    """Return which files hold which parts of tensors.
+
+    Raises:
+        KeyMismatch: one of them isn't stored.
+        StrategyError: the format doesn't say where its chunks are.
+    """
+    metadata = index_of(checkpoint, strategies)
+    if metadata is None:
+        found = ":".join(map(str, sharded_backend(checkpoint.fields)))
+        raise StrategyError(error_text("stored layout: the format doesn't say which file holds what", found=found))
+    index, ordered = metadata.index, sorted(keys)
+    numbers = find_texts(index.key_text, index.key_start, ordered)
+    absent = [key for key, number in zip(ordered, numbers, strict=True) if number < 0]
+    if absent:
+        near = near_names(absent, texts(index.key_text, index.key_start))
+        fix = "list(tree) has all keys." if not near else f"Did you mean {near[min(near)]!r}?"
+        raise KeyMismatch(
+            error_text("stored layout: no such tensor in the checkpoint", offenders=map(repr, absent), fix=fix)
+        )
+    chunks = chunks_of(index, np.array(numbers, dtype=np.int64))
+    columns = ShardColumns(
+        keys=tuple(ordered),
+        kinds=tuple(kind_at(index, number) for number in numbers),
+        key=chunks.key,
+        offset=chunks.offset,
+        shape=chunks.shape,
+        start=chunks.start,
+        stop=chunks.stop,
+        rank=chunks.file,
+        main=np.ones(len(chunks.key), dtype=np.bool_),
+    )
+    return StoredLayout(columns, tuple(texts(index.file_text, index.file_start)))
+
+
+def largest_tensors(index: Index, count: int) -> tuple[str, ...]:
+    """Return the keys of the largest tensors, by their stored bytes."""
+    held = np.bincount(index.chunk_key, weights=index.chunk_length, minlength=index.key_axes.size)
+    chosen = np.argsort(-held, kind="stable")[:count].tolist()
+    keys = texts(index.key_text, index.key_start)
+    return tuple(keys[number] for number in chosen)

@@ -1,0 +1,43 @@
+"""Pictures of layouts, meshes, lenses, plans and series: immutable values, and their texts, SVG and HTML."""
+
+from ._html import element_html, figure_html, html_page, page_of, table_html, text_html
+from ._layouts import layout_picture, shard_picture, stored_picture, tree_picture
+from ._lenses import factory_picture, lens_picture
+from ._meshes import mesh_picture
+from ._picture import TONES, Bar, Bars, Block, Cell, Entry, Flow, Line, Moment, Panel, Picture, Plane, Stream
+from ._plans import plan_picture, schedule_picture
+from ._series import series_picture
+from ._style import COLOURS
+from ._svg import svg_of
+from ._text import Span, Spans, cell_lines, picture_lines, text_of
+
+__all__ = [
+    "Bar",
+    "Bars",
+    "Block",
+    "Cell",
+    "Entry",
+    "Flow",
+    "Line",
+    "Moment",
+    "Panel",
+    "Picture",
+    "Plane",
+    "Span",
+    "Spans",
+    "Stream",
+    "factory_picture",
+    "layout_picture",
+    "lens_picture",
+    "mesh_picture",
+    "page_of",
+    "picture_lines",
+    "plan_picture",
+    "schedule_picture",
+    "series_picture",
+    "shard_picture",
+    "stored_picture",
+    "svg_of",
+    "text_of",
+    "tree_picture",
+]

@@ -1,0 +1,114 @@
+"""Pages of HTML: one static file each, without script and without anything from elsewhere; all text is escaped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+
+from ..errors import printable
+from ._picture import Picture
+from ._style import FONT
+from ._svg import svg_of
+
+_LIGHT = "--back:#ffffff;--ink:#161b22;--dim:#59636e;--rule:#dfe4ea;--row:#f6f8fa;--bad:#b3141a;--good:#1a6e34"
+_DARK = "--back:#11161d;--ink:#eef2f6;--dim:#a3adb8;--rule:#2a323c;--row:#171d25;--bad:#ff7b72;--good:#56d17e"
+_STYLE = "".join(
+    [
+        f":root{{color-scheme:light dark;{_LIGHT}}}@media(prefers-color-scheme:dark){{:root{{{_DARK}}}}}",
+        f"body{{margin:0;background:var(--back);color:var(--ink);font:15px/1.5 {FONT}}}",
+        "main{max-width:1040px;margin:0 auto;padding:32px 24px 64px}",
+        "h1{font-size:24px;margin:0 0 4px;overflow-wrap:anywhere}h2{font-size:17px;margin:36px 0 8px}",
+        "p{margin:6px 0;overflow-wrap:anywhere}.dim{color:var(--dim)}.bad{color:var(--bad);font-weight:600}",
+        ".good{color:var(--good);font-weight:600}.wide{overflow-x:auto}",
+        "table{border-collapse:collapse;width:100%;font-size:14px}th{text-align:left;color:var(--dim)}",
+        "th,td{padding:5px 14px 5px 0;border-bottom:1px solid var(--rule);vertical-align:top}",
+        "td{overflow-wrap:anywhere}td.n,th.n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}",
+        "tbody tr:hover{background:var(--row)}figure{margin:12px 0;overflow-x:auto}",
+    ]
+)
+
+# No request leaves the page, whatever a key in it says.
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+
+
+def page_of(picture: Picture) -> str:
+    """Return a page with one picture.
+
+    Examples:
+        >>> page_of(Picture("nothing", ()))[:15]
+        '<!doctype html>'
+    """
+    return html_page(picture.title, [figure_html(picture)])
+
+
+def html_page(title: str, parts: Iterable[str]) -> str:
+    """Return a page.
+
+    Args:
+        title: of the page, as text.
+        parts: as HTML, such as `table_html` gives.
+
+    Examples:
+        >>> "&lt;script&gt;" in html_page("<script>", [])
+        True
+    """
+    head = (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}"><title>{text_html(title)}</title>'
+        f"<style>{_STYLE}</style></head>"
+    )
+    return f"{head}<body><main>{''.join(parts)}</main></body></html>\n"
+
+
+def text_html(text: str) -> str:
+    """Return text as HTML, with what can't be seen escaped as in Python.
+
+    Examples:
+        >>> text_html("a<b")
+        'a&lt;b'
+    """
+    return escape(printable(text))
+
+
+def element_html(name: str, text: str, style: str = "") -> str:
+    """Return an element that holds text.
+
+    Examples:
+        >>> element_html("p", "1 < 2", "dim")
+        '<p class="dim">1 &lt; 2</p>'
+    """
+    attribute = f' class="{style}"' if style else ""
+    return f"<{name}{attribute}>{text_html(text)}</{name}>"
+
+
+def figure_html(picture: Picture) -> str:
+    """Return a picture as a part of a page.
+
+    Examples:
+        >>> figure_html(Picture("nothing", ()))[:12]
+        '<figure><svg'
+    """
+    return f"<figure>{svg_of(picture)}</figure>"
+
+
+def table_html(headings: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Sequence[int] = ()) -> str:
+    """Return a table of texts.
+
+    Args:
+        headings: of its columns.
+        rows: as many texts each.
+        numbers: the columns that hold numbers, which stand at the right.
+
+    Examples:
+        >>> table_html(["key"], [["a"]])
+        '<div class="wide"><table><thead><tr><th>key</th></tr></thead><tbody><tr><td>a</td></tr></tbody></table></div>'
+    """
+    head = "".join(_cell("th", text, place in numbers) for place, text in enumerate(headings))
+    body = "".join(
+        f"<tr>{''.join(_cell('td', text, place in numbers) for place, text in enumerate(row))}</tr>" for row in rows
+    )
+    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _cell(name: str, text: str, is_number: bool) -> str:
+    return element_html(name, text, "n" if is_number else "")

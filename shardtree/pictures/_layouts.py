@@ -1,0 +1,218 @@
+"""Pictures of layouts: who holds which part of tensors, and which file holds which part of a stored one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
+
+import numpy as np
+
+from ..errors import KeyMismatch, error_text, plural
+from ..geometry import Column
+from ..layouts import ShardColumns, StoredLayout, select_rows, shard_columns
+from ..mapping import ShardedTensor
+from ..plans import near_names, size_text
+from ._picture import Bar, Bars, Entry, Picture, Plane
+from ._tensors import (
+    ELSEWHERE,
+    RANKS,
+    Holders,
+    faults_legend,
+    keys_in_order,
+    notes_on,
+    plane_of,
+    tensor_sheets,
+    tones_of,
+)
+
+MOST_REGIONS = 400
+"""Of a picture. Each is about 200 bytes of SVG."""
+_MOST_TENSORS = 6
+_MOST_FILES = 12
+
+
+def layout_picture(columns: ShardColumns, key: str | None = None) -> Picture:
+    """Return the picture of who holds which part of a tensor; holes and overlaps of main replicas are shown as faults.
+
+    Args:
+        columns: the shards of all ranks.
+        key: the tensor's; None for all, of which those with faults come first, then the largest.
+
+    Raises:
+        KeyMismatch: there is no such tensor.
+
+    Examples:
+        >>> from shardtree.layouts import Mesh, P, layout_of
+        >>> import torch
+        >>> columns = layout_of({"w": torch.empty(8, 6)}, Mesh(dp=2, tp=4), P("tp"))
+        >>> picture = layout_picture(columns, "w")
+        >>> picture.title, [cell.title for cell in picture.rows[0][0].cells][:2]
+        ("'w' (8, 6) float32", ['[0:2, 0:6] ranks 0, 4', '[2:4, 0:6] ranks 1, 5'])
+    """
+    if not columns.keys:
+        return Picture("no tensors", ())
+    if key is None and len(columns.keys) > 1:
+        return _overview(columns, RANKS, "rank")
+    key = checked_key(columns.keys, columns.keys[0] if key is None else key)
+    return _tensor_picture(columns, key, RANKS)
+
+
+def shard_picture(shard: ShardedTensor) -> Picture:
+    """Return the picture of where one shard lies in its global tensor.
+
+    Examples:
+        >>> import torch
+        >>> shard = ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3), (0, 1, 2))
+        >>> [cell.title for cell in shard_picture(shard).rows[0][0].cells]
+        ['[0:2, 0:3] on other ranks', '[2:4, 0:3] this shard']
+    """
+    # A replica alone would be a hole: here only its place matters.
+    columns = shard_columns([replace(shard, replica_id=0, data=None)])
+    this = Holders(lambda _: "this shard", lambda _: ("this shard", "shard"), ELSEWHERE)
+    return _tensor_picture(columns, shard.key, this, with_gaps=False)
+
+
+def stored_picture(stored: StoredLayout) -> Picture:
+    """Return the picture of which file holds which part of stored tensors.
+
+    Args:
+        stored: of one tensor, or of several, of which the largest are drawn.
+
+    Examples:
+        >>> import torch
+        >>> columns = shard_columns([ShardedTensor.from_rank_offsets("w", torch.zeros(4, 3))])
+        >>> [cell.title for cell in stored_picture(StoredLayout(columns, ("a.bin",))).rows[0][0].cells]
+        ['[0:4, 0:3] a.bin']
+    """
+    names, keys = stored.files, stored.columns.keys
+
+    def words(files: Column) -> str:
+        shown = ", ".join(names[file] for file in files[:2].tolist())
+        return shown if files.size < 3 else f"{shown}, ... ({files.size} files)"
+
+    def labels(files: Column) -> tuple[str, ...]:
+        last = names[int(files[0])].rpartition("/")[2]
+        return (last, f"file {files[0]}", f"{files[0]}") if files.size == 1 else (f"{files.size} files",)
+
+    if not keys:
+        return Picture("no tensors", ())
+    holders = Holders(words, labels, Entry("hole", "stored in no file", "!"))
+    one = len(keys) == 1
+    picture = _tensor_picture(stored.columns, keys[0], holders) if one else _overview(stored.columns, holders, "file")
+    return replace(picture, rows=(*picture.rows, (_file_bars(stored),)))
+
+
+def _file_bars(stored: StoredLayout) -> Bars:
+    columns = stored.columns
+    held = np.zeros(len(stored.files), dtype=np.int64)
+    np.add.at(held, columns.rank, columns.elements * columns.item_size[columns.key])
+    used = np.flatnonzero(held).tolist()
+    folders = {stored.files[file].rpartition("/")[0] for file in used}
+    # A folder that all of them are in is said once.
+    folder = f"{folders.pop()}/" if len(folders) == 1 and "" not in folders else ""
+    bars = tuple(
+        Bar(stored.files[file].removeprefix(folder), int(held[file]), size_text(int(held[file])))
+        for file in used[:_MOST_FILES]
+    )
+    more = f"and {plural(len(used) - _MOST_FILES, 'more file')}" if len(used) > _MOST_FILES else ""
+    return Bars(f"bytes in each file{folder and f' of {folder}'}", bars, more)
+
+
+def checked_key(keys: Sequence[str], key: object) -> str:
+    """Return a key that is there.
+
+    Raises:
+        KeyMismatch: it isn't.
+    """
+    if isinstance(key, str) and key in keys:
+        return key
+    near = near_names([key], keys) if isinstance(key, str) else {}
+    fix = f"Did you mean {near[str(key)]!r}?" if near else "Name one of the tensors' keys."
+    raise KeyMismatch(error_text("draw: no such tensor", found=repr(key)[:200], fix=fix))
+
+
+def _tensor_picture(columns: ShardColumns, key: str, holders: Holders, *, with_gaps: bool = True) -> Picture:
+    number = columns.keys.index(key)
+    kind, title = columns.kinds[number], f"{key!r} {columns.kinds[number]}"
+    sheets = tensor_sheets(columns, key, most=MOST_REGIONS, with_gaps=with_gaps)
+    if not sheets:
+        return Picture(title, (), ("It has no elements.",))
+    # Slices share what a picture may have.
+    if len(sheets) > 1:
+        sheets = tensor_sheets(columns, key, most=MOST_REGIONS // len(sheets), with_gaps=with_gaps)
+    tones = tones_of(sheets)
+    caption = _cut(columns, number) if holders is RANKS and len(sheets) == 1 else ""
+    planes = tuple(plane_of(sheet, tones, holders, caption=caption) for sheet in sheets)
+    rows = tuple(planes[place : place + 4] for place in range(0, len(planes), 4))
+    whole = [axis for axis in range(len(kind.global_shape)) if axis in sheets[0].fixed and len(sheets) == 1]
+    notes = [f"Axis {axis}, of {kind.global_shape[axis]:,}, isn't cut." for axis in whole]
+    return Picture(title, rows, (*notes, *notes_on(sheets)), faults_legend(planes))
+
+
+def _overview(columns: ShardColumns, holders: Holders, noun: str) -> Picture:
+    """Return the picture of several tensors, each small."""
+    keys = list(keys_in_order(columns))
+    shown = keys[:_MOST_TENSORS]
+    sheets = {key: tensor_sheets(columns, key, most=MOST_REGIONS // _MOST_TENSORS)[:1] for key in shown}
+    # One numbering for all, so that a rank has one tone.
+    tones = tones_of(list(chain.from_iterable(sheets.values())))
+    planes = []
+    for key, found in sheets.items():
+        number = columns.keys.index(key)
+        heading = f"{key!r} {columns.kinds[number]}"
+        planes += [plane_of(sheet, tones, holders, heading=heading, caption=_cut(columns, number)) for sheet in found]
+    rows = tuple(tuple(planes[place : place + 3]) for place in range(0, len(planes), 3))
+    left = len(keys) - len(shown)
+    notes = (f"And {plural(left, 'tensor')} more: name one to see it.",) if left else ()
+    held_by = plural(int(np.unique(columns.rank).size), noun)
+    title = f"{plural(len(keys), 'tensor')} {'in' if noun == 'file' else 'on'} {held_by}, {size_text(_held(columns))}"
+    return Picture(title, rows, notes, faults_legend(planes))
+
+
+def _held(columns: ShardColumns) -> int:
+    return int((columns.elements * columns.item_size[columns.key]).sum())
+
+
+def _cut(columns: ShardColumns, number: int) -> str:
+    """Return how a tensor is cut, in a few words: its pieces, and the copies of each."""
+    own = select_rows(columns, np.flatnonzero(columns.key == number))
+    rows = np.column_stack([own.offset, own.shape, own.start, own.stop])[own.elements > 0]
+    _, copies = np.unique(rows, axis=0, return_counts=True)
+    if not copies.size:
+        return ""
+    least, most = int(copies.min()), int(copies.max())
+    times = "" if most == 1 else f", {least} copies of each" if least == most else f", {least} to {most} copies of each"
+    pieces = plural(copies.size, "piece").replace(str(copies.size), f"{copies.size:,}", 1)
+    return f"{pieces}{times}"
+
+
+def tree_picture(columns: ShardColumns) -> Picture:
+    """Return the picture of one rank's tree: its largest tensors, each with the place of its shards.
+
+    Examples:
+        >>> import torch
+        >>> halves = [ShardedTensor.from_rank_offsets(key, torch.zeros(2, 3), (0, 1, 2)) for key in "ab"]
+        >>> picture = tree_picture(shard_columns(halves))
+        >>> picture.title, len(picture.rows[0])
+        ("one rank's 2 tensors, 48 B", 2)
+    """
+    keys = [columns.keys[number] for number in np.argsort(-_bytes_by_key(columns), kind="stable").tolist()]
+    this = Holders(lambda _: "held here", lambda _: ("held here", "here"), ELSEWHERE)
+    mine = replace(columns, main=np.ones(len(columns), dtype=np.bool_), rank=np.zeros(len(columns), dtype=np.int64))
+    planes: list[Plane] = []
+    for key in keys[:_MOST_TENSORS]:
+        sheets = tensor_sheets(mine, key, most=MOST_REGIONS // _MOST_TENSORS, with_gaps=False)[:1]
+        heading = f"{key!r} {columns.kinds[columns.keys.index(key)]}"
+        planes += [plane_of(sheet, tones_of(sheets), this, heading=heading) for sheet in sheets]
+    rows = tuple(tuple(planes[place : place + 3]) for place in range(0, len(planes), 3))
+    left = len(keys) - _MOST_TENSORS
+    notes = (f"And {plural(left, 'tensor')} more: name one to see it.",) if left > 0 else ()
+    title = f"one rank's {plural(len(keys), 'tensor')}, {size_text(_held(columns))}"
+    return Picture(title, rows, notes, faults_legend(planes))
+
+
+def _bytes_by_key(columns: ShardColumns) -> Column:
+    total = np.zeros(len(columns.keys), dtype=np.int64)
+    np.add.at(total, columns.key, columns.elements * columns.item_size[columns.key])
+    return total

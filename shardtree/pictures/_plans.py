@@ -1,0 +1,155 @@
+"""Pictures of plans: who sends how much to whom, beside the bound; a tensor's layouts before and after; steps."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+
+from ..errors import plural
+from ..geometry import Column
+from ..layouts import ShardColumns
+from ..plans import ReshardPlan, Schedule, size_text
+from ._labels import rank_words
+from ._layouts import checked_key
+from ._picture import TONES, Bar, Bars, Cell, Entry, Picture, Plane
+from ._tensors import RANKS, Sheet, faults_legend, plane_of, tensor_sheets, tones_of
+
+_MOST_RANKS = 16
+"""Rows and columns of a heat map; of more ranks, several share one."""
+_MOST_REGIONS = 64
+_MOST_STEPS = 24
+
+
+def plan_picture(plan: ReshardPlan, key: str | None = None) -> Picture:
+    """Return the picture of a plan: a tensor's layout before and after, who sends how much to whom, and the bound.
+
+    Args:
+        plan: what moves.
+        key: the tensor whose layouts are shown; by default, that of which most moves.
+
+    Raises:
+        KeyMismatch: the target has no such tensor.
+
+    Examples:
+        >>> from shardtree.layouts import Mesh, P, abstract, shard
+        >>> from shardtree.plans import plan_reshard
+        >>> import torch
+        >>> rows = shard({"w": torch.zeros(4, 4)}, Mesh(dp=2), P("dp"))
+        >>> plan = plan_reshard(rows, abstract({"w": torch.zeros(4, 4)}, Mesh(tp=2), P(None, "tp")))
+        >>> (before, after), (links, totals) = plan_picture(plan).rows
+        >>> [cell.title for cell in links.cells]
+        ['rank 0 keeps 16 B', 'rank 0 to rank 1: 16 B', 'rank 1 to rank 0: 16 B', 'rank 1 keeps 16 B']
+    """
+    moved, least = plan.bytes_moved, plan.lower_bound
+    counts = f"{plural(len(plan.target.keys), 'tensor')} on {plural(len(plan.ranks), 'rank')}"
+    title = f"{counts}: {size_text(moved)} move, at least {size_text(least)} must"
+    kept = plan.bytes_kept
+    totals = Bars(
+        "bytes",
+        (
+            Bar("move", moved, size_text(moved), "h6", f"{moved:,} bytes go from one rank to another"),
+            Bar("must move", least, size_text(least), "h3", f"no plan moves fewer than {least:,} bytes"),
+            Bar("stay", kept, size_text(kept), "kept", f"{kept:,} bytes stay on their rank"),
+        ),
+    )
+    legend = (Entry("kept", "stays on its rank"),)
+    links = (_links(plan), totals)
+    if not plan.target.keys:
+        return Picture(title, (links,), (), legend)
+    chosen = _most_moved(plan) if key is None else checked_key(plan.target.keys, key)
+    layouts = _layouts(plan, chosen)
+    return Picture(title, (layouts, links), (), (*legend, *faults_legend(layouts)), is_step=True)
+
+
+def _most_moved(plan: ReshardPlan) -> str:
+    total = np.zeros(len(plan.target.keys), dtype=np.int64)
+    moves = plan.transfers.from_rank != plan.transfers.to_rank
+    np.add.at(total, plan.transfers.key[moves], plan.transfers.nbytes[moves])
+    return plan.target.keys[int(total.argmax())]
+
+
+def _layouts(plan: ReshardPlan, key: str) -> tuple[Plane, ...]:
+    """Return a tensor before and after, with one tone for each rank on both sides."""
+    sides = [_side(columns, key) for columns in (plan.source, plan.target)]
+    tones = tones_of([sheet for side in sides for sheet in side])
+    kind = plan.target.kinds[plan.target.keys.index(key)]
+    headings = (f"{key!r} {kind}, before", "after")
+    return tuple(
+        plane_of(sheet, tones, RANKS, heading=heading)
+        for heading, side in zip(headings, sides, strict=True)
+        for sheet in side[:1]
+    )
+
+
+def _side(columns: ShardColumns, key: str) -> list[Sheet]:
+    return tensor_sheets(columns, key, most=_MOST_REGIONS) if key in columns.keys else []
+
+
+def _links(plan: ReshardPlan) -> Plane:
+    """Return the heat map of who sends how much to whom; ranks that share a row are consecutive."""
+    ranks = np.array(plan.ranks, dtype=np.int64)
+    groups = _groups(ranks.size)
+    moves = plan.transfers
+    edges = np.linspace(0, ranks.size, groups + 1).round().astype(np.int64)
+    band = np.repeat(np.arange(groups), np.diff(edges))
+    rows, columns = (band[np.searchsorted(ranks, column)] for column in (moves.from_rank, moves.to_rank))
+    sent, stays = np.zeros((groups, groups), dtype=np.int64), np.zeros(groups, dtype=np.int64)
+    goes = moves.from_rank != moves.to_rank
+    np.add.at(sent, (rows[goes], columns[goes]), moves.nbytes[goes])
+    np.add.at(stays, columns[~goes], moves.nbytes[~goes])
+    names = [ranks[low:high] for low, high in itertools.pairwise(edges)]
+    cells = _heat_cells(sent, stays, names)
+    labels = tuple(rank_words(each).removeprefix("ranks ").removeprefix("rank ") for each in names)
+    merged = f", in groups of {ranks.size // groups}" if groups < ranks.size else ""
+    return Plane(f"who sends to whom{merged}", cells, groups, groups, 1.0, "to rank", "from rank", labels, labels)
+
+
+def _groups(ranks: int) -> int:
+    """Return into how many groups to put ranks, equal ones if that is near."""
+    if ranks <= _MOST_RANKS:
+        return max(ranks, 1)
+    return next((count for count in range(_MOST_RANKS, _MOST_RANKS // 2, -1) if ranks % count == 0), _MOST_RANKS)
+
+
+def _heat_cells(sent: Column, stays: Column, names: list[Column]) -> tuple[Cell, ...]:
+    most, count, cells = int(sent.max(initial=0)), len(names), []
+    for row, column in np.argwhere((sent > 0) | ((np.eye(count) > 0) & (stays > 0))).tolist():
+        amount, whom = int(sent[row, column]), rank_words(names[row])
+        parts = [f"{whom} to {rank_words(names[column])}: {size_text(amount)}"] if amount else []
+        if row == column and stays[row]:
+            verb = "keeps" if names[row].size == 1 else "keep"
+            parts.append(
+                f"{whom} {verb} {size_text(int(stays[row]))}" if not parts else f"{size_text(int(stays[row]))} stay"
+            )
+        tone = f"h{-(-amount * TONES // most)}" if amount else "kept"
+        place = (column / count, row / count, (column + 1) / count, (row + 1) / count)
+        label, mark = (size_text(amount), str(-(-amount * 9 // most))) if amount else ("", "=")
+        cells.append(Cell(*place, tone, "; ".join(parts), (label, label.replace(" ", "")) if label else (), mark))
+    return tuple(cells)
+
+
+def schedule_picture(schedule: Schedule) -> Picture:
+    """Return the picture of a schedule: how much moves in each step, and how much the fullest rank sends and gets.
+
+    Examples:
+        >>> from shardtree.mapping import ShardedTensor
+        >>> from shardtree.plans import plan_reshard
+        >>> import torch
+        >>> whole = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(5))}
+        >>> schedule = plan_reshard({0: whole}, {1: whole}).schedule(max_bytes_in_flight=12)
+        >>> [bar.title for bar in schedule_picture(schedule).rows[0][0].bars]
+        ['step 0 moves 12 B', 'step 1 moves 8 B']
+    """
+    moved = np.zeros(schedule.steps, dtype=np.int64)
+    np.add.at(moved, schedule.step, schedule.nbytes)
+    shown = moved[:_MOST_STEPS].tolist()
+    bars = tuple(
+        Bar(f"step {step}", amount, size_text(amount), "h6", f"step {step} moves {size_text(amount)}")
+        for step, amount in enumerate(shown)
+    )
+    left = schedule.steps - len(shown)
+    total, most = size_text(int(moved.sum())), size_text(schedule.max_bytes_in_flight)
+    title = f"{plural(schedule.steps, 'step')}: {total} move, of a rank at most {most} at once"
+    notes = (f"And {plural(left, 'step')} more.",) if left > 0 else ()
+    return Picture(title, ((Bars("bytes that move", bars),),) if bars else (), notes)

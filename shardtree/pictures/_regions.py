@@ -1,0 +1,158 @@
+"""Regions: a plane of boxes cut into rectangles of one set of boxes each; small ones are merged with neighbours."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..geometry import Column, distinct
+
+MOST_BANDS = 48
+"""More rows or columns than this can't be told apart: they are merged."""
+_MERGED_BANDS, _MERGED_SQUARE = 32, 10
+"""Into how many they are merged, at most: along one axis, and along both, where cells are smaller."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Region:
+    """A rectangle of a plane.
+
+    Attributes:
+        rows: its first band from above, and one past its last.
+        columns: its first band from the left, and one past its last.
+        boxes: the numbers of all boxes that have elements in it, ascending, int64 (boxes,).
+    """
+
+    rows: tuple[int, int]
+    columns: tuple[int, int]
+    boxes: Column
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Regions:
+    """A plane in regions that don't overlap and leave nothing out.
+
+    Attributes:
+        row_edges: where bands begin and end, int64 (bands + 1,).
+        column_edges: likewise.
+        regions: row by row.
+        is_merged: whether some have several boxes beside each other.
+    """
+
+    row_edges: Column
+    column_edges: Column
+    regions: tuple[Region, ...]
+    is_merged: bool
+
+    def place(self, region: Region) -> tuple[slice, slice]:
+        """Return which elements a region has, along both axes."""
+        (top, bottom), (left, right) = region.rows, region.columns
+        row, column = self.row_edges.tolist(), self.column_edges.tolist()
+        return slice(row[top], row[bottom]), slice(column[left], column[right])
+
+
+def regions_of(begin: Column, end: Column, extent: tuple[int, int], kept: Column, most: int) -> Regions:
+    """Return a plane's regions: as the boxes cut it, or coarser where there would be too many.
+
+    Args:
+        begin: of the boxes, int64 (boxes, 2).
+        end: of the boxes, int64 (boxes, 2).
+        extent: of the plane, in elements; at least 1 along both axes.
+        kept: places that stay edges in a coarse plane, by corner and axis, int64 (places, 2).
+        most: how many regions there may be, about.
+
+    Examples:
+        >>> halves = np.array([[0, 0], [2, 0]]), np.array([[2, 3], [4, 3]])
+        >>> found = regions_of(*halves, (4, 3), np.zeros((0, 2), int), 100)
+        >>> [(found.place(each), each.boxes.tolist()) for each in found.regions]
+        [((slice(0, 2, None), slice(0, 3, None)), [0]), ((slice(2, 4, None), slice(0, 3, None)), [1])]
+    """
+    exact = [
+        distinct(np.clip(np.concatenate([begin[:, axis], end[:, axis], [0, extent[axis]]]), 0, extent[axis]))
+        for axis in (0, 1)
+    ]
+    bands = _bands(exact[0].size - 1, exact[1].size - 1, most)
+    rows, columns = (
+        places if count == places.size - 1 else _coarser(places, count, kept[:, axis])
+        for axis, (places, count) in enumerate(zip(exact, bands, strict=True))
+    )
+    spans = np.stack(
+        [
+            np.searchsorted(rows, begin[:, 0], side="right") - 1,
+            np.searchsorted(rows, end[:, 0], side="left"),
+            np.searchsorted(columns, begin[:, 1], side="right") - 1,
+            np.searchsorted(columns, end[:, 1], side="left"),
+        ]
+    )
+    found = []
+    for top, bottom, left, right in _rectangles(_names_of_sets(spans, rows.size - 1, columns.size - 1)):
+        is_here = (spans[0] < bottom) & (spans[1] > top) & (spans[2] < right) & (spans[3] > left)
+        found.append(Region((top, bottom), (left, right), np.flatnonzero(is_here)))
+    return Regions(rows, columns, tuple(found), bands != (exact[0].size - 1, exact[1].size - 1))
+
+
+def _bands(rows: int, columns: int, most: int) -> tuple[int, int]:
+    """Return into how many bands to cut both axes."""
+    if rows <= MOST_BANDS and columns <= MOST_BANDS and rows * columns <= most:
+        return rows, columns
+    # A long axis of few others gets more bands than one of two long axes.
+    limit = max(min(int(most**0.5), _MERGED_SQUARE), most // max(min(rows, columns), 1))
+    return _merged(rows, min(limit, _MERGED_BANDS)), _merged(columns, min(limit, _MERGED_BANDS))
+
+
+def _merged(count: int, most: int) -> int:
+    """Return how many groups to make of so many, equal ones if that is near."""
+    if count <= most:
+        return count
+    return next((groups for groups in range(most, most // 2, -1) if count % groups == 0), most)
+
+
+def _coarser(places: Column, count: int, kept: Column) -> Column:
+    """Return some of the places, evenly chosen, and those that are kept."""
+    chosen = places[np.linspace(0, places.size - 1, count + 1).round().astype(np.int64)]
+    return distinct(np.concatenate([chosen, np.clip(kept[:MOST_BANDS], 0, places[-1])]))
+
+
+def _names_of_sets(spans: Column, rows: int, columns: int) -> np.ndarray:
+    """Return a number for each cell, equal where the same boxes have elements in it, uint64 (rows, columns)."""
+    # Sums of random numbers, taken at the corners: lists of boxes for each cell would be far larger.
+    weight = np.random.Generator(np.random.PCG64(0)).integers(1, 2**63, size=spans.shape[1], dtype=np.uint64)
+    total = np.zeros((rows + 1, columns + 1), dtype=np.uint64)
+    for row, column, sign in ((0, 2, 1), (1, 2, -1), (0, 3, -1), (1, 3, 1)):
+        np.add.at(total, (spans[row], spans[column]), weight if sign > 0 else np.uint64(0) - weight)
+    return total.cumsum(axis=0, dtype=np.uint64).cumsum(axis=1, dtype=np.uint64)[:-1, :-1]
+
+
+def _rectangles(names: np.ndarray) -> list[tuple[int, int, int, int]]:
+    """Return the rectangles of equal cells: runs of a row, merged with equal runs below them."""
+    open_runs: dict[tuple[int, int], list[int]] = {}
+    done: list[tuple[int, int, int, int]] = []
+    for row, line in enumerate(names.tolist()):
+        starts = [0, *(place for place in range(1, len(line)) if line[place] != line[place - 1]), len(line)]
+        runs = {(left, right): line[left] for left, right in itertools.pairwise(starts)}
+        for span in [span for span, (_, name) in open_runs.items() if runs.get(span) != name]:
+            done.append((open_runs.pop(span)[0], row, *span))
+        for span, name in runs.items():
+            open_runs.setdefault(span, [row, name])
+    done += [(top, len(names), *span) for span, (top, _) in open_runs.items()]
+    return sorted(done, key=lambda each: (each[0], each[2]))
+
+
+def places(edges: Column, least: float) -> tuple[float, ...]:
+    """Return where edges are drawn, from 0 to 1: to scale, but that no band is thinner than it can be seen.
+
+    Args:
+        edges: ascending, int64 (bands + 1,).
+        least: the thinnest band, as a fraction of all.
+
+    Examples:
+        >>> places(np.array([0, 50, 100]), 0.1), [round(each, 3) for each in places(np.array([0, 1, 1000]), 0.1)]
+        ((0.0, 0.5, 1.0), [0.0, 0.091, 1.0])
+    """
+    lengths = np.diff(edges).astype(np.float64)
+    if not lengths.size or not lengths.sum():
+        return (0.0, 1.0)
+    shares = np.maximum(lengths / lengths.sum(), min(least, 0.5 / lengths.size))
+    return (0.0, *(np.cumsum(shares)[:-1] / shares.sum()).tolist(), 1.0)

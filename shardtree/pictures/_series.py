@@ -1,0 +1,85 @@
+"""Pictures of series: steps over time, with what was measured of them, and which of them stay."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from math import isfinite
+
+from ..errors import plural, printable
+from ..retention import Choose, SavedStep
+from ._picture import Entry, Line, Moment, Picture
+
+_MOST = 200
+
+
+def series_picture(steps: Sequence[SavedStep], policy: Choose | None = None) -> Picture:
+    """Return the picture of a series' steps, by number; with a policy, of which stay and which go.
+
+    Args:
+        steps: the listing.
+        policy: which to keep; None for all.
+
+    Examples:
+        >>> from shardtree.retention import keep_last
+        >>> steps = [SavedStep(number, metrics={"loss": 1 / number}) for number in (100, 200, 300)]
+        >>> (line,) = series_picture(steps, keep_last(1)).rows[0]
+        >>> [(moment.name, moment.tone) for moment in line.moments]
+        [('100', 'goes'), ('200', 'goes'), ('300', 't0')]
+    """
+    kept = {step.number for step in steps} if policy is None else set(policy(steps))
+    kept |= {step.number for step in steps if step.pinned}
+    if not steps:
+        return Picture("no steps yet", ())
+    # All that stay are drawn, and of the others, as many as can be told apart.
+    going = [step for step in steps if step.number not in kept]
+    thin = max(1, -(-len(going) // _MOST))
+    dropped = {step.number for place, step in enumerate(going) if place % thin}
+    shown = [step for step in steps if step.number not in dropped][-5 * _MOST :]
+    metric = next((name for step in reversed(shown) for name in sorted(step.metrics)), None)
+    low, high = shown[0].number, max(shown[-1].number, shown[0].number + 1)
+    heights = _heights([step.metrics.get(metric) if metric else None for step in shown])
+    moments = tuple(
+        Moment(
+            (step.number - low) / (high - low),
+            str(step.number),
+            height,
+            "t0" if step.number in kept else "goes",
+            _said(step, stays=step.number in kept),
+            step.pinned,
+        )
+        for step, height in zip(shown, heights, strict=True)
+    )
+    known = [step.metrics[metric] for step in shown if metric in step.metrics] if metric else []
+    finite = [value for value in known if isfinite(value)]
+    measure = f"{printable(metric or '')}: {min(finite):.3g} to {max(finite):.3g}" if finite else ""
+    left = len(steps) - len(kept)
+    counts = plural(len(steps), "step") + (f", {left} of them {'goes' if left == 1 else 'go'}" if left else "")
+    notes = (
+        (f"{plural(len(steps) - len(shown), 'step')} that can't be told apart aren't drawn.",)
+        if len(shown) < len(steps)
+        else ()
+    )
+    legend = (Entry("t0", "stays", "o"), Entry("goes", "goes", "x")) if left else ()
+    pinned = (Entry("pinned", "pinned", "*"),) if any(step.pinned for step in shown) else ()
+    return Picture(
+        f"{counts}, {low:,} to {shown[-1].number:,}", ((Line("", moments, measure),),), notes, (*legend, *pinned)
+    )
+
+
+def _heights(values: Sequence[float | None]) -> list[float | None]:
+    known = [value for value in values if value is not None and isfinite(value)]
+    if not known:
+        return [None] * len(values)
+    low, span = min(known), max(known) - min(known)
+    return [None if value is None or not isfinite(value) else (value - low) / span if span else 0.5 for value in values]
+
+
+def _said(step: SavedStep, *, stays: bool) -> str:
+    try:
+        when = [f"saved {datetime.fromtimestamp(step.time, UTC):%Y-%m-%d %H:%M:%S} UTC"] if step.time else []
+    except (ValueError, OverflowError, OSError):
+        when = []
+    measured = [f"{printable(name)} {value:.4g}" for name, value in sorted(step.metrics.items())]
+    fate = [] if stays else ["goes"]
+    return f"step {step.number}: " + ", ".join([*when, *measured, *(["pinned"] if step.pinned else []), *fate])

@@ -1,0 +1,304 @@
+"""Tensors: planes of a global tensor, cut as its shards or stored chunks cut it, in slices where it has more axes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice, pairwise, product
+
+import numpy as np
+
+from ..geometry import Column, distinct
+from ..layouts import (
+    Faults,
+    ShardColumns,
+    TensorKind,
+    place_text,
+    select_faults,
+    select_rows,
+    shard_boxes,
+    sharding_faults,
+)
+from ._labels import rank_labels, rank_words
+from ._picture import TONES, Cell, Entry, Plane
+from ._regions import Region, Regions, places, regions_of
+
+_MOST_SLICES = 8
+_DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
+HOLE = Entry("hole", "held by no main replica", "!")
+OVERLAP = Entry("overlap", "held by more than one main replica", "X")
+ELSEWHERE = Entry("none", "on other ranks", ".")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Holders:
+    """How those who hold pieces are named: ranks, or files.
+
+    Attributes:
+        words: names some, on hover.
+        labels: what may be written into their cell, the longest first.
+        absent: what a cell is that none holds.
+    """
+
+    words: Callable[[Column], str]
+    labels: Callable[[Column], tuple[str, ...]]
+    absent: Entry = HOLE
+
+
+RANKS = Holders(rank_words, rank_labels)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sheet:
+    """A plane before its regions have tones: those depend on all planes of a picture.
+
+    Attributes:
+        heading: of the plane.
+        kind: of the tensor.
+        axes: the drawn ones, rows and columns; None for the rows of what has one axis.
+        fixed: the elements along the other axes.
+        regions: of the plane.
+        holders: of each region, ascending, int64.
+        lead: of each region, its first main holder; -1 where none holds it.
+        faults: of each region, "hole", "overlap" or empty.
+    """
+
+    heading: str
+    kind: TensorKind
+    axes: tuple[int | None, int]
+    fixed: dict[int, slice]
+    regions: Regions
+    holders: tuple[Column, ...]
+    lead: tuple[int, ...]
+    faults: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Pieces:
+    """Different boxes of one tensor, with who holds them.
+
+    Attributes:
+        begin: int64 (boxes, axes).
+        end: int64 (boxes, axes).
+        holders: of each box, ascending.
+        lead: of each box, its first main holder, or its first one.
+        faults: begins and ends of boxes that aren't held once, and whether they are held twice.
+    """
+
+    begin: Column
+    end: Column
+    holders: list[Column]
+    lead: list[int]
+    faults: tuple[Column, Column, np.ndarray]
+
+
+def tensor_sheets(columns: ShardColumns, key: str, *, most: int, with_gaps: bool = True) -> list[Sheet]:
+    """Return the planes of one tensor, and none if it has no elements.
+
+    Args:
+        columns: all shards, or those of one rank.
+        key: the tensor's.
+        most: how many regions a plane may have, about.
+        with_gaps: whether what isn't held is a fault.
+    """
+    number = columns.keys.index(key)
+    kind, own = columns.kinds[number], select_rows(columns, np.flatnonzero(columns.key == number))
+    whole = kind.global_shape or (1,)
+    if not all(whole):
+        return []
+    pieces = _pieces(own, number, len(whole), with_gaps=with_gaps)
+    rows, column, sliced = _drawn_axes(pieces, whole)
+    others = {axis: slice(0, length) for axis, length in enumerate(whole) if axis not in (rows, column, *sliced)}
+    cuts = [distinct(np.concatenate([pieces.begin[:, a], pieces.end[:, a], [0, whole[a]]])).tolist() for a in sliced]
+    spans = [list(map(slice, cut, cut[1:])) for cut in cuts]
+    chosen = [dict(zip(sliced, each, strict=True)) for each in islice(product(*spans), _MOST_SLICES)]
+    return [_sheet(pieces, kind, (rows, column), others | fixed, fixed, most) for fixed in chosen]
+
+
+MERGED = "Pieces too small to be told apart share a cell, which names all that hold them."
+
+
+def notes_on(sheets: Sequence[Sheet]) -> tuple[str, ...]:
+    """Return what isn't seen on some planes of one tensor."""
+    merged = (MERGED,) if any(sheet.regions.is_merged for sheet in sheets) else ()
+    hidden = (f"The first {_MOST_SLICES} slices alone; others may be cut otherwise.",)
+    return (*merged, *(hidden if len(sheets) == _MOST_SLICES else ()))
+
+
+def _pieces(own: ShardColumns, number: int, axes: int, *, with_gaps: bool) -> _Pieces:
+    boxes = shard_boxes(own.offset, own.shape, own.start, own.stop)
+    rows = np.flatnonzero((boxes.shape > 0).all(axis=1))
+    shard, offset, shape = boxes.shard[rows], boxes.offset[rows, -axes:], boxes.shape[rows, -axes:]
+    unique, inverse = np.unique(np.concatenate([offset, offset + shape], axis=1), axis=0, return_inverse=True)
+    order = np.lexsort((own.rank[shard], ~own.main[shard], inverse.ravel()))
+    starts = np.searchsorted(inverse.ravel()[order], np.arange(len(unique) + 1))
+    of_box = [own.rank[shard[order[low:high]]] for low, high in pairwise(starts)]
+    faults = sharding_faults(select_rows(own, np.flatnonzero(own.main)))
+    wanted = (faults.key == number) & (faults.doubled | with_gaps)
+    return _Pieces(
+        unique[:, :axes],
+        unique[:, axes:],
+        [np.unique(ranks) for ranks in of_box],
+        [int(ranks[0]) for ranks in of_box],
+        _fault_boxes(select_faults(faults, np.flatnonzero(wanted)), axes),
+    )
+
+
+def _fault_boxes(faults: Faults, axes: int) -> tuple[Column, Column, np.ndarray]:
+    boxes = shard_boxes(faults.offset, faults.shape, faults.start, faults.stop)
+    begin = boxes.offset[:, -axes:]
+    return begin, begin + boxes.shape[:, -axes:], faults.doubled[boxes.shard]
+
+
+def _drawn_axes(pieces: _Pieces, whole: tuple[int, ...]) -> tuple[int | None, int, tuple[int, ...]]:
+    """Return the axes of a plane's rows and columns, and those along which there is a plane for each interval."""
+    begin, end, _ = pieces.faults
+    lows, highs = np.concatenate([pieces.begin, begin]), np.concatenate([pieces.end, end])
+    is_cut = ((lows > 0) | (highs < np.array(whole))).any(axis=0)
+    cut = np.flatnonzero(is_cut).tolist()
+    if len(whole) == 1:
+        return None, 0, ()
+    if len(cut) >= 2:
+        return cut[-2], cut[-1], tuple(cut[:-2])
+    one = cut[0] if cut else len(whole) - 2
+    other = len(whole) - 1 if one < len(whole) - 1 else one - 1
+    return min(one, other), max(one, other), ()
+
+
+def _sheet(
+    pieces: _Pieces,
+    kind: TensorKind,
+    axes: tuple[int | None, int],
+    fixed: dict[int, slice],
+    shown: dict[int, slice],
+    most: int,
+) -> Sheet:
+    """Return the plane of two axes at one place of all others."""
+    bad_begin, bad_end, doubled = pieces.faults
+    here, bad = (_meeting(begin, end, fixed) for begin, end in ((pieces.begin, pieces.end), (bad_begin, bad_end)))
+    begin, end = (_on_plane(column[here], axes, fill) for column, fill in ((pieces.begin, 0), (pieces.end, 1)))
+    low, high = (_on_plane(column[bad], axes, fill) for column, fill in ((bad_begin, 0), (bad_end, 1)))
+    whole = kind.global_shape or (1,)
+    extent = (1 if axes[0] is None else whole[axes[0]], whole[axes[1]])
+    # Faults are among the boxes that cut the plane: the thinnest hole has a region of its own.
+    both = np.concatenate([begin, low]), np.concatenate([end, high])
+    found = regions_of(*both, extent, np.concatenate([low, high]), most)
+    holders, lead, faults = [], [], []
+    for region in found.regions:
+        numbers, wrong = region.boxes[region.boxes < len(here)], region.boxes[region.boxes >= len(here)] - len(here)
+        mine = here[numbers].tolist()
+        names = [pieces.holders[each] for each in mine]
+        holders.append(np.unique(np.concatenate(names)) if names else np.zeros(0, dtype=np.int64))
+        lead.append(min((pieces.lead[each] for each in mine), default=-1))
+        faults.append("" if not wrong.size else "overlap" if doubled[bad[wrong]].all() else "hole")
+    heading = ", ".join(f"[{span.start}:{span.stop}] of axis {axis}" for axis, span in shown.items())
+    return Sheet(heading, kind, axes, fixed, found, tuple(holders), tuple(lead), tuple(faults))
+
+
+def _meeting(begin: Column, end: Column, fixed: dict[int, slice]) -> Column:
+    meets = np.ones(len(begin), dtype=np.bool_)
+    for axis, span in fixed.items():
+        meets &= (begin[:, axis] < span.stop) & (end[:, axis] > span.start)
+    return np.flatnonzero(meets)
+
+
+def _on_plane(column: Column, axes: tuple[int | None, int], fill: int) -> Column:
+    rows = np.full(len(column), fill) if axes[0] is None else column[:, axes[0]]
+    return np.stack([rows, column[:, axes[1]]], axis=1)
+
+
+# Planes of sheets, once it is known which tone whose regions have.
+
+
+def tones_of(sheets: Sequence[Sheet]) -> dict[int, str]:
+    """Return the tone of each holder that comes first in a region; consecutive ones differ."""
+    leads = sorted({lead for sheet in sheets for lead in sheet.lead if lead >= 0})
+    return {lead: f"t{number % TONES}" for number, lead in enumerate(leads)}
+
+
+def plane_of(sheet: Sheet, tones: dict[int, str], holders: Holders, *, heading: str = "", caption: str = "") -> Plane:
+    """Return a sheet as a plane.
+
+    Args:
+        sheet: of the tensor.
+        tones: of holders.
+        holders: how they are named.
+        heading: before the sheet's own.
+        caption: below the plane.
+    """
+    found = sheet.regions
+    across, down = places(found.column_edges, 0.012), places(found.row_edges, 0.02)
+    cells = tuple(
+        Cell(
+            across[region.columns[0]],
+            down[region.rows[0]],
+            across[region.columns[1]],
+            down[region.rows[1]],
+            *_looks(sheet, number, region, tones, holders),
+        )
+        for number, region in enumerate(found.regions)
+    )
+    rows, columns = found.row_edges.size - 1, found.column_edges.size - 1
+    heading = ", ".join(filter(None, [heading, sheet.heading]))
+    named = (
+        None if axis is None else f"axis {axis}: {(sheet.kind.global_shape or (1,))[axis]:,}" for axis in sheet.axes
+    )
+    down_name, across_name = named
+    return Plane(heading, cells, columns, rows, _aspect(sheet), across_name or "", down_name or "", caption=caption)
+
+
+def _aspect(sheet: Sheet) -> float:
+    """Return the height of a plane, as a multiple of its width: of a long matrix, it isn't to scale."""
+    if sheet.axes[0] is None:
+        return 0.14
+    rows, columns = (int(edges[-1]) for edges in (sheet.regions.row_edges, sheet.regions.column_edges))
+    return float(min(max((rows / columns) ** 0.5, 0.5), 1.0))
+
+
+def _looks(
+    sheet: Sheet, number: int, region: Region, tones: dict[int, str], holders: Holders
+) -> tuple[str, str, tuple[str, ...], str]:
+    """Return a region's tone, title, labels and mark."""
+    place = place_text(_box(sheet, region))
+    ranks, lead, fault = sheet.holders[number], sheet.lead[number], sheet.faults[number]
+    words = holders.words(ranks) if ranks.size else ""
+    if fault == "overlap":
+        return "overlap", f"{place} {OVERLAP.text}: {words}", (f"twice: {words}", "twice"), OVERLAP.mark
+    if fault:
+        # Others may hold it as a replica of a main one that isn't there.
+        labels = ("no main replica", "no main") if words else ("held by none", "none")
+        return "hole", f"{place} {holders.absent.text}{words and ': '}{words}", labels, HOLE.mark
+    if lead < 0:
+        return holders.absent.tone, f"{place} {holders.absent.text}", (), holders.absent.mark
+    return tones[lead], f"{place} {words}", holders.labels(ranks), digit(lead)
+
+
+def digit(holder: int) -> str:
+    """Return the character that a holder's cells are filled with in text.
+
+    Examples:
+        >>> digit(3), digit(35), digit(36), digit(-1)
+        ('3', 'z', '0', '.')
+    """
+    return _DIGITS[holder % len(_DIGITS)] if holder >= 0 else "."
+
+
+def _box(sheet: Sheet, region: Region) -> tuple[slice, ...]:
+    """Return a region's place in the global tensor."""
+    rows, columns = sheet.regions.place(region)
+    spans = sheet.fixed | {sheet.axes[1]: columns} | ({} if sheet.axes[0] is None else {sheet.axes[0]: rows})
+    return tuple(spans[axis] for axis in range(len(sheet.kind.global_shape or (1,))))
+
+
+def faults_legend(planes: Sequence[Plane]) -> tuple[Entry, ...]:
+    """Return what the tones of faults mean, for those that occur."""
+    seen = {cell.tone for plane in planes for cell in plane.cells}
+    return tuple(entry for entry in (HOLE, OVERLAP, ELSEWHERE) if entry.tone in seen)
+
+
+def keys_in_order(columns: ShardColumns) -> Iterator[str]:
+    """Yield keys: tensors with faults first, then the largest."""
+    faulty = set(np.unique(sharding_faults(select_rows(columns, np.flatnonzero(columns.main))).key).tolist())
+    size = [np.prod(kind.global_shape, dtype=np.float64) for kind in columns.kinds]
+    order = sorted(range(len(size)), key=lambda number: (number not in faulty, -size[number], number))
+    yield from (columns.keys[number] for number in order)

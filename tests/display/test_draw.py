@@ -1,0 +1,107 @@
+"""draw: what it takes, how it prints and shows itself, and what it writes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardtree as st
+from shardtree.errors import KeyMismatch, MetadataError, TreeError
+from shardtree.layouts import layout_of, tree_columns
+from shardtree.pictures import Picture
+from shardtree.retention import SavedStep, keep_last
+
+MODEL = {"w": torch.arange(48.0).reshape(8, 6), "b": torch.arange(6.0)}
+MESH = st.Mesh(tp=2)
+TREES = st.shard(MODEL, MESH, st.P("tp"))
+HELD = st.ShardedTensor.from_rank_offsets("w", torch.zeros(4, 2))
+PLAN = st.plan_reshard(TREES, st.abstract(MODEL, st.Mesh(dp=2), st.P(None)))
+SERIES = st.CheckpointSeries(st.storage.MemoryStorage())
+
+
+@pytest.fixture(scope="module")
+def opened() -> Any:
+    folder = st.storage.MemoryStorage()
+    st.simulate(2, lambda world: st.save(TREES[world.rank], folder, world=world))
+    return st.open_checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "title"),
+    [
+        ((TREES,), "2 tensors on 2 ranks"),
+        ((dict(enumerate(TREES)), "w"), "'w' (8, 6) float32"),
+        ((tree_columns(TREES), "b"), "'b' (6,) float32"),
+        ((TREES[0],), "one rank's 2 tensors"),
+        ((TREES[1]["w"],), "'w' (8, 6) float32"),
+        ((MESH,), "Mesh(tp=2)"),
+        ((MESH, st.P("tp")), "Mesh(tp=2), cut by PartitionSpec('tp')"),
+        ((st.lenses.transposed(), HELD), "'w' (4, 2): held and stored"),
+        ((st.lenses.transposed(), [HELD, HELD]), "'w' (4, 2): held and stored"),
+        ((st.lenses.as_factory(HELD, st.lenses.transposed()),), "'w' (4, 2): held and stored"),
+        ((PLAN, "w"), "2 tensors on 2 ranks: 216 B move, at least 216 B must"),
+        ((PLAN.schedule(),), "1 step: 216 B move"),
+        (([SavedStep(1), SavedStep(2)], keep_last(1)), "2 steps, 1 of them goes"),
+        ((SERIES,), "no steps yet"),
+        ((Picture("mine", ()),), "mine"),
+    ],
+    ids=lambda each: each if isinstance(each, str) else "",
+)
+def test_each_kind_is_drawn(arguments: tuple[Any, ...], title: str) -> None:
+    drawing = st.draw(*arguments)
+    assert drawing.picture.title.startswith(title)
+    assert str(drawing) == repr(drawing) and repr(drawing).startswith(title)
+    assert drawing._repr_svg_() == drawing._repr_html_() == drawing.svg()
+
+
+def test_a_stored_tensor_shows_its_files_and_reads_no_element(opened: Any) -> None:
+    for drawing in (st.draw(opened, "w"), st.draw(opened["w"])):
+        (plane,), (files,) = drawing.picture.rows
+        assert [cell.title.split("/")[-1] for cell in plane.cells] == [f"{n:05}-of-00002.safetensors" for n in (0, 1)]
+        assert sum(bar.amount for bar in files.bars) == MODEL["w"].nbytes
+    assert st.draw(opened).picture.title == "2 tensors in 2 files, 216 B"
+
+
+def test_a_stored_tensor_that_was_changed_is_a_shard(opened: Any) -> None:
+    half = opened["w"].narrow(0, 0, 4)[0]
+    assert st.draw(replace(HELD, data=None)).picture.title == "'w' (4, 2) float32"
+    (cell,) = st.draw(half).picture.rows[0][0].cells
+    assert cell.title == "[0:4, 0:6] this shard"
+
+
+@pytest.mark.parametrize("value", [3, None, "w", object()])
+def test_what_has_no_picture_is_an_error(value: Any) -> None:
+    with pytest.raises(TreeError, match="there is no picture of this"):
+        st.draw(value)
+
+
+def test_a_misspelt_key_is_told_with_a_guess(opened: Any) -> None:
+    layout = layout_of({"decoder.weight": torch.zeros(2)}, MESH, st.P("tp"))
+    with pytest.raises(KeyMismatch, match=r"Did you mean 'decoder\.weight'"):
+        st.draw(layout, "decoder.wieght")
+    with pytest.raises(KeyMismatch, match="no such tensor in the checkpoint"):
+        st.draw(opened, "x")
+
+
+@pytest.mark.parametrize(("name", "begins"), [("x.svg", "<svg"), ("x.HTML", "<!doctype html>"), ("x.txt", "'w'")])
+def test_a_drawing_is_saved_in_the_form_that_its_name_ends_in(name: str, begins: str, tmp_path: Path) -> None:
+    drawing = st.draw(TREES, "w")
+    drawing.save(tmp_path / name)
+    drawing.save(str(tmp_path / name))
+    assert (tmp_path / name).read_text().startswith(begins)
+
+
+def test_an_unknown_ending_is_an_error_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(MetadataError, match=r"found 'x\.png', expected \.svg, \.html, \.txt"):
+        st.draw(MESH).save(tmp_path / "x.png")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_name_alone_is_in_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    st.draw(MESH).save("mesh.svg")
+    assert Path("mesh.svg").read_text() == st.draw(MESH).svg()
