@@ -21,8 +21,7 @@ from ..errors import (
     render_path,
 )
 from ..trees import HOLE, Record
-from . import _arrays, _containers, _scalars
-from ._containers import decode_fields
+from . import _arrays, _values
 from ._dtypes import check_storable
 from ._header import Entry, decode_header, encode_header
 from ._json import parse_json
@@ -45,7 +44,7 @@ from ._nodes import (
 
 # Encoding.
 
-_ENCODERS: dict[type, Encoder] = {**_scalars.ENCODERS, **_containers.ENCODERS, **_arrays.ENCODERS}
+_ENCODERS: dict[type, Encoder] = {**_values.ENCODERS, **_arrays.ENCODERS}
 
 
 def encode_tree(tree: Any, *, allow_pickle: bool = False) -> bytes:
@@ -164,8 +163,7 @@ def _too_deep(path: TreePath, parents: tuple[Any, ...]) -> TreeError:
 # Decoding, of bytes that may be hostile.
 
 _DECODERS: dict[str, Decoder] = {
-    **_scalars.DECODERS,
-    **_containers.DECODERS,
+    **_values.DECODERS,
     **_arrays.DECODERS,
     "hole": ((), lambda fields, child, take: HOLE),
 }
@@ -275,7 +273,7 @@ def _fields(node: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _record(fields: dict[str, Any], child: Child, reader: _Reader) -> Any:
-    record = Record(exactly(str, child(fields["type"])), decode_fields(fields["fields"], child))
+    record = Record(exactly(str, child(fields["type"])), _values.decode_fields(fields["fields"], child))
     cls = reader.types.get(record.type_name)
     return record if cls is None else instance_of(record, cls)
 

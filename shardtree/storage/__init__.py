@@ -12,7 +12,16 @@ from ._blocks import (
     hashed_beside,
     in_parts,
 )
-from ._buffers import STAGED_BYTES, DeviceCopies, copies_of, is_in_place, tensor_buffers
+from ._buffers import (
+    STAGED_BYTES,
+    DeviceCopies,
+    HostMemory,
+    copies_of,
+    empty_tensor,
+    host_memory,
+    is_in_place,
+    tensor_buffers,
+)
 from ._capabilities import Conditional, Entry, Listing, Ranged, read_if_there
 from ._checked import ReadReport, StoredFile, Verify
 from ._cost import fetch_cost, ranged_cost
@@ -30,7 +39,6 @@ from ._folders import (
     takes_late_requests,
 )
 from ._fsspec import FsspecStorage, fsspec_storage
-from ._host_memory import HostMemory, empty_tensor, host_memory
 from ._listed import Listed, listed, prefetch, settle
 from ._local import LocalStorage
 from ._memory import BytesReader, MemoryStorage

@@ -88,7 +88,7 @@ from .index import (
     stored_fingerprints,
     write_file,
 )
-from .index._mapping import PairItems, PairValues
+from .index._rows import PairItems, PairValues
 
 __all__ = [
     "PROTOCOLS",

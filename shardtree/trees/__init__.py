@@ -24,9 +24,8 @@ from ._join import Record, common_with_holes, comparable, is_hollow, join, left_
 from ._key_patterns import check_stars, checked_keys, fill_key, key_expression, match_key, match_keys, stars
 from ._maps import flatten_with_paths, leaves_with_paths, map_data, map_shards, path_key, shard_leaves
 from ._nested import flat, nested
-from ._nodes import HOLE, NAMESPACE, Hole, call_at, namedtuple_types
+from ._nodes import HOLE, NAMESPACE, Hole, call_at, namedtuple_types, register_nodes, with_data
 from ._partition import combine, extract_nonpersistent, extract_sharded, merge, partition, prune, select
-from ._registry import register_nodes, with_data
 from ._unbox import rebox, unbox
 
 register_nodes()

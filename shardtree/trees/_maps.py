@@ -9,8 +9,7 @@ import optree
 
 from ..errors import TreeError, TreePath, error_text, plural
 from ..mapping import ShardedBase, ShardedTensor, ShardedTensorFactory
-from ._nodes import SameTree, Tree, call_on_leaves, check_function, flatten
-from ._registry import with_data
+from ._nodes import SameTree, Tree, call_on_leaves, check_function, flatten, with_data
 
 # Maps.
 

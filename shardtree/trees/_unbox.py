@@ -14,8 +14,19 @@ from ..errors import ShapeError, TreeError, TreePath, error_text, render_path
 from ..lazy import LazyTensor
 from ..mapping import LocalNonpersistentObject, ShardedBase, ShardedObject
 from ._maps import leaves_with_paths
-from ._nodes import HOLE, Tree, depth_error, describe, entries, is_sequence, like, map_sharing, same_kind
-from ._registry import described_kind, with_data
+from ._nodes import (
+    HOLE,
+    Tree,
+    depth_error,
+    describe,
+    described_kind,
+    entries,
+    is_sequence,
+    like,
+    map_sharing,
+    same_kind,
+    with_data,
+)
 
 _BOXES: Final = (ShardedBase, LocalNonpersistentObject)
 _TENSORS: Final = (torch.Tensor, LazyTensor)

@@ -1,11 +1,10 @@
 """Ranks and their collectives: one process, simulated ranks, or the ranks of torch.distributed; and phases."""
 
-from ._current import current_world, one_process
-from ._distributed import distributed
+from ._distributed import current_world, distributed
 from ._phases import agree, gather, on_one_rank, on_rank_zero, share, step
 from ._processes import run_processes
 from ._simulated import simulate
-from ._world import World
+from ._world import World, one_process
 
 __all__ = [
     "World",

@@ -1,11 +1,11 @@
-"""The interface through which ranks communicate."""
+"""The interface through which ranks communicate, and the world of one process."""
 
 from __future__ import annotations
 
 import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -190,3 +190,43 @@ def unpack(what: str, data: bytes | bytearray | memoryview) -> Any:
                 fix="Import its class on every rank, and run the same code on all of them.",
             )
         ) from error
+
+
+# The world of one process.
+
+
+class OneProcess(World):
+    """A world of one rank, where every collective is the identity."""
+
+    __slots__ = ()
+
+    def all_gather(self, value: T) -> list[T]:
+        return [value]
+
+    def broadcast(self, value: T, root: int = 0) -> T:
+        check_rank(self, "broadcast", root)
+        return value
+
+    def barrier(self) -> None:
+        pass
+
+    def all_to_all(self, values: Sequence[T]) -> list[T]:
+        check_one_each(self, values)
+        return list(values)
+
+    def send(self, value: Any, to: int) -> NoReturn:
+        raise WorldError(error_text(f"send(to={to}): a world of one has no other rank"))
+
+    def recv(self, source: int) -> NoReturn:
+        raise WorldError(error_text(f"recv(source={source}): a world of one has no other rank"))
+
+
+def one_process() -> World:
+    """Return the world of one rank.
+
+    Examples:
+        >>> world = one_process()
+        >>> world.rank, world.size, world.all_gather("here")
+        (0, 1, ['here'])
+    """
+    return OneProcess(0, 1, DEFAULT_TIMEOUT)

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as draw
 
 import shardtree as st
-from shardtree.storage import MemoryStorage, Storage, _host_memory
+from shardtree.storage import MemoryStorage, Storage, _buffers
 from shardtree.strategies import StrategyAction, default_strategies, safetensors
 from shardtree.testing import WatchedStorage
 from shardtree.world import World
@@ -620,7 +620,7 @@ def test_a_first_save_after_warming_up_takes_no_new_memory(monkeypatch: pytest.M
     }
     queue = st.AsyncCallsQueue()
     queue.warm_up(tree)
-    monkeypatch.setattr(_host_memory, "empty_tensor", None)  # a call would raise
+    monkeypatch.setattr(_buffers, "empty_tensor", None)  # a call would raise
     del tree["empty"]
     queue.schedule_async_request(st.save(tree, MemoryStorage(), async_sharded_save=True))
     queue.close()

@@ -123,8 +123,8 @@ def test_any_number_is_refused_or_sound(places):
 def test_the_law_catches_shapes_that_nobody_checks(monkeypatch):
     index = changed(SMALL, [("key_shape", SMALL.key_shape.size - 1, -1)])
     check_refused_or_sound(sure, index)
-    monkeypatch.setattr(_problems, "_keys", lambda _: None)
-    monkeypatch.setattr(_problems, "_places", lambda _: None)
+    monkeypatch.setattr(_file, "_keys", lambda _: None)
+    monkeypatch.setattr(_file, "_places", lambda _: None)
     with pytest.raises(CheckpointingException):
         check_refused_or_sound(sure, index)
 

@@ -15,7 +15,7 @@ import torch
 from ...errors import CheckpointingException, CorruptCheckpoint, UnsafeFile, error_text
 from .._header import MAX_INT
 from .._nodes import exactly
-from .._scalars import device_of
+from .._values import device_of
 from ..pickles import Constructor, read_pickle
 from ._classes import NAMED, constructors
 from ._records import Archive, open_archive, slices

@@ -1,6 +1,5 @@
 """The index: what is in a checkpoint and where, in columns. Formats fill it; loads plan on it."""
 
-from ._build import ObjectRow, build_index, without_prefix
 from ._columns import (
     COLUMNS,
     OPTIONAL_COLUMNS,
@@ -18,18 +17,29 @@ from ._columns import (
     whole_shards,
 )
 from ._damage import bounding_box, file_contents, files_damage, regions_between
-from ._file import blocks_problem, decode_index, encode_index, index_name, read_index
+from ._file import (
+    ObjectRow,
+    blocks_problem,
+    build_index,
+    decode_index,
+    encode_index,
+    index_name,
+    index_problem,
+    read_index,
+    shared_bytes_problem,
+)
 from ._load import explain_from_index, load_from_index, plan_shards, planned_cost, read_planned
-from ._mapping import IndexMetadata, stored_fingerprints
-from ._problems import index_problem, shared_bytes_problem
 from ._rows import (
+    IndexMetadata,
     ReadIndex,
     list_files,
     objects_from_index,
     remove_sharded,
     rows_from_index,
     rows_of_saves,
+    stored_fingerprints,
     verify_index,
+    without_prefix,
 )
 from ._save import (
     RankFiles,

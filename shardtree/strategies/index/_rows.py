@@ -1,18 +1,21 @@
-"""The rows that follow from an index of which box lies where: loads, metadata, explain and verify."""
+"""The rows that follow from an index of which box lies where: loads, metadata, explain, verify and removal."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, ItemsView, Iterator, Mapping, Sequence, ValuesView
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from itertools import chain
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from ...codec import decode_tree
 from ...errors import CheckpointingException, CorruptCheckpoint
+from ...geometry import Column
+from ...layouts import TensorKind
 from ...mapping import ShardedObject, ShardedTensor
 from ...plans import Prospect, Runs, runs_plan
 from ...storage import ReadReport, Storage
@@ -22,12 +25,134 @@ from .._findings import Damage, Finding
 from .._metadata import read_metadata, replace_metadata, write_checked
 from .._save_folders import is_save_file
 from .._values import Checkpoint
-from ._build import without_prefix
-from ._columns import Index, find_texts, texts
+from ._columns import Index, find_texts, kinds_at, text_columns, texts, whole_shard, whole_shards
 from ._damage import files_damage
 from ._file import encode_index, index_name, read_index
 from ._load import explain_from_index, load_from_index, planned_cost, read_planned
-from ._mapping import IndexMetadata
+
+# What is stored, as a mapping whose values are made when they are asked for. Its views make many together, which is
+# faster than each by its key.
+
+Value = TypeVar("Value")
+
+
+class PairItems(ItemsView[str, Value]):
+    """The `items()` of such a mapping.
+
+    Args:
+        mapping: whose pairs they are.
+        pairs: yields all of them, in the mapping's order.
+    """
+
+    __slots__ = ("_pairs",)
+
+    def __init__(self, mapping: Mapping[str, Value], pairs: Callable[[], Iterator[tuple[str, Value]]]) -> None:
+        super().__init__(mapping)
+        self._pairs = pairs
+
+    def __iter__(self) -> Iterator[tuple[str, Value]]:
+        return self._pairs()
+
+
+class PairValues(ValuesView[Value]):
+    """The `values()` of such a mapping.
+
+    Args:
+        mapping: whose values they are.
+        pairs: yields all of its pairs, in its order.
+    """
+
+    __slots__ = ("_pairs",)
+
+    def __init__(self, mapping: Mapping[str, Value], pairs: Callable[[], Iterator[tuple[str, Value]]]) -> None:
+        super().__init__(mapping)
+        self._pairs = pairs
+
+    def __iter__(self) -> Iterator[Value]:
+        return (value for _, value in self._pairs())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class IndexMetadata(Mapping[str, ShardedTensor | ShardedObject]):
+    """Stored tensors by key and objects by unique key, whole and without data; made when asked for."""
+
+    index: Index
+
+    def __getitem__(self, key: str) -> ShardedTensor | ShardedObject:
+        """Return the tensor of a key, or the object of a unique key."""
+        index = self.index
+        (number,) = find_texts(index.key_text, index.key_start, [key])
+        if number >= 0:
+            return whole_shard(index, number, key)
+        (number,) = find_texts(index.object_text, index.object_start, [key])
+        if number < 0:
+            raise KeyError(key)
+        return ShardedObject.empty_from_unique_key(key)
+
+    def __contains__(self, key: object) -> bool:
+        """Return whether a tensor has that key, or an object that unique key."""
+        index = self.index
+        # By bisection in the columns: making a shard to see whether it exists would take much longer.
+        tables = ((index.key_text, index.key_start), (index.object_text, index.object_start))
+        return isinstance(key, str) and any(find_texts(*table, [key])[0] >= 0 for table in tables)
+
+    def __iter__(self) -> Iterator[str]:
+        """Return the tensors' keys, sorted, then the objects' unique keys, sorted."""
+        yield from texts(self.index.key_text, self.index.key_start)
+        yield from texts(self.index.object_text, self.index.object_start)
+
+    def __len__(self) -> int:
+        """Return how many tensors and objects there are."""
+        return self.index.key_axes.size + self.index.object_file.size
+
+    def items(self) -> ItemsView[str, ShardedTensor | ShardedObject]:
+        """Return all tensors and objects with their names, made a few at a time."""
+        return PairItems(self, self.pairs)
+
+    def values(self) -> ValuesView[ShardedTensor | ShardedObject]:
+        """Return all tensors and objects, made a few at a time."""
+        return PairValues(self, self.pairs)
+
+    def pairs(self) -> Iterator[tuple[str, ShardedTensor | ShardedObject]]:
+        """Yield each name with its tensor or object, in order."""
+        names = texts(self.index.object_text, self.index.object_start)
+        tensors = ((shard.key, shard) for shard in whole_shards(self.index))
+        return chain(tensors, ((name, ShardedObject.empty_from_unique_key(name)) for name in names))
+
+    def kinds(self, keys: Sequence[str]) -> dict[str, TensorKind]:
+        """Return the kind of each tensor, by key, of those that are stored."""
+        numbers = find_texts(self.index.key_text, self.index.key_start, keys)
+        stored = {key: number for key, number in zip(keys, numbers, strict=True) if number >= 0}
+        return dict(zip(stored, kinds_at(self.index, list(stored.values())), strict=True))
+
+    def shard_keys(self) -> set[str]:
+        """Return the keys of all tensors and objects."""
+        return {*texts(self.index.key_text, self.index.key_start), *self.object_keys()}
+
+    def object_keys(self) -> set[str]:
+        """Return the keys of all objects."""
+        return {_key_of(name) for name in texts(self.index.object_text, self.index.object_start)}
+
+    def objects(self, keys: Collection[str]) -> list[ShardedObject]:
+        """Return all cells of the arrays of objects with the given keys."""
+        names = texts(self.index.object_text, self.index.object_start)
+        return [ShardedObject.empty_from_unique_key(name) for name in names if _key_of(name) in keys]
+
+
+def _key_of(unique_key: str) -> str:
+    return unique_key.rpartition("/shard_")[0]
+
+
+def stored_fingerprints(metadata: object) -> dict[str, int]:
+    """Return the fingerprints in a checkpoint's metadata, by key; {} if the save stored none."""
+    if not isinstance(metadata, IndexMetadata) or metadata.index.x_fingerprint is None:
+        return {}
+    index = metadata.index
+    return dict(zip(texts(index.key_text, index.key_start), metadata.index.x_fingerprint.tolist(), strict=True))
+
+
+# The rows
+
 
 ReadIndex = Callable[[Checkpoint], Index]
 """Returns the index of a checkpoint; raises CorruptCheckpoint if that can't be read."""
@@ -183,3 +308,66 @@ def list_files(checkpoint: Checkpoint) -> tuple[str, ...]:
     folder = checkpoint.fields.get("save_id")
     names = checkpoint.storage.names(folder) if isinstance(folder, str) and folder else ()
     return tuple(name for name in (f"{folder}/{last}" for last in names) if is_save_file(name))
+
+
+# An index without some of its tensors and objects, and without the files that become unused
+
+Rows = np.ndarray[tuple[int], np.dtype[np.bool_]]
+
+
+def without_prefix(index: Index, key_prefix: str) -> Index:
+    """Return the index without the tensors and objects of a key prefix, and their files; itself if there are none."""
+    keys = texts(index.key_text, index.key_start)
+    objects = texts(index.object_text, index.object_start)
+    keep_key = np.array([not key.startswith(key_prefix) for key in keys], dtype=np.bool_)
+    keep_object = np.array([not key.startswith(key_prefix) for key in objects], dtype=np.bool_)
+    if keep_key.all() and keep_object.all():
+        return index
+    keep_chunk = keep_key[index.chunk_key]
+    kept_keys, key_start = text_columns([key for key, keep in zip(keys, keep_key, strict=True) if keep])
+    kept_objects, object_start = text_columns([key for key, keep in zip(objects, keep_object, strict=True) if keep])
+    kept = (
+        _chosen(index, "key_", keep_key) | _chosen(index, "chunk_", keep_chunk) | _chosen(index, "object_", keep_object)
+    )
+    texts_of: dict[str, Any] = {
+        "key_text": kept_keys,
+        "key_start": key_start,
+        "object_text": kept_objects,
+        "object_start": object_start,
+    }
+    thinner = replace(index, **(kept | texts_of))
+    fingerprints = None if index.x_fingerprint is None else index.x_fingerprint[keep_key]
+    renumbered = _renumbered(keep_key)[thinner.chunk_key]
+    return _without_unused_files(replace(thinner, chunk_key=renumbered, x_fingerprint=fingerprints))
+
+
+def _chosen(index: Index, group: str, rows: Rows) -> dict[str, Any]:
+    names = [name for name in Index.__slots__ if name.startswith(group) and name not in _TEXTS]
+    return {name: getattr(index, name)[rows] for name in names}
+
+
+_TEXTS = {"key_text", "key_start", "object_text", "object_start"}
+
+
+def _without_unused_files(index: Index) -> Index:
+    used = np.zeros(index.file_length.size, dtype=np.bool_)
+    used[index.chunk_file] = True
+    used[index.object_file] = True
+    names = texts(index.file_text, index.file_start)
+    text, start = text_columns([name for name, keep in zip(names, used, strict=True) if keep])
+    blocks = np.diff(index.file_block)
+    number = _renumbered(used)
+    return replace(
+        index,
+        chunk_file=number[index.chunk_file],
+        object_file=number[index.object_file],
+        file_text=text,
+        file_start=start,
+        file_length=index.file_length[used],
+        file_block=np.concatenate([[0], np.cumsum(blocks[used])]).astype(np.int64),
+        block_hash=index.block_hash[np.repeat(used, blocks)],
+    )
+
+
+def _renumbered(keep: Rows) -> Column:
+    return np.cumsum(keep, dtype=np.int64) - 1

@@ -31,9 +31,8 @@ from ...storage import (
 from .._checks import check_objects_written, checked_data
 from .._save_folders import remove_orphaned, remove_unless_committed
 from .._values import AsyncRequest, Fields, PendingSave
-from ._build import build_index
 from ._columns import Index
-from ._file import write_index
+from ._file import build_index, write_index
 
 logger = logging.getLogger("shardtree")
 
