@@ -341,7 +341,9 @@ def look(directory: Directory, world: World, options: LoadOptions, strategies: S
         CorruptCheckpoint: metadata.json isn't what was written.
         StrategyError: there is no such way to verify.
     """
-    storage = step("load: find the folder", partial(find, directory, options))
+    with step("load: find the folder"):
+        storage = find(directory, options)
     if world.rank != 0:
         return Checkpoint(storage, {}, world, options)
-    return step("load: open", partial(open_at, storage, world, options, strategies))
+    with step("load: open"):
+        return open_at(storage, world, options, strategies)

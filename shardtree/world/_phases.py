@@ -5,7 +5,7 @@ collective for one that has failed. A phase must not run inside another one, and
 collective, which a rank that fails earlier would skip.
 
 Steps without effects that other ranks see can share one collective: a phase then lists them, in order, and its function
-calls `step` for each. A failure in a step is reported as if the step had been a phase of its own.
+does each inside of a `step`. A failure in a step is reported as if the step had been a phase of its own.
 """
 
 from __future__ import annotations
@@ -41,19 +41,20 @@ class _Outcome:
 _STEP = "_shardtree_step"
 
 
-def step(phase: str, fn: Callable[[], T]) -> T:
-    """Return what fn returns; if it fails, the enclosing phase reports this step as the place.
+class step:  # noqa: N801  as `contextlib.suppress` is: one writes `with step(...)`
+    """Mark what is done inside as a step of the enclosing phase, which reports a failure as one of this step.
 
     Args:
         phase: what is being done, one of the `steps` of the enclosing phase.
-        fn: as for `agree`.
 
     Examples:
         >>> from shardtree.errors import RemoteError
         >>> from shardtree.world import agree, simulate, step
         >>> def halve(rank):
-        ...     ten = step("divide", lambda: 10 // rank)
-        ...     return step("subtract", lambda: ten - 5)
+        ...     with step("divide"):
+        ...         ten = 10 // rank
+        ...     with step("subtract"):
+        ...         return ten - 5
         >>> try:
         ...     simulate(2, lambda world: agree(world, "count", lambda: halve(world.rank), steps=["divide"]))
         ... except RemoteError as error:
@@ -61,11 +62,19 @@ def step(phase: str, fn: Callable[[], T]) -> T:
         divide: failed on 1 rank
           rank 0: ZeroDivisionError: integer division or modulo by zero
     """
-    try:
-        return fn()
-    except BaseException as error:
-        error.__dict__[_STEP] = phase  # not setattr: an exception that is a frozen dataclass refuses that
-        raise
+
+    # No `contextmanager`: that sets an attribute of the exception, and one that is a frozen dataclass refuses it.
+    __slots__ = ("phase",)
+
+    def __init__(self, phase: str) -> None:
+        self.phase = phase
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is not None:
+            error.__dict__[_STEP] = self.phase  # not setattr, for the same reason
 
 
 def agree(world: World, phase: str, fn: Callable[[], T], *, steps: Sequence[str] = ()) -> T:

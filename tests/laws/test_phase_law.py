@@ -26,14 +26,16 @@ from tests.options import load_keywords
 
 PACKAGE = Path(shardtree.__file__).parent
 RANKS = 3
-NAMES = {"agree", "gather", "on_one_rank", "on_rank_zero", "share", "step"}
+NAMES = {"agree", "gather", "on_one_rank", "on_rank_zero", "share"}
+STEPS = {"step", "run"}
 
 
 def phases_in(source: str) -> Iterator[str]:
     """Yield the names of the phases that a module runs."""
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in NAMES:
-            name = node.args[ast.unparse(node.func) != "step"]
+        function = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+        if isinstance(node, ast.Call) and function in NAMES | STEPS:
+            name = node.args[function in NAMES]  # after the world
             literals = [name.body, name.orelse] if isinstance(name, ast.IfExp) else [name]
             for each in literals:
                 assert isinstance(each, ast.Constant), f"line {node.lineno}: write a phase's name as a literal"
@@ -130,9 +132,8 @@ SCENARIOS = [
     "fingerprint",
     "fingerprint of files",
 ]
-RUNNERS = {
-    inspect.unwrap(function).__code__ for function in (agree, share, step, on_rank_zero, _phases._run_and_broadcast)
-}
+RUNNERS = {inspect.unwrap(function).__code__ for function in (agree, share, on_rank_zero, _phases._run_and_broadcast)}
+ENTER = inspect.unwrap(step.__enter__).__code__
 
 
 def is_world(frame: FrameType) -> bool:
@@ -153,10 +154,24 @@ def at_each_phase(visit: Where) -> Iterator[None]:
 
     def trace(frame: FrameType, event: str, _: Any) -> None:
         caller = frame.f_back
-        if event != "call" or caller is None or caller.f_code not in RUNNERS:
+        if event != "call" or caller is None:
             return
-        if not is_world(frame):
-            visit(caller.f_locals["phase"], int(threading.current_thread().name.split()[1]))
+        if frame.f_code is ENTER:
+            while is_world(caller) and caller.f_back is not None:  # what type checks wrap around it
+                caller = caller.f_back
+            caller.f_trace = inside(frame.f_locals["self"].phase)
+        elif caller.f_code in RUNNERS and not is_world(frame):
+            visit(caller.f_locals["phase"], rank())
+
+    def inside(phase: str) -> Callable[[FrameType, str, Any], None]:
+        def first_line(frame: FrameType, event: str, _: Any) -> None:
+            frame.f_trace = None
+            visit(phase, rank())
+
+        return first_line
+
+    def rank() -> int:
+        return int(threading.current_thread().name.split()[1])
 
     threading.settrace(trace)
     try:

@@ -13,7 +13,7 @@ from hypothesis import strategies as some
 import shardtree as st
 from shardtree.errors import CheckpointingException, UnsupportedValue
 from shardtree.storage import MemoryStorage
-from shardtree.strategies.index import IndexMetadata, _columns, _problems, index_problem, text_columns
+from shardtree.strategies.index import IndexMetadata, _columns, _file, index_problem, text_columns
 
 DTYPES = [torch.int8, torch.float32, torch.bfloat16]
 KEYS = [f"layers.{number:03d}.µ" for number in range(150)]

@@ -192,7 +192,8 @@ def in_steps(world: World, fault: str | None, agreed: Callable[..., Any] = agree
 
     def work() -> None:
         for name in STEPS:
-            step(name, partial(fail_at, name))
+            with step(name):
+                fail_at(name)
 
     try:
         agreed(world, "all of it", work, steps=STEPS)
@@ -233,13 +234,13 @@ class Frozen(Exception):
 
 
 def test_a_step_can_fail_by_an_exception_that_takes_no_attribute() -> None:
-    def work() -> None:
-        raise Frozen("cold")
+    def work(rank: int) -> None:
+        with step("look"):
+            if rank:
+                raise Frozen("cold")
 
     with pytest.raises(RemoteError, match="look: failed on 1 rank"):
-        simulate(
-            2, lambda world: agree(world, "all of it", partial(step, "look", work if world.rank else int), steps=STEPS)
-        )
+        simulate(2, lambda world: agree(world, "all of it", partial(work, world.rank), steps=STEPS))
 
 
 def test_others_get_what_is_told_and_a_rank_keeps_its_own() -> None:

@@ -179,10 +179,11 @@ def test_only_ranks_that_failed_in_the_step_that_is_reported_count(faults: list[
         name, kind = faults[world.rank]
 
         def fail() -> None:
-            raise MAKERS[kind](name)
+            with step(name):
+                raise MAKERS[kind](name)
 
         with pytest.raises(RemoteError) as caught:
-            agree(world, "all of it", lambda: step(name, fail), steps=STEPS)
+            agree(world, "all of it", fail, steps=STEPS)
         return caught.value
 
     assert [type(error) for error in simulate(len(faults), run)] == [expected_class(counted)] * len(faults)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -31,8 +31,6 @@ from ._strict import (
     parse_strict,
 )
 from ._targets import Target, take_apart, usable_device
-
-T = TypeVar("T")
 
 Choices = tuple[Choice, Choice, Strategies | None]
 """What the caller named as strategies for the shards and the common state, and the dispatch table."""
@@ -138,8 +136,10 @@ def ask(world: World, directory: Directory, request: LoadRequest) -> tuple[Local
 
     def alone() -> LocalLoad:
         checkpoint = look(directory, world, request.options, request.choices[2])
-        mode, device = step("load: options", lambda: (parse_strict(request.strict), usable_device(request.device)))
-        target, known = step("load: prepare", partial(matched_target, request, world.rank, world.size))
+        with step("load: options"):
+            mode, device = parse_strict(request.strict), usable_device(request.device)
+        with step("load: prepare"):
+            target, known = matched_target(request, world.rank, world.size)
         described = describe(target.tensors, target.objects, world.rank, known=known) if request.describes else None
         return LocalLoad(checkpoint, mode, device, target, known, described)
 
@@ -201,29 +201,33 @@ def check(
     descriptions = [description for _, description in messages if description is not None]
     if descriptions:
         # As for a save: a rank that forgot a tensor or an object should learn of it before it goes on without.
-        together = partial(check_together, "load", descriptions, local.known, tiling=request.validate)
-        step("load: check integrity", together)
+        with step("load: check integrity"):
+            check_together("load", descriptions, local.known, tiling=request.validate)
     common_of = cache(partial(stored_common, checkpoint, request.choices))
 
     def fit(target: Target) -> tuple[Kinds, ObjectsFit]:
-        rules = request.options.object_rules
-        fitting = partial(check_target, checkpoint, target, sharded, strategies, cast=request.cast, rules=rules)
-        return fitting(left_out=unexpected, common_of=common_of)
+        return check_target(
+            checkpoint,
+            target,
+            sharded,
+            strategies,
+            cast=request.cast,
+            rules=request.options.object_rules,
+            left_out=unexpected,
+            common_of=common_of,
+        )
 
     keys = Keys(local.mode, missing, unexpected, lambda: stored_keys(listing(checkpoint, request.choices)))
     if logs_keys(local.mode):
-        step("load: strict", lambda: log_keys(missing, named_unexpected(keys, local.target, common_of)))
+        with step("load: strict"):
+            log_keys(missing, named_unexpected(keys, local.target, common_of))
     unused: tuple[Kinds, ObjectsFit] = ({}, ObjectsFit())
-    target, fitted, common, lost = check_rank(_or_raise, request.tree, local.target, keys, fit, common_of, unused)
+    target, fitted, common, lost = check_rank(step, request.tree, local.target, keys, fit, common_of, unused)
     if logs_keys(local.mode):
         log_left_out(lost)
     how = (request.donate, request.options.exchange, *fitted, local.known, local.device)
     reading = Reading(checkpoint, sharded, strategies, *how)
     return CheckedLoad(target, common, reading, destination_of(reading, target.leaves), lost)
-
-
-def _or_raise(check: Callable[[], T], otherwise: T) -> T:
-    return check()
 
 
 def listing(checkpoint: Checkpoint, choices: Choices) -> Metadata:

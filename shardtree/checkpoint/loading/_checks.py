@@ -6,9 +6,9 @@ None is collective. Each returns what the next one needs, or raises what `load` 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -37,7 +37,6 @@ from ...strategies import (
 )
 from ...strategies.index import IndexMetadata
 from ...trees import HOLE, join, leaves_with_paths, left_out, path_key, refuse_too_deep
-from ...world import step
 from .._dispatch import Choice, backend_of, common_backend, sharded_backend
 from .._open import Metadata, stored_kinds
 from ._strict import StrictHandling, raises_keys, refuse_keys, refuse_left_out
@@ -281,10 +280,8 @@ def prospect(
 T = TypeVar("T")
 
 
-class Run(Protocol):
-    """How a check is run: a load lets its error through; an explanation records it and goes on with `otherwise`."""
-
-    def __call__(self, check: Callable[[], T], otherwise: T) -> T: ...
+Run = Callable[[str], AbstractContextManager[None]]
+"""How a check is run, by the name of its step: a load lets its error through, an explanation records it and goes on."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -316,7 +313,7 @@ def check_rank(
         keys: how its keys compare with those that are stored.
         fit: checks that tensors and objects are stored as they are asked for.
         common_of: returns the stored common tree for a target's namedtuple classes.
-        otherwise: taken in place of the result of `fit` where that fails.
+        otherwise: taken in place of the result of `fit` where that fails and is only recorded.
 
     Returns:
         The target without what isn't stored, what `fit` returned, the stored common tree, and the paths of what the
@@ -324,29 +321,24 @@ def check_rank(
     """
     # Keys first, since the other checks are of what is left once unexpected ones are dropped. On every rank a mode that
     # raises does so in this phase: Megatron-Core raises on one rank, and the others wait in the next collective.
-    run(lambda: step("load: strict", partial(_refuse, keys, target, common_of)), None)
-    kept = run(lambda: step("load: leave out", partial(without_unexpected, target, tree, keys.unexpected)), target)
-    fitted = run(lambda: step("load: check the target", partial(fit, kept)), otherwise)
-    nothing: tuple[Any, tuple[str, ...]] = (HOLE, ())
-    common, left = run(lambda: step("load: common state", partial(_common, common_of, kept, keys.mode)), nothing)
+    with run("load: strict"):
+        if raises_keys(keys.mode):
+            refuse_keys(keys.missing, named_unexpected(keys, target, common_of))
+    kept, fitted, common, left = target, otherwise, HOLE, tuple[str, ...]()
+    with run("load: leave out"):
+        kept = without_unexpected(target, tree, keys.unexpected)
+    with run("load: check the target"):
+        fitted = fit(kept)
+    with run("load: common state"):
+        common = common_of(kept.types)
+        left = check_join(common, kept, keys.mode)
     return kept, fitted, common, left
-
-
-def _refuse(keys: Keys, target: Target, common_of: CommonOf) -> None:
-    if raises_keys(keys.mode):
-        refuse_keys(keys.missing, named_unexpected(keys, target, common_of))
 
 
 def named_unexpected(keys: Keys, target: Target, common_of: CommonOf) -> tuple[Unexpected, ...]:
     """Return the unexpected keys of a target, each with the stored name that may be meant."""
     absent = find_unexpected(target.keys, keys.stored()) if keys.unexpected else ()
     return in_common_state(absent, target, common_of)
-
-
-def _common(common_of: CommonOf, target: Target, mode: StrictHandling) -> tuple[Any, tuple[str, ...]]:
-    """Return the stored common tree, after checking that the target fits it, and what is left out of it."""
-    common = common_of(target.types)
-    return common, check_join(common, target, mode)
 
 
 def check_join(common: Any, target: Target, mode: StrictHandling) -> tuple[str, ...]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from math import prod
@@ -52,7 +53,6 @@ from ._strict import StrictHandling, mismatched_keys, parse_strict, raises_keys
 from ._targets import Target, check_given, usable_device
 
 Shards = Sequence[ShardedTensor]
-T = TypeVar("T")
 P = TypeVar("P", bound=Misfit)
 
 
@@ -66,16 +66,16 @@ class _Failures:
 
     ranks: dict[tuple[type[Exception], str], list[int]] = field(default_factory=dict)
 
-    def run(self, ranks: Sequence[int], check: Callable[[], T], otherwise: T) -> T:
-        """Return what a check returns, or `otherwise` if it raises; with the ranks bound, this is a `Run`."""
+    @contextmanager
+    def recorded(self, ranks: Sequence[int], step: str = "") -> Iterator[None]:
+        """Record an error of the check inside instead of raising it; with the ranks bound, this is a `Run`."""
         try:
-            return check()
+            yield
         except (NotACheckpoint, CorruptCheckpoint, CheckpointReplaced, StorageError):
             raise  # what is stored is at fault, not the target: nothing can be explained
         except Exception as error:  # any class: a factory's build function may raise what it likes, and fails the load
             text = "\n".join([str(error), *getattr(error, "__notes__", ())])
             self.ranks.setdefault((type(error), text), []).extend(ranks)
-            return otherwise
 
     @property
     def checks(self) -> tuple[FailedCheck, ...]:
@@ -107,28 +107,28 @@ def explanation(checkpoint: Checkpoint, request: LoadRequest, trees: Sequence[An
     ranks, failed, mode = range(len(trees)), _Failures(), parse_strict(request.strict)
     # The load's world isn't there: the checks of every rank run in this process, one after the other.
     exchanged = exchanges(request.options.exchange, checkpoint.storage, len(trees))
-    failed.run(ranks, partial(usable_device, request.device), None)
+    with failed.recorded(ranks):
+        usable_device(request.device)
     choices, metadata = request.choices, listing(checkpoint, request.choices)
     stored = stored_keys(metadata)
     own = [replace(request, tree=tree) for tree in trees]
-    tried = {rank: failed.run([rank], partial(matched_target, own[rank], rank, len(own)), None) for rank in ranks}
-    found = {rank: part for rank, part in tried.items() if part is not None}
+    found = _matched_targets(own, failed)
     complete = len(found) == len(own)
-    if complete and request.describes:
-        failed.run(ranks, partial(_check_together, found, tiling=request.validate), None)
     asked = set[str]().union(*(target.keys for target, _ in found.values()))
     common_of = cache(partial(stored_common, checkpoint, choices))
     fits: dict[int, _RankFit] = {}
     for rank, (target, _) in found.items():
         # If any rank's target failed above, a missing key may be one that this rank asks for: none is reported.
         keys = Keys(mode, *mismatched_keys(mode, target.keys, stored, asked if complete else stored), lambda: stored)
-        run = partial(failed.run, [rank])
+        run = partial(failed.recorded, [rank])
         fits[rank] = _rank_fit(run, checkpoint, choices, own[rank], target, keys, metadata, common_of)
     unexpected = _each_once(fit.unexpected for fit in fits.values())
     problems = _each_once([*(fit.problems for fit in fits.values()), unexpected if raises_keys(mode) else ()])
     kinds = stored_kinds(metadata, sorted({shard.key for fit in fits.values() for shard in fit.target.tensors}))
     fitting = [_fitting(fit.target.tensors, problems, kinds) for fit in fits.values()]
-    groups = failed.run(ranks, partial(_groups, fitting, kinds, exchanged=exchanged), None)
+    groups: list[list[Shards]] | None = None
+    with failed.recorded(ranks):
+        groups = _groups(fitting, kinds, exchanged=exchanged)
     costs = _costs(checkpoint, choices, fits, groups)
     asked_for = {rank: (len(fit.target.tensors), len(fit.target.objects)) for rank, fit in fits.items()}
     undecided = (
@@ -163,10 +163,19 @@ def _sum_of_costs(checkpoint: Checkpoint, choices: Choices, parts: Sequence[Shar
     return sum(costs, ReadCost())
 
 
-def _check_together(found: Mapping[int, tuple[Target, KnownLayout | None]], *, tiling: bool) -> None:
-    described = [describe(target.tensors, target.objects, rank, known=known) for rank, (target, known) in found.items()]
-    known = next((known for _, known in found.values()), None)
-    check_together("load", described, known, tiling=tiling)
+def _matched_targets(
+    requests: Sequence[LoadRequest], failed: _Failures
+) -> dict[int, tuple[Target, KnownLayout | None]]:
+    """Return the target of each rank where it can be taken apart, once it is known whether they fit together."""
+    found: dict[int, tuple[Target, KnownLayout | None]] = {}
+    for rank, request in enumerate(requests):
+        with failed.recorded([rank]):
+            found[rank] = matched_target(request, rank, len(requests))
+    if found and len(found) == len(requests) and requests[0].describes:
+        with failed.recorded(range(len(requests))):
+            own = [describe(each.tensors, each.objects, rank, known=known) for rank, (each, known) in found.items()]
+            check_together("load", own, found[0][1], tiling=requests[0].validate)
+    return found
 
 
 def _rank_fit(
@@ -183,15 +192,19 @@ def _rank_fit(
     listed = objects_metadata(checkpoint, metadata, choice, strategies)
 
     def fit(target: Target) -> tuple[Prospect, ObjectsFit]:
-        tensors = partial(prospect, checkpoint, target, choice, strategies, cast=request.cast)
-        objects = partial(fit_objects, target.objects, listed, request.options.object_rules, keys.unexpected)
+        found, objects = Prospect(), ObjectsFit()
         # A caller's function may load what the format doesn't hold, so missing keys are no problems then.
-        found = Prospect() if callable(choice) else run(tensors, Prospect())
-        return found, run(objects, ObjectsFit())
+        if not callable(choice):
+            with run("load: check the target"):
+                found = prospect(checkpoint, target, choice, strategies, cast=request.cast)
+        with run("load: check the target"):
+            objects = fit_objects(target.objects, listed, request.options.object_rules, keys.unexpected)
+        return found, objects
 
     fitted = (Prospect(), ObjectsFit())
     kept, (found, objects), _, left = check_rank(run, request.tree, target, keys, fit, common_of, fitted)
-    run(partial(check_given, kept.tensors, donate=request.donate), None)
+    with run("load: make memory"):
+        check_given(kept.tensors, donate=request.donate)
     problems = in_common_state((*found.problems, *objects.problems), kept, common_of)
     return _RankFit(kept, found, objects, problems, named_unexpected(keys, target, common_of), left)
 

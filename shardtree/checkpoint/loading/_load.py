@@ -185,17 +185,14 @@ _LAST_STEPS = ("load: deliver", "load: join")
 def _put_together(
     checked: CheckedLoad, objects: Sequence[Any], read: ReadReport, report: Callable[[ReadReport], None] | None
 ) -> Any:
-    loaded = step("load: deliver", partial(deliver, checked.reading, checked.destination, objects))
-    tree = step("load: join", partial(_joined, checked, loaded))
+    with step("load: deliver"):
+        loaded = deliver(checked.reading, checked.destination, objects)
+    with step("load: join"), refuse_too_deep("load"):
+        # Factories merge after the join, so that they see the plain values that they built beside their shards.
+        tree = checked.target.merge(joined(checked.common, checked.target, loaded))
     if report is not None:
         report(replace(read, left_out=checked.left_out))
     return tree
-
-
-def _joined(checked: CheckedLoad, loaded: Sequence[Any]) -> Any:
-    with refuse_too_deep("load"):
-        # Factories merge after the join, so that they see the plain values that they built beside their shards.
-        return checked.target.merge(joined(checked.common, checked.target, loaded))
 
 
 def load_plain_tensors(

@@ -211,11 +211,11 @@ def destination_of(reading: Reading, leaves: Sequence[Any]) -> Destination:
     shards = [leaf for leaf in leaves if isinstance(leaf, ShardedTensor)]
     choices = (reading.sharded_strategy, reading.strategies, reading.exchange, reading.kinds)
     is_staged = reads_to_device(reading.checkpoint, *choices)
-    fill = partial(with_memories, shards, donate=reading.donate, device=reading.device, is_staged=is_staged)
-    make = collector_paused()(fill)
-    memories = step("load: make memory", make)
-    decide = partial(exchanges, reading.exchange, reading.checkpoint.storage, reading.checkpoint.world.size)
-    return Destination(leaves, shards, memories, step("load: exchange", decide))
+    with step("load: make memory"), collector_paused():
+        memories = with_memories(shards, donate=reading.donate, device=reading.device, is_staged=is_staged)
+    with step("load: exchange"):
+        together = exchanges(reading.exchange, reading.checkpoint.storage, reading.checkpoint.world.size)
+    return Destination(leaves, shards, memories, together)
 
 
 def read_into(reading: Reading, destination: Destination) -> tuple[list[Any], ReadReport]:
@@ -228,7 +228,8 @@ def read_into(reading: Reading, destination: Destination) -> tuple[list[Any], Re
         return agree(world, "load: read objects", partial(_read_objects, reading, objects)), together
 
     def read() -> tuple[list[Any], ReadReport]:
-        report = step("load: read", partial(_read_alone, reading, destination.memories))
+        with step("load: read"):
+            report = _read_alone(reading, destination.memories)
         return _read_objects(reading, objects), report
 
     return agree(world, "load: read objects", read, steps=("load: read",))

@@ -212,16 +212,18 @@ def _commit(
     merged = dict(fields)
     if look is not None:
         # Fixed names may by now be another save's files, which the index and the common state would overwrite.
-        step("save: look for another checkpoint", look)
+        with step("save: look for another checkpoint"):
+            look()
     for number, request in enumerate(requests):
-        merged |= step("save: index", partial(request.commit, [part[number] for part in written]))
-    merged |= step("save: common state", pending.memo.pop("common", write_common))
+        with step("save: index"):
+            merged |= request.commit([part[number] for part in written])
+    with step("save: common state"):
+        merged |= pending.memo.pop("common", write_common)()
     try:
         finish(merged)
     except OutcomeUnknown:
-        release(
-            pending.save_id
-        )  # nobody goes on with it: a later save, whose commit turns this one away, may remove it
+        # Nothing goes on with it: a later save, whose commit turns this one away, may remove it.
+        release(pending.save_id)
         raise
     return merged
 

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from ...errors import AlreadyACheckpoint, CorruptCheckpoint, StorageError, error_text
@@ -51,7 +50,7 @@ class SaveCall:
         world: the ranks that save together.
         choices: what the caller named as formats of the shards and of the common state.
         tiling: whether shards must tile their tensors, and common states agree.
-        common_view: what of the common state is compared.
+        common_view: returns what of the common state is compared; None for all of it.
         options: how it is saved.
         overwrite: whether a checkpoint that is already there may be replaced.
         layout: all ranks' shards, where the caller gave them.
@@ -62,7 +61,7 @@ class SaveCall:
     world: World
     choices: tuple[Choice, Choice]
     tiling: bool
-    common_view: Callable[[Any], Any]
+    common_view: Callable[[Any], Any] | None
     options: SaveOptions
     overwrite: bool
     layout: ShardColumns | None
@@ -104,11 +103,12 @@ def begin(call: SaveCall, storage: Storage, backends: Backends, undo: ExitStack)
         StrategyError: a checkpoint is to be replaced as a whole, and can't be.
         StorageError: the folder can't be made, or belongs to another program.
     """
-    looking = partial(look, storage, backends, call.strategies, overwrite=call.overwrite)
-    start = step("save: look at the folder", looking)
+    with step("save: look at the folder"):
+        start = look(storage, backends, call.strategies, overwrite=call.overwrite)
     pending = replace(pending_save(start, storage, call.world, call.options), overwrite=call.overwrite)
     undo.callback(_undo, pending)
-    step("save: make the folder", partial(make_folder, pending, backends, call.strategies))
+    with step("save: make the folder"):
+        make_folder(pending, backends, call.strategies)
     return pending
 
 
@@ -168,6 +168,21 @@ def pending_save(start: SaveStart, storage: Storage, world: World, options: Save
     sibling = sibling_of(storage, start.save_id)
     replaced = Replaced(storage, sibling, start.old)
     return PendingSave(sibling.storage, start.save_id, world, start.before, options, replaced=replaced)
+
+
+def seen(start: SaveStart | None, storage: Storage, world: World, options: SaveOptions) -> PendingSave:
+    """Return the pending save that rank 0 began, once this rank is known to see the folder that rank 0 made.
+
+    Raises:
+        StorageError: it doesn't see it.
+    """
+    if start is None:
+        raise TypeError("rank 0 sent no place for the save")
+    pending = pending_save(start, storage, world, options)
+    if not pending.storage.is_folder(pending.save_id):
+        what = f"save: {storage.where()!r} is not shared: rank {world.rank} doesn't see what rank 0 made in it"
+        raise StorageError(error_text(what, fix="Save to a folder on storage that all ranks share."))
+    return pending
 
 
 def start_of(pending: PendingSave) -> SaveStart:
@@ -250,15 +265,3 @@ def _check_no_other_save(storage: Storage, save_id: str) -> None:
         disown(storage, save_id)
         fix = "Let only one save at a time go to a folder; wait for the other one, or abandon it."
         raise StorageError(error_text(f"save: another save to {storage.where()!r} is in progress", fix=fix))
-
-
-def check_seen(pending: PendingSave) -> None:
-    """Raise unless this rank sees the folder that rank 0 made.
-
-    Raises:
-        StorageError: it doesn't.
-    """
-    if not pending.storage.is_folder(pending.save_id):
-        where = (pending.storage if pending.replaced is None else pending.replaced.storage).where()
-        what = f"save: {where!r} is not shared: rank {pending.world.rank} doesn't see what rank 0 made in it"
-        raise StorageError(error_text(what, fix="Save to a folder on storage that all ranks share."))
