@@ -75,8 +75,10 @@ def entries(node: Tree) -> Mapping[Any, Tree] | None:
 
 def like(node: Tree, new: Mapping[Any, Tree]) -> Tree:
     """Return a new container of the node's type that holds other children, in their order."""
+    if isinstance(node, defaultdict):
+        return defaultdict(node.default_factory, new)
     if isinstance(node, dict):
-        return _dict_like(node, new)
+        return OrderedDict(new) if isinstance(node, OrderedDict) else dict(new)
     values = list(new.values())
     if isinstance(node, list):
         return values
@@ -94,12 +96,6 @@ def stored_like(node: Tree, new: Mapping[Any, Tree]) -> Tree:
     A file names no class to be imported, so only a load's target knows the node's class.
     """
     return like(node, new) if isinstance(node, (dict, list, tuple, deque)) else dict(new)
-
-
-def _dict_like(node: dict[Any, Tree], new: Mapping[Any, Tree]) -> dict[Any, Tree]:
-    if isinstance(node, defaultdict):
-        return defaultdict(node.default_factory, new)
-    return OrderedDict(new) if isinstance(node, OrderedDict) else dict(new)
 
 
 def is_sequence(node: Tree) -> bool:

@@ -21,13 +21,12 @@ from .._open import OPEN_STEPS, Fields, Metadata, load_common, look, sharded_met
 from ._checks import Keys, Kinds, ObjectsFit, check_rank, check_target, named_unexpected
 from ._read import DESTINATION_STEPS, Destination, Reading, destination_of
 from ._strict import (
+    LOGGING,
+    WITH_MISSING,
     StrictHandling,
     log_keys,
     log_left_out,
-    logs_keys,
-    looks_beforehand,
     mismatched_keys,
-    needs_all_ranks,
     parse_strict,
 )
 from ._targets import Target, take_apart, usable_device
@@ -169,12 +168,12 @@ def compare_keys(world: World, request: LoadRequest, local: LocalLoad) -> tuple[
         request: what this rank asks for.
         local: what it knows by itself.
     """
-    if not looks_beforehand(local.mode):
+    if local.mode is StrictHandling.ASSUME_OK_UNEXPECTED:
         return set(), set()
     own = local.target.keys
     stored = agree(world, "load: metadata", lambda: stored_keys(listing(local.checkpoint, request.choices)))
     everywhere = stored
-    if needs_all_ranks(local.mode):
+    if local.mode in WITH_MISSING:
         # Only what no known layout covers travels: every rank has the keys of that already.
         known = set(() if local.known is None else local.known.columns.keys)
         everywhere = known.union(*gather(world, "load: keys", lambda: own - known))
@@ -218,12 +217,12 @@ def check(
         )
 
     keys = Keys(local.mode, missing, unexpected, lambda: stored_keys(listing(checkpoint, request.choices)))
-    if logs_keys(local.mode):
+    if local.mode in LOGGING:
         with step("load: strict"):
             log_keys(missing, named_unexpected(keys, local.target, common_of))
     unused: tuple[Kinds, ObjectsFit] = ({}, ObjectsFit())
     target, fitted, common, lost = check_rank(step, request.tree, local.target, keys, fit, common_of, unused)
-    if logs_keys(local.mode):
+    if local.mode in LOGGING:
         log_left_out(lost)
     how = (request.donate, request.options.exchange, *fitted, local.known, local.device)
     reading = Reading(checkpoint, sharded, strategies, *how)

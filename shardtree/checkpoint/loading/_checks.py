@@ -39,7 +39,7 @@ from ...strategies.index import IndexMetadata
 from ...trees import HOLE, join, leaves_with_paths, left_out, path_key, refuse_too_deep
 from .._dispatch import Choice, backend_of, common_backend, sharded_backend
 from .._open import Metadata, stored_kinds
-from ._strict import StrictHandling, raises_keys, refuse_keys, refuse_left_out
+from ._strict import RAISING, StrictHandling, refuse_keys, refuse_left_out
 from ._targets import Target, is_sharded, without_unexpected
 
 # Sharded objects that are asked for in another shape than is stored, and the rules for them
@@ -217,15 +217,17 @@ def check_target(
     kinds = stored_kinds(metadata, keys)
     known = target.tensors if len(kinds) == len(keys) else [one for one in target.tensors if one.key in kinds]
     fits = len(known) == len(target.tensors) and not find_mismatches(known, kinds, cast=cast)
-    listing = objects_metadata(checkpoint, metadata, choice, strategies)
-    objects = fit_objects(target.objects, listing, rules, left_out)
+    objects = ObjectsFit()
+    if target.objects or rules:
+        listing = objects_metadata(checkpoint, metadata, choice, strategies)
+        objects = fit_objects(target.objects, listing, rules, left_out)
     if (objects.problems or not fits) and not callable(choice):
         problems = (*prospect(checkpoint, target, choice, strategies, cast=cast).problems, *objects.problems)
         # What the format itself refuses is left to the load, whose own error explains it better.
         if not all(isinstance(problem, Refusal) for problem in problems):
             check_fit(in_common_state(problems, target, common_of))
-    # Objects are read by the format even where a caller's function loads the tensors.
-    check_fit([problem for problem in objects.problems if isinstance(problem, ShapeChange)])
+    if objects.problems:  # objects are read by the format even where a caller's function loads the tensors
+        check_fit([problem for problem in objects.problems if isinstance(problem, ShapeChange)])
     return kinds, objects
 
 
@@ -322,7 +324,7 @@ def check_rank(
     # Keys first, since the other checks are of what is left once unexpected ones are dropped. On every rank a mode that
     # raises does so in this phase: Megatron-Core raises on one rank, and the others wait in the next collective.
     with run("load: strict"):
-        if raises_keys(keys.mode):
+        if keys.mode in RAISING:
             refuse_keys(keys.missing, named_unexpected(keys, target, common_of))
     kept, fitted, common, left = target, otherwise, HOLE, tuple[str, ...]()
     with run("load: leave out"):

@@ -49,7 +49,7 @@ from ._checks import (
     prospect,
 )
 from ._read import by_dtype, columns_of, common_rounds, exchanges, may_overflow
-from ._strict import StrictHandling, mismatched_keys, parse_strict, raises_keys
+from ._strict import RAISING, StrictHandling, mismatched_keys, parse_strict
 from ._targets import Target, check_given, usable_device
 
 Shards = Sequence[ShardedTensor]
@@ -123,7 +123,7 @@ def explanation(checkpoint: Checkpoint, request: LoadRequest, trees: Sequence[An
         run = partial(failed.recorded, [rank])
         fits[rank] = _rank_fit(run, checkpoint, choices, own[rank], target, keys, metadata, common_of)
     unexpected = _each_once(fit.unexpected for fit in fits.values())
-    problems = _each_once([*(fit.problems for fit in fits.values()), unexpected if raises_keys(mode) else ()])
+    problems = _each_once([*(fit.problems for fit in fits.values()), unexpected if mode in RAISING else ()])
     kinds = stored_kinds(metadata, sorted({shard.key for fit in fits.values() for shard in fit.target.tensors}))
     fitting = [_fitting(fit.target.tensors, problems, kinds) for fit in fits.values()]
     groups: list[list[Shards]] | None = None
@@ -139,7 +139,7 @@ def explanation(checkpoint: Checkpoint, request: LoadRequest, trees: Sequence[An
         problems=(*problems, *failed.checks),
         reads=tuple(RankReads(rank, *asked_for.get(rank, (0, 0)), costs.get(rank)) for rank in ranks),
         undecided=tuple(dict.fromkeys(undecided)),
-        omitted=() if raises_keys(mode) else unexpected,
+        omitted=() if mode in RAISING else unexpected,
         left_out=tuple(dict.fromkeys(path for fit in fits.values() for path in fit.left_out)),
     )
 

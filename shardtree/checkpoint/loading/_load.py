@@ -19,7 +19,7 @@ from .._open import load_tensors_metadata, open_together
 from ._ask import CHECK_STEPS, CheckedLoad, LoadRequest, ask, check, compare_keys
 from ._checks import joined
 from ._read import DESTINATION_STEPS, Reading, deliver, destination_of, read_into
-from ._strict import StrictHandling, returns_keys
+from ._strict import RETURNING, StrictHandling
 
 _Key = TypeVar("_Key")
 
@@ -176,7 +176,7 @@ def load(
     objects, read = read_into(checked.reading, checked.destination)
     finish = partial(_put_together, checked, objects, read, options.report)
     tree = agree(ranks, "load: report", finish, steps=_LAST_STEPS)
-    return (tree, missing, unexpected) if returns_keys(local.mode) else tree
+    return (tree, missing, unexpected) if local.mode in RETURNING else tree
 
 
 _LAST_STEPS = ("load: deliver", "load: join")

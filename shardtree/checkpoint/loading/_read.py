@@ -63,12 +63,6 @@ def common_rounds(parts: Sequence[ShardColumns], rank: int) -> tuple[list[int], 
     return rounds[columns.rank == rank].tolist(), int(rounds.max(initial=-1)) + 1
 
 
-def rounds_of(shards: Sequence[ShardedTensor], rounds: Sequence[int]) -> Iterator[list[ShardedTensor]]:
-    """Yield the shards of each round."""
-    for number in sorted(set(rounds)):
-        yield [shard for shard, its in zip(shards, rounds, strict=True) if its == number]
-
-
 def as_stored(shards: Sequence[ShardedTensor], kinds: Kinds) -> list[ShardedTensor]:
     """Return shards with new memory of the dtypes that they are stored in."""
     described = (_described(shard, kinds) for shard in shards)
@@ -238,7 +232,9 @@ def read_into(reading: Reading, destination: Destination) -> tuple[list[Any], Re
 def _read_alone(reading: Reading, shards: Sequence[ShardedTensor]) -> ReadReport:
     alike, others = by_dtype(shards, reading.kinds)
     report = _read(reading, alike)
-    for part in rounds_of(others, own_rounds(others, reading.kinds)):
+    rounds = own_rounds(others, reading.kinds) if others else []
+    for number in sorted(set(rounds)):
+        part = [shard for shard, its in zip(others, rounds, strict=True) if its == number]
         staged = as_stored(part, reading.kinds)
         report += _read(reading, staged)
         convert_all(part, staged, reading.kinds)
@@ -295,6 +291,8 @@ def _read_once(reading: Reading, shards: Sequence[ShardedTensor], known: KnownLa
 def _read_objects(reading: Reading, objects: Sequence[ShardedObject]) -> list[Any]:
     """Return the data of each object, that of arrays that change their shape by their rules."""
     fit = reading.objects
+    if not fit.reshaped:
+        return _read_stored(reading, objects)
     as_stored = [item for item in objects if not fit.changes(item)]
     read = _read_stored(reading, [*as_stored, *fit.read])
     changed = [item for item in objects if fit.changes(item)]

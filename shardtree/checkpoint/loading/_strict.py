@@ -45,9 +45,11 @@ class StrictHandling(Enum):
 
 
 _S = StrictHandling
-_RAISING = {_S.RAISE_UNEXPECTED, _S.RAISE_ALL}
-_LOGGING = {_S.LOG_UNEXPECTED, _S.LOG_ALL}
-_WITH_MISSING = {_S.LOG_ALL, _S.RAISE_ALL, _S.RETURN_ALL, _S.IGNORE_ALL}
+RAISING = {_S.RAISE_UNEXPECTED, _S.RAISE_ALL}
+LOGGING = {_S.LOG_UNEXPECTED, _S.LOG_ALL}
+RETURNING = {_S.RETURN_UNEXPECTED, _S.RETURN_ALL}
+WITH_MISSING = {_S.LOG_ALL, _S.RAISE_ALL, _S.RETURN_ALL, _S.IGNORE_ALL}
+"""Modes that need the keys that all ranks ask for."""
 
 
 def parse_strict(strict: str | StrictHandling) -> StrictHandling:
@@ -69,21 +71,6 @@ def parse_strict(strict: str | StrictHandling) -> StrictHandling:
         ) from None
 
 
-def looks_beforehand(strict: StrictHandling) -> bool:
-    """Return whether a mode compares keys before anything is read."""
-    return strict is not _S.ASSUME_OK_UNEXPECTED
-
-
-def needs_all_ranks(strict: StrictHandling) -> bool:
-    """Return whether a mode needs the keys that all ranks ask for."""
-    return strict in _WITH_MISSING
-
-
-def returns_keys(strict: StrictHandling) -> bool:
-    """Return whether a mode makes `load` return missing and unexpected keys beside the tree."""
-    return strict in {_S.RETURN_UNEXPECTED, _S.RETURN_ALL}
-
-
 def mismatched_keys(
     strict: StrictHandling, own: set[str], stored: set[str], everywhere: set[str]
 ) -> tuple[set[str], set[str]]:
@@ -99,19 +86,9 @@ def mismatched_keys(
         >>> mismatched_keys(StrictHandling.RETURN_ALL, {"a", "x"}, {"a", "b"}, {"a", "x"})
         ({'b'}, {'x'})
     """
-    if not looks_beforehand(strict):
+    if strict is _S.ASSUME_OK_UNEXPECTED:
         return set(), set()
-    return stored - everywhere if needs_all_ranks(strict) else set(), own - stored
-
-
-def raises_keys(strict: StrictHandling) -> bool:
-    """Return whether keys that differ are an error in a mode."""
-    return strict in _RAISING
-
-
-def logs_keys(strict: StrictHandling) -> bool:
-    """Return whether keys that differ are logged in a mode."""
-    return strict in _LOGGING
+    return stored - everywhere if strict in WITH_MISSING else set(), own - stored
 
 
 def log_keys(missing: Iterable[str], unexpected: Sequence[Unexpected]) -> None:

@@ -172,12 +172,8 @@ all of them pays."""
 
 def item_sizes(index: Index) -> Column:
     """Return how many bytes an element of each of an index's dtypes has, -1 if this torch can't read it."""
-    return np.array([_item_size(name) for name in texts(index.dtype_text, index.dtype_start)], dtype=np.int64)
-
-
-def _item_size(name: str) -> int:
-    dtype = _readable_or_none(name)
-    return -1 if dtype is None else dtype.itemsize
+    dtypes = map(_readable_or_none, texts(index.dtype_text, index.dtype_start))
+    return np.array([-1 if dtype is None else dtype.itemsize for dtype in dtypes], dtype=np.int64)
 
 
 def _readable_or_none(name: str) -> torch.dtype | None:

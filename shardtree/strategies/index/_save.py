@@ -211,7 +211,8 @@ def collect_index(written: Sequence[RankFiles]) -> Index:
     """Return the index of a checkpoint, given what its ranks wrote.
 
     Raises:
-        IntegrityError: ranks disagree about a tensor, two wrote the same object, or a tensor is named like one.
+        IntegrityError: ranks disagree about a tensor, two wrote the same object, a tensor is named like one, or the
+            shards that have fingerprints don't make whole tensors.
     """
     columns = join_columns([part.columns for part in written])
     problems = write_problems(columns)
@@ -238,24 +239,11 @@ def collect_index(written: Sequence[RankFiles]) -> Index:
         files=files,
         objects=objects,
     )
-    return replace(index, x_fingerprint=_fingerprints(columns, [part.totals for part in written]))
-
-
-def _fingerprints(columns: ShardColumns, totals: Sequence[Hashes | None]) -> Hashes | None:
-    """Return the fingerprint of each key, uint64 (keys,), or None if no rank added any up.
-
-    Args:
-        columns: all ranks' shards, which cover their tensors once.
-        totals: the shares of each rank's shards, in the order of the columns' rows.
-
-    Raises:
-        IntegrityError: the shards don't make whole tensors.
-    """
-    known = [each for each in totals if each is not None]
-    if not known:
-        return None
-    found = add_fingerprints([column_parts(columns, np.concatenate(known))])
-    return np.array([found[key] for key in columns.keys], dtype=np.uint64)
+    totals = [part.totals for part in written if part.totals is not None]
+    if not totals:
+        return index
+    found = add_fingerprints([column_parts(columns, np.concatenate(totals))])
+    return replace(index, x_fingerprint=np.array([found[key] for key in columns.keys], dtype=np.uint64))
 
 
 def _joined(columns: Sequence[Column]) -> Column:

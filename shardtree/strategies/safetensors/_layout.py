@@ -61,7 +61,11 @@ def entries_of(shards: Sequence[Shard], *, allow_pickle: bool) -> Entries:
     Raises:
         UnsupportedValue: a dtype or an object can't be stored.
     """
-    _check_dtypes([shard for shard in shards if isinstance(shard, ShardedTensor)])
+    checked = set[torch.dtype]()
+    for shard in shards:
+        if isinstance(shard, ShardedTensor) and shard.dtype not in checked:
+            check_storable(shard.dtype, f"save: {shard.key!r}")
+            checked.add(shard.dtype)
     encoded = partial(encoded_object, allow_pickle=allow_pickle)
     sources = tuple([shard if isinstance(shard, ShardedTensor) else encoded(shard) for shard in shards])
     # An object is a tensor of its bytes.
@@ -91,11 +95,6 @@ def select_entries(entries: Entries, rows: Column) -> Entries:
         item_size=entries.item_size[rows],
         length=entries.length[rows],
     )
-
-
-def _check_dtypes(tensors: Sequence[ShardedTensor]) -> None:
-    for dtype in dict.fromkeys([shard.dtype for shard in tensors]):
-        check_storable(dtype, f"save: {next(shard.key for shard in tensors if shard.dtype == dtype)!r}")
 
 
 def _shape(shard: ShardedTensor) -> tuple[int, ...]:
@@ -146,22 +145,20 @@ def parts(
         UnsupportedValue: a dtype or an object can't be stored.
     """
     entries = entries_of(shards, allow_pickle=allow_pickle)
+    position = {key: number for number, key in enumerate(sorted(dict.fromkeys(entries.keys)))}
+    by_key = np.array([position[key] for key in entries.keys], dtype=np.int64)
     # Falling item sizes align every entry to its items without gaps, which the format forbids.
-    order = np.lexsort((_key_order(entries.keys), -entries.item_size))
+    order = np.lexsort((by_key, -entries.item_size))
     # Two threads that write one file wait for each other in the kernel; two that write two take half the time.
     files = min(most_files, int(entries.length.sum()) // FILE_BYTES)
-    length, header_length = entries.length[order], _header_lengths(entries)[order]
+    # In JSON a character takes at most six bytes; 200 leaves room for the numbers of a shape and the offsets.
+    most = [6 * len(key) + 24 * len(shape) + 200 for key, shape in zip(entries.keys, entries.shapes, strict=True)]
+    length, header_length = entries.length[order], np.array(most, dtype=np.int64)[order]
     return tuple(
         _part(select_entries(entries, order[group]))
         for share in _shares(length, files)
         for group in _groups(share, header_length[share], header_bytes)
     )
-
-
-def _key_order(keys: Sequence[str]) -> Column:
-    """Return the position of each key among all of them, sorted."""
-    position = {key: number for number, key in enumerate(sorted(dict.fromkeys(keys)))}
-    return np.array([position[key] for key in keys], dtype=np.int64)
 
 
 def _shares(length: Column, files: int) -> list[Column]:
@@ -173,13 +170,6 @@ def _shares(length: Column, files: int) -> list[Column]:
     middles = 2 * ends - length
     file = np.minimum(middles * files // max(1, 2 * int(ends[-1])), files - 1)
     return np.split(rows, np.flatnonzero(np.diff(file)) + 1)
-
-
-def _header_lengths(entries: Entries) -> Column:
-    """Return an upper bound of the bytes of each entry in a header."""
-    # A character takes at most six bytes in JSON; 200 leaves room for the numbers of a shape and the offsets.
-    most = [6 * len(key) + 24 * len(shape) + 200 for key, shape in zip(entries.keys, entries.shapes, strict=True)]
-    return np.array(most, dtype=np.int64)
 
 
 def _groups(rows: Column, length: Column, most: int) -> Iterator[Column]:

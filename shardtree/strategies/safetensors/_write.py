@@ -6,7 +6,6 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from threading import Event
 from typing import Any
 
@@ -40,7 +39,7 @@ from .._checks import checked_data
 from .._metadata import read_checked, write_checked
 from .._values import AsyncRequest, Checkpoint, Fields, PendingSave
 from ..index import RankFiles, rank_file, save_with_index
-from ._layout import Entries, Part, Shard, Source, gathered, parts, together
+from ._layout import Entries, Part, Source, gathered, parts, together
 
 # Fingerprints of what a save writes, added up from the bytes as they are written: no second pass over memory
 
@@ -96,27 +95,23 @@ def write_files(
     files = _write_all(pending, names, layout, threads)
     if pending.options.durable and names:
         pending.storage.sync_folder(pending.save_id)
-    rows, file_of, byte_of = _places(layout, row)
+    none = np.zeros(0, dtype=np.int64)
+    # In the order in which they are written, objects among them.
+    rows = np.concatenate([none, *(row[part.entries.number] for part in layout)])
+    file = np.concatenate([none, *(np.full(len(part.byte), number) for number, part in enumerate(layout))])
+    byte = np.concatenate([none, *(part.byte for part in layout)])
     return RankFiles(
         files=names,
         lengths=tuple(file.length for file in files),
         hashes=tuple(file.hashes for file in files),
-        columns=select_rows(columns, rows),
-        file=file_of,
-        byte=byte_of,
+        columns=select_rows(columns, rows[rows >= 0]),
+        file=file[rows >= 0],
+        byte=byte[rows >= 0],
         objects=tuple(_objects(layout)),
-        totals=_sums(files) if pending.options.fingerprint else None,
+        totals=np.array([total for file in files for total in file.totals], dtype=np.uint64)
+        if pending.options.fingerprint
+        else None,
     )
-
-
-def _places(layout: Sequence[Part], row: Column) -> tuple[Column, Column, Column]:
-    """Return the rows of the tensor shards in the order in which they are written, their files and first bytes."""
-    none = np.zeros(0, dtype=np.int64)
-    rows = np.concatenate([none, *(row[part.entries.number] for part in layout)])
-    file = np.concatenate([none, *(np.full(len(part.byte), number) for number, part in enumerate(layout))])
-    byte = np.concatenate([none, *(part.byte for part in layout)])
-    tensors = rows >= 0
-    return rows[tensors], file[tensors], byte[tensors]
 
 
 def _objects(layout: Sequence[Part]) -> Iterator[tuple[str, int, int, int]]:
@@ -125,10 +120,6 @@ def _objects(layout: Sequence[Part]) -> Iterator[tuple[str, int, int, int]]:
         for source, key, byte, length in zip(*columns, strict=True):
             if isinstance(source, bytes):
                 yield key, number, byte, length
-
-
-def _sums(files: Sequence[_File]) -> Hashes:
-    return np.array([*chain.from_iterable(file.totals for file in files)], dtype=np.uint64)
 
 
 def _write_all(pending: PendingSave, names: Sequence[str], layout: Sequence[Part], threads: int) -> list[_File]:
@@ -229,16 +220,12 @@ def save_sharded(pending: PendingSave, shards: Sequence[ShardedTensor | ShardedO
         threads = threads if threads == 1 or all(map(_in_memory, tensors)) else 1
         layout = parts(shards, allow_pickle=pending.options.allow_pickle, most_files=threads)
         columns = shard_columns(tensors, pending.world.rank)
-    return save_with_index(pending, partial(write_files, pending, layout, columns, _tensor_rows(shards), threads))
+        is_tensor = np.array([isinstance(shard, ShardedTensor) for shard in shards], dtype=np.bool_)
+        row = np.where(is_tensor, np.cumsum(is_tensor) - 1, -1)
+    return save_with_index(pending, partial(write_files, pending, layout, columns, row, threads))
 
 
 def _in_memory(shard: ShardedTensor) -> bool:
     """Return whether several threads can write such data at a time, without a large copy or a device's stream each."""
     data = shard.data
     return isinstance(data, torch.Tensor) and data.is_cpu and (is_in_place(data) or data.nbytes <= STAGED_BYTES)
-
-
-def _tensor_rows(shards: Sequence[Shard]) -> Column:
-    """Return, for each shard, the row that it has among the tensors; -1 for an object."""
-    is_tensor = np.array([isinstance(shard, ShardedTensor) for shard in shards], dtype=np.bool_)
-    return np.where(is_tensor, np.cumsum(is_tensor) - 1, -1)
