@@ -149,9 +149,7 @@ def from_the_root(module: str) -> list[str]:
     """Return what a module imports of ours that is no room's: the root, or a name that would load all that waits."""
     ours = [name for name in imports(TEXTS[module], module) if name.startswith(".")]
     return [
-        name
-        for name in ours
-        if name.count(".") < 2 or name.split(".")[1] not in PURE | EFFECT | {"testing", "_deferred"}
+        name for name in ours if name.removeprefix(".").split(".")[0] not in PURE | EFFECT | {"testing", "_deferred"}
     ]
 
 

@@ -10,22 +10,11 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from .. import layouts
 from ..codec import encode_tree
 from ..errors import IntegrityError, MetadataError, error_text, rank_text
 from ..geometry import Column
-from ..layouts import (
-    ObjectColumns,
-    ShardColumns,
-    TensorKind,
-    common_problems,
-    join_agreed,
-    join_checked,
-    join_columns,
-    object_columns,
-    place_text,
-    select_rows,
-    shard_columns,
-)
+from ..layouts import ObjectColumns, ShardColumns, TensorKind
 from ..mapping import ShardedObject, ShardedTensor
 from ..storage import digest
 from ..trees import without_holes
@@ -76,11 +65,11 @@ def known_layout(doing: str, layout: Any, shards: Sequence[ShardedTensor], rank:
         expected, fix = f"ranks 0 to {ranks - 1}", "Pass the rows of the ranks that take part, numbered as they are."
         what = f"{doing}: the layout has shards of ranks that aren't there"
         raise IntegrityError(error_text(what, found=rank_text(beyond), expected=expected, fix=fix))
-    columns = _ordered(_held(join_columns([layout])))
-    own = shard_columns(shards, rank)
+    columns = _ordered(_held(layouts.join_columns([layout])))
+    own = layouts.shard_columns(shards, rank)
     order = _place_order(own)
-    given = _rows(select_rows(columns, np.flatnonzero(columns.rank == rank)))
-    held = _rows(select_rows(own, order))
+    given = _rows(layouts.select_rows(columns, np.flatnonzero(columns.rank == rank)))
+    held = _rows(layouts.select_rows(own, order))
     if given != held:
         fix = "Compute the layout for this tree, on this number of ranks, and number the ranks as the world does."
         what = f"{doing}: the layout isn't that of the tree on rank {rank}"
@@ -122,7 +111,7 @@ def _held(columns: ShardColumns) -> ShardColumns:
 
 
 def _ordered(columns: ShardColumns) -> ShardColumns:
-    return select_rows(columns, _place_order(columns))
+    return layouts.select_rows(columns, _place_order(columns))
 
 
 def _place_order(columns: ShardColumns) -> Column:
@@ -150,7 +139,7 @@ def _differences(given: list[_Row], held: list[_Row]) -> Iterator[str]:
     for where, left, right in (("tree", held, given), ("layout", given, held)):
         for key, kind, offset, shape, start, stop, main in (Counter(left) - Counter(right)).elements():
             box = tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True))
-            place = place_text(box, None if start < 0 else slice(start, stop))
+            place = layouts.place_text(box, None if start < 0 else slice(start, stop))
             replica = "main replica" if main else "replica"
             yield f"{key!r}, {kind}: {place}, {replica}, is in the {where} alone"
 
@@ -191,8 +180,8 @@ def describe(
 ) -> Description:
     """Return what a rank sends the others about its shards, without what they know."""
     # All ranks have a known layout already: only its hash travels.
-    columns = shard_columns(tensors if known is None else (), rank)
-    return Description(columns, object_columns(objects, rank), common, None if known is None else known.digest)
+    columns = layouts.shard_columns(tensors if known is None else (), rank)
+    return Description(columns, layouts.object_columns(objects, rank), common, None if known is None else known.digest)
 
 
 def common_digest(common: Any, *, allow_pickle: bool) -> str:
@@ -218,8 +207,8 @@ def check_together(
     check_alike(doing, [part.layout for part in descriptions])
     parts = [part.columns for part in descriptions] if known is None else [known.columns]
     if tiling:
-        return join_checked(parts, [part.objects for part in descriptions])
-    return join_agreed(parts)
+        return layouts.join_checked(parts, [part.objects for part in descriptions])
+    return layouts.join_agreed(parts)
 
 
 def check_common(commons: Sequence[Any]) -> None:
@@ -232,7 +221,7 @@ def check_common(commons: Sequence[Any]) -> None:
         IntegrityError: names every path, the ranks and all values.
     """
     # An error, where Megatron-Core logs a warning on the rank that differs and stores rank 0's state.
-    problems = common_problems(commons)
+    problems = layouts.common_problems(commons)
     if problems:
         fix = (
             "Wrap what belongs to a rank in a ShardedObject or LocalNonpersistentObject, or pass "

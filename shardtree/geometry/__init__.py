@@ -6,7 +6,9 @@ from ._boxes import (
     box_column,
     box_slices,
     distinct,
+    flat_boxes,
     intersect,
+    narrow_flat_range,
     row_major_strides,
     row_numbers,
     volumes,
@@ -14,7 +16,6 @@ from ._boxes import (
 )
 from ._carve import Carved, carve_boxes, shared_groups
 from ._coverage import coverage_faults, held_elements, overlapping_groups, tiled_groups
-from ._flat import flat_boxes, narrow_flat_range
 from ._grid import (
     Spans,
     cell_index,

@@ -14,20 +14,8 @@ import numpy as np
 import torch
 
 from ..errors import MetadataError, ShapeError, UnsupportedValue, error_text, shorten
+from . import _operations as operations
 from ._computed import Elementwise, OfWhole, Product, check_kind, check_one_shape
-from ._operations import (
-    ARITHMETIC,
-    INQUIRIES,
-    JOINS,
-    PRODUCTS,
-    VIEWS,
-    check_index,
-    is_view,
-    refusal,
-    refusing_operators,
-    requested_dtype,
-    strided,
-)
 from ._sources import (
     Box,
     Concatenated,
@@ -75,7 +63,7 @@ def stored(read_box: ReadBox, shape: Sequence[int], dtype: torch.dtype, *, name:
     return _whole(Stored(read_box, sizes, dtype, name))
 
 
-@refusing_operators
+@operations.refusing_operators
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class LazyTensor:
     """A tensor by description: a view of a source, then casts. It is immutable, and equal to itself alone.
@@ -207,7 +195,7 @@ class LazyTensor:
 
     def __len__(self) -> int:
         if not self.ndim:  # torch.as_tensor and torch.tensor take it for a sequence, and would read element by element
-            raise refusal(self.name, "__len__ of a 0-dim tensor")
+            raise operations.refusal(self.name, "__len__ of a 0-dim tensor")
         return self.shape[0]
 
     __array_ufunc__ = None  # a NumPy scalar on the left leaves arithmetic to this class
@@ -252,7 +240,7 @@ class LazyTensor:
     def __eq__(self, other: object) -> bool:
         # torch compares elementwise, which would need elements; False would be a wrong answer.
         if isinstance(other, torch.Tensor | np.ndarray | Number):
-            raise refusal(self.name, "__eq__")
+            raise operations.refusal(self.name, "__eq__")
         return self is other
 
     __hash__ = object.__hash__
@@ -278,20 +266,20 @@ def _method(func: Callable[..., Any], lazy: LazyTensor, /, *args: Any, **kwargs:
 def _apply(func: Callable[..., Any], args: Args, kwargs: dict[str, Any]) -> Any:
     """Return an operation's result on a lazy tensor; all functions and methods go through here."""
     name = func.__name__
-    if name in JOINS:
+    if name in operations.JOINS:
         return _concatenate(func, *args, **kwargs)
-    if name in ARITHMETIC:
+    if name in operations.ARITHMETIC:
         return _elementwise(func, args, kwargs)
-    if name in PRODUCTS:
+    if name in operations.PRODUCTS:
         return _matmul(func, args, kwargs)
     operands = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor | LazyTensor)]
     lazy = next((value for value in operands if isinstance(value, LazyTensor)), None)
     # Views, casts and inquiries take one tensor; what takes more, and isn't listed above, needs elements.
     if lazy is None or len(operands) > 1:
-        raise refusal("?" if lazy is None else lazy.name, name)
-    if name in VIEWS:
+        raise operations.refusal("?" if lazy is None else lazy.name, name)
+    if name in operations.VIEWS:
         return _view(lazy, func, args, kwargs)
-    if name in INQUIRIES:
+    if name in operations.INQUIRIES:
         return _call_with_meta(lazy, _meta(lazy), func, args, kwargs)
     options = {word: value for word, value in kwargs.items() if value is not lazy}
     return _cast_or_same(lazy, name, tuple(value for value in args if value is not lazy), options)
@@ -299,7 +287,7 @@ def _apply(func: Callable[..., Any], args: Args, kwargs: dict[str, Any]) -> Any:
 
 def _cast_or_same(lazy: LazyTensor, name: str, args: Args, kwargs: dict[str, Any]) -> LazyTensor:
     """Return the lazy tensor after an operation that moves no element: a cast, or one that changes nothing."""
-    dtype = requested_dtype(lazy.name, name, args, kwargs)
+    dtype = operations.requested_dtype(lazy.name, name, args, kwargs)
     return lazy if dtype in (None, lazy.dtype) else replace(lazy, casts=(*lazy.casts, dtype))
 
 
@@ -320,13 +308,13 @@ def _call_with_meta(
 
 def _view(lazy: LazyTensor, func: Callable[..., Any], args: Args, kwargs: dict[str, Any]) -> Any:
     if func.__name__ == "__getitem__":
-        check_index(lazy.name, args[1])
+        operations.check_index(lazy.name, args[1])
     meta = _meta(lazy)
     result = _call_with_meta(lazy, meta, func, args, kwargs)
     pieces = (result,) if isinstance(result, torch.Tensor) else tuple(result)
-    if not all(is_view(piece, meta) for piece in pieces):
-        raise refusal(lazy.name, func.__name__, f"of this {tuple(meta.shape)} view can't be a view itself")
-    views = tuple(LazyTensor(lazy.source, strided(piece), lazy.casts) for piece in pieces)
+    if not all(operations.is_view(piece, meta) for piece in pieces):
+        raise operations.refusal(lazy.name, func.__name__, f"of this {tuple(meta.shape)} view can't be a view itself")
+    views = tuple(LazyTensor(lazy.source, operations.strided(piece), lazy.casts) for piece in pieces)
     return views[0] if isinstance(result, torch.Tensor) else views
 
 
@@ -336,7 +324,7 @@ def _concatenate(
     """Return a cat, or a stack as a cat of unsqueezed tensors; torch computes the shape and dtype from meta tensors."""
     name = next((part.name for part in tensors if isinstance(part, LazyTensor)), "?")
     if out is not None or not all(isinstance(part, LazyTensor) for part in tensors):
-        raise refusal(name, f"{func.__name__} with a tensor that isn't lazy")
+        raise operations.refusal(name, f"{func.__name__} with a tensor that isn't lazy")
     along = dim if axis is None else axis
     result = func([_meta(part) for part in tensors], dim=along)
     along %= max(result.ndim, 1)
@@ -353,7 +341,7 @@ def _elementwise(func: Callable[..., Any], args: Args, kwargs: dict[str, Any]) -
     operands = tuple(_operand(lazies[0].name, func, value) for value in (*args, *named))
     name = f"{func.__name__}({', '.join(shorten((one.name for one in lazies), shown=2))})"
     if kwargs.get("out") is not None:
-        raise refusal(lazies[0].name, f"{func.__name__} with out=")
+        raise operations.refusal(lazies[0].name, f"{func.__name__} with out=")
     check_one_shape(lazies[0].name, func.__name__, [one.shape for one in lazies])
     # On meta tensors, for torch's own promotion of tensors, 0-dim tensors and Python numbers.
     result = func(*(_meta(value) if isinstance(value, LazyTensor) else value for value in operands), **kwargs)
@@ -366,7 +354,7 @@ def _operand(name: str, func: Callable[..., Any], value: Any) -> Any:
     if isinstance(value, torch.Tensor) and value.ndim == 0 and value.device.type == "cpu":
         return value.detach().clone()  # the caller may write to its own
     kind = "a tensor that isn't lazy" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
-    raise refusal(name, f"{func.__name__} with {kind}")
+    raise operations.refusal(name, f"{func.__name__} with {kind}")
 
 
 def _matmul(func: Callable[..., Any], args: Args, kwargs: dict[str, Any]) -> LazyTensor:
@@ -374,9 +362,9 @@ def _matmul(func: Callable[..., Any], args: Args, kwargs: dict[str, Any]) -> Laz
     operands = [*args, *named]
     lazy = next(value for value in (*operands, *kwargs.values()) if isinstance(value, LazyTensor))
     if options := [word for word, value in kwargs.items() if value is not None]:
-        raise refusal(lazy.name, f"{func.__name__} with {options[0]}=")
+        raise operations.refusal(lazy.name, f"{func.__name__} with {options[0]}=")
     if len(operands) != 2 or not all(isinstance(value, LazyTensor) and value.ndim == 2 for value in operands):
-        raise refusal(lazy.name, f"{func.__name__} of anything but two lazy matrices")
+        raise operations.refusal(lazy.name, f"{func.__name__} of anything but two lazy matrices")
     left, right = operands
     if left.shape[1] != right.shape[0] or left.dtype != right.dtype:
         kinds = f"{tuple(left.shape)} {left.dtype} and {tuple(right.shape)} {right.dtype}"

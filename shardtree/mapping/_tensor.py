@@ -10,25 +10,8 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
+from .. import geometry
 from ..errors import MetadataError, ShapeError
-from ..geometry import (
-    cell_index,
-    cell_shape,
-    check_box,
-    check_cell,
-    check_flat_range,
-    check_lengths,
-    check_ranks,
-    check_type,
-    flat_range,
-    grid_cell,
-    integer,
-    integers,
-    narrow_axis,
-    narrow_flat_range,
-    narrow_place,
-    refuse,
-)
 from ..lazy import LazyTensor
 from ._base import RankOffset, ReplicaId, ShardedBase, check_key, leaf_name, normalise, replica
 
@@ -43,7 +26,7 @@ def data_kind(subject: str, data: Any) -> tuple[torch.dtype, tuple[int, ...]]:
     check_has_shape(subject, data)
     if not isinstance(getattr(data, "dtype", None), torch.dtype) or not hasattr(data, "shape"):
         fix = "Describe a shard without data with `ShardedTensor(...)` itself."
-        refuse(subject, "data", type(data).__name__, "a tensor", fix, error=MetadataError)
+        geometry.refuse(subject, "data", type(data).__name__, "a tensor", fix, error=MetadataError)
     return data.dtype, tuple(data.shape)
 
 
@@ -56,9 +39,9 @@ def check_data(subject: str, data: object, dtype: torch.dtype, shape: tuple[int,
         return
     check_has_shape(subject, data)
     if data.dtype != dtype:
-        refuse(subject, "data's dtype", data.dtype, str(dtype), _RECAST, error=ShapeError)
+        geometry.refuse(subject, "data's dtype", data.dtype, str(dtype), _RECAST, error=ShapeError)
     if tuple(data.shape) != shape:
-        refuse(subject, "data's shape", tuple(data.shape), f"{shape} by {source}", _RECAST, error=ShapeError)
+        geometry.refuse(subject, "data's shape", tuple(data.shape), f"{shape} by {source}", _RECAST, error=ShapeError)
 
 
 def without_shape(data: object) -> str:
@@ -78,7 +61,7 @@ def without_shape(data: object) -> str:
 def check_has_shape(subject: str, data: object) -> None:
     """Raise MetadataError for a tensor without a single shape: nested, or not initialised yet."""
     if found := without_shape(data):
-        refuse(subject, "data", found, "a tensor of one shape", SHAPE_FIX, error=MetadataError)
+        geometry.refuse(subject, "data", found, "a tensor of one shape", SHAPE_FIX, error=MetadataError)
 
 
 # Narrowing: the smaller box, and the pieces of data in it.
@@ -110,8 +93,8 @@ def narrowed_box(
     axis, size = dim + len(global_shape) - len(local_shape), local_shape[dim]
     return (
         (*local_shape[:dim], length, *local_shape[dim + 1 :]),
-        narrow_axis(subject, "global_shape", global_shape, axis, size, length),
-        narrow_axis(subject, "global_offset", offset, axis, size, length),
+        geometry.narrow_axis(subject, "global_shape", global_shape, axis, size, length),
+        geometry.narrow_axis(subject, "global_offset", offset, axis, size, length),
     )
 
 
@@ -135,7 +118,7 @@ def narrowed_pieces(
     """
     if flat is None:
         return [(_narrow_data(subject, data, dim, start, length), None)]
-    runs = narrow_flat_range(local_shape, flat.start, flat.stop, dim, start, length)
+    runs = geometry.narrow_flat_range(local_shape, flat.start, flat.stop, dim, start, length)
     return [(_narrow_data(subject, data, 0, part.start, part.stop - part.start), run) for part, run in runs]
 
 
@@ -143,7 +126,7 @@ def _narrow_data(subject: str, data: Any, dim: int, start: int, length: int) -> 
     # Lazy tensors have `narrow` too, and stay unread.
     if data is not None and not hasattr(data, "narrow"):
         fix = "Narrow `shard.without_data()` if only metadata matters."
-        refuse(subject, "data", type(data).__name__, "a tensor or None", fix, error=ShapeError)
+        geometry.refuse(subject, "data", type(data).__name__, "a tensor or None", fix, error=ShapeError)
     return None if data is None else data.narrow(dim, start, length)
 
 
@@ -190,27 +173,27 @@ class ShardedTensor(ShardedBase):
 
     def __post_init__(self) -> None:
         check_key(self)
-        normalise(self, integers, "local_shape", "global_shape", "global_offset")
+        normalise(self, geometry.integers, "local_shape", "global_shape", "global_offset")
         if self.axis_fragmentations is not None:
-            normalise(self, integers, "axis_fragmentations")
-        normalise(self, integer, "prepend_axis_num")
+            normalise(self, geometry.integers, "axis_fragmentations")
+        normalise(self, geometry.integer, "prepend_axis_num")
         normalise(self, replica, "replica_id")
-        normalise(self, lambda subject, _, value: flat_range(subject, value), "flattened_range")
+        normalise(self, lambda subject, _, value: geometry.flat_range(subject, value), "flattened_range")
         self.validate_metadata_integrity()
 
     def validate_metadata_integrity(self) -> None:
         """Raise MetadataError or ShapeError where a field contradicts another, or the data."""
         subject, box = leaf_name(self), (1,) * self.prepend_axis_num + self.local_shape
         # In this order: later checks go through shapes and offsets together, and need them of one length.
-        check_type(subject, "dtype", self.dtype, torch.dtype, "Pass `data.dtype`.")
-        check_type(subject, "allow_shape_mismatch", self.allow_shape_mismatch, bool, "Pass a bool.")
-        check_ranks(subject, self.local_shape, self.global_shape, self.prepend_axis_num)
-        check_lengths(subject, self.global_shape, self.global_offset, self.axis_fragmentations)
-        check_box(subject, box, self.global_offset, self.global_shape, may_leave=self.allow_shape_mismatch)
+        geometry.check_type(subject, "dtype", self.dtype, torch.dtype, "Pass `data.dtype`.")
+        geometry.check_type(subject, "allow_shape_mismatch", self.allow_shape_mismatch, bool, "Pass a bool.")
+        geometry.check_ranks(subject, self.local_shape, self.global_shape, self.prepend_axis_num)
+        geometry.check_lengths(subject, self.global_shape, self.global_offset, self.axis_fragmentations)
+        geometry.check_box(subject, box, self.global_offset, self.global_shape, may_leave=self.allow_shape_mismatch)
         if self.axis_fragmentations is not None:
-            check_cell(subject, box, self.global_offset, self.axis_fragmentations)
+            geometry.check_cell(subject, box, self.global_offset, self.axis_fragmentations)
         if self.flattened_range is not None:
-            check_flat_range(subject, self.flattened_range, self.local_shape)
+            geometry.check_flat_range(subject, self.flattened_range, self.local_shape)
         source = "local_shape" if self.flattened_range is None else "flattened_range"
         check_data(subject, self.data, self.dtype, self.data_shape, source)
 
@@ -247,10 +230,10 @@ global_shape=(32,), global_offset=(12,), axis_fragmentations=(8,))
         # The parameter is in Megatron-Core's signature, where it must be None too.
         if flattened_range is not None:
             fix = "Use `from_rank_offsets_flat` for flat shards."
-            refuse(subject, "flattened_range", flattened_range, "None", fix, error=MetadataError)
+            geometry.refuse(subject, "flattened_range", flattened_range, "None", fix, error=MetadataError)
         dtype, local_shape = data_kind(subject, data)
-        box = (1,) * integer(subject, "prepend_axis_num", prepend_axis_num) + local_shape
-        cell = grid_cell(subject, box, rank_offsets)
+        box = (1,) * geometry.integer(subject, "prepend_axis_num", prepend_axis_num) + local_shape
+        cell = geometry.grid_cell(subject, box, rank_offsets)
         return cls(key, data, dtype, local_shape, *cell, replica_id, prepend_axis_num, allow_shape_mismatch)
 
     @classmethod
@@ -285,14 +268,14 @@ global_shape=(32,), global_offset=(12,), axis_fragmentations=(8,))
             ((4, 2), (32, 2), slice(3, 8, None))
         """
         subject = f"{cls.__name__} {key!r}"
-        flat = flat_range(subject, flattened_range)
+        flat = geometry.flat_range(subject, flattened_range)
         if flat is None:
             fix = "Use `from_rank_offsets` for shards that aren't flat."
-            refuse(subject, "flattened_range", "None", "a slice", fix, error=MetadataError)
+            geometry.refuse(subject, "flattened_range", "None", "a slice", fix, error=MetadataError)
         dtype, _ = data_kind(subject, data)
-        local_shape = integers(subject, "non_flat_local_shape", non_flat_local_shape)
-        box = (1,) * integer(subject, "prepend_axis_num", prepend_axis_num) + local_shape
-        cell = grid_cell(subject, box, rank_offsets)
+        local_shape = geometry.integers(subject, "non_flat_local_shape", non_flat_local_shape)
+        box = (1,) * geometry.integer(subject, "prepend_axis_num", prepend_axis_num) + local_shape
+        cell = geometry.grid_cell(subject, box, rank_offsets)
         return cls(key, data, dtype, local_shape, *cell, replica_id, prepend_axis_num, allow_shape_mismatch, flat)
 
     @property
@@ -329,7 +312,7 @@ global_shape=(32,), global_offset=(12,), axis_fragmentations=(8,))
             (3, 0)
         """
         box = (1,) * self.prepend_axis_num + self.local_shape
-        return cell_index(leaf_name(self), box, self.global_offset, self.axis_fragmentations)
+        return geometry.cell_index(leaf_name(self), box, self.global_offset, self.axis_fragmentations)
 
     def max_allowed_chunks(self) -> tuple[int, ...]:
         """Return the size of the grid's pieces along each global axis.
@@ -344,8 +327,10 @@ global_shape=(32,), global_offset=(12,), axis_fragmentations=(8,))
         counts = self.axis_fragmentations
         if counts is None:
             fix = "Only shards of a regular grid have pieces of one size."
-            refuse(leaf_name(self), "axis_fragmentations", "None", "one count for each axis", fix, error=ShapeError)
-        return cell_shape(leaf_name(self), self.global_shape, counts, padded=self.allow_shape_mismatch)
+            geometry.refuse(
+                leaf_name(self), "axis_fragmentations", "None", "one count for each axis", fix, error=ShapeError
+            )
+        return geometry.cell_shape(leaf_name(self), self.global_shape, counts, padded=self.allow_shape_mismatch)
 
     def narrow(self, dim: int, start: int, length: int) -> list[ShardedTensor]:
         """Return the shards left when every rank narrows its box to [start, start + length) along `dim`.
@@ -369,7 +354,7 @@ global_shape=(32,), global_offset=(12,), axis_fragmentations=(8,))
             ((2, 2), (16, 2), (6, 0))
         """
         subject = f"narrow {leaf_name(self)}"
-        dim, start, length = narrow_place(subject, self.local_shape, dim, start, length)
+        dim, start, length = geometry.narrow_place(subject, self.local_shape, dim, start, length)
         shape, whole, first = narrowed_box(
             subject, self.local_shape, self.global_shape, self.global_offset, dim, length
         )

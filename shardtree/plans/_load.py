@@ -6,19 +6,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..geometry import (
-    Column,
-    check_type,
-    distinct,
-    intersect,
-    overlapping_pairs,
-    reach_of,
-    row_major_strides,
-    rows_in_reach,
-    shared_groups,
-    volumes,
-    widen,
-)
+from .. import geometry
+from ..geometry import Column
 from ..layouts import BoxColumns, ShardColumns, check_columns, shard_boxes
 
 SHORTEST_RUN = 64 * 1024
@@ -111,7 +100,7 @@ class LoadPlan:
     @property
     def bytes_read(self) -> int:
         """How many bytes of tensors the plan reads."""
-        strided = volumes(self.strided.shape) * self.strided.item_size
+        strided = geometry.volumes(self.strided.shape) * self.strided.item_size
         return int(self.runs.length.sum() + strided.sum())
 
 
@@ -135,26 +124,30 @@ def plan_load(requests: ShardColumns, chunks: StoredChunks, *, shortest_run: int
         ([136, 152, 168, 184], [8, 8, 8, 8])
     """
     check_columns("plan_load", requests)
-    check_type("plan_load", "chunks", chunks, StoredChunks, "Give what is stored, in columns.")
+    geometry.check_type("plan_load", "chunks", chunks, StoredChunks, "Give what is stored, in columns.")
     axes = max(requests.offset.shape[1], chunks.offset.shape[1])
-    wanted = shard_boxes(widen(requests.offset, axes, 0), widen(requests.shape, axes, 1), requests.start, requests.stop)
+    wanted = shard_boxes(
+        geometry.widen(requests.offset, axes, 0), geometry.widen(requests.shape, axes, 1), requests.start, requests.stop
+    )
     # Most of planning a million chunks was sorting them, so chunks far from the request are dropped before that.
     chunks = _reachable_chunks(requests.key[wanted.shard], wanted, chunks, axes)
     stored = shard_boxes(chunks.offset, chunks.shape, chunks.start, chunks.stop)
-    left, right = overlapping_pairs(
+    left, right = geometry.overlapping_pairs(
         requests.key[wanted.shard], wanted.offset, wanted.shape, chunks.key[stored.shard], stored.offset, stored.shape
     )
     pieces = _pieces(requests, chunks, wanted, stored, left, right)
     # Weights are floats, exact for fewer than 2**53 elements of a shard.
-    covered = np.bincount(pieces.target, weights=volumes(pieces.shape), minlength=len(requests)).astype(np.int64)
+    covered = np.bincount(pieces.target, weights=geometry.volumes(pieces.shape), minlength=len(requests)).astype(
+        np.int64
+    )
     runs, strided = _split(pieces, shortest_run)
-    return LoadPlan(_merge(runs), strided, covered, _overlapping_keys(chunks, stored, distinct(right)))
+    return LoadPlan(_merge(runs), strided, covered, _overlapping_keys(chunks, stored, geometry.distinct(right)))
 
 
 def _reachable_chunks(key: Column, wanted: BoxColumns, chunks: StoredChunks, axes: int) -> StoredChunks:
     """Return the chunks that may be needed: most ranks need few of all that are stored."""
-    offset, shape = widen(chunks.offset, axes, 0), widen(chunks.shape, axes, 1)
-    rows, _ = rows_in_reach(reach_of(key, wanted.offset, wanted.shape), chunks.key, offset, shape)
+    offset, shape = geometry.widen(chunks.offset, axes, 0), geometry.widen(chunks.shape, axes, 1)
+    rows, _ = geometry.rows_in_reach(geometry.reach_of(key, wanted.offset, wanted.shape), chunks.key, offset, shape)
     # Taking all rows would copy every column.
     if rows.size == len(chunks.key):
         return replace(chunks, offset=offset, shape=shape)
@@ -181,8 +174,8 @@ def _pieces(
     """Return what each requested box has in common with each stored box, as strided copies."""
     box, held = wanted.shape.take(left, axis=0), stored.shape.take(right, axis=0)
     place, held_place = wanted.offset.take(left, axis=0), stored.offset.take(right, axis=0)
-    offset, shape = intersect(place, box, held_place, held)
-    stride, target_stride = row_major_strides(held), row_major_strides(box)
+    offset, shape = geometry.intersect(place, box, held_place, held)
+    stride, target_stride = geometry.row_major_strides(held), geometry.row_major_strides(box)
     target, chunk = wanted.shard.take(left), stored.shard.take(right)
     item_size = requests.item_size.take(requests.key.take(target))
     element = stored.position.take(right) + _dot(offset - held_place, stride)
@@ -220,7 +213,7 @@ def _split(pieces: Strided, shortest_run: int) -> tuple[Runs, Strided]:
         )
         run = np.where(joins, run * pieces.shape[:, axis], run)
         rows[:, axis] = np.where(joins, 1, pieces.shape[:, axis])
-    count = volumes(rows)
+    count = geometry.volumes(rows)
     # Many short runs are read as one strided piece: beyond some number of calls, a read for each row costs more than
     # mapping the file and copying the rows out of it.
     direct = (count == 1) | (run * pieces.item_size >= shortest_run)
@@ -232,7 +225,7 @@ def _split(pieces: Strided, shortest_run: int) -> tuple[Runs, Strided]:
 def _runs(pieces: Strided, rows: Column, count: Column, run: Column) -> Runs:
     piece = np.repeat(np.arange(count.size), count)
     number = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
-    at = number[:, None] // row_major_strides(rows)[piece] % rows[piece]
+    at = number[:, None] // geometry.row_major_strides(rows)[piece] % rows[piece]
     item_size = pieces.item_size[piece]
     return Runs(
         file=pieces.file[piece],
@@ -266,7 +259,7 @@ def _merge(runs: Runs) -> Runs:
 def _overlapping_keys(chunks: StoredChunks, stored: BoxColumns, used: Column) -> Column:
     """Return the keys of which stored boxes to be read overlap: such a checkpoint contradicts itself."""
     key = chunks.key.take(stored.shard.take(used))
-    return shared_groups(key, stored.offset.take(used, axis=0), stored.shape.take(used, axis=0))
+    return geometry.shared_groups(key, stored.offset.take(used, axis=0), stored.shape.take(used, axis=0))
 
 
 def _rows(pieces: Strided, rows: Column) -> Strided:

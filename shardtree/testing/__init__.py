@@ -6,17 +6,24 @@ is under test. A law raises AssertionError and says what differs.
 """
 
 from ._bits import assemble, bits, first_difference, outline, refilled
-from ._factories import factories, glu, lens_factories, stacked, transposed
 from ._law_buffers import BufferOptions, buffer_options, check_buffer_plan, check_flat_shards, packed_slices
-from ._law_factory import check_factory
-from ._law_lens import check_build_undoes_merge, check_layouts_agree, check_lens
+from ._law_factory import check_factory, factories, glu, lens_factories, stacked, transposed
+from ._law_lens import LENS_CASES, LensCase, check_build_undoes_merge, check_layouts_agree, check_lens
 from ._law_plans import check_layout, check_load_plan, check_writes
 from ._law_purity import check_commutes, check_pure
 from ._law_reshard import check_filled, check_reshard, check_reshard_plan, shard_elements
 from ._law_schedules import check_moved, check_relayed, check_schedule, element_numbers, moved
-from ._layout import Layout, Piece, cut
-from ._layouts import even_layout, flat_layouts, irregular_layouts, layouts, regular_layouts, replicas
-from ._lens_cases import LENS_CASES, LensCase
+from ._layouts import (
+    Layout,
+    Piece,
+    cut,
+    even_layout,
+    flat_layouts,
+    irregular_layouts,
+    layouts,
+    regular_layouts,
+    replicas,
+)
 from ._meshes import MeshCase, mesh_cases, meshes, partition_specs
 from ._optimizer_states import (
     OptimizerState,

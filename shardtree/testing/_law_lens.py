@@ -1,27 +1,121 @@
-"""The laws of lenses: what is stored depends only on the tensor, not on how it is cut, and comes back unchanged."""
+"""The laws of lenses: what is stored depends only on the tensor, not on how it is cut, and comes back unchanged.
+
+And an example of each predefined lens, with a tensor that it fits.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from math import prod
 from typing import Any, TypeVar
 
 import torch
 
+from .. import lenses
 from ..errors import plural
-from ..lenses import Lens, as_factory
+from ..lenses import grouped_runs as groups
 from ..mapping import LocalNonpersistentObject, ShardedTensor, ShardedTensorFactory
 from ..trees import apply_factories, apply_factory_merges, leaves_with_paths, map_shards
 from ._bits import assemble, carried, first_difference
-from ._layout import flattened
+from ._layouts import flattened
 from ._tensors import random_bits
+
+
+@dataclass(frozen=True, slots=True)
+class LensCase:
+    """A lens, and tensors as the model has them.
+
+    Attributes:
+        lens: the lens.
+        shape: of the global tensors.
+        keys: of the global tensors that the lens stores together.
+        prepended: how many leading axes are prepended.
+    """
+
+    lens: lenses.Lens
+    shape: tuple[int, ...]
+    keys: tuple[str, ...] = ("layers.3.mlp.w.weight",)
+    prepended: int = 0
+
+
+_grouped = partial(lenses.attention_qkv, heads=4, head_size=2, query_groups=2)
+_apart = partial(_grouped, part="w", names=("q", "k", "v"))
+_ROTARY = {"**.q.**": lenses.rotary_halves(head_size=2), "**.k.**": lenses.rotary_halves(head_size=2), "**.v.**": None}
+
+# Axes mostly of different lengths, so that an exchange of axes shows in the shape; few elements, since the laws visit
+# each of them for many layouts.
+LENS_CASES: dict[str, LensCase] = {
+    "transposed": LensCase(lenses.transposed(), (3, 4)),
+    "transposed: a prepended axis": LensCase(lenses.transposed(), (2, 3, 4), prepended=1),
+    "transposed: three axes": LensCase(lenses.transposed(2, 0, 1), (2, 3, 4)),
+    "gate_and_up: 1 rank": LensCase(lenses.gate_and_up(tensor_parallel=1), (8, 3)),
+    "gate_and_up: 3 ranks": LensCase(lenses.gate_and_up(tensor_parallel=3), (12, 2)),
+    "gate_and_up: named": LensCase(
+        lenses.gate_and_up(tensor_parallel=2, part="w", names=("gate", "up")), (2, 8, 1), prepended=1
+    ),
+    "gate_and_up: axis 1": LensCase(
+        lenses.gate_and_up(tensor_parallel=2, axis=1, part="w", names=("gate", "up")), (3, 8)
+    ),
+    "attention_qkv: multi-head": LensCase(lenses.attention_qkv(heads=3, head_size=2), (18, 2)),
+    "attention_qkv: grouped": LensCase(_apart(), (16, 2)),
+    "attention_qkv: grouped, in one": LensCase(_grouped(), (16, 2)),
+    "attention_qkv: bias": LensCase(_apart(), (16,)),
+    "attention_qkv: to interleaved": LensCase(_grouped(held="concatenated", stored="interleaved"), (16, 2)),
+    "attention_qkv: rank by rank": LensCase(_apart(held="concatenated", tensor_parallel=2), (16, 2)),
+    "attention_qkv: rank by rank, in one": LensCase(
+        lenses.attention_qkv(heads=4, head_size=1, held="concatenated", tensor_parallel=2), (12, 2)
+    ),
+    "rotary_halves": LensCase(lenses.rotary_halves(head_size=4), (12, 2)),
+    "rotary_halves: some rows": LensCase(lenses.rotary_halves(head_size=5, rotary_size=4), (10,)),
+    "rotary_pairs": LensCase(lenses.rotary_pairs(head_size=6), (12, 2)),
+    "stacked_layers": LensCase(lenses.stacked_layers("layers", 2), (3, 2), ("layers.0.w", "layers.1.w"), 1),
+    "stacked_layers: of a scalar": LensCase(
+        lenses.stacked_layers("layers", 2, first=-2), (), ("layers.2.w", "layers.3.w")
+    ),
+    "unstacked_layers": LensCase(lenses.unstacked_layers("layers"), (3, 2, 2), ("layers.norm",)),
+    "unstacked_layers: a prepended axis": LensCase(lenses.unstacked_layers("layers"), (3, 2, 2), ("layers.norm",), 1),
+    "expert_stack": LensCase(lenses.expert_stack(experts=3, axis=1), (2, 6)),
+    "expert_keys": LensCase(lenses.expert_keys("experts", experts=2), (6, 2), ("mlp.experts.fc2",)),
+    "expert_keys: in stacked layers": LensCase(
+        lenses.expert_keys("experts", experts=2), (2, 6, 2), ("layers.experts.fc2",), 1
+    ),
+    "padded_axis": LensCase(lenses.padded_axis(5), (8, 2)),
+    "padded_axis: axis 1": LensCase(lenses.padded_axis(3, axis=1), (2, 6)),
+    "tied": LensCase(lenses.tied("w", "embedding"), (3, 2)),
+    "renamed": LensCase(lenses.renamed("mlp.w", "ffn"), (3, 2)),
+    "by_pattern": LensCase(lenses.compose(_apart(), lenses.by_pattern(_ROTARY)), (16, 2)),
+    "rearranged: experts": LensCase(lenses.rearranged("(e f) h -> e h f", e=2), (6, 2)),
+    "rearranged: ranks of experts": LensCase(
+        lenses.rearranged("h (p t e two f) -> (p e) (two t f) h", p=2, t=2, e=1, two=2), (2, 16)
+    ),
+    "rearranged: prepended too": LensCase(lenses.rearranged("l e d -> d (l e)"), (2, 2, 3), prepended=1),
+    "mapped_axis": LensCase(lenses.mapped_axis(-1, lambda n: groups(n, 2, (1, 2)), part="w", names=("a", "b")), (2, 6)),
+    "compose": LensCase(lenses.compose(), (2, 3)),
+    "compose: four deep": LensCase(
+        lenses.compose(
+            lenses.expert_keys("experts", experts=2, axis=1),
+            lenses.gate_and_up(tensor_parallel=2, axis=1, part="w", names=("gate", "up")),
+            lenses.transposed(),
+            lenses.stacked_layers("experts", 2),
+            lenses.stacked_layers("layers", 2),
+        ),
+        (3, 16),
+        ("layers.0.experts.w", "layers.1.experts.w"),
+    ),
+}
+"""By name: that of the predefined lens, and what is special about the example."""
+
+
+# The laws
+
 
 _STATE = "optimizer.state.exp_avg."
 
 
-def check_lens(lens: Lens, shards: Sequence[ShardedTensor]) -> dict[str, torch.Tensor]:
+def check_lens(lens: lenses.Lens, shards: Sequence[ShardedTensor]) -> dict[str, torch.Tensor]:
     """Check the laws of lenses for shards of a tensor, and return the stored tensors, by key.
 
     - *Boxes agree*: all ranks' stored boxes together equal what is stored for the whole tensor, bit for bit.
@@ -47,13 +141,13 @@ def check_lens(lens: Lens, shards: Sequence[ShardedTensor]) -> dict[str, torch.T
     """
     given = assemble([shards])
     wholes = _wholes(given, {shard.key: shard.prepend_axis_num for shard in shards})
-    built = [(factory, factory.build()) for factory in (as_factory(whole, lens) for whole in wholes)]
+    built = [(factory, factory.build()) for factory in (lenses.as_factory(whole, lens) for whole in wholes)]
     expected = _stored([tree for _, tree in built])
     held = assemble([[replace(whole, data=_merged(*each)) for whole, each in zip(wholes, built, strict=True)]])
     # A lens that drops padding can't give it back: then only ranks are compared with each other, below.
     if _elements(expected) == _elements(given):
         _check_same("merge doesn't undo build on the whole", held, given)
-    factories = [as_factory(shard, lens) for shard in shards]
+    factories = [lenses.as_factory(shard, lens) for shard in shards]
     trees = [factory.build() for factory in factories]
     for shard, factory, tree in zip(shards, factories, trees, strict=True):
         what = f"merge doesn't undo build on {_describe(shard)}"

@@ -10,7 +10,7 @@ import torch
 from ..layouts import ShardColumns, check_access, join_columns, shard_columns
 from ..plans import LoadPlan, Runs, StoredChunks, Strided
 from ._bits import assemble, first_difference
-from ._layout import Layout, cut
+from ._layouts import Layout, cut
 from ._tensors import random_bits
 
 

@@ -18,7 +18,7 @@ from ..plans import reshard as st_reshard
 from ..trees import apply_factories, leaves_with_paths
 from ._bits import assemble, first_difference, outline
 from ._law_purity import check_pure
-from ._layout import flattened
+from ._layouts import flattened
 
 # Plans.
 

@@ -18,8 +18,7 @@ from ..optim import optim_state_by_id, optim_state_by_name, optim_state_to_shard
 from ..storage import Directory, MemoryStorage
 from ..trees import diff, leaves_with_paths
 from ..world import World, simulate
-from ._layout import Layout, Piece, cut
-from ._layouts import even_layout, layouts
+from ._layouts import Layout, Piece, cut, even_layout, layouts
 from ._tensors import PRINTABLE_DTYPES, random_bits, shapes
 
 _NAMES = ("w", "b", "layers.0.w", "layers.w", "exp_avg.w")

@@ -15,7 +15,7 @@ from ..strategies import Strategies
 from ..trees import leaves_with_paths
 from ..world import World, simulate
 from ._bits import assemble, first_difference, outline, refilled
-from ._layout import Layout
+from ._layouts import Layout
 from ._states import GlobalState, rank_tree, target_tree
 
 

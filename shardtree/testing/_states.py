@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from ..mapping import LocalNonpersistentObject, ShardedObject
 from ..trees import without_data
-from ._layout import Layout, cut, pretty_repr
-from ._layouts import layouts
+from ._layouts import Layout, cut, layouts, pretty_repr
 from ._tensors import PRINTABLE_DTYPES, tensors
 
 # Common states.

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from shardtree.errors import MetadataError
 from shardtree.layouts import Mesh, PartitionSpec, ShardColumns, TensorKind, join_columns, mesh_columns, shard_columns
 from shardtree.plans import ReshardPlan, Schedule, Transfers, peak_bytes, plan_reshard, with_relays
-from shardtree.plans.resharding._schedule import schedule_transfers
-from shardtree.plans.resharding._steps import fill
+from shardtree.plans.resharding._schedule import fill, schedule_transfers
 from shardtree.testing import check_schedule, cut, layouts
 
 SHAPES = st.sampled_from([(), (0,), (5,), (4, 6), (3, 2, 4)])

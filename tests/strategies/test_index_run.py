@@ -173,7 +173,7 @@ def rows_of(folder, **options):
 
 
 def test_a_few_rows_are_planned_by_nobody_and_read_by_one_call(monkeypatch):
-    monkeypatch.setattr(_load, "plan_load", None)
+    monkeypatch.setattr(_load.plans, "plan_load", None)
     folder = CountingStorage()
     rows = rows_of(folder)
     folder.opened.clear()

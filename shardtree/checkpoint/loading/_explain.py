@@ -11,23 +11,12 @@ from typing import Any, TypeVar
 
 import torch
 
+from ... import plans
 from ...errors import CheckpointReplaced, CorruptCheckpoint, NotACheckpoint, StorageError
 from ...layouts import ShardColumns, join_columns
 from ...mapping import ShardedTensor
 from ...objects import drop_objects
-from ...plans import (
-    Explanation,
-    FailedCheck,
-    Gap,
-    Misfit,
-    Prospect,
-    RankReads,
-    ReadCost,
-    Undecided,
-    Unexpected,
-    plan_exchange,
-    stored_elements,
-)
+from ...plans import Explanation
 from ...storage import Directory
 from ...strategies import Checkpoint, LoadOptions, Strategies, StrategyAction, find_strategy, get_default_strategy
 from ...world import one_process
@@ -53,7 +42,7 @@ from ._strict import RAISING, StrictHandling, mismatched_keys, parse_strict
 from ._targets import Target, check_given, usable_device
 
 Shards = Sequence[ShardedTensor]
-P = TypeVar("P", bound=Misfit)
+P = TypeVar("P", bound=plans.Misfit)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,8 +67,8 @@ class _Failures:
             self.ranks.setdefault((type(error), text), []).extend(ranks)
 
     @property
-    def checks(self) -> tuple[FailedCheck, ...]:
-        return tuple(FailedCheck(tuple(ranks), error, text) for (error, text), ranks in self.ranks.items())
+    def checks(self) -> tuple[plans.FailedCheck, ...]:
+        return tuple(plans.FailedCheck(tuple(ranks), error, text) for (error, text), ranks in self.ranks.items())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,10 +85,10 @@ class _RankFit:
     """
 
     target: Target
-    prospect: Prospect
+    prospect: plans.Prospect
     objects: ObjectsFit
-    problems: tuple[Misfit, ...]
-    unexpected: tuple[Unexpected, ...]
+    problems: tuple[plans.Misfit, ...]
+    unexpected: tuple[plans.Unexpected, ...]
     left_out: tuple[str, ...]
 
 
@@ -137,7 +126,7 @@ def explanation(checkpoint: Checkpoint, request: LoadRequest, trees: Sequence[An
     return Explanation(
         missing=tuple(sorted(stored - asked)),
         problems=(*problems, *failed.checks),
-        reads=tuple(RankReads(rank, *asked_for.get(rank, (0, 0)), costs.get(rank)) for rank in ranks),
+        reads=tuple(plans.RankReads(rank, *asked_for.get(rank, (0, 0)), costs.get(rank)) for rank in ranks),
         undecided=tuple(dict.fromkeys(undecided)),
         omitted=() if mode in RAISING else unexpected,
         left_out=tuple(dict.fromkeys(path for fit in fits.values() for path in fit.left_out)),
@@ -146,21 +135,19 @@ def explanation(checkpoint: Checkpoint, request: LoadRequest, trees: Sequence[An
 
 def _costs(
     checkpoint: Checkpoint, choices: Choices, fits: Mapping[int, _RankFit], groups: Sequence[Sequence[Shards]] | None
-) -> dict[int, ReadCost | None]:
+) -> dict[int, plans.ReadCost | None]:
     """Return what each rank reads, group by group where it doesn't read all at once."""
     costs = {rank: None if fit.prospect.cost is None else fit.prospect.cost() for rank, fit in fits.items()}
     if groups is None or None in costs.values():
         return costs
-    parts = zip(*groups, strict=True)
-    return {rank: _sum_of_costs(checkpoint, choices, part) for rank, part in zip(fits, parts, strict=True)}
-
-
-def _sum_of_costs(checkpoint: Checkpoint, choices: Choices, parts: Sequence[Shards]) -> ReadCost:
     choice, _, strategies = choices
     row = (StrategyAction.EXPLAIN, *backend_of(choice, sharded_backend(checkpoint.fields)))
     explain_shards = get_default_strategy(*row, strategies=strategies)
-    costs = (explain_shards(checkpoint, shards, True).cost() for shards in parts if shards)
-    return sum(costs, ReadCost())
+    parts = [
+        [explain_shards(checkpoint, shards, True).cost() for shards in group if shards]
+        for group in zip(*groups, strict=True)
+    ]
+    return {rank: sum(own, plans.ReadCost()) for rank, own in zip(fits, parts, strict=True)}
 
 
 def _matched_targets(
@@ -191,8 +178,8 @@ def _rank_fit(
     choice, _, strategies = choices
     listed = objects_metadata(checkpoint, metadata, choice, strategies)
 
-    def fit(target: Target) -> tuple[Prospect, ObjectsFit]:
-        found, objects = Prospect(), ObjectsFit()
+    def fit(target: Target) -> tuple[plans.Prospect, ObjectsFit]:
+        found, objects = plans.Prospect(), ObjectsFit()
         # A caller's function may load what the format doesn't hold, so missing keys are no problems then.
         if not callable(choice):
             with run("load: check the target"):
@@ -201,7 +188,7 @@ def _rank_fit(
             objects = fit_objects(target.objects, listed, request.options.object_rules, keys.unexpected)
         return found, objects
 
-    fitted = (Prospect(), ObjectsFit())
+    fitted = (plans.Prospect(), ObjectsFit())
     kept, (found, objects), _, left = check_rank(run, request.tree, target, keys, fit, common_of, fitted)
     with run("load: make memory"):
         check_given(kept.tensors, donate=request.donate)
@@ -209,7 +196,7 @@ def _rank_fit(
     return _RankFit(kept, found, objects, problems, named_unexpected(keys, target, common_of), left)
 
 
-def _undecided(checkpoint: Checkpoint, choices: Choices, fit: _RankFit, kinds: Kinds) -> Iterator[Undecided]:
+def _undecided(checkpoint: Checkpoint, choices: Choices, fit: _RankFit, kinds: Kinds) -> Iterator[plans.Undecided]:
     """Yield what may fail when a rank's values are read, though all is stored as it should be.
 
     Args:
@@ -222,25 +209,25 @@ def _undecided(checkpoint: Checkpoint, choices: Choices, fit: _RankFit, kinds: K
     row = (StrategyAction.EXPLAIN, *backend_of(choice, sharded_backend(checkpoint.fields)))
     # Everything here can fail only while bytes are read, so neither success nor failure can be promised.
     if callable(choice):
-        yield Undecided("sharded_strategy", "a function of the caller's own loads the shards")
+        yield plans.Undecided("sharded_strategy", "a function of the caller's own loads the shards")
     elif find_strategy(*row, strategies=strategies) is None:
         for key in sorted({shard.key for shard in fit.target.tensors}):
-            yield Undecided(key, "the format doesn't tell whether it is stored whole")
+            yield plans.Undecided(key, "the format doesn't tell whether it is stored whole")
     for shard in fit.target.tensors:
         kind = kinds.get(shard.key)
         if kind is not None and may_overflow(kind.dtype, shard.dtype) and _loaded(shard, kind.global_shape):
-            yield Undecided(shard.key, f"whether its values, stored as {kind.dtype}, fit {shard.dtype}")
+            yield plans.Undecided(shard.key, f"whether its values, stored as {kind.dtype}, fit {shard.dtype}")
     for item in fit.target.objects:
         if not fit.objects.changes(item):
-            yield Undecided(item.key, "whether the object can be decoded")
+            yield plans.Undecided(item.key, "whether the object can be decoded")
         elif fit.objects.rules.get(item.key) is not drop_objects:
-            yield Undecided(item.key, "whether the rule can handle the objects")
+            yield plans.Undecided(item.key, "whether the rule can handle the objects")
 
 
 def _loaded(shard: ShardedTensor, stored: tuple[int, ...]) -> int:
     """Return how many elements of a shard are loaded."""
     if shard.allow_shape_mismatch and len(shard.global_shape) == len(stored):
-        return stored_elements(shard, stored)
+        return plans.stored_elements(shard, stored)
     return prod(shard.data_shape)
 
 
@@ -249,13 +236,13 @@ def _each_once(parts: Iterable[Sequence[P]]) -> tuple[P, ...]:
     found: dict[tuple[Any, ...], P] = {}
     for problem in (problem for part in parts for problem in part):
         found.setdefault((type(problem), problem.key, getattr(problem, "offset", None)), problem)
-    return tuple(sorted(found.values(), key=lambda problem: not isinstance(problem, Unexpected)))
+    return tuple(sorted(found.values(), key=lambda problem: not isinstance(problem, plans.Unexpected)))
 
 
-def _fitting(shards: Shards, problems: Sequence[Misfit], kinds: Kinds) -> Shards:
+def _fitting(shards: Shards, problems: Sequence[plans.Misfit], kinds: Kinds) -> Shards:
     """Return the shards of which something would be read."""
     # Of a tensor with gaps, the part that is stored would still be read.
-    wrong = {problem.key for problem in problems if not isinstance(problem, Gap)}
+    wrong = {problem.key for problem in problems if not isinstance(problem, plans.Gap)}
     return [shard for shard in shards if shard.key in kinds and shard.key not in wrong]
 
 
@@ -281,7 +268,7 @@ def _shares(ranks: Sequence[Shards], kinds: Kinds) -> list[Shards]:
     """Return what each rank reads of a group itself, where ranks send each other what several of them want."""
     alike = [[shard for shard in shards if not shard.allow_shape_mismatch] for shards in ranks]
     columns = join_columns([columns_of(shards, kinds, rank) for rank, shards in enumerate(alike)])
-    reads = iter(plan_exchange(columns, len(ranks)).reads.tolist())
+    reads = iter(plans.plan_exchange(columns, len(ranks)).reads.tolist())
     chosen = [[shard for shard in shards if next(reads)] for shards in alike]
     own = ([shard for shard in shards if shard.allow_shape_mismatch] for shards in ranks)
     return [[*mine, *share] for mine, share in zip(own, chosen, strict=True)]

@@ -8,25 +8,12 @@ from typing import Any, Final
 
 import torch
 
+from ... import trees
 from ...codec import as_integers
 from ...errors import CheckpointingException, KeyMismatch, MetadataError, error_text, render_path
 from ...mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from ...mapping.memory import check_no_aliases, check_unchanged, check_writable, given_tensor, lacks_memory
 from ...storage import collector_paused, copies_of, empty_tensor
-from ...trees import (
-    HOLE,
-    apply_factories,
-    build_factories,
-    check_is_tree,
-    flatten_with_paths,
-    leaves_with_paths,
-    map_shards,
-    namedtuple_types,
-    refuse_dtensors,
-    refuse_hidden,
-    refuse_too_deep,
-    with_data,
-)
 
 CPU: Final = torch.device("cpu")
 
@@ -90,19 +77,19 @@ def with_memory(
     if given is not None:
         _check_given(shard, given, donate=donate)
     if donate and given is not None and (on_device is not None or _fillable(given)):
-        return with_data(shard, given.detach()) if given.requires_grad else shard
+        return trees.with_data(shard, given.detach()) if given.requires_grad else shard
     if on_device is not None:
-        return with_data(shard, new_memory(shard.key, shard.data_shape, shard.dtype, on_device))
+        return trees.with_data(shard, new_memory(shard.key, shard.data_shape, shard.dtype, on_device))
     if not shard.allow_shape_mismatch:
-        return with_data(shard, new_memory(shard.key, shard.data_shape, shard.dtype))
+        return trees.with_data(shard, new_memory(shard.key, shard.data_shape, shard.dtype))
     if given is None:
         memory = new_memory(shard.key, shard.data_shape, shard.dtype)
         as_integers(memory).zero_()
-        return with_data(shard, memory)
+        return trees.with_data(shard, memory)
     copied = as_integers(given.detach().resolve_conj().resolve_neg()).to(
         "cpu", copy=True, memory_format=torch.contiguous_format
     )
-    return with_data(shard, copied.view(shard.dtype))
+    return trees.with_data(shard, copied.view(shard.dtype))
 
 
 def with_memories(
@@ -263,18 +250,18 @@ def take_apart(tree: Any) -> Target:
         TreeError: it isn't a tree, or too deep.
         UnsupportedValue: a shard is hidden in a value that isn't entered.
     """
-    check_is_tree("load", tree)
-    with refuse_too_deep("load"):
+    trees.check_is_tree("load", tree)
+    with trees.refuse_too_deep("load"):
         built = tree
         merge: Callable[[Any], Any] = _unmerged
-        pairs, rebuild = flatten_with_paths(tree)
+        pairs, rebuild = trees.flatten_with_paths(tree)
         if any(issubclass(kind, ShardedTensorFactory) for kind in {type(leaf) for _, leaf in pairs}):
-            built, merge = build_factories(tree)
-            pairs, rebuild = flatten_with_paths(built)
-        types = namedtuple_types(built)
+            built, merge = trees.build_factories(tree)
+            pairs, rebuild = trees.flatten_with_paths(built)
+        types = trees.namedtuple_types(built)
     others = [pair for pair in pairs if type(pair[1]) is not ShardedTensor]
-    refuse_hidden("load", others)
-    refuse_dtensors("load", others)
+    trees.refuse_hidden("load", others)
+    trees.refuse_dtensors("load", others)
     leaves = tuple([leaf for _, leaf in pairs])
     tensors = tuple([leaf for leaf in leaves if isinstance(leaf, ShardedTensor)])
     objects = tuple([leaf for _, leaf in others if isinstance(leaf, ShardedObject)])
@@ -293,7 +280,7 @@ def without_unexpected(target: Target, tree: Any, unexpected: set[str]) -> Targe
     """
     if not unexpected:
         return target
-    lacking = ((path, leaf, _keys(leaf) & unexpected) for path, leaf in leaves_with_paths(tree))
+    lacking = ((path, leaf, _keys(leaf) & unexpected) for path, leaf in trees.leaves_with_paths(tree))
     partly = [
         f"{leaf.key!r} at {render_path(path)} lacks {', '.join(map(repr, sorted(keys)))}"
         for path, leaf, keys in lacking
@@ -302,12 +289,14 @@ def without_unexpected(target: Target, tree: Any, unexpected: set[str]) -> Targe
     if partly:
         what, fix = "load: factories that are stored in part", "Leave them out of the target, or build what is stored."
         raise KeyMismatch(error_text(what, offenders=partly, fix=fix))
-    return take_apart(map_shards(lambda leaf: HOLE if _keys(leaf) and _keys(leaf) <= unexpected else leaf, tree))
+    return take_apart(
+        trees.map_shards(lambda leaf: trees.HOLE if _keys(leaf) and _keys(leaf) <= unexpected else leaf, tree)
+    )
 
 
 def _keys(leaf: Any) -> set[str]:
     if isinstance(leaf, ShardedTensorFactory):
-        return {shard.key for _, shard in leaves_with_paths(apply_factories(leaf)) if is_sharded(shard)}
+        return {shard.key for _, shard in trees.leaves_with_paths(trees.apply_factories(leaf)) if is_sharded(shard)}
     return {leaf.key} if is_sharded(leaf) else set()
 
 

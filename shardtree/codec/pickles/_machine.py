@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from ...errors import CheckpointingException, CorruptCheckpoint, UnsupportedValue, error_text
-from . import _atoms, _collections, _objects
+from . import _objects, _values
 from ._state import FIX, Handler, Machine, check_bounded, unknown
 
 
 def _table() -> list[Handler]:
-    known = _atoms.HANDLERS | _collections.HANDLERS | _objects.HANDLERS
+    known = _values.HANDLERS | _objects.HANDLERS
     return [known.get(code, unknown) for code in range(256)]
 
 

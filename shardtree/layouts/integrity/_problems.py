@@ -12,17 +12,9 @@ from math import prod
 
 import numpy as np
 
+from ... import geometry
 from ...errors import TreePath, plural, rank_text, render_path
-from ...geometry import (
-    Column,
-    box_column,
-    box_slices,
-    coverage_faults,
-    held_elements,
-    overlapping_groups,
-    overlapping_pairs,
-    volumes,
-)
+from ...geometry import Column
 from .._columns import ShardColumns, select_rows, shard_boxes
 
 _MOST = 2**63 - 1
@@ -89,7 +81,7 @@ def doubled_faults(shards: ShardColumns) -> Faults:
 
 
 def _faults(shards: ShardColumns, *, with_gaps: bool) -> Faults:
-    regions = box_column([kind.global_shape for kind in shards.kinds], fill=1, axes=shards.offset.shape[1])
+    regions = geometry.box_column([kind.global_shape for kind in shards.kinds], fill=1, axes=shards.offset.shape[1])
     if _are_whole(shards, regions):
         return _whole_boxes(0, shards.offset[:0], shards.shape[:0], doubled=False)
     areas, of_shard = _flat_areas(shards)
@@ -100,7 +92,7 @@ def _faults(shards: ShardColumns, *, with_gaps: bool) -> Faults:
     if ranges.size:
         parts = select_rows(shards, ranges)
         # Areas of other keys are reported as boxes: here they get no elements, and so lack none.
-        sizes = np.where(in_ranges[areas.key], volumes(areas.shape), 0)
+        sizes = np.where(in_ranges[areas.key], geometry.volumes(areas.shape), 0)
         lines = _box_faults(
             of_shard[ranges],
             parts.start[:, None],
@@ -147,7 +139,7 @@ def _reported_in_ranges(shards: ShardColumns, areas: ShardColumns, regions: Colu
     shape = np.concatenate([areas.shape, shards.shape[whole]])
     # Flat ranges and boxes may hold a tensor together, each element once, in areas that overlap: reported in ranges, a
     # legal layout would lack elements.
-    overlap = overlapping_groups(key, *_clipped(key, offset, shape, regions), _sizes(regions))
+    overlap = geometry.overlapping_groups(key, *_clipped(key, offset, shape, regions), _sizes(regions))
     return np.asarray(in_ranges & ~overlap)
 
 
@@ -169,9 +161,9 @@ def _box_faults(group: Column, offset: Column, shape: Column, regions: Column, *
     sizes = _sizes(regions)
     offset, shape = _clipped(group, offset, shape, regions)
     # One vectorised pass over all groups finds which are wrong. Only those are carved up box by box, to name places.
-    wrong = overlapping_groups(group, offset, shape, sizes)
+    wrong = geometry.overlapping_groups(group, offset, shape, sizes)
     if with_gaps:
-        wrong |= held_elements(group, shape, sizes.size) != sizes
+        wrong |= geometry.held_elements(group, shape, sizes.size) != sizes
     rows = np.flatnonzero(wrong[group])
     rows = rows[np.argsort(group[rows], kind="stable")]
     numbers = np.flatnonzero(wrong)
@@ -180,7 +172,7 @@ def _box_faults(group: Column, offset: Column, shape: Column, regions: Column, *
     found = [_whole_boxes(0, offset[:0], shape[:0], doubled=False)]
     for number, begin, end in zip(numbers.tolist(), begins.tolist(), ends.tolist(), strict=True):
         own = rows[begin:end]
-        missing, doubled = coverage_faults(offset[own], shape[own], tuple(regions[number].tolist()))
+        missing, doubled = geometry.coverage_faults(offset[own], shape[own], tuple(regions[number].tolist()))
         found += [_whole_boxes(number, *missing, doubled=False)] if with_gaps else []
         found.append(_whole_boxes(number, *doubled, doubled=True))
     return _in_order(found)
@@ -195,7 +187,7 @@ def _clipped(group: Column, offset: Column, shape: Column, regions: Column) -> t
 
 def _sizes(regions: Column) -> Column:
     """Return how many elements each region has, at most `_MOST`."""
-    sizes = volumes(regions)
+    sizes = geometry.volumes(regions)
     for row in np.flatnonzero(regions.prod(axis=1, dtype=np.float64) >= _ROUNDED).tolist():
         sizes[row] = min(prod(regions[row].tolist()), _MOST)
     return sizes
@@ -376,7 +368,7 @@ def _within_reach(shards: ShardColumns, faults: Faults, *, reach: int) -> Iterat
     """Return faults with the shards that have an element in them, or no further than `reach` from them."""
     places = shard_boxes(faults.offset, faults.shape, faults.start, faults.stop)
     boxes = shard_boxes(shards.offset, shards.shape, shards.start, shards.stop)
-    fault, box = overlapping_pairs(
+    fault, box = geometry.overlapping_pairs(
         faults.key[places.shard],
         places.offset - reach,
         places.shape + 2 * reach,
@@ -392,4 +384,4 @@ def _within_reach(shards: ShardColumns, faults: Faults, *, reach: int) -> Iterat
 def _place(places: ShardColumns | Faults, row: int, axes: int) -> tuple[tuple[slice, ...], slice | None]:
     """Return a row's box, without the axes that it was widened by, and its flat range."""
     start, stop = int(places.start[row]), int(places.stop[row])
-    return box_slices(places.offset[row], places.shape[row], axes), None if start < 0 else slice(start, stop)
+    return geometry.box_slices(places.offset[row], places.shape[row], axes), None if start < 0 else slice(start, stop)

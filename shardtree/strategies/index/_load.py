@@ -11,24 +11,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from ... import plans
 from ...codec import byte_buffer
 from ...errors import CorruptCheckpoint, IntegrityError, StorageError, error_text
 from ...geometry import Column
 from ...layouts import ShardColumns, TensorKind, shard_columns
 from ...mapping import ShardedTensor
-from ...plans import (
-    LoadPlan,
-    Prospect,
-    ReadCost,
-    Refusal,
-    Runs,
-    Unexpected,
-    find_gaps,
-    find_mismatches,
-    find_unexpected,
-    plan_load,
-    runs_plan,
-)
+from ...plans import LoadPlan
 from ...storage import (
     BLOCK_BYTES,
     Buffer,
@@ -118,7 +107,7 @@ def run_plan(run: Run) -> LoadPlan:
     """Return the plan that reads a run into the first of the targets."""
     file, byte, length = (np.array([number], dtype=np.int64) for number in run)
     zero: Column = np.zeros(1, dtype=np.int64)
-    return runs_plan(Runs(file, byte, zero, zero, length))
+    return plans.runs_plan(plans.Runs(file, byte, zero, zero, length))
 
 
 def read_run(checkpoint: Checkpoint, index: Index, run: Run, memory: Buffer) -> ReadReport:
@@ -179,7 +168,7 @@ def plan_shards(index: Index, shards: Sequence[ShardedTensor], columns: ShardCol
     numbers = np.array(find_texts(index.key_text, index.key_start, columns.keys), dtype=np.int64)
     if not stored_alike(index, numbers, columns.kinds):
         _check_kinds(index, numbers, shards, columns)
-    plan = plan_load(columns, chunks_of(index, numbers))
+    plan = plans.plan_load(columns, chunks_of(index, numbers))
     # Overlap inside one tensor isn't found when the index is opened: that would take a comparison of all chunks.
     if plan.doubled.size:
         keys = [repr(columns.keys[number]) for number in plan.doubled.tolist()]
@@ -189,18 +178,18 @@ def plan_shards(index: Index, shards: Sequence[ShardedTensor], columns: ShardCol
     partly = np.flatnonzero(plan.covered != columns.elements)
     if partly.size:
         known = _stored_kinds(index, numbers, columns)
-        check_fit(find_gaps([shards[row] for row in partly.tolist()], plan.covered[partly], known))
+        check_fit(plans.find_gaps([shards[row] for row in partly.tolist()], plan.covered[partly], known))
     return plan
 
 
 def _check_kinds(index: Index, numbers: Column, shards: Sequence[ShardedTensor], columns: ShardColumns) -> None:
     """Raise with all tensors that are asked for and not stored, or stored in another shape or dtype."""
     known = _stored_kinds(index, numbers, columns)
-    absent: tuple[Unexpected, ...] = ()
+    absent: tuple[plans.Unexpected, ...] = ()
     if len(known) < len(columns.keys):
-        absent = find_unexpected(columns.keys, list(texts(index.key_text, index.key_start)))
+        absent = plans.find_unexpected(columns.keys, list(texts(index.key_text, index.key_start)))
     asked = [shard for shard in shards if shard.key in known] if absent else shards
-    check_fit((*absent, *find_mismatches(asked, known)))
+    check_fit((*absent, *plans.find_mismatches(asked, known)))
 
 
 def _stored_kinds(index: Index, numbers: Column, columns: ShardColumns) -> dict[str, TensorKind]:
@@ -242,11 +231,11 @@ _CONTRADICTION = "its stored chunks overlap; the checkpoint contradicts itself"
 def explain_from_index(
     index: Index,
     shards: Sequence[ShardedTensor],
-    cost: Callable[[LoadPlan], ReadCost],
+    cost: Callable[[LoadPlan], plans.ReadCost],
     *,
     cast: bool,
     refused: Mapping[str, str],
-) -> Prospect:
+) -> plans.Prospect:
     """Return the problems and the cost of loading shards: EXPLAIN of any format with an index.
 
     Args:
@@ -259,19 +248,23 @@ def explain_from_index(
     keys = sorted({shard.key for shard in shards})
     numbers = find_texts(index.key_text, index.key_start, keys)
     kinds = {key: kind_at(index, number) for key, number in zip(keys, numbers, strict=True) if number >= 0}
-    unread = [Refusal(key, refused[key]) for key in keys if key in refused]
+    unread = [plans.Refusal(key, refused[key]) for key in keys if key in refused]
     wanted = [key for key in keys if key not in refused]
-    absent = find_unexpected(wanted, [*texts(index.key_text, index.key_start)]) if not kinds.keys() >= {*wanted} else ()
+    absent = (
+        plans.find_unexpected(wanted, [*texts(index.key_text, index.key_start)])
+        if not kinds.keys() >= {*wanted}
+        else ()
+    )
     known = [shard for shard in shards if shard.key in kinds]
-    mismatches = find_mismatches(known, kinds, cast=cast)
+    mismatches = plans.find_mismatches(known, kinds, cast=cast)
     misfits = {mismatch.key for mismatch in mismatches}
     fit = [_as_stored(shard, kinds[shard.key].dtype) for shard in known if shard.key not in misfits]
     columns = shard_columns(fit)
     chosen = find_texts(index.key_text, index.key_start, columns.keys)
-    plan = plan_load(columns, chunks_of(index, np.array(chosen, dtype=np.int64)))
-    doubled = [Refusal(columns.keys[number], _CONTRADICTION) for number in plan.doubled.tolist()]
-    return Prospect(
-        (*unread, *absent, *mismatches, *doubled, *find_gaps(fit, plan.covered, kinds)), partial(cost, plan)
+    plan = plans.plan_load(columns, chunks_of(index, np.array(chosen, dtype=np.int64)))
+    doubled = [plans.Refusal(columns.keys[number], _CONTRADICTION) for number in plan.doubled.tolist()]
+    return plans.Prospect(
+        (*unread, *absent, *mismatches, *doubled, *plans.find_gaps(fit, plan.covered, kinds)), partial(cost, plan)
     )
 
 
@@ -279,7 +272,7 @@ def _as_stored(shard: ShardedTensor, dtype: torch.dtype) -> ShardedTensor:
     return shard if shard.dtype == dtype else replace(shard, data=None, dtype=dtype)
 
 
-def planned_cost(checkpoint: Checkpoint, index: Index, plan: LoadPlan) -> ReadCost:
+def planned_cost(checkpoint: Checkpoint, index: Index, plan: LoadPlan) -> plans.ReadCost:
     """Return the cost of a plan, after checking that its files have the lengths in the index.
 
     Args:

@@ -12,8 +12,7 @@ from ...checkpoint import explain, load_sharded_metadata, remove_sharded_tensors
 from ...mapping import ShardedObject, ShardedTensor
 from ...plans import Mismatch, Unexpected
 from ...strategies import StrategyAction
-from .._layout import Layout
-from .._layouts import even_layout
+from .._layouts import Layout, even_layout
 from .._states import GlobalState
 from ._layout_cases import COLUMNS, FLAT_ROWS, GRID, IRREGULAR, LAYERS, LOADS, ROWS, SHAPE, WHOLE, ZERO_SIZE, numbers
 from ._subject import Case, Promise, Subject, check_there, loaded, only, saved, trees_of

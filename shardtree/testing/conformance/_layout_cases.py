@@ -10,8 +10,7 @@ from functools import partial
 import torch
 
 from ...strategies import StrategyAction
-from .._layout import Layout, Piece
-from .._layouts import even_layout
+from .._layouts import Layout, Piece, even_layout
 from .._states import GlobalState
 from ._subject import Case, Promise, Subject, check_reloaded
 

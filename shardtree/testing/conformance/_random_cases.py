@@ -12,7 +12,7 @@ from hypothesis import Phase, find, settings
 from hypothesis import strategies as st
 from hypothesis.errors import NoSuchExample
 
-from .._layout import Layout
+from .._layouts import Layout
 from .._states import GlobalState, state_layouts
 from .._tensors import shapes, tensors
 from ._layout_cases import LOADS

@@ -14,7 +14,7 @@ from ...storage import Directory, Storage, storage_at
 from ...strategies import SaveOptions, Strategies, Strategy, StrategyAction, find_strategy
 from ...world import simulate
 from .._bits import assemble, refilled
-from .._layout import Layout
+from .._layouts import Layout
 from .._roundtrip import check_rest, check_tensors
 from .._states import GlobalState, rank_tree, target_tree
 from ._report import Refused, first_line, is_refusal
