@@ -31,7 +31,7 @@ def tiled_groups(group: Column, offset: Column, shape: Column, groups: int) -> N
     that. Others have it with a probability of about 2**-60 for boxes that differ along one axis or two, and 2**-52 for
     four: the difference is a nonzero polynomial of the weights. So a positive result can be relied on; after a negative
     one there is a gap or an overlap, or boxes differ along more axes. The weights follow from all the boxes by a
-    cryptographic hash, so that nobody can choose boxes to fit them.
+    cryptographic hash, so that boxes can't be chosen to fit them.
 
     Args:
         group: the group that each box belongs to, from 0, int64 (boxes,).

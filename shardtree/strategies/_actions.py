@@ -128,7 +128,7 @@ class LoadCommon(Protocol):
 class LoadSharded(Protocol):
     """LOAD_SHARDED: fill each shard's data, a contiguous CPU tensor, in place, and return what was read.
 
-    The data is new memory, which holds anything; the target's own with `donate=True`. Nobody looks whether every
+    The data is new memory, which holds anything; the target's own with `donate=True`. It isn't checked that every
     element was filled.
 
     Elements beyond the stored global shape are left as they are; the shard must have allowed that with

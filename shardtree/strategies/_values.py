@@ -241,7 +241,7 @@ class AsyncRequest(Generic[T]):
         """Return the fields of metadata.json once the save is committed, or raise why it isn't; collective.
 
         A scheduled save is waited for, and its queue commits it, after those that were scheduled before it. One that
-        nobody has scheduled is executed now. Later calls return or raise the same, and aren't collective.
+        isn't scheduled is executed now. Later calls return or raise the same, and aren't collective.
 
         Raises:
             CheckpointingException: this save failed; or one before it in the queue did, which the error's notes name:

@@ -136,9 +136,9 @@ def _identity(value: T) -> T:
 
 
 def share(
-    world: World, phase: str, fn: Callable[[], T], tell: Callable[[T], U], *, steps: Sequence[str] = ()
+    world: World, phase: str, fn: Callable[[], T], message: Callable[[T], U], *, steps: Sequence[str] = ()
 ) -> tuple[T, list[U]]:
-    """Return what fn returns on this rank, and what `tell` returns for that on each rank, by rank; one all-gather.
+    """Return what fn returns on this rank, and what `message` returns for that on each rank, by rank; one all-gather.
 
     Raises:
         RemoteError: as `gather`.
@@ -150,10 +150,10 @@ def share(
     """
     if world.size == 1:
         value = fn()
-        return value, [tell(value)]
+        return value, [message(value)]
     try:
         value = fn()
-        own = tell(value)
+        own = message(value)
         # Packed here, so that a value that can't be pickled is a failure inside the phase, reported on every rank.
         packed = pack(phase, own)
     except BaseException as error:

@@ -212,7 +212,7 @@ def _undecided(checkpoint: Checkpoint, choices: Choices, fit: _RankFit, kinds: K
         yield plans.Undecided("sharded_strategy", "a function of the caller's own loads the shards")
     elif find_strategy(*row, strategies=strategies) is None:
         for key in sorted({shard.key for shard in fit.target.tensors}):
-            yield plans.Undecided(key, "the format doesn't tell whether it is stored whole")
+            yield plans.Undecided(key, "the format doesn't say whether it is stored whole")
     for shard in fit.target.tensors:
         kind = kinds.get(shard.key)
         if kind is not None and may_overflow(kind.dtype, shard.dtype) and _loaded(shard, kind.global_shape):

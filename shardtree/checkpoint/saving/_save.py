@@ -110,7 +110,7 @@ def save(
         sharded_strategy: the format of the shards, as (backend, version) or a function; the native format by default.
         common_strategy: the format of everything else, likewise.
         validate_access_integrity: whether ranks exchange their layouts, check that every element has exactly one
-            main replica, and share out the writing of replicas: since these hold equal values, whichever has least
+            main replica, and share out the writing of replicas: since these hold equal values, the rank that has least
             else to write does it. Otherwise each main replica is written where it is.
         async_sharded_save: whether to return the request instead of running it, for an `AsyncCallsQueue`.
             Everything is taken as it is now: the caller may go on changing it at once.

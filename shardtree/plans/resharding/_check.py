@@ -205,7 +205,7 @@ def check_mains(source: ShardColumns, target: ShardColumns) -> None:
         IntegrityError: names keys, ranks and boxes.
     """
     asked = set(target.keys)
-    # Faults of tensors that nobody asks for don't matter: they aren't moved.
+    # Faults of tensors that no target asks for don't matter: they aren't moved.
     wanted = np.array([key in asked for key in source.keys], dtype=np.bool_)[source.key]
     problems = write_problems(select_rows(source, np.flatnonzero(source.main & wanted)))
     _raise("plan_reshard: main replicas of the source don't tile their tensors", problems)

@@ -216,7 +216,7 @@ def read_planned(checkpoint: Checkpoint, index: Index, plan: LoadPlan, memories:
         check_lengths(checkpoint, files.values())
         return read()
     try:
-        return read()  # every answer tells its file's length
+        return read()  # every answer has its file's length
     except (StorageError, CorruptCheckpoint):
         # A file that is gone is damage, or was replaced by another save, rather than a fault of the storage.
         check_lengths(checkpoint, files.values())
