@@ -1,17 +1,23 @@
-"""A `dp_reshardable` optimizer of Megatron-Core, converted to `fully_reshardable`, which it loads in any layout."""
+"""Megatron-Core's distributed optimizer in any layout: its default format converted, and a live one as flat shards."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
+from math import prod
 from typing import Any
 
-from ..checkpoint import OpenCheckpoint
-from ..errors import CorruptCheckpoint, KeyMismatch, error_text
-from ..mapping import ShardedObject
+import torch
 
-__all__ = ["model_space"]
+from ..checkpoint import OpenCheckpoint
+from ..errors import CorruptCheckpoint, KeyMismatch, UnsupportedValue, error_text
+from ..mapping import ReplicaId, ShardedObject, ShardedTensor
+from ..trees import shard_leaves
+from .megatron import from_megatron
+
+__all__ = ["model_space", "optimizer_shards"]
 
 # One object for each model-parallel rank and part of the state that isn't a tensor: param_groups, a grad scaler.
 _PART = re.compile(r"(?:chained_(?P<optimizer>\d+)\.)?optimizer\.distributed\.dp_group_idx_\d+\.(?P<name>\w+)")
@@ -84,3 +90,102 @@ def _with_parts(parts: Mapping[tuple[str | None, str], Any], common: Any) -> Any
     if isinstance(content, Mapping):
         common = {**common, "content_metadata": {**content, "distrib_optim_sharding_type": _TYPE}}
     return {**common, "optimizer": optimizer}
+
+
+# A live optimizer: its buffers as flat shards, without a gather
+
+
+def optimizer_shards(optimizer: Any, model: Any) -> dict[str, list[ShardedTensor]]:
+    """Return what a rank holds of a live distributed optimizer's states as flat shards, by key.
+
+    Keys are `optimizer.state.<state>.<key of the model>`, with `param` for the float32 master. Saved, they load in any
+    layout; as the target of a load with ``donate=True`` they fill the optimizer. Nothing is gathered or copied: data
+    are views of the optimizer's own tensors. The step and the groups' hyperparameters are in `optimizer.state_dict()`.
+
+    Args:
+        optimizer: a `DistributedOptimizer`, or a `ChainedOptimizer` of several.
+        model: the model's sharded state dict, Megatron-Core's own or as `from_megatron` returns it, of all chunks that
+            the optimizer has.
+
+    Raises:
+        KeyMismatch: the model's state dict lacks a parameter of the optimizer.
+        UnsupportedValue: a factory builds shards that aren't contiguous in the parameter.
+
+    Examples:
+        >>> from types import SimpleNamespace
+        >>> optimizer_shards(SimpleNamespace(gbuf_ranges=[]), {})
+        {}
+
+    References:
+        megatron.core.optimizer.distrib_optimizer.DistributedOptimizer, megatron-core 0.16.1.
+    """
+    leaves = shard_leaves(from_megatron(model))
+    of_memory = {_memory_of(leaf.data): leaf for leaf in leaves if isinstance(leaf.data, torch.Tensor)}
+    found: dict[str, list[ShardedTensor]] = {}
+    for inner in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for parameter, begin in _ranges_held(inner):
+            leaf = of_memory.get(_memory_of(parameter))
+            if leaf is None:
+                what = (
+                    f"optimizer_shards: a parameter of shape {tuple(parameter.shape)} isn't in the model's state dict"
+                )
+                raise KeyMismatch(error_text(what, fix="Pass the state dicts of all chunks of the model together."))
+            states = inner._get_main_param_and_optimizer_states(parameter)
+            for state, data in states.items():
+                if isinstance(data, torch.Tensor) and data.dim() == 1:  # the step has no axis
+                    shards = _flat_shards(leaf, f"optimizer.state.{state}.", data, begin, inner)
+                    for shard in shards:
+                        found.setdefault(shard.key, []).append(shard)
+    return found
+
+
+def _memory_of(tensor: torch.Tensor) -> tuple[int, int]:
+    return tensor.data_ptr(), tensor.numel()
+
+
+def _ranges_held(optimizer: Any) -> Iterator[tuple[torch.Tensor, int]]:
+    """Yield each parameter of which a rank holds states, and the first of its elements that are held."""
+    for buffer in optimizer.gbuf_ranges:
+        for buckets in buffer.values():
+            for bucket in buckets:
+                for parameter, ranges in bucket["param_map"].items():
+                    yield parameter, ranges["param"].start
+
+
+def _flat_shards(leaf: Any, prefix: str, data: torch.Tensor, begin: int, optimizer: Any) -> Iterator[ShardedTensor]:
+    """Yield the shards of a range of a parameter: one for each box that the parameter holds."""
+    for box, first in _boxes_in(leaf):
+        low, high = max(begin, first), min(begin + len(data), first + prod(box.local_shape))
+        if low < high:
+            yield replace(
+                box,
+                key=prefix + box.key,
+                data=data[low - begin : high - begin],
+                dtype=data.dtype,
+                flattened_range=slice(low - first, high - first),
+                replica_id=_without_data_parallel(box, optimizer),
+            )
+
+
+def _without_data_parallel(box: ShardedTensor, optimizer: Any) -> ReplicaId:
+    """Return a box's replica_id without its last number: data-parallel ranks hold different ranges, not copies."""
+    instance = getattr(optimizer, "distributed_optimizer_instance_id", 0)
+    return (*box.replica_id[:-1], instance) if isinstance(box.replica_id, tuple) else instance
+
+
+def _boxes_in(leaf: Any) -> Iterator[tuple[ShardedTensor, int]]:
+    """Yield the boxes that a parameter holds, with where each begins in it, by building its factory on numbers."""
+    if isinstance(leaf, ShardedTensor):
+        yield leaf, 0
+        return
+    numbers = torch.arange(leaf.data.numel()).view(leaf.data.shape)
+    boxes = [box for box in shard_leaves(replace(leaf, data=numbers).build()) if isinstance(box, ShardedTensor)]
+    for box in boxes:
+        places = box.data.reshape(-1)
+        first = int(places[0]) if places.numel() else 0
+        if not torch.equal(places, torch.arange(first, first + places.numel())):
+            fix = "Save this optimizer with Megatron-Core, as fully_reshardable."
+            raise UnsupportedValue(
+                error_text(f"optimizer_shards: {leaf.key!r} is stored in boxes that aren't contiguous in it", fix=fix)
+            )
+        yield replace(box, data=None, dtype=leaf.data.dtype), first

@@ -19,6 +19,9 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
+import shardtree as st
+from shardtree.interop.megatron_optimizer import optimizer_shards
+
 torch.cuda.synchronize = lambda *_: None
 torch.cuda.current_device = lambda: torch.device("cpu")
 torch.cuda.current_stream = lambda *_: None
@@ -180,6 +183,18 @@ def load(place: Path, chunks: Any, optimizer: Any) -> None:
     optimizer.load_state_dict(loaded["optimizer"])
 
 
+def save_ours(place: Path, chunks: Any, optimizer: Any) -> None:
+    models = [chunk.module.sharded_state_dict() for chunk in chunks]
+    st.save({"optimizer": optimizer_shards(optimizer, models)}, place, options=st.SaveOptions(durable=False))
+
+
+def load_ours(place: Path, chunks: Any, optimizer: Any) -> None:
+    for inner in optimizers(optimizer):
+        inner._init_optimizer_states_with_dummy_values()
+    models = [chunk.module.sharded_state_dict() for chunk in chunks]
+    st.load({"optimizer": optimizer_shards(optimizer, models)}, place, donate=True)
+
+
 def local(optimizer: Any) -> Iterator[torch.Tensor]:
     """All that a process holds of masters and moments."""
     for inner in optimizers(optimizer):
@@ -189,6 +204,9 @@ def local(optimizer: Any) -> Iterator[torch.Tensor]:
                     parameter.detach(),
                     *(inner.optimizer.state[parameter][name] for name in ("exp_avg", "exp_avg_sq")),
                 )
+
+
+STEPS = {"save": save, "load": load, "save ours": save_ours, "load ours": load_ours}
 
 
 def one_rank(rank: int, folder: str, number: int, shape: dict[str, Any], steps: list[str]) -> None:
@@ -215,7 +233,7 @@ def one_rank(rank: int, folder: str, number: int, shape: dict[str, Any], steps: 
                 for held, value in zip(torch.load(live), local(optimizer), strict=True):
                     assert torch.equal(held, value)
             else:
-                {"save": save, "load": load}[name](Path(folder) / place, chunks, optimizer)
+                STEPS[name](Path(folder) / place, chunks, optimizer)
             dist.barrier()
     dist.destroy_process_group()
 
