@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any
 
@@ -39,21 +39,24 @@ def fsspec_storage(url: str) -> Storage:
         (('a.bin',), 'memory://runs/step_10/a.bin')
         >>> storage.remove("a.bin")
     """
+    # Of a chain, such as simplecache::https://…, each part may have a query.
+    shown = plain_url(url) if "::" not in url else without_secrets(url)
     try:
         from fsspec.core import url_to_fs
         from fsspec.implementations.local import LocalFileSystem
     except ImportError as error:
         fix = "pip install 'shardtree[remote]'"
-        raise StorageError(error_text(f"{url!r} needs fsspec, which isn't installed", fix=fix)) from error
+        raise StorageError(error_text(f"{shown!r} needs fsspec, which isn't installed", fix=fix)) from error
     try:
         files, root = url_to_fs(url)
     except (ImportError, ValueError) as error:
         fix = "Install the package that fsspec names for this protocol, or name a local path without '://'."
-        raise StorageError(error_text(f"no file system for {url!r}", found=error, fix=fix)) from error
+        found = without_secrets(str(error))
+        raise StorageError(error_text(f"no file system for {shown!r}", found=found, fix=fix)) from None
     # fsspec's local file system neither syncs nor exchanges folders.
     if isinstance(files, LocalFileSystem):
         return LocalStorage(root)
-    return FsspecStorage(files, root.rstrip("/"), plain_url(url).rstrip("/") if "::" not in url else url.rstrip("/"))
+    return FsspecStorage(files, root.rstrip("/"), shown.rstrip("/"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +69,8 @@ class FsspecStorage:
         url: the folder, as people and error messages should see it.
     """
 
-    files: Any
-    root: str
+    files: Any = field(repr=False)
+    root: str = field(repr=False)  # with the query of a signed URL
     url: str
 
     def where(self, name: str = "") -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,14 @@ from shardtree.storage import (
     ObjectStorage,
     SizedBuffers,
     _object_store,
+    _object_uploads,
     _ranged_fetch,
     _requests,
-    object_storage,
     storage_at,
 )
 from shardtree.testing import check_strategy
-from tests.s3.environment import KEY, ROOT, SECRET, TOKEN, at, s3
+from tests.cli.checkpoints import run
+from tests.s3.environment import ROOT, at, s3
 from tests.s3.server import Request, Server
 
 pytest.importorskip("obstore")
@@ -266,8 +268,9 @@ def test_answers_that_stay_short_are_an_error(server: Server) -> None:
 def test_a_server_without_ranges_is_named(server: Server) -> None:
     st.save(tree(rows=4096), at())
     server.ranges = False
-    with pytest.raises(StorageError, match="doesn't honour Range"):
-        loaded(at(), rows=4096)
+    for place in (at(), f"{server.url}/bucket/runs"):
+        with pytest.raises(StorageError, match="doesn't honour Range"):
+            loaded(place, rows=4096)
 
 
 def test_a_web_server_is_read(server: Server) -> None:
@@ -374,6 +377,25 @@ def test_a_store_that_ignores_conditions_is_found_out(
     assert len(said) == 1, said
 
 
+def test_the_log_says_once_that_open_uploads_cannot_be_looked_for(
+    server: Server, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "botocore.session", None)  # as where it isn't installed
+    monkeypatch.setattr(_object_uploads, "_said", set())
+    for _ in range(2):
+        assert _object_uploads.abort_uploads(ROOT, "runs/", {}) == 0
+    assert [each.partition(": ")[2].partition(":")[0] for each in caplog.messages] == [
+        "uploads of interrupted saves to s3"
+    ]
+
+
+def test_the_command_line_takes_urls(server: Server) -> None:
+    st.save(tree(), at())
+    for command in (("inspect", ROOT), ("verify", ROOT), ("convert", ROOT, f"{ROOT}/there", "--to", "zarr")):
+        assert run(*command).exit_code == 0
+    assert st.verify(f"{ROOT}/there") == ()
+
+
 # -- few requests
 
 
@@ -396,36 +418,3 @@ def test_requests_are_few(server: Server) -> None:
     server.reset()
     assert series.latest().number == 4
     assert len(server.log) <= 7, server.actions()
-
-
-# -- secrets
-
-
-def test_secrets_are_shown_nowhere(
-    server: Server, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
-) -> None:
-    import traceback
-
-    caplog.set_level(0)
-    texts: list[str] = [
-        repr(at()),
-        repr(storage_at(ROOT)),
-        repr(object_storage(ROOT, config={"secret_access_key": SECRET})),
-    ]
-    actions = ["GetObject", "PutObject", "ListObjectsV2", "HeadObject", "DeleteObjects"]
-    st.save(tree(), at())
-    for action, fault in itertools.product(actions, ["expired", "refuse", "busy", "conflict", "cut"]):
-        server.reset()
-        server.fault = lambda request, action=action, fault=fault: fault if request.action == action else None
-        for work in (lambda: st.save(tree(2.0), at(retries=0), overwrite=True), lambda: loaded(at(retries=0))):
-            try:
-                work()
-            except Exception as error:
-                texts += ["".join(traceback.format_exception(error)), repr(error), str(error)]
-    ours = (record for record in caplog.records if record.name.startswith("shardtree"))
-    texts += [record.getMessage() + str(record.exc_info) for record in ours]
-    texts += [bytes(one.data).decode("latin-1") for one in server.store.objects.values()]
-    texts += list(capfd.readouterr())
-    shown = [text.replace("Signature=…", "") for text in texts]
-    for secret in (KEY, SECRET, TOKEN, "Signature="):
-        assert [text for text in shown if secret in text] == []
