@@ -16,6 +16,8 @@ _KEYWORD = re.compile(
     r"(?P<within>(?:\w*options=)?(?:Load|Save)Options\()?\b(?P<name>[a-z]\w*)="
     r"(?P<value>True|False|None|\[[^\[\]]*\]|\([^()]*\)|'[^']*'|\"[^\"]*\"|\d+|\.{3}|(?![\w(]))(?(within)\))"
 )
+_LEFT = re.compile(r"\b(?:Load|Save)Options\(|\b[Pp]ass [a-z]\w*=")
+_IN_PYTHON = "What is written with = is an argument in Python; this command has no option for it."
 _NAME = re.compile(r"(?<![\w.'\"/])[a-z]+(?:_[a-z]+)+(?![\w('\"=.]\w*)")
 
 
@@ -34,7 +36,8 @@ def shell_words(text: str, options: Mapping[str, str]) -> str:
         '--leave-out common converts without it'
     """
     text = _KEYWORD.sub(lambda found: _typed(found, options), text)
-    return _NAME.sub(lambda found: options.get(found[0], found[0]).partition(" ")[0], text)
+    text = _NAME.sub(lambda found: options.get(found[0], found[0]).partition(" ")[0], text)
+    return f"{text}\n  {_IN_PYTHON}" if options and _LEFT.search(text) else text
 
 
 def _typed(found: re.Match[str], options: Mapping[str, str]) -> str:

@@ -271,6 +271,9 @@ def run_inspect(checkpoint: str, view: View, *, as_json: bool, allow_pickle: boo
         show_pieces(console, tree, view.layout, view.limit, as_json=as_json)
     elif view.common:
         _show_common(console, tree.common(), view.limit, as_json=as_json)
+    elif view.tree and not as_json:
+        contents = _selected(contents_at(tree), view.patterns)
+        show_table(console, KEYS, key_rows(contents.tensors), view.limit)
     else:
         return _show_contents(console, checkpoint, tree, view, as_json=as_json)
     return 0
@@ -287,8 +290,6 @@ def _show_contents(console: Console, where: str, tree: OpenCheckpoint, view: Vie
     found = _examine(where, tree, view.patterns, view.sort)
     if as_json:
         print(json_text(document(found, view.limit)))
-    elif view.tree:
-        show_table(console, KEYS, key_rows(found.selected.tensors), view.limit)
     else:
         show_findings(console, found, view.limit, is_selection=bool(view.patterns))
     return 0 if found.common is not None else 1
@@ -296,8 +297,7 @@ def _show_contents(console: Console, where: str, tree: OpenCheckpoint, view: Vie
 
 def _examine(where: str, tree: OpenCheckpoint, patterns: Sequence[str], sort: str) -> Findings:
     everything = contents_at(tree)
-    check_patterns("inspect", patterns, everything)
-    chosen = select(everything, patterns)
+    chosen = _selected(everything, patterns)
     order = _SORTS[sort]
     ordered = Contents(tuple(sorted(chosen.tensors, key=order)), tuple(sorted(chosen.objects, key=order)))
     common = _common(tree)
@@ -308,6 +308,11 @@ def _examine(where: str, tree: OpenCheckpoint, patterns: Sequence[str], sort: st
     return Findings(
         where, tree.checkpoint.fields, everything, ordered, common, content, files_in(tree.checkpoint.storage)
     )
+
+
+def _selected(everything: Contents, patterns: Sequence[str]) -> Contents:
+    check_patterns("inspect", patterns, everything)
+    return select(everything, patterns)
 
 
 def _common(tree: OpenCheckpoint) -> dict[str, Any] | None:

@@ -23,6 +23,7 @@ COMMON = (Heading("common state", style="bold"), Heading("type", style="cyan"), 
 
 _DEEPEST = 64  # levels that are shown as such: keys and values come from files, and may have any number
 _INDENT = "  "
+_WIDEST = 24  # characters of a row's key, so that all columns fit an ordinary terminal
 
 
 @dataclass(slots=True)
@@ -36,8 +37,8 @@ def key_rows(tensors: Sequence[TensorRow]) -> list[tuple[str, ...]]:
 
     Examples:
         >>> rows = [TensorRow(f"layers.{n}.w", "float32", (2, 3), 24, None) for n in range(3)]
-        >>> [cells[:2] for cells in key_rows(rows)]
-        [('layers', '3'), ('  0-2', '1 each'), ('    w', '')]
+        >>> [cells[0] for cells in key_rows(rows)]
+        ['layers.0-2', '  w']
     """
     root = _Node()
     for row in tensors:
@@ -50,15 +51,26 @@ def key_rows(tensors: Sequence[TensorRow]) -> list[tuple[str, ...]]:
 
 def _rows(node: _Node, depth: int) -> Iterator[tuple[str, ...]]:
     for names, one in _groups(node.inner):
-        label = _INDENT * depth + (names[0] if len(names) == 1 else f"{names[0]}-{names[-1]}")
-        count, length = _totals(one)
+        label = _INDENT * depth + _range(names)
+        # What holds nothing but one entry shares its row, as long as that stays narrow. Layers don't: below them stands
+        # what one of them has.
+        while len(names) == 1 and one.row is None and len(inner := _groups(one.inner)) == 1:
+            longer = f"{label}.{_range(inner[0][0])}"
+            if len(longer) > _WIDEST:
+                break
+            label, ((names, one),) = longer, inner
         if one.row is not None:
             grid = cut_text(one.row.grid)
             yield label, "", one.row.dtype, shape_text(one.row.shape), grid, size(one.row.length)
         if one.inner:
-            each = " each" * (len(names) > 1)
-            yield label, f"{count:,}{each}", "", "", "", f"{size(length)}{each}"
+            count, length = _totals(one)
+            times = f"{len(names)} \N{MULTIPLICATION SIGN} " if len(names) > 1 else ""
+            yield label, f"{times}{count:,}", "", "", "", size(length * len(names))
             yield from _rows(one, depth + 1)
+
+
+def _range(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]}-{names[-1]}"
 
 
 def _groups(inner: Mapping[str, _Node]) -> list[tuple[list[str], _Node]]:

@@ -295,6 +295,12 @@ def test_what_is_narrowed_away_is_reported() -> None:
     assert dict(report.unused) == {"w": 48 - 18 - 10, "b": 3}
 
 
+def test_what_is_pruned_is_listed_as_left_out() -> None:
+    folder, report = converted(saved(TREE), transform=lambda tree: {"w": tree["w"]}, leave_out=["b"], prune=True)
+    assert list(st.load_tensors_metadata(folder)) == ["w"]
+    assert report.left_out[0] == "b" and "scalar" in report.left_out
+
+
 def test_a_name_of_another_checkpoint_accounts_for_nothing() -> None:
     other = st.open_checkpoint(saved([tensor("w", W)]))
     with pytest.raises(KeyMismatch, match="lacks what the source holds\n  'w'"):

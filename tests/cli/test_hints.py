@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardtree.cli._app import app
-from shardtree.cli._hints import shell_words
+from shardtree.cli._hints import _IN_PYTHON, shell_words
 from tests.cli.checkpoints import run
 
 OPTIONS = {
@@ -39,16 +39,19 @@ def test_a_keyword_is_the_option_of_its_name(library: str, shell: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "Pass cast=True to convert.",  # the option takes a dtype, and is another thing
+        "with cast=True to convert.",  # the option takes a dtype, and is another thing
         "verify=True checks it",
-        "pass strategies=.",
-        "LoadOptions(types=(...))",
         "'a.leave_out.b' at tree['leave_out']",
         "leave_out_names",
     ],
 )
 def test_what_is_no_option_stays(text: str) -> None:
     assert shell_words(text, OPTIONS) == text
+
+
+@pytest.mark.parametrize("text", ["or pass strategies=.", "in LoadOptions(types=(...)).", "Pass names=, in order."])
+def test_what_the_command_has_no_option_for_is_said(text: str) -> None:
+    assert shell_words(text, OPTIONS) == f"{text}\n  {_IN_PYTHON}"
 
 
 def test_outside_of_a_command_nothing_changes() -> None:

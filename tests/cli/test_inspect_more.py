@@ -14,6 +14,7 @@ from shardtree.cli._outline import common_rows, key_rows
 from shardtree.cli._output import Output
 from shardtree.storage import MemoryStorage
 from tests.cli.checkpoints import document, run, save_training_state
+from tests.s3.environment import ROOT, s3
 
 HOSTILE = "a\x1b[2J\u202e[red]\n.w"
 
@@ -31,6 +32,15 @@ def saved(root: str) -> st.CheckpointSeries:
         series.save({"w": st.ShardedTensor.from_rank_offsets("w", torch.ones(4))}, number, metrics={"loss": 1 / number})
     series.pin(200)
     return series
+
+
+def test_object_stores_have_steps_and_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    with s3(monkeypatch):
+        series = st.CheckpointSeries(f"{ROOT}/run")
+        series.save({"w": st.ShardedTensor.from_rank_offsets("w", torch.arange(8.0))}, 5)
+        assert [row["folder"] for row in document("inspect", f"{ROOT}/run")["steps"]] == ["step_00000005"]
+        assert document("inspect", f"{ROOT}/run/step_00000005", "--values", "w[2:4]")["values"] == [2, 3]
+        assert document("explain", f"{ROOT}/run/step_00000005", "--ranks", "2")["ok"] is True
 
 
 @pytest.mark.parametrize("root", ["run", "memory://inspect-more/run"])
@@ -72,7 +82,7 @@ def test_an_empty_folder_is_neither(tmp_path: Path) -> None:
 def test_layers_that_are_alike_are_one_row() -> None:
     rows = [TensorRow(f"layers.{n}.w", "float32", (2, 3 + (n == 4)), 24, None) for n in range(6)]
     labels = [cells[0] for cells in key_rows(rows)]
-    assert labels == ["layers", "  0-3", "    w", "  4", "    w", "  5", "    w"]
+    assert labels == ["layers", "  0-3", "    w", "  4.w", "  5.w"]
 
 
 def test_a_key_may_be_a_leaf_and_a_branch() -> None:
