@@ -24,6 +24,15 @@ def import_quickly(module: str, package: str) -> types.ModuleType:
             gc.enable()
 
 
+def notebook_html(value: object) -> str:
+    """Return what a notebook shows of a value: its picture, or its text.
+
+    Pictures are drawn in a room that imports the rooms of what they show, so that these find it by its name.
+    """
+    html: str = import_quickly(".display", __package__).html_of(value)
+    return html
+
+
 def later(package: str, modules: typing.Mapping[str, str]) -> typing.Callable[[str], object]:
     """Return a package's `__getattr__`: it loads a name from its module.
 

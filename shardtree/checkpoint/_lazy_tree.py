@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from .._deferred import notebook_html
 from ..errors import KeyMismatch, error_text
 from ..layouts import StoredLayout
 from ..lazy import stored_each
@@ -98,6 +99,9 @@ class OpenCheckpoint(Mapping[str, ShardedTensor | ShardedObject]):
     def __repr__(self) -> str:
         """Return where the checkpoint is and how much is in it."""
         return f"OpenCheckpoint({self.checkpoint.storage.where()!r}, {len(self)} keys)"
+
+    def _repr_html_(self) -> str:
+        return notebook_html(self)
 
     def stored_layout(self, *keys: str) -> StoredLayout:
         """Return which files hold which parts of tensors: of those named, or of all. No element is read.

@@ -1,5 +1,5 @@
 """Drawings of anything that can be drawn: for a terminal, a notebook, or a file."""
 
-from ._draw import Drawing, draw
+from ._draw import Drawing, draw, html_of
 
 __all__ = ["Drawing", "draw"]

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..checkpoint import CheckpointSeries, OpenCheckpoint
 from ..checkpoint._stored import index_of, largest_tensors
-from ..errors import MetadataError, TreeError, error_text
+from ..errors import MetadataError, TreeError, error_text, shorten
 from ..layouts import Mesh, ShardColumns, StoredLayout, shard_columns, tensor_shards, tree_columns
 from ..lazy import LazyTensor
 from ..mapping import ShardedTensor, ShardedTensorFactory
@@ -27,6 +27,7 @@ from ..pictures import (
     shard_picture,
     stored_picture,
     svg_of,
+    text_html,
     text_of,
     tree_picture,
 )
@@ -126,6 +127,24 @@ def draw(value: Any, of: Any = None, *, shape: Sequence[int] | None = None) -> D
         '<svg'
     """
     return Drawing(mesh_picture(value, of, shape) if isinstance(value, Mesh) else picture_of(value, of))
+
+
+_MOST_LINES = 40
+_DRAWN = (Mesh, ShardedTensor, ShardColumns, StoredLayout, ReshardPlan, Schedule, OpenCheckpoint, CheckpointSeries)
+
+
+def html_of(value: Any) -> str:
+    """Return what a notebook shows of a value: its picture, or its text, of one screen.
+
+    Examples:
+        >>> html_of("1 < 2")
+        '<pre>1 &lt; 2</pre>'
+    """
+    # Drawing a factory would run the caller's function on all of its tensor, which isn't for a repr.
+    if isinstance(value, _DRAWN):
+        return draw(value)._repr_html_()
+    lines = shorten(str(value).split("\n"), shown=_MOST_LINES)
+    return f"<pre>{'<br>'.join(map(text_html, lines))}</pre>"
 
 
 @singledispatch

@@ -10,7 +10,8 @@ from typing import Any, TypeAlias, cast
 import numpy as np
 import torch
 
-from ..errors import IntegrityError, MetadataError, error_text
+from .._deferred import notebook_html
+from ..errors import IntegrityError, MetadataError, error_text, plural
 from ..geometry import Column, box_column, check_type, flat_boxes, refuse, volumes, widen
 from ..mapping import ShardedTensor, is_main_replica
 
@@ -30,7 +31,7 @@ class TensorKind:
         return f"{self.global_shape} {str(self.dtype).removeprefix('torch.')}{prepended}"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class ShardColumns:
     """Shards, one a row: a box of the tensor ``keys[key[row]]``, or a flat range of it.
 
@@ -58,6 +59,13 @@ class ShardColumns:
 
     def __len__(self) -> int:
         return len(self.key)
+
+    def __repr__(self) -> str:
+        tensors, ranks = plural(len(self.keys), "tensor"), plural(np.unique(self.rank).size, "rank")
+        return f"ShardColumns({plural(len(self), 'shard')} of {tensors} on {ranks})"
+
+    def _repr_html_(self) -> str:
+        return notebook_html(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return how to pickle columns, as ranks send them to each other."""

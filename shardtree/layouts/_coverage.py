@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from .._deferred import notebook_html
 from ..errors import TreeError, error_text, shorten
 from ..geometry import Column, volumes
 from ..mapping import ShardedTensor
@@ -120,6 +121,9 @@ class Coverage:
     def is_complete(self) -> bool:
         """Whether each element has exactly one main replica."""
         return not self.problems
+
+    def _repr_html_(self) -> str:
+        return notebook_html(self)
 
     def __str__(self) -> str:
         wrong = (self.twice > 0) | (self.missing > 0)

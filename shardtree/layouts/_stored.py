@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .._deferred import notebook_html
 from ._columns import ShardColumns
 
 
@@ -18,3 +19,6 @@ class StoredLayout:
 
     columns: ShardColumns
     files: tuple[str, ...]
+
+    def _repr_html_(self) -> str:
+        return notebook_html(self)

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from .._deferred import notebook_html
 from ..errors import MetadataError
 from ..geometry import integer, integers, refuse
 
@@ -88,6 +89,9 @@ class ShardedBase(ABC):
     def __hash__(self) -> int:
         # Other fields are left out: slices and some callables aren't hashable.
         return hash((type(self), self.key, self.replica_id, getattr(self, "global_offset", None), id(self.data)))
+
+    def _repr_html_(self) -> str:
+        return notebook_html(self)
 
     def __repr__(self) -> str:
         shown = [f"{name}={value!r}" for name, (value, default) in metadata_of(self).items() if value != default]

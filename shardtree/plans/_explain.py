@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from .._deferred import notebook_html
 from ..errors import plural, rank_text, shorten
 from ..objects import ShapeChange
 from ._fit import Gap, Misfit, Mismatch, Refusal, Unexpected, misfit_lines
@@ -104,7 +105,7 @@ class Undecided:
         return f"{self.key!r}: {self.why}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Explanation:
     """What a load would do, found out from metadata and the common state alone. Its text is a table.
 
@@ -173,6 +174,13 @@ class Explanation:
     def over_read(self) -> float | None:
         """How many bytes all ranks read for each one that they ask for; None where the format doesn't know."""
         return None if self.cost is None else self.cost.over_read
+
+    def __repr__(self) -> str:
+        counts = f"{plural(len(self.problems), 'problem')}, {plural(len(self.reads), 'rank')}"
+        return f"Explanation(ok={self.ok}, {counts})"
+
+    def _repr_html_(self) -> str:
+        return notebook_html(self)
 
     def __str__(self) -> str:
         misfits = [problem for problem in self.problems if not isinstance(problem, FailedCheck)]

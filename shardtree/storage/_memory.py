@@ -10,7 +10,7 @@ from itertools import count
 from typing import TypeVar
 from weakref import WeakValueDictionary
 
-from ..errors import StorageError, error_text
+from ..errors import StorageError, error_text, plural
 from ._storage import Buffer, Sibling, checked, inside
 
 T = TypeVar("T")
@@ -31,7 +31,7 @@ class SiblingState:
     exchanged: bool = False
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class MemoryStorage:
     """A folder in memory, shared by the threads that hold the same object. Its clock counts changes.
 
@@ -52,7 +52,11 @@ class MemoryStorage:
     _ticks: Iterator[int] = field(default_factory=count)
     lock: threading.RLock = field(default_factory=threading.RLock)
     beside: dict[str, SiblingState] = field(default_factory=dict)
-    _states: WeakValueDictionary[str, SiblingState] = field(default_factory=WeakValueDictionary, repr=False)
+    _states: WeakValueDictionary[str, SiblingState] = field(default_factory=WeakValueDictionary)
+
+    def __repr__(self) -> str:
+        # Not the files themselves: in a traceback or a notebook they would be all of a model.
+        return f"MemoryStorage({plural(len(self._files), 'file')})"
 
     def where(self, name: str = "") -> str:
         """Return the name, marked as being in memory."""

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
+from .._deferred import notebook_html
+from ..errors import plural
 from ..fingerprints import PartialFingerprint, piece_total, shard_parts
 from ..geometry import slabs
 from ..mapping import ShardedTensor
-from ..plans import grouped
+from ..plans import grouped, size_text
 from ..storage import in_threads
 
 
@@ -152,7 +154,7 @@ def by_reason(unchecked: Iterable[Unchecked]) -> dict[str, list[Unchecked]]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class VerifyReport:
     """How much a `verify` has read, and what it couldn't check.
 
@@ -163,6 +165,26 @@ class VerifyReport:
 
     bytes_read: int
     unchecked: tuple[Unchecked, ...]
+
+    def __str__(self) -> str:
+        """Return how much was read, and by the reason, how much couldn't be checked.
+
+        Examples:
+            >>> print(VerifyReport(100, (Unchecked("f", "no checksum", 7),)))
+            100 B read
+            7 B in 1 file couldn't be checked: no checksum
+        """
+        lines = [f"{size_text(self.bytes_read)} read"]
+        for why, found in by_reason(self.unchecked).items():
+            amount = size_text(sum(one.nbytes for one in found))
+            lines.append(f"{amount} in {plural(len(found), 'file')} couldn't be checked: {why}")
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return f"VerifyReport({size_text(self.bytes_read)} read, {size_text(self.unchecked_nbytes)} unchecked)"
+
+    def _repr_html_(self) -> str:
+        return notebook_html(self)
 
     @property
     def unchecked_nbytes(self) -> int:

@@ -8,9 +8,11 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from io import BytesIO
 from typing import Any
 
+from ..._deferred import notebook_html
+from ...errors import shorten
 from ...layouts import TensorKind
 from ...mapping import LocalNonpersistentObject, ShardedBase, ShardedObject, ShardedTensor
-from ...plans import grouped
+from ...plans import grouped, size_text
 from ...storage import Directory
 from ...strategies import LoadOptions, Strategies
 from ...trees import Difference, Record, diff, map_shards
@@ -38,7 +40,7 @@ class KindDifference:
         return f"{self.key!r}: {self.left} and {self.right}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class CheckpointDifference:
     """Where two checkpoints differ; true where they do.
 
@@ -59,6 +61,21 @@ class CheckpointDifference:
     objects: Mapping[str, Difference] = field(default_factory=dict)
     common: Difference = field(default_factory=Difference)
     nbytes: int = 0
+
+    def __str__(self) -> str:
+        sides = (("only in the left one", self.only_left), ("only in the right one", self.only_right))
+        lines = [f"{name}: {', '.join(shorten(map(repr, keys)))}" for name, keys in sides if keys]
+        lines += shorten([*map(str, self.kinds), *map(str, self.values), *(f"{key!r} differs" for key in self.objects)])
+        lines += ["the common states differ"] if self.common else []
+        return "\n".join(lines) if self else f"equal, bit for bit: {size_text(self.nbytes)} of tensors compared"
+
+    def __repr__(self) -> str:
+        counts = (len(self.only_left), len(self.only_right), len(self.kinds) + len(self.values), len(self.objects))
+        names = ("only left", "only right", "differing tensors", "differing objects")
+        return f"CheckpointDifference({', '.join(f'{n} {name}' for n, name in zip(counts, names, strict=True))})"
+
+    def _repr_html_(self) -> str:
+        return notebook_html(self)
 
     def __bool__(self) -> bool:
         lists = (self.only_left, self.only_right, self.kinds, self.values, self.objects, self.common)

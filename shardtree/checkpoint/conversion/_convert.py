@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from ..._deferred import notebook_html
 from ...codec import canonical_json, dtype_name, encode_tree, row_major_bits
-from ...errors import AlreadyACheckpoint, CheckpointingException, IntegrityError, RemoteError, error_text
+from ...errors import (
+    AlreadyACheckpoint,
+    CheckpointingException,
+    IntegrityError,
+    RemoteError,
+    error_text,
+    plural,
+    shorten,
+)
 from ...lazy import LazyTensor
 from ...mapping import ShardedObject, ShardedTensor
+from ...plans import size_text
 from ...storage import Directory, Storage, abort_open_uploads, digest, storage_at
 from ...strategies import (
     METADATA_FILE,
@@ -120,7 +130,7 @@ def _object(item: ShardedObject, allow_pickle: bool) -> Any:
 _LEAST_BYTES = 1024 * 1024  # of memory for reading back: less would be a read for every few elements
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class ConversionReport:
     """What a conversion did.
 
@@ -145,6 +155,32 @@ class ConversionReport:
     resumed: int
     verified_nbytes: int | None
     fingerprints: Mapping[str, int] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        objects = f" and {plural(self.objects, 'object')}" if self.objects else ""
+        batches = f"{self.batches} batch" if self.batches == 1 else f"{self.batches} batches"
+        resumed = f", {self.resumed} of them by an earlier call" if self.resumed else ""
+        if self.verified_nbytes is None:
+            checked = "not read back"
+        else:
+            checked = f"{size_text(self.verified_nbytes)} read back and compared, bit for bit"
+        lines = [
+            f"{plural(self.tensors, 'tensor')}{objects}, {size_text(self.nbytes)}, in {batches}{resumed}; {checked}",
+            *_listed("left out", self.left_out),
+            *_listed("used in part", (f"{key}: {count:,} elements" for key, count in self.unused)),
+        ]
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return f"ConversionReport({plural(self.tensors, 'tensor')}, {size_text(self.nbytes)})"
+
+    def _repr_html_(self) -> str:
+        return notebook_html(self)
+
+
+def _listed(name: str, each: Iterable[str]) -> list[str]:
+    shown = ", ".join(shorten(each))
+    return [f"{name}: {shown}"] if shown else []
 
 
 def convert(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 
+from ..._deferred import notebook_html
 from ...errors import CorruptCheckpoint, NotACheckpoint, StrategyError, plural
 from ...retention import SavedStep
 from ...storage import Exchanging, Storage, folder_in, is_alive, is_link, is_temporary
@@ -78,6 +79,9 @@ class Removal:
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))
+
+    def _repr_html_(self) -> str:
+        return notebook_html(self)
 
 
 def _lines(removal: Removal) -> Iterator[str]:

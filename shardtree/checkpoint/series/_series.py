@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, TypeVar, overload
 
+from ..._deferred import notebook_html
 from ...errors import CheckpointingException, MetadataError, NotACheckpoint, error_text
 from ...geometry import check_type, refuse
 from ...retention import Choose, SavedStep
@@ -280,6 +281,10 @@ class CheckpointSeries:
     @property
     def _storage(self) -> Storage:
         return storage_at(self.root)
+
+    def _repr_html_(self) -> str:
+        # A listing takes all ranks: in a notebook that is one of several, its display would wait for the others.
+        return notebook_html(self if self._ranks().size == 1 else repr(self))
 
     def _ranks(self) -> World:
         return current_world(self.world)

@@ -10,6 +10,7 @@ from typing import Any, Never
 
 import numpy as np
 
+from ..._deferred import notebook_html
 from ...errors import MetadataError, error_text, plural
 from ...geometry import integer, refuse
 
@@ -55,6 +56,9 @@ class Mesh:
     def __repr__(self) -> str:
         sizes = ", ".join(f"{name}={size}" for name, size in self.axes)
         return f"Mesh({sizes})" + ("" if self.ranks == tuple(range(self.size)) else f".on_ranks({_text(self.ranks)})")
+
+    def _repr_html_(self) -> str:
+        return notebook_html(self)
 
     @property
     def size(self) -> int:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from ..._deferred import notebook_html
 from ...errors import MetadataError, error_text, plural
 from ...geometry import Column, check_type, integer
 from ...layouts import Problem, RankTrees, ShardColumns, tree_columns, trees_by_rank
@@ -35,7 +36,7 @@ SHORTEST_CUT = 64 * 1024
 """Bytes. No part of a box that is cut is shorter: level to the byte would mean a message for each few elements."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class ReshardPlan:
     """How tensors get from one layout into another. A value: nothing has moved yet.
 
@@ -180,6 +181,13 @@ class ReshardPlan:
             KeyMismatch: no shard of the target is of that tensor.
         """
         return tensor_origins(self.target, self.transfers, name, self.names, self.casts)
+
+    def __repr__(self) -> str:
+        counts = f"{plural(len(self.transfers), 'transfer')} of {plural(len(self.target.keys), 'tensor')}"
+        return f"ReshardPlan({counts}: {size_text(self.bytes_moved)} move, {size_text(self.bytes_kept)} stay)"
+
+    def _repr_html_(self) -> str:
+        return notebook_html(self)
 
     def __str__(self) -> str:
         moved, kept, least = (size_text(count) for count in (self.bytes_moved, self.bytes_kept, self.lower_bound))

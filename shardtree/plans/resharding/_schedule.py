@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ..._deferred import notebook_html
 from ...errors import MetadataError, plural
 from ...geometry import Column, integer, refuse
 from .._text import size_text
@@ -60,7 +61,7 @@ BYTES_IN_FLIGHT = 256 * 1024 * 1024
 """What a rank sends and gets in one step by default. A bound this high leaves a schedule few steps."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Schedule:
     """In which step which elements of which transfer move; transfers within a rank aren't in it.
 
@@ -102,6 +103,12 @@ class Schedule:
     def steps(self) -> int:
         """How many steps there are."""
         return int(self.step[-1]) + 1 if self.step.size else 0
+
+    def __repr__(self) -> str:
+        return f"Schedule({plural(self.steps, 'step')}, {plural(len(self), 'piece')})"
+
+    def _repr_html_(self) -> str:
+        return notebook_html(self)
 
     def __str__(self) -> str:
         counts = f"{plural(self.steps, 'step')}, {plural(len(self), 'piece')}"
