@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 _START_FIELD = 18
 """Index of the process's start time among the fields after the state in /proc/<pid>/stat."""
 
-_PLACE = ("host", "boot", "processes")
+_MACHINE = ("host", "boot", "processes")
 """Fields that are equal in the notes of two processes that can see each other."""
 
 
@@ -56,7 +56,7 @@ def owner_note(save_id: str) -> bytes:
         >>> sorted(json.loads(owner_note("save-1")))
         ['boot', 'host', 'pid', 'processes', 'save_id', 'started']
     """
-    fields = {"save_id": save_id, "pid": os.getpid(), "started": _start_time(os.getpid()), **_place()}
+    fields = {"save_id": save_id, "pid": os.getpid(), "started": _start_time(os.getpid()), **_machine()}
     return json.dumps(fields, sort_keys=True).encode() + b"\n"
 
 
@@ -74,8 +74,8 @@ def is_alive(note: bytes | None) -> bool | None:
     # By its process rather than by its age: a save that waits longer than an hour for its commit would be taken for
     # dead, and one that was killed a minute ago for alive.
     fields = _decoded(note)
-    place = _place()
-    if fields is None or None in place.values() or any(fields.get(name) != place[name] for name in _PLACE):
+    machine = _machine()
+    if fields is None or None in machine.values() or any(fields.get(name) != machine[name] for name in _MACHINE):
         return None
     pid, started = fields.get("pid"), fields.get("started")
     if type(pid) is not int or type(started) is not int or _start_time(os.getpid()) is None:
@@ -92,7 +92,7 @@ def _decoded(note: bytes | None) -> Mapping[str, Any] | None:
     return None
 
 
-def _place() -> dict[str, str | None]:
+def _machine() -> dict[str, str | None]:
     """Return the host's name, the id of its boot and that of its pid namespace, which each container has its own."""
     boot = processes = None
     with suppress(OSError):

@@ -128,11 +128,7 @@ def gather(world: World, phase: str, fn: Callable[[], T], *, steps: Sequence[str
         >>> simulate(2, lambda world: gather(world, "count", lambda: 10 + world.rank))
         [[10, 11], [10, 11]]
     """
-    return share(world, phase, fn, _identity, steps=steps)[1]
-
-
-def _identity(value: T) -> T:
-    return value
+    return share(world, phase, fn, lambda value: value, steps=steps)[1]
 
 
 def share(

@@ -137,7 +137,7 @@ def _write(
     # Guards against running a committed request again: its files are the checkpoint by then. Where the commit itself is
     # conditional, a first run needs no request for that.
     if "ran" in pending.memo or not isinstance(pending.storage, Conditional):
-        with _told(pending):
+        with _lost_to_another(pending):
             check_unchanged(pending.storage, pending.before)
     pending.memo["ran"] = True
     if pending.world.rank == 0:
@@ -160,7 +160,7 @@ def _write(
 
 def _check_no_other(pending: PendingSave, strategies: Strategies | None) -> None:
     """Raise if another checkpoint has appeared since the save began, with metadata.json or without."""
-    with _told(pending):
+    with _lost_to_another(pending):
         check_unchanged(pending.storage, pending.before)
     if pending.before is None and is_recognized(pending.storage, strategies):
         fix = "Let only one save at a time go to a folder, and run a request once."
@@ -168,8 +168,8 @@ def _check_no_other(pending: PendingSave, strategies: Strategies | None) -> None
 
 
 @contextmanager
-def _told(pending: PendingSave) -> Iterator[None]:
-    """Tell a save that may not replace a checkpoint, and lost to another one, that there is a checkpoint already."""
+def _lost_to_another(pending: PendingSave) -> Iterator[None]:
+    """Raise AlreadyACheckpoint where a save that may not replace a checkpoint lost to another save."""
     try:
         yield
     except CheckpointReplaced as error:
@@ -247,7 +247,7 @@ def _finish(pending: PendingSave, commit: Commit | None, strategies: Strategies 
     # A format with a commit of its own needs no metadata.json, unless a second backend has to be named somewhere.
     one_backend = fields["common_backend"] == fields["sharded_backend"]
     if commit is None or not (one_backend or pending.storage.length(METADATA_FILE) is not None):
-        with _told(pending):
+        with _lost_to_another(pending):
             replace_metadata(pending.storage, pending.before, fields, durable=pending.options.durable)
     if pending.replaced is not None:
         exchange(pending, pending.replaced, fields, strategies)

@@ -113,8 +113,7 @@ def index_problem(index: Index) -> str | None:
     Whether all blocks need hashes is checked by each format.
     """
     # In this order: each check relies on what the ones before it have made sure of.
-    tables = _kinds(index) or _lengths(index) or _texts(index) or _keys(index) or _files(index) or _places(index)
-    return tables or _fingerprints(index)
+    return _kinds(index) or _lengths(index) or _texts(index) or _keys(index) or _files(index) or _places(index)
 
 
 def _kinds(index: Index) -> str | None:
@@ -123,15 +122,11 @@ def _kinds(index: Index) -> str | None:
         kind = "uint64" if name == "block_hash" else "uint8" if name.endswith("_text") else "int64"
         if column.dtype.name != kind or column.ndim != (2 if name in _MATRICES else 1):
             return f"column {name!r} is {column.dtype.name} {column.shape}"
+    fingerprints = index.x_fingerprint
+    if fingerprints is not None and (fingerprints.dtype.name, fingerprints.shape) != ("uint64", index.key_axes.shape):
+        return f"column 'x_fingerprint' is {fingerprints.dtype.name} {fingerprints.shape}"
     axes = {getattr(index, name).shape[1] for name in _MATRICES}
     return None if len(axes) == 1 and 1 <= max(axes) <= _MOST_AXES else f"the boxes' columns have {axes} axes"
-
-
-def _fingerprints(index: Index) -> str | None:
-    column = index.x_fingerprint
-    if column is None or (column.dtype.name == "uint64" and column.shape == index.key_axes.shape):
-        return None
-    return f"column 'x_fingerprint' is {column.dtype.name} {column.shape}"
 
 
 def _lengths(index: Index) -> str | None:
