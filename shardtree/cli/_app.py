@@ -299,7 +299,7 @@ _Ranks = Annotated[
     int | None,
     typer.Option(min=1, metavar="N", help="Instead: every tensor cut along its first axis over so many ranks."),
 ]
-_Cast = Annotated[bool, typer.Option("--cast", help="Convert dtypes that differ, as load(cast=True) does.")]
+_Cast = Annotated[bool, typer.Option("--cast", help="Convert dtypes that differ.")]
 
 
 @_command(
@@ -336,16 +336,18 @@ def explain(
 def plan(
     source: Annotated[str, typer.Argument(metavar="A", help="The checkpoint whose tensors move.")],
     target: Annotated[
-        str | None, typer.Argument(metavar="[B]", help="One with the tensors that are wanted; else those of A.")
+        str | None, typer.Argument(metavar="B", help="One with the tensors that are wanted; else those of A.")
     ] = None,
     mesh: _Mesh = None,
     spec: _Specs = None,
     ranks: _Ranks = None,
     from_mesh: Annotated[
-        str | None, typer.Option(metavar="AXIS=SIZE,...", help="Likewise how they lie before.")
+        str | None, typer.Option(metavar="AXIS=SIZE,...", help="The ranks that have A's tensors, as --mesh.")
     ] = None,
-    from_spec: Annotated[list[str] | None, typer.Option(metavar="PATTERN=SPEC", help="Likewise.")] = None,
-    from_ranks: Annotated[int | None, typer.Option(min=1, metavar="N", help="Likewise.")] = None,
+    from_spec: Annotated[
+        list[str] | None, typer.Option(metavar="PATTERN=SPEC", help="How these are cut, as --spec.")
+    ] = None,
+    from_ranks: Annotated[int | None, typer.Option(min=1, metavar="N", help="Instead of both, as --ranks.")] = None,
     key: _Keys = None,
     origins: Annotated[bool, typer.Option("--origins", help="Show where each box of each tensor comes from.")] = False,
     cast: _Cast = False,

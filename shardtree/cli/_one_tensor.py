@@ -119,7 +119,7 @@ def show_pieces(console: Console, tree: OpenCheckpoint, key: str, limit: int | N
         raise StrategyError(error_text(f"inspect: the format doesn't say where the pieces of {key!r} lie"))
     (number,) = find_texts(index.key_text, index.key_start, [key])
     files = texts(index.file_text, index.file_start)
-    rows = [row for row, one in enumerate(index.chunk_key.tolist()) if one == number]
+    rows = (index.chunk_key == number).nonzero()[0].tolist()
     shards = [chunk_shard(index, row, whole) for row in rows]
     places = [(files[index.chunk_file[row]], int(index.chunk_byte[row]), int(index.chunk_length[row])) for row in rows]
     pairs = list(zip(shards, places, strict=True))
