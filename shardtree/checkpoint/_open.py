@@ -185,7 +185,12 @@ def load_tensors_metadata(
         {'w': (2, 3)}
     """
     checkpoint = open_at(checkpoint_dir, one_process(), options or LoadOptions(), strategies)
-    metadata = sharded_metadata(checkpoint, sharded_strategy, None, strategies)
+    return tensors_of(checkpoint, sharded_strategy, strategies)
+
+
+def tensors_of(checkpoint: Checkpoint, choice: Choice, strategies: Strategies | None) -> dict[str, ShardedTensor]:
+    """Return a checkpoint's tensors, by key."""
+    metadata = sharded_metadata(checkpoint, choice, None, strategies)
     return {key: shard for key, shard in metadata.items() if isinstance(shard, ShardedTensor)}
 
 

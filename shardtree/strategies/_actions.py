@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from enum import Enum
 from importlib import import_module
 from typing import Any, Protocol
@@ -27,6 +27,7 @@ class StrategyAction(Enum):
     LOAD_SHARDED = "load_sharded"
     LOAD_OBJECTS = "load_objects"
     LOAD_METADATA = "load_metadata"
+    RESOLVE = "resolve"
     EXPLAIN = "explain"
     SAVE_COMMON = "save_common"
     SAVE_SHARDED = "save_sharded"
@@ -150,6 +151,16 @@ class LoadMetadata(Protocol):
     def __call__(self, checkpoint: Checkpoint, /) -> Mapping[str, ShardedTensor | ShardedObject]: ...
 
 
+class Resolve(Protocol):
+    """RESOLVE: return a function that finds out what reading given keys takes beyond the metadata, None if nothing.
+
+    For formats whose metadata doesn't say it all. One rank finds it out for all: what the function returns is put into
+    each rank's `checkpoint.memo`, and must be plain data. Without keys, all that is stored is meant.
+    """
+
+    def __call__(self, checkpoint: Checkpoint, keys: Set[str] | None, /) -> Callable[[], Mapping[str, Any]] | None: ...
+
+
 class Explain(Protocol):
     """EXPLAIN: return why LOAD_SHARDED would refuse shards, and what it would read for the others; reads no tensor.
 
@@ -240,6 +251,7 @@ PROTOCOLS = {
     StrategyAction.LOAD_SHARDED: LoadSharded,
     StrategyAction.LOAD_OBJECTS: LoadObjects,
     StrategyAction.LOAD_METADATA: LoadMetadata,
+    StrategyAction.RESOLVE: Resolve,
     StrategyAction.EXPLAIN: Explain,
     StrategyAction.SAVE_COMMON: SaveCommon,
     StrategyAction.SAVE_SHARDED: SaveSharded,

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -23,6 +24,7 @@ from shardtree.storage import MemoryStorage, Storage
 from shardtree.testing import Call, WatchedStorage
 from shardtree.world import World, _phases, agree, on_rank_zero, one_process, share, simulate, step
 from tests.options import load_keywords
+from tests.strategies.buckets import Job, layer_kinds, write
 
 PACKAGE = Path(shardtree.__file__).parent
 RANKS = 3
@@ -65,6 +67,19 @@ def tree(world: World, value: float = 1.0) -> dict[str, Any]:
 LAYOUT = tree_columns(simulate(RANKS, tree))
 
 
+def state(world: World) -> dict[str, Any]:
+    key = "optimizer.state.param.output_layer.weight"
+    return {"w": ShardedTensor.from_rank_offsets(key, torch.zeros(8, 16), replica_id=world.rank)}
+
+
+@cache
+def bucketed() -> MemoryStorage:
+    """Return a checkpoint whose metadata doesn't say where states are."""
+    storage = MemoryStorage()
+    write(Job(layer_kinds(16)), storage)
+    return storage
+
+
 def halved(target: dict[str, Any]) -> dict[str, Any]:
     """Return a target with tensors of half the width."""
     return target | {key: replace(target[key], data=None, dtype=torch.float16) for key in ("w", "norm")}
@@ -73,7 +88,7 @@ def halved(target: dict[str, Any]) -> dict[str, Any]:
 def scenarios(storage: MemoryStorage) -> dict[str, Callable[[World], Any]]:
     """Return what ranks do together, so that between them each phase is met."""
     shardtree.simulate(RANKS, lambda world: shardtree.save(tree(world), storage, world=world))
-    other = MemoryStorage()
+    other, buckets = MemoryStorage(), bucketed()
     return {
         "save": lambda world: shardtree.save(tree(world, 2.0), storage, world=world, overwrite=True),
         "save unchecked": lambda world: shardtree.save(
@@ -104,6 +119,7 @@ def scenarios(storage: MemoryStorage) -> dict[str, Callable[[World], Any]]:
             tree(world), storage, world=world, options=shardtree.LoadOptions(exchange="always"), layout=LAYOUT
         ),
         "load plain": lambda world: shardtree.load_plain_tensors(storage, world=world),
+        "load states out of buckets": lambda world: shardtree.load(state(world), buckets, world=world),
         "redistribute": lambda world: shardtree.redistribute(tree(world), tree(world), world=world),
         "redistribute what differs": lambda world: shardtree.redistribute(
             {**tree(world), "step": world.rank}, None, world=world
@@ -126,6 +142,7 @@ SCENARIOS = [
     "load and convert",
     "load by a known layout",
     "load plain",
+    "load states out of buckets",
     "redistribute",
     "redistribute what differs",
     "remove",

@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 
 import shardtree as st
 from shardtree.interop.megatron_optimizer import model_space
+from shardtree.strategies.torch_dist import _optimizer
 from tests.strategies.optimizer_formats import FIXTURES, LAYOUTS, parameters, wrong_in_layout, wrong_states
 
 NAME = "megatron_0161_dp_reshardable_tp2dp2"
@@ -39,6 +40,21 @@ def test_a_fresh_adamw_resumes_from_metadata_alone():
     loaded["param_groups"] = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict(st.optim.sharding_state_to_optim_state(loaded))
     assert wrong_states(optimizer, groups, TRUTH | STEPS) == []
+
+
+def test_one_rank_reads_the_buckets_for_all(monkeypatch):
+    readers = []
+    original = _optimizer.buckets_of
+    monkeypatch.setattr(_optimizer, "buckets_of", lambda tensors: readers.append(1) or original(tensors))
+    key = "optimizer.state.exp_avg.output_layer.weight"
+
+    def load(world):
+        target = st.ShardedTensor.from_rank_offsets(key, torch.zeros(16, 32), (0, world.rank, 4))
+        return st.load({"w": target} if world.rank else {}, FOLDER, world=world, validate_access_integrity=False)
+
+    loaded = st.simulate(4, load)
+    assert all(torch.equal(loaded[rank]["w"], TRUTH[key][16 * rank :][:16]) for rank in (1, 2, 3))
+    assert readers == [1]
 
 
 def test_explain_says_what_a_load_does():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -13,10 +13,10 @@ from ...codec import named_types
 from ...errors import UnsafeFile, UnsupportedValue
 from ...layouts import ShardColumns
 from ...storage import Directory
-from ...strategies import Checkpoint, LoadOptions, Strategies, fetch_checked
-from ...world import World, agree, gather, share, step
+from ...strategies import Checkpoint, LoadOptions, Strategies, StrategyAction, fetch_checked, find_strategy
+from ...world import World, agree, gather, on_one_rank, share, step
 from .._consistency import Description, KnownLayout, check_together, describe, known_layout
-from .._dispatch import Choice
+from .._dispatch import Choice, sharded_backend
 from .._open import OPEN_STEPS, Fields, Metadata, load_common, look, sharded_metadata, stored_keys, with_fields
 from ._checks import Keys, Kinds, ObjectsFit, check_rank, check_target, named_unexpected
 from ._read import DESTINATION_STEPS, Destination, Reading, destination_of
@@ -158,6 +158,34 @@ def matched_target(request: LoadRequest, rank: int, ranks: int) -> tuple[Target,
     """Return what a rank asks for, taken apart, and the layout that it was given, matched with that."""
     target = take_apart(request.tree)
     return target, known_layout("load", request.layout, target.tensors, rank, ranks)
+
+
+def resolve(world: World, request: LoadRequest, local: LocalLoad) -> None:
+    """Find out, on one rank for all, what the format's metadata doesn't say; collective for formats that need it alone.
+
+    Args:
+        world: who loads together.
+        request: what this rank asks for.
+        local: what it knows by itself; its checkpoint's memo gets what was found.
+    """
+    sharded, _, strategies = request.choices
+    # By rank 0's fields alone, so that all ranks take the same way here.
+    backend = sharded_backend(local.checkpoint.fields)
+    row = find_strategy(StrategyAction.RESOLVE, *backend, strategies=strategies)
+    if row is None:
+        return
+
+    def look_for() -> Callable[[], Mapping[str, Any]] | None:
+        # A mode that compares keys lists all that is stored.
+        lists = local.mode is not StrictHandling.ASSUME_OK_UNEXPECTED
+        keys = None if lists else {shard.key for shard in local.target.tensors}
+        return None if callable(sharded) else row(local.checkpoint, keys)
+
+    find, needed = share(world, "load: look for states", look_for, lambda found: found is not None)
+    if any(needed):
+        first = needed.index(True)
+        found = on_one_rank(world, "load: find states", lambda: {} if find is None else find(), rank=first)
+        local.checkpoint.memo.update(found)
 
 
 def compare_keys(world: World, request: LoadRequest, local: LocalLoad) -> tuple[set[str], set[str]]:

@@ -15,8 +15,8 @@ from ...strategies import LoadOptions, Strategies
 from ...trees import refuse_too_deep
 from ...world import agree, current_world, step
 from .._dispatch import Choice
-from .._open import load_tensors_metadata, open_together
-from ._ask import CHECK_STEPS, CheckedLoad, LoadRequest, ask, check, compare_keys
+from .._open import open_together, tensors_of
+from ._ask import CHECK_STEPS, CheckedLoad, LoadRequest, ask, check, compare_keys, resolve
 from ._checks import joined
 from ._read import DESTINATION_STEPS, Reading, deliver, destination_of, read_into
 from ._strict import RETURNING, StrictHandling
@@ -107,7 +107,8 @@ def load(
     ask for are left out; the report and ``strict="raise_all"`` name the plain values that go with them. The steps:
 
     1. Open: rank 0 reads metadata.json.
-    2. Ask: ranks take their targets apart and exchange descriptions of them. One collective, with step 1.
+    2. Ask: ranks take their targets apart and exchange descriptions of them. One collective, with step 1, and one or
+       two more for a format whose metadata doesn't say it all.
     3. Compare keys, where `strict` asks for it. Usually no collective.
     4. Check: targets fit together and what is stored; make memory. One collective; nothing was read or changed before.
     5. Read: only what is asked for, each rank for itself or one for several. One collective.
@@ -168,6 +169,7 @@ def load(
     checked_alone = (layout, strict, validate_access_integrity, cast, donate, device)
     request = LoadRequest(sharded_state_dict, choices, *checked_alone, options)
     local, messages = ask(ranks, checkpoint_dir, request)
+    resolve(ranks, request, local)
     # Not among the checks, which are one phase: this may be collective, and the default mode needs none of it.
     missing, unexpected = compare_keys(ranks, request, local)
     fits = partial(check, request, local, messages, missing, unexpected)
@@ -212,8 +214,8 @@ def load_plain_tensors(
         {'w': tensor([0, 1, 2])}
     """
     ranks = current_world(world)
-    target = agree(ranks, "load: metadata", partial(load_tensors_metadata, checkpoint_dir, strategies=strategies))
     checkpoint = open_together(checkpoint_dir, ranks, options or LoadOptions(), strategies)
+    target = agree(ranks, "load: metadata", partial(tensors_of, checkpoint, None, strategies))
     reading = Reading(checkpoint, None, strategies)
     destination = agree(
         ranks, "load: exchange", partial(destination_of, reading, list(target.values())), steps=DESTINATION_STEPS[:-1]

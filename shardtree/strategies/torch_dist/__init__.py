@@ -24,6 +24,7 @@ ROWS: StoredRows = {
     (StrategyAction.LOAD_SHARDED, "torch_dist", 1): "torch_dist._load:load_sharded",
     (StrategyAction.LOAD_OBJECTS, "torch_dist", 1): "torch_dist._load:load_objects",
     (StrategyAction.LOAD_METADATA, "torch_dist", 1): "torch_dist._load:load_metadata",
+    (StrategyAction.RESOLVE, "torch_dist", 1): "torch_dist._load:resolve",
     (StrategyAction.EXPLAIN, "torch_dist", 1): "torch_dist._load:explain",
     (StrategyAction.SAVE_COMMON, "torch_dist", 1): "torch_dist._save:save_common",
     (StrategyAction.SAVE_SHARDED, "torch_dist", 1): "torch_dist._save:save_sharded",

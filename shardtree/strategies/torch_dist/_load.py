@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from .._values import Checkpoint
 from ..index import Index, IndexMetadata, explain_from_index, plan_shards
 from ._buckets import is_bucket, is_groups
 from ._listing import Listing, is_object, read_listing
-from ._optimizer import STEP, StatesMetadata, optimizer_index
+from ._optimizer import MEMO, STEP, StatesMetadata, optimizer_index
 from ._payloads import (
     SCATTERED,
     Payloads,
@@ -162,8 +162,7 @@ def load_metadata(checkpoint: Checkpoint) -> Mapping[str, ShardedTensor | Sharde
     stored = IndexMetadata(listing.index)
     if not any(map(is_bucket, listing.contents.tensors)):
         return stored
-    states = partial(optimizer_index, checkpoint, listing, partial(_fill, checkpoint, listing, listing.index))
-    return StatesMetadata(stored, lambda: IndexMetadata(states()))
+    return StatesMetadata(stored, lambda: IndexMetadata(_states(checkpoint, listing)))
 
 
 def load_sharded(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> ReadReport:
@@ -207,9 +206,25 @@ def _fill(checkpoint: Checkpoint, listing: Listing, index: Index, shards: Sequen
 
 def _index_for(checkpoint: Checkpoint, listing: Listing, keys: set[str]) -> Index:
     """Return the index that has some keys: as `.metadata` lists them, or with states of the model's parameters."""
-    if keys <= listing.contents.tensors.keys() or not any(map(is_bucket, listing.contents.tensors)):
-        return listing.index
+    return _states(checkpoint, listing) if _has_states(listing, keys) else listing.index
+
+
+def _has_states(listing: Listing, keys: Set[str] | None) -> bool:
+    """Return whether some keys may be states that are in buckets."""
+    known = keys is not None and keys <= listing.contents.tensors.keys()
+    return not known and any(map(is_bucket, listing.contents.tensors))
+
+
+def _states(checkpoint: Checkpoint, listing: Listing) -> Index:
     return optimizer_index(checkpoint, listing, partial(_fill, checkpoint, listing, listing.index))
+
+
+def resolve(checkpoint: Checkpoint, keys: Set[str] | None) -> Callable[[], Mapping[str, Any]] | None:
+    """Return what reads weights and masters, to tell whose states are where, if keys may be states; else None."""
+    listing = read_listing(checkpoint)
+    if not _has_states(listing, keys):
+        return None
+    return lambda: {MEMO: _states(checkpoint, listing)}
 
 
 def _check_known(listing: Listing, keys: set[str]) -> None:

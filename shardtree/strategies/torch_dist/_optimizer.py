@@ -52,6 +52,10 @@ STEP = "optimizer.state.step."
 """The beginning of keys of steps: Megatron-Core has one step, which each parameter gets as a tensor of its own."""
 
 
+MEMO = "optimizer states"
+"""The place of the index with states in a checkpoint's memo."""
+
+
 def optimizer_index(checkpoint: Checkpoint, listing: Listing, fill: Fill) -> Index:
     """Return the index of a checkpoint with its buckets as states of the model's parameters.
 
@@ -62,7 +66,7 @@ def optimizer_index(checkpoint: Checkpoint, listing: Listing, fill: Fill) -> Ind
         UnsupportedValue: a bucket has no reading, or nothing tells parameters with equal weights apart.
         CorruptCheckpoint: ranks' copies of a parameter's state differ.
     """
-    if "optimizer" not in checkpoint.memo:
+    if MEMO not in checkpoint.memo:
         tensors = listing.contents.tensors
         buckets, pieces = buckets_of(tensors), pieces_of(tensors)
         hashed = {dtype: _candidates(fill, dtype, pieces[dtype]) for dtype in sorted({one.dtype for one in buckets})}
@@ -71,8 +75,8 @@ def optimizer_index(checkpoint: Checkpoint, listing: Listing, fill: Fill) -> Ind
         for _, group in groupby(buckets, key=attrgetter("group")):
             units = [unit for bucket in group for unit in _units(fill, bucket, pieces, hashed[bucket.dtype])]
             matches += decide(units, orders)
-        checkpoint.memo["optimizer"] = _index(listing, _one_of_each(fill, matches))
-    index: Index = checkpoint.memo["optimizer"]
+        checkpoint.memo[MEMO] = _index(listing, _one_of_each(fill, matches))
+    index: Index = checkpoint.memo[MEMO]
     return index
 
 

@@ -8,6 +8,7 @@ Each set of processes has a layout and the steps that all of them take.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import warnings
 from collections.abc import Iterator
@@ -209,9 +210,9 @@ def local(optimizer: Any) -> Iterator[torch.Tensor]:
 STEPS = {"save": save, "load": load, "save ours": save_ours, "load ours": load_ours}
 
 
-def one_rank(rank: int, folder: str, number: int, shape: dict[str, Any], steps: list[str]) -> None:
+def one_rank(rank: int, folder: str, group: str, shape: dict[str, Any], steps: list[str]) -> None:
     size = shape["tp"] * shape["pp"] * shape["dp"]
-    dist.init_process_group("gloo", init_method=f"file://{folder}/group-{number}", rank=rank, world_size=size)
+    dist.init_process_group("gloo", init_method=group, rank=rank, world_size=size)
     parallel_state.initialize_model_parallel(
         shape["tp"],
         shape["pp"],
@@ -243,8 +244,9 @@ def main(folder: str, *arguments: str) -> None:
     for number, (layout, steps) in enumerate(zip(arguments[::2], arguments[1::2], strict=True)):
         shape = LAYOUT | MODEL | json.loads(layout)
         size = shape["tp"] * shape["pp"] * shape["dp"]
+        group = f"file://{folder}/group-{os.getpid()}-{number}"
         jobs = [
-            get_context("fork").Process(target=one_rank, args=(rank, folder, number, shape, steps.split(",")))
+            get_context("fork").Process(target=one_rank, args=(rank, folder, group, shape, steps.split(",")))
             for rank in range(size)
         ]
         for each in jobs:
