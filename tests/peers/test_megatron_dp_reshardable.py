@@ -23,7 +23,7 @@ SCRIPT = Path(__file__).parent / "scripts" / "megatron_optimizer.py"
 OTHERS = [
     ('{"tp": 2, "dp": 2}', '{"tp": 4}'),
     ('{"pp": 2, "vpp": 2}', '{"tp": 2}'),
-    ('{"pp": 2, "tied": true}', '{"dp": 2, "tied": true}'),
+    ('{"dp": 2, "tied": true}', '{"tp": 2, "tied": true}'),
     ('{"dp": 2, "bias": true}', '{"tp": 2, "bias": true}'),
     ('{"tp": 2, "bf16": false}', '{"dp": 2, "bf16": false}'),
 ]
