@@ -14,6 +14,7 @@ BENCHMARKS = (
     "planning",
     "small",
     "memory",
+    "zero3",
     "async_save",
     "device",
     "remote",

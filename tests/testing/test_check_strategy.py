@@ -27,11 +27,17 @@ from shardtree.testing import StrategyReport, check_strategy
 from shardtree.testing._bits import carried
 from shardtree.trees import map_shards
 from tests.faults.sampling import EXHAUSTIVE, sample, usually
+from tests.testing.archive_writers import write_deepspeed, write_dtensor_files, write_universal
 from tests.testing.legacy_zarr import write_legacy
 
 FORMATS = sorted({(backend, version) for _, backend, version in default_strategies})
 SOME_FORMATS = [pytest.param(each, marks=() if each in sample(FORMATS, 3) else EXHAUSTIVE) for each in FORMATS]
-WRITERS = {("zarr", 1): write_legacy}
+WRITERS = {
+    ("zarr", 1): write_legacy,
+    ("dtensor_files", 1): write_dtensor_files,
+    ("deepspeed", 1): write_deepspeed,
+    ("universal", 1): write_universal,
+}
 NATIVE, HUGGING_FACE = ("safetensors", 1), ("huggingface", 1)
 Save, Load, Common, Metadata = (
     StrategyAction.SAVE_SHARDED,

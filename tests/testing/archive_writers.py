@@ -1,0 +1,58 @@
+"""Folders of torch.save's files as other programs write them, made of trees: for formats that shardtree only reads."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import torch
+
+from shardtree.errors import UnsupportedValue
+from shardtree.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
+from shardtree.storage import Directory, Storage, storage_at
+from shardtree.testing import assemble
+from shardtree.trees import leaves_with_paths
+
+
+def write_dtensor_files(trees: Any, place: Directory) -> None:
+    """Write what all ranks hold as one rank's files: plain tensors, and the common state in its own."""
+    storage = storage_at(place)
+    put(storage, "model_world_size_1_rank_0.pt", whole(trees))
+    put(storage, "extra_state_world_size_1_rank_0.pt", plain(trees[0]))
+
+
+def write_deepspeed(trees: Any, place: Directory) -> None:
+    """Write what all ranks hold as a model that DeepSpeed saved without an optimizer."""
+    put(storage_at(place), "mp_rank_00_model_states.pt", {"module": whole(trees), **plain(trees[0])})
+
+
+def write_universal(trees: Any, place: Directory) -> None:
+    """Write the same as a Universal Checkpoint of a model of which nothing is trained."""
+    write_deepspeed(trees, place)
+    put(storage_at(place), "zero/optimizer_state.pt", {"param_groups": []})
+
+
+def whole(trees: Any) -> dict[str, torch.Tensor]:
+    leaves = [leaf for tree in trees for _, leaf in leaves_with_paths(tree)]
+    if any(isinstance(leaf, ShardedObject) for leaf in leaves):
+        raise UnsupportedValue("these files have no place for sharded objects")
+    return assemble(trees)
+
+
+def plain(tree: Any) -> dict[str, Any]:
+    """Return the common part of a tree of dicts."""
+    if not isinstance(tree, dict):
+        return {}
+    leaves = {key: [leaf for _, leaf in leaves_with_paths(value)] for key, value in tree.items()}
+    shards = (ShardedTensor, ShardedObject, ShardedTensorFactory, LocalNonpersistentObject)
+    return {key: tree[key] for key, own in leaves.items() if not any(isinstance(leaf, shards) for leaf in own)}
+
+
+def put(storage: Storage, name: str, value: Any) -> None:
+    out = io.BytesIO()
+    try:
+        torch.save(value, out)
+    except KeyError as error:
+        raise UnsupportedValue("torch.save can't write a dtype") from error
+    storage.make_folder(name.rpartition("/")[0], durable=False)
+    storage.write(name, [out.getbuffer()], durable=False)
