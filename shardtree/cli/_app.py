@@ -40,6 +40,12 @@ _Keys = Annotated[
 ]
 
 
+class Optimizer(StrEnum):
+    """What becomes of a distributed optimizer of Megatron-Core's."""
+
+    MODEL_SPACE = "model-space"
+
+
 class Sort(StrEnum):
     """What rows are ordered by."""
 
@@ -245,6 +251,10 @@ def convert(
     prune: Annotated[
         bool, typer.Option("--prune", help="Leave out what the transforms don't pass on, without naming it.")
     ] = False,
+    optimizer: Annotated[
+        Optimizer | None,
+        typer.Option(help="Megatron-Core's dp_reshardable as fully_reshardable, which it loads in any layout."),
+    ] = None,
     max_bytes_in_flight: Annotated[
         str, typer.Option(metavar="SIZE", help="The most bytes of tensors that are in memory at once.")
     ] = "256MB",
@@ -274,6 +284,7 @@ def convert(
         dtype=None if cast is None else float_dtype_named(cast),
         leave_out=leave_out or [],
         prune=prune,
+        optimizer_in_model_space=optimizer is Optimizer.MODEL_SPACE,
         most_bytes=_size(max_bytes_in_flight),
         most_file_bytes=None if max_file_size is None else _size(max_file_size),
         verify=not no_verify,

@@ -13,6 +13,7 @@ from rich.text import Text
 from ..checkpoint import ConversionReport, convert, open_checkpoint
 from ..codec import dtype_from_name
 from ..errors import StrategyError, error_text, plural, shorten
+from ..interop.megatron_optimizer import model_space
 from ..strategies import LoadOptions, SaveOptions, Strategies, StrategyAction, default_strategies, huggingface
 from ..transforms import partial_rename
 from ..trees import bind, cast, compose
@@ -35,6 +36,7 @@ class Conversion:
         dtype: of floating-point tensors in the copy; None leaves them as they are.
         leave_out: patterns of keys that aren't converted.
         prune: whether what the transforms don't pass on is left out.
+        optimizer_in_model_space: whether Megatron-Core's `dp_reshardable` optimizer becomes a `fully_reshardable` one.
         most_bytes: the limit of a batch.
         most_file_bytes: the limit of a file of a Hugging Face model; None for the format's default.
         verify: whether what was written is read back and compared.
@@ -51,6 +53,7 @@ class Conversion:
     dtype: str | None
     leave_out: Sequence[str]
     prune: bool
+    optimizer_in_model_space: bool
     most_bytes: int
     most_file_bytes: int | None
     verify: bool
@@ -64,6 +67,12 @@ def run_convert(conversion: Conversion, *, as_json: bool) -> int:
         CheckpointingException: it can't be done.
     """
     transform = transform_of(conversion.transforms, conversion.names, conversion.dtype)
+    transform_common, left_out = conversion.transform_common, [*conversion.leave_out]
+    if conversion.optimizer_in_model_space:
+        options = LoadOptions(allow_pickle=conversion.allow_pickle)
+        wanted = model_space(open_checkpoint(conversion.source, options=options))
+        steps = [wanted["transform_common"], *([] if transform_common is None else [transform_common])]
+        transform_common, left_out = compose(*steps), [*left_out, *wanted["leave_out"]]
     began = time.monotonic()
     with bar(Output(stderr=True), "convert", _bytes_to_move(conversion)) as advance:
         report = convert(
@@ -72,8 +81,8 @@ def run_convert(conversion: Conversion, *, as_json: bool) -> int:
             backend=conversion.backend,
             common_backend=conversion.common_backend,
             transform=transform,
-            transform_common=conversion.transform_common,
-            leave_out=conversion.leave_out,
+            transform_common=transform_common,
+            leave_out=left_out,
             prune=conversion.prune,
             max_bytes_in_flight=conversion.most_bytes,
             verify=conversion.verify,

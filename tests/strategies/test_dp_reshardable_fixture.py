@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 import shardtree as st
 from shardtree.interop.megatron_optimizer import model_space
 from shardtree.strategies.torch_dist import _optimizer
+from tests.cli.checkpoints import run
 from tests.strategies.optimizer_formats import FIXTURES, LAYOUTS, parameters, wrong_in_layout, wrong_states
 
 NAME = "megatron_0161_dp_reshardable_tp2dp2"
@@ -62,8 +63,17 @@ def test_explain_says_what_a_load_does():
     assert st.explain(target, FOLDER).ok
 
 
-def test_model_space_makes_it_fully_reshardable(tmp_path):
-    st.convert(FOLDER, tmp_path / "full", backend="torch_dist", **model_space(st.open_checkpoint(FOLDER)))
+def by_function(destination):
+    st.convert(FOLDER, destination, backend="torch_dist", **model_space(st.open_checkpoint(FOLDER)))
+
+
+def by_command(destination):
+    run("convert", str(FOLDER), str(destination), "--to", "torch_dist", "--optimizer", "model-space")
+
+
+@pytest.mark.parametrize("convert", [by_function, by_command])
+def test_model_space_makes_it_fully_reshardable(convert, tmp_path):
+    convert(tmp_path / "full")
     common = st.load_common_state_dict(tmp_path / "full")
     assert common["optimizer"]["param_state_sharding_type"] == "fully_reshardable"
     assert common["optimizer"]["optimizer"]["param_groups"][0]["step"] == 3.0
