@@ -60,8 +60,8 @@ def _rows(node: _Node, depth: int) -> Iterator[tuple[str, ...]]:
                 break
             label, ((names, one),) = longer, inner
         if one.row is not None:
-            grid = cut_text(one.row.grid)
-            yield label, "", one.row.dtype, shape_text(one.row.shape), grid, size(one.row.length)
+            alike, grid = f"{len(names):,}" if len(names) > 1 else "", cut_text(one.row.grid)
+            yield label, alike, one.row.dtype, shape_text(one.row.shape), grid, size(one.row.length * len(names))
         if one.inner:
             count, length = _totals(one)
             times = f"{len(names)} \N{MULTIPLICATION SIGN} " if len(names) > 1 else ""

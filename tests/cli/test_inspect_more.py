@@ -85,6 +85,11 @@ def test_layers_that_are_alike_are_one_row() -> None:
     assert labels == ["layers", "  0-3", "    w", "  4.w", "  5.w"]
 
 
+def test_tensors_that_are_numbered_and_alike_are_one_row() -> None:
+    rows = key_rows([TensorRow(f"experts.{n}", "float32", (2,), 8, None) for n in range(3)])
+    assert rows == [("experts.0-2", "3", "float32", "2", "?", "24 B")]
+
+
 def test_a_key_may_be_a_leaf_and_a_branch() -> None:
     rows = key_rows([TensorRow(key, "float32", (), 4, None) for key in ("a", "a.b")])
     assert [cells[:2] for cells in rows] == [("a", ""), ("a", "2"), ("  b", "")]
