@@ -77,8 +77,8 @@ MAY_BE: dict[str, list[object]] = {
 }
 
 
-def in_a_process(job: str, server: Server) -> Any:
-    process = CONTEXT.Process(target=jobs.run, args=(job.partition(" ")[0], 2, server.url))
+def in_a_process(job: str) -> Any:
+    process = CONTEXT.Process(target=jobs.run, args=(job.partition(" ")[0], 2, jobs.settings()))
     process.start()
     return process
 
@@ -123,7 +123,7 @@ def test_a_process_killed_at_a_request_leaves_old_or_new(server: Server, job: st
             return "done-cut" if done else "cut"
         return "cut"  # what was already on its way comes to nothing
 
-    process = CONTEXT.Process(target=jobs.run, args=(job.partition(" ")[0], 2, server.url))
+    process = CONTEXT.Process(target=jobs.run, args=(job.partition(" ")[0], 2, jobs.settings()))
     server.fault = kill
     killed.append(process)
     process.start()
@@ -135,7 +135,7 @@ def test_a_process_killed_at_a_request_leaves_old_or_new(server: Server, job: st
 def test_the_kill_law_catches_a_save_that_removes_the_old_one_first(server: Server) -> None:
     prepared(server, "save over")
     server.reset()
-    process = CONTEXT.Process(target=jobs.run, args=("remove_first", 2, server.url))
+    process = CONTEXT.Process(target=jobs.run, args=("remove_first", 2, jobs.settings()))
 
     def kill_when_it_writes(request: Request) -> str | None:
         if request.action == "PutObject":
@@ -216,7 +216,7 @@ def test_the_law_of_one_winner_catches_a_store_without_conditions(server: Server
 def test_of_two_processes_that_save_at_once_one_wins(server: Server, rounds: int) -> None:
     for _ in range(rounds):
         prepared(server, "save over")
-        both = [in_a_process("save over", server) for _ in range(2)]
+        both = [in_a_process("save over") for _ in range(2)]
         for process in both:
             process.join(60)
         codes = sorted(process.exitcode for process in both)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -65,9 +66,17 @@ def remove_first(value: int) -> None:
 JOBS = {"save": save, "remove": remove, "save_step": save_step, "convert": convert, "remove_first": remove_first}
 
 
-def run(job: str, value: int, url: str) -> None:
+def settings() -> dict[str, str]:
+    """Return what a new process needs to find the bucket.
+
+    It is forked from a server that keeps the environment of its start, which another test may have made.
+    """
+    return {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+
+
+def run(job: str, value: int, settings: Mapping[str, str]) -> None:
     """Run a job in a new process; it exits with 1 where the job fails in a way that it may."""
-    os.environ["AWS_ENDPOINT_URL"] = url
+    os.environ.update(settings)
     torch.set_num_threads(1)
     _object_store._PART_BYTES = PART_BYTES
     try:
