@@ -280,7 +280,12 @@ def test_a_module_state_dict_comes_back() -> None:
 )
 def test_files_of_megatron_are_read(path: Path) -> None:
     data = path.read_bytes()
-    assert outline(decode(data)) == outline(torch.load(io.BytesIO(data), weights_only=False))
+    ours, theirs = decode(data), torch.load(io.BytesIO(data), weights_only=False)
+    # An enum of Megatron-Core's is a record for those who don't run it.
+    if hasattr(theirs.get("args"), "attention_backend"):
+        record, member = (vars(state["args"]).pop("attention_backend") for state in (ours, theirs))
+        assert record.fields["value"] == member.value
+    assert outline(ours) == outline(theirs)
 
 
 # ------------------------------------------------------------------------------------------------- tensors

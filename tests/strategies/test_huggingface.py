@@ -692,5 +692,6 @@ def test_the_table_has_all_that_a_format_needs():
         StrategyAction.LOAD_OBJECTS,
         StrategyAction.SAVE_OBJECTS,
         StrategyAction.REMOVE_SHARDED,
+        StrategyAction.RESOLVE,
     }
     assert can == set(StrategyAction) - missing
