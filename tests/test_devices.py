@@ -6,7 +6,7 @@ they may be, into host memory that is lent again as soon as it is given back.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,19 +16,25 @@ import torch.distributed as dist
 
 import shardtree as st
 from shardtree.storage import HostMemory, MemoryStorage, _buffers, _staged_fetch, host_memory
-from shardtree.storage._buffers import copies_by_device
+from shardtree.storage._buffers import DeviceCopies, copies_by_device
 from shardtree.testing import STORABLE_DTYPES, bits, outline, random_bits
-from tests.storage.late_copies import LateDevice
+from tests.storage.late_copies import LateDevice, memory_used_again
+
+CPU = torch.device("cpu")
+
+
+def small_parts(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(_buffers, "STAGED_BYTES", 64)
+    patch.setattr(_staged_fetch, "PART_BYTES", 100)
 
 
 @pytest.fixture(params=["late copies", pytest.param("cuda", marks=pytest.mark.cuda)])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    monkeypatch.setattr(_buffers, "STAGED_BYTES", 64)
-    monkeypatch.setattr(_staged_fetch, "PART_BYTES", 100)
+    small_parts(monkeypatch)
     if request.param == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
     monkeypatch.setitem(copies_by_device, "cpu", LateDevice(HostMemory().lend).copies)
-    return torch.device("cpu")
+    return CPU
 
 
 def tree_on(device: torch.device, seed: int = 0) -> dict[str, st.ShardedTensor]:
@@ -74,6 +80,28 @@ def test_a_tensor_may_change_once_an_asynchronous_save_has_begun(device: torch.d
         queue.maybe_finalize_async_calls(blocking=True)
         assert on_host(st.load({key: st.without_data(leaf) for key, leaf in tree.items()}, folder)) == expected, step
     queue.close()
+
+
+@pytest.mark.parametrize(
+    "copies",
+    [
+        pytest.param(replace(LateDevice().copies(CPU), wait=lambda _: None), id="no copy is waited for"),
+        pytest.param(LateDevice(memory_used_again(1, 2**20)).copies(CPU), id="memory is lent before its copy is made"),
+    ],
+)
+@pytest.mark.parametrize(
+    "law",
+    [
+        lambda: test_a_save_and_a_load_are_right(CPU, "safetensors"),
+        lambda: test_a_tensor_may_change_once_an_asynchronous_save_has_begun(CPU),
+    ],
+    ids=["save and load", "asynchronous save"],
+)
+def test_the_laws_catch(law: Callable[[], None], copies: DeviceCopies, monkeypatch: pytest.MonkeyPatch) -> None:
+    small_parts(monkeypatch)
+    monkeypatch.setitem(copies_by_device, "cpu", lambda _: copies)
+    with pytest.raises((AssertionError, st.errors.CorruptCheckpoint)):
+        law()
 
 
 def test_a_fingerprint_is_the_same_wherever_the_tensors_are(device: torch.device) -> None:

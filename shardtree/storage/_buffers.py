@@ -16,6 +16,7 @@ from weakref import finalize
 import torch
 
 from ..codec import byte_buffer, device_bits, row_major_bits
+from ..errors import StorageError, error_text
 from ..lazy import LazyTensor
 from ._storage import Buffer
 
@@ -240,7 +241,16 @@ _LEAST_LENT = 1024 * 1024
 """Smaller memory comes from torch, whose own cache of pinned memory keeps many sizes, but gives nothing back."""
 
 
+_first_process: list[int] = []  # that pinned memory, of this one and those that it was forked from
+
+
 def _pinned(nbytes: int) -> torch.Tensor:
+    # A device's driver doesn't survive a fork: asked there, it fails without saying why, or never answers.
+    if not _first_process:
+        _first_process.append(os.getpid())
+    elif _first_process[0] != os.getpid():
+        fix = "Start processes by 'spawn' or 'forkserver', or use no device before they are forked."
+        raise StorageError(error_text("memory can't be pinned: this process was forked from one that did", fix=fix))
     # A copy from pageable memory would block.
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 
+import pytest
 import torch
 
-from shardtree.storage import HostMemory
+from shardtree.errors import StorageError
+from shardtree.storage import HostMemory, _buffers
 
 
 def test_memory_is_kept_for_the_next_time_and_no_more_than_was_needed_at_once() -> None:
@@ -81,3 +83,25 @@ def test_a_fork_while_another_thread_takes_memory_is_no_deadlock() -> None:
     memory = HostMemory()
     with memory._lock:
         assert in_a_fork(lambda: memory.after_fork() is None and memory.lend(1).numel() == 1)
+
+
+def test_memory_is_never_pinned_in_a_fork_of_a_process_that_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[int]()
+
+    def empty(nbytes: int, **options: object) -> torch.Tensor:
+        asked.append(nbytes)
+        return torch.zeros(nbytes, dtype=torch.uint8)
+
+    monkeypatch.setattr(_buffers, "_first_process", [])
+    monkeypatch.setattr(torch, "empty", empty)
+    memory = HostMemory()
+
+    def refused() -> bool:
+        with pytest.raises(StorageError, match="forked from one that did"):
+            memory.lend(5, "cuda", _buffers._pinned)
+        return asked == [2**21]
+
+    assert in_a_fork(lambda: memory.lend(5, "cuda", _buffers._pinned).numel() == 5)  # the parent hasn't asked yet
+    memory.lend(5, "cuda", _buffers._pinned)
+    memory.release()
+    assert in_a_fork(refused)
