@@ -43,7 +43,7 @@ def test_it_saves_and_loads_what_was_saved(peer: ModuleType, ranks: int, tmp_pat
     script.write_text(SCRIPT)
     command = [sys.executable, str(script), peer.__name__.split(".")[1], str(ranks), str(tmp_path)]
     environment = {"PYTHONPATH": str(REPOSITORY), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr
     seconds = {(operation, name): value for operation, name, value in json.loads(done.stdout.splitlines()[-1])}
     operations = {SAVE, LOAD, LOAD_NEW} | ({LOAD_COLUMNS} if ranks > 1 else set())

@@ -51,7 +51,7 @@ def test_it_prints_a_row_for_everybody_and_every_bar(tmp_path: Path) -> None:
     numbers = tmp_path / "numbers.json"
     command = [sys.executable, "-m", "benchmarks.roundtrip", *TINY, "--dir", str(tmp_path), "--json", str(numbers)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     found = [Bar(**bar) for bar in json.loads(numbers.read_text())]
     for processes in (1, 2):

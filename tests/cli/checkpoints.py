@@ -36,7 +36,7 @@ def process(*arguments: str | Path, shell: str = "", **environment: str) -> subp
     command = [*quick_python(), "-W", "error", "-m", "shardtree", *map(str, arguments)]
     words = ["bash", "-c", f'set -o pipefail; "$@" {shell}', "bash", *command] if shell else command
     return subprocess.run(
-        words, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False, env={**_environment(), **environment}
+        words, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False, env={**_environment(), **environment}
     )
 
 

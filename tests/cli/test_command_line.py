@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 def run(*arguments: str, code: str = "") -> subprocess.CompletedProcess[str]:
     """Run the command line, or code, where nothing is a terminal and warnings are errors."""
     command = [*quick_python(), "-W", "error", *(("-c", code) if code else ("-m", "shardtree")), *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
 
 
 @pytest.mark.slow

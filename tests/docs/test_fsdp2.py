@@ -32,7 +32,7 @@ def loss_of(line: str) -> tuple[int, float] | None:
 
 def finished(job: subprocess.Popen[str]) -> tuple[dict[int, float], str]:
     """Return the losses that a job has printed, and all that it has, once it has ended."""
-    output = job.communicate(timeout=200)[0]
+    output = job.communicate(timeout=900)[0]
     return dict(filter(None, map(loss_of, output.splitlines(keepends=True)))), output
 
 

@@ -281,7 +281,7 @@ def megatron(folder: Path, processes: int, *steps: str) -> None:
         [sys.executable, str(SCRIPTS / "megatron_llama.py"), str(folder), str(processes), *steps],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=900,
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         check=False,
     )

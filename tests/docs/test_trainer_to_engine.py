@@ -79,7 +79,7 @@ def updates_an_engine(world: World, right: str = "", wrong: str = "") -> list[st
 @pytest.mark.slow
 @pytest.mark.torchrun
 def test_four_processes_update_an_engine_as_torch_says() -> None:
-    assert run_processes(4, updates_an_engine, timeout=60) == [[], [], [], []]
+    assert run_processes(4, updates_an_engine, timeout=300) == [[], [], [], []]
 
 
 FAULTS = {

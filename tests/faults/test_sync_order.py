@@ -179,7 +179,7 @@ def traced(tmp_path: Path, form: str, ranks: int, *, before: str = "", durable: 
     trace = tmp_path / "trace"
     command = [strace, "-f", "--seccomp-bpf", "-y", "-qq", "-s", "300", "-e", f"trace={CALLS},{MORE}", "-o", str(trace)]
     arguments = [folder, before, form, str(ranks), str(int(durable))]
-    done = subprocess.run([*command, sys.executable, script, *arguments], timeout=240, capture_output=True, text=True)
+    done = subprocess.run([*command, sys.executable, script, *arguments], timeout=900, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     events = parse_trace(trace.read_text(errors="replace"))
     names = [event.path for event in events]

@@ -22,7 +22,7 @@ def run(folder: Path, *jobs: str) -> None:
     """Run jobs of the script: a number of processes, and the steps ``what:backend`` that all of them take."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, str(SCRIPT), str(folder), *jobs]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment, check=False)
     assert done.returncode == 0, done.stderr
 
 

@@ -120,7 +120,7 @@ def held_bytes(columns: ShardColumns, rank: int) -> int:
 @pytest.mark.parametrize(("relay", "with_plan"), [(False, True), (True, False)])
 def test_trainers_to_disjoint_engines_and_back(relay: bool, with_plan: bool) -> None:
     """TP=2 x DP=2 on four ranks, TP=2 on two others: the bits, the bytes on each link, the memory at the peak."""
-    got = run_processes(6, partial(there_and_back, relay=relay, with_plan=with_plan), timeout=60)
+    got = run_processes(6, partial(there_and_back, relay=relay, with_plan=with_plan), timeout=300)
     for way, plan in enumerate(plans(relay=relay)):
         sent: Counter[tuple[int, int]] = Counter()
         for ways in got:
@@ -173,7 +173,7 @@ def halved(world: World) -> None:
 
 @pytest.mark.slow
 def test_what_is_cast_crosses_in_the_dtype_of_those_who_want_it() -> None:
-    run_processes(6, halved, timeout=30)
+    run_processes(6, halved, timeout=300)
 
 
 def spoilt(world: World) -> tuple[list[str], tuple[str, dict[int, str]]]:
@@ -192,7 +192,7 @@ def spoilt(world: World) -> tuple[list[str], tuple[str, dict[int, str]]]:
 
 @pytest.mark.slow
 def test_what_is_wrong_on_one_process_is_an_error_in_all() -> None:
-    for told, (phase, failures) in run_processes(6, spoilt, timeout=30):
+    for told, (phase, failures) in run_processes(6, spoilt, timeout=300):
         assert told[1] == "  ranks 0-5: WorldError: redistribute: the ranks have other plans"
         assert told[2].startswith("    rank 0: hash ")
         assert phase == "redistribute: prepare"
@@ -220,7 +220,7 @@ def dies(world: World, heard: Any) -> None:
 def test_a_process_that_dies_is_an_error_in_all_others() -> None:
     heard = RawArray("b", 6)
     with pytest.raises(WorldError, match="rank 5 ended without a result\n  found exit status 9"):
-        run_processes(6, partial(dies, heard=heard), timeout=60)
+        run_processes(6, partial(dies, heard=heard), timeout=300)
     assert list(heard) == [1, 1, 1, 1, 1, 0]
 
 
@@ -235,4 +235,4 @@ def test_the_example_of_another_transport_works() -> None:
     """What the page shows for a transport of one's own runs in real processes."""
     page = (Path(__file__).parents[2] / "docs" / "resharding.md").read_text()
     (code,) = [block.split("```")[0] for block in page.split("```python\n") if "batch_isend_irecv" in block]
-    run_processes(6, partial(by_torch, code=code), timeout=30)
+    run_processes(6, partial(by_torch, code=code), timeout=300)

@@ -57,7 +57,7 @@ def loaded(targets: Sequence[Any], folder: Any, **options: Any) -> list[Any]:
     return st.simulate(
         len(targets),
         lambda world: st.load(targets[world.rank], folder, world=world, **load_keywords(**options)),
-        timeout=120,
+        timeout=900,
     )
 
 

@@ -33,7 +33,7 @@ def run(folder: Path, *jobs: str) -> None:
     """Run the script: a layout and its steps, then another one."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, str(SCRIPT), str(folder), *jobs]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=290, env=environment, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
 
 

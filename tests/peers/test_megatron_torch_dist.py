@@ -63,7 +63,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     steps = ["save:2:1:theirs", "save:1:2:their-stages", *LOADS, "load:1:1:damaged"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, str(SCRIPT), str(folder), *steps]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     (folder / "results.json").write_text(done.stdout)
     return folder

@@ -25,7 +25,7 @@ def text_after_scripts(page: str, folder: Path) -> str:
         "--dump-dom",
         f"file://{folder}/page.html",
     ]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=900)
     found = re.search(r"<body[^>]*>(.*)</body>", done.stdout, re.DOTALL)
     assert found is not None, done.stdout[:1000]
     return found[1]

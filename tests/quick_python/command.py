@@ -55,4 +55,4 @@ def torchrun(processes: int, script: Path, *arguments: str) -> subprocess.Comple
     job = [*quick_python(), "-W", "error", "-m", "torch.distributed.run", "--standalone"]
     ranks = [f"--nproc-per-node={processes}", "--no-python", *quick_python(), str(script), *arguments]
     environment = os.environ | {"PYTHONWARNINGS": "error", "OMP_NUM_THREADS": "1"}
-    return subprocess.run([*job, *ranks], capture_output=True, text=True, timeout=120, env=environment, check=False)
+    return subprocess.run([*job, *ranks], capture_output=True, text=True, timeout=900, env=environment, check=False)

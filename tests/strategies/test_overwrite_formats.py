@@ -447,7 +447,7 @@ st.save({"w": shard}, storage, (sys.argv[2], 1), overwrite=True)
 @pytest.mark.parametrize("method", ["sibling.exchange", "sibling.remove"])
 def test_the_next_save_needs_not_wait_for_a_process_that_is_gone(tmp_path: Path, method: str) -> None:
     save(tmp_path / "step", OLD, "native")
-    done = subprocess.run([*quick_python(), "-c", DIES, tmp_path / "step", "dcp", method], timeout=120, check=False)
+    done = subprocess.run([*quick_python(), "-c", DIES, tmp_path / "step", "dcp", method], timeout=900, check=False)
     assert done.returncode == -9 and len(os.listdir(tmp_path)) == 2
     save(tmp_path / "step", NEW, "native", overwrite=True)
     assert os.listdir(tmp_path) == ["step"] and value_in(tmp_path / "step") == NEW

@@ -223,7 +223,7 @@ def run_with_package(tmp_path, package, use):
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: card-strategies\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[shardtree.strategies]\ncards = card_strategies\n")
     program = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{textwrap.dedent(use)}"
-    return subprocess.run([*quick_python(), "-c", program], capture_output=True, text=True, timeout=120)
+    return subprocess.run([*quick_python(), "-c", program], capture_output=True, text=True, timeout=900)
 
 
 @pytest.mark.slow
