@@ -47,11 +47,13 @@ class Prospect:
     Attributes:
         problems: why some can't be loaded.
         cost: finds out what loading the others takes; None where the format doesn't know.
+        uncompared: keys of an optimizer's states whose masters won't be compared with weights, though they could be.
     """
 
     problems: tuple[Misfit, ...] = ()
     # A function, since problems are looked for first, and a cost takes a plan of all reads.
     cost: Callable[[], ReadCost] | None = None
+    uncompared: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +119,8 @@ class Explanation:
         undecided: what may fail when values are read.
         omitted: requested and not stored, but left out by the strict mode, so that it is no problem.
         left_out: the paths of plain values and containers that are stored, and that a load leaves out.
+        uncompared: keys of an optimizer's states that would be loaded without the comparison of masters with weights
+            that their format allows, since the options say ``verify=None``.
     """
 
     missing: tuple[str, ...]
@@ -125,6 +129,7 @@ class Explanation:
     undecided: tuple[Undecided, ...] = ()
     omitted: tuple[Unexpected, ...] = ()
     left_out: tuple[str, ...] = ()
+    uncompared: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool | None:
@@ -191,6 +196,7 @@ class Explanation:
             *_listed((f"asked for, not stored, left out: {one.text}" for one in self.omitted), "key"),
             *_listed((f"stored, left out: {path}" for path in self.left_out), "place"),
             *_listed((f"stored, not asked for: {key!r}" for key in self.missing), "key"),
+            *_listed((f"master not compared with the weight: {key!r}" for key in self.uncompared), "state"),
         ]
         return "\n".join([*lines, "", *table_lines([_HEADINGS, *_rows(self)])])
 

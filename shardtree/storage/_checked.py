@@ -58,6 +58,8 @@ class ReadReport:
         files: files opened.
         left_out: paths of stored plain values that couldn't be put into the tree, since the target omits shards beside
             them.
+        uncompared: keys of an optimizer's states that would have been loaded after a comparison of masters with
+            weights, had the options not said ``verify=None``.
     """
 
     bytes_read: int = 0
@@ -65,6 +67,7 @@ class ReadReport:
     blocks_unchecked: int = 0
     files: int = 0
     left_out: tuple[str, ...] = ()
+    uncompared: tuple[str, ...] = ()
 
     def __add__(self, other: ReadReport) -> ReadReport:
         return ReadReport(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))

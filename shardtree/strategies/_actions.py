@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from enum import Enum
 from importlib import import_module
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ..mapping import ShardedObject, ShardedTensor
 from ..plans import Prospect
@@ -151,14 +151,26 @@ class LoadMetadata(Protocol):
     def __call__(self, checkpoint: Checkpoint, /) -> Mapping[str, ShardedTensor | ShardedObject]: ...
 
 
-class Resolve(Protocol):
-    """RESOLVE: return a function that finds out what reading given keys takes beyond the metadata, None if nothing.
+class Resolution(NamedTuple):
+    """How the ranks of a load find out together what a format's metadata doesn't say.
 
-    For formats whose metadata doesn't say it all. One rank finds it out for all: what the function returns is put into
-    each rank's `checkpoint.memo`, and must be plain data. Without keys, all that is stored is meant.
+    Attributes:
+        find: returns plain data, the result of a share of the work; called with the share's number, and how many shares
+            there are: one for each rank that needs it.
+        keep: returns what goes into the rank's `checkpoint.memo`, or raises; called with all shares' results, in order.
     """
 
-    def __call__(self, checkpoint: Checkpoint, keys: Set[str] | None, /) -> Callable[[], Mapping[str, Any]] | None: ...
+    find: Callable[[int, int], Any]
+    keep: Callable[[Sequence[Any]], Mapping[str, Any]]
+
+
+class Resolve(Protocol):
+    """RESOLVE: return how to find out what reading given keys takes beyond the metadata, None if nothing.
+
+    For formats whose metadata doesn't say it all. If all keys are to be listed too, that is the third argument.
+    """
+
+    def __call__(self, checkpoint: Checkpoint, keys: Set[str], listed: bool, /) -> Resolution | None: ...
 
 
 class Explain(Protocol):

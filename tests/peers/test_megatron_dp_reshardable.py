@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import shardtree as st
+from shardtree.errors import CorruptCheckpoint
 from shardtree.interop.megatron_optimizer import model_space
 from tests.strategies.test_dp_reshardable_fixture import FOLDER, TRUTH
 
@@ -63,6 +64,18 @@ def test_a_live_optimizer_is_saved_without_a_gather_and_loads_in_another_layout(
     run(tmp_path, *live, '{"dp": 2}', "load ours:ours,same:a", '{"tp": 2}', "load ours:ours,save ours:again")
     ours, again = (st.load_plain_tensors(tmp_path / name) for name in ("ours", "again"))
     assert differing(ours, states(tmp_path / "theirs")) == [] == differing(again, ours)
+
+
+def test_what_megatron_core_saved_wrong_is_refused_and_what_it_saved_right_loads(tmp_path):
+    one_bucket = '{"dp": 2, "bucket": 1000000}'
+    run(tmp_path, '{"dp": 2}', "train:a,save full:wrong", one_bucket, "train:b,save full:right,save:b")
+    with pytest.raises(CorruptCheckpoint, match="aren't those of the weights"):
+        states(tmp_path / "wrong")
+    assert {key for damage in st.verify(tmp_path / "wrong", report=lambda _: None) for key in damage.keys} >= {
+        "optimizer.state.param.decoder.layers.mlp.linear_fc1.weight",
+        "optimizer.state.param.embedding.word_embeddings.weight",
+    }
+    assert differing(states(tmp_path / "right"), states(tmp_path / "b")) == []
 
 
 @pytest.mark.exhaustive

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -13,8 +13,8 @@ from ...codec import named_types
 from ...errors import UnsafeFile, UnsupportedValue
 from ...layouts import ShardColumns
 from ...storage import Directory
-from ...strategies import Checkpoint, LoadOptions, Strategies, StrategyAction, fetch_checked, find_strategy
-from ...world import World, agree, gather, on_one_rank, share, step
+from ...strategies import Checkpoint, LoadOptions, Resolution, Strategies, StrategyAction, fetch_checked, find_strategy
+from ...world import World, agree, gather, share, step
 from .._consistency import Description, KnownLayout, check_together, describe, known_layout
 from .._dispatch import Choice, sharded_backend
 from .._open import OPEN_STEPS, Fields, Metadata, load_common, look, sharded_metadata, stored_keys, with_fields
@@ -161,7 +161,7 @@ def matched_target(request: LoadRequest, rank: int, ranks: int) -> tuple[Target,
 
 
 def resolve(world: World, request: LoadRequest, local: LocalLoad) -> None:
-    """Find out, on one rank for all, what the format's metadata doesn't say; collective for formats that need it alone.
+    """Find out, together, what the format's metadata doesn't say; collective for formats that need it alone.
 
     Args:
         world: who loads together.
@@ -175,17 +175,27 @@ def resolve(world: World, request: LoadRequest, local: LocalLoad) -> None:
     if row is None:
         return
 
-    def look_for() -> Callable[[], Mapping[str, Any]] | None:
+    def look_for() -> Resolution | None:
         # A mode that compares keys lists all that is stored.
-        lists = local.mode is not StrictHandling.ASSUME_OK_UNEXPECTED
-        keys = None if lists else {shard.key for shard in local.target.tensors}
-        return None if callable(sharded) else row(local.checkpoint, keys)
+        listed = local.mode is not StrictHandling.ASSUME_OK_UNEXPECTED
+        keys = {shard.key for shard in local.target.tensors}
+        return None if callable(sharded) else row(local.checkpoint, keys, listed)
 
-    find, needed = share(world, "load: look for states", look_for, lambda found: found is not None)
-    if any(needed):
-        first = needed.index(True)
-        found = on_one_rank(world, "load: find states", lambda: {} if find is None else find(), rank=first)
-        local.checkpoint.memo.update(found)
+    resolution, needed = share(world, "load: look for states", look_for, lambda found: found is not None)
+    ranks = [rank for rank, needs in enumerate(needed) if needs]
+    if not ranks:
+        return
+
+    def find() -> Any:
+        return None if resolution is None else resolution.find(ranks.index(world.rank), len(ranks))
+
+    found = gather(world, "load: find states", find)
+
+    def keep() -> Mapping[str, Any]:
+        return {} if resolution is None else resolution.keep([found[rank] for rank in ranks])
+
+    # A phase of its own: what raises here does so before a given tensor is written, on all ranks.
+    local.checkpoint.memo.update(agree(world, "load: states", keep))
 
 
 def compare_keys(world: World, request: LoadRequest, local: LocalLoad) -> tuple[set[str], set[str]]:

@@ -130,6 +130,7 @@ def explanation(checkpoint: Checkpoint, request: LoadRequest, trees: Sequence[An
         undecided=tuple(dict.fromkeys(undecided)),
         omitted=() if mode in RAISING else unexpected,
         left_out=tuple(dict.fromkeys(path for fit in fits.values() for path in fit.left_out)),
+        uncompared=tuple(sorted({key for fit in fits.values() for key in fit.prospect.uncompared})),
     )
 
 

@@ -107,8 +107,8 @@ def load(
     ask for are left out; the report and ``strict="raise_all"`` name the plain values that go with them. The steps:
 
     1. Open: rank 0 reads metadata.json.
-    2. Ask: ranks take their targets apart and exchange descriptions of them. One collective, with step 1, and one or
-       two more for a format whose metadata doesn't say it all.
+    2. Ask: ranks take their targets apart and exchange descriptions of them. One collective, with step 1, and one to
+       three more for a format whose metadata doesn't say it all.
     3. Compare keys, where `strict` asks for it. Usually no collective.
     4. Check: targets fit together and what is stored; make memory. One collective; nothing was read or changed before.
     5. Read: only what is asked for, each rank for itself or one for several. One collective.

@@ -13,6 +13,7 @@ from ...errors import CorruptCheckpoint, error_text
 from ...geometry import Column, box_column, volumes
 from ...layouts import ShardColumns, TensorKind
 from ...storage import StoredFile, Stretches
+from .._masters import Comparison
 from ..index import Index, build_index
 from ._files import ArchiveFile
 
@@ -49,19 +50,6 @@ class Piece(NamedTuple):
     shape: tuple[int, ...]
     start: int = -1
     stop: int = -1
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """What shows that a state's bytes belong to its parameter.
-
-    Attributes:
-        master: the key of the parameter's master, whose bytes lie in the same files as the state's.
-        weight: the key of the parameter; the master, rounded, is equal to it.
-    """
-
-    master: str
-    weight: str
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from math import prod
+from functools import partial
 
 import numpy as np
 import torch
@@ -15,13 +15,11 @@ from ...mapping import ShardedTensor
 from ...plans import Prospect, ReadCost, find_unexpected, plan_load
 from ...storage import ReadReport, fetch, fetch_cost
 from .._checks import check_fit
+from .._masters import Comparison, first_difference, memory_of, pieces_of
 from .._metadata import check_lengths
 from .._values import Checkpoint
 from ..index import chunks_of, explain_from_index, file_at, find_texts, kind_at, plan_shards, texts
-from ._contents import Comparison, Contents
-
-_PIECE_ELEMENTS = 4 * 1024 * 1024
-"""Masters are read into memory of their own, at most so many elements at a time."""
+from ._contents import Contents
 
 
 def load_sharded(checkpoint: Checkpoint, contents: Contents, shards: Sequence[ShardedTensor]) -> ReadReport:
@@ -42,7 +40,9 @@ def load_sharded(checkpoint: Checkpoint, contents: Contents, shards: Sequence[Sh
         plan_shards(contents.shown, computed, shard_columns(computed))
     own = [shard for shard in shards if shard.key not in contents.derived and shard.key not in contents.numbers]
     report = ReadReport()
-    if checkpoint.options.verify is not None:
+    if checkpoint.options.verify is None:
+        report = replace(report, uncompared=_uncompared(contents, own))
+    else:
         for shard in own:
             report += _compare(checkpoint, contents, shard)
     if own:
@@ -50,6 +50,10 @@ def load_sharded(checkpoint: Checkpoint, contents: Contents, shards: Sequence[Sh
     for shard in computed:
         report += _compute(checkpoint, contents, shard)
     return report
+
+
+def _uncompared(contents: Contents, shards: Sequence[ShardedTensor]) -> tuple[str, ...]:
+    return tuple(sorted({shard.key for shard in shards} & contents.compared.keys()))
 
 
 def _check_loadable(contents: Contents, shards: Sequence[ShardedTensor]) -> None:
@@ -75,48 +79,10 @@ def _compute(checkpoint: Checkpoint, contents: Contents, shard: ShardedTensor) -
         return ReadReport()
     report = ReadReport()
     for piece in pieces_of(shard):
-        master = replace(piece, key=contents.derived[shard.key], data=_memory(piece), dtype=torch.float32)
+        master = replace(piece, key=contents.derived[shard.key], data=memory_of(piece), dtype=torch.float32)
         report += _read(checkpoint, contents, [master])
         piece.data.copy_(master.data)
     return report
-
-
-def _memory(shard: ShardedTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.empty(shard.data_shape, dtype=dtype, device="cpu")
-
-
-def pieces_of(shard: ShardedTensor) -> Iterator[ShardedTensor]:
-    """Yield a shard in pieces of a few million elements, whose data are contiguous views of its data.
-
-    A padded tensor's shard is one piece.
-    """
-    if shard.allow_shape_mismatch or prod(shard.data_shape) <= _PIECE_ELEMENTS:
-        yield shard
-        return
-    if shard.flattened_range is not None:
-        start = shard.flattened_range.start
-        for at in range(0, shard.data_shape[0], _PIECE_ELEMENTS):
-            stop = min(at + _PIECE_ELEMENTS, shard.data_shape[0])
-            yield replace(
-                shard,
-                data=None if shard.data is None else shard.data[at:stop],
-                flattened_range=slice(start + at, start + stop),
-            )
-        return
-    axis = next(axis for axis, length in enumerate(shard.local_shape) if length > 1)
-    step = max(1, _PIECE_ELEMENTS // prod(shard.local_shape[axis + 1 :]))
-    for at in range(0, shard.local_shape[axis], step):
-        yield from pieces_of(_part(shard, axis, at, min(step, shard.local_shape[axis] - at)))
-
-
-def _part(shard: ShardedTensor, axis: int, start: int, length: int) -> ShardedTensor:
-    """Return a part of a box along a local axis: of the same global tensor, where `narrow` makes a smaller one."""
-    offset, shape = list(shard.global_offset), list(shard.local_shape)
-    offset[shard.prepend_axis_num + axis] += start
-    shape[axis] = length
-    data = None if shard.data is None else shard.data.narrow(axis, start, length)
-    box, begin = tuple(shape), tuple(offset)
-    return replace(shard, data=data, local_shape=box, global_offset=begin, axis_fragmentations=None)
 
 
 # Comparing masters with weights: what shows that a rank's file is the rank's
@@ -133,15 +99,10 @@ def _compare(checkpoint: Checkpoint, contents: Contents, shard: ShardedTensor) -
     seen: set[object] = checkpoint.memo.setdefault("compared", set())
     if pair is None or box in seen:
         return ReadReport()
-    report = ReadReport()
-    for piece in pieces_of(replace(shard, data=None)):
-        master = replace(piece, key=pair.master, dtype=torch.float32, data=_memory(piece))
-        dtype = _stored_kind(contents, pair.weight).dtype
-        weight = replace(piece, key=pair.weight, dtype=dtype, data=_memory(piece, dtype))
-        report += _read(checkpoint, contents, [master, weight])
-        wrong = _first_difference(master.data, weight.data)
-        if wrong is not None:
-            raise _not_its_own(checkpoint, contents, pair, piece, wrong)
+    read, dtype = partial(_read, checkpoint, contents), _stored_kind(contents, pair.weight).dtype
+    place, report = first_difference(read, pair, shard, dtype)
+    if place is not None:
+        raise _not_its_own(checkpoint, contents, pair, shard.global_shape, place)
     seen.add(box)
     return report
 
@@ -151,19 +112,12 @@ def _stored_kind(contents: Contents, key: str) -> TensorKind:
     return kind_at(contents.stored, number)
 
 
-def _first_difference(master: torch.Tensor, weight: torch.Tensor) -> int | None:
-    """Return the number of the first element where a master, rounded, isn't the weight; None if there is none."""
-    rounded = master.to(weight.dtype)
-    unlike = ((rounded != weight) & ~(rounded.isnan() & weight.isnan())).flatten()
-    return int(unlike.nonzero()[0]) if bool(unlike.any()) else None
-
-
 def _not_its_own(
-    checkpoint: Checkpoint, contents: Contents, pair: Comparison, piece: ShardedTensor, element: int
+    checkpoint: Checkpoint, contents: Contents, pair: Comparison, shape: tuple[int, ...], place: tuple[int, ...]
 ) -> CorruptCheckpoint:
     index = contents.stored
     (number,) = find_texts(index.key_text, index.key_start, [pair.master])
-    flat = _flat_number(piece, element)
+    flat = int(np.ravel_multi_index(place, shape)) if place else 0
     rows = np.flatnonzero((index.chunk_key == number) & (index.chunk_start <= flat) & (flat < index.chunk_stop))
     rows = rows if rows.size else np.flatnonzero(index.chunk_key == number)
     name = file_at(index, int(index.chunk_file[rows[0]])).name
@@ -176,17 +130,6 @@ def _not_its_own(
             "load another checkpoint. LoadOptions(verify=None) skips the comparison.",
         )
     )
-
-
-def _flat_number(shard: ShardedTensor, element: int) -> int:
-    """Return the number of a shard's element in the row-major flattened tensor."""
-    if shard.flattened_range is not None:
-        element += shard.flattened_range.start
-    inside = np.unravel_index(element, shard.local_shape) if shard.local_shape else ()
-    flat = 0
-    for at, begin, size in zip(inside, shard.global_offset, shard.global_shape, strict=True):
-        flat = flat * size + int(at) + begin
-    return flat
 
 
 def compare_all(checkpoint: Checkpoint, contents: Contents) -> Iterator[CorruptCheckpoint]:
@@ -219,7 +162,8 @@ def explain(checkpoint: Checkpoint, contents: Contents, shards: Sequence[Sharded
         check_lengths(checkpoint, files.values())
         return fetch_cost(files, plan, verify=checkpoint.options.verify)
 
-    return replace(found, cost=cost)
+    uncompared = _uncompared(contents, shards) if checkpoint.options.verify is None else ()
+    return replace(found, cost=cost, uncompared=uncompared)
 
 
 def _as_read(contents: Contents, shard: ShardedTensor) -> ShardedTensor:

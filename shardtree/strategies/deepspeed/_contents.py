@@ -11,10 +11,10 @@ import torch
 
 from ...codec.archives import StoredTensor
 from ...errors import CorruptCheckpoint, error_text
+from .._masters import Comparison
 from .._values import Checkpoint
 from ..archives import (
     ArchiveFile,
-    Comparison,
     Contents,
     Piece,
     Tensors,

@@ -9,10 +9,10 @@ from typing import Any
 from ...codec.archives import StoredTensor
 from ...errors import CorruptCheckpoint, error_text
 from ...storage import Storage
+from .._masters import Comparison
 from .._values import Checkpoint, Fields
 from ..archives import (
     ArchiveFile,
-    Comparison,
     Contents,
     Piece,
     Tensors,

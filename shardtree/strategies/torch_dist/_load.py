@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,11 +17,14 @@ from ...layouts import shard_columns
 from ...mapping import ShardedObject, ShardedTensor
 from ...plans import LoadPlan, Prospect, ReadCost, Runs, Strided, runs_plan
 from ...storage import MemoryStorage, ReadReport, StoredFile, Stretches, fetch, fetch_cost
+from .._actions import Resolution
 from .._checks import check_objects_known
+from .._findings import Damage
 from .._values import Checkpoint
 from ..index import Index, IndexMetadata, explain_from_index, plan_shards
 from ._buckets import is_bucket, is_groups
 from ._listing import Listing, is_object, read_listing
+from ._model_states import COMPARED, FIX, differing, refuse, states_among
 from ._optimizer import MEMO, STEP, StatesMetadata, optimizer_index
 from ._payloads import (
     SCATTERED,
@@ -177,7 +180,12 @@ def load_sharded(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> Rea
     listing = read_listing(checkpoint)
     keys = {shard.key for shard in shards}
     _check_known(listing, keys)
+    uncompared = _compare(checkpoint, listing, keys)
     index = _index_for(checkpoint, listing, keys)
+    return replace(_load(checkpoint, listing, index, shards), uncompared=uncompared)
+
+
+def _load(checkpoint: Checkpoint, listing: Listing, index: Index, shards: Sequence[ShardedTensor]) -> ReadReport:
     steps = [shard for shard in shards if shard.key.startswith(STEP) and index is not listing.index]
     if not steps:
         return _fill(checkpoint, listing, index, shards)
@@ -219,12 +227,44 @@ def _states(checkpoint: Checkpoint, listing: Listing) -> Index:
     return optimizer_index(checkpoint, listing, partial(_fill, checkpoint, listing, listing.index))
 
 
-def resolve(checkpoint: Checkpoint, keys: Set[str] | None) -> Callable[[], Mapping[str, Any]] | None:
-    """Return what reads weights and masters, to tell whose states are where, if keys may be states; else None."""
+def _compare(checkpoint: Checkpoint, listing: Listing, keys: Set[str]) -> tuple[str, ...]:
+    """Compare masters with weights, once, if states are among some keys; return those that weren't to be compared."""
+    states = states_among(checkpoint, listing, keys)
+    if checkpoint.options.verify is None:
+        return tuple(states)
+    if states and COMPARED not in checkpoint.memo:
+        refuse(checkpoint, _differing(checkpoint, listing, 0, 1))
+        checkpoint.memo[COMPARED] = True
+    return ()
+
+
+def _differing(checkpoint: Checkpoint, listing: Listing, share: int, shares: int) -> dict[str, str]:
+    return differing(checkpoint, listing, partial(_fill, checkpoint, listing, listing.index), share, shares)
+
+
+def resolve(checkpoint: Checkpoint, keys: Set[str], listed: bool) -> Resolution | None:
+    """Return how to tell whose states are where, if keys may be states; or whether they are those of their weights."""
     listing = read_listing(checkpoint)
-    if not _has_states(listing, keys):
+    if _has_states(listing, None if listed else keys):
+        # One rank for all: a bucket's reading takes the hashes of all weights.
+        return Resolution(
+            lambda share, _: None if share else _states(checkpoint, listing), lambda found: {MEMO: found[0]}
+        )
+    if checkpoint.options.verify is None or not states_among(checkpoint, listing, keys):
         return None
-    return lambda: {MEMO: _states(checkpoint, listing)}
+
+    def keep(found: Sequence[Mapping[str, str]]) -> Mapping[str, bool]:
+        refuse(checkpoint, {key: reason for each in reversed(found) for key, reason in each.items()})
+        return {COMPARED: True}
+
+    return Resolution(partial(_differing, checkpoint, listing), keep)
+
+
+def master_damage(checkpoint: Checkpoint) -> list[Damage]:
+    """Return the masters that, rounded, aren't their weights."""
+    listing = read_listing(checkpoint)
+    wrong = _differing(checkpoint, listing, 0, 1) if states_among(checkpoint, listing, listing.contents.tensors) else {}
+    return [Damage("", f"{reason}. {FIX}", keys=(key,)) for key, reason in sorted(wrong.items())]
 
 
 def _check_known(listing: Listing, keys: set[str]) -> None:
@@ -242,7 +282,10 @@ def explain(checkpoint: Checkpoint, shards: Sequence[ShardedTensor], cast: bool)
     listing = read_listing(checkpoint)
     cost = partial(archives_cost, checkpoint, listing)
     index = _index_for(checkpoint, listing, {shard.key for shard in shards})
-    return explain_from_index(index, shards, cost, cast=cast, refused=listing.unknown)
+    found = explain_from_index(index, shards, cost, cast=cast, refused=listing.unknown)
+    if checkpoint.options.verify is not None:
+        return found
+    return replace(found, uncompared=tuple(states_among(checkpoint, listing, {shard.key for shard in shards})))
 
 
 def load_objects(checkpoint: Checkpoint, objects: Sequence[ShardedObject]) -> list[Any]:

@@ -167,11 +167,15 @@ def states(chunks: Any, optimizer: Any, kind: str, *, loading: bool) -> dict[str
     return tree | {"optimizer": optimizer.sharded_state_dict(tree, is_loading=loading, metadata=metadata)}
 
 
-def save(place: Path, chunks: Any, optimizer: Any) -> None:
+def save(place: Path, chunks: Any, optimizer: Any, kind: str = "dp_reshardable") -> None:
     place.mkdir(exist_ok=True)
     dist.barrier()
-    tree = states(chunks, optimizer, "dp_reshardable", loading=False)
-    dist_checkpointing.save(tree, str(place), content_metadata={"distrib_optim_sharding_type": "dp_reshardable"})
+    tree = states(chunks, optimizer, kind, loading=False)
+    dist_checkpointing.save(tree, str(place), content_metadata={"distrib_optim_sharding_type": kind})
+
+
+def save_full(place: Path, chunks: Any, optimizer: Any) -> None:
+    save(place, chunks, optimizer, "fully_reshardable")
 
 
 def load(place: Path, chunks: Any, optimizer: Any) -> None:
@@ -207,7 +211,7 @@ def local(optimizer: Any) -> Iterator[torch.Tensor]:
                 )
 
 
-STEPS = {"save": save, "load": load, "save ours": save_ours, "load ours": load_ours}
+STEPS = {"save": save, "save full": save_full, "load": load, "save ours": save_ours, "load ours": load_ours}
 
 
 def one_rank(rank: int, folder: str, group: str, shape: dict[str, Any], steps: list[str]) -> None:

@@ -1,0 +1,139 @@
+"""An optimizer's states that are stored under the model's names, compared with the model before any of them is read.
+
+Megatron-Core 0.16.1 writes a `fully_reshardable` optimizer wrong, in silence, where a bucket but the last ends with
+padding: the elements of all later buckets stand under other parameters' names. Then masters aren't the weights.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import prod
+
+import numpy as np
+import torch
+
+from ...codec import dtype_name
+from ...errors import CorruptCheckpoint, error_text
+from ...geometry import Column
+from ...mapping import ShardedTensor
+from .._masters import Comparison, Read, first_difference
+from .._values import Checkpoint
+from ..index import Index, find_texts, kind_at, text_at, texts, whole_shard
+from ._listing import TORCH_DIST, Listing
+
+COMPARED = "masters compared"
+"""The place in a checkpoint's memo that says that its masters are its weights."""
+
+_PAIRS = "masters"
+_STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?:(?P<master>param|fp32_param)\.)?(?P<weight>.+)", re.DOTALL)
+_ROUNDED = frozenset({torch.bfloat16, torch.float16, torch.float32})
+
+
+def states_among(checkpoint: Checkpoint, listing: Listing, keys: Iterable[str]) -> list[str]:
+    """Return those of some keys that are states of parameters whose masters can be compared with weights, sorted."""
+    if (checkpoint.fields.get("sharded_backend"), checkpoint.fields.get("sharded_backend_version")) != TORCH_DIST:
+        return []  # other programs' keys may mean something else
+    states = sorted(key for key in keys if _STATE.fullmatch(key))
+    return states if states and _pairs(checkpoint, listing) else []
+
+
+def _pairs(checkpoint: Checkpoint, listing: Listing) -> Mapping[str, Comparison]:
+    """Return what can be compared, by the master's key, looked up once."""
+    if _PAIRS not in checkpoint.memo:
+        checkpoint.memo[_PAIRS] = dict(_comparable(listing.index))
+    pairs: Mapping[str, Comparison] = checkpoint.memo[_PAIRS]
+    return pairs
+
+
+def _comparable(index: Index) -> Iterator[tuple[str, Comparison]]:
+    names = texts(index.key_text, index.key_start)
+    number = {name: position for position, name in enumerate(names)}
+    for name in names:
+        found = _STATE.fullmatch(name)
+        weight = found["weight"] if found and found["master"] else None
+        if weight not in number:
+            continue  # no state of a master, or the weights are in another checkpoint
+        master, kind = kind_at(index, number[name]), kind_at(index, number[weight])
+        # Scaled dtypes, such as float8, aren't the rounded master.
+        if master.global_shape == kind.global_shape and master.dtype is torch.float32 and kind.dtype in _ROUNDED:
+            yield name, Comparison(name, weight)
+
+
+def differing(checkpoint: Checkpoint, listing: Listing, read: Read, share: int = 0, shares: int = 1) -> dict[str, str]:
+    """Return the masters that, rounded, aren't their weights, with where each begins to differ.
+
+    A stored chunk at a time, in bounded memory; chunks are shared out by their elements.
+
+    Args:
+        checkpoint: what is read.
+        listing: of it.
+        read: reads stored tensors.
+        share: which share of all chunks to compare.
+        shares: how many there are.
+    """
+    pairs, index = _pairs(checkpoint, listing), listing.index
+    found: dict[str, str] = {}
+    for row in _rows(index, list(pairs), share, shares).tolist():
+        box = _box(index, row)
+        if box.key in found or not prod(box.data_shape):
+            continue
+        pair = pairs[box.key]
+        (number,) = find_texts(index.key_text, index.key_start, [pair.weight])
+        dtype = kind_at(index, number).dtype
+        place, _ = first_difference(read, pair, box, dtype)
+        if place is not None:
+            found[box.key] = f"in {dtype_name(dtype)} it isn't {pair.weight!r}, first at {place}"
+    return found
+
+
+def _rows(index: Index, masters: Sequence[str], share: int, shares: int) -> Column:
+    """Return the chunks of masters that are one rank's share: each goes where its middle element lies."""
+    numbers = find_texts(index.key_text, index.key_start, masters)
+    rows = np.flatnonzero(np.isin(index.chunk_key, numbers))
+    volume = np.where(
+        index.chunk_start[rows] >= 0,
+        index.chunk_stop[rows] - index.chunk_start[rows],
+        index.chunk_shape[rows].prod(axis=1),
+    )
+    end = np.cumsum(volume, dtype=np.float64)
+    middle = end - volume / 2
+    owner = (middle * shares / max(float(volume.sum()), 1.0)).astype(np.int64)
+    return np.asarray(rows[owner == share], dtype=np.int64)
+
+
+def _box(index: Index, row: int) -> ShardedTensor:
+    """Return a stored chunk as a shard without data."""
+    number = int(index.chunk_key[row])
+    whole = whole_shard(index, number, text_at(index.key_text, index.key_start, number))
+    first = index.chunk_shape.shape[1] - len(whole.global_shape)
+    start, stop = int(index.chunk_start[row]), int(index.chunk_stop[row])
+    return replace(
+        whole,
+        local_shape=tuple(index.chunk_shape[row, first:].tolist()),
+        global_offset=tuple(index.chunk_offset[row, first:].tolist()),
+        axis_fragmentations=None,
+        prepend_axis_num=0,
+        flattened_range=slice(start, stop) if start >= 0 else None,
+    )
+
+
+def refuse(checkpoint: Checkpoint, wrong: Mapping[str, str]) -> None:
+    """Raise if some masters aren't their weights.
+
+    Raises:
+        CorruptCheckpoint: names them.
+    """
+    if not wrong:
+        return
+    what = f"load: optimizer states in {checkpoint.storage.where()!r} aren't those of the weights beside them"
+    offenders = (f"{key!r}: {reason}" for key, reason in sorted(wrong.items()))
+    raise CorruptCheckpoint(error_text(what, offenders=offenders, fix=FIX))
+
+
+FIX = (
+    "Megatron-Core 0.16.1 saves fully_reshardable optimizers wrong where a bucket ends with padding: masters and "
+    "moments are then other parameters'. Save the run again as dp_reshardable, or with a newer Megatron-Core. The "
+    "weights alone can be loaded from here. If they were edited, LoadOptions(verify=None) skips the comparison."
+)
