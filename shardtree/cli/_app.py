@@ -72,8 +72,8 @@ def _shardtree(
 
 @_command(epilog="Example: shardtree demo --ranks 8 --load-ranks 3 --keep step-100")
 def demo(
-    ranks: Annotated[int, typer.Option(min=1, max=64, help="Processes that save.")] = 4,
-    load_ranks: Annotated[int, typer.Option(min=1, max=64, help="Processes that load.")] = 2,
+    ranks: Annotated[int, typer.Option(min=1, max=64, metavar="N", help="Processes that save.")] = 4,
+    load_ranks: Annotated[int, typer.Option(min=1, max=64, metavar="N", help="Processes that load.")] = 2,
     keep: Annotated[
         Path | None, typer.Option(help="Save to this folder, and leave the checkpoint there.", metavar="DIR")
     ] = None,
@@ -155,7 +155,7 @@ def picture(
 def verify(
     checkpoint: Annotated[str, typer.Argument(metavar="CKPT", help="A checkpoint's folder, file or URL.")],
     threads: Annotated[
-        int | None, typer.Option(min=1, help="Threads that read and check.", show_default="cores, up to 4")
+        int | None, typer.Option(min=1, metavar="N", help="Threads that read and check.", show_default="cores, up to 4")
     ] = None,
     as_json: _Json = False,
 ) -> None:
@@ -189,26 +189,31 @@ def diff(
     finish("diff", partial(work, as_json=as_json, allow_pickle=allow_pickle))
 
 
-# What can't be parsed is a BadParameter: typer shows the usage with it, and exits with status 2.
+@_command(
+    epilog="Example: shardtree report step-100 -o report.html; shardtree report step-100 step-200 -o changes.html\n\n"
+    "Exit status: 0; 1 where there is damage or a difference; 2 trouble, as where values can't be compared."
+)
+def report(
+    checkpoint: Annotated[str, typer.Argument(metavar="CKPT", help="A checkpoint's folder, file or URL.")],
+    other: Annotated[
+        str | None, typer.Argument(metavar="B", help="Another one: the report says where they differ.")
+    ] = None,
+    out: Annotated[str, typer.Option("--out", "-o", metavar="FILE.html", help="The file to write.")] = "report.html",
+    no_verify: Annotated[
+        bool,
+        typer.Option("--no-verify", help="Look for no damage and compare no values, so that no tensor is read."),
+    ] = False,
+    allow_pickle: _AllowPickle = False,
+) -> None:
+    """Write a page on a checkpoint: its tensors, cuts, sizes by rank and dtype, damage; on two, their differences."""
+    from ._output import finish, warn_of_pickle
+    from ._report import run_report
 
-
-def _names(texts: list[str]) -> dict[str, str]:
-    names: dict[str, str] = {}
-    for text in texts:
-        old, _, new = text.partition("=")
-        if not old or not new or old in names:
-            raise typer.BadParameter(f"{text!r} is not OLD=NEW, or its OLD is given twice")
-        names[old] = new
-    return names
-
-
-def _size(text: str) -> int:
-    from ._output import parse_size
-
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
+    if not out.lower().endswith((".html", ".htm")):
+        raise typer.BadParameter(f"a report is HTML: {out!r} should end in .html")
+    warn_of_pickle(allow_pickle)
+    work = partial(run_report, checkpoint, other, out, is_checked=not no_verify, allow_pickle=allow_pickle)
+    finish("report", work)
 
 
 @_command(
@@ -269,7 +274,7 @@ def convert(
 ) -> None:
     """Write a checkpoint of any format as one of another, and compare what was written with the source."""
     from ._convert import Conversion, run_convert
-    from ._names import float_dtype_named, format_named, function_named
+    from ._names import float_dtype_named, format_named, function_named, renamings, size_named
     from ._output import finish, warn_of_pickle
 
     warn_of_pickle(allow_pickle)
@@ -280,13 +285,13 @@ def convert(
         common_backend=None if common_backend is None else format_named(common_backend),
         transforms=[function_named(one) for one in transform or []],
         transform_common=None if transform_common is None else function_named(transform_common),
-        names=_names(rename or []),
+        names=renamings(rename or []),
         dtype=None if cast is None else float_dtype_named(cast),
         leave_out=leave_out or [],
         prune=prune,
         optimizer_in_model_space=optimizer is Optimizer.MODEL_SPACE,
-        most_bytes=_size(max_bytes_in_flight),
-        most_file_bytes=None if max_file_size is None else _size(max_file_size),
+        most_bytes=size_named(max_bytes_in_flight),
+        most_file_bytes=None if max_file_size is None else size_named(max_file_size),
         verify=not no_verify,
         allow_pickle=allow_pickle,
     )

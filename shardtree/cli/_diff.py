@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from ..strategies import LoadOptions, Strategies, StrategyAction, default_strate
 from ..trees import Difference, Record
 from ._contents import Contents, TensorRow, brief, check_patterns, contents_at, kind_of, matcher, plain, select
 from ._output import Output, bar, json_text, printable, size, spellable
-from ._table import Heading, show_table
+from ._table import Heading, Table, show_table
 
 # The output: tables for people, a document for programs.
 
@@ -69,22 +69,31 @@ class Outcome:
 
 def show_difference(console: Console, outcome: Outcome) -> None:
     """Print where two checkpoints differ: a table for each kind of difference, and a summary."""
-    found = outcome.difference
-    _show_only(console, "A", found.only_left, outcome.left.contents)
-    _show_only(console, "B", found.only_right, outcome.right.contents)
-    kinds = [(each.key, _kind_text(each.left), _kind_text(each.right)) for each in found.kinds]
-    _show_pairs(console, "other dtype or shape", kinds)
-    if found.values:
-        show_table(console, _VALUES, [_value_cells(each) for each in found.values])
+    for table in difference_tables(outcome):
+        show_table(console, table.headings, table.rows)
         console.print()
+    mark, colour = ("✗ ", "bold red") if outcome.difference else ("✓ ", "bold green")
+    console.print(Text.assemble((spellable(console)(mark), colour), printable(summary(outcome))))
+
+
+def difference_tables(outcome: Outcome) -> Iterator[Table]:
+    """Yield a table for each kind of difference that there is."""
+    found = outcome.difference
+    if found.only_left:
+        yield _only("A", found.only_left, outcome.left.contents)
+    if found.only_right:
+        yield _only("B", found.only_right, outcome.right.contents)
+    if found.kinds:
+        kinds = [(each.key, _kind_text(each.left), _kind_text(each.right)) for each in found.kinds]
+        yield _pairs("other dtype or shape", kinds)
+    if found.values:
+        yield Table(_VALUES, [_value_cells(each) for each in found.values])
     for unique_key, difference in found.objects.items():
         sides = [side.tree[unique_key].data for side in (outcome.left, outcome.right)]
-        _show_pairs(console, "other object", list(_places(unique_key, difference, *sides)))
+        yield _pairs("other object", list(_places(unique_key, difference, *sides)))
     if found.common:
         sides = [side.tree.common() for side in (outcome.left, outcome.right)]
-        _show_pairs(console, "other common state", list(_places("common", found.common, *sides)))
-    mark, colour = ("✗ ", "bold red") if found else ("✓ ", "bold green")
-    console.print(Text.assemble((spellable(console)(mark), colour), printable(_summary(outcome))))
+        yield _pairs("other common state", list(_places("common", found.common, *sides)))
 
 
 def document(outcome: Outcome) -> dict[str, Any]:
@@ -123,21 +132,15 @@ def value_at(tree: Any, path: TreePath) -> Any:
     return tree
 
 
-def _show_only(console: Console, name: str, keys: tuple[str, ...], contents: Contents) -> None:
-    if not keys:
-        return
+def _only(name: str, keys: tuple[str, ...], contents: Contents) -> Table:
     rows = {row.key: f"{row.dtype} {row.shape}" for row in contents.tensors}
     style = {"A": "red", "B": "green"}[name]
     headings = (Heading(f"only in {name}", style=f"bold {style}"), Heading(""))
-    show_table(console, headings, [(key, rows.get(key, "object")) for key in keys])
-    console.print()
+    return Table(headings, [(key, rows.get(key, "object")) for key in keys])
 
 
-def _show_pairs(console: Console, name: str, rows: list[tuple[str, str, str]]) -> None:
-    if rows:
-        headings = (Heading(name, style="bold"), Heading("A", style="red"), Heading("B", style="green"))
-        show_table(console, headings, rows)
-        console.print()
+def _pairs(name: str, rows: list[tuple[str, str, str]]) -> Table:
+    return Table((Heading(name, style="bold"), Heading("A", style="red"), Heading("B", style="green")), rows)
 
 
 def _value_cells(found: ValueDifference) -> tuple[str, ...]:
@@ -163,7 +166,8 @@ def _brief(tree: Any, path: TreePath) -> str:
     return brief(value) or kind_of(value)
 
 
-def _summary(outcome: Outcome) -> str:
+def summary(outcome: Outcome) -> str:
+    """Return in a sentence whether two checkpoints differ, and in what."""
     # Only kinds of difference that there are, so that the line stays short.
     found, sides = outcome.difference, f"{outcome.left.where} and {outcome.right.where}"
     if not found:
@@ -228,7 +232,8 @@ def run_diff(
     Raises:
         CheckpointingException: one of them can't be read.
     """
-    outcome = _compare(left, right, patterns, only_structure, allow_pickle)
+    trees = [open_checkpoint(where, options=LoadOptions(allow_pickle=allow_pickle)) for where in (left, right)]
+    outcome = difference_of((left, trees[0]), (right, trees[1]), patterns, only_structure=only_structure)
     if as_json:
         print(json_text(document(outcome)))
     else:
@@ -236,18 +241,35 @@ def run_diff(
     return 1 if outcome.difference else 0
 
 
-def _compare(left: str, right: str, patterns: Sequence[str], only_structure: bool, allow_pickle: bool) -> Outcome:
-    trees = [open_checkpoint(where, options=LoadOptions(allow_pickle=allow_pickle)) for where in (left, right)]
+def difference_of(
+    left: tuple[str, OpenCheckpoint],
+    right: tuple[str, OpenCheckpoint],
+    patterns: Sequence[str] = (),
+    *,
+    only_structure: bool,
+) -> Outcome:
+    """Return where two checkpoints differ, with a bar while values are read.
+
+    Args:
+        left: the name that it is shown by, and the checkpoint.
+        right: likewise.
+        patterns: of the keys to compare; none for all, and the common state.
+        only_structure: whether to compare keys, dtypes and shapes alone.
+
+    Raises:
+        CheckpointingException: a value can't be read.
+    """
+    trees = [left[1], right[1]]
     everything = [contents_at(tree) for tree in trees]
     check_patterns("diff", patterns, *everything)
-    named = zip((left, right), trees, everything, strict=True)
+    named = zip((left[0], right[0]), trees, everything, strict=True)
     sides = [Side(where, tree, select(contents, patterns)) for where, tree, contents in named]
     if only_structure:
         difference = structure_difference(*(side.contents for side in sides))
     else:
         with bar(Output(stderr=True), "compare", _bytes_in_both(*(side.contents for side in sides))) as advance:
             strategies = selecting(matcher(patterns)) if patterns else default_strategies
-            options = LoadOptions(allow_pickle=allow_pickle, progress=advance)
+            options = replace(left[1].checkpoint.options, progress=advance)
             one, other = (tree.checkpoint.storage for tree in trees)
             difference = compare(one, other, strategies=strategies, options=options)
     return Outcome(sides[0], sides[1], difference, only_structure, bool(patterns))

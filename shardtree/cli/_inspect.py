@@ -34,7 +34,7 @@ from ._one_tensor import show_pieces, show_values
 from ._outline import COMMON, KEYS, common_rows, key_rows
 from ._output import Output, complain, json_text, printable, size, spellable
 from ._series import find_steps, run_series
-from ._table import Heading, show_table
+from ._table import Heading, Table, show_table
 
 # The output: tables for people, a document for programs.
 
@@ -64,6 +64,7 @@ class Findings:
         everything: all of its tensors and objects.
         selected: those whose keys match, sorted.
         common: top-level entries of the common state, without the content metadata; None where it can't be read.
+        problem: why it can't.
         content_metadata: the save's `content_metadata`.
         files: the folder's files.
     """
@@ -73,6 +74,7 @@ class Findings:
     everything: Contents
     selected: Contents
     common: Mapping[str, Any] | None
+    problem: CheckpointingException | None
     content_metadata: Any
     files: Files
 
@@ -80,23 +82,21 @@ class Findings:
 def show_findings(console: Console, found: Findings, limit: int | None, *, is_selection: bool) -> None:
     """Print tables of tensors, objects and, unless keys were selected, the common state; then the totals."""
     console.print(Text(printable(found.where), style="bold"))
-    _show_rows(console, _TENSOR, [_tensor_cells(row) for row in found.selected.tensors], limit)
-    _show_rows(console, _OBJECT, _object_rows(found.selected.objects), limit)
+    _show_rows(console, tensor_table(found.selected.tensors), limit)
+    _show_rows(console, object_table(found.selected.objects), limit)
     if not is_selection and found.common is not None:
         rows = [(name, kind_of(value), brief(value)) for name, value in found.common.items()]
-        _show_rows(console, _COMMON, rows, limit)
+        _show_rows(console, Table(_COMMON, rows), limit)
     console.print()
     if is_selection:
         _show_facts(console, [("selected", _count(found.selected))])
-    _show_facts(console, _facts(found))
+    _show_facts(console, facts_of(found))
 
 
-def _show_rows(
-    console: Console, headings: Sequence[Heading], rows: Sequence[tuple[str, ...]], limit: int | None
-) -> None:
-    if rows:
+def _show_rows(console: Console, table: Table, limit: int | None) -> None:
+    if table.rows:
         console.print()
-        show_table(console, headings, rows, limit)
+        show_table(console, table.headings, table.rows, limit)
 
 
 def _show_facts(console: Console, facts: Iterable[tuple[str, str]]) -> None:
@@ -105,20 +105,23 @@ def _show_facts(console: Console, facts: Iterable[tuple[str, str]]) -> None:
         console.print(Text.assemble((f"{name:<18}", "dim"), spell(printable(fact))))
 
 
-def _tensor_cells(row: TensorRow) -> tuple[str, ...]:
-    return row.key, row.dtype, shape_text(row.shape), cut_text(row.grid), size(row.length)
+def tensor_table(rows: Sequence[TensorRow]) -> Table:
+    """Return a row for each tensor."""
+    cells = [(row.key, row.dtype, shape_text(row.shape), cut_text(row.grid), size(row.length)) for row in rows]
+    return Table(_TENSOR, cells)
 
 
-def _object_rows(rows: Sequence[ObjectRow]) -> list[tuple[str, ...]]:
+def object_table(rows: Sequence[ObjectRow]) -> Table:
     """Return a row for each array of objects, in the order of their first cells."""
     arrays: dict[tuple[str, tuple[int, ...]], list[ObjectRow]] = {}
     for row in rows:
         arrays.setdefault((row.key, row.shape), []).append(row)
-    return [
+    cells_of_rows = [
         # Old checkpoints left the lengths of arrays of objects out: -1.
         (key, product_text(shape).replace("-1", "?") or "1", f"{len(cells):,}", _length(cells))
         for (key, shape), cells in arrays.items()
     ]
+    return Table(_OBJECT, cells_of_rows)
 
 
 def _length(cells: Sequence[ObjectRow]) -> str:
@@ -126,12 +129,13 @@ def _length(cells: Sequence[ObjectRow]) -> str:
     return size(sum(lengths)) if len(lengths) == len(cells) else "?"
 
 
-def _facts(found: Findings) -> Iterable[tuple[str, str]]:
+def facts_of(found: Findings) -> Iterable[tuple[str, str]]:
+    """Yield what there is to say of a checkpoint as a whole, as names and texts."""
     yield "tensors", _count(Contents(found.everything.tensors, ()))
     by_dtype = Counter[str]()
     for row in found.everything.tensors:
         by_dtype[row.dtype] += row.elements
-    if len(by_dtype) > 1:
+    if by_dtype:
         yield "elements", ", ".join(f"{count:,} {name}" for name, count in by_dtype.most_common())
     if found.everything.objects:
         yield "objects", _count(Contents((), found.everything.objects))
@@ -287,7 +291,10 @@ def _show_common(console: Console, common: Any, limit: int | None, *, as_json: b
 
 
 def _show_contents(console: Console, where: str, tree: OpenCheckpoint, view: View, *, as_json: bool) -> int:
-    found = _examine(where, tree, view.patterns, view.sort)
+    found = examine(where, tree, view.patterns, view.sort)
+    if found.problem is not None:
+        # Tensors can be shown without it, as where it holds pickled values that may not be loaded.
+        complain("inspect", found.problem)
     if as_json:
         print(json_text(document(found, view.limit)))
     else:
@@ -295,18 +302,24 @@ def _show_contents(console: Console, where: str, tree: OpenCheckpoint, view: Vie
     return 0 if found.common is not None else 1
 
 
-def _examine(where: str, tree: OpenCheckpoint, patterns: Sequence[str], sort: str) -> Findings:
+def examine(where: str, tree: OpenCheckpoint, patterns: Sequence[str] = (), sort: str = "key") -> Findings:
+    """Return what there is to show of a checkpoint, without reading a tensor.
+
+    Raises:
+        KeyMismatch: a pattern matches nothing.
+        CheckpointingException: its metadata can't be read.
+    """
     everything = contents_at(tree)
     chosen = _selected(everything, patterns)
     order = _SORTS[sort]
     ordered = Contents(tuple(sorted(chosen.tensors, key=order)), tuple(sorted(chosen.objects, key=order)))
-    common = _common(tree)
+    common, problem = _common(tree)
     # The save stored it as an entry of the common state; it is shown apart.
     content = load_content_metadata(preloaded_state_dict=common or {})
     if common is not None:
         common = {name: value for name, value in common.items() if name != "content_metadata"}
     return Findings(
-        where, tree.checkpoint.fields, everything, ordered, common, content, files_in(tree.checkpoint.storage)
+        where, tree.checkpoint.fields, everything, ordered, common, problem, content, files_in(tree.checkpoint.storage)
     )
 
 
@@ -315,10 +328,8 @@ def _selected(everything: Contents, patterns: Sequence[str]) -> Contents:
     return select(everything, patterns)
 
 
-def _common(tree: OpenCheckpoint) -> dict[str, Any] | None:
+def _common(tree: OpenCheckpoint) -> tuple[dict[str, Any] | None, CheckpointingException | None]:
     try:
-        return entries_of(tree.common())
+        return entries_of(tree.common()), None
     except CheckpointingException as error:
-        # Tensors can be shown without it, as where it holds pickled values that may not be loaded.
-        complain("inspect", error)
-        return None
+        return None, error

@@ -1,4 +1,4 @@
-"""Names that people type for formats, dtypes and functions; a name that isn't one is told with the most similar one."""
+"""What people type for formats, dtypes, functions, keys and sizes; an unknown name gets the most similar one back."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from ..codec import dtype_name
 from ..errors import CheckpointingException, TreeError, error_text
 from ..plans import near_names
 from ..strategies import StrategyAction, formats_with
+from ._output import parse_size
 
 ALIASES = {
     "hf": "huggingface",
@@ -157,3 +158,38 @@ def _place(error: Exception, file: str) -> str:
         return f"{file}, line {error.lineno}"
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     return f"{file}, line {lines[-1]}" if lines else file
+
+
+def renamings(texts: Collection[str]) -> dict[str, str]:
+    """Return the keys that texts name as OLD=NEW.
+
+    Raises:
+        typer.BadParameter: one is written otherwise, or an OLD is given twice.
+
+    Examples:
+        >>> renamings(["decoder.*=layers.*"])
+        {'decoder.*': 'layers.*'}
+    """
+    names: dict[str, str] = {}
+    for text in texts:
+        old, _, new = text.partition("=")
+        if not old or not new or old in names:
+            raise typer.BadParameter(f"{text!r} is not OLD=NEW, or its OLD is given twice")
+        names[old] = new
+    return names
+
+
+def size_named(text: str) -> int:
+    """Return the bytes that a text such as 256MB says.
+
+    Raises:
+        typer.BadParameter: it isn't such a number.
+
+    Examples:
+        >>> size_named("2kB")
+        2000
+    """
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error

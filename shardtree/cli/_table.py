@@ -36,6 +36,19 @@ class Heading:
     style: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table before it is shown, in a terminal or on a page.
+
+    Attributes:
+        headings: the columns.
+        rows: a text for each column.
+    """
+
+    headings: Sequence[Heading]
+    rows: Sequence[Row]
+
+
 def show_table(console: Console, headings: Sequence[Heading], rows: Sequence[Row], limit: int | None = None) -> None:
     """Print a table; the first column is folded where a terminal is too narrow, and nothing is ever cut off.
 

@@ -72,14 +72,24 @@ class Drawing:
             MetadataError: it ends otherwise.
             StorageError: it can't be written.
         """
-        folder, slash, name = os.fspath(path).rpartition("/")
+        name = os.fspath(path).rpartition("/")[2]
         forms: Mapping[str, Callable[[Picture], str]] = {"svg": svg_of, "html": page_of, "txt": text_of}
         form = forms.get(name.rpartition(".")[2].lower())
         if form is None:
             expected = ", ".join(f".{ending}" for ending in forms)
             raise MetadataError(error_text("save a drawing: no such form", found=repr(name)[:200], expected=expected))
-        # Text that isn't UTF-8, such as a lone surrogate of a key, was escaped when it was drawn.
-        storage_at(folder or slash or ".").replace(name, form(self.picture).encode(), durable=False)
+        write_text(path, form(self.picture))
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write a text, such as a page, to a path or URL, in the place of what is there.
+
+    Raises:
+        StorageError: it can't be written.
+    """
+    folder, slash, name = os.fspath(path).rpartition("/")
+    # Text that isn't UTF-8, such as a lone surrogate of a key, was escaped when the page was made.
+    storage_at(folder or slash or ".").replace(name, text.encode(), durable=False)
 
 
 def _terminal_width() -> int:

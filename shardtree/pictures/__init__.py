@@ -1,6 +1,6 @@
 """Pictures of layouts, meshes, lenses, plans and series: immutable values, and their texts, SVG and HTML."""
 
-from ._html import element_html, figure_html, html_page, page_of, table_html, text_html
+from ._html import details_html, element_html, figure_html, html_page, page_of, table_html, text_html
 from ._layouts import layout_picture, shard_picture, stored_picture, tree_picture
 from ._lenses import factory_picture, lens_picture
 from ._meshes import mesh_picture

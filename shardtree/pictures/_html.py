@@ -23,6 +23,7 @@ _STYLE = "".join(
         "table{border-collapse:collapse;width:100%;font-size:14px}th{text-align:left;color:var(--dim)}",
         "th,td{padding:5px 14px 5px 0;border-bottom:1px solid var(--rule);vertical-align:top}",
         "td{overflow-wrap:anywhere}td.n,th.n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}",
+        "td:first-child{white-space:pre-wrap}summary{cursor:pointer;color:var(--dim);margin:8px 0}",
         "tbody tr:hover{background:var(--row)}figure{margin:12px 0;overflow-x:auto}",
     ]
 )
@@ -81,6 +82,16 @@ def element_html(name: str, text: str, style: str = "") -> str:
     return f"<{name}{attribute}>{text_html(text)}</{name}>"
 
 
+def details_html(summary: str, inner: str) -> str:
+    """Return HTML that is folded until its summary is clicked, without a script.
+
+    Examples:
+        >>> details_html("more", "<p>it</p>")
+        '<details><summary>more</summary><p>it</p></details>'
+    """
+    return f"<details>{element_html('summary', summary)}{inner}</details>"
+
+
 def figure_html(picture: Picture) -> str:
     """Return a picture as a part of a page.
 
@@ -95,7 +106,7 @@ def table_html(headings: Sequence[str], rows: Iterable[Sequence[str]], *, number
     """Return a table of texts.
 
     Args:
-        headings: of its columns.
+        headings: of its columns; where all are empty, there is no such row.
         rows: as many texts each.
         numbers: the columns that hold numbers, which stand at the right.
 
@@ -103,11 +114,12 @@ def table_html(headings: Sequence[str], rows: Iterable[Sequence[str]], *, number
         >>> table_html(["key"], [["a"]])
         '<div class="wide"><table><thead><tr><th>key</th></tr></thead><tbody><tr><td>a</td></tr></tbody></table></div>'
     """
-    head = "".join(_cell("th", text, place in numbers) for place, text in enumerate(headings))
+    cells = "".join(_cell("th", text, place in numbers) for place, text in enumerate(headings))
+    head = f"<thead><tr>{cells}</tr></thead>" if any(headings) else ""
     body = "".join(
         f"<tr>{''.join(_cell('td', text, place in numbers) for place, text in enumerate(row))}</tr>" for row in rows
     )
-    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    return f'<div class="wide"><table>{head}<tbody>{body}</tbody></table></div>'
 
 
 def _cell(name: str, text: str, is_number: bool) -> str:

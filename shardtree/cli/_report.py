@@ -1,0 +1,338 @@
+"""`shardtree report`: a page of HTML about a checkpoint, or about two: contents, cuts, sizes, damage, differences."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import typer
+from rich.text import Text
+
+from ..checkpoint import OpenCheckpoint, open_checkpoint, verify
+from ..display import draw, write_text
+from ..errors import CheckpointingException, NotACheckpoint, StrategyError, plural, shorten
+from ..pictures import (
+    Bar,
+    Bars,
+    Picture,
+    details_html,
+    element_html,
+    figure_html,
+    html_page,
+    stored_picture,
+    table_html,
+)
+from ..strategies import Damage, LoadOptions, VerifyReport, by_reason
+from ..strategies.index import texts
+from ._command import options_as_typed
+from ._contents import TensorRow, cut_text, shape_text, stored_index
+from ._diff import Outcome, difference_of, difference_tables, summary
+from ._hints import shell_words
+from ._inspect import Findings, examine, facts_of, object_table, tensor_table
+from ._outline import COMMON, KEYS, common_rows, key_rows
+from ._output import TROUBLE, Output, bar, printable, size, spellable
+from ._table import Heading, Table
+
+_MOST_ROWS = 2000  # of a table: a browser shows a page of a million rows badly
+_MOST_SHARES = 64  # of the table of sizes
+_MOST_BARS = 16
+_MARKS = {None: ("", ""), True: ("✓ ", "bold green"), False: ("✗ ", "bold red")}
+
+# Only a file's name says which rank wrote it: ours and PyTorch's do, as 00003-of-00008.safetensors and __3_0.distcp.
+_OF_RANK = re.compile(r"(?:.*/)?(?:(\d{5,})-of-\d{5,}(?:-\d+)?|__(\d+)_\d+)\.\w+")
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """A checkpoint of a report.
+
+    Attributes:
+        where: as it was named.
+        tree: the checkpoint; None where it can't be opened, as where its index is damaged.
+        found: what is in it; None likewise.
+        problem: why it can't be opened, or not be checked for damage.
+        damage: what is damaged; None where it wasn't checked.
+        checked: how much was; None likewise.
+    """
+
+    where: str
+    tree: OpenCheckpoint | None
+    found: Findings | None
+    problem: str
+    damage: tuple[Damage, ...] | None
+    checked: VerifyReport | None
+
+
+def run_report(checkpoint: str, other: str | None, out: str, *, is_checked: bool, allow_pickle: bool) -> int:
+    """Write the report, print its verdicts, and return the exit status: 1 for damage or a difference, else 0.
+
+    Args:
+        checkpoint: a path or URL.
+        other: another one, to compare it with.
+        out: the file to write, a path or URL.
+        is_checked: whether bytes are checked for damage, and values compared.
+        allow_pickle: whether pickled values may be unpickled.
+
+    Raises:
+        CheckpointingException: there is no such checkpoint, or the file can't be written.
+    """
+    names = [checkpoint] if other is None else [checkpoint, other]
+    sides = [_examined(name, is_checked=is_checked, allow_pickle=allow_pickle) for name in names]
+    outcome, problem = _compared(sides, only_structure=not is_checked) if len(sides) == 2 else (None, "")
+    write_text(out, report_page(sides, outcome, problem))
+    console, verdicts = Output(), list(_verdicts(sides, outcome))
+    for is_good, text in verdicts:
+        mark, colour = _MARKS[is_good]
+        console.print(Text.assemble((spellable(console)(mark), colour), printable(text)))
+    problems = [each for each in (*(side.problem for side in sides), problem) if each]
+    for each in problems:
+        typer.echo("\n".join(map(printable, f"shardtree report: {each}".split("\n"))), err=True)
+    console.print(Text(f"written: {printable(out)}"))
+    if any(is_good is False for is_good, _ in verdicts):
+        return 1
+    return TROUBLE if problems else 0
+
+
+def _examined(where: str, *, is_checked: bool, allow_pickle: bool) -> Side:
+    tree, found, problem = None, None, ""
+    try:
+        tree = open_checkpoint(where, options=LoadOptions(allow_pickle=allow_pickle))
+        found = examine(where, tree)
+    except NotACheckpoint:
+        raise
+    except CheckpointingException as error:
+        # With a damaged index there is still the damage to report.
+        if not is_checked:
+            raise
+        problem = _in_the_shell(error)
+    if not is_checked:
+        return Side(where, tree, found, "", None, None)
+    reports = list[VerifyReport]()
+    total = found.files.length if found is not None and found.files.is_all else None
+    try:
+        with bar(Output(stderr=True), "verify", total) as advance:
+            damage = verify(where, options=LoadOptions(progress=advance), report=reports.append)
+    except StrategyError as error:
+        return Side(where, tree, found, problem or _in_the_shell(error), None, None)
+    # What keeps it from being opened is among the damage then.
+    return Side(where, tree, found, "" if damage else problem, damage, reports[0])
+
+
+def _compared(sides: Sequence[Side], *, only_structure: bool) -> tuple[Outcome | None, str]:
+    left, right = sides
+    if left.tree is None or right.tree is None:
+        return None, "They can't be compared, since one of them can't be opened."
+    try:
+        return difference_of((left.where, left.tree), (right.where, right.tree), only_structure=only_structure), ""
+    except CheckpointingException as error:
+        return None, f"They can't be compared.\n  {_in_the_shell(error)}"
+
+
+def _verdicts(sides: Sequence[Side], outcome: Outcome | None) -> Iterator[tuple[bool | None, str]]:
+    """Yield what was found in a sentence each, and whether it is good; None where nothing was looked for."""
+    yield from map(_soundness, sides)
+    if outcome is not None:
+        yield not outcome.difference, summary(outcome)
+
+
+def _soundness(side: Side) -> tuple[bool | None, str]:
+    if side.damage is None:
+        return None, f"{side.where} wasn't checked for damage"
+    if side.damage:
+        return False, f"{side.where} is damaged in {plural(len({one.file for one in side.damage}), 'file')}"
+    read = size(side.checked.bytes_read) if side.checked is not None else ""
+    return True, f"no damage found in {side.where}: {read} read"
+
+
+# The page.
+
+
+def report_page(sides: Sequence[Side], outcome: Outcome | None, problem: str = "") -> str:
+    """Return the page: one file of HTML, with nothing from elsewhere and no script.
+
+    Args:
+        sides: one checkpoint, or the two that are compared.
+        outcome: where they differ.
+        problem: why they couldn't be compared.
+    """
+    title = " and ".join(side.where for side in sides)
+    return html_page(f"Report on {title}", _parts(title, sides, outcome, problem))
+
+
+def _parts(title: str, sides: Sequence[Side], outcome: Outcome | None, problem: str) -> Iterator[str]:
+    yield element_html("h1", title)
+    for is_good, text in _verdicts(sides, outcome):
+        yield element_html("p", text, {None: "dim", True: "good", False: "bad"}[is_good])
+    yield from _lines(problem)
+    yield _facts(sides)
+    if outcome is not None:
+        yield from _differences(outcome)
+    for name, side in zip("AB", sides, strict=False):
+        yield from _about(side, f"{name}: " if len(sides) > 1 else "")
+
+
+def _lines(text: str) -> Iterator[str]:
+    yield from (element_html("p", line, "bad") for line in text.split("\n") if line)
+
+
+def _in_the_shell(error: CheckpointingException) -> str:
+    return shell_words(str(error), options_as_typed())
+
+
+def _facts(sides: Sequence[Side]) -> str:
+    facts = [dict(facts_of(side.found)) if side.found is not None else {} for side in sides]
+    names = dict.fromkeys(name for each in facts for name in each)
+    rows = [(name, *(each.get(name, "") for each in facts)) for name in names]
+    headings = ("", "A", "B") if len(sides) > 1 else ("", "")
+    return table_html(headings, rows)
+
+
+def _about(side: Side, name: str) -> Iterator[str]:
+    """Yield the sections on one checkpoint."""
+    if side.problem:
+        yield element_html("h2", f"{name}problem")
+        yield from _lines(side.problem)
+    yield from _damage(side, name)
+    if side.tree is None or side.found is None:
+        yield element_html("p", f"{name}What is in it isn't shown, since it can't be opened.", "dim")
+        return
+    everything = side.found.everything
+    yield element_html("h2", f"{name}sizes")
+    yield from _sizes(side.tree, everything.tensors)
+    if everything.tensors:
+        yield element_html("h2", f"{name}tensors")
+        yield from _drawn(side.tree)
+        yield _html(Table(KEYS, key_rows(everything.tensors)))
+        yield details_html(
+            f"each of {plural(len(everything.tensors), 'tensor')}", _html(tensor_table(everything.tensors))
+        )
+    if everything.objects:
+        yield element_html("h2", f"{name}objects")
+        yield _html(object_table(everything.objects))
+    yield element_html("h2", f"{name}common state")
+    if side.found.problem is not None:
+        yield from _lines(_in_the_shell(side.found.problem))
+    else:
+        yield _html(Table(COMMON, list(common_rows(side.found.common))))
+
+
+def _html(table: Table) -> str:
+    headings = [heading.name for heading in table.headings]
+    numbers = [place for place, heading in enumerate(table.headings) if heading.right]
+    more = len(table.rows) - _MOST_ROWS
+    left_out = element_html("p", f"and {more:,} more", "dim") if more > 0 else ""
+    return table_html(headings, table.rows[:_MOST_ROWS], numbers=numbers) + left_out
+
+
+def _damage(side: Side, name: str) -> Iterator[str]:
+    if side.damage:
+        yield element_html("h2", f"{name}damage")
+        rows = [
+            (
+                one.file,
+                f"{one.begin:,} to {one.end:,}" if one.end else "all",
+                " ".join(one.what.split()),
+                ", ".join(shorten(one.holds)),
+            )
+            for one in side.damage
+        ]
+        headings = [Heading("file"), Heading("bytes", right=True), Heading("what"), Heading("what lies there")]
+        yield _html(Table(headings, rows))
+    for why, found in by_reason(side.checked.unchecked if side.checked is not None else ()).items():
+        amount = f"{size(sum(one.nbytes for one in found))} in {plural(len(found), 'file')}"
+        yield element_html("p", f"{name}no checksum for {amount}: {why}", "dim")
+
+
+def _drawn(tree: OpenCheckpoint) -> Iterator[str]:
+    try:
+        picture = draw(tree).picture
+        # The bars below the tensors are those of the sizes above.
+        yield figure_html(replace(picture, rows=picture.rows[:-1]))
+    except StrategyError as error:  # a format without an index
+        yield element_html("p", str(error), "dim")
+
+
+# Sizes by dtype and rank.
+
+
+def _sizes(tree: OpenCheckpoint, tensors: Sequence[TensorRow]) -> Iterator[str]:
+    by_dtype = Counter[str]()
+    for row in tensors:
+        by_dtype[row.dtype] += row.length
+    shares = _shares(tree)
+    dtypes = [name for name, _ in by_dtype.most_common()]
+    totals = {name: sum(share.values()) for name, share in shares.items()}
+    whose = "rank" if all(name.startswith("rank ") for name in shares) else "file"
+    panels = [_bars("bytes by dtype", by_dtype), _bars(f"bytes by {whose}", totals)]
+    yield figure_html(Picture(f"{size(by_dtype.total())} in tensors", (tuple(each for each in panels if each.bars),)))
+    if shares:
+        headings = [Heading(whose), Heading("tensors", right=True), *(Heading(each, right=True) for each in dtypes)]
+        rows = [
+            (name, size(totals[name]), *(size(share[dtype]) if share[dtype] else "" for dtype in dtypes))
+            for name, share in shares.items()
+        ]
+        yield _html(Table(headings, rows[:_MOST_SHARES]))
+        if len(rows) > _MOST_SHARES:
+            yield element_html("p", f"and {len(rows) - _MOST_SHARES:,} more", "dim")
+
+
+def _bars(heading: str, amounts: dict[str, int]) -> Bars:
+    shown = list(amounts.items())[:_MOST_BARS]
+    more = f"and {len(amounts) - _MOST_BARS:,} more" if len(amounts) > _MOST_BARS else ""
+    return Bars(heading, tuple(Bar(name, nbytes, size(nbytes)) for name, nbytes in shown), more)
+
+
+def _shares(tree: OpenCheckpoint) -> dict[str, Counter[str]]:
+    """Return how many bytes of each dtype each rank wrote, or each file has where names don't say the rank."""
+    index = stored_index(tree)
+    if index is None or not index.chunk_key.size:
+        return {}
+    files, dtypes = texts(index.file_text, index.file_start), texts(index.dtype_text, index.dtype_start)
+    held = np.zeros((len(files), len(dtypes)), dtype=np.int64)
+    np.add.at(held, (index.chunk_file, index.key_dtype[index.chunk_key]), index.chunk_length)
+    used = np.flatnonzero(held.any(axis=1)).tolist()
+    ranks = [_OF_RANK.fullmatch(files[file]) for file in used]
+    names = [f"rank {int(found[1] or found[2])}" if found is not None else "" for found in ranks]
+    if not all(names):
+        names = [files[file] for file in used]
+    shares = defaultdict[str, Counter[str]](Counter)
+    for name, file in zip(names, used, strict=True):
+        shares[name].update(dict(zip(dtypes, held[file].tolist(), strict=True)))
+    order = sorted(shares, key=lambda name: (int(name[5:]) if name.startswith("rank ") else 0, name))
+    return {name: shares[name] for name in order}
+
+
+# Differences.
+
+
+def _differences(outcome: Outcome) -> Iterator[str]:
+    if outcome.difference:
+        yield element_html("h2", "differences")
+        yield from map(_html, difference_tables(outcome))
+    left, right = ({row.key: row for row in side.contents.tensors} for side in (outcome.left, outcome.right))
+    both = [(left[key], right[key]) for key in left if key in right]
+    other = [(one, two) for one, two in both if cut_text(one.grid) != cut_text(two.grid)]
+    if other:
+        yield element_html("h2", "cut otherwise")
+        headings = [
+            Heading("tensor"),
+            Heading("dtype"),
+            *(Heading(name, right=True) for name in ("shape", "cut in A", "cut in B")),
+        ]
+        rows = [(a.key, a.dtype, shape_text(a.shape), cut_text(a.grid), cut_text(b.grid)) for a, b in other]
+        yield _html(Table(headings, rows))
+        yield from _beside(outcome, max(other, key=lambda pair: pair[0].length)[0].key)
+
+
+def _beside(outcome: Outcome, key: str) -> Iterator[str]:
+    """Yield the picture of a tensor as it is cut on both sides."""
+    try:
+        pictures = [stored_picture(side.tree.stored_layout(key)) for side in (outcome.left, outcome.right)]
+    except StrategyError:  # a format without an index
+        return
+    firsts = [picture.rows[0][0] for picture in pictures]
+    planes = [replace(each, heading=f"in {name}") for name, each in zip("AB", firsts, strict=True)]
+    yield figure_html(Picture(pictures[0].title, (tuple(planes),), is_step=True))

@@ -1,0 +1,135 @@
+"""`shardtree report`: one static page that says of a checkpoint, or of two, what the other commands say."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+
+import shardtree as st
+from tests.cli.checkpoints import run, save_training_state
+from tests.cli.test_verify_command import data_file, flip
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "step-100"
+    save_training_state(folder)
+    return folder
+
+
+class Page(HTMLParser):
+    """What a page shows: texts, and tables as rows of texts; a tag that isn't closed in its turn is an error."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.texts: list[str] = []
+        self.rows: list[list[str]] = []
+        self.feed(html)
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert tag not in ("script", "link", "img", "iframe")
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+        if self.open and self.open[-1] in ("td", "th"):
+            self.rows[-1][-1] += data
+
+
+def report(*arguments: str | Path, status: int = 0) -> Page:
+    out = Path(arguments[0]).parent / "report.html"
+    done = run("report", *arguments, "-o", out)
+    assert done.exit_code == status, done.output
+    assert done.stdout.endswith(f"written: {out}\n")
+    html = out.read_text()
+    assert "default-src 'none'" in html and not re.search(r"https?://(?!www\.w3\.org/2000/svg)", html)
+    return Page(html)
+
+
+def test_a_report_has_contents_sizes_and_the_verdict(folder: Path) -> None:
+    page = report(folder)
+    assert any(text.startswith(f"no damage found in {folder}: ") for text in page.texts)
+    assert ["model.weight", "float32", "8 × 16", "2 × 2", "512 B"] in page.rows  # noqa: RUF001
+    assert ["rng", "2 × 2", "4"] in [row[:3] for row in page.rows]  # noqa: RUF001
+    assert ["  lr", "float", "0.001"] in page.rows
+    assert ["rank", "tensors", "float32", "bfloat16", "int64"] in page.rows
+    assert {"bytes by dtype", "bytes by rank"} <= set(page.texts)
+
+
+def test_sizes_by_rank_are_those_of_all_tensors(folder: Path) -> None:
+    rows = [row for row in report(folder).rows if row[0].startswith("rank ")]
+    assert [row[0] for row in rows] == [f"rank {rank}" for rank in range(4)]
+    assert sum(int(row[1].removesuffix(" B")) for row in rows) == 644  # as inspect says
+
+
+def test_damage_has_status_1_and_is_shown(folder: Path) -> None:
+    path = data_file(folder)
+    flip(path, path.stat().st_size - 1)
+    page = report(folder, status=1)
+    assert f"{folder} is damaged in 1 file" in page.texts
+    (row,) = (row for row in page.rows if row[0] == path.relative_to(folder).as_posix())
+    assert row[1] == f"0 to {path.stat().st_size:,}" and "the hash of a block differs" in row[2]
+
+
+def test_a_damaged_index_leaves_the_damage(folder: Path) -> None:
+    flip(next(folder.rglob("index-*")), 200)
+    page = report(folder, status=1)
+    assert "What is in it isn't shown, since it can't be opened." in page.texts
+
+
+def test_two_checkpoints_and_their_differences(folder: Path) -> None:
+    other = folder.parent / "other"
+    assert run("convert", folder, other, "--to", "zarr", "--cast", "bf16").exit_code == 0
+    page = report(folder, other, status=1)
+    assert ["model.weight", "float32 (8, 16)", "bfloat16 (8, 16)"] in page.rows
+    assert ["model.weight", "float32", "8 × 16", "2 × 2", "whole"] in page.rows  # noqa: RUF001
+    assert {"differences", "cut otherwise", "in A", "in B", "A: sizes", "B: sizes"} <= set(page.texts)
+
+
+def test_equal_checkpoints_have_status_0(folder: Path) -> None:
+    shutil.copytree(folder, folder.parent / "copy")
+    page = report(folder, folder.parent / "copy")
+    assert any("are equal, bit for bit" in text for text in page.texts) and "differences" not in page.texts
+
+
+def test_without_verify_no_tensor_is_read(folder: Path) -> None:
+    shutil.copytree(folder, folder.parent / "copy")
+    for path in folder.rglob("*-of-*"):
+        path.write_bytes(bytes(path.stat().st_size))
+    page = report(folder, folder.parent / "copy", "--no-verify")
+    assert f"{folder} wasn't checked for damage" in page.texts
+
+
+def test_damage_keeps_values_from_being_compared(folder: Path) -> None:
+    shutil.copytree(folder, folder.parent / "copy")
+    flip(data_file(folder), data_file(folder).stat().st_size - 1)
+    page = report(folder, folder.parent / "copy", status=1)
+    assert "They can't be compared." in page.texts
+
+
+def test_keys_are_text(tmp_path: Path) -> None:
+    key = "<script>alert(1)</script>\x1b[2J"
+    st.save({"w": st.ShardedTensor.from_rank_offsets(key, torch.ones(4))}, tmp_path / "hostile")
+    page = report(tmp_path / "hostile")
+    assert any("<script>alert(1)</script>\\x1b[2J" in text for text in page.texts)
+
+
+def test_trouble_has_status_2(folder: Path) -> None:
+    nothing, picture = run("report", folder.parent), run("report", folder, "-o", "x.svg")
+    assert (nothing.exit_code, picture.exit_code) == (2, 2)
+    assert "is not a checkpoint" in nothing.stderr and "should end in .html" in picture.stderr
