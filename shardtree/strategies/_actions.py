@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
 from enum import Enum
 from importlib import import_module
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from ..mapping import ShardedObject, ShardedTensor
 from ..plans import Prospect
@@ -151,7 +152,8 @@ class LoadMetadata(Protocol):
     def __call__(self, checkpoint: Checkpoint, /) -> Mapping[str, ShardedTensor | ShardedObject]: ...
 
 
-class Resolution(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Resolution:
     """How the ranks of a load find out together what a format's metadata doesn't say.
 
     Attributes:

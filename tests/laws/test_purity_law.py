@@ -497,6 +497,7 @@ NUMBERS: dict[str, Call] = {
         "2",
         "Pass 2.",
     ),
+    "pictures.details_html": (pictures.details_html, "more", "<p>it</p>"),
     "pictures.layout_picture": (pictures.layout_picture, COLUMNS),
     "pictures.tree_picture": (pictures.tree_picture, COLUMNS),
     "pictures.shard_picture": (pictures.shard_picture, WEIGHT),
