@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .._deferred import notebook_html
-from ..errors import TreeError, error_text, shorten
+from ..errors import TreeError, error_text, plural, shorten
 from ..geometry import Column, volumes
 from ..mapping import ShardedTensor
 from ..trees import apply_factories, leaves_with_paths, refuse_dtensors
@@ -94,7 +94,7 @@ def tensor_shards(tree: Any) -> list[ShardedTensor]:
 _HEAD = ("tensor", "shape", "once", "twice", "not", "copies")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Coverage:
     """How often each element of global tensors is held; prints as a table.
 
@@ -121,6 +121,10 @@ class Coverage:
     def is_complete(self) -> bool:
         """Whether each element has exactly one main replica."""
         return not self.problems
+
+    def __repr__(self) -> str:
+        wrong = int(((self.twice > 0) | (self.missing > 0)).sum())
+        return f"Coverage({plural(len(self.keys), 'tensor')}, {f'{wrong} with problems' if wrong else 'no problems'})"
 
     def _repr_html_(self) -> str:
         return notebook_html(self)

@@ -8,9 +8,10 @@ from typing import Literal, TypeVar
 
 import numpy as np
 
-from ..errors import CorruptCheckpoint, error_text
+from .._deferred import notebook_html
+from ..errors import CorruptCheckpoint, error_text, plural, shorten
 from ..geometry import Column
-from ..plans import Runs, Strided
+from ..plans import Runs, Strided, size_text
 from ._blocks import BLOCK_BYTES, Flags, Hashes, missing, touched
 from ._stretches import Stretches, unread
 from ._strided import is_contiguous, last_byte
@@ -47,7 +48,7 @@ class StoredFile:
     stretches: Stretches | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class ReadReport:
     """What a load has read.
 
@@ -68,6 +69,31 @@ class ReadReport:
     files: int = 0
     left_out: tuple[str, ...] = ()
     uncompared: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """Return how much was read and checked, and what wasn't loaded, in a few lines.
+
+        Examples:
+            >>> print(ReadReport(1536, 4, 1, 2, left_out=("['step']",)))
+            1.5 kB read from 2 files; 4 blocks checked, 1 unchecked
+            1 left out: ['step']
+        """
+        blocks = f"{plural(self.blocks_checked, 'block')} checked, {self.blocks_unchecked} unchecked"
+        lines = [f"{size_text(self.bytes_read)} read from {plural(self.files, 'file')}; {blocks}"]
+        for what, names in self._names():
+            if names:
+                lines.append(f"{len(names)} {what}: {', '.join(shorten(names, shown=3))}")
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        more = "".join(f", {len(names)} {what}" for what, names in self._names() if names)
+        return f"ReadReport({size_text(self.bytes_read)} read from {plural(self.files, 'file')}{more})"
+
+    def _names(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
+        return ("left out", self.left_out), ("uncompared", self.uncompared)
+
+    def _repr_html_(self) -> str:
+        return notebook_html(self)
 
     def __add__(self, other: ReadReport) -> ReadReport:
         return ReadReport(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from .._deferred import notebook_html
-from ..errors import plural
+from ..errors import plural, shorten
 from ..fingerprints import PartialFingerprint, piece_total, shard_parts
 from ..geometry import slabs
 from ..mapping import ShardedTensor
@@ -86,7 +86,7 @@ class Damage:
             a/0.bin, bytes 0 to 1,024: the hash of a block differs: w[0:2]
         """
         place = f"{self.file}, bytes {self.begin:,} to {self.end:,}" if self.end else self.file
-        return ": ".join(filter(None, (place, self.what, ", ".join(self.holds))))
+        return ": ".join(filter(None, (place, self.what, ", ".join(shorten(self.holds)))))
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import shardtree as st
 from shardtree.checkpoint import CheckpointDifference, ConversionReport
 from shardtree.layouts import layout_of
 from shardtree.plans import Explanation, RankReads
+from shardtree.storage import ReadReport
 from shardtree.strategies import Unchecked, VerifyReport
 
 MODEL = {f"layers.{number}.<b>w": torch.zeros(8, 6) for number in range(300)}
@@ -31,6 +32,7 @@ WRITTEN: list[Any] = [
     ConversionReport(300, 0, 57_600, KEYS, tuple((key, 7) for key in KEYS), 1, 0, 57_600, dict.fromkeys(KEYS, 5)),
     CheckpointDifference(only_left=KEYS, only_right=KEYS),
     VerifyReport(100, tuple(Unchecked(key, "no checksum", 7) for key in KEYS)),
+    ReadReport(100, 2, 1, 1, KEYS, KEYS),
     SERIES.plan_removal(st.retention.keep_all()),
     st.ShardedObject("<b>", 5, (1,), (0,)),
 ]
@@ -48,7 +50,9 @@ def test_a_notebook_shows_text_of_one_screen(value: Any) -> None:
     assert html.startswith("<pre>") and html.count("<br>") <= 40 and "<b>" not in html
 
 
-@pytest.mark.parametrize("value", DRAWN[:-3] + WRITTEN[1:5], ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize(
+    "value", [*DRAWN[:-3], DRAWN[-1], OPENED.metadata, *WRITTEN[:6]], ids=lambda value: type(value).__name__
+)
 def test_a_repr_is_a_line(value: Any) -> None:
     assert type(value).__name__ in repr(value) and len(repr(value)) < 150 and "\n" not in repr(value)
 
@@ -58,8 +62,8 @@ def test_a_report_prints_as_few_lines() -> None:
         str(WRITTEN[2]).split("\n")[0]
         == "300 tensors, 57.6 kB, in 1 batch; 57.6 kB read back and compared, bit for bit"
     )
-    assert [len(str(report).split("\n")) for report in WRITTEN[2:5]] == [3, 2, 2]
-    assert all(len(str(report)) < 1500 for report in WRITTEN[2:5])
+    assert [len(str(report).split("\n")) for report in WRITTEN[2:6]] == [3, 2, 2, 3]
+    assert all(len(str(report)) < 1500 for report in WRITTEN[2:6])
     assert str(CheckpointDifference(nbytes=100)) == "equal, bit for bit: 100 B of tensors compared"
 
 

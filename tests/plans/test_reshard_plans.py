@@ -286,9 +286,9 @@ def test_a_schedule_prints_as_a_table_of_its_steps() -> None:
     plan = st.plan_reshard(mesh_layout(Mesh(tp=2), ROWS), mesh_layout(Mesh(tp=2), COLUMNS))
     assert str(plan.schedule(max_bytes_in_flight=3000)).splitlines() == [
         "2 steps, 4 pieces: 4.6 kB move, of a rank at most 3.0 kB at once",
-        "step   moves  fullest rank",
-        "   0  3.0 kB   0 of 3.0 kB",
-        "   1  1.6 kB   0 of 1.6 kB",
+        "step   moves    fullest rank",
+        "   0  3.0 kB  rank 0: 3.0 kB",
+        "   1  1.6 kB  rank 0: 1.6 kB",
     ]
     assert str(plan.schedule(max_bytes_in_flight=48)).splitlines()[-1] == "and 64 more"
 

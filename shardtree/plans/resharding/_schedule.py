@@ -83,8 +83,8 @@ class Schedule:
         >>> print(st.plan_reshard({0: whole}, {1: whole}).schedule(max_bytes_in_flight=12))
         2 steps, 2 pieces: 20 B move, of a rank at most 12 B at once
         step  moves  fullest rank
-           0   12 B     0 of 12 B
-           1    8 B      0 of 8 B
+           0   12 B  rank 0: 12 B
+           1    8 B   rank 0: 8 B
     """
 
     step: Column

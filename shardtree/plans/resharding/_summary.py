@@ -103,8 +103,8 @@ def steps_table(step: Column, from_rank: Column, to_rank: Column, nbytes: Column
         >>> for line in steps_table(*map(np.array, ([0, 0, 1], [0, 1, 0], [1, 2, 2], [8, 4, 2]))):
         ...     print(line)
         step  moves  fullest rank
-           0   12 B     1 of 12 B
-           1    2 B      0 of 2 B
+           0   12 B  rank 1: 12 B
+           1    2 B   rank 0: 2 B
     """
     shown, first = np.unique(step, return_index=True)
     rows = [("step", "moves", "fullest rank")]
@@ -113,7 +113,7 @@ def steps_table(step: Column, from_rank: Column, to_rank: Column, nbytes: Column
         load = np.zeros(ranks.size, dtype=np.int64)
         np.add.at(load, place.ravel(), np.tile(nbytes[begin:end], 2))
         fullest = int(load.argmax())
-        most = f"{ranks[fullest]} of {size_text(int(load[fullest]))}"
+        most = f"rank {ranks[fullest]}: {size_text(int(load[fullest]))}"
         rows.append((str(number), size_text(int(nbytes[begin:end].sum())), most))
     more = shown.size - _SHOWN_STEPS
     return [*table_lines(rows), *([f"and {more} more"] if more > 0 else [])]

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ...codec import decode_tree
-from ...errors import CheckpointingException, CorruptCheckpoint
+from ...errors import CheckpointingException, CorruptCheckpoint, plural
 from ...geometry import Column
 from ...layouts import TensorKind
 from ...mapping import ShardedObject, ShardedTensor
@@ -72,11 +72,15 @@ class PairValues(ValuesView[Value]):
         return (value for _, value in self._pairs())
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class IndexMetadata(Mapping[str, ShardedTensor | ShardedObject]):
     """Stored tensors by key and objects by unique key, whole and without data; made when asked for."""
 
     index: Index
+
+    def __repr__(self) -> str:
+        tensors, objects = plural(self.index.key_axes.size, "tensor"), plural(self.index.object_length.size, "object")
+        return f"IndexMetadata({tensors}, {objects})"
 
     def __getitem__(self, key: str) -> ShardedTensor | ShardedObject:
         """Return the tensor of a key, or the object of a unique key."""
