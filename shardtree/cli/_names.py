@@ -102,12 +102,23 @@ def known_name(kind: str, typed: str, known: Collection[str]) -> str:
     for name in (typed, plain, ALIASES.get(plain, plain)):
         if name in known:
             return name
-    raise typer.BadParameter(f"no {kind} {typed!r}. {did_you_mean(typed, known)}")
+    others = [short for short, name in ALIASES.items() if name in known]
+    raise typer.BadParameter(f"no {kind} {typed!r}. {did_you_mean(typed, known, others)}")
 
 
-def did_you_mean(typed: str, known: Collection[str]) -> str:
-    """Return the sentence that names the most similar name, or all names if there is none."""
-    near = near_names([typed], known).get(typed)
+def did_you_mean(typed: str, known: Collection[str], others: Collection[str] = ()) -> str:
+    """Return the sentence that names the most similar name, or all names if there is none.
+
+    Args:
+        typed: what isn't one.
+        known: the names that there are.
+        others: more of them, which aren't listed.
+
+    Examples:
+        >>> did_you_mean("bf61", ["bfloat16"], ["bf16"])
+        "Did you mean 'bf16'?"
+    """
+    near = near_names([typed], [*known, *others]).get(typed)
     return f"Did you mean {near!r}?" if near is not None else f"There is {', '.join(sorted(known)) or 'none'}."
 
 

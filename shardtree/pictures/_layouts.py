@@ -182,7 +182,8 @@ def _cut(columns: ShardColumns, number: int) -> str:
     if not copies.size:
         return ""
     least, most = int(copies.min()), int(copies.max())
-    times = "" if most == 1 else f", {least} copies of each" if least == most else f", {least} to {most} copies of each"
+    times = "" if most == 1 else f", {least} copies" if least == most else f", {least} to {most} copies"
+    times += " of each" if times and copies.size > 1 else ""
     pieces = plural(copies.size, "piece").replace(str(copies.size), f"{copies.size:,}", 1)
     return f"{pieces}{times}"
 

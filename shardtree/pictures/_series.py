@@ -54,17 +54,18 @@ def series_picture(steps: Sequence[SavedStep], policy: Choose | None = None) -> 
     finite = [value for value in known if isfinite(value)]
     measure = f"{printable(metric or '')}: {min(finite):.3g} to {max(finite):.3g}" if finite else ""
     left = len(steps) - len(kept)
-    counts = plural(len(steps), "step") + (f", {left} of them {'goes' if left == 1 else 'go'}" if left else "")
+    counts = _many(len(steps)) + (f", {left:,} of them {'goes' if left == 1 else 'go'}" if left else "")
     notes = (
-        (f"{plural(len(steps) - len(shown), 'step')} that can't be told apart aren't drawn.",)
-        if len(shown) < len(steps)
-        else ()
+        (f"{_many(len(steps) - len(shown))} that can't be told apart aren't drawn.",) if len(shown) < len(steps) else ()
     )
     legend = (Entry("t0", "stays", "o"), Entry("goes", "goes", "x")) if left else ()
     pinned = (Entry("pinned", "pinned", "*"),) if any(step.pinned for step in shown) else ()
-    return Picture(
-        f"{counts}, {low:,} to {shown[-1].number:,}", ((Line("", moments, measure),),), notes, (*legend, *pinned)
-    )
+    span = f"{low:,} to {shown[-1].number:,}" if len(shown) > 1 else f"{low:,}"
+    return Picture(f"{counts}, {span}", ((Line("", moments, measure),),), notes, (*legend, *pinned))
+
+
+def _many(steps: int) -> str:
+    return plural(steps, "step").replace(str(steps), f"{steps:,}", 1)
 
 
 def _heights(values: Sequence[float | None]) -> list[float | None]:

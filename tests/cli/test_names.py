@@ -58,6 +58,7 @@ def test_every_alias_names_a_format_or_a_dtype() -> None:
     ("typed", "message"),
     [
         ("huggingfase", "Did you mean 'huggingface'"),
+        ("hff", "Did you mean 'hf'"),
         ("xyz", "There is dcp, huggingface, safetensors"),
         ("zarr:9", "but zarr:3 can"),
         ("zarr:", "is not BACKEND"),
