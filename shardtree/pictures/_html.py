@@ -24,7 +24,7 @@ _STYLE = "".join(
         "th,td{padding:5px 14px 5px 0;border-bottom:1px solid var(--rule);vertical-align:top}",
         "td{overflow-wrap:anywhere}td.n,th.n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}",
         "td:first-child{white-space:pre-wrap}summary{cursor:pointer;color:var(--dim);margin:8px 0}",
-        "tbody tr:hover{background:var(--row)}figure{margin:12px 0;overflow-x:auto}",
+        "tbody tr:hover{background:var(--row)}figure{margin:12px 0}figure svg{max-width:100%;height:auto}",
     ]
 )
 

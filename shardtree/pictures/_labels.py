@@ -74,6 +74,16 @@ def shortened(text: str, room: float, width: Callable[[str], float] = len) -> st
     return _without_middle(text, low) if low else ""
 
 
+def fitted(text: str, short: str, room: float, width: Callable[[str], float] = len) -> str:
+    """Return a text if it fits, else the short one, which loses its middle if it must.
+
+    Examples:
+        >>> fitted("'w' (4, 2) float32", "'w'", 20), fitted("'w' (4, 2) float32", "'w'", 10)
+        ("'w' (4, 2) float32", "'w'")
+    """
+    return text if width(text) <= room else shortened(short or text, room, width)
+
+
 def _without_middle(text: str, kept: int) -> str:
     return f"{text[:kept]}...{text[len(text) - kept :]}"
 

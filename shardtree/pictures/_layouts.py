@@ -160,8 +160,8 @@ def _overview(columns: ShardColumns, holders: Holders, noun: str) -> Picture:
     planes = []
     for key, found in sheets.items():
         number = columns.keys.index(key)
-        heading = f"{key!r} {columns.kinds[number]}"
-        planes += [plane_of(sheet, tones, holders, heading=heading, caption=_cut(columns, number)) for sheet in found]
+        headings = {"heading": f"{key!r} {columns.kinds[number]}", "short_heading": repr(key)}
+        planes += [plane_of(sheet, tones, holders, **headings, caption=_cut(columns, number)) for sheet in found]
     rows = tuple(tuple(planes[place : place + 3]) for place in range(0, len(planes), 3))
     left = len(keys) - len(shown)
     notes = (f"And {plural(left, 'tensor')} more: name one to see it.",) if left else ()
@@ -204,8 +204,8 @@ def tree_picture(columns: ShardColumns) -> Picture:
     planes: list[Plane] = []
     for key in keys[:_MOST_TENSORS]:
         sheets = tensor_sheets(mine, key, most=MOST_REGIONS // _MOST_TENSORS, with_gaps=False)[:1]
-        heading = f"{key!r} {columns.kinds[columns.keys.index(key)]}"
-        planes += [plane_of(sheet, tones_of(sheets), this, heading=heading) for sheet in sheets]
+        headings = {"heading": f"{key!r} {columns.kinds[columns.keys.index(key)]}", "short_heading": repr(key)}
+        planes += [plane_of(sheet, tones_of(sheets), this, **headings) for sheet in sheets]
     rows = tuple(tuple(planes[place : place + 3]) for place in range(0, len(planes), 3))
     left = len(keys) - _MOST_TENSORS
     notes = (f"And {plural(left, 'tensor')} more: name one to see it.",) if left > 0 else ()

@@ -53,6 +53,7 @@ class Plane:
         across_names: of the columns, where each is something by itself.
         down_names: of the rows, likewise.
         caption: below it.
+        short_heading: for where the heading doesn't fit; empty for the heading without its middle.
     """
 
     heading: str
@@ -65,6 +66,7 @@ class Plane:
     across_names: tuple[str, ...] = ()
     down_names: tuple[str, ...] = ()
     caption: str = ""
+    short_heading: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,10 +74,10 @@ def _layouts(plan: ReshardPlan, key: str) -> tuple[Plane, ...]:
     sides = [_side(columns, key) for columns in (plan.source, plan.target)]
     tones = tones_of([sheet for side in sides for sheet in side])
     kind = plan.target.kinds[plan.target.keys.index(key)]
-    headings = (f"{key!r} {kind}, before", "after")
+    headings = ((f"{key!r} {kind}, before", f"{key!r}, before"), ("after", ""))
     return tuple(
-        plane_of(sheet, tones, RANKS, heading=heading)
-        for heading, side in zip(headings, sides, strict=True)
+        plane_of(sheet, tones, RANKS, heading=heading, short_heading=short)
+        for (heading, short), side in zip(headings, sides, strict=True)
         for sheet in side[:1]
     )
 

@@ -8,7 +8,7 @@ from functools import partial
 from html import escape
 
 from ..errors import printable
-from ._labels import first_fitting, shortened, text_width
+from ._labels import first_fitting, fitted, text_width
 from ._picture import Bars, Cell, Entry, Flow, Line, Panel, Picture, Plane
 from ._style import PATTERNS, STYLE, label_class
 
@@ -90,10 +90,12 @@ def _xml(text: str) -> str:
     return escape(printable(text))
 
 
-def _text(x: float, y: float, text: str, room: float, style: str, size: float, *, hover: bool = True) -> str:
+def _text(
+    x: float, y: float, text: str, room: float, style: str, size: float, *, hover: bool = True, short: str = ""
+) -> str:
     """Return text that fits; what had to be shortened is whole on hover."""
     text = printable(text)
-    fits = shortened(text, room, partial(text_width, size=size))
+    fits = fitted(text, printable(short), room, partial(text_width, size=size))
     if not fits:
         return ""
     title = f"<title>{escape(text)}</title>" if fits != text and hover else ""
@@ -171,7 +173,7 @@ def _above(plane: Plane, left: float, width: float) -> tuple[list[str], float]:
     """Return a plane's heading and the names of its columns, and where the cells begin below them."""
     parts, y = [], 0.0
     if plane.heading:
-        parts.append(_text(0, 11, plane.heading, left + width, "heading", _HEADING))
+        parts.append(_text(0, 11, plane.heading, left + width, "heading", _HEADING, short=plane.short_heading))
         y += 20
     if plane.across:
         parts.append(_text(left, y + 10, plane.across, width, "dim", _LABEL))

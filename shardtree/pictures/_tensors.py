@@ -216,7 +216,15 @@ def tones_of(sheets: Sequence[Sheet]) -> dict[int, str]:
     return {lead: f"t{number % TONES}" for number, lead in enumerate(leads)}
 
 
-def plane_of(sheet: Sheet, tones: dict[int, str], holders: Holders, *, heading: str = "", caption: str = "") -> Plane:
+def plane_of(
+    sheet: Sheet,
+    tones: dict[int, str],
+    holders: Holders,
+    *,
+    heading: str = "",
+    short_heading: str = "",
+    caption: str = "",
+) -> Plane:
     """Return a sheet as a plane.
 
     Args:
@@ -224,6 +232,7 @@ def plane_of(sheet: Sheet, tones: dict[int, str], holders: Holders, *, heading: 
         tones: of holders.
         holders: how they are named.
         heading: before the sheet's own.
+        short_heading: where that doesn't fit.
         caption: below the plane.
     """
     found = sheet.regions
@@ -244,7 +253,8 @@ def plane_of(sheet: Sheet, tones: dict[int, str], holders: Holders, *, heading: 
         None if axis is None else f"axis {axis}: {(sheet.kind.global_shape or (1,))[axis]:,}" for axis in sheet.axes
     )
     down_name, across_name = named
-    return Plane(heading, cells, columns, rows, _aspect(sheet), across_name or "", down_name or "", caption=caption)
+    names = (across_name or "", down_name or "")
+    return Plane(heading, cells, columns, rows, _aspect(sheet), *names, caption=caption, short_heading=short_heading)
 
 
 def _aspect(sheet: Sheet) -> float:

@@ -8,7 +8,7 @@ from itertools import groupby, zip_longest
 from typing import TypeAlias
 
 from ..errors import printable
-from ._labels import first_fitting, shortened
+from ._labels import first_fitting, fitted, shortened
 from ._picture import Bars, Entry, Flow, Line, Panel, Picture, Plane, Tone
 
 
@@ -84,8 +84,8 @@ def picture_lines(picture: Picture, width: int = 80, *, filled: bool = False) ->
     return tuple(lines)
 
 
-def _plain(text: str, width: int) -> Spans:
-    return (Span(shortened(printable(text), width)),)
+def _plain(text: str, width: int, short: str = "") -> Spans:
+    return (Span(fitted(printable(text), printable(short), width)),)
 
 
 def _legend(entries: Sequence[Entry], width: int, *, filled: bool) -> Iterator[Spans]:
@@ -150,7 +150,8 @@ def _plane(plane: Plane, width: int, height: int | None, *, filled: bool) -> lis
     inner = max(width - gutter, 1)
     # A character is about twice as high as it is wide.
     tall = max(plane.rows, round(inner * min(plane.aspect, 1.0) * 0.3), 3) if height is None else height
-    lines = [_plain(text, width) for text in (plane.heading, plane.across) if text]
+    above = ((plane.heading, plane.short_heading), (plane.across, ""))
+    lines = [_plain(text, width, short) for text, short in above if text]
     for number, line in enumerate(cell_lines(plane, inner, tall, filled=filled)):
         lines.append((*([Span(_row_name(names, number, tall).rjust(gutter - 1) + " ")] if gutter else []), *line))
     below = (f"{plane.down} (down)" if plane.down else "", plane.caption)

@@ -47,7 +47,7 @@ class Region:
         return box if self.flat is None else f"{box} flattened [{self.flat[0]}:{self.flat[1]}]"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Damage:
     """Something in a checkpoint that isn't what was saved.
 
@@ -77,6 +77,10 @@ class Damage:
         """
         in_regions = {region.key for region in self.regions}
         return (*map(str, self.regions), *(key for key in self.keys if key not in in_regions))
+
+    def __repr__(self) -> str:
+        place = f", bytes {self.begin:,} to {self.end:,}" if self.end else ""
+        return f"Damage({self.file!r}{place}, {plural(len(self.keys), 'key')})"
 
     def __str__(self) -> str:
         """Return the damage in one line.

@@ -192,7 +192,7 @@ class Outcome:
     commit: Callable[[], object] | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class AsyncRequest(Generic[T]):
     """A save that is prepared and not yet done: a value until `execute_sync` or an `AsyncCallsQueue` runs it.
 
@@ -221,7 +221,17 @@ class AsyncRequest(Generic[T]):
     abandon: Callable[[], None] = _nothing
     folder: Storage | None = None
     clean_up: Callable[[], None] = _nothing
-    outcome: Outcome = field(default_factory=Outcome, repr=False)
+    outcome: Outcome = field(default_factory=Outcome)
+
+    def __repr__(self) -> str:
+        of, state = self.outcome, "not executed yet"
+        if of.error is not None:
+            state = f"failed: {type(of.error).__name__}"
+        elif of.fields is not None:
+            state = "committed"
+        elif of.commit is not None:
+            state = "scheduled"
+        return f"AsyncRequest({f'to {self.folder!r}, ' if self.folder is not None else ''}{state})"
 
     def add_finalize_fn(self, fn: Callable[[], None]) -> AsyncRequest[T]:
         """Return the request with one more function to call after the commit, after those that it has."""

@@ -12,7 +12,7 @@ from shardtree.checkpoint import CheckpointDifference, ConversionReport
 from shardtree.layouts import layout_of
 from shardtree.plans import Explanation, RankReads
 from shardtree.storage import ReadReport
-from shardtree.strategies import Unchecked, VerifyReport
+from shardtree.strategies import Damage, Unchecked, VerifyReport
 
 MODEL = {f"layers.{number}.<b>w": torch.zeros(8, 6) for number in range(300)}
 LAYOUT = layout_of(MODEL, st.Mesh(tp=2), st.P("tp"))
@@ -55,6 +55,18 @@ def test_a_notebook_shows_text_of_one_screen(value: Any) -> None:
 )
 def test_a_repr_is_a_line(value: Any) -> None:
     assert type(value).__name__ in repr(value) and len(repr(value)) < 150 and "\n" not in repr(value)
+
+
+def test_reprs_of_what_runs_are_a_line() -> None:
+    tree = st.shard_at(MODEL, st.Mesh(tp=1), st.P(), 0)
+    with st.AsyncCallsQueue() as queue:
+        request = st.save(tree, st.storage.MemoryStorage(), async_sharded_save=True)
+        assert repr(request).startswith("AsyncRequest(to ") and repr(request).endswith(", not executed yet)")
+        queue.schedule_async_request(request)
+        assert repr(request).endswith(", scheduled)") and repr(queue) == "AsyncCallsQueue(1 save in progress)"
+        request.result()
+        assert repr(request).endswith(", committed)") and repr(queue) == "AsyncCallsQueue(0 saves in progress)"
+    assert repr(Damage("f", "cut", 0, 9, KEYS)) == "Damage('f', bytes 0 to 9, 300 keys)"
 
 
 def test_a_report_prints_as_few_lines() -> None:

@@ -1,4 +1,4 @@
-"""In a real browser, no text of a picture is cut off or lies on another, or leaves its cell."""
+"""In a real browser, no text of a picture or a report is cut off or lies on another, or leaves its cell or page."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardtree.pictures import svg_of
+from tests.cli.checkpoints import run, save_training_state
 from tests.pictures.chromium import BROWSER, MISSING, text_after_scripts
 from tests.pictures.kinds import KINDS, picture
 
@@ -52,3 +53,22 @@ def test_no_text_is_cut_or_lies_on_another(tmp_path: Path) -> None:
     wrong = [text.partition(":")[0] for text in found.pop("broken")]
     assert wrong == ["on another", "cut", "out of its cell"]
     assert found == {}
+
+
+PAGE_SCRIPT = """
+const wrong = [], width = document.documentElement.clientWidth;
+for (const box of document.querySelectorAll('.wide, figure, h1, h2, p'))
+  if (box.scrollWidth > box.clientWidth || box.getBoundingClientRect().right > width) wrong.push(box.textContent);
+document.body.textContent = JSON.stringify({wide: wrong, blocks: document.querySelectorAll('table, figure').length});
+"""
+
+
+def test_a_report_fits_its_page(tmp_path: Path) -> None:
+    save_training_state(tmp_path / "a")
+    assert run("convert", tmp_path / "a", tmp_path / "b", "--to", "zarr").exit_code == 0
+    assert run("report", tmp_path / "a", tmp_path / "b", "-o", tmp_path / "report.html").exit_code == 0
+    page = (tmp_path / "report.html").read_text()
+    # Reports allow no script: the policy goes for the one that measures.
+    page = page.replace("default-src 'none'", "").replace("</body>", f"<script>{PAGE_SCRIPT}</script></body>")
+    found = json.loads(html.unescape(text_after_scripts(page, tmp_path)))
+    assert found["wide"] == [] and found["blocks"] > 10

@@ -109,6 +109,9 @@ class AsyncCallsQueue:
         self._next_index = 0
         self._begin()
 
+    def __repr__(self) -> str:
+        return f"AsyncCallsQueue({plural(self.get_num_unfinalized_calls(), 'save')} in progress)"
+
     def _begin(self) -> None:
         """Have no calls, as a new queue, or in a fork of the process that has them."""
         self._calls = Calls()
