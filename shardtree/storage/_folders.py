@@ -8,13 +8,12 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 from urllib.parse import urlsplit
 
 from ..errors import StorageError, error_text
 from ._capabilities import Conditional
 from ._fsspec import FsspecStorage, fsspec_storage
-from ._listed import Listed
 from ._local import LocalStorage
 from ._memory import MemoryStorage
 from ._object_store import ObjectStorage
@@ -157,23 +156,35 @@ def takes_late_requests(storage: Storage) -> bool:
         >>> takes_late_requests(LocalStorage("/runs"))
         False
     """
-    if isinstance(storage, Subfolder):
-        return takes_late_requests(storage.whole)
-    return isinstance(storage.inner if isinstance(storage, Listed) else storage, Conditional | FsspecStorage)
+    return isinstance(_unwrapped(storage)[0], Conditional | FsspecStorage)
 
 
-def abort_open_uploads(storage: Storage, folder: str) -> None:
-    """Give up the uploads that an interrupted save has left open in a folder; nothing where there are no such.
+def _unwrapped(storage: Any) -> tuple[Any, str]:
+    """Return the storage that has the files, and the folder's name in it."""
+    folder = ""
+    while True:
+        if isinstance(storage, Subfolder):
+            storage, folder = storage.whole, "/".join(filter(None, (storage.folder, folder)))
+        elif (inner := getattr(storage, "inner", None)) is not None:  # as listings and records have it
+            storage = inner
+        else:
+            return storage, folder
+
+
+def abort_open_uploads(storage: Storage, is_left: Callable[[str, float], bool]) -> None:
+    """Give up uploads that interrupted saves have left open in a folder; nothing where there are no such.
+
+    Args:
+        storage: the folder.
+        is_left: whether an upload may be given up, by the file's name and the seconds since it began.
 
     Examples:
-        >>> abort_open_uploads(LocalStorage("/runs"), "step_10")
+        >>> abort_open_uploads(LocalStorage("/runs"), lambda name, age: True)
     """
-    if isinstance(storage, Subfolder):
-        abort_open_uploads(storage.whole, f"{storage.folder}/{folder}")
-        return
-    inner = storage.inner if isinstance(storage, Listed) else storage
+    inner, folder = _unwrapped(storage)
     if isinstance(inner, ObjectStorage):
-        abort_uploads(inner.url, f"{inner.folder(folder).root}/", inner.secrets)
+        root = "/".join(filter(None, (inner.root, folder)))
+        abort_uploads(inner.url, root, inner.secrets, is_left)
 
 
 # The storage of a path or URL.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
 from typing import Any
 
 from ._secrets import without_secrets
@@ -25,16 +26,17 @@ _SETTINGS = {
 """obstore's names of settings, without ``aws_``, and botocore's."""
 
 
-def abort_uploads(url: str, prefix: str, config: Mapping[str, Any]) -> int:
-    """Give up the open uploads of objects whose names begin with a prefix, and return how many there were.
+def abort_uploads(url: str, folder: str, config: Mapping[str, Any], is_left: Callable[[str, float], bool]) -> int:
+    """Give up open uploads of objects in a folder, and return how many there were.
 
     Only S3 keeps them for ever, and obstore can't list them, so that botocore does; without it, the log says so once
     for each bucket.
 
     Args:
         url: of the bucket, or of anything in it.
-        prefix: of the objects' names.
+        folder: path of the folder in the bucket.
         config: the store's settings, as obstore names them.
+        is_left: whether an upload may be given up, by the object's name in the folder and the seconds since it began.
     """
     scheme, _, rest = url.partition("://")
     if scheme not in ("s3", "s3a"):
@@ -50,12 +52,19 @@ def abort_uploads(url: str, prefix: str, config: Mapping[str, Any]) -> int:
                 "save: uploads of interrupted saves to %s can't be looked for without botocore: %s", url, fix
             )
         return 0
+    prefix = f"{folder}/" if folder else ""
     known = {_SETTINGS.get(name.lower().removeprefix("aws_")): value for name, value in config.items()}
     given = {name: value for name, value in known.items() if name is not None}
     try:
         client = get_session().create_client("s3", **given)
         pages = client.get_paginator("list_multipart_uploads").paginate(Bucket=bucket, Prefix=prefix)
-        found = [upload for page in pages for upload in page.get("Uploads", ())]
+        now = datetime.now(UTC)
+        found = [
+            upload
+            for page in pages
+            for upload in page.get("Uploads", ())
+            if is_left(upload["Key"].removeprefix(prefix), (now - upload["Initiated"]).total_seconds())
+        ]
         for upload in found:
             client.abort_multipart_upload(Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"])
     except Exception as error:

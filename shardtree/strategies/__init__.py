@@ -49,6 +49,7 @@ from ._save_folders import (
     owned,
     remove_interrupted,
     remove_save,
+    remove_unless_committed,
     save_is_alive,
 )
 from ._traits import METADATA_FILE, FormatTraits, Stamp, is_deciding, stamp

@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 
 from ..errors import CheckpointingException, StorageError
 from ..storage import (
@@ -37,6 +38,14 @@ _OUR_FILE = re.compile(
     r"|\d{5,}-of-\d{5,}(-\d+)?\.[a-z0-9]+"  # a rank's data file, in any format
     r"|owner\.json|\.owner\.json\.[0-9a-f]{16}\.new"
 )
+
+_FIXED_NAME = re.compile(
+    r"(model|model-\d{5,}-of-\d{5,})\.safetensors|__\d+_\d+\.distcp|common\.pt|\.metadata"
+    r"|.*/(c[./])?\d+([./]\d+)*"  # chunks of zarr arrays
+)
+"""Files outside a save's folder that are large enough to be uploaded in parts."""
+
+_NO_UPLOAD_TAKES = 6 * 3600.0  # seconds
 
 
 def is_save_folder(name: str) -> bool:
@@ -124,8 +133,16 @@ def remove_save(storage: Storage, folder: str) -> None:
 
 def remove_interrupted(storage: Storage, folder: str) -> None:
     """Remove what a save has left that was never committed: its files, and uploads that it didn't finish."""
-    abort_open_uploads(storage, folder)
+    abort_open_uploads(storage, partial(_was_left, folder))
     remove_save(storage, folder)
+
+
+def _was_left(folder: str, name: str, age: float) -> bool:
+    """Return whether an open upload is of a save's folder, or of a file that formats with fixed names put beside it."""
+    # Deeper ones may be of another checkpoint, in a folder inside this one, whose save is at it.
+    return name.startswith(f"{folder}/") or (
+        _FIXED_NAME.fullmatch(name) is not None and ("/" not in name or age > _NO_UPLOAD_TAKES)
+    )
 
 
 def save_is_alive(storage: Storage, folder: str) -> bool | None:

@@ -33,7 +33,8 @@ def value_of(storage: Any) -> int | None:
         return None
     target = {"w": st.ShardedTensor.from_rank_offsets("w", torch.zeros(ROWS, 32)), "step": 0}
     found = st.load(target, storage)
-    (value,) = {*found["w"].flatten().tolist(), float(found["step"])}
+    # Files of tensors alone have no step.
+    (value,) = {*found["w"].flatten().tolist(), float(found.get("step", found["w"][0, 0]))}
     return int(value)
 
 
@@ -54,6 +55,15 @@ def convert(_: int) -> None:
     st.convert(place(), place("there"), backend="safetensors")
 
 
+def save_dist(value: int) -> None:
+    """Save in a format whose files have fixed names: what a killed save uploads is in no folder of its own."""
+    st.save(tree(value), place(), ("torch_dist", 1))
+
+
+def convert_hf(_: int) -> None:
+    st.convert(place(), place("there"), backend="huggingface", leave_out=["common"])
+
+
 def remove_first(value: int) -> None:
     """A planted fault: the old save's files go before the new one counts."""
     storage = place()
@@ -63,7 +73,15 @@ def remove_first(value: int) -> None:
     save(value)
 
 
-JOBS = {"save": save, "remove": remove, "save_step": save_step, "convert": convert, "remove_first": remove_first}
+JOBS = {
+    "save": save,
+    "save_dist": save_dist,
+    "remove": remove,
+    "save_step": save_step,
+    "convert": convert,
+    "convert_hf": convert_hf,
+    "remove_first": remove_first,
+}
 
 
 def settings() -> dict[str, str]:

@@ -22,7 +22,7 @@ from ...errors import (
 from ...lazy import LazyTensor
 from ...mapping import ShardedObject, ShardedTensor
 from ...plans import size_text
-from ...storage import Directory, Storage, abort_open_uploads, digest, storage_at
+from ...storage import Directory, Storage, digest, storage_at, takes_late_requests
 from ...strategies import (
     METADATA_FILE,
     Checkpoint,
@@ -32,6 +32,7 @@ from ...strategies import (
     StrategyAction,
     disown,
     owned,
+    remove_unless_committed,
     table_of,
 )
 from ...trees import HOLE
@@ -41,7 +42,7 @@ from .._open import read_fields, recognized
 from ..comparison._compare import MOST_BYTES
 from ..saving._start import look, make_folder, pending_save
 from ._check import Checked, check_written
-from ._journal import Journal, begin_journal, begun_save, forget, has_files, journal_at, remove_others
+from ._journal import Journal, abort_uploads, begin_journal, begun_save, forget, has_files, journal_at, remove_others
 from ._plan import Batch, Cutting, Plan, Transform, plan_conversion
 from ._source import StoredObject
 from ._write import Destination, Turn, rehearse_common, rehearse_tensors, write_batches
@@ -307,17 +308,21 @@ def _written(target: Destination, journal: Journal, plan: Plan) -> tuple[int, bo
             raise AlreadyACheckpoint(
                 error_text(f"convert: {storage.where()!r} already holds a checkpoint", fix="Convert to another folder.")
             )
+        if takes_late_requests(storage):  # there the note, and what was moved, go after the commit
+            disown(storage, save_id)
+            remove_unless_committed(storage, save_id)
         # An earlier call was killed after its commit, or another save has committed since: a comparison decides.
         return len(plan.batches), read_fields(storage, target.strategies).get("save_id") != save_id
     common = {} if plan.common is HOLE else plan.common
     # What the format can't hold should fail now, not after hours of writing.
     rehearse_tensors(target, plan.tensors)
     rehearse_common(target, common)
-    remove_others(journal)
+    if not takes_late_requests(storage):  # else after the commit, which turns away what they may have sent
+        remove_others(journal)
     if save_id is None:
         save_id = _begin(target, journal)
     else:
-        abort_open_uploads(storage, save_id)  # of the call that is gone on with
+        abort_uploads(journal)  # of the call that is gone on with
     try:
         with owned(storage, save_id, durable=target.options.durable):
             return write_batches(target, journal, save_id, plan, common), False

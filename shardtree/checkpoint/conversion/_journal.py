@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import count
+from threading import Lock
 from typing import Any
 
 from ...codec import canonical_json, decode_tree, encode_tree, parse_json
 from ...errors import CheckpointingException
-from ...storage import Buffer, Reader, Storage, abort_open_uploads
+from ...storage import Buffer, Conditional, Entry, Listing, ObjectStorage, Reader, Storage, abort_open_uploads
 from ...strategies import Strategies, table_of
 from ...trees import HOLE, Record
 
@@ -76,14 +78,15 @@ def has_files(journal: Journal) -> bool:
 def announcer(journal: Journal, batch: int) -> Callable[[str], None]:
     """Return a callback that records each file's name before a batch writes it, so that the file can be removed."""
     # Not durable: a lost name leaves at most a file that no index names.
-    numbers, names = count(), list[str]()
+    numbers, names, lock = count(), list[str](), Lock()
 
     def announce(name: str) -> None:
-        part, place = divmod(next(numbers), _NAMES_IN_A_LIST)
-        if not place:
-            names.clear()
-        names.append(name)
-        journal.storage.replace(f"{journal.folder}/{batch:06d}-{part}.files", canonical_json(names), durable=False)
+        with lock:  # files may be written side by side
+            part, place = divmod(next(numbers), _NAMES_IN_A_LIST)
+            if not place:
+                names.clear()
+            names.append(name)
+            journal.storage.replace(f"{journal.folder}/{batch:06d}-{part}.files", canonical_json(names), durable=False)
 
     return announce
 
@@ -159,22 +162,35 @@ def forget(journal: Journal) -> None:
 
 def remove_others(journal: Journal) -> None:
     """Remove orphaned files of other conversions to the same place: their journals, and the files listed there."""
+    keep: set[str] | None = None
     for folder in journal.storage.names():
         if folder.startswith(_PREFIX) and folder != journal.folder:
             other = Journal(journal.storage, folder)
+            keep = {*_announced(journal)} if keep is None else keep
             # They may have names that this conversion writes, and otherwise take up room for good.
-            _remove_files(other)
+            _remove_files(other, keep)
             forget(other)
 
 
-def _remove_files(journal: Journal) -> None:
+def abort_uploads(journal: Journal) -> None:
+    """Give up the uploads that a killed call of this conversion has left open."""
+    names, save_id = {*_announced(journal)}, begun_save(journal)
+    abort_open_uploads(journal.storage, lambda name, _: name in names or name.partition("/")[0] == save_id)
+
+
+def _announced(journal: Journal) -> list[str]:
+    """Return the names of the files that were written, or begun."""
     storage = journal.storage
     lists = [_read_json(storage, f"{journal.folder}/{name}") for name in storage.names(journal.folder)]
-    names = [name for listed in lists if isinstance(listed, list) for name in listed if isinstance(name, str)]
+    return [name for listed in lists if isinstance(listed, list) for name in listed if isinstance(name, str)]
+
+
+def _remove_files(journal: Journal, keep: AbstractSet[str]) -> None:
+    storage = journal.storage
+    names = [name for name in _announced(journal) if name not in keep]
     save_id = begun_save(journal)
     folders = {save_id} if save_id else set()
-    if save_id:
-        abort_open_uploads(storage, save_id)
+    abort_uploads(journal)
     for name in names:
         storage.remove(name)
         *above, _ = name.split("/")
@@ -298,3 +314,41 @@ class RecordingStorage:
     def _announce(self, name: str) -> None:
         if name not in self.lengths:
             self.announce(name)
+
+
+class RecordingObjects(RecordingStorage):
+    """The same around an object store: its commit is conditional, and what it lists is known by one request."""
+
+    __slots__ = ()
+    inner: ObjectStorage
+
+    def replace_if(self, name: str, before: bytes | None, data: bytes) -> bool:
+        """Give a file new content if it has its old content, and record its length."""
+        self._announce(name)
+        is_done = self.inner.replace_if(name, before, data)
+        self.lengths[name] = len(data)
+        return is_done
+
+    def mark(self, name: str, data: bytes) -> bool:
+        """Create a file that isn't part of what is written, and return whether the store honours conditions."""
+        return self.inner.mark(name, data)
+
+    def content(self, name: str, most: int | None = None) -> bytes | None:
+        """Return a file's bytes by one request, None if there is no such file."""
+        return self.inner.content(name, most)
+
+    def entries(self, folder: str = "", *, deep: bool = True) -> dict[str, Entry]:
+        """Return all files in a folder by their names in it."""
+        return self.inner.entries(folder, deep=deep)
+
+    def remove_all(self, names: Sequence[str]) -> None:
+        """Remove files, and record that."""
+        self.inner.remove_all(names)
+        for name in names:
+            self.lengths.pop(name, None)
+
+
+def recording(storage: Storage, announce: Callable[[str], None]) -> RecordingStorage:
+    """Return a wrapper that records the files written through it, and can do what the storage can."""
+    kind = RecordingObjects if isinstance(storage, Conditional) and isinstance(storage, Listing) else RecordingStorage
+    return kind(storage, announce)

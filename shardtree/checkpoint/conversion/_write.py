@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn
 
-from ...errors import StrategyError, TreeError, UnsafeFile, UnsupportedValue, WorldError, error_text
+from ...errors import (
+    CheckpointingException,
+    StrategyError,
+    TreeError,
+    UnsafeFile,
+    UnsupportedValue,
+    WorldError,
+    error_text,
+)
 from ...layouts import ShardColumns, join_columns, shard_columns
 from ...mapping import ShardedObject, ShardedTensor
-from ...storage import MemoryStorage, Storage
+from ...storage import MemoryStorage, Storage, takes_late_requests
 from ...strategies import AsyncRequest, PendingSave, SaveOptions, Strategies, StrategyAction
 from ...trees import HOLE
 from ...world import World
 from .._dispatch import Backends, Choice, strategy_of
 from ..saving._commit import save_request
-from ._journal import Journal, RecordingStorage, announcer, recall, record
+from ._journal import Journal, RecordingStorage, announcer, recall, record, recording, remove_others
 from ._plan import Batch, Plan
 from ._source import StoredObject, expect_tensors
 
@@ -140,6 +149,9 @@ def write_batches(destination: Destination, journal: Journal, save_id: str, plan
         results.append(known)
     first.commit(results)
     first.clean_up()
+    if takes_late_requests(destination.storage):
+        with suppress(CheckpointingException):  # the checkpoint counts by now
+            remove_others(journal)
     for finalize in first.finalize_fns:
         finalize()
     return resumed
@@ -155,7 +167,7 @@ def _request(
     rank: int,
 ) -> tuple[AsyncRequest[Any], RecordingStorage]:
     """Return the request that writes a batch, and the storage that records its files."""
-    noted = RecordingStorage(destination.storage, announcer(journal, rank))
+    noted = recording(destination.storage, announcer(journal, rank))
     pending = PendingSave(noted, save_id, Turn(rank, len(batches)), None, destination.options, columns)
     writes = batches[rank].tensors, tuple(map(_read, batches[rank].objects))
     request = save_request(pending, writes, common, destination.choices, destination.backends, destination.strategies)

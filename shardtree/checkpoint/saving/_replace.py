@@ -25,11 +25,12 @@ from ...strategies import (
     Strategies,
     StrategyAction,
     deciding_files,
+    disown,
     find_strategy,
     is_orphaned,
     is_save_file,
     is_save_folder,
-    remove_save,
+    remove_interrupted,
     stamp,
 )
 from ...world import one_process
@@ -185,6 +186,8 @@ def clean_up(pending: PendingSave, strategies: Strategies | None, *, removes_sav
         return  # nothing is ever written beside an object and then moved to its place
     # Never a failure of the save: the checkpoint counts by now.
     with _logging_failure(storage):
+        if isinstance(storage, Conditional):
+            disown(storage, pending.save_id)  # the note stays until after the commit there
         # By the storage's clock, the time of this commit: this machine's clock may differ by more than an hour.
         changes = (changed for *_, changed in stamp(storage, deciding_files(strategies)))
         before = max(changes, default=0.0) - pending.options.stale_after
@@ -192,7 +195,7 @@ def clean_up(pending: PendingSave, strategies: Strategies | None, *, removes_sav
         for name in storage.names():
             if is_save_folder(name):
                 if not removes_saves and name != pending.save_id and is_orphaned(storage, name, before=before):
-                    remove_save(storage, name)
+                    remove_interrupted(storage, name)
             elif is_temporary(name) and (storage.changed(name) or 0.0) < before:
                 storage.remove(name)
 
