@@ -6,4 +6,5 @@ from ._dtensors import DTensorParts, Placement
 from ._encode import encode_archive
 from ._payload import TensorPlace, archive_head, archive_length, archive_records, archive_tail, tensor_place
 from ._records import add_record, find_record
+from ._streamed import StreamedTensor, streamed_archive
 from ._zip import Record

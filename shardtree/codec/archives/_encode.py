@@ -166,7 +166,7 @@ def encode_archive(value: Any, *, allow_pickle: bool = False) -> bytes:
         {'step': 7, 'betas': (0.9, 0.95)}
     """
     classes: set[type] = set()
-    plain = _plain_copy(value, (), (), allow_pickle, classes)
+    plain = plain_copy(value, (), (), allow_pickle, classes)
     file = BytesIO()
     try:
         save_named(plain, file) if Record in classes else torch.save(plain, file)
@@ -182,17 +182,24 @@ def encode_archive(value: Any, *, allow_pickle: bool = False) -> bytes:
     return data
 
 
-def _plain_copy(value: Any, path: TreePath, parents: tuple[Any, ...], allow_pickle: bool, classes: set[type]) -> Any:
+def plain_copy(
+    value: Any,
+    path: TreePath,
+    parents: tuple[Any, ...],
+    allow_pickle: bool,
+    classes: set[type],
+    leaves: frozenset[type] = LEAVES,
+) -> Any:
     """Return a plain copy of a value for pickling; `parents` are the values that contain it, outermost first."""
     if len(parents) > MAX_DEPTH:
         what = f"encode_archive: more than {MAX_DEPTH} deep, or a value that contains itself"
         raise TreeError(error_text(f"{what}, at {render_path(path_to(path))}", fix="Flatten it, and break cycles."))
     kind = type(value)
-    if kind in LEAVES:
+    if kind in leaves:
         return value
 
     def child(inner: Any, *steps: Any) -> Any:
-        return _plain_copy(inner, path + steps, (*parents, value), allow_pickle, classes)
+        return plain_copy(inner, path + steps, (*parents, value), allow_pickle, classes, leaves)
 
     rebuild = REBUILDS.get(kind)
     plain = _record(value, child, classes) if rebuild is None else rebuild(value, child)

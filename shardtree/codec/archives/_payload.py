@@ -273,7 +273,7 @@ def archive_tail(dtype: torch.dtype, shape: Sequence[int], crc32: int) -> bytes:
     out = bytearray(descriptor(records[-1]))
     start = len(head) + nbytes
     append(out, start, records, "version", b"3\n")
-    append(out, start, records, ".data/serialization_id", _serialization_id(records))
+    append(out, start, records, ".data/serialization_id", serialization_id(records))
     return bytes(out + directory(records, start + len(out)))
 
 
@@ -326,7 +326,7 @@ def _pickle(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
     return write_pickle(Reduced(Global("torch._utils", "_rebuild_tensor_v3"), typed), protocol=2)
 
 
-def _serialization_id(records: Sequence[WrittenRecord]) -> bytes:
+def serialization_id(records: Sequence[WrittenRecord]) -> bytes:
     """Return the id of an archive: torch's hash of the records' names, then one of their CRC32s."""
     seed = 0
     for record in records:

@@ -1,0 +1,236 @@
+"""DeepSpeed's Universal Checkpoint, written from a checkpoint of any format, without DeepSpeed."""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any, Literal
+
+import torch
+
+from ..checkpoint import OpenCheckpoint, is_checkpoint
+from ..codec.archives import StreamedTensor, streamed_archive
+from ..errors import AlreadyACheckpoint, KeyMismatch, UnsupportedValue, error_text
+from ..lazy import LazyTensor
+from ..mapping import ShardedTensor
+from ..storage import Directory, Storage, storage_at, tensor_buffers
+
+__all__ = ["save_universal"]
+
+_STATE = re.compile(r"optimizer\.state\.(?P<state>[^.]+)\.(?P<parameter>.+)", re.DOTALL)
+_MASTER, _STEP = "param", "step"
+
+_MODEL_FIELDS: dict[str, Any] = {
+    # What DeepSpeed asks of a model file when it loads one; the common state has them where DeepSpeed saved it.
+    **dict.fromkeys(("optimizer", "lr_scheduler", "data_sampler", "random_ltd")),
+    **dict.fromkeys(("frozen_param_shapes", "frozen_param_fragments")),
+    "buffer_names": [],
+    "shared_params": {},
+    "ds_config": {},
+    **dict.fromkeys(("global_steps", "global_samples", "skipped_steps"), 0),
+    **dict.fromkeys(("dp_world_size", "mp_world_size"), 1),
+    "ds_version": "0.19.8",
+}
+
+
+def save_universal(
+    checkpoint: OpenCheckpoint,
+    folder: Directory,
+    *,
+    tag: str = "universal",
+    stage: Literal[1, 2, 3] = 1,
+    parameter_groups: Sequence[Sequence[str]] | None = None,
+    common: Mapping[str, Any] | None = None,
+    leave_out: Sequence[str] = (),
+    durable: bool = True,
+    progress: Callable[[int], None] | None = None,
+) -> None:
+    """Write a checkpoint's model and optimizer states as DeepSpeed's `ds_to_universal` does; not collective.
+
+    Tensors are read and written a few MiB at a time. `latest_universal` comes last: until then there is no checkpoint.
+
+    Args:
+        checkpoint: of any format, opened; states are `optimizer.state.<state>.<parameter>`, the master is `param`. A
+            parameter without one gets its weight, in float32.
+        folder: becomes the root, for DeepSpeed's `load_checkpoint` with `load_universal`.
+        tag: the name of the checkpoint's own folder in it.
+        stage: of ZeRO, that of the job that will load it: DeepSpeed looks for a model file of another name under 3.
+        parameter_groups: names of the trained parameters by the optimizer's groups, where there are several.
+        common: beside the model, in place of the checkpoint's common state: a dict, in which `optimizer` has
+            `param_groups` alone. What DeepSpeed's model file needs and isn't in it gets a default.
+        leave_out: patterns of keys that aren't written. Anything else that has no place there is an error.
+        durable: whether all is on the medium before the checkpoint counts.
+        progress: called with the bytes that were written since the last call.
+
+    Raises:
+        AlreadyACheckpoint: the folder has one.
+        KeyMismatch: a state's parameter isn't there, or something has no place in a Universal Checkpoint.
+        UnsupportedValue: a name can't be that of a folder, or the common state can't be stored.
+
+    Examples:
+        >>> import tempfile, torch, shardtree as st
+        >>> source, root = tempfile.mkdtemp(), tempfile.mkdtemp()
+        >>> tree = {"w": torch.ones(2), "optimizer.state.exp_avg.w": torch.zeros(2)}
+        >>> shards = {key: st.ShardedTensor.from_rank_offsets(key, tensor) for key, tensor in tree.items()}
+        >>> st.save({**shards, "optimizer": {"param_groups": [{"lr": 0.1, "step": 3}]}}, source)
+        >>> save_universal(st.open_checkpoint(source), root)
+        >>> [key for key in st.open_checkpoint(root) if "state" in key]  # doctest: +NORMALIZE_WHITESPACE
+        ['optimizer.state.exp_avg.w', 'optimizer.state.param.w', 'optimizer.state.step.w']
+
+    References:
+        deepspeed.checkpoint.ds_to_universal, DeepSpeed 0.19.8.
+    """
+    storage = storage_at(folder)
+    if is_checkpoint(storage):
+        what = f"save_universal: {storage.where()!r} already holds a checkpoint"
+        raise AlreadyACheckpoint(error_text(what, fix="Write to another folder."))
+    parts = _parts(checkpoint, leave_out)
+    _check_names([tag, *parts.weights])
+    rest = checkpoint.common() if common is None else common
+    model, optimizer = _fields(checkpoint, rest, parts, parameter_groups)
+    write = partial(_write, storage, durable, progress or (lambda _: None))
+    _make_folder(storage, f"{tag}/zero", durable)
+    groups = optimizer["param_groups"]
+    for name in parts.weights:
+        _make_folder(storage, f"{tag}/zero/{name}", durable)
+        for file, value in _state_files(checkpoint, parts, name, groups):
+            write(f"{tag}/zero/{name}/{file}.pt", value)
+    # Twice, since DeepSpeed's ZeRO-3 looks for the groups and one step elsewhere than ZeRO-1 and 2.
+    step = next((_step(checkpoint, parts, name, groups) for name in parts.states), None)
+    inner = {"state": {} if step is None else {0: {_STEP: step}}, "param_groups": groups}
+    write(f"{tag}/zero/optimizer_state.pt", {**optimizer, "optimizer_state_dict": inner})
+    module: OrderedDict[str, Any] = OrderedDict((name, _streamed(checkpoint, name)) for name in parts.weights)
+    module.update(model.pop("module", {}))
+    prefix = "zero_pp_rank_0_" if stage == 3 else ""
+    write(f"{tag}/{prefix}mp_rank_00_model_states.pt", {"module": module, **model})
+    storage.replace("latest_universal", tag.encode(), durable=durable)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Parts:
+    """What is written of a checkpoint.
+
+    Attributes:
+        weights: the model's tensors.
+        states: the names of the states of each trained parameter.
+    """
+
+    weights: list[str]
+    states: dict[str, list[str]] = field(default_factory=dict)
+
+
+def _shapes(checkpoint: OpenCheckpoint, names: Sequence[str]) -> OrderedDict[str, torch.Size]:
+    return OrderedDict((name, torch.Size(_tensor(checkpoint, name).global_shape)) for name in names)
+
+
+def _tensor(checkpoint: OpenCheckpoint, key: str) -> ShardedTensor:
+    shard = checkpoint.metadata[key]
+    assert isinstance(shard, ShardedTensor)
+    return shard
+
+
+def _parts(checkpoint: OpenCheckpoint, leave_out: Sequence[str]) -> _Parts:
+    kept = [key for key in checkpoint if not any(fnmatchcase(key, pattern) for pattern in leave_out)]
+    states: dict[str, list[str]] = {}
+    weights, homeless = [], []
+    for key in kept:
+        found = _STATE.fullmatch(key)
+        if not isinstance(checkpoint.metadata[key], ShardedTensor) or (not found and key.startswith("optimizer.")):
+            homeless.append(f"{key!r}: not a tensor of the model, nor a parameter's state")
+        elif found:
+            states.setdefault(found["parameter"], []).append(found["state"])
+        else:
+            weights.append(key)
+    homeless += [f"'optimizer.state.*.{name}': there is no {name!r}" for name in states.keys() - set(weights)]
+    if homeless:
+        what = f"save_universal: what {checkpoint.checkpoint.storage.where()!r} holds has no place there"
+        raise KeyMismatch(error_text(what, offenders=sorted(homeless), fix="Name it in leave_out."))
+    return _Parts(weights, states)
+
+
+def _check_names(names: Sequence[str]) -> None:
+    unfit = ("", ".", "..", "optimizer_state.pt")
+    wrong = [repr(name) for name in names if "/" in name or "\\" in name or name in unfit]
+    if wrong:
+        what = "save_universal: each parameter is a folder, and these names can't be one"
+        raise UnsupportedValue(error_text(what, offenders=wrong, fix="Convert the checkpoint to other names first."))
+
+
+def _fields(
+    checkpoint: OpenCheckpoint, common: Any, parts: _Parts, parameter_groups: Sequence[Sequence[str]] | None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what the model file holds beside tensors, and what the optimizer's file does."""
+    optimizer = common.get("optimizer", {}) if isinstance(common, Mapping) else None
+    if not isinstance(optimizer, Mapping) or optimizer.keys() - {"param_groups"}:
+        found = "no dict" if optimizer is None else f"'optimizer' with {', '.join(map(repr, optimizer))}"
+        fix = "Pass common= with what is to be written."
+        expected = "a dict, with 'param_groups' alone in 'optimizer'"
+        raise UnsupportedValue(error_text("save_universal: the common state", found=found, expected=expected, fix=fix))
+    groups = [dict(group) for group in optimizer.get("param_groups", ())]
+    names = [list(parts.states)] if parameter_groups is None else [list(group) for group in parameter_groups]
+    if sorted(name for group in names for name in group) != sorted(parts.states):
+        expected = f"each of the {len(parts.states)} trained parameters once"
+        raise KeyMismatch(error_text("save_universal: parameter_groups", expected=expected))
+    model = {**_MODEL_FIELDS, **{key: value for key, value in common.items() if key != "optimizer"}}
+    numbered = [{**group, "params": [number]} for number, group in enumerate(groups)]
+    shapes = [_shapes(checkpoint, group) for group in names]
+    return model | {"param_shapes": shapes}, {"param_groups": numbered, "ds_version": model["ds_version"]}
+
+
+def _state_files(
+    checkpoint: OpenCheckpoint, parts: _Parts, name: str, groups: Sequence[Mapping[str, Any]]
+) -> Iterator[tuple[str, Any]]:
+    """Yield the files of a tensor's folder, by name without its end."""
+    states = parts.states.get(name)
+    if states is None:  # a buffer, a frozen parameter, a tied name: its values as float32, as ds_to_universal has them
+        if not _tensor(checkpoint, name).dtype.is_complex:
+            yield "fp32", {"param": _streamed(checkpoint, name, torch.float32)}
+        return
+    master = f"optimizer.state.{_MASTER}.{name}" if _MASTER in states else name
+    yield "fp32", {"param": _streamed(checkpoint, master, torch.float32), "cat_dim": 0}
+    for state in states:
+        key = f"optimizer.state.{state}.{name}"
+        if state not in (_STEP, _MASTER):
+            yield state, {"param": _streamed(checkpoint, key), "cat_dim": 0}
+    step = _step(checkpoint, parts, name, groups)
+    if step is not None:
+        yield _STEP, step
+
+
+def _step(
+    checkpoint: OpenCheckpoint, parts: _Parts, name: str, groups: Sequence[Mapping[str, Any]]
+) -> torch.Tensor | None:
+    """Return a parameter's step, or the one of all groups, as Megatron-Core has it."""
+    if _STEP in parts.states[name]:
+        return _lazy(checkpoint, f"optimizer.state.{_STEP}.{name}").read()
+    steps = {float(group["step"]) for group in groups if "step" in group}
+    return torch.tensor(steps.pop()) if len(steps) == 1 else None
+
+
+def _lazy(checkpoint: OpenCheckpoint, key: str) -> LazyTensor:
+    data: LazyTensor = checkpoint[key].data
+    return data
+
+
+def _streamed(checkpoint: OpenCheckpoint, key: str, dtype: torch.dtype | None = None) -> StreamedTensor:
+    data = _lazy(checkpoint, key)
+    wanted = data if dtype is None else data.to(dtype)
+    return StreamedTensor(wanted.dtype, tuple(wanted.shape), partial(tensor_buffers, wanted))
+
+
+def _write(storage: Storage, durable: bool, progress: Callable[[int], None], name: str, value: Any) -> None:
+    def counted() -> Iterator[memoryview]:
+        for buffer in streamed_archive(value):
+            yield buffer
+            progress(buffer.nbytes)
+
+    storage.remove(name)  # of a call that was cut off
+    storage.write(name, counted(), durable=durable)
+
+
+def _make_folder(storage: Storage, name: str, durable: bool) -> None:
+    storage.make_folder(name, durable=durable)
