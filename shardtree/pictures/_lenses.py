@@ -169,7 +169,7 @@ def _stream(
     held = f"{printable(helds[run.held].name)} [{run.start}:{run.start + run.rows}]"
     label = f"{run.start}:{run.start + run.rows}"
     if run.target is None:
-        return Stream(run.held, run.start, run.rows, -1, 0, "none", f"{held} isn't stored", label)
+        return Stream(run.held, run.start, run.rows, -1, 0, "none", f"{held} isn't stored", f"{label}, not stored")
     to = number[run.target]
     span = f"{run.to_start}:{run.to_start + run.rows}"
     name = printable(names[to])

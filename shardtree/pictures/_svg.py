@@ -153,7 +153,8 @@ def _plane(plane: Plane, beside: int) -> _Drawn:
     # What no cell covers is empty; cells that are empty themselves are told apart by gaps.
     is_covered = any(cell.tone == "none" for cell in plane.cells)
     parts.append(_rect("back" if is_covered else "none", left, y, width, height, ""))
-    parts += (_cell(cell, left, y, width, height) for cell in plane.cells)
+    levels = _levels(plane, width)
+    parts += (_cell(cell, left, y, width, height, levels) for cell in plane.cells)
     y += height
     if plane.caption:
         parts.append(_text(left, y + 16, plane.caption, width, "dim", _LABEL))
@@ -184,19 +185,35 @@ def _above(plane: Plane, left: float, width: float) -> tuple[list[str], float]:
     return parts, y
 
 
-def _cell(cell: Cell, x: float, y: float, width: float, height: float) -> str:
+def _levels(plane: Plane, width: float) -> dict[float, int]:
+    """Return, for each width of cells, how many of their labels are left out: cells that are alike are labelled alike.
+
+    Among cells of one width, "rank 9" may fit and "rank 10" not: then all have numbers.
+    """
+    levels: dict[float, int] = {}
+    for cell in plane.cells:
+        wide = round((cell.right - cell.left) * width, 2)
+        label = first_fitting(cell.labels, wide - 6.5, partial(text_width, size=_LABEL))
+        if label:
+            levels[wide] = max(levels.get(wide, 0), cell.labels.index(label))
+    return levels
+
+
+def _cell(cell: Cell, x: float, y: float, width: float, height: float, levels: dict[float, int]) -> str:
     left, top, right, bottom = cell.left * width, cell.top * height, cell.right * width, cell.bottom * height
     # A gap between neighbours, unless it would take most of a thin one.
     wide, high = right - left, bottom - top
     gap, gap_down = min(1.5, wide / 4), min(1.5, high / 4)
     rect = _rect(cell.tone, x + left, y + top, wide - gap, high - gap_down, cell.title)
-    return rect + _label(cell, x + left, y + top, wide - gap, high - gap_down)
+    # What has fewer labels than its neighbours keeps the last one.
+    labels = cell.labels[min(levels.get(round(wide, 2), 0), max(len(cell.labels) - 1, 0)) :]
+    return rect + _label(cell, labels, x + left, y + top, wide - gap, high - gap_down)
 
 
-def _label(cell: Cell, x: float, y: float, width: float, height: float) -> str:
+def _label(cell: Cell, labels: tuple[str, ...], x: float, y: float, width: float, height: float) -> str:
     if height < 11:
         return ""
-    label = first_fitting(cell.labels, width - 5, partial(text_width, size=_LABEL))
+    label = first_fitting(labels, width - 5, partial(text_width, size=_LABEL))
     style = " ".join(filter(None, ["mid", label_class(cell.tone)]))
     if not label:
         return ""
