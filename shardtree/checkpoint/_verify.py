@@ -104,12 +104,14 @@ def _findings(directory: Directory, options: LoadOptions, strategies: Strategies
 
 
 def _metadata(checkpoint: Checkpoint) -> tuple[Unchecked, ...]:
-    """Return metadata.json where it has no hash of itself; one that has was checked when it was opened."""
+    """Return metadata.json where it has no hash; one that has a hash was checked when it was opened."""
     length = checkpoint.storage.length(METADATA_FILE)
     if length is None or is_of_others(checkpoint.storage.read(METADATA_FILE)):
         return ()
     checkpoint.options.progress(length)
-    return () if "digest" in checkpoint.fields else (Unchecked(METADATA_FILE, "it has no hash of itself", length),)
+    if "digest" in checkpoint.fields:
+        return ()
+    return (Unchecked(METADATA_FILE, "metadata.json has no hash in this format", length),)
 
 
 def _warn(unchecked: Iterable[Unchecked]) -> None:

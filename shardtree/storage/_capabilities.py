@@ -36,7 +36,7 @@ class Ranged(Protocol):
 
 @runtime_checkable
 class Listing(Protocol):
-    """A storage that tells and removes many files by one request."""
+    """A storage that lists and removes many files by one request."""
 
     def content(self, name: str, most: int | None = None) -> bytes | None:
         """Return a file's bytes by one request, None if there is no such file.

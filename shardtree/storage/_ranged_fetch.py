@@ -210,7 +210,7 @@ def _copy(request: Request, data: Buffer, views: Sequence[Buffer], memories: Seq
 
 
 class _Budget:
-    """Bytes that may be on their way at a time, in all loads of a process."""
+    """Bytes that may be in flight at a time, in all loads of a process."""
 
     def __init__(self, most: int) -> None:
         self._left, self._most, self._changed = most, most, threading.Condition()

@@ -14,7 +14,7 @@ from ._blocks import BLOCK_BYTES
 from ._strided import cut, last_byte, split_pieces
 
 _GAP_BYTES = 1024 * 1024
-"""Bytes that nobody wants are fetched too if there are fewer of them in a row: a request costs more than they do."""
+"""Unused bytes are fetched too if there are fewer of them in a row: a request costs more than they do."""
 
 REQUEST_BYTES = 8 * 1024 * 1024
 """Requests end at multiples of this, where blocks end, so that two of them don't fetch the same bytes; pieces that lie

@@ -172,7 +172,7 @@ def is_surely_orphaned(storage: Storage, folder: str, *, before: float) -> bool:
     """Return whether a save was interrupted, and no request of it can still arrive; arguments as of `is_orphaned`.
 
     What a killed process has sent, an object store may carry out later: the request that commits, too. After a later
-    commit it refuses that one; whoever removes files without committing has to wait.
+    commit it refuses that one; a removal without a commit has to wait.
     """
     if takes_late_requests(storage) and newest_change(storage, folder) >= before:
         return False

@@ -320,7 +320,7 @@ class AsyncRequest(Generic[T]):
             else:
                 self.abandon()
             raise
-        # No phase of its own: the checkpoint counts by now, so nobody waits while rank 0 removes what it replaced.
+        # No phase of its own: the checkpoint counts by now, so no rank waits while rank 0 removes what it replaced.
         if not self.finalize_fns:
             self.clean_up()
             return fields

@@ -83,7 +83,7 @@ def padding_like(data: Any, shape: Sequence[int], fill: float) -> Any:
     if not isinstance(data, LazyTensor):
         return full_data(shape, data.dtype, data.device, fill)
     full_data((1,), data.dtype, "cpu", fill)  # what doesn't fit is refused now, not when it is read
-    # The number is in the name: a conversion tells by it what it is made of.
+    # The number is in the name: a conversion is recognised by it.
     return stored(
         lambda _, box: full_data(box, data.dtype, "cpu", fill), shape, data.dtype, name=f"padding of {fill!r}"
     )

@@ -13,7 +13,7 @@ from . import _files as _file_cases
 from ._report import Broken, Refused, RefusedCase, StrategyReport, failure_reason, failure_text
 from ._subject import Case, Promise, Subject, Writer, raising
 
-# Plain named cases first, Hypothesis last: it finds what nobody thought of, but that flat ranges, replicas and empty
+# Plain named cases first, Hypothesis last: it finds unexpected cases, but that flat ranges, replicas and empty
 # shards are where formats break is known. Named cases run in the same order each time, fail with a name, and need no
 # shrinking.
 _PROMISES: tuple[Promise, ...] = (
@@ -138,7 +138,7 @@ def _run_cases(promise: Promise, subject: Subject) -> tuple[Broken | None, list[
         try:
             case.check()
         except Refused as error:
-            # Reported rather than passed over, so that nobody believes that the format keeps what it refused.
+            # Reported rather than passed over, since the format doesn't keep what it refused.
             if not case.required:
                 refused.append(RefusedCase(promise.name, case.name, str(error)))
                 continue
