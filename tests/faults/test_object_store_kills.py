@@ -98,8 +98,8 @@ def then_it_is_whole(server: Server, job: str) -> None:
         with suppress(st.errors.AlreadyACheckpoint):  # the commit had taken effect
             jobs.JOBS[job](2)
         assert state(job) == MAY_BE[job][-1]
-    # Of a save that can't be replaced, and was killed right after its commit, nobody removes the note.
-    notes = (".convert-",) if job == "save_dist" else (".convert-", "owner.json")
+    # Where a save was killed right after its commit and isn't replaced, its note stays: nothing minds it.
+    notes = (".convert-",) if job in ("save_dist", "save_step") else (".convert-", "owner.json")
     assert not any(note in name for name in server.store.objects for note in notes)
     assert job != "convert_hf" or sum("/there/" in name for name in server.store.objects) == 1
     assert server.store.uploads == {}
