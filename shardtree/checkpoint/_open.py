@@ -331,12 +331,12 @@ def open_together(
         NotACheckpoint: there is none.
         CorruptCheckpoint: metadata.json isn't what was written.
     """
-    alone = partial(look, directory, world, options, strategies)
+    alone = partial(open_alone, directory, world, options, strategies)
     found, fields = share(world, "load: open", alone, attrgetter("fields"), steps=OPEN_STEPS)
     return with_fields(found, fields[0], strategies)
 
 
-def look(directory: Directory, world: World, options: LoadOptions, strategies: Strategies | None) -> Checkpoint:
+def open_alone(directory: Directory, world: World, options: LoadOptions, strategies: Strategies | None) -> Checkpoint:
     """Return a checkpoint as this rank sees it before ranks exchange anything; its steps are `OPEN_STEPS`.
 
     Only rank 0 reads the fields, for all ranks: on network storage, others may see the latest change later.

@@ -18,6 +18,7 @@ from shardtree.errors import (
     CheckpointingException,
     IntegrityError,
     RemoteError,
+    StrategyError,
     TreeError,
     UnsafeFile,
     UnsupportedValue,
@@ -481,3 +482,21 @@ def test_a_request_that_is_given_up_leaves_its_callers_folder(tmp_path):
     (tmp_path / "step").mkdir(exist_ok=True)  # nothing to make, and counted on from now on
     queue.close(abort=True)
     assert list((tmp_path / "step").iterdir()) == []
+
+
+def test_a_strategy_that_returns_no_request_is_refused():
+    for returned in (None, [], lambda: None):
+        folder = MemoryStorage()
+        with pytest.raises(StrategyError, match="expected an AsyncRequest"):
+            st.save({"w": shard()}, folder, lambda pending, shards, what=returned: what)
+        assert not st.is_checkpoint(folder)
+
+
+def test_a_commit_that_returns_no_fields_is_refused():
+    def save_nothing(pending, shards):
+        return st.AsyncRequest(pending.world, lambda: None, lambda written: None)
+
+    folder = MemoryStorage()
+    with pytest.raises(StrategyError, match=r"a commit returns[\s\S]*found NoneType"):
+        st.save({"w": shard()}, folder, save_nothing)
+    assert not st.is_checkpoint(folder)

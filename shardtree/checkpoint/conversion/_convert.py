@@ -40,7 +40,7 @@ from .._dispatch import Backends, backends_of
 from .._lazy_tree import OpenCheckpoint, open_checkpoint
 from .._open import read_fields, recognized
 from ..comparison._compare import MOST_BYTES
-from ..saving._start import look, make_folder, pending_save
+from ..saving._start import inspect_folder, make_folder, pending_save
 from ._check import Checked, check_written
 from ._journal import Journal, abort_uploads, begin_journal, begun_save, forget, has_files, journal_at, remove_others
 from ._plan import Batch, Cutting, Plan, Transform, plan_conversion
@@ -337,7 +337,7 @@ def _written(target: Destination, journal: Journal, plan: Plan) -> tuple[int, bo
 
 def _begin(target: Destination, journal: Journal) -> str:
     """Make the folder and the journal of a new conversion, and return the name of its save."""
-    start = look(target.storage, target.backends, target.strategies, overwrite=False)
+    start = inspect_folder(target.storage, target.backends, target.strategies, overwrite=False)
     pending = pending_save(start, target.storage, Turn(0, 1), target.options)
     make_folder(pending, target.backends, target.strategies)
     if "folder" in pending.memo:

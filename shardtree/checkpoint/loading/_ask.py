@@ -17,7 +17,7 @@ from ...strategies import Checkpoint, LoadOptions, Resolution, Strategies, Strat
 from ...world import World, agree, gather, share, step
 from .._consistency import Description, KnownLayout, check_together, describe, known_layout
 from .._dispatch import Choice, sharded_backend
-from .._open import OPEN_STEPS, Fields, Metadata, load_common, look, sharded_metadata, stored_keys, with_fields
+from .._open import OPEN_STEPS, Fields, Metadata, load_common, open_alone, sharded_metadata, stored_keys, with_fields
 from ._checks import Keys, Kinds, ObjectsFit, check_rank, check_target, named_unexpected
 from ._read import DESTINATION_STEPS, Destination, Reading, destination_of
 from ._strict import (
@@ -134,7 +134,7 @@ def ask(world: World, directory: Directory, request: LoadRequest) -> tuple[Local
     """
 
     def alone() -> LocalLoad:
-        checkpoint = look(directory, world, request.options, request.choices[2])
+        checkpoint = open_alone(directory, world, request.options, request.choices[2])
         with step("load: options"):
             mode, device = parse_strict(request.strict), usable_device(request.device)
         with step("load: prepare"):
@@ -161,7 +161,7 @@ def matched_target(request: LoadRequest, rank: int, ranks: int) -> tuple[Target,
 
 
 def resolve(world: World, request: LoadRequest, local: LocalLoad) -> None:
-    """Find out, together, what the format's metadata doesn't say; collective for formats that need it alone.
+    """Find out what the format's metadata doesn't say; collective, and only for formats that need it.
 
     Args:
         world: who loads together.
@@ -175,13 +175,13 @@ def resolve(world: World, request: LoadRequest, local: LocalLoad) -> None:
     if row is None:
         return
 
-    def look_for() -> Resolution | None:
+    def unresolved() -> Resolution | None:
         # A mode that compares keys lists all that is stored.
         listed = local.mode is not StrictHandling.ASSUME_OK_UNEXPECTED
         keys = {shard.key for shard in local.target.tensors}
         return None if callable(sharded) else row(local.checkpoint, keys, listed)
 
-    resolution, needed = share(world, "load: look for states", look_for, lambda found: found is not None)
+    resolution, needed = share(world, "load: needs resolving", unresolved, lambda found: found is not None)
     ranks = [rank for rank, needs in enumerate(needed) if needs]
     if not ranks:
         return
@@ -189,13 +189,13 @@ def resolve(world: World, request: LoadRequest, local: LocalLoad) -> None:
     def find() -> Any:
         return None if resolution is None else resolution.find(ranks.index(world.rank), len(ranks))
 
-    found = gather(world, "load: find states", find)
+    found = gather(world, "load: resolve", find)
 
     def keep() -> Mapping[str, Any]:
         return {} if resolution is None else resolution.keep([found[rank] for rank in ranks])
 
     # A phase of its own: what raises here does so before a given tensor is written, on all ranks.
-    local.checkpoint.memo.update(agree(world, "load: states", keep))
+    local.checkpoint.memo.update(agree(world, "load: keep what was resolved", keep))
 
 
 def compare_keys(world: World, request: LoadRequest, local: LocalLoad) -> tuple[set[str], set[str]]:

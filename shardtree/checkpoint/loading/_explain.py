@@ -333,12 +333,20 @@ def explain(
         rank  shards  objects  asked for  read  over-read  pieces  files
            0       1        0        0 B   0 B       1.00       0      0
     """
-    options = LoadOptions() if options is None else options
-    checkpoint = open_at(checkpoint_dir, one_process(), options, strategies)
-    choices = (sharded_strategy, common_strategy, strategies)
-    checked_alone = (layout, strict, validate_access_integrity, cast, donate, device)
-    request = LoadRequest(None, choices, *checked_alone, options)
-    return explanation(checkpoint, request, [sharded_state_dict])
+    return explain_ranks(
+        [sharded_state_dict],
+        checkpoint_dir,
+        sharded_strategy,
+        common_strategy,
+        validate_access_integrity,
+        strict,
+        donate=donate,
+        device=device,
+        cast=cast,
+        layout=layout,
+        strategies=strategies,
+        options=options,
+    )
 
 
 def explain_ranks(
@@ -365,15 +373,6 @@ def explain_ranks(
         sharded_state_dicts: each rank's target, by rank.
         checkpoint_dir: where the checkpoint is.
         sharded_strategy: this and all that follow are as in `explain`, and the same for all ranks.
-        common_strategy: see `explain`.
-        validate_access_integrity: see `explain`.
-        strict: see `explain`.
-        donate: see `explain`.
-        device: see `explain`.
-        cast: see `explain`.
-        layout: see `explain`.
-        strategies: see `explain`.
-        options: see `explain`.
 
     Returns:
         The explanation, with what each rank would read from storage.
@@ -394,6 +393,8 @@ def explain_ranks(
     options = LoadOptions() if options is None else options
     checkpoint = open_at(checkpoint_dir, one_process(), options, strategies)
     choices = (sharded_strategy, common_strategy, strategies)
-    checked_alone = (layout, strict, validate_access_integrity, cast, donate, device)
-    request = LoadRequest(None, choices, *checked_alone, options)
+    validate = validate_access_integrity
+    request = LoadRequest(
+        None, choices, layout, strict, validate=validate, cast=cast, donate=donate, device=device, options=options
+    )
     return explanation(checkpoint, request, sharded_state_dicts)

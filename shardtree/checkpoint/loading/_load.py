@@ -100,18 +100,18 @@ def load(
     strategies: Strategies | None = None,
     options: LoadOptions | None = None,
 ) -> Any:
-    """Return the stored common state joined by the loaded target; every rank of the world calls it with its own target.
+    """Return the stored common state merged with the loaded target; every rank calls it with its own target.
 
-    Only the bytes that the target asks for are read. Plain values in the target are ignored. Every container of the
-    target stands in the result, as `trees.join` says. Stored lists, tuples and records whose shards the target doesn't
+    Only the bytes that the target asks for are read. Plain values in the target are ignored. The result keeps all
+    containers of the target, as `trees.join` says. Stored lists, tuples and records whose shards the target doesn't
     ask for are left out; the report and ``strict="raise_all"`` name the plain values that go with them. The steps:
 
     1. Open: rank 0 reads metadata.json.
-    2. Ask: ranks take their targets apart and exchange descriptions of them. One collective, with step 1, and one to
+    2. Ask: ranks take their targets apart and exchange descriptions of them. One collective, with step 1, and one or
        three more for a format whose metadata doesn't say it all.
-    3. Compare keys, where `strict` asks for it. Usually no collective.
+    3. Compare keys, where `strict` asks for it: one or two collectives, in the default mode none.
     4. Check: targets fit together and what is stored; make memory. One collective; nothing was read or changed before.
-    5. Read: only what is asked for, each rank for itself or one for several. One collective.
+    5. Read: only what is asked for. One collective; more where one rank reads for several.
     6. Put together: loaded leaves join the common state, factories merge. One collective.
 
     Args:
@@ -127,7 +127,7 @@ def load(
         donate: whether the target's tensors are given away: they are filled in place and returned. If the
             load fails, their content is lost.
         cast: whether what is stored in another dtype than the target's is converted, as `torch.Tensor.to` does; a
-            fraction, an imaginary part or an integer that doesn't fit is an error. Without, another dtype is one.
+            fraction, an imaginary part or an integer that doesn't fit is an error. If False, another dtype is an error.
         device: where a tensor is put whose target has no memory, since its data is None, a meta or a lazy tensor; the
             CPU by default. Ranks may pass different devices.
         layout: the tensor shards that all ranks ask for, as every rank computed them by itself from a mesh and specs,
@@ -150,7 +150,8 @@ def load(
             same on all.
         CorruptCheckpoint: stored bytes aren't what was saved.
         UnsafeFile: it holds pickled values, and `allow_pickle` isn't given.
-        RemoteError: on every rank where one of several failed; also of the class above that the failures share.
+        RemoteError: on every rank, if one of several failed; also an instance of the class above that all failures
+            share.
 
     Examples:
         >>> import tempfile, torch, shardtree as st
@@ -166,8 +167,18 @@ def load(
     ranks = current_world(world)
     options = LoadOptions() if options is None else options
     choices = (sharded_strategy, common_strategy, strategies)
-    checked_alone = (layout, strict, validate_access_integrity, cast, donate, device)
-    request = LoadRequest(sharded_state_dict, choices, *checked_alone, options)
+    validate = validate_access_integrity
+    request = LoadRequest(
+        sharded_state_dict,
+        choices,
+        layout,
+        strict,
+        validate=validate,
+        cast=cast,
+        donate=donate,
+        device=device,
+        options=options,
+    )
     local, messages = ask(ranks, checkpoint_dir, request)
     resolve(ranks, request, local)
     # Not among the checks, which are one phase: this may be collective, and the default mode needs none of it.
@@ -218,7 +229,10 @@ def load_plain_tensors(
     target = agree(ranks, "load: metadata", partial(tensors_of, checkpoint, None, strategies))
     reading = Reading(checkpoint, None, strategies)
     destination = agree(
-        ranks, "load: exchange", partial(destination_of, reading, list(target.values())), steps=DESTINATION_STEPS[:-1]
+        ranks,
+        "load: choose to exchange",
+        partial(destination_of, reading, list(target.values())),
+        steps=DESTINATION_STEPS[:-1],
     )
     objects, _ = read_into(reading, destination)
     loaded = agree(ranks, "load: deliver", partial(deliver, reading, destination, objects))

@@ -197,7 +197,7 @@ class Destination:
     together: bool
 
 
-DESTINATION_STEPS = ("load: make memory", "load: exchange")
+DESTINATION_STEPS = ("load: make memory", "load: choose to exchange")
 
 
 def destination_of(reading: Reading, leaves: Sequence[Any]) -> Destination:
@@ -207,7 +207,7 @@ def destination_of(reading: Reading, leaves: Sequence[Any]) -> Destination:
     is_staged = reads_to_device(reading.checkpoint, *choices)
     with step("load: make memory"), collector_paused():
         memories = with_memories(shards, donate=reading.donate, device=reading.device, is_staged=is_staged)
-    with step("load: exchange"):
+    with step("load: choose to exchange"):
         together = exchanges(reading.exchange, reading.checkpoint.storage, reading.checkpoint.world.size)
     return Destination(leaves, shards, memories, together)
 

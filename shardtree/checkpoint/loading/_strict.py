@@ -20,7 +20,8 @@ class StrictHandling(Enum):
     rank; the ``*_ALL`` modes look for them too, for which ranks exchange their keys.
 
     Attributes:
-        ASSUME_OK_UNEXPECTED: don't look beforehand; an unexpected key is an error when it is read.
+        ASSUME_OK_UNEXPECTED: keys aren't compared; an unexpected key is an error of the load's check, before a tensor
+            is read, or of the read where a format can't list its keys.
         LOG_UNEXPECTED: warn of unexpected keys, all by name, and leave them out.
         LOG_ALL: warn of unexpected and missing keys, all by name, and leave out the unexpected.
         RAISE_UNEXPECTED: unexpected keys are an error before anything is read: a `KeyMismatch`, which has all of them

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ...errors import AlreadyACheckpoint, CheckpointReplaced, OutcomeUnknown, error_text
+from ...errors import AlreadyACheckpoint, CheckpointReplaced, OutcomeUnknown, StrategyError, error_text
 from ...mapping import ShardedObject, ShardedTensor
 from ...storage import Conditional, is_claimed, owner_note, release
 from ...strategies import (
@@ -29,7 +29,7 @@ from ...strategies import (
 )
 from ...world import step
 from .._dispatch import Backends, Choice, strategy_of
-from ._replace import check_same, clean_up, exchange
+from ._replace import check_same, clean_up, swap_folders
 from ._start import end, is_recognized
 
 Fields = Mapping[str, Any]
@@ -60,10 +60,14 @@ def save_request(
     save_common = strategy_of(StrategyAction.SAVE_COMMON, choices[1], common_backend, strategies)
     takes_objects = find_strategy(StrategyAction.SAVE_OBJECTS, *sharded_backend, strategies=strategies) is not None
     if takes_objects or sharded_backend == common_backend:
-        requests: tuple[AsyncRequest[Any], ...] = (save_sharded(pending, [*tensors, *objects]),)
+        requests: tuple[Any, ...] = (save_sharded(pending, [*tensors, *objects]),)
     else:
         save_objects = strategy_of(StrategyAction.SAVE_OBJECTS, None, common_backend, strategies)
         requests = (save_sharded(pending, tensors), save_objects(pending, objects))
+    for request in requests:
+        if not isinstance(request, AsyncRequest):
+            fix = "Return what is still to do, as `save_with_index` does."
+            raise _misfit("a function that saves", request, "an AsyncRequest", fix)
     fields = {
         "sharded_backend": sharded_backend[0],
         "sharded_backend_version": sharded_backend[1],
@@ -72,13 +76,13 @@ def save_request(
     }
     recognizes = find_strategy(StrategyAction.RECOGNIZE, *sharded_backend, strategies=strategies) is not None
     commit = find_strategy(StrategyAction.COMMIT, *sharded_backend, strategies=strategies)
-    look = None if commit is None else partial(_check_no_other, pending, strategies)
+    check = None if commit is None else partial(_check_no_other, pending, strategies)
     finish = partial(_finish, pending, commit, strategies)
     write_common = partial(save_common, pending, common)
     return AsyncRequest(
         world=pending.world,
         async_fn=partial(_write, pending, requests, write_common, strategies, recognizes=recognizes),
-        commit=partial(_commit, pending, requests, write_common, fields, look, finish),
+        commit=partial(_commit, pending, requests, write_common, fields, check, finish),
         finalize_fns=tuple(fn for request in requests for fn in request.finalize_fns),
         abandon=partial(_abandon, pending, requests),
         folder=pending.storage if pending.replaced is None else pending.replaced.storage,
@@ -135,7 +139,7 @@ def _write(
     recognizes: bool,
 ) -> tuple[Any, ...]:
     # Guards against running a committed request again: its files are the checkpoint by then. Where the commit itself is
-    # conditional, a first run needs no request for that.
+    # conditional, a first run saves the storage that look.
     if "ran" in pending.memo or not isinstance(pending.storage, Conditional):
         with _lost_to_another(pending):
             check_unchanged(pending.storage, pending.before)
@@ -147,7 +151,7 @@ def _write(
     if recognizes or pending.world.rank != 0 or not isinstance(pending.storage, Conditional):
         written = tuple(request.async_fn() for request in requests)
     else:
-        # A request of its own that waits for nothing: beside the uploads, it takes no time.
+        # Small, and waits for nothing: beside the uploads, it takes no time.
         with ThreadPoolExecutor(1) as thread:
             with suppress(RuntimeError):  # while the interpreter ends, no thread can start: the commit writes it then
                 pending.memo["common"] = thread.submit(write_common).result
@@ -204,21 +208,21 @@ def _commit(
     requests: Sequence[AsyncRequest[Any]],
     write_common: Callable[[], Fields],
     fields: Fields,
-    look: Callable[[], None] | None,
+    check_no_other: Callable[[], None] | None,
     finish: Callable[[Fields], None],
     written: Sequence[tuple[Any, ...]],
 ) -> Fields:
     """Make the checkpoint count: the strategies' own commits, the common state, and last what makes it a checkpoint."""
     merged = dict(fields)
-    if look is not None:
+    if check_no_other is not None:
         # Fixed names may by now be another save's files, which the index and the common state would overwrite.
         with step("save: look for another checkpoint"):
-            look()
+            check_no_other()
     for number, request in enumerate(requests):
         with step("save: index"):
-            merged |= request.commit([part[number] for part in written])
+            merged |= _checked_fields(request.commit([part[number] for part in written]))
     with step("save: common state"):
-        merged |= pending.memo.pop("common", write_common)()
+        merged |= _checked_fields(pending.memo.pop("common", write_common)())
     try:
         finish(merged)
     except OutcomeUnknown:
@@ -226,6 +230,17 @@ def _commit(
         release(pending.save_id)
         raise
     return merged
+
+
+def _checked_fields(fields: Any) -> Fields:
+    if not isinstance(fields, Mapping):
+        raise _misfit("a commit", fields, "a mapping of fields of metadata.json", "Return {} where there are none.")
+    return fields
+
+
+def _misfit(what: str, found: Any, expected: str, fix: str) -> StrategyError:
+    text = error_text(f"save: not what {what} returns", found=type(found).__name__, expected=expected, fix=fix)
+    return StrategyError(text)
 
 
 def _finish(pending: PendingSave, commit: Commit | None, strategies: Strategies | None, fields: Fields) -> None:
@@ -250,4 +265,4 @@ def _finish(pending: PendingSave, commit: Commit | None, strategies: Strategies 
         with _lost_to_another(pending):
             replace_metadata(pending.storage, pending.before, fields, durable=pending.options.durable)
     if pending.replaced is not None:
-        exchange(pending, pending.replaced, fields, strategies)
+        swap_folders(pending, pending.replaced, fields, strategies)

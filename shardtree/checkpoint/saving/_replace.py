@@ -84,7 +84,7 @@ def check_same(replaced: Replaced, strategies: Strategies | None) -> None:
         raise CheckpointReplaced(error_text(what, fix=fix))
 
 
-def exchange(
+def swap_folders(
     pending: PendingSave, replaced: Replaced, fields: Mapping[str, Any], strategies: Strategies | None
 ) -> None:
     """Let a finished save take the old checkpoint's place, with the files there that aren't a checkpoint's; on rank 0.

@@ -27,7 +27,7 @@ from .._fingerprint import check_can_hold, in_usual_threads
 from ..async_saves import refuse_overlap, snapshot_shards
 from ._commit import Writes, save_request, warns_unused
 from ._parts import TreeParts, take_apart, take_apart_for_later
-from ._start import SaveCall, SaveStart, begin, seen, start_of
+from ._start import SaveCall, SaveStart, begin, pending_here, start_of
 
 
 class _Keywords(TypedDict, total=False):
@@ -95,14 +95,15 @@ def save(
 ) -> AsyncRequest[Any] | None:
     """Save a sharded tree; every rank of the world calls it with its own tree.
 
-    Until metadata.json is written, as the last step, the folder holds what it held before. The steps:
+    The last step makes it a checkpoint, by metadata.json or the format's own file. Until then, a checkpoint that was
+    there stays as it was. The steps:
 
     1. Take the tree apart: shards, objects, common state. Pure.
     2. Meet: ranks describe their shards to each other, and rank 0 makes the folder. One collective.
     3. Compare: common states where their hashes differ, replicas with `check_replicas`. Usually no collective.
     4. Check that shards tile their tensors, share out replicas, and plan this rank's files. One collective.
     5. Write them. No collective; an asynchronous save returns the request that does this and the next step.
-    6. Commit: lengths and hashes meet on rank 0, which writes the index and metadata.json. Three collectives.
+    6. Commit: lengths and hashes meet on rank 0, which writes the index and metadata.json. Two collectives.
 
     Args:
         sharded_state_dict: dicts, lists and tuples of shards, objects, factories and plain values. It isn't changed.
@@ -135,7 +136,8 @@ def save(
             compared, or `layout` isn't what the ranks hold, or not the same on all.
         UnsupportedValue: a value can't be stored, or a shard is hidden in one.
         StorageError: files can't be written, or ranks don't see the same folder.
-        RemoteError: on every rank where one of several failed; also of the class above that the failures share.
+        RemoteError: on every rank, if one of several failed; also an instance of the class above that all failures
+            share.
 
     Examples:
         >>> import tempfile, torch, shardtree as st
@@ -149,22 +151,21 @@ def save(
         megatron.core.dist_checkpointing.serialization.save, megatron-core 0.16.1.
     """
     options = SaveOptions() if options is None else options
-    tiling, later = validate_access_integrity, async_sharded_save
-    if later and options.threads is None:
+    validate, is_async = validate_access_integrity, async_sharded_save
+    if is_async and options.threads is None:
         options = replace(options, threads=background_threads())
-    # A process group of its own: a commit at the end of one process can't be paired with a collective of another rank's
-    # training step.
-    ranks = current_world(world, purpose="async save" if later else None)
+    # A process group of its own, so that an asynchronous commit never pairs with a collective of a training step.
+    ranks = current_world(world, purpose="async save" if is_async else None)
     choices, view = (sharded_strategy, common_strategy), preprocess_common_before_consistancy_check
-    call = SaveCall(ranks, choices, tiling, view, options, overwrite, layout, strategies, later)
-    parts_of = partial(take_apart_for_later if later else take_apart, sharded_state_dict, content_metadata)
+    call = SaveCall(ranks, choices, validate, view, options, overwrite, layout, strategies, is_async)
+    parts_of = partial(take_apart_for_later if is_async else take_apart, sharded_state_dict, content_metadata)
     with ExitStack() as undo:
         local, messages = meet(call, parts_of, checkpoint_dir, undo)
         compare_common(call, local, messages)
         sums = sum_replicas(call, local, messages)
         request = agree(ranks, "save: plan", partial(_plan, call, local, messages, sums), steps=_PLAN_STEPS)
         undo.pop_all()  # from here on the request removes the folder if it is abandoned
-    if later:
+    if is_async:
         return warns_unused(request)
     request.execute_sync()
     return None
@@ -197,7 +198,7 @@ class LocalSave:
         backends: of the shards and of the common state.
         storage: where to.
         description: of its shards, None where ranks don't compare them.
-        pending: the save that rank 0 began; there alone.
+        pending: on rank 0, the save that it began; else None.
     """
 
     parts: TreeParts
@@ -228,7 +229,7 @@ def meet(
             refuse_overlap(directory, call.world.rank)
             backends = backends_of(*call.choices, call.strategies)
             if call.options.fingerprint:
-                check_can_hold(backends[0][0], whole=call.tiling)
+                check_can_hold(backends[0][0], whole=call.validate)
         with step("save: find the folder"):
             storage = storage_at(directory)
         description = None
@@ -251,8 +252,8 @@ def meet(
 def _compared(call: SaveCall, parts: TreeParts) -> Any:
     """Return what must be the same on all ranks."""
     # `comparable` drops empty containers: a list of shards is empty on a rank that holds none of them.
-    common = comparable(parts.common) if call.tiling else None
-    return common if call.common_view is None or not call.tiling else call.common_view(common)
+    common = comparable(parts.common) if call.validate else None
+    return common if call.common_view is None or not call.validate else call.common_view(common)
 
 
 def compare_common(call: SaveCall, local: LocalSave, messages: Sequence[Message]) -> None:
@@ -317,8 +318,8 @@ def _plan(call: SaveCall, local: LocalSave, messages: Sequence[Message], sums: S
     with step("save: check integrity"):
         (tensors, objects), columns = share_out(call, local, messages, sums)
     with step("save: see the folder"):
-        pending = local.pending or seen(messages[0][1], local.storage, call.world, call.options)
-    if call.later and call.options.snapshot:
+        pending = local.pending or pending_here(messages[0][1], local.storage, call.world, call.options)
+    if call.is_async and call.options.snapshot:
         tensors = snapshot_shards(tensors)
     known = replace(pending, layout=columns)
     return save_request(known, (tensors, objects), local.parts.common, call.choices, local.backends, call.strategies)
@@ -348,7 +349,7 @@ def share_out(
     if problems:
         fix = "If each rank has a part of the tensor, cut it in its spec; else copy the main replica to the others."
         raise IntegrityError(error_text("save: replicas differ", offenders=problems, fix=fix))
-    if call.tiling and call.world.size == 1:  # each main replica is the only one, and no other rank could write it
+    if call.validate and call.world.size == 1:  # each main replica is the only one, and no other rank could write it
         return (tensors, objects), columns
     own = np.flatnonzero(columns.rank == call.world.rank)
     # Each rank computes all ranks' shares alike, from the same columns, so that no further exchange is needed.
@@ -359,4 +360,4 @@ def share_out(
 
 def _checked_columns(call: SaveCall, local: LocalSave, messages: Sequence[Message]) -> ShardColumns:
     descriptions = [description for description, _ in messages if description is not None]
-    return check_together("save", descriptions, local.known, tiling=call.tiling)
+    return check_together("save", descriptions, local.known, tiling=call.validate)

@@ -49,29 +49,29 @@ class SaveCall:
     Attributes:
         world: the ranks that save together.
         choices: what the caller named as formats of the shards and of the common state.
-        tiling: whether shards must tile their tensors, and common states agree.
+        validate: whether shards must tile their tensors, and common states agree.
         common_view: returns what of the common state is compared; None for all of it.
         options: how it is saved.
         overwrite: whether a checkpoint that is already there may be replaced.
         layout: all ranks' shards, where the caller gave them.
         strategies: the dispatch table; None for the process's.
-        later: whether the request is returned instead of run.
+        is_async: whether the request is returned instead of run.
     """
 
     world: World
     choices: tuple[Choice, Choice]
-    tiling: bool
+    validate: bool
     common_view: Callable[[Any], Any] | None
     options: SaveOptions
     overwrite: bool
     layout: ShardColumns | None
     strategies: Strategies | None
-    later: bool
+    is_async: bool
 
     @property
     def describes(self) -> bool:
         """Whether each rank gets a description of the others' shards."""
-        return self.tiling or self.options.check_replicas or self.layout is not None
+        return self.validate or self.options.check_replicas or self.layout is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ def begin(call: SaveCall, storage: Storage, backends: Backends, undo: ExitStack)
         StorageError: the folder can't be made, or belongs to another program.
     """
     with step("save: look at the folder"):
-        start = look(storage, backends, call.strategies, overwrite=call.overwrite)
+        start = inspect_folder(storage, backends, call.strategies, overwrite=call.overwrite)
     pending = replace(pending_save(start, storage, call.world, call.options), overwrite=call.overwrite)
     undo.callback(_undo, pending)
     with step("save: make the folder"):
@@ -112,7 +112,9 @@ def begin(call: SaveCall, storage: Storage, backends: Backends, undo: ExitStack)
     return pending
 
 
-def look(storage: Storage, backends: Backends, strategies: Strategies | None, *, overwrite: bool) -> SaveStart:
+def inspect_folder(
+    storage: Storage, backends: Backends, strategies: Strategies | None, *, overwrite: bool
+) -> SaveStart:
     """Return what is known of a save before its folder is made. Nothing is changed.
 
     Args:
@@ -170,7 +172,7 @@ def pending_save(start: SaveStart, storage: Storage, world: World, options: Save
     return PendingSave(sibling.storage, start.save_id, world, start.before, options, replaced=replaced)
 
 
-def seen(start: SaveStart | None, storage: Storage, world: World, options: SaveOptions) -> PendingSave:
+def pending_here(start: SaveStart | None, storage: Storage, world: World, options: SaveOptions) -> PendingSave:
     """Return the pending save that rank 0 began, once this rank is known to see the folder that rank 0 made.
 
     Raises:

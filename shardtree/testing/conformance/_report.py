@@ -85,18 +85,37 @@ class Broken:
     tried: int
     cases: tuple[tuple[str, str], ...]
 
-    def __str__(self) -> str:
-        """Return the promise and its first failing cases."""
-        lines = [f"{name}: {_indented(why)}" for name, why in self.cases[:_SHOWN]]
-        more = [f"and {len(self.cases) - _SHOWN} more"] if len(self.cases) > _SHOWN else []
-        head = f"{self.promise}: not in {len(self.cases)} of {plural(self.tried, 'case')}"
-        return "\n    ".join([head, *lines, *more])
 
+def failure_text(backend: tuple[str, int], broken: Sequence[Broken], kept: Sequence[str]) -> str:
+    """Return the error's text: every broken promise, each with its simplest cases, and the names of those kept.
 
-def failure_text(backend: tuple[str, int], broken: Sequence[Broken], promises: int) -> str:
-    """Return the error's text: every broken promise, each with its simplest cases."""
-    head = f"{backend} breaks {len(broken)} of {plural(promises, 'promise')}"
-    return "\n  ".join([head, *map(str, broken)])
+    What fails for a reason that was given before is only named: a backend's first fault often breaks most promises.
+
+    Examples:
+        >>> why = chr(10).join(["raised a raw KeyError: 'w'", "in load_sharded"])
+        >>> broken = [Broken("scalars come back", 2, (("a zero", why),)), Broken("objects do", 1, (("one", why),))]
+        >>> print(failure_text(("cards", 1), broken, ["tensors do"]))
+        ('cards', 1) breaks 2 of 3 promises
+          scalars come back: not in 1 of 2 cases
+            a zero: raised a raw KeyError: 'w'
+              in load_sharded
+          objects do: not in 1 of 1 case
+            one: as above: raised a raw KeyError: 'w'
+          kept: tensors do
+    """
+    lines, given = [f"{backend} breaks {len(broken)} of {plural(len(broken) + len(kept), 'promise')}"], set[str]()
+    for promise in broken:
+        lines.append(f"  {promise.promise}: not in {len(promise.cases)} of {plural(promise.tried, 'case')}")
+        for name, why in promise.cases[:_SHOWN]:
+            first, *others = why.splitlines() or [""]
+            repeated = bool(others) and why in given
+            lines.append(f"    {name}: {f'as above: {first}' if repeated else _indented(why)}")
+            given.add(why)
+        if len(promise.cases) > _SHOWN:
+            lines.append(f"    and {len(promise.cases) - _SHOWN} more")
+    if kept:
+        lines.append(f"  kept: {'; '.join(kept)}")
+    return "\n".join(lines)
 
 
 def is_refusal(error: BaseException) -> bool:

@@ -85,7 +85,7 @@ def check_strategy(
         else:
             kept.append(promise.name)
     if broken:
-        raise AssertionError(failure_text((backend, version), broken, len(kept) + len(broken)))
+        raise AssertionError(failure_text((backend, version), broken, kept))
     return StrategyReport((backend, version), tuple(kept), tuple(refused), left_out)
 
 
