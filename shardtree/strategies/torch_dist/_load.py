@@ -24,7 +24,7 @@ from .._values import Checkpoint
 from ..index import Index, IndexMetadata, explain_from_index, plan_shards
 from ._buckets import is_bucket, is_groups
 from ._listing import Listing, is_object, read_listing
-from ._model_states import COMPARED, FIX, differing, refuse, states_among
+from ._model_states import COMPARED, FIX, differing, refuse, refused_among, states_among
 from ._optimizer import MEMO, STEP, StatesMetadata, optimizer_index
 from ._payloads import (
     SCATTERED,
@@ -269,7 +269,8 @@ def master_damage(checkpoint: Checkpoint) -> list[Damage]:
 
 def _check_known(listing: Listing, keys: set[str]) -> None:
     """Raise if a tensor is stored in a way that can't be read."""
-    unknown = [f"{key!r}: {listing.unknown[key]}" for key in sorted(keys & listing.unknown.keys())]
+    refused = refused_among(listing, keys)
+    unknown = [f"{key!r}: {refused[key]}" for key in sorted(keys & refused.keys())]
     if unknown:
         fix = "Load them with the program that wrote them, or leave them out of the target."
         raise UnsupportedValue(
@@ -281,11 +282,12 @@ def explain(checkpoint: Checkpoint, shards: Sequence[ShardedTensor], cast: bool)
     """Return what loading shards would cost, from `.metadata` alone: archives stay closed."""
     listing = read_listing(checkpoint)
     cost = partial(archives_cost, checkpoint, listing)
-    index = _index_for(checkpoint, listing, {shard.key for shard in shards})
-    found = explain_from_index(index, shards, cost, cast=cast, refused=listing.unknown)
+    keys = {shard.key for shard in shards}
+    index = _index_for(checkpoint, listing, keys)
+    found = explain_from_index(index, shards, cost, cast=cast, refused=refused_among(listing, keys))
     if checkpoint.options.verify is not None:
         return found
-    return replace(found, uncompared=tuple(states_among(checkpoint, listing, {shard.key for shard in shards})))
+    return replace(found, uncompared=tuple(states_among(checkpoint, listing, keys)))
 
 
 def load_objects(checkpoint: Checkpoint, objects: Sequence[ShardedObject]) -> list[Any]:

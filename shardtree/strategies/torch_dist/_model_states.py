@@ -28,6 +28,11 @@ COMPARED = "masters compared"
 
 _PAIRS = "masters"
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?:(?P<master>param|fp32_param)\.)?(?P<weight>.+)", re.DOTALL)
+_GATHERED = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\.param_state/shard_")
+_IN_OBJECTS = (
+    "the optimizer was saved as dp_zero_gather_scatter, in one object for each model-parallel rank, without names: "
+    "load it with Megatron-Core, and save it as dp_reshardable"
+)
 _ROUNDED = frozenset({torch.bfloat16, torch.float16, torch.float32})
 
 
@@ -37,6 +42,14 @@ def states_among(checkpoint: Checkpoint, listing: Listing, keys: Iterable[str]) 
         return []  # other programs' keys may mean something else
     states = sorted(key for key in keys if _STATE.fullmatch(key))
     return states if states and _pairs(checkpoint, listing) else []
+
+
+def refused_among(listing: Listing, keys: Iterable[str]) -> Mapping[str, str]:
+    """Return why tensors can't be read, by key: those that `.metadata` lists so, and states that are in no tensor."""
+    if not any(map(_GATHERED.match, listing.values)):
+        return listing.unknown
+    absent = [key for key in keys if key not in listing.contents.tensors and _STATE.fullmatch(key)]
+    return {**listing.unknown, **dict.fromkeys(absent, _IN_OBJECTS)}
 
 
 def _pairs(checkpoint: Checkpoint, listing: Listing) -> Mapping[str, Comparison]:
