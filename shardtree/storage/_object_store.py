@@ -18,7 +18,7 @@ from ..errors import CheckpointingException, CorruptCheckpoint, OutcomeUnknown, 
 from ._capabilities import Entry
 from ._object_streams import ObjectReader, noting, parts_of
 from ._secrets import without_secrets
-from ._storage import Buffer, inside, whole
+from ._storage import Buffer, SizedBuffers, inside, whole
 
 T = TypeVar("T")
 
@@ -213,11 +213,12 @@ class ObjectStorage:
         """
         import obstore
 
-        nbytes = getattr(buffers, "nbytes", _UNKNOWN_BYTES)
-        part = _PART_BYTES
+        part, is_whole = _PART_BYTES, isinstance(buffers, list | tuple)
+        nbytes = sum(each.nbytes for each in buffers) if is_whole else getattr(buffers, "nbytes", _UNKNOWN_BYTES)
         if nbytes > part * _MOST_PARTS:
             part = -(-nbytes // _MOST_PARTS // _MIB) * _MIB
-        parts = parts_of(buffers, part)
+        # What lies there whole, such as an index, needs no more memory than it is long.
+        parts = parts_of(buffers, min(part, max(1, nbytes)) if is_whole else part)
         first = next(parts, memoryview(b""))
         if first.nbytes < part:
             with self._storage_errors("write", name):
@@ -233,7 +234,7 @@ class ObjectStorage:
 
     def write_parts(self, name: str, length: int, parts: Iterable[tuple[int, Buffer]], *, durable: bool) -> None:
         """Write a file from parts that make up all of it, in order: stores can't write into a file."""
-        self.write(name, whole(parts, length, self.where(name)), durable=durable)
+        self.write(name, SizedBuffers(length, whole(parts, length, self.where(name))), durable=durable)
 
     def replace(self, name: str, data: bytes, *, durable: bool) -> None:
         """Give a file new content in one request."""

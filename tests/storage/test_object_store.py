@@ -114,6 +114,18 @@ def test_a_large_file_goes_in_parts_and_comes_back(server: Server, monkeypatch: 
     assert server.actions().count("UploadPart") == 11 and server.store.uploads == {}
 
 
+def test_what_is_known_to_be_long_goes_in_parts_and_what_is_short_in_one(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_object_store, "_PART_BYTES", 1000)
+    data = np.random.default_rng(0).bytes(4500)
+    at().write_parts("large", 4500, [(0, memoryview(data)[:3000]), (3000, memoryview(data)[3000:])], durable=True)
+    assert server.actions().count("UploadPart") == 5 and server.store.objects["runs/large"].data == data
+    server.reset()
+    at().write("small", [memoryview(data)[:400], memoryview(data)[400:900]], durable=True)
+    assert server.actions() == ["PutObject"] and server.store.objects["runs/small"].data == data[:900]
+
+
 @pytest.mark.parametrize("when", ["the producer", "a part", "the end"])
 def test_an_upload_that_fails_is_given_up(server: Server, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
     monkeypatch.setattr(_object_store, "_PART_BYTES", 1000)
