@@ -20,6 +20,7 @@ from .integrity import (
     Problem,
     access_problems,
     check_access,
+    check_stored_shards,
     common_problems,
     doubled_faults,
     join_checked,

@@ -290,6 +290,7 @@ CALLS: dict[str, Call] = {
     "layouts.shard_boxes": (layouts.shard_boxes, COLUMNS.offset, COLUMNS.shape, COLUMNS.start, COLUMNS.stop),
     "layouts.shard_columns": (layouts.shard_columns, [WEIGHT, FLAT]),
     "layouts.access_problems": (layouts.access_problems, COLUMNS),
+    "layouts.check_stored_shards": (layouts.check_stored_shards, layouts.shard_columns([WEIGHT])),
     "layouts.write_problems": (layouts.write_problems, COLUMNS),
     "layouts.check_access": (raising(layouts.check_access), COLUMNS),
     "layouts.sharding_problems": (layouts.sharding_problems, [COLUMNS, WHOLE], [OBJECTS]),

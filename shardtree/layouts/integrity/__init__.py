@@ -3,6 +3,7 @@
 from ._integrity import (
     access_problems,
     check_access,
+    check_stored_shards,
     common_problems,
     join_checked,
     join_columns,

@@ -133,6 +133,24 @@ def write_problems(columns: ShardColumns) -> tuple[Problem, ...]:
     return (*_overhanging(written), *fault_problems(written, doubled_faults(written), "element"))
 
 
+def check_stored_shards(columns: ShardColumns) -> None:
+    """Raise where the given shards can't all be stored in one checkpoint; gaps between them are no reason.
+
+    Raises:
+        IntegrityError: two hold the same element, or one exceeds its tensor's global shape.
+
+    Examples:
+        >>> import torch, shardtree as st
+        >>> part = st.ShardedTensor.from_rank_offsets("w", torch.zeros(2), (0, 1, 3))
+        >>> check_stored_shards(st.layouts.shard_columns([part]))
+    """
+    problems = write_problems(columns)
+    if problems:
+        fix = "Give replicas different replica_ids, and keep shards inside their tensor's global shape."
+        what = "save: shards that can't lie in one checkpoint"
+        raise IntegrityError(error_text(what, offenders=map(str, problems), fix=fix))
+
+
 def check_access(columns: ShardColumns) -> None:
     """Raise unless every global element has exactly one main replica.
 

@@ -11,10 +11,10 @@ from functools import partial
 import numpy as np
 
 from ...codec import check_storable, encode_tree
-from ...errors import CheckpointingException, IntegrityError, StorageError, error_text
+from ...errors import CheckpointingException, StorageError, error_text
 from ...fingerprints import add_fingerprints, column_parts
 from ...geometry import Column
-from ...layouts import ShardColumns, join_columns, shard_columns, write_problems
+from ...layouts import ShardColumns, check_stored_shards, join_columns, shard_columns
 from ...mapping import ShardedObject, ShardedTensor
 from ...storage import (
     BlockHasher,
@@ -215,11 +215,7 @@ def collect_index(written: Sequence[RankFiles]) -> Index:
             shards that have fingerprints don't make whole tensors.
     """
     columns = join_columns([part.columns for part in written])
-    problems = write_problems(columns)
-    if problems:
-        fix = "Give replicas different replica_ids, and keep shards inside their tensor's global shape."
-        what = "save: shards that can't lie in one checkpoint"
-        raise IntegrityError(error_text(what, offenders=map(str, problems), fix=fix))
+    check_stored_shards(columns)
     first_file = np.cumsum([0, *(len(part.files) for part in written)])
     files = [
         StoredFile(name, length, hashes)

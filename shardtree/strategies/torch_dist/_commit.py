@@ -12,9 +12,9 @@ import numpy as np
 
 from ...codec import dtype_name
 from ...codec.pickles import Global, New, Reduced, write_pickle
-from ...errors import IntegrityError, StorageError, StrategyError, TreePath, error_text
+from ...errors import StorageError, StrategyError, TreePath, error_text
 from ...geometry import Column
-from ...layouts import ShardColumns, TensorKind, join_columns, select_rows, write_problems
+from ...layouts import ShardColumns, TensorKind, check_stored_shards, join_columns, select_rows
 from ...storage import Storage
 from .._checks import check_objects_written
 from .._traits import METADATA_FILE
@@ -61,11 +61,7 @@ def collect(storage: Storage, written: Sequence[Written]) -> Stored:
     """
     _check_files(storage, written)
     columns = join_columns([part.columns for part in written])
-    problems = write_problems(columns)
-    if problems:
-        fix = "Give replicas different replica_ids, and keep shards inside their tensor's global shape."
-        what = "save: shards that can't lie in one checkpoint"
-        raise IntegrityError(error_text(what, offenders=map(str, problems), fix=fix))
+    check_stored_shards(columns)
     # A rank with nothing to write has no file, and no number.
     number = np.cumsum([0, *(part.file is not None for part in written)])
     file = np.concatenate([np.full(len(part.columns), base) for part, base in zip(written, number, strict=False)])

@@ -13,7 +13,7 @@ import numpy as np
 from ...codec import canonical_json, encode_tree
 from ...errors import CheckpointingException, IntegrityError, StorageError, StrategyError, error_text
 from ...geometry import Column
-from ...layouts import ShardColumns, select_rows, shard_columns, write_problems
+from ...layouts import ShardColumns, check_stored_shards, select_rows, shard_columns
 from ...mapping import ShardedObject, ShardedTensor
 from ...plans import level_writes
 from ...storage import BlockHasher, Hashes, StoredFile, digest, hash_column, hashed
@@ -193,11 +193,7 @@ def _all_writes(pending: PendingSave, tensors: Sequence[ShardedTensor]) -> tuple
     """Return what all ranks write, and for each row the number of this rank's tensor, -1 for other ranks'."""
     if pending.world.size == 1:
         columns = shard_columns(tensors)
-        problems = write_problems(columns)
-        if problems:
-            fix = "Give replicas different replica_ids, and keep shards inside their tensor's global shape."
-            what = "save: shards that can't lie in one checkpoint"
-            raise IntegrityError(error_text(what, offenders=map(str, problems), fix=fix))
+        check_stored_shards(columns)
         return columns, np.arange(len(tensors))
     if pending.layout is None:
         fix = "Save with validate_access_integrity=True, so that ranks exchange what they hold."
