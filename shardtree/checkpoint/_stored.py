@@ -33,7 +33,7 @@ def layout_in(checkpoint: Checkpoint, strategies: Strategies | None, keys: Seque
     if metadata is None:
         found = ":".join(map(str, sharded_backend(checkpoint.fields)))
         raise StrategyError(error_text("stored layout: the format doesn't say which file holds what", found=found))
-    index, ordered = metadata.index, sorted(keys)
+    index, ordered = metadata.shown, sorted(keys)
     numbers = find_texts(index.key_text, index.key_start, ordered)
     absent = [key for key, number in zip(ordered, numbers, strict=True) if number < 0]
     if absent:

@@ -136,7 +136,7 @@ def contents_at(tree: OpenCheckpoint) -> Contents:
 def stored_index(tree: OpenCheckpoint) -> Index | None:
     """Return where each piece of each tensor is stored; None where the format keeps no index."""
     metadata = index_of(tree.checkpoint, tree.strategies)
-    return None if metadata is None else metadata.index
+    return None if metadata is None else metadata.shown
 
 
 def select(contents: Contents, patterns: Sequence[str]) -> Contents:

@@ -143,8 +143,9 @@ def _soundness(side: Side) -> tuple[bool | None, str]:
         return None, f"{side.where} wasn't checked for damage"
     if side.damage:
         return False, f"{side.where} is damaged in {plural(len({one.file for one in side.damage}), 'file')}"
-    read = size(side.checked.bytes_read) if side.checked is not None else ""
-    return True, f"no damage found in {side.where}: {read} read"
+    read, without = (side.checked.bytes_read, side.checked.unchecked_nbytes) if side.checked is not None else (0, 0)
+    more = f", {size(without)} without a checksum" if without else ""
+    return True, f"no damage found in {side.where}: {size(read)} read{more}"
 
 
 # The page.
@@ -266,7 +267,7 @@ def _sizes(tree: OpenCheckpoint, tensors: Sequence[TensorRow]) -> Iterator[str]:
     dtypes = [name for name, _ in by_dtype.most_common()]
     totals = {name: sum(share.values()) for name, share in shares.items()}
     whose = "rank" if all(name.startswith("rank ") for name in shares) else "file"
-    panels = [_bars("bytes by dtype", by_dtype), _bars(f"bytes by {whose}", totals)]
+    panels = [_bars("bytes by dtype", dict(by_dtype.most_common())), _bars(f"bytes by {whose}", totals)]
     yield figure_html(Picture(f"{size(by_dtype.total())} in tensors", (tuple(each for each in panels if each.bars),)))
     if shares:
         headings = [Heading(whose), Heading("tensors", right=True), *(Heading(each, right=True) for each in dtypes)]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial, singledispatch
 from typing import Any
 
 from ..checkpoint import CheckpointSeries, OpenCheckpoint
 from ..checkpoint._stored import index_of, largest_tensors
-from ..errors import MetadataError, TreeError, error_text, shorten
+from ..errors import MetadataError, StrategyError, TreeError, error_text, shorten
 from ..layouts import Mesh, ShardColumns, StoredLayout, shard_columns, tensor_shards, tree_columns
 from ..lazy import LazyTensor
 from ..mapping import ShardedTensor, ShardedTensorFactory
@@ -152,7 +153,9 @@ def html_of(value: Any) -> str:
     """
     # Drawing a factory would run the caller's function on all of its tensor, which isn't for a repr.
     if isinstance(value, _DRAWN):
-        return draw(value)._repr_html_()
+        # What can't be drawn, such as a format that doesn't say which file holds what, has its text.
+        with suppress(StrategyError):
+            return draw(value)._repr_html_()
     lines = shorten(str(value).split("\n"), shown=_MOST_LINES)
     return f"<pre>{'<br>'.join(map(text_html, lines))}</pre>"
 

@@ -19,7 +19,7 @@ _STYLE = "".join(
         "main{max-width:1040px;margin:0 auto;padding:32px 24px 64px}",
         "h1{font-size:24px;margin:0 0 4px;overflow-wrap:anywhere}h2{font-size:17px;margin:36px 0 8px}",
         "p{margin:6px 0;overflow-wrap:anywhere}.dim{color:var(--dim)}.bad{color:var(--bad);font-weight:600}",
-        ".good{color:var(--good);font-weight:600}.wide{overflow-x:auto}",
+        ".good{color:var(--good);font-weight:600}.wide{overflow-x:auto;margin-bottom:16px}",
         "table{border-collapse:collapse;width:100%;font-size:14px}th{text-align:left;color:var(--dim)}",
         "th,td{padding:5px 14px 5px 0;border-bottom:1px solid var(--rule);vertical-align:top}",
         "td{overflow-wrap:anywhere}td.n,th.n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}",

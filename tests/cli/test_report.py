@@ -6,12 +6,13 @@ import re
 import shutil
 from html.parser import HTMLParser
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
 
 import shardtree as st
-from tests.cli.checkpoints import run, save_training_state
+from tests.cli.checkpoints import ROOT, document, run, save_training_state
 from tests.cli.test_verify_command import data_file, flip
 
 
@@ -133,3 +134,23 @@ def test_trouble_has_status_2(folder: Path) -> None:
     nothing, picture = run("report", folder.parent), run("report", folder, "-o", "x.svg")
     assert (nothing.exit_code, picture.exit_code) == (2, 2)
     assert "is not a checkpoint" in nothing.stderr and "should end in .html" in picture.stderr
+
+
+def test_files_of_torch_dist_are_those_of_ranks() -> None:
+    folder = ROOT / "tests" / "fixtures" / "megatron_0161_tp2"
+    opened = st.open_checkpoint(folder)
+    for key in st.load_tensors_metadata(folder):
+        layout = opened.stored_layout(key)
+        assert {layout.files[file] for file in layout.columns.rank} <= {"__0_0.distcp", "__1_0.distcp"}
+    pieces = document("inspect", folder, "--layout", "uneven.weight")["pieces"]
+    for piece in pieces:
+        assert (folder / piece["file"]).read_bytes()[piece["byte"] :][:4] == b"PK\x03\x04"
+    rows = [row[0] for row in report_of(folder).rows]
+    assert {"rank", "rank 0", "rank 1"} <= set(rows)
+
+
+def report_of(folder: Path) -> Page:
+    with TemporaryDirectory() as scratch:
+        out = Path(scratch) / "report.html"
+        assert run("report", folder, "-o", out).exit_code == 0
+        return Page(out.read_text())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -85,3 +86,8 @@ def test_a_series_that_several_ranks_share_is_not_listed_to_show_it() -> None:
         return series._repr_html_() if world.rank == 1 else ""
 
     assert st.simulate(2, shown)[1].startswith("<pre>CheckpointSeries(")
+
+
+def test_a_checkpoint_that_cannot_be_drawn_shows_its_text() -> None:
+    folder = Path(__file__).parents[1] / "fixtures" / "megatron_0161_dp_reshardable_tp2dp2" / "checkpoint"
+    assert st.open_checkpoint(folder)._repr_html_().startswith("<pre>OpenCheckpoint(")

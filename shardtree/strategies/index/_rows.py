@@ -74,9 +74,21 @@ class PairValues(ValuesView[Value]):
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class IndexMetadata(Mapping[str, ShardedTensor | ShardedObject]):
-    """Stored tensors by key and objects by unique key, whole and without data; made when asked for."""
+    """Stored tensors by key and objects by unique key, whole and without data; made when asked for.
+
+    Attributes:
+        index: where they lie, as loads are planned.
+        on_files: the index with files as they are named in the folder, where `index` has a virtual one; None where it
+            hasn't.
+    """
 
     index: Index
+    on_files: Callable[[], Index] | None = None
+
+    @property
+    def shown(self) -> Index:
+        """The index to show people: which chunk lies in which file."""
+        return self.index if self.on_files is None else self.on_files()
 
     def __repr__(self) -> str:
         tensors, objects = plural(self.index.key_axes.size, "tensor"), plural(self.index.object_length.size, "object")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import numpy as np
@@ -17,7 +17,7 @@ from ...mapping import ShardedObject
 from ...storage import StoredFile
 from .._manifest import MANIFEST_FILE
 from .._values import Checkpoint
-from ..index import Index, build_index, index_problem
+from ..index import Index, build_index, index_problem, text_columns
 from ._metadata_file import INDEX_FILE, Ints, MetadataFile, Place, TensorEntry, read_metadata_file
 
 # Archives of torch.save in data files, numbered in the order of files and bytes
@@ -219,6 +219,29 @@ def read_listing(checkpoint: Checkpoint) -> Listing:
             raise CorruptCheckpoint(text) from error
     listing: Listing = checkpoint.memo["listing"]
     return listing
+
+
+def index_on_files(listing: Listing) -> Index:
+    """Return the index with the data files in place of the virtual one; a chunk begins there where its archive does.
+
+    For people alone: a chunk's elements come after the head of its archive, whose length isn't known.
+    """
+    index, archives = listing.index, listing.archives
+    chunk, item = archives.at(index.chunk_byte), archives.at(index.object_byte)
+    text, start = text_columns(archives.files)
+    length = np.zeros(len(archives.files), dtype=np.int64)
+    np.maximum.at(length, archives.file, archives.byte + archives.length)
+    return replace(
+        index,
+        chunk_file=archives.file[chunk],
+        chunk_byte=archives.byte[chunk],
+        object_file=archives.file[item],
+        object_byte=archives.byte[item],
+        file_text=text,
+        file_start=start,
+        file_length=length,
+        file_block=np.zeros(len(archives.files) + 1, dtype=np.int64),
+    )
 
 
 def is_object(name: str) -> bool:

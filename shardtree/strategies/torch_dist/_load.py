@@ -23,7 +23,7 @@ from .._findings import Damage
 from .._values import Checkpoint
 from ..index import Index, IndexMetadata, explain_from_index, plan_shards
 from ._buckets import is_bucket, is_groups
-from ._listing import Listing, is_object, read_listing
+from ._listing import Listing, index_on_files, is_object, read_listing
 from ._model_states import COMPARED, FIX, differing, refuse, refused_among, states_among
 from ._optimizer import MEMO, STEP, StatesMetadata, optimizer_index
 from ._payloads import (
@@ -162,7 +162,7 @@ def load_metadata(checkpoint: Checkpoint) -> Mapping[str, ShardedTensor | Sharde
     A distributed optimizer's buckets are states of the model's parameters there.
     """
     listing = read_listing(checkpoint)
-    stored = IndexMetadata(listing.index)
+    stored = IndexMetadata(listing.index, partial(index_on_files, listing))
     if not any(map(is_bucket, listing.contents.tensors)):
         return stored
     return StatesMetadata(stored, lambda: IndexMetadata(_states(checkpoint, listing)))
