@@ -145,6 +145,7 @@ def test_an_upload_that_fails_is_given_up(server: Server, monkeypatch: pytest.Mo
 # -- checkpoints
 
 
+@pytest.mark.slow
 def test_it_keeps_a_storages_promises(server: Server) -> None:
     numbers = itertools.count()
     check_strategy("safetensors", 1, directory=lambda: f"{ROOT}/{next(numbers)}", examples=5)

@@ -64,6 +64,7 @@ def check_shows_nothing(
         assert [text for text in shown if secret in text] == []
 
 
+@pytest.mark.slow
 def test_secrets_are_shown_nowhere(
     server: Server, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:

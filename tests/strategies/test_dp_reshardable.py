@@ -51,6 +51,7 @@ def check_states(job: Job, parameter_names: Sequence[str] | None = None) -> None
     assert all(torch.equal(checkpoint[key].data.read(), value) for key, value in job.truth.items())
 
 
+@pytest.mark.slow
 @given(jobs())
 def test_buckets_are_the_states_of_the_parameters(job):
     check_states(job)
