@@ -1,8 +1,8 @@
-"""Conversion between other libraries' shards and ours: one module for each library.
+"""Conversion between other libraries' shards and ours: a module for each library, two for Megatron-Core.
 
 No module here imports its library before it has to build the library's own objects.
 """
 
-from . import dtensor, megatron
+from . import dtensor, megatron, megatron_optimizer
 
-__all__ = ["dtensor", "megatron"]
+__all__ = ["dtensor", "megatron", "megatron_optimizer"]
