@@ -157,6 +157,11 @@ def encoded_object(item: ShardedObject, *, allow_pickle: bool) -> bytes:
 def write_file(pending: PendingSave, name: str, buffers: Iterable[Buffer]) -> StoredFile:
     """Write a data file with the hashes of its blocks, as the save's options say.
 
+    Args:
+        pending: the save.
+        name: the file's, as `rank_file` makes it.
+        buffers: its bytes in order, as memoryviews; `item_buffers` yields those of an item.
+
     Raises:
         StorageError: it can't be written.
 
