@@ -222,9 +222,9 @@ class ShardedTensor(ShardedBase):
             MetadataError: an axis is repeated or out of range, an index isn't below its count, `data` isn't a tensor.
 
         Examples:
-            >>> ShardedTensor.from_rank_offsets("w", torch.zeros(4), (0, 3, 8))
-            ShardedTensor(key='w', data=<float32 (4,) cpu>, dtype=torch.float32, local_shape=(4,), \
-global_shape=(32,), global_offset=(12,), axis_fragmentations=(8,))
+            >>> shard = ShardedTensor.from_rank_offsets("w", torch.zeros(4), (0, 3, 8))
+            >>> shard.global_shape, shard.global_offset, shard.axis_fragmentations
+            ((32,), (12,), (8,))
         """
         subject = f"{cls.__name__} {key!r}"
         # The parameter is in Megatron-Core's signature, where it must be None too.

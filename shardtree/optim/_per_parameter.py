@@ -76,9 +76,9 @@ def per_parameter(param: ShardedParam, prefix: str, value: Any) -> ShardedTensor
 
     Examples:
         >>> right = ShardedTensor.from_rank_offsets("w", torch.zeros(4), (0, 1, 2))
-        >>> per_parameter(right, "optimizer.state.step", torch.tensor(3.0))
-        ShardedTensor(key='optimizer.state.step.w', data=<float32 () cpu>, dtype=torch.float32, local_shape=(), \
-global_shape=(), global_offset=(), axis_fragmentations=None, replica_id=(4, 0))
+        >>> step = per_parameter(right, "optimizer.state.step", torch.tensor(3.0))
+        >>> step.key, step.global_shape, step.replica_id
+        ('optimizer.state.step.w', (), (4, 0))
     """
     check_param("per_parameter", param)
     key = f"{prefix}.{param.key}"
