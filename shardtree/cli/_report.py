@@ -39,6 +39,7 @@ from ._table import Heading, Table
 _MOST_ROWS = 2000  # of a table: a browser shows a page of a million rows badly
 _MOST_SHARES = 64  # of the table of sizes
 _MOST_BARS = 16
+_LONGEST_NAME = 32  # characters beside a bar: cut to fit, long names of files would look alike
 _MARKS = {None: ("", ""), True: ("✓ ", "bold green"), False: ("✗ ", "bold red")}
 
 # Only a file's name says which rank wrote it: ours and PyTorch's do, as 00003-of-00008.safetensors and __3_0.distcp.
@@ -267,7 +268,9 @@ def _sizes(tree: OpenCheckpoint, tensors: Sequence[TensorRow]) -> Iterator[str]:
     dtypes = [name for name, _ in by_dtype.most_common()]
     totals = {name: sum(share.values()) for name, share in shares.items()}
     whose = "rank" if all(name.startswith("rank ") for name in shares) else "file"
-    panels = [_bars("bytes by dtype", dict(by_dtype.most_common())), _bars(f"bytes by {whose}", totals)]
+    panels = [_bars("bytes by dtype", dict(by_dtype.most_common()))]
+    if all(len(name) <= _LONGEST_NAME for name in totals):
+        panels.append(_bars(f"bytes by {whose}", totals))
     yield figure_html(Picture(f"{size(by_dtype.total())} in tensors", (tuple(each for each in panels if each.bars),)))
     if shares:
         headings = [Heading(whose), Heading("tensors", right=True), *(Heading(each, right=True) for each in dtypes)]
