@@ -375,6 +375,17 @@ def test_a_later_save_turns_a_late_commit_away(server: Server) -> None:
     assert len(folders) == 2, folders  # metadata.json and the one save's
 
 
+def test_an_index_that_arrives_late_replaces_no_other(server: Server) -> None:
+    st.save({**tree(), "v": st.ShardedTensor.from_rank_offsets("v", torch.ones(9))}, at())
+    server.fault = first("PutObject", "late")
+    with pytest.raises(StorageError):
+        st.remove_sharded_tensors(at(retries=0), "w")
+    server.reset()
+    st.remove_sharded_tensors(at(), "v")
+    server.apply_late()
+    assert st.verify(at()) == () and list(st.open_checkpoint(at()).metadata) == ["w"] and loaded() == (1.0, 7)
+
+
 def test_a_store_that_ignores_conditions_is_found_out(
     server: Server, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

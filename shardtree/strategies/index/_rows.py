@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import secrets
 from collections.abc import Callable, Collection, ItemsView, Iterator, Mapping, Sequence, ValuesView
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,7 +19,7 @@ from ...geometry import Column
 from ...layouts import TensorKind
 from ...mapping import ShardedObject, ShardedTensor
 from ...plans import Prospect, Runs, runs_plan
-from ...storage import ReadReport, Storage
+from ...storage import ReadReport, Storage, takes_late_requests
 from .._actions import Strategies, StrategyAction
 from .._checks import check_objects_known
 from .._findings import Damage, Finding
@@ -315,8 +316,10 @@ def _next_name(storage: Storage, name: str) -> str:
     """Return the name of the index that follows the one of this name."""
     folder, slash, _ = name.rpartition("/")
     numbers = (_INDEX_FILE.fullmatch(other) for other in storage.names(folder))
-    number = max((int(found[1]) for found in numbers if found), default=0)
-    return f"{folder}{slash}index-{number + 1}.safetensors"
+    number = max((int(found[1]) for found in numbers if found), default=0) + 1
+    # What an earlier removal has sent may arrive yet, under the next number: it mustn't replace this one's index.
+    number += secrets.randbelow(10**9) if takes_late_requests(storage) else 0
+    return f"{folder}{slash}index-{number}.safetensors"
 
 
 def list_files(checkpoint: Checkpoint) -> tuple[str, ...]:
