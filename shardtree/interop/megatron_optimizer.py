@@ -59,7 +59,9 @@ def model_space(checkpoint: OpenCheckpoint) -> dict[str, Any]:
     """
     parts: dict[tuple[str | None, str], Any] = {}
     differing = set()
-    for name in checkpoint:
+    # Where there are buckets, listing all names would read weights and masters, which the conversion does again.
+    stored = getattr(checkpoint.metadata, "stored", None)
+    for name in checkpoint if stored is None else stored:
         if found := _PART.fullmatch(name.rpartition("/shard_")[0]):
             shard = checkpoint[name]
             assert isinstance(shard, ShardedObject)
@@ -74,7 +76,8 @@ def model_space(checkpoint: OpenCheckpoint) -> dict[str, Any]:
         fix = "The checkpoint was damaged, or its ranks had diverged when it was saved; load an earlier one."
         raise CorruptCheckpoint(error_text("ranks' optimizers differ", offenders=sorted(differing), fix=fix))
     # Megatron-Core has the step in the groups alone.
-    left_out = ("*optimizer.distributed.dp_group_idx_*", *(key for key in checkpoint if key.startswith(_STEP)))
+    steps = (key for key in checkpoint if key.startswith(_STEP)) if stored is None else (f"{_STEP}*",)
+    left_out = ("*optimizer.distributed.dp_group_idx_*", *steps)
     return {"transform_common": partial(_with_parts, parts), "leave_out": left_out}
 
 

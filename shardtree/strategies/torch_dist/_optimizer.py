@@ -145,15 +145,19 @@ def _hash(values: torch.Tensor, dtype: torch.dtype) -> str:
 def _units(fill: Fill, bucket: Bucket, pieces: Mapping[str, Sequence[Piece]], candidates: Candidates) -> list[Unit]:
     """Return the parameters of a bucket, and what each may be by its values."""
     masters, dtype = _state(fill, bucket, MASTER), dtype_from_name(bucket.dtype)
+    sizes = {prod(piece.shape) for piece in pieces[bucket.dtype]}
+    of_two = {2 * prod(found[0].shape) for each in candidates.values() for found in each if len(found) == 2}
 
     def matches(begin: int, end: int) -> list[Candidate]:
         values, middle = masters[begin:end], (end - begin) // 2
-        one, two = (values,), (values[:middle], values[middle:])
-        hashes = (tuple(_hash(part, dtype) for part in parts) for parts in (one, two))
+        if len(values) <= _WINDOW:  # rounded once for all hashes; longer ones window by window
+            values = values.to(dtype)
+        ways: list[tuple[torch.Tensor, ...]] = [(values,)] if len(values) in sizes else []
+        ways += [(values[:middle], values[middle:])] if len(values) in of_two else []
+        hashes = (tuple(_hash(part, dtype) for part in parts) for parts in ways)
         return [candidate for each in hashes for candidate in candidates.get(each, ())]
 
-    sizes = {prod(piece.shape) for piece in pieces[bucket.dtype]}
-    return read_bucket(bucket, sizes | {2 * size for size in sizes}, matches)
+    return read_bucket(bucket, sizes | of_two, matches)
 
 
 def _state(fill: Fill, bucket: Bucket, state: str, begin: int = 0, end: int | None = None) -> torch.Tensor:
