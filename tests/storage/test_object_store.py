@@ -375,6 +375,36 @@ def test_a_later_save_turns_a_late_commit_away(server: Server) -> None:
     assert len(folders) == 2, folders  # metadata.json and the one save's
 
 
+def test_a_later_save_turns_a_conversions_late_commit_away(server: Server) -> None:
+    st.save(tree(1.0), at())
+    server.fault = lambda request: (
+        "late" if request.action == "PutObject" and request.key.endswith("there/metadata.json") else None
+    )
+    with pytest.raises(st.errors.OutcomeUnknown):
+        st.convert(at(), at("there"), backend="safetensors")
+    server.reset()
+    st.save(tree(2.0), at("there"))
+    server.apply_late()
+    assert loaded(at("there")) == (2.0, 7) and st.verify(at("there")) == ()
+
+
+def test_of_two_conversions_the_first_may_commit_late(server: Server) -> None:
+    st.save(tree(1.0), at())
+    server.fault = lambda request: (
+        "late" if request.action == "PutObject" and request.key.endswith("there/metadata.json") else None
+    )
+    with pytest.raises(st.errors.OutcomeUnknown):
+        st.convert(at(), at("there"), backend="safetensors")
+    server.fault = lambda request: "cut" if request.action == "PutObject" and "/there/w/" in request.key else None
+    with pytest.raises(StorageError):  # another one, which mustn't have removed the files of the first
+        st.convert(at(), at("there"), backend="zarr")
+    server.reset()
+    server.apply_late()
+    assert loaded(at("there")) == (1.0, 7) and st.verify(at("there")) == ()
+    st.convert(at(), at("there"), backend="safetensors")  # finds what it would write
+    assert loaded(at("there")) == (1.0, 7)
+
+
 def test_an_index_that_arrives_late_replaces_no_other(server: Server) -> None:
     st.save({**tree(), "v": st.ShardedTensor.from_rank_offsets("v", torch.ones(9))}, at())
     server.fault = first("PutObject", "late")
