@@ -266,6 +266,11 @@ def convert(
     except IntegrityError:
         forget(journal)
         raise
+    save_id = begun_save(journal) if resumed == len(plan.batches) else None
+    if save_id is not None and takes_late_requests(target.storage):
+        # A call that was killed right after its commit left its note there, and what it had moved from its folder.
+        disown(target.storage, save_id)
+        remove_unless_committed(target.storage, save_id)
     forget(journal)
     return _report(plan, resumed, checked)
 
@@ -308,9 +313,6 @@ def _written(target: Destination, journal: Journal, plan: Plan) -> tuple[int, bo
             raise AlreadyACheckpoint(
                 error_text(f"convert: {storage.where()!r} already holds a checkpoint", fix="Convert to another folder.")
             )
-        if takes_late_requests(storage):  # there the note, and what was moved, go after the commit
-            disown(storage, save_id)
-            remove_unless_committed(storage, save_id)
         # An earlier call was killed after its commit, or another save has committed since: a comparison decides.
         return len(plan.batches), read_fields(storage, target.strategies).get("save_id") != save_id
     common = {} if plan.common is HOLE else plan.common
