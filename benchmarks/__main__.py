@@ -15,6 +15,7 @@ BENCHMARKS = (
     "small",
     "memory",
     "zero3",
+    "dp_reshardable",
     "async_save",
     "device",
     "remote",
