@@ -25,7 +25,7 @@ from ._buffers import (
 from ._capabilities import Conditional, Entry, Listing, Ranged, read_if_there
 from ._checked import ReadReport, StoredFile, Verify
 from ._cost import fetch_cost, ranged_cost
-from ._fetch import fetch
+from ._fetch import fetch, fetch_run
 from ._folders import (
     Directory,
     NewFolder,

@@ -125,6 +125,29 @@ def blocks_to_check(file: StoredFile, blocks: Flags, runs: Runs, verify: Verify)
     return blocks & flags
 
 
+def run_blocks(file: StoredFile, begin: int, end: int, verify: Verify) -> range:
+    """Return the blocks of a file that are to be checked where one run is read, the same as `blocks_to_check`.
+
+    Examples:
+        >>> file = StoredFile("w", 9 * 2**20, np.zeros(36, dtype=np.uint64))
+        >>> run_blocks(file, 100, 3 * BLOCK_BYTES - 100_000, "whole"), run_blocks(file, 100, 200, "all")
+        (range(0, 2), range(0, 1))
+    """
+    if file.hashes is None or verify is None:
+        return range(0)
+    first, stop = begin // BLOCK_BYTES, -(-end // BLOCK_BYTES)
+
+    def lacks(block: int) -> int:
+        low, high = block * BLOCK_BYTES, min((block + 1) * BLOCK_BYTES, file.length)
+        return max(begin - low, 0) + max(high - end, 0)
+
+    if not _checks_all(file, verify):
+        # Only the first and the last one can lack anything.
+        first += first < stop and lacks(first) > _NEARLY_WHOLE_BYTES
+        stop -= first < stop and lacks(stop - 1) > _NEARLY_WHOLE_BYTES
+    return range(first, stop)
+
+
 def block_spans(blocks: Flags, length: int) -> tuple[Column, Column]:
     """Return begin and end of each run of flagged blocks of a file, int64 (runs,) each."""
     edges = np.diff(np.concatenate(([False], blocks, [False])).astype(np.int8))

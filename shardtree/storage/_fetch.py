@@ -11,9 +11,10 @@ import numpy as np
 import torch
 
 from ..codec import bit_view, byte_buffer
+from ..errors import StorageError
 from ..geometry import Column
 from ..plans import LoadPlan, Runs, Strided
-from ._blocks import BLOCK_BYTES, BlockHasher, Hashes, incomplete_reads, reread_blocks
+from ._blocks import BLOCK_BYTES, BlockHasher, Hashes, block_hash, incomplete_reads, reread_blocks
 from ._capabilities import Ranged
 from ._checked import (
     ReadReport,
@@ -24,6 +25,7 @@ from ._checked import (
     in_file_order,
     of_file,
     read_modes,
+    run_blocks,
     stretches_to_check,
     touched_blocks,
     wrong_length,
@@ -68,6 +70,36 @@ def fetch(
         return read(plan, memories)
     report = sum(fetch_to_devices(read, plan, [memory_bytes(memory) for memory in memories]), ReadReport())
     return replace(report, files=np.union1d(plan.runs.file, plan.strided.file).size)
+
+
+def fetch_run(
+    storage: Storage, file: StoredFile, byte: int, memory: torch.Tensor, *, verify: Verify
+) -> ReadReport | None:
+    """Fill memory with consecutive bytes of a file by one read; the blocks that `fetch` would check are.
+
+    Returns:
+        How much was read; None where that takes more, or anything is wrong: `fetch` then does it, or says why not.
+    """
+    if isinstance(storage, Ranged) or file.stretches is not None or any_staged([memory]):
+        return None
+    buffer = byte_buffer(memory)
+    end = byte + buffer.nbytes
+    checked = run_blocks(file, byte, end, verify)
+    if checked and (byte > checked.start * BLOCK_BYTES or end < min(checked.stop * BLOCK_BYTES, file.length)):
+        return None  # a block is to be read whole, of which the run is a part
+    try:
+        with storage.open(file.name) as reader:
+            if reader.length != file.length:
+                return None
+            reader.read_into(byte, [buffer])
+    except StorageError:
+        return None
+    for block in checked:
+        low = block * BLOCK_BYTES - byte
+        if file.hashes is None or block_hash(buffer[low : low + BLOCK_BYTES]) != int(file.hashes[block]):
+            return None
+    touched = -(-end // BLOCK_BYTES) - byte // BLOCK_BYTES
+    return ReadReport(buffer.nbytes, len(checked), touched - len(checked), 1)
 
 
 def _fetch_to_host(

@@ -12,27 +12,24 @@ import numpy as np
 import torch
 
 from ... import plans
-from ...codec import byte_buffer
 from ...errors import CorruptCheckpoint, IntegrityError, StorageError, error_text
 from ...geometry import Column
 from ...layouts import ShardColumns, TensorKind, shard_columns
 from ...mapping import ShardedTensor
 from ...plans import LoadPlan
 from ...storage import (
-    BLOCK_BYTES,
-    Buffer,
     Ranged,
     ReadReport,
-    StoredFile,
     collector_paused,
     fetch,
     fetch_cost,
+    fetch_run,
     ranged_cost,
 )
 from .._checks import check_fit
-from .._metadata import check_lengths, missing_file
+from .._metadata import check_lengths
 from .._values import Checkpoint
-from ._columns import Index, chunks_of, file_at, find_texts, kind_at, kinds_at, stored_alike, text_at, texts
+from ._columns import Index, chunks_of, file_at, find_texts, kind_at, kinds_at, stored_alike, texts
 
 # A box that is one run of one stored chunk, such as a few rows of a large tensor: found and read without a plan, which
 # would take longer than the read
@@ -110,27 +107,6 @@ def run_plan(run: Run) -> LoadPlan:
     return plans.runs_plan(plans.Runs(file, byte, zero, zero, length))
 
 
-def read_run(checkpoint: Checkpoint, index: Index, run: Run, memory: Buffer) -> ReadReport:
-    """Read a run into memory by one call; only the file's length is checked.
-
-    Raises:
-        CorruptCheckpoint: it isn't.
-    """
-    name, length = text_at(index.file_text, index.file_start, run.file), int(index.file_length[run.file])
-    try:
-        with checkpoint.storage.open(name) as reader:
-            if reader.length != length:
-                raise missing_file(checkpoint, name, length)
-            reader.read_into(run.byte, [memory])
-    except StorageError:
-        # A file that is gone is damage, or was replaced by another save, rather than a fault of the storage.
-        check_lengths(checkpoint, [StoredFile(name, length)])
-        raise
-    checkpoint.options.progress(run.length)
-    blocks = (run.byte + run.length - 1) // BLOCK_BYTES - run.byte // BLOCK_BYTES + 1
-    return ReadReport(run.length, 0, blocks, 1)
-
-
 # Loading through a plan
 
 
@@ -144,11 +120,14 @@ def load_from_index(checkpoint: Checkpoint, index: Index, shards: Sequence[Shard
         ShapeError: a tensor is stored with another global shape or dtype.
         CorruptCheckpoint: stored bytes aren't what was saved.
     """
-    # With verification a plan is needed in any case: blocks have to be completed and hashed.
-    if len(shards) == 1 and checkpoint.options.verify is None and shards[0].data.is_cpu:
-        run = single_run(index, shards[0])
-        if run is not None and run.length <= MOST_BYTES:
-            return read_run(checkpoint, index, run, byte_buffer(shards[0].data))
+    options = checkpoint.options
+    run = single_run(index, shards[0]) if len(shards) == 1 else None
+    if run is not None and run.length <= MOST_BYTES:
+        file = file_at(index, run.file)
+        report = fetch_run(checkpoint.storage, file, run.byte, shards[0].data, verify=options.verify)
+        if report is not None:
+            options.progress(run.length)
+            return report
     # The collector would look through a large tree again and again while nothing is freed.
     with collector_paused():
         plan = plan_shards(index, shards, shard_columns(shards, checkpoint.world.rank))
