@@ -290,6 +290,27 @@ def test_frozen_parameters_buffers_and_tied_names_of_zero3() -> None:
     assert torch.equal(found["ice"], frozen) and found["seen"].item() == 4 and torch.equal(found["tied"], found["a"])
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("param_shapes", 7),
+        ("param_shapes", [["a"]]),
+        ("param_shapes", [{"a": 3}]),
+        ("param_shapes", [{"a": (2, -1)}]),
+        ("param_shapes", [{1: (2,)}]),
+        ("shared_params", ["a"]),
+        ("frozen_param_shapes", {"ice": "7"}),
+    ],
+)
+def test_fields_of_other_types_are_named(name: str, value: object) -> None:
+    folder = folder_of(SAVE)
+    for file in folder.names("step_3"):
+        if file.endswith("model_states.pt"):
+            folder.replace(f"step_3/{file}", saved(model_file(SAVE, 0) | {name: value}), durable=False)
+    with pytest.raises(CorruptCheckpoint, match=rf"isn't as DeepSpeed writes it[\s\S]*found {name}"):
+        st.load_plain_tensors(folder)
+
+
 def test_copies_of_a_buffer_that_differ_are_refused_by_name() -> None:
     save = dataclasses.replace(SAVE, stage=3)
     folder = folder_of(save)

@@ -70,9 +70,24 @@ def field(value: Any, name: str, kind: type[Any] | tuple[type[Any], ...], where:
     """
     found = value.get(name) if isinstance(value, dict) else None
     if not isinstance(found, kind):
-        what, fix = f"open: {where!r} isn't as DeepSpeed writes it", "It was damaged, or made by another program."
-        raise CorruptCheckpoint(error_text(what, found=f"{name} is a {type(found).__name__}", fix=fix))
+        raise _unlike_deepspeed(where, f"{name} is a {type(found).__name__}")
     return found
+
+
+def _unlike_deepspeed(where: str, found: str) -> CorruptCheckpoint:
+    what, fix = f"open: {where!r} isn't as DeepSpeed writes it", "It was damaged, or made by another program."
+    return CorruptCheckpoint(error_text(what, found=found, fix=fix))
+
+
+def _shapes(value: Any, name: str, where: str) -> dict[str, tuple[int, ...]]:
+    """Return shapes by name, checked."""
+    if not isinstance(value, dict):
+        raise _unlike_deepspeed(where, f"{name} has a {type(value).__name__}")
+    for key, shape in value.items():
+        is_shape = isinstance(shape, (tuple, list)) and all(type(size) is int and size >= 0 for size in shape)
+        if not (isinstance(key, str) and is_shape):
+            raise _unlike_deepspeed(where, f"{name} has {key!r}: {str(shape)[:100]}")
+    return {key: tuple(shape) for key, shape in value.items()}
 
 
 def read_model(checkpoint: Checkpoint, files: Sequence[ArchiveFile], paddings: Any, tensors: Tensors) -> Model:
@@ -90,21 +105,20 @@ def read_model(checkpoint: Checkpoint, files: Sequence[ArchiveFile], paddings: A
     first = files[0]
     where = checkpoint.storage.where(first.name)
     module = field(first.value, "module", dict, where)
-    shapes = first.value.get("param_shapes") or []
-    groups = [
-        _group(names, paddings, number) for number, names in enumerate([shapes] if isinstance(shapes, dict) else shapes)
-    ]
+    listed = first.value.get("param_shapes") or []
+    shapes = [_shapes(each, "param_shapes", where) for each in (listed if isinstance(listed, list) else [listed])]
+    groups = [_group(names, paddings, number) for number, names in enumerate(shapes)]
     trained = {parameter.name: parameter for group in groups for parameter in group}
     own = {name: value for name, value in module.items() if isinstance(value, StoredTensor)}
     # Only the first rank's file names them under ZeRO-3.
-    shared = first.value.get("shared_params") or {}
-    frozen = first.value.get("frozen_param_shapes") or {}
+    shared = field({"shared_params": {}} | first.value, "shared_params", dict, where)
+    frozen = _shapes(first.value.get("frozen_param_shapes") or {}, "frozen_param_shapes", where)
     for name, stored in own.items():
         owner = shared.get(name, name)
         if owner in trained and stored.shape != trained[owner].shape:
             tensors.add_derived(name, stored.dtype, trained[owner].shape, state_key("param", owner))
-        elif owner in frozen and stored.shape != tuple(frozen[owner]):
-            _add_frozen(checkpoint, files, name, Parameter(owner, tuple(frozen[owner])), tensors)
+        elif owner in frozen and stored.shape != frozen[owner]:
+            _add_frozen(checkpoint, files, name, Parameter(owner, frozen[owner]), tensors)
         else:
             tensors.add(name, stored.dtype, stored.shape, _whole(name, 0, stored))
             _compare_replicas(checkpoint, files, name, stored, tensors)
@@ -113,7 +127,7 @@ def read_model(checkpoint: Checkpoint, files: Sequence[ArchiveFile], paddings: A
     return Model(groups, own, common | ({"module": others} if others else {}))
 
 
-def _group(shapes: Mapping[str, Any], paddings: Any, number: int) -> list[Parameter]:
+def _group(shapes: Mapping[str, tuple[int, ...]], paddings: Any, number: int) -> list[Parameter]:
     skipped = paddings[number] if paddings else [0] * len(shapes)
     if len(skipped) != len(shapes):
         raise CorruptCheckpoint(
@@ -124,7 +138,7 @@ def _group(shapes: Mapping[str, Any], paddings: Any, number: int) -> list[Parame
                 fix="Files of two saves lie in the folder; load another checkpoint.",
             )
         )
-    return [Parameter(name, tuple(shape), skip) for (name, shape), skip in zip(shapes.items(), skipped, strict=True)]
+    return [Parameter(name, shape, skip) for (name, shape), skip in zip(shapes.items(), skipped, strict=True)]
 
 
 def _whole(key: str, number: int, stored: StoredTensor) -> list[Piece]:
