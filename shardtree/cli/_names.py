@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 import traceback
 from collections.abc import Callable, Collection, Mapping
@@ -14,7 +15,6 @@ from ..codec import dtype_name
 from ..errors import CheckpointingException, TreeError, error_text
 from ..plans import near_names
 from ..strategies import StrategyAction, formats_with
-from ._output import parse_size
 
 ALIASES = {
     "hf": "huggingface",
@@ -190,17 +190,26 @@ def renamings(texts: Collection[str]) -> dict[str, str]:
     return names
 
 
+_UNITS = {"": 1, "B": 1} | {
+    f"{letter}{form}": base**power
+    for power, letter in enumerate("KMGT", start=1)
+    for form, base in (("", 1000), ("B", 1000), ("IB", 1024))
+}
+
+
 def size_named(text: str) -> int:
-    """Return the bytes that a text such as 256MB says.
+    """Return the number of bytes that a text says: MB and its like are decimal, MiB and its like binary.
 
     Raises:
-        typer.BadParameter: it isn't such a number.
+        typer.BadParameter: it isn't such a number, or is below one.
 
     Examples:
-        >>> size_named("2kB")
-        2000
+        >>> size_named("256MB"), size_named("1.5 GiB"), size_named("4096")
+        (256000000, 1610612736, 4096)
     """
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
+    # Fifteen digits are what a float holds exactly.
+    found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?) ?([A-Za-z]*)", text.strip(), re.ASCII)
+    unit = _UNITS.get(found[2].upper()) if found else None
+    if found is None or unit is None or float(found[1]) * unit < 1:
+        raise typer.BadParameter(f"{text!r} is not a number of bytes, such as 256MB or 1GiB")
+    return int(float(found[1]) * unit)

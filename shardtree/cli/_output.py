@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -160,12 +159,6 @@ def _discard_output() -> None:
 
 # Sizes, rates and lengths as text.
 
-_UNITS = {"": 1, "B": 1} | {
-    f"{letter}{form}": base**power
-    for power, letter in enumerate("KMGT", start=1)
-    for form, base in (("", 1000), ("B", 1000), ("IB", 1024))
-}
-
 
 def size(count: int) -> str:
     """Return a number of bytes in the decimal unit that suits it.
@@ -178,24 +171,6 @@ def size(count: int) -> str:
         if count >= factor:
             return f"{count / factor:.1f} {unit}"
     return f"{count} B"
-
-
-def parse_size(text: str) -> int:
-    """Return the number of bytes that a text says: MB and its like are decimal, MiB and its like binary.
-
-    Raises:
-        ValueError: it isn't such a number, or is below one.
-
-    Examples:
-        >>> parse_size("256MB"), parse_size("1.5 GiB"), parse_size("4096")
-        (256000000, 1610612736, 4096)
-    """
-    # Fifteen digits are what a float holds exactly.
-    found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?) ?([A-Za-z]*)", text.strip(), re.ASCII)
-    unit = _UNITS.get(found[2].upper()) if found else None
-    if found is None or unit is None or float(found[1]) * unit < 1:
-        raise ValueError(f"{text!r} is not a number of bytes, such as 256MB or 1GiB")
-    return int(float(found[1]) * unit)
 
 
 def rate(count: int, seconds: float) -> str:

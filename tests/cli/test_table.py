@@ -8,12 +8,14 @@ from io import StringIO
 from typing import Any
 
 import pytest
+import typer
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
-from shardtree.cli._output import parse_size, printable, size
+from shardtree.cli._names import size_named
+from shardtree.cli._output import printable, size
 from shardtree.cli._table import Heading, show_table
 from tests.trees.samples import assert_caught
 
@@ -89,11 +91,11 @@ def test_a_limit_says_how_many_more_there_are() -> None:
 
 @pytest.mark.parametrize("text", ["", "MB", "-1MB", "1e3", "1 apple", "0", "0.1", "١٢", "1" * 40])
 def test_what_is_no_size_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="not a number of bytes"):
-        parse_size(text)
+    with pytest.raises(typer.BadParameter, match="not a number of bytes"):
+        size_named(text)
 
 
 @given(st.integers(1, 999), st.sampled_from(["", "kB", "MB", "GB"]))
 def test_a_size_is_read_as_it_is_written(count: int, unit: str) -> None:
     written = f"{count} {unit or 'B'}"
-    assert size(parse_size(written)) in (written, written.replace(" ", ".0 "))
+    assert size(size_named(written)) in (written, written.replace(" ", ".0 "))
