@@ -18,6 +18,9 @@ PACKAGE = Path(__file__).parents[1] / "shardtree"
 USED = {
     "torch._utils._flatten_dense_tensors": "small tensors are written as one: half the calls that views and cat are",
     "torch._neg_view": "an archive's tensor with the bit for lazy negation comes back with it",
+    "torch._utils": "the module of the two that follow",
+    "torch._utils._rebuild_tensor_v2": "what torch.save names in an archive as the function that makes a tensor",
+    "torch._utils._rebuild_tensor_v3": "the same, for dtypes without a storage class",
     "torch.distributed.distributed_c10d._get_default_store": "a gloo group beside the job's needs its store, and no "
     "public function gives it; new_group has to be called by every rank",
 }
