@@ -69,7 +69,9 @@ class OpenCheckpoint(Mapping[str, ShardedTensor | ShardedObject]):
             raise KeyMismatch(
                 error_text("open: no such key in the checkpoint", found=repr(key), fix="list(tree) has all keys.")
             )
-        return _read(self, shard) if isinstance(shard, ShardedObject) else _lazy(partial(_read_box, self), [shard])[0]
+        if isinstance(shard, ShardedObject):
+            return self._read(shard)
+        return _lazy(partial(_read_box, self), [shard])[0]
 
     def __iter__(self) -> Iterator[str]:
         """Return the keys, tensors' first, each kind sorted."""
@@ -94,7 +96,17 @@ class OpenCheckpoint(Mapping[str, ShardedTensor | ShardedObject]):
             shards = [shard for _, shard in some if isinstance(shard, ShardedTensor)]
             tensors = iter(_lazy(partial(_read_box, self), shards))
             for key, shard in some:
-                yield key, _read(self, shard) if isinstance(shard, ShardedObject) else next(tensors)
+                yield key, self._read(shard) if isinstance(shard, ShardedObject) else next(tensors)
+
+    def _read(self, item: ShardedObject) -> ShardedObject:
+        """Return a stored object with its data."""
+        backend = sharded_backend(self.checkpoint.fields)
+        if find_strategy(StrategyAction.LOAD_OBJECTS, *backend, strategies=self.strategies) is None:
+            # The sharded format may hold tensors alone; objects are then with the common state.
+            backend = common_backend(self.checkpoint.fields)
+        load_objects = strategy_of(StrategyAction.LOAD_OBJECTS, None, backend, self.strategies)
+        with unreplaced(self.checkpoint):
+            return replace(item, data=load_objects(self.checkpoint, [item])[0])
 
     def __repr__(self) -> str:
         """Return where the checkpoint is and how much is in it."""
@@ -191,14 +203,3 @@ def _read_box(
     with unreplaced(tree.checkpoint):
         load_sharded(tree.checkpoint, [box])
     return data
-
-
-def _read(tree: OpenCheckpoint, item: ShardedObject) -> ShardedObject:
-    """Return a stored object with its data."""
-    backend = sharded_backend(tree.checkpoint.fields)
-    if find_strategy(StrategyAction.LOAD_OBJECTS, *backend, strategies=tree.strategies) is None:
-        # The sharded format may hold tensors alone; objects are then with the common state.
-        backend = common_backend(tree.checkpoint.fields)
-    load_objects = strategy_of(StrategyAction.LOAD_OBJECTS, None, backend, tree.strategies)
-    with unreplaced(tree.checkpoint):
-        return replace(item, data=load_objects(tree.checkpoint, [item])[0])

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ...errors import MetadataError, error_text
-from ...geometry import Column
 from ...layouts import ShardColumns, TensorKind, problem_lines
 from ._check import check_sizes, transfer_problems
 from ._transfers import Transfers
@@ -22,25 +22,21 @@ _SHARD_COLUMNS = ("key", "rank", "offset", "shape", "start", "stop", "main")
 _BOXES = ("offset", "shape", "source_stride", "target_stride")  # columns of a number for each axis
 
 
-class Parts(NamedTuple):
-    """What a plan consists of: the fields of `ReshardPlan`, which says what they are."""
-
-    source: ShardColumns
-    target: ShardColumns
-    transfers: Transfers
-    names: Mapping[str, tuple[str, ...]]
+Parts = tuple[ShardColumns, ShardColumns, Transfers, Mapping[str, tuple[str, ...]]]
+"""What a plan consists of: source, target, transfers and names, the fields of `ReshardPlan`."""
 
 
 def plan_text(plan: Parts) -> str:
     """Return a plan as JSON text; docs/resharding.md describes it."""
+    source, target, transfers, names = plan
     document = {
         "format": FORMAT,
         "version": VERSION,
-        "axes": plan.target.offset.shape[1],
-        "source": _layout_record(plan.source),
-        "target": _layout_record(plan.target),
-        "transfers": {one.name: getattr(plan.transfers, one.name).tolist() for one in fields(Transfers)},
-        "names": {name: list(keys) for name, keys in plan.names.items()},
+        "axes": target.offset.shape[1],
+        "source": _layout_record(source),
+        "target": _layout_record(target),
+        "transfers": {one.name: getattr(transfers, one.name).tolist() for one in fields(Transfers)},
+        "names": {name: list(keys) for name, keys in names.items()},
     }
     return json.dumps(document)
 
@@ -75,8 +71,9 @@ def plan_parts(text: str) -> Parts:
         parts = _parts(document)
     except (KeyError, ValueError, TypeError, AttributeError, OverflowError) as error:
         raise _refusal(f"{type(error).__name__}: {error}"[:200]) from None
-    check_sizes(parts.source, parts.target)
-    problems = transfer_problems(*parts[:3])
+    source, target, transfers, _ = parts
+    check_sizes(source, target)
+    problems = transfer_problems(source, target, transfers)
     if problems:
         what = "ReshardPlan.from_json: the plan doesn't fill its target"
         raise MetadataError(error_text(what, offenders=problem_lines(problems), fix="Write it with `to_json` again."))
@@ -94,7 +91,7 @@ def _parts(document: Mapping[str, Any]) -> Parts:
     _check_lengths("transfers", columns)
     names = {str(name): tuple(map(str, keys)) for name, keys in document["names"].items()}
     source, target = _layout(document["source"], axes), _layout(document["target"], axes)
-    return Parts(source, target, Transfers(**columns), names)
+    return source, target, Transfers(**columns), names
 
 
 def _layout(record: Mapping[str, Any], axes: int) -> ShardColumns:
@@ -117,7 +114,7 @@ def _kind(record: Mapping[str, Any]) -> TensorKind:
     return TensorKind(dtype, tuple(map(int, shape)), int(record["prepend_axis_num"]))
 
 
-def _column(record: Mapping[str, Any], name: str, axes: int) -> Column:
+def _column(record: Mapping[str, Any], name: str, axes: int) -> NDArray[Any]:
     values = np.asarray(record[name] or np.zeros(0, dtype=np.int64))
     # numpy would cut off fractions.
     if values.dtype.kind != ("b" if name == "main" and values.size else "i"):
@@ -126,6 +123,6 @@ def _column(record: Mapping[str, Any], name: str, axes: int) -> Column:
     return values.reshape(expected).astype(np.bool_ if name == "main" else np.int64)
 
 
-def _check_lengths(what: str, columns: Mapping[str, Column]) -> None:
+def _check_lengths(what: str, columns: Mapping[str, NDArray[Any]]) -> None:
     if len({len(column) for column in columns.values()}) != 1:
         raise ValueError(f"columns of {what} have different lengths")

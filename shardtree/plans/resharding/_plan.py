@@ -15,7 +15,7 @@ from ...layouts import Problem, RankTrees, ShardColumns, tree_columns, trees_by_
 from ...trees import apply_factories
 from .._text import size_text
 from ._check import check_held, check_kinds, check_mains, check_sizes, transfer_problems
-from ._document import Parts, plan_parts, plan_text
+from ._document import plan_parts, plan_text
 from ._pieces import (
     cut_pieces,
     find_places,
@@ -209,7 +209,7 @@ class ReshardPlan:
             >>> ReshardPlan.from_json(plan.to_json()).links
             {(0, 1): 16}
         """
-        return plan_text(Parts(self.source, self.target, self.transfers, self.names))
+        return plan_text((self.source, self.target, self.transfers, self.names))
 
     @classmethod
     def from_json(cls, text: str) -> ReshardPlan:

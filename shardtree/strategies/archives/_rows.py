@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...codec.archives import Record
 from ...errors import CheckpointingException
@@ -24,15 +24,8 @@ ReadContents = Callable[[Checkpoint], Contents]
 """Returns what is in a checkpoint; raises CorruptCheckpoint if that can't be read."""
 
 
-class RowFunctions(NamedTuple):
-    """Functions of a format's rows; each field is named as its action."""
-
-    load_common: LoadCommon
-    load_sharded: LoadSharded
-    load_objects: LoadObjects
-    load_metadata: LoadMetadata
-    explain: Explain
-    verify: VerifyFiles
+RowFunctions = tuple[LoadCommon, LoadSharded, LoadObjects, LoadMetadata, Explain, VerifyFiles]
+"""Functions of a format's rows, in this order."""
 
 
 def rows_from_contents(read_contents: ReadContents) -> RowFunctions:
@@ -78,7 +71,7 @@ def rows_from_contents(read_contents: ReadContents) -> RowFunctions:
             return (Damage("", str(error)),)
         return tuple(_verified(checkpoint, found))
 
-    return RowFunctions(load_common, load, load_objects, load_metadata, explain_load, verify)
+    return load_common, load, load_objects, load_metadata, explain_load, verify
 
 
 def _verified(checkpoint: Checkpoint, contents: Contents) -> Iterator[Finding]:

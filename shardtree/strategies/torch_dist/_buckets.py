@@ -70,9 +70,9 @@ class Piece(NamedTuple):
     """
 
     key: str
-    offset: Ints
-    shape: Ints
-    global_shape: Ints
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    global_shape: tuple[int, ...]
 
 
 Candidate = tuple[Piece, ...]
