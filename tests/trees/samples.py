@@ -132,7 +132,7 @@ def mutable_nodes(tree: Any) -> dict[int, Any]:
 def assert_caught(law: Callable[..., None], fault: Any, *strategies: st.SearchStrategy[Any]) -> None:
     """Assert that a law fails for a faulty function, so that it could fail for ours."""
 
-    @settings(phases=[Phase.generate], database=None, max_examples=300, derandomize=True)
+    @settings(phases=[Phase.generate], database=None, max_examples=3000, derandomize=True)
     @given(st.tuples(*strategies))
     def run(arguments: tuple[Any, ...]) -> None:
         law(fault, *arguments)

@@ -244,8 +244,9 @@ def _misfit(what: str, found: Any, expected: str, fix: str) -> StrategyError:
 
 
 def _finish(pending: PendingSave, commit: Commit | None, strategies: Strategies | None, fields: Fields) -> None:
-    # On object stores the note goes after the commit: a save that was killed in between is known to be dead by it.
-    if not isinstance(pending.storage, Conditional):
+    # The owner's note goes after the commit: a save that was killed before is known to be dead by it. Only where files
+    # have names outside of the save's folder, and on local storage, it goes first: nothing else is in that folder.
+    if not isinstance(pending.storage, Conditional) and (commit is not None or pending.replaced is not None):
         pending.storage.remove(f"{pending.save_id}/{OWNER_FILE}")
     # Every name has to be on the medium before the rename that commits: after a power failure the file system may
     # keep that rename and lose what came before it.
