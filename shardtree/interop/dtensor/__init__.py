@@ -4,7 +4,7 @@ torch.distributed.tensor is imported when a function is called, not before.
 """
 
 from ._convert import dtensor_layout, from_dtensors, to_dtensors
-from ._module import load_module
+from ._module import ModuleKeys, load_module
 from ._placed import mesh_of, spec_of
 
-__all__ = ["dtensor_layout", "from_dtensors", "load_module", "mesh_of", "spec_of", "to_dtensors"]
+__all__ = ["ModuleKeys", "dtensor_layout", "from_dtensors", "load_module", "mesh_of", "spec_of", "to_dtensors"]

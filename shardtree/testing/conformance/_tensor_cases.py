@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 
 from ...errors import CheckpointingException, KeyMismatch
+from ...lazy import stored
 from ...mapping import ShardedTensor
 from ...storage import ReadReport, Storage, storage_at
 from ...strategies import LoadOptions, SaveOptions, StrategyAction
@@ -88,6 +89,25 @@ def _check_shared(subject: Subject) -> None:
     check_reloaded(subject, state, layout, layout)
 
 
+def lazy_data(subject: Subject) -> Iterator[Case]:
+    """Yield tensors that are read while they are saved, as those of an open checkpoint are."""
+    kinds = {"a tensor of another checkpoint": lambda lazy: lazy, "a view of one": lambda lazy: lazy[1:, 2:].T}
+    for name, view in kinds.items():
+        yield Case(name, partial(_check_lazy, subject, view), required=True)
+
+
+def _check_lazy(subject: Subject, view: Callable[[Any], Any]) -> None:
+    whole = numbers(SHAPE)
+
+    def read_box(offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+        return whole[tuple(slice(at, at + size) for at, size in zip(offset, shape, strict=True))].clone()
+
+    data = view(stored(read_box, SHAPE, whole.dtype, name="w"))
+    place = saved(subject, [{"w": ShardedTensor.from_rank_offsets("w", data)}])
+    expected = GlobalState({"w": view(whole).contiguous()}, {}, {})
+    check_there(subject, expected, {"w": even_layout(tuple(data.shape), 1)}, place)
+
+
 def keys(subject: Subject) -> Iterator[Case]:
     """Yield keys that can't be names of files, or that are names of files that formats have."""
     each = (Case(repr(key[:20]), partial(_check_keys, subject, key, "w")) for key in _KEYS)
@@ -111,13 +131,13 @@ def parts(subject: Subject) -> Iterator[Case]:
         "a flat range across chunks": ((0, 0), SHAPE, (4, 15)),
     }
     state = GlobalState({"w": numbers(SHAPE), "other": numbers(SHAPE, 50)}, {}, {})
-    for stored, layout in (("a grid", GRID), ("flat ranges", FLAT_ROWS)):
+    for kind, layout in (("a grid", GRID), ("flat ranges", FLAT_ROWS)):
         place = saved(subject, trees_of(state, dict.fromkeys(state.tensors, layout)))
         for name, box in boxes.items():
-            yield Case(f"{name} of {stored}", partial(_check_part, subject, state, place, *box))
+            yield Case(f"{name} of {kind}", partial(_check_part, subject, state, place, *box))
         for verify in ("all", None):
             check = partial(_check_part, subject, state, place, *boxes["a column"], verify=verify)
-            yield Case(f"a column of {stored}, with verify={verify!r}", check)
+            yield Case(f"a column of {kind}, with verify={verify!r}", check)
 
 
 def _check_part(
@@ -220,6 +240,7 @@ def _check_deferred(subject: Subject, ranks: int, layout: Any) -> None:
 PROMISES = (
     Promise("every dtype comes back bit for bit", LOADS, dtypes),
     Promise("any strides are saved", LOADS, views, saves=True),
+    Promise("lazy tensors are saved", LOADS | {StrategyAction.SAVE_SHARDED}, lazy_data, saves=True),
     Promise("any key comes back", LOADS, keys),
     Promise("a part is loaded as it is in the whole", LOADS, parts),
     Promise("loads write what is asked for, and no more", LOADS, donated_memory),
