@@ -80,7 +80,8 @@ def fetch_run(
     Returns:
         How much was read; None where that takes more, or anything is wrong: `fetch` then does it, or says why not.
     """
-    if isinstance(storage, Ranged) or file.stretches is not None or any_staged([memory]):
+    # As isinstance(storage, Ranged) finds out, which takes a fifth of a small read's time.
+    if hasattr(storage, "read_range") or file.stretches is not None or any_staged([memory]):
         return None
     buffer = byte_buffer(memory)
     end = byte + buffer.nbytes
