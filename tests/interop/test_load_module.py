@@ -12,7 +12,7 @@ from torch import nn
 
 import shardtree as st
 from shardtree.errors import IntegrityError, KeyMismatch, ShapeError, UnsupportedValue
-from shardtree.interop.dtensor import load_module
+from shardtree.interop.dtensor import ModuleKeys, load_module
 from shardtree.storage import MemoryStorage
 from shardtree.world import World, run_processes
 
@@ -59,7 +59,9 @@ def check_holds(module: nn.Module, expected: dict[str, torch.Tensor]) -> None:
 def test_a_module_is_filled_by_its_own_names() -> None:
     model = Model()
     before = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
-    assert load_module(model, stored(values() | {"rotary": torch.ones(2)}, MemoryStorage())) == ((), ("rotary",))
+    assert load_module(model, stored(values() | {"rotary": torch.ones(2)}, MemoryStorage())) == ModuleKeys(
+        (), ("rotary",)
+    )
     check_holds(model, values())
     assert before == {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
     assert model.head.weight is model.embed.weight
@@ -86,7 +88,7 @@ def test_a_tied_weight_needs_one_of_its_names(name: str) -> None:
 def test_names_of_one_tensor_that_are_stored_twice_have_to_be_equal() -> None:
     twice = values() | {"head.weight": values()["embed.weight"]}
     model = Model()
-    assert load_module(model, stored(twice, MemoryStorage())) == ((), ())
+    assert load_module(model, stored(twice, MemoryStorage())) == ModuleKeys((), ())
     check_holds(model, values())
     with pytest.raises(IntegrityError, match=r"head\.weight"):
         load_module(model, stored(twice | {"head.weight": torch.zeros(WORDS, WIDTH)}, MemoryStorage()))
@@ -105,7 +107,7 @@ def test_what_is_not_stored_is_named_and_nothing_is_changed() -> None:
 def test_what_is_not_stored_may_keep_its_values() -> None:
     model = Model()
     folder = stored({name: tensor for name, tensor in values().items() if name != "seen"}, MemoryStorage())
-    assert load_module(model, folder, strict=False) == (("seen",), ())
+    assert load_module(model, folder, strict=False) == ModuleKeys(("seen",), ())
     check_holds(model, values() | {"seen": torch.tensor(0)})
 
 
@@ -120,7 +122,7 @@ def test_other_names_and_dtypes() -> None:
     model = Model()
     with pytest.raises(ShapeError, match="float64"):
         load_module(model, folder, key="model.{}".format)
-    assert load_module(model, folder, key="model.{}".format, cast=True) == ((), ())
+    assert load_module(model, folder, key="model.{}".format, cast=True) == ModuleKeys((), ())
     check_holds(model, values())
 
 
@@ -161,7 +163,7 @@ def loads(world: World, *, sizes: dict[str, int], folder: str) -> int:
     nbytes: list[int] = []
     model, mesh = cut(sizes)
     options = st.LoadOptions(progress=nbytes.append, exchange="never")
-    assert load_module(model, folder, within=mesh, strided="fsdp2", options=options) == ((), ())
+    assert load_module(model, folder, within=mesh, strided="fsdp2", options=options) == ModuleKeys((), ())
     check_holds(model, values())
     assert model.head.weight is model.embed.weight
     return sum(nbytes)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -19,7 +20,8 @@ from ._convert import from_dtensors, local_tensor
 from ._placed import Strided
 
 
-class ModuleKeys(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ModuleKeys:
     """What of a module and a checkpoint has no counterpart.
 
     Attributes:
