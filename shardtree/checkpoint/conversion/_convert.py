@@ -267,10 +267,11 @@ def convert(
         forget(journal)
         raise
     save_id = begun_save(journal) if resumed == len(plan.batches) else None
-    if save_id is not None and takes_late_requests(target.storage):
+    if save_id is not None:
         # A call that was killed right after its commit left its note there, and what it had moved from its folder.
         disown(target.storage, save_id)
-        remove_unless_committed(target.storage, save_id)
+        if takes_late_requests(target.storage):
+            remove_unless_committed(target.storage, save_id)
     forget(journal)
     return _report(plan, resumed, checked)
 
