@@ -19,6 +19,7 @@ from ...errors import (
 from ...storage import Conditional, Exchanging, Sibling, Storage, is_alive, is_temporary, owner_note, release
 from ...strategies import (
     METADATA_FILE,
+    OWNER_FILE,
     Checkpoint,
     PendingSave,
     Replaced,
@@ -188,6 +189,8 @@ def clean_up(pending: PendingSave, strategies: Strategies | None, *, removes_sav
     with _logging_failure(storage):
         if isinstance(storage, Conditional):
             disown(storage, pending.save_id)  # the note stays until after the commit there
+        elif pending.replaced is None:  # here too; a format's own clean-up may not know of it
+            storage.remove(f"{pending.save_id}/{OWNER_FILE}")
         # By the storage's clock, the time of this commit: this machine's clock may differ by more than an hour.
         changes = (changed for *_, changed in stamp(storage, deciding_files(strategies)))
         before = max(changes, default=0.0) - pending.options.stale_after
