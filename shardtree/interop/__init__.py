@@ -3,6 +3,6 @@
 No module here imports its library before it has to build the library's own objects.
 """
 
-from . import dtensor, megatron, megatron_optimizer
+from . import deepspeed, dtensor, megatron, megatron_optimizer
 
-__all__ = ["dtensor", "megatron", "megatron_optimizer"]
+__all__ = ["deepspeed", "dtensor", "megatron", "megatron_optimizer"]
