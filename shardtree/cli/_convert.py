@@ -166,7 +166,7 @@ def _remarks(report: ConversionReport) -> list[str]:
     if report.verified_nbytes is None:
         lines.append("not read back, as --no-verify asks")
     else:
-        lines.append("read back and compared, bit for bit")
+        lines.append("read back and compared, by fingerprint")
     if report.left_out:
         lines += [f"left out: {plural(len(report.left_out), 'key')}", *(f"  {key}" for key in shorten(report.left_out))]
     return lines

@@ -22,7 +22,7 @@ from ._buffers import (
     is_in_place,
     tensor_buffers,
 )
-from ._capabilities import Conditional, Entry, Listing, Ranged, read_if_there
+from ._capabilities import Conditional, Entry, Listing, Ranged, read_if_there, remove_files
 from ._checked import ReadReport, StoredFile, Verify
 from ._cost import fetch_cost, ranged_cost
 from ._fetch import fetch, fetch_run
@@ -43,7 +43,8 @@ from ._listed import Listed, listed, prefetch, settle
 from ._local import LocalStorage
 from ._memory import BytesReader, MemoryStorage
 from ._object_store import ObjectStorage
-from ._object_url import object_storage
+from ._object_streams import opened
+from ._object_url import in_larger_requests, object_storage
 from ._owner import Claim, claim, is_alive, is_claimed, owner_note, release
 from ._storage import Buffer, Exchanging, Reader, Sibling, SizedBuffers, Storage, is_temporary
 from ._stretches import Stretches, joined_crc32, read_crc32

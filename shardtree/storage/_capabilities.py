@@ -77,6 +77,23 @@ class Conditional(Protocol):
         """
 
 
+def remove_files(storage: Storage, names: Sequence[str]) -> None:
+    """Remove files in any order, by one request where that can be done.
+
+    Examples:
+        >>> from shardtree.storage import MemoryStorage
+        >>> storage = MemoryStorage()
+        >>> storage.replace("a", b"", durable=False)
+        >>> remove_files(storage, ["a", "b"]), storage.names()
+        (None, ())
+    """
+    if isinstance(storage, Listing):
+        storage.remove_all(names)
+    else:
+        for name in names:
+            storage.remove(name)
+
+
 def read_if_there(storage: Storage, name: str) -> bytes | None:
     """Return a file's bytes, None if there is no such file.
 

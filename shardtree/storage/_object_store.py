@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
@@ -51,6 +51,7 @@ class ObjectStorage:
         store: obstore's object, which repeats requests that fail.
         once: the same without repeats, for the request that commits.
         secrets: settings whose values mustn't be shown.
+        request_scale: how many times as long as usual the requests are by which long files are moved.
     """
 
     url: str
@@ -58,6 +59,7 @@ class ObjectStorage:
     store: Any = field(repr=False, compare=False)
     once: Any = field(repr=False, compare=False)
     secrets: Mapping[str, Any] = field(repr=False, compare=False, default_factory=dict)
+    request_scale: int = field(repr=False, compare=False, default=1)
 
     def where(self, name: str = "") -> str:
         """Return the URL of a name."""
@@ -65,7 +67,7 @@ class ObjectStorage:
 
     def folder(self, name: str) -> ObjectStorage:
         """Return a folder in this one."""
-        return ObjectStorage(f"{self.url}/{name}", self._path(name), self.store, self.once, self.secrets)
+        return replace(self, url=f"{self.url}/{name}", root=self._path(name))
 
     # Reading
 
@@ -213,7 +215,7 @@ class ObjectStorage:
         """
         import obstore
 
-        part, is_whole = _PART_BYTES, isinstance(buffers, list | tuple)
+        part, is_whole = _PART_BYTES * self.request_scale, isinstance(buffers, list | tuple)
         nbytes = sum(each.nbytes for each in buffers) if is_whole else getattr(buffers, "nbytes", _UNKNOWN_BYTES)
         if nbytes > part * _MOST_PARTS:
             part = -(-nbytes // _MOST_PARTS // _MIB) * _MIB
@@ -225,7 +227,7 @@ class ObjectStorage:
                 obstore.put(self.store, self._path(name), first, use_multipart=False)
             return first.nbytes
         lengths: list[int] = []
-        in_flight = max(1, _IN_FLIGHT_BYTES // part)
+        in_flight = max(1, _IN_FLIGHT_BYTES * self.request_scale // part)
         raised: list[BaseException] = []
         with _uploads, self._storage_errors("write", name, raised):
             stream = noting(chain([first], parts), lengths, raised)
@@ -381,7 +383,6 @@ _tags: dict[str, tuple[bytes, Tag | None]] = {}
 
 _honours: dict[str, bool] = {}
 """Whether stores honour conditions, as far as this process has tried, by their host or bucket."""
-
 
 _first_process: list[int] = []  # that made a request, of this one and those that it was forked from
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import numpy as np
 
 from ..errors import StorageError, error_text
-from ._storage import Buffer
+from ._capabilities import Ranged
+from ._storage import Buffer, Reader, Storage
 
 
 def parts_of(buffers: Iterable[Buffer], size: int) -> Iterator[Buffer]:
@@ -71,6 +74,13 @@ def noting(parts: Iterable[Buffer], lengths: list[int], raised: list[BaseExcepti
     except BaseException as error:
         raised.append(error)
         raise
+
+
+def opened(storage: Storage, name: str, length: int) -> AbstractContextManager[Reader]:
+    """Open a file whose length is known: where each look at a file is a request, that one is saved."""
+    if isinstance(storage, Ranged):
+        return nullcontext(ObjectReader(partial(storage.read_range, name), storage.where(name), length))
+    return storage.open(name)
 
 
 _AHEAD_BYTES = 8 * 1024 * 1024

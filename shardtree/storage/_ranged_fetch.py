@@ -30,7 +30,7 @@ from ._checked import (
     wrong_length,
 )
 from ._object_streams import copy_bytes
-from ._requests import Request, Wanted, requests_of
+from ._requests import REQUEST_BYTES, Request, Wanted, requests_of
 from ._storage import Buffer
 from ._stretches import stretch_crc32
 from ._strided import copy_piece
@@ -125,7 +125,7 @@ def fetch_ranged(
         StorageError: a file can't be read.
     """
     checks, wanted = _checks_of_plan(files, plan, verify)
-    requests = requests_of(plan, wanted)
+    requests = requests_of(plan, wanted, REQUEST_BYTES * getattr(storage, "request_scale", 1))
     sums = {number: Sums() for number in checks}
     run = partial(_run, storage, checks, views, memories)
     done = _in_flight(run, requests, sums, progress)

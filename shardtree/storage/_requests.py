@@ -59,12 +59,13 @@ class Request:
     pieces: Strided
 
 
-def requests_of(plan: LoadPlan, wanted: Mapping[int, Wanted]) -> list[Request]:
+def requests_of(plan: LoadPlan, wanted: Mapping[int, Wanted], most_bytes: int = REQUEST_BYTES) -> list[Request]:
     """Return the requests that fetch what a plan reads, by file and byte.
 
     Args:
         plan: what to read.
         wanted: what is fetched in addition, by file.
+        most_bytes: of a request; they end at multiples of this.
 
     Examples:
         >>> from shardtree.plans import runs_plan
@@ -76,12 +77,12 @@ def requests_of(plan: LoadPlan, wanted: Mapping[int, Wanted]) -> list[Request]:
         >>> [(each.begin, each.end) for each in requests_of(runs_plan(runs), {0: block})]
         [(0, 262144), (5000000, 5000100)]
     """
-    runs, pieces = _cut_runs(plan.runs), _cut_pieces(plan.strided)
+    runs, pieces = _cut_runs(plan.runs, most_bytes), _cut_pieces(plan.strided)
     pieces = _rows(pieces, np.argsort(pieces.file, kind="stable"))  # runs are sorted already
     return [
         request
         for number in np.union1d(runs.file, pieces.file).tolist()
-        for request in _of_file(number, _part(runs, number), _part(pieces, number), wanted.get(number))
+        for request in _of_file(number, _part(runs, number), _part(pieces, number), wanted.get(number), most_bytes)
     ]
 
 
@@ -90,15 +91,15 @@ def _part(columns: Any, number: int) -> Any:
     return _rows(columns, slice(*np.searchsorted(columns.file, [number, number + 1]).tolist()))
 
 
-def _of_file(number: int, runs: Runs, pieces: Strided, wanted: Wanted | None) -> list[Request]:
+def _of_file(number: int, runs: Runs, pieces: Strided, wanted: Wanted | None, most_bytes: int) -> list[Request]:
     low, high = pieces.byte, last_byte(pieces)
     if wanted is not None and wanted.whole_blocks:
         low, high = low // BLOCK_BYTES * BLOCK_BYTES, -(-high // BLOCK_BYTES) * BLOCK_BYTES
         high = np.minimum(high, wanted.length)
-    more = _on_grid(wanted.begin, wanted.end) if wanted is not None else (low[:0], low[:0])
+    more = _cells(wanted.begin, wanted.end, most_bytes)[1:] if wanted is not None else (low[:0], low[:0])
     begin = np.concatenate((runs.byte, low, more[0]))
     end = np.concatenate((runs.byte + runs.length, high, more[1]))
-    group = _groups(begin, end)
+    group = _groups(begin, end, most_bytes)
     of_runs, of_pieces = np.split(group, [runs.byte.size, runs.byte.size + low.size])[:2]
     count = int(group.max(initial=-1)) + 1
     first, last = np.full(count, np.iinfo(np.int64).max), np.zeros(count, dtype=np.int64)
@@ -119,7 +120,7 @@ def _of_file(number: int, runs: Runs, pieces: Strided, wanted: Wanted | None) ->
     ]
 
 
-def _groups(begin: Column, end: Column) -> Column:
+def _groups(begin: Column, end: Column, most_bytes: int) -> Column:
     """Return the number of the request that each span belongs to, ascending by their first bytes, int64 (spans,)."""
     order = np.argsort(begin, kind="stable")
     low, reached = begin[order], np.maximum.accumulate(end[order])
@@ -127,8 +128,8 @@ def _groups(begin: Column, end: Column) -> Column:
     stretch = np.append(0, breaks.cumsum())[: low.size]
     first, last = (np.searchsorted(stretch, stretch, side=side) for side in ("left", "right"))
     # What is little in all comes by one request, wherever it lies.
-    is_long = reached[last - 1] - low[first] > REQUEST_BYTES * 3 // 2
-    cell = np.where(is_long, low // REQUEST_BYTES, -1)
+    is_long = reached[last - 1] - low[first] > most_bytes * 3 // 2
+    cell = np.where(is_long, low // most_bytes, -1)
     is_next = breaks | (cell[1:] != cell[:-1])
     group = np.zeros(low.size, dtype=np.int64)
     group[order[1:]] = is_next.cumsum()
@@ -141,25 +142,21 @@ def _by_group(group: Column, count: int) -> list[Column]:
     return np.split(order, np.searchsorted(group[order], np.arange(1, count)))
 
 
-def _cut_runs(runs: Runs) -> Runs:
+def _cut_runs(runs: Runs, most_bytes: int) -> Runs:
     """Return runs, cut where requests end."""
     runs = _rows(runs, runs.length > 0)
-    row, begin, end = _cells(runs.byte, runs.byte + runs.length)
+    row, begin, end = _cells(runs.byte, runs.byte + runs.length, most_bytes)
     target_byte = runs.target_byte[row] + begin - runs.byte[row]
     return Runs(runs.file[row], begin, runs.target[row], target_byte, end - begin)
 
 
-def _on_grid(begin: Column, end: Column) -> tuple[Column, Column]:
-    return _cells(begin, end)[1:]
-
-
-def _cells(begin: Column, end: Column) -> tuple[Column, Column, Column]:
+def _cells(begin: Column, end: Column, most_bytes: int) -> tuple[Column, Column, Column]:
     """Return spans cut where requests end: of each part the number of its span, its begin and its end."""
-    first = begin // REQUEST_BYTES
-    count = (end - 1) // REQUEST_BYTES - first + 1
+    first = begin // most_bytes
+    count = (end - 1) // most_bytes - first + 1
     row = np.repeat(np.arange(count.size), count)
     number = first[row] + np.arange(row.size) - np.repeat(np.cumsum(count) - count, count)
-    low, high = number * REQUEST_BYTES, (number + 1) * REQUEST_BYTES
+    low, high = number * most_bytes, (number + 1) * most_bytes
     return row, np.maximum(begin[row], low), np.minimum(end[row], high)
 
 

@@ -106,9 +106,9 @@ _warned: set[str] = set()
 
 
 @contextmanager
-def owned(storage: Storage, folder: str, *, durable: bool) -> Iterator[None]:
-    """Own a save's folder inside the block; it is made if it isn't there."""
-    held = make_save_folder(storage, folder, durable=durable)
+def owned(storage: Storage, folder: str, *, durable: bool, has_note: bool) -> Iterator[None]:
+    """Own a save's folder inside the block; unless this process has left its note there already, it is made."""
+    held = claim(folder) if has_note else make_save_folder(storage, folder, durable=durable)
     try:
         yield
     finally:

@@ -440,6 +440,33 @@ def test_the_check_catches_a_tensor_that_was_not_kept() -> None:
         converted(saved(TREE), strategies=broken)
 
 
+def altered(pending: st.strategies.PendingSave, shards: Any) -> Any:
+    """Save with one tensor that is read, and then written with another value."""
+    wrong = [replace(leaf, data=leaf.data.read().fill_(7)) if leaf.key == "w" else leaf for leaf in shards]
+    return default_strategies[st.StrategyAction.SAVE_SHARDED, native, 1](pending, wrong)
+
+
+def test_a_tensor_that_changed_after_it_was_fingerprinted_is_noticed() -> None:
+    broken = {**default_strategies, (st.StrategyAction.SAVE_SHARDED, native, 1): altered}
+    with pytest.raises(IntegrityError, match="'w': 47 of 48 elements differ"):
+        converted(saved(TREE), strategies=broken)
+
+
+@pytest.mark.parametrize("backend", [native, "torch_dist", "zarr", "huggingface"])
+def test_the_source_is_read_once(backend: str) -> None:
+    source = saved([tensor("w", torch.arange(3_000_000.0).reshape(3, 1_000_000)), tensor("v", torch.ones(5))])
+    row, elements = (st.StrategyAction.LOAD_SHARDED, native, 1), []
+
+    def counted(checkpoint: st.strategies.Checkpoint, shards: Any) -> Any:
+        elements.extend(leaf.data.numel() for leaf in shards if checkpoint.storage is source)
+        return default_strategies[row](checkpoint, shards)
+
+    strategies = {**default_strategies, row: counted}
+    _, report = converted(source, strategies=strategies, backend=backend, leave_out=["common"])
+    assert sum(elements) == 3_000_005
+    assert report.fingerprints == st.fingerprint(source)
+
+
 def test_small_tensors_are_read_many_at_a_time() -> None:
     calls: list[int] = []
     row = (st.StrategyAction.LOAD_SHARDED, native, 1)
@@ -451,7 +478,7 @@ def test_small_tensors_are_read_many_at_a_time() -> None:
     tree = [tensor(f"w{number}", torch.full((3, 2), number)) for number in range(200)]
     transform = st.compose(st.bind(st.prefix, "x."), lambda tree: st.map_shards(lambda leaf: leaf, tree))
     folder, _ = converted(saved(tree), strategies={**default_strategies, row: counted}, transform=transform)
-    assert calls == [200, 200, 200]  # to write, and twice to compare
+    assert calls == [200, 200]  # to write, and to check what was written
     assert st.load_plain_tensors(folder)["x.w7"].tolist() == [[7, 7]] * 3
 
 

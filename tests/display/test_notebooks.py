@@ -73,7 +73,7 @@ def test_reprs_of_what_runs_are_a_line() -> None:
 def test_a_report_prints_as_few_lines() -> None:
     assert (
         str(WRITTEN[2]).split("\n")[0]
-        == "300 tensors, 57.6 kB, in 1 batch; 57.6 kB read back and compared, bit for bit"
+        == "300 tensors, 57.6 kB, in 1 batch; 57.6 kB read back and compared, by fingerprint"
     )
     assert [len(str(report).split("\n")) for report in WRITTEN[2:6]] == [3, 2, 2, 3]
     assert all(len(str(report)) < 1500 for report in WRITTEN[2:6])

@@ -144,7 +144,7 @@ def _value_differences(
     keys: Sequence[str], left: BoxReader, right: BoxReader, most_bytes: int, progress: Callable[[int], None]
 ) -> Iterator[ValueDifference]:
     pairs = ((key, left.whole(key), right.whole(key)) for key in keys)
-    most_together = max(group_bytes(left), group_bytes(right))
+    most_together = min(most_bytes, max(group_bytes(left), group_bytes(right)))
     for group in grouped(pairs, lambda pair: pair[1].nbytes, most_together):
         # Small tensors are read together: planning each read by itself would take longer than the reads.
         left.expect(fetch for _, lazy, _ in group for fetch in lazy.fetches)

@@ -212,18 +212,22 @@ TensorBox = tuple[str, tuple[int, ...], tuple[int, ...]]
 """A tensor's key, and offset and shape of a box of it."""
 
 _GROUP_BYTES = 8 * 1024 * 1024
-_REMOTE_GROUP_BYTES = 8 * _GROUP_BYTES
+_REMOTE_GROUP_BYTES = 16 * _GROUP_BYTES
+
+
+def is_remote(reader: BoxReader) -> bool:
+    """Return whether each read is a request."""
+    return isinstance(reader.opened.checkpoint.storage, Ranged)
 
 
 def group_bytes(reader: BoxReader) -> int:
     """Return how many bytes of small boxes are read together: more of them where each read is a request."""
-    return _REMOTE_GROUP_BYTES if isinstance(reader.opened.checkpoint.storage, Ranged) else _GROUP_BYTES
+    return _REMOTE_GROUP_BYTES if is_remote(reader) else _GROUP_BYTES
 
 
 def _small_bytes(reader: BoxReader) -> int:
     # Larger ones gain nothing from being read together.
-    most = group_bytes(reader)
-    return most // 4 if most == _REMOTE_GROUP_BYTES else most // 32
+    return group_bytes(reader) // (8 if is_remote(reader) else 32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

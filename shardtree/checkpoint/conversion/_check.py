@@ -20,7 +20,7 @@ from ...trees import HOLE, Difference, without_holes
 from .._fingerprint import in_usual_threads
 from .._lazy_tree import OpenCheckpoint
 from ..comparison._compare import plain_difference
-from ..comparison._values import BoxReader, ValueDifference, group_bytes, value_difference
+from ..comparison._values import BoxReader, ValueDifference, boxes_within, group_bytes, value_difference
 from ._plan import Plan
 from ._source import StoredObject, expect_tensors
 
@@ -71,15 +71,23 @@ class Checked:
     fingerprints: dict[str, int]
 
 
-def check_written(written: OpenCheckpoint, plan: Plan, most_bytes: int, progress: Callable[[int], None]) -> Checked:
+def check_written(
+    written: OpenCheckpoint,
+    plan: Plan,
+    passed: Mapping[str, int],
+    most_bytes: int,
+    progress: Callable[[int], None],
+) -> Checked:
     """Return what was compared with what was to be written, and found equal.
 
-    Fingerprints are added up from the same bytes. A tensor that the transform returned unchanged must have the one that
-    the source stores, if it stores any.
+    Of a tensor whose elements were fingerprinted while they were written, only the destination is read. Of others, and
+    where fingerprints differ, the source is read once more and compared bit for bit. A tensor that the transform
+    returned unchanged must have the fingerprint that the source stores, if it stores any.
 
     Args:
         written: the destination, opened again.
-        plan: what should be in it, lazily read once more.
+        plan: what should be in it, lazily read once more where that is needed.
+        passed: by key the fingerprints of what was written, as far as this call has written all of a tensor.
         most_bytes: about how much memory the comparison may take.
         progress: called with the bytes that were compared since the last call.
 
@@ -88,8 +96,16 @@ def check_written(written: OpenCheckpoint, plan: Plan, most_bytes: int, progress
     """
     _refuse(_key_problems(written, plan.tensors, plan.objects))
     reader = FingerprintReader(BoxReader(written))
-    _refuse(map(str, _value_differences(reader, plan, most_bytes, progress)))
+    _read_all(reader, [shard for shard in plan.tensors if shard.key in passed], progress)
+    others = [shard for shard in plan.tensors if shard.key not in passed]
+    _refuse(map(str, _value_differences(reader, plan.reader, others, most_bytes, progress)))
     found = reader.fingerprints(plan.tensors)
+    wrong = [shard for shard in plan.tensors if found[shard.key] != passed.get(shard.key, found[shard.key])]
+    if wrong:
+        # The source decides: it says which elements differ, and by how much.
+        again = FingerprintReader(BoxReader(written))
+        _refuse(map(str, _value_differences(again, plan.reader, wrong, most_bytes, lambda _: None)))
+        found |= again.fingerprints(wrong)
     _refuse(_fingerprint_problems(plan, found))
     # Kinds first, values next: elements of another dtype or shape couldn't be compared.
     pairs = [(item.unique_key, _differs(item, written)) for item in plan.objects]
@@ -101,13 +117,27 @@ def check_written(written: OpenCheckpoint, plan: Plan, most_bytes: int, progress
     return Checked(sum(shard.data.nbytes for shard in plan.tensors), found)
 
 
+def _read_all(reader: FingerprintReader, tensors: Sequence[ShardedTensor], progress: Callable[[int], None]) -> None:
+    most = group_bytes(reader.reader)
+    for group in grouped(tensors, lambda shard: shard.data.nbytes, most):
+        whole = [_box(reader, shard) for shard in group]
+        reader.reader.expect(fetch for box in whole for fetch in box.fetches)
+        for box in whole:
+            for offset, shape in boxes_within(tuple(box.shape), max(1, most // box.itemsize)):
+                progress(box.read_box(offset, shape).nbytes)
+
+
 def _value_differences(
-    reader: FingerprintReader, plan: Plan, most_bytes: int, progress: Callable[[int], None]
+    reader: FingerprintReader,
+    source: BoxReader,
+    tensors: Sequence[ShardedTensor],
+    most_bytes: int,
+    progress: Callable[[int], None],
 ) -> Iterator[ValueDifference]:
-    most_together = max(group_bytes(plan.reader), group_bytes(reader.reader))
-    for group in grouped(plan.tensors, lambda shard: shard.data.nbytes, most_together):
+    most_together = min(most_bytes, max(group_bytes(source), group_bytes(reader.reader)))
+    for group in grouped(tensors, lambda shard: shard.data.nbytes, most_together):
         boxes = [_box(reader, shard) for shard in group]
-        expect_tensors(plan.reader, group)
+        expect_tensors(source, group)
         reader.reader.expect(fetch for box in boxes for fetch in box.fetches)
         found = (
             value_difference(shard.key, shard.data, box, most_bytes, progress)

@@ -22,7 +22,7 @@ from ...errors import (
 from ...lazy import LazyTensor
 from ...mapping import ShardedObject, ShardedTensor
 from ...plans import size_text
-from ...storage import Directory, Storage, digest, storage_at, takes_late_requests
+from ...storage import Directory, Storage, digest, in_larger_requests, listed, storage_at, takes_late_requests
 from ...strategies import (
     METADATA_FILE,
     Checkpoint,
@@ -40,9 +40,10 @@ from .._dispatch import Backends, backends_of
 from .._lazy_tree import OpenCheckpoint, open_checkpoint
 from .._open import read_fields, recognized
 from ..comparison._compare import MOST_BYTES
-from ..saving._start import inspect_folder, make_folder, pending_save
+from ..saving._start import SaveStart, inspect_folder, make_folder, pending_save
 from ._check import Checked, check_written
 from ._journal import Journal, abort_uploads, begin_journal, begun_save, forget, has_files, journal_at, remove_others
+from ._passage import Passage, passage_from
 from ._plan import Batch, Cutting, Plan, Transform, plan_conversion
 from ._source import StoredObject
 from ._write import Destination, Turn, rehearse_common, rehearse_tensors, write_batches
@@ -164,7 +165,7 @@ class ConversionReport:
         if self.verified_nbytes is None:
             checked = "not read back"
         else:
-            checked = f"{size_text(self.verified_nbytes)} read back and compared, bit for bit"
+            checked = f"{size_text(self.verified_nbytes)} read back and compared, by fingerprint"
         lines = [
             f"{plural(self.tensors, 'tensor')}{objects}, {size_text(self.nbytes)}, in {batches}{resumed}; {checked}",
             *_listed("left out", self.left_out),
@@ -204,8 +205,8 @@ def convert(
     """Write a checkpoint of any format as one of another, and return what was done; not collective.
 
     Tensors stream in batches of bounded size. After a call that was killed, the same call resumes: finished batches
-    aren't written again. The destination becomes a checkpoint only when all of it is written; then it is read back and
-    compared with the source, bit for bit.
+    aren't written again. The destination becomes a checkpoint only when all of it is written; then it is read back, and
+    each tensor's fingerprint compared with that of the elements that were written.
 
     Args:
         source: where the checkpoint is.
@@ -247,25 +248,21 @@ def convert(
         (8, {'w': tensor([0., 1., 2., 3.], dtype=torch.bfloat16)})
     """
     load_options, save_options = load_options or LoadOptions(), save_options or SaveOptions()
-    opened = open_checkpoint(source, strategies=strategies, options=load_options)
+    opened = open_checkpoint(in_larger_requests(storage_at(source)), strategies=strategies, options=load_options)
     most = max_bytes_in_flight
     plan = plan_conversion(
         opened, transform, transform_common, leave_out=leave_out, prune=prune, layout=layout, most_bytes=most
     )
     choices = _latest(backend, strategies), None if common_backend is None else _latest(common_backend, strategies)
     backends = backends_of(*choices, strategies)
-    target = Destination(storage_at(destination), choices, backends, strategies, save_options)
+    target = Destination(in_larger_requests(storage_at(destination)), choices, backends, strategies, save_options)
     digest = conversion_digest(opened.checkpoint, backends, plan.batches, allow_pickle=save_options.allow_pickle)
     journal = journal_at(target.storage, digest, strategies)
-    resumed, may_be_others = _written(target, journal, plan)
+    passage = passage_from(plan.reader, fingerprints=verify)
+    resumed, may_be_others = _written(target, journal, plan, passage)
     checked = None
-    try:
-        if verify or may_be_others:
-            written = open_checkpoint(target.storage, strategies=strategies, options=load_options)
-            checked = check_written(written, plan, min(max(most, _LEAST_BYTES), MOST_BYTES), save_options.progress)
-    except IntegrityError:
-        forget(journal)
-        raise
+    if verify or may_be_others:
+        checked = _checked(target, journal, plan, passage, min(max(most, _LEAST_BYTES), MOST_BYTES), load_options)
     save_id = begun_save(journal) if resumed == len(plan.batches) else None
     if save_id is not None:
         # A call that was killed right after its commit left its note there, and what it had moved from its folder.
@@ -274,6 +271,19 @@ def convert(
             remove_unless_committed(target.storage, save_id)
     forget(journal)
     return _report(plan, resumed, checked)
+
+
+def _checked(
+    target: Destination, journal: Journal, plan: Plan, passage: Passage, most_bytes: int, options: LoadOptions
+) -> Checked:
+    """Read back what was written, and return what was found equal; what isn't is never gone on with."""
+    try:
+        written = open_checkpoint(target.storage, strategies=target.strategies, options=options)
+        passed = passage.fingerprints(plan.tensors)
+        return check_written(written, plan, passed, most_bytes, target.options.progress)
+    except IntegrityError:
+        forget(journal)
+        raise
 
 
 def _report(plan: Plan, resumed: int, checked: Checked | None) -> ConversionReport:
@@ -302,18 +312,15 @@ def _latest(backend: str | tuple[str, int], strategies: Strategies | None) -> tu
     return backend, max(versions, default=1)  # if there is none, the save's error lists the backends
 
 
-def _written(target: Destination, journal: Journal, plan: Plan) -> tuple[int, bool]:
+def _written(target: Destination, journal: Journal, plan: Plan, passage: Passage) -> tuple[int, bool]:
     """Write what isn't written yet, and return how many batches were, and whether an existing checkpoint isn't ours.
 
     Raises:
         AlreadyACheckpoint: there is one that this conversion hasn't begun.
     """
-    storage, save_id = target.storage, begun_save(journal)
-    if storage.length(METADATA_FILE) is not None or recognized(storage, target.strategies) is not None:
-        if save_id is None:
-            raise AlreadyACheckpoint(
-                error_text(f"convert: {storage.where()!r} already holds a checkpoint", fix="Convert to another folder.")
-            )
+    storage = target.storage
+    save_id, start, is_there = _look(target, journal)
+    if is_there:
         # An earlier call was killed after its commit, or another save has committed since: a comparison decides.
         return len(plan.batches), read_fields(storage, target.strategies).get("save_id") != save_id
     common = {} if plan.common is HOLE else plan.common
@@ -322,13 +329,13 @@ def _written(target: Destination, journal: Journal, plan: Plan) -> tuple[int, bo
     rehearse_common(target, common)
     if not takes_late_requests(storage):  # else after the commit, which turns away what they may have sent
         remove_others(journal)
-    if save_id is None:
-        save_id = _begin(target, journal)
+    if start is not None:
+        _begin(target, journal, start)
     else:
         abort_uploads(journal)  # of the call that is gone on with
     try:
-        with owned(storage, save_id, durable=target.options.durable):
-            return write_batches(target, journal, save_id, plan, common), False
+        with owned(storage, save_id, durable=target.options.durable, has_note=start is not None):
+            return write_batches(target, journal, save_id, plan, common, passage.watched), False
     except Exception as error:
         # One process plays all ranks: its own error says more than a RemoteError around it.
         own = error.__cause__ if isinstance(error, RemoteError) and error.__cause__ is not None else error
@@ -338,15 +345,31 @@ def _written(target: Destination, journal: Journal, plan: Plan) -> tuple[int, bo
         raise
 
 
-def _begin(target: Destination, journal: Journal) -> str:
-    """Make the folder and the journal of a new conversion, and return the name of its save."""
-    start = inspect_folder(target.storage, target.backends, target.strategies, overwrite=False)
+def _look(target: Destination, journal: Journal) -> tuple[str, SaveStart | None, bool]:
+    """Return the name of the save, how it starts unless an earlier call has begun it, and if it may be committed.
+
+    Raises:
+        AlreadyACheckpoint: there is a checkpoint that this conversion hasn't begun.
+    """
+    with listed(target.storage, deep=False) as seen:  # one look for all questions
+        begun = begun_save(journal) if journal.folder in seen.names() else None
+        is_there = seen.length(METADATA_FILE) is not None or recognized(seen, target.strategies) is not None
+        if begun is not None:
+            return begun, None, is_there
+        if is_there:
+            what = f"convert: {target.storage.where()!r} already holds a checkpoint"
+            raise AlreadyACheckpoint(error_text(what, fix="Convert to another folder."))
+        start = inspect_folder(seen, target.backends, target.strategies, overwrite=False)
+        return start.save_id, start, False
+
+
+def _begin(target: Destination, journal: Journal, start: SaveStart) -> None:
+    """Make the folder and the journal of a new conversion."""
     pending = pending_save(start, target.storage, Turn(0, 1), target.options)
     make_folder(pending, target.backends, target.strategies)
     if "folder" in pending.memo:
         pending.memo["folder"].wait()  # here, since each batch has a pending save of its own without this memo
     begin_journal(journal, pending.save_id, durable=target.options.durable)
-    return pending.save_id
 
 
 def _clean_or_explain(storage: Storage, journal: Journal, save_id: str, error: BaseException) -> None:

@@ -18,7 +18,17 @@ from typing import Any
 
 from ...codec import canonical_json, decode_tree, encode_tree, parse_json
 from ...errors import CheckpointingException
-from ...storage import Buffer, Conditional, Entry, Listing, ObjectStorage, Reader, Storage, abort_open_uploads
+from ...storage import (
+    Buffer,
+    Conditional,
+    Entry,
+    Listing,
+    ObjectStorage,
+    Reader,
+    Storage,
+    abort_open_uploads,
+    remove_files,
+)
 from ...strategies import Strategies, table_of
 from ...trees import HOLE, Record
 
@@ -106,6 +116,13 @@ def record(journal: Journal, batch: int, result: Any, lengths: Mapping[str, int]
     except CheckpointingException:
         return
     journal.storage.replace(f"{journal.folder}/{batch:06d}.done", data, durable=durable)
+
+
+def recorded(journal: Journal) -> set[int]:
+    """Return the numbers of the batches that were recorded."""
+    # One listing: a new conversion of many batches doesn't look for each of them.
+    names = (name.partition(".") for name in journal.storage.names(journal.folder))
+    return {int(number) for number, _, kind in names if kind == "done" and number.isdecimal()}
 
 
 def recall(journal: Journal, batch: int) -> Any:
@@ -201,8 +218,10 @@ def _remove_files(journal: Journal, keep: AbstractSet[str]) -> None:
 
 def _remove(storage: Storage, folder: str) -> None:
     # The name of the save goes last, so that a half-removed journal is still recognised as one.
-    for name in sorted(storage.names(folder), key=lambda name: name == _BEGUN):
-        storage.remove(f"{folder}/{name}")
+    names = [f"{folder}/{name}" for name in storage.names(folder)]
+    begun = f"{folder}/{_BEGUN}"
+    remove_files(storage, [name for name in names if name != begun])
+    remove_files(storage, [name for name in names if name == begun])
     storage.remove_folder(folder)
 
 
@@ -261,8 +280,8 @@ class RecordingStorage:
         """Give a file another name, and record that."""
         self._announce(new)
         self.inner.move(old, new)
-        self.lengths.pop(old, None)
-        found = self.inner.length(new)
+        known = self.lengths.pop(old, None)
+        found = self.inner.length(new) if known is None else known
         if found is not None:
             self.lengths[new] = found
 

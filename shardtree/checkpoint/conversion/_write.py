@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,7 +25,7 @@ from ...trees import HOLE
 from ...world import World
 from .._dispatch import Backends, Choice, strategy_of
 from ..saving._commit import save_request
-from ._journal import Journal, RecordingStorage, announcer, recall, record, recording, remove_others
+from ._journal import Journal, RecordingStorage, announcer, recall, record, recorded, recording, remove_others
 from ._plan import Batch, Plan
 from ._source import StoredObject, expect_tensors
 
@@ -68,6 +68,9 @@ class Turn(World):
     def recv(self, source: int) -> NoReturn:
         """Raise: no other rank is there to send."""
         raise WorldError(error_text(f"recv(source={source}): the ranks of a conversion take turns"))
+
+
+Watched = Callable[[ShardedTensor], ShardedTensor]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -121,7 +124,9 @@ def rehearse_tensors(destination: Destination, tensors: Sequence[ShardedTensor])
     save_request(save, (tuple(tensors), ()), {}, destination.choices, destination.backends, destination.strategies)
 
 
-def write_batches(destination: Destination, journal: Journal, save_id: str, plan: Plan, common: Any) -> int:
+def write_batches(
+    destination: Destination, journal: Journal, save_id: str, plan: Plan, common: Any, watched: Watched
+) -> int:
     """Write and commit a destination, and return how many batches were there already.
 
     Args:
@@ -130,15 +135,16 @@ def write_batches(destination: Destination, journal: Journal, save_id: str, plan
         save_id: the name of the save.
         plan: what is written, batch by batch.
         common: the common tree, with holes where shards were.
+        watched: returns a shard whose elements are seen when they are read.
     """
     columns = join_columns([shard_columns(batch.tensors, rank) for rank, batch in enumerate(plan.batches)])
-    request_of = partial(_request, destination, journal, save_id, plan.batches, common, columns)
+    request_of = partial(_request, destination, journal, save_id, plan.batches, common, columns, watched)
     # Made first and kept: the commit belongs to rank 0's request.
     first, _ = pair = request_of(0)
     results: list[Any] = []
-    resumed = 0
+    resumed, there = 0, recorded(journal)
     for rank, batch in enumerate(plan.batches):
-        known = recall(journal, rank)
+        known = recall(journal, rank) if rank in there else HOLE
         resumed += known is not HOLE
         if known is HOLE:
             request, noted = request_of(rank) if rank else pair
@@ -164,12 +170,13 @@ def _request(
     batches: Sequence[Batch],
     common: Any,
     columns: ShardColumns,
+    watched: Watched,
     rank: int,
 ) -> tuple[AsyncRequest[Any], RecordingStorage]:
     """Return the request that writes a batch, and the storage that records its files."""
     noted = recording(destination.storage, announcer(journal, rank))
     pending = PendingSave(noted, save_id, Turn(rank, len(batches)), None, destination.options, columns)
-    writes = batches[rank].tensors, tuple(map(_read, batches[rank].objects))
+    writes = tuple(map(watched, batches[rank].tensors)), tuple(map(_read, batches[rank].objects))
     request = save_request(pending, writes, common, destination.choices, destination.backends, destination.strategies)
     return request, noted
 

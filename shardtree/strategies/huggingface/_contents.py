@@ -11,7 +11,7 @@ from ...codec import Entry, decode_header, decode_header_metadata, dtype_from_ta
 from ...errors import CorruptCheckpoint, UnsupportedValue, error_text
 from ...geometry import box_column
 from ...layouts import ShardColumns, TensorKind
-from ...storage import Reader, Storage, StoredFile
+from ...storage import Reader, Storage, StoredFile, opened
 from .._values import Checkpoint
 from ..index import Index, build_index
 from ._listing import BACKEND, Listing, read_listing
@@ -48,10 +48,11 @@ def read_header(storage: Storage, name: str) -> WeightFile:
         CorruptCheckpoint: there is no such file, or its header isn't one or doesn't fit the file.
     """
     where = storage.where(name)
-    if storage.length(name) is None:
+    known = storage.length(name)
+    if known is None:
         fix = "Fetch the file again, or load another checkpoint."
         raise CorruptCheckpoint(error_text(f"open: {where!r} belongs to the checkpoint", found="no such file", fix=fix))
-    with storage.open(name) as reader:
+    with opened(storage, name, known) as reader:
         length = reader.length
         first = _bytes(reader, 0, min(length, _FIRST_BYTES))
         try:

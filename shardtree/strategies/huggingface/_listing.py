@@ -10,7 +10,7 @@ from typing import Any
 
 from ...codec import parse_json
 from ...errors import CorruptCheckpoint, error_text
-from ...storage import Storage
+from ...storage import Storage, listed
 from .._values import Checkpoint, Fields
 
 # The names of a Hugging Face model's files, and the choice of the one by which a folder is read
@@ -60,9 +60,10 @@ def find_weights(storage: Storage) -> str | None:
         >>> find_weights(storage)
         'adapter_model.safetensors'
     """
-    if storage.length("") is not None:
-        return "" if storage.where().endswith(SUFFIX) else None
-    names = storage.names()
+    with listed(storage, deep=False) as seen:
+        if seen.length("") is not None:
+            return "" if seen.where().endswith(SUFFIX) else None
+        names = seen.names()
     singles = [name for name in names if name.endswith(SUFFIX) and not _ONE_OF_SEVERAL.fullmatch(name)]
     indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
     for stem in _USUAL_STEMS:
