@@ -123,7 +123,7 @@ def names(folder: Any, inside: str = "") -> list[str]:
 @pytest.mark.parametrize("backend", BACKENDS, ids=str)
 def test_a_changed_plan_removes_what_was_left(backend: tuple[str, int], tmp_path: Path) -> None:
     def before(call: Call) -> None:
-        if call.name.endswith("000001.done"):
+        if call.method == "replace" and call.name.endswith("000001.done"):
             raise Killed
 
     folder = LocalStorage(str(tmp_path / "there"))

@@ -134,7 +134,7 @@ def value_difference(
     shape, found = tuple(left.shape), None
     for offset, size in boxes_within(shape, max(1, most_bytes // _BYTES_PER_ELEMENT)):
         part = _part_difference(key, shape, offset, _box(left, offset, size), _box(right, offset, size))
-        found = part if found is None else _combined(found, part)
+        found = part if found is None else combined(found, part)
         progress(int(np.prod(size, dtype=np.int64)) * left.dtype.itemsize)
     return found
 
@@ -161,7 +161,8 @@ def _part_difference(
     return ValueDifference(key, count, elements, first, lefts[0].item(), rights[0].item(), _largest(lefts, rights))
 
 
-def _combined(found: ValueDifference, later: ValueDifference | None) -> ValueDifference:
+def combined(found: ValueDifference, later: ValueDifference | None) -> ValueDifference:
+    """Return a difference with that of later elements added."""
     if later is None:
         return found
     known = [each.largest for each in (found, later) if each.largest is not None]

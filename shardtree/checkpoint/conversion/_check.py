@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -17,12 +19,15 @@ from ...mapping import ShardedObject, ShardedTensor
 from ...plans import grouped
 from ...strategies import stored_fingerprints
 from ...trees import HOLE, Difference, without_holes
+from ...world import World, agree, gather, on_rank_zero
 from .._fingerprint import in_usual_threads
 from .._lazy_tree import OpenCheckpoint
 from ..comparison._compare import plain_difference
-from ..comparison._values import BoxReader, ValueDifference, boxes_within, group_bytes, value_difference
+from ..comparison._values import BoxReader, ValueDifference, boxes_within, combined, group_bytes, value_difference
+from ._passage import Passage, passed_fingerprints
 from ._plan import Plan
 from ._source import StoredObject, expect_tensors
+from ._write import deal
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,11 +46,11 @@ class FingerprintReader:
         known: Any = self.reader.opened.metadata[key]
         return stored(partial(self._read, key), known.global_shape, known.dtype, name=key)
 
-    def fingerprints(self, tensors: Sequence[ShardedTensor]) -> dict[str, int]:
-        """Return the fingerprints of tensors of which every element was read."""
-        kinds = {shard.key: TensorKind(shard.dtype, shard.global_shape, 0) for shard in tensors}
-        none = {key: PartialFingerprint(kind, 0, 0) for key, kind in kinds.items()}  # for those without elements
-        return add_fingerprints([none, self._parts])
+    def take(self) -> dict[str, PartialFingerprint]:
+        """Return the fingerprints of what was read since this was called last, by key."""
+        taken = dict(self._parts)
+        self._parts.clear()
+        return taken
 
     def _read(self, key: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
         data = self.reader.read(key, offset, shape)
@@ -56,6 +61,15 @@ class FingerprintReader:
         total = (before.total + part.total) % 2**64
         self._parts[key] = replace(part, elements=before.elements + part.elements, total=total)
         return data
+
+
+def whole_fingerprints(
+    tensors: Sequence[ShardedTensor], parts: Sequence[Mapping[str, PartialFingerprint]]
+) -> dict[str, int]:
+    """Return the fingerprints of tensors, given those of pieces that have each element once."""
+    kinds = {shard.key: TensorKind(shard.dtype, shard.global_shape, 0) for shard in tensors}
+    none = {key: PartialFingerprint(kind, 0, 0) for key, kind in kinds.items()}  # for those without elements
+    return add_fingerprints([none, *parts])
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,49 +86,120 @@ class Checked:
 
 
 def check_written(
-    written: OpenCheckpoint,
+    reopen: Callable[[], OpenCheckpoint],
     plan: Plan,
-    passed: Mapping[str, int],
+    passage: Passage,
     most_bytes: int,
     progress: Callable[[int], None],
+    world: World,
 ) -> Checked:
-    """Return what was compared with what was to be written, and found equal.
+    """Return what was compared with what was to be written, and found equal; every rank calls it.
 
     Of a tensor whose elements were fingerprinted while they were written, only the destination is read. Of others, and
     where fingerprints differ, the source is read once more and compared bit for bit. A tensor that the transform
     returned unchanged must have the fingerprint that the source stores, if it stores any.
 
     Args:
-        written: the destination, opened again.
+        reopen: opens the destination again.
         plan: what should be in it, lazily read once more where that is needed.
-        passed: by key the fingerprints of what was written, as far as this call has written all of a tensor.
+        passage: has the fingerprints of what this call has written.
         most_bytes: about how much memory the comparison may take.
         progress: called with the bytes that were compared since the last call.
+        world: the ranks that share out the bytes.
 
     Raises:
         IntegrityError: something differs; names every key.
     """
-    _refuse(_key_problems(written, plan.tensors, plan.objects))
-    reader = FingerprintReader(BoxReader(written))
-    _read_all(reader, [shard for shard in plan.tensors if shard.key in passed], progress)
-    others = [shard for shard in plan.tensors if shard.key not in passed]
-    _refuse(map(str, _value_differences(reader, plan.reader, others, most_bytes, progress)))
-    found = reader.fingerprints(plan.tensors)
-    wrong = [shard for shard in plan.tensors if found[shard.key] != passed.get(shard.key, found[shard.key])]
-    if wrong:
-        # The source decides: it says which elements differ, and by how much.
-        again = FingerprintReader(BoxReader(written))
-        _refuse(map(str, _value_differences(again, plan.reader, wrong, most_bytes, lambda _: None)))
-        found |= again.fingerprints(wrong)
-    _refuse(_fingerprint_problems(plan, found))
+
+    def begin() -> FingerprintReader:
+        written = reopen()
+        _refuse(_key_problems(written, plan.tensors, plan.objects))
+        return FingerprintReader(BoxReader(written))
+
     # Kinds first, values next: elements of another dtype or shape couldn't be compared.
+    reader = agree(world, "convert: look at what was written", begin)
+    passed = passed_fingerprints(gather(world, "convert: add up fingerprints", passage.sums))
+
+    def read(tensors: Sequence[ShardedTensor]) -> list[ValueDifference]:
+        _read_all(reader, [shard for shard in tensors if shard.key in passed], progress)
+        others = [shard for shard in tensors if shard.key not in passed]
+        return list(_value_differences(reader, plan.reader, others, most_bytes, progress))
+
+    found = _compared(reader, plan, world, read)
+    wrong = {key for key, number in found.items() if number != passed.get(key, number)}
+    if wrong:
+
+        def read_again(tensors: Sequence[ShardedTensor]) -> list[ValueDifference]:
+            chosen = [shard for shard in tensors if shard.key in wrong]
+            return list(_value_differences(reader, plan.reader, chosen, most_bytes, lambda _: None))
+
+        # The source decides: it says which elements differ, and by how much.
+        found |= _compared(reader, plan, world, read_again, wrong)
+    _refuse(_fingerprint_problems(plan, found))
+    _refuse(on_rank_zero(world, "convert: compare the rest", partial(_other_problems, reader.reader.opened, plan)))
+    return Checked(sum(shard.data.nbytes for shard in plan.tensors), found)
+
+
+def _compared(
+    reader: FingerprintReader,
+    plan: Plan,
+    world: World,
+    read: Callable[[Sequence[ShardedTensor]], list[ValueDifference]],
+    only: AbstractSet[str] | None = None,
+) -> dict[str, int]:
+    """Return the destination's fingerprints, once all ranks have read their shares and found no difference.
+
+    Args:
+        reader: of the destination.
+        plan: what should be there.
+        world: the ranks.
+        read: reads tensors through `reader`, and returns where they differ.
+        only: the keys that it reads; None for all.
+    """
+    differences: list[ValueDifference] = []
+    parts: list[dict[str, PartialFingerprint]] = []
+    for tensors in _shares(plan, world):
+        work = partial(_read_and_taken, reader, read, tensors)
+        for found, taken in gather(world, "convert: compare", work):
+            differences += found
+            parts.append(taken)
+    _refuse(map(str, _by_key(differences)))
+    return whole_fingerprints([shard for shard in plan.tensors if only is None or shard.key in only], parts)
+
+
+def _read_and_taken(
+    reader: FingerprintReader,
+    read: Callable[[Sequence[ShardedTensor]], list[ValueDifference]],
+    tensors: Sequence[ShardedTensor],
+) -> tuple[list[ValueDifference], dict[str, PartialFingerprint]]:
+    return read(tensors), reader.take()
+
+
+def _shares(plan: Plan, world: World) -> Iterator[Sequence[ShardedTensor]]:
+    """Yield what this rank compares, round by round: pieces as they were written, or tensors where it is alone."""
+    if world.size == 1:
+        yield plan.tensors
+        return
+    for dealt in deal([(number, batch.nbytes) for number, batch in enumerate(plan.batches)], world.size):
+        yield [shard for number in dealt[world.rank] for shard in plan.batches[number].tensors]
+
+
+def _by_key(found: Sequence[ValueDifference]) -> list[ValueDifference]:
+    """Return one difference for each tensor, of which pieces were compared."""
+    merged: dict[str, ValueDifference] = {}
+    for each in sorted(found, key=lambda each: each.first):
+        merged[each.key] = combined(merged[each.key], each) if each.key in merged else each
+    return [merged[key] for key in dict.fromkeys(each.key for each in found)]
+
+
+def _other_problems(written: OpenCheckpoint, plan: Plan) -> list[str]:
+    """Return how objects and the common state differ."""
     pairs = [(item.unique_key, _differs(item, written)) for item in plan.objects]
     problems = [f"object {key!r} differs{_where(differs)}" for key, differs in pairs if differs]
     if plan.common is not HOLE:
         differs = plain_difference(without_holes(plan.common), written.common())
         problems += [f"the common state differs{_where(differs)}"] if differs else []
-    _refuse(problems)
-    return Checked(sum(shard.data.nbytes for shard in plan.tensors), found)
+    return problems
 
 
 def _read_all(reader: FingerprintReader, tensors: Sequence[ShardedTensor], progress: Callable[[int], None]) -> None:
@@ -139,11 +224,18 @@ def _value_differences(
         boxes = [_box(reader, shard) for shard in group]
         expect_tensors(source, group)
         reader.reader.expect(fetch for box in boxes for fetch in box.fetches)
-        found = (
-            value_difference(shard.key, shard.data, box, most_bytes, progress)
-            for shard, box in zip(group, boxes, strict=True)
-        )
-        yield from (difference for difference in found if difference is not None)
+        for shard, box in zip(group, boxes, strict=True):
+            found = value_difference(shard.key, shard.data, box, most_bytes, progress)
+            if found is not None:
+                yield _in_whole(found, shard)
+
+
+def _in_whole(found: ValueDifference, shard: ShardedTensor) -> ValueDifference:
+    """Return a piece's difference as one of its tensor."""
+    offset = shard.global_offset[shard.prepend_axis_num :]
+    before = shard.global_offset[: shard.prepend_axis_num]
+    inside = tuple(start + index for start, index in zip(offset, found.first, strict=True))
+    return replace(found, first=(*before, *inside), elements=prod(shard.global_shape))
 
 
 def _fingerprint_problems(plan: Plan, found: Mapping[str, int]) -> list[str]:

@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from ..._deferred import notebook_html
-from ...codec import canonical_json, dtype_name, encode_tree, row_major_bits
-from ...errors import (
-    AlreadyACheckpoint,
-    CheckpointingException,
-    IntegrityError,
-    RemoteError,
-    error_text,
-    plural,
-    shorten,
-)
-from ...lazy import LazyTensor
-from ...mapping import ShardedObject, ShardedTensor
+from ...errors import AlreadyACheckpoint, IntegrityError, StorageError, WorldError, error_text, plural, shorten
+from ...mapping import ShardedTensor
 from ...plans import size_text
-from ...storage import Directory, Storage, digest, in_larger_requests, listed, storage_at, takes_late_requests
+from ...storage import Directory, in_larger_requests, listed, storage_at, takes_late_requests
 from ...strategies import (
     METADATA_FILE,
-    Checkpoint,
     LoadOptions,
     SaveOptions,
     Strategies,
@@ -36,98 +26,18 @@ from ...strategies import (
     table_of,
 )
 from ...trees import HOLE
-from .._dispatch import Backends, backends_of
-from .._lazy_tree import OpenCheckpoint, open_checkpoint
+from ...world import World, agree, on_rank_zero, one_process, share
+from .._dispatch import backends_of
+from .._lazy_tree import open_checkpoint
 from .._open import read_fields, recognized
 from ..comparison._compare import MOST_BYTES
 from ..saving._start import SaveStart, inspect_folder, make_folder, pending_save
 from ._check import Checked, check_written
+from ._identity import conversion_digest
 from ._journal import Journal, abort_uploads, begin_journal, begun_save, forget, has_files, journal_at, remove_others
 from ._passage import Passage, passage_from
-from ._plan import Batch, Cutting, Plan, Transform, plan_conversion
-from ._source import StoredObject
+from ._plan import Cutting, Plan, Transform, plan_conversion
 from ._write import Destination, Turn, rehearse_common, rehearse_tensors, write_batches
-
-# The identity of a conversion: the source's bytes, the format, and how each piece is made of the source
-
-_VERSION = 1  # of the journal and of what is hashed here
-
-
-def conversion_digest(source: Checkpoint, backends: Backends, batches: Sequence[Batch], *, allow_pickle: bool) -> str:
-    """Return the hash of a conversion: two with the same one write the same files.
-
-    Tensors and objects that a transform has made itself are hashed by value.
-
-    Args:
-        source: what is converted.
-        backends: of the destination.
-        batches: what is written.
-        allow_pickle: whether values are pickled.
-    """
-    known: dict[int, str] = {}
-    listed = [
-        [_tensor(shard, known) for shard in batch.tensors] + [_object(item, allow_pickle) for item in batch.objects]
-        for batch in batches
-    ]
-    return digest(canonical_json([_VERSION, _identity(source), backends, allow_pickle, listed]))
-
-
-def _identity(source: Checkpoint) -> Any:
-    """Return a checkpoint's own digest, or else the names, lengths and times of change of its files."""
-    known = source.fields.get("digest")
-    return known if isinstance(known, str) else [source.storage.where(), *_files(source.storage, "")]
-
-
-def _files(storage: Storage, name: str) -> Iterator[Any]:
-    length = storage.length(name)
-    if length is not None:
-        yield name, length, str(storage.changed(name))
-        return
-    for child in storage.names(name):
-        yield from _files(storage, f"{name}/{child}" if name else child)
-
-
-def _tensor(shard: ShardedTensor, known: dict[int, str]) -> Any:
-    place = (shard.global_shape, shard.global_offset, shard.local_shape, shard.prepend_axis_num)
-    fragments = shard.axis_fragmentations
-    return [shard.key, dtype_name(shard.dtype), place, fragments, _data(shard.data, known)]
-
-
-def _data(data: Any, known: dict[int, str]) -> Any:
-    if isinstance(data, LazyTensor):
-        return [tuple(data.place), [dtype_name(cast) for cast in data.casts], _source(data.source, known)]
-    return digest(memoryview(row_major_bits(data).numpy()))
-
-
-def _source(source: Any, known: dict[int, str]) -> str:
-    """Return the hash of what a lazy tensor is a view of, computed once for all views."""
-    if id(source) not in known:
-        made_of = source.made_of
-        # A caller's function can't be hashed: such a conversion begins anew each time.
-        made = [secrets.token_hex()] if made_of is None else [_part(part, known) for part in made_of]
-        known[id(source)] = digest(canonical_json([source.shape, dtype_name(source.dtype), *made, *_origin(source)]))
-    return known[id(source)]
-
-
-def _part(part: Any, known: dict[int, str]) -> Any:
-    return _data(part, known) if isinstance(part, LazyTensor) else part
-
-
-def _origin(source: Any) -> list[Any]:
-    """Return the identity of another checkpoint, if a transform reads this tensor from one."""
-    reader = getattr(source, "reader", None)
-    opened = reader.args[0] if isinstance(reader, partial) and reader.args else None
-    return [_identity(opened.checkpoint)] if isinstance(opened, OpenCheckpoint) else []
-
-
-def _object(item: ShardedObject, allow_pickle: bool) -> Any:
-    if isinstance(item.data, StoredObject):
-        return [item.unique_key, item.data.unique_key]
-    try:
-        return [item.unique_key, digest(encode_tree(item.data, allow_pickle=allow_pickle))]
-    except CheckpointingException:
-        return [item.unique_key, secrets.token_hex()]  # can't be hashed: equal to nothing, so it's written anew
-
 
 _LEAST_BYTES = 1024 * 1024  # of memory for reading back: less would be a read for every few elements
 
@@ -201,8 +111,9 @@ def convert(
     strategies: Strategies | None = None,
     load_options: LoadOptions | None = None,
     save_options: SaveOptions | None = None,
+    world: World | None = None,
 ) -> ConversionReport:
-    """Write a checkpoint of any format as one of another, and return what was done; not collective.
+    """Write a checkpoint of any format as one of another, and return what was done.
 
     Tensors stream in batches of bounded size. After a call that was killed, the same call resumes: finished batches
     aren't written again. The destination becomes a checkpoint only when all of it is written; then it is read back, and
@@ -229,6 +140,8 @@ def convert(
         load_options: how the source is read, and the destination when it is compared.
         save_options: how the destination is written; `progress` is called with the bytes that were written, and later
             compared, since the last call.
+        world: the ranks that convert together, each with the same arguments: they share out the batches by bytes, and
+            what is compared. None for this process alone, in which the call isn't collective.
 
     Raises:
         NotACheckpoint: there is no source.
@@ -237,6 +150,8 @@ def convert(
         IntegrityError: the output's shards don't tile their tensors, or the destination isn't what was written.
         UnsupportedValue: the format can't hold something.
         StrategyError: the format can't be written.
+        RemoteError: on every rank, if one of several failed; also an instance of the class above that all failures
+            share.
 
     Examples:
         >>> import tempfile, torch, shardtree as st
@@ -247,43 +162,85 @@ def convert(
         >>> report.nbytes, st.load_plain_tensors(destination)
         (8, {'w': tensor([0., 1., 2., 3.], dtype=torch.bfloat16)})
     """
+    world = one_process() if world is None else world
     load_options, save_options = load_options or LoadOptions(), save_options or SaveOptions()
-    opened = open_checkpoint(in_larger_requests(storage_at(source)), strategies=strategies, options=load_options)
-    most = max_bytes_in_flight
-    plan = plan_conversion(
-        opened, transform, transform_common, leave_out=leave_out, prune=prune, layout=layout, most_bytes=most
-    )
-    choices = _latest(backend, strategies), None if common_backend is None else _latest(common_backend, strategies)
-    backends = backends_of(*choices, strategies)
-    target = Destination(in_larger_requests(storage_at(destination)), choices, backends, strategies, save_options)
-    digest = conversion_digest(opened.checkpoint, backends, plan.batches, allow_pickle=save_options.allow_pickle)
-    journal = journal_at(target.storage, digest, strategies)
+    target = _destination(destination, backend, common_backend, strategies, save_options)
+    nonce = on_rank_zero(world, "convert: meet", secrets.token_hex)
+
+    def prepare() -> tuple[Plan, Journal]:
+        opened = open_checkpoint(in_larger_requests(storage_at(source)), strategies=strategies, options=load_options)
+        plan = plan_conversion(
+            opened,
+            transform,
+            transform_common,
+            leave_out=leave_out,
+            prune=prune,
+            layout=layout,
+            most_bytes=max_bytes_in_flight,
+        )
+        pickles = save_options.allow_pickle
+        digest = conversion_digest(opened.checkpoint, target.backends, plan.batches, nonce=nonce, allow_pickle=pickles)
+        return plan, journal_at(target.storage, digest, strategies)
+
+    (plan, journal), folders = share(world, "convert: plan", prepare, lambda made: made[1].folder)
+    _check_same_plan(folders)
     passage = passage_from(plan.reader, fingerprints=verify)
-    resumed, may_be_others = _written(target, journal, plan, passage)
+    resumed, may_be_others = _written(target, journal, plan, passage, world)
     checked = None
     if verify or may_be_others:
-        checked = _checked(target, journal, plan, passage, min(max(most, _LEAST_BYTES), MOST_BYTES), load_options)
-    save_id = begun_save(journal) if resumed == len(plan.batches) else None
+        most = min(max(max_bytes_in_flight, _LEAST_BYTES), MOST_BYTES)
+        checked = _checked(target, journal, plan, passage, most, load_options, world)
+    on_rank_zero(world, "convert: clean up", partial(_finish, target, journal, is_old=resumed == len(plan.batches)))
+    return _report(plan, resumed, checked)
+
+
+def _destination(
+    where: Directory,
+    backend: str | tuple[str, int],
+    common_backend: str | tuple[str, int] | None,
+    strategies: Strategies | None,
+    options: SaveOptions,
+) -> Destination:
+    choices = _latest(backend, strategies), None if common_backend is None else _latest(common_backend, strategies)
+    storage = in_larger_requests(storage_at(where))
+    return Destination(storage, choices, backends_of(*choices, strategies), strategies, options)
+
+
+def _check_same_plan(folders: Sequence[str]) -> None:
+    """Raise unless all ranks have planned the same conversion, given the names of their journals."""
+    if len(set(folders)) > 1:
+        other = next(rank for rank, folder in enumerate(folders) if folder != folders[0])
+        fix = "Pass the same arguments on every rank, and transforms that give the same wherever they run."
+        raise WorldError(error_text(f"convert: rank {other} would write other bytes than rank 0", fix=fix))
+
+
+def _checked(
+    target: Destination,
+    journal: Journal,
+    plan: Plan,
+    passage: Passage,
+    most_bytes: int,
+    options: LoadOptions,
+    world: World,
+) -> Checked:
+    """Read back what was written, and return what was found equal; what isn't is never gone on with."""
+    reopen = partial(open_checkpoint, target.storage, strategies=target.strategies, options=options)
+    try:
+        return check_written(reopen, plan, passage, most_bytes, target.options.progress, world)
+    except IntegrityError:
+        if world.rank == 0:
+            forget(journal)
+        raise
+
+
+def _finish(target: Destination, journal: Journal, *, is_old: bool) -> None:
+    save_id = begun_save(journal) if is_old else None
     if save_id is not None:
         # A call that was killed right after its commit left its note there, and what it had moved from its folder.
         disown(target.storage, save_id)
         if takes_late_requests(target.storage):
             remove_unless_committed(target.storage, save_id)
     forget(journal)
-    return _report(plan, resumed, checked)
-
-
-def _checked(
-    target: Destination, journal: Journal, plan: Plan, passage: Passage, most_bytes: int, options: LoadOptions
-) -> Checked:
-    """Read back what was written, and return what was found equal; what isn't is never gone on with."""
-    try:
-        written = open_checkpoint(target.storage, strategies=target.strategies, options=options)
-        passed = passage.fingerprints(plan.tensors)
-        return check_written(written, plan, passed, most_bytes, target.options.progress)
-    except IntegrityError:
-        forget(journal)
-        raise
 
 
 def _report(plan: Plan, resumed: int, checked: Checked | None) -> ConversionReport:
@@ -312,20 +269,57 @@ def _latest(backend: str | tuple[str, int], strategies: Strategies | None) -> tu
     return backend, max(versions, default=1)  # if there is none, the save's error lists the backends
 
 
-def _written(target: Destination, journal: Journal, plan: Plan, passage: Passage) -> tuple[int, bool]:
+def _written(target: Destination, journal: Journal, plan: Plan, passage: Passage, world: World) -> tuple[int, bool]:
     """Write what isn't written yet, and return how many batches were, and whether an existing checkpoint isn't ours.
 
     Raises:
         AlreadyACheckpoint: there is one that this conversion hasn't begun.
     """
+    common = {} if plan.common is HOLE else plan.common
+    with ExitStack() as held:
+        begin = partial(_begun, target, journal, plan.tensors, common, held)
+        save_id, state = on_rank_zero(world, "convert: begin", begin)
+        if state != _UNFINISHED:
+            return len(plan.batches), state == _OF_OTHERS
+        agree(world, "convert: look at the folder", partial(_check_seen, journal, save_id, world.rank))
+        try:
+            return write_batches(target, journal, save_id, plan, common, passage.watched, world), False
+        except Exception as error:
+            if has_files(journal):
+                error.add_note("convert: what was written stays there, and the same call resumes from it")
+            elif world.rank == 0:
+                forget(journal)
+                disown(target.storage, save_id)
+            raise
+
+
+_UNFINISHED, _OURS, _OF_OTHERS = range(3)  # what is at the destination
+
+
+def _begun(
+    target: Destination, journal: Journal, tensors: Sequence[ShardedTensor], common: Any, held: ExitStack
+) -> tuple[str, int]:
+    """Return the name of the save, begun now or earlier, and what is at the destination; on rank 0.
+
+    Args:
+        target: where to.
+        journal: of the conversion.
+        tensors: what will be written.
+        common: likewise.
+        held: until it is closed, the save is known to be alive.
+
+    Raises:
+        AlreadyACheckpoint: there is a checkpoint that this conversion hasn't begun.
+        UnsupportedValue: the format can't hold something.
+    """
     storage = target.storage
     save_id, start, is_there = _look(target, journal)
     if is_there:
         # An earlier call was killed after its commit, or another save has committed since: a comparison decides.
-        return len(plan.batches), read_fields(storage, target.strategies).get("save_id") != save_id
-    common = {} if plan.common is HOLE else plan.common
+        is_ours = read_fields(storage, target.strategies).get("save_id") == save_id
+        return save_id, _OURS if is_ours else _OF_OTHERS
     # What the format can't hold should fail now, not after hours of writing.
-    rehearse_tensors(target, plan.tensors)
+    rehearse_tensors(target, tensors)
     rehearse_common(target, common)
     if not takes_late_requests(storage):  # else after the commit, which turns away what they may have sent
         remove_others(journal)
@@ -333,16 +327,8 @@ def _written(target: Destination, journal: Journal, plan: Plan, passage: Passage
         _begin(target, journal, start)
     else:
         abort_uploads(journal)  # of the call that is gone on with
-    try:
-        with owned(storage, save_id, durable=target.options.durable, has_note=start is not None):
-            return write_batches(target, journal, save_id, plan, common, passage.watched), False
-    except Exception as error:
-        # One process plays all ranks: its own error says more than a RemoteError around it.
-        own = error.__cause__ if isinstance(error, RemoteError) and error.__cause__ is not None else error
-        _clean_or_explain(storage, journal, save_id, own)
-        if own is not error:
-            raise own from None
-        raise
+    held.enter_context(owned(storage, save_id, durable=target.options.durable, has_note=start is not None))
+    return save_id, _UNFINISHED
 
 
 def _look(target: Destination, journal: Journal) -> tuple[str, SaveStart | None, bool]:
@@ -363,6 +349,12 @@ def _look(target: Destination, journal: Journal) -> tuple[str, SaveStart | None,
         return start.save_id, start, False
 
 
+def _check_seen(journal: Journal, save_id: str, rank: int) -> None:
+    if rank and begun_save(journal) != save_id:
+        what = f"convert: {journal.storage.where()!r} is not shared: rank {rank} doesn't see what rank 0 made in it"
+        raise StorageError(error_text(what, fix="Convert to a folder on storage that all ranks share."))
+
+
 def _begin(target: Destination, journal: Journal, start: SaveStart) -> None:
     """Make the folder and the journal of a new conversion."""
     pending = pending_save(start, target.storage, Turn(0, 1), target.options)
@@ -370,11 +362,3 @@ def _begin(target: Destination, journal: Journal, start: SaveStart) -> None:
     if "folder" in pending.memo:
         pending.memo["folder"].wait()  # here, since each batch has a pending save of its own without this memo
     begin_journal(journal, pending.save_id, durable=target.options.durable)
-
-
-def _clean_or_explain(storage: Storage, journal: Journal, save_id: str, error: BaseException) -> None:
-    if has_files(journal):
-        error.add_note("convert: what was written stays there, and the same call resumes from it")
-        return
-    forget(journal)
-    disown(storage, save_id)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
@@ -39,16 +39,9 @@ class Passage:
         read = partial(self._read, shard, _Window(shard.data, self.window_bytes))
         return replace(shard, data=stored(read, shard.data.shape, shard.data.dtype, name=shard.data.name))
 
-    def fingerprints(self, tensors: Sequence[ShardedTensor]) -> dict[str, int]:
-        """Return the fingerprints of those tensors all of whose elements have passed."""
-        sizes = {shard.key: prod(shard.global_shape) for shard in tensors if isinstance(shard.data, LazyTensor)}
-        parts = [
-            {key: part}
-            for key, size in sizes.items()
-            if size and sum(part.elements for part in self._parts[key].values()) == size
-            for part in self._parts[key].values()
-        ]
-        return add_fingerprints(parts)
+    def sums(self) -> dict[str, PartialFingerprint]:
+        """Return the fingerprints of what has passed here, by key."""
+        return {key: _sum(list(parts.values())) for key, parts in self._parts.items() if parts}
 
     def _read(
         self, shard: ShardedTensor, window: _Window, offset: tuple[int, ...], shape: tuple[int, ...]
@@ -64,6 +57,20 @@ class Passage:
         piece = ShardedTensor(shard.key, data.reshape(box), data.dtype, box, whole, begin, None)
         self._parts[shard.key][begin, box] = shard_parts([piece], in_usual_threads)[shard.key]
         return data
+
+
+def passed_fingerprints(passed: Sequence[Mapping[str, PartialFingerprint]]) -> dict[str, int]:
+    """Return the fingerprints of those tensors all of whose elements have passed, given the sums of all ranks."""
+    counts = Counter[str]()
+    for sums in passed:
+        counts.update({key: part.elements for key, part in sums.items()})
+    whole = {key for sums in passed for key, part in sums.items() if counts[key] == prod(part.kind.global_shape)}
+    return add_fingerprints([{key: part for key, part in sums.items() if key in whole} for sums in passed])
+
+
+def _sum(parts: Sequence[PartialFingerprint]) -> PartialFingerprint:
+    elements, total = sum(part.elements for part in parts), sum(part.total for part in parts)
+    return replace(parts[0], elements=elements, total=total % 2**64)
 
 
 def passage_from(reader: BoxReader, *, fingerprints: bool) -> Passage:

@@ -1,15 +1,16 @@
-"""Writing a destination batch by batch, each as one rank of a save, and committing it."""
+"""Writing a destination batch by batch, each as one rank of a save, shared out over processes; and committing it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn
 
 from ...errors import (
     CheckpointingException,
+    RemoteError,
     StrategyError,
     TreeError,
     UnsafeFile,
@@ -22,7 +23,7 @@ from ...mapping import ShardedObject, ShardedTensor
 from ...storage import MemoryStorage, Storage, takes_late_requests
 from ...strategies import AsyncRequest, PendingSave, SaveOptions, Strategies, StrategyAction
 from ...trees import HOLE
-from ...world import World
+from ...world import World, gather, on_rank_zero
 from .._dispatch import Backends, Choice, strategy_of
 from ..saving._commit import save_request
 from ._journal import Journal, RecordingStorage, announcer, recall, record, recorded, recording, remove_others
@@ -125,9 +126,9 @@ def rehearse_tensors(destination: Destination, tensors: Sequence[ShardedTensor])
 
 
 def write_batches(
-    destination: Destination, journal: Journal, save_id: str, plan: Plan, common: Any, watched: Watched
+    destination: Destination, journal: Journal, save_id: str, plan: Plan, common: Any, watched: Watched, world: World
 ) -> int:
-    """Write and commit a destination, and return how many batches were there already.
+    """Write and commit a destination, and return how many batches were there already; every rank calls it.
 
     Args:
         destination: where to, and how.
@@ -136,31 +137,103 @@ def write_batches(
         plan: what is written, batch by batch.
         common: the common tree, with holes where shards were.
         watched: returns a shard whose elements are seen when they are read.
+        world: the ranks that share out the batches.
     """
+    count, durable = len(plan.batches), destination.options.durable
     columns = join_columns([shard_columns(batch.tensors, rank) for rank, batch in enumerate(plan.batches)])
     request_of = partial(_request, destination, journal, save_id, plan.batches, common, columns, watched)
-    # Made first and kept: the commit belongs to rank 0's request.
-    first, _ = pair = request_of(0)
-    results: list[Any] = []
-    resumed, there = 0, recorded(journal)
-    for rank, batch in enumerate(plan.batches):
-        known = recall(journal, rank) if rank in there else HOLE
-        resumed += known is not HOLE
-        if known is HOLE:
-            request, noted = request_of(rank) if rank else pair
-            # Small reads of the batch are planned together, before the request makes them one by one.
-            expect_tensors(plan.reader, batch.tensors)
-            known = request.async_fn()
-            record(journal, rank, known, noted.lengths, durable=destination.options.durable)
-        results.append(known)
-    first.commit(results)
-    first.clean_up()
+    first: list[_Prepared] = []
+    results: dict[int, Any] = {}
+
+    def look() -> list[int]:
+        # Made first and kept: the commit belongs to the request of batch 0, which is rank 0's for that.
+        first.append(request_of(0))
+        known = {number: recall(journal, number) for number in recorded(journal) & {*range(count)}}
+        results.update((number, result) for number, result in known.items() if result is not HOLE)
+        return sorted(results)
+
+    def write(numbers: Sequence[int]) -> dict[int, Any]:
+        prepared = (first[0] if not number else request_of(number) for number in numbers)
+        return dict(_written(plan, journal, numbers, prepared, durable=durable))
+
+    done = on_rank_zero(world, "convert: look at the journal", look)
+    todo = sorted({*range(count)} - {*done})
+    for dealt in deal([(number, plan.batches[number].nbytes) for number in todo], world.size):
+        for written in gather(world, "convert: write", partial(write, dealt[world.rank])):
+            results.update(written if world.rank == 0 else {})  # others don't keep what only the commit needs
+    commit = partial(_commit, destination, journal, first, results)
+    on_rank_zero(world, "convert: commit", commit)
+    return len(done)
+
+
+_Prepared = tuple[AsyncRequest[Any], RecordingStorage]
+
+
+def _written(
+    plan: Plan, journal: Journal, numbers: Sequence[int], prepared: Iterable[_Prepared], *, durable: bool
+) -> Iterator[tuple[int, Any]]:
+    """Write batches, each when its turn comes, and yield their numbers and results."""
+    for number, (request, noted) in zip(numbers, prepared, strict=True):
+        # Small reads of the batch are planned together, before the request makes them one by one.
+        expect_tensors(plan.reader, plan.batches[number].tensors)
+        with _own_error():
+            result = request.async_fn()
+        record(journal, number, result, noted.lengths, durable=durable)
+        yield number, result
+
+
+def _commit(destination: Destination, journal: Journal, first: Sequence[_Prepared], results: Mapping[int, Any]) -> None:
+    ((request, _),) = first
+    with _own_error():
+        request.commit([results[number] for number in range(len(results))])
+        request.clean_up()
     if takes_late_requests(destination.storage):
         with suppress(CheckpointingException):  # the checkpoint counts by now
             remove_others(journal)
-    for finalize in first.finalize_fns:
+    for finalize in request.finalize_fns:
         finalize()
-    return resumed
+
+
+_ROUND = 16  # batches of a rank between two meetings: the others learn of a failure then, and nobody waits for long
+
+
+def deal(sized: Sequence[tuple[int, int]], ranks: int) -> list[list[list[int]]]:
+    """Return what each rank does in each round: runs of neighbours, level by bytes. The first is always rank 0's.
+
+    Args:
+        sized: (number, bytes) of each piece of work, in order.
+        ranks: how many share them out.
+
+    Examples:
+        >>> deal([(0, 5), (1, 1), (2, 1), (3, 3)], 2)
+        [[[0], [1, 2, 3]]]
+        >>> deal([(number, 1) for number in range(40)], 1) == [[[*range(16)]], [[*range(16, 32)]], [[*range(32, 40)]]]
+        True
+    """
+    rounds = []
+    for start in range(0, len(sized), _ROUND * ranks):
+        part = sized[start : start + _ROUND * ranks]
+        total = sum(nbytes for _, nbytes in part)
+        hands: list[list[int]] = [[] for _ in range(ranks)]
+        before = 0
+        for place, (number, nbytes) in enumerate(part):
+            # By where its middle lies; batches without bytes, as of objects, are dealt out by their number.
+            share_of = (2 * before + nbytes) * ranks // (2 * total) if total else place * ranks // len(part)
+            hands[min(share_of, ranks - 1) if number else 0].append(number)
+            before += nbytes
+        rounds.append(hands)
+    return rounds
+
+
+@contextmanager
+def _own_error() -> Iterator[None]:
+    """Raise the cause of a RemoteError: one process plays all ranks of a save, and its own error says more."""
+    try:
+        yield
+    except RemoteError as error:
+        if error.__cause__ is None:
+            raise
+        raise error.__cause__ from None
 
 
 def _request(
