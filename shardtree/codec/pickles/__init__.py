@@ -1,5 +1,5 @@
 """Pickles without `pickle`: a reader that calls nothing except constructors that its caller lists, and a writer."""
 
 from ._machine import read_pickle
-from ._state import Constructor, Stub, inert
+from ._state import Constructor, Irregular, Machine, Run, Scan, Stub, inert
 from ._write import Global, New, Persistent, Reduced, write_pickle

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...errors import CheckpointingException, CorruptCheckpoint, UnsupportedValue, error_text
 from . import _objects, _values
-from ._state import FIX, Handler, Machine, check_bounded, unknown
+from ._state import FIX, Handler, Machine, Scan, check_bounded, unknown
 
 
 def _table() -> list[Handler]:
@@ -29,6 +29,7 @@ def read_pickle(
     persistent_load: Callable[[Any], Any] | None = None,
     fix: str = FIX,
     refused: frozenset[type] = frozenset(),
+    scan: Scan | None = None,
 ) -> Any:
     r"""Return the value of a pickle; the bytes may be untrusted.
 
@@ -43,6 +44,7 @@ def read_pickle(
         fix: what the error about a name that isn't in `classes` suggests.
         refused: types that `classes` and `persistent_load` return as arguments of constructors; as part of the value
             they make the file corrupt.
+        scan: takes regular parts of the pickle as columns; a `Run` is in the value where they were.
 
     Raises:
         UnsafeFile: it names something else, or uses an opcode that could run code.
@@ -63,7 +65,7 @@ def read_pickle(
     # opcodes a second.
     content = data if type(data) is bytes else bytes(data)
     with _collector_paused(len(content)):
-        return _run(content, Machine(content, classes, what, persistent_load, fix), refused)
+        return _run(content, Machine(content, classes, what, persistent_load, fix, scan), refused)
 
 
 @contextmanager

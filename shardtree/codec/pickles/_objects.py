@@ -85,7 +85,7 @@ def _build(machine: Machine, at: int) -> int:
         raise machine.unsafe(f"fills a {type(machine.stack[-1]).__name__}")
     machine.guard.charge(state if type(state) is tuple else (state,))
     constructor.build(value, state)
-    return at
+    return at if machine.scan is None else machine.scan(machine, at)
 
 
 def _inst(machine: Machine, at: int) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 from ...errors import UnsafeFile, error_text
 
@@ -247,6 +247,61 @@ def _batch_contents(batch: list[Any], kinds: set[type]) -> list[Any]:
     return gc.get_referents(*plain) + others
 
 
+class Run:
+    """Stands on the stack, or in a list or dict, for consecutive values that a scan took as columns.
+
+    A run in a dict is a key and its own value, for as many pairs.
+
+    Attributes:
+        first: number of the first value in the scan's columns.
+        last: one past the last one's.
+    """
+
+    __slots__ = ("first", "last")
+
+    def __init__(self, first: int, last: int) -> None:
+        self.first, self.last = first, last
+
+
+class Irregular(ValueError):
+    """A pickle isn't regular enough for a scan; reading it without one is right."""
+
+
+class Memo(dict[int, Any]):
+    """The values that a pickle numbered. Those that a scan took aren't kept here, but have their numbers.
+
+    Attributes:
+        taken: how many numbers belong to values that a scan took.
+        find: returns such a value by its number; raises KeyError if it isn't kept.
+    """
+
+    __slots__ = ("find", "taken")
+
+    def __init__(self, find: Callable[[int], Any] | None) -> None:
+        super().__init__()
+        self.taken = 0
+        self.find = find
+
+    def __missing__(self, number: int) -> Any:
+        if self.find is None:
+            raise KeyError(number)
+        return self.find(number)
+
+
+class Scan(Protocol):
+    """Takes the regular parts of a pickle from its bytes, many values at a time.
+
+    It is called after each object that is filled, with the position of the next opcode, and returns that of the opcode
+    after what it took; a `Run` is on the stack then, and `machine.memo.taken` counts the numbers that went by.
+    """
+
+    def __call__(self, machine: Machine, at: int) -> int: ...
+
+    def find(self, number: int) -> Any:
+        """Return a value that was taken, by its number in the memo."""
+        ...
+
+
 FIX = "LoadOptions(allow_pickle=True) alone reads it, and runs whatever code it brings: only if you trust it."
 
 _LONGEST_LINE = 10_000
@@ -260,12 +315,13 @@ class Machine:
         stack: what was pushed since the last mark.
         marks: the stacks below it, one for each earlier mark.
         memo: number -> value.
+        scan: takes regular parts; None: there is none.
         made: id -> constructor and value, of values that may still be built. The value is kept, so that its id isn't
             reused.
         guard: limits the work.
     """
 
-    __slots__ = ("classes", "data", "fix", "guard", "made", "marks", "memo", "persistent_load", "stack", "what")
+    __slots__ = ("classes", "data", "fix", "guard", "made", "marks", "memo", "persistent_load", "scan", "stack", "what")
 
     def __init__(
         self,
@@ -274,11 +330,13 @@ class Machine:
         what: str,
         persistent_load: Callable[[Any], Any] | None,
         fix: str,
+        scan: Scan | None = None,
     ) -> None:
         self.data = data
+        self.scan = scan
         self.stack: list[Any] = []
         self.marks: list[list[Any]] = []
-        self.memo: dict[int, Any] = {}
+        self.memo = Memo(None if scan is None else scan.find)
         self.made: dict[int, tuple[Constructor, Any]] = {}
         self.guard = Guard(len(data))
         self.classes = classes
@@ -298,6 +356,13 @@ class Machine:
     def unsafe(self, wrong: str) -> UnsafeFile:
         """Return the error for a pickle that contains more than data."""
         return UnsafeFile(error_text(f"{self.what}: it {wrong}", fix=self.fix))
+
+    def put(self, number: int) -> None:
+        """Number the value on the stack as the pickle says."""
+        # The scan counts numbers, as pickles do that number values one after the other: protocols from 4 on.
+        if self.scan is not None:
+            raise Irregular("values with numbers of the pickle's own choice")
+        self.memo[number] = self.stack[-1]
 
     def since_mark(self) -> list[Any]:
         """Pop and return what was pushed since the last mark, and the mark."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from struct import Struct
 from typing import Any
 
-from ._state import Handler, Machine, line, take
+from ._state import Handler, Irregular, Machine, Run, line, take
 
 _U16, _I32, _U32, _U64, _F64 = Struct("<H"), Struct("<i"), Struct("<I"), Struct("<Q"), Struct(">d")
 
@@ -138,7 +138,7 @@ def _mark(machine: Machine, at: int) -> int:
 
 def _pop(machine: Machine, at: int) -> int:
     if machine.stack:
-        machine.stack.pop()
+        _check_single(machine.stack.pop())
     else:
         machine.since_mark()
     return at
@@ -172,22 +172,23 @@ def _long_binget(machine: Machine, at: int) -> int:
 
 def _put(machine: Machine, at: int) -> int:
     text, end = line(machine, at)
-    machine.memo[int(text[:20])] = machine.stack[-1]
+    machine.put(int(text[:20]))
     return end
 
 
 def _binput(machine: Machine, at: int) -> int:
-    machine.memo[machine.data[at]] = machine.stack[-1]
+    machine.put(machine.data[at])
     return at + 1
 
 
 def _long_binput(machine: Machine, at: int) -> int:
-    machine.memo[_U32.unpack(take(machine, at, 4))[0]] = machine.stack[-1]
+    machine.put(_U32.unpack(take(machine, at, 4))[0])
     return at + 4
 
 
 def _memoize(machine: Machine, at: int) -> int:
-    machine.memo[len(machine.memo)] = machine.stack[-1]
+    memo = machine.memo
+    memo[len(memo) + memo.taken] = machine.stack[-1]
     return at
 
 
@@ -232,6 +233,7 @@ def _tuple3(machine: Machine, at: int) -> int:
 
 def _append(machine: Machine, at: int) -> int:
     item = machine.stack.pop()
+    _check_single(item)
     _sequence(machine.stack[-1]).append(item)
     return at
 
@@ -240,6 +242,12 @@ def _appends(machine: Machine, at: int) -> int:
     items = machine.since_mark()
     _sequence(machine.stack[-1]).extend(items)
     return at
+
+
+def _check_single(value: Any) -> None:
+    # An opcode that takes one value from the stack would take all of a run.
+    if type(value) is Run:
+        raise Irregular("a part of what a scan took")
 
 
 def _sequence(target: Any) -> list[Any] | deque[Any]:
@@ -251,6 +259,7 @@ def _sequence(target: Any) -> list[Any] | deque[Any]:
 
 def _setitem(machine: Machine, at: int) -> int:
     item, key = machine.stack.pop(), machine.stack.pop()
+    _check_single(item)
     _fill(machine, machine.stack[-1], [key], [item])
     return at
 

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ...errors import CorruptCheckpoint, UnsupportedValue, error_text
-from ._metadata_file import Ints, TensorEntry
+from ._metadata_file import TensorEntry
+from ._pickled_columns import Ints
 
 # What `.metadata` lists: buckets of several states, and pieces of the model
 
@@ -116,7 +117,7 @@ def buckets_of(tensors: Mapping[str, TensorEntry]) -> list[Bucket]:
 
 
 def _bucket(name: str, found: re.Match[str], states: Mapping[str, TensorEntry]) -> Bucket:
-    edges = {(*sorted(at for (at,) in entry.offsets), entry.shape[0]) for entry in states.values()}
+    edges = {(*sorted(at for ((at,), _) in entry.boxes), entry.shape[0]) for entry in states.values()}
     if len(edges) != 1 or MASTER not in states:
         fix = "The checkpoint was damaged or made by another program; load another one."
         expected = f"{MASTER} and moments, cut alike"
@@ -134,8 +135,7 @@ def pieces_of(tensors: Mapping[str, TensorEntry]) -> dict[str, list[Piece]]:
     found: dict[str, list[Piece]] = defaultdict(list)
     for key, entry in tensors.items():
         if entry.dtype is not None and entry.dtype.is_floating_point and not is_bucket(key):
-            boxes = zip(entry.offsets, entry.shapes, strict=True)
-            found[str(entry.dtype).removeprefix("torch.")] += [Piece(key, *box, entry.shape) for box in boxes]
+            found[str(entry.dtype).removeprefix("torch.")] += [Piece(key, *box, entry.shape) for box in entry.boxes]
     return found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -11,14 +11,15 @@ import numpy as np
 
 from ...codec import check_storable
 from ...errors import CheckpointingException, CorruptCheckpoint, MetadataError, error_text
-from ...geometry import Column, box_column
+from ...geometry import Column
 from ...layouts import ShardColumns, TensorKind
 from ...mapping import ShardedObject
-from ...storage import StoredFile
+from ...storage import StoredFile, collector_paused
 from .._manifest import MANIFEST_FILE
 from .._values import Checkpoint
 from ..index import Index, build_index, index_problem, text_columns
-from ._metadata_file import INDEX_FILE, Ints, MetadataFile, Place, TensorEntry, read_metadata_file
+from ._metadata_file import INDEX_FILE, MetadataFile, Places, TensorEntry, read_metadata_file
+from ._pickled_columns import Ints
 
 # Archives of torch.save in data files, numbered in the order of files and bytes
 
@@ -31,7 +32,9 @@ class Archives:
 
     Attributes:
         names: the key of each one's tensor, or the name of its object.
-        shapes: of each one's tensor, None for an object.
+        chunk: the row of each one's shape, -1 for an object, int64 (archives,).
+        shapes: right-aligned, int64 (chunks, axes).
+        axes: how many axes each shape has, int64 (chunks,).
         start: where each one's payload begins in a virtual file of nothing but payloads, int64 (archives,).
         payload: in bytes; an object is all payload, int64 (archives,).
         file: number of the file, int64 (archives,).
@@ -43,7 +46,9 @@ class Archives:
     """
 
     names: Sequence[str]
-    shapes: Sequence[Ints | None]
+    chunk: Column
+    shapes: Column
+    axes: Column
     start: Column
     payload: Column
     file: Column
@@ -53,32 +58,38 @@ class Archives:
     refused: Mapping[int, str]
     virtual: StoredFile
 
+    def shape(self, number: int) -> Ints | None:
+        """Return the shape of an archive's tensor, None for an object."""
+        row = int(self.chunk[number])
+        return None if row < 0 else tuple(self.shapes[row, self.shapes.shape[1] - int(self.axes[row]) :].tolist())
+
     def at(self, byte: Column) -> Column:
         """Return the numbers of the archives in which bytes of the virtual file lie, int64 (bytes,)."""
         return np.asarray(np.searchsorted(self.start, byte, side="right") - 1, dtype=np.int64)
 
 
 def archives_of(
-    names: Sequence[str], places: Sequence[Place], shapes: Sequence[Ints | None], payload: Column
+    names: Sequence[str], places: Places, rows: Column, shapes: Column, axes: Column, payload: Column
 ) -> tuple[Archives, Column]:
     """Return archives in the order in which they lie, and each given one's number there, int64 (archives,).
 
     Args:
         names: key of the tensor, or name of the object, of each.
-        places: where each lies.
-        shapes: of each one's tensor, None for an object.
-        payload: bytes of each tensor; objects follow after the tensors, and an object is all payload.
+        places: where archives lie.
+        rows: the number of each one's place, int64 (archives,).
+        shapes: of each one's tensor, right-aligned, int64 (tensors, axes); objects follow after the tensors.
+        axes: how many axes each shape has, int64 (tensors,).
+        payload: bytes of each tensor, int64 (tensors,); an object is all payload.
 
     Raises:
         ValueError: a place isn't a range of a file, or they are too large.
     """
-    files = sorted({place.file for place in places})
+    files = sorted({places.file[row] for row in rows.tolist()})
     for name in files:
         name.encode()  # raises UnicodeEncodeError, a ValueError; the storage refuses other bad names
     numbers = {name: number for number, name in enumerate(files)}
-    file = np.array([numbers[place.file] for place in places], dtype=np.int64)
-    byte = np.array([place.byte for place in places], dtype=np.int64)
-    length = np.array([place.length for place in places], dtype=np.int64)
+    file = np.fromiter((numbers[places.file[row]] for row in rows.tolist()), dtype=np.int64, count=rows.size)
+    byte, length = places.byte[rows], places.length[rows]
     payload = np.append(payload, length[payload.size :])
     for column in (byte, length, payload):
         if (column < 0).any() or (column > _MOST_BYTES).any() or payload.astype(np.float64).sum() > _MOST_BYTES:
@@ -90,17 +101,25 @@ def archives_of(
     end = np.cumsum(payload + 1)
     archives = Archives(
         names=[names[row] for row in order.tolist()],
-        shapes=[shapes[row] for row in order.tolist()],
+        chunk=np.where(order < axes.size, order, -1),
+        shapes=shapes,
+        axes=axes,
         start=end - payload - 1,
         payload=payload,
         file=file[order],
         byte=byte[order],
         length=length[order],
         files=tuple(files),
-        refused={int(number[row]): place.refusal for row, place in enumerate(places) if place.refusal},
+        refused={int(number[row]): places.refusals[place] for row, place in _refused(places, rows)},
         virtual=StoredFile("archives", int(end[-1]) if end.size else 0),
     )
     return archives, number
+
+
+def _refused(places: Places, rows: Column) -> Iterator[tuple[int, int]]:
+    """Yield the positions in some places of those that can't be read, and their numbers."""
+    if places.refusals:
+        yield from ((row, place) for row, place in enumerate(rows.tolist()) if place in places.refusals)
 
 
 # Flat shards as Megatron-Core 0.8 to 0.15 stored them: ranges of flattened grid cells
@@ -112,17 +131,15 @@ class Boxes:
 
     Attributes:
         global_shape: of the tensor.
-        offsets: of each box.
-        shapes: of each box.
-        starts: first element of each flat range, -1 for a whole box.
-        stops: one past its last element, -1 for a whole box.
+        offsets: of each box, int64 (boxes, axes).
+        shapes: of each box, int64 (boxes, axes).
+        flat: first element of each flat range, and one past its last one, int64 (boxes, 2); None for whole boxes.
     """
 
     global_shape: Ints
-    offsets: list[Ints]
-    shapes: list[Ints]
-    starts: list[int]
-    stops: list[int]
+    offsets: Column
+    shapes: Column
+    flat: Column | None
 
 
 def true_boxes(entry: TensorEntry) -> Boxes:
@@ -135,22 +152,26 @@ def true_boxes(entry: TensorEntry) -> Boxes:
         ValueError: the chunks aren't ranges of such cells.
 
     Examples:
-        >>> entry = TensorEntry(None, (2, 1, 24), [(1, 0, 9)], [(1, 1, 15)], [], grid_shape=(8, 6))
+        >>> offset, shape = np.array([[1, 0, 9]]), np.array([[1, 1, 15]])
+        >>> entry = TensorEntry(None, (2, 1, 24), offset, shape, np.array([0]), grid_shape=(8, 6))
         >>> boxes = true_boxes(entry)
-        >>> boxes.global_shape, boxes.offsets, boxes.shapes, boxes.starts, boxes.stops
-        ((8, 6), [(4, 0)], [(4, 6)], [9], [24])
+        >>> boxes.global_shape, boxes.offsets.tolist(), boxes.shapes.tolist()
+        ((8, 6), [[4, 0]], [[4, 6]])
+        >>> boxes.flat.tolist()
+        [[9, 24]]
     """
     if entry.grid_shape is None:
-        none = [-1] * len(entry.offsets)
-        return Boxes(entry.shape, entry.offsets, entry.shapes, none, none)
+        return Boxes(entry.shape, entry.offsets, entry.shapes, None)
     cell = _cell(entry.shape, entry.grid_shape)
-    for offset, shape in zip(entry.offsets, entry.shapes, strict=True):
-        if shape[:-1] != (1,) * len(cell) or not 0 <= offset[-1] <= offset[-1] + shape[-1] <= entry.shape[-1]:
-            raise ValueError(f"its chunk {shape} at {offset} isn't a range of one cell of {entry.shape}")
-    offsets = [tuple(at * size for at, size in zip(offset, cell, strict=False)) for offset in entry.offsets]
-    starts = [offset[-1] for offset in entry.offsets]
-    stops = [start + shape[-1] for start, shape in zip(starts, entry.shapes, strict=True)]
-    return Boxes(entry.grid_shape, offsets, [cell] * len(offsets), starts, stops)
+    start, stop = entry.offsets[:, -1], entry.offsets[:, -1] + entry.shapes[:, -1]
+    in_grid = (entry.offsets[:, :-1] >= 0) & (entry.offsets[:, :-1] < entry.shape[:-1]) & (entry.shapes[:, :-1] == 1)
+    in_cell = in_grid.all(axis=1) & (start >= 0) & (start <= stop) & (stop <= entry.shape[-1])
+    if not in_cell.all():
+        at, size = entry.boxes[int(np.argmin(in_cell))]
+        raise ValueError(f"its chunk {size} at {at} isn't a range of one cell of {entry.shape}")
+    shape = np.array(cell, dtype=np.int64)
+    offsets, shapes = entry.offsets[:, :-1] * shape, np.tile(shape, (len(start), 1))
+    return Boxes(entry.grid_shape, offsets, shapes, np.stack([start, stop], axis=1))
 
 
 def _cell(stored: Ints, shape: Ints) -> Ints:
@@ -208,10 +229,11 @@ def read_listing(checkpoint: Checkpoint) -> Listing:
         UnsafeFile: it names something that it never needs, and `allow_pickle` isn't given.
     """
     if "listing" not in checkpoint.memo:
-        # Parsed once: the safe reader of pickles handles a few million opcodes a second.
-        contents = read_metadata_file(checkpoint)
         try:
-            checkpoint.memo["listing"] = _listing(contents, _hidden(checkpoint))
+            # Parsed once. It makes an object for each tensor and no garbage, through which the collector would look.
+            with collector_paused():
+                contents = read_metadata_file(checkpoint)
+                checkpoint.memo["listing"] = _listing(contents, _hidden(checkpoint))
         except (ValueError, OverflowError) as error:
             where = checkpoint.storage.where(INDEX_FILE)
             fix = "It was damaged or made by another program; load another checkpoint."
@@ -268,12 +290,13 @@ def _hidden(checkpoint: Checkpoint) -> frozenset[str]:
 def _listing(contents: MetadataFile, hidden: frozenset[str]) -> Listing:
     boxes, unknown = _readable(contents.tensors)
     columns = _columns(contents.tensors, boxes)
-    names = [key for key, found in boxes.items() for _ in found.offsets] + list(contents.values)
+    names = [key for key, found in boxes.items() for _ in range(len(found.offsets))] + list(contents.values)
     entries = [contents.tensors[key] for key in boxes]
-    places = [place for entry in entries for place in entry.places] + list(contents.values.values())
-    shapes = [shape for entry in entries for shape in entry.shapes] + [None] * len(contents.values)
+    rows = np.concatenate([*(entry.places for entry in entries), _int64(list(contents.values.values()))])
+    axes = np.repeat(_int64([len(entry.shape) for entry in entries]), [len(entry.places) for entry in entries])
+    shapes = _right_aligned([entry.shapes for entry in entries], fill=1)
     payload = columns.elements * columns.item_size[columns.key] if len(columns) else np.zeros(0, dtype=np.int64)
-    archives, number = archives_of(names, places, shapes, payload)
+    archives, number = archives_of(names, contents.places, rows, shapes, axes, payload)
     values = dict(zip(contents.values, number[len(columns) :].tolist(), strict=True))
     objects = [
         (name, 0, int(archives.start[at]), int(archives.length[at]))
@@ -308,17 +331,34 @@ def _columns(tensors: Mapping[str, TensorEntry], boxes: Mapping[str, Boxes]) -> 
     chunks = sum(counts)
     if chunks * max((len(kind.global_shape) for kind in kinds), default=0) > _MOST_NUMBERS:
         raise ValueError(f"{chunks} chunks of too many axes")
+    flat, end = np.full((chunks, 2), -1), np.cumsum(counts).tolist()
+    for found, last in zip(boxes.values(), end, strict=True):
+        if found.flat is not None:
+            flat[last - len(found.flat) : last] = found.flat
     return ShardColumns(
         keys=tuple(boxes),
         kinds=kinds,
         key=np.repeat(np.arange(len(counts)), counts),
-        offset=box_column([offset for found in boxes.values() for offset in found.offsets], fill=0),
-        shape=box_column([shape for found in boxes.values() for shape in found.shapes], fill=1),
-        start=_int64([start for found in boxes.values() for start in found.starts]),
-        stop=_int64([stop for found in boxes.values() for stop in found.stops]),
+        offset=_right_aligned([found.offsets for found in boxes.values()], fill=0),
+        shape=_right_aligned([found.shapes for found in boxes.values()], fill=1),
+        start=flat[:, 0],
+        stop=flat[:, 1],
         rank=np.zeros(chunks, dtype=np.int64),
         main=np.ones(chunks, dtype=np.bool_),
     )
+
+
+def _right_aligned(parts: Sequence[Column], fill: int) -> Column:
+    """Return columns of boxes of unequal numbers of axes as one, at least one axis wide."""
+    width = max([1, *(part.shape[1] for part in parts)])
+    if parts and all(part.shape[1] == width for part in parts):
+        return np.concatenate(parts)
+    column = np.full((sum(map(len, parts)), width), fill, dtype=np.int64)
+    at = 0
+    for part in parts:
+        column[at : at + len(part), width - part.shape[1] :] = part
+        at += len(part)
+    return column
 
 
 def _kind(entry: TensorEntry, boxes: Boxes) -> TensorKind:

@@ -2,216 +2,77 @@
 
 from __future__ import annotations
 
-import io
-import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from itertools import chain
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
-from ...codec.pickles import Constructor, Stub, inert, read_pickle
-from ...errors import CorruptCheckpoint, error_text
+from ...codec.pickles import Irregular, Run, Stub, read_pickle
+from ...errors import CheckpointingException, CorruptCheckpoint, error_text
+from ...geometry import Column
 from .._manifest import check_listed
 from .._traits import METADATA_FILE
 from .._values import Checkpoint
+from ._metadata_names import field_of, is_a, kind_of, metadata_classes, read_trusted
+from ._metadata_scan import MetadataScan, Taken
+from ._pickled_columns import Ints
 
 INDEX_FILE = ".metadata"
 """The file that lists which archive lies where."""
 
-
-# An allowlist of the names in `.metadata`, of all versions that wrote it: none is imported, each becomes a stub
-
-_CHECKPOINT = "torch.distributed.checkpoint"
-_OLD = "torch.distributed._shard.sharded_tensor.metadata"
-_MEGATRON = "megatron.core.dist_checkpointing"
-
-_STUBS = {
-    f"{_CHECKPOINT}.metadata": (
-        "Metadata",
-        "TensorStorageMetadata",
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "TensorProperties",
-        "MetadataIndex",
-        "StorageMeta",
-        "_MEM_FORMAT_ENCODING",
-    ),
-    f"{_CHECKPOINT}.filesystem": ("_StorageInfo", "_StoragePrefix"),
-    f"{_CHECKPOINT}.planner": (
-        "SavePlan",
-        "WriteItem",
-        "WriteItemType",
-        "TensorWriteData",
-        "BytesIOWriteData",
-    ),
-    f"{_CHECKPOINT}._extension": ("StreamTransformExtension", "ZStandard"),
-    _OLD: ("TensorProperties", "MEM_FORMAT_ENCODING"),
-    f"{_MEGATRON}.strategies.torch": ("MCoreMetadata", "MCoreSavePlan"),
-    f"{_MEGATRON}.strategies.filesystem_async": ("_StoragePrefix",),
-    "torch.serialization": ("_get_layout",),
-}
-
-_PATHS = ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath", "Path", "PurePath")
-
-
-class _Names(dict[tuple[str, str], Any]):
-    """Values by name. A dtype that this torch lacks is a stub: it only matters if its tensor is asked for."""
-
-    def __missing__(self, key: tuple[str, str]) -> Any:
-        module, name = key
-        # Only names of torch itself: anything else in the file is refused as unsafe.
-        if module == "torch" and name.isidentifier():
-            return Stub(f"torch.{name}")
-        raise KeyError(key)
-
-
-def _size(*arguments: Any) -> tuple[Any, ...]:
-    """Return a shape as a plain tuple; its entries aren't checked here."""
-    (entries,) = arguments or ((),)
-    if type(entries) not in (tuple, list):
-        raise ValueError(f"torch.Size of {type(entries).__name__}")
-    return tuple(entries)
-
-
-@cache
-def metadata_classes() -> Mapping[tuple[str, str], Any]:
-    """Return the value of each name that `.metadata` may contain: a dtype, a plain tuple, or a stub.
-
-    Examples:
-        >>> metadata_classes()["torch", "float32"]
-        torch.float32
-    """
-    # Python 3.13 pickles paths by the name of the module pathlib._local.
-    names = {(module, name): inert(f"{module}.{name}") for module, classes in _STUBS.items() for name in classes}
-    names |= {(module, name): inert("path") for module in ("pathlib", "pathlib._local") for name in _PATHS}
-    dtypes = {("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
-    return _Names({**names, **dtypes, ("torch", "Size"): Constructor(_size)})
-
-
-def is_a(value: Any, name: str) -> bool:
-    """Return whether a value of `.metadata` is of a class of that name, in whichever module a version of torch had it.
-
-    Examples:
-        >>> is_a(Stub("torch.distributed.checkpoint.metadata.Metadata"), "Metadata")
-        True
-    """
-    return isinstance(value, Stub) and value.type_name.rpartition(".")[2] == name
-
-
-def field_of(value: Any, name: str) -> Any:
-    """Return a field of an object of `.metadata`, None if it has none.
-
-    Examples:
-        >>> field_of(Stub("some.Class", state={"size": (2, 3)}), "size")
-        (2, 3)
-    """
-    state = value.state if isinstance(value, Stub) else None
-    return state.get(name) if isinstance(state, dict) else None
-
-
-# Unpickling with `allow_pickle`, when the writer is trusted: unknown classes are imported, known ones stay stubs
-
-
-def read_trusted(data: bytes, classes: Mapping[tuple[str, str], Any], *, what: str) -> Any:
-    """Return the value of a pickle, which may run any code.
-
-    Args:
-        data: the pickle.
-        classes: values of names that aren't imported.
-        what: the file, for messages.
-
-    Raises:
-        CorruptCheckpoint: it isn't a pickle, or code that it runs fails.
-    """
-    try:
-        return _Unpickler(io.BytesIO(data), classes).load()
-    except Exception as error:
-        found = f"{type(error).__name__}: {error}"[:300]
-        raise CorruptCheckpoint(error_text(f"{what}: not a pickle that can be read", found=found)) from error
-
-
-class _Unpickler(pickle.Unpickler):
-    """Makes stubs of known classes, so that the caller gets the same values as from the safe reader."""
-
-    def __init__(self, file: io.BytesIO, classes: Mapping[tuple[str, str], Any]) -> None:
-        super().__init__(file)
-        self.classes = classes
-
-    def find_class(self, module: str, name: str) -> Any:
-        """Return the value of a name."""
-        try:
-            known = self.classes[module, name]
-        except KeyError:
-            return super().find_class(module, name)
-        if not isinstance(known, Constructor):
-            return known
-        return known.make if known.build is None else type(name, (_Known,), {"made": known})
-
-
-class _Known(Stub):
-    """A stub as a class, of which `pickle` can make instances."""
-
-    __slots__ = ()
-    made: Constructor
-
-    def __new__(cls, *arguments: Any) -> _Known:
-        self = super().__new__(cls)
-        stub = cls.made.make(*arguments)
-        self.type_name, self.args, self.state = stub.type_name, stub.args, stub.state
-        return self
-
-    def __init__(self, *arguments: Any) -> None:
-        """Leave it as it was made."""
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-
-Ints = tuple[int, ...]
-
 _MOST_AXES = 64  # NumPy's limit
 _DEEPEST = 100
 
+Paths = dict[str, tuple[str | int, ...]]
+_MOST_NUMBERS = 2**27
+"""The most numbers in the table of shapes: all get as many axes as the longest, so one crafted shape could fill it."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Place:
-    """Where an archive lies.
+class Places:
+    """Where archives lie.
 
     Attributes:
-        file: the file's name.
-        byte: where the archive begins in it.
-        length: in bytes.
-        refusal: why it can't be read, as text; empty if it can.
+        file: names of the files, one for each place.
+        byte: where each archive begins in its file, int64 (places,).
+        length: in bytes, int64 (places,).
+        refusals: why an archive can't be read, as text, by its place's number.
     """
 
-    file: str
-    byte: int
-    length: int
-    refusal: str = ""
+    file: Sequence[str]
+    byte: Column
+    length: Column
+    refusals: Mapping[int, str]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorEntry:
-    """The entry of one tensor in `.metadata`; numbers are ints, and not checked further.
+    """The entry of one tensor in `.metadata`; numbers aren't checked further.
 
     Attributes:
         dtype: None if this torch lacks it.
         shape: global shape.
-        offsets: of its chunks.
-        shapes: of its chunks.
-        places: of its chunks.
+        offsets: of its chunks, int64 (chunks, axes).
+        shapes: of its chunks, int64 (chunks, axes).
+        places: numbers of its chunks' places, int64 (chunks,).
         grid_shape: the shape of the whole tensor, if `shape` is a grid of flattened cells; else None.
     """
 
     dtype: torch.dtype | None
     shape: Ints
-    offsets: list[Ints]
-    shapes: list[Ints]
-    places: list[Place]
+    offsets: Column
+    shapes: Column
+    places: Column
     grid_shape: Ints | None = None
+
+    @property
+    def boxes(self) -> list[tuple[Ints, Ints]]:
+        """Each chunk's offset and shape."""
+        pairs = zip(self.offsets.tolist(), self.shapes.tolist(), strict=True)
+        return [(tuple(offset), tuple(shape)) for offset, shape in pairs]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -220,13 +81,15 @@ class MetadataFile:
 
     Attributes:
         tensors: by key.
-        values: where the archive of each pickled value is, by name.
+        values: the number of the place of each pickled value, by name.
         paths: where in the nested state each name was; None if that isn't stored.
+        places: of all archives.
     """
 
     tensors: dict[str, TensorEntry]
-    values: dict[str, Place]
-    paths: dict[str, tuple[str | int, ...]] | None
+    values: dict[str, int]
+    paths: Paths | None
+    places: Places
 
 
 def read_metadata_file(checkpoint: Checkpoint) -> MetadataFile:
@@ -245,70 +108,301 @@ def read_metadata_file(checkpoint: Checkpoint) -> MetadataFile:
         check_listed(checkpoint, METADATA_FILE)
         check_listed(checkpoint, INDEX_FILE)
     data = checkpoint.storage.read(INDEX_FILE)
+    if not checkpoint.options.allow_pickle:
+        try:
+            return parse_metadata(data, where)
+        except (CheckpointingException, ValueError, TypeError, KeyError, OverflowError):
+            pass  # whatever is wrong, or only irregular: the careful reading below says it, or does it
     read = read_trusted if checkpoint.options.allow_pickle else read_pickle
     root = read(data, metadata_classes(), what=where)
     try:
-        return _parse(root)
-    except (ValueError, TypeError, KeyError) as error:
+        return _parse(root, Taken())
+    except (ValueError, TypeError, KeyError, OverflowError) as error:
         fix = "It was damaged or made by another program; load another checkpoint."
         what = f"open: {where!r} is not sound"
         raise CorruptCheckpoint(error_text(what, found=str(error)[:300] or type(error).__name__, fix=fix)) from error
 
 
-def _parse(root: Any) -> MetadataFile:
+def parse_metadata(data: bytes, where: str) -> MetadataFile:
+    """Return the content of `.metadata`, its regular parts taken as columns.
+
+    Args:
+        data: the file's bytes.
+        where: the file, for messages.
+
+    Raises:
+        CheckpointingException: the file isn't sound, or isn't regular enough; read it without a scan to know which.
+        ValueError: likewise; and so do TypeError, KeyError and OverflowError.
+    """
+    classes = metadata_classes()
+    scan = MetadataScan(classes)
+    root = read_pickle(data, classes, what=where, scan=scan)
+    return _parse(root, scan.taken)
+
+
+def _parse(root: Any, taken: Taken) -> MetadataFile:
     if not (is_a(root, "Metadata") or is_a(root, "MCoreMetadata")):
-        raise ValueError(f"{_kind(root)} where Metadata should be")
+        raise ValueError(f"{kind_of(root)} where Metadata should be")
     entries, stored = field_of(root, "state_dict_metadata"), field_of(root, "storage_data")
     if not isinstance(entries, dict) or not isinstance(stored, dict):
         raise ValueError("no state_dict_metadata or storage_data")
-    places = _places(stored)
-    flat = field_of(root, "mcore_data")
-    tensors, values = {}, {}
-    for key, entry in entries.items():
+    listed, places = _Listed(taken), _Stored(taken)
+    for found, pairs in ((listed, entries), (places, stored)):
+        for key, entry in pairs.items():
+            if type(key) is Run:
+                found.add_run(key)
+            else:
+                found.add(key, entry)
+    if len({*listed.keys, *listed.values}) != len(listed.keys) + len(listed.values):
+        raise Irregular("a key twice")
+    # A run may only be where it stands for what it was taken from.
+    if listed.runs + places.runs != taken.runs:
+        raise Irregular("a part of what a scan took")
+    return _content(listed, places, field_of(root, "mcore_data"), _paths(field_of(root, "planner_data")))
+
+
+class _Listed:
+    """The tensors and values that `.metadata` lists, their chunks as rows of the table of shapes."""
+
+    def __init__(self, taken: Taken) -> None:
+        self.taken = taken
+        self.keys: list[str] = []
+        self.kinds: list[Any] = []
+        self.shape: list[Column] = []
+        self.count: list[Column] = []
+        self.offset: list[Column] = []
+        self.size: list[Column] = []
+        self.values: list[str] = []
+        self.runs = 0
+        none = np.zeros(0, dtype=np.int64)
+        self._offset, self._size = (np.concatenate([none, *one]) for one in (taken.chunk_offset, taken.chunk_shape))
+        self._shape = np.concatenate([none, *taken.tensor_shape])
+
+    def add(self, key: Any, entry: Any) -> None:
+        """Add a tensor or value that was read as objects."""
         if type(key) is not str or not key:
-            raise ValueError(f"a key that isn't a text, but {_kind(key)}")
+            raise ValueError(f"a key that isn't a text, but {kind_of(key)}")
         if is_a(entry, "TensorStorageMetadata"):
-            tensors[key] = _tensor(key, entry, places, flat)
+            self._add_tensor(key, entry)
         elif is_a(entry, "BytesStorageMetadata"):
-            values[key] = _place_of(places, key, None)
+            self.values.append(key)
         else:
-            raise ValueError(f"{key!r}: {_kind(entry)}")
-    return MetadataFile(tensors, values, _paths(field_of(root, "planner_data")))
+            raise ValueError(f"{key!r}: {kind_of(entry)}")
+
+    def _add_tensor(self, key: str, entry: Any) -> None:
+        chunks = field_of(entry, "chunks")
+        if not isinstance(chunks, list):
+            raise ValueError(f"{key!r}: its chunks are {kind_of(chunks)}")
+        count, add = 0, partial(self._add_shape, key)
+        for chunk in chunks:
+            if type(chunk) is Run:
+                rows = slice(chunk.first, chunk.last)
+                self.offset.append(self._offset[rows])
+                self.size.append(self._size[rows])
+                count += chunk.last - chunk.first
+                self.runs += 1
+            elif is_a(chunk, "ChunkStorageMetadata"):
+                self.offset.append(add(chunk.state["offsets"]))
+                self.size.append(add(chunk.state["sizes"]))
+                count += 1
+            else:
+                raise ValueError(f"{key!r}: its chunks are {kind_of(chunk)}")
+        self.keys.append(key)
+        self.kinds.append(_dtype(field_of(entry, "properties")))
+        self.shape.append(add(field_of(entry, "size")))
+        self.count.append(np.array([count]))
+
+    def _add_shape(self, key: str, shape: Any) -> Column:
+        if type(shape) is not tuple or len(shape) > _MOST_AXES:
+            raise ValueError(f"{key!r}: its chunks don't have its axes")
+        if not {*map(type, shape)} <= {int}:
+            raise ValueError(f"{key!r}: its sizes aren't whole numbers")
+        return np.array([self.taken.shapes.add(shape)])
+
+    def add_run(self, run: Run) -> None:
+        """Add tensors that a scan took."""
+        rows, taken = slice(run.first, run.last), self.taken
+        if not all(taken.tensor_key[rows]):
+            raise ValueError("a key without a letter")
+        edges = np.array(taken.tensor_chunks[rows], dtype=np.int64)
+        chunks = slice(int(edges[0, 0]), int(edges[-1, 1]))
+        self.keys += taken.tensor_key[rows]
+        self.kinds += map(_dtype_from, taken.tensor_dtype[rows])
+        self.shape.append(self._shape[rows])
+        self.count.append(edges[:, 1] - edges[:, 0])
+        self.offset.append(self._offset[chunks])
+        self.size.append(self._size[chunks])
+        self.runs += 2
 
 
-def _tensor(key: str, entry: Any, places: Mapping[Any, Place], flat: Any) -> TensorEntry:
-    chunks = field_of(entry, "chunks")
-    if not isinstance(chunks, list) or not all(is_a(chunk, "ChunkStorageMetadata") for chunk in chunks):
-        raise ValueError(f"{key!r}: its chunks are {_kind(chunks)}")
-    # A chunk that is listed twice is stored once. One without elements may have another one's offset, which is kept.
-    boxes: dict[Ints, Ints] = {}
-    for chunk in chunks:
-        offset, size = chunk.state["offsets"], chunk.state["sizes"]
-        if 0 not in size or offset not in boxes:
-            boxes[offset] = size
-    shape = field_of(entry, "size")
-    _check_ints(key, [shape, *boxes, *boxes.values()])
-    found = [_place_of(places, key, offset) for offset in boxes]
-    dtype = _dtype(field_of(entry, "properties"))
-    return TensorEntry(dtype, shape, list(boxes), list(boxes.values()), found, _grid_shape(key, flat))
+_NONE: Column = np.zeros(0, dtype=np.int64)
 
 
-def _check_ints(key: str, rows: list[Any]) -> None:
-    axes = len(rows[0]) if type(rows[0]) is tuple else -1
-    if axes > _MOST_AXES or not all(type(row) is tuple and len(row) == axes for row in rows):
-        raise ValueError(f"{key!r}: its chunks don't have its axes")
-    if not {type(number) for number in chain.from_iterable(rows)} <= {int}:
-        raise ValueError(f"{key!r}: its sizes aren't whole numbers")
+class _Stored:
+    """The places that `.metadata` lists: whose each is, and where."""
+
+    def __init__(self, taken: Taken) -> None:
+        self.taken = taken
+        self.key: list[str] = []
+        self.file: list[str] = []
+        self.refusals: dict[int, str] = {}
+        self.runs = 0
+        # A chunk's offset as a row of the table of shapes, -1 for a value; byte and length.
+        self._columns: list[Column] = []
+        columns = (taken.pair_offset, taken.pair_byte, taken.pair_length)
+        self._taken = np.stack([np.concatenate([_NONE, *part]) for part in columns])
+
+    def add(self, index: Any, info: Any) -> None:
+        """Add a place that was read as objects."""
+        if not is_a(index, "MetadataIndex") or not is_a(info, "_StorageInfo"):
+            raise ValueError(f"{kind_of(index)} and {kind_of(info)} in storage_data")
+        state = info.state
+        file, byte, length = state["relative_path"], state["offset"], state["length"]
+        if type(file) is not str or type(byte) is not int or type(length) is not int:
+            raise ValueError("a place that isn't a file name with two numbers")
+        if refusal := _refusal(file, state.get("transform_descriptors")):
+            self.refusals[len(self.file)] = refusal
+        key, offset = index.state["fqn"], index.state.get("offset")
+        # What has a place and another kind of name is never looked up.
+        known = type(key) is str and (offset is None or (type(offset) is tuple and {*map(type, offset)} <= {int}))
+        row = -1 if offset is None or not known else self.taken.shapes.add(offset)
+        self.key.append(key if known else "")
+        self.file.append(file)
+        self._columns.append(np.array([[row], [byte], [length]], dtype=np.int64))
+
+    def add_run(self, run: Run) -> None:
+        """Add places that a scan took."""
+        rows = slice(run.first, run.last)
+        files = self.taken.pair_file[rows]
+        refused = (at for at, file in enumerate(files) if _is_refused(file))
+        self.refusals |= {len(self.file) + at: _refusal(files[at], None) for at in refused}
+        self.key += self.taken.pair_key[rows]
+        self.file += files
+        self._columns.append(self._taken[:, rows])
+        self.runs += 2
+
+    def columns(self) -> tuple[Column, Places]:
+        """Return each place's offset as a row of the table of shapes, and where it is."""
+        offset, byte, length = np.concatenate([np.zeros((3, 0), dtype=np.int64), *self._columns], axis=1)
+        return offset, Places(self.file, byte, length, self.refusals)
+
+
+def _is_refused(file: str) -> bool:
+    return file.endswith(".safetensors")
+
+
+def _refusal(file: str, transforms: Any) -> str:
+    if transforms:
+        return f"it is stored through an extension, {transforms!r}"[:200]
+    return "it is stored in safetensors, not as an archive of torch.save" if _is_refused(file) else ""
+
+
+def _content(
+    listed: _Listed, stored: _Stored, flat: Any, paths: dict[str, tuple[str | int, ...]] | None
+) -> MetadataFile:
+    """Return what is listed with its places, shapes looked up in the table."""
+    axes, table = listed.taken.shapes.table(_MOST_NUMBERS)
+    named, places = stored.columns()
+    shape, count, offset, size = (
+        np.concatenate([_NONE, *part]) for part in (listed.shape, listed.count, listed.offset, listed.size)
+    )
+    tensor = np.repeat(np.arange(count.size), count)
+    for rows in (offset, size):
+        other = np.flatnonzero(axes[rows] != axes[shape][tensor])
+        if other.size:
+            raise ValueError(f"{listed.keys[tensor[other[0]]]!r}: its chunks don't have its axes")
+    number = {key: at for at, key in enumerate(listed.keys)}
+    of_pair = np.fromiter((number.get(key, -1) for key in stored.key), dtype=np.int64, count=len(stored.key))
+    pairs = np.flatnonzero((of_pair >= 0) & (named >= 0))
+    pairs = pairs[axes[named[pairs]] == axes[shape[of_pair[pairs]]]]
+    chunks = np.column_stack([tensor, table[offset]])
+    place, first = _matched(np.column_stack([of_pair[pairs], table[named[pairs]]]), chunks)
+    if place.size and place.min() < 0:
+        row = int(np.argmin(place))
+        missing = tuple(table[offset[row], : int(axes[offset[row]])].tolist())
+        raise ValueError(f"{listed.keys[tensor[row]]!r}: no place is given for its chunk at {missing}")
+    kept = _without_repeated(table[size], axes[size], first)
+    edge = np.searchsorted(tensor[kept], np.arange(count.size + 1)).tolist()
+    offsets, sizes, place = table[offset[kept]], table[size[kept]], pairs[place[kept]]
+    entries = {}
+    for at, (key, whole) in enumerate(zip(listed.keys, _tuples(table[shape], axes[shape]), strict=True)):
+        width, begin, end = len(whole), edge[at], edge[at + 1]
+        boxes = offsets[begin:end, :width], sizes[begin:end, :width]
+        entries[key] = TensorEntry(listed.kinds[at], whole, *boxes, place[begin:end], _grid_shape(key, flat))
+    return MetadataFile(entries, _values(listed.values, stored.key, named), paths, places)
+
+
+def _tuples(shapes: Column, axes: Column) -> list[Ints]:
+    return [tuple(row[:length]) for row, length in zip(shapes.tolist(), axes.tolist(), strict=True)]
+
+
+def _values(listed: list[str], keys: list[str], offset: Column) -> dict[str, int]:
+    """Return the number of each plain value's place; the last one counts, as in a dict."""
+    found = {keys[row]: row for row in np.flatnonzero(offset < 0).tolist()}
+    if absent := [key for key in listed if key not in found]:
+        raise ValueError(f"{absent[0]!r}: no place is given for it")
+    return {key: found[key] for key in listed}
+
+
+def _matched(pairs: Column, chunks: Column) -> tuple[Column, Column]:
+    """Return for each chunk the last pair that is equal to it, -1 for none, and the first chunk that is."""
+    rows = np.concatenate([pairs, chunks])
+    if pairs.shape == chunks.shape and (pairs == chunks).all() and not _repeats(chunks):
+        return np.arange(len(pairs)), np.arange(len(chunks))
+    # Sorted together, equal ones are neighbours, pairs before chunks, and each in their own order.
+    order = np.lexsort(rows.T[::-1])
+    rows = rows[order]
+    begins = np.ones(order.size, dtype=np.bool_)
+    begins[1:] = (rows[1:] != rows[:-1]).any(axis=1)
+    group = np.maximum.accumulate(np.where(begins, np.arange(order.size), 0))
+    is_chunk = order >= len(pairs)
+    last_pair = np.maximum.accumulate(np.where(is_chunk, -1, np.arange(order.size)))
+    place = np.where(last_pair >= group, order[last_pair], -1)
+    # The first chunk of a group comes right after the group's last pair.
+    first = order[np.maximum(group, last_pair + 1).clip(max=order.size - 1)] - len(pairs)
+    by_chunk = np.empty((2, len(chunks)), dtype=np.int64)
+    by_chunk[:, order[is_chunk] - len(pairs)] = place[is_chunk], first[is_chunk]
+    return by_chunk[0], by_chunk[1]
+
+
+def _repeats(rows: Column) -> bool:
+    """Return whether rows may repeat: they aren't in ascending order."""
+    later, earlier = rows[1:], rows[:-1]
+    differs = later != earlier
+    first = differs.argmax(axis=1)
+    at = np.arange(len(later))
+    ascends: bool = (later[at, first] > earlier[at, first]).all()
+    return not ascends
+
+
+def _without_repeated(sizes: Column, axes: Column, first: Column) -> Column:
+    """Return the rows of chunks, each place once.
+
+    A chunk that is listed twice is stored once. One without elements may have another one's offset, which is kept.
+    """
+    rows: Column = np.arange(first.size)
+    again = np.flatnonzero(first != rows)
+    if not again.size:
+        return rows
+    chosen = rows.copy()
+    for row in again.tolist():
+        if 0 not in sizes[row, : axes[row]]:
+            chosen[first[row]] = row
+    kept: Column = chosen[first == rows]
+    return kept
 
 
 def _dtype(properties: Any) -> torch.dtype | None:
     state = properties.state if is_a(properties, "TensorProperties") else None
-    first = state[0] if isinstance(state, tuple) and state else field_of(properties, "dtype")
+    return _dtype_from(state[0] if isinstance(state, tuple) and state else field_of(properties, "dtype"))
+
+
+def _dtype_from(first: Any) -> torch.dtype | None:
     if isinstance(first, torch.dtype):
         return first
     if isinstance(first, Stub):
         return None
-    raise ValueError(f"{_kind(first)} where a dtype should be")
+    raise ValueError(f"{kind_of(first)} where a dtype should be")
 
 
 def _grid_shape(key: str, flat: Any) -> Ints | None:
@@ -317,43 +411,17 @@ def _grid_shape(key: str, flat: Any) -> Ints | None:
     shape = data.get("nd_reformulated_orig_global_shape") if isinstance(data, dict) else None
     if shape is None:
         return None
-    _check_ints(key, [tuple(shape)])
-    return tuple(shape)
+    shape = tuple(shape)
+    if len(shape) > _MOST_AXES or not {*map(type, shape)} <= {int}:
+        raise ValueError(f"{key!r}: its sizes aren't whole numbers")
+    return shape
 
 
-def _places(stored: dict[Any, Any]) -> dict[tuple[Any, Any], Place]:
-    """Return where each archive lies, by key and offset."""
-    places = {}
-    for index, info in stored.items():
-        if not is_a(index, "MetadataIndex") or not is_a(info, "_StorageInfo"):
-            raise ValueError(f"{_kind(index)} and {_kind(info)} in storage_data")
-        state = info.state
-        file, byte, length = state["relative_path"], state["offset"], state["length"]
-        if type(file) is not str or type(byte) is not int or type(length) is not int:
-            raise ValueError("a place that isn't a file name with two numbers")
-        refusal = _refusal(file, state.get("transform_descriptors"))
-        places[index.state["fqn"], index.state.get("offset")] = Place(file, byte, length, refusal)
-    return places
-
-
-def _refusal(file: str, transforms: Any) -> str:
-    if transforms:
-        return f"it is stored through an extension, {transforms!r}"[:200]
-    return "it is stored in safetensors, not as an archive of torch.save" if file.endswith(".safetensors") else ""
-
-
-def _place_of(places: Mapping[Any, Place], key: str, offset: Ints | None) -> Place:
-    found = places.get((key, offset))
-    if found is None:
-        raise ValueError(f"{key!r}: no place is given for {'it' if offset is None else f'its chunk at {offset}'}")
-    return found
-
-
-def _paths(planner: Any) -> dict[str, tuple[str | int, ...]] | None:
+def _paths(planner: Any) -> Paths | None:
     if planner is None:
         return None
     if not isinstance(planner, dict):
-        raise ValueError(f"{_kind(planner)} as planner_data")
+        raise ValueError(f"{kind_of(planner)} as planner_data")
     for path in planner.values():
         if (
             not isinstance(path, tuple)
@@ -362,7 +430,3 @@ def _paths(planner: Any) -> dict[str, tuple[str | int, ...]] | None:
         ):
             raise ValueError("a path of planner_data that isn't made of names and positions")
     return planner
-
-
-def _kind(value: Any) -> str:
-    return value.type_name if isinstance(value, Stub) else type(value).__name__

@@ -170,12 +170,12 @@ def check_kind(listing: Listing, number: int, dtype: str, shape: tuple[int, ...]
     # `.metadata` has no checksum: that archives agree with it is the only check of its numbers.
     expected = listing.contents.tensors[listing.archives.names[number]].dtype
     known = "" if expected is None else dtype_name(expected)
-    if (dtype, shape) != (known, listing.archives.shapes[number]):
+    if (dtype, shape) != (known, listing.archives.shape(number)):
         raise CorruptCheckpoint(
             error_text(
                 f"{what}: not the tensor that .metadata lists",
                 found=f"{shape} {dtype}",
-                expected=f"{listing.archives.shapes[number]} {known}",
+                expected=f"{listing.archives.shape(number)} {known}",
                 fix="The checkpoint was damaged; load another one.",
             )
         )

@@ -105,7 +105,7 @@ def _check_records(listing: Listing, reader: Reader, number: int, what: str, fou
 
 def _check_value(checkpoint: Checkpoint, listing: Listing, reader: Reader, number: int, what: str) -> None:
     """Raise unless an archive's value is what `.metadata` lists."""
-    archives, is_tensor = listing.archives, listing.archives.shapes[number] is not None
+    archives, is_tensor = listing.archives, listing.archives.shape(number) is not None
     byte, length = int(archives.byte[number]), int(archives.length[number])
     if is_tensor:
         try:

@@ -1,0 +1,415 @@
+"""The regular parts of `.metadata`, taken from its bytes as columns: a million chunks in no more objects than a few.
+
+Nearly all of the file repeats three records: a tensor, a chunk of one, and where a chunk lies. Regular expressions know
+them, opcode by opcode, and only as they follow a record that the safe reader of pickles has read. What they refer to is
+then looked up in its memo; whatever isn't as expected is left to that reader, which stays the judge of the file.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, partial
+from itertools import chain, pairwise
+from typing import Any
+
+import numpy as np
+
+from ...codec.pickles import Constructor, Irregular, Machine, Run, Stub
+from ...geometry import Column
+from ._pickled_columns import Ints, PickledShapes, Shapes, no_shapes, numbers, shapes_in
+
+# The records. Opcodes that are one byte stand for themselves: ) \x81 makes an object, } ( ... u its state, b fills it.
+
+_REF = rb"(?:h.|j.{4})"
+_INT = rb"(?:K.|M..|J.{4}|\x8a(?:\x05.{5}|\x06.{6}|\x07.{7}|\x08.{8}))"
+_TEXT = (
+    rb"(?:h.|j.{4}|\x8c(?:"
+    + b"|".join(re.escape(bytes([size])) + b".{%d}" % size for size in range(1, 256))
+    + rb")\x94)"
+)
+
+_LEAST, _MOST, _MOST_BYTES = 1_000, 65_536, 2**24
+"""Bytes and records that are taken at once: fewer are read faster one by one, more would fill memory."""
+
+_MOST_SHORT = 100_000
+"""After so many stretches that were too short, a file isn't regular, and nothing more is tried."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Patterns:
+    """The records as one kind of writer makes them.
+
+    Attributes:
+        memoized: whether tuples and objects have numbers in the memo, as `pickle` gives them; our own writer's have
+            none.
+        chunk: (what it is and its first field, offset, second field, shape).
+        pair: a place: (index and its first field, key, second field, third field, offset, information and its first
+            field, file, second field, byte, third field, length).
+        tensor: (key, what it is and its first field, properties, second field, shape, third field, chunks).
+        kind: a tensor's properties: (what they are, dtype, layout, its argument, memory format, its argument).
+    """
+
+    memoized: bool
+    chunk: re.Pattern[bytes]
+    pair: re.Pattern[bytes]
+    tensor: re.Pattern[bytes]
+    kind: re.Pattern[bytes]
+
+
+@cache
+def _patterns(memoized: bool) -> Patterns:
+    number = rb"\x94" if memoized else b""
+    shape = rb"REF(?:(?:\)|\((?:INT){4,64}t~|(?:INT){1,3}[\x85-\x87]~)\x85~R~)?"
+    begin = rb"REF\)\x81~}~\(REF"
+    chunk = rb"REF\)\x81~}~\(REF(?:SHAPE)REF(?:SHAPE)ub"
+    # Where each has a number of arguments that varies, its kind is told by its first byte alone: no match is ambiguous.
+    layout, memory = rb"REF(?:REF\x85~R~)?", rb"REF(?:INT\x85~R~)?"
+    properties = rb"REF(?:\)\x81~\(REF" + layout + rb"[\x88\x89]" + memory + rb"[\x88\x89]t~b)?"
+    found = {
+        "chunk": rb"(" + begin + rb")(SHAPE)(REF)(SHAPE)ub",
+        "pair": rb"(BEGIN)(TEXT)(REF)(?:N|INT)(REF)(N|SHAPE)ub(BEGIN)(TEXT)(REF)(INT)(REF)(INT)ub",
+        "tensor": rb"(TEXT)(BEGIN)(PROPERTIES)(REF)(SHAPE)(REF)\]~(CHUNKa|\((?:CHUNK)+e)ub",
+        "kind": rb"(REF)(?:\)\x81~\((REF)(REF)(REF\x85~R~)?[\x88\x89](REF)(INT\x85~R~)?[\x88\x89]t~b)?",
+    }
+    words = ((b"CHUNK", chunk), (b"BEGIN", begin), (b"PROPERTIES", properties), (b"SHAPE", shape))
+    # Last, since they contain bytes of any value.
+    nested = (*words, (b"~", number), (b"REF", _REF), (b"INT", _INT), (b"TEXT", _TEXT))
+    compiled = {}
+    for name, pattern in found.items():
+        for word, meaning in nested:
+            pattern = pattern.replace(word, meaning)
+        compiled[name] = re.compile(pattern, re.DOTALL)
+    return Patterns(memoized, **compiled)
+
+
+_REFERENCE = re.compile(_REF, re.DOTALL)
+
+
+def _scanner(pattern: re.Pattern[bytes], data: bytes, at: int) -> Callable[[], re.Match[bytes] | None]:
+    """Return a function that returns the next match, which begins where the last one ended, or None."""
+    return pattern.scanner(data, at).match  # type: ignore[attr-defined,no-any-return]
+
+
+def _reference(code: bytes) -> int:
+    return int.from_bytes(code[1:], "little")
+
+
+# What was taken
+
+
+@dataclass(slots=True)
+class Taken:
+    """What a scan took, in columns; a `Run` names the rows of one of the three tables.
+
+    Attributes:
+        shapes: all shapes and offsets; the columns below are rows of it.
+        chunk_offset: (chunks,), in parts.
+        chunk_shape: (chunks,), in parts.
+        chunks: how many there are.
+        pair_key: (pairs,).
+        pair_offset: (pairs,), -1 for what has none, in parts.
+        pair_file: (pairs,).
+        pair_byte: (pairs,), in parts.
+        pair_length: (pairs,), in parts.
+        tensor_key: (tensors,).
+        tensor_dtype: what the file has in its place, (tensors,).
+        tensor_shape: (tensors,), in parts.
+        tensor_chunks: its first and last chunk, (tensors,).
+        runs: how many runs there are.
+    """
+
+    shapes: Shapes = field(default_factory=no_shapes)
+    chunk_offset: list[Column] = field(default_factory=list)
+    chunk_shape: list[Column] = field(default_factory=list)
+    chunks: int = 0
+    pair_key: list[str] = field(default_factory=list)
+    pair_offset: list[Column] = field(default_factory=list)
+    pair_file: list[str] = field(default_factory=list)
+    pair_byte: list[Column] = field(default_factory=list)
+    pair_length: list[Column] = field(default_factory=list)
+    tensor_key: list[str] = field(default_factory=list)
+    tensor_dtype: list[Any] = field(default_factory=list)
+    tensor_shape: list[Column] = field(default_factory=list)
+    tensor_chunks: list[tuple[int, int]] = field(default_factory=list)
+    runs: int = 0
+
+
+class MetadataScan:
+    """The scan of one `.metadata`.
+
+    Args:
+        classes: the names that the file may contain, as its reader has them.
+    """
+
+    def __init__(self, classes: Mapping[tuple[str, str], Any]) -> None:
+        self.taken = Taken()
+        self._names = {made: name for (_, name), made in classes.items() if isinstance(made, Constructor)}
+        self._short = 0
+        self._kinds: dict[str, Callable[[Machine, int], int]] = {
+            "ChunkStorageMetadata": self._chunks,
+            "_StorageInfo": self._pairs,
+            "TensorStorageMetadata": self._tensors,
+        }
+
+    def find(self, number: int) -> Any:
+        """Return a shape that was taken, by its number in the memo."""
+        return self.taken.shapes.of_number(number)
+
+    def __call__(self, machine: Machine, at: int) -> int:
+        value = machine.stack[-1]
+        kind = self._kinds.get(value.type_name.rpartition(".")[2]) if type(value) is Stub else None
+        return at if kind is None or self._short > _MOST_SHORT else kind(machine, at)
+
+    def _chunks(self, machine: Machine, at: int) -> int:
+        if not machine.marks or type(machine.marks[-1][-1]) is not list:
+            return at
+        rows, end, patterns = self._records(machine, at, "chunk", b"e(")
+        if rows:
+            base = self._base(machine)
+            columns = _ChunkColumns(self, machine, patterns, rows)
+            first = columns.keep(base + _before(columns.taken))
+            self._push(machine, [Run(first, first + len(rows))], int(columns.taken.sum()))
+        return end
+
+    def _pairs(self, machine: Machine, at: int) -> int:
+        if not self._in_dict(machine):
+            return at
+        rows, end, patterns = self._records(machine, at, "pair", b"u(")
+        if rows:
+            self._push(machine, *self._keep_pairs(machine, patterns, rows))
+        return end
+
+    def _tensors(self, machine: Machine, at: int) -> int:
+        if not self._in_dict(machine):
+            return at
+        rows, end, patterns = self._records(machine, at, "tensor", b"u(")
+        if rows:
+            self._push(machine, *self._keep_tensors(machine, patterns, rows))
+        return end
+
+    def _in_dict(self, machine: Machine) -> bool:
+        """Return whether whole pairs of keys and values of a dict are on the stack."""
+        return bool(machine.marks) and type(machine.marks[-1][-1]) is dict and len(machine.stack) % 2 == 0
+
+    def _records(
+        self, machine: Machine, at: int, kind: str, batches: bytes
+    ) -> tuple[list[tuple[bytes, ...]], int, Patterns]:
+        """Return the fields of the records from a position on, the position after them, and what they are like.
+
+        Args:
+            machine: what reads the file.
+            at: the position.
+            kind: of the records.
+            batches: the opcodes between two batches: what came before goes into the list or dict, and more follows.
+        """
+        data, end = machine.data, at
+        patterns = _patterns(True)
+        if getattr(patterns, kind).match(data, at) is None:
+            patterns = _patterns(False)
+        pattern: re.Pattern[bytes] = getattr(patterns, kind)
+        rows: list[tuple[bytes, ...]] = []
+        while len(rows) < _MOST:
+            again = end + 2 * (data[end : end + 2] == batches)
+            before = len(rows)
+            for found in iter(_scanner(pattern, data, again), None):
+                rows.append(found.groups())
+                end = found.end()
+                if len(rows) >= _MOST or end - at >= _MOST_BYTES:
+                    break
+            if len(rows) == before or end - at >= _MOST_BYTES:
+                break
+        if end - at < _LEAST:
+            self._short += 1
+            return [], at, patterns
+        return rows, end, patterns
+
+    def _push(self, machine: Machine, runs: list[Run], taken: int) -> None:
+        machine.stack += runs
+        machine.memo.taken += taken
+        self.taken.runs += len(runs)
+
+    def _base(self, machine: Machine) -> int:
+        return len(machine.memo) + machine.memo.taken
+
+    # What records refer to
+
+    def check(self, machine: Machine, codes: Sequence[bytes], *expected: str) -> None:
+        """Raise unless references are to classes and texts of these names."""
+        for code in set(codes):
+            found = [machine.memo[_reference(one)] for one in _REFERENCE.findall(code)]
+            # Texts first: a class is never equal to one, whatever its name.
+            names = [value if type(value) is str else self._names.get(value) for value in found]
+            if names != list(expected) or any(map(_is_class_name, expected, found)):
+                raise Irregular(f"{names} where {expected} should be")
+
+    def is_size(self, machine: Machine, number: int) -> bool:
+        """Return whether a number of the memo is torch.Size's."""
+        value = machine.memo[number]
+        return type(value) is Constructor and self._names.get(value) == "Size"
+
+    def shape(self, machine: Machine, number: int) -> Ints:
+        """Return a shape that isn't in the table."""
+        value = dict.get(machine.memo, number)
+        if type(value) is not tuple or {*map(type, value)} - {int}:
+            raise Irregular("a reference to a shape that isn't one")
+        return value
+
+    def texts(self, machine: Machine, codes: Sequence[bytes], base: Sequence[int]) -> list[str]:
+        """Return texts, written out or referred to; those that are new get their numbers."""
+        known: dict[bytes, str] = {}
+        found = []
+        for code, number in zip(codes, base, strict=True):
+            text = known.get(code)
+            if text is None:
+                if code[0] == 0x8C:
+                    text = str(code[2:-1], "utf-8", "surrogatepass")
+                    machine.memo[number] = text
+                    # Counted by its length from now on.
+                    machine.memo.taken -= 1
+                else:
+                    referred = _reference(code)
+                    text = machine.memo[referred]
+                    if type(text) is not str or referred >= number:
+                        raise Irregular("a reference to a text that isn't one")
+                    known[code] = text
+            found.append(text)
+        return found
+
+    # The two records of a dict
+
+    def _keep_pairs(self, machine: Machine, patterns: Patterns, rows: list[tuple[bytes, ...]]) -> tuple[list[Run], int]:
+        index, key, second, third, offset, information, file, fourth, byte, fifth, length = zip(*rows, strict=True)
+        self.check(machine, index, "MetadataIndex", "fqn")
+        self.check(machine, second, "index")
+        self.check(machine, third, "offset")
+        self.check(machine, information, "_StorageInfo", "relative_path")
+        self.check(machine, fourth, "offset")
+        self.check(machine, fifth, "length")
+        there = np.flatnonzero([code != b"N" for code in offset])
+        shapes = shapes_in([code for code in offset if code != b"N"], patterns.memoized, partial(self.is_size, machine))
+        of_shape = np.zeros(len(rows), dtype=np.int64)
+        of_shape[there] = shapes.taken
+        # In the order of the file: an object and its state, the key, the offset, an object and its state, the name.
+        taken, of_object = self.taken, 2 * patterns.memoized
+        at_shape = of_object + _are_new(key)
+        total = at_shape + of_shape + of_object + _are_new(file)
+        base = self._base(machine) + _before(total)
+        first = len(taken.pair_key)
+        taken.pair_key += self.texts(machine, key, (base + of_object).tolist())
+        column = np.full(len(rows), -1)
+        column[there] = shapes.rows(taken.shapes, (base + at_shape)[there], partial(self.shape, machine))
+        taken.pair_file += self.texts(machine, file, (base + at_shape + of_shape + of_object).tolist())
+        taken.pair_offset.append(column)
+        taken.pair_byte.append(numbers(byte))
+        taken.pair_length.append(numbers(length))
+        last = len(taken.pair_key)
+        return [Run(first, last), Run(first, last)], int(total.sum())
+
+    def _keep_tensors(
+        self, machine: Machine, patterns: Patterns, rows: list[tuple[bytes, ...]]
+    ) -> tuple[list[Run], int]:
+        key, begin, properties, second, shape, third, regions = zip(*rows, strict=True)
+        self.check(machine, begin, "TensorStorageMetadata", "properties")
+        self.check(machine, second, "size")
+        self.check(machine, third, "chunks")
+        base = self._base(machine)
+        kinds = {code: self._kind(machine, code, patterns, base) for code in set(properties)}
+        shapes = shapes_in(shape, patterns.memoized, partial(self.is_size, machine))
+        chunks = [
+            [one.groups() for one in iter(_scanner(patterns.chunk, region, region[0] == ord("(")), None)]
+            for region in regions
+        ]
+        counts = np.fromiter(map(len, chunks), dtype=np.int64, count=len(rows))
+        edges = np.concatenate(([0], np.cumsum(counts)))
+        columns = _ChunkColumns(self, machine, patterns, [*chain.from_iterable(chunks)])
+        # In the order of the file: the key, an object and its state, properties, the shape, the list, its chunks.
+        of_chunks = np.concatenate(([0], np.cumsum(columns.taken)))[edges]
+        of_properties = np.fromiter((kinds[code][1] for code in properties), dtype=np.int64, count=len(rows))
+        at_shape = _are_new(key) + 2 * patterns.memoized + of_properties
+        at_chunks = at_shape + shapes.taken + patterns.memoized
+        total = at_chunks + np.diff(of_chunks)
+        start = base + _before(total)
+        taken = self.taken
+        first = len(taken.tensor_key)
+        taken.tensor_key += self.texts(machine, key, start.tolist())
+        taken.tensor_dtype += [kinds[code][0] for code in properties]
+        taken.tensor_shape.append(shapes.rows(taken.shapes, start + at_shape, partial(self.shape, machine)))
+        before = np.repeat(start + at_chunks - of_chunks[:-1], counts) + _before(columns.taken)
+        taken.tensor_chunks += pairwise((columns.keep(before) + edges).tolist())
+        last = len(taken.tensor_key)
+        return [Run(first, last), Run(first, last)], int(total.sum())
+
+    def _kind(self, machine: Machine, code: bytes, patterns: Patterns, base: int) -> tuple[Any, int]:
+        """Return what is the dtype in a tensor's properties, and how many numbers of the memo they take."""
+        match = patterns.kind.fullmatch(code)
+        what, dtype, layout, of_layout, memory, of_memory = match.groups() if match else (b"",) * 6
+
+        def value(reference: bytes) -> Any:
+            if _reference(reference) >= base:
+                raise Irregular("a reference to a later value")
+            return machine.memo[_reference(reference)]
+
+        if dtype is None:
+            return _dtype_of(value(what)), 0
+        called = [value(each) for each, arguments in ((layout, of_layout), (memory, of_memory)) if arguments]
+        if self._names.get(value(what)) != "TensorProperties" or not {*map(self._names.get, called)} <= _CALLED:
+            raise Irregular("properties of other classes")
+        for each in (layout, memory, *_REFERENCE.findall(of_layout or b"")[:1]):
+            value(each)
+        return value(dtype), (2 + 2 * len(called)) * patterns.memoized
+
+
+_CALLED = {"_get_layout", "_MEM_FORMAT_ENCODING", "MEM_FORMAT_ENCODING"}
+
+
+def _dtype_of(properties: Any) -> Any:
+    """Return what is the dtype in properties that were read as an object."""
+    if type(properties) is not Stub or properties.type_name.rpartition(".")[2] != "TensorProperties":
+        raise Irregular("no properties")
+    if type(properties.state) is not tuple or not properties.state:
+        raise Irregular("properties with other values")
+    return properties.state[0]
+
+
+def _is_class_name(name: str, found: Any) -> bool:
+    """Return whether a class's name was found as a text, or a text as a class's name."""
+    return (name[0].isupper() or name.startswith("_")) == (type(found) is str)
+
+
+def _before(taken: Column) -> Column:
+    """Return how many numbers of the memo all earlier records take, int64 (records,)."""
+    return np.cumsum(taken) - taken
+
+
+def _are_new(texts: Sequence[bytes]) -> Column:
+    return np.fromiter((code[0] == 0x8C for code in texts), dtype=np.int64, count=len(texts))
+
+
+class _ChunkColumns:
+    """Chunks as columns, before it is known which numbers of the memo are theirs."""
+
+    def __init__(self, scan: MetadataScan, machine: Machine, patterns: Patterns, rows: list[tuple[bytes, ...]]) -> None:
+        begin, offset, second, shape = zip(*rows, strict=True) if rows else ((), (), (), ())
+        scan.check(machine, begin, "ChunkStorageMetadata", "offsets")
+        scan.check(machine, second, "sizes")
+        shapes_of = partial(shapes_in, memoized=patterns.memoized, is_size=partial(scan.is_size, machine))
+        self.scan, self.machine = scan, machine
+        self.offset: PickledShapes = shapes_of(offset)
+        self.shape: PickledShapes = shapes_of(shape)
+        self.of_object = 2 * patterns.memoized
+        self.taken = self.of_object + self.offset.taken + self.shape.taken
+
+    def keep(self, base: Column) -> int:
+        """Add them to the table of chunks, and return the first's number.
+
+        Args:
+            base: the next number of the memo before each, int64 (chunks,).
+        """
+        taken, known = self.scan.taken, partial(self.scan.shape, self.machine)
+        at = base + self.of_object
+        taken.chunk_offset.append(self.offset.rows(taken.shapes, at, known))
+        taken.chunk_shape.append(self.shape.rows(taken.shapes, at + self.offset.taken, known))
+        taken.chunks += base.size
+        return taken.chunks - base.size
