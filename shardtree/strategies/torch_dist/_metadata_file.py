@@ -18,7 +18,7 @@ from .._traits import METADATA_FILE
 from .._values import Checkpoint
 from ._metadata_names import field_of, is_a, kind_of, metadata_classes, read_trusted
 from ._metadata_scan import MetadataScan, Taken
-from ._pickled_columns import Ints
+from ._pickled_columns import Ints, matched, without_repeated
 
 INDEX_FILE = ".metadata"
 """The file that lists which archive lies where."""
@@ -316,12 +316,12 @@ def _content(
     pairs = np.flatnonzero((of_pair >= 0) & (named >= 0))
     pairs = pairs[axes[named[pairs]] == axes[shape[of_pair[pairs]]]]
     chunks = np.column_stack([tensor, table[offset]])
-    place, first = _matched(np.column_stack([of_pair[pairs], table[named[pairs]]]), chunks)
+    place, first = matched(np.column_stack([of_pair[pairs], table[named[pairs]]]), chunks)
     if place.size and place.min() < 0:
         row = int(np.argmin(place))
         missing = tuple(table[offset[row], : int(axes[offset[row]])].tolist())
         raise ValueError(f"{listed.keys[tensor[row]]!r}: no place is given for its chunk at {missing}")
-    kept = _without_repeated(table[size], axes[size], first)
+    kept = without_repeated(table[size], axes[size], first)
     edge = np.searchsorted(tensor[kept], np.arange(count.size + 1)).tolist()
     offsets, sizes, place = table[offset[kept]], table[size[kept]], pairs[place[kept]]
     entries = {}
@@ -342,54 +342,6 @@ def _values(listed: list[str], keys: list[str], offset: Column) -> dict[str, int
     if absent := [key for key in listed if key not in found]:
         raise ValueError(f"{absent[0]!r}: no place is given for it")
     return {key: found[key] for key in listed}
-
-
-def _matched(pairs: Column, chunks: Column) -> tuple[Column, Column]:
-    """Return for each chunk the last pair that is equal to it, -1 for none, and the first chunk that is."""
-    rows = np.concatenate([pairs, chunks])
-    if pairs.shape == chunks.shape and (pairs == chunks).all() and not _repeats(chunks):
-        return np.arange(len(pairs)), np.arange(len(chunks))
-    # Sorted together, equal ones are neighbours, pairs before chunks, and each in their own order.
-    order = np.lexsort(rows.T[::-1])
-    rows = rows[order]
-    begins = np.ones(order.size, dtype=np.bool_)
-    begins[1:] = (rows[1:] != rows[:-1]).any(axis=1)
-    group = np.maximum.accumulate(np.where(begins, np.arange(order.size), 0))
-    is_chunk = order >= len(pairs)
-    last_pair = np.maximum.accumulate(np.where(is_chunk, -1, np.arange(order.size)))
-    place = np.where(last_pair >= group, order[last_pair], -1)
-    # The first chunk of a group comes right after the group's last pair.
-    first = order[np.maximum(group, last_pair + 1).clip(max=order.size - 1)] - len(pairs)
-    by_chunk = np.empty((2, len(chunks)), dtype=np.int64)
-    by_chunk[:, order[is_chunk] - len(pairs)] = place[is_chunk], first[is_chunk]
-    return by_chunk[0], by_chunk[1]
-
-
-def _repeats(rows: Column) -> bool:
-    """Return whether rows may repeat: they aren't in ascending order."""
-    later, earlier = rows[1:], rows[:-1]
-    differs = later != earlier
-    first = differs.argmax(axis=1)
-    at = np.arange(len(later))
-    ascends: bool = (later[at, first] > earlier[at, first]).all()
-    return not ascends
-
-
-def _without_repeated(sizes: Column, axes: Column, first: Column) -> Column:
-    """Return the rows of chunks, each place once.
-
-    A chunk that is listed twice is stored once. One without elements may have another one's offset, which is kept.
-    """
-    rows: Column = np.arange(first.size)
-    again = np.flatnonzero(first != rows)
-    if not again.size:
-        return rows
-    chosen = rows.copy()
-    for row in again.tolist():
-        if 0 not in sizes[row, : axes[row]]:
-            chosen[first[row]] = row
-    kept: Column = chosen[first == rows]
-    return kept
 
 
 def _dtype(properties: Any) -> torch.dtype | None:

@@ -7,10 +7,9 @@ then looked up in its memo; whatever isn't as expected is left to that reader, w
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from itertools import chain, pairwise
 from typing import Any
 
@@ -18,82 +17,14 @@ import numpy as np
 
 from ...codec.pickles import Constructor, Irregular, Machine, Run, Stub
 from ...geometry import Column
+from ._metadata_records import REFERENCE, Patterns, patterns_of, reference, scanner
 from ._pickled_columns import Ints, PickledShapes, Shapes, no_shapes, numbers, shapes_in
-
-# The records. Opcodes that are one byte stand for themselves: ) \x81 makes an object, } ( ... u its state, b fills it.
-
-_REF = rb"(?:h.|j.{4})"
-_INT = rb"(?:K.|M..|J.{4}|\x8a(?:\x05.{5}|\x06.{6}|\x07.{7}|\x08.{8}))"
-_TEXT = (
-    rb"(?:h.|j.{4}|\x8c(?:"
-    + b"|".join(re.escape(bytes([size])) + b".{%d}" % size for size in range(1, 256))
-    + rb")\x94)"
-)
 
 _LEAST, _MOST, _MOST_BYTES = 1_000, 65_536, 2**24
 """Bytes and records that are taken at once: fewer are read faster one by one, more would fill memory."""
 
 _MOST_SHORT = 100_000
 """After so many stretches that were too short, a file isn't regular, and nothing more is tried."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Patterns:
-    """The records as one kind of writer makes them.
-
-    Attributes:
-        memoized: whether tuples and objects have numbers in the memo, as `pickle` gives them; our own writer's have
-            none.
-        chunk: (what it is and its first field, offset, second field, shape).
-        pair: a place: (index and its first field, key, second field, third field, offset, information and its first
-            field, file, second field, byte, third field, length).
-        tensor: (key, what it is and its first field, properties, second field, shape, third field, chunks).
-        kind: a tensor's properties: (what they are, dtype, layout, its argument, memory format, its argument).
-    """
-
-    memoized: bool
-    chunk: re.Pattern[bytes]
-    pair: re.Pattern[bytes]
-    tensor: re.Pattern[bytes]
-    kind: re.Pattern[bytes]
-
-
-@cache
-def _patterns(memoized: bool) -> Patterns:
-    number = rb"\x94" if memoized else b""
-    shape = rb"REF(?:(?:\)|\((?:INT){4,64}t~|(?:INT){1,3}[\x85-\x87]~)\x85~R~)?"
-    begin = rb"REF\)\x81~}~\(REF"
-    chunk = rb"REF\)\x81~}~\(REF(?:SHAPE)REF(?:SHAPE)ub"
-    # Where each has a number of arguments that varies, its kind is told by its first byte alone: no match is ambiguous.
-    layout, memory = rb"REF(?:REF\x85~R~)?", rb"REF(?:INT\x85~R~)?"
-    properties = rb"REF(?:\)\x81~\(REF" + layout + rb"[\x88\x89]" + memory + rb"[\x88\x89]t~b)?"
-    found = {
-        "chunk": rb"(" + begin + rb")(SHAPE)(REF)(SHAPE)ub",
-        "pair": rb"(BEGIN)(TEXT)(REF)(?:N|INT)(REF)(N|SHAPE)ub(BEGIN)(TEXT)(REF)(INT)(REF)(INT)ub",
-        "tensor": rb"(TEXT)(BEGIN)(PROPERTIES)(REF)(SHAPE)(REF)\]~(CHUNKa|\((?:CHUNK)+e)ub",
-        "kind": rb"(REF)(?:\)\x81~\((REF)(REF)(REF\x85~R~)?[\x88\x89](REF)(INT\x85~R~)?[\x88\x89]t~b)?",
-    }
-    words = ((b"CHUNK", chunk), (b"BEGIN", begin), (b"PROPERTIES", properties), (b"SHAPE", shape))
-    # Last, since they contain bytes of any value.
-    nested = (*words, (b"~", number), (b"REF", _REF), (b"INT", _INT), (b"TEXT", _TEXT))
-    compiled = {}
-    for name, pattern in found.items():
-        for word, meaning in nested:
-            pattern = pattern.replace(word, meaning)
-        compiled[name] = re.compile(pattern, re.DOTALL)
-    return Patterns(memoized, **compiled)
-
-
-_REFERENCE = re.compile(_REF, re.DOTALL)
-
-
-def _scanner(pattern: re.Pattern[bytes], data: bytes, at: int) -> Callable[[], re.Match[bytes] | None]:
-    """Return a function that returns the next match, which begins where the last one ended, or None."""
-    return pattern.scanner(data, at).match  # type: ignore[attr-defined,no-any-return]
-
-
-def _reference(code: bytes) -> int:
-    return int.from_bytes(code[1:], "little")
 
 
 # What was taken
@@ -205,15 +136,15 @@ class MetadataScan:
             batches: the opcodes between two batches: what came before goes into the list or dict, and more follows.
         """
         data, end = machine.data, at
-        patterns = _patterns(True)
+        patterns = patterns_of(True)
         if getattr(patterns, kind).match(data, at) is None:
-            patterns = _patterns(False)
-        pattern: re.Pattern[bytes] = getattr(patterns, kind)
+            patterns = patterns_of(False)
+        pattern = getattr(patterns, kind)
         rows: list[tuple[bytes, ...]] = []
         while len(rows) < _MOST:
             again = end + 2 * (data[end : end + 2] == batches)
             before = len(rows)
-            for found in iter(_scanner(pattern, data, again), None):
+            for found in iter(scanner(pattern, data, again), None):
                 rows.append(found.groups())
                 end = found.end()
                 if len(rows) >= _MOST or end - at >= _MOST_BYTES:
@@ -238,7 +169,7 @@ class MetadataScan:
     def check(self, machine: Machine, codes: Sequence[bytes], *expected: str) -> None:
         """Raise unless references are to classes and texts of these names."""
         for code in set(codes):
-            found = [machine.memo[_reference(one)] for one in _REFERENCE.findall(code)]
+            found = [machine.memo[reference(one)] for one in REFERENCE.findall(code)]
             # Texts first: a class is never equal to one, whatever its name.
             names = [value if type(value) is str else self._names.get(value) for value in found]
             if names != list(expected) or any(map(_is_class_name, expected, found)):
@@ -269,7 +200,7 @@ class MetadataScan:
                     # Counted by its length from now on.
                     machine.memo.taken -= 1
                 else:
-                    referred = _reference(code)
+                    referred = reference(code)
                     text = machine.memo[referred]
                     if type(text) is not str or referred >= number:
                         raise Irregular("a reference to a text that isn't one")
@@ -318,7 +249,7 @@ class MetadataScan:
         kinds = {code: self._kind(machine, code, patterns, base) for code in set(properties)}
         shapes = shapes_in(shape, patterns.memoized, partial(self.is_size, machine))
         chunks = [
-            [one.groups() for one in iter(_scanner(patterns.chunk, region, region[0] == ord("(")), None)]
+            [one.groups() for one in iter(scanner(patterns.chunk, region, region[0] == ord("(")), None)]
             for region in regions
         ]
         counts = np.fromiter(map(len, chunks), dtype=np.int64, count=len(rows))
@@ -346,17 +277,17 @@ class MetadataScan:
         match = patterns.kind.fullmatch(code)
         what, dtype, layout, of_layout, memory, of_memory = match.groups() if match else (b"",) * 6
 
-        def value(reference: bytes) -> Any:
-            if _reference(reference) >= base:
+        def value(code: bytes) -> Any:
+            if reference(code) >= base:
                 raise Irregular("a reference to a later value")
-            return machine.memo[_reference(reference)]
+            return machine.memo[reference(code)]
 
         if dtype is None:
             return _dtype_of(value(what)), 0
         called = [value(each) for each, arguments in ((layout, of_layout), (memory, of_memory)) if arguments]
         if self._names.get(value(what)) != "TensorProperties" or not {*map(self._names.get, called)} <= _CALLED:
             raise Irregular("properties of other classes")
-        for each in (layout, memory, *_REFERENCE.findall(of_layout or b"")[:1]):
+        for each in (layout, memory, *REFERENCE.findall(of_layout or b"")[:1]):
             value(each)
         return value(dtype), (2 + 2 * len(called)) * patterns.memoized
 

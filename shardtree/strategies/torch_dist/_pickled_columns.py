@@ -254,3 +254,60 @@ class PickledShapes:
             for row in old[rows[old] < 0].tolist():
                 rows[row] = shapes.add(known(int(self.number[row])))
         return rows
+
+
+# Which place is a chunk's
+
+
+def matched(pairs: Column, chunks: Column) -> tuple[Column, Column]:
+    """Return for each chunk the last pair that is equal to it, -1 for none, and the first chunk that is.
+
+    Examples:
+        >>> pairs, chunks = np.array([[0, 4], [0, 0], [0, 4]]), np.array([[0, 0], [0, 4], [0, 0], [1, 0]])
+        >>> [column.tolist() for column in matched(pairs, chunks)]
+        [[1, 2, 1, -1], [0, 1, 0, 3]]
+    """
+    rows = np.concatenate([pairs, chunks])
+    if pairs.shape == chunks.shape and (pairs == chunks).all() and not _repeats(chunks):
+        return np.arange(len(pairs)), np.arange(len(chunks))
+    # Sorted together, equal ones are neighbours, pairs before chunks, and each in their own order.
+    order = np.lexsort(rows.T[::-1])
+    rows = rows[order]
+    begins = np.ones(order.size, dtype=np.bool_)
+    begins[1:] = (rows[1:] != rows[:-1]).any(axis=1)
+    group = np.maximum.accumulate(np.where(begins, np.arange(order.size), 0))
+    is_chunk = order >= len(pairs)
+    last_pair = np.maximum.accumulate(np.where(is_chunk, -1, np.arange(order.size)))
+    place = np.where(last_pair >= group, order[last_pair], -1)
+    # The first chunk of a group comes right after the group's last pair.
+    first = order[np.maximum(group, last_pair + 1).clip(max=order.size - 1)] - len(pairs)
+    by_chunk = np.empty((2, len(chunks)), dtype=np.int64)
+    by_chunk[:, order[is_chunk] - len(pairs)] = place[is_chunk], first[is_chunk]
+    return by_chunk[0], by_chunk[1]
+
+
+def _repeats(rows: Column) -> bool:
+    """Return whether rows may repeat: they aren't in ascending order."""
+    later, earlier = rows[1:], rows[:-1]
+    differs = later != earlier
+    first = differs.argmax(axis=1)
+    at = np.arange(len(later))
+    ascends: bool = (later[at, first] > earlier[at, first]).all()
+    return not ascends
+
+
+def without_repeated(sizes: Column, axes: Column, first: Column) -> Column:
+    """Return the rows of chunks, each place once.
+
+    A chunk that is listed twice is stored once. One without elements may have another one's offset, which is kept.
+    """
+    rows: Column = np.arange(first.size)
+    again = np.flatnonzero(first != rows)
+    if not again.size:
+        return rows
+    chosen = rows.copy()
+    for row in again.tolist():
+        if 0 not in sizes[row, : axes[row]]:
+            chosen[first[row]] = row
+    kept: Column = chosen[first == rows]
+    return kept
