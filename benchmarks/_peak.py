@@ -57,7 +57,8 @@ def peak(prepare: Prepare, folder: Path, ranks: int = 1) -> Peak:
     lines = [context.Pipe() for _ in range(ranks)]
     meeting = folder / f"meeting-{time.monotonic_ns()}"
     started = [
-        context.Process(target=_child, args=(prepare, rank, ranks, meeting, line[1])) for rank, line in enumerate(lines)
+        context.Process(target=_child, args=(dict(os.environ), prepare, rank, ranks, meeting, line[1]))
+        for rank, line in enumerate(lines)
     ]
     for process, (_, its) in zip(started, lines, strict=True):
         process.start()
@@ -69,7 +70,8 @@ def peak(prepare: Prepare, folder: Path, ranks: int = 1) -> Peak:
     return max(peaks, key=lambda one: one.own)
 
 
-def _child(prepare: Prepare, rank: int, ranks: int, meeting: Path, line: Any) -> None:
+def _child(environment: dict[str, str], prepare: Prepare, rank: int, ranks: int, meeting: Path, line: Any) -> None:
+    os.environ |= environment  # the server of forks may be older than what is set now
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
     if ranks > 1:
         dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=ranks)

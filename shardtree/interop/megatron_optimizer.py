@@ -19,8 +19,11 @@ from .megatron import from_megatron
 
 __all__ = ["model_space", "optimizer_shards"]
 
-# One object for each model-parallel rank and part of the state that isn't a tensor: param_groups, a grad scaler.
-_PART = re.compile(r"(?:chained_(?P<optimizer>\d+)\.)?optimizer\.distributed\.dp_group_idx_\d+\.(?P<name>\w+)")
+# One object for each model-parallel rank and part of the state that isn't a tensor: param_groups, a grad scaler. The
+# sizes of buckets are each pipeline stage's own, and the result has no buckets.
+_PART = re.compile(
+    r"(?:chained_(?P<optimizer>\d+)\.)?optimizer\.distributed\.dp_group_idx_\d+\.(?P<name>(?!per_bucket_numel)\w+)"
+)
 
 _STEP = "optimizer.state.step."
 

@@ -53,17 +53,25 @@ def check_errors(ends: Ends, folder: str, cause: str) -> None:
         assert not end["silent"] and not end["signal"], ends
         assert end["error"] is not None, f"one rank heard nothing: {ends}"
         assert "CheckpointingException" in end["kinds"], ends
-        assert folder in end["text"] and os.strerror(getattr(errno, cause)) in end["text"], ends
+        # A save syncs the folder's parent too.
+        named = folder in end["text"] or f"{os.path.dirname(folder)!r}" in end["text"]
+        assert named and os.strerror(getattr(errno, cause)) in end["text"], ends
 
 
 def check_refused(saver: Saver, job: Job, old: Path, point: Point, cause: str, folder: Path, *, for_good: bool) -> bool:
     """Raise unless a save with a call refused ends as it should; return whether it did without that call."""
-    if old.exists():
-        shutil.copytree(old, folder)
-    names = listing(str(folder))
     there, log = replace(job, folder=str(folder)), folder.with_suffix(".log")
-    ends = saver(there, inject(point, f"error={cause}", log, for_good=for_good))
-    assert was_injected(log, str(folder)), point
+    # A rank's threads share its calls out anew in each save, so that the call of that number may not come.
+    for _ in range(5):
+        shutil.rmtree(folder, ignore_errors=True)
+        if old.exists():
+            shutil.copytree(old, folder)
+        names = listing(str(folder))
+        ends = saver(there, inject(point, f"error={cause}", log, for_good=for_good))
+        if was_injected(log, str(folder)):
+            break
+    else:
+        raise AssertionError(point)
     saved = value_in(there)
     assert saved in (OLD if old.exists() else None, NEW), f"{saved} after {cause} at {point}"
     if all(end["error"] is None for end in ends):
