@@ -66,9 +66,8 @@ class Server:
 
     def end(self) -> None:
         """Stop it."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
+        with self._process:  # closes its lines, upon which it ends, and waits for that
+            pass
 
 
 @contextmanager
