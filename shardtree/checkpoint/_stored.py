@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -10,15 +10,24 @@ from ..errors import KeyMismatch, StrategyError, error_text
 from ..layouts import ShardColumns, StoredLayout
 from ..plans import near_names
 from ..strategies import Checkpoint, Strategies, StrategyAction
-from ..strategies.index import Index, IndexMetadata, chunks_of, find_texts, kind_at, texts
+from ..strategies.index import DeferredMetadata, Index, IndexMetadata, chunks_of, find_texts, kind_at, texts
 from ._dispatch import sharded_backend, strategy_of
 
 
-def index_of(checkpoint: Checkpoint, strategies: Strategies | None) -> IndexMetadata | None:
-    """Return the metadata of a checkpoint's shards with its index; None where its format keeps none."""
+def index_of(checkpoint: Checkpoint, strategies: Strategies | None, names: Iterable[str] = ()) -> IndexMetadata | None:
+    """Return the metadata of a checkpoint's shards with its index; None where its format keeps none.
+
+    Args:
+        checkpoint: what is meant.
+        strategies: the dispatch table; None for the process's.
+        names: that it must have. Some formats have names that only reading finds out, which is done for these alone;
+            otherwise it has the names in the files.
+    """
     # From the format: where two formats are joined, what they have together is a plain dict without the index.
     backend = sharded_backend(checkpoint.fields)
     metadata = strategy_of(StrategyAction.LOAD_METADATA, None, backend, strategies)(checkpoint)
+    if isinstance(metadata, DeferredMetadata):
+        return metadata.of(names)
     return metadata if isinstance(metadata, IndexMetadata) else None
 
 
@@ -29,7 +38,7 @@ def layout_in(checkpoint: Checkpoint, strategies: Strategies | None, keys: Seque
         KeyMismatch: one of them isn't stored.
         StrategyError: the format doesn't say where its chunks are.
     """
-    metadata = index_of(checkpoint, strategies)
+    metadata = index_of(checkpoint, strategies, keys)
     if metadata is None:
         found = ":".join(map(str, sharded_backend(checkpoint.fields)))
         raise StrategyError(error_text("stored layout: the format doesn't say which file holds what", found=found))

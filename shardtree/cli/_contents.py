@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import translate
 from itertools import islice
@@ -22,7 +22,7 @@ from ..layouts import Grid, chunk_grids
 from ..mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor
 from ..plans import near_names
 from ..storage import LocalStorage, MemoryStorage, Storage
-from ..strategies.index import Index, IndexMetadata, item_sizes, texts
+from ..strategies.index import DeferredMetadata, Index, IndexMetadata, item_sizes, texts
 from ..trees import HOLE, Record
 
 
@@ -124,18 +124,30 @@ def contents_of(metadata: Mapping[str, ShardedTensor | ShardedObject]) -> Conten
 
 def contents_at(tree: OpenCheckpoint) -> Contents:
     """Return the rows of an open checkpoint; they say how tensors are cut where its format keeps an index."""
-    metadata = index_of(tree.checkpoint, tree.strategies)
+    return _contents(tree, index_of(tree.checkpoint, tree.strategies, tree.metadata))
+
+
+def contents_in_files(tree: OpenCheckpoint, patterns: Sequence[str] = ()) -> Contents:
+    """Return the rows by the names in the files, which takes no read, unless a pattern matches none of these."""
+    found = _contents(tree, index_of(tree.checkpoint, tree.strategies))
+    is_whole = not isinstance(tree.metadata, DeferredMetadata) or not _unmatched(patterns, found)
+    return found if is_whole else contents_at(tree)
+
+
+def _contents(tree: OpenCheckpoint, metadata: IndexMetadata | None) -> Contents:
     if metadata is None:
         return contents_of(tree.metadata)
+    if isinstance(tree.metadata, DeferredMetadata):
+        return contents_of(metadata)
     # A format that holds no objects leaves them to the common state's format.
     rest = {} if len(metadata) == len(tree.metadata) else {k: v for k, v in tree.metadata.items() if k not in metadata}
     indexed, others = contents_of(metadata), contents_of(rest)
     return Contents((*indexed.tensors, *others.tensors), (*indexed.objects, *others.objects))
 
 
-def stored_index(tree: OpenCheckpoint) -> Index | None:
-    """Return where each piece of each tensor is stored; None where the format keeps no index."""
-    metadata = index_of(tree.checkpoint, tree.strategies)
+def stored_index(tree: OpenCheckpoint, names: Iterable[str] = ()) -> Index | None:
+    """Return where each piece of each tensor is stored, with some names; None where the format keeps no index."""
+    metadata = index_of(tree.checkpoint, tree.strategies, names)
     return None if metadata is None else metadata.shown
 
 
@@ -172,14 +184,22 @@ def check_patterns(command: str, patterns: Sequence[str], *checkpoints: Contents
     Examples:
         >>> check_patterns("inspect", ["*.bias"], Contents((TensorRow("fc.bias", "float32", (4,), 16, None),), ()))
     """
-    names = {row.key for contents in checkpoints for row in contents.tensors}
-    names |= {name for contents in checkpoints for row in contents.objects for name in (row.key, row.unique_key)}
-    unmatched = [pattern for pattern in patterns if not any(map(matcher([pattern]), names))]
+    unmatched = _unmatched(patterns, *checkpoints)
     if unmatched:
-        near = near_names(unmatched, names)
+        near = near_names(unmatched, _names_in(checkpoints))
         lines = [f"{one!r}" + (f" (did you mean {near[one]!r}?)" if one in near else "") for one in unmatched]
         fix = "Leave out --key to see all keys; quote patterns, so that the shell doesn't expand them."
         raise KeyMismatch(error_text(f"{command}: --key matches nothing", offenders=lines, fix=fix))
+
+
+def _unmatched(patterns: Sequence[str], *checkpoints: Contents) -> list[str]:
+    names = _names_in(checkpoints)
+    return [pattern for pattern in patterns if not any(map(matcher([pattern]), names))]
+
+
+def _names_in(checkpoints: Sequence[Contents]) -> set[str]:
+    names = {row.key for contents in checkpoints for row in contents.tensors}
+    return names | {name for contents in checkpoints for row in contents.objects for name in (row.key, row.unique_key)}
 
 
 def _indexed_tensors(index: Index) -> tuple[TensorRow, ...]:

@@ -17,7 +17,7 @@ from ..interop.megatron_optimizer import model_space
 from ..strategies import LoadOptions, SaveOptions, Strategies, StrategyAction, default_strategies, huggingface
 from ..transforms import partial_rename
 from ..trees import bind, cast, compose
-from ._contents import contents_at
+from ._contents import contents_in_files
 from ._output import Output, bar, json_text, pace, printable, size, spellable
 
 
@@ -145,7 +145,7 @@ def strategies_of(backend: str | tuple[str, int], most_file_bytes: int | None) -
 def _bytes_to_move(conversion: Conversion) -> int:
     """Return about how many bytes a conversion writes and reads back: the bar's end."""
     tree = open_checkpoint(conversion.source, options=LoadOptions(allow_pickle=conversion.allow_pickle))
-    length = sum(row.length for row in contents_at(tree).tensors)
+    length = sum(row.length for row in contents_in_files(tree).tensors)
     return length * (2 if conversion.verify else 1)
 
 

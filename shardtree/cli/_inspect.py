@@ -13,6 +13,7 @@ from rich.text import Text
 from ..checkpoint import OpenCheckpoint, load_content_metadata, open_checkpoint
 from ..errors import CheckpointingException, NotACheckpoint, error_text, plural
 from ..strategies import LoadOptions
+from ..strategies.index import DeferredMetadata
 from ._contents import (
     Contents,
     Files,
@@ -20,7 +21,7 @@ from ._contents import (
     TensorRow,
     brief,
     check_patterns,
-    contents_at,
+    contents_in_files,
     cut_text,
     entries_of,
     files_in,
@@ -67,6 +68,7 @@ class Findings:
         problem: why it can't.
         content_metadata: the save's `content_metadata`.
         files: the folder's files.
+        in_files: whether tensors are listed by the names in the files, where reading would find out others.
     """
 
     where: str
@@ -77,6 +79,7 @@ class Findings:
     problem: CheckpointingException | None
     content_metadata: Any
     files: Files
+    in_files: bool
 
 
 def show_findings(console: Console, found: Findings, limit: int | None, *, is_selection: bool) -> None:
@@ -146,6 +149,8 @@ def facts_of(found: Findings) -> Iterable[tuple[str, str]]:
     yield "format", sharded if common == sharded else f"{sharded}, common state: {common}"
     if "save_id" in found.fields:
         yield "save", str(found.fields["save_id"])
+    if found.in_files:
+        yield "buckets", "hold states of named parameters; --key 'optimizer.state.*' reads the weights and lists them"
     if found.content_metadata is not None:
         yield (
             "content metadata",
@@ -276,7 +281,7 @@ def run_inspect(checkpoint: str, view: View, *, as_json: bool, allow_pickle: boo
     elif view.common:
         _show_common(console, tree.common(), view.limit, as_json=as_json)
     elif view.tree and not as_json:
-        contents = _selected(contents_at(tree), view.patterns)
+        contents = _selected(contents_in_files(tree, view.patterns), view.patterns)
         show_table(console, KEYS, key_rows(contents.tensors), view.limit)
     else:
         return _show_contents(console, checkpoint, tree, view, as_json=as_json)
@@ -309,7 +314,7 @@ def examine(where: str, tree: OpenCheckpoint, patterns: Sequence[str] = (), sort
         KeyMismatch: a pattern matches nothing.
         CheckpointingException: its metadata can't be read.
     """
-    everything = contents_at(tree)
+    everything = contents_in_files(tree, patterns)
     chosen = _selected(everything, patterns)
     order = _SORTS[sort]
     ordered = Contents(tuple(sorted(chosen.tensors, key=order)), tuple(sorted(chosen.objects, key=order)))
@@ -319,7 +324,15 @@ def examine(where: str, tree: OpenCheckpoint, patterns: Sequence[str] = (), sort
     if common is not None:
         common = {name: value for name, value in common.items() if name != "content_metadata"}
     return Findings(
-        where, tree.checkpoint.fields, everything, ordered, common, problem, content, files_in(tree.checkpoint.storage)
+        where,
+        tree.checkpoint.fields,
+        everything,
+        ordered,
+        common,
+        problem,
+        content,
+        files_in(tree.checkpoint.storage),
+        in_files=isinstance(tree.metadata, DeferredMetadata) and everything == contents_in_files(tree),
     )
 
 

@@ -129,7 +129,8 @@ def stored_trees(tree: OpenCheckpoint, matches: Callable[[str], bool]) -> list[R
     Returns:
         A tree for each rank; one with whole tensors where the format doesn't say how they are cut.
     """
-    index, wholes = stored_index(tree), whole_tensors(tree, matches)
+    wholes = whole_tensors(tree, matches)
+    index = stored_index(tree, wholes)
     if index is None:
         return [wholes]
     keys = texts(index.key_text, index.key_start)

@@ -114,7 +114,7 @@ def show_pieces(console: Console, tree: OpenCheckpoint, key: str, limit: int | N
         KeyMismatch: nothing is stored under that key.
         StrategyError: the format doesn't say it.
     """
-    whole, index = _tensor(tree, key), stored_index(tree)
+    whole, index = _tensor(tree, key), stored_index(tree, [key])
     if index is None:
         raise StrategyError(error_text(f"inspect: the format doesn't say where the pieces of {key!r} lie"))
     (number,) = find_texts(index.key_text, index.key_start, [key])

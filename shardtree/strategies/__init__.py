@@ -90,7 +90,7 @@ from .index import (
     stored_fingerprints,
     write_file,
 )
-from .index._rows import PairItems, PairValues
+from .index._metadata import PairItems, PairValues
 
 __all__ = [
     "PROTOCOLS",

@@ -226,6 +226,24 @@ def test_a_checkpoint_of_megatron(tmp_path: Path) -> None:
     assert found["format"]["sharded_backend"] == "torch_dist"
 
 
+BUCKETS = ROOT / "tests" / "fixtures" / "megatron_0161_dp_reshardable_tp2dp2" / "checkpoint"
+
+
+def test_buckets_are_listed_as_they_are_stored_and_no_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardtree.strategies.torch_dist._optimizer.read_bucket", None)
+    found = document("inspect", BUCKETS, "--key", "*bucket*", "--key", "decoder.*")
+    assert {row["key"] for row in found["tensors"]} >= {"decoder.layers.mlp.linear_fc2.weight"}
+    assert not any(row["key"].startswith("optimizer.state.") for row in found["tensors"])
+    assert "buckets  " in run("inspect", str(BUCKETS)).stdout
+
+
+def test_a_pattern_that_means_states_lists_them() -> None:
+    found = document("inspect", BUCKETS, "--key", "optimizer.state.exp_avg.*")
+    assert all(row["cut"] is not None for row in found["tensors"])
+    assert len(found["tensors"]) == 10
+    assert "buckets  " not in run("inspect", str(BUCKETS), "--key", "optimizer.state.*").stdout
+
+
 @pytest.mark.parametrize("name", ["megatron_0140_torch_dist_flat", "megatron_old_zarr", "megatron_main202608_tp2"])
 def test_every_fixture_is_shown_whole(name: str) -> None:
     folder = ROOT / "tests" / "fixtures" / name

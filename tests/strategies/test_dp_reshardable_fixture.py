@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 
 import shardtree as st
 from shardtree.interop.megatron_optimizer import model_space
+from shardtree.strategies.index import texts
 from shardtree.strategies.torch_dist import _optimizer
 from tests.cli.checkpoints import run
 from tests.strategies.optimizer_formats import FIXTURES, LAYOUTS, parameters, wrong_in_layout, wrong_states
@@ -28,6 +29,34 @@ def test_opening_reads_no_weights(monkeypatch):
     monkeypatch.setattr("shardtree.strategies.torch_dist._optimizer.read_bucket", None)
     opened = st.open_checkpoint(FOLDER)
     assert opened[MODEL[0]].data.read().dtype is torch.bfloat16
+
+
+def test_a_picture_of_the_whole_shows_the_largest_buckets_and_reads_no_weights(monkeypatch):
+    monkeypatch.setattr("shardtree.strategies.torch_dist._optimizer.read_bucket", None)
+    opened = st.open_checkpoint(FOLDER)
+    assert "6 tensors in 4 files" in str(st.draw(opened)) and "bucket" in opened._repr_html_()
+    assert opened.stored_layout(MODEL[0]).columns.keys == (MODEL[0],)
+
+
+@pytest.mark.parametrize("key", MODEL)
+def test_a_picture_of_a_state_shows_the_files_with_its_buckets(key):
+    opened = st.open_checkpoint(FOLDER)
+    layout = opened.stored_layout(f"optimizer.state.exp_avg.{key}")
+    masters = opened.stored_layout(f"optimizer.state.param.{key}")
+    assert layout.columns.rank.tolist() == masters.columns.rank.tolist()
+    assert set(layout.columns.rank.tolist()) <= {0, 1, 2, 3}
+    assert str(st.draw(opened, f"optimizer.state.exp_avg.{key}"))
+
+
+def test_a_step_is_shown_in_the_file_with_the_groups():
+    opened = st.open_checkpoint(FOLDER)
+    opened.metadata.whole()
+    (row,) = opened.stored_layout(next(iter(STEPS))).columns.rank.tolist()
+    index = opened.metadata.stored.shown
+    groups = texts(index.object_text, index.object_start).index(
+        "optimizer.distributed.dp_group_idx_0.optimizer/shard_0_1"
+    )
+    assert row == index.object_file[groups]
 
 
 def test_a_fresh_adamw_resumes_from_metadata_alone():

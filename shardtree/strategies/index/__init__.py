@@ -29,15 +29,14 @@ from ._file import (
     shared_bytes_problem,
 )
 from ._load import explain_from_index, load_from_index, plan_shards, planned_cost, read_planned
+from ._metadata import DeferredMetadata, IndexMetadata, stored_fingerprints
 from ._rows import (
-    IndexMetadata,
     ReadIndex,
     list_files,
     objects_from_index,
     remove_sharded,
     rows_from_index,
     rows_of_saves,
-    stored_fingerprints,
     verify_index,
     without_prefix,
 )

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable, Collection, ItemsView, Iterator, Mapping, Sequence, ValuesView
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from itertools import chain
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 
 from ...codec import decode_tree
-from ...errors import CheckpointingException, CorruptCheckpoint, plural
+from ...errors import CheckpointingException, CorruptCheckpoint
 from ...geometry import Column
-from ...layouts import TensorKind
 from ...mapping import ShardedObject, ShardedTensor
 from ...plans import Prospect, Runs, runs_plan
 from ...storage import ReadReport, Storage, takes_late_requests
@@ -26,147 +24,11 @@ from .._findings import Damage, Finding
 from .._metadata import read_metadata, replace_metadata, write_checked
 from .._save_folders import is_save_file
 from .._values import Checkpoint
-from ._columns import Index, find_texts, kinds_at, text_columns, texts, whole_shard, whole_shards
+from ._columns import Index, find_texts, text_columns, texts
 from ._damage import files_damage
 from ._file import encode_index, index_name, read_index
 from ._load import explain_from_index, load_from_index, planned_cost, read_planned
-
-# What is stored, as a mapping whose values are made when they are asked for. Its views make many together, which is
-# faster than each by its key.
-
-Value = TypeVar("Value")
-
-
-class PairItems(ItemsView[str, Value]):
-    """The `items()` of such a mapping.
-
-    Args:
-        mapping: whose pairs they are.
-        pairs: yields all of them, in the mapping's order.
-    """
-
-    __slots__ = ("_pairs",)
-
-    def __init__(self, mapping: Mapping[str, Value], pairs: Callable[[], Iterator[tuple[str, Value]]]) -> None:
-        super().__init__(mapping)
-        self._pairs = pairs
-
-    def __iter__(self) -> Iterator[tuple[str, Value]]:
-        return self._pairs()
-
-
-class PairValues(ValuesView[Value]):
-    """The `values()` of such a mapping.
-
-    Args:
-        mapping: whose values they are.
-        pairs: yields all of its pairs, in its order.
-    """
-
-    __slots__ = ("_pairs",)
-
-    def __init__(self, mapping: Mapping[str, Value], pairs: Callable[[], Iterator[tuple[str, Value]]]) -> None:
-        super().__init__(mapping)
-        self._pairs = pairs
-
-    def __iter__(self) -> Iterator[Value]:
-        return (value for _, value in self._pairs())
-
-
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
-class IndexMetadata(Mapping[str, ShardedTensor | ShardedObject]):
-    """Stored tensors by key and objects by unique key, whole and without data; made when asked for.
-
-    Attributes:
-        index: where they lie, as loads are planned.
-        on_files: the index with files as they are named in the folder, where `index` has a virtual one; None where it
-            hasn't.
-    """
-
-    index: Index
-    on_files: Callable[[], Index] | None = None
-
-    @property
-    def shown(self) -> Index:
-        """The index to show people: which chunk lies in which file."""
-        return self.index if self.on_files is None else self.on_files()
-
-    def __repr__(self) -> str:
-        tensors, objects = plural(self.index.key_axes.size, "tensor"), plural(self.index.object_length.size, "object")
-        return f"IndexMetadata({tensors}, {objects})"
-
-    def __getitem__(self, key: str) -> ShardedTensor | ShardedObject:
-        """Return the tensor of a key, or the object of a unique key."""
-        index = self.index
-        (number,) = find_texts(index.key_text, index.key_start, [key])
-        if number >= 0:
-            return whole_shard(index, number, key)
-        (number,) = find_texts(index.object_text, index.object_start, [key])
-        if number < 0:
-            raise KeyError(key)
-        return ShardedObject.empty_from_unique_key(key)
-
-    def __contains__(self, key: object) -> bool:
-        """Return whether a tensor has that key, or an object that unique key."""
-        index = self.index
-        # By bisection in the columns: making a shard to see whether it exists would take much longer.
-        tables = ((index.key_text, index.key_start), (index.object_text, index.object_start))
-        return isinstance(key, str) and any(find_texts(*table, [key])[0] >= 0 for table in tables)
-
-    def __iter__(self) -> Iterator[str]:
-        """Return the tensors' keys, sorted, then the objects' unique keys, sorted."""
-        yield from texts(self.index.key_text, self.index.key_start)
-        yield from texts(self.index.object_text, self.index.object_start)
-
-    def __len__(self) -> int:
-        """Return how many tensors and objects there are."""
-        return self.index.key_axes.size + self.index.object_file.size
-
-    def items(self) -> ItemsView[str, ShardedTensor | ShardedObject]:
-        """Return all tensors and objects with their names, made a few at a time."""
-        return PairItems(self, self.pairs)
-
-    def values(self) -> ValuesView[ShardedTensor | ShardedObject]:
-        """Return all tensors and objects, made a few at a time."""
-        return PairValues(self, self.pairs)
-
-    def pairs(self) -> Iterator[tuple[str, ShardedTensor | ShardedObject]]:
-        """Yield each name with its tensor or object, in order."""
-        names = texts(self.index.object_text, self.index.object_start)
-        tensors = ((shard.key, shard) for shard in whole_shards(self.index))
-        return chain(tensors, ((name, ShardedObject.empty_from_unique_key(name)) for name in names))
-
-    def kinds(self, keys: Sequence[str]) -> dict[str, TensorKind]:
-        """Return the kind of each tensor, by key, of those that are stored."""
-        numbers = find_texts(self.index.key_text, self.index.key_start, keys)
-        stored = {key: number for key, number in zip(keys, numbers, strict=True) if number >= 0}
-        return dict(zip(stored, kinds_at(self.index, list(stored.values())), strict=True))
-
-    def shard_keys(self) -> set[str]:
-        """Return the keys of all tensors and objects."""
-        return {*texts(self.index.key_text, self.index.key_start), *self.object_keys()}
-
-    def object_keys(self) -> set[str]:
-        """Return the keys of all objects."""
-        return {_key_of(name) for name in texts(self.index.object_text, self.index.object_start)}
-
-    def objects(self, keys: Collection[str]) -> list[ShardedObject]:
-        """Return all cells of the arrays of objects with the given keys."""
-        names = texts(self.index.object_text, self.index.object_start)
-        return [ShardedObject.empty_from_unique_key(name) for name in names if _key_of(name) in keys]
-
-
-def _key_of(unique_key: str) -> str:
-    return unique_key.rpartition("/shard_")[0]
-
-
-def stored_fingerprints(metadata: object) -> dict[str, int]:
-    """Return the fingerprints in a checkpoint's metadata, by key; {} if the save stored none."""
-    if not isinstance(metadata, IndexMetadata) or metadata.index.x_fingerprint is None:
-        return {}
-    index = metadata.index
-    return dict(zip(texts(index.key_text, index.key_start), metadata.index.x_fingerprint.tolist(), strict=True))
-
+from ._metadata import IndexMetadata
 
 # The rows
 

@@ -243,12 +243,12 @@ def read_listing(checkpoint: Checkpoint) -> Listing:
     return listing
 
 
-def index_on_files(listing: Listing) -> Index:
-    """Return the index with the data files in place of the virtual one; a chunk begins there where its archive does.
+def index_on_files(listing: Listing, index: Index) -> Index:
+    """Return an index with the data files in place of the virtual one; a chunk begins there where its archive does.
 
     For people alone: a chunk's elements come after the head of its archive, whose length isn't known.
     """
-    index, archives = listing.index, listing.archives
+    archives = listing.archives
     chunk, item = archives.at(index.chunk_byte), archives.at(index.object_byte)
     text, start = text_columns(archives.files)
     length = np.zeros(len(archives.files), dtype=np.int64)

@@ -21,11 +21,11 @@ from .._actions import Resolution
 from .._checks import check_objects_known
 from .._findings import Damage
 from .._values import Checkpoint
-from ..index import Index, IndexMetadata, explain_from_index, plan_shards
+from ..index import DeferredMetadata, Index, IndexMetadata, explain_from_index, plan_shards
 from ._buckets import is_bucket, is_groups
 from ._listing import Listing, index_on_files, is_object, read_listing
 from ._model_states import COMPARED, FIX, differing, refuse, refused_among, states_among
-from ._optimizer import MEMO, STEP, StatesMetadata, optimizer_index
+from ._optimizer import MEMO, STEP, optimizer_index
 from ._payloads import (
     SCATTERED,
     Payloads,
@@ -162,10 +162,14 @@ def load_metadata(checkpoint: Checkpoint) -> Mapping[str, ShardedTensor | Sharde
     A distributed optimizer's buckets are states of the model's parameters there.
     """
     listing = read_listing(checkpoint)
-    stored = IndexMetadata(listing.index, partial(index_on_files, listing))
+
+    def metadata_of(index: Index) -> IndexMetadata:
+        return IndexMetadata(index, partial(index_on_files, listing, index))
+
+    stored = metadata_of(listing.index)
     if not any(map(is_bucket, listing.contents.tensors)):
         return stored
-    return StatesMetadata(stored, lambda: IndexMetadata(_states(checkpoint, listing)))
+    return DeferredMetadata(stored, lambda: metadata_of(_states(checkpoint, listing)))
 
 
 def load_sharded(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> ReadReport:

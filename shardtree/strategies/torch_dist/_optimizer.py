@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from math import prod
 from operator import attrgetter
@@ -21,10 +20,10 @@ from ...codec import byte_buffer, dtype_from_name
 from ...errors import CorruptCheckpoint, error_text
 from ...geometry import Column, box_column
 from ...layouts import ShardColumns, TensorKind, join_columns
-from ...mapping import ShardedObject, ShardedTensor, box_of
+from ...mapping import ShardedTensor, box_of
 from ...storage import digest
 from .._values import Checkpoint
-from ..index import Index, IndexMetadata, ObjectRow, build_index, find_texts, kinds_at, texts
+from ..index import Index, ObjectRow, build_index, find_texts, kinds_at, texts
 from ._buckets import (
     MASTER,
     Bucket,
@@ -35,6 +34,7 @@ from ._buckets import (
     halves,
     is_bucket,
     is_bucket_size,
+    is_groups,
     pieces_of,
     read_bucket,
 )
@@ -83,35 +83,6 @@ def optimizer_index(checkpoint: Checkpoint, listing: Listing, fill: Fill) -> Ind
 def _flat(names: Sequence[str] | Sequence[Sequence[str]] | None) -> list[str] | None:
     """Return the names that the caller gave, whether by groups or not."""
     return names if names is None else [name for each in names for name in ([each] if isinstance(each, str) else each)]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StatesMetadata(Mapping[str, ShardedTensor | ShardedObject]):
-    """The tensors and objects of a checkpoint with buckets; which states there are is looked up when it matters.
-
-    Attributes:
-        stored: as `.metadata` lists them, buckets included.
-        whole: returns them with states of the model's parameters in place of buckets, which takes reads.
-    """
-
-    stored: IndexMetadata
-    whole: Callable[[], IndexMetadata]
-
-    def __getitem__(self, key: str) -> ShardedTensor | ShardedObject:
-        """Return the tensor of a key, or the object of a unique key; that of a bucket, too."""
-        return self.stored[key] if key in self.stored else self.whole()[key]
-
-    def __contains__(self, key: object) -> bool:
-        """Return whether something has that name."""
-        return key in self.stored or key in self.whole()
-
-    def __iter__(self) -> Iterator[str]:
-        """Return all names but those of buckets."""
-        return iter(self.whole())
-
-    def __len__(self) -> int:
-        """Return how many tensors and objects there are, without buckets."""
-        return len(self.whole())
 
 
 # Values: hashes of the model's pieces, by which ranges of masters, rounded to the model's dtype, are looked up
@@ -219,8 +190,9 @@ def _index(listing: Listing, matches: Sequence[Match]) -> Index:
     own, own_byte, objects = _without_buckets(listing.index)
     ranges = [found for match in matches for state in match.bucket.states for found in _ranges(listing, match, state)]
     scalar = Piece("", (), (), ())
+    step = _step_byte(listing)
     ranges += [
-        _Range(STEP + key, scalar, -1, -1, 0) for key in {piece.key for match in matches for piece in match.pieces}
+        _Range(STEP + key, scalar, -1, -1, step) for key in {piece.key for match in matches for piece in match.pieces}
     ]
     shapes = {found.key: found.piece.global_shape for found in ranges}
     keys = tuple(sorted(shapes))
@@ -239,6 +211,12 @@ def _index(listing: Listing, matches: Sequence[Match]) -> Index:
     byte = np.concatenate([own_byte, _int64([found.byte for found in ranges])])
     columns = join_columns([own, states])
     return build_index(columns, np.zeros_like(byte), byte, files=[listing.archives.virtual], objects=objects)
+
+
+def _step_byte(listing: Listing) -> int:
+    """Return where the first object with groups begins in the virtual file: that is the place to show of a step."""
+    names, begins = texts(listing.index.object_text, listing.index.object_start), listing.index.object_byte.tolist()
+    return next((begin for name, begin in zip(names, begins, strict=True) if is_groups(name)), 0)
 
 
 def _without_buckets(index: Index) -> tuple[ShardColumns, Column, list[ObjectRow]]:
