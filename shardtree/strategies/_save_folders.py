@@ -116,6 +116,21 @@ def owned(storage: Storage, folder: str, *, durable: bool, has_note: bool) -> It
         del held
 
 
+@contextmanager
+def noted(storage: Storage, folder: str) -> Iterator[None]:
+    """Leave the owner's note in a committed save's folder inside the block, where uploads in parts can stay open.
+
+    It stays if the block raises or the process is killed: the save that replaces this one then gives up the uploads.
+    """
+    if not isinstance(storage, Conditional):
+        yield
+        return
+    storage.mark(f"{folder}/{OWNER_FILE}", owner_note(folder))
+    yield
+    with suppress(StorageError):  # the next removal, or save, takes it away
+        storage.remove(f"{folder}/{OWNER_FILE}")
+
+
 def disown(storage: Storage, folder: str) -> None:
     """Remove the note of the owner, and the folder if nothing else is in it."""
     storage.remove(f"{folder}/{OWNER_FILE}")
@@ -204,6 +219,8 @@ def remove_orphaned(storage: Storage, seen: Storage, *, keep: str, before: bytes
             continue
         if name == keep:
             seen.remove(f"{name}/{OWNER_FILE}")
+        elif name == replaced and seen.length(f"{name}/{OWNER_FILE}") is not None:
+            remove_interrupted(seen, name)  # what removed tensors from it was killed
         elif name == replaced or _was_replaced_before(storage, seen, name):
             remove_save(seen, name)
         # A save that was committed since the listing has no note any more, and would be judged by its age.

@@ -47,6 +47,10 @@ def prepared(server: Server, job: str) -> dict[str, Any]:
         jobs.save(1)
     elif job == "save_step":
         jobs.save_step(1)
+    elif job == "remove_tensors":
+        jobs.save_with_momentum(1, ("safetensors", 1), biases=300)
+    elif job == "remove_zarr":
+        jobs.save_with_momentum(1, ("zarr", 3), biases=2)
     return dict(server.store.objects)
 
 
@@ -65,6 +69,8 @@ def state(job: str) -> object:
     if job in ("remove", "save_step"):
         series = st.CheckpointSeries(at("series"))
         return [(each.number, jobs.value_of(series.at(each))) for each in series.steps()]
+    if job in ("remove_tensors", "remove_zarr"):
+        return jobs.value_of(at()), jobs.momentum_of(at())
     return jobs.value_of(at())
 
 
@@ -76,6 +82,8 @@ MAY_BE: dict[str, list[object]] = {
     "convert_hf": [(1, None), (1, 1)],
     "remove": [[(1, 1), (2, 2), (3, 3)], [(2, 2), (3, 3)], [(1, 1), (3, 3)], [(3, 3)]],  # each step by itself
     "save_step": [[(1, 1)], [(1, 1), (2, 2)]],
+    "remove_tensors": [(1, 1), (1, None)],
+    "remove_zarr": [(1, 1), (1, None)],
 }
 
 
@@ -89,9 +97,9 @@ def then_it_is_whole(server: Server, job: str) -> None:
     """Whatever happened, what is there is old or new; the job done again works, and leaves nothing else."""
     server.fault = lambda _: None
     assert state(job) in MAY_BE[job]
-    if job in ("save", "save over"):
+    if job in ("save", "save over", "remove_tensors"):
         jobs.save(3)
-        assert state(job) == 3
+        assert jobs.value_of(at()) == 3
         folders = {name.split("/")[1] for name in server.store.objects}
         assert len(folders) == 2, sorted(server.store.objects)  # metadata.json, and the folder of the one save
     else:
@@ -113,6 +121,8 @@ REQUESTS = {
     "convert_hf": 60,
     "remove": 26,
     "save_step": 36,
+    "remove_tensors": 16,
+    "remove_zarr": 16,
 }
 """At least as many as a job makes: where it is done before, it isn't killed."""
 
@@ -179,10 +189,10 @@ def test_a_request_that_fails_leaves_old_or_new(server: Server, job: str, fault:
         assert state(job) in MAY_BE[job], (number, state(job))
         server.apply_late()
         assert state(job) in MAY_BE[job], (number, state(job))
-        if job in ("save", "save over"):
+        if job in ("save", "save over", "remove_tensors"):
             jobs.save(3)
             server.apply_late()
-            assert state(job) == 3, number
+            assert jobs.value_of(at()) == 3, number
             # An upload whose beginning arrives after everything else is for the bucket's lifecycle rule.
             assert fault == "late" or server.store.uploads == {}, number
 

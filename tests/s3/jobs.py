@@ -42,6 +42,32 @@ def save(value: int) -> None:
     st.save(tree(value), place(), overwrite=True)
 
 
+def save_with_momentum(value: int, backend: tuple[str, int], biases: int) -> None:
+    """Save two tensors in files of their own; with many biases, the index goes in parts."""
+    small = {f"b{number:03}": torch.zeros(1) for number in range(biases)}
+
+    def save_rank(world: st.World) -> None:
+        momentum = st.ShardedTensor.from_rank_offsets("momentum.w", torch.full((ROWS, 32), float(value)))
+        others = {key: st.ShardedTensor.from_rank_offsets(key, each) for key, each in small.items()}
+        own = {"momentum": momentum} if world.rank else {**tree(value), **others}
+        st.save({"step": int(value), **own}, place(), backend, world=world)
+
+    st.simulate(2, save_rank)
+
+
+def momentum_of(storage: Any) -> int | None:
+    """Return what the momentum of `save_with_momentum` was made with, None if there is none."""
+    if "momentum.w" not in st.load_tensors_metadata(storage):
+        return None
+    target = {"momentum": st.ShardedTensor.from_rank_offsets("momentum.w", torch.zeros(ROWS, 32))}
+    (value,) = {*st.load(target, storage)["momentum"].flatten().tolist()}
+    return int(value)
+
+
+def remove_tensors(_: int) -> None:
+    st.remove_sharded_tensors(place(), "momentum.")
+
+
 def remove(_: int) -> None:
     series = st.CheckpointSeries(place("series"))
     series.remove(series.plan_removal(st.retention.keep_last(1)))
@@ -77,6 +103,8 @@ JOBS = {
     "save": save,
     "save_dist": save_dist,
     "remove": remove,
+    "remove_tensors": remove_tensors,
+    "remove_zarr": remove_tensors,
     "save_step": save_step,
     "convert": convert,
     "convert_hf": convert_hf,

@@ -416,9 +416,10 @@ def test_of_two_conversions_the_first_may_commit_late(server: Server) -> None:
     assert loaded(at("there")) == (1.0, 7)
 
 
-def test_an_index_that_arrives_late_replaces_no_other(server: Server) -> None:
-    st.save({**tree(), "v": st.ShardedTensor.from_rank_offsets("v", torch.ones(9))}, at())
-    server.fault = first("PutObject", "late")
+@pytest.mark.parametrize("backend", [("safetensors", 1), ("zarr", 3)])
+def test_an_index_that_arrives_late_replaces_no_other(server: Server, backend: tuple[str, int]) -> None:
+    st.save({**tree(), "v": st.ShardedTensor.from_rank_offsets("v", torch.ones(9))}, at(), backend)
+    server.fault = lambda request: "late" if request.action == "PutObject" and "/index-" in request.key else None
     with pytest.raises(StorageError):
         st.remove_sharded_tensors(at(retries=0), "w")
     server.reset()

@@ -17,12 +17,12 @@ from ...errors import CheckpointingException, CorruptCheckpoint
 from ...geometry import Column
 from ...mapping import ShardedObject, ShardedTensor
 from ...plans import Prospect, Runs, runs_plan
-from ...storage import ReadReport, Storage, takes_late_requests
+from ...storage import ReadReport, Storage, remove_files, takes_late_requests
 from .._actions import Strategies, StrategyAction
 from .._checks import check_objects_known
 from .._findings import Damage, Finding
 from .._metadata import read_metadata, replace_metadata, write_checked
-from .._save_folders import is_save_file
+from .._save_folders import is_save_file, noted
 from .._values import Checkpoint
 from ._columns import Index, find_texts, text_columns, texts
 from ._damage import files_damage
@@ -164,14 +164,13 @@ def remove_sharded(checkpoint: Checkpoint, key_prefix: str) -> None:
     name = _next_name(checkpoint.storage, old_name)
     # The new index is whole on the medium before metadata.json names it, and only then do files go: a crash in
     # between leaves a checkpoint that is as before, or as it should be with a few files too many.
-    fields["index"] = write_checked(checkpoint.storage, name, encode_index(new), durable=True)
+    with noted(checkpoint.storage, name.rpartition("/")[0]):
+        fields["index"] = write_checked(checkpoint.storage, name, encode_index(new), durable=True)
     checkpoint.storage.sync_folder(name.rpartition("/")[0])
     replace_metadata(checkpoint.storage, before, fields, durable=True)
     unused = set(texts(old.file_text, old.file_start)) - set(texts(new.file_text, new.file_start))
-    for file in (*sorted(unused), old_name):
-        # Guards against a crafted index that names other files: only names that a save gives are removed.
-        if is_save_file(file):
-            checkpoint.storage.remove(file)
+    # Guards against a crafted index that names other files: only names that a save gives are removed.
+    remove_files(checkpoint.storage, [file for file in (*sorted(unused), old_name) if is_save_file(file)])
 
 
 def _next_name(storage: Storage, name: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import secrets
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,7 +13,7 @@ from typing import Any
 from ...codec import canonical_json, parse_json
 from ...errors import CheckpointingException, CorruptCheckpoint, StrategyError, UnsupportedValue, error_text
 from ...geometry import Column
-from ...storage import Storage, digest, in_threads
+from ...storage import Storage, digest, in_threads, remove_files, takes_late_requests
 from .._findings import Damage, Finding, Region, Unchecked, uncovered
 from .._manifest import MANIFEST_FILE
 from .._metadata import read_checked, read_metadata, replace_metadata
@@ -146,6 +147,7 @@ def _metadata(storage: Storage) -> Iterator[Unchecked]:
 
 _CHUNK_FILE = re.compile(r"(?P<folder>.+)/c(\.\d+)*")
 _INDEX_FOLDER = re.compile(rf"{FOLDER}/index(-(?P<number>\d{{1,9}}))?")
+_NUMBERS = 10**9
 
 
 def remove_sharded(checkpoint: Checkpoint, key_prefix: str) -> None:
@@ -168,7 +170,7 @@ def remove_sharded(checkpoint: Checkpoint, key_prefix: str) -> None:
     gone = (_folders(old, new) | folders_of(unused)).intersection(members)
     old_index = str(fields["index"]["name"]).rpartition("/")[0]
     data = encode_columns(new)
-    name, document = blob(_next_index(old_index), len(data))
+    name, document = blob(_next_index(old_index, storage), len(data))
     write_blob(storage, name, [memoryview(data)], document, durable=True)
     gone.add(old_index)
     kept = {folder: each for folder, each in members.items() if folder not in gone}
@@ -219,20 +221,21 @@ def folders_of(files: Iterable[str]) -> set[str]:
     return {found["folder"] for found in map(_CHUNK_FILE.fullmatch, files) if found}
 
 
-def _next_index(folder: str) -> str:
+def _next_index(folder: str, storage: Storage) -> str:
     """Return the name of the index that follows the one in a folder."""
     found = _INDEX_FOLDER.fullmatch(folder)
-    return f"index-{int(found['number'] or 0) + 1 if found else 1}"
+    number = int(found["number"] or 0) + 1 if found else 1
+    # What an earlier removal has sent may arrive yet, under the next number: it mustn't replace this one's index.
+    more = secrets.randbelow(_NUMBERS - 1) if takes_late_requests(storage) else 0
+    return f"index-{(number + more) % _NUMBERS}"
 
 
 def _remove(storage: Storage, files: Iterable[str], folders: Iterable[str]) -> None:
     # Guards against a crafted index that names other files: only names that a save gives are removed.
-    for name in sorted(name for name in files if _CHUNK_FILE.fullmatch(name)):
-        storage.remove(name)
+    remove_files(storage, sorted(name for name in files if _CHUNK_FILE.fullmatch(name)))
+    nodes = [f"{folder}/{NODE_FILE}" for folder in sorted(folders)]
+    remove_files(storage, [*nodes, *(f"{folder}/c.0" for folder in folders if _INDEX_FOLDER.fullmatch(folder))])
     for folder in sorted(folders):
-        storage.remove(f"{folder}/{NODE_FILE}")
-        if _INDEX_FOLDER.fullmatch(folder):
-            storage.remove(f"{folder}/c.0")
         storage.remove_folder(folder)
 
 
