@@ -161,7 +161,8 @@ class LazyTensor:
         if 0 in part.size:
             return torch.empty(part.size, dtype=self.dtype)
         box, inner = covering(part, self.source.shape)
-        return _cast(_elements_of_view(self.source.read_box(*box), inner), self.casts)
+        found = _elements_of_view(self.source.read_box(*box), inner)
+        return _cast(found, self.casts) if self.casts else found
 
     def box_fetches(self, offset: Shape, shape: Shape) -> Iterator[Fetch]:
         """Yield the boxes of stored tensors that reading a box fetches."""

@@ -17,6 +17,7 @@ Shape = tuple[int, ...]
 _NAMES = tuple(ShardedTensor.__dataclass_fields__)
 _DEFAULTS = {name: field.default for name, field in ShardedTensor.__dataclass_fields__.items()}
 _PUTS = tuple(getattr(ShardedTensor, name).__set__ for name in _NAMES)
+_PUT_KEY, _PUT_DATA, _PUT_DTYPE, _PUT_LOCAL_SHAPE, _PUT_GLOBAL_SHAPE, _PUT_OFFSET, _PUT_FRAGMENTATIONS = _PUTS[:7]
 _PUT_DEFAULTS = tuple(zip(_PUTS[7:], list(_DEFAULTS.values())[7:], strict=True))
 _KEPT = tuple(name for name in _NAMES if name != "data")
 
@@ -69,8 +70,13 @@ def box_of(key: str, data: Any, dtype: torch.dtype, whole: Shape, offset: Shape,
     """
     # The constructor would normalise and check each field again, for every box.
     shard = object.__new__(ShardedTensor)
-    for put, value in zip(_PUTS, (key, data, dtype, shape, whole, offset, None), strict=False):
-        put(shard, value)
+    _PUT_KEY(shard, key)
+    _PUT_DATA(shard, data)
+    _PUT_DTYPE(shard, dtype)
+    _PUT_LOCAL_SHAPE(shard, shape)
+    _PUT_GLOBAL_SHAPE(shard, whole)
+    _PUT_OFFSET(shard, offset)
+    _PUT_FRAGMENTATIONS(shard, None)
     for put, value in _PUT_DEFAULTS:
         put(shard, value)
     return shard

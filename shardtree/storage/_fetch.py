@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import TypeVar
 
 import numpy as np
@@ -15,6 +15,7 @@ from ..errors import StorageError
 from ..geometry import Column
 from ..plans import LoadPlan, Runs, Strided
 from ._blocks import BLOCK_BYTES, BlockHasher, Hashes, block_hash, incomplete_reads, reread_blocks
+from ._buffers import is_staged
 from ._capabilities import Ranged
 from ._checked import (
     ReadReport,
@@ -81,7 +82,7 @@ def fetch_run(
         How much was read; None where that takes more, or anything is wrong: `fetch` then does it, or says why not.
     """
     # As isinstance(storage, Ranged) finds out, which takes a fifth of a small read's time.
-    if hasattr(storage, "read_range") or file.stretches is not None or any_staged([memory]):
+    if hasattr(storage, "read_range") or file.stretches is not None or is_staged(memory):
         return None
     buffer = byte_buffer(memory)
     end = byte + buffer.nbytes
@@ -100,7 +101,12 @@ def fetch_run(
         if file.hashes is None or block_hash(buffer[low : low + BLOCK_BYTES]) != int(file.hashes[block]):
             return None
     touched = -(-end // BLOCK_BYTES) - byte // BLOCK_BYTES
-    return ReadReport(buffer.nbytes, len(checked), touched - len(checked), 1)
+    return _report(buffer.nbytes, len(checked), touched - len(checked))
+
+
+@lru_cache(maxsize=64)
+def _report(bytes_read: int, checked: int, unchecked: int) -> ReadReport:
+    return ReadReport(bytes_read, checked, unchecked, 1)
 
 
 def _fetch_to_host(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -275,22 +275,27 @@ def missing_file(checkpoint: Checkpoint, name: str, length: int) -> Exception:
     )
 
 
-@contextmanager
-def unreplaced(checkpoint: Checkpoint) -> Iterator[None]:
+class unreplaced:  # noqa: N801 - a context manager, as those of contextlib, at a third of a generator's cost
     """Raise after reading, and in place of any error of the reads, if another save replaced the checkpoint.
 
     Raises:
         CheckpointReplaced: it did.
     """
-    try:
-        yield
-    except CheckpointReplaced:
-        raise
-    except CheckpointingException as error:
-        if was_replaced(checkpoint):
-            raise _replaced(checkpoint) from error
-        raise
-    check_unreplaced(checkpoint)
+
+    __slots__ = ("_checkpoint",)
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
+        if error is None:
+            check_unreplaced(self._checkpoint)
+        ours = isinstance(error, CheckpointingException) and not isinstance(error, CheckpointReplaced)
+        if ours and was_replaced(self._checkpoint):
+            raise _replaced(self._checkpoint) from error
 
 
 def check_unreplaced(checkpoint: Checkpoint) -> None:

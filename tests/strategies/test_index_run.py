@@ -77,8 +77,9 @@ def check_run_is_the_plan(single_run, case):
     if not case.shards:
         return None
     index, shard = index_of(case), box(case)
-    run = single_run(index, shard)
+    file, run = single_run(index, shard) or (None, None)
     if run is not None:
+        assert file.name == "f"
         (number,) = _load.find_texts(index.key_text, index.key_start, ["w"])
         plan = plan_load(shard_columns([shard], 0), chunks_of(index, np.array([number])))
         assert not plan.strided.file.size and not plan.doubled.size and plan.covered.tolist() == [np.prod(case.shape)]
@@ -108,12 +109,22 @@ def fails(case):
     return False
 
 
+def first_where_cut_anyhow(chunk, offset, box):
+    """The first element, whether the others are adjacent or not."""
+    begin = [at - low for at, low in zip(offset, chunk.offset, strict=True)]
+    inside = all(at + size <= whole for at, size, whole in zip(begin, box, chunk.shape, strict=True))
+    if 0 in box or min(begin, default=0) < 0 or not inside:
+        return None
+    return int(np.ravel_multi_index(begin, chunk.shape)) if begin else 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "broken"),
     [
-        ("_is_run", lambda begin, box, shape: 0 not in box and min(begin, default=0) >= 0),
-        ("_only_chunk", lambda index, number, offset, box: int(np.searchsorted(index.chunk_key, number))),
+        ("_first_element", lambda chunk, offset, box: 0),
+        ("_first_element", first_where_cut_anyhow),
+        ("_only_chunk", lambda index, first, last, offset, box: first),
     ],
 )
 def test_the_law_catches(name, broken, monkeypatch):
@@ -179,6 +190,21 @@ def test_a_few_rows_are_planned_by_nobody_and_read_by_one_call(monkeypatch):
     folder.opened.clear()
     assert rows.read().tolist() == torch.arange(4096).reshape(64, 64)[3:5].tolist()
     assert len(folder.opened) == 1
+
+
+def test_tensors_that_were_read_are_remembered_and_no_more_than_some(monkeypatch):
+    monkeypatch.setattr(_load, "_REMEMBERED", 2)
+    folder, looked_up = MemoryStorage(), []
+    tensors = {key: torch.arange(6).reshape(3, 2) + number for number, key in enumerate("abc")}
+    st.save([st.ShardedTensor.from_rank_offsets(*item) for item in tensors.items()], folder)
+    find_texts = _load.find_texts
+    monkeypatch.setattr(_load, "find_texts", lambda *given: looked_up.extend(given[2]) or find_texts(*given))
+    tree = st.open_checkpoint(folder, **load_keywords(verify=None))
+    for key in "aabbaca":
+        assert tree[key].data[1:].read().tolist() == tensors[key][1:].tolist()
+    assert looked_up == ["a", "b", "c"]
+    assert tree["b"].data[0].read().tolist() == tensors["b"][0].tolist()
+    assert looked_up == ["a", "b", "c", "b"]
 
 
 def test_a_file_that_is_gone_shorter_or_replaced_is_told_so():

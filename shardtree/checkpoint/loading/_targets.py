@@ -159,9 +159,7 @@ def _is_memory(shard: ShardedTensor, given: torch.Tensor) -> bool:
     return unchanged and not given.requires_grad and _fillable(given) and not lacks_memory(given)
 
 
-def new_memory(
-    key: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str = "cpu"
-) -> torch.Tensor:
+def new_memory(key: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str = CPU) -> torch.Tensor:
     """Return a new tensor to be filled.
 
     Raises:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from math import prod
 from typing import NamedTuple
 
@@ -20,6 +20,7 @@ from ...plans import LoadPlan
 from ...storage import (
     Ranged,
     ReadReport,
+    StoredFile,
     collector_paused,
     fetch,
     fetch_cost,
@@ -52,52 +53,125 @@ class Run(NamedTuple):
     length: int
 
 
-def single_run(index: Index, shard: ShardedTensor) -> Run | None:
+class StoredTensor(NamedTuple):
+    """What is looked up of a tensor before a box of it is read.
+
+    Attributes:
+        kind: its dtype and shape.
+        first: number of its first chunk.
+        last: number of the chunk after its last one.
+        chunk: its chunk, where it has one only.
+    """
+
+    kind: TensorKind
+    first: int
+    last: int
+    chunk: StoredChunk | None
+
+
+class StoredChunk(NamedTuple):
+    """A chunk that is a whole box.
+
+    Attributes:
+        offset: of the box, a number an axis.
+        shape: of the box.
+        number: of the chunk's file.
+        file: the chunk's file.
+        byte: where it begins there.
+    """
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    number: int
+    file: StoredFile
+    byte: int
+
+
+Find = Callable[[str], StoredTensor | None]
+"""From a tensor's key to what is stored of it, None if nothing is."""
+
+_REMEMBERED = 1024
+
+
+def finder(index: Index) -> Find:
+    """Return what looks tensors up, and remembers those that it was asked for last.
+
+    Args:
+        index: what is stored.
+    """
+    # A lookup takes longer than the read of a few rows, and who reads rows reads many of one tensor.
+    return lru_cache(_REMEMBERED)(partial(_stored_tensor, index))
+
+
+def _stored_tensor(index: Index, key: str) -> StoredTensor | None:
+    (number,) = find_texts(index.key_text, index.key_start, [key])
+    if number < 0:
+        return None
+    first, last = index.chunk_key.searchsorted((number, number + 1)).tolist()
+    kind = kind_at(index, number)
+    chunk = _chunk_at(index, first, len(kind.global_shape)) if last - first == 1 else None
+    return StoredTensor(kind, first, last, chunk)
+
+
+def _chunk_at(index: Index, row: int, axes: int) -> StoredChunk | None:
+    if index.chunk_start[row] >= 0:
+        return None
+    first = index.chunk_shape.shape[1] - axes
+    offset, shape = (tuple(column[row, first:].tolist()) for column in (index.chunk_offset, index.chunk_shape))
+    number = int(index.chunk_file[row])
+    return StoredChunk(offset, shape, number, file_at(index, number), int(index.chunk_byte[row]))
+
+
+def single_run(index: Index, shard: ShardedTensor, find: Find | None = None) -> tuple[StoredFile, Run] | None:
     """Return where a requested box lies if it is one run of one chunk and fits what is stored, else None.
 
     Args:
         index: what is stored.
         shard: what is asked for.
+        find: looks tensors up in the index.
     """
-    (number,) = find_texts(index.key_text, index.key_start, [shard.key])
-    if number < 0 or shard.flattened_range is not None:
+    stored = (find or partial(_stored_tensor, index))(shard.key)
+    if stored is None or shard.flattened_range is not None:
         return None
-    kind = kind_at(index, number)
-    if (kind.dtype, kind.global_shape) != (shard.dtype, shard.global_shape):
+    kind, first, last, chunk = stored
+    if kind.dtype is not shard.dtype or kind.global_shape != shard.global_shape:
         return None
-    box = (1,) * shard.prepend_axis_num + shard.local_shape
-    row = _only_chunk(index, number, shard.global_offset, box)
-    if row is None or index.chunk_start[row] >= 0:
+    at, box = shard.global_offset, shard.local_shape
+    if shard.prepend_axis_num:
+        box = (1,) * shard.prepend_axis_num + box
+    if chunk is None:
+        row = _only_chunk(index, first, last, at, box)
+        chunk = None if row is None else _chunk_at(index, row, len(box))
+        if chunk is None:
+            return None
+    element = _first_element(chunk, at, box)
+    if element is None:
         return None
-    first = index.chunk_shape.shape[1] - len(box)
-    offset, shape = index.chunk_offset[row, first:].tolist(), index.chunk_shape[row, first:].tolist()
-    begin = [at - low for at, low in zip(shard.global_offset, offset, strict=True)]
-    if not _is_run(begin, box, shape):
-        return None
-    element = 0
-    for at, size in zip(begin, shape, strict=True):
-        element = element * size + at
-    byte = int(index.chunk_byte[row]) + element * kind.dtype.itemsize
-    return Run(int(index.chunk_file[row]), byte, prod(box) * kind.dtype.itemsize)
+    size = kind.dtype.itemsize
+    return chunk.file, Run(chunk.number, chunk.byte + element * size, prod(box) * size)
 
 
-def _only_chunk(index: Index, number: int, offset: tuple[int, ...], box: tuple[int, ...]) -> int | None:
+def _first_element(chunk: StoredChunk, offset: tuple[int, ...], box: tuple[int, ...]) -> int | None:
+    """Return where in a chunk a box begins that lies inside with its elements adjacent, else None."""
+    # From the last axis on: once a box takes only a part of an axis, the axes before it must be of length 1.
+    element, stride, is_cut = 0, 1, False
+    for axis in range(len(box) - 1, -1, -1):
+        begin, size, whole = offset[axis] - chunk.offset[axis], box[axis], chunk.shape[axis]
+        if begin < 0 or begin + size > whole or not size or (is_cut and size != 1):
+            return None
+        is_cut = is_cut or size != whole
+        element += begin * stride
+        stride *= whole
+    return element
+
+
+def _only_chunk(index: Index, first: int, last: int, offset: tuple[int, ...], box: tuple[int, ...]) -> int | None:
     """Return the one chunk of a tensor that has elements of a box, None if several have, or none."""
-    first, last = index.chunk_key.searchsorted((number, number + 1)).tolist()
-    if last - first == 1:
-        return int(first)
     axes = index.chunk_shape.shape[1] - len(box)
     begin, end = (columns[first:last, axes:] for columns in (index.chunk_offset, index.chunk_shape))
     meets = ((begin < np.add(offset, box)) & (begin + end > offset)).all(axis=1)
     rows = np.flatnonzero(meets).tolist()
     return first + rows[0] if len(rows) == 1 else None
-
-
-def _is_run(begin: list[int], box: tuple[int, ...], shape: list[int]) -> bool:
-    """Return whether a box with elements lies inside a row-major box with its elements adjacent."""
-    inside = all(at >= 0 and at + size <= whole for at, size, whole in zip(begin, box, shape, strict=True))
-    cut = max((axis for axis in range(len(box)) if box[axis] != shape[axis]), default=0)
-    return inside and all(size == 1 for size in box[:cut]) and 0 not in box
 
 
 def run_plan(run: Run) -> LoadPlan:
@@ -121,10 +195,9 @@ def load_from_index(checkpoint: Checkpoint, index: Index, shards: Sequence[Shard
         CorruptCheckpoint: stored bytes aren't what was saved.
     """
     options = checkpoint.options
-    run = single_run(index, shards[0]) if len(shards) == 1 else None
-    if run is not None and run.length <= MOST_BYTES:
-        file = file_at(index, run.file)
-        report = fetch_run(checkpoint.storage, file, run.byte, shards[0].data, verify=options.verify)
+    found = single_run(index, shards[0], _finder_of(checkpoint, index)) if len(shards) == 1 else None
+    if found is not None and (run := found[1]).length <= MOST_BYTES:
+        report = fetch_run(checkpoint.storage, found[0], run.byte, shards[0].data, verify=options.verify)
         if report is not None:
             options.progress(run.length)
             return report
@@ -132,6 +205,14 @@ def load_from_index(checkpoint: Checkpoint, index: Index, shards: Sequence[Shard
     with collector_paused():
         plan = plan_shards(index, shards, shard_columns(shards, checkpoint.world.rank))
     return read_planned(checkpoint, index, plan, [shard.data for shard in shards])
+
+
+def _finder_of(checkpoint: Checkpoint, index: Index) -> Find:
+    known = checkpoint.memo.get("finder")
+    if known is None or known[0] is not index:
+        known = checkpoint.memo["finder"] = index, finder(index)
+    find: Find = known[1]
+    return find
 
 
 def plan_shards(index: Index, shards: Sequence[ShardedTensor], columns: ShardColumns) -> LoadPlan:
@@ -143,7 +224,7 @@ def plan_shards(index: Index, shards: Sequence[ShardedTensor], columns: ShardCol
         columns: the same shards as columns.
     """
     if len(shards) == 1 and (run := single_run(index, shards[0])) is not None:
-        return run_plan(run)
+        return run_plan(run[1])
     numbers = np.array(find_texts(index.key_text, index.key_start, columns.keys), dtype=np.int64)
     if not stored_alike(index, numbers, columns.kinds):
         _check_kinds(index, numbers, shards, columns)
