@@ -218,6 +218,7 @@ def report(
 
 @_command(
     epilog="Example: shardtree convert step-100 hf --to hf --cast bf16 --leave-out 'optimizer.*'\n\n"
+    "By N processes: torchrun --nproc-per-node N -m shardtree convert ...\n\n"
     "Exit status: 0 converted; 2 trouble. Run the same command again to resume one that was stopped."
 )
 def convert(
@@ -273,11 +274,13 @@ def convert(
     allow_pickle: _AllowPickle = False,
 ) -> None:
     """Write a checkpoint of any format as one of another, and compare what was written with the source."""
+    from ..world import launched_rank
     from ._convert import Conversion, run_convert
     from ._names import float_dtype_named, format_named, function_named, renamings, size_named
     from ._output import finish, warn_of_pickle
+    from ._ranks import run_together
 
-    warn_of_pickle(allow_pickle)
+    warn_of_pickle(allow_pickle and not launched_rank())
     conversion = Conversion(
         source=source,
         destination=destination,
@@ -296,7 +299,11 @@ def convert(
         allow_pickle=allow_pickle,
     )
     interrupted = "interrupted; run the same command again to resume"
-    finish("convert", partial(run_convert, conversion, as_json=as_json), interrupted=interrupted)
+
+    def work() -> int:
+        return run_together("convert", lambda world: run_convert(conversion, as_json=as_json, world=world))
+
+    finish("convert", work, interrupted=interrupted)
 
 
 # Layouts, as they are typed.

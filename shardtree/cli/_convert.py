@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
-from rich.console import Console
 from rich.text import Text
 
 from ..checkpoint import ConversionReport, convert, open_checkpoint
@@ -17,8 +17,9 @@ from ..interop.megatron_optimizer import model_space
 from ..strategies import LoadOptions, SaveOptions, Strategies, StrategyAction, default_strategies, huggingface
 from ..transforms import partial_rename
 from ..trees import bind, cast, compose
+from ..world import World, agree, on_rank_zero
 from ._contents import contents_in_files
-from ._output import Output, bar, json_text, pace, printable, size, spellable
+from ._output import Output, bar, json_text, pace, printable, printed, size, spellable
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,21 +61,23 @@ class Conversion:
     allow_pickle: bool
 
 
-def run_convert(conversion: Conversion, *, as_json: bool) -> int:
-    """Convert, print what was done, and return the exit status 0.
+def run_convert(conversion: Conversion, *, as_json: bool, world: World) -> int:
+    """Convert, print what was done, and return the exit status 0; every rank calls it.
+
+    Args:
+        conversion: the same on every rank.
+        as_json: how it is printed.
+        world: the ranks that share out the work; the first prints and draws the bar.
 
     Raises:
         CheckpointingException: it can't be done.
     """
     transform = transform_of(conversion.transforms, conversion.names, conversion.dtype)
-    transform_common, left_out = conversion.transform_common, [*conversion.leave_out]
-    if conversion.optimizer_in_model_space:
-        options = LoadOptions(allow_pickle=conversion.allow_pickle)
-        wanted = model_space(open_checkpoint(conversion.source, options=options))
-        steps = [wanted["transform_common"], *([] if transform_common is None else [transform_common])]
-        transform_common, left_out = compose(*steps), [*left_out, *wanted["leave_out"]]
+    look = partial(_look, conversion)
+    transform_common, left_out, nbytes = agree(world, "convert: look at the source", look)
     began = time.monotonic()
-    with bar(Output(stderr=True), "convert", _bytes_to_move(conversion)) as advance:
+    # This rank's share: its own bytes are all that it hears of.
+    with bar(Output(stderr=True), "convert", nbytes // world.size, is_shown=not world.rank) as advance:
         report = convert(
             conversion.source,
             conversion.destination,
@@ -89,12 +92,10 @@ def run_convert(conversion: Conversion, *, as_json: bool) -> int:
             strategies=strategies_of(conversion.backend, conversion.most_file_bytes),
             load_options=LoadOptions(allow_pickle=conversion.allow_pickle),
             save_options=SaveOptions(allow_pickle=conversion.allow_pickle, progress=advance),
+            world=world,
         )
-    if as_json:
-        print(json_text({"destination": conversion.destination, **_document(report)}))
-    else:
-        _show(Output(), conversion.destination, report, time.monotonic() - began)
-    return 0
+    show = partial(_show, conversion, report, time.monotonic() - began, world.size, as_json=as_json)
+    return on_rank_zero(world, "convert: print", partial(printed, show))
 
 
 def transform_of(
@@ -142,20 +143,32 @@ def strategies_of(backend: str | tuple[str, int], most_file_bytes: int | None) -
     return {**default_strategies, row: huggingface.save_sharded_up_to(most_file_bytes)}
 
 
-def _bytes_to_move(conversion: Conversion) -> int:
-    """Return about how many bytes a conversion writes and reads back: the bar's end."""
+def _look(conversion: Conversion) -> tuple[Callable[[Any], Any] | None, list[str], int]:
+    """Return what happens to the common state, what is left out, and about how many bytes move: the bar's end."""
     tree = open_checkpoint(conversion.source, options=LoadOptions(allow_pickle=conversion.allow_pickle))
+    transform_common, left_out = conversion.transform_common, [*conversion.leave_out]
+    if conversion.optimizer_in_model_space:
+        wanted = model_space(tree)
+        steps = [wanted["transform_common"], *([] if transform_common is None else [transform_common])]
+        transform_common, left_out = compose(*steps), [*left_out, *wanted["leave_out"]]
     length = sum(row.length for row in contents_in_files(tree).tensors)
-    return length * (2 if conversion.verify else 1)
+    # Written, and read back.
+    return transform_common, left_out, length * (2 if conversion.verify else 1)
 
 
-def _show(console: Console, where: str, report: ConversionReport, seconds: float) -> None:
+def _show(conversion: Conversion, report: ConversionReport, seconds: float, processes: int, *, as_json: bool) -> int:
+    if as_json:
+        print(json_text({"destination": conversion.destination, **_document(report)}))
+        return 0
+    console = Output()
     spell = spellable(console)
     amounts = [plural(report.tensors, "tensor"), size(report.nbytes), plural(report.objects, "object")]
-    words = f"{printable(where)}: {', '.join(amounts)}, {pace(report.nbytes, seconds)}"
+    by = f", by {processes} processes" if processes > 1 else ""
+    words = f"{printable(conversion.destination)}: {', '.join(amounts)}, {pace(report.nbytes, seconds)}{by}"
     console.print(Text.assemble((spell("✓ "), "bold green"), words))
     for line in _remarks(report):
         console.print(Text(f"  {printable(line)}", style="dim"))
+    return 0
 
 
 def _remarks(report: ConversionReport) -> list[str]:

@@ -29,7 +29,7 @@ from ._hints import shell_words
 TROUBLE = 2
 """The exit status where something couldn't be done."""
 
-_BROKEN_PIPE, _INTERRUPTED = 141, 130  # what a shell shows for programs that SIGPIPE and SIGINT ended
+_BROKEN_PIPE, INTERRUPTED = 141, 130  # what a shell shows for programs that SIGPIPE and SIGINT ended
 
 _PICKLE_WARNING = (
     "warning: --allow-pickle: loading pickled values can run any code that the checkpoint's writer put there"
@@ -56,13 +56,14 @@ class Output(Console):
 
 
 @contextmanager
-def bar(console: Console, doing: str, total: int | None) -> Iterator[Callable[[int], None]]:
+def bar(console: Console, doing: str, total: int | None, *, is_shown: bool = True) -> Iterator[Callable[[int], None]]:
     """Yield `progress(nbytes)`, called with the bytes done since the last call; the bar is gone afterwards.
 
     Args:
         console: where it is drawn; nothing is where it isn't a terminal.
         doing: what moves them.
         total: bytes, None where that isn't known.
+        is_shown: whether it is drawn at all: one rank of several draws.
     """
     columns = (
         SpinnerColumn(),
@@ -72,7 +73,9 @@ def bar(console: Console, doing: str, total: int | None) -> Iterator[Callable[[i
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with Progress(
+        *columns, console=console, transient=True, disable=not (is_shown and console.is_terminal)
+    ) as progress:
         task = progress.add_task(doing, total=total)
         yield lambda nbytes: progress.advance(task, nbytes)
 
@@ -89,19 +92,26 @@ def finish(command: str, work: Callable[[], int], *, interrupted: str = "interru
         # Backslashes, since a key with a character that the encoding lacks must still be told from others.
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-        status = work()
-        # Here, so that a closed pipe is found now; at the interpreter's exit it would print an error.
-        sys.stdout.flush()
+        status = printed(work)
     except CheckpointingException as error:
         complain(command, error)
         status = TROUBLE
-    except BrokenPipeError:
-        _discard_output()
-        status = _BROKEN_PIPE
     except KeyboardInterrupt:
         typer.echo(f"shardtree {command}: {interrupted}", err=True)
-        status = _INTERRUPTED
+        status = INTERRUPTED
     raise typer.Exit(status)
+
+
+def printed(work: Callable[[], int]) -> int:
+    """Return the exit status of what prints, or that of a broken pipe."""
+    try:
+        status = work()
+        # Here, so that a closed pipe is found now; at the interpreter's exit it would print an error.
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _discard_output()
+        return _BROKEN_PIPE
+    return status
 
 
 def complain(command: str, error: Exception) -> None:

@@ -1,6 +1,7 @@
 """Ranks and their collectives: one process, simulated ranks, or the ranks of torch.distributed; and phases."""
 
 from ._distributed import current_world, distributed
+from ._launched import launched_rank, launched_world
 from ._phases import agree, gather, on_one_rank, on_rank_zero, share, step
 from ._processes import run_processes
 from ._simulated import simulate

@@ -50,8 +50,11 @@ def quick_python() -> tuple[str, ...]:
     return (sys.executable, "-I", "-S", str(HERE / "client.py"), address)
 
 
-def torchrun(processes: int, script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Return how a job of torchrun ended, the job and its ranks being started quickly; warnings are errors in both."""
+def torchrun(processes: int, script: Path | str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Return how a job of torchrun ended, the job and its ranks being started quickly; warnings are errors in both.
+
+    The script may be ``-m``, with a module's name as the first argument.
+    """
     job = [*quick_python(), "-W", "error", "-m", "torch.distributed.run", "--standalone"]
     ranks = [f"--nproc-per-node={processes}", "--no-python", *quick_python(), str(script), *arguments]
     environment = os.environ | {"PYTHONWARNINGS": "error", "OMP_NUM_THREADS": "1"}
