@@ -53,7 +53,8 @@ def test_a_step_is_shown_in_the_file_with_the_groups():
     opened.metadata.whole()
     (row,) = opened.stored_layout(next(iter(STEPS))).columns.rank.tolist()
     index = opened.metadata.stored.shown
-    groups = texts(index.object_text, index.object_start).index(
+    names = texts(index.object_text, index.object_start)
+    groups = names.index("optimizer.distributed.dp_group_idx_0.optimizer/shard_0_1")
         "optimizer.distributed.dp_group_idx_0.optimizer/shard_0_1"
     )
     assert row == index.object_file[groups]
