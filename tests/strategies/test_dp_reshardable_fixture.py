@@ -55,8 +55,6 @@ def test_a_step_is_shown_in_the_file_with_the_groups():
     index = opened.metadata.stored.shown
     names = texts(index.object_text, index.object_start)
     groups = names.index("optimizer.distributed.dp_group_idx_0.optimizer/shard_0_1")
-        "optimizer.distributed.dp_group_idx_0.optimizer/shard_0_1"
-    )
     assert row == index.object_file[groups]
 
 
