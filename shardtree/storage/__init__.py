@@ -48,7 +48,7 @@ from ._object_url import in_larger_requests, object_storage
 from ._owner import Claim, claim, is_alive, is_claimed, owner_note, release
 from ._storage import Buffer, Exchanging, Reader, Sibling, SizedBuffers, Storage, is_temporary
 from ._stretches import Stretches, joined_crc32, read_crc32
-from ._threads import background_threads, collector_paused, in_threads, in_turn, usual_threads
+from ._threads import Begun, background_threads, collector_paused, in_threads, in_turn, read_ahead, usual_threads
 
 __all__ = [
     "Buffer",

@@ -1,16 +1,19 @@
-"""A few threads that take work from one list, for reads and checksums, which run without Python's global lock."""
+"""A few threads for reads and checksums, which run without Python's global lock: they share a list, or read ahead."""
 
 from __future__ import annotations
 
 import gc
+import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from threading import Lock
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import torch
+
+from ._storage import Buffer
 
 Work = TypeVar("Work")
 Result = TypeVar("Result")
@@ -99,17 +102,111 @@ def run_workers(work: Callable[[], Result], threads: int, *, stop: Callable[[], 
             stop()
             raise
 
-    others: list[Future[Result]] = []
-    with ThreadPoolExecutor(max(1, threads - 1)) as pool:
-        # While the interpreter ends, with a save still in progress, no thread can start: this one does all the work.
-        with suppress(RuntimeError):
-            for _ in range(threads - 1):
-                others.append(pool.submit(work_or_stop))
-        try:
-            return [work_or_stop(), *(other.result() for other in others)]
-        except BaseException:  # an interrupt may come while the others are waited for
-            stop()
-            raise
+    others = threads - 1
+    if others < _MOST_THREADS:
+        return _worked(work_or_stop, others, _kept_threads(), stop=stop)
+    with ThreadPoolExecutor(others) as pool:
+        return _worked(work_or_stop, others, pool, stop=stop)
+
+
+def _worked(
+    work: Callable[[], Result], others: int, pool: ThreadPoolExecutor, *, stop: Callable[[], None]
+) -> list[Result]:
+    """Call a function in this thread and as many others of a pool as have begun it by then."""
+    begun: list[Future[Result]] = []
+    # While the interpreter ends, with a save still in progress, no thread can start: this one does all the work.
+    with suppress(RuntimeError):
+        begun.extend(pool.submit(work) for _ in range(others))
+    try:
+        found = [work()]
+        return found + [other.result() for other in begun if not other.cancel()]
+    except BaseException:  # an interrupt may come while the others are waited for
+        stop()
+        raise
+    finally:
+        # Nothing goes on behind the caller's back: what is read into may be freed by him.
+        wait([other for other in begun if not other.cancel()])
+
+
+class Begun(Generic[Result]):
+    """Work that another thread does, unless all are busy until its result is asked for: then it is done there.
+
+    So nothing waits for threads that are busy, and nothing is lost while the interpreter ends.
+
+    Args:
+        work: called once at most.
+
+    Examples:
+        >>> total = Begun(lambda: sum(range(5)))
+        >>> total.result()
+        10
+    """
+
+    __slots__ = ("_future", "_work")
+
+    def __init__(self, work: Callable[[], Result]) -> None:
+        self._work = work
+        self._future: Future[Result] | None = None
+        with suppress(RuntimeError):  # no thread takes work any more
+            self._future = _kept_threads().submit(work)
+
+    def result(self) -> Result:
+        """Return what the work returned, or raise what it raised; called once at most."""
+        return self._work() if self._future is None or self._future.cancel() else self._future.result()
+
+    def drop(self) -> None:
+        """Wait until the work is done if a thread has begun it, else leave it undone."""
+        if self._future is not None and not self._future.cancel():
+            wait([self._future])
+
+
+# Starting a thread takes up to some milliseconds where all cores are busy, and a read of a few MiB takes one.
+
+_kept: list[ThreadPoolExecutor] = []
+
+
+def _kept_threads() -> ThreadPoolExecutor:
+    """Return threads that wait for more work; made when first needed, and again in a process that was forked."""
+    if not _kept:
+        _kept.append(ThreadPoolExecutor(2 * _MOST_THREADS, "shardtree"))
+    return _kept[0]
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_kept.clear)
+
+
+def read_ahead(buffers: Iterable[Buffer], nbytes: int) -> Generator[Buffer, None, None]:
+    r"""Yield buffers that another thread makes while this one's caller uses those before.
+
+    Args:
+        buffers: made one after the other, never by two threads at once; each must stay as it is.
+        nbytes: about how much is made ahead, so that twice as much may be in memory.
+
+    Examples:
+        >>> [bytes(buffer) for buffer in read_ahead(map(memoryview, [b"a", b"bc"]), 1024)]
+        [b'a', b'bc']
+    """
+    source, has_grad = iter(buffers), torch.is_grad_enabled()
+
+    def some() -> list[Buffer]:
+        found, size = list[Buffer](), 0
+        # Lazy data may be computed, under the mode in which it would have been.
+        with torch.set_grad_enabled(has_grad):
+            for buffer in source:
+                found.append(buffer)
+                size += buffer.nbytes
+                if size >= nbytes:
+                    break
+        return found
+
+    following = Begun(some)
+    try:
+        while made := following.result():
+            following = Begun(some)
+            yield from made
+    finally:
+        following.drop()
 
 
 def in_turn(progress: Callable[[int], None]) -> Callable[[int], None]:

@@ -25,8 +25,10 @@ from ...storage import (
     Listing,
     ObjectStorage,
     Reader,
+    SizedBuffers,
     Storage,
     abort_open_uploads,
+    read_ahead,
     remove_files,
 )
 from ...strategies import Strategies, table_of
@@ -261,7 +263,7 @@ class RecordingStorage:
     def write(self, name: str, buffers: Iterable[Buffer], *, durable: bool) -> int:
         """Write a new file and record its length."""
         self._announce(name)
-        self.lengths[name] = self.inner.write(name, buffers, durable=durable)
+        self.lengths[name] = self.inner.write(name, _ahead(buffers), durable=durable)
         return self.lengths[name]
 
     def write_parts(self, name: str, length: int, parts: Iterable[tuple[int, Buffer]], *, durable: bool) -> None:
@@ -365,6 +367,17 @@ class RecordingObjects(RecordingStorage):
         self.inner.remove_all(names)
         for name in names:
             self.lengths.pop(name, None)
+
+
+_AHEAD_BYTES = 8 * 1024 * 1024
+
+
+def _ahead(buffers: Iterable[Buffer]) -> Iterable[Buffer]:
+    """Return buffers that are read from the source while those before are written; what is in memory as it is."""
+    if isinstance(buffers, Sequence):
+        return buffers
+    made = read_ahead(buffers, _AHEAD_BYTES)
+    return SizedBuffers(buffers.nbytes, made) if isinstance(buffers, SizedBuffers) else made
 
 
 def recording(storage: Storage, announce: Callable[[str], None]) -> RecordingStorage:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
-from threading import Thread
 
 import numpy as np
 import torch
@@ -18,7 +17,7 @@ from ...geometry import Column, box_column, volumes, widen
 from ...layouts import ShardColumns, select_rows, shard_boxes, shard_columns
 from ...lazy import LazyTensor
 from ...mapping import ShardedObject, ShardedTensor
-from ...storage import Buffer, SizedBuffers, tensor_buffers
+from ...storage import Begun, Buffer, SizedBuffers, tensor_buffers
 from .._checks import misfit
 from .._values import PendingSave
 
@@ -232,24 +231,8 @@ def _piece_buffers(piece: Piece, length: int) -> Iterator[Buffer]:
 
 def _checksum(buffer: Buffer, before: int) -> Callable[[], int]:
     """Return a function that returns the CRC32 with one more buffer; for a large one, another thread computes it."""
-    found: list[int] = []
-
-    def compute() -> None:
-        found.append(crc32(buffer, before))
-
-    # No pool: an asynchronous save may go on while the interpreter ends, and pools take no work then.
-    thread = Thread(target=compute, name="crc32")
-    if buffer.nbytes < _LEAST_THREAD_BYTES:
-        compute()
-    else:
-        thread.start()
-
-    def result() -> int:
-        if thread.ident is not None:
-            thread.join()
-        return found[0]
-
-    return result
+    compute = partial(crc32, buffer, before)
+    return partial(int, compute()) if buffer.nbytes < _LEAST_THREAD_BYTES else Begun(compute).result
 
 
 def _with_progress(buffers: Iterator[Buffer], pending: PendingSave) -> Iterator[Buffer]:

@@ -1,0 +1,104 @@
+"""Buffers that another thread makes while those before are used; and work in threads that are kept."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardtree.storage import Begun, Buffer, in_threads, read_ahead
+from tests.trees.samples import assert_caught
+
+PIECES = st.lists(st.binary(max_size=5), max_size=12)
+
+
+def same_buffers(ahead: Any, pieces: list[bytes], nbytes: int) -> None:
+    assert [bytes(buffer) for buffer in ahead(map(memoryview, pieces), nbytes)] == pieces
+
+
+@given(PIECES, st.integers(1, 8))
+def test_buffers_come_in_order_and_whole(pieces: list[bytes], nbytes: int) -> None:
+    same_buffers(read_ahead, pieces, nbytes)
+
+
+def test_the_law_catches_a_group_that_is_left_out() -> None:
+    def without_first(buffers: Iterator[Buffer], nbytes: int) -> Iterator[Buffer]:
+        return islice(read_ahead(buffers, nbytes), 1, None)
+
+    assert_caught(same_buffers, without_first, PIECES, st.integers(1, 8))
+
+
+def failing(count: int, made: list[int]) -> Iterator[Buffer]:
+    for number in range(count):
+        made.append(number)
+        yield memoryview(b"abcd")
+    raise ValueError("no more")
+
+
+def test_an_error_comes_after_what_was_made_in_groups_before_it() -> None:
+    buffers = read_ahead(failing(4, []), 8)
+    assert [bytes(next(buffers)) for _ in range(4)] == [b"abcd"] * 4
+    with pytest.raises(ValueError, match="no more"):
+        next(buffers)
+
+
+def test_no_more_is_made_than_two_groups() -> None:
+    made: list[int] = []
+    buffers = read_ahead(failing(100, made), 8)
+    next(buffers)
+    buffers.close()
+    assert len(made) <= 4
+
+
+def test_lazy_data_is_computed_in_the_mode_of_the_caller() -> None:
+    def modes() -> Iterator[Buffer]:
+        yield memoryview(bytes([torch.is_grad_enabled()]))
+
+    with torch.no_grad():
+        assert [bytes(mode) for mode in read_ahead(modes(), 1)] == [b"\0"]
+
+
+def test_busy_threads_delay_nobody() -> None:
+    done, busy = threading.Event(), [Begun(lambda: done.wait(60)) for _ in range(20)]
+    assert Begun(lambda: 7).result() == 7
+    assert in_threads(abs, [-1, 2, -3], threads=2) == [1, 2, 3]
+    done.set()
+    for one in busy:
+        one.drop()
+
+
+def test_what_no_thread_has_begun_is_dropped_undone() -> None:
+    done, begun = threading.Event(), list[int]()
+    busy = [Begun(lambda: done.wait(60)) for _ in range(20)]
+    Begun(lambda: begun.append(1)).drop()
+    done.set()
+    for one in busy:
+        one.drop()
+    assert begun == []
+
+
+def test_work_is_done_where_no_thread_takes_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any) -> Any:
+        raise RuntimeError("cannot schedule new futures after interpreter shutdown")
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", refused)
+    assert Begun(lambda: 7).result() == 7
+    same_buffers(read_ahead, [b"ab", b"c"], 1)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_process_has_threads_of_its_own() -> None:
+    assert Begun(lambda: 7).result() == 7
+    child = os.fork()
+    if not child:
+        names = {threading.current_thread().name, *in_threads(lambda _: threading.current_thread().name, range(50), 2)}
+        os._exit(0 if names and Begun(lambda: 7).result() == 7 else 1)
+    assert os.waitpid(child, 0)[1] == 0
