@@ -40,6 +40,7 @@ from ._metadata import (
 )
 from ._save_folders import (
     OWNER_FILE,
+    REMOVES_SAVES,
     disown,
     is_orphaned,
     is_save_file,

@@ -25,6 +25,7 @@ from shardtree.storage import (
     _object_uploads,
     _ranged_fetch,
     _requests,
+    owner_note,
     storage_at,
 )
 from shardtree.testing import check_strategy
@@ -426,6 +427,18 @@ def test_an_index_that_arrives_late_replaces_no_other(server: Server, backend: t
     st.remove_sharded_tensors(at(), "v")
     server.apply_late()
     assert st.verify(at()) == () and list(st.open_checkpoint(at()).metadata) == ["w"] and loaded() == (1.0, 7)
+
+
+def test_a_format_without_a_clean_up_leaves_no_note_and_no_interrupted_save(server: Server) -> None:
+    def save_nothing(pending: Any, _: Any) -> Any:
+        return st.AsyncRequest(pending.world, lambda: None, lambda _: {"folder": pending.save_id})
+
+    killed = "save-20260102T030405-0123456789abcdef"
+    for name, data in (("owner.json", owner_note(killed)), ("common.safetensors", b"half")):
+        at().write(f"{killed}/{name}", [memoryview(data)], durable=True)
+    st.save({"step": 1}, at(), save_nothing)
+    assert st.load_common_state_dict(at()) == {"step": 1}
+    assert not any(killed in name or "owner.json" in name for name in server.store.objects), [*server.store.objects]
 
 
 def test_a_store_that_ignores_conditions_is_found_out(

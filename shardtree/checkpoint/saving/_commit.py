@@ -88,7 +88,7 @@ def save_request(
         folder=pending.storage if pending.replaced is None else pending.replaced.storage,
         clean_up=partial(
             _call_each,
-            partial(clean_up, pending, strategies, removes_saves=commit is None),
+            partial(clean_up, pending, strategies),
             *(request.clean_up for request in requests),
         ),
     )

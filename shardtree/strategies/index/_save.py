@@ -29,7 +29,7 @@ from ...storage import (
     tensor_buffers,
 )
 from .._checks import check_objects_written, checked_data
-from .._save_folders import remove_orphaned, remove_unless_committed
+from .._save_folders import REMOVES_SAVES, remove_orphaned, remove_unless_committed
 from .._values import AsyncRequest, Fields, PendingSave
 from ._columns import Index
 from ._file import build_index, write_index
@@ -252,6 +252,7 @@ def _joined(columns: Sequence[Column]) -> Column:
 
 
 def _commit(pending: PendingSave, written: Sequence[RankFiles]) -> Fields:
+    pending.memo[REMOVES_SAVES] = True  # by `_clean_up`
     index = partial(write_index, pending, collect_index(written))
     if not isinstance(pending.storage, Listing):
         _check_written(pending.storage, written)
