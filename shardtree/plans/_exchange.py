@@ -1,4 +1,4 @@
-"""Which rank reads for others, in rounds of bounded size; and other work grouped so that memory stays bounded."""
+"""Which rank reads what for others, in rounds of bounded size; and other work grouped so that memory stays bounded."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import TypeVar
 
 import numpy as np
 
-from ..geometry import Column
+from ..geometry import Column, begins
 from ..layouts import ShardColumns
-from ._save import Rows, balanced_rows, held_places
+from ._save import find_holders, held_places, holder_sets
+from ._text import size_text, table_lines
 
 # Shards that several ranks want are read once and passed on, in rounds of bounded size.
 
@@ -18,22 +19,38 @@ ROUND_BYTES = 64 * 1024 * 1024
 """The most bytes that all ranks together pass on in one round."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+STRIPE_BYTES = 1024 * 1024
+"""Shards are cut between readers at multiples of this: whole requests, and few hashed blocks that two ranks read."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class ExchangePlan:
-    """Which rank reads which shard, and which bytes of it go to which rank in which round.
+    """Which rank reads which bytes, and to which ranks it sends them in which round. Its text is a table.
 
     Attributes:
-        reads: the shards that are read from storage, bool (shards,), rows as in the columns of all ranks.
+        ranks: how many there are.
+        reader: who reads, int64 (reads,).
+        row: the shard of the reader that it reads a part of, a row of all ranks' columns, int64 (reads,).
+        read_start: first byte of the shard's data that is read, int64 (reads,).
+        read_stop: one past the last, int64 (reads,).
         source: the row that is passed on, int64 (transfers,).
         target: the row that gets it, int64 (transfers,).
+        sender: the rank of the source, int64 (transfers,).
+        receiver: the rank of the target, int64 (transfers,).
         start: first byte of the shard's data that is passed on, int64 (transfers,).
         stop: one past the last, int64 (transfers,).
         round: when, ascending, int64 (transfers,).
     """
 
-    reads: Rows
+    ranks: int
+    reader: Column
+    row: Column
+    read_start: Column
+    read_stop: Column
     source: Column
     target: Column
+    sender: Column
+    receiver: Column
     start: Column
     stop: Column
     round: Column
@@ -43,40 +60,140 @@ class ExchangePlan:
         """How many rounds there are."""
         return int(self.round[-1]) + 1 if self.round.size else 0
 
+    @property
+    def bytes_read(self) -> Column:
+        """How many bytes each rank reads, int64 (ranks,)."""
+        return _by_rank(self.ranks, self.reader, self.read_stop - self.read_start)
 
-def plan_exchange(columns: ShardColumns, ranks: int, *, round_bytes: int = ROUND_BYTES) -> ExchangePlan:
-    """Return the plan by which ranks that want the same shard read it once between them.
+    @property
+    def bytes_sent(self) -> Column:
+        """How many bytes each rank sends, int64 (ranks,)."""
+        return _by_rank(self.ranks, self.sender, self.stop - self.start)
+
+    @property
+    def bytes_received(self) -> Column:
+        """How many bytes each rank is sent, int64 (ranks,)."""
+        return _by_rank(self.ranks, self.receiver, self.stop - self.start)
+
+    def __repr__(self) -> str:
+        columns = (self.bytes_read.tolist(), self.bytes_sent.tolist(), self.bytes_received.tolist())
+        rows = [(str(rank), *map(size_text, row)) for rank, row in enumerate(zip(*columns, strict=True))]
+        return "\n".join(table_lines([("rank", "reads", "sends", "receives"), *rows]))
+
+
+def _by_rank(ranks: int, rank: Column, size: Column) -> Column:
+    total = np.zeros(ranks, dtype=np.int64)
+    np.add.at(total, rank, size)
+    return total
+
+
+def plan_exchange(
+    columns: ShardColumns, ranks: int, *, round_bytes: int = ROUND_BYTES, stripe_bytes: int = STRIPE_BYTES
+) -> ExchangePlan:
+    """Return the plan by which ranks that want the same shards read them once between them.
+
+    The shards that a set of ranks wants are laid end to end and cut into one stretch a rank, so that each rank reads as
+    much as the others, whatever it reads alone or with other sets. Cuts lie between shards or at whole stripes: a rank
+    is at most a stripe away from its part.
 
     Args:
         columns: the shards that all ranks want.
         ranks: how many ranks there are.
         round_bytes: the most that is passed on in one round.
+        stripe_bytes: shards are cut at multiples of so many bytes.
 
     Examples:
         >>> import torch, shardtree as st
         >>> def wanted_by(rank):
-        ...     shard = st.ShardedTensor.from_rank_offsets("w", torch.zeros(4), replica_id=rank)
+        ...     shard = st.ShardedTensor.from_rank_offsets("w", torch.zeros(1024), replica_id=rank)
         ...     return st.layouts.shard_columns([shard], rank)
-        >>> plan = plan_exchange(st.layouts.join_columns([wanted_by(0), wanted_by(1)]), 2)
-        >>> plan.reads.tolist(), plan.source.tolist(), plan.target.tolist(), plan.stop.tolist()
-        ([True, False], [0], [1], [16])
+        >>> plan = plan_exchange(st.layouts.join_columns([wanted_by(0), wanted_by(1)]), 2, stripe_bytes=1024)
+        >>> plan.reader.tolist(), plan.read_start.tolist(), plan.read_stop.tolist()
+        ([0, 1], [0, 2048], [2048, 4096])
+        >>> plan.bytes_sent.tolist(), plan.bytes_received.tolist()
+        ([2048, 2048], [2048, 2048])
     """
     place, places = held_places(columns)
-    # Readers are chosen as writers are: by the same function, so that ranks read about as many bytes each.
-    reads = balanced_rows(columns, ranks, place, np.ones(places, dtype=np.bool_))
-    reader = np.zeros(places, dtype=np.int64)
-    reader[place[reads]] = np.flatnonzero(reads)
-    target = np.flatnonzero(~reads)
-    size = (columns.elements * columns.item_size[columns.key])[target]
+    size = np.zeros(places, dtype=np.int64)
+    size[place] = columns.elements * columns.item_size[columns.key]
+    item = np.ones(places, dtype=np.int64)
+    item[place] = columns.item_size[columns.key]
+    which, reader, read_start, read_stop = _stripes(columns.rank, ranks, place, size, -(-stripe_bytes // item) * item)
+    by_place = np.argsort(place, kind="stable")
+    first, count = np.searchsorted(place[by_place], np.arange(places)), np.bincount(place, minlength=places)
+    # Each stretch meets all rows of its place; of the reader's, which may be several, the first is read into.
+    stretch = np.repeat(np.arange(which.size), count[which])
+    number = np.arange(stretch.size) - np.repeat(np.cumsum(count[which]) - count[which], count[which])
+    target = by_place[first[which[stretch]] + number]
+    own = np.flatnonzero(columns.rank[target] == reader[stretch])
+    row = target[own[begins(stretch[own])]]
+    others = np.flatnonzero(target != row[stretch])
+    stretch, target = stretch[others], target[others]
+    of, start, stop, turn = _in_rounds(read_start[stretch], read_stop[stretch], round_bytes)
+    source, target = row[stretch][of], target[of]
+    sender, receiver = columns.rank[source], columns.rank[target]
+    reads = (reader, row, read_start, read_stop)
+    return ExchangePlan(ranks, *reads, source, target, sender, receiver, start, stop, turn)
+
+
+def _in_rounds(start: Column, stop: Column, round_bytes: int) -> tuple[Column, Column, Column, Column]:
+    """Return transfers cut so that each round moves so many bytes, as (transfer, start, stop, round)."""
     # The transfers are laid end to end and cut every `round_bytes`: rounds are full, however the shards are sized.
-    end = np.cumsum(size)
-    begin = end - size
-    pieces = np.where(size > 0, -(-end // round_bytes) - begin // round_bytes, 0)
-    row = np.repeat(np.arange(target.size), pieces)
-    number = (begin // round_bytes)[row] + np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-    start = np.maximum(number * round_bytes, begin[row]) - begin[row]
-    stop = np.minimum((number + 1) * round_bytes, end[row]) - begin[row]
-    return ExchangePlan(reads, reader[place[target]][row], target[row], start, stop, number)
+    end = np.cumsum(stop - start)
+    begin = end - (stop - start)
+    pieces = -(-end // round_bytes) - begin // round_bytes
+    of = np.repeat(np.arange(start.size), pieces)
+    turn = (begin // round_bytes)[of] + np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    shift = start[of] - begin[of]
+    return (
+        of,
+        np.maximum(turn * round_bytes, begin[of]) + shift,
+        np.minimum((turn + 1) * round_bytes, end[of]) + shift,
+        turn,
+    )
+
+
+def _stripes(
+    rank: Column, ranks: int, place: Column, size: Column, stripe: Column
+) -> tuple[Column, Column, Column, Column]:
+    """Return who reads which bytes of which place, as (place, reader, start, stop); places of no bytes are left out."""
+    held = find_holders(place, rank, size > 0)
+    # What only one rank wants leaves no choice: it counts as load before the rest is shared out.
+    alone = held.count == 1
+    only, lone = held.rank[held.first[alone]], held.place[alone]
+    load = _by_rank(ranks, only, size[lone])
+    found = [(lone, only, np.zeros_like(lone), size[lone])]
+    for places, holders in holder_sets(held):
+        end = np.cumsum(size[places])
+        begin = end - size[places]
+        # The exact cuts, each moved to the nearest end of a shard or of a stripe in it.
+        exact = np.cumsum(_level_parts(load[holders], int(end[-1])))[:-1]
+        at = np.minimum(np.searchsorted(end, exact, side="right"), places.size - 1)
+        step = stripe[places][at]
+        striped = np.minimum(begin[at] + (exact - begin[at] + step // 2) // step * step, end[at])
+        cut = np.where(end[at] - exact < np.abs(striped - exact), end[at], striped)
+        edges = np.unique(np.concatenate([[0], cut, end]))
+        which = np.searchsorted(end, edges[:-1], side="right")
+        reader = holders[np.searchsorted(cut, edges[:-1], side="right")]
+        load += _by_rank(ranks, reader, np.diff(edges))
+        found.append((places[which], reader, edges[:-1] - begin[which], edges[1:] - begin[which]))
+    which, reader, start, stop = (np.concatenate(parts) for parts in zip(*found, strict=True))
+    order = np.lexsort((start, which))
+    return which[order], reader[order], start[order], stop[order]
+
+
+def _level_parts(load: Column, total: int) -> Column:
+    """Return how much of a total each of several loads gets, so that the smallest of them end up equal."""
+    order = np.argsort(load, kind="stable")
+    rising, filled = load[order], np.arange(1, load.size + 1)
+    # The most loads of which filling all up to the largest takes no more than the total.
+    spent = rising * filled - np.cumsum(rising)
+    several = int(np.flatnonzero(spent <= total)[-1]) + 1
+    level, rest = divmod(total + int(rising[:several].sum()), several)
+    part = np.zeros_like(load)
+    part[order[:several]] = level - rising[:several]
+    part[order[:rest]] += 1
+    return part
 
 
 # Rounds of reads that need a buffer besides their target.

@@ -71,14 +71,14 @@ def balanced_rows(columns: ShardColumns, ranks: int, place: Column, wanted: Rows
     size = np.zeros(wanted.size, dtype=np.int64)
     size[place] = columns.elements * columns.item_size[columns.key]
     chosen = np.full(wanted.size, -1, dtype=np.int64)
-    held = _holders(place, columns.rank, wanted)
+    held = find_holders(place, columns.rank, wanted)
     # Places with a single holder leave no choice: their bytes count as load before the others are assigned.
     alone = held.count == 1
     only = held.rank[held.first[alone]]
     chosen[held.place[alone]] = only
     # Weights are floats, exact up to 2**53 bytes; beyond that the balance is a little off, alike on every rank.
     load = np.bincount(only, weights=size[held.place[alone]], minlength=ranks).astype(np.int64)
-    for places, holders in _holder_sets(held):
+    for places, holders in holder_sets(held):
         order = holders[np.argsort(load[holders], kind="stable")]
         by_size = places[np.argsort(-size[places], kind="stable")]
         chosen[by_size] = order[_snake(by_size.size, order.size)]
@@ -99,7 +99,7 @@ def held_places(columns: ShardColumns) -> tuple[Column, int]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Holders:
+class Holders:
     """Who holds places.
 
     Attributes:
@@ -115,16 +115,16 @@ class _Holders:
     rank: Column
 
 
-def _holders(place: Column, rank: Column, wanted: Rows) -> _Holders:
+def find_holders(place: Column, rank: Column, wanted: Rows) -> Holders:
     ranks = int(rank.max(initial=0)) + 1
     # Place and rank as one integer sort many times faster than as two columns.
     pairs = distinct((place * ranks + rank)[wanted[place]])
     of = pairs // ranks
     first = np.flatnonzero(begins(of))
-    return _Holders(of[first], np.diff(first, append=of.size), first, pairs - of * ranks)
+    return Holders(of[first], np.diff(first, append=of.size), first, pairs - of * ranks)
 
 
-def _holder_sets(held: _Holders) -> Iterator[tuple[Column, Column]]:
+def holder_sets(held: Holders) -> Iterator[tuple[Column, Column]]:
     """Yield (places, holders) for each set of several ranks that holds places, smaller sets first."""
     for count in distinct(held.count[held.count > 1]).tolist():
         chosen = np.flatnonzero(held.count == count)

@@ -1,8 +1,10 @@
-"""Who reads for others: each wanted shard is read once, and passed on whole to all the others in bounded rounds."""
+"""Who reads for others: each wanted shard is read once, and passed on to all the others in bounded rounds."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,34 +32,90 @@ def wanted(draw: st.DrawFn) -> Case:
     return join_columns(parts), ranks
 
 
-def passes_everything_on(plan_of: Callable[..., ExchangePlan], case: Case, round_bytes: int) -> None:
+def passes_everything_on(plan_of: Callable[..., ExchangePlan], case: Case, round_bytes: int, stripe_bytes: int) -> None:
     columns, ranks = case
-    plan = plan_of(columns, ranks, round_bytes=round_bytes)
-    size = columns.elements
-    assert sorted(columns.key[plan.reads].tolist()) == sorted(set(columns.key.tolist()))
-    got = [np.full(length, int(plan.reads[row])) for row, length in enumerate(size.tolist())]
+    plan = plan_of(columns, ranks, round_bytes=round_bytes, stripe_bytes=stripe_bytes)
+    size = dict(zip(columns.key.tolist(), columns.elements.tolist(), strict=True))
+    read = {key: np.zeros(length, dtype=int) for key, length in size.items()}
+    got = [np.zeros(length, dtype=int) for length in columns.elements.tolist()]
+    for reader, row, start, stop in zip(plan.reader, plan.row, plan.read_start, plan.read_stop, strict=True):
+        assert columns.rank[row] == reader
+        read[int(columns.key[row])][start:stop] += 1
+        got[row][start:stop] += 1
+    has = [count.copy() for count in got]
     for source, target, start, stop in zip(plan.source, plan.target, plan.start, plan.stop, strict=True):
-        assert plan.reads[source]
+        assert has[source][start:stop].all()
         assert columns.key[source] == columns.key[target]
         got[target][start:stop] += 1
-    assert all((count == 1).all() for count in got)
+    assert all((count == 1).all() for count in [*got, *read.values()])
     assert plan.round.tolist() == sorted(plan.round.tolist())
     moved = np.bincount(plan.round, weights=plan.stop - plan.start, minlength=plan.rounds)
     assert moved.max(initial=0) <= round_bytes
     assert plan.rounds <= -(-int(moved.sum()) // round_bytes) + 1
 
 
-@given(wanted(), st.integers(1, 60))
-def test_every_wanted_byte_is_read_once_or_passed_on_once_in_bounded_rounds(case: Case, round_bytes: int) -> None:
-    passes_everything_on(plan_exchange, case, round_bytes)
+@given(wanted(), st.integers(1, 60), st.integers(1, 60))
+def test_every_wanted_byte_is_read_once_and_sent_once_to_each_other_rank(
+    case: Case, round_bytes: int, stripe_bytes: int
+) -> None:
+    passes_everything_on(plan_exchange, case, round_bytes, stripe_bytes)
 
 
 def test_the_law_catches_a_shard_that_is_cut_off() -> None:
-    def cut_off(columns: ShardColumns, ranks: int, *, round_bytes: int) -> ExchangePlan:
-        plan = plan_exchange(columns, ranks, round_bytes=round_bytes)
-        return ExchangePlan(plan.reads, plan.source, plan.target, plan.start, np.minimum(plan.stop, 20), plan.round)
+    def cut_off(*arguments: Any, **options: Any) -> ExchangePlan:
+        plan = plan_exchange(*arguments, **options)
+        return replace(plan, stop=np.minimum(plan.stop, 20))
 
-    assert_caught(passes_everything_on, cut_off, wanted(), st.integers(1, 60))
+    assert_caught(passes_everything_on, cut_off, wanted(), st.integers(1, 60), st.integers(1, 60))
+
+
+def replicated(sizes: list[int], ranks: int) -> ShardColumns:
+    """Return tensors of bytes that all ranks want whole, and one that only rank 0 wants."""
+    shards = [meta_shard(f"w{n}", size) for n, size in enumerate(sizes)]
+    own = [meta_shard("alone", sum(sizes) // ranks)]
+    return join_columns([shard_columns(shards + (own if rank == 0 else []), rank) for rank in range(ranks)])
+
+
+def meta_shard(key: str, size: int) -> ShardedTensor:
+    return ShardedTensor.from_rank_offsets(key, torch.empty(size, dtype=torch.int8, device="meta"))
+
+
+def levels_readers(plan_of: Callable[..., ExchangePlan], sizes: list[int], ranks: int, stripe_bytes: int) -> None:
+    columns = replicated(sizes, ranks)
+    read = plan_of(columns, ranks, stripe_bytes=stripe_bytes).bytes_read
+    part = (sum(sizes) + sum(sizes) // ranks) / ranks
+    # Each end of a rank's stretch is moved by half a stripe at most.
+    assert np.abs(read - part).max() <= stripe_bytes + 1
+
+
+@given(st.lists(st.integers(0, 4000), min_size=1, max_size=6), st.integers(1, 8), st.integers(1, 100))
+def test_readers_are_level_within_a_stripe(sizes: list[int], ranks: int, stripe_bytes: int) -> None:
+    levels_readers(plan_exchange, sizes, ranks, stripe_bytes)
+
+
+def test_the_law_catches_a_rank_that_reads_all() -> None:
+    def lazy(columns: ShardColumns, ranks: int, *, stripe_bytes: int) -> ExchangePlan:
+        return plan_exchange(columns, ranks, stripe_bytes=10**6)
+
+    sizes = st.lists(st.integers(0, 4000), min_size=1, max_size=6)
+    assert_caught(levels_readers, lazy, sizes, st.integers(1, 8), st.integers(1, 100))
+
+
+def test_64_replicas_read_once_level_within_a_twentieth() -> None:
+    size = 1 << 30
+    columns = join_columns([shard_columns([meta_shard("w", size), meta_shard("v", size)], rank) for rank in range(64)])
+    read = plan_exchange(columns, 64).bytes_read
+    assert read.sum() == 2 * size
+    assert read.max() <= 1.05 * read.mean()
+
+
+def test_a_plan_prints_what_each_rank_reads_sends_and_receives() -> None:
+    text = repr(plan_exchange(replicated([4000], 2), 2, stripe_bytes=1))
+    assert [line.split() for line in text.splitlines()] == [
+        ["rank", "reads", "sends", "receives"],
+        ["0", "3.0", "kB", "1.0", "kB", "3.0", "kB"],
+        ["1", "3.0", "kB", "3.0", "kB", "1.0", "kB"],
+    ]
 
 
 def test_rounds_are_full_but_the_last() -> None:

@@ -37,7 +37,7 @@ from ._checks import (
     objects_metadata,
     prospect,
 )
-from ._read import by_dtype, columns_of, common_rounds, exchanges, may_overflow
+from ._read import by_dtype, columns_of, common_rounds, exchanges, may_overflow, parts_to_read
 from ._strict import RAISING, StrictHandling, mismatched_keys, parse_strict
 from ._targets import Target, check_given, usable_device
 
@@ -267,12 +267,12 @@ def _groups(ranks: Sequence[Shards], kinds: Kinds, *, exchanged: bool) -> list[l
 
 def _shares(ranks: Sequence[Shards], kinds: Kinds) -> list[Shards]:
     """Return what each rank reads of a group itself, where ranks send each other what several of them want."""
-    alike = [[shard for shard in shards if not shard.allow_shape_mismatch] for shards in ranks]
+    # Without memory: a target's own may be a view, of which no flat range can be taken.
+    alike = [[replace(one, data=None) for one in shards if not one.allow_shape_mismatch] for shards in ranks]
     columns = join_columns([columns_of(shards, kinds, rank) for rank, shards in enumerate(alike)])
-    reads = iter(plans.plan_exchange(columns, len(ranks)).reads.tolist())
-    chosen = [[shard for shard in shards if next(reads)] for shards in alike]
+    plan = plans.plan_exchange(columns, len(ranks))
     own = ([shard for shard in shards if shard.allow_shape_mismatch] for shards in ranks)
-    return [[*mine, *share] for mine, share in zip(own, chosen, strict=True)]
+    return [[*mine, *parts_to_read(plan, columns, rank, alike[rank])] for rank, mine in enumerate(own)]
 
 
 def explain(

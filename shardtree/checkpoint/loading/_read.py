@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -106,7 +107,7 @@ def _is_integer(dtype: torch.dtype) -> bool:
     return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
 
 
-# Exchange: one rank reads what several ask for, and sends it to the others
+# Exchange: of what several ranks ask for each reads a part, and sends it to the others
 
 
 def exchanges(exchange: Exchange, storage: Storage, ranks: int) -> bool:
@@ -130,6 +131,36 @@ def exchanges(exchange: Exchange, storage: Storage, ranks: int) -> bool:
     return exchange == "always" or not isinstance(storage, (LocalStorage, MemoryStorage))
 
 
+def parts_to_read(
+    plan: ExchangePlan, columns: ShardColumns, rank: int, shards: Sequence[ShardedTensor]
+) -> list[ShardedTensor]:
+    """Return what a rank reads itself: its shards, or flat ranges of them, in the shards' own memory.
+
+    Args:
+        plan: who reads what.
+        columns: all ranks' shards, each rank's rows together and in the order of its shards.
+        rank: which.
+        shards: the rank's, with contiguous data or none.
+    """
+    first = int(np.searchsorted(columns.rank, rank))
+    mine = np.flatnonzero(plan.reader == rank)
+    rows = zip(plan.row[mine].tolist(), plan.read_start[mine].tolist(), plan.read_stop[mine].tolist(), strict=True)
+    item_size = columns.item_size[columns.key]
+    return [
+        _flat_part(shards[row - first], start // int(item_size[row]), stop // int(item_size[row]))
+        for row, start, stop in rows
+    ]
+
+
+def _flat_part(shard: ShardedTensor, start: int, stop: int) -> ShardedTensor:
+    """Return so many elements of a shard's data, as a shard that shares its memory."""
+    if (start, stop) == (0, prod(shard.data_shape)):
+        return shard
+    data = shard.data.view(-1)[start:stop] if isinstance(shard.data, torch.Tensor) else None
+    base = 0 if shard.flattened_range is None else shard.flattened_range.start
+    return replace(shard, data=data, flattened_range=slice(base + start, base + stop))
+
+
 def pass_on(world: World, plan: ExchangePlan, columns: ShardColumns, memories: Sequence[torch.Tensor]) -> None:
     """Fill the memories that this rank didn't read with what other ranks read; collective.
 
@@ -142,13 +173,12 @@ def pass_on(world: World, plan: ExchangePlan, columns: ShardColumns, memories: S
     # Bytes, not elements: any dtype can be sent, also those that NumPy lacks.
     first = int(np.searchsorted(columns.rank, world.rank))
     views = [bit_view(memory).numpy() for memory in memories]
-    source_rank, target_rank = columns.rank[plan.source], columns.rank[plan.target]
     for number in range(plan.rounds):
         outgoing: list[list[tuple[int, int, Any]]] = [[] for _ in range(world.size)]
-        for row in np.flatnonzero((plan.round == number) & (source_rank == world.rank)).tolist():
+        for row in np.flatnonzero((plan.round == number) & (plan.sender == world.rank)).tolist():
             start, stop = int(plan.start[row]), int(plan.stop[row])
             part = views[int(plan.source[row]) - first][start:stop]
-            outgoing[int(target_rank[row])].append((int(plan.target[row]), start, part))
+            outgoing[int(plan.receiver[row])].append((int(plan.target[row]), start, part))
         for target, start, part in (item for incoming in world.all_to_all(outgoing) for item in incoming):
             views[target - first][start : start + part.size] = part
 
@@ -281,8 +311,7 @@ def _read_once(reading: Reading, shards: Sequence[ShardedTensor], known: KnownLa
         wanted = gather(world, "load: describe reads", partial(shard_columns, alike, world.rank))
         columns = agree(world, "load: join reads", partial(join_columns, wanted))
     plan = agree(world, "load: plan exchange", partial(plan_exchange, columns, world.size))
-    reads = plan.reads[columns.rank == world.rank].tolist()
-    chosen = [shard for shard, read in zip(alike, reads, strict=True) if read]
+    chosen = agree(world, "load: choose reads", partial(parts_to_read, plan, columns, world.rank, alike))
     report = agree(world, "load: read", partial(_read, reading, [*own, *chosen]))
     pass_on(world, plan, columns, [shard.data for shard in alike])
     return report
