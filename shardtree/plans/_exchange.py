@@ -88,7 +88,12 @@ def _by_rank(ranks: int, rank: Column, size: Column) -> Column:
 
 
 def plan_exchange(
-    columns: ShardColumns, ranks: int, *, round_bytes: int = ROUND_BYTES, stripe_bytes: int = STRIPE_BYTES
+    columns: ShardColumns,
+    ranks: int,
+    *,
+    round_bytes: int = ROUND_BYTES,
+    stripe_bytes: int = STRIPE_BYTES,
+    is_cut: bool = True,
 ) -> ExchangePlan:
     """Return the plan by which ranks that want the same shards read them once between them.
 
@@ -101,6 +106,7 @@ def plan_exchange(
         ranks: how many ranks there are.
         round_bytes: the most that is passed on in one round.
         stripe_bytes: shards are cut at multiples of so many bytes.
+        is_cut: whether they are; if not, each is read whole by one rank.
 
     Examples:
         >>> import torch, shardtree as st
@@ -118,7 +124,8 @@ def plan_exchange(
     size[place] = columns.elements * columns.item_size[columns.key]
     item = np.ones(places, dtype=np.int64)
     item[place] = columns.item_size[columns.key]
-    which, reader, read_start, read_stop = _stripes(columns.rank, ranks, place, size, -(-stripe_bytes // item) * item)
+    stripe = -(-stripe_bytes // item) * item if is_cut else np.maximum(size, 1)
+    which, reader, read_start, read_stop = _stripes(columns.rank, ranks, place, size, stripe)
     by_place = np.argsort(place, kind="stable")
     first, count = np.searchsorted(place[by_place], np.arange(places)), np.bincount(place, minlength=places)
     # Each stretch meets all rows of its place; of the reader's, which may be several, the first is read into.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Literal
 
 from ..storage import Exchanging, Storage
 
@@ -20,6 +21,9 @@ class FormatTraits:
             if one of them changes, it is another checkpoint.
         in_save_folder: whether all files of a save are in the folder `pending.save_id`. No other save's files have
             their names then: a save overwrites by writing beside the old one, and open files are never another save's.
+        cuts_chunks: when a part of a stored chunk costs no more to read than its share of the bytes, so that ranks that
+            read for each other may divide it: "always", "unchecked" (where no checksums are compared, since those are
+            of whole chunks), or "never" (where chunks are decoded whole, or LOAD_SHARDED takes no flat ranges).
         fills_devices: whether LOAD_SHARDED can fill memory on any device with staged copies, such as CUDA; without,
             shards on devices are loaded into the host's memory first.
         is_guess: whether RECOGNIZE accepts any file of its kind, whatever its purpose; formats with an index of their
@@ -33,6 +37,7 @@ class FormatTraits:
 
     decided_by: tuple[str, ...] = (METADATA_FILE,)
     in_save_folder: bool = False
+    cuts_chunks: Literal["always", "unchecked", "never"] = "never"
     fills_devices: bool = False
     is_guess: bool = False
     has_manifest: bool = False

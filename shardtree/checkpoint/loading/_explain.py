@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -13,7 +13,7 @@ import torch
 
 from ... import plans
 from ...errors import CheckpointReplaced, CorruptCheckpoint, NotACheckpoint, StorageError
-from ...layouts import ShardColumns, join_columns
+from ...layouts import ShardColumns
 from ...mapping import ShardedTensor
 from ...objects import drop_objects
 from ...plans import Explanation
@@ -37,7 +37,8 @@ from ._checks import (
     objects_metadata,
     prospect,
 )
-from ._read import by_dtype, columns_of, common_rounds, exchanges, may_overflow, parts_to_read
+from ._exchange import cuts_shards, exchanges, shares
+from ._read import by_dtype, columns_of, common_rounds, may_overflow
 from ._strict import RAISING, StrictHandling, mismatched_keys, parse_strict
 from ._targets import Target, check_given, usable_device
 
@@ -117,7 +118,7 @@ def explanation(checkpoint: Checkpoint, request: LoadRequest, trees: Sequence[An
     fitting = [_fitting(fit.target.tensors, problems, kinds) for fit in fits.values()]
     groups: list[list[Shards]] | None = None
     with failed.recorded(ranks):
-        groups = _groups(fitting, kinds, exchanged=exchanged)
+        groups = _groups(fitting, kinds, exchanged=exchanged, is_cut=partial(cuts_shards, checkpoint, choices))
     costs = _costs(checkpoint, choices, fits, groups)
     asked_for = {rank: (len(fit.target.tensors), len(fit.target.objects)) for rank, fit in fits.items()}
     undecided = (
@@ -247,7 +248,9 @@ def _fitting(shards: Shards, problems: Sequence[plans.Misfit], kinds: Kinds) -> 
     return [shard for shard in shards if shard.key in kinds and shard.key not in wrong]
 
 
-def _groups(ranks: Sequence[Shards], kinds: Kinds, *, exchanged: bool) -> list[list[Shards]] | None:
+def _groups(
+    ranks: Sequence[Shards], kinds: Kinds, *, exchanged: bool, is_cut: Callable[[], bool]
+) -> list[list[Shards]] | None:
     """Return what each rank reads at once, group by group; None where each reads all at once, by itself.
 
     A load reads what it converts in separate rounds.
@@ -262,17 +265,10 @@ def _groups(ranks: Sequence[Shards], kinds: Kinds, *, exchanged: bool) -> list[l
     for number in range(max((max(own, default=-1) for own in rounds), default=-1) + 1):
         pairs = zip(split, rounds, strict=True)
         groups.append([[s for s, its in zip(others, own, strict=True) if its == number] for (_, others), own in pairs])
-    return [_shares(group, kinds) for group in groups] if exchanged else groups
-
-
-def _shares(ranks: Sequence[Shards], kinds: Kinds) -> list[Shards]:
-    """Return what each rank reads of a group itself, where ranks send each other what several of them want."""
-    # Without memory: a target's own may be a view, of which no flat range can be taken.
-    alike = [[replace(one, data=None) for one in shards if not one.allow_shape_mismatch] for shards in ranks]
-    columns = join_columns([columns_of(shards, kinds, rank) for rank, shards in enumerate(alike)])
-    plan = plans.plan_exchange(columns, len(ranks))
-    own = ([shard for shard in shards if shard.allow_shape_mismatch] for shards in ranks)
-    return [[*mine, *parts_to_read(plan, columns, rank, alike[rank])] for rank, mine in enumerate(own)]
+    if not exchanged:
+        return groups
+    divided = is_cut()
+    return [[*shares(group, partial(columns_of, kinds=kinds), is_cut=divided)] for group in groups]
 
 
 def explain(

@@ -5,34 +5,30 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from math import prod
 from typing import Any
 
-import numpy as np
 import torch
 
-from ...codec import bit_view
 from ...errors import StrategyError, error_text
 from ...layouts import ShardColumns, join_columns, shard_columns
 from ...mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor
-from ...plans import ExchangePlan, overlaps, plan_exchange, read_rounds
+from ...plans import overlaps, plan_exchange, read_rounds
 from ...plans.moving import convert
-from ...storage import LocalStorage, MemoryStorage, ReadReport, Storage, collector_paused
+from ...storage import ReadReport, collector_paused
 from ...strategies import (
     Checkpoint,
     Exchange,
     Strategies,
     StrategyAction,
     check_unreplaced,
-    default_strategies,
     find_strategy,
-    traits_of,
 )
 from ...trees import HOLE
-from ...world import World, agree, gather, step
+from ...world import agree, gather, share, step
 from .._consistency import KnownLayout
 from .._dispatch import Choice, backend_of, common_backend, sharded_backend, strategy_of
 from ._checks import Kinds, ObjectsFit, reshaped_values
+from ._exchange import by_sharing, cuts_shards, exchanges, parts_to_read, pass_on, traits_of_load
 from ._targets import CPU, deliver_all, new_memory, with_memories
 
 # Conversion from another dtype: read into staging memory, a bounded round at a time, and copied to the target
@@ -105,82 +101,6 @@ def may_overflow(stored: torch.dtype, target: torch.dtype) -> bool:
 
 def _is_integer(dtype: torch.dtype) -> bool:
     return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
-
-
-# Exchange: of what several ranks ask for each reads a part, and sends it to the others
-
-
-def exchanges(exchange: Exchange, storage: Storage, ranks: int) -> bool:
-    """Return whether ranks send each other what they read.
-
-    "auto" means remote storage: from a local file system a second read comes from the page cache, which is faster than
-    a message with its extra copy.
-
-    Raises:
-        StrategyError: no such choice.
-
-    Examples:
-        >>> exchanges("always", MemoryStorage(), 1)
-        False
-    """
-    if exchange not in ("auto", "always", "never"):
-        expected = "'auto', 'always' or 'never'"
-        raise StrategyError(error_text("load: no such exchange", found=repr(exchange), expected=expected))
-    if ranks == 1 or exchange == "never":
-        return False
-    return exchange == "always" or not isinstance(storage, (LocalStorage, MemoryStorage))
-
-
-def parts_to_read(
-    plan: ExchangePlan, columns: ShardColumns, rank: int, shards: Sequence[ShardedTensor]
-) -> list[ShardedTensor]:
-    """Return what a rank reads itself: its shards, or flat ranges of them, in the shards' own memory.
-
-    Args:
-        plan: who reads what.
-        columns: all ranks' shards, each rank's rows together and in the order of its shards.
-        rank: which.
-        shards: the rank's, with contiguous data or none.
-    """
-    first = int(np.searchsorted(columns.rank, rank))
-    mine = np.flatnonzero(plan.reader == rank)
-    rows = zip(plan.row[mine].tolist(), plan.read_start[mine].tolist(), plan.read_stop[mine].tolist(), strict=True)
-    item_size = columns.item_size[columns.key]
-    return [
-        _flat_part(shards[row - first], start // int(item_size[row]), stop // int(item_size[row]))
-        for row, start, stop in rows
-    ]
-
-
-def _flat_part(shard: ShardedTensor, start: int, stop: int) -> ShardedTensor:
-    """Return so many elements of a shard's data, as a shard that shares its memory."""
-    if (start, stop) == (0, prod(shard.data_shape)):
-        return shard
-    data = shard.data.view(-1)[start:stop] if isinstance(shard.data, torch.Tensor) else None
-    base = 0 if shard.flattened_range is None else shard.flattened_range.start
-    return replace(shard, data=data, flattened_range=slice(base + start, base + stop))
-
-
-def pass_on(world: World, plan: ExchangePlan, columns: ShardColumns, memories: Sequence[torch.Tensor]) -> None:
-    """Fill the memories that this rank didn't read with what other ranks read; collective.
-
-    Args:
-        world: the ranks that take part.
-        plan: who read what.
-        columns: all ranks' shards, each rank's rows together and in the order of its memories.
-        memories: this rank's tensors, contiguous and on the CPU.
-    """
-    # Bytes, not elements: any dtype can be sent, also those that NumPy lacks.
-    first = int(np.searchsorted(columns.rank, world.rank))
-    views = [bit_view(memory).numpy() for memory in memories]
-    for number in range(plan.rounds):
-        outgoing: list[list[tuple[int, int, Any]]] = [[] for _ in range(world.size)]
-        for row in np.flatnonzero((plan.round == number) & (plan.sender == world.rank)).tolist():
-            start, stop = int(plan.start[row]), int(plan.stop[row])
-            part = views[int(plan.source[row]) - first][start:stop]
-            outgoing[int(plan.receiver[row])].append((int(plan.target[row]), start, part))
-        for target, start, part in (item for incoming in world.all_to_all(outgoing) for item in incoming):
-            views[target - first][start : start + part.size] = part
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -273,15 +193,20 @@ def _read_alone(reading: Reading, shards: Sequence[ShardedTensor]) -> ReadReport
 
 def _read_together(reading: Reading, shards: Sequence[ShardedTensor]) -> ReadReport:
     world = reading.checkpoint.world
-    alike, others = agree(world, "load: compare dtypes", partial(by_dtype, shards, reading.kinds))
-    report = _read_once(reading, alike, reading.known)
+    choices = (reading.sharded_strategy, None, reading.strategies)
+    # Ranks may check differently, or have strategies of their own; the plan has to be the same on all.
+    split = partial(by_dtype, shards, reading.kinds)
+    (alike, others), cuts = share(
+        world, "load: compare dtypes", split, lambda _: cuts_shards(reading.checkpoint, choices)
+    )
+    report = _read_once(reading, alike, all(cuts), reading.known)
     described = gather(world, "load: describe conversions", partial(columns_of, others, reading.kinds, world.rank))
     # Rounds are planned from all ranks' shards: what one rank reads for several has to be in the same round of each.
     rounds, count = agree(world, "load: plan conversions", partial(common_rounds, described, world.rank))
     for number in range(count):
         part = [shard for shard, its in zip(others, rounds, strict=True) if its == number]
         staged = agree(world, "load: make room", partial(as_stored, part, reading.kinds))
-        report += _read_once(reading, staged)
+        report += _read_once(reading, staged, all(cuts))
         agree(world, "load: convert", partial(convert_all, part, staged, reading.kinds))
     return report
 
@@ -298,19 +223,19 @@ def _read(reading: Reading, shards: Sequence[ShardedTensor]) -> ReadReport:
     return report
 
 
-def _read_once(reading: Reading, shards: Sequence[ShardedTensor], known: KnownLayout | None = None) -> ReadReport:
+def _read_once(
+    reading: Reading, shards: Sequence[ShardedTensor], is_cut: bool, known: KnownLayout | None = None
+) -> ReadReport:
     """Read this rank's share of what several ranks want, and send it to the others; collective."""
     world = reading.checkpoint.world
-    # Not exchanged: where a shape mismatch is allowed, elements that aren't stored keep each rank's own values.
-    own = [shard for shard in shards if shard.allow_shape_mismatch]
-    alike = [shard for shard in shards if not shard.allow_shape_mismatch]
+    own, alike = by_sharing(shards)
     # A known layout saves the exchange of columns, but only if no rank has left out or converts any of it.
     if known is not None and all(gather(world, "load: compare reads", lambda: len(alike) == known.order.size)):
         columns, alike = known.columns, [alike[number] for number in known.order.tolist()]
     else:
         wanted = gather(world, "load: describe reads", partial(shard_columns, alike, world.rank))
         columns = agree(world, "load: join reads", partial(join_columns, wanted))
-    plan = agree(world, "load: plan exchange", partial(plan_exchange, columns, world.size))
+    plan = agree(world, "load: plan exchange", partial(plan_exchange, columns, world.size, is_cut=is_cut))
     chosen = agree(world, "load: choose reads", partial(parts_to_read, plan, columns, world.rank, alike))
     report = agree(world, "load: read", partial(_read, reading, [*own, *chosen]))
     pass_on(world, plan, columns, [shard.data for shard in alike])
@@ -375,12 +300,7 @@ def reads_to_device(
 
     @cache  # looked up only once a shard is on a device, and then once for all
     def is_possible() -> bool:
-        backend = sharded_backend(checkpoint.fields)
-        load_sharded = strategy_of(StrategyAction.LOAD_SHARDED, choice, backend, strategies)
-        # The traits are those of the format's own function, not of one that was put into its place for this call.
-        own = find_strategy(StrategyAction.LOAD_SHARDED, *backend, strategies=strategies)
-        registered = default_strategies.get((StrategyAction.LOAD_SHARDED, *backend), own)
-        fills = load_sharded is own is registered and traits_of(*backend, strategies).fills_devices
+        fills = traits_of_load(checkpoint, choice, strategies).fills_devices
         return fills and not exchanges(exchange, checkpoint.storage, checkpoint.world.size)
 
     def is_direct(shard: ShardedTensor) -> bool:

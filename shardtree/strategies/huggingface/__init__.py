@@ -18,7 +18,10 @@ ROWS: StoredRows = {
     (StrategyAction.VERIFY, "huggingface", 1): "huggingface._load:verify_files",
     (StrategyAction.LIST_FILES, "huggingface", 1): "huggingface._listing:list_files",
     (StrategyAction.DESCRIBE, "huggingface", 1): lambda: FormatTraits(
-        decided_by=("*.safetensors", "*.safetensors.index.json"), fills_devices=True, is_guess=True
+        decided_by=("*.safetensors", "*.safetensors.index.json"),
+        cuts_chunks="always",
+        fills_devices=True,
+        is_guess=True,
     ),
 }
 

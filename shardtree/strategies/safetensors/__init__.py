@@ -13,5 +13,7 @@ ROWS: Strategies = {
     (StrategyAction.SAVE_SHARDED, "safetensors", 1): save_sharded,
     (StrategyAction.SAVE_OBJECTS, "safetensors", 1): save_sharded,
     (StrategyAction.VERIFY, "safetensors", 1): verify_files,
-    (StrategyAction.DESCRIBE, "safetensors", 1): lambda: FormatTraits(in_save_folder=True, fills_devices=True),
+    (StrategyAction.DESCRIBE, "safetensors", 1): lambda: FormatTraits(
+        in_save_folder=True, cuts_chunks="always", fills_devices=True
+    ),
 }

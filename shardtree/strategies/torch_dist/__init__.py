@@ -44,6 +44,8 @@ ROWS: StoredRows = {
     (StrategyAction.COMMIT, "dcp", 1): "torch_dist._commit:commit_dcp",
     (StrategyAction.VERIFY, "dcp", 1): "torch_dist._verify:verify_files",
     (StrategyAction.LIST_FILES, "dcp", 1): "torch_dist._listing:list_files",
-    (StrategyAction.DESCRIBE, "torch_dist", 1): lambda: FormatTraits(decided_by=(".metadata",), has_manifest=True),
-    (StrategyAction.DESCRIBE, "dcp", 1): lambda: FormatTraits(decided_by=(".metadata",)),
+    (StrategyAction.DESCRIBE, "torch_dist", 1): lambda: FormatTraits(
+        decided_by=(".metadata",), cuts_chunks="unchecked", has_manifest=True
+    ),
+    (StrategyAction.DESCRIBE, "dcp", 1): lambda: FormatTraits(decided_by=(".metadata",), cuts_chunks="unchecked"),
 }

@@ -1,0 +1,183 @@
+"""Ranks that read for each other cut large tensors between them: in every format, with and without checks and casts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import shardtree as st
+from shardtree.errors import RemoteError, StorageError
+from shardtree.storage import BLOCK_BYTES, MemoryStorage, Reader, Verify
+from shardtree.testing import Call, WatchedStorage, first_difference, random_bits
+
+FORMATS = [("safetensors", 1), ("torch_dist", 1), ("dcp", 1), ("zarr", 3), ("huggingface", 1)]
+SHAPES = {"a": (1200, 1000), "b": (640, 1024)}
+"""Of 4.8 and 2.6 MB: each of four ranks reads a part of one of them, or of both."""
+
+WHOLE = {key: random_bits(shape, torch.float32, seed) for seed, (key, shape) in enumerate(SHAPES.items())}
+
+
+class SpanReader:
+    """A reader that notes which bytes it is asked for."""
+
+    def __init__(self, reader: Reader, name: str, spans: list[tuple[str, int, int]]) -> None:
+        self.reader, self.name, self.spans, self.length = reader, name, spans, reader.length
+
+    def read_into(self, byte: int, buffers: Sequence[memoryview]) -> None:
+        self.spans.append((self.name, byte, byte + sum(buffer.nbytes for buffer in buffers)))
+        self.reader.read_into(byte, buffers)
+
+    def mapped(self, begin: int = 0, end: int | None = None) -> memoryview:
+        found = self.reader.mapped(begin, end)
+        self.spans.append((self.name, begin, begin + found.nbytes))
+        return found
+
+
+class Spans(WatchedStorage):
+    """A storage that notes which bytes are read."""
+
+    spans: list[tuple[str, int, int]]
+
+    @contextmanager
+    def open(self, name: str) -> Iterator[Any]:
+        with self.inner.open(name) as reader:
+            yield SpanReader(reader, name, self.spans)
+
+
+def noted(inner: MemoryStorage) -> Spans:
+    found = Spans(inner)
+    object.__setattr__(found, "spans", [])
+    return found
+
+
+def times_read(storage: Spans) -> np.ndarray:
+    """Return how often each byte is read of the files that tensors lie in."""
+    names = sorted({name for name, begin, end in storage.spans if end - begin > 2**18})
+    counts = {name: np.zeros(storage.inner.length(name) or 0, dtype=int) for name in names}
+    for name, begin, end in storage.spans:
+        if name in counts:
+            counts[name][begin:end] += 1
+    return np.concatenate(list(counts.values()))
+
+
+def shard_of(key: str, rank: int, ranks: int, axis: int | None, dtype: torch.dtype) -> st.ShardedTensor:
+    """Return what a rank wants: all of it, or one of two halves along an axis, that each half of the ranks wants."""
+    shape = list(SHAPES[key])
+    cuts: list[tuple[int, int, int]] = []
+    if axis is not None:
+        shape[axis] //= 2
+        cuts = [(axis, rank % 2, 2)]
+    data = torch.zeros(shape, dtype=dtype)
+    return st.ShardedTensor.from_rank_offsets(key, data, *cuts, replica_id=rank if axis is None else rank // 2)
+
+
+@cache
+def saved(backend: tuple[str, int]) -> MemoryStorage:
+    folder = MemoryStorage()
+    tree = {key: st.ShardedTensor.from_rank_offsets(key, data) for key, data in WHOLE.items()}
+    st.save(tree, folder, backend)
+    return folder
+
+
+def load_on(
+    ranks: int, folder: Any, axis: int | None, exchange: Any, verify: Verify, dtype: torch.dtype = torch.float32
+) -> list[tuple[Any, st.storage.ReadReport]]:
+    def on_rank(world: st.World) -> tuple[Any, st.storage.ReadReport]:
+        reports: list[st.storage.ReadReport] = []
+        options = st.LoadOptions(exchange=exchange, verify=verify, report=reports.append)
+        target = {key: shard_of(key, world.rank, ranks, axis, dtype) for key in WHOLE}
+        loaded = st.load(target, folder, world=world, cast=dtype != torch.float32, options=options)
+        return loaded, reports[0]
+
+    return st.simulate(ranks, on_rank)
+
+
+CASES = pytest.mark.parametrize(
+    ("ranks", "axis"), [(2, None), (3, None), (4, 0), (4, 1)], ids=["2", "3", "4, rows", "4, columns"]
+)
+TOTAL = sum(data.nbytes for data in WHOLE.values())
+
+
+def check_reads(found: Spans, alone: Spans, reports: Sequence[st.storage.ReadReport], verify: Verify) -> None:
+    """Raise unless ranks read what one rank of each set that wants the same would read alone, or little more."""
+    assert sum(report.bytes_read for report in reports) == TOTAL
+    again = len(reports) * 2**16  # the files' headers
+    if verify is not None:
+        # A rank reads some of two tensors here: of each both ends may lie in a block that another one checks too.
+        again += 4 * len(reports) * BLOCK_BYTES
+    assert times_read(found).sum() <= times_read(alone).sum() + again
+
+
+@CASES
+@pytest.mark.parametrize("verify", [None, "whole", "all"])
+@pytest.mark.parametrize("backend", FORMATS, ids=lambda backend: backend[0])
+def test_ranks_that_read_for_each_other_get_what_each_would_read_itself(
+    backend: tuple[str, int], verify: Verify, ranks: int, axis: int | None
+) -> None:
+    alone, storage = noted(saved(backend)), noted(saved(backend))
+    plain = load_on(1 if axis is None else 2, alone, axis, "never", verify)
+    found = load_on(ranks, storage, axis, "always", verify)
+    for rank, (loaded, _) in enumerate(found):
+        expected, _ = plain[rank % len(plain)]
+        assert all(first_difference(loaded[key], expected[key]) is None for key in WHOLE)
+    check_reads(storage, alone, [report for _, report in found], verify)
+
+
+def test_the_check_of_reads_sees_ranks_that_each_read_all() -> None:
+    alone, storage = noted(saved(FORMATS[0])), noted(saved(FORMATS[0]))
+    load_on(1, alone, None, "never", None)
+    reports = [report for _, report in load_on(2, storage, None, "never", None)]
+    for each in (reports, [st.storage.ReadReport(TOTAL)]):
+        with pytest.raises(AssertionError):
+            check_reads(storage, alone, each, None)
+
+
+@pytest.mark.parametrize("backend", FORMATS, ids=lambda backend: backend[0])
+def test_what_is_compared_by_one_rank_is_compared_by_those_that_share_it_out(backend: tuple[str, int]) -> None:
+    (_, alone), *_ = load_on(1, saved(backend), None, "never", "all")
+    together = [report for _, report in load_on(3, saved(backend), None, "always", "all")]
+    assert sum(report.blocks_checked for report in together) >= alone.blocks_checked
+    assert bool(alone.blocks_unchecked) == any(report.blocks_unchecked for report in together)
+
+
+@CASES
+@pytest.mark.parametrize("backend", FORMATS, ids=lambda backend: backend[0])
+def test_converted_tensors_are_cut_as_they_are_stored(backend: tuple[str, int], ranks: int, axis: int | None) -> None:
+    alone, storage = noted(saved(backend)), noted(saved(backend))
+    plain = load_on(1 if axis is None else 2, alone, axis, "never", None, torch.bfloat16)
+    found = load_on(ranks, storage, axis, "always", None, torch.bfloat16)
+    for rank, (loaded, _) in enumerate(found):
+        expected, _ = plain[rank % len(plain)]
+        assert all(first_difference(loaded[key], expected[key]) is None for key in WHOLE)
+    check_reads(storage, alone, [report for _, report in found], None)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("backend", FORMATS, ids=lambda backend: backend[0])
+def test_a_rank_that_can_not_read_its_part_fails_all(backend: tuple[str, int], ranks: int) -> None:
+    folder = saved(backend)
+
+    def broken(call: Call) -> None:
+        if call.method == "open" and (folder.length(call.name) or 0) > 2**18:
+            raise StorageError("the medium is gone")
+
+    def on_rank(world: st.World) -> tuple[int, ...]:
+        storage = WatchedStorage(folder, before=broken) if world.rank == ranks - 1 else folder
+        target = {key: shard_of(key, world.rank, ranks, None, torch.float32) for key in WHOLE}
+        with pytest.raises(RemoteError) as error:
+            st.load(target, storage, world=world, options=st.LoadOptions(exchange="always"))
+        return tuple(error.value.failures)
+
+    assert st.simulate(ranks, on_rank) == [(ranks - 1,)] * ranks
+
+
+@pytest.mark.parametrize("backend", [FORMATS[0], FORMATS[4]], ids=lambda backend: backend[0])
+def test_readers_of_large_tensors_are_level(backend: tuple[str, int]) -> None:
+    reads = [report.bytes_read for _, report in load_on(4, saved(backend), None, "always", "whole")]
+    assert max(reads) - min(reads) <= 2**20
