@@ -12,6 +12,7 @@ BENCHMARKS = (
     "maps",
     "opening",
     "planning",
+    "thousands",
     "small",
     "memory",
     "zero3",

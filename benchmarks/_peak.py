@@ -111,6 +111,11 @@ def _watched(lines: list[Any], pids: list[int]) -> list[Peak]:
     ]
 
 
+def resident() -> int:
+    """Return how many bytes of this process are in memory now, pages of mapped files included."""
+    return _status("self")["VmRSS"]
+
+
 def _own(pid: int) -> int:
     status = _status(str(pid))
     return status.get("RssAnon", 0) + status.get("RssShmem", 0)  # neither where it has just ended

@@ -1,0 +1,227 @@
+"""What one rank of thousands does and hears until a save or a load is agreed: ``python -m benchmarks.thousands``.
+
+4,096 ranks and 50,000 tensors: a model of experts with EP, PP, TP and HSDP. One rank is real: it calls `save` and
+`load`. What the others say is made and packed beforehand. Agreement ends where a rank knows what it writes, or may
+begin to read; the commit is told apart. Each case has a new process. Seconds are the processor's, of a second call.
+Memory is all that the process has at its peak, with torch (about 0.25 GB) and the messages of all ranks.
+
+Growth is plotted beside that of DCP's planners, whose coordinator gets the plans of all ranks; `--plot FILE` stores it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+import shardtree as st
+from shardtree.layouts import ShardColumns
+
+from ._bars import Bar, Settings, finish, parser, print_bars, settings_of
+from ._many import Case, by_rank, layout, tree_of
+from ._peak import Action, peak, resident
+from ._plot import Curve, Panel, plot
+from ._thousands_dcp import dcp_seconds, dcp_tree, packed_plans
+from ._voices import Enough, Lap, ManyFiles, OneOfMany, lengths_of, voices
+
+Tree = dict[str, Any]
+MOST_SECONDS, MOST_SAID, MOST_A_SHARD, MOST_MEMORY = 10.0, 1e6, 120.0, 2e9
+RANKS, TENSORS = (64, 256, 1024, 4096), (5_000, 15_000, 50_000)
+KINDS: tuple[dict[str, bool], ...] = ({}, {"known": True}, {"flat": True})
+PEER, PEER_TENSORS = "DCP's planners", 15_000
+"""More tensors would take DCP more memory than most machines of two cores have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One case's figures.
+
+    Attributes:
+        save: seconds until a save is agreed.
+        load: seconds until a load is; None for DCP.
+        commit: seconds of rank 0's commit, without writing the tensors; None for DCP.
+        said: bytes until a save is agreed.
+        heard: bytes, likewise, from all ranks.
+        shards: that the rank holds.
+        memory: bytes that the process had at its peak; None where nobody looked.
+    """
+
+    save: float
+    load: float | None
+    commit: float | None
+    said: int
+    heard: int
+    shards: int
+    memory: int | None = None
+
+
+def measured(case: Case, peer: bool = False, *, quick: bool = False) -> Measured:
+    """Return a case's figures.
+
+    Args:
+        case: how many ranks, and of what.
+        peer: whether DCP's planners do it.
+        quick: whether it is done in this process, where the peak of its memory isn't known.
+    """
+    prepare = _prepared_peer if peer else _prepared
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if quick:
+            prepare(case, folder, 0, 1)
+        top = 0 if quick else peak(partial(prepare, case, folder), folder).mapped
+        return Measured(memory=top or None, **json.loads((folder / "figures.json").read_text()))
+
+
+def _prepared(case: Case, folder: Path, rank: int, ranks: int) -> Action:
+    columns = layout(case)
+    own = next(by_rank(columns, case.ranks))
+    tree, kept = tree_of(own, case.ranks), dict[str, list[bytes]]()
+    known = columns if case.known else None
+    run = partial(_agreed, case, tree, known, kept)
+    run(columns)  # once, so that what the others say is there, and all modules
+    laps = run(None)
+    save, load = (_until(laps, name, last) for name, last in (("save", "save: plan"), ("load", "load: check")))
+    (commit,) = (lap.seconds for lap in laps if lap.phase == "save: commit")
+    figures = {"save": _seconds(save), "load": _seconds(load), "commit": commit, "shards": len(own)}
+    figures |= {"said": sum(lap.said for lap in save), "heard": sum(lap.heard for lap in save)}
+    (folder / "figures.json").write_text(json.dumps(figures))
+
+    def action() -> int:
+        before = resident()
+        run(None)
+        return -before  # what was there before counts: all of the process
+
+    return action
+
+
+def _agreed(
+    case: Case, tree: Tree, known: ShardColumns | None, kept: dict[str, list[bytes]], columns: ShardColumns | None
+) -> list[Lap]:
+    """Save and load, and return what rank 0 did; the columns of all ranks are needed the first time only."""
+    storage = ManyFiles()
+    others = {} if columns is None else voices(case, columns, storage)
+    if columns is None:
+        storage.others.update(lengths_of(kept["save: write"]))
+    world = OneOfMany(case.ranks, others, kept)
+    st.save(tree, storage, world=world, layout=known, options=st.SaveOptions(checksums=False))
+    laps = world.laps
+    world = OneOfMany(case.ranks, others, kept, last="load: check")
+    with suppress(Enough):
+        # What is read for several ranks at once is planned after the agreement.
+        st.load(tree, storage, world=world, layout=known, options=st.LoadOptions(exchange="never"))
+    return [*laps, *world.laps]
+
+
+def _prepared_peer(case: Case, folder: Path, rank: int, ranks: int) -> Action:
+    packed = packed_plans(case)
+    tree = dcp_tree(next(by_rank(layout(case), case.ranks)))
+    figures = {"save": dcp_seconds(tree, packed), "load": None, "commit": None, "shards": len(tree)}
+    figures |= {"said": len(packed[0]), "heard": sum(map(len, packed))}
+    (folder / "figures.json").write_text(json.dumps(figures))
+
+    def action() -> int:
+        before = resident()
+        dcp_seconds(tree, packed)
+        return -before
+
+    return action
+
+
+def _until(laps: Sequence[Lap], name: str, last: str) -> list[Lap]:
+    own = [lap for lap in laps if lap.phase.startswith(f"{name}: ")]
+    return own[: 1 + [lap.phase for lap in own].index(last)]
+
+
+def _seconds(laps: Sequence[Lap]) -> float:
+    return sum(lap.seconds for lap in laps)
+
+
+def bars(settings: Settings) -> list[Bar]:
+    """Return the bars of the largest case, once in each way in which ranks agree."""
+    ranks, tensors = (8, 800) if settings.quick else (RANKS[-1], TENSORS[-1])
+    found = []
+    for flags in KINDS:
+        case = Case(ranks, tensors, **flags)
+        found += _bars(case, measured(case, quick=settings.quick))
+    print_bars(f"One of {ranks:,} ranks, {tensors:,} tensors", found, settings.console)
+    return found
+
+
+def _bars(case: Case, got: Measured) -> Iterator[Bar]:
+    name = case.how
+    if got.load is not None and got.commit is not None:
+        yield Bar(f"{name}: a save is agreed", "", got.save, None, got.save, MOST_SECONDS)
+        yield Bar(f"{name}: a load is agreed", "", got.load, None, got.load, MOST_SECONDS)
+        yield Bar(f"{name}: rank 0 commits", "", got.commit, None, got.commit, None)
+    yield Bar(f"{name}: a rank says", "", got.said / 1e3, None, got.said / 1e3, MOST_SAID / 1e3, "kB")
+    each = got.said / got.shards
+    yield Bar(f"{name}: a rank says", "", each, None, each, MOST_A_SHARD, "B", f"for each of {got.shards} shards")
+    yield Bar(f"{name}: a rank hears", "", got.heard / 1e6, None, got.heard / 1e6, None, "MB")
+    if got.memory is not None:
+        memory = got.memory / 1e9
+        yield Bar(f"{name}: memory", "", memory, None, memory, MOST_MEMORY / 1e9, "GB", "with torch and messages")
+
+
+# Growth, beside DCP's
+
+
+def growth(console: Console) -> list[Panel]:
+    """Measure how seconds and bytes grow with ranks and with tensors, print that, and return it as plots."""
+    by_ranks = [Case(ranks, TENSORS[0]) for ranks in RANKS]
+    by_tensors = [Case(RANKS[-1], tensors) for tensors in TENSORS]
+    found: dict[tuple[str, Case], Measured] = {}
+    for case in dict.fromkeys([*by_ranks, *by_tensors]):
+        found["shardtree, exchanged", case] = measured(case)
+        found["shardtree, layout=", case] = measured(replace(case, known=True))
+        if case.tensors <= PEER_TENSORS:
+            found[PEER, case] = measured(case, peer=True)
+    for (name, case), got in found.items():
+        memory = (got.memory or 0) / 1e9
+        console.print(f"{case}: {name}: {got.save:.3f} s, {got.heard / 1e6:.3f} MB heard, {memory:.2f} GB")
+    return [
+        Panel(title, x, y, _curves(found, cases, attribute, value))
+        for x, cases, attribute in (("ranks", by_ranks, "ranks"), ("tensors", by_tensors, "tensors"))
+        for title, y, value in (
+            (f"until a save is agreed, by {x}", "s", lambda got: got.save),
+            (f"what a rank hears, by {x}", "MB", lambda got: got.heard / 1e6),
+        )
+    ]
+
+
+def _curves(
+    found: Mapping[tuple[str, Case], Measured],
+    cases: Sequence[Case],
+    attribute: str,
+    value: Callable[[Measured], float],
+) -> tuple[Curve, ...]:
+    names = dict.fromkeys(name for name, _ in found)
+    return tuple(
+        Curve(
+            name, tuple((getattr(case, attribute), value(found[name, case])) for case in cases if (name, case) in found)
+        )
+        for name in names
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the benchmark and return the exit status."""
+    asked = parser("benchmarks.thousands", __doc__)
+    asked.add_argument("--plot", type=Path, help="a file for an SVG of growth beside DCP's; ten minutes more")
+    options = asked.parse_args(arguments)
+    settings = settings_of(options)
+    found = bars(settings)
+    if options.plot:
+        options.plot.write_text(plot(growth(settings.console)))
+    return finish(found, options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
