@@ -2,4 +2,4 @@
 
 from ._machine import read_pickle
 from ._state import Constructor, Irregular, Machine, Run, Scan, Stub, inert
-from ._write import Global, New, Persistent, Reduced, write_pickle
+from ._write import Global, New, Pairs, Persistent, PickleWriter, Reduced, reference, write_pickle

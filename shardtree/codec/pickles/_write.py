@@ -73,6 +73,19 @@ class Persistent:
     id: Any
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Pairs:
+    """A dict whose keys and values a function writes, many at once.
+
+    Attributes:
+        count: how many pairs there are.
+        write: writes each key and its value, one after the other.
+    """
+
+    count: int
+    write: Callable[[PickleWriter], None]
+
+
 def write_pickle(value: Any, *, protocol: int = 4) -> bytes:
     r"""Return a pickle of plain values and calls.
 
@@ -81,7 +94,7 @@ def write_pickle(value: Any, *, protocol: int = 4) -> bytes:
 
     Args:
         value: None, bool, int, float, str, bytes, tuple, list or dict (of exactly these types), `Global`, `Reduced`,
-            `New` or `Persistent`, in each other, at most 250 deep.
+            `New`, `Persistent` or `Pairs`, in each other, at most 250 deep.
         protocol: 2 or 4.
 
     Raises:
@@ -95,7 +108,7 @@ def write_pickle(value: Any, *, protocol: int = 4) -> bytes:
     """
     if protocol not in (2, 4):
         raise UnsupportedValue(error_text("write_pickle: unsupported protocol", found=protocol, expected="2 or 4"))
-    writer = _Writer(protocol)
+    writer = PickleWriter(protocol)
     try:
         writer.write(value, 0)
     except RecursionError:
@@ -103,15 +116,24 @@ def write_pickle(value: Any, *, protocol: int = 4) -> bytes:
     return b"".join([b"\x80", bytes([protocol]), *writer.out, b"."])
 
 
-class _Writer:
+class PickleWriter:
+    """What a pickle is written with.
+
+    Attributes:
+        out: the opcodes so far, in parts.
+        memo: the number of each text and name that was written, by which it is referred to.
+        protocol: 2 or 4.
+    """
+
     __slots__ = ("memo", "out", "protocol")
 
     def __init__(self, protocol: int) -> None:
-        self.out: list[bytes] = []
+        self.out: list[bytes | memoryview] = []
         self.memo: dict[Any, int] = {}
         self.protocol = protocol
 
     def write(self, value: Any, depth: int) -> None:
+        """Write a value, at a depth that counts containers around it."""
         handler = _WRITERS.get(type(value))
         if handler is None:
             what = f"write_pickle: a {type(value).__name__} can't be written"
@@ -124,10 +146,11 @@ class _Writer:
         """Write a reference and return True if the value was written before."""
         number = self.memo.get(value)
         if number is not None:
-            self.out.append(b"h" + bytes([number]) if number < 256 else b"j" + _U32.pack(number))
+            self.out.append(reference(number))
         return number is not None
 
     def remember(self, value: Any) -> None:
+        """Give what was written a number."""
         number = len(self.memo)
         self.memo[value] = number
         if self.protocol == 4:
@@ -136,19 +159,29 @@ class _Writer:
             self.out.append(b"q" + bytes([number]) if number < 256 else b"r" + _U32.pack(number))
 
 
+def reference(number: int) -> bytes:
+    r"""Return the opcode that refers to what was written with a number.
+
+    Examples:
+        >>> reference(7), reference(256)
+        (b'h\x07', b'j\x00\x01\x00\x00')
+    """
+    return b"h" + bytes([number]) if number < 256 else b"j" + _U32.pack(number)
+
+
 def _too_deep() -> UnsupportedValue:
     return UnsupportedValue(error_text(f"write_pickle: more than {DEEPEST} deep, or a value contains itself"))
 
 
-def _none(writer: _Writer, value: None, depth: int) -> None:
+def _none(writer: PickleWriter, value: None, depth: int) -> None:
     writer.out.append(b"N")
 
 
-def _bool(writer: _Writer, value: bool, depth: int) -> None:
+def _bool(writer: PickleWriter, value: bool, depth: int) -> None:
     writer.out.append(b"\x88" if value else b"\x89")
 
 
-def _int(writer: _Writer, value: int, depth: int) -> None:
+def _int(writer: PickleWriter, value: int, depth: int) -> None:
     if 0 <= value < 256:
         writer.out.append(b"K" + bytes([value]))
     elif 0 <= value < 65536:
@@ -160,11 +193,11 @@ def _int(writer: _Writer, value: int, depth: int) -> None:
         writer.out.append((b"\x8a" + bytes([len(data)]) if len(data) < 256 else b"\x8b" + _U32.pack(len(data))) + data)
 
 
-def _float(writer: _Writer, value: float, depth: int) -> None:
+def _float(writer: PickleWriter, value: float, depth: int) -> None:
     writer.out.append(pack(">cd", b"G", value))
 
 
-def _str(writer: _Writer, value: str, depth: int) -> None:
+def _str(writer: PickleWriter, value: str, depth: int) -> None:
     if writer.known(value):
         return
     data = value.encode("utf-8", "surrogatepass")
@@ -177,7 +210,7 @@ def _str(writer: _Writer, value: str, depth: int) -> None:
     writer.remember(value)
 
 
-def _bytes(writer: _Writer, value: bytes, depth: int) -> None:
+def _bytes(writer: PickleWriter, value: bytes, depth: int) -> None:
     # Protocol 2 has no opcode for bytes: pickle itself writes a call of _codecs.encode there, and torch uses protocol
     # 2.
     if writer.protocol < 4:
@@ -190,7 +223,7 @@ def _bytes(writer: _Writer, value: bytes, depth: int) -> None:
         writer.out.append(b"\x8e" + _U64.pack(len(value)) + value)
 
 
-def _tuple(writer: _Writer, value: tuple[Any, ...], depth: int) -> None:
+def _tuple(writer: PickleWriter, value: tuple[Any, ...], depth: int) -> None:
     if len(value) > 3:
         writer.out.append(b"(")
     for item in value:
@@ -198,7 +231,7 @@ def _tuple(writer: _Writer, value: tuple[Any, ...], depth: int) -> None:
     writer.out.append((b")", b"\x85", b"\x86", b"\x87")[len(value)] if len(value) <= 3 else b"t")
 
 
-def _list(writer: _Writer, value: list[Any], depth: int) -> None:
+def _list(writer: PickleWriter, value: list[Any], depth: int) -> None:
     writer.out.append(b"](" if value else b"]")
     for item in value:
         writer.write(item, depth + 1)
@@ -206,13 +239,20 @@ def _list(writer: _Writer, value: list[Any], depth: int) -> None:
         writer.out.append(b"e")
 
 
-def _dict(writer: _Writer, value: dict[Any, Any], depth: int) -> None:
+def _dict(writer: PickleWriter, value: dict[Any, Any], depth: int) -> None:
     writer.out.append(b"}")
     if value:
         _items(writer, value.items(), depth)
 
 
-def _items(writer: _Writer, items: Iterable[tuple[Any, Any]], depth: int) -> None:
+def _pairs(writer: PickleWriter, value: Pairs, depth: int) -> None:
+    writer.out.append(b"}(" if value.count else b"}")
+    if value.count:
+        value.write(writer)
+        writer.out.append(b"u")
+
+
+def _items(writer: PickleWriter, items: Iterable[tuple[Any, Any]], depth: int) -> None:
     writer.out.append(b"(")
     for key, item in items:
         writer.write(key, depth + 1)
@@ -220,7 +260,7 @@ def _items(writer: _Writer, items: Iterable[tuple[Any, Any]], depth: int) -> Non
     writer.out.append(b"u")
 
 
-def _global(writer: _Writer, value: Global, depth: int) -> None:
+def _global(writer: PickleWriter, value: Global, depth: int) -> None:
     if writer.known(value):
         return
     if writer.protocol == 4:
@@ -232,7 +272,7 @@ def _global(writer: _Writer, value: Global, depth: int) -> None:
     writer.remember(value)
 
 
-def _reduced(writer: _Writer, value: Reduced, depth: int) -> None:
+def _reduced(writer: PickleWriter, value: Reduced, depth: int) -> None:
     _global(writer, value.callable, depth)
     _tuple(writer, value.args, depth)
     writer.out.append(b"R")
@@ -241,25 +281,25 @@ def _reduced(writer: _Writer, value: Reduced, depth: int) -> None:
     _state(writer, value.state, depth)
 
 
-def _new(writer: _Writer, value: New, depth: int) -> None:
+def _new(writer: PickleWriter, value: New, depth: int) -> None:
     _global(writer, value.cls, depth)
     _tuple(writer, value.args, depth)
     writer.out.append(b"\x81")
     _state(writer, value.state, depth)
 
 
-def _state(writer: _Writer, state: Any, depth: int) -> None:
+def _state(writer: PickleWriter, state: Any, depth: int) -> None:
     if state is not None:
         writer.write(state, depth + 1)
         writer.out.append(b"b")
 
 
-def _persistent(writer: _Writer, value: Persistent, depth: int) -> None:
+def _persistent(writer: PickleWriter, value: Persistent, depth: int) -> None:
     writer.write(value.id, depth + 1)
     writer.out.append(b"Q")
 
 
-_WRITERS: dict[type, Callable[[_Writer, Any, int], None]] = {
+_WRITERS: dict[type, Callable[[PickleWriter, Any, int], None]] = {
     type(None): _none,
     bool: _bool,
     int: _int,
@@ -273,4 +313,5 @@ _WRITERS: dict[type, Callable[[_Writer, Any, int], None]] = {
     Reduced: _reduced,
     New: _new,
     Persistent: _persistent,
+    Pairs: _pairs,
 }

@@ -16,10 +16,11 @@ from .._values import AsyncRequest, Fields, PendingSave
 from ..torch import COMMON_FILE, encode_with_holes
 from ..torch import save_common as save_torch_common
 from . import recognize
-from ._commit import Archive, collect, stored_by
+from ._commit import collect, stored_by
 from ._common import VALUES, check_names, named_values, without_hollow
 from ._listing import DCP, TORCH_DIST
 from ._metadata_file import INDEX_FILE
+from ._metadata_write import Archive
 from ._write import Written, data_file, file_layout, names_of, note, write_file
 
 logger = logging.getLogger("shardtree")
