@@ -117,7 +117,9 @@ def _examined(where: str, *, is_checked: bool, allow_pickle: bool) -> Side:
         with bar(Output(stderr=True), "verify", total) as advance:
             damage = verify(where, options=LoadOptions(progress=advance), report=reports.append)
     except StrategyError as error:
-        return Side(where, tree, found, problem or _in_the_shell(error), None, None)
+        fix = "All else is in the report; with --no-verify nothing is checked, and the status is 0."
+        unchecked = f"{where} wasn't checked for damage, since its format can't be.\n  {_in_the_shell(error)}\n  {fix}"
+        return Side(where, tree, found, problem or unchecked, None, None)
     # What keeps it from being opened is among the damage then.
     return Side(where, tree, found, "" if damage else problem, damage, reports[0])
 

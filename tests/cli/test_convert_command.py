@@ -52,6 +52,20 @@ def test_the_common_state_may_go_to_another_format(folder: Path, tmp_path: Path)
     assert run("diff", folder, tmp_path / "hf").exit_code == 0
 
 
+def test_objects_that_a_format_lacks_are_named_as_they_are_left_out(folder: Path, tmp_path: Path) -> None:
+    refused = run("convert", folder, tmp_path / "hf", "--to", "huggingface", "--leave-out", "common")
+    assert refused.exit_code == 2
+    assert refused.stderr.endswith("--leave-out rng converts without these objects\n")
+    words = ["--leave-out", "common", "--leave-out", "rng"]
+    assert run("convert", folder, tmp_path / "hf", "--to", "huggingface", *words).exit_code == 0
+
+
+def test_many_objects_are_left_out_by_a_pattern(tmp_path: Path) -> None:
+    st.save({f"x{number}": st.ShardedObject(f"x{number}", number, (1,), (0,)) for number in range(9)}, tmp_path / "a")
+    refused = run("convert", tmp_path / "a", tmp_path / "b", "--to", "huggingface", "--leave-out", "common")
+    assert refused.stderr.endswith("--leave-out PATTERN converts without these objects\n")
+
+
 def test_rename_and_cast_and_leave_out(folder: Path, tmp_path: Path) -> None:
     words = [
         "--rename",

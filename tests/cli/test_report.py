@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import shardtree as st
+from shardtree.strategies import StrategyAction, base
 from tests.cli.checkpoints import ROOT, document, run, save_training_state
 from tests.cli.test_verify_command import data_file, flip
 
@@ -154,3 +155,14 @@ def report_of(folder: Path) -> Page:
         out = Path(scratch) / "report.html"
         assert run("report", folder, "-o", out).exit_code == 0
         return Page(out.read_text())
+
+
+def test_a_format_without_a_check_says_what_was_not_checked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(base._rows, (StrategyAction.VERIFY, "safetensors", 1))
+    out = folder.parent / "r.html"
+    done = run("report", folder, "-o", out)
+    assert done.exit_code == 2
+    assert f"shardtree report: {folder} wasn't checked for damage, since its format can't be." in done.stderr
+    assert "no strategy for verify" in done.stderr and "--no-verify" in done.stderr
+    assert done.stdout.endswith(f"written: {out}\n") and "model.weight" in out.read_text()
+    assert run("report", folder, "-o", out, "--no-verify").exit_code == 0

@@ -250,8 +250,20 @@ def _request(
     noted = recording(destination.storage, announcer(journal, rank))
     pending = PendingSave(noted, save_id, Turn(rank, len(batches)), None, destination.options, columns)
     writes = tuple(map(watched, batches[rank].tensors)), tuple(map(_read, batches[rank].objects))
-    request = save_request(pending, writes, common, destination.choices, destination.backends, destination.strategies)
+    try:
+        request = save_request(
+            pending, writes, common, destination.choices, destination.backends, destination.strategies
+        )
+    except UnsupportedValue as error:
+        keys = sorted({item.key for item in batches[rank].objects})
+        if keys:
+            named = repr(keys) if len(keys) <= _MOST_NAMED else "[...]"
+            error.add_note(f"convert: leave_out={named} converts without these objects")
+        raise
     return request, noted
+
+
+_MOST_NAMED = 5  # a model has an object of the same name in each layer: a pattern names them better than a list
 
 
 def _read(item: ShardedObject) -> ShardedObject:
