@@ -14,7 +14,7 @@ from ..errors import MetadataError, ShapeError, TreeError, error_text, plural
 from ..geometry import box_column, check_flat_range, flat_boxes, refuse
 from ..lazy import LazyTensor
 from ..mapping import LocalNonpersistentObject, ReplicaId, ShardedTensor, ShardedTensorFactory
-from ..trees import as_integers, empty_data, join_data, leaves_with_paths, map_shards, match_key
+from ..trees import as_integers, empty_data, join_data, leaves_with_paths, map_shards, match_key, padding_like
 from ._lens import DESCRIBE, Lens, StoredForm, built_by, check_function, checked_lenses, device_of, flat_axes
 
 # Flat ranges to boxes, and back.
@@ -231,9 +231,18 @@ def _flat_form(held: ShardedTensor, data: Any, flat: slice, lens: Lens) -> Store
         merged = [_flattened(each.merge(list(islice(left, len(each.shards))))) for each in built]
         if not merged:
             return empty_data((0,), held.dtype, device_of(data))
+        loaded = next((box for box, each in zip(merged, built, strict=True) if each.shards), merged[0])
+        merged = [_placed_like(loaded, box) for box in merged]
         return merged[0] if len(merged) == 1 else join_data(torch.cat, merged, 0)
 
     return StoredForm(tuple(part for each in built for part in each.shards), merge)
+
+
+def _placed_like(loaded: Any, box: Any) -> Any:
+    """Return a merged box where another was loaded to, which nothing tells one that stores nothing: it is padding."""
+    if not isinstance(box, torch.Tensor) or (isinstance(loaded, torch.Tensor) and loaded.device == box.device):
+        return box
+    return padding_like(loaded, box.shape, box[0].item())
 
 
 def _flattened(tensor: Any) -> Any:

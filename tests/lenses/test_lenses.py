@@ -229,6 +229,19 @@ def test_what_nothing_is_loaded_of_is_in_memory_where_the_target_is_not() -> Non
         assert lens(none).merge([]).device.type == "cpu"
 
 
+@pytest.mark.parametrize(
+    "loaded",
+    [torch.ones(1, 2, device="meta"), stored(lambda _, box: torch.ones(box), (1, 2), torch.float32, name="w")],
+    ids=["meta", "lazy"],
+)
+def test_boxes_that_are_all_padding_come_where_the_others_were_loaded_to(loaded: Any) -> None:
+    flat = st.ShardedTensor.from_rank_offsets_flat("w", torch.zeros(12), (4, 4), flattened_range=slice(2, 14))
+    factory = as_factory(flat, padded_axis(1, fill=5))  # stores 2 of the 12
+    merged = factory.merge_fn({**factory.build(), "0": loaded})
+    assert type(merged) is type(loaded) and tuple(merged.shape) == (12,)
+    assert merged.is_meta if isinstance(merged, torch.Tensor) else merged.read().tolist() == [1.0] * 2 + [5.0] * 10
+
+
 def test_a_padded_axis_may_also_be_stored_with_another_padding() -> None:
     shard = replace(held((8, 2)), allow_shape_mismatch=True)
     assert [part.allow_shape_mismatch for part in padded_axis(5)(shard).shards] == [True]
