@@ -7,6 +7,7 @@ from ._blocks import (
     block_count,
     block_hashes,
     digest,
+    digest_of,
     hash_column,
     hashed,
     hashed_beside,

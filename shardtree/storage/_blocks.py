@@ -30,6 +30,19 @@ def digest(data: bytes | Buffer) -> str:
     return xxhash.xxh3_64_hexdigest(data)
 
 
+def digest_of(buffers: Iterable[Buffer]) -> str:
+    """Return the digest of buffers as if they were one; each is used before the next one is made.
+
+    Examples:
+        >>> digest_of([b"ab", b"c"]) == digest(b"abc")
+        True
+    """
+    hasher = xxhash.xxh3_64()
+    for buffer in buffers:
+        hasher.update(buffer)
+    return hasher.hexdigest()
+
+
 def block_count(length: int) -> int:
     """Return how many blocks tile a file of that length in bytes.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import groupby
 from math import prod
 from operator import attrgetter
@@ -21,7 +22,8 @@ from ...errors import CorruptCheckpoint, error_text
 from ...geometry import Column, box_column
 from ...layouts import ShardColumns, TensorKind, join_columns
 from ...mapping import ShardedTensor, box_of
-from ...storage import digest
+from ...plans import grouped
+from ...storage import Buffer, digest, digest_of, in_threads
 from .._values import Checkpoint
 from ..index import Index, ObjectRow, build_index, find_texts, kinds_at, texts
 from ._buckets import (
@@ -44,8 +46,11 @@ from ._parameter_order import Match, decide, full_name, known_orders
 Fill = Callable[[Sequence[ShardedTensor]], object]
 """Reads stored tensors into the memory of shards."""
 
-_WINDOW = 4 * 1024 * 1024
-"""Elements that are hashed at a time, so that rounding needs little memory beside a bucket."""
+_GROUP_BYTES = 32 * 1024 * 1024
+"""How much of the model is read at a time."""
+
+_STEP = 32 * 1024
+"""Elements that are rounded and hashed at a time: they stay in the cache, and torch begins no threads of its own."""
 
 
 STEP = "optimizer.state.step."
@@ -93,24 +98,43 @@ Candidates = Mapping[tuple[str, ...], Sequence[Candidate]]
 
 def _candidates(fill: Fill, dtype: str, pieces: Sequence[Piece]) -> Candidates:
     """Return all that a parameter may be, by hashes of the values."""
-    known = {piece: _hash_of(fill, piece, dtype_from_name(dtype)) for piece in pieces}
+    known: dict[Piece, str] = {}
+    for group in grouped(pieces, partial(_nbytes, dtype_from_name(dtype)), _GROUP_BYTES):
+        known.update(zip(group, _hashes_of(fill, group, dtype_from_name(dtype)), strict=True))
     found: dict[tuple[str, ...], list[Candidate]] = defaultdict(list)
     for candidate in (*((piece,) for piece in pieces), *halves(pieces)):
         found[tuple(known[piece] for piece in candidate)].append(candidate)
     return found
 
 
-def _hash_of(fill: Fill, piece: Piece, dtype: torch.dtype) -> str:
-    data = torch.empty(piece.shape, dtype=dtype)
-    fill([box_of(piece.key, data, dtype, piece.global_shape, piece.offset, piece.shape)])
-    return _hash(data.view(-1), dtype)
+def _nbytes(dtype: torch.dtype, piece: Piece) -> int:
+    return prod(piece.shape) * dtype.itemsize
+
+
+def _hashes_of(fill: Fill, pieces: Sequence[Piece], dtype: torch.dtype) -> list[str]:
+    data = [torch.empty(piece.shape, dtype=dtype) for piece in pieces]
+    fill(
+        [
+            box_of(piece.key, one, dtype, piece.global_shape, piece.offset, piece.shape)
+            for piece, one in zip(pieces, data, strict=True)
+        ]
+    )
+    return in_threads(lambda one: _hash(one.view(-1), dtype), data)
 
 
 def _hash(values: torch.Tensor, dtype: torch.dtype) -> str:
     """Return the hash of a 1-D tensor's elements as another dtype has them."""
-    windows = (values[begin : begin + _WINDOW] for begin in range(0, len(values), _WINDOW))
-    hashes = [digest(byte_buffer(window.to(dtype))) for window in windows]
-    return hashes[0] if len(hashes) == 1 else digest("".join(hashes).encode())
+    return digest(byte_buffer(values)) if values.dtype == dtype else digest_of(_rounded(values, dtype))
+
+
+def _rounded(values: torch.Tensor, dtype: torch.dtype) -> Iterator[Buffer]:
+    """Yield elements as another dtype has them, step by step in one memory."""
+    rounded = torch.empty(_STEP, dtype=dtype)
+    buffer = byte_buffer(rounded)
+    for begin in range(0, len(values), _STEP):
+        part = values[begin : begin + _STEP]
+        rounded[: len(part)].copy_(part)
+        yield buffer[: len(part) * dtype.itemsize]
 
 
 def _units(fill: Fill, bucket: Bucket, pieces: Mapping[str, Sequence[Piece]], candidates: Candidates) -> list[Unit]:
@@ -121,8 +145,6 @@ def _units(fill: Fill, bucket: Bucket, pieces: Mapping[str, Sequence[Piece]], ca
 
     def matches(begin: int, end: int) -> list[Candidate]:
         values, middle = masters[begin:end], (end - begin) // 2
-        if len(values) <= _WINDOW:  # rounded once for all hashes; longer ones window by window
-            values = values.to(dtype)
         ways: list[tuple[torch.Tensor, ...]] = [(values,)] if len(values) in sizes else []
         ways += [(values[:middle], values[middle:])] if len(values) in of_two else []
         hashes = (tuple(_hash(part, dtype) for part in parts) for parts in ways)
