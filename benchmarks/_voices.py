@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 import shardtree as st
-from shardtree.checkpoint._consistency import Description
+from shardtree.checkpoint._consistency import Description, brief
+from shardtree.checkpoint._packed import pack_columns
 from shardtree.layouts import ShardColumns, object_columns, select_rows
 from shardtree.plans import level_writes
 from shardtree.strategies.index import RankFiles
@@ -122,18 +123,28 @@ def voices(case: Case, columns: ShardColumns, storage: ManyFiles) -> Voices:
     return {
         "save: describe shards": partial(described, lambda description: (description, None)),
         "load: describe target": partial(described, lambda description: ({}, description)),
+        "send tables": partial(_tables, columns, case.ranks),
         "save: write": partial(_written, case, columns, storage),
     }
 
 
 def _descriptions(
-    case: Case, columns: ShardColumns, message: Callable[[Description], Any], packed: bytes
+    case: Case, columns: ShardColumns, message: Callable[[Description | None], Any], packed: bytes
 ) -> Iterator[bytes]:
     mine = next(each for each in unpack("", packed) if isinstance(each, Description))
     for rank, held in _others(columns, case.ranks):
         objects = object_columns([rng_state(rank, case.ranks)], rank)
-        shards = mine.columns if case.known else held
-        yield pack("", message(Description(shards, objects, mine.common, mine.layout)))
+        own = replace(mine.columns, rank=rank) if case.known else pack_columns(held, rank)
+        description = brief(Description(own, objects, mine.common, mine.layout), case.ranks)
+        yield pack("", message(description))
+
+
+def _tables(columns: ShardColumns, ranks: int, packed: bytes) -> Iterator[bytes]:
+    parts = (pack_columns(held, rank) for rank, held in enumerate(by_rank(columns, ranks)))
+    said = {next(parts).digest}
+    for part in parts:
+        yield pack("", None if part.digest in said else part.table)
+        said.add(part.digest)
 
 
 def _written(case: Case, columns: ShardColumns, storage: ManyFiles, packed: bytes) -> Iterator[bytes]:

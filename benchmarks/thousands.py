@@ -87,9 +87,10 @@ def _prepared(case: Case, folder: Path, rank: int, ranks: int) -> Action:
     known = columns if case.known else None
     run = partial(_agreed, case, tree, known, kept)
     run(columns)  # once, so that what the others say is there, and all modules
-    laps = run(None)
-    save, load = (_until(laps, name, last) for name, last in (("save", "save: plan"), ("load", "load: check")))
-    (commit,) = (lap.seconds for lap in laps if lap.phase == "save: commit")
+    saved, load = run(None)
+    agreed = 1 + [lap.phase for lap in saved].index("save: plan")
+    save = saved[:agreed]
+    (commit,) = (lap.seconds for lap in saved if lap.phase == "save: commit")
     figures = {"save": _seconds(save), "load": _seconds(load), "commit": commit, "shards": len(own)}
     figures |= {"said": sum(lap.said for lap in save), "heard": sum(lap.heard for lap in save)}
     (folder / "figures.json").write_text(json.dumps(figures))
@@ -104,8 +105,8 @@ def _prepared(case: Case, folder: Path, rank: int, ranks: int) -> Action:
 
 def _agreed(
     case: Case, tree: Tree, known: ShardColumns | None, kept: dict[str, list[bytes]], columns: ShardColumns | None
-) -> list[Lap]:
-    """Save and load, and return what rank 0 did; the columns of all ranks are needed the first time only."""
+) -> tuple[list[Lap], list[Lap]]:
+    """Save and load, and return what rank 0 did in each; the columns of all ranks are needed the first time only."""
     storage = ManyFiles()
     others = {} if columns is None else voices(case, columns, storage)
     if columns is None:
@@ -117,7 +118,7 @@ def _agreed(
     with suppress(Enough):
         # What is read for several ranks at once is planned after the agreement.
         st.load(tree, storage, world=world, layout=known, options=st.LoadOptions(exchange="never"))
-    return [*laps, *world.laps]
+    return laps, world.laps
 
 
 def _prepared_peer(case: Case, folder: Path, rank: int, ranks: int) -> Action:
@@ -133,11 +134,6 @@ def _prepared_peer(case: Case, folder: Path, rank: int, ranks: int) -> Action:
         return -before
 
     return action
-
-
-def _until(laps: Sequence[Lap], name: str, last: str) -> list[Lap]:
-    own = [lap for lap in laps if lap.phase.startswith(f"{name}: ")]
-    return own[: 1 + [lap.phase for lap in own].index(last)]
 
 
 def _seconds(laps: Sequence[Lap]) -> float:

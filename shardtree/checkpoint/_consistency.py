@@ -18,6 +18,8 @@ from ..layouts import ObjectColumns, ShardColumns, TensorKind
 from ..mapping import ShardedObject, ShardedTensor
 from ..storage import digest
 from ..trees import without_holes
+from ..world import World
+from ._packed import PackedColumns, pack_columns, send_tables, unpack_columns, without_long_table
 
 # Layouts of all ranks that the caller passed: only their hash is exchanged
 
@@ -159,13 +161,13 @@ class Description:
     """One rank's part of a layout, without data.
 
     Attributes:
-        columns: its tensor shards; nothing where all ranks know them already.
+        columns: its tensor shards, packed; nothing where all ranks know them already.
         objects: its sharded objects.
         common: the hash of its common tree, None where that doesn't matter.
         layout: the hash of all ranks' tensor shards, None where they aren't known.
     """
 
-    columns: ShardColumns
+    columns: PackedColumns
     objects: ObjectColumns
     common: str | None = None
     layout: str | None = None
@@ -181,7 +183,32 @@ def describe(
     """Return what a rank sends the others about its shards, without what they know."""
     # All ranks have a known layout already: only its hash travels.
     columns = layouts.shard_columns(tensors if known is None else (), rank)
-    return Description(columns, layouts.object_columns(objects, rank), common, None if known is None else known.digest)
+    packed = pack_columns(columns, rank)
+    return Description(packed, layouts.object_columns(objects, rank), common, None if known is None else known.digest)
+
+
+def brief(description: Description | None, ranks: int) -> Description | None:
+    """Return what a rank says at first of that many: `complete` sends the rest."""
+    if description is None:
+        return None
+    return replace(description, columns=without_long_table(description.columns, ranks))
+
+
+def complete(
+    world: World, own: Description | None, descriptions: Sequence[Description | None]
+) -> list[Description | None]:
+    """Return all ranks' descriptions with what was left out of them; one all-gather if something was, else none.
+
+    Args:
+        world: the ranks.
+        own: this rank's, with all.
+        descriptions: by rank, as they were sent; None from a rank that sent none.
+    """
+    sent = [each for each in descriptions if each is not None]
+    if own is None or len(sent) < len(descriptions):
+        return list(descriptions)
+    columns = send_tables(world, own.columns, [each.columns for each in sent])
+    return [replace(each, columns=found) for each, found in zip(sent, columns, strict=True)]
 
 
 def common_digest(common: Any, *, allow_pickle: bool) -> str:
@@ -205,7 +232,7 @@ def check_together(
             or the ranks were given different layouts.
     """
     check_alike(doing, [part.layout for part in descriptions])
-    parts = [part.columns for part in descriptions] if known is None else [known.columns]
+    parts = unpack_columns([part.columns for part in descriptions]) if known is None else [known.columns]
     if tiling:
         return layouts.join_checked(parts, [part.objects for part in descriptions])
     return layouts.join_agreed(parts)

@@ -6,9 +6,11 @@ from ._columns import (
     TensorKind,
     check_columns,
     join_agreed,
+    packed_kinds,
     select_rows,
     shard_boxes,
     shard_columns,
+    unpacked_kinds,
 )
 from ._coverage import Coverage, RankTrees, coverage, tensor_shards, tree_columns, trees_by_rank
 from ._grid import Grid, chunk_grids

@@ -71,7 +71,7 @@ class ShardColumns:
         """Return how to pickle columns, as ranks send them to each other."""
         # Kinds are packed as columns too: pickled one by one they would be most of the message.
         others = (self.key, self.offset, self.shape, self.start, self.stop, self.rank, self.main)
-        return _from_packed, (self.keys, _packed_kinds(self.kinds), others)
+        return _from_packed, (self.keys, packed_kinds(self.kinds), others)
 
     @property
     def elements(self) -> Column:
@@ -87,8 +87,14 @@ class ShardColumns:
 _PackedKinds: TypeAlias = tuple[Column, tuple[torch.dtype, ...], Column, Column, Column]
 
 
-def _packed_kinds(kinds: Sequence[TensorKind]) -> _PackedKinds:
-    """Return the number of each key's kind, and of the different kinds dtype, axes, prepended axes and global shape."""
+def packed_kinds(kinds: Sequence[TensorKind]) -> _PackedKinds:
+    """Return the number of each key's kind, and of the different kinds dtype, axes, prepended axes and global shape.
+
+    Examples:
+        >>> kind = TensorKind(torch.float32, (4, 6), 0)
+        >>> packed_kinds([kind, kind])[0].tolist(), packed_kinds([kind, kind])[1]
+        ([0, 0], (torch.float32,))
+    """
     few = {id(kind): kind for kind in kinds}  # equal kinds mostly are one object, and ids hash faster than kinds
     number = {kind: position for position, kind in enumerate(dict.fromkeys(few.values()))}
     number_of = {each: number[kind] for each, kind in few.items()}
@@ -101,13 +107,23 @@ def _packed_kinds(kinds: Sequence[TensorKind]) -> _PackedKinds:
     )
 
 
-def _from_packed(keys: tuple[str, ...], packed: _PackedKinds, others: tuple[Any, ...]) -> ShardColumns:
+def unpacked_kinds(packed: _PackedKinds) -> tuple[TensorKind, ...]:
+    """Return the kinds that were packed, with one object for all that are equal.
+
+    Examples:
+        >>> unpacked_kinds(packed_kinds([TensorKind(torch.float32, (4, 6), 0)]))
+        (TensorKind(dtype=torch.float32, global_shape=(4, 6), prepend_axis_num=0),)
+    """
     number, dtypes, axes, prepended, boxes = packed
     # Shapes are right-aligned: the leading fill isn't part of them.
     skipped = (boxes.shape[1] - axes).tolist()
     shapes = [box[skip:] for box, skip in zip(zip(*boxes.T.tolist(), strict=True), skipped, strict=True)]
     kinds = list(map(TensorKind, dtypes, shapes, prepended.tolist()))
-    return ShardColumns(keys, tuple(kinds[each] for each in number.tolist()), *others)
+    return tuple([kinds[each] for each in number.tolist()])
+
+
+def _from_packed(keys: tuple[str, ...], packed: _PackedKinds, others: tuple[Any, ...]) -> ShardColumns:
+    return ShardColumns(keys, unpacked_kinds(packed), *others)
 
 
 def shard_columns(shards: Sequence[ShardedTensor], rank: int = 0) -> ShardColumns:

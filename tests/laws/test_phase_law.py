@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import random
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -64,6 +65,8 @@ def tree(world: World, value: float = 1.0) -> dict[str, Any]:
     return {"w": shard, "norm": copied, "rng": ShardedObject("rng", value, (1,), (0,), world.rank), "step": 7}
 
 
+LONG = random.Random(0).randbytes(2**19).hex()
+"""So long that ranks don't all send their tables."""
 LAYOUT = tree_columns(simulate(RANKS, tree))
 
 
@@ -91,6 +94,12 @@ def scenarios(storage: MemoryStorage) -> dict[str, Callable[[World], Any]]:
     other, buckets = MemoryStorage(), bucketed()
     return {
         "save": lambda world: shardtree.save(tree(world, 2.0), storage, world=world, overwrite=True),
+        "save under a long name": lambda world: shardtree.save(
+            tree(world, 2.0) | {"long": ShardedTensor.from_rank_offsets(LONG, torch.zeros(2), replica_id=world.rank)},
+            storage,
+            world=world,
+            overwrite=True,
+        ),
         "save unchecked": lambda world: shardtree.save(
             tree(world, 2.0), storage, world=world, overwrite=True, validate_access_integrity=False
         ),
@@ -132,6 +141,7 @@ def scenarios(storage: MemoryStorage) -> dict[str, Callable[[World], Any]]:
 
 SCENARIOS = [
     "save",
+    "save under a long name",
     "save unchecked",
     "save and compare replicas",
     "save and finalize",

@@ -284,6 +284,8 @@ CALLS: dict[str, Call] = {
     "layouts.tensor_shards": (layouts.tensor_shards, TREE),
     "layouts.join_columns": (layouts.join_columns, [COLUMNS, COLUMNS]),
     "layouts.join_agreed": (layouts.join_agreed, [COLUMNS, COLUMNS]),
+    "layouts.packed_kinds": (layouts.packed_kinds, COLUMNS.kinds),
+    "layouts.unpacked_kinds": (layouts.unpacked_kinds, layouts.packed_kinds(COLUMNS.kinds)),
     "layouts.join_checked": (raising(layouts.join_checked), [COLUMNS, WHOLE], [OBJECTS]),
     "layouts.check_columns": (layouts.check_columns, "plan_load", COLUMNS),
     "layouts.select_rows": (layouts.select_rows, COLUMNS, column(1)),

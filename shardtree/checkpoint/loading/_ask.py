@@ -15,7 +15,7 @@ from ...layouts import ShardColumns
 from ...storage import Directory
 from ...strategies import Checkpoint, LoadOptions, Resolution, Strategies, StrategyAction, fetch_checked, find_strategy
 from ...world import World, agree, gather, share, step
-from .._consistency import Description, KnownLayout, check_together, describe, known_layout
+from .._consistency import Description, KnownLayout, brief, check_together, complete, describe, known_layout
 from .._dispatch import Choice, sharded_backend
 from .._open import OPEN_STEPS, Fields, Metadata, load_common, open_alone, sharded_metadata, stored_keys, with_fields
 from ._checks import Keys, Kinds, ObjectsFit, check_rank, check_target, named_unexpected
@@ -122,7 +122,7 @@ class CheckedLoad:
 
 
 def ask(world: World, directory: Directory, request: LoadRequest) -> tuple[LocalLoad, list[Message]]:
-    """Return what a rank knows by itself, and each rank's message, by rank; one all-gather.
+    """Return what a rank knows by itself, and each rank's message, by rank; one all-gather, two for many ranks.
 
     Args:
         world: who loads together.
@@ -144,14 +144,20 @@ def ask(world: World, directory: Directory, request: LoadRequest) -> tuple[Local
 
     # Two names for the phase, so that a mix of ranks that compare and ranks that don't is an error that says so.
     local, messages = share(
-        world, "load: describe target" if request.describes else "load: ask", alone, _message, steps=_ASKED_STEPS
+        world,
+        "load: describe target" if request.describes else "load: ask",
+        alone,
+        partial(_message, ranks=world.size),
+        steps=_ASKED_STEPS,
     )
+    described = complete(world, local.description, [description for _, description in messages])
+    messages = [(fields, description) for (fields, _), description in zip(messages, described, strict=True)]
     # From rank 0 alone, so that all ranks load the same checkpoint even while a save replaces it.
     return replace(local, checkpoint=with_fields(local.checkpoint, messages[0][0], request.choices[2])), messages
 
 
-def _message(local: LocalLoad) -> Message:
-    return local.checkpoint.fields, local.description
+def _message(local: LocalLoad, ranks: int) -> Message:
+    return local.checkpoint.fields, brief(local.description, ranks)
 
 
 def matched_target(request: LoadRequest, rank: int, ranks: int) -> tuple[Target, KnownLayout | None]:

@@ -21,7 +21,17 @@ from ...storage import Directory, Storage, background_threads, storage_at
 from ...strategies import AsyncRequest, PendingSave, SaveOptions, Strategies
 from ...trees import comparable
 from ...world import agree, current_world, gather, share, step
-from .._consistency import Description, KnownLayout, check_common, check_together, common_digest, describe, known_layout
+from .._consistency import (
+    Description,
+    KnownLayout,
+    brief,
+    check_common,
+    check_together,
+    common_digest,
+    complete,
+    describe,
+    known_layout,
+)
 from .._dispatch import Backends, Choice, backends_of
 from .._fingerprint import check_can_hold, in_usual_threads
 from ..async_saves import refuse_overlap, snapshot_shards
@@ -212,7 +222,7 @@ class LocalSave:
 def meet(
     call: SaveCall, parts_of: Callable[[], TreeParts], directory: Directory, undo: ExitStack
 ) -> tuple[LocalSave, list[Message]]:
-    """Return what a rank knows by itself, and each rank's message, by rank; one all-gather.
+    """Return what a rank knows by itself, and each rank's message, by rank; one all-gather, two for many ranks.
 
     Args:
         call: the call of `save`.
@@ -241,12 +251,15 @@ def meet(
         return LocalSave(parts, known, backends, storage, description, pending)
 
     def message(local: LocalSave) -> Message:
-        return local.description, None if local.pending is None else start_of(local.pending)
+        description = brief(local.description, call.world.size)
+        return description, None if local.pending is None else start_of(local.pending)
 
     # Two names for the phase, so that a mix of ranks that compare and ranks that don't is an error that says so.
-    return share(
+    local, messages = share(
         call.world, "save: describe shards" if call.describes else "save: get ready", alone, message, steps=_STEPS
     )
+    completed = complete(call.world, local.description, [description for description, _ in messages])
+    return local, [(description, start) for description, (_, start) in zip(completed, messages, strict=True)]
 
 
 def _compared(call: SaveCall, parts: TreeParts) -> Any:

@@ -1,0 +1,158 @@
+"""One rank's columns as a message, and the part of it that ranks of a mesh have in common, which is sent once.
+
+Such ranks hold parts of the same tensors, cut in the same ways, at other coordinates. So columns are a table (keys,
+kinds, and for each shard the number of its place) and places, of which a regular layout has no more than shapes and
+specs. Tables of ranks that are alike are the same bytes: one of these ranks sends them. Nothing is assumed: flat
+ranges, of which each shard has its own, are as many places as shards.
+"""
+
+from __future__ import annotations
+
+import pickle
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from ..geometry import Column, begins, row_numbers
+from ..layouts import ShardColumns, TensorKind, packed_kinds, unpacked_kinds
+from ..storage import digest
+from ..world import World, gather
+
+_TOGETHER = 2**20
+"""Bytes of tables that a rank hears at most before equal ones are sent once: less than the wait of one more round."""
+_LEVEL = 1
+"""Of zlib: names that differ by numbers shrink to a tenth at any level, and this is the fastest."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedColumns:
+    """One rank's columns as bytes.
+
+    Attributes:
+        rank: whose they are.
+        digest: the hash of the table.
+        table: the keys, their kinds, and the key and the number of the place of each shard; None until it is sent.
+        places: the different boxes and flat ranges, in the order in which they occur.
+    """
+
+    rank: int
+    digest: str
+    table: bytes | None
+    places: bytes
+
+
+def pack_columns(columns: ShardColumns, rank: int) -> PackedColumns:
+    """Return the columns of one rank, packed with their table.
+
+    Examples:
+        >>> import torch, shardtree as st
+        >>> def packed(rank):
+        ...     shards = [st.ShardedTensor.from_rank_offsets(key, torch.zeros(2), (0, rank, 4)) for key in "abc"]
+        ...     return pack_columns(st.layouts.shard_columns(shards, rank), rank)
+        >>> packed(0).digest == packed(3).digest, packed(0).places == packed(3).places
+        (True, False)
+    """
+    number, first = _places(columns)
+    places = (columns.offset, columns.shape, columns.start, columns.stop, columns.main)
+    kind, dtypes, axes, prepended, boxes = packed_kinds(columns.kinds)
+    table = _to_bytes((columns.keys, dtypes), (kind, axes, prepended, boxes, columns.key, number))
+    return PackedColumns(rank, digest(table), table, _to_bytes((), [each[first] for each in places]))
+
+
+def _places(columns: ShardColumns) -> tuple[Column, Column]:
+    """Return the number of each shard's place, and for each place the first shard that is there."""
+    boxes = (*columns.offset.T, *columns.shape.T)
+    number, _ = row_numbers((*boxes, columns.start, columns.stop, columns.main.astype(np.int64)))
+    order = np.argsort(number, kind="stable")
+    first = order[begins(number[order])]
+    # In the order of their first shards, not by value: that would number the places of each rank in another way.
+    renumbered = np.empty_like(first)
+    renumbered[np.argsort(first)] = np.arange(first.size)
+    return renumbered[number], np.sort(first)
+
+
+def unpack_columns(parts: Sequence[PackedColumns]) -> list[ShardColumns]:
+    """Return columns that were packed, once their tables are there; those of equal tables share keys and kinds.
+
+    Examples:
+        >>> import torch, shardtree as st
+        >>> columns = st.layouts.shard_columns([st.ShardedTensor.from_rank_offsets("w", torch.zeros(2), (0, 1, 4))], 7)
+        >>> (again,) = unpack_columns([pack_columns(columns, 7)])
+        >>> again.keys, again.offset.tolist(), again.rank.tolist()
+        (('w',), [[2]], [7])
+    """
+    tables = {part.digest: part.table for part in parts}
+    read = {name: _table(table) for name, table in tables.items() if table is not None}
+    return [_columns(read[part.digest], part) for part in parts]
+
+
+_Table: TypeAlias = tuple[tuple[str, ...], tuple[TensorKind, ...], Column, Column]
+
+
+def _table(packed: bytes) -> _Table:
+    (keys, dtypes), (kind, axes, prepended, boxes, key, number) = _from_bytes(packed)
+    return keys, unpacked_kinds((kind, dtypes, axes, prepended, boxes)), key, number
+
+
+def _columns(table: _Table, part: PackedColumns) -> ShardColumns:
+    keys, kinds, key, number = table
+    _, places = _from_bytes(part.places)
+    offset, shape, start, stop, main = (each.take(number, axis=0) for each in places)
+    return ShardColumns(keys, kinds, key, offset, shape, start, stop, np.full_like(key, part.rank), main)
+
+
+def _to_bytes(names: Any, arrays: Sequence[Any]) -> bytes:
+    # As bytes, since pickled arrays share objects with each other, and equal ones needn't be equal bytes. As narrow
+    # integers, since coordinates are small, and compressing takes as long as there are bytes.
+    narrow = [each.astype(_narrowest(each)) for each in arrays]
+    plain = [(each.dtype.char, each.shape, each.tobytes()) for each in narrow]
+    return zlib.compress(pickle.dumps((names, plain), protocol=pickle.HIGHEST_PROTOCOL), _LEVEL)
+
+
+def _narrowest(column: Any) -> Any:
+    if column.dtype == np.bool_:
+        return column.dtype
+    low, high = (int(column.min()), int(column.max())) if column.size else (0, 0)
+    return np.promote_types(np.min_scalar_type(low), np.min_scalar_type(high))
+
+
+def _from_bytes(packed: bytes) -> tuple[Any, list[Any]]:
+    names, arrays = pickle.loads(zlib.decompress(packed))
+    read = [np.frombuffer(data, dtype=char).reshape(shape) for char, shape, data in arrays]
+    return names, [each if each.dtype == np.bool_ else each.astype(np.int64) for each in read]
+
+
+# Tables that are long are sent by one of the ranks that have them
+
+
+def without_long_table(part: PackedColumns, ranks: int) -> PackedColumns:
+    """Return what a rank says at first: without its table, where the tables of that many ranks would be long together.
+
+    Examples:
+        >>> import torch, shardtree as st
+        >>> packed = pack_columns(st.layouts.shard_columns([]), 0)
+        >>> [without_long_table(packed, ranks).table is None for ranks in (2, 100_000)]
+        [False, True]
+    """
+    return part if part.table is None or len(part.table) * ranks <= _TOGETHER else replace(part, table=None)
+
+
+def send_tables(world: World, own: PackedColumns, parts: Sequence[PackedColumns]) -> list[PackedColumns]:
+    """Return what all ranks said with the tables that they left out; one all-gather if some did, else none.
+
+    Args:
+        world: the ranks.
+        own: this rank's, with its table.
+        parts: by rank, as all ranks heard them.
+    """
+    there = {part.digest: part.table for part in parts if part.table is not None}
+    # The lowest rank of those that have a table speaks for them all. Every rank finds the same one.
+    speaker = {part.digest: part.rank for part in reversed(parts) if part.digest not in there}
+    if not speaker:
+        return list(parts)
+    sent = gather(world, "send tables", lambda: own.table if speaker.get(own.digest) == own.rank else None)
+    tables = there | {name: sent[rank] for name, rank in speaker.items()}
+    return [replace(part, table=tables[part.digest]) for part in parts]

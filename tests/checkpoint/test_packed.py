@@ -1,0 +1,134 @@
+"""What ranks say of their shards is their columns, whatever the layout; what they have in common is sent once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as some
+
+import shardtree as st
+from shardtree.checkpoint import _packed
+from shardtree.checkpoint._packed import PackedColumns, pack_columns, send_tables, unpack_columns, without_long_table
+from shardtree.errors import IntegrityError
+from shardtree.layouts import Mesh, PartitionSpec, ShardColumns, TensorKind, mesh_columns, select_rows
+from shardtree.storage import MemoryStorage
+from shardtree.testing import GlobalState, global_states, rank_tree, state_layouts
+from shardtree.world import simulate
+from tests.trees.samples import assert_caught
+
+Layouts = Mapping[str, Any]
+Hear = Callable[[Sequence[ShardColumns], int], list[ShardColumns]]
+ARRAYS = ("key", "offset", "shape", "start", "stop", "rank", "main")
+
+
+def heard(columns: Sequence[ShardColumns], together: int) -> list[ShardColumns]:
+    """Return what a rank hears from ranks that hold these shards."""
+    packed = [pack_columns(each, rank) for rank, each in enumerate(columns)]
+    said = [without_long_table(each, len(columns) if together else 2**40) for each in packed]
+    everywhere = simulate(len(columns), lambda world: unpack_columns(send_tables(world, packed[world.rank], said)))
+    return everywhere[-1]
+
+
+def check_columns_are_heard(hear: Hear, state: GlobalState, layout: Layouts, together: int) -> None:
+    ranks = next(iter(layout.values())).ranks
+    trees = (rank_tree(state, layout, rank) for rank in range(ranks))
+    own = [st.layouts.shard_columns(st.layouts.tensor_shards(tree), rank) for rank, tree in enumerate(trees)]
+    for found, expected in zip(hear(own, together), own, strict=True):
+        assert (found.keys, found.kinds) == (expected.keys, expected.kinds)
+        for name in ARRAYS:
+            left, right = getattr(found, name), getattr(expected, name)
+            assert left.dtype == right.dtype and np.array_equal(left, right), name
+
+
+@some.composite
+def cases(draw: some.DrawFn) -> tuple[GlobalState, Layouts, int]:
+    state = draw(global_states().filter(lambda state: bool(state.tensors)))
+    return state, draw(state_layouts(state, draw(some.integers(1, 4)))), draw(some.integers(0, 1))
+
+
+@settings(deadline=None)
+@given(cases())
+def test_columns_are_heard_as_they_are(case: tuple[GlobalState, Layouts, int]) -> None:
+    check_columns_are_heard(heard, *case)
+
+
+def with_the_first_places(columns: Sequence[ShardColumns], together: int) -> list[ShardColumns]:
+    """The planted fault: ranks with equal tables are taken to lie in the same places, too."""
+    packed = [pack_columns(each, rank) for rank, each in enumerate(columns)]
+    first = {part.digest: part.places for part in reversed(packed)}
+    return unpack_columns([replace(part, places=first[part.digest]) for part in packed])
+
+
+def without_flat_ranges(columns: Sequence[ShardColumns], together: int) -> list[ShardColumns]:
+    """The planted fault: places are told apart by their boxes alone."""
+    none = [replace(each, start=np.full_like(each.start, -1), stop=np.full_like(each.stop, -1)) for each in columns]
+    return heard(none, together)
+
+
+@pytest.mark.parametrize("fault", [with_the_first_places, without_flat_ranges])
+def test_the_law_catches(fault: Hear) -> None:
+    assert_caught(lambda hear, case: check_columns_are_heard(hear, *case), fault, cases())
+
+
+def of_ranks(tensors: int) -> list[PackedColumns]:
+    """Return what the ranks of a mesh say of a model with so many layers."""
+    kinds = {f"layers.{number}.weight": TensorKind(torch.float32, (32, 64), 0) for number in range(tensors)}
+    specs = {key: PartitionSpec("tp", "fsdp", at={"pp": number * 2 // tensors}) for number, key in enumerate(kinds)}
+    columns = mesh_columns(kinds, Mesh(pp=2, fsdp=4, tp=2), specs)
+    parts = [select_rows(columns, np.flatnonzero(columns.rank == rank)) for rank in range(16)]
+    held = [np.unique(part.key) for part in parts]
+    return [
+        pack_columns(
+            replace(
+                part,
+                keys=tuple(part.keys[number] for number in own),
+                kinds=tuple(part.kinds[number] for number in own),
+                key=np.searchsorted(own, part.key),
+            ),
+            rank,
+        )
+        for rank, (part, own) in enumerate(zip(parts, held, strict=True))
+    ]
+
+
+def test_ranks_that_are_alike_have_one_table_and_few_places() -> None:
+    few, many = of_ranks(4), of_ranks(400)
+    assert len({part.digest for part in many}) == 2  # one for each pipeline stage
+    assert len({part.places for part in many}) == 8  # one for each coordinate within a stage
+    assert max(len(part.places) for part in many) == max(len(part.places) for part in few)
+
+
+def test_each_rank_hears_the_tables_that_were_left_out() -> None:
+    packed = of_ranks(40)
+    said = [replace(part, table=None) for part in packed]
+    for found in simulate(16, lambda world: send_tables(world, packed[world.rank], said)):
+        assert found == packed
+
+
+def tree(rank: int, *, wrong: bool = False) -> dict[str, Any]:
+    place = (0, 0 if wrong else rank, 2)
+    return {key: st.ShardedTensor.from_rank_offsets(key, torch.full((3,), rank), place) for key in ("a", "b")}
+
+
+def test_many_ranks_save_and_load_what_few_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_packed, "_TOGETHER", 0)
+    folder = MemoryStorage()
+    simulate(2, lambda world: st.save(tree(world.rank), folder, world=world))
+    empty = simulate(2, lambda world: st.load(tree(1 - world.rank), folder, world=world))
+    assert [each["a"].tolist() for each in empty] == [[1, 1, 1], [0, 0, 0]]
+
+
+def test_many_ranks_errors_name_all_offenders(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = []
+    for together in (2**20, 0):
+        monkeypatch.setattr(_packed, "_TOGETHER", together)
+        with pytest.raises(IntegrityError) as caught:
+            simulate(2, lambda world: st.save(tree(world.rank, wrong=True), MemoryStorage(), world=world))
+        texts.append(str(caught.value))
+    assert texts[0] == texts[1] and "'a'" in texts[0] and "'b'" in texts[0]
